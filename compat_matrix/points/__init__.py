@@ -1,0 +1,97 @@
+"""What must hold in a cell. A point is a function of a :class:`Cell`; it returns, or raises with what it found."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, Callable
+
+import torch
+
+from .. import tiny_models
+
+TOLERANCE = 1e-5
+"""Of the largest value compared, in float32."""
+
+POINTS: dict[str, Callable[[Cell], None]] = {}
+
+
+def point(function: Callable[[Cell], None]) -> Callable[[Cell], None]:
+    POINTS[function.__name__] = function
+    return function
+
+
+class NotApplicable(Exception):
+    """This family has no such feature in this version; the reason goes into the evidence."""
+
+
+@dataclass
+class Cell:
+    """One family, loaded with one attention implementation, in the installed Transformers."""
+
+    family: str
+    implementation: str
+
+    def model(self, dtype: torch.dtype = torch.float32, **changes: Any) -> Any:
+        return tiny_models.build(self.family, self.implementation, dtype, **changes)
+
+    def reference(self, dtype: torch.dtype = torch.float32, **changes: Any) -> Any:
+        """The same weights, unpatched, eager (Falcon's eager code fails on one token: sdpa)."""
+        return tiny_models.build(self.family, "sdpa" if self.family == "falcon" else "eager", dtype, **changes)
+
+
+def documents(*lengths: int, seed: int = 0) -> list[torch.Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    return [torch.randint(3, tiny_models.VOCABULARY, (length,), generator=generator) for length in lengths]
+
+
+def pack(docs: list[torch.Tensor]) -> dict[str, torch.Tensor]:
+    """One row: input_ids and position_ids ``[1, length]``."""
+    return {
+        "input_ids": torch.cat(docs)[None],
+        "position_ids": torch.cat([torch.arange(len(doc)) for doc in docs])[None],
+    }
+
+
+def alone(model: Any, docs: list[torch.Tensor]) -> torch.Tensor:
+    """Logits ``[tokens, vocabulary]`` of each document run on its own."""
+    return torch.cat([model(input_ids=doc[None]).logits[0] for doc in docs])
+
+
+def loss_of(logits: torch.Tensor, docs: list[torch.Tensor]) -> torch.Tensor:
+    """Sum of next-token losses inside documents, from logits ``[tokens, vocabulary]``."""
+    pieces = zip(logits.split([len(doc) for doc in docs]), docs)
+    return sum(torch.nn.functional.cross_entropy(piece[:-1].float(), doc[1:], reduction="sum") for piece, doc in pieces if len(doc) > 1)
+
+
+def gradients(model: Any) -> dict[str, torch.Tensor]:
+    found = {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+    model.zero_grad()
+    return found
+
+
+def assert_close(found: torch.Tensor, expected: torch.Tensor, what: str, tolerance: float = TOLERANCE) -> None:
+    if found.shape != expected.shape:
+        raise AssertionError(f"{what}: shape {list(found.shape)}, expected {list(expected.shape)}")
+    scale = expected.abs().max().clamp(min=1e-30)
+    error = ((found - expected).abs().max() / scale).item()
+    if not error <= tolerance:
+        raise AssertionError(f"{what}: off by {error:.1e} of the scale, allowed {tolerance:.0e}")
+
+
+def assert_unmoved(cell: Cell, after: torch.Tensor, before: torch.Tensor) -> None:
+    """Bit for bit the same; to rounding where experts multiply another number of tokens at a time."""
+    if cell.family in tiny_models.MIXTURES:
+        tolerance = TOLERANCE if before.dtype == torch.float32 else 1e-2
+        assert_close(after.float(), before.float(), "logits after another document changed", tolerance)
+    elif not torch.equal(before, after):
+        raise AssertionError(f"a changed document moved another one's logits by {(before - after).abs().max():.1e}")
+
+
+def assert_same_gradients(found: dict[str, Any], expected: dict[str, Any], tolerance: float = TOLERANCE) -> None:
+    if found.keys() != expected.keys():
+        raise AssertionError(f"gradients: other parameters: {sorted(found.keys() ^ expected.keys())[:4]}")
+    for name, gradient in expected.items():
+        assert_close(found[name], gradient, f"gradient of {name}", tolerance)
+
+
+from . import harmless, isolation, training  # noqa: E402, F401

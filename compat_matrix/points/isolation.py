@@ -1,0 +1,236 @@
+"""Packed equals alone, whatever the layout; and nothing of one document reaches another."""
+
+from __future__ import annotations
+
+import importlib
+from typing import Any
+
+import torch
+
+import fa2patch
+
+from .. import tiny_models
+from . import (
+    Cell,
+    NotApplicable,
+    alone,
+    assert_close,
+    assert_same_gradients,
+    assert_unmoved,
+    documents,
+    gradients,
+    loss_of,
+    pack,
+    point,
+)
+
+LENGTHS = (5, 9, 1, 3, 7)
+
+
+@point
+def packed_row(cell: Cell) -> None:
+    """One row, default cache: logits and parameter gradients equal those of the documents run alone."""
+    docs = documents(*LENGTHS)
+    reference, model = cell.reference(), cell.model()
+    expected = alone(reference, docs)
+    loss_of(expected, docs).backward()
+    with fa2patch.apply(model):
+        found = model(**pack(docs)).logits[0]
+        assert_close(found, expected, "logits")
+        loss_of(found, docs).backward()
+        assert_same_gradients(gradients(model), gradients(reference))
+        assert_close(model(**pack(docs), use_cache=False).logits[0], expected, "logits without cache")
+
+
+@point
+def packed_rows(cell: Cell) -> None:
+    """Two rows, each packed, with other boundaries."""
+    rows = [documents(5, 9, 2), documents(1, 7, 8, seed=1)]
+    reference, model = cell.reference(), cell.model()
+    batch = {name: torch.cat([pack(docs)[name] for docs in rows]) for name in pack(rows[0])}
+    expected = torch.stack([alone(reference, docs) for docs in rows])
+    with fa2patch.apply(model):
+        assert_close(model(**batch).logits, expected, "logits of two rows")
+
+
+@point
+def every_layout(cell: Cell) -> None:
+    """The rows that upstream's rules get wrong: offsets, restarts above zero, documents of length 1 anywhere."""
+    reference, model = cell.reference(), cell.model()
+    with fa2patch.apply(model):
+        for positions in (
+            [[7, 8, 9], [0, 1, 2]],
+            [[0, 1, 2], [1, 2, 3]],
+            [[0, 1, 2], [5, 6, 7]],
+            [[0], [0, 1, 2]],
+            [[0], [0], [0]],
+            [[2, 3, 4], [2, 3]],
+            [[0, 1, 2], [0]],
+            [[0, 1, 2], [0], [0, 1]],
+        ):
+            docs = documents(*map(len, positions))
+            ids = torch.tensor([sum(positions, [])])
+            found = model(input_ids=torch.cat(docs)[None], position_ids=ids).logits[0]
+            assert_close(found, alone(reference, docs), f"logits of {ids.tolist()}", 3e-5)
+
+
+@point
+def padding(cell: Cell) -> None:
+    """Trailing padding as a mask with zeros and as an extra document; an all-ones mask; both rows at once."""
+    docs = documents(5, 9, 3)
+    reference, model = cell.reference(), cell.model()
+    expected, batch, real = alone(reference, docs), pack(docs), sum(map(len, docs))
+    padded = {name: torch.nn.functional.pad(ids, (0, 6)) for name, ids in batch.items()}
+    mask = torch.tensor([[1] * real + [0] * 6])
+    counted = {**padded, "position_ids": torch.cat([batch["position_ids"], torch.arange(6)[None]], 1)}
+    with fa2patch.apply(model):
+        assert_close(model(**batch, attention_mask=torch.ones(1, real, dtype=torch.long)).logits[0], expected, "all ones")
+        for name, given in {"mask": {**padded, "attention_mask": mask}, "document": counted}.items():
+            assert_close(model(**given).logits[0, :real], expected, f"padding as {name}")
+        numbered = torch.tensor([sum(([number + 1] * len(doc) for number, doc in enumerate(docs)), [])])
+        assert_close(model(**batch, attention_mask=numbered).logits[0], expected, "mask of document numbers")
+        other = documents(4, 13, seed=1)
+        two = {name: torch.cat([padded[name], torch.nn.functional.pad(pack(other)[name], (0, 6))]) for name in padded}
+        logits = model(**two, attention_mask=mask.expand(2, -1)).logits
+        assert_close(logits[0, :real], expected, "padded row 1 of 2")
+        assert_close(logits[1, :real], alone(reference, other), "padded row 2 of 2")
+
+
+@point
+def lengths(cell: Cell) -> None:
+    """The collator's cu_seq_lens, max_length and seq_idx, with and without position_ids."""
+    docs = documents(*LENGTHS)
+    expected, model = alone(cell.reference(), docs), cell.model()
+    collate = fa2patch.DataCollatorWithFlattening(return_flash_attn_kwargs=True, return_seq_idx=True)
+    batch = dict(collate([{"input_ids": doc.tolist()} for doc in docs]))
+    labels = batch.pop("labels")
+    with fa2patch.apply(model):
+        assert_close(model(**batch).logits[0], expected, "lengths and position_ids")
+        loss = model(**batch, labels=labels).loss
+        per_token = loss_of(expected, docs) / (labels[:, 1:] != -100).sum()
+        assert_close(loss, per_token, "loss")
+        del batch["position_ids"]
+        assert_close(model(**batch).logits[0], expected, "lengths alone")
+        only = {"input_ids": batch["input_ids"], "seq_idx": batch["seq_idx"]}
+        assert_close(model(**only).logits[0], expected, "seq_idx alone")
+
+
+@point
+def nothing_crosses(cell: Cell) -> None:
+    """Another first document: the others' logits bit for bit the same. Gradients to other documents exactly zero."""
+    docs = documents(*LENGTHS)
+    model = cell.model()
+    first = len(docs[0])
+    with fa2patch.apply(model):
+        before = model(**pack(docs)).logits[0, first:]
+        changed = [documents(first, seed=7)[0], *docs[1:]]
+        after = model(**pack(changed)).logits[0, first:]
+        assert_unmoved(cell, after, before)
+        batch = pack(docs)
+        embeddings = model.get_input_embeddings()(batch.pop("input_ids")).detach().requires_grad_()
+        output = model(inputs_embeds=embeddings, **batch).logits[0]
+        start = 0
+        for length in LENGTHS:
+            (gradient,) = torch.autograd.grad(output[start : start + length].square().sum(), embeddings, retain_graph=True)
+            inside = gradient[0, start : start + length].abs().sum().item()
+            outside = gradient[0].abs().sum().item() - inside
+            others = torch.cat([gradient[0, :start], gradient[0, start + length :]])
+            if others.any() or not inside > 0:
+                raise AssertionError(f"document at {start}: gradient {outside:.1e} outside it, {inside:.1e} inside")
+            start += length
+
+
+@point
+def windows(cell: Cell) -> None:
+    """Sliding windows smaller than, equal to and larger than the documents."""
+    config = tiny_models.config_of(cell.family)
+    if not hasattr(config, "sliding_window"):
+        raise NotApplicable("no sliding window")
+    docs = documents(5, 12, 1, 7)
+    full = alone(cell.reference(), docs)
+    for window in (1, 3, 5, 12, 40):
+        changes: dict[str, Any] = {"sliding_window": window}
+        if hasattr(config, "max_window_layers"):
+            changes |= {"use_sliding_window": True, "max_window_layers": 99 if _windows_shallow_layers(cell.family) else 0}
+        model = cell.model(**changes)
+        changes["sliding_window"] -= _eager_window_is_wider(cell.family)
+        expected = alone(cell.reference(**changes), docs)
+        with fa2patch.apply(model):
+            found = model(**pack(docs)).logits[0]
+            if window < 12 and torch.equal(expected, full):  # this version's eager code has no window: same route alone
+                expected = torch.cat([_alone_same_route(model, doc) for doc in docs])
+                if torch.equal(expected, full):
+                    raise AssertionError(f"window {window} changed nothing")
+            assert_close(found, expected, f"window {window}")
+
+
+def _eager_window_is_wider(family: str) -> bool:
+    """4.34's eager Mistral sees one token more than its window (DESIGN, rule 11)."""
+    modeling = importlib.import_module(f"transformers.models.{family}.modeling_{family}")
+    return hasattr(modeling, "_make_sliding_window_causal_mask")
+
+
+def _alone_same_route(model: Any, doc: torch.Tensor) -> torch.Tensor:
+    cu = torch.tensor([0, len(doc)], dtype=torch.int32)
+    given = {"cu_seq_lens_q": cu, "cu_seq_lens_k": cu, "max_length_q": len(doc), "max_length_k": len(doc)}
+    return model(input_ids=doc[None], **given).logits[0]
+
+
+def _windows_shallow_layers(family: str) -> bool:
+    """Whether this version's flash class takes the window off from max_window_layers on, not up to it."""
+    modeling = vars(importlib.import_module(f"transformers.models.{family}.modeling_{family}"))
+    for name, value in modeling.items():
+        if name.endswith("FlashAttention2"):
+            method = vars(value).get("_flash_attention_forward")
+            return method is not None and "max_window_layers" in method.__code__.co_names
+    return False
+
+
+@point
+def rope_scaling(cell: Cell) -> None:
+    """Scaling by length sees the document's length, not the row's; what cannot be scaled apart is refused."""
+    limit = 10
+    short, long = documents(9, 7, 10, 8), documents(9, 14, 4)
+    for kind in ("dynamic", "longrope"):
+        for changes in _scalings(cell.family, kind, limit):
+            try:
+                tiny_models.config_of(cell.family, **changes)
+                reference, model = cell.reference(**changes), cell.model(**changes)
+            except Exception:  # this version or family has no such scaling: the next spelling, or none
+                continue
+            with fa2patch.apply(model):
+                assert_close(model(**pack(short)).logits[0], alone(reference, short), f"{kind}, documents within the limit")
+                expected = alone(cell.reference(**changes), [long[1]])
+                try:
+                    found = model(**pack(long)).logits[0, 9:23]
+                except fa2patch.errors.PackingNotIsolated:
+                    if kind == "longrope":
+                        raise
+                else:
+                    assert_close(found, expected, f"{kind}, a document beyond the limit")
+            break
+        else:
+            if kind == "dynamic":
+                raise NotApplicable("no rope scaling in this version of the family")
+
+
+def _scalings(family: str, kind: str, limit: int) -> list[dict[str, Any]]:
+    if family == "dbrx":
+        return []
+    pairs = tiny_models.build(family).config
+    head_dim = getattr(pairs, "head_dim", None) or pairs.hidden_size // pairs.num_attention_heads
+    half = int(head_dim * getattr(pairs, "partial_rotary_factor", 1.0)) // 2
+    if kind == "dynamic":
+        common: dict[str, Any] = {"factor": 4.0}
+        changes: dict[str, Any] = {"max_position_embeddings": limit}
+    else:
+        common = {"short_factor": [1.0 + 0.1 * i for i in range(half)], "long_factor": [3.0 + i for i in range(half)]}
+        changes = {"max_position_embeddings": 4 * limit, "original_max_position_embeddings": limit}
+        if family != "phi3":
+            return []
+    theta = {"rope_theta": 10000.0}
+    spelled = [{"rope_type": kind, **theta, **common}, {"type": kind, **common}]
+    if kind == "longrope":
+        spelled += [{"type": "su", **common}]
+    names = ("rope_parameters", "rope_scaling")
+    return [{**changes, name: scaling} for name in names for scaling in spelled if name == "rope_scaling" or hasattr(pairs, name)]

@@ -1,0 +1,111 @@
+"""Counts what must not grow: reads of tensors on the host, and tensors of the row's length squared."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from fa2patch.seams import entry
+
+READS = ("_local_scalar_dense", "nonzero", "masked_select", "is_nonzero", "equal")
+PACKAGE = "fa2patch"
+
+
+@dataclass
+class Count:
+    """``total``: reads that fa2patch's own code asked for; ``derived``: times that boundaries were made from ids."""
+
+    total: int = 0
+    derived: int = 0
+    where: list[str] = field(default_factory=list)
+
+
+class _Reads(TorchDispatchMode):
+    def __init__(self, count: Count) -> None:
+        super().__init__()
+        self.count = count
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name = func.overloadpacket.__name__
+        boolean = name.startswith("index") and any(
+            isinstance(index, torch.Tensor) and index.dtype == torch.bool
+            for arg in args
+            if isinstance(arg, (list, tuple))
+            for index in arg
+        )
+        if name in READS or boolean:
+            _attribute(self.count, name)
+        return func(*args, **(kwargs or {}))
+
+
+def _attribute(count: Count, name: str) -> None:
+    """Count the read if the innermost Python frame outside torch and this file is fa2patch's."""
+    frame: Any = sys._getframe(1)
+    while frame is not None:
+        module = frame.f_globals.get("__name__", "")
+        if module != __name__ and module.split(".")[0] not in ("torch", "contextlib"):
+            if module.split(".")[0] == PACKAGE:
+                count.total += 1
+                count.where.append(f"{name} in {module}:{frame.f_lineno}")
+            return
+        frame = frame.f_back
+
+
+@contextmanager
+def counted() -> Iterator[Count]:
+    """Count within the block. ``tolist`` of a CPU tensor dispatches nothing, so it is counted where it is called."""
+    count = Count()
+    originals = {"tolist": torch.Tensor.tolist, "nonzero": torch.Tensor.nonzero}
+    recognise = entry.recognise
+
+    def recognised(*args: Any, **kwargs: Any) -> Any:
+        count.derived += 1
+        return recognise(*args, **kwargs)
+
+    def counting(name: str) -> Any:
+        def read(self: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+            _attribute(count, name)
+            return originals[name](self, *args, **kwargs)
+
+        return read
+
+    torch.Tensor.tolist = counting("tolist")
+    entry.recognise = recognised
+    try:
+        with _Reads(count):
+            yield count
+    finally:
+        torch.Tensor.tolist = originals["tolist"]
+        entry.recognise = recognise
+
+
+@dataclass
+class Squares:
+    found: list[str] = field(default_factory=list)
+
+
+class _Squares(TorchDispatchMode):
+    def __init__(self, length: int, seen: Squares) -> None:
+        super().__init__()
+        self.length, self.seen = length, seen
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        for tensor in result if isinstance(result, (list, tuple)) else [result]:
+            if isinstance(tensor, torch.Tensor) and tuple(tensor.shape[-2:]) == (self.length, self.length):
+                self.seen.found.append(f"{func.overloadpacket.__name__} {list(tensor.shape)}")
+        return result
+
+
+@contextmanager
+def largest_square(length: int) -> Iterator[Squares]:
+    """Note every tensor made within the block whose last two dimensions are both ``length``."""
+    seen = Squares()
+    with _Squares(length, seen):
+        yield seen

@@ -1,0 +1,103 @@
+"""A ``flash_attn`` package for machines without a GPU, with the signatures of flash-attn 2.6, computed by the reference.
+
+Transformers believes it is installed, so that models can be loaded with ``flash_attention_2`` and the code that upstream
+would run on a GPU runs here. Install it before anything imports Transformers' modeling files.
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.machinery
+import sys
+from types import ModuleType
+from typing import Any
+
+import torch
+
+from fa2patch.attention import Options
+from fa2patch.boundaries import Boundaries
+from fa2patch.kernels.reference import _attend
+
+CALLS: list[dict[str, Any]] = []
+"""Keywords of every varlen call, for tests that look at what a kernel is handed."""
+
+
+def flash_attn_varlen_func(
+    q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, dropout_p=0.0, softmax_scale=None, causal=False,
+    window_size=(-1, -1), softcap=0.0, alibi_slopes=None, deterministic=False, return_attn_probs=False, block_table=None,
+):  # fmt: skip
+    """q ``[tokens, heads, dim]``, as flash_attn 2.6; queries are the last of their keys, as there."""
+    CALLS.append({"cu_seqlens_q": cu_seqlens_q, "max_seqlen_q": max_seqlen_q, "window_size": window_size})
+    ends_q, ends_k = cu_seqlens_q.tolist(), cu_seqlens_k.tolist()
+    if ends_q[-1] != q.shape[0] or ends_k[-1] != k.shape[0]:
+        raise RuntimeError(f"cu_seqlens end at {ends_q[-1]}/{ends_k[-1]} but there are {q.shape[0]}/{k.shape[0]} tokens")
+    pieces = []
+    for a, b, c, d in zip(ends_q, ends_q[1:], ends_k, ends_k[1:]):
+        queries, missing = q[a:b], (d - c) - (b - a)
+        padded = torch.cat([queries.new_zeros(missing, *queries.shape[1:]), queries])
+        options = Options(
+            scale=softmax_scale,
+            causal=causal,
+            window=window_size[0] + 1 if window_size[0] >= 0 else None,
+            softcap=softcap or None,
+            dropout=float(dropout_p),
+        )
+        groups = q.shape[1] // k.shape[1]
+        keys, values = (x[c:d].repeat_interleave(groups, 1).transpose(0, 1) for x in (k, v))
+        pieces.append(_attend(padded.transpose(0, 1), keys, values, options).transpose(0, 1)[missing:])
+    return torch.cat(pieces)
+
+
+def flash_attn_func(
+    q, k, v, dropout_p=0.0, softmax_scale=None, causal=False, window_size=(-1, -1), softcap=0.0, alibi_slopes=None,
+    deterministic=False, return_attn_probs=False,
+):  # fmt: skip
+    """q ``[batch, length, heads, dim]``."""
+    batch = q.shape[0]
+    cu_q, cu_k = (torch.arange(0, (batch + 1) * x.shape[1], x.shape[1], dtype=torch.int32) for x in (q, k))
+    flat = (x.reshape(-1, *x.shape[2:]) for x in (q, k, v))
+    out = flash_attn_varlen_func(
+        *flat, cu_q, cu_k, q.shape[1], k.shape[1], dropout_p, softmax_scale, causal, window_size, softcap
+    )
+    CALLS.pop()
+    return out.view(*q.shape[:3], v.shape[-1])
+
+
+def index_first_axis(x, indices):
+    return x[indices]
+
+
+def pad_input(hidden_states, indices, batch, seqlen):
+    padded = hidden_states.new_zeros(batch * seqlen, *hidden_states.shape[1:])
+    return padded.index_copy(0, indices.long(), hidden_states).view(batch, seqlen, *hidden_states.shape[1:])
+
+
+def unpad_input(hidden_states, attention_mask, *unused):
+    lengths = attention_mask.sum(-1, dtype=torch.int32)
+    indices = attention_mask.flatten().nonzero().flatten()
+    cu = torch.nn.functional.pad(lengths.cumsum(0, dtype=torch.int32), (1, 0))
+    return hidden_states.flatten(0, 1)[indices], indices, cu, int(lengths.max())
+
+
+def install() -> None:
+    """Make ``import flash_attn`` give this module, and Transformers take it for the real one."""
+    package = ModuleType("flash_attn")
+    package.__spec__ = importlib.machinery.ModuleSpec("flash_attn", loader=None)
+    package.__version__ = "2.6.3"
+    padding = ModuleType("flash_attn.bert_padding")
+    here = sys.modules[__name__]
+    for name in ("flash_attn_func", "flash_attn_varlen_func"):
+        setattr(package, name, getattr(here, name))
+    for name in ("index_first_axis", "pad_input", "unpad_input"):
+        setattr(padding, name, getattr(here, name))
+    interface = ModuleType("flash_attn.flash_attn_interface")
+    interface.flash_attn_func, interface.flash_attn_varlen_func = flash_attn_func, flash_attn_varlen_func
+    package.bert_padding, package.flash_attn_interface = padding, interface
+    sys.modules.update(
+        {"flash_attn": package, "flash_attn.bert_padding": padding, "flash_attn.flash_attn_interface": interface}
+    )
+    for module in ("transformers.utils.import_utils", "transformers.utils"):
+        utils = importlib.import_module(module)
+        for name in ("is_flash_attn_2_available", "is_flash_attn_greater_or_equal_2_10", "is_flash_attn_greater_or_equal"):
+            if hasattr(utils, name):
+                setattr(utils, name, lambda *unused, **ignored: True)

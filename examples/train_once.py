@@ -1,0 +1,238 @@
+"""One training run in a process of its own, for train_packed.py: `python train_once.py JOB.json RESULT.json`.
+
+The process is the run's own so that its peak memory is the run's own too. The two variants differ in the two lines
+under `if variant == "packed"` and in nothing else.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+import zlib
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import psutil
+import torch
+from torch.nn.utils.rnn import pad_sequence
+from tqdm import tqdm
+from transformers import (
+    AutoModelForCausalLM,
+    LlamaConfig,
+    LlamaForCausalLM,
+    PreTrainedModel,
+    Trainer,
+    TrainerCallback,
+    TrainingArguments,
+)
+from transformers.trainer_callback import PrinterCallback
+from transformers.utils import logging
+
+import fa2patch
+
+Example = dict[str, list[int]]
+Batch = dict[str, torch.Tensor]
+Collator = Callable[[list[Example]], Batch]
+
+
+def pad(examples: list[Example]) -> Batch:
+    """The usual batch: one row per document, every row as long as the longest."""
+    rows = {key: [torch.tensor(example[key]) for example in examples] for key in ("input_ids", "labels")}
+    for labels in rows["labels"]:
+        labels[0] = -100  # nothing predicts a first token; said outright, both variants count the same targets
+    return {
+        "input_ids": pad_sequence(rows["input_ids"], batch_first=True),
+        "labels": pad_sequence(rows["labels"], batch_first=True, padding_value=-100),
+        "attention_mask": pad_sequence([torch.ones_like(ids) for ids in rows["input_ids"]], batch_first=True),
+    }
+
+
+class Counted:
+    """A collator that notes, for every mini-batch it makes, what is in it."""
+
+    def __init__(self, collate: Collator) -> None:
+        self.collate = collate
+        self.batches: list[dict[str, int]] = []
+
+    def __call__(self, examples: list[Example]) -> Batch:
+        batch = self.collate(examples)
+        self.batches.append(
+            {
+                "real": sum(len(example["input_ids"]) for example in examples),
+                "computed": batch["input_ids"].numel(),
+                "targets": int((batch["labels"][:, 1:] != -100).sum()),
+                "checksum": zlib.crc32(json.dumps([example["input_ids"] for example in examples]).encode()),
+            }
+        )
+        return batch
+
+
+@torch.no_grad()
+def mean_loss(model: PreTrainedModel, batches: list[Batch]) -> float:
+    """Loss per target token over all batches together, not the mean of the batches' means."""
+    was_training = model.training
+    model.eval()
+    total, targets = 0.0, 0
+    for batch in batches:
+        count = int((batch["labels"][:, 1:] != -100).sum())
+        inputs = {key: value.to(model.device) if torch.is_tensor(value) else value for key, value in batch.items()}
+        total += float(model(**inputs).loss) * count
+        targets += count
+    model.train(was_training)
+    return total / targets
+
+
+def now() -> float:
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()
+    return time.perf_counter()
+
+
+def memory() -> int:
+    """Bytes held now: by tensors on the GPU where there is one, else by the process."""
+    return torch.cuda.memory_allocated() if torch.cuda.is_available() else psutil.Process().memory_info().rss
+
+
+def peak_memory() -> int:
+    """The most bytes held at any time until now, as the allocator or the operating system counted it."""
+    if torch.cuda.is_available():
+        return torch.cuda.max_memory_allocated()
+    status = Path("/proc/self/status")
+    if status.exists():  # not ru_maxrss: Linux hands the parent's down to the child
+        return next(int(line.split()[1]) * 1024 for line in status.read_text().splitlines() if "VmHWM" in line)
+    if sys.platform == "win32":
+        return int(psutil.Process().memory_info().peak_wset)
+    import resource
+
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss  # in bytes on macOS
+
+
+class Watch(TrainerCallback):
+    """Evaluates at fixed steps, stops the clock while it does, and draws the progress bar."""
+
+    def __init__(self, name: str, validation: list[Batch], every: int, counted: Counted) -> None:
+        self.name, self.validation, self.every, self.counted = name, validation, every, counted
+        self.curve: list[tuple[int, float]] = []
+        self.seconds = 0.0
+
+    def evaluate(self, step: int, model: PreTrainedModel) -> None:
+        self.curve.append((step, mean_loss(model, self.validation)))
+        self.bar.set_postfix_str(f"validation loss {self.curve[-1][1]:.3f}")
+
+    def on_train_begin(self, args, state, control, model=None, **kwargs):  # type: ignore[no-untyped-def]
+        self.bar = tqdm(total=args.max_steps, desc=f"{self.name:>6}", unit="step", ncols=100)
+        self.memory_before = memory()
+        self.evaluate(0, model)
+        self.resumed = now()
+
+    def on_step_end(self, args, state, control, model=None, **kwargs):  # type: ignore[no-untyped-def]
+        self.bar.update()
+        step = state.global_step
+        # The first step also starts thread pools and allocators, so throughput is counted from the second on.
+        self.seconds = self.seconds + now() - self.resumed if step > 1 else 0.0
+        if step % self.every == 0 or step == args.max_steps:
+            self.evaluate(step, model)
+        self.resumed = now()
+
+    def on_train_end(self, args, state, control, **kwargs):  # type: ignore[no-untyped-def]
+        self.bar.close()
+        self.peak = peak_memory()
+
+
+def build_model(job: dict[str, Any]) -> PreTrainedModel:
+    """The model named in the job, or a small Llama whose random weights follow from the seed."""
+    if job["model"]:
+        return AutoModelForCausalLM.from_pretrained(job["model"]).float()  # bf16 comes by autocast
+    torch.manual_seed(job["seed"])
+    return LlamaForCausalLM(
+        LlamaConfig(
+            vocab_size=job["vocab_size"],
+            hidden_size=128,
+            intermediate_size=352,
+            num_hidden_layers=4,
+            num_attention_heads=4,
+            num_key_value_heads=2,
+            max_position_embeddings=max(job["max_length"], 128),
+            bos_token_id=None,
+            eos_token_id=0,
+        )
+    )
+
+
+def training_arguments(job: dict[str, Any]) -> TrainingArguments:
+    cuda = torch.cuda.is_available()
+    return TrainingArguments(
+        output_dir=job["scratch"],
+        max_steps=job["steps"],
+        per_device_train_batch_size=job["batch_size"],
+        learning_rate=job["learning_rate"],
+        lr_scheduler_type="cosine",
+        warmup_steps=max(1, job["steps"] // 10),
+        logging_steps=min(job["eval_every"], job["steps"]),
+        seed=job["seed"],
+        bf16=cuda and torch.cuda.is_bf16_supported(),
+        dataloader_pin_memory=cuda,
+        remove_unused_columns=False,
+        save_strategy="no",
+        report_to="none",
+        disable_tqdm=True,
+    )
+
+
+def train(job: dict[str, Any]) -> dict[str, Any]:
+    variant = job["variant"]
+    started = now()
+    model = build_model(job)
+    collate: Collator = pad
+    if variant == "packed":
+        fa2patch.apply(model)
+        collate = fa2patch.DataCollatorWithFlattening()
+
+    # Both variants are judged by one ruler: the same padded batches, sorted by length, with hardly any padding.
+    held_out = sorted(job["validation"], key=lambda example: len(example["input_ids"]))
+    groups = [held_out[start : start + 8] for start in range(0, len(held_out), 8)]
+    counted = Counted(collate)
+    watch = Watch(variant, [pad(group) for group in groups], job["eval_every"], counted)
+
+    trainer = Trainer(
+        model=model,
+        args=training_arguments(job),
+        train_dataset=job["train"],
+        data_collator=counted,
+        callbacks=[watch],
+    )
+    trainer.remove_callback(PrinterCallback)
+    trainer.train()
+
+    batches = counted.batches[: trainer.state.global_step]  # the data loader reads one mini-batch ahead
+    logged = [(entry["step"], entry["loss"]) for entry in trainer.state.log_history if "loss" in entry]
+    return {
+        "variant": variant,
+        "optimizer_steps": trainer.state.global_step,
+        "parameters": sum(parameter.numel() for parameter in model.parameters()),
+        "model_class": type(model).__name__,
+        "on_gpu": torch.cuda.is_available(),
+        "device": torch.cuda.get_device_name() if torch.cuda.is_available() else f"{torch.get_num_threads()} CPU threads",
+        "batches": batches,
+        "training_seconds": watch.seconds,
+        "real_tokens_per_second": sum(batch["real"] for batch in batches[1:]) / watch.seconds,
+        "peak_memory_bytes": watch.peak,
+        "training_memory_bytes": watch.peak - watch.memory_before,
+        "train_curve": logged,
+        "validation_curve": watch.curve,
+        "validation_loss_in_own_layout": mean_loss(model, [collate(group) for group in groups]),
+        "wall_seconds": now() - started,
+    }
+
+
+def main() -> None:
+    logging.set_verbosity_error()
+    job_file, result_file = map(Path, sys.argv[1:])
+    job = json.loads(job_file.read_text(encoding="utf-8"))
+    result_file.write_text(json.dumps(train(job)), encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,412 @@
+"""Train one small model twice on the same mini-batches, padded and packed, and compare.
+
+    pip install 'fa2patch[demo]'
+    python train_packed.py
+
+The data is Python's own standard library: a function's signature in, its docstring out. No GPU, network or login is
+needed. What makes the packed run a packed run is two lines (in train_once.py, which runs one variant in a process of
+its own):
+
+    fa2patch.apply(model)
+    collator = fa2patch.DataCollatorWithFlattening()
+
+With `--model` and `--data` the same script is the start of a fine-tune of your own.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ast
+import hashlib
+import json
+import platform
+import subprocess
+import sys
+import sysconfig
+import tempfile
+from collections.abc import Callable, Iterable, Iterator
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any, Union
+
+try:
+    import matplotlib
+    from matplotlib.axes import Axes
+    from rich.console import Console
+    from rich.table import Table
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+except ImportError as error:
+    raise SystemExit(f"{error}. This example needs more than fa2patch itself: pip install 'fa2patch[demo]'") from None
+
+matplotlib.use("Agg")
+import matplotlib.pyplot as plt
+
+QUICK = {"steps": 8, "batch_size": 8, "eval_every": 4, "max_length": 256}
+END = "<|end|>"
+SKIPPED_FOLDERS = {"test", "tests", "idlelib", "lib2to3", "turtledemo", "site-packages", "dist-packages"}
+GREY, BLUE = "#b8bec9", "#1f5fd0"
+VALIDATION_SHARE, VALIDATION_LIMIT = 0.05, 128
+
+Text = tuple[str, str]  # prompt, completion
+Example = dict[str, list[int]]
+Node = Union[ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef]
+
+
+class DataError(Exception):
+    """The data cannot be trained on; the message says where, what was expected and what was found."""
+
+
+# --- texts ---------------------------------------------------------------------------------------------------------
+
+
+def signature(node: Node) -> str:
+    if isinstance(node, ast.ClassDef):
+        bases = ", ".join(ast.unparse(base) for base in [*node.bases, *node.keywords])
+        return f"class {node.name}({bases}):" if bases else f"class {node.name}:"
+    kind = "async def" if isinstance(node, ast.AsyncFunctionDef) else "def"
+    returns = f" -> {ast.unparse(node.returns)}" if node.returns else ""
+    return f"{kind} {node.name}({ast.unparse(node.args)}){returns}:"
+
+
+def documented(body: list[ast.stmt], context: list[str]) -> Iterator[Text]:
+    """Every documented class and function, with the lines it stands in: the module, the classes around it, itself."""
+    for node in body:
+        if isinstance(node, (ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)):
+            inner = [*context, signature(node)]
+            docstring = ast.get_docstring(node)
+            if docstring:
+                yield "\n".join(inner) + "\n", docstring
+            yield from documented(node.body, inner)
+
+
+def standard_library() -> list[Text]:
+    """Signatures and docstrings of the running Python's standard library, in the order of its file names."""
+    root = Path(sysconfig.get_paths()["stdlib"])
+    texts: dict[Text, None] = {}  # a dict for its order; the library has a few exact duplicates
+    for file in sorted(root.rglob("*.py")):
+        parts = file.relative_to(root).with_suffix("").parts
+        if SKIPPED_FOLDERS.isdisjoint(parts):
+            try:
+                tree = ast.parse(file.read_bytes())
+            except (SyntaxError, ValueError):
+                continue  # templates and deliberately broken files
+            module = ".".join(part for part in parts if part != "__init__")
+            texts.update(dict.fromkeys(documented(tree.body, [f"# {module}"])))
+    if not texts:
+        raise DataError(f"expected the standard library's source under {root}, found none; pass --data FILE.jsonl")
+    return list(texts)
+
+
+def read_row(line: str) -> Text:
+    """Prompt and completion of one line of a JSON Lines file; a `text` is a completion without a prompt."""
+    try:
+        row = json.loads(line)
+    except json.JSONDecodeError as error:
+        raise DataError(f"expected one JSON object, found text that is not JSON ({error})") from None
+    if not isinstance(row, dict):
+        raise DataError(f"expected a JSON object, found {type(row).__name__}")
+    if "messages" in row:
+        raise DataError(
+            "expected 'prompt' and 'completion', or 'text'; found 'messages'. Turn each chat into 'text' first, with "
+            "tokenizer.apply_chat_template(messages, tokenize=False)"
+        )
+    wanted = ("text",) if "text" in row else ("prompt", "completion")
+    for key in wanted:
+        if key not in row:
+            raise DataError(f"expected 'prompt' and 'completion', or 'text'; found {sorted(row) or 'no keys'}")
+        if not isinstance(row[key], str):
+            raise DataError(f"expected a string under {key!r}, found {type(row[key]).__name__}")
+    if not row[wanted[-1]]:
+        raise DataError(f"expected something to learn under {wanted[-1]!r}, found an empty string")
+    return row.get("prompt", "") if "text" not in row else "", row[wanted[-1]]
+
+
+def read_jsonl(file: Path) -> list[Text]:
+    texts = []
+    try:
+        with file.open(encoding="utf-8") as lines:
+            for number, line in enumerate(lines, 1):
+                if line.strip():
+                    try:
+                        texts.append(read_row(line))
+                    except DataError as error:
+                        raise DataError(f"{file}, line {number}: {error}") from None
+    except (OSError, UnicodeDecodeError) as error:
+        raise DataError(f"{file}: expected a readable UTF-8 file, found: {error}") from None
+    return texts
+
+
+def split(texts: list[Text]) -> tuple[list[Text], list[Text]]:
+    """Training and validation texts. Which is which follows from a hash of the text, not from its place."""
+    by_hash = sorted(texts, key=lambda text: hashlib.sha256("\0".join(text).encode()).digest())
+    held_out = min(VALIDATION_LIMIT, max(1, round(len(texts) * VALIDATION_SHARE)))
+    return by_hash[held_out:], by_hash[:held_out]
+
+
+# --- tokens --------------------------------------------------------------------------------------------------------
+
+
+def train_tokenizer(texts: Iterable[Text]) -> Tokenizer:
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    trainer = trainers.BpeTrainer(
+        vocab_size=4096, special_tokens=[END], initial_alphabet=alphabet, show_progress=False
+    )
+    tokenizer.train_from_iterator(("".join(text) for text in texts), trainer)
+    return tokenizer
+
+
+class Encoder:
+    """Texts to token ids and labels, by a tokenizer of a model's own or by one trained here."""
+
+    def __init__(self, model: str | None, texts: Iterable[Text]) -> None:
+        self.start: list[int] = []
+        if model is None:
+            own = train_tokenizer(texts)
+            self.encode = lambda text: own.encode(text).ids
+            self.end = [own.token_to_id(END)]
+            self.vocab_size = own.get_vocab_size()
+        else:
+            from transformers import AutoTokenizer
+
+            theirs = AutoTokenizer.from_pretrained(model)
+            self.encode = lambda text: theirs(text, add_special_tokens=False)["input_ids"]
+            self.start = [theirs.bos_token_id] if theirs.bos_token_id is not None else []
+            self.end = [theirs.eos_token_id] if theirs.eos_token_id is not None else []
+            self.vocab_size = len(theirs)
+
+    def examples(self, texts: Iterable[Text], max_length: int) -> list[Example]:
+        """One example per text that has something to learn within `max_length`; the prompt is not learnt."""
+        found = []
+        for prompt, completion in texts:
+            given = self.start + self.encode(prompt) if prompt else self.start
+            ids = (given + self.encode(completion) + self.end)[:max_length]
+            if len(ids) > max(1, len(given)):  # a first token is never predicted
+                found.append({"input_ids": ids, "labels": [-100] * len(given) + ids[len(given) :]})
+        return found
+
+
+# --- two runs ------------------------------------------------------------------------------------------------------
+
+
+def run(variant: str, job: dict[str, Any]) -> dict[str, Any]:
+    """Train one variant in a fresh process and bring back what it measured."""
+    with tempfile.TemporaryDirectory() as scratch:
+        job_file, result_file = Path(scratch, "job.json"), Path(scratch, "result.json")
+        job_file.write_text(json.dumps({**job, "variant": variant, "scratch": scratch}), encoding="utf-8")
+        script = Path(__file__).with_name("train_once.py")
+        done = subprocess.run([sys.executable, "-W", "ignore", str(script), str(job_file), str(result_file)])
+        if done.returncode:
+            raise SystemExit(f"The {variant} run failed; its own message is above.")
+        return json.loads(result_file.read_text(encoding="utf-8"))
+
+
+def compare(padded: dict[str, Any], packed: dict[str, Any]) -> dict[str, Any]:
+    """What only both runs together can say; refuses to compare runs that saw different mini-batches."""
+    for key in ("checksum", "real", "targets"):
+        if [batch[key] for batch in padded["batches"]] != [batch[key] for batch in packed["batches"]]:
+            raise SystemExit(f"The two runs cannot be compared: their mini-batches differ ({key}).")
+    gaps = [
+        (abs(one - other), step)
+        for (step, one), (_, other) in zip(padded["validation_curve"], packed["validation_curve"])
+    ]
+    real = sum(batch["real"] for batch in padded["batches"])
+    return {
+        "real_tokens": real,
+        "padded_tokens_per_real_token": sum(batch["computed"] for batch in padded["batches"]) / real,
+        "throughput_ratio": packed["real_tokens_per_second"] / padded["real_tokens_per_second"],
+        "largest_validation_difference": max(gaps)[0],
+        "largest_validation_difference_at_step": max(gaps)[1],
+    }
+
+
+# --- report --------------------------------------------------------------------------------------------------------
+
+
+def padding_share(run: dict[str, Any]) -> float:
+    computed = sum(batch["computed"] for batch in run["batches"])
+    return 1 - sum(batch["real"] for batch in run["batches"]) / computed
+
+
+def table(padded: dict[str, Any], packed: dict[str, Any]) -> Table:
+    held = "GPU" if padded["on_gpu"] else "process"
+    last = padded["train_curve"][-1][0]
+    rows: list[tuple[str, str, Callable[[dict[str, Any]], Any]]] = [
+        ("real tokens per second", "{:,.0f}", lambda run: run["real_tokens_per_second"]),
+        ("padding, share of all tokens", "{:.1%}", padding_share),
+        ("tokens computed", "{:,}", lambda run: sum(batch["computed"] for batch in run["batches"])),
+        (f"peak memory of the {held}, MB", "{:,.0f}", lambda run: run["peak_memory_bytes"] / 1e6),
+        ("  of it added by training, MB", "{:,.0f}", lambda run: run["training_memory_bytes"] / 1e6),
+        (f"train loss, mean up to step {last}", "{:.4f}", lambda run: run["train_curve"][-1][1]),
+        ("validation loss at the end", "{:.4f}", lambda run: run["validation_curve"][-1][1]),
+        ("optimizer steps", "{}", lambda run: run["optimizer_steps"]),
+        ("training time, s", "{:.1f}", lambda run: run["training_seconds"]),
+        ("wall time with evaluation, s", "{:.1f}", lambda run: run["wall_seconds"]),
+    ]
+    table = Table("", "padded", "packed", "packed / padded")
+    for column in table.columns[1:]:
+        column.justify = "right"
+    for name, form, get in rows:
+        left, right = get(padded), get(packed)
+        ratio = f"{right / left:.2f}" if left else ""
+        table.add_row(name, form.format(left), form.format(right), ratio)
+    return table
+
+
+def remarks(padded: dict[str, Any], packed: dict[str, Any], both: dict[str, Any]) -> str:
+    own = packed["validation_loss_in_own_layout"] - packed["validation_curve"][-1][1]
+    return f"""\
+Throughput: {both["throughput_ratio"]:.2f} times the padded run's. These very mini-batches hold \
+{both["padded_tokens_per_real_token"]:.2f} padded tokens per real
+token: the limit where cost is linear in tokens. Work that is done once per step (the optimizer) pulls the ratio
+below it, attention paid on padding pushes it above.
+Same run: {packed["optimizer_steps"]} optimizer steps on the same mini-batches in the same order (compared by checksum); \
+the validation
+curves differ by {both["largest_validation_difference"]:.1e} at most (at step \
+{both["largest_validation_difference_at_step"]}). Both are measured on the same padded batches; packed, the packed
+model's validation loss is the same within {abs(own):.1e}."""
+
+
+def plot(padded: dict[str, Any], packed: dict[str, Any], both: dict[str, Any], file: Path) -> None:
+    """Both validation curves over the steps; throughput and memory beside them."""
+    figure, (left, right) = plt.subplots(
+        1, 2, figsize=(11, 4.2), dpi=160, gridspec_kw={"width_ratios": (1.2, 1)}, layout="constrained"
+    )
+    for axes in (left, right):
+        axes.spines[["top", "right"]].set_visible(False)
+        axes.grid(axis="y" if axes is left else "x", color="#e6e8ec")
+        axes.set_axisbelow(True)
+    draw_curves(left, padded, packed, both)
+    draw_bars(right, padded, packed, both)
+    figure.savefig(file)
+    plt.close(figure)
+
+
+def draw_curves(axes: Axes, padded: dict[str, Any], packed: dict[str, Any], both: dict[str, Any]) -> None:
+    axes.plot(*zip(*padded["validation_curve"]), color=GREY, linewidth=8, solid_capstyle="round", label="padded")
+    axes.plot(*zip(*packed["validation_curve"]), color=BLUE, linewidth=1.8, marker="o", markersize=4, label="packed")
+    axes.set_title("Same loss", loc="left", fontweight="bold")
+    axes.set_xlabel("optimizer step")
+    axes.set_ylabel("validation loss (nats per token)")
+    note = f"largest difference {both['largest_validation_difference']:.0e}"
+    axes.legend(frameon=False, loc="upper right", title=note)
+
+
+def draw_bars(axes: Axes, padded: dict[str, Any], packed: dict[str, Any], both: dict[str, Any]) -> None:
+    """Each pair of bars on the scale of its padded run; the measured values stand beside them."""
+    pairs = [
+        ("real tokens\nper second", "real_tokens_per_second", "{:,.0f}", 1),
+        ("memory added\nby training", "training_memory_bytes", "{:,.0f} MB", 1e6),
+    ]
+    for place, (_, key, form, unit) in enumerate(pairs):
+        ratio = packed[key] / padded[key]
+        for offset, length, run, colour in ((-0.2, 1, padded, GREY), (0.2, ratio, packed, BLUE)):
+            axes.barh(place + offset, length, height=0.36, color=colour)
+            text = form.format(run[key] / unit) + (f"  ({ratio:.2g}×)" if run is packed else "")
+            axes.annotate(text, (length, place + offset), (5, 0), textcoords="offset points", va="center")
+    limit = both["padded_tokens_per_real_token"]
+    axes.plot([limit, limit], [-0.42, 0.42], color="#22262e", linewidth=1.2, linestyle="--")
+    axes.annotate(
+        f"padded tokens per real token: {limit:.1f}", (limit, -0.42), (0, 4), textcoords="offset points", ha="center"
+    )
+    axes.set_yticks(range(len(pairs)), [name for name, *_ in pairs])
+    axes.set_ylim(1.5, -0.65)
+    axes.set_xlim(0, 1.3 * max(limit, both["throughput_ratio"]))
+    axes.set_xlabel("relative to the padded run")
+    axes.set_title("Less work", loc="left", fontweight="bold")
+
+
+# --- command line --------------------------------------------------------------------------------------------------
+
+
+def positive(text: str) -> int:
+    number = int(text)
+    if number < 1:
+        raise ValueError(text)
+    return number
+
+
+def options(argv: list[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        description=(__doc__ or "").partition("\n")[0], formatter_class=argparse.ArgumentDefaultsHelpFormatter
+    )
+    add = parser.add_argument
+    add("--data", type=Path, metavar="FILE.jsonl", help="your own data, one object per line: prompt and completion, or text")
+    add("--model", metavar="NAME_OR_PATH", help="a causal LM and its tokenizer in place of the small random Llama")
+    add("--steps", type=positive, default=120, help="optimizer steps")
+    add("--batch-size", type=positive, default=16, help="documents per mini-batch")
+    add("--max-length", type=positive, default=512, help="longest document, in tokens; the rest is cut off")
+    add("--eval-every", type=positive, default=10, help="steps between two evaluations")
+    add("--learning-rate", type=float, help="default: 3e-3 for the random model, 2e-5 for --model")
+    add("--seed", type=int, default=0)
+    add("--output", type=Path, default=Path("runs/train_packed"), help="where results.json and curves.png go")
+    add("--quick", action="store_true", help="a few small steps, to see that it runs: " + str(QUICK))
+    if parser.parse_args(argv).quick:
+        parser.set_defaults(**QUICK)
+    return parser.parse_args(argv)
+
+
+def prepare(arguments: argparse.Namespace, console: Console) -> dict[str, Any]:
+    """Everything a run needs to know, the same for both."""
+    texts = read_jsonl(arguments.data) if arguments.data else standard_library()
+    train_texts, held_out_texts = split(texts)
+    encoder = Encoder(arguments.model, train_texts)
+    train = encoder.examples(train_texts, arguments.max_length)
+    validation = encoder.examples(held_out_texts, arguments.max_length)
+    if not train or not validation:
+        raise DataError(
+            f"expected at least one document to train on and one to hold out, found {len(train)} and {len(validation)} "
+            f"among {len(texts)} rows that have something to learn within {arguments.max_length} tokens"
+        )
+    lengths = sorted(len(example["input_ids"]) for example in train)
+    console.print(
+        f"{arguments.data or 'Standard library of Python ' + platform.python_version()}: {len(train):,} documents to train "
+        f"on, {len(validation)} held out, {len(texts) - len(train) - len(validation)} left out as too long. Tokens per "
+        f"document: median {lengths[len(lengths) // 2]}, longest {lengths[-1]}. Vocabulary: {encoder.vocab_size:,}."
+    )
+    return {
+        "train": train,
+        "validation": validation,
+        "vocab_size": encoder.vocab_size,
+        "model": arguments.model,
+        "steps": arguments.steps,
+        "batch_size": arguments.batch_size,
+        "max_length": arguments.max_length,
+        "eval_every": arguments.eval_every,
+        "learning_rate": arguments.learning_rate or (2e-5 if arguments.model else 3e-3),
+        "seed": arguments.seed,
+    }
+
+
+def main(argv: list[str] | None = None) -> None:
+    arguments = options(argv)
+    console = Console(highlight=False, soft_wrap=True)
+    try:
+        job = prepare(arguments, console)
+    except (DataError, OSError) as error:
+        raise SystemExit(f"train_packed.py: {error}") from None
+    padded, packed = run("padded", job), run("packed", job)
+    both = compare(padded, packed)
+
+    arguments.output.mkdir(parents=True, exist_ok=True)
+    results = {
+        "settings": {key: value for key, value in job.items() if key not in ("train", "validation")},
+        "versions": {name: version(name) for name in ("torch", "transformers", "accelerate")},
+        "comparison": both,
+        "runs": [padded, packed],
+    }
+    (arguments.output / "results.json").write_text(json.dumps(results, indent=1), encoding="utf-8")
+    plot(padded, packed, both, arguments.output / "curves.png")
+    console.print(
+        f"\n{padded['model_class']}, {padded['parameters'] / 1e6:.1f} M parameters, {padded['device']}, "
+        + ", ".join(f"{name} {number}" for name, number in results["versions"].items())
+    )
+    console.print(table(padded, packed))
+    console.print(remarks(padded, packed, both))
+    console.print(f"\n{arguments.output / 'results.json'}\n{arguments.output / 'curves.png'}")
+
+
+if __name__ == "__main__":
+    main()

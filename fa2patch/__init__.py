@@ -1,0 +1,23 @@
+"""Padding-free training for Hugging Face causal LMs: ``fa2patch.apply(model)``."""
+
+from .architectures import Architecture, architectures, register
+from .boundaries import Boundaries, boundaries
+from .collators import DataCollatorWithFlattening
+from .errors import Fa2PatchError
+from .patching import Patch, apply, revert, status
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "Architecture",
+    "Boundaries",
+    "DataCollatorWithFlattening",
+    "Fa2PatchError",
+    "Patch",
+    "apply",
+    "architectures",
+    "boundaries",
+    "register",
+    "revert",
+    "status",
+]

@@ -1,0 +1,23 @@
+"""Two words to torch.compile, without importing its compiler (a second of import time)."""
+
+from __future__ import annotations
+
+from typing import Any, Callable, TypeVar
+
+import torch
+
+F = TypeVar("F", bound=Callable[..., Any])
+
+
+def uncompiled(function: F) -> F:
+    """Run ``function`` eagerly also inside a compiled model: what it reads on the host must not become a constant.
+
+    Sets the mark that ``torch.compiler.disable`` sets (torch/_dynamo/eval_frame.py).
+    """
+    function._torchdynamo_disable = True  # type: ignore[attr-defined]
+    return function
+
+
+def compiling() -> bool:
+    """Whether this runs inside a graph being captured."""
+    return bool(torch.compiler.is_compiling()) if hasattr(torch.compiler, "is_compiling") else False

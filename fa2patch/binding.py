@@ -1,0 +1,89 @@
+"""One replaced attribute: apply, undo, live state. The only importer of wrapt.
+
+wrapt installs; what is installed is a plain function, because torch.compile traces silently *through* a wrapt
+FunctionWrapper to the original code (DESIGN, rule 4). A binding is shared by all models that need it and goes with the
+last of them: its users are held weakly. Somebody may have patched on top of us by then. Theirs stays, ours beneath it
+does nothing any more, and it is taken out as soon as theirs is gone.
+"""
+
+from __future__ import annotations
+
+import threading
+import weakref
+from typing import Any, Callable
+
+import wrapt
+
+ABSENT = object()
+"""The original value of an attribute that the owner did not have."""
+
+LOCK = threading.RLock()
+_bindings: list[Binding] = []
+
+
+class Binding:
+    """``owner.attribute`` replaced by ``make(original)``. The owner is a class, a module or one object."""
+
+    def __init__(self, owner: Any, attribute: str, make: Callable[[Any], Any]) -> None:
+        self.owner, self.attribute = owner, attribute
+        self.original = vars(owner).get(attribute, ABSENT)
+        static = isinstance(self.original, staticmethod)
+        made = make(self.original.__func__ if static else self.original)
+        self.replacement = staticmethod(made) if static else made
+        self.users: weakref.WeakSet[Any] = weakref.WeakSet()
+        wrapt.apply_patch(owner, attribute, self.replacement)
+
+    @property
+    def state(self) -> str:
+        """``"applied"``, or ``"covered"`` where somebody has replaced the attribute since; looked up live."""
+        return "applied" if vars(self.owner).get(self.attribute) is self.replacement else "covered"
+
+    def undo(self) -> bool:
+        """Put the original back and return True; or, where somebody stands on top, wait until they are gone."""
+        if self.state == "covered":
+            on_top = vars(self.owner).get(self.attribute)
+            try:
+                weakref.finalize(on_top, _undo_unused).atexit = False
+            except TypeError:  # nothing to wait for: this value has no weak references
+                pass
+            return False
+        if self.original is ABSENT:
+            delattr(self.owner, self.attribute)
+        else:
+            wrapt.apply_patch(self.owner, self.attribute, self.original)
+        return True
+
+
+def bind(owner: Any, attribute: str, make: Callable[[Any], Any], user: Any) -> Binding:
+    """The binding of this attribute with one more user; applied anew where it was not, or is covered."""
+    with LOCK:
+        _undo_unused()
+        for binding in reversed(_bindings):
+            if binding.owner is owner and binding.attribute == attribute and binding.state == "applied":
+                break
+        else:
+            binding = Binding(owner, attribute, make)
+            _bindings.append(binding)
+        binding.users.add(user)
+        return binding
+
+
+def release(user: Any) -> None:
+    """Take a user away from every binding and undo those that have no other."""
+    with LOCK:
+        for binding in _bindings:
+            binding.users.discard(user)
+        _undo_unused()
+
+
+def used_by(user: Any) -> list[Binding]:
+    """The bindings of one user, in the order in which they were made."""
+    with LOCK:
+        return [binding for binding in _bindings if user in binding.users]
+
+
+def _undo_unused() -> None:
+    with LOCK:
+        for binding in reversed(list(_bindings)):
+            if not binding.users and binding.undo():
+                _bindings.remove(binding)

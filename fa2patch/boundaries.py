@@ -1,0 +1,314 @@
+"""Where documents start: the one definition, in pure torch.
+
+A document starts at the first token of every row and wherever ``p[i] != p[i-1] + 1`` (DESIGN, rule 2). What says
+it outright wins over ``position_ids``: ``cu_seq_lens_*``, then ``seq_idx``, then a 2-D mask of document numbers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any, NoReturn
+
+import numpy as np
+import torch
+
+from .errors import BadCuSeqlens, BadPositionIds, BoundaryConflict
+
+_INTEGERS = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)
+
+
+@dataclass(eq=False)
+class Boundaries:
+    """The documents of one batch, its rows laid end to end.
+
+    Attributes:
+        cu_seqlens: int32 tensor ``[documents + 1]`` on the batch's device: 0, then the end of every document.
+        max_seqlen: length of the longest document, in tokens, a Python int.
+        positions: largest position id + 1, where the ids were looked at, else None.
+    """
+
+    cu_seqlens: torch.Tensor
+    max_seqlen: int
+    positions: int | None = field(default=None, repr=False)
+    _lengths: tuple[int, ...] | None = field(default=None, repr=False)
+
+    @property
+    def lengths(self) -> tuple[int, ...]:
+        """Document lengths in tokens, on the host. Read from the device at most once, and only if asked for."""
+        if self._lengths is None:
+            self._lengths = tuple(np.diff(_host(self.cu_seqlens)).tolist())
+        return self._lengths
+
+    def __len__(self) -> int:
+        return int(self.cu_seqlens.shape[0]) - 1
+
+
+def boundaries(position_ids: torch.Tensor) -> Boundaries:
+    """Boundaries of the documents that ``position_ids`` describe.
+
+    Args:
+        position_ids: integers ``[length]``, ``[batch, length]`` or ``[axes, batch, length]`` (mRoPE: the first axis,
+            the text's, is read). A document starts at the first token of every row and wherever an id is not its
+            left neighbour's plus one.
+
+    Returns:
+        :class:`Boundaries` over the ``batch * length`` tokens, row after row.
+
+    Raises:
+        BadPositionIds: not an integer tensor, or of another shape, or empty.
+    """
+    check_position_ids(position_ids)
+    ids = position_ids[0] if position_ids.dim() == 3 else position_ids
+    ids = ids[None] if ids.dim() == 1 else ids
+    host = _host(ids)
+    return _from_cuts(_restarts(host), position_ids.device, int(host.max()) + 1)
+
+
+def check_position_ids(position_ids: Any, shape: tuple[int, int] | None = None) -> None:
+    """Raise :class:`BadPositionIds` unless these are integer ids, of a batch of ``shape`` where it is given."""
+    if not isinstance(position_ids, torch.Tensor):
+        raise BadPositionIds(
+            f"position_ids: expected an integer tensor, found {type(position_ids).__name__}. "
+            "Pass what the collator returns."
+        )
+    if position_ids.dtype not in _INTEGERS:
+        raise BadPositionIds(
+            f"position_ids: expected integers, found {position_ids.dtype}. Convert them with .long()."
+        )
+    found = tuple(position_ids.shape)
+    if position_ids.dim() not in (1, 2, 3) or 0 in found:
+        raise BadPositionIds(
+            "position_ids: expected [batch, length], or [axes, batch, length] for mRoPE, "
+            f"with at least one token; found {list(found)}."
+        )
+    if shape is not None and (found[-1] != shape[1] or (len(found) > 1 and found[-2] not in (1, shape[0]))):
+        raise BadPositionIds(
+            f"position_ids: expected [{shape[0]}, {shape[1]}] as the batch's ids, found {list(found)}. "
+            "One position id is needed for each token."
+        )
+
+
+def recognise(
+    shape: tuple[int, int],
+    device: torch.device,
+    *,
+    position_ids: torch.Tensor | None = None,
+    attention_mask: torch.Tensor | None = None,
+    seq_idx: torch.Tensor | None = None,
+) -> Boundaries | None:
+    """Boundaries if the batch is packed, else None: one read from the device, whatever is given.
+
+    Args:
+        shape: ``(batch, length)``.
+        device: where ``cu_seqlens`` goes.
+        position_ids: integers ``[batch or 1, length]``, or with axes in front.
+        attention_mask: ``[batch, length]``: zeros are padding; 1, 1, 2, 2, ... are document numbers.
+        seq_idx: integers ``[batch, length]``, another number for each document.
+
+    Returns:
+        None where no row holds more than one document: a padded or dense batch, to be computed as ever. Otherwise
+        boundaries in which a run of padding is a document of its own.
+
+    Raises:
+        BadPositionIds: wrong dtype or shape.
+        BoundaryConflict: two sources contradict each other, or padding stands inside a document of a packed row.
+    """
+    if position_ids is not None:
+        check_position_ids(position_ids, shape)
+        position_ids = position_ids[0] if position_ids.dim() == 3 else position_ids
+    given = {"position_ids": position_ids, "attention_mask": attention_mask, "seq_idx": seq_idx}
+    present = {name: ids.expand(shape) for name, ids in given.items() if ids is not None}
+    if not present:
+        return None
+    host = dict(zip(present, _host(torch.stack([ids.detach().to(device, torch.int64) for ids in present.values()]))))
+    mask = host.get("attention_mask")
+    real = np.ones(shape, dtype=bool) if mask is None else mask != 0
+    previous = _previous_real(real)
+
+    starts = _changes(host["position_ids"], real, previous, step=1) if position_ids is not None else None
+    outright = None
+    if "seq_idx" in host:
+        outright = "seq_idx", _changes(host["seq_idx"], real, previous, step=0)
+    elif mask is not None and mask.max() > 1:
+        outright = "the attention_mask of document numbers", _changes(mask, real, previous, step=0)
+    if outright is not None:
+        source, said = outright
+        if starts is not None and (starts & ~said).any():
+            row, token = np.argwhere(starts & ~said)[0]
+            raise BoundaryConflict(
+                f"position_ids restart at row {row}, token {token}, inside what {source} calls one document. "
+                "Let both describe the same documents, or pass only one of them."
+            )
+        starts = said
+    if starts is None or (starts.sum(axis=1) <= 1).all():
+        return None
+    after_padding = np.zeros(shape, dtype=bool)
+    after_padding[:, 1:] = ~real[:, :-1]
+    holes = real & ~starts & after_padding
+    if holes.any():
+        row, token = np.argwhere(holes)[0]
+        raise BoundaryConflict(
+            f"the attention_mask hides tokens inside a document of a packed row (it goes on at row {row}, token "
+            f"{token}). Padding may only stand between documents: drop the hidden tokens, or restart position_ids there."
+        )
+    starts_padding = ~real
+    starts_padding[:, 1:] &= real[:, :-1]
+    positions = int(host["position_ids"].max()) + 1 if position_ids is not None else None
+    return _from_cuts(starts | starts_padding, device, positions)
+
+
+def from_cu_seqlens(
+    cu_seqlens: torch.Tensor,
+    max_seqlen: int | torch.Tensor | None,
+    shape: tuple[int, int],
+    *,
+    cu_seqlens_k: torch.Tensor | None = None,
+    position_ids: torch.Tensor | None = None,
+    attention_mask: torch.Tensor | None = None,
+    checked: bool = True,
+) -> Boundaries:
+    """Boundaries that the caller states, read from the device not even once if ``max_seqlen`` is an int.
+
+    On a CPU a mismatch raises at once. On other devices the same conditions become device-side assertions, which
+    cost no synchronisation.
+
+    Args:
+        cu_seqlens: integers ``[documents + 1]`` (or ``[1, documents + 1]``): 0, ..., ``batch * length``.
+        max_seqlen: the longest document's length; read from ``cu_seqlens`` where None.
+        shape: ``(batch, length)``.
+        cu_seqlens_k: the same for keys; must equal ``cu_seqlens``.
+        position_ids: may restart only where a document starts.
+        attention_mask: ``[batch, length]``; zeros only at the end of a document.
+        checked: False leaves the conditions out (inside a compiled graph).
+
+    Raises:
+        BadCuSeqlens, BoundaryConflict, BadPositionIds.
+    """
+    tokens = shape[0] * shape[1]
+    for cu in (cu_seqlens, cu_seqlens_k):
+        if cu is not None and (not isinstance(cu, torch.Tensor) or cu.dtype not in _INTEGERS or cu.numel() < 2):
+            found = f"{cu.dtype} {list(cu.shape)}" if isinstance(cu, torch.Tensor) else type(cu).__name__
+            raise BadCuSeqlens(f"cu_seq_lens: expected an integer tensor [documents + 1], found {found}.")
+    cu = cu_seqlens.flatten().to(torch.int32)
+    if checked:
+        _require_ends(cu, tokens)
+        if cu_seqlens_k is not None and cu_seqlens_k is not cu_seqlens:
+            _require_same(cu, cu_seqlens_k.flatten())
+        _require_agreement(cu, shape, position_ids, attention_mask)
+    if isinstance(max_seqlen, torch.Tensor):
+        max_seqlen = int(_host(max_seqlen).max())
+    stated = Boundaries(cu, max_seqlen if max_seqlen is not None else 0)
+    if max_seqlen is None:
+        stated.max_seqlen = max(stated.lengths)
+    elif checked and cu.device.type == "cpu" and max(stated.lengths) > max_seqlen:
+        raise BadCuSeqlens(
+            f"max_length is {max_seqlen}, but cu_seq_lens hold a document of {max(stated.lengths)} tokens."
+        )
+    return stated
+
+
+def positions_of(cu_seqlens: torch.Tensor, shape: tuple[int, int]) -> torch.Tensor:
+    """position_ids int64 ``[batch, length]`` that count from 0 in each document; no read from the device."""
+    cu = cu_seqlens.flatten().long()
+    token = torch.arange(shape[0] * shape[1], device=cu.device)
+    document = torch.searchsorted(cu, token, right=True) - 1
+    return (token - cu[document]).view(shape)
+
+
+def largest_position(position_ids: torch.Tensor) -> int:
+    """Largest position id + 1; one read from the device."""
+    return int(_host(position_ids).max()) + 1
+
+
+def _host(tensor: torch.Tensor) -> Any:
+    """Values on the host: the only place in fa2patch that reads a tensor."""
+    return tensor.detach().cpu().numpy()
+
+
+def _restarts(ids: Any) -> Any:
+    starts = np.ones(ids.shape, dtype=bool)
+    starts[:, 1:] = ids[:, 1:] != ids[:, :-1] + 1
+    return starts
+
+
+def _previous_real(real: Any) -> Any:
+    """Index of the nearest real token to the left in the row, -1 where there is none."""
+    index = np.arange(real.shape[1])
+    seen = np.maximum.accumulate(np.where(real, index, -1), axis=1)
+    return np.concatenate([np.full((real.shape[0], 1), -1), seen[:, :-1]], axis=1)
+
+
+def _changes(ids: Any, real: Any, previous: Any, step: int) -> Any:
+    left = np.take_along_axis(ids, np.maximum(previous, 0), axis=1)
+    return real & ((previous < 0) | (ids != left + step))
+
+
+def _from_cuts(starts: Any, device: torch.device, positions: int | None) -> Boundaries:
+    ends = np.append(np.flatnonzero(starts.ravel()), starts.size)
+    lengths = np.diff(ends)
+    cu = torch.from_numpy(ends.astype(np.int32)).to(device, non_blocking=True)
+    return Boundaries(cu, int(lengths.max()), positions, tuple(lengths.tolist()))
+
+
+def _require(held: torch.Tensor, error: type[Exception], message: str) -> None:
+    if held.device.type == "cpu":
+        if not bool(_host(held)):
+            raise error(message)
+    else:
+        torch._assert_async(held, message)
+
+
+def _require_ends(cu: torch.Tensor, tokens: int) -> None:
+    if cu.device.type == "cpu":
+        found: Sequence[int] = _host(cu).tolist()
+        if found[0] != 0 or found[-1] != tokens or any(b < a for a, b in zip(found, found[1:])):
+            _bad_ends(found, tokens)
+    else:
+        held = (cu[0] == 0) & (cu[-1] == tokens) & (cu.diff() >= 0).all()
+        torch._assert_async(held, f"cu_seq_lens must rise from 0 to the batch's {tokens} tokens")
+
+
+def _bad_ends(found: Sequence[int], tokens: int) -> NoReturn:
+    shown = ", ".join(map(str, found[:8])) + (", ..." if len(found) > 8 else "")
+    raise BadCuSeqlens(
+        f"cu_seq_lens must rise from 0 to the number of tokens, {tokens} (batch x length, padding included); "
+        f"found [{shown}] ending in {found[-1]}. Make them from this very batch, after truncation and padding."
+    )
+
+
+def _require_same(cu: torch.Tensor, cu_k: torch.Tensor) -> None:
+    message = "cu_seq_lens_q and cu_seq_lens_k differ: in training every query's document is its keys' document."
+    if cu.shape != cu_k.shape:
+        raise BoundaryConflict(message)
+    _require((cu == cu_k).all(), BoundaryConflict, message)
+
+
+def _require_agreement(
+    cu: torch.Tensor,
+    shape: tuple[int, int],
+    position_ids: torch.Tensor | None,
+    attention_mask: torch.Tensor | None,
+) -> None:
+    starts = torch.zeros(shape[0] * shape[1] + 1, dtype=torch.bool, device=cu.device)
+    starts = starts.index_fill(0, cu.long(), True)[:-1].view(shape)
+    real = torch.ones_like(starts) if attention_mask is None else attention_mask.to(cu.device) != 0
+    if attention_mask is not None:
+        hidden_then_real = ~real[:, :-1] & real[:, 1:] & ~starts[:, 1:]
+        _require(
+            ~hidden_then_real.any(),
+            BoundaryConflict,
+            "the attention_mask hides tokens before real ones of the same document of cu_seq_lens. Padding may only "
+            "end a document, or be one.",
+        )
+    if position_ids is not None:
+        check_position_ids(position_ids, shape)
+        ids = position_ids[0] if position_ids.dim() == 3 else position_ids
+        ids = ids.to(cu.device).expand(shape)
+        restarts = (ids[:, 1:] != ids[:, :-1] + 1) & ~starts[:, 1:] & real[:, 1:]
+        _require(
+            ~restarts.any(),
+            BoundaryConflict,
+            "position_ids restart inside what cu_seq_lens call one document. Let both describe the same documents, "
+            "or pass only one of them.",
+        )

@@ -1,0 +1,334 @@
+"""``apply``, ``revert``, ``status``: a model's architecture -> seams -> bindings, all or nothing."""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import inspect
+import re
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+from types import ModuleType
+from typing import Any, Callable
+
+from . import kernels
+from .architectures import Architecture, lookup
+from .binding import ABSENT, LOCK, bind, release, used_by
+from .errors import LayerNotPatchable, NotAModel, UnsupportedModel, UnsupportedTransformers
+from .seams import entry, function, interface, masks, method, rotary
+
+OLDEST = (4, 34)
+"""First Transformers with flash attention in modeling files (rule 1 apart: there is no seam to look for before it)."""
+
+
+@dataclass(frozen=True)
+class Site:
+    """An attribute to replace, by name, so that a patch can be pickled and bound again in another process.
+
+    Attributes:
+        kind: which replacement, a key of ``_MAKERS``.
+        module: the module's name.
+        owner: the class's name in that module; empty where the module itself is the owner.
+        attribute: the attribute's name.
+    """
+
+    kind: str
+    module: str
+    owner: str
+    attribute: str
+
+    def find(self) -> tuple[Any, ModuleType]:
+        module = sys.modules.get(self.module) or importlib.import_module(self.module)
+        return (functools.reduce(getattr, self.owner.split("."), module) if self.owner else module), module
+
+    def bind(self, user: Any) -> None:
+        owner, module = self.find()
+        bind(owner, self.attribute, functools.partial(_MAKERS[self.kind], owner, module), user)
+
+
+def _layer(owner: Any, module: ModuleType, original: Any) -> Callable[..., Any]:
+    flash = method.flash_class(module, owner)
+    assert flash is not None, f"{owner} had a flash class when it was planned"
+    return method.on_flash_class(original, owner, flash)
+
+
+_MAKERS: dict[str, Callable[[Any, ModuleType, Any], Any]] = {
+    "causal_lm": lambda owner, module, original: entry.causal_lm(original),
+    "base_model": lambda owner, module, original: entry.base_model(original),
+    "mask": lambda owner, module, original: masks.let_through(original),
+    "registry": lambda owner, module, original: interface.Overlay(original),
+    "eager": lambda owner, module, original: interface.routed(original),
+    "function": lambda owner, module, original: function.routed(original),
+    "layer": _layer,
+    "window_flag": lambda owner, module, original: True if original is ABSENT else original,
+    "rotary": lambda owner, module, original: rotary.by_document(original),
+}
+
+
+@dataclass(frozen=True)
+class PatchedLayer:
+    """One attention layer: where it is and through what it is patched; ``state`` is looked up live."""
+
+    name: str
+    seam: str
+    site: Site
+
+    @property
+    def owner(self) -> Any:
+        """The class or module whose attribute is replaced."""
+        return self.site.find()[0]
+
+    @property
+    def attribute(self) -> str:
+        """The replaced attribute's name."""
+        return self.site.attribute
+
+
+class Patch:
+    """A patched model. Leaving it as a context manager reverts it.
+
+    Attributes:
+        model: the Transformers model inside what was handed to ``apply``.
+        architecture: its row of the registry.
+        kernel: the kernel's name that was asked for.
+        layers: a :class:`PatchedLayer` for each attention layer.
+    """
+
+    def __init__(
+        self, model: Any, architecture: Architecture, kernel: str, layers: list[PatchedLayer], sites: list[Site]
+    ) -> None:
+        self.model, self.architecture, self.kernel = model, architecture, kernel
+        self.layers, self.sites = tuple(layers), tuple(sites)
+        self.rotary = rotary.length_scaled(model.config)
+
+    @property
+    def adjust(self) -> Any:
+        return self.architecture.adjust
+
+    @property
+    def active(self) -> bool:
+        """Whether the model is patched (False after ``revert``)."""
+        return self.model.__dict__.get(entry.MARK) is self
+
+    def state(self, layer: PatchedLayer) -> str:
+        """``"applied"``, ``"covered"`` (somebody has patched on top since) or ``"off"``, for one of ``layers``."""
+        for binding in used_by(self):
+            if binding.attribute == layer.attribute and binding.owner is layer.owner:
+                return binding.state
+        return "off"
+
+    def revert(self) -> None:
+        """Take the patch off this model. Reverting twice is a no-op."""
+        with LOCK:
+            for marked in _marked(self.model):
+                marked.__dict__.pop(entry.MARK, None)
+            release(self)
+
+    def __enter__(self) -> Patch:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.revert()
+
+    def __repr__(self) -> str:
+        seams = sorted({layer.seam for layer in self.layers})
+        return (
+            f"<fa2patch.Patch of {type(self.model).__name__}: {len(self.layers)} {self.architecture.model_type} "
+            f"attention layers on the {' and '.join(seams)} seam, kernel {self.kernel!r}, "
+            f"{'applied' if self.active else 'reverted'}>"
+        )
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Patch:
+        copied = Patch.__new__(Patch)
+        memo[id(self)] = copied
+        copied.__setstate__({**self.__dict__, "model": memo.get(id(self.model), self.model)})
+        return copied
+
+    def __getstate__(self) -> dict[str, Any]:
+        return self.__dict__
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """A copy, or a model loaded in another process, is patched too: its bindings have one more user."""
+        self.__dict__.update(state)
+        for site in self.sites:
+            site.bind(self)
+
+
+def apply(model: Any, *, kernel: str = "auto", architecture: str | None = None) -> Patch:
+    """Make a causal LM compute packed batches with every document on its own. In place, all or nothing.
+
+    Args:
+        model: a Transformers causal LM, or what PEFT, accelerate, DDP, FSDP, DeepSpeed or ``torch.compile`` made of one.
+        kernel: ``"auto"`` or the name of a kernel (:data:`fa2patch.kernels.NAMES`).
+        architecture: the registry row to use, where ``config.model_type`` does not name it.
+
+    Returns:
+        The model's :class:`Patch`; the same one if it is patched already.
+
+    Raises:
+        UnsupportedTransformers, NotAModel, UnknownArchitecture, UnsupportedModel, LayerNotPatchable, UnknownKernel,
+        KernelUnavailable: nothing was changed.
+    """
+    _check_transformers()
+    kernels.check_name(kernel)
+    inner = transformers_model(model)
+    current = status(inner)
+    if current is not None:
+        return current
+    patch = _plan(inner, kernel, architecture)
+    with LOCK:
+        try:
+            for site in patch.sites:
+                site.bind(patch)
+        except BaseException:
+            release(patch)
+            raise
+        for marked in _marked(inner):
+            marked.__dict__[entry.MARK] = patch
+    return patch
+
+
+def revert(model: Any) -> None:
+    """Take the patch off a model; every namespace is as it was before ``apply``. A no-op on a model without one.
+
+    Where somebody patched on top of us, theirs stays and ours beneath does nothing any more; it goes when theirs goes.
+    """
+    patch = status(model)
+    if patch is not None:
+        patch.revert()
+
+
+def status(model: Any) -> Patch | None:
+    """The model's :class:`Patch`, or None where it is not patched."""
+    patch: Patch | None = transformers_model(model).__dict__.get(entry.MARK)
+    return patch
+
+
+def transformers_model(model: Any) -> Any:
+    """The Transformers model inside the wrappers that training puts around it.
+
+    Raises:
+        NotAModel: there is none.
+    """
+    seen = model
+    for _ in range(16):
+        if _is_transformers_model(seen):
+            return seen
+        for name in ("_orig_mod", "module", "base_model", "model"):
+            inner = getattr(seen, name, None)
+            if inner is not None and inner is not seen and hasattr(inner, "forward"):
+                seen = inner
+                break
+        else:
+            break
+    raise NotAModel(
+        f"expected a Transformers model, or a wrapper (PEFT, accelerate, DDP, FSDP, torch.compile) around one; "
+        f"found {type(model).__name__}. Hand over the model object itself."
+    )
+
+
+def _is_transformers_model(model: Any) -> bool:
+    return any(
+        cls.__name__ == "PreTrainedModel" and cls.__module__.split(".")[0] == "transformers"
+        for cls in type(model).__mro__
+    )
+
+
+def _check_transformers() -> None:
+    try:
+        version = importlib.import_module("transformers").__version__
+    except ImportError as error:
+        raise UnsupportedTransformers(
+            f"Transformers does not import ({error}). Install it: pip install 'transformers>=4.34'."
+        ) from error
+    numbers = tuple(int(number) for number in re.findall(r"\d+", version)[:2])
+    if numbers < OLDEST:
+        raise UnsupportedTransformers(
+            f"expected Transformers {OLDEST[0]}.{OLDEST[1]} or newer, found {version}, which has no flash attention to "
+            "patch. Upgrade it: pip install 'transformers>=4.34'."
+        )
+
+
+def _base_of(model: Any) -> Any:
+    return getattr(model, model.base_model_prefix, model) if model.base_model_prefix else model
+
+
+def _marked(model: Any) -> list[Any]:
+    base = _base_of(model)
+    return [model] if base is model else [model, base]
+
+
+def _defining(cls: type, attribute: str) -> type:
+    return next(base for base in cls.__mro__ if attribute in vars(base))
+
+
+def _plan(model: Any, kernel: str, architecture: str | None) -> Patch:
+    config = model.config
+    row = lookup(architecture or getattr(config, "model_type", None))
+    if getattr(config, "is_encoder_decoder", False):
+        raise UnsupportedModel(
+            f"{type(model).__name__} is an encoder-decoder: fa2patch packs decoder-only language models. Train it padded."
+        )
+    if "SequenceClassification" in type(model).__name__:
+        raise UnsupportedModel(
+            f"{type(model).__name__} pools one vector per row, and a packed row holds many documents. Train it padded."
+        )
+    reason = row.refuse(config) if row.refuse is not None else None
+    if reason:
+        raise UnsupportedModel(f"{type(model).__name__} cannot be trained packed: {reason}.")
+
+    base = _base_of(model)
+    modeling = sys.modules[_defining(type(base), "forward").__module__]
+    sites = [_class_site("base_model", base)]
+    if base is not model:
+        sites.append(_class_site("causal_lm", model))
+    sites += [_site("mask", owner, name) for owner, name in masks.sites(modeling, type(base))]
+    layers = list(_layers(base, modeling))
+    expected = getattr(config, "num_hidden_layers", len(layers))
+    if len(layers) != expected:
+        found = ", ".join(layer.name for layer in layers) or "none"
+        raise LayerNotPatchable(
+            f"{type(base).__name__} has {expected} layers, but attention with a seam was found in {len(layers)} ({found}). "
+            "Nothing was patched. Please report the model and the Transformers version."
+        )
+    seams = {layer.seam for layer in layers}
+    sites += dict.fromkeys(layer.site for layer in layers)
+    if "interface" in seams and hasattr(modeling, interface.EAGER):
+        sites.append(_site("eager", modeling, interface.EAGER))
+    if "function" in seams:
+        sites.append(_site("function", modeling, function.NAME))
+    if "method" in seams:
+        sites.append(_site("window_flag", modeling, method.WINDOW_FLAG))
+    scaled = rotary.length_scaled(config)
+    if scaled is not None and scaled.kind == "longrope":
+        sites += dict.fromkeys(
+            _class_site("rotary", module) for name, module in base.named_children() if name in rotary.NAMES
+        )
+    return Patch(model, row, kernel, layers, sites)
+
+
+def _layers(base: Any, modeling: ModuleType) -> Iterator[PatchedLayer]:
+    for name, module in base.named_modules():
+        cls = type(module)
+        if not re.search(r"Attention(2|Base)?$", cls.__name__) or "forward" not in dir(cls):
+            continue
+        owner = _defining(cls, "forward")
+        forward = inspect.unwrap(vars(owner)["forward"])
+        home = sys.modules[owner.__module__]
+        flash = method.flash_class(home, cls)
+        if interface.is_seam(home, forward):
+            yield PatchedLayer(name, "interface", _site("registry", home, interface.REGISTRY))
+        elif flash is not None:
+            seam = "method" if "_flash_attention_forward" in vars(flash) else "function"
+            yield PatchedLayer(name, seam, _site("layer", owner, "forward"))
+
+
+def _class_site(kind: str, module: Any) -> Site:
+    return _site(kind, _defining(type(module), "forward"), "forward")
+
+
+def _site(kind: str, owner: Any, attribute: str) -> Site:
+    if isinstance(owner, ModuleType):
+        return Site(kind, owner.__name__, "", attribute)
+    return Site(kind, owner.__module__, owner.__qualname__, attribute)

@@ -1,0 +1,206 @@
+"""The model's ``forward``: where a packed batch is recognised.
+
+Two functions of a model are replaced, on the classes that define them, and do nothing for an instance that carries no
+mark of ours. The causal LM's accepts the collator's lengths on every version; the base model's (``model.model``, the
+one that loops over the layers, which also PEFT, TRL and accelerate end up calling) turns a packed batch's mask into a
+:class:`PackedMask`.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from typing import Any, Callable
+
+import torch
+
+from .._compile import compiling, uncompiled
+from ..boundaries import (
+    Boundaries,
+    check_position_ids,
+    from_cu_seqlens,
+    largest_position,
+    positions_of,
+    recognise,
+)
+from ..errors import PackedWithCache, PackedWithDenseMask, PackingNotIsolated
+from .packed_mask import PackedMask
+from .rotary import tagged
+
+MARK = "_fa2patch"
+"""Name of the instance attribute that says: this model is patched. It holds the model's ``Patch``."""
+
+LENGTHS = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k", "seq_idx")
+"""Keywords of Transformers' DataCollatorWithFlattening (return_flash_attn_kwargs, return_seq_idx)."""
+
+_CARRIED = "_fa2patch_lengths"
+
+
+def causal_lm(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Replacement for a causal LM's ``forward``: takes the collator's lengths, also where the original has no such keyword."""
+    parameters = inspect.signature(original).parameters
+    takes_any = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values())
+    names = list(parameters)[1:]
+
+    @functools.wraps(original)
+    def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
+        lengths = {name: kwargs[name] for name in LENGTHS if kwargs.get(name) is not None}
+        if not lengths or self.__dict__.get(MARK) is None:
+            return original(self, *args, **kwargs)
+        kwargs.update(zip(names, args))
+        if not (takes_any and compiling()):
+            shape, device = batch_shape(kwargs)
+            kwargs["position_ids"] = _with_lengths(kwargs.get("position_ids"), lengths, shape, device)
+        if not takes_any:
+            for name in lengths:
+                del kwargs[name]
+        return original(self, **kwargs)
+
+    return forward
+
+
+def base_model(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Replacement for a base model's ``forward``: a packed batch gets a :class:`PackedMask`, all others go as they came."""
+    parameters = inspect.signature(original).parameters
+    takes_any = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values())
+    names = list(parameters)[1:]
+
+    @functools.wraps(original)
+    def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
+        patch = self.__dict__.get(MARK)
+        if patch is None:
+            return original(self, *args, **kwargs)
+        call = {**dict(zip(names, args)), **kwargs}
+        if isinstance(call.get("attention_mask"), PackedMask):
+            return original(self, *args, **kwargs)
+        mask = packed_mask(self, call, patch)
+        if not takes_any:
+            for name in LENGTHS:
+                call.pop(name, None)
+        if mask is None:
+            return original(self, **call)
+        call["attention_mask"] = mask
+        if "use_cache" in parameters or takes_any:
+            call["use_cache"] = False
+        output = original(self, **call)
+        if len(mask.calls) < len(patch.layers):
+            raise PackingNotIsolated(
+                f"of {len(patch.layers)} attention layers only {len(mask.calls)} were given the boundaries of this "
+                "packed batch: some layer's attention was replaced after fa2patch.apply. See "
+                "fa2patch.status(model).layers; apply fa2patch last."
+            )
+        return output
+
+    return forward
+
+
+def batch_shape(call: dict[str, Any]) -> tuple[tuple[int, int], torch.device]:
+    """``(batch, length)`` and the device of a forward's inputs."""
+    for name in ("input_ids", "inputs_embeds"):
+        if call.get(name) is not None:
+            return (call[name].shape[0], call[name].shape[1]), call[name].device
+    raise PackingNotIsolated("forward was given neither input_ids nor inputs_embeds.")
+
+
+def packed_mask(model: Any, call: dict[str, Any], patch: Any) -> PackedMask | None:
+    """The mask of a packed batch, or None for every other batch; sees to ``call["position_ids"]`` too.
+
+    A single document is packed only where lengths say so: else it is a dense row, computed as ever.
+    """
+    if call.get("input_ids") is None and call.get("inputs_embeds") is None:
+        return None
+    shape, device = batch_shape(call)
+    position_ids = call.get("position_ids")
+    lengths = {name: call[name] for name in LENGTHS if call.get(name) is not None}
+    if not lengths and isinstance(position_ids, torch.Tensor):
+        lengths = getattr(position_ids, _CARRIED, {})
+    given, cache = call.get("attention_mask"), call.get("past_key_values")
+    mask = _two_dimensional(given, shape)
+    if cache is not None and given is not None and mask is None:
+        return None  # generate() with a static cache: the dense mask it made says who sees whom
+    if position_ids is not None:
+        check_position_ids(position_ids, shape)
+    if "cu_seq_lens_q" in lengths:
+        found: Boundaries | None = from_cu_seqlens(
+            lengths["cu_seq_lens_q"],
+            lengths.get("max_length_q"),
+            shape,
+            cu_seqlens_k=lengths.get("cu_seq_lens_k"),
+            position_ids=position_ids,
+            attention_mask=mask,
+            checked=not compiling(),
+        )
+    elif shape[1] == 1:
+        return None
+    else:
+        seq_idx = lengths.get("seq_idx")
+        if position_ids is None and seq_idx is None and (mask is None or mask.dtype == torch.bool):
+            return None
+        found = _recognise(shape, device, position_ids, mask, seq_idx)
+    if found is None:
+        return None
+    _refuse_what_cannot_be_packed(call, given, mask)
+    if position_ids is None:
+        call["position_ids"] = positions_of(found.cu_seqlens.to(device), shape)
+    positions = found.positions
+    if patch.rotary is not None:
+        positions = largest_position(call["position_ids"]) if positions is None else positions
+        patch.rotary.check(positions)
+        call["position_ids"] = tagged(call["position_ids"], found)
+    return PackedMask(
+        found, patch.kernel, shape[0], shape[1] if positions is None else positions, patch.rotary, patch.adjust
+    )
+
+
+def _two_dimensional(mask: Any, shape: tuple[int, int]) -> torch.Tensor | None:
+    """The mask of this call's tokens ``[batch, length]``, where a mask ``[batch, cached + length]`` was given."""
+    if isinstance(mask, torch.Tensor) and mask.dim() == 2 and mask.shape[0] == shape[0] and mask.shape[1] >= shape[1]:
+        return mask[:, -shape[1] :]
+    return None
+
+
+def _refuse_what_cannot_be_packed(call: dict[str, Any], given: Any, mask: torch.Tensor | None) -> None:
+    if given is not None and mask is None:
+        found = f"{list(given.shape)}" if isinstance(given, torch.Tensor) else type(given).__name__
+        raise PackedWithDenseMask(
+            f"a packed batch came with an attention_mask {found}: expected none, or [batch, length] with zeros for "
+            "padding. Leave it out: position_ids already say where documents start."
+        )
+    if call.get("past_key_values") is not None:
+        raise PackedWithCache(
+            "a packed batch came with past_key_values. What a cache holds belongs to no one document of the row. "
+            "Leave the cache out (use_cache=False), or pass documents one by one."
+        )
+    if call.get("output_attentions"):
+        raise PackingNotIsolated(
+            "output_attentions=True was asked of a packed batch: flash attention makes no weights to return. "
+            "Leave it out, or pass documents one by one."
+        )
+
+
+@uncompiled
+def _recognise(
+    shape: tuple[int, int],
+    device: torch.device,
+    position_ids: torch.Tensor | None,
+    mask: torch.Tensor | None,
+    seq_idx: torch.Tensor | None,
+) -> Boundaries | None:
+    return recognise(shape, device, position_ids=position_ids, attention_mask=mask, seq_idx=seq_idx)
+
+
+def _with_lengths(
+    position_ids: torch.Tensor | None, lengths: dict[str, Any], shape: tuple[int, int], device: torch.device
+) -> torch.Tensor | None:
+    """The ids, a view of their own, on which the lengths ride from the causal LM to its base model."""
+    if position_ids is None:
+        cu = lengths.get("cu_seq_lens_q")
+        if cu is None:
+            found = recognise(shape, device, seq_idx=lengths.get("seq_idx"))
+            if found is None:
+                return None
+            cu = found.cu_seqlens
+        position_ids = positions_of(cu.to(device), shape)
+    position_ids = position_ids.view_as(position_ids)
+    setattr(position_ids, _CARRIED, lengths)
+    return position_ids

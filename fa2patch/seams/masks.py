@@ -1,0 +1,36 @@
+"""Lets a packed mask through the functions that make 4-D masks, so that none is ever made for a packed batch.
+
+4.34: ``Model._prepare_decoder_attention_mask`` (Falcon: ``_prepare_attn_mask``); 4.35 on: ``_prepare_4d_*`` in the
+modeling module; 4.38 to 4.52: ``Model._update_causal_mask``; 4.53 on: ``create_*_mask`` in the modeling module.
+"""
+
+from __future__ import annotations
+
+import functools
+import re
+from itertools import chain
+from types import ModuleType
+from typing import Any, Callable
+
+from .packed_mask import find
+
+METHODS = ("_update_causal_mask", "_prepare_decoder_attention_mask", "_prepare_attn_mask")
+FUNCTIONS = re.compile(r"create_\w*mask|_prepare_4d_\w+")
+
+
+def sites(modeling: ModuleType, base_model: type) -> list[tuple[Any, str]]:
+    """``(owner, attribute)`` of every function that makes a mask for this model."""
+    owners = [(cls, name) for name in METHODS for cls in base_model.__mro__ if name in vars(cls)][:1]
+    functions = [name for name, value in vars(modeling).items() if FUNCTIONS.fullmatch(name) and callable(value)]
+    return owners + [(modeling, name) for name in functions]
+
+
+def let_through(original: Callable[..., Any]) -> Callable[..., Any]:
+    """``original``, but a packed mask among the arguments is the result."""
+
+    @functools.wraps(original)
+    def make_mask(*args: Any, **kwargs: Any) -> Any:
+        mask = find(chain(args, kwargs.values()))
+        return original(*args, **kwargs) if mask is None else mask
+
+    return make_mask

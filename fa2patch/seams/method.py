@@ -1,0 +1,119 @@
+"""The seam of models that choose an attention *class* (the method seam up to 4.42, the function seam after it).
+
+Whatever class a layer was made of (plain, sdpa, flash), a packed batch is computed by the ``forward`` of its flash
+class: the one that ends in ``_flash_attention_forward(q, k, v, mask, ...)``, a method up to 4.42 and a function of the
+modeling module since. It runs on a :class:`Layer`, which stands in for the layer during that one call and differs from
+it only in what a flash class has and a plain one lacks.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import types
+from itertools import chain
+from types import ModuleType
+from typing import Any, Callable
+
+import torch
+
+from . import function, rotary
+from .packed_mask import PackedMask, find
+
+WINDOW_FLAG = "_flash_supports_window_size"
+"""Whether flash-attn takes a window: a name that modeling files of 4.34 to 4.42 lack where flash-attn is missing."""
+
+_ORIGINAL = "_fa2patch_original"
+
+
+def flash_class(modeling: ModuleType, cls: type) -> type | None:
+    """The flash class among the attention classes that ``cls`` belongs to."""
+    module_classes = [base for base in cls.__mro__ if base.__module__ == modeling.__name__]
+    if not module_classes:
+        return None
+    for candidate in vars(modeling).values():
+        if (
+            isinstance(candidate, type)
+            and candidate.__name__.endswith("FlashAttention2")
+            and issubclass(candidate, module_classes[-1])
+        ):
+            return candidate
+    return None
+
+
+class Layer:
+    """An attention layer for the length of one packed call."""
+
+    _flash_attn_uses_top_left_mask = False
+
+    def __init__(self, module: Any, flash: type, mask: PackedMask) -> None:
+        self._module, self._flash, self._mask = module, flash, mask
+
+    def __getattr__(self, name: str) -> Any:
+        value = getattr(self._module, name)
+        if name in rotary.NAMES:
+            return rotary.OfLayer(value, self._mask)
+        return value
+
+    def _flash_attention_forward(
+        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: Any, query_length: int, **kwargs: Any
+    ) -> torch.Tensor:
+        if kwargs.pop("use_sliding_windows", False) and _windowed(self._flash, self._module):
+            kwargs["sliding_window"] = self._module.config.sliding_window
+        kwargs["is_causal"] = getattr(self._module, "is_causal", True)
+        return self._mask.attend(self._module, q, k, v, function.options(kwargs))
+
+
+def on_flash_class(original: Callable[..., Any], owner: type, flash: type) -> Callable[..., Any]:
+    """Replacement for an attention class's ``forward``: a packed batch goes to the flash class's, on a :class:`Layer`."""
+    names = list(inspect.signature(original).parameters)[1:]
+    flash_forward = original if issubclass(owner, flash) else vars(flash)["forward"]
+    flash_forward = getattr(flash_forward, _ORIGINAL, flash_forward)
+    parameters = inspect.signature(flash_forward).parameters
+    takes_any = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values())
+
+    @functools.wraps(original)
+    def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
+        mask = find(chain(args, kwargs.values()))
+        if mask is None:
+            return original(self, *args, **kwargs)
+        given = {**dict(zip(names, args)), **kwargs}
+        call = {
+            name: value for name, value in given.items() if value is not mask and (takes_any or name in parameters)
+        }
+        call["attention_mask"] = mask
+        if "padding_mask" in parameters:
+            call["padding_mask"] = mask
+        return _leaving_dtypes_alone(flash_forward)(Layer(self, flash, mask), **call)
+
+    setattr(forward, _ORIGINAL, original)
+    return forward
+
+
+def _windowed(flash: Any, module: Any) -> bool:
+    """4.37's to 4.42's Qwen2 decides inside the method that a flash layer from ``max_window_layers`` on has no window."""
+    decides = "max_window_layers" in inspect.unwrap(flash._flash_attention_forward).__code__.co_names
+    return not decides or module.layer_idx < module.config.max_window_layers
+
+
+class _Torch(ModuleType):
+    """``torch`` for a flash class's ``forward`` that casts float32 to something else than the layer's own dtype."""
+
+    float32 = None
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(torch, name)
+
+
+def _leaving_dtypes_alone(forward: Callable[..., Any]) -> Callable[..., Any]:
+    """The same code, without its test ``dtype == torch.float32``, where what follows the test is wrong.
+
+    4.34's classes cast float32 to float16 whatever the weights are; 4.36's Phi and GPT-NeoX read the dtype off a
+    ``q_proj`` that they do not have. Dtypes are settled in :func:`~fa2patch.seams.packed_mask.compute_dtype` anyway.
+    """
+    names = inspect.unwrap(forward).__code__.co_names
+    wrong = "float16" in names or ("query_key_value" in names and "q_proj" in names)
+    if not wrong:
+        return forward
+    scope: dict[str, Any] = {**forward.__globals__, "torch": _Torch("torch")}
+    return types.FunctionType(forward.__code__, scope, forward.__name__, forward.__defaults__, forward.__closure__)

@@ -1,0 +1,112 @@
+"""What travels in the attention mask's place: the one argument that every layer of every version is handed."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field, replace
+from typing import Any, Callable
+
+import torch
+
+from ..attention import Options, packed_attention
+from ..boundaries import Boundaries
+from .rotary import LengthScaled
+
+_COMPUTED = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+
+
+@dataclass(eq=False)
+class PackedMask:
+    """Boundaries of a packed batch on their way to the attention layers. Not a tensor, on purpose.
+
+    Attributes:
+        boundaries: the batch's documents.
+        kernel: the kernel's name that the model was patched with.
+        rows: ``batch``.
+        positions: largest position id + 1, in tokens: what a table of rotary embeddings must hold.
+        rotary: the model's length-dependent rope scaling, if it has one.
+        adjust: the architecture's quirk: mends the options that a layer passes.
+        calls: how many attention layers have been given it.
+    """
+
+    boundaries: Boundaries
+    kernel: str
+    rows: int
+    positions: int
+    rotary: LengthScaled | None = None
+    adjust: Callable[[Any, Options], Options] | None = None
+    calls: list[None] = field(default_factory=list, repr=False)
+
+    def attend(
+        self, module: Any, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, options: Options
+    ) -> torch.Tensor:
+        """``packed_attention`` in the dtype that the layer ``module`` computes in; ``[batch, length, heads, dim]``."""
+        self.calls.append(None)
+        if self.adjust is not None:
+            options = self.adjust(module, options)
+        dtype = compute_dtype(module, q, k, v)
+        q, k, v = q.to(dtype), k.to(dtype), v.to(dtype)
+        return packed_attention(q, k, v, self.boundaries, options, self.kernel)
+
+    def to(self, *args: Any, **kwargs: Any) -> PackedMask:
+        """As ``Tensor.to``: what moves a layer's inputs between devices moves the boundaries too."""
+        moved = self.boundaries.cu_seqlens.to(*args, **kwargs).to(torch.int32)
+        return replace(self, boundaries=replace(self.boundaries, cu_seqlens=moved))
+
+    def __contains__(self, value: object) -> bool:
+        """4.34 to 4.41 keep a flash model's 2-D mask only if ``0 in mask``."""
+        return value == 0
+
+    def __getitem__(self, index: Any) -> torch.Tensor:
+        """4.34's flash Mistral asks ``mask[:, -1]`` whether the padding is on the right: it is not."""
+        if index != (slice(None), -1):
+            raise TypeError(
+                "an attention layer used the mask of a packed batch as a tensor: it was not patched by fa2patch. "
+                "Call fa2patch.revert(model), then fa2patch.apply(model) again; if it stays, please report it."
+            )
+        return torch.ones(self.rows, dtype=torch.int64)
+
+
+def find(values: Iterable[Any]) -> PackedMask | None:
+    """The packed mask among some arguments."""
+    for value in values:
+        if isinstance(value, PackedMask):
+            return value
+    return None
+
+
+def compute_dtype(module: Any, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.dtype:
+    """One dtype for q, k and v. Float32 norms, LoRA weights or rotary tables upcast some of them in half-precision models.
+
+    The rule of Transformers' own flash path (integrations/flash_attention.py, get_target_dtype), with one more case
+    in front: where some of the three are still in half precision, so will be all.
+    """
+    dtypes = {q.dtype, k.dtype, v.dtype}
+    half = dtypes & {torch.float16, torch.bfloat16}
+    if half:
+        return v.dtype if v.dtype in half else half.pop()
+    if q.dtype != torch.float32:
+        return q.dtype
+    device = q.device.type
+    if _autocast_enabled(device):
+        return _autocast_dtype(device)
+    quantized = getattr(getattr(module, "config", None), "_pre_quantization_dtype", None)
+    if quantized is not None:
+        return quantized
+    for parameter in module.parameters() if module is not None else ():
+        if parameter.dim() >= 2 and parameter.dtype in _COMPUTED:
+            return parameter.dtype
+    return q.dtype
+
+
+def _autocast_enabled(device: str) -> bool:
+    try:
+        return bool(torch.is_autocast_enabled(device))
+    except TypeError:  # torch before 2.4 knows only the GPU's
+        return torch.is_autocast_cpu_enabled() if device == "cpu" else torch.is_autocast_enabled()
+
+
+def _autocast_dtype(device: str) -> torch.dtype:
+    if hasattr(torch, "get_autocast_dtype"):
+        return torch.get_autocast_dtype(device)
+    return torch.get_autocast_cpu_dtype() if device == "cpu" else torch.get_autocast_gpu_dtype()

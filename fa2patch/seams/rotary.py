@@ -1,0 +1,133 @@
+"""Rotary embeddings that look at the sequence's length: they must see the document's, not the row's.
+
+Dynamic NTK scales by the longest length seen: a packed batch is right as long as no document is longer than the length
+the model was trained for, and refused beyond it (upstream keeps the scaling of the longest sequence ever seen, so that
+a document's result depends on those before it). Longrope chooses one of two sets of factors by the length: computed
+document by document. Versions up to 4.47 hand some rotary modules ``seq_len``, the row's length.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Callable
+
+import torch
+
+from ..boundaries import Boundaries
+from ..errors import PackingNotIsolated
+if TYPE_CHECKING:
+    from .packed_mask import PackedMask
+
+NAMES = ("rotary_emb", "maybe_rotary")
+TAG = "_fa2patch_documents"
+"""Attribute of a ``position_ids`` tensor that holds the batch's boundaries on the way to the model's rotary module."""
+
+
+@dataclass(frozen=True)
+class LengthScaled:
+    """A rope scaling that depends on the length. ``limit``: tokens up to which it doesn't."""
+
+    kind: str
+    limit: int
+
+    def check(self, positions: int) -> None:
+        """Raise :class:`PackingNotIsolated` for a document of a length that cannot be scaled on its own."""
+        if self.kind == "dynamic" and positions > self.limit:
+            raise PackingNotIsolated(
+                f"rope scaling 'dynamic' stretches positions by the longest sequence, so documents of one row would "
+                f"share it: the longest here reaches position {positions}, beyond the {self.limit} of "
+                "max_position_embeddings. Truncate documents to that, use another rope scaling, or train padded."
+            )
+
+
+def length_scaled(config: Any) -> LengthScaled | None:
+    """The length-dependent rope scaling of a config, if it has one."""
+    for scaling in _scalings(config):
+        kind = scaling.get("rope_type", scaling.get("type")) or ""
+        limit = (
+            getattr(config, "original_max_position_embeddings", None)
+            or scaling.get("original_max_position_embeddings")
+            or config.max_position_embeddings
+        )
+        if "dynamic" in kind:
+            return LengthScaled("dynamic", config.max_position_embeddings)
+        if kind in ("longrope", "su") or (kind == "yarn" and "short_factor" in scaling):
+            return LengthScaled("longrope", limit)
+    return None
+
+
+def _scalings(config: Any) -> Iterator[dict[str, Any]]:
+    for name in ("rope_parameters", "rope_scaling"):
+        scaling = getattr(config, name, None)
+        if isinstance(scaling, dict):
+            yield scaling
+            yield from (inner for inner in scaling.values() if isinstance(inner, dict))
+
+
+def tagged(position_ids: torch.Tensor, boundaries: Boundaries) -> torch.Tensor:
+    """The ids, a view of their own, with the boundaries on them."""
+    position_ids = position_ids.view_as(position_ids)
+    setattr(position_ids, TAG, boundaries)
+    return position_ids
+
+
+def by_document(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Replacement for a rotary module's ``forward(x, position_ids)``: tagged ids are embedded document by document."""
+
+    @functools.wraps(original)
+    def forward(self: Any, x: torch.Tensor, position_ids: Any = None, **kwargs: Any) -> Any:
+        documents = getattr(position_ids, TAG, None)
+        if documents is None:
+            return original(self, x, position_ids, **kwargs)
+        return _each(functools.partial(original, self), x, position_ids, documents, kwargs)
+
+    return forward
+
+
+class OfLayer:
+    """A rotary module that lives in an attention layer (up to 4.47), for one packed call."""
+
+    def __init__(self, module: Any, mask: PackedMask) -> None:
+        self._module, self._mask = module, mask
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._module, name)
+
+    def __call__(self, x: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        mask = self._mask
+        names = list(inspect.signature(self._module.forward).parameters)
+        if names[:2] == ["query", "key"]:
+            return self._of_old_falcon(x, *args, **kwargs)
+        call = dict(zip(names[1:], args), **kwargs)
+        scaled = mask.rotary
+        if scaled is not None and scaled.kind == "longrope":
+            position_ids = call.pop("position_ids")
+            return _each(self._module, x, position_ids, mask.boundaries, call)
+        if call.get("seq_len") is not None:
+            call["seq_len"] = mask.positions if scaled is not None else max(mask.positions, call["seq_len"])
+        return self._module(x, **call)
+
+    def _of_old_falcon(self, query: Any, key: Any, past_length: int, position_ids: Any) -> Any:
+        """4.34 and 4.35: the module rotates on its own and takes the row for the length, which only its table needs."""
+        length = query.shape[1]
+        if self._mask.rotary is not None and length > self._mask.rotary.limit:
+            raise PackingNotIsolated(
+                f"rope scaling 'dynamic' of this version's Falcon looks at the row's length, {length}, beyond the "
+                f"{self._mask.rotary.limit} of max_position_embeddings. Pack rows up to that, or upgrade Transformers."
+            )
+        return self._module(query, key, max(past_length, self._mask.positions - length), position_ids)
+
+
+def _each(
+    rotary: Callable[..., Any], x: torch.Tensor, position_ids: torch.Tensor, documents: Boundaries, kwargs: dict[str, Any]
+) -> Any:
+    """cos and sin ``[batch, length, dim]`` of ids ``[batch, length]``, each document as if it were alone."""
+    rows, length = position_ids.shape
+    kwargs = {name: value for name, value in kwargs.items() if name != "seq_len"}
+    pieces = [
+        rotary(x, position_ids=ids[None], **kwargs) for ids in position_ids.reshape(-1).split(documents.lengths)
+    ]
+    return tuple(torch.cat(part, dim=1).view(rows, length, -1) for part in zip(*pieces))

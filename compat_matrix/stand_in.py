@@ -18,6 +18,13 @@ from fa2patch.attention import Options
 from fa2patch.boundaries import Boundaries
 from fa2patch.kernels.reference import _attend
 
+_QUESTIONS = (
+    "is_flash_attn_available",
+    "is_flash_attn_2_available",
+    "is_flash_attn_greater_or_equal_2_10",
+    "is_flash_attn_greater_or_equal",
+)
+
 CALLS: list[dict[str, Any]] = []
 """Keywords of every varlen call, for tests that look at what a kernel is handed."""
 
@@ -63,6 +70,10 @@ def flash_attn_func(
     return out.view(*q.shape[:3], v.shape[-1])
 
 
+def flash_attn_with_kvcache(*args, **kwargs):
+    raise NotImplementedError("the stand-in has no paged cache")
+
+
 def index_first_axis(x, indices):
     return x[indices]
 
@@ -84,20 +95,22 @@ def install() -> None:
     package = ModuleType("flash_attn")
     package.__spec__ = importlib.machinery.ModuleSpec("flash_attn", loader=None)
     package.__version__ = "2.6.3"
-    padding = ModuleType("flash_attn.bert_padding")
+    package.__path__ = []
+    padding, layers, rotary = (ModuleType(f"flash_attn.{name}") for name in ("bert_padding", "layers", "layers.rotary"))
+    rotary.apply_rotary_emb = None  # imported by name only
     here = sys.modules[__name__]
-    for name in ("flash_attn_func", "flash_attn_varlen_func"):
+    for name in ("flash_attn_func", "flash_attn_varlen_func", "flash_attn_with_kvcache"):
         setattr(package, name, getattr(here, name))
     for name in ("index_first_axis", "pad_input", "unpad_input"):
         setattr(padding, name, getattr(here, name))
     interface = ModuleType("flash_attn.flash_attn_interface")
     interface.flash_attn_func, interface.flash_attn_varlen_func = flash_attn_func, flash_attn_varlen_func
     package.bert_padding, package.flash_attn_interface = padding, interface
-    sys.modules.update(
-        {"flash_attn": package, "flash_attn.bert_padding": padding, "flash_attn.flash_attn_interface": interface}
-    )
+    sys.modules["flash_attn"] = package
+    for module in (padding, layers, rotary, interface):
+        sys.modules[module.__name__] = module
     for module in ("transformers.utils.import_utils", "transformers.utils"):
         utils = importlib.import_module(module)
-        for name in ("is_flash_attn_2_available", "is_flash_attn_greater_or_equal_2_10", "is_flash_attn_greater_or_equal"):
+        for name in _QUESTIONS:
             if hasattr(utils, name):
                 setattr(utils, name, lambda *unused, **ignored: True)

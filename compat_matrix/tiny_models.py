@@ -37,7 +37,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "resid_pdrop": 0.0,
         "emb_pdrop": 0.0,
         "attn_config": {"kv_n_heads": 2, "clip_qkv": 8.0, "rope_theta": 10000.0},
-        "ffn_config": {"ffn_hidden_size": 48, "moe_num_experts": 4, "moe_top_k": 2, "moe_jitter_eps": None},
+        "ffn_config": {"ffn_hidden_size": 32, "moe_num_experts": 4, "moe_top_k": 2, "moe_jitter_eps": None},
     },
     "falcon": {
         "ffn_hidden_size": 48,
@@ -118,15 +118,26 @@ def build(family: str, implementation: str = "eager", dtype: torch.dtype = torch
         config._flash_attn_2_enabled = True  # 4.34 and 4.35
     elif hasattr(config, "_flash_attn_2_enabled"):
         config._flash_attn_2_enabled = False
-    if hasattr(cls, "_from_config"):
-        try:
-            model = cls._from_config(config, attn_implementation=implementation)
-        except TypeError:
-            model = cls._from_config(config)
-    else:
-        model = cls(config)
+    model = _load(cls, config, implementation).float()
     scale_up(model)
     return model.to(dtype).eval()
+
+
+def _load(cls: Any, config: Any, implementation: str) -> Any:
+    if not hasattr(cls, "_from_config"):
+        return cls(config)
+    try:
+        return cls._from_config(config, attn_implementation=implementation)
+    except TypeError:  # 4.34 and 4.35
+        return cls._from_config(config)
+    except ValueError as error:  # 4.36 does not load a flash model in float32
+        if "only supports torch.float16" not in str(error):
+            raise
+        model = cls._from_config(config, attn_implementation=implementation, torch_dtype=torch.bfloat16)
+        for module in model.modules():
+            if hasattr(module, "cos_cached"):
+                module.max_seq_len_cached = 0  # its tables were made in bfloat16: make them again
+        return model
 
 
 def scale_up(model: Any, seed: int = 0) -> None:

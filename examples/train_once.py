@@ -1,7 +1,7 @@
 """One training run in a process of its own, for train_packed.py: `python train_once.py JOB.json RESULT.json`.
 
-The process is the run's own so that its peak memory is the run's own too. The two variants differ in the two lines
-under `if variant == "packed"` and in nothing else.
+The process is the run's own so that its peak memory is the run's own too. The two variants differ in the two
+lines under `if variant == "packed"` and in nothing else.
 """
 
 from __future__ import annotations
@@ -28,7 +28,6 @@ from transformers import (
     TrainingArguments,
 )
 from transformers.trainer_callback import PrinterCallback
-from transformers.utils import logging
 
 import fa2patch
 
@@ -41,7 +40,7 @@ def pad(examples: list[Example]) -> Batch:
     """The usual batch: one row per document, every row as long as the longest."""
     rows = {key: [torch.tensor(example[key]) for example in examples] for key in ("input_ids", "labels")}
     for labels in rows["labels"]:
-        labels[0] = -100  # nothing predicts a first token; said outright, both variants count the same targets
+        labels[0] = -100  # nothing predicts it; said outright, so that both variants count the same targets
     return {
         "input_ids": pad_sequence(rows["input_ids"], batch_first=True),
         "labels": pad_sequence(rows["labels"], batch_first=True, padding_value=-100),
@@ -77,17 +76,30 @@ def mean_loss(model: PreTrainedModel, batches: list[Batch]) -> float:
     total, targets = 0.0, 0
     for batch in batches:
         count = int((batch["labels"][:, 1:] != -100).sum())
-        inputs = {key: value.to(model.device) if torch.is_tensor(value) else value for key, value in batch.items()}
-        total += float(model(**inputs).loss) * count
+        total += float(model(**{key: value.to(model.device) for key, value in batch.items()}).loss) * count
         targets += count
     model.train(was_training)
     return total / targets
 
 
-def now() -> float:
-    if torch.cuda.is_available():
-        torch.cuda.synchronize()
-    return time.perf_counter()
+class Stopwatch:
+    """Seconds while it runs."""
+
+    def __init__(self) -> None:
+        self.seconds = 0.0
+        self.start()
+
+    def start(self) -> None:
+        self.since = self.now()
+
+    def stop(self) -> None:
+        self.seconds += self.now() - self.since
+
+    @staticmethod
+    def now() -> float:
+        if torch.cuda.is_available():
+            torch.cuda.synchronize()
+        return time.perf_counter()
 
 
 def memory() -> int:
@@ -101,7 +113,8 @@ def peak_memory() -> int:
         return torch.cuda.max_memory_allocated()
     status = Path("/proc/self/status")
     if status.exists():  # not ru_maxrss: Linux hands the parent's down to the child
-        return next(int(line.split()[1]) * 1024 for line in status.read_text().splitlines() if "VmHWM" in line)
+        kibibytes = next(line.split()[1] for line in status.read_text().splitlines() if "VmHWM" in line)
+        return int(kibibytes) * 1024
     if sys.platform == "win32":
         return int(psutil.Process().memory_info().peak_wset)
     import resource
@@ -112,29 +125,29 @@ def peak_memory() -> int:
 class Watch(TrainerCallback):
     """Evaluates at fixed steps, stops the clock while it does, and draws the progress bar."""
 
-    def __init__(self, name: str, validation: list[Batch], every: int, counted: Counted) -> None:
-        self.name, self.validation, self.every, self.counted = name, validation, every, counted
+    def __init__(self, name: str, validation: list[Batch], every: int) -> None:
+        self.name, self.validation, self.every = name, validation, every
         self.curve: list[tuple[int, float]] = []
-        self.seconds = 0.0
 
     def evaluate(self, step: int, model: PreTrainedModel) -> None:
         self.curve.append((step, mean_loss(model, self.validation)))
         self.bar.set_postfix_str(f"validation loss {self.curve[-1][1]:.3f}")
 
     def on_train_begin(self, args, state, control, model=None, **kwargs):  # type: ignore[no-untyped-def]
-        self.bar = tqdm(total=args.max_steps, desc=f"{self.name:>6}", unit="step", ncols=100)
+        self.bar = tqdm(total=args.max_steps, desc=self.name, unit="step", ncols=100)
         self.memory_before = memory()
         self.evaluate(0, model)
-        self.resumed = now()
+        self.stopwatch = Stopwatch()
 
     def on_step_end(self, args, state, control, model=None, **kwargs):  # type: ignore[no-untyped-def]
+        self.stopwatch.stop()
         self.bar.update()
         step = state.global_step
-        # The first step also starts thread pools and allocators, so throughput is counted from the second on.
-        self.seconds = self.seconds + now() - self.resumed if step > 1 else 0.0
         if step % self.every == 0 or step == args.max_steps:
             self.evaluate(step, model)
-        self.resumed = now()
+        if step == 1:  # it also started thread pools and allocators: throughput is counted from the second on
+            self.stopwatch = Stopwatch()
+        self.stopwatch.start()
 
     def on_train_end(self, args, state, control, **kwargs):  # type: ignore[no-untyped-def]
         self.bar.close()
@@ -149,11 +162,10 @@ def build_model(job: dict[str, Any]) -> PreTrainedModel:
     return LlamaForCausalLM(
         LlamaConfig(
             vocab_size=job["vocab_size"],
-            hidden_size=128,
-            intermediate_size=352,
-            num_hidden_layers=4,
-            num_attention_heads=4,
-            num_key_value_heads=2,
+            hidden_size=96,
+            intermediate_size=256,
+            num_hidden_layers=3,
+            num_attention_heads=3,
             max_position_embeddings=max(job["max_length"], 128),
             bos_token_id=None,
             eos_token_id=0,
@@ -183,18 +195,18 @@ def training_arguments(job: dict[str, Any]) -> TrainingArguments:
 
 def train(job: dict[str, Any]) -> dict[str, Any]:
     variant = job["variant"]
-    started = now()
+    whole = Stopwatch()
     model = build_model(job)
     collate: Collator = pad
     if variant == "packed":
         fa2patch.apply(model)
         collate = fa2patch.DataCollatorWithFlattening()
 
-    # Both variants are judged by one ruler: the same padded batches, sorted by length, with hardly any padding.
+    # One ruler for both: the same padded batches, sorted by length so that hardly any of it is padding.
     held_out = sorted(job["validation"], key=lambda example: len(example["input_ids"]))
     groups = [held_out[start : start + 8] for start in range(0, len(held_out), 8)]
     counted = Counted(collate)
-    watch = Watch(variant, [pad(group) for group in groups], job["eval_every"], counted)
+    watch = Watch(variant, [pad(group) for group in groups], job["eval_every"])
 
     trainer = Trainer(
         model=model,
@@ -206,29 +218,31 @@ def train(job: dict[str, Any]) -> dict[str, Any]:
     trainer.remove_callback(PrinterCallback)
     trainer.train()
 
+    in_own_layout = mean_loss(model, [collate(group) for group in groups])
+    whole.stop()
     batches = counted.batches[: trainer.state.global_step]  # the data loader reads one mini-batch ahead
     logged = [(entry["step"], entry["loss"]) for entry in trainer.state.log_history if "loss" in entry]
+    real_tokens = sum(batch["real"] for batch in batches[1:])  # those that the stopwatch saw
     return {
         "variant": variant,
         "optimizer_steps": trainer.state.global_step,
         "parameters": sum(parameter.numel() for parameter in model.parameters()),
         "model_class": type(model).__name__,
         "on_gpu": torch.cuda.is_available(),
-        "device": torch.cuda.get_device_name() if torch.cuda.is_available() else f"{torch.get_num_threads()} CPU threads",
+        "device": torch.cuda.get_device_name() if torch.cuda.is_available() else "CPU",
         "batches": batches,
-        "training_seconds": watch.seconds,
-        "real_tokens_per_second": sum(batch["real"] for batch in batches[1:]) / watch.seconds,
+        "training_seconds": watch.stopwatch.seconds,
+        "wall_seconds": whole.seconds,
+        "real_tokens_per_second": real_tokens / watch.stopwatch.seconds,
         "peak_memory_bytes": watch.peak,
         "training_memory_bytes": watch.peak - watch.memory_before,
         "train_curve": logged,
         "validation_curve": watch.curve,
-        "validation_loss_in_own_layout": mean_loss(model, [collate(group) for group in groups]),
-        "wall_seconds": now() - started,
+        "validation_loss_in_own_layout": in_own_layout,
     }
 
 
 def main() -> None:
-    logging.set_verbosity_error()
     job_file, result_file = map(Path, sys.argv[1:])
     job = json.loads(job_file.read_text(encoding="utf-8"))
     result_file.write_text(json.dumps(train(job)), encoding="utf-8")

@@ -3,9 +3,9 @@
     pip install 'fa2patch[demo]'
     python train_packed.py
 
-The data is Python's own standard library: a function's signature in, its docstring out. No GPU, network or login is
-needed. What makes the packed run a packed run is two lines (in train_once.py, which runs one variant in a process of
-its own):
+The data is Python's own standard library: a function's signature in, its docstring out. No GPU, network or
+login is needed. What makes the packed run a packed run is two lines; they are in train_once.py, which trains
+one variant in a process of its own:
 
     fa2patch.apply(model)
     collator = fa2patch.DataCollatorWithFlattening()
@@ -19,6 +19,7 @@ import argparse
 import ast
 import hashlib
 import json
+import os
 import platform
 import subprocess
 import sys
@@ -36,19 +37,21 @@ try:
     from rich.table import Table
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 except ImportError as error:
-    raise SystemExit(f"{error}. This example needs more than fa2patch itself: pip install 'fa2patch[demo]'") from None
+    raise SystemExit(f"{error}. This example needs a little more: pip install 'fa2patch[demo]'") from None
 
 matplotlib.use("Agg")
 import matplotlib.pyplot as plt
 
 QUICK = {"steps": 8, "batch_size": 8, "eval_every": 4, "max_length": 256}
 END = "<|end|>"
+KEYS = "'prompt' and 'completion', or 'text'"
 SKIPPED_FOLDERS = {"test", "tests", "idlelib", "lib2to3", "turtledemo", "site-packages", "dist-packages"}
 GREY, BLUE = "#b8bec9", "#1f5fd0"
-VALIDATION_SHARE, VALIDATION_LIMIT = 0.05, 128
+VALIDATION_SHARE = 0.05
 
 Text = tuple[str, str]  # prompt, completion
 Example = dict[str, list[int]]
+Run = dict[str, Any]  # what train_once.py measured
 Node = Union[ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef]
 
 
@@ -56,7 +59,7 @@ class DataError(Exception):
     """The data cannot be trained on; the message says where, what was expected and what was found."""
 
 
-# --- texts ---------------------------------------------------------------------------------------------------------
+# --- texts --------------------------------------------------------------------------------------------------
 
 
 def signature(node: Node) -> str:
@@ -69,7 +72,7 @@ def signature(node: Node) -> str:
 
 
 def documented(body: list[ast.stmt], context: list[str]) -> Iterator[Text]:
-    """Every documented class and function, with the lines it stands in: the module, the classes around it, itself."""
+    """Every documented class and function, with what it stands in: the module and the classes around it."""
     for node in body:
         if isinstance(node, (ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)):
             inner = [*context, signature(node)]
@@ -93,7 +96,7 @@ def standard_library() -> list[Text]:
             module = ".".join(part for part in parts if part != "__init__")
             texts.update(dict.fromkeys(documented(tree.body, [f"# {module}"])))
     if not texts:
-        raise DataError(f"expected the standard library's source under {root}, found none; pass --data FILE.jsonl")
+        raise DataError(f"expected the standard library's source under {root}, found none; pass --data")
     return list(texts)
 
 
@@ -107,13 +110,13 @@ def read_row(line: str) -> Text:
         raise DataError(f"expected a JSON object, found {type(row).__name__}")
     if "messages" in row:
         raise DataError(
-            "expected 'prompt' and 'completion', or 'text'; found 'messages'. Turn each chat into 'text' first, with "
+            f"expected {KEYS}; found 'messages'. Turn each chat into 'text' first, with "
             "tokenizer.apply_chat_template(messages, tokenize=False)"
         )
     wanted = ("text",) if "text" in row else ("prompt", "completion")
     for key in wanted:
         if key not in row:
-            raise DataError(f"expected 'prompt' and 'completion', or 'text'; found {sorted(row) or 'no keys'}")
+            raise DataError(f"expected {KEYS}; found {sorted(row) or 'no keys'}")
         if not isinstance(row[key], str):
             raise DataError(f"expected a string under {key!r}, found {type(row[key]).__name__}")
     if not row[wanted[-1]]:
@@ -136,14 +139,14 @@ def read_jsonl(file: Path) -> list[Text]:
     return texts
 
 
-def split(texts: list[Text]) -> tuple[list[Text], list[Text]]:
+def split(texts: list[Text], limit: int) -> tuple[list[Text], list[Text]]:
     """Training and validation texts. Which is which follows from a hash of the text, not from its place."""
     by_hash = sorted(texts, key=lambda text: hashlib.sha256("\0".join(text).encode()).digest())
-    held_out = min(VALIDATION_LIMIT, max(1, round(len(texts) * VALIDATION_SHARE)))
+    held_out = min(limit, max(1, round(len(texts) * VALIDATION_SHARE)))
     return by_hash[held_out:], by_hash[:held_out]
 
 
-# --- tokens --------------------------------------------------------------------------------------------------------
+# --- tokens -------------------------------------------------------------------------------------------------
 
 
 def train_tokenizer(texts: Iterable[Text]) -> Tokenizer:
@@ -152,7 +155,7 @@ def train_tokenizer(texts: Iterable[Text]) -> Tokenizer:
     tokenizer.decoder = decoders.ByteLevel()
     alphabet = pre_tokenizers.ByteLevel.alphabet()
     trainer = trainers.BpeTrainer(
-        vocab_size=4096, special_tokens=[END], initial_alphabet=alphabet, show_progress=False
+        vocab_size=2048, special_tokens=[END], initial_alphabet=alphabet, show_progress=False
     )
     tokenizer.train_from_iterator(("".join(text) for text in texts), trainer)
     return tokenizer
@@ -188,22 +191,27 @@ class Encoder:
         return found
 
 
-# --- two runs ------------------------------------------------------------------------------------------------------
+# --- two runs -----------------------------------------------------------------------------------------------
 
 
-def run(variant: str, job: dict[str, Any]) -> dict[str, Any]:
+def run(variant: str, job: dict[str, Any]) -> Run:
     """Train one variant in a fresh process and bring back what it measured."""
     with tempfile.TemporaryDirectory() as scratch:
         job_file, result_file = Path(scratch, "job.json"), Path(scratch, "result.json")
         job_file.write_text(json.dumps({**job, "variant": variant, "scratch": scratch}), encoding="utf-8")
         script = Path(__file__).with_name("train_once.py")
-        done = subprocess.run([sys.executable, "-W", "ignore", str(script), str(job_file), str(result_file)])
+        # One GPU: the Trainer splits a mini-batch among those it sees, by rows, and a packed one has one row.
+        gpu = os.environ.get("CUDA_VISIBLE_DEVICES", "0").partition(",")[0]
+        environment = {**os.environ, "CUDA_VISIBLE_DEVICES": gpu, "TRANSFORMERS_VERBOSITY": "error"}
+        done = subprocess.run(
+            [sys.executable, "-W", "ignore", str(script), str(job_file), str(result_file)], env=environment
+        )
         if done.returncode:
             raise SystemExit(f"The {variant} run failed; its own message is above.")
         return json.loads(result_file.read_text(encoding="utf-8"))
 
 
-def compare(padded: dict[str, Any], packed: dict[str, Any]) -> dict[str, Any]:
+def compare(padded: Run, packed: Run) -> dict[str, Any]:
     """What only both runs together can say; refuses to compare runs that saw different mini-batches."""
     for key in ("checksum", "real", "targets"):
         if [batch[key] for batch in padded["batches"]] != [batch[key] for batch in packed["batches"]]:
@@ -212,64 +220,73 @@ def compare(padded: dict[str, Any], packed: dict[str, Any]) -> dict[str, Any]:
         (abs(one - other), step)
         for (step, one), (_, other) in zip(padded["validation_curve"], packed["validation_curve"])
     ]
-    real = sum(batch["real"] for batch in padded["batches"])
     return {
-        "real_tokens": real,
-        "padded_tokens_per_real_token": sum(batch["computed"] for batch in padded["batches"]) / real,
+        "real_tokens": real_tokens(padded),
+        "padded_tokens_per_real_token": computed_tokens(padded) / real_tokens(padded),
         "throughput_ratio": packed["real_tokens_per_second"] / padded["real_tokens_per_second"],
         "largest_validation_difference": max(gaps)[0],
         "largest_validation_difference_at_step": max(gaps)[1],
     }
 
 
-# --- report --------------------------------------------------------------------------------------------------------
+# --- report -------------------------------------------------------------------------------------------------
 
 
-def padding_share(run: dict[str, Any]) -> float:
-    computed = sum(batch["computed"] for batch in run["batches"])
-    return 1 - sum(batch["real"] for batch in run["batches"]) / computed
+def real_tokens(run: Run) -> int:
+    return sum(batch["real"] for batch in run["batches"])
 
 
-def table(padded: dict[str, Any], packed: dict[str, Any]) -> Table:
+def computed_tokens(run: Run) -> int:
+    return sum(batch["computed"] for batch in run["batches"])
+
+
+def table(padded: Run, packed: Run) -> Table:
     held = "GPU" if padded["on_gpu"] else "process"
     last = padded["train_curve"][-1][0]
-    rows: list[tuple[str, str, Callable[[dict[str, Any]], Any]]] = [
+    costs: list[tuple[str, str, Callable[[Run], Any]]] = [
         ("real tokens per second", "{:,.0f}", lambda run: run["real_tokens_per_second"]),
-        ("padding, share of all tokens", "{:.1%}", padding_share),
-        ("tokens computed", "{:,}", lambda run: sum(batch["computed"] for batch in run["batches"])),
-        (f"peak memory of the {held}, MB", "{:,.0f}", lambda run: run["peak_memory_bytes"] / 1e6),
-        ("  of it added by training, MB", "{:,.0f}", lambda run: run["training_memory_bytes"] / 1e6),
-        (f"train loss, mean up to step {last}", "{:.4f}", lambda run: run["train_curve"][-1][1]),
-        ("validation loss at the end", "{:.4f}", lambda run: run["validation_curve"][-1][1]),
-        ("optimizer steps", "{}", lambda run: run["optimizer_steps"]),
         ("training time, s", "{:.1f}", lambda run: run["training_seconds"]),
         ("wall time with evaluation, s", "{:.1f}", lambda run: run["wall_seconds"]),
+        ("tokens computed", "{:,}", computed_tokens),
+        ("  of them padding", "{:.1%}", lambda run: 1 - real_tokens(run) / computed_tokens(run)),
+        (f"peak memory of the {held}, MB", "{:,.0f}", lambda run: run["peak_memory_bytes"] / 1e6),
+        ("  of it added by training, MB", "{:,.0f}", lambda run: run["training_memory_bytes"] / 1e6),
+    ]
+    outcomes: list[tuple[str, str, Callable[[Run], Any]]] = [
+        ("optimizer steps", "{}", lambda run: run["optimizer_steps"]),
+        (f"train loss, last mean up to step {last}", "{:.4f}", lambda run: run["train_curve"][-1][1]),
+        ("validation loss at the end", "{:.4f}", lambda run: run["validation_curve"][-1][1]),
     ]
     table = Table("", "padded", "packed", "packed / padded")
     for column in table.columns[1:]:
         column.justify = "right"
-    for name, form, get in rows:
-        left, right = get(padded), get(packed)
-        ratio = f"{right / left:.2f}" if left else ""
-        table.add_row(name, form.format(left), form.format(right), ratio)
+    for name, form, get in costs:
+        table.add_row(
+            name, form.format(get(padded)), form.format(get(packed)), f"{get(packed) / get(padded):.2f}"
+        )
+    table.add_section()
+    for name, form, get in outcomes:
+        table.add_row(name, form.format(get(padded)), form.format(get(packed)))
     return table
 
 
-def remarks(padded: dict[str, Any], packed: dict[str, Any], both: dict[str, Any]) -> str:
-    own = packed["validation_loss_in_own_layout"] - packed["validation_curve"][-1][1]
-    return f"""\
-Throughput: {both["throughput_ratio"]:.2f} times the padded run's. These very mini-batches hold \
-{both["padded_tokens_per_real_token"]:.2f} padded tokens per real
-token: the limit where cost is linear in tokens. Work that is done once per step (the optimizer) pulls the ratio
-below it, attention paid on padding pushes it above.
-Same run: {packed["optimizer_steps"]} optimizer steps on the same mini-batches in the same order (compared by checksum); \
-the validation
-curves differ by {both["largest_validation_difference"]:.1e} at most (at step \
-{both["largest_validation_difference_at_step"]}). Both are measured on the same padded batches; packed, the packed
-model's validation loss is the same within {abs(own):.1e}."""
+def remarks(padded: Run, packed: Run, both: dict[str, Any]) -> str:
+    own_layout = abs(packed["validation_loss_in_own_layout"] - packed["validation_curve"][-1][1])
+    return (
+        f"Throughput: {both['throughput_ratio']:.2f} times the padded run's. These very mini-batches hold "
+        f"{both['padded_tokens_per_real_token']:.2f} padded tokens per real token, the limit where cost is "
+        "linear in tokens: work done once per step (the optimizer) pulls the ratio below it, attention paid "
+        "on padding pushes it above. The first step and evaluation are not timed. Other programs on the same "
+        "processor distort both speeds.\n\n"
+        f"Same training: both runs took the same {packed['optimizer_steps']} mini-batches in the same order "
+        "(compared by checksum). Their validation curves, measured on the same padded batches, differ by "
+        f"{both['largest_validation_difference']:.1e} at most, at step "
+        f"{both['largest_validation_difference_at_step']}. Measured on packed batches, the packed model's "
+        f"last validation loss differs by {own_layout:.1e}.\n"
+    )
 
 
-def plot(padded: dict[str, Any], packed: dict[str, Any], both: dict[str, Any], file: Path) -> None:
+def plot(padded: Run, packed: Run, both: dict[str, Any], file: Path) -> None:
     """Both validation curves over the steps; throughput and memory beside them."""
     figure, (left, right) = plt.subplots(
         1, 2, figsize=(11, 4.2), dpi=160, gridspec_kw={"width_ratios": (1.2, 1)}, layout="constrained"
@@ -284,41 +301,47 @@ def plot(padded: dict[str, Any], packed: dict[str, Any], both: dict[str, Any], f
     plt.close(figure)
 
 
-def draw_curves(axes: Axes, padded: dict[str, Any], packed: dict[str, Any], both: dict[str, Any]) -> None:
-    axes.plot(*zip(*padded["validation_curve"]), color=GREY, linewidth=8, solid_capstyle="round", label="padded")
-    axes.plot(*zip(*packed["validation_curve"]), color=BLUE, linewidth=1.8, marker="o", markersize=4, label="packed")
+def draw_curves(axes: Axes, padded: Run, packed: Run, both: dict[str, Any]) -> None:
+    thick = {"color": GREY, "linewidth": 8, "solid_capstyle": "round"}
+    axes.plot(*zip(*padded["validation_curve"]), label="padded", **thick)
+    axes.plot(*zip(*packed["validation_curve"]), label="packed", color=BLUE, linewidth=1.8, marker="o", ms=4)
     axes.set_title("Same loss", loc="left", fontweight="bold")
     axes.set_xlabel("optimizer step")
     axes.set_ylabel("validation loss (nats per token)")
     note = f"largest difference {both['largest_validation_difference']:.0e}"
-    axes.legend(frameon=False, loc="upper right", title=note)
+    axes.legend(frameon=False, loc="upper right", title=note, alignment="left")
 
 
-def draw_bars(axes: Axes, padded: dict[str, Any], packed: dict[str, Any], both: dict[str, Any]) -> None:
-    """Each pair of bars on the scale of its padded run; the measured values stand beside them."""
+def draw_bars(axes: Axes, padded: Run, packed: Run, both: dict[str, Any]) -> None:
+    """Each pair of bars on the scale of its padded run; the measured values stand in or beside them."""
     pairs = [
         ("real tokens\nper second", "real_tokens_per_second", "{:,.0f}", 1),
         ("memory added\nby training", "training_memory_bytes", "{:,.0f} MB", 1e6),
     ]
+    limit = both["padded_tokens_per_real_token"]
+    width = 1.3 * max([limit, *(packed[key] / padded[key] for _, key, _, _ in pairs)])
+
+    def annotate(text: str, x: float, y: float, inwards: bool, **how: Any) -> None:
+        align = {"xytext": (-6, 0), "ha": "right"} if inwards else {"xytext": (6, 0), "ha": "left"}
+        axes.annotate(text, (x, y), textcoords="offset points", va="center", **align, **how)
+
     for place, (_, key, form, unit) in enumerate(pairs):
         ratio = packed[key] / padded[key]
-        for offset, length, run, colour in ((-0.2, 1, padded, GREY), (0.2, ratio, packed, BLUE)):
-            axes.barh(place + offset, length, height=0.36, color=colour)
+        for y, length, run, colour in ((place - 0.2, 1, padded, GREY), (place + 0.2, ratio, packed, BLUE)):
+            axes.barh(y, length, height=0.36, color=colour)
+            inside = length > width / 2
             text = form.format(run[key] / unit) + (f"  ({ratio:.2g}×)" if run is packed else "")
-            axes.annotate(text, (length, place + offset), (5, 0), textcoords="offset points", va="center")
-    limit = both["padded_tokens_per_real_token"]
-    axes.plot([limit, limit], [-0.42, 0.42], color="#22262e", linewidth=1.2, linestyle="--")
-    axes.annotate(
-        f"padded tokens per real token: {limit:.1f}", (limit, -0.42), (0, 4), textcoords="offset points", ha="center"
-    )
+            annotate(text, length, y, inside, color="white" if inside and run is packed else "black")
+    axes.plot([limit, limit], [-0.6, 0.42], color="black", linewidth=1.2, linestyle="--")
+    annotate(f"{limit:.2g} padded tokens per real token", limit, -0.52, limit > width / 2)
     axes.set_yticks(range(len(pairs)), [name for name, *_ in pairs])
     axes.set_ylim(1.5, -0.65)
-    axes.set_xlim(0, 1.3 * max(limit, both["throughput_ratio"]))
+    axes.set_xlim(0, width)
     axes.set_xlabel("relative to the padded run")
     axes.set_title("Less work", loc="left", fontweight="bold")
 
 
-# --- command line --------------------------------------------------------------------------------------------------
+# --- command line -------------------------------------------------------------------------------------------
 
 
 def positive(text: str) -> int:
@@ -333,9 +356,16 @@ def options(argv: list[str] | None) -> argparse.Namespace:
         description=(__doc__ or "").partition("\n")[0], formatter_class=argparse.ArgumentDefaultsHelpFormatter
     )
     add = parser.add_argument
-    add("--data", type=Path, metavar="FILE.jsonl", help="your own data, one object per line: prompt and completion, or text")
-    add("--model", metavar="NAME_OR_PATH", help="a causal LM and its tokenizer in place of the small random Llama")
-    add("--steps", type=positive, default=120, help="optimizer steps")
+    add(
+        "--data",
+        type=Path,
+        metavar="FILE.jsonl",
+        help="your own data: an object with prompt and completion, or text, per line",
+    )
+    add(
+        "--model", metavar="NAME_OR_PATH", help="a causal LM, with its tokenizer, in place of the small Llama"
+    )
+    add("--steps", type=positive, default=100, help="optimizer steps")
     add("--batch-size", type=positive, default=16, help="documents per mini-batch")
     add("--max-length", type=positive, default=512, help="longest document, in tokens; the rest is cut off")
     add("--eval-every", type=positive, default=10, help="steps between two evaluations")
@@ -351,20 +381,22 @@ def options(argv: list[str] | None) -> argparse.Namespace:
 def prepare(arguments: argparse.Namespace, console: Console) -> dict[str, Any]:
     """Everything a run needs to know, the same for both."""
     texts = read_jsonl(arguments.data) if arguments.data else standard_library()
-    train_texts, held_out_texts = split(texts)
+    train_texts, held_out_texts = split(texts, limit=32 if arguments.quick else 128)
     encoder = Encoder(arguments.model, train_texts)
     train = encoder.examples(train_texts, arguments.max_length)
     validation = encoder.examples(held_out_texts, arguments.max_length)
     if not train or not validation:
         raise DataError(
-            f"expected at least one document to train on and one to hold out, found {len(train)} and {len(validation)} "
-            f"among {len(texts)} rows that have something to learn within {arguments.max_length} tokens"
+            f"{arguments.data}: expected a document to train on and another to hold out, each with something "
+            f"to learn within {arguments.max_length} tokens; found {len(train)} and {len(validation)} in "
+            f"{len(texts)} rows"
         )
     lengths = sorted(len(example["input_ids"]) for example in train)
+    source = arguments.data or f"The standard library of Python {platform.python_version()}"
     console.print(
-        f"{arguments.data or 'Standard library of Python ' + platform.python_version()}: {len(train):,} documents to train "
-        f"on, {len(validation)} held out, {len(texts) - len(train) - len(validation)} left out as too long. Tokens per "
-        f"document: median {lengths[len(lengths) // 2]}, longest {lengths[-1]}. Vocabulary: {encoder.vocab_size:,}."
+        f"{source}: {len(train):,} documents to train on, {len(validation)} held out, "
+        f"{len(texts) - len(train) - len(validation):,} left out. Tokens per document: "
+        f"median {lengths[len(lengths) // 2]}, longest {lengths[-1]}. Vocabulary: {encoder.vocab_size:,}."
     )
     return {
         "train": train,
@@ -382,7 +414,7 @@ def prepare(arguments: argparse.Namespace, console: Console) -> dict[str, Any]:
 
 def main(argv: list[str] | None = None) -> None:
     arguments = options(argv)
-    console = Console(highlight=False, soft_wrap=True)
+    console = Console(highlight=False, markup=False)
     try:
         job = prepare(arguments, console)
     except (DataError, OSError) as error:
@@ -405,7 +437,7 @@ def main(argv: list[str] | None = None) -> None:
     )
     console.print(table(padded, packed))
     console.print(remarks(padded, packed, both))
-    console.print(f"\n{arguments.output / 'results.json'}\n{arguments.output / 'curves.png'}")
+    console.print(f"{arguments.output / 'results.json'}\n{arguments.output / 'curves.png'}", soft_wrap=True)
 
 
 if __name__ == "__main__":

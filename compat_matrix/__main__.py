@@ -24,7 +24,9 @@ IMPLEMENTATIONS = ("without", "with")
 
 def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m compat_matrix", description=__doc__)
-    parser.add_argument("--versions", nargs="+", metavar="V", help="blocks of versions.toml, or any release; default: all")
+    parser.add_argument(
+        "--versions", nargs="+", metavar="V", help="blocks of versions.toml, or any release; default: all"
+    )
     parser.add_argument("--families", nargs="+", metavar="F", help="default: all fourteen")
     parser.add_argument("--points", nargs="+", metavar="P", help="default: all (functions of compat_matrix/points)")
     parser.add_argument("--jobs", type=int, default=os.cpu_count() or 1, help="versions checked at a time")
@@ -67,7 +69,11 @@ def check(version: environments.Version, given: argparse.Namespace) -> dict[str,
             if getattr(given, option):
                 command += [f"--{option}", *getattr(given, option)]
         done = subprocess.run(
-            command, cwd=ROOT, capture_output=True, text=True, env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+            command,
+            cwd=ROOT,
+            capture_output=True,
+            text=True,
+            env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
         )
         if done.returncode:
             raise RuntimeError(done.stderr[-1500:])
@@ -125,7 +131,9 @@ def _state(evidence: dict[str, Any], family: str) -> str:
     cells = [part["cells"].get(family, "absent") for part in evidence.values()]
     if "absent" in cells:
         return "-"
-    return "[red]FAIL[/red]" if any(failures({"": {"cells": {family: cell}}}) for cell in cells) else "[green]ok[/green]"
+    return (
+        "[red]FAIL[/red]" if any(failures({"": {"cells": {family: cell}}}) for cell in cells) else "[green]ok[/green]"
+    )
 
 
 if __name__ == "__main__":

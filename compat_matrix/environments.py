@@ -39,7 +39,9 @@ def versions() -> dict[str, Version]:
     blocks = {}
     for name, block in file["version"].items():
         settings = {"transformers": name, **file["defaults"], **block}
-        blocks[name] = Version(name, settings["transformers"], settings["python"], settings["torch"], tuple(settings["pins"]))
+        blocks[name] = Version(
+            name, settings["transformers"], settings["python"], settings["torch"], tuple(settings["pins"])
+        )
     return blocks
 
 
@@ -65,7 +67,7 @@ def make(wanted: Version, folder: Path) -> Path:
     return python
 
 
-@functools.lru_cache(maxsize=None)
+@functools.cache
 def interpreter(python: str) -> str:
     """A Python of this version on this machine (also one that pyenv keeps off the PATH); else its number, for uv to get."""
     candidates = [shutil.which(f"python{python}")]
@@ -78,7 +80,9 @@ def interpreter(python: str) -> str:
 
 def _find_links() -> list[str]:
     """uv does not look where pip is configured to look for wheels (a local torch build, say) unless told."""
-    links = os.environ.get("PIP_FIND_LINKS") or _output([sys.executable, "-m", "pip", "config", "get", "global.find-links"])
+    links = os.environ.get("PIP_FIND_LINKS") or _output(
+        [sys.executable, "-m", "pip", "config", "get", "global.find-links"]
+    )
     return [argument for link in links.split() for argument in ("--find-links", link)]
 
 

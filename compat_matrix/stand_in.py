@@ -15,7 +15,6 @@ from typing import Any
 import torch
 
 from fa2patch.attention import Options
-from fa2patch.boundaries import Boundaries
 from fa2patch.kernels.reference import _attend
 
 _QUESTIONS = (
@@ -37,7 +36,9 @@ def flash_attn_varlen_func(
     CALLS.append({"cu_seqlens_q": cu_seqlens_q, "max_seqlen_q": max_seqlen_q, "window_size": window_size})
     ends_q, ends_k = cu_seqlens_q.tolist(), cu_seqlens_k.tolist()
     if ends_q[-1] != q.shape[0] or ends_k[-1] != k.shape[0]:
-        raise RuntimeError(f"cu_seqlens end at {ends_q[-1]}/{ends_k[-1]} but there are {q.shape[0]}/{k.shape[0]} tokens")
+        raise RuntimeError(
+            f"cu_seqlens end at {ends_q[-1]}/{ends_k[-1]} but there are {q.shape[0]}/{k.shape[0]} tokens"
+        )
     pieces = []
     for a, b, c, d in zip(ends_q, ends_q[1:], ends_k, ends_k[1:]):
         queries, missing = q[a:b], (d - c) - (b - a)

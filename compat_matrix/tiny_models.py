@@ -80,10 +80,18 @@ def config_of(family: str, **changes: Any) -> Any:
     transformers = importlib.import_module("transformers")
     settings = {**_COMMON, **copy.deepcopy(FAMILIES[family]), **changes}
     if family == "dbrx":
-        settings = {name: value for name, value in settings.items() if name not in (*_OWN_NAMES, "max_position_embeddings")}
+        settings = {
+            name: value for name, value in settings.items() if name not in (*_OWN_NAMES, "max_position_embeddings")
+        }
     if family == "falcon":
-        settings = {name: value for name, value in settings.items() if name not in ("intermediate_size", "num_key_value_heads")}
-    if family == "mistral" and settings["sliding_window"] is None and hasattr(_modeling(family), "_make_sliding_window_causal_mask"):
+        settings = {
+            name: value for name, value in settings.items() if name not in ("intermediate_size", "num_key_value_heads")
+        }
+    if (
+        family == "mistral"
+        and settings["sliding_window"] is None
+        and hasattr(_modeling(family), "_make_sliding_window_causal_mask")
+    ):
         settings["sliding_window"] = 4096  # 4.34 does not know a Mistral without a window
     return transformers.CONFIG_MAPPING[family](**settings)
 

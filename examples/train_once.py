@@ -184,6 +184,7 @@ def training_arguments(job: dict[str, Any]) -> TrainingArguments:
         warmup_steps=max(1, job["steps"] // 10),
         logging_steps=min(job["eval_every"], job["steps"]),
         seed=job["seed"],
+        use_cpu=not cuda,
         bf16=cuda and torch.cuda.is_bf16_supported(),
         dataloader_pin_memory=cuda,
         remove_unused_columns=False,

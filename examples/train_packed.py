@@ -25,6 +25,7 @@ import subprocess
 import sys
 import sysconfig
 import tempfile
+import warnings
 from collections.abc import Callable, Iterable, Iterator
 from importlib.metadata import version
 from pathlib import Path
@@ -105,7 +106,7 @@ def read_row(line: str) -> Text:
     try:
         row = json.loads(line)
     except json.JSONDecodeError as error:
-        raise DataError(f"expected one JSON object, found text that is not JSON ({error})") from None
+        raise DataError(f"expected a JSON object, found no JSON ({error.msg}, column {error.colno})") from None
     if not isinstance(row, dict):
         raise DataError(f"expected a JSON object, found {type(row).__name__}")
     if "messages" in row:
@@ -131,7 +132,7 @@ def read_jsonl(file: Path) -> list[Text]:
             for number, line in enumerate(lines, 1):
                 if line.strip():
                     try:
-                        texts.append(read_row(line))
+                        texts.append(read_row(line.rstrip()))
                     except DataError as error:
                         raise DataError(f"{file}, line {number}: {error}") from None
     except (OSError, UnicodeDecodeError) as error:
@@ -154,9 +155,7 @@ def train_tokenizer(texts: Iterable[Text]) -> Tokenizer:
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
     alphabet = pre_tokenizers.ByteLevel.alphabet()
-    trainer = trainers.BpeTrainer(
-        vocab_size=2048, special_tokens=[END], initial_alphabet=alphabet, show_progress=False
-    )
+    trainer = trainers.BpeTrainer(vocab_size=2048, special_tokens=[END], initial_alphabet=alphabet, show_progress=False)
     tokenizer.train_from_iterator(("".join(text) for text in texts), trainer)
     return tokenizer
 
@@ -174,7 +173,10 @@ class Encoder:
         else:
             from transformers import AutoTokenizer
 
-            theirs = AutoTokenizer.from_pretrained(model)
+            try:
+                theirs = AutoTokenizer.from_pretrained(model)
+            except (OSError, ValueError) as error:
+                raise DataError(f"--model {model}: {error}") from None
             self.encode = lambda text: theirs(text, add_special_tokens=False)["input_ids"]
             self.start = [theirs.bos_token_id] if theirs.bos_token_id is not None else []
             self.end = [theirs.eos_token_id] if theirs.eos_token_id is not None else []
@@ -202,7 +204,7 @@ def run(variant: str, job: dict[str, Any]) -> Run:
         script = Path(__file__).with_name("train_once.py")
         # One GPU: the Trainer splits a mini-batch among those it sees, by rows, and a packed one has one row.
         gpu = os.environ.get("CUDA_VISIBLE_DEVICES", "0").partition(",")[0]
-        environment = {**os.environ, "CUDA_VISIBLE_DEVICES": gpu, "TRANSFORMERS_VERBOSITY": "error"}
+        environment = {**os.environ, "CUDA_VISIBLE_DEVICES": gpu}
         done = subprocess.run(
             [sys.executable, "-W", "ignore", str(script), str(job_file), str(result_file)], env=environment
         )
@@ -242,7 +244,7 @@ def computed_tokens(run: Run) -> int:
 
 def table(padded: Run, packed: Run) -> Table:
     held = "GPU" if padded["on_gpu"] else "process"
-    last = padded["train_curve"][-1][0]
+    logged = [0, *(step for step, _ in padded["train_curve"])]
     costs: list[tuple[str, str, Callable[[Run], Any]]] = [
         ("real tokens per second", "{:,.0f}", lambda run: run["real_tokens_per_second"]),
         ("training time, s", "{:.1f}", lambda run: run["training_seconds"]),
@@ -254,16 +256,18 @@ def table(padded: Run, packed: Run) -> Table:
     ]
     outcomes: list[tuple[str, str, Callable[[Run], Any]]] = [
         ("optimizer steps", "{}", lambda run: run["optimizer_steps"]),
-        (f"train loss, last mean up to step {last}", "{:.4f}", lambda run: run["train_curve"][-1][1]),
+        (
+            f"train loss, mean of steps {logged[-2] + 1} to {logged[-1]}",
+            "{:.4f}",
+            lambda run: run["train_curve"][-1][1],
+        ),
         ("validation loss at the end", "{:.4f}", lambda run: run["validation_curve"][-1][1]),
     ]
     table = Table("", "padded", "packed", "packed / padded")
     for column in table.columns[1:]:
         column.justify = "right"
     for name, form, get in costs:
-        table.add_row(
-            name, form.format(get(padded)), form.format(get(packed)), f"{get(packed) / get(padded):.2f}"
-        )
+        table.add_row(name, form.format(get(padded)), form.format(get(packed)), f"{get(packed) / get(padded):.2f}")
     table.add_section()
     for name, form, get in outcomes:
         table.add_row(name, form.format(get(padded)), form.format(get(packed)))
@@ -344,11 +348,13 @@ def draw_bars(axes: Axes, padded: Run, packed: Run, both: dict[str, Any]) -> Non
 # --- command line -------------------------------------------------------------------------------------------
 
 
-def positive(text: str) -> int:
-    number = int(text)
-    if number < 1:
-        raise ValueError(text)
-    return number
+def at_least(minimum: int) -> Callable[[str], int]:
+    def parse(text: str) -> int:
+        if not text.isdecimal() or int(text) < minimum:
+            raise argparse.ArgumentTypeError(f"expected a whole number from {minimum} on, found {text!r}")
+        return int(text)
+
+    return parse
 
 
 def options(argv: list[str] | None) -> argparse.Namespace:
@@ -362,13 +368,11 @@ def options(argv: list[str] | None) -> argparse.Namespace:
         metavar="FILE.jsonl",
         help="your own data: an object with prompt and completion, or text, per line",
     )
-    add(
-        "--model", metavar="NAME_OR_PATH", help="a causal LM, with its tokenizer, in place of the small Llama"
-    )
-    add("--steps", type=positive, default=100, help="optimizer steps")
-    add("--batch-size", type=positive, default=16, help="documents per mini-batch")
-    add("--max-length", type=positive, default=512, help="longest document, in tokens; the rest is cut off")
-    add("--eval-every", type=positive, default=10, help="steps between two evaluations")
+    add("--model", metavar="NAME_OR_PATH", help="a causal LM, with its tokenizer, in place of the small Llama")
+    add("--steps", type=at_least(2), default=100, help="optimizer steps")
+    add("--batch-size", type=at_least(1), default=16, help="documents per mini-batch")
+    add("--max-length", type=at_least(2), default=512, help="longest document, in tokens; the rest is cut off")
+    add("--eval-every", type=at_least(1), default=10, help="steps between two evaluations")
     add("--learning-rate", type=float, help="default: 3e-3 for the random model, 2e-5 for --model")
     add("--seed", type=int, default=0)
     add("--output", type=Path, default=Path("runs/train_packed"), help="where results.json and curves.png go")
@@ -414,12 +418,14 @@ def prepare(arguments: argparse.Namespace, console: Console) -> dict[str, Any]:
 
 def main(argv: list[str] | None = None) -> None:
     arguments = options(argv)
+    warnings.simplefilter("ignore")
+    os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
     console = Console(highlight=False, markup=False)
     try:
         job = prepare(arguments, console)
-    except (DataError, OSError) as error:
+    except DataError as error:
         raise SystemExit(f"train_packed.py: {error}") from None
-    padded, packed = run("padded", job), run("packed", job)
+    packed, padded = run("packed", job), run("padded", job)  # if a model cannot be patched, know it at once
     both = compare(padded, packed)
 
     arguments.output.mkdir(parents=True, exist_ok=True)

@@ -8,6 +8,7 @@ does nothing any more, and it is taken out as soon as theirs is gone.
 
 from __future__ import annotations
 
+import contextlib
 import threading
 import weakref
 from typing import Any, Callable
@@ -42,10 +43,8 @@ class Binding:
         """Put the original back and return True; or, where somebody stands on top, wait until they are gone."""
         if self.state == "covered":
             on_top = vars(self.owner).get(self.attribute)
-            try:
+            with contextlib.suppress(TypeError):  # a value without weak references cannot be waited for
                 weakref.finalize(on_top, _undo_unused).atexit = False
-            except TypeError:  # nothing to wait for: this value has no weak references
-                pass
             return False
         if self.original is ABSENT:
             delattr(self.owner, self.attribute)

@@ -73,9 +73,7 @@ def check_position_ids(position_ids: Any, shape: tuple[int, int] | None = None) 
             "Pass what the collator returns."
         )
     if position_ids.dtype not in _INTEGERS:
-        raise BadPositionIds(
-            f"position_ids: expected integers, found {position_ids.dtype}. Convert them with .long()."
-        )
+        raise BadPositionIds(f"position_ids: expected integers, found {position_ids.dtype}. Convert them with .long().")
     found = tuple(position_ids.shape)
     if position_ids.dim() not in (1, 2, 3) or 0 in found:
         raise BadPositionIds(

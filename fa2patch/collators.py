@@ -153,9 +153,7 @@ def _read(index: int, feature: Mapping[str, Any]) -> _Columns:
         raise CollatorError(f"example {index}: input_ids missing, found {', '.join(given) or 'no keys'}.")
     for key in _MADE_HERE:
         if key in given:
-            raise CollatorError(
-                f"example {index}: {key} is made by the collator. Remove it from the examples."
-            )
+            raise CollatorError(f"example {index}: {key} is made by the collator. Remove it from the examples.")
     columns = {key: _as_array(index, key, value) for key, value in given.items()}
     length = len(columns["input_ids"])
     for key, values in columns.items():
@@ -190,9 +188,7 @@ def _as_array(index: int, key: str, value: Any) -> _Array:
             "one per token of input_ids."
         )
     if array.ndim != 1:
-        raise CollatorError(
-            f"example {index}: {key} must be one number per token, found shape {array.shape}."
-        )
+        raise CollatorError(f"example {index}: {key} must be one number per token, found shape {array.shape}.")
     return array.astype(np.float32 if array.dtype.kind == "f" else np.int64)
 
 

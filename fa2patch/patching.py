@@ -320,7 +320,7 @@ def _layers(base: Any, modeling: ModuleType) -> Iterator[PatchedLayer]:
         if interface.is_seam(home, forward):
             yield PatchedLayer(name, "interface", _site("registry", home, interface.REGISTRY))
         elif flash is not None:
-            seam = "method" if "_flash_attention_forward" in vars(flash) else "function"
+            seam = "method" if method.is_method_seam(flash) else "function"
             yield PatchedLayer(name, seam, _site("layer", owner, "forward"))
 
 

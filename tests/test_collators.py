@@ -261,9 +261,7 @@ class TestAttentionMask:
             {"input_ids": [7, 8, 9], "labels": [7, 8, 9], "w": [1, 2, 3]},
         ]
         features = [{key: container(value) for key, value in example.items()} for example in padded]
-        assert_same(
-            collate(features, return_flash_attn_kwargs=True), collate(unpadded, return_flash_attn_kwargs=True)
-        )
+        assert_same(collate(features, return_flash_attn_kwargs=True), collate(unpadded, return_flash_attn_kwargs=True))
 
     def test_given_position_ids_are_cut_too(self) -> None:
         example = {"input_ids": [0, 5, 6], "position_ids": [1, 0, 1], "attention_mask": [0, 1, 1]}
@@ -278,9 +276,7 @@ class TestAttentionMask:
             collate([PLAIN[0], {"input_ids": [1, 2], "attention_mask": [0, 0]}])
 
     def test_document_numbers(self) -> None:
-        with pytest.raises(
-            CollatorError, match=r"example 0: attention_mask holds other numbers than 0 and 1"
-        ):
+        with pytest.raises(CollatorError, match=r"example 0: attention_mask holds other numbers than 0 and 1"):
             collate([{"input_ids": [1, 2, 3], "attention_mask": [1, 1, 2]}])
 
 
@@ -296,9 +292,7 @@ class TestPositionIds:
         assert batch["cu_seq_lens_q"].tolist() == [0, 3, 5]
 
     def test_not_returned_if_not_wanted(self) -> None:
-        assert "position_ids" not in collate(
-            [{"input_ids": [1], "position_ids": [4]}], return_position_ids=False
-        )
+        assert "position_ids" not in collate([{"input_ids": [1], "position_ids": [4]}], return_position_ids=False)
 
     def test_restarting_inside_an_example_makes_documents(self) -> None:
         features = [
@@ -325,9 +319,7 @@ class TestPositionIds:
     @pytest.mark.parametrize("start", [0, 1, 2])
     def test_made_ones_always_show_the_documents(self, start: int) -> None:
         features = [{"input_ids": [1] * length} for length in (1, 1, 2, 1, 3, 3, 1)]
-        batch = collate(
-            features, position_ids_start=start, return_flash_attn_kwargs=True, pad_to_multiple_of=5
-        )
+        batch = collate(features, position_ids_start=start, return_flash_attn_kwargs=True, pad_to_multiple_of=5)
         assert boundaries(batch["position_ids"]).cu_seqlens.tolist() == batch["cu_seq_lens_q"].tolist()
 
 
@@ -356,9 +348,7 @@ class TestPadding:
         }
 
     def test_without_labels_is_not_learned(self) -> None:
-        assert collate([{"input_ids": [1, 2]}], pad_to_multiple_of=4)["labels"].tolist() == [
-            [-100, 2, -100, -100]
-        ]
+        assert collate([{"input_ids": [1, 2]}], pad_to_multiple_of=4)["labels"].tolist() == [[-100, 2, -100, -100]]
 
     def test_counts_for_max_length(self) -> None:
         batch = collate([{"input_ids": [1]}], pad_to_multiple_of=4, return_flash_attn_kwargs=True)
@@ -379,9 +369,7 @@ class TestPadding:
 
     @pytest.mark.parametrize("multiple", [0, -8])
     def test_of_no_multiple(self, multiple: int) -> None:
-        with pytest.raises(
-            CollatorError, match=f"pad_to_multiple_of: expected a positive number.*{multiple}"
-        ):
+        with pytest.raises(CollatorError, match=f"pad_to_multiple_of: expected a positive number.*{multiple}"):
             DataCollatorWithFlattening(pad_to_multiple_of=multiple)
 
 
@@ -467,9 +455,7 @@ def test_documents_round_trip() -> None:
     @hypothesis.given(documents, containers, st.integers(0, 3), st.sampled_from([None, 1, 4, 7]))
     def check(documents: Any, container: Any, start: int, multiple: int | None) -> None:
         keys = ("input_ids", "labels", "completion_mask", "weights")
-        features = [
-            {key: list(column) for key, column in zip(keys, zip(*document))} for document in documents
-        ]
+        features = [{key: list(column) for key, column in zip(keys, zip(*document))} for document in documents]
         batch = collate(
             [{key: container(column) for key, column in example.items()} for example in features],
             position_ids_start=start,

@@ -60,7 +60,11 @@ def alone(model: Any, docs: list[torch.Tensor]) -> torch.Tensor:
 def loss_of(logits: torch.Tensor, docs: list[torch.Tensor]) -> torch.Tensor:
     """Sum of next-token losses inside documents, from logits ``[tokens, vocabulary]``."""
     pieces = zip(logits.split([len(doc) for doc in docs]), docs)
-    return sum(torch.nn.functional.cross_entropy(piece[:-1].float(), doc[1:], reduction="sum") for piece, doc in pieces if len(doc) > 1)
+    return sum(
+        torch.nn.functional.cross_entropy(piece[:-1].float(), doc[1:], reduction="sum")
+        for piece, doc in pieces
+        if len(doc) > 1
+    )
 
 
 def gradients(model: Any) -> dict[str, torch.Tensor]:

@@ -91,7 +91,9 @@ def lora(cell: Cell) -> None:
         peft = importlib.import_module("peft")
     except ImportError as error:
         raise NotApplicable(f"peft does not import: {error}") from error
-    linear = {name.rsplit(".", 1)[-1] for name, module in cell.model().named_modules() if isinstance(module, torch.nn.Linear)}
+    linear = {
+        name.rsplit(".", 1)[-1] for name, module in cell.model().named_modules() if isinstance(module, torch.nn.Linear)
+    }
     wanted = sorted(linear & {"q_proj", "v_proj", "query_key_value", "qkv_proj", "Wqkv"})
 
     def adapted(model: Any) -> Any:
@@ -119,7 +121,9 @@ def _as_near_as_alone(cell: Cell, model: Any, reference: Any) -> None:
         found = model(**pack(docs)).logits[0]
         changed = [documents(5, seed=7)[0], *docs[1:]]
         assert_unmoved(cell, model(**pack(changed)).logits[0, 5:], found[5:])
-        packed_error, alone_error = ((logits.float() - exact).abs().mean() / exact.abs().mean() for logits in (found, expected))
+        packed_error, alone_error = (
+            (logits.float() - exact).abs().mean() / exact.abs().mean() for logits in (found, expected)
+        )
         if not packed_error <= HALF_FACTOR * alone_error + HALF_FLOOR:
             raise AssertionError(f"{packed_error:.1e} from float32 in the mean, alone {alone_error:.1e}")
         loss_of(found, docs).backward()

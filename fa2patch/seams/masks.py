@@ -8,10 +8,12 @@ from __future__ import annotations
 
 import functools
 import re
+from dataclasses import replace
 from itertools import chain
 from types import ModuleType
 from typing import Any, Callable
 
+from ..errors import PackingNotIsolated
 from .packed_mask import find
 
 METHODS = ("_update_causal_mask", "_prepare_decoder_attention_mask", "_prepare_attn_mask")
@@ -26,11 +28,20 @@ def sites(modeling: ModuleType, base_model: type) -> list[tuple[Any, str]]:
 
 
 def let_through(original: Callable[..., Any]) -> Callable[..., Any]:
-    """``original``, but a packed mask among the arguments is the result."""
+    """``original``, but a packed mask among the arguments is the result; with the window where one was asked for.
+
+    (5.x's Qwen2MoE has its window in the mask only: its attention layers don't pass it on to flash attention.)
+    """
 
     @functools.wraps(original)
     def make_mask(*args: Any, **kwargs: Any) -> Any:
         mask = find(chain(args, kwargs.values()))
-        return original(*args, **kwargs) if mask is None else mask
+        if mask is None:
+            return original(*args, **kwargs)
+        if "chunked" in original.__name__:
+            raise PackingNotIsolated("chunked attention inside documents is not supported: train this model padded.")
+        if "sliding_window" in original.__name__:
+            return replace(mask, window=getattr(kwargs.get("config"), "sliding_window", None) or None)
+        return mask
 
     return make_mask

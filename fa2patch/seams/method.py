@@ -41,6 +41,23 @@ def flash_class(modeling: ModuleType, cls: type) -> type | None:
     return None
 
 
+def is_method_seam(flash: type) -> bool:
+    """Whether this flash class ends in a method of its own (up to 4.42), not in the function."""
+    return "_flash_attention_forward" in vars(flash)
+
+
+class _Unwindowed:
+    """A config without a window, for flash classes of 4.34 and 4.35 that compare the window without asking for None."""
+
+    sliding_window = 1 << 62
+
+    def __init__(self, config: Any) -> None:
+        self._config = config
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._config, name)
+
+
 class Layer:
     """An attention layer for the length of one packed call."""
 
@@ -53,6 +70,8 @@ class Layer:
         value = getattr(self._module, name)
         if name in rotary.NAMES:
             return rotary.OfLayer(value, self._mask)
+        if name == "config" and getattr(value, "sliding_window", 0) is None and is_method_seam(self._flash):
+            return _Unwindowed(value)
         return value
 
     def _flash_attention_forward(
@@ -78,9 +97,7 @@ def on_flash_class(original: Callable[..., Any], owner: type, flash: type) -> Ca
         if mask is None:
             return original(self, *args, **kwargs)
         given = {**dict(zip(names, args)), **kwargs}
-        call = {
-            name: value for name, value in given.items() if value is not mask and (takes_any or name in parameters)
-        }
+        call = {name: value for name, value in given.items() if value is not mask and (takes_any or name in parameters)}
         call["attention_mask"] = mask
         if "padding_mask" in parameters:
             call["padding_mask"] = mask

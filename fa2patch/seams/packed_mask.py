@@ -26,6 +26,7 @@ class PackedMask:
         positions: largest position id + 1, in tokens: what a table of rotary embeddings must hold.
         rotary: the model's length-dependent rope scaling, if it has one.
         adjust: the architecture's quirk: mends the options that a layer passes.
+        window: the sliding window that the model's mask has for these layers, in tokens, if any.
         calls: how many attention layers have been given it.
     """
 
@@ -35,15 +36,16 @@ class PackedMask:
     positions: int
     rotary: LengthScaled | None = None
     adjust: Callable[[Any, Options], Options] | None = None
+    window: int | None = None
     calls: list[None] = field(default_factory=list, repr=False)
 
-    def attend(
-        self, module: Any, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, options: Options
-    ) -> torch.Tensor:
+    def attend(self, module: Any, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, options: Options) -> torch.Tensor:
         """``packed_attention`` in the dtype that the layer ``module`` computes in; ``[batch, length, heads, dim]``."""
         self.calls.append(None)
         if self.adjust is not None:
             options = self.adjust(module, options)
+        if options.window is None and self.window is not None:
+            options = replace(options, window=self.window)
         dtype = compute_dtype(module, q, k, v)
         q, k, v = q.to(dtype), k.to(dtype), v.to(dtype)
         return packed_attention(q, k, v, self.boundaries, options, self.kernel)

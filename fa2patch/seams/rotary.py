@@ -18,6 +18,7 @@ import torch
 
 from ..boundaries import Boundaries
 from ..errors import PackingNotIsolated
+
 if TYPE_CHECKING:
     from .packed_mask import PackedMask
 
@@ -122,12 +123,14 @@ class OfLayer:
 
 
 def _each(
-    rotary: Callable[..., Any], x: torch.Tensor, position_ids: torch.Tensor, documents: Boundaries, kwargs: dict[str, Any]
+    rotary: Callable[..., Any],
+    x: torch.Tensor,
+    position_ids: torch.Tensor,
+    documents: Boundaries,
+    kwargs: dict[str, Any],
 ) -> Any:
     """cos and sin ``[batch, length, dim]`` of ids ``[batch, length]``, each document as if it were alone."""
     rows, length = position_ids.shape
     kwargs = {name: value for name, value in kwargs.items() if name != "seq_len"}
-    pieces = [
-        rotary(x, position_ids=ids[None], **kwargs) for ids in position_ids.reshape(-1).split(documents.lengths)
-    ]
+    pieces = [rotary(x, position_ids=ids[None], **kwargs) for ids in position_ids.reshape(-1).split(documents.lengths)]
     return tuple(torch.cat(part, dim=1).view(rows, length, -1) for part in zip(*pieces))

@@ -116,7 +116,7 @@ def report(results: dict[str, dict[str, Any]], console: Console) -> None:
     reasons: dict[str, set[str]] = {}
     for name, evidence in results.items():
         for part in evidence.values():
-            for family, cells in (part["cells"] if "cells" in part else {}).items():
+            for family, cells in part.get("cells", {}).items():
                 for points in cells.values() if cells != "absent" else ():
                     for point, result in points.items():
                         if result.startswith("n/a: "):

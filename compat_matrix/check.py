@@ -1,4 +1,4 @@
-"""One environment, one JSON: every family present, every implementation, every point. Run by ``__main__`` in each environment."""
+"""One environment, one JSON: every family present, every implementation, every point. ``__main__`` runs it in each."""
 
 from __future__ import annotations
 

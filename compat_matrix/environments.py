@@ -69,7 +69,7 @@ def make(wanted: Version, folder: Path) -> Path:
 
 @functools.cache
 def interpreter(python: str) -> str:
-    """A Python of this version on this machine (also one that pyenv keeps off the PATH); else its number, for uv to get."""
+    """A Python of this version on this machine (also one pyenv keeps off the PATH); else its number, for uv to get."""
     candidates = [shutil.which(f"python{python}")]
     candidates += map(str, sorted(Path.home().glob(f".pyenv/versions/{python}.*/bin/python")))
     for candidate in candidates:

@@ -1,7 +1,7 @@
-"""A ``flash_attn`` package for machines without a GPU, with the signatures of flash-attn 2.6, computed by the reference.
+"""A ``flash_attn`` package for machines without a GPU: the signatures of flash-attn 2.6, computed by the reference.
 
-Transformers believes it is installed, so that models can be loaded with ``flash_attention_2`` and the code that upstream
-would run on a GPU runs here. Install it before anything imports Transformers' modeling files.
+Transformers believes it is installed, so that models can be loaded with ``flash_attention_2`` and the code that
+upstream would run on a GPU runs here. Install it before anything imports Transformers' modeling files.
 """
 
 from __future__ import annotations
@@ -30,7 +30,8 @@ CALLS: list[dict[str, Any]] = []
 
 def flash_attn_varlen_func(
     q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, dropout_p=0.0, softmax_scale=None, causal=False,
-    window_size=(-1, -1), softcap=0.0, alibi_slopes=None, deterministic=False, return_attn_probs=False, block_table=None,
+    window_size=(-1, -1), softcap=0.0, alibi_slopes=None, deterministic=False, return_attn_probs=False,
+    block_table=None,
 ):  # fmt: skip
     """q ``[tokens, heads, dim]``, as flash_attn 2.6; queries are the last of their keys, as there."""
     CALLS.append({"cu_seqlens_q": cu_seqlens_q, "max_seqlen_q": max_seqlen_q, "window_size": window_size})

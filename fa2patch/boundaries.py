@@ -148,7 +148,8 @@ def recognise(
         row, token = np.argwhere(holes)[0]
         raise BoundaryConflict(
             f"the attention_mask hides tokens inside a document of a packed row (it goes on at row {row}, token "
-            f"{token}). Padding may only stand between documents: drop the hidden tokens, or restart position_ids there."
+            f"{token}). Padding may only stand between documents: drop the hidden tokens, or restart position_ids "
+            "there."
         )
     starts_padding = ~real
     starts_padding[:, 1:] &= real[:, :-1]

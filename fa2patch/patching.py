@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import copy
 import functools
 import importlib
 import inspect
 import re
 import sys
+import types
 from collections.abc import Iterator
 from dataclasses import dataclass
 from types import ModuleType
@@ -20,6 +22,9 @@ from .seams import entry, function, interface, masks, method, rotary
 
 OLDEST = (4, 34)
 """First Transformers with flash attention in modeling files (rule 1 apart: there is no seam to look for before it)."""
+
+HOOKED = "_old_forward"
+"""Where accelerate's hooks (``device_map``, offloading) keep the bound ``forward`` that they call."""
 
 
 @dataclass(frozen=True)
@@ -101,6 +106,7 @@ class Patch:
         self.model, self.architecture, self.kernel = model, architecture, kernel
         self.layers, self.sites = tuple(layers), tuple(sites)
         self.rotary = rotary.length_scaled(model.config)
+        self.rehooked: list[tuple[Any, Any]] = []
 
     @property
     def adjust(self) -> Any:
@@ -123,6 +129,9 @@ class Patch:
         with LOCK:
             for marked in _marked(self.model):
                 marked.__dict__.pop(entry.MARK, None)
+            for module, bound in self.rehooked:
+                module.__dict__[HOOKED] = bound
+            self.rehooked.clear()
             release(self)
 
     def __enter__(self) -> Patch:
@@ -142,7 +151,8 @@ class Patch:
     def __deepcopy__(self, memo: dict[int, Any]) -> Patch:
         copied = Patch.__new__(Patch)
         memo[id(self)] = copied
-        copied.__setstate__({**self.__dict__, "model": memo.get(id(self.model), self.model)})
+        rehooked = [(memo[id(module)], copy.deepcopy(bound, memo)) for module, bound in self.rehooked]
+        copied.__setstate__({**self.__dict__, "model": memo.get(id(self.model), self.model), "rehooked": rehooked})
         return copied
 
     def __getstate__(self) -> dict[str, Any]:
@@ -159,7 +169,7 @@ def apply(model: Any, *, kernel: str = "auto", architecture: str | None = None) 
     """Make a causal LM compute packed batches with every document on its own. In place, all or nothing.
 
     Args:
-        model: a Transformers causal LM, or what PEFT, accelerate, DDP, FSDP, DeepSpeed or ``torch.compile`` made of one.
+        model: a Transformers causal LM, or what PEFT, accelerate, DDP, FSDP, DeepSpeed, ``torch.compile`` made of one.
         kernel: ``"auto"`` or the name of a kernel (:data:`fa2patch.kernels.NAMES`).
         architecture: the registry row to use, where ``config.model_type`` does not name it.
 
@@ -177,6 +187,7 @@ def apply(model: Any, *, kernel: str = "auto", architecture: str | None = None) 
     if current is not None:
         return current
     patch = _plan(inner, kernel, architecture)
+    _check_own_forwards(patch)
     with LOCK:
         try:
             for site in patch.sites:
@@ -186,6 +197,10 @@ def apply(model: Any, *, kernel: str = "auto", architecture: str | None = None) 
             raise
         for marked in _marked(inner):
             marked.__dict__[entry.MARK] = patch
+        for module in _with_replaced_forward(patch):
+            if HOOKED in module.__dict__:
+                patch.rehooked.append((module, module.__dict__[HOOKED]))
+                module.__dict__[HOOKED] = types.MethodType(type(module).forward, module)
     return patch
 
 
@@ -228,6 +243,25 @@ def transformers_model(model: Any) -> Any:
     )
 
 
+def _with_replaced_forward(patch: Patch) -> Iterator[Any]:
+    """The modules of the model whose class's ``forward`` this patch replaces."""
+    base = _base_of(patch.model)
+    yield from _marked(patch.model)
+    for layer in patch.layers:
+        if layer.attribute == "forward":
+            yield base.get_submodule(layer.name)
+
+
+def _check_own_forwards(patch: Patch) -> None:
+    for module in _with_replaced_forward(patch):
+        if module is not patch.model and "forward" in module.__dict__ and HOOKED not in module.__dict__:
+            raise LayerNotPatchable(
+                f"the forward of this {type(module).__name__} was replaced on the object itself, by "
+                f"{getattr(module.__dict__['forward'], '__module__', 'something')}, which has caught the unpatched "
+                "one. Nothing was patched. Call fa2patch.apply(model) before whatever replaces it."
+            )
+
+
 def _is_transformers_model(model: Any) -> bool:
     return any(
         cls.__name__ == "PreTrainedModel" and cls.__module__.split(".")[0] == "transformers"
@@ -268,7 +302,8 @@ def _plan(model: Any, kernel: str, architecture: str | None) -> Patch:
     row = lookup(architecture or getattr(config, "model_type", None))
     if getattr(config, "is_encoder_decoder", False):
         raise UnsupportedModel(
-            f"{type(model).__name__} is an encoder-decoder: fa2patch packs decoder-only language models. Train it padded."
+            f"{type(model).__name__} is an encoder-decoder: fa2patch packs decoder-only language models. "
+            "Train it padded."
         )
     if "SequenceClassification" in type(model).__name__:
         raise UnsupportedModel(
@@ -289,8 +324,8 @@ def _plan(model: Any, kernel: str, architecture: str | None) -> Patch:
     if len(layers) != expected:
         found = ", ".join(layer.name for layer in layers) or "none"
         raise LayerNotPatchable(
-            f"{type(base).__name__} has {expected} layers, but attention with a seam was found in {len(layers)} ({found}). "
-            "Nothing was patched. Please report the model and the Transformers version."
+            f"{type(base).__name__} has {expected} layers, but attention with a seam was found in {len(layers)} "
+            f"({found}). Nothing was patched. Please report the model and the Transformers version."
         )
     seams = {layer.seam for layer in layers}
     sites += dict.fromkeys(layer.site for layer in layers)

@@ -151,7 +151,7 @@ def _passes_on(saved: Any) -> Any:
 
 @point
 def host_reads(cell: Cell) -> None:
-    """Reads of tensors on the host by fa2patch's code, forward and recomputing backward: constant; none with lengths."""
+    """Reads on the host by fa2patch's code, forward and recomputing backward: constant; none with lengths."""
     docs = documents(5, 9, 1)
     counts = {}
     for layers in (2, 12):

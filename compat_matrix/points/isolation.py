@@ -174,7 +174,7 @@ def windows(cell: Cell) -> None:
 
 
 def _eager_window_excess(cell: Cell, changes: dict[str, Any]) -> int | None:
-    """Tokens that this version's eager code sees beyond its window (DESIGN, rule 11); None where it has no window at all."""
+    """Tokens that this version's eager code sees beyond its window (rule 11); None where it has no window."""
     model = cell.reference(**{**changes, "sliding_window": 4, "num_hidden_layers": 1})
     embeddings = model.get_input_embeddings()(documents(12)[0][None]).detach().requires_grad_()
     (gradient,) = torch.autograd.grad(model(inputs_embeds=embeddings).logits[0, -1].square().sum(), embeddings)

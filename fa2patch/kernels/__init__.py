@@ -1,4 +1,4 @@
-"""Kernels compute variable-length attention. One small class in one file each; here are their protocol and the choice."""
+"""Kernels compute variable-length attention: one small class in one file each; here, their protocol and the choice."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class Kernel(Protocol):
     def __call__(
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, boundaries: Boundaries, options: Options
     ) -> torch.Tensor:
-        """q ``[tokens, query heads, head dim]``, k and v with their heads -> ``[tokens, query heads, value head dim]``."""
+        """q ``[tokens, query heads, head dim]``, k and v with theirs -> ``[tokens, query heads, value head dim]``."""
 
 
 ORDER: tuple[Kernel, ...] = (FlashAttn(), Reference())

@@ -34,10 +34,10 @@ class Reference:
     def __call__(
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, boundaries: Boundaries, options: Options
     ) -> torch.Tensor:
-        lengths = boundaries.lengths
+        lengths = list(boundaries.lengths)
         groups = q.shape[1] // k.shape[1]
         outputs = []
-        for document in zip(*(states.split(lengths) for states in (q, k, v))):
+        for document in zip(*(torch.split(states, lengths) for states in (q, k, v))):
             query, key, value = (states.transpose(0, 1) for states in document)
             if groups > 1:
                 key, value = key.repeat_interleave(groups, 0), value.repeat_interleave(groups, 0)

@@ -37,7 +37,7 @@ _CARRIED = "_fa2patch_lengths"
 
 
 def causal_lm(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Replacement for a causal LM's ``forward``: takes the collator's lengths, also where the original has no such keyword."""
+    """Replacement for a causal LM's ``forward``: takes the collator's lengths, also where the original does not."""
     parameters = inspect.signature(original).parameters
     takes_any = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values())
     names = list(parameters)[1:]
@@ -60,7 +60,7 @@ def causal_lm(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def base_model(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Replacement for a base model's ``forward``: a packed batch gets a :class:`PackedMask`, all others go as they came."""
+    """Replacement for a base model's ``forward``: a packed batch gets a :class:`PackedMask`; others go as they came."""
     parameters = inspect.signature(original).parameters
     takes_any = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values())
     names = list(parameters)[1:]

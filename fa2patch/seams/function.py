@@ -18,7 +18,7 @@ NAME = "_flash_attention_forward"
 
 
 def routed(original: Any) -> Callable[..., torch.Tensor]:
-    """Replacement for ``_flash_attention_forward(query, key, value, mask, query_length, ...)``, all ``[batch, length, heads, dim]``."""
+    """Replacement for ``_flash_attention_forward``; query, key and value ``[batch, length, heads, dim]``."""
 
     def _flash_attention_forward(
         query_states: torch.Tensor,

@@ -31,7 +31,7 @@ def is_seam(modeling: ModuleType, forward: Callable[..., Any]) -> bool:
 
 
 def routed(original: Callable[..., Any]) -> Callable[..., Any]:
-    """An attention function that computes packed batches with their documents apart, all others as ``original`` does."""
+    """An attention function that keeps the documents of packed batches apart; all others go to ``original``."""
 
     @functools.wraps(original)
     def attention(
@@ -84,8 +84,8 @@ def _options(module: Any, kwargs: dict[str, Any]) -> Options:
     for name, value in kwargs.items():
         if isinstance(value, torch.Tensor) and name not in _NO_TENSORS_OF_ATTENTION | {"s_aux"}:
             raise PackingNotIsolated(
-                f"{type(module).__name__} hands its attention a tensor {name!r}, whose meaning for a packed batch is not "
-                "known. Please report the model; until then train it padded."
+                f"{type(module).__name__} hands its attention a tensor {name!r}, whose meaning for a packed batch is "
+                "not known. Please report the model; until then train it padded."
             )
     causal = kwargs.get("is_causal")
     return Options(

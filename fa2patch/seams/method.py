@@ -84,7 +84,7 @@ class Layer:
 
 
 def on_flash_class(original: Callable[..., Any], owner: type, flash: type) -> Callable[..., Any]:
-    """Replacement for an attention class's ``forward``: a packed batch goes to the flash class's, on a :class:`Layer`."""
+    """Replacement for an attention class's ``forward``: a packed batch goes to its flash class's."""
     names = list(inspect.signature(original).parameters)[1:]
     flash_forward = original if issubclass(owner, flash) else vars(flash)["forward"]
     flash_forward = getattr(flash_forward, _ORIGINAL, flash_forward)
@@ -108,7 +108,7 @@ def on_flash_class(original: Callable[..., Any], owner: type, flash: type) -> Ca
 
 
 def _windowed(flash: Any, module: Any) -> bool:
-    """4.37's to 4.42's Qwen2 decides inside the method that a flash layer from ``max_window_layers`` on has no window."""
+    """4.37's to 4.42's Qwen2 decides in the method that a flash layer from ``max_window_layers`` on has no window."""
     decides = "max_window_layers" in inspect.unwrap(flash._flash_attention_forward).__code__.co_names
     return not decides or module.layer_idx < module.config.max_window_layers
 

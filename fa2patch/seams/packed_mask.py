@@ -78,7 +78,7 @@ def find(values: Iterable[Any]) -> PackedMask | None:
 
 
 def compute_dtype(module: Any, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.dtype:
-    """One dtype for q, k and v. Float32 norms, LoRA weights or rotary tables upcast some of them in half-precision models.
+    """One dtype for q, k and v: in half-precision models, float32 norms, LoRA weights or rotary tables upcast some.
 
     The rule of Transformers' own flash path (integrations/flash_attention.py, get_target_dtype), with one more case
     in front: where some of the three are still in half precision, so will be all.
@@ -92,18 +92,16 @@ def compute_dtype(module: Any, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor
     device = q.device.type
     if _autocast_enabled(device):
         return _autocast_dtype(device)
-    quantized = getattr(getattr(module, "config", None), "_pre_quantization_dtype", None)
+    quantized: torch.dtype | None = getattr(getattr(module, "config", None), "_pre_quantization_dtype", None)
     if quantized is not None:
         return quantized
-    for parameter in module.parameters() if module is not None else ():
-        if parameter.dim() >= 2 and parameter.dtype in _COMPUTED:
-            return parameter.dtype
-    return q.dtype
+    weights: Iterable[torch.Tensor] = module.parameters() if module is not None else ()
+    return next((weight.dtype for weight in weights if weight.dim() >= 2 and weight.dtype in _COMPUTED), q.dtype)
 
 
 def _autocast_enabled(device: str) -> bool:
     try:
-        return bool(torch.is_autocast_enabled(device))
+        return torch.is_autocast_enabled(device)
     except TypeError:  # torch before 2.4 knows only the GPU's
         return torch.is_autocast_cpu_enabled() if device == "cpu" else torch.is_autocast_enabled()
 

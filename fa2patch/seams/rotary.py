@@ -132,5 +132,6 @@ def _each(
     """cos and sin ``[batch, length, dim]`` of ids ``[batch, length]``, each document as if it were alone."""
     rows, length = position_ids.shape
     kwargs = {name: value for name, value in kwargs.items() if name != "seq_len"}
-    pieces = [rotary(x, position_ids=ids[None], **kwargs) for ids in position_ids.reshape(-1).split(documents.lengths)]
+    documents_ids = torch.split(position_ids.reshape(-1), list(documents.lengths))
+    pieces = [rotary(x, position_ids=ids[None], **kwargs) for ids in documents_ids]
     return tuple(torch.cat(part, dim=1).view(rows, length, -1) for part in zip(*pieces))

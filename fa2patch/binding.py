@@ -56,7 +56,8 @@ class Binding:
 def bind(owner: Any, attribute: str, make: Callable[[Any], Any], user: Any) -> Binding:
     """The binding of this attribute with one more user; applied anew where it was not, or is covered."""
     with LOCK:
-        _undo_unused()
+        if not used_by(user):
+            weakref.finalize(user, _undo_unused).atexit = False
         for binding in reversed(_bindings):
             if binding.owner is owner and binding.attribute == attribute and binding.state == "applied":
                 break
@@ -84,5 +85,5 @@ def used_by(user: Any) -> list[Binding]:
 def _undo_unused() -> None:
     with LOCK:
         for binding in reversed(list(_bindings)):
-            if not binding.users and binding.undo():
+            if not list(binding.users) and binding.undo():
                 _bindings.remove(binding)

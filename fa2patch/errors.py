@@ -31,10 +31,6 @@ class LayerNotPatchable(Fa2PatchError):
     """An attention layer offers no seam, so nothing was patched."""
 
 
-class PatchedOver(Fa2PatchError):
-    """The model's patch cannot be renewed because an attribute that it needs was replaced since."""
-
-
 class UnknownKernel(Fa2PatchError, LookupError):
     """No kernel has this name."""
 

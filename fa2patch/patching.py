@@ -14,6 +14,8 @@ from dataclasses import dataclass
 from types import ModuleType
 from typing import Any, Callable
 
+import torch
+
 from . import kernels
 from .architectures import Architecture, lookup
 from .binding import ABSENT, LOCK, bind, release, used_by
@@ -198,7 +200,7 @@ def apply(model: Any, *, kernel: str = "auto", architecture: str | None = None) 
         for marked in _marked(inner):
             marked.__dict__[entry.MARK] = patch
         for module in _with_replaced_forward(patch):
-            if HOOKED in module.__dict__:
+            if "forward" in module.__dict__ and _looks_up_hooked(module):
                 patch.rehooked.append((module, module.__dict__[HOOKED]))
                 module.__dict__[HOOKED] = types.MethodType(type(module).forward, module)
     return patch
@@ -230,13 +232,10 @@ def transformers_model(model: Any) -> Any:
     for _ in range(16):
         if _is_transformers_model(seen):
             return seen
-        for name in ("_orig_mod", "module", "base_model", "model"):
-            inner = getattr(seen, name, None)
-            if inner is not None and inner is not seen and hasattr(inner, "forward"):
-                seen = inner
-                break
-        else:
-            break
+        inside = [getattr(seen, name, None) for name in ("_orig_mod", "module", "pretrained_model", "model")]
+        if hasattr(seen, "get_base_model"):  # PEFT
+            inside.insert(0, seen.get_base_model())
+        seen = next((inner for inner in inside if isinstance(inner, torch.nn.Module)), None)
     raise NotAModel(
         f"expected a Transformers model, or a wrapper (PEFT, accelerate, DDP, FSDP, torch.compile) around one; "
         f"found {type(model).__name__}. Hand over the model object itself."
@@ -252,9 +251,16 @@ def _with_replaced_forward(patch: Patch) -> Iterator[Any]:
             yield base.get_submodule(layer.name)
 
 
+def _looks_up_hooked(module: Any) -> bool:
+    """Whether the object's own ``forward`` is accelerate's and looks ``HOOKED`` up when called (0.23's does not)."""
+    own = module.__dict__["forward"]
+    code = getattr(getattr(own, "func", own), "__code__", None)
+    return HOOKED in module.__dict__ and code is not None and HOOKED in code.co_names
+
+
 def _check_own_forwards(patch: Patch) -> None:
     for module in _with_replaced_forward(patch):
-        if module is not patch.model and "forward" in module.__dict__ and HOOKED not in module.__dict__:
+        if module is not patch.model and "forward" in module.__dict__ and not _looks_up_hooked(module):
             raise LayerNotPatchable(
                 f"the forward of this {type(module).__name__} was replaced on the object itself, by "
                 f"{getattr(module.__dict__['forward'], '__module__', 'something')}, which has caught the unpatched "
@@ -299,12 +305,12 @@ def _defining(cls: type, attribute: str) -> type:
 
 def _plan(model: Any, kernel: str, architecture: str | None) -> Patch:
     config = model.config
-    row = lookup(architecture or getattr(config, "model_type", None))
     if getattr(config, "is_encoder_decoder", False):
         raise UnsupportedModel(
             f"{type(model).__name__} is an encoder-decoder: fa2patch packs decoder-only language models. "
             "Train it padded."
         )
+    row = lookup(architecture or getattr(config, "model_type", None))
     if "SequenceClassification" in type(model).__name__:
         raise UnsupportedModel(
             f"{type(model).__name__} pools one vector per row, and a packed row holds many documents. Train it padded."

@@ -132,5 +132,14 @@ def _leaving_dtypes_alone(forward: Callable[..., Any]) -> Callable[..., Any]:
     wrong = "float16" in names or ("query_key_value" in names and "q_proj" in names)
     if not wrong:
         return forward
-    scope: dict[str, Any] = {**forward.__globals__, "torch": _Torch("torch")}
-    return types.FunctionType(forward.__code__, scope, forward.__name__, forward.__defaults__, forward.__closure__)
+    alike = _rebound(forward)
+    alike.__globals__.update(forward.__globals__, torch=_Torch("torch"))
+    return alike
+
+
+@functools.cache
+def _rebound(forward: Callable[..., Any]) -> types.FunctionType:
+    """One function for each original: what torch.compile makes of its code lives in its globals."""
+    return types.FunctionType(
+        forward.__code__, dict(forward.__globals__), forward.__name__, forward.__defaults__, forward.__closure__
+    )

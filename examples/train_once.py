@@ -230,7 +230,9 @@ def train(job: dict[str, Any]) -> dict[str, Any]:
         "parameters": sum(parameter.numel() for parameter in model.parameters()),
         "model_class": type(model).__name__,
         "on_gpu": torch.cuda.is_available(),
-        "device": torch.cuda.get_device_name() if torch.cuda.is_available() else "CPU",
+        "device": torch.cuda.get_device_name()
+        if torch.cuda.is_available()
+        else f"CPU threads: {torch.get_num_threads()}",
         "batches": batches,
         "training_seconds": watch.stopwatch.seconds,
         "wall_seconds": whole.seconds,

@@ -120,6 +120,10 @@ def read_row(line: str) -> Text:
             raise DataError(f"expected {KEYS}; found {sorted(row) or 'no keys'}")
         if not isinstance(row[key], str):
             raise DataError(f"expected a string under {key!r}, found {type(row[key]).__name__}")
+        try:
+            row[key].encode()
+        except UnicodeEncodeError as error:
+            raise DataError(f"expected Unicode text under {key!r}, found {error.reason}") from None
     if not row[wanted[-1]]:
         raise DataError(f"expected something to learn under {wanted[-1]!r}, found an empty string")
     return row.get("prompt", "") if "text" not in row else "", row[wanted[-1]]
@@ -205,6 +209,8 @@ def run(variant: str, job: dict[str, Any]) -> Run:
         # One GPU: the Trainer splits a mini-batch among those it sees, by rows, and a packed one has one row.
         gpu = os.environ.get("CUDA_VISIBLE_DEVICES", "0").partition(",")[0]
         environment = {**os.environ, "CUDA_VISIBLE_DEVICES": gpu}
+        if job["model"] is None:  # threads that wait for each other let any other program spoil the timing
+            environment.setdefault("OMP_NUM_THREADS", "1")
         done = subprocess.run(
             [sys.executable, "-W", "ignore", str(script), str(job_file), str(result_file)], env=environment
         )
@@ -267,7 +273,8 @@ def table(padded: Run, packed: Run) -> Table:
     for column in table.columns[1:]:
         column.justify = "right"
     for name, form, get in costs:
-        table.add_row(name, form.format(get(padded)), form.format(get(packed)), f"{get(packed) / get(padded):.2f}")
+        ratio = f"{get(packed) / get(padded):.2f}" if get(padded) else ""
+        table.add_row(name, form.format(get(padded)), form.format(get(packed)), ratio)
     table.add_section()
     for name, form, get in outcomes:
         table.add_row(name, form.format(get(padded)), form.format(get(packed)))
@@ -279,9 +286,9 @@ def remarks(padded: Run, packed: Run, both: dict[str, Any]) -> str:
     return (
         f"Throughput: {both['throughput_ratio']:.2f} times the padded run's. These very mini-batches hold "
         f"{both['padded_tokens_per_real_token']:.2f} padded tokens per real token, the limit where cost is "
-        "linear in tokens: work done once per step (the optimizer) pulls the ratio below it, attention paid "
-        "on padding pushes it above. The first step and evaluation are not timed. Other programs on the same "
-        "processor distort both speeds.\n\n"
+        "linear in tokens: work done once per step (the optimizer) pulls the ratio below it, work that grows "
+        "faster (attention on padding, larger tensors) pushes it above. The first step and evaluation are not "
+        "timed. Other programs on the same processor distort both speeds.\n\n"
         f"Same training: both runs took the same {packed['optimizer_steps']} mini-batches in the same order "
         "(compared by checksum). Their validation curves, measured on the same padded batches, differ by "
         f"{both['largest_validation_difference']:.1e} at most, at step "
@@ -358,25 +365,19 @@ def at_least(minimum: int) -> Callable[[str], int]:
 
 
 def options(argv: list[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        description=(__doc__ or "").partition("\n")[0], formatter_class=argparse.ArgumentDefaultsHelpFormatter
-    )
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     add = parser.add_argument
-    add(
-        "--data",
-        type=Path,
-        metavar="FILE.jsonl",
-        help="your own data: an object with prompt and completion, or text, per line",
-    )
+    add("--data", type=Path, metavar="FILE.jsonl", help="your own data; per line prompt and completion, or text")
     add("--model", metavar="NAME_OR_PATH", help="a causal LM, with its tokenizer, in place of the small Llama")
-    add("--steps", type=at_least(2), default=100, help="optimizer steps")
-    add("--batch-size", type=at_least(1), default=16, help="documents per mini-batch")
-    add("--max-length", type=at_least(2), default=512, help="longest document, in tokens; the rest is cut off")
-    add("--eval-every", type=at_least(1), default=10, help="steps between two evaluations")
-    add("--learning-rate", type=float, help="default: 3e-3 for the random model, 2e-5 for --model")
-    add("--seed", type=int, default=0)
-    add("--output", type=Path, default=Path("runs/train_packed"), help="where results.json and curves.png go")
-    add("--quick", action="store_true", help="a few small steps, to see that it runs: " + str(QUICK))
+    add("--steps", type=at_least(2), default=200, help="optimizer steps (%(default)s)")
+    add("--batch-size", type=at_least(1), default=16, help="documents per mini-batch (%(default)s)")
+    add("--max-length", type=at_least(2), default=512, help="tokens; longer documents are cut off (%(default)s)")
+    add("--eval-every", type=at_least(1), default=20, help="steps between evaluations (%(default)s)")
+    add("--learning-rate", type=float, help="3e-3 for the small Llama, 2e-5 for --model")
+    add("--seed", type=int, default=0, help="of the weights and of the order of the documents (%(default)s)")
+    add("--output", type=Path, default=Path("runs/train_packed"), help="for results and plot (%(default)s)")
+    quick = ", ".join(f"--{name.replace('_', '-')} {value}" for name, value in QUICK.items())
+    add("--quick", action="store_true", help=f"only see that it runs: fewer held out, {quick}")
     if parser.parse_args(argv).quick:
         parser.set_defaults(**QUICK)
     return parser.parse_args(argv)
@@ -395,6 +396,9 @@ def prepare(arguments: argparse.Namespace, console: Console) -> dict[str, Any]:
             f"to learn within {arguments.max_length} tokens; found {len(train)} and {len(validation)} in "
             f"{len(texts)} rows"
         )
+    learning_rate = arguments.learning_rate
+    if learning_rate is None:
+        learning_rate = 2e-5 if arguments.model else 3e-3
     lengths = sorted(len(example["input_ids"]) for example in train)
     source = arguments.data or f"The standard library of Python {platform.python_version()}"
     console.print(
@@ -411,7 +415,7 @@ def prepare(arguments: argparse.Namespace, console: Console) -> dict[str, Any]:
         "batch_size": arguments.batch_size,
         "max_length": arguments.max_length,
         "eval_every": arguments.eval_every,
-        "learning_rate": arguments.learning_rate or (2e-5 if arguments.model else 3e-3),
+        "learning_rate": learning_rate,
         "seed": arguments.seed,
     }
 

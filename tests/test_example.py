@@ -15,9 +15,9 @@ for needed in ("transformers", "accelerate", "tokenizers", "matplotlib", "rich",
     pytest.importorskip(needed)
 
 ROOT = Path(__file__).parents[1]
-# The two trainings may differ by rounding and by nothing else: 1e-7 is usual after 8 steps, 1e-6 after 100. Where
-# documents leak into each other (packed and not patched, Transformers 4.44) it is 1e-2 after 8 steps.
-TOLERANCE = 1e-5
+# The two trainings may differ by rounding and by nothing else. Rounding grows with the steps: 1e-7 is usual after 8,
+# 1e-5 after 200. Where documents leak into each other (packed and not patched, Transformers 4.44) it is 1e-2 after 8.
+QUICK_TOLERANCE, FULL_TOLERANCE = 1e-5, 1e-3
 
 
 @pytest.fixture(scope="module")
@@ -37,7 +37,6 @@ def train(output: Path, *options: str) -> dict:
         "PYTHONPATH": os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")])),
         "HF_HUB_OFFLINE": "1",
         "CUDA_VISIBLE_DEVICES": "",  # the tolerance is one of single precision
-        "OMP_NUM_THREADS": "1",  # threads that wait for each other are slow where other tests run beside this one
     }
     done = subprocess.run(
         [sys.executable, str(script), "--output", str(output), *options],
@@ -53,7 +52,7 @@ def train(output: Path, *options: str) -> dict:
     return json.loads((output / "results.json").read_text(encoding="utf-8"))
 
 
-def check(results: dict, steps: int) -> None:
+def check(results: dict, steps: int, tolerance: float) -> None:
     padded, packed = results["runs"]
     assert (padded["variant"], packed["variant"]) == ("padded", "packed")
     assert padded["optimizer_steps"] == packed["optimizer_steps"] == steps
@@ -66,18 +65,18 @@ def check(results: dict, steps: int) -> None:
     assert [step for step, _ in padded["validation_curve"]] == [step for step, _ in packed["validation_curve"]]
     losses = [loss for _, loss in packed["validation_curve"]]
     assert losses[-1] < losses[0] - 0.2, "nothing was learnt, so equal curves would prove nothing"
-    assert results["comparison"]["largest_validation_difference"] < TOLERANCE
-    assert packed["validation_loss_in_own_layout"] == pytest.approx(losses[-1], abs=TOLERANCE)
+    assert results["comparison"]["largest_validation_difference"] < tolerance
+    assert packed["validation_loss_in_own_layout"] == pytest.approx(losses[-1], abs=1e-5)
     assert packed["training_memory_bytes"] < padded["training_memory_bytes"]
 
 
 def test_quick_run_trains_the_same_padded_and_packed(tmp_path: Path) -> None:
-    check(train(tmp_path, "--quick"), steps=8)
+    check(train(tmp_path, "--quick"), steps=8, tolerance=QUICK_TOLERANCE)
 
 
 @pytest.mark.slow
 def test_full_run_trains_the_same_padded_and_packed(tmp_path: Path) -> None:
-    check(train(tmp_path), steps=100)
+    check(train(tmp_path), steps=200, tolerance=FULL_TOLERANCE)
 
 
 def test_texts_of_the_standard_library(example: ModuleType) -> None:
@@ -110,6 +109,7 @@ def test_rows_of_both_kinds_are_read(example: ModuleType, tmp_path: Path) -> Non
         ('{"prompt": "a"}', r"line 2: expected 'prompt' and 'completion', or 'text'; found \['prompt'\]"),
         ('{"text": 1}', "line 2: expected a string under 'text', found int"),
         ('{"prompt": "a", "completion": ""}', "line 2: expected something to learn under 'completion'"),
+        (r'{"text": "\ud800"}', "line 2: expected Unicode text under 'text', found surrogates"),
         ('{"messages": []}', "line 2: .* found 'messages'. .*apply_chat_template"),
     ],
 )

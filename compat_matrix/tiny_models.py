@@ -96,6 +96,11 @@ def config_of(family: str, **changes: Any) -> Any:
     return transformers.CONFIG_MAPPING[family](**settings)
 
 
+def _needs_a_window(modeling: Any) -> bool:
+    """4.34's and 4.35's flash Mistral fails where the window is None."""
+    return not (hasattr(modeling, "MISTRAL_ATTENTION_CLASSES") or hasattr(modeling, "ALL_ATTENTION_FUNCTIONS"))
+
+
 def _modeling(family: str) -> Any:
     return importlib.import_module(f"transformers.models.{family}.modeling_{family}")
 
@@ -120,6 +125,8 @@ def model_class(family: str) -> Any:
 
 def build(family: str, implementation: str = "eager", dtype: torch.dtype = torch.float32, **changes: Any) -> Any:
     """A model of the family with the same weights whatever the implementation; in eval mode."""
+    if family == "mistral" and implementation == "flash_attention_2" and _needs_a_window(_modeling(family)):
+        changes.setdefault("sliding_window", 4096)
     config = config_of(family, **changes)
     cls = model_class(family)
     if implementation == "flash_attention_2":

@@ -112,14 +112,9 @@ class OfLayer:
         return self._module(x, **call)
 
     def _of_old_falcon(self, query: Any, key: Any, past_length: int, position_ids: Any) -> Any:
-        """4.34 and 4.35: the module rotates on its own and takes the row for the length, which only its table needs."""
-        length = query.shape[1]
-        if self._mask.rotary is not None and length > self._mask.rotary.limit:
-            raise PackingNotIsolated(
-                f"rope scaling 'dynamic' of this version's Falcon looks at the row's length, {length}, beyond the "
-                f"{self._mask.rotary.limit} of max_position_embeddings. Pack rows up to that, or upgrade Transformers."
-            )
-        return self._module(query, key, max(past_length, self._mask.positions - length), position_ids)
+        """4.34 and 4.35: takes the row's length plus the cache's for its table's length, and for the scaling."""
+        beyond = self._mask.positions - query.shape[1]
+        return self._module(query, key, beyond if self._mask.rotary is not None else max(0, beyond), position_ids)
 
 
 def _each(

@@ -21,8 +21,7 @@ class FakeInterfaceConfig(PretrainedConfig):
 
 
 def additive(states, padding=None):
-    length = states.shape[-2]
-    visible = torch.ones(length, length, dtype=torch.bool, device=states.device).tril()[None, None]
+    visible = torch.ones(states.shape[-2], states.shape[-2], dtype=torch.bool).tril()[None, None]
     if padding is not None:
         visible = visible & padding[:, None, None, :].bool()
     return torch.zeros_like(visible, dtype=states.dtype).masked_fill(~visible, torch.finfo(states.dtype).min)
@@ -44,13 +43,13 @@ def eager_attention_forward(module, query, key, value, attention_mask, scaling, 
     if s_aux is not None:
         logits = torch.cat([logits, s_aux[:, None, None].expand(*logits.shape[:3], 1)], dim=-1)
     weights = logits.softmax(dim=-1)[..., : key.shape[2]]
-    return (weights @ value).transpose(1, 2).contiguous(), weights
+    return (weights @ value).transpose(1, 2), weights
 
 
 def sdpa_attention_forward(module, query, key, value, attention_mask, scaling, **kwargs):
     causal = attention_mask is None
     output = F.scaled_dot_product_attention(query, key, value, attention_mask, is_causal=causal, scale=scaling)
-    return output.transpose(1, 2).contiguous(), None
+    return output.transpose(1, 2), None
 
 
 def flash_attention_forward(module, query, key, value, attention_mask, scaling, **kwargs):
@@ -74,61 +73,47 @@ class FakeAttention(nn.Module):
     def __init__(self, config, layer_idx):
         super().__init__()
         self.config, self.layer_idx, width = config, layer_idx, config.hidden_size
-        self.qkv_proj, self.o_proj = nn.Linear(width, 3 * width, bias=False), nn.Linear(width, width, bias=False)
+        self.norm, self.qkv_proj = nn.LayerNorm(width), nn.Linear(width, 3 * width, bias=False)
         self.sinks = nn.Parameter(torch.zeros(config.num_attention_heads)) if config.sinks else None
 
     def forward(self, hidden_states, attention_mask, angles):
-        states = self.qkv_proj(hidden_states).unflatten(-1, (3, self.config.num_attention_heads, -1))
+        states = self.qkv_proj(self.norm(hidden_states)).unflatten(-1, (3, self.config.num_attention_heads, -1))
         query, key, value = states.permute(2, 0, 3, 1, 4)
         query, key = rotate(query, angles), rotate(key, angles)
         implementation, attend = self.config._attn_implementation, eager_attention_forward
-        if self.layer_idx == 0:  # the spelling of 5.x
+        if self.layer_idx == 0:  # as 5.x spells it
             attend = ALL_ATTENTION_FUNCTIONS.get_interface(implementation, eager_attention_forward)
-        elif implementation != "eager":  # the spelling of 4.48
+        elif implementation != "eager":  # as 4.48 spells it
             attend = ALL_ATTENTION_FUNCTIONS[implementation]
         options = {"scaling": key.shape[-1] ** -0.5, "softcap": self.config.softcap, "s_aux": self.sinks}
-        output, weights = attend(self, query, key, value, attention_mask, **options)
-        return self.o_proj(output.flatten(2)), weights
+        return attend(self, query, key, value, attention_mask, **options)[0].flatten(2) + hidden_states
 
 
-class FakeLayer(nn.Module):
-    def __init__(self, config, layer_idx):
-        super().__init__()
-        width = config.hidden_size
-        self.self_attn, self.norm = FakeAttention(config, layer_idx), nn.LayerNorm(width)
-        self.mlp = nn.Sequential(nn.LayerNorm(width), nn.Linear(width, width), nn.GELU(), nn.Linear(width, width))
-
-    def forward(self, hidden_states, attention_mask, angles):
-        hidden_states = hidden_states + self.self_attn(self.norm(hidden_states), attention_mask, angles)[0]
-        return hidden_states + self.mlp(hidden_states)
-
-
-class FakeInterfacePreTrainedModel(PreTrainedModel):
+class FakeInterfaceModel(PreTrainedModel):
     config_class, base_model_prefix = FakeInterfaceConfig, "model"
 
-
-class FakeInterfaceModel(FakeInterfacePreTrainedModel):
     def __init__(self, config):
         super().__init__(config)
         self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size)
-        self.layers = nn.ModuleList(FakeLayer(config, index) for index in range(config.num_hidden_layers))
+        self.layers = nn.ModuleList(FakeAttention(config, index) for index in range(config.num_hidden_layers))
         self.checkpointing = None
 
     def forward(self, input_ids=None, attention_mask=None, position_ids=None, inputs_embeds=None, **kwargs):
         hidden_states = self.embed_tokens(input_ids) if inputs_embeds is None else inputs_embeds
-        if position_ids is None:
-            position_ids = torch.arange(hidden_states.shape[1], device=hidden_states.device)[None]
-        angles = position_ids[:, None, :, None] / 10.0 ** torch.arange(4, device=hidden_states.device)
+        position_ids = torch.arange(hidden_states.shape[1])[None] if position_ids is None else position_ids
+        angles = position_ids[:, None, :, None] / 10.0 ** torch.arange(4)
         mask = create_causal_mask(self.config, hidden_states, attention_mask)
         for layer in self.layers:
-            if self.checkpointing is not None:
-                hidden_states = checkpoint(layer, hidden_states, mask, angles, **self.checkpointing)
-            else:
+            if self.checkpointing is None:
                 hidden_states = layer(hidden_states, mask, angles)
+            else:
+                hidden_states = checkpoint(layer, hidden_states, mask, angles, **self.checkpointing)
         return BaseModelOutput(last_hidden_state=hidden_states)
 
 
-class FakeInterfaceForCausalLM(FakeInterfacePreTrainedModel):
+class FakeInterfaceForCausalLM(PreTrainedModel):
+    config_class, base_model_prefix = FakeInterfaceConfig, "model"
+
     def __init__(self, config):
         super().__init__(config)
         self.model = FakeInterfaceModel(config)

@@ -74,22 +74,31 @@ _MAKERS: dict[str, Callable[[Any, ModuleType, Any], Any]] = {
 
 
 @dataclass(frozen=True)
-class PatchedLayer:
-    """One attention layer: where it is and through what it is patched; ``state`` is looked up live."""
+class _Layer:
+    """An attention layer and what is replaced for it."""
 
     name: str
     seam: str
     site: Site
 
-    @property
-    def owner(self) -> Any:
-        """The class or module whose attribute is replaced."""
-        return self.site.find()[0]
 
-    @property
-    def attribute(self) -> str:
-        """The replaced attribute's name."""
-        return self.site.attribute
+@dataclass(frozen=True)
+class PatchedLayer:
+    """One attention layer of a patched model, as it was when ``Patch.layers`` was read.
+
+    Attributes:
+        name: the layer's name in the base model.
+        seam: ``"interface"``, ``"function"`` or ``"method"``.
+        owner: the class or module whose attribute is replaced.
+        attribute: that attribute's name.
+        state: ``"applied"``, ``"covered"`` (somebody has patched on top since) or ``"off"``.
+    """
+
+    name: str
+    seam: str
+    owner: Any
+    attribute: str
+    state: str
 
 
 class Patch:
@@ -99,14 +108,13 @@ class Patch:
         model: the Transformers model inside what was handed to ``apply``.
         architecture: its row of the registry.
         kernel: the kernel's name that was asked for.
-        layers: a :class:`PatchedLayer` for each attention layer.
     """
 
     def __init__(
-        self, model: Any, architecture: Architecture, kernel: str, layers: list[PatchedLayer], sites: list[Site]
+        self, model: Any, architecture: Architecture, kernel: str, attention: list[_Layer], sites: list[Site]
     ) -> None:
         self.model, self.architecture, self.kernel = model, architecture, kernel
-        self.layers, self.sites = tuple(layers), tuple(sites)
+        self.attention, self.sites = tuple(attention), tuple(sites)
         self.rotary = rotary.length_scaled(model.config)
         self.rehooked: list[tuple[Any, Any]] = []
 
@@ -119,12 +127,17 @@ class Patch:
         """Whether the model is patched (False after ``revert``)."""
         return self.model.__dict__.get(entry.MARK) is self
 
-    def state(self, layer: PatchedLayer) -> str:
-        """``"applied"``, ``"covered"`` (somebody has patched on top since) or ``"off"``, for one of ``layers``."""
-        for binding in used_by(self):
-            if binding.attribute == layer.attribute and binding.owner is layer.owner:
-                return binding.state
-        return "off"
+    @property
+    def layers(self) -> tuple[PatchedLayer, ...]:
+        """Every attention layer, with its state looked up now."""
+        states = {(binding.owner, binding.attribute): binding.state for binding in used_by(self)}
+        found = [(layer, layer.site.find()[0]) for layer in self.attention]
+        return tuple(
+            PatchedLayer(
+                layer.name, layer.seam, owner, layer.site.attribute, states.get((owner, layer.site.attribute), "off")
+            )
+            for layer, owner in found
+        )
 
     def revert(self) -> None:
         """Take the patch off this model. Reverting twice is a no-op."""
@@ -143,9 +156,9 @@ class Patch:
         self.revert()
 
     def __repr__(self) -> str:
-        seams = sorted({layer.seam for layer in self.layers})
+        seams = sorted({layer.seam for layer in self.attention})
         return (
-            f"<fa2patch.Patch of {type(self.model).__name__}: {len(self.layers)} {self.architecture.model_type} "
+            f"<fa2patch.Patch of {type(self.model).__name__}: {len(self.attention)} {self.architecture.model_type} "
             f"attention layers on the {' and '.join(seams)} seam, kernel {self.kernel!r}, "
             f"{'applied' if self.active else 'reverted'}>"
         )
@@ -246,8 +259,8 @@ def _with_replaced_forward(patch: Patch) -> Iterator[Any]:
     """The modules of the model whose class's ``forward`` this patch replaces."""
     base = _base_of(patch.model)
     yield from _marked(patch.model)
-    for layer in patch.layers:
-        if layer.attribute == "forward":
+    for layer in patch.attention:
+        if layer.site.attribute == "forward":
             yield base.get_submodule(layer.name)
 
 
@@ -349,7 +362,7 @@ def _plan(model: Any, kernel: str, architecture: str | None) -> Patch:
     return Patch(model, row, kernel, layers, sites)
 
 
-def _layers(base: Any, modeling: ModuleType) -> Iterator[PatchedLayer]:
+def _layers(base: Any, modeling: ModuleType) -> Iterator[_Layer]:
     for name, module in base.named_modules():
         cls = type(module)
         if not re.search(r"Attention(2|Base)?$", cls.__name__) or "forward" not in dir(cls):
@@ -359,10 +372,10 @@ def _layers(base: Any, modeling: ModuleType) -> Iterator[PatchedLayer]:
         home = sys.modules[owner.__module__]
         flash = method.flash_class(home, cls)
         if interface.is_seam(home, forward):
-            yield PatchedLayer(name, "interface", _site("registry", home, interface.REGISTRY))
+            yield _Layer(name, "interface", _site("registry", home, interface.REGISTRY))
         elif flash is not None:
             seam = "method" if method.is_method_seam(flash) else "function"
-            yield PatchedLayer(name, seam, _site("layer", owner, "forward"))
+            yield _Layer(name, seam, _site("layer", owner, "forward"))
 
 
 def _class_site(kind: str, module: Any) -> Site:

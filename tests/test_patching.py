@@ -63,11 +63,11 @@ def test_status_and_repr_tell_what_is_patched(model):
     assert len(patch.layers) == model.config.num_hidden_layers
     layer = patch.layers[0]
     assert layer.name == "layers.0.self_attn" and layer.seam in ("interface", "function", "method")
-    assert hasattr(layer.owner, layer.attribute) and patch.state(layer) == "applied"
+    assert hasattr(layer.owner, layer.attribute) and layer.state == "applied"
     assert patch.kernel == "reference" and patch.architecture.model_type == "llama"
     assert "2 llama attention layers" in repr(patch) and "applied" in repr(patch)
     patch.revert()
-    assert patch.state(layer) == "off" and "reverted" in repr(patch)
+    assert patch.layers[0].state == "off" and "reverted" in repr(patch)
 
 
 def test_reverting_twice_or_an_unpatched_model_is_a_no_op(model):

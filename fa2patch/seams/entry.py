@@ -83,9 +83,9 @@ def base_model(original: Callable[..., Any]) -> Callable[..., Any]:
         if "use_cache" in parameters or takes_any:
             call["use_cache"] = False
         output = original(self, **call)
-        if len(mask.calls) < len(patch.layers):
+        if len(mask.calls) < len(patch.attention):
             raise PackingNotIsolated(
-                f"of {len(patch.layers)} attention layers only {len(mask.calls)} were given the boundaries of this "
+                f"of {len(patch.attention)} attention layers only {len(mask.calls)} were given the boundaries of this "
                 "packed batch: some layer's attention was replaced after fa2patch.apply. See "
                 "fa2patch.status(model).layers; apply fa2patch last."
             )

@@ -75,11 +75,12 @@ _MAKERS: dict[str, Callable[[Any, ModuleType, Any], Any]] = {
 
 @dataclass(frozen=True)
 class _Layer:
-    """An attention layer and what is replaced for it."""
+    """An attention layer, what is replaced to reach it, and what else that needs."""
 
     name: str
     seam: str
     site: Site
+    others: tuple[Site, ...]
 
 
 @dataclass(frozen=True)
@@ -333,12 +334,11 @@ def _plan(model: Any, kernel: str, architecture: str | None) -> Patch:
         raise UnsupportedModel(f"{type(model).__name__} cannot be trained packed: {reason}.")
 
     base = _base_of(model)
-    modeling = sys.modules[_defining(type(base), "forward").__module__]
     sites = [_class_site("base_model", base)]
     if base is not model:
         sites.append(_class_site("causal_lm", model))
-    sites += [_site("mask", owner, name) for owner, name in masks.sites(modeling, type(base))]
-    layers = list(_layers(base, modeling))
+    sites += [_site("mask", owner, name) for owner, name in masks.sites(type(base))]
+    layers = list(_layers(base))
     expected = getattr(config, "num_hidden_layers", len(layers))
     if len(layers) != expected:
         found = ", ".join(layer.name for layer in layers) or "none"
@@ -346,14 +346,7 @@ def _plan(model: Any, kernel: str, architecture: str | None) -> Patch:
             f"{type(base).__name__} has {expected} layers, but attention with a seam was found in {len(layers)} "
             f"({found}). Nothing was patched. Please report the model and the Transformers version."
         )
-    seams = {layer.seam for layer in layers}
-    sites += dict.fromkeys(layer.site for layer in layers)
-    if "interface" in seams and hasattr(modeling, interface.EAGER):
-        sites.append(_site("eager", modeling, interface.EAGER))
-    if "function" in seams:
-        sites.append(_site("function", modeling, function.NAME))
-    if "method" in seams:
-        sites.append(_site("window_flag", modeling, method.WINDOW_FLAG))
+    sites += dict.fromkeys(site for layer in layers for site in (layer.site, *layer.others))
     scaled = rotary.length_scaled(config)
     if scaled is not None and scaled.kind == "longrope":
         sites += dict.fromkeys(
@@ -362,20 +355,23 @@ def _plan(model: Any, kernel: str, architecture: str | None) -> Patch:
     return Patch(model, row, kernel, layers, sites)
 
 
-def _layers(base: Any, modeling: ModuleType) -> Iterator[_Layer]:
+def _layers(base: Any) -> Iterator[_Layer]:
     for name, module in base.named_modules():
         cls = type(module)
         if not re.search(r"Attention(2|Base)?$", cls.__name__) or "forward" not in dir(cls):
             continue
         owner = _defining(cls, "forward")
-        forward = inspect.unwrap(vars(owner)["forward"])
         home = sys.modules[owner.__module__]
         flash = method.flash_class(home, cls)
-        if interface.is_seam(home, forward):
-            yield _Layer(name, "interface", _site("registry", home, interface.REGISTRY))
+        if interface.is_seam(home, inspect.unwrap(vars(owner)["forward"])):
+            others = [_site("eager", home, interface.EAGER)] if hasattr(home, interface.EAGER) else []
+            yield _Layer(name, "interface", _site("registry", home, interface.REGISTRY), tuple(others))
         elif flash is not None:
-            seam = "method" if method.is_method_seam(flash) else "function"
-            yield _Layer(name, seam, _site("layer", owner, "forward"))
+            site, scope = _site("layer", owner, "forward"), sys.modules[_defining(flash, "forward").__module__]
+            if method.is_method_seam(flash):
+                yield _Layer(name, "method", site, (_site("window_flag", scope, method.WINDOW_FLAG),))
+            else:
+                yield _Layer(name, "function", site, (_site("function", scope, function.NAME),))
 
 
 def _class_site(kind: str, module: Any) -> Site:

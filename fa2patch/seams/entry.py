@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+import threading
 from typing import Any, Callable
 
 import torch
@@ -36,53 +37,70 @@ LENGTHS = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k", "se
 _CARRIED = "_fa2patch_lengths"
 
 
+class _Reached(threading.local):
+    """How often this thread has come through a base model's patched forward: a tripwire, nothing is carried by it."""
+
+    times = 0
+
+
+_reached = _Reached()
+
+
 def causal_lm(original: Callable[..., Any]) -> Callable[..., Any]:
     """Replacement for a causal LM's ``forward``: takes the collator's lengths, also where the original does not."""
-    parameters = inspect.signature(original).parameters
-    takes_any = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values())
-    names = list(parameters)[1:]
+    calls = _Calls(original)
 
     @functools.wraps(original)
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
-        lengths = {name: kwargs[name] for name in LENGTHS if kwargs.get(name) is not None}
-        if not lengths or self.__dict__.get(MARK) is None:
+        if self.__dict__.get(MARK) is None:
             return original(self, *args, **kwargs)
-        kwargs.update(zip(names, args))
-        if not (takes_any and compiling()):
-            shape, device = batch_shape(kwargs)
-            kwargs["position_ids"] = _with_lengths(kwargs.get("position_ids"), lengths, shape, device)
-        if not takes_any:
-            for name in lengths:
-                del kwargs[name]
-        return original(self, **kwargs)
+        call = calls.named(args, kwargs)
+        lengths = {name: call[name] for name in LENGTHS if call.get(name) is not None}
+        if lengths and not (calls.takes_any and compiling()):
+            shape, device = batch_shape(call)
+            call["position_ids"] = _with_lengths(call.get("position_ids"), lengths, shape, device)
+        if compiling() or call.get("position_ids") is None:
+            return calls.make(self, args, call)
+        before = _reached.times
+        output = calls.make(self, args, call)
+        if _reached.times == before and _runs_eagerly(self):
+            raise PackingNotIsolated(
+                "a batch with position_ids did not come through the base model's patched forward: somebody has "
+                "replaced it after fa2patch.apply. See fa2patch.status(model); apply fa2patch last."
+            )
+        return output
 
     return forward
 
 
+def _runs_eagerly(model: Any) -> bool:
+    """Whether the base model's forward runs as Python: compiled on its own it passes no count on."""
+    base = getattr(model, model.base_model_prefix, model)
+    own = ("forward", "_orig_mod", "_compiled_call_impl")
+    return not any(vars(base).get(name) or base._modules.get(name) for name in own)
+
+
 def base_model(original: Callable[..., Any]) -> Callable[..., Any]:
     """Replacement for a base model's ``forward``: a packed batch gets a :class:`PackedMask`; others go as they came."""
-    parameters = inspect.signature(original).parameters
-    takes_any = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values())
-    names = list(parameters)[1:]
+    calls = _Calls(original)
 
     @functools.wraps(original)
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
         patch = self.__dict__.get(MARK)
         if patch is None:
             return original(self, *args, **kwargs)
-        call = {**dict(zip(names, args)), **kwargs}
+        if not compiling():
+            _reached.times += 1
+        call = calls.named(args, kwargs)
         if isinstance(call.get("attention_mask"), PackedMask):
             return original(self, *args, **kwargs)
         mask = packed_mask(self, call, patch)
-        if not takes_any:
-            for name in LENGTHS:
-                call.pop(name, None)
         if mask is None:
-            return original(self, **call)
+            return calls.make(self, args, call)
         call["attention_mask"] = mask
-        if "use_cache" in parameters or takes_any:
+        if "use_cache" in {*calls.names, *call}:
             call["use_cache"] = False
-        output = original(self, **call)
+        output = calls.make(self, args, call)
         if len(mask.calls) < len(patch.attention):
             raise PackingNotIsolated(
                 f"of {len(patch.attention)} attention layers only {len(mask.calls)} were given the boundaries of this "
@@ -92,6 +110,37 @@ def base_model(original: Callable[..., Any]) -> Callable[..., Any]:
         return output
 
     return forward
+
+
+class _Calls:
+    """How one ``forward`` is called: its arguments by name, and back again."""
+
+    def __init__(self, original: Callable[..., Any]) -> None:
+        parameters = list(inspect.signature(original).parameters.values())[1:]
+        self.original = original
+        self.positional = [p.name for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
+        self.names = {p.name for p in parameters}
+        self.takes_any = any(p.kind is p.VAR_KEYWORD for p in parameters)
+
+    def takes(self, name: str) -> bool:
+        return self.takes_any or name in self.names
+
+    def named(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
+        """The arguments by name. Behind somebody's ``*args`` the first is ``input_ids``; more than that is refused."""
+        rest = args[len(self.positional) :]
+        if len(rest) > 1 or (rest and self.positional):
+            raise PackingNotIsolated(
+                f"{len(args)} arguments without names came to a forward that was replaced by one with *args: which "
+                "of them are position_ids is not known. Call the model with keywords."
+            )
+        first = {"input_ids": rest[0]} if rest else {}
+        return {**first, **dict(zip(self.positional, args)), **kwargs}
+
+    def make(self, model: Any, args: tuple[Any, ...], call: dict[str, Any]) -> Any:
+        """The original's result, without those of the collator's lengths that it has no place for."""
+        call = {name: value for name, value in call.items() if name not in LENGTHS or self.takes(name)}
+        rest = [call.pop("input_ids")] if len(args) > len(self.positional) else []
+        return self.original(model, *rest, **call)
 
 
 def batch_shape(call: dict[str, Any]) -> tuple[tuple[int, int], torch.device]:

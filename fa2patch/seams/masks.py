@@ -8,9 +8,9 @@ from __future__ import annotations
 
 import functools
 import re
+import sys
 from dataclasses import replace
 from itertools import chain
-from types import ModuleType
 from typing import Any, Callable
 
 from ..errors import PackingNotIsolated
@@ -20,11 +20,16 @@ METHODS = ("_update_causal_mask", "_prepare_decoder_attention_mask", "_prepare_a
 FUNCTIONS = re.compile(r"create_\w*mask|_prepare_4d_\w+")
 
 
-def sites(modeling: ModuleType, base_model: type) -> list[tuple[Any, str]]:
-    """``(owner, attribute)`` of every function that makes a mask for this model."""
-    owners = [(cls, name) for name in METHODS for cls in base_model.__mro__ if name in vars(cls)][:1]
-    functions = [name for name, value in vars(modeling).items() if FUNCTIONS.fullmatch(name) and callable(value)]
-    return owners + [(modeling, name) for name in functions]
+def sites(base_model: type) -> list[tuple[Any, str]]:
+    """``(owner, attribute)`` of every function that makes a mask for this model, or for what it inherits from."""
+    owners: list[tuple[Any, str]] = [(cls, name) for name in METHODS for cls in base_model.__mro__ if name in vars(cls)]
+    modules = dict.fromkeys(sys.modules[cls.__module__] for cls in base_model.__mro__ if "forward" in vars(cls))
+    return owners + [
+        (module, name)
+        for module in modules
+        for name, value in vars(module).items()
+        if FUNCTIONS.fullmatch(name) and callable(value)
+    ]
 
 
 def let_through(original: Callable[..., Any]) -> Callable[..., Any]:

@@ -330,11 +330,11 @@ def draw_bars(axes: Axes, padded: Run, packed: Run, both: dict[str, Any]) -> Non
         ("memory added\nby training", "training_memory_bytes", "{:,.0f} MB", 1e6),
     ]
     limit = both["padded_tokens_per_real_token"]
-    width = 1.3 * max([limit, *(packed[key] / padded[key] for _, key, _, _ in pairs)])
+    width = 1.15 * max([limit, *(packed[key] / padded[key] for _, key, _, _ in pairs)])
 
-    def annotate(text: str, x: float, y: float, inwards: bool, **how: Any) -> None:
-        align = {"xytext": (-6, 0), "ha": "right"} if inwards else {"xytext": (6, 0), "ha": "left"}
-        axes.annotate(text, (x, y), textcoords="offset points", va="center", **align, **how)
+    def write(text: str, x: float, y: float, align: str = "left", **how: Any) -> None:
+        gap = (6 if align == "left" else -6, 0)
+        axes.annotate(text, (x, y), gap, textcoords="offset points", ha=align, va="center", **how)
 
     for place, (_, key, form, unit) in enumerate(pairs):
         ratio = packed[key] / padded[key]
@@ -342,9 +342,9 @@ def draw_bars(axes: Axes, padded: Run, packed: Run, both: dict[str, Any]) -> Non
             axes.barh(y, length, height=0.36, color=colour)
             inside = length > width / 2
             text = form.format(run[key] / unit) + (f"  ({ratio:.2g}×)" if run is packed else "")
-            annotate(text, length, y, inside, color="white" if inside and run is packed else "black")
+            write(text, 0 if inside else length, y, color="white" if inside and run is packed else "black")
     axes.plot([limit, limit], [-0.6, 0.42], color="black", linewidth=1.2, linestyle="--")
-    annotate(f"{limit:.2g} padded tokens per real token", limit, -0.52, limit > width / 2)
+    write(f"padded / real tokens = {limit:.2g}", limit, -0.52, "right" if limit > width / 2 else "left")
     axes.set_yticks(range(len(pairs)), [name for name, *_ in pairs])
     axes.set_ylim(1.5, -0.65)
     axes.set_xlim(0, width)
@@ -373,7 +373,7 @@ def options(argv: list[str] | None) -> argparse.Namespace:
     add("--batch-size", type=at_least(1), default=16, help="documents per mini-batch (%(default)s)")
     add("--max-length", type=at_least(2), default=512, help="tokens; longer documents are cut off (%(default)s)")
     add("--eval-every", type=at_least(1), default=20, help="steps between evaluations (%(default)s)")
-    add("--learning-rate", type=float, help="3e-3 for the small Llama, 2e-5 for --model")
+    add("--learning-rate", type=float, help="2e-3 for the small Llama, 2e-5 for --model")
     add("--seed", type=int, default=0, help="of the weights and of the order of the documents (%(default)s)")
     add("--output", type=Path, default=Path("runs/train_packed"), help="for results and plot (%(default)s)")
     quick = ", ".join(f"--{name.replace('_', '-')} {value}" for name, value in QUICK.items())
@@ -398,7 +398,7 @@ def prepare(arguments: argparse.Namespace, console: Console) -> dict[str, Any]:
         )
     learning_rate = arguments.learning_rate
     if learning_rate is None:
-        learning_rate = 2e-5 if arguments.model else 3e-3
+        learning_rate = 2e-5 if arguments.model else 2e-3
     lengths = sorted(len(example["input_ids"]) for example in train)
     source = arguments.data or f"The standard library of Python {platform.python_version()}"
     console.print(

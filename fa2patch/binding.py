@@ -32,6 +32,7 @@ class Binding:
         made = make(self.original.__func__ if static else self.original)
         self.replacement = staticmethod(made) if static else made
         self.users: weakref.WeakSet[Any] = weakref.WeakSet()
+        self.waited_for = 0
         wrapt.apply_patch(owner, attribute, self.replacement)
 
     @property
@@ -42,9 +43,13 @@ class Binding:
     def undo(self) -> bool:
         """Put the original back and return True; or, where somebody stands on top, wait until they are gone."""
         if self.state == "covered":
-            on_top = vars(self.owner).get(self.attribute)
-            with contextlib.suppress(TypeError):  # a value without weak references cannot be waited for
-                weakref.finalize(on_top, _undo_unused).atexit = False
+            on_top = vars(self.owner).get(self.attribute, ABSENT)
+            if on_top is self.original:
+                return True  # whoever was there before us has put it back: ours is gone already
+            if id(on_top) != self.waited_for:
+                with contextlib.suppress(TypeError):  # a value without weak references cannot be waited for
+                    weakref.finalize(on_top, _undo_unused).atexit = False
+                    self.waited_for = id(on_top)
             return False
         if self.original is ABSENT:
             delattr(self.owner, self.attribute)
@@ -84,6 +89,9 @@ def used_by(user: Any) -> list[Binding]:
 
 def _undo_unused() -> None:
     with LOCK:
-        for binding in reversed(list(_bindings)):
-            if not list(binding.users) and binding.undo():
+        unused = [binding for binding in reversed(_bindings) if not list(binding.users)]
+        for binding in unused:
+            if binding in _bindings:  # a finalizer may come here while we are at it
                 _bindings.remove(binding)
+                if not binding.undo():
+                    _bindings.append(binding)

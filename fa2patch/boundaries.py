@@ -61,7 +61,7 @@ def boundaries(position_ids: torch.Tensor) -> Boundaries:
     check_position_ids(position_ids)
     ids = position_ids[0] if position_ids.dim() == 3 else position_ids
     ids = ids[None] if ids.dim() == 1 else ids
-    host = _host(ids)
+    host = _host(ids.long())
     return _from_cuts(_restarts(host), position_ids.device, int(host.max()) + 1)
 
 
@@ -115,6 +115,8 @@ def recognise(
     if position_ids is not None:
         check_position_ids(position_ids, shape)
         position_ids = position_ids[0] if position_ids.dim() == 3 else position_ids
+    if seq_idx is not None and tuple(seq_idx.shape) not in (shape, (1, shape[1]), shape[1:]):
+        raise BadCuSeqlens(f"seq_idx: expected [{shape[0]}, {shape[1]}], found {list(seq_idx.shape)}.")
     given = {"position_ids": position_ids, "attention_mask": attention_mask, "seq_idx": seq_idx}
     present = {name: ids.expand(shape) for name, ids in given.items() if ids is not None}
     if not present:
@@ -125,20 +127,18 @@ def recognise(
     previous = _previous_real(real)
 
     starts = _changes(host["position_ids"], real, previous, step=1) if position_ids is not None else None
-    outright = None
+    outright: dict[str, Any] = {}
     if "seq_idx" in host:
-        outright = "seq_idx", _changes(host["seq_idx"], real, previous, step=0)
-    elif mask is not None and mask.max() > 1:
-        outright = "the attention_mask of document numbers", _changes(mask, real, previous, step=0)
-    if outright is not None:
-        source, said = outright
-        if starts is not None and (starts & ~said).any():
-            row, token = np.argwhere(starts & ~said)[0]
-            raise BoundaryConflict(
-                f"position_ids restart at row {row}, token {token}, inside what {source} calls one document. "
-                "Let both describe the same documents, or pass only one of them."
-            )
-        starts = said
+        outright["seq_idx"] = _changes(host["seq_idx"], real, previous, step=0)
+    if mask is not None and mask.max() > 1:
+        outright["the attention_mask of document numbers"] = _changes(mask, real, previous, step=0)
+    if len(outright) == 2:
+        (first, said), (second, other) = outright.items()
+        _no_conflict(said != other, f"{first} and {second} begin different documents")
+    for source, said in outright.items():
+        if starts is not None:
+            _no_conflict(starts & ~said, f"position_ids restart inside what {source} calls one document")
+    starts = next(iter(outright.values()), starts)
     if starts is None or (starts.sum(axis=1) <= 1).all():
         return None
     after_padding = np.zeros(shape, dtype=bool)
@@ -200,10 +200,9 @@ def from_cu_seqlens(
     stated = Boundaries(cu, max_seqlen if max_seqlen is not None else 0)
     if max_seqlen is None:
         stated.max_seqlen = max(stated.lengths)
-    elif checked and cu.device.type == "cpu" and max(stated.lengths) > max_seqlen:
-        raise BadCuSeqlens(
-            f"max_length is {max_seqlen}, but cu_seq_lens hold a document of {max(stated.lengths)} tokens."
-        )
+    elif checked:
+        longest = cu.diff().max() <= max_seqlen
+        _require(longest, BadCuSeqlens, f"max_length is {max_seqlen}, but cu_seq_lens hold a longer document.")
     return stated
 
 
@@ -239,8 +238,18 @@ def _previous_real(real: Any) -> Any:
 
 
 def _changes(ids: Any, real: Any, previous: Any, step: int) -> Any:
+    """Real tokens that do not go on from the nearest real token to their left, whether ids count padding or not."""
     left = np.take_along_axis(ids, np.maximum(previous, 0), axis=1)
-    return real & ((previous < 0) | (ids != left + step))
+    apart = np.arange(ids.shape[1]) - previous
+    return real & ((previous < 0) | ((ids != left + step) & (ids != left + step * apart)))
+
+
+def _no_conflict(conflicts: Any, what: str) -> None:
+    if conflicts.any():
+        row, token = np.argwhere(conflicts)[0]
+        raise BoundaryConflict(
+            f"{what}: at row {row}, token {token}. Let both describe the same documents, or pass only one of them."
+        )
 
 
 def _from_cuts(starts: Any, device: torch.device, positions: int | None) -> Boundaries:
@@ -291,8 +300,22 @@ def _require_agreement(
 ) -> None:
     starts = torch.zeros(shape[0] * shape[1] + 1, dtype=torch.bool, device=cu.device)
     starts = starts.index_fill(0, cu.long(), True)[:-1].view(shape)
+    _require(
+        starts[:, 0].all(),
+        BadCuSeqlens,
+        f"cu_seq_lens hold a document that runs on from one row of {shape[1]} tokens into the next. "
+        "A document starts at the first token of every row.",
+    )
     real = torch.ones_like(starts) if attention_mask is None else attention_mask.to(cu.device) != 0
     if attention_mask is not None:
+        numbers = attention_mask.to(cu.device, torch.int64)
+        changed = (numbers[:, 1:] != numbers[:, :-1]) & real[:, 1:] & real[:, :-1] & ~starts[:, 1:]
+        _require(
+            ~changed.any(),
+            BoundaryConflict,
+            "the attention_mask's document numbers change inside what cu_seq_lens call one document. Let both describe "
+            "the same documents, or pass only one of them.",
+        )
         hidden_then_real = ~real[:, :-1] & real[:, 1:] & ~starts[:, 1:]
         _require(
             ~hidden_then_real.any(),
@@ -303,7 +326,7 @@ def _require_agreement(
     if position_ids is not None:
         check_position_ids(position_ids, shape)
         ids = position_ids[0] if position_ids.dim() == 3 else position_ids
-        ids = ids.to(cu.device).expand(shape)
+        ids = ids.to(cu.device, torch.int64).expand(shape)
         restarts = (ids[:, 1:] != ids[:, :-1] + 1) & ~starts[:, 1:] & real[:, 1:]
         _require(
             ~restarts.any(),

@@ -1,5 +1,6 @@
 """Where documents start: rule 2 row by row, every source that can say so, and a slow loop as the truth."""
 
+import itertools
 import sys
 
 import pytest
@@ -79,7 +80,6 @@ def test_cu_seqlens_are_int32_on_the_same_device_and_max_seqlen_is_an_int(dtype)
 
 
 @pytest.mark.parametrize("dtype", [torch.uint8, torch.int8], ids=str)
-@pytest.mark.xfail(strict=True, reason="the neighbour plus one wraps around in the ids' own dtype")
 def test_the_largest_id_of_a_dtype_is_not_followed_by_its_smallest(dtype):
     limits = torch.iinfo(dtype)
     ids = torch.tensor([limits.max - 1, limits.max, limits.min, limits.min + 1], dtype=dtype)
@@ -182,6 +182,8 @@ def test_lengths_are_read_at_most_once_and_only_if_asked_for(reads):
         pytest.param([[0, 1, 2, 0, 0]], [[1, 1, 1, 0, 0]], id="right-padded, ids 0 at padding"),
         pytest.param([[1, 1, 0, 1, 1]], [[0, 0, 1, 1, 0]], id="padded on both sides"),
         pytest.param([[0, 1, 1, 1, 2, 3]], [[1, 1, 0, 0, 1, 1]], id="a hole that ids don't count"),
+        pytest.param([[0, 1, 2, 3, 4, 5]], [[1, 1, 0, 0, 1, 1]], id="a hole that ids count"),
+        pytest.param([[0, 1, 9, 9, 4, 5]], [[1, 1, 0, 0, 1, 1]], id="a hole that ids count, others at padding"),
         pytest.param([[0, 0, 0], [0, 1, 2]], [[0, 0, 0], [1, 1, 1]], id="a row of padding"),
         pytest.param(None, [[1, 1, 0, 0]], id="a mask alone"),
         pytest.param(None, [[1, 1, 0, 1]], id="a mask with a hole alone"),
@@ -199,11 +201,6 @@ def test_a_seq_idx_of_one_document_a_row_is_not_packed():
 
 def test_without_any_source_nothing_is_packed():
     assert recognise((2, 4), CPU) is None
-
-
-@pytest.mark.xfail(strict=True, reason="an uninterrupted count looks like a jump across the hole")
-def test_a_hole_in_an_uninterrupted_count_is_not_packed():
-    assert recognised([[0, 1, 2, 3, 4, 5]], [[1, 1, 0, 0, 1, 1]]) is None
 
 
 @pytest.mark.parametrize(("ids", "lengths"), [row for row in RULE_2.values() if len(row[1]) > 1])
@@ -313,7 +310,7 @@ def test_seq_idx_beside_a_mask(mask):
 def test_ids_that_restart_inside_a_stated_document_are_an_error(sources, source):
     with pytest.raises(BoundaryConflict) as error:
         recognised(position_ids=[[0, 1, 0, 1, 2]], **sources)
-    assert f"position_ids restart at row 0, token 2, inside what {source} calls one document" in str(error.value)
+    assert f"position_ids restart inside what {source} calls one document: at row 0, token 2." in str(error.value)
     assert isinstance(error.value, ValueError)
 
 
@@ -322,10 +319,14 @@ def test_a_conflict_names_row_and_token():
         recognised([[0, 1, 0, 1], [0, 1, 2, 0]], seq_idx=[[0, 0, 1, 1], [0, 0, 0, 0]])
 
 
-@pytest.mark.xfail(strict=True, reason="document numbers are not looked at beside seq_idx")
-def test_document_numbers_that_change_inside_a_document_of_seq_idx_are_an_error():
-    with pytest.raises(BoundaryConflict):
-        recognised(attention_mask=[[1, 1, 2, 2, 3, 3]], seq_idx=[[0, 0, 0, 1, 1, 1]])
+@pytest.mark.parametrize(
+    "numbers",
+    [[[1, 1, 2, 2, 3, 3]], [[2, 2, 2, 2, 2, 2]], [[1, 1, 2, 3, 3, 3]]],
+    ids=["other documents", "one document", "more documents"],
+)
+def test_document_numbers_and_seq_idx_of_different_documents_are_an_error(numbers):
+    with pytest.raises(BoundaryConflict, match="seq_idx and the attention_mask of document numbers begin different"):
+        recognised(attention_mask=numbers, seq_idx=[[0, 0, 0, 1, 1, 1]])
 
 
 @pytest.mark.parametrize(
@@ -359,10 +360,27 @@ def test_ids_of_another_batch_are_refused(ids, message):
     assert message in str(error.value)
 
 
-@pytest.mark.xfail(strict=True, raises=RuntimeError, reason="the shape is torch's to complain about")
-def test_a_seq_idx_of_another_batch_is_refused():
-    with pytest.raises(BadCuSeqlens):
-        recognise((1, 6), CPU, seq_idx=torch.tensor([[0, 0, 0, 1, 1]]))
+@pytest.mark.parametrize(
+    "shape",
+    [
+        (3, 5),
+        (5,),
+        (4, 6),
+        (3, 1, 6),
+        (2, 6),
+        (),
+    ],
+    ids=str,
+)
+def test_a_seq_idx_of_another_batch_is_refused(shape):
+    with pytest.raises(BadCuSeqlens) as error:
+        recognise((3, 6), CPU, seq_idx=torch.zeros(shape, dtype=torch.int32))
+    assert f"seq_idx: expected [3, 6], found {list(shape)}." in str(error.value)
+
+
+@pytest.mark.parametrize("seq_idx", [torch.tensor([0, 0, 1]), torch.tensor([[0, 0, 1]])], ids=["1-D", "one row"])
+def test_a_seq_idx_of_one_row_serves_every_row(seq_idx):
+    assert recognise((2, 3), CPU, seq_idx=seq_idx).lengths == (2, 1, 2, 1)
 
 
 def test_recognise_reads_the_device_once_whatever_is_given(reads):
@@ -445,7 +463,7 @@ def test_lengths_of_another_batch_are_refused(cu, shown):
 
 
 def test_a_longest_document_that_is_too_short_is_refused():
-    with pytest.raises(BadCuSeqlens, match="max_length is 2, but cu_seq_lens hold a document of 3 tokens"):
+    with pytest.raises(BadCuSeqlens, match="max_length is 2, but cu_seq_lens hold a longer document"):
         from_cu_seqlens(ints(0, 3, 6), 2, (1, 6))
     with pytest.raises(BadCuSeqlens, match="max_length is 2"):
         from_cu_seqlens(ints(0, 3, 6), torch.tensor(2), (1, 6))
@@ -476,17 +494,17 @@ def test_ids_that_restart_inside_a_stated_document_conflict(shape):
         from_cu_seqlens(ints(0, 3, 6), 3, (1, 6), position_ids=ids)
 
 
-@pytest.mark.xfail(strict=True, reason="the neighbour plus one wraps around in the ids' own dtype")
 def test_uint8_ids_that_restart_inside_a_stated_document_conflict():
     ids = torch.tensor([[254, 255, 0, 1]], dtype=torch.uint8)
     with pytest.raises(BoundaryConflict):
         from_cu_seqlens(ints(0, 4), 4, (1, 4), position_ids=ids)
 
 
-@pytest.mark.xfail(strict=True, reason="a row's first token is not compared")
-def test_ids_that_restart_with_a_row_inside_a_stated_document_conflict():
-    with pytest.raises(BoundaryConflict):
-        from_cu_seqlens(ints(0, 8), 8, (2, 4), position_ids=torch.tensor([[0, 1, 2, 3], [0, 1, 2, 3]]))
+@pytest.mark.parametrize("cu", [(0, 8), (0, 3, 6, 8), (0, 5, 8)])
+def test_a_stated_document_that_runs_on_into_the_next_row_is_refused(cu):
+    with pytest.raises(BadCuSeqlens) as error:
+        from_cu_seqlens(ints(*cu), 8, (2, 4))
+    assert "runs on from one row of 4 tokens into the next" in str(error.value)
 
 
 def test_ids_of_another_batch_are_refused_beside_lengths():
@@ -519,9 +537,8 @@ def test_padding_before_the_real_tokens_of_a_stated_document_conflicts(mask):
         from_cu_seqlens(ints(0, 3, 6), 3, (1, 6), attention_mask=torch.tensor(mask))
 
 
-@pytest.mark.xfail(strict=True, reason="document numbers are not looked at beside cu_seq_lens")
 def test_document_numbers_that_change_inside_a_stated_document_conflict():
-    with pytest.raises(BoundaryConflict):
+    with pytest.raises(BoundaryConflict, match="document numbers change inside what cu_seq_lens call one document"):
         from_cu_seqlens(ints(0, 4), 4, (1, 4), attention_mask=torch.tensor([[1, 1, 2, 2]]))
 
 
@@ -547,6 +564,28 @@ def test_with_an_int_nothing_is_read_from_a_device(reads):
     assert stated.max_seqlen == 3
     assert positions_of(cu, (1, 6)).shape == (1, 6)
     assert reads == []
+
+
+def test_on_a_device_the_same_conditions_become_assertions_there(monkeypatch):
+    asserted = []
+    monkeypatch.setattr(torch, "_assert_async", lambda held, message: asserted.append((held.device.type, message)))
+    cu, like = ints(0, 3, 6).to("meta"), {"dtype": torch.long, "device": "meta"}
+    given = {"position_ids": torch.zeros(1, 6, **like), "attention_mask": torch.ones(1, 6, **like)}
+    from_cu_seqlens(cu, 3, (1, 6), cu_seqlens_k=cu.clone(), **given)
+    assert {device for device, _ in asserted} == {"meta"}
+    messages = " ".join(message for _, message in asserted)
+    for part in ("must rise from 0", "differ", "into the next", "numbers change", "hides tokens", "restart inside"):
+        assert part in messages
+    asserted.clear()
+    from_cu_seqlens(cu, 3, (1, 6), cu_seqlens_k=cu.clone(), checked=False, **given)
+    assert asserted == []
+
+
+def test_on_a_device_a_longest_document_that_is_too_short_is_asserted(monkeypatch):
+    asserted = []
+    monkeypatch.setattr(torch, "_assert_async", lambda held, message: asserted.append(message))
+    from_cu_seqlens(ints(0, 3, 6).to("meta"), 2, (1, 6))
+    assert any("max_length is 2" in message for message in asserted)
 
 
 # positions_of
@@ -581,24 +620,29 @@ def slow_boundaries(rows):
     return [*ends, token]
 
 
+def slow_starts(row, mask):
+    """Whether each token starts a document. Padding between two tokens may have been counted by the ids, or not."""
+    starts, last, apart = [], None, 0
+    for position, real in zip(row, mask):
+        apart += 1
+        starts.append(bool(real) and (last is None or position not in (last + 1, last + apart)))
+        if real:
+            last, apart = position, 0
+    return starts
+
+
 def slow_recognise(rows, masks):
-    """The lengths of documents and runs of padding; None where nothing is packed; an error where a hole is."""
+    """Where documents and runs of padding end; None where nothing is packed; an error where a hole is."""
     packed, hole, cuts, token = False, False, [], 0
     for row, mask in zip(rows, masks):
-        documents, last, before = 0, None, None
-        for position, real in zip(row, mask):
-            if not real:
-                if before is None or before:
-                    cuts.append(token)
-            elif last is None or position != last + 1:
+        starts = slow_starts(row, mask)
+        packed = packed or sum(starts) > 1
+        for i, (real, start) in enumerate(zip(mask, starts)):
+            if start or (not real and (i == 0 or mask[i - 1])):
                 cuts.append(token)
-                documents += 1
-            elif not before:
+            elif real and not mask[i - 1]:
                 hole = True
-            last = position if real else last
-            before = bool(real)
             token += 1
-        packed = packed or documents > 1
     if not packed:
         return None
     return BoundaryConflict if hole else [*cuts, token]
@@ -606,13 +650,8 @@ def slow_recognise(rows, masks):
 
 def slow_numbers(row, mask):
     """1, 2, ... for the documents of a row, 0 for its padding."""
-    numbers, count, last = [], 0, None
-    for position, real in zip(row, mask):
-        if real:
-            count += last is None or position != last + 1
-            last = position
-        numbers.append(count if real else 0)
-    return numbers
+    counted = itertools.accumulate(slow_starts(row, mask))
+    return [count if real else 0 for count, real in zip(counted, mask)]
 
 
 @st.composite
@@ -629,8 +668,6 @@ def layouts(draw, padded=False):
                 row += draw(st.lists(st.integers(0, 3), min_size=gap, max_size=gap))
                 mask += [0] * gap
             start = draw(offset)
-            if mask and not mask[-1] and any(mask) and _counted_on(row, mask, start):
-                start += 1
             row += range(start, start + length)
             mask += [1] * length
         rows.append(row)
@@ -638,12 +675,6 @@ def layouts(draw, padded=False):
         lengths = draw(st.permutations(lengths))
     width = min(map(len, rows))
     return [row[:width] for row in rows], [mask[:width] for mask in masks]
-
-
-def _counted_on(row, mask, start):
-    """Whether ``start`` counts on over the padding: a hole in one document, or two documents? Nobody can tell."""
-    last = max(i for i, real in enumerate(mask) if real)
-    return start == row[last] + len(row) - last
 
 
 def holds_for_ids(layout):

@@ -395,6 +395,16 @@ def test_no_site_put_back_by_hand_gives_wrong_numbers(seam, implementation, kind
 
 
 @every_seam
+def test_no_base_model_put_back_by_hand_gives_wrong_numbers_for_a_mask_of_document_numbers(seam, docs):
+    patch = fa2patch.apply(model := build(seam, "sdpa"))
+    numbers = torch.cat([torch.full_like(doc, number) for number, doc in enumerate(docs, start=1)])
+    batch = {"input_ids": torch.cat(docs)[None], "attention_mask": numbers[None]}
+    assert_close(model(**batch).logits[0], alone(build(seam), docs), "logits")
+    with put_back(patch, "base_model"), pytest.raises(errors.PackingNotIsolated):
+        model(**batch)
+
+
+@every_seam
 def test_a_layer_that_ignores_its_attention_function_is_noticed(seam, docs):
     fa2patch.apply(model := build(seam, "sdpa"))
     model.model.layers[1] = OtherAttention()
@@ -451,5 +461,3 @@ def test_a_base_model_that_was_compiled_after_apply_is_still_reached(docs):
     fa2patch.apply(model := build("interface", "sdpa"))
     model.model.compile(backend="eager")
     assert_close(logits(model, docs), alone(build("interface"), docs), "logits")
-    dense = {"input_ids": docs[0][None], "position_ids": torch.arange(LENGTHS[0])[None]}
-    assert_close(model(**dense).logits, build("interface")(**dense).logits, "logits of a dense batch")

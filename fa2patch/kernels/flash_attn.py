@@ -88,9 +88,9 @@ class FlashAttn:
 @lru_cache(maxsize=1)
 def _varlen() -> tuple[Callable[..., torch.Tensor] | None, frozenset[str], str]:
     """The package's function, its parameters' names, and where there is none the reason."""
-    if importlib.util.find_spec("flash_attn") is None:
-        return None, frozenset(), "the package flash_attn is not installed"
     try:
+        if importlib.util.find_spec("flash_attn") is None:
+            return None, frozenset(), "the package flash_attn is not installed"
         function = importlib.import_module("flash_attn").flash_attn_varlen_func
     except Exception as error:  # a broken build raises whatever its loader raises
         return None, frozenset(), f"the package flash_attn does not import ({type(error).__name__}: {error})"

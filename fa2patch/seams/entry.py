@@ -59,14 +59,14 @@ def causal_lm(original: Callable[..., Any]) -> Callable[..., Any]:
         if lengths and not (calls.takes_any and compiling()):
             shape, device = batch_shape(call)
             call["position_ids"] = _with_lengths(call.get("position_ids"), lengths, shape, device)
-        if compiling() or call.get("position_ids") is None:
+        if compiling():
             return calls.make(self, args, call)
         before = _reached.times
         output = calls.make(self, args, call)
         if _reached.times == before and _runs_eagerly(self):
             raise PackingNotIsolated(
-                "a batch with position_ids did not come through the base model's patched forward: somebody has "
-                "replaced it after fa2patch.apply. See fa2patch.status(model); apply fa2patch last."
+                "a batch did not come through the base model's patched forward: somebody has replaced it after "
+                "fa2patch.apply. See fa2patch.status(model); apply fa2patch last."
             )
         return output
 

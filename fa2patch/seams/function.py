@@ -5,6 +5,7 @@ The name is imported into a modeling module only where flash-attn is installed; 
 
 from __future__ import annotations
 
+import functools
 from typing import Any, Callable
 
 import torch
@@ -43,7 +44,7 @@ def routed(original: Any) -> Callable[..., torch.Tensor]:
             )
         return original(query_states, key_states, value_states, attention_mask, query_length, *args, **kwargs)
 
-    return _flash_attention_forward
+    return _flash_attention_forward if original is ABSENT else functools.wraps(original)(_flash_attention_forward)
 
 
 def options(kwargs: dict[str, Any]) -> Options:

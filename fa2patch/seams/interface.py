@@ -61,6 +61,12 @@ class Overlay:
     def __getitem__(self, name: str) -> Callable[..., Any]:
         return self._route(self._registry[name])
 
+    def __setitem__(self, name: str, function: Callable[..., Any]) -> None:
+        self._registry[name] = function
+
+    def __delitem__(self, name: str) -> None:
+        del self._registry[name]
+
     def get(self, name: str, default: Any = None) -> Any:
         return self[name] if name in self._registry else default
 
@@ -77,7 +83,9 @@ class Overlay:
         return len(self._registry)
 
     def __getattr__(self, name: str) -> Any:
-        return getattr(self.__dict__["_registry"], name)
+        if name == "_registry":
+            raise AttributeError(name)
+        return getattr(self._registry, name)
 
 
 def _options(module: Any, kwargs: dict[str, Any]) -> Options:

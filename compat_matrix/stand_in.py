@@ -50,6 +50,7 @@ def flash_attn_varlen_func(
             window=window_size[0] + 1 if window_size[0] >= 0 else None,
             softcap=softcap or None,
             dropout=float(dropout_p),
+            alibi_slopes=alibi_slopes,
         )
         groups = q.shape[1] // k.shape[1]
         keys, values = (x[c:d].repeat_interleave(groups, 1).transpose(0, 1) for x in (k, v))

@@ -34,6 +34,12 @@ class Options:
     sinks: torch.Tensor | None = None
     alibi_slopes: torch.Tensor | None = None
 
+    def __post_init__(self) -> None:
+        if self.window is not None and self.window < 1:
+            raise PackingNotIsolated(
+                f"a sliding window of {self.window} tokens shows a query nothing; None is no window."
+            )
+
 
 def packed_attention(
     q: torch.Tensor,
@@ -57,13 +63,19 @@ def packed_attention(
         ``[batch, length, query heads, value head dim]``, contiguous, of q's dtype.
 
     Raises:
-        PackingNotIsolated: queries and keys are not the same tokens (a key/value cache holds others).
+        PackingNotIsolated: queries and keys are not the same tokens (a key/value cache holds others), or their heads do
+            not fit.
         UnknownKernel, KernelUnavailable: see :func:`fa2patch.kernels.choose`.
     """
     if q.shape[:2] != k.shape[:2] or k.shape[:2] != v.shape[:2]:
         raise PackingNotIsolated(
             f"packed attention needs queries and keys of the same tokens; found {list(q.shape[:2])} queries and "
             f"{list(k.shape[:2])} keys [batch, length]. Pass no key/value cache with a packed batch."
+        )
+    if q.shape[2] % k.shape[2] or k.shape[2] != v.shape[2]:
+        raise PackingNotIsolated(
+            f"found {q.shape[2]} query, {k.shape[2]} key and {v.shape[2]} value heads: expected as many key as value "
+            "heads, and a multiple of them as query heads."
         )
     chosen = kernels.choose(kernel, q, v, options)
     rows = q.shape[:2]

@@ -117,6 +117,7 @@ def recognise(
         position_ids = position_ids[0] if position_ids.dim() == 3 else position_ids
     if seq_idx is not None and tuple(seq_idx.shape) not in (shape, (1, shape[1]), shape[1:]):
         raise BadCuSeqlens(f"seq_idx: expected [{shape[0]}, {shape[1]}], found {list(seq_idx.shape)}.")
+    _check_mask(attention_mask, shape)
     given = {"position_ids": position_ids, "attention_mask": attention_mask, "seq_idx": seq_idx}
     present = {name: ids.expand(shape) for name, ids in given.items() if ids is not None}
     if not present:
@@ -189,6 +190,7 @@ def from_cu_seqlens(
         if cu is not None and (not isinstance(cu, torch.Tensor) or cu.dtype not in _INTEGERS or cu.numel() < 2):
             found = f"{cu.dtype} {list(cu.shape)}" if isinstance(cu, torch.Tensor) else type(cu).__name__
             raise BadCuSeqlens(f"cu_seq_lens: expected an integer tensor [documents + 1], found {found}.")
+    _check_mask(attention_mask, shape)
     cu = cu_seqlens.flatten().to(torch.int32)
     if checked:
         _require_ends(cu, tokens)
@@ -204,6 +206,13 @@ def from_cu_seqlens(
         longest = cu.diff().max() <= max_seqlen
         _require(longest, BadCuSeqlens, f"max_length is {max_seqlen}, but cu_seq_lens hold a longer document.")
     return stated
+
+
+def _check_mask(attention_mask: torch.Tensor | None, shape: tuple[int, int]) -> None:
+    if attention_mask is not None and tuple(attention_mask.shape) != shape:
+        raise BoundaryConflict(
+            f"attention_mask: expected [{shape[0]}, {shape[1]}], found {list(attention_mask.shape)}."
+        )
 
 
 def positions_of(cu_seqlens: torch.Tensor, shape: tuple[int, int]) -> torch.Tensor:

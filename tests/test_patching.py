@@ -16,7 +16,8 @@ import transformers
 import fa2patch
 from compat_matrix import tiny_models
 from compat_matrix.points import alone, assert_close, documents, pack
-from fa2patch import errors
+from fa2patch import attention, errors
+from fa2patch.seams import packed_mask
 
 LENGTHS = (5, 9, 1, 3)
 
@@ -300,3 +301,17 @@ class TestRefusals:
                 **pack(docs),
                 past_key_values=transformers.DynamicCache() if hasattr(transformers, "DynamicCache") else (),
             )
+
+
+def test_moving_or_casting_a_layers_inputs_leaves_the_boundaries_right(docs):
+    boundaries = fa2patch.boundaries(torch.cat([torch.arange(301), torch.arange(302)]))
+    mask = packed_mask.PackedMask(boundaries, "auto", 1, 302)
+    moved = mask.to("cpu", torch.bfloat16)
+    assert torch.equal(moved.boundaries.cu_seqlens, boundaries.cu_seqlens)
+    assert mask.to("meta").boundaries.cu_seqlens.device.type == "meta"
+
+
+@pytest.mark.parametrize("options", [{"window": 0}, {"window": -1}])
+def test_a_window_that_shows_nothing_is_refused(options):
+    with pytest.raises(errors.PackingNotIsolated, match="None is no window"):
+        attention.Options(**options)

@@ -36,13 +36,19 @@ class Reference:
     ) -> torch.Tensor:
         lengths = list(boundaries.lengths)
         groups = q.shape[1] // k.shape[1]
-        outputs = []
-        for document in zip(*(torch.split(states, lengths) for states in (q, k, v))):
-            query, key, value = (states.transpose(0, 1) for states in document)
-            if groups > 1:
-                key, value = key.repeat_interleave(groups, 0), value.repeat_interleave(groups, 0)
-            outputs.append(_attend(query, key, value, options).transpose(0, 1))
+        outputs = [
+            _attend(*_heads_first(document, groups), options).transpose(0, 1)
+            for document in zip(*(torch.split(states, lengths) for states in (q, k, v)))
+        ]
         return torch.cat(outputs) if outputs else q.new_zeros(*q.shape[:2], v.shape[2])
+
+
+def _heads_first(document: tuple[torch.Tensor, ...], groups: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """q, k and v of one document, ``[heads, length, dim]`` each, with as many key as query heads."""
+    query, key, value = (states.transpose(0, 1) for states in document)
+    if groups > 1:
+        key, value = key.repeat_interleave(groups, 0), value.repeat_interleave(groups, 0)
+    return query, key, value
 
 
 def _attend(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, options: Options) -> torch.Tensor:
@@ -58,7 +64,7 @@ def _attend(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, options
             is_causal=options.causal and length > 1,
             scale=options.scale,
         )
-        return attended[0]
+        return attended[0].to(value.dtype)
     precision = torch.promote_types(query.dtype, torch.float32)
     scale = query.shape[2] ** -0.5 if options.scale is None else options.scale
     with torch.autocast(query.device.type, enabled=False):

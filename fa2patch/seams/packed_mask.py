@@ -51,8 +51,9 @@ class PackedMask:
         return packed_attention(q, k, v, self.boundaries, options, self.kernel)
 
     def to(self, *args: Any, **kwargs: Any) -> PackedMask:
-        """As ``Tensor.to``: what moves a layer's inputs between devices moves the boundaries too."""
-        moved = self.boundaries.cu_seqlens.to(*args, **kwargs).to(torch.int32)
+        """As ``Tensor.to``, the device only: what moves or casts a layer's inputs moves the boundaries too."""
+        device = self.boundaries.cu_seqlens[:0].to(*args, **kwargs).device
+        moved = self.boundaries.cu_seqlens.to(device)
         return replace(self, boundaries=replace(self.boundaries, cu_seqlens=moved))
 
     def __contains__(self, value: object) -> bool:

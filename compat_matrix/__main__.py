@@ -52,7 +52,7 @@ def main(arguments: list[str] | None = None) -> int:
             bad = failures(results[version.name])
             console.print(f"{version.name}: {'ok' if not bad else f'{len(bad)} failed'}")
     ordered = {version.name: results[version.name] for version in wanted}
-    report(ordered, Console())
+    report(ordered, Console() if sys.stdout.isatty() else Console(width=190))
     return 1 if any(failures(result) for result in ordered.values()) else 0
 
 
@@ -100,15 +100,10 @@ def failures(evidence: dict[str, Any]) -> list[str]:
 
 def report(results: dict[str, dict[str, Any]], console: Console) -> None:
     """The families x versions table, then what failed, then every reason why something does not apply."""
-    table = Table(title="fa2patch: packed rows isolated")
-    table.add_column("family")
-    families: dict[str, None] = {}
-    for evidence in results.values():
-        families.update(dict.fromkeys(evidence.get("without", {}).get("cells", {})))
-    for name in results:
-        table.add_column(name, justify="center", no_wrap=True)
-    for family in families:
-        table.add_row(family, *(_state(evidence, family) for evidence in results.values()))
+    families = {family: None for evidence in results.values() for part in evidence.values() for family in _cells(part)}
+    table = Table("version", *families, title="fa2patch: packed rows isolated")
+    for name, evidence in results.items():
+        table.add_row(name, *(_state(evidence, family) for family in families))
     console.print(table)
     for name, evidence in results.items():
         for failure in failures(evidence):
@@ -116,13 +111,17 @@ def report(results: dict[str, dict[str, Any]], console: Console) -> None:
     reasons: dict[str, set[str]] = {}
     for name, evidence in results.items():
         for part in evidence.values():
-            for family, cells in part.get("cells", {}).items():
+            for family, cells in _cells(part).items():
                 for points in cells.values() if cells != "absent" else ():
                     for point, result in points.items():
                         if result.startswith("n/a: "):
                             reasons.setdefault(f"{family} {point}: {result[5:]}", set()).add(name)
     for reason, names in sorted(reasons.items()):
         console.print(f"does not apply: {reason} ({len(names)} versions)", highlight=False)
+
+
+def _cells(part: Any) -> dict[str, Any]:
+    return part["cells"] if isinstance(part, dict) else {}
 
 
 def _state(evidence: dict[str, Any], family: str) -> str:

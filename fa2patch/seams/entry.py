@@ -162,7 +162,10 @@ def packed_mask(model: Any, call: dict[str, Any], patch: Any) -> PackedMask | No
     position_ids = call.get("position_ids")
     lengths = {name: call[name] for name in LENGTHS if call.get(name) is not None}
     if not lengths and isinstance(position_ids, torch.Tensor):
-        lengths = getattr(position_ids, _CARRIED, {})
+        lengths = dict(getattr(position_ids, _CARRIED, {}))
+    for name in ("cu_seq_lens_q", "cu_seq_lens_k"):
+        if isinstance(lengths.get(name), torch.Tensor):
+            lengths[name] = lengths[name].to(device)
     given, cache = call.get("attention_mask"), call.get("past_key_values")
     mask = _two_dimensional(given, shape)
     if cache is not None and given is not None and mask is None:

@@ -19,9 +19,14 @@ PACKAGE = "fa2patch"
 
 @dataclass
 class Count:
-    """``total``: reads that fa2patch's own code asked for; ``derived``: times that boundaries were made from ids."""
+    """What fa2patch's own code asked for.
+
+    ``total``: reads that wait for a device. ``views``: ``.numpy()``, which on a CPU waits for nothing and elsewhere
+    comes after a copy that does. ``derived``: times that boundaries were made from ids.
+    """
 
     total: int = 0
+    views: int = 0
     derived: int = 0
     where: list[str] = field(default_factory=list)
 
@@ -44,14 +49,17 @@ class _Reads(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-def _attribute(count: Count, name: str) -> None:
+def _attribute(count: Count, name: str, view: bool = False) -> None:
     """Count the read if the innermost Python frame outside torch and this file is fa2patch's."""
     frame: Any = sys._getframe(1)
     while frame is not None:
         module = frame.f_globals.get("__name__", "")
         if module != __name__ and module.split(".")[0] not in ("torch", "contextlib"):
             if module.split(".")[0] == PACKAGE:
-                count.total += 1
+                if view:
+                    count.views += 1
+                else:
+                    count.total += 1
                 count.where.append(f"{name} in {module}:{frame.f_lineno}")
             return
         frame = frame.f_back
@@ -61,7 +69,7 @@ def _attribute(count: Count, name: str) -> None:
 def counted() -> Iterator[Count]:
     """Count within the block. ``tolist`` of a CPU tensor dispatches nothing, so it is counted where it is called."""
     count = Count()
-    originals = {"tolist": torch.Tensor.tolist, "nonzero": torch.Tensor.nonzero}
+    originals = {"tolist": torch.Tensor.tolist, "numpy": torch.Tensor.numpy}
     recognise = entry.recognise
 
     def recognised(*args: Any, **kwargs: Any) -> Any:
@@ -70,18 +78,18 @@ def counted() -> Iterator[Count]:
 
     def counting(name: str) -> Any:
         def read(self: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
-            _attribute(count, name)
+            _attribute(count, name, view=name == "numpy")
             return originals[name](self, *args, **kwargs)
 
         return read
 
-    torch.Tensor.tolist = counting("tolist")
+    torch.Tensor.tolist, torch.Tensor.numpy = counting("tolist"), counting("numpy")
     entry.recognise = recognised
     try:
         with _Reads(count):
             yield count
     finally:
-        torch.Tensor.tolist = originals["tolist"]
+        torch.Tensor.tolist, torch.Tensor.numpy = originals["tolist"], originals["numpy"]
         entry.recognise = recognise
 
 

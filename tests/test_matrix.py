@@ -82,3 +82,25 @@ def test_failures_are_told_apart_from_what_does_not_apply():
     cells = {"llama": {"sdpa": {"a": "ok", "b": "n/a: no window", "c": "FAIL: off"}}, "granite": "absent"}
     assert failures({"without": {"cells": cells}}) == ["llama sdpa c: FAIL: off"]
     assert failures({"error": "uv failed"}) == ["uv failed"]
+
+
+def test_boundaries_derived_in_every_layer_are_red(monkeypatch):
+    attend = packed_mask.PackedMask.attend
+
+    def deriving(self, module, q, k, v, options):
+        sys.modules["fa2patch.boundaries"]._host(self.boundaries.cu_seqlens)
+        return attend(self, module, q, k, v, options)
+
+    monkeypatch.setattr(packed_mask.PackedMask, "attend", deriving)
+    red("host_reads")
+
+
+def test_a_mask_of_the_rows_length_squared_is_red(monkeypatch):
+    attend = packed_mask.PackedMask.attend
+
+    def masking(self, module, q, k, v, options):
+        q.new_zeros(q.shape[1], q.shape[1])
+        return attend(self, module, q, k, v, options)
+
+    monkeypatch.setattr(packed_mask.PackedMask, "attend", masking)
+    red("no_dense_mask")

@@ -151,7 +151,11 @@ def _passes_on(saved: Any) -> Any:
 
 @point
 def host_reads(cell: Cell) -> None:
-    """Reads on the host by fa2patch's code, forward and recomputing backward: constant; none with lengths."""
+    """Reads on the host by fa2patch's code, forward and recomputing backward: constant; none with lengths.
+
+    On a CPU a look at a tensor is a view of host memory; what is one view here is one synchronisation on a GPU, but for
+    the checks of the collator's lengths, which are assertions on the device there.
+    """
     docs = documents(5, 9, 1)
     counts = {}
     for layers in (2, 12):
@@ -167,14 +171,13 @@ def host_reads(cell: Cell) -> None:
             for what, batch in {"position_ids": pack(docs), "lengths": lengths}.items():
                 with reads.counted() as count:
                     model(**batch).logits.sum().backward()
-                counts[what, layers] = count.total
-                counts["derived", what, layers] = count.derived
-    if counts["lengths", 2] or counts["lengths", 12]:
+                counts[what, layers] = {"reads": count.total, "views": count.views, "derived": count.derived}
+    if any(counts[what, 2] != counts[what, 12] for what in ("position_ids", "lengths")):
+        raise AssertionError(f"reads grow with the layers: {counts}")
+    if counts["lengths", 2]["reads"] or counts["lengths", 2]["derived"]:
         raise AssertionError(f"reads with the collator's lengths: {counts}")
-    if counts["position_ids", 2] != counts["position_ids", 12] or counts["position_ids", 2] > 1:
-        raise AssertionError(f"reads grow with the layers, or are more than one: {counts}")
-    if {counts["derived", "position_ids", layers] for layers in (2, 12)} != {1}:
-        raise AssertionError(f"boundaries derived more than once per forward: {counts}")
+    if counts["position_ids", 2] != {"reads": 0, "views": 1, "derived": 1}:
+        raise AssertionError(f"position_ids are looked at once, through a view of host memory on a CPU: {counts}")
 
 
 @point

@@ -381,4 +381,14 @@ def _class_site(kind: str, module: Any) -> Site:
 def _site(kind: str, owner: Any, attribute: str) -> Site:
     if isinstance(owner, ModuleType):
         return Site(kind, owner.__name__, "", attribute)
-    return Site(kind, owner.__module__, owner.__qualname__, attribute)
+    site = Site(kind, owner.__module__, owner.__qualname__, attribute)
+    try:
+        found = site.find()[0]
+    except (AttributeError, ImportError):
+        found = None
+    if found is not owner:
+        raise LayerNotPatchable(
+            f"{owner.__module__}.{owner.__qualname__} is not to be found under that name, so a copy of the model could "
+            "not be patched too. Nothing was patched. Define the class at the top level of its module."
+        )
+    return site

@@ -284,6 +284,14 @@ class TestRefusals:
         monkeypatch.setattr(sys.modules["transformers"], "__version__", "4.33.3")
         self.check(errors.UnsupportedTransformers, "4.34 or newer, found 4.33.3", model)
 
+    def test_a_class_inside_a_function(self):
+        class Local(tiny_models.model_class("llama")):
+            def forward(self, *args, **kwargs):
+                return super().forward(*args, **kwargs)
+
+        model = Local(tiny_models.config_of("llama"))
+        self.check(errors.LayerNotPatchable, "top level of its module", model)
+
     def test_architecture_by_name(self, model, docs, expected):
         model.config.model_type = "my-llama"
         self.check(errors.UnknownArchitecture, "my-llama", model)

@@ -172,6 +172,8 @@ def packed_mask(model: Any, call: dict[str, Any], patch: Any) -> PackedMask | No
         return None  # generate() with a static cache: the dense mask it made says who sees whom
     if position_ids is not None:
         check_position_ids(position_ids, shape)
+    if mask is not None and "cu_seq_lens_q" in lengths and lengths["cu_seq_lens_q"].numel() == shape[0] + 1:
+        lengths = {}  # 4.54's generate(): the real tokens of padded rows, one sequence each; the mask says the same
     if "cu_seq_lens_q" in lengths:
         found: Boundaries | None = from_cu_seqlens(
             lengths["cu_seq_lens_q"],

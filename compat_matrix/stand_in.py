@@ -112,8 +112,9 @@ def install() -> None:
     sys.modules["flash_attn"] = package
     for module in (padding, layers, rotary, interface):
         sys.modules[module.__name__] = module
-    for module in ("transformers.utils.import_utils", "transformers.utils"):
-        utils = importlib.import_module(module)
+    for name in ("transformers.utils.import_utils", "transformers.utils"):
+        utils = importlib.import_module(name)
+        getattr(utils, "PACKAGE_DISTRIBUTION_MAPPING", {}).setdefault("flash_attn", ["flash-attn"])
         for name in _QUESTIONS:
             if hasattr(utils, name):
                 setattr(utils, name, lambda *unused, **ignored: True)

@@ -120,7 +120,7 @@ def model_class(family: str) -> Any:
     """The family's causal LM class."""
     transformers = importlib.import_module("transformers")
     mapping = importlib.import_module("transformers.models.auto.modeling_auto").MODEL_FOR_CAUSAL_LM_MAPPING
-    return mapping[type(transformers.CONFIG_MAPPING[family]())] if family != "dbrx" else transformers.DbrxForCausalLM
+    return mapping[transformers.CONFIG_MAPPING[family]]
 
 
 def build(family: str, implementation: str = "eager", dtype: torch.dtype = torch.float32, **changes: Any) -> Any:

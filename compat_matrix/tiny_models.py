@@ -93,7 +93,12 @@ def config_of(family: str, **changes: Any) -> Any:
         and hasattr(_modeling(family), "_make_sliding_window_causal_mask")
     ):
         settings["sliding_window"] = 4096  # 4.34 does not know a Mistral without a window
-    return transformers.CONFIG_MAPPING[family](**settings)
+    try:
+        return transformers.CONFIG_MAPPING[family](**settings)
+    except Exception as error:  # 5.4's OlmoConfig takes this flag only as a number
+        if "'tie_word_embeddings' expected int" not in str(error):
+            raise
+        return transformers.CONFIG_MAPPING[family](**{**settings, "tie_word_embeddings": 0})
 
 
 def _needs_a_window(modeling: Any) -> bool:

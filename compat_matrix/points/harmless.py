@@ -11,7 +11,7 @@ import fa2patch
 from fa2patch import errors
 
 from .. import reads
-from . import Cell, assert_close, documents, pack, point
+from . import Cell, NotApplicable, assert_close, documents, pack, point
 
 
 @point
@@ -27,7 +27,10 @@ def generation(cell: Cell) -> None:
         {"do_sample": False, "num_beams": 3},
         {"do_sample": False, "use_cache": False},
     ]
-    before = [_generate(model, ids, mask, way) for way in ways]
+    try:
+        before = [_generate(model, ids, mask, way) for way in ways]
+    except Exception as error:  # 5.4's OlmoConfig does not pass its own validation
+        raise NotApplicable(f"the unpatched model fails to generate: {type(error).__name__}") from error
     static = {"do_sample": False, "cache_implementation": "static"}
     if _works(cell.model(_exact(cell)), ids, mask, static):
         ways.append(static)  # last: 4.38 leaves its static cache in the layers

@@ -13,6 +13,7 @@ from typing import Any, NoReturn
 import numpy as np
 import torch
 
+from ._compile import uncompiled
 from .errors import BadCuSeqlens, BadPositionIds, BoundaryConflict
 
 _INTEGERS = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)
@@ -87,6 +88,7 @@ def check_position_ids(position_ids: Any, shape: tuple[int, int] | None = None) 
         )
 
 
+@uncompiled
 def recognise(
     shape: tuple[int, int],
     device: torch.device,

@@ -239,6 +239,18 @@ def test_threads_with_patched_and_unpatched_models(docs, expected):
     assert not wrong
 
 
+def test_seq_idx_speaks_where_cu_seq_lens_only_repeat_the_mask(model, docs, expected):
+    row, tokens = torch.cat(docs)[None], sum(LENGTHS)
+    cu = torch.tensor([0, tokens], dtype=torch.int32)
+    seq_idx = torch.repeat_interleave(torch.arange(len(docs)), torch.tensor(LENGTHS))[None].int()
+    with fa2patch.apply(model):
+        found = model(
+            input_ids=row, attention_mask=torch.ones_like(row), seq_idx=seq_idx, cu_seq_lens_q=cu, cu_seq_lens_k=cu,
+            max_length_q=tokens, max_length_k=tokens,
+        )  # fmt: skip
+        assert_close(found.logits[0], expected, "logits")
+
+
 class TestRefusals:
     """Bad input: a clear error, and nothing changed."""
 

@@ -15,7 +15,7 @@ from typing import Any, Callable
 
 import torch
 
-from .._compile import compiling, uncompiled
+from .._compile import compiling
 from ..boundaries import (
     Boundaries,
     check_position_ids,
@@ -94,7 +94,7 @@ def base_model(original: Callable[..., Any]) -> Callable[..., Any]:
         call = calls.named(args, kwargs)
         if isinstance(call.get("attention_mask"), PackedMask):
             return original(self, *args, **kwargs)
-        mask = packed_mask(self, call, patch)
+        mask = packed_mask(call, patch)
         if mask is None:
             return calls.make(self, args, call)
         call["attention_mask"] = mask
@@ -151,7 +151,7 @@ def batch_shape(call: dict[str, Any]) -> tuple[tuple[int, int], torch.device]:
     raise PackingNotIsolated("forward was given neither input_ids nor inputs_embeds.")
 
 
-def packed_mask(model: Any, call: dict[str, Any], patch: Any) -> PackedMask | None:
+def packed_mask(call: dict[str, Any], patch: Any) -> PackedMask | None:
     """The mask of a packed batch, or None for every other batch; sees to ``call["position_ids"]`` too.
 
     A single document is packed only where lengths say so: else it is a dense row, computed as ever.
@@ -173,7 +173,7 @@ def packed_mask(model: Any, call: dict[str, Any], patch: Any) -> PackedMask | No
     if position_ids is not None:
         check_position_ids(position_ids, shape)
     if mask is not None and "cu_seq_lens_q" in lengths and lengths["cu_seq_lens_q"].numel() == shape[0] + 1:
-        lengths = {}  # 4.54's generate(): the real tokens of padded rows, one sequence each; the mask says the same
+        del lengths["cu_seq_lens_q"]  # 4.54's generate(): one sequence in each padded row; the mask says the same
     if "cu_seq_lens_q" in lengths:
         found: Boundaries | None = from_cu_seqlens(
             lengths["cu_seq_lens_q"],
@@ -190,7 +190,7 @@ def packed_mask(model: Any, call: dict[str, Any], patch: Any) -> PackedMask | No
         seq_idx = lengths.get("seq_idx")
         if position_ids is None and seq_idx is None and (mask is None or mask.dtype == torch.bool):
             return None
-        found = _recognise(shape, device, position_ids, mask, seq_idx)
+        found = recognise(shape, device, position_ids=position_ids, attention_mask=mask, seq_idx=seq_idx)
     if found is None:
         return None
     _refuse_what_cannot_be_packed(call, given, mask)
@@ -230,17 +230,6 @@ def _refuse_what_cannot_be_packed(call: dict[str, Any], given: Any, mask: torch.
             "output_attentions=True was asked of a packed batch: flash attention makes no weights to return. "
             "Leave it out, or pass documents one by one."
         )
-
-
-@uncompiled
-def _recognise(
-    shape: tuple[int, int],
-    device: torch.device,
-    position_ids: torch.Tensor | None,
-    mask: torch.Tensor | None,
-    seq_idx: torch.Tensor | None,
-) -> Boundaries | None:
-    return recognise(shape, device, position_ids=position_ids, attention_mask=mask, seq_idx=seq_idx)
 
 
 def _with_lengths(

@@ -19,8 +19,8 @@ from .packed_mask import PackedMask
 
 REGISTRY, EAGER = "ALL_ATTENTION_FUNCTIONS", "eager_attention_forward"
 
-_NO_TENSORS_OF_ATTENTION = {
-    "position_ids", "cache_position", "position_embeddings", "cu_seq_lens_q", "cu_seq_lens_k", "max_length_q",
+_KNOWN_TENSORS = {
+    "s_aux", "position_ids", "cache_position", "position_embeddings", "cu_seq_lens_q", "cu_seq_lens_k", "max_length_q",
     "max_length_k", "cumulative_seqlens_q", "cumulative_seqlens_k", "seq_idx", "labels", "num_items_in_batch",
 }  # fmt: skip
 
@@ -90,7 +90,7 @@ class Overlay:
 
 def _options(module: Any, kwargs: dict[str, Any]) -> Options:
     for name, value in kwargs.items():
-        if isinstance(value, torch.Tensor) and name not in _NO_TENSORS_OF_ATTENTION | {"s_aux"}:
+        if isinstance(value, torch.Tensor) and name not in _KNOWN_TENSORS:
             raise PackingNotIsolated(
                 f"{type(module).__name__} hands its attention a tensor {name!r}, whose meaning for a packed batch is "
                 "not known. Please report the model; until then train it padded."

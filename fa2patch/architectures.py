@@ -16,8 +16,7 @@ class Architecture:
     Attributes:
         model_type: ``config.model_type``.
         refuse: given a config, the reason why this model cannot be trained packed, or None.
-        adjust: a quirk: given an attention layer (None on the function seam) and the options that it passes, the
-            options that are right.
+        adjust: a quirk: given an attention layer and the options that it passes, the options that are right.
     """
 
     model_type: str
@@ -34,28 +33,34 @@ def _alibi(config: Any) -> str | None:
     )
 
 
+def _prefix(config: Any) -> str:
+    return "the tokens of its prefix see each other in both directions, which packed attention has no way to say"
+
+
 def _phi_scale(module: Any, options: Options) -> Options:
     """4.36's flash class scales by 1.0 where eager attention, and every version since, takes the default."""
     return replace(options, scale=None) if options.scale == 1.0 else options
 
 
+def _softcap(module: Any, options: Options) -> Options:
+    """Up to 4.47 the flash class caps only where it finds flash-attn 2.6 or newer installed."""
+    return replace(options, softcap=options.softcap or getattr(module.config, "attn_logit_softcapping", None))
+
+
+_NOTHING_SPECIAL = (
+    "dbrx", "gemma", "granite", "llama", "mistral", "mixtral", "olmo", "phi3", "qwen2", "qwen2_moe", "stablelm",
+    "starcoder2",
+)  # fmt: skip
+"""Names for ``apply(model, architecture=...)``. A model type needs no row to be patched."""
+
 _rows = {
     row.model_type: row
     for row in (
-        Architecture("dbrx"),
+        *map(Architecture, _NOTHING_SPECIAL),
         Architecture("falcon", refuse=_alibi),
-        Architecture("gemma"),
-        Architecture("granite"),
-        Architecture("llama"),
-        Architecture("mistral"),
-        Architecture("mixtral"),
-        Architecture("olmo"),
+        Architecture("gemma2", adjust=_softcap),
+        Architecture("paligemma", refuse=_prefix),
         Architecture("phi", adjust=_phi_scale),
-        Architecture("phi3"),
-        Architecture("qwen2"),
-        Architecture("qwen2_moe"),
-        Architecture("stablelm"),
-        Architecture("starcoder2"),
     )
 }
 
@@ -76,17 +81,22 @@ def register(architecture: Architecture) -> None:
     _rows[architecture.model_type] = architecture
 
 
-def lookup(model_type: str | None) -> Architecture:
-    """The row of a model type.
+def lookup(model_type: str) -> Architecture:
+    """The row of a model type that somebody has named.
 
     Raises:
         UnknownArchitecture: there is none.
     """
     try:
-        return _rows[model_type or ""]
+        return _rows[model_type]
     except KeyError:
         raise UnknownArchitecture(
-            f"no architecture {model_type!r} in the registry, which has {', '.join(sorted(_rows))}. For remote code of "
-            f"the same make: fa2patch.register(fa2patch.Architecture({model_type!r})); for a model of a known make: "
-            "apply(model, architecture=...)."
+            f"no architecture {model_type!r} in the registry, which has {', '.join(sorted(_rows))}. Leave the argument "
+            f"out to have the model looked at, or fa2patch.register(fa2patch.Architecture({model_type!r}, ...))."
         ) from None
+
+
+def row_of(config: Any) -> Architecture:
+    """The row for a model's config; one that says nothing special where its model type has none."""
+    model_type = str(getattr(config, "model_type", ""))
+    return _rows.get(model_type) or Architecture(model_type)

@@ -44,14 +44,23 @@ class Boundaries:
     def __len__(self) -> int:
         return int(self.cu_seqlens.shape[0]) - 1
 
+    def chunked(self, size: int) -> Boundaries:
+        """Every document cut into chunks of ``size`` tokens: chunked attention (Llama 4) sees no further back."""
+        if self.max_seqlen <= size:
+            return self
+        chunks = [min(size, length - at) for length in self.lengths for at in range(0, length, size)]
+        cu = torch.tensor([0, *chunks], dtype=torch.int32).cumsum(0, dtype=torch.int32)
+        return Boundaries(cu.to(self.cu_seqlens.device), size, self.positions, tuple(chunks))
+
 
 def boundaries(position_ids: torch.Tensor) -> Boundaries:
     """Boundaries of the documents that ``position_ids`` describe.
 
     Args:
-        position_ids: integers ``[length]``, ``[batch, length]`` or ``[axes, batch, length]`` (mRoPE: the first axis,
-            the text's, is read). A document starts at the first token of every row and wherever an id is not its
-            left neighbour's plus one.
+        position_ids: integers ``[length]``, ``[batch, length]`` or ``[axes, batch, length]`` (mRoPE). A document
+            starts at the first token of every row and wherever an id is not its left neighbour's plus one; of four
+            axes the first, the text's, is read. With three (time, height, width) an image's tokens do not count up:
+            in a row that has any, a document starts where time goes back, or all three are 0.
 
     Returns:
         :class:`Boundaries` over the ``batch * length`` tokens, row after row.
@@ -60,10 +69,10 @@ def boundaries(position_ids: torch.Tensor) -> Boundaries:
         BadPositionIds: not an integer tensor, or of another shape, or empty.
     """
     check_position_ids(position_ids)
-    ids = position_ids[0] if position_ids.dim() == 3 else position_ids
-    ids = ids[None] if ids.dim() == 1 else ids
-    host = _host(ids.long())
-    return _from_cuts(_restarts(host), position_ids.device, int(host.max()) + 1)
+    host = _host(_axes(position_ids).long())
+    host = host if host.ndim == 3 else host[None]
+    real = np.ones(host.shape[1:], dtype=bool)
+    return _from_cuts(_starts(host, real, _previous_real(real)), position_ids.device, int(host.max()) + 1)
 
 
 def check_position_ids(position_ids: Any, shape: tuple[int, int] | None = None) -> None:
@@ -116,20 +125,21 @@ def recognise(
     """
     if position_ids is not None:
         check_position_ids(position_ids, shape)
-        position_ids = position_ids[0] if position_ids.dim() == 3 else position_ids
     if seq_idx is not None and tuple(seq_idx.shape) not in (shape, (1, shape[1]), shape[1:]):
         raise BadCuSeqlens(f"seq_idx: expected [{shape[0]}, {shape[1]}], found {list(seq_idx.shape)}.")
     _check_mask(attention_mask, shape)
-    given = {"position_ids": position_ids, "attention_mask": attention_mask, "seq_idx": seq_idx}
+    given = {"attention_mask": attention_mask, "seq_idx": seq_idx}
     present = {name: ids.expand(shape) for name, ids in given.items() if ids is not None}
-    if not present:
+    axes = [] if position_ids is None else [axis.expand(shape) for axis in _axes(position_ids)]
+    if not present and not axes:
         return None
-    host = dict(zip(present, _host(torch.stack([ids.detach().to(device, torch.int64) for ids in present.values()]))))
+    read = _host(torch.stack([ids.detach().to(device, torch.int64) for ids in (*present.values(), *axes)]))
+    host, positions = dict(zip(present, read)), read[len(present) :]
     mask = host.get("attention_mask")
     real = np.ones(shape, dtype=bool) if mask is None else mask != 0
     previous = _previous_real(real)
 
-    starts = _changes(host["position_ids"], real, previous, step=1) if position_ids is not None else None
+    starts = _starts(positions, real, previous) if position_ids is not None else None
     outright: dict[str, Any] = {}
     if "seq_idx" in host:
         outright["seq_idx"] = _changes(host["seq_idx"], real, previous, step=0)
@@ -156,8 +166,8 @@ def recognise(
         )
     starts_padding = ~real
     starts_padding[:, 1:] &= real[:, :-1]
-    positions = int(host["position_ids"].max()) + 1 if position_ids is not None else None
-    return _from_cuts(starts | starts_padding, device, positions)
+    largest = int(positions.max()) + 1 if position_ids is not None else None
+    return _from_cuts(starts | starts_padding, device, largest)
 
 
 def from_cu_seqlens(
@@ -225,9 +235,9 @@ def positions_of(cu_seqlens: torch.Tensor, shape: tuple[int, int]) -> torch.Tens
     return (token - cu[document]).view(shape)
 
 
-def largest_position(position_ids: torch.Tensor) -> int:
-    """Largest position id + 1; one read from the device."""
-    return int(_host(position_ids).max()) + 1
+def largest(ids: torch.Tensor) -> int:
+    """The largest of some ids; one read from the device."""
+    return int(_host(ids).max())
 
 
 def _host(tensor: torch.Tensor) -> Any:
@@ -235,10 +245,19 @@ def _host(tensor: torch.Tensor) -> Any:
     return tensor.detach().cpu().numpy()
 
 
-def _restarts(ids: Any) -> Any:
-    starts = np.ones(ids.shape, dtype=bool)
-    starts[:, 1:] = ids[:, 1:] != ids[:, :-1] + 1
-    return starts
+def _axes(position_ids: torch.Tensor) -> torch.Tensor:
+    return position_ids if position_ids.dim() == 3 else position_ids[None]
+
+
+def _starts(axes: Any, real: Any, previous: Any) -> Any:
+    """First tokens of documents, from position ids ``[axes, batch, length]``."""
+    starts = _changes(axes[0], real, previous, step=1)
+    if len(axes) != 3:
+        return starts
+    with_images = (axes != axes[0]).any(axis=(0, 2))[:, None]
+    left = np.take_along_axis(axes[0], np.maximum(previous, 0), axis=1)
+    back = real & ((previous < 0) | (axes[0] < left) | (axes == 0).all(axis=0))
+    return np.where(with_images, back, starts)
 
 
 def _previous_real(real: Any) -> Any:
@@ -336,9 +355,9 @@ def _require_agreement(
         )
     if position_ids is not None:
         check_position_ids(position_ids, shape)
-        ids = position_ids[0] if position_ids.dim() == 3 else position_ids
-        ids = ids.to(cu.device, torch.int64).expand(shape)
-        restarts = (ids[:, 1:] != ids[:, :-1] + 1) & ~starts[:, 1:] & real[:, 1:]
+        ids = _axes(position_ids)[0].to(cu.device, torch.int64).expand(shape)
+        jumps = ids[:, 1:] < ids[:, :-1] if len(_axes(position_ids)) == 3 else ids[:, 1:] != ids[:, :-1] + 1
+        restarts = jumps & ~starts[:, 1:] & real[:, 1:]
         _require(
             ~restarts.any(),
             BoundaryConflict,

@@ -17,10 +17,10 @@ from typing import Any, Callable
 import torch
 
 from . import kernels
-from .architectures import Architecture, lookup
+from .architectures import Architecture, lookup, row_of
 from .binding import ABSENT, LOCK, bind, release, used_by
 from .errors import LayerNotPatchable, NotAModel, UnsupportedModel, UnsupportedTransformers
-from .seams import entry, function, interface, masks, method, rotary
+from .seams import entry, function, interface, layers, masks, method, rotary
 
 OLDEST = (4, 34)
 """First Transformers with flash attention in modeling files (rule 1 apart: there is no seam to look for before it)."""
@@ -64,6 +64,7 @@ _MAKERS: dict[str, Callable[[Any, ModuleType, Any], Any]] = {
     "causal_lm": lambda owner, module, original: entry.causal_lm(original),
     "base_model": lambda owner, module, original: entry.base_model(original),
     "mask": lambda owner, module, original: masks.let_through(original),
+    "positions": lambda owner, module, original: masks.counted_by_position_ids(original),
     "registry": lambda owner, module, original: interface.Overlay(original),
     "eager": lambda owner, module, original: interface.routed(original),
     "function": lambda owner, module, original: function.routed(original),
@@ -109,6 +110,8 @@ class Patch:
         model: the Transformers model inside what was handed to ``apply``.
         architecture: its row of the registry.
         kernel: the kernel's name that was asked for.
+        nested: whether there is a model between the causal LM and the one that loops over the layers.
+        needs_cache: whether later layers read earlier ones' keys and values from a cache (Gemma 3n).
     """
 
     def __init__(
@@ -116,7 +119,10 @@ class Patch:
     ) -> None:
         self.model, self.architecture, self.kernel = model, architecture, kernel
         self.attention, self.sites = tuple(attention), tuple(sites)
-        self.rotary = rotary.length_scaled(model.config)
+        *outer, decoder = layers.models(model)
+        self.nested = len(outer) > 1
+        self.rotary = rotary.length_scaled(decoder.config)
+        self.needs_cache = bool(getattr(decoder.config, "num_kv_shared_layers", 0))
         self.rehooked: list[tuple[Any, Any]] = []
 
     @property
@@ -143,8 +149,9 @@ class Patch:
     def revert(self) -> None:
         """Take the patch off this model. Reverting twice is a no-op."""
         with LOCK:
-            for marked in _marked(self.model):
-                marked.__dict__.pop(entry.MARK, None)
+            for module in self.model.modules():
+                if module.__dict__.get(entry.MARK) is self:
+                    del module.__dict__[entry.MARK]
             for module, bound in self.rehooked:
                 module.__dict__[HOOKED] = bound
             self.rehooked.clear()
@@ -211,8 +218,8 @@ def apply(model: Any, *, kernel: str = "auto", architecture: str | None = None) 
         except BaseException:
             release(patch)
             raise
-        for marked in _marked(inner):
-            marked.__dict__[entry.MARK] = patch
+        for entered in layers.models(inner):
+            entered.__dict__[entry.MARK] = patch
         for module in _with_replaced_forward(patch):
             if "forward" in module.__dict__ and _looks_up_hooked(module):
                 patch.rehooked.append((module, module.__dict__[HOOKED]))
@@ -244,7 +251,7 @@ def transformers_model(model: Any) -> Any:
     """
     seen = model
     for _ in range(16):
-        if _is_transformers_model(seen):
+        if layers.is_transformers_model(seen):
             return seen
         inside = [getattr(seen, name, None) for name in ("_orig_mod", "module", "pretrained_model", "model")]
         if hasattr(seen, "get_base_model"):  # PEFT
@@ -258,11 +265,11 @@ def transformers_model(model: Any) -> Any:
 
 def _with_replaced_forward(patch: Patch) -> Iterator[Any]:
     """The modules of the model whose class's ``forward`` this patch replaces."""
-    base = _base_of(patch.model)
-    yield from _marked(patch.model)
+    entered = layers.models(patch.model)
+    yield from entered
     for layer in patch.attention:
         if layer.site.attribute == "forward":
-            yield base.get_submodule(layer.name)
+            yield entered[-1].get_submodule(layer.name)
 
 
 def _looks_up_hooked(module: Any) -> bool:
@@ -282,13 +289,6 @@ def _check_own_forwards(patch: Patch) -> None:
             )
 
 
-def _is_transformers_model(model: Any) -> bool:
-    return any(
-        cls.__name__ == "PreTrainedModel" and cls.__module__.split(".")[0] == "transformers"
-        for cls in type(model).__mro__
-    )
-
-
 def _check_transformers() -> None:
     try:
         version = importlib.import_module("transformers").__version__
@@ -304,19 +304,6 @@ def _check_transformers() -> None:
         )
 
 
-def _base_of(model: Any) -> Any:
-    return getattr(model, model.base_model_prefix, model) if model.base_model_prefix else model
-
-
-def _marked(model: Any) -> list[Any]:
-    base = _base_of(model)
-    return [model] if base is model else [model, base]
-
-
-def _defining(cls: type, attribute: str) -> type:
-    return next(base for base in cls.__mro__ if attribute in vars(base))
-
-
 def _plan(model: Any, kernel: str, architecture: str | None) -> Patch:
     config = model.config
     if getattr(config, "is_encoder_decoder", False):
@@ -324,58 +311,61 @@ def _plan(model: Any, kernel: str, architecture: str | None) -> Patch:
             f"{type(model).__name__} is an encoder-decoder: fa2patch packs decoder-only language models. "
             "Train it padded."
         )
-    row = lookup(architecture or getattr(config, "model_type", None))
+    *outer, decoder = layers.models(model)
+    row = lookup(architecture) if architecture else row_of(decoder.config)
     if "SequenceClassification" in type(model).__name__:
         raise UnsupportedModel(
             f"{type(model).__name__} pools one vector per row, and a packed row holds many documents. Train it padded."
         )
-    reason = row.refuse(config) if row.refuse is not None else None
-    if reason:
-        raise UnsupportedModel(f"{type(model).__name__} cannot be trained packed: {reason}.")
+    for refuse, of in ((row.refuse, decoder.config), (row_of(config).refuse, config)):
+        reason = refuse(of) if refuse is not None else None
+        if reason:
+            raise UnsupportedModel(f"{type(model).__name__} cannot be trained packed: {reason}.")
 
-    base = _base_of(model)
-    sites = [_class_site("base_model", base)]
-    if base is not model:
+    attention = list(layers.attention_layers(decoder))
+    _check_layers(decoder, attention)
+    sites = [_class_site("base_model", inner) for inner in [*outer[1:], decoder]]
+    if outer:
         sites.append(_class_site("causal_lm", model))
-    sites += [_site("mask", owner, name) for owner, name in masks.sites(type(base))]
-    layers = list(_layers(base))
-    expected = getattr(config, "num_hidden_layers", len(layers))
-    if len(layers) != expected:
-        found = ", ".join(layer.name for layer in layers) or "none"
-        raise LayerNotPatchable(
-            f"{type(base).__name__} has {expected} layers, but attention with a seam was found in {len(layers)} "
-            f"({found}). Nothing was patched. Please report the model and the Transformers version."
-        )
-    sites += dict.fromkeys(site for layer in layers for site in (layer.site, *layer.others))
-    scaled = rotary.length_scaled(config)
+    sites += dict.fromkeys(
+        _site("mask", owner, name) for inner in [*outer, decoder] for owner, name in masks.sites(type(inner))
+    )
+    sites += [_class_site("positions", module) for module in masks.position_embeddings(decoder)]
+    planned = [
+        _Layer(layer.name, layer.seam, _site(*layer.replaced), tuple(_site(*other) for other in layer.others))
+        for layer in attention
+    ]
+    sites += dict.fromkeys(site for layer in planned for site in (layer.site, *layer.others))
+    scaled = rotary.length_scaled(decoder.config)
     if scaled is not None and scaled.kind == "longrope":
         sites += dict.fromkeys(
-            _class_site("rotary", module) for name, module in base.named_children() if name in rotary.NAMES
+            _class_site("rotary", module) for name, module in decoder.named_children() if name in rotary.NAMES
         )
-    return Patch(model, row, kernel, layers, sites)
+    return Patch(model, row, kernel, planned, list(dict.fromkeys(sites)))
 
 
-def _layers(base: Any) -> Iterator[_Layer]:
-    for name, module in base.named_modules():
-        cls = type(module)
-        if not re.search(r"Attention(2|Base)?$", cls.__name__) or "forward" not in dir(cls):
-            continue
-        owner = _defining(cls, "forward")
-        home = sys.modules[owner.__module__]
-        flash = method.flash_class(home, cls)
-        if interface.is_seam(home, inspect.unwrap(vars(owner)["forward"])):
-            others = [_site("eager", home, interface.EAGER)] if hasattr(home, interface.EAGER) else []
-            yield _Layer(name, "interface", _site("registry", home, interface.REGISTRY), tuple(others))
-        elif flash is not None:
-            site, scope = _site("layer", owner, "forward"), sys.modules[_defining(flash, "forward").__module__]
-            if method.is_method_seam(flash):
-                yield _Layer(name, "method", site, (_site("window_flag", scope, method.WINDOW_FLAG),))
-            else:
-                yield _Layer(name, "function", site, (_site("function", scope, function.NAME),))
+def _check_layers(decoder: Any, attention: list[layers.Attention]) -> None:
+    mixers = layers.mixers(decoder)
+    if mixers:
+        (name, found), *others = mixers.items()
+        raise UnsupportedModel(
+            f"{type(decoder).__name__} carries state along the row outside attention, in {found} at {name}"
+            f"{f' and {len(others)} more places' if others else ''}. fa2patch keeps documents apart in attention only, "
+            "so they would leak there. Nothing was patched. Train this model padded."
+        )
+    without = layers.blocks_without(decoder, attention)
+    if not attention or without:
+        found = ", ".join(f"{name} ({cls})" for name, cls in list(without.items())[:4]) or "no layer at all"
+        raise LayerNotPatchable(
+            f"{type(decoder).__name__}: looked in every layer for attention with a seam (a module-level "
+            f"{interface.REGISTRY}, or a ...FlashAttention2 class) and found {len(attention)} such layers; without one: "
+            f"{found if attention else 'all of them'}. Nothing was patched. Train this model padded, and please report "
+            "it with the Transformers version."
+        )
 
 
 def _class_site(kind: str, module: Any) -> Site:
-    return _site(kind, _defining(type(module), "forward"), "forward")
+    return _site(kind, layers.defining(type(module), "forward"), "forward")
 
 
 def _site(kind: str, owner: Any, attribute: str) -> Site:

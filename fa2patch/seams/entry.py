@@ -20,11 +20,12 @@ from ..boundaries import (
     Boundaries,
     check_position_ids,
     from_cu_seqlens,
-    largest_position,
+    largest,
     positions_of,
     recognise,
 )
 from ..errors import PackedWithCache, PackedWithDenseMask, PackingNotIsolated
+from .layers import models
 from .packed_mask import PackedMask
 from .rotary import tagged
 
@@ -52,13 +53,18 @@ def causal_lm(original: Callable[..., Any]) -> Callable[..., Any]:
 
     @functools.wraps(original)
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
-        if self.__dict__.get(MARK) is None:
+        patch = self.__dict__.get(MARK)
+        if patch is None:
             return original(self, *args, **kwargs)
         call = calls.named(args, kwargs)
         lengths = {name: call[name] for name in LENGTHS if call.get(name) is not None}
         if lengths and not (calls.takes_any and compiling()):
             shape, device = batch_shape(call)
             call["position_ids"] = _with_lengths(call.get("position_ids"), lengths, shape, device)
+        if call.get("position_ids") is not None and not calls.takes("position_ids"):
+            call["attention_mask"] = packed_mask(call, patch) or call.get("attention_mask")
+            if isinstance(call["attention_mask"], PackedMask):
+                del call["position_ids"]
         if compiling():
             return calls.make(self, args, call)
         before = _reached.times
@@ -70,14 +76,18 @@ def causal_lm(original: Callable[..., Any]) -> Callable[..., Any]:
             )
         return output
 
+    if not calls.takes("position_ids"):  # OPT up to 4.45; Trainer drops columns that are not in the signature
+        signature = inspect.signature(original)
+        extra = inspect.Parameter("position_ids", inspect.Parameter.KEYWORD_ONLY, default=None)
+        setattr(forward, "__signature__", signature.replace(parameters=[*signature.parameters.values(), extra]))
     return forward
 
 
 def _runs_eagerly(model: Any) -> bool:
     """Whether the base model's forward runs as Python: compiled on its own it passes no count on."""
-    base = getattr(model, model.base_model_prefix, model)
     own = ("forward", "_orig_mod", "_compiled_call_impl")
-    return not any(vars(base).get(name) or base._modules.get(name) for name in own)
+    inner = models(model)[1:]
+    return not any(vars(base).get(name) or base._modules.get(name) for base in inner for name in own)
 
 
 def base_model(original: Callable[..., Any]) -> Callable[..., Any]:
@@ -92,13 +102,16 @@ def base_model(original: Callable[..., Any]) -> Callable[..., Any]:
         if not compiling():
             _reached.times += 1
         call = calls.named(args, kwargs)
-        if isinstance(call.get("attention_mask"), PackedMask):
+        given = call.get("attention_mask")
+        if isinstance(given, dict) and patch.nested:  # made by the model around this one, which has looked at the batch
+            return original(self, *args, **kwargs)
+        if isinstance(given, PackedMask):
             return original(self, *args, **kwargs)
         mask = packed_mask(call, patch)
         if mask is None:
             return calls.make(self, args, call)
         call["attention_mask"] = mask
-        if "use_cache" in {*calls.names, *call}:
+        if "use_cache" in {*calls.names, *call} and not patch.needs_cache:
             call["use_cache"] = False
         output = calls.make(self, args, call)
         if len(mask.calls) < len(patch.attention):
@@ -198,11 +211,17 @@ def packed_mask(call: dict[str, Any], patch: Any) -> PackedMask | None:
         call["position_ids"] = positions_of(found.cu_seqlens.to(device), shape)
     positions = found.positions
     if patch.rotary is not None:
-        positions = largest_position(call["position_ids"]) if positions is None else positions
+        positions = largest(call["position_ids"]) + 1 if positions is None else positions
         patch.rotary.check(positions)
         call["position_ids"] = tagged(call["position_ids"], found)
     return PackedMask(
-        found, patch.kernel, shape[0], shape[1] if positions is None else positions, patch.rotary, patch.adjust
+        found,
+        patch.kernel,
+        shape,
+        shape[1] if positions is None else positions,
+        call["position_ids"],
+        patch.rotary,
+        patch.adjust,
     )
 
 

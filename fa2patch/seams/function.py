@@ -36,7 +36,7 @@ def routed(original: Any) -> Callable[..., torch.Tensor]:
                     f"{NAME} was called with positional arguments whose meaning differs between versions. "
                     "Please report the model; until then train it padded."
                 )
-            return attention_mask.attend(None, query_states, key_states, value_states, options(kwargs))
+            return attention_mask.attend(attention_mask.layer, query_states, key_states, value_states, options(kwargs))
         if original is ABSENT:
             raise ImportError(
                 "FlashAttention2 was asked for a batch that is not packed, but the package flash-attn is missing. "

@@ -95,10 +95,10 @@ def _options(module: Any, kwargs: dict[str, Any]) -> Options:
                 f"{type(module).__name__} hands its attention a tensor {name!r}, whose meaning for a packed batch is "
                 "not known. Please report the model; until then train it padded."
             )
-    causal = kwargs.get("is_causal")
+    said = kwargs.get("is_causal")  # GPT-2 of 4.48 on says False where there is a mask, which has the triangle in it
     return Options(
         scale=kwargs.get("scaling"),
-        causal=getattr(module, "is_causal", True) if causal is None else causal,
+        causal=bool(said) or getattr(module, "is_causal", said is None),
         window=kwargs.get("sliding_window"),
         softcap=kwargs.get("softcap"),
         dropout=kwargs.get("dropout") or 0.0,

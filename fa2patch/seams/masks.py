@@ -1,35 +1,75 @@
 """Lets a packed mask through the functions that make 4-D masks, so that none is ever made for a packed batch.
 
 4.34: ``Model._prepare_decoder_attention_mask`` (Falcon: ``_prepare_attn_mask``); 4.35 on: ``_prepare_4d_*`` in the
-modeling module; 4.38 to 4.52: ``Model._update_causal_mask``; 4.53 on: ``create_*_mask`` in the modeling module.
+modeling module; 4.38 to 4.52: ``Model._update_causal_mask``; GPT-BigCode's own and ``AttentionMaskConverter``; 4.53 on: ``create_*_mask`` in the modeling module.
 """
 
 from __future__ import annotations
 
 import functools
+import inspect
 import re
 import sys
 from dataclasses import replace
 from itertools import chain
 from typing import Any, Callable
 
+import torch
+
+from ..boundaries import largest
 from ..errors import PackingNotIsolated
-from .packed_mask import find
+from .packed_mask import PackedMask, find
 
 METHODS = ("_update_causal_mask", "_prepare_decoder_attention_mask", "_prepare_attn_mask")
-FUNCTIONS = re.compile(r"create_\w*mask|_prepare_4d_\w+")
+FUNCTIONS = re.compile(r"create_\w*masks?(_mapping|_for_generate|_for_vision_model)?|_prepare_4d_\w+")
+UNMASK = "_unmask_unattended"
+
+BOTH_WAYS = {"or_mask_function": None, "block_sequence_ids": 0, "token_type_ids": 1}
+"""Arguments with which tokens of an image see each other in both directions (Gemma 3), and from which number on."""
 
 
 def sites(base_model: type) -> list[tuple[Any, str]]:
     """``(owner, attribute)`` of every function that makes a mask for this model, or for what it inherits from."""
-    owners: list[tuple[Any, str]] = [(cls, name) for name in METHODS for cls in base_model.__mro__ if name in vars(cls)]
-    modules = dict.fromkeys(sys.modules[cls.__module__] for cls in base_model.__mro__ if "forward" in vars(cls))
-    return owners + [
-        (module, name)
-        for module in modules
-        for name, value in vars(module).items()
-        if FUNCTIONS.fullmatch(name) and callable(value)
+    owners: list[tuple[Any, str]] = [
+        (cls, name) for name in METHODS for cls in base_model.__mro__ if name in vars(cls) and _makes_one(vars(cls)[name])
     ]
+    modules = dict.fromkeys(sys.modules[cls.__module__] for cls in base_model.__mro__ if "forward" in vars(cls))
+    for module in modules:
+        owners += [
+            (module, name)
+            for name, value in vars(module).items()
+            if FUNCTIONS.fullmatch(name) and callable(value)
+        ]
+        converter = vars(module).get("AttentionMaskConverter")
+        if converter is not None and UNMASK in vars(converter):
+            owners.append((converter, UNMASK))
+    return owners
+
+
+def _makes_one(method: Any) -> bool:
+    """4.46's and 4.47's OPT returns two masks from ``_update_causal_mask``, made by functions that are let through."""
+    return "input_shape" not in inspect.signature(method).parameters or method.__name__ != METHODS[0]
+
+
+def position_embeddings(decoder: Any) -> list[Any]:
+    """Embeddings of positions that are handed the mask, to count its ones (OPT, BioGPT)."""
+    return [
+        module
+        for module in decoder.modules()
+        if isinstance(module, torch.nn.Embedding) and list(inspect.signature(module.forward).parameters)[0] == "attention_mask"
+    ]
+
+
+def counted_by_position_ids(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Replacement for such an embedding's ``forward``: a packed batch's positions are its ``position_ids``."""
+
+    @functools.wraps(original)
+    def forward(self: Any, attention_mask: Any, *args: Any, **kwargs: Any) -> Any:
+        if not isinstance(attention_mask, PackedMask):
+            return original(self, attention_mask, *args, **kwargs)
+        return torch.nn.Embedding.forward(self, attention_mask.position_ids + self.offset)
+
+    return forward
 
 
 def let_through(original: Callable[..., Any]) -> Callable[..., Any]:
@@ -43,10 +83,17 @@ def let_through(original: Callable[..., Any]) -> Callable[..., Any]:
         mask = find(chain(args, kwargs.values()))
         if mask is None:
             return original(*args, **kwargs)
+        given = inspect.signature(original).bind_partial(*args, **kwargs).arguments
+        for name, images_from in BOTH_WAYS.items():
+            if given.get(name) is not None and (images_from is None or largest(given[name]) >= images_from):
+                raise PackingNotIsolated(
+                    f"{original.__name__} was called with {name}: in this model the tokens of an image see each other "
+                    "in both directions, which packed attention has no way to say. Pack text only, or train padded."
+                )
         if "chunked" in original.__name__:
-            raise PackingNotIsolated("chunked attention inside documents is not supported: train this model padded.")
+            return replace(mask, boundaries=mask.boundaries.chunked(given["config"].attention_chunk_size))
         if "sliding_window" in original.__name__:
-            return replace(mask, window=getattr(kwargs.get("config"), "sliding_window", None) or None)
+            return replace(mask, window=getattr(given.get("config"), "sliding_window", None) or None)
         return mask
 
     return make_mask

@@ -11,6 +11,7 @@ from __future__ import annotations
 import functools
 import inspect
 import types
+from dataclasses import replace
 from itertools import chain
 from types import ModuleType
 from typing import Any, Callable
@@ -98,9 +99,10 @@ def on_flash_class(original: Callable[..., Any], owner: type, flash: type) -> Ca
             return original(self, *args, **kwargs)
         given = {**dict(zip(names, args)), **kwargs}
         call = {name: value for name, value in given.items() if value is not mask and (takes_any or name in parameters)}
-        call["attention_mask"] = mask
+        mask_of_layer = replace(mask, layer=self)
+        call["attention_mask"] = mask_of_layer
         if "padding_mask" in parameters:
-            call["padding_mask"] = mask
+            call["padding_mask"] = mask_of_layer
         return _leaving_dtypes_alone(flash_forward)(Layer(self, flash, mask), **call)
 
     setattr(forward, _ORIGINAL, original)

@@ -12,6 +12,11 @@ from ..attention import Options, packed_attention
 from ..boundaries import Boundaries
 from .rotary import LengthScaled
 
+_NOT_A_TENSOR = (
+    "torch's {function} was called on the mask of a packed batch: an attention layer was not patched by fa2patch. "
+    "Call fa2patch.revert(model), then fa2patch.apply(model) again; if it stays, please report it."
+)
+
 _COMPUTED = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
 
@@ -22,21 +27,25 @@ class PackedMask:
     Attributes:
         boundaries: the batch's documents.
         kernel: the kernel's name that the model was patched with.
-        rows: ``batch``.
+        shape: ``(batch, length)``, as a 2-D mask's; models ask for it, to reshape or to slice keys.
+        position_ids: the batch's ids, for models that derive positions from the mask (OPT up to 4.45).
         positions: largest position id + 1, in tokens: what a table of rotary embeddings must hold.
         rotary: the model's length-dependent rope scaling, if it has one.
         adjust: the architecture's quirk: mends the options that a layer passes.
         window: the sliding window that the model's mask has for these layers, in tokens, if any.
+        layer: the attention layer that is computed now, on the seams of models that choose an attention class.
         calls: how many attention layers have been given it.
     """
 
     boundaries: Boundaries
     kernel: str
-    rows: int
+    shape: tuple[int, int]
     positions: int
+    position_ids: torch.Tensor | None = field(default=None, repr=False)
     rotary: LengthScaled | None = None
     adjust: Callable[[Any, Options], Options] | None = None
     window: int | None = None
+    layer: Any = field(default=None, repr=False)
     calls: list[None] = field(default_factory=list, repr=False)
 
     def attend(self, module: Any, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, options: Options) -> torch.Tensor:
@@ -56,18 +65,46 @@ class PackedMask:
         moved = self.boundaries.cu_seqlens.to(device)
         return replace(self, boundaries=replace(self.boundaries, cu_seqlens=moved))
 
+    @property
+    def device(self) -> torch.device:
+        return self.boundaries.cu_seqlens.device
+
+    def size(self, dim: int | None = None) -> Any:
+        return self.shape if dim is None else self.shape[dim]
+
+    def dim(self) -> int:
+        return len(self.shape)
+
+    ndim = property(dim)
+
+    def _as_it_is(self, *args: Any, **kwargs: Any) -> PackedMask:
+        """What models do to a 2-D mask on the way to their layers (4-D, a dtype, 0 and -inf) changes nothing here."""
+        return self
+
+    view = bool = long = float = unsqueeze = transpose = __rsub__ = __mul__ = __rmul__ = _as_it_is
+
+    @classmethod
+    def __torch_function__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> PackedMask:
+        """Of torch's own functions those with which models fold a causal mask or a window into a mask.
+
+        Whatever an attention layer would do with it (add it to logits, hand it on) is an error.
+        """
+        mask = find(args)
+        if mask is not None and function in (torch.ones_like, torch.tril, torch.Tensor.mul, torch.Tensor.__rsub__):
+            return mask
+        if mask is not None and function is torch.where and not any(_is_logits(value) for value in args):
+            return mask
+        raise TypeError(_NOT_A_TENSOR.format(function=getattr(function, "__name__", function)))
+
     def __contains__(self, value: object) -> bool:
         """4.34 to 4.41 keep a flash model's 2-D mask only if ``0 in mask``."""
         return value == 0
 
-    def __getitem__(self, index: Any) -> torch.Tensor:
+    def __getitem__(self, index: Any) -> Any:
         """4.34's flash Mistral asks ``mask[:, -1]`` whether the padding is on the right: it is not."""
-        if index != (slice(None), -1):
-            raise TypeError(
-                "an attention layer used the mask of a packed batch as a tensor: it was not patched by fa2patch. "
-                "Call fa2patch.revert(model), then fa2patch.apply(model) again; if it stays, please report it."
-            )
-        return torch.ones(self.rows, dtype=torch.int64)
+        if index == (slice(None), -1):
+            return torch.ones(self.shape[0], dtype=torch.int64)
+        return self
 
 
 def find(values: Iterable[Any]) -> PackedMask | None:
@@ -76,6 +113,10 @@ def find(values: Iterable[Any]) -> PackedMask | None:
         if isinstance(value, PackedMask):
             return value
     return None
+
+
+def _is_logits(value: Any) -> bool:
+    return isinstance(value, torch.Tensor) and value.dim() > 2 and value.dtype != torch.bool
 
 
 def compute_dtype(module: Any, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.dtype:

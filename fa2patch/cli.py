@@ -1,0 +1,130 @@
+"""``fa2patch`` on the command line. What a command needs is imported when it runs."""
+
+from __future__ import annotations
+
+import os
+import sys
+from pathlib import Path
+from typing import Any
+
+try:
+    import click
+except ModuleNotFoundError:
+    raise SystemExit(
+        "fa2patch's command line needs click, which is not installed: pip install 'fa2patch[cli]'"
+    ) from None
+
+FORMATS = ("table", "markdown", "json")
+
+
+@click.group(context_settings={"help_option_names": ["-h", "--help"]})
+@click.version_option(package_name="fa2patch")
+def main() -> None:
+    """Packed rows, every example on its own, in the Transformers version that you have."""
+
+
+@main.command()
+@click.option(
+    "--model", "models", multiple=True, required=True, metavar="CONFIG",
+    help="A Hugging Face config.json, a folder that holds one, or an architecture's name (llama). Repeatable.",
+)  # fmt: skip
+@click.option(
+    "--transformers", "releases", required=True, metavar="V,V", help="Releases, such as 4.44.2,4.57; or main."
+)
+@click.option("--format", "style", type=click.Choice(FORMATS), help="Default: table on a terminal, else markdown.")
+@click.option("--pins", multiple=True, metavar="REQ", help='Your stack\'s: "peft==0.13.2". Repeatable.')
+@click.option("--torch", metavar="V", help="Default: what the project checks that release with.")
+@click.option("--python", metavar="X.Y", help="Default: what the project checks that release with.")
+@click.option("--environments", type=click.Path(file_okay=False, path_type=Path), help="Where environments are kept.")
+@click.option("--jobs", type=click.IntRange(1), default=1, show_default=True, help="Releases checked at a time.")
+@click.option("--allow-refused", is_flag=True, help="A model that fa2patch refuses is no failure.")
+def matrix(
+    models: tuple[str, ...],
+    releases: str,
+    style: str | None,
+    pins: tuple[str, ...],
+    torch: str | None,
+    python: str | None,
+    environments: Path | None,
+    jobs: int,
+    allow_refused: bool,
+) -> None:
+    """Check your own models, cut down to tiny ones, in the releases that you use.
+
+    Each release gets an environment of its own (made by uv). Shows, for every model in every release, what packed rows
+    give with fa2patch, and with Transformers alone. Exits with 0 if every cell is ok, 1 if anything leaks, fails or
+    (without --allow-refused) is refused, 2 if it was asked wrongly.
+    """
+    try:
+        from compat_matrix import own_matrix, own_report
+    except ModuleNotFoundError as error:
+        raise click.ClickException(
+            f"the matrix needs {error.name}, which is not installed: pip install 'fa2patch[cli]'"
+        ) from None
+    wanted_models = [_model(own_matrix, given) for given in models]
+    versions = [_version(release.strip(), pins, torch, python) for release in releases.split(",")]
+
+    def done(version: Any, rows: list[Any]) -> None:
+        bad = sum(row.is_bad(allow_refused) for row in rows)
+        click.echo(f"{version.name}: {f'{bad} not ok' if bad else 'done'}", err=True)
+
+    folder = environments or own_matrix.environments_folder()
+    rows = own_matrix.rows(wanted_models, versions, folder, jobs, done)
+    nowhere = own_matrix.nowhere(rows)
+    ok = not nowhere and not any(row.is_bad(allow_refused) for row in rows)
+    _show(own_report, rows, style or ("table" if sys.stdout.isatty() else "markdown"), ok)
+    for complaint in nowhere:
+        click.echo(complaint, err=True)
+    sys.exit(0 if ok else 1)
+
+
+def _model(own_matrix: Any, given: str) -> Any:
+    from compat_matrix.own_models import BadConfig
+
+    try:
+        return own_matrix.model(given)
+    except BadConfig as error:
+        raise click.BadParameter(str(error), param_hint="--model") from None
+
+
+def _version(release: str, pins: tuple[str, ...], torch: str | None, python: str | None) -> Any:
+    from packaging.requirements import InvalidRequirement, Requirement
+    from packaging.version import InvalidVersion, Version
+
+    from compat_matrix.environments import MAIN, version, versions
+
+    for given, hint in ((release, "--transformers"), (torch, "--torch"), (python, "--python")):
+        if given is None or (hint == "--transformers" and (given == MAIN or given in versions())):
+            continue
+        try:
+            Version(given)
+        except InvalidVersion:
+            known = list(versions())
+            raise click.BadParameter(
+                f"looked for a version number such as {'3.11' if hint == '--python' else known[-2]}, found {given!r}. "
+                "Give numbers, separated by commas where several may be given.",
+                param_hint=hint,
+            ) from None
+    for pin in pins:
+        try:
+            Requirement(pin)
+        except InvalidRequirement:
+            raise click.BadParameter(
+                f"looked for a requirement as pip takes it, such as peft==0.13.2, found {pin!r}. One --pins for each.",
+                param_hint="--pins",
+            ) from None
+    return version(release).changed(pins, torch, python)
+
+
+def _show(own_report: Any, rows: list[Any], style: str, ok: bool) -> None:
+    if style == "json":
+        click.echo(own_report.as_json(rows, ok))
+    elif style == "markdown":
+        click.echo(own_report.markdown(rows))
+    else:
+        from rich.console import Console
+
+        console = Console(width=None if sys.stdout.isatty() else int(os.environ.get("COLUMNS", "120")))
+        console.print(own_report.table(rows))
+        for line in own_report.explanations(rows):
+            console.print(line, markup=False, highlight=False)

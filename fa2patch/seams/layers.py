@@ -1,0 +1,141 @@
+"""Where things are in a model, found by looking: the forwards that a call goes through, attention layers, mixers."""
+
+from __future__ import annotations
+
+import inspect
+import re
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from . import function, interface, method
+
+Replaced = tuple[str, Any, str]
+"""Which replacement (a key of ``patching._MAKERS``), the owner, the attribute."""
+
+_MIXER = re.compile(
+    r"Mamba|Mixer2?$|RecurrentBlock|Rwkv|Retention|ShortConv|DeltaNet|DeltaAttention|LightningAttention|LinearAttention"
+)
+_MIXER_WEIGHTS = ("A_log", "dt_bias", "time_decay", "conv_kernel")
+_MIXER_ARGUMENTS = {"cache_params", "conv_state", "conv_states", "ssm_state", "recurrent_state", "recurrent_states"}
+
+
+@dataclass(frozen=True)
+class Attention:
+    """An attention layer: what is replaced to reach it, and what else that needs.
+
+    Attributes:
+        name: the layer's name in the decoder.
+        module: the layer.
+        seam: ``"interface"``, ``"function"`` or ``"method"``.
+        replaced: the attribute that its boundaries come through.
+        others: attributes that this seam needs replaced as well.
+    """
+
+    name: str
+    module: Any
+    seam: str
+    replaced: Replaced
+    others: tuple[Replaced, ...] = ()
+
+
+def is_transformers_model(module: Any) -> bool:
+    return any(
+        cls.__name__ == "PreTrainedModel" and cls.__module__.split(".")[0] == "transformers"
+        for cls in type(module).__mro__
+    )
+
+
+def models(model: Any) -> list[Any]:
+    """The models whose ``forward`` a call goes through, the outermost first, the one that loops over the layers last.
+
+    They are those that hold the embedding of the input ids: of ``GPT2LMHeadModel`` that and its ``transformer``, of a
+    vision-language model its text side, and never a vision tower.
+    """
+    try:
+        embedding = model.get_input_embeddings()
+    except (AttributeError, NotImplementedError):
+        embedding = None
+    path = [
+        module
+        for module in model.modules()
+        if is_transformers_model(module) and any(embedding is inner for inner in module.modules())
+    ]
+    if path:
+        return path
+    base = getattr(model, model.base_model_prefix, model) if model.base_model_prefix else model
+    return [model] if base is model else [model, base]
+
+
+def attention_layers(decoder: Any) -> Iterator[Attention]:
+    """Every attention layer of a decoder that offers a seam."""
+    for name, module in decoder.named_modules():
+        cls = type(module)
+        if "forward" not in dir(cls) or not hasattr(cls, "__mro__") or cls.__module__.startswith("torch."):
+            continue
+        owner = defining(cls, "forward")
+        home = sys.modules.get(owner.__module__)
+        if home is None:
+            continue
+        flash = method.flash_class(home, cls)
+        if interface.is_seam(home, inspect.unwrap(vars(owner)["forward"])):
+            others = [("eager", home, interface.EAGER)] if hasattr(home, interface.EAGER) else []
+            yield Attention(name, module, "interface", ("registry", home, interface.REGISTRY), tuple(others))
+        elif flash is not None:
+            scope = sys.modules[defining(flash, "forward").__module__]
+            if method.is_method_seam(flash):
+                seam, other = "method", ("window_flag", scope, method.WINDOW_FLAG)
+            else:
+                seam, other = "function", ("function", scope, function.NAME)
+            yield Attention(name, module, seam, ("layer", owner, "forward"), (other,))
+
+
+def mixers(decoder: Any) -> dict[str, str]:
+    """Modules, by name, that carry state along the row outside attention; with what gave them away."""
+    named = {name: module for name, module in decoder.named_modules() if _MIXER.search(type(module).__name__)}
+    innermost = {name for name in named if not any(other.startswith(f"{name}.") for other in named)}
+    found = {}
+    for name, module in decoder.named_modules():
+        clue = "by its name" if name in innermost else _clue(module)
+        if clue and not any(name.startswith(f"{outer}.") for outer in found):
+            found[name] = f"{type(module).__name__} ({clue})"
+    return found
+
+
+def _clue(module: Any) -> str | None:
+    cls = type(module)
+    if isinstance(module, torch.nn.Conv1d) and module.kernel_size[0] > 1:
+        return f"a convolution over {module.kernel_size[0]} tokens"
+    if cls.__module__.startswith("torch."):
+        return None
+    weights = [name for name in _MIXER_WEIGHTS if name in module._parameters]
+    if weights:
+        return f"has {weights[0]}"
+    forward = inspect.unwrap(cls.forward)
+    handed = _MIXER_ARGUMENTS & set(inspect.signature(forward).parameters)
+    has_layers = any(isinstance(child, torch.nn.ModuleList) for child in module.children())
+    return f"is handed {sorted(handed)[0]}" if handed and not has_layers else None
+
+
+def blocks_without(decoder: Any, found: list[Attention]) -> dict[str, str]:
+    """Members, by name, of the decoder's lists of layers that hold none of the attention layers found in others."""
+    holding: dict[str, set[str]] = {}
+    for layer in found:
+        parts = layer.name.split(".")
+        at = next((i for i, part in enumerate(parts) if part.isdigit()), None)
+        if at is not None:
+            holding.setdefault(".".join(parts[:at]), set()).add(parts[at])
+    return {
+        f"{name}.{index}": type(block).__name__
+        for name, indices in holding.items()
+        for index, block in decoder.get_submodule(name).named_children()
+        if index not in indices
+    }
+
+
+def defining(cls: type, attribute: str) -> type:
+    """The class, ``cls`` or one that it inherits from, that defines an attribute."""
+    return next(base for base in cls.__mro__ if attribute in vars(base))

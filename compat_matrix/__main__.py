@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import os
+import shutil
 import subprocess
 import sys
+import tempfile
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from pathlib import Path
 from typing import Any
@@ -16,6 +19,8 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 
 from . import environments
+from .cells import STATES, Environment, score
+from .results import FORMAT, Malformed, read_file
 
 ROOT = environments.HERE.parent
 EVIDENCE = environments.HERE / "evidence"
@@ -27,7 +32,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument(
         "--versions", nargs="+", metavar="V", help="blocks of versions.toml, or any release; default: all"
     )
-    parser.add_argument("--families", nargs="+", metavar="F", help="default: all fourteen")
+    parser.add_argument("--families", nargs="+", metavar="F", help="architectures; default: all that a version has")
     parser.add_argument("--points", nargs="+", metavar="P", help="default: all (functions of compat_matrix/points)")
     parser.add_argument("--jobs", type=int, default=os.cpu_count() or 1, help="versions checked at a time")
     parser.add_argument("--environments", type=Path, default=ROOT / ".compat", help="where environments are kept")
@@ -38,31 +43,36 @@ def main(arguments: list[str] | None = None) -> int:
     given.evidence.mkdir(parents=True, exist_ok=True)
     console = Console(stderr=True)
     columns = TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn()
-    results: dict[str, dict[str, Any]] = {}
-    with Progress(*columns, console=console) as progress, ThreadPoolExecutor(given.jobs) as pool:
+    results: dict[str, Environment | str] = {}
+    packages = environments.only_our_packages()
+    with packages as path, Progress(*columns, console=console) as progress, ThreadPoolExecutor(given.jobs) as pool:
         task = progress.add_task("versions", total=len(wanted))
-        started = {pool.submit(check, version, given): version for version in wanted}
+        started = {pool.submit(check, version, given, path): version for version in wanted}
         for future in as_completed(started):
             version = started[future]
             try:
                 results[version.name] = future.result()
             except Exception as error:
-                results[version.name] = {"error": f"{type(error).__name__}: {error}"}
+                results[version.name] = f"{type(error).__name__}: {error}"
             progress.update(task, advance=1)
             bad = failures(results[version.name])
             console.print(f"{version.name}: {'ok' if not bad else f'{len(bad)} failed'}")
     ordered = {version.name: results[version.name] for version in wanted}
     report(ordered, Console() if sys.stdout.isatty() else Console(width=190))
-    return 1 if any(failures(result) for result in ordered.values()) else 0
+    counted = [version.name for version in wanted if not version.allowed_to_fail]
+    return 1 if any(failures(ordered[name]) for name in counted) else 0
 
 
-def check(version: environments.Version, given: argparse.Namespace) -> dict[str, Any]:
-    """The evidence of one version: one process without flash-attn, one with its stand-in."""
+def check(version: environments.Version, given: argparse.Namespace, packages: Path) -> Environment:
+    """The evidence of one version: one process without flash-attn, one with its stand-in, in one JSON."""
     file = given.evidence / f"{version.name}.json"
-    if given.resume and file.exists() and not failures(json.loads(file.read_text())):
-        return dict(json.loads(file.read_text()))
+    if given.resume and file.exists():
+        with contextlib.suppress(Malformed):
+            known = read_file(file)
+            if not failures(known):
+                return known
     python = environments.make(version, given.environments)
-    evidence: dict[str, Any] = {}
+    parts = []
     for flash_attn in IMPLEMENTATIONS:
         command = [str(python), "-m", "compat_matrix.check", "--flash-attn", flash_attn]
         for option in ("families", "points"):
@@ -70,69 +80,82 @@ def check(version: environments.Version, given: argparse.Namespace) -> dict[str,
                 command += [f"--{option}", *getattr(given, option)]
         done = subprocess.run(
             command,
-            cwd=ROOT,
+            cwd=packages,
             capture_output=True,
             text=True,
-            env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
+            env={**os.environ, "PYTHONPATH": str(packages), "OMP_NUM_THREADS": "1"},
         )
         if done.returncode:
             raise RuntimeError(done.stderr[-1500:])
-        evidence[flash_attn] = json.loads(done.stdout)
-    if not given.families and not given.points:
-        file.write_text(json.dumps(evidence, indent=1) + "\n")
-    return evidence
+        parts.append(json.loads(done.stdout))
+    whole = not given.families and not given.points
+    with tempfile.TemporaryDirectory() as folder:
+        made = Path(folder, file.name)
+        made.write_text(json.dumps(merged(version, *parts), indent=1) + "\n", encoding="utf-8")
+        if whole:
+            shutil.copy(made, file)
+        return read_file(made)
 
 
-def failures(evidence: dict[str, Any]) -> list[str]:
-    """``family implementation point: what was found`` for everything that is not ok."""
-    if "error" in evidence:
-        return [evidence["error"]]
-    return [
-        f"{family} {implementation} {point}: {result}"
-        for part in evidence.values()
-        for family, cells in part["cells"].items()
-        if cells != "absent"
-        for implementation, points in cells.items()
-        for point, result in points.items()
-        if result != "ok" and not result.startswith("n/a: ")
-    ]
+def merged(version: environments.Version, without: dict[str, Any], with_flash: dict[str, Any]) -> dict[str, Any]:
+    """The two processes' findings as one, beside what versions.toml expects."""
+    architectures = {}
+    for name in {**without["architectures"], **with_flash["architectures"]}:
+        first, second = (part["architectures"].get(name, {}) for part in (without, with_flash))
+        cell = {**first, **second}
+        for key in ("fa2patch", "upstream"):
+            if key in first or key in second:
+                cell[key] = {**first.get(key, {}), **second.get(key, {})}
+        if ("refused" in first) != ("refused" in second) and first.get("fa2patch") and second.get("fa2patch"):
+            cell["error"] = "refused with one implementation of attention, patched with another"
+        if first.get("seam", second.get("seam")) != second.get("seam", first.get("seam")):
+            cell["error"] = f"seam {first['seam']} without flash-attn, {second['seam']} with it"
+        expected = version.seam_of(name)
+        cell = {**cell, "expected_seam": [expected]} if expected else cell
+        architectures[name] = {**cell, **known_failure(name, version.transformers, cell)}
+    header = {"format": FORMAT, "name": version.name, **without, "flash_attn": with_flash["flash_attn"]}
+    header["seconds"] = round(without["seconds"] + with_flash["seconds"], 1)
+    if version.allowed_to_fail:
+        header["allowed_to_fail"] = True
+    return {**header, "architectures": architectures}
 
 
-def report(results: dict[str, dict[str, Any]], console: Console) -> None:
-    """The families x versions table, then what failed, then every reason why something does not apply."""
-    families = {family: None for evidence in results.values() for part in evidence.values() for family in _cells(part)}
-    table = Table("version", *families, title="fa2patch: packed rows isolated")
+def known_failure(architecture: str, transformers: str, cell: dict[str, Any]) -> dict[str, str]:
+    """What xfail.toml says of a cell, if every failure in it is the one that is known."""
+    failed = [what for run in cell.get("fa2patch", {}).values() for what in run.get("fail", {}).values()]
+    for known in environments.tomllib.loads((environments.HERE / "xfail.toml").read_text())["xfail"]:
+        minors = [minor for minor in known["versions"] if f"{transformers}.".startswith(f"{minor}.")]
+        if (
+            architecture in known["architectures"]
+            and minors
+            and failed
+            and all(known["error"] in what for what in failed)
+        ):
+            return {"xfail": known["reason"], "link": known["link"]}
+    return {}
+
+
+def failures(evidence: Environment | str) -> list[str]:
+    """``architecture: what was found`` for every cell that is not as it should be."""
+    if isinstance(evidence, str):
+        return [evidence]
+    return [f"{name}: {cell.reason}" for name, cell in evidence.cells.items() if cell.state == "fail"]
+
+
+def report(results: dict[str, Environment | str], console: Console) -> None:
+    """Counts by version, upstream's beside them, then what failed."""
+    table = Table("version", *STATES[:-1], "upstream: one row", "all five", title="fa2patch, and Transformers alone")
     for name, evidence in results.items():
-        table.add_row(name, *(_state(evidence, family) for family in families))
+        if isinstance(evidence, str):
+            table.add_row(name, *["-"] * 3, "[red]error[/red]")
+            continue
+        found = score(evidence.cells.values())
+        one = ", ".join(f"{found.one_row[what]} {what}" for what in ("ok", "leak", "error") if found.one_row[what])
+        table.add_row(name, *(str(found.states[state]) for state in STATES[:-1]), one, str(found.every_row))
     console.print(table)
     for name, evidence in results.items():
         for failure in failures(evidence):
-            console.print(f"[red]{name}[/red] {failure}", highlight=False)
-    reasons: dict[str, set[str]] = {}
-    for name, evidence in results.items():
-        for part in evidence.values():
-            for family, cells in _cells(part).items():
-                for points in cells.values() if cells != "absent" else ():
-                    for point, result in points.items():
-                        if result.startswith("n/a: "):
-                            reasons.setdefault(f"{family} {point}: {result[5:]}", set()).add(name)
-    for reason, names in sorted(reasons.items()):
-        console.print(f"does not apply: {reason} ({len(names)} versions)", highlight=False)
-
-
-def _cells(part: Any) -> dict[str, Any]:
-    return part["cells"] if isinstance(part, dict) else {}
-
-
-def _state(evidence: dict[str, Any], family: str) -> str:
-    if "error" in evidence:
-        return "[red]error[/red]"
-    cells = [part["cells"].get(family, "absent") for part in evidence.values()]
-    if "absent" in cells:
-        return "-"
-    return (
-        "[red]FAIL[/red]" if any(failures({"": {"cells": {family: cell}}}) for cell in cells) else "[green]ok[/green]"
-    )
+            console.print(f"[red]{name}[/red] {failure}", highlight=False, soft_wrap=True)
 
 
 if __name__ == "__main__":

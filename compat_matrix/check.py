@@ -1,4 +1,4 @@
-"""One environment, one JSON: every family present, every implementation, every point. ``__main__`` runs it in each."""
+"""One environment, one JSON: every architecture, every implementation, every point. ``__main__`` runs it in each."""
 
 from __future__ import annotations
 
@@ -11,11 +11,21 @@ import time
 import traceback
 import warnings
 from datetime import datetime, timezone
+from importlib import metadata
 from pathlib import Path
 from typing import Any
 
-IMPLEMENTATIONS = {"without": ("eager", "sdpa"), "with": ("eager", "flash_attention_2")}
+IMPLEMENTATIONS = {"without": ("eager", "sdpa"), "with": ("flash_attention_2",)}
 """What is checked without flash-attn, and with (its stand-in on a CPU)."""
+
+NO_SUCH_IMPLEMENTATION = (
+    "scaled_dot_product",
+    "does not support Flash Attention",
+    "FlashAttention cannot",
+    "FlashAttention4",
+    "kernels` is",
+)
+"""In the errors with which a version says that an architecture has no such attention."""
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -34,64 +44,90 @@ def main(arguments: list[str] | None = None) -> int:
     import torch
     import transformers
 
-    from . import tiny_models
+    from . import tiny_models, upstream
     from .points import POINTS
 
     torch.set_num_threads(1)
     started = time.time()
-    cells: dict[str, Any] = {}
-    for family in given.families or tiny_models.FAMILIES:
-        if not tiny_models.is_present(family):
-            cells[family] = "absent"
+    points = given.points or list(POINTS)
+    found = {}
+    for architecture in given.families or tiny_models.architectures():
+        if not tiny_models.is_present(architecture):
             continue
-        cells[family] = {}
-        for implementation in IMPLEMENTATIONS[given.flash_attn]:
-            results = _cell(family, implementation, given.points or list(POINTS))
-            cells[family][implementation] = results
-            bad = [f"{name}: {result}" for name, result in results.items() if result.startswith("FAIL")]
-            print(f"{family} {implementation}: {'; '.join(bad) or 'ok'}", file=sys.stderr, flush=True)
+        found[architecture] = _cell(architecture, IMPLEMENTATIONS[given.flash_attn], points)
+        print(f"{architecture}: {found[architecture]}", file=sys.stderr, flush=True)
     evidence = {
         "transformers": transformers.__version__,
         "torch": torch.__version__,
         "python": platform.python_version(),
+        "wrapt": metadata.version("wrapt"),
         "flash_attn": "stand-in" if given.flash_attn == "with" else None,
         "device": "cpu",
         "kernel": "reference",
         "date": datetime.now(timezone.utc).date().isoformat(),
         "seconds": round(time.time() - started, 1),
-        "cells": cells,
+        "points": points,
+        "upstream_rows": list(upstream.ROWS),
+        "architectures": found,
     }
     text = json.dumps(evidence, indent=1)
     given.output.write_text(text + "\n") if given.output else print(text)
     return 0
 
 
-def _cell(family: str, implementation: str, points: list[str]) -> dict[str, str]:
+def _cell(architecture: str, implementations: tuple[str, ...], points: list[str]) -> dict[str, Any]:
+    """What is found of one architecture: with fa2patch and by upstream alone, or why it is refused."""
+    import fa2patch
+
+    from . import tiny_models, upstream
+    from .points import Cell
+
+    loaded = {}
+    unloadable = {}
+    for implementation in implementations:
+        try:
+            loaded[implementation] = Cell(architecture, implementation), tiny_models.build(architecture, implementation)
+        except Exception as error:
+            unloadable[implementation] = f"{type(error).__name__}: {error}".splitlines()[0][:300]
+    result: dict[str, Any] = {"fa2patch": {}, "upstream": {}}
+    for implementation, reason in unloadable.items():
+        if not any(clue in reason for clue in NO_SUCH_IMPLEMENTATION):
+            return {"error": f"{implementation}: {reason}"}
+        result["fa2patch"][implementation] = {"n/a": {"load": reason}}
+    for implementation, (cell, model) in loaded.items():
+        result["upstream"][implementation] = upstream.outcomes(cell)
+        try:
+            with fa2patch.apply(model) as patch:
+                result["seam"] = sorted({layer.seam for layer in patch.layers})
+        except (fa2patch.errors.UnsupportedModel, fa2patch.errors.LayerNotPatchable) as error:
+            result["refused"] = f"{type(error).__name__}: {error}"
+            continue
+        result["fa2patch"][implementation] = _results(cell, points)
+    if "refused" in result:
+        del result["fa2patch"]
+    return result
+
+
+def _results(cell: Any, points: list[str]) -> dict[str, Any]:
     import torch
 
-    from . import tiny_models
-    from .points import POINTS, Cell, NotApplicable
+    from .points import POINTS, NotApplicable
 
-    try:
-        tiny_models.build(family, implementation)
-    except (ValueError, ImportError) as error:
-        if implementation == "sdpa" and "scaled_dot_product" in str(error):
-            return {"load": "n/a: this version of the family has no sdpa implementation"}
-        return {"load": f"FAIL: {error}"}
-    cell, results = Cell(family, implementation), {}
+    counts: dict[str, Any] = {"ok": 0, "n/a": {}, "fail": {}}
     for name in points:
         try:
             torch.manual_seed(0)
             POINTS[name](cell)
-            results[name] = "ok"
+            counts["ok"] += 1
         except NotApplicable as reason:
-            results[name] = f"n/a: {reason}"
+            counts["n/a"][name] = str(reason)
         except Exception as error:
             frame = traceback.extract_tb(error.__traceback__)[-1]
-            results[name] = f"FAIL: {type(error).__name__}: {error} ({Path(frame.filename).name}:{frame.lineno})"[:400]
+            what = f"{type(error).__name__}: {error} ({Path(frame.filename).name}:{frame.lineno})"
+            counts["fail"][name] = what[:400]
             if os.environ.get("FA2PATCH_TRACE"):
                 traceback.print_exc()
-    return results
+    return counts
 
 
 if __name__ == "__main__":

@@ -2,13 +2,21 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
+import importlib.util
 import os
+import re
 import shutil
 import subprocess
 import sys
-from dataclasses import dataclass
+import tempfile
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field, replace
+from datetime import date
+from hashlib import sha256
 from pathlib import Path
+from typing import Any
 
 if sys.version_info >= (3, 11):
     import tomllib
@@ -18,19 +26,65 @@ else:
 HERE = Path(__file__).parent
 
 
+PACKAGES = ("fa2patch", "compat_matrix")
+"""All that an environment sees of the Python that started the check."""
+
+MAIN = "main"
+"""In place of a release: what will be the next one."""
+
+MAIN_SOURCE = "https://github.com/huggingface/transformers"
+
+
 @dataclass(frozen=True)
 class Version:
-    """One block of versions.toml."""
+    """One block of versions.toml: what an environment is made of. No number after ``wrapt`` means the newest."""
 
     name: str
     transformers: str
     python: str
     torch: str
     pins: tuple[str, ...]
+    wrapt: str = ""
+    allowed_to_fail: bool = False
+    seam: str = ""
+    other_seams: Mapping[str, tuple[str, ...]] = field(default_factory=dict, hash=False)
+
+    def seam_of(self, architecture: str) -> str:
+        """Which seam is expected, or ``refused``; empty where nothing is."""
+        named = (seam for seam, architectures in self.other_seams.items() if architecture in architectures)
+        return next(named, self.seam)
 
     @property
     def requirements(self) -> list[str]:
-        return [f"torch=={self.torch}", f"transformers=={self.transformers}", "wrapt", *self.pins]
+        numbers = {"torch": self.torch, "transformers": self.transformers.replace(MAIN, ""), "wrapt": self.wrapt}
+        pinned = {_package(pin) for pin in self.pins}
+        own = [f"{name}=={number}" if number else name for name, number in numbers.items() if name not in pinned]
+        return [*own, *self.pins]
+
+    @property
+    def stamp(self) -> str:
+        """What an environment was made for; one of the next release is only good for today."""
+        today = [f"on {date.today()}"] if self.transformers == MAIN else []
+        return "\n".join([*self.requirements, *today])
+
+    def changed(self, pins: Iterable[str] = (), torch: str | None = None, python: str | None = None) -> Version:
+        """With other pins (one takes the place of a pin of the same package), and a name of its own if it differs."""
+        pins = tuple(pins)
+        named = {_package(pin) for pin in pins}
+        other = replace(
+            self,
+            python=python or self.python,
+            torch=torch or self.torch,
+            pins=(*(pin for pin in self.pins if _package(pin) not in named), *pins),
+        )
+        if other == self:
+            return self
+        told_apart = sha256("\n".join([other.python, *other.requirements]).encode()).hexdigest()[:8]
+        return replace(other, name=f"{self.name}-{told_apart}")
+
+
+def _package(requirement: str) -> str:
+    return re.split(r"[\s\[<>=!~;@]", requirement, maxsplit=1)[0].lower().replace("_", "-")
 
 
 def versions() -> dict[str, Version]:
@@ -39,19 +93,26 @@ def versions() -> dict[str, Version]:
     blocks = {}
     for name, block in file["version"].items():
         settings = {"transformers": name, **file["defaults"], **block}
-        blocks[name] = Version(
-            name, settings["transformers"], settings["python"], settings["torch"], tuple(settings["pins"])
-        )
+        blocks[name] = Version(name, **{**settings, "pins": tuple(settings["pins"])})
     return blocks
 
 
 def version(name: str) -> Version:
-    """The block of this name; for a release that has none, the defaults."""
+    """The block of this name; for another release what its minor has (``4.44``: that block), else what the newest has.
+
+    ``main`` is git main where that can be reached, else the newest release or pre-release; it is allowed to fail.
+    """
     known = versions()
     if name in known:
         return known[name]
-    newest = list(known.values())[-2]
-    return Version(name, name, newest.python, newest.torch, newest.pins)
+    unknown: dict[str, Any] = {"seam": "", "other_seams": {}}
+    releases = [block for block in known.values() if block.name == block.transformers != MAIN]
+    if name == MAIN:
+        return replace(releases[-1], name=MAIN, transformers=MAIN, allowed_to_fail=True, **unknown)
+    for block in releases:
+        if block.transformers.split(".")[:2] == name.split(".")[:2]:
+            return block if name.count(".") == 1 else replace(block, name=name, transformers=name, **unknown)
+    return replace(releases[-1], name=name, transformers=name, **unknown)
 
 
 def make(wanted: Version, folder: Path) -> Path:
@@ -59,12 +120,45 @@ def make(wanted: Version, folder: Path) -> Path:
     home = folder / wanted.name
     python = home / ("Scripts/python.exe" if os.name == "nt" else "bin/python")
     stamp = home / "requirements"
-    if stamp.exists() and stamp.read_text() == "\n".join(wanted.requirements):
+    if stamp.exists() and stamp.read_text() == wanted.stamp and _python_of(home) == wanted.python:
         return python
     _uv("venv", "--clear", "--python", interpreter(wanted.python), str(home))
-    _uv("pip", "install", "--python", str(python), *_find_links(), *wanted.requirements)
-    stamp.write_text("\n".join(wanted.requirements))
+    requirements = [_next() if requirement == "transformers" else requirement for requirement in wanted.requirements]
+    _uv("pip", "install", "--python", str(python), *_find_links(), *requirements)
+    stamp.write_text(wanted.stamp)
     return python
+
+
+@contextlib.contextmanager
+def only_our_packages() -> Iterator[Path]:
+    """A folder for ``PYTHONPATH`` that holds fa2patch and compat_matrix, wherever they are installed, and no more."""
+    with tempfile.TemporaryDirectory(prefix="fa2patch-") as folder:
+        for name in PACKAGES:
+            spec = importlib.util.find_spec(name)
+            if spec is None or not spec.submodule_search_locations:
+                raise RuntimeError(
+                    f"looked for the package {name} beside compat_matrix, found none: reinstall fa2patch"
+                )
+            home, link = Path(next(iter(spec.submodule_search_locations))), Path(folder) / name
+            try:
+                link.symlink_to(home, target_is_directory=True)
+            except OSError:  # Windows asks for a privilege
+                shutil.copytree(home, link, ignore=shutil.ignore_patterns("__pycache__", "evidence"))
+        yield Path(folder)
+
+
+def _next() -> str:
+    """The requirement for the Transformers to come."""
+    if _output(["git", "ls-remote", MAIN_SOURCE, MAIN]):
+        return f"transformers @ git+{MAIN_SOURCE}@{MAIN}"
+    return "transformers>=5.0.0.dev0"  # a pre-release in the bound lets uv take pre-releases
+
+
+def _python_of(home: Path) -> str:
+    """The minor of the Python that an environment was made with."""
+    settings = home / "pyvenv.cfg"
+    found = re.search(r"^version(?:_info)? *= *(\d+\.\d+)", settings.read_text() if settings.exists() else "", re.M)
+    return found[1] if found else ""
 
 
 @functools.cache

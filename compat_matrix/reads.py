@@ -105,6 +105,8 @@ class _Squares(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
+        if any(returned.alias_info is not None for returned in func._schema.returns):
+            return result  # a view: nothing was made
         for tensor in result if isinstance(result, (list, tuple)) else [result]:
             if isinstance(tensor, torch.Tensor) and tuple(tensor.shape[-2:]) == (self.length, self.length):
                 self.seen.found.append(f"{func.overloadpacket.__name__} {list(tensor.shape)}")

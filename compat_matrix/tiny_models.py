@@ -1,104 +1,315 @@
-"""Tiny models of every family, with weights scaled up: default tiny weights hide leaks (products of small numbers)."""
+"""Tiny models of every architecture, with weights scaled up: default weights hide leaks (products of small numbers).
+
+What is small is chosen by the names of the config's arguments, so that a release brings its new models with it; a row
+of ``OVERRIDES`` is for what a name cannot say.
+"""
 
 from __future__ import annotations
 
+import contextlib
 import copy
+import functools
 import importlib
+import inspect
+import re
+import sys
 from typing import Any
 
 import torch
 
 VOCABULARY = 97
 
-_COMMON = {
-    "vocab_size": VOCABULARY,
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "max_position_embeddings": 128,
+SEEDS = (
+    "llama", "mistral", "mixtral", "granite", "dbrx", "falcon", "gemma", "olmo", "phi", "phi3", "qwen2", "qwen2_moe",
+    "stablelm", "starcoder2",
+)  # fmt: skip
+"""The fourteen families that the project began with."""
+
+TEXT_SIDES = (
+    "qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", "gemma3", "llava", "llava_next", "mistral3", "llama4",
+    "internvl", "pixtral",
+)  # fmt: skip
+"""Vision-language models whose text side is checked (``pixtral``: Llava around a Pixtral tower)."""
+
+SETTINGS: dict[str, Any] = {
+    **dict.fromkeys(["vocab_size", "vocab_size_per_layer_input", "text_vocab_size"], VOCABULARY),
+    **dict.fromkeys(["hidden_size", "n_embd", "d_model", "embed_dim", "word_embed_proj_dim", "embedding_size"], 32),
+    **dict.fromkeys(["intermediate_size", "n_inner", "ffn_dim", "ffn_hidden_size", "dff", "mlp_hidden_size"], 48),
+    **dict.fromkeys(["num_hidden_layers", "n_layer", "n_layers", "num_layers", "depth"], 2),
+    **dict.fromkeys(["num_attention_heads", "n_head", "n_heads", "num_heads"], 4),
+    **dict.fromkeys(["num_key_value_heads", "num_kv_heads", "num_global_key_value_heads"], 2),
+    **dict.fromkeys(["head_dim", "global_head_dim", "kv_channels", "qk_nope_head_dim", "qk_rope_head_dim"], 8),
+    **dict.fromkeys(["v_head_dim", "hidden_size_per_layer_input", "rope_head_dim"], 8),
+    **dict.fromkeys(["max_position_embeddings", "n_positions", "n_ctx", "max_seq_len"], 128),
+    **dict.fromkeys(["num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts"], 4),
+    **dict.fromkeys(["num_experts_per_tok", "num_experts_per_token", "moe_topk", "moe_top_k", "moe_k", "top_k"], 2),
+    **dict.fromkeys(["top_k_experts"], 2),
+    **dict.fromkeys(["moe_intermediate_size", "shared_expert_intermediate_size", "shared_intermediate_size"], 24),
+    **dict.fromkeys(["expert_ffn_hidden_size", "expert_intermediate_size", "intermediate_size_mlp"], 24),
+    **dict.fromkeys(["q_lora_rank", "kv_lora_rank"], 16),
+    **dict.fromkeys(
+        ["n_group", "topk_group", "n_shared_experts", "first_k_dense_replace", "moe_num_shared_experts"], 1
+    ),
+    **dict.fromkeys(["decoder_sparse_step", "moe_layer_interval"], 1),
+    **dict.fromkeys(["mamba_d_head", "mamba_headdim", "mamba_head_dim"], 16),
+    **dict.fromkeys(["mamba_n_heads", "mamba_num_heads", "mamba_dt_rank", "linear_num_value_heads"], 4),
+    **dict.fromkeys(["mamba_d_state", "mamba_chunk_size", "linear_key_head_dim", "linear_value_head_dim"], 8),
+    **dict.fromkeys(["n_mamba_heads", "linear_num_key_heads", "sliding_window_pattern"], 2),
+    "mamba_d_ssm": 64,
+    "lru_width": 32,
+    "rotary_dim": 4,
     "pad_token_id": 0,
     "bos_token_id": 1,
     "eos_token_id": 2,
     "tie_word_embeddings": False,
 }
 
-FAMILIES: dict[str, dict[str, Any]] = {
-    "llama": {},
+_LATENT = {"num_key_value_heads": 4, "head_dim": 8}
+_VISION = {
+    "hidden_size": 32, "embed_dim": 32, "intermediate_size": 48, "num_hidden_layers": 1, "depth": 1, "num_heads": 4,
+    "num_attention_heads": 4, "image_size": 28, "patch_size": 14, "out_hidden_size": 32, "vision_output_dim": 32,
+    "projector_input_dim": 32, "projector_output_dim": 32, "deepstack_visual_indexes": [0],
+    "fullatt_block_indexes": [0],
+}  # fmt: skip
+
+_SIDES = {
+    "llava": ("llama", "clip_vision_model"),
+    "llava_next": ("mistral", "clip_vision_model"),
+    "pixtral": ("mistral", "pixtral"),
+    "mistral3": ("mistral", "pixtral"),
+    "internvl": ("qwen2", "internvl_vision"),
+}
+"""The models inside those vision-language models that take any."""
+
+_MROPE = {
+    "rope_scaling": {"type": "mrope", "mrope_section": [1, 1, 2]},
+    "rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [1, 1, 2]},
+}
+
+_RENAMED = ("layers_block_type", "layer_types", "rope_parameters", "use_mamba_kernels")
+"""Arguments that some versions lack, and would keep as attributes that mean nothing."""
+
+OVERRIDES: dict[str, dict[str, Any]] = {
     "mistral": {"sliding_window": None},
-    "mixtral": {"num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": None},
+    "mixtral": {"sliding_window": None},
     "granite": {"attention_multiplier": 0.3, "residual_multiplier": 0.7, "logits_scaling": 2.0},
     "dbrx": {
-        "d_model": 32,
-        "n_heads": 4,
-        "n_layers": 2,
-        "max_seq_len": 128,
-        "resid_pdrop": 0.0,
-        "emb_pdrop": 0.0,
         "attn_config": {"kv_n_heads": 2, "clip_qkv": 8.0, "rope_theta": 10000.0},
         "ffn_config": {"ffn_hidden_size": 32, "moe_num_experts": 4, "moe_top_k": 2, "moe_jitter_eps": None},
     },
-    "falcon": {
-        "ffn_hidden_size": 48,
-        "new_decoder_architecture": True,
-        "num_kv_heads": 2,
-        "alibi": False,
-        "bias": False,
-        "parallel_attn": True,
-        "hidden_dropout": 0.0,
-        "attention_dropout": 0.0,
-    },
-    "gemma": {"head_dim": 8},
+    "falcon": {"new_decoder_architecture": True, "alibi": False, "bias": False, "parallel_attn": True},
     "olmo": {"clip_qkv": 8.0},
-    "phi": {"partial_rotary_factor": 0.5, "resid_pdrop": 0.0, "embd_pdrop": 0.0, "attention_dropout": 0.0},
+    "phi": {"partial_rotary_factor": 0.5},
     "phi3": {"sliding_window": None},
     "qwen2": {"use_sliding_window": False},
-    "qwen2_moe": {
-        "num_experts": 4,
-        "num_experts_per_tok": 2,
-        "moe_intermediate_size": 24,
-        "shared_expert_intermediate_size": 24,
-        "decoder_sparse_step": 1,
-        "use_sliding_window": False,
-    },
+    "qwen2_moe": {"use_sliding_window": False},
     "stablelm": {"partial_rotary_factor": 0.5, "use_qkv_bias": True},
-    "starcoder2": {"sliding_window": None, "residual_dropout": 0.0, "embedding_dropout": 0.0},
+    "starcoder2": {"sliding_window": None},
+    **dict.fromkeys(
+        ["axk1", "deepseek_v2", "deepseek_v3", "glm4_moe_lite", "longcat_flash", "minicpm3", "youtu"], _LATENT
+    ),
+    **dict.fromkeys(["qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe"], _MROPE),
+    **dict.fromkeys(
+        ["gemma3n_text", "gemma4_text", "gemma4_unified_text"],
+        {"num_kv_shared_layers": 2, "num_hidden_layers": 4, "layer_types": ["sliding_attention", "full_attention"] * 2},
+    ),
+    "granitemoehybrid": {"layer_types": ["mamba", "attention"]},
+    "jamba": {"use_mamba_kernels": False, "attn_layer_offset": 1, "attn_layer_period": 2},
+    "xmod": {"default_language": "en_XX"},
+    "zamba2": {"layers_block_type": ["mamba", "hybrid"]},
+    "lfm2_moe": {"layer_types": ["conv", "full_attention"]},
+    "zamba": {"layers_block_type": ["mamba", "mamba", "hybrid", "mamba"], "num_hidden_layers": 4},
+    "gpt_neox": {"rotary_pct": 0.5},
+    "cohere_compass_text": {
+        "layer_types": ["sliding_attention", "full_attention"],
+        "rope_parameters": dict.fromkeys(["sliding_attention", "full_attention"], _MROPE["rope_parameters"]),
+    },
+    "zaya": {"num_experts_per_tok": 1},
+    "llama4": {"attention_chunk_size": 6, "floor_scale": 4, "no_rope_layers": [1, 0], "layer_types": None},
+    "gpt_neo": {"attention_types": [[["global", "local"], 1]]},
 }
+"""What a config argument's name cannot say."""
 
-MIXTURES = ("mixtral", "dbrx", "qwen2_moe")
-"""Families whose experts multiply as many tokens at a time as were routed to them: another shape, another rounding."""
+NOT_FROM_ZERO = (
+    "camembert", "data2vec-text", "roberta", "roberta-prelayernorm", "xlm-roberta", "xlm-roberta-xl", "xmod",
+)  # fmt: skip
+"""These count positions from the padding id's successor where none are given: held against documents with ids given."""
+
+OUT_OF_SCOPE = {
+    **dict.fromkeys(["musicgen", "musicgen_melody", "moshi", "moss_transcribe_diarize"], "makes or hears sound"),
+    **dict.fromkeys(["gemma4_assistant", "gemma4_unified_assistant"], "drafts from another model's keys and values"),
+    **dict.fromkeys(["gemma3n", "gemma4", "gemma4_unified"], "vision-language; its text side is there as ..._text"),
+    **dict.fromkeys(["emu3", "fuyu", "mllama", "phi4_multimodal"], "vision-language, of no make that is checked"),
+    "trocr": "reads pictures of text",
+    "gpt-sw3": "is gpt2 by another name",
+}
+"""Listed by Transformers as causal LMs, but no language models for packed text."""
 
 ROUTERS = (".gate.weight", "router.layer.weight", "router.weight")
 """Scaled up more than the rest, so that rounding to bfloat16 does not send a token to another expert."""
 
-_OWN_NAMES = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads")
+
+def architectures() -> list[str]:
+    """Every decoder-only language model of the installed Transformers that claims flash attention, and text sides."""
+    names = {*_auto().MODEL_FOR_CAUSAL_LM_MAPPING_NAMES, *TEXT_SIDES} - {*SEEDS, *OUT_OF_SCOPE}
+    return [*filter(is_present, SEEDS), *sorted(filter(is_present, names))]
 
 
-def config_of(family: str, **changes: Any) -> Any:
-    """A tiny config of the family, in the installed Transformers."""
-    transformers = importlib.import_module("transformers")
-    settings = {**_COMMON, **copy.deepcopy(FAMILIES[family]), **changes}
-    if family == "dbrx":
-        settings = {
-            name: value for name, value in settings.items() if name not in (*_OWN_NAMES, "max_position_embeddings")
-        }
-    if family == "falcon":
-        settings = {
-            name: value for name, value in settings.items() if name not in ("intermediate_size", "num_key_value_heads")
-        }
-    if (
-        family == "mistral"
-        and settings["sliding_window"] is None
-        and hasattr(_modeling(family), "_make_sliding_window_causal_mask")
-    ):
-        settings["sliding_window"] = 4096  # 4.34 does not know a Mistral without a window
+def _auto() -> Any:
+    return importlib.import_module("transformers.models.auto.modeling_auto")
+
+
+@functools.cache
+def is_present(architecture: str) -> bool:
+    """Whether the installed Transformers has this one, claiming flash attention, and it is no encoder-decoder."""
     try:
-        return transformers.CONFIG_MAPPING[family](**settings)
+        cls = model_class(architecture)
+    except (KeyError, ImportError, AttributeError):
+        return False
+    modeling = sys.modules[cls.__module__]
+    claims = any(getattr(cls, name, False) for name in ("_supports_flash_attn_2", "_supports_flash_attn"))
+    classes = [name for name in vars(modeling) if name.endswith("FlashAttention2") and "Vision" not in name]
+    return bool(claims or classes) and not _is_encoder_decoder(cls)
+
+
+def _is_encoder_decoder(cls: Any) -> bool:
+    parameter = parameters(cls.config_class).get("is_encoder_decoder")
+    return bool(parameter and parameter.default is True) or getattr(cls.config_class, "is_encoder_decoder", False)
+
+
+def model_class(architecture: str) -> Any:
+    """Its causal LM class, or the class of the vision-language model around it."""
+    transformers = importlib.import_module("transformers")
+    if architecture in TEXT_SIDES:
+        names = {}
+        for mapping in ("MODEL_FOR_VISION_2_SEQ_MAPPING_NAMES", "MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES"):
+            names.update(getattr(_auto(), mapping, {}))
+        name = names[
+            "llava" if architecture == "pixtral" and "pixtral" in _auto().CONFIG_MAPPING_NAMES else architecture
+        ]
+    else:
+        name = _auto().MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[architecture]
+    return getattr(transformers, name if isinstance(name, str) else name[0])
+
+
+def config_of(architecture: str, **changes: Any) -> Any:
+    """A tiny config, in the installed Transformers; ``changes`` are for the language model's part of it."""
+    cls = config_class(architecture)
+    if architecture in TEXT_SIDES:
+        return _around_text(architecture, cls, changes)
+    return _made(cls, {**_small(cls), **_overrides(architecture, cls), **changes})
+
+
+def config_class(architecture: str) -> Any:
+    return model_class(architecture).config_class
+
+
+def _small(cls: Any) -> dict[str, Any]:
+    settings: dict[str, Any] = {}
+    for name, parameter in parameters(cls).items():
+        if name in SETTINGS and parameter.default is not False:
+            settings[name] = SETTINGS[name]
+        elif name.endswith(("dropout", "pdrop", "dropout_rate", "dropout_prob")) and parameter.default is not None:
+            settings[name] = 0.0
+    settings.update(_one_layer_of_each_kind(cls))
+    return settings
+
+
+@functools.cache
+def parameters(cls: Any) -> dict[str, Any]:
+    """What a config class takes, by name."""
+    found: dict[str, Any] = {}
+    for base in reversed(cls.__mro__):
+        if "__init__" in vars(base) and base is not object:
+            found.update(inspect.signature(base.__init__).parameters)
+    return found
+
+
+def _one_layer_of_each_kind(cls: Any) -> dict[str, Any]:
+    """Patterns such as five sliding layers and a full one, cut down to one of each."""
+    kinds = _kinds_of_layers(cls)
+    return {"layer_types": list(kinds), "num_hidden_layers": len(kinds)} if len(kinds) > 1 else {}
+
+
+@functools.cache
+def _kinds_of_layers(cls: Any) -> tuple[str, ...]:
+    if "layer_types" in parameters(cls):
+        with contextlib.suppress(Exception):
+            return tuple(dict.fromkeys(cls().layer_types))
+    return ()
+
+
+def _overrides(architecture: str, cls: Any) -> dict[str, Any]:
+    overrides = copy.deepcopy(OVERRIDES.get(architecture, {}))
+    for name in {*_RENAMED} - {*parameters(cls)}:
+        overrides.pop(name, None)
+    if architecture == "mistral" and hasattr(modeling(architecture), "_make_sliding_window_causal_mask"):
+        overrides["sliding_window"] = 4096  # 4.34 does not know a Mistral without a window
+    return overrides
+
+
+def _around_text(architecture: str, cls: Any, changes: dict[str, Any]) -> Any:
+    """A vision-language config: a tiny text side, and a vision side as small as it gets."""
+    kinds = importlib.import_module("transformers").CONFIG_MAPPING
+    text_kind, vision_kind = _SIDES.get(architecture, (None, None))
+    text = copy.deepcopy(OVERRIDES.get(architecture, {}))
+    sides: dict[str, Any] = {"vision_config": _vision(kinds, vision_kind, cls)}
+    known = parameters(cls)
+    if "text_config" not in known:  # qwen2_vl up to 4.51 is flat
+        text = {name: value for name, value in text.items() if name in known}
+        return _made(cls, {**_small(cls), **text, **sides, **changes})
+    text_class = kinds[text_kind] if text_kind else type(cls().text_config)
+    text = {name: value for name, value in text.items() if name in parameters(text_class)}
+    if hasattr(getattr(modeling(architecture), "Llama4TextModel", None), "create_chunked_attention_mask"):
+        text["attention_chunk_size"] = 4096  # 4.51's and 4.52's chunks need a cache, and it bfloat16
+    text = {**_small(text_class), **text, **changes}
+    sides["text_config"] = {"model_type": text_class.model_type, **text}
+    if text_kind:
+        sides["text_config"] = _made(text_class, text)
+    return _made(cls, {**_small(cls), **sides})
+
+
+def _vision(kinds: Any, kind: str | None, cls: Any) -> Any:
+    vision_class = kinds[kind] if kind else type(cls().vision_config)
+    settings = {name: value for name, value in _VISION.items() if name in parameters(vision_class)}
+    return vision_class(**settings) if kind else settings
+
+
+def _made(cls: Any, settings: dict[str, Any]) -> Any:
+    try:
+        return cls(**settings)
     except Exception as error:  # 5.4's OlmoConfig takes this flag only as a number
         if "'tie_word_embeddings' expected int" not in str(error):
             raise
-        return transformers.CONFIG_MAPPING[family](**{**settings, "tie_word_embeddings": 0})
+        return cls(**{**settings, "tie_word_embeddings": 0})
+
+
+def with_layers(architecture: str, layers: int) -> dict[str, Any]:
+    """Changes of the config that give it so many layers, of the same kinds in turn."""
+    config = config_of(architecture)
+    config = getattr(config, "text_config", config)
+    names = [name for name in ("num_hidden_layers", "n_layers", "n_layer", "num_layers") if name in vars(config)]
+    changes: dict[str, Any] = {names[0]: layers}
+    for name in ("layer_types", "no_rope_layers", "mlp_layer_types"):
+        kinds = vars(config).get(name)
+        if isinstance(kinds, (list, tuple)) and kinds:
+            changes[name] = [kinds[index % len(kinds)] for index in range(layers)]
+    if "attention_types" in vars(config):
+        changes["attention_types"] = [[["global", "local"], layers // 2]]
+    return changes
+
+
+@functools.cache
+def is_mixture(architecture: str) -> bool:
+    """Whether experts multiply as many tokens at a time as were routed to them: another shape, another rounding."""
+    return any(re.search(r"expert|moe|router", name, re.IGNORECASE) for name, _ in build(architecture).named_modules())
+
+
+def window_name(architecture: str) -> str | None:
+    """What the config calls a sliding window, if it has any."""
+    config = config_of(architecture)
+    config = getattr(config, "text_config", config)
+    return next((name for name in ("sliding_window", "window_size", "local_attention") if hasattr(config, name)), None)
 
 
 def _needs_a_window(modeling: Any) -> bool:
@@ -106,41 +317,37 @@ def _needs_a_window(modeling: Any) -> bool:
     return not (hasattr(modeling, "MISTRAL_ATTENTION_CLASSES") or hasattr(modeling, "ALL_ATTENTION_FUNCTIONS"))
 
 
-def _modeling(family: str) -> Any:
-    return importlib.import_module(f"transformers.models.{family}.modeling_{family}")
+def modeling(architecture: str) -> Any:
+    """Its modeling module."""
+    return sys.modules[model_class(architecture).__module__]
 
 
-def is_present(family: str) -> bool:
-    """Whether the installed Transformers has this family with flash attention."""
-    transformers = importlib.import_module("transformers")
-    if family not in transformers.CONFIG_MAPPING:
-        return False
-    cls = model_class(family)
-    return any(
-        getattr(cls, name, False) for name in ("_supports_flash_attn_2", "_supports_flash_attn")
-    ) or "FlashAttention2" in " ".join(vars(importlib.import_module(cls.__module__)))
+def build(architecture: str, implementation: str = "eager", dtype: torch.dtype = torch.float32, **changes: Any) -> Any:
+    """A model with the same weights whatever the implementation; in eval mode."""
+    wanted = (architecture, implementation, repr(sorted(changes.items())))
+    if wanted not in _made_before:
+        if len(_made_before) >= 16:
+            _made_before.clear()
+        _made_before[wanted] = _build(architecture, implementation, changes)
+    return copy.deepcopy(_made_before[wanted]).to(dtype)
 
 
-def model_class(family: str) -> Any:
-    """The family's causal LM class."""
-    transformers = importlib.import_module("transformers")
-    mapping = importlib.import_module("transformers.models.auto.modeling_auto").MODEL_FOR_CAUSAL_LM_MAPPING
-    return mapping[transformers.CONFIG_MAPPING[family]]
+_made_before: dict[tuple[str, str, str], Any] = {}
+"""Models to copy: making one takes ten times as long."""
 
 
-def build(family: str, implementation: str = "eager", dtype: torch.dtype = torch.float32, **changes: Any) -> Any:
-    """A model of the family with the same weights whatever the implementation; in eval mode."""
-    if family == "mistral" and implementation == "flash_attention_2" and _needs_a_window(_modeling(family)):
-        changes.setdefault("sliding_window", 4096)
-    config = config_of(family, **changes)
-    cls = model_class(family)
+def _build(architecture: str, implementation: str, changes: dict[str, Any]) -> Any:
+    if architecture == "mistral" and implementation == "flash_attention_2" and _needs_a_window(modeling(architecture)):
+        changes = {"sliding_window": 4096, **changes}
+    config = config_of(architecture, **changes)
+    cls = model_class(architecture)
     if implementation == "flash_attention_2":
         config._flash_attn_2_enabled = True  # 4.34 and 4.35
     elif hasattr(config, "_flash_attn_2_enabled"):
         config._flash_attn_2_enabled = False
     model = _load(cls, config, implementation).float()
     scale_up(model)
-    return model.to(dtype).eval()
+    return model.eval()
 
 
 def _load(cls: Any, config: Any, implementation: str) -> Any:

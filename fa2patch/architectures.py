@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import Any, Callable
 
+import torch
+
 from .attention import Options
 from .errors import UnknownArchitecture
 
@@ -17,11 +19,14 @@ class Architecture:
         model_type: ``config.model_type``.
         refuse: given a config, the reason why this model cannot be trained packed, or None.
         adjust: a quirk: given an attention layer and the options that it passes, the options that are right.
+        queries: a quirk: given an attention layer, its queries ``[batch, length, heads, dim]`` and how far into its
+            document every token is, ``[batch, length]``, the queries that are right.
     """
 
     model_type: str
     refuse: Callable[[Any], str | None] | None = None
     adjust: Callable[[Any, Options], Options] | None = None
+    queries: Callable[[Any, torch.Tensor, torch.Tensor], torch.Tensor] | None = None
 
 
 def _alibi(config: Any) -> str | None:
@@ -42,9 +47,29 @@ def _phi_scale(module: Any, options: Options) -> Options:
     return replace(options, scale=None) if options.scale == 1.0 else options
 
 
-def _softcap(module: Any, options: Options) -> Options:
-    """Up to 4.47 the flash class caps only where it finds flash-attn 2.6 or newer installed."""
-    return replace(options, softcap=options.softcap or getattr(module.config, "attn_logit_softcapping", None))
+def _bigcode_scale(module: Any, options: Options) -> Options:
+    """Up to 4.39 the flash class of a half-precision model also divides by the layer's number, as no other does."""
+    return replace(options, scale=module.head_dim**-0.5 if module.scale_attn_weights else 1.0)
+
+
+def _gemma2(module: Any, options: Options) -> Options:
+    """Up to 4.47 the flash class caps only where it finds flash-attn 2.6 or newer, up to 4.43 it has no window."""
+    softcap = options.softcap or getattr(module.config, "attn_logit_softcapping", None)
+    return replace(options, softcap=softcap, window=options.window or module.sliding_window)
+
+
+def _temperature(module: Any, q: torch.Tensor, into: torch.Tensor) -> torch.Tensor:
+    """Layers without rope scale queries by how far into the row they are, from ``floor_scale`` tokens on."""
+    if module.use_rope or not module.attn_temperature_tuning or q.shape[1] < module.floor_scale:
+        return q
+
+    in_row = torch.arange(q.shape[1], device=q.device)
+    right, wrong = (
+        torch.log1p(torch.floor((tokens.float() + 1.0) / module.floor_scale)) * module.attn_scale + 1.0
+        for tokens in (into, in_row)
+    )
+    ratio: torch.Tensor = right / wrong
+    return q * ratio[:, :, None, None].to(q.dtype)
 
 
 _NOTHING_SPECIAL = (
@@ -58,7 +83,9 @@ _rows = {
     for row in (
         *map(Architecture, _NOTHING_SPECIAL),
         Architecture("falcon", refuse=_alibi),
-        Architecture("gemma2", adjust=_softcap),
+        Architecture("gpt_bigcode", adjust=_bigcode_scale),
+        Architecture("gemma2", adjust=_gemma2),
+        Architecture("llama4_text", queries=_temperature),
         Architecture("paligemma", refuse=_prefix),
         Architecture("phi", adjust=_phi_scale),
     )
@@ -100,3 +127,8 @@ def row_of(config: Any) -> Architecture:
     """The row for a model's config; one that says nothing special where its model type has none."""
     model_type = str(getattr(config, "model_type", ""))
     return _rows.get(model_type) or Architecture(model_type)
+
+
+def is_registered(config: Any) -> bool:
+    """Whether somebody vouches for a config's model type with a row."""
+    return getattr(config, "model_type", None) in _rows

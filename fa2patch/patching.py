@@ -5,9 +5,7 @@ from __future__ import annotations
 import copy
 import functools
 import importlib
-import inspect
 import re
-import sys
 import types
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -17,7 +15,7 @@ from typing import Any, Callable
 import torch
 
 from . import kernels
-from .architectures import Architecture, lookup, row_of
+from .architectures import Architecture, is_registered, lookup, row_of
 from .binding import ABSENT, LOCK, bind, release, used_by
 from .errors import LayerNotPatchable, NotAModel, UnsupportedModel, UnsupportedTransformers
 from .seams import entry, function, interface, layers, masks, method, rotary
@@ -31,27 +29,35 @@ HOOKED = "_old_forward"
 
 @dataclass(frozen=True)
 class Site:
-    """An attribute to replace, by name, so that a patch can be pickled and bound again in another process.
+    """An attribute to replace. Pickled by name, so that a patch can be bound again in another process.
 
     Attributes:
         kind: which replacement, a key of ``_MAKERS``.
-        module: the module's name.
-        owner: the class's name in that module; empty where the module itself is the owner.
+        owner: a class or a module: the object, as remote code may have another one of that name by now.
         attribute: the attribute's name.
     """
 
     kind: str
-    module: str
-    owner: str
+    owner: Any
     attribute: str
 
     def find(self) -> tuple[Any, ModuleType]:
-        module = sys.modules.get(self.module) or importlib.import_module(self.module)
-        return (functools.reduce(getattr, self.owner.split("."), module) if self.owner else module), module
+        if isinstance(self.owner, ModuleType):
+            return self.owner, self.owner
+        return self.owner, importlib.import_module(self.owner.__module__)
 
     def bind(self, user: Any) -> None:
         owner, module = self.find()
         bind(owner, self.attribute, functools.partial(_MAKERS[self.kind], owner, module), user)
+
+    def __reduce__(self) -> Any:
+        if isinstance(self.owner, ModuleType):
+            return _site_of_module, (self.kind, self.owner.__name__, self.attribute)
+        return Site, (self.kind, self.owner, self.attribute)
+
+
+def _site_of_module(kind: str, module: str, attribute: str) -> Site:
+    return Site(kind, importlib.import_module(module), attribute)
 
 
 def _layer(owner: Any, module: ModuleType, original: Any) -> Callable[..., Any]:
@@ -124,10 +130,6 @@ class Patch:
         self.rotary = rotary.length_scaled(decoder.config)
         self.needs_cache = bool(getattr(decoder.config, "num_kv_shared_layers", 0))
         self.rehooked: list[tuple[Any, Any]] = []
-
-    @property
-    def adjust(self) -> Any:
-        return self.architecture.adjust
 
     @property
     def active(self) -> bool:
@@ -324,15 +326,21 @@ def _plan(model: Any, kernel: str, architecture: str | None) -> Patch:
 
     attention = list(layers.attention_layers(decoder))
     _check_layers(decoder, attention)
+    if not (architecture or is_registered(decoder.config) or layers.claims_flash_attention(model, attention)):
+        raise UnsupportedModel(
+            f"{type(model).__name__} does not claim flash attention (_supports_flash_attn): its attention may look at "
+            "more than boundaries can say. Nothing was patched. If it is ordinary attention, say so: "
+            f"fa2patch.register(fa2patch.Architecture({decoder.config.model_type!r}))."
+        )
     sites = [_class_site("base_model", inner) for inner in [*outer[1:], decoder]]
     if outer:
         sites.append(_class_site("causal_lm", model))
     sites += dict.fromkeys(
-        _site("mask", owner, name) for inner in [*outer, decoder] for owner, name in masks.sites(type(inner))
+        Site("mask", owner, name) for inner in [*outer, decoder] for owner, name in masks.sites(type(inner))
     )
     sites += [_class_site("positions", module) for module in masks.position_embeddings(decoder)]
     planned = [
-        _Layer(layer.name, layer.seam, _site(*layer.replaced), tuple(_site(*other) for other in layer.others))
+        _Layer(layer.name, layer.seam, Site(*layer.replaced), tuple(Site(*other) for other in layer.others))
         for layer in attention
     ]
     sites += dict.fromkeys(site for layer in planned for site in (layer.site, *layer.others))
@@ -358,27 +366,11 @@ def _check_layers(decoder: Any, attention: list[layers.Attention]) -> None:
         found = ", ".join(f"{name} ({cls})" for name, cls in list(without.items())[:4]) or "no layer at all"
         raise LayerNotPatchable(
             f"{type(decoder).__name__}: looked in every layer for attention with a seam (a module-level "
-            f"{interface.REGISTRY}, or a ...FlashAttention2 class) and found {len(attention)} such layers; without one: "
-            f"{found if attention else 'all of them'}. Nothing was patched. Train this model padded, and please report "
-            "it with the Transformers version."
+            f"{interface.REGISTRY}, or a ...FlashAttention2 class) and found {len(attention)} such layers; without "
+            f"one: {found}. Nothing was patched. Train this model padded, and please report it with the Transformers "
+            "version."
         )
 
 
 def _class_site(kind: str, module: Any) -> Site:
-    return _site(kind, layers.defining(type(module), "forward"), "forward")
-
-
-def _site(kind: str, owner: Any, attribute: str) -> Site:
-    if isinstance(owner, ModuleType):
-        return Site(kind, owner.__name__, "", attribute)
-    site = Site(kind, owner.__module__, owner.__qualname__, attribute)
-    try:
-        found = site.find()[0]
-    except (AttributeError, ImportError):
-        found = None
-    if found is not owner:
-        raise LayerNotPatchable(
-            f"{owner.__module__}.{owner.__qualname__} is not to be found under that name, so a copy of the model could "
-            "not be patched too. Nothing was patched. Define the class at the top level of its module."
-        )
-    return site
+    return Site(kind, layers.defining(type(module), "forward"), "forward")

@@ -251,6 +251,20 @@ def test_seq_idx_speaks_where_cu_seq_lens_only_repeat_the_mask(model, docs, expe
         assert_close(found.logits[0], expected, "logits")
 
 
+def test_a_class_inside_a_function_is_patched_and_its_copy_too(docs):
+    class Local(tiny_models.model_class("llama")):
+        def forward(self, *args, **kwargs):
+            return super().forward(*args, **kwargs)
+
+    model = Local(tiny_models.config_of("llama")).eval()
+    tiny_models.scale_up(model)
+    expected = alone(model, docs)
+    fa2patch.apply(model)
+    copied = copy.deepcopy(model)
+    fa2patch.revert(model)
+    assert_close(logits(copied, docs), expected, "the copy's logits")
+
+
 class TestRefusals:
     """Bad input: a clear error, and nothing changed."""
 
@@ -265,9 +279,13 @@ class TestRefusals:
         self.check(errors.NotAModel, "found str", "meta-llama/Llama-2-7b")
         self.check(errors.NotAModel, "found Linear", torch.nn.Linear(2, 2))
 
-    def test_unknown_architecture(self):
+    def test_attention_without_a_seam(self):
         config = transformers.BloomConfig(hidden_size=16, n_head=2, n_layer=1, vocab_size=32)
-        self.check(errors.UnknownArchitecture, "bloom.*fa2patch.register", transformers.BloomForCausalLM(config))
+        self.check(errors.LayerNotPatchable, "found 0 such layers", transformers.BloomForCausalLM(config))
+
+    def test_state_outside_attention(self):
+        model = transformers.JambaForCausalLM(tiny_models.config_of("jamba"))
+        self.check(errors.UnsupportedModel, r"JambaMambaMixer \(.*\) at layers\.0\.mamba.*leak there", model)
 
     def test_encoder_decoder(self):
         config = transformers.BartConfig(
@@ -296,17 +314,9 @@ class TestRefusals:
         monkeypatch.setattr(sys.modules["transformers"], "__version__", "4.33.3")
         self.check(errors.UnsupportedTransformers, "4.34 or newer, found 4.33.3", model)
 
-    def test_a_class_inside_a_function(self):
-        class Local(tiny_models.model_class("llama")):
-            def forward(self, *args, **kwargs):
-                return super().forward(*args, **kwargs)
-
-        model = Local(tiny_models.config_of("llama"))
-        self.check(errors.LayerNotPatchable, "top level of its module", model)
-
     def test_architecture_by_name(self, model, docs, expected):
         model.config.model_type = "my-llama"
-        self.check(errors.UnknownArchitecture, "my-llama", model)
+        self.check(errors.UnknownArchitecture, "your-llama.*fa2patch.register", model, architecture="your-llama")
         with fa2patch.apply(model, architecture="llama"):
             assert_close(logits(model, docs), expected, "logits")
 

@@ -129,13 +129,26 @@ def outcome(model, batch):
 
 
 @every_seam
-def test_a_model_type_without_a_row_is_refused_and_the_error_says_how_to_add_one(seam, monkeypatch):
+def test_a_model_type_without_a_row_is_patched_where_its_seam_is_an_ordinary_one(seam, docs, monkeypatch):
+    expected = alone(build(seam), docs)
     monkeypatch.delitem(sys.modules["fa2patch.architectures"]._rows, f"fake-{seam}")
     model = build(seam)
+    with fa2patch.apply(model):
+        assert_close(logits(model, docs), expected, "logits")
+
+
+def test_attention_that_does_not_claim_flash_attention_is_refused_until_somebody_vouches_for_it(docs, monkeypatch):
+    monkeypatch.setattr(modeling_interface.FakeInterfaceModel, "_supports_flash_attn", False)
+    monkeypatch.setattr(modeling_interface.FakeInterfaceModel, "_supports_flash_attn_2", False)
+    model = build("interface")
     found = Found(model)
-    with pytest.raises(errors.UnknownArchitecture, match=rf"'fake-{seam}'.*fa2patch\.register"):
+    rows = sys.modules["fa2patch.architectures"]._rows
+    row = rows.pop("fake-interface")
+    with pytest.raises(errors.UnsupportedModel, match=r"does not claim flash attention.*Architecture\('fake-interface'"):
         fa2patch.apply(model)
     assert found.again()
+    fa2patch.register(row)
+    assert fa2patch.apply(model).active
 
 
 @every_seam
@@ -307,7 +320,7 @@ def test_one_layer_without_a_seam_is_refused_and_nothing_is_changed(seam):
     model = build(seam)
     model.model.layers[1] = OtherAttention()
     found = Found(model)
-    with pytest.raises(errors.LayerNotPatchable, match=r"2 layers.* found in 1 \(layers\.0\)"):
+    with pytest.raises(errors.LayerNotPatchable, match=r"found 1 such .* layers\.1 \(OtherAttention\)"):
         fa2patch.apply(model)
     assert found.again() and fa2patch.status(model) is None
 

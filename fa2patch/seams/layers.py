@@ -93,11 +93,21 @@ def attention_layers(decoder: Any) -> Iterator[Attention]:
             yield Attention(name, module, seam, ("layer", owner, "forward"), (other,))
 
 
+def claims_flash_attention(model: Any, found: list[Attention]) -> bool:
+    """Whether its authors say that a model can be computed with flash attention, or wrote a class for it."""
+    said = any(
+        getattr(part, name, False)
+        for part in models(model)
+        for name in ("_supports_flash_attn", "_supports_flash_attn_2")
+    )
+    return said or any(layer.seam != "interface" for layer in found)
+
+
 def mixers(decoder: Any) -> dict[str, str]:
     """Modules, by name, that carry state along the row outside attention; with what gave them away."""
     named = {name: module for name, module in decoder.named_modules() if _MIXER.search(type(module).__name__)}
     innermost = {name for name in named if not any(other.startswith(f"{name}.") for other in named)}
-    found = {}
+    found: dict[str, str] = {}
     for name, module in decoder.named_modules():
         clue = "by its name" if name in innermost else _clue(module)
         if clue and not any(name.startswith(f"{outer}.") for outer in found):
@@ -109,6 +119,8 @@ def _clue(module: Any) -> str | None:
     cls = type(module)
     if isinstance(module, torch.nn.Conv1d) and module.kernel_size[0] > 1:
         return f"a convolution over {module.kernel_size[0]} tokens"
+    if isinstance(module, (torch.nn.RNNBase, torch.nn.RNNCellBase)):
+        return "recurrent"
     if cls.__module__.startswith("torch."):
         return None
     weights = [name for name in _MIXER_WEIGHTS if name in module._parameters]
@@ -121,13 +133,19 @@ def _clue(module: Any) -> str | None:
 
 
 def blocks_without(decoder: Any, found: list[Attention]) -> dict[str, str]:
-    """Members, by name, of the decoder's lists of layers that hold none of the attention layers found in others."""
+    """Members, by name, of the decoder's lists of layers that hold none of the attention layers found in others.
+
+    All members of all lists where none was found.
+    """
     holding: dict[str, set[str]] = {}
     for layer in found:
         parts = layer.name.split(".")
         at = next((i for i, part in enumerate(parts) if part.isdigit()), None)
         if at is not None:
             holding.setdefault(".".join(parts[:at]), set()).add(parts[at])
+    if not found:
+        lists = (name for name, module in decoder.named_modules() if isinstance(module, torch.nn.ModuleList))
+        holding = {name: set() for name in lists}
     return {
         f"{name}.{index}": type(block).__name__
         for name, indices in holding.items()

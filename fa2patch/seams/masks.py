@@ -1,7 +1,8 @@
 """Lets a packed mask through the functions that make 4-D masks, so that none is ever made for a packed batch.
 
 4.34: ``Model._prepare_decoder_attention_mask`` (Falcon: ``_prepare_attn_mask``); 4.35 on: ``_prepare_4d_*`` in the
-modeling module; 4.38 to 4.52: ``Model._update_causal_mask``; GPT-BigCode's own and ``AttentionMaskConverter``; 4.53 on: ``create_*_mask`` in the modeling module.
+modeling module; 4.38 to 4.52: ``Model._update_causal_mask``, on a GPU ``AttentionMaskConverter`` too; 4.53 on:
+``create_*_mask`` in the modeling module.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ from .packed_mask import PackedMask, find
 
 METHODS = ("_update_causal_mask", "_prepare_decoder_attention_mask", "_prepare_attn_mask")
 FUNCTIONS = re.compile(r"create_\w*masks?(_mapping|_for_generate|_for_vision_model)?|_prepare_4d_\w+")
+MASK = "attention_mask"
 UNMASK = "_unmask_unattended"
 
 BOTH_WAYS = {"or_mask_function": None, "block_sequence_ids": 0, "token_type_ids": 1}
@@ -31,14 +33,15 @@ BOTH_WAYS = {"or_mask_function": None, "block_sequence_ids": 0, "token_type_ids"
 def sites(base_model: type) -> list[tuple[Any, str]]:
     """``(owner, attribute)`` of every function that makes a mask for this model, or for what it inherits from."""
     owners: list[tuple[Any, str]] = [
-        (cls, name) for name in METHODS for cls in base_model.__mro__ if name in vars(cls) and _makes_one(vars(cls)[name])
+        (cls, name)
+        for name in METHODS
+        for cls in base_model.__mro__
+        if name in vars(cls) and _makes_one(vars(cls)[name])
     ]
     modules = dict.fromkeys(sys.modules[cls.__module__] for cls in base_model.__mro__ if "forward" in vars(cls))
     for module in modules:
         owners += [
-            (module, name)
-            for name, value in vars(module).items()
-            if FUNCTIONS.fullmatch(name) and callable(value)
+            (module, name) for name, value in vars(module).items() if FUNCTIONS.fullmatch(name) and callable(value)
         ]
         converter = vars(module).get("AttentionMaskConverter")
         if converter is not None and UNMASK in vars(converter):
@@ -53,11 +56,8 @@ def _makes_one(method: Any) -> bool:
 
 def position_embeddings(decoder: Any) -> list[Any]:
     """Embeddings of positions that are handed the mask, to count its ones (OPT, BioGPT)."""
-    return [
-        module
-        for module in decoder.modules()
-        if isinstance(module, torch.nn.Embedding) and list(inspect.signature(module.forward).parameters)[0] == "attention_mask"
-    ]
+    embeddings = [module for module in decoder.modules() if isinstance(module, torch.nn.Embedding)]
+    return [module for module in embeddings if next(iter(inspect.signature(module.forward).parameters)) == MASK]
 
 
 def counted_by_position_ids(original: Callable[..., Any]) -> Callable[..., Any]:
@@ -78,12 +78,15 @@ def let_through(original: Callable[..., Any]) -> Callable[..., Any]:
     (5.x's Qwen2MoE has its window in the mask only: its attention layers don't pass it on to flash attention.)
     """
 
+    signature = inspect.signature(original)
+    names = signature.parameters
+
     @functools.wraps(original)
     def make_mask(*args: Any, **kwargs: Any) -> Any:
         mask = find(chain(args, kwargs.values()))
         if mask is None:
             return original(*args, **kwargs)
-        given = inspect.signature(original).bind_partial(*args, **kwargs).arguments
+        given = signature.bind_partial(*args, **kwargs).arguments
         for name, images_from in BOTH_WAYS.items():
             if given.get(name) is not None and (images_from is None or largest(given[name]) >= images_from):
                 raise PackingNotIsolated(
@@ -91,9 +94,15 @@ def let_through(original: Callable[..., Any]) -> Callable[..., Any]:
                     "in both directions, which packed attention has no way to say. Pack text only, or train padded."
                 )
         if "chunked" in original.__name__:
-            return replace(mask, boundaries=mask.boundaries.chunked(given["config"].attention_chunk_size))
+            return _chunked(mask, given["config"])
+        if "chunked_attention_mask" in names:  # 4.51's and 4.52's Llama 4 makes two
+            return mask, _chunked(mask, given["self"].config)
         if "sliding_window" in original.__name__:
             return replace(mask, window=getattr(given.get("config"), "sliding_window", None) or None)
         return mask
 
     return make_mask
+
+
+def _chunked(mask: PackedMask, config: Any) -> PackedMask:
+    return replace(mask, boundaries=mask.boundaries.chunked(config.attention_chunk_size))

@@ -32,11 +32,12 @@ def flash_class(modeling: ModuleType, cls: type) -> type | None:
     module_classes = [base for base in cls.__mro__ if base.__module__ == modeling.__name__]
     if not module_classes:
         return None
+    plain = module_classes[-1].__qualname__  # by name: 4.39 to 4.42 execute remote code again at each load
     for candidate in vars(modeling).values():
         if (
             isinstance(candidate, type)
             and candidate.__name__.endswith("FlashAttention2")
-            and issubclass(candidate, module_classes[-1])
+            and any((base.__module__, base.__qualname__) == (modeling.__name__, plain) for base in candidate.__mro__)
         ):
             return candidate
     return None
@@ -73,6 +74,8 @@ class Layer:
             return rotary.OfLayer(value, self._mask)
         if name == "config" and getattr(value, "sliding_window", 0) is None and is_method_seam(self._flash):
             return _Unwindowed(value)
+        if inspect.ismethod(value) and value.__self__ is self._module:
+            return types.MethodType(value.__func__, self)  # a helper of forward's: it looks things up on self too
         return value
 
     def _flash_attention_forward(

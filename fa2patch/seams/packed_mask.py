@@ -4,16 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
-from typing import Any, Callable
+from typing import Any
 
 import torch
 
 from ..attention import Options, packed_attention
-from ..boundaries import Boundaries
+from ..boundaries import Boundaries, positions_of
 from .rotary import LengthScaled
 
 _NOT_A_TENSOR = (
-    "torch's {function} was called on the mask of a packed batch: an attention layer was not patched by fa2patch. "
+    "torch's {function} was called on a PackedMask: an attention layer was not patched by fa2patch. "
     "Call fa2patch.revert(model), then fa2patch.apply(model) again; if it stays, please report it."
 )
 
@@ -31,7 +31,7 @@ class PackedMask:
         position_ids: the batch's ids, for models that derive positions from the mask (OPT up to 4.45).
         positions: largest position id + 1, in tokens: what a table of rotary embeddings must hold.
         rotary: the model's length-dependent rope scaling, if it has one.
-        adjust: the architecture's quirk: mends the options that a layer passes.
+        architecture: its row of the registry, for its quirks.
         window: the sliding window that the model's mask has for these layers, in tokens, if any.
         layer: the attention layer that is computed now, on the seams of models that choose an attention class.
         calls: how many attention layers have been given it.
@@ -43,7 +43,7 @@ class PackedMask:
     positions: int
     position_ids: torch.Tensor | None = field(default=None, repr=False)
     rotary: LengthScaled | None = None
-    adjust: Callable[[Any, Options], Options] | None = None
+    architecture: Any = None
     window: int | None = None
     layer: Any = field(default=None, repr=False)
     calls: list[None] = field(default_factory=list, repr=False)
@@ -51,8 +51,10 @@ class PackedMask:
     def attend(self, module: Any, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, options: Options) -> torch.Tensor:
         """``packed_attention`` in the dtype that the layer ``module`` computes in; ``[batch, length, heads, dim]``."""
         self.calls.append(None)
-        if self.adjust is not None:
-            options = self.adjust(module, options)
+        if self.architecture is not None and self.architecture.adjust is not None:
+            options = self.architecture.adjust(module, options)
+        if self.architecture is not None and self.architecture.queries is not None:
+            q = self.architecture.queries(module, q, positions_of(self.boundaries.cu_seqlens, self.shape))
         if options.window is None and self.window is not None:
             options = replace(options, window=self.window)
         dtype = compute_dtype(module, q, k, v)
@@ -81,7 +83,12 @@ class PackedMask:
         """What models do to a 2-D mask on the way to their layers (4-D, a dtype, 0 and -inf) changes nothing here."""
         return self
 
-    view = bool = long = float = unsqueeze = transpose = __rsub__ = __mul__ = __rmul__ = _as_it_is
+    view = unsqueeze = transpose = __rsub__ = __mul__ = __rmul__ = _as_it_is
+
+    def __getattr__(self, name: str) -> Any:
+        if name in ("bool", "long", "float"):
+            return self._as_it_is
+        raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
 
     @classmethod
     def __torch_function__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> PackedMask:
@@ -99,6 +106,8 @@ class PackedMask:
     def __contains__(self, value: object) -> bool:
         """4.34 to 4.41 keep a flash model's 2-D mask only if ``0 in mask``."""
         return value == 0
+
+    __iter__ = None
 
     def __getitem__(self, index: Any) -> Any:
         """4.34's flash Mistral asks ``mask[:, -1]`` whether the padding is on the right: it is not."""

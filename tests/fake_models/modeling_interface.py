@@ -90,6 +90,7 @@ class FakeAttention(nn.Module):
 
 
 class FakeInterfaceModel(PreTrainedModel):
+    _supports_flash_attn = _supports_flash_attn_2 = True
     config_class, base_model_prefix = FakeInterfaceConfig, "model"
 
     def __init__(self, config):

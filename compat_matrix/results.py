@@ -1,0 +1,153 @@
+"""The evidence, a JSON per environment, checked and read."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+from packaging.version import InvalidVersion, Version
+
+from .cells import Cell, Checked, Environment, Results, Upstream
+
+FORMAT = 2
+
+
+class Malformed(ValueError):
+    """A JSON is not evidence; the message names the file and what was expected."""
+
+
+def read(folder: Path, wanted: Iterable[str] = ()) -> Results:
+    """Every JSON in a folder, those of its subfolder ``gpu`` apart.
+
+    Raises:
+        Malformed: one of them is not evidence, or there is none.
+    """
+    here = sorted(map(read_file, folder.glob("*.json")), key=lambda environment: environment.order)
+    gpu = sorted(map(read_file, folder.glob("gpu/*.json")), key=lambda environment: environment.order)
+    if not here:
+        raise Malformed(f"{folder}: expected evidence, found no JSON. Run python -m compat_matrix")
+    names = {environment.name for environment in here}
+    return Results(
+        tuple(here),
+        tuple(environment for environment in (*here, *gpu) if environment.device != "cpu"),
+        tuple(name for name in wanted if name not in names),
+    )
+
+
+def read_file(file: Path) -> Environment:
+    """One file of evidence.
+
+    Raises:
+        Malformed: it is not evidence.
+    """
+    try:
+        data = json.loads(file.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise Malformed(f"{file}: expected JSON, found {error}") from None
+    try:
+        return _environment(data, file.stem)
+    except _Expected as expected:
+        raise Malformed(f"{file}: expected {expected}") from None
+
+
+class _Expected(Exception):
+    pass
+
+
+def _environment(data: Any, stem: str) -> Environment:
+    if not isinstance(data, dict) or data.get("format") != FORMAT:
+        found = data.get("format") if isinstance(data, dict) else type(data).__name__
+        raise _Expected(f"format {FORMAT}, found {found}. Run python -m compat_matrix --versions {stem}")
+    texts = {
+        key: _take(data, key, str)
+        for key in ("name", "transformers", "torch", "python", "wrapt", "device", "kernel", "date")
+    }
+    if texts["name"] != stem:
+        raise _Expected(f"name to be the file's, {stem!r}, found {texts['name']!r}")
+    try:
+        Version(texts["transformers"])
+    except InvalidVersion as error:
+        raise _Expected(f"transformers to be a version, found {error}") from None
+    points, rows = tuple(_take(data, "points", list)), tuple(_take(data, "upstream_rows", list))
+    cells = {
+        name: _cell(_take(data["architectures"], name, dict, "architectures."), points, rows, f"architectures.{name}.")
+        for name in _take(data, "architectures", dict)
+    }
+    return Environment(
+        **texts,
+        flash_attn=data.get("flash_attn") or "none",
+        seconds=float(data.get("seconds") or 0),
+        points=points,
+        upstream_rows=rows,
+        cells=cells,
+        allowed_to_fail=bool(data.get("allowed_to_fail")),
+    )
+
+
+def _cell(data: dict[str, Any], points: tuple[str, ...], rows: tuple[str, ...], where: str) -> Cell:
+    upstream = _upstream(data.get("upstream") or {}, rows, where + "upstream.")
+    if "error" in data:
+        return Cell("fail", _take(data, "error", str, where), upstream=upstream)
+    if "refused" in data:
+        reason = _take(data, "refused", str, where)
+        expected = data.get("expected_seam")
+        if expected not in (None, ["refused"]):
+            return Cell("fail", f"expected the {' and '.join(expected)} seam, found {reason}", upstream=upstream)
+        return Cell("refused", reason, upstream=upstream)
+    if "xfail" in data:
+        link = _take(data, "link", str, where)
+        if not link.startswith(("https://", "http://")):
+            raise _Expected(f"{where}link to be a web address, found {link!r}")
+        return Cell("xfail", _take(data, "xfail", str, where), link, upstream=upstream)
+    seam, expected = tuple(_take(data, "seam", list, where)), data.get("expected_seam")
+    checked, problems = {}, []
+    for name in _take(data, "fa2patch", dict, where):
+        counts = _take(data["fa2patch"], name, dict, f"{where}fa2patch.")
+        checked[name] = Checked(
+            _take({"ok": 0, **counts}, "ok", int, where),
+            dict(_take({"n/a": {}, **counts}, "n/a", dict, where)),
+            dict(_take({"fail": {}, **counts}, "fail", dict, where)),
+        )
+        problems += [f"{name}: {problem}" for problem in _problems(checked[name], counts, points)]
+    if not any(run.ok for run in checked.values()):
+        problems.append("no point was found to hold")
+    if expected is not None and set(expected) != set(seam):
+        problems.append(f"patched at the seam {', '.join(seam) or 'none'}, not {', '.join(expected)}")
+    return Cell("fail" if problems else "ok", "; ".join(problems), "", seam, checked, upstream)
+
+
+def _problems(run: Checked, counts: dict[str, Any], points: tuple[str, ...]) -> list[str]:
+    """Why this implementation is not ok."""
+    problems = [f"{point}: {failure}" for point, failure in run.failures.items()]
+    if list(run.not_applicable) == ["load"] and set(counts) == {"n/a"}:
+        return problems
+    total = run.ok + len(run.not_applicable) + len(run.failures)
+    if total != len(points):
+        problems.append(
+            f"{run.ok} ok, {len(run.not_applicable)} n/a and {len(run.failures)} failed of {len(points)} points "
+            "do not add up"
+        )
+    elif not {*run.not_applicable, *run.failures} <= set(points):
+        problems.append("points that are not among those that were run")
+    return problems
+
+
+def _upstream(data: dict[str, Any], rows: tuple[str, ...], where: str) -> Upstream | None:
+    """The flash route where there is one."""
+    implementation = next((name for name in ("flash_attention_2", "sdpa", *data) if name in data), None)
+    if implementation is None:
+        return None
+    results = {row: str(data[implementation].get(row, "unknown")) for row in rows}
+    for row, result in results.items():
+        if result.partition(":")[0] not in ("ok", "leak", "error", "unknown"):
+            raise _Expected(f"{where}{implementation}.{row} to be ok, leak or error: ..., found {result!r}")
+    return Upstream(implementation, results)
+
+
+def _take(data: Any, key: str, kind: type, where: str = "") -> Any:
+    if not isinstance(data, dict) or not isinstance(data.get(key), kind):
+        found = type(data[key]).__name__ if isinstance(data, dict) and key in data else "nothing"
+        raise _Expected(f"{where}{key} to be {kind.__name__}, found {found}")
+    return data[key]

@@ -7,24 +7,21 @@ import contextlib
 import json
 import os
 import shutil
-import subprocess
 import sys
 import tempfile
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from pathlib import Path
-from typing import Any
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
-from . import environments
+from . import environments, run
 from .cells import STATES, Environment, score
-from .results import FORMAT, Malformed, read_file
+from .results import Malformed, read_file
 
 ROOT = environments.HERE.parent
 EVIDENCE = environments.HERE / "evidence"
-IMPLEMENTATIONS = ("without", "with")
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -71,68 +68,17 @@ def check(version: environments.Version, given: argparse.Namespace, packages: Pa
             known = read_file(file)
             if not failures(known):
                 return known
-    python = environments.make(version, given.environments)
-    parts = []
-    for flash_attn in IMPLEMENTATIONS:
-        command = [str(python), "-m", "compat_matrix.check", "--flash-attn", flash_attn]
-        for option in ("families", "points"):
-            if getattr(given, option):
-                command += [f"--{option}", *getattr(given, option)]
-        done = subprocess.run(
-            command,
-            cwd=packages,
-            capture_output=True,
-            text=True,
-            env={**os.environ, "PYTHONPATH": str(packages), "OMP_NUM_THREADS": "1"},
-        )
-        if done.returncode:
-            raise RuntimeError(done.stderr[-1500:])
-        parts.append(json.loads(done.stdout))
-    whole = not given.families and not given.points
+    options: list[str] = []
+    for name in ("families", "points"):
+        if getattr(given, name):
+            options += [f"--{name}", *getattr(given, name)]
+    found = run.evidence(version, given.environments, packages, *options)
     with tempfile.TemporaryDirectory() as folder:
         made = Path(folder, file.name)
-        made.write_text(json.dumps(merged(version, *parts), indent=1) + "\n", encoding="utf-8")
-        if whole:
+        made.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
+        if not options:
             shutil.copy(made, file)
         return read_file(made)
-
-
-def merged(version: environments.Version, without: dict[str, Any], with_flash: dict[str, Any]) -> dict[str, Any]:
-    """The two processes' findings as one, beside what versions.toml expects."""
-    architectures = {}
-    for name in {**without["architectures"], **with_flash["architectures"]}:
-        first, second = (part["architectures"].get(name, {}) for part in (without, with_flash))
-        cell = {**first, **second}
-        for key in ("fa2patch", "upstream"):
-            if key in first or key in second:
-                cell[key] = {**first.get(key, {}), **second.get(key, {})}
-        if ("refused" in first) != ("refused" in second) and first.get("fa2patch") and second.get("fa2patch"):
-            cell["error"] = "refused with one implementation of attention, patched with another"
-        if first.get("seam", second.get("seam")) != second.get("seam", first.get("seam")):
-            cell["error"] = f"seam {first['seam']} without flash-attn, {second['seam']} with it"
-        expected = version.seam_of(name)
-        cell = {**cell, "expected_seam": [expected]} if expected else cell
-        architectures[name] = {**cell, **known_failure(name, version.transformers, cell)}
-    header = {"format": FORMAT, "name": version.name, **without, "flash_attn": with_flash["flash_attn"]}
-    header["seconds"] = round(without["seconds"] + with_flash["seconds"], 1)
-    if version.allowed_to_fail:
-        header["allowed_to_fail"] = True
-    return {**header, "architectures": architectures}
-
-
-def known_failure(architecture: str, transformers: str, cell: dict[str, Any]) -> dict[str, str]:
-    """What xfail.toml says of a cell, if every failure in it is the one that is known."""
-    failed = [what for run in cell.get("fa2patch", {}).values() for what in run.get("fail", {}).values()]
-    for known in environments.tomllib.loads((environments.HERE / "xfail.toml").read_text())["xfail"]:
-        minors = [minor for minor in known["versions"] if f"{transformers}.".startswith(f"{minor}.")]
-        if (
-            architecture in known["architectures"]
-            and minors
-            and failed
-            and all(known["error"] in what for what in failed)
-        ):
-            return {"xfail": known["reason"], "link": known["link"]}
-    return {}
 
 
 def failures(evidence: Environment | str) -> list[str]:

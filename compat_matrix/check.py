@@ -23,6 +23,7 @@ NO_SUCH_IMPLEMENTATION = (
     "does not support Flash Attention",
     "FlashAttention cannot",
     "FlashAttention4",
+    "does not support the specified flash attention",
     "kernels` is",
 )
 """In the errors with which a version says that an architecture has no such attention."""
@@ -44,7 +45,7 @@ def main(arguments: list[str] | None = None) -> int:
     import torch
     import transformers
 
-    from . import tiny_models, upstream
+    from . import own_models, tiny_models, upstream
     from .points import POINTS
 
     torch.set_num_threads(1)
@@ -55,6 +56,8 @@ def main(arguments: list[str] | None = None) -> int:
         if not tiny_models.is_present(architecture):
             continue
         found[architecture] = _cell(architecture, IMPLEMENTATIONS[given.flash_attn], points)
+        if own_models.is_file(architecture):
+            found[architecture]["notes"] = own_models.notes(architecture, tiny_models.config_class(architecture))
         print(f"{architecture}: {found[architecture]}", file=sys.stderr, flush=True)
     evidence = {
         "transformers": transformers.__version__,

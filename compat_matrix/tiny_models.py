@@ -17,6 +17,8 @@ from typing import Any
 
 import torch
 
+from . import own_models
+
 VOCABULARY = 97
 
 SEEDS = (
@@ -65,7 +67,7 @@ SETTINGS: dict[str, Any] = {
 }
 
 _LATENT = {"num_key_value_heads": 4, "head_dim": 8}
-_VISION = {
+VISION = {
     "hidden_size": 32, "embed_dim": 32, "intermediate_size": 48, "num_hidden_layers": 1, "depth": 1, "num_heads": 4,
     "num_attention_heads": 4, "image_size": 28, "patch_size": 14, "out_hidden_size": 32, "vision_output_dim": 32,
     "projector_input_dim": 32, "projector_output_dim": 32, "deepstack_visual_indexes": [0],
@@ -166,6 +168,8 @@ def is_present(architecture: str) -> bool:
         cls = model_class(architecture)
     except (KeyError, ImportError, AttributeError):
         return False
+    if own_models.is_file(architecture):
+        return not _is_encoder_decoder(cls)
     modeling = sys.modules[cls.__module__]
     claims = any(getattr(cls, name, False) for name in ("_supports_flash_attn_2", "_supports_flash_attn"))
     classes = [name for name in vars(modeling) if name.endswith("FlashAttention2") and "Vision" not in name]
@@ -179,10 +183,11 @@ def _is_encoder_decoder(cls: Any) -> bool:
 
 def model_class(architecture: str) -> Any:
     """Its causal LM class, or the class of the vision-language model around it."""
+    architecture = own_models.kind(architecture)
     transformers = importlib.import_module("transformers")
     if architecture in TEXT_SIDES:
         names = {}
-        for mapping in ("MODEL_FOR_VISION_2_SEQ_MAPPING_NAMES", "MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES"):
+        for mapping in ("MODEL_FORVISION_2_SEQ_MAPPING_NAMES", "MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES"):
             names.update(getattr(_auto(), mapping, {}))
         name = names[
             "llava" if architecture == "pixtral" and "pixtral" in _auto().CONFIG_MAPPING_NAMES else architecture
@@ -195,9 +200,11 @@ def model_class(architecture: str) -> Any:
 def config_of(architecture: str, **changes: Any) -> Any:
     """A tiny config, in the installed Transformers; ``changes`` are for the language model's part of it."""
     cls = config_class(architecture)
+    if own_models.is_file(architecture):
+        return own_models.config_of(architecture, cls, **changes)
     if architecture in TEXT_SIDES:
         return _around_text(architecture, cls, changes)
-    return _made(cls, {**_small(cls), **_overrides(architecture, cls), **changes})
+    return made(cls, {**_small(cls), **_overrides(architecture, cls), **changes})
 
 
 def config_class(architecture: str) -> Any:
@@ -257,7 +264,7 @@ def _around_text(architecture: str, cls: Any, changes: dict[str, Any]) -> Any:
     known = parameters(cls)
     if "text_config" not in known:  # qwen2_vl up to 4.51 is flat
         text = {name: value for name, value in text.items() if name in known}
-        return _made(cls, {**_small(cls), **text, **sides, **changes})
+        return made(cls, {**_small(cls), **text, **sides, **changes})
     text_class = kinds[text_kind] if text_kind else type(cls().text_config)
     text = {name: value for name, value in text.items() if name in parameters(text_class)}
     if hasattr(getattr(modeling(architecture), "Llama4TextModel", None), "create_chunked_attention_mask"):
@@ -265,17 +272,18 @@ def _around_text(architecture: str, cls: Any, changes: dict[str, Any]) -> Any:
     text = {**_small(text_class), **text, **changes}
     sides["text_config"] = {"model_type": text_class.model_type, **text}
     if text_kind:
-        sides["text_config"] = _made(text_class, text)
-    return _made(cls, {**_small(cls), **sides})
+        sides["text_config"] = made(text_class, text)
+    return made(cls, {**_small(cls), **sides})
 
 
 def _vision(kinds: Any, kind: str | None, cls: Any) -> Any:
     vision_class = kinds[kind] if kind else type(cls().vision_config)
-    settings = {name: value for name, value in _VISION.items() if name in parameters(vision_class)}
+    settings = {name: value for name, value in VISION.items() if name in parameters(vision_class)}
     return vision_class(**settings) if kind else settings
 
 
-def _made(cls: Any, settings: dict[str, Any]) -> Any:
+def made(cls: Any, settings: dict[str, Any]) -> Any:
+    """``cls(**settings)``."""
     try:
         return cls(**settings)
     except Exception as error:  # 5.4's OlmoConfig takes this flag only as a number

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import sys
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING
 
 try:
     import click
@@ -13,6 +13,12 @@ except ModuleNotFoundError:
     raise SystemExit(
         "fa2patch's command line needs click, which is not installed: pip install 'fa2patch[cli]'"
     ) from None
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from compat_matrix.environments import Version
+    from compat_matrix.own_matrix import Model, Row
 
 FORMATS = ("table", "markdown", "json")
 
@@ -32,6 +38,7 @@ def main() -> None:
     "--transformers", "releases", required=True, metavar="V,V", help="Releases, such as 4.44.2,4.57; or main."
 )
 @click.option("--format", "style", type=click.Choice(FORMATS), help="Default: table on a terminal, else markdown.")
+@click.option("--json", "file", type=click.Path(dir_okay=False, path_type=Path), help="Write it there as JSON, too.")
 @click.option("--pins", multiple=True, metavar="REQ", help='Your stack\'s: "peft==0.13.2". Repeatable.')
 @click.option("--torch", metavar="V", help="Default: what the project checks that release with.")
 @click.option("--python", metavar="X.Y", help="Default: what the project checks that release with.")
@@ -42,6 +49,7 @@ def matrix(
     models: tuple[str, ...],
     releases: str,
     style: str | None,
+    file: Path | None,
     pins: tuple[str, ...],
     torch: str | None,
     python: str | None,
@@ -61,10 +69,10 @@ def matrix(
         raise click.ClickException(
             f"the matrix needs {error.name}, which is not installed: pip install 'fa2patch[cli]'"
         ) from None
-    wanted_models = [_model(own_matrix, given) for given in models]
+    wanted_models = [_model(given) for given in models]
     versions = [_version(release.strip(), pins, torch, python) for release in releases.split(",")]
 
-    def done(version: Any, rows: list[Any]) -> None:
+    def done(version: Version, rows: list[Row]) -> None:
         bad = sum(row.is_bad(allow_refused) for row in rows)
         click.echo(f"{version.name}: {f'{bad} not ok' if bad else 'done'}", err=True)
 
@@ -72,24 +80,27 @@ def matrix(
     rows = own_matrix.rows(wanted_models, versions, folder, jobs, done)
     nowhere = own_matrix.nowhere(rows)
     ok = not nowhere and not any(row.is_bad(allow_refused) for row in rows)
-    _show(own_report, rows, style or ("table" if sys.stdout.isatty() else "markdown"), ok)
+    if file:
+        file.write_text(own_report.as_json(rows, ok) + "\n", encoding="utf-8")
+    _show(rows, style or ("table" if sys.stdout.isatty() else "markdown"), ok)
     for complaint in nowhere:
         click.echo(complaint, err=True)
     sys.exit(0 if ok else 1)
 
 
-def _model(own_matrix: Any, given: str) -> Any:
+def _model(given: str) -> Model:
+    from compat_matrix.own_matrix import model
     from compat_matrix.own_models import BadConfig
 
     try:
-        return own_matrix.model(given)
+        return model(given)
     except BadConfig as error:
         raise click.BadParameter(str(error), param_hint="--model") from None
 
 
-def _version(release: str, pins: tuple[str, ...], torch: str | None, python: str | None) -> Any:
+def _version(release: str, pins: tuple[str, ...], torch: str | None, python: str | None) -> Version:
     from packaging.requirements import InvalidRequirement, Requirement
-    from packaging.version import InvalidVersion, Version
+    from packaging.version import InvalidVersion, parse
 
     from compat_matrix.environments import MAIN, version, versions
 
@@ -97,11 +108,10 @@ def _version(release: str, pins: tuple[str, ...], torch: str | None, python: str
         if given is None or (hint == "--transformers" and (given == MAIN or given in versions())):
             continue
         try:
-            Version(given)
+            parse(given)
         except InvalidVersion:
-            known = list(versions())
             raise click.BadParameter(
-                f"looked for a version number such as {'3.11' if hint == '--python' else known[-2]}, found {given!r}. "
+                f"looked for a version number such as {'3.11' if hint == '--python' else '4.57.6'}, found {given!r}. "
                 "Give numbers, separated by commas where several may be given.",
                 param_hint=hint,
             ) from None
@@ -116,7 +126,9 @@ def _version(release: str, pins: tuple[str, ...], torch: str | None, python: str
     return version(release).changed(pins, torch, python)
 
 
-def _show(own_report: Any, rows: list[Any], style: str, ok: bool) -> None:
+def _show(rows: Sequence[Row], style: str, ok: bool) -> None:
+    from compat_matrix import own_report
+
     if style == "json":
         click.echo(own_report.as_json(rows, ok))
     elif style == "markdown":

@@ -8,9 +8,10 @@ import numpy as np
 import pytest
 
 from compat_matrix import environments
-from compat_matrix.__main__ import failures, merged
+from compat_matrix.__main__ import failures
 from compat_matrix.points import POINTS, Cell, NotApplicable
 from compat_matrix.results import read_file
+from compat_matrix.run import merged
 from fa2patch import Boundaries
 from fa2patch.seams import packed_mask
 
@@ -82,7 +83,14 @@ def test_every_version_has_a_block_and_a_release_without_one_the_defaults():
 
 
 def part(**architectures):
-    header = {"transformers": "4.46.3", "torch": "2", "python": "3", "wrapt": "2", "device": "cpu", "kernel": "reference"}
+    header = {
+        "transformers": "4.46.3",
+        "torch": "2",
+        "python": "3",
+        "wrapt": "2",
+        "device": "cpu",
+        "kernel": "reference",
+    }
     lists = {"points": ["a", "b"], "upstream_rows": [], "date": "2026-01-01", "seconds": 1.0, "flash_attn": None}
     return {**header, **lists, "architectures": architectures}
 
@@ -108,7 +116,9 @@ def test_a_failure_in_either_process_is_one(tmp_path):
 
 
 def test_another_seam_than_expected_and_an_unexpected_refusal_are_failures(tmp_path):
-    wanted = environments.Version("4.46.3", "4.46.3", "3.11", "2", (), seam="function", other_seams={"refused": ("jamba",)})
+    wanted = environments.Version(
+        "4.46.3", "4.46.3", "3.11", "2", (), seam="function", other_seams={"refused": ("jamba",)}
+    )
     assert (wanted.seam_of("llama"), wanted.seam_of("jamba")) == ("function", "refused")
     both = part(llama=patched(seam="interface"), phi={"refused": "UnsupportedModel: ...", "upstream": {}})
     file = tmp_path / "4.46.3.json"

@@ -144,7 +144,9 @@ def test_attention_that_does_not_claim_flash_attention_is_refused_until_somebody
     found = Found(model)
     rows = sys.modules["fa2patch.architectures"]._rows
     row = rows.pop("fake-interface")
-    with pytest.raises(errors.UnsupportedModel, match=r"does not claim flash attention.*Architecture\('fake-interface'"):
+    with pytest.raises(
+        errors.UnsupportedModel, match=r"does not claim flash attention.*Architecture\('fake-interface'"
+    ):
         fa2patch.apply(model)
     assert found.again()
     fa2patch.register(row)

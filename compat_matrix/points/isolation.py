@@ -10,7 +10,7 @@ import torch
 
 import fa2patch
 
-from .. import tiny_models
+from .. import own_models, tiny_models
 from . import (
     TOLERANCE,
     Cell,
@@ -255,7 +255,7 @@ def rope_scaling(cell: Cell) -> None:
 
 
 def _scalings(family: str, kind: str, limit: int) -> list[dict[str, Any]]:
-    if kind == "longrope" and family != "phi3":
+    if kind == "longrope" and own_models.kind(family) != "phi3":
         return []
     pairs = tiny_models.config_of(family)
     pairs = getattr(pairs, "text_config", pairs)

@@ -1,0 +1,66 @@
+"""What the nightly workflow asks: which versions to check, and which of them are red."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from pathlib import Path
+
+from packaging.version import Version
+
+from . import environments
+
+TITLE = "The matrix is red"
+
+
+def main(arguments: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(prog="python -m compat_matrix.nightly", description=__doc__)
+    commands = parser.add_subparsers(dest="command", required=True)
+    versions = commands.add_parser("versions", help="print them as a JSON list")
+    versions.add_argument("--newest", metavar="V", help="the newest release there is; added if it has no block")
+    versions.add_argument("--only", nargs="*", metavar="V", help="these instead of all")
+    red = commands.add_parser("red", help="print what is not ok, as Markdown; exits with 1 if anything is")
+    red.add_argument("evidence", type=Path)
+    red.add_argument("--wanted", type=json.loads, required=True, metavar="JSON", help="what `versions` printed")
+    given = parser.parse_args(arguments)
+    if given.command == "versions":
+        print(json.dumps(given.only or wanted(given.newest)))
+        return 0
+    found = failures(given.evidence, given.wanted)
+    print("\n".join(found) or "Every cell is as it should be.")
+    return 1 if found else 0
+
+
+def wanted(newest: str | None = None) -> list[str]:
+    """Every block, the newest release if it has none, and what will be the next one."""
+    blocks = environments.versions()
+    names = [name for name in blocks if name != environments.MAIN]
+    known = {block.transformers for block in blocks.values()}
+    if newest and newest not in known and not Version(newest).is_prerelease:
+        names.append(newest)
+    return [*names, environments.MAIN]
+
+
+def failures(evidence: Path, names: list[str]) -> list[str]:
+    """A line for every cell that fails, and for every version that left no evidence; not for what may fail."""
+    from .results import Malformed, read_file
+
+    lines = []
+    for name in names:
+        if environments.version(name).allowed_to_fail:
+            continue
+        file = evidence / f"{name}.json"
+        if not file.exists():
+            lines.append(f"- {name}: no evidence; its job failed before the check was done")
+            continue
+        try:
+            cells = read_file(file).cells
+        except Malformed as error:
+            lines.append(f"- {name}: {error}")
+            continue
+        lines += [f"- {name}: {what}: {cell.reason}" for what, cell in cells.items() if cell.state == "fail"]
+    return lines
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

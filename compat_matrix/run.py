@@ -1,0 +1,74 @@
+"""The check of one version in its environment: two processes, one evidence."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+from pathlib import Path
+from typing import Any
+
+from . import environments
+from .results import FORMAT
+
+PARTS = ("without", "with")
+"""A process without flash-attn, and one with it (its stand-in on a CPU)."""
+
+
+def evidence(version: environments.Version, folder: Path, packages: Path, *options: str) -> dict[str, Any]:
+    """What is found in a version, as ``results.read_file`` reads it.
+
+    Args:
+        folder: where environments are kept.
+        packages: what ``environments.only_our_packages`` gives.
+        options: for ``python -m compat_matrix.check``.
+    """
+    python = environments.make(version, folder.resolve())
+    return merged(version, *(_part(python, packages, part, options) for part in PARTS))
+
+
+def _part(python: Path, packages: Path, part: str, options: tuple[str, ...]) -> dict[str, Any]:
+    command = [str(python), "-m", "compat_matrix.check", "--flash-attn", part, *options]
+    given = {"PYTHONPATH": str(packages), "PYTHONNOUSERSITE": "1", "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(command, cwd=packages, capture_output=True, text=True, env={**os.environ, **given})
+    if done.returncode:
+        raise RuntimeError(done.stderr[-1500:])
+    return dict(json.loads(done.stdout))
+
+
+def merged(version: environments.Version, without: dict[str, Any], with_flash: dict[str, Any]) -> dict[str, Any]:
+    """The two processes' findings as one, beside what versions.toml expects."""
+    architectures = {}
+    for name in {**without["architectures"], **with_flash["architectures"]}:
+        first, second = (part["architectures"].get(name, {}) for part in (without, with_flash))
+        cell = {**first, **second}
+        for key in ("fa2patch", "upstream"):
+            if key in first or key in second:
+                cell[key] = {**first.get(key, {}), **second.get(key, {})}
+        if ("refused" in first) != ("refused" in second) and first.get("fa2patch") and second.get("fa2patch"):
+            cell["error"] = "refused with one implementation of attention, patched with another"
+        if first.get("seam", second.get("seam")) != second.get("seam", first.get("seam")):
+            cell["error"] = f"seam {first['seam']} without flash-attn, {second['seam']} with it"
+        expected = version.seam_of(name)
+        cell = {**cell, "expected_seam": [expected]} if expected else cell
+        architectures[name] = {**cell, **known_failure(name, version.transformers, cell)}
+    header = {"format": FORMAT, "name": version.name, **without, "flash_attn": with_flash["flash_attn"]}
+    header["seconds"] = round(without["seconds"] + with_flash["seconds"], 1)
+    if version.allowed_to_fail:
+        header["allowed_to_fail"] = True
+    return {**header, "architectures": architectures}
+
+
+def known_failure(architecture: str, transformers: str, cell: dict[str, Any]) -> dict[str, str]:
+    """What xfail.toml says of a cell, if every failure in it is the one that is known."""
+    failed = [what for run in cell.get("fa2patch", {}).values() for what in run.get("fail", {}).values()]
+    for known in environments.tomllib.loads((environments.HERE / "xfail.toml").read_text())["xfail"]:
+        minors = [minor for minor in known["versions"] if f"{transformers}.".startswith(f"{minor}.")]
+        if (
+            architecture in known["architectures"]
+            and minors
+            and failed
+            and all(known["error"] in what for what in failed)
+        ):
+            return {"xfail": known["reason"], "link": known["link"]}
+    return {}

@@ -88,7 +88,7 @@ _MROPE = {
     "rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [1, 1, 2]},
 }
 
-_RENAMED = ("layers_block_type", "layer_types", "rope_parameters", "use_mamba_kernels")
+_RENAMED = ("full_attn_idxs", "layers_block_type", "layer_types", "rope_parameters", "use_mamba_kernels")
 """Arguments that some versions lack, and would keep as attributes that mean nothing."""
 
 OVERRIDES: dict[str, dict[str, Any]] = {
@@ -119,6 +119,7 @@ OVERRIDES: dict[str, dict[str, Any]] = {
     "jamba": {"use_mamba_kernels": False, "attn_layer_offset": 1, "attn_layer_period": 2},
     "xmod": {"default_language": "en_XX"},
     "zamba2": {"layers_block_type": ["mamba", "hybrid"]},
+    "lfm2": {"layer_types": ["conv", "full_attention"], "full_attn_idxs": [1]},
     "lfm2_moe": {"layer_types": ["conv", "full_attention"]},
     "zamba": {"layers_block_type": ["mamba", "mamba", "hybrid", "mamba"], "num_hidden_layers": 4},
     "gpt_neox": {"rotary_pct": 0.5},

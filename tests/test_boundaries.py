@@ -736,3 +736,46 @@ def test_on_a_gpu_cu_seqlens_stay_there_and_stated_ones_cost_no_synchronisation(
     finally:
         torch.cuda.set_sync_debug_mode(mode)
     assert positions.tolist() == ids.tolist()
+
+
+def picture(start, height, width, frames=1):
+    """mRoPE ids ``[3, tokens]`` of a picture, or of a film's frames."""
+    t, h, w = torch.meshgrid(torch.arange(frames), torch.arange(height), torch.arange(width), indexing="ij")
+    return torch.stack([t.flatten(), h.flatten(), w.flatten()]) + start
+
+
+def words(start, tokens):
+    return (torch.arange(tokens) + start).expand(3, -1)
+
+
+@pytest.mark.parametrize(
+    "documents",
+    [
+        [[words(0, 3), picture(3, 2, 4), words(7, 2)], [words(0, 2), picture(2, 3, 2, frames=2), words(5, 1)]],
+        [[picture(0, 2, 2), words(2, 3)], [picture(0, 2, 2), words(2, 1)], [words(0, 4)]],
+        [[words(0, 1)], [words(0, 1), picture(1, 3, 3), words(4, 2)]],
+    ],
+)
+def test_a_picture_is_no_boundary(documents):
+    ids = torch.cat([torch.cat(parts, dim=1) for parts in documents], dim=1)[:, None]
+    lengths = tuple(sum(part.shape[1] for part in parts) for parts in documents)
+    assert fa2patch.boundaries(ids).lengths == lengths
+    assert recognise((1, sum(lengths)), ids.device, position_ids=ids).lengths == lengths
+    text = torch.cat([torch.arange(length) for length in lengths])[None, None]
+    four = torch.cat([text, ids])
+    assert fa2patch.boundaries(four).lengths == lengths
+    cu = torch.tensor([0, *lengths]).cumsum(0, dtype=torch.int32)
+    from_cu_seqlens(cu, max(lengths), (1, sum(lengths)), position_ids=ids)
+
+
+def test_one_document_with_a_picture_is_not_packed():
+    ids = torch.cat([words(0, 3), picture(3, 2, 4), words(7, 2)], dim=1)[:, None]
+    assert recognise((1, ids.shape[-1]), ids.device, position_ids=ids) is None
+
+
+def test_chunks_are_documents_cut_up():
+    found = from_cu_seqlens(torch.tensor([0, 5, 16, 17]), 11, (1, 17)).chunked(4)
+    assert found.lengths == (4, 1, 4, 4, 3, 1) and found.max_seqlen == 4
+    assert found.cu_seqlens.tolist() == [0, 4, 5, 9, 13, 16, 17] and found.cu_seqlens.dtype == torch.int32
+    whole = from_cu_seqlens(torch.tensor([0, 5, 16, 17]), 11, (1, 17))
+    assert whole.chunked(11) is whole

@@ -7,15 +7,18 @@ import sys
 import numpy as np
 import pytest
 
+import fa2patch
+
 from compat_matrix import environments
 from compat_matrix.__main__ import failures
 from compat_matrix.points import POINTS, Cell, NotApplicable
 from compat_matrix.results import read_file
 from compat_matrix.run import merged
-from fa2patch import Boundaries
-from fa2patch.seams import packed_mask
+from fa2patch import Boundaries, patching
+from fa2patch.seams import entry, packed_mask
 
-CELLS = [("llama", "sdpa"), ("qwen2", "eager"), ("falcon", "sdpa")]
+CELLS = [("llama", "sdpa"), ("qwen2", "eager"), ("falcon", "sdpa"), ("llama4", "sdpa")]
+architectures = sys.modules["fa2patch.architectures"]
 
 
 @pytest.mark.parametrize("point", POINTS)
@@ -63,6 +66,23 @@ def test_one_document_for_the_whole_row_is_red(monkeypatch):
     red("packed_row", "packed_rows", "padding", "lengths", "nothing_crosses", "checkpointing", "half_precision")
 
 
+def test_position_ids_dropped_on_the_way_are_red(monkeypatch):
+    packed_mask_of = entry.packed_mask
+    monkeypatch.setattr(entry, "packed_mask", lambda call, patch: packed_mask_of({**call, "position_ids": None}, patch))
+    red("packed_rows", "every_layout", family="llama")  # where Transformers alone leaks
+    red("packed_row", "packed_rows", "nothing_crosses", family="gpt_bigcode")
+
+
+def test_a_row_without_its_quirk_is_red(monkeypatch):
+    monkeypatch.setitem(architectures._rows, "llama4_text", fa2patch.Architecture("llama4_text"))
+    red("packed_row", "every_layout", family="llama4")
+
+
+def test_a_refusal_that_is_not_made_is_red(monkeypatch):
+    monkeypatch.setattr(patching, "_check_layers", lambda decoder, attention: None)
+    red("packed_row", "nothing_crosses", family="jamba")
+
+
 def test_a_window_one_token_wider_is_red(monkeypatch):
     attend = packed_mask.PackedMask.attend
 
@@ -76,7 +96,7 @@ def test_a_window_one_token_wider_is_red(monkeypatch):
 
 def test_every_version_has_a_block_and_a_release_without_one_the_defaults():
     blocks = environments.versions()
-    minors = {tuple(map(int, block.transformers.split(".")[:2])) for block in blocks.values()}
+    minors = {tuple(map(int, block.transformers.split(".")[:2])) for name, block in blocks.items() if name != "main"}
     assert {(4, minor) for minor in range(34, 58)} <= minors
     assert blocks["4.36.2-py3.9-torch2.1"].python == "3.9"
     assert environments.version("5.99.0").requirements[:2] == ["torch==2.13.0", "transformers==5.99.0"]

@@ -15,8 +15,17 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
-IMPLEMENTATIONS = {"without": ("eager", "sdpa"), "with": ("flash_attention_2",)}
+IMPLEMENTATIONS = {"without": ("sdpa", "eager"), "with": ("flash_attention_2",)}
 """What is checked without flash-attn, and with (its stand-in on a CPU)."""
+
+ONCE = (
+    "generation", "reverted", "host_reads", "rope_scaling", "checkpointing", "autocast", "lora", "windows", "inertness",
+    "half_precision", "no_dense_mask",
+)  # fmt: skip
+"""Run with one implementation where a layer's forward is the same for all (the interface seam)."""
+
+OF_SEEDS = ("autocast", "lora", "half_precision", "rope_scaling", "host_reads")
+"""There, run for the first fourteen families only: what they turn on lies in what all architectures share."""
 
 NO_SUCH_IMPLEMENTATION = (
     "scaled_dot_product",
@@ -88,6 +97,8 @@ def _cell(architecture: str, implementations: tuple[str, ...], points: list[str]
     loaded = {}
     unloadable = {}
     for implementation in implementations:
+        if implementation == "eager" and loaded and architecture not in tiny_models.SEEDS and _interface(loaded):
+            continue
         try:
             loaded[implementation] = Cell(architecture, implementation), tiny_models.build(architecture, implementation)
         except Exception as error:
@@ -105,19 +116,46 @@ def _cell(architecture: str, implementations: tuple[str, ...], points: list[str]
         except (fa2patch.errors.UnsupportedModel, fa2patch.errors.LayerNotPatchable) as error:
             result["refused"] = f"{type(error).__name__}: {error}"
             continue
-        result["fa2patch"][implementation] = _results(cell, points)
+        except Exception as error:
+            return {**result, "error": f"{implementation}: {type(error).__name__}: {error}"[:400]}
+        skipped = _skipped(cell, result["seam"], first=implementation == next(iter(loaded)))
+        result["fa2patch"][implementation] = _results(cell, points, skipped)
     if "refused" in result:
         del result["fa2patch"]
     return result
 
 
-def _results(cell: Any, points: list[str]) -> dict[str, Any]:
+def _interface(loaded: dict[str, Any]) -> bool:
+    """Whether eager is the same code but for the function that is looked up."""
+    from fa2patch.seams import layers
+
+    model = next(iter(loaded.values()))[1]
+    return all(layer.seam == "interface" for layer in layers.attention_layers(layers.models(model)[-1]))
+
+
+def _skipped(cell: Any, seam: list[str], first: bool) -> dict[str, str]:
+    """Points that are not run, and why."""
+    from . import tiny_models
+
+    if seam != ["interface"] or cell.family.endswith(".json"):
+        return {}
+    again = not first or cell.implementation == "flash_attention_2"
+    skipped = dict.fromkeys(ONCE if again else (), "run with sdpa, or eager")
+    if cell.family not in tiny_models.SEEDS:
+        skipped.update(dict.fromkeys(OF_SEEDS, "run for the first fourteen families"))
+    return skipped
+
+
+def _results(cell: Any, points: list[str], skipped: dict[str, str]) -> dict[str, Any]:
     import torch
 
     from .points import POINTS, NotApplicable
 
     counts: dict[str, Any] = {"ok": 0, "n/a": {}, "fail": {}}
     for name in points:
+        if name in skipped:
+            counts["n/a"][name] = skipped[name]
+            continue
         try:
             torch.manual_seed(0)
             POINTS[name](cell)

@@ -1,4 +1,4 @@
-"""Note in versions.toml on which seam each architecture was found, or that it was refused, so that a change turns red."""
+"""Note in versions.toml on which seam each architecture was found, or that it was refused: a change turns red."""
 
 from __future__ import annotations
 

@@ -84,11 +84,21 @@ _SIDES = {
 """The models inside those vision-language models that take any."""
 
 _MROPE = {
+    **dict.fromkeys(["vision_start_token_id", "vision_end_token_id"], 93),
+    "image_token_id": 94,
+    "video_token_id": 95,
     "rope_scaling": {"type": "mrope", "mrope_section": [1, 1, 2]},
     "rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [1, 1, 2]},
 }
 
-_RENAMED = ("full_attn_idxs", "layers_block_type", "layer_types", "rope_parameters", "use_mamba_kernels")
+_RENAMED = (
+    "activation_sparsity_pattern",
+    "full_attn_idxs",
+    "layers_block_type",
+    "layer_types",
+    "rope_parameters",
+    "use_mamba_kernels",
+)
 """Arguments that some versions lack, and would keep as attributes that mean nothing."""
 
 OVERRIDES: dict[str, dict[str, Any]] = {
@@ -113,7 +123,12 @@ OVERRIDES: dict[str, dict[str, Any]] = {
     **dict.fromkeys(["qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe"], _MROPE),
     **dict.fromkeys(
         ["gemma3n_text", "gemma4_text", "gemma4_unified_text"],
-        {"num_kv_shared_layers": 2, "num_hidden_layers": 4, "layer_types": ["sliding_attention", "full_attention"] * 2},
+        {
+            "activation_sparsity_pattern": [0.5, 0.0] * 2,
+            "num_kv_shared_layers": 2,
+            "num_hidden_layers": 4,
+            "layer_types": ["sliding_attention", "full_attention"] * 2,
+        },
     ),
     "granitemoehybrid": {"layer_types": ["mamba", "attention"]},
     "jamba": {"use_mamba_kernels": False, "attn_layer_offset": 1, "attn_layer_period": 2},
@@ -142,9 +157,12 @@ OUT_OF_SCOPE = {
     **dict.fromkeys(["musicgen", "musicgen_melody", "moshi", "moss_transcribe_diarize"], "makes or hears sound"),
     **dict.fromkeys(["gemma4_assistant", "gemma4_unified_assistant"], "drafts from another model's keys and values"),
     **dict.fromkeys(["gemma3n", "gemma4", "gemma4_unified"], "vision-language; its text side is there as ..._text"),
-    **dict.fromkeys(["emu3", "fuyu", "mllama", "phi4_multimodal"], "vision-language, of no make that is checked"),
+    **dict.fromkeys(
+        ["emu3", "fuyu", "got_ocr2", "mllama", "phi4_multimodal"], "vision-language, of no make that is checked"
+    ),
     "trocr": "reads pictures of text",
     "gpt-sw3": "is gpt2 by another name",
+    "code_llama": "is llama by another name",
 }
 """Listed by Transformers as causal LMs, but no language models for packed text."""
 
@@ -264,7 +282,6 @@ def _around_text(architecture: str, cls: Any, changes: dict[str, Any]) -> Any:
     sides: dict[str, Any] = {"vision_config": _vision(kinds, vision_kind, cls)}
     known = parameters(cls)
     if "text_config" not in known:  # qwen2_vl up to 4.51 is flat
-        text = {name: value for name, value in text.items() if name in known}
         return made(cls, {**_small(cls), **text, **sides, **changes})
     text_class = kinds[text_kind] if text_kind else type(cls().text_config)
     text = {name: value for name, value in text.items() if name in parameters(text_class)}
@@ -274,7 +291,8 @@ def _around_text(architecture: str, cls: Any, changes: dict[str, Any]) -> Any:
     sides["text_config"] = {"model_type": text_class.model_type, **text}
     if text_kind:
         sides["text_config"] = made(text_class, text)
-    return made(cls, {**_small(cls), **sides})
+    tokens = {name: value for name, value in OVERRIDES.get(architecture, {}).items() if name.endswith("_token_id")}
+    return made(cls, {**_small(cls), **tokens, **sides})
 
 
 def _vision(kinds: Any, kind: str | None, cls: Any) -> Any:
@@ -345,6 +363,10 @@ _made_before: dict[tuple[str, str, str], Any] = {}
 """Models to copy: making one takes ten times as long."""
 
 
+LARGEST = 5_000_000
+"""Parameters of a tiny model, at most."""
+
+
 def _build(architecture: str, implementation: str, changes: dict[str, Any]) -> Any:
     if architecture == "mistral" and implementation == "flash_attention_2" and _needs_a_window(modeling(architecture)):
         changes = {"sliding_window": 4096, **changes}
@@ -354,9 +376,21 @@ def _build(architecture: str, implementation: str, changes: dict[str, Any]) -> A
         config._flash_attn_2_enabled = True  # 4.34 and 4.35
     elif hasattr(config, "_flash_attn_2_enabled"):
         config._flash_attn_2_enabled = False
+    _check_size(cls, config)
     model = _load(cls, config, implementation).float()
     scale_up(model)
     return model.eval()
+
+
+def _check_size(cls: Any, config: Any) -> None:
+    """Raise unless a model is tiny; before it takes the memory of one that is not."""
+    try:
+        with torch.device("meta"):
+            size = sum(parameter.numel() for parameter in cls(copy.deepcopy(config)).parameters())
+    except Exception:  # not every model can be made there
+        return
+    if size > LARGEST:
+        raise ValueError(f"{cls.__name__}'s tiny config is not tiny: {size} parameters. It needs a row of OVERRIDES")
 
 
 def _load(cls: Any, config: Any, implementation: str) -> Any:

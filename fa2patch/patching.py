@@ -73,6 +73,7 @@ _MAKERS: dict[str, Callable[[Any, ModuleType, Any], Any]] = {
     "positions": lambda owner, module, original: masks.counted_by_position_ids(original),
     "registry": lambda owner, module, original: interface.Overlay(original),
     "eager": lambda owner, module, original: interface.routed(original),
+    "table": lambda owner, module, original: function.routed_table(original),
     "function": lambda owner, module, original: function.routed(original),
     "layer": _layer,
     "window_flag": lambda owner, module, original: True if original is ABSENT else original,
@@ -116,7 +117,7 @@ class Patch:
         model: the Transformers model inside what was handed to ``apply``.
         architecture: its row of the registry.
         kernel: the kernel's name that was asked for.
-        nested: whether there is a model between the causal LM and the one that loops over the layers.
+        makes_masks: whether the causal LM makes masks itself, for the models inside it (Gemma 3 up to 4.52).
         needs_cache: whether later layers read earlier ones' keys and values from a cache (Gemma 3n).
     """
 
@@ -126,10 +127,17 @@ class Patch:
         self.model, self.architecture, self.kernel = model, architecture, kernel
         self.attention, self.sites = tuple(attention), tuple(sites)
         *outer, decoder = layers.models(model)
-        self.nested = len(outer) > 1
+        self.makes_masks = bool(outer) and any(
+            site.kind == "mask" and isinstance(site.owner, type) and isinstance(model, site.owner) for site in sites
+        )
         self.rotary = rotary.length_scaled(decoder.config)
         self.needs_cache = bool(getattr(decoder.config, "num_kv_shared_layers", 0))
         self.rehooked: list[tuple[Any, Any]] = []
+
+    def has_looked_before(self, module: Any) -> bool:
+        """Whether a model around this one has seen the same batch, and may have made its mask."""
+        entered = layers.models(self.model)
+        return entered.index(module) > 1 or self.makes_masks
 
     @property
     def active(self) -> bool:

@@ -8,7 +8,6 @@ import numpy as np
 import pytest
 
 import fa2patch
-
 from compat_matrix import environments
 from compat_matrix.__main__ import failures
 from compat_matrix.points import POINTS, Cell, NotApplicable

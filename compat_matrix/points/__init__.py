@@ -63,8 +63,11 @@ def alone(model: Any, docs: list[torch.Tensor], **call: Any) -> torch.Tensor:
     if "use_cache" in inspect.signature(type(model).forward).parameters and not _shares_keys(model):
         call.setdefault("use_cache", False)  # 4.51's Llama 4 has a cache in bfloat16 only
     counts_otherwise = getattr(model.config, "model_type", None) in tiny_models.NOT_FROM_ZERO
-    positions = [{"position_ids": _count(doc)} if counts_otherwise else {} for doc in docs]
-    return torch.cat([model(input_ids=doc[None], **ids, **call).logits[0] for doc, ids in zip(docs, positions)])
+    positions: list[dict[str, Any]] = [{"position_ids": _count(doc)} if counts_otherwise else {} for doc in docs]
+    if "mrope_section" in str(model.config):  # 4.53's Qwen2-VL fails on a row without a mask
+        for doc, more in zip(docs, positions):
+            more["attention_mask"] = torch.ones(1, len(doc), dtype=torch.long)
+    return torch.cat([model(input_ids=doc[None], **more, **call).logits[0] for doc, more in zip(docs, positions)])
 
 
 def _shares_keys(model: Any) -> bool:

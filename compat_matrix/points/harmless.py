@@ -28,6 +28,8 @@ def generation(cell: Cell) -> None:
         {"do_sample": False, "num_beams": 3},
         {"do_sample": False, "use_cache": False},
     ]
+    if cell.family not in tiny_models.SEEDS:
+        ways = ways[:1]  # the others turn on generate(), not on architectures
     try:
         before = [_generate(model, ids, mask, way) for way in ways]
     except Exception as error:  # 5.4's OlmoConfig does not pass its own validation
@@ -45,7 +47,7 @@ def generation(cell: Cell) -> None:
 
 def _generate(model: Any, ids: torch.Tensor, mask: torch.Tensor, way: dict[str, Any]) -> torch.Tensor:
     torch.manual_seed(0)
-    return model.generate(ids, attention_mask=mask, max_new_tokens=5, min_new_tokens=5, pad_token_id=0, **way)
+    return model.generate(ids, attention_mask=mask, max_new_tokens=3, min_new_tokens=3, pad_token_id=0, **way)
 
 
 def _works(model: Any, ids: torch.Tensor, mask: torch.Tensor, way: dict[str, Any]) -> bool:
@@ -127,6 +129,8 @@ def reverted(cell: Cell) -> None:
     assert_close(other(**pack(docs)).logits[0], alone(cell.reference(), docs), "the other model")
     second.revert()
     check("two models")
+    if {layer.seam for layer in first.layers} == {"interface"} and cell.family not in tiny_models.SEEDS:
+        return  # what follows turns on bindings, not on architectures
     owners = [(site.find()[0], site.attribute) for site in fa2patch.apply(model).sites]
     fa2patch.revert(model)
     for order in ("ours first, theirs off first", "ours first, ours off first", "theirs first"):
@@ -162,7 +166,7 @@ def host_reads(cell: Cell) -> None:
     """
     docs = documents(5, 9, 1)
     counts = {}
-    for depth in (2, 4):
+    for depth in (2, 3):
         try:
             model = cell.model(**tiny_models.with_layers(cell.family, depth))
         except Exception as error:
@@ -180,7 +184,7 @@ def host_reads(cell: Cell) -> None:
                 with reads.counted() as count:
                     model(**batch).logits.sum().backward()
                 counts[what, depth] = {"reads": count.total, "views": count.views, "derived": count.derived}
-    if any(counts[what, 2] != counts[what, 4] for what in ("position_ids", "lengths")):
+    if any(counts[what, 2] != counts[what, 3] for what in ("position_ids", "lengths")):
         raise AssertionError(f"reads grow with the layers: {counts}")
     if counts["lengths", 2]["reads"] or counts["lengths", 2]["derived"]:
         raise AssertionError(f"reads with the collator's lengths: {counts}")

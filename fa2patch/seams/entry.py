@@ -61,10 +61,12 @@ def causal_lm(original: Callable[..., Any]) -> Callable[..., Any]:
         if lengths and not (calls.takes_any and compiling()):
             shape, device = batch_shape(call)
             call["position_ids"] = _with_lengths(call.get("position_ids"), lengths, shape, device)
-        if call.get("position_ids") is not None and not calls.takes("position_ids"):
-            call["attention_mask"] = packed_mask(call, patch) or call.get("attention_mask")
-            if isinstance(call["attention_mask"], PackedMask):
-                del call["position_ids"]
+        if patch.makes_masks or not calls.takes("position_ids"):
+            mask = packed_mask(call, patch)
+            if mask is not None:
+                if not calls.takes("position_ids"):
+                    del call["position_ids"]
+                return _packed(calls, self, args, call, mask)
         if compiling():
             return calls.make(self, args, call)
         before = _reached.times
@@ -79,7 +81,8 @@ def causal_lm(original: Callable[..., Any]) -> Callable[..., Any]:
     if not calls.takes("position_ids"):  # OPT up to 4.45; Trainer drops columns that are not in the signature
         signature = inspect.signature(original)
         extra = inspect.Parameter("position_ids", inspect.Parameter.KEYWORD_ONLY, default=None)
-        setattr(forward, "__signature__", signature.replace(parameters=[*signature.parameters.values(), extra]))  # noqa: B010 (mypy)
+        extended = signature.replace(parameters=[*signature.parameters.values(), extra])
+        setattr(forward, "__signature__", extended)  # noqa: B010 (mypy does not know the attribute)
     return forward
 
 
@@ -103,34 +106,41 @@ def base_model(original: Callable[..., Any]) -> Callable[..., Any]:
             _reached.times += 1
         call = calls.named(args, kwargs)
         given = call.get("attention_mask")
-        if isinstance(given, dict) and patch.nested:  # made by the model around this one, which has looked at the batch
-            return original(self, *args, **kwargs)
-        if isinstance(given, PackedMask):
+        if isinstance(given, PackedMask) or (_is_dense(given) and patch.has_looked_before(self)):
             return original(self, *args, **kwargs)
         mask = packed_mask(call, patch)
-        if mask is None:
-            return calls.make(self, args, call)
-        call["attention_mask"] = mask
-        if "use_cache" in {*calls.names, *call} and not patch.needs_cache:
-            call["use_cache"] = False
-        try:
-            output = calls.make(self, args, call)
-        except TypeError as error:
-            if PackedMask.__name__ not in str(error):
-                raise
-            raise PackingNotIsolated(
-                f"{type(self).__name__} used the mask of a packed batch in a way that fa2patch does not know, or a "
-                f"layer of it is not patched any more ({error}). See fa2patch.status(model).layers; please report it."
-            ) from error
-        if len(mask.calls) < len(patch.attention):
-            raise PackingNotIsolated(
-                f"of {len(patch.attention)} attention layers only {len(mask.calls)} were given the boundaries of this "
-                "packed batch: some layer's attention was replaced after fa2patch.apply. See "
-                "fa2patch.status(model).layers; apply fa2patch last."
-            )
-        return output
+        return calls.make(self, args, call) if mask is None else _packed(calls, self, args, call, mask)
 
     return forward
+
+
+def _is_dense(mask: Any) -> bool:
+    """A mask for every query, or a dictionary of such for the kinds of layers."""
+    return isinstance(mask, dict) or (isinstance(mask, torch.Tensor) and mask.dim() > 2)
+
+
+def _packed(calls: _Calls, model: Any, args: tuple[Any, ...], call: dict[str, Any], mask: PackedMask) -> Any:
+    """The result of a packed batch, if every attention layer was given its boundaries."""
+    patch = vars(model)[MARK]
+    call["attention_mask"] = mask
+    if "use_cache" in {*calls.names, *call} and not patch.needs_cache:
+        call["use_cache"] = False
+    try:
+        output = calls.make(model, args, call)
+    except TypeError as error:
+        if PackedMask.__name__ not in str(error):
+            raise
+        raise PackingNotIsolated(
+            f"{type(model).__name__} used the mask of a packed batch in a way that fa2patch does not know, or a "
+            f"layer of it is not patched any more ({error}). See fa2patch.status(model).layers; please report it."
+        ) from error
+    if len(mask.calls) < len(patch.attention):
+        raise PackingNotIsolated(
+            f"of {len(patch.attention)} attention layers only {len(mask.calls)} were given the boundaries of this "
+            "packed batch: some layer's attention was replaced after fa2patch.apply. See "
+            "fa2patch.status(model).layers; apply fa2patch last."
+        )
+    return output
 
 
 class _Calls:

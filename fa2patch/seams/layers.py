@@ -80,8 +80,11 @@ def attention_layers(decoder: Any) -> Iterator[Attention]:
         home = sys.modules.get(owner.__module__)
         if home is None:
             continue
-        flash = method.flash_class(home, cls)
-        if interface.is_seam(home, inspect.unwrap(vars(owner)["forward"])):
+        flash, forward = method.flash_class(home, cls), inspect.unwrap(vars(owner)["forward"])
+        table = function.table_name(home, forward)
+        if table is not None:
+            yield Attention(name, module, "function", ("table", home, table), (("function", home, function.NAME),))
+        elif interface.is_seam(home, forward):
             others = [("eager", home, interface.EAGER)] if hasattr(home, interface.EAGER) else []
             yield Attention(name, module, "interface", ("registry", home, interface.REGISTRY), tuple(others))
         elif flash is not None:

@@ -64,12 +64,17 @@ class PackedMask:
     def to(self, *args: Any, **kwargs: Any) -> PackedMask:
         """As ``Tensor.to``, the device only: what moves or casts a layer's inputs moves the boundaries too."""
         device = self.boundaries.cu_seqlens[:0].to(*args, **kwargs).device
+        if device == self.device:
+            return self
         moved = self.boundaries.cu_seqlens.to(device)
         return replace(self, boundaries=replace(self.boundaries, cu_seqlens=moved))
 
     @property
     def device(self) -> torch.device:
         return self.boundaries.cu_seqlens.device
+
+    dtype = property(lambda self: torch.get_default_dtype())
+    """Asked for the number that stands for minus infinity in it."""
 
     def size(self, dim: int | None = None) -> Any:
         return self.shape if dim is None else self.shape[dim]

@@ -11,6 +11,7 @@ import sys
 import tempfile
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from pathlib import Path
+from typing import Any
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
@@ -34,7 +35,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--jobs", type=int, default=os.cpu_count() or 1, help="versions checked at a time")
     parser.add_argument("--environments", type=Path, default=ROOT / ".compat", help="where environments are kept")
     parser.add_argument("--evidence", type=Path, default=EVIDENCE, help="where a JSON for each version goes")
-    parser.add_argument("--resume", action="store_true", help="skip versions whose evidence is there and all ok")
+    parser.add_argument("--resume", action="store_true", help="check again only what has no evidence, or failed")
     given = parser.parse_args(arguments)
     wanted = [environments.version(name) for name in given.versions or environments.versions()]
     given.evidence.mkdir(parents=True, exist_ok=True)
@@ -63,20 +64,24 @@ def main(arguments: list[str] | None = None) -> int:
 def check(version: environments.Version, given: argparse.Namespace, packages: Path) -> Environment:
     """The evidence of one version: one process without flash-attn, one with its stand-in, in one JSON."""
     file = given.evidence / f"{version.name}.json"
+    known: dict[str, Any] = {}
     if given.resume and file.exists():
         with contextlib.suppress(Malformed):
-            known = read_file(file)
-            if not failures(known):
-                return known
+            failed = [name for name, cell in read_file(file).cells.items() if cell.state == "fail"]
+            if not failed:
+                return read_file(file)
+            known = json.loads(file.read_text(encoding="utf-8"))["architectures"]
+            given = argparse.Namespace(**{**vars(given), "families": failed})
     options: list[str] = []
     for name in ("families", "points"):
         if getattr(given, name):
             options += [f"--{name}", *getattr(given, name)]
     found = run.evidence(version, given.environments, packages, *options)
+    found["architectures"] = {**known, **found["architectures"]}
     with tempfile.TemporaryDirectory() as folder:
         made = Path(folder, file.name)
         made.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
-        if not options:
+        if known or not options:
             shutil.copy(made, file)
         return read_file(made)
 

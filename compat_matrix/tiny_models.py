@@ -34,7 +34,10 @@ TEXT_SIDES = (
 """Vision-language models whose text side is checked (``pixtral``: Llava around a Pixtral tower)."""
 
 SETTINGS: dict[str, Any] = {
-    **dict.fromkeys(["vocab_size", "vocab_size_per_layer_input", "text_vocab_size"], VOCABULARY),
+    **dict.fromkeys(
+        ["vocab_size", "vocab_size_per_layer_input", "text_vocab_size", "pronunciation_vocab_size", "shape_vocab_size"],
+        VOCABULARY,
+    ),
     **dict.fromkeys(["hidden_size", "n_embd", "d_model", "embed_dim", "word_embed_proj_dim", "embedding_size"], 32),
     **dict.fromkeys(["intermediate_size", "n_inner", "ffn_dim", "ffn_hidden_size", "dff", "mlp_hidden_size"], 48),
     **dict.fromkeys(["num_hidden_layers", "n_layer", "n_layers", "num_layers", "depth"], 2),

@@ -134,11 +134,6 @@ class Patch:
         self.needs_cache = bool(getattr(decoder.config, "num_kv_shared_layers", 0))
         self.rehooked: list[tuple[Any, Any]] = []
 
-    def has_looked_before(self, module: Any) -> bool:
-        """Whether a model around this one has seen the same batch, and may have made its mask."""
-        entered = layers.models(self.model)
-        return entered.index(module) > 1 or self.makes_masks
-
     @property
     def active(self) -> bool:
         """Whether the model is patched (False after ``revert``)."""

@@ -8,9 +8,11 @@ one that loops over the layers, which also PEFT, TRL and accelerate end up calli
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import inspect
 import threading
+from collections.abc import Iterator
 from typing import Any, Callable
 
 import torch
@@ -39,9 +41,17 @@ _CARRIED = "_fa2patch_lengths"
 
 
 class _Reached(threading.local):
-    """How often this thread has come through a base model's patched forward: a tripwire, nothing is carried by it."""
+    """What this thread has come through: tripwires, nothing is carried by them.
+
+    Attributes:
+        times: how often a base model's patched forward.
+        inside: patches of the models around this point that have looked at a batch and found it not packed.
+    """
 
     times = 0
+
+    def __init__(self) -> None:
+        self.inside: list[Any] = []
 
 
 _reached = _Reached()
@@ -70,7 +80,8 @@ def causal_lm(original: Callable[..., Any]) -> Callable[..., Any]:
         if compiling():
             return calls.make(self, args, call)
         before = _reached.times
-        output = calls.make(self, args, call)
+        with _looked(patch if patch.makes_masks else None):
+            output = calls.make(self, args, call)
         if _reached.times == before and _runs_eagerly(self):
             raise PackingNotIsolated(
                 "a batch did not come through the base model's patched forward: somebody has replaced it after "
@@ -106,12 +117,29 @@ def base_model(original: Callable[..., Any]) -> Callable[..., Any]:
             _reached.times += 1
         call = calls.named(args, kwargs)
         given = call.get("attention_mask")
-        if isinstance(given, PackedMask) or (_is_dense(given) and patch.has_looked_before(self)):
+        made_by_a_model = _is_dense(given) and (compiling() or any(patch is looked for looked in _reached.inside))
+        if isinstance(given, PackedMask) or made_by_a_model:
             return original(self, *args, **kwargs)
         mask = packed_mask(call, patch)
-        return calls.make(self, args, call) if mask is None else _packed(calls, self, args, call, mask)
+        if mask is not None:
+            return _packed(calls, self, args, call, mask)
+        with _looked(patch):
+            return calls.make(self, args, call)
 
     return forward
+
+
+@contextlib.contextmanager
+def _looked(patch: Any) -> Iterator[None]:
+    """While a model computes a batch that is not packed: the masks that models inside it get are its own."""
+    if compiling():
+        yield
+        return
+    _reached.inside.append(patch)
+    try:
+        yield
+    finally:
+        _reached.inside.pop()
 
 
 def _is_dense(mask: Any) -> bool:

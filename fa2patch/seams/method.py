@@ -90,7 +90,7 @@ class Layer:
 def on_flash_class(original: Callable[..., Any], owner: type, flash: type) -> Callable[..., Any]:
     """Replacement for an attention class's ``forward``: a packed batch goes to its flash class's."""
     names = list(inspect.signature(original).parameters)[1:]
-    flash_forward = original if issubclass(owner, flash) else flash.forward
+    flash_forward = original if issubclass(owner, flash) else inspect.getattr_static(flash, "forward")
     flash_forward = getattr(flash_forward, _ORIGINAL, flash_forward)
     parameters = inspect.signature(flash_forward).parameters
     takes_any = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values())

@@ -65,13 +65,14 @@ def check(version: environments.Version, given: argparse.Namespace, packages: Pa
     """The evidence of one version: one process without flash-attn, one with its stand-in, in one JSON."""
     file = given.evidence / f"{version.name}.json"
     known: dict[str, Any] = {}
-    if given.resume and file.exists():
+    if file.exists() and (given.resume or given.families):
         with contextlib.suppress(Malformed):
             failed = [name for name, cell in read_file(file).cells.items() if cell.state == "fail"]
-            if not failed:
-                return read_file(file)
             known = json.loads(file.read_text(encoding="utf-8"))["architectures"]
-            given = argparse.Namespace(**{**vars(given), "families": failed})
+            if given.resume and not given.families:
+                if not failed:
+                    return read_file(file)
+                given = argparse.Namespace(**{**vars(given), "families": failed})
     options: list[str] = []
     for name in ("families", "points"):
         if getattr(given, name):
@@ -81,7 +82,7 @@ def check(version: environments.Version, given: argparse.Namespace, packages: Pa
     with tempfile.TemporaryDirectory() as folder:
         made = Path(folder, file.name)
         made.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
-        if known or not options:
+        if not given.points and (known or not given.families):
             shutil.copy(made, file)
         return read_file(made)
 

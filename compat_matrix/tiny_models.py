@@ -52,6 +52,7 @@ SETTINGS: dict[str, Any] = {
     **dict.fromkeys(["moe_intermediate_size", "shared_expert_intermediate_size", "shared_intermediate_size"], 24),
     **dict.fromkeys(["expert_ffn_hidden_size", "expert_intermediate_size", "intermediate_size_mlp"], 24),
     **dict.fromkeys(["q_lora_rank", "kv_lora_rank"], 16),
+    **dict.fromkeys(["n_groups", "mamba_n_groups", "mamba_ngroups"], 1),
     **dict.fromkeys(
         ["n_group", "topk_group", "n_shared_experts", "first_k_dense_replace", "moe_num_shared_experts"], 1
     ),

@@ -8,8 +8,8 @@ import torch
 
 from .points import Cell, alone, documents, pack
 
-TOLERANCE = 1e-4
-"""Of the largest logit, as in the measurements of upstream that the project began with."""
+TOLERANCES = {torch.float32: 1e-4, torch.bfloat16: 5e-2}
+"""Of the largest logit; bfloat16 where a flash class cannot compute float32, which the real kernels cannot either."""
 
 LENGTHS = (5, 9, 3, 7)
 
@@ -43,10 +43,14 @@ def outcomes(cell: Cell) -> dict[str, str]:
 
 @torch.no_grad()
 def _outcome(cell: Cell, docs: list[torch.Tensor], call: dict[str, Any]) -> str:
-    try:
-        model = cell.model()
-        packed, expected = model(**call).logits.flatten(0, 1), alone(model, docs)
-    except Exception as error:
-        return f"error: {type(error).__name__}: {error}".splitlines()[0][:160]
-    same = packed.shape == expected.shape and bool((packed - expected).abs().max() <= TOLERANCE * expected.abs().max())
-    return "ok" if same else "leak"
+    failure = ""
+    for dtype, tolerance in TOLERANCES.items():
+        try:
+            model = cell.model(dtype)
+            packed, expected = model(**call).logits.flatten(0, 1), alone(model, docs)
+        except Exception as error:
+            failure = f"error: {type(error).__name__}: {error}".splitlines()[0][:160]
+            continue
+        same = packed.shape == expected.shape and (packed - expected).abs().max() <= tolerance * expected.abs().max()
+        return "ok" if same else "leak"
+    return failure

@@ -28,7 +28,7 @@ from ..boundaries import (
 )
 from ..errors import PackedWithCache, PackedWithDenseMask, PackingNotIsolated
 from .layers import models
-from .packed_mask import PackedMask
+from .packed_mask import PackedMask, find
 from .rotary import tagged
 
 MARK = "_fa2patch"
@@ -118,7 +118,8 @@ def base_model(original: Callable[..., Any]) -> Callable[..., Any]:
         call = calls.named(args, kwargs)
         given = call.get("attention_mask")
         made_by_a_model = _is_dense(given) and (compiling() or any(patch is looked for looked in _reached.inside))
-        if isinstance(given, PackedMask) or made_by_a_model:
+        packed_before = find(given.values() if isinstance(given, dict) else [given]) is not None
+        if packed_before or made_by_a_model:
             return original(self, *args, **kwargs)
         mask = packed_mask(call, patch)
         if mask is not None:

@@ -78,15 +78,14 @@ def let_through(original: Callable[..., Any]) -> Callable[..., Any]:
     (5.x's Qwen2MoE has its window in the mask only: its attention layers don't pass it on to flash attention.)
     """
 
-    signature = inspect.signature(original)
-    names = signature.parameters
+    names = inspect.signature(original).parameters
 
     @functools.wraps(original)
     def make_mask(*args: Any, **kwargs: Any) -> Any:
         mask = find(chain(args, kwargs.values()))
         if mask is None:
             return original(*args, **kwargs)
-        given = signature.bind_partial(*args, **kwargs).arguments
+        given = {**dict(zip(names, args)), **kwargs}
         for name, images_from in BOTH_WAYS.items():
             if given.get(name) is not None and (images_from is None or largest(given[name]) >= images_from):
                 raise PackingNotIsolated(

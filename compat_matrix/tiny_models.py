@@ -235,11 +235,14 @@ def config_class(architecture: str) -> Any:
 
 
 def _small(cls: Any) -> dict[str, Any]:
-    settings: dict[str, Any] = {}
+    settings: dict[str, Any] = {name: SETTINGS[name] for name in ("pad_token_id", "bos_token_id", "eos_token_id")}
     for name, parameter in parameters(cls).items():
         if name in SETTINGS and parameter.default is not False:
             settings[name] = SETTINGS[name]
-        elif name.endswith(("dropout", "pdrop", "dropout_rate", "dropout_prob")) and parameter.default is not None:
+        elif (
+            name.endswith(("dropout", "pdrop", "dropout_rate", "dropout_prob", "jitter_noise"))
+            and parameter.default is not None
+        ):
             settings[name] = 0.0
     settings.update(_one_layer_of_each_kind(cls))
     return settings
@@ -307,12 +310,15 @@ def _vision(kinds: Any, kind: str | None, cls: Any) -> Any:
 
 def made(cls: Any, settings: dict[str, Any]) -> Any:
     """``cls(**settings)``."""
-    try:
-        return cls(**settings)
-    except Exception as error:  # 5.4's OlmoConfig takes this flag only as a number
-        if "'tie_word_embeddings' expected int" not in str(error):
-            raise
-        return cls(**{**settings, "tie_word_embeddings": 0})
+    for _ in range(8):
+        try:
+            return cls(**settings)
+        except Exception as error:  # 5.4 takes some flags as numbers only, of some configs
+            flag = re.search(r"Field '(\w+)' expected int, got bool \(value: (\w+)\)", str(error))
+            if flag is None:
+                raise
+            settings = {**settings, flag[1]: int(flag[2] == "True")}
+    return cls(**settings)
 
 
 def with_layers(architecture: str, layers: int) -> dict[str, Any]:

@@ -132,7 +132,7 @@ class Patch:
         )
         self.rotary = rotary.length_scaled(decoder.config)
         self.needs_cache = bool(getattr(decoder.config, "num_kv_shared_layers", 0))
-        self.rehooked: list[tuple[Any, Any]] = []
+        self.rehooked: list[tuple[Any, str, Any]] = []
 
     @property
     def active(self) -> bool:
@@ -157,8 +157,8 @@ class Patch:
             for module in self.model.modules():
                 if module.__dict__.get(entry.MARK) is self:
                     del module.__dict__[entry.MARK]
-            for module, bound in self.rehooked:
-                module.__dict__[HOOKED] = bound
+            for module, name, bound in self.rehooked:
+                module.__dict__[name] = bound
             self.rehooked.clear()
             release(self)
 
@@ -179,7 +179,7 @@ class Patch:
     def __deepcopy__(self, memo: dict[int, Any]) -> Patch:
         copied = Patch.__new__(Patch)
         memo[id(self)] = copied
-        rehooked = [(memo[id(module)], copy.deepcopy(bound, memo)) for module, bound in self.rehooked]
+        rehooked = [(memo[id(module)], name, copy.deepcopy(bound, memo)) for module, name, bound in self.rehooked]
         copied.__setstate__({**self.__dict__, "model": memo.get(id(self.model), self.model), "rehooked": rehooked})
         return copied
 
@@ -216,6 +216,7 @@ def apply(model: Any, *, kernel: str = "auto", architecture: str | None = None) 
         return current
     patch = _plan(inner, kernel, architecture)
     _check_own_forwards(patch)
+    originals = {module: type(module).forward for module in _with_replaced_forward(patch)}
     with LOCK:
         try:
             for site in patch.sites:
@@ -226,9 +227,9 @@ def apply(model: Any, *, kernel: str = "auto", architecture: str | None = None) 
         for entered in layers.models(inner):
             entered.__dict__[entry.MARK] = patch
         for module in _with_replaced_forward(patch):
-            if "forward" in module.__dict__ and _looks_up_hooked(module):
-                patch.rehooked.append((module, module.__dict__[HOOKED]))
-                module.__dict__[HOOKED] = types.MethodType(type(module).forward, module)
+            for name in _held_under(module, originals.get(module)):
+                patch.rehooked.append((module, name, module.__dict__[name]))
+                module.__dict__[name] = types.MethodType(type(module).forward, module)
     return patch
 
 
@@ -277,16 +278,23 @@ def _with_replaced_forward(patch: Patch) -> Iterator[Any]:
             yield entered[-1].get_submodule(layer.name)
 
 
-def _looks_up_hooked(module: Any) -> bool:
-    """Whether the object's own ``forward`` is accelerate's and looks ``HOOKED`` up when called (0.23's does not)."""
-    own = module.__dict__["forward"]
+def _held_under(module: Any, original: Any) -> list[str]:
+    """Under which name an object that has a ``forward`` of its own holds its class's, bound, to be called.
+
+    ``HOOKED`` where it is accelerate's, which looks that up when called (0.23's does not); ``forward`` where it is the
+    class's itself (5.0 and 5.1 leave it there after ``output_attentions``).
+    """
+    own = module.__dict__.get("forward")
     code = getattr(getattr(own, "func", own), "__code__", None)
-    return HOOKED in module.__dict__ and code is not None and HOOKED in code.co_names
+    if HOOKED in module.__dict__ and code is not None and HOOKED in code.co_names:
+        return [HOOKED]
+    return ["forward"] if own is not None and getattr(own, "__func__", None) is original else []
 
 
 def _check_own_forwards(patch: Patch) -> None:
     for module in _with_replaced_forward(patch):
-        if module is not patch.model and "forward" in module.__dict__ and not _looks_up_hooked(module):
+        own = "forward" in module.__dict__ and module is not patch.model
+        if own and not _held_under(module, type(module).forward):
             raise LayerNotPatchable(
                 f"the forward of this {type(module).__name__} was replaced on the object itself, by "
                 f"{getattr(module.__dict__['forward'], '__module__', 'something')}, which has caught the unpatched "

@@ -64,7 +64,7 @@ def alone(model: Any, docs: list[torch.Tensor], **call: Any) -> torch.Tensor:
         call.setdefault("use_cache", False)  # 4.51's Llama 4 has a cache in bfloat16 only
     counts_otherwise = getattr(model.config, "model_type", None) in tiny_models.NOT_FROM_ZERO
     positions: list[dict[str, Any]] = [{"position_ids": _count(doc)} if counts_otherwise else {} for doc in docs]
-    if "mrope_section" in str(model.config):  # 4.53's Qwen2-VL fails on a row without a mask
+    if _has_mrope(getattr(model.config, "text_config", model.config)):  # 4.53's Qwen2-VL fails on a row without a mask
         for doc, more in zip(docs, positions):
             more["attention_mask"] = torch.ones(1, len(doc), dtype=torch.long)
     return torch.cat([model(input_ids=doc[None], **more, **call).logits[0] for doc, more in zip(docs, positions)])
@@ -73,6 +73,10 @@ def alone(model: Any, docs: list[torch.Tensor], **call: Any) -> torch.Tensor:
 def _shares_keys(model: Any) -> bool:
     """Whether some layers find earlier ones' keys and values in the cache, and compute others without one."""
     return bool(getattr(getattr(model.config, "text_config", model.config), "num_kv_shared_layers", 0))
+
+
+def _has_mrope(config: Any) -> bool:
+    return any("mrope_section" in (getattr(config, name, None) or ()) for name in ("rope_scaling", "rope_parameters"))
 
 
 def _count(doc: torch.Tensor) -> torch.Tensor:

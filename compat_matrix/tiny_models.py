@@ -299,6 +299,8 @@ def _around_text(architecture: str, cls: Any, changes: dict[str, Any]) -> Any:
     if text_kind:
         sides["text_config"] = made(text_class, text)
     tokens = {name: value for name, value in OVERRIDES.get(architecture, {}).items() if name.endswith("_token_id")}
+    if tokens and "vocab_size" not in known:
+        tokens["vocab_size"] = VOCABULARY  # checkpoints have it there too, and 4.54 looks for it
     return made(cls, {**_small(cls), **tokens, **sides})
 
 

@@ -49,6 +49,8 @@ def _phi_scale(module: Any, options: Options) -> Options:
 
 def _bigcode_scale(module: Any, options: Options) -> Options:
     """Up to 4.39 the flash class of a half-precision model also divides by the layer's number, as no other does."""
+    if hasattr(module, "scaling"):  # 4.54 on: one scale for all, if a wrong one in 4.54
+        return options
     return replace(options, scale=module.head_dim**-0.5 if module.scale_attn_weights else 1.0)
 
 

@@ -81,7 +81,7 @@ def check(version: environments.Version, given: argparse.Namespace, packages: Pa
     found["architectures"] = {**known, **found["architectures"]}
     with tempfile.TemporaryDirectory() as folder:
         made = Path(folder, file.name)
-        made.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
+        made.write_text(run.text(found), encoding="utf-8")
         if not given.points and (known or not given.families):
             shutil.copy(made, file)
         return read_file(made)

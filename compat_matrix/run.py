@@ -27,6 +27,13 @@ def evidence(version: environments.Version, folder: Path, packages: Path, *optio
     return merged(version, *(_part(python, packages, part, options) for part in PARTS))
 
 
+def text(evidence: dict[str, Any]) -> str:
+    """The JSON of a version: a line for each architecture."""
+    head = {name: value for name, value in evidence.items() if name != "architectures"}
+    cells = ",\n".join(f"  {json.dumps(name)}: {json.dumps(cell)}" for name, cell in evidence["architectures"].items())
+    return f'{json.dumps(head, indent=1)[:-2]},\n "architectures": {{\n{cells}\n }}\n}}\n'
+
+
 def _part(python: Path, packages: Path, part: str, options: tuple[str, ...]) -> dict[str, Any]:
     command = [str(python), "-m", "compat_matrix.check", "--flash-attn", part, *options]
     given = {"PYTHONPATH": str(packages), "PYTHONNOUSERSITE": "1", "OMP_NUM_THREADS": "1"}

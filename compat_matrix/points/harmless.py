@@ -47,7 +47,7 @@ def generation(cell: Cell) -> None:
 
 def _generate(model: Any, ids: torch.Tensor, mask: torch.Tensor, way: dict[str, Any]) -> torch.Tensor:
     torch.manual_seed(0)
-    return model.generate(ids, attention_mask=mask, max_new_tokens=3, min_new_tokens=3, pad_token_id=0, **way)
+    return model.generate(ids, attention_mask=mask, max_new_tokens=5, min_new_tokens=5, pad_token_id=0, **way)
 
 
 def _works(model: Any, ids: torch.Tensor, mask: torch.Tensor, way: dict[str, Any]) -> bool:

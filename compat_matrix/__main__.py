@@ -74,9 +74,9 @@ def check(version: environments.Version, given: argparse.Namespace, packages: Pa
                     return read_file(file)
                 given = argparse.Namespace(**{**vars(given), "families": failed})
     options: list[str] = []
-    for name in ("families", "points"):
-        if getattr(given, name):
-            options += [f"--{name}", *getattr(given, name)]
+    for name, values in (("families", given.families or version.families), ("points", given.points)):
+        if values:
+            options += [f"--{name}", *values]
     found = run.evidence(version, given.environments, packages, *options)
     found["architectures"] = {**known, **found["architectures"]}
     with tempfile.TemporaryDirectory() as folder:

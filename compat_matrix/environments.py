@@ -37,7 +37,10 @@ MAIN_SOURCE = "https://github.com/huggingface/transformers"
 
 @dataclass(frozen=True)
 class Version:
-    """One block of versions.toml: what an environment is made of. No number after ``wrapt`` means the newest."""
+    """One block of versions.toml: what an environment is made of. No number after ``wrapt`` means the newest.
+
+    ``families``: what is checked there; empty is all that the release has.
+    """
 
     name: str
     transformers: str
@@ -46,6 +49,7 @@ class Version:
     pins: tuple[str, ...]
     wrapt: str = ""
     allowed_to_fail: bool = False
+    families: tuple[str, ...] = ()
     seam: str = ""
     other_seams: Mapping[str, tuple[str, ...]] = field(default_factory=dict, hash=False)
 

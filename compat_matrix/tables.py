@@ -1,4 +1,4 @@
-"""Write what is made from the evidence: README's table, MATRIX.md, matrix.html. ``--check`` only compares."""
+"""Write what is made from the evidence: README's table, MATRIX.md, matrix.html, upstream.json. ``--check`` compares."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import sys
 from pathlib import Path
 
 from . import environments, readme
+from .known import known
 from .markdown import matrix
 from .page import page
 from .results import Malformed, read
@@ -50,6 +51,7 @@ def made(root: Path) -> dict[Path, str]:
         root / "README.md": between(root / "README.md", readme.table(results)),
         folder / "MATRIX.md": matrix(results),
         folder / "matrix.html": page(results),
+        root / "fa2patch" / "upstream.json": known(results),
     }
 
 

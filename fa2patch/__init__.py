@@ -5,6 +5,7 @@ from .boundaries import Boundaries, boundaries
 from .collators import DataCollatorWithFlattening
 from .errors import Fa2PatchError
 from .patching import Patch, apply, revert, status
+from .verify import Verification, verify
 
 __version__ = "0.1.0"
 
@@ -14,10 +15,12 @@ __all__ = [
     "DataCollatorWithFlattening",
     "Fa2PatchError",
     "Patch",
+    "Verification",
     "apply",
     "architectures",
     "boundaries",
     "register",
     "revert",
     "status",
+    "verify",
 ]

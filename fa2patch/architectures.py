@@ -8,7 +8,7 @@ from typing import Any, Callable
 import torch
 
 from .attention import Options
-from .errors import UnknownArchitecture
+from .errors import BadArchitecture, UnknownArchitecture
 
 
 @dataclass(frozen=True)
@@ -27,6 +27,13 @@ class Architecture:
     refuse: Callable[[Any], str | None] | None = None
     adjust: Callable[[Any, Options], Options] | None = None
     queries: Callable[[Any, torch.Tensor, torch.Tensor], torch.Tensor] | None = None
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.model_type, str):
+            raise BadArchitecture(f"model_type: expected a config's model_type, a str, found {self.model_type!r}.")
+        for name in ("refuse", "adjust", "queries"):
+            if getattr(self, name) is not None and not callable(getattr(self, name)):
+                raise BadArchitecture(f"{name}: expected a function or None, found {getattr(self, name)!r}.")
 
 
 def _alibi(config: Any) -> str | None:
@@ -104,9 +111,12 @@ def register(architecture: Architecture) -> None:
 
     The model's attention layers must offer one of the seams: they look their function up in a module-level
     ``ALL_ATTENTION_FUNCTIONS``, or the modeling file has a ``...FlashAttention2`` class beside the plain one.
+
+    Raises:
+        BadArchitecture: it is no :class:`Architecture`.
     """
     if not isinstance(architecture, Architecture):
-        raise TypeError(f"register: expected an Architecture, found {type(architecture).__name__}.")
+        raise BadArchitecture(f"register: expected an Architecture, found {type(architecture).__name__}.")
     _rows[architecture.model_type] = architecture
 
 
@@ -118,7 +128,7 @@ def lookup(model_type: str) -> Architecture:
     """
     try:
         return _rows[model_type]
-    except KeyError:
+    except (KeyError, TypeError):  # TypeError: not even hashable
         raise UnknownArchitecture(
             f"no architecture {model_type!r} in the registry, which has {', '.join(sorted(_rows))}. Leave the argument "
             f"out to have the model looked at, or fa2patch.register(fa2patch.Architecture({model_type!r}, ...))."

@@ -69,6 +69,7 @@ def boundaries(position_ids: torch.Tensor) -> Boundaries:
         BadPositionIds: not an integer tensor, or of another shape, or empty.
     """
     check_position_ids(position_ids)
+    _check_readable("position_ids", position_ids, BadPositionIds)
     host = _host(_axes(position_ids).long())
     host = host if host.ndim == 3 else host[None]
     real = np.ones(host.shape[1:], dtype=bool)
@@ -84,6 +85,8 @@ def check_position_ids(position_ids: Any, shape: tuple[int, int] | None = None) 
         )
     if position_ids.dtype not in _INTEGERS:
         raise BadPositionIds(f"position_ids: expected integers, found {position_ids.dtype}. Convert them with .long().")
+    if not _is_dense(position_ids):
+        raise BadPositionIds(f"position_ids: expected a dense tensor, found {_described(position_ids)}.")
     found = tuple(position_ids.shape)
     if position_ids.dim() not in (1, 2, 3) or 0 in found:
         raise BadPositionIds(
@@ -120,22 +123,37 @@ def recognise(
         boundaries in which a run of padding is a document of its own.
 
     Raises:
-        BadPositionIds: wrong dtype or shape.
-        BoundaryConflict: two sources contradict each other, or padding stands inside a document of a packed row.
+        BadPositionIds, BadCuSeqlens: ``position_ids``, ``seq_idx`` of a wrong dtype or shape.
+        BoundaryConflict: two sources contradict each other, padding stands inside a document of a packed row, or the
+            mask of one holds something else than zeros, ones and document numbers.
     """
     if position_ids is not None:
         check_position_ids(position_ids, shape)
-    if seq_idx is not None and tuple(seq_idx.shape) not in (shape, (1, shape[1]), shape[1:]):
-        raise BadCuSeqlens(f"seq_idx: expected [{shape[0]}, {shape[1]}], found {list(seq_idx.shape)}.")
-    _check_mask(attention_mask, shape)
+        _check_readable("position_ids", position_ids, BadPositionIds)
+    if seq_idx is not None:
+        _check_seq_idx(seq_idx, shape)
+    if attention_mask is not None:
+        _check_mask(attention_mask, shape)
+        _check_readable("attention_mask", attention_mask, BoundaryConflict)
+        attention_mask = _numbers(attention_mask)
     given = {"attention_mask": attention_mask, "seq_idx": seq_idx}
     present = {name: ids.expand(shape) for name, ids in given.items() if ids is not None}
     axes = [] if position_ids is None else [axis.expand(shape) for axis in _axes(position_ids)]
     if not present and not axes:
         return None
+    if device.type == "meta":
+        raise BadPositionIds("position_ids: expected those of a batch with values, found one on the meta device.")
     read = _host(torch.stack([ids.detach().to(device, torch.int64) for ids in (*present.values(), *axes)]))
     host, positions = dict(zip(present, read)), read[len(present) :]
     mask = host.get("attention_mask")
+    if mask is not None and mask.min() < 0:
+        if mask.max() <= 1 and recognise(shape, device, position_ids=position_ids, seq_idx=seq_idx) is None:
+            return None
+        row, token = np.argwhere(mask < 0)[0]
+        raise BoundaryConflict(
+            "attention_mask: expected zeros for padding and ones, or document numbers, found something else at row "
+            f"{row}, token {token}. A mask that is added to logits cannot go with a packed row: leave it out."
+        )
     real = np.ones(shape, dtype=bool) if mask is None else mask != 0
     previous = _previous_real(real)
 
@@ -198,14 +216,15 @@ def from_cu_seqlens(
         BadCuSeqlens, BoundaryConflict, BadPositionIds.
     """
     tokens = shape[0] * shape[1]
-    for cu in (cu_seqlens, cu_seqlens_k):
-        if cu is not None and (not isinstance(cu, torch.Tensor) or cu.dtype not in _INTEGERS or cu.numel() < 2):
-            found = f"{cu.dtype} {list(cu.shape)}" if isinstance(cu, torch.Tensor) else type(cu).__name__
-            raise BadCuSeqlens(f"cu_seq_lens: expected an integer tensor [documents + 1], found {found}.")
-    _check_mask(attention_mask, shape)
+    for given in (cu_seqlens, cu_seqlens_k):
+        if given is not None:
+            check_cu_seqlens(given)
+    if attention_mask is not None:
+        _check_mask(attention_mask, shape)
     cu = cu_seqlens.flatten().to(torch.int32)
     if checked:
-        _require_ends(cu, tokens)
+        _check_max_seqlen(max_seqlen)
+        _require_ends(cu_seqlens.flatten(), tokens)
         if cu_seqlens_k is not None and cu_seqlens_k is not cu_seqlens:
             _require_same(cu, cu_seqlens_k.flatten())
         _require_agreement(cu, shape, position_ids, attention_mask)
@@ -220,11 +239,63 @@ def from_cu_seqlens(
     return stated
 
 
-def _check_mask(attention_mask: torch.Tensor | None, shape: tuple[int, int]) -> None:
-    if attention_mask is not None and tuple(attention_mask.shape) != shape:
+def check_cu_seqlens(cu_seqlens: Any) -> None:
+    """Raise :class:`BadCuSeqlens` unless these are integers that could be documents' ends."""
+    if _is_dense(cu_seqlens) and cu_seqlens.dtype in _INTEGERS and cu_seqlens.numel() > 1:
+        return
+    raise BadCuSeqlens(f"cu_seq_lens: expected an integer tensor [documents + 1], found {_described(cu_seqlens)}.")
+
+
+def _check_max_seqlen(max_seqlen: Any) -> None:
+    if isinstance(max_seqlen, torch.Tensor):
+        if _is_dense(max_seqlen) and max_seqlen.dtype in _INTEGERS and max_seqlen.numel():
+            return _check_readable("max_length", max_seqlen, BadCuSeqlens)
+    elif max_seqlen is None or (isinstance(max_seqlen, (int, np.integer)) and max_seqlen < 2**31):
+        return None
+    found = _described(max_seqlen) if isinstance(max_seqlen, torch.Tensor) else repr(max_seqlen)
+    raise BadCuSeqlens(f"max_length: expected the longest document's length, an int, found {found}.")
+
+
+def _check_seq_idx(seq_idx: Any, shape: tuple[int, int]) -> None:
+    if not _is_dense(seq_idx) or seq_idx.dtype not in (*_INTEGERS, torch.bool):
+        raise BadCuSeqlens(f"seq_idx: expected an integer tensor [batch, length], found {_described(seq_idx)}.")
+    if tuple(seq_idx.shape) not in (shape, (1, shape[1]), shape[1:]):
+        raise BadCuSeqlens(f"seq_idx: expected [{shape[0]}, {shape[1]}], found {list(seq_idx.shape)}.")
+    _check_readable("seq_idx", seq_idx, BadCuSeqlens)
+
+
+def _check_mask(attention_mask: torch.Tensor, shape: tuple[int, int]) -> None:
+    if not _is_dense(attention_mask) or attention_mask.is_complex():
+        raise BoundaryConflict(f"attention_mask: expected a tensor of numbers, found {_described(attention_mask)}.")
+    if tuple(attention_mask.shape) != shape:
         raise BoundaryConflict(
             f"attention_mask: expected [{shape[0]}, {shape[1]}], found {list(attention_mask.shape)}."
         )
+
+
+def _check_readable(name: str, tensor: torch.Tensor, error: type[Exception]) -> None:
+    if tensor.device.type == "meta":
+        raise error(f"{name}: expected a tensor with values, found one on the meta device.")
+
+
+def _is_dense(value: Any) -> bool:
+    return isinstance(value, torch.Tensor) and value.layout == torch.strided and not value.is_nested
+
+
+def _described(value: Any) -> str:
+    if not isinstance(value, torch.Tensor):
+        return type(value).__name__
+    if value.is_nested:
+        return "a nested tensor"
+    return f"{value.dtype} {list(value.shape)}" if _is_dense(value) else f"{value.dtype} {value.layout}"
+
+
+def _numbers(mask: torch.Tensor) -> torch.Tensor:
+    """A mask's whole numbers; -1 for fractions, infinities and what is no number."""
+    if not mask.is_floating_point():
+        return mask
+    mask = mask.float() if mask.element_size() < 4 else mask  # torch 2.1 rounds no half precision on a CPU
+    return torch.where((mask == mask.floor()) & (mask.abs() < 2**31), mask, -1)
 
 
 def positions_of(cu_seqlens: torch.Tensor, shape: tuple[int, int]) -> torch.Tensor:
@@ -271,7 +342,8 @@ def _changes(ids: Any, real: Any, previous: Any, step: int) -> Any:
     """Real tokens that do not go on from the nearest real token to their left, whether ids count padding or not."""
     left = np.take_along_axis(ids, np.maximum(previous, 0), axis=1)
     apart = np.arange(ids.shape[1]) - previous
-    return real & ((previous < 0) | ((ids != left + step) & (ids != left + step * apart)))
+    goes_on = ((ids == left + step) | (ids == left + step * apart)) & (ids >= left)  # the largest int64 + 1 is < 0
+    return real & ((previous < 0) | ~goes_on)
 
 
 def _no_conflict(conflicts: Any, what: str) -> None:
@@ -356,7 +428,9 @@ def _require_agreement(
     if position_ids is not None:
         check_position_ids(position_ids, shape)
         ids = _axes(position_ids)[0].to(cu.device, torch.int64).expand(shape)
-        jumps = ids[:, 1:] < ids[:, :-1] if len(_axes(position_ids)) == 3 else ids[:, 1:] != ids[:, :-1] + 1
+        jumps = ids[:, 1:] < ids[:, :-1]
+        if len(_axes(position_ids)) != 3:
+            jumps |= ids[:, 1:] != ids[:, :-1] + 1
         restarts = jumps & ~starts[:, 1:] & real[:, 1:]
         _require(
             ~restarts.any(),

@@ -14,6 +14,8 @@ except ModuleNotFoundError:
         "fa2patch's command line needs click, which is not installed: pip install 'fa2patch[cli]'"
     ) from None
 
+from . import cli_look
+
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
@@ -27,6 +29,10 @@ FORMATS = ("table", "markdown", "json")
 @click.version_option(package_name="fa2patch")
 def main() -> None:
     """Packed rows, every example on its own, in the Transformers version that you have."""
+
+
+for command in (cli_look.verify, cli_look.doctor, cli_look.status, cli_look.architectures):
+    main.add_command(command)
 
 
 @main.command()

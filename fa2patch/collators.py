@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+import operator
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -42,7 +43,7 @@ class DataCollatorWithFlattening:
         pad_token_id: the padding's ``input_ids``.
 
     Raises:
-        CollatorError: ``pad_to_multiple_of`` below 1.
+        CollatorError: ``pad_to_multiple_of`` below 1, or another option that must be an integer and is none.
     """
 
     return_tensors: str = "pt"
@@ -55,14 +56,15 @@ class DataCollatorWithFlattening:
     pad_token_id: int = 0
 
     def __post_init__(self) -> None:
-        if self.pad_to_multiple_of is not None and self.pad_to_multiple_of < 1:
-            raise CollatorError(
-                f"pad_to_multiple_of: expected a positive number or None, found {self.pad_to_multiple_of}."
-            )
+        multiple = self.pad_to_multiple_of
+        for name in ("separator_id", "position_ids_start", *(["pad_token_id"] if multiple is not None else [])):
+            _integer(name, getattr(self, name))
+        if multiple is not None and _integer("pad_to_multiple_of", multiple) < 1:
+            raise CollatorError(f"pad_to_multiple_of: expected a positive number or None, found {multiple}.")
 
     def __call__(
         self,
-        features: Sequence[Mapping[str, Any]],
+        features: Iterable[Mapping[str, Any]],
         return_tensors: str | None = None,
         separator_id: int | None = None,
     ) -> dict[str, Any]:
@@ -91,14 +93,17 @@ class DataCollatorWithFlattening:
             CollatorError: no examples, or an empty one; ``input_ids`` missing; a key that only some examples
                 hold, or that is not one number per token (such as a class label); position ids that hide
                 where an example starts while neither ``cu_seq_lens`` nor ``seq_idx`` is returned; an unknown
-                ``return_tensors``.
+                ``return_tensors``; a ``separator_id`` that is no integer.
         """
         framework = self.return_tensors if return_tensors is None else return_tensors
-        if framework not in _TENSOR:
+        if not isinstance(framework, str) or framework not in _TENSOR:
             raise CollatorError(f"return_tensors: expected 'pt' or 'np', found {framework!r}.")
-        if len(features) == 0:
-            raise CollatorError("expected at least one example, found an empty batch.")
+        separator = self.separator_id if separator_id is None else _integer("separator_id", separator_id)
+        if not isinstance(features, Iterable):
+            raise CollatorError(f"expected a list of examples, found {type(features).__name__}.")
         examples = [_read(index, feature) for index, feature in enumerate(features)]
+        if not examples:
+            raise CollatorError("expected at least one example, found an empty batch.")
         _require_same_keys(examples)
         examples = [self._complete(example) for example in examples]
         tokens = sum(len(example["input_ids"]) for example in examples)
@@ -109,7 +114,7 @@ class DataCollatorWithFlattening:
         row = {key: _concatenate([example[key] for example in examples]) for key in examples[0]}
         lengths = [length for example in examples for length in _document_lengths(example)]
         cu_seq_lens = np.cumsum([0, *lengths])
-        row["labels"][cu_seq_lens[:-1]] = self.separator_id if separator_id is None else separator_id
+        row["labels"][cu_seq_lens[:-1]] = separator
         row["labels"][tokens:] = _IGNORED_LABEL
         return self._batch(row, cu_seq_lens, _TENSOR[framework])
 
@@ -144,13 +149,24 @@ class DataCollatorWithFlattening:
         return batch
 
 
+def _integer(name: str, value: Any) -> int:
+    """An option that must be an integer, far enough from where int64 ends to be counted on from."""
+    try:
+        number = operator.index(value)
+    except TypeError:
+        raise CollatorError(f"{name}: expected an integer, found {value!r}.") from None
+    if abs(number) >= 2**62:
+        raise CollatorError(f"{name}: expected an integer of at most 62 bits, found {number}.")
+    return number
+
+
 def _read(index: int, feature: Mapping[str, Any]) -> _Columns:
     """The example's columns without masked tokens: int64 or float32, one number per token."""
     if not isinstance(feature, Mapping):
         raise CollatorError(f"example {index}: expected a mapping, found {type(feature).__name__}.")
     given = {key: value for key, value in feature.items() if value is not None}
     if "input_ids" not in given:
-        raise CollatorError(f"example {index}: input_ids missing, found {', '.join(given) or 'no keys'}.")
+        raise CollatorError(f"example {index}: input_ids missing, found {', '.join(map(str, given)) or 'no keys'}.")
     for key in _MADE_HERE:
         if key in given:
             raise CollatorError(f"example {index}: {key} is made by the collator. Remove it from the examples.")
@@ -171,6 +187,9 @@ def _read(index: int, feature: Mapping[str, Any]) -> _Columns:
 def _as_array(index: int, key: str, value: Any) -> _Array:
     """A new int64 or float32 array ``[length]``."""
     if isinstance(value, torch.Tensor):
+        if value.device.type == "meta" or value.layout != torch.strided or value.is_nested:
+            kind = "on the meta device" if value.device.type == "meta" else f"of layout {value.layout}"
+            raise CollatorError(f"example {index}: {key} must be one number per token, found a tensor {kind}.")
         value = value.detach().cpu()
         value = (value.float() if value.is_floating_point() else value).numpy()
     try:
@@ -182,6 +201,10 @@ def _as_array(index: int, key: str, value: Any) -> _Array:
             f"example {index}: {key} holds no plain numbers ({type(value).__name__} of {array.dtype}). "
             "Remove what is not one number per token from the examples."
         )
+    if array.dtype.kind == "b" and key in _IDS:
+        raise CollatorError(f"example {index}: {key} must be integers, found booleans.")
+    if array.dtype == np.uint64 and array.size and array.max() > np.iinfo(np.int64).max:
+        raise CollatorError(f"example {index}: {key} must fit into int64, found {array.max()}.")
     if array.ndim == 0 and key == "labels":
         raise CollatorError(
             f"example {index}: labels is the single number {array}. A packed row needs token-level labels, "
@@ -206,7 +229,7 @@ def _drop_masked(index: int, columns: _Columns) -> _Columns:
 
 
 def _require_same_keys(examples: Sequence[_Columns]) -> None:
-    for key in sorted(set().union(*examples)):
+    for key in sorted(set().union(*examples), key=str):
         without = [index for index, example in enumerate(examples) if key not in example]
         if without:
             raise CollatorError(
@@ -218,7 +241,7 @@ def _require_same_keys(examples: Sequence[_Columns]) -> None:
 def _require_visible_starts(examples: Sequence[_Columns]) -> None:
     positions = [example["position_ids"] for example in examples]
     for index, (left, right) in enumerate(zip(positions, positions[1:]), start=1):
-        if right[0] == left[-1] + 1:
+        if int(right[0]) == int(left[-1]) + 1:
             raise CollatorError(
                 f"position_ids go on from {left[-1]} to {right[0]} where example {index} (or the padding) "
                 "starts, which hides that start. Let them restart, or set return_flash_attn_kwargs=True."

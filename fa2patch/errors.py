@@ -6,6 +6,8 @@ the model and every namespace as they were; one raised in a forward leaves the p
 
 from __future__ import annotations
 
+from typing import Any
+
 
 class Fa2PatchError(Exception):
     """Base of everything that fa2patch raises on purpose."""
@@ -21,6 +23,10 @@ class NotAModel(Fa2PatchError, TypeError):
 
 class UnknownArchitecture(Fa2PatchError, LookupError):
     """The model's ``model_type`` has no row in the registry."""
+
+
+class BadArchitecture(Fa2PatchError, TypeError):
+    """What was handed to ``register`` is no row, or a row's attributes are not what they must be."""
 
 
 class UnsupportedModel(Fa2PatchError):
@@ -60,7 +66,17 @@ class PackedWithCache(Fa2PatchError, ValueError):
 
 
 class PackingNotIsolated(Fa2PatchError, RuntimeError):
-    """A packed batch cannot be computed with its documents kept apart."""
+    """A packed batch cannot be computed with its documents kept apart.
+
+    Attributes:
+        verification: what ``fa2patch.verify`` found, where it raised this.
+    """
+
+    verification: Any = None
+
+
+class BadBatch(Fa2PatchError, ValueError):
+    """A batch in which there is nothing to verify."""
 
 
 class CollatorError(Fa2PatchError, ValueError):

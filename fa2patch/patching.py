@@ -118,6 +118,7 @@ class Patch:
         architecture: its row of the registry.
         kernel: the kernel's name that was asked for.
         makes_masks: whether the causal LM makes masks itself, for the models inside it (Gemma 3 up to 4.52).
+        vouched: whether a packed batch has gone through every attention layer, each one looked at.
         needs_cache: whether later layers read earlier ones' keys and values from a cache (Gemma 3n).
     """
 
@@ -133,6 +134,7 @@ class Patch:
         self.rotary = rotary.length_scaled(decoder.config)
         self.needs_cache = bool(getattr(decoder.config, "num_kv_shared_layers", 0))
         self.rehooked: list[tuple[Any, str, Any]] = []
+        self.vouched = False
 
     @property
     def active(self) -> bool:
@@ -214,7 +216,7 @@ def apply(model: Any, *, kernel: str = "auto", architecture: str | None = None) 
     current = status(inner)
     if current is not None:
         return current
-    patch = _plan(inner, kernel, architecture)
+    patch = plan(inner, kernel, architecture)
     _check_own_forwards(patch)
     originals = {module: type(module).forward for module in _with_replaced_forward(patch)}
     with LOCK:
@@ -317,7 +319,12 @@ def _check_transformers() -> None:
         )
 
 
-def _plan(model: Any, kernel: str, architecture: str | None) -> Patch:
+def plan(model: Any, kernel: str = "auto", architecture: str | None = None) -> Patch:
+    """What ``apply`` would do to a Transformers model, not done: its :class:`Patch`, without effect.
+
+    Raises:
+        UnknownArchitecture, UnsupportedModel, LayerNotPatchable.
+    """
     config = model.config
     if getattr(config, "is_encoder_decoder", False):
         raise UnsupportedModel(
@@ -325,7 +332,7 @@ def _plan(model: Any, kernel: str, architecture: str | None) -> Patch:
             "Train it padded."
         )
     *outer, decoder = layers.models(model)
-    row = lookup(architecture) if architecture else row_of(decoder.config)
+    row = lookup(architecture) if architecture is not None else row_of(decoder.config)
     if "SequenceClassification" in type(model).__name__:
         raise UnsupportedModel(
             f"{type(model).__name__} pools one vector per row, and a packed row holds many documents. Train it padded."
@@ -337,7 +344,9 @@ def _plan(model: Any, kernel: str, architecture: str | None) -> Patch:
 
     attention = list(layers.attention_layers(decoder))
     _check_layers(decoder, attention)
-    if not (architecture or is_registered(decoder.config) or layers.claims_flash_attention(model, attention)):
+    if not (
+        architecture is not None or is_registered(decoder.config) or layers.claims_flash_attention(model, attention)
+    ):
         raise UnsupportedModel(
             f"{type(model).__name__} does not claim flash attention (_supports_flash_attn): its attention may look at "
             "more than boundaries can say. Nothing was patched. If it is ordinary attention, say so: "

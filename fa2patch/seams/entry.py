@@ -11,6 +11,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import inspect
+import re
 import threading
 from collections.abc import Iterator
 from typing import Any, Callable
@@ -20,13 +21,14 @@ import torch
 from .._compile import compiling
 from ..boundaries import (
     Boundaries,
+    check_cu_seqlens,
     check_position_ids,
     from_cu_seqlens,
     largest,
     positions_of,
     recognise,
 )
-from ..errors import PackedWithCache, PackedWithDenseMask, PackingNotIsolated
+from ..errors import BadBatch, BadCuSeqlens, PackedWithCache, PackedWithDenseMask, PackingNotIsolated
 from .layers import models
 from .packed_mask import PackedMask, find
 from .rotary import tagged
@@ -37,7 +39,14 @@ MARK = "_fa2patch"
 LENGTHS = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k", "seq_idx")
 """Keywords of Transformers' DataCollatorWithFlattening (return_flash_attn_kwargs, return_seq_idx)."""
 
+LABELS = ("labels", "shift_labels")
+"""Arguments that hold the tokens to predict; in ``shift_labels`` each stands where it is predicted."""
+
+IGNORED = -100
+
 _CARRIED = "_fa2patch_lengths"
+_FOUND = "_fa2patch_mask"
+_PREDICTS_THE_NEXT = re.compile("CausalLM|LMHead|ConditionalGeneration")
 
 
 class _Reached(threading.local):
@@ -45,7 +54,8 @@ class _Reached(threading.local):
 
     Attributes:
         times: how often a base model's patched forward.
-        inside: patches of the models around this point that have looked at a batch and found it not packed.
+        inside: patches of the models around this point that have looked at a batch and found it not packed, each with
+            that batch's position_ids and mask.
     """
 
     times = 0
@@ -67,20 +77,28 @@ def causal_lm(original: Callable[..., Any]) -> Callable[..., Any]:
         if patch is None:
             return original(self, *args, **kwargs)
         call = calls.named(args, kwargs)
-        lengths = {name: call[name] for name in LENGTHS if call.get(name) is not None}
+        lengths = _lengths(call)
         if lengths and not (calls.takes_any and compiling()):
             shape, device = batch_shape(call)
             call["position_ids"] = _with_lengths(call.get("position_ids"), lengths, shape, device)
-        if patch.makes_masks or not calls.takes("position_ids"):
-            mask = packed_mask(call, patch)
-            if mask is not None:
-                if not calls.takes("position_ids"):
-                    del call["position_ids"]
-                return _packed(calls, self, args, call, mask)
+        looks_itself = patch.makes_masks or not calls.takes("position_ids")
+        labelled = [name for name in LABELS if call.get(name) is not None and _predicts_the_next(self)]
+        looked = looks_itself or (labelled and not compiling())
+        mask = packed_mask(call, patch) if looked else None
+        cu = mask.boundaries.cu_seqlens if mask is not None else call.get("cu_seq_lens_q") if compiling() else None
+        if labelled and cu is not None:
+            shape, _ = batch_shape(call)
+            call.update({name: _inside_documents(call[name], cu, name, shape) for name in labelled})
+        if mask is not None and looks_itself:
+            if not calls.takes("position_ids"):
+                del call["position_ids"]
+            return _packed(calls, self, args, call, mask)
+        if mask is not None:
+            call["position_ids"] = _with_mask(call["position_ids"], mask)
         if compiling():
             return calls.make(self, args, call)
         before = _reached.times
-        with _looked(patch if patch.makes_masks else None):
+        with _looked(patch if looked and mask is None else None, call):
             output = calls.make(self, args, call)
         if _reached.times == before and _runs_eagerly(self):
             raise PackingNotIsolated(
@@ -117,26 +135,50 @@ def base_model(original: Callable[..., Any]) -> Callable[..., Any]:
             _reached.times += 1
         call = calls.named(args, kwargs)
         given = call.get("attention_mask")
-        made_by_a_model = _is_dense(given) and (compiling() or any(patch is looked for looked in _reached.inside))
+        around = [] if compiling() else [(ids, mask) for looked, ids, mask in _reached.inside if looked is patch]
+        made_by_a_model = _is_dense(given) and (compiling() or around)
+        if any(ids is call.get("position_ids") and mask is given for ids, mask in around):
+            return calls.make(self, args, call)
         packed_before = find(given.values() if isinstance(given, dict) else [given]) is not None
         if packed_before or made_by_a_model:
             return original(self, *args, **kwargs)
         mask = packed_mask(call, patch)
         if mask is not None:
             return _packed(calls, self, args, call, mask)
-        with _looked(patch):
+        with _looked(patch, call):
             return calls.make(self, args, call)
 
     return forward
 
 
+def _predicts_the_next(model: Any) -> bool:
+    """Whether a token's label is what the token before it predicts (not so in a token classifier)."""
+    return _PREDICTS_THE_NEXT.search(type(model).__name__) is not None
+
+
+def _inside_documents(labels: Any, cu_seqlens: torch.Tensor, name: str, shape: tuple[int, int]) -> torch.Tensor:
+    """Labels ``[batch, length]`` without those that one document's last token would predict of the next one's first.
+
+    As the padding run has it, where no token predicts a row's first.
+    """
+    if not isinstance(labels, torch.Tensor) or (labels.dim() <= 2 and labels.numel() != shape[0] * shape[1]):
+        found = f"{list(labels.shape)}" if isinstance(labels, torch.Tensor) else type(labels).__name__
+        raise BadBatch(f"{name}: expected a tensor [{shape[0]}, {shape[1]}], one for each token, found {found}.")
+    cu = cu_seqlens.flatten()
+    at = cu[:-1] if name == "labels" else (cu[1:] - 1).clamp(min=0)
+    if labels.dim() > 2:
+        return labels
+    padded = torch.nn.functional.pad(labels.flatten(), (0, 1))  # documents without tokens may start behind the last
+    return padded.index_fill(0, at.to(labels.device, torch.int64), IGNORED)[:-1].view_as(labels)
+
+
 @contextlib.contextmanager
-def _looked(patch: Any) -> Iterator[None]:
+def _looked(patch: Any, call: dict[str, Any]) -> Iterator[None]:
     """While a model computes a batch that is not packed: the masks that models inside it get are its own."""
     if compiling():
         yield
         return
-    _reached.inside.append(patch)
+    _reached.inside.append((patch, call.get("position_ids"), call.get("attention_mask")))
     try:
         yield
     finally:
@@ -163,13 +205,30 @@ def _packed(calls: _Calls, model: Any, args: tuple[Any, ...], call: dict[str, An
             f"{type(model).__name__} used the mask of a packed batch in a way that fa2patch does not know, or a "
             f"layer of it is not patched any more ({error}). See fa2patch.status(model).layers; please report it."
         ) from error
-    if len(mask.calls) < len(patch.attention):
+    if compiling():
+        missed = len(mask.calls) < len(patch.attention)
+    else:
+        missed = len(mask.calls) < len(patch.attention) or (not patch.vouched and bool(_not_given(patch, mask, model)))
+        patch.vouched = not missed
+    if missed:
+        names = _not_given(patch, mask, model)
         raise PackingNotIsolated(
-            f"of {len(patch.attention)} attention layers only {len(mask.calls)} were given the boundaries of this "
-            "packed batch: some layer's attention was replaced after fa2patch.apply. See "
-            "fa2patch.status(model).layers; apply fa2patch last."
+            f"of {len(patch.attention)} attention layers only {len(patch.attention) - len(names)} were given the "
+            f"boundaries of this packed batch; not {', '.join(names[:4])}{', ...' if len(names) > 4 else ''}. Their "
+            "attention was replaced after fa2patch.apply: apply fa2patch last. See fa2patch.status(model).layers."
         )
     return output
+
+
+def _not_given(patch: Any, mask: PackedMask, model: Any) -> list[str]:
+    """The attention layers, by name and class, that have not seen a packed batch's boundaries.
+
+    Of the model that was called: a replica (``DataParallel``) carries the patch of the one that it was made of.
+    """
+    given = {id(module) for module in mask.calls}
+    decoder = models(model)[-1]
+    modules = [(layer.name, decoder.get_submodule(layer.name)) for layer in patch.attention]
+    return [f"{name} ({type(module).__name__})" for name, module in modules if id(module) not in given]
 
 
 class _Calls:
@@ -206,8 +265,12 @@ class _Calls:
 def batch_shape(call: dict[str, Any]) -> tuple[tuple[int, int], torch.device]:
     """``(batch, length)`` and the device of a forward's inputs."""
     for name in ("input_ids", "inputs_embeds"):
-        if call.get(name) is not None:
-            return (call[name].shape[0], call[name].shape[1]), call[name].device
+        given = call.get(name)
+        if given is not None:
+            if not isinstance(given, torch.Tensor) or given.dim() < 2:
+                found = f"{list(given.shape)}" if isinstance(given, torch.Tensor) else type(given).__name__
+                raise BadBatch(f"{name}: expected a tensor [batch, length, ...], found {found}.")
+            return (given.shape[0], given.shape[1]), given.device
     raise PackingNotIsolated("forward was given neither input_ids nor inputs_embeds.")
 
 
@@ -216,18 +279,22 @@ def packed_mask(call: dict[str, Any], patch: Any) -> PackedMask | None:
 
     A single document is packed only where lengths say so: else it is a dense row, computed as ever.
     """
-    if call.get("input_ids") is None and call.get("inputs_embeds") is None:
-        return None
-    shape, device = batch_shape(call)
+    tokens = call["input_ids"] if call.get("input_ids") is not None else call.get("inputs_embeds")
     position_ids = call.get("position_ids")
-    lengths = {name: call[name] for name in LENGTHS if call.get(name) is not None}
+    if tokens is None or (position_ids is None and getattr(tokens, "ndim", 0) < 2 and not _lengths(call)):
+        return None  # GPT-2 takes one row of ids without a batch
+    shape, device = batch_shape(call)
+    found_before: PackedMask | None = getattr(position_ids, _FOUND, None)
+    if found_before is not None and found_before.shape == shape:
+        return found_before
+    lengths = _lengths(call)
     if not lengths and isinstance(position_ids, torch.Tensor):
         lengths = dict(getattr(position_ids, _CARRIED, {}))
     for name in ("cu_seq_lens_q", "cu_seq_lens_k"):
         if isinstance(lengths.get(name), torch.Tensor):
             lengths[name] = lengths[name].to(device)
     given, cache = call.get("attention_mask"), call.get("past_key_values")
-    mask = _two_dimensional(given, shape)
+    mask = _two_dimensional(given, shape, cached=cache is not None)
     if cache is not None and given is not None and mask is None:
         return None  # generate() with a static cache: the dense mask it made says who sees whom
     if position_ids is not None:
@@ -272,11 +339,28 @@ def packed_mask(call: dict[str, Any], patch: Any) -> PackedMask | None:
     )
 
 
-def _two_dimensional(mask: Any, shape: tuple[int, int]) -> torch.Tensor | None:
-    """The mask of this call's tokens ``[batch, length]``, where a mask ``[batch, cached + length]`` was given."""
-    if isinstance(mask, torch.Tensor) and mask.dim() == 2 and mask.shape[0] == shape[0] and mask.shape[1] >= shape[1]:
-        return mask[:, -shape[1] :]
-    return None
+def _lengths(call: dict[str, Any]) -> dict[str, Any]:
+    """The collator's lengths among the arguments; those of keys count for queries, where only they were given."""
+    lengths = {name: call[name] for name in LENGTHS if call.get(name) is not None}
+    for name in ("cu_seq_lens_q", "cu_seq_lens_k"):
+        if name in lengths:
+            check_cu_seqlens(lengths[name])
+            tokens = next((call[name] for name in ("input_ids", "inputs_embeds") if call.get(name) is not None), None)
+            if lengths[name].device.type == "meta" and getattr(tokens, "device", None) != lengths[name].device:
+                raise BadCuSeqlens("cu_seq_lens: expected a tensor with values, found one on the meta device.")
+    if "cu_seq_lens_k" in lengths and "cu_seq_lens_q" not in lengths:
+        lengths["cu_seq_lens_q"] = lengths["cu_seq_lens_k"]
+        lengths["max_length_q"] = lengths.get("max_length_k")
+    return lengths
+
+
+def _two_dimensional(mask: Any, shape: tuple[int, int], cached: bool) -> torch.Tensor | None:
+    """The mask of this call's tokens ``[batch, length]``; of a mask ``[batch, cached + length]`` its end."""
+    if not isinstance(mask, torch.Tensor) or mask.dim() != 2 or mask.shape[0] != shape[0]:
+        return None
+    if mask.shape[1] == shape[1]:
+        return mask
+    return mask[:, -shape[1] :] if cached and mask.shape[1] > shape[1] else None
 
 
 def _refuse_what_cannot_be_packed(call: dict[str, Any], given: Any, mask: torch.Tensor | None) -> None:
@@ -296,6 +380,13 @@ def _refuse_what_cannot_be_packed(call: dict[str, Any], given: Any, mask: torch.
             "output_attentions=True was asked of a packed batch: flash attention makes no weights to return. "
             "Leave it out, or pass documents one by one."
         )
+
+
+def _with_mask(position_ids: torch.Tensor, mask: PackedMask) -> torch.Tensor:
+    """The ids, a view of their own, on which what was found of them rides to the base model."""
+    carrying = position_ids.view_as(position_ids)
+    vars(carrying).update(vars(position_ids), **{_FOUND: mask})
+    return carrying
 
 
 def _with_lengths(

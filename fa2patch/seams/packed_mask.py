@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from .._compile import compiling
 from ..attention import Options, packed_attention
 from ..boundaries import Boundaries, positions_of
 from .rotary import LengthScaled
@@ -34,7 +35,7 @@ class PackedMask:
         architecture: its row of the registry, for its quirks.
         window: the sliding window that the model's mask has for these layers, in tokens, if any.
         layer: the attention layer that is computed now, on the seams of models that choose an attention class.
-        calls: how many attention layers have been given it.
+        calls: the attention layers that have been given it, in order (None for each inside a compiled graph).
     """
 
     boundaries: Boundaries
@@ -46,11 +47,11 @@ class PackedMask:
     architecture: Any = None
     window: int | None = None
     layer: Any = field(default=None, repr=False)
-    calls: list[None] = field(default_factory=list, repr=False)
+    calls: list[Any] = field(default_factory=list, repr=False)
 
     def attend(self, module: Any, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, options: Options) -> torch.Tensor:
         """``packed_attention`` in the dtype that the layer ``module`` computes in; ``[batch, length, heads, dim]``."""
-        self.calls.append(None)
+        self.calls.append(None if compiling() else module)
         if self.architecture is not None and self.architecture.adjust is not None:
             options = self.architecture.adjust(module, options)
         if self.architecture is not None and self.architecture.queries is not None:

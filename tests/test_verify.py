@@ -1,0 +1,269 @@
+"""``fa2patch.verify``: what leaks is found and named, what does not is passed, and the model stays as it was."""
+
+import copy
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+import fa2patch
+from fa2patch import errors
+from fa2patch.doctor import tiny_llama
+from fa2patch.seams import entry
+
+LENGTHS = (4, 6, 1, 5)
+
+
+def row(*lengths, **more):
+    ids = torch.randint(3, 128, (1, sum(lengths)), generator=torch.Generator().manual_seed(1))
+    return {"input_ids": ids, "position_ids": torch.cat([torch.arange(n) for n in lengths])[None], **more}
+
+
+@pytest.fixture
+def model():
+    return tiny_llama()
+
+
+@pytest.fixture
+def patched(model):
+    fa2patch.apply(model)
+    return model
+
+
+def two_rows():
+    rows = [row(4, 6), row(7, 3)]
+    return {name: torch.cat([one[name] for one in rows]) for name in rows[0]}
+
+
+def test_a_patched_model_is_isolated(patched):
+    found = fa2patch.verify(patched)
+    assert found.ok and found.patched and not found.reason and found.first_leak is None
+    assert [document.length for document in found.documents] == [7, 12, 1, 5]
+    for document in found.documents:
+        assert document.moved == document.gradient == 0 and document.moved_by is None and document.distance < 1e-5
+
+
+@pytest.mark.parametrize("batch", [two_rows(), {**row(1, 4, 6), "use_cache": True}])
+def test_upstreams_leak_is_found_and_its_layer_is_named(model, batch):
+    found = fa2patch.verify(model, batch=batch, strict=False)
+    assert not found.ok and not found.patched
+    assert found.first_leak == "model.layers.0.self_attn"
+    assert "Attention" in found.leak_class and "attention computed without boundaries" in found.reason
+    assert max(document.moved for document in found.documents) > 0.01
+    assert max(document.gradient for document in found.documents) > 0.01
+
+
+def test_strict_raises_with_what_was_found(model):
+    with pytest.raises(
+        errors.PackingNotIsolated, match=r"NOT ISOLATED.*First in model\.layers\.0\.self_attn"
+    ) as raised:
+        fa2patch.verify(model, batch=two_rows())
+    assert not raised.value.verification.ok
+
+
+def mask_of(*runs):
+    return torch.tensor([[number for number, length in runs for _ in range(length)]])
+
+
+@pytest.mark.parametrize(
+    "batch, lengths",
+    [
+        (two_rows(), [4, 6, 7, 3]),
+        (row(5, 3, 4, attention_mask=mask_of((1, 8), (0, 4))), [5, 3]),
+        (row(5, 3, 4, attention_mask=mask_of((1, 5), (2, 3), (3, 4))), [5, 3, 4]),
+        ({"input_ids": row(9)["input_ids"], "seq_idx": mask_of((0, 4), (1, 5))}, [4, 5]),
+        ({**row(9), "cu_seq_lens_q": torch.tensor([0, 9], dtype=torch.int32)[None]}, None),
+        (
+            row(4, 5, cu_seq_lens_q=torch.tensor([0, 4, 9]), cu_seq_lens_k=torch.tensor([0, 4, 9]), max_length_q=5)
+            | {"max_length_k": 5},
+            [4, 5],
+        ),
+        ({**row(3, 4), "position_ids": torch.tensor([[7, 8, 9, 2, 3, 4, 5]])}, [3, 4]),
+    ],
+    ids=["two rows", "padding", "document numbers", "seq_idx", "one document", "lengths", "offsets"],
+)
+def test_every_kind_of_packed_batch(patched, batch, lengths):
+    if lengths is None:
+        with pytest.raises(errors.BadBatch, match="several documents"):
+            fa2patch.verify(patched, batch=batch)
+    else:
+        assert [document.length for document in fa2patch.verify(patched, batch=batch).documents] == lengths
+
+
+class Mixer(torch.nn.Module):
+    """A convolution along the row, as hybrids have one before their state."""
+
+    def __init__(self, size):
+        super().__init__()
+        self.conv1d = torch.nn.Conv1d(size, size, 3, padding=2, groups=size)
+
+    def forward(self, states):
+        return states + self.conv1d(states.transpose(1, 2))[..., : states.shape[1]].transpose(1, 2)
+
+
+def test_a_convolution_is_named_as_a_hybrids(patched):
+    layer = patched.model.layers[1]
+    layer.mlp = torch.nn.Sequential(layer.mlp, Mixer(32))
+    found = fa2patch.verify(patched, strict=False)
+    assert found.first_leak == "model.layers.1.mlp.1.conv1d" and found.leak_class == "Conv1d"
+    assert "Conv1d" in found.reason and "carries state" in found.reason and "hybrid" in found.reason
+
+
+class LearnedPositions(torch.nn.Module):
+    """Positions along the row, whatever the ids are."""
+
+    def __init__(self, size):
+        super().__init__()
+        self.table = torch.nn.Embedding(64, size)
+
+    def forward(self, states):
+        return states + self.table(torch.arange(states.shape[1]))
+
+
+def test_positions_that_do_not_restart_are_named(patched):
+    layer = patched.model.layers[0]
+    layer.mlp = torch.nn.Sequential(layer.mlp, LearnedPositions(32))
+    found = fa2patch.verify(patched, strict=False)
+    assert all(document.moved == document.gradient == 0 for document in found.documents)
+    assert found.first_leak == "model.layers.0.mlp.1" and found.leak_class == "LearnedPositions"
+    assert "not computed as when it is alone" in found.reason and "do not restart" in found.reason
+
+
+def test_rounding_counts_as_nothing_in_a_mixture_of_experts_only(patched):
+    assert fa2patch.verify(patched).moved_bound == 0
+    patched.model.layers[0].mlp.experts = torch.nn.Identity()
+    assert fa2patch.verify(patched).moved_bound == 1e-5
+
+
+def test_labels_that_cross_are_masked_as_in_a_padded_run(patched):
+    batch = row(4, 6)
+    masked = batch["input_ids"].clone()
+    masked[0, 4] = -100
+    crossing, clean = (patched(**batch, labels=labels).loss for labels in (batch["input_ids"], masked))
+    assert torch.equal(crossing, clean)
+    assert fa2patch.verify(patched, batch={**batch, "labels": batch["input_ids"]}).ok
+
+
+def test_labels_that_cross_are_reported_where_nobody_masks_them(patched, monkeypatch):
+    monkeypatch.setattr(entry, "_predicts_the_next", lambda model: False)
+    batch = row(4, 6, 3)
+    found = fa2patch.verify(patched, batch={**batch, "labels": batch["input_ids"]}, strict=False)
+    assert not found.ok and "labels: the last token of document 1 predicts the first of document 2" in found.reason
+    assert found.first_leak is None
+
+
+def test_the_model_is_left_as_it_was(patched):
+    patched.train()
+    patched.model.layers[1].eval()
+    patched(**row(4, 6), labels=row(4, 6)["input_ids"]).loss.backward()
+    patched.model.embed_tokens.weight.requires_grad_(False)
+    modes = [module.training for module in patched.modules()]
+    gradients = [(parameter.grad, None if parameter.grad is None else parameter.grad.clone())
+                 for parameter in patched.parameters()]  # fmt: skip
+    buffers = {name: buffer.clone() for name, buffer in patched.named_buffers()}
+    attributes = [set(vars(module)) for module in patched.modules()]
+    hooks = [len(module._forward_hooks) + len(module._forward_pre_hooks) for module in patched.modules()]
+    state = torch.get_rng_state()
+    with torch.no_grad():
+        fa2patch.verify(patched)
+        assert not torch.is_grad_enabled()
+    assert torch.equal(torch.get_rng_state(), state)
+    assert [module.training for module in patched.modules()] == modes
+    for (held, value), parameter in zip(gradients, patched.parameters()):
+        assert parameter.grad is held and (held is None or torch.equal(held, value))
+    assert all(torch.equal(buffer, buffers[name]) for name, buffer in patched.named_buffers())
+    assert [set(vars(module)) for module in patched.modules()] == attributes
+    assert [len(m._forward_hooks) + len(m._forward_pre_hooks) for m in patched.modules()] == hooks
+
+
+def test_also_after_an_error(patched):
+    def fail(*args):
+        raise KeyboardInterrupt
+
+    patched.train()
+    handle = patched.model.layers[1].register_forward_hook(fail)
+    with pytest.raises(KeyboardInterrupt):
+        fa2patch.verify(patched)
+    handle.remove()
+    assert patched.training and not patched.model.embed_tokens._forward_hooks
+    assert fa2patch.verify(patched).ok
+
+
+def test_work_is_bounded(patched):
+    calls = []
+    patched.register_forward_hook(lambda *args: calls.append(1))
+    found = fa2patch.verify(patched, batch=row(*[3] * 20), max_documents=2)
+    assert len(calls) == 1 + 2 * 2
+    assert [document.gradient is not None for document in found.documents] == [True] + [False] * 18 + [True]
+
+
+def test_half_precision_and_wrappers(patched):
+    peft = pytest.importorskip("peft")
+    assert fa2patch.verify(torch.compile(copy.deepcopy(patched), backend="eager"), max_documents=1).ok
+    assert fa2patch.verify(copy.deepcopy(patched).to(torch.bfloat16)).ok
+    assert fa2patch.verify(patched.model).ok
+    lora = peft.get_peft_model(patched, peft.LoraConfig(target_modules=["q_proj"], task_type="CAUSAL_LM"))
+    assert fa2patch.verify(lora).ok
+
+
+@pytest.mark.parametrize(
+    "batch, message",
+    [
+        ([1, 2], "expected what a collator returns"),
+        ({}, "input_ids"),
+        ({"input_ids": [[1, 2]]}, "found list"),
+        ({"input_ids": torch.zeros(0, 4, dtype=torch.int64)}, "expected integers"),
+        ({"input_ids": torch.ones(1, 4)}, "expected integers"),
+        ({"input_ids": torch.ones(1, 4, dtype=torch.int64)}, "remove_unused_columns=False"),
+        (row(4, position_ids=None), "several documents"),
+        (row(4, 5, labels=torch.zeros(1, 3, dtype=torch.int64)), "labels"),
+        (row(4, 5, pixel_values=torch.zeros(1, 3, 8, 8)), "pixel_values"),
+    ],
+)
+def test_a_batch_without_anything_to_verify(patched, batch, message):
+    with pytest.raises(errors.BadBatch, match=message):
+        fa2patch.verify(patched, batch=batch)
+
+
+@pytest.mark.parametrize("most", [0, -1, 1.5, "all"])
+def test_a_number_of_documents(patched, most):
+    with pytest.raises(errors.BadBatch, match="max_documents"):
+        fa2patch.verify(patched, max_documents=most)
+
+
+def test_nothing_is_said_of_a_model_that_computes_nothing(patched):
+    dead = copy.deepcopy(patched)
+    with torch.no_grad():
+        dead.lm_head.weight.zero_()
+    with pytest.raises(errors.PackingNotIsolated, match="all zero"):
+        fa2patch.verify(dead)
+    with pytest.raises(errors.PackingNotIsolated, match="meta device"):
+        fa2patch.verify(copy.deepcopy(patched).to("meta"))
+    with pytest.raises(errors.NotAModel):
+        fa2patch.verify(torch.nn.Linear(2, 2))
+
+
+def test_a_verification_goes_into_json(patched):
+    found = fa2patch.verify(patched)
+    assert json.loads(json.dumps(found.to_dict()))["documents"][1]["length"] == 12
+    assert str(found).startswith("isolated: 4 documents")
+
+
+def test_a_suite_of_ones_own_asserts_it(assert_isolated, model):
+    with pytest.raises(pytest.fail.Exception, match=r"First in model\.layers\.0\.self_attn"):
+        assert_isolated(model, batch=two_rows())
+    fa2patch.apply(model)
+    assert assert_isolated(model, batch=two_rows()).ok
+
+
+def test_distributed_and_sharded_models():
+    pytest.importorskip("torch.distributed.fsdp._fully_shard", reason="FSDP2 came with torch 2.6")
+    script = Path(__file__).with_name("sharded_verify.py")
+    done = subprocess.run(
+        [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2", str(script)],
+        capture_output=True, text=True,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr[-3000:]

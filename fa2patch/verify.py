@@ -244,7 +244,10 @@ class _Run:
             )
 
     def _alone(self, at: int) -> dict[str, Any]:
-        """The call with one document only: its tokens, its ids, a mask of ones."""
+        """The call with one document only: its tokens, its ids, a mask of ones; by the same road where it is patched.
+
+        (A dense row takes upstream's, where Gemma 2's sdpa has no softcap and GPT-2's flash attention no float32.)
+        """
         span = self.spans[at]
         call: dict[str, Any] = {}
         for name, value in self.batch.items():
@@ -255,7 +258,13 @@ class _Run:
                 value = value[None] if value.dim() == 1 else value
                 value = value[..., row : row + 1, span.start : span.stop]
             call[name] = value
-        call["attention_mask"] = torch.ones_like(call["input_ids"])
+        if status(self.inner) is None:
+            call["attention_mask"] = torch.ones_like(call["input_ids"])
+        else:
+            call.pop("attention_mask", None)
+            length = span.stop - span.start
+            cu = torch.tensor([0, length], dtype=torch.int32, device=call["input_ids"].device)
+            call.update(cu_seq_lens_q=cu, cu_seq_lens_k=cu, max_length_q=length, max_length_k=length)
         return call
 
     def _distance(self, at: int, before: torch.Tensor, scale: float) -> float | None:

@@ -208,7 +208,9 @@ def _packed(calls: _Calls, model: Any, args: tuple[Any, ...], call: dict[str, An
     if compiling():
         missed = len(mask.calls) < len(patch.attention)
     else:
-        missed = len(mask.calls) < len(patch.attention) or (not patch.vouched and bool(_not_given(patch, mask, model)))
+        known = None not in mask.calls  # 4.47's and 4.48's GPT-NeoX hands its function everything but the layer
+        missed = len(mask.calls) < len(patch.attention)
+        missed = missed or (known and not patch.vouched and bool(_not_given(patch, mask, model)))
         patch.vouched = not missed
     if missed:
         names = _not_given(patch, mask, model)

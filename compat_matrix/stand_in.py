@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from fa2patch.attention import Options
+from fa2patch.options import Options
 from fa2patch.kernels.reference import _attend
 
 _QUESTIONS = (

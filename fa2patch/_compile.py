@@ -1,4 +1,4 @@
-"""Two words to torch.compile, without importing its compiler (a second of import time)."""
+"""Three words to torch.compile, without importing its compiler (a second of import time)."""
 
 from __future__ import annotations
 
@@ -15,6 +15,15 @@ def uncompiled(function: F) -> F:
     Sets the mark that ``torch.compiler.disable`` sets (torch/_dynamo/eval_frame.py).
     """
     function._torchdynamo_disable = True  # type: ignore[attr-defined]
+    return function
+
+
+def constant(function: F) -> F:
+    """Call ``function`` while a graph is being captured, not in it; what it returns for these arguments is a constant.
+
+    Sets the mark that ``torch._dynamo.assume_constant_result`` sets (torch/_dynamo/decorators.py).
+    """
+    function._dynamo_marked_constant = True  # type: ignore[attr-defined]
     return function
 
 

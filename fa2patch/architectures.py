@@ -7,7 +7,7 @@ from typing import Any, Callable
 
 import torch
 
-from .attention import Options
+from .options import Options
 from .errors import BadArchitecture, UnknownArchitecture
 
 

@@ -27,12 +27,14 @@ class Boundaries:
         cu_seqlens: int32 tensor ``[documents + 1]`` on the batch's device: 0, then the end of every document.
         max_seqlen: length of the longest document, in tokens, a Python int.
         positions: largest position id + 1, where the ids were looked at, else None.
+        made: what a kernel has made of them for this batch, to be used by its other layers.
     """
 
     cu_seqlens: torch.Tensor
     max_seqlen: int
     positions: int | None = field(default=None, repr=False)
     _lengths: tuple[int, ...] | None = field(default=None, repr=False)
+    made: dict[Any, Any] = field(default_factory=dict, repr=False)
 
     @property
     def lengths(self) -> tuple[int, ...]:

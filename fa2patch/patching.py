@@ -101,6 +101,8 @@ class PatchedLayer:
         owner: the class or module whose attribute is replaced.
         attribute: that attribute's name.
         state: ``"applied"``, ``"covered"`` (somebody has patched on top since) or ``"off"``.
+        kernel: what computed its last packed batch; None where it has seen none, or was compiled.
+        why: why the kernels that are better were passed over, where ``kernel="auto"``.
     """
 
     name: str
@@ -108,6 +110,8 @@ class PatchedLayer:
     owner: Any
     attribute: str
     state: str
+    kernel: str | None = None
+    why: str = ""
 
 
 class Patch:
@@ -117,6 +121,7 @@ class Patch:
         model: the Transformers model inside what was handed to ``apply``.
         architecture: its row of the registry.
         kernel: the kernel's name that was asked for.
+        picks: the kernels that were picked.
         makes_masks: whether the causal LM makes masks itself, for the models inside it (Gemma 3 up to 4.52).
         vouched: whether a packed batch has gone through every attention layer, each one looked at.
         needs_cache: whether later layers read earlier ones' keys and values from a cache (Gemma 3n).
@@ -126,6 +131,7 @@ class Patch:
         self, model: Any, architecture: Architecture, kernel: str, attention: list[_Layer], sites: list[Site]
     ) -> None:
         self.model, self.architecture, self.kernel = model, architecture, kernel
+        self.picks = kernels.Picks(kernel)
         self.attention, self.sites = tuple(attention), tuple(sites)
         *outer, decoder = layers.models(model)
         self.makes_masks = bool(outer) and any(
@@ -145,13 +151,16 @@ class Patch:
     def layers(self) -> tuple[PatchedLayer, ...]:
         """Every attention layer, with its state looked up now."""
         states = {(binding.owner, binding.attribute): binding.state for binding in used_by(self)}
-        found = [(layer, layer.site.find()[0]) for layer in self.attention]
-        return tuple(
-            PatchedLayer(
-                layer.name, layer.seam, owner, layer.site.attribute, states.get((owner, layer.site.attribute), "off")
-            )
-            for layer, owner in found
-        )
+        decoder = layers.models(self.model)[-1]
+
+        def found(layer: _Layer) -> PatchedLayer:
+            (owner, _), attribute = layer.site.find(), layer.site.attribute
+            picked = self.picks.of(decoder.get_submodule(layer.name))
+            kernel, why = (picked.kernel.name, picked.why) if picked else (None, "")
+            state = states.get((owner, attribute), "off")
+            return PatchedLayer(layer.name, layer.seam, owner, attribute, state, kernel, why)
+
+        return tuple(found(layer) for layer in self.attention)
 
     def revert(self) -> None:
         """Take the patch off this model. Reverting twice is a no-op."""

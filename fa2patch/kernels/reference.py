@@ -7,43 +7,63 @@ of ``scaled_dot_product_attention``, which has a flash kernel also on a CPU; the
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import torch
 import torch.nn.functional as F
 
-from .._compile import uncompiled
+from .._compile import compiling, uncompiled
+from . import reference_op
+from .protocol import FEATURES, Kernel
 
 if TYPE_CHECKING:
-    from ..attention import Options
+    from ..options import Options
     from ..boundaries import Boundaries
 
 
-class Reference:
+class Reference(Kernel):
     """Loops over documents; needs their lengths on the host (on a GPU one read per forward)."""
 
     name = "reference"
+    what = "pure torch, document by document"
+    needs = "nothing"
+    DEVICES = DTYPES = MAX_HEAD_DIM = None
+    MULTIPLE = 1
+    FEATURES = frozenset(FEATURES)
 
     def available(self) -> tuple[bool, str]:
         return True, ""
 
-    def supports(self, q: torch.Tensor, v: torch.Tensor, options: Options) -> tuple[bool, str]:
-        return True, ""
-
-    @uncompiled
-    def __call__(
-        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, boundaries: Boundaries, options: Options
+    def attend(
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        boundaries: Boundaries,
+        options: Options,
+        scale: float,
     ) -> torch.Tensor:
-        lengths = list(boundaries.lengths)
-        groups = q.shape[1] // k.shape[1]
-        outputs = [
-            _attend(*_heads_first(document, groups), options).transpose(0, 1)
-            for document in zip(*(torch.split(states, lengths) for states in (q, k, v)))
-        ]
-        return torch.cat(outputs) if outputs else q.new_zeros(*q.shape[:2], v.shape[2])
+        if compiling() and reference_op.attend is not None:
+            return reference_op.attend(q, k, v, boundaries.cu_seqlens, options, scale)
+        return over_documents(q, k, v, boundaries, replace(options, scale=scale))
 
 
-def _heads_first(document: tuple[torch.Tensor, ...], groups: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+@uncompiled
+def over_documents(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, boundaries: Boundaries, options: Options
+) -> torch.Tensor:
+    """q, k and v ``[tokens, heads, dim]`` -> ``[tokens, query heads, value dim]``."""
+    lengths = list(boundaries.lengths)
+    groups = q.shape[1] // k.shape[1]
+    outputs = [
+        _attend(*heads_first(document, groups), options).transpose(0, 1)
+        for document in zip(*(torch.split(states, lengths) for states in (q, k, v)))
+    ]
+    return torch.cat(outputs) if outputs else q.new_zeros(*q.shape[:2], v.shape[2])
+
+
+def heads_first(document: tuple[torch.Tensor, ...], groups: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """q, k and v of one document, ``[heads, length, dim]`` each, with as many key as query heads."""
     query, key, value = (states.transpose(0, 1) for states in document)
     if groups > 1:
@@ -55,36 +75,48 @@ def _attend(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, options
     """One document, ``[heads, length, dim]`` each."""
     length = query.shape[1]
     windowed = options.window is not None and options.window < length
-    if not windowed and options.softcap is None and options.sinks is None and options.alibi_slopes is None:
+    special = windowed or options.dropout  # each backend drops others, and the operator's backward drops them again
+    if not special and options.softcap is None and options.sinks is None and options.alibi_slopes is None:
         attended: torch.Tensor = F.scaled_dot_product_attention(
             query[None],
             key[None],
             value[None],
-            dropout_p=options.dropout,
             is_causal=options.causal and length > 1,
             scale=options.scale,
         )
         return attended[0].to(value.dtype)
-    precision = torch.promote_types(query.dtype, torch.float32)
-    scale = query.shape[2] ** -0.5 if options.scale is None else options.scale
     with torch.autocast(query.device.type, enabled=False):
-        logits = query.to(precision) @ key.to(precision).transpose(1, 2) * scale
-        if options.softcap is not None:
-            logits = options.softcap * torch.tanh(logits / options.softcap)
-        index = torch.arange(length, device=query.device)
-        distance = index[:, None] - index
-        if options.alibi_slopes is not None:
-            logits = logits - options.alibi_slopes.to(precision)[:, None, None] * distance.abs()
-        hidden = torch.zeros_like(distance, dtype=torch.bool)
-        if options.causal:
-            hidden |= distance < 0
-        if options.window is not None:
-            hidden |= distance.abs() >= options.window
-        logits = logits.masked_fill(hidden, float("-inf"))
-        if options.sinks is not None:
-            sink = options.sinks.to(precision)[:, None, None].expand(-1, length, 1)
-            weights = torch.cat([logits, sink], dim=-1).softmax(dim=-1)[..., :-1]
-        else:
-            weights = logits.softmax(dim=-1)
+        weights = attention_weights(query, key, options)[0]
         weights = F.dropout(weights, options.dropout) if options.dropout else weights
-        return (weights @ value.to(precision)).to(value.dtype)
+        return (weights @ value.to(weights.dtype)).to(value.dtype)
+
+
+def attention_weights(
+    query: torch.Tensor, key: torch.Tensor, options: Options
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
+    """The formula itself, in float32 or better, for one document's queries and keys ``[heads, length, dim]``.
+
+    Returns:
+        Weights ``[heads, length, length]``; distances ``[length, length]`` from query to key, in tokens; and what
+        softcap has made of the logits, over the softcap, where there is one.
+    """
+    precision, length = torch.promote_types(query.dtype, torch.float32), query.shape[1]
+    scale = query.shape[2] ** -0.5 if options.scale is None else options.scale
+    logits, capped = query.to(precision) @ key.to(precision).transpose(1, 2) * scale, None
+    if options.softcap is not None:
+        capped = torch.tanh(logits / options.softcap)
+        logits = options.softcap * capped
+    index = torch.arange(length, device=query.device)
+    distance = index[:, None] - index
+    if options.alibi_slopes is not None:
+        logits = logits - options.alibi_slopes.to(precision)[:, None, None] * distance.abs()
+    hidden = torch.zeros_like(distance, dtype=torch.bool)
+    if options.causal:
+        hidden |= distance < 0
+    if options.window is not None:
+        hidden |= distance.abs() >= options.window
+    logits = logits.masked_fill(hidden, float("-inf"))
+    if options.sinks is None:
+        return logits.softmax(dim=-1), distance, capped
+    sink = options.sinks.to(precision)[:, None, None].expand(-1, length, 1)
+    return torch.cat([logits, sink], dim=-1).softmax(dim=-1)[..., :-1], distance, capped

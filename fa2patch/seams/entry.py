@@ -332,7 +332,7 @@ def packed_mask(call: dict[str, Any], patch: Any) -> PackedMask | None:
         call["position_ids"] = tagged(call["position_ids"], found)
     return PackedMask(
         found,
-        patch.kernel,
+        patch.picks,
         shape,
         shape[1] if positions is None else positions,
         call["position_ids"],

@@ -17,9 +17,9 @@ from typing import Any, Callable
 
 import torch
 
-from ..attention import Options
 from ..binding import ABSENT
 from ..errors import PackingNotIsolated
+from ..options import Options
 from .packed_mask import PackedMask, find
 
 NAME = "_flash_attention_forward"

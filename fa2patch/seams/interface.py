@@ -13,8 +13,8 @@ from typing import Any, Callable
 
 import torch
 
-from ..attention import Options
 from ..errors import PackingNotIsolated
+from ..options import Options
 from .packed_mask import PackedMask
 
 REGISTRY, EAGER = "ALL_ATTENTION_FUNCTIONS", "eager_attention_forward"

@@ -9,8 +9,10 @@ from typing import Any
 import torch
 
 from .._compile import compiling
-from ..attention import Options, packed_attention
+from ..attention import packed_attention
 from ..boundaries import Boundaries, positions_of
+from ..kernels import Picks, asked_by
+from ..options import Options
 from .rotary import LengthScaled
 
 _NOT_A_TENSOR = (
@@ -27,7 +29,7 @@ class PackedMask:
 
     Attributes:
         boundaries: the batch's documents.
-        kernel: the kernel's name that the model was patched with.
+        picks: which kernel computes which layer.
         shape: ``(batch, length)``, as a 2-D mask's; models ask for it, to reshape or to slice keys.
         position_ids: the batch's ids, for models that derive positions from the mask (OPT up to 4.45).
         positions: largest position id + 1, in tokens: what a table of rotary embeddings must hold.
@@ -39,7 +41,7 @@ class PackedMask:
     """
 
     boundaries: Boundaries
-    kernel: str
+    picks: Picks
     shape: tuple[int, int]
     positions: int
     position_ids: torch.Tensor | None = field(default=None, repr=False)
@@ -60,7 +62,8 @@ class PackedMask:
             options = replace(options, window=self.window)
         dtype = compute_dtype(module, q, k, v)
         q, k, v = q.to(dtype), k.to(dtype), v.to(dtype)
-        return packed_attention(q, k, v, self.boundaries, options, self.kernel)
+        kernel = self.picks(module, asked_by(q, k, v, options), q.device)
+        return packed_attention(q, k, v, self.boundaries, options, kernel)
 
     def to(self, *args: Any, **kwargs: Any) -> PackedMask:
         """As ``Tensor.to``, the device only: what moves or casts a layer's inputs moves the boundaries too."""

@@ -1,0 +1,132 @@
+"""The aten operators beneath two kernels, for machines without a GPU: torch has them for CUDA only.
+
+Schemas, autograd and what the compiler knows of them stay torch's own; only the numbers come from here, by the
+formulas that the CUDA code computes (FlashAttention-2, arXiv 2307.08691, algorithm 2: the backward is handed the output
+and the log-sum-exp, so that one may hand it others).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+from collections.abc import Iterator
+from typing import Any
+from unittest import mock
+
+import torch
+
+from fa2patch.kernels import efficient, torch_varlen
+from fa2patch.kernels.efficient import Efficient
+from fa2patch.kernels.torch_varlen import TorchVarlen
+
+CALLS: list[dict[str, Any]] = []
+"""What every forward was handed, for tests that look at it."""
+
+
+@contextlib.contextmanager
+def installed() -> Iterator[list[dict[str, Any]]]:
+    """Within the block both kernels can run on a CPU, in every dtype; gives the calls of their forwards."""
+    library = torch.library.Library("aten", "IMPL")
+    library.impl("_flash_attention_forward", _flash_forward, "CPU")
+    library.impl("_flash_attention_backward", _flash_backward, "CPU")
+    library.impl("_efficient_attention_forward", _efficient_forward, "CPU")
+    library.impl("_efficient_attention_backward", _efficient_backward, "CPU")
+    everywhere = {"DEVICES": None, "DTYPES": None}
+    CALLS.clear()
+    with contextlib.ExitStack() as stack:
+        stack.callback(library._destroy)
+        for kernel, module in ((TorchVarlen, torch_varlen), (Efficient, efficient)):
+            stack.enter_context(mock.patch.multiple(kernel, **everywhere))
+            stack.enter_context(mock.patch.object(module, "_available", lambda: (True, "")))
+        yield CALLS
+
+
+def _pieces(cu: torch.Tensor) -> Iterator[slice]:
+    yield from itertools.starmap(slice, zip(cu.tolist(), cu.tolist()[1:]))
+
+
+def _weights(
+    q: torch.Tensor, k: torch.Tensor, scale: float, causal: bool, left: int | None, right: int | None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Logits ``[heads, queries, keys]`` in double precision, hidden ones at minus infinity, and their log-sum-exp."""
+    keys = k.double().repeat_interleave(q.shape[1] // k.shape[1], 1)
+    logits = torch.einsum("ihd,jhd->hij", q.double(), keys) * scale
+    distance = torch.arange(q.shape[0])[:, None] - torch.arange(q.shape[0])
+    hidden = torch.zeros_like(distance, dtype=torch.bool)
+    if left is not None and left >= 0:
+        hidden |= distance > left
+    if causal:
+        hidden |= distance < 0
+    elif right is not None and right >= 0:
+        hidden |= -distance > right
+    logits = logits.masked_fill(hidden, float("-inf"))
+    return logits, logits.logsumexp(-1)
+
+
+def _lse_dtype(q: torch.Tensor) -> torch.dtype:
+    return torch.promote_types(q.dtype, torch.float32)
+
+
+def _flash_forward(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, cu: torch.Tensor, cu_k: torch.Tensor, max_q: int, max_k: int,
+    dropout: float, causal: bool, debug: bool, *, scale: float | None = None, window_size_left: int | None = None,
+    window_size_right: int | None = None, **unused: Any,
+) -> tuple[torch.Tensor, ...]:  # fmt: skip
+    assert dropout == 0 and cu.dtype == torch.int32 and all(x.stride(-1) == 1 for x in (q, k, v))
+    assert int(cu.diff().max()) <= max_q == max_k, "a document longer than the longest"
+    CALLS.append({"cu": cu, "max": max_q, "left": window_size_left, "right": window_size_right})
+    scale = q.shape[-1] ** -0.5 if scale is None else scale
+    output, lse = torch.empty_like(q), q.new_empty(q.shape[1], q.shape[0], dtype=_lse_dtype(q))
+    for at in _pieces(cu):
+        logits, sums = _weights(q[at], k[at], scale, causal, window_size_left, window_size_right)
+        values = v[at].double().repeat_interleave(q.shape[1] // k.shape[1], 1)
+        output[at] = torch.einsum("hij,jhd->ihd", (logits - sums[..., None]).exp(), values).to(q.dtype)
+        lse[:, at] = sums.to(lse.dtype)
+    on_meta = (x.to("meta") for x in (q, k, v, cu, cu))
+    made = torch.ops.aten._flash_attention_forward.default(*on_meta, max_q, max_k, dropout, causal, debug)
+    return output, lse, *(torch.zeros_like(x, device="cpu") for x in made[2:])  # of the size that this torch expects
+
+
+def _flash_backward(
+    grad: torch.Tensor, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, output: torch.Tensor, lse: torch.Tensor,
+    cu: torch.Tensor, cu_k: torch.Tensor, max_q: int, max_k: int, dropout: float, causal: bool, state: torch.Tensor,
+    unused: torch.Tensor, *, scale: float | None = None, window_size_left: int | None = None,
+    window_size_right: int | None = None,
+) -> tuple[torch.Tensor, ...]:  # fmt: skip
+    scale, groups = q.shape[-1] ** -0.5 if scale is None else scale, q.shape[1] // k.shape[1]
+    grads = [torch.empty_like(x) for x in (q, k, v)]
+    for at in _pieces(cu):
+        logits, _ = _weights(q[at], k[at], scale, causal, window_size_left, window_size_right)
+        weights = (logits - lse[:, at, None].double()).exp()
+        keys, values = (x[at].double().repeat_interleave(groups, 1) for x in (k, v))
+        of_output = grad[at].double()
+        drawn = (of_output * output[at].double()).sum(-1).transpose(0, 1)
+        of_logits = weights * (torch.einsum("ihd,jhd->hij", of_output, values) - drawn[..., None]) * scale
+        grads[0][at] = torch.einsum("hij,jhd->ihd", of_logits, keys).to(q.dtype)
+        for made, found in (
+            (grads[1], torch.einsum("hij,ihd->jhd", of_logits, q[at].double())),
+            (grads[2], torch.einsum("hij,ihd->jhd", weights, of_output)),
+        ):
+            made[at] = found.unflatten(1, (k.shape[1], groups)).sum(2).to(q.dtype)
+    return tuple(grads)
+
+
+def _efficient_forward(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, bias: None, cu: torch.Tensor, cu_k: torch.Tensor, max_q: int,
+    max_k: int, dropout: float, mask: int, lse: bool = False, *, scale: float | None = None, **unused: Any,
+) -> tuple[Any, ...]:  # fmt: skip
+    assert q.shape[2] == k.shape[2], "the CUTLASS kernel wants as many key as query heads"
+    output, sums, *_ = _flash_forward(q[0], k[0], v[0], cu, cu, max_q, max_k, dropout, mask == 1, False, scale=scale)
+    empty = torch.empty((), dtype=torch.int64)
+    return output[None], sums[None], empty, empty, max_q, max_k
+
+
+def _efficient_backward(
+    grad: torch.Tensor, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, bias: None, output: torch.Tensor,
+    cu: torch.Tensor, cu_k: torch.Tensor, max_q: int, max_k: int, lse: torch.Tensor, dropout: float, seed: torch.Tensor,
+    offset: torch.Tensor, mask: int, of_bias: bool, *, scale: float | None = None, **unused: Any,
+) -> tuple[Any, ...]:  # fmt: skip
+    grads = _flash_backward(
+        grad[0], q[0], k[0], v[0], output[0], lse[0], cu, cu, max_q, max_k, 0.0, mask == 1, seed, offset, scale=scale
+    )
+    return (*(x[None] for x in grads), torch.empty(0))

@@ -1,0 +1,66 @@
+"""torch's memory-efficient attention (CUTLASS), by its aten operator: what flash kernels do not take at all.
+
+It takes float32 and any head dimension. Its autograd forgets windows (the derivative of
+``_efficient_attention_forward`` passes none on), so it is not asked for them.
+"""
+
+from __future__ import annotations
+
+from functools import lru_cache
+from typing import TYPE_CHECKING
+
+import torch
+
+from .._compile import uncompiled
+from .protocol import HALF, Kernel
+
+if TYPE_CHECKING:
+    from ..options import Options
+    from ..boundaries import Boundaries
+
+_CAUSAL, _EVERYTHING = 1, 0
+"""``custom_mask_type``: a query sees the keys up to itself, counted from its document's start; or all of them."""
+
+
+class Efficient(Kernel):
+    """Takes ``cu_seqlens`` as they are; keys and values are repeated for grouped queries."""
+
+    name = "efficient"
+    what = "memory-efficient attention, torch's own"
+    needs = "torch 2.4"
+    DTYPES = (*HALF, torch.float32)
+    MAX_HEAD_DIM = None
+    FEATURES = frozenset({"dropout"})
+
+    def available(self) -> tuple[bool, str]:
+        return _available()
+
+    @uncompiled
+    def attend(
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        boundaries: Boundaries,
+        options: Options,
+        scale: float,
+    ) -> torch.Tensor:
+        groups = q.shape[1] // k.shape[1]
+        if groups > 1:
+            k, v = k.repeat_interleave(groups, 1), v.repeat_interleave(groups, 1)
+        q, k, v = (x if x.stride(-1) == 1 else x.contiguous() for x in (q, k, v))
+        cu, longest = boundaries.cu_seqlens, boundaries.max_seqlen
+        mask = _CAUSAL if options.causal else _EVERYTHING
+        output: torch.Tensor = torch.ops.aten._efficient_attention_forward.default(
+            q[None], k[None], v[None], None, cu, cu, longest, longest, options.dropout, mask, True, scale=scale
+        )[0]
+        return output[0]
+
+
+@lru_cache(maxsize=1)
+def _available() -> tuple[bool, str]:
+    found = getattr(torch.ops.aten, "_efficient_attention_forward", None)
+    names = {argument.name for argument in found.default._schema.arguments} if found is not None else set()
+    if not {"cu_seqlens_q", "max_seqlen_k"} <= names:
+        return False, f"torch {torch.__version__} has no _efficient_attention_forward with both longest lengths"
+    return (True, "") if torch.cuda.is_available() else (False, "torch finds no CUDA device")

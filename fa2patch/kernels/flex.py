@@ -1,0 +1,121 @@
+"""FlexAttention (``torch.nn.attention.flex_attention``, torch 2.5 on): softcap and alibi where flash-attn is missing.
+
+Compiled by Triton when it is first called, which takes seconds; so it comes behind every kernel that is ready-made.
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+from functools import lru_cache
+from typing import TYPE_CHECKING, Any, Callable
+
+import torch
+
+from .._compile import uncompiled
+from .protocol import HALF, Kernel
+
+if TYPE_CHECKING:
+    from ..options import Options
+    from ..boundaries import Boundaries
+
+
+class Flex(Kernel):
+    """A block mask is made once for each batch and kind of layer, without the row's length squared."""
+
+    name = "flex"
+    what = "FlexAttention"
+    needs = "torch 2.5 and Triton"
+    DTYPES = (*HALF, torch.float32)
+    FEATURES = frozenset({"window", "softcap", "sinks", "alibi", "deterministic"})
+
+    def available(self) -> tuple[bool, str]:
+        return _available()
+
+    @uncompiled
+    def attend(
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        boundaries: Boundaries,
+        options: Options,
+        scale: float,
+    ) -> torch.Tensor:
+        flex, create_block_mask = _compiled()
+        return compute(flex, create_block_mask, q, k, v, boundaries, options, scale)
+
+
+def compute(
+    flex: Callable[..., Any], create_block_mask: Callable[..., Any], q: torch.Tensor, k: torch.Tensor, v: torch.Tensor,
+    boundaries: Boundaries, options: Options, scale: float,
+) -> torch.Tensor:  # fmt: skip
+    """With torch's two functions, compiled or not."""
+    kind = ("flex", options.causal, options.window)
+    if kind not in boundaries.made:
+        tokens, device = q.shape[0], q.device
+        boundaries.made[kind] = create_block_mask(
+            _visible(boundaries.cu_seqlens, tokens, options.causal, options.window), None, None, tokens, tokens, device
+        )
+    q, k, v = (x.transpose(0, 1)[None] for x in (q, k, v))
+    asked = {
+        "score_mod": _scored(options.softcap, options.alibi_slopes),
+        "block_mask": boundaries.made[kind],
+        "scale": scale,
+        "enable_gqa": q.shape[1] != k.shape[1],
+    }
+    if options.sinks is None:
+        output = flex(q, k, v, **asked)
+    else:
+        output, lse = flex(q, k, v, **asked, return_lse=True)
+        output = (output * torch.sigmoid(lse - options.sinks.to(lse.dtype)[:, None])[..., None]).to(output.dtype)
+    attended: torch.Tensor = output[0].transpose(0, 1)
+    return attended.contiguous()
+
+
+def _visible(cu: torch.Tensor, tokens: int, causal: bool, window: int | None) -> Callable[..., torch.Tensor]:
+    document = torch.searchsorted(cu, torch.arange(tokens, device=cu.device, dtype=cu.dtype), right=True)
+
+    def visible(batch: Any, head: Any, query: torch.Tensor, key: torch.Tensor) -> torch.Tensor:
+        seen = document[query] == document[key]
+        if causal:
+            seen = seen & (query >= key)
+        if window is not None:
+            seen = seen & ((query - key).abs() < window)
+        return seen
+
+    return visible
+
+
+def _scored(softcap: float | None, alibi_slopes: torch.Tensor | None) -> Callable[..., torch.Tensor] | None:
+    if softcap is None and alibi_slopes is None:
+        return None
+
+    def scored(
+        score: torch.Tensor, batch: Any, head: torch.Tensor, query: torch.Tensor, key: torch.Tensor
+    ) -> torch.Tensor:
+        if softcap is not None:
+            score = softcap * torch.tanh(score / softcap)
+        if alibi_slopes is not None:
+            score = score - alibi_slopes[head] * (query - key).abs()
+        return score
+
+    return scored
+
+
+@lru_cache(maxsize=1)
+def _compiled() -> tuple[Callable[..., Any], Callable[..., Any]]:
+    module = importlib.import_module("torch.nn.attention.flex_attention")
+    return tuple(torch.compile(getattr(module, name)) for name in ("flex_attention", "create_block_mask"))  # type: ignore[return-value]
+
+
+@lru_cache(maxsize=1)
+def _available() -> tuple[bool, str]:
+    try:
+        if importlib.util.find_spec("torch.nn.attention.flex_attention") is None:
+            return False, f"torch {torch.__version__} has no FlexAttention"
+    except ModuleNotFoundError:
+        return False, f"torch {torch.__version__} has no FlexAttention"
+    if not torch.cuda.is_available():
+        return False, "torch finds no CUDA device"
+    return (True, "") if importlib.util.find_spec("triton") else (False, "the package triton is not installed")

@@ -1,0 +1,57 @@
+"""Flash attention from the Hugging Face kernels hub (the package ``kernels``), or from a folder built for it.
+
+Asked for by name only, as it downloads code and runs it: ``"hub"``, ``"hub:org/name"``, ``"hub:org/name@revision"``,
+``"hub:/a/local/folder"``.
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import inspect
+from functools import lru_cache
+from pathlib import Path
+
+from .varlen_func import Found, VarlenFunc, entry
+
+DEFAULT = "kernels-community/flash-attn2"
+
+
+class Hub(VarlenFunc):
+    """One of the hub's builds. Which devices it is for, only the build knows."""
+
+    name = "hub"
+    what = "a build of the Hugging Face kernels hub"
+    needs = "pip install kernels; kernel='hub:org/name' downloads it"
+    DEVICES = None
+    FEATURES = frozenset({"window", "softcap", "sinks", "alibi", "dropout", "deterministic"})
+
+    def __init__(self, source: str = "") -> None:
+        self.source = source or DEFAULT
+        if source:
+            self.name = f"hub:{source}"
+
+    def found(self) -> Found:
+        return _found(self.source)
+
+
+@lru_cache(maxsize=8)
+def _found(source: str) -> Found:
+    if importlib.util.find_spec("kernels") is None:
+        return Found(None, reason="the package kernels is not installed")
+    try:
+        return entry(_loaded(source))
+    except Exception as error:  # no network, no such repository, no build for this torch, a broken one
+        return Found(None, reason=f"{source} does not load ({type(error).__name__}: {error})")
+
+
+def _loaded(source: str) -> object:
+    package = importlib.import_module("kernels")
+    folder = Path(source)
+    if folder.is_dir():
+        parameters = inspect.signature(package.get_local_kernel).parameters
+        named = {"package_name": folder.name.replace("-", "_")} if "package_name" in parameters else {}
+        trusted = {"trust_remote_code": True} if "trust_remote_code" in parameters else {}
+        return package.get_local_kernel(folder, **named, **trusted)
+    repository, _, revision = source.partition("@")
+    return package.get_kernel(repository, revision=revision or "main")

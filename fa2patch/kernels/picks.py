@@ -1,0 +1,124 @@
+"""Which kernel computes which layer of a patched model, and why."""
+
+from __future__ import annotations
+
+import warnings
+from typing import Any, NamedTuple
+from weakref import WeakKeyDictionary
+
+import torch
+
+from .._compile import compiling, constant
+from ..errors import KernelUnavailable, UnknownKernel
+from .efficient import Efficient
+from .flash_attn import FlashAttn
+from .flash_attn_3 import FlashAttn3
+from .flash_attn_4 import FlashAttn4
+from .flex import Flex
+from .hub import Hub
+from .protocol import Asked, Kernel
+from .reference import Reference
+from .torch_varlen import TorchVarlen
+from .trial import passes
+
+ORDER: tuple[Kernel, ...] = (
+    FlashAttn3(), FlashAttn(), FlashAttn4(), TorchVarlen(), Efficient(), Flex(), Reference(),
+)  # fmt: skip
+"""What ``auto`` tries, best first. The last one takes everything."""
+
+BY_NAME_ONLY: tuple[Kernel, ...] = (Hub(),)
+
+NAMES = ("auto", *(kernel.name for kernel in (*ORDER, *BY_NAME_ONLY)))
+
+
+class Pick(NamedTuple):
+    """A kernel, and why those before it in :data:`ORDER` were passed over (empty where it is the first, or named)."""
+
+    kernel: Kernel
+    why: str
+
+
+def named(name: str) -> Kernel:
+    """The kernel of this name, ``"hub:..."`` included.
+
+    Raises:
+        UnknownKernel: there is none.
+    """
+    if isinstance(name, str) and name.startswith("hub:") and name != "hub:":
+        return Hub(name[len("hub:") :])
+    for kernel in (*ORDER, *BY_NAME_ONLY):
+        if kernel.name == name:
+            return kernel
+    raise UnknownKernel(f"kernel={name!r}: expected one of {', '.join(map(repr, NAMES))}, or 'hub:org/name'.")
+
+
+def check_name(name: str) -> None:
+    """Raise :class:`UnknownKernel` for a name that is none, :class:`KernelUnavailable` for one that can't run here."""
+    if name == "auto":
+        return
+    able, reason = named(name).available()
+    if not able:
+        raise KernelUnavailable(f"kernel={name!r} cannot run here: {reason}. Use kernel='auto'.")
+
+
+def pick(name: str, asked: Asked, device: torch.device, try_it: bool = True) -> Pick:
+    """The kernel called ``name``, or for ``"auto"`` the first that is available, supports this and passes its trial.
+
+    Raises:
+        UnknownKernel: no kernel is called so.
+        KernelUnavailable: the named kernel does not support this, or computes something else.
+    """
+    passed = []
+    for kernel in ORDER if name == "auto" else (named(name),):
+        able, reason = kernel.available()
+        if able:
+            able, reason = kernel.supports(asked)
+        if able and try_it:
+            able, reason = passes(kernel, asked, device)
+        if able:
+            return Pick(kernel, "; ".join(passed))
+        passed.append(f"{kernel.name}: {reason}")
+    raise KernelUnavailable(f"kernel={name!r} cannot compute this layer: {reason}. Use kernel='auto'.")
+
+
+@constant
+def _picked(name: str, device: str, index: int | None, *asked: Any) -> str:
+    """For a graph that is being captured: the choice is made outside of it, once, and is a constant inside."""
+    return pick(name, Asked(*asked), torch.device(device, index)).kernel.name
+
+
+class Picks:
+    """A patched model's choices, made once for every kind of call; what ``Patch.layers`` tells of them."""
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+        self._made: dict[tuple[Asked, torch.device], Pick] = {}
+        self._of: WeakKeyDictionary[Any, Pick] = WeakKeyDictionary()
+
+    def __reduce__(self) -> Any:
+        return Picks, (self.name,)
+
+    def of(self, module: Any) -> Pick | None:
+        """What the layer's last packed batch was computed with; None where it has seen none (or was compiled)."""
+        return self._of.get(module)
+
+    def __call__(self, module: Any, asked: Asked, device: torch.device) -> Kernel:
+        """The kernel for a layer (None where it is not known)."""
+        if compiling():
+            return named(_picked(self.name, device.type, device.index, *asked))
+        kind = (asked, device)
+        if kind not in self._made:
+            self._made[kind] = pick(self.name, asked, device)
+            self._warn_if_slow(self._made[kind], device)
+        made = self._made[kind]
+        if module is not None and self._of.get(module) is not made:
+            self._of[module] = made
+        return made.kernel
+
+    def _warn_if_slow(self, made: Pick, device: torch.device) -> None:
+        if self.name == "auto" and device.type == "cuda" and isinstance(made.kernel, Reference):
+            warnings.warn(
+                f"fa2patch computes a layer with the reference kernel, which is right and slow on a GPU ({made.why}). "
+                "See fa2patch.status(model).layers.",
+                stacklevel=2,
+            )

@@ -1,0 +1,130 @@
+"""The reference as an operator (``fa2patch::reference``): a compiled model then has it in its graph, without a break.
+
+torch 2.4 on, where ``torch.library.custom_op`` is; before that the graph breaks at each layer.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from typing import Any, Callable, Optional
+
+import torch
+
+from ..options import Options
+
+attend: Callable[..., torch.Tensor] | None = None
+"""``(q, k, v, cu_seqlens, options, scale)``, as ``Reference.attend``, where torch has operators of one's own."""
+
+
+def _computed(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, cu_seqlens: torch.Tensor, options: Options
+) -> torch.Tensor:
+    from ..boundaries import Boundaries
+    from .reference import over_documents
+
+    return over_documents(q, k, v, Boundaries(cu_seqlens, 0), options)
+
+
+def _differentiated(
+    grad: torch.Tensor, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, cu_seqlens: torch.Tensor, options: Options
+) -> list[torch.Tensor]:
+    """Gradients of q, k, v and of what there is of sinks and slopes: autograd does not reach into an operator."""
+    from ..boundaries import Boundaries
+    from .reference import attention_weights, heads_first
+
+    lengths, groups = list(Boundaries(cu_seqlens, 0).lengths), q.shape[1] // k.shape[1]
+    scale = q.shape[2] ** -0.5 if options.scale is None else options.scale
+    pieces: list[list[torch.Tensor]] = [[], [], []]
+    of_extras = [torch.zeros_like(x) for x in (options.sinks, options.alibi_slopes) if x is not None]
+    for *document, of_output in zip(*(torch.split(x, lengths) for x in (q, k, v, grad))):
+        query, key, value = heads_first(tuple(document), groups)
+        weights, distance, capped = attention_weights(query, key, options)
+        query, key, value, of_output = (x.to(weights.dtype) for x in (query, key, value, of_output.transpose(0, 1)))
+        kept = torch.nn.functional.dropout(torch.ones_like(weights), options.dropout) if options.dropout else None
+        of_value = (weights if kept is None else weights * kept).transpose(1, 2) @ of_output
+        of_weights = of_output @ value.transpose(1, 2)
+        of_weights = of_weights if kept is None else of_weights * kept
+        drawn = (of_weights * weights).sum(-1, keepdim=True)
+        of_logits = weights * (of_weights - drawn)
+        extras = iter(of_extras)
+        if options.sinks is not None:
+            next(extras).sub_(((1 - weights.sum(-1)) * drawn[..., 0]).sum(-1))
+        if options.alibi_slopes is not None:
+            next(extras).sub_((of_logits * distance.abs()).sum((1, 2)))
+        of_logits = (of_logits if capped is None else of_logits * (1 - capped.square())) * scale
+        for made, found in zip(pieces, (of_logits @ key, of_logits.transpose(1, 2) @ query, of_value)):
+            made.append(found.transpose(0, 1))
+    whole = [torch.cat(made) for made in pieces]
+    whole[1:] = [x.unflatten(1, (-1, groups)).sum(2) for x in whole[1:]]
+    return [x.to(q.dtype).contiguous() for x in whole] + of_extras
+
+
+@contextlib.contextmanager
+def _seeded(seed: torch.Tensor | None, device: torch.device) -> Iterator[None]:
+    """The backward makes the weights again and must drop the same ones."""
+    if seed is None:
+        yield
+        return
+    with torch.random.fork_rng([device] if device.type == "cuda" else []):
+        torch.manual_seed(int(seed))
+        yield
+
+
+if hasattr(torch.library, "custom_op"):
+
+    @torch.library.custom_op("fa2patch::reference", mutates_args=())
+    def _forward(
+        q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, cu_seqlens: torch.Tensor, sinks: Optional[torch.Tensor],
+        alibi_slopes: Optional[torch.Tensor], seed: Optional[torch.Tensor], scale: float, causal: bool,
+        window: Optional[int], softcap: Optional[float], dropout: float,
+    ) -> torch.Tensor:  # fmt: skip
+        options = Options(scale, causal, window, softcap, dropout, sinks, alibi_slopes)
+        with _seeded(seed, q.device):
+            return _computed(q, k, v, cu_seqlens, options)
+
+    @_forward.register_fake
+    def _(q: Any, k: Any, v: Any, *unused: Any) -> torch.Tensor:
+        made: torch.Tensor = q.new_empty(q.shape[0], q.shape[1], v.shape[2])
+        return made
+
+    @torch.library.custom_op("fa2patch::reference_backward", mutates_args=())
+    def _backward(
+        grad: torch.Tensor, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, cu_seqlens: torch.Tensor,
+        sinks: Optional[torch.Tensor], alibi_slopes: Optional[torch.Tensor], seed: Optional[torch.Tensor],
+        scale: float, causal: bool, window: Optional[int], softcap: Optional[float], dropout: float,
+    ) -> list[torch.Tensor]:  # fmt: skip
+        options = Options(scale, causal, window, softcap, dropout, sinks, alibi_slopes)
+        with _seeded(seed, q.device):
+            return _differentiated(grad, q, k, v, cu_seqlens, options)
+
+    @_backward.register_fake
+    def _(
+        grad: Any, q: Any, k: Any, v: Any, cu_seqlens: Any, sinks: Any, alibi_slopes: Any, *unused: Any
+    ) -> list[torch.Tensor]:
+        states = [x.new_empty(x.shape) for x in (q, k, v)]
+        return states + [torch.empty_like(x) for x in (sinks, alibi_slopes) if x is not None]
+
+    def _save(ctx: Any, inputs: tuple[Any, ...], output: torch.Tensor) -> None:
+        ctx.save_for_backward(*inputs[:7])
+        ctx.plain = inputs[7:]
+
+    def _gradients(ctx: Any, grad: torch.Tensor) -> tuple[Any, ...]:
+        found = iter(_backward(grad, *ctx.saved_tensors, *ctx.plain))
+        of_states = [next(found) for _ in range(3)]
+        of_extras = [None if x is None else next(found) for x in ctx.saved_tensors[4:6]]
+        return (*of_states, None, *of_extras, None, None, None, None, None, None)
+
+    _forward.register_autograd(_gradients, setup_context=_save)
+
+    def _attend(
+        q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, cu_seqlens: torch.Tensor, options: Options, scale: float
+    ) -> torch.Tensor:
+        seed = torch.randint(2**31, (), device=q.device) if options.dropout else None
+        attended: torch.Tensor = _forward(
+            q, k, v, cu_seqlens, options.sinks, options.alibi_slopes, seed,
+            scale, options.causal, options.window, options.softcap, options.dropout,
+        )  # fmt: skip
+        return attended
+
+    attend = _attend

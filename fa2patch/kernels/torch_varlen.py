@@ -1,0 +1,117 @@
+"""torch's own build of FlashAttention 2: the aten operator beneath ``scaled_dot_product_attention`` and ``varlen_attn``.
+
+Nothing has to be installed. The operator is called and not ``torch.nn.attention.varlen``, whose signature is another
+one in almost every release, while one call with the arguments of torch 2.4 holds for all that followed. What a release
+lacks is seen in the operator's schema.
+"""
+
+from __future__ import annotations
+
+from functools import lru_cache
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from .protocol import Kernel
+
+if TYPE_CHECKING:
+    from ..options import Options
+    from ..boundaries import Boundaries
+
+_FORWARD, _BACKWARD = "_flash_attention_forward", "_flash_attention_backward"
+_WINDOW = "window_size_left"
+
+
+class TorchVarlen(Kernel):
+    """Takes ``cu_seqlens`` as they are. Attention sinks follow from the log-sum-exp: see :class:`_WithSinks`."""
+
+    name = "torch_varlen"
+    what = "FlashAttention 2, torch's own build"
+    needs = "nothing (windows and sinks: torch 2.4)"
+    FEATURES = frozenset({"window", "sinks", "dropout", "deterministic"})
+
+    def available(self) -> tuple[bool, str]:
+        return _available()
+
+    def features(self) -> frozenset[str]:
+        return self.FEATURES if _WINDOW in _arguments(_FORWARD) else self.FEATURES - {"window", "sinks"}
+
+    def attend(
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        boundaries: Boundaries,
+        options: Options,
+        scale: float,
+    ) -> torch.Tensor:
+        q, k, v = (x if x.stride(-1) == 1 else x.contiguous() for x in (q, k, v))
+        window: dict[str, Any] = {}
+        if options.window is not None:
+            reach = options.window - 1
+            window = {_WINDOW: reach, "window_size_right": 0 if options.causal else reach}
+        about = (boundaries.cu_seqlens, boundaries.max_seqlen, options.dropout, options.causal)
+        if options.sinks is not None:
+            attended: torch.Tensor = _WithSinks.apply(q, k, v, options.sinks, *about, {"scale": scale, **window})
+            return attended
+        output: torch.Tensor = _forward(q, k, v, *about, scale=scale, **window)[0]
+        return output
+
+
+def _forward(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, cu: torch.Tensor, longest: int, dropout: float, causal: bool,
+    **more: Any,
+) -> Any:  # fmt: skip
+    operator = getattr(torch.ops.aten, _FORWARD).default
+    return operator(q, k, v, cu, cu, longest, longest, dropout, causal, False, **more)
+
+
+class _WithSinks(torch.autograd.Function):
+    """Attention sinks on a kernel that has none: a key without a value, of its own logit in each head.
+
+    The sink enters the softmax's sum only: with ``l`` the log-sum-exp without it and ``l2 = logaddexp(l, sink)``, the
+    output is the kernel's times ``exp(l - l2)``, and the kernel's backward, handed that output and ``l2``, gives the
+    gradients; the sink's own is ``-sum over tokens of exp(sink - l2) * (grad . output)``.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, sinks: torch.Tensor, cu: torch.Tensor,
+        longest: int, dropout: float, causal: bool, more: dict[str, Any],
+    ) -> torch.Tensor:  # fmt: skip
+        output, lse, state, unused, _ = _forward(q, k, v, cu, longest, dropout, causal, **more)
+        with_sink = torch.logaddexp(lse, sinks.to(lse.dtype)[:, None])
+        output = (output * (lse - with_sink).exp().transpose(0, 1)[..., None]).to(output.dtype)
+        ctx.save_for_backward(q, k, v, sinks, cu, output, with_sink, state, unused)
+        ctx.about = (longest, dropout, causal, more)
+        return output
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> Any:  # type: ignore[override]
+        q, k, v, sinks, cu, output, with_sink, state, unused = ctx.saved_tensors
+        longest, dropout, causal, more = ctx.about
+        operator = getattr(torch.ops.aten, _BACKWARD).default
+        grads = operator(
+            grad, q, k, v, output, with_sink, cu, cu, longest, longest, dropout, causal, state, unused, **more
+        )
+        drawn = (grad.to(with_sink.dtype) * output).sum(-1).transpose(0, 1)
+        of_sinks = -((sinks.to(with_sink.dtype)[:, None] - with_sink).exp() * drawn).sum(-1)
+        return (*grads, of_sinks.to(sinks.dtype), None, None, None, None, None)
+
+
+@lru_cache(maxsize=2)
+def _arguments(operator: str) -> frozenset[str]:
+    found = getattr(torch.ops.aten, operator, None)
+    return frozenset() if found is None else frozenset(argument.name for argument in found.default._schema.arguments)
+
+
+@lru_cache(maxsize=1)
+def _available() -> tuple[bool, str]:
+    if not {"cum_seq_q", "max_q"} <= _arguments(_FORWARD):
+        return False, f"torch {torch.__version__} has no {_FORWARD} with cu_seqlens"
+    if not torch.cuda.is_available():
+        return False, "torch finds no CUDA device"
+    if torch.version.hip is None and torch.cuda.get_device_capability() < (8, 0):
+        return False, f"{torch.cuda.get_device_name()} is older than Ampere"
+    asked = getattr(torch.backends.cuda, "is_flash_attention_available", lambda: True)
+    return (True, "") if asked() else (False, "this torch was built without flash attention")

@@ -1,0 +1,115 @@
+"""``flash_attn_varlen_func``: what FlashAttention 2, 3, 4 and the hub's builds of them all call their entry.
+
+What a build can do is seen in its signature. Argument meanings: flash_attn/flash_attn_interface.py (2.8),
+hopper/flash_attn_interface.py (3), flash_attn/cute/interface.py (4).
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import inspect
+from typing import TYPE_CHECKING, Any, Callable, NamedTuple
+
+import torch
+
+from .protocol import Kernel
+
+if TYPE_CHECKING:
+    from ..options import Options
+    from ..boundaries import Boundaries
+
+PARAMETERS = {
+    "window": ("window_size",),
+    "softcap": ("softcap",),
+    "sinks": ("learnable_sink", "s_aux"),
+    "alibi": ("alibi_slopes",),
+    "dropout": ("dropout_p",),
+    "deterministic": ("deterministic",),
+}
+"""Under which names builds take what a layer may ask for."""
+
+
+class Found(NamedTuple):
+    """An entry, the names of its parameters, and where there is none the reason."""
+
+    function: Callable[..., Any] | None
+    parameters: frozenset[str] = frozenset()
+    reason: str = ""
+
+    def name_of(self, feature: str) -> str | None:
+        return next((name for name in PARAMETERS[feature] if name in self.parameters), None)
+
+
+def in_package(module: str, package: str) -> Found:
+    """The entry in an installed module."""
+    try:
+        if importlib.util.find_spec(module) is None:
+            return Found(None, reason=f"the package {package} is not installed")
+        return entry(importlib.import_module(module))
+    except ModuleNotFoundError as error:
+        if error.name is not None and (module == error.name or module.startswith(f"{error.name}.")):
+            return Found(None, reason=f"the package {package} is not installed")
+        return Found(None, reason=f"the package {package} does not import ({type(error).__name__}: {error})")
+    except Exception as error:  # a broken build raises whatever its loader raises
+        return Found(None, reason=f"the package {package} does not import ({type(error).__name__}: {error})")
+
+
+def entry(module: Any) -> Found:
+    """The entry of an imported module; an AttributeError where it has none."""
+    function = module.flash_attn_varlen_func
+    return Found(function, frozenset(inspect.signature(function).parameters))
+
+
+class VarlenFunc(Kernel):
+    """Takes ``cu_seqlens`` as they are: no read from the device, no copy."""
+
+    def found(self) -> Found:
+        raise NotImplementedError
+
+    def available(self) -> tuple[bool, str]:
+        found = self.found()
+        return found.function is not None, found.reason
+
+    def features(self) -> frozenset[str]:
+        return frozenset(feature for feature in PARAMETERS if self.found().name_of(feature))
+
+    def attend(
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        boundaries: Boundaries,
+        options: Options,
+        scale: float,
+    ) -> torch.Tensor:
+        found = self.found()
+        assert found.function is not None, "available() was asked"
+        extras: dict[str, Any] = {}
+        if options.window is not None:
+            reach = options.window - 1
+            extras["window_size"] = (reach, 0 if options.causal else reach)
+        if options.softcap is not None:
+            extras["softcap"] = options.softcap
+        if options.sinks is not None:
+            extras[found.name_of("sinks") or ""] = options.sinks
+        if options.alibi_slopes is not None:
+            extras["alibi_slopes"] = options.alibi_slopes.float()
+        if options.dropout:
+            extras["dropout_p"] = options.dropout
+        if found.name_of("deterministic"):
+            extras["deterministic"] = torch.are_deterministic_algorithms_enabled()
+        output = found.function(
+            q,
+            k,
+            v,
+            cu_seqlens_q=boundaries.cu_seqlens,
+            cu_seqlens_k=boundaries.cu_seqlens,
+            max_seqlen_q=boundaries.max_seqlen,
+            max_seqlen_k=boundaries.max_seqlen,
+            softmax_scale=scale,
+            causal=options.causal,
+            **extras,
+        )
+        attended: torch.Tensor = output[0] if isinstance(output, tuple) else output  # some give their log-sum-exp too
+        return attended

@@ -1,0 +1,66 @@
+"""Packed attention by its definition, and what tests of kernels need besides."""
+
+import itertools
+
+import torch
+
+from fa2patch.boundaries import Boundaries
+
+LENGTHS = (1, 5, 3, 8)
+HEADS, DIM = 4, 8
+WINDOWS = {"no window": None, "window 1": 1, "smaller": 4, "equal": 8, "larger": 20}
+
+
+def documents(lengths, device="cpu"):
+    ends = [0, *itertools.accumulate(lengths)]
+    return Boundaries(torch.tensor(ends, dtype=torch.int32, device=device), max(lengths))
+
+
+def states(lengths=LENGTHS, dtype=torch.float64, groups=1, dim=DIM, value_dim=DIM, device="cpu", heads=HEADS):
+    """q, k, v of one row, large enough that a weight on a wrong key shows."""
+    sizes = ((heads, dim), (heads // groups, dim), (heads // groups, value_dim))
+    return [
+        (1.5 * torch.randn(sum(lengths), *size, dtype=torch.float64)).to(device, dtype).requires_grad_()
+        for size in sizes
+    ]
+
+
+def brute_force(q, k, v, lengths, options):
+    """The definition: every score of the row, ``-inf`` added where a query must not look."""
+    tokens, heads, dim = q.shape
+    key_head = torch.arange(heads, device=q.device) // (heads // k.shape[1])
+    document = torch.repeat_interleave(torch.arange(len(lengths)), torch.tensor(lengths)).to(q.device)
+    token = torch.arange(tokens, device=q.device)
+    distance = token[:, None] - token[None, :]
+    allowed = document[:, None] == document[None, :]
+    if options.causal:
+        allowed = allowed & (distance >= 0)
+    if options.window is not None:
+        allowed = allowed & (distance < options.window) & (-distance < options.window)
+    scores = torch.einsum("ihd,jhd->hij", q, k[:, key_head]) * (dim**-0.5 if options.scale is None else options.scale)
+    if options.softcap is not None:
+        scores = options.softcap * torch.tanh(scores / options.softcap)
+    if options.alibi_slopes is not None:
+        scores = scores - options.alibi_slopes[:, None, None] * distance.abs()
+    scores = scores + torch.zeros(tokens, tokens, dtype=q.dtype, device=q.device).masked_fill(~allowed, float("-inf"))
+    top = scores.detach().amax(-1, keepdim=True)
+    weights = torch.exp(scores - top)
+    total = weights.sum(-1, keepdim=True)
+    if options.sinks is not None:
+        total = total + torch.exp(options.sinks[:, None, None] - top)
+    return torch.einsum("hij,jhd->ihd", weights / total, v[:, key_head])
+
+
+def with_gradients(attend, inputs):
+    """The output, and the gradient of a fixed random sum of it with respect to every input."""
+    output = attend()
+    direction = torch.randn(output.shape, generator=torch.Generator().manual_seed(7), dtype=torch.float64)
+    return [output, *torch.autograd.grad(output, inputs, direction.to(output.device, output.dtype))]
+
+
+def largest_errors(found, truth):
+    return [(a.double() - b.double()).abs().max().item() for a, b in zip(found, truth)]
+
+
+def doubled(tensor):
+    return None if tensor is None else tensor.detach().double().requires_grad_()

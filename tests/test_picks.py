@@ -1,0 +1,276 @@
+"""Which kernel computes a layer, why, and the trial before its first use."""
+
+import copy
+import pickle
+import warnings
+
+import pytest
+import torch
+from kernel_cases import HEADS, LENGTHS, documents, states
+
+import fa2patch
+from compat_matrix import stand_in_aten, tiny_models
+from compat_matrix.points import documents as some_documents
+from compat_matrix.points import pack
+from fa2patch import kernels
+from fa2patch.attention import packed_attention
+from fa2patch.errors import KernelUnavailable, UnknownKernel
+from fa2patch.kernels import picks, trial
+from fa2patch.kernels.reference import Reference
+from fa2patch.options import Options
+
+CPU = torch.device("cpu")
+
+
+def asks(features=(), device="cpu", dtype=torch.bfloat16, dim=64, value_dim=None, key_heads=HEADS, causal=True):
+    return kernels.Asked(device, dtype, HEADS, key_heads, dim, value_dim or dim, causal, tuple(features))
+
+
+class Scripted(Reference):
+    """The reference, but it computes what it is told to."""
+
+    name = "scripted"
+    FEATURES = Reference.FEATURES
+
+    def __init__(self, wrong=lambda options: options, available=(True, "")):
+        self.wrong, self.is_available = wrong, available
+
+    def available(self):
+        return self.is_available
+
+    def attend(self, q, k, v, boundaries, options, scale):
+        return super().attend(q, k, v, *self.wrong(boundaries, options), scale)
+
+
+# The choice
+
+
+def test_auto_takes_the_reference_on_a_cpu():
+    found = kernels.pick("auto", asks(), CPU)
+    assert found.kernel.name == "reference"
+    assert found.why.startswith("flash_attn_3: ")
+    assert len(found.why.split("; ")) == len(kernels.ORDER) - 1
+    assert kernels.pick("reference", asks(), CPU) == (found.kernel, "")
+
+
+def test_the_last_kernel_takes_everything():
+    last = kernels.ORDER[-1]
+    assert last.available() == (True, "")
+    assert last.supports(asks(kernels.FEATURES, "mps", torch.float64, 7, 9)) == (True, "")
+
+
+def test_names_are_auto_and_one_for_each_kernel():
+    assert kernels.NAMES[0] == "auto"
+    assert len(set(kernels.NAMES)) == len(kernels.NAMES) == len(kernels.ORDER) + len(kernels.BY_NAME_ONLY) + 1
+    assert {"flash_attn", "torch_varlen", "reference"} < set(kernels.NAMES)
+
+
+@pytest.mark.parametrize("name", ["nonsense", "", "FLASH_ATTN", None, "hub:"])
+def test_an_unknown_kernel_is_named_beside_the_known_ones(name):
+    for ask in (kernels.check_name, lambda name: kernels.pick(name, asks(), CPU)):
+        with pytest.raises(UnknownKernel) as error:
+            ask(name)
+        assert str(error.value).startswith(f"kernel={name!r}: expected one of 'auto', ")
+        assert all(repr(known) in str(error.value) for known in kernels.NAMES)
+        assert isinstance(error.value, LookupError)
+
+
+@pytest.mark.parametrize("name", ["auto", "reference"])
+def test_names_that_run_everywhere_pass(name):
+    kernels.check_name(name)
+
+
+def test_a_named_kernel_that_cannot_compute_a_layer_says_why():
+    with stand_in_aten.installed(), pytest.raises(KernelUnavailable) as error:
+        kernels.pick("torch_varlen", asks(["window", "softcap"]), CPU)
+    assert str(error.value) == (
+        "kernel='torch_varlen' cannot compute this layer: it has no softcap. Use kernel='auto'."
+    )
+
+
+@pytest.mark.parametrize(
+    ("asked", "expected", "why"),
+    [
+        (asks(), "torch_varlen", ""),
+        (asks(["window", "sinks", "dropout", "deterministic"]), "torch_varlen", ""),
+        (asks(["softcap"]), "reference", "torch_varlen: it has no softcap; efficient: it has no softcap; "),
+        (asks(dim=512), "efficient", "torch_varlen: its head dimensions end at 256, found 512"),
+        (asks(["window"], dim=512), "reference", "efficient: it has no window; "),
+    ],
+    ids=["plain", "much", "Gemma 2", "head dimension 512", "head dimension 512 with a window"],
+)
+def test_auto_takes_the_best_that_can_do_what_the_layer_asks(asked, expected, why):
+    with stand_in_aten.installed():
+        found = kernels.pick("auto", asked, CPU)
+    assert found.kernel.name == expected
+    assert why in found.why
+
+
+def test_what_a_call_asks_for():
+    q, k, v = states(groups=2, value_dim=6)
+    everything = Options(
+        window=1, softcap=1.0, dropout=0.5, sinks=torch.zeros(4), alibi_slopes=torch.zeros(4), causal=False
+    )
+    assert kernels.asked_by(q, k, v, everything) == kernels.Asked(
+        "cpu", torch.float64, 4, 2, 8, 6, False, ("window", "softcap", "sinks", "alibi", "dropout")
+    )
+    torch.use_deterministic_algorithms(True)
+    try:
+        assert kernels.asked_by(q, k, v, Options()).features == ("deterministic",)
+    finally:
+        torch.use_deterministic_algorithms(False)
+
+
+# The trial
+
+
+FAULTS = {
+    "one document": lambda boundaries, options: (documents((sum(boundaries.lengths),)), options),
+    "documents end a token late": lambda boundaries, options: (documents((2, 70, 5, 133, 63)), options),
+    "a window one wider": lambda boundaries, options: (boundaries, replaced(options, window=options.window + 1)),
+    "no softcap": lambda boundaries, options: (boundaries, replaced(options, softcap=None)),
+    "no sinks": lambda boundaries, options: (boundaries, replaced(options, sinks=options.sinks * 0)),
+    "both ways": lambda boundaries, options: (boundaries, replaced(options, causal=False)),
+}
+
+
+def replaced(options, **changes):
+    from dataclasses import replace
+
+    return replace(options, **changes)
+
+
+@pytest.mark.parametrize("dtype", trial.BOUNDS, ids=str)
+@pytest.mark.parametrize("fault", FAULTS.values(), ids=FAULTS)
+def test_a_kernel_that_computes_something_else_is_not_used(monkeypatch, fault, dtype):
+    wrong = Scripted(fault)
+    monkeypatch.setattr(trial, "Reference", type("Truth", (Reference,), {}))
+    asked = asks(["window", "softcap", "sinks", "alibi"], dtype=dtype, key_heads=2)
+    able, reason = trial.passes(wrong, asked, CPU)
+    assert not able
+    assert reason.startswith("tried on this machine, its outputs are off by ")
+    assert trial.passes(Scripted(lambda *given: given), asked, CPU) == (True, "")
+
+
+def test_a_kernel_whose_gradients_alone_are_wrong_is_not_used(monkeypatch):
+    class Forgetful(Scripted):
+        def attend(self, q, k, v, boundaries, options, scale):
+            right = super().attend(q, k, v, boundaries, options, scale)
+            leaking = super().attend(q, k, v, boundaries, replaced(options, window=None), scale)
+            return leaking + (right - leaking).detach()
+
+    monkeypatch.setattr(trial, "Reference", type("Truth", (Reference,), {}))
+    able, reason = trial.passes(Forgetful(lambda *given: given), asks(["window"]), CPU)
+    assert not able
+    assert "its gradients of " in reason
+
+
+def test_a_kernel_that_fails_its_trial_is_passed_over_and_named(monkeypatch):
+    class Broken(Scripted):
+        def attend(self, *unused):
+            raise RuntimeError("no kernel image is available\nfor execution on the device")
+
+    monkeypatch.setattr(trial, "Reference", type("Truth", (Reference,), {}))
+    monkeypatch.setattr(picks, "ORDER", (Broken(), Scripted(FAULTS["one document"]), Reference()))
+    found = kernels.pick("auto", asks(), CPU)
+    assert found.kernel.name == "reference"
+    first, second = found.why.split("; ")
+    assert first == "scripted: tried on this machine it fails: RuntimeError: no kernel image is available"
+    assert second.startswith("scripted: tried on this machine, its outputs are off by ")
+    with pytest.raises(KernelUnavailable, match="kernel='scripted' cannot compute this layer: tried on this machine it"):
+        kernels.pick("scripted", asks(), CPU)
+
+
+def test_a_trial_leaves_no_trace_in_the_forward_around_it():
+    """Inside a checkpoint, inference mode, autocast, somebody's saved-tensor hooks, with the same random numbers."""
+    with stand_in_aten.installed() as calls:
+        rows = [tensor.detach().float()[None].requires_grad_() for tensor in states()]
+
+        def attend(q, k, v):
+            trial._tried.cache_clear()
+            return packed_attention(q, k, v, documents(LENGTHS), Options(), "torch_varlen")
+
+        before = torch.get_rng_state()
+        plain = attend(*rows)
+        assert torch.equal(before, torch.get_rng_state())
+        with torch.inference_mode():
+            assert torch.equal(attend(*rows), plain)
+        with torch.autocast("cpu", torch.bfloat16):
+            assert torch.equal(attend(*rows), plain)
+        with torch.no_grad():
+            assert torch.equal(attend(*rows), plain)
+        checkpointed = torch.utils.checkpoint.checkpoint(attend, *rows, use_reentrant=False)
+        assert torch.equal(checkpointed, plain)
+        trial._tried.cache_clear()
+        found = torch.autograd.grad(checkpointed.square().sum(), rows)
+        expected = torch.autograd.grad(plain.square().sum(), rows)
+        assert all(torch.equal(a, b) for a, b in zip(found, expected))
+        assert {call["max"] for call in calls} == {max(LENGTHS), max(trial.LENGTHS)}
+
+
+def test_one_trial_for_every_kind_of_call():
+    trial._tried.cache_clear()
+    with stand_in_aten.installed() as calls:
+        for _ in range(3):
+            kernels.pick("torch_varlen", asks(), CPU)
+            kernels.pick("torch_varlen", asks(["dropout"]), CPU)
+        assert len(calls) == 1
+        kernels.pick("torch_varlen", asks(["window"]), CPU)
+        assert len(calls) == 2
+
+
+# Of a patched model
+
+
+@pytest.fixture
+def model():
+    return tiny_models.build("llama", "eager")
+
+
+def test_status_tells_what_was_picked_and_why(model):
+    patch = fa2patch.apply(model)
+    assert {(layer.kernel, layer.why) for layer in patch.layers} == {(None, "")}
+    model(**pack(some_documents(3, 5)))
+    for layer in fa2patch.status(model).layers:
+        assert layer.kernel == "reference"
+        assert "flash_attn: " in layer.why
+    patch.revert()
+    with stand_in_aten.installed(), fa2patch.apply(model) as patch:
+        model(**pack(some_documents(3, 5)))
+        assert [layer.kernel for layer in patch.layers] == ["torch_varlen"] * len(patch.layers)
+        for other in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
+            copied = fa2patch.status(other)
+            assert [layer.kernel for layer in copied.layers] == [None] * len(patch.layers)
+            other(**pack(some_documents(3, 5)))
+            assert [layer.kernel for layer in copied.layers] == ["torch_varlen"] * len(patch.layers)
+
+
+def test_gemma_2_does_not_go_to_a_kernel_without_softcap():
+    model = tiny_models.build("gemma2", "eager")
+    with stand_in_aten.installed():
+        with fa2patch.apply(model) as patch:
+            model(**pack(some_documents(3, 5)))
+            assert {layer.kernel for layer in patch.layers} == {"reference"}
+            assert all("torch_varlen: it has no softcap" in layer.why for layer in patch.layers)
+        with fa2patch.apply(model, kernel="torch_varlen"), pytest.raises(KernelUnavailable, match="it has no softcap"):
+            model(**pack(some_documents(3, 5)))
+
+
+def test_the_reference_on_a_gpu_warns_once(monkeypatch):
+    chosen = picks.Picks("auto")
+    monkeypatch.setattr(picks, "pick", lambda *given: kernels.Pick(Reference(), "flash_attn: not installed"))
+    with pytest.warns(UserWarning, match=r"right and slow on a GPU \(flash_attn: not installed\)"):
+        chosen(None, asks(device="cuda"), torch.device("cuda"))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        chosen(None, asks(device="cuda"), torch.device("cuda"))
+        picks.Picks("auto")(None, asks(), CPU)
+        picks.Picks("reference")(None, asks(device="cuda"), torch.device("cuda"))
+
+
+def test_a_row_of_the_table_for_every_kernel():
+    rows = {row["name"]: row for row in kernels.rows()}
+    assert list(rows) == list(kernels.NAMES[1:])
+    assert rows["reference"]["usable"] and rows["reference"]["here"] == list(kernels.FEATURES)
+    assert rows["torch_varlen"]["features"] == ["window", "sinks", "dropout", "deterministic"]
+    assert all(row["reason"] or row["usable"] for row in rows.values())

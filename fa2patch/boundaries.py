@@ -13,7 +13,7 @@ from typing import Any, NoReturn
 import numpy as np
 import torch
 
-from ._compile import uncompiled
+from ._compile import compiling, uncompiled
 from .errors import BadCuSeqlens, BadPositionIds, BoundaryConflict
 
 _INTEGERS = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)
@@ -198,12 +198,11 @@ def from_cu_seqlens(
     cu_seqlens_k: torch.Tensor | None = None,
     position_ids: torch.Tensor | None = None,
     attention_mask: torch.Tensor | None = None,
-    checked: bool = True,
 ) -> Boundaries:
     """Boundaries that the caller states, read from the device not even once if ``max_seqlen`` is an int.
 
     On a CPU a mismatch raises at once. On other devices the same conditions become device-side assertions, which
-    cost no synchronisation.
+    cost no synchronisation; in a compiled graph on every device.
 
     Args:
         cu_seqlens: integers ``[documents + 1]`` (or ``[1, documents + 1]``): 0, ..., ``batch * length``.
@@ -212,7 +211,6 @@ def from_cu_seqlens(
         cu_seqlens_k: the same for keys; must equal ``cu_seqlens``.
         position_ids: may restart only where a document starts.
         attention_mask: ``[batch, length]``; zeros only at the end of a document.
-        checked: False leaves the conditions out (inside a compiled graph).
 
     Raises:
         BadCuSeqlens, BoundaryConflict, BadPositionIds.
@@ -224,20 +222,19 @@ def from_cu_seqlens(
     if attention_mask is not None:
         _check_mask(attention_mask, shape)
     cu = cu_seqlens.flatten().to(torch.int32)
-    if checked:
-        _check_max_seqlen(max_seqlen)
-        _require_ends(cu_seqlens.flatten(), tokens)
-        if cu_seqlens_k is not None and cu_seqlens_k is not cu_seqlens:
-            _require_same(cu, cu_seqlens_k.flatten())
-        _require_agreement(cu, shape, position_ids, attention_mask)
+    _check_max_seqlen(max_seqlen)
+    _require_ends(cu_seqlens.flatten(), tokens)
+    if cu_seqlens_k is not None and cu_seqlens_k is not cu_seqlens:
+        _require_same(cu, cu_seqlens_k.flatten())
+    _require_agreement(cu, shape, position_ids, attention_mask)
     if isinstance(max_seqlen, torch.Tensor):
         max_seqlen = int(_host(max_seqlen).max())
     stated = Boundaries(cu, max_seqlen if max_seqlen is not None else 0)
     if max_seqlen is None:
         stated.max_seqlen = max(stated.lengths)
-    elif checked:
+    else:
         longest = cu.diff().max() <= max_seqlen
-        _require(longest, BadCuSeqlens, f"max_length is {max_seqlen}, but cu_seq_lens hold a longer document.")
+        _require(longest, BadCuSeqlens, "max_length is {}, but cu_seq_lens hold a longer document.", max_seqlen)
     return stated
 
 
@@ -363,22 +360,23 @@ def _from_cuts(starts: Any, device: torch.device, positions: int | None) -> Boun
     return Boundaries(cu, int(lengths.max()), positions, tuple(lengths.tolist()))
 
 
-def _require(held: torch.Tensor, error: type[Exception], message: str) -> None:
-    if held.device.type == "cpu":
-        if not bool(_host(held)):
-            raise error(message)
-    else:
-        torch._assert_async(held, message)
+def _require(held: torch.Tensor, error: type[Exception], message: str, *numbers: int) -> None:
+    if compiling():  # a number in the text would become a constant of the graph
+        torch._assert_async(held, message.replace("{}", "(what was given)"))
+    elif held.device.type != "cpu":
+        torch._assert_async(held, message.format(*numbers))
+    elif not bool(_host(held)):
+        raise error(message.format(*numbers))
 
 
 def _require_ends(cu: torch.Tensor, tokens: int) -> None:
-    if cu.device.type == "cpu":
+    if cu.device.type == "cpu" and not compiling():
         found: Sequence[int] = _host(cu).tolist()
         if found[0] != 0 or found[-1] != tokens or any(b < a for a, b in zip(found, found[1:])):
             _bad_ends(found, tokens)
     else:
         held = (cu[0] == 0) & (cu[-1] == tokens) & (cu.diff() >= 0).all()
-        torch._assert_async(held, f"cu_seq_lens must rise from 0 to the batch's {tokens} tokens")
+        _require(held, BadCuSeqlens, "cu_seq_lens must rise from 0 to the batch's {} tokens", tokens)
 
 
 def _bad_ends(found: Sequence[int], tokens: int) -> NoReturn:
@@ -407,8 +405,9 @@ def _require_agreement(
     _require(
         starts[:, 0].all(),
         BadCuSeqlens,
-        f"cu_seq_lens hold a document that runs on from one row of {shape[1]} tokens into the next. "
+        "cu_seq_lens hold a document that runs on from one row of {} tokens into the next. "
         "A document starts at the first token of every row.",
+        shape[1],
     )
     real = torch.ones_like(starts) if attention_mask is None else attention_mask.to(cu.device) != 0
     if attention_mask is not None:

@@ -304,7 +304,9 @@ class TestRefusals:
         self.check(errors.UnsupportedModel, "one vector per row", transformers.LlamaForSequenceClassification(config))
 
     def test_unknown_and_unavailable_kernels(self, model, monkeypatch):
-        self.check(errors.UnknownKernel, "'auto', 'flash_attn_3', 'flash_attn', .*'reference'", model, kernel="flash-attention")
+        self.check(
+            errors.UnknownKernel, "'auto', 'flash_attn_3', 'flash_attn', .*'reference'", model, kernel="flash-attention"
+        )
         monkeypatch.setitem(sys.modules, "flash_attn", None)
         sys.modules["fa2patch.kernels.flash_attn"]._found.cache_clear()
         self.check(errors.KernelUnavailable, "flash_attn", model, kernel="flash_attn")

@@ -260,7 +260,9 @@ def test_a_kernel_that_is_not_installed_is_unavailable(absent):
 def test_what_an_older_flash_attn_lacks_is_refused(install, needed, missing):
     install(flash_attn_2_1)
     assert FlashAttn().supports(asks(needed)) == (False, f"it has {missing}")
-    with pytest.raises(KernelUnavailable, match=f"kernel='flash_attn' cannot compute this layer: it has {missing}. Use"):
+    with pytest.raises(
+        KernelUnavailable, match=f"kernel='flash_attn' cannot compute this layer: it has {missing}. Use"
+    ):
         kernels.pick("flash_attn", asks(needed), torch.device("cuda"), try_it=False)
 
 
@@ -325,9 +327,9 @@ def test_the_fourth_generation_is_not_there_where_only_the_second_is(install):
 # The hub
 
 
-BUILD = '''
+BUILD = """
 from compat_matrix.stand_in import flash_attn_varlen_func
-'''
+"""
 
 
 def test_a_hub_build_loads_from_a_local_folder(install, tmp_path):
@@ -374,7 +376,9 @@ def test_the_hub_is_never_auto_and_says_why_it_is_not_there(install, monkeypatch
     package.get_kernel = offline
     monkeypatch.setitem(sys.modules, "kernels", package)
     install(flash_attn_2_1)
-    with pytest.raises(KernelUnavailable, match=r"kernel='hub:a/b' cannot run here: a/b does not load \(OSError: no net"):
+    with pytest.raises(
+        KernelUnavailable, match=r"kernel='hub:a/b' cannot run here: a/b does not load \(OSError: no net"
+    ):
         kernels.check_name("hub:a/b")
     monkeypatch.setitem(sys.modules, "kernels", None)
     hub._found.cache_clear()

@@ -48,9 +48,7 @@ def asked_by(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, options: Options
         torch.are_deterministic_algorithms_enabled(),
     )
     features = tuple(name for name, is_needed in zip(FEATURES, needed) if is_needed)
-    return Asked(
-        q.device.type, q.dtype, q.shape[-2], k.shape[-2], q.shape[-1], v.shape[-1], options.causal, features
-    )
+    return Asked(q.device.type, q.dtype, q.shape[-2], k.shape[-2], q.shape[-1], v.shape[-1], options.causal, features)
 
 
 class Kernel:

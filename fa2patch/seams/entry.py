@@ -303,6 +303,8 @@ def packed_mask(call: dict[str, Any], patch: Any) -> PackedMask | None:
         check_position_ids(position_ids, shape)
     if mask is not None and "cu_seq_lens_q" in lengths and lengths["cu_seq_lens_q"].numel() == shape[0] + 1:
         del lengths["cu_seq_lens_q"]  # 4.54's generate(): one sequence in each padded row; the mask says the same
+    if (lengths or shape[1] > 1) and not compiling():
+        _refuse_capture(device)
     if "cu_seq_lens_q" in lengths:
         found: Boundaries | None = from_cu_seqlens(
             lengths["cu_seq_lens_q"],
@@ -311,7 +313,6 @@ def packed_mask(call: dict[str, Any], patch: Any) -> PackedMask | None:
             cu_seqlens_k=lengths.get("cu_seq_lens_k"),
             position_ids=position_ids,
             attention_mask=mask,
-            checked=not compiling(),
         )
     elif shape[1] == 1:
         return None
@@ -339,6 +340,15 @@ def packed_mask(call: dict[str, Any], patch: Any) -> PackedMask | None:
         patch.rotary,
         patch.architecture,
     )
+
+
+def _refuse_capture(device: torch.device) -> None:
+    """A graph replays the longest length and the number of documents that it was captured with, whatever comes."""
+    if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+        raise PackingNotIsolated(
+            "a CUDA graph is being captured: it would keep this batch's documents and compute others wrong. Capture "
+            'nothing around a patched model; torch.compile(model, mode="reduce-overhead") looks at every batch.'
+        )
 
 
 def _lengths(call: dict[str, Any]) -> dict[str, Any]:

@@ -7,8 +7,8 @@ from typing import Any, Callable
 
 import torch
 
-from .options import Options
 from .errors import BadArchitecture, UnknownArchitecture
+from .options import Options
 
 
 @dataclass(frozen=True)

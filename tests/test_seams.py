@@ -476,3 +476,30 @@ def test_a_base_model_that_was_compiled_after_apply_is_still_reached(docs):
     fa2patch.apply(model := build("interface", "sdpa"))
     model.model.compile(backend="eager")
     assert_close(logits(model, docs), alone(build("interface"), docs), "logits")
+
+
+# Ids that are read in every layer
+
+
+def test_the_largest_id_is_told_without_a_read():
+    """As 4.34's to 4.47's flash classes ask for it; whatever else is done to the ids is done to plain ones."""
+    from compat_matrix import reads
+    from fa2patch.seams import known_ids
+
+    ids = torch.tensor([[0, 1, 2, 0, 1]])
+    told = known_ids.known(ids, 2)
+    with reads._Reads(reads.Count()) as mode:
+        assert max(5, told[:, -1].max().item()) + 1 == 6
+        assert max(1, told[:, -1].max().item() + 1) == 3
+        assert not mode.count.where
+    table = torch.arange(3.0)
+    assert type(table[told]) is torch.Tensor and torch.equal(table[told], table[ids])
+    assert torch.equal(told[:, 1:], ids[:, 1:]) and type(told + 1) is torch.Tensor
+    assert told.data_ptr() == ids.data_ptr()
+
+
+def test_classes_that_read_are_told_from_those_that_do_not():
+    from fa2patch.seams import known_ids
+
+    assert known_ids.reads_them(lambda self, ids: ids[:, -1].max().item())
+    assert not known_ids.reads_them(lambda self, ids: ids[:, -1].max())

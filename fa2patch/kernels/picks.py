@@ -68,7 +68,7 @@ def pick(name: str, asked: Asked, device: torch.device, try_it: bool = True) -> 
         UnknownKernel: no kernel is called so.
         KernelUnavailable: the named kernel does not support this, or computes something else.
     """
-    passed = []
+    passed: list[str] = []
     for kernel in ORDER if name == "auto" else (named(name),):
         able, reason = kernel.available()
         if able:
@@ -84,7 +84,7 @@ def pick(name: str, asked: Asked, device: torch.device, try_it: bool = True) -> 
 @constant
 def _picked(name: str, device: str, index: int | None, *asked: Any) -> str:
     """For a graph that is being captured: the choice is made outside of it, once, and is a constant inside."""
-    return pick(name, Asked(*asked), torch.device(device, index)).kernel.name
+    return pick(name, Asked(*asked), torch.device(device, index or 0)).kernel.name
 
 
 class Picks:

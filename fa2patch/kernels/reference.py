@@ -18,8 +18,8 @@ from . import reference_op
 from .protocol import FEATURES, Kernel
 
 if TYPE_CHECKING:
-    from ..options import Options
     from ..boundaries import Boundaries
+    from ..options import Options
 
 
 class Reference(Kernel):
@@ -57,10 +57,14 @@ def over_documents(
     lengths = list(boundaries.lengths)
     groups = q.shape[1] // k.shape[1]
     outputs = [
-        _attend(*heads_first(document, groups), options).transpose(0, 1)
+        _attend(*document, options, groups).transpose(0, 1)
         for document in zip(*(torch.split(states, lengths) for states in (q, k, v)))
     ]
     return torch.cat(outputs) if outputs else q.new_zeros(*q.shape[:2], v.shape[2])
+
+
+_SHARES_KEYS = "enable_gqa" in (F.scaled_dot_product_attention.__doc__ or "")
+"""torch 2.5 on; without it keys and values are repeated, which many short documents pay for."""
 
 
 def heads_first(document: tuple[torch.Tensor, ...], groups: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -71,20 +75,21 @@ def heads_first(document: tuple[torch.Tensor, ...], groups: int) -> tuple[torch.
     return query, key, value
 
 
-def _attend(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, options: Options) -> torch.Tensor:
-    """One document, ``[heads, length, dim]`` each."""
-    length = query.shape[1]
+def _attend(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, options: Options, groups: int = 1
+) -> torch.Tensor:
+    """One document, ``[length, heads, dim]`` each -> ``[query heads, length, value dim]``."""
+    length = query.shape[0]
     windowed = options.window is not None and options.window < length
     special = windowed or options.dropout  # each backend drops others, and the operator's backward drops them again
     if not special and options.softcap is None and options.sinks is None and options.alibi_slopes is None:
+        shared = {"enable_gqa": True} if _SHARES_KEYS and groups > 1 else {}
+        states = heads_first((query, key, value), 1 if shared else groups)
         attended: torch.Tensor = F.scaled_dot_product_attention(
-            query[None],
-            key[None],
-            value[None],
-            is_causal=options.causal and length > 1,
-            scale=options.scale,
+            *(x[None] for x in states), is_causal=options.causal and length > 1, scale=options.scale, **shared
         )
         return attended[0].to(value.dtype)
+    query, key, value = heads_first((query, key, value), groups)
     with torch.autocast(query.device.type, enabled=False):
         weights = attention_weights(query, key, options)[0]
         weights = F.dropout(weights, options.dropout) if options.dropout else weights

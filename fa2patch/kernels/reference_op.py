@@ -56,7 +56,7 @@ def _differentiated(
         for made, found in zip(pieces, (of_logits @ key, of_logits.transpose(1, 2) @ query, of_value)):
             made.append(found.transpose(0, 1))
     whole = [torch.cat(made) for made in pieces]
-    whole[1:] = [x.unflatten(1, (-1, groups)).sum(2) for x in whole[1:]]
+    whole[1:] = [x.view(x.shape[0], -1, groups, x.shape[2]).sum(2) for x in whole[1:]]
     return [x.to(q.dtype).contiguous() for x in whole] + of_extras
 
 

@@ -1,4 +1,4 @@
-"""torch's own build of FlashAttention 2: the aten operator beneath ``scaled_dot_product_attention`` and ``varlen_attn``.
+"""torch's own build of FlashAttention 2: the aten operator beneath ``scaled_dot_product_attention``.
 
 Nothing has to be installed. The operator is called and not ``torch.nn.attention.varlen``, whose signature is another
 one in almost every release, while one call with the arguments of torch 2.4 holds for all that followed. What a release
@@ -15,8 +15,8 @@ import torch
 from .protocol import Kernel
 
 if TYPE_CHECKING:
-    from ..options import Options
     from ..boundaries import Boundaries
+    from ..options import Options
 
 _FORWARD, _BACKWARD = "_flash_attention_forward", "_flash_attention_backward"
 _WINDOW = "window_size_left"
@@ -52,7 +52,9 @@ class TorchVarlen(Kernel):
             window = {_WINDOW: reach, "window_size_right": 0 if options.causal else reach}
         about = (boundaries.cu_seqlens, boundaries.max_seqlen, options.dropout, options.causal)
         if options.sinks is not None:
-            attended: torch.Tensor = _WithSinks.apply(q, k, v, options.sinks, *about, {"scale": scale, **window})
+            attended: torch.Tensor = _WithSinks.apply(  # type: ignore[no-untyped-call]
+                q, k, v, options.sinks, *about, {"scale": scale, **window}
+            )
             return attended
         output: torch.Tensor = _forward(q, k, v, *about, scale=scale, **window)[0]
         return output
@@ -81,13 +83,14 @@ class _WithSinks(torch.autograd.Function):
     ) -> torch.Tensor:  # fmt: skip
         output, lse, state, unused, _ = _forward(q, k, v, cu, longest, dropout, causal, **more)
         with_sink = torch.logaddexp(lse, sinks.to(lse.dtype)[:, None])
-        output = (output * (lse - with_sink).exp().transpose(0, 1)[..., None]).to(output.dtype)
-        ctx.save_for_backward(q, k, v, sinks, cu, output, with_sink, state, unused)
+        smaller = (lse - with_sink).exp().transpose(0, 1)[..., None]
+        output_with_sink: torch.Tensor = (output * smaller).to(output.dtype)
+        ctx.save_for_backward(q, k, v, sinks, cu, output_with_sink, with_sink, state, unused)
         ctx.about = (longest, dropout, causal, more)
-        return output
+        return output_with_sink
 
     @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> Any:  # type: ignore[override]
+    def backward(ctx: Any, grad: torch.Tensor) -> Any:
         q, k, v, sinks, cu, output, with_sink, state, unused = ctx.saved_tensors
         longest, dropout, causal, more = ctx.about
         operator = getattr(torch.ops.aten, _BACKWARD).default

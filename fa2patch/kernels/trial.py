@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator
-from functools import lru_cache
+from functools import cache
 
 import torch
 
@@ -41,7 +41,7 @@ def _comparable(asked: Asked) -> tuple[str, ...]:
     return tuple(name for name in asked.features if name != "dropout")
 
 
-@lru_cache(maxsize=None)
+@cache
 def _tried(kernel: Kernel, asked: Asked, device: torch.device) -> tuple[bool, str]:
     try:
         with _alone(device):

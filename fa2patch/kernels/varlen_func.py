@@ -16,8 +16,8 @@ import torch
 from .protocol import Kernel
 
 if TYPE_CHECKING:
-    from ..options import Options
     from ..boundaries import Boundaries
+    from ..options import Options
 
 PARAMETERS = {
     "window": ("window_size",),

@@ -18,7 +18,8 @@ from typing import Any, Callable
 
 import torch
 
-from . import function, rotary
+from .._compile import compiling
+from . import function, known_ids, rotary
 from .packed_mask import PackedMask, find
 
 WINDOW_FLAG = "_flash_supports_window_size"
@@ -94,6 +95,7 @@ def on_flash_class(original: Callable[..., Any], owner: type, flash: type) -> Ca
     flash_forward = getattr(flash_forward, _ORIGINAL, flash_forward)
     parameters = inspect.signature(flash_forward).parameters
     takes_any = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values())
+    reads_ids = known_ids.reads_them(inspect.unwrap(flash_forward))
 
     @functools.wraps(original)
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
@@ -106,6 +108,8 @@ def on_flash_class(original: Callable[..., Any], owner: type, flash: type) -> Ca
         call["attention_mask"] = mask_of_layer
         if "padding_mask" in parameters:
             call["padding_mask"] = mask_of_layer
+        if reads_ids and call.get("position_ids") is not None and not compiling():
+            call["position_ids"] = known_ids.known(call["position_ids"], mask.positions - 1)
         return _leaving_dtypes_alone(flash_forward)(Layer(self, flash, mask), **call)
 
     setattr(forward, _ORIGINAL, original)

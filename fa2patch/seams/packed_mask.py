@@ -61,7 +61,7 @@ class PackedMask:
         if options.window is None and self.window is not None:
             options = replace(options, window=self.window)
         dtype = compute_dtype(module, q, k, v)
-        q, k, v = q.to(dtype), k.to(dtype), v.to(dtype)
+        q, k, v = (x if x.dtype == dtype else x.to(dtype) for x in (q, k, v))
         kernel = self.picks(module, asked_by(q, k, v, options), q.device)
         return packed_attention(q, k, v, self.boundaries, options, kernel)
 

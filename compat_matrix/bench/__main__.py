@@ -1,0 +1,68 @@
+"""Measure on a CPU what packed rows cost and save: ``python -m compat_matrix.bench``. Takes about five minutes."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+import warnings
+from pathlib import Path
+from typing import Any, Callable
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+PARTS = ("syncs", "kernels", "overhead", "training")
+RESULTS = Path(__file__).parent / "results"
+ENVIRONMENTS = Path(__file__).parents[2] / ".compat"
+COMMAND = "python -m compat_matrix.bench"
+
+
+def main(arguments: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(prog=COMMAND, description=__doc__)
+    parser.add_argument("--parts", nargs="+", choices=PARTS, default=PARTS, metavar="P", help=", ".join(PARTS))
+    parser.add_argument("--out", type=Path, default=RESULTS, help="where a JSON for each part goes")
+    parser.add_argument("--environments", type=Path, default=ENVIRONMENTS, help="where environments are kept")
+    parser.add_argument("--quick", action="store_true", help="only see that it runs: tiny, and few repeats")
+    given = parser.parse_args(arguments)
+    os.environ.update(HF_HUB_OFFLINE="1", TRANSFORMERS_VERBOSITY="error")
+    warnings.simplefilter("ignore")
+    import torch
+
+    from . import about, tables
+
+    torch.set_num_threads(1)
+    columns = TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn()
+    console = Console() if sys.stdout.isatty() else Console(width=150)
+    for part in given.parts:
+        with Progress(*columns, console=Console(stderr=True)) as progress:
+            found = measuring(part, given)(progress)
+        quick = " --quick" if given.quick else ""
+        header = about.header(f"{COMMAND} --parts {part}{quick}")
+        about.write(given.out / f"{part}.json", {"part": part, **header, **found})
+        for table in tables.of({part: about.read(given.out / f"{part}.json")}):
+            console.print(table.as_rich())
+    return 0
+
+
+def measuring(part: str, given: argparse.Namespace) -> Callable[[Progress], Any]:
+    """The part's ``measure``, which fills a progress bar; imported only now, since each brings its own packages."""
+    if part == "syncs":
+        from . import syncs
+
+        return lambda progress: syncs.measure(progress, given.environments, quick=given.quick)
+    if part == "kernels":
+        from . import kernels
+
+        return lambda progress: kernels.measure(progress, given.quick)
+    if part == "overhead":
+        from . import overhead
+
+        return lambda progress: overhead.measure(progress, given.quick)
+    from . import training
+
+    return lambda progress: training.measure(progress, given.quick)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,43 @@
+"""What a measurement ran on, and its JSON."""
+
+from __future__ import annotations
+
+import json
+import platform
+from datetime import datetime, timezone
+from pathlib import Path
+from typing import Any
+
+import torch
+
+
+def header(command: str, device: str = "cpu") -> dict[str, Any]:
+    """Device, versions, date and the command that measures the same again."""
+    import transformers
+
+    return {
+        "command": command,
+        "date": datetime.now(timezone.utc).date().isoformat(),
+        "device": torch.cuda.get_device_name() if device == "cuda" else processor(),
+        "threads": torch.get_num_threads(),
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "transformers": transformers.__version__,
+    }
+
+
+def processor() -> str:
+    """The processor's name as the system gives it."""
+    file = Path("/proc/cpuinfo")
+    lines = file.read_text(encoding="utf-8").splitlines() if file.exists() else []
+    named = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
+    return named[0] if named else platform.processor() or platform.machine()
+
+
+def write(file: Path, found: dict[str, Any]) -> None:
+    file.parent.mkdir(parents=True, exist_ok=True)
+    file.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
+
+
+def read(file: Path) -> dict[str, Any]:
+    return dict(json.loads(file.read_text(encoding="utf-8")))

@@ -1,0 +1,94 @@
+"""Write BENCH.md and the pictures from the committed results: ``python -m compat_matrix.bench.figures``.
+
+``--check`` writes nothing and fails where BENCH.md is not what the results give; pictures are not compared.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from pathlib import Path
+
+from . import about, tables
+from .tables import Found
+
+HERE = Path(__file__).parent
+COMMAND = "python -m compat_matrix.bench.figures"
+PARTS = ("syncs", "kernels", "overhead", "training")
+OWED = (
+    "GPU figures are owed: no GPU has been at hand. `python -m compat_matrix.bench.gpu --out FOLDER` makes "
+    "FOLDER/gpu.json, whose place is results/gpu.json."
+)
+
+WHAT = {
+    "syncs": "How often one forward waits for the device, and how often boundaries are made, by layers.",
+    "kernels": "What attention costs that keeps to documents: the reference kernel, and three other ways.",
+    "overhead": "What the patch adds on the host, kernel aside.",
+    "training": "The same mini-batches, padded and packed: same losses, no time for padding.",
+    "gpu": "Models of published sizes with random weights.",
+}
+
+
+def main(arguments: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(prog=COMMAND, description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+    parser.add_argument("--check", action="store_true", help="write nothing; fail if BENCH.md is not as it would be")
+    parser.add_argument("--folder", type=Path, default=HERE, help="of BENCH.md, bench.png and results/")
+    given = parser.parse_args(arguments)
+    results = read(given.folder / "results")
+    file, text = given.folder / "BENCH.md", page(results)
+    if given.check:
+        if file.exists() and file.read_text(encoding="utf-8") == text:
+            return 0
+        print(f"{file.name} is not what the results say. Run {COMMAND} and commit it.", file=sys.stderr)
+        return 1
+    file.write_bytes(text.encode())
+    print(f"wrote {file.name}")
+    from . import plots
+
+    if all(part in results for part in ("syncs", "kernels", "training")):
+        plots.cpu(results, given.folder / "bench.png")
+        print("wrote bench.png")
+    if "gpu" in results:
+        plots.gpu(results["gpu"], given.folder / "gpu.png")
+        print("wrote gpu.png")
+    return 0
+
+
+def read(folder: Path) -> dict[str, Found]:
+    """The results that there are, by part; a toy is none."""
+    found = {}
+    for part in (*PARTS, "gpu"):
+        file = folder / f"{part}.json"
+        if file.exists():
+            result = about.read(file)
+            if not result.get("toy"):
+                found[part] = result
+    return found
+
+
+def page(results: dict[str, Found]) -> str:
+    """BENCH.md."""
+    lines = [f"<!-- Made by {COMMAND} from results/*.json: do not edit. -->", "# What packed rows cost and save"]
+    if all(part in results for part in ("syncs", "kernels", "training")):
+        lines.append("![Reads per forward, attention by documents, training throughput](bench.png)")
+    for part, found in results.items():
+        lines += [f"## {part}", f"{WHAT[part]}\n\n    {found['command']}", measured_on(found)]
+        lines += [table.as_markdown() for table in tables.of({part: found})]
+        if part == "gpu":
+            lines.append("![Throughput and memory](gpu.png)")
+    if "gpu" not in results:
+        lines += ["## gpu", OWED]
+    return "\n\n".join(lines) + "\n"
+
+
+def measured_on(found: Found) -> str:
+    threads = "" if found["part"] in ("syncs", "gpu") else f", {found['threads']} thread"
+    versions = f"Python {found['python']}, torch {found['torch']}"
+    if found["part"] == "syncs":
+        each = (f"{name} with torch {run['torch']}" for name, run in found["versions"].items())
+        return f"{found['date']}. Transformers {', '.join(each)}. A count, the same on any machine."
+    return f"{found['date']}, {found['device']}{threads}, {versions}, Transformers {found['transformers']}."
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,118 @@
+"""Part ``overhead``: what the patch itself costs on the host, in microseconds a layer and a forward.
+
+A patched Llama against the same Llama whose layers call the same kernel by hand with boundaries made beforehand. Both
+run in turns; the difference of each pair of neighbours is free of what else the machine does, and of kernel and
+projections, which are the same. The median of the differences, over models of 2 to 32 layers, lies on a line: its slope
+is the cost a layer, its intercept the cost a forward (recognising the packed row, with or without its lengths). Slopes
+average over thousands of layer calls: more robust than timing one call of a microsecond's work. ``call`` is that
+microsecond's work nevertheless: ``packed_attention`` against the kernel alone, as a check from inside.
+"""
+
+from __future__ import annotations
+
+import statistics
+import timeit
+from typing import Any
+
+import torch
+from rich.progress import Progress
+
+import fa2patch
+from fa2patch.attention import Options, packed_attention
+from fa2patch.kernels.reference import Reference
+
+from . import timing
+from .kernels import ready
+from .models import BY_HAND, ByHand, small_llama
+
+WAYS = ("position_ids", "lengths")
+LAYERS = (2, 4, 8, 16, 32)
+QUICK_LAYERS = (2, 4)
+HIDDEN = 64
+DOCUMENTS = (9, 7)
+QUARTERS = 4
+
+
+def measure(progress: Progress, quick: bool = False, repeats: int = 160) -> Any:
+    """``repeats`` of the largest model; smaller ones get as many more as they are faster."""
+    layers = QUICK_LAYERS if quick else LAYERS
+    repeats = QUARTERS if quick else repeats
+    task = progress.add_task("overhead", total=len(layers))
+    forwards, differences = [], []
+    for count in layers:
+        made = repeats * (1 if quick else layers[-1] // count)
+        differences.append(more(count, made))
+        medians = {name: round(statistics.median(values), 1) for name, values in differences[-1].items()}
+        forwards.append({"layers": count, "rounds": made, **medians})
+        progress.update(task, advance=1)
+    fits = {way: fitted(list(map(float, layers)), [of[f"{way}_us"] for of in differences]) for way in WAYS}
+    return {
+        "documents": list(DOCUMENTS),
+        "hidden_size": HIDDEN,
+        **fits,
+        "call": call(10 if quick else 2000),
+        "forwards": forwards,
+    }
+
+
+def fitted(layers: list[float], differences: list[list[float]]) -> dict[str, Any]:
+    """Slope and intercept through the medians, and their range over the quarters of the rounds."""
+    slope, intercept = timing.line(layers, list(map(statistics.median, differences)))
+    quarters = [
+        timing.line(layers, [statistics.median(values[part::QUARTERS]) for values in differences])
+        for part in range(QUARTERS)
+    ]
+    slopes, intercepts = zip(*quarters)
+    return {
+        "us_per_layer": round(slope, 1),
+        "us_per_layer_range": [round(min(slopes), 1), round(max(slopes), 1)],
+        "us_per_forward": round(intercept, 1),
+        "us_per_forward_range": [round(min(intercepts), 1), round(max(intercepts), 1)],
+    }
+
+
+def more(layers: int, repeats: int) -> dict[str, list[float]]:
+    """Microseconds by which a patched forward is longer than its neighbour by hand, round by round; and that one's."""
+    kernel = Reference()
+    by_hand = ByHand(kernel)
+    by_hand.register()
+    by_hand.boundaries = ready(list(DOCUMENTS))
+    patched, bare = (small_llama(layers, HIDDEN, name).eval() for name in ("sdpa", BY_HAND))
+    fa2patch.apply(patched, kernel=kernel.name)
+    with_lengths = row(lengths=True)
+    plain = {name: with_lengths[name] for name in ("input_ids", "position_ids")}
+    with torch.no_grad():
+        taken = timing.rounds(
+            {
+                "by_hand": lambda: bare(**plain),
+                "position_ids": lambda: patched(**plain),
+                "lengths": lambda: patched(**with_lengths),
+            },
+            repeats,
+            warm_up=max(2, repeats // 10),
+        )
+    found = {f"{way}_us": [1e6 * (a - b) for a, b in zip(taken[way], taken["by_hand"])] for way in WAYS}
+    return {**found, "by_hand_us": [1e6 * seconds for seconds in taken["by_hand"]]}
+
+
+def row(lengths: bool) -> dict[str, Any]:
+    collate = fa2patch.DataCollatorWithFlattening(return_flash_attn_kwargs=lengths)
+    batch = collate([{"input_ids": list(range(3, 3 + length))} for length in DOCUMENTS])
+    return {name: value for name, value in batch.items() if name != "labels"}
+
+
+def call(number: int) -> dict[str, float]:
+    """Microseconds of one call on a tiny row: least of several series, as in timeit."""
+    kernel, cuts, options = Reference(), ready(list(DOCUMENTS)), Options()
+    q = torch.randn(1, sum(DOCUMENTS), 2, 32)
+    k = v = torch.randn(1, sum(DOCUMENTS), 1, 32)
+    rivals = {
+        "packed_attention": lambda: packed_attention(q, k, v, cuts, options, kernel.name),
+        "kernel": lambda: kernel(q[0], k[0], v[0], cuts, options),
+    }
+    series = {name: timeit.Timer(function) for name, function in rivals.items()}
+    taken: dict[str, list[float]] = {name: [] for name in rivals}
+    for _ in range(7):
+        for name, timer in series.items():
+            taken[name].append(timer.timeit(number) / number)
+    return {f"{name}_us": round(1e6 * min(seconds), 2) for name, seconds in taken.items()}

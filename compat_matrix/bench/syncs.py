@@ -1,0 +1,47 @@
+"""Part ``syncs``: device-to-host reads and derivations of boundaries in one forward, by layers, version and way."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+from pathlib import Path
+from typing import Any
+
+from rich.progress import Progress
+
+from .. import environments
+
+VERSIONS = ("4.44.2", "4.57.6", "5.23.0")
+ARCHITECTURES = ("llama", "mistral", "qwen2")
+LAYERS = (2, 4, 8, 16, 32)
+QUICK_LAYERS = (2, 4)
+
+
+def measure(progress: Progress, folder: Path, versions: tuple[str, ...] = VERSIONS, quick: bool = False) -> Any:
+    """The counts of each version, from a process of its own in its environment (kept in ``folder``)."""
+    from .syncs_once import DOCUMENTS
+
+    task = progress.add_task("syncs", total=len(versions))
+    found: dict[str, Any] = {}
+    with environments.only_our_packages() as packages:
+        for name in versions:
+            python = environments.make(environments.version(name), folder.resolve())
+            found[name] = _once(python, packages, QUICK_LAYERS if quick else LAYERS, ARCHITECTURES[: 1 if quick else 3])
+            progress.update(task, advance=1)
+    return {"documents": list(DOCUMENTS), "versions": found}
+
+
+def _once(python: Path, packages: Path, layers: tuple[int, ...], architectures: tuple[str, ...]) -> dict[str, Any]:
+    command = [str(python), "-m", "compat_matrix.bench.syncs_once", "--layers", *map(str, layers)]
+    given = {"PYTHONPATH": str(packages), "PYTHONNOUSERSITE": "1", "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(
+        [*command, "--architectures", *architectures],
+        cwd=packages,
+        capture_output=True,
+        text=True,
+        env={**os.environ, **given},
+    )
+    if done.returncode:
+        raise RuntimeError(done.stderr[-1500:])
+    return dict(json.loads(done.stdout))

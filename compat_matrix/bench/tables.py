@@ -1,0 +1,211 @@
+"""Measurements as tables: for the terminal, and as Markdown."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, Callable
+
+from rich import table as rich_table
+
+Found = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Table:
+    """``notes``: what a reader must know to read the numbers."""
+
+    title: str
+    head: list[str]
+    rows: list[list[str]]
+    notes: str = ""
+
+    def as_rich(self) -> rich_table.Table:
+        notes = self.notes.replace("*", "").replace("`", "")
+        made = rich_table.Table(title=self.title, caption=notes or None, title_justify="left", caption_justify="left")
+        for place, name in enumerate(self.head):
+            made.add_column(name, justify="right" if place else "left")
+        for row in self.rows:
+            made.add_row(*row)
+        return made
+
+    def as_markdown(self) -> str:
+        lines = [self.head, ["---", *["---:"] * (len(self.head) - 1)], *self.rows]
+        table = "\n".join(f"| {' | '.join(line)} |" for line in lines)
+        return "\n\n".join(part for part in (f"### {self.title}", table, self.notes) if part)
+
+
+def of(results: dict[str, Found]) -> list[Table]:
+    """Every table that these parts' results give, in the order of the parts."""
+    return [table for part, found in results.items() for table in MAKE[part](found)]
+
+
+def syncs(found: Found) -> list[Table]:
+    """Reads of the longest and the shortest model, and what they grow by a layer."""
+    made = []
+    for architecture in next(iter(found["versions"].values()))["counts"]:
+        rows = []
+        for version, run in found["versions"].items():
+            for way, counts in run["counts"][architecture].items():
+                layers = [str(count) for count in sorted(map(int, counts))]
+                refused = "refused" in counts[layers[0]]
+                cells = ["refused" if refused else str(total_reads(counts[count])) for count in layers]
+                longest = counts[layers[-1]]
+                also = [""] * 3 if refused else [str(longest[key]) for key in ("reads", "arguments", "derived")]
+                rows.append([f"{version} {way}", *cells, *also])
+        named = f"{layers[0]} layers", *layers[1:]
+        head = ["", *named, f"of {layers[-1]}: in Python", "at the kernel's call", "derivations"]
+        notes = (
+            "Device-to-host reads in one forward of a packed row. *At the kernel's call*: `max_seqlen` arrives as a "
+            "tensor where a number is wanted, and is read for each argument. *Derivations*: boundaries made from "
+            "`position_ids`. *Lengths*: the collator's `return_flash_attn_kwargs=True`; refused: that forward takes no "
+            "such arguments. Counted on a CPU with a stand-in for flash-attn; what kernels read is left out."
+        )
+        made.append(Table(f"Reads per forward, {architecture}", head, rows, notes + _remaining(found, architecture)))
+    return [*made, _checkpointed(found)]
+
+
+def _checkpointed(found: Found) -> Table:
+    rows = []
+    for version, run in found["versions"].items():
+        for way, counts in run["checkpointed"]["ways"].items():
+            refused = "refused" in counts
+            cells = ["refused", ""] if refused else [str(total_reads(counts)), str(counts["derived"])]
+            rows.append([f"{version} {way}", *cells])
+    title = f"Reads per step under gradient checkpointing, {run['checkpointed']['architecture']}"
+    notes = f"Forward and backward of {run['checkpointed']['layers']} layers; the backward computes each of them again."
+    return Table(title, ["", "reads", "derivations"], rows, notes)
+
+
+def _remaining(found: Found, architecture: str) -> str:
+    """Reads of Transformers' own code that stay in a patched model."""
+    stay = []
+    for version, run in found["versions"].items():
+        for place, _ in list(run["counts"][architecture]["fa2patch"].values())[-1]["where"].items():
+            if " in transformers." in place:
+                stay.append(f"{version}: {place.partition(' in ')[2]}")
+    return f" What fa2patch's rows still read is upstream's own: `{'`, `'.join(stay)}`." if stay else ""
+
+
+def total_reads(counts: Found) -> int:
+    return int(counts["reads"] + counts["arguments"])
+
+
+def kernels(found: Found) -> list[Table]:
+    """Ratios to the reference, taken in turns; and the reference's time by scores."""
+    names = ("block mask", "padded")
+    rows = []
+    for row in found["rows"]:
+        causal, apart = row["causal"], row.get("not_causal", row["causal"])
+        cells = [row["row"], f"{row['scores']:,}"]
+        for what in ("forward", "forward_backward"):
+            own = causal["reference"][what]["min_ms"]
+            cells.append(f"{own:.1f} ms")
+            cells += [f"{causal[name][what]['min_ms'] / own:.2f}" for name in names]
+            jagged = apart.get("jagged", {}).get(what, {}).get("min_ms")
+            cells.append(f"{jagged / apart['reference'][what]['min_ms']:.2f}" if jagged else "")
+        both = causal["reference"]["forward_backward"]["min_ms"]
+        rows.append([*cells, f"{1e6 * both / row['scores']:.1f}"])
+    head = ["documents", "scores"]
+    for what in ("forward", "fwd + bwd"):
+        head += [f"{what}: reference", "block mask", "padded", "jagged"]
+    head.append("ns per score")
+    errors = {row["jagged_causal_error"] for row in found["rows"] if "jagged_causal_error" in row}
+    notes = (
+        f"One row of {found['tokens']} tokens; {found['query_heads']} query and {found['key_heads']} key heads of "
+        f"{found['head_dim']}, {found['dtype']}, causal. Rivals as multiples of the reference's time, least of "
+        f"{found['repeats']} rounds, in turns. *Scores*: the sum of squared lengths. Were cost "
+        "in proportion to it, *ns per score* (of the reference, forward and backward) would be the same in every row; "
+        "it grows, as what every token costs stays."
+    )
+    if errors:
+        notes += f" Jagged: not causal, against the reference not causal; causal is `{errors.pop()}`"
+    return [Table("Attention of one row as documents get more and shorter", head, rows, notes)]
+
+
+def overhead(found: Found) -> list[Table]:
+    rows = [
+        [name, *(_with_range(found[way], key) for key in ("us_per_layer", "us_per_forward"))]
+        for way, name in (("position_ids", "position_ids only"), ("lengths", "the collator's lengths"))
+    ]
+    inside = found["call"]["packed_attention_us"] - found["call"]["kernel_us"]
+    lengthy = found["forwards"][-1]
+    notes = (
+        "Slope and intercept (in brackets: of each quarter of the rounds) over models of "
+        f"{', '.join(str(row['layers']) for row in found['forwards'])} layers: a patched forward less the same model's "
+        f"with the kernel called by hand, whose forward of {lengthy['layers']} layers takes "
+        f"{lengthy['by_hand_us'] / lengthy['layers']:.0f} µs a layer here. Of it `packed_attention` around its kernel: "
+        f"{inside:.0f} µs a call. Host time: on a GPU it is hidden where the GPU is behind."
+    )
+    return [Table("The patch's own overhead", ["", "µs per layer", "µs per forward"], rows, notes)]
+
+
+def _with_range(found: Found, key: str) -> str:
+    least, most = found[f"{key}_range"]
+    return f"{found[key]:.0f} ({least:.0f} to {most:.0f})"
+
+
+def training(found: Found) -> list[Table]:
+    rows = []
+    for run in found["runs"]:
+        for name, rival in run["rivals"].items():
+            rows.append(
+                [
+                    f"{run['distribution']}, {name}",
+                    f"{rival['real_tokens_per_second']:,.0f}",
+                    f"{rival['ratio_to_padded']:.2f}",
+                    f"{run['limit']:.2f}",
+                    f"{rival['share_of_limit']:.0%}" if name != "padded" else "",
+                    str(rival["optimizer_steps"]),
+                    f"{rival['largest_loss_difference']:.0e}" if name != "padded" else "",
+                ]
+            )
+    head = ["", "real tokens/s", "to padded", "limit", "share of it", "optimizer steps", "largest loss difference"]
+    notes = (
+        f"Llama of {found['layers']} layers, hidden size {found['hidden_size']}, {found['dtype']}, AdamW, mini-batches "
+        f"of {found['batch']} documents, {found['scale']:g} times as long as the distributions' own; every step in "
+        "turns. *Limit*: padded tokens for each real one in these mini-batches, the most to gain where cost is linear "
+        "in tokens; attention over padding, which is not, can add to it. *Upstream*: Transformers alone on the packed "
+        "row (sdpa, with its own block-diagonal mask). *Loss difference*: to padded, at any step."
+    )
+    return [Table("Training, padded and packed", head, rows, notes)]
+
+
+def gpu(found: Found) -> list[Table]:
+    """One table for each model; ratios over the steps that all its variants have taken."""
+    made = []
+    for shape, runs in found["shapes"].items():
+        rows = []
+        for distribution, run in runs["distributions"].items():
+            for name, variant in run["variants"].items():
+                if "error" in variant:
+                    rows.append([f"{distribution}, {name}", variant["error"][:80], *[""] * 5])
+                    continue
+                ratio, share = (variant.get(key) for key in ("ratio_to_padded", "share_of_limit"))
+                warned = variant.get("synchronisations_per_forward")
+                rows.append(
+                    [
+                        f"{distribution}, {name}",
+                        f"{variant['real_tokens_per_second']:,.0f}",
+                        f"{ratio:.2f}" if ratio else "",
+                        f"{run['limit']:.2f}",
+                        f"{share:.0%}" if share and not name.startswith("padded") else "",
+                        f"{variant['peak_bytes'] / 1e9:.1f}",
+                        "" if warned is None else f"{warned:g}",
+                    ]
+                )
+        head = ["", "real tokens/s", "to padded", "limit", "share of it", "peak GB", "synchronisations per forward"]
+        notes = (
+            f"{runs['layers']} layers, {runs['parameters'] / 1e9:.2f} G parameters, {found['dtype']}, "
+            f"{found['optimizer']}, gradient checkpointing, mini-batches of {found['batch']} documents."
+        )
+        made.append(Table(shape, head, rows, notes))
+    return made
+
+
+MAKE: dict[str, Callable[[Found], list[Table]]] = {
+    "syncs": syncs,
+    "kernels": kernels,
+    "overhead": overhead,
+    "training": training,
+    "gpu": gpu,
+}

@@ -1,0 +1,37 @@
+"""Seconds of rival computations, taken in turns, so that what else the machine does falls on all of them."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Mapping
+from typing import Any, Callable
+
+
+def rounds(rivals: Mapping[str, Callable[[], Any]], repeats: int, warm_up: int = 2) -> dict[str, list[float]]:
+    """Seconds of each rival, round after round; who goes first changes with the round."""
+    names = list(rivals)
+    taken: dict[str, list[float]] = {name: [] for name in names}
+    for turn in range(-warm_up, repeats):
+        shift = turn % len(names)
+        for name in names[shift:] + names[:shift]:
+            started = time.perf_counter()
+            rivals[name]()
+            if turn >= 0:
+                taken[name].append(time.perf_counter() - started)
+    return taken
+
+
+def summary(seconds: list[float]) -> dict[str, float]:
+    """The least (what the work takes) and the median, in milliseconds."""
+    return {"min_ms": round(1e3 * min(seconds), 4), "median_ms": round(1e3 * statistics.median(seconds), 4)}
+
+
+def line(xs: list[float], ys: list[float]) -> tuple[float, float]:
+    """Slope and intercept of the line with the least squares of errors relative to ``xs``, which noise grows with."""
+    weights = [x**-2 for x in xs]
+    total = sum(weights)
+    middle, height = (sum(w * value for w, value in zip(weights, values)) / total for values in (xs, ys))
+    spread = sum(w * (x - middle) ** 2 for w, x in zip(weights, xs))
+    slope = sum(w * (x - middle) * (y - height) for w, x, y in zip(weights, xs, ys)) / spread
+    return slope, height - slope * middle

@@ -1,0 +1,44 @@
+"""``position_ids`` whose largest is known on the host.
+
+Flash classes of Mistral, Mixtral, Qwen2, Qwen2MoE, StarCoder2 (4.34 to 4.45) and Phi-3 (to 4.47) size their rotary
+table with ``position_ids[:, -1].max().item()``: a read from the device in every layer.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Callable
+
+import torch
+
+
+def reads_them(forward: Callable[..., Any]) -> bool:
+    """Whether a flash class's ``forward`` reads values of tensors."""
+    return "item" in forward.__code__.co_names
+
+
+def known(position_ids: torch.Tensor, largest: int) -> torch.Tensor:
+    """The same ids, but ``[:, -1].max().item()`` is the largest id of all, without a read."""
+    told = position_ids.as_subclass(_Known)
+    told.largest = largest
+    return told
+
+
+class _Known(torch.Tensor):
+    largest: int
+    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
+
+    def __getitem__(self, index: Any) -> Any:
+        if isinstance(index, tuple) and index == (slice(None), -1):
+            return _Largest(self.largest)
+        return super().__getitem__(index)
+
+
+class _Largest:
+    def __init__(self, value: int) -> None:
+        self._value = value
+
+    def max(self) -> _Largest:
+        return self
+
+    def item(self) -> int:
+        return self._value

@@ -18,6 +18,7 @@ from typing import Any, Callable
 import torch
 
 import fa2patch
+from fa2patch import kernels
 
 from . import tiny_models
 from .points import Cell, alone, documents, pack
@@ -61,8 +62,8 @@ def main(arguments: list[str] | None = None) -> int:
 
 def present_kernels(device: str) -> list[str]:
     """The kernels that can run here; a CPU has the reference only."""
-    has_flash_attn = device == "cuda" and importlib.util.find_spec("flash_attn") is not None
-    return ["flash_attn", "reference"] if has_flash_attn else ["reference"]
+    able = (kernel for kernel in kernels.ORDER if kernel.available()[0])
+    return [kernel.name for kernel in able if kernel.DEVICES is None or device in kernel.DEVICES]
 
 
 def evidence(architectures: list[str], device: str, kernel: str) -> dict[str, Any]:
@@ -109,6 +110,9 @@ def _cell(architecture: str, implementations: tuple[str, ...], device: str, kern
             try:
                 point(architecture, model, kernel)
                 counts["ok"] += 1
+            except fa2patch.errors.KernelUnavailable as error:
+                wrong = isinstance(error, fa2patch.errors.KernelWrong)
+                counts["fail" if wrong else "n/a"][name] = str(error)[:400]
             except Exception as error:
                 counts["fail"][name] = f"{type(error).__name__}: {error}"[:400]
     return cell

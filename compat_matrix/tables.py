@@ -1,4 +1,4 @@
-"""Write what is made from the evidence: README's table, MATRIX.md, matrix.html, upstream.json. ``--check`` compares."""
+"""Write what is made: README's tables, MATRIX.md, matrix.html, upstream.json. ``--check`` compares."""
 
 from __future__ import annotations
 
@@ -6,13 +6,12 @@ import argparse
 import sys
 from pathlib import Path
 
-from . import environments, readme
+from . import environments, kernel_table, readme
 from .known import known
 from .markdown import matrix
 from .page import page
 from .results import Malformed, read
 
-BEGIN, END = "<!-- matrix:begin -->", "<!-- matrix:end -->"
 COMMAND = "python -m compat_matrix.tables"
 
 
@@ -48,20 +47,24 @@ def made(root: Path) -> dict[Path, str]:
     wanted = environments.tomllib.loads(blocks.read_text())["version"] if blocks.exists() else ()
     results = read(folder / "evidence", wanted)
     return {
-        root / "README.md": between(root / "README.md", readme.table(results)),
+        root / "README.md": between(root / "README.md", matrix=readme.table(results), kernels=kernel_table.table()),
         folder / "MATRIX.md": matrix(results),
         folder / "matrix.html": page(results),
         root / "fa2patch" / "upstream.json": known(results),
     }
 
 
-def between(file: Path, text: str) -> str:
-    """The file's text with this one between its markers."""
-    parts = file.read_text(encoding="utf-8").split(BEGIN)
-    rest = parts[-1].split(END)
-    if len(parts) != 2 or len(rest) != 2:
-        raise Malformed(f"{file}: expected {BEGIN} and {END}, once each")
-    return f"{parts[0]}{BEGIN}\n{text}\n{END}{rest[1]}"
+def between(file: Path, **texts: str) -> str:
+    """The file's text with each of these between the markers of its name."""
+    text = file.read_text(encoding="utf-8")
+    for name, inner in texts.items():
+        begin, end = f"<!-- {name}:begin -->", f"<!-- {name}:end -->"
+        parts = text.split(begin)
+        rest = parts[-1].split(end)
+        if len(parts) != 2 or len(rest) != 2:
+            raise Malformed(f"{file}: expected {begin} and {end}, once each")
+        text = f"{parts[0]}{begin}\n{inner}\n{end}{rest[1]}"
+    return text
 
 
 if __name__ == "__main__":

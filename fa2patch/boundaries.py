@@ -360,11 +360,16 @@ def _from_cuts(starts: Any, device: torch.device, positions: int | None) -> Boun
     return Boundaries(cu, int(lengths.max()), positions, tuple(lengths.tolist()))
 
 
+def _assert_async(held: torch.Tensor, message: str) -> None:
+    """Raises on the device, when it gets there: nobody waits."""
+    torch.ops.aten._assert_async.msg(held, message)
+
+
 def _require(held: torch.Tensor, error: type[Exception], message: str, *numbers: int) -> None:
     if compiling():  # a number in the text would become a constant of the graph
-        torch._assert_async(held, message.replace("{}", "(what was given)"))
+        _assert_async(held, message.replace("{}", "(what was given)"))
     elif held.device.type != "cpu":
-        torch._assert_async(held, message.format(*numbers))
+        _assert_async(held, message.format(*numbers))
     elif not bool(_host(held)):
         raise error(message.format(*numbers))
 

@@ -31,7 +31,7 @@ def main() -> None:
     """Packed rows, every example on its own, in the Transformers version that you have."""
 
 
-for command in (cli_look.verify, cli_look.doctor, cli_look.status, cli_look.architectures):
+for command in (cli_look.verify, cli_look.doctor, cli_look.status, cli_look.kernels, cli_look.architectures):
     main.add_command(command)
 
 

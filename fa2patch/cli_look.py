@@ -233,27 +233,30 @@ def show_doctor(console: Console, found: dict[str, Any]) -> None:
 @click.command()
 @click.argument("model")
 @click.option("--kernel", default="auto", show_default=True, help="As for fa2patch.apply.")
+@click.option("--dtype", help="The weights' dtype; default: what the config says, else bfloat16.")
 @_attention
 @_remote
 @_json
-def status(model: str, kernel: str, attn_implementation: str | None, trust_remote_code: bool, as_json: bool) -> None:
+def status(
+    model: str, kernel: str, dtype: str | None, attn_implementation: str | None, trust_remote_code: bool, as_json: bool
+) -> None:
     """What fa2patch.apply would do to MODEL, layer by layer, without doing it.
 
     MODEL is a folder with a config.json, that file, or a model's name on the hub: no weights are read. Exits with 0 if
     it would be patched, 1 if it would be refused.
     """
-    from .described import described, on_meta
+    from .described import described, without_weights
     from .errors import Fa2PatchError
 
     try:
-        made = on_meta(model, attn_implementation, trust_remote_code)
+        made, mode = without_weights(model, attn_implementation, trust_remote_code, dtype)
     except (OSError, ValueError) as error:
         raise click.BadParameter(
             f"looked for a config.json, a folder with one or a model of the hub, found {model!r}: {error}",
             param_hint="MODEL",
         ) from None
     try:
-        found = described(made, kernel)
+        found = described(made, mode, kernel)
     except Fa2PatchError as error:
         if as_json:
             click.echo(json.dumps({"model": type(made).__name__, "refused": f"{type(error).__name__}: {error}"}))
@@ -266,13 +269,19 @@ def status(model: str, kernel: str, attn_implementation: str | None, trust_remot
     console = _console()
     console.print(
         f"[bold]{found['model']}[/bold] ({found['model_type']}, loaded as {found['attn_implementation']}): would be "
-        f"patched, kernel {found['kernel']}"
+        f"patched, and computed in {found['dtype']} on {found['device']}"
     )
-    table = _table("layers", "class", "seam", "replaced", "window")
+    table = _table("layers", "class", "seam", "replaced", "window", "kernel")
     for group in _grouped(found["layers"]):
-        name = group[0]["name"] + (f" … {group[-1]['name']}" if len(group) > 1 else "")
-        table.add_row(name, group[0]["class"], group[0]["seam"], group[0]["replaced"], str(group[0]["window"] or "-"))
+        first = group[0]
+        name = first["name"] + (f" … {group[-1]['name']}" if len(group) > 1 else "")
+        window, computed = str(first["window"] or "-"), first["kernel"] or "?"
+        table.add_row(name, first["class"], first["seam"], first["replaced"], window, computed)
     console.print(table)
+    for why in dict.fromkeys(layer["why"] for layer in found["layers"] if layer["why"]):
+        console.print(f"Passed over: {_plain(why)}.")
+    if found["problem"]:
+        console.print(f"Further layers cannot be told without weights: {_plain(found['problem'])}")
     console.print(f"Besides: {', '.join(found['besides'])}.")
 
 
@@ -285,6 +294,24 @@ def _grouped(layers: Iterable[dict[str, Any]]) -> list[list[dict[str, Any]]]:
         else:
             groups.append([layer])
     return groups
+
+
+@click.command()
+@_json
+def kernels(as_json: bool) -> None:
+    """The kernels in the order that "auto" tries them, what each can do, and whether it can run here."""
+    from .kernels import rows
+
+    found = rows()
+    if as_json:
+        click.echo(json.dumps(found, indent=1))
+        return
+    table = _table("kernel", "what", "here", "dtypes", "head dim up to", "besides plain attention")
+    for row in found:
+        here = "[green]usable[/green]" if row["usable"] else f"[dim]{_plain(row['reason'])}[/dim]"
+        limits = (", ".join(row["dtypes"] or ["any"]), str(row["head_dim"] or "any"))
+        table.add_row(row["name"], row["what"], here, *limits, ", ".join(row["here"] or row["features"]))
+    _console().print(table)
 
 
 @click.command()

@@ -45,6 +45,10 @@ class KernelUnavailable(Fa2PatchError):
     """The kernel asked for cannot run here, or not on what a layer asks of it."""
 
 
+class KernelWrong(KernelUnavailable):
+    """Tried on this machine, the kernel asked for fails, or computes something else than the reference."""
+
+
 class BadPositionIds(Fa2PatchError, ValueError):
     """``position_ids`` of a wrong dtype or shape."""
 

@@ -14,7 +14,7 @@ from compat_matrix.points import documents as some_documents
 from compat_matrix.points import pack
 from fa2patch import kernels
 from fa2patch.attention import packed_attention
-from fa2patch.errors import KernelUnavailable, UnknownKernel
+from fa2patch.errors import KernelUnavailable, KernelWrong, UnknownKernel
 from fa2patch.kernels import picks, trial
 from fa2patch.kernels.reference import Reference
 from fa2patch.options import Options
@@ -177,7 +177,7 @@ def test_a_kernel_that_fails_its_trial_is_passed_over_and_named(monkeypatch):
     first, second = found.why.split("; ")
     assert first == "scripted: tried on this machine it fails: RuntimeError: no kernel image is available"
     assert second.startswith("scripted: tried on this machine, its outputs are off by ")
-    with pytest.raises(KernelUnavailable, match="kernel='scripted' cannot compute this layer: tried on this"):
+    with pytest.raises(KernelWrong, match="kernel='scripted' cannot compute this layer: tried on this"):
         kernels.pick("scripted", asks(), CPU)
 
 

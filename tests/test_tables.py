@@ -37,7 +37,9 @@ EVERY_STATE = {
 def root(tmp_path):
     (tmp_path / "compat_matrix/evidence/gpu").mkdir(parents=True)
     (tmp_path / "fa2patch").mkdir()
-    (tmp_path / "README.md").write_text(f"before\n{tables.BEGIN}\n{tables.END}\nafter\n")
+    (tmp_path / "README.md").write_text(
+        "before\n<!-- matrix:begin -->\n<!-- matrix:end -->\n<!-- kernels:begin -->\n<!-- kernels:end -->\nafter\n"
+    )
     return tmp_path
 
 

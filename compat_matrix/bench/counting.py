@@ -34,7 +34,7 @@ DISPATCHED = {
 CALLED = ("cpu", "to", "tolist", "numpy")
 KERNELS = ("compat_matrix.stand_in", "fa2patch.kernels")
 CPU_ONLY = {"_require", "_require_ends"}
-"""Functions of fa2patch.boundaries: a read on a CPU, ``torch._assert_async`` elsewhere."""
+"""Functions of fa2patch.boundaries: a read on a CPU, ``aten::_assert_async`` elsewhere."""
 
 DERIVING = {
     "fa2patch": {"recognise"},

@@ -9,7 +9,7 @@ from weakref import WeakKeyDictionary
 import torch
 
 from .._compile import compiling, constant
-from ..errors import KernelUnavailable, UnknownKernel
+from ..errors import KernelUnavailable, KernelWrong, UnknownKernel
 from .efficient import Efficient
 from .flash_attn import FlashAttn
 from .flash_attn_3 import FlashAttn3
@@ -66,19 +66,22 @@ def pick(name: str, asked: Asked, device: torch.device, try_it: bool = True) -> 
 
     Raises:
         UnknownKernel: no kernel is called so.
-        KernelUnavailable: the named kernel does not support this, or computes something else.
+        KernelUnavailable: the named kernel does not support this.
+        KernelWrong: it fails its trial.
     """
     passed: list[str] = []
     for kernel in ORDER if name == "auto" else (named(name),):
+        kind = KernelUnavailable
         able, reason = kernel.available()
         if able:
             able, reason = kernel.supports(asked)
         if able and try_it:
+            kind = KernelWrong
             able, reason = passes(kernel, asked, device)
         if able:
             return Pick(kernel, "; ".join(passed))
         passed.append(f"{kernel.name}: {reason}")
-    raise KernelUnavailable(f"kernel={name!r} cannot compute this layer: {reason}. Use kernel='auto'.")
+    raise kind(f"kernel={name!r} cannot compute this layer: {reason}. Use kernel='auto'.")
 
 
 @constant

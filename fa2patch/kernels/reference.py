@@ -7,8 +7,9 @@ of ``scaled_dot_product_attention``, which has a flash kernel also on a CPU; the
 
 from __future__ import annotations
 
+import functools
 from dataclasses import replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.nn.functional as F
@@ -57,12 +58,13 @@ def over_documents(
     lengths = list(boundaries.lengths)
     groups = q.shape[1] // k.shape[1]
     outputs = [
-        _attend(*document, options, groups).transpose(0, 1)
-        for document in zip(*(torch.split(states, lengths) for states in (q, k, v)))
+        _attend(query, key, value, options, groups).transpose(0, 1)
+        for query, key, value in zip(*(torch.split(states, lengths) for states in (q, k, v)))
     ]
     return torch.cat(outputs) if outputs else q.new_zeros(*q.shape[:2], v.shape[2])
 
 
+_SDPA = F.scaled_dot_product_attention
 _SHARES_KEYS = "enable_gqa" in (F.scaled_dot_product_attention.__doc__ or "")
 """torch 2.5 on; without it keys and values are repeated, which many short documents pay for."""
 
@@ -83,11 +85,11 @@ def _attend(
     windowed = options.window is not None and options.window < length
     special = windowed or options.dropout  # each backend drops others, and the operator's backward drops them again
     if not special and options.softcap is None and options.sinks is None and options.alibi_slopes is None:
-        shared = {"enable_gqa": True} if _SHARES_KEYS and groups > 1 else {}
-        states = heads_first((query, key, value), 1 if shared else groups)
-        attended: torch.Tensor = F.scaled_dot_product_attention(
-            *(x[None] for x in states), is_causal=options.causal and length > 1, scale=options.scale, **shared
-        )
+        shares = _SHARES_KEYS and groups > 1
+        states = heads_first((query, key, value), 1 if shares else groups)
+        sdpa: Any = functools.partial(F.scaled_dot_product_attention, enable_gqa=True) if shares else _SDPA
+        causal = options.causal and length > 1
+        attended: torch.Tensor = sdpa(*(x[None] for x in states), is_causal=causal, scale=options.scale)
         return attended[0].to(value.dtype)
     query, key, value = heads_first((query, key, value), groups)
     with torch.autocast(query.device.type, enabled=False):

@@ -108,7 +108,7 @@ def on_flash_class(original: Callable[..., Any], owner: type, flash: type) -> Ca
         call["attention_mask"] = mask_of_layer
         if "padding_mask" in parameters:
             call["padding_mask"] = mask_of_layer
-        if reads_ids and call.get("position_ids") is not None and not compiling():
+        if reads_ids and type(call.get("position_ids")) is torch.Tensor and not compiling():
             call["position_ids"] = known_ids.known(call["position_ids"], mask.positions - 1)
         return _leaving_dtypes_alone(flash_forward)(Layer(self, flash, mask), **call)
 

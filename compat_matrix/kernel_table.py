@@ -1,0 +1,24 @@
+"""README's table of kernels, from their classes."""
+
+from __future__ import annotations
+
+from fa2patch import kernels
+
+from . import markdown
+
+
+def table() -> str:
+    """Every kernel at its best; what is here, ``fa2patch kernels`` tells."""
+    rows = (
+        [
+            f'`"{row["name"]}"`',
+            row["what"],
+            row["needs"],
+            ", ".join(row["dtypes"] or ["any"]),
+            str(row["head_dim"] or "any"),
+            ", ".join(row["features"]),
+        ]
+        for row in kernels.rows()
+    )
+    head = ["kernel", "what", "needs", "dtypes", "head dim up to", "besides plain attention and grouped queries"]
+    return "\n".join(markdown.table(head, rows))

@@ -87,7 +87,7 @@ def pick(name: str, asked: Asked, device: torch.device, try_it: bool = True) -> 
 @constant
 def _picked(name: str, device: str, index: int | None, *asked: Any) -> str:
     """For a graph that is being captured: the choice is made outside of it, once, and is a constant inside."""
-    return pick(name, Asked(*asked), torch.device(device, index or 0)).kernel.name
+    return pick(name, Asked(*asked), torch.device(device if index is None else f"{device}:{index}")).kernel.name
 
 
 class Picks:

@@ -12,7 +12,7 @@ from typing import Any, Callable
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
-PARTS = ("syncs", "kernels", "overhead", "training")
+PARTS = ("startup", "syncs", "kernels", "overhead", "training")
 RESULTS = Path(__file__).parent / "results"
 ENVIRONMENTS = Path(__file__).parents[2] / ".compat"
 COMMAND = "python -m compat_matrix.bench"
@@ -47,6 +47,10 @@ def main(arguments: list[str] | None = None) -> int:
 
 def measuring(part: str, given: argparse.Namespace) -> Callable[[Progress], Any]:
     """The part's ``measure``, which fills a progress bar; imported only now, since each brings its own packages."""
+    if part == "startup":
+        from . import startup
+
+        return lambda progress: startup.measure(progress, given.quick)
     if part == "syncs":
         from . import syncs
 

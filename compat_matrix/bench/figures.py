@@ -14,13 +14,14 @@ from .tables import Found
 
 HERE = Path(__file__).parent
 COMMAND = "python -m compat_matrix.bench.figures"
-PARTS = ("syncs", "kernels", "overhead", "training")
+PARTS = ("startup", "syncs", "kernels", "overhead", "training")
 OWED = (
     "GPU figures are owed: no GPU has been at hand. `python -m compat_matrix.bench.gpu --out FOLDER` makes "
     "FOLDER/gpu.json, whose place is results/gpu.json."
 )
 
 WHAT = {
+    "startup": "What it takes to import fa2patch where torch is imported, and to patch a large model.",
     "syncs": "How often one forward waits for the device, and how often boundaries are made, by layers.",
     "kernels": "What attention costs that keeps to documents: the reference kernel, and three other ways.",
     "overhead": "What the patch adds on the host, kernel aside.",

@@ -202,7 +202,20 @@ def gpu(found: Found) -> list[Table]:
     return made
 
 
+def startup(found: Found) -> list[Table]:
+    rows = [
+        [name, *(f"{found[key][which]:.0f}" for which in ("min_ms", "median_ms"))]
+        for key, name in (("import", "import fa2patch"), ("apply", f"fa2patch.apply, {found['layers']} layers"))
+    ]
+    notes = (
+        f"Milliseconds, {found['repeats']} times; the import in a process of its own after `import torch`, the model "
+        f"a Llama on the meta device. Packages that the import brings in: {', '.join(found['imported'])}."
+    )
+    return [Table("Import and apply", ["", "least", "median"], rows, notes)]
+
+
 MAKE: dict[str, Callable[[Found], list[Table]]] = {
+    "startup": startup,
     "syncs": syncs,
     "kernels": kernels,
     "overhead": overhead,

@@ -72,28 +72,37 @@ def models(model: Any) -> list[Any]:
 
 def attention_layers(decoder: Any) -> Iterator[Attention]:
     """Every attention layer of a decoder that offers a seam."""
+    seams: dict[type, tuple[str, Replaced, tuple[Replaced, ...]] | None] = {}
     for name, module in decoder.named_modules():
         cls = type(module)
-        if "forward" not in dir(cls) or not hasattr(cls, "__mro__") or cls.__module__.startswith("torch."):
-            continue
-        owner = defining(cls, "forward")
-        home = sys.modules.get(owner.__module__)
-        if home is None:
-            continue
-        flash, forward = method.flash_class(home, cls), inspect.unwrap(vars(owner)["forward"])
-        table = function.table_name(home, forward)
-        if table is not None:
-            yield Attention(name, module, "function", ("table", home, table), (("function", home, function.NAME),))
-        elif interface.is_seam(home, forward):
-            others = [("eager", home, interface.EAGER)] if hasattr(home, interface.EAGER) else []
-            yield Attention(name, module, "interface", ("registry", home, interface.REGISTRY), tuple(others))
-        elif flash is not None:
-            scope = sys.modules[defining(flash, "forward").__module__]
-            if method.is_method_seam(flash):
-                seam, other = "method", ("window_flag", scope, method.WINDOW_FLAG)
-            else:
-                seam, other = "function", ("function", scope, function.NAME)
-            yield Attention(name, module, seam, ("layer", owner, "forward"), (other,))
+        if cls not in seams:
+            seams[cls] = _seam_of(cls)
+        found = seams[cls]
+        if found is not None:
+            yield Attention(name, module, *found)
+
+
+def _seam_of(cls: type) -> tuple[str, Replaced, tuple[Replaced, ...]] | None:
+    """The seam of a class of modules, what is replaced, and what else that needs; None where it offers none."""
+    if cls.__module__.startswith("torch.") or not any("forward" in vars(base) for base in cls.__mro__):
+        return None
+    owner = defining(cls, "forward")
+    home = sys.modules.get(owner.__module__)
+    if home is None:
+        return None
+    flash, forward = method.flash_class(home, cls), inspect.unwrap(vars(owner)["forward"])
+    table = function.table_name(home, forward)
+    if table is not None:
+        return "function", ("table", home, table), (("function", home, function.NAME),)
+    if interface.is_seam(home, forward):
+        others: tuple[Replaced, ...] = (("eager", home, interface.EAGER),) if hasattr(home, interface.EAGER) else ()
+        return "interface", ("registry", home, interface.REGISTRY), others
+    if flash is None:
+        return None
+    scope = sys.modules[defining(flash, "forward").__module__]
+    if method.is_method_seam(flash):
+        return "method", ("layer", owner, "forward"), (("window_flag", scope, method.WINDOW_FLAG),)
+    return "function", ("layer", owner, "forward"), (("function", scope, function.NAME),)
 
 
 def claims_flash_attention(model: Any, found: list[Attention]) -> bool:
@@ -111,14 +120,15 @@ def mixers(decoder: Any) -> dict[str, str]:
     named = {name: module for name, module in decoder.named_modules() if _MIXER.search(type(module).__name__)}
     innermost = {name for name in named if not any(other.startswith(f"{name}.") for other in named)}
     found: dict[str, str] = {}
+    handed: dict[type, set[str]] = {}
     for name, module in decoder.named_modules():
-        clue = "by its name" if name in innermost else _clue(module)
+        clue = "by its name" if name in innermost else _clue(module, handed)
         if clue and not any(name.startswith(f"{outer}.") for outer in found):
             found[name] = f"{type(module).__name__} ({clue})"
     return found
 
 
-def _clue(module: Any) -> str | None:
+def _clue(module: Any, handed: dict[type, set[str]]) -> str | None:
     cls = type(module)
     if isinstance(module, torch.nn.Conv1d) and module.kernel_size[0] > 1:
         return f"a convolution over {module.kernel_size[0]} tokens"
@@ -129,10 +139,10 @@ def _clue(module: Any) -> str | None:
     weights = [name for name in _MIXER_WEIGHTS if name in module._parameters]
     if weights:
         return f"has {weights[0]}"
-    forward = inspect.unwrap(cls.forward)
-    handed = _MIXER_ARGUMENTS & set(inspect.signature(forward).parameters)
+    if cls not in handed:
+        handed[cls] = _MIXER_ARGUMENTS & set(inspect.signature(inspect.unwrap(cls.forward)).parameters)
     has_layers = any(isinstance(child, torch.nn.ModuleList) for child in module.children())
-    return f"is handed {sorted(handed)[0]}" if handed and not has_layers else None
+    return f"is handed {sorted(handed[cls])[0]}" if handed[cls] and not has_layers else None
 
 
 def blocks_without(decoder: Any, found: list[Attention]) -> dict[str, str]:

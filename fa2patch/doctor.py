@@ -170,8 +170,9 @@ def _advice(found: dict[str, Any]) -> Any:
         yield f"fa2patch does not work here: {found['patched'].get('reason')}"
     if packages["transformers"]["version"] and found["known"] is None:
         yield "No evidence of this Transformers comes with fa2patch: hold your model against it with `fa2patch verify`."
-    if found["gpus"] and not any(kernel["usable"] for kernel in found["kernels"] if kernel["name"] != "reference"):
-        yield "A GPU without a flash kernel: packed rows run with the slow reference. pip install flash-attn"
+    flash = [kernel for kernel in found["kernels"] if kernel["name"].startswith(("flash_attn", "torch_varlen"))]
+    if found["gpus"] and not any(kernel["usable"] for kernel in flash):
+        yield "A GPU without a flash kernel: see the reasons above. Upgrade torch to 2.4, or pip install flash-attn."
     if not found["gpus"]:
         yield "No GPU: packed rows run with the reference kernel, which is right and slow."
     problem = packages["flash-attn"]["problem"]

@@ -1,5 +1,6 @@
 """Padding-free training for Hugging Face causal LMs: ``fa2patch.apply(model)``."""
 
+from . import packing
 from .architectures import Architecture, architectures, register
 from .boundaries import Boundaries, boundaries
 from .collators import DataCollatorWithFlattening
@@ -19,6 +20,7 @@ __all__ = [
     "apply",
     "architectures",
     "boundaries",
+    "packing",
     "register",
     "revert",
     "status",

@@ -14,7 +14,7 @@ from .tables import Found
 
 HERE = Path(__file__).parent
 COMMAND = "python -m compat_matrix.bench.figures"
-PARTS = ("startup", "syncs", "kernels", "overhead", "training")
+PARTS = ("startup", "syncs", "kernels", "overhead", "training", "packing")
 OWED = (
     "GPU figures are owed: no GPU has been at hand. `python -m compat_matrix.bench.gpu --out FOLDER` makes "
     "FOLDER/gpu.json, whose place is results/gpu.json."
@@ -26,6 +26,7 @@ WHAT = {
     "kernels": "What attention costs that keeps to documents: the reference kernel, and three other ways.",
     "overhead": "What the patch adds on the host, kernel aside.",
     "training": "The same mini-batches, padded and packed: same losses, no time for padding.",
+    "packing": "Which examples share a row: planners on the same lengths, beside TRL's and axolotl's.",
     "gpu": "Models of published sizes with random weights.",
 }
 
@@ -88,6 +89,9 @@ def measured_on(found: Found) -> str:
     if found["part"] == "syncs":
         each = (f"{name} with torch {run['torch']}" for name, run in found["versions"].items())
         return f"{found['date']}. Transformers {', '.join(each)}. A count, the same on any machine."
+    if found["part"] == "packing":
+        each = (f"{name} {number}" for name, number in found["versions"].items() if name != "transformers")
+        return f"{found['date']}, {found['device']}{threads}, {', '.join(each)}."
     return f"{found['date']}, {found['device']}{threads}, {versions}, Transformers {found['transformers']}."
 
 

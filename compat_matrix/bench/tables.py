@@ -214,11 +214,18 @@ def startup(found: Found) -> list[Table]:
     return [Table("Import and apply", ["", "least", "median"], rows, notes)]
 
 
+def packing(found: Found) -> list[Table]:
+    from . import packing_table
+
+    return packing_table.tables(found)
+
+
 MAKE: dict[str, Callable[[Found], list[Table]]] = {
     "startup": startup,
     "syncs": syncs,
     "kernels": kernels,
     "overhead": overhead,
     "training": training,
+    "packing": packing,
     "gpu": gpu,
 }

@@ -1,0 +1,118 @@
+"""What is done with examples longer than the budget, before any row is planned."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from .errors import PackingError
+from .strategies import Ints
+
+POLICIES = ("error", "drop", "truncate", "split")
+
+
+@dataclass(frozen=True)
+class Pieces:
+    """What is to be packed. Where nothing is cut and nothing dropped, ``of``, ``start`` and ``stop`` are None.
+
+    ``of``: the example that each piece is of; the piece is that example's tokens ``[start:stop]``.
+    """
+
+    lengths: Ints
+    of: Ints | None
+    start: Ints | None
+    stop: Ints | None
+    dropped: Ints
+    truncated: Ints
+
+
+def as_lengths(lengths: Any) -> Ints:
+    """int64 ``[examples]``, no copy of what is that already.
+
+    Raises:
+        PackingError: not one positive whole number per example, or 2**31 of them.
+    """
+    try:
+        found = np.asarray(lengths)
+    except (TypeError, ValueError) as error:
+        raise PackingError(f"lengths: expected one number per example, found {type(lengths).__name__}.") from error
+    if found.ndim == 1 and not len(found):
+        return np.empty(0, np.int64)
+    if found.ndim != 1 or found.dtype.kind not in "iu":
+        raise PackingError(f"lengths: expected integers [examples], found {found.dtype} {list(found.shape)}.")
+    if len(found) >= 2**31:
+        raise PackingError(f"lengths: expected fewer than 2**31 examples, found {len(found)}. Plan them in parts.")
+    if found.min() < 1 or int(found.max()) >= 2**31:
+        wrong = int(np.flatnonzero((found < 1) | (found >= 2**31))[0])
+        raise PackingError(
+            f"lengths: expected from 1 to 2**31 - 1 tokens in every example, found {found[wrong]} in example {wrong}. "
+            "Remove empty examples from the dataset."
+        )
+    return found.astype(np.int64, copy=False)
+
+
+def check_budget(max_tokens: Any) -> int:
+    if isinstance(max_tokens, (int, np.integer)) and not isinstance(max_tokens, bool) and 1 <= max_tokens < 2**31:
+        return int(max_tokens)
+    raise PackingError(f"max_tokens: expected a positive number of tokens, found {max_tokens!r}.")
+
+
+def check_policy(too_long: str) -> None:
+    if too_long not in POLICIES:
+        raise PackingError(f"too_long: expected one of {', '.join(POLICIES)}, found {too_long!r}.")
+
+
+def cut(lengths: Ints, max_tokens: int, too_long: str) -> Pieces:
+    """The examples, or what the policy makes of them."""
+    check_policy(too_long)
+    longer = np.flatnonzero(lengths > max_tokens)
+    none = np.empty(0, np.int64)
+    if not len(longer):
+        return Pieces(lengths, None, None, None, none, none)
+    if too_long == "error":
+        raise PackingError(
+            f"{len(longer)} of {len(lengths)} examples are longer than max_tokens={max_tokens}: the first is example "
+            f"{longer[0]} of {lengths[longer[0]]} tokens. Raise max_tokens, or choose too_long='split', 'truncate' or "
+            "'drop'."
+        )
+    if too_long == "drop":
+        kept = np.flatnonzero(lengths <= max_tokens)
+        return Pieces(lengths[kept], kept, np.zeros_like(kept), lengths[kept], longer, none)
+    if too_long == "truncate":
+        shorter = np.minimum(lengths, max_tokens)
+        return Pieces(shorter, np.arange(len(lengths)), np.zeros_like(lengths), shorter, none, longer)
+    counts = -(-lengths // max_tokens)
+    of = np.repeat(np.arange(len(lengths)), counts)
+    start = (np.arange(len(of)) - np.repeat(np.cumsum(counts) - counts, counts)) * max_tokens
+    stop = np.minimum(start + max_tokens, lengths[of])
+    return Pieces(stop - start, of, start, stop, none, none)
+
+
+def part(example: Any, start: int, stop: int, length: int) -> Any:
+    """Tokens ``[start:stop]`` of an example of ``length`` tokens: of a mapping, from every value that has as many.
+
+    Raises:
+        PackingError: it has no ``length`` tokens.
+    """
+    if not isinstance(example, Mapping):
+        _require_length(example, length)
+        return example[start:stop]
+    if "input_ids" in example:
+        _require_length(example["input_ids"], length)
+    if (start, stop) == (0, length):
+        return example
+    return {key: value[start:stop] if _length(value) == length else value for key, value in example.items()}
+
+
+def _require_length(tokens: Any, length: int) -> None:
+    if _length(tokens) != length:
+        raise PackingError(
+            f"an example was planned as {length} tokens, but has {_length(tokens)}: its length is not the dataset's."
+        )
+
+
+def _length(value: Any) -> int | None:
+    return len(value) if hasattr(value, "__len__") and not isinstance(value, str) else None

@@ -1,0 +1,113 @@
+"""What all ranks do in an epoch: rows, put into steps."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from . import dealing
+from .dealing import Floats
+from .plans import Plan
+from .strategies import Ints, by_key
+
+_NONE = np.empty(0, np.int64)
+
+
+@dataclass(frozen=True)
+class Epoch:
+    """Row r of step s is number ``s * ranks + r``: ``indices[offsets[number] : offsets[number + 1]]``.
+
+    ``repeated``, ``left_out``: examples that are in two rows, or in none.
+    """
+
+    indices: Ints
+    offsets: Ints
+    repeated: Ints
+    left_out: Ints
+
+    def row(self, number: int) -> list[int]:
+        found: list[int] = self.indices[self.offsets[number] : self.offsets[number + 1]].tolist()
+        return found
+
+
+def packed(
+    plan: Plan, costs: Floats, ranks: int, window: int, seed: Sequence[int], drop_last: bool, ordered: bool
+) -> Epoch:
+    """The plan's rows, those of a step alike in cost; or ``ordered`` as they are.
+
+    Where rows are left for an incomplete step, their examples are shared out among all ranks.
+
+    Args:
+        costs: of each example.
+    """
+    rng = np.random.default_rng([*seed, 1])  # what the plan was drawn by is used up
+    rows, rest, sizes = np.arange(len(plan)), len(plan) % ranks, np.diff(plan.offsets)
+    if not ordered and drop_last:
+        rows = rng.permutation(rows)
+    elif not ordered:  # those of many examples come last: they are the easiest to divide
+        rows = np.argsort(sizes, kind="stable")
+    taken = rest if drop_last or not rest else _divisible(sizes[rows], rest, ranks)
+    full, last = rows[: len(rows) - taken], [plan[row] for row in rows[len(rows) - taken :].tolist()]
+    if not ordered:
+        of_rows = np.add.reduceat(costs[plan.indices], plan.offsets[:-1]) if len(plan) else costs[:0]
+        full = full[dealing.alike(of_rows[full], ranks, window, rng).ravel()]
+    indices, counts = _taken(plan, full)
+    if not rest or drop_last:
+        return Epoch(indices, _offsets(counts), _NONE, np.sort(np.concatenate([_NONE, *last])))
+    parts = dealing.shared_out(np.concatenate(last), costs, ranks) if taken == rest and not ordered else []
+    if not parts or max(int(plan.lengths[part].sum()) for part in parts) > plan.max_tokens:
+        parts = dealing.spread(last, costs, taken - rest + ranks)
+    again = [parts[number % len(parts)] for number in range(-len(parts) % ranks)]
+    ends = [*parts, *again]
+    counts = np.concatenate([counts, [len(part) for part in ends]])
+    return Epoch(np.concatenate([indices, *ends]), _offsets(counts), np.sort(np.concatenate([_NONE, *again])), _NONE)
+
+
+def _divisible(sizes: Ints, rest: int, ranks: int) -> int:
+    """How many rows from the end, ``rest`` and full steps, hold the examples to fill up the step; else ``rest``."""
+    surplus = np.cumsum(sizes[::-1] - 1)
+    enough = int(np.searchsorted(surplus, ranks - rest)) + 1
+    if enough > len(sizes):
+        return rest
+    return rest + -(-max(enough - rest, 0) // ranks) * ranks
+
+
+def mini_batches(costs: Floats, batch_size: int, ranks: int, seed: Sequence[int], drop_last: bool) -> Epoch:
+    """Every ``batch_size * ranks`` examples of a random order are a step, dealt out to ranks by cost."""
+    rng = np.random.default_rng(seed)
+    drawn, each = rng.permutation(len(costs)), batch_size * ranks
+    rest = drawn[len(drawn) // each * each :]
+    left_out = again = _NONE
+    if drop_last:
+        left_out, rest = np.sort(rest), _NONE
+    elif 0 < len(rest) < ranks:
+        again = np.resize(drawn, ranks - len(rest))
+    batches = drawn[: len(drawn) // each * each].reshape(-1, each)
+    dealt = [_dealt(batches, costs, ranks, rng), _dealt(np.append(rest, again)[None], costs, ranks, rng)]
+    steps = np.cumsum([0, len(batches)])
+    row_of = np.concatenate([rank_of + first * ranks for rank_of, first in zip(dealt, steps)])
+    order = by_key(row_of.astype(np.int32))
+    counts = np.bincount(row_of, minlength=0)
+    return Epoch(np.concatenate([batches.ravel(), rest, again])[order], _offsets(counts), np.sort(again), left_out)
+
+
+def _dealt(batches: Ints, costs: Floats, ranks: int, rng: np.random.Generator) -> Ints:
+    """Examples ``[batches, n]`` -> the row of each, flat; which rank gets the costliest example is drawn."""
+    rank_of = dealing.cheapest_share(costs[batches], ranks)
+    names = rng.permuted(np.tile(np.arange(ranks), (len(batches), 1)), axis=1)
+    rank_of = np.take_along_axis(names, rank_of, axis=1)
+    found: Ints = (rank_of + ranks * np.arange(len(batches))[:, None]).ravel()
+    return found
+
+
+def _taken(plan: Plan, rows: Ints) -> tuple[Ints, Ints]:
+    """The examples of these rows in their order, and how many each has."""
+    counts = np.diff(plan.offsets)[rows]
+    first = np.repeat(plan.offsets[rows] - (np.cumsum(counts) - counts), counts)
+    return plan.indices[first + np.arange(len(first))], counts
+
+
+def _offsets(counts: Ints) -> Ints:
+    return np.append(0, np.cumsum(counts))

@@ -1,0 +1,138 @@
+"""Which row each example goes to. Every strategy sees lengths only: int32 ``[n]`` in, row numbers int32 ``[n]`` out.
+
+(Half of int64's size is half of the memory, and of the time that is spent on memory.)
+"""
+
+from __future__ import annotations
+
+from array import array
+from heapq import heappop, heappush
+from typing import Callable
+
+import numpy as np
+import numpy.typing as npt
+
+Ints = npt.NDArray[np.int64]
+Ints32 = npt.NDArray[np.int32]
+Strategy = Callable[[Ints32, int], Ints32]
+
+
+def best_fit_decreasing(lengths: Ints32, max_tokens: int) -> Ints32:
+    """Longest first, each into the row with the least space that is enough."""
+    return _decreasing(lengths, max_tokens, first_fit=False)
+
+
+def first_fit_decreasing(lengths: Ints32, max_tokens: int) -> Ints32:
+    """Longest first, each into the oldest row that has space."""
+    return _decreasing(lengths, max_tokens, first_fit=True)
+
+
+def in_order(lengths: Ints32, max_tokens: int) -> Ints32:
+    """As they come, a new row where one does not fit any more (next fit)."""
+    ends = np.cumsum(lengths, dtype=np.int64)
+    after = array("q", np.searchsorted(ends, ends - lengths + max_tokens, side="right").tobytes())
+    starts, start = array("i"), 0
+    while start < len(after):
+        starts.append(start)
+        start = after[start]
+    counts = np.diff(np.array(starts), append=np.int32(len(after)))
+    return np.repeat(np.arange(len(counts), dtype=np.int32), counts)
+
+
+def by_length(lengths: Ints32, max_tokens: int) -> Ints32:
+    """Sorted, longest first, then as they come: a row holds examples of about the same length."""
+    order = by_key(lengths, descending=True)
+    rows = np.empty_like(lengths)
+    rows[order] = in_order(lengths[order], max_tokens)
+    return rows
+
+
+STRATEGIES: dict[str, Strategy] = {
+    "best_fit_decreasing": best_fit_decreasing,
+    "first_fit_decreasing": first_fit_decreasing,
+    "in_order": in_order,
+    "sorted": by_length,
+}
+
+
+def by_key(keys: Ints32, descending: bool = False) -> Ints32:
+    """The stable order of keys that are not negative: a sort of key and place in one number, which is the fastest."""
+    both = keys.astype(np.int64)
+    if descending:
+        np.subtract(2**31 - 1, both, out=both)
+    both <<= 32
+    both |= np.arange(len(keys), dtype=np.int32)
+    both.sort()
+    return both.astype(np.int32)  # the lower half
+
+
+def _decreasing(lengths: Ints32, max_tokens: int, first_fit: bool) -> Ints32:
+    """Both decreasing strategies, a length at a time instead of an example at a time.
+
+    Examples of one length fill runs of neighbouring rows that have the same space. Every length splits at most one
+    run, and a run loses at least half of its space whenever it is used up: O(lengths x log(max_tokens)) steps, however
+    many examples there are.
+    """
+    order = by_key(lengths, descending=True)
+    sizes, counts = _runs_of_equals(lengths[order])
+    filled = _fill(sizes.tolist(), counts.tolist(), max_tokens, first_fit)
+    rows = np.empty_like(lengths)
+    rows[order] = _one_by_one(*filled.T)
+    return rows
+
+
+def _runs_of_equals(values: Ints32) -> tuple[Ints32, Ints]:
+    starts = np.flatnonzero(np.diff(values, prepend=np.int32(0)))
+    counts: Ints = np.diff(starts, append=len(values))
+    return values[starts], counts
+
+
+def _fill(sizes: list[int], counts: list[int], max_tokens: int, first_fit: bool) -> Ints32:
+    """``[fillings, 3]``: (first row, rows, examples for each of them), in the order of the examples.
+
+    Args:
+        sizes: distinct lengths, falling; ``counts`` of each.
+    """
+    filled = array("i")
+    fits: list[
+        tuple[int, int, int, int]
+    ] = []  # heap of runs with space for the size at hand; the next to use comes first
+    too_small: list[tuple[int, int, int]] = []  # heap of runs without; the most space comes first
+    rows = 0
+
+    def keep(space: int, start: int, stop: int) -> None:
+        if start < stop and space >= size:
+            heappush(fits, (start if first_fit else space, start, stop, space))
+        elif start < stop and space:
+            heappush(too_small, (-space, start, stop))
+
+    for size, left in zip(sizes, counts):
+        while too_small and -too_small[0][0] >= size:
+            space, start, stop = heappop(too_small)
+            keep(-space, start, stop)
+        while left:
+            if fits:
+                _, start, stop, space = heappop(fits)
+            else:
+                space, start = max_tokens, rows
+                stop = rows = rows - -left // (max_tokens // size)
+            each = space // size
+            full = min(left // each, stop - start)
+            if full:
+                filled.extend((start, full, each))
+                left -= full * each
+                keep(space - each * size, start, start + full)
+                start += full
+            if left and start < stop:  # fewer than one row takes
+                filled.extend((start, 1, left))
+                keep(space - left * size, start, start + 1)
+                start, left = start + 1, 0
+            keep(space, start, stop)
+    return np.array(filled).reshape(-1, 3)
+
+
+def _one_by_one(start: Ints32, rows: Ints32, each: Ints32) -> Ints32:
+    """The row of each example, from what ``_fill`` gives."""
+    first = np.repeat(start - (np.cumsum(rows, dtype=np.int32) - rows), rows)
+    first += np.arange(len(first), dtype=np.int32)
+    return np.repeat(first, np.repeat(each.astype(np.intp), rows))

@@ -94,6 +94,29 @@ def matrix(
     sys.exit(0 if ok else 1)
 
 
+@main.command(context_settings={"ignore_unknown_options": True, "allow_interspersed_args": False})
+@click.option("--kernel", default="auto", show_default=True, help="As for fa2patch.apply.")
+@click.option("--collate", is_flag=True, help="Flatten what a Trainer's standard padding collators make for training.")
+@click.option("--quiet", is_flag=True, help="Say what is left alone, and why, and nothing else.")
+@click.argument("command", nargs=-1, required=True, type=click.UNPROCESSED, metavar="SCRIPT|-m MODULE [ARGS]...")
+def run(kernel: str, collate: bool, quiet: bool, command: tuple[str, ...]) -> None:
+    """Run a script, a module or an installed command (trl sft ...) with every language model in it patched.
+
+    What a script, or a Python that it starts, gets from from_pretrained or from_config is patched as it is made, and a
+    line on stderr says so; models that cannot be are left alone and named. Everything else is as with python SCRIPT.
+    Under torchrun and accelerate: torchrun ... -m fa2patch run SCRIPT, or fa2patch run torchrun ... SCRIPT.
+    """
+    from .errors import Fa2PatchError
+    from .run import Options, start
+
+    if command[0].startswith("-") and command[0] not in ("-m", "-"):
+        raise click.NoSuchOption(command[0])
+    try:
+        start(command, Options(kernel, collate, quiet))
+    except Fa2PatchError as error:
+        raise click.UsageError(str(error)) from None
+
+
 def _model(given: str) -> Model:
     from compat_matrix.own_matrix import model
     from compat_matrix.own_models import BadConfig

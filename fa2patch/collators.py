@@ -2,25 +2,34 @@
 
 from __future__ import annotations
 
-import operator
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 import torch
 
-from .boundaries import boundaries
 from .errors import CollatorError
+from .flattening import (
+    IDS,
+    IGNORED_LABEL,
+    Array,
+    Columns,
+    as_numbers,
+    concatenate,
+    counted,
+    document_lengths,
+    given,
+    integer,
+    read,
+    require_same_keys,
+    require_visible_starts,
+)
 
-_Array = npt.NDArray[Any]
-_Columns = dict[str, _Array]
+_TENSOR: dict[str, Callable[[Array], Any]] = {"pt": torch.tensor, "np": np.array}
 
-_IDS = ("input_ids", "labels", "position_ids")
-_MADE_HERE = ("seq_idx", "cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k")
-_IGNORED_LABEL = -100
-_TENSOR: dict[str, Callable[[_Array], Any]] = {"pt": torch.tensor, "np": np.array}
+TARGETS = ("labels", "label", "label_ids")
+"""The names under which datasets hold one label per document."""
 
 
 @dataclass
@@ -33,7 +42,8 @@ class DataCollatorWithFlattening:
     Args:
         return_tensors: ``"pt"`` or ``"np"``.
         return_position_ids: return ``position_ids``, which restart in every document.
-        separator_id: replaces the first label of every document.
+        separator_id: replaces the first label of every document. None leaves it, for token classification, where
+            it is the first token's own.
         return_flash_attn_kwargs: return ``cu_seq_lens_q`` and ``_k``, ``max_length_q`` and ``_k``.
         return_seq_idx: return ``seq_idx``, the number of every token's document.
         position_ids_start: position id of every document's first token (2 for RoBERTa and its kin).
@@ -41,26 +51,41 @@ class DataCollatorWithFlattening:
             own: boundaries, ``seq_idx`` and ``max_length_*`` count it. Its labels are -100, its position ids
             count up from ``position_ids_start``, and what else the examples hold is 0 there.
         pad_token_id: the padding's ``input_ids``.
+        loss_masks: columns that say which tokens are learned, such as TRL's ``("completion_mask",
+            "assistant_masks")``: where one of them is 0 the label is -100. Not returned; those that the examples
+            do not hold count for nothing.
+        document_labels: ``labels`` (or ``label``, ``label_ids``) holds one class, number or list of numbers for each
+            document instead of each token, for sequence classification.
 
     Raises:
-        CollatorError: ``pad_to_multiple_of`` below 1, or another option that must be an integer and is none.
+        CollatorError: ``pad_to_multiple_of`` below 1, or another option that must be an integer and is none;
+            ``loss_masks`` together with ``document_labels``.
     """
 
     return_tensors: str = "pt"
     return_position_ids: bool = True
-    separator_id: int = -100
+    separator_id: int | None = -100
     return_flash_attn_kwargs: bool = False
     return_seq_idx: bool = False
     position_ids_start: int = 0
     pad_to_multiple_of: int | None = None
     pad_token_id: int = 0
+    loss_masks: Sequence[str] = ()
+    document_labels: bool = False
 
     def __post_init__(self) -> None:
         multiple = self.pad_to_multiple_of
-        for name in ("separator_id", "position_ids_start", *(["pad_token_id"] if multiple is not None else [])):
-            _integer(name, getattr(self, name))
-        if multiple is not None and _integer("pad_to_multiple_of", multiple) < 1:
+        integers = ["position_ids_start"]
+        integers += ["separator_id"] if self.separator_id is not None else []
+        integers += ["pad_token_id"] if multiple is not None else []
+        for name in integers:
+            integer(name, getattr(self, name))
+        if multiple is not None and integer("pad_to_multiple_of", multiple) < 1:
             raise CollatorError(f"pad_to_multiple_of: expected a positive number or None, found {multiple}.")
+        if isinstance(self.loss_masks, str):
+            raise CollatorError(f"loss_masks: expected names of columns, found {self.loss_masks!r}. Put it in a list.")
+        if self.loss_masks and self.document_labels:
+            raise CollatorError("loss_masks choose among labels of tokens: leave them out with document_labels=True.")
 
     def __call__(
         self,
@@ -75,9 +100,13 @@ class DataCollatorWithFlattening:
                 of None counts as absent.
 
                 - ``input_ids``: required.
-                - ``labels``: default ``input_ids``. The first of every document becomes ``separator_id``.
+                - ``labels``: default ``input_ids``. The first of every document becomes ``separator_id``. With
+                  ``document_labels``: one per document (several where an example holds several), none in all
+                  examples where there are none to give.
                 - ``position_ids``: kept as they are; ``position_ids_start`` does not apply to them. Where one
                   is not its left neighbour's plus one, another document starts inside the example.
+                - ``seq_lengths``: the lengths of the documents inside the example, as TRL's packed datasets have
+                  them; ``position_ids`` are made of them.
                 - ``attention_mask``: not returned. Tokens that it hides (0) are a tokenizer's padding: they
                   are dropped from the example, from all of its keys.
                 - any other key (``completion_mask``, ``token_type_ids``, weights, ...): concatenated.
@@ -87,171 +116,125 @@ class DataCollatorWithFlattening:
         Returns:
             ``input_ids``, ``labels``, ``position_ids``: int64 ``[1, T]``. ``seq_idx``: int32 ``[1, T]``.
             ``cu_seq_lens_q`` and ``_k``: int32 ``[documents + 1]``, equal. ``max_length_q`` and ``_k``: int.
-            Further keys: ``[1, T]``, int64 (integers and booleans) or float32.
+            Further keys: ``[1, T]``, int64 (integers and booleans) or float32. With ``document_labels``:
+            ``labels``, int64 or float32 ``[documents]``, or float32 ``[documents, numbers]``, the padding not
+            counted; and, where the row is padded to a multiple, ``attention_mask`` int64 ``[1, T]``, 0 in the padding.
 
         Raises:
             CollatorError: no examples, or an empty one; ``input_ids`` missing; a key that only some examples
                 hold, or that is not one number per token (such as a class label); position ids that hide
-                where an example starts while neither ``cu_seq_lens`` nor ``seq_idx`` is returned; an unknown
-                ``return_tensors``; a ``separator_id`` that is no integer.
+                where an example starts while neither ``cu_seq_lens`` nor ``seq_idx`` is returned; ``seq_lengths``
+                that are not the documents' lengths; labels that are not one per document where they must be; an
+                unknown ``return_tensors``; a ``separator_id`` that is no integer.
         """
         framework = self.return_tensors if return_tensors is None else return_tensors
         if not isinstance(framework, str) or framework not in _TENSOR:
             raise CollatorError(f"return_tensors: expected 'pt' or 'np', found {framework!r}.")
-        separator = self.separator_id if separator_id is None else _integer("separator_id", separator_id)
+        separator = self.separator_id if separator_id is None else integer("separator_id", separator_id)
         if not isinstance(features, Iterable):
             raise CollatorError(f"expected a list of examples, found {type(features).__name__}.")
-        examples = [_read(index, feature) for index, feature in enumerate(features)]
+        targets: list[dict[str, Array]] = []
+        if self.document_labels:
+            features, targets = _without_targets(features)
+        examples = [read(index, feature, self.position_ids_start) for index, feature in enumerate(features)]
         if not examples:
             raise CollatorError("expected at least one example, found an empty batch.")
-        _require_same_keys(examples)
+        require_same_keys(examples)
         examples = [self._complete(example) for example in examples]
+        documents = [document_lengths(example) for example in examples]
+        labels = _one_per_document(targets, documents)
         tokens = sum(len(example["input_ids"]) for example in examples)
-        examples += self._padding(tokens, examples[0])
+        padding = self._padding(tokens, examples[0])
+        examples += padding
+        documents += [document_lengths(example) for example in padding]
         if not (self.return_flash_attn_kwargs or self.return_seq_idx):
-            _require_visible_starts(examples)
+            require_visible_starts(examples)
 
-        row = {key: _concatenate([example[key] for example in examples]) for key in examples[0]}
-        lengths = [length for example in examples for length in _document_lengths(example)]
-        cu_seq_lens = np.cumsum([0, *lengths])
-        row["labels"][cu_seq_lens[:-1]] = separator
-        row["labels"][tokens:] = _IGNORED_LABEL
-        return self._batch(row, cu_seq_lens, _TENSOR[framework])
+        row = {key: concatenate([example[key] for example in examples]) for key in examples[0]}
+        cu_seq_lens = np.cumsum([0, *(length for lengths in documents for length in lengths)])
+        if "labels" in row:
+            if separator is not None:
+                row["labels"][cu_seq_lens[:-1]] = separator
+            row["labels"][tokens:] = IGNORED_LABEL
+        elif self.document_labels and self.pad_to_multiple_of is not None:
+            row["attention_mask"] = (np.arange(len(row["input_ids"])) < tokens).astype(np.int64)
+        return self._batch(row, labels, cu_seq_lens, _TENSOR[framework])
 
-    def _complete(self, example: _Columns) -> _Columns:
+    def _complete(self, example: Columns) -> Columns:
         ids = example["input_ids"]
-        return {"input_ids": ids, "labels": ids, "position_ids": self._positions(len(ids)), **example}
+        complete = {"position_ids": self._positions(len(ids)), **example, "input_ids": ids}
+        if not self.document_labels:
+            complete.setdefault("labels", ids)
+        learned = [complete.pop(name) != 0 for name in self.loss_masks if name in complete]
+        if learned:
+            complete["labels"] = np.where(np.all(learned, axis=0), complete["labels"], IGNORED_LABEL)
+        return complete
 
-    def _positions(self, length: int) -> _Array:
-        return np.arange(self.position_ids_start, self.position_ids_start + length, dtype=np.int64)
+    def _positions(self, length: int) -> Array:
+        return counted([length], self.position_ids_start)
 
-    def _padding(self, tokens: int, like: _Columns) -> list[_Columns]:
+    def _padding(self, tokens: int, like: Columns) -> list[Columns]:
         """The padding as an example with the keys of ``like``, or nothing where none is needed."""
         length = -tokens % self.pad_to_multiple_of if self.pad_to_multiple_of else 0
         if not length:
             return []
-        padding: _Columns = {key: np.zeros(length, dtype=values.dtype) for key, values in like.items()}
+        padding: Columns = {key: np.zeros(length, dtype=values.dtype) for key, values in like.items()}
         padding["input_ids"] = np.full(length, self.pad_token_id, dtype=np.int64)
         padding["position_ids"] = self._positions(length)
         return [padding]
 
-    def _batch(self, row: _Columns, cu_seq_lens: _Array, tensor: Callable[[_Array], Any]) -> dict[str, Any]:
+    def _batch(
+        self, row: Columns, labels: Array | None, cu_seq_lens: Array, tensor: Callable[[Array], Any]
+    ) -> dict[str, Any]:
         lengths = np.diff(cu_seq_lens)
-        arrays = {key: row[key][None] for key in _IDS if key != "position_ids" or self.return_position_ids}
+        arrays = {"input_ids": row["input_ids"][None]}
+        if "labels" in row:
+            arrays["labels"] = row["labels"][None]
+        if labels is not None:
+            arrays["labels"] = labels
+        if self.return_position_ids:
+            arrays["position_ids"] = row["position_ids"][None]
         if self.return_seq_idx:
             arrays["seq_idx"] = np.repeat(np.arange(len(lengths), dtype=np.int32), lengths)[None]
         if self.return_flash_attn_kwargs:
             arrays["cu_seq_lens_q"] = arrays["cu_seq_lens_k"] = cu_seq_lens.astype(np.int32)
-        arrays.update({key: values[None] for key, values in row.items() if key not in _IDS})
+        arrays.update({key: values[None] for key, values in row.items() if key not in IDS})
         batch = {key: tensor(values) for key, values in arrays.items()}
         if self.return_flash_attn_kwargs:
             batch["max_length_q"] = batch["max_length_k"] = int(lengths.max())
         return batch
 
 
-def _integer(name: str, value: Any) -> int:
-    """An option that must be an integer, far enough from where int64 ends to be counted on from."""
-    try:
-        number = operator.index(value)
-    except TypeError:
-        raise CollatorError(f"{name}: expected an integer, found {value!r}.") from None
-    if abs(number) >= 2**62:
-        raise CollatorError(f"{name}: expected an integer of at most 62 bits, found {number}.")
-    return number
+def _without_targets(features: Iterable[Any]) -> tuple[list[dict[str, Any]], list[dict[str, Array]]]:
+    """The examples without their documents' labels, and those: under ``labels``, or nothing."""
+    rest: list[dict[str, Any]] = []
+    targets: list[dict[str, Array]] = []
+    for index, feature in enumerate(features):
+        found = given(index, feature)
+        named = [name for name in TARGETS if name in found]
+        if len(named) > 1:
+            raise CollatorError(f"example {index}: labels under more than one name: {', '.join(named)}. Keep one.")
+        values = [as_numbers(index, name, found.pop(name), "one label per document") for name in named]
+        rest.append(found)
+        targets.append({"labels": values[0]} if values else {})
+    return rest, targets
 
 
-def _read(index: int, feature: Mapping[str, Any]) -> _Columns:
-    """The example's columns without masked tokens: int64 or float32, one number per token."""
-    if not isinstance(feature, Mapping):
-        raise CollatorError(f"example {index}: expected a mapping, found {type(feature).__name__}.")
-    given = {key: value for key, value in feature.items() if value is not None}
-    if "input_ids" not in given:
-        raise CollatorError(f"example {index}: input_ids missing, found {', '.join(map(str, given)) or 'no keys'}.")
-    for key in _MADE_HERE:
-        if key in given:
-            raise CollatorError(f"example {index}: {key} is made by the collator. Remove it from the examples.")
-    columns = {key: _as_array(index, key, value) for key, value in given.items()}
-    length = len(columns["input_ids"])
-    for key, values in columns.items():
-        if len(values) != length:
-            raise CollatorError(
-                f"example {index}: {key} has length {len(values)}, but input_ids has length {length}. "
-                "Every key needs one number per token."
-            )
-    for key in _IDS:
-        if length and key in columns and columns[key].dtype != np.int64:
-            raise CollatorError(f"example {index}: {key} must be integers, found floats.")
-    return _drop_masked(index, columns)
-
-
-def _as_array(index: int, key: str, value: Any) -> _Array:
-    """A new int64 or float32 array ``[length]``."""
-    if isinstance(value, torch.Tensor):
-        if value.device.type == "meta" or value.layout != torch.strided or value.is_nested:
-            kind = "on the meta device" if value.device.type == "meta" else f"of layout {value.layout}"
-            raise CollatorError(f"example {index}: {key} must be one number per token, found a tensor {kind}.")
-        value = value.detach().cpu()
-        value = (value.float() if value.is_floating_point() else value).numpy()
-    try:
-        array = np.asarray(value)
-    except (TypeError, ValueError) as error:
-        raise CollatorError(f"example {index}: {key} is not one number per token ({error}).") from error
-    if array.dtype.kind not in "biuf":
-        raise CollatorError(
-            f"example {index}: {key} holds no plain numbers ({type(value).__name__} of {array.dtype}). "
-            "Remove what is not one number per token from the examples."
-        )
-    if array.dtype.kind == "b" and key in _IDS:
-        raise CollatorError(f"example {index}: {key} must be integers, found booleans.")
-    if array.dtype == np.uint64 and array.size and array.max() > np.iinfo(np.int64).max:
-        raise CollatorError(f"example {index}: {key} must fit into int64, found {array.max()}.")
-    if array.ndim == 0 and key == "labels":
-        raise CollatorError(
-            f"example {index}: labels is the single number {array}. A packed row needs token-level labels, "
-            "one per token of input_ids."
-        )
-    if array.ndim != 1:
-        raise CollatorError(f"example {index}: {key} must be one number per token, found shape {array.shape}.")
-    return array.astype(np.float32 if array.dtype.kind == "f" else np.int64)
-
-
-def _drop_masked(index: int, columns: _Columns) -> _Columns:
-    mask = columns.pop("attention_mask", np.ones_like(columns["input_ids"]))
-    if not np.isin(mask, (0, 1)).all():
-        raise CollatorError(
-            f"example {index}: attention_mask holds other numbers than 0 and 1. Pass packed documents as one "
-            "example each, or say where they start by position_ids."
-        )
-    if not mask.any():
-        hint = " that its attention_mask shows" if len(mask) else ""
-        raise CollatorError(f"example {index}: no token{hint}. Remove empty examples from the dataset.")
-    return {key: values[mask != 0] for key, values in columns.items()}
-
-
-def _require_same_keys(examples: Sequence[_Columns]) -> None:
-    for key in sorted(set().union(*examples), key=str):
-        without = [index for index, example in enumerate(examples) if key not in example]
-        if without:
-            raise CollatorError(
-                f"{key} is in only some examples: example {without[0]} is without it ({len(without)} of "
-                f"{len(examples)} are). Give it to all of them or to none."
-            )
-
-
-def _require_visible_starts(examples: Sequence[_Columns]) -> None:
-    positions = [example["position_ids"] for example in examples]
-    for index, (left, right) in enumerate(zip(positions, positions[1:]), start=1):
-        if int(right[0]) == int(left[-1]) + 1:
-            raise CollatorError(
-                f"position_ids go on from {left[-1]} to {right[0]} where example {index} (or the padding) "
-                "starts, which hides that start. Let them restart, or set return_flash_attn_kwargs=True."
-            )
-
-
-def _document_lengths(example: _Columns) -> tuple[int, ...]:
-    return boundaries(torch.tensor(example["position_ids"])).lengths
-
-
-def _concatenate(arrays: Sequence[_Array]) -> _Array:
+def _one_per_document(targets: Sequence[dict[str, Array]], documents: Sequence[tuple[int, ...]]) -> Array | None:
+    """Labels ``[documents]`` or ``[documents, numbers]``; None where no example has any."""
+    if not any(targets):
+        return None
+    require_same_keys(targets)
+    arrays = [np.atleast_1d(target["labels"]) for target in targets]
+    if any(len(array) != len(lengths) for array, lengths in zip(arrays, documents)):
+        # an example of one document with a list of numbers: several targets of that document
+        single = [array[None] if len(lengths) == 1 else array for array, lengths in zip(arrays, documents)]
+        for index, (array, lengths) in enumerate(zip(single, documents)):
+            if len(array) != len(lengths) or array.ndim != 2 or array.shape[1:] != single[0].shape[1:]:
+                raise CollatorError(
+                    f"example {index}: labels of shape {targets[index]['labels'].shape} for {len(lengths)} documents. "
+                    "Expected one number for each document, or in all examples equally many numbers for each."
+                )
+        arrays = single
     joined = np.concatenate(arrays)
-    return joined.astype(np.float32) if joined.dtype.kind == "f" else joined
+    return joined.astype(np.float32 if joined.dtype.kind == "f" or joined.ndim == 2 else np.int64)

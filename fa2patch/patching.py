@@ -18,7 +18,7 @@ from . import kernels
 from .architectures import Architecture, is_registered, lookup, row_of
 from .binding import ABSENT, LOCK, bind, release, used_by
 from .errors import LayerNotPatchable, NotAModel, UnsupportedModel, UnsupportedTransformers
-from .seams import entry, function, interface, layers, masks, method, rotary
+from .seams import entry, function, interface, layers, masks, method, pooling, rotary
 
 OLDEST = (4, 34)
 """First Transformers with flash attention in modeling files (rule 1 apart: there is no seam to look for before it)."""
@@ -342,9 +342,10 @@ def plan(model: Any, kernel: str = "auto", architecture: str | None = None) -> P
         )
     *outer, decoder = layers.models(model)
     row = lookup(architecture) if architecture is not None else row_of(decoder.config)
-    if "SequenceClassification" in type(model).__name__:
+    if "SequenceClassification" in type(model).__name__ and not pooling.pools_documents(model):
         raise UnsupportedModel(
-            f"{type(model).__name__} pools one vector per row, and a packed row holds many documents. Train it padded."
+            f"{type(model).__name__} pools one vector per row, in another way than by its last token, and a packed row "
+            "holds many documents. Train it padded."
         )
     for refuse, of in ((row.refuse, decoder.config), (row_of(config).refuse, config)):
         reason = refuse(of) if refuse is not None else None

@@ -300,8 +300,12 @@ class TestRefusals:
         self.check(errors.UnsupportedModel, "alibi", tiny_models.build("falcon", alibi=True))
 
     def test_one_vector_per_row(self):
-        config = tiny_models.config_of("llama")
-        self.check(errors.UnsupportedModel, "one vector per row", transformers.LlamaForSequenceClassification(config))
+        class MeanForSequenceClassification(transformers.LlamaForSequenceClassification):
+            def forward(self, input_ids=None, position_ids=None):
+                return self.score(self.model(input_ids, position_ids=position_ids)[0].mean(1))
+
+        model = MeanForSequenceClassification(tiny_models.config_of("llama"))
+        self.check(errors.UnsupportedModel, "one vector per row", model)
 
     def test_unknown_and_unavailable_kernels(self, model, monkeypatch):
         self.check(

@@ -29,6 +29,7 @@ from ..boundaries import (
     recognise,
 )
 from ..errors import BadBatch, BadCuSeqlens, PackedWithCache, PackedWithDenseMask, PackingNotIsolated
+from . import pooling
 from .layers import models
 from .packed_mask import PackedMask, find
 from .rotary import tagged
@@ -77,11 +78,16 @@ def causal_lm(original: Callable[..., Any]) -> Callable[..., Any]:
         if patch is None:
             return original(self, *args, **kwargs)
         call = calls.named(args, kwargs)
+        if pooling.ridden(call) is not None:  # through super(), from a class of which another model is patched
+            return original(self, *args, **kwargs)
         lengths = _lengths(call)
         if lengths and not (calls.takes_any and compiling()):
             shape, device = batch_shape(call)
             call["position_ids"] = _with_lengths(call.get("position_ids"), lengths, shape, device)
-        looks_itself = patch.makes_masks or not calls.takes("position_ids")
+        pools = pooling.pools_documents(self)
+        # the **kwargs of Falcon's and Phi's token classifiers hand position_ids to nobody
+        swallows = "position_ids" not in calls.names and not _predicts_the_next(self)
+        looks_itself = patch.makes_masks or pools or swallows or not calls.takes("position_ids")
         labelled = [name for name in LABELS if call.get(name) is not None and _predicts_the_next(self)]
         looked = looks_itself or (labelled and not compiling())
         mask = packed_mask(call, patch) if looked else None
@@ -92,6 +98,11 @@ def causal_lm(original: Callable[..., Any]) -> Callable[..., Any]:
         if mask is not None and looks_itself:
             if not calls.takes("position_ids"):
                 del call["position_ids"]
+            if pools:
+                call, ride = pooling.by_document(self, call, mask)
+                output = _packed(calls, self, args, call, mask)
+                pooling.require_arrived(self, ride)
+                return output
             return _packed(calls, self, args, call, mask)
         if mask is not None:
             call["position_ids"] = _with_mask(call["position_ids"], mask)
@@ -134,13 +145,19 @@ def base_model(original: Callable[..., Any]) -> Callable[..., Any]:
         if not compiling():
             _reached.times += 1
         call = calls.named(args, kwargs)
+        ride = pooling.ridden(call)
+        if ride is not None:
+            return ride.pooled(forward(self, **{**call, **ride.whole}))
         given = call.get("attention_mask")
         around = [] if compiling() else [(ids, mask) for looked, ids, mask in _reached.inside if looked is patch]
         made_by_a_model = _is_dense(given) and (compiling() or around)
         if any(ids is call.get("position_ids") and mask is given for ids, mask in around):
             return calls.make(self, args, call)
-        packed_before = find(given.values() if isinstance(given, dict) else [given]) is not None
-        if packed_before or made_by_a_model:
+        found_before = find(given.values() if isinstance(given, dict) else [given])
+        if found_before is not None and call.get("position_ids") is None and "position_ids" in calls.names:
+            call["position_ids"] = found_before.position_ids
+            return calls.make(self, args, call)
+        if found_before is not None or made_by_a_model:
             return original(self, *args, **kwargs)
         mask = packed_mask(call, patch)
         if mask is not None:

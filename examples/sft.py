@@ -1,0 +1,46 @@
+"""Fine-tune with TRL's SFTTrainer, without padding. For TRL from 0.12 on; sft_old.py is for those before.
+
+pip install trl
+python sft.py --model NAME --data FILE.jsonl
+"""
+
+from __future__ import annotations
+
+import small
+import torch
+from datasets import Dataset
+from trl import SFTConfig, SFTTrainer
+
+import fa2patch
+
+
+def main(argv: list[str] | None = None) -> SFTTrainer:
+    options = small.options(__doc__, argv)
+    texts = small.texts(options)
+    model, tokenizer = small.load(options, texts)
+    dataset = Dataset.from_list([{"text": prompt + completion} for prompt, completion in texts])
+
+    fa2patch.apply(model)  # whatever attention it was loaded with
+
+    trainer = SFTTrainer(
+        model=model,
+        args=SFTConfig(
+            output_dir=options.output,
+            per_device_train_batch_size=8,
+            max_steps=options.steps,
+            learning_rate=2e-5 if options.model else 2e-3,
+            logging_steps=1,
+            bf16=torch.cuda.is_available(),
+            save_strategy="no",
+            report_to="none",
+        ),
+        train_dataset=dataset,
+        processing_class=tokenizer,
+        data_collator=fa2patch.DataCollatorWithFlattening(),  # leave padding_free and packing off: this does it
+    )
+    trainer.train()
+    return trainer
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,119 @@
+"""Train through the packages around Transformers, in real versions: ``python -m compat_matrix.ecosystem``."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from datetime import date
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+from .. import environments
+from . import distributed
+from .stacks import HERE, Stack, stacks
+
+ROOT = HERE.parents[1]
+EVIDENCE = HERE / "evidence"
+FORMAT = 1
+
+
+def main(arguments: list[str] | None = None) -> int:
+    known = stacks()
+    parser = argparse.ArgumentParser(prog="python -m compat_matrix.ecosystem", description=__doc__)
+    parser.add_argument("--stacks", nargs="+", choices=known, metavar="S", default=[*known], help=", ".join(known))
+    parser.add_argument("--checks", nargs="+", metavar="C", help="default: all; the others' evidence is kept")
+    parser.add_argument("--environments", type=Path, default=ROOT / ".compat", help="where environments are kept")
+    parser.add_argument("--evidence", type=Path, default=EVIDENCE, help="where a JSON for each stack goes")
+    given = parser.parse_args(arguments)
+    given.evidence.mkdir(parents=True, exist_ok=True)
+    console = Console(stderr=True)
+    found: dict[str, Any] = {}
+    with environments.only_our_packages() as packages:
+        for number, name in enumerate(given.stacks, 1):
+            console.print(f"{name} ({number} of {len(given.stacks)})", highlight=False)
+            try:
+                found[name] = examined(known[name], given, packages, console)
+            except Exception as error:
+                found[name] = {"error": f"{type(error).__name__}: {error}"}
+    report(found, Console() if sys.stdout.isatty() else Console(width=150))
+    return 1 if any(failures(one) for one in found.values()) else 0
+
+
+def examined(stack: Stack, given: argparse.Namespace, packages: Path, console: Console) -> dict[str, Any]:
+    """The evidence of one stack, written to its file."""
+    python = environments.make(stack.environment, given.environments.resolve())
+    file = given.evidence / f"{stack.name}.json"
+    wanted = given.checks or []
+    before = json.loads(file.read_text(encoding="utf-8")) if wanted and file.exists() else {}
+    variables = {
+        **os.environ, **stack.variables, "PYTHONPATH": str(packages), "PYTHONNOUSERSITE": "1", "OMP_NUM_THREADS": "1",
+        "HF_HUB_OFFLINE": "1",
+    }  # fmt: skip
+    scripts = [script for script in stack.distributed if not wanted or script in wanted]
+    single = [check for check in wanted if check not in stack.distributed]
+    found: dict[str, Any] = {"checks": {}, "versions": before.get("versions", {})}
+    if single or not wanted:
+        found = _in_one_process(stack, python, packages, variables, single)
+    for script in scripts:
+        try:
+            result = distributed.launched(script, python, variables)
+        except RuntimeError as error:
+            console.print(f"{script} FAILED: {error}", highlight=False, markup=False)
+            result = {"finding": {"ok": False, "error": str(error)[-1000:]}}
+        found["checks"][script] = result["finding"]
+        found["versions"] = {**found["versions"], **result.get("versions", {})}
+    checks = {**before.get("checks", {}), **found["checks"]}
+    evidence = {
+        "format": FORMAT,
+        "stack": stack.name,
+        "date": str(date.today()),
+        "seconds": round(sum(finding.get("seconds", 0) for finding in checks.values())),
+        "versions": found["versions"],
+        "variables": stack.variables,
+        "checks": checks,
+    }
+    file.write_text(json.dumps(evidence, indent=1) + "\n", encoding="utf-8")
+    return evidence
+
+
+def _in_one_process(
+    stack: Stack, python: Path, packages: Path, variables: dict[str, str], wanted: list[str]
+) -> dict[str, Any]:
+    with tempfile.TemporaryDirectory(prefix="fa2patch-") as folder:  # checkpoints go there too
+        out = Path(folder, "found.json")
+        command = [str(python), "-m", "compat_matrix.ecosystem.child", stack.name, str(out), *wanted]
+        done = subprocess.run(command, cwd=packages, env={**variables, "TMPDIR": folder})
+        if done.returncode or not out.exists():
+            raise RuntimeError(f"the checks of {stack.name} ended with {done.returncode}")
+        return dict(json.loads(out.read_text(encoding="utf-8")))
+
+
+def failures(evidence: dict[str, Any]) -> list[str]:
+    if "error" in evidence:
+        return [evidence["error"]]
+    return [name for name, finding in evidence["checks"].items() if not finding.get("ok") and "skipped" not in finding]
+
+
+def report(found: dict[str, Any], console: Console) -> None:
+    """What holds in each stack, what does not apply, and what failed."""
+    table = Table("stack", "held", "does not apply", "failed", "seconds", title="fa2patch with the ecosystem")
+    for name, evidence in found.items():
+        if "error" in evidence:
+            table.add_row(name, "-", "-", evidence["error"], "-")
+            continue
+        skipped = [check for check, finding in evidence["checks"].items() if "skipped" in finding]
+        failed = failures(evidence)
+        held = len(evidence["checks"]) - len(skipped) - len(failed)
+        table.add_row(name, str(held), ", ".join(skipped), ", ".join(failed), f"{evidence['seconds']:.0f}")
+    console.print(table)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,29 @@
+"""What is held in every stack: each check is a function of a :class:`~..training.Stage` that returns a finding.
+
+A finding is a dictionary for JSON: ``ok``, the numbers it rests on, or ``skipped`` with the reason.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Callable
+
+from . import batches, curve, evaluation, lora, options, own
+
+CHECKS: dict[str, Callable[[Any], dict[str, Any]]] = {
+    "curve": curve.curve,
+    "accumulation": options.accumulation,
+    "checkpointing": options.checkpointing,
+    "lengths": batches.lengths,
+    "counting": batches.counting,
+    "verified": batches.verified,
+    "streaming": batches.streaming,
+    "evaluation": evaluation.evaluation,
+    "predict": evaluation.predict,
+    "resume": options.resume,
+    "lora": lora.lora,
+    "dora": lora.dora,
+    "qlora": lora.qlora,
+    "completion_collator": own.completion_collator,
+    "own_padding_free": own.padding_free,
+    "own_packing": own.packing,
+}

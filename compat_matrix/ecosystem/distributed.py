@@ -1,0 +1,64 @@
+"""Scripts of tests/distributed, each run by torchrun in two processes on gloo."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+SCRIPTS = Path(__file__).parents[2] / "tests" / "distributed"
+LIMIT = 420
+"""Seconds; DeepSpeed builds C++ code on its first run."""
+
+
+def command(python: Path | str, script: str, *arguments: str, processes: int = 2) -> list[str]:
+    """A script (``trainer``, or ``trainer zero3``) by torchrun, on a port that is free."""
+    launch = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(processes)]
+    return [str(python), *launch, *_called(script), *arguments]
+
+
+def _called(script: str) -> list[str]:
+    file, *options = script.split()
+    return [str(SCRIPTS / f"{file}.py"), *options]
+
+
+def launched(script: str, python: Path, variables: Mapping[str, str]) -> dict[str, Any]:
+    """What a script found: it writes JSON to the file that it is given, from its first process.
+
+    ``trainer`` is handed the file of a run in one process besides, to compare with.
+    """
+    begun = time.perf_counter()
+    with tempfile.TemporaryDirectory(prefix="fa2patch-") as folder:
+        out, reference = Path(folder, "found.json"), Path(folder, "reference.pt")
+        beside = {**variables, "TMPDIR": folder, "PATH": f"{python.parent}{os.pathsep}{variables.get('PATH', '')}"}
+        compared = script.startswith("trainer")
+        if compared:
+            _run([str(python), *_called(script), str(reference)], beside, reference)
+        _run(command(python, script, str(out), *([str(reference)] if compared else [])), beside, out)
+        found: dict[str, Any] = json.loads(out.read_text(encoding="utf-8"))
+    found["finding"]["seconds"] = round(time.perf_counter() - begun, 1)
+    word = "ok" if found["finding"]["ok"] else "FAILED"
+    print(f"{script} {word}, {found['finding']['seconds']:.0f} s", file=sys.stderr, flush=True)
+    return found
+
+
+def _run(launch: list[str], variables: Mapping[str, str], out: Path) -> None:
+    """Waits for a script's file; whatever it started is gone afterwards, torchrun's children included."""
+    process = subprocess.Popen(
+        launch, env=dict(variables), stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, start_new_session=True
+    )
+    try:
+        said, _ = process.communicate(timeout=LIMIT)
+    except subprocess.TimeoutExpired:
+        os.killpg(process.pid, signal.SIGKILL)
+        said, _ = process.communicate()
+        raise RuntimeError(f"{' '.join(launch[-3:])}: not ready after {LIMIT} s:\n{said[-3000:]}") from None
+    if not out.exists():
+        raise RuntimeError(f"{' '.join(launch[-3:])} ended with {process.returncode}:\n{said[-3000:]}")

@@ -1,0 +1,252 @@
+"""ECOSYSTEM.md from the evidence: ``python -m compat_matrix.ecosystem.page [--check]``."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+from .. import environments, markdown
+from .stacks import HERE, stacks
+
+EVIDENCE = HERE / "evidence"
+PAGE = HERE / "ECOSYSTEM.md"
+TOLD = environments.tomllib.loads((HERE / "told.toml").read_text(encoding="utf-8"))
+COMMAND = "python -m compat_matrix.ecosystem"
+SINGLE = {
+    "accumulation": "gradient accumulation",
+    "checkpointing": "checkpointing, both modes",
+    "lengths": "the collator's lengths",
+    "verified": "`verify`",
+    "streaming": "streaming",
+    "evaluation": "evaluation in training",
+    "predict": "`predict`",
+    "resume": "resuming",
+    "lora": "LoRA",
+    "dora": "DoRA",
+    "qlora": "QLoRA",
+}
+Evidence = dict[str, Any]
+
+
+def read(folder: Path) -> dict[str, Evidence]:
+    """The stacks' evidence, in the order of stacks.toml; stacks without any are left out."""
+    files = {name: folder / f"{name}.json" for name in stacks()}
+    return {name: json.loads(file.read_text(encoding="utf-8")) for name, file in files.items() if file.exists()}
+
+
+def page(found: dict[str, Evidence]) -> str:
+    """The whole of ECOSYSTEM.md."""
+    parts = [
+        f"<!-- Made by {COMMAND}.page from evidence/*.json: do not edit. -->",
+        "# With Trainer, TRL, PEFT, DDP, FSDP2 and DeepSpeed",
+        f"    {COMMAND} [--stacks NAME ...]",
+        TOLD["top"].strip(),
+        "\n".join(
+            markdown.table(["stack", "date", "packages"], ([n, e["date"], _versions(e)] for n, e in found.items()))
+        ),
+        "## The loss curve, packed and padded",
+        _curve(found),
+        "## Everything else in one process",
+        _single(found),
+        "## How a loss is divided",
+        _division(found),
+        "## TRL's own packing",
+        _own(found),
+        "## Two processes",
+        _distributed(found),
+    ]
+    without = [name for name in stacks() if name not in found]
+    if without:
+        parts.append(f"Without evidence: {', '.join(without)}.")
+    return "\n\n".join(parts) + "\n"
+
+
+def _versions(evidence: Evidence) -> str:
+    return ", ".join(f"{name} {number}" for name, number in evidence["versions"].items() if name not in ("wrapt",))
+
+
+def _checks(found: dict[str, Evidence], *names: str) -> Iterable[tuple[str, dict[str, Any]]]:
+    """Stacks and findings where this check was made, and applies."""
+    for stack, evidence in found.items():
+        for name in names:
+            finding = evidence["checks"].get(name)
+            if finding is not None and "skipped" not in finding:
+                yield stack, {**finding, "check": name}
+
+
+def _number(value: float | None) -> str:
+    return "" if value is None else "0" if value == 0 else f"{value:.0e}"
+
+
+def _curve(found: dict[str, Evidence]) -> str:
+    rows = []
+    steps, bound = set(), set()
+    for stack, finding in _checks(found, "curve"):
+        if "error" in finding:
+            rows.append([stack, "", "", f"**failed**: {finding['error']}"])
+            continue
+        steps.add(finding["steps"])
+        bound.add(finding["bound"])
+        runs = ("packed", "two_rows", "packed_alone", "two_rows_alone")
+        numbers = [_number(finding[run]["largest_relative_difference"]) for run in runs]
+        rows.append([stack, f"{finding['first_loss']:.4f}", f"{finding['last_loss']:.4f}", *numbers, _word(finding)])
+    head = [
+        "stack",
+        "padded: first loss",
+        "last",
+        "**one row**",
+        "**two rows, mask**",
+        "one row, alone",
+        "two rows, alone",
+        "",
+    ]
+    told = TOLD["curve"].strip().format(steps=_only(steps), bound=_only(bound))
+    return f"{told}\n\n" + "\n".join(markdown.table(head, rows))
+
+
+def _only(values: set[Any]) -> str:
+    return " or ".join(map(str, sorted(values)))
+
+
+def _word(finding: dict[str, Any]) -> str:
+    return "ok" if finding["ok"] else "**failed**"
+
+
+def _single(found: dict[str, Evidence]) -> str:
+    rows = []
+    for stack, evidence in found.items():
+        cells = [_cell(evidence["checks"].get(name)) for name in SINGLE]
+        rows.append([stack, *cells])
+    told = TOLD["single"].strip()
+    return f"{told}\n\n" + "\n".join(markdown.table(["stack", *SINGLE.values()], rows))
+
+
+def _cell(finding: dict[str, Any] | None) -> str:
+    if finding is None:
+        return ""
+    if "skipped" in finding:
+        return "–"
+    if not finding["ok"]:
+        return "**failed**"
+    numbers = [*_differences(finding)]
+    return f"ok ({_number(max(numbers))})" if numbers else "ok"
+
+
+def _differences(finding: dict[str, Any]) -> Iterable[float]:
+    wanted = ("largest_relative_difference", "logits_off_by")
+    if "resumed_at" in finding:
+        wanted = ("weights_off_by",)
+    for name, value in finding.items():
+        if name in wanted:
+            yield value
+        elif isinstance(value, dict) and name not in ("alone", "losses"):
+            yield from _differences(value)
+
+
+def _division(found: dict[str, Evidence]) -> str:
+    counted = dict(_checks(found, "counting"))
+    rows = [
+        [
+            stack,
+            finding.get("loss_is_a_mean_over", ""),
+            _number(finding.get("largest_relative_difference")),
+            f"{counted[stack]['padded_by_packed']:.4f}" if stack in counted and "error" not in counted[stack] else "",
+        ]
+        for stack, finding in _checks(found, "accumulation")
+    ]
+    told = TOLD["division"].strip()
+    head = ["stack", "mean over", "packed against padded", "upstream's padded loss by packed"]
+    return f"{told}\n\n" + "\n".join(markdown.table(head, rows))
+
+
+def _own(found: dict[str, Evidence]) -> str:
+    rows = []
+    for stack, finding in _checks(found, "completion_collator", "own_padding_free", "own_packing"):
+        if "error" in finding:
+            rows.append([stack, finding["check"], "", f"**failed**: {finding['error']}"])
+        elif finding["check"] == "completion_collator":
+            said = f"as padded ({_number(finding['largest_relative_difference'])}, {finding['steps']} steps)"
+            rows.append([stack, "its completion collator, `padding_free`", _batch(finding["batch"]), said])
+        else:
+            for name in ("as_sdpa", "named_flash_attention_2"):
+                one = finding[name]
+                model = {"as_sdpa": "model as sdpa"}.get(name, "named flash_attention_2")
+                asked = f"`{finding['check'].removeprefix('own_')}=True`, {model}"
+                rows.append([stack, asked, _batch(one["batch"]), _outcome(one)])
+    told = TOLD["own"].strip()
+    return f"{told}\n\n" + "\n".join(markdown.table(["stack", "asked for", "in the batch", "with fa2patch"], rows))
+
+
+def _batch(batch: dict[str, str]) -> str:
+    return ", ".join(
+        f"{name} {shape[shape.find('[') :] if '[' in shape else ''}".strip() for name, shape in batch.items()
+    )
+
+
+def _outcome(one: dict[str, Any]) -> str:
+    if one["verify"] == "isolated":
+        return f"isolated, {one['documents']} documents; loss off by {_number(one['off_by'])} from by hand"
+    return f"nothing to isolate by: `verify` raises {one['verify']}"
+
+
+def _distributed(found: dict[str, Evidence]) -> str:
+    rows = []
+    for stack, finding in _checks(found, "raw"):
+        for name, one in finding.items():
+            if isinstance(one, dict):
+                off = ", ".join(
+                    f"{key.removesuffix('_off_by')} {_number(one[key])}" for key in one if key.endswith("_off_by")
+                )
+                rows.append([stack, name, f"{finding['steps']} steps of SGD: {off}", "isolated", _word(one)])
+    for stack, finding in _checks(found, "trainer ddp", "trainer zero2", "trainer zero3"):
+        if "error" in finding:
+            rows.append([stack, finding["check"], "", "", "**failed**"])
+            continue
+        what = f"Trainer, {finding['wrapped_in']}" + (
+            f", ZeRO-{finding['zero_stage']}" if "zero_stage" in finding else ""
+        )
+        off = f"loss {_number(finding['largest_relative_difference'])}, weight {_number(finding['weights_off_by'])}"
+        said = "; ".join(f"{name}: {text}" for name, text in finding["verify"].items())
+        accumulated = f"{finding['steps']} steps of {finding['gradient_accumulation_steps']} accumulated"
+        rows.append([stack, what, f"{accumulated}: {off}", said, _word(finding)])
+    told = TOLD["distributed"].strip()
+    text = f"{told}\n\n" + "\n".join(
+        markdown.table(["stack", "engine", "off from one process by", "`verify`", ""], rows)
+    )
+    for stack, finding in _checks(found, "sequence_parallel"):
+        if "error" in finding:
+            text += f"\n\n{stack}, sequence parallelism: **failed**"
+            continue
+        rows = [
+            [name.replace("_", " "), *(_split(finding[name][one]) for one in ("fa2patch", "alone"))]
+            for name in ("cut_between", "cut_inside")
+        ]
+        text += f"\n\n### A row cut in two: DeepSpeed's Ulysses\n\n{TOLD['sequence'].strip().format(stack=stack)}\n\n"
+        text += "\n".join(markdown.table(["", "with fa2patch", "Transformers alone (sdpa)"], rows))
+    return text
+
+
+def _split(one: dict[str, Any]) -> str:
+    return f"refused ({one['refused'].partition(':')[0]})" if "refused" in one else _number(one["off_by"])
+
+
+def main(arguments: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(prog=f"{COMMAND}.page", description=__doc__)
+    parser.add_argument("--check", action="store_true", help="write nothing; fail if the page is not the evidence's")
+    given = parser.parse_args(arguments)
+    text = page(read(EVIDENCE))
+    if given.check:
+        same = PAGE.exists() and PAGE.read_text(encoding="utf-8") == text
+        if not same:
+            print(f"{PAGE.name} is not what the evidence gives: run {COMMAND}.page", file=sys.stderr)
+        return 0 if same else 1
+    PAGE.write_text(text, encoding="utf-8")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

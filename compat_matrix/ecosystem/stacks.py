@@ -1,0 +1,42 @@
+"""stacks.toml: which packages go together, as environments that ``compat_matrix.environments`` makes."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from .. import environments
+
+HERE = Path(__file__).parent
+
+
+@dataclass(frozen=True)
+class Stack:
+    """One block of stacks.toml.
+
+    Attributes:
+        environment: what its environment is made of.
+        trl: TRL's version, or None where Transformers' own Trainer is checked.
+        variables: of its processes' environment.
+        distributed: scripts of tests/distributed that are run in it, by two processes.
+    """
+
+    name: str
+    environment: environments.Version
+    trl: str | None
+    variables: dict[str, str]
+    distributed: tuple[str, ...]
+
+
+def stacks() -> dict[str, Stack]:
+    """Every block, by name, in the file's order."""
+    file = environments.tomllib.loads((HERE / "stacks.toml").read_text(encoding="utf-8"))
+    found = {}
+    for name, block in file["stack"].items():
+        settings = {**file["defaults"], **block}
+        distributed = tuple(settings.pop("distributed", ()))
+        variables = settings.pop("variables", {})
+        pins = tuple(settings.pop("pins"))
+        trl = next((pin.partition("==")[2] for pin in pins if pin.startswith("trl==")), None)
+        found[name] = Stack(name, environments.Version(name, pins=pins, **settings), trl, variables, distributed)
+    return found

@@ -1,0 +1,108 @@
+"""Run by torchrun: packed training under DDP and FSDP2 against one process that trains padded, gradient by gradient.
+
+``raw.py [OUT.json] [--quick]``. Both ranks compute the reference too: both ranks' examples, unpatched, padded.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+
+import fa2patch
+from compat_matrix.ecosystem.child import versions
+from compat_matrix.ecosystem.collators import packed, padded
+from compat_matrix.ecosystem.training import tiny_llama
+
+STEPS = 3
+NEAR = 1e-5
+"""Of the largest value of the same gradient; sums in another order."""
+
+CHECKPOINTING = {"plain": None, "not reentrant": False, "reentrant": True}
+LENGTHS = ((5, 40, 1, 17, 23), (31, 2, 9, 60, 12))
+"""Of the examples of each rank; as many tokens in each step would not show whether ranks are weighed alike."""
+
+
+def examples(step: int, rank: int) -> list[dict[str, list[int]]]:
+    drawn = torch.Generator().manual_seed(10 * step + rank)
+    lengths = LENGTHS[(step + rank) % 2]
+    return [{"input_ids": torch.randint(2, 512, (length,), generator=drawn).tolist()} for length in lengths]
+
+
+def wrapped(kind: str, reentrant: bool | None) -> tuple[Any, Any]:
+    """A patched model and what trains it: patched before DDP wraps it, and after FSDP2 has sharded it."""
+    model = tiny_llama().train()
+    if reentrant is not None:
+        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": reentrant})
+    if kind == "DDP":
+        fa2patch.apply(model)
+        return model, torch.nn.parallel.DistributedDataParallel(model)
+    mesh = init_device_mesh("cpu", (2,))
+    for layer in model.model.layers:
+        fully_shard(layer, mesh=mesh)
+    fully_shard(model, mesh=mesh)
+    fa2patch.apply(model)
+    return model, model
+
+
+def full(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
+
+
+def trained(kind: str, reentrant: bool | None) -> dict[str, Any]:
+    """The largest distances from the reference over all steps, and what ``verify`` says before and after."""
+    rank = dist.get_rank()
+    model, parallel = wrapped(kind, reentrant)
+    reference = tiny_llama().train()
+    optimizers = [torch.optim.SGD(one.parameters(), lr=0.05) for one in (model, reference)]
+    verified = [fa2patch.verify(parallel, batch=packed(examples(0, 0)), max_documents=2).ok]
+    off = {"loss": 0.0, "gradient": 0.0, "weight": 0.0}
+    for step in range(STEPS):
+        loss = parallel(**packed(examples(step, rank))).loss
+        loss.backward()
+        expected = torch.stack([reference(**padded(examples(step, other))).loss for other in range(2)])
+        expected.mean().backward()
+        off["loss"] = max(off["loss"], float((loss - expected[rank]).detach().abs() / expected[rank].detach()))
+        off["gradient"] = max(off["gradient"], *apart(model, reference, "grad"))
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+    off["weight"] = max(apart(model, reference, "data"))
+    verified.append(fa2patch.verify(parallel, batch=packed(examples(0, 0)), max_documents=2).ok)
+    return {"ok": max(off.values()) < NEAR and all(verified), **{f"{name}_off_by": far for name, far in off.items()}}
+
+
+def apart(model: Any, reference: Any, what: str) -> Iterator[float]:
+    for (name, one), (same, other) in zip(model.named_parameters(), reference.named_parameters()):
+        assert name == same
+        values, expected = full(getattr(one, what)), getattr(other, what)
+        yield float((values - expected).abs().max() / expected.abs().max())
+
+
+def main() -> None:
+    quick = "--quick" in sys.argv
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo")
+    both = [(kind, name) for kind in ("DDP", "FSDP2") for name in CHECKPOINTING]
+    wanted = [("DDP", "plain"), ("FSDP2", "reentrant")] if quick else both
+    found: dict[str, Any] = {f"{kind}, {name}": trained(kind, CHECKPOINTING[name]) for kind, name in wanted}
+    finding = {"ok": all(one["ok"] for one in found.values()), "steps": STEPS, "bound": NEAR, **found}
+    if dist.get_rank() == 0:
+        print(json.dumps(finding))
+        if not quick:
+            Path(sys.argv[1]).write_text(json.dumps({"versions": versions(), "finding": finding}))
+    dist.barrier()
+    sys.stdout.flush()
+    os._exit(0 if finding["ok"] else 1)  # taking gloo's threads down aborts a process now and then, under load
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,112 @@
+"""``trainer.py ENGINE OUT [REFERENCE]``: Trainer in two processes, by torchrun, packed, against one, padded.
+
+Without REFERENCE: one process, unpatched, padded, twice as many batches accumulated: the same examples in every step.
+It leaves its losses and weights in OUT. ENGINE: ddp, zero2, zero3.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import sys
+import warnings
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import TrainerCallback
+
+import fa2patch
+from compat_matrix.ecosystem.child import versions
+from compat_matrix.ecosystem.collators import packed, padded
+from compat_matrix.ecosystem.training import Stage, furthest, largest_relative_difference, tiny_llama, weights
+
+CONFIGS = Path(__file__).parents[2] / "examples" / "configs"
+STEPS = 6
+BOUND = 1e-3
+SAME = 1e-4
+ACCUMULATED = 2
+
+
+def main(engine: str, out: str, reference: str = "") -> None:
+    warnings.simplefilter("ignore")
+    torch.set_num_threads(1)
+    stage = Stage(trl=False)
+    if not reference:
+        run = stage.run(tiny_llama(), padded, patched=False, steps=STEPS, gradient_accumulation_steps=2 * ACCUMULATED)
+        torch.save({"losses": run["losses"], "weights": weights(run["model"])}, out)
+        return
+    between = Between(packed(stage.examples(stage.train[:8])))
+    run = stage.run(
+        tiny_llama(), packed, patched=True, steps=STEPS, gradient_accumulation_steps=ACCUMULATED,
+        callbacks=[between], **options(engine)
+    )  # fmt: skip
+    trainer = run["trainer"]
+    expected = torch.load(reference)
+    with gathered(run["model"]):
+        off = furthest(weights(run["model"]), expected["weights"])
+    difference = largest_relative_difference(run["losses"], expected["losses"])
+    finding = {
+        "ok": difference < BOUND and off < SAME and between.isolated() and torch.distributed.get_world_size() == 2,
+        "steps": STEPS,
+        "gradient_accumulation_steps": ACCUMULATED,
+        "wrapped_in": type(trainer.model_wrapped).__name__,
+        "processes": torch.distributed.get_world_size(),
+        "largest_relative_difference": difference,
+        "weights_off_by": off,
+        "verify": between.said,
+    }
+    if engine != "ddp":
+        finding["zero_stage"] = trainer.model_wrapped.zero_optimization_stage()
+        finding["ok"] = finding["ok"] and f"zero{finding['zero_stage']}" == engine
+    if torch.distributed.get_rank() == 0:
+        Path(out).write_text(json.dumps({"versions": versions(), "finding": finding}))
+    torch.distributed.barrier()
+    sys.stdout.flush()
+    os._exit(0)  # taking gloo's threads down aborts a process now and then, under load
+
+
+def options(engine: str) -> dict[str, Any]:
+    if engine == "ddp":
+        return {"ddp_backend": "gloo"}
+    config = json.loads((CONFIGS / f"deepspeed_{engine}.json").read_text(encoding="utf-8"))
+    config["zero_optimization"]["overlap_comm"] = False  # needs an accelerator's streams
+    return {"ddp_backend": "gloo", "deepspeed": config}
+
+
+class Between(TrainerCallback):
+    """``verify`` after the second step, on what the engine made of the model and on the model inside."""
+
+    def __init__(self, batch: dict[str, Any]) -> None:
+        self.batch = batch
+        self.said: dict[str, str] = {}
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        if state.global_step != 2:
+            return
+        for name, model in (("wrapped", self.trainer.model_wrapped), ("inside", self.trainer.model)):
+            try:
+                verified = fa2patch.verify(model, batch=self.batch, max_documents=2)
+                self.said[name] = f"{len(verified.documents)} documents isolated"
+            except Exception as error:
+                self.said[name] = f"{type(error).__name__}: {error}"
+
+    def isolated(self) -> bool:
+        return len(self.said) == 2 and all(said.endswith("isolated") for said in self.said.values())
+
+
+@contextlib.contextmanager
+def gathered(model: Any) -> Any:
+    """All of a ZeRO-3 model's weights on every rank."""
+    if not any(hasattr(parameter, "ds_id") for parameter in model.parameters()):
+        yield
+        return
+    import deepspeed
+
+    with deepspeed.zero.GatheredParameters(list(model.parameters())):
+        yield
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

@@ -117,6 +117,8 @@ def verify(
         BadBatch: the batch has nothing to verify: no documents, or something besides tokens.
     """
     inner = transformers_model(model)
+    if hasattr(model, "zero_optimization_stage"):
+        model = model.module  # DeepSpeed's engine takes any backward through it for a training step
     if any(parameter.device.type == "meta" for parameter in inner.parameters()):
         raise PackingNotIsolated(
             "the model's weights are on the meta device, so nothing can be computed. Load them first."

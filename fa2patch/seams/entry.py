@@ -148,6 +148,8 @@ def base_model(original: Callable[..., Any]) -> Callable[..., Any]:
         ride = pooling.ridden(call)
         if ride is not None:
             return ride.pooled(forward(self, **{**call, **ride.whole}))
+        if not compiling():
+            _refuse_split_rows(self)
         given = call.get("attention_mask")
         around = [] if compiling() else [(ids, mask) for looked, ids, mask in _reached.inside if looked is patch]
         made_by_a_model = _is_dense(given) and (compiling() or around)
@@ -357,6 +359,20 @@ def packed_mask(call: dict[str, Any], patch: Any) -> PackedMask | None:
         patch.rotary,
         patch.architecture,
     )
+
+
+def _refuse_split_rows(model: Any) -> None:
+    """DeepSpeed's Ulysses stands in an attention function's place: each process has a part of every row."""
+    from transformers import modeling_utils
+
+    table = getattr(modeling_utils, "ALL_ATTENTION_FUNCTIONS", {})
+    name = getattr(model.config, "_attn_implementation", None)
+    function = table[name] if isinstance(name, str) and name in table else None
+    if getattr(function, "__module__", "").startswith("deepspeed.runtime.sequence_parallel"):
+        raise PackingNotIsolated(
+            "DeepSpeed's sequence parallelism (sp_size) is on: this process holds only a part of every row, so "
+            "documents that are cut would be computed wrong. Train without it, or revert the patch and train padded."
+        )
 
 
 def _refuse_capture(device: torch.device) -> None:

@@ -162,14 +162,22 @@ def test_claims_are_computed(report, runs):
     assert {found["claim"]: found["holds"] for found in report.findings(swapped)} == {fewer: False}
 
 
-def test_what_is_committed_is_one_experiment(report, variants, tmp_path):
-    results = json.loads((COMMITTED / "results.json").read_text(encoding="utf-8"))
-    assert set(report.by_variant(results["runs"])) == set(variants.VARIANTS)
+@pytest.mark.parametrize(
+    ("folder", "names"),
+    [
+        (COMMITTED, {PADDING, LEAKY_ROWS, LEAKY, *WITH_IDS}),
+        (COMMITTED / "longer", {ONLINE, LEAKY}),
+    ],
+    ids=["all", "longer"],
+)
+def test_what_is_committed_is_one_experiment(report, folder, names, tmp_path):
+    results = json.loads((folder / "results.json").read_text(encoding="utf-8"))
+    assert set(report.by_variant(results["runs"])) == names
     assert results["summaries"] == report.summaries(results["runs"])
     assert results["findings"] == report.findings(results["runs"])
-    assert (COMMITTED / "TABLE.md").read_text(encoding="utf-8") == report.markdown(results)
+    assert (folder / "TABLE.md").read_text(encoding="utf-8") == report.markdown(results)
     report.figure(results, tmp_path / "figures.png")
-    for file in (tmp_path, COMMITTED):
+    for file in (tmp_path, folder):
         assert (file / "figures.png").read_bytes().startswith(b"\x89PNG")
 
 

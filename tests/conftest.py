@@ -1,4 +1,5 @@
 import os
+import sys
 
 os.environ.update(HF_HUB_OFFLINE="1", TOKENIZERS_PARALLELISM="false")
 
@@ -12,3 +13,11 @@ pytest_plugins = ["fa2patch.testing"]
 def deterministic():
     torch.manual_seed(0)
     torch.set_num_threads(1)
+
+
+@pytest.fixture(autouse=True)
+def no_accelerate_state_left_over():
+    """Accelerate keeps its state for the whole process: one test would decide the precision of the next."""
+    yield
+    if "accelerate.state" in sys.modules:
+        sys.modules["accelerate.state"].AcceleratorState._reset_state(reset_partial_state=True)

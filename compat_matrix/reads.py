@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from fa2patch.seams import entry
+from fa2patch.seams import packed_batch
 
 READS = ("_local_scalar_dense", "nonzero", "masked_select", "is_nonzero", "equal")
 PACKAGE = "fa2patch"
@@ -70,7 +70,7 @@ def counted() -> Iterator[Count]:
     """Count within the block. ``tolist`` of a CPU tensor dispatches nothing, so it is counted where it is called."""
     count = Count()
     originals = {"tolist": torch.Tensor.tolist, "numpy": torch.Tensor.numpy}
-    recognise = entry.recognise
+    recognise = packed_batch.recognise
 
     def recognised(*args: Any, **kwargs: Any) -> Any:
         count.derived += 1
@@ -84,13 +84,13 @@ def counted() -> Iterator[Count]:
         return read
 
     torch.Tensor.tolist, torch.Tensor.numpy = counting("tolist"), counting("numpy")
-    entry.recognise = recognised
+    packed_batch.recognise = recognised
     try:
         with _Reads(count):
             yield count
     finally:
         torch.Tensor.tolist, torch.Tensor.numpy = originals["tolist"], originals["numpy"]
-        entry.recognise = recognise
+        packed_batch.recognise = recognise
 
 
 @dataclass

@@ -85,3 +85,7 @@ class BadBatch(Fa2PatchError, ValueError):
 
 class CollatorError(Fa2PatchError, ValueError):
     """Examples that cannot be put into one row."""
+
+
+class NothingPacked(UserWarning):
+    """A patched model is being trained, and no batch says where documents start."""

@@ -123,6 +123,7 @@ class Patch:
         kernel: the kernel's name that was asked for.
         picks: the kernels that were picked.
         makes_masks: whether the causal LM makes masks itself, for the models inside it (Gemma 3 up to 4.52).
+        unpacked: how many training batches have come that said nothing of documents; None once one did, or it was said.
         vouched: whether a packed batch has gone through every attention layer, each one looked at.
         needs_cache: whether later layers read earlier ones' keys and values from a cache (Gemma 3n).
     """
@@ -141,6 +142,7 @@ class Patch:
         self.needs_cache = bool(getattr(decoder.config, "num_kv_shared_layers", 0))
         self.rehooked: list[tuple[Any, str, Any]] = []
         self.vouched = False
+        self.unpacked: int | None = 0
 
     @property
     def active(self) -> bool:

@@ -4,6 +4,7 @@ import copy
 import gc
 import sys
 import threading
+import warnings
 
 import pytest
 import torch
@@ -444,3 +445,37 @@ def test_what_is_compiled_already_follows_apply_and_revert(docs):
     assert_same_gradients(gradients(model), truth)
     fa2patch.revert(compiled)
     assert_close(logits(compiled, docs), leaking, "logits as before apply")
+
+
+class TestNothingPacked:
+    """TRL 0.19 joins examples for a model that is not named flash_attention_2, and gives no position_ids."""
+
+    @staticmethod
+    def warned(model, batch, times=entry.SAY_AFTER):
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            for _ in range(times):
+                model(**batch)
+        return [w for w in caught if w.category is errors.NothingPacked]
+
+    def test_training_on_rows_that_say_nothing_warns_once(self, model, docs):
+        fa2patch.apply(model.train())
+        joined = {"input_ids": torch.cat(docs)[None], "attention_mask": torch.ones(1, sum(LENGTHS))}
+        assert not self.warned(model, joined, entry.SAY_AFTER - 1)
+        [warning] = self.warned(model, joined)
+        assert "TRL" in str(warning.message) and "DataCollatorWithFlattening" in str(warning.message)
+        assert not self.warned(model, joined)
+
+    def test_a_packed_batch_says_that_all_is_well(self, model, docs):
+        fa2patch.apply(model.train())
+        model(**pack(docs))
+        assert not self.warned(model, {"input_ids": docs[0][None]})
+
+    def test_nothing_is_said_of_evaluation_or_of_single_documents_with_positions(self, model, docs):
+        fa2patch.apply(model)
+        model.train()
+        assert not self.warned(model, pack(docs[:1]))
+        model.eval()
+        assert not self.warned(model, {"input_ids": docs[0][None]})
+        with torch.no_grad():
+            assert not self.warned(model.train(), {"input_ids": docs[0][None]})

@@ -1,0 +1,56 @@
+"""How one ``forward`` is called: its arguments by name, and back again."""
+
+from __future__ import annotations
+
+import inspect
+from typing import Any, Callable
+
+import torch
+
+from ..errors import BadBatch, PackingNotIsolated
+
+LENGTHS = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k", "seq_idx")
+"""Keywords of Transformers' DataCollatorWithFlattening (return_flash_attn_kwargs, return_seq_idx)."""
+
+
+class Calls:
+    """The arguments of one ``forward``, as its signature names them."""
+
+    def __init__(self, original: Callable[..., Any]) -> None:
+        parameters = list(inspect.signature(original).parameters.values())[1:]
+        self.original = original
+        self.positional = [p.name for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
+        self.names = {p.name for p in parameters}
+        self.takes_any = any(p.kind is p.VAR_KEYWORD for p in parameters)
+
+    def takes(self, name: str) -> bool:
+        return self.takes_any or name in self.names
+
+    def named(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
+        """The arguments by name. Behind somebody's ``*args`` the first is ``input_ids``; more than that is refused."""
+        rest = args[len(self.positional) :]
+        if len(rest) > 1 or (rest and self.positional):
+            raise PackingNotIsolated(
+                f"{len(args)} arguments without names came to a forward that was replaced by one with *args: which "
+                "of them are position_ids is not known. Call the model with keywords."
+            )
+        first = {"input_ids": rest[0]} if rest else {}
+        return {**first, **dict(zip(self.positional, args)), **kwargs}
+
+    def make(self, model: Any, args: tuple[Any, ...], call: dict[str, Any]) -> Any:
+        """The original's result, without those of the collator's lengths that it has no place for."""
+        call = {name: value for name, value in call.items() if name not in LENGTHS or self.takes(name)}
+        rest = [call.pop("input_ids")] if len(args) > len(self.positional) else []
+        return self.original(model, *rest, **call)
+
+
+def batch_shape(call: dict[str, Any]) -> tuple[tuple[int, int], torch.device]:
+    """``(batch, length)`` and the device of a forward's inputs."""
+    for name in ("input_ids", "inputs_embeds"):
+        given = call.get(name)
+        if given is not None:
+            if not isinstance(given, torch.Tensor) or given.dim() < 2:
+                found = f"{list(given.shape)}" if isinstance(given, torch.Tensor) else type(given).__name__
+                raise BadBatch(f"{name}: expected a tensor [batch, length, ...], found {found}.")
+            return (given.shape[0], given.shape[1]), given.device
+    raise PackingNotIsolated("forward was given neither input_ids nor inputs_embeds.")

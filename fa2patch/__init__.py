@@ -4,6 +4,7 @@ from . import packing
 from .architectures import Architecture, architectures, register
 from .boundaries import Boundaries, boundaries
 from .collators import DataCollatorWithFlattening
+from .completion_only import DataCollatorForCompletionOnlyLM
 from .errors import Fa2PatchError
 from .patching import Patch, apply, revert, status
 from .verify import Verification, verify
@@ -13,6 +14,7 @@ __version__ = "0.1.0"
 __all__ = [
     "Architecture",
     "Boundaries",
+    "DataCollatorForCompletionOnlyLM",
     "DataCollatorWithFlattening",
     "Fa2PatchError",
     "Patch",

@@ -18,6 +18,7 @@ from . import kernels
 from .architectures import Architecture, is_registered, lookup, row_of
 from .binding import ABSENT, LOCK, bind, release, used_by
 from .errors import LayerNotPatchable, NotAModel, UnsupportedModel, UnsupportedTransformers
+from .mixers.by_document import by_document
 from .seams import entry, function, interface, layers, masks, method, pooling, rotary
 
 OLDEST = (4, 34)
@@ -78,6 +79,7 @@ _MAKERS: dict[str, Callable[[Any, ModuleType, Any], Any]] = {
     "layer": _layer,
     "window_flag": lambda owner, module, original: True if original is ABSENT else original,
     "rotary": lambda owner, module, original: rotary.by_document(original),
+    "mixer": lambda owner, module, original: by_document(original),
 }
 
 
@@ -355,9 +357,13 @@ def plan(model: Any, kernel: str = "auto", architecture: str | None = None) -> P
             raise UnsupportedModel(f"{type(model).__name__} cannot be trained packed: {reason}.")
 
     attention = list(layers.attention_layers(decoder))
-    _check_layers(decoder, attention)
+    mixing = list(layers.mixer_layers(decoder, attention))
+    _check_layers(decoder, attention, mixing)
     if not (
-        architecture is not None or is_registered(decoder.config) or layers.claims_flash_attention(model, attention)
+        mixing
+        or architecture is not None
+        or is_registered(decoder.config)
+        or layers.claims_flash_attention(model, attention)
     ):
         raise UnsupportedModel(
             f"{type(model).__name__} does not claim flash attention (_supports_flash_attn): its attention may look at "
@@ -373,7 +379,7 @@ def plan(model: Any, kernel: str = "auto", architecture: str | None = None) -> P
     sites += [_class_site("positions", module) for module in masks.position_embeddings(decoder)]
     planned = [
         _Layer(layer.name, layer.seam, Site(*layer.replaced), tuple(Site(*other) for other in layer.others))
-        for layer in attention
+        for layer in [*attention, *mixing]
     ]
     sites += dict.fromkeys(site for layer in planned for site in (layer.site, *layer.others))
     scaled = rotary.length_scaled(decoder.config)
@@ -384,8 +390,9 @@ def plan(model: Any, kernel: str = "auto", architecture: str | None = None) -> P
     return Patch(model, row, kernel, planned, list(dict.fromkeys(sites)))
 
 
-def _check_layers(decoder: Any, attention: list[layers.Attention]) -> None:
-    mixers = layers.mixers(decoder)
+def _check_layers(decoder: Any, attention: list[layers.Attention], mixing: list[layers.Attention]) -> None:
+    covered = tuple(f"{layer.name}." for layer in mixing)
+    mixers = {name: found for name, found in layers.mixers(decoder).items() if not f"{name}.".startswith(covered)}
     if mixers:
         (name, found), *others = mixers.items()
         raise UnsupportedModel(
@@ -393,6 +400,7 @@ def _check_layers(decoder: Any, attention: list[layers.Attention]) -> None:
             f"{f' and {len(others)} more places' if others else ''}. fa2patch keeps documents apart in attention only, "
             "so they would leak there. Nothing was patched. Train this model padded."
         )
+    attention = [*attention, *mixing]
     without = layers.blocks_without(decoder, attention)
     if not attention or without:
         found = ", ".join(f"{name} ({cls})" for name, cls in list(without.items())[:4]) or "no layer at all"

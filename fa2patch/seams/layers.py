@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 
+from ..mixers import by_document
 from . import function, interface, method
 
 Replaced = tuple[str, Any, str]
@@ -105,6 +106,27 @@ def _seam_of(cls: type) -> tuple[str, Replaced, tuple[Replaced, ...]] | None:
     return "function", ("layer", owner, "forward"), (("function", scope, function.NAME),)
 
 
+def mixer_layers(decoder: Any, found: list[Attention]) -> Iterator[Attention]:
+    """Layers that carry state along the row and are handed a mask: what surrounds each of :func:`mixers`, or it."""
+    attention = [layer.name for layer in found]
+    done: set[str] = set()
+    for name in mixers(decoder):
+        parts = name.split(".")
+        for end in range(len(parts), 0, -1):
+            path = ".".join(parts[:end])
+            module = decoder.get_submodule(path)
+            if isinstance(module, torch.nn.ModuleList) or any(
+                f"{other}.".startswith(f"{path}.") for other in attention
+            ):
+                break
+            owner = defining(type(module), "forward")
+            if not owner.__module__.startswith("torch.") and by_document.is_handed_a_mask(vars(owner)["forward"]):
+                if path not in done:
+                    done.add(path)
+                    yield Attention(path, module, "mixer", ("mixer", owner, "forward"))
+                break
+
+
 def claims_flash_attention(model: Any, found: list[Attention]) -> bool:
     """Whether its authors say that a model can be computed with flash attention, or wrote a class for it."""
     said = any(
@@ -117,7 +139,12 @@ def claims_flash_attention(model: Any, found: list[Attention]) -> bool:
 
 def mixers(decoder: Any) -> dict[str, str]:
     """Modules, by name, that carry state along the row outside attention; with what gave them away."""
-    named = {name: module for name, module in decoder.named_modules() if _MIXER.search(type(module).__name__)}
+    seams = {layer.name for layer in attention_layers(decoder)}  # Kimi Linear's full attention has such a name too
+    named = {
+        name: module
+        for name, module in decoder.named_modules()
+        if _MIXER.search(type(module).__name__) and name not in seams
+    }
     innermost = {name for name in named if not any(other.startswith(f"{name}.") for other in named)}
     found: dict[str, str] = {}
     handed: dict[type, set[str]] = {}
@@ -163,8 +190,18 @@ def blocks_without(decoder: Any, found: list[Attention]) -> dict[str, str]:
         f"{name}.{index}": type(block).__name__
         for name, indices in holding.items()
         for index, block in decoder.get_submodule(name).named_children()
-        if index not in indices
+        if index not in indices and (not found or _may_look_around(block))
     }
+
+
+def _may_look_around(block: Any) -> bool:
+    """Whether something inside a block is handed a mask, or is called attention (Nemotron-H has blocks of an MLP only)."""
+    inside = (type(module) for module in block.modules() if module is not block)
+    return any(
+        "attention" in cls.__name__.lower() or by_document.is_handed_a_mask(cls.forward)
+        for cls in set(inside)
+        if not cls.__module__.startswith("torch.")
+    )
 
 
 def defining(cls: type, attribute: str) -> type:

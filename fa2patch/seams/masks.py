@@ -21,7 +21,13 @@ from ..boundaries import largest
 from ..errors import PackingNotIsolated
 from .packed_mask import PackedMask, find
 
-METHODS = ("_update_causal_mask", "_prepare_decoder_attention_mask", "_prepare_attn_mask")
+METHODS = (
+    "_update_causal_mask",
+    "_prepare_decoder_attention_mask",
+    "_prepare_attn_mask",
+    "_update_linear_attn_mask",
+    "_update_mamba_mask",
+)
 FUNCTIONS = re.compile(r"create_\w*masks?(_mapping|_for_generate|_for_vision_model)?|_prepare_4d_\w+")
 MASK = "attention_mask"
 UNMASK = "_unmask_unattended"

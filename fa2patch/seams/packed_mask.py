@@ -53,7 +53,7 @@ class PackedMask:
 
     def attend(self, module: Any, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, options: Options) -> torch.Tensor:
         """``packed_attention`` in the dtype that the layer ``module`` computes in; ``[batch, length, heads, dim]``."""
-        self.calls.append(None if compiling() else module)
+        self.given(module)
         if self.architecture is not None and self.architecture.adjust is not None:
             options = self.architecture.adjust(module, options)
         if self.architecture is not None and self.architecture.queries is not None:
@@ -64,6 +64,10 @@ class PackedMask:
         q, k, v = (x if x.dtype == dtype else x.to(dtype) for x in (q, k, v))
         kernel = self.picks(module, asked_by(q, k, v, options), q.device)
         return packed_attention(q, k, v, self.boundaries, options, kernel)
+
+    def given(self, module: Any) -> None:
+        """Note that a layer has the boundaries: the model counts them."""
+        self.calls.append(None if compiling() else module)
 
     def to(self, *args: Any, **kwargs: Any) -> PackedMask:
         """As ``Tensor.to``, the device only: what moves or casts a layer's inputs moves the boundaries too."""

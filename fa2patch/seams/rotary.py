@@ -51,7 +51,7 @@ def length_scaled(config: Any) -> LengthScaled | None:
         limit = (
             getattr(config, "original_max_position_embeddings", None)
             or scaling.get("original_max_position_embeddings")
-            or config.max_position_embeddings
+            or getattr(config, "max_position_embeddings", None)
         )
         if "dynamic" in kind:
             return LengthScaled("dynamic", config.max_position_embeddings)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import functools
 import importlib
+import inspect
 import re
 import types
 from collections.abc import Iterator
@@ -127,16 +128,25 @@ class Patch:
         makes_masks: whether the causal LM makes masks itself, for the models inside it (Gemma 3 up to 4.52).
         unpacked: how many training batches have come that said nothing of documents; None once one did, or it was said.
         vouched: whether a packed batch has gone through every attention layer, each one looked at.
+        carrier: the argument of the models' forwards in whose place the boundaries travel.
+        stops_ids: whether position_ids go no further than to the causal LM (Mamba, RWKV, OPT up to 4.45).
         needs_cache: whether later layers read earlier ones' keys and values from a cache (Gemma 3n).
     """
 
     def __init__(
-        self, model: Any, architecture: Architecture, kernel: str, attention: list[_Layer], sites: list[Site]
+        self,
+        model: Any,
+        architecture: Architecture,
+        kernel: str,
+        attention: list[_Layer],
+        sites: list[Site],
+        carrier: str = masks.MASK,
     ) -> None:
         self.model, self.architecture, self.kernel = model, architecture, kernel
         self.picks = kernels.Picks(kernel)
-        self.attention, self.sites = tuple(attention), tuple(sites)
+        self.attention, self.sites, self.carrier = tuple(attention), tuple(sites), carrier
         *outer, decoder = layers.models(model)
+        self.stops_ids = "position_ids" not in inspect.signature(decoder.forward).parameters
         self.makes_masks = bool(outer) and any(
             site.kind == "mask" and isinstance(site.owner, type) and isinstance(model, site.owner) for site in sites
         )
@@ -387,7 +397,8 @@ def plan(model: Any, kernel: str = "auto", architecture: str | None = None) -> P
         sites += dict.fromkeys(
             _class_site("rotary", module) for name, module in decoder.named_children() if name in rotary.NAMES
         )
-    return Patch(model, row, kernel, planned, list(dict.fromkeys(sites)))
+    carrier = masks.MASK if attention else layers.carrier(decoder, mixing)
+    return Patch(model, row, kernel, planned, list(dict.fromkeys(sites)), carrier)
 
 
 def _check_layers(decoder: Any, attention: list[layers.Attention], mixing: list[layers.Attention]) -> None:

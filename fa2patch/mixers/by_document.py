@@ -16,24 +16,31 @@ from typing import Any, Callable
 import torch
 
 from .._compile import uncompiled
-from ..errors import PackedWithCache
+from ..errors import PackedWithCache, PackingNotIsolated
 from ..seams.packed_mask import PackedMask, find
 
 MASKS = ("attention_mask", "mask", "conv_mask")
 """What a mixer's mask is called: the way on which it is handed the boundaries."""
 
-_CACHES = ("past_key_values", "past_key_value", "cache_params")
+CACHES = ("past_key_values", "past_key_value", "cache_params", "state")
+"""What the state before the first token is called: the way where no layer is handed a mask (RWKV, Mamba up to 4.44)."""
+
 _OF_THE_ROW = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k", "seq_idx")
 """What describes the row's documents has no meaning in a document's own call."""
 
 
-def is_handed_a_mask(forward: Callable[..., Any]) -> bool:
-    """Whether a mixer's ``forward`` takes a mask."""
-    return any(name in MASKS for name in inspect.signature(forward).parameters)
+def is_handed(names: tuple[str, ...], forward: Callable[..., Any]) -> bool:
+    """Whether a mixer's ``forward`` takes an argument of one of these names."""
+    return any(name in names for name in inspect.signature(forward).parameters)
 
 
 def by_document(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Replacement for a mixer class's ``forward``: a packed batch is computed document by document."""
+    """Replacement for a mixer class's ``forward``: a packed batch is computed document by document.
+
+    Raises:
+        PackedWithCache: a state from before the row came too.
+        PackingNotIsolated: the mixer returns something that is neither for each token nor nothing.
+    """
     names = list(inspect.signature(original).parameters)[1:]
 
     @functools.wraps(original)
@@ -42,7 +49,7 @@ def by_document(original: Callable[..., Any]) -> Callable[..., Any]:
         if mask is None:
             return original(self, *args, **kwargs)
         call = {**dict(zip(names, args)), **kwargs}
-        held = [name for name in _CACHES if call.get(name) is not None]
+        held = [name for name in CACHES if call.get(name) is not None and call[name] is not mask]
         if held:
             raise PackedWithCache(
                 f"{type(self).__name__} was handed {held[0]} with a packed batch. What a cache holds belongs to no one "
@@ -60,7 +67,9 @@ def _one_by_one(original: Callable[..., Any], module: Any, call: dict[str, Any],
     given = {name: value for name, value in call.items() if name not in _OF_THE_ROW}
     pieces = {name: _of_each(value, mask.shape, lengths) for name, value in given.items()}
     outputs = [original(module, **{name: of[i] for name, of in pieces.items()}) for i in range(len(lengths))]
-    return _joined(outputs, mask.shape, lengths)
+    if call.get("state") is mask:  # RWKV's layers hand the state on from one to the next
+        return (_joined([output[0] for output in outputs], mask.shape, lengths, type(module).__name__), mask)
+    return _joined(outputs, mask.shape, lengths, type(module).__name__)
 
 
 def _of_each(value: Any, shape: tuple[int, int], lengths: list[int]) -> Sequence[Any]:
@@ -76,13 +85,25 @@ def _of_each(value: Any, shape: tuple[int, int], lengths: list[int]) -> Sequence
     return [piece[None] for piece in rows.split(lengths)]
 
 
-def _joined(outputs: Sequence[Any], shape: tuple[int, int], lengths: Sequence[int]) -> Any:
-    """Outputs ``[1, length, ...]`` of every document as those of the batch; of others (a last state) the first."""
+def _joined(outputs: Sequence[Any], shape: tuple[int, int], lengths: Sequence[int], of: str) -> Any:
+    """Outputs ``[1, length, ...]`` of every document as those of the batch, ``[length, ...]`` one behind the other.
+    """
     first = outputs[0]
     if isinstance(first, tuple):
-        return tuple(_joined(column, shape, lengths) for column in zip(*outputs))
-    tokens = [each.shape[:2] for each in outputs if isinstance(each, torch.Tensor) and each.dim() > 1]
-    if tokens != [(1, length) for length in lengths]:
+        return tuple(_joined(column, shape, lengths, of) for column in zip(*outputs))
+    if first is None or isinstance(first, (bool, int)):
         return first
-    whole = torch.cat(tuple(outputs), dim=1)
-    return whole.view(*shape, *whole.shape[2:])
+    shapes = [each.shape for each in outputs if isinstance(each, torch.Tensor)]
+    if [tuple(each[:2]) for each in shapes] == [(1, length) for length in lengths]:
+        whole = torch.cat(tuple(outputs), dim=1)
+        return whole.view(*shape, *whole.shape[2:])
+    if [each[0] if each else None for each in shapes] == [*lengths]:
+        return torch.cat(tuple(outputs))
+    raise PackingNotIsolated(
+        f"{of} returned something that is not for each token ({_kind(first)}): computed document by document, there "
+        "is one for each of them. Train this model padded, and please report it."
+    )
+
+
+def _kind(value: Any) -> str:
+    return f"{type(value).__name__} {list(value.shape)}" if isinstance(value, torch.Tensor) else type(value).__name__

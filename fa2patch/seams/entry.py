@@ -71,7 +71,7 @@ def causal_lm(original: Callable[..., Any]) -> Callable[..., Any]:
         pools = pooling.pools_documents(self)
         # the **kwargs of Falcon's and Phi's token classifiers hand position_ids to nobody
         swallows = "position_ids" not in calls.names and not predicts_the_next(self)
-        looks_itself = patch.makes_masks or pools or swallows or not calls.takes("position_ids")
+        looks_itself = patch.makes_masks or patch.stops_ids or pools or swallows or not calls.takes("position_ids")
         labelled = [name for name in LABELS if call.get(name) is not None and predicts_the_next(self)]
         looked = looks_itself or (labelled and not compiling())
         mask = packed_mask(call, patch) if looked else None
@@ -80,8 +80,6 @@ def causal_lm(original: Callable[..., Any]) -> Callable[..., Any]:
             shape, _ = batch_shape(call)
             call.update({name: inside_documents(call[name], cu, name, shape) for name in labelled})
         if mask is not None and looks_itself:
-            if not calls.takes("position_ids"):
-                del call["position_ids"]
             if pools:
                 call, ride = pooling.by_document(self, call, mask)
                 output = _packed(calls, self, args, call, mask)
@@ -139,7 +137,7 @@ def base_model(original: Callable[..., Any]) -> Callable[..., Any]:
         made_by_a_model = _is_dense(given) and (compiling() or around)
         if any(ids is call.get("position_ids") and mask is given for ids, mask in around):
             return calls.make(self, args, call)
-        found_before = find(given.values() if isinstance(given, dict) else [given])
+        found_before = find([*(given.values() if isinstance(given, dict) else [given]), call.get(patch.carrier)])
         if found_before is not None and call.get("position_ids") is None and "position_ids" in calls.names:
             call["position_ids"] = found_before.position_ids
             return calls.make(self, args, call)
@@ -197,7 +195,9 @@ def _packed(calls: Calls, model: Any, args: tuple[Any, ...], call: dict[str, Any
     """The result of a packed batch, if every attention layer was given its boundaries."""
     patch = vars(model)[MARK]
     patch.unpacked = None
-    call["attention_mask"] = mask
+    call[patch.carrier] = mask
+    if not calls.takes("position_ids"):
+        del call["position_ids"]
     if "use_cache" in {*calls.names, *call} and not patch.needs_cache:
         call["use_cache"] = False
     try:

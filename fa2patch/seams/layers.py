@@ -19,6 +19,7 @@ Replaced = tuple[str, Any, str]
 
 _MIXER = re.compile(
     r"Mamba|Mixer2?$|RecurrentBlock|Rwkv|Retention|ShortConv|DeltaNet|DeltaAttention|LightningAttention|LinearAttention"
+    r"|LSTM(Backend|Layer)$"
 )
 _MIXER_WEIGHTS = ("A_log", "dt_bias", "time_decay", "conv_kernel")
 _MIXER_ARGUMENTS = {"cache_params", "conv_state", "conv_states", "ssm_state", "recurrent_state", "recurrent_states"}
@@ -107,24 +108,35 @@ def _seam_of(cls: type) -> tuple[str, Replaced, tuple[Replaced, ...]] | None:
 
 
 def mixer_layers(decoder: Any, found: list[Attention]) -> Iterator[Attention]:
-    """Layers that carry state along the row and are handed a mask: what surrounds each of :func:`mixers`, or it."""
+    """What carries state along the row and is handed a mask: each of :func:`mixers`, or the nearest around it.
+
+    In a model without attention, whose layers may be handed none, what is handed the state before the first token.
+    """
     attention = [layer.name for layer in found]
     done: set[str] = set()
     for name in mixers(decoder):
         parts = name.split(".")
-        for end in range(len(parts), 0, -1):
-            path = ".".join(parts[:end])
+        around = [".".join(parts[:end]) for end in range(len(parts), 0, -1)]
+        around = [path for path in around if not any(f"{other}.".startswith(f"{path}.") for other in attention)]
+        for names in (by_document.MASKS, *([] if attention else [by_document.CACHES])):
+            path = next((path for path in around if _takes(decoder.get_submodule(path), names)), None)
+            if path is not None:
+                break
+        if path is not None and path not in done:
+            done.add(path)
             module = decoder.get_submodule(path)
-            if isinstance(module, torch.nn.ModuleList) or any(
-                f"{other}.".startswith(f"{path}.") for other in attention
-            ):
-                break
-            owner = defining(type(module), "forward")
-            if not owner.__module__.startswith("torch.") and by_document.is_handed_a_mask(vars(owner)["forward"]):
-                if path not in done:
-                    done.add(path)
-                    yield Attention(path, module, "mixer", ("mixer", owner, "forward"))
-                break
+            yield Attention(path, module, "mixer", ("mixer", defining(type(module), "forward"), "forward"))
+
+
+def carrier(decoder: Any, mixing: list[Attention]) -> str:
+    """The argument of a decoder without attention that its layers are handed: a mask, or what comes before the row."""
+    names = by_document.MASKS if all(_takes(layer.module, by_document.MASKS) for layer in mixing) else by_document.CACHES
+    return next((name for name in inspect.signature(decoder.forward).parameters if name in names), names[0])
+
+
+def _takes(module: Any, names: tuple[str, ...]) -> bool:
+    owner = defining(type(module), "forward")
+    return not owner.__module__.startswith("torch.") and by_document.is_handed(names, vars(owner)["forward"])
 
 
 def claims_flash_attention(model: Any, found: list[Attention]) -> bool:
@@ -143,7 +155,7 @@ def mixers(decoder: Any) -> dict[str, str]:
     named = {
         name: module
         for name, module in decoder.named_modules()
-        if _MIXER.search(type(module).__name__) and name not in seams
+        if name and _MIXER.search(type(module).__name__) and name not in seams and "Norm" not in type(module).__name__
     }
     innermost = {name for name in named if not any(other.startswith(f"{name}.") for other in named)}
     found: dict[str, str] = {}
@@ -198,7 +210,7 @@ def _may_look_around(block: Any) -> bool:
     """Whether something inside a block is handed a mask, or is called attention (Nemotron-H has blocks of an MLP only)."""
     inside = (type(module) for module in block.modules() if module is not block)
     return any(
-        "attention" in cls.__name__.lower() or by_document.is_handed_a_mask(cls.forward)
+        "attention" in cls.__name__.lower() or by_document.is_handed(by_document.MASKS, cls.forward)
         for cls in set(inside)
         if not cls.__module__.startswith("torch.")
     )

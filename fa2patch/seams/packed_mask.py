@@ -122,6 +122,13 @@ class PackedMask:
 
     __iter__ = None
 
+    rnn_state = property(lambda self: self)
+    """In the place of xLSTM's state before the first token, of which each layer is handed its own ..."""
+
+    def __bool__(self) -> bool:
+        """... and which is no state to write to."""
+        return False
+
     def __getitem__(self, index: Any) -> Any:
         """4.34's flash Mistral asks ``mask[:, -1]`` whether the padding is on the right: it is not."""
         if index == (slice(None), -1):

@@ -33,6 +33,9 @@ TEXT_SIDES = (
 )  # fmt: skip
 """Vision-language models whose text side is checked (``pixtral``: Llava around a Pixtral tower)."""
 
+WITHOUT_ATTENTION = ("falcon_mamba", "mamba", "mamba2", "rwkv", "xlstm")
+"""Language models that claim no flash attention, as they have none."""
+
 SETTINGS: dict[str, Any] = {
     **dict.fromkeys(
         ["vocab_size", "vocab_size_per_layer_input", "text_vocab_size", "pronunciation_vocab_size", "shape_vocab_size"],
@@ -122,7 +125,18 @@ OVERRIDES: dict[str, dict[str, Any]] = {
     "stablelm": {"partial_rotary_factor": 0.5, "use_qkv_bias": True},
     "starcoder2": {"sliding_window": None},
     **dict.fromkeys(
-        ["axk1", "deepseek_v2", "deepseek_v3", "glm4_moe_lite", "longcat_flash", "minicpm3", "youtu"], _LATENT
+        [
+            "axk1",
+            "bailing_hybrid",
+            "deepseek_v2",
+            "deepseek_v3",
+            "glm4_moe_lite",
+            "kimi_linear",
+            "longcat_flash",
+            "minicpm3",
+            "youtu",
+        ],
+        _LATENT,
     ),
     **dict.fromkeys(["qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe"], _MROPE),
     **dict.fromkeys(
@@ -134,6 +148,20 @@ OVERRIDES: dict[str, dict[str, Any]] = {
             "layer_types": ["sliding_attention", "full_attention"] * 2,
         },
     ),
+    **dict.fromkeys(["falcon_mamba", "mamba"], {"state_size": 8, "time_step_rank": 4}),
+    "mamba2": {"state_size": 8, "num_heads": 4, "head_dim": 16, "n_groups": 1, "chunk_size": 8},
+    "recurrent_gemma": {"num_hidden_layers": 3, "attention_window_size": 6},
+    "rwkv": {"attention_hidden_size": 32, "context_length": 128},
+    "xlstm": {
+        "num_blocks": 2,
+        "embedding_dim": 32,
+        "num_heads": 2,
+        "chunk_size": 8,
+        "sequence_kernel": "native_sequence__native",
+        "chunkwise_kernel": "chunkwise--native_autograd",
+        "step_kernel": "native",
+    },
+    "bamba": {"attn_layer_indices": [1]},
     "granitemoehybrid": {"layer_types": ["mamba", "attention"]},
     "jamba": {"use_mamba_kernels": False, "attn_layer_offset": 1, "attn_layer_period": 2},
     "xmod": {"default_language": "en_XX"},
@@ -176,7 +204,7 @@ ROUTERS = (".gate.weight", "router.layer.weight", "router.weight")
 
 def architectures() -> list[str]:
     """Every decoder-only language model of the installed Transformers that claims flash attention, and text sides."""
-    names = {*_auto().MODEL_FOR_CAUSAL_LM_MAPPING_NAMES, *TEXT_SIDES} - {*SEEDS, *OUT_OF_SCOPE}
+    names = {*_auto().MODEL_FOR_CAUSAL_LM_MAPPING_NAMES, *TEXT_SIDES, *WITHOUT_ATTENTION} - {*SEEDS, *OUT_OF_SCOPE}
     return [*filter(is_present, SEEDS), *sorted(filter(is_present, names))]
 
 
@@ -191,7 +219,7 @@ def is_present(architecture: str) -> bool:
         cls = model_class(architecture)
     except (KeyError, ImportError, AttributeError):
         return False
-    if own_models.is_file(architecture):
+    if own_models.is_file(architecture) or architecture in WITHOUT_ATTENTION:
         return not _is_encoder_decoder(cls)
     modeling = sys.modules[cls.__module__]
     claims = any(getattr(cls, name, False) for name in ("_supports_flash_attn_2", "_supports_flash_attn"))
@@ -328,6 +356,8 @@ def with_layers(architecture: str, layers: int) -> dict[str, Any]:
     config = config_of(architecture)
     config = getattr(config, "text_config", config)
     names = [name for name in ("num_hidden_layers", "n_layers", "n_layer", "num_layers") if name in vars(config)]
+    if not names:
+        return {}
     changes: dict[str, Any] = {names[0]: layers}
     for name in ("layer_types", "no_rope_layers", "mlp_layer_types"):
         kinds = vars(config).get(name)

@@ -92,7 +92,8 @@ def inertness(cell: Cell) -> None:
                 continue
             if not torch.equal(found.logits, expected.logits):
                 raise AssertionError(f"a batch with {sorted(batch)} gave other logits")
-            if batch.get("output_attentions") and not all(map(torch.equal, found.attentions, expected.attentions)):
+            weights = (getattr(output, "attentions", None) or () for output in (found, expected))
+            if batch.get("output_attentions") and not all(map(torch.equal, *weights)):
                 raise AssertionError("other attention weights")
 
 
@@ -195,12 +196,12 @@ def host_reads(cell: Cell) -> None:
 @point
 def no_dense_mask(cell: Cell) -> None:
     """No tensor of the row's length squared is made for a packed batch."""
-    docs = documents(11, 13, 17)
+    docs = documents(31, 33, 23)  # more than a chunk of 64, of which gated delta nets make squares
     model = cell.model()
-    with fa2patch.apply(model), reads.largest_square(41) as seen:
+    with fa2patch.apply(model), reads.largest_square(87) as seen:
         model(**pack(docs))
     if seen.found:
-        raise AssertionError(f"made for a row of 41 tokens: {seen.found[:3]}")
+        raise AssertionError(f"made for a row of 87 tokens: {seen.found[:3]}")
 
 
 @point

@@ -172,8 +172,11 @@ def windows(cell: Cell) -> None:
 def _eager_window_excess(cell: Cell, name: str, changes: dict[str, Any]) -> int | None:
     """Tokens that this version's eager code sees beyond its window (rule 11); None where it has no window."""
     one = tiny_models.with_layers(cell.family, 1)
+    if not one:
+        return None
     first = next(iter(one))
-    for layers in ({first: 1}, one):
+    sliding = {**one, "layer_types": ["sliding_attention"]}  # LFM3's first layer is a convolution
+    for layers in (*([sliding] if _slides(cell) else []), {first: 1}, one):
         with contextlib.suppress(Exception):  # layer_types of another length, and other lists with an entry for each
             model = cell.reference(**{**layers, **changes, name: 4})
             break
@@ -181,10 +184,17 @@ def _eager_window_excess(cell: Cell, name: str, changes: dict[str, Any]) -> int 
         return None
     embeddings = model.get_input_embeddings()(documents(12)[0][None]).detach().requires_grad_()
     counts = "position_ids" in inspect.signature(type(model).forward).parameters
-    call = {"inputs_embeds": embeddings, **({"position_ids": torch.arange(12)[None]} if counts else {})}
+    call: dict[str, Any] = {"inputs_embeds": embeddings, "use_cache": False}
+    if counts:
+        call["position_ids"] = torch.arange(12)[None]
     (gradient,) = torch.autograd.grad(model(**call).logits[0, -1].square().sum(), embeddings)
     reach = int(gradient[0].any(-1).sum())
     return None if reach == 12 else reach - 4
+
+
+def _slides(cell: Cell) -> bool:
+    config = tiny_models.config_of(cell.family)
+    return "sliding_attention" in (getattr(getattr(config, "text_config", config), "layer_types", None) or ())
 
 
 def _alone_same_route(model: Any, doc: torch.Tensor) -> torch.Tensor:

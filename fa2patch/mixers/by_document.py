@@ -30,8 +30,10 @@ _OF_THE_ROW = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k",
 
 
 def is_handed(names: tuple[str, ...], forward: Callable[..., Any]) -> bool:
-    """Whether a mixer's ``forward`` takes an argument of one of these names."""
-    return any(name in names for name in inspect.signature(forward).parameters)
+    """Whether a mixer's ``forward`` takes an argument of one of these names; so may one of somebody's ``*args``."""
+    parameters = list(inspect.signature(forward).parameters.values())
+    opaque = any(p.kind is p.VAR_POSITIONAL for p in parameters)
+    return opaque or any(p.name in names for p in parameters)
 
 
 def by_document(original: Callable[..., Any]) -> Callable[..., Any]:
@@ -48,28 +50,34 @@ def by_document(original: Callable[..., Any]) -> Callable[..., Any]:
         mask = find(chain(args, kwargs.values()))
         if mask is None:
             return original(self, *args, **kwargs)
-        call = {**dict(zip(names, args)), **kwargs}
-        held = [name for name in CACHES if call.get(name) is not None and call[name] is not mask]
+        named = {**dict(zip(names, args)), **kwargs}
+        held = [name for name in CACHES if named.get(name) is not None and named[name] is not mask]
         if held:
             raise PackedWithCache(
                 f"{type(self).__name__} was handed {held[0]} with a packed batch. What a cache holds belongs to no one "
                 "document of the row. Leave it out (use_cache=False)."
             )
         mask.given(self)
-        return _one_by_one(original, self, call, mask)
+        return _one_by_one(functools.partial(original, self), args, kwargs, mask, named.get("state") is mask)
 
     return forward
 
 
 @uncompiled
-def _one_by_one(original: Callable[..., Any], module: Any, call: dict[str, Any], mask: PackedMask) -> Any:
+def _one_by_one(
+    original: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], mask: PackedMask, hands_on: bool
+) -> Any:
+    """The outputs of every document's own call, joined; ``hands_on``: the second one is the next layer's state."""
     lengths = [length for length in mask.boundaries.lengths if length]
-    given = {name: value for name, value in call.items() if name not in _OF_THE_ROW}
-    pieces = {name: _of_each(value, mask.shape, lengths) for name, value in given.items()}
-    outputs = [original(module, **{name: of[i] for name, of in pieces.items()}) for i in range(len(lengths))]
-    if call.get("state") is mask:  # RWKV's layers hand the state on from one to the next
-        return (_joined([output[0] for output in outputs], mask.shape, lengths, type(module).__name__), mask)
-    return _joined(outputs, mask.shape, lengths, type(module).__name__)
+    in_order = [_of_each(value, mask.shape, lengths) for value in args]
+    named = {name: _of_each(value, mask.shape, lengths) for name, value in kwargs.items() if name not in _OF_THE_ROW}
+    outputs = [
+        original(*[value[i] for value in in_order], **{name: value[i] for name, value in named.items()})
+        for i in range(len(lengths))
+    ]
+    if hands_on:
+        return _joined([output[0] for output in outputs], mask.shape, lengths), mask
+    return _joined(outputs, mask.shape, lengths)
 
 
 def _of_each(value: Any, shape: tuple[int, int], lengths: list[int]) -> Sequence[Any]:
@@ -85,25 +93,27 @@ def _of_each(value: Any, shape: tuple[int, int], lengths: list[int]) -> Sequence
     return [piece[None] for piece in rows.split(lengths)]
 
 
-def _joined(outputs: Sequence[Any], shape: tuple[int, int], lengths: Sequence[int], of: str) -> Any:
+def _joined(outputs: Sequence[Any], shape: tuple[int, int], lengths: Sequence[int]) -> Any:
     """Outputs ``[1, length, ...]`` of every document as those of the batch, ``[length, ...]`` one behind the other.
+
+    Of several outputs one that is not for each token (a last state, of which each document has its own) is None.
     """
-    first = outputs[0]
-    if isinstance(first, tuple):
-        return tuple(_joined(column, shape, lengths, of) for column in zip(*outputs))
-    if first is None or isinstance(first, (bool, int)):
-        return first
-    shapes = [each.shape for each in outputs if isinstance(each, torch.Tensor)]
-    if [tuple(each[:2]) for each in shapes] == [(1, length) for length in lengths]:
+    if isinstance(outputs[0], tuple):
+        first, *others = zip(*outputs)
+        return (_joined(first, shape, lengths), *(_of_tokens(other, shape, lengths) for other in others))
+    whole = _of_tokens(outputs, shape, lengths)
+    if whole is None:
+        found = f"{type(outputs[0]).__name__} {list(getattr(outputs[0], 'shape', []))}"
+        raise PackingNotIsolated(
+            f"a mixer returned something that is not for each token ({found}): computed document by document, there "
+            "is one for each of them. Train this model padded, and please report it."
+        )
+    return whole
+
+
+def _of_tokens(outputs: Sequence[Any], shape: tuple[int, int], lengths: Sequence[int]) -> torch.Tensor | None:
+    shapes = [tuple(each.shape) if isinstance(each, torch.Tensor) else () for each in outputs]
+    if [each[:2] for each in shapes] == [(1, length) for length in lengths]:
         whole = torch.cat(tuple(outputs), dim=1)
         return whole.view(*shape, *whole.shape[2:])
-    if [each[0] if each else None for each in shapes] == [*lengths]:
-        return torch.cat(tuple(outputs))
-    raise PackingNotIsolated(
-        f"{of} returned something that is not for each token ({_kind(first)}): computed document by document, there "
-        "is one for each of them. Train this model padded, and please report it."
-    )
-
-
-def _kind(value: Any) -> str:
-    return f"{type(value).__name__} {list(value.shape)}" if isinstance(value, torch.Tensor) else type(value).__name__
+    return torch.cat(tuple(outputs)) if [each[:1] for each in shapes] == [(length,) for length in lengths] else None

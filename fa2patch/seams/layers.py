@@ -130,7 +130,9 @@ def mixer_layers(decoder: Any, found: list[Attention]) -> Iterator[Attention]:
 
 def carrier(decoder: Any, mixing: list[Attention]) -> str:
     """The argument of a decoder without attention that its layers are handed: a mask, or what comes before the row."""
-    names = by_document.MASKS if all(_takes(layer.module, by_document.MASKS) for layer in mixing) else by_document.CACHES
+    names = (
+        by_document.MASKS if all(_takes(layer.module, by_document.MASKS) for layer in mixing) else by_document.CACHES
+    )
     return next((name for name in inspect.signature(decoder.forward).parameters if name in names), names[0])
 
 

@@ -150,7 +150,7 @@ OVERRIDES: dict[str, dict[str, Any]] = {
     ),
     **dict.fromkeys(["falcon_mamba", "mamba"], {"state_size": 8, "time_step_rank": 4}),
     "mamba2": {"state_size": 8, "num_heads": 4, "head_dim": 16, "n_groups": 1, "chunk_size": 8},
-    "recurrent_gemma": {"num_hidden_layers": 3, "attention_window_size": 6},
+    "recurrent_gemma": {"num_hidden_layers": 3},
     "rwkv": {"attention_hidden_size": 32, "context_length": 128},
     "xlstm": {
         "num_blocks": 2,
@@ -168,7 +168,11 @@ OVERRIDES: dict[str, dict[str, Any]] = {
     "zamba2": {"layers_block_type": ["mamba", "hybrid"]},
     "lfm2": {"layer_types": ["conv", "full_attention"], "full_attn_idxs": [1]},
     "lfm2_moe": {"layer_types": ["conv", "full_attention"]},
-    "zamba": {"layers_block_type": ["mamba", "mamba", "hybrid", "mamba"], "num_hidden_layers": 4},
+    "zamba": {
+        "use_mamba_kernels": False,
+        "layers_block_type": ["mamba", "mamba", "hybrid", "mamba"],
+        "num_hidden_layers": 4,
+    },
     "gpt_neox": {"rotary_pct": 0.5},
     "cohere_compass_text": {
         "layer_types": ["sliding_attention", "full_attention"],

@@ -134,7 +134,7 @@ def _projections(model: Any) -> list[str]:
             name.rsplit(".", 1)[-1]
             for module in attention
             for name, inner in module.named_modules()
-            if type(inner).__name__ in ("Linear", "Conv1D")
+            if type(inner).__name__ in ("Linear", "Conv1D") and not name.endswith("out_proj")  # PEFT: not of Mamba's
         }
     )
 

@@ -22,9 +22,10 @@ from ..seams.packed_mask import PackedMask, find
 MASKS = ("attention_mask", "mask", "conv_mask")
 """What a mixer's mask is called: the way on which it is handed the boundaries."""
 
-CACHES = ("past_key_values", "past_key_value", "cache_params", "state")
-"""What the state before the first token is called: the way where no layer is handed a mask (RWKV, Mamba up to 4.44)."""
+OTHER_WAYS = ("cache_position", "cache_params", "state")
+"""What else a layer is handed, in the order of preference, where none is handed a mask (RWKV, Mamba up to 4.44)."""
 
+_CACHES = ("past_key_values", "past_key_value", "cache_params", "state")
 _OF_THE_ROW = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k", "seq_idx")
 """What describes the row's documents has no meaning in a document's own call."""
 
@@ -51,7 +52,7 @@ def by_document(original: Callable[..., Any]) -> Callable[..., Any]:
         if mask is None:
             return original(self, *args, **kwargs)
         named = {**dict(zip(names, args)), **kwargs}
-        held = [name for name in CACHES if named.get(name) is not None and named[name] is not mask]
+        held = [name for name in _CACHES if named.get(name) is not None and named[name] is not mask]
         if held:
             raise PackedWithCache(
                 f"{type(self).__name__} was handed {held[0]} with a packed batch. What a cache holds belongs to no one "

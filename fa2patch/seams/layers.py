@@ -110,7 +110,7 @@ def _seam_of(cls: type) -> tuple[str, Replaced, tuple[Replaced, ...]] | None:
 def mixer_layers(decoder: Any, found: list[Attention]) -> Iterator[Attention]:
     """What carries state along the row and is handed a mask: each of :func:`mixers`, or the nearest around it.
 
-    In a model without attention, whose layers may be handed none, what is handed the state before the first token.
+    In a model without attention, whose layers may be handed none, what is handed something else for all layers.
     """
     attention = [layer.name for layer in found]
     done: set[str] = set()
@@ -118,7 +118,7 @@ def mixer_layers(decoder: Any, found: list[Attention]) -> Iterator[Attention]:
         parts = name.split(".")
         around = [".".join(parts[:end]) for end in range(len(parts), 0, -1)]
         around = [path for path in around if not any(f"{other}.".startswith(f"{path}.") for other in attention)]
-        for names in (by_document.MASKS, *([] if attention else [by_document.CACHES])):
+        for names in (by_document.MASKS, *([] if attention else [by_document.OTHER_WAYS])):
             path = next((path for path in around if _takes(decoder.get_submodule(path), names)), None)
             if path is not None:
                 break
@@ -129,11 +129,13 @@ def mixer_layers(decoder: Any, found: list[Attention]) -> Iterator[Attention]:
 
 
 def carrier(decoder: Any, mixing: list[Attention]) -> str:
-    """The argument of a decoder without attention that its layers are handed: a mask, or what comes before the row."""
-    names = (
-        by_document.MASKS if all(_takes(layer.module, by_document.MASKS) for layer in mixing) else by_document.CACHES
-    )
-    return next((name for name in inspect.signature(decoder.forward).parameters if name in names), names[0])
+    """The argument of a decoder without attention in whose place boundaries get to its layers."""
+    given = inspect.signature(decoder.forward).parameters
+    ways = [name for name in by_document.OTHER_WAYS if name in given]
+    for name in ("attention_mask", *ways):
+        if all(_takes(layer.module, (name,)) for layer in mixing):
+            return name
+    return "attention_mask"
 
 
 def _takes(module: Any, names: tuple[str, ...]) -> bool:
@@ -209,7 +211,7 @@ def blocks_without(decoder: Any, found: list[Attention]) -> dict[str, str]:
 
 
 def _may_look_around(block: Any) -> bool:
-    """Whether something inside a block is handed a mask, or is called attention (Nemotron-H has blocks of an MLP only)."""
+    """Whether something inside a block is handed a mask, or called attention (Nemotron-H has blocks of an MLP only)."""
     inside = (type(module) for module in block.modules() if module is not block)
     return any(
         "attention" in cls.__name__.lower() or by_document.is_handed(by_document.MASKS, cls.forward)

@@ -82,7 +82,8 @@ class Layer:
     def _flash_attention_forward(
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: Any, query_length: int, **kwargs: Any
     ) -> torch.Tensor:
-        if kwargs.pop("use_sliding_windows", False) and _windowed(self._flash, self._module):
+        longer = kwargs.pop("use_sliding_windows", False)  # than the window: of Jamba a tensor, not worth a read
+        if longer is not False and _windowed(self._flash, self._module):
             kwargs["sliding_window"] = self._module.config.sliding_window
         kwargs["is_causal"] = getattr(self._module, "is_causal", True)
         return self._mask.attend(self._module, q, k, v, function.options(kwargs))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import re
 from dataclasses import asdict, dataclass
 from typing import Any
@@ -157,6 +158,8 @@ class _Run:
         self.model, self.inner = model, inner
         self.labels = batch.get("labels")
         self.batch = {name: value for name, value in batch.items() if name not in ("labels", "shift_labels")}
+        if "state" in inspect.signature(type(inner).forward).parameters:
+            self.batch["use_cache"] = False  # as in training: RWKV would write over what its backward needs
         self.spans = spans
         self.chosen = _spread([at for at, span in enumerate(spans) if span.real], max_documents)
         self.fill = [at for at, span in enumerate(spans) if not span.real]

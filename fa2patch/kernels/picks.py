@@ -91,10 +91,16 @@ def _picked(name: str, device: str, index: int | None, *asked: Any) -> str:
 
 
 class Picks:
-    """A patched model's choices, made once for every kind of call; what ``Patch.layers`` tells of them."""
+    """A patched model's choices, made once for every kind of call; what ``Patch.layers`` tells of them.
+
+    Attributes:
+        name: the kernel asked for.
+        whole_rows: which kinds of mixers' calls keep a row's documents apart by themselves (``mixers/whole_row.py``).
+    """
 
     def __init__(self, name: str) -> None:
         self.name = name
+        self.whole_rows: dict[Any, bool] = {}
         self._made: dict[tuple[Asked, torch.device], Pick] = {}
         self._of: WeakKeyDictionary[Any, Pick] = WeakKeyDictionary()
 

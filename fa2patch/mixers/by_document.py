@@ -18,6 +18,7 @@ import torch
 from .._compile import uncompiled
 from ..errors import PackedWithCache, PackingNotIsolated
 from ..seams.packed_mask import PackedMask, find
+from . import whole_row
 
 MASKS = ("attention_mask", "mask", "conv_mask")
 """What a mixer's mask is called: the way on which it is handed the boundaries."""
@@ -59,26 +60,60 @@ def by_document(original: Callable[..., Any]) -> Callable[..., Any]:
                 "document of the row. Leave it out (use_cache=False)."
             )
         mask.given(self)
-        return _one_by_one(functools.partial(original, self), args, kwargs, mask, named.get("state") is mask)
+        return _computed(original, self, args, kwargs, mask, hands_on=named.get("state") is mask)
 
     return forward
 
 
 @uncompiled
-def _one_by_one(
-    original: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], mask: PackedMask, hands_on: bool
+def _computed(
+    original: Callable[..., Any],
+    module: Any,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    mask: PackedMask,
+    hands_on: bool,
 ) -> Any:
-    """The outputs of every document's own call, joined; ``hands_on``: the second one is the next layer's state."""
+    """The row at once where that was found to be right, else document by document.
+
+    ``hands_on``: the second output is the next layer's state.
+    """
     lengths = [length for length in mask.boundaries.lengths if length]
-    in_order = [_of_each(value, mask.shape, lengths) for value in args]
-    named = {name: _of_each(value, mask.shape, lengths) for name, value in kwargs.items() if name not in _OF_THE_ROW}
-    outputs = [
-        original(*[value[i] for value in in_order], **{name: value[i] for name, value in named.items()})
-        for i in range(len(lengths))
-    ]
-    if hands_on:
-        return _joined([output[0] for output in outputs], mask.shape, lengths), mask
-    return _joined(outputs, mask.shape, lengths)
+    tokens = sum(lengths)
+    kwargs = {name: value for name, value in kwargs.items() if name not in _OF_THE_ROW}
+    place, hidden = _hidden(args, kwargs, mask.shape)
+
+    def among(lengths: list[int], more: dict[str, Any], hidden: torch.Tensor | None = None) -> Any:
+        given, named = list(args), dict(kwargs)
+        if hidden is not None:
+            (named if isinstance(place, str) else given)[place] = hidden
+        in_order = [_of_each(value, mask.shape, lengths) for value in given]
+        of_name = {name: _of_each(value, mask.shape, lengths) for name, value in named.items()}
+        outputs = [
+            original(module, *[of[i] for of in in_order], **{name: of[i] for name, of in of_name.items()}, **more)
+            for i in range(len(lengths))
+        ]
+        if hands_on:
+            return _joined([output[0] for output in outputs], mask.shape, lengths), mask
+        return _joined(outputs, mask.shape, lengths)
+
+    if hidden is None or not whole_row.may_be(original, module, hidden, lengths):
+        return among(lengths, {})
+    known, kind = mask.picks.whole_rows, (type(module), hidden.device.type, hidden.dtype, module.training)
+    more = whole_row.keywords(original, mask.boundaries, tokens)
+    if kind not in known:
+        known[kind] = whole_row.keeps_apart(
+            lambda row: among([tokens], more, row), lambda row: among(lengths, {}, row), hidden, lengths
+        )
+    return among([tokens], more) if known[kind] else among(lengths, {})
+
+
+def _hidden(args: tuple[Any, ...], kwargs: dict[str, Any], shape: tuple[int, int]) -> tuple[Any, torch.Tensor | None]:
+    """The hidden states ``[batch, length, width]`` among a mixer's arguments, and their place or name."""
+    for place, value in chain(enumerate(args), kwargs.items()):
+        if isinstance(value, torch.Tensor) and value.is_floating_point() and value.shape[:-1] == shape:
+            return place, value
+    return None, None
 
 
 def _of_each(value: Any, shape: tuple[int, int], lengths: list[int]) -> Sequence[Any]:
@@ -91,7 +126,7 @@ def _of_each(value: Any, shape: tuple[int, int], lengths: list[int]) -> Sequence
     if not isinstance(value, torch.Tensor) or value.dim() < 2 or value.shape[1] != shape[1]:
         return [value] * len(lengths)
     rows = value.expand(shape[0], *value.shape[1:]).flatten(0, 1)
-    return [piece[None] for piece in rows.split(lengths)]
+    return [piece[None] for piece in torch.split(rows, lengths)]
 
 
 def _joined(outputs: Sequence[Any], shape: tuple[int, int], lengths: Sequence[int]) -> Any:

@@ -48,14 +48,14 @@ def length_scaled(config: Any) -> LengthScaled | None:
     """The length-dependent rope scaling of a config, if it has one."""
     for scaling in _scalings(config):
         kind = scaling.get("rope_type", scaling.get("type")) or ""
-        limit = (
-            getattr(config, "original_max_position_embeddings", None)
-            or scaling.get("original_max_position_embeddings")
-            or getattr(config, "max_position_embeddings", None)
-        )
         if "dynamic" in kind:
             return LengthScaled("dynamic", config.max_position_embeddings)
         if kind in ("longrope", "su") or (kind == "yarn" and "short_factor" in scaling):
+            limit = (
+                getattr(config, "original_max_position_embeddings", None)
+                or scaling.get("original_max_position_embeddings")
+                or config.max_position_embeddings
+            )
             return LengthScaled("longrope", limit)
     return None
 

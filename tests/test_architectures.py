@@ -57,11 +57,3 @@ def test_layers_that_share_keys_find_them(docs):
     model = tiny_models.build("gemma3n_text", "sdpa")
     with fa2patch.apply(model):
         assert_close(model(**pack(docs)).logits[0], alone(tiny_models.build("gemma3n_text", "eager"), docs), "logits")
-
-
-@pytest.mark.parametrize("name", ["jamba", "falcon_h1", "qwen3_next", "lfm2", "minimax", "bamba"])
-def test_state_outside_attention_is_refused_by_name(name):
-    if not tiny_models.is_present(name):
-        pytest.skip(f"no {name} in {transformers.__version__}")
-    with pytest.raises(errors.UnsupportedModel, match=r"outside attention, in \w+ \(.*\) at layers\.\d"):
-        fa2patch.apply(tiny_models.build(name, "eager"))

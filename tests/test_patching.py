@@ -284,8 +284,13 @@ class TestRefusals:
         self.check(errors.LayerNotPatchable, "found 0 such layers", transformers.BloomForCausalLM(config))
 
     def test_state_outside_attention(self):
-        model = transformers.JambaForCausalLM(tiny_models.config_of("jamba"))
-        self.check(errors.UnsupportedModel, r"JambaMambaMixer \(.*\) at layers\.0\.mamba.*leak there", model)
+        class Convolved(torch.nn.Conv1d):
+            def forward(self, hidden):
+                return super().forward(hidden.mT)[..., : hidden.shape[1]].mT
+
+        model = tiny_models.build("llama")
+        model.model.layers[1].mlp = torch.nn.Sequential(Convolved(32, 32, 3, padding=2))
+        self.check(errors.UnsupportedModel, r"Convolved \(a convolution .*\) at layers\.1\.mlp\.0.*leak there", model)
 
     def test_encoder_decoder(self):
         config = transformers.BartConfig(

@@ -211,11 +211,13 @@ def blocks_without(decoder: Any, found: list[Attention]) -> dict[str, str]:
 
 
 def _may_look_around(block: Any) -> bool:
-    """Whether something inside a block is handed a mask, or called attention (Nemotron-H has blocks of an MLP only)."""
-    inside = (type(module) for module in block.modules() if module is not block)
+    """Whether something in a block is handed a mask, or called attention (Nemotron-H has blocks of an MLP only)."""
+    if "attention" in type(block).__name__.lower():
+        return True
+    inside = {type(module) for module in block.modules() if module is not block}
     return any(
         "attention" in cls.__name__.lower() or by_document.is_handed(by_document.MASKS, cls.forward)
-        for cls in set(inside)
+        for cls in inside
         if not cls.__module__.startswith("torch.")
     )
 

@@ -131,9 +131,11 @@ def mixer_layers(decoder: Any, found: list[Attention]) -> Iterator[Attention]:
 def carrier(decoder: Any, mixing: list[Attention]) -> str:
     """The argument of a decoder without attention in whose place boundaries get to its layers."""
     given = inspect.signature(decoder.forward).parameters
-    ways = [name for name in by_document.OTHER_WAYS if name in given]
-    for name in ("attention_mask", *ways):
-        if all(_takes(layer.module, (name,)) for layer in mixing):
+    states = ("cache_params", "state")  # of xLSTM's the decoder's is called one, the layers' the other
+    for name, at_layers in {
+        "attention_mask": by_document.MASKS, "cache_position": ("cache_position",), **dict.fromkeys(states, states)
+    }.items():  # fmt: skip
+        if name in given and all(_takes(layer.module, at_layers) for layer in mixing):
             return name
     return "attention_mask"
 

@@ -36,6 +36,9 @@ TEXT_SIDES = (
 WITHOUT_ATTENTION = ("falcon_mamba", "mamba", "mamba2", "rwkv", "xlstm")
 """Language models that claim no flash attention, as they have none."""
 
+IN_DOUBLE_PRECISION = ("xlstm",)
+"""Their float32 gradients are a thousandth of rounding, packed or not: exponentials of sums of gates."""
+
 SETTINGS: dict[str, Any] = {
     **dict.fromkeys(
         ["vocab_size", "vocab_size_per_layer_input", "text_vocab_size", "pronunciation_vocab_size", "shape_vocab_size"],
@@ -157,7 +160,7 @@ OVERRIDES: dict[str, dict[str, Any]] = {
         "qk_dim_factor": 1.0,
         "num_blocks": 2,
         "num_heads": 2,
-        "chunk_size": 16,  # float32 gradients of its chunks are rounding by a thousandth, packed or not (float64: equal)
+        "chunk_size": 16,
         "sequence_kernel": "native_sequence__native",
         "chunkwise_kernel": "chunkwise--native_autograd",
         "autocast_kernel_dtype": "float32",

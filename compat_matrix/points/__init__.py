@@ -35,8 +35,12 @@ class Cell:
     family: str
     implementation: str
 
-    def model(self, dtype: torch.dtype = torch.float32, **changes: Any) -> Any:
-        return tiny_models.build(self.family, self.implementation, dtype, **changes)
+    def model(self, dtype: torch.dtype | None = None, **changes: Any) -> Any:
+        return tiny_models.build(self.family, self.implementation, dtype or self.dtype, **changes)
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return torch.float64 if self.family in tiny_models.IN_DOUBLE_PRECISION else torch.float32
 
     @property
     def of_gradients(self) -> dict[str, float]:
@@ -44,10 +48,10 @@ class Cell:
         seed = self.family in tiny_models.SEEDS
         return {} if seed else {"tolerance": GRADIENT_TOLERANCE, "floor": 0.01}
 
-    def reference(self, dtype: torch.dtype = torch.float32, **changes: Any) -> Any:
+    def reference(self, dtype: torch.dtype | None = None, **changes: Any) -> Any:
         """The same weights, unpatched, eager (Falcon's eager code fails on one token: sdpa)."""
         return tiny_models.build(
-            self.family, "sdpa" if own_models.kind(self.family) == "falcon" else "eager", dtype, **changes
+            self.family, "sdpa" if own_models.kind(self.family) == "falcon" else "eager", dtype or self.dtype, **changes
         )
 
 

@@ -15,7 +15,7 @@ from compat_matrix.bench import __main__ as bench
 from compat_matrix.bench import counting, figures, gpu, gpu_once, kernels, lengths, plots, syncs, syncs_once, tables
 from compat_matrix.points import documents, pack
 
-PARTS = ("kernels", "overhead", "training")
+PARTS = ("kernels", "overhead", "mixers", "training")
 
 
 @pytest.fixture

@@ -12,7 +12,7 @@ from typing import Any, Callable
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
-PARTS = ("startup", "syncs", "kernels", "overhead", "training", "packing")
+PARTS = ("startup", "syncs", "kernels", "overhead", "mixers", "training", "packing")
 RESULTS = Path(__file__).parent / "results"
 ENVIRONMENTS = Path(__file__).parents[2] / ".compat"
 COMMAND = "python -m compat_matrix.bench"
@@ -63,6 +63,10 @@ def measuring(part: str, given: argparse.Namespace) -> Callable[[Progress], Any]
         from . import overhead
 
         return lambda progress: overhead.measure(progress, given.quick)
+    if part == "mixers":
+        from . import mixers
+
+        return lambda progress: mixers.measure(progress, given.quick)
     if part == "packing":
         from . import packing
 

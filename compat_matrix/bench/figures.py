@@ -14,7 +14,7 @@ from .tables import Found
 
 HERE = Path(__file__).parent
 COMMAND = "python -m compat_matrix.bench.figures"
-PARTS = ("startup", "syncs", "kernels", "overhead", "training", "packing")
+PARTS = ("startup", "syncs", "kernels", "overhead", "mixers", "training", "packing")
 OWED = (
     "GPU figures are owed: no GPU has been at hand. `python -m compat_matrix.bench.gpu --out FOLDER` makes "
     "FOLDER/gpu.json, whose place is results/gpu.json."
@@ -25,6 +25,7 @@ WHAT = {
     "syncs": "How often one forward waits for the device, and how often boundaries are made, by layers.",
     "kernels": "What attention costs that keeps to documents: the reference kernel, and three other ways.",
     "overhead": "What the patch adds on the host, kernel aside.",
+    "mixers": "Hybrids' packed rows against their documents run one by one.",
     "training": "The same mini-batches, padded and packed: same losses, no time for padding.",
     "packing": "Which examples share a row: planners on the same lengths, beside TRL's and axolotl's.",
     "gpu": "Models of published sizes with random weights.",

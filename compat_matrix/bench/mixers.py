@@ -1,0 +1,65 @@
+"""Part ``mixers``: a packed row of a hybrid model against its documents run one by one, forward and backward.
+
+Pure-torch mixers, as without their fast kernels: what is compared is fa2patch's way of running them by document.
+"""
+
+from __future__ import annotations
+
+import statistics
+from typing import Any
+
+from rich.progress import Progress
+
+import fa2patch
+
+from .. import tiny_models
+from ..points import documents, pack
+from . import timing
+
+FAMILIES = ("qwen3_next", "bamba", "jamba", "mamba2", "lfm2", "falcon_h1", "minimax", "recurrent_gemma", "rwkv")
+LENGTHS = {"16 x 64": (64,) * 16, "1 to 256": (256, 1, 128, 30, 200, 90, 7, 60, 33, 150, 69)}
+"""Documents of about a thousand tokens, by what the table calls them."""
+
+QUICK = {"3 short": (9, 1, 7)}
+SIZES = {"max_position_embeddings": 512}
+
+
+def measure(progress: Progress, quick: bool = False, repeats: int = 9) -> Any:
+    rows = []
+    families = FAMILIES[:2] if quick else FAMILIES
+    task = progress.add_task("mixers", total=len(families))
+    for family in families:
+        for name, lengths in (QUICK if quick else LENGTHS).items():
+            rows.append({"family": family, "documents": name, **compared(family, lengths, 1 if quick else repeats)})
+        progress.update(task, advance=1)
+    return {"rows": rows, "repeats": repeats}
+
+
+def compared(family: str, lengths: tuple[int, ...], repeats: int) -> dict[str, Any]:
+    """Milliseconds, least of ``repeats`` rounds, and the median over rounds of packed by each of the others."""
+    changes = SIZES if "max_position_embeddings" in tiny_models.parameters(tiny_models.config_class(family)) else {}
+    patched, alone = (tiny_models.build(family, **changes).train() for _ in range(2))
+    fa2patch.apply(patched)
+    docs, row = documents(*lengths), pack(documents(*lengths))
+
+    def losses() -> list[Any]:
+        return [alone(input_ids=doc[None], use_cache=False).logits.square().sum() for doc in docs]
+
+    def a_backward_each() -> None:
+        for doc in docs:
+            alone(input_ids=doc[None], use_cache=False).logits.square().sum().backward()
+
+    taken = timing.rounds(
+        {
+            "packed": lambda: patched(**row, use_cache=False).logits.square().sum().backward(),
+            "one_by_one": lambda: sum(losses()).backward(),
+            "a_backward_each": a_backward_each,
+        },
+        repeats,
+        warm_up=1,
+    )
+    found: dict[str, Any] = {f"{name}_ms": round(1e3 * min(seconds), 2) for name, seconds in taken.items()}
+    for name in ("one_by_one", "a_backward_each"):
+        ratios = [packed / single for packed, single in zip(taken["packed"], taken[name])]
+        found[f"by_{name}"] = round(statistics.median(ratios), 3)
+    return found

@@ -151,10 +151,10 @@ def mixers(found: Found) -> list[Table]:
         for run in found["rows"]
     ]
     notes = (
-        f"Forward and backward in milliseconds, least of {found['repeats']} rounds in turns. The ratio, packed by one by "
-        "one, is the median over rounds: with one backward of all documents' losses, as in a mini-batch's step, and with "
-        "one for each (which holds one document's activations at a time, and is kinder to a CPU's caches). Tiny models "
-        "with a layer or two of each kind, pure-torch mixers, float32: the patch's own cost is at its largest here."
+        f"Forward and backward in milliseconds, least of {found['repeats']} rounds in turns. The ratio, packed by one "
+        "by one, is the median over rounds: with one backward of all documents' losses, as in a mini-batch's step, and "
+        "with one for each (which holds one document's activations at a time, and is kinder to a CPU's caches). Tiny "
+        "models with a layer or two of each kind, pure-torch mixers, float32: the patch's own cost is at its largest."
     )
     head = ["documents", "packed, ms", "one by one, ms", "ratio", "a backward each: ratio"]
     return [Table("A packed row of a hybrid", head, rows, notes)]

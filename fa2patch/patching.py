@@ -369,11 +369,8 @@ def plan(model: Any, kernel: str = "auto", architecture: str | None = None) -> P
     attention = list(layers.attention_layers(decoder))
     mixing = list(layers.mixer_layers(decoder, attention))
     _check_layers(decoder, attention, mixing)
-    if not (
-        mixing
-        or architecture is not None
-        or is_registered(decoder.config)
-        or layers.claims_flash_attention(model, attention)
+    if attention and not (
+        architecture is not None or is_registered(decoder.config) or layers.claims_flash_attention(model, attention)
     ):
         raise UnsupportedModel(
             f"{type(model).__name__} does not claim flash attention (_supports_flash_attn): its attention may look at "

@@ -57,3 +57,59 @@ def test_layers_that_share_keys_find_them(docs):
     model = tiny_models.build("gemma3n_text", "sdpa")
     with fa2patch.apply(model):
         assert_close(model(**pack(docs)).logits[0], alone(tiny_models.build("gemma3n_text", "eager"), docs), "logits")
+
+
+@pytest.mark.parametrize("family", ["mixtral", "qwen2_moe", "jamba"])
+def test_experts_are_balanced_over_real_tokens_as_in_a_padded_batch(family, docs):
+    if not tiny_models.is_present(family):
+        pytest.skip(f"no {family} in {transformers.__version__}")
+    model, row = tiny_models.build(family, "sdpa"), pack(docs)
+    ids = torch.nn.utils.rnn.pad_sequence(docs, batch_first=True)
+    mask = torch.nn.utils.rnn.pad_sequence([torch.ones_like(doc) for doc in docs], batch_first=True)
+    padded = model(input_ids=ids, attention_mask=mask, output_router_logits=True).aux_loss
+    tokens = row["input_ids"].shape[1]
+    more = {name: torch.nn.functional.pad(value, (0, 6)) for name, value in row.items()}
+    with fa2patch.apply(model):
+        packed = model(**row, output_router_logits=True, labels=row["input_ids"]).aux_loss
+        with_padding = model(
+            **more, attention_mask=(torch.arange(tokens + 6) < tokens)[None].long(), output_router_logits=True
+        )
+    assert_close(packed, padded, "packed")
+    assert_close(with_padding.aux_loss, padded, "packed, with padding")
+
+
+@pytest.mark.skipif(not hasattr(transformers, "Qwen4ExpForCausalLM"), reason="no Qwen4-exp in this Transformers")
+def test_embeddings_of_several_tokens_are_refused():
+    """They look at the ids before a token, whoever's they are; no layer is handed a mask for that."""
+    config = transformers.Qwen4ExpTextConfig(
+        **{**tiny_models._small(transformers.Qwen4ExpTextConfig), "num_hidden_layers": 2},
+        indexer_n_heads=2, indexer_kv_heads=1, indexer_head_dim=8, indexer_budget=8, indexer_compress_ratio=2,
+        hc_count=2, hc_lowrank=8, ple_layer_ids=[1], ple_embed_dim=8, ngram_size=3, heads_per_ngram=2,
+        ngram_vocab_size_base=50,
+    )  # fmt: skip
+    with pytest.raises(errors.UnsupportedModel, match="may look at more than boundaries can say"):
+        fa2patch.apply(transformers.Qwen4ExpForCausalLM(config))
+
+
+class TestPromptsInOneRow:
+    """A cache of a packed row belongs to no one document of it; Transformers' continuous batching keeps one for each."""
+
+    def test_generate_refuses_a_packed_row(self, docs):
+        model = tiny_models.build("llama", "sdpa")
+        with fa2patch.apply(model), pytest.raises(errors.PackedWithCache, match="documents one by one"):
+            model.generate(**pack(docs), max_new_tokens=2)
+
+    @pytest.mark.skipif(not hasattr(transformers.LlamaForCausalLM, "generate_batch"), reason="no continuous batching")
+    def test_continuous_batching_goes_on_as_it_did(self, docs):
+        prompts = [doc.tolist() for doc in docs]
+        model = tiny_models.build("llama", "sdpa")
+        wanted = transformers.GenerationConfig(
+            max_new_tokens=4, do_sample=False, eos_token_id=-1, pad_token_id=0, num_blocks=64, max_batch_tokens=64
+        )
+        expected = [
+            model.generate(doc[None], max_new_tokens=4, do_sample=False, eos_token_id=None)[0, len(doc) :].tolist()
+            for doc in docs
+        ]
+        with fa2patch.apply(model):
+            found = model.generate_batch(inputs=prompts, generation_config=wanted)
+        assert [result.generated_tokens for result in found.values()] == expected

@@ -59,7 +59,7 @@ def causal_lm(original: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(original)
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
         patch = self.__dict__.get(MARK)
-        if patch is None:
+        if patch is None or _batches_continuously(kwargs):
             return original(self, *args, **kwargs)
         call = calls.named(args, kwargs)
         if pooling.ridden(call) is not None:  # through super(), from a class of which another model is patched
@@ -108,6 +108,11 @@ def causal_lm(original: Callable[..., Any]) -> Callable[..., Any]:
     return forward
 
 
+def _batches_continuously(kwargs: dict[str, Any]) -> bool:
+    """``generate_batch``: Transformers packs prompts itself, and decodes each with pages of a cache of its own."""
+    return "PagedAttentionCache" in type(kwargs.get("cache")).__name__
+
+
 def _runs_eagerly(model: Any) -> bool:
     """Whether the base model's forward runs as Python: compiled on its own it passes no count on."""
     own = ("forward", "_orig_mod", "_compiled_call_impl")
@@ -122,7 +127,7 @@ def base_model(original: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(original)
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
         patch = self.__dict__.get(MARK)
-        if patch is None:
+        if patch is None or _batches_continuously(kwargs):
             return original(self, *args, **kwargs)
         if not compiling():
             _reached.times += 1

@@ -181,6 +181,8 @@ OVERRIDES: dict[str, dict[str, Any]] = {
     "granitemoehybrid": {"layer_types": ["mamba", "attention"]},
     "jamba": {"use_mamba_kernels": False, "attn_layer_offset": 1, "attn_layer_period": 2},
     **dict.fromkeys(["xmod", "xmod:masked"], {"default_language": "en_XX"}),
+    "distilbert:masked": {"dim": 32, "hidden_dim": 48},
+    "esmc:masked": {"num_key_value_heads": 4},
     "esm:masked": {"token_dropout": True, "mask_token_id": MASK_TOKEN, "position_embedding_type": "rotary"},
     "modernbert:masked": {
         "num_hidden_layers": 2,

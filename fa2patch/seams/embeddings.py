@@ -88,14 +88,16 @@ def pools_rows(model: Any, decoder: Any) -> bool:
 
 
 def pool_documents(model: Any, output: Any, mask: PackedMask) -> Any:
-    """A base model's output with ``pooler_output`` ``[documents, hidden]``, padding counted, instead of ``[batch, hidden]``."""
+    """A base model's output, ``pooler_output`` being ``[documents, hidden]`` instead of ``[batch, hidden]``.
+
+    Padding is a document, too. None where the model has no module that makes it of hidden states.
+    """
     pooler = getattr(model, "pooler", None)
-    if not isinstance(pooler, torch.nn.Module):
-        return output
+    makes_it = isinstance(pooler, torch.nn.Module)
     if isinstance(output, tuple):
-        return (output[0], _pooled(pooler, output[0], mask.boundaries), *output[2:])
+        return (output[0], _pooled(pooler, output[0], mask.boundaries), *output[2:]) if makes_it else output
     if getattr(output, "pooler_output", None) is not None:
-        output["pooler_output"] = _pooled(pooler, output[0], mask.boundaries)
+        output["pooler_output"] = _pooled(pooler, output[0], mask.boundaries) if makes_it else None
     return output
 
 

@@ -37,7 +37,7 @@ WITHOUT_ATTENTION = ("falcon_mamba", "mamba", "mamba2", "rwkv", "xlstm")
 """Language models that claim no flash attention, as they have none."""
 
 MASKED = ":masked"
-"""``bert:masked`` is BERT as an encoder, with its head for masked tokens; ``bert`` is the decoder that it can be, too."""
+"""``bert:masked`` is BERT as an encoder, with its head for masked tokens; ``bert`` is the decoder it can be, too."""
 
 ENCODERS = tuple(
     f"{name}{MASKED}"
@@ -233,7 +233,10 @@ ROUTERS = (".gate.weight", "router.layer.weight", "router.weight")
 
 def architectures() -> list[str]:
     """The installed Transformers' decoders that claim flash attention, text sides, and encoders."""
-    names = {*_auto().MODEL_FOR_CAUSAL_LM_MAPPING_NAMES, *TEXT_SIDES, *WITHOUT_ATTENTION, *ENCODERS} - {*SEEDS, *OUT_OF_SCOPE}
+    names = {*_auto().MODEL_FOR_CAUSAL_LM_MAPPING_NAMES, *TEXT_SIDES, *WITHOUT_ATTENTION, *ENCODERS} - {
+        *SEEDS,
+        *OUT_OF_SCOPE,
+    }
     return [*filter(is_present, SEEDS), *sorted(filter(is_present, names))]
 
 

@@ -232,7 +232,9 @@ def _embeds_tokens_only(model: Any) -> bool:
         embedding = model.get_input_embeddings()
     except (AttributeError, NotImplementedError):
         return False
-    return isinstance(embedding, torch.nn.Embedding) and "pixel_values" not in inspect.signature(model.forward).parameters
+    return (
+        isinstance(embedding, torch.nn.Embedding) and "pixel_values" not in inspect.signature(model.forward).parameters
+    )
 
 
 def say(what: str) -> None:

@@ -368,8 +368,9 @@ def plan(model: Any, kernel: str = "auto", architecture: str | None = None) -> P
         )
     if embeddings.pools_rows(model, decoder):
         raise UnsupportedModel(
-            f"{type(model).__name__} reads one vector per row, made of its first token by {type(decoder.pooler).__name__}, "
-            "and a packed row holds many documents. Train it padded, or without that head."
+            f"{type(model).__name__} reads one vector per row, made of its first token by "
+            f"{type(decoder.pooler).__name__}, and a packed row holds many documents. Train it padded, or without that "
+            "head."
         )
     for refuse, of in ((row.refuse, decoder.config), (row_of(config).refuse, config)):
         reason = refuse(of) if refuse is not None else None
@@ -382,9 +383,9 @@ def plan(model: Any, kernel: str = "auto", architecture: str | None = None) -> P
     counts = embeddings.unreachable_positions(decoder) if not masks.position_embeddings(decoder) else ""
     if counts:
         raise UnsupportedModel(
-            f"{type(decoder).__name__}.forward takes no position_ids in this version of Transformers, and positions are "
-            f"embedded in {counts}: they would count on from one document into the next. Nothing was patched. Upgrade "
-            "Transformers (DistilBERT takes them from 5.0 on), or train this model padded."
+            f"{type(decoder).__name__}.forward takes no position_ids in this version of Transformers, and positions "
+            f"are embedded in {counts}: they would count on from one document into the next. Nothing was patched. "
+            "Upgrade Transformers (DistilBERT takes them from 5.0 on), or train this model padded."
         )
     if any(layer.fused for layer in attention) and model.config._attn_implementation == "flash_attention_2":
         raise UnsupportedModel(

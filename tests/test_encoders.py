@@ -1,4 +1,4 @@
-"""Encoders: attention that looks both ways, kept inside documents; masked-token losses and embeddings without padding."""
+"""Encoders: attention that looks both ways, inside documents only; masked tokens' losses and embeddings unpadded."""
 
 import inspect
 
@@ -173,7 +173,9 @@ def small(cls, **changes):
 
 @pytest.mark.parametrize("name", ["ForNextSentencePrediction", "ForMultipleChoice", "ForPreTraining"])
 def test_heads_that_read_one_vector_per_row_are_refused(name):
-    with pytest.raises(errors.UnsupportedModel, match=r"reads one vector per row, made of its first token by BertPooler"):
+    with pytest.raises(
+        errors.UnsupportedModel, match=r"reads one vector per row, made of its first token by BertPooler"
+    ):
         fa2patch.apply(small(getattr(transformers, f"Bert{name}")))
 
 

@@ -116,7 +116,9 @@ def lengths(cell: Cell) -> None:
     """The collator's cu_seq_lens, max_length and seq_idx, with and without position_ids."""
     docs = documents(*LENGTHS)
     expected, model = alone(cell.reference(), docs, counts_itself=True), cell.model()
-    counts_from = tiny_models.SETTINGS["pad_token_id"] + 1 if model.config.model_type in tiny_models.NOT_FROM_ZERO else 0
+    counts_from = (
+        tiny_models.SETTINGS["pad_token_id"] + 1 if model.config.model_type in tiny_models.NOT_FROM_ZERO else 0
+    )
     collate = fa2patch.DataCollatorWithFlattening(
         return_flash_attn_kwargs=True, return_seq_idx=True, position_ids_start=counts_from
     )

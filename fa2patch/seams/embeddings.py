@@ -1,4 +1,4 @@
-"""What a model does to its tokens before the first layer, and to them after the last, that is meant for one document."""
+"""What a model does before its first layer and after its last, and means for one document."""
 
 from __future__ import annotations
 
@@ -75,10 +75,9 @@ def _each(embed: Callable[..., torch.Tensor], call: dict[str, Any], documents: B
         if isinstance(value, torch.Tensor) and value.shape[:2] == shape
     }
     rest = {name: value for name, value in call.items() if name not in columns}
-    pieces = [
-        embed(**rest, **{name: column[i][None] for name, column in columns.items()}) for i in range(len(lengths))
-    ]
-    return torch.cat(pieces, dim=1).unflatten(1, shape).squeeze(0)
+    pieces = [embed(**rest, **{name: column[i][None] for name, column in columns.items()}) for i in range(len(lengths))]
+    embedded = torch.cat(pieces, dim=1)
+    return embedded.view(*shape, embedded.shape[-1])
 
 
 def pools_rows(model: Any, decoder: Any) -> bool:
@@ -93,11 +92,14 @@ def pool_documents(model: Any, output: Any, mask: PackedMask) -> Any:
     Padding is a document, too. None where the model has no module that makes it of hidden states.
     """
     pooler = getattr(model, "pooler", None)
-    makes_it = isinstance(pooler, torch.nn.Module)
-    if isinstance(output, tuple):
-        return (output[0], _pooled(pooler, output[0], mask.boundaries), *output[2:]) if makes_it else output
-    if getattr(output, "pooler_output", None) is not None:
-        output["pooler_output"] = _pooled(pooler, output[0], mask.boundaries) if makes_it else None
+    in_tuple = isinstance(output, tuple)
+    if not isinstance(pooler, torch.nn.Module):
+        if not in_tuple and getattr(output, "pooler_output", None) is not None:
+            output["pooler_output"] = None
+    elif in_tuple:
+        return (output[0], _pooled(pooler, output[0], mask.boundaries), *output[2:])
+    elif getattr(output, "pooler_output", None) is not None:
+        output["pooler_output"] = _pooled(pooler, output[0], mask.boundaries)
     return output
 
 

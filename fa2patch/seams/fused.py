@@ -37,4 +37,4 @@ def computed(function: Callable[..., Any], module: Any, mask: PackedMask, given:
         window=None if reach < 0 else reach + 1,
         dropout=module.attention_dropout if module.training else 0.0,
     )
-    return (mask.attend(module, *(x.transpose(1, 2) for x in (q, k, v)), options).flatten(2),)
+    return (mask.attend(module, q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), options).flatten(2),)

@@ -66,8 +66,13 @@ def _makes_one(method: Any) -> bool:
 
 def position_embeddings(decoder: Any) -> list[Any]:
     """Embeddings of positions that are handed the mask, to count its ones (OPT, BioGPT)."""
-    embeddings = [module for module in decoder.modules() if isinstance(module, torch.nn.Embedding)]
-    return [module for module in embeddings if next(iter(inspect.signature(module.forward).parameters)) == MASK]
+    return [module for module in decoder.modules() if isinstance(module, torch.nn.Embedding) and _counts_mask(module)]
+
+
+def _counts_mask(embedding: Any) -> bool:
+    first = next(iter(inspect.signature(embedding.forward).parameters.values()))
+    behind_args = first.kind is first.VAR_POSITIONAL and hasattr(embedding, "offset")  # somebody's wrapper is on it
+    return first.name == MASK or behind_args
 
 
 def counted_by_position_ids(original: Callable[..., Any]) -> Callable[..., Any]:

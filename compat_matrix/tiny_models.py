@@ -39,6 +39,22 @@ WITHOUT_ATTENTION = ("falcon_mamba", "mamba", "mamba2", "rwkv", "xlstm")
 IN_DOUBLE_PRECISION = ("xlstm",)
 """Their float32 gradients are a thousandth of rounding, packed or not: exponentials of sums of gates."""
 
+MASKED = ":masked"
+"""``bert:masked`` is BERT as an encoder, with its head for masked tokens; ``bert`` is the decoder it can be, too."""
+
+ENCODERS = tuple(
+    f"{name}{MASKED}"
+    for name in (
+        "albert", "bert", "camembert", "convbert", "data2vec-text", "distilbert", "electra", "ernie", "esm", "esmc",
+        "eurobert", "gte", "jina_embeddings_v3", "modernbert", "nomic_bert", "roberta", "roberta-prelayernorm",
+        "xlm-roberta", "xlm-roberta-xl", "xmod",
+    )
+)  # fmt: skip
+"""Models whose attention looks both ways."""
+
+MASK_TOKEN = 42
+"""Masked-out tokens of ESM, of which there are some in ``points.documents``: it scales embeddings by their number."""
+
 SETTINGS: dict[str, Any] = {
     **dict.fromkeys(
         ["vocab_size", "vocab_size_per_layer_input", "text_vocab_size", "pronunciation_vocab_size", "shape_vocab_size"],
@@ -169,7 +185,16 @@ OVERRIDES: dict[str, dict[str, Any]] = {
     "bamba": {"attn_layer_indices": [1]},
     "granitemoehybrid": {"layer_types": ["mamba", "attention"]},
     "jamba": {"use_mamba_kernels": False, "attn_layer_offset": 1, "attn_layer_period": 2},
-    "xmod": {"default_language": "en_XX"},
+    **dict.fromkeys(["xmod", "xmod:masked"], {"default_language": "en_XX"}),
+    "distilbert:masked": {"dim": 32, "hidden_dim": 48},
+    "esmc:masked": {"num_key_value_heads": 4},
+    "esm:masked": {"token_dropout": True, "mask_token_id": MASK_TOKEN, "position_embedding_type": "rotary"},
+    "modernbert:masked": {
+        "num_hidden_layers": 2,
+        "global_attn_every_n_layers": 2,
+        "local_attention": 6,
+        "layer_types": ["full_attention", "sliding_attention"],
+    },
     "zamba2": {"layers_block_type": ["mamba", "hybrid"]},
     "lfm2": {"layer_types": ["conv", "full_attention"], "full_attn_idxs": [1]},
     "lfm2_moe": {"layer_types": ["conv", "full_attention"]},
@@ -212,9 +237,17 @@ ROUTERS = (".gate.weight", "router.layer.weight", "router.weight")
 
 
 def architectures() -> list[str]:
-    """Every decoder-only language model of the installed Transformers that claims flash attention, and text sides."""
-    names = {*_auto().MODEL_FOR_CAUSAL_LM_MAPPING_NAMES, *TEXT_SIDES, *WITHOUT_ATTENTION} - {*SEEDS, *OUT_OF_SCOPE}
+    """The installed Transformers' decoders that claim flash attention, text sides, and encoders."""
+    names = {*_auto().MODEL_FOR_CAUSAL_LM_MAPPING_NAMES, *TEXT_SIDES, *WITHOUT_ATTENTION, *ENCODERS} - {
+        *SEEDS,
+        *OUT_OF_SCOPE,
+    }
     return [*filter(is_present, SEEDS), *sorted(filter(is_present, names))]
+
+
+def is_encoder(architecture: str) -> bool:
+    """Whether its attention looks both ways: no next token, no ``generate()``, no cache."""
+    return architecture.endswith(MASKED)
 
 
 def _auto() -> Any:
@@ -228,7 +261,7 @@ def is_present(architecture: str) -> bool:
         cls = model_class(architecture)
     except (KeyError, ImportError, AttributeError):
         return False
-    if own_models.is_file(architecture) or architecture in WITHOUT_ATTENTION:
+    if own_models.is_file(architecture) or architecture in (*WITHOUT_ATTENTION, *ENCODERS):
         return not _is_encoder_decoder(cls)
     modeling = sys.modules[cls.__module__]
     claims = any(getattr(cls, name, False) for name in ("_supports_flash_attn_2", "_supports_flash_attn"))
@@ -242,7 +275,7 @@ def _is_encoder_decoder(cls: Any) -> bool:
 
 
 def model_class(architecture: str) -> Any:
-    """Its causal LM class, or the class of the vision-language model around it."""
+    """Its causal LM class, or that of the vision-language model around it, or with a head for masked tokens."""
     architecture = own_models.kind(architecture)
     transformers = importlib.import_module("transformers")
     if architecture in TEXT_SIDES:
@@ -252,6 +285,8 @@ def model_class(architecture: str) -> Any:
         name = names[
             "llava" if architecture == "pixtral" and "pixtral" in _auto().CONFIG_MAPPING_NAMES else architecture
         ]
+    elif architecture.endswith(MASKED):
+        name = _auto().MODEL_FOR_MASKED_LM_MAPPING_NAMES[architecture[: -len(MASKED)]]
     else:
         name = _auto().MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[architecture]
     return getattr(transformers, name if isinstance(name, str) else name[0])

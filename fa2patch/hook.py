@@ -9,6 +9,7 @@ was made by its class is patched when a ``Trainer`` is given it.
 from __future__ import annotations
 
 import functools
+import inspect
 import os
 import sys
 import threading
@@ -16,6 +17,7 @@ import weakref
 from types import ModuleType
 from typing import Any, Callable
 
+import torch
 import wrapt
 
 from . import collate
@@ -187,7 +189,7 @@ class Hook:
         self.met.add(model)
         name = type(model).__name__
         try:
-            why = _no_decoder(model)
+            why = _reads_no_text(model)
             if why:
                 say(f"{name} left alone: {why}. Call fa2patch.apply(model) if its batches are packed all the same.")
                 return
@@ -210,17 +212,29 @@ class Hook:
             say(what)
 
 
-def _no_decoder(model: Any) -> str:
-    """Why a model is none that reads from left to right (``apply`` takes encoders, too); empty if it is one.
+def _reads_no_text(model: Any) -> str:
+    """Why a model is none that text is packed for; empty if it is one.
 
     Empty for an encoder-decoder as well, which ``apply`` refuses in words of its own.
     """
     if getattr(model.config, "is_encoder_decoder", False):
         return ""
     seen = {getattr(layer.module, "is_causal", None) for layer in layers.attention_layers(layers.models(model)[-1])}
+    if seen == {False} and _embeds_tokens_only(model):
+        return ""
     if False in seen:
-        return "its attention looks both ways"
+        return "its attention looks both ways, and not at text alone"
     return "" if seen == {True} or model.can_generate() else "it generates no text"
+
+
+def _embeds_tokens_only(model: Any) -> bool:
+    try:
+        embedding = model.get_input_embeddings()
+    except (AttributeError, NotImplementedError):
+        return False
+    return (
+        isinstance(embedding, torch.nn.Embedding) and "pixel_values" not in inspect.signature(model.forward).parameters
+    )
 
 
 def say(what: str) -> None:

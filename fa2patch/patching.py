@@ -20,7 +20,7 @@ from .architectures import Architecture, is_registered, lookup, row_of
 from .binding import ABSENT, LOCK, bind, release, used_by
 from .errors import LayerNotPatchable, NotAModel, UnsupportedModel, UnsupportedTransformers
 from .mixers.by_document import by_document
-from .seams import entry, function, interface, layers, masks, method, pooling, rotary
+from .seams import embeddings, entry, function, interface, layers, masks, method, pooling, rotary
 
 OLDEST = (4, 34)
 """First Transformers with flash attention in modeling files (rule 1 apart: there is no seam to look for before it)."""
@@ -80,6 +80,7 @@ _MAKERS: dict[str, Callable[[Any, ModuleType, Any], Any]] = {
     "layer": _layer,
     "window_flag": lambda owner, module, original: True if original is ABSENT else original,
     "rotary": lambda owner, module, original: rotary.by_document(original),
+    "embeddings": lambda owner, module, original: embeddings.by_document(original),
     "mixer": lambda owner, module, original: by_document(original),
 }
 
@@ -130,6 +131,8 @@ class Patch:
         vouched: whether a packed batch has gone through every attention layer, each one looked at.
         carrier: the argument of the models' forwards in whose place the boundaries travel.
         stops_ids: whether position_ids go no further than to the causal LM (Mamba, RWKV, OPT up to 4.45).
+        first_position: the position of a document's first token, where a batch has boundaries but no position_ids.
+        tags_ids: whether position_ids carry the documents to the model's embeddings (ESM).
         needs_cache: whether later layers read earlier ones' keys and values from a cache (Gemma 3n).
     """
 
@@ -150,6 +153,8 @@ class Patch:
         self.makes_masks = bool(outer) and any(
             site.kind == "mask" and isinstance(site.owner, type) and isinstance(model, site.owner) for site in sites
         )
+        self.first_position = embeddings.first_position(decoder)
+        self.tags_ids = any(site.kind == "embeddings" for site in sites)
         self.rotary = rotary.length_scaled(decoder.config)
         self.needs_cache = bool(getattr(decoder.config, "num_kv_shared_layers", 0))
         self.rehooked: list[tuple[Any, str, Any]] = []
@@ -361,6 +366,12 @@ def plan(model: Any, kernel: str = "auto", architecture: str | None = None) -> P
             f"{type(model).__name__} pools one vector per row, in another way than by its last token, and a packed row "
             "holds many documents. Train it padded."
         )
+    if embeddings.pools_rows(model, decoder):
+        raise UnsupportedModel(
+            f"{type(model).__name__} reads one vector per row, made of its first token by "
+            f"{type(decoder.pooler).__name__}, and a packed row holds many documents. Train it padded, or without that "
+            "head."
+        )
     for refuse, of in ((row.refuse, decoder.config), (row_of(config).refuse, config)):
         reason = refuse(of) if refuse is not None else None
         if reason:
@@ -369,6 +380,19 @@ def plan(model: Any, kernel: str = "auto", architecture: str | None = None) -> P
     attention = list(layers.attention_layers(decoder))
     mixing = list(layers.mixer_layers(decoder, attention))
     _check_layers(decoder, attention, mixing)
+    counts = embeddings.unreachable_positions(decoder) if not masks.position_embeddings(decoder) else ""
+    if counts:
+        raise UnsupportedModel(
+            f"{type(decoder).__name__}.forward takes no position_ids in this version of Transformers, and positions "
+            f"are embedded in {counts}: they would count on from one document into the next. Nothing was patched. "
+            "Upgrade Transformers (DistilBERT takes them from 5.0 on), or train this model padded."
+        )
+    if any(layer.fused for layer in attention) and model.config._attn_implementation == "flash_attention_2":
+        raise UnsupportedModel(
+            f"{type(decoder).__name__} with flash_attention_2 takes padding out on its own in this version of "
+            "Transformers, and nothing that it is handed says where documents start. Nothing was patched. Load it with "
+            'attn_implementation="sdpa": fa2patch has its packed rows computed by flash attention all the same.'
+        )
     if attention and not (
         architecture is not None or is_registered(decoder.config) or layers.claims_flash_attention(model, attention)
     ):
@@ -384,6 +408,7 @@ def plan(model: Any, kernel: str = "auto", architecture: str | None = None) -> P
         Site("mask", owner, name) for inner in [*outer, decoder] for owner, name in masks.sites(type(inner))
     )
     sites += [_class_site("positions", module) for module in masks.position_embeddings(decoder)]
+    sites += dict.fromkeys(_class_site("embeddings", module) for module in embeddings.scaled_by_row(decoder))
     planned = [
         _Layer(layer.name, layer.seam, Site(*layer.replaced), tuple(Site(*other) for other in layer.others))
         for layer in [*attention, *mixing]

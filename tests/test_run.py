@@ -20,6 +20,7 @@ from transformers import (
     AutoTokenizer,
     BertConfig,
     BertForMaskedLM,
+    BertForSequenceClassification,
     DataCollatorForLanguageModeling,
     DataCollatorForSeq2Seq,
     DataCollatorWithPadding,
@@ -31,6 +32,8 @@ from transformers import (
     T5ForConditionalGeneration,
     Trainer,
     TrainingArguments,
+    ViTConfig,
+    ViTModel,
     default_data_collator,
 )
 
@@ -42,6 +45,7 @@ from fa2patch.errors import KernelUnavailable, UnknownKernel
 HERE = Path(__file__).parent
 ROOT = HERE.parent
 SCRIPTS = HERE / "run_scripts"
+TINY_BERT = {"vocab_size": 8, "hidden_size": 8, "num_hidden_layers": 1, "num_attention_heads": 2}
 NEAR = 1e-5  # the same sums over the same tokens, in another order
 
 
@@ -221,8 +225,10 @@ def test_models_are_patched_as_they_are_made_named_once_and_reverted_in_the_end(
          "FalconForCausalLM left alone: .*alibi"),
         (T5ForConditionalGeneration, T5Config(d_model=8, d_ff=8, d_kv=4, num_layers=1, num_heads=2, vocab_size=9),
          "T5ForConditionalGeneration left alone: .*encoder-decoder"),
-        (BertForMaskedLM, BertConfig(vocab_size=8, hidden_size=8, num_hidden_layers=1, num_attention_heads=2),
-         "BertForMaskedLM left alone: its attention looks both ways"),
+        (BertForSequenceClassification, BertConfig(**TINY_BERT),
+         "BertForSequenceClassification left alone: .*pools one vector per row"),
+        (ViTModel, ViTConfig(hidden_size=8, num_hidden_layers=1, num_attention_heads=2, image_size=4, patch_size=2),
+         "ViTModel left alone: its attention looks both ways, and not at text alone"),
     ],
 )  # fmt: skip
 def test_others_are_left_alone_and_named_even_quietly(hooked, capsys, cls, config, reason):
@@ -234,6 +240,16 @@ def test_others_are_left_alone_and_named_even_quietly(hooked, capsys, cls, confi
     state = vars(type(model))
     hook.off()
     assert vars(type(model)) == state
+
+
+def test_encoders_of_text_are_patched(hooked, capsys):
+    hooked()
+    model = BertForMaskedLM._from_config(BertConfig(**TINY_BERT))
+    (line,) = lines(capsys)
+    if fa2patch.status(model) is None:  # up to 4.57
+        assert "BertForMaskedLM left alone: BertModel: looked in every layer for attention with a seam" in line
+    else:
+        assert line == "fa2patch: BertForMaskedLM patched: 1 attention layers, interface seam, kernel auto."
 
 
 def test_a_part_of_a_model_is_not_patched_on_its_own(hooked, capsys):

@@ -68,11 +68,20 @@ def pack(docs: list[torch.Tensor]) -> dict[str, torch.Tensor]:
     }
 
 
-def alone(model: Any, docs: list[torch.Tensor], **call: Any) -> torch.Tensor:
-    """Logits ``[tokens, vocabulary]`` of each document run on its own."""
-    if "use_cache" in inspect.signature(type(model).forward).parameters and not _shares_keys(model):
+def takes_cache(model: Any) -> bool:
+    """Whether its forward can be told to use no cache: one that only encodes cannot."""
+    parameters = inspect.signature(type(model).forward).parameters.values()
+    encodes = "MaskedLM" in type(model).__name__
+    return any(p.name == "use_cache" or (p.kind is p.VAR_KEYWORD and not encodes) for p in parameters)
+
+
+def alone(model: Any, docs: list[torch.Tensor], counts_itself: bool = False, **call: Any) -> torch.Tensor:
+    """Logits ``[tokens, vocabulary]`` of each document run on its own; ``counts_itself``: given no position_ids."""
+    if not takes_cache(model):
+        call.pop("use_cache", None)
+    elif "use_cache" in inspect.signature(type(model).forward).parameters and not _shares_keys(model):
         call.setdefault("use_cache", False)  # 4.51's Llama 4 has a cache in bfloat16 only
-    counts_otherwise = getattr(model.config, "model_type", None) in tiny_models.NOT_FROM_ZERO
+    counts_otherwise = not counts_itself and getattr(model.config, "model_type", None) in tiny_models.NOT_FROM_ZERO
     positions: list[dict[str, Any]] = [{"position_ids": _count(doc)} if counts_otherwise else {} for doc in docs]
     if _has_mrope(getattr(model.config, "text_config", model.config)):  # 4.53's Qwen2-VL fails on a row without a mask
         for doc, more in zip(docs, positions):

@@ -12,12 +12,14 @@ from fa2patch import errors
 from fa2patch.seams import layers
 
 from .. import reads, tiny_models
-from . import Cell, NotApplicable, alone, assert_close, documents, pack, point
+from . import Cell, NotApplicable, alone, assert_close, documents, pack, point, takes_cache
 
 
 @point
 def generation(cell: Cell) -> None:
     """Greedy, sampled and beam search, a left-padded batch, dynamic and static cache: the tokens it gave before."""
+    if tiny_models.is_encoder(cell.family):
+        raise NotApplicable("an encoder has no generate()")
     model = cell.model(_exact(cell))
     ids = torch.stack(documents(6, 6))
     mask = torch.ones_like(ids)
@@ -211,7 +213,8 @@ def refusals(cell: Cell) -> None:
     docs = documents(5, 9)
     batch, length = pack(docs), 14
     cu = torch.tensor([0, 5, 13], dtype=torch.int32)
-    filled = getattr(cell.reference()(documents(3)[0][None], use_cache=True), "past_key_values", None)
+    caching = {"use_cache": True} if takes_cache(model) else {}
+    filled = getattr(cell.reference()(documents(3)[0][None], **caching), "past_key_values", None)
     wrong: dict[type[Exception], dict[str, Any]] = {
         errors.PackedWithDenseMask: {**batch, "attention_mask": torch.zeros(1, 1, length, length)},
         errors.PackedWithCache: {**batch, "past_key_values": filled},

@@ -23,6 +23,7 @@ from . import (
     loss_of,
     pack,
     point,
+    takes_cache,
 )
 
 LENGTHS = (5, 9, 1, 3, 7)
@@ -40,6 +41,8 @@ def packed_row(cell: Cell) -> None:
         assert_close(found, expected, "logits")
         loss_of(found, docs).backward()
         assert_same_gradients(gradients(model), gradients(reference), **cell.of_gradients)
+        if not takes_cache(model):
+            return
         expected = alone(reference, docs, use_cache=False)
         assert_close(model(**pack(docs), use_cache=False).logits[0], expected, "logits without cache")
 
@@ -112,14 +115,22 @@ def padding(cell: Cell) -> None:
 def lengths(cell: Cell) -> None:
     """The collator's cu_seq_lens, max_length and seq_idx, with and without position_ids."""
     docs = documents(*LENGTHS)
-    expected, model = alone(cell.reference(), docs), cell.model()
-    collate = fa2patch.DataCollatorWithFlattening(return_flash_attn_kwargs=True, return_seq_idx=True)
+    expected, model = alone(cell.reference(), docs, counts_itself=True), cell.model()
+    counts_from = (
+        tiny_models.SETTINGS["pad_token_id"] + 1 if model.config.model_type in tiny_models.NOT_FROM_ZERO else 0
+    )
+    collate = fa2patch.DataCollatorWithFlattening(
+        return_flash_attn_kwargs=True, return_seq_idx=True, position_ids_start=counts_from
+    )
     batch = dict(collate([{"input_ids": doc.tolist()} for doc in docs]))
     labels = batch.pop("labels")
     with fa2patch.apply(model):
         assert_close(model(**batch).logits[0], expected, "lengths and position_ids")
         loss = model(**batch, labels=labels).loss
-        per_token = loss_of(expected, docs) / (labels[:, 1:] != -100).sum()
+        if tiny_models.is_encoder(cell.family):  # a token's label is what that token itself predicts
+            per_token = torch.nn.functional.cross_entropy(expected.float(), labels[0])
+        else:
+            per_token = loss_of(expected, docs) / (labels[:, 1:] != -100).sum()
         assert_close(loss, per_token, "loss")
         del batch["position_ids"]
         assert_close(model(**batch).logits[0], expected, "lengths alone")
@@ -138,6 +149,8 @@ def nothing_crosses(cell: Cell) -> None:
 @point
 def windows(cell: Cell) -> None:
     """Sliding windows smaller than, equal to and larger than the documents."""
+    if tiny_models.is_encoder(cell.family):
+        return _windows_both_ways(cell)
     config, name = tiny_models.config_of(cell.family), tiny_models.window_name(cell.family)
     config = getattr(config, "text_config", config)
     if name is None:
@@ -167,6 +180,22 @@ def windows(cell: Cell) -> None:
         raise NotApplicable(f"its {name} changes nothing in this version, in eager attention neither")
     if name == "sliding_window" and any(changed != (window < 12) for window, changed in moved.items()):
         raise AssertionError(f"documents of up to 12 tokens and windows that change something: {moved}")
+
+
+def _windows_both_ways(cell: Cell) -> None:
+    """Windows that reach to both sides, held against the unpatched model with the same one."""
+    if not hasattr(tiny_models.config_of(cell.family), "local_attention"):
+        raise NotApplicable("no sliding window")
+    docs = documents(5, 12, 1, 7)
+    full = alone(cell.reference(local_attention=64), docs)
+    for window in (2, 6, 12, 40):  # half of it to each side
+        model = cell.model(local_attention=window)
+        expected = alone(cell.reference(local_attention=window), docs)
+        with fa2patch.apply(model):
+            assert_close(model(**pack(docs)).logits[0], expected, f"window {window}")
+        moved = bool((expected - full).abs().max() > 1e-4 * full.abs().max())
+        if moved != (window // 2 < 11):
+            raise AssertionError(f"documents of up to 12 tokens, a window of {window}: changes something: {moved}")
 
 
 def _eager_window_excess(cell: Cell, name: str, changes: dict[str, Any]) -> int | None:

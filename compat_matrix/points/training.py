@@ -117,7 +117,8 @@ def lora(cell: Cell) -> None:
             if "norm" in name.lower() and not list(module.children()):
                 module.float()
         torch.manual_seed(0)
-        config = peft.LoraConfig(r=2, target_modules=wanted, init_lora_weights=False, task_type="CAUSAL_LM")
+        task = None if tiny_models.is_encoder(cell.family) else "CAUSAL_LM"
+        config = peft.LoraConfig(r=2, target_modules=wanted, init_lora_weights=False, task_type=task)
         return peft.get_peft_model(model, config).eval()
 
     model = adapted(cell.model(torch.bfloat16))

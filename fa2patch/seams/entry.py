@@ -20,7 +20,7 @@ import torch
 
 from .._compile import compiling
 from ..errors import NothingPacked, PackingNotIsolated
-from . import pooling
+from . import embeddings, pooling
 from .calls import LENGTHS, Calls, batch_shape
 from .labels import LABELS, inside_documents, predicts_the_next
 from .layers import models
@@ -67,7 +67,7 @@ def causal_lm(original: Callable[..., Any]) -> Callable[..., Any]:
         lengths = lengths_of(call)
         if lengths and not (calls.takes_any and compiling()):
             shape, device = batch_shape(call)
-            call["position_ids"] = with_lengths(call.get("position_ids"), lengths, shape, device)
+            call["position_ids"] = with_lengths(call.get("position_ids"), lengths, shape, device, patch.first_position)
         pools = pooling.pools_documents(self)
         # the **kwargs of Falcon's and Phi's token classifiers hand position_ids to nobody
         swallows = "position_ids" not in calls.names and not predicts_the_next(self)
@@ -150,7 +150,7 @@ def base_model(original: Callable[..., Any]) -> Callable[..., Any]:
             return original(self, *args, **kwargs)
         mask = packed_mask(call, patch)
         if mask is not None:
-            return _packed(calls, self, args, call, mask)
+            return embeddings.pool_documents(self, _packed(calls, self, args, call, mask), mask)
         if not compiling():
             _count_unpacked(patch, self, call)
         with _looked(patch, call):

@@ -20,10 +20,11 @@ import torch
 from ..binding import ABSENT
 from ..errors import PackingNotIsolated
 from ..options import Options
+from . import fused
 from .packed_mask import PackedMask, find
 
 NAME = "_flash_attention_forward"
-_FLASH = "flash_attention_2"
+FLASH = "flash_attention_2"
 
 
 def routed(original: Any) -> Callable[..., torch.Tensor]:
@@ -58,7 +59,7 @@ def routed(original: Any) -> Callable[..., torch.Tensor]:
 def table_name(modeling: ModuleType, forward: Callable[..., Any]) -> str | None:
     """The module's dictionary of attention functions that this layer's ``forward`` looks its function up in."""
     names = (name for name in forward.__code__.co_names if re.fullmatch(r"\w+_ATTENTION_FUNCTION", name))
-    return next((name for name in names if _FLASH in vars(modeling).get(name, ())), None)
+    return next((name for name in names if FLASH in vars(modeling).get(name, ())), None)
 
 
 class _Gemma2Layer:
@@ -75,7 +76,7 @@ class _Gemma2Layer:
 
 def routed_table(original: dict[str, Callable[..., Any]]) -> dict[str, Callable[..., Any]]:
     """The same dictionary, but a packed batch goes to the function for flash attention, whichever is looked up."""
-    flash = original[_FLASH]
+    flash = original[FLASH]
     casts = "target_dtype" in inspect.signature(flash).parameters
 
     def route(function: Callable[..., Any]) -> Callable[..., Any]:
@@ -86,6 +87,8 @@ def routed_table(original: dict[str, Callable[..., Any]]) -> dict[str, Callable[
                 return function(*args, **kwargs)
             module = args[0] if isinstance(args[0], torch.nn.Module) else None
             of_layer = replace(mask, layer=module)
+            if fused.is_fused(flash):
+                return fused.computed(flash, module, of_layer, kwargs)
             known = {id(mask): of_layer, id(module): _Gemma2Layer(module)}
             args = tuple(known.get(id(value), value) for value in args)
             kwargs = {name: of_layer if value is mask else value for name, value in kwargs.items()}

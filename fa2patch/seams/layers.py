@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from ..mixers import by_document
-from . import function, interface, method
+from . import function, fused, interface, method
 
 Replaced = tuple[str, Any, str]
 """Which replacement (a key of ``patching._MAKERS``), the owner, the attribute."""
@@ -42,6 +42,12 @@ class Attention:
     seam: str
     replaced: Replaced
     others: tuple[Replaced, ...] = ()
+
+    @property
+    def fused(self) -> bool:
+        """Whether its function is handed query, key and value in one, and unpads on its own where it is flash."""
+        kind, owner, attribute = self.replaced
+        return kind == "table" and fused.is_fused(vars(owner)[attribute][function.FLASH])
 
 
 def is_transformers_model(module: Any) -> bool:
@@ -95,7 +101,8 @@ def _seam_of(cls: type) -> tuple[str, Replaced, tuple[Replaced, ...]] | None:
     flash, forward = method.flash_class(home, cls), inspect.unwrap(vars(owner)["forward"])
     table = function.table_name(home, forward)
     if table is not None:
-        return "function", ("table", home, table), (("function", home, function.NAME),)
+        fuses = fused.is_fused(vars(home)[table][function.FLASH])
+        return "function", ("table", home, table), () if fuses else (("function", home, function.NAME),)
     if interface.is_seam(home, forward):
         others: tuple[Replaced, ...] = (("eager", home, interface.EAGER),) if hasattr(home, interface.EAGER) else ()
         return "interface", ("registry", home, interface.REGISTRY), others

@@ -21,12 +21,16 @@ from ..boundaries import largest
 from ..errors import PackingNotIsolated
 from .packed_mask import PackedMask, find
 
+TWO_MASKS = "_update_attention_mask"
+"""4.48's to 5.0's ModernBERT makes one mask for global and one for local layers, which hand on their window too."""
+
 METHODS = (
     "_update_causal_mask",
     "_prepare_decoder_attention_mask",
     "_prepare_attn_mask",
     "_update_linear_attn_mask",
     "_update_mamba_mask",
+    TWO_MASKS,
 )
 FUNCTIONS = re.compile(r"create_\w*masks?(_mapping|_for_generate|_for_vision_model)?|_prepare_4d_\w+")
 MASK = "attention_mask"
@@ -62,8 +66,13 @@ def _makes_one(method: Any) -> bool:
 
 def position_embeddings(decoder: Any) -> list[Any]:
     """Embeddings of positions that are handed the mask, to count its ones (OPT, BioGPT)."""
-    embeddings = [module for module in decoder.modules() if isinstance(module, torch.nn.Embedding)]
-    return [module for module in embeddings if next(iter(inspect.signature(module.forward).parameters)) == MASK]
+    return [module for module in decoder.modules() if isinstance(module, torch.nn.Embedding) and _counts_mask(module)]
+
+
+def _counts_mask(embedding: Any) -> bool:
+    first = next(iter(inspect.signature(embedding.forward).parameters.values()))
+    behind_args = first.kind is first.VAR_POSITIONAL and hasattr(embedding, "offset")  # somebody's wrapper is on it
+    return first.name == MASK or behind_args
 
 
 def counted_by_position_ids(original: Callable[..., Any]) -> Callable[..., Any]:
@@ -98,6 +107,8 @@ def let_through(original: Callable[..., Any]) -> Callable[..., Any]:
                     f"{original.__name__} was called with {name}: in this model the tokens of an image see each other "
                     "in both directions, which packed attention has no way to say. Pack text only, or train padded."
                 )
+        if original.__name__ == TWO_MASKS:
+            return mask, mask
         if "chunked" in original.__name__:
             return _chunked(mask, given["config"])
         if "chunked_attention_mask" in names:  # 4.51's and 4.52's Llama 4 makes two

@@ -70,6 +70,8 @@ class Layer:
         self._module, self._flash, self._mask = module, flash, mask
 
     def __getattr__(self, name: str) -> Any:
+        if name == "dropout_prob" and not hasattr(self._module, name):
+            return self._module.dropout.p  # 4.52's to 4.55's ESM: its flash class calls it so
         value = getattr(self._module, name)
         if name in rotary.NAMES:
             return rotary.OfLayer(value, self._mask)

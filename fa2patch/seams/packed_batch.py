@@ -74,11 +74,12 @@ def packed_mask(call: dict[str, Any], patch: Any) -> PackedMask | None:
         return None
     _refuse_what_cannot_be_packed(call, given, mask)
     if position_ids is None:
-        call["position_ids"] = positions_of(found.cu_seqlens.to(device), shape)
+        call["position_ids"] = positions_of(found.cu_seqlens.to(device), shape) + patch.first_position
     positions = found.positions
     if patch.rotary is not None:
         positions = largest(call["position_ids"]) + 1 if positions is None else positions
         patch.rotary.check(positions)
+    if patch.rotary is not None or patch.tags_ids:
         call["position_ids"] = tagged(call["position_ids"], found)
     return PackedMask(
         found,
@@ -151,7 +152,11 @@ def with_mask(position_ids: torch.Tensor, mask: PackedMask) -> torch.Tensor:
 
 
 def with_lengths(
-    position_ids: torch.Tensor | None, lengths: dict[str, Any], shape: tuple[int, int], device: torch.device
+    position_ids: torch.Tensor | None,
+    lengths: dict[str, Any],
+    shape: tuple[int, int],
+    device: torch.device,
+    first_position: int = 0,
 ) -> torch.Tensor | None:
     """The ids, a view of their own, on which the lengths ride from the causal LM to its base model."""
     if position_ids is None:
@@ -161,7 +166,7 @@ def with_lengths(
             if found is None:
                 return None
             cu = found.cu_seqlens
-        position_ids = positions_of(cu.to(device), shape)
+        position_ids = positions_of(cu.to(device), shape) + first_position
     position_ids = position_ids.view_as(position_ids)
     setattr(position_ids, _CARRIED, lengths)
     return position_ids

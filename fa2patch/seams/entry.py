@@ -21,6 +21,7 @@ import torch
 from .._compile import compiling
 from ..errors import NothingPacked, PackingNotIsolated
 from . import pooling
+from .axes import without_text_axis
 from .calls import LENGTHS, Calls, batch_shape
 from .labels import LABELS, inside_documents, predicts_the_next
 from .layers import models
@@ -135,8 +136,9 @@ def base_model(original: Callable[..., Any]) -> Callable[..., Any]:
         given = call.get("attention_mask")
         around = [] if compiling() else [(ids, mask) for looked, ids, mask in _reached.inside if looked is patch]
         made_by_a_model = _is_dense(given) and (compiling() or around)
-        if any(ids is call.get("position_ids") and mask is given for ids, mask in around):
-            return calls.make(self, args, call)
+        if any((ids is None or ids is call.get("position_ids")) and mask is given for ids, mask in around):
+            call["position_ids"] = without_text_axis(self, original, call.get("position_ids"))
+            return calls.make(self, args, call)  # ids that a model made itself count each row as one document
         found_before = find([*(given.values() if isinstance(given, dict) else [given]), call.get(patch.carrier)])
         if found_before is not None and call.get("position_ids") is None and "position_ids" in calls.names:
             call["position_ids"] = found_before.position_ids

@@ -113,6 +113,7 @@ def recognise(
     position_ids: torch.Tensor | None = None,
     attention_mask: torch.Tensor | None = None,
     seq_idx: torch.Tensor | None = None,
+    only_certain: bool = False,
 ) -> Boundaries | None:
     """Boundaries if the batch is packed, else None: one read from the device, whatever is given.
 
@@ -122,13 +123,15 @@ def recognise(
         position_ids: integers ``[batch or 1, length]``, or with axes in front.
         attention_mask: ``[batch, length]``: zeros are padding; 1, 1, 2, 2, ... are document numbers.
         seq_idx: integers ``[batch, length]``, another number for each document.
+        only_certain: of three axes take for a start what is one for certain, and do not ask about the rest.
 
     Returns:
         None where no row holds more than one document: a padded or dense batch, to be computed as ever. Otherwise
         boundaries in which a run of padding is a document of its own.
 
     Raises:
-        BadPositionIds, BadCuSeqlens: ``position_ids``, ``seq_idx`` of a wrong dtype or shape.
+        BadPositionIds, BadCuSeqlens: ``position_ids``, ``seq_idx`` of a wrong dtype or shape; ids of three axes that
+            neither restart nor go on as a model counts them.
         BoundaryConflict: two sources contradict each other, padding stands inside a document of a packed row, or the
             mask of one holds something else than zeros, ones and document numbers.
     """
@@ -152,7 +155,10 @@ def recognise(
     host, positions = dict(zip(present, read)), read[len(present) :]
     mask = host.get("attention_mask")
     if mask is not None and mask.min() < 0:
-        if mask.max() <= 1 and recognise(shape, device, position_ids=position_ids, seq_idx=seq_idx) is None:
+        if (
+            mask.max() <= 1
+            and recognise(shape, device, position_ids=position_ids, seq_idx=seq_idx, only_certain=only_certain) is None
+        ):
             return None
         row, token = np.argwhere(mask < 0)[0]
         raise BoundaryConflict(
@@ -174,7 +180,7 @@ def recognise(
     for source, said in outright.items():
         if starts is not None:
             _no_conflict(starts & ~said, f"position_ids restart inside what {source} calls one document")
-    if doubtful is not None and not outright:
+    if doubtful is not None and not (outright or only_certain):
         _no_doubt(doubtful, positions)
     starts = next(iter(outright.values()), starts)
     if starts is None or (starts.sum(axis=1) <= 1).all():

@@ -160,11 +160,11 @@ class DataCollatorForMultimodalFlattening:
                     f"positions of pictures; found {', '.join(columns)}. Keep it: the processor returns it."
                 )
             call[_TYPES] = torch.from_numpy(columns[_TYPES])[None].int()
-        counting = self._class.__new__(self._class)
+        counting: Any = object.__new__(self._class)
         torch.nn.Module.__init__(counting)
         counting.__dict__["config"] = self._config
         try:
-            positions = counts(counting, input_ids=ids, attention_mask=torch.ones_like(ids), **call)[0]
+            positions: torch.Tensor = counts(counting, input_ids=ids, attention_mask=torch.ones_like(ids), **call)[0]
         except (IndexError, RuntimeError, StopIteration, TypeError, ValueError) as error:
             raise CollatorError(
                 f"example {index}: {self._class.__name__}.get_rope_index does not count its positions "
@@ -180,7 +180,9 @@ class DataCollatorForMultimodalFlattening:
         for grid, patches in PICTURES.items():
             if (grid in own) != (patches in own):
                 there, missing = (grid, patches) if grid in own else (patches, grid)
-                raise CollatorError(f"example {index}: {there} without {missing}. Keep both, as the processor gives them.")
+                raise CollatorError(
+                    f"example {index}: {there} without {missing}. Keep both, as the processor gives them."
+                )
             if grid not in own:
                 continue
             if own[grid].dim() != 2 or own[grid].shape[1] != 3 or own[grid].is_floating_point():
@@ -224,7 +226,7 @@ def _empty(config: Any) -> Any:
 
     for name in _MAPPINGS:
         mapping: Any = getattr(modeling_auto, name, {})
-        cls = mapping[type(config)] if type(config) in mapping else None
+        cls = mapping.get(type(config), None)
         if isinstance(cls, type):
             with torch.device("meta"):
                 model = cls(config)

@@ -8,6 +8,7 @@ import inspect
 import torch
 
 from compat_matrix import tiny_models
+from fa2patch.seams.layers import models
 
 START, PICTURE, FILM = 93, 94, 95
 """Tokens: a picture follows; its placeholder; a film's."""
@@ -31,7 +32,7 @@ def build(family, implementation="eager", **changes):
     known = tiny_models.parameters(text_class)
     mrope = {name: value for name, value in tiny_models._MROPE.items() if name in _TEXT & set(known)}
     if family == "glm4v":  # of heads this small all must rotate, for three axes to have a part
-        mrope = {name: {**value, "partial_rotary_factor": 1.0} for name, value in mrope.items()}
+        mrope = {name: {**value, "type": "default", "partial_rotary_factor": 1.0} for name, value in mrope.items()}
         mrope["partial_rotary_factor"] = 1.0
     text = {"model_type": text_class.model_type, **tiny_models._small(text_class), **mrope, **changes}
     tokens = {"vision_start_token_id": START, "image_start_token_id": START, "image_token_id": PICTURE}
@@ -63,8 +64,10 @@ def document(model, *parts, seed=0):
         film, grid = part[0] == "film", part[-3:]
         count = torch.tensor(grid).prod().item()
         kind, name = ("video", "pixel_values_videos") if film else ("image", "pixel_values")
-        ids += [torch.tensor([START]), torch.full((count // merged,), FILM if film else PICTURE)]
-        types += [torch.zeros(1, dtype=torch.long), torch.full((count // merged,), 2 if film else 1)]
+        frames = grid[0] if film and model.config.model_type not in ("qwen2_vl", "qwen2_5_vl") else 1
+        for _ in range(frames):  # from Qwen3-VL on words (a time stamp) stand between a film's frames
+            ids += [torch.tensor([9, START]), torch.full((count // merged // frames,), FILM if film else PICTURE)]
+            types += [torch.zeros(2, dtype=torch.long), torch.full((count // merged // frames,), 2 if film else 1)]
         channels = getattr(vision, "in_channels", None) or vision.in_chans
         size = channels * vision.temporal_patch_size * vision.patch_size**2
         found.setdefault(f"{kind}_grid_thw", []).append(torch.tensor([grid]))
@@ -83,7 +86,13 @@ def takes_types(model):
 def alone(model, example, **call):
     """Logits ``[tokens, vocabulary]`` of one document."""
     if hasattr(model, "get_rope_index"):  # up to 4.48 only generate() asks it
-        grids = {name: example[name] for name in example if name.endswith("_grid_thw")}
+        grids = {name: example[name] for name in example if name.endswith(("_grid_thw", "_grid_ts"))}
         ids = model.get_rope_index(example["input_ids"], attention_mask=example["attention_mask"], **grids)[0]
         call = {"position_ids": ids, **call}
-    return model(**example, use_cache=False, **call).logits[0]
+    taken = {name: value for name, value in example.items() if name != "mm_token_type_ids" or takes_types(model)}
+    return model(**taken, use_cache=False, **call).logits[0]
+
+
+def decoder(model):
+    """The model that loops over the layers of text."""
+    return models(model)[-1]

@@ -21,6 +21,18 @@ WITH_FILMS = [family for family in PRESENT if family != "glm4v"]
 """GLM-4V's processor writes a film's frames as pictures between tokens of its own."""
 
 
+def films_of(model):
+    """Whether the unpatched model takes a film: 4.54's Qwen2-VL looks for its tokens among those of pictures."""
+    if model.config.model_type == "glm4v":
+        return False
+    try:
+        cases.alone(model, cases.document(model, 1, ("film", 1, 4, 4), 1))
+    except ValueError as error:
+        assert "Video features and video tokens do not match" in str(error)
+        return False
+    return True
+
+
 @pytest.fixture(params=PRESENT)
 def family(request):
     return request.param
@@ -70,6 +82,8 @@ def test_each_document_is_computed_as_alone(family, implementation):
 @pytest.mark.parametrize("frames", [2, 5])
 def test_films_too_and_where_text_goes_on_below_their_last_time(family, frames):
     reference, model = cases.build(family), cases.build(family)
+    if not films_of(reference):
+        pytest.skip("the unpatched model fails on any film in this version")
     film = cases.document(reference, 3, ("film", frames, 4, 4), 6, seed=1)
     docs = [film, cases.document(reference, 2, (1, 4, 4), ("film", 2, 4, 8), 2, seed=2), film]
     row, _ = packed(model, docs)
@@ -162,7 +176,7 @@ def test_training_on_a_row_gives_the_gradients_of_its_documents(family):
 
 def test_rows_that_are_not_packed_are_computed_as_before(family):
     unpatched, model = cases.build(family), cases.build(family)
-    parts = (3, (1, 4, 8), 2, *([("film", 5, 4, 4), 6] if family in WITH_FILMS else []))
+    parts = (3, (1, 4, 8), 2, *([("film", 5, 4, 4), 6] if films_of(model) else []))
     doc = cases.document(model, *parts)
     two = {name: torch.cat([value, value]) for name, value in doc.items()}
     with torch.no_grad(), fa2patch.apply(model):

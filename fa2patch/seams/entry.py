@@ -71,14 +71,16 @@ def causal_lm(original: Callable[..., Any]) -> Callable[..., Any]:
             if call.get("position_ids") is None:
                 refuse_uncounted_pictures(self, call)
             call["position_ids"] = with_lengths(call.get("position_ids"), lengths, shape, device)
-            if has_pictures(call):  # 5.x hands all keywords on to the vision tower, which has lengths of its own
+            if has_pictures(call):  # 5.10 to 5.16 hand them on to the vision tower, which has its own
                 call = {name: value for name, value in call.items() if name not in LENGTHS}
         pools = pooling.pools_documents(self)
         # the **kwargs of Falcon's and Phi's token classifiers hand position_ids to nobody
         swallows = "position_ids" not in calls.names and not predicts_the_next(self)
         looks_itself = patch.makes_masks or patch.stops_ids or pools or swallows or not calls.takes("position_ids")
         labelled = [name for name in LABELS if call.get(name) is not None and predicts_the_next(self)]
-        looked = looks_itself or (labelled and not compiling())
+        # with document numbers in the mask, and pictures, nobody has counted what get_rope_index must
+        uncounted = call.get("position_ids") is None and call.get("attention_mask") is not None and has_pictures(call)
+        looked = looks_itself or ((labelled or uncounted) and not compiling())
         mask = packed_mask(call, patch) if looked else None
         cu = mask.boundaries.cu_seqlens if mask is not None else call.get("cu_seq_lens_q") if compiling() else None
         if labelled and cu is not None:

@@ -6,6 +6,7 @@ from .boundaries import Boundaries, boundaries
 from .collators import DataCollatorWithFlattening
 from .completion_only import DataCollatorForCompletionOnlyLM
 from .errors import Fa2PatchError
+from .multimodal import DataCollatorForMultimodalFlattening
 from .patching import Patch, apply, revert, status
 from .verify import Verification, verify
 
@@ -15,6 +16,7 @@ __all__ = [
     "Architecture",
     "Boundaries",
     "DataCollatorForCompletionOnlyLM",
+    "DataCollatorForMultimodalFlattening",
     "DataCollatorWithFlattening",
     "Fa2PatchError",
     "Patch",

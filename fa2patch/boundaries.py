@@ -62,20 +62,23 @@ def boundaries(position_ids: torch.Tensor) -> Boundaries:
         position_ids: integers ``[length]``, ``[batch, length]`` or ``[axes, batch, length]`` (mRoPE). A document
             starts at the first token of every row and wherever an id is not its left neighbour's plus one; of four
             axes the first, the text's, is read. With three (time, height, width) an image's tokens do not count up:
-            in a row that has any, a document starts where time goes back, or all three are 0.
+            in a row that has any, a document starts where time goes back to 0, or all three are 0.
 
     Returns:
         :class:`Boundaries` over the ``batch * length`` tokens, row after row.
 
     Raises:
-        BadPositionIds: not an integer tensor, or of another shape, or empty.
+        BadPositionIds: not an integer tensor, or of another shape, or empty; or of three axes that neither restart
+            nor go on as a model counts them.
     """
     check_position_ids(position_ids)
     _check_readable("position_ids", position_ids, BadPositionIds)
     host = _host(_axes(position_ids).long())
     host = host if host.ndim == 3 else host[None]
     real = np.ones(host.shape[1:], dtype=bool)
-    return _from_cuts(_starts(host, real, _previous_real(real)), position_ids.device, int(host.max()) + 1)
+    starts, doubtful = _starts(host, real, _previous_real(real))
+    _no_doubt(doubtful, host)
+    return _from_cuts(starts, position_ids.device, int(host.max()) + 1)
 
 
 def check_position_ids(position_ids: Any, shape: tuple[int, int] | None = None) -> None:
@@ -110,6 +113,7 @@ def recognise(
     position_ids: torch.Tensor | None = None,
     attention_mask: torch.Tensor | None = None,
     seq_idx: torch.Tensor | None = None,
+    only_certain: bool = False,
 ) -> Boundaries | None:
     """Boundaries if the batch is packed, else None: one read from the device, whatever is given.
 
@@ -119,13 +123,15 @@ def recognise(
         position_ids: integers ``[batch or 1, length]``, or with axes in front.
         attention_mask: ``[batch, length]``: zeros are padding; 1, 1, 2, 2, ... are document numbers.
         seq_idx: integers ``[batch, length]``, another number for each document.
+        only_certain: of three axes take for a start what is one for certain, and do not ask about the rest.
 
     Returns:
         None where no row holds more than one document: a padded or dense batch, to be computed as ever. Otherwise
         boundaries in which a run of padding is a document of its own.
 
     Raises:
-        BadPositionIds, BadCuSeqlens: ``position_ids``, ``seq_idx`` of a wrong dtype or shape.
+        BadPositionIds, BadCuSeqlens: ``position_ids``, ``seq_idx`` of a wrong dtype or shape; ids of three axes that
+            neither restart nor go on as a model counts them.
         BoundaryConflict: two sources contradict each other, padding stands inside a document of a packed row, or the
             mask of one holds something else than zeros, ones and document numbers.
     """
@@ -149,7 +155,10 @@ def recognise(
     host, positions = dict(zip(present, read)), read[len(present) :]
     mask = host.get("attention_mask")
     if mask is not None and mask.min() < 0:
-        if mask.max() <= 1 and recognise(shape, device, position_ids=position_ids, seq_idx=seq_idx) is None:
+        if (
+            mask.max() <= 1
+            and recognise(shape, device, position_ids=position_ids, seq_idx=seq_idx, only_certain=only_certain) is None
+        ):
             return None
         row, token = np.argwhere(mask < 0)[0]
         raise BoundaryConflict(
@@ -159,7 +168,7 @@ def recognise(
     real = np.ones(shape, dtype=bool) if mask is None else mask != 0
     previous = _previous_real(real)
 
-    starts = _starts(positions, real, previous) if position_ids is not None else None
+    starts, doubtful = _starts(positions, real, previous) if position_ids is not None else (None, None)
     outright: dict[str, Any] = {}
     if "seq_idx" in host:
         outright["seq_idx"] = _changes(host["seq_idx"], real, previous, step=0)
@@ -171,6 +180,8 @@ def recognise(
     for source, said in outright.items():
         if starts is not None:
             _no_conflict(starts & ~said, f"position_ids restart inside what {source} calls one document")
+    if doubtful is not None and not (outright or only_certain):
+        _no_doubt(doubtful, positions)
     starts = next(iter(outright.values()), starts)
     if starts is None or (starts.sum(axis=1) <= 1).all():
         return None
@@ -319,15 +330,50 @@ def _axes(position_ids: torch.Tensor) -> torch.Tensor:
     return position_ids if position_ids.dim() == 3 else position_ids[None]
 
 
-def _starts(axes: Any, real: Any, previous: Any) -> Any:
-    """First tokens of documents, from position ids ``[axes, batch, length]``."""
+def _starts(axes: Any, real: Any, previous: Any) -> tuple[Any, Any]:
+    """First tokens of documents, from position ids ``[axes, batch, length]``; and tokens that may be such, or not."""
     starts = _changes(axes[0], real, previous, step=1)
     if len(axes) != 3:
-        return starts
+        return starts, np.zeros_like(real)
     with_images = (axes != axes[0]).any(axis=(0, 2))[:, None]
-    left = np.take_along_axis(axes[0], np.maximum(previous, 0), axis=1)
-    back = real & ((previous < 0) | (axes[0] < left) | (axes == 0).all(axis=0))
-    return np.where(with_images, back, starts)
+    nearest = np.maximum(previous, 0)
+    left = np.stack([np.take_along_axis(axis, nearest, axis=1) for axis in axes])
+    restarts = real & ((previous < 0) | _restarts(axes, left))
+    beside = np.arange(real.shape[1]) - previous == 1
+    doubtful = with_images & real & ~restarts & ~_goes_on(axes, left) & (beside | (axes[0] < left[0]))
+    return np.where(with_images, restarts, starts), doubtful
+
+
+def _restarts(ids: Any, left: Any) -> Any:
+    """Where time, height and width ``[3, batch, length]`` begin anew; arrays or tensors. Inside a document time is
+    0 at its first token and an image there, and never again; all three are 0 at its first token only."""
+    return (ids[0] == 0) & ((left[0] > 0) | ((ids[1] == 0) & (ids[2] == 0)))
+
+
+def _goes_on(ids: Any, left: Any) -> Any:
+    """Where time, height and width go on from the token to the left as a model's ``get_rope_index`` counts them.
+
+    Inside an image or film time stands or rises. Text, and an image's first token, have one number n on all axes. The
+    token before has n - 1 on the axis that is largest in it (time left out after a film, from Transformers 5.3 on:
+    text then goes on from its height and width, below its last frame's time). Inside an image the three may be equal.
+    """
+    (t, h, w), (time, height, width) = ids, left
+    beside_image = (t == h) & (t == w)
+    follows = (t > height) & (t > width) & ((t == height + 1) | (t == width + 1) | (t == time + 1))
+    of_its_time = (t == time) & ((height != time) | (width != time))
+    return (~beside_image & (t >= time)) | (beside_image & (follows | of_its_time))
+
+
+def _no_doubt(doubtful: Any, axes: Any) -> None:
+    if doubtful.any():
+        row, token = np.argwhere(doubtful)[0]
+        found = [axes[:, row, at].tolist() for at in (token - 1, token)]
+        raise BadPositionIds(
+            "position_ids: expected time, height and width as a model's get_rope_index counts them in each document, "
+            f"which starts at 0. Found {found[0]} and then {found[1]} at row {row}, token {token}: that may be a "
+            "document's start, or not. Say where documents start by cu_seq_lens_q, or by ids [4, batch, length] with "
+            "the tokens' own count in front (fa2patch.DataCollatorForMultimodalFlattening gives both)."
+        )
 
 
 def _previous_real(real: Any) -> Any:
@@ -433,10 +479,11 @@ def _require_agreement(
         )
     if position_ids is not None:
         check_position_ids(position_ids, shape)
-        ids = _axes(position_ids)[0].to(cu.device, torch.int64).expand(shape)
-        jumps = ids[:, 1:] < ids[:, :-1]
-        if len(_axes(position_ids)) != 3:
-            jumps |= ids[:, 1:] != ids[:, :-1] + 1
+        axes = _axes(position_ids).to(cu.device, torch.int64)
+        axes = axes.expand(len(axes), *shape)
+        jumps = axes[0, :, 1:] != axes[0, :, :-1] + 1
+        if len(axes) == 3:
+            jumps &= _restarts(axes[..., 1:], axes[..., :-1]) | ~_goes_on(axes[..., 1:], axes[..., :-1])
         restarts = jumps & ~starts[:, 1:] & real[:, 1:]
         _require(
             ~restarts.any(),

@@ -92,7 +92,7 @@ def test_embeddings_of_several_tokens_are_refused():
 
 
 class TestPromptsInOneRow:
-    """A cache of a packed row belongs to no one document of it; Transformers' continuous batching keeps one for each."""
+    """A cache of a packed row belongs to no one document; Transformers' continuous batching keeps one for each."""
 
     def test_generate_refuses_a_packed_row(self, docs):
         model = tiny_models.build("llama", "sdpa")

@@ -21,10 +21,11 @@ import torch
 from .._compile import compiling
 from ..errors import NothingPacked, PackingNotIsolated
 from . import embeddings, pooling
+from .axes import without_text_axis
 from .calls import LENGTHS, Calls, batch_shape
 from .labels import LABELS, inside_documents, predicts_the_next
 from .layers import models
-from .packed_batch import lengths_of, packed_mask, with_lengths, with_mask
+from .packed_batch import has_pictures, lengths_of, packed_mask, refuse_uncounted_pictures, with_lengths, with_mask
 from .packed_mask import PackedMask, find
 
 MARK = "_fa2patch"
@@ -67,13 +68,19 @@ def causal_lm(original: Callable[..., Any]) -> Callable[..., Any]:
         lengths = lengths_of(call)
         if lengths and not (calls.takes_any and compiling()):
             shape, device = batch_shape(call)
+            if call.get("position_ids") is None:
+                refuse_uncounted_pictures(self, call)
             call["position_ids"] = with_lengths(call.get("position_ids"), lengths, shape, device, patch.first_position)
+            if has_pictures(call):  # 5.10 to 5.16 hand them on to the vision tower, which has its own
+                call = {name: value for name, value in call.items() if name not in LENGTHS}
         pools = pooling.pools_documents(self)
         # the **kwargs of Falcon's and Phi's token classifiers hand position_ids to nobody
         swallows = "position_ids" not in calls.names and not predicts_the_next(self)
         looks_itself = patch.makes_masks or patch.stops_ids or pools or swallows or not calls.takes("position_ids")
         labelled = [name for name in LABELS if call.get(name) is not None and predicts_the_next(self)]
-        looked = looks_itself or (labelled and not compiling())
+        # with document numbers in the mask, and pictures, nobody has counted what get_rope_index must
+        uncounted = call.get("position_ids") is None and call.get("attention_mask") is not None and has_pictures(call)
+        looked = looks_itself or ((labelled or uncounted) and not compiling())
         mask = packed_mask(call, patch) if looked else None
         cu = mask.boundaries.cu_seqlens if mask is not None else call.get("cu_seq_lens_q") if compiling() else None
         if labelled and cu is not None:
@@ -141,22 +148,34 @@ def base_model(original: Callable[..., Any]) -> Callable[..., Any]:
         around = [] if compiling() else [(ids, mask) for looked, ids, mask in _reached.inside if looked is patch]
         made_by_a_model = _is_dense(given) and (compiling() or around)
         if any(ids is call.get("position_ids") and mask is given for ids, mask in around):
-            return calls.make(self, args, call)
+            return calls.make(self, args, _rotated_by(self, calls, call))
         found_before = find([*(given.values() if isinstance(given, dict) else [given]), call.get(patch.carrier)])
-        if found_before is not None and call.get("position_ids") is None and "position_ids" in calls.names:
-            call["position_ids"] = found_before.position_ids
-            return calls.make(self, args, call)
-        if found_before is not None or made_by_a_model:
+        if found_before is not None:
+            if call.get("position_ids") is None and "position_ids" in calls.names:
+                call["position_ids"] = found_before.position_ids
+            if "use_cache" in calls.names and not patch.needs_cache:
+                call["use_cache"] = False  # a model around this one may have no such argument (Qwen3.5 in 5.10)
+            return calls.make(self, args, _rotated_by(self, calls, call))
+        if made_by_a_model:
             return original(self, *args, **kwargs)
-        mask = packed_mask(call, patch)
+        made_inside = any(ids is None and mask is given for ids, mask in around)
+        mask = packed_mask(call, patch, made_inside=made_inside)
         if mask is not None:
             return embeddings.pool_documents(self, _packed(calls, self, args, call, mask), mask)
+        call = _rotated_by(self, calls, call)
         if not compiling():
             _count_unpacked(patch, self, call)
         with _looked(patch, call):
             return calls.make(self, args, call)
 
     return forward
+
+
+def _rotated_by(model: Any, calls: Calls, call: dict[str, Any]) -> dict[str, Any]:
+    """The arguments, with ids of as many axes as the model rotates by, where it would not see to that itself."""
+    if call.get("position_ids") is None:
+        return call
+    return {**call, "position_ids": without_text_axis(model, calls.original, call["position_ids"])}
 
 
 def _count_unpacked(patch: Any, model: Any, call: dict[str, Any]) -> None:
@@ -201,6 +220,7 @@ def _packed(calls: Calls, model: Any, args: tuple[Any, ...], call: dict[str, Any
     patch = vars(model)[MARK]
     patch.unpacked = None
     call[patch.carrier] = mask
+    call = _rotated_by(model, calls, call)
     if not calls.takes("position_ids"):
         del call["position_ids"]
     if "use_cache" in {*calls.names, *call} and not patch.needs_cache:

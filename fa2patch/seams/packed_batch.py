@@ -18,17 +18,20 @@ from ..boundaries import (
 )
 from ..errors import BadCuSeqlens, PackedWithCache, PackedWithDenseMask, PackingNotIsolated
 from .calls import LENGTHS, batch_shape
+from .layers import models
 from .packed_mask import PackedMask
 from .rotary import tagged
 
 _CARRIED = "_fa2patch_lengths"
 _FOUND = "_fa2patch_mask"
+_PICTURES = ("pixel_values", "pixel_values_videos", "image_grid_thw", "video_grid_thw")
 
 
-def packed_mask(call: dict[str, Any], patch: Any) -> PackedMask | None:
+def packed_mask(call: dict[str, Any], patch: Any, made_inside: bool = False) -> PackedMask | None:
     """The mask of a packed batch, or None for every other batch; sees to ``call["position_ids"]`` too.
 
-    A single document is packed only where lengths say so: else it is a dense row, computed as ever.
+    A single document is packed only where lengths say so: else it is a dense row, computed as ever. So is a row whose
+    ids a model around this one made itself (``made_inside``), where nothing in them restarts for certain.
     """
     tokens = call["input_ids"] if call.get("input_ids") is not None else call.get("inputs_embeds")
     position_ids = call.get("position_ids")
@@ -69,11 +72,19 @@ def packed_mask(call: dict[str, Any], patch: Any) -> PackedMask | None:
         seq_idx = lengths.get("seq_idx")
         if position_ids is None and seq_idx is None and (mask is None or mask.dtype == torch.bool):
             return None
-        found = recognise(shape, device, position_ids=position_ids, attention_mask=mask, seq_idx=seq_idx)
+        found = recognise(
+            shape,
+            device,
+            position_ids=position_ids,
+            attention_mask=mask,
+            seq_idx=seq_idx,
+            only_certain=made_inside,
+        )
     if found is None:
         return None
     _refuse_what_cannot_be_packed(call, given, mask)
     if position_ids is None:
+        refuse_uncounted_pictures(patch.model, call)
         call["position_ids"] = positions_of(found.cu_seqlens.to(device), shape) + patch.first_position
     positions = found.positions
     if patch.rotary is not None:
@@ -123,6 +134,19 @@ def _two_dimensional(mask: Any, shape: tuple[int, int], cached: bool) -> torch.T
     if mask.shape[1] == shape[1]:
         return mask
     return mask[:, -shape[1] :] if cached and mask.shape[1] > shape[1] else None
+
+
+def has_pictures(call: dict[str, Any]) -> bool:
+    return any(call.get(name) is not None for name in _PICTURES)
+
+
+def refuse_uncounted_pictures(model: Any, call: dict[str, Any]) -> None:
+    """Ids that count tokens are no ids of pictures: a model that has several axes would see others than alone."""
+    if has_pictures(call) and any(hasattr(inner, "get_rope_index") for inner in models(model)):
+        raise PackingNotIsolated(
+            "a packed batch came with pictures and without position_ids, which this model counts on three axes in each "
+            "document. Pass them, as fa2patch.DataCollatorForMultimodalFlattening gives them."
+        )
 
 
 def _refuse_what_cannot_be_packed(call: dict[str, Any], given: Any, mask: torch.Tensor | None) -> None:

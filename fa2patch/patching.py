@@ -430,8 +430,8 @@ def _check_layers(decoder: Any, attention: list[layers.Attention], mixing: list[
         (name, found), *others = mixers.items()
         raise UnsupportedModel(
             f"{type(decoder).__name__} carries state along the row outside attention, in {found} at {name}"
-            f"{f' and {len(others)} more places' if others else ''}. fa2patch keeps documents apart in attention only, "
-            "so they would leak there. Nothing was patched. Train this model padded."
+            f"{f' and {len(others)} more places' if others else ''}. Nothing that it is handed could tell it where "
+            "documents start, so they would leak there. Nothing was patched. Train this model padded."
         )
     attention = [*attention, *mixing]
     without = layers.blocks_without(decoder, attention)

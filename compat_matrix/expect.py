@@ -2,26 +2,43 @@
 
 from __future__ import annotations
 
+import json
 import sys
 from collections import Counter
 from pathlib import Path
+from typing import Callable
 
 import tomlkit
 
-from . import environments
+from . import environments, run
 from .cells import Environment
 from .results import read
 
 
 def main() -> int:
-    file = environments.HERE / "versions.toml"
+    file, folder = environments.HERE / "versions.toml", environments.HERE / "evidence"
     document = tomlkit.parse(file.read_text(encoding="utf-8"))
-    for environment in read(Path(environments.HERE, "evidence")).environments:
+    expecting(folder, lambda version, architecture: "")
+    for environment in read(folder).environments:
         block = document["version"].get(environment.name)
         if block is not None and not environment.allowed_to_fail:
             block.update(expectation(environment))
     file.write_text(tomlkit.dumps(document), encoding="utf-8")
+    known = environments.versions()
+    expecting(folder, lambda version, architecture: known[version].seam_of(architecture) if version in known else "")
     return 0
+
+
+def expecting(folder: Path, seam_of: Callable[[str, str], str]) -> None:
+    """Note in every version's evidence what is expected of each architecture; nothing where that is empty."""
+    for file in folder.glob("*.json"):
+        found = json.loads(file.read_text(encoding="utf-8"))
+        for name, cell in found["architectures"].items():
+            cell.pop("expected_seam", None)
+            expected = seam_of(found["name"], name)
+            if expected:
+                cell["expected_seam"] = expected.split(" and ")
+        file.write_text(run.text(found), encoding="utf-8")
 
 
 def expectation(environment: Environment) -> dict[str, object]:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator
-from typing import Any, Callable, Optional
+from typing import Any, Callable
 
 import torch
 
@@ -71,13 +71,19 @@ def _seeded(seed: torch.Tensor | None, device: torch.device) -> Iterator[None]:
         yield
 
 
+_INPUTS = (
+    "Tensor q, Tensor k, Tensor v, Tensor cu_seqlens, Tensor? sinks, Tensor? alibi_slopes, Tensor? seed, "
+    "float scale, bool causal, int? window, float? softcap, float dropout"
+)
+"""Written out: torch 2.4 reads no annotations that are strings."""
+
 if hasattr(torch.library, "custom_op"):
 
-    @torch.library.custom_op("fa2patch::reference", mutates_args=())
+    @torch.library.custom_op("fa2patch::reference", mutates_args=(), schema=f"({_INPUTS}) -> Tensor")
     def _forward(
-        q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, cu_seqlens: torch.Tensor, sinks: Optional[torch.Tensor],
-        alibi_slopes: Optional[torch.Tensor], seed: Optional[torch.Tensor], scale: float, causal: bool,
-        window: Optional[int], softcap: Optional[float], dropout: float,
+        q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, cu_seqlens: torch.Tensor, sinks: torch.Tensor | None,
+        alibi_slopes: torch.Tensor | None, seed: torch.Tensor | None, scale: float, causal: bool,
+        window: int | None, softcap: float | None, dropout: float,
     ) -> torch.Tensor:  # fmt: skip
         options = Options(scale, causal, window, softcap, dropout, sinks, alibi_slopes)
         with _seeded(seed, q.device):
@@ -88,11 +94,13 @@ if hasattr(torch.library, "custom_op"):
         made: torch.Tensor = q.new_empty(q.shape[0], q.shape[1], v.shape[2])
         return made
 
-    @torch.library.custom_op("fa2patch::reference_backward", mutates_args=())
+    @torch.library.custom_op(
+        "fa2patch::reference_backward", mutates_args=(), schema=f"(Tensor grad, {_INPUTS}) -> Tensor[]"
+    )
     def _backward(
         grad: torch.Tensor, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, cu_seqlens: torch.Tensor,
-        sinks: Optional[torch.Tensor], alibi_slopes: Optional[torch.Tensor], seed: Optional[torch.Tensor],
-        scale: float, causal: bool, window: Optional[int], softcap: Optional[float], dropout: float,
+        sinks: torch.Tensor | None, alibi_slopes: torch.Tensor | None, seed: torch.Tensor | None,
+        scale: float, causal: bool, window: int | None, softcap: float | None, dropout: float,
     ) -> list[torch.Tensor]:  # fmt: skip
         options = Options(scale, causal, window, softcap, dropout, sinks, alibi_slopes)
         with _seeded(seed, q.device):

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from typing import Any, Callable
+from weakref import WeakKeyDictionary
 
 import torch
 
+from ._compile import constant
 from .errors import BadArchitecture, UnknownArchitecture
 from .options import Options
 
@@ -67,6 +69,32 @@ def _gemma2(module: Any, options: Options) -> Options:
     return replace(options, softcap=softcap, window=options.window or module.sliding_window)
 
 
+def _gpt_neo_window(module: Any, options: Options) -> Options:
+    """Local layers see ``config.window_size`` tokens in eager code; the flash class of every version forgets it."""
+    return replace(options, window=module.config.window_size) if _is_local(module) else options
+
+
+def _is_local(module: Any) -> bool:
+    kind = getattr(module, "attention_type", None)  # 5.x
+    if kind is None and getattr(module, "layer_id", None) is not None:  # 4.48 on
+        kind = module.config.attention_layers[module.layer_id]
+    if kind is not None:
+        return bool(kind == "local")
+    if module not in _LOCAL:
+        _LOCAL[module] = _hides_the_first_token(module.bias)
+    return _LOCAL[module]
+
+
+_LOCAL: WeakKeyDictionary[Any, bool] = WeakKeyDictionary()
+"""Up to 4.47 only the triangle that a layer keeps for eager code says whether it is local: read once, for a device."""
+
+
+@constant
+def _hides_the_first_token(triangle: torch.Tensor) -> bool:
+    """Whether the last query of a mask ``[1, 1, queries, keys]`` does not see the first key."""
+    return not triangle[0, 0, -1, 0]
+
+
 def _temperature(module: Any, q: torch.Tensor, into: torch.Tensor) -> torch.Tensor:
     """Layers without rope scale queries by how far into the row they are, from ``floor_scale`` tokens on."""
     if module.use_rope or not module.attn_temperature_tuning or q.shape[1] < module.floor_scale:
@@ -94,6 +122,7 @@ _rows = {
         Architecture("falcon", refuse=_alibi),
         Architecture("gpt_bigcode", adjust=_bigcode_scale),
         Architecture("gemma2", adjust=_gemma2),
+        Architecture("gpt_neo", adjust=_gpt_neo_window),
         Architecture("llama4_text", queries=_temperature),
         Architecture("paligemma", refuse=_prefix),
         Architecture("phi", adjust=_phi_scale),

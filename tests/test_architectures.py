@@ -1,17 +1,24 @@
 """Models of the installed Transformers that need more than an ordinary seam."""
 
+import copy
+
 import pytest
 import torch
 import transformers
 
 import fa2patch
 from compat_matrix import tiny_models
-from compat_matrix.points import alone, assert_close, documents, pack
+from compat_matrix.points import alone, assert_close, assert_same_gradients, documents, gradients, loss_of, pack
 from fa2patch import errors
 
 
 def present(name):
     return pytest.mark.skipif(not tiny_models.is_present(name), reason=f"no {name} in {transformers.__version__}")
+
+
+def gradients_of(model):
+    """As they are, and left there."""
+    return {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
 
 
 @pytest.fixture
@@ -89,6 +96,46 @@ def test_embeddings_of_several_tokens_are_refused():
     )  # fmt: skip
     with pytest.raises(errors.UnsupportedModel, match="may look at more than boundaries can say"):
         fa2patch.apply(transformers.Qwen4ExpForCausalLM(config))
+
+
+class TestLocalLayersOfGptNeo:
+    """Every second layer sees a window of tokens. Transformers' eager code says so; its flash class forgets it."""
+
+    WINDOW = 4
+
+    def models(self, implementation, **changes):
+        changes = {"window_size": self.WINDOW, **changes}
+        return (tiny_models.build("gpt_neo", name, **changes) for name in ("eager", implementation))
+
+    @pytest.mark.parametrize("kinds", [["global", "local"], ["local"], ["global"]], ids="-".join)
+    def test_packed_rows_have_the_window_that_eager_code_has(self, docs, kinds):
+        reference, model = self.models("eager", attention_types=[[kinds, 2 // len(kinds)]])
+        expected = alone(reference, docs)
+        wide = tiny_models.build("gpt_neo", attention_types=[[kinds, 2 // len(kinds)]], window_size=64)
+        assert torch.equal(alone(wide, docs), expected) == ("local" not in kinds)
+        with fa2patch.apply(model):
+            assert_close(model(**pack(docs)).logits[0], expected, "logits")
+
+    def test_the_window_stays_with_a_copy_and_through_a_recomputed_backward(self, docs):
+        reference, model = self.models("eager")
+        expected = alone(reference, docs)
+        loss_of(expected, docs).backward()
+        with fa2patch.apply(model):
+            for patched in (model, copy.deepcopy(model)):
+                patched.gradient_checkpointing_enable()
+                patched.enable_input_require_grads()
+                found = patched.train()(**pack(docs)).logits[0]
+                assert_close(found, expected, "logits")
+                loss_of(found, docs).backward()
+                assert_same_gradients(gradients(patched), gradients_of(reference), 5e-5, floor=0.01)
+
+    def test_the_window_is_in_a_compiled_graph(self, docs):
+        reference, model = self.models("eager")
+        expected = alone(reference, docs)
+        torch._dynamo.reset()
+        with fa2patch.apply(model), torch.no_grad():
+            assert_close(torch.compile(model, backend="eager")(**pack(docs)).logits[0], expected, "compiled at once")
+            assert_close(model(**pack(docs)).logits[0], expected, "then not compiled")
 
 
 class TestPromptsInOneRow:

@@ -38,6 +38,9 @@ NO_SUCH_IMPLEMENTATION = (
 )
 """In the errors with which a version says that an architecture has no such attention."""
 
+REFUSED_AND_PATCHED = "refused with one attn_implementation, patched with another"
+"""Of an architecture that is one or the other: which of them it is would turn on how somebody loaded it."""
+
 
 def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m compat_matrix.check", description=__doc__)
@@ -123,8 +126,11 @@ def _cell(architecture: str, implementations: tuple[str, ...], points: list[str]
             return {**result, "error": f"{implementation}: {type(error).__name__}: {error}"[:400]}
         skipped = _skipped(cell, result["seam"], first=implementation == next(iter(loaded)))
         result["fa2patch"][implementation] = _results(cell, points, skipped)
-    if "refused" in result:
-        del result["fa2patch"]
+    if "refused" not in result:
+        return result
+    if "seam" in result:
+        return {**result, "error": f"{REFUSED_AND_PATCHED}: {result['refused']}"[:400]}
+    del result["fa2patch"]
     return result
 
 

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from . import environments
+from .check import REFUSED_AND_PATCHED
 from .results import FORMAT
 
 PARTS = ("without", "with")
@@ -52,8 +53,8 @@ def merged(version: environments.Version, without: dict[str, Any], with_flash: d
         for key in ("fa2patch", "upstream"):
             if key in first or key in second:
                 cell[key] = {**first.get(key, {}), **second.get(key, {})}
-        if ("refused" in first) != ("refused" in second) and first.get("fa2patch") and second.get("fa2patch"):
-            cell["error"] = "refused with one implementation of attention, patched with another"
+        if "refused" in cell and "seam" in cell:
+            cell.setdefault("error", f"{REFUSED_AND_PATCHED}: {cell['refused']}"[:400])
         if first.get("seam", second.get("seam")) != second.get("seam", first.get("seam")):
             cell["error"] = f"seam {first['seam']} without flash-attn, {second['seam']} with it"
         expected = version.seam_of(name)

@@ -422,13 +422,6 @@ def is_mixture(architecture: str) -> bool:
     return any(re.search(r"expert|moe|router", name, re.IGNORECASE) for name, _ in build(architecture).named_modules())
 
 
-def window_name(architecture: str) -> str | None:
-    """What the config calls a sliding window, if it has any."""
-    config = config_of(architecture)
-    config = getattr(config, "text_config", config)
-    return next((name for name in ("sliding_window", "window_size", "local_attention") if hasattr(config, name)), None)
-
-
 def _needs_a_window(modeling: Any) -> bool:
     """4.34's and 4.35's flash Mistral fails where the window is None."""
     return not (hasattr(modeling, "MISTRAL_ATTENTION_CLASSES") or hasattr(modeling, "ALL_ATTENTION_FUNCTIONS"))

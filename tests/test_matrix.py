@@ -6,11 +6,19 @@ import sys
 
 import numpy as np
 import pytest
+import torch
 
 import fa2patch
-from compat_matrix import environments
+from compat_matrix import check, environments
 from compat_matrix.__main__ import failures
-from compat_matrix.points import POINTS, Cell, NotApplicable
+from compat_matrix.points import (
+    POINTS,
+    Cell,
+    NotApplicable,
+    assert_close,
+    assert_same_gradients,
+    assert_unmoved,
+)
 from compat_matrix.results import read_file
 from compat_matrix.run import merged
 from fa2patch import Boundaries, patching
@@ -82,17 +90,6 @@ def test_a_refusal_that_is_not_made_is_red(monkeypatch):
     red("packed_row", "nothing_crosses", family="jamba")
 
 
-def test_a_window_one_token_wider_is_red(monkeypatch):
-    attend = packed_mask.PackedMask.attend
-
-    def wider(self, module, q, k, v, options):
-        window = options.window and options.window + 1
-        return attend(self, module, q, k, v, type(options)(**{**vars(options), "window": window}))
-
-    monkeypatch.setattr(packed_mask.PackedMask, "attend", wider)
-    red("windows", family="qwen2")
-
-
 def test_every_version_has_a_block_and_a_release_without_one_the_defaults():
     blocks = environments.versions()
     minors = {tuple(map(int, block.transformers.split(".")[:2])) for name, block in blocks.items() if name != "main"}
@@ -132,6 +129,67 @@ def test_a_failure_in_either_process_is_one(tmp_path):
     assert "not function" not in str(found(tmp_path, part(llama=patched()), part(llama=patched())))
     assert "do not add up" in found(tmp_path, part(llama=patched(ok=1)), part())[0]
     assert failures("uv failed") == ["uv failed"]
+
+
+def test_refused_in_one_process_and_patched_in_the_other_is_a_failure(tmp_path):
+    refused = {"refused": "UnsupportedModel: it cannot be", "upstream": {}}
+    for first, second in ((patched(), refused), (refused, patched())):
+        (failure,) = found(tmp_path, part(llama=first), part(llama=second))
+        assert check.REFUSED_AND_PATCHED in failure and "it cannot be" in failure
+
+
+@pytest.mark.parametrize("refusing", ["sdpa", "eager"])
+def test_refused_with_one_implementation_and_patched_with_another_is_a_failure(monkeypatch, tmp_path, refusing):
+    apply = fa2patch.apply
+
+    def refuses(model, **options):
+        if model.config._attn_implementation == refusing:
+            raise fa2patch.errors.UnsupportedModel("it cannot be")
+        return apply(model, **options)
+
+    monkeypatch.setattr(fa2patch, "apply", refuses)
+    cell = check._cell("llama", ("sdpa", "eager"), ["packed_row"])
+    (failure,) = found(tmp_path, part(llama=cell), part())
+    assert check.REFUSED_AND_PATCHED in failure and "it cannot be" in failure
+
+
+def test_a_point_that_fails_is_a_failure_and_one_that_does_not_apply_says_why(monkeypatch):
+    def off(cell):
+        raise AssertionError("logits: off by 1")
+
+    def raises(cell):
+        raise KeyError("no such thing")
+
+    def elsewhere(cell):
+        raise NotApplicable("not in this version")
+
+    for point in (off, raises, elsewhere):
+        monkeypatch.setitem(POINTS, point.__name__, point)
+    monkeypatch.setitem(POINTS, "holds", lambda cell: None)
+    counts = check._results(Cell("llama", "sdpa"), ["off", "raises", "elsewhere", "holds"], {})
+    assert (counts["ok"], counts["n/a"]) == (1, {"elsewhere": "not in this version"})
+    assert {name: what.partition(" (")[0] for name, what in counts["fail"].items()} == {
+        "off": "AssertionError: logits: off by 1",
+        "raises": "KeyError: 'no such thing'",
+    }
+
+
+NUMBERS, NAN = torch.tensor([1.0, 2.0, 3.0]), torch.tensor([1.0, float("nan"), 3.0])
+
+
+@pytest.mark.parametrize("where", [0, 2])
+@pytest.mark.parametrize("family", ["llama", "mixtral"])
+@pytest.mark.parametrize(("found", "expected"), [(NAN, NUMBERS), (NUMBERS, NAN), (NAN, NAN)], ids=str)
+def test_a_number_that_is_none_passes_nowhere(found, expected, family, where):
+    """Wherever it is: ``max`` of Python's own keeps or loses it by its place among the others."""
+    good = {"a": NUMBERS, "b": NUMBERS, "c": NUMBERS}
+    name = sorted(good)[where]
+    with pytest.raises(AssertionError):
+        assert_close(found, expected, "logits")
+    with pytest.raises(AssertionError, match=f"gradient of {name}"):
+        assert_same_gradients({**good, name: found}, {**good, name: expected}, floor=0.01)
+    with pytest.raises(AssertionError):
+        assert_unmoved(Cell(family, "sdpa"), found, expected)
 
 
 def test_another_seam_than_expected_and_an_unexpected_refusal_are_failures(tmp_path):

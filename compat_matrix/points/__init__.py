@@ -150,4 +150,4 @@ def assert_same_gradients(
         assert_close(found[name], gradient, f"gradient of {name}", tolerance, at_least=max(floor * largest, 1e-30))
 
 
-from . import harmless, isolation, training  # noqa: E402, F401
+from . import harmless, isolation, training, windows  # noqa: E402, F401

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import inspect
 from typing import Any
 
@@ -12,7 +11,6 @@ import fa2patch
 
 from .. import own_models, tiny_models
 from . import (
-    TOLERANCE,
     Cell,
     NotApplicable,
     alone,
@@ -144,106 +142,6 @@ def nothing_crosses(cell: Cell) -> None:
     model = cell.model()
     with fa2patch.apply(model):
         fa2patch.verify(model, batch=pack(documents(*LENGTHS)))
-
-
-@point
-def windows(cell: Cell) -> None:
-    """Sliding windows smaller than, equal to and larger than the documents."""
-    if tiny_models.is_encoder(cell.family):
-        return _windows_both_ways(cell)
-    config, name = tiny_models.config_of(cell.family), tiny_models.window_name(cell.family)
-    config = getattr(config, "text_config", config)
-    if name is None:
-        raise NotApplicable("no sliding window")
-    docs = documents(5, 12, 1, 7)
-    changes: dict[str, Any] = {"use_sliding_window": True} if hasattr(config, "use_sliding_window") else {}
-    if hasattr(config, "max_window_layers"):
-        changes = {"use_sliding_window": True, "max_window_layers": 0}
-        deep = tiny_models.config_of(cell.family, **changes, sliding_window=4)
-        deep = getattr(deep, "text_config", deep)
-        none = "sliding_attention" not in getattr(deep, "layer_types", ["sliding_attention"])
-        if none or _windows_shallow_layers(cell.family):
-            changes["max_window_layers"] = 99
-    full, excess = alone(cell.reference(), docs), _eager_window_excess(cell, name, changes)
-    moved, near = {}, TOLERANCE if cell.family in tiny_models.SEEDS else 2 * TOLERANCE
-    for window in (1, 3, 5, 12, 40) if cell.family in tiny_models.SEEDS else (1, 5, 40):
-        model = cell.model(**changes, **{name: window})
-        with fa2patch.apply(model):
-            found = model(**pack(docs)).logits[0]
-            if excess is None or window <= excess:  # nothing of upstream's to compare with: same route alone
-                expected = torch.cat([_alone_same_route(model, doc) for doc in docs])
-            else:
-                expected = alone(cell.reference(**changes, **{name: window - excess}), docs)
-            assert_close(found, expected, f"window {window}", near)
-            moved[window] = bool((found - full).abs().max() > 1e-4 * full.abs().max())
-    if not any(moved.values()) and excess is None:
-        raise NotApplicable(f"its {name} changes nothing in this version, in eager attention neither")
-    if name == "sliding_window" and any(changed != (window < 12) for window, changed in moved.items()):
-        raise AssertionError(f"documents of up to 12 tokens and windows that change something: {moved}")
-
-
-def _windows_both_ways(cell: Cell) -> None:
-    """Windows that reach to both sides, held against the unpatched model with the same one."""
-    if not hasattr(tiny_models.config_of(cell.family), "local_attention"):
-        raise NotApplicable("no sliding window")
-    docs = documents(5, 12, 1, 7)
-    full = alone(cell.reference(local_attention=64), docs)
-    for window in (2, 6, 12, 40):  # half of it to each side
-        model = cell.model(local_attention=window)
-        expected = alone(cell.reference(local_attention=window), docs)
-        with fa2patch.apply(model):
-            assert_close(model(**pack(docs)).logits[0], expected, f"window {window}")
-        moved = bool((expected - full).abs().max() > 1e-4 * full.abs().max())
-        if moved != (window // 2 < 11):
-            raise AssertionError(f"documents of up to 12 tokens, a window of {window}: changes something: {moved}")
-
-
-def _eager_window_excess(cell: Cell, name: str, changes: dict[str, Any]) -> int | None:
-    """Tokens that this version's eager code sees beyond its window (rule 11); None where it has no window."""
-    one = tiny_models.with_layers(cell.family, 1)
-    if not one:
-        return None
-    first = next(iter(one))
-    sliding = {**one, "layer_types": ["sliding_attention"]}  # LFM3's first layer is a convolution
-    for layers in (*([sliding] if _slides(cell) else []), {first: 1}, one):
-        with contextlib.suppress(Exception):  # layer_types of another length, and other lists with an entry for each
-            model = cell.reference(**{**layers, **changes, name: 4})
-            break
-    else:
-        return None
-    embeddings = model.get_input_embeddings()(documents(12)[0][None]).detach().requires_grad_()
-    counts = "position_ids" in inspect.signature(type(model).forward).parameters
-    call: dict[str, Any] = {"inputs_embeds": embeddings}
-    if counts:
-        call["position_ids"] = torch.arange(12)[None]
-    try:
-        logits = model(**call).logits
-    except ValueError:  # one layer of RecurrentGemma's has no attention, and its cache asks for some
-        logits = model(**call, use_cache=False).logits
-    (gradient,) = torch.autograd.grad(logits[0, -1].square().sum(), embeddings)
-    reach = int(gradient[0].any(-1).sum())
-    return None if reach == 12 else reach - 4
-
-
-def _slides(cell: Cell) -> bool:
-    config = tiny_models.config_of(cell.family)
-    return "sliding_attention" in (getattr(getattr(config, "text_config", config), "layer_types", None) or ())
-
-
-def _alone_same_route(model: Any, doc: torch.Tensor) -> torch.Tensor:
-    cu = torch.tensor([0, len(doc)], dtype=torch.int32)
-    given = {"cu_seq_lens_q": cu, "cu_seq_lens_k": cu, "max_length_q": len(doc), "max_length_k": len(doc)}
-    return model(input_ids=doc[None], **given).logits[0]
-
-
-def _windows_shallow_layers(family: str) -> bool:
-    """Whether this version's flash class takes the window off from max_window_layers on, not up to it."""
-    modeling = vars(tiny_models.modeling(family))
-    for name, value in modeling.items():
-        if name.endswith("FlashAttention2"):
-            method = vars(value).get("_flash_attention_forward")
-            return method is not None and "max_window_layers" in method.__code__.co_names
-    return False
 
 
 @point

@@ -122,11 +122,14 @@ class Way:
 
     Attributes:
         changes: its arguments.
-        layers: how many layers may have one then; None where that is not known here.
+        layers: how many layers have one then; None where that is not known here.
+        one: the arguments of the same name with which one layer of two has one. Code that gives it to both does not
+            know that name, and defines nothing about it.
     """
 
     changes: dict[str, Any]
-    layers: tuple[int, ...] | None = None
+    layers: int | None = None
+    one: dict[str, Any] | None = None
 
 
 def ways(architecture: str) -> dict[str, Way]:
@@ -140,9 +143,10 @@ def ways(architecture: str) -> dict[str, Way]:
         found["layer_types"] = Way({**on, "layer_types": types})
     unsaid: dict[str, Any] = {"layer_types": None} if "layer_types" in takes else {}
     if "max_window_layers" in takes:  # some versions count the layers without a window from below, some those with one
-        for number, layers in {0: (0, 2), 1: (1,), 2: (0, 2)}.items():
-            given = {**on, **unsaid, "max_window_layers": number}
-            found[f"max_window_layers={number}"] = Way(given, layers)
+        one = {**on, **unsaid, "max_window_layers": 1}
+        found["max_window_layers=1"] = Way(one, 1, one)
+        for number in (0, 2):
+            found[f"max_window_layers={number}"] = Way({**one, "max_window_layers": number}, None, one)
     if "sliding_window_pattern" in takes:
         found["sliding_window_pattern"] = Way({**on, **unsaid, "sliding_window_pattern": 2})
     return found or {"every layer": Way(on)}

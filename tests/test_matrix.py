@@ -149,6 +149,7 @@ def test_refused_with_one_implementation_and_patched_with_another_is_a_failure(m
 
     monkeypatch.setattr(fa2patch, "apply", refuses)
     cell = check._cell("llama", ("sdpa", "eager"), ["packed_row"])
+    assert check.REFUSED_AND_PATCHED in cell["error"] and "fa2patch" in cell
     (failure,) = found(tmp_path, part(llama=cell), part())
     assert check.REFUSED_AND_PATCHED in failure and "it cannot be" in failure
 

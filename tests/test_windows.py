@@ -97,7 +97,7 @@ def test_a_config_with_a_window_that_nobody_has_looked_at_is_red(monkeypatch):
 
 
 def test_a_window_in_every_layer_where_the_config_wants_one_is_red(monkeypatch):
-    monkeypatch.setattr(window_kinds, "ways", lambda architecture: {"one": window_kinds.Way({}, layers=(1,))})
+    monkeypatch.setattr(window_kinds, "ways", lambda architecture: {"one": window_kinds.Way({}, layers=1)})
     with pytest.raises(AssertionError, match="expected it in"):
         POINTS["windows"](Cell("mistral", "eager"))
 

@@ -50,10 +50,10 @@ def _held(cell: Cell, kind: Kind, name: str, way: Way) -> bool:
     what, changes, encoder = f"{kind.name} by {name}", way.changes, tiny_models.is_encoder(cell.family)
     excess, in_eager = _of_eager(cell, kind, changes, what)
     in_packed = _of_packed(cell, kind, changes, what)
-    if way.layers is not None and len(in_packed) not in way.layers:
+    if way.layers is not None and len(in_packed) != way.layers:
         raise AssertionError(f"{what}: expected it in {way.layers} layers of packed rows, found it in {in_packed}")
-    if way.layers is not None and len(in_eager) not in way.layers:
-        in_eager = []  # up to 4.52 Qwen2-MoE's and Qwen2-VL's eager code has one mask for all layers, whatever is said
+    if in_eager != in_packed and in_eager and way.one is not None and len(_of_eager(cell, kind, way.one, what)[1]) != 1:
+        in_eager = []  # Qwen2-MoE (to 4.57) and Qwen2-VL (to 4.52): one mask for all layers
     if in_eager and in_eager != in_packed:
         raise AssertionError(f"{what}: in eager code blocks {in_eager} have it, in packed rows {in_packed or 'none'}")
     if not in_packed:

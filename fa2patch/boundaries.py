@@ -54,6 +54,20 @@ class Boundaries:
         cu = torch.tensor([0, *chunks], dtype=torch.int32).cumsum(0, dtype=torch.int32)
         return Boundaries(cu.to(self.cu_seqlens.device), size, self.positions, tuple(chunks))
 
+    def padding_apart(self, attention_mask: torch.Tensor) -> Boundaries:
+        """Every document cut in two, its real tokens and the padding that ends it, either of which may be empty.
+
+        Where tokens see those behind them too, real tokens must not see their document's padding. Nothing is read.
+
+        Args:
+            attention_mask: ``[batch, length]``; zeros only at the end of a document.
+        """
+        real = (attention_mask.flatten() != 0).to(self.cu_seqlens.device, torch.int32)
+        seen = torch.nn.functional.pad(real.cumsum(0, dtype=torch.int32), (1, 0))[self.cu_seqlens.long()]
+        ends = self.cu_seqlens[:-1] + seen.diff()
+        cu = torch.cat([torch.stack([self.cu_seqlens[:-1], ends], dim=1).flatten(), self.cu_seqlens[-1:]])
+        return Boundaries(cu, self.max_seqlen, self.positions)
+
 
 def boundaries(position_ids: torch.Tensor) -> Boundaries:
     """Boundaries of the documents that ``position_ids`` describe.
@@ -76,7 +90,7 @@ def boundaries(position_ids: torch.Tensor) -> Boundaries:
     host = _host(_axes(position_ids).long())
     host = host if host.ndim == 3 else host[None]
     real = np.ones(host.shape[1:], dtype=bool)
-    starts, doubtful = _starts(host, real, _previous_real(real))
+    starts, doubtful, _ = _starts(host, real, _previous_real(real))
     _no_doubt(doubtful, host)
     return _from_cuts(starts, position_ids.device, int(host.max()) + 1)
 
@@ -114,8 +128,13 @@ def recognise(
     attention_mask: torch.Tensor | None = None,
     seq_idx: torch.Tensor | None = None,
     only_certain: bool = False,
+    first_position: int = 0,
+    training: bool = False,
 ) -> Boundaries | None:
     """Boundaries if the batch is packed, else None: one read from the device, whatever is given.
+
+    Ids at masked places say nothing. Behind padding a document starts where the ids restart at the first position; any
+    other jump there is taken for a filler, as Transformers' ``generate`` writes them, and the row goes on.
 
     Args:
         shape: ``(batch, length)``.
@@ -124,6 +143,8 @@ def recognise(
         attention_mask: ``[batch, length]``: zeros are padding; 1, 1, 2, 2, ... are document numbers.
         seq_idx: integers ``[batch, length]``, another number for each document.
         only_certain: of three axes take for a start what is one for certain, and do not ask about the rest.
+        first_position: the position of a document's first token, where the model does not count from 0.
+        training: whether a jump behind padding that is not certain to be a filler is an error.
 
     Returns:
         None where no row holds more than one document: a padded or dense batch, to be computed as ever. Otherwise
@@ -133,7 +154,8 @@ def recognise(
         BadPositionIds, BadCuSeqlens: ``position_ids``, ``seq_idx`` of a wrong dtype or shape; ids of three axes that
             neither restart nor go on as a model counts them.
         BoundaryConflict: two sources contradict each other, padding stands inside a document of a packed row, or the
-            mask of one holds something else than zeros, ones and document numbers.
+            mask of one holds something else than zeros, ones and document numbers; in training, ids jump behind
+            padding to something else than the first position.
     """
     if position_ids is not None:
         check_position_ids(position_ids, shape)
@@ -168,7 +190,9 @@ def recognise(
     real = np.ones(shape, dtype=bool) if mask is None else mask != 0
     previous = _previous_real(real)
 
-    starts, doubtful = _starts(positions, real, previous) if position_ids is not None else (None, None)
+    starts, doubtful, jumps = (
+        _starts(positions, real, previous, first_position) if position_ids is not None else (None, None, None)
+    )
     outright: dict[str, Any] = {}
     if "seq_idx" in host:
         outright["seq_idx"] = _changes(host["seq_idx"], real, previous, step=0)
@@ -182,6 +206,8 @@ def recognise(
             _no_conflict(starts & ~said, f"position_ids restart inside what {source} calls one document")
     if doubtful is not None and not (outright or only_certain):
         _no_doubt(doubtful, positions)
+    if jumps is not None and training and not outright:
+        _no_jump(jumps, positions, first_position)
     starts = next(iter(outright.values()), starts)
     if starts is None or (starts.sum(axis=1) <= 1).all():
         return None
@@ -330,18 +356,25 @@ def _axes(position_ids: torch.Tensor) -> torch.Tensor:
     return position_ids if position_ids.dim() == 3 else position_ids[None]
 
 
-def _starts(axes: Any, real: Any, previous: Any) -> tuple[Any, Any]:
-    """First tokens of documents, from position ids ``[axes, batch, length]``; and tokens that may be such, or not."""
-    starts = _changes(axes[0], real, previous, step=1)
+def _starts(axes: Any, real: Any, previous: Any, first_position: int = 0) -> tuple[Any, Any, Any]:
+    """First tokens of documents, from position ids ``[axes, batch, length]``; and two kinds of tokens that may be such.
+
+    The first kind is doubtful by the grammar of three axes. The second are jumps behind padding to something else than
+    the first position.
+    """
+    changes = _changes(axes[0], real, previous, step=1)
+    behind_padding = (previous >= 0) & (np.arange(real.shape[1]) - previous > 1)
+    jumps = changes & behind_padding & (axes[0] != 0) & (axes[0] != first_position)
+    starts = changes & ~jumps
     if len(axes) != 3:
-        return starts, np.zeros_like(real)
+        return starts, np.zeros_like(real), jumps
     with_images = (axes != axes[0]).any(axis=(0, 2))[:, None]
     nearest = np.maximum(previous, 0)
     left = np.stack([np.take_along_axis(axis, nearest, axis=1) for axis in axes])
     restarts = real & ((previous < 0) | _restarts(axes, left))
     beside = np.arange(real.shape[1]) - previous == 1
     doubtful = with_images & real & ~restarts & ~_goes_on(axes, left) & (beside | (axes[0] < left[0]))
-    return np.where(with_images, restarts, starts), doubtful
+    return np.where(with_images, restarts, starts), doubtful, jumps & ~with_images
 
 
 def _restarts(ids: Any, left: Any) -> Any:
@@ -373,6 +406,17 @@ def _no_doubt(doubtful: Any, axes: Any) -> None:
             f"which starts at 0. Found {found[0]} and then {found[1]} at row {row}, token {token}: that may be a "
             "document's start, or not. Say where documents start by cu_seq_lens_q, or by ids [4, batch, length] with "
             "the tokens' own count in front (fa2patch.DataCollatorForMultimodalFlattening gives both)."
+        )
+
+
+def _no_jump(jumps: Any, axes: Any, first_position: int) -> None:
+    if jumps.any():
+        row, token = np.argwhere(jumps)[0]
+        raise BoundaryConflict(
+            f"position_ids jump to {axes[0, row, token]} behind padding (row {row}, token {token}): that may be a "
+            "document's start, or a filler. Expected ids that go on from the last real token, or restart at "
+            f"{first_position}. Say where documents start by cu_seq_lens_q, seq_idx or an attention_mask of document "
+            "numbers, or let ids restart there."
         )
 
 

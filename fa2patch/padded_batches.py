@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from dataclasses import dataclass
 from typing import Any
 
@@ -9,10 +10,11 @@ import torch
 
 from .errors import NotAModel
 from .patching import status, transformers_model
+from .seams import luggage
 from .seams.entry import MARK
 from .seams.layers import models
 
-_LAYOUT = "_fa2patch_layout"
+_LAYOUT = "layout"
 _TOKENS = ("input_ids", "inputs_embeds")
 
 
@@ -51,14 +53,32 @@ class PaddedBatches:
     """A patched model computes its padded batches packed; until ``remove()``, or the end of a ``with`` block."""
 
     def __init__(self, base: Any) -> None:
+        self._under_way: dict[int, luggage.Piece | None] = {}  # by thread: replicas of a model share their hooks
         self._handles = [
-            base.register_forward_pre_hook(_pack, with_kwargs=True),
-            base.register_forward_hook(_pad, with_kwargs=True),
+            base.register_forward_pre_hook(self._before, with_kwargs=True),
+            base.register_forward_hook(self._after, with_kwargs=True),
         ]
 
     def remove(self) -> None:
         for handle in self._handles:
             handle.remove()
+
+    def _before(self, base: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """A forward pre-hook of the model that loops over the layers: a padded batch becomes one packed row."""
+        self._under_way[threading.get_ident()] = None
+        packed = _packed(base, args, kwargs)
+        if packed is None:
+            return None
+        call, layout = packed
+        piece = luggage.Piece(_LAYOUT, layout)
+        self._under_way[threading.get_ident()] = piece
+        return (), {**call, "position_ids": luggage.attach(call["position_ids"], piece)}
+
+    def _after(self, base: Any, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Any:
+        """A forward hook: what came of such a row, as the padded batch would have it."""
+        layout = luggage.take(kwargs.get("position_ids"), _LAYOUT)
+        luggage.require_delivered(self._under_way.pop(threading.get_ident(), None), base)
+        return None if layout is None else _padded(layout, output)
 
     def __enter__(self) -> PaddedBatches:
         return self
@@ -89,8 +109,8 @@ def pack_padded_batches(model: Any) -> PaddedBatches:
     return PaddedBatches(models(inner)[-1])
 
 
-def _pack(base: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
-    """A forward pre-hook of the model that loops over the layers: a padded batch becomes one packed row."""
+def _packed(base: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[dict[str, Any], _Layout] | None:
+    """The arguments of a padded batch as those of one packed row, and where its tokens stood; None for another."""
     if len(args) > 1 or base.__dict__.get(MARK) is None:
         return None
     call = {**({"input_ids": args[0]} if args else {}), **kwargs}
@@ -119,23 +139,18 @@ def _pack(base: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tup
     else:
         return None
     position_ids = layout.packed(given.to(tokens.device))
-    setattr(position_ids, _LAYOUT, layout)
     cu = torch.cat([lengths.new_zeros(1), lengths.cumsum(0)]).to(tokens.device, torch.int32)
     longest = int(lengths.max())
     packed.update(position_ids=position_ids, cu_seq_lens_q=cu, cu_seq_lens_k=cu)
     packed.update(max_length_q=longest, max_length_k=longest)
-    return (), packed
+    return packed, layout
 
 
 def _per_token(value: Any, shape: tuple[int, int]) -> bool:
     return isinstance(value, torch.Tensor) and tuple(value.shape[:2]) == shape
 
 
-def _pad(base: Any, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Any:
-    """A forward hook: what came of a packed row that :func:`_pack` made, as the padded batch would have it."""
-    layout = getattr(kwargs.get("position_ids"), _LAYOUT, None)
-    if layout is None:
-        return None
+def _padded(layout: _Layout, output: Any) -> Any:
     if isinstance(output, tuple):
         return layout.padded(output)
     for name, value in list(output.items()):

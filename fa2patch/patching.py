@@ -20,13 +20,10 @@ from .architectures import Architecture, is_registered, lookup, row_of
 from .binding import ABSENT, LOCK, bind, release, used_by
 from .errors import LayerNotPatchable, NotAModel, UnsupportedModel, UnsupportedTransformers
 from .mixers.by_document import by_document
-from .seams import embeddings, entry, function, interface, layers, masks, method, pooling, rotary
+from .seams import embeddings, entry, foreign, function, heads, hooks, interface, layers, masks, method, pooling, rotary
 
 OLDEST = (4, 34)
 """First Transformers with flash attention in modeling files (rule 1 apart: there is no seam to look for before it)."""
-
-HOOKED = "_old_forward"
-"""Where accelerate's hooks (``device_map``, offloading) keep the bound ``forward`` that they call."""
 
 
 @dataclass(frozen=True)
@@ -69,8 +66,8 @@ def _layer(owner: Any, module: ModuleType, original: Any) -> Callable[..., Any]:
 
 
 _MAKERS: dict[str, Callable[[Any, ModuleType, Any], Any]] = {
-    "causal_lm": lambda owner, module, original: entry.causal_lm(original),
-    "base_model": lambda owner, module, original: entry.base_model(original),
+    "causal_lm": lambda owner, module, original: entry.entered(original),
+    "base_model": lambda owner, module, original: entry.entered(original),
     "mask": lambda owner, module, original: masks.let_through(original),
     "positions": lambda owner, module, original: masks.counted_by_position_ids(original),
     "registry": lambda owner, module, original: interface.Overlay(original),
@@ -132,7 +129,10 @@ class Patch:
         carrier: the argument of the models' forwards in whose place the boundaries travel.
         stops_ids: whether position_ids go no further than to the causal LM (Mamba, RWKV, OPT up to 4.45).
         first_position: the position of a document's first token, where a batch has boundaries but no position_ids.
-        tags_ids: whether position_ids carry the documents to the model's embeddings (ESM).
+        documents_ride: whether position_ids carry the documents to the model's rotary module or embeddings (ESM).
+        mixes: whether a layer carries state along the row outside attention.
+        sees_both_ways: whether tokens see those behind them too.
+        roles: what the models are that a call goes through, the outermost first.
         needs_cache: whether later layers read earlier ones' keys and values from a cache (Gemma 3n).
     """
 
@@ -144,6 +144,7 @@ class Patch:
         attention: list[_Layer],
         sites: list[Site],
         carrier: str = masks.MASK,
+        sees_both_ways: bool = False,
     ) -> None:
         self.model, self.architecture, self.kernel = model, architecture, kernel
         self.picks = kernels.Picks(kernel)
@@ -154,7 +155,18 @@ class Patch:
             site.kind == "mask" and isinstance(site.owner, type) and isinstance(model, site.owner) for site in sites
         )
         self.first_position = embeddings.first_position(decoder)
-        self.tags_ids = any(site.kind == "embeddings" for site in sites)
+        self.documents_ride = any(site.kind in ("embeddings", "rotary") for site in sites)
+        self.mixes = any(layer.seam == "mixer" for layer in attention)
+        self.sees_both_ways = sees_both_ways
+        self.roles = tuple(
+            entry.Role(
+                outermost=entered is model,
+                innermost=entered is decoder,
+                predicts_the_next=heads.predicts_the_next(entered, self.sees_both_ways),
+                pools=entered is not decoder and pooling.pools_documents(entered),
+            )
+            for entered in [*outer, decoder]
+        )
         self.rotary = rotary.length_scaled(decoder.config)
         self.needs_cache = bool(getattr(decoder.config, "num_kv_shared_layers", 0))
         self.rehooked: list[tuple[Any, str, Any]] = []
@@ -186,7 +198,8 @@ class Patch:
         with LOCK:
             for module in self.model.modules():
                 if module.__dict__.get(entry.MARK) is self:
-                    del module.__dict__[entry.MARK]
+                    del module.__dict__[entry.MARK], module.__dict__[entry.ROLE]
+                    hooks.remove(module)
             for module, name, bound in self.rehooked:
                 module.__dict__[name] = bound
             self.rehooked.clear()
@@ -254,8 +267,9 @@ def apply(model: Any, *, kernel: str = "auto", architecture: str | None = None) 
         except BaseException:
             release(patch)
             raise
-        for entered in layers.models(inner):
-            entered.__dict__[entry.MARK] = patch
+        for entered, role in zip(layers.models(inner), patch.roles):
+            entered.__dict__.update({entry.MARK: patch, entry.ROLE: role})
+            hooks.register(entered)
         for module in _with_replaced_forward(patch):
             for name in _held_under(module, originals.get(module)):
                 patch.rehooked.append((module, name, module.__dict__[name]))
@@ -311,13 +325,13 @@ def _with_replaced_forward(patch: Patch) -> Iterator[Any]:
 def _held_under(module: Any, original: Any) -> list[str]:
     """Under which name an object that has a ``forward`` of its own holds its class's, bound, to be called.
 
-    ``HOOKED`` where it is accelerate's, which looks that up when called (0.23's does not); ``forward`` where it is the
-    class's itself (5.0 and 5.1 leave it there after ``output_attentions``).
+    ``_old_forward`` where it is accelerate's, which looks that up when called (0.23's does not); ``forward`` where it is
+    the class's itself (5.0 and 5.1 leave it there after ``output_attentions``).
     """
     own = module.__dict__.get("forward")
     code = getattr(getattr(own, "func", own), "__code__", None)
-    if HOOKED in module.__dict__ and code is not None and HOOKED in code.co_names:
-        return [HOOKED]
+    if foreign.HOOKED in module.__dict__ and code is not None and foreign.HOOKED in code.co_names:
+        return [foreign.HOOKED]
     return ["forward"] if own is not None and getattr(own, "__func__", None) is original else []
 
 
@@ -361,7 +375,8 @@ def plan(model: Any, kernel: str = "auto", architecture: str | None = None) -> P
         )
     *outer, decoder = layers.models(model)
     row = lookup(architecture) if architecture is not None else row_of(decoder.config)
-    if "SequenceClassification" in type(model).__name__ and not pooling.pools_documents(model):
+    classifies = any("SequenceClassification" in cls.__name__ for cls in type(model).__mro__)
+    if classifies and not pooling.pools_documents(model):
         raise UnsupportedModel(
             f"{type(model).__name__} pools one vector per row, in another way than by its last token, and a packed row "
             "holds many documents. Train it padded."
@@ -420,7 +435,8 @@ def plan(model: Any, kernel: str = "auto", architecture: str | None = None) -> P
             _class_site("rotary", module) for name, module in decoder.named_children() if name in rotary.NAMES
         )
     carrier = masks.MASK if attention else layers.carrier(decoder, mixing)
-    return Patch(model, row, kernel, planned, list(dict.fromkeys(sites)), carrier)
+    both_ways = layers.see_both_ways(layer for layer in attention if layer.seam != "mixer")
+    return Patch(model, row, kernel, planned, list(dict.fromkeys(sites)), carrier, both_ways)
 
 
 def _check_layers(decoder: Any, attention: list[layers.Attention], mixing: list[layers.Attention]) -> None:

@@ -279,8 +279,8 @@ def test_where_their_replacement_lives_on_ours_beneath_it_is_taken_out_by_the_ne
 
 
 FACTORIES = {
-    "causal_lm": (entry.causal_lm, modeling_interface.FakeInterfaceForCausalLM.forward),
-    "base_model": (entry.base_model, modeling_method.FakeMethodModel.forward),
+    "causal_lm": (entry.entered, modeling_interface.FakeInterfaceForCausalLM.forward),
+    "base_model": (entry.entered, modeling_method.FakeMethodModel.forward),
     "mask": (masks.let_through, modeling_interface.create_causal_mask),
     "eager": (interface.routed, modeling_interface.eager_attention_forward),
     "layer": (

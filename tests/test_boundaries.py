@@ -35,11 +35,11 @@ def ints(*values):
     return torch.tensor(values, dtype=torch.int32)
 
 
-def recognised(position_ids=None, attention_mask=None, seq_idx=None):
+def recognised(position_ids=None, attention_mask=None, seq_idx=None, **settings):
     given = {"position_ids": position_ids, "attention_mask": attention_mask, "seq_idx": seq_idx}
     tensors = {name: torch.tensor(ids) for name, ids in given.items() if ids is not None}
     shape = next(tuple(ids.shape) for ids in tensors.values())
-    return recognise(shape, CPU, **tensors)
+    return recognise(shape, CPU, **tensors, **settings)
 
 
 @pytest.fixture
@@ -613,14 +613,29 @@ def slow_boundaries(rows):
 
 
 def slow_starts(row, mask):
-    """Whether each token starts a document. Padding between two tokens may have been counted by the ids, or not."""
+    """Whether each token starts a document. Ids may count padding between two tokens, or not; what else they do there
+    says nothing, unless they restart at 0."""
     starts, last, apart = [], None, 0
     for position, real in zip(row, mask):
         apart += 1
-        starts.append(bool(real) and (last is None or position not in (last + 1, last + apart)))
+        goes_on = last is not None and position in (last + 1, last + apart)
+        filler = last is not None and apart > 1 and position != 0
+        starts.append(bool(real) and not goes_on and not filler)
         if real:
             last, apart = position, 0
     return starts
+
+
+def slow_jumps(row, mask):
+    """Whether behind padding some token neither goes on nor restarts at 0: not certain to be a filler."""
+    last, apart = None, 0
+    for position, real in zip(row, mask):
+        apart += 1
+        if real and last is not None and apart > 1 and position not in (0, last + 1, last + apart):
+            return True
+        if real:
+            last, apart = position, 0
+    return False
 
 
 def slow_recognise(rows, masks):
@@ -696,6 +711,9 @@ def holds_for_padded(layout):
             assert found.max_seqlen == max(found.lengths)
             found = found.cu_seqlens.tolist()
         assert found == expected
+    if any(map(slow_jumps, rows, masks)):
+        with pytest.raises(BoundaryConflict, match="behind padding"):
+            recognised(rows, masks, training=True)
 
 
 CHECKS = {"ids": (layouts(), holds_for_ids), "padded": (layouts(padded=True), holds_for_padded)}

@@ -36,7 +36,8 @@ class Layout:
             for gap, length, start in row:
                 apart += gap + 1
                 goes_on = last is not None and start in (last + 1, last + apart)
-                start = 0 if goes_on else start
+                behind_padding = last is not None and apart > 1  # there only ids that restart at 0 say that one starts
+                start = 0 if goes_on or behind_padding else start
                 span = slice(at + gap, at + gap + length)
                 self.ids[0, index, span] = torch.arange(start, start + length)
                 self.documents.append((index, span))

@@ -213,10 +213,12 @@ def refusals(cell: Cell) -> None:
     docs = documents(5, 9)
     batch, length = pack(docs), 14
     cu = torch.tensor([0, 5, 13], dtype=torch.int32)
+    right = torch.tensor([0, 5, 14], dtype=torch.int32)
+    lengths = {"cu_seq_lens_q": right, "cu_seq_lens_k": right, "max_length_q": 9, "max_length_k": 9}
     caching = {"use_cache": True} if takes_cache(model) else {}
     filled = getattr(cell.reference()(documents(3)[0][None], **caching), "past_key_values", None)
     wrong: dict[type[Exception], dict[str, Any]] = {
-        errors.PackedWithDenseMask: {**batch, "attention_mask": torch.zeros(1, 1, length, length)},
+        errors.PackedWithDenseMask: {**batch, **lengths, "attention_mask": torch.zeros(1, 1, length, length)},
         errors.PackedWithCache: {**batch, "past_key_values": filled},
         errors.BadPositionIds: {**batch, "position_ids": batch["position_ids"].float()},
         errors.BadCuSeqlens: {**batch, "cu_seq_lens_q": cu, "cu_seq_lens_k": cu, "max_length_q": 8, "max_length_k": 8},

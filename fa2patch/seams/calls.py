@@ -12,12 +12,20 @@ from ..errors import BadBatch, PackingNotIsolated
 LENGTHS = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k", "seq_idx")
 """Keywords of Transformers' DataCollatorWithFlattening (return_flash_attn_kwargs, return_seq_idx)."""
 
+CACHES = ("past_key_values", "past_key_value", "cache_params", "state")
+"""What forwards call the argument that holds what is remembered of earlier tokens."""
+
 
 class Calls:
-    """The arguments of one ``forward``, as its signature names them."""
+    """The arguments of one ``forward``, as its signature names them.
 
-    def __init__(self, original: Callable[..., Any]) -> None:
-        parameters = list(inspect.signature(original).parameters.values())[1:]
+    Args:
+        original: the function.
+        method: whether its first argument is the module.
+    """
+
+    def __init__(self, original: Callable[..., Any], method: bool = True) -> None:
+        parameters = list(inspect.signature(original).parameters.values())[int(method) :]
         self.original = original
         self.positional = [p.name for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
         self.names = {p.name for p in parameters}
@@ -37,11 +45,25 @@ class Calls:
         first = {"input_ids": rest[0]} if rest else {}
         return {**first, **dict(zip(self.positional, args)), **kwargs}
 
-    def make(self, model: Any, args: tuple[Any, ...], call: dict[str, Any]) -> Any:
-        """The original's result, without those of the collator's lengths that it has no place for."""
+    def arranged(self, args: tuple[Any, ...], call: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """The arguments as the original takes them, without those of the collator's lengths that have no place there.
+
+        Args:
+            args: what came without names: whether ``input_ids`` stood behind somebody's ``*args``.
+        """
         call = {name: value for name, value in call.items() if name not in LENGTHS or self.takes(name)}
-        rest = [call.pop("input_ids")] if len(args) > len(self.positional) else []
+        rest = (call.pop("input_ids"),) if len(args) > len(self.positional) else ()
+        return rest, call
+
+    def make(self, model: Any, args: tuple[Any, ...], call: dict[str, Any]) -> Any:
+        """The original's result."""
+        rest, call = self.arranged(args, call)
         return self.original(model, *rest, **call)
+
+
+def cache_of(call: dict[str, Any]) -> Any:
+    """The cache or state among a forward's arguments, or None."""
+    return next((call[name] for name in CACHES if call.get(name) is not None), None)
 
 
 def batch_shape(call: dict[str, Any]) -> tuple[tuple[int, int], torch.device]:

@@ -11,8 +11,8 @@ import torch
 
 from .._compile import uncompiled
 from ..boundaries import Boundaries
+from . import luggage
 from .packed_mask import PackedMask, find
-from .rotary import TAG
 
 _POSITIONS = re.compile(r"(^|_)(position|positions|pos|wpe|rotary|rope)(_|$)")
 _READS_ALL = re.compile("SequenceClassification|CausalLM|LMHead|MaskedLM|TokenClassification")
@@ -44,7 +44,7 @@ def scaled_by_row(decoder: Any) -> list[Any]:
 def by_document(original: Callable[..., Any]) -> Callable[..., Any]:
     """Replacement for the ``forward`` of such embeddings: each document is scaled by its own masked tokens.
 
-    Some versions hand them no mask; their ``position_ids`` are tagged with the documents.
+    Some versions hand them no mask; the documents ride on their ``position_ids``.
     """
     names = list(inspect.signature(original).parameters)[1:]
 
@@ -52,7 +52,8 @@ def by_document(original: Callable[..., Any]) -> Callable[..., Any]:
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
         call = {**dict(zip(names, args)), **kwargs}
         mask = find(call.values())
-        documents = mask.boundaries if mask is not None else getattr(call.get("position_ids"), TAG, None)
+        riding = luggage.take(call.get("position_ids"), luggage.DOCUMENTS)
+        documents = mask.boundaries if mask is not None else riding
         if documents is None:
             return original(self, *args, **kwargs)
         if "attention_mask" in names:  # up to 4.53 it must be there

@@ -1,9 +1,9 @@
 """The model's ``forward``: where a packed batch is recognised.
 
-Two functions of a model are replaced, on the classes that define them, and do nothing for an instance that carries no
-mark of ours. The causal LM's accepts the collator's lengths on every version; the base model's (``model.model``, the
-one that loops over the layers, which also PEFT, TRL and accelerate end up calling) turns a packed batch's mask into a
-:class:`PackedMask`.
+The forwards of the models that a call goes through are replaced, on the classes that define them, and do nothing for an
+instance that carries no mark of ours. The first one that a batch comes to looks where documents start. Those around
+the base model hand the :class:`PackedMask` on (see ``luggage.py``). The base model (``model.model``, the one that loops
+over the layers) puts it in the attention mask's place.
 """
 
 from __future__ import annotations
@@ -14,25 +14,44 @@ import inspect
 import threading
 import warnings
 from collections.abc import Iterator
-from typing import Any, Callable
+from typing import Any, Callable, NamedTuple
 
 import torch
 
 from .._compile import compiling
 from ..errors import NothingPacked, PackingNotIsolated
-from . import embeddings, pooling
+from . import embeddings, foreign, heads, luggage, pooling
 from .axes import without_text_axis
 from .calls import LENGTHS, Calls, batch_shape
-from .labels import LABELS, inside_documents, predicts_the_next
+from .labels import LABELS, inside_documents
 from .layers import models
-from .packed_batch import has_pictures, lengths_of, packed_mask, refuse_uncounted_pictures, with_lengths, with_mask
+from .packed_batch import has_pictures, is_for_queries, packed_mask
 from .packed_mask import PackedMask, find
 
 MARK = "_fa2patch"
 """Name of the instance attribute that says: this model is patched. It holds the model's ``Patch``."""
 
+ROLE = "_fa2patch_role"
+"""Name of the instance attribute beside it: the model's :class:`Role`."""
+
 SAY_AFTER = 16
 """After so many training batches in which nothing said where documents start, a warning."""
+
+
+class Role(NamedTuple):
+    """What one of the models is that a call goes through.
+
+    Attributes:
+        outermost: whether no other one is around it.
+        innermost: whether it is the one that loops over the layers.
+        predicts_the_next: whether its labels are what the token before predicts.
+        pools: whether its head pools the last token of each row, which is done for each document.
+    """
+
+    outermost: bool
+    innermost: bool
+    predicts_the_next: bool = False
+    pools: bool = False
 
 
 class _Reached(threading.local):
@@ -53,60 +72,25 @@ class _Reached(threading.local):
 _reached = _Reached()
 
 
-def causal_lm(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Replacement for a causal LM's ``forward``: takes the collator's lengths, also where the original does not."""
+def entered(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Replacement for a model's ``forward``; it takes the collator's lengths, also where the original does not."""
     calls = Calls(original)
 
     @functools.wraps(original)
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
         patch = self.__dict__.get(MARK)
-        if patch is None or _batches_continuously(kwargs):
+        if patch is None or batches_continuously(kwargs):
             return original(self, *args, **kwargs)
+        role: Role = self.__dict__[ROLE]
         call = calls.named(args, kwargs)
-        if pooling.ridden(call) is not None:  # through super(), from a class of which another model is patched
+        if pooling.is_riding(call) and not role.innermost:  # through super(): another model of that class is patched
             return original(self, *args, **kwargs)
-        lengths = lengths_of(call)
-        if lengths and not (calls.takes_any and compiling()):
-            shape, device = batch_shape(call)
-            if call.get("position_ids") is None:
-                refuse_uncounted_pictures(self, call)
-            call["position_ids"] = with_lengths(call.get("position_ids"), lengths, shape, device, patch.first_position)
-            if has_pictures(call):  # 5.10 to 5.16 hand them on to the vision tower, which has its own
-                call = {name: value for name, value in call.items() if name not in LENGTHS}
-        pools = pooling.pools_documents(self)
-        # the **kwargs of Falcon's and Phi's token classifiers hand position_ids to nobody
-        swallows = "position_ids" not in calls.names and not predicts_the_next(self)
-        looks_itself = patch.makes_masks or patch.stops_ids or pools or swallows or not calls.takes("position_ids")
-        labelled = [name for name in LABELS if call.get(name) is not None and predicts_the_next(self)]
-        # with document numbers in the mask, and pictures, nobody has counted what get_rope_index must
-        uncounted = call.get("position_ids") is None and call.get("attention_mask") is not None and has_pictures(call)
-        looked = looks_itself or ((labelled or uncounted) and not compiling())
-        mask = packed_mask(call, patch) if looked else None
-        cu = mask.boundaries.cu_seqlens if mask is not None else call.get("cu_seq_lens_q") if compiling() else None
-        if labelled and cu is not None:
-            shape, _ = batch_shape(call)
-            call.update({name: inside_documents(call[name], cu, name, shape) for name in labelled})
-        if mask is not None and looks_itself:
-            if pools:
-                call, ride = pooling.by_document(self, call, mask)
-                output = _packed(calls, self, args, call, mask)
-                pooling.require_arrived(self, ride)
-                return output
-            return _packed(calls, self, args, call, mask)
-        if mask is not None:
-            call["position_ids"] = with_mask(call["position_ids"], mask)
-        if compiling():
-            return calls.make(self, args, call)
-        before = _reached.times
-        with _looked(patch if looked and mask is None else None, call):
-            output = calls.make(self, args, call)
-        if _reached.times == before and _runs_eagerly(self):
-            raise PackingNotIsolated(
-                "a batch did not come through the base model's patched forward: somebody has replaced it after "
-                "fa2patch.apply. See fa2patch.status(model); apply fa2patch last."
-            )
-        return output
+        ride = pooling.ridden(call)
+        if ride is not None:
+            return ride.pooled(forward(self, **{**call, **ride.whole}))
+        return (_innermost if role.innermost else _around)(self, patch, role, calls, args, call)
 
+    foreign.ours(forward)
     if not calls.takes("position_ids"):  # OPT up to 4.45; Trainer drops columns that are not in the signature
         signature = inspect.signature(original)
         extra = inspect.Parameter("position_ids", inspect.Parameter.KEYWORD_ONLY, default=None)
@@ -115,7 +99,139 @@ def causal_lm(original: Callable[..., Any]) -> Callable[..., Any]:
     return forward
 
 
-def _batches_continuously(kwargs: dict[str, Any]) -> bool:
+def _around(self: Any, patch: Any, role: Role, calls: Calls, args: tuple[Any, ...], call: dict[str, Any]) -> Any:
+    """The forward of a model that has the base model inside it."""
+    handed = _handed_on(patch, call)
+    mask = handed if handed is not None else look(self, patch, call)
+    if mask is None:
+        return _not_packed(self, patch, calls, args, call)
+    call = fitted_to_head(self, role, call, mask)
+    if handed is not None:
+        return calls.make(self, args, _in_its_place(patch, calls, call, handed))
+    if carries_itself(self, patch, role, calls):
+        if not role.pools:
+            return _packed(calls, self, args, call, mask)
+        call, ride = pooling.by_document(self, call, mask)
+        output = _packed(calls, self, args, call, mask)
+        luggage.require_delivered(ride, self)
+        return output
+    piece = luggage.Piece(luggage.MASK, mask)
+    call["position_ids"] = luggage.attach(call["position_ids"], piece)
+    output = calls.make(self, args, call)
+    luggage.require_delivered(piece, self)
+    if role.outermost:
+        heads.refuse_outputs_of_rows(self, output, call, mask)
+    return output
+
+
+def _innermost(self: Any, patch: Any, role: Role, calls: Calls, args: tuple[Any, ...], call: dict[str, Any]) -> Any:
+    """The base model's forward: a packed batch gets a :class:`PackedMask`; others go as they came."""
+    if not compiling():
+        _reached.times += 1
+        _refuse_split_rows(self)
+    handed = _handed_on(patch, call)
+    if handed is not None:
+        return calls.make(self, args, _rotated_by(self, calls, _in_its_place(patch, calls, call, handed)))
+    around = [] if compiling() else [(ids, mask) for looked, ids, mask in _reached.inside if looked is patch]
+    given = call.get("attention_mask")
+    if any(ids is call.get("position_ids") and mask is given for ids, mask in around):
+        return calls.make(self, args, _rotated_by(self, calls, call))
+    if is_for_queries(given) and (compiling() or around):  # made by a model around this one
+        return calls.make(self, args, call)
+    alone = luggage.find(call.get("position_ids"), luggage.MASK) is None
+    mask = look(self, patch, call, made_inside=any(ids is None and mask is given for ids, mask in around))
+    if mask is None:
+        call = _rotated_by(self, calls, call)
+        if not around:
+            _count_unpacked(patch, self, call)
+        with _looked(patch, call):
+            return calls.make(self, args, call)
+    if is_for_queries(given):
+        raise PackingNotIsolated(
+            f"a model around this {type(self).__name__} made a mask for every query of a packed batch, and what it "
+            "says beyond documents is not known. Please report the model; until then train it padded."
+        )
+    if alone and not role.outermost:
+        foreign.refuse_bypassed(patch.model)
+    return embeddings.pool_documents(self, _packed(calls, self, args, call, mask), mask)
+
+
+def look(self: Any, patch: Any, call: dict[str, Any], made_inside: bool = False) -> PackedMask | None:
+    """Where documents start, once for all the models of a call; None is a dense batch."""
+    piece = luggage.find(call.get("position_ids"), luggage.MASK)
+    if piece is not None and (piece.content is None or piece.content.shape == batch_shape(call)[0]):
+        piece.delivered = True
+        found: PackedMask | None = piece.content
+        return found
+    found = packed_mask(call, patch, made_inside, training=self.training and torch.is_grad_enabled())
+    if found is not None and has_pictures(call):  # 5.10 to 5.16 hand lengths on to the vision tower, which has its own
+        for name in LENGTHS:
+            call.pop(name, None)
+    return found
+
+
+def fitted_to_head(self: Any, role: Role, call: dict[str, Any], mask: PackedMask) -> dict[str, Any]:
+    """A packed batch's arguments without labels that cross; an error for what a head would take for a row's."""
+    if role.pools or role.innermost:
+        return call
+    labels = {name: call[name] for name in LABELS if role.predicts_the_next and call.get(name) is not None}
+    shape, _ = batch_shape(call)
+    cu = mask.boundaries.cu_seqlens
+    call = {**call, **{name: inside_documents(value, cu, name, shape) for name, value in labels.items()}}
+    heads.refuse_arguments_of_rows(self, call, mask)
+    return call
+
+
+def carries_itself(self: Any, patch: Any, role: Role, calls: Calls) -> bool:
+    """Whether a model around the base model must put the mask in its place: ids from here on would not arrive."""
+    # a model inside another one makes masks for its own layers (Gemma 3), and is handed ours in their place;
+    # the **kwargs of Falcon's and Phi's token classifiers hand position_ids to nobody
+    swallows = "position_ids" not in calls.names and not role.predicts_the_next
+    return bool(
+        not role.outermost
+        or patch.makes_masks
+        or patch.stops_ids
+        or role.pools
+        or swallows
+        or not calls.takes("position_ids")
+    )
+
+
+def _handed_on(patch: Any, call: dict[str, Any]) -> PackedMask | None:
+    """The mask that a model around this one has put in its place."""
+    given = call.get("attention_mask")
+    return find([*(given.values() if isinstance(given, dict) else [given]), call.get(patch.carrier)])
+
+
+def _in_its_place(patch: Any, calls: Calls, call: dict[str, Any], mask: PackedMask) -> dict[str, Any]:
+    call = dict(call)
+    if call.get("position_ids") is None and "position_ids" in calls.names:
+        call["position_ids"] = mask.position_ids
+    if "use_cache" in calls.names and not patch.needs_cache:
+        call["use_cache"] = False  # a model around this one may have no such argument (Qwen3.5 in 5.10)
+    return call
+
+
+def _not_packed(self: Any, patch: Any, calls: Calls, args: tuple[Any, ...], call: dict[str, Any]) -> Any:
+    """A dense batch, as without fa2patch; the models inside are told that somebody has looked."""
+    if compiling():
+        if isinstance(call.get("position_ids"), torch.Tensor):
+            call["position_ids"] = luggage.attach(call["position_ids"], luggage.Piece(luggage.MASK, None))
+        return calls.make(self, args, call)
+    before = _reached.times
+    if not any(looked is patch for looked, *_ in _reached.inside):
+        _count_unpacked(patch, self, call)
+    with _looked(patch, call):
+        output = calls.make(self, args, call)
+    if _reached.times == before and _runs_eagerly(self):
+        raise PackingNotIsolated(
+            "a batch did not come through the base model's patched forward: somebody has replaced it after "
+            "fa2patch.apply. See fa2patch.status(model); apply fa2patch last."
+        )
+    return output
+
+
+def batches_continuously(kwargs: dict[str, Any]) -> bool:
     """``generate_batch``: Transformers packs prompts itself, and decodes each with pages of a cache of its own."""
     return "PagedAttentionCache" in type(kwargs.get("cache")).__name__
 
@@ -125,50 +241,6 @@ def _runs_eagerly(model: Any) -> bool:
     own = ("forward", "_orig_mod", "_compiled_call_impl")
     inner = models(model)[1:]
     return not any(vars(base).get(name) or base._modules.get(name) for base in inner for name in own)
-
-
-def base_model(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Replacement for a base model's ``forward``: a packed batch gets a :class:`PackedMask`; others go as they came."""
-    calls = Calls(original)
-
-    @functools.wraps(original)
-    def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
-        patch = self.__dict__.get(MARK)
-        if patch is None or _batches_continuously(kwargs):
-            return original(self, *args, **kwargs)
-        if not compiling():
-            _reached.times += 1
-        call = calls.named(args, kwargs)
-        ride = pooling.ridden(call)
-        if ride is not None:
-            return ride.pooled(forward(self, **{**call, **ride.whole}))
-        if not compiling():
-            _refuse_split_rows(self)
-        given = call.get("attention_mask")
-        around = [] if compiling() else [(ids, mask) for looked, ids, mask in _reached.inside if looked is patch]
-        made_by_a_model = _is_dense(given) and (compiling() or around)
-        if any(ids is call.get("position_ids") and mask is given for ids, mask in around):
-            return calls.make(self, args, _rotated_by(self, calls, call))
-        found_before = find([*(given.values() if isinstance(given, dict) else [given]), call.get(patch.carrier)])
-        if found_before is not None:
-            if call.get("position_ids") is None and "position_ids" in calls.names:
-                call["position_ids"] = found_before.position_ids
-            if "use_cache" in calls.names and not patch.needs_cache:
-                call["use_cache"] = False  # a model around this one may have no such argument (Qwen3.5 in 5.10)
-            return calls.make(self, args, _rotated_by(self, calls, call))
-        if made_by_a_model:
-            return original(self, *args, **kwargs)
-        made_inside = any(ids is None and mask is given for ids, mask in around)
-        mask = packed_mask(call, patch, made_inside=made_inside)
-        if mask is not None:
-            return embeddings.pool_documents(self, _packed(calls, self, args, call, mask), mask)
-        call = _rotated_by(self, calls, call)
-        if not compiling():
-            _count_unpacked(patch, self, call)
-        with _looked(patch, call):
-            return calls.make(self, args, call)
-
-    return forward
 
 
 def _rotated_by(model: Any, calls: Calls, call: dict[str, Any]) -> dict[str, Any]:
@@ -210,19 +282,18 @@ def _looked(patch: Any, call: dict[str, Any]) -> Iterator[None]:
         _reached.inside.pop()
 
 
-def _is_dense(mask: Any) -> bool:
-    """A mask for every query, or a dictionary of such for the kinds of layers."""
-    return isinstance(mask, dict) or (isinstance(mask, torch.Tensor) and mask.dim() > 2)
-
-
 def _packed(calls: Calls, model: Any, args: tuple[Any, ...], call: dict[str, Any], mask: PackedMask) -> Any:
     """The result of a packed batch, if every attention layer was given its boundaries."""
     patch = vars(model)[MARK]
     patch.unpacked = None
     call[patch.carrier] = mask
     call = _rotated_by(model, calls, call)
+    piece = None
     if not calls.takes("position_ids"):
         del call["position_ids"]
+    elif patch.documents_ride:
+        piece = luggage.Piece(luggage.DOCUMENTS, mask.boundaries)
+        call["position_ids"] = luggage.attach(call["position_ids"], piece)
     if "use_cache" in {*calls.names, *call} and not patch.needs_cache:
         call["use_cache"] = False
     try:
@@ -234,6 +305,7 @@ def _packed(calls: Calls, model: Any, args: tuple[Any, ...], call: dict[str, Any
             f"{type(model).__name__} used the mask of a packed batch in a way that fa2patch does not know, or a "
             f"layer of it is not patched any more ({error}). See fa2patch.status(model).layers; please report it."
         ) from error
+    luggage.require_delivered(piece, model)
     if compiling():
         missed = len(mask.calls) < len(patch.attention)
     else:

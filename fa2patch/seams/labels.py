@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from typing import Any
 
 import torch
@@ -14,18 +13,11 @@ LABELS = ("labels", "shift_labels")
 
 IGNORED = -100
 
-_PREDICTS_THE_NEXT = re.compile("CausalLM|LMHead|ConditionalGeneration")
-
-
-def predicts_the_next(model: Any) -> bool:
-    """Whether a token's label is what the token before it predicts (not so in a token classifier)."""
-    return _PREDICTS_THE_NEXT.search(type(model).__name__) is not None
-
 
 def inside_documents(labels: Any, cu_seqlens: torch.Tensor, name: str, shape: tuple[int, int]) -> torch.Tensor:
     """Labels ``[batch, length]`` without those that one document's last token would predict of the next one's first.
 
-    As the padding run has it, where no token predicts a row's first.
+    In padded training no token predicts a row's first token either.
     """
     if not isinstance(labels, torch.Tensor) or (labels.dim() <= 2 and labels.numel() != shape[0] * shape[1]):
         found = f"{list(labels.shape)}" if isinstance(labels, torch.Tensor) else type(labels).__name__

@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 import re
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -150,6 +150,14 @@ def carrier(decoder: Any, mixing: list[Attention]) -> str:
 def _takes(module: Any, names: tuple[str, ...]) -> bool:
     owner = defining(type(module), "forward")
     return not owner.__module__.startswith("torch.") and by_document.is_handed(names, vars(owner)["forward"])
+
+
+def see_both_ways(found: Iterable[Attention]) -> bool:
+    """Whether attention layers among these let tokens see those behind them, as an encoder's do."""
+    return any(
+        layer.fused or not getattr(layer.module, "is_causal", getattr(layer.module, "is_decoder", True))
+        for layer in found
+    )
 
 
 def claims_flash_attention(model: Any, found: list[Attention]) -> bool:

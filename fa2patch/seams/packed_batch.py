@@ -17,40 +17,36 @@ from ..boundaries import (
     recognise,
 )
 from ..errors import BadCuSeqlens, PackedWithCache, PackedWithDenseMask, PackingNotIsolated
-from .calls import LENGTHS, batch_shape
+from .calls import CACHES, LENGTHS, batch_shape, cache_of
 from .layers import models
 from .packed_mask import PackedMask
-from .rotary import tagged
 
-_CARRIED = "_fa2patch_lengths"
-_FOUND = "_fa2patch_mask"
 _PICTURES = ("pixel_values", "pixel_values_videos", "image_grid_thw", "video_grid_thw")
 
 
-def packed_mask(call: dict[str, Any], patch: Any, made_inside: bool = False) -> PackedMask | None:
-    """The mask of a packed batch, or None for every other batch; sees to ``call["position_ids"]`` too.
+def packed_mask(call: dict[str, Any], patch: Any, made_inside: bool = False, training: bool = False) -> Any:
+    """The :class:`PackedMask` of a packed batch, or None for every other; sees to ``call["position_ids"]`` too.
 
     A single document is packed only where lengths say so: else it is a dense row, computed as ever. So is a row whose
     ids a model around this one made itself (``made_inside``), where nothing in them restarts for certain.
+
+    Args:
+        training: whether ids that jump behind padding are an error, where they may be upstream's filler otherwise.
     """
     tokens = call["input_ids"] if call.get("input_ids") is not None else call.get("inputs_embeds")
     position_ids = call.get("position_ids")
     if tokens is None or (position_ids is None and getattr(tokens, "ndim", 0) < 2 and not lengths_of(call)):
         return None  # GPT-2 takes one row of ids without a batch
     shape, device = batch_shape(call)
-    found_before: PackedMask | None = getattr(position_ids, _FOUND, None)
-    if found_before is not None and found_before.shape == shape:
-        return found_before
     lengths = lengths_of(call)
-    if not lengths and isinstance(position_ids, torch.Tensor):
-        lengths = dict(getattr(position_ids, _CARRIED, {}))
     for name in ("cu_seq_lens_q", "cu_seq_lens_k"):
         if isinstance(lengths.get(name), torch.Tensor):
             lengths[name] = lengths[name].to(device)
-    given, cache = call.get("attention_mask"), call.get("past_key_values")
+    given, cache = call.get("attention_mask"), cache_of(call)
     mask = _two_dimensional(given, shape, cached=cache is not None)
-    if cache is not None and given is not None and mask is None:
-        return None  # generate() with a static cache: the dense mask it made says who sees whom
+    says_outright = cache is not None or (is_for_queries(given) and not (lengths or patch.mixes))
+    if given is not None and mask is None and says_outright:
+        return None  # who sees whom; also generate() with a static cache, for which it makes such a mask
     if position_ids is not None:
         check_position_ids(position_ids, shape)
     if mask is not None and "cu_seq_lens_q" in lengths and lengths["cu_seq_lens_q"].numel() == shape[0] + 1:
@@ -66,6 +62,8 @@ def packed_mask(call: dict[str, Any], patch: Any, made_inside: bool = False) -> 
             position_ids=position_ids,
             attention_mask=mask,
         )
+        if mask is not None and patch.sees_both_ways and found is not None:
+            found = found.padding_apart(mask)
     elif shape[1] == 1:
         return None
     else:
@@ -79,6 +77,8 @@ def packed_mask(call: dict[str, Any], patch: Any, made_inside: bool = False) -> 
             attention_mask=mask,
             seq_idx=seq_idx,
             only_certain=made_inside,
+            first_position=patch.first_position,
+            training=training,
         )
     if found is None:
         return None
@@ -90,8 +90,6 @@ def packed_mask(call: dict[str, Any], patch: Any, made_inside: bool = False) -> 
     if patch.rotary is not None:
         positions = largest(call["position_ids"]) + 1 if positions is None else positions
         patch.rotary.check(positions)
-    if patch.rotary is not None or patch.tags_ids:
-        call["position_ids"] = tagged(call["position_ids"], found)
     return PackedMask(
         found,
         patch.picks,
@@ -136,6 +134,13 @@ def _two_dimensional(mask: Any, shape: tuple[int, int], cached: bool) -> torch.T
     return mask[:, -shape[1] :] if cached and mask.shape[1] > shape[1] else None
 
 
+def is_for_queries(mask: Any) -> bool:
+    """Whether a mask says of every query which keys it sees: one tensor, or one for each kind of layers."""
+    if isinstance(mask, dict):
+        return bool(mask) and all(value is None or is_for_queries(value) for value in mask.values())
+    return getattr(mask, "ndim", 0) > 2 or type(mask).__name__ == "BlockMask"
+
+
 def has_pictures(call: dict[str, Any]) -> bool:
     return any(call.get(name) is not None for name in _PICTURES)
 
@@ -156,9 +161,10 @@ def _refuse_what_cannot_be_packed(call: dict[str, Any], given: Any, mask: torch.
             f"a packed batch came with an attention_mask {found}: expected none, or [batch, length] with zeros for "
             "padding. Leave it out: position_ids already say where documents start."
         )
-    if call.get("past_key_values") is not None:
+    held = next((name for name in CACHES if call.get(name) is not None), None)
+    if held is not None:
         raise PackedWithCache(
-            "a packed batch came with past_key_values. What a cache holds belongs to no one document of the row. "
+            f"a packed batch came with {held}. What a cache holds belongs to no one document of the row. "
             "Leave the cache out (use_cache=False), or pass documents one by one."
         )
     if call.get("output_attentions"):
@@ -166,31 +172,3 @@ def _refuse_what_cannot_be_packed(call: dict[str, Any], given: Any, mask: torch.
             "output_attentions=True was asked of a packed batch: flash attention makes no weights to return. "
             "Leave it out, or pass documents one by one."
         )
-
-
-def with_mask(position_ids: torch.Tensor, mask: PackedMask) -> torch.Tensor:
-    """The ids, a view of their own, on which what was found of them rides to the base model."""
-    carrying = position_ids.view_as(position_ids)
-    vars(carrying).update(vars(position_ids), **{_FOUND: mask})
-    return carrying
-
-
-def with_lengths(
-    position_ids: torch.Tensor | None,
-    lengths: dict[str, Any],
-    shape: tuple[int, int],
-    device: torch.device,
-    first_position: int = 0,
-) -> torch.Tensor | None:
-    """The ids, a view of their own, on which the lengths ride from the causal LM to its base model."""
-    if position_ids is None:
-        cu = lengths.get("cu_seq_lens_q")
-        if cu is None:
-            found = recognise(shape, device, seq_idx=lengths.get("seq_idx"))
-            if found is None:
-                return None
-            cu = found.cu_seqlens
-        position_ids = positions_of(cu.to(device), shape) + first_position
-    position_ids = position_ids.view_as(position_ids)
-    setattr(position_ids, _CARRIED, lengths)
-    return position_ids

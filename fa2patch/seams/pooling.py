@@ -8,7 +8,6 @@ ids to the base model, which computes it and hands back the last hidden states o
 from __future__ import annotations
 
 import functools
-import inspect
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,9 +16,10 @@ import torch
 from .._compile import constant
 from ..boundaries import Boundaries
 from ..errors import BadBatch, PackingNotIsolated
+from . import luggage
+from .heads import forward_codes
 from .packed_mask import PackedMask
 
-_RIDE = "_fa2patch_pooled"
 _TOKENS = ("input_ids", "inputs_embeds")
 _LAST_TOKEN = {"sequence_lengths", "sequence_length", "last_non_pad_token"}
 """What upstream's forwards call the token of which they make ``pooled_logits``, through all versions."""
@@ -33,13 +33,11 @@ class Pooled:
         whole: the batch's ``input_ids`` or ``inputs_embeds``, under its name.
         tokens: int64 ``[documents]``: which tokens are pooled, counted over the rows laid end to end.
         shape: ``(batch, length)``.
-        arrived: whether the base model has computed it.
     """
 
     whole: dict[str, torch.Tensor]
     tokens: torch.Tensor
     shape: tuple[int, int]
-    arrived: bool = False
 
     def pooled(self, output: Any) -> Any:
         """The base model's output with hidden states ``[documents, 1, hidden]`` in place of all tokens'."""
@@ -49,7 +47,6 @@ class Pooled:
                 f"expected hidden states {list(self.shape)} + [hidden] of the base model, found {list(hidden.shape)}: "
                 "which of them are documents' last tokens is not known. Train this model padded."
             )
-        self.arrived = True
         chosen = hidden.flatten(0, 1)[self.tokens.to(hidden.device)][:, None]
         if isinstance(output, tuple):
             return (chosen, *output[1:])
@@ -60,7 +57,7 @@ class Pooled:
 def pools_documents(model: Any) -> bool:
     """Whether a model's forward pools the last token of each row, which can be done for each document instead."""
     cls: Any = type(model)
-    return "SequenceClassification" in cls.__name__ and _pools_the_last_token(cls)
+    return _pools_the_last_token(cls)
 
 
 @constant
@@ -70,19 +67,12 @@ def _pools_the_last_token(cls: type) -> bool:
 
 @functools.lru_cache(maxsize=64)
 def _looked_up(cls: type) -> bool:
-    for base in cls.__mro__:
-        forward = vars(base).get("forward")
-        code = getattr(inspect.unwrap(forward), "__code__", None) if forward is not None else None
-        if code is None:
-            continue
-        if "pooled_logits" in code.co_varnames:
-            return bool(_LAST_TOKEN & set(code.co_varnames))
-        if "forward" not in code.co_names:
-            return False  # else it goes on in the class that it inherits from
-    return False
+    pooling = (code for code in forward_codes(cls) if "pooled_logits" in code.co_varnames)
+    code = next(pooling, None)
+    return code is not None and bool(_LAST_TOKEN & set(code.co_varnames))
 
 
-def by_document(model: Any, call: dict[str, Any], mask: PackedMask) -> tuple[dict[str, Any], Pooled]:
+def by_document(model: Any, call: dict[str, Any], mask: PackedMask) -> tuple[dict[str, Any], luggage.Piece]:
     """The call of a forward that pools, with a row of one token for each document, and what rides on it.
 
     Raises:
@@ -98,28 +88,22 @@ def by_document(model: Any, call: dict[str, Any], mask: PackedMask) -> tuple[dic
             f"{type(model).__name__} has no pad_token_id in its config, and pools no more than one vector without. "
             "Set model.config.pad_token_id to an id that no document ends in."
         )
-    ride = Pooled({name: whole}, tokens, mask.shape)
-    chosen = whole.flatten(0, 1)[tokens][:, None]
-    setattr(chosen, _RIDE, ride)
-    call = {**call, name: chosen}
+    ride = luggage.Piece(luggage.POOLED, Pooled({name: whole}, tokens, mask.shape))
+    call = {**call, name: luggage.attach(whole.flatten(0, 1)[tokens][:, None], ride)}
     if call.get("labels") is not None:
         call["labels"] = _one_per_document(call["labels"], len(tokens))
     return call, ride
 
 
+def is_riding(call: dict[str, Any]) -> bool:
+    """Whether a packed row rides on a forward's arguments."""
+    return any(luggage.find(call.get(name), luggage.POOLED) is not None for name in _TOKENS)
+
+
 def ridden(call: dict[str, Any]) -> Pooled | None:
-    """What rides on a base model's arguments."""
-    rides = (getattr(call.get(name), _RIDE, None) for name in _TOKENS)
+    """What rides on a base model's arguments, which takes it."""
+    rides = (luggage.take(call.get(name), luggage.POOLED) for name in _TOKENS)
     return next((ride for ride in rides if ride is not None), None)
-
-
-def require_arrived(model: Any, ride: Pooled) -> None:
-    if not ride.arrived:
-        raise PackingNotIsolated(
-            f"{type(model).__name__}: the packed row did not come through to its base model, so nothing was pooled by "
-            "document. Something between them copies the ids; hand it position_ids and ids as they are, or train this "
-            "model padded."
-        )
 
 
 def _text_config(config: Any) -> Any:

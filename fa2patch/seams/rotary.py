@@ -18,13 +18,12 @@ import torch
 
 from ..boundaries import Boundaries
 from ..errors import PackingNotIsolated
+from . import luggage
 
 if TYPE_CHECKING:
     from .packed_mask import PackedMask
 
 NAMES = ("rotary_emb", "maybe_rotary")
-TAG = "_fa2patch_documents"
-"""Attribute of a ``position_ids`` tensor that holds the batch's boundaries on the way to the model's rotary module."""
 
 
 @dataclass(frozen=True)
@@ -68,19 +67,12 @@ def _scalings(config: Any) -> Iterator[dict[str, Any]]:
             yield from (inner for inner in scaling.values() if isinstance(inner, dict))
 
 
-def tagged(position_ids: torch.Tensor, boundaries: Boundaries) -> torch.Tensor:
-    """The ids, a view of their own, with the boundaries on them."""
-    position_ids = position_ids.view_as(position_ids)
-    setattr(position_ids, TAG, boundaries)
-    return position_ids
-
-
 def by_document(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Replacement for a rotary module's ``forward(x, position_ids)``: tagged ids are embedded document by document."""
+    """Replacement for a rotary module's ``forward(x, position_ids)``: each document is embedded by itself."""
 
     @functools.wraps(original)
     def forward(self: Any, x: torch.Tensor, position_ids: Any = None, **kwargs: Any) -> Any:
-        documents = getattr(position_ids, TAG, None)
+        documents = luggage.take(position_ids, luggage.DOCUMENTS)
         if documents is None:
             return original(self, x, position_ids, **kwargs)
         return _each(functools.partial(original, self), x, position_ids, documents, kwargs)

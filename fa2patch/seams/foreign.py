@@ -1,0 +1,83 @@
+"""A forward that somebody else has put in the place of ours, on the class or on the object.
+
+Liger, cut-cross-entropy and some trainers do so. What they do with a packed batch's labels is not known, so the batch
+is seen to before it gets to them: in a forward pre-hook (``hooks.py``), which ``model(...)`` runs whatever ``forward``
+is. ``model.forward(...)`` runs no hook. PEFT calls it so; then the base model refuses the batch.
+"""
+
+from __future__ import annotations
+
+import functools
+import sys
+from types import CodeType
+from typing import Any, Callable
+
+from .._compile import compiling, constant
+from ..errors import PackingNotIsolated
+from .calls import Calls
+from .labels import LABELS
+
+HOOKED = "_old_forward"
+"""Where accelerate's hooks (``device_map``, offloading) keep the bound ``forward`` that they call."""
+
+_ours: set[CodeType] = set()
+
+
+def ours(forward: Callable[..., Any]) -> None:
+    """Note that this function is one of ours (its code: a decorator of somebody's copies attributes)."""
+    _ours.add(forward.__code__)
+
+
+def on_top(module: Any) -> bool:
+    """Whether ``module.forward`` is our function, and nobody's who may not call it."""
+    held = module.__dict__.get(HOOKED if "forward" in module.__dict__ else "")
+    if held is not None:
+        return getattr(held, "__code__", None) in _ours
+    return "forward" not in module.__dict__ and _class_has_ours(type(module))
+
+
+@constant
+def _class_has_ours(cls: type) -> bool:
+    forward: Any = getattr(cls, "forward")  # noqa: B009 (mypy does not know the attribute)
+    return getattr(forward, "__code__", None) in _ours
+
+
+def calls_of(module: Any) -> Calls:
+    """The arguments of the forward that ``module`` has now."""
+    forward = module.forward
+    return _calls(getattr(forward, "__func__", forward), hasattr(forward, "__func__"))
+
+
+@functools.lru_cache(maxsize=64)
+def _calls(function: Callable[..., Any], bound: bool) -> Calls:
+    return Calls(function, bound)
+
+
+def refuse_bypassed(model: Any) -> None:
+    """Raise :class:`PackingNotIsolated` where a foreign forward of the model around has handed a packed batch on.
+
+    No hook has run for it, so its labels may cross documents. A base model that is called by itself has no labels.
+    """
+    if on_top(model):
+        return
+    forward = model.forward
+    function = getattr(forward, "__func__", forward)
+    if not compiling() and not _has_labels(getattr(function, "__code__", None)):
+        return
+    raise PackingNotIsolated(
+        f"the forward of this {type(model).__name__} was replaced after fa2patch.apply, by "
+        f"{getattr(function, '__module__', type(function).__name__)}.{getattr(function, '__qualname__', '')}, and was "
+        "called as model.forward(...), past fa2patch: the labels of its packed batch would cross documents. Call "
+        "fa2patch.apply(model) again, after what replaces the forward."
+    )
+
+
+def _has_labels(code: CodeType | None) -> bool:
+    """Whether code that runs now, further out in this thread, was handed labels."""
+    frame = sys._getframe(1)
+    while frame is not None:
+        if frame.f_code is code:
+            held = {**frame.f_locals, **(frame.f_locals.get("kwargs") or {})}
+            return any(held.get(name) is not None for name in LABELS)
+        frame = frame.f_back  # type: ignore[assignment]
+    return False

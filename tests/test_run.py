@@ -7,6 +7,7 @@ import os
 import pickle
 import re
 import runpy
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -97,8 +98,17 @@ def test_a_script_sees_what_it_sees_under_python_and_nothing_is_imported(way):
     assert seen == expected
 
 
+@pytest.fixture
+def children_can_be_interrupted():
+    """A shell's job in the background ignores SIGINT, and so would its children; those of a process that handles it
+    start with what the system does."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
 @pytest.mark.parametrize("how", ["exit", "words", "error", "interrupt", "late"])
-def test_it_ends_as_it_ends_under_python(how):
+def test_it_ends_as_it_ends_under_python(how, children_can_be_interrupted):
     script = str(SCRIPTS / "ends.py")
     ours, pythons = started(script, how), plainly(script, how)
     assert (ours.returncode, ours.stdout, ours.stderr) == (pythons.returncode, pythons.stdout, pythons.stderr)

@@ -335,7 +335,8 @@ class _Run:
                     outputs(self.model, given)
         name = locate.first_difference(here, there, bound)
         if name is None:
-            return None, None, f"{what}; in which module could not be seen (torch.compile hides them)"
+            hidden = "torch.compile hides them, and values do not show what hands on gradients alone"
+            return None, None, f"{what}; in which module could not be seen ({hidden})"
         cls = type(self.inner.get_submodule(name)).__name__
         meaning = locate.meaning(self.inner, name, status(self.inner) is not None)
         return name, cls, f"{what}. First in {name or 'the model itself'} ({cls}): {meaning}"

@@ -142,19 +142,22 @@ def test_what_was_seen_of_one_mixer_says_nothing_of_another_of_its_class(mask, a
     assert in_one_call(mask, good)[0] and not in_one_call(mask, bad)[0]
 
 
-@pytest.mark.parametrize("other", ["dtype", "training", "autocast"])
+@pytest.mark.parametrize("other", ["dtype", "training", "autocast", "dtype under autocast"])
 def test_what_was_seen_of_one_kind_of_call_says_nothing_of_another(other, mask, any_device):
     module, hidden, rows = made_with(keeps_apart), row(), []
     forward = by_document.by_document(Running.forward)
-    forward(module, hidden, attention_mask=mask)
-    module.kernel = lambda apart, before: rows.append(1) or apart + before
-    forward(module, hidden, attention_mask=mask)
+    with torch.autocast("cpu", torch.bfloat16, enabled=other == "dtype under autocast"):
+        forward(module, hidden, attention_mask=mask)
+        module.kernel = lambda apart, before: rows.append(1) or apart + before
+        forward(module, hidden, attention_mask=mask)
     assert rows == [1], "of this kind it is known"
     if other == "training":
         module.eval()
     elif other == "dtype":
         module, hidden = module.double(), hidden.double()
-    with torch.autocast("cpu", torch.bfloat16, enabled=other == "autocast"):
+    elif other == "dtype under autocast":
+        hidden = hidden.bfloat16()
+    with torch.autocast("cpu", torch.bfloat16, enabled="autocast" in other):
         assert_close(forward(module, hidden, attention_mask=mask), right(module, hidden), other)
     assert not in_one_call(mask, module)[0]
 

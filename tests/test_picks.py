@@ -89,6 +89,12 @@ def test_an_unknown_kernel_is_named_beside_the_known_ones(name):
         assert isinstance(error.value, LookupError)
 
 
+def test_a_name_is_known_by_its_letters():
+    """One that was read from a file or a command line is another object than ours."""
+    for kernel in kernels.ORDER:
+        assert kernels.named("".join(list(kernel.name))) is kernel
+
+
 @pytest.mark.parametrize("name", ["auto", "reference"])
 def test_names_that_run_everywhere_pass(name):
     kernels.check_name(name)
@@ -265,6 +271,40 @@ def test_a_trial_leaves_no_trace_in_the_forward_around_it():
         expected = torch.autograd.grad(plain.square().sum(), rows)
         assert all(torch.equal(a, b) for a, b in zip(found, expected))
         assert {call["max"] for call in calls} == {max(LENGTHS), max(trial.LENGTHS)}
+
+
+def test_what_a_kernel_is_handed_in_its_trial(monkeypatch):
+    handed = []
+
+    class Asking(Scripted):
+        def __call__(self, q, k, v, boundaries, options):
+            handed.append((q, k, v, boundaries, options))
+            return super().__call__(q, k, v, boundaries, options)
+
+    monkeypatch.setattr(trial, "Reference", type("Truth", (Reference,), {}))
+    asked = asks(kernels.FEATURES[:4], key_heads=2, value_dim=32, causal=False)
+    assert trial.passes(Asking(lambda *given: given), asked, CPU) == (True, "")
+    ((q, k, v, boundaries, options),) = handed
+    tokens = sum(trial.LENGTHS)
+    assert [tuple(x.shape) for x in (q, k, v)] == [(tokens, 4, 64), (tokens, 2, 64), (tokens, 2, 32)]
+    assert {x.dtype for x in (q, k, v, options.sinks)} == {asked.dtype}
+    assert boundaries.lengths == trial.LENGTHS == tuple(boundaries.cu_seqlens.diff().tolist())
+    assert boundaries.cu_seqlens.dtype == torch.int32 and boundaries.max_seqlen == max(trial.LENGTHS)
+    assert (options.window, options.softcap, options.causal) == (trial.WINDOW, trial.SOFTCAP, False)
+    assert options.scale == trial.SCALE / 8 != 1 / 8 and options.dropout == 0
+    assert options.sinks.shape == options.alibi_slopes.shape == (4,)
+    assert options.alibi_slopes.dtype == torch.float32 and 0 < options.alibi_slopes.max() <= trial.SLOPE
+
+
+def test_a_trial_computes_in_the_dtype_that_was_asked_for_also_in_autocast(monkeypatch):
+    class Sensitive(Scripted):
+        def attend(self, q, k, v, boundaries, options, scale):
+            assert (torch.ones(1, 1) @ torch.ones(1, 1)).dtype == torch.float32
+            return super().attend(q, k, v, boundaries, options, scale)
+
+    monkeypatch.setattr(trial, "Reference", type("Truth", (Reference,), {}))
+    with torch.autocast("cpu", torch.bfloat16):
+        assert trial.passes(Sensitive(lambda *given: given), asks(dtype=torch.float32), CPU) == (True, "")
 
 
 def test_one_trial_for_every_kind_of_call():

@@ -75,10 +75,12 @@ def test_all_else_is_a_verdict(error):
     assert not says_nothing(error)
 
 
-def test_what_is_tried_draws_no_random_numbers_and_gets_gradients():
+@pytest.mark.parametrize("device", ["cpu", "mps", "meta"])
+def test_what_is_tried_draws_no_random_numbers_and_gets_gradients(device):
+    """Whatever device it is tried on, the CPU's random state is left as it was."""
     before = torch.get_rng_state()
     leaf = torch.ones(2, requires_grad=True)
-    with torch.inference_mode(), out_of_reach(torch.device("cpu")):
+    with torch.inference_mode(), out_of_reach(torch.device(device)):
         torch.rand(3)
         output = leaf * 2
         assert not output.is_inference() and output.requires_grad

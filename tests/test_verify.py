@@ -128,6 +128,7 @@ def test_a_leak_of_gradients_alone_is_found(patched):
     assert all(document.moved == 0 and document.distance < 1e-5 for document in found.documents)
     assert [document.gradient > 0 for document in found.documents] == [False, True, True, True]
     assert "the outputs of document 2 send gradients into another document" in found.reason
+    assert found.first_leak is None and "values do not show what hands on gradients alone" in found.reason
     with pytest.raises(errors.PackingNotIsolated, match="send gradients into another document"):
         fa2patch.verify(patched)
 

@@ -228,6 +228,25 @@ def test_models_are_patched_as_they_are_made_named_once_and_reverted_in_the_end(
     assert lines(capsys) == []
 
 
+def test_a_model_that_apply_fails_on_is_named_and_one_that_there_was_no_memory_for_is_met_again(
+    hooked, capsys, monkeypatch
+):
+    model, outcomes = tiny_models.build("llama"), [MemoryError(), ZeroDivisionError("of ours")]
+
+    def failing(model, kernel):
+        raise outcomes.pop(0)
+
+    monkeypatch.setattr(hook, "apply", failing)
+    met = hooked()
+    with pytest.raises(MemoryError):
+        met.meet(model)
+    assert not lines(capsys)
+    met.meet(model)
+    met.meet(model)
+    (said,) = lines(capsys)
+    assert "left alone: fa2patch.apply failed, please report it: ZeroDivisionError: of ours" in said
+
+
 @pytest.mark.parametrize(
     ("cls", "config", "reason"),
     [

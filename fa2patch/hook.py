@@ -26,6 +26,7 @@ from .errors import Fa2PatchError, KernelUnavailable, NotAModel, UnknownKernel
 from .patching import Patch, apply, status, transformers_model
 from .run import Options
 from .seams import layers
+from .trying import says_nothing
 
 MODELS, TRAINER = WATCHED = "transformers.modeling_utils", "transformers.trainer"
 
@@ -200,6 +201,9 @@ class Hook:
             say(f"{name} left alone: {error}")
             return
         except Exception as error:
+            if says_nothing(error):
+                self.met.discard(model)
+                raise
             say(f"{name} left alone: fa2patch.apply failed, please report it: {type(error).__name__}: {error}")
             return
         self._patches.add(patch)

@@ -14,6 +14,7 @@ from .batches import LENGTHS, PER_TOKEN, Span, checked, example, same_on_every_r
 from .errors import BadBatch, Fa2PatchError, NotAModel, PackingNotIsolated
 from .patching import status, transformers_model
 from .probe import left_as_it_was, outputs, outputs_and_embeddings
+from .trying import says_nothing
 
 NEAR = {torch.float64: 1e-9, torch.float32: 1e-4}
 """How near packed must be to alone, of the largest value; 5e-2 in half precision."""
@@ -175,6 +176,8 @@ class _Run:
         except Fa2PatchError:
             raise
         except Exception as error:
+            if says_nothing(error):
+                raise
             raise PackingNotIsolated(
                 f"the model cannot compute this batch ({type(error).__name__}: {error}). Are all token ids and labels "
                 "integers of its vocabulary?"
@@ -276,7 +279,9 @@ class _Run:
         try:
             with torch.no_grad():
                 alone = outputs(self.model, self._alone(at))
-        except Exception:
+        except Exception as error:
+            if says_nothing(error) or isinstance(error, Fa2PatchError):
+                raise
             if self.spans[at].stop - self.spans[at].start > 1:
                 raise
             return None  # Falcon's eager attention fails on one token, and so on
@@ -330,7 +335,8 @@ class _Run:
                     outputs(self.model, given)
         name = locate.first_difference(here, there, bound)
         if name is None:
-            return None, None, f"{what}; in which module could not be seen (torch.compile hides them)"
+            hidden = "torch.compile hides them, and values do not show what hands on gradients alone"
+            return None, None, f"{what}; in which module could not be seen ({hidden})"
         cls = type(self.inner.get_submodule(name)).__name__
         meaning = locate.meaning(self.inner, name, status(self.inner) is not None)
         return name, cls, f"{what}. First in {name or 'the model itself'} ({cls}): {meaning}"

@@ -125,6 +125,19 @@ def test_lengths_that_lie_raise_inside_a_graph_too(graphs, spoilt, message):
         compiled(**given)
 
 
+@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
+def test_lengths_that_fall_raise_inside_a_graph_too(backend):
+    """Nothing else is wrong with them: ends, starts and the longest document are those of the batch."""
+    torch._dynamo.reset()
+    compiled = torch.compile(on_the_interface_seam("llama"), backend=backend, fullgraph=True)
+    given = {**batch(4, 6, 5), "max_length_q": 15, "max_length_k": 15}
+    compiled(**given)
+    given["cu_seq_lens_q"] = given["cu_seq_lens_k"] = torch.tensor([0, 10, 4, 15], dtype=torch.int32)
+    with pytest.raises(RuntimeError, match="must rise from 0"):
+        compiled(**given)
+    torch._dynamo.reset()
+
+
 def test_without_lengths_the_graph_breaks_and_the_numbers_hold(graphs):
     _, backend = graphs
     model = on_the_interface_seam("llama")

@@ -78,6 +78,15 @@ def test_the_scale_is_used(special):
     assert max(largest_errors(found, truth)) < 1e-12
 
 
+def test_head_dimensions_are_handed_to_the_reference_as_they_are(monkeypatch):
+    """Zeros beside them would cost their share of every product."""
+    seen = []
+    monkeypatch.setattr(Reference, "attend", lambda self, q, k, v, *rest: seen.append((q, k, v)) or v)
+    given = states(value_dim=6)
+    Reference()(*given, documents(LENGTHS), Options())
+    assert all(a is b for a, b in zip(seen[0], given))
+
+
 @pytest.mark.parametrize("special", [{}, {"softcap": 3.0}, {"window": 2}, {"window": 1}], ids=str)
 def test_documents_without_tokens_change_nothing(special):
     q, k, v = states((3, 4))

@@ -9,6 +9,7 @@ import fa2patch
 from compat_matrix import tiny_models
 from compat_matrix.points import alone, assert_close, documents, pack
 from fa2patch import errors
+from fa2patch.kernels.picks import DOCUMENTS, WHOLE_ROW
 from fa2patch.mixers import by_document, whole_row
 from fa2patch.seams import packed_batch
 
@@ -17,9 +18,13 @@ HYBRIDS = [name for name in ("qwen3_next", "mamba", "rwkv", "lfm2", "falcon_h1")
 
 
 class Running(torch.nn.Module):
-    """A toy mixer: the running sum of a projection. ``kernel``: what it makes of documents on its own."""
+    """A toy mixer: the running sum of a projection.
 
-    kernel = "ignores"
+    ``kernel``: what it makes of a row whose documents it is told, from the right sums and from what is before each
+    document; None ignores that it is told.
+    """
+
+    kernel = None
 
     def __init__(self):
         super().__init__()
@@ -30,22 +35,36 @@ class Running(torch.nn.Module):
         self.calls += 1
         projected = hidden_states @ self.weight
         numbers = kwargs.get("seq_idx")
-        if numbers is None or self.kernel == "ignores":
+        if numbers is None or self.kernel is None:
             return projected.cumsum(1)
-        if self.kernel == "raises":
-            raise ValueError("cannot keep packed sequences apart")
-        total = projected.cumsum(1)
+        lengths = numbers[0].unique_consecutive(return_counts=True)[1].tolist()
+        apart = torch.cat([piece.cumsum(1) for piece in projected.split(lengths, 1)], 1)
         starts = torch.nn.functional.pad(numbers.diff() != 0, (1, 0), value=True)[0]
-        before = (total - projected)[:, starts][:, numbers[0].long()]
-        leaks = 1e-3 if self.kernel == "leaks a little" else 0.0
-        apart = torch.cat(
-            [
-                piece.cumsum(1)
-                for piece in projected.split(numbers[0].unique_consecutive(return_counts=True)[1].tolist(), 1)
-            ],
-            1,
-        )
-        return apart + leaks * before
+        before = (projected.cumsum(1) - projected)[:, starts][:, numbers[0].long()]
+        return self.kernel(apart, before)
+
+
+def keeps_apart(apart, before):
+    return apart
+
+
+def raises(apart, before):
+    raise ValueError("cannot keep packed sequences apart\nand more of that")
+
+
+def runs_out_of_memory(apart, before):
+    raise torch.cuda.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB")
+
+
+FAULTS = {
+    None: "computes something else",
+    raises: "it fails: ValueError: cannot keep packed sequences apart",
+    lambda apart, before: apart * 1.01: "computes something else",
+    lambda apart, before: apart + 1e-3 * before: "sends gradients from one document into another",
+    lambda apart, before: apart + 1e-5 * before.detach(): "changes a document when the others change",
+    lambda apart, before: apart + (before - before.detach()): "sends gradients from one document into another",
+    lambda apart, before: apart * 1.01 - (apart * 0.01).detach(): "has other gradients",
+}
 
 
 @pytest.fixture
@@ -60,24 +79,133 @@ def any_device(monkeypatch):
     monkeypatch.setattr(whole_row, "NEVER_ON", ())
 
 
-@pytest.mark.parametrize("kernel", ["ignores", "raises", "leaks a little", "keeps apart"])
-def test_a_mixers_own_kernel_is_used_only_where_it_was_seen_to_keep_documents_apart(kernel, mask, any_device):
-    module, hidden = Running(), torch.randn(1, sum(LENGTHS), 8)
+def row():
+    return torch.randn(1, sum(LENGTHS), 8)
+
+
+def right(module, hidden):
+    return torch.cat([(piece @ module.weight).cumsum(1) for piece in hidden.split(LENGTHS, 1)], 1)
+
+
+def in_one_call(mask, module):
+    """Whether that was said of the mixer's last row, and the reason where it was not."""
+    computed = mask.picks.of(module)
+    return {WHOLE_ROW: True, DOCUMENTS: False}[computed.kernel], computed.why
+
+
+def made_with(kernel):
+    module = Running()
     module.kernel = kernel
+    return module
+
+
+def test_a_mixers_own_kernel_is_used_where_it_was_seen_to_keep_documents_apart(mask, any_device):
+    module, hidden = made_with(keeps_apart), row()
     forward = by_document.by_document(Running.forward)
-    expected = torch.cat([(piece @ module.weight).cumsum(1) for piece in hidden.split(LENGTHS, 1)], 1)
     for _ in range(2):
         module.calls = 0
-        assert_close(forward(module, hidden, attention_mask=mask), expected, kernel)
-    assert module.calls == (1 if kernel == "keeps apart" else len(LENGTHS))
-    assert [*mask.picks.whole_rows.values()] == [kernel == "keeps apart"]
+        assert_close(forward(module, hidden, attention_mask=mask), right(module, hidden), "in one call")
+    assert module.calls == 1
+    assert in_one_call(mask, module) == (True, "")
+
+
+@pytest.mark.parametrize(("kernel", "why"), FAULTS.items(), ids=[f"{i} {why}" for i, why in enumerate(FAULTS.values())])
+def test_a_mixers_own_kernel_that_is_wrong_or_leaks_is_not_used_and_why_is_said(kernel, why, mask, any_device):
+    module, hidden = made_with(kernel), row()
+    forward = by_document.by_document(Running.forward)
+    for _ in range(2):
+        module.calls = 0
+        assert torch.equal(forward(module, hidden, attention_mask=mask), right(module, hidden))
+    assert module.calls == len(LENGTHS)
+    able, reason = in_one_call(mask, module)
+    assert not able and reason.startswith("tried on this machine with a whole row, it ") and why in reason
+    assert "\n" not in reason
+
+
+def test_a_mixer_without_memory_for_its_trial_says_so_and_is_tried_again(mask, any_device):
+    module, hidden = made_with(runs_out_of_memory), row()
+    forward = by_document.by_document(Running.forward)
+    with pytest.raises(torch.cuda.OutOfMemoryError):
+        forward(module, hidden, attention_mask=mask)
+    assert mask.picks.of(module) is None
+    module.kernel = keeps_apart
+    forward(module, hidden, attention_mask=mask)
+    assert in_one_call(mask, module) == (True, "")
+
+
+def test_what_was_seen_of_one_mixer_says_nothing_of_another_of_its_class(mask, any_device):
+    """A convolution of one token keeps everything apart, one of four does not: of one class, other parameters."""
+    forward, hidden = by_document.by_document(Running.forward), row()
+    good, bad = made_with(keeps_apart), made_with(None)
+    for module in (good, bad, good):
+        assert_close(forward(module, hidden, attention_mask=mask), right(module, hidden), "each as it must be")
+    assert in_one_call(mask, good)[0] and not in_one_call(mask, bad)[0]
+
+
+@pytest.mark.parametrize("other", ["dtype", "training", "autocast", "dtype under autocast"])
+def test_what_was_seen_of_one_kind_of_call_says_nothing_of_another(other, mask, any_device):
+    module, hidden, rows = made_with(keeps_apart), row(), []
+    forward = by_document.by_document(Running.forward)
+    with torch.autocast("cpu", torch.bfloat16, enabled=other == "dtype under autocast"):
+        forward(module, hidden, attention_mask=mask)
+        module.kernel = lambda apart, before: rows.append(1) or apart + before
+        forward(module, hidden, attention_mask=mask)
+    assert rows == [1], "of this kind it is known"
+    if other == "training":
+        module.eval()
+    elif other == "dtype":
+        module, hidden = module.double(), hidden.double()
+    elif other == "dtype under autocast":
+        hidden = hidden.bfloat16()
+    with torch.autocast("cpu", torch.bfloat16, enabled="autocast" in other):
+        assert_close(forward(module, hidden, attention_mask=mask), right(module, hidden), other)
+    assert not in_one_call(mask, module)[0]
+
+
+@pytest.mark.parametrize("around", ["inference mode", "a checkpoint", "an older checkpoint"])
+def test_a_trial_leaves_no_trace_in_the_forward_around_it(around, mask, any_device):
+    def drops(apart, before):
+        return apart + 0 * torch.rand(())
+
+    module, hidden = made_with(drops), row().requires_grad_()
+    mixer = by_document.by_document(Running.forward)
+
+    def forward(states):
+        return mixer(module, states, attention_mask=mask) * torch.rand(())
+
+    forward(hidden)  # tried before, so that no trial takes part in what is expected
+    torch.manual_seed(3)
+    plain = forward(hidden)
+    plain.square().sum().backward()
+    expected, hidden.grad = hidden.grad, None
+    mask.picks._whole_rows.clear()
+    torch.manual_seed(3)
+    if around == "inference mode":
+        with torch.inference_mode():
+            found = forward(hidden)
+    else:
+        found = torch.utils.checkpoint.checkpoint(forward, hidden, use_reentrant=around == "an older checkpoint")
+        found.square().sum().backward()
+        assert torch.equal(hidden.grad, expected)
+    assert torch.equal(found, plain)
+    assert in_one_call(mask, module) == (True, "")
+
+
+def test_the_layers_of_a_patch_say_in_what_portions_their_mixers_were_computed(any_device):
+    if not tiny_models.is_present("mamba"):
+        pytest.skip("this Transformers has no Mamba")
+    with fa2patch.apply(tiny_models.build("mamba")) as patch:
+        assert {(layer.kernel, layer.why) for layer in patch.layers} == {(None, "")}
+        patch.model(**pack(documents(*LENGTHS)))
+        for layer in fa2patch.status(patch.model).layers:
+            assert layer.kernel == "its own, document by document"
+            assert layer.why.startswith("tried on this machine with a whole row, it ")
 
 
 def test_on_a_cpu_nothing_is_tried(mask):
-    module = Running()
-    module.kernel = "keeps apart"
-    by_document.by_document(Running.forward)(module, torch.randn(1, sum(LENGTHS), 8), attention_mask=mask)
-    assert module.calls == len(LENGTHS) and not mask.picks.whole_rows
+    module = made_with(keeps_apart)
+    by_document.by_document(Running.forward)(module, row(), attention_mask=mask)
+    assert module.calls == len(LENGTHS) and mask.picks.of(module) is None
 
 
 def test_a_cache_is_refused(mask):
@@ -164,7 +292,7 @@ def test_a_kernel_that_takes_lengths_is_handed_the_row(any_device):
         patched.setattr(modeling, "torch_chunk_gated_delta_rule", knowing_delta)
         with fa2patch.apply(model) as patch:
             model(**pack(docs))
-            assert [*patch.picks.whole_rows.values()] == [True]
+            assert {layer.kernel for layer in patch.layers if layer.seam == "mixer"} == {"its own, the whole row"}
             calls.clear()
             assert_close(model(**pack(docs)).logits[0], expected, "in one call")
             assert calls == [sum(LENGTHS)]

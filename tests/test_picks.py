@@ -42,6 +42,20 @@ class Scripted(Reference):
         return super().attend(q, k, v, *self.wrong(boundaries, options), scale)
 
 
+NO_VERDICTS = [
+    torch.cuda.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB"),
+    MemoryError(),
+    RuntimeError("CUDA error: out of memory"),
+    KeyboardInterrupt(),
+]
+VERDICTS = [
+    RuntimeError("no kernel image is available for execution on the device"),
+    ValueError("out of memory is what this argument is called"),
+    type("OutOfResources", (Exception,), {})(
+        "out of resource: shared memory, Required: 264192, Hardware limit: 232448"
+    ),
+]
+
 # The choice
 
 
@@ -73,6 +87,12 @@ def test_an_unknown_kernel_is_named_beside_the_known_ones(name):
         assert str(error.value).startswith(f"kernel={name!r}: expected one of 'auto', ")
         assert all(repr(known) in str(error.value) for known in kernels.NAMES)
         assert isinstance(error.value, LookupError)
+
+
+def test_a_name_is_known_by_its_letters():
+    """One that was read from a file or a command line is another object than ours."""
+    for kernel in kernels.ORDER:
+        assert kernels.named("".join(list(kernel.name))) is kernel
 
 
 @pytest.mark.parametrize("name", ["auto", "reference"])
@@ -130,6 +150,7 @@ FAULTS = {
     "a window one wider": lambda boundaries, options: (boundaries, replaced(options, window=options.window + 1)),
     "no softcap": lambda boundaries, options: (boundaries, replaced(options, softcap=None)),
     "no sinks": lambda boundaries, options: (boundaries, replaced(options, sinks=options.sinks * 0)),
+    "no slopes": lambda boundaries, options: (boundaries, replaced(options, alibi_slopes=None)),
     "both ways": lambda boundaries, options: (boundaries, replaced(options, causal=False)),
 }
 
@@ -150,6 +171,16 @@ def test_a_kernel_that_computes_something_else_is_not_used(monkeypatch, fault, d
     assert not able
     assert reason.startswith("tried on this machine, its outputs are off by ")
     assert trial.passes(Scripted(lambda *given: given), asked, CPU) == (True, "")
+
+
+def test_a_kernel_that_takes_the_usual_scale_for_granted_is_not_used(monkeypatch):
+    class Usual(Scripted):
+        def attend(self, q, k, v, boundaries, options, scale):
+            return super().attend(q, k, v, boundaries, options, q.shape[-1] ** -0.5)
+
+    monkeypatch.setattr(trial, "Reference", type("Truth", (Reference,), {}))
+    able, reason = trial.passes(Usual(lambda *given: given), asks(), CPU)
+    assert not able and "its outputs are off by " in reason
 
 
 def test_a_kernel_whose_gradients_alone_are_wrong_is_not_used(monkeypatch):
@@ -181,6 +212,40 @@ def test_a_kernel_that_fails_its_trial_is_passed_over_and_named(monkeypatch):
         kernels.pick("scripted", asks(), CPU)
 
 
+class Unlucky(Scripted):
+    """Raises each of these errors in turn, then computes."""
+
+    def __init__(self, *errors):
+        super().__init__(lambda *given: given)
+        self.errors = list(errors)
+
+    def attend(self, q, k, v, boundaries, options, scale):
+        if self.errors:
+            raise self.errors.pop(0)
+        return super().attend(q, k, v, boundaries, options, scale)
+
+
+@pytest.mark.parametrize("error", NO_VERDICTS, ids=repr)
+def test_an_error_that_is_no_verdict_is_raised_and_the_next_use_tries_again(monkeypatch, error):
+    kernel = Unlucky(error)
+    monkeypatch.setattr(trial, "Reference", type("Truth", (Reference,), {}))
+    monkeypatch.setattr(picks, "ORDER", (kernel, Reference()))
+    chosen = picks.Picks("auto")
+    with pytest.raises(type(error)) as raised:
+        chosen(None, asks(), CPU)
+    assert raised.value is error
+    assert chosen(None, asks(), CPU) is kernel
+
+
+@pytest.mark.parametrize("error", VERDICTS, ids=repr)
+def test_an_error_that_is_a_verdict_is_remembered(monkeypatch, error):
+    kernel = Unlucky(error)
+    monkeypatch.setattr(trial, "Reference", type("Truth", (Reference,), {}))
+    for _ in range(2):
+        able, reason = trial.passes(kernel, asks(), CPU)
+        assert not able and reason.startswith(f"tried on this machine it fails: {type(error).__name__}: ")
+
+
 def test_a_trial_leaves_no_trace_in_the_forward_around_it():
     """Inside a checkpoint, inference mode, autocast, somebody's saved-tensor hooks, with the same random numbers."""
     with stand_in_aten.installed() as calls:
@@ -208,6 +273,40 @@ def test_a_trial_leaves_no_trace_in_the_forward_around_it():
         assert {call["max"] for call in calls} == {max(LENGTHS), max(trial.LENGTHS)}
 
 
+def test_what_a_kernel_is_handed_in_its_trial(monkeypatch):
+    handed = []
+
+    class Asking(Scripted):
+        def __call__(self, q, k, v, boundaries, options):
+            handed.append((q, k, v, boundaries, options))
+            return super().__call__(q, k, v, boundaries, options)
+
+    monkeypatch.setattr(trial, "Reference", type("Truth", (Reference,), {}))
+    asked = asks(kernels.FEATURES[:4], key_heads=2, value_dim=32, causal=False)
+    assert trial.passes(Asking(lambda *given: given), asked, CPU) == (True, "")
+    ((q, k, v, boundaries, options),) = handed
+    tokens = sum(trial.LENGTHS)
+    assert [tuple(x.shape) for x in (q, k, v)] == [(tokens, 4, 64), (tokens, 2, 64), (tokens, 2, 32)]
+    assert {x.dtype for x in (q, k, v, options.sinks)} == {asked.dtype}
+    assert boundaries.lengths == trial.LENGTHS == tuple(boundaries.cu_seqlens.diff().tolist())
+    assert boundaries.cu_seqlens.dtype == torch.int32 and boundaries.max_seqlen == max(trial.LENGTHS)
+    assert (options.window, options.softcap, options.causal) == (trial.WINDOW, trial.SOFTCAP, False)
+    assert options.scale == trial.SCALE / 8 != 1 / 8 and options.dropout == 0
+    assert options.sinks.shape == options.alibi_slopes.shape == (4,)
+    assert options.alibi_slopes.dtype == torch.float32 and 0 < options.alibi_slopes.max() <= trial.SLOPE
+
+
+def test_a_trial_computes_in_the_dtype_that_was_asked_for_also_in_autocast(monkeypatch):
+    class Sensitive(Scripted):
+        def attend(self, q, k, v, boundaries, options, scale):
+            assert (torch.ones(1, 1) @ torch.ones(1, 1)).dtype == torch.float32
+            return super().attend(q, k, v, boundaries, options, scale)
+
+    monkeypatch.setattr(trial, "Reference", type("Truth", (Reference,), {}))
+    with torch.autocast("cpu", torch.bfloat16):
+        assert trial.passes(Sensitive(lambda *given: given), asks(dtype=torch.float32), CPU) == (True, "")
+
+
 def test_one_trial_for_every_kind_of_call():
     trial._tried.cache_clear()
     with stand_in_aten.installed() as calls:
@@ -217,6 +316,81 @@ def test_one_trial_for_every_kind_of_call():
         assert len(calls) == 1
         kernels.pick("torch_varlen", asks(["window"]), CPU)
         assert len(calls) == 2
+
+
+# What was picked for one layer does not serve another that asks for more
+
+OTHERS = {
+    "device": "cuda", "dtype": torch.float16, "heads": 8, "key_heads": 2, "head_dim": 128, "value_dim": 32,
+    "causal": False, **{feature: (feature,) for feature in kernels.FEATURES},
+}  # fmt: skip
+
+
+def asks_other(what):
+    return asks()._replace(**{"features" if what in kernels.FEATURES else what: OTHERS[what]})
+
+
+def test_every_field_of_what_is_asked_has_a_case():
+    assert set(OTHERS) == {*kernels.Asked._fields, *kernels.FEATURES} - {"features"}
+
+
+@pytest.mark.parametrize("what", OTHERS)
+def test_a_layer_that_asks_for_something_else_is_picked_for_anew(monkeypatch, what):
+    made = []
+    monkeypatch.setattr(picks, "pick", lambda name, asked, device: made.append(asked) or kernels.Pick(Scripted(), ""))
+    chosen, other = picks.Picks("auto"), asks_other(what)
+    assert chosen(None, asks(), CPU) is chosen(None, asks(), CPU)
+    assert chosen(None, asks(), CPU) is not chosen(None, other, CPU)
+    assert made == [asks(), other]
+
+
+def test_another_device_of_the_same_type_is_picked_for_anew(monkeypatch):
+    made = []
+    monkeypatch.setattr(picks, "pick", lambda name, asked, device: made.append(device) or kernels.Pick(Scripted(), ""))
+    devices = [torch.device("cuda", 0), torch.device("cuda", 1)]
+    chosen = picks.Picks("flash_attn")
+    for device in (*devices, *devices):
+        chosen(None, asks(device="cuda"), device)
+    assert made == devices
+
+
+@pytest.mark.parametrize("what", [what for what in OTHERS if what != "dropout"])
+def test_what_asks_for_something_else_has_a_trial_of_its_own(monkeypatch, what):
+    tried, kernel, other = [], Scripted(), asks_other(what)
+    monkeypatch.setattr(trial, "Reference", type("Truth", (Reference,), {}))
+    monkeypatch.setattr(trial, "_compared", lambda kernel, asked, device: tried.append(asked) or (True, ""))
+    for asked in (asks(), asks(), other, other):
+        trial.passes(kernel, asked, CPU)
+    assert tried == [asks(), other]
+    trial.passes(kernel, other, torch.device("cpu", 0))
+    trial.passes(Scripted(), other, CPU)
+    assert tried == [asks(), other, other, other]
+
+
+@pytest.mark.parametrize("what", [what for what in OTHERS if what != "device"])
+def test_in_a_graph_a_layer_that_asks_for_something_else_is_picked_for_anew(monkeypatch, what):
+    """The choice is made while the graph is captured; a kernel that supports the one call only stands for each."""
+
+    class Only(Scripted):
+        def __init__(self, asked, name):
+            super().__init__()
+            self.asked, self.name = asked, name
+
+        def supports(self, asked):
+            return asked == self.asked, "it is for another"
+
+    wanted = (asks(), asks_other(what))
+    monkeypatch.setattr(picks, "ORDER", tuple(Only(asked, f"for {i}") for i, asked in enumerate(wanted)))
+    chosen, found = picks.Picks("auto"), []
+
+    def layers(states):
+        for asked in wanted:
+            found.append(chosen(None, asked, CPU).name)
+        return states + 1
+
+    torch._dynamo.reset()
+    torch.compile(layers, backend="eager", fullgraph=True)(torch.ones(1))
+    assert found == ["for 0", "for 1"]
 
 
 # Of a patched model

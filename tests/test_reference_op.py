@@ -53,6 +53,14 @@ def test_the_backward_drops_what_the_forward_dropped(special):
     assert not torch.equal(output(q, k, v), reference_op.attend(q, k, v, cu, Options(**special), 0.3))
 
 
+def test_every_layer_drops_other_weights():
+    """As many calls as a large model has layers, and no seed came twice."""
+    q, k, v = (x.detach() for x in states())
+    cu = documents(LENGTHS).cu_seqlens
+    drawn = [reference_op.attend(q, k, v, cu, Options(dropout=0.4), 0.3) for _ in range(120)]
+    assert len({tuple(output.flatten().tolist()) for output in drawn}) == len(drawn)
+
+
 @pytest.mark.parametrize("sinks", [False, True], ids=["no sinks", "sinks"])
 def test_torch_accepts_the_operator(sinks):
     q, k, v = states((1, 3), groups=2, value_dim=6)

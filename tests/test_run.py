@@ -7,6 +7,7 @@ import os
 import pickle
 import re
 import runpy
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -97,8 +98,17 @@ def test_a_script_sees_what_it_sees_under_python_and_nothing_is_imported(way):
     assert seen == expected
 
 
+@pytest.fixture
+def children_can_be_interrupted():
+    """A shell's job in the background ignores SIGINT, and so would its children; those of a process that handles it
+    start with what the system does."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
 @pytest.mark.parametrize("how", ["exit", "words", "error", "interrupt", "late"])
-def test_it_ends_as_it_ends_under_python(how):
+def test_it_ends_as_it_ends_under_python(how, children_can_be_interrupted):
     script = str(SCRIPTS / "ends.py")
     ours, pythons = started(script, how), plainly(script, how)
     assert (ours.returncode, ours.stdout, ours.stderr) == (pythons.returncode, pythons.stdout, pythons.stderr)
@@ -216,6 +226,25 @@ def test_models_are_patched_as_they_are_made_named_once_and_reverted_in_the_end(
     assert vars(Trainer)["__init__"] is before_init
     assert fa2patch.status(AutoModelForCausalLM.from_config(config)) is None
     assert lines(capsys) == []
+
+
+def test_a_model_that_apply_fails_on_is_named_and_one_that_there_was_no_memory_for_is_met_again(
+    hooked, capsys, monkeypatch
+):
+    model, outcomes = tiny_models.build("llama"), [MemoryError(), ZeroDivisionError("of ours")]
+
+    def failing(model, kernel):
+        raise outcomes.pop(0)
+
+    monkeypatch.setattr(hook, "apply", failing)
+    met = hooked()
+    with pytest.raises(MemoryError):
+        met.meet(model)
+    assert not lines(capsys)
+    met.meet(model)
+    met.meet(model)
+    (said,) = lines(capsys)
+    assert "left alone: fa2patch.apply failed, please report it: ZeroDivisionError: of ours" in said
 
 
 @pytest.mark.parametrize(

@@ -212,6 +212,46 @@ def test_no_gradient_reaches_another_document(seam, changes, implementation, doc
         assert reached == [other == number for other in range(len(LENGTHS))]
 
 
+ABSENT = object()
+CAUSAL = [
+    # seam, the layer's is_causal, what its call says, what holds
+    ("interface", ABSENT, {}, True),
+    ("interface", ABSENT, {"is_causal": None}, True),
+    ("interface", True, {}, True),
+    ("interface", False, {}, False),
+    ("interface", ABSENT, {"is_causal": True}, True),
+    ("interface", ABSENT, {"is_causal": False}, False),
+    ("interface", False, {"is_causal": False}, False),
+    ("interface", False, {"is_causal": True}, True),
+    ("interface", True, {"is_causal": False}, True),  # GPT-2 of 4.48 on, where a mask has the triangle in it
+    ("function", True, {}, True),
+    ("function", False, {}, False),
+    ("function", None, {}, True),
+    ("method", True, {}, True),
+    ("method", False, {}, False),
+    ("method", ABSENT, {}, True),
+]
+
+
+@pytest.mark.parametrize("seam, of_layer, said, causal", CAUSAL)
+def test_a_layer_looks_both_ways_where_it_or_its_call_says_so(seam, of_layer, said, causal, docs):
+    """Seen by which tokens of a document the gradient of one in its middle reaches."""
+    fa2patch.apply(model := build(seam, "flash_attention_2"))
+    for layer in model.model.layers:
+        if of_layer is not ABSENT:
+            layer.is_causal = of_layer
+        elif hasattr(layer, "is_causal"):
+            del layer.is_causal
+        layer.said = said
+    batch = pack(docs)
+    embeddings = model.model.embed_tokens(batch.pop("input_ids")).detach().requires_grad_()
+    output = model.model(inputs_embeds=embeddings, **batch)[0]
+    first, end = LENGTHS[0], sum(LENGTHS[:2])
+    (gradient,) = torch.autograd.grad(output[0, first + 3].square().sum(), embeddings)
+    reached = gradient[0].any(-1).nonzero().flatten().tolist()
+    assert reached == list(range(first, first + 4 if causal else end))
+
+
 @every_seam
 @pytest.mark.parametrize("use_reentrant", [False, True])
 def test_a_checkpoints_recompute_is_isolated_too_also_after_another_forward(seam, use_reentrant, docs):

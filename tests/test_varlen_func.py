@@ -1,10 +1,11 @@
 """FlashAttention 2, 3, 4 and the hub's builds, by a stand-in with each one's signature."""
 
 import functools
+import importlib.util
 import sys
 from dataclasses import replace
 from importlib.machinery import ModuleSpec
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 
 import pytest
 import torch
@@ -25,7 +26,7 @@ from fa2patch.errors import KernelUnavailable
 from fa2patch.kernels import flash_attn as file_2
 from fa2patch.kernels import flash_attn_3 as file_3
 from fa2patch.kernels import flash_attn_4 as file_4
-from fa2patch.kernels import hub
+from fa2patch.kernels import hub, varlen_func
 from fa2patch.kernels.flash_attn import FlashAttn
 from fa2patch.kernels.flash_attn_3 import FlashAttn3
 from fa2patch.kernels.flash_attn_4 import FlashAttn4
@@ -362,6 +363,45 @@ def test_the_hub_is_asked_for_a_revision(install, monkeypatch):
     for name in ("hub", "hub:someone/fast", "hub:someone/fast@v2"):
         kernels.check_name(name)
     assert asked == [("kernels-community/flash-attn2", "main"), ("someone/fast", "main"), ("someone/fast", "v2")]
+
+
+def test_a_hub_that_cannot_be_reached_once_is_asked_again(install, monkeypatch):
+    outcomes = [OSError("no network"), MemoryError(), ModuleType("downloaded"), AssertionError("asked too often")]
+    package = ModuleType("kernels")
+    package.__spec__ = ModuleSpec("kernels", loader=None)
+    outcomes[2].flash_attn_varlen_func = stand_in.flash_attn_varlen_func
+
+    def get_kernel(repo_id, revision=None):
+        outcome = outcomes.pop(0)
+        if isinstance(outcome, Exception):
+            raise outcome
+        return outcome
+
+    package.get_kernel = get_kernel
+    monkeypatch.setitem(sys.modules, "kernels", package)
+    install(None)
+    with pytest.raises(KernelUnavailable, match="a/b does not load"):
+        kernels.check_name("hub:a/b")
+    with pytest.raises(MemoryError):
+        kernels.check_name("hub:a/b")
+    for _ in range(2):
+        kernels.check_name("hub:a/b")
+
+
+def test_a_package_whose_import_ran_out_of_memory_is_imported_again(install, monkeypatch):
+    install(stand_in.flash_attn_varlen_func)
+    outcomes = [RuntimeError("CUDA error: out of memory"), sys.modules["flash_attn"]]
+
+    def imported(name):
+        outcome = outcomes.pop(0)
+        if isinstance(outcome, Exception):
+            raise outcome
+        return outcome
+
+    monkeypatch.setattr(varlen_func, "importlib", SimpleNamespace(util=importlib.util, import_module=imported))
+    with pytest.raises(RuntimeError, match="out of memory"):
+        kernels.check_name("flash_attn")
+    kernels.check_name("flash_attn")
 
 
 def test_the_hub_is_never_auto_and_says_why_it_is_not_there(install, monkeypatch):

@@ -112,6 +112,88 @@ def test_a_convolution_is_named_as_a_hybrids(patched):
     assert "Conv1d" in found.reason and "carries state" in found.reason and "hybrid" in found.reason
 
 
+class GradientsOnly(torch.nn.Module):
+    """A straight-through term: its value is zero to the bit, and its gradient goes to every token before."""
+
+    def forward(self, states):
+        before = states.cumsum(1)
+        return states + (before - before.detach())
+
+
+def test_a_leak_of_gradients_alone_is_found(patched):
+    layer = patched.model.layers[1]
+    layer.mlp = torch.nn.Sequential(layer.mlp, GradientsOnly())
+    found = fa2patch.verify(patched, strict=False)
+    assert not found.ok
+    assert all(document.moved == 0 and document.distance < 1e-5 for document in found.documents)
+    assert [document.gradient > 0 for document in found.documents] == [False, True, True, True]
+    assert "the outputs of document 2 send gradients into another document" in found.reason
+    assert found.first_leak is None and "values do not show what hands on gradients alone" in found.reason
+    with pytest.raises(errors.PackingNotIsolated, match="send gradients into another document"):
+        fa2patch.verify(patched)
+
+
+class LastToken(torch.nn.Module):
+    """Adds a trifle of the row's last token to all others, and no gradient; alone, a document's last is its own."""
+
+    def __init__(self, size):
+        super().__init__()
+        self.size = size
+
+    def forward(self, states):
+        return states + self.size * states[:, -1:].detach()
+
+
+def test_a_leak_out_of_padding_alone_is_found(patched):
+    """Too small to be seen beside the document alone; a document's tokens reach none but itself."""
+    layer = patched.model.layers[1]
+    layer.mlp = torch.nn.Sequential(layer.mlp, LastToken(1e-6))
+    padded = row(5, 3, 4, attention_mask=mask_of((1, 8), (0, 4)))
+    found = fa2patch.verify(patched, batch=padded, strict=False)
+    assert not found.ok and found.first_leak == "model.layers.1.mlp.1"
+    assert all(document.gradient == 0 and document.distance < 1e-4 for document in found.documents)
+    assert all(document.moved > 0 for document in found.documents)
+    assert "the outputs of document 1 depend on padding" in found.reason
+    layer.mlp = layer.mlp[0]
+    assert fa2patch.verify(patched, batch=padded).ok
+
+
+def test_an_error_for_want_of_memory_is_raised_as_it_is(patched):
+    """Nothing was found of the model then, neither in the batch nor for a document of one token by itself."""
+
+    def failing(tokens):
+        def fail(module, ids):
+            if ids[0].numel() == tokens:
+                raise torch.cuda.OutOfMemoryError("CUDA out of memory")
+
+        return patched.model.embed_tokens.register_forward_pre_hook(fail)
+
+    for tokens in (sum(LENGTHS), 1):
+        handle = failing(tokens)
+        with pytest.raises(torch.cuda.OutOfMemoryError):
+            fa2patch.verify(patched, batch=row(*LENGTHS))
+        handle.remove()
+    assert fa2patch.verify(patched, batch=row(*LENGTHS)).ok
+
+
+def test_a_document_of_one_token_that_a_model_cannot_compute_alone_is_passed_over_and_an_error_of_ours_is_not(patched):
+    def failing(error):
+        def fail(module, ids):
+            if ids[0].numel() == 1:
+                raise error
+
+        return patched.model.embed_tokens.register_forward_pre_hook(fail)
+
+    handle = failing(IndexError("as in Falcon's eager attention"))
+    found = fa2patch.verify(patched, batch=row(*LENGTHS))
+    handle.remove()
+    assert [document.distance is None for document in found.documents] == [length == 1 for length in LENGTHS]
+    handle = failing(errors.BoundaryConflict("of ours"))
+    with pytest.raises(errors.BoundaryConflict):
+        fa2patch.verify(patched, batch=row(*LENGTHS))
+    handle.remove()
+
+
 class LearnedPositions(torch.nn.Module):
     """Positions along the row, whatever the ids are."""
 

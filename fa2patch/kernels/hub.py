@@ -12,6 +12,7 @@ import inspect
 from functools import lru_cache
 from pathlib import Path
 
+from ..trying import says_nothing
 from .varlen_func import Found, VarlenFunc, entry
 
 DEFAULT = "kernels-community/flash-attn2"
@@ -32,17 +33,20 @@ class Hub(VarlenFunc):
             self.name = f"hub:{source}"
 
     def found(self) -> Found:
-        return _found(self.source)
+        try:
+            return _found(self.source)
+        except Exception as error:  # no network, no such repository, no build for this torch, a broken one
+            if says_nothing(error):
+                raise
+            return Found(None, reason=f"{self.source} does not load ({type(error).__name__}: {error})")
 
 
 @lru_cache(maxsize=8)
 def _found(source: str) -> Found:
+    """What was loaded is remembered, and no error is: the network may be there the next time."""
     if importlib.util.find_spec("kernels") is None:
         return Found(None, reason="the package kernels is not installed")
-    try:
-        return entry(_loaded(source))
-    except Exception as error:  # no network, no such repository, no build for this torch, a broken one
-        return Found(None, reason=f"{source} does not load ({type(error).__name__}: {error})")
+    return entry(_loaded(source))
 
 
 def _loaded(source: str) -> object:

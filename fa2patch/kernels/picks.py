@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from typing import Any, NamedTuple
+from typing import Any, Callable, NamedTuple
 from weakref import WeakKeyDictionary
 
 import torch
@@ -35,6 +35,22 @@ class Pick(NamedTuple):
     """A kernel, and why those before it in :data:`ORDER` were passed over (empty where it is the first, or named)."""
 
     kernel: Kernel
+    why: str
+
+
+class Portions(NamedTuple):
+    """In what portions a mixer is given a packed row; the kernels that compute it are its own."""
+
+    name: str
+
+
+WHOLE_ROW, DOCUMENTS = Portions("its own, the whole row"), Portions("its own, document by document")
+
+
+class Mixed(NamedTuple):
+    """How a mixer was computed, as :class:`Pick` tells it of attention."""
+
+    kernel: Portions
     why: str
 
 
@@ -95,21 +111,33 @@ class Picks:
 
     Attributes:
         name: the kernel asked for.
-        whole_rows: which kinds of mixers' calls keep a row's documents apart by themselves (``mixers/whole_row.py``).
     """
 
     def __init__(self, name: str) -> None:
         self.name = name
-        self.whole_rows: dict[Any, bool] = {}
         self._made: dict[tuple[Asked, torch.device], Pick] = {}
-        self._of: WeakKeyDictionary[Any, Pick] = WeakKeyDictionary()
+        self._whole_rows: WeakKeyDictionary[Any, dict[Any, Mixed]] = WeakKeyDictionary()
+        self._of: WeakKeyDictionary[Any, Pick | Mixed] = WeakKeyDictionary()
 
     def __reduce__(self) -> Any:
         return Picks, (self.name,)
 
-    def of(self, module: Any) -> Pick | None:
+    def of(self, module: Any) -> Pick | Mixed | None:
         """What the layer's last packed batch was computed with; None where it has seen none (or was compiled)."""
         return self._of.get(module)
+
+    def takes_whole_rows(self, module: Any, kind: Any, trial: Callable[[], tuple[bool, str]]) -> bool:
+        """Whether a mixer keeps a row's documents apart by itself, in calls of this kind; tried once.
+
+        Each mixer is tried on its own: two of one class may have other parameters, and so call other kernels.
+        An error in the trial is raised, and nothing is remembered.
+        """
+        known = self._whole_rows.setdefault(module, {})
+        if kind not in known:
+            able, why = trial()
+            known[kind] = Mixed(WHOLE_ROW if able else DOCUMENTS, why)
+        self._of[module] = known[kind]
+        return known[kind].kernel is WHOLE_ROW
 
     def __call__(self, module: Any, asked: Asked, device: torch.device) -> Kernel:
         """The kernel for a layer (None where it is not known)."""

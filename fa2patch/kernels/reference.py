@@ -103,13 +103,15 @@ def attention_weights(
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
     """The formula itself, in float32 or better, for one document's queries and keys ``[heads, length, dim]``.
 
+    ``options`` have a scale.
+
     Returns:
         Weights ``[heads, length, length]``; distances ``[length, length]`` from query to key, in tokens; and what
         softcap has made of the logits, over the softcap, where there is one.
     """
+    assert options.scale is not None, "a kernel's call has settled it, before it pads head dimensions"
     precision, length = torch.promote_types(query.dtype, torch.float32), query.shape[1]
-    scale = query.shape[2] ** -0.5 if options.scale is None else options.scale
-    logits, capped = query.to(precision) @ key.to(precision).transpose(1, 2) * scale, None
+    logits, capped = query.to(precision) @ key.to(precision).transpose(1, 2) * options.scale, None
     if options.softcap is not None:
         capped = torch.tanh(logits / options.softcap)
         logits = options.softcap * capped

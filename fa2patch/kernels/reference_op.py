@@ -34,7 +34,7 @@ def _differentiated(
     from .reference import attention_weights, heads_first
 
     lengths, groups = list(Boundaries(cu_seqlens, 0).lengths), q.shape[1] // k.shape[1]
-    scale = q.shape[2] ** -0.5 if options.scale is None else options.scale
+    assert options.scale is not None, "it is one of the operator's inputs"
     pieces: list[list[torch.Tensor]] = [[], [], []]
     of_extras = [torch.zeros_like(x) for x in (options.sinks, options.alibi_slopes) if x is not None]
     for *document, of_output in zip(*(torch.split(x, lengths) for x in (q, k, v, grad))):
@@ -52,7 +52,7 @@ def _differentiated(
             next(extras).sub_(((1 - weights.sum(-1)) * drawn[..., 0]).sum(-1))
         if options.alibi_slopes is not None:
             next(extras).sub_((of_logits * distance.abs()).sum((1, 2)))
-        of_logits = (of_logits if capped is None else of_logits * (1 - capped.square())) * scale
+        of_logits = (of_logits if capped is None else of_logits * (1 - capped.square())) * options.scale
         for made, found in zip(pieces, (of_logits @ key, of_logits.transpose(1, 2) @ query, of_value)):
             made.append(found.transpose(0, 1))
     whole = [torch.cat(made) for made in pieces]

@@ -7,21 +7,22 @@ trust: once in a process for every kind of call, and a kernel that is wrong, or 
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Iterator
 from functools import cache
 
 import torch
 
 from ..boundaries import Boundaries
 from ..options import Options
+from ..trying import out_of_reach, says_nothing
 from .protocol import Asked, Kernel
 from .reference import Reference
 
 LENGTHS = (1, 70, 5, 133, 64)
 """Of one token; longer than a block of keys and not a multiple of one; as long as one."""
 
-WINDOW, SOFTCAP = 9, 2.0
+WINDOW, SOFTCAP, SCALE, SLOPE = 9, 2.0, 0.7, 0.3
+"""The scale is a share of the usual one, so that a kernel that takes the usual one for granted is seen to. The largest
+slope is small, so that the keys at a window's edge still count."""
 
 BOUNDS = {torch.float16: 2e-2, torch.bfloat16: 6e-2, torch.float32: 2e-2}
 """Largest error, as a share of the largest value: the dtype's rounding (float32: that of TF32, which a user may have
@@ -29,7 +30,10 @@ switched on). A wrong window or scale, and any leak, moves single values by the 
 
 
 def passes(kernel: Kernel, asked: Asked, device: torch.device) -> tuple[bool, str]:
-    """Whether a kernel computes what the reference does, and the reason where not; one look for each kind of call."""
+    """Whether a kernel computes what the reference does, and the reason where not; one look for each kind of call.
+
+    An error that is no verdict (:func:`~fa2patch.trying.says_nothing`) is raised, and nothing is remembered of it.
+    """
     if isinstance(kernel, Reference):
         return True, ""
     index = torch.cuda.current_device() if device.type == "cuda" and device.index is None else device.index
@@ -44,21 +48,12 @@ def _comparable(asked: Asked) -> tuple[str, ...]:
 @cache
 def _tried(kernel: Kernel, asked: Asked, device: torch.device) -> tuple[bool, str]:
     try:
-        with _alone(device):
+        with out_of_reach(device), torch.autocast(device.type, enabled=False):
             return _compared(kernel, asked, device)
     except Exception as error:  # a kernel that cannot do it says so in its own way
+        if says_nothing(error):
+            raise  # the cache keeps no errors: the next try is a new one
         return False, f"tried on this machine it fails: {type(error).__name__}: {error}".splitlines()[0]
-
-
-@contextlib.contextmanager
-def _alone(device: torch.device) -> Iterator[None]:
-    """Out of reach of the forward that is under way: its autocast, inference mode and checkpoint's saved tensors."""
-    with contextlib.ExitStack() as stack:
-        stack.enter_context(torch.inference_mode(False))
-        stack.enter_context(torch.enable_grad())
-        stack.enter_context(torch.autocast(device.type, enabled=False))
-        stack.enter_context(torch.autograd.graph.saved_tensors_hooks(lambda x: x, lambda x: x))
-        yield
 
 
 def _compared(kernel: Kernel, asked: Asked, device: torch.device) -> tuple[bool, str]:
@@ -67,7 +62,7 @@ def _compared(kernel: Kernel, asked: Asked, device: torch.device) -> tuple[bool,
     drawn = torch.Generator().manual_seed(0)
     half = [_normal(drawn, (sum(LENGTHS), *size), 1.5, asked.dtype, device) for size in sizes]
     sinks = [_normal(drawn, (asked.heads,), 2.0, asked.dtype, device)] if "sinks" in asked.features else []
-    slopes = torch.rand(asked.heads, generator=drawn).to(device) if "alibi" in asked.features else None
+    slopes = (SLOPE * torch.rand(asked.heads, generator=drawn)).to(device) if "alibi" in asked.features else None
     direction = _normal(drawn, (sum(LENGTHS), asked.heads, asked.value_dim), 1.0, asked.dtype, device)
     ends = torch.tensor([0, *LENGTHS]).cumsum(0).to(device, torch.int32)
     documents = Boundaries(ends, max(LENGTHS), None, LENGTHS)
@@ -75,6 +70,7 @@ def _compared(kernel: Kernel, asked: Asked, device: torch.device) -> tuple[bool,
     def computed(by: Kernel, dtype: torch.dtype) -> list[torch.Tensor]:
         leaves = [x.detach().to(dtype).requires_grad_() for x in (*half, *sinks)]
         options = Options(
+            scale=SCALE * asked.head_dim**-0.5,
             causal=asked.causal,
             window=WINDOW if "window" in asked.features else None,
             softcap=SOFTCAP if "softcap" in asked.features else None,

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, Callable, NamedTuple
 
 import torch
 
+from ..trying import says_nothing
 from .protocol import Kernel
 
 if TYPE_CHECKING:
@@ -52,6 +53,8 @@ def in_package(module: str, package: str) -> Found:
             return Found(None, reason=f"the package {package} is not installed")
         return Found(None, reason=f"the package {package} does not import ({type(error).__name__}: {error})")
     except Exception as error:  # a broken build raises whatever its loader raises
+        if says_nothing(error):
+            raise
         return Found(None, reason=f"the package {package} does not import ({type(error).__name__}: {error})")
 
 

@@ -97,15 +97,23 @@ def _computed(
             return _joined([output[0] for output in outputs], mask.shape, lengths), mask
         return _joined(outputs, mask.shape, lengths)
 
-    if hidden is None or not whole_row.may_be(original, module, hidden, lengths):
-        return among(lengths, {})
-    known, kind = mask.picks.whole_rows, (type(module), hidden.device.type, hidden.dtype, module.training)
-    more = whole_row.keywords(original, mask.boundaries, tokens)
-    if kind not in known:
-        known[kind] = whole_row.keeps_apart(
-            lambda row: among([tokens], more, row), lambda row: among(lengths, {}, row), hidden, lengths
+    picks, at_once = mask.picks, False
+    if hidden is not None and whole_row.may_be(original, module, hidden, lengths):
+        more = whole_row.keywords(original, mask.boundaries, tokens)
+        at_once = picks.takes_whole_rows(
+            module,
+            _kind_of_call(module, hidden),
+            lambda: whole_row.keeps_apart(
+                lambda row: among([tokens], more, row), lambda row: among(lengths, {}, row), hidden, lengths
+            ),
         )
-    return among([tokens], more) if known[kind] else among(lengths, {})
+    return among([tokens], more) if at_once else among(lengths, {})
+
+
+def _kind_of_call(module: Any, hidden: torch.Tensor) -> tuple[Any, ...]:
+    """What may send one mixer's calls to different kernels; autocast's dtype shows in what a product would have."""
+    computed_in = torch.nn.functional.linear(hidden.new_empty(0, 1), hidden.new_empty(1, 1)).dtype
+    return hidden.device, hidden.dtype, computed_in, module.training
 
 
 def _hidden(args: tuple[Any, ...], kwargs: dict[str, Any], shape: tuple[int, int]) -> tuple[Any, torch.Tensor | None]:

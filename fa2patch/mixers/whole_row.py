@@ -14,6 +14,7 @@ from typing import Any, Callable
 import torch
 
 from ..boundaries import Boundaries
+from ..trying import out_of_reach, says_nothing
 
 NEVER_ON = ("cpu", "meta")
 """Devices for which none of those packages has a kernel."""
@@ -51,7 +52,7 @@ def keeps_apart(
     each: Callable[[torch.Tensor], Any],
     hidden: torch.Tensor,
     lengths: Sequence[int],
-) -> bool:
+) -> tuple[bool, str]:
     """Whether ``whole`` is ``each``, outputs and gradients, and one document is bit for bit what it is among others.
 
     Args:
@@ -59,30 +60,51 @@ def keeps_apart(
         each: the mixer on each of its documents.
         hidden: a row ``[batch, length, width]``.
         lengths: of the row's documents, in tokens.
+
+    Returns:
+        The verdict, and the reason where it is no.
+
+    Raises:
+        An error that is no verdict (:func:`~fa2patch.trying.says_nothing`).
     """
+    try:
+        with out_of_reach(hidden.device):
+            why = _difference(whole, each, hidden, lengths)
+    except Exception as error:  # keywords are not taken, a kernel does not build: each on its own is right
+        if says_nothing(error):
+            raise
+        why = f"fails: {type(error).__name__}: {error}".splitlines()[0]
+    return not why, f"tried on this machine with a whole row, it {why}" if why else ""
+
+
+def _difference(
+    whole: Callable[[torch.Tensor], Any],
+    each: Callable[[torch.Tensor], Any],
+    hidden: torch.Tensor,
+    lengths: Sequence[int],
+) -> str:
     ends = [*accumulate(lengths)]
     start, end = max(zip(ends, ends[1:]), key=lambda span: span[1] - span[0])  # not the first: nothing precedes it
     inside = torch.zeros(ends[-1], dtype=torch.bool, device=hidden.device)
     inside[start:end] = True
-    inside = inside.view(*hidden.shape[:2], 1)
+    inside = inside.view(hidden.shape[:2])
     given = hidden.detach().clone().requires_grad_()
     near = TOLERANCE.get(hidden.dtype, 3e-2)
-    try:
-        with torch.enable_grad():
-            found, expected = _first(whole(given)), _first(each(given))
-            found_grad, expected_grad = (
-                torch.autograd.grad((output.float().square() * inside).sum(), given)[0] for output in (found, expected)
-            )
-        with torch.no_grad():
-            among_others = _first(whole(torch.where(inside, given, given.flip(1) * 2 + 1)))
-    except Exception:  # the keywords are not taken, or a kernel does not build: each on its own is always right
-        return False
-    return (
-        _close(found, expected, near)
-        and _close(found_grad, expected_grad, near)
-        and not (found_grad * ~inside).any().item()
-        and torch.equal((among_others * inside), (found * inside))
+    found, expected = _first(whole(given)), _first(each(given))
+    if not _close(found, expected, near):
+        return "computes something else than on the documents one by one"
+    found_grad, expected_grad = (
+        torch.autograd.grad(output[inside].float().square().sum(), given)[0] for output in (found, expected)
     )
+    if found_grad[~inside].any():
+        return "sends gradients from one document into another"
+    if not _close(found_grad, expected_grad, near):
+        return "has other gradients than on the documents one by one"
+    with torch.no_grad():
+        among_others = _first(whole(torch.where(inside[..., None], given, given.flip(1) * 2 + 1)))
+    if not torch.equal(among_others[inside], found[inside]):
+        return "changes a document when the others change"
+    return ""
 
 
 def _first(output: Any) -> torch.Tensor:

@@ -70,6 +70,9 @@ def rotate(states, angles):
 
 
 class FakeAttention(nn.Module):
+    said = {}
+    """What else a layer says in its call, as ``is_causal``."""
+
     def __init__(self, config, layer_idx):
         super().__init__()
         self.config, self.layer_idx, width = config, layer_idx, config.hidden_size
@@ -85,7 +88,7 @@ class FakeAttention(nn.Module):
             attend = ALL_ATTENTION_FUNCTIONS.get_interface(implementation, eager_attention_forward)
         elif implementation != "eager":  # as 4.48 spells it
             attend = ALL_ATTENTION_FUNCTIONS[implementation]
-        options = {"scaling": key.shape[-1] ** -0.5, "softcap": self.config.softcap, "s_aux": self.sinks}
+        options = {"scaling": key.shape[-1] ** -0.5, "softcap": self.config.softcap, "s_aux": self.sinks, **self.said}
         return attend(self, query, key, value, attention_mask, **options)[0].flatten(2) + hidden_states
 
 

@@ -133,6 +133,19 @@ def test_every_other_batch_goes_on_as_before(kind, order):
 
 
 @pytest.mark.parametrize("order", ORDERS)
+def test_a_direct_call_of_forward_and_generate_are_looked_at_too(order):
+    model = adapted("PromptTuningConfig", order)
+    row = pack(documents(*LENGTHS))
+    for call in (model.forward, lambda **batch: model.generate(**batch, max_new_tokens=2)):
+        with pytest.raises(errors.PackingNotIsolated, match="virtual tokens"):
+            call(**row)
+    ids = documents(7)[0][None]
+    given = {"input_ids": ids, "attention_mask": torch.ones_like(ids), "max_new_tokens": 3, "do_sample": False}
+    before = adapted("PromptTuningConfig").generate(**given)
+    assert torch.equal(model.generate(**given), before)
+
+
+@pytest.mark.parametrize("order", ORDERS)
 def test_training_on_packed_rows_is_refused_and_on_padded_ones_is_not(order):
     model = adapted("PromptTuningConfig", order).train()
     row = pack(documents(*LENGTHS))

@@ -9,6 +9,7 @@ does nothing any more, and it is taken out as soon as theirs is gone.
 from __future__ import annotations
 
 import contextlib
+import functools
 import threading
 import weakref
 from typing import Any, Callable
@@ -20,6 +21,7 @@ ABSENT = object()
 
 LOCK = threading.RLock()
 _bindings: list[Binding] = []
+_awaited: set[tuple[str, Callable[[Any], None]]] = set()
 
 
 class Binding:
@@ -79,6 +81,19 @@ def release(user: Any) -> None:
         for binding in _bindings:
             binding.users.discard(user)
         _undo_unused()
+
+
+def when_imported(module: str, then: Callable[[Any], None]) -> None:
+    """Call ``then`` with the module as soon as it has been imported; a name is waited for once, whoever asks."""
+    with LOCK:
+        if (module, then) not in _awaited:
+            _awaited.add((module, then))
+            wrapt.register_post_import_hook(functools.partial(_arrived, module, then), module)
+
+
+def _arrived(name: str, then: Callable[[Any], None], module: Any) -> None:
+    _awaited.discard((name, then))
+    then(module)
 
 
 def used_by(user: Any) -> list[Binding]:

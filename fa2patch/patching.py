@@ -20,7 +20,9 @@ from .architectures import Architecture, is_registered, lookup, row_of
 from .binding import ABSENT, LOCK, bind, release, used_by
 from .errors import LayerNotPatchable, NotAModel, UnsupportedModel, UnsupportedTransformers
 from .mixers.by_document import by_document
-from .seams import embeddings, entry, foreign, function, heads, hooks, interface, layers, masks, method, pooling, rotary
+from .seams import (
+    embeddings, entry, foreign, function, heads, hooks, interface, layers, masks, method, peft_models, pooling, rotary,
+)  # fmt: skip
 
 OLDEST = (4, 34)
 """First Transformers with flash attention in modeling files (rule 1 apart: there is no seam to look for before it)."""
@@ -234,6 +236,7 @@ class Patch:
         self.__dict__.update(state)
         for site in self.sites:
             site.bind(self)
+        peft_models.watch(self)
 
 
 def apply(model: Any, *, kernel: str = "auto", architecture: str | None = None) -> Patch:
@@ -264,6 +267,7 @@ def apply(model: Any, *, kernel: str = "auto", architecture: str | None = None) 
         try:
             for site in patch.sites:
                 site.bind(patch)
+            peft_models.watch(patch)
         except BaseException:
             release(patch)
             raise

@@ -27,6 +27,7 @@ from .labels import LABELS, inside_documents
 from .layers import models
 from .packed_batch import has_pictures, is_for_queries, packed_mask
 from .packed_mask import PackedMask, find
+from .split_rows import refuse_split_rows
 
 MARK = "_fa2patch"
 """Name of the instance attribute that says: this model is patched. It holds the model's ``Patch``."""
@@ -101,6 +102,8 @@ def entered(original: Callable[..., Any]) -> Callable[..., Any]:
 
 def _around(self: Any, patch: Any, role: Role, calls: Calls, args: tuple[Any, ...], call: dict[str, Any]) -> Any:
     """The forward of a model that has the base model inside it."""
+    if role.outermost:
+        refuse_split_rows(self, call)
     handed = _handed_on(patch, call)
     mask = handed if handed is not None else look(self, patch, call)
     if mask is None:
@@ -128,7 +131,7 @@ def _innermost(self: Any, patch: Any, role: Role, calls: Calls, args: tuple[Any,
     """The base model's forward: a packed batch gets a :class:`PackedMask`; others go as they came."""
     if not compiling():
         _reached.times += 1
-        _refuse_split_rows(self)
+    refuse_split_rows(self, call)
     handed = _handed_on(patch, call)
     if handed is not None:
         return calls.make(self, args, _rotated_by(self, calls, _in_its_place(patch, calls, call, handed)))
@@ -332,17 +335,3 @@ def _not_given(patch: Any, mask: PackedMask, model: Any) -> list[str]:
     decoder = models(model)[-1]
     modules = [(layer.name, decoder.get_submodule(layer.name)) for layer in patch.attention]
     return [f"{name} ({type(module).__name__})" for name, module in modules if id(module) not in given]
-
-
-def _refuse_split_rows(model: Any) -> None:
-    """DeepSpeed's Ulysses stands in an attention function's place: each process has a part of every row."""
-    from transformers import modeling_utils
-
-    table = getattr(modeling_utils, "ALL_ATTENTION_FUNCTIONS", {})
-    name = getattr(model.config, "_attn_implementation", None)
-    function = table[name] if isinstance(name, str) and name in table else None
-    if getattr(function, "__module__", "").startswith("deepspeed.runtime.sequence_parallel"):
-        raise PackingNotIsolated(
-            "DeepSpeed's sequence parallelism (sp_size) is on: this process holds only a part of every row, so "
-            "documents that are cut would be computed wrong. Train without it, or revert the patch and train padded."
-        )

@@ -1,0 +1,115 @@
+"""What else of PEFT touches a whole row, besides virtual tokens: right for packed rows, or an error of ours."""
+
+import pytest
+import torch
+
+import fa2patch
+from compat_matrix import tiny_models
+from compat_matrix.points import alone, assert_close, documents, pack
+from fa2patch import errors
+
+peft = pytest.importorskip("peft")
+LENGTHS = (5, 9, 3)
+ORDERS = ("apply first", "peft first", "peft first, apply to the model inside")
+LORA = {"r": 2, "target_modules": ["q_proj", "v_proj"], "init_lora_weights": False}
+
+
+def adapted(config, order, make=peft.get_peft_model, **more):
+    model = tiny_models.build("llama", "sdpa")
+    if order == "apply first":
+        fa2patch.apply(model)
+    torch.manual_seed(3)
+    wrapped = make(model, config, **more).eval()
+    for weight in wrapped.parameters():
+        if weight.requires_grad and not weight.any():  # what begins as zeros would show nothing
+            torch.nn.init.normal_(weight, std=0.3)
+    if order == "peft first":
+        fa2patch.apply(wrapped)
+    elif order == "peft first, apply to the model inside":
+        fa2patch.apply(model)
+    return wrapped
+
+
+def takes(config, name):
+    return hasattr(peft, config) and name in getattr(peft, config).__dataclass_fields__
+
+
+@pytest.mark.parametrize("order", ORDERS)
+def test_mixed_adapters_are_right(order):
+    docs = documents(*LENGTHS)
+    config = peft.LoraConfig(**LORA, task_type="CAUSAL_LM")
+    try:
+        model = adapted(config, order, mixed=True)
+    except errors.NotAModel as error:  # PEFT 0.7's says not what is inside
+        assert order == "peft first" and "Hand over the model object itself" in str(error)
+        return
+    model.add_adapter("other", peft.LoHaConfig(r=2, target_modules=["k_proj"], init_weights=False))
+    model.set_adapter(["default", "other"])
+    found = model(**pack(docs)).logits[0]
+    fa2patch.revert(model.base_model.model)
+    assert_close(found, alone(model, docs), "logits of mixed adapters")
+
+
+@pytest.mark.parametrize("order", ORDERS)
+def test_adaption_prompts_are_right_or_refused(order):
+    """They stand in the attention layers' place: right where ``apply`` sees them, an error where they come later."""
+    docs = documents(*LENGTHS)
+    config = peft.AdaptionPromptConfig(adapter_len=3, adapter_layers=2, task_type="CAUSAL_LM")
+    try:
+        plain = adapted(config, "")
+        expected = alone(plain, docs)
+    except Exception as error:
+        pytest.skip(f"PEFT {peft.__version__} cannot compute it here: {type(error).__name__}: {error}")
+    model = adapted(config, order)
+    if order == "apply first":
+        with pytest.raises(errors.PackingNotIsolated, match="replaced after fa2patch.apply"):
+            model(**pack(docs))
+        return
+    found = model(**pack(docs)).logits[0]
+    assert_close(found, expected, "logits with adaption prompts")
+
+
+@pytest.mark.skipif(not takes("LoraConfig", "alora_invocation_tokens"), reason="this PEFT has no activated LoRA")
+@pytest.mark.parametrize("order", ORDERS)
+def test_an_activated_lora_is_refused(order):
+    """It begins at the last invocation in the row: a document's own one counts only where no other follows."""
+    config = peft.LoraConfig(**LORA, task_type="CAUSAL_LM", alora_invocation_tokens=[7, 8])
+    docs = documents(*LENGTHS)
+    for doc in docs:
+        doc[0:2] = torch.tensor([7, 8])
+    model = adapted(config, order)
+    with pytest.raises(errors.PackingNotIsolated, match="activated LoRA"):
+        model(**pack(docs))
+    padded = {"input_ids": docs[0][None], "attention_mask": torch.ones(1, 5, dtype=torch.long)}
+    torch.testing.assert_close(model(**padded).logits, adapted(config, "")(**padded).logits, rtol=0, atol=0)
+    with model.disable_adapter():
+        expected = alone(tiny_models.build("llama", "eager"), docs)
+        assert_close(model(**pack(docs)).logits[0], expected, "logits without it")
+
+
+@pytest.mark.skipif(not hasattr(peft, "ShadowConfig"), reason="this PEFT has no shadow models")
+@pytest.mark.parametrize("order", ORDERS)
+def test_a_model_that_runs_beside_the_patched_one_is_refused(order):
+    config = peft.ShadowConfig(r=2, shadow_num_hidden_layers=1, init_weights=False, task_type="CAUSAL_LM")
+    docs = documents(*LENGTHS)
+    model = adapted(config, order)
+    with pytest.raises(errors.PackingNotIsolated, match="a model of its own"):
+        model(**pack(docs), use_cache=False)
+    padded = {"input_ids": docs[0][None], "attention_mask": torch.ones(1, 5, dtype=torch.long), "use_cache": False}
+    torch.testing.assert_close(model(**padded).logits, adapted(config, "")(**padded).logits, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("order", ORDERS)
+def test_lora_compiles_to_one_graph(order):
+    torch._dynamo.reset()
+    batch = fa2patch.DataCollatorWithFlattening(return_flash_attn_kwargs=True)(
+        [{"input_ids": doc.tolist()} for doc in documents(*LENGTHS)]
+    )
+    batch = {**batch, "use_cache": False}
+    model = adapted(peft.LoraConfig(**LORA, task_type="CAUSAL_LM"), order)
+    if {layer.seam for layer in fa2patch.status(model).layers} != {"interface"}:
+        pytest.skip("compiled in one graph on the interface seam only")
+    expected = model(**batch).logits
+    found = torch.compile(model, backend="eager", fullgraph=True)(**batch).logits
+    torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
+    torch._dynamo.reset()

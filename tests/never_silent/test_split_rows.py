@@ -1,0 +1,120 @@
+"""Who has cut every row into parts is seen by what stands in attention's place; with two processes in the last test."""
+
+import importlib.util
+import os
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+import transformers
+
+from compat_matrix import tiny_models
+from compat_matrix.ecosystem import distributed
+from fa2patch.errors import PackingNotIsolated
+from fa2patch.seams.split_rows import refuse_split_rows
+
+ROOT = Path(__file__).parents[2]
+CALL = {"input_ids": torch.ones(1, 4, dtype=torch.long), "position_ids": torch.tensor([[0, 1, 6, 7]])}
+
+
+@pytest.fixture
+def model():
+    return tiny_models.build("llama", "sdpa")
+
+
+def function_of(module):
+    def attention(*args, **kwargs):
+        raise AssertionError("nothing may be computed")
+
+    attention.__module__ = module
+    return attention
+
+
+@pytest.mark.parametrize(
+    ("module", "said"),
+    [
+        ("torch.distributed.tensor.experimental._attention", "cp_size"),  # torch 2.4 to 2.9
+        ("torch.distributed.tensor.experimental._context_parallel._attention", "cp_size"),
+        ("deepspeed.runtime.sequence_parallel.ulysses_sp", "sp_size"),
+    ],
+)
+def test_a_function_that_stands_in_torchs_place(model, monkeypatch, module, said):
+    refuse_split_rows(model, CALL)
+    monkeypatch.setattr(torch.nn.functional, "scaled_dot_product_attention", function_of(module))
+    with pytest.raises(PackingNotIsolated, match=f"{said}.*a part of every row.*train padded"):
+        refuse_split_rows(model, CALL)
+    monkeypatch.undo()
+    refuse_split_rows(model, CALL)
+
+
+@pytest.mark.parametrize(
+    "module", ["deepspeed.runtime.sequence_parallel.ulysses_sp", "ring_flash_attn.adapters.hf_adapter"]
+)
+def test_a_function_that_stands_in_the_models_place(model, monkeypatch, module):
+    table = getattr(transformers.modeling_utils, "ALL_ATTENTION_FUNCTIONS", None)
+    if table is None:
+        pytest.skip(f"Transformers {transformers.__version__} has no table of attention functions")
+    was = table["sdpa"]
+    table["sdpa"] = function_of(module)
+    try:
+        with pytest.raises(PackingNotIsolated, match="a part of every row"):
+            refuse_split_rows(model, CALL)
+    finally:
+        table["sdpa"] = was
+    refuse_split_rows(model, CALL)
+
+
+@pytest.mark.parametrize(
+    "module", ["deepspeed.runtime.sequence_parallel_of_mine", "torch.distributions", "sageattention", None]
+)
+def test_functions_of_others_are_let_through(model, monkeypatch, module):
+    monkeypatch.setattr(torch.nn.functional, "scaled_dot_product_attention", function_of(module))
+    refuse_split_rows(model, CALL)
+
+
+def test_torchs_dispatcher_that_gathers_parts(model):
+    """The newer way: no function is replaced, hooks on modules make DTensors, and their dispatcher is told."""
+    attention = pytest.importorskip("torch.distributed.tensor.experimental._attention")
+    if not hasattr(attention, "_enable_context_parallel_dispatcher"):
+        pytest.skip(f"torch {torch.__version__} replaces a function only")
+    attention._enable_context_parallel_dispatcher()
+    try:
+        with pytest.raises(PackingNotIsolated, match="cp_size"):
+            refuse_split_rows(model, CALL)
+    finally:
+        attention._disable_context_parallel_dispatcher()
+    refuse_split_rows(model, CALL)
+
+
+def test_one_graph_and_another_where_somebody_comes_in_between(model, monkeypatch):
+    torch._dynamo.reset()
+    graphs = []
+
+    def backend(graph, _):
+        graphs.append(graph)
+        return graph
+
+    @torch.compile(backend=backend, fullgraph=True)
+    def looked(ids):
+        refuse_split_rows(model, {"input_ids": ids})
+        return ids + 1
+
+    for length in (3, 4, 5):
+        assert looked(torch.zeros(1, length)).sum() == length
+    assert len(graphs) <= 2, "one for the first length, one for any"
+    other = function_of("torch.distributed.tensor.experimental._attention")
+    monkeypatch.setattr(torch.nn.functional, "scaled_dot_product_attention", other)
+    with pytest.raises(Exception, match="PackingNotIsolated|a part of every row"):
+        looked(torch.zeros(1, 5))
+    torch._dynamo.reset()
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(
+    importlib.util.find_spec("torch.distributed.tensor.experimental") is None, reason="came with torch 2.5"
+)
+def test_two_processes_with_half_of_each_row():
+    variables = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
+    finding = distributed.launched("context_parallel", Path(sys.executable), variables)["finding"]
+    assert finding["ok"], finding

@@ -21,7 +21,19 @@ from .binding import ABSENT, LOCK, bind, release, used_by
 from .errors import LayerNotPatchable, NotAModel, UnsupportedModel, UnsupportedTransformers
 from .mixers.by_document import by_document
 from .seams import (
-    embeddings, entry, foreign, function, heads, hooks, interface, layers, masks, method, peft_models, pooling, rotary,
+    embeddings,
+    entry,
+    foreign,
+    function,
+    heads,
+    hooks,
+    interface,
+    layers,
+    masks,
+    method,
+    peft_models,
+    pooling,
+    rotary,
 )  # fmt: skip
 
 OLDEST = (4, 34)
@@ -329,7 +341,7 @@ def _with_replaced_forward(patch: Patch) -> Iterator[Any]:
 def _held_under(module: Any, original: Any) -> list[str]:
     """Under which name an object that has a ``forward`` of its own holds its class's, bound, to be called.
 
-    ``_old_forward`` where it is accelerate's, which looks that up when called (0.23's does not); ``forward`` where it is
+    ``_old_forward`` where it is accelerate's, which looks it up when called (0.23's does not); ``forward`` where it is
     the class's itself (5.0 and 5.1 leave it there after ``output_attentions``).
     """
     own = module.__dict__.get("forward")

@@ -258,7 +258,7 @@ def test_a_module_around_a_model_that_pools_each_row(way):
 def test_question_answering(name, derived, asked, way):
     """Logits are each token's own; the loss is over a row's tokens: over one document's, or refused."""
     cls = class_of(name)
-    cls = type("Reader", (cls,), {}) if derived else cls
+    cls = type(f"Our{name}", (cls,), {}) if derived else cls  # upstream chooses the loss by the name
     config = config_of("gpt2" if "GPT2" in name else "llama", num_labels=2)
     starts, ends = torch.tensor([1]), torch.tensor([3])
 

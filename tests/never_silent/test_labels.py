@@ -90,13 +90,13 @@ def test_an_error_that_says_too_little_does_not_pass():
 # Compiled
 
 
-@pytest.mark.parametrize("how", ["torch.compile", "model.compile"])
-@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
-@pytest.mark.parametrize("way", WAYS)
-def test_compiled(way, backend, how):
-    if how == "model.compile" and way not in ("position_ids", "lengths of keys"):
-        pytest.skip("two of the ways are enough: it only differs in how the model is called")
+COMPILED = [("torch.compile", way) for way in WAYS] + [("model.compile", way) for way in SEEN]
+"""``model.compile()`` only differs in how the model is called."""
 
+
+@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
+@pytest.mark.parametrize("how, way", COMPILED)
+def test_compiled(how, way, backend):
     def run():
         model = llama(**ONE_LAYER)
         fa2patch.apply(model)

@@ -103,10 +103,14 @@ def assert_says_enough(error: fa2patch.Fa2PatchError) -> None:
     assert len(str(error).split()) >= 8, f"an error that says too little: {error!r}"
 
 
-def alone(model: Any, docs: list[torch.Tensor] = DOCS, **call: Any) -> Result:
-    """Each document through the unpatched model; the mean of the losses inside documents, and its gradients."""
+def alone(model: Any, docs: list[torch.Tensor] = DOCS, ids: torch.Tensor | None = None) -> Result:
+    """Each document through the unpatched model; the mean of the losses inside documents, and its gradients.
+
+    ``ids``: the row's position_ids, of which each document is given its own.
+    """
     model.zero_grad()
-    logits = [first(model(input_ids=doc[None], **call), "logits")[0] for doc in docs]
+    given = [{}] * len(docs) if ids is None else [{"position_ids": one} for one in ids.split([*map(len, docs)], -1)]
+    logits = [model(input_ids=doc[None], **more).logits[0] for doc, more in zip(docs, given)]
     pieces = [cross_entropy(one[:-1], doc[1:], reduction="sum") for one, doc in zip(logits, docs) if len(doc) > 1]
     loss = sum(pieces) / sum(len(doc) - 1 for doc in docs)
     return Result(torch.cat(logits).detach(), *with_gradients(model, loss))
@@ -116,12 +120,8 @@ def called(function: Callable[..., Any], model: Any, batch: dict[str, Any]) -> R
     """The model's own loss on a batch of one row, its gradients, and logits ``[tokens, ...]``."""
     model.zero_grad()
     output = function(**batch)
-    logits = first(output, "logits")[0].detach()
+    logits = output.logits[0].detach()
     return Result(logits, *with_gradients(model, output.loss)) if output.loss is not None else Result(logits)
-
-
-def first(output: Any, name: str) -> torch.Tensor:
-    return getattr(output, name)
 
 
 def with_gradients(model: Any, loss: torch.Tensor) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:

@@ -48,6 +48,12 @@ def config_of(family: str, **changes: Any) -> Any:
     return config
 
 
+def of_family(family: str) -> tuple[Any, Any]:
+    """A family's class and its tiny config, or the test is left out where this version has none."""
+    config = config_of(family)
+    return tiny_models.model_class(family), config
+
+
 def small(cls: Any, config: Any, implementation: str = "sdpa") -> Any:
     """The same model each time it is asked for: random weights, scaled up; in eval mode, float32."""
     torch.manual_seed(0)

@@ -15,6 +15,7 @@ from small import (
     config_of,
     labels_of,
     llama,
+    of_family,
     right_or_refused,
     small,
     told,
@@ -59,8 +60,7 @@ RUNNING_ON = [name for name in BATCHES if name.startswith("ids that run on")]
 @pytest.mark.parametrize("family", ["llama", "mistral"])
 def test_the_base_model_s_inputs(family, name, copied):
     """Rope sees distances only: that ids run on through the row changes nothing."""
-    config = config_of(family)
-    cls = tiny_models.model_class(family)
+    cls, config = of_family(family)
     batch = {**BATCHES[name], "labels": labels_of(DOCS, 7)}
 
     def run():

@@ -13,13 +13,13 @@ from small import (
     class_of,
     config_of,
     llama,
+    of_family,
     right_or_refused,
     small,
     told,
 )
 
 import fa2patch
-from compat_matrix import tiny_models
 from compat_matrix.points import assert_close, documents
 
 # A mask that says outright who sees whom
@@ -43,7 +43,7 @@ def tree(kind):
 @pytest.mark.parametrize("family", ["llama", "mistral", "qwen2"])
 @pytest.mark.parametrize("implementation", ["eager", "sdpa"])
 def test_a_mask_of_four_dimensions_is_taken_as_it_came(implementation, family, kind, training):
-    cls, config = tiny_models.model_class(family), config_of(family)
+    cls, config = of_family(family)
     batch = {"input_ids": DOCS[2][None, :6], "position_ids": torch.tensor([[0, 1, 2, 3, 3, 3]])}
     batch["attention_mask"] = tree(kind)
     model, reference = small(cls, config, implementation), small(cls, config, implementation)
@@ -84,7 +84,7 @@ def row_of(name):
 @pytest.mark.parametrize("name", ROWS)
 @pytest.mark.parametrize("family", ["llama", "mistral"])
 def test_filler_at_masked_places_is_computed_as_unpatched(family, name):
-    cls, config = tiny_models.model_class(family), config_of(family)
+    cls, config = of_family(family)
     model, reference = small(cls, config), small(cls, config)
     fa2patch.apply(model)
     batch = row_of(name)
@@ -160,7 +160,7 @@ def test_mamba_2_goes_on_from_its_cache_as_unpatched(new, counted, holes):
 @pytest.mark.parametrize("family", ["bert:masked", "modernbert:masked", "llama"])
 def test_masked_padding_in_the_last_document_is_not_attended_to(family, way):
     """Llama, which looks back only, never saw it."""
-    cls, config = tiny_models.model_class(family), config_of(family)
+    cls, config = of_family(family)
     padded = [*DOCS[:-1], torch.cat([DOCS[-1], torch.tensor([5, 6])])]
     batch = told(padded, "all lengths")
     batch["attention_mask"] = torch.ones_like(batch["input_ids"])

@@ -133,7 +133,7 @@ def test_a_model_all_of_whose_modules_are_known_is_proven_if_asked_to():
 
 
 def test_prove_takes_three_values():
-    with pytest.raises((TypeError, ValueError, fa2patch.Fa2PatchError), match="prove"):
+    with pytest.raises((TypeError, ValueError, fa2patch.Fa2PatchError), match="sometimes"):
         fa2patch.apply(llama(), prove="sometimes")
 
 

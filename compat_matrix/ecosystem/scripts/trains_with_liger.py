@@ -1,11 +1,19 @@
-"""An ordinary script that fine-tunes with Liger's fused loss and pads: ``trains_with_liger.py FOLDER``."""
+"""An ordinary script that fine-tunes with Liger's fused loss and pads: ``trains_with_liger.py FOLDER CLASS``.
+
+``CLASS`` is LlamaForCausalLM or MyModel. Of a class whose name Transformers does not know, Trainer divides the loss by
+all labels, each document's first among them, as every Trainer up to 5.9 does; and ``--collate`` with it.
+"""
 
 import json
 import sys
 from pathlib import Path
 
 import torch
-from transformers import AutoModelForCausalLM, Trainer, TrainingArguments
+from transformers import LlamaForCausalLM, Trainer, TrainingArguments
+
+
+class MyModel(LlamaForCausalLM):
+    pass
 
 
 def pad(features):
@@ -18,9 +26,9 @@ def pad(features):
     }
 
 
-def main(folder):
+def main(folder, name):
     examples = [{"input_ids": ids} for ids in json.loads(Path(folder, "documents.json").read_text(encoding="utf-8"))]
-    model = AutoModelForCausalLM.from_pretrained(folder)
+    model = {"MyModel": MyModel}.get(name, LlamaForCausalLM).from_pretrained(folder)
     arguments = TrainingArguments(
         output_dir=str(Path(folder, "out")), per_device_train_batch_size=8, max_steps=3, logging_steps=1,
         learning_rate=1e-3, lr_scheduler_type="constant", save_strategy="no", report_to="none", use_cpu=True, seed=0,

@@ -87,6 +87,8 @@ def test_torchs_context_parallelism_is_refused(examples):
 def test_every_stack_is_pinned():
     for stack in STACKS.values():
         assert all("==" in pin or pin == "rich" for pin in stack.environment.pins), stack.name
+        if stack.checks:
+            continue  # named for what is held in it
         assert stack.name == (f"trl-{stack.trl}" if stack.trl else f"transformers-{stack.environment.transformers}")
     trainers = {stack.environment.transformers for stack in STACKS.values() if stack.trl is None}
     assert {"4.36.2", "4.44.2", "4.57.6", "5.23.0"} <= trainers
@@ -100,9 +102,9 @@ def test_the_evidence_is_of_these_pins_and_complete(name):
     for pin in (f"transformers=={stack.environment.transformers}", *stack.environment.pins):
         package, _, number = pin.partition("==")
         assert evidence["versions"].get(package) == number or package not in child.PACKAGES
-    assert {*evidence["checks"]} == {*CHECKS, *stack.distributed}
+    assert {*evidence["checks"]} == {*(stack.checks or CHECKS), *stack.distributed}
     assert not runner.failures(evidence)
-    assert evidence["checks"]["curve"]["steps"] == 200
+    assert stack.checks or evidence["checks"]["curve"]["steps"] == 200
     skipped = {check for check, finding in evidence["checks"].items() if "skipped" in finding}
     assert skipped <= {"streaming", "dora", "qlora", "completion_collator", "own_padding_free", "own_packing"}
 

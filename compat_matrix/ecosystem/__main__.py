@@ -60,7 +60,7 @@ def examined(stack: Stack, given: argparse.Namespace, packages: Path, console: C
     single = [check for check in wanted if check not in stack.distributed]
     found: dict[str, Any] = {"checks": {}, "versions": before.get("versions", {})}
     if single or not wanted:
-        found = _in_one_process(stack, python, packages, variables, single)
+        found = _in_one_process(stack, python, packages, variables, single or [*stack.checks])
     for script in scripts:
         try:
             result = distributed.launched(script, python, variables)

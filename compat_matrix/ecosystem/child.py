@@ -24,6 +24,9 @@ PACKAGES = (
     "bitsandbytes",
     "wrapt",
     "numpy",
+    "liger-kernel",
+    "cut-cross-entropy",
+    "triton",
 )
 
 
@@ -48,7 +51,7 @@ def main(name: str, out: str, *wanted: str) -> None:
     from transformers.utils import logging
 
     logging.disable_progress_bar()
-    from .checks import CHECKS
+    from .checks import CHECKS, NAMED
     from .training import Stage
 
     stage = Stage(trl="trl" in versions())
@@ -61,7 +64,7 @@ def main(name: str, out: str, *wanted: str) -> None:
     findings = {}
     for check in wanted or CHECKS:
         begun = time.perf_counter()
-        finding = held(CHECKS[check], stage)
+        finding = held({**CHECKS, **NAMED}[check], stage)
         finding["seconds"] = round(time.perf_counter() - begun, 1)
         findings[check] = finding
         word = "skipped" if "skipped" in finding else "ok" if finding["ok"] else "FAILED"

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from .. import environments, markdown
+from .page_fused import NAMED, fused_losses
 from .stacks import HERE, stacks
 
 EVIDENCE = HERE / "evidence"
@@ -56,6 +57,8 @@ def page(found: dict[str, Evidence]) -> str:
         _division(found),
         "## TRL's own packing",
         _own(found),
+        "## Losses of other packages",
+        fused_losses(_checks(found, *NAMED), TOLD["fused"].strip()),
         "## Two processes",
         _distributed(found),
     ]
@@ -119,6 +122,8 @@ def _word(finding: dict[str, Any]) -> str:
 def _single(found: dict[str, Evidence]) -> str:
     rows = []
     for stack, evidence in found.items():
+        if not {*SINGLE} & {*evidence["checks"]}:
+            continue
         cells = [_cell(evidence["checks"].get(name)) for name in SINGLE]
         rows.append([stack, *cells])
     told = TOLD["single"].strip()

@@ -19,6 +19,7 @@ class Stack:
         trl: TRL's version, or None where Transformers' own Trainer is checked.
         variables: of its processes' environment.
         distributed: scripts of tests/distributed that are run in it, by two processes.
+        checks: what is held in it; empty is all that every stack is held to.
     """
 
     name: str
@@ -26,6 +27,7 @@ class Stack:
     trl: str | None
     variables: dict[str, str]
     distributed: tuple[str, ...]
+    checks: tuple[str, ...] = ()
 
 
 def stacks() -> dict[str, Stack]:
@@ -36,7 +38,10 @@ def stacks() -> dict[str, Stack]:
         settings = {**file["defaults"], **block}
         distributed = tuple(settings.pop("distributed", ()))
         variables = settings.pop("variables", {})
+        checks = tuple(settings.pop("checks", ()))
         pins = tuple(settings.pop("pins"))
         trl = next((pin.partition("==")[2] for pin in pins if pin.startswith("trl==")), None)
-        found[name] = Stack(name, environments.Version(name, pins=pins, **settings), trl, variables, distributed)
+        found[name] = Stack(
+            name, environments.Version(name, pins=pins, **settings), trl, variables, distributed, checks
+        )
     return found

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from typing import Any, Callable
 
-from . import batches, curve, evaluation, lora, options, own
+from . import batches, curve, evaluation, fused, fused_training, lora, options, own
 
 CHECKS: dict[str, Callable[[Any], dict[str, Any]]] = {
     "curve": curve.curve,
@@ -27,3 +27,15 @@ CHECKS: dict[str, Callable[[Any], dict[str, Any]]] = {
     "own_padding_free": own.padding_free,
     "own_packing": own.packing,
 }
+"""Held in every stack that names none of its own."""
+
+NAMED: dict[str, Callable[[Any], dict[str, Any]]] = {
+    "liger_on_the_class": fused.liger_on_the_class,
+    "liger_on_the_object": fused.liger_on_the_object,
+    "cut_cross_entropy": fused.cut_cross_entropy,
+    "trl_fused_head": fused.trl_fused_head,
+    "trainer_with_liger": fused_training.trainer_with_liger,
+    "sft_with_its_fused_head": fused_training.sft_with_its_fused_head,
+    "run_with_liger": fused_training.run_with_liger,
+}
+"""Held where a stack's ``checks`` name them."""

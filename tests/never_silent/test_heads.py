@@ -1,0 +1,284 @@
+"""Heads and forwards that somebody else put around the layers: replaced on the object or the class, pooling, spans."""
+
+import types
+
+import pytest
+import torch
+import transformers
+from small import (
+    DOCS,
+    Result,
+    alone,
+    assert_right,
+    called,
+    class_of,
+    config_of,
+    labels_of,
+    llama,
+    own_forward,
+    replaced,
+    right_or_refused,
+    small,
+    told,
+    with_gradients,
+)
+from torch.nn.functional import cross_entropy
+
+import fa2patch
+
+BATCHES = ("position_ids", "all lengths")
+
+
+# A forward in the place of the causal LM's, with a loss of its own (as fused losses bring one)
+
+
+def on_the_object(model):
+    model.forward = types.MethodType(own_forward, model)
+
+
+def as_a_closure(model):
+    model.forward = lambda *args, **kwargs: own_forward(model, *args, **kwargs)
+
+
+def through_the_class_s(model):
+    """It changes the loss only, and calls the forward that it found."""
+    inner = model.forward
+
+    def forward(input_ids=None, labels=None, **kwargs):
+        output = inner(input_ids=input_ids, **kwargs)
+        if labels is not None:
+            output["loss"] = cross_entropy(output.logits[0, :-1], labels[0, 1:], ignore_index=-100)
+        return output
+
+    model.forward = forward
+
+
+def with_adapters(model):
+    peft = pytest.importorskip("peft")
+    torch.manual_seed(0)
+    options = {"r": 2, "target_modules": ["q_proj", "v_proj"], "task_type": "CAUSAL_LM"}
+    return peft.get_peft_model(model, peft.LoraConfig(**options, init_lora_weights=False))
+
+
+def called_through(how, model, batch):
+    return called(model.forward if how == "model.forward(...)" else model, model, batch)
+
+
+CALLS = ("model(...)", "model.forward(...)", "PEFT")
+
+
+@pytest.mark.parametrize("way", BATCHES)
+@pytest.mark.parametrize("how", CALLS)
+@pytest.mark.parametrize("order", ["before apply", "after apply"])
+@pytest.mark.parametrize("replace", [on_the_object, as_a_closure, through_the_class_s])
+def test_a_forward_replaced_on_the_object(replace, order, how, way):
+    def run():
+        model = llama()
+        if order == "after apply":
+            fa2patch.apply(model)
+        replace(model)
+        outer = with_adapters(model) if how == "PEFT" else model
+        if order == "before apply":
+            fa2patch.apply(outer)
+        return called_through(how, outer, told(DOCS, way, labels=labels_of(DOCS)))
+
+    reference = llama()
+    right_or_refused(run, alone(with_adapters(reference) if how == "PEFT" else reference))
+
+
+@pytest.mark.parametrize("way", BATCHES)
+@pytest.mark.parametrize("how", CALLS)
+@pytest.mark.parametrize("order", ["before apply", "after apply"])
+def test_a_forward_replaced_on_the_class(order, how, way):
+    cls, model, reference = transformers.LlamaForCausalLM, llama(), llama()
+    expected = alone(with_adapters(reference) if how == "PEFT" else reference)
+
+    def run():
+        outer = with_adapters(model) if how == "PEFT" else model
+        batch = told(DOCS, way, labels=labels_of(DOCS))
+        if order == "before apply":
+            with replaced(cls, own_forward), fa2patch.apply(outer):
+                return called_through(how, outer, batch)
+        with fa2patch.apply(outer), replaced(cls, own_forward):
+            return called_through(how, outer, batch)
+
+    untouched = vars(cls)["forward"]
+    right_or_refused(run, expected)
+    assert vars(cls)["forward"] is untouched
+
+
+@pytest.mark.parametrize("how", CALLS)
+def test_one_that_nobody_replaced_is_right(how):
+    model, reference = llama(), llama()
+    fa2patch.apply(model)
+    if how == "PEFT":
+        model, reference = with_adapters(model), with_adapters(reference)
+    assert_right(called_through(how, model, told(DOCS, "position_ids", labels=labels_of(DOCS))), alone(reference))
+
+
+def test_a_replaced_forward_computes_dense_batches_as_before():
+    """An error about it is for packed batches: a padded one, or one document, goes on."""
+    model, reference = llama(), llama()
+    fa2patch.apply(model)
+    for one in (model, reference):
+        on_the_object(one)
+    rows = torch.stack([DOCS[2], DOCS[2].flip(0)])
+    assert torch.equal(model(input_ids=rows, labels=rows).loss, reference(input_ids=rows, labels=rows).loss)
+
+
+# One vector for each document
+
+
+def by_document(model):
+    """The documents' own vectors ``[documents, n]``, unpatched."""
+    return torch.cat([logits_of(model(input_ids=doc[None])) for doc in DOCS]).detach()
+
+
+def logits_of(output):
+    return output.logits if hasattr(output, "logits") else output
+
+
+def vectors(model, batch):
+    return Result(logits_of(model(**batch)).detach())
+
+
+class RewardModel(transformers.LlamaForSequenceClassification):
+    pass
+
+
+class PoolsItself(transformers.LlamaForSequenceClassification):
+    """One vector of each row, of its last token."""
+
+    def forward(self, input_ids=None, attention_mask=None, position_ids=None, **kwargs):
+        hidden = self.model(input_ids=input_ids, attention_mask=attention_mask, position_ids=position_ids, **kwargs)[0]
+        return transformers.modeling_outputs.SequenceClassifierOutputWithPast(logits=self.score(hidden[:, -1]))
+
+
+class PoolsAMean(PoolsItself):
+    """One vector of each row, of all its tokens."""
+
+    def forward(self, input_ids=None, attention_mask=None, position_ids=None, **kwargs):
+        hidden = self.model(input_ids=input_ids, attention_mask=attention_mask, position_ids=position_ids, **kwargs)[0]
+        return transformers.modeling_outputs.SequenceClassifierOutputWithPast(logits=self.score(hidden.mean(1)))
+
+
+class Scorer(transformers.LlamaPreTrainedModel):
+    """A head of somebody's own over Llama's layers; its output is a tensor ``[batch, 3]``."""
+
+    def __init__(self, config):
+        super().__init__(config)
+        self.model = transformers.LlamaModel(config)
+        self.head = torch.nn.Linear(config.hidden_size, 3)
+        self.post_init()
+
+    def forward(self, input_ids=None, attention_mask=None, position_ids=None, **kwargs):
+        hidden = self.model(input_ids=input_ids, attention_mask=attention_mask, position_ids=position_ids, **kwargs)[0]
+        return self.head(hidden[:, -1])
+
+
+class CausalLMThatPools(transformers.LlamaForCausalLM):
+    """A language model's class, and yet one vector of each row."""
+
+    def forward(self, input_ids=None, attention_mask=None, position_ids=None, **kwargs):
+        hidden = self.model(input_ids=input_ids, attention_mask=attention_mask, position_ids=position_ids, **kwargs)[0]
+        return transformers.modeling_outputs.SequenceClassifierOutputWithPast(logits=self.lm_head(hidden[:, -1]))
+
+
+class Around(torch.nn.Module):
+    """No model of Transformers itself: a module that holds one, and a head."""
+
+    def __init__(self, model):
+        super().__init__()
+        self.model = model
+        torch.manual_seed(1)
+        self.head = torch.nn.Linear(model.config.hidden_size, 3)
+
+    def forward(self, **batch):
+        return self.head(self.model(**batch)[0][:, -1])
+
+
+POOLING = [RewardModel, PoolsItself, PoolsAMean, Scorer, CausalLMThatPools]
+
+
+@pytest.mark.parametrize("way", ["position_ids", "seq_idx", "document numbers in the mask", "all lengths"])
+@pytest.mark.parametrize("cls", POOLING)
+def test_one_vector_for_each_document(cls, way):
+    def run():
+        model = llama(cls, num_labels=3)
+        fa2patch.apply(model)
+        return vectors(model, told(DOCS, way))
+
+    right_or_refused(run, Result(by_document(llama(cls, num_labels=3))))
+
+
+@pytest.mark.parametrize("cls", [None, *POOLING])
+def test_pooled_one_document_is_no_packed_row(cls):
+    """What is not packed is computed as before, whatever the head."""
+    cls = cls or transformers.LlamaForSequenceClassification
+    model, reference = llama(cls, num_labels=3), llama(cls, num_labels=3)
+    row = {"input_ids": DOCS[2][None]}
+    expected = logits_of(reference(**row))
+    try:
+        fa2patch.apply(model)
+    except fa2patch.Fa2PatchError:
+        return
+    assert torch.equal(logits_of(model(**row)), expected)
+
+
+@pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
+def test_a_reward_model_s_rows_compiled_too(compiled):
+    def run():
+        model = llama(RewardModel, num_labels=1)
+        fa2patch.apply(model)
+        return vectors(torch.compile(model, backend="eager") if compiled else model, told(DOCS, "position_ids"))
+
+    right_or_refused(run, Result(by_document(llama(RewardModel, num_labels=1))))
+
+
+@pytest.mark.parametrize("way", BATCHES)
+def test_a_module_around_a_model_that_pools_each_row(way):
+    def made():
+        return Around(small(transformers.LlamaModel, config_of("llama")))
+
+    def run():
+        model = made()
+        fa2patch.apply(model)
+        return vectors(model, told(DOCS, way))
+
+    right_or_refused(run, Result(by_document(made())))
+
+
+# A span in each row
+
+
+@pytest.mark.parametrize("way", ["position_ids", "seq_idx", "all lengths"])
+@pytest.mark.parametrize("asked", [False, True], ids=["logits", "a loss"])
+@pytest.mark.parametrize("derived", [False, True], ids=["itself", "a subclass"])
+@pytest.mark.parametrize("name", ["LlamaForQuestionAnswering", "GPT2ForQuestionAnswering"])
+def test_question_answering(name, derived, asked, way):
+    """Logits are each token's own; the loss is over a row's tokens: over one document's, or refused."""
+    cls = class_of(name)
+    cls = type(f"Our{name}", (cls,), {}) if derived else cls  # upstream chooses the loss by the name
+    config = config_of("gpt2" if "GPT2" in name else "llama", num_labels=2)
+    starts, ends = torch.tensor([1]), torch.tensor([3])
+
+    def loss_alone(model):
+        output = model(input_ids=DOCS[0][None])
+        loss = (cross_entropy(output.start_logits, starts) + cross_entropy(output.end_logits, ends)) / 2
+        return with_gradients(model, loss)
+
+    def spans(output):
+        return torch.stack([output.start_logits[0], output.end_logits[0]], dim=-1).detach()
+
+    def run():
+        model = small(cls, config)
+        fa2patch.apply(model)
+        more = {"start_positions": starts, "end_positions": ends} if asked else {}
+        output = model(**told(DOCS, way, **more))
+        return Result(spans(output), *(with_gradients(model, output.loss) if asked else ()))
+
+    model = small(cls, config)
+    expected = Result(torch.cat([spans(model(input_ids=doc[None])) for doc in DOCS]))
+    if asked:  # both are in the row's first document
+        expected = Result(expected.logits, *loss_alone(model))
+    right_or_refused(run, expected)

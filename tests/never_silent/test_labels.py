@@ -1,0 +1,348 @@
+"""What one document's last token would predict of the next one's first is never learned, whoever computes the loss."""
+
+import inspect
+
+import pytest
+import torch
+import transformers
+from small import (
+    DOCS,
+    WAYS,
+    Result,
+    alone,
+    assert_right,
+    assert_says_enough,
+    called,
+    class_of,
+    config_of,
+    labels_of,
+    llama,
+    own_forward,
+    right_or_refused,
+    shifted,
+    small,
+    told,
+    with_gradients,
+)
+
+import fa2patch
+from compat_matrix import tiny_models
+
+FIRST_LABELS = [None, 7]
+"""Of each document: its first token, or another one. Neither is learned."""
+
+ONE_LAYER = {"num_hidden_layers": 1}
+"""Compiled in half the time; labels are the same."""
+
+SEEN = ("position_ids", "all lengths")
+"""Found by looking at the ids, and said outright: what is compiled, in the cases that take long."""
+
+WRONG_IN_A_ROW = 1e-3
+"""How far from the right loss one is at least that learns documents' first labels."""
+
+
+@pytest.fixture(autouse=True)
+def nothing_compiled_is_left():
+    torch._dynamo.reset()
+    yield
+    torch._dynamo.reset()
+
+
+def compiled_forward(model, how, backend):
+    if how == "torch.compile":
+        return torch.compile(model, backend=backend)
+    if not hasattr(model, "compile"):
+        pytest.skip("this torch has no Module.compile")
+    model.compile(backend=backend)
+    return model
+
+
+# The rule itself
+
+
+def test_the_plain_model_is_right_and_not_refused():
+    expected = alone(llama())
+    for way in WAYS:
+        for first in FIRST_LABELS:
+            model = llama()
+            fa2patch.apply(model)
+            assert_right(called(model, model, told(DOCS, way, labels=labels_of(DOCS, first))), expected)
+
+
+def test_a_loss_that_learns_first_labels_is_seen():
+    model, expected = llama(), alone(llama())
+    fa2patch.apply(model)
+    logits = model(**told(DOCS, "position_ids")).logits
+    wrong = torch.nn.functional.cross_entropy(logits[0, :-1], torch.cat(DOCS)[1:])
+    assert abs(wrong - expected.loss) > WRONG_IN_A_ROW
+    with pytest.raises(AssertionError, match="loss"):
+        right_or_refused(lambda: Result(logits[0], wrong), expected)
+
+
+def test_an_error_that_says_too_little_does_not_pass():
+    def refuse():
+        raise fa2patch.Fa2PatchError("no")
+
+    with pytest.raises(AssertionError, match="says too little"):
+        right_or_refused(refuse, alone(llama()))
+
+
+# Compiled
+
+
+COMPILED = [("torch.compile", way) for way in WAYS] + [("model.compile", way) for way in SEEN]
+"""``model.compile()`` only differs in how the model is called."""
+
+
+@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
+@pytest.mark.parametrize("how, way", COMPILED)
+def test_compiled(how, way, backend):
+    def run():
+        model = llama(**ONE_LAYER)
+        fa2patch.apply(model)
+        function = compiled_forward(model, how, backend)
+        return called(function, model, told(DOCS, way, labels=labels_of(DOCS, 7)))
+
+    right_or_refused(run, alone(llama(**ONE_LAYER)))
+
+
+@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
+@pytest.mark.parametrize("way", SEEN)
+def test_compiled_a_layer_that_missed_the_boundaries_is_an_error(way, backend):
+    """Somebody else's attention in a layer, put there after ``apply``, is not given the packed mask."""
+    model = llama()
+    fa2patch.apply(model)
+    attention = model.model.layers[1].self_attn
+    own = attention.forward
+
+    def without_mask(*args, **kwargs):
+        kwargs["attention_mask"] = None
+        return own(*args[:1], **kwargs)
+
+    attention.forward = without_mask
+    with pytest.raises(fa2patch.Fa2PatchError) as caught:
+        torch.compile(model, backend=backend)(**told(DOCS, way, labels=labels_of(DOCS)))
+    assert_says_enough(caught.value)
+
+
+# Whatever the class is called
+
+
+class MyModel(transformers.LlamaForCausalLM):
+    pass
+
+
+class RewardScorer(transformers.LlamaForCausalLM):
+    """A causal LM by another name."""
+
+
+class CallsSuper(transformers.LlamaForCausalLM):
+    def forward(self, input_ids=None, attention_mask=None, position_ids=None, labels=None, **kwargs):
+        more = {"attention_mask": attention_mask, "position_ids": position_ids, "labels": labels}
+        return super().forward(input_ids=input_ids, **more, **kwargs)
+
+
+class OwnLoss(transformers.LlamaForCausalLM):
+    forward = own_forward
+
+
+class Wrapped(transformers.LlamaForCausalLM):
+    """Its labels never reach the forward that it inherits: it computes its loss from the logits."""
+
+    def forward(self, input_ids=None, labels=None, **kwargs):
+        output = super().forward(input_ids=input_ids, **kwargs)
+        if labels is not None:
+            loss = torch.nn.functional.cross_entropy(output.logits.flatten(0, 1), shifted(labels).flatten())
+            output = transformers.modeling_outputs.CausalLMOutputWithPast(loss=loss, logits=output.logits)
+        return output
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("cls", [MyModel, RewardScorer, CallsSuper, OwnLoss, Wrapped])
+def test_a_subclass(cls, way):
+    def run(first):
+        model = llama(cls)
+        fa2patch.apply(model)
+        return called(model, model, told(DOCS, way, labels=labels_of(DOCS, first)))
+
+    expected = alone(llama(cls))
+    for first in FIRST_LABELS:
+        right_or_refused(lambda first=first: run(first), expected)
+
+
+@pytest.mark.parametrize("cls", [MyModel, OwnLoss, Wrapped])
+def test_a_subclass_compiled(cls):
+    def run():
+        model = llama(cls, **ONE_LAYER)
+        fa2patch.apply(model)
+        return called(torch.compile(model, backend="eager"), model, told(DOCS, "position_ids", labels=labels_of(DOCS)))
+
+    right_or_refused(run, alone(llama(cls, **ONE_LAYER)))
+
+
+@pytest.mark.parametrize("derived", [False, True], ids=["itself", "a subclass"])
+@pytest.mark.parametrize("way", ["position_ids", "seq_idx", "all lengths"])
+def test_a_model_with_two_heads(way, derived):
+    cls = class_of("GPT2DoubleHeadsModel")
+    cls = type("Ours", (cls,), {}) if derived else cls
+
+    def made():
+        return small(cls, config_of("gpt2", summary_first_dropout=0.0, num_labels=1))
+
+    def reference():
+        model = made()
+        logits = [model(input_ids=doc[None]).logits[0] for doc in DOCS]
+        sums = [
+            torch.nn.functional.cross_entropy(a[:-1], d[1:], reduction="sum")
+            for a, d in zip(logits, DOCS)
+            if len(d) > 1
+        ]
+        return Result(torch.cat(logits).detach(), *with_gradients(model, sum(sums) / (18 - len(DOCS))))
+
+    def run():
+        model = made()
+        fa2patch.apply(model)
+        return called(model, model, told(DOCS, way, labels=labels_of(DOCS)))
+
+    right_or_refused(run, reference())
+
+
+# Labels of the token itself
+
+
+def of_tokens(model, docs, labels):
+    """Each document alone, under labels that are the tokens' own."""
+    logits = torch.cat([model(input_ids=doc[None]).logits[0] for doc in docs])
+    loss = torch.nn.functional.cross_entropy(logits, labels[0])
+    return Result(logits.detach(), *with_gradients(model, loss))
+
+
+@pytest.mark.parametrize("derived", [False, True], ids=["itself", "a subclass"])
+@pytest.mark.parametrize("way, compiled", [("position_ids", False), ("all lengths", False), ("position_ids", True)])
+@pytest.mark.parametrize("name", ["GPT2ForTokenClassification", "LlamaForTokenClassification"])
+def test_a_token_classifier_keeps_first_labels(name, way, compiled, derived):
+    """The subclass's name keeps what upstream chooses the loss by: some versions know a Llama's tagger by it alone."""
+    cls = class_of(name)
+    cls = type("Tagger" if "GPT2" in name else f"Our{name}", (cls,), {}) if derived else cls
+    config = config_of("gpt2" if "GPT2" in name else "llama", num_labels=3, classifier_dropout=0.0, hidden_dropout=0.0)
+    labels = torch.cat(DOCS)[None] % 3
+
+    def run():
+        model = small(cls, config)
+        fa2patch.apply(model)
+        function = torch.compile(model, backend="eager") if compiled else model
+        return called(function, model, told(DOCS, way, labels=labels))
+
+    right_or_refused(run, of_tokens(small(cls, config), DOCS, labels))
+
+
+@pytest.mark.parametrize("derived", [False, True], ids=["itself", "a subclass"])
+@pytest.mark.parametrize("way", WAYS)
+def test_a_masked_lm_keeps_first_labels(way, derived):
+    if not tiny_models.is_present("bert:masked"):
+        pytest.skip(f"Transformers {transformers.__version__} has no BERT with a seam")
+    cls = class_of("BertForMaskedLM")
+    cls = type("Filler", (cls,), {}) if derived else cls
+    config = config_of("bert:masked")
+    labels = torch.cat(DOCS)[None]
+
+    def run():
+        model = small(cls, config)
+        fa2patch.apply(model)
+        return called(model, model, told(DOCS, way, labels=labels))
+
+    right_or_refused(run, of_tokens(small(cls, config), DOCS, labels))
+
+
+# Labels that stand where they are predicted
+
+
+def takes_shift_labels():
+    loss = getattr(transformers, "loss", None)
+    function = getattr(getattr(loss, "loss_utils", None), "ForCausalLMLoss", None)
+    return function is not None and "shift_labels" in inspect.signature(function).parameters
+
+
+LONG_AND_SHORT = [(way, False) for way in WAYS] + [(way, True) for way in SEEN]
+
+
+@pytest.mark.parametrize("way, compiled", LONG_AND_SHORT)
+@pytest.mark.parametrize("cls", [None, MyModel], ids=["itself", "a subclass"])
+def test_shift_labels_beside_labels(cls, way, compiled):
+    """Upstream's loss takes ``shift_labels`` where they are given, and looks at ``labels`` only to be asked for one."""
+    importlib_of_losses()
+    if not takes_shift_labels():
+        pytest.skip(f"the loss of Transformers {transformers.__version__} takes no shift_labels")
+    labels = labels_of(DOCS)
+
+    def run():
+        model = llama(cls)
+        fa2patch.apply(model)
+        function = torch.compile(model, backend="eager") if compiled else model
+        return called(function, model, told(DOCS, way, labels=labels, shift_labels=shifted(labels)))
+
+    right_or_refused(run, alone(llama(cls)))
+
+
+def importlib_of_losses():
+    """Transformers imports this module when it is asked for."""
+    try:
+        import transformers.loss.loss_utils  # noqa: F401
+    except ImportError:
+        pytest.skip(f"Transformers {transformers.__version__} has no module of losses")
+
+
+@pytest.mark.parametrize("way, compiled", LONG_AND_SHORT)
+def test_shift_labels_alone(way, compiled):
+    """A forward with a loss of its own that is handed nothing else, as under sequence parallelism."""
+
+    def run():
+        model = llama(OwnLoss)
+        fa2patch.apply(model)
+        function = torch.compile(model, backend="aot_eager") if compiled else model
+        return called(function, model, told(DOCS, way, shift_labels=shifted(labels_of(DOCS))))
+
+    right_or_refused(run, alone(llama(OwnLoss)))
+
+
+# Nothing says where documents start
+
+
+@pytest.mark.parametrize("labelled", [False, True], ids=["without labels", "with labels"])
+@pytest.mark.parametrize("cls", [None, MyModel, OwnLoss], ids=["itself", "a subclass", "a loss of its own"])
+def test_training_without_ids_is_warned_about(cls, labelled):
+    model = llama(cls).train()
+    fa2patch.apply(model)
+    row = torch.cat(DOCS)[None]
+    with pytest.warns(fa2patch.errors.NothingPacked):
+        for _ in range(16):
+            model(input_ids=row, **({"labels": row} if labelled else {}))
+
+
+def test_training_with_ids_is_not_warned_about(recwarn):
+    model = llama().train()
+    fa2patch.apply(model)
+    for _ in range(20):
+        model(**told(DOCS, "position_ids", labels=labels_of(DOCS)))
+    assert not [warning for warning in recwarn if warning.category is fa2patch.errors.NothingPacked]
+
+
+@pytest.mark.parametrize("masked", [False, True], ids=["without a mask", "with a mask of ones"])
+def test_trainer_with_a_collator_that_gives_no_ids_is_warned_about(masked, tmp_path):
+    pytest.importorskip("accelerate")
+    model = llama()
+    fa2patch.apply(model)
+
+    def collate(features):
+        row = torch.cat([feature["input_ids"] for feature in features])[None]
+        return {"input_ids": row, "labels": row, **({"attention_mask": torch.ones_like(row)} if masked else {})}
+
+    cpu = {"use_cpu": True} if "use_cpu" in inspect.signature(transformers.TrainingArguments).parameters else {}
+    arguments = transformers.TrainingArguments(
+        output_dir=str(tmp_path), max_steps=20, per_device_train_batch_size=4, save_strategy="no", report_to=[],
+        disable_tqdm=True, **cpu,
+    )  # fmt: skip
+    examples = [{"input_ids": doc} for doc in DOCS * 20]
+    trainer = transformers.Trainer(model, arguments, train_dataset=examples, data_collator=collate)
+    with pytest.warns(fa2patch.errors.NothingPacked):
+        trainer.train()

@@ -1,0 +1,243 @@
+"""What a forward knows of documents arrives at the layers, whoever copies arguments or makes new ids between."""
+
+import inspect
+
+import pytest
+import torch
+import transformers
+from small import (
+    DOCS,
+    WAYS,
+    Result,
+    alone,
+    called,
+    class_of,
+    config_of,
+    labels_of,
+    llama,
+    of_family,
+    right_or_refused,
+    small,
+    told,
+)
+
+import fa2patch
+from compat_matrix import tiny_models
+
+
+def copies_its_inputs(module):
+    """As offloading and hooks of many kinds do: whatever a tensor carries as an attribute is gone."""
+
+    def copied(value):
+        return value.clone() if isinstance(value, torch.Tensor) else value
+
+    def hook(module, args, kwargs):
+        return tuple(map(copied, args)), {name: copied(value) for name, value in kwargs.items()}
+
+    module.register_forward_pre_hook(hook, with_kwargs=True)
+
+
+def base_of(model):
+    return model.base_model
+
+
+def batches():
+    """A packed row that says where documents start in each of the ways, and with ids that only run on."""
+    for way in WAYS:
+        yield way, told(DOCS, way)
+    running = {"position_ids": torch.arange(sum(map(len, DOCS)))[None]}
+    yield "ids that run on, all lengths", {**told(DOCS, "all lengths"), **running}
+    yield "ids that run on, lengths of keys", {**told(DOCS, "lengths of keys"), **running}
+    yield "ids that run on, seq_idx", {**told(DOCS, "seq_idx"), **running}
+
+
+BATCHES = dict(batches())
+RUNNING_ON = [name for name in BATCHES if name.startswith("ids that run on")]
+
+
+@pytest.mark.parametrize("copied", [False, True], ids=["as they are", "copied"])
+@pytest.mark.parametrize("name", BATCHES)
+@pytest.mark.parametrize("family", ["llama", "mistral"])
+def test_the_base_model_s_inputs(family, name, copied):
+    """Rope sees distances only: that ids run on through the row changes nothing."""
+    cls, config = of_family(family)
+    batch = {**BATCHES[name], "labels": labels_of(DOCS, 7)}
+
+    def run():
+        model = small(cls, config)
+        fa2patch.apply(model)
+        if copied:
+            copies_its_inputs(base_of(model))
+        return called(model, model, batch)
+
+    found = right_or_refused(run, alone(small(cls, config)))
+    assert copied or found == "right", "refused without a reason"
+
+
+@pytest.mark.parametrize("name", RUNNING_ON)
+def test_another_first_document_moves_no_other(name):
+    """What a copy loses shows as a leak, also where the numbers happen to be near."""
+    model = llama()
+    fa2patch.apply(model)
+    copies_its_inputs(base_of(model))
+    other = {**BATCHES[name], "input_ids": BATCHES[name]["input_ids"].clone()}
+    other["input_ids"][0, 0] += 1
+    with torch.no_grad():
+        try:
+            before, after = (model(**batch).logits[0, len(DOCS[0]) :] for batch in (BATCHES[name], other))
+        except fa2patch.Fa2PatchError:
+            return
+    assert torch.equal(before, after)
+
+
+@pytest.mark.parametrize("name", BATCHES)
+def test_rope_that_depends_on_the_longest_document(name):
+    """Phi-3's: a document of short ids beside one of long ids has its own factors, in one row too."""
+    config_of("phi3")
+    factors = {"short_factor": [1.0, 1.1, 1.2, 1.3], "long_factor": [2.0, 2.5, 3.0, 3.5]}
+    for name_of in ("longrope", "su"):
+        config = with_longrope(name_of, factors)
+        if config is not None:
+            break
+    else:
+        pytest.skip(f"Phi-3 of Transformers {transformers.__version__} takes no such scaling")
+    cls = class_of("Phi3ForCausalLM")
+
+    def run():
+        model = small(cls, config)
+        fa2patch.apply(model)
+        copies_its_inputs(base_of(model))
+        return called(model, model, {**BATCHES[name], "labels": labels_of(DOCS, 7)})
+
+    right_or_refused(run, alone(small(cls, config), ids=BATCHES[name].get("position_ids")))
+
+
+def with_longrope(kind, factors):
+    """A config whose documents of more than 6 tokens are scaled otherwise; None where this is not how it is spelled."""
+    limit = {"max_position_embeddings": 128, "original_max_position_embeddings": 6}
+    for given in (
+        {"rope_parameters": {"rope_type": kind, "rope_theta": 1e4, **factors, "original_max_position_embeddings": 6}},
+        {"rope_scaling": {"type": kind, **factors}},
+    ):
+        if next(iter(given)) not in tiny_models.parameters(tiny_models.config_class("phi3")):
+            continue
+        try:
+            config = tiny_models.config_of("phi3", **given, **limit)
+            model = small(tiny_models.model_class("phi3"), config)
+            short, long = (model(input_ids=DOCS[2][None, :end]).logits[0, :3] for end in (3, 9))
+        except Exception:  # each version looks at its config in a way of its own
+            continue
+        if (short - long).abs().max() > 1e-3:
+            return config
+    return None
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_embeddings_scaled_by_a_document_s_masked_tokens(way):
+    """ESM's, which need to know the documents before any layer does."""
+    if not tiny_models.is_present("esm:masked"):
+        pytest.skip(f"Transformers {transformers.__version__} has no ESM that can be patched")
+    docs = [doc.clone() for doc in DOCS]
+    docs[2][:4] = tiny_models.MASK_TOKEN
+    cls, config = tiny_models.model_class("esm:masked"), tiny_models.config_of("esm:masked")
+
+    def run():
+        model = small(cls, config)
+        fa2patch.apply(model)
+        copies_its_inputs(base_of(model))
+        return Result(model(**told(docs, way)).logits[0].detach())
+
+    model = small(cls, config)
+    try:
+        expected = torch.cat([model(input_ids=doc[None]).logits[0] for doc in docs]).detach()
+    except AttributeError as error:
+        pytest.skip(f"the unpatched model fails: {error}")
+    right_or_refused(run, Result(expected))
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("name", ["LlamaForSequenceClassification", "GPT2ForSequenceClassification"])
+def test_one_vector_for_each_document(name, way):
+    cls, config = class_of(name), config_of("gpt2" if "GPT2" in name else "llama", num_labels=3)
+
+    def run():
+        model = small(cls, config)
+        fa2patch.apply(model)
+        copies_its_inputs(base_of(model))
+        return Result(model(**told(DOCS, way)).logits.detach())
+
+    model = small(cls, config)
+    expected = torch.cat([model(input_ids=doc[None]).logits for doc in DOCS]).detach()
+    right_or_refused(run, Result(expected))
+
+
+# Pictures
+
+
+IMAGE = 90
+PICTURE_MODELS = {
+    "LlavaForConditionalGeneration": {"vision_feature_layer": -1},
+    "VipLlavaForConditionalGeneration": {"vision_feature_layers": [-1, -2]},
+    "LlavaNextForConditionalGeneration": {"vision_feature_layer": -1, "image_grid_pinpoints": [[28, 28]]},
+}
+
+
+def with_pictures(name):
+    cls = class_of(name)
+    vision = transformers.CLIPVisionConfig(
+        hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4, image_size=28, patch_size=14
+    )
+    more = {"image_token_index": IMAGE, "pad_token_id": 0, **PICTURE_MODELS[name]}
+    return small(cls, cls.config_class(text_config=config_of("llama"), vision_config=vision, **more))
+
+
+def pictures(name):
+    generator = torch.Generator().manual_seed(0)
+    pixels = torch.randn(1, 3, 28, 28, generator=generator)
+    if name.startswith("LlavaNext"):
+        return {"pixel_values": pixels[None].repeat(1, 2, 1, 1, 1), "image_sizes": torch.tensor([[28, 28]])}
+    return {"pixel_values": pixels}
+
+
+def documents_with_a_picture(tokens_of_it):
+    words = [doc.clamp(max=80) for doc in DOCS]
+    return [torch.cat([words[0], torch.full((tokens_of_it,), IMAGE), words[2]]), words[3], words[2]]
+
+
+@pytest.mark.parametrize("way", ["position_ids", "all lengths", "seq_idx"])
+@pytest.mark.parametrize("merged", [True, False], ids=["merged by the model", "as many tokens as patches"])
+@pytest.mark.parametrize("name", PICTURE_MODELS)
+def test_a_row_with_a_picture(name, merged, way):
+    """Up to 4.46 one token stands for a picture, and merging it makes new ids of the row."""
+    model, given = with_pictures(name), pictures(name)
+    for tokens in [1] if merged else range(4, 12):
+        docs = documents_with_a_picture(tokens)
+        try:
+            with torch.no_grad():
+                expected = [logits_with(model, doc, given if IMAGE in doc else {}) for doc in docs]
+            break
+        except (ValueError, RuntimeError, IndexError, AttributeError, TypeError):
+            continue
+    else:
+        pytest.skip(f"the unpatched {name} takes no such row in Transformers {transformers.__version__}")
+
+    def run():
+        model = with_pictures(name)
+        fa2patch.apply(model)
+        row = told(docs, way)
+        row.setdefault("attention_mask", torch.ones_like(row["input_ids"]))
+        with torch.no_grad():
+            return Result(model(**row, **given).logits[0])
+
+    right_or_refused(run, Result(torch.cat(expected)))
+
+
+def logits_with(model, doc, given):
+    takes = inspect.signature(type(model).forward).parameters
+    if not given and takes["pixel_values"].default is inspect.Parameter.empty:
+        given = {"pixel_values": None}
+    row = doc[None]
+    logits = model(input_ids=row, attention_mask=torch.ones_like(row), **given, use_cache=False).logits[0]
+    if given.get("pixel_values") is not None:
+        assert len(logits) > len(doc) or int((doc == IMAGE).sum()) > 1, "the picture was not taken"
+    return logits

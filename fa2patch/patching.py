@@ -20,7 +20,7 @@ from .architectures import Architecture, is_registered, lookup, row_of
 from .binding import ABSENT, LOCK, bind, release, used_by
 from .errors import LayerNotPatchable, NotAModel, UnsupportedModel, UnsupportedTransformers
 from .mixers.by_document import by_document
-from .seams import embeddings, entry, function, interface, layers, masks, method, pooling, rotary
+from .seams import embeddings, entry, function, interface, layers, masks, method, pooling, refusals, rotary
 
 OLDEST = (4, 34)
 """First Transformers with flash attention in modeling files (rule 1 apart: there is no seam to look for before it)."""
@@ -360,6 +360,7 @@ def plan(model: Any, kernel: str = "auto", architecture: str | None = None) -> P
             "Train it padded."
         )
     *outer, decoder = layers.models(model)
+    refusals.check_model(model, [*outer, decoder])
     row = lookup(architecture) if architecture is not None else row_of(decoder.config)
     if "SequenceClassification" in type(model).__name__ and not pooling.pools_documents(model):
         raise UnsupportedModel(
@@ -380,10 +381,11 @@ def plan(model: Any, kernel: str = "auto", architecture: str | None = None) -> P
     attention = list(layers.attention_layers(decoder))
     mixing = list(layers.mixer_layers(decoder, attention))
     _check_layers(decoder, attention, mixing)
+    refusals.check_attention([*outer, decoder], attention)
     counts = embeddings.unreachable_positions(decoder) if not masks.position_embeddings(decoder) else ""
     if counts:
         raise UnsupportedModel(
-            f"{type(decoder).__name__}.forward takes no position_ids in this version of Transformers, and positions "
+            f"{type(decoder).__name__}.forward reads no position_ids in this version of Transformers, and positions "
             f"are embedded in {counts}: they would count on from one document into the next. Nothing was patched. "
             "Upgrade Transformers (DistilBERT takes them from 5.0 on), or train this model padded."
         )

@@ -6,7 +6,8 @@ import pytest
 
 from compat_matrix import environments, suite
 
-GOOD = "import pytest\n\n\ndef test_good():\n    pass\n\n\n@pytest.mark.skip(reason='no such cache')\ndef test_out(): ...\n"
+OUT = "import pytest\n\n\n@pytest.mark.skip(reason='no such cache')\ndef test_out(): ...\n"
+GOOD = OUT + "\n\ndef test_good():\n    pass\n"
 
 
 @pytest.fixture
@@ -38,7 +39,7 @@ def test_every_version_gets_a_line_with_its_counts_and_the_reasons_of_what_was_s
         (GOOD + "\n\ndef test_bad():\n    assert 2 + 2 == 5, 'sums'\n", "test_some::test_bad: AssertionError: sums"),
         ("import no_such_package\n", "no_such_package"),
         ("import os\n\n\ndef test_crash():\n    os._exit(7)\n", "pytest ended with 7 and without a report"),
-        ("import pytest\n\n\n@pytest.mark.skip(reason='why')\ndef test_out(): ...\n", "no test passed"),
+        (OUT, "no test passed"),
         ("", "no test passed"),
     ],
     ids=["fails", "is not imported", "breaks off", "is skipped", "is not there"],

@@ -33,6 +33,7 @@ from .seams import (
     method,
     peft_models,
     pooling,
+    refusals,
     rotary,
 )  # fmt: skip
 
@@ -390,13 +391,8 @@ def plan(model: Any, kernel: str = "auto", architecture: str | None = None) -> P
             "Train it padded."
         )
     *outer, decoder = layers.models(model)
+    refusals.check_model(model, [*outer, decoder])
     row = lookup(architecture) if architecture is not None else row_of(decoder.config)
-    classifies = any("SequenceClassification" in cls.__name__ for cls in type(model).__mro__)
-    if classifies and not pooling.pools_documents(model):
-        raise UnsupportedModel(
-            f"{type(model).__name__} pools one vector per row, in another way than by its last token, and a packed row "
-            "holds many documents. Train it padded."
-        )
     if embeddings.pools_rows(model, decoder):
         raise UnsupportedModel(
             f"{type(model).__name__} reads one vector per row, made of its first token by "
@@ -411,10 +407,11 @@ def plan(model: Any, kernel: str = "auto", architecture: str | None = None) -> P
     attention = list(layers.attention_layers(decoder))
     mixing = list(layers.mixer_layers(decoder, attention))
     _check_layers(decoder, attention, mixing)
+    refusals.check_attention([*outer, decoder], attention)
     counts = embeddings.unreachable_positions(decoder) if not masks.position_embeddings(decoder) else ""
     if counts:
         raise UnsupportedModel(
-            f"{type(decoder).__name__}.forward takes no position_ids in this version of Transformers, and positions "
+            f"{type(decoder).__name__}.forward reads no position_ids in this version of Transformers, and positions "
             f"are embedded in {counts}: they would count on from one document into the next. Nothing was patched. "
             "Upgrade Transformers (DistilBERT takes them from 5.0 on), or train this model padded."
         )

@@ -7,6 +7,7 @@ from typing import Any, Callable
 
 import torch
 
+from .._compile import compiling
 from ..errors import BadBatch, PackingNotIsolated
 
 LENGTHS = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k", "seq_idx")
@@ -36,6 +37,12 @@ class Calls:
 
     def named(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
         """The arguments by name. Behind somebody's ``*args`` the first is ``input_ids``; more than that is refused."""
+        if not compiling() and torch._C._get_tracing_state() is not None:
+            raise PackingNotIsolated(
+                "torch.jit.trace (or torch.onnx.export, or TensorBoard's add_graph) is recording a patched model: what "
+                "it records of this batch, its documents or that it has none, would be done with every later batch. "
+                "Take the patch off first: fa2patch.revert(model). torch.compile looks at every batch."
+            )
         rest = args[len(self.positional) :]
         if len(rest) > 1 or (rest and self.positional):
             raise PackingNotIsolated(

@@ -29,11 +29,31 @@ def first_position(decoder: Any) -> int:
 
 def unreachable_positions(decoder: Any) -> str:
     """What embeds positions in a model whose forward takes none, and which so counts along the row; or nothing."""
-    parameters = inspect.signature(decoder.forward).parameters.values()
-    if any(p.name == "position_ids" or p.kind is p.VAR_KEYWORD for p in parameters):
+    if _may_read_ids(decoder):
         return ""
     names = [name for name, _ in (*decoder.named_modules(), *decoder.named_parameters())]
     return next((name for name in names if _POSITIONS.search(name.rsplit(".", 1)[-1])), "")
+
+
+def _may_read_ids(decoder: Any) -> bool:
+    """Whether ids reach a model's code: by name, or out of its ``**kwargs``, or behind somebody's wrapper.
+
+    A ``**kwargs`` alone (Bart's in 5.x) hands them on, past the embeddings, to attention layers that ignore them.
+    """
+    inherited = [vars(cls)["forward"] for cls in type(decoder).__mro__ if "forward" in vars(cls)]
+    for forward in (decoder.forward, *inherited):
+        parameters = inspect.signature(forward).parameters.values()
+        kinds = {p.kind for p in parameters}
+        code = getattr(inspect.unwrap(forward), "__code__", None)
+        if code is None or any(p.name == "position_ids" for p in parameters):
+            return True
+        if inspect.Parameter.VAR_KEYWORD in kinds:
+            if "position_ids" in code.co_consts or inspect.Parameter.VAR_POSITIONAL in kinds:
+                return True
+            if "forward" in code.co_names:
+                continue  # of the class that it inherits from
+        return False
+    return False
 
 
 def scaled_by_row(decoder: Any) -> list[Any]:
@@ -83,7 +103,8 @@ def _each(embed: Callable[..., torch.Tensor], call: dict[str, Any], documents: B
 
 def pools_rows(model: Any, decoder: Any) -> bool:
     """Whether a head reads the one vector that its base model makes of a row's first token (next sentence, choices)."""
-    reads_it = model is not decoder and _READS_ALL.search(type(model).__name__) is None
+    head = next(cls for cls in type(model).__mro__ if "forward" in vars(cls))  # of a subclass without its own
+    reads_it = model is not decoder and _READS_ALL.search(head.__name__) is None
     return reads_it and isinstance(getattr(decoder, "pooler", None), torch.nn.Module)
 
 

@@ -19,6 +19,7 @@ import torch
 
 from ..boundaries import largest
 from ..errors import PackingNotIsolated
+from . import directions
 from .packed_mask import PackedMask, find
 
 TWO_MASKS = "_update_attention_mask"
@@ -101,7 +102,10 @@ def let_through(original: Callable[..., Any]) -> Callable[..., Any]:
         if mask is None:
             return original(*args, **kwargs)
         given = {**dict(zip(names, args)), **kwargs}
+        both_ways = directions.adds_the_later_ones(given.get("config"))  # and so do the layers: checked by apply
         for name, images_from in BOTH_WAYS.items():
+            if both_ways and name == "or_mask_function":
+                continue
             if given.get(name) is not None and (images_from is None or largest(given[name]) >= images_from):
                 raise PackingNotIsolated(
                     f"{original.__name__} was called with {name}: in this model the tokens of an image see each other "
@@ -114,7 +118,10 @@ def let_through(original: Callable[..., Any]) -> Callable[..., Any]:
         if "chunked_attention_mask" in names:  # 4.51's and 4.52's Llama 4 makes two
             return mask, _chunked(mask, given["self"].config)
         if "sliding_window" in original.__name__:
-            return replace(mask, window=getattr(given.get("config"), "sliding_window", None) or None)
+            window = getattr(given.get("config"), "sliding_window", None) or None
+            if window and directions.is_two_sided(original, given["config"]):
+                window = directions.reach(window)
+            return replace(mask, window=window)
         return mask
 
     return make_mask

@@ -8,8 +8,10 @@ it only in what a flash class has and a plain one lacks.
 
 from __future__ import annotations
 
+import dis
 import functools
 import inspect
+import sys
 import types
 from dataclasses import replace
 from itertools import chain
@@ -89,6 +91,29 @@ class Layer:
             kwargs["sliding_window"] = self._module.config.sliding_window
         kwargs["is_causal"] = getattr(self._module, "is_causal", True)
         return self._mask.attend(self._module, q, k, v, function.options(kwargs))
+
+
+def missing(flash: type, module: Any) -> str:
+    """A method that a flash class's ``forward`` calls on its layer, which has none (4.54's and 4.55's ESM); or nothing.
+
+    A name that the code also holds as a string is one that it asks for first, with ``hasattr``.
+    """
+    code = inspect.unwrap(inspect.getattr_static(flash, "forward")).__code__
+    instructions = list(dis.get_instructions(code))
+    called = (
+        str(then.argval)
+        for load, then in zip(instructions, instructions[1:])
+        if load.opname.startswith("LOAD_FAST") and load.argval == code.co_varnames[0] and _looks_up_a_method(then)
+    )
+    known = (*code.co_consts, *dir(Layer))
+    return next((name for name in called if name not in known and not hasattr(module, name)), "")
+
+
+def _looks_up_a_method(instruction: dis.Instruction) -> bool:
+    """Python 3.12 has one instruction for attributes and methods, told apart by the lowest bit."""
+    if sys.version_info >= (3, 12):
+        return instruction.opname == "LOAD_ATTR" and bool((instruction.arg or 0) & 1)
+    return instruction.opname == "LOAD_METHOD"
 
 
 def on_flash_class(original: Callable[..., Any], owner: type, flash: type) -> Callable[..., Any]:

@@ -58,7 +58,7 @@ class PackedMask:
             options = self.architecture.adjust(module, options)
         if self.architecture is not None and self.architecture.queries is not None:
             q = self.architecture.queries(module, q, positions_of(self.boundaries.cu_seqlens, self.shape))
-        if options.window is None and self.window is not None:
+        if self.window is not None:  # eager attention goes by the mask alone
             options = replace(options, window=self.window)
         dtype = compute_dtype(module, q, k, v)
         q, k, v = (x if x.dtype == dtype else x.to(dtype) for x in (q, k, v))

@@ -1,0 +1,150 @@
+"""A folder of tests in several Transformers versions: ``python -m compat_matrix.suite tests/never_silent``."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import re
+import subprocess
+import sys
+import tempfile
+import time
+from collections import Counter
+from concurrent.futures import ThreadPoolExecutor, as_completed
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Callable
+from xml.etree import ElementTree
+
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
+
+from . import environments
+
+VERSIONS = ("4.36.2", "4.43.4", "4.48.3", "4.57.6", "5.23.0")
+"""One for each way in which Transformers computes attention, and the newest of both majors."""
+
+PINS = ("pytest",)
+"""What the tests need beside what a version's environment holds for the matrix."""
+
+AT_A_TIME = 2
+
+_PERCENT = re.compile(r"\[ *(\d+)%\]\s*$")
+
+
+@dataclass(frozen=True)
+class Result:
+    """What one version's tests gave.
+
+    Attributes:
+        skipped: how many tests were left out, by reason.
+        failed: for each test that failed, its name and what was found; for a run that broke off, the reason.
+    """
+
+    passed: int = 0
+    skipped: Counter[str] = field(default_factory=Counter)
+    failed: tuple[str, ...] = ()
+    seconds: float = 0.0
+
+    @property
+    def line(self) -> str:
+        reasons = "; ".join(f"{count} x {reason}" for reason, count in sorted(self.skipped.items()))
+        skipped = f"{sum(self.skipped.values())} skipped{f' ({reasons})' if reasons else ''}"
+        return f"{self.passed} passed, {len(self.failed)} failed, {skipped}, {self.seconds:.0f} s"
+
+
+def main(arguments: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(prog="python -m compat_matrix.suite", description=__doc__)
+    parser.add_argument("tests", type=Path, nargs="+", help="folders or files of tests")
+    parser.add_argument("--versions", nargs="+", metavar="V", default=VERSIONS, help=f"default: {' '.join(VERSIONS)}")
+    parser.add_argument("-k", default="", metavar="EXPRESSION", help="only the tests that it matches, as for pytest")
+    parser.add_argument("--environments", type=Path, default=environments.HERE.parent / ".compat")
+    given = parser.parse_args(arguments)
+    console, out = Console(stderr=True), Console(soft_wrap=True, highlight=False, markup=False)
+    columns = TextColumn("{task.description}"), BarColumn(), TextColumn("{task.percentage:.0f}%"), TimeElapsedColumn()
+    results: dict[str, Result] = {}
+    packages, threads = environments.only_our_packages(), ThreadPoolExecutor(AT_A_TIME)
+    with packages as path, Progress(*columns, console=console) as progress, threads as pool:
+        tasks = {name: progress.add_task(name, total=100, start=False) for name in given.versions}
+
+        def started(name: str) -> Result:
+            progress.start_task(tasks[name])
+            return run(name, given, path, lambda percent: progress.update(tasks[name], completed=percent))
+
+        for future in as_completed(futures := {pool.submit(started, name): name for name in given.versions}):
+            name = futures[future]
+            try:
+                results[name] = future.result()
+            except Exception as error:
+                results[name] = Result(failed=(f"{type(error).__name__}: {error}",))
+            progress.update(tasks[name], completed=100)
+    for name in given.versions:
+        out.print(f"{name}: {results[name].line}")
+    for name in given.versions:
+        for failure in results[name].failed:
+            out.print(f"{name} FAILED {failure}")
+    return 1 if any(results[name].failed for name in given.versions) else 0
+
+
+def run(name: str, given: argparse.Namespace, packages: Path, at: Callable[[int], None]) -> Result:
+    """The tests in one version's environment, in a process of their own; ``at`` is told how far they are, in percent.
+
+    Tests of which none passed count as failed: a point that was not run is not ok.
+    """
+    wanted = environments.version(name).changed(PINS)
+    python = environments.make(wanted, given.environments.resolve())
+    begun = time.perf_counter()
+    with tempfile.TemporaryDirectory(prefix="fa2patch-") as folder:
+        report = Path(folder, "report.xml")
+        command = [str(python), "-m", "pytest", "-q", "-p", "no:cacheprovider", f"--junitxml={report}"]
+        command += [*(["-k", given.k] if given.k else []), *(str(path.resolve()) for path in given.tests)]
+        code, said = _told(command, packages, at)
+        seconds = time.perf_counter() - begun
+        if not report.exists():
+            return Result(failed=(f"pytest ended with {code} and without a report: {said[-1500:]}",), seconds=seconds)
+        result = read(report, seconds)
+    if not result.failed and (code or not result.passed):
+        return Result(0, result.skipped, (f"pytest ended with {code}, and no test passed",), seconds)
+    return result
+
+
+def _told(command: list[str], packages: Path, at: Callable[[int], None]) -> tuple[int, str]:
+    """Exit code and output of a process that prints percentages as pytest does."""
+    settings = {"PYTHONPATH": str(packages), "PYTHONNOUSERSITE": "1", "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
+    lines = []
+    with subprocess.Popen(
+        command,
+        cwd=packages,
+        env={**os.environ, **settings},
+        text=True,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+    ) as process:
+        assert process.stdout is not None
+        for line in process.stdout:
+            lines.append(line)
+            percent = _PERCENT.search(line)
+            if percent:
+                at(int(percent[1]))
+    return process.returncode, "".join(lines)
+
+
+def read(report: Path, seconds: float = 0.0) -> Result:
+    """What pytest's JUnit XML says."""
+    passed, skipped, failed = 0, Counter[str](), []
+    for case in ElementTree.parse(report).iter("testcase"):
+        found = {child.tag: child for child in case if child.tag in ("failure", "error", "skipped")}
+        wrong = found.get("failure", found.get("error"))
+        if wrong is not None:
+            lines = ((wrong.text or "") if wrong.tag == "error" else (wrong.get("message") or "")).strip().split("\n")
+            name = "::".join(part for part in (case.get("classname"), case.get("name")) if part)
+            failed.append(f"{name}: {lines[-1 if wrong.tag == 'error' else 0][:300]}")
+        elif "skipped" in found:
+            skipped[found["skipped"].get("message") or "no reason"] += 1
+        else:
+            passed += 1
+    return Result(passed, skipped, tuple(failed), seconds)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,85 @@
+"""Calls that are no packed batch, though their ids jump: a forward gives what it gives unpatched."""
+
+from __future__ import annotations
+
+import inspect
+
+import pytest
+import torch
+from unpatched import PRESENT, ones_and_zeros, require_as_unpatched, tokens
+
+from compat_matrix import tiny_models
+
+WITHOUT_ATTENTION = [name for name in tiny_models.WITHOUT_ATTENTION if tiny_models.is_present(name)]
+
+TREE = ["100000", "110000", "111000", "111100", "111010", "111001"]
+"""Three tokens that could each be the fourth: none of them sees another."""
+
+LEVELS = torch.tensor([[0, 1, 2, 3, 3, 3]])
+
+
+def additive(rows):
+    seen = ones_and_zeros(rows)[None, None]
+    return torch.where(seen == 1, 0.0, torch.finfo(torch.float32).min)
+
+
+def ids_of(mask):
+    """As upstream's ``generate`` counts them."""
+    return (mask.cumsum(-1) - 1).masked_fill(mask == 0, 1)
+
+
+def given_ids(model, position_ids):
+    """OPT up to 4.45 takes no ids, and Mamba hands them to nobody."""
+    parameters = inspect.signature(type(model).forward).parameters
+    return {"position_ids": position_ids} if "position_ids" in parameters else {}
+
+
+@pytest.mark.parametrize("architecture", PRESENT)
+class TestAMaskThatSaysWhoSeesWhom:
+    def test_goes_as_it_came(self, architecture):
+        def call(model, _):
+            return {"logits": model(tokens(1, 6), attention_mask=additive(TREE), **given_ids(model, LEVELS))[0]}
+
+        require_as_unpatched(architecture, call)
+
+    def test_goes_as_it_came_behind_a_cache(self, architecture):
+        def call(model, _):
+            ids = tokens(1, 6)
+            first = model(ids[:, :3], use_cache=True)
+            mask, positions = additive(TREE)[:, :, 3:], given_ids(model, LEVELS[:, 3:])
+            cached = first["past_key_values"]
+            return {"logits": model(ids[:, 3:], attention_mask=mask, past_key_values=cached, **positions)[0]}
+
+        require_as_unpatched(architecture, call)
+
+    def test_is_read_in_two_rows_as_unpatched(self, architecture):
+        def call(model, _):
+            mask = additive(TREE).expand(2, -1, -1, -1)
+            return {"logits": model(tokens(2, 6), attention_mask=mask, **given_ids(model, LEVELS.expand(2, -1)))[0]}
+
+        require_as_unpatched(architecture, call)
+
+
+CONTINUED = {"one token": (6, ["1111111", "0011111"]), "three": (4, ["1111111", "0011111"]), "a hole": (4, ["1111101"])}
+"""How many tokens are cached, and the mask of cached and new ones."""
+
+
+@pytest.mark.parametrize("with_ids", [False, True], ids=["without ids", "with ids"])
+@pytest.mark.parametrize("of", ["cached and new", "new"])
+@pytest.mark.parametrize("case", CONTINUED)
+@pytest.mark.parametrize("architecture", WITHOUT_ATTENTION)
+def test_a_mixer_goes_on_from_its_state_as_unpatched(architecture, case, of, with_ids):
+    cached, rows = CONTINUED[case]
+    mask, ids = ones_and_zeros(rows), tokens(len(rows), 7)
+    new = {"attention_mask": mask if of == "cached and new" else mask[:, cached:]}
+    new.update({"position_ids": ids_of(mask)[:, cached:]} if with_ids else {})
+
+    def call(model, _):
+        names = inspect.signature(type(model).forward).parameters
+        state = next(name for name in ("cache_params", "state") if name in names)
+        if "cache_position" in names:
+            new["cache_position"] = torch.arange(cached, 7)
+        first = model(ids[:, :cached], attention_mask=mask[:, :cached], use_cache=True)
+        return {"logits": model(ids[:, cached:], use_cache=True, **{state: first[state]}, **new)[0]}
+
+    require_as_unpatched(architecture, call)

@@ -1,0 +1,66 @@
+"""``generate`` of a patched model: token for token, and score for score, as unpatched."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from unpatched import PRESENT, ones_and_zeros, require_as_unpatched, tokens
+
+NEW = 4
+
+MASKS = {
+    "no mask": [],
+    "no padding": ["111111", "111111"],
+    "left": ["001111"],
+    "right": ["111100"],
+    "a hole": ["110111"],
+    "several rows, left": ["001111", "111111", "000011"],
+    "several rows, right": ["111100", "111111", "110000"],
+    "several rows, right, of one and two tokens": ["100000", "110000"],
+    "several rows, holes": ["110111", "101101", "111111"],
+    "left, right and a hole": ["001111", "111100", "110111", "011010"],
+}
+"""Ones for the tokens of each row that are seen."""
+
+FEWER_MASKS = ["no padding", "right", "several rows, right, of one and two tokens", "left, right and a hole"]
+"""For the ways of generating that make ids and masks as the greedy one does."""
+
+WAYS = {"greedy": {}, "sampling": {"do_sample": True, "temperature": 0.9, "top_k": 20}, "beam": {"num_beams": 3}}
+
+TRIED = [(way, mask) for way in WAYS for mask in (MASKS if way == "greedy" else FEWER_MASKS)]
+
+CACHES = {"dynamic": {}, "off": {"use_cache": False}, "static": {"cache_implementation": "static"}}
+
+
+def batch(mask):
+    seen = ones_and_zeros(MASKS[mask])
+    ids = tokens(len(seen) or 2, 6)
+    return {"input_ids": torch.where(seen == 1, ids, 0), "attention_mask": seen} if len(seen) else {"input_ids": ids}
+
+
+def generated(model, inputs, **settings):
+    wanted = {"max_new_tokens": NEW, "min_new_tokens": NEW, "pad_token_id": 0, "do_sample": False, **settings}
+    found = model.generate(**inputs, **wanted, return_dict_in_generate=True, output_scores=True)
+    return {"tokens": found["sequences"], "scores": torch.stack(found["scores"])}
+
+
+@pytest.mark.parametrize("way, mask", TRIED)
+@pytest.mark.parametrize("cache", CACHES)
+@pytest.mark.parametrize("architecture", PRESENT)
+def test_generates_as_unpatched(architecture, way, cache, mask):
+    require_as_unpatched(architecture, lambda model, _: generated(model, batch(mask), **WAYS[way], **CACHES[cache]))
+
+
+@pytest.mark.parametrize("mask", ["no padding", "left", "right", "a hole"])
+@pytest.mark.parametrize("architecture", PRESENT)
+class TestWithHelp:
+    """Drafts are made of one row at a time."""
+
+    def test_of_an_assistant_generates_as_unpatched(self, architecture, mask):
+        row = {name: value[:1] for name, value in batch(mask).items()}
+        require_as_unpatched(architecture, lambda model, assistant: generated(model, row, assistant_model=assistant))
+
+    def test_of_its_prompt_generates_as_unpatched(self, architecture, mask):
+        row = {name: value[:1] for name, value in batch(mask).items()}
+        row["input_ids"][0, -2:] = row["input_ids"][0, 2:4]  # what was said before is what a draft is made of
+        require_as_unpatched(architecture, lambda model, _: generated(model, row, prompt_lookup_num_tokens=2))

@@ -1,0 +1,283 @@
+"""What ``apply`` refuses, with what it found and what to do, or makes right: nothing is left for a forward to find."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+
+import pytest
+import torch
+import transformers
+
+import fa2patch
+from compat_matrix import tiny_models
+from fa2patch import errors
+
+LENGTHS = (7, 3, 9)
+
+
+def documents():
+    generator = torch.Generator().manual_seed(5)
+    return [torch.randint(3, tiny_models.VOCABULARY, (length,), generator=generator) for length in LENGTHS]
+
+
+def pack(docs):
+    return {
+        "input_ids": torch.cat(docs)[None],
+        "position_ids": torch.cat([torch.arange(len(doc)) for doc in docs])[None],
+    }
+
+
+def named(*names):
+    """Those classes that this version has."""
+    return [name for name in names if hasattr(transformers, name)]
+
+
+def tiny(name, implementation=None, **settings):
+    """A model of a class of Transformers, as small as its config can say."""
+    cls = getattr(transformers, name)
+    small = {
+        **tiny_models._small(cls.config_class),
+        **dict.fromkeys(("encoder_layers", "decoder_layers"), 2),
+        **dict.fromkeys(("encoder_attention_heads", "decoder_attention_heads"), 4),
+        **dict.fromkeys(("encoder_ffn_dim", "decoder_ffn_dim"), 48),
+        **dict.fromkeys(("max_target_positions", "max_source_positions"), 64),
+    }
+    config = tiny_models.made(cls.config_class, {**small, **settings})
+    model = tiny_models._load(cls, config, implementation) if implementation else cls(config)
+    tiny_models.scale_up(model)
+    return model.eval()
+
+
+def as_it_was(model):
+    """Nothing is left of an ``apply`` that refused."""
+    return fa2patch.status(model) is None and all("fa2patch" not in type(m).forward.__module__ for m in model.modules())
+
+
+def refused(model, *said, error=errors.Fa2PatchError):
+    with pytest.raises(error) as caught:
+        fa2patch.apply(model)
+    message = str(caught.value)
+    assert all(words in message for words in said), message
+    assert "padded" in message or "pip install" in message, f"what to do? {message}"
+    assert as_it_was(model)
+    return message
+
+
+DECODERS = named(
+    "BartForCausalLM", "BlenderbotForCausalLM", "BlenderbotSmallForCausalLM", "MarianForCausalLM", "MBartForCausalLM",
+    "MusicgenForCausalLM", "PegasusForCausalLM", "PLBartForCausalLM", "WhisperForCausalLM",
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("name", DECODERS)
+def test_a_decoder_that_was_made_to_stand_behind_an_encoder(name):
+    settings = {"decoder_start_token_id": 1} if name == "WhisperForCausalLM" else {}
+    said = refused(tiny(name, **settings))
+    assert "replaced after" not in said
+    assert any(words in said for words in ("encoder_hidden_states", "position_ids", "found 0 such layers")), said
+
+
+@pytest.mark.parametrize("name", named("GPT2LMHeadModel", "BertLMHeadModel"))
+def test_attention_to_an_encoder_in_a_decoder_that_can_have_it(name):
+    decoder = {"is_decoder": True} if name == "BertLMHeadModel" else {}
+    refused(tiny(name, add_cross_attention=True, **decoder))
+    if name == "GPT2LMHeadModel" and "gpt2" in tiny_models.architectures():
+        with fa2patch.apply(tiny(name)):
+            pass
+
+
+class Counting(transformers.GPT2Model):
+    """As Bart's decoder in 5.x: positions are counted along the row, whatever is in the keywords."""
+
+    def forward(self, input_ids=None, attention_mask=None, **kwargs):
+        return self.of(input_ids, attention_mask)
+
+    def of(self, input_ids, attention_mask):
+        return super().forward(input_ids=input_ids, attention_mask=attention_mask)
+
+
+class HandingOn(transformers.GPT2Model):
+    def forward(self, input_ids=None, **kwargs):
+        return super().forward(input_ids=input_ids, **kwargs)
+
+
+@pytest.mark.skipif(not tiny_models.is_present("gpt2"), reason="GPT-2 has no flash attention in this version")
+def test_a_forward_that_swallows_position_ids():
+    model = tiny_models.build("gpt2")
+    model.transformer.__class__ = HandingOn
+    with fa2patch.apply(model):
+        pass
+    model.transformer.__class__ = Counting
+    refused(model, "position_ids", "wpe", error=errors.UnsupportedModel)
+
+
+BOTH_WAYS = {"gemma3_text": True, "gemma4_text": "all"}
+
+
+def sees_later_tokens(name):
+    if not tiny_models.is_present(name):
+        return False
+    return "use_bidirectional_attention" in inspect.getsource(tiny_models.modeling(name))
+
+
+@pytest.mark.parametrize("implementation", ["eager", "sdpa"])
+@pytest.mark.parametrize("name", list(filter(sees_later_tokens, BOTH_WAYS)))
+class TestADecoderWhoseTokensSeeLaterOnes:
+    """EmbeddingGemma: its windows, seven and eight tokens around each, end inside the documents."""
+
+    def model(self, name, implementation):
+        return tiny_models.build(name, implementation, use_bidirectional_attention=BOTH_WAYS[name], sliding_window=8)
+
+    def test_computes_each_document_as_alone(self, name, implementation):
+        model, docs = self.model(name, implementation), documents()
+        alone = torch.cat([model(input_ids=doc[None], use_cache=False).logits[0] for doc in docs])
+        with fa2patch.apply(model):
+            packed = model(**pack(docs)).logits[0]
+        torch.testing.assert_close(packed, alone, rtol=0, atol=1e-5 * alone.abs().max().item())
+
+    def test_sees_later_tokens_and_no_other_document(self, name, implementation):
+        model, docs = self.model(name, implementation), documents()
+        changed = [*docs[:2], docs[2].clone()]
+        changed[2][1] = (changed[2][1] + 1) % 90 + 3
+        with torch.no_grad(), fa2patch.apply(model):
+            before, after = (model(**pack(given)).logits[0] for given in (docs, changed))
+        assert torch.equal(before[:10], after[:10]), "other documents"
+        assert not torch.equal(before[10], after[10]), "the token before"
+
+    def test_sends_no_gradient_to_another_document(self, name, implementation):
+        model, docs = self.model(name, implementation), documents()
+        embedded = model.get_input_embeddings()(pack(docs)["input_ids"]).detach().requires_grad_()
+        ids = pack(docs)["position_ids"]
+        extra = {"input_ids": pack(docs)["input_ids"]} if name == "gemma4_text" else {"inputs_embeds": embedded}
+        handle = model.get_input_embeddings().register_forward_hook(lambda *_: embedded)
+        try:
+            with fa2patch.apply(model):
+                model(position_ids=ids, **extra).logits[0, 7:10].square().sum().backward()
+        finally:
+            handle.remove()
+        reached = embedded.grad[0].abs().sum(-1) > 0
+        assert reached.tolist() == [False] * 7 + [True] * 3 + [False] * 9
+
+
+CONTRADICTORY = {
+    "gemma": {"use_bidirectional_attention": True},
+    "gemma2": {"use_bidirectional_attention": True},
+    "gemma3": {"use_bidirectional_attention": True},
+    "llama": {"is_causal": False},
+}
+
+
+def is_read(name):
+    """Whether this version looks at that setting."""
+    if not tiny_models.is_present(name):
+        return False
+    (setting,) = CONTRADICTORY[name]
+    if setting == "is_causal":
+        make = getattr(tiny_models.modeling(name), "create_causal_mask", None)
+        return make is not None and setting in inspect.unwrap(make).__code__.co_consts
+    return setting in inspect.getsource(tiny_models.modeling(name))
+
+
+@pytest.mark.parametrize("implementation", ["eager", "sdpa"])
+@pytest.mark.parametrize("name", list(filter(is_read, CONTRADICTORY)))
+def test_masks_that_say_another_direction_than_the_layers(name, implementation):
+    """Eager goes by the mask, sdpa by the layer where it is handed none: the model gives other logits with each."""
+    if name == "gemma2":
+        implementation = "eager"  # all that it can
+    model = tiny_models.build(name, implementation, **CONTRADICTORY[name])
+    refused(model, "later ones", "is_causal", error=errors.UnsupportedModel)
+
+
+@pytest.mark.skipif(not tiny_models.is_present("esm:masked"), reason="no ESM")
+def test_esm_is_taken_where_its_class_for_flash_attention_has_what_it_calls():
+    """4.54's and 4.55's calls a method that was taken away from it."""
+    modeling = tiny_models.modeling("esm:masked")
+    flash = getattr(modeling, "EsmFlashAttention2", None)
+    broken = flash is not None and not hasattr(flash, "transpose_for_scores")
+    model = tiny_models.build("esm:masked")
+    if broken and "transpose_for_scores" in inspect.getsource(flash):
+        refused(model, "transpose_for_scores", "EsmFlashAttention2", error=errors.LayerNotPatchable)
+        return
+    try:
+        patch = fa2patch.apply(model)
+    except errors.Fa2PatchError as error:  # up to 4.51 its attention has no seam
+        assert "transpose_for_scores" not in str(error)
+        return
+    patch.revert()
+
+
+def partly(original):
+    return functools.partialmethod(original, output_attentions=False)
+
+
+@pytest.mark.parametrize("where", ["the model", "its base model", "an attention layer", "an MLP"])
+def test_a_forward_that_is_no_function(where):
+    model = tiny_models.build("llama")
+    layer = model.model.layers[0]
+    module = {
+        "the model": model,
+        "its base model": model.model,
+        "an attention layer": layer.self_attn,
+        "an MLP": layer.mlp,
+    }[where]
+    cls = type(module)
+    module.__class__ = type(f"Partial{cls.__name__}", (cls,), {"forward": partly(cls.forward)})
+    message = refused(model, "partialmethod", f"Partial{cls.__name__}", error=errors.LayerNotPatchable)
+    assert "def forward" in message
+
+
+@pytest.mark.parametrize("ids", [[0, 1, 2, 3, 4, 5], [0, 1, 2, 0, 1, 2]], ids=["dense", "packed"])
+def test_a_trace_of_a_patched_model(ids):
+    """It would do with every batch what it saw of one; unpatched it is a model's own affair."""
+    model = tiny_models.build("llama", use_cache=False)
+    tokens, ids = torch.randint(3, 97, (1, 6)), torch.tensor([ids])
+
+    class Logits(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.model = model
+
+        def forward(self, tokens, ids):
+            return self.model(tokens, position_ids=ids)[0]
+
+    with fa2patch.apply(model), pytest.raises(errors.PackingNotIsolated, match="trace"):
+        torch.jit.trace(Logits(), (tokens, ids), check_trace=False)
+
+
+HEADS = named(
+    "RobertaForSequenceClassification", "RobertaForMultipleChoice", "RobertaForQuestionAnswering",
+    "BertForNextSentencePrediction", "BertForPreTraining", "BertForSequenceClassification",
+    "ModernBertForSequenceClassification", "ModernBertForMultipleChoice", "GPT2DoubleHeadsModel",
+    "LlamaForQuestionAnswering", "Qwen2ForQuestionAnswering", "AlbertForPreTraining", "DistilBertForQuestionAnswering",
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("way", ["itself", "a subclass", "a subclass with a forward"])
+@pytest.mark.parametrize("name", HEADS)
+def test_a_head_that_makes_one_result_of_a_row(name, way):
+    model = tiny(name)
+    if way != "itself":
+        forward = (
+            {}
+            if way == "a subclass"
+            else {"forward": lambda self, *args, **kw: super(type(self), self).forward(*args, **kw)}
+        )
+        model.__class__ = type("Mine", (type(model),), forward)
+    refused(model)
+
+
+TOKEN_HEADS = named(
+    "RobertaForTokenClassification", "BertForMaskedLM", "LlamaForTokenClassification", "ElectraForPreTraining",
+    "LlamaForSequenceClassification", "GPT2ForSequenceClassification",
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("name", TOKEN_HEADS)
+def test_a_head_that_reads_every_token_or_the_last_is_not_taken_for_one_of_rows(name):
+    try:
+        patch = fa2patch.apply(tiny(name))
+    except errors.Fa2PatchError as error:
+        assert "whole row" not in str(error) and "one vector" not in str(error), error
+    else:
+        patch.revert()

@@ -126,6 +126,10 @@ class Picks:
         """What the layer's last packed batch was computed with; None where it has seen none (or was compiled)."""
         return self._of.get(module)
 
+    def takes_documents(self, module: Any) -> None:
+        """Note a mixer that cannot be tried with a whole row: it takes no boundaries, or has no kernels that could."""
+        self._of[module] = Mixed(DOCUMENTS, "")
+
     def takes_whole_rows(self, module: Any, kind: Any, trial: Callable[[], tuple[bool, str]]) -> bool:
         """Whether a mixer keeps a row's documents apart by itself, in calls of this kind; tried once.
 

@@ -18,7 +18,7 @@ import fa2patch
 from compat_matrix import points, tiny_models
 from compat_matrix.bench import figures, tables
 from fa2patch import packing
-from fa2patch.packing import PackedBatchSampler, PackingError, plan, stream
+from fa2patch.packing import PackedBatchSampler, PackingError, plan, strategies, stream
 
 DRAWN = settings(deadline=None, derandomize=True, database=None, max_examples=60)
 
@@ -48,6 +48,14 @@ def test_every_example_is_in_one_row_and_no_row_is_over_the_budget(strategy, len
     assert planned.fill == (sum(lengths) / (budget * len(tokens)) if tokens else 1.0)
     assert planned.bins <= -(-2 * sum(lengths) // budget)  # of two neighbours one is over half full
     assert all(row.dtype == np.int64 for row in planned)
+
+
+@pytest.mark.parametrize("descending", [False, True])
+@DRAWN
+@given(keys=st.lists(st.integers(0, 3) | st.sampled_from([2**31 - 2, 2**31 - 1]), max_size=20))
+def test_the_order_by_key_is_a_stable_sorts(keys, descending):
+    found = strategies.by_key(np.array(keys, np.int32), descending)
+    assert found.tolist() == sorted(range(len(keys)), key=lambda place: -keys[place] if descending else keys[place])
 
 
 @DRAWN

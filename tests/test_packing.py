@@ -433,6 +433,22 @@ def test_examples_longer_than_the_budget_are_named_or_recorded():
         PackedBatchSampler([3, 9, 2], 4, too_long="split")
 
 
+def test_an_epoch_is_planned_once(monkeypatch):
+    made = []
+
+    def planned(*given, seed, **options):
+        made.append(seed)
+        return plan(*given, seed=seed, **options)
+
+    monkeypatch.setattr("fa2patch.packing.samplers.plan", planned)
+    sampler = PackedBatchSampler(FLAN_LIKE[:200], 4096, seed=3, rank=0, num_replicas=2)
+    made.clear()  # what was planned to see whether it can be
+    for epoch in (0, 0, 1):
+        sampler.set_epoch(epoch)
+        assert len(list(sampler)) == len(sampler) == len(sampler.costs()) and sampler.left_out is not None
+    assert made == [(3, 0), (3, 1)]
+
+
 @pytest.mark.parametrize("strategy", [*BUDGETED, "mini_batches"])
 def test_epochs_differ_and_come_again(strategy):
     options = {"batch_size": 4} if strategy == "mini_batches" else {}

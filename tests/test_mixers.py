@@ -191,21 +191,44 @@ def test_a_trial_leaves_no_trace_in_the_forward_around_it(around, mask, any_devi
     assert in_one_call(mask, module) == (True, "")
 
 
-def test_the_layers_of_a_patch_say_in_what_portions_their_mixers_were_computed(any_device):
-    if not tiny_models.is_present("mamba"):
-        pytest.skip("this Transformers has no Mamba")
-    with fa2patch.apply(tiny_models.build("mamba")) as patch:
+@pytest.mark.parametrize("device", ["of kernels that could", "of none"])
+def test_the_layers_of_a_patch_say_in_what_portions_their_mixers_were_computed(device, request):
+    family = next((name for name in ("mamba", "rwkv") if tiny_models.is_present(name)), None)
+    if family is None:
+        pytest.skip("this Transformers has no model without attention")
+    if device == "of kernels that could":
+        request.getfixturevalue("any_device")
+    with fa2patch.apply(tiny_models.build(family).train()) as patch:
         assert {(layer.kernel, layer.why) for layer in patch.layers} == {(None, "")}
         patch.model(**pack(documents(*LENGTHS)))
         for layer in fa2patch.status(patch.model).layers:
             assert layer.kernel == "its own, document by document"
-            assert layer.why.startswith("tried on this machine with a whole row, it ")
+            tried = layer.why.startswith("tried on this machine with a whole row, it ")
+            assert tried if takes_boundaries(layer) and device != "of none" else layer.why == ""
+
+
+def takes_boundaries(layer):
+    parameters = inspect.signature(inspect.unwrap(layer.owner.forward)).parameters.values()
+    return any(p.kind is p.VAR_KEYWORD or p.name in ("seq_idx", "cu_seq_lens_q") for p in parameters)
+
+
+@pytest.mark.parametrize("length", [sum(LENGTHS) - 1, sum(LENGTHS) + 1])
+def test_what_is_not_of_the_rows_tokens_is_the_same_for_each_document(length, mask):
+    seen = []
+
+    def forward(self, hidden_states, attention_mask=None, table=None):
+        seen.append(table)
+        return hidden_states
+
+    table = torch.randn(1, length)
+    by_document.by_document(forward)(Running(), row(), mask, table=table)
+    assert len(seen) == len(LENGTHS) and all(found is table for found in seen)
 
 
 def test_on_a_cpu_nothing_is_tried(mask):
     module = made_with(keeps_apart)
     by_document.by_document(Running.forward)(module, row(), attention_mask=mask)
-    assert module.calls == len(LENGTHS) and mask.picks.of(module) is None
+    assert module.calls == len(LENGTHS) and in_one_call(mask, module) == (False, "")
 
 
 def test_a_cache_is_refused(mask):

@@ -18,7 +18,7 @@ import fa2patch
 from compat_matrix import points, tiny_models
 from compat_matrix.bench import figures, tables
 from fa2patch import packing
-from fa2patch.packing import PackedBatchSampler, PackingError, plan, stream
+from fa2patch.packing import PackedBatchSampler, PackingError, plan, strategies, stream
 
 DRAWN = settings(deadline=None, derandomize=True, database=None, max_examples=60)
 
@@ -48,6 +48,14 @@ def test_every_example_is_in_one_row_and_no_row_is_over_the_budget(strategy, len
     assert planned.fill == (sum(lengths) / (budget * len(tokens)) if tokens else 1.0)
     assert planned.bins <= -(-2 * sum(lengths) // budget)  # of two neighbours one is over half full
     assert all(row.dtype == np.int64 for row in planned)
+
+
+@pytest.mark.parametrize("descending", [False, True])
+@DRAWN
+@given(keys=st.lists(st.integers(0, 3) | st.sampled_from([2**31 - 2, 2**31 - 1]), max_size=20))
+def test_the_order_by_key_is_a_stable_sorts(keys, descending):
+    found = strategies.by_key(np.array(keys, np.int32), descending)
+    assert found.tolist() == sorted(range(len(keys)), key=lambda place: -keys[place] if descending else keys[place])
 
 
 @DRAWN
@@ -423,6 +431,22 @@ def test_examples_longer_than_the_budget_are_named_or_recorded():
     assert everything(sampler) == [0, 2] and sampler.dropped.tolist() == [1]
     with pytest.raises(PackingError, match="Cut the dataset"):
         PackedBatchSampler([3, 9, 2], 4, too_long="split")
+
+
+def test_an_epoch_is_planned_once(monkeypatch):
+    made = []
+
+    def planned(*given, seed, **options):
+        made.append(seed)
+        return plan(*given, seed=seed, **options)
+
+    monkeypatch.setattr("fa2patch.packing.samplers.plan", planned)
+    sampler = PackedBatchSampler(FLAN_LIKE[:200], 4096, seed=3, rank=0, num_replicas=2)
+    made.clear()  # what was planned to see whether it can be
+    for epoch in (0, 0, 1):
+        sampler.set_epoch(epoch)
+        assert len(list(sampler)) == len(sampler) == len(sampler.costs()) and sampler.left_out is not None
+    assert made == [(3, 0), (3, 1)]
 
 
 @pytest.mark.parametrize("strategy", [*BUDGETED, "mini_batches"])

@@ -365,6 +365,12 @@ def test_the_hub_is_asked_for_a_revision(install, monkeypatch):
     assert asked == [("kernels-community/flash-attn2", "main"), ("someone/fast", "main"), ("someone/fast", "v2")]
 
 
+def test_a_build_of_the_hub_is_one_kernel_whoever_asks():
+    """Its trial then counts for all models and layers."""
+    assert kernels.named("hub:a/b@v1") is kernels.named("hub:a/b@v1")
+    assert kernels.named("hub:a/b@v1") is not kernels.named("hub:a/b@v2")
+
+
 def test_a_hub_that_cannot_be_reached_once_is_asked_again(install, monkeypatch):
     outcomes = [OSError("no network"), MemoryError(), ModuleType("downloaded"), AssertionError("asked too often")]
     package = ModuleType("kernels")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import warnings
+from functools import lru_cache
 from typing import Any, Callable, NamedTuple
 from weakref import WeakKeyDictionary
 
@@ -61,11 +62,17 @@ def named(name: str) -> Kernel:
         UnknownKernel: there is none.
     """
     if isinstance(name, str) and name.startswith("hub:") and name != "hub:":
-        return Hub(name[len("hub:") :])
+        return _of_hub(name[len("hub:") :])
     for kernel in (*ORDER, *BY_NAME_ONLY):
         if kernel.name == name:
             return kernel
     raise UnknownKernel(f"kernel={name!r}: expected one of {', '.join(map(repr, NAMES))}, or 'hub:org/name'.")
+
+
+@lru_cache(maxsize=8)
+def _of_hub(source: str) -> Kernel:
+    """One kernel for each source: what a trial found is remembered by the kernel."""
+    return Hub(source)
 
 
 def check_name(name: str) -> None:
@@ -125,6 +132,10 @@ class Picks:
     def of(self, module: Any) -> Pick | Mixed | None:
         """What the layer's last packed batch was computed with; None where it has seen none (or was compiled)."""
         return self._of.get(module)
+
+    def takes_documents(self, module: Any) -> None:
+        """Note a mixer that cannot be tried with a whole row: it takes no boundaries, or has no kernels that could."""
+        self._of[module] = Mixed(DOCUMENTS, "")
 
     def takes_whole_rows(self, module: Any, kind: Any, trial: Callable[[], tuple[bool, str]]) -> bool:
         """Whether a mixer keeps a row's documents apart by itself, in calls of this kind; tried once.

@@ -97,16 +97,17 @@ def _computed(
             return _joined([output[0] for output in outputs], mask.shape, lengths), mask
         return _joined(outputs, mask.shape, lengths)
 
-    picks, at_once = mask.picks, False
-    if hidden is not None and whole_row.may_be(original, module, hidden, lengths):
-        more = whole_row.keywords(original, mask.boundaries, tokens)
-        at_once = picks.takes_whole_rows(
-            module,
-            _kind_of_call(module, hidden),
-            lambda: whole_row.keeps_apart(
-                lambda row: among([tokens], more, row), lambda row: among(lengths, {}, row), hidden, lengths
-            ),
-        )
+    if hidden is None or not whole_row.may_be(original, module, hidden, lengths):
+        mask.picks.takes_documents(module)
+        return among(lengths, {})
+    more = whole_row.keywords(original, mask.boundaries, tokens)
+    at_once = mask.picks.takes_whole_rows(
+        module,
+        _kind_of_call(module, hidden),
+        lambda: whole_row.keeps_apart(
+            lambda row: among([tokens], more, row), lambda row: among(lengths, {}, row), hidden, lengths
+        ),
+    )
     return among([tokens], more) if at_once else among(lengths, {})
 
 

@@ -234,7 +234,7 @@ def test_a_token_classifier_keeps_first_labels(name, way, compiled, derived):
         function = torch.compile(model, backend="eager") if compiled else model
         return called(function, model, told(DOCS, way, labels=labels))
 
-    right_or_refused(run, of_tokens(small(cls, config), DOCS, labels))
+    assert right_or_refused(run, of_tokens(small(cls, config), DOCS, labels)) == "right"
 
 
 @pytest.mark.parametrize("derived", [False, True], ids=["itself", "a subclass"])

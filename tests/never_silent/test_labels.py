@@ -1,5 +1,6 @@
 """What one document's last token would predict of the next one's first is never learned, whoever computes the loss."""
 
+import importlib
 import inspect
 
 import pytest
@@ -233,7 +234,7 @@ def test_a_token_classifier_keeps_first_labels(name, way, compiled, derived):
         function = torch.compile(model, backend="eager") if compiled else model
         return called(function, model, told(DOCS, way, labels=labels))
 
-    right_or_refused(run, of_tokens(small(cls, config), DOCS, labels))
+    assert right_or_refused(run, of_tokens(small(cls, config), DOCS, labels)) == "right"
 
 
 @pytest.mark.parametrize("derived", [False, True], ids=["itself", "a subclass"])
@@ -258,9 +259,12 @@ def test_a_masked_lm_keeps_first_labels(way, derived):
 
 
 def takes_shift_labels():
-    loss = getattr(transformers, "loss", None)
-    function = getattr(getattr(loss, "loss_utils", None), "ForCausalLMLoss", None)
-    return function is not None and "shift_labels" in inspect.signature(function).parameters
+    """Whether this version's loss of a causal LM does; Transformers imports its module when it is asked for."""
+    try:
+        losses = importlib.import_module("transformers.loss.loss_utils")
+    except ImportError:
+        return False
+    return "shift_labels" in inspect.signature(losses.ForCausalLMLoss).parameters
 
 
 LONG_AND_SHORT = [(way, False) for way in WAYS] + [(way, True) for way in SEEN]
@@ -270,7 +274,6 @@ LONG_AND_SHORT = [(way, False) for way in WAYS] + [(way, True) for way in SEEN]
 @pytest.mark.parametrize("cls", [None, MyModel], ids=["itself", "a subclass"])
 def test_shift_labels_beside_labels(cls, way, compiled):
     """Upstream's loss takes ``shift_labels`` where they are given, and looks at ``labels`` only to be asked for one."""
-    importlib_of_losses()
     if not takes_shift_labels():
         pytest.skip(f"the loss of Transformers {transformers.__version__} takes no shift_labels")
     labels = labels_of(DOCS)
@@ -282,14 +285,6 @@ def test_shift_labels_beside_labels(cls, way, compiled):
         return called(function, model, told(DOCS, way, labels=labels, shift_labels=shifted(labels)))
 
     right_or_refused(run, alone(llama(cls)))
-
-
-def importlib_of_losses():
-    """Transformers imports this module when it is asked for."""
-    try:
-        import transformers.loss.loss_utils  # noqa: F401
-    except ImportError:
-        pytest.skip(f"Transformers {transformers.__version__} has no module of losses")
 
 
 @pytest.mark.parametrize("way, compiled", LONG_AND_SHORT)

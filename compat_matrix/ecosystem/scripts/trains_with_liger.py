@@ -9,25 +9,28 @@ import sys
 from pathlib import Path
 
 import torch
-from transformers import LlamaForCausalLM, Trainer, TrainingArguments
+from transformers import AutoTokenizer, DataCollatorForSeq2Seq, LlamaForCausalLM, Trainer, TrainingArguments
 
 
 class MyModel(LlamaForCausalLM):
     pass
 
 
-def pad(features):
-    ids = [torch.tensor(one["input_ids"]) for one in features]
-    pad = torch.nn.utils.rnn.pad_sequence
-    return {
-        "input_ids": pad(ids, batch_first=True),
-        "labels": pad(ids, batch_first=True, padding_value=-100),
-        "attention_mask": pad([torch.ones_like(one) for one in ids], batch_first=True),
-    }
+class Documents(torch.utils.data.Dataset):
+    def __init__(self, documents):
+        self.documents = documents
+
+    def __len__(self):
+        return len(self.documents)
+
+    def __getitem__(self, at):
+        ids = self.documents[at]
+        return {"input_ids": ids, "attention_mask": [1] * len(ids), "labels": ids}
 
 
 def main(folder, name):
-    examples = [{"input_ids": ids} for ids in json.loads(Path(folder, "documents.json").read_text(encoding="utf-8"))]
+    data = Documents(json.loads(Path(folder, "documents.json").read_text(encoding="utf-8")))
+    collator = DataCollatorForSeq2Seq(AutoTokenizer.from_pretrained(folder), padding=True)
     model = {"MyModel": MyModel}.get(name, LlamaForCausalLM).from_pretrained(folder)
     arguments = TrainingArguments(
         output_dir=str(Path(folder, "out")), per_device_train_batch_size=8, max_steps=3, logging_steps=1,
@@ -35,7 +38,7 @@ def main(folder, name):
         disable_tqdm=True, remove_unused_columns=False, use_liger_kernel=True,
         liger_kernel_config={"rope": False, "rms_norm": False, "swiglu": False},
     )  # fmt: skip
-    trainer = Trainer(model, arguments, train_dataset=examples, data_collator=pad)
+    trainer = Trainer(model, arguments, train_dataset=data, data_collator=collator)
     trainer.train()
     print(json.dumps([entry["loss"] for entry in trainer.state.log_history if "loss" in entry]))
 

@@ -37,6 +37,10 @@ class LayerNotPatchable(Fa2PatchError):
     """An attention layer offers no seam, so nothing was patched."""
 
 
+class BadArgument(Fa2PatchError, ValueError):
+    """An argument is none of the values that it can take."""
+
+
 class UnknownKernel(Fa2PatchError, LookupError):
     """No kernel has this name."""
 
@@ -85,6 +89,10 @@ class BadBatch(Fa2PatchError, ValueError):
 
 class CollatorError(Fa2PatchError, ValueError):
     """Examples that cannot be put into one row."""
+
+
+class NothingProven(UserWarning):
+    """A sharded model holds a module that is not known, and could not be seen to keep documents apart."""
 
 
 class NothingPacked(UserWarning):

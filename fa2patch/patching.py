@@ -6,8 +6,11 @@ import copy
 import functools
 import importlib
 import inspect
+import itertools
 import re
 import types
+import warnings
+import weakref
 from collections.abc import Iterator
 from dataclasses import dataclass
 from types import ModuleType
@@ -15,10 +18,18 @@ from typing import Any, Callable
 
 import torch
 
-from . import kernels
+from . import kernels, proving
+from ._compile import compiling, constant
 from .architectures import Architecture, is_registered, lookup, row_of
 from .binding import ABSENT, LOCK, bind, release, used_by
-from .errors import LayerNotPatchable, NotAModel, UnsupportedModel, UnsupportedTransformers
+from .errors import (
+    BadArgument,
+    LayerNotPatchable,
+    NotAModel,
+    NothingProven,
+    UnsupportedModel,
+    UnsupportedTransformers,
+)
 from .mixers.by_document import by_document
 from .seams import (
     embeddings,
@@ -160,9 +171,28 @@ class Patch:
         sites: list[Site],
         carrier: str = masks.MASK,
         sees_both_ways: bool = False,
+        prove: bool | str = "unknown",
+    ) -> None:
+        self.prove = prove
+        self.named: str | None = None
+        self._look_at(model, architecture, kernel, attention, sites, carrier, sees_both_ways)
+        self.picks = kernels.Picks(kernel)
+        self.rehooked: list[tuple[Any, str, Any]] = []
+        self.unpacked: int | None = 0
+        self.number = next(_numbers)
+        _by_number[self.number] = self
+
+    def _look_at(
+        self,
+        model: Any,
+        architecture: Architecture,
+        kernel: str,
+        attention: list[_Layer],
+        sites: list[Site],
+        carrier: str,
+        sees_both_ways: bool,
     ) -> None:
         self.model, self.architecture, self.kernel = model, architecture, kernel
-        self.picks = kernels.Picks(kernel)
         self.attention, self.sites, self.carrier = tuple(attention), tuple(sites), carrier
         *outer, decoder = layers.models(model)
         self.stops_ids = "position_ids" not in inspect.signature(decoder.forward).parameters
@@ -184,9 +214,66 @@ class Patch:
         )
         self.rotary = rotary.length_scaled(decoder.config)
         self.needs_cache = bool(getattr(decoder.config, "num_kv_shared_layers", 0))
-        self.rehooked: list[tuple[Any, str, Any]] = []
         self.vouched = False
-        self.unpacked: int | None = 0
+        self.structure = proving.structure(model)
+        self.unproven = self._has_to_be_proven()
+        self._examining = False
+
+    def _has_to_be_proven(self) -> bool:
+        return self.prove is True or (self.prove == "unknown" and bool(proving.unknown(self.model)))
+
+    def examine(self, module: Any, call: dict[str, Any], mask: Any) -> None:
+        """Before a packed batch is computed: layers that have come or gone are noticed, what is not known is proven.
+
+        Args:
+            module: the model that the batch came to.
+            call: its arguments.
+            mask: the batch's documents.
+
+        Raises:
+            PackingNotIsolated: documents see each other in a module that is not known.
+            LayerNotPatchable, UnsupportedModel: the model has other layers now, and they cannot be patched.
+        """
+        if compiling():
+            _examined(self.number)
+            return
+        if self._examining or getattr(module, "_is_replica", False) or not self.active:
+            return
+        structure = proving.structure(self.model)
+        if structure != self.structure:
+            self.renew()
+        if not self.unproven or sum(length > 0 for length in mask.boundaries.lengths) < 2:
+            return
+        if proving.is_sharded(self.model) and self.prove is not True:
+            self.unproven = False
+            warnings.warn(
+                f"{type(self.model).__name__} holds a module that fa2patch does not know, "
+                f"{proving.unknown(self.model)}, and is sharded, so that one rank cannot prove it by itself. Call "
+                "fa2patch.verify(model, batch=batch) on every rank, or fa2patch.apply(model, prove=False).",
+                NothingProven,
+                stacklevel=2,
+            )
+            return
+        self._examining = True
+        try:
+            proving.prove(module, call, mask)
+            self.unproven = False
+        finally:
+            self._examining = False
+
+    def renew(self) -> None:
+        """Look at a model again that has changed since ``apply``. What is new is bound, what covers ours is bound over.
+
+        Raises:
+            UnsupportedModel, LayerNotPatchable: what has come cannot be patched.
+        """
+        fresh = plan(self.model, self.kernel, self.named, self.prove)
+        with LOCK:
+            for site in fresh.sites:
+                site.bind(self)
+        for name in ("attention", "sites", "carrier", "roles", "structure", "unproven", "vouched", "mixes"):
+            setattr(self, name, getattr(fresh, name))
+        _mark(self)
 
     @property
     def active(self) -> bool:
@@ -247,33 +334,75 @@ class Patch:
     def __setstate__(self, state: dict[str, Any]) -> None:
         """A copy, or a model loaded in another process, is patched too: its bindings have one more user."""
         self.__dict__.update(state)
+        self.number = next(_numbers)
+        _by_number[self.number] = self
+        self.structure, self._examining = 0, False  # a copy has other modules, looked at when they are all there
         for site in self.sites:
             site.bind(self)
         peft_models.watch(self)
 
 
-def apply(model: Any, *, kernel: str = "auto", architecture: str | None = None) -> Patch:
+_numbers = itertools.count(1)
+_by_number: weakref.WeakValueDictionary[int, Patch] = weakref.WeakValueDictionary()
+
+
+@constant
+def _examined(number: int) -> bool:
+    """``Patch.examine`` while a graph is being captured, with an example in the place of the batch, whose values are
+    not there."""
+    patch = _by_number[number]
+    if not patch._examining:
+        if proving.structure(patch.model) != patch.structure:
+            patch.renew()
+        if patch.unproven:
+            patch._examining = True
+            try:
+                proving.prove_on_example(patch.model, patch)
+                patch.unproven = False
+            finally:
+                patch._examining = False
+    return True
+
+
+def _mark(patch: Patch) -> None:
+    """Put our marks and hooks on the models that a call goes through, and our forward over one of the object's own."""
+    for entered, role in zip(layers.models(patch.model), patch.roles):
+        entered.__dict__.update({entry.MARK: patch, entry.ROLE: role})
+        hooks.remove(entered)
+        hooks.register(entered)
+    if foreign.replaced_on(patch.model):
+        patch.rehooked.append((patch.model, "forward", patch.model.__dict__["forward"]))
+        patch.model.__dict__["forward"] = foreign.entered_first(patch.model, entry.entered)
+
+
+def apply(model: Any, *, kernel: str = "auto", architecture: str | None = None, prove: bool | str = "unknown") -> Patch:
     """Make a causal LM compute packed batches with every document on its own. In place, all or nothing.
 
     Args:
         model: a Transformers causal LM, or what PEFT, accelerate, DDP, FSDP, DeepSpeed, ``torch.compile`` made of one.
         kernel: ``"auto"`` or the name of a kernel (:data:`fa2patch.kernels.NAMES`).
         architecture: the registry row to use, where ``config.model_type`` does not name it.
+        prove: whether the first packed batch is also run with other tokens in every second document, to see that no
+            module lets documents see each other. ``"unknown"``: if the model holds a module that is neither torch's
+            nor Transformers' own (remote code, a subclass, something wrapped around a layer).
 
     Returns:
-        The model's :class:`Patch`; the same one if it is patched already.
+        The model's :class:`Patch`; the same one if it is patched already, which then takes in what has come since.
 
     Raises:
         UnsupportedTransformers, NotAModel, UnknownArchitecture, UnsupportedModel, LayerNotPatchable, UnknownKernel,
-        KernelUnavailable: nothing was changed.
+        KernelUnavailable, BadArgument: nothing was changed.
     """
     _check_transformers()
     kernels.check_name(kernel)
+    if not (isinstance(prove, bool) or prove == "unknown"):
+        raise BadArgument(f"prove={prove!r}: expected True, False or 'unknown'.")
     inner = transformers_model(model)
     current = status(inner)
     if current is not None:
+        current.renew()
         return current
-    patch = plan(inner, kernel, architecture)
+    patch = plan(inner, kernel, architecture, prove)
     _check_own_forwards(patch)
     originals = {module: type(module).forward for module in _with_replaced_forward(patch)}
     with LOCK:
@@ -284,9 +413,7 @@ def apply(model: Any, *, kernel: str = "auto", architecture: str | None = None) 
         except BaseException:
             release(patch)
             raise
-        for entered, role in zip(layers.models(inner), patch.roles):
-            entered.__dict__.update({entry.MARK: patch, entry.ROLE: role})
-            hooks.register(entered)
+        _mark(patch)
         for module in _with_replaced_forward(patch):
             for name in _held_under(module, originals.get(module)):
                 patch.rehooked.append((module, name, module.__dict__[name]))
@@ -378,7 +505,7 @@ def _check_transformers() -> None:
         )
 
 
-def plan(model: Any, kernel: str = "auto", architecture: str | None = None) -> Patch:
+def plan(model: Any, kernel: str = "auto", architecture: str | None = None, prove: bool | str = "unknown") -> Patch:
     """What ``apply`` would do to a Transformers model, not done: its :class:`Patch`, without effect.
 
     Raises:
@@ -449,7 +576,9 @@ def plan(model: Any, kernel: str = "auto", architecture: str | None = None) -> P
         )
     carrier = masks.MASK if attention else layers.carrier(decoder, mixing)
     both_ways = layers.see_both_ways(layer for layer in attention if layer.seam != "mixer")
-    return Patch(model, row, kernel, planned, list(dict.fromkeys(sites)), carrier, both_ways)
+    patch = Patch(model, row, kernel, planned, list(dict.fromkeys(sites)), carrier, both_ways, prove)
+    patch.named = architecture
+    return patch
 
 
 def _check_layers(decoder: Any, attention: list[layers.Attention], mixing: list[layers.Attention]) -> None:

@@ -170,6 +170,8 @@ def look(self: Any, patch: Any, call: dict[str, Any], made_inside: bool = False)
     if found is not None and has_pictures(call):  # 5.10 to 5.16 hand lengths on to the vision tower, which has its own
         for name in LENGTHS:
             call.pop(name, None)
+    if found is not None:
+        patch.examine(self, call, found)
     return found
 
 

@@ -8,8 +8,9 @@ is. ``model.forward(...)`` runs no hook. PEFT calls it so; then the base model r
 from __future__ import annotations
 
 import functools
+import inspect
 import sys
-from types import CodeType
+from types import CodeType, MethodType
 from typing import Any, Callable
 
 from .._compile import compiling, constant
@@ -30,16 +31,41 @@ def ours(forward: Callable[..., Any]) -> None:
 
 def on_top(module: Any) -> bool:
     """Whether ``module.forward`` is our function, and nobody's who may not call it."""
-    held = module.__dict__.get(HOOKED if "forward" in module.__dict__ else "")
-    if held is not None:
-        return getattr(held, "__code__", None) in _ours
-    return "forward" not in module.__dict__ and _class_has_ours(type(module))
+    own = module.__dict__.get("forward")
+    if own is None:
+        return _class_has_ours(type(module))
+    return getattr(module.__dict__.get(HOOKED, own), "__code__", None) in _ours
 
 
 @constant
 def _class_has_ours(cls: type) -> bool:
     forward: Any = getattr(cls, "forward")  # noqa: B009 (mypy does not know the attribute)
     return getattr(forward, "__code__", None) in _ours
+
+
+def replaced_on(model: Any) -> bool:
+    """Whether somebody has put a forward of their own on the object (accelerate's hooks call the class's, and ours)."""
+    own = model.__dict__.get("forward")
+    return own is not None and HOOKED not in model.__dict__ and getattr(own, "__code__", None) not in _ours
+
+
+def entered_first(model: Any, entered: Callable[[Callable[..., Any]], Callable[..., Any]]) -> Any:
+    """A forward for the object that is ours, and goes on in the one that was put there."""
+    own = model.__dict__["forward"]
+    bound_here = getattr(own, "__self__", None) is model
+    return MethodType(entered(own.__func__ if bound_here else _as_method(own)), model)
+
+
+def _as_method(function: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(function)
+    def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
+        return function(*args, **kwargs)
+
+    signature = inspect.signature(function)
+    first = inspect.Parameter("self", inspect.Parameter.POSITIONAL_ONLY)
+    named = [p.replace(kind=p.KEYWORD_ONLY) if p.name == "self" else p for p in signature.parameters.values()]
+    setattr(forward, "__signature__", signature.replace(parameters=[first, *named]))  # noqa: B010 (unknown to mypy)
+    return forward
 
 
 def calls_of(module: Any) -> Calls:

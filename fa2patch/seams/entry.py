@@ -115,9 +115,10 @@ def _around(self: Any, patch: Any, role: Role, calls: Calls, args: tuple[Any, ..
         if not role.pools:
             return _packed(calls, self, args, call, mask)
         call, ride = pooling.by_document(self, call, mask)
-        output = _packed(calls, self, args, call, mask)
-        luggage.require_delivered(ride, self)
-        return output
+        try:
+            return _packed(calls, self, args, call, mask)
+        finally:  # also where upstream fails on the few tokens that came without what rides on them
+            luggage.require_delivered(ride, self)
     piece = luggage.Piece(luggage.MASK, mask)
     call["position_ids"] = luggage.attach(call["position_ids"], piece)
     output = calls.make(self, args, call)
@@ -141,7 +142,8 @@ def _innermost(self: Any, patch: Any, role: Role, calls: Calls, args: tuple[Any,
         return calls.make(self, args, _rotated_by(self, calls, call))
     if is_for_queries(given) and (compiling() or around):  # made by a model around this one
         return calls.make(self, args, call)
-    alone = luggage.find(call.get("position_ids"), luggage.MASK) is None
+    looked_at = role.outermost or luggage.find(call.get("position_ids"), luggage.MASK) is not None
+    passed_by = None if looked_at else foreign.on_top_of_ours(patch.model)
     mask = look(self, patch, call, made_inside=any(ids is None and mask is given for ids, mask in around))
     if mask is None:
         call = _rotated_by(self, calls, call)
@@ -154,8 +156,8 @@ def _innermost(self: Any, patch: Any, role: Role, calls: Calls, args: tuple[Any,
             f"a model around this {type(self).__name__} made a mask for every query of a packed batch, and what it "
             "says beyond documents is not known. Please report the model; until then train it padded."
         )
-    if alone and not role.outermost:
-        foreign.refuse_bypassed(patch.model)
+    if passed_by is not None:
+        foreign.refuse_bypassed(patch.model, passed_by)
     return embeddings.pool_documents(self, _packed(calls, self, args, call, mask), mask)
 
 

@@ -79,14 +79,16 @@ def _calls(function: Callable[..., Any], bound: bool) -> Calls:
     return Calls(function, bound)
 
 
-def refuse_bypassed(model: Any) -> None:
+def on_top_of_ours(model: Any) -> Any:
+    """The foreign forward that ``model`` has, or None where it has ours."""
+    return None if on_top(model) else model.forward
+
+
+def refuse_bypassed(model: Any, forward: Any) -> None:
     """Raise :class:`PackingNotIsolated` where a foreign forward of the model around has handed a packed batch on.
 
     No hook has run for it, so its labels may cross documents. A base model that is called by itself has no labels.
     """
-    if on_top(model):
-        return
-    forward = model.forward
     function = getattr(forward, "__func__", forward)
     if not compiling() and not _has_labels(getattr(function, "__code__", None)):
         return

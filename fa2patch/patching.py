@@ -518,7 +518,6 @@ def plan(model: Any, kernel: str = "auto", architecture: str | None = None, prov
             "Train it padded."
         )
     *outer, decoder = layers.models(model)
-    refusals.check_model(model, [*outer, decoder])
     row = lookup(architecture) if architecture is not None else row_of(decoder.config)
     if embeddings.pools_rows(model, decoder):
         raise UnsupportedModel(
@@ -526,6 +525,7 @@ def plan(model: Any, kernel: str = "auto", architecture: str | None = None, prov
             f"{type(decoder.pooler).__name__}, and a packed row holds many documents. Train it padded, or without that "
             "head."
         )
+    refusals.check_model(model, [*outer, decoder])
     for refuse, of in ((row.refuse, decoder.config), (row_of(config).refuse, config)):
         reason = refuse(of) if refuse is not None else None
         if reason:

@@ -96,7 +96,9 @@ class Layer:
 def missing(flash: type, module: Any) -> str:
     """A method that a flash class's ``forward`` calls on its layer, which has none (4.54's and 4.55's ESM); or nothing.
 
-    A name that the code also holds as a string is one that it asks for first, with ``hasattr``.
+    A name that the code also holds as a string is one that it asks for first, with ``hasattr``; one that an
+    ``__init__`` knows is a module that some configs give to the layer (Phi's norms of queries and keys). Rotary modules
+    have moved out of the layers, and left calls behind in branches that nobody takes any more (DiffLlama's).
     """
     code = inspect.unwrap(inspect.getattr_static(flash, "forward")).__code__
     instructions = list(dis.get_instructions(code))
@@ -105,7 +107,9 @@ def missing(flash: type, module: Any) -> str:
         for load, then in zip(instructions, instructions[1:])
         if load.opname.startswith("LOAD_FAST") and load.argval == code.co_varnames[0] and _looks_up_a_method(then)
     )
-    known = (*code.co_consts, *dir(Layer))
+    inits = (inspect.unwrap(vars(cls)["__init__"]) for cls in flash.__mro__ if "__init__" in vars(cls))
+    set_up = (name for init in inits if inspect.isfunction(init) for name in init.__code__.co_names)
+    known = {*code.co_consts, *dir(Layer), *set_up, *rotary.NAMES}
     return next((name for name in called if name not in known and not hasattr(module, name)), "")
 
 

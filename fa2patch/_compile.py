@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Iterator
 from typing import Any, Callable, TypeVar
 
 import torch
@@ -27,6 +29,23 @@ def constant(function: F) -> F:
     return function
 
 
+_paused = False
+
+
+@contextlib.contextmanager
+def paused() -> Iterator[None]:
+    """While a function that is called, and not captured, during a capture runs models for itself.
+
+    ``torch.compiler.is_compiling`` says that there is a capture, which is not of what runs here.
+    """
+    global _paused
+    before, _paused = _paused, True
+    try:
+        yield
+    finally:
+        _paused = before
+
+
 def compiling() -> bool:
     """Whether this runs inside a graph being captured."""
-    return bool(torch.compiler.is_compiling()) if hasattr(torch.compiler, "is_compiling") else False
+    return not _paused and bool(torch.compiler.is_compiling()) if hasattr(torch.compiler, "is_compiling") else False

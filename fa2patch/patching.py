@@ -19,14 +19,16 @@ from typing import Any, Callable
 import torch
 
 from . import kernels, proving
-from ._compile import compiling, constant
+from ._compile import compiling, constant, paused
 from .architectures import Architecture, is_registered, lookup, row_of
 from .binding import ABSENT, LOCK, bind, release, used_by
 from .errors import (
     BadArgument,
+    Fa2PatchError,
     LayerNotPatchable,
     NotAModel,
     NothingProven,
+    PackingNotIsolated,
     UnsupportedModel,
     UnsupportedTransformers,
 )
@@ -235,7 +237,9 @@ class Patch:
             LayerNotPatchable, UnsupportedModel: the model has other layers now, and they cannot be patched.
         """
         if compiling():
-            _examined(self.number)
+            found = _examined(self.number)
+            if found:
+                raise PackingNotIsolated(found)
             return
         if self._examining or getattr(module, "_is_replica", False) or not self.active:
             return
@@ -254,6 +258,9 @@ class Patch:
                 stacklevel=2,
             )
             return
+        self._proven(module, call, mask)
+
+    def _proven(self, module: Any, call: dict[str, Any], mask: Any) -> None:
         self._examining = True
         try:
             proving.prove(module, call, mask)
@@ -347,21 +354,21 @@ _by_number: weakref.WeakValueDictionary[int, Patch] = weakref.WeakValueDictionar
 
 
 @constant
-def _examined(number: int) -> bool:
-    """``Patch.examine`` while a graph is being captured, with an example in the place of the batch, whose values are
-    not there."""
+def _examined(number: int) -> str:
+    """What ``Patch.examine`` finds wrong while a graph is captured, or nothing.
+
+    An example stands in the place of the batch, whose values are not there yet.
+    """
     patch = _by_number[number]
-    if not patch._examining:
-        if proving.structure(patch.model) != patch.structure:
-            patch.renew()
-        if patch.unproven:
-            patch._examining = True
-            try:
-                proving.prove_on_example(patch.model, patch)
-                patch.unproven = False
-            finally:
-                patch._examining = False
-    return True
+    with paused():
+        try:
+            if proving.structure(patch.model) != patch.structure:
+                patch.renew()
+            if patch.unproven:
+                patch._proven(patch.model, *proving.example_of(patch.model, patch))
+        except Fa2PatchError as error:
+            return str(error)
+    return ""
 
 
 def _mark(patch: Patch) -> None:

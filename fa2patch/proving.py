@@ -88,12 +88,10 @@ def prove(model: Any, call: dict[str, Any], mask: PackedMask) -> None:
                     raise PackingNotIsolated(run.finding(exchanged))
 
 
-def prove_on_example(model: Any, patch: Any) -> None:
-    """The same with a few tokens from the vocabulary, where the batch itself cannot be looked at."""
-    device = model.get_input_embeddings().weight.device
-    call = example(device, model)
-    mask = packed_mask(call, patch)
-    prove(model, call, mask)
+def example_of(model: Any, patch: Any) -> tuple[dict[str, Any], PackedMask]:
+    """A packed batch of a few tokens from the vocabulary, and its mask, where the batch itself cannot be looked at."""
+    call = example(model.get_input_embeddings().weight.device, model)
+    return call, packed_mask(call, patch)
 
 
 class _Run:

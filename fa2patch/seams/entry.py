@@ -102,12 +102,17 @@ def entered(original: Callable[..., Any]) -> Callable[..., Any]:
 
 def _around(self: Any, patch: Any, role: Role, calls: Calls, args: tuple[Any, ...], call: dict[str, Any]) -> Any:
     """The forward of a model that has the base model inside it."""
+    passed_by = None
     if role.outermost:
         refuse_split_rows(self, call)
+        looked_at = luggage.find(call.get("position_ids"), luggage.MASK) is not None
+        passed_by = None if looked_at else foreign.on_top_of_ours(self)
     handed = _handed_on(patch, call)
     mask = handed if handed is not None else look(self, patch, call)
     if mask is None:
         return _not_packed(self, patch, calls, args, call)
+    if passed_by is not None and not any(call.get(name) is not None for name in LABELS):
+        foreign.refuse_bypassed(self, passed_by)
     call = fitted_to_head(self, role, call, mask)
     if handed is not None:
         return calls.make(self, args, _in_its_place(patch, calls, call, handed))

@@ -184,19 +184,6 @@ class CausalLMThatPools(transformers.LlamaForCausalLM):
         return transformers.modeling_outputs.SequenceClassifierOutputWithPast(logits=self.lm_head(hidden[:, -1]))
 
 
-class Around(torch.nn.Module):
-    """No model of Transformers itself: a module that holds one, and a head."""
-
-    def __init__(self, model):
-        super().__init__()
-        self.model = model
-        torch.manual_seed(1)
-        self.head = torch.nn.Linear(model.config.hidden_size, 3)
-
-    def forward(self, **batch):
-        return self.head(self.model(**batch)[0][:, -1])
-
-
 POOLING = [RewardModel, PoolsItself, PoolsAMean, Scorer, CausalLMThatPools]
 
 
@@ -233,19 +220,6 @@ def test_a_reward_model_s_rows_compiled_too(compiled):
         return vectors(torch.compile(model, backend="eager") if compiled else model, told(DOCS, "position_ids"))
 
     right_or_refused(run, Result(by_document(llama(RewardModel, num_labels=1))))
-
-
-@pytest.mark.parametrize("way", BATCHES)
-def test_a_module_around_a_model_that_pools_each_row(way):
-    def made():
-        return Around(small(transformers.LlamaModel, config_of("llama")))
-
-    def run():
-        model = made()
-        fa2patch.apply(model)
-        return vectors(model, told(DOCS, way))
-
-    right_or_refused(run, Result(by_document(made())))
 
 
 # A span in each row

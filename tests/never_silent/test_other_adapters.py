@@ -52,7 +52,7 @@ def test_mixed_adapters_are_right(order):
 
 @pytest.mark.parametrize("order", ORDERS)
 def test_adaption_prompts_are_right_or_refused(order):
-    """They stand in the attention layers' place: right where ``apply`` sees them, an error where they come later."""
+    """They stand in the attention layers' place, which is noticed also where they come after ``apply``."""
     docs = documents(*LENGTHS)
     config = peft.AdaptionPromptConfig(adapter_len=3, adapter_layers=2, task_type="CAUSAL_LM")
     try:
@@ -61,10 +61,6 @@ def test_adaption_prompts_are_right_or_refused(order):
     except Exception as error:
         pytest.skip(f"PEFT {peft.__version__} cannot compute it here: {type(error).__name__}: {error}")
     model = adapted(config, order)
-    if order == "apply first":
-        with pytest.raises(errors.PackingNotIsolated, match="replaced after fa2patch.apply"):
-            model(**pack(docs))
-        return
     found = model(**pack(docs)).logits[0]
     assert_close(found, expected, "logits with adaption prompts")
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import functools
 import importlib
@@ -261,12 +262,18 @@ class Patch:
         self._proven(module, call, mask)
 
     def _proven(self, module: Any, call: dict[str, Any], mask: Any) -> None:
-        self._examining = True
-        try:
+        with self.unexamined():
             proving.prove(module, call, mask)
-            self.unproven = False
+        self.unproven = False
+
+    @contextlib.contextmanager
+    def unexamined(self) -> Iterator[None]:
+        """While somebody looks at the model with runs of their own: packed batches of these are not proven first."""
+        before, self._examining = self._examining, True
+        try:
+            yield
         finally:
-            self._examining = False
+            self._examining = before
 
     def renew(self) -> None:
         """Look at a model again that has changed since ``apply``. What is new is bound, what covers ours is bound over.
@@ -360,6 +367,8 @@ def _examined(number: int) -> str:
     An example stands in the place of the batch, whose values are not there yet.
     """
     patch = _by_number[number]
+    if patch._examining:
+        return ""
     with paused():
         try:
             if proving.structure(patch.model) != patch.structure:
@@ -375,7 +384,6 @@ def _mark(patch: Patch) -> None:
     """Put our marks and hooks on the models that a call goes through, and our forward over one of the object's own."""
     for entered, role in zip(layers.models(patch.model), patch.roles):
         entered.__dict__.update({entry.MARK: patch, entry.ROLE: role})
-        hooks.remove(entered)
         hooks.register(entered)
     if foreign.replaced_on(patch.model):
         patch.rehooked.append((patch.model, "forward", patch.model.__dict__["forward"]))

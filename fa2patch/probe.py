@@ -10,13 +10,15 @@ import torch
 
 from .errors import PackingNotIsolated
 
+_HOOKS = ("_forward_hooks", "_forward_hooks_with_kwargs")
+
 
 @contextlib.contextmanager
 def left_as_it_was(model: Any) -> Iterator[None]:
     """In eval mode with gradients enabled; whatever a run changes on the modules is put back, also after an error."""
     modules = [module for module in model.modules() if isinstance(module, torch.nn.Module)]
     attributes = [dict(vars(module)) for module in modules]
-    tables = [{name: dict(vars(module)[name]) for name in ("_buffers", "_forward_hooks")} for module in modules]
+    tables = [{name: dict(vars(module)[name]) for name in ("_buffers", *_HOOKS)} for module in modules]
     values = [(buffer, buffer.detach().clone()) for buffer in model.buffers() if buffer.device.type != "meta"]
     gradients = [(parameter, parameter.grad) for parameter in model.parameters()]
     devices = {p.device for p in model.parameters() if p.device.type == "cuda"}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import inspect
 import re
 from dataclasses import asdict, dataclass
@@ -131,7 +132,8 @@ def verify(
     given = example(device, inner) if batch is None else checked(batch, device)
     spans = spans_of(given)
     same_on_every_rank(inner, spans)
-    with left_as_it_was(model):
+    patch = status(inner)
+    with left_as_it_was(model), patch.unexamined() if patch is not None else contextlib.nullcontext():
         found = _Run(model, inner, given, spans, max_documents).verification()
     if strict and not found.ok:
         error = PackingNotIsolated(f"{type(inner).__name__}: {found}")

@@ -363,7 +363,11 @@ def found():
 
 def leaks():
     expected = alone(model, docs)
-    return bool((model(**pack(docs)).logits[0] - expected).abs().max() > 1e-3 * expected.abs().max())
+    try:
+        found = model(**pack(docs)).logits[0]
+    except fa2patch.errors.PackingNotIsolated:
+        return None  # who put back what they found there took ours off: that is an error, and leaks nothing
+    return bool((found - expected).abs().max() > 1e-3 * expected.abs().max())
 
 
 class Theirs:
@@ -428,3 +432,5 @@ def test_in_a_fresh_process_a_real_models_namespaces_are_as_found(on_llama, impo
     for step, leaks in steps:
         if step in ours:
             assert leaks is ours[step], step
+    if order == ("theirs", "ours", "undo theirs", "undo ours"):
+        assert dict(steps)["undo theirs"] is None

@@ -196,7 +196,7 @@ def test_positions_that_cannot_restart_are_refused():
         pytest.skip("no seam in this version")
     model = small(NoPlaceForIds, max_position_embeddings=32) if hasattr(NoPlaceForIds, "config_class") else None
     before = dict(vars(NoPlaceForIds))
-    with pytest.raises(errors.UnsupportedModel, match=r"takes no position_ids.*embeddings\.position_embeddings"):
+    with pytest.raises(errors.UnsupportedModel, match=r"reads no position_ids.*embeddings\.position_embeddings"):
         fa2patch.apply(model)
     assert dict(vars(NoPlaceForIds)) == before and fa2patch.status(model) is None
 

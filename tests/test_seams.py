@@ -330,7 +330,9 @@ def test_revert_leaves_every_namespace_as_found(seam, implementation, installed,
 @every_seam
 def test_what_is_installed_for_a_function_is_a_plain_function(seam, flash_attn):
     patch = fa2patch.apply(build(seam))
-    replaced = [used for used in binding.used_by(patch) if isinstance(used.original, types.FunctionType)]
+    peft = "peft.peft_model"  # bound too, where another test has imported it
+    used_by = [used for used in binding.used_by(patch) if getattr(used.owner, "__module__", "") != peft]
+    replaced = [used for used in used_by if isinstance(used.original, types.FunctionType)]
     assert len(replaced) == {"interface": 4, "function": 5, "method": 4}[seam]
     for used in replaced:
         assert type(vars(used.owner)[used.attribute]) is types.FunctionType, used.attribute
@@ -463,7 +465,7 @@ def test_no_base_model_put_back_by_hand_gives_wrong_numbers_for_a_mask_of_docume
 def test_a_layer_that_ignores_its_attention_function_is_noticed(seam, docs):
     fa2patch.apply(model := build(seam, "sdpa"))
     model.model.layers[1] = OtherAttention()
-    with pytest.raises(errors.PackingNotIsolated, match="of 2 attention layers only 1"):
+    with pytest.raises(errors.LayerNotPatchable, match=r"without one: layers\.1 \(OtherAttention\)"):
         model(**pack(docs))
 
 

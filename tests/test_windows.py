@@ -2,6 +2,7 @@
 
 import dataclasses
 import sys
+from dataclasses import replace
 
 import pytest
 import transformers
@@ -26,7 +27,8 @@ def test_a_window_one_token_wider_is_red(monkeypatch):
 
     def wider(self, module, q, k, v, options):
         window = options.window and options.window + 1
-        return attend(self, module, q, k, v, type(options)(**{**vars(options), "window": window}))
+        wide = replace(self, window=self.window and self.window + 1)
+        return attend(wide, module, q, k, v, replace(options, window=window))
 
     monkeypatch.setattr(packed_mask.PackedMask, "attend", wider)
     red("qwen2")

@@ -69,14 +69,9 @@ def _as_method(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def calls_of(module: Any) -> Calls:
-    """The arguments of the forward that ``module`` has now."""
+    """The arguments of the forward that ``module`` has now; not remembered, which would keep that forward alive."""
     forward = module.forward
-    return _calls(getattr(forward, "__func__", forward), hasattr(forward, "__func__"))
-
-
-@functools.lru_cache(maxsize=64)
-def _calls(function: Callable[..., Any], bound: bool) -> Calls:
-    return Calls(function, bound)
+    return Calls(getattr(forward, "__func__", forward), hasattr(forward, "__func__"))
 
 
 def on_top_of_ours(model: Any) -> Any:

@@ -14,7 +14,9 @@ from .entry import MARK, ROLE, batches_continuously, fitted_to_head, look
 
 
 def register(module: Any) -> None:
-    """Let a model that a call goes through be seen to before and after its forward, whoever's that is."""
+    """Let a model that a call goes through be seen to before and after its forward; a no-op where it is already."""
+    if before in module._forward_pre_hooks.values():
+        return
     module.register_forward_pre_hook(before, with_kwargs=True)
     module.register_forward_hook(after, with_kwargs=True)
 

@@ -28,8 +28,8 @@ def check_model(model: Any, entered: Sequence[Any]) -> None:
     found = row_heads.of_whole_rows(model)
     if found:
         raise UnsupportedModel(
-            f"{type(model).__name__} makes one result of a whole row ({found}), and a packed row holds many documents. "
-            "Nothing was patched. Train it padded."
+            f"{type(model).__name__} {found}, and a packed row holds many documents. Nothing was patched. "
+            "Train it padded."
         )
 
 

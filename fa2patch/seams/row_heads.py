@@ -28,14 +28,14 @@ def of_whole_rows(model: Any) -> str:
         parameters = inspect.signature(forward).parameters
         taken = [name for name in _ROW_ARGUMENTS if name in parameters]
         if taken:
-            return f"{cls.__name__}.forward takes {taken[0]}"
+            return f"takes {taken[0]}, which says one thing of each row"
         code = getattr(inspect.unwrap(forward), "__code__", None)
         if code is None:
             continue
         if _CHOICES in code.co_varnames:
-            return f"{cls.__name__}.forward scores one choice for each row"
+            return f"pools one vector per row, to score choices in {cls.__name__}.forward"
         if (_POOLS in code.co_varnames or _CLASSIFIES in code.co_names) and not pooling.pools_documents(model):
-            return f"{cls.__name__}.forward classifies each row, and not by its last token"
+            return f"pools one vector per row, in another way than by its last token ({cls.__name__}.forward)"
     return ""
 
 

@@ -5,7 +5,7 @@ import types
 import pytest
 import torch
 import transformers
-from small import (
+from small_models import (
     DOCS,
     Result,
     alone,

@@ -6,7 +6,7 @@ import inspect
 import pytest
 import torch
 import transformers
-from small import (
+from small_models import (
     DOCS,
     WAYS,
     Result,

@@ -3,7 +3,7 @@
 import pytest
 import torch
 import transformers
-from small import (
+from small_models import (
     DOCS,
     WAYS,
     Result,

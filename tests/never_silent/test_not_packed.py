@@ -4,7 +4,7 @@ import inspect
 
 import pytest
 import torch
-from small import (
+from small_models import (
     DOCS,
     Result,
     alone,

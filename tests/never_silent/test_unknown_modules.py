@@ -4,7 +4,7 @@ import copy
 
 import pytest
 import torch
-from small import DOCS, alone, assert_says_enough, called, labels_of, llama, right_or_refused, told
+from small_models import DOCS, alone, assert_says_enough, called, labels_of, llama, right_or_refused, told
 
 import fa2patch
 

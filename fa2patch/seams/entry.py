@@ -20,6 +20,7 @@ import torch
 
 from .._compile import compiling
 from ..errors import NothingPacked, PackingNotIsolated
+from ..trying import says_nothing
 from . import embeddings, foreign, heads, luggage, pooling
 from .axes import without_text_axis
 from .calls import LENGTHS, Calls, batch_shape
@@ -116,20 +117,30 @@ def _around(self: Any, patch: Any, role: Role, calls: Calls, args: tuple[Any, ..
     call = fitted_to_head(self, role, call, mask)
     if handed is not None:
         return calls.make(self, args, _in_its_place(patch, calls, call, handed))
+    if role.pools:
+        return _pooled(self, calls, args, call, mask)
     if carries_itself(self, patch, role, calls):
-        if not role.pools:
-            return _packed(calls, self, args, call, mask)
-        call, ride = pooling.by_document(self, call, mask)
-        try:
-            return _packed(calls, self, args, call, mask)
-        finally:  # also where upstream fails on the few tokens that came without what rides on them
-            luggage.require_delivered(ride, self)
-    piece = luggage.Piece(luggage.MASK, mask)
-    call["position_ids"] = luggage.attach(call["position_ids"], piece)
-    output = calls.make(self, args, call)
-    luggage.require_delivered(piece, self)
+        output = _packed(calls, self, args, call, mask)
+    else:
+        piece = luggage.Piece(luggage.MASK, mask)
+        call["position_ids"] = luggage.attach(call["position_ids"], piece)
+        output = calls.make(self, args, call)
+        luggage.require_delivered(piece, self)
     if role.outermost:
         heads.refuse_outputs_of_rows(self, output, call, mask)
+    return output
+
+
+def _pooled(self: Any, calls: Calls, args: tuple[Any, ...], call: dict[str, Any], mask: PackedMask) -> Any:
+    """The output of a head that pools the last token of each row, which is done for each document."""
+    call, ride = pooling.by_document(self, call, mask)
+    try:
+        output = _packed(calls, self, args, call, mask)
+    except Exception as error:  # upstream's own, on the few tokens that came without what rides on them
+        if not says_nothing(error):
+            luggage.require_delivered(ride, self)
+        raise
+    luggage.require_delivered(ride, self)
     return output
 
 
@@ -200,12 +211,7 @@ def carries_itself(self: Any, patch: Any, role: Role, calls: Calls) -> bool:
     # the **kwargs of Falcon's and Phi's token classifiers hand position_ids to nobody
     swallows = "position_ids" not in calls.names and not role.predicts_the_next
     return bool(
-        not role.outermost
-        or patch.makes_masks
-        or patch.stops_ids
-        or role.pools
-        or swallows
-        or not calls.takes("position_ids")
+        not role.outermost or patch.makes_masks or patch.stops_ids or swallows or not calls.takes("position_ids")
     )
 
 

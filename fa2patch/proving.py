@@ -19,7 +19,6 @@ from . import locate
 from .batches import example
 from .errors import PackingNotIsolated
 from .probe import left_as_it_was
-from .seams.labels import LABELS
 from .seams.layers import models
 from .seams.packed_batch import packed_mask
 from .seams.packed_mask import PackedMask
@@ -72,10 +71,10 @@ def prove(model: Any, call: dict[str, Any], mask: PackedMask) -> None:
 
     Args:
         model: the one that the batch came to; it is left as it was.
-        call: its arguments.
+        call: its arguments, labels too: a forward of somebody's own may ask for them.
         mask: the batch's documents.
     """
-    run = _Run(model, {name: value for name, value in call.items() if name not in LABELS}, mask)
+    run = _Run(model, call, mask)
     with left_as_it_was(model), torch.no_grad():
         before = run.outputs(None)
         for parity in (0, 1):

@@ -34,15 +34,19 @@ _EXPERTS = re.compile(r"expert|moe|router", re.IGNORECASE)
 
 
 def structure(model: Any) -> int:
-    """A number that changes when a module comes or goes, is of another class, or has its forward replaced."""
-    seen: list[int] = []
-    ahead = [model]
-    while ahead:
-        module = ahead.pop()
+    """A number that changes when a module comes or goes, is of another class, or has its forward replaced.
+
+    Every packed batch asks for it, so little is done for a module that is as it was.
+    """
+    seen = [model]
+    replaced = []
+    for module in seen:  # which grows
         held = module.__dict__
-        seen += (id(module), id(type(module)), id(held.get("forward")))
-        ahead.extend(child for child in held["_modules"].values() if child is not None)
-    return hash(tuple(seen))
+        if "forward" in held:
+            replaced.append((id(module), id(held["forward"])))
+        if held["_modules"]:
+            seen.extend(child for child in held["_modules"].values() if child is not None)
+    return hash((tuple(map(id, seen)), tuple(map(id, map(type, seen))), tuple(replaced)))
 
 
 def unknown(model: Any) -> str:

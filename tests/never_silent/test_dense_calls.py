@@ -7,7 +7,7 @@ import inspect
 import pytest
 import torch
 import transformers
-from small import DOCS, labels_of, llama, told
+from small_models import DOCS, labels_of, llama, told
 from unpatched import PRESENT, ones_and_zeros, require_as_unpatched, tokens
 
 import fa2patch

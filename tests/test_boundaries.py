@@ -783,6 +783,34 @@ def test_one_document_with_a_picture_is_not_packed():
     assert recognise((1, ids.shape[-1]), ids.device, position_ids=ids) is None
 
 
+@pytest.mark.parametrize("keys", [(0, 2, 6), (0, 4, 6)], ids=["earlier", "later"])
+def test_keys_that_start_earlier_or_later_conflict(keys):
+    with pytest.raises(BoundaryConflict, match="cu_seq_lens_q and cu_seq_lens_k differ"):
+        from_cu_seqlens(ints(0, 3, 6), 4, (1, 6), cu_seqlens_k=ints(*keys))
+
+
+@pytest.mark.parametrize("ends", [(0, 3, 2, 6), (0, 5, 1, 6), (1, 3, 6), (0, 3, 5)])
+def test_in_a_graph_ends_that_fall_or_do_not_fit_fail_the_assertion(monkeypatch, ends):
+    failed = []
+    monkeypatch.setattr(MODULE, "compiling", lambda: True)
+    monkeypatch.setattr(MODULE, "_assert_async", lambda held, message: failed.append(message) if not held else None)
+    from_cu_seqlens(ints(0, 3, 6), 3, (1, 6))
+    assert failed == []
+    from_cu_seqlens(ints(*ends), 6, (1, 6))
+    assert any("must rise from 0" in message for message in failed)
+
+
+@pytest.mark.parametrize("ids", [[0, 1, 2, 3, 4], [0, 1, 0, 0, 2]], ids=["counted", "not counted"])
+def test_ids_that_go_on_behind_padding_are_no_jump_in_training(ids):
+    assert recognised([ids], [[1, 1, 0, 0, 1]], training=True) is None
+
+
+def test_padding_is_cut_off_the_documents_that_it_ends():
+    stated = from_cu_seqlens(ints(0, 5, 8, 10), 5, (1, 10))
+    apart = stated.padding_apart(torch.tensor([[1, 1, 1, 0, 0, 1, 1, 1, 0, 0]]))
+    assert apart.lengths == (3, 2, 3, 0, 0, 2) and apart.max_seqlen == 5
+
+
 def test_chunks_are_documents_cut_up():
     found = from_cu_seqlens(torch.tensor([0, 5, 16, 17]), 11, (1, 17)).chunked(4)
     assert found.lengths == (4, 1, 4, 4, 3, 1) and found.max_seqlen == 4

@@ -6,8 +6,11 @@ import inspect
 
 import pytest
 import torch
+import transformers
+from small_models import DOCS, labels_of, llama, told
 from unpatched import PRESENT, ones_and_zeros, require_as_unpatched, tokens
 
+import fa2patch
 from compat_matrix import tiny_models
 
 WITHOUT_ATTENTION = [name for name in tiny_models.WITHOUT_ATTENTION if tiny_models.is_present(name)]
@@ -83,3 +86,39 @@ def test_a_mixer_goes_on_from_its_state_as_unpatched(architecture, case, of, wit
         return {"logits": model(ids[:, cached:], use_cache=True, **{state: first[state]}, **new)[0]}
 
     require_as_unpatched(architecture, call)
+
+
+class Recording(transformers.LlamaForCausalLM):
+    """It notes what comes in ``**kwargs``."""
+
+    def forward(self, input_ids=None, attention_mask=None, position_ids=None, labels=None, **kwargs):
+        self.given = kwargs
+        return super().forward(input_ids, attention_mask=attention_mask, position_ids=position_ids, labels=labels)
+
+
+class WithoutMore(transformers.LlamaForCausalLM):
+    """It takes what it names, and nothing else."""
+
+    def forward(self, input_ids=None, attention_mask=None, position_ids=None, labels=None):
+        return super().forward(input_ids, attention_mask=attention_mask, position_ids=position_ids, labels=labels)
+
+
+def test_lengths_go_on_to_a_forward_that_takes_them():
+    model = llama(Recording)
+    fa2patch.apply(model)
+    model(**told(DOCS, "all lengths"))
+    assert {"cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k"} <= set(model.given)
+
+
+@pytest.mark.parametrize("packed", [True, False], ids=["packed", "dense"])
+def test_an_argument_that_a_forward_does_not_take_is_an_error_as_without_the_patch(packed):
+    """A misspelt one must not be dropped in silence; the collator's lengths are, by a forward that knows none."""
+    model, reference = llama(WithoutMore), llama(WithoutMore)
+    batch = told(DOCS, "all lengths") if packed else {"input_ids": DOCS[2][None]}
+    fa2patch.apply(model)
+    model(**batch)
+    for one in (model, reference):
+        with pytest.raises(TypeError, match="lables"):
+            one(**{"input_ids": batch["input_ids"]}, lables=labels_of(DOCS))
+    with pytest.raises(TypeError, match="lables"):
+        model(**batch, lables=labels_of(DOCS))

@@ -256,3 +256,55 @@ def test_question_answering(name, derived, asked, way):
     if asked:  # both are in the row's first document
         expected = Result(expected.logits, *loss_alone(model))
     right_or_refused(run, expected)
+
+
+@pytest.mark.parametrize("copies", [1, 2], ids=["one for each document", "two for each document"])
+def test_an_argument_with_a_value_for_each_document_goes_on_to_the_head(copies):
+    """Of a row's documents it says everything, so it is no reason for an error."""
+    kinds = torch.arange(len(DOCS) * copies).view(len(DOCS), copies).squeeze(-1)
+
+    class Kinds(transformers.LlamaForCausalLM):
+        def forward(self, input_ids=None, attention_mask=None, position_ids=None, labels=None, kinds=None, **kwargs):
+            self.given = kinds
+            return own_forward(self, input_ids, attention_mask, position_ids, labels, **kwargs)
+
+    model = llama(Kinds)
+    fa2patch.apply(model)
+    found = called(model, model, told(DOCS, "position_ids", labels=labels_of(DOCS), kinds=kinds))
+    assert model.given is kinds
+    assert_right(found, alone(llama(Kinds)))
+
+
+@pytest.mark.parametrize("documents", [0, len(DOCS) - 1, len(DOCS) + 1])
+@pytest.mark.parametrize("shape", [(), (3,)], ids=["a class", "a number for each class"])
+def test_labels_for_another_number_of_documents_are_refused(shape, documents):
+    model = llama(transformers.LlamaForSequenceClassification, num_labels=3)
+    fa2patch.apply(model)
+    labels = torch.zeros(documents, *shape, dtype=torch.float32 if shape else torch.int64)
+    with pytest.raises(fa2patch.Fa2PatchError, match=rf"labels: expected one for each .* {len(DOCS)} documents"):
+        model(**told(DOCS, "position_ids", labels=labels))
+
+
+# The arguments of a forward that stands on the object
+
+
+@pytest.mark.parametrize("way", BATCHES)
+@pytest.mark.parametrize("order", ["before apply", "after apply"])
+def test_a_closure_s_arguments_without_names_are_known_by_their_places(order, way):
+    """They come to the forward that was put there as they would without fa2patch."""
+    model, expected = llama(), alone(llama())
+
+    def replace():
+        def forward(input_ids, attention_mask=None, position_ids=None, labels=None, **kwargs):
+            return own_forward(model, input_ids, attention_mask, position_ids, labels, **kwargs)
+
+        model.forward = forward
+
+    batch = told(DOCS, way, labels=labels_of(DOCS))
+    places = [batch.pop(name, None) for name in ("input_ids", "attention_mask", "position_ids", "labels")]
+    if order == "after apply":
+        fa2patch.apply(model)
+    replace()
+    if order == "before apply":
+        fa2patch.apply(model)
+    assert_right(called(lambda **named: model(*places, **named), model, batch), expected)

@@ -169,6 +169,23 @@ def test_one_vector_for_each_document(name, way):
     right_or_refused(run, Result(expected))
 
 
+@pytest.mark.parametrize(
+    ("cls", "tensor", "other"),
+    [
+        (transformers.LlamaForCausalLM, "position_ids", "input ids"),
+        (transformers.LlamaForSequenceClassification, "input ids", "position_ids"),
+    ],
+)
+def test_the_tensor_that_lost_its_documents_is_named(cls, tensor, other):
+    model = llama(cls, num_labels=3)
+    fa2patch.apply(model)
+    copies_its_inputs(base_of(model))
+    running = {"position_ids": torch.arange(sum(map(len, DOCS)))[None]}
+    with pytest.raises(fa2patch.Fa2PatchError, match=f"with the {tensor}, but they did not arrive") as caught:
+        model(**{**told(DOCS, "seq_idx"), **running})
+    assert other not in str(caught.value)
+
+
 # Pictures
 
 

@@ -21,6 +21,7 @@ from small_models import (
 
 import fa2patch
 from compat_matrix.points import assert_close, documents
+from fa2patch.seams import packed_batch
 
 # A mask that says outright who sees whom
 
@@ -182,3 +183,23 @@ def test_masked_padding_in_the_last_document_is_not_attended_to(family, way):
     if right_or_refused(lambda: run([5, 6]), Result(expected)) == "right":
         assert torch.equal(run([5, 6]).logits, run([70, 80]).logits), "other padding moved a token"
         assert_close(run([70, 80]).logits, expected, "logits")
+
+
+# While a graph is captured
+
+
+def test_two_tokens_may_be_two_documents_and_one_token_is_none(monkeypatch):
+    """A graph may be captured around ``generate``'s single tokens; two tokens would be replayed as these two were."""
+
+    def refuse(device):
+        raise fa2patch.errors.PackingNotIsolated("a graph is being captured")
+
+    model, reference = llama(), llama()
+    fa2patch.apply(model)
+    monkeypatch.setattr(packed_batch, "_refuse_capture", refuse)
+    one = {"input_ids": DOCS[1][None], "position_ids": torch.tensor([[0]])}
+    assert torch.equal(model(**one).logits, reference(**one).logits)
+    with pytest.raises(fa2patch.errors.PackingNotIsolated, match="captured"):
+        model(input_ids=DOCS[0][None, :2], position_ids=torch.tensor([[0, 0]]))
+    with pytest.raises(fa2patch.errors.PackingNotIsolated, match="captured"):
+        model(input_ids=DOCS[1][None], cu_seq_lens_q=torch.tensor([0, 1]), max_length_q=1)

@@ -57,6 +57,32 @@ class WithAttention(torch.nn.Module):
             return getattr(super().__getattr__("inner"), name)
 
 
+class ShowsTheSecond(torch.nn.Module):
+    """An MLP that shows every token what the second document holds, and the second document nothing but itself."""
+
+    def __init__(self, inner):
+        super().__init__()
+        self.inner = inner
+
+    def forward(self, hidden):
+        second = len(DOCS[0])
+        return self.inner(hidden + 8 * hidden[:, second : second + 1])
+
+
+class Unsteady(torch.nn.Module):
+    """Experts whose output for one token is a little other in the second call, and half as much other in the third."""
+
+    def __init__(self, inner):
+        super().__init__()
+        self.experts, self.calls = inner, [0.0, 1e-3, 5e-4]
+
+    def forward(self, hidden):
+        output = self.experts(hidden)
+        more = torch.zeros_like(output)
+        more[:, len(DOCS[0])] = self.calls.pop(0) if self.calls else 0.0
+        return output * (1 + more)
+
+
 def wrapped_mlp(model, kind=Cumulative):
     model.model.layers[1].mlp = kind(model.model.layers[1].mlp)
     return "layers.1.mlp"
@@ -109,6 +135,33 @@ def test_asked_not_to_look_it_does_not(mix):
     fa2patch.apply(model, prove=False)
     assert torch.isfinite(model(**told(DOCS, "position_ids", labels=labels_of(DOCS))).loss)
     assert not fa2patch.verify(model, strict=False).ok
+
+
+@pytest.mark.parametrize("docs", [DOCS, DOCS[:2]], ids=["into other documents", "only into the one before"])
+def test_a_module_that_shows_only_one_document_to_others_is_named(docs):
+    model = llama()
+    name = wrapped_mlp(model, ShowsTheSecond)
+    fa2patch.apply(model)
+    with pytest.raises(fa2patch.Fa2PatchError, match=name.replace(".", r"\.")):
+        model(**told(docs, "position_ids"))
+
+
+def test_what_a_kernel_does_not_compute_twice_alike_is_no_leak():
+    """The second run differs twice as far from the first as the third does: by noise, and by nothing else."""
+    model = llama()
+    wrapped_mlp(model, Unsteady)
+    fa2patch.apply(model)
+    assert torch.isfinite(model(**told(DOCS, "position_ids")).logits).all()
+
+
+@pytest.mark.parametrize("mix", MIXING)
+def test_a_head_that_returns_zeros_hides_no_leak(mix):
+    model = llama()
+    name = mix(model)
+    torch.nn.init.zeros_(model.lm_head.weight)
+    with pytest.raises(fa2patch.Fa2PatchError, match=name.replace(".", r"\.")):
+        fa2patch.apply(model)
+        model(**told(DOCS, "position_ids"))
 
 
 @pytest.mark.parametrize("prove", [True, "unknown"])

@@ -162,6 +162,9 @@ class Patch:
         mixes: whether a layer carries state along the row outside attention.
         sees_both_ways: whether tokens see those behind them too.
         roles: what the models are that a call goes through, the outermost first.
+        prove: whether the first packed batch is proven, as ``apply`` was told.
+        unproven: whether a packed batch has still to be.
+        structure: what :func:`proving.structure` said of the model when it was last looked at.
         needs_cache: whether later layers read earlier ones' keys and values from a cache (Gemma 3n).
     """
 
@@ -178,23 +181,11 @@ class Patch:
     ) -> None:
         self.prove = prove
         self.named: str | None = None
-        self._look_at(model, architecture, kernel, attention, sites, carrier, sees_both_ways)
         self.picks = kernels.Picks(kernel)
         self.rehooked: list[tuple[Any, str, Any]] = []
         self.unpacked: int | None = 0
         self.number = next(_numbers)
         _by_number[self.number] = self
-
-    def _look_at(
-        self,
-        model: Any,
-        architecture: Architecture,
-        kernel: str,
-        attention: list[_Layer],
-        sites: list[Site],
-        carrier: str,
-        sees_both_ways: bool,
-    ) -> None:
         self.model, self.architecture, self.kernel = model, architecture, kernel
         self.attention, self.sites, self.carrier = tuple(attention), tuple(sites), carrier
         *outer, decoder = layers.models(model)

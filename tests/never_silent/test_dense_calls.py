@@ -33,7 +33,7 @@ def ids_of(mask):
 
 def given_ids(model, position_ids):
     """OPT up to 4.45 takes no ids, and Mamba hands them to nobody."""
-    parameters = inspect.signature(type(model).forward).parameters
+    parameters = inspect.signature(inspect.unwrap(type(model).forward)).parameters  # patched, OPT's takes them
     return {"position_ids": position_ids} if "position_ids" in parameters else {}
 
 

@@ -139,12 +139,17 @@ def spans_of(batch: dict[str, Any]) -> list[Span]:
     return spans
 
 
+def is_sharded(inner: Any) -> bool:
+    """Whether the ranks of a group compute a forward together, so that one of them cannot run one for itself."""
+    if not (torch.distributed.is_available() and torch.distributed.is_initialized()):
+        return False
+    sharded = any(hasattr(p, "ds_id") or hasattr(p, "_local_tensor") for p in inner.parameters())
+    return sharded or any(type(module).__name__ == "FullyShardedDataParallel" for module in inner.modules())
+
+
 def same_on_every_rank(inner: Any, spans: list[Span]) -> None:
     """A sharded model's ranks compute together: another number of documents on one would wait for ever."""
-    if not (torch.distributed.is_available() and torch.distributed.is_initialized()):
-        return
-    sharded = any(hasattr(p, "ds_id") or hasattr(p, "_local_tensor") for p in inner.parameters())
-    if not sharded and not any(type(module).__name__ == "FullyShardedDataParallel" for module in inner.modules()):
+    if not is_sharded(inner):
         return
     counts: list[Any] = [None] * torch.distributed.get_world_size()
     torch.distributed.all_gather_object(counts, len(spans))

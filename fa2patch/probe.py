@@ -3,12 +3,18 @@
 from __future__ import annotations
 
 import contextlib
+import re
 from collections.abc import Iterator
 from typing import Any
 
 import torch
 
 from .errors import PackingNotIsolated
+
+ROUNDING = {torch.float64: 1e-12, torch.float32: 1e-5}
+"""What another number of tokens in a grouped expert matmul may change, of the largest value; 1e-2 in half precision."""
+
+_EXPERTS = re.compile(r"expert|moe|router", re.IGNORECASE)
 
 _HOOKS = ("_forward_hooks", "_forward_hooks_with_kwargs")
 
@@ -45,6 +51,11 @@ def left_as_it_was(model: Any) -> Iterator[None]:
                 vars(module).update(before)
             for parameter, gradient in gradients:
                 parameter.grad = gradient
+
+
+def is_mixture(model: Any) -> bool:
+    """Whether a model has experts, by its modules' names."""
+    return any(_EXPERTS.search(name) for name, _ in model.named_modules())
 
 
 def outputs(model: Any, call: dict[str, Any]) -> torch.Tensor:

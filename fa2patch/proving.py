@@ -9,28 +9,23 @@ three forwards without gradients, once.
 from __future__ import annotations
 
 import contextlib
-import re
 from collections.abc import Iterator
 from typing import Any
 
 import torch
 
 from . import locate
-from .batches import example
+from .batches import example, is_sharded
 from .errors import PackingNotIsolated
-from .probe import left_as_it_was
+from .probe import ROUNDING, is_mixture, left_as_it_was
 from .seams.layers import models
 from .seams.packed_batch import packed_mask
 from .seams.packed_mask import PackedMask
 
+__all__ = ["example_of", "is_sharded", "prove", "structure", "unknown"]
+
 KNOWN = ("torch", "transformers", "fa2patch")
 """Packages whose modules are known: what they do with a row, ``apply`` has looked at."""
-
-ROUNDING = {torch.float64: 1e-12, torch.float32: 1e-5}
-"""What other tokens in a batch may change by rounding, of the largest value; 1e-2 in half precision. In a mixture of
-experts, or where activations are quantized, a matmul is another one then. Elsewhere nothing may change."""
-
-_EXPERTS = re.compile(r"expert|moe|router", re.IGNORECASE)
 
 
 def structure(model: Any) -> int:
@@ -58,15 +53,6 @@ def unknown(model: Any) -> str:
             if made is not None and home.partition(".")[0] not in KNOWN:
                 return f"{name or 'the model itself'} ({home}.{getattr(made, '__qualname__', type(made).__name__)})"
     return ""
-
-
-def is_sharded(model: Any) -> bool:
-    """Whether the ranks of a group compute a forward together, so that one of them cannot run one for itself."""
-    if not (torch.distributed.is_available() and torch.distributed.is_initialized()):
-        return False
-    return any(hasattr(p, "ds_id") or hasattr(p, "_local_tensor") for p in model.parameters()) or any(
-        type(module).__name__ == "FullyShardedDataParallel" for module in model.modules()
-    )
 
 
 @torch.no_grad()
@@ -107,7 +93,7 @@ class _Run:
         numbers = torch.arange(int((lengths > 0).sum()))
         self.lengths = lengths[lengths > 0]
         self.number = numbers.repeat_interleave(self.lengths).view(mask.shape).to(mask.device)
-        rounds = any(_EXPERTS.search(name) for name, _ in model.named_modules()) or hasattr(model, "hf_quantizer")
+        rounds = is_mixture(model) or hasattr(model, "hf_quantizer")
         dtype = next((p.dtype for p in model.parameters() if p.is_floating_point()), torch.float32)
         self.bound = ROUNDING.get(dtype, 1e-2) if rounds else 0.0
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import inspect
-import re
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -14,16 +13,11 @@ from . import locate
 from .batches import LENGTHS, PER_TOKEN, Span, checked, example, same_on_every_rank, spans_of, text_tokens
 from .errors import BadBatch, Fa2PatchError, NotAModel, PackingNotIsolated
 from .patching import status, transformers_model
-from .probe import left_as_it_was, outputs, outputs_and_embeddings
+from .probe import ROUNDING, is_mixture, left_as_it_was, outputs, outputs_and_embeddings
 from .trying import says_nothing
 
 NEAR = {torch.float64: 1e-9, torch.float32: 1e-4}
 """How near packed must be to alone, of the largest value; 5e-2 in half precision."""
-
-ROUNDING = {torch.float64: 1e-12, torch.float32: 1e-5}
-"""What another number of tokens in a grouped expert matmul may change, of the largest value; 1e-2 in half precision."""
-
-_EXPERTS = re.compile(r"expert|moe|router", re.IGNORECASE)
 
 
 @dataclass(frozen=True)
@@ -215,7 +209,7 @@ class _Run:
         return Verification(not reason, documents, leak, cls, reason, bound, near, status(self.inner) is not None)
 
     def _bounds(self, dtype: torch.dtype) -> tuple[float, float]:
-        mixture = any(_EXPERTS.search(name) for name, _ in self.inner.named_modules())
+        mixture = is_mixture(self.inner)
         return ROUNDING.get(dtype, 1e-2) if mixture else 0.0, NEAR.get(dtype, 5e-2)
 
     def _exchanged_ids(self, at: int) -> torch.Tensor:

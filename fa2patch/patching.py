@@ -189,7 +189,8 @@ class Patch:
         self.model, self.architecture, self.kernel = model, architecture, kernel
         self.attention, self.sites, self.carrier = tuple(attention), tuple(sites), carrier
         *outer, decoder = layers.models(model)
-        self.stops_ids = "position_ids" not in inspect.signature(decoder.forward).parameters
+        upstream = inspect.unwrap(decoder.forward)  # ours takes position_ids, whatever it stands for
+        self.stops_ids = "position_ids" not in inspect.signature(upstream).parameters
         self.makes_masks = bool(outer) and any(
             site.kind == "mask" and isinstance(site.owner, type) and isinstance(model, site.owner) for site in sites
         )

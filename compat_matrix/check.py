@@ -136,7 +136,7 @@ def _cell(architecture: str, implementations: tuple[str, ...], points: list[str]
 
 def _interface(loaded: dict[str, Any]) -> bool:
     """Whether eager is the same code but for the function that is looked up."""
-    from fa2patch.seams import layers
+    from fa2patch.upstream import layers
 
     model = next(iter(loaded.values()))[1]
     return all(layer.seam == "interface" for layer in layers.attention_layers(layers.models(model)[-1]))

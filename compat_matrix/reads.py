@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from fa2patch.seams import packed_batch
+from fa2patch.upstream import packed_batch
 
 READS = ("_local_scalar_dense", "nonzero", "masked_select", "is_nonzero", "equal")
 PACKAGE = "fa2patch"

@@ -14,8 +14,8 @@ from typing import Any
 
 import torch
 
-from fa2patch.kernels.reference import _attend
-from fa2patch.options import Options
+from fa2patch.kernels.formula import attend
+from fa2patch.kernels.options import Options
 
 _QUESTIONS = (
     "is_flash_attn_available",
@@ -53,7 +53,7 @@ def flash_attn_varlen_func(
             alibi_slopes=alibi_slopes,
         )
         groups = q.shape[1] // k.shape[1]
-        pieces.append(_attend(padded, k[c:d], v[c:d], options, groups).transpose(0, 1)[missing:])
+        pieces.append(attend(padded, k[c:d], v[c:d], options, groups).transpose(0, 1)[missing:])
     return torch.cat(pieces)
 
 

@@ -1,14 +1,14 @@
 """Padding-free training for Hugging Face causal LMs: ``fa2patch.apply(model)``."""
 
 from . import packing
-from .architectures import Architecture, architectures, register
-from .boundaries import Boundaries, boundaries
-from .collators import DataCollatorWithFlattening
-from .completion_only import DataCollatorForCompletionOnlyLM
+from .data.collators import DataCollatorWithFlattening
+from .data.completion_only import DataCollatorForCompletionOnlyLM
+from .data.multimodal import DataCollatorForMultimodalFlattening
+from .documents.boundaries import Boundaries, boundaries
 from .errors import Fa2PatchError
-from .multimodal import DataCollatorForMultimodalFlattening
-from .patching import Patch, apply, revert, status
-from .verify import Verification, verify
+from .patch.applying import Patch, apply, revert, status
+from .patch.architectures import Architecture, architectures, register
+from .proof.verify import Verification, verify
 
 __version__ = "0.1.0"
 

@@ -1,5 +1,5 @@
 """``python -m fa2patch``."""
 
-from .cli import main
+from .cli.commands import main
 
 main(prog_name="fa2patch")

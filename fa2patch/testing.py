@@ -10,7 +10,7 @@ from typing import Any, Callable
 
 import pytest
 
-from .verify import Verification, verify
+from .proof.verify import Verification, verify
 
 
 @pytest.fixture(name="assert_isolated")

@@ -14,7 +14,7 @@ import tokenizers
 import transformers
 import trl
 
-from fa2patch.completion_only import DataCollatorForCompletionOnlyLM
+from fa2patch.data.completion_only import DataCollatorForCompletionOnlyLM
 
 HUMAN, RESPONSE = [5, 6, 7], [5, 6, 8]
 

@@ -4,7 +4,7 @@ import itertools
 
 import torch
 
-from fa2patch.boundaries import Boundaries
+from fa2patch.documents.boundaries import Boundaries
 
 LENGTHS = (1, 5, 3, 8)
 HEADS, DIM = 4, 8

@@ -6,7 +6,7 @@ import torch
 import torch.distributed as dist
 
 import fa2patch
-from fa2patch.doctor import tiny_llama
+from fa2patch.proof.doctor import tiny_llama
 
 
 def rows(documents):

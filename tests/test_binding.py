@@ -16,7 +16,9 @@ from fake_models import modeling_function, modeling_interface, modeling_method
 
 from fa2patch import binding
 from fa2patch.binding import ABSENT, bind, release, used_by
-from fa2patch.seams import entry, function, interface, masks, method, rotary
+from fa2patch.upstream import forward as entry
+from fa2patch.upstream.seams import function, interface, method
+from fa2patch.upstream.traits import masks, rotary
 
 
 class User:

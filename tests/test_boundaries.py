@@ -9,10 +9,10 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 import fa2patch
-from fa2patch.boundaries import Boundaries, from_cu_seqlens, largest, positions_of, recognise
+from fa2patch.documents.boundaries import Boundaries, from_cu_seqlens, largest, positions_of, recognise
 from fa2patch.errors import BadCuSeqlens, BadPositionIds, BoundaryConflict, Fa2PatchError
 
-MODULE = sys.modules["fa2patch.boundaries"]  # the package's attribute of this name is the function
+MODULE = sys.modules["fa2patch.documents.boundaries"]  # the package's attribute of this name is the function
 CPU = torch.device("cpu")
 INTEGERS = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)
 needs_cuda = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
@@ -561,7 +561,7 @@ def test_with_an_int_nothing_is_read_from_a_device(reads):
 def test_on_a_device_the_same_conditions_become_assertions_there(monkeypatch):
     asserted = []
     noted = lambda held, message: asserted.append((held.device.type, message))  # noqa: E731
-    monkeypatch.setattr(sys.modules["fa2patch.boundaries"], "_assert_async", noted)
+    monkeypatch.setattr(sys.modules["fa2patch.documents.boundaries"], "_assert_async", noted)
     cu, like = ints(0, 3, 6).to("meta"), {"dtype": torch.long, "device": "meta"}
     given = {"position_ids": torch.zeros(1, 6, **like), "attention_mask": torch.ones(1, 6, **like)}
     from_cu_seqlens(cu, 3, (1, 6), cu_seqlens_k=cu.clone(), **given)
@@ -574,7 +574,7 @@ def test_on_a_device_the_same_conditions_become_assertions_there(monkeypatch):
 def test_on_a_device_a_longest_document_that_is_too_short_is_asserted(monkeypatch):
     asserted = []
     monkeypatch.setattr(
-        sys.modules["fa2patch.boundaries"], "_assert_async", lambda held, message: asserted.append(message)
+        sys.modules["fa2patch.documents.boundaries"], "_assert_async", lambda held, message: asserted.append(message)
     )
     from_cu_seqlens(ints(0, 3, 6).to("meta"), 2, (1, 6))
     assert any("max_length is 2" in message for message in asserted)

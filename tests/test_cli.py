@@ -14,7 +14,7 @@ pytest.importorskip("packaging")
 from click.testing import CliRunner
 
 from compat_matrix import own_matrix, run
-from fa2patch.cli import main
+from fa2patch.cli.commands import main
 
 ROOT = Path(__file__).parents[1]
 LLAMA = str(ROOT / "tests" / "own_configs" / "llama_3_1.json")
@@ -142,7 +142,7 @@ package = types.ModuleType("fa2patch")
 package.__path__ = [{path!r}]
 sys.modules["fa2patch"] = package
 {before}
-import fa2patch.cli
+import fa2patch.cli.commands
 assert not {{"torch", "transformers", "rich", "compat_matrix"}} & {{*sys.modules}}
 """
 

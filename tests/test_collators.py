@@ -14,8 +14,8 @@ import numpy as np
 import pytest
 import torch
 
-from fa2patch.boundaries import boundaries
-from fa2patch.collators import DataCollatorWithFlattening
+from fa2patch.data.collators import DataCollatorWithFlattening
+from fa2patch.documents.boundaries import boundaries
 from fa2patch.errors import CollatorError, Fa2PatchError
 
 PLAIN = [{"input_ids": [5, 6, 7]}, {"input_ids": [8]}, {"input_ids": [9, 10]}]
@@ -197,7 +197,7 @@ class TestContract:
             assert_same(batch, collator(LABELLED))
 
     def test_module_does_not_import_transformers(self) -> None:
-        code = "import sys, fa2patch.collators; sys.exit('transformers' in sys.modules)"
+        code = "import sys, fa2patch.data.collators; sys.exit('transformers' in sys.modules)"
         subprocess.run([sys.executable, "-c", code], check=True)
 
 

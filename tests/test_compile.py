@@ -9,7 +9,7 @@ import fa2patch
 from compat_matrix import stand_in_aten, tiny_models
 from compat_matrix.points import documents
 from fa2patch import _compile
-from fa2patch.boundaries import from_cu_seqlens
+from fa2patch.documents.boundaries import from_cu_seqlens
 from fa2patch.errors import BadCuSeqlens, PackingNotIsolated
 from fa2patch.kernels import reference_op
 
@@ -152,7 +152,7 @@ def test_without_lengths_the_graph_breaks_and_the_numbers_hold(graphs):
 
 def test_a_cuda_graph_is_not_captured_around_a_packed_batch(monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
-    from fa2patch.seams import packed_batch
+    from fa2patch.upstream import packed_batch
 
     with pytest.raises(PackingNotIsolated, match="a CUDA graph is being captured"):
         packed_batch._refuse_capture(torch.device("cuda"))

@@ -23,7 +23,7 @@ import transformers
 
 from compat_matrix import environments
 from compat_matrix.ecosystem.stacks import stacks
-from fa2patch.completion_only import DataCollatorForCompletionOnlyLM
+from fa2patch.data.completion_only import DataCollatorForCompletionOnlyLM
 from fa2patch.errors import CollatorError
 
 ROOT = Path(__file__).parents[1]
@@ -212,7 +212,7 @@ def test_errors_of_examples() -> None:
 
 def test_needs_neither_transformers_nor_trl() -> None:
     code = (
-        "import sys, fa2patch.completion_only as c; c.DataCollatorForCompletionOnlyLM([7])([[7, 1]]); "
+        "import sys, fa2patch.data.completion_only as c; c.DataCollatorForCompletionOnlyLM([7])([[7, 1]]); "
         "sys.exit(not {'transformers', 'trl'}.isdisjoint(sys.modules))"
     )
     subprocess.run([sys.executable, "-c", code], check=True)

@@ -10,7 +10,7 @@ import fa2patch
 from compat_matrix import tiny_models
 from compat_matrix.points import POINTS, Cell, NotApplicable, alone, assert_close, documents, pack
 from fa2patch import errors
-from fa2patch.seams import layers
+from fa2patch.upstream import layers
 
 LENGTHS = (5, 9, 1, 3, 7)
 PRESENT = [name for name in tiny_models.ENCODERS if tiny_models.is_present(name)]

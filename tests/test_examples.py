@@ -59,7 +59,7 @@ def padding(**options):
 
 def leaking(**options):
     """A packed row without position ids."""
-    collate = fa2patch.collators.DataCollatorWithFlattening(return_position_ids=False)
+    collate = fa2patch.data.collators.DataCollatorWithFlattening(return_position_ids=False)
     return lambda examples: {key: value for key, value in collate(examples).items() if key in ("input_ids", "labels")}
 
 

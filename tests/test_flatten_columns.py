@@ -9,8 +9,8 @@ import pytest
 import torch
 import transformers
 
-from fa2patch.boundaries import boundaries
-from fa2patch.collators import DataCollatorWithFlattening
+from fa2patch.data.collators import DataCollatorWithFlattening
+from fa2patch.documents.boundaries import boundaries
 from fa2patch.errors import CollatorError
 
 MASKS = ("completion_mask", "assistant_masks")

@@ -7,10 +7,10 @@ from kernel_cases import brute_force, documents, largest_errors, states, with_gr
 import fa2patch
 from compat_matrix import gpu, tiny_models
 from fa2patch import kernels
-from fa2patch.attention import packed_attention
 from fa2patch.errors import PackingNotIsolated
+from fa2patch.kernels.attention import packed_attention
+from fa2patch.kernels.options import Options
 from fa2patch.kernels.reference import Reference
-from fa2patch.options import Options
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")]
 

@@ -18,11 +18,11 @@ from kernel_cases import (
 )
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from fa2patch.attention import packed_attention
-from fa2patch.boundaries import Boundaries
+from fa2patch.documents.boundaries import Boundaries
 from fa2patch.errors import Fa2PatchError, PackingNotIsolated, UnknownKernel
+from fa2patch.kernels.attention import packed_attention
+from fa2patch.kernels.options import Options
 from fa2patch.kernels.reference import Reference
-from fa2patch.options import Options
 
 # The reference against the definition
 

@@ -7,8 +7,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 import fa2patch
-from fa2patch.attention import Options, packed_attention
-from fa2patch.boundaries import from_cu_seqlens, recognise
+from fa2patch.documents.boundaries import from_cu_seqlens, recognise
+from fa2patch.kernels.attention import Options, packed_attention
 
 CPU = torch.device("cpu")
 DRAWN = {"derandomize": True, "database": None, "deadline": None, "suppress_health_check": list(HealthCheck)}

@@ -13,8 +13,8 @@ import fa2patch
 from compat_matrix import tiny_models
 from compat_matrix.points import alone, assert_close, assert_same_gradients, documents, gradients, loss_of, pack
 from fa2patch import errors
-from fa2patch.doctor import tiny_llama
-from fa2patch.seams import entry
+from fa2patch.proof.doctor import tiny_llama
+from fa2patch.upstream import forward as entry
 
 LENGTHS = (5, 9, 1, 3)
 

@@ -12,8 +12,8 @@ pytest.importorskip("rich")
 from click.testing import CliRunner
 
 import fa2patch
-from fa2patch import doctor
-from fa2patch.cli import main
+from fa2patch.cli.commands import main
+from fa2patch.proof import doctor
 
 CONFIG = str(Path(__file__).parent / "own_configs" / "llama_3_1.json")
 

@@ -21,11 +21,13 @@ from compat_matrix.points import (
 )
 from compat_matrix.results import read_file
 from compat_matrix.run import merged
-from fa2patch import Boundaries, patching
-from fa2patch.seams import entry, packed_mask
+from fa2patch import Boundaries
+from fa2patch.patch import applying as patching
+from fa2patch.upstream import forward as entry
+from fa2patch.upstream import packed_mask
 
 CELLS = [("llama", "sdpa"), ("qwen2", "eager"), ("falcon", "sdpa"), ("llama4", "sdpa")]
-architectures = sys.modules["fa2patch.architectures"]
+architectures = sys.modules["fa2patch.patch.architectures"]
 
 
 @pytest.mark.parametrize("point", POINTS)
@@ -45,13 +47,13 @@ def red(*points, family="llama"):
 
 
 def test_a_boundary_only_where_ids_are_zero_is_red(monkeypatch):
-    module = sys.modules["fa2patch.boundaries"]
+    module = sys.modules["fa2patch.documents.boundaries"]
     monkeypatch.setattr(module, "_changes", lambda ids, real, previous, step: real & (ids == 0))
     red("every_layout")
 
 
 def test_a_boundary_only_where_ids_fall_is_red(monkeypatch):
-    module = sys.modules["fa2patch.boundaries"]
+    module = sys.modules["fa2patch.documents.boundaries"]
 
     def falling(ids, real, previous, step):
         left = np.take_along_axis(ids, np.maximum(previous, 0), axis=1)
@@ -215,7 +217,7 @@ def test_boundaries_derived_in_every_layer_are_red(monkeypatch):
     attend = packed_mask.PackedMask.attend
 
     def deriving(self, module, q, k, v, options):
-        sys.modules["fa2patch.boundaries"]._host(self.boundaries.cu_seqlens)
+        sys.modules["fa2patch.documents.boundaries"]._host(self.boundaries.cu_seqlens)
         return attend(self, module, q, k, v, options)
 
     monkeypatch.setattr(packed_mask.PackedMask, "attend", deriving)

@@ -11,9 +11,9 @@ import fa2patch
 from compat_matrix import tiny_models
 from compat_matrix.points import assert_close
 from fa2patch import DataCollatorForMultimodalFlattening
-from fa2patch.boundaries import from_cu_seqlens, recognise
+from fa2patch.documents.boundaries import from_cu_seqlens, recognise
 from fa2patch.errors import BadPositionIds, BoundaryConflict, CollatorError, PackingNotIsolated
-from fa2patch.seams.axes import takes_text_axis
+from fa2patch.upstream.traits.axes import takes_text_axis
 
 LENGTHS = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k")
 PRESENT = [family for family in cases.FAMILIES if cases.is_present(family)]

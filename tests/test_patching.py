@@ -16,8 +16,9 @@ import transformers
 import fa2patch
 from compat_matrix import tiny_models
 from compat_matrix.points import alone, assert_close, documents, pack
-from fa2patch import attention, errors
-from fa2patch.seams import packed_mask
+from fa2patch import errors
+from fa2patch.kernels import attention
+from fa2patch.upstream import packed_mask
 
 LENGTHS = (5, 9, 1, 3)
 

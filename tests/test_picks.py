@@ -13,11 +13,11 @@ from compat_matrix import stand_in_aten, tiny_models
 from compat_matrix.points import documents as some_documents
 from compat_matrix.points import pack
 from fa2patch import kernels
-from fa2patch.attention import packed_attention
 from fa2patch.errors import KernelUnavailable, KernelWrong, UnknownKernel
 from fa2patch.kernels import picks, trial
+from fa2patch.kernels.attention import packed_attention
+from fa2patch.kernels.options import Options
 from fa2patch.kernels.reference import Reference
-from fa2patch.options import Options
 
 CPU = torch.device("cpu")
 

@@ -18,8 +18,8 @@ import torch
 import fa2patch
 from compat_matrix import environments, tiny_models
 from compat_matrix.ecosystem.stacks import stacks
+from fa2patch.data.padded_batches import pack_padded_batches
 from fa2patch.errors import BadBatch, CollatorError, Fa2PatchError, NotAModel
-from fa2patch.padded_batches import pack_padded_batches
 from fa2patch.preference import DataCollatorForPreferenceFlattening, per_document_logps, trainer_class
 
 ROOT = Path(__file__).parents[1]

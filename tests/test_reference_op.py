@@ -5,8 +5,8 @@ import torch
 from kernel_cases import DIM, HEADS, LENGTHS, documents, largest_errors, states, with_gradients
 
 from fa2patch.kernels import reference_op
+from fa2patch.kernels.options import Options
 from fa2patch.kernels.reference import Reference
-from fa2patch.options import Options
 
 pytestmark = pytest.mark.skipif(reference_op.attend is None, reason=f"torch {torch.__version__} has no custom_op")
 

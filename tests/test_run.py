@@ -40,8 +40,10 @@ from transformers import (
 
 import fa2patch
 from compat_matrix import environments, own_matrix, tiny_models
-from fa2patch import cli, collate, hook, run
+from fa2patch.cli import commands as cli
 from fa2patch.errors import KernelUnavailable, UnknownKernel
+from fa2patch.run import collate, hook
+from fa2patch.run import start as run
 
 HERE = Path(__file__).parent
 ROOT = HERE.parent

@@ -12,7 +12,8 @@ from fake_models import modeling_function, modeling_interface, modeling_method
 
 import fa2patch
 from compat_matrix.points import alone, assert_close, assert_same_gradients, documents, gradients, loss_of, pack
-from fa2patch import binding, errors, patching
+from fa2patch import binding, errors
+from fa2patch.patch import applying as patching
 
 MODELING = {"interface": modeling_interface, "function": modeling_function, "method": modeling_method}
 IMPLEMENTATIONS = ("eager", "sdpa", "flash_attention_2")
@@ -59,7 +60,7 @@ def build(seam, implementation="eager", **changes):
 @pytest.fixture(autouse=True)
 def registered(monkeypatch):
     """Rows for the fake models; gone after the test, as are its patches."""
-    architectures = sys.modules["fa2patch.architectures"]
+    architectures = sys.modules["fa2patch.patch.architectures"]
     monkeypatch.setattr(architectures, "_rows", dict(architectures._rows))
     for seam in MODELING:
         fa2patch.register(fa2patch.Architecture(f"fake-{seam}"))
@@ -131,7 +132,7 @@ def outcome(model, batch):
 @every_seam
 def test_a_model_type_without_a_row_is_patched_where_its_seam_is_an_ordinary_one(seam, docs, monkeypatch):
     expected = alone(build(seam), docs)
-    monkeypatch.delitem(sys.modules["fa2patch.architectures"]._rows, f"fake-{seam}")
+    monkeypatch.delitem(sys.modules["fa2patch.patch.architectures"]._rows, f"fake-{seam}")
     model = build(seam)
     with fa2patch.apply(model):
         assert_close(logits(model, docs), expected, "logits")
@@ -142,7 +143,7 @@ def test_attention_that_does_not_claim_flash_attention_is_refused_until_somebody
     monkeypatch.setattr(modeling_interface.FakeInterfaceModel, "_supports_flash_attn_2", False)
     model = build("interface")
     found = Found(model)
-    rows = sys.modules["fa2patch.architectures"]._rows
+    rows = sys.modules["fa2patch.patch.architectures"]._rows
     row = rows.pop("fake-interface")
     with pytest.raises(
         errors.UnsupportedModel, match=r"does not claim flash attention.*Architecture\('fake-interface'"
@@ -526,7 +527,7 @@ def test_a_base_model_that_was_compiled_after_apply_is_still_reached(docs):
 def test_the_largest_id_is_told_without_a_read():
     """As 4.34's to 4.47's flash classes ask for it; whatever else is done to the ids is done to plain ones."""
     from compat_matrix import reads
-    from fa2patch.seams import known_ids
+    from fa2patch.upstream.seams import known_ids
 
     ids = torch.tensor([[0, 1, 2, 0, 1]])
     told = known_ids.known(ids, 2)
@@ -541,7 +542,7 @@ def test_the_largest_id_is_told_without_a_read():
 
 
 def test_classes_that_read_are_told_from_those_that_do_not():
-    from fa2patch.seams import known_ids
+    from fa2patch.upstream.seams import known_ids
 
     assert known_ids.reads_them(lambda self, ids: ids[:, -1].max().item())
     assert not known_ids.reads_them(lambda self, ids: ids[:, -1].max())

@@ -21,8 +21,8 @@ from compat_matrix import stand_in_aten
 from fa2patch.kernels import Asked, torch_varlen
 from fa2patch.kernels.efficient import Efficient
 from fa2patch.kernels.flex import Flex, compute
+from fa2patch.kernels.options import Options
 from fa2patch.kernels.torch_varlen import TorchVarlen
-from fa2patch.options import Options
 
 
 @pytest.fixture

@@ -31,7 +31,7 @@ from fa2patch.kernels.flash_attn import FlashAttn
 from fa2patch.kernels.flash_attn_3 import FlashAttn3
 from fa2patch.kernels.flash_attn_4 import FlashAttn4
 from fa2patch.kernels.hub import Hub
-from fa2patch.options import Options
+from fa2patch.kernels.options import Options
 
 
 def asks(features=(), device="cuda", dtype=torch.bfloat16, dim=64, value_dim=None):

@@ -11,9 +11,9 @@ import fa2patch
 from compat_matrix import reach, tiny_models, window_kinds
 from compat_matrix.points import POINTS, Cell, NotApplicable
 from fa2patch import Boundaries
-from fa2patch.seams import packed_mask
+from fa2patch.upstream import packed_mask
 
-architectures = sys.modules["fa2patch.architectures"]
+architectures = sys.modules["fa2patch.patch.architectures"]
 
 
 def red(family):

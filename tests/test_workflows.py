@@ -82,7 +82,7 @@ def test_our_modules_have_these_options(where, module, rest):
 
 def test_the_command_line_has_these_options():
     pytest.importorskip("click")
-    from fa2patch.cli import main
+    from fa2patch.cli.commands import main
 
     found = 0
     for where, script in SCRIPTS:

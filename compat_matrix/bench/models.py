@@ -6,8 +6,8 @@ from typing import Any
 
 import torch
 
-from fa2patch.attention import Options
-from fa2patch.boundaries import Boundaries
+from fa2patch.documents.boundaries import Boundaries
+from fa2patch.kernels.attention import Options
 
 BY_HAND = "fa2patch_bench_by_hand"
 

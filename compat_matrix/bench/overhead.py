@@ -18,7 +18,7 @@ import torch
 from rich.progress import Progress
 
 import fa2patch
-from fa2patch.attention import Options, packed_attention
+from fa2patch.kernels.attention import Options, packed_attention
 from fa2patch.kernels.reference import Reference
 
 from . import timing

@@ -9,7 +9,7 @@ import torch
 
 import fa2patch
 from fa2patch import errors
-from fa2patch.seams import layers
+from fa2patch.upstream import layers
 
 from .. import reads, tiny_models
 from . import Cell, NotApplicable, alone, assert_close, documents, pack, point, takes_cache

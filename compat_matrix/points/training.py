@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 import fa2patch
-from fa2patch.seams import layers
+from fa2patch.upstream import layers
 
 from .. import tiny_models
 from . import (

@@ -1,8 +1,8 @@
 """Kernels compute variable-length attention: one small class in one file each; here, what the rest of fa2patch uses."""
 
+from .overview import rows
 from .picks import BY_NAME_ONLY, NAMES, ORDER, Pick, Picks, check_name, named, pick
 from .protocol import FEATURES, Asked, Kernel, asked_by
-from .table import rows
 
 __all__ = [
     "BY_NAME_ONLY",

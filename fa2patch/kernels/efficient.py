@@ -15,8 +15,8 @@ from .._compile import uncompiled
 from .protocol import HALF, Kernel
 
 if TYPE_CHECKING:
-    from ..boundaries import Boundaries
-    from ..options import Options
+    from ..documents.boundaries import Boundaries
+    from .options import Options
 
 _CAUSAL, _EVERYTHING = 1, 0
 """``custom_mask_type``: a query sees the keys up to itself, counted from its document's start; or all of them."""

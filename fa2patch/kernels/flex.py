@@ -16,8 +16,8 @@ from .._compile import uncompiled
 from .protocol import HALF, Kernel
 
 if TYPE_CHECKING:
-    from ..boundaries import Boundaries
-    from ..options import Options
+    from ..documents.boundaries import Boundaries
+    from .options import Options
 
 
 class Flex(Kernel):

@@ -10,8 +10,8 @@ import torch.nn.functional as F
 from ..errors import KernelUnavailable
 
 if TYPE_CHECKING:
-    from ..boundaries import Boundaries
-    from ..options import Options
+    from ..documents.boundaries import Boundaries
+    from .options import Options
 
 FEATURES = ("window", "softcap", "sinks", "alibi", "dropout", "deterministic")
 """What a layer may ask for besides plain attention; ``deterministic`` (in its backward) is torch's global switch."""

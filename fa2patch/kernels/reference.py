@@ -1,26 +1,20 @@
-"""The truth that every kernel is held against: pure torch, one document at a time, on every device and dtype.
-
-Cost grows with the sum of squared document lengths. Where a layer asks for nothing special, each document is one call
-of ``scaled_dot_product_attention``, which has a flash kernel also on a CPU; the rest is the plain formula in float32
-(or float64), so that windows, softcap, alibi and sinks are what their definitions say.
-"""
+"""The kernel that every other kernel is compared with: :mod:`.formula`, on every device and dtype."""
 
 from __future__ import annotations
 
-import functools
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
-import torch.nn.functional as F
 
-from .._compile import compiling, uncompiled
+from .._compile import compiling
 from . import reference_op
+from .formula import over_documents
 from .protocol import FEATURES, Kernel
 
 if TYPE_CHECKING:
-    from ..boundaries import Boundaries
-    from ..options import Options
+    from ..documents.boundaries import Boundaries
+    from .options import Options
 
 
 class Reference(Kernel):
@@ -48,84 +42,3 @@ class Reference(Kernel):
         if compiling() and reference_op.attend is not None:
             return reference_op.attend(q, k, v, boundaries.cu_seqlens, options, scale)
         return over_documents(q, k, v, boundaries, replace(options, scale=scale))
-
-
-@uncompiled
-def over_documents(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, boundaries: Boundaries, options: Options
-) -> torch.Tensor:
-    """q, k and v ``[tokens, heads, dim]`` -> ``[tokens, query heads, value dim]``."""
-    lengths = list(boundaries.lengths)
-    groups = q.shape[1] // k.shape[1]
-    outputs = [
-        _attend(query, key, value, options, groups).transpose(0, 1)
-        for query, key, value in zip(*(torch.split(states, lengths) for states in (q, k, v)))
-    ]
-    return torch.cat(outputs) if outputs else q.new_zeros(*q.shape[:2], v.shape[2])
-
-
-_SDPA = F.scaled_dot_product_attention
-_SHARES_KEYS = "enable_gqa" in (F.scaled_dot_product_attention.__doc__ or "")
-"""torch 2.5 on; without it keys and values are repeated, which many short documents pay for."""
-
-
-def heads_first(document: tuple[torch.Tensor, ...], groups: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """q, k and v of one document, ``[heads, length, dim]`` each, with as many key as query heads."""
-    query, key, value = (states.transpose(0, 1) for states in document)
-    if groups > 1:
-        key, value = key.repeat_interleave(groups, 0), value.repeat_interleave(groups, 0)
-    return query, key, value
-
-
-def _attend(
-    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, options: Options, groups: int = 1
-) -> torch.Tensor:
-    """One document, ``[length, heads, dim]`` each -> ``[query heads, length, value dim]``."""
-    length = query.shape[0]
-    windowed = options.window is not None and options.window < length
-    special = windowed or options.dropout  # each backend drops others, and the operator's backward drops them again
-    if not special and options.softcap is None and options.sinks is None and options.alibi_slopes is None:
-        shares = _SHARES_KEYS and groups > 1
-        states = heads_first((query, key, value), 1 if shares else groups)
-        sdpa: Any = functools.partial(F.scaled_dot_product_attention, enable_gqa=True) if shares else _SDPA
-        causal = options.causal and length > 1
-        attended: torch.Tensor = sdpa(*(x[None] for x in states), is_causal=causal, scale=options.scale)
-        return attended[0].to(value.dtype)
-    query, key, value = heads_first((query, key, value), groups)
-    with torch.autocast(query.device.type, enabled=False):
-        weights = attention_weights(query, key, options)[0]
-        weights = F.dropout(weights, options.dropout) if options.dropout else weights
-        return (weights @ value.to(weights.dtype)).to(value.dtype)
-
-
-def attention_weights(
-    query: torch.Tensor, key: torch.Tensor, options: Options
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
-    """The formula itself, in float32 or better, for one document's queries and keys ``[heads, length, dim]``.
-
-    ``options`` have a scale.
-
-    Returns:
-        Weights ``[heads, length, length]``; distances ``[length, length]`` from query to key, in tokens; and what
-        softcap has made of the logits, over the softcap, where there is one.
-    """
-    assert options.scale is not None, "a kernel's call has settled it, before it pads head dimensions"
-    precision, length = torch.promote_types(query.dtype, torch.float32), query.shape[1]
-    logits, capped = query.to(precision) @ key.to(precision).transpose(1, 2) * options.scale, None
-    if options.softcap is not None:
-        capped = torch.tanh(logits / options.softcap)
-        logits = options.softcap * capped
-    index = torch.arange(length, device=query.device)
-    distance = index[:, None] - index
-    if options.alibi_slopes is not None:
-        logits = logits - options.alibi_slopes.to(precision)[:, None, None] * distance.abs()
-    hidden = torch.zeros_like(distance, dtype=torch.bool)
-    if options.causal:
-        hidden |= distance < 0
-    if options.window is not None:
-        hidden |= distance.abs() >= options.window
-    logits = logits.masked_fill(hidden, float("-inf"))
-    if options.sinks is None:
-        return logits.softmax(dim=-1), distance, capped
-    sink = options.sinks.to(precision)[:, None, None].expand(-1, length, 1)
-    return torch.cat([logits, sink], dim=-1).softmax(dim=-1)[..., :-1], distance, capped

@@ -11,7 +11,9 @@ from typing import Any, Callable
 
 import torch
 
-from ..options import Options
+from ..documents.boundaries import Boundaries
+from .formula import attention_weights, heads_first, over_documents
+from .options import Options
 
 attend: Callable[..., torch.Tensor] | None = None
 """``(q, k, v, cu_seqlens, options, scale)``, as ``Reference.attend``, where torch has operators of one's own."""
@@ -20,9 +22,6 @@ attend: Callable[..., torch.Tensor] | None = None
 def _computed(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, cu_seqlens: torch.Tensor, options: Options
 ) -> torch.Tensor:
-    from ..boundaries import Boundaries
-    from .reference import over_documents
-
     return over_documents(q, k, v, Boundaries(cu_seqlens, 0), options)
 
 
@@ -30,9 +29,6 @@ def _differentiated(
     grad: torch.Tensor, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, cu_seqlens: torch.Tensor, options: Options
 ) -> list[torch.Tensor]:
     """Gradients of q, k, v and of what there is of sinks and slopes: autograd does not reach into an operator."""
-    from ..boundaries import Boundaries
-    from .reference import attention_weights, heads_first
-
     lengths, groups = list(Boundaries(cu_seqlens, 0).lengths), q.shape[1] // k.shape[1]
     assert options.scale is not None, "it is one of the operator's inputs"
     pieces: list[list[torch.Tensor]] = [[], [], []]

@@ -15,8 +15,8 @@ import torch
 from .protocol import Kernel
 
 if TYPE_CHECKING:
-    from ..boundaries import Boundaries
-    from ..options import Options
+    from ..documents.boundaries import Boundaries
+    from .options import Options
 
 _FORWARD, _BACKWARD = "_flash_attention_forward", "_flash_attention_backward"
 _WINDOW = "window_size_left"

@@ -11,9 +11,9 @@ from functools import cache
 
 import torch
 
-from ..boundaries import Boundaries
-from ..options import Options
+from ..documents.boundaries import Boundaries
 from ..trying import out_of_reach, says_nothing
+from .options import Options
 from .protocol import Asked, Kernel
 from .reference import Reference
 

@@ -17,8 +17,8 @@ from ..trying import says_nothing
 from .protocol import Kernel
 
 if TYPE_CHECKING:
-    from ..boundaries import Boundaries
-    from ..options import Options
+    from ..documents.boundaries import Boundaries
+    from .options import Options
 
 PARAMETERS = {
     "window": ("window_size",),

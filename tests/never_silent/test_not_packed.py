@@ -21,7 +21,7 @@ from small_models import (
 
 import fa2patch
 from compat_matrix.points import assert_close, documents
-from fa2patch.seams import packed_batch
+from fa2patch.upstream import packed_batch
 
 # A mask that says outright who sees whom
 

@@ -12,7 +12,7 @@ import transformers
 from compat_matrix import tiny_models
 from compat_matrix.ecosystem import distributed
 from fa2patch.errors import PackingNotIsolated
-from fa2patch.seams.split_rows import refuse_split_rows
+from fa2patch.upstream.split_rows import refuse_split_rows
 
 ROOT = Path(__file__).parents[2]
 CALL = {"input_ids": torch.ones(1, 4, dtype=torch.long), "position_ids": torch.tensor([[0, 1, 6, 7]])}

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 import fa2patch
-from fa2patch.batches import spans_of
+from fa2patch.probing.batches import spans_of
 
 from ..collators import IGNORED
 from ..training import Stage, largest_relative_difference, tiny_llama

@@ -1,0 +1,1 @@
+"""The command line: ``fa2patch verify``, ``doctor``, ``status``, ``matrix`` and ``run``. It parses and prints."""

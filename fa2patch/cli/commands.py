@@ -1,0 +1,171 @@
+"""``fa2patch`` on the command line. What a command needs is imported when it runs."""
+
+from __future__ import annotations
+
+import os
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+try:
+    import click
+except ModuleNotFoundError:
+    raise SystemExit(
+        "fa2patch's command line needs click, which is not installed: pip install 'fa2patch[cli]'"
+    ) from None
+
+from . import look
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from compat_matrix.environments import Version
+    from compat_matrix.own_matrix import Model, Row
+
+FORMATS = ("table", "markdown", "json")
+
+
+@click.group(context_settings={"help_option_names": ["-h", "--help"]})
+@click.version_option(package_name="fa2patch")
+def main() -> None:
+    """Packed rows, every example on its own, in the Transformers version that you have."""
+
+
+for command in (look.verify, look.doctor, look.status, look.kernels, look.architectures):
+    main.add_command(command)
+
+
+@main.command()
+@click.option(
+    "--model", "models", multiple=True, required=True, metavar="CONFIG",
+    help="A Hugging Face config.json, a folder that holds one, or an architecture's name (llama). Repeatable.",
+)  # fmt: skip
+@click.option(
+    "--transformers", "releases", required=True, metavar="V,V", help="Releases, such as 4.44.2,4.57; or main."
+)
+@click.option("--format", "style", type=click.Choice(FORMATS), help="Default: table on a terminal, else markdown.")
+@click.option("--json", "file", type=click.Path(dir_okay=False, path_type=Path), help="Write it there as JSON, too.")
+@click.option("--pins", multiple=True, metavar="REQ", help='Your stack\'s: "peft==0.13.2". Repeatable.')
+@click.option("--torch", metavar="V", help="Default: what the project checks that release with.")
+@click.option("--python", metavar="X.Y", help="Default: what the project checks that release with.")
+@click.option("--environments", type=click.Path(file_okay=False, path_type=Path), help="Where environments are kept.")
+@click.option("--jobs", type=click.IntRange(1), default=1, show_default=True, help="Releases checked at a time.")
+@click.option("--allow-refused", is_flag=True, help="A model that fa2patch refuses is no failure.")
+def matrix(
+    models: tuple[str, ...],
+    releases: str,
+    style: str | None,
+    file: Path | None,
+    pins: tuple[str, ...],
+    torch: str | None,
+    python: str | None,
+    environments: Path | None,
+    jobs: int,
+    allow_refused: bool,
+) -> None:
+    """Check your own models, cut down to tiny ones, in the releases that you use.
+
+    Each release gets an environment of its own (made by uv). Shows, for every model in every release, what packed rows
+    give with fa2patch, and with Transformers alone. Exits with 0 if every cell is ok, 1 if anything leaks, fails or
+    (without --allow-refused) is refused, 2 if it was asked wrongly.
+    """
+    try:
+        from compat_matrix import own_matrix, own_report
+    except ModuleNotFoundError as error:
+        raise click.ClickException(
+            f"the matrix needs {error.name}, which is not installed: pip install 'fa2patch[cli]'"
+        ) from None
+    wanted_models = [_model(given) for given in models]
+    versions = [_version(release.strip(), pins, torch, python) for release in releases.split(",")]
+
+    def done(version: Version, rows: list[Row]) -> None:
+        bad = sum(row.is_bad(allow_refused) for row in rows)
+        click.echo(f"{version.name}: {f'{bad} not ok' if bad else 'done'}", err=True)
+
+    folder = environments or own_matrix.environments_folder()
+    rows = own_matrix.rows(wanted_models, versions, folder, jobs, done)
+    nowhere = own_matrix.nowhere(rows)
+    ok = not nowhere and not any(row.is_bad(allow_refused) for row in rows)
+    if file:
+        file.write_text(own_report.as_json(rows, ok) + "\n", encoding="utf-8")
+    _show(rows, style or ("table" if sys.stdout.isatty() else "markdown"), ok)
+    for complaint in nowhere:
+        click.echo(complaint, err=True)
+    sys.exit(0 if ok else 1)
+
+
+@main.command(context_settings={"ignore_unknown_options": True, "allow_interspersed_args": False})
+@click.option("--kernel", default="auto", show_default=True, help="As for fa2patch.apply.")
+@click.option("--collate", is_flag=True, help="Flatten what a Trainer's standard padding collators make for training.")
+@click.option("--quiet", is_flag=True, help="Say what is left alone, and why, and nothing else.")
+@click.argument("command", nargs=-1, required=True, type=click.UNPROCESSED, metavar="SCRIPT|-m MODULE [ARGS]...")
+def run(kernel: str, collate: bool, quiet: bool, command: tuple[str, ...]) -> None:
+    """Run a script, a module or an installed command (trl sft ...) with every language model in it patched.
+
+    What a script, or a Python that it starts, gets from from_pretrained or from_config is patched as it is made, and a
+    line on stderr says so; models that cannot be are left alone and named. Everything else is as with python SCRIPT.
+    Under torchrun and accelerate: torchrun ... -m fa2patch run SCRIPT, or fa2patch run torchrun ... SCRIPT.
+    """
+    from ..errors import Fa2PatchError
+    from ..run.start import Options, start
+
+    if command[0].startswith("-") and command[0] not in ("-m", "-"):
+        raise click.NoSuchOption(command[0])
+    try:
+        start(command, Options(kernel, collate, quiet))
+    except Fa2PatchError as error:
+        raise click.UsageError(str(error)) from None
+
+
+def _model(given: str) -> Model:
+    from compat_matrix.own_matrix import model
+    from compat_matrix.own_models import BadConfig
+
+    try:
+        return model(given)
+    except BadConfig as error:
+        raise click.BadParameter(str(error), param_hint="--model") from None
+
+
+def _version(release: str, pins: tuple[str, ...], torch: str | None, python: str | None) -> Version:
+    from packaging.requirements import InvalidRequirement, Requirement
+    from packaging.version import InvalidVersion, parse
+
+    from compat_matrix.environments import MAIN, version, versions
+
+    for given, hint in ((release, "--transformers"), (torch, "--torch"), (python, "--python")):
+        if given is None or (hint == "--transformers" and (given == MAIN or given in versions())):
+            continue
+        try:
+            parse(given)
+        except InvalidVersion:
+            raise click.BadParameter(
+                f"looked for a version number such as {'3.11' if hint == '--python' else '4.57.6'}, found {given!r}. "
+                "Give numbers, separated by commas where several may be given.",
+                param_hint=hint,
+            ) from None
+    for pin in pins:
+        try:
+            Requirement(pin)
+        except InvalidRequirement:
+            raise click.BadParameter(
+                f"looked for a requirement as pip takes it, such as peft==0.13.2, found {pin!r}. One --pins for each.",
+                param_hint="--pins",
+            ) from None
+    return version(release).changed(pins, torch, python)
+
+
+def _show(rows: Sequence[Row], style: str, ok: bool) -> None:
+    from compat_matrix import own_report
+
+    if style == "json":
+        click.echo(own_report.as_json(rows, ok))
+    elif style == "markdown":
+        click.echo(own_report.markdown(rows))
+    else:
+        from rich.console import Console
+
+        console = Console(width=None if sys.stdout.isatty() else int(os.environ.get("COLUMNS", "120")))
+        console.print(own_report.table(rows))
+        for line in own_report.explanations(rows):
+            console.print(line, markup=False, highlight=False)

@@ -1,0 +1,1 @@
+"""From examples to batches: collators, and what they share. Nothing here knows how a model computes."""

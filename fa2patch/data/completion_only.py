@@ -1,0 +1,221 @@
+"""Train on completions only: the interface of the collator that TRL had from 0.10.1 to 0.19.1, for any TRL or none."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, Union
+
+import numpy as np
+import torch
+
+from ..errors import CollatorError
+from .collators import DataCollatorWithFlattening
+from .flattening import Array, Columns, integer, read, require_same_keys
+
+Template = Union[str, Sequence[int]]
+_Span = tuple[int, int]
+
+
+class DataCollatorForCompletionOnlyLM:
+    """Labels for the responses only, in one packed row without padding.
+
+    A token is learned if it stands behind a response template and before the next instruction template. Without
+    ``instruction_template`` the last response template of an example counts. Where a template is given as text, its
+    occurrences are found in the text too, so that it does not matter that a tokenizer may cut it into other tokens in
+    another context; a token that begins inside a template belongs to it.
+
+    Args:
+        response_template: what a response begins with, as text or as token ids.
+        instruction_template: what the other side's turns begin with, for examples of several turns.
+        tokenizer: anything with ``encode(text, add_special_tokens=False)`` and ``decode(ids)``, where a template is
+            text; its ``pad_token_id`` and ``padding_side`` are used where the batch is padded.
+        mlm: must be False; there for TRL's signature.
+        ignore_index: label of what is not learned.
+        padding_free: one packed row; False: a padded batch with an ``attention_mask``.
+        pad_to_multiple_of: the length of the row, or of the padded rows, is a multiple of this.
+        return_tensors: ``"pt"`` or ``"np"``.
+        return_flash_attn_kwargs, return_seq_idx, position_ids_start: as :class:`fa2patch.DataCollatorWithFlattening`
+            has them; only where ``padding_free``.
+
+    Raises:
+        CollatorError: a template that is empty, or is text while there is no tokenizer; ``mlm``; a bad option.
+    """
+
+    def __init__(
+        self,
+        response_template: Template,
+        instruction_template: Template | None = None,
+        tokenizer: Any = None,
+        mlm: bool = False,
+        *,
+        ignore_index: int = -100,
+        padding_free: bool = True,
+        pad_to_multiple_of: int | None = None,
+        return_tensors: str = "pt",
+        return_flash_attn_kwargs: bool = False,
+        return_seq_idx: bool = False,
+        position_ids_start: int = 0,
+    ) -> None:
+        if mlm:
+            raise CollatorError("mlm=True masks tokens at random, which is no training on completions. Leave it out.")
+        self.tokenizer = tokenizer
+        self.response_template, self.instruction_template = response_template, instruction_template
+        self.response_token_ids = self._encoded("response_template", response_template)
+        self.instruction_token_ids = (
+            self._encoded("instruction_template", instruction_template) if instruction_template is not None else None
+        )
+        self.ignore_index = integer("ignore_index", ignore_index)
+        self.padding_free = padding_free
+        pad = getattr(tokenizer, "pad_token_id", None)
+        self.flatten = DataCollatorWithFlattening(
+            return_tensors=return_tensors,
+            separator_id=self.ignore_index,
+            return_flash_attn_kwargs=return_flash_attn_kwargs,
+            return_seq_idx=return_seq_idx,
+            position_ids_start=position_ids_start,
+            pad_to_multiple_of=pad_to_multiple_of,
+            pad_token_id=0 if pad is None else pad,
+        )
+
+    def __call__(
+        self, features: Iterable[Mapping[str, Any] | Sequence[int]], return_tensors: str | None = None
+    ) -> dict[str, Any]:
+        """One packed row of T tokens, or a padded batch ``[examples, longest]``.
+
+        Args:
+            features: examples: mappings as :class:`fa2patch.DataCollatorWithFlattening` takes them, or lists of token
+                ids. Where they hold ``labels``, those that are ``ignore_index`` or -100 stay so; otherwise labels are
+                ``input_ids``. An end of sequence that is the padding token as well is learned (TRL left it out).
+            return_tensors: instead of the option of this name, for this call.
+
+        Returns:
+            ``input_ids``, ``labels``, ``position_ids`` int64 ``[1, T]``, and what the options add; the first label of
+            each document is ``ignore_index``. With ``padding_free=False``: ``input_ids``, ``attention_mask``,
+            ``labels`` int64 ``[examples, longest]``. What else the examples hold, one number per token, goes along.
+
+        Raises:
+            CollatorError: examples that cannot be read, or a padded batch without a padding token.
+
+        Warns:
+            UserWarning: a template is not in an example, named by its place in the batch: nothing of it is learned.
+        """
+        mappings = (f if isinstance(f, Mapping) else {"input_ids": f} for f in features)
+        examples = [read(index, feature, self.flatten.position_ids_start) for index, feature in enumerate(mappings)]
+        require_same_keys(examples)
+        for index, example in enumerate(examples):
+            example["labels"] = self._labels(index, example)
+        if not self.padding_free:
+            return self._padded(examples, return_tensors)
+        batch = self.flatten(examples, return_tensors)
+        tokens = sum(len(example["input_ids"]) for example in examples)
+        batch["labels"][:, tokens:] = self.ignore_index
+        return batch
+
+    def _encoded(self, name: str, template: Template) -> list[int]:
+        if isinstance(template, str):
+            if self.tokenizer is None:
+                raise CollatorError(f"{name} is text: a tokenizer is needed, or the template's token ids.")
+            ids = self.tokenizer.encode(template, add_special_tokens=False)
+        else:
+            ids = template
+        found = [integer(name, one) for one in ids]
+        if not found:
+            raise CollatorError(f"{name}: expected text or token ids, found {template!r}, which holds no token.")
+        return found
+
+    def _labels(self, index: int, example: Columns) -> Array:
+        ids = example["input_ids"]
+        text: list[str] = []  # decoded once, if at all
+        responses = self._spans(ids, self.response_template, self.response_token_ids, text)
+        if not responses:
+            self._warn(index, "response_template", self.response_template, ids)
+        learned = np.zeros(len(ids), dtype=bool)
+        if self.instruction_token_ids is None:
+            learned[responses[-1][1] if responses else len(ids) :] = True
+        else:
+            assert self.instruction_template is not None
+            instructions = self._spans(ids, self.instruction_template, self.instruction_token_ids, text)
+            if not instructions:
+                self._warn(index, "instruction_template", self.instruction_template, ids)
+                responses = []
+            starts = np.array([start for start, _ in instructions], dtype=np.int64)
+            for _, end in responses:
+                following = starts[starts >= end]
+                learned[end : following[0] if len(following) else len(ids)] = True
+            for start, end in responses:
+                learned[start:end] = False
+        given = example.get("labels", ids)
+        learned &= (given != self.ignore_index) & (given != -100)
+        return np.where(learned, given, self.ignore_index)
+
+    def _spans(self, ids: Array, template: Template, token_ids: list[int], text: list[str]) -> list[_Span]:
+        """Where the template stands in the ids, ``(start, end)`` in tokens, in order."""
+        length = len(token_ids)
+        windows = np.lib.stride_tricks.sliding_window_view(ids, length) if len(ids) >= length else ids[:0, None]
+        spans = [(int(at), int(at) + length) for at in np.flatnonzero((windows == token_ids).all(axis=1))]
+        if not isinstance(template, str):
+            return spans
+        if not text:
+            text.append(self._decode(ids))
+        if text[0].count(template) <= len(spans):
+            return spans
+        return self._spans_in_text(ids, template, text[0])
+
+    def _spans_in_text(self, ids: Array, template: str, text: str) -> list[_Span]:
+        spans = []
+        at = text.find(template)
+        while at >= 0:
+            end = at + len(template)
+            # the tokens before which the text is not yet at the template, or not yet past it
+            spans.append((self._tokens_up_to(ids, at, inside=False), self._tokens_up_to(ids, end, inside=True)))
+            at = text.find(template, end)
+        return spans
+
+    def _tokens_up_to(self, ids: Array, characters: int, inside: bool) -> int:
+        """How many tokens make up so many characters: with the one that runs across (``inside``), or without."""
+        low, high = 0, len(ids)
+        while low < high:
+            middle = (low + high + (not inside)) // 2
+            made = len(self._decode(ids[:middle]))
+            if inside:
+                low, high = (low, middle) if made >= characters else (middle + 1, high)
+            else:
+                low, high = (middle, high) if made <= characters else (low, middle - 1)
+        return low
+
+    def _decode(self, ids: Array) -> str:
+        text: str = self.tokenizer.decode(ids.tolist(), clean_up_tokenization_spaces=False)
+        return text
+
+    def _warn(self, index: int, name: str, template: Template, ids: Array) -> None:
+        begins = f", which begins {self._decode(ids)[:80]!r}" if self.tokenizer is not None else ""
+        warnings.warn(
+            f"example {index} of the batch ({len(ids)} tokens{begins}): {name} {template!r} not found, so none of its "
+            "tokens is learned. Is the template as the text has it, and the example not truncated before it?",
+            UserWarning,
+            stacklevel=4,
+        )
+
+    def _padded(self, examples: Sequence[Columns], return_tensors: str | None) -> dict[str, Any]:
+        pad = getattr(self.tokenizer, "pad_token_id", None)
+        lengths = [len(example["input_ids"]) for example in examples]
+        if not lengths:
+            raise CollatorError("expected at least one example, found an empty batch.")
+        if pad is None and len(set(lengths)) > 1:
+            raise CollatorError("padding_free=False needs a tokenizer with a pad_token_id. Set tokenizer.pad_token.")
+        multiple = self.flatten.pad_to_multiple_of or 1
+        width = -(-max(lengths) // multiple) * multiple
+        fill = {"input_ids": 0 if pad is None else pad, "labels": self.ignore_index}
+        left = getattr(self.tokenizer, "padding_side", "right") == "left"
+
+        def padded(values: Array, value: int) -> Array:
+            missing = width - len(values)
+            return np.pad(values, (missing, 0) if left else (0, missing), constant_values=value)
+
+        columns = [{"attention_mask": np.ones_like(example["input_ids"]), **example} for example in examples]
+        order = ["input_ids", "attention_mask", "labels"]
+        order += [key for key in columns[0] if key not in order]
+        batch = {key: np.stack([padded(one[key], fill.get(key, 0)) for one in columns]) for key in order}
+        framework = self.flatten.return_tensors if return_tensors is None else return_tensors
+        return batch if framework == "np" else {key: torch.from_numpy(values) for key, values in batch.items()}

@@ -1,0 +1,158 @@
+"""Padded batches, computed packed: for trainers that make padded batches, and want padded outputs back."""
+
+from __future__ import annotations
+
+import threading
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from ..errors import NotAModel
+from ..patch.applying import status, transformers_model
+from ..upstream import luggage
+from ..upstream.forward import MARK
+from ..upstream.layers import models
+
+_LAYOUT = "layout"
+_TOKENS = ("input_ids", "inputs_embeds")
+
+
+@dataclass(frozen=True)
+class _Layout:
+    """Where the tokens of a packed row stand in the padded batch.
+
+    Attributes:
+        shape: ``(batch, length)`` of the padded batch.
+        at: int64 ``[tokens]``: their places, counted over the rows laid end to end.
+    """
+
+    shape: tuple[int, int]
+    at: torch.Tensor
+
+    def packed(self, value: torch.Tensor) -> torch.Tensor:
+        """``[batch, length, ...]`` -> ``[1, tokens, ...]``."""
+        return value.flatten(0, 1)[self.at.to(value.device)][None]
+
+    def padded(self, value: Any) -> Any:
+        """What holds something for each token, as the padded batch would have it, zeros for padding; else unchanged."""
+        if isinstance(value, (tuple, list)):
+            return type(value)(self.padded(one) for one in value)
+        if not isinstance(value, torch.Tensor) or value.dim() < 2:
+            return value
+        tokens, at = len(self.at), self.at.to(value.device)
+        if tuple(value.shape[:2]) == (1, tokens):
+            empty = value.new_zeros(self.shape[0] * self.shape[1], *value.shape[2:])
+            return empty.index_copy(0, at, value[0]).view(*self.shape, *value.shape[2:])
+        if value.shape[0] == tokens:  # router logits [tokens, experts]
+            return value.new_zeros(self.shape[0] * self.shape[1], *value.shape[1:]).index_copy(0, at, value)
+        return value
+
+
+class PaddedBatches:
+    """A patched model computes its padded batches packed; until ``remove()``, or the end of a ``with`` block."""
+
+    def __init__(self, base: Any) -> None:
+        self._under_way: dict[int, luggage.Piece | None] = {}  # by thread: replicas of a model share their hooks
+        self._handles = [
+            base.register_forward_pre_hook(self._before, with_kwargs=True),
+            base.register_forward_hook(self._after, with_kwargs=True),
+        ]
+
+    def remove(self) -> None:
+        for handle in self._handles:
+            handle.remove()
+
+    def _before(self, base: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """A forward pre-hook of the model that loops over the layers: a padded batch becomes one packed row."""
+        self._under_way[threading.get_ident()] = None
+        packed = _packed(base, args, kwargs)
+        if packed is None:
+            return None
+        call, layout = packed
+        piece = luggage.Piece(_LAYOUT, layout)
+        self._under_way[threading.get_ident()] = piece
+        return (), {**call, "position_ids": luggage.attach(call["position_ids"], piece)}
+
+    def _after(self, base: Any, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Any:
+        """A forward hook: what came of such a row, as the padded batch would have it."""
+        layout = luggage.take(kwargs.get("position_ids"), _LAYOUT)
+        luggage.require_delivered(self._under_way.pop(threading.get_ident(), None), base)
+        return None if layout is None else _padded(layout, output)
+
+    def __enter__(self) -> PaddedBatches:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.remove()
+
+
+def pack_padded_batches(model: Any) -> PaddedBatches:
+    """Let a patched model compute padded batches packed, whoever makes them, with outputs as for the padded batch.
+
+    Between the embedding and the last hidden states no padding is computed; the head gets hidden states
+    ``[batch, length, hidden]``, zeros for padding. A batch with an ``attention_mask`` of zeros and ones
+    ``[batch, length]``, padded left or right, is one: one small read from the device. All others go as they came:
+    without padding, with gaps in the mask, with a cache (``generate``), or packed already.
+
+    Args:
+        model: a model that ``fa2patch.apply`` has patched, or what PEFT, accelerate, DDP, FSDP made of one.
+
+    Raises:
+        NotAModel: it is not patched, or has no base model that is handed ids.
+    """
+    inner = transformers_model(model)
+    if status(inner) is None:
+        raise NotAModel(
+            f"expected a patched model, found this {type(inner).__name__}: call fa2patch.apply(model) first."
+        )
+    return PaddedBatches(models(inner)[-1])
+
+
+def _packed(base: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[dict[str, Any], _Layout] | None:
+    """The arguments of a padded batch as those of one packed row, and where its tokens stood; None for another."""
+    if len(args) > 1 or base.__dict__.get(MARK) is None:
+        return None
+    call = {**({"input_ids": args[0]} if args else {}), **kwargs}
+    tokens = next((call[name] for name in _TOKENS if call.get(name) is not None), None)
+    mask = call.get("attention_mask")
+    cached = call.get("past_key_values") is not None or call.get("use_cache") or call.get("cache_position") is not None
+    if tokens is None or cached or call.get("output_attentions") or not isinstance(mask, torch.Tensor):
+        return None
+    shape = (tokens.shape[0], tokens.shape[1]) if tokens.dim() > 1 else (0, 0)
+    if tuple(mask.shape) != shape or torch.compiler.is_compiling():
+        return None
+    host = mask.detach().cpu()
+    real = host != 0
+    lengths = real.sum(1)
+    spans = real.int().diff(dim=1).ne(0).sum(1) + real[:, 0].int() + real[:, -1].int()  # 2 where there are no gaps
+    if bool(real.all()) or bool((spans != 2).any()) or bool((host[real] != 1).any()):
+        return None
+    layout = _Layout(shape, real.flatten().nonzero()[:, 0])
+    call.pop("attention_mask")
+    packed = {name: layout.packed(v) if _per_token(v, shape) else v for name, v in call.items()}
+    given = call.get("position_ids")
+    if given is None:
+        given = real.cumsum(1) - 1
+    elif given.dim() == 2:
+        given = given.expand(shape)
+    else:
+        return None
+    position_ids = layout.packed(given.to(tokens.device))
+    cu = torch.cat([lengths.new_zeros(1), lengths.cumsum(0)]).to(tokens.device, torch.int32)
+    longest = int(lengths.max())
+    packed.update(position_ids=position_ids, cu_seq_lens_q=cu, cu_seq_lens_k=cu)
+    packed.update(max_length_q=longest, max_length_k=longest)
+    return packed, layout
+
+
+def _per_token(value: Any, shape: tuple[int, int]) -> bool:
+    return isinstance(value, torch.Tensor) and tuple(value.shape[:2]) == shape
+
+
+def _padded(layout: _Layout, output: Any) -> Any:
+    if isinstance(output, tuple):
+        return layout.padded(output)
+    for name, value in list(output.items()):
+        output[name] = layout.padded(value)
+    return output

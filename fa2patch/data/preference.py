@@ -1,0 +1,193 @@
+"""Preference pairs (DPO) on packed rows: a collator, log-probabilities per document, and TRL's own trainer."""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+
+from ..documents.boundaries import Boundaries, boundaries
+from ..errors import BadBatch, CollatorError, Fa2PatchError
+from .collators import DataCollatorWithFlattening
+from .flattening import IGNORED_LABEL, as_array, as_numbers, given, integer, require_same_keys
+
+_REFERENCE = ("ref_chosen_logps", "ref_rejected_logps")
+_TRUNCATION = ("keep_start", "keep_end")
+
+
+@dataclass
+class DataCollatorForPreferenceFlattening:
+    """Concatenate the two documents of each preference pair, of all examples, into one row without padding.
+
+    Documents 1 to n are prompt + chosen of the n examples, n + 1 to 2n prompt + rejected, in their order; what
+    ``pad_to_multiple_of`` adds is one more.
+
+    Args:
+        max_length: truncate documents to this many tokens; None leaves them.
+        truncation_mode: ``"keep_start"`` or ``"keep_end"``: what stays of them.
+        return_flash_attn_kwargs, return_seq_idx, pad_to_multiple_of, pad_token_id, position_ids_start: as
+            :class:`fa2patch.DataCollatorWithFlattening` has them.
+
+    Raises:
+        CollatorError: an option that is not what it must be.
+    """
+
+    max_length: int | None = None
+    truncation_mode: str = "keep_start"
+    return_flash_attn_kwargs: bool = False
+    return_seq_idx: bool = False
+    pad_to_multiple_of: int | None = None
+    pad_token_id: int = 0
+    position_ids_start: int = 0
+
+    def __post_init__(self) -> None:
+        if self.max_length is not None and integer("max_length", self.max_length) < 1:
+            raise CollatorError(f"max_length: expected a positive number or None, found {self.max_length}.")
+        if self.truncation_mode not in _TRUNCATION:
+            raise CollatorError(
+                f"truncation_mode: expected 'keep_start' or 'keep_end', found {self.truncation_mode!r}."
+            )
+        self._flatten()
+
+    def __call__(self, features: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
+        """One packed row of T tokens.
+
+        Args:
+            features: examples with TRL's columns of token ids: ``prompt_input_ids``, ``chosen_input_ids`` and
+                ``rejected_input_ids`` (TRL 0.12 to 0.24), or ``prompt_ids``, ``chosen_ids`` and ``rejected_ids`` (since
+                1.0). Where there are ``chosen_labels`` and ``rejected_labels`` (up to 0.11), the ids hold the prompt
+                already, and its labels are -100. ``ref_chosen_logps`` and ``ref_rejected_logps``: a number each.
+
+        Returns:
+            ``input_ids``, ``labels`` (-100 but in completions), ``position_ids``: int64 ``[1, T]``; the reference's
+            log-probabilities float32 ``[n]`` where the examples hold them; ``seq_idx``, ``cu_seq_lens_*`` and
+            ``max_length_*`` where asked for.
+
+        Raises:
+            CollatorError: a column that is missing, or is not what it must be; a document without tokens.
+        """
+        examples = [given(index, feature) for index, feature in enumerate(features)]
+        require_same_keys([{key: None for key in _REFERENCE if key in example} for example in examples])
+        documents = [
+            self._document(index, example, side)
+            for side in ("chosen", "rejected")
+            for index, example in enumerate(examples)
+        ]
+        batch = self._flatten()(documents)
+        for key in _REFERENCE:
+            if key in examples[0]:
+                values = [as_numbers(index, key, example[key], "one number") for index, example in enumerate(examples)]
+                batch[key] = torch.tensor(np.array(values, dtype=np.float32).reshape(len(examples)))
+        return batch
+
+    def _flatten(self) -> DataCollatorWithFlattening:
+        return DataCollatorWithFlattening(
+            return_flash_attn_kwargs=self.return_flash_attn_kwargs,
+            return_seq_idx=self.return_seq_idx,
+            pad_to_multiple_of=self.pad_to_multiple_of,
+            pad_token_id=self.pad_token_id,
+            position_ids_start=self.position_ids_start,
+        )
+
+    def _document(self, index: int, example: Mapping[str, Any], side: str) -> dict[str, Any]:
+        ids = _ids(index, example, side)
+        if f"{side}_labels" in example:
+            labels = as_array(index, f"{side}_labels", example[f"{side}_labels"])
+        else:
+            prompt = _ids(index, example, "prompt")
+            labels = np.concatenate([np.full_like(prompt, IGNORED_LABEL), ids])
+            ids = np.concatenate([prompt, ids])
+        if self.max_length is not None:
+            kept = slice(self.max_length) if self.truncation_mode == "keep_start" else slice(-self.max_length, None)
+            ids, labels = ids[kept], labels[kept]
+        if not len(ids):
+            raise CollatorError(f"example {index}: no token in prompt and {side}. Remove it from the dataset.")
+        return {"input_ids": ids, "labels": labels}
+
+
+def _ids(index: int, example: Mapping[str, Any], part: str) -> Any:
+    for key in (f"{part}_input_ids", f"{part}_ids"):
+        if key in example:
+            ids = as_array(index, key, example[key])
+            if ids.dtype != np.int64 and len(ids):
+                raise CollatorError(f"example {index}: {key} must be integers, found floats.")
+            return ids.astype(np.int64)
+    raise CollatorError(
+        f"example {index}: expected {part}_input_ids or {part}_ids, found {', '.join(map(str, example)) or 'no keys'}."
+    )
+
+
+def per_document_logps(
+    logits: torch.Tensor, labels: torch.Tensor, documents: Boundaries | torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Log-probabilities of the labels, summed over each document of a packed batch.
+
+    Args:
+        logits: ``[batch, length, vocabulary]``, as the model returns them: each token's predict the next token.
+        labels: int64 ``[batch, length]``, each at its own token. -100 counts for nothing, nor does a document's first.
+        documents: the batch's ``position_ids``, or its :class:`fa2patch.Boundaries`
+            (``Boundaries(batch["cu_seq_lens_q"], batch["max_length_q"])`` reads nothing from the device).
+
+    Returns:
+        The sums, float32 ``[documents]`` (float64 of float64 logits), and over how many tokens they go, int64
+        ``[documents]``. Sums divided by numbers are means (IPO's).
+
+    Raises:
+        BadBatch: shapes that do not belong together.
+    """
+    if logits.dim() != 3 or tuple(labels.shape) != tuple(logits.shape[:2]):
+        raise BadBatch(
+            f"expected logits [batch, length, vocabulary] and labels [batch, length], found {list(logits.shape)} and "
+            f"{list(labels.shape)}."
+        )
+    if not isinstance(documents, Boundaries) and documents.numel() != labels.numel():
+        raise BadBatch(f"expected position_ids {list(labels.shape)}, found {list(documents.shape)}.")
+    found = documents if isinstance(documents, Boundaries) else boundaries(documents)
+    cu = found.cu_seqlens.to(logits.device, torch.int64)
+    token = torch.arange(labels.numel(), device=logits.device)
+    document = torch.searchsorted(cu, token, right=True) - 1
+    flat = labels.flatten().to(logits.device)
+    learned = (flat != IGNORED_LABEL) & (token != cu[document])
+    (at,) = learned.nonzero(as_tuple=True)
+    chosen = logits.flatten(0, 1)[at - 1]
+    chosen = chosen if chosen.dtype == torch.float64 else chosen.float()
+    logps = -torch.nn.functional.cross_entropy(chosen, flat[at], reduction="none")
+    sums = logps.new_zeros(len(found)).index_add(0, document[at], logps)
+    return sums, torch.zeros_like(cu[1:]).index_add(0, document[at], torch.ones_like(at))
+
+
+def trainer_class(base: type[Any] | None = None) -> type[Any]:
+    """TRL's ``DPOTrainer``, of whatever TRL is installed, whose models compute every batch packed.
+
+    Batches, losses, metrics and arguments stay TRL's own; the model and the reference model are patched once the
+    trainer has made them, and their padded batches go packed through all layers (:func:`fa2patch.data.padded_batches`).
+    Leave ``padding_free`` off.
+
+    Args:
+        base: another trainer to derive from (a subclass of yours; KTO, reward); None is ``trl.DPOTrainer``.
+
+    Raises:
+        Fa2PatchError: TRL is not installed.
+    """
+    from ..patch.applying import apply
+    from .padded_batches import pack_padded_batches
+
+    if base is None:
+        try:
+            base = importlib.import_module("trl").DPOTrainer
+        except ImportError as error:
+            raise Fa2PatchError(f"trainer_class needs TRL, which does not import ({error}): pip install trl") from error
+    parent: Any = base
+
+    def __init__(self: Any, *args: Any, **kwargs: Any) -> None:
+        parent.__init__(self, *args, **kwargs)
+        for model in (self.model, getattr(self, "ref_model", None)):
+            if model is not None:
+                apply(model)
+                pack_padded_batches(model)
+
+    return type(f"Packed{parent.__name__}", (parent,), {"__init__": __init__, "__doc__": trainer_class.__doc__})

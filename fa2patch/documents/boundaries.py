@@ -1,0 +1,537 @@
+"""Where documents start: the one definition, in pure torch.
+
+A document starts at the first token of every row and wherever ``p[i] != p[i-1] + 1`` (DESIGN, rule 2). What says
+it outright wins over ``position_ids``: ``cu_seq_lens_*``, then ``seq_idx``, then a 2-D mask of document numbers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any, NoReturn
+
+import numpy as np
+import torch
+
+from .._compile import compiling, uncompiled
+from ..errors import BadCuSeqlens, BadPositionIds, BoundaryConflict
+
+_INTEGERS = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)
+
+
+@dataclass(eq=False)
+class Boundaries:
+    """The documents of one batch, its rows laid end to end.
+
+    Attributes:
+        cu_seqlens: int32 tensor ``[documents + 1]`` on the batch's device: 0, then the end of every document.
+        max_seqlen: length of the longest document, in tokens, a Python int.
+        positions: largest position id + 1, where the ids were looked at, else None.
+        made: what a kernel has made of them for this batch, to be used by its other layers.
+    """
+
+    cu_seqlens: torch.Tensor
+    max_seqlen: int
+    positions: int | None = field(default=None, repr=False)
+    _lengths: tuple[int, ...] | None = field(default=None, repr=False)
+    made: dict[Any, Any] = field(default_factory=dict, repr=False)
+
+    @property
+    def lengths(self) -> tuple[int, ...]:
+        """Document lengths in tokens, on the host. Read from the device at most once, and only if asked for."""
+        if self._lengths is None:
+            self._lengths = tuple(np.diff(_host(self.cu_seqlens)).tolist())
+        return self._lengths
+
+    def __len__(self) -> int:
+        return int(self.cu_seqlens.shape[0]) - 1
+
+    def chunked(self, size: int) -> Boundaries:
+        """Every document cut into chunks of ``size`` tokens: chunked attention (Llama 4) sees no further back."""
+        if self.max_seqlen <= size:
+            return self
+        chunks = [min(size, length - at) for length in self.lengths for at in range(0, length, size)]
+        cu = torch.tensor([0, *chunks], dtype=torch.int32).cumsum(0, dtype=torch.int32)
+        return Boundaries(cu.to(self.cu_seqlens.device), size, self.positions, tuple(chunks))
+
+    def padding_apart(self, attention_mask: torch.Tensor) -> Boundaries:
+        """Every document cut in two, its real tokens and the padding that ends it, either of which may be empty.
+
+        Where tokens see those behind them too, real tokens must not see their document's padding. Nothing is read.
+
+        Args:
+            attention_mask: ``[batch, length]``; zeros only at the end of a document.
+        """
+        real = (attention_mask.flatten() != 0).to(self.cu_seqlens.device, torch.int32)
+        seen = torch.nn.functional.pad(real.cumsum(0, dtype=torch.int32), (1, 0))[self.cu_seqlens.long()]
+        ends = self.cu_seqlens[:-1] + seen.diff()
+        cu = torch.cat([torch.stack([self.cu_seqlens[:-1], ends], dim=1).flatten(), self.cu_seqlens[-1:]])
+        return Boundaries(cu, self.max_seqlen, self.positions)
+
+
+def boundaries(position_ids: torch.Tensor) -> Boundaries:
+    """Boundaries of the documents that ``position_ids`` describe.
+
+    Args:
+        position_ids: integers ``[length]``, ``[batch, length]`` or ``[axes, batch, length]`` (mRoPE). A document
+            starts at the first token of every row and wherever an id is not its left neighbour's plus one; of four
+            axes the first, the text's, is read. With three (time, height, width) an image's tokens do not count up:
+            in a row that has any, a document starts where time goes back to 0, or all three are 0.
+
+    Returns:
+        :class:`Boundaries` over the ``batch * length`` tokens, row after row.
+
+    Raises:
+        BadPositionIds: not an integer tensor, or of another shape, or empty; or of three axes that neither restart
+            nor go on as a model counts them.
+    """
+    check_position_ids(position_ids)
+    _check_readable("position_ids", position_ids, BadPositionIds)
+    host = _host(_axes(position_ids).long())
+    host = host if host.ndim == 3 else host[None]
+    real = np.ones(host.shape[1:], dtype=bool)
+    starts, doubtful, _ = _starts(host, real, _previous_real(real))
+    _no_doubt(doubtful, host)
+    return _from_cuts(starts, position_ids.device, int(host.max()) + 1)
+
+
+def check_position_ids(position_ids: Any, shape: tuple[int, int] | None = None) -> None:
+    """Raise :class:`BadPositionIds` unless these are integer ids, of a batch of ``shape`` where it is given."""
+    if not isinstance(position_ids, torch.Tensor):
+        raise BadPositionIds(
+            f"position_ids: expected an integer tensor, found {type(position_ids).__name__}. "
+            "Pass what the collator returns."
+        )
+    if position_ids.dtype not in _INTEGERS:
+        raise BadPositionIds(f"position_ids: expected integers, found {position_ids.dtype}. Convert them with .long().")
+    if not _is_dense(position_ids):
+        raise BadPositionIds(f"position_ids: expected a dense tensor, found {_described(position_ids)}.")
+    found = tuple(position_ids.shape)
+    if position_ids.dim() not in (1, 2, 3) or 0 in found:
+        raise BadPositionIds(
+            "position_ids: expected [batch, length], or [axes, batch, length] for mRoPE, "
+            f"with at least one token; found {list(found)}."
+        )
+    if shape is not None and (found[-1] != shape[1] or (len(found) > 1 and found[-2] not in (1, shape[0]))):
+        raise BadPositionIds(
+            f"position_ids: expected [{shape[0]}, {shape[1]}] as the batch's ids, found {list(found)}. "
+            "One position id is needed for each token."
+        )
+
+
+@uncompiled
+def recognise(
+    shape: tuple[int, int],
+    device: torch.device,
+    *,
+    position_ids: torch.Tensor | None = None,
+    attention_mask: torch.Tensor | None = None,
+    seq_idx: torch.Tensor | None = None,
+    only_certain: bool = False,
+    first_position: int = 0,
+    training: bool = False,
+) -> Boundaries | None:
+    """Boundaries if the batch is packed, else None: one read from the device, whatever is given.
+
+    Ids at masked places say nothing. Behind padding a document starts where the ids restart at the first position; any
+    other jump there is taken for a filler, as Transformers' ``generate`` writes them, and the row goes on.
+
+    Args:
+        shape: ``(batch, length)``.
+        device: where ``cu_seqlens`` goes.
+        position_ids: integers ``[batch or 1, length]``, or with axes in front.
+        attention_mask: ``[batch, length]``: zeros are padding; 1, 1, 2, 2, ... are document numbers.
+        seq_idx: integers ``[batch, length]``, another number for each document.
+        only_certain: of three axes take for a start what is one for certain, and do not ask about the rest.
+        first_position: the position of a document's first token, where the model does not count from 0.
+        training: whether a jump behind padding that is not certain to be a filler is an error.
+
+    Returns:
+        None where no row holds more than one document: a padded or dense batch, to be computed as ever. Otherwise
+        boundaries in which a run of padding is a document of its own.
+
+    Raises:
+        BadPositionIds, BadCuSeqlens: ``position_ids``, ``seq_idx`` of a wrong dtype or shape; ids of three axes that
+            neither restart nor go on as a model counts them.
+        BoundaryConflict: two sources contradict each other, padding stands inside a document of a packed row, or the
+            mask of one holds something else than zeros, ones and document numbers; in training, ids jump behind
+            padding to something else than the first position.
+    """
+    if position_ids is not None:
+        check_position_ids(position_ids, shape)
+        _check_readable("position_ids", position_ids, BadPositionIds)
+    if seq_idx is not None:
+        _check_seq_idx(seq_idx, shape)
+    if attention_mask is not None:
+        _check_mask(attention_mask, shape)
+        _check_readable("attention_mask", attention_mask, BoundaryConflict)
+        attention_mask = _numbers(attention_mask)
+    given = {"attention_mask": attention_mask, "seq_idx": seq_idx}
+    present = {name: ids.expand(shape) for name, ids in given.items() if ids is not None}
+    axes = [] if position_ids is None else [axis.expand(shape) for axis in _axes(position_ids)]
+    if not present and not axes:
+        return None
+    if device.type == "meta":
+        raise BadPositionIds("position_ids: expected those of a batch with values, found one on the meta device.")
+    read = _host(torch.stack([ids.detach().to(device, torch.int64) for ids in (*present.values(), *axes)]))
+    host, positions = dict(zip(present, read)), read[len(present) :]
+    mask = host.get("attention_mask")
+    if mask is not None and mask.min() < 0:
+        if (
+            mask.max() <= 1
+            and recognise(shape, device, position_ids=position_ids, seq_idx=seq_idx, only_certain=only_certain) is None
+        ):
+            return None
+        row, token = np.argwhere(mask < 0)[0]
+        raise BoundaryConflict(
+            "attention_mask: expected zeros for padding and ones, or document numbers, found something else at row "
+            f"{row}, token {token}. A mask that is added to logits cannot go with a packed row: leave it out."
+        )
+    real = np.ones(shape, dtype=bool) if mask is None else mask != 0
+    previous = _previous_real(real)
+
+    starts, doubtful, jumps = (
+        _starts(positions, real, previous, first_position) if position_ids is not None else (None, None, None)
+    )
+    outright: dict[str, Any] = {}
+    if "seq_idx" in host:
+        outright["seq_idx"] = _changes(host["seq_idx"], real, previous, step=0)
+    if mask is not None and mask.max() > 1:
+        outright["the attention_mask of document numbers"] = _changes(mask, real, previous, step=0)
+    if len(outright) == 2:
+        (first, said), (second, other) = outright.items()
+        _no_conflict(said != other, f"{first} and {second} begin different documents")
+    for source, said in outright.items():
+        if starts is not None:
+            _no_conflict(starts & ~said, f"position_ids restart inside what {source} calls one document")
+    if doubtful is not None and not (outright or only_certain):
+        _no_doubt(doubtful, positions)
+    if jumps is not None and training and not outright:
+        _no_jump(jumps, positions, first_position)
+    starts = next(iter(outright.values()), starts)
+    if starts is None or (starts.sum(axis=1) <= 1).all():
+        return None
+    after_padding = np.zeros(shape, dtype=bool)
+    after_padding[:, 1:] = ~real[:, :-1]
+    holes = real & ~starts & after_padding
+    if holes.any():
+        row, token = np.argwhere(holes)[0]
+        raise BoundaryConflict(
+            f"the attention_mask hides tokens inside a document of a packed row (it goes on at row {row}, token "
+            f"{token}). Padding may only stand between documents: drop the hidden tokens, or restart position_ids "
+            "there."
+        )
+    starts_padding = ~real
+    starts_padding[:, 1:] &= real[:, :-1]
+    largest = int(positions.max()) + 1 if position_ids is not None else None
+    return _from_cuts(starts | starts_padding, device, largest)
+
+
+def from_cu_seqlens(
+    cu_seqlens: torch.Tensor,
+    max_seqlen: int | torch.Tensor | None,
+    shape: tuple[int, int],
+    *,
+    cu_seqlens_k: torch.Tensor | None = None,
+    position_ids: torch.Tensor | None = None,
+    attention_mask: torch.Tensor | None = None,
+) -> Boundaries:
+    """Boundaries that the caller states, read from the device not even once if ``max_seqlen`` is an int.
+
+    On a CPU a mismatch raises at once. On other devices the same conditions become device-side assertions, which
+    cost no synchronisation; in a compiled graph on every device.
+
+    Args:
+        cu_seqlens: integers ``[documents + 1]`` (or ``[1, documents + 1]``): 0, ..., ``batch * length``.
+        max_seqlen: the longest document's length; read from ``cu_seqlens`` where None.
+        shape: ``(batch, length)``.
+        cu_seqlens_k: the same for keys; must equal ``cu_seqlens``.
+        position_ids: may restart only where a document starts.
+        attention_mask: ``[batch, length]``; zeros only at the end of a document.
+
+    Raises:
+        BadCuSeqlens, BoundaryConflict, BadPositionIds.
+    """
+    tokens = shape[0] * shape[1]
+    for given in (cu_seqlens, cu_seqlens_k):
+        if given is not None:
+            check_cu_seqlens(given)
+    if attention_mask is not None:
+        _check_mask(attention_mask, shape)
+    cu = cu_seqlens.flatten().to(torch.int32)
+    _check_max_seqlen(max_seqlen)
+    _require_ends(cu_seqlens.flatten(), tokens)
+    if cu_seqlens_k is not None and cu_seqlens_k is not cu_seqlens:
+        _require_same(cu, cu_seqlens_k.flatten())
+    _require_agreement(cu, shape, position_ids, attention_mask)
+    if isinstance(max_seqlen, torch.Tensor):
+        max_seqlen = int(_host(max_seqlen).max())
+    stated = Boundaries(cu, max_seqlen if max_seqlen is not None else 0)
+    if max_seqlen is None:
+        stated.max_seqlen = max(stated.lengths)
+    else:
+        longest = cu.diff().max() <= max_seqlen
+        _require(longest, BadCuSeqlens, "max_length is {}, but cu_seq_lens hold a longer document.", max_seqlen)
+    return stated
+
+
+def check_cu_seqlens(cu_seqlens: Any) -> None:
+    """Raise :class:`BadCuSeqlens` unless these are integers that could be documents' ends."""
+    if _is_dense(cu_seqlens) and cu_seqlens.dtype in _INTEGERS and cu_seqlens.numel() > 1:
+        return
+    raise BadCuSeqlens(f"cu_seq_lens: expected an integer tensor [documents + 1], found {_described(cu_seqlens)}.")
+
+
+def _check_max_seqlen(max_seqlen: Any) -> None:
+    if isinstance(max_seqlen, torch.Tensor):
+        if _is_dense(max_seqlen) and max_seqlen.dtype in _INTEGERS and max_seqlen.numel():
+            return _check_readable("max_length", max_seqlen, BadCuSeqlens)
+    elif max_seqlen is None or (isinstance(max_seqlen, (int, np.integer)) and max_seqlen < 2**31):
+        return None
+    found = _described(max_seqlen) if isinstance(max_seqlen, torch.Tensor) else repr(max_seqlen)
+    raise BadCuSeqlens(f"max_length: expected the longest document's length, an int, found {found}.")
+
+
+def _check_seq_idx(seq_idx: Any, shape: tuple[int, int]) -> None:
+    if not _is_dense(seq_idx) or seq_idx.dtype not in (*_INTEGERS, torch.bool):
+        raise BadCuSeqlens(f"seq_idx: expected an integer tensor [batch, length], found {_described(seq_idx)}.")
+    if tuple(seq_idx.shape) not in (shape, (1, shape[1]), shape[1:]):
+        raise BadCuSeqlens(f"seq_idx: expected [{shape[0]}, {shape[1]}], found {list(seq_idx.shape)}.")
+    _check_readable("seq_idx", seq_idx, BadCuSeqlens)
+
+
+def _check_mask(attention_mask: torch.Tensor, shape: tuple[int, int]) -> None:
+    if not _is_dense(attention_mask) or attention_mask.is_complex():
+        raise BoundaryConflict(f"attention_mask: expected a tensor of numbers, found {_described(attention_mask)}.")
+    if tuple(attention_mask.shape) != shape:
+        raise BoundaryConflict(
+            f"attention_mask: expected [{shape[0]}, {shape[1]}], found {list(attention_mask.shape)}."
+        )
+
+
+def _check_readable(name: str, tensor: torch.Tensor, error: type[Exception]) -> None:
+    if tensor.device.type == "meta":
+        raise error(f"{name}: expected a tensor with values, found one on the meta device.")
+
+
+def _is_dense(value: Any) -> bool:
+    return isinstance(value, torch.Tensor) and value.layout == torch.strided and not value.is_nested
+
+
+def _described(value: Any) -> str:
+    if not isinstance(value, torch.Tensor):
+        return type(value).__name__
+    if value.is_nested:
+        return "a nested tensor"
+    return f"{value.dtype} {list(value.shape)}" if _is_dense(value) else f"{value.dtype} {value.layout}"
+
+
+def _numbers(mask: torch.Tensor) -> torch.Tensor:
+    """A mask's whole numbers; -1 for fractions, infinities and what is no number."""
+    if not mask.is_floating_point():
+        return mask
+    mask = mask.float() if mask.element_size() < 4 else mask  # torch 2.1 rounds no half precision on a CPU
+    return torch.where((mask == mask.floor()) & (mask.abs() < 2**31), mask, -1)
+
+
+def positions_of(cu_seqlens: torch.Tensor, shape: tuple[int, int]) -> torch.Tensor:
+    """position_ids int64 ``[batch, length]`` that count from 0 in each document; no read from the device."""
+    cu = cu_seqlens.flatten().long()
+    token = torch.arange(shape[0] * shape[1], device=cu.device)
+    document = torch.searchsorted(cu, token, right=True) - 1
+    return (token - cu[document]).view(shape)
+
+
+def largest(ids: torch.Tensor) -> int:
+    """The largest of some ids; one read from the device."""
+    return int(_host(ids).max())
+
+
+def _host(tensor: torch.Tensor) -> Any:
+    """Values on the host: the only place in fa2patch that reads a tensor."""
+    return tensor.detach().cpu().numpy()
+
+
+def _axes(position_ids: torch.Tensor) -> torch.Tensor:
+    return position_ids if position_ids.dim() == 3 else position_ids[None]
+
+
+def _starts(axes: Any, real: Any, previous: Any, first_position: int = 0) -> tuple[Any, Any, Any]:
+    """First tokens of documents, from position ids ``[axes, batch, length]``; and two kinds of tokens that may be such.
+
+    The first kind is doubtful by the grammar of three axes. The second are jumps behind padding to something else than
+    the first position.
+    """
+    changes = _changes(axes[0], real, previous, step=1)
+    behind_padding = (previous >= 0) & (np.arange(real.shape[1]) - previous > 1)
+    jumps = changes & behind_padding & (axes[0] != 0) & (axes[0] != first_position)
+    starts = changes & ~jumps
+    if len(axes) != 3:
+        return starts, np.zeros_like(real), jumps
+    with_images = (axes != axes[0]).any(axis=(0, 2))[:, None]
+    nearest = np.maximum(previous, 0)
+    left = np.stack([np.take_along_axis(axis, nearest, axis=1) for axis in axes])
+    restarts = real & ((previous < 0) | _restarts(axes, left))
+    beside = np.arange(real.shape[1]) - previous == 1
+    doubtful = with_images & real & ~restarts & ~_goes_on(axes, left) & (beside | (axes[0] < left[0]))
+    return np.where(with_images, restarts, starts), doubtful, jumps & ~with_images
+
+
+def _restarts(ids: Any, left: Any) -> Any:
+    """Where time, height and width ``[3, batch, length]`` begin anew; arrays or tensors. Inside a document time is
+    0 at its first token and an image there, and never again; all three are 0 at its first token only."""
+    return (ids[0] == 0) & ((left[0] > 0) | ((ids[1] == 0) & (ids[2] == 0)))
+
+
+def _goes_on(ids: Any, left: Any) -> Any:
+    """Where time, height and width go on from the token to the left as a model's ``get_rope_index`` counts them.
+
+    Inside an image or film time stands or rises. Text, and an image's first token, have one number n on all axes. The
+    token before has n - 1 on the axis that is largest in it (time left out after a film, from Transformers 5.3 on:
+    text then goes on from its height and width, below its last frame's time). Inside an image the three may be equal.
+    """
+    (t, h, w), (time, height, width) = ids, left
+    beside_image = (t == h) & (t == w)
+    follows = (t > height) & (t > width) & ((t == height + 1) | (t == width + 1) | (t == time + 1))
+    of_its_time = (t == time) & ((height != time) | (width != time))
+    return (~beside_image & (t >= time)) | (beside_image & (follows | of_its_time))
+
+
+def _no_doubt(doubtful: Any, axes: Any) -> None:
+    if doubtful.any():
+        row, token = np.argwhere(doubtful)[0]
+        found = [axes[:, row, at].tolist() for at in (token - 1, token)]
+        raise BadPositionIds(
+            "position_ids: expected time, height and width as a model's get_rope_index counts them in each document, "
+            f"which starts at 0. Found {found[0]} and then {found[1]} at row {row}, token {token}: that may be a "
+            "document's start, or not. Say where documents start by cu_seq_lens_q, or by ids [4, batch, length] with "
+            "the tokens' own count in front (fa2patch.DataCollatorForMultimodalFlattening gives both)."
+        )
+
+
+def _no_jump(jumps: Any, axes: Any, first_position: int) -> None:
+    if jumps.any():
+        row, token = np.argwhere(jumps)[0]
+        raise BoundaryConflict(
+            f"position_ids jump to {axes[0, row, token]} behind padding (row {row}, token {token}): that may be a "
+            "document's start, or a filler. Expected ids that go on from the last real token, or restart at "
+            f"{first_position}. Say where documents start by cu_seq_lens_q, seq_idx or an attention_mask of document "
+            "numbers, or let ids restart there."
+        )
+
+
+def _previous_real(real: Any) -> Any:
+    """Index of the nearest real token to the left in the row, -1 where there is none."""
+    index = np.arange(real.shape[1])
+    seen = np.maximum.accumulate(np.where(real, index, -1), axis=1)
+    return np.concatenate([np.full((real.shape[0], 1), -1), seen[:, :-1]], axis=1)
+
+
+def _changes(ids: Any, real: Any, previous: Any, step: int) -> Any:
+    """Real tokens that do not go on from the nearest real token to their left, whether ids count padding or not."""
+    left = np.take_along_axis(ids, np.maximum(previous, 0), axis=1)
+    apart = np.arange(ids.shape[1]) - previous
+    goes_on = ((ids == left + step) | (ids == left + step * apart)) & (ids >= left)  # the largest int64 + 1 is < 0
+    return real & ((previous < 0) | ~goes_on)
+
+
+def _no_conflict(conflicts: Any, what: str) -> None:
+    if conflicts.any():
+        row, token = np.argwhere(conflicts)[0]
+        raise BoundaryConflict(
+            f"{what}: at row {row}, token {token}. Let both describe the same documents, or pass only one of them."
+        )
+
+
+def _from_cuts(starts: Any, device: torch.device, positions: int | None) -> Boundaries:
+    ends = np.append(np.flatnonzero(starts.ravel()), starts.size)
+    lengths = np.diff(ends)
+    cu = torch.from_numpy(ends.astype(np.int32)).to(device, non_blocking=True)
+    return Boundaries(cu, int(lengths.max()), positions, tuple(lengths.tolist()))
+
+
+def _assert_async(held: torch.Tensor, message: str) -> None:
+    """Raises on the device, when it gets there: nobody waits."""
+    torch.ops.aten._assert_async.msg(held, message)
+
+
+def _require(held: torch.Tensor, error: type[Exception], message: str, *numbers: int) -> None:
+    if compiling():  # a number in the text would become a constant of the graph
+        _assert_async(held, message.replace("{}", "(what was given)"))
+    elif held.device.type != "cpu":
+        _assert_async(held, message.format(*numbers))
+    elif not bool(_host(held)):
+        raise error(message.format(*numbers))
+
+
+def _require_ends(cu: torch.Tensor, tokens: int) -> None:
+    if cu.device.type == "cpu" and not compiling():
+        found: Sequence[int] = _host(cu).tolist()
+        if found[0] != 0 or found[-1] != tokens or any(b < a for a, b in zip(found, found[1:])):
+            _bad_ends(found, tokens)
+    else:
+        held = (cu[0] == 0) & (cu[-1] == tokens) & (cu.diff() >= 0).all()
+        _require(held, BadCuSeqlens, "cu_seq_lens must rise from 0 to the batch's {} tokens", tokens)
+
+
+def _bad_ends(found: Sequence[int], tokens: int) -> NoReturn:
+    shown = ", ".join(map(str, found[:8])) + (", ..." if len(found) > 8 else "")
+    raise BadCuSeqlens(
+        f"cu_seq_lens must rise from 0 to the number of tokens, {tokens} (batch x length, padding included); "
+        f"found [{shown}] ending in {found[-1]}. Make them from this very batch, after truncation and padding."
+    )
+
+
+def _require_same(cu: torch.Tensor, cu_k: torch.Tensor) -> None:
+    message = "cu_seq_lens_q and cu_seq_lens_k differ: in training every query's document is its keys' document."
+    if cu.shape != cu_k.shape:
+        raise BoundaryConflict(message)
+    _require((cu == cu_k).all(), BoundaryConflict, message)
+
+
+def _require_agreement(
+    cu: torch.Tensor,
+    shape: tuple[int, int],
+    position_ids: torch.Tensor | None,
+    attention_mask: torch.Tensor | None,
+) -> None:
+    starts = torch.zeros(shape[0] * shape[1] + 1, dtype=torch.bool, device=cu.device)
+    starts = starts.index_fill(0, cu.long(), True)[:-1].view(shape)
+    _require(
+        starts[:, 0].all(),
+        BadCuSeqlens,
+        "cu_seq_lens hold a document that runs on from one row of {} tokens into the next. "
+        "A document starts at the first token of every row.",
+        shape[1],
+    )
+    real = torch.ones_like(starts) if attention_mask is None else attention_mask.to(cu.device) != 0
+    if attention_mask is not None:
+        numbers = attention_mask.to(cu.device, torch.int64)
+        changed = (numbers[:, 1:] != numbers[:, :-1]) & real[:, 1:] & real[:, :-1] & ~starts[:, 1:]
+        _require(
+            ~changed.any(),
+            BoundaryConflict,
+            "the attention_mask's document numbers change inside what cu_seq_lens call one document. Let both describe "
+            "the same documents, or pass only one of them.",
+        )
+        hidden_then_real = ~real[:, :-1] & real[:, 1:] & ~starts[:, 1:]
+        _require(
+            ~hidden_then_real.any(),
+            BoundaryConflict,
+            "the attention_mask hides tokens before real ones of the same document of cu_seq_lens. Padding may only "
+            "end a document, or be one.",
+        )
+    if position_ids is not None:
+        check_position_ids(position_ids, shape)
+        axes = _axes(position_ids).to(cu.device, torch.int64)
+        axes = axes.expand(len(axes), *shape)
+        jumps = axes[0, :, 1:] != axes[0, :, :-1] + 1
+        if len(axes) == 3:
+            jumps &= _restarts(axes[..., 1:], axes[..., :-1]) | ~_goes_on(axes[..., 1:], axes[..., :-1])
+        restarts = jumps & ~starts[:, 1:] & real[:, 1:]
+        _require(
+            ~restarts.any(),
+            BoundaryConflict,
+            "position_ids restart inside what cu_seq_lens call one document. Let both describe the same documents, "
+            "or pass only one of them.",
+        )

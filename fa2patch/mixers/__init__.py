@@ -1,1 +1,0 @@
-"""Layers that carry state along the row outside attention: how it is kept from crossing a document's boundary."""

@@ -1,0 +1,147 @@
+"""PEFT's wrappers around a patched model that do something with a whole row: packed rows are refused.
+
+Prompt tuning, prefix tuning, P-tuning and the like put virtual tokens in front of a row, where every document would
+need them, and drop position_ids, so that the model inside cannot know that there are documents. The call is looked at
+where it still says so: in ``forward`` of PEFT's classes. An object may hold its class's ``forward`` from before (PEFT
+leaves it there after ``disable_adapter``, mixed precision wraps it), so ``__call__`` looks for those.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import sys
+import weakref
+from types import ModuleType
+from typing import Any, Callable
+
+import torch
+
+from ..binding import ABSENT, LOCK, bind, used_by, when_imported
+from ..documents.boundaries import recognise
+from ..errors import PackingNotIsolated
+from ..upstream.calls import LENGTHS
+from ..upstream.forward import MARK
+from ..upstream.layers import is_transformers_model
+
+MODULE = "peft.peft_model"
+_patches: weakref.WeakSet[Any] = weakref.WeakSet()
+"""The patches of this process: PEFT may be imported after any of them was made."""
+
+
+def watch(patch: Any) -> None:
+    """Look at calls of PEFT's models from now on, or as soon as PEFT is imported; until the patch is released.
+
+    To be called when the patch has its other bindings: one that has none was reverted.
+    """
+    with LOCK:
+        _patches.add(patch)
+        if MODULE in sys.modules:
+            _bind(sys.modules[MODULE], patch)
+        else:
+            when_imported(MODULE, _imported)
+
+
+def _imported(module: ModuleType) -> None:
+    with LOCK:
+        for patch in list(_patches):
+            if used_by(patch):
+                _bind(module, patch)
+
+
+def _bind(module: ModuleType, patch: Any) -> None:
+    base = getattr(module, "PeftModel", None)
+    if base is None:
+        return  # a stand-in for PEFT, or its import has failed
+    bind(base, "__call__", functools.partial(_called, base), patch)
+    for cls in list(vars(module).values()):
+        if isinstance(cls, type) and issubclass(cls, base) and cls.__module__ == MODULE:
+            for name in {"forward", "generate"} & {*vars(cls)}:
+                bind(cls, name, functools.partial(_looked_at, base), patch)
+
+
+def _called(base: Any, original: Any) -> Callable[..., Any]:
+    def __call__(self: Any, *args: Any, **kwargs: Any) -> Any:
+        if "forward" in self.__dict__:
+            _refuse_packed(self, base, type(self).forward, args, kwargs)
+        if original is ABSENT:
+            return super(base, self).__call__(*args, **kwargs)
+        return original(self, *args, **kwargs)
+
+    return __call__
+
+
+def _looked_at(base: Any, original: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(original)
+    def looked_at(self: Any, *args: Any, **kwargs: Any) -> Any:
+        _refuse_packed(self, base, original, args, kwargs)
+        return original(self, *args, **kwargs)
+
+    return looked_at
+
+
+def _refuse_packed(
+    model: Any, base: Any, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> None:
+    reads_rows = _reads_rows(model, base)
+    if not reads_rows or not any(MARK in module.__dict__ for module in model.base_model.modules()):
+        return
+    found = _packed(_named(function, args, kwargs))
+    if found:
+        raise PackingNotIsolated(
+            f"{type(model).__name__} was given a packed batch ({found}), but {reads_rows}. Train it padded, with one "
+            "document in each row, which a patched model computes as ever; or with an adapter that takes every token "
+            "for itself, as LoRA does."
+        )
+
+
+def _reads_rows(model: Any, base: Any) -> str:
+    """What the active adapter does with a whole row; empty where it does nothing of the kind, or is disabled."""
+    config = model.peft_config.get(model.active_adapter)
+    if getattr(config, "is_prompt_learning", False):
+        disabled = model.__dict__.get("forward") == model.base_model.forward
+        if disabled or type(model).forward is base.forward:  # PeftModel's own calls the model inside, and nothing else
+            return ""
+        return (
+            f"{config.peft_type.value} puts {config.num_virtual_tokens} virtual tokens in front of the row, not of "
+            "each document, and drops position_ids: documents would attend to each other"
+        )
+    if getattr(model, "_adapters_disabled", False):
+        return ""
+    if getattr(config, "alora_invocation_tokens", None):
+        return (
+            "an activated LoRA (alora_invocation_tokens) begins at the last invocation in the row: documents before "
+            "that one would be computed without it"
+        )
+    for name, child in model.base_model._modules.items():
+        if name != "model" and any(is_transformers_model(module) for module in child.modules()):
+            return (
+                f"{config.peft_type.value} runs a model of its own over the row ({name}), which is not patched: "
+                "documents would attend to each other there"
+            )
+    return ""
+
+
+def _named(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
+    parameters = list(inspect.signature(function).parameters.values())[1:]
+    names = [p.name for p in parameters if p.kind is p.POSITIONAL_OR_KEYWORD] or ["input_ids"]
+    call = {**dict(zip(names, args)), **kwargs}
+    return call if call.get("input_ids") is not None else {**call, "input_ids": call.get("inputs")}
+
+
+def _packed(call: dict[str, Any]) -> str:
+    """What says that a batch is packed; empty where nothing does."""
+    stated = [name for name in LENGTHS if name != "seq_idx" and call.get(name) is not None]
+    if stated:
+        return f"{stated[0]} was given"
+    tokens = call["input_ids"] if call["input_ids"] is not None else call.get("inputs_embeds")
+    if not isinstance(tokens, torch.Tensor) or tokens.dim() < 2:
+        return ""
+    shape = (tokens.shape[0], tokens.shape[1])
+    ids, idx, mask = call.get("position_ids"), call.get("seq_idx"), call.get("attention_mask")
+    if not isinstance(mask, torch.Tensor) or tuple(mask.shape) != shape:
+        mask = None
+    if ids is None and idx is None and (mask is None or mask.dtype == torch.bool):
+        return ""
+    found = recognise(shape, tokens.device, position_ids=ids, attention_mask=mask, seq_idx=idx)
+    return f"{len(found)} documents in {shape[0]} row{'s' * (shape[0] > 1)}" if found is not None else ""

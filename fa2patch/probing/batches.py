@@ -1,0 +1,160 @@
+"""A packed batch for ``verify``: one of the user's, or one made from the vocabulary; and where its documents are."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from ..documents.boundaries import Boundaries, from_cu_seqlens, recognise
+from ..errors import BadBatch
+from ..upstream import layers
+
+EXAMPLE = (7, 12, 1, 5)
+"""Documents of the row that is made where no batch is given, in tokens."""
+
+PER_TOKEN = ("input_ids", "position_ids", "attention_mask", "labels", "seq_idx", "token_type_ids", "shift_labels")
+LENGTHS = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k", "seq_idx")
+
+LABELS = ("labels", "shift_labels")
+
+_NOT_TEXT = re.compile(r"(image|video|audio|vision|boi|eoi|pad).*(token_id|token_index)$")
+
+
+@dataclass
+class Span:
+    """Where a document, or a run of padding, is in a batch: tokens ``start`` to ``stop`` of a row."""
+
+    row: int
+    start: int
+    stop: int
+    real: bool
+
+    def of(self, values: torch.Tensor) -> torch.Tensor:
+        return values[self.row, self.start : self.stop]
+
+
+def text_tokens(inner: Any) -> torch.Tensor:
+    """Token ids that are text."""
+    config = getattr(layers.models(inner)[-1], "config", inner.config)
+    size = getattr(config, "vocab_size", None) or inner.get_input_embeddings().weight.shape[0]
+    special = {
+        value
+        for one in (config, inner.config)
+        for name, value in vars(one).items()
+        if _NOT_TEXT.search(name) and isinstance(value, int)
+    }
+    return torch.tensor([token for token in range(min(size, 50_000)) if token not in special])
+
+
+def example(device: torch.device, inner: Any) -> dict[str, Any]:
+    vocabulary = text_tokens(inner)
+    drawn = torch.randint(len(vocabulary), (1, sum(EXAMPLE)), generator=torch.Generator().manual_seed(0))
+    positions = torch.cat([torch.arange(length) for length in EXAMPLE])[None]
+    return {"input_ids": vocabulary[drawn].to(device), "position_ids": positions.to(device)}
+
+
+def checked(batch: Any, device: torch.device) -> dict[str, Any]:
+    """A batch's tensors on the model's device.
+
+    Raises:
+        BadBatch: not a mapping, no ``input_ids``, or tensors that do not belong to tokens.
+    """
+    try:
+        given = dict(batch)
+    except (TypeError, ValueError):
+        raise BadBatch(f"batch: expected what a collator returns, a dict; found {type(batch).__name__}.") from None
+    ids = given.get("input_ids")
+    if (
+        not isinstance(ids, torch.Tensor)
+        or ids.dim() != 2
+        or ids.dtype not in (torch.int64, torch.int32)
+        or not len(ids)
+    ):
+        found = f"{ids.dtype} {list(ids.shape)}" if isinstance(ids, torch.Tensor) else type(ids).__name__
+        raise BadBatch(f"batch['input_ids']: expected integers [batch, length], found {found}.")
+    for name, value in given.items():
+        if not isinstance(name, str):
+            raise BadBatch(f"batch: expected the names of a forward's arguments as keys, found {name!r}.")
+        if name in LABELS and value is not None and (not isinstance(value, torch.Tensor) or value.shape != ids.shape):
+            found = f"{list(value.shape)}" if isinstance(value, torch.Tensor) else type(value).__name__
+            raise BadBatch(f"batch[{name!r}]: expected a tensor {list(ids.shape)}, found {found}.")
+        if not isinstance(value, torch.Tensor):
+            continue
+        if value.device.type == "meta" or value.layout != torch.strided:
+            raise BadBatch(
+                f"batch[{name!r}]: expected a dense tensor with values, found one of layout {value.layout} on "
+                f"{value.device.type}."
+            )
+        if name not in (*PER_TOKEN, *LENGTHS):
+            raise BadBatch(
+                f"batch[{name!r}]: a document's part of it is not known. Verify token batches: {', '.join(PER_TOKEN)} "
+                "and the collator's lengths."
+            )
+        if name in PER_TOKEN and (not value.dim() or value.shape[-1] != ids.shape[1]):
+            raise BadBatch(
+                f"batch[{name!r}]: expected one for each of {ids.shape[1]} tokens, found {list(value.shape)}."
+            )
+        given[name] = value.to(device)
+    return given
+
+
+def spans_of(batch: dict[str, Any]) -> list[Span]:
+    ids, mask = batch["input_ids"], batch.get("attention_mask")
+    shape = (ids.shape[0], ids.shape[1])
+    mask = mask if isinstance(mask, torch.Tensor) and mask.dim() == 2 else None
+    found: Boundaries | None
+    if batch.get("cu_seq_lens_q") is not None:
+        found = from_cu_seqlens(
+            batch["cu_seq_lens_q"], None, shape, position_ids=batch.get("position_ids"), attention_mask=mask
+        )
+    else:
+        found = recognise(
+            shape,
+            ids.device,
+            position_ids=batch.get("position_ids"),
+            attention_mask=mask,
+            seq_idx=batch.get("seq_idx"),
+        )
+    if found is None or sum(length > 0 for length in found.lengths) <= 1:
+        raise BadBatch(
+            f"nothing in this batch says that a row holds several documents; found {', '.join(sorted(batch))}. "
+            "Expected position_ids that restart (they get lost where a Trainer drops columns: "
+            "remove_unused_columns=False), cu_seq_lens_q, seq_idx or a mask of document numbers. Pack with "
+            "fa2patch.DataCollatorWithFlattening."
+        )
+    spans, at = [], 0
+    for length in found.lengths:
+        row, start = divmod(at, shape[1])
+        at += length
+        if length:
+            real = mask is None or bool(mask[row, start])
+            spans.append(Span(row, start, start + length, real))
+    if mask is not None:
+        for span in spans:  # stated lengths may end a document in padding
+            if span.real:
+                span.stop = span.start + int((mask[span.row, span.start : span.stop] != 0).sum())
+    return spans
+
+
+def is_sharded(inner: Any) -> bool:
+    """Whether the ranks of a group compute a forward together, so that one of them cannot run one for itself."""
+    if not (torch.distributed.is_available() and torch.distributed.is_initialized()):
+        return False
+    sharded = any(hasattr(p, "ds_id") or hasattr(p, "_local_tensor") for p in inner.parameters())
+    return sharded or any(type(module).__name__ == "FullyShardedDataParallel" for module in inner.modules())
+
+
+def same_on_every_rank(inner: Any, spans: list[Span]) -> None:
+    """A sharded model's ranks compute together: another number of documents on one would wait for ever."""
+    if not is_sharded(inner):
+        return
+    counts: list[Any] = [None] * torch.distributed.get_world_size()
+    torch.distributed.all_gather_object(counts, len(spans))
+    if len(set(counts)) > 1:
+        raise BadBatch(
+            f"the model is sharded, so that its ranks compute together, but they were given {counts} documents. Call "
+            "verify with the same batch on every rank."
+        )

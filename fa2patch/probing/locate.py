@@ -1,0 +1,148 @@
+"""Where in a model two runs part first, for the tokens of one document."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from ..upstream import layers
+from ..upstream.traits import masks
+
+PROJECTIONS = 4
+"""Numbers kept of every token's vector: random projections, so that a change of any component shows."""
+
+
+@dataclass
+class _Call:
+    """One call of a module: what of the watched tokens went in and came out."""
+
+    name: str
+    into: list[torch.Tensor] = field(default_factory=list)
+    out: list[torch.Tensor] = field(default_factory=list)
+
+
+class Watch:
+    """Fingerprints of what every module of a model is given and returns for some tokens of a row.
+
+    Args:
+        inner: a Transformers model; modules are named as in it.
+        shape: ``(batch, length)`` of the call that will be watched.
+        row, start, stop: which tokens.
+    """
+
+    def __init__(self, inner: Any, shape: tuple[int, int], row: int, start: int, stop: int) -> None:
+        self.inner, self.shape, self.row, self.tokens = inner, shape, row, slice(start, stop)
+        self.calls: list[_Call] = []
+
+    @contextlib.contextmanager
+    def watching(self) -> Iterator[Watch]:
+        handles = []
+        for name, module in self.inner.named_modules():
+            opened: list[_Call] = []
+            handles.append(module.register_forward_pre_hook(self._into(name, opened), with_kwargs=True))
+            handles.append(module.register_forward_hook(self._out(opened)))
+        try:
+            yield self
+        finally:
+            for handle in handles:
+                handle.remove()
+
+    def _into(self, name: str, opened: list[_Call]) -> Any:
+        def hook(module: Any, args: Any, kwargs: Any) -> None:
+            opened.append(_Call(name, self._prints([args, {k: v for k, v in kwargs.items() if "mask" not in k}])))
+
+        return hook
+
+    def _out(self, opened: list[_Call]) -> Any:
+        def hook(module: Any, args: Any, output: Any) -> None:
+            call = opened.pop()
+            call.out = self._prints(output)
+            self.calls.append(call)
+
+        return hook
+
+    def _prints(self, values: Any) -> list[torch.Tensor]:
+        if isinstance(values, torch.Tensor):
+            own = self._of_tokens(values)
+            return [] if own is None else [_fingerprint(own)]
+        if isinstance(values, dict):
+            values = list(values.values())
+        if isinstance(values, (list, tuple)):
+            return [found for value in values for found in self._prints(value)]
+        return []
+
+    def _of_tokens(self, values: torch.Tensor) -> torch.Tensor | None:
+        """``[tokens, features]`` of the watched ones, or None for a tensor that is not by token."""
+        batch, length = self.shape
+        if values.dim() == 1 and batch == 1:
+            values = values[None]
+        if values.dim() < 2:
+            return None
+        if values.shape[0] == batch * length and values.shape[:2] != self.shape:
+            values = values.reshape(batch, length, -1)
+        if values.shape[0] not in (1, batch):
+            return None
+        axis = next((axis for axis in range(1, values.dim()) if values.shape[axis] == length), None)
+        if axis is None and length < values.shape[-1] <= length + 16 and values.dim() == 3:
+            axis = 2  # a convolution pads its input by its kernel's size, and cuts its output later
+        if axis is None:
+            return None
+        own = values.detach()[self.row if values.shape[0] == batch else 0].movedim(axis - 1, 0)[self.tokens]
+        return own.reshape(own.shape[0], -1)
+
+
+def _fingerprint(values: torch.Tensor) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(values.shape[1])
+    directions = torch.randn(values.shape[1], PROJECTIONS, generator=generator, dtype=torch.float64)
+    exact = values.to(torch.float64)
+    return torch.cat([exact @ directions.to(values.device), exact.norm(dim=1, keepdim=True)], dim=1).cpu()
+
+
+def first_difference(one: Watch, other: Watch, bound: float) -> str | None:
+    """The innermost module that was given the same in both runs and returned something else, by name; the first one.
+
+    Args:
+        bound: relative to a vector's length, what counts as the same.
+    """
+    calls: dict[tuple[str, int], list[_Call]] = {}
+    for watch in (one, other):
+        seen: dict[str, int] = {}
+        for call in watch.calls:
+            seen[call.name] = seen.get(call.name, -1) + 1
+            calls.setdefault((call.name, seen[call.name]), []).append(call)
+    pairs = [pair for pair in calls.values() if len(pair) == 2]
+    changed = [pair for pair in pairs if _differ(pair[0].out, pair[1].out, bound)]
+    for mine, theirs in changed:
+        if not _differ(mine.into, theirs.into, bound):
+            return mine.name
+    return changed[0][0].name if changed else None
+
+
+def _differ(ones: list[torch.Tensor], others: list[torch.Tensor], bound: float) -> bool:
+    return any(
+        one.shape == other.shape and bool(((one - other).abs() > bound * one[:, -1:].abs()).any())
+        for one, other in zip(ones, others)
+    )
+
+
+def meaning(inner: Any, name: str, patched: bool) -> str:
+    """What it says of a model that the module of this name lets documents see each other."""
+    module = inner.get_submodule(name)
+    decoder = layers.models(inner)[-1]
+    cls = type(module).__name__
+    if any(module is layer.module for layer in layers.attention_layers(decoder)) or "attention" in cls.lower():
+        after = "; it was patched, and something has replaced its attention since" if patched else ""
+        return f"attention computed without boundaries{after}"
+    mixers = layers.mixers(module) if name else {}
+    if mixers:
+        found = next(iter(mixers.values())).replace(" (by its name)", "")
+        return f"{found} carries state from document to document: this is a hybrid model"
+    if "rotary" in cls.lower():
+        return "rotary positions scaled by the row's length, not the document's"
+    if any(module is embedding for embedding in masks.position_embeddings(decoder)) or "position" in cls.lower():
+        return "positions counted from the mask, or along the row: they do not restart with a document"
+    return "what it returns for one document depends on another"

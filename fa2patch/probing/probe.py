@@ -1,0 +1,114 @@
+"""Runs of a model that leave it as it was: the same mode, gradients, buffers, hooks and random state afterwards."""
+
+from __future__ import annotations
+
+import contextlib
+import re
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+
+from ..errors import PackingNotIsolated
+
+ROUNDING = {torch.float64: 1e-12, torch.float32: 1e-5}
+"""What another number of tokens in a grouped expert matmul may change, of the largest value; 1e-2 in half precision."""
+
+_EXPERTS = re.compile(r"expert|moe|router", re.IGNORECASE)
+
+_HOOKS = ("_forward_hooks", "_forward_hooks_with_kwargs")
+
+
+@contextlib.contextmanager
+def left_as_it_was(model: Any) -> Iterator[None]:
+    """In eval mode with gradients enabled; whatever a run changes on the modules is put back, also after an error."""
+    modules = [module for module in model.modules() if isinstance(module, torch.nn.Module)]
+    attributes = [dict(vars(module)) for module in modules]
+    tables = [{name: dict(vars(module)[name]) for name in ("_buffers", *_HOOKS)} for module in modules]
+    values = [(buffer, buffer.detach().clone()) for buffer in model.buffers() if buffer.device.type != "meta"]
+    gradients = [(parameter, parameter.grad) for parameter in model.parameters()]
+    devices = {p.device for p in model.parameters() if p.device.type == "cuda"}
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(torch.random.fork_rng(sorted(device.index or 0 for device in devices)))
+        stack.enter_context(torch.inference_mode(False))
+        stack.enter_context(torch.enable_grad())
+        if isinstance(model, torch.nn.parallel.DistributedDataParallel):
+            stack.enter_context(model.no_sync())  # else its reducer waits for gradients that never come
+        try:
+            model.eval()
+            yield
+        finally:
+            with torch.no_grad():
+                for buffer, value in values:
+                    if not torch.equal(buffer, value):
+                        buffer.copy_(value)
+            for module, before, table in zip(modules, attributes, tables):
+                for name, entries in table.items():
+                    held = before[name]
+                    held.clear()
+                    held.update(entries)
+                vars(module).clear()
+                vars(module).update(before)
+            for parameter, gradient in gradients:
+                parameter.grad = gradient
+
+
+def is_mixture(model: Any) -> bool:
+    """Whether a model has experts, by its modules' names."""
+    return any(_EXPERTS.search(name) for name, _ in model.named_modules())
+
+
+def outputs(model: Any, call: dict[str, Any]) -> torch.Tensor:
+    """Logits ``[batch, length, vocabulary]``, or the last hidden states of a model that has none.
+
+    Raises:
+        PackingNotIsolated: the model returns no value for each token.
+    """
+    given = model(**call)
+    found = getattr(given, "logits", None)
+    if found is None:
+        found = getattr(given, "last_hidden_state", None)
+    if found is None and isinstance(given, (tuple, list)) and given:
+        found = given[0]
+    shape = tuple(call["input_ids"].shape)
+    if not isinstance(found, torch.Tensor) or tuple(found.shape[:2]) != shape:
+        what = f"{list(found.shape)}" if isinstance(found, torch.Tensor) else type(given).__name__
+        raise PackingNotIsolated(
+            f"expected logits or hidden states {list(shape)} + [...] for every token, found {what}. Verify the causal "
+            "LM or its base model, without arguments that leave tokens' outputs out."
+        )
+    return found
+
+
+def outputs_and_embeddings(model: Any, inner: Any, call: dict[str, Any]) -> tuple[torch.Tensor, torch.Tensor]:
+    """:func:`outputs`, and the input embeddings that they were computed from, a leaf that takes gradients.
+
+    Args:
+        inner: the Transformers model inside ``model``.
+    """
+    leaves: list[torch.Tensor] = []
+
+    def keep(module: Any, args: Any, output: torch.Tensor) -> torch.Tensor:
+        leaves.append(output.detach().requires_grad_())
+        return leaves[-1] * 1  # some models go on in place
+
+    embedding = inner.get_input_embeddings()
+    handle = embedding.register_forward_hook(keep)
+    try:
+        found = outputs(model, call)
+    finally:
+        handle.remove()
+    if leaves:
+        return found, leaves[0]
+    # a compiled model does not look for hooks again
+    with torch.no_grad():
+        leaf = embedding(call["input_ids"]).detach()
+    leaf.requires_grad_()
+    given = {name: value for name, value in call.items() if name != "input_ids"}
+    output = getattr(model(**given, inputs_embeds=leaf * 1), "logits", None)
+    if output is None:
+        raise PackingNotIsolated(
+            f"{type(model).__name__} takes its input embeddings from nowhere that can be seen (a compiled base "
+            "model?). Verify the model before torch.compile."
+        )
+    return output, leaf

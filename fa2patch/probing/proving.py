@@ -1,0 +1,186 @@
+"""Proof, on a model's first packed batch, that modules which nobody has looked at keep its documents apart.
+
+``apply`` knows torch's and Transformers' own modules. Of others (remote code, subclasses, what is wrapped around a
+layer, a forward put on an object) it cannot be seen whether they mix tokens along the row. So the batch is also run
+with other input embeddings in every second document, and what changes in the documents between them is a leak. That is
+three forwards without gradients, once.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+
+from ..errors import PackingNotIsolated
+from ..upstream.layers import models
+from ..upstream.packed_batch import packed_mask
+from ..upstream.packed_mask import PackedMask
+from . import locate
+from .batches import example, is_sharded
+from .probe import ROUNDING, is_mixture, left_as_it_was
+
+__all__ = ["example_of", "is_sharded", "prove", "structure", "unknown"]
+
+KNOWN = ("torch", "transformers", "fa2patch")
+"""Packages whose modules are known: what they do with a row, ``apply`` has looked at."""
+
+
+def structure(model: Any) -> int:
+    """A number that changes when a module comes or goes, is of another class, or has its forward replaced.
+
+    Every packed batch asks for it, so little is done for a module that is as it was.
+    """
+    seen = [model]
+    replaced = []
+    for module in seen:  # which grows
+        held = module.__dict__
+        if "forward" in held:
+            replaced.append((id(module), id(held["forward"])))
+        if held["_modules"]:
+            seen.extend(child for child in held["_modules"].values() if child is not None)
+    return hash((tuple(map(id, seen)), tuple(map(id, map(type, seen))), tuple(replaced)))
+
+
+def unknown(model: Any) -> str:
+    """A module that is neither torch's nor Transformers' own, by name and class; empty where there is none."""
+    for name, module in model.named_modules():
+        held = module.__dict__.get("forward")
+        for made in (type(module), getattr(held, "__func__", held)):
+            home = getattr(made, "__module__", None) or ""
+            if made is not None and home.partition(".")[0] not in KNOWN:
+                return f"{name or 'the model itself'} ({home}.{getattr(made, '__qualname__', type(made).__name__)})"
+    return ""
+
+
+@torch.no_grad()
+def prove(model: Any, call: dict[str, Any], mask: PackedMask) -> None:
+    """Raise :class:`PackingNotIsolated` where documents of this batch see each other, and name the module.
+
+    Args:
+        model: the one that the batch came to; it is left as it was.
+        call: its arguments, labels too: a forward of somebody's own may ask for them.
+        mask: the batch's documents.
+    """
+    run = _Run(model, call, mask)
+    with left_as_it_was(model), torch.no_grad():
+        before = run.outputs(None)
+        for parity in (0, 1):
+            exchanged = run.number % 2 == parity
+            after = run.outputs(exchanged)
+            if _moved(before, after, ~exchanged) > run.bound:
+                again = run.outputs(None)  # a kernel that does not give the same twice says nothing
+                everywhere = torch.ones_like(exchanged)
+                if _moved(before, after, ~exchanged) > 2 * _moved(before, again, everywhere) + run.bound:
+                    raise PackingNotIsolated(run.finding(exchanged))
+
+
+def example_of(model: Any, patch: Any) -> tuple[dict[str, Any], PackedMask]:
+    """A packed batch of a few tokens from the vocabulary, and its mask, where the batch itself cannot be looked at."""
+    call = example(model.get_input_embeddings().weight.device, model)
+    return call, packed_mask(call, patch)
+
+
+class _Run:
+    """Runs of one packed batch, with some tokens' input embeddings exchanged."""
+
+    def __init__(self, model: Any, call: dict[str, Any], mask: PackedMask) -> None:
+        self.model, self.call, self.shape = model, call, mask.shape
+        self.decoder = models(model)[-1]
+        lengths = torch.tensor(mask.boundaries.lengths)
+        numbers = torch.arange(int((lengths > 0).sum()))
+        self.lengths = lengths[lengths > 0]
+        self.number = numbers.repeat_interleave(self.lengths).view(mask.shape).to(mask.device)
+        rounds = is_mixture(model) or hasattr(model, "hf_quantizer")
+        dtype = next((p.dtype for p in model.parameters() if p.is_floating_point()), torch.float32)
+        self.bound = ROUNDING.get(dtype, 1e-2) if rounds else 0.0
+
+    def outputs(self, exchanged: torch.Tensor | None) -> list[torch.Tensor]:
+        """What the base model and the model return for each token, ``[batch, length, numbers]``."""
+        found: list[torch.Tensor] = []
+        handle = self.decoder.register_forward_hook(lambda *given: found.extend(self._of_tokens(given[-1])))
+        try:
+            with self._exchanging(exchanged) as call:
+                output = self.model(**call)
+        finally:
+            handle.remove()
+        return found if self.model is self.decoder else [*found, *map(_projected, self._of_tokens(output))]
+
+    @contextlib.contextmanager
+    def _exchanging(self, exchanged: torch.Tensor | None) -> Iterator[dict[str, Any]]:
+        """The call with other embeddings for some tokens: each is another vector of the same numbers."""
+
+        def other(embedded: torch.Tensor) -> torch.Tensor:
+            if exchanged is None or embedded.shape[:2] != self.shape:
+                return embedded
+            return torch.where(exchanged[..., None].to(embedded.device), embedded.roll(1, -1) * 1.25, embedded)
+
+        call = dict(self.call)
+        if call.get("inputs_embeds") is not None:
+            call["inputs_embeds"] = other(call["inputs_embeds"])
+        handle = self.decoder.get_input_embeddings().register_forward_hook(lambda *given: other(given[-1]))
+        try:
+            yield call
+        finally:
+            handle.remove()
+
+    def _of_tokens(self, output: Any) -> list[torch.Tensor]:
+        values = output.values() if hasattr(output, "values") else output if isinstance(output, tuple) else [output]
+        return [
+            value
+            for value in values
+            if isinstance(value, torch.Tensor) and value.is_floating_point() and value.shape[:2] == self.shape
+        ]
+
+    def finding(self, exchanged: torch.Tensor) -> str:
+        """What leaks, and in which module first."""
+        name = self._first(exchanged)
+        found = unknown(self.model)
+        where = "in which module could not be seen"
+        if name is not None:
+            module = self.decoder.get_submodule(name)
+            meaning = locate.meaning(self.decoder, name, patched=True)
+            where = f"first in {name or 'the base model itself'} ({type(module).__name__}): {meaning}"
+        return (
+            f"{type(self.model).__name__} holds a module that fa2patch does not know, {found or 'none by its class'}, "
+            "so its first packed batch was run with other tokens in every second document, and the documents between "
+            f"them changed; {where}. Nothing was computed. Take that module out, let it look at one token at a time, "
+            "or train this model padded."
+        )
+
+    def _first(self, exchanged: torch.Tensor) -> str | None:
+        """The first module whose output changes for a document that was not exchanged, though its input does not."""
+        names = []
+        ends = self.lengths.cumsum(0).tolist()
+        for number, (end, length) in enumerate(zip(ends, self.lengths.tolist())):
+            row, stop = divmod(end - 1, self.shape[1])
+            if bool(exchanged[row, stop]):
+                continue
+            one, other = (locate.Watch(self.decoder, self.shape, row, stop + 1 - length, stop + 1) for _ in range(2))
+            for watch, tokens in ((one, None), (other, exchanged)):
+                with watch.watching(), self._exchanging(tokens) as call:
+                    self.model(**call)
+            names.append(locate.first_difference(one, other, self.bound))
+            if names[-1] is not None or number > 8:
+                break
+        return next((name for name in names if name is not None), None)
+
+
+def _projected(values: torch.Tensor) -> torch.Tensor:
+    """A few numbers of every token's vector, so that logits over a vocabulary need not be kept."""
+    generator = torch.Generator().manual_seed(0)
+    directions = torch.randn(values.shape[-1], 4, generator=generator).to(values)
+    return values @ directions
+
+
+def _moved(ones: list[torch.Tensor], others: list[torch.Tensor], tokens: torch.Tensor) -> float:
+    """The largest change at some tokens, of the largest value."""
+    moved = 0.0
+    for one, other in zip(ones, others):
+        scale = one.nan_to_num().abs().max().clamp(min=1e-30)
+        same = (one == other) | (one.isnan() & other.isnan()) | ~tokens[..., None].to(one.device)
+        change = torch.where(same, 0.0, (one - other).abs()).max() / scale
+        moved = max(moved, float(change) if torch.isfinite(change) else float("inf"))
+    return moved

@@ -1,0 +1,144 @@
+"""What ``apply`` would do to a model, layer by layer, from its config only."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from ..documents.boundaries import Boundaries
+from ..errors import Fa2PatchError
+from ..kernels import Asked, Kernel, Pick, Picks, pick
+from ..patch.applying import Patch, Site, apply, transformers_model
+from ..upstream import layers
+from ..upstream.packed_mask import PackedMask
+
+
+def without_weights(
+    model: str, attn_implementation: str | None = None, trust_remote_code: bool = False, dtype: str | None = None
+) -> tuple[Any, FakeTensorMode]:
+    """The causal LM of a config.json, a folder or a name on the hub, of fake tensors: no weights, no memory.
+
+    Args:
+        dtype: the weights', as ``"bfloat16"``; None is what the config says, else bfloat16.
+
+    Raises:
+        OSError, ValueError: Transformers' own, where there is no such config.
+    """
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    path = Path(model)
+    where = str(path.parent) if path.is_file() and path.name == "config.json" else model
+    config = AutoConfig.from_pretrained(where, trust_remote_code=trust_remote_code)
+    more = {"attn_implementation": attn_implementation} if attn_implementation else {}
+    said = vars(config).get("dtype") or vars(config).get("torch_dtype") or "bfloat16"
+    wanted = getattr(torch, str(dtype or said).replace("torch.", ""))
+    config.dtype = wanted  # where 5.x looks; before it torch's default counts
+    before, mode = torch.get_default_dtype(), FakeTensorMode(allow_non_fake_inputs=True)
+    torch.set_default_dtype(wanted)
+    try:
+        with mode:
+            made: Any = AutoModelForCausalLM
+            return made.from_config(config, trust_remote_code=trust_remote_code, **more).eval(), mode
+    finally:
+        torch.set_default_dtype(before)
+
+
+class _Nothing(Kernel):
+    name = "nothing"
+    MULTIPLE = 1
+
+    def available(self) -> tuple[bool, str]:
+        return True, ""
+
+    def attend(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *unused: Any) -> torch.Tensor:
+        return q.new_empty(*q.shape[:2], v.shape[2])
+
+
+class Rehearsal(Picks):
+    """Notes which kernel each layer would be computed with on a device, and computes nothing."""
+
+    def __init__(self, name: str, device: str) -> None:
+        super().__init__(name)
+        self.device = device
+        self.picked: dict[int, Pick] = {}
+
+    def __call__(self, module: Any, asked: Asked, device: torch.device) -> Kernel:
+        self.picked[id(module)] = pick(self.name, asked._replace(device=self.device), device, try_it=False)
+        return _Nothing()
+
+
+def rehearsed(patch: Patch, mode: FakeTensorMode, device: str) -> tuple[dict[str, Pick], str]:
+    """Which kernel would compute the layers of a patched model of fake tensors on ``device``, by what they ask for.
+
+    Returns:
+        A pick for each layer, by name, that was reached, and what kept the others from being: some models look at
+        values (a mixture's routing), of which there are none.
+
+    Raises:
+        KernelUnavailable: the named kernel cannot compute a layer.
+    """
+    decoder, picks, shape = layers.models(patch.model)[-1], Rehearsal(patch.kernel, device), (1, 8)
+    ids, problem = torch.zeros(shape, dtype=torch.int64), ""
+    documents = Boundaries(torch.tensor([0, 3, 8], dtype=torch.int32), 5, 5, (3, 5))
+    mask = PackedMask(documents, picks, shape, 5, ids, patch.rotary, patch.architecture)
+    try:
+        with mode, torch.no_grad():
+            decoder(input_ids=ids, position_ids=ids, attention_mask=mask, use_cache=patch.needs_cache)
+    except Fa2PatchError:
+        raise
+    except Exception as error:
+        problem = f"{type(error).__name__}: {error}".splitlines()[0]
+    found = ((layer.name, picks.picked.get(id(decoder.get_submodule(layer.name)))) for layer in patch.attention)
+    return {name: picked for name, picked in found if picked is not None}, problem
+
+
+def described(model: Any, mode: FakeTensorMode, kernel: str = "auto") -> dict[str, Any]:
+    """What ``apply(model, kernel=kernel)`` would replace, and compute with what, as JSON can hold it.
+
+    Args:
+        model, mode: of :func:`without_weights`.
+
+    Raises:
+        Fa2PatchError: why ``apply`` would refuse the model, or the kernel one of its layers.
+    """
+    inner = transformers_model(model)
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    decoder = layers.models(inner)[-1]
+    with apply(inner, kernel=kernel) as patch:
+        picked, problem = rehearsed(patch, mode, device)
+        found = [_layer(layer, decoder.get_submodule(layer.name), picked.get(layer.name)) for layer in patch.attention]
+        of_layers = {layer.site for layer in patch.attention}
+        besides = [_named(site) for site in patch.sites if site not in of_layers]
+    return {
+        "model": type(inner).__name__,
+        "model_type": str(getattr(decoder.config, "model_type", "")),
+        "attn_implementation": str(getattr(inner.config, "_attn_implementation", None)),
+        "kernel": kernel,
+        "device": device,
+        "dtype": str(next(inner.parameters()).dtype).replace("torch.", ""),
+        "layers": found,
+        "besides": besides,
+        "problem": problem,
+    }
+
+
+def _layer(layer: Any, module: Any, picked: Pick | None) -> dict[str, Any]:
+    window = getattr(module, "sliding_window", None)
+    return {
+        "name": layer.name,
+        "class": type(module).__name__,
+        "seam": layer.seam,
+        "replaced": _named(layer.site),
+        "window": window if isinstance(window, int) else None,
+        "kernel": picked.kernel.name if picked else None,
+        "why": picked.why if picked else "",
+    }
+
+
+def _named(site: Site) -> str:
+    owner, module = site.find()
+    name = module.__name__.rpartition(".")[2]
+    return f"{name}.{site.attribute}" if owner is module else f"{name}.{owner.__qualname__}.{site.attribute}"

@@ -1,0 +1,182 @@
+"""``fa2patch doctor``: what is installed here, what that can do with packed rows, and what to do about it.
+
+Nothing is taken on trust that can be tried: a tiny Llama is made and verified, as Transformers has it and patched.
+What is known of other architectures in this version comes from the compat matrix's evidence (``upstream.json``).
+"""
+
+from __future__ import annotations
+
+import importlib
+import json
+import platform
+import re
+from dataclasses import dataclass
+from importlib import metadata, resources
+from typing import Any
+
+from ..errors import Fa2PatchError
+
+PACKAGES = (
+    "transformers", "wrapt", "flash-attn", "flash-attn-3", "flash-attn-4", "kernels", "accelerate", "peft", "trl",
+)  # fmt: skip
+_MODULES = {
+    "transformers": "transformers",
+    "flash-attn": "flash_attn",
+    "flash-attn-3": "flash_attn_interface",
+    "flash-attn-4": "flash_attn.cute",
+    "kernels": "kernels",
+}
+"""What is imported: built for another torch, these are installed and of no use."""
+
+
+@dataclass(frozen=True)
+class Defect:
+    """A defect of Transformers that concerns packed rows, in the minors ``first`` to ``last``."""
+
+    first: tuple[int, int]
+    last: tuple[int, int]
+    what: str
+
+
+DEFECTS = (
+    Defect((4, 34), (4, 43), "position_ids are used for rotary positions only: every packed row leaks."),
+    Defect((4, 44), (4, 53), "ids that never decrease are taken for one document: [0, 0, 1, ...] leaks."),
+    Defect((4, 53), (4, 53), "packing is looked for only where the batch is one row: two packed rows leak."),
+    Defect((4, 55), (5, 23), "packing is looked for only where the batch is one row: two packed rows leak."),
+    Defect((4, 54), (4, 54), "a dense batch of two rows of T tokens without position_ids gets cu_seqlens [0, T]."),
+    Defect((4, 34), (4, 55), "the flash route's sliding window is one token wider than eager attention's."),
+    Defect((4, 42), (4, 43), "Gemma 2's flash attention has no sliding window."),
+    Defect((4, 34), (4, 39), "GPT-BigCode's flash attention divides its scale by the layer's number."),
+    Defect((4, 54), (4, 54), "GPT-BigCode inverts the scale of its attention."),
+    Defect((4, 52), (4, 57), "GraniteMoE's attention drops position_ids: packed rows leak, and did not up to 4.51."),
+)
+"""Read from Transformers' sources and seen in the compat matrix."""
+
+
+def examine() -> dict[str, Any]:
+    """Everything that ``fa2patch doctor`` shows, as JSON can hold it.
+
+    Returns:
+        ``ok`` (a patched model isolates documents here), ``python``, ``torch``, ``gpus``, ``packages`` (version, or why
+        there is none), ``kernels``, ``seam``, ``alone`` and ``patched`` (a tiny Llama verified), ``known`` (of other
+        architectures in this version), ``defects``, ``advice``.
+    """
+    import torch
+
+    from .. import kernels
+
+    found: dict[str, Any] = {
+        "python": platform.python_version(),
+        "platform": f"{platform.system()} {platform.machine()}",
+        "torch": torch.__version__,
+        "gpus": [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())],
+        "packages": {name: _package(name) for name in PACKAGES},
+        "kernels": [
+            {"name": kernel.name, "usable": able, "reason": reason}
+            for kernel, (able, reason) in ((kernel, kernel.available()) for kernel in kernels.ORDER)
+        ],
+    }
+    found |= _tried()
+    version = _minor(found["packages"]["transformers"]["version"])
+    found["known"] = _known(version)
+    found["defects"] = [defect.what for defect in DEFECTS if version and defect.first <= version <= defect.last]
+    found["ok"] = found["patched"]["state"] == "isolated"
+    found["advice"] = list(_advice(found))
+    return found
+
+
+def _package(name: str) -> dict[str, Any]:
+    try:
+        version = metadata.version(name)
+    except metadata.PackageNotFoundError:
+        return {"version": None, "problem": "not installed"}
+    try:
+        if name in _MODULES:
+            importlib.import_module(_MODULES[name])
+    except Exception as error:
+        return {"version": version, "problem": f"does not import: {type(error).__name__}: {error}".splitlines()[0]}
+    return {"version": version, "problem": None}
+
+
+def _minor(version: str | None) -> tuple[int, int] | None:
+    numbers = re.findall(r"\d+", version or "")
+    return (int(numbers[0]), int(numbers[1])) if len(numbers) > 1 else None
+
+
+def tiny_llama() -> Any:
+    """Two layers with large random weights: default ones hide leaks."""
+    import torch
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    config = LlamaConfig(
+        vocab_size=128, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4,
+        num_key_value_heads=2, max_position_embeddings=128, pad_token_id=0,
+    )  # fmt: skip
+    with torch.random.fork_rng([]):
+        torch.manual_seed(0)
+        model: Any = LlamaForCausalLM(config)
+        with torch.no_grad():
+            for weight in model.parameters():
+                if weight.dim() > 1:
+                    weight.mul_(5)
+    return model.eval()
+
+
+def _tried() -> dict[str, Any]:
+    """A tiny Llama, as Transformers has it and patched, with a row of four documents."""
+    from ..patch.applying import apply
+
+    found: dict[str, Any] = {"seam": None, "alone": {"state": "error"}, "patched": {"state": "error"}}
+    try:
+        model = tiny_llama()
+    except Exception as error:
+        reason = f"Transformers' Llama cannot be made: {type(error).__name__}: {error}".splitlines()[0]
+        return {**found, "alone": {"state": "error", "reason": reason}, "patched": {"state": "error", "reason": reason}}
+    found["alone"] = _verified(model)
+    try:
+        with apply(model) as patch:
+            found["seam"] = " and ".join(sorted({layer.seam for layer in patch.layers}))
+            found["patched"] = _verified(model)
+    except Fa2PatchError as error:
+        found["patched"] = {"state": "refused", "reason": str(error)}
+    return found
+
+
+def _verified(model: Any) -> dict[str, Any]:
+    from ..probing.batches import example
+    from .verify import verify
+
+    device = next(model.parameters()).device
+    try:
+        found = verify(model, batch={**example(device, model), "use_cache": False}, strict=False)
+    except Exception as error:
+        return {"state": "error", "reason": f"{type(error).__name__}: {error}".splitlines()[0]}
+    return {"state": "isolated" if found.ok else "leaks", "reason": found.reason}
+
+
+def upstream() -> dict[str, Any]:
+    """What Transformers alone does with packed rows, by minor: made from the compat matrix's evidence."""
+    text = resources.files("fa2patch").joinpath("upstream.json").read_text(encoding="utf-8")
+    return dict(json.loads(text))
+
+
+def _known(version: tuple[int, int] | None) -> dict[str, Any] | None:
+    return upstream().get(f"{version[0]}.{version[1]}") if version else None
+
+
+def _advice(found: dict[str, Any]) -> Any:
+    packages = found["packages"]
+    if found["patched"]["state"] != "isolated":
+        yield f"fa2patch does not work here: {found['patched'].get('reason')}"
+    if packages["transformers"]["version"] and found["known"] is None:
+        yield "No evidence of this Transformers comes with fa2patch: hold your model against it with `fa2patch verify`."
+    flash = [kernel for kernel in found["kernels"] if kernel["name"].startswith(("flash_attn", "torch_varlen"))]
+    if found["gpus"] and not any(kernel["usable"] for kernel in flash):
+        yield "A GPU without a flash kernel: see the reasons above. Upgrade torch to 2.4, or pip install flash-attn."
+    if not found["gpus"]:
+        yield "No GPU: packed rows run with the reference kernel, which is right and slow."
+    problem = packages["flash-attn"]["problem"]
+    if packages["flash-attn"]["version"] and problem:
+        yield f"flash-attn is installed and {problem}. It was built for another torch or Python: reinstall it."
+    if found["alone"]["state"] == "leaks":
+        yield "Call fa2patch.apply(model) before training on packed rows: Transformers alone leaks here."

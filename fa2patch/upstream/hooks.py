@@ -1,0 +1,63 @@
+"""Forward hooks of a patched model, for the time when somebody else's forward stands in the place of ours.
+
+They are functions of this module, so that copies and pickles of a model have them too.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from . import foreign, luggage
+from .forward import MARK, ROLE, batches_continuously, fitted_to_head, look
+from .traits import heads, pooling
+
+
+def register(module: Any) -> None:
+    """Let a model that a call goes through be seen to before and after its forward; a no-op where it is already."""
+    if before in module._forward_pre_hooks.values():
+        return
+    module.register_forward_pre_hook(before, with_kwargs=True)
+    module.register_forward_hook(after, with_kwargs=True)
+
+
+def remove(module: Any) -> None:
+    """Take our hooks off a module; a no-op where it has none."""
+    for table, with_kwargs, hook in (
+        (module._forward_pre_hooks, module._forward_pre_hooks_with_kwargs, before),
+        (module._forward_hooks, module._forward_hooks_with_kwargs, after),
+    ):
+        for number in [number for number, held in table.items() if held is hook]:
+            del table[number]
+            with_kwargs.pop(number, None)
+
+
+def before(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Forward pre-hook: a packed batch gets its boundaries and loses labels that cross, before a foreign forward."""
+    patch = module.__dict__.get(MARK)
+    if patch is None or foreign.on_top(module) or batches_continuously(kwargs):
+        return None
+    role, calls = module.__dict__[ROLE], foreign.calls_of(module)
+    call = calls.named(args, kwargs)
+    if pooling.is_riding(call):
+        return None
+    mask = look(module, patch, call)
+    if not (isinstance(call.get("position_ids"), torch.Tensor) and calls.takes("position_ids")):
+        return None
+    if mask is not None:
+        call = fitted_to_head(module, role, call, mask)
+    riding = luggage.attach(call["position_ids"], luggage.Piece(luggage.MASK, mask))
+    return calls.arranged(args, {**call, "position_ids": riding})
+
+
+def after(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
+    """Forward hook: a packed batch must have come through to the base model, and out of it by tokens."""
+    if foreign.on_top(module):
+        return
+    piece = luggage.find(kwargs.get("position_ids"), luggage.MASK)
+    if piece is None or piece.content is None:
+        return
+    luggage.require_delivered(piece, module)
+    if module.__dict__[ROLE].outermost:
+        heads.refuse_outputs_of_rows(module, output, kwargs, piece.content)

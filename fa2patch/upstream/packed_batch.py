@@ -1,0 +1,174 @@
+"""A forward's arguments -> the :class:`PackedMask` of a packed batch, or None."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from .._compile import compiling
+from ..documents.boundaries import (
+    Boundaries,
+    check_cu_seqlens,
+    check_position_ids,
+    from_cu_seqlens,
+    largest,
+    positions_of,
+    recognise,
+)
+from ..errors import BadCuSeqlens, PackedWithCache, PackedWithDenseMask, PackingNotIsolated
+from .calls import CACHES, LENGTHS, batch_shape, cache_of
+from .layers import models
+from .packed_mask import PackedMask
+
+_PICTURES = ("pixel_values", "pixel_values_videos", "image_grid_thw", "video_grid_thw")
+
+
+def packed_mask(call: dict[str, Any], patch: Any, made_inside: bool = False, training: bool = False) -> Any:
+    """The :class:`PackedMask` of a packed batch, or None for every other; sees to ``call["position_ids"]`` too.
+
+    A single document is packed only where lengths say so: else it is a dense row, computed as ever. So is a row whose
+    ids a model around this one made itself (``made_inside``), where nothing in them restarts for certain.
+
+    Args:
+        training: whether ids that jump behind padding are an error, where they may be upstream's filler otherwise.
+    """
+    tokens = call["input_ids"] if call.get("input_ids") is not None else call.get("inputs_embeds")
+    position_ids = call.get("position_ids")
+    if tokens is None or (position_ids is None and getattr(tokens, "ndim", 0) < 2 and not lengths_of(call)):
+        return None  # GPT-2 takes one row of ids without a batch
+    shape, device = batch_shape(call)
+    lengths = lengths_of(call)
+    for name in ("cu_seq_lens_q", "cu_seq_lens_k"):
+        if isinstance(lengths.get(name), torch.Tensor):
+            lengths[name] = lengths[name].to(device)
+    given, cache = call.get("attention_mask"), cache_of(call)
+    mask = _two_dimensional(given, shape, cached=cache is not None)
+    says_outright = cache is not None or (is_for_queries(given) and not (lengths or patch.mixes))
+    if given is not None and mask is None and says_outright:
+        return None  # who sees whom; also generate() with a static cache, for which it makes such a mask
+    if position_ids is not None:
+        check_position_ids(position_ids, shape)
+    if mask is not None and "cu_seq_lens_q" in lengths and lengths["cu_seq_lens_q"].numel() == shape[0] + 1:
+        del lengths["cu_seq_lens_q"]  # 4.54's generate(): one sequence in each padded row; the mask says the same
+    if (lengths or shape[1] > 1) and not compiling():
+        _refuse_capture(device)
+    if "cu_seq_lens_q" in lengths:
+        found: Boundaries | None = from_cu_seqlens(
+            lengths["cu_seq_lens_q"],
+            lengths.get("max_length_q"),
+            shape,
+            cu_seqlens_k=lengths.get("cu_seq_lens_k"),
+            position_ids=position_ids,
+            attention_mask=mask,
+        )
+        if mask is not None and patch.sees_both_ways and found is not None:
+            found = found.padding_apart(mask)
+    elif shape[1] == 1:
+        return None
+    else:
+        seq_idx = lengths.get("seq_idx")
+        if position_ids is None and seq_idx is None and (mask is None or mask.dtype == torch.bool):
+            return None
+        found = recognise(
+            shape,
+            device,
+            position_ids=position_ids,
+            attention_mask=mask,
+            seq_idx=seq_idx,
+            only_certain=made_inside,
+            first_position=patch.first_position,
+            training=training,
+        )
+    if found is None:
+        return None
+    _refuse_what_cannot_be_packed(call, given, mask)
+    if position_ids is None:
+        refuse_uncounted_pictures(patch.model, call)
+        call["position_ids"] = positions_of(found.cu_seqlens.to(device), shape) + patch.first_position
+    positions = found.positions
+    if patch.rotary is not None:
+        positions = largest(call["position_ids"]) + 1 if positions is None else positions
+        patch.rotary.check(positions)
+    return PackedMask(
+        found,
+        patch.picks,
+        shape,
+        shape[1] if positions is None else positions,
+        call["position_ids"],
+        patch.rotary,
+        patch.architecture,
+    )
+
+
+def _refuse_capture(device: torch.device) -> None:
+    """A graph replays the longest length and the number of documents that it was captured with, whatever comes."""
+    if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+        raise PackingNotIsolated(
+            "a CUDA graph is being captured: it would keep this batch's documents and compute others wrong. Capture "
+            'nothing around a patched model; torch.compile(model, mode="reduce-overhead") looks at every batch.'
+        )
+
+
+def lengths_of(call: dict[str, Any]) -> dict[str, Any]:
+    """The collator's lengths among the arguments; those of keys count for queries, where only they were given."""
+    lengths = {name: call[name] for name in LENGTHS if call.get(name) is not None}
+    for name in ("cu_seq_lens_q", "cu_seq_lens_k"):
+        if name in lengths:
+            check_cu_seqlens(lengths[name])
+            tokens = next((call[name] for name in ("input_ids", "inputs_embeds") if call.get(name) is not None), None)
+            if lengths[name].device.type == "meta" and getattr(tokens, "device", None) != lengths[name].device:
+                raise BadCuSeqlens("cu_seq_lens: expected a tensor with values, found one on the meta device.")
+    if "cu_seq_lens_k" in lengths and "cu_seq_lens_q" not in lengths:
+        lengths["cu_seq_lens_q"] = lengths["cu_seq_lens_k"]
+        lengths["max_length_q"] = lengths.get("max_length_k")
+    return lengths
+
+
+def _two_dimensional(mask: Any, shape: tuple[int, int], cached: bool) -> torch.Tensor | None:
+    """The mask of this call's tokens ``[batch, length]``; of a mask ``[batch, cached + length]`` its end."""
+    if not isinstance(mask, torch.Tensor) or mask.dim() != 2 or mask.shape[0] != shape[0]:
+        return None
+    if mask.shape[1] == shape[1]:
+        return mask
+    return mask[:, -shape[1] :] if cached and mask.shape[1] > shape[1] else None
+
+
+def is_for_queries(mask: Any) -> bool:
+    """Whether a mask says of every query which keys it sees: one tensor, or one for each kind of layers."""
+    if isinstance(mask, dict):
+        return bool(mask) and all(value is None or is_for_queries(value) for value in mask.values())
+    return getattr(mask, "ndim", 0) > 2 or type(mask).__name__ == "BlockMask"
+
+
+def has_pictures(call: dict[str, Any]) -> bool:
+    return any(call.get(name) is not None for name in _PICTURES)
+
+
+def refuse_uncounted_pictures(model: Any, call: dict[str, Any]) -> None:
+    """Ids that count tokens are no ids of pictures: a model that has several axes would see others than alone."""
+    if has_pictures(call) and any(hasattr(inner, "get_rope_index") for inner in models(model)):
+        raise PackingNotIsolated(
+            "a packed batch came with pictures and without position_ids, which this model counts on three axes in each "
+            "document. Pass them, as fa2patch.DataCollatorForMultimodalFlattening gives them."
+        )
+
+
+def _refuse_what_cannot_be_packed(call: dict[str, Any], given: Any, mask: torch.Tensor | None) -> None:
+    if given is not None and mask is None:
+        found = f"{list(given.shape)}" if isinstance(given, torch.Tensor) else type(given).__name__
+        raise PackedWithDenseMask(
+            f"a packed batch came with an attention_mask {found}: expected none, or [batch, length] with zeros for "
+            "padding. Leave it out: position_ids already say where documents start."
+        )
+    held = next((name for name in CACHES if call.get(name) is not None), None)
+    if held is not None:
+        raise PackedWithCache(
+            f"a packed batch came with {held}. What a cache holds belongs to no one document of the row. "
+            "Leave the cache out (use_cache=False), or pass documents one by one."
+        )
+    if call.get("output_attentions"):
+        raise PackingNotIsolated(
+            "output_attentions=True was asked of a packed batch: flash attention makes no weights to return. "
+            "Leave it out, or pass documents one by one."
+        )

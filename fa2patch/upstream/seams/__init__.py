@@ -1,0 +1,1 @@
+"""The three seams through which attention is replaced: ``interface``, ``function`` and ``method``."""

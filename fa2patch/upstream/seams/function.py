@@ -1,0 +1,114 @@
+"""The function seam (4.43 on): flash classes call ``modeling_x._flash_attention_forward``.
+
+The name is imported into a modeling module only where flash-attn is installed; where it is missing it is put there.
+Gemma 2 in 4.47 and GPT-NeoX in 4.47 and 4.48 have no classes but a dictionary of functions, of which that for flash
+attention calls it.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import re
+from dataclasses import replace
+from itertools import chain
+from types import ModuleType
+from typing import Any, Callable
+
+import torch
+
+from ...binding import ABSENT
+from ...errors import PackingNotIsolated
+from ...kernels.options import Options
+from ..packed_mask import PackedMask, find
+from . import fused
+
+NAME = "_flash_attention_forward"
+FLASH = "flash_attention_2"
+
+
+def routed(original: Any) -> Callable[..., torch.Tensor]:
+    """Replacement for ``_flash_attention_forward``; query, key and value ``[batch, length, heads, dim]``."""
+
+    def _flash_attention_forward(
+        query_states: torch.Tensor,
+        key_states: torch.Tensor,
+        value_states: torch.Tensor,
+        attention_mask: Any,
+        query_length: int,
+        *args: Any,
+        **kwargs: Any,
+    ) -> Any:
+        if isinstance(attention_mask, PackedMask):
+            if args:
+                raise PackingNotIsolated(
+                    f"{NAME} was called with positional arguments whose meaning differs between versions. "
+                    "Please report the model; until then train it padded."
+                )
+            return attention_mask.attend(attention_mask.layer, query_states, key_states, value_states, options(kwargs))
+        if original is ABSENT:
+            raise ImportError(
+                "FlashAttention2 was asked for a batch that is not packed, but the package flash-attn is missing. "
+                'Load the model with attn_implementation="sdpa".'
+            )
+        return original(query_states, key_states, value_states, attention_mask, query_length, *args, **kwargs)
+
+    return _flash_attention_forward if original is ABSENT else functools.wraps(original)(_flash_attention_forward)
+
+
+def table_name(modeling: ModuleType, forward: Callable[..., Any]) -> str | None:
+    """The module's dictionary of attention functions that this layer's ``forward`` looks its function up in."""
+    names = (name for name in forward.__code__.co_names if re.fullmatch(r"\w+_ATTENTION_FUNCTION", name))
+    return next((name for name in names if FLASH in vars(modeling).get(name, ())), None)
+
+
+class _Gemma2Layer:
+    """A layer, and what 4.47's function for flash attention asks of it and no layer has."""
+
+    _flash_attn_uses_top_left_mask = False
+
+    def __init__(self, module: Any) -> None:
+        self._module = module
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._module, name)
+
+
+def routed_table(original: dict[str, Callable[..., Any]]) -> dict[str, Callable[..., Any]]:
+    """The same dictionary, but a packed batch goes to the function for flash attention, whichever is looked up."""
+    flash = original[FLASH]
+    casts = "target_dtype" in inspect.signature(flash).parameters
+
+    def route(function: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(function)
+        def attention(*args: Any, **kwargs: Any) -> Any:
+            mask = find(chain(args, kwargs.values()))
+            if mask is None:
+                return function(*args, **kwargs)
+            module = args[0] if isinstance(args[0], torch.nn.Module) else None
+            of_layer = replace(mask, layer=module)
+            if fused.is_fused(flash):
+                return fused.computed(flash, module, of_layer, kwargs)
+            known = {id(mask): of_layer, id(module): _Gemma2Layer(module)}
+            args = tuple(known.get(id(value), value) for value in args)
+            kwargs = {name: of_layer if value is mask else value for name, value in kwargs.items()}
+            if casts:
+                kwargs["target_dtype"] = args[1].dtype
+            return flash(*args, **kwargs)
+
+        return attention
+
+    return {name: route(function) for name, function in original.items()}
+
+
+def options(kwargs: dict[str, Any]) -> Options:
+    """What the keywords of a flash class's call ask for; dropout is a Dropout module in 4.34's Falcon."""
+    dropout = kwargs.get("dropout") or 0.0
+    causal = kwargs.get("is_causal")
+    return Options(
+        scale=kwargs.get("softmax_scale"),
+        causal=True if causal is None else causal,
+        window=kwargs.get("sliding_window"),
+        softcap=kwargs.get("softcap"),
+        dropout=getattr(dropout, "p", dropout),
+    )

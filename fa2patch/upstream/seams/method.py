@@ -1,0 +1,187 @@
+"""The seam of models that choose an attention *class* (the method seam up to 4.42, the function seam after it).
+
+Whatever class a layer was made of (plain, sdpa, flash), a packed batch is computed by the ``forward`` of its flash
+class: the one that ends in ``_flash_attention_forward(q, k, v, mask, ...)``, a method up to 4.42 and a function of the
+modeling module since. It runs on a :class:`Layer`, which stands in for the layer during that one call and differs from
+it only in what a flash class has and a plain one lacks.
+"""
+
+from __future__ import annotations
+
+import dis
+import functools
+import inspect
+import sys
+import types
+from dataclasses import replace
+from itertools import chain
+from types import ModuleType
+from typing import Any, Callable
+
+import torch
+
+from ..._compile import compiling
+from ..packed_mask import PackedMask, find
+from ..traits import rotary
+from . import function, known_ids
+
+WINDOW_FLAG = "_flash_supports_window_size"
+"""Whether flash-attn takes a window: a name that modeling files of 4.34 to 4.42 lack where flash-attn is missing."""
+
+_ORIGINAL = "_fa2patch_original"
+
+
+def flash_class(modeling: ModuleType, cls: type) -> type | None:
+    """The flash class among the attention classes that ``cls`` belongs to."""
+    module_classes = [base for base in cls.__mro__ if base.__module__ == modeling.__name__]
+    if not module_classes:
+        return None
+    plain = module_classes[-1].__qualname__  # by name: 4.39 to 4.42 execute remote code again at each load
+    for candidate in vars(modeling).values():
+        if (
+            isinstance(candidate, type)
+            and candidate.__name__.endswith("FlashAttention2")
+            and any((base.__module__, base.__qualname__) == (modeling.__name__, plain) for base in candidate.__mro__)
+        ):
+            return candidate
+    return None
+
+
+def is_method_seam(flash: type) -> bool:
+    """Whether this flash class ends in a method of its own (up to 4.42), not in the function."""
+    return "_flash_attention_forward" in vars(flash)
+
+
+class _Unwindowed:
+    """A config without a window, for flash classes of 4.34 and 4.35 that compare the window without asking for None."""
+
+    sliding_window = 1 << 62
+
+    def __init__(self, config: Any) -> None:
+        self._config = config
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._config, name)
+
+
+class Layer:
+    """An attention layer for the length of one packed call."""
+
+    _flash_attn_uses_top_left_mask = False
+
+    def __init__(self, module: Any, flash: type, mask: PackedMask) -> None:
+        self._module, self._flash, self._mask = module, flash, mask
+
+    def __getattr__(self, name: str) -> Any:
+        if name == "dropout_prob" and not hasattr(self._module, name):
+            return self._module.dropout.p  # 4.52's to 4.55's ESM: its flash class calls it so
+        value = getattr(self._module, name)
+        if name in rotary.NAMES:
+            return rotary.OfLayer(value, self._mask)
+        if name == "config" and getattr(value, "sliding_window", 0) is None and is_method_seam(self._flash):
+            return _Unwindowed(value)
+        if inspect.ismethod(value) and value.__self__ is self._module:
+            return types.MethodType(value.__func__, self)  # a helper of forward's: it looks things up on self too
+        return value
+
+    def _flash_attention_forward(
+        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: Any, query_length: int, **kwargs: Any
+    ) -> torch.Tensor:
+        longer = kwargs.pop("use_sliding_windows", False)  # than the window: of Jamba a tensor, not worth a read
+        if longer is not False and _windowed(self._flash, self._module):
+            kwargs["sliding_window"] = self._module.config.sliding_window
+        kwargs["is_causal"] = getattr(self._module, "is_causal", True)
+        return self._mask.attend(self._module, q, k, v, function.options(kwargs))
+
+
+def missing(flash: type, module: Any) -> str:
+    """A method that a flash class's ``forward`` calls on its layer, which has none (4.54's and 4.55's ESM); or nothing.
+
+    A name that the code also holds as a string is one that it asks for first, with ``hasattr``; one that an
+    ``__init__`` knows is a module that some configs give to the layer (Phi's norms of queries and keys). Rotary modules
+    have moved out of the layers, and left calls behind in branches that nobody takes any more (DiffLlama's).
+    """
+    code = inspect.unwrap(inspect.getattr_static(flash, "forward")).__code__
+    instructions = list(dis.get_instructions(code))
+    called = (
+        str(then.argval)
+        for load, then in zip(instructions, instructions[1:])
+        if load.opname.startswith("LOAD_FAST") and load.argval == code.co_varnames[0] and _looks_up_a_method(then)
+    )
+    inits = (inspect.unwrap(vars(cls)["__init__"]) for cls in flash.__mro__ if "__init__" in vars(cls))
+    set_up = (name for init in inits if inspect.isfunction(init) for name in init.__code__.co_names)
+    known = {*code.co_consts, *dir(Layer), *set_up, *rotary.NAMES}
+    return next((name for name in called if name not in known and not hasattr(module, name)), "")
+
+
+def _looks_up_a_method(instruction: dis.Instruction) -> bool:
+    """Python 3.12 has one instruction for attributes and methods, told apart by the lowest bit."""
+    if sys.version_info >= (3, 12):
+        return instruction.opname == "LOAD_ATTR" and bool((instruction.arg or 0) & 1)
+    return instruction.opname == "LOAD_METHOD"
+
+
+def on_flash_class(original: Callable[..., Any], owner: type, flash: type) -> Callable[..., Any]:
+    """Replacement for an attention class's ``forward``: a packed batch goes to its flash class's."""
+    names = list(inspect.signature(original).parameters)[1:]
+    flash_forward = original if issubclass(owner, flash) else inspect.getattr_static(flash, "forward")
+    flash_forward = getattr(flash_forward, _ORIGINAL, flash_forward)
+    parameters = inspect.signature(flash_forward).parameters
+    takes_any = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values())
+    reads_ids = known_ids.reads_them(inspect.unwrap(flash_forward))
+
+    @functools.wraps(original)
+    def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
+        mask = find(chain(args, kwargs.values()))
+        if mask is None:
+            return original(self, *args, **kwargs)
+        given = {**dict(zip(names, args)), **kwargs}
+        call = {name: value for name, value in given.items() if value is not mask and (takes_any or name in parameters)}
+        mask_of_layer = replace(mask, layer=self)
+        call["attention_mask"] = mask_of_layer
+        if "padding_mask" in parameters:
+            call["padding_mask"] = mask_of_layer
+        if reads_ids and type(call.get("position_ids")) is torch.Tensor and not compiling():
+            call["position_ids"] = known_ids.known(call["position_ids"], mask.positions - 1)
+        return _leaving_dtypes_alone(flash_forward)(Layer(self, flash, mask), **call)
+
+    setattr(forward, _ORIGINAL, original)
+    return forward
+
+
+def _windowed(flash: Any, module: Any) -> bool:
+    """4.37's to 4.42's Qwen2 decides in the method that a flash layer from ``max_window_layers`` on has no window."""
+    decides = "max_window_layers" in inspect.unwrap(flash._flash_attention_forward).__code__.co_names
+    return not decides or module.layer_idx < module.config.max_window_layers
+
+
+class _Torch(ModuleType):
+    """``torch`` for a flash class's ``forward`` that casts float32 to something else than the layer's own dtype."""
+
+    float32 = None
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(torch, name)
+
+
+def _leaving_dtypes_alone(forward: Callable[..., Any]) -> Callable[..., Any]:
+    """The same code, without its test ``dtype == torch.float32``, where what follows the test is wrong.
+
+    4.34's classes cast float32 to float16 whatever the weights are; 4.36's Phi and GPT-NeoX read the dtype off a
+    ``q_proj`` that they do not have. Dtypes are settled in :func:`~fa2patch.upstream.packed_mask.compute_dtype` anyway.
+    """
+    names = inspect.unwrap(forward).__code__.co_names
+    wrong = "float16" in names or ("query_key_value" in names and "q_proj" in names)
+    if not wrong:
+        return forward
+    alike = _rebound(forward)
+    alike.__globals__.update(forward.__globals__, torch=_Torch("torch"))
+    return alike
+
+
+@functools.cache
+def _rebound(forward: Callable[..., Any]) -> types.FunctionType:
+    """One function for each original: what torch.compile makes of its code lives in its globals."""
+    return types.FunctionType(
+        forward.__code__, dict(forward.__globals__), forward.__name__, forward.__defaults__, forward.__closure__
+    )

@@ -1,0 +1,1 @@
+"""Features of models that packed rows touch. One file describes one feature."""

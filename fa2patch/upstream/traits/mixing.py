@@ -1,0 +1,164 @@
+"""A mixer (Mamba, gated delta net, short convolution, ...) runs on each document by itself.
+
+Its state and its convolution then start anew at every boundary, forward and backward, whatever the mixer is and
+whichever kernels it calls. What is not handed from token to token (norms, projections around it, experts) still sees
+the whole row.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Sequence
+from itertools import chain
+from typing import Any, Callable
+
+import torch
+
+from ..._compile import uncompiled
+from ...errors import PackedWithCache, PackingNotIsolated
+from ..packed_mask import PackedMask, find
+from . import whole_row
+
+MASKS = ("attention_mask", "mask", "conv_mask")
+"""What a mixer's mask is called: the way on which it is handed the boundaries."""
+
+OTHER_WAYS = ("cache_position", "cache_params", "state")
+"""What else a layer is handed, in the order of preference, where none is handed a mask (RWKV, Mamba up to 4.44)."""
+
+_CACHES = ("past_key_values", "past_key_value", "cache_params", "state")
+_OF_THE_ROW = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k", "seq_idx")
+"""What describes the row's documents has no meaning in a document's own call."""
+
+
+def is_handed(names: tuple[str, ...], forward: Callable[..., Any]) -> bool:
+    """Whether a mixer's ``forward`` takes an argument of one of these names; so may one of somebody's ``*args``."""
+    parameters = list(inspect.signature(forward).parameters.values())
+    opaque = any(p.kind is p.VAR_POSITIONAL for p in parameters)
+    return opaque or any(p.name in names for p in parameters)
+
+
+def by_document(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Replacement for a mixer class's ``forward``: a packed batch is computed document by document.
+
+    Raises:
+        PackedWithCache: a state from before the row came too.
+        PackingNotIsolated: the mixer returns something that is neither for each token nor nothing.
+    """
+    names = list(inspect.signature(original).parameters)[1:]
+
+    @functools.wraps(original)
+    def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
+        mask = find(chain(args, kwargs.values()))
+        if mask is None:
+            return original(self, *args, **kwargs)
+        named = {**dict(zip(names, args)), **kwargs}
+        held = [name for name in _CACHES if named.get(name) is not None and named[name] is not mask]
+        if held:
+            raise PackedWithCache(
+                f"{type(self).__name__} was handed {held[0]} with a packed batch. What a cache holds belongs to no one "
+                "document of the row. Leave it out (use_cache=False)."
+            )
+        mask.given(self)
+        return _computed(original, self, args, kwargs, mask, hands_on=named.get("state") is mask)
+
+    return forward
+
+
+@uncompiled
+def _computed(
+    original: Callable[..., Any],
+    module: Any,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    mask: PackedMask,
+    hands_on: bool,
+) -> Any:
+    """The row at once where that was found to be right, else document by document.
+
+    ``hands_on``: the second output is the next layer's state.
+    """
+    lengths = [length for length in mask.boundaries.lengths if length]
+    tokens = sum(lengths)
+    kwargs = {name: value for name, value in kwargs.items() if name not in _OF_THE_ROW}
+    place, hidden = _hidden(args, kwargs, mask.shape)
+
+    def among(lengths: list[int], more: dict[str, Any], hidden: torch.Tensor | None = None) -> Any:
+        given, named = list(args), dict(kwargs)
+        if hidden is not None:
+            (named if isinstance(place, str) else given)[place] = hidden
+        in_order = [_of_each(value, mask.shape, lengths) for value in given]
+        of_name = {name: _of_each(value, mask.shape, lengths) for name, value in named.items()}
+        outputs = [
+            original(module, *[of[i] for of in in_order], **{name: of[i] for name, of in of_name.items()}, **more)
+            for i in range(len(lengths))
+        ]
+        if hands_on:
+            return _joined([output[0] for output in outputs], mask.shape, lengths), mask
+        return _joined(outputs, mask.shape, lengths)
+
+    if hidden is None or not whole_row.may_be(original, module, hidden, lengths):
+        mask.picks.takes_documents(module)
+        return among(lengths, {})
+    more = whole_row.keywords(original, mask.boundaries, tokens)
+    at_once = mask.picks.takes_whole_rows(
+        module,
+        _kind_of_call(module, hidden),
+        lambda: whole_row.keeps_apart(
+            lambda row: among([tokens], more, row), lambda row: among(lengths, {}, row), hidden, lengths
+        ),
+    )
+    return among([tokens], more) if at_once else among(lengths, {})
+
+
+def _kind_of_call(module: Any, hidden: torch.Tensor) -> tuple[Any, ...]:
+    """What may send one mixer's calls to different kernels; autocast's dtype shows in what a product would have."""
+    computed_in = torch.nn.functional.linear(hidden.new_empty(0, 1), hidden.new_empty(1, 1)).dtype
+    return hidden.device, hidden.dtype, computed_in, module.training
+
+
+def _hidden(args: tuple[Any, ...], kwargs: dict[str, Any], shape: tuple[int, int]) -> tuple[Any, torch.Tensor | None]:
+    """The hidden states ``[batch, length, width]`` among a mixer's arguments, and their place or name."""
+    for place, value in chain(enumerate(args), kwargs.items()):
+        if isinstance(value, torch.Tensor) and value.is_floating_point() and value.shape[:-1] == shape:
+            return place, value
+    return None, None
+
+
+def _of_each(value: Any, shape: tuple[int, int], lengths: list[int]) -> Sequence[Any]:
+    """What has the batch's tokens in it, document by document ``[1, length, ...]``; the rest is for each the same."""
+    if isinstance(value, PackedMask):
+        return [None] * len(lengths)
+    if isinstance(value, (tuple, list)):
+        columns = [_of_each(each, shape, lengths) for each in value]
+        return [tuple(column[i] for column in columns) for i in range(len(lengths))]
+    if not isinstance(value, torch.Tensor) or value.dim() < 2 or value.shape[1] != shape[1]:
+        return [value] * len(lengths)
+    rows = value.expand(shape[0], *value.shape[1:]).flatten(0, 1)
+    return [piece[None] for piece in torch.split(rows, lengths)]
+
+
+def _joined(outputs: Sequence[Any], shape: tuple[int, int], lengths: Sequence[int]) -> Any:
+    """Outputs ``[1, length, ...]`` of every document as those of the batch, ``[length, ...]`` one behind the other.
+
+    Of several outputs one that is not for each token (a last state, of which each document has its own) is None.
+    """
+    if isinstance(outputs[0], tuple):
+        first, *others = zip(*outputs)
+        return (_joined(first, shape, lengths), *(_of_tokens(other, shape, lengths) for other in others))
+    whole = _of_tokens(outputs, shape, lengths)
+    if whole is None:
+        found = f"{type(outputs[0]).__name__} {list(getattr(outputs[0], 'shape', []))}"
+        raise PackingNotIsolated(
+            f"a mixer returned something that is not for each token ({found}): computed document by document, there "
+            "is one for each of them. Train this model padded, and please report it."
+        )
+    return whole
+
+
+def _of_tokens(outputs: Sequence[Any], shape: tuple[int, int], lengths: Sequence[int]) -> torch.Tensor | None:
+    shapes = [tuple(each.shape) if isinstance(each, torch.Tensor) else () for each in outputs]
+    if [each[:2] for each in shapes] == [(1, length) for length in lengths]:
+        whole = torch.cat(tuple(outputs), dim=1)
+        return whole.view(*shape, *whole.shape[2:])
+    return torch.cat(tuple(outputs)) if [each[:1] for each in shapes] == [(length,) for length in lengths] else None

@@ -1,0 +1,144 @@
+"""Sequence classification: a packed row's documents are pooled one by one, by the model's own forward.
+
+The forward of a ``...ForSequenceClassification`` is called as for a batch of as many rows as there are documents, each
+of them the one token that is pooled, and scores, pools and computes the loss as ever. The packed row rides on those
+ids to the base model, which computes it and hands back the last hidden states of those tokens.
+"""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from ..._compile import constant
+from ...documents.boundaries import Boundaries
+from ...errors import BadBatch, PackingNotIsolated
+from .. import luggage
+from ..packed_mask import PackedMask
+from .heads import forward_codes
+
+_TOKENS = ("input_ids", "inputs_embeds")
+_LAST_TOKEN = {"sequence_lengths", "sequence_length", "last_non_pad_token"}
+"""What upstream's forwards call the token of which they make ``pooled_logits``, through all versions."""
+
+
+@dataclass(eq=False)
+class Pooled:
+    """A packed batch on its way past the head to the base model.
+
+    Attributes:
+        whole: the batch's ``input_ids`` or ``inputs_embeds``, under its name.
+        tokens: int64 ``[documents]``: which tokens are pooled, counted over the rows laid end to end.
+        shape: ``(batch, length)``.
+    """
+
+    whole: dict[str, torch.Tensor]
+    tokens: torch.Tensor
+    shape: tuple[int, int]
+
+    def pooled(self, output: Any) -> Any:
+        """The base model's output with hidden states ``[documents, 1, hidden]`` in place of all tokens'."""
+        hidden = output[0]
+        if tuple(hidden.shape[:2]) != self.shape:
+            raise PackingNotIsolated(
+                f"expected hidden states {list(self.shape)} + [hidden] of the base model, found {list(hidden.shape)}: "
+                "which of them are documents' last tokens is not known. Train this model padded."
+            )
+        chosen = hidden.flatten(0, 1)[self.tokens.to(hidden.device)][:, None]
+        if isinstance(output, tuple):
+            return (chosen, *output[1:])
+        output[next(iter(output.keys()))] = chosen
+        return output
+
+
+def pools_documents(model: Any) -> bool:
+    """Whether a model's forward pools the last token of each row, which can be done for each document instead."""
+    cls: Any = type(model)
+    return _pools_the_last_token(cls)
+
+
+@constant
+def _pools_the_last_token(cls: type) -> bool:
+    return _looked_up(cls)
+
+
+@functools.lru_cache(maxsize=64)
+def _looked_up(cls: type) -> bool:
+    pooling = (code for code in forward_codes(cls) if "pooled_logits" in code.co_varnames)
+    code = next(pooling, None)
+    return code is not None and bool(_LAST_TOKEN & set(code.co_varnames))
+
+
+def by_document(model: Any, call: dict[str, Any], mask: PackedMask) -> tuple[dict[str, Any], luggage.Piece]:
+    """The call of a forward that pools, with a row of one token for each document, and what rides on it.
+
+    Raises:
+        BadBatch: labels that are not one for each document; no padding token in the config.
+    """
+    name = next(name for name in _TOKENS if call.get(name) is not None)
+    whole = call[name]
+    pad = _text_config(model.config).pad_token_id
+    tokens = _pooled_tokens(mask.boundaries, whole, pad if name == "input_ids" else None)
+    tokens = _of_real_documents(tokens, mask.boundaries, call.get("attention_mask"))
+    if pad is None and len(tokens) > 1:
+        raise BadBatch(
+            f"{type(model).__name__} has no pad_token_id in its config, and pools no more than one vector without. "
+            "Set model.config.pad_token_id to an id that no document ends in."
+        )
+    ride = luggage.Piece(luggage.POOLED, Pooled({name: whole}, tokens, mask.shape))
+    call = {**call, name: luggage.attach(whole.flatten(0, 1)[tokens][:, None], ride)}
+    if call.get("labels") is not None:
+        call["labels"] = _one_per_document(call["labels"], len(tokens))
+    return call, ride
+
+
+def is_riding(call: dict[str, Any]) -> bool:
+    """Whether a packed row rides on a forward's arguments."""
+    return any(luggage.find(call.get(name), luggage.POOLED) is not None for name in _TOKENS)
+
+
+def ridden(call: dict[str, Any]) -> Pooled | None:
+    """What rides on a base model's arguments, which takes it."""
+    rides = (luggage.take(call.get(name), luggage.POOLED) for name in _TOKENS)
+    return next((ride for ride in rides if ride is not None), None)
+
+
+def _text_config(config: Any) -> Any:
+    return config.get_text_config() if hasattr(config, "get_text_config") else config
+
+
+def _pooled_tokens(boundaries: Boundaries, ids: torch.Tensor, pad: int | None) -> torch.Tensor:
+    """Each document's last token; the last that is no padding token, as Transformers has it since 4.50."""
+    lengths = torch.tensor([length for length in boundaries.lengths if length])
+    ends = lengths.cumsum(0).to(ids.device)
+    if pad is None:
+        return ends - 1
+    lengths = lengths.to(ids.device)
+    tokens = ids.numel()
+    document = torch.repeat_interleave(torch.arange(len(lengths), device=ids.device), lengths, output_size=tokens)
+    at = torch.arange(tokens, device=ids.device)
+    at = torch.where(ids.flatten() != pad, at, (ends - lengths)[document])
+    return torch.zeros_like(ends).scatter_reduce(0, document, at, "amax")
+
+
+def _of_real_documents(tokens: torch.Tensor, boundaries: Boundaries, given: Any) -> torch.Tensor:
+    """Without the documents that a 2-D mask says are padding."""
+    if not isinstance(given, torch.Tensor) or given.dim() != 2:
+        return tokens
+    starts = torch.tensor([0, *(length for length in boundaries.lengths if length)])[:-1].cumsum(0)
+    return tokens[given.flatten()[starts.to(given.device)].to(tokens.device) != 0]
+
+
+def _one_per_document(labels: Any, documents: int) -> torch.Tensor:
+    found = f"{list(labels.shape)}" if isinstance(labels, torch.Tensor) else type(labels).__name__
+    if isinstance(labels, torch.Tensor):
+        flat = labels[0] if labels.dim() > 1 and labels.shape[0] == 1 and documents != 1 else labels
+        if flat.dim() and len(flat) == documents:
+            return flat
+    raise BadBatch(
+        f"labels: expected one for each of the batch's {documents} documents, [{documents}] or [1, {documents}], or "
+        f"[{documents}, num_labels]; found {found}. DataCollatorWithFlattening(document_labels=True) makes them."
+    )

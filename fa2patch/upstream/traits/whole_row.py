@@ -1,0 +1,118 @@
+"""The whole row in one call, where a mixer's own kernels keep documents apart by ``seq_idx`` and ``cu_seq_lens_q``.
+
+causal-conv1d, mamba-ssm and flash-linear-attention can. Which version hands the keywords on to them differs, and many
+take them and ignore them without a word. So nothing is believed: it is tried on a model's first packed row.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Sequence
+from itertools import accumulate
+from typing import Any, Callable
+
+import torch
+
+from ...documents.boundaries import Boundaries
+from ...trying import out_of_reach, says_nothing
+
+NEVER_ON = ("cpu", "meta")
+"""Devices for which none of those packages has a kernel."""
+
+TOLERANCE = {torch.float32: 1e-3, torch.float64: 1e-3}
+"""Of the largest output, by dtype; 3e-2 in half precision. A leak is looked for bit by bit, apart from that."""
+
+
+def keywords(forward: Callable[..., Any], boundaries: Boundaries, tokens: int) -> dict[str, Any]:
+    """A row's documents as a mixer takes them, int32: ``seq_idx`` [1, tokens], ``cu_seq_lens_*`` [documents + 1]."""
+    cu = boundaries.cu_seqlens
+    number = torch.arange(len(cu) - 1, device=cu.device, dtype=torch.int32)
+    every = {
+        "seq_idx": number.repeat_interleave(cu.diff().long(), output_size=tokens)[None],
+        **dict.fromkeys(("cu_seq_lens_q", "cu_seq_lens_k"), cu),
+        **dict.fromkeys(("max_length_q", "max_length_k"), boundaries.max_seqlen),
+    }
+    parameters = inspect.signature(forward).parameters.values()
+    takes_any = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters)
+    names = {parameter.name for parameter in parameters}
+    return {name: value for name, value in every.items() if takes_any or name in names}
+
+
+def may_be(forward: Callable[..., Any], module: Any, hidden: torch.Tensor, lengths: Sequence[int]) -> bool:
+    """Whether it is worth a try. DeepSpeed's ZeRO-3 would take a trial's backward for the training's."""
+    if hidden.device.type in NEVER_ON or len(lengths) < 2:
+        return False
+    parameters = inspect.signature(forward).parameters.values()
+    takes = any(p.kind is p.VAR_KEYWORD or p.name in ("seq_idx", "cu_seq_lens_q") for p in parameters)
+    return takes and not any(hasattr(parameter, "ds_id") for parameter in module.parameters())
+
+
+def keeps_apart(
+    whole: Callable[[torch.Tensor], Any],
+    each: Callable[[torch.Tensor], Any],
+    hidden: torch.Tensor,
+    lengths: Sequence[int],
+) -> tuple[bool, str]:
+    """Whether ``whole`` is ``each``, outputs and gradients, and one document is bit for bit what it is among others.
+
+    Args:
+        whole: the mixer on a row ``hidden`` in one call.
+        each: the mixer on each of its documents.
+        hidden: a row ``[batch, length, width]``.
+        lengths: of the row's documents, in tokens.
+
+    Returns:
+        The verdict, and the reason where it is no.
+
+    Raises:
+        An error that is no verdict (:func:`~fa2patch.trying.says_nothing`).
+    """
+    try:
+        with out_of_reach(hidden.device):
+            why = _difference(whole, each, hidden, lengths)
+    except Exception as error:  # keywords are not taken, a kernel does not build: each on its own is right
+        if says_nothing(error):
+            raise
+        why = f"fails: {type(error).__name__}: {error}".splitlines()[0]
+    return not why, f"tried on this machine with a whole row, it {why}" if why else ""
+
+
+def _difference(
+    whole: Callable[[torch.Tensor], Any],
+    each: Callable[[torch.Tensor], Any],
+    hidden: torch.Tensor,
+    lengths: Sequence[int],
+) -> str:
+    ends = [*accumulate(lengths)]
+    start, end = max(zip(ends, ends[1:]), key=lambda span: span[1] - span[0])  # not the first: nothing precedes it
+    inside = torch.zeros(ends[-1], dtype=torch.bool, device=hidden.device)
+    inside[start:end] = True
+    inside = inside.view(hidden.shape[:2])
+    given = hidden.detach().clone().requires_grad_()
+    near = TOLERANCE.get(hidden.dtype, 3e-2)
+    found, expected = _first(whole(given)), _first(each(given))
+    if not _close(found, expected, near):
+        return "computes something else than on the documents one by one"
+    found_grad, expected_grad = (
+        torch.autograd.grad(output[inside].float().square().sum(), given)[0] for output in (found, expected)
+    )
+    if found_grad[~inside].any():
+        return "sends gradients from one document into another"
+    if not _close(found_grad, expected_grad, near):
+        return "has other gradients than on the documents one by one"
+    with torch.no_grad():
+        among_others = _first(whole(torch.where(inside[..., None], given, given.flip(1) * 2 + 1)))
+    if not torch.equal(among_others[inside], found[inside]):
+        return "changes a document when the others change"
+    return ""
+
+
+def _first(output: Any) -> torch.Tensor:
+    tensor: torch.Tensor = output[0] if isinstance(output, tuple) else output
+    return tensor
+
+
+def _close(found: torch.Tensor, expected: torch.Tensor, tolerance: float) -> bool:
+    if found.shape != expected.shape:
+        return False
+    return bool((found - expected).abs().max() <= tolerance * expected.abs().max())

@@ -136,10 +136,11 @@ def _cell(architecture: str, implementations: tuple[str, ...], points: list[str]
 
 def _interface(loaded: dict[str, Any]) -> bool:
     """Whether eager is the same code but for the function that is looked up."""
-    from fa2patch.upstream import layers
+    from fa2patch.upstream.find_layers import attention_layers
+    from fa2patch.upstream.find_models import models
 
     model = next(iter(loaded.values()))[1]
-    return all(layer.seam == "interface" for layer in layers.attention_layers(layers.models(model)[-1]))
+    return all(layer.seam == "interface" for layer in attention_layers(models(model)[-1]))
 
 
 def _skipped(cell: Any, seam: list[str], first: bool) -> dict[str, str]:

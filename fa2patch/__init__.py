@@ -6,9 +6,10 @@ from .data.completion_only import DataCollatorForCompletionOnlyLM
 from .data.multimodal import DataCollatorForMultimodalFlattening
 from .documents.boundaries import Boundaries, boundaries
 from .errors import Fa2PatchError
-from .patch.applying import Patch, apply, revert, status
-from .patch.architectures import Architecture, architectures, register
+from .patch.applying import apply, revert, status
+from .patch.state import Patch
 from .proof.verify import Verification, verify
+from .upstream.architectures import Architecture, architectures, register
 
 __version__ = "0.1.0"
 

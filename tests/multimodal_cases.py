@@ -8,7 +8,7 @@ import inspect
 import torch
 
 from compat_matrix import tiny_models
-from fa2patch.upstream.layers import models
+from fa2patch.upstream.find_models import models
 
 START, PICTURE, FILM = 93, 94, 95
 """Tokens: a picture follows; its placeholder; a film's."""

@@ -16,9 +16,9 @@ from fake_models import modeling_function, modeling_interface, modeling_method
 
 from fa2patch import binding
 from fa2patch.binding import ABSENT, bind, release, used_by
-from fa2patch.upstream import forward as entry
+from fa2patch.upstream import forward
 from fa2patch.upstream.seams import function, interface, method
-from fa2patch.upstream.traits import masks, rotary
+from fa2patch.upstream.traits import masks, rope
 
 
 class User:
@@ -281,8 +281,8 @@ def test_where_their_replacement_lives_on_ours_beneath_it_is_taken_out_by_the_ne
 
 
 FACTORIES = {
-    "causal_lm": (entry.entered, modeling_interface.FakeInterfaceForCausalLM.forward),
-    "base_model": (entry.entered, modeling_method.FakeMethodModel.forward),
+    "causal_lm": (forward.entered, modeling_interface.FakeInterfaceForCausalLM.forward),
+    "base_model": (forward.entered, modeling_method.FakeMethodModel.forward),
     "mask": (masks.let_through, modeling_interface.create_causal_mask),
     "eager": (interface.routed, modeling_interface.eager_attention_forward),
     "layer": (
@@ -291,7 +291,7 @@ FACTORIES = {
         ),
         modeling_function.FakeSdpaAttention.forward,
     ),
-    "rotary": (rotary.by_document, modeling_method.FakeRotary.forward),
+    "rotary": (rope.by_document, modeling_method.FakeRotary.forward),
 }
 
 

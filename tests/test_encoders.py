@@ -10,7 +10,8 @@ import fa2patch
 from compat_matrix import tiny_models
 from compat_matrix.points import POINTS, Cell, NotApplicable, alone, assert_close, documents, pack
 from fa2patch import errors
-from fa2patch.upstream import layers
+from fa2patch.upstream.find_layers import attention_layers
+from fa2patch.upstream.find_models import models
 
 LENGTHS = (5, 9, 1, 3, 7)
 PRESENT = [name for name in tiny_models.ENCODERS if tiny_models.is_present(name)]
@@ -103,7 +104,7 @@ def test_the_loss_of_masked_tokens_is_the_padded_run_s(family, implementation):
 @pytest.mark.parametrize("family", [name for name in TYPICAL if name in TAKEN])
 def test_mean_pooled_embeddings_are_those_of_documents_alone(family):
     docs = documents(*LENGTHS)
-    cls = type(layers.models(tiny_models.build(family))[-1])
+    cls = type(models(tiny_models.build(family))[-1])
     models = [cls._from_config(tiny_models.config_of(family), attn_implementation=name) for name in ("eager", "sdpa")]
     for model in models:
         tiny_models.scale_up(model.eval())
@@ -133,13 +134,13 @@ def test_roberta_counts_from_behind_its_padding_s_position():
     batch = collate([{"input_ids": doc.tolist()} for doc in docs])
     del batch["labels"]
     with fa2patch.apply(model) as patch:
-        assert patch.first_position == 2
+        assert patch.found["positions"].first == 2
         assert_close(model(**batch).logits[0], expected, "ids from 2")
         seq_idx = {name: batch[name] for name in ("input_ids", "seq_idx")}
         assert_close(model(**seq_idx).logits[0], expected, "no ids: counted from 2")
         from_zero = model(input_ids=batch["input_ids"], position_ids=batch["position_ids"] - 2).logits[0]
         assert (from_zero - expected).abs().max() > 1e-2 * expected.abs().max()
-    assert fa2patch.apply(tiny_models.build("bert:masked")).first_position == 0
+    assert fa2patch.apply(tiny_models.build("bert:masked")).found["positions"].first == 0
 
 
 @pytest.mark.parametrize("implementation", ["eager", "sdpa"])
@@ -205,7 +206,7 @@ def test_modernbert_that_unpads_on_its_own_is_refused():
     if "modernbert:masked" not in PRESENT or "qkv" not in inspect.getsource(tiny_models.modeling("modernbert:masked")):
         pytest.skip("not in this version")
     model = tiny_models.build("modernbert:masked", "sdpa")
-    if not any(layer.fused for layer in layers.attention_layers(layers.models(model)[-1])):
+    if not any(layer.fused for layer in attention_layers(models(model)[-1])):
         return  # from 5.1 on it has the common interface
     model.config._attn_implementation = "flash_attention_2"
     with pytest.raises(errors.UnsupportedModel, match="takes padding out on its own"):

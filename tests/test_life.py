@@ -14,7 +14,7 @@ from compat_matrix import tiny_models
 from compat_matrix.points import alone, assert_close, assert_same_gradients, documents, gradients, loss_of, pack
 from fa2patch import errors
 from fa2patch.proof.doctor import tiny_llama
-from fa2patch.upstream import forward as entry
+from fa2patch.upstream import dense
 
 LENGTHS = (5, 9, 1, 3)
 
@@ -43,7 +43,7 @@ def nothing_is_left_of_other_tests():
     """A forgotten model holds its class's bindings until it is collected: what is not patched would seem to be."""
     gc.collect()
     yield
-    assert entry._reached.inside == []
+    assert dense.reached.inside == []
 
 
 def logits(model, docs):
@@ -79,7 +79,7 @@ def in_threads(*works):
     def run(index, work):
         barrier.wait()
         try:
-            results[index] = [work() for _ in range(3)], list(entry._reached.inside)
+            results[index] = [work() for _ in range(3)], list(dense.reached.inside)
         except BaseException as error:
             results[index] = error
 
@@ -383,7 +383,7 @@ def test_an_interrupted_forward_leaves_the_patch_usable(model, docs, batch, wher
     with pytest.raises(interruption, match="in the middle"):
         model(**call)
     handle.remove()
-    assert entry._reached.inside == []
+    assert dense.reached.inside == []
     assert {layer.state for layer in patch.layers} == {"applied"}
     assert_close(logits(model, docs), alone(tiny_llama(), docs), "the next forward's logits")
 
@@ -397,7 +397,7 @@ def test_an_interrupted_recompute_leaves_the_patch_usable(model, docs):
         loss.backward()
     handle.remove()
     model.zero_grad()
-    assert entry._reached.inside == []
+    assert dense.reached.inside == []
     assert_same_gradients(trained(model, docs), expected_gradients(docs))
 
 
@@ -451,7 +451,7 @@ class TestNothingPacked:
     """TRL 0.19 joins examples for a model that is not named flash_attention_2, and gives no position_ids."""
 
     @staticmethod
-    def warned(model, batch, times=entry.SAY_AFTER):
+    def warned(model, batch, times=dense.SAY_AFTER):
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
             for _ in range(times):
@@ -461,7 +461,7 @@ class TestNothingPacked:
     def test_training_on_rows_that_say_nothing_warns_once(self, model, docs):
         fa2patch.apply(model.train())
         joined = {"input_ids": torch.cat(docs)[None], "attention_mask": torch.ones(1, sum(LENGTHS))}
-        assert not self.warned(model, joined, entry.SAY_AFTER - 1)
+        assert not self.warned(model, joined, dense.SAY_AFTER - 1)
         [warning] = self.warned(model, joined)
         assert "TRL" in str(warning.message) and "DataCollatorWithFlattening" in str(warning.message)
         assert not self.warned(model, joined)

@@ -22,12 +22,12 @@ from compat_matrix.points import (
 from compat_matrix.results import read_file
 from compat_matrix.run import merged
 from fa2patch import Boundaries
-from fa2patch.patch import applying as patching
-from fa2patch.upstream import forward as entry
-from fa2patch.upstream import packed_mask
+from fa2patch.upstream import forward, packed_mask
+from fa2patch.upstream.looked import Looked
+from fa2patch.upstream.traits import attention, mixers
 
 CELLS = [("llama", "sdpa"), ("qwen2", "eager"), ("falcon", "sdpa"), ("llama4", "sdpa")]
-architectures = sys.modules["fa2patch.patch.architectures"]
+architectures = sys.modules["fa2patch.upstream.architectures"]
 
 
 @pytest.mark.parametrize("point", POINTS)
@@ -76,8 +76,12 @@ def test_one_document_for_the_whole_row_is_red(monkeypatch):
 
 
 def test_position_ids_dropped_on_the_way_are_red(monkeypatch):
-    packed_mask_of = entry.packed_mask
-    monkeypatch.setattr(entry, "packed_mask", lambda call, patch: packed_mask_of({**call, "position_ids": None}, patch))
+    packed_mask_of = forward.packed_mask
+
+    def without_ids(call, *args, **kwargs):
+        return packed_mask_of({**call, "position_ids": None}, *args, **kwargs)
+
+    monkeypatch.setattr(forward, "packed_mask", without_ids)
     red("packed_rows", "every_layout", family="llama")  # where Transformers alone leaks
     red("packed_row", "packed_rows", "nothing_crosses", family="gpt_bigcode")
 
@@ -88,7 +92,9 @@ def test_a_row_without_its_quirk_is_red(monkeypatch):
 
 
 def test_a_refusal_that_is_not_made_is_red(monkeypatch):
-    monkeypatch.setattr(patching, "_check_layers", lambda decoder, attention: None)
+    monkeypatch.setattr(mixers.Mixers, "finds", lambda self, model: None)
+    monkeypatch.setattr(attention.AttentionLayers, "refuses", lambda self, model, found: None)
+    monkeypatch.setattr(Looked, "mixers", ())
     red("packed_row", "nothing_crosses", family="jamba")
 
 

@@ -11,7 +11,8 @@ from compat_matrix.points import alone, assert_close, documents, pack
 from fa2patch import errors
 from fa2patch.kernels.picks import DOCUMENTS, WHOLE_ROW
 from fa2patch.upstream import packed_batch
-from fa2patch.upstream.traits import mixing, whole_row
+from fa2patch.upstream.find_models import models
+from fa2patch.upstream.seams import mixer, whole_row
 
 LENGTHS = (5, 9, 1, 3, 7)
 HYBRIDS = [name for name in ("qwen3_next", "mamba", "rwkv", "lfm2", "falcon_h1") if tiny_models.is_present(name)]
@@ -101,7 +102,7 @@ def made_with(kernel):
 
 def test_a_mixers_own_kernel_is_used_where_it_was_seen_to_keep_documents_apart(mask, any_device):
     module, hidden = made_with(keeps_apart), row()
-    forward = mixing.by_document(Running.forward)
+    forward = mixer.by_document(Running.forward)
     for _ in range(2):
         module.calls = 0
         assert_close(forward(module, hidden, attention_mask=mask), right(module, hidden), "in one call")
@@ -112,7 +113,7 @@ def test_a_mixers_own_kernel_is_used_where_it_was_seen_to_keep_documents_apart(m
 @pytest.mark.parametrize(("kernel", "why"), FAULTS.items(), ids=[f"{i} {why}" for i, why in enumerate(FAULTS.values())])
 def test_a_mixers_own_kernel_that_is_wrong_or_leaks_is_not_used_and_why_is_said(kernel, why, mask, any_device):
     module, hidden = made_with(kernel), row()
-    forward = mixing.by_document(Running.forward)
+    forward = mixer.by_document(Running.forward)
     for _ in range(2):
         module.calls = 0
         assert torch.equal(forward(module, hidden, attention_mask=mask), right(module, hidden))
@@ -124,7 +125,7 @@ def test_a_mixers_own_kernel_that_is_wrong_or_leaks_is_not_used_and_why_is_said(
 
 def test_a_mixer_without_memory_for_its_trial_says_so_and_is_tried_again(mask, any_device):
     module, hidden = made_with(runs_out_of_memory), row()
-    forward = mixing.by_document(Running.forward)
+    forward = mixer.by_document(Running.forward)
     with pytest.raises(torch.cuda.OutOfMemoryError):
         forward(module, hidden, attention_mask=mask)
     assert mask.picks.of(module) is None
@@ -135,7 +136,7 @@ def test_a_mixer_without_memory_for_its_trial_says_so_and_is_tried_again(mask, a
 
 def test_what_was_seen_of_one_mixer_says_nothing_of_another_of_its_class(mask, any_device):
     """A convolution of one token keeps everything apart, one of four does not: of one class, other parameters."""
-    forward, hidden = mixing.by_document(Running.forward), row()
+    forward, hidden = mixer.by_document(Running.forward), row()
     good, bad = made_with(keeps_apart), made_with(None)
     for module in (good, bad, good):
         assert_close(forward(module, hidden, attention_mask=mask), right(module, hidden), "each as it must be")
@@ -145,7 +146,7 @@ def test_what_was_seen_of_one_mixer_says_nothing_of_another_of_its_class(mask, a
 @pytest.mark.parametrize("other", ["dtype", "training", "autocast", "dtype under autocast"])
 def test_what_was_seen_of_one_kind_of_call_says_nothing_of_another(other, mask, any_device):
     module, hidden, rows = made_with(keeps_apart), row(), []
-    forward = mixing.by_document(Running.forward)
+    forward = mixer.by_document(Running.forward)
     with torch.autocast("cpu", torch.bfloat16, enabled=other == "dtype under autocast"):
         forward(module, hidden, attention_mask=mask)
         module.kernel = lambda apart, before: rows.append(1) or apart + before
@@ -168,7 +169,7 @@ def test_a_trial_leaves_no_trace_in_the_forward_around_it(around, mask, any_devi
         return apart + 0 * torch.rand(())
 
     module, hidden = made_with(drops), row().requires_grad_()
-    mixer = mixing.by_document(Running.forward)
+    mixer = mixer.by_document(Running.forward)
 
     def forward(states):
         return mixer(module, states, attention_mask=mask) * torch.rand(())
@@ -221,18 +222,18 @@ def test_what_is_not_of_the_rows_tokens_is_the_same_for_each_document(length, ma
         return hidden_states
 
     table = torch.randn(1, length)
-    mixing.by_document(forward)(Running(), row(), mask, table=table)
+    mixer.by_document(forward)(Running(), row(), mask, table=table)
     assert len(seen) == len(LENGTHS) and all(found is table for found in seen)
 
 
 def test_on_a_cpu_nothing_is_tried(mask):
     module = made_with(keeps_apart)
-    mixing.by_document(Running.forward)(module, row(), attention_mask=mask)
+    mixer.by_document(Running.forward)(module, row(), attention_mask=mask)
     assert module.calls == len(LENGTHS) and in_one_call(mask, module) == (False, "")
 
 
 def test_a_cache_is_refused(mask):
-    forward = mixing.by_document(Running.forward)
+    forward = mixer.by_document(Running.forward)
     with pytest.raises(errors.PackedWithCache, match="cache_params"):
         forward(Running(), torch.randn(1, sum(LENGTHS), 8), mask, object())
 
@@ -246,8 +247,8 @@ def test_what_is_not_for_each_token_is_refused_alone_and_dropped_behind_the_outp
 
     hidden = torch.randn(1, sum(LENGTHS), 8)
     with pytest.raises(errors.PackingNotIsolated, match="not for each token"):
-        mixing.by_document(states)(Running(), hidden, mask)
-    output, state, experts = mixing.by_document(with_states)(Running(), hidden, mask)
+        mixer.by_document(states)(Running(), hidden, mask)
+    output, state, experts = mixer.by_document(with_states)(Running(), hidden, mask)
     assert torch.equal(output, hidden) and state is None and torch.equal(experts, hidden[0])
 
 
@@ -280,9 +281,7 @@ def test_no_dearer_than_documents_alone(family):
         return sorted(seen)
 
     with fa2patch.apply(model) as patch:
-        prefix = next(
-            name for name, module in model.named_modules() if module is fa2patch.upstream.layers.models(model)[-1]
-        )
+        prefix = next(name for name, module in model.named_modules() if module is models(model)[-1])
         layers = [f"{prefix}.{layer.name}" for layer in patch.layers if layer.seam == "mixer"]
         packed = rows_seen(lambda: model(**pack(docs)))
     assert packed == rows_seen(lambda: alone(model, docs))

@@ -25,7 +25,7 @@ FLASH = ("fused_qkv", {"attn_implementation": "flash_attention_2"})
 """The one that is loaded with flash attention where there is no flash-attn: it asks nobody."""
 LENGTHS = (5, 9, 1, 3)
 
-registry = sys.modules["fa2patch.patch.architectures"]
+registry = sys.modules["fa2patch.upstream.architectures"]
 every_style = pytest.mark.parametrize("style", STYLES)
 
 

@@ -12,7 +12,7 @@ from compat_matrix import tiny_models
 from compat_matrix.points import alone, assert_close, documents, pack
 from fa2patch import errors
 from fa2patch.proof.doctor import tiny_llama
-from fa2patch.upstream import forward as entry
+from fa2patch.upstream import dense
 
 LENGTHS = (4, 5, 1)
 DOCS = documents(*LENGTHS)
@@ -70,7 +70,7 @@ def expected():
 @pytest.fixture(autouse=True)
 def nothing_is_left_inside():
     yield
-    assert entry._reached.inside == []
+    assert dense.reached.inside == []
 
 
 def refused(call, match, error=errors.Fa2PatchError):

@@ -13,7 +13,11 @@ from fake_models import modeling_function, modeling_interface, modeling_method
 import fa2patch
 from compat_matrix.points import alone, assert_close, assert_same_gradients, documents, gradients, loss_of, pack
 from fa2patch import binding, errors
-from fa2patch.patch import applying as patching
+from fa2patch.patch.plan import plan
+from fa2patch.upstream import forward
+from fa2patch.upstream.seams import function, interface, method
+from fa2patch.upstream.site import Site
+from fa2patch.upstream.traits import masks
 
 MODELING = {"interface": modeling_interface, "function": modeling_function, "method": modeling_method}
 IMPLEMENTATIONS = ("eager", "sdpa", "flash_attention_2")
@@ -22,6 +26,26 @@ KINDS = {
     "function": ("base_model", "causal_lm", "mask", "layer", "function"),
     "method": ("base_model", "causal_lm", "mask", "layer", "window_flag"),
 }
+MAKERS = {
+    "mask": masks.let_through,
+    "registry": interface.Overlay,
+    "eager": interface.routed,
+    "function": function.routed,
+    "window_flag": method.window_flag,
+}
+
+
+def site_of(plan, kind):
+    """The first site of a kind among those of a plan."""
+    if kind in ("base_model", "causal_lm"):
+        return [site for site in plan.sites if site.make is forward.entered][-1 if kind == "base_model" else 0]
+    return next(
+        site
+        for site in plan.sites
+        if (isinstance(site.make, method.OnFlashClass) if kind == "layer" else site.make is MAKERS[kind])
+    )
+
+
 FEATURES = {
     "interface": ({}, {"softcap": 2.0}, {"sinks": True}, {"softcap": 2.0, "sinks": True}),
     "function": ({}, {"sliding_window": 3}),
@@ -60,7 +84,7 @@ def build(seam, implementation="eager", **changes):
 @pytest.fixture(autouse=True)
 def registered(monkeypatch):
     """Rows for the fake models; gone after the test, as are its patches."""
-    architectures = sys.modules["fa2patch.patch.architectures"]
+    architectures = sys.modules["fa2patch.upstream.architectures"]
     monkeypatch.setattr(architectures, "_rows", dict(architectures._rows))
     for seam in MODELING:
         fa2patch.register(fa2patch.Architecture(f"fake-{seam}"))
@@ -132,7 +156,7 @@ def outcome(model, batch):
 @every_seam
 def test_a_model_type_without_a_row_is_patched_where_its_seam_is_an_ordinary_one(seam, docs, monkeypatch):
     expected = alone(build(seam), docs)
-    monkeypatch.delitem(sys.modules["fa2patch.patch.architectures"]._rows, f"fake-{seam}")
+    monkeypatch.delitem(sys.modules["fa2patch.upstream.architectures"]._rows, f"fake-{seam}")
     model = build(seam)
     with fa2patch.apply(model):
         assert_close(logits(model, docs), expected, "logits")
@@ -143,7 +167,7 @@ def test_attention_that_does_not_claim_flash_attention_is_refused_until_somebody
     monkeypatch.setattr(modeling_interface.FakeInterfaceModel, "_supports_flash_attn_2", False)
     model = build("interface")
     found = Found(model)
-    rows = sys.modules["fa2patch.patch.architectures"]._rows
+    rows = sys.modules["fa2patch.upstream.architectures"]._rows
     row = rows.pop("fake-interface")
     with pytest.raises(
         errors.UnsupportedModel, match=r"does not claim flash attention.*Architecture\('fake-interface'"
@@ -375,11 +399,14 @@ def test_apply_is_all_or_nothing(seam, kind, monkeypatch, docs):
     model = build(seam, "sdpa")
     found = Found(model)
 
-    def fail(owner, module, original):
+    wanted, bind = site_of(plan(model), kind), Site.bind
+
+    def fail(original):
         raise ZeroDivisionError(kind)
 
+    failing = Site(wanted.owner, wanted.attribute, fail)
     with monkeypatch.context() as broken, pytest.raises(ZeroDivisionError, match=kind):
-        broken.setitem(patching._MAKERS, kind, fail)
+        broken.setattr(Site, "bind", lambda self, user: bind(failing if self == wanted else self, user))
         fa2patch.apply(model)
     assert found.again() and fa2patch.status(model) is None
     with fa2patch.apply(model):
@@ -401,7 +428,8 @@ def test_a_second_models_failed_apply_leaves_the_first_patched(seam, monkeypatch
 @contextlib.contextmanager
 def put_back(patch, kind):
     """The site of this kind as it was before apply, as if somebody had put it back by hand."""
-    owner, attribute = next((site.find()[0], site.attribute) for site in patch.sites if site.kind == kind)
+    site = site_of(patch.plan, kind)
+    owner, attribute = site.owner, site.attribute
     used = next(used for used in binding.used_by(patch) if (used.owner, used.attribute) == (owner, attribute))
     if used.original is binding.ABSENT:
         delattr(owner, attribute)

@@ -13,7 +13,7 @@ from compat_matrix.points import POINTS, Cell, NotApplicable
 from fa2patch import Boundaries
 from fa2patch.upstream import packed_mask
 
-architectures = sys.modules["fa2patch.patch.architectures"]
+architectures = sys.modules["fa2patch.upstream.architectures"]
 
 
 def red(family):

@@ -9,7 +9,7 @@ import torch
 
 import fa2patch
 from fa2patch import errors
-from fa2patch.upstream import layers
+from fa2patch.upstream.find_models import models
 
 from .. import reads, tiny_models
 from . import Cell, NotApplicable, alone, assert_close, documents, pack, point, takes_cache
@@ -111,10 +111,10 @@ def _outcome(model: Any, ids: torch.Tensor, batch: dict[str, Any]) -> Any:
 def reverted(cell: Cell) -> None:
     """apply and revert leave every namespace as it was, alone and in every order with a second patcher on top."""
     model, other = cell.model(), cell.model()
-    names = [model.__class__.__module__, layers.models(model)[-1].__class__.__module__]
+    names = [model.__class__.__module__, models(model)[-1].__class__.__module__]
     spaces = [sys.modules[name] for name in names]
     spaces += [value for space in list(spaces) for value in vars(space).values() if isinstance(value, type)]
-    spaces += [model, layers.models(model)[-1], *model.modules()]
+    spaces += [model, models(model)[-1], *model.modules()]
     before = [dict(vars(space)) for space in spaces]
 
     def check(when: str) -> None:
@@ -134,7 +134,7 @@ def reverted(cell: Cell) -> None:
     check("two models")
     if {layer.seam for layer in first.layers} == {"interface"} and cell.family not in tiny_models.SEEDS:
         return  # what follows turns on bindings, not on architectures
-    owners = [(site.find()[0], site.attribute) for site in fa2patch.apply(model).sites]
+    owners = [(site.owner, site.attribute) for site in fa2patch.apply(model).plan.sites]
     fa2patch.revert(model)
     for order in ("ours first, theirs off first", "ours first, ours off first", "theirs first"):
         for owner, attribute in owners:

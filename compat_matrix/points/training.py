@@ -9,7 +9,8 @@ from typing import Any
 import torch
 
 import fa2patch
-from fa2patch.upstream import layers
+from fa2patch.upstream.find_layers import attention_layers
+from fa2patch.upstream.find_models import models
 
 from .. import tiny_models
 from . import (
@@ -127,8 +128,8 @@ def lora(cell: Cell) -> None:
 
 
 def _projections(model: Any) -> list[str]:
-    decoder = layers.models(model)[-1]
-    attention = [layer.module for layer in layers.attention_layers(decoder)]
+    decoder = models(model)[-1]
+    attention = [layer.module for layer in attention_layers(decoder)]
     attention = attention or [layer.module for layer in layers.mixer_layers(decoder, [])]
     return sorted(
         {

@@ -318,7 +318,7 @@ def kernels(as_json: bool) -> None:
 @_json
 def architectures(as_json: bool) -> None:
     """The registry: model types that have a row. Others are looked at when they are patched."""
-    from ..patch.architectures import architectures as rows
+    from ..upstream.architectures import architectures as rows
 
     quirks = {
         row.model_type: [name for name in ("refuse", "adjust", "queries") if getattr(row, name) is not None]

@@ -10,7 +10,7 @@ import numpy as np
 import torch
 
 from ..errors import CollatorError
-from ..upstream.layers import is_transformers_model, models
+from ..upstream.find_models import is_transformers_model, models
 from ..upstream.traits.axes import takes_text_axis
 from .collators import DataCollatorWithFlattening
 from .flattening import IGNORED_LABEL, Columns, given, read, require_same_keys

@@ -8,14 +8,15 @@ from typing import Any
 
 import torch
 
+from ..documents.names import TOKENS
 from ..errors import NotAModel
-from ..patch.applying import status, transformers_model
+from ..patch.applying import status
+from ..patch.unwrap import transformers_model
 from ..upstream import luggage
-from ..upstream.forward import MARK
-from ..upstream.layers import models
+from ..upstream.find_models import models
+from ..upstream.step import MARK
 
 _LAYOUT = "layout"
-_TOKENS = ("input_ids", "inputs_embeds")
 
 
 @dataclass(frozen=True)
@@ -114,7 +115,7 @@ def _packed(base: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[d
     if len(args) > 1 or base.__dict__.get(MARK) is None:
         return None
     call = {**({"input_ids": args[0]} if args else {}), **kwargs}
-    tokens = next((call[name] for name in _TOKENS if call.get(name) is not None), None)
+    tokens = next((call[name] for name in TOKENS if call.get(name) is not None), None)
     mask = call.get("attention_mask")
     cached = call.get("past_key_values") is not None or call.get("use_cache") or call.get("cache_position") is not None
     if tokens is None or cached or call.get("output_attentions") or not isinstance(mask, torch.Tensor):

@@ -19,10 +19,10 @@ import torch
 
 from ..binding import ABSENT, LOCK, bind, used_by, when_imported
 from ..documents.boundaries import recognise
+from ..documents.names import LENGTHS
 from ..errors import PackingNotIsolated
-from ..upstream.calls import LENGTHS
-from ..upstream.forward import MARK
-from ..upstream.layers import is_transformers_model
+from ..upstream.find_models import is_transformers_model
+from ..upstream.step import MARK
 
 MODULE = "peft.peft_model"
 _patches: weakref.WeakSet[Any] = weakref.WeakSet()

@@ -10,7 +10,7 @@ import torch
 
 from ..documents.boundaries import Boundaries, from_cu_seqlens, recognise
 from ..errors import BadBatch
-from ..upstream import layers
+from ..upstream.find_models import models
 
 EXAMPLE = (7, 12, 1, 5)
 """Documents of the row that is made where no batch is given, in tokens."""
@@ -38,7 +38,7 @@ class Span:
 
 def text_tokens(inner: Any) -> torch.Tensor:
     """Token ids that are text."""
-    config = getattr(layers.models(inner)[-1], "config", inner.config)
+    config = getattr(models(inner)[-1], "config", inner.config)
     size = getattr(config, "vocab_size", None) or inner.get_input_embeddings().weight.shape[0]
     special = {
         value

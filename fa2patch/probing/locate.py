@@ -9,8 +9,10 @@ from typing import Any
 
 import torch
 
-from ..upstream import layers
-from ..upstream.traits import masks
+from ..upstream.find_layers import attention_layers
+from ..upstream.find_mixers import mixers
+from ..upstream.find_models import models
+from ..upstream.traits.positions import position_embeddings
 
 PROJECTIONS = 4
 """Numbers kept of every token's vector: random projections, so that a change of any component shows."""
@@ -132,17 +134,17 @@ def _differ(ones: list[torch.Tensor], others: list[torch.Tensor], bound: float) 
 def meaning(inner: Any, name: str, patched: bool) -> str:
     """What it says of a model that the module of this name lets documents see each other."""
     module = inner.get_submodule(name)
-    decoder = layers.models(inner)[-1]
+    decoder = models(inner)[-1]
     cls = type(module).__name__
-    if any(module is layer.module for layer in layers.attention_layers(decoder)) or "attention" in cls.lower():
+    if any(module is layer.module for layer in attention_layers(decoder)) or "attention" in cls.lower():
         after = "; it was patched, and something has replaced its attention since" if patched else ""
         return f"attention computed without boundaries{after}"
-    mixers = layers.mixers(module) if name else {}
-    if mixers:
-        found = next(iter(mixers.values())).replace(" (by its name)", "")
+    carrying = mixers(module) if name else {}
+    if carrying:
+        found = next(iter(carrying.values())).replace(" (by its name)", "")
         return f"{found} carries state from document to document: this is a hybrid model"
     if "rotary" in cls.lower():
         return "rotary positions scaled by the row's length, not the document's"
-    if any(module is embedding for embedding in masks.position_embeddings(decoder)) or "position" in cls.lower():
+    if any(module is embedding for embedding in position_embeddings(decoder)) or "position" in cls.lower():
         return "positions counted from the mask, or along the row: they do not restart with a document"
     return "what it returns for one document depends on another"

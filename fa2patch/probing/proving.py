@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from ..errors import PackingNotIsolated
-from ..upstream.layers import models
+from ..upstream.find_models import models
 from ..upstream.packed_batch import packed_mask
 from ..upstream.packed_mask import PackedMask
 from . import locate

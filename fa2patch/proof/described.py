@@ -11,9 +11,12 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from ..documents.boundaries import Boundaries
 from ..errors import Fa2PatchError
 from ..kernels import Asked, Kernel, Pick, Picks, pick
-from ..patch.applying import Patch, Site, apply, transformers_model
-from ..upstream import layers
+from ..patch.applying import apply
+from ..patch.state import Patch
+from ..patch.unwrap import transformers_model
+from ..upstream.find_models import models
 from ..upstream.packed_mask import PackedMask
+from ..upstream.site import Site
 
 
 def without_weights(
@@ -80,13 +83,13 @@ def rehearsed(patch: Patch, mode: FakeTensorMode, device: str) -> tuple[dict[str
     Raises:
         KernelUnavailable: the named kernel cannot compute a layer.
     """
-    decoder, picks, shape = layers.models(patch.model)[-1], Rehearsal(patch.kernel, device), (1, 8)
+    decoder, picks, shape = models(patch.model)[-1], Rehearsal(patch.kernel, device), (1, 8)
     ids, problem = torch.zeros(shape, dtype=torch.int64), ""
     documents = Boundaries(torch.tensor([0, 3, 8], dtype=torch.int32), 5, 5, (3, 5))
-    mask = PackedMask(documents, picks, shape, 5, ids, patch.rotary, patch.architecture)
+    mask = PackedMask(documents, picks, shape, 5, ids, patch.found)
     try:
         with mode, torch.no_grad():
-            decoder(input_ids=ids, position_ids=ids, attention_mask=mask, use_cache=patch.needs_cache)
+            decoder(input_ids=ids, position_ids=ids, attention_mask=mask, use_cache="cache" not in patch.found)
     except Fa2PatchError:
         raise
     except Exception as error:
@@ -106,12 +109,12 @@ def described(model: Any, mode: FakeTensorMode, kernel: str = "auto") -> dict[st
     """
     inner = transformers_model(model)
     device = "cuda" if torch.cuda.is_available() else "cpu"
-    decoder = layers.models(inner)[-1]
+    decoder = models(inner)[-1]
     with apply(inner, kernel=kernel) as patch:
         picked, problem = rehearsed(patch, mode, device)
         found = [_layer(layer, decoder.get_submodule(layer.name), picked.get(layer.name)) for layer in patch.attention]
         of_layers = {layer.site for layer in patch.attention}
-        besides = [_named(site) for site in patch.sites if site not in of_layers]
+        besides = [_named(site) for site in patch.plan.sites if site not in of_layers]
     return {
         "model": type(inner).__name__,
         "model_type": str(getattr(decoder.config, "model_type", "")),
@@ -139,6 +142,6 @@ def _layer(layer: Any, module: Any, picked: Pick | None) -> dict[str, Any]:
 
 
 def _named(site: Site) -> str:
-    owner, module = site.find()
+    owner, module = site.owner, site.module
     name = module.__name__.rpartition(".")[2]
     return f"{name}.{site.attribute}" if owner is module else f"{name}.{owner.__qualname__}.{site.attribute}"

@@ -10,7 +10,8 @@ from typing import Any
 import torch
 
 from ..errors import BadBatch, Fa2PatchError, NotAModel, PackingNotIsolated
-from ..patch.applying import status, transformers_model
+from ..patch.applying import status
+from ..patch.unwrap import transformers_model
 from ..probing import locate
 from ..probing.batches import LENGTHS, PER_TOKEN, Span, checked, example, same_on_every_rank, spans_of, text_tokens
 from ..probing.probe import ROUNDING, is_mixture, left_as_it_was, outputs, outputs_and_embeddings
@@ -127,7 +128,7 @@ def verify(
     spans = spans_of(given)
     same_on_every_rank(inner, spans)
     patch = status(inner)
-    with left_as_it_was(model), patch.unexamined() if patch is not None else contextlib.nullcontext():
+    with left_as_it_was(model), patch.examination.paused() if patch is not None else contextlib.nullcontext():
         found = _Run(model, inner, given, spans, max_documents).verification()
     if strict and not found.ok:
         error = PackingNotIsolated(f"{type(inner).__name__}: {found}")

@@ -14,7 +14,8 @@ import torch
 
 from ..data.collators import DataCollatorWithFlattening
 from ..errors import NotAModel
-from ..patch.applying import status, transformers_model
+from ..patch.applying import status
+from ..patch.unwrap import transformers_model
 from .saying import say
 
 STANDARD = (

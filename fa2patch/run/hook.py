@@ -21,9 +21,12 @@ import wrapt
 
 from ..binding import bind, release
 from ..errors import Fa2PatchError, KernelUnavailable, NotAModel, UnknownKernel
-from ..patch.applying import Patch, apply, status, transformers_model
+from ..patch.applying import apply, status
+from ..patch.state import Patch
+from ..patch.unwrap import transformers_model
 from ..trying import says_nothing
-from ..upstream import layers
+from ..upstream.find_layers import attention_layers
+from ..upstream.find_models import models
 from . import collate
 from .saying import say
 from .start import Options
@@ -223,7 +226,7 @@ def _reads_no_text(model: Any) -> str:
     """
     if getattr(model.config, "is_encoder_decoder", False):
         return ""
-    seen = {getattr(layer.module, "is_causal", None) for layer in layers.attention_layers(layers.models(model)[-1])}
+    seen = {getattr(layer.module, "is_causal", None) for layer in attention_layers(models(model)[-1])}
     if seen == {False} and _embeds_tokens_only(model):
         return ""
     if False in seen:

@@ -8,13 +8,8 @@ from typing import Any, Callable
 import torch
 
 from .._compile import compiling
+from ..documents.names import CACHES, LENGTHS, TOKENS
 from ..errors import BadBatch, PackingNotIsolated
-
-LENGTHS = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k", "seq_idx")
-"""Keywords of Transformers' DataCollatorWithFlattening (return_flash_attn_kwargs, return_seq_idx)."""
-
-CACHES = ("past_key_values", "past_key_value", "cache_params", "state")
-"""What forwards call the argument that holds what is remembered of earlier tokens."""
 
 
 class Calls:
@@ -75,7 +70,7 @@ def cache_of(call: dict[str, Any]) -> Any:
 
 def batch_shape(call: dict[str, Any]) -> tuple[tuple[int, int], torch.device]:
     """``(batch, length)`` and the device of a forward's inputs."""
-    for name in ("input_ids", "inputs_embeds"):
+    for name in TOKENS:
         given = call.get(name)
         if given is not None:
             if not isinstance(given, torch.Tensor) or given.dim() < 2:

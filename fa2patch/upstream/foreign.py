@@ -14,9 +14,9 @@ from types import CodeType, MethodType
 from typing import Any, Callable
 
 from .._compile import compiling, constant
+from ..documents.names import LABELS
 from ..errors import PackingNotIsolated
 from .calls import Calls
-from .traits.labels import LABELS
 
 HOOKED = "_old_forward"
 """Where accelerate's hooks (``device_map``, offloading) keep the bound ``forward`` that they call."""

@@ -10,8 +10,9 @@ from typing import Any
 import torch
 
 from . import foreign, luggage
-from .forward import MARK, ROLE, batches_continuously, fitted_to_head, look
-from .traits import heads, pooling
+from .forward import batches_continuously, look
+from .step import MARK, ROLE, Step
+from .traits import pooling, row_values
 
 
 def register(module: Any) -> None:
@@ -38,17 +39,18 @@ def before(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     patch = module.__dict__.get(MARK)
     if patch is None or foreign.on_top(module) or batches_continuously(kwargs):
         return None
-    role, calls = module.__dict__[ROLE], foreign.calls_of(module)
+    calls = foreign.calls_of(module)
     call = calls.named(args, kwargs)
     if pooling.is_riding(call):
         return None
-    mask = look(module, patch, call)
+    step = Step(module, patch, module.__dict__[ROLE], calls, args, call, by_hook=True)
+    step.mask = look(step)
     if not (isinstance(call.get("position_ids"), torch.Tensor) and calls.takes("position_ids")):
         return None
-    if mask is not None:
-        call = fitted_to_head(module, role, call, mask)
-    riding = luggage.attach(call["position_ids"], luggage.Piece(luggage.MASK, mask))
-    return calls.arranged(args, {**call, "position_ids": riding})
+    for trait, found in patch.acting:
+        trait.before(step, found)
+    step.attach("position_ids", luggage.Piece(luggage.MASK, step.mask))
+    return calls.arranged(args, step.call)
 
 
 def after(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
@@ -60,4 +62,4 @@ def after(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any], output: An
         return
     luggage.require_delivered(piece, module)
     if module.__dict__[ROLE].outermost:
-        heads.refuse_outputs_of_rows(module, output, kwargs, piece.content)
+        row_values.refuse_outputs_of_rows(module, output, kwargs, piece.content)

@@ -16,12 +16,11 @@ from ..documents.boundaries import (
     positions_of,
     recognise,
 )
+from ..documents.names import CACHES, LENGTHS, PICTURES
 from ..errors import BadCuSeqlens, PackedWithCache, PackedWithDenseMask, PackingNotIsolated
-from .calls import CACHES, LENGTHS, batch_shape, cache_of
-from .layers import models
+from .calls import batch_shape, cache_of
+from .find_models import models
 from .packed_mask import PackedMask
-
-_PICTURES = ("pixel_values", "pixel_values_videos", "image_grid_thw", "video_grid_thw")
 
 
 def packed_mask(call: dict[str, Any], patch: Any, made_inside: bool = False, training: bool = False) -> Any:
@@ -38,13 +37,13 @@ def packed_mask(call: dict[str, Any], patch: Any, made_inside: bool = False, tra
     if tokens is None or (position_ids is None and getattr(tokens, "ndim", 0) < 2 and not lengths_of(call)):
         return None  # GPT-2 takes one row of ids without a batch
     shape, device = batch_shape(call)
-    lengths = lengths_of(call)
+    lengths, first = lengths_of(call), patch.found["positions"].first
     for name in ("cu_seq_lens_q", "cu_seq_lens_k"):
         if isinstance(lengths.get(name), torch.Tensor):
             lengths[name] = lengths[name].to(device)
     given, cache = call.get("attention_mask"), cache_of(call)
     mask = _two_dimensional(given, shape, cached=cache is not None)
-    says_outright = cache is not None or (is_for_queries(given) and not (lengths or patch.mixes))
+    says_outright = cache is not None or (is_for_queries(given) and not (lengths or "mixers" in patch.found))
     if given is not None and mask is None and says_outright:
         return None  # who sees whom; also generate() with a static cache, for which it makes such a mask
     if position_ids is not None:
@@ -62,7 +61,7 @@ def packed_mask(call: dict[str, Any], patch: Any, made_inside: bool = False, tra
             position_ids=position_ids,
             attention_mask=mask,
         )
-        if mask is not None and patch.sees_both_ways and found is not None:
+        if mask is not None and patch.found["directions"].both and found is not None:
             found = found.padding_apart(mask)
     elif shape[1] == 1:
         return None
@@ -77,7 +76,7 @@ def packed_mask(call: dict[str, Any], patch: Any, made_inside: bool = False, tra
             attention_mask=mask,
             seq_idx=seq_idx,
             only_certain=made_inside,
-            first_position=patch.first_position,
+            first_position=first,
             training=training,
         )
     if found is None:
@@ -85,20 +84,13 @@ def packed_mask(call: dict[str, Any], patch: Any, made_inside: bool = False, tra
     _refuse_what_cannot_be_packed(call, given, mask)
     if position_ids is None:
         refuse_uncounted_pictures(patch.model, call)
-        call["position_ids"] = positions_of(found.cu_seqlens.to(device), shape) + patch.first_position
-    positions = found.positions
-    if patch.rotary is not None:
+        call["position_ids"] = positions_of(found.cu_seqlens.to(device), shape) + first
+    positions, scaled = found.positions, patch.found.get("rope")
+    if scaled is not None:
         positions = largest(call["position_ids"]) + 1 if positions is None else positions
-        patch.rotary.check(positions)
-    return PackedMask(
-        found,
-        patch.picks,
-        shape,
-        shape[1] if positions is None else positions,
-        call["position_ids"],
-        patch.rotary,
-        patch.architecture,
-    )
+        scaled.scaling.check(positions)
+    longest = shape[1] if positions is None else positions
+    return PackedMask(found, patch.picks, shape, longest, call["position_ids"], patch.found)
 
 
 def _refuse_capture(device: torch.device) -> None:
@@ -142,7 +134,7 @@ def is_for_queries(mask: Any) -> bool:
 
 
 def has_pictures(call: dict[str, Any]) -> bool:
-    return any(call.get(name) is not None for name in _PICTURES)
+    return any(call.get(name) is not None for name in PICTURES)
 
 
 def refuse_uncounted_pictures(model: Any, call: dict[str, Any]) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -13,7 +13,10 @@ from ..documents.boundaries import Boundaries, positions_of
 from ..kernels import Picks, asked_by
 from ..kernels.attention import packed_attention
 from ..kernels.options import Options
-from .rope import LengthScaled
+from . import rope
+
+MASK = "attention_mask"
+"""The argument of a forward that every version hands to every layer."""
 
 _NOT_A_TENSOR = (
     "torch's {function} was called on a PackedMask: an attention layer was not patched by fa2patch. "
@@ -33,8 +36,7 @@ class PackedMask:
         shape: ``(batch, length)``, as a 2-D mask's; models ask for it, to reshape or to slice keys.
         position_ids: the batch's ids, for models that derive positions from the mask (OPT up to 4.45).
         positions: largest position id + 1, in tokens: what a table of rotary embeddings must hold.
-        rotary: the model's length-dependent rope scaling, if it has one.
-        architecture: its row of the registry, for its quirks.
+        found: what the traits have found in the model.
         window: the sliding window that the model's mask has for these layers, in tokens, if any.
         layer: the attention layer that is computed now, on the seams of models that choose an attention class.
         calls: the attention layers that have been given it, in order (None for each inside a compiled graph).
@@ -45,8 +47,7 @@ class PackedMask:
     shape: tuple[int, int]
     positions: int
     position_ids: torch.Tensor | None = field(default=None, repr=False)
-    rotary: LengthScaled | None = None
-    architecture: Any = None
+    found: Mapping[str, Any] = field(default_factory=dict, repr=False)
     window: int | None = None
     layer: Any = field(default=None, repr=False)
     calls: list[Any] = field(default_factory=list, repr=False)
@@ -54,16 +55,23 @@ class PackedMask:
     def attend(self, module: Any, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, options: Options) -> torch.Tensor:
         """``packed_attention`` in the dtype that the layer ``module`` computes in; ``[batch, length, heads, dim]``."""
         self.given(module)
-        if self.architecture is not None and self.architecture.adjust is not None:
-            options = self.architecture.adjust(module, options)
-        if self.architecture is not None and self.architecture.queries is not None:
-            q = self.architecture.queries(module, q, positions_of(self.boundaries.cu_seqlens, self.shape))
+        quirks = self.found.get("registry")
+        if quirks is not None and quirks.adjust is not None:
+            options = quirks.adjust(module, options)
+        if quirks is not None and quirks.queries is not None:
+            q = quirks.queries(module, q, positions_of(self.boundaries.cu_seqlens, self.shape))
         if self.window is not None:  # eager attention goes by the mask alone
             options = replace(options, window=self.window)
         dtype = compute_dtype(module, q, k, v)
         q, k, v = (x if x.dtype == dtype else x.to(dtype) for x in (q, k, v))
         kernel = self.picks(module, asked_by(q, k, v, options), q.device)
         return packed_attention(q, k, v, self.boundaries, options, kernel)
+
+    @property
+    def rope(self) -> rope.LengthScaled | None:
+        """The model's rope scaling that depends on the length, if it has one."""
+        known: rope.Found | None = self.found.get(rope.NAME)
+        return known.scaling if known is not None else None
 
     def given(self, module: Any) -> None:
         """Note that a layer has the boundaries: the model counts them."""

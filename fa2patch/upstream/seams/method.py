@@ -13,7 +13,7 @@ import functools
 import inspect
 import sys
 import types
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from itertools import chain
 from types import ModuleType
 from typing import Any, Callable
@@ -21,9 +21,10 @@ from typing import Any, Callable
 import torch
 
 from ..._compile import compiling
+from ...binding import ABSENT
+from .. import rope
 from ..packed_mask import PackedMask, find
-from ..traits import rotary
-from . import function, known_ids
+from . import function, known_ids, layer_rotary
 
 WINDOW_FLAG = "_flash_supports_window_size"
 """Whether flash-attn takes a window: a name that modeling files of 4.34 to 4.42 lack where flash-attn is missing."""
@@ -52,6 +53,11 @@ def is_method_seam(flash: type) -> bool:
     return "_flash_attention_forward" in vars(flash)
 
 
+def window_flag(original: Any) -> Any:
+    """Replacement for :data:`WINDOW_FLAG`: True where the module lacks it."""
+    return True if original is ABSENT else original
+
+
 class _Unwindowed:
     """A config without a window, for flash classes of 4.34 and 4.35 that compare the window without asking for None."""
 
@@ -76,8 +82,8 @@ class Layer:
         if name == "dropout_prob" and not hasattr(self._module, name):
             return self._module.dropout.p  # 4.52's to 4.55's ESM: its flash class calls it so
         value = getattr(self._module, name)
-        if name in rotary.NAMES:
-            return rotary.OfLayer(value, self._mask)
+        if name in rope.MODULES:
+            return layer_rotary.OfLayer(value, self._mask)
         if name == "config" and getattr(value, "sliding_window", 0) is None and is_method_seam(self._flash):
             return _Unwindowed(value)
         if inspect.ismethod(value) and value.__self__ is self._module:
@@ -110,7 +116,7 @@ def missing(flash: type, module: Any) -> str:
     )
     inits = (inspect.unwrap(vars(cls)["__init__"]) for cls in flash.__mro__ if "__init__" in vars(cls))
     set_up = (name for init in inits if inspect.isfunction(init) for name in init.__code__.co_names)
-    known = {*code.co_consts, *dir(Layer), *set_up, *rotary.NAMES}
+    known = {*code.co_consts, *dir(Layer), *set_up, *rope.MODULES}
     return next((name for name in called if name not in known and not hasattr(module, name)), "")
 
 
@@ -119,6 +125,18 @@ def _looks_up_a_method(instruction: dis.Instruction) -> bool:
     if sys.version_info >= (3, 12):
         return instruction.opname == "LOAD_ATTR" and bool((instruction.arg or 0) & 1)
     return instruction.opname == "LOAD_METHOD"
+
+
+@dataclass(frozen=True)
+class OnFlashClass:
+    """Makes the replacement for the ``forward`` of an attention class. It is picklable, and equal for equal classes."""
+
+    owner: type
+
+    def __call__(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        flash = flash_class(sys.modules[self.owner.__module__], self.owner)
+        assert flash is not None, f"{self.owner} had a flash class when it was planned"
+        return on_flash_class(original, self.owner, flash)
 
 
 def on_flash_class(original: Callable[..., Any], owner: type, flash: type) -> Callable[..., Any]:

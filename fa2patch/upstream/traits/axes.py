@@ -1,32 +1,43 @@
-"""Position ids on several axes (mRoPE): whether a model takes its tokens' own count as one more, in front."""
+"""Position ids on several axes (mRoPE): whether a model takes its tokens' own count as one more axis, in front."""
 
 from __future__ import annotations
 
-import inspect
 from typing import Any
 
 import torch
 
+from .. import inspecting
+from ..step import Step
+from .trait import Trait
+
+
+class Axes(Trait):
+    """Ids of four axes lose the first one for a decoder that rotates by three and does not take four."""
+
+    name = "axes"
+
+    def before(self, step: Step, found: Any) -> None:
+        ids = step.call.get("position_ids")
+        if ids is not None and not step.by_hook:
+            step.call["position_ids"] = without_text_axis(step.module, step.calls.original, ids)
+
 
 def takes_text_axis(decoder: Any) -> bool:
-    """Whether a decoder takes ids ``[4, batch, length]``, the text's axis first: from 4.54 on most do.
+    """Whether a decoder takes ids ``[4, batch, length]``, the text's axis first. Most do from 4.54 on.
 
-    Those that do compare the number of axes with 4 in their forward, and nothing else tells them from the others,
-    which compute with the first three of any four without a word.
+    Those that do compare the number of axes with 4 in their forward. Nothing else tells them from the others, which
+    compute with the first three of any four axes without an error.
     """
-    return _has_a_four(type(decoder).forward)
-
-
-def _has_a_four(forward: Any) -> bool:
-    return 4 in getattr(getattr(inspect.unwrap(forward), "__code__", None), "co_consts", ())
+    return inspecting.has_constant(type(decoder).forward, 4)
 
 
 def without_text_axis(model: Any, forward: Any, position_ids: Any) -> Any:
-    """Four axes' ids less the first, for a decoder that rotates by three and does not take four; others as they are."""
+    """Four axes' ids less the first, for a decoder that rotates by three and does not take four; others unchanged."""
     if not isinstance(position_ids, torch.Tensor) or position_ids.dim() != 3 or len(position_ids) != 4:
         return position_ids
     loops = isinstance(model._modules.get("layers"), torch.nn.ModuleList)
-    return position_ids[1:] if loops and _rotates_by_three(model.config) and not _has_a_four(forward) else position_ids
+    takes_four = inspecting.has_constant(forward, 4)
+    return position_ids[1:] if loops and _rotates_by_three(model.config) and not takes_four else position_ids
 
 
 def _rotates_by_three(config: Any) -> bool:

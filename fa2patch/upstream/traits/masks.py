@@ -1,4 +1,4 @@
-"""Lets a packed mask through the functions that make 4-D masks, so that none is ever made for a packed batch.
+"""Functions that make 4-D masks return a packed mask as it is, so that none is ever made for a packed batch.
 
 4.34: ``Model._prepare_decoder_attention_mask`` (Falcon: ``_prepare_attn_mask``); 4.35 on: ``_prepare_4d_*`` in the
 modeling module; 4.38 to 4.52: ``Model._update_causal_mask``, on a GPU ``AttentionMaskConverter`` too; 4.53 on:
@@ -8,19 +8,21 @@ modeling module; 4.38 to 4.52: ``Model._update_causal_mask``, on a GPU ``Attenti
 from __future__ import annotations
 
 import functools
-import inspect
 import re
 import sys
+from collections.abc import Iterable
 from dataclasses import replace
 from itertools import chain
 from typing import Any, Callable
 
-import torch
-
 from ...documents.boundaries import largest
 from ...errors import PackingNotIsolated
+from .. import inspecting
+from ..looked import Looked
 from ..packed_mask import PackedMask, find
+from ..site import Site
 from . import directions
+from .trait import Trait
 
 TWO_MASKS = "_update_attention_mask"
 """4.48's to 5.0's ModernBERT makes one mask for global and one for local layers, which hand on their window too."""
@@ -34,15 +36,23 @@ METHODS = (
     TWO_MASKS,
 )
 FUNCTIONS = re.compile(r"create_\w*masks?(_mapping|_for_generate|_for_vision_model)?|_prepare_4d_\w+")
-MASK = "attention_mask"
 UNMASK = "_unmask_unattended"
 
 BOTH_WAYS = {"or_mask_function": None, "block_sequence_ids": 0, "token_type_ids": 1}
 """Arguments with which tokens of an image see each other in both directions (Gemma 3), and from which number on."""
 
 
-def sites(base_model: type) -> list[tuple[Any, str]]:
-    """``(owner, attribute)`` of every function that makes a mask for this model, or for what it inherits from."""
+class Masks(Trait):
+    """The functions that make masks for the models of a call are replaced."""
+
+    name = "masks"
+
+    def replaces(self, model: Looked, found: Any) -> Iterable[Site]:
+        return [site for inner in model.entered for site in sites(type(inner))]
+
+
+def sites(base_model: type) -> list[Site]:
+    """Every function that makes a mask for this class of models, or for a class that it inherits from."""
     owners: list[tuple[Any, str]] = [
         (cls, name)
         for name in METHODS
@@ -57,44 +67,20 @@ def sites(base_model: type) -> list[tuple[Any, str]]:
         converter = vars(module).get("AttentionMaskConverter")
         if converter is not None and UNMASK in vars(converter):
             owners.append((converter, UNMASK))
-    return owners
+    return [Site(owner, name, let_through) for owner, name in owners]
 
 
 def _makes_one(method: Any) -> bool:
-    """4.46's and 4.47's OPT returns two masks from ``_update_causal_mask``, made by functions that are let through."""
-    return "input_shape" not in inspect.signature(method).parameters or method.__name__ != METHODS[0]
-
-
-def position_embeddings(decoder: Any) -> list[Any]:
-    """Embeddings of positions that are handed the mask, to count its ones (OPT, BioGPT)."""
-    return [module for module in decoder.modules() if isinstance(module, torch.nn.Embedding) and _counts_mask(module)]
-
-
-def _counts_mask(embedding: Any) -> bool:
-    first = next(iter(inspect.signature(embedding.forward).parameters.values()))
-    behind_args = first.kind is first.VAR_POSITIONAL and hasattr(embedding, "offset")  # somebody's wrapper is on it
-    return first.name == MASK or behind_args
-
-
-def counted_by_position_ids(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Replacement for such an embedding's ``forward``: a packed batch's positions are its ``position_ids``."""
-
-    @functools.wraps(original)
-    def forward(self: Any, attention_mask: Any, *args: Any, **kwargs: Any) -> Any:
-        if not isinstance(attention_mask, PackedMask):
-            return original(self, attention_mask, *args, **kwargs)
-        return torch.nn.Embedding.forward(self, attention_mask.position_ids + self.offset)
-
-    return forward
+    """Whether a method returns one mask. 4.46's and 4.47's OPT returns two, made by functions that are replaced."""
+    return not inspecting.takes(method, "input_shape") or method.__name__ != METHODS[0]
 
 
 def let_through(original: Callable[..., Any]) -> Callable[..., Any]:
-    """``original``, but a packed mask among the arguments is the result; with the window where one was asked for.
+    """Replacement for such a function: it returns a packed mask among its arguments, with the window asked for.
 
-    (5.x's Qwen2MoE has its window in the mask only: its attention layers don't pass it on to flash attention.)
+    5.x's Qwen2MoE has its window in the mask only. Its attention layers do not pass it on to flash attention.
     """
-
-    names = inspect.signature(original).parameters
+    names = [parameter.name for parameter in inspecting.parameters(original)]
 
     @functools.wraps(original)
     def make_mask(*args: Any, **kwargs: Any) -> Any:

@@ -15,12 +15,14 @@ import torch
 
 from ..._compile import constant
 from ...documents.boundaries import Boundaries
+from ...documents.names import TOKENS
 from ...errors import BadBatch, PackingNotIsolated
-from .. import luggage
+from .. import inspecting, luggage
 from ..packed_mask import PackedMask
-from .heads import forward_codes
+from ..step import Step
+from .trait import Trait
 
-_TOKENS = ("input_ids", "inputs_embeds")
+_POOLS = "pooled_logits"
 _LAST_TOKEN = {"sequence_lengths", "sequence_length", "last_non_pad_token"}
 """What upstream's forwards call the token of which they make ``pooled_logits``, through all versions."""
 
@@ -67,9 +69,20 @@ def _pools_the_last_token(cls: type) -> bool:
 
 @functools.lru_cache(maxsize=64)
 def _looked_up(cls: type) -> bool:
-    pooling = (code for code in forward_codes(cls) if "pooled_logits" in code.co_varnames)
-    code = next(pooling, None)
-    return code is not None and bool(_LAST_TOKEN & set(code.co_varnames))
+    pooling = (forward for forward in inspecting.forwards_that_run(cls) if inspecting.has_variable(forward, _POOLS))
+    forward = next(pooling, None)
+    return forward is not None and any(inspecting.has_variable(forward, name) for name in _LAST_TOKEN)
+
+
+class PooledHeads(Trait):
+    """The head's forward gets a row of one token for each document, on which the packed row rides."""
+
+    name = "pooled heads"
+
+    def before(self, step: Step, found: Any) -> None:
+        if step.mask is not None and step.places and step.role.pools:
+            step.call, piece = by_document(step.module, step.call, step.mask)
+            step.pieces.append(piece)
 
 
 def by_document(model: Any, call: dict[str, Any], mask: PackedMask) -> tuple[dict[str, Any], luggage.Piece]:
@@ -78,9 +91,9 @@ def by_document(model: Any, call: dict[str, Any], mask: PackedMask) -> tuple[dic
     Raises:
         BadBatch: labels that are not one for each document; no padding token in the config.
     """
-    name = next(name for name in _TOKENS if call.get(name) is not None)
+    name = next(name for name in TOKENS if call.get(name) is not None)
     whole = call[name]
-    pad = _text_config(model.config).pad_token_id
+    pad = inspecting.text_config(model.config).pad_token_id
     tokens = _pooled_tokens(mask.boundaries, whole, pad if name == "input_ids" else None)
     tokens = _of_real_documents(tokens, mask.boundaries, call.get("attention_mask"))
     if pad is None and len(tokens) > 1:
@@ -97,17 +110,13 @@ def by_document(model: Any, call: dict[str, Any], mask: PackedMask) -> tuple[dic
 
 def is_riding(call: dict[str, Any]) -> bool:
     """Whether a packed row rides on a forward's arguments."""
-    return any(luggage.find(call.get(name), luggage.POOLED) is not None for name in _TOKENS)
+    return any(luggage.find(call.get(name), luggage.POOLED) is not None for name in TOKENS)
 
 
 def ridden(call: dict[str, Any]) -> Pooled | None:
     """What rides on a base model's arguments, which takes it."""
-    rides = (luggage.take(call.get(name), luggage.POOLED) for name in _TOKENS)
+    rides = (luggage.take(call.get(name), luggage.POOLED) for name in TOKENS)
     return next((ride for ride in rides if ride is not None), None)
-
-
-def _text_config(config: Any) -> Any:
-    return config.get_text_config() if hasattr(config, "get_text_config") else config
 
 
 def _pooled_tokens(boundaries: Boundaries, ids: torch.Tensor, pad: int | None) -> torch.Tensor:

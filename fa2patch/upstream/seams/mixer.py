@@ -16,6 +16,7 @@ from typing import Any, Callable
 import torch
 
 from ..._compile import uncompiled
+from ...documents.names import CACHES, LENGTHS
 from ...errors import PackedWithCache, PackingNotIsolated
 from ..packed_mask import PackedMask, find
 from . import whole_row
@@ -25,10 +26,6 @@ MASKS = ("attention_mask", "mask", "conv_mask")
 
 OTHER_WAYS = ("cache_position", "cache_params", "state")
 """What else a layer is handed, in the order of preference, where none is handed a mask (RWKV, Mamba up to 4.44)."""
-
-_CACHES = ("past_key_values", "past_key_value", "cache_params", "state")
-_OF_THE_ROW = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k", "seq_idx")
-"""What describes the row's documents has no meaning in a document's own call."""
 
 
 def is_handed(names: tuple[str, ...], forward: Callable[..., Any]) -> bool:
@@ -53,7 +50,7 @@ def by_document(original: Callable[..., Any]) -> Callable[..., Any]:
         if mask is None:
             return original(self, *args, **kwargs)
         named = {**dict(zip(names, args)), **kwargs}
-        held = [name for name in _CACHES if named.get(name) is not None and named[name] is not mask]
+        held = [name for name in CACHES if named.get(name) is not None and named[name] is not mask]
         if held:
             raise PackedWithCache(
                 f"{type(self).__name__} was handed {held[0]} with a packed batch. What a cache holds belongs to no one "
@@ -80,7 +77,7 @@ def _computed(
     """
     lengths = [length for length in mask.boundaries.lengths if length]
     tokens = sum(lengths)
-    kwargs = {name: value for name, value in kwargs.items() if name not in _OF_THE_ROW}
+    kwargs = {name: value for name, value in kwargs.items() if name not in LENGTHS}
     place, hidden = _hidden(args, kwargs, mask.shape)
 
     def among(lengths: list[int], more: dict[str, Any], hidden: torch.Tensor | None = None) -> Any:

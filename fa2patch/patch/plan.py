@@ -1,0 +1,79 @@
+"""What ``apply`` would do to a model: a loop over the traits."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Any
+
+from ..upstream.architectures import Architecture, is_registered, lookup, row_of
+from ..upstream.find_layers import Layer
+from ..upstream.find_models import models
+from ..upstream.forward import entered
+from ..upstream.looked import Looked
+from ..upstream.route import Route, route_of
+from ..upstream.site import Site, of_forward
+from ..upstream.step import Role
+from ..upstream.traits import directions, first_labels, pooling
+from ..upstream.traits.order import traits
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What ``apply`` would do to a model.
+
+    Attributes:
+        architecture: the model's row of the registry.
+        found: what each trait has found, by its name.
+        layers: the layers that must be given the boundaries, without their modules.
+        sites: the attributes that must be replaced.
+        route: the way that boundaries take through the model.
+        roles: the place of each model that a call goes through, the outermost first.
+    """
+
+    architecture: Architecture
+    found: dict[str, Any]
+    layers: tuple[Layer, ...]
+    sites: tuple[Site, ...]
+    route: Route
+    roles: tuple[Role, ...]
+
+
+def plan(model: Any, architecture: str | None = None) -> Plan:
+    """What ``apply`` would do to a Transformers model. The model is not changed.
+
+    Args:
+        architecture: the row of the registry to use, where ``config.model_type`` does not name it.
+
+    Raises:
+        UnknownArchitecture, UnsupportedModel, LayerNotPatchable: the model cannot be patched.
+    """
+    config = models(model)[-1].config
+    row = lookup(architecture) if architecture is not None else row_of(config)
+    looked = Looked(model, row, vouched=architecture is not None or is_registered(config))
+    found: dict[str, Any] = {}
+    sites = [of_forward(inner, entered) for inner in looked.entered]
+    for trait in traits():
+        what = trait.finds(looked)
+        if what is None:
+            continue
+        trait.refuses(looked, what)
+        found[trait.name] = what
+        sites += trait.replaces(looked, what)
+    return Plan(
+        row,
+        found,
+        tuple(replace(layer, module=None) for layer in looked.layers),
+        tuple(dict.fromkeys(sites)),
+        route_of(looked),
+        tuple(_role(looked, inner, found[directions.NAME].both) for inner in looked.entered),
+    )
+
+
+def _role(looked: Looked, model: Any, sees_both_ways: bool) -> Role:
+    innermost = model is looked.decoder
+    return Role(
+        outermost=model is looked.model,
+        innermost=innermost,
+        predicts_the_next=first_labels.predicts_the_next(model, sees_both_ways),
+        pools=not innermost and pooling.pools_documents(model),
+    )

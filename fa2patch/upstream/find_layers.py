@@ -1,0 +1,128 @@
+"""The attention layers of a decoder, and the seam through which each can be replaced."""
+
+from __future__ import annotations
+
+import inspect
+import sys
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from . import inspecting
+from .find_models import models
+from .seams import function, fused, interface, method, mixer
+from .site import Site
+
+
+@dataclass(frozen=True)
+class Layer:
+    """A layer that packed rows need replaced: an attention layer or a mixer.
+
+    Attributes:
+        name: the layer's name in the decoder.
+        seam: ``"interface"``, ``"function"`` or ``"method"`` of an attention layer, else ``"mixer"``.
+        site: the attribute through which the layer is given the boundaries.
+        others: more attributes that this seam needs replaced.
+        module: the layer. A patch does not keep it, because the patch is copied with its model.
+    """
+
+    name: str
+    seam: str
+    site: Site
+    others: tuple[Site, ...] = ()
+    module: Any = field(default=None, compare=False, repr=False)
+
+    @property
+    def fused(self) -> bool:
+        """Whether the layer's function takes query, key and value in one tensor (ModernBERT up to 5.0)."""
+        if self.site.make is not function.routed_table:
+            return False
+        return fused.is_fused(vars(self.site.owner)[self.site.attribute][function.FLASH])
+
+
+Seam = tuple[str, Site, tuple[Site, ...]]
+"""The seam's name, the attribute that is replaced, and more attributes that the seam needs replaced."""
+
+
+def attention_layers(decoder: Any) -> Iterator[Layer]:
+    """Every attention layer of a decoder that offers a seam."""
+    seams: dict[type, Seam | None] = {}
+    for name, module in decoder.named_modules():
+        cls = type(module)
+        if cls not in seams:
+            seams[cls] = _seam_of(cls)
+        found = seams[cls]
+        if found is not None:
+            yield Layer(name, *found, module=module)
+
+
+def _seam_of(cls: type) -> Seam | None:
+    """The seam of a class of modules; None where the class offers none."""
+    if inspecting.is_of_torch(cls) or not inspecting.has_own_forward(cls):
+        return None
+    owner = inspecting.defining(cls, "forward")
+    home = sys.modules.get(owner.__module__)
+    if home is None:
+        return None
+    flash, forward = method.flash_class(home, cls), inspect.unwrap(vars(owner)["forward"])
+    table = function.table_name(home, forward)
+    if table is not None:
+        fuses = fused.is_fused(vars(home)[table][function.FLASH])
+        others = () if fuses else (Site(home, function.NAME, function.routed),)
+        return "function", Site(home, table, function.routed_table), others
+    if interface.is_seam(home, forward):
+        eager = (Site(home, interface.EAGER, interface.routed),) if hasattr(home, interface.EAGER) else ()
+        return "interface", Site(home, interface.REGISTRY, interface.Overlay), eager
+    if flash is None:
+        return None
+    scope = sys.modules[inspecting.defining(flash, "forward").__module__]
+    site = Site(owner, "forward", method.OnFlashClass(owner))
+    if method.is_method_seam(flash):
+        return "method", site, (Site(scope, method.WINDOW_FLAG, method.window_flag),)
+    return "function", site, (Site(scope, function.NAME, function.routed),)
+
+
+def claims_flash_attention(model: Any, found: Iterable[Layer]) -> bool:
+    """Whether the authors of a model say that flash attention can compute it, or wrote a class for it."""
+    said = any(
+        getattr(part, name, False)
+        for part in models(model)
+        for name in ("_supports_flash_attn", "_supports_flash_attn_2")
+    )
+    return said or any(layer.seam != "interface" for layer in found)
+
+
+def blocks_without(decoder: Any, found: list[Layer]) -> dict[str, str]:
+    """Blocks without one of the layers found, whose siblings have one: their names and classes.
+
+    Blocks are the members of a decoder's module lists. Where no layer was found, all of them are returned.
+    """
+    holding: dict[str, set[str]] = {}
+    for layer in found:
+        parts = layer.name.split(".")
+        at = next((i for i, part in enumerate(parts) if part.isdigit()), None)
+        if at is not None:
+            holding.setdefault(".".join(parts[:at]), set()).add(parts[at])
+    if not found:
+        lists = (name for name, module in decoder.named_modules() if isinstance(module, torch.nn.ModuleList))
+        holding = {name: set() for name in lists}
+    return {
+        f"{name}.{index}": type(block).__name__
+        for name, indices in holding.items()
+        for index, block in decoder.get_submodule(name).named_children()
+        if index not in indices and (not found or _may_look_around(block))
+    }
+
+
+def _may_look_around(block: Any) -> bool:
+    """Whether something in a block takes a mask or is called attention (Nemotron-H has blocks of an MLP only)."""
+    if "attention" in type(block).__name__.lower():
+        return True
+    inside = {type(module) for module in block.modules() if module is not block}
+    return any(
+        "attention" in cls.__name__.lower() or mixer.is_handed(mixer.MASKS, cls.forward)
+        for cls in inside
+        if not inspecting.is_of_torch(cls)
+    )

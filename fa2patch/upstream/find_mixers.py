@@ -1,0 +1,94 @@
+"""The mixers of a decoder: layers other than attention that carry state along the row."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any
+
+import torch
+
+from . import inspecting
+from .find_layers import Layer, attention_layers
+from .seams import mixer
+from .site import of_forward
+
+_NAMES = re.compile(
+    r"Mamba|Mixer2?$|RecurrentBlock|Rwkv|Retention|ShortConv|DeltaNet|DeltaAttention|LightningAttention|LinearAttention"
+    r"|LSTM(Backend|Layer)$"
+)
+_WEIGHTS = ("A_log", "dt_bias", "time_decay", "conv_kernel")
+_ARGUMENTS = {"cache_params", "conv_state", "conv_states", "ssm_state", "recurrent_state", "recurrent_states"}
+
+
+def mixer_layers(decoder: Any, attention: Sequence[Layer]) -> Iterator[Layer]:
+    """The layers through which each of :func:`mixers` can be given the boundaries.
+
+    This is the mixer, or the nearest module around it, whose forward takes a mask. In a model without attention the
+    layers may take no mask; there it is the one that takes another argument that all layers share.
+    """
+    names = [layer.name for layer in attention]
+    done: set[str] = set()
+    for name in mixers(decoder):
+        parts = name.split(".")
+        around = [".".join(parts[:end]) for end in range(len(parts), 0, -1)]
+        around = [path for path in around if not any(f"{other}.".startswith(f"{path}.") for other in names)]
+        path = None
+        for taken in (mixer.MASKS, *([] if attention else [mixer.OTHER_WAYS])):
+            path = path or next((path for path in around if _takes(decoder.get_submodule(path), taken)), None)
+        if path is not None and path not in done:
+            done.add(path)
+            module = decoder.get_submodule(path)
+            yield Layer(path, "mixer", of_forward(module, mixer.by_document), module=module)
+
+
+def carrier(decoder: Any, found: Iterable[Layer]) -> str:
+    """The argument of a decoder without attention that reaches all of its mixers; boundaries take its place."""
+    given, found = inspecting.upstream_parameters(type(decoder).forward), list(found)
+    states = ("cache_params", "state")  # xLSTM's decoder takes the one, its layers take the other
+    ways = {"attention_mask": mixer.MASKS, "cache_position": ("cache_position",), **dict.fromkeys(states, states)}
+    for name, at_layers in ways.items():
+        if name in given and all(_takes(layer.module, at_layers) for layer in found):
+            return name
+    return "attention_mask"
+
+
+def _takes(module: Any, names: tuple[str, ...]) -> bool:
+    owner = inspecting.defining(type(module), "forward")
+    return not inspecting.is_of_torch(owner) and mixer.is_handed(names, vars(owner)["forward"])
+
+
+def mixers(decoder: Any) -> dict[str, str]:
+    """Modules that carry state along the row outside attention: their names, and what shows that they do."""
+    seams = {layer.name for layer in attention_layers(decoder)}  # Kimi Linear's full attention has such a name too
+    named = {
+        name: module
+        for name, module in decoder.named_modules()
+        if name and _NAMES.search(type(module).__name__) and name not in seams and "Norm" not in type(module).__name__
+    }
+    innermost = {name for name in named if not any(other.startswith(f"{name}.") for other in named)}
+    found: dict[str, str] = {}
+    handed: dict[type, set[str]] = {}
+    for name, module in decoder.named_modules():
+        clue = "by its name" if name in innermost else _clue(module, handed)
+        if clue and not any(name.startswith(f"{outer}.") for outer in found):
+            found[name] = f"{type(module).__name__} ({clue})"
+    return found
+
+
+def _clue(module: Any, handed: dict[type, set[str]]) -> str | None:
+    """What shows that a module carries state along the row; None where nothing does."""
+    cls = type(module)
+    if isinstance(module, torch.nn.Conv1d) and module.kernel_size[0] > 1:
+        return f"a convolution over {module.kernel_size[0]} tokens"
+    if isinstance(module, (torch.nn.RNNBase, torch.nn.RNNCellBase)):
+        return "recurrent"
+    if inspecting.is_of_torch(cls):
+        return None
+    weights = [name for name in _WEIGHTS if name in module._parameters]
+    if weights:
+        return f"has {weights[0]}"
+    if cls not in handed:
+        handed[cls] = _ARGUMENTS & inspecting.upstream_parameters(cls.forward)
+    has_layers = any(isinstance(child, torch.nn.ModuleList) for child in module.children())
+    return f"is handed {sorted(handed[cls])[0]}" if handed[cls] and not has_layers else None

@@ -1,0 +1,48 @@
+"""A model as ``apply`` looks at it: what traits are found by."""
+
+from __future__ import annotations
+
+from functools import cached_property
+from typing import Any
+
+from .architectures import Architecture
+from .find_layers import Layer, attention_layers
+from .find_mixers import mixer_layers
+from .find_models import models
+
+
+class Looked:
+    """A Transformers model, and its parts. Each part is looked up once, when it is first asked for.
+
+    Args:
+        model: the Transformers model.
+        architecture: its row of the registry.
+        vouched: whether somebody says that this row is right for the model: it is registered, or was named.
+
+    Attributes:
+        entered: the models whose ``forward`` a call goes through, the outermost first.
+        decoder: the last of them, which loops over the layers.
+    """
+
+    def __init__(self, model: Any, architecture: Architecture, vouched: bool) -> None:
+        self.model, self.architecture, self.vouched = model, architecture, vouched
+        self.entered: tuple[Any, ...] = tuple(models(model))
+        self.decoder: Any = self.entered[-1]
+
+    @cached_property
+    def attention(self) -> tuple[Layer, ...]:
+        """The attention layers that offer a seam."""
+        return tuple(attention_layers(self.decoder))
+
+    @cached_property
+    def mixers(self) -> tuple[Layer, ...]:
+        """The mixers that can be given boundaries, or the layers around them."""
+        return tuple(mixer_layers(self.decoder, self.attention))
+
+    @property
+    def layers(self) -> tuple[Layer, ...]:
+        """Every layer that must be given the boundaries."""
+        return (*self.attention, *self.mixers)
+
+    def __str__(self) -> str:
+        return type(self.model).__name__

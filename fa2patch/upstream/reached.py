@@ -1,0 +1,40 @@
+"""Whether a packed batch has come to every layer: a layer that it has not come to would leak."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from .._compile import compiling
+from ..errors import PackingNotIsolated
+from .find_models import models
+from .packed_mask import PackedMask
+
+
+def require_every_layer(model: Any, patch: Any, mask: PackedMask) -> None:
+    """Raise :class:`PackingNotIsolated` where a layer of the model was not given this batch's boundaries."""
+    if compiling():
+        missed = len(mask.calls) < len(patch.attention)
+    else:
+        known = None not in mask.calls  # 4.47's and 4.48's GPT-NeoX hands its function everything but the layer
+        missed = len(mask.calls) < len(patch.attention)
+        missed = missed or (known and not patch.vouched and bool(_not_given(patch, mask, model)))
+        patch.vouched = not missed
+    if missed:
+        names = _not_given(patch, mask, model)
+        raise PackingNotIsolated(
+            f"of {len(patch.attention)} attention layers only {len(patch.attention) - len(names)} were given the "
+            f"boundaries of this packed batch; not {', '.join(names[:4])}{', ...' if len(names) > 4 else ''}. Their "
+            "attention was replaced after fa2patch.apply: apply fa2patch last. See fa2patch.status(model).layers."
+        )
+
+
+def _not_given(patch: Any, mask: PackedMask, model: Any) -> list[str]:
+    """The layers that have not seen a packed batch's boundaries, by name and class.
+
+    They are looked up in the model that was called. A replica (``DataParallel``) carries the patch of the model that
+    it was made of.
+    """
+    given = {id(module) for module in mask.calls}
+    decoder = models(model)[-1]
+    modules = [(layer.name, decoder.get_submodule(layer.name)) for layer in patch.attention]
+    return [f"{name} ({type(module).__name__})" for name, module in modules if id(module) not in given]

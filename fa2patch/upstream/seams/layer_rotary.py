@@ -1,0 +1,40 @@
+"""A rotary module that lives in an attention layer (up to 4.47) and is handed the row's length."""
+
+from __future__ import annotations
+
+import inspect
+from typing import Any
+
+import torch
+
+from .. import rope
+from ..packed_mask import PackedMask
+
+
+class OfLayer:
+    """A rotary module that lives in an attention layer (up to 4.47), for one packed call."""
+
+    def __init__(self, module: Any, mask: PackedMask) -> None:
+        self._module, self._mask = module, mask
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._module, name)
+
+    def __call__(self, x: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        mask = self._mask
+        names = list(inspect.signature(self._module.forward).parameters)
+        if names[:2] == ["query", "key"]:
+            return self._of_old_falcon(x, *args, **kwargs)
+        call = dict(zip(names[1:], args), **kwargs)
+        scaled = mask.rope
+        if scaled is not None and scaled.kind == "longrope":
+            position_ids = call.pop("position_ids")
+            return rope.each_document(self._module, x, position_ids, mask.boundaries, call)
+        if call.get("seq_len") is not None:
+            call["seq_len"] = mask.positions if scaled is not None else max(mask.positions, call["seq_len"])
+        return self._module(x, **call)
+
+    def _of_old_falcon(self, query: Any, key: Any, past_length: int, position_ids: Any) -> Any:
+        """4.34 and 4.35: takes the row's length plus the cache's for its table's length, and for the scaling."""
+        beyond = self._mask.positions - query.shape[1]
+        return self._module(query, key, beyond if self._mask.rope is not None else max(0, beyond), position_ids)

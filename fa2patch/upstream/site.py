@@ -1,0 +1,55 @@
+"""One attribute of Transformers that is replaced for a patched model."""
+
+from __future__ import annotations
+
+import importlib
+from dataclasses import dataclass
+from types import ModuleType
+from typing import Any, Callable
+
+from ..binding import bind
+from .inspecting import defining
+
+
+@dataclass(frozen=True)
+class Site:
+    """An attribute to replace, and the function that makes the replacement.
+
+    A site is pickled with the names of its owner and of its function, so that a patch can be bound again in another
+    process.
+
+    Attributes:
+        owner: a class or a module. It is the object itself, because another class may have the name of a class of
+            remote code by now.
+        attribute: the attribute's name.
+        make: called with the original value, returns the replacement. It must be picklable by name.
+    """
+
+    owner: Any
+    attribute: str
+    make: Callable[[Any], Any]
+
+    @property
+    def module(self) -> ModuleType:
+        """The module that the owner is, or is defined in."""
+        if isinstance(self.owner, ModuleType):
+            return self.owner
+        return importlib.import_module(self.owner.__module__)
+
+    def bind(self, user: Any) -> None:
+        """Replace the attribute for one more user."""
+        bind(self.owner, self.attribute, self.make, user)
+
+    def __reduce__(self) -> Any:
+        if isinstance(self.owner, ModuleType):
+            return _site_of_module, (self.owner.__name__, self.attribute, self.make)
+        return Site, (self.owner, self.attribute, self.make)
+
+
+def _site_of_module(module: str, attribute: str, make: Callable[[Any], Any]) -> Site:
+    return Site(importlib.import_module(module), attribute, make)
+
+
+def of_forward(module: Any, make: Callable[[Any], Any]) -> Site:
+    """The site of a module's ``forward``, on the class that defines it."""
+    return Site(defining(type(module), "forward"), "forward", make)

@@ -1,0 +1,94 @@
+"""Attention layers: each is reached through a seam, or the model is refused."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterable
+from typing import Any
+
+from ...errors import LayerNotPatchable, UnsupportedModel
+from ..find_layers import blocks_without, claims_flash_attention
+from ..looked import Looked
+from ..seams import interface, method
+from ..site import Site
+from .trait import Trait
+
+
+class AttentionLayers(Trait):
+    """Every block of the decoder must have a layer that can be given the boundaries."""
+
+    name = "attention"
+
+    def refuses(self, model: Looked, found: Any) -> None:
+        layers = list(model.layers)
+        without = blocks_without(model.decoder, layers)
+        if layers and not without:
+            return
+        blocks = ", ".join(f"{name} ({cls})" for name, cls in list(without.items())[:4]) or "no layer at all"
+        raise LayerNotPatchable(
+            f"{type(model.decoder).__name__}: looked in every layer for attention with a seam (a module-level "
+            f"{interface.REGISTRY}, or a ...FlashAttention2 class) and found {len(layers)} such layers; without "
+            f"one: {blocks}. Nothing was patched. Train this model padded, and please report it with the Transformers "
+            "version."
+        )
+
+    def replaces(self, model: Looked, found: Any) -> Iterable[Site]:
+        return [site for layer in model.attention for site in (layer.site, *layer.others)]
+
+
+class BrokenFlashClass(Trait):
+    """A layer whose class for flash attention calls a method that the layer does not have (4.54's and 4.55's ESM)."""
+
+    name = "broken flash class"
+
+    def finds(self, model: Looked) -> str | None:
+        for layer in model.attention:
+            if not isinstance(layer.site.make, method.OnFlashClass):
+                continue
+            owner = layer.site.owner
+            flash = method.flash_class(sys.modules[owner.__module__], owner)
+            name = method.missing(flash, layer.module) if flash is not None else ""
+            if flash is not None and name:
+                return f"{layer.name} ({type(layer.module).__name__}), whose {flash.__name__} calls self.{name}"
+        return None
+
+    def refuses(self, model: Looked, found: str) -> None:
+        raise LayerNotPatchable(
+            f"{type(model.decoder).__name__}: packed rows would be computed by the class for flash attention of "
+            f"{found}, and this version of Transformers has no such method. Nothing was patched. Upgrade Transformers, "
+            "or train this model padded."
+        )
+
+
+class FusedFlash(Trait):
+    """A layer whose flash function unpads on its own and takes no boundaries (ModernBERT, 4.48 to 5.0)."""
+
+    name = "fused flash"
+
+    def finds(self, model: Looked) -> Any:
+        fused = any(layer.fused for layer in model.attention)
+        return True if fused and model.model.config._attn_implementation == "flash_attention_2" else None
+
+    def refuses(self, model: Looked, found: Any) -> None:
+        raise UnsupportedModel(
+            f"{type(model.decoder).__name__} with flash_attention_2 takes padding out on its own in this version of "
+            "Transformers, and nothing that it is handed says where documents start. Nothing was patched. Load it with "
+            'attn_implementation="sdpa": fa2patch has its packed rows computed by flash attention all the same.'
+        )
+
+
+class UnclaimedFlash(Trait):
+    """A model of which nobody says that flash attention can compute it."""
+
+    name = "unclaimed flash"
+
+    def finds(self, model: Looked) -> Any:
+        said = model.vouched or claims_flash_attention(model.model, model.attention)
+        return None if said or not model.attention else True
+
+    def refuses(self, model: Looked, found: Any) -> None:
+        raise UnsupportedModel(
+            f"{model} does not claim flash attention (_supports_flash_attn): its attention may look at more than "
+            "boundaries can say. Nothing was patched. If it is ordinary attention, say so: "
+            f"fa2patch.register(fa2patch.Architecture({model.decoder.config.model_type!r}))."
+        )

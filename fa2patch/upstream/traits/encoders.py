@@ -1,0 +1,73 @@
+"""Encoder-decoders, and decoders that attend to an encoder's states. Both are refused."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from ...errors import UnsupportedModel
+from .. import inspecting
+from ..looked import Looked
+from .trait import Trait
+
+ENCODED = "encoder_hidden_states"
+
+
+class EncoderDecoder(Trait):
+    """A model whose config says that it is an encoder-decoder."""
+
+    name = "encoder-decoder"
+
+    def finds(self, model: Looked) -> Any:
+        return True if getattr(model.model.config, "is_encoder_decoder", False) else None
+
+    def refuses(self, model: Looked, found: Any) -> None:
+        raise UnsupportedModel(
+            f"{model} is an encoder-decoder: fa2patch packs decoder-only language models. Train it padded."
+        )
+
+
+class CrossAttention(Trait):
+    """A decoder that was made to stand behind an encoder."""
+
+    name = "cross attention"
+
+    def finds(self, model: Looked) -> str | None:
+        return attention_to_an_encoder(model.decoder, [layer.name for layer in model.attention]) or None
+
+    def refuses(self, model: Looked, found: str) -> None:
+        raise UnsupportedModel(
+            f"{type(model.decoder).__name__} attends to an encoder's states: {found}. fa2patch packs decoder-only "
+            "language models. Nothing was patched. Train this model padded."
+        )
+
+
+def attention_to_an_encoder(decoder: Any, attention: Sequence[str]) -> str:
+    """What in a decoder attends to an encoder's states; empty where nothing does.
+
+    The nearest block around an attention layer that is no list of blocks decides: its forward takes those states, and
+    it holds more than one attention layer. GPT-2's and BERT's blocks always take them, and hold a second attention
+    layer only where the config says so.
+
+    Args:
+        attention: the names of the attention layers.
+    """
+    for name, block in decoder.named_modules():
+        if name in attention or not _takes(type(block)):
+            continue
+        inside = [layer[len(name) + 1 :] for layer in attention if layer.startswith(f"{name}.")]
+        if len(inside) > 1 and not any(isinstance(part, torch.nn.ModuleList) for part in _between(block, inside)):
+            return f"{name} ({type(block).__name__}) takes {ENCODED} and holds {' and '.join(inside)}"
+    return ""
+
+
+def _between(block: Any, inside: list[str]) -> list[Any]:
+    """The modules between a block and the attention layers in it."""
+    paths = {".".join(name.split(".")[:end]) for name in inside for end in range(1, name.count(".") + 1)}
+    return [block.get_submodule(path) for path in sorted(paths)]
+
+
+def _takes(cls: type) -> bool:
+    return not inspecting.is_of_torch(cls) and inspecting.takes(cls.forward, ENCODED)  # type: ignore[attr-defined]

@@ -1,0 +1,86 @@
+"""First labels: the label that one document's last token would predict of the next document's first."""
+
+from __future__ import annotations
+
+import sys
+from typing import Any
+
+import torch
+
+from ...documents.names import IGNORED_LABEL, LABELS
+from ...errors import BadBatch
+from .. import inspecting
+from ..calls import batch_shape
+from ..step import Step
+from .trait import Trait
+
+_LOSSES = "transformers.loss.loss_utils"
+_SHIFTED = "ForCausalLMLoss"
+
+
+class FirstLabels(Trait):
+    """Labels that cross a boundary are ignored. In padded training no token predicts a row's first token either."""
+
+    name = "first labels"
+
+    def before(self, step: Step, found: Any) -> None:
+        role = step.role
+        if step.mask is None or role.pools or role.innermost or not role.predicts_the_next:
+            return
+        shape, _ = batch_shape(step.call)
+        cu = step.mask.boundaries.cu_seqlens
+        given = {name: step.call[name] for name in LABELS if step.call.get(name) is not None}
+        inside = {name: inside_documents(labels, cu, name, shape) for name, labels in given.items()}
+        step.call = {**step.call, **inside}
+
+
+def predicts_the_next(model: Any, sees_both_ways: bool) -> bool:
+    """Whether a token's label is what the token before it predicts (not so in a token classifier or a masked LM).
+
+    The loss function that the model's forward calls decides, where it is one of Transformers'. Otherwise attention
+    must be causal and the head must have an output for each token of the vocabulary.
+    """
+    loss = _loss_function(model)
+    if getattr(loss, "__module__", None) == _LOSSES:
+        return bool(loss is getattr(sys.modules[_LOSSES], _SHIFTED))
+    return not sees_both_ways and _has_vocabulary_head(model)
+
+
+def _loss_function(model: Any) -> Any:
+    """``self.loss_function`` where the model's forward uses it (4.46 on), else None."""
+    asks = any(inspecting.reads_name(forward, "loss_function") for forward in inspecting.forwards_that_run(type(model)))
+    known = getattr(model, "loss_type", None) is not None or hasattr(model, "_loss_function")
+    return model.loss_function if asks and known and hasattr(type(model), "loss_function") else None
+
+
+def _has_vocabulary_head(model: Any) -> bool:
+    try:
+        head = model.get_output_embeddings()
+        rows = model.get_input_embeddings().weight.shape[0]
+    except (AttributeError, NotImplementedError):
+        head, rows = None, -1
+    own = (getattr(child, "weight", None) for child in model.children())
+    return head is not None or any(isinstance(weight, torch.Tensor) and weight.shape[0] == rows for weight in own)
+
+
+def inside_documents(labels: Any, cu_seqlens: torch.Tensor, name: str, shape: tuple[int, int]) -> torch.Tensor:
+    """Labels without those that one document's last token would predict of the next one's first.
+
+    Args:
+        labels: int64 ``[batch, length]``.
+        cu_seqlens: int32 ``[documents + 1]``.
+        name: ``"labels"``, or ``"shift_labels"``, where each label stands at the token that predicts it.
+        shape: ``(batch, length)`` of the batch.
+
+    Raises:
+        BadBatch: there is not one label for each token.
+    """
+    if not isinstance(labels, torch.Tensor) or (labels.dim() <= 2 and labels.numel() != shape[0] * shape[1]):
+        found = f"{list(labels.shape)}" if isinstance(labels, torch.Tensor) else type(labels).__name__
+        raise BadBatch(f"{name}: expected a tensor [{shape[0]}, {shape[1]}], one for each token, found {found}.")
+    cu = cu_seqlens.flatten()
+    at = cu[:-1] if name == "labels" else (cu[1:] - 1).clamp(min=0)
+    if labels.dim() > 2:
+        return labels
+    padded = torch.nn.functional.pad(labels.flatten(), (0, 1))  # documents without tokens may start behind the last
+    return padded.index_fill(0, at.to(labels.device, torch.int64), IGNORED_LABEL)[:-1].view_as(labels)

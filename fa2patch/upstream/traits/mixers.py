@@ -1,0 +1,38 @@
+"""Mixers: layers other than attention that carry state along the row. Each document is computed by itself."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+from ...errors import UnsupportedModel
+from ..find_mixers import mixers
+from ..looked import Looked
+from ..site import Site
+from .trait import Trait
+
+NAME = "mixers"
+"""The trait's name, which is in ``Patch.found`` where a model has mixers."""
+
+
+class Mixers(Trait):
+    """Every mixer, or the layer around it, is replaced. A model with one that cannot be reached is refused."""
+
+    name = NAME
+
+    def finds(self, model: Looked) -> Any:
+        return True if model.mixers or mixers(model.decoder) else None
+
+    def refuses(self, model: Looked, found: Any) -> None:
+        covered = tuple(f"{layer.name}." for layer in model.mixers)
+        left = {name: what for name, what in mixers(model.decoder).items() if not f"{name}.".startswith(covered)}
+        if left:
+            (name, what), *others = left.items()
+            raise UnsupportedModel(
+                f"{type(model.decoder).__name__} carries state along the row outside attention, in {what} at {name}"
+                f"{f' and {len(others)} more places' if others else ''}. Nothing that it is handed could tell it where "
+                "documents start, so they would leak there. Nothing was patched. Train this model padded."
+            )
+
+    def replaces(self, model: Looked, found: Any) -> Iterable[Site]:
+        return [layer.site for layer in model.mixers]

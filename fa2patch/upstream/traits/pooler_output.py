@@ -1,0 +1,47 @@
+"""``pooler_output``: one vector for each document instead of one for each row."""
+
+from __future__ import annotations
+
+from typing import Any, Callable
+
+import torch
+
+from ..._compile import uncompiled
+from ...documents.boundaries import Boundaries
+from ..packed_mask import PackedMask
+from ..step import Step
+from .trait import Trait
+
+
+class PoolerOutput(Trait):
+    """The base model's pooler is run on each document."""
+
+    name = "pooler output"
+
+    def after(self, step: Step, found: Any, output: Any) -> Any:
+        if step.mask is None or step.handed or not step.role.innermost:
+            return output
+        return pool_documents(step.module, output, step.mask)
+
+
+def pool_documents(model: Any, output: Any, mask: PackedMask) -> Any:
+    """A base model's output with ``pooler_output`` ``[documents, hidden]`` instead of ``[batch, hidden]``.
+
+    Padding is a document, too. The output is None where the model has no module that makes it of hidden states.
+    """
+    pooler = getattr(model, "pooler", None)
+    in_tuple = isinstance(output, tuple)
+    if not isinstance(pooler, torch.nn.Module):
+        if not in_tuple and getattr(output, "pooler_output", None) is not None:
+            output["pooler_output"] = None
+    elif in_tuple:
+        return (output[0], _pooled(pooler, output[0], mask.boundaries), *output[2:])
+    elif getattr(output, "pooler_output", None) is not None:
+        output["pooler_output"] = _pooled(pooler, output[0], mask.boundaries)
+    return output
+
+
+@uncompiled
+def _pooled(pooler: Callable[..., torch.Tensor], hidden: torch.Tensor, documents: Boundaries) -> torch.Tensor:
+    pieces = torch.split(hidden.flatten(0, 1), [length for length in documents.lengths if length])
+    return torch.cat([pooler(piece[None]) for piece in pieces])

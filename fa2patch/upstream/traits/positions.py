@@ -1,0 +1,113 @@
+"""Positions: where a document's first token stands, and whether ids reach what embeds them."""
+
+from __future__ import annotations
+
+import functools
+import re
+from collections.abc import Iterable
+from typing import Any, Callable, NamedTuple
+
+import torch
+
+from ...errors import UnsupportedModel
+from .. import inspecting
+from ..looked import Looked
+from ..packed_mask import MASK, PackedMask
+from ..site import Site, of_forward
+from .trait import Trait
+
+_POSITIONS = re.compile(r"(^|_)(position|positions|pos|wpe|rotary|rope)(_|$)")
+
+
+class Found(NamedTuple):
+    """What is known of a model's positions.
+
+    Attributes:
+        first: the position of a document's first token where none is given, in tokens.
+        unreachable: what embeds positions in a model that takes no ids; empty where there is no such thing.
+    """
+
+    first: int
+    unreachable: str
+
+
+class Positions(Trait):
+    """A model's positions must be the documents', not the row's."""
+
+    name = "positions"
+
+    def finds(self, model: Looked) -> Found:
+        counting = position_embeddings(model.decoder)
+        return Found(first_position(model.decoder), "" if counting else unreachable_positions(model.decoder))
+
+    def refuses(self, model: Looked, found: Found) -> None:
+        if found.unreachable:
+            raise UnsupportedModel(
+                f"{type(model.decoder).__name__}.forward reads no position_ids in this version of Transformers, and "
+                f"positions are embedded in {found.unreachable}: they would count on from one document into the next. "
+                "Nothing was patched. Upgrade Transformers (DistilBERT takes them from 5.0 on), or train this model "
+                "padded."
+            )
+
+    def replaces(self, model: Looked, found: Found) -> Iterable[Site]:
+        return [of_forward(module, counted_by_position_ids) for module in position_embeddings(model.decoder)]
+
+
+def first_position(decoder: Any) -> int:
+    """The position of a document's first token where none is given. It is 2, not 0, in RoBERTa and its kin."""
+    for module in decoder.modules():
+        table = module._modules.get("position_embeddings")
+        if isinstance(table, torch.nn.Embedding) and table.padding_idx is not None:
+            return table.padding_idx + 1
+    return 0
+
+
+def unreachable_positions(decoder: Any) -> str:
+    """What embeds positions in a model whose forward reads no ids, and so counts along the row; empty if nothing."""
+    if _may_read_ids(decoder):
+        return ""
+    names = [name for name, _ in (*decoder.named_modules(), *decoder.named_parameters())]
+    return next((name for name in names if _POSITIONS.search(name.rsplit(".", 1)[-1])), "")
+
+
+def _may_read_ids(decoder: Any) -> bool:
+    """Whether ids reach a model's code: by name, out of its ``**kwargs``, or behind a wrapper that cannot be read.
+
+    A ``**kwargs`` alone is not enough. Bart's in 5.x hands ids past the embeddings to attention layers that ignore
+    them.
+    """
+    inherited = [vars(cls)["forward"] for cls in type(decoder).__mro__ if "forward" in vars(cls)]
+    for forward in (decoder.forward, *inherited):
+        parameters = inspecting.parameters(forward)
+        if inspecting.code_of(forward) is None or any(p.name == "position_ids" for p in parameters):
+            return True
+        if any(p.kind is p.VAR_KEYWORD for p in parameters):
+            if inspecting.has_constant(forward, "position_ids") or any(p.kind is p.VAR_POSITIONAL for p in parameters):
+                return True
+            if inspecting.reads_name(forward, "forward"):
+                continue  # the class that it inherits from decides
+        return False
+    return False
+
+
+def position_embeddings(decoder: Any) -> list[Any]:
+    """Embeddings of positions that take the mask, to count its ones (OPT, BioGPT)."""
+    return [module for module in decoder.modules() if isinstance(module, torch.nn.Embedding) and _counts_mask(module)]
+
+
+def _counts_mask(embedding: Any) -> bool:
+    first = inspecting.parameters(embedding.forward)[0]
+    behind_args = first.kind is first.VAR_POSITIONAL and hasattr(embedding, "offset")  # somebody's wrapper is on it
+    return first.name == MASK or behind_args
+
+
+def counted_by_position_ids(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Replacement for such an embedding's ``forward``: a packed batch's positions are its ``position_ids``."""
+
+    @functools.wraps(original)
+    def forward(self: Any, attention_mask: Any, *args: Any, **kwargs: Any) -> Any:
+        if not isinstance(attention_mask, PackedMask):
+            return original(self, attention_mask, *args, **kwargs)
+        return torch.nn.Embedding.forward(self, attention_mask.position_ids + self.offset)
+
+    return forward

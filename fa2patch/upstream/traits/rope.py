@@ -1,0 +1,56 @@
+"""Rope that depends on the length of the sequence: it must see the document's length, not the row's.
+
+Dynamic NTK scales by the longest length seen. A packed batch is right as long as no document is longer than the length
+that the model was trained for, and is refused beyond it: upstream keeps the scaling of the longest sequence ever seen,
+so that a document's result would depend on those before it. Longrope chooses one of two sets of factors by the length
+and is computed document by document. Versions up to 4.47 hand some rotary modules ``seq_len``, the row's length.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterable
+from typing import Any, Callable
+
+import torch
+
+from .. import luggage
+from ..looked import Looked
+from ..rope import MODULES, Found, each_document, length_scaled
+from ..site import Site, of_forward
+from ..step import Step
+from .trait import Trait
+
+
+class Rope(Trait):
+    """Longrope's rotary modules are replaced. Dynamic NTK is checked where a batch is recognised."""
+
+    name = "rope"
+
+    def finds(self, model: Looked) -> Found | None:
+        scaling = length_scaled(model.decoder.config)
+        return None if scaling is None else Found(scaling, scaling.kind == "longrope" and bool(_modules(model)))
+
+    def replaces(self, model: Looked, found: Found) -> Iterable[Site]:
+        return [of_forward(module, by_document) for module in _modules(model)] if found.rides else []
+
+    def before(self, step: Step, found: Found) -> None:
+        if found.rides:
+            step.send_documents()
+
+
+def _modules(model: Looked) -> list[Any]:
+    return [module for name, module in model.decoder.named_children() if name in MODULES]
+
+
+def by_document(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Replacement for a rotary module's ``forward(x, position_ids)``: each document is computed by itself."""
+
+    @functools.wraps(original)
+    def forward(self: Any, x: torch.Tensor, position_ids: Any = None, **kwargs: Any) -> Any:
+        documents = luggage.take(position_ids, luggage.DOCUMENTS)
+        if documents is None:
+            return original(self, x, position_ids, **kwargs)
+        return each_document(functools.partial(original, self), x, position_ids, documents, kwargs)
+
+    return forward

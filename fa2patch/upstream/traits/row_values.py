@@ -1,0 +1,74 @@
+"""Values for a whole row: an argument that holds one, or an output that is one, says nothing of a row's documents."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+import torch
+
+from ...errors import PackingNotIsolated
+from ..packed_mask import PackedMask
+from ..step import Step
+from .trait import Trait
+
+_OF_MEDIA = re.compile(
+    r"pixel|image|video|audio|vision|grid|feature|patch|aspect|rope_deltas|second_per|logits_to_keep"
+)
+_OF_THE_BATCH = ("num_items_in_batch", "cache_position")
+_FEWER_LOGITS = ("logits_to_keep", "num_logits_to_keep")
+
+
+class RowValues(Trait):
+    """A packed batch is refused where an argument or an output of the model has one value for each row."""
+
+    name = "row values"
+
+    def before(self, step: Step, found: Any) -> None:
+        if step.mask is not None and not (step.role.pools or step.role.innermost):
+            refuse_arguments_of_rows(step.module, step.call, step.mask)
+
+    def after(self, step: Step, found: Any, output: Any) -> Any:
+        role = step.role
+        if step.mask is not None and role.outermost and not (step.handed or role.innermost or role.pools):
+            refuse_outputs_of_rows(step.module, output, step.call, step.mask)
+        return output
+
+
+def refuse_arguments_of_rows(model: Any, call: dict[str, Any], mask: PackedMask) -> None:
+    """Raise :class:`PackingNotIsolated` for an argument with one value for each row.
+
+    Examples are the spans that a question-answering head is trained on (``start_positions``) and the sentences of a
+    choice (``mc_token_ids``). Labels of heads that pool documents are not passed to this function.
+    """
+    for name, value in call.items():
+        if _OF_MEDIA.search(name) or name in _OF_THE_BATCH or not isinstance(value, torch.Tensor):
+            continue
+        if value.dtype.is_floating_point or value.dim() not in (1, 2) or value.shape[-1] == mask.shape[1]:
+            continue
+        if value.shape[0] == mask.shape[0] and "cu_seq" not in name and "max_length" not in name:
+            raise PackingNotIsolated(
+                f"{type(model).__name__} was handed {name} {list(value.shape)} with a packed batch of "
+                f"{len(mask.boundaries)} documents in {mask.shape[0]} rows: a value for each row says nothing of "
+                "documents. Expected tensors with a value for each token. Train this model padded."
+            )
+
+
+def refuse_outputs_of_rows(model: Any, output: Any, call: dict[str, Any], mask: PackedMask) -> None:
+    """Raise :class:`PackingNotIsolated` where a model returns one vector for each row of a packed batch.
+
+    Only shapes are compared. An output with a value for each token, for each document or for the batch is right.
+    """
+    if len(mask.boundaries) <= mask.shape[0] or any(call.get(name) is not None for name in _FEWER_LOGITS):
+        return
+    named = output.items() if hasattr(output, "items") else enumerate(output if isinstance(output, tuple) else [output])
+    for name, value in named:
+        if not isinstance(value, torch.Tensor) or not value.dtype.is_floating_point or "loss" in str(name):
+            continue
+        of_rows = value.dim() in (1, 2) and value.shape[0] == mask.shape[0] and tuple(value.shape) != mask.shape
+        if of_rows and not (value.dim() == 1 and name == 0):  # a tuple's first may be a loss
+            raise PackingNotIsolated(
+                f"{type(model).__name__} returned {name} {list(value.shape)}, one for each row, for a packed batch of "
+                f"{len(mask.boundaries)} documents in {mask.shape[0]} rows: its head pools whole rows. Train this "
+                "model padded, or pool the last hidden states document by document."
+            )

@@ -1,0 +1,78 @@
+"""Embeddings that are scaled by how many of a row's tokens are masked out (ESM): each document is scaled by its own."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Iterable
+from typing import Any, Callable
+
+import torch
+
+from ..._compile import uncompiled
+from ...documents.boundaries import Boundaries
+from .. import luggage
+from ..looked import Looked
+from ..packed_mask import find
+from ..site import Site, of_forward
+from ..step import Step
+from .trait import Trait
+
+
+class ScaledEmbeddings(Trait):
+    """ESM's token dropout: the embeddings' forward is replaced, and the documents ride to it on ``position_ids``."""
+
+    name = "scaled embeddings"
+
+    def finds(self, model: Looked) -> Any:
+        return True if _scaled(model.decoder) else None
+
+    def replaces(self, model: Looked, found: Any) -> Iterable[Site]:
+        return [of_forward(module, by_document) for module in _scaled(model.decoder)]
+
+    def before(self, step: Step, found: Any) -> None:
+        step.send_documents()
+
+
+def _scaled(decoder: Any) -> list[Any]:
+    return [module for module in decoder.modules() if "token_dropout" in vars(module)]
+
+
+def by_document(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Replacement for the ``forward`` of such embeddings: each document is scaled by its own masked tokens.
+
+    Some versions hand them no mask; the documents ride on their ``position_ids``.
+    """
+    names = list(inspect.signature(original).parameters)[1:]
+
+    @functools.wraps(original)
+    def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
+        call = {**dict(zip(names, args)), **kwargs}
+        mask = find(call.values())
+        riding = luggage.take(call.get("position_ids"), luggage.DOCUMENTS)
+        documents = mask.boundaries if mask is not None else riding
+        if documents is None:
+            return original(self, *args, **kwargs)
+        if "attention_mask" in names:  # up to 4.53 it must be there
+            call["attention_mask"] = torch.ones_like(call["position_ids"])
+        if call.get("inputs_embeds") is None:  # looked up once, so that what hooks the table sees the whole row
+            call["inputs_embeds"] = self.word_embeddings(call["input_ids"])
+        return _each(functools.partial(original, self), call, documents)
+
+    return forward
+
+
+@uncompiled
+def _each(embed: Callable[..., torch.Tensor], call: dict[str, Any], documents: Boundaries) -> torch.Tensor:
+    """``[batch, length, hidden]``, embedded document by document."""
+    shape = call["position_ids"].shape
+    lengths = [length for length in documents.lengths if length]
+    columns = {
+        name: torch.split(value.flatten(0, 1), lengths)
+        for name, value in call.items()
+        if isinstance(value, torch.Tensor) and value.shape[:2] == shape
+    }
+    rest = {name: value for name, value in call.items() if name not in columns}
+    pieces = [embed(**rest, **{name: column[i][None] for name, column in columns.items()}) for i in range(len(lengths))]
+    embedded = torch.cat(pieces, dim=1)
+    return embedded.view(*shape, embedded.shape[-1])

@@ -1,0 +1,31 @@
+"""Modules whose ``forward`` has no code that can be read. They are refused."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from ...errors import LayerNotPatchable
+from .. import inspecting
+from ..looked import Looked
+from .trait import Trait
+
+
+class Unreadable(Trait):
+    """A class whose ``forward`` is no function (a ``partialmethod``, an object that is called)."""
+
+    name = "unreadable"
+
+    def finds(self, model: Looked) -> str | None:
+        for cls in dict.fromkeys(type(module) for module in model.entered[0].modules()):
+            if inspecting.is_of_torch(cls) or not inspecting.has_own_forward(cls):
+                continue
+            forward: Any = vars(inspecting.defining(cls, "forward"))["forward"]
+            if inspecting.code_of(forward) is None:
+                return f"{cls.__module__}.{cls.__qualname__}.forward is a {type(forward).__name__}"
+        return None
+
+    def refuses(self, model: Looked, found: str) -> None:
+        raise LayerNotPatchable(
+            f"looked at every module's forward for what it takes and does: expected functions, found that {found}. "
+            "Nothing was patched. Write it as a method (def forward(self, ...): ...), or train this model padded."
+        )

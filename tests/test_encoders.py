@@ -105,10 +105,10 @@ def test_the_loss_of_masked_tokens_is_the_padded_run_s(family, implementation):
 def test_mean_pooled_embeddings_are_those_of_documents_alone(family):
     docs = documents(*LENGTHS)
     cls = type(models(tiny_models.build(family))[-1])
-    models = [cls._from_config(tiny_models.config_of(family), attn_implementation=name) for name in ("eager", "sdpa")]
-    for model in models:
+    both = [cls._from_config(tiny_models.config_of(family), attn_implementation=name) for name in ("eager", "sdpa")]
+    for model in both:
         tiny_models.scale_up(model.eval())
-    reference, model = models
+    reference, model = both
     expected = [reference(input_ids=doc[None]) for doc in docs]
     cu = torch.tensor([0, *map(len, docs)]).cumsum(0).int()
     batch = {"input_ids": torch.cat(docs)[None], "cu_seq_lens_q": cu, "cu_seq_lens_k": cu}

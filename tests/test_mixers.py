@@ -169,10 +169,10 @@ def test_a_trial_leaves_no_trace_in_the_forward_around_it(around, mask, any_devi
         return apart + 0 * torch.rand(())
 
     module, hidden = made_with(drops), row().requires_grad_()
-    mixer = mixer.by_document(Running.forward)
+    running = mixer.by_document(Running.forward)
 
     def forward(states):
-        return mixer(module, states, attention_mask=mask) * torch.rand(())
+        return running(module, states, attention_mask=mask) * torch.rand(())
 
     forward(hidden)  # tried before, so that no trial takes part in what is expected
     torch.manual_seed(3)

@@ -12,6 +12,7 @@ import torch
 import fa2patch
 from fa2patch import errors
 from fa2patch.proof.doctor import tiny_llama
+from fa2patch.upstream.traits import first_labels
 
 LENGTHS = (4, 6, 1, 5)
 
@@ -229,7 +230,7 @@ def test_labels_that_cross_are_masked_as_in_a_padded_run(patched):
 
 
 def test_labels_that_cross_are_reported_where_nobody_masks_them(patched, monkeypatch):
-    monkeypatch.setattr(entry, "inside_documents", lambda labels, *rest: labels)
+    monkeypatch.setattr(first_labels, "inside_documents", lambda labels, *rest: labels)
     batch = row(4, 6, 3)
     found = fa2patch.verify(patched, batch={**batch, "labels": batch["input_ids"]}, strict=False)
     assert not found.ok and "labels: the last token of document 1 predicts the first of document 2" in found.reason

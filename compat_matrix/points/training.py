@@ -10,6 +10,7 @@ import torch
 
 import fa2patch
 from fa2patch.upstream.find_layers import attention_layers
+from fa2patch.upstream.find_mixers import mixer_layers
 from fa2patch.upstream.find_models import models
 
 from .. import tiny_models
@@ -130,7 +131,7 @@ def lora(cell: Cell) -> None:
 def _projections(model: Any) -> list[str]:
     decoder = models(model)[-1]
     attention = [layer.module for layer in attention_layers(decoder)]
-    attention = attention or [layer.module for layer in layers.mixer_layers(decoder, [])]
+    attention = attention or [layer.module for layer in mixer_layers(decoder, [])]
     return sorted(
         {
             name.rsplit(".", 1)[-1]

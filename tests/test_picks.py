@@ -322,7 +322,7 @@ def test_one_trial_for_every_kind_of_call():
 
 OTHERS = {
     "device": "cuda", "dtype": torch.float16, "heads": 8, "key_heads": 2, "head_dim": 128, "value_dim": 32,
-    "causal": False, **{feature: (feature,) for feature in kernels.FEATURES},
+    "causal": False, "gradients": False, **{feature: (feature,) for feature in kernels.FEATURES},
 }  # fmt: skip
 
 
@@ -354,7 +354,7 @@ def test_another_device_of_the_same_type_is_picked_for_anew(monkeypatch):
     assert made == devices
 
 
-@pytest.mark.parametrize("what", [what for what in OTHERS if what != "dropout"])
+@pytest.mark.parametrize("what", [what for what in OTHERS if what not in ("dropout", "gradients")])
 def test_what_asks_for_something_else_has_a_trial_of_its_own(monkeypatch, what):
     tried, kernel, other = [], Scripted(), asks_other(what)
     monkeypatch.setattr(trial, "Reference", type("Truth", (Reference,), {}))

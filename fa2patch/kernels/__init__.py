@@ -1,7 +1,8 @@
 """Kernels compute variable-length attention: one small class in one file each; here, what the rest of fa2patch uses."""
 
+from .options import Options
 from .overview import rows
-from .picks import BY_NAME_ONLY, NAMES, ORDER, Pick, Picks, check_name, named, pick
+from .picks import BY_NAME_ONLY, NAMES, ORDER, Pick, Picks, check_name, named, order, pick, register_kernel
 from .protocol import FEATURES, Asked, Kernel, asked_by
 
 __all__ = [
@@ -9,6 +10,7 @@ __all__ = [
     "FEATURES",
     "NAMES",
     "ORDER",
+    "Options",
     "Asked",
     "Kernel",
     "Pick",
@@ -16,6 +18,8 @@ __all__ = [
     "asked_by",
     "check_name",
     "named",
+    "order",
     "pick",
+    "register_kernel",
     "rows",
 ]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from .picks import BY_NAME_ONLY, ORDER
+from .picks import every_kernel, order
 from .protocol import FEATURES, Kernel
 
 
@@ -15,11 +15,11 @@ def rows() -> list[dict[str, Any]]:
         For each ``name``, ``what``, ``needs``, ``usable`` and ``reason`` (here), ``devices``, ``dtypes``,
         ``head_dim`` (the largest, or None), ``features`` (at its best), ``here`` (of the one installed here).
     """
-    return [_row(kernel) for kernel in (*ORDER, *BY_NAME_ONLY)]
+    return [_row(kernel) for kernel in every_kernel()]
 
 
 def _row(kernel: Kernel) -> dict[str, Any]:
-    able, reason = (False, "asked for by name only") if kernel in BY_NAME_ONLY else kernel.available()
+    able, reason = (False, "asked for by name only") if kernel not in order() else kernel.available()
     return {
         "name": kernel.name,
         "what": kernel.what,

@@ -5,12 +5,12 @@ from __future__ import annotations
 import warnings
 from functools import lru_cache
 from typing import Any, Callable, NamedTuple
-from weakref import WeakKeyDictionary
+from weakref import WeakKeyDictionary, WeakValueDictionary
 
 import torch
 
 from .._compile import compiling, constant
-from ..errors import KernelUnavailable, KernelWrong, UnknownKernel
+from ..errors import BadArgument, KernelUnavailable, KernelWrong, UnknownKernel
 from .efficient import Efficient
 from .flash_attn import FlashAttn
 from .flash_attn_3 import FlashAttn3
@@ -30,6 +30,50 @@ ORDER: tuple[Kernel, ...] = (
 BY_NAME_ONLY: tuple[Kernel, ...] = (Hub(),)
 
 NAMES = ("auto", *(kernel.name for kernel in (*ORDER, *BY_NAME_ONLY)))
+
+
+_registered: list[tuple[Kernel, str | None]] = []
+
+
+def order() -> tuple[Kernel, ...]:
+    """What ``auto`` tries, best first: :data:`ORDER`, with registered kernels where they were put."""
+    kernels = list(ORDER)
+    for kernel, before in _registered:
+        if before is not None:
+            at = [i for i, other in enumerate(kernels) if other.name == before]
+            kernels.insert(at[0] if at else len(kernels) - 1, kernel)  # it may have been registered anew, elsewhere
+    return tuple(kernels)
+
+
+def every_kernel() -> tuple[Kernel, ...]:
+    """Every kernel that has a name: those that ``auto`` tries, then those that are used by name only."""
+    return (*order(), *BY_NAME_ONLY, *(kernel for kernel, before in _registered if before is None))
+
+
+def register_kernel(kernel: Kernel, *, before: str | None = None) -> None:
+    """Add a kernel, so that ``apply(model, kernel=kernel.name)`` finds it.
+
+    Like every kernel, it is tried against the reference before its first use and is not used where it is wrong. A
+    kernel of the same name that was registered before is replaced.
+
+    Args:
+        kernel: an instance of a subclass of :class:`~fa2patch.kernels.Kernel`.
+        before: the name of the kernel in front of which ``kernel="auto"`` tries this one. None leaves it out of
+            ``auto``.
+
+    Raises:
+        BadArgument: it is no kernel, or fa2patch has a kernel of that name.
+        UnknownKernel: ``auto`` does not try a kernel called ``before``.
+    """
+    if not isinstance(kernel, Kernel) or not isinstance(getattr(kernel, "name", None), str):
+        raise BadArgument(f"register_kernel: expected an instance of a Kernel with a name, found {kernel!r}.")
+    if kernel.name in NAMES or kernel.name.startswith("hub:"):
+        raise BadArgument(f"register_kernel: fa2patch has a kernel {kernel.name!r}. Choose another name.")
+    others = [(other, place) for other, place in _registered if other.name != kernel.name]
+    tried = [*(other.name for other in ORDER), *(other.name for other, place in others if place is not None)]
+    if before is not None and before not in tried:
+        raise UnknownKernel(f"before={before!r}: expected one that auto tries, {', '.join(map(repr, tried))}, or None.")
+    _registered[:] = [*others, (kernel, before)]
 
 
 class Pick(NamedTuple):
@@ -63,10 +107,12 @@ def named(name: str) -> Kernel:
     """
     if isinstance(name, str) and name.startswith("hub:") and name != "hub:":
         return _of_hub(name[len("hub:") :])
-    for kernel in (*ORDER, *BY_NAME_ONLY):
+    kernels = every_kernel()
+    for kernel in kernels:
         if kernel.name == name:
             return kernel
-    raise UnknownKernel(f"kernel={name!r}: expected one of {', '.join(map(repr, NAMES))}, or 'hub:org/name'.")
+    names = ", ".join(repr(kernel.name) for kernel in kernels)
+    raise UnknownKernel(f"kernel={name!r}: expected one of 'auto', {names}, or 'hub:org/name'.")
 
 
 @lru_cache(maxsize=8)
@@ -75,25 +121,32 @@ def _of_hub(source: str) -> Kernel:
     return Hub(source)
 
 
-def check_name(name: str) -> None:
-    """Raise :class:`UnknownKernel` for a name that is none, :class:`KernelUnavailable` for one that can't run here."""
-    if name == "auto":
+def check_name(name: str | Kernel) -> None:
+    """Raise :class:`UnknownKernel` for a name that no kernel has, :class:`KernelUnavailable` if it cannot run here."""
+    if isinstance(name, str) and name == "auto":
         return
-    able, reason = named(name).available()
+    kernel = name if isinstance(name, Kernel) else named(name)
+    able, reason = kernel.available()
     if not able:
-        raise KernelUnavailable(f"kernel={name!r} cannot run here: {reason}. Use kernel='auto'.")
+        raise KernelUnavailable(f"kernel={kernel.name!r} cannot run here: {reason}. Use kernel='auto'.")
 
 
-def pick(name: str, asked: Asked, device: torch.device, try_it: bool = True) -> Pick:
+def pick(name: str | Kernel, asked: Asked, device: torch.device, try_it: bool = True) -> Pick:
     """The kernel called ``name``, or for ``"auto"`` the first that is available, supports this and passes its trial.
 
+    Args:
+        name: ``"auto"``, the name of a kernel, or a kernel.
+        asked: what a layer asks for.
+        device: where it will be computed.
+        try_it: whether the kernel must pass its trial.
+
     Raises:
-        UnknownKernel: no kernel is called so.
+        UnknownKernel: no kernel has this name.
         KernelUnavailable: the named kernel does not support this.
         KernelWrong: it fails its trial.
     """
     passed: list[str] = []
-    for kernel in ORDER if name == "auto" else (named(name),):
+    for kernel in order() if isinstance(name, str) and name == "auto" else (_one(name),):
         kind = KernelUnavailable
         able, reason = kernel.available()
         if able:
@@ -104,30 +157,44 @@ def pick(name: str, asked: Asked, device: torch.device, try_it: bool = True) -> 
         if able:
             return Pick(kernel, "; ".join(passed))
         passed.append(f"{kernel.name}: {reason}")
-    raise kind(f"kernel={name!r} cannot compute this layer: {reason}. Use kernel='auto'.")
+    shown = name if isinstance(name, str) else name.name
+    raise kind(f"kernel={shown!r} cannot compute this layer: {reason}. Use kernel='auto'.")
+
+
+def _one(name: str | Kernel) -> Kernel:
+    return name if isinstance(name, Kernel) else named(name)
+
+
+_given: WeakValueDictionary[int, Kernel] = WeakValueDictionary()
+"""Kernels that were handed to ``apply``, by a number that a compiled graph can hold."""
 
 
 @constant
-def _picked(name: str, device: str, index: int | None, *asked: Any) -> str:
+def _picked(name: str | int, device: str, index: int | None, *asked: Any) -> str:
     """For a graph that is being captured: the choice is made outside of it, once, and is a constant inside."""
-    return pick(name, Asked(*asked), torch.device(device if index is None else f"{device}:{index}")).kernel.name
+    kernel = _given[name] if isinstance(name, int) else name
+    return pick(kernel, Asked(*asked), torch.device(device if index is None else f"{device}:{index}")).kernel.name
 
 
 class Picks:
     """A patched model's choices, made once for every kind of call; what ``Patch.layers`` tells of them.
 
     Attributes:
-        name: the kernel asked for.
+        name: the name of the kernel asked for.
+        given: the kernel itself, where ``apply`` was given one.
     """
 
-    def __init__(self, name: str) -> None:
-        self.name = name
+    def __init__(self, kernel: str | Kernel) -> None:
+        self.given = kernel if isinstance(kernel, Kernel) else None
+        self.name = kernel.name if isinstance(kernel, Kernel) else kernel
+        if self.given is not None:
+            _given[id(self.given)] = self.given
         self._made: dict[tuple[Asked, torch.device], Pick] = {}
         self._whole_rows: WeakKeyDictionary[Any, dict[Any, Mixed]] = WeakKeyDictionary()
         self._of: WeakKeyDictionary[Any, Pick | Mixed] = WeakKeyDictionary()
 
     def __reduce__(self) -> Any:
-        return Picks, (self.name,)
+        return Picks, (self.given or self.name,)
 
     def of(self, module: Any) -> Pick | Mixed | None:
         """What the layer's last packed batch was computed with; None where it has seen none (or was compiled)."""
@@ -153,10 +220,13 @@ class Picks:
     def __call__(self, module: Any, asked: Asked, device: torch.device) -> Kernel:
         """The kernel for a layer (None where it is not known)."""
         if compiling():
+            if self.given is not None:
+                _picked(id(self.given), device.type, device.index, *asked)
+                return self.given
             return named(_picked(self.name, device.type, device.index, *asked))
         kind = (asked, device)
         if kind not in self._made:
-            self._made[kind] = pick(self.name, asked, device)
+            self._made[kind] = pick(self.given or self.name, asked, device)
             self._warn_if_slow(self._made[kind], device)
         made = self._made[kind]
         if module is not None and self._of.get(module) is not made:

@@ -25,6 +25,7 @@ class Asked(NamedTuple):
     Attributes:
         device: its type, as ``"cuda"``.
         features: those of :data:`FEATURES` that are needed.
+        gradients: whether a backward will follow.
     """
 
     device: str
@@ -35,6 +36,7 @@ class Asked(NamedTuple):
     value_dim: int
     causal: bool
     features: tuple[str, ...]
+    gradients: bool = True
 
 
 def asked_by(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, options: Options) -> Asked:
@@ -48,7 +50,9 @@ def asked_by(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, options: Options
         torch.are_deterministic_algorithms_enabled(),
     )
     features = tuple(name for name, is_needed in zip(FEATURES, needed) if is_needed)
-    return Asked(q.device.type, q.dtype, q.shape[-2], k.shape[-2], q.shape[-1], v.shape[-1], options.causal, features)
+    heads, dims = (q.shape[-2], k.shape[-2]), (q.shape[-1], v.shape[-1])
+    gradients = torch.is_grad_enabled() and any(states.requires_grad for states in (q, k, v))
+    return Asked(q.device.type, q.dtype, *heads, *dims, options.causal, features, gradients)
 
 
 class Kernel:
@@ -65,6 +69,7 @@ class Kernel:
         MAX_HEAD_DIM: of q, k and v; None is any. Smaller dimensions that a kernel does not have are padded with zeros.
         MULTIPLE: what head dimensions are padded to; 1 where q and v may differ too.
         FEATURES: see :data:`FEATURES`.
+        BACKWARD: whether it has a backward. A kernel without one computes only what needs no gradients.
     """
 
     name: str
@@ -75,6 +80,7 @@ class Kernel:
     MAX_HEAD_DIM: int | None = 256
     MULTIPLE = 8
     FEATURES: frozenset[str] = frozenset()
+    BACKWARD = True
 
     def available(self) -> tuple[bool, str]:
         """Whether it can run on this machine, and the reason where not."""
@@ -86,6 +92,8 @@ class Kernel:
 
     def supports(self, asked: Asked) -> tuple[bool, str]:
         """Whether it can compute this, and the reason where not."""
+        if asked.gradients and not self.BACKWARD:
+            return False, "it has no backward"
         missing = [name for name in asked.features if name not in self.features()]
         if missing:
             return False, f"it has no {', no '.join(missing)}" + (" backward" if missing[-1] == "deterministic" else "")

@@ -34,8 +34,10 @@ def passes(kernel: Kernel, asked: Asked, device: torch.device) -> tuple[bool, st
 
     An error that is no verdict (:func:`~fa2patch.trying.says_nothing`) is raised, and nothing is remembered of it.
     """
-    if isinstance(kernel, Reference):
+    if type(kernel) is Reference:
         return True, ""
+    if kernel.BACKWARD:
+        asked = asked._replace(gradients=True)
     index = torch.cuda.current_device() if device.type == "cuda" and device.index is None else device.index
     return _tried(kernel, asked._replace(features=_comparable(asked)), torch.device(device.type, index))
 
@@ -78,7 +80,7 @@ def _compared(kernel: Kernel, asked: Asked, device: torch.device) -> tuple[bool,
             alibi_slopes=slopes,
         )
         output = by(leaves[0], leaves[1], leaves[2], documents, options)
-        return [output, *torch.autograd.grad(output, leaves, direction.to(dtype))]
+        return [output] if not asked.gradients else [output, *torch.autograd.grad(output, leaves, direction.to(dtype))]
 
     names = ("outputs", "gradients of q", "gradients of k", "gradients of v", "gradients of sinks")
     bound = BOUNDS.get(asked.dtype, 1e-6)

@@ -23,12 +23,19 @@ OLDEST = (4, 34)
 """The first minor release of Transformers with flash attention in modeling files."""
 
 
-def apply(model: Any, *, kernel: str = "auto", architecture: str | None = None, prove: bool | str = "unknown") -> Patch:
+def apply(
+    model: Any,
+    *,
+    kernel: str | kernels.Kernel = "auto",
+    architecture: str | None = None,
+    prove: bool | str = "unknown",
+) -> Patch:
     """Make a causal LM compute packed batches with every document on its own. In place, all or nothing.
 
     Args:
         model: a Transformers causal LM, or what PEFT, accelerate, DDP, FSDP, DeepSpeed, ``torch.compile`` made of one.
-        kernel: ``"auto"`` or the name of a kernel (:data:`fa2patch.kernels.NAMES`).
+        kernel: ``"auto"``, the name of a kernel (:data:`fa2patch.kernels.NAMES`, or one that was registered), or an
+            instance of a subclass of :class:`fa2patch.kernels.Kernel`.
         architecture: the registry row to use, where ``config.model_type`` does not name it.
         prove: whether the first packed batch is also run with other tokens in every second document, to see that no
             module lets documents see each other. ``"unknown"``: if the model holds a module that is neither torch's

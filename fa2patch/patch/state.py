@@ -58,10 +58,16 @@ class Patch:
     """
 
     def __init__(
-        self, model: Any, planned: Plan, kernel: str = "auto", named: str | None = None, prove: bool | str = "unknown"
+        self,
+        model: Any,
+        planned: Plan,
+        kernel: str | kernels.Kernel = "auto",
+        named: str | None = None,
+        prove: bool | str = "unknown",
     ) -> None:
-        self.model, self.kernel, self.named = model, kernel, named
+        self.model, self.named = model, named
         self.picks = kernels.Picks(kernel)
+        self.kernel = self.picks.name
         self.rehooked: list[tuple[Any, str, Any]] = []
         self.unpacked: int | None = 0
         self._take(planned)

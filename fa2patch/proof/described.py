@@ -63,13 +63,15 @@ class _Nothing(Kernel):
 class Rehearsal(Picks):
     """Notes which kernel each layer would be computed with on a device, and computes nothing."""
 
-    def __init__(self, name: str, device: str) -> None:
+    def __init__(self, name: str | Kernel, device: str) -> None:
         super().__init__(name)
         self.device = device
         self.picked: dict[int, Pick] = {}
 
     def __call__(self, module: Any, asked: Asked, device: torch.device) -> Kernel:
-        self.picked[id(module)] = pick(self.name, asked._replace(device=self.device), device, try_it=False)
+        self.picked[id(module)] = pick(
+            self.given or self.name, asked._replace(device=self.device), device, try_it=False
+        )
         return _Nothing()
 
 
@@ -83,7 +85,7 @@ def rehearsed(patch: Patch, mode: FakeTensorMode, device: str) -> tuple[dict[str
     Raises:
         KernelUnavailable: the named kernel cannot compute a layer.
     """
-    decoder, picks, shape = models(patch.model)[-1], Rehearsal(patch.kernel, device), (1, 8)
+    decoder, picks, shape = models(patch.model)[-1], Rehearsal(patch.picks.given or patch.kernel, device), (1, 8)
     ids, problem = torch.zeros(shape, dtype=torch.int64), ""
     documents = Boundaries(torch.tensor([0, 3, 8], dtype=torch.int32), 5, 5, (3, 5))
     mask = PackedMask(documents, picks, shape, 5, ids, patch.found)

@@ -1,0 +1,1 @@
+"""How a package is built, in numbers and names: ``python -m compat_matrix.structure``."""

@@ -13,7 +13,7 @@ import re
 from pathlib import Path
 from typing import Any
 
-from . import own_layers, own_rope, own_sizes
+from . import own_layers, own_rope, own_sizes, tiny_configs
 
 HOUSEKEEPING = {
     "architectures", "attn_implementation", "dtype", "id2label", "label2id", "model_type", "output_attentions",
@@ -82,7 +82,7 @@ def config_of(path: str | Path, config_class: Any, **changes: Any) -> Any:
     settings = shrunk(config_class, read(path))
     text = settings["text_config"] if isinstance(settings.get("text_config"), dict) else settings
     text.update(own_layers.stretched(text, changes))
-    return _made(config_class, settings)
+    return tiny_configs.made(config_class, settings)
 
 
 def shrunk(config_class: Any, config: dict[str, Any]) -> dict[str, Any]:
@@ -183,9 +183,3 @@ def _flat_or_nested(cls: Any, config: dict[str, Any]) -> dict[str, Any]:
     own = {*own_sizes.defaults(cls)} | {"model_type"}
     text = {name: value for name, value in config.items() if name not in own}
     return {**{name: value for name, value in config.items() if name in own}, "text_config": text}
-
-
-def _made(cls: Any, settings: dict[str, Any]) -> Any:
-    from . import tiny_models
-
-    return tiny_models.made(cls, settings)

@@ -1,15 +1,17 @@
-"""A user's config with tiny sizes. What is a size is said by ``tiny_models.SETTINGS``; what is structure stays."""
+"""A user's config with tiny sizes. What is a size is said by ``tiny_configs.SETTINGS``; what is structure stays."""
 
 from __future__ import annotations
 
 import inspect
 from typing import Any
 
+from . import tiny_configs
+
 KEPT = {
     "num_hidden_layers", "n_layer", "n_layers", "num_layers", "sliding_window_pattern", "first_k_dense_replace",
     "decoder_sparse_step", "moe_layer_interval", "tie_word_embeddings",
 }  # fmt: skip
-"""Rows of ``tiny_models.SETTINGS`` that are the user's to say (layers are cut by ``own_layers``)."""
+"""Rows of ``tiny_configs.SETTINGS`` that are the user's to say (layers are cut by ``own_layers``)."""
 
 AT_MOST = {
     **dict.fromkeys(["num_experts_per_tok", "num_experts_per_token", "moe_topk", "moe_top_k", "moe_k", "top_k"], 2),
@@ -66,28 +68,24 @@ def of_dict(settings: dict[str, Any]) -> dict[str, Any]:
 
 def of_a_tower(cls: Any, settings: dict[str, Any]) -> dict[str, Any]:
     """What to change in a vision or audio side's config; nothing is asked of it but to be small."""
-    from . import tiny_models
-
-    return {name: value for name, value in tiny_models.VISION.items() if name in {*defaults(cls), *settings}}
+    return {name: value for name, value in tiny_configs.VISION.items() if name in {*defaults(cls), *settings}}
 
 
 def _numbers(settings: dict[str, Any]) -> dict[str, Any]:
-    from . import tiny_models
-
     changes: dict[str, Any] = {}
     for name, value in settings.items():
         if name == "head_dim" or name in KEY_VALUE_HEADS:
             changes[name] = 8 if name == "head_dim" else _key_value_heads(settings, value)
-        if name.endswith("_token_id") and name in tiny_models.SETTINGS and "vocab_size" in settings:
-            changes[name] = tiny_models.SETTINGS[name]
+        if name.endswith("_token_id") and name in tiny_configs.SETTINGS and "vocab_size" in settings:
+            changes[name] = tiny_configs.SETTINGS[name]
         if value is None or value is False or name in KEPT:
             continue
         if name in AT_MOST:
             changes[name] = min(value, AT_MOST[name])
         elif name in ALSO and (name != "mamba_headdim" or "n_mamba_heads" in settings):
             changes[name] = ALSO[name]
-        elif name not in changes and name in tiny_models.SETTINGS and isinstance(value, (int, list)):
-            changes[name] = tiny_models.SETTINGS[name]
+        elif name not in changes and name in tiny_configs.SETTINGS and isinstance(value, (int, list)):
+            changes[name] = tiny_configs.SETTINGS[name]
         for endings, ending_value in ENDINGS.items():
             if name.endswith(endings) and isinstance(value, (int, float)):
                 changes[name] = ending_value

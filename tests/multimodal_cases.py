@@ -7,7 +7,7 @@ import inspect
 
 import torch
 
-from compat_matrix import tiny_models
+from compat_matrix import tiny_configs, tiny_models
 from fa2patch.upstream.layers import models
 
 START, PICTURE, FILM = 93, 94, 95
@@ -41,7 +41,7 @@ def build(family, implementation="eager", **changes):
     own = tiny_models.parameters(cls.config_class)
     tokens = {name: value for name, value in tokens.items() if name in own}
     vision = tiny_models._vision(None, None, cls.config_class)
-    config = tiny_models.made(cls.config_class, {"text_config": text, "vision_config": vision, **tokens})
+    config = tiny_configs.made(cls.config_class, {"text_config": text, "vision_config": vision, **tokens})
     model = tiny_models._load(cls, config, implementation).float()
     tiny_models.scale_up(model)
     return model.eval()

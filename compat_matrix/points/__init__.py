@@ -8,7 +8,7 @@ from typing import Any, Callable
 
 import torch
 
-from .. import own_models, tiny_models
+from .. import own_models, tiny_configs, tiny_models
 
 TOLERANCE = 1e-5
 """Of the largest value compared, in float32."""
@@ -57,7 +57,7 @@ class Cell:
 
 def documents(*lengths: int, seed: int = 0) -> list[torch.Tensor]:
     generator = torch.Generator().manual_seed(seed)
-    return [torch.randint(3, tiny_models.VOCABULARY, (length,), generator=generator) for length in lengths]
+    return [torch.randint(3, tiny_configs.VOCABULARY, (length,), generator=generator) for length in lengths]
 
 
 def pack(docs: list[torch.Tensor]) -> dict[str, torch.Tensor]:

@@ -9,7 +9,7 @@ import torch
 
 import fa2patch
 
-from .. import own_models, tiny_models
+from .. import own_models, tiny_configs, tiny_models
 from . import (
     Cell,
     NotApplicable,
@@ -115,7 +115,7 @@ def lengths(cell: Cell) -> None:
     docs = documents(*LENGTHS)
     expected, model = alone(cell.reference(), docs, counts_itself=True), cell.model()
     counts_from = (
-        tiny_models.SETTINGS["pad_token_id"] + 1 if model.config.model_type in tiny_models.NOT_FROM_ZERO else 0
+        tiny_configs.SETTINGS["pad_token_id"] + 1 if model.config.model_type in tiny_models.NOT_FROM_ZERO else 0
     )
     collate = fa2patch.DataCollatorWithFlattening(
         return_flash_attn_kwargs=True, return_seq_idx=True, position_ids_start=counts_from

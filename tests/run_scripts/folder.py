@@ -9,7 +9,7 @@ from tokenizers.models import WordLevel
 from tokenizers.pre_tokenizers import Whitespace
 from transformers import PreTrainedTokenizerFast
 
-from compat_matrix import tiny_models
+from compat_matrix import tiny_configs, tiny_models
 from compat_matrix.points import documents
 
 LENGTHS = (9, 21, 5, 14, 30, 7, 2, 12)
@@ -18,7 +18,7 @@ LENGTHS = (9, 21, 5, 14, 30, 7, 2, 12)
 def make(folder: Path) -> None:
     model = tiny_models.build("llama", "sdpa")
     model.save_pretrained(folder)
-    words = {"[PAD]": 0, "[BOS]": 1, "[EOS]": 2, **{f"w{n}": n for n in range(3, tiny_models.VOCABULARY)}}
+    words = {"[PAD]": 0, "[BOS]": 1, "[EOS]": 2, **{f"w{n}": n for n in range(3, tiny_configs.VOCABULARY)}}
     tokenizer = Tokenizer(WordLevel(words, unk_token="[PAD]"))
     tokenizer.pre_tokenizer = Whitespace()
     special = {"pad_token": "[PAD]", "bos_token": "[BOS]", "eos_token": "[EOS]"}

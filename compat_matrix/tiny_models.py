@@ -17,8 +17,8 @@ from typing import Any
 
 import torch
 
-from . import own_models
 from .tiny_configs import SETTINGS, VISION, VOCABULARY, made
+from .user_models import models
 
 SEEDS = (
     "llama", "mistral", "mixtral", "granite", "dbrx", "falcon", "gemma", "olmo", "phi", "phi3", "qwen2", "qwen2_moe",
@@ -52,7 +52,7 @@ ENCODERS = tuple(
 """Models whose attention looks both ways."""
 
 MASK_TOKEN = 42
-"""Masked-out tokens of ESM, of which there are some in ``points.documents``: it scales embeddings by their number."""
+"""Masked-out tokens of ESM, of which there are some in ``rows.documents``: it scales embeddings by their number."""
 
 _LATENT = {"num_key_value_heads": 4, "head_dim": 8}
 _SIDES = {
@@ -220,7 +220,7 @@ def is_present(architecture: str) -> bool:
         if "Failed to import" in str(error):
             return False
         raise
-    if own_models.is_file(architecture) or architecture in (*WITHOUT_ATTENTION, *ENCODERS):
+    if models.is_file(architecture) or architecture in (*WITHOUT_ATTENTION, *ENCODERS):
         return not _is_encoder_decoder(cls)
     modeling = sys.modules[cls.__module__]
     claims = any(getattr(cls, name, False) for name in ("_supports_flash_attn_2", "_supports_flash_attn"))
@@ -235,7 +235,7 @@ def _is_encoder_decoder(cls: Any) -> bool:
 
 def model_class(architecture: str) -> Any:
     """Its causal LM class, or that of the vision-language model around it, or with a head for masked tokens."""
-    architecture = own_models.kind(architecture)
+    architecture = models.kind(architecture)
     transformers = importlib.import_module("transformers")
     if architecture in TEXT_SIDES:
         names = {}
@@ -254,8 +254,8 @@ def model_class(architecture: str) -> Any:
 def config_of(architecture: str, **changes: Any) -> Any:
     """A tiny config, in the installed Transformers; ``changes`` are for the language model's part of it."""
     cls = config_class(architecture)
-    if own_models.is_file(architecture):
-        return own_models.config_of(architecture, cls, **changes)
+    if models.is_file(architecture):
+        return models.config_of(architecture, cls, **changes)
     if architecture in TEXT_SIDES:
         return _around_text(architecture, cls, changes)
     return made(cls, {**_small(cls), **_overrides(architecture, cls), **changes})

@@ -13,7 +13,7 @@ import fa2patch
 from compat_matrix import environments, tiny_models
 from compat_matrix.bench import __main__ as bench
 from compat_matrix.bench import counting, figures, gpu, gpu_once, kernels, lengths, plots, syncs, syncs_once, tables
-from compat_matrix.points import documents, pack
+from compat_matrix.check.rows import documents, pack
 
 PARTS = ("kernels", "overhead", "mixers", "training")
 

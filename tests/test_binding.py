@@ -351,7 +351,8 @@ for name in {imports}:
 import torch
 import fa2patch
 from compat_matrix import tiny_models
-from compat_matrix.points import alone, assert_close, documents, pack
+from compat_matrix.check.rows import alone, documents, pack
+from compat_matrix.check.compare import assert_close
 
 model, docs = tiny_models.build("llama", "sdpa"), documents(5, 9, 1)
 modeling = sys.modules[type(model).__module__]

@@ -13,7 +13,8 @@ pytest.importorskip("packaging")
 
 from click.testing import CliRunner
 
-from compat_matrix import own_matrix, run
+from compat_matrix import run
+from compat_matrix.user_models.matrix import model as model_of
 from fa2patch.cli.commands import main
 
 ROOT = Path(__file__).parents[1]
@@ -131,9 +132,9 @@ def test_a_folder_is_called_by_its_name(tmp_path):
     folder = tmp_path / "my-model"
     folder.mkdir()
     (folder / "config.json").write_text('{"model_type": "llama"}')
-    model = own_matrix.model(str(folder))
+    model = model_of(str(folder))
     assert (model.name, model.kind, model.architecture) == ("my-model", "llama", str(folder / "config.json"))
-    assert own_matrix.model("llama").architecture == "llama"
+    assert model_of("llama").architecture == "llama"
 
 
 ALONE = """

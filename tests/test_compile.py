@@ -6,8 +6,9 @@ import pytest
 import torch
 
 import fa2patch
-from compat_matrix import stand_in_aten, tiny_models
-from compat_matrix.points import documents
+from compat_matrix import tiny_models
+from compat_matrix.check import stand_in_aten
+from compat_matrix.check.rows import documents
 from fa2patch import _compile
 from fa2patch.documents.boundaries import from_cu_seqlens
 from fa2patch.errors import BadCuSeqlens, PackingNotIsolated

@@ -8,7 +8,10 @@ import transformers
 
 import fa2patch
 from compat_matrix import tiny_models
-from compat_matrix.points import POINTS, Cell, NotApplicable, alone, assert_close, documents, pack
+from compat_matrix.check.cell import Cell, NotApplicable
+from compat_matrix.check.compare import assert_close
+from compat_matrix.check.points import POINTS
+from compat_matrix.check.rows import alone, documents, pack
 from fa2patch import errors
 from fa2patch.upstream import layers
 

@@ -4,8 +4,9 @@ import pytest
 import torch
 
 import fa2patch
-from compat_matrix import gpu, tiny_models
-from compat_matrix.points import documents
+from compat_matrix import tiny_models
+from compat_matrix.check import gpu
+from compat_matrix.check.rows import documents
 from fa2patch import kernels
 from fa2patch.errors import KernelUnavailable, KernelWrong
 

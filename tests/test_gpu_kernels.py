@@ -5,7 +5,8 @@ import torch
 from kernel_cases import brute_force, documents, largest_errors, states, with_gradients
 
 import fa2patch
-from compat_matrix import gpu, tiny_models
+from compat_matrix import tiny_models
+from compat_matrix.check import gpu
 from fa2patch import kernels
 from fa2patch.errors import PackingNotIsolated
 from fa2patch.kernels.attention import packed_attention

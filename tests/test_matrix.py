@@ -9,16 +9,12 @@ import pytest
 import torch
 
 import fa2patch
-from compat_matrix import check, environments
+from compat_matrix import environments
 from compat_matrix.__main__ import failures
-from compat_matrix.points import (
-    POINTS,
-    Cell,
-    NotApplicable,
-    assert_close,
-    assert_same_gradients,
-    assert_unmoved,
-)
+from compat_matrix.check import found
+from compat_matrix.check.cell import Cell, NotApplicable, assert_unmoved
+from compat_matrix.check.compare import assert_close, assert_same_gradients
+from compat_matrix.check.points import POINTS
 from compat_matrix.results import read_file
 from compat_matrix.run import merged
 from fa2patch import Boundaries
@@ -117,7 +113,7 @@ def patched(ok=2, seam="function", **fail):
     return {"seam": [seam], "fa2patch": {"sdpa": {"ok": ok, "n/a": {}, "fail": fail}}, "upstream": {}}
 
 
-def found(tmp_path, first, second, **version):
+def in_matrix(tmp_path, first, second, **version):
     wanted = dataclasses.replace(environments.version("4.46.3"), seam="", other_seams={}, **version)
     file = tmp_path / "4.46.3.json"
     file.write_text(json.dumps(merged(wanted, first, second)))
@@ -126,18 +122,18 @@ def found(tmp_path, first, second, **version):
 
 def test_a_failure_in_either_process_is_one(tmp_path):
     refused = {"refused": "UnsupportedModel: Mamba", "upstream": {}}
-    assert found(tmp_path, part(llama=patched(), jamba=refused), part(llama=patched(), jamba=refused)) == []
-    assert "a: off" in found(tmp_path, part(llama=patched()), part(llama=patched(ok=1, a="off")))[0]
-    assert "not function" not in str(found(tmp_path, part(llama=patched()), part(llama=patched())))
-    assert "do not add up" in found(tmp_path, part(llama=patched(ok=1)), part())[0]
+    assert in_matrix(tmp_path, part(llama=patched(), jamba=refused), part(llama=patched(), jamba=refused)) == []
+    assert "a: off" in in_matrix(tmp_path, part(llama=patched()), part(llama=patched(ok=1, a="off")))[0]
+    assert "not function" not in str(in_matrix(tmp_path, part(llama=patched()), part(llama=patched())))
+    assert "do not add up" in in_matrix(tmp_path, part(llama=patched(ok=1)), part())[0]
     assert failures("uv failed") == ["uv failed"]
 
 
 def test_refused_in_one_process_and_patched_in_the_other_is_a_failure(tmp_path):
     refused = {"refused": "UnsupportedModel: it cannot be", "upstream": {}}
     for first, second in ((patched(), refused), (refused, patched())):
-        (failure,) = found(tmp_path, part(llama=first), part(llama=second))
-        assert check.REFUSED_AND_PATCHED in failure and "it cannot be" in failure
+        (failure,) = in_matrix(tmp_path, part(llama=first), part(llama=second))
+        assert found.REFUSED_AND_PATCHED in failure and "it cannot be" in failure
 
 
 @pytest.mark.parametrize("refusing", ["sdpa", "eager"])
@@ -150,10 +146,10 @@ def test_refused_with_one_implementation_and_patched_with_another_is_a_failure(m
         return apply(model, **options)
 
     monkeypatch.setattr(fa2patch, "apply", refuses)
-    cell = check._cell("llama", ("sdpa", "eager"), ["packed_row"])
-    assert check.REFUSED_AND_PATCHED in cell["error"] and "fa2patch" in cell
-    (failure,) = found(tmp_path, part(llama=cell), part())
-    assert check.REFUSED_AND_PATCHED in failure and "it cannot be" in failure
+    cell = found.cell("llama", ("sdpa", "eager"), ["packed_row"])
+    assert found.REFUSED_AND_PATCHED in cell["error"] and "fa2patch" in cell
+    (failure,) = in_matrix(tmp_path, part(llama=cell), part())
+    assert found.REFUSED_AND_PATCHED in failure and "it cannot be" in failure
 
 
 def test_a_point_that_fails_is_a_failure_and_one_that_does_not_apply_says_why(monkeypatch):
@@ -169,7 +165,7 @@ def test_a_point_that_fails_is_a_failure_and_one_that_does_not_apply_says_why(mo
     for point in (off, raises, elsewhere):
         monkeypatch.setitem(POINTS, point.__name__, point)
     monkeypatch.setitem(POINTS, "holds", lambda cell: None)
-    counts = check._results(Cell("llama", "sdpa"), ["off", "raises", "elsewhere", "holds"], {})
+    counts = found._results(Cell("llama", "sdpa"), ["off", "raises", "elsewhere", "holds"], {})
     assert (counts["ok"], counts["n/a"]) == (1, {"elsewhere": "not in this version"})
     assert {name: what.partition(" (")[0] for name, what in counts["fail"].items()} == {
         "off": "AssertionError: logits: off by 1",
@@ -209,8 +205,8 @@ def test_another_seam_than_expected_and_an_unexpected_refusal_are_failures(tmp_p
 def test_a_known_failure_is_one_only_while_every_failure_is_that_one(tmp_path):
     known = patched(ok=1, a="AttributeError: 'NoneType' object has no attribute 'shape' (modeling_llava.py:303)")
     other = patched(ok=0, b="AssertionError: off", **known["fa2patch"]["sdpa"]["fail"])
-    assert found(tmp_path, part(llava=known), part(llava=known)) == []
-    assert found(tmp_path, part(llava=other), part(llava=other)) and found(tmp_path, part(llama=known), part())
+    assert in_matrix(tmp_path, part(llava=known), part(llava=known)) == []
+    assert in_matrix(tmp_path, part(llava=other), part(llava=other)) and in_matrix(tmp_path, part(llama=known), part())
 
 
 def test_boundaries_derived_in_every_layer_are_red(monkeypatch):

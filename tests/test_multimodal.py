@@ -9,7 +9,7 @@ import torch
 
 import fa2patch
 from compat_matrix import tiny_models
-from compat_matrix.points import assert_close
+from compat_matrix.check.compare import assert_close
 from fa2patch import DataCollatorForMultimodalFlattening
 from fa2patch.documents.boundaries import from_cu_seqlens, recognise
 from fa2patch.errors import BadPositionIds, BoundaryConflict, CollatorError, PackingNotIsolated

@@ -8,7 +8,8 @@ import pytest
 import torch
 import transformers
 
-from compat_matrix import own_layers, own_models, own_rope, own_sizes, tiny_models
+from compat_matrix import tiny_models
+from compat_matrix.user_models import layers, models, rope, sizes
 
 if not hasattr(transformers, "Gemma3Config"):
     pytest.skip("this Transformers is older than the configs' models", allow_module_level=True)
@@ -24,8 +25,8 @@ def file_of(name):
 def config_of(name, **changes):
     """The tiny config's language side."""
     file = file_of(name)
-    cls = tiny_models.config_class(own_models.kind(str(file)))
-    config = own_models.config_of(file, cls, **changes)
+    cls = tiny_models.config_class(models.kind(str(file)))
+    config = models.config_of(file, cls, **changes)
     return getattr(config, "text_config", config)
 
 
@@ -36,9 +37,9 @@ def rope_of(config, kind="full_attention"):
 
 @pytest.mark.parametrize("name", NAMES)
 def test_a_real_config_becomes_a_tiny_model_that_runs(name):
-    kind = own_models.kind(str(file_of(name)))
+    kind = models.kind(str(file_of(name)))
     cls = tiny_models.model_class(kind)
-    model = cls(own_models.config_of(file_of(name), cls.config_class)).eval()
+    model = cls(models.config_of(file_of(name), cls.config_class)).eval()
     tiny_models.scale_up(model)
     assert sum(parameter.numel() for parameter in model.parameters()) < 100_000
     with torch.no_grad():
@@ -49,7 +50,7 @@ def test_llama_keeps_its_rope_scaling_and_its_grouped_heads():
     config = config_of("llama_3_1")
     rope = rope_of(config)
     assert (rope["rope_type"], rope["factor"], rope["low_freq_factor"]) == ("llama3", 8.0, 1.0)
-    assert rope["original_max_position_embeddings"] == own_sizes.LIMIT < config.max_position_embeddings
+    assert rope["original_max_position_embeddings"] == sizes.LIMIT < config.max_position_embeddings
     assert (config.num_attention_heads, config.num_key_value_heads, config.num_hidden_layers) == (4, 2, 2)
 
 
@@ -79,10 +80,10 @@ def test_another_number_of_layers_repeats_the_kinds():
 def test_what_is_left_out_is_said():
     file = file_of("deepseek_v3")
     cls = tiny_models.config_class("deepseek_v3")
-    (note,) = own_models.notes(file, cls)
+    (note,) = models.notes(file, cls)
     assert "quantization_config" in note and "auto_map" in note
     assert "torch_dtype" not in note and "rope_scaling" not in note
-    assert not own_models.notes(file_of("llama_3_1"), tiny_models.config_class("llama"))
+    assert not models.notes(file_of("llama_3_1"), tiny_models.config_class("llama"))
 
 
 class Older:
@@ -94,46 +95,46 @@ class Older:
 
 def test_a_newer_spelling_is_translated_for_an_older_version():
     newer = {"rope_parameters": {"rope_type": "yarn", "rope_theta": 5e5, "factor": 4.0}, "dtype": "bfloat16"}
-    assert own_rope.respelt(Older, newer) == {
+    assert rope.respelt(Older, newer) == {
         "rope_theta": 5e5,
         "rope_scaling": {"rope_type": "yarn", "factor": 4.0},
         "dtype": "bfloat16",
     }
-    plain = own_rope.respelt(Older, {"rope_parameters": {"rope_type": "default", "rope_theta": 5e5}})
+    plain = rope.respelt(Older, {"rope_parameters": {"rope_type": "default", "rope_theta": 5e5}})
     assert plain == {"rope_theta": 5e5, "rope_scaling": None}
     by_kind = {"full_attention": {"rope_type": "linear", "factor": 8.0, "rope_theta": 1e6}}
     by_kind["sliding_attention"] = {"rope_type": "default", "rope_theta": 1e4}
-    assert own_rope.respelt(Older, {"rope_parameters": by_kind})["rope_local_base_freq"] == 1e4
+    assert rope.respelt(Older, {"rope_parameters": by_kind})["rope_local_base_freq"] == 1e4
     kinds = {"layer_types": ["sliding_attention"] * 3 + ["full_attention"]}
-    assert own_layers.respelt(Older, kinds) == {"sliding_window_pattern": 4}
+    assert layers.respelt(Older, kinds) == {"sliding_window_pattern": 4}
 
 
 def test_an_older_spelling_is_translated_for_a_newer_version():
     cls = tiny_models.config_class("llama")
-    if "rope_parameters" not in own_sizes.defaults(cls):
+    if "rope_parameters" not in sizes.defaults(cls):
         pytest.skip("this Transformers is itself one of the older spelling")
-    settings = own_rope.respelt(cls, own_models.read(file_of("llama_3_1")))
+    settings = rope.respelt(cls, models.read(file_of("llama_3_1")))
     assert not {"rope_scaling", "rope_theta"} & {*settings}
     assert (settings["rope_parameters"]["rope_type"], settings["rope_parameters"]["rope_theta"]) == ("llama3", 5e5)
 
 
-def layers(sliding_window_pattern=1, **config):
-    return own_layers.cut(Older, {"sliding_window_pattern": sliding_window_pattern, **config})
+def layers_of(sliding_window_pattern=1, **config):
+    return layers.cut(Older, {"sliding_window_pattern": sliding_window_pattern, **config})
 
 
 def test_layers_are_the_shortest_beginning_with_every_kind():
-    assert layers(num_hidden_layers=32)["num_hidden_layers"] == 2
-    assert layers(num_hidden_layers=32, sliding_window_pattern=4)["num_hidden_layers"] == 4
-    cut = layers(num_hidden_layers=6, layers_block_type=["mamba", "mamba", "attention"] * 2)
+    assert layers_of(num_hidden_layers=32)["num_hidden_layers"] == 2
+    assert layers_of(num_hidden_layers=32, sliding_window_pattern=4)["num_hidden_layers"] == 4
+    cut = layers_of(num_hidden_layers=6, layers_block_type=["mamba", "mamba", "attention"] * 2)
     assert cut == {"num_hidden_layers": 3, "layers_block_type": ["mamba", "mamba", "attention"]}
-    late = layers(num_hidden_layers=24, layer_types=["full"] * 20 + ["sliding"] * 4)
+    late = layers_of(num_hidden_layers=24, layer_types=["full"] * 20 + ["sliding"] * 4)
     assert late == {"num_hidden_layers": 2, "layer_types": ["full", "sliding"]}
-    assert layers(num_hidden_layers=8, mlp_only_layers=[3])["mlp_only_layers"] == [3]
+    assert layers_of(num_hidden_layers=8, mlp_only_layers=[3])["mlp_only_layers"] == [3]
 
 
 def test_counts_that_are_structure_stay_and_names_without_meaning_for_sizes_too():
     kept = {"num_experts_per_tok": 1, "n_shared_experts": None, "tie_word_embeddings": True, "sliding_window": 512}
-    cut = own_sizes.cut(Older, {"num_attention_heads": 8, "num_key_value_heads": 1, "attention_dropout": 0.1, **kept})
+    cut = sizes.cut(Older, {"num_attention_heads": 8, "num_key_value_heads": 1, "attention_dropout": 0.1, **kept})
     assert cut == {
         "num_attention_heads": 4,
         "num_key_value_heads": 1,
@@ -155,15 +156,15 @@ def test_what_is_no_config_is_said(tmp_path, text, expected):
     file = tmp_path / "config.json"
     if text is not None:
         file.write_text(text)
-    with pytest.raises(own_models.BadConfig, match=expected) as caught:
-        own_models.read(tmp_path)
+    with pytest.raises(models.BadConfig, match=expected) as caught:
+        models.read(tmp_path)
     assert str(file) in str(caught.value)
 
 
 def test_reading_leaves_the_config_as_it_is(tmp_path):
-    config = own_models.read(file_of("gemma_3"))
+    config = models.read(file_of("gemma_3"))
     before = copy.deepcopy(config)
-    own_models.shrunk(tiny_models.config_class("gemma3"), config)
+    models.shrunk(tiny_models.config_class("gemma3"), config)
     assert config == before
     (tmp_path / "config.json").write_text(json.dumps(config))
-    assert own_models.kind(str(tmp_path / "config.json")) == "gemma3" and own_models.kind("llama") == "llama"
+    assert models.kind(str(tmp_path / "config.json")) == "gemma3" and models.kind("llama") == "llama"

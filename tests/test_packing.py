@@ -15,8 +15,9 @@ from hypothesis import strategies as st
 from torch.utils.data import DataLoader, IterableDataset
 
 import fa2patch
-from compat_matrix import points, tiny_models
+from compat_matrix import tiny_models
 from compat_matrix.bench import figures, tables
+from compat_matrix.check import rows
 from fa2patch import packing
 from fa2patch.packing import PackedBatchSampler, PackingError, plan, strategies, stream
 
@@ -568,7 +569,7 @@ def test_fewer_examples_than_ranks_and_none():
 
 def dataset(count):
     lengths = np.random.default_rng(3).integers(2, 30, count)
-    return [{"input_ids": ids.tolist()} for ids in points.documents(*lengths.tolist())], lengths
+    return [{"input_ids": ids.tolist()} for ids in rows.documents(*lengths.tolist())], lengths
 
 
 def mean_loss(model, examples):

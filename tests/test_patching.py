@@ -15,7 +15,8 @@ import transformers
 
 import fa2patch
 from compat_matrix import tiny_models
-from compat_matrix.points import alone, assert_close, documents, pack
+from compat_matrix.check.compare import assert_close
+from compat_matrix.check.rows import alone, documents, pack
 from fa2patch import errors
 from fa2patch.kernels import attention
 from fa2patch.upstream import packed_mask

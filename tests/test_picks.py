@@ -9,9 +9,10 @@ import torch
 from kernel_cases import HEADS, LENGTHS, documents, states
 
 import fa2patch
-from compat_matrix import stand_in_aten, tiny_models
-from compat_matrix.points import documents as some_documents
-from compat_matrix.points import pack
+from compat_matrix import tiny_models
+from compat_matrix.check import stand_in_aten
+from compat_matrix.check.rows import documents as some_documents
+from compat_matrix.check.rows import pack
 from fa2patch import kernels
 from fa2patch.errors import KernelUnavailable, KernelWrong, UnknownKernel
 from fa2patch.kernels import picks, trial

@@ -16,7 +16,8 @@ from transformers import AutoModelForCausalLM, dynamic_module_utils
 
 import fa2patch
 from compat_matrix import tiny_models
-from compat_matrix.points import alone, assert_close, assert_same_gradients, documents, gradients, loss_of, pack
+from compat_matrix.check.compare import assert_close, assert_same_gradients
+from compat_matrix.check.rows import alone, documents, gradients, loss_of, pack
 from fa2patch import errors
 
 STYLES = {"fused_qkv": "method", "latent": "function", "sinks": "interface"}

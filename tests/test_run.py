@@ -39,7 +39,8 @@ from transformers import (
 )
 
 import fa2patch
-from compat_matrix import environments, own_matrix, tiny_models
+from compat_matrix import environments, tiny_models
+from compat_matrix.user_models import matrix
 from fa2patch.cli import commands as cli
 from fa2patch.errors import KernelUnavailable, UnknownKernel
 from fa2patch.run import collate, hook
@@ -619,7 +620,7 @@ def test_an_unchanged_script_leaks_without_and_is_isolated_with_it(folder, tmp_p
 
 
 def environment(release, *pins):
-    return environments.make(environments.version(release).changed(["click", *pins]), own_matrix.environments_folder())
+    return environments.make(environments.version(release).changed(["click", *pins]), matrix.environments_folder())
 
 
 @pytest.fixture

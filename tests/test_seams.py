@@ -11,7 +11,8 @@ import torch.nn.functional as F
 from fake_models import modeling_function, modeling_interface, modeling_method
 
 import fa2patch
-from compat_matrix.points import alone, assert_close, assert_same_gradients, documents, gradients, loss_of, pack
+from compat_matrix.check.compare import assert_close, assert_same_gradients
+from compat_matrix.check.rows import alone, documents, gradients, loss_of, pack
 from fa2patch import binding, errors
 from fa2patch.patch import applying as patching
 
@@ -526,7 +527,7 @@ def test_a_base_model_that_was_compiled_after_apply_is_still_reached(docs):
 
 def test_the_largest_id_is_told_without_a_read():
     """As 4.34's to 4.47's flash classes ask for it; whatever else is done to the ids is done to plain ones."""
-    from compat_matrix import reads
+    from compat_matrix.check import reads
     from fa2patch.upstream.seams import known_ids
 
     ids = torch.tensor([[0, 1, 2, 0, 1]])

@@ -5,10 +5,11 @@ from html.parser import HTMLParser
 
 import pytest
 
-from compat_matrix import tables
-from compat_matrix.bands import bands, split
-from compat_matrix.markdown import gpu, matrix, spans
-from compat_matrix.page import page
+from compat_matrix.publish import __main__ as publish
+from compat_matrix.publish import tables
+from compat_matrix.publish.bands import bands, split
+from compat_matrix.publish.markdown import gpu, matrix, spans
+from compat_matrix.publish.page import page
 from compat_matrix.results import Malformed, read
 
 POINTS = ["packed_row", "packed_rows", "windows"]
@@ -193,7 +194,7 @@ def test_malformed(root, leave, results, change, expected, capsys):
     with pytest.raises(Malformed) as caught:
         results()
     assert str(file) in str(caught.value) and expected in str(caught.value)
-    assert tables.main(["--root", str(root)]) == 1
+    assert publish.main(["--root", str(root)]) == 1
     assert expected in capsys.readouterr().err
 
 
@@ -208,22 +209,22 @@ def test_no_json_and_no_evidence(leave, results):
 def test_drift_is_caught(root, leave, capsys):
     leave("5.0.0", EVERY_STATE)
     run = ["--root", str(root)]
-    assert tables.main([*run, "--check"]) == 1
+    assert publish.main([*run, "--check"]) == 1
     assert not (root / "compat_matrix/MATRIX.md").exists()
-    assert tables.main(run) == 0
-    assert tables.main([*run, "--check"]) == 0
+    assert publish.main(run) == 0
+    assert publish.main([*run, "--check"]) == 0
     assert (root / "README.md").read_text().startswith("before\n")
     assert (root / "README.md").read_text().endswith("after\n")
     capsys.readouterr()
     for name in ("README.md", "compat_matrix/MATRIX.md", "compat_matrix/matrix.html"):
         good = (root / name).read_text()
         (root / name).write_text(good.replace("1", "2"))
-        assert tables.main([*run, "--check"]) == 1
+        assert publish.main([*run, "--check"]) == 1
         said = capsys.readouterr().err
-        assert name in said and tables.COMMAND in said
+        assert name in said and publish.COMMAND in said
         (root / name).write_text(good)
     leave("5.0.0", {**EVERY_STATE, "llama": checked(seam="entry")})
-    assert tables.main([*run, "--check"]) == 1
+    assert publish.main([*run, "--check"]) == 1
 
 
 def test_readme_without_markers(root, leave):

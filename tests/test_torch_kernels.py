@@ -17,7 +17,7 @@ from kernel_cases import (
     with_gradients,
 )
 
-from compat_matrix import stand_in_aten
+from compat_matrix.check import stand_in_aten
 from fa2patch.kernels import Asked, torch_varlen
 from fa2patch.kernels.efficient import Efficient
 from fa2patch.kernels.flex import Flex, compute

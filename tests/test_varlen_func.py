@@ -20,7 +20,7 @@ from kernel_cases import (
     with_gradients,
 )
 
-from compat_matrix import stand_in
+from compat_matrix.check import stand_in
 from fa2patch import kernels
 from fa2patch.errors import KernelUnavailable
 from fa2patch.kernels import flash_attn as file_2
@@ -328,7 +328,7 @@ def test_the_fourth_generation_is_not_there_where_only_the_second_is(install):
 
 
 BUILD = """
-from compat_matrix.stand_in import flash_attn_varlen_func
+from compat_matrix.check.stand_in import flash_attn_varlen_func
 """
 
 

@@ -8,8 +8,10 @@ import pytest
 import transformers
 
 import fa2patch
-from compat_matrix import reach, tiny_models, window_kinds
-from compat_matrix.points import POINTS, Cell, NotApplicable
+from compat_matrix import tiny_models
+from compat_matrix.check import reach, window_kinds
+from compat_matrix.check.cell import Cell, NotApplicable
+from compat_matrix.check.points import POINTS
 from fa2patch import Boundaries
 from fa2patch.upstream import packed_mask
 

@@ -16,7 +16,8 @@ import transformers
 
 import fa2patch
 from compat_matrix import tiny_configs, tiny_models
-from compat_matrix.points import alone, assert_close, documents, pack
+from compat_matrix.check.compare import assert_close
+from compat_matrix.check.rows import alone, documents, pack
 from fa2patch import errors
 
 peft = pytest.importorskip("peft")
@@ -277,7 +278,7 @@ LATER = """
 import sys
 import fa2patch
 from compat_matrix import tiny_models
-from compat_matrix.points import documents, pack
+from compat_matrix.check.rows import documents, pack
 
 model = tiny_models.build("llama", "sdpa")
 loaded = {name for name in sys.modules if name.split(".")[0] == "peft"}

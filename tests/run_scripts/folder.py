@@ -10,7 +10,7 @@ from tokenizers.pre_tokenizers import Whitespace
 from transformers import PreTrainedTokenizerFast
 
 from compat_matrix import tiny_configs, tiny_models
-from compat_matrix.points import documents
+from compat_matrix.check.rows import documents
 
 LENGTHS = (9, 21, 5, 14, 30, 7, 2, 12)
 

@@ -12,7 +12,7 @@ import sys
 from dataclasses import dataclass
 from typing import Any, Callable
 
-from . import tiny_models
+from .. import tiny_models
 
 Sees = Callable[[int, int, int], bool]
 """Whether a query sees a key of its document: given their places in it, and what the config's argument says."""
@@ -104,8 +104,8 @@ def of(architecture: str) -> list[Kind]:
     unknown = [name for name in sorted(names - KINDS.keys() - LAYERS - NO_WINDOWS.keys()) if spoken_of(name, config)]
     if unknown:
         raise UnknownWindow(
-            f"{type(config).__name__} has {', '.join(unknown)}: expected names that compat_matrix/window_kinds.py "
-            "knows. Look at what Transformers does with them, and add them to KINDS, LAYERS or NO_WINDOWS."
+            f"{type(config).__name__} has {', '.join(unknown)}: expected names that compat_matrix/check/window_kinds.py"
+            " knows. Look at what Transformers does with them, and add them to KINDS, LAYERS or NO_WINDOWS."
         )
     kinds = KINDS if tiny_models.is_encoder(architecture) else {**KINDS, **DECODERS}
     return [kind for name, kind in kinds.items() if name in takes]

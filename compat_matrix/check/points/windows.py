@@ -8,9 +8,12 @@ import torch
 
 import fa2patch
 
-from .. import reach, tiny_models, window_kinds
+from ... import tiny_models
+from .. import reach, window_kinds
+from ..cell import Cell, NotApplicable, point
+from ..compare import TOLERANCE, assert_close
+from ..rows import alone, documents, pack
 from ..window_kinds import Kind, Way
-from . import TOLERANCE, Cell, NotApplicable, alone, assert_close, documents, pack, point
 
 LONGEST = 12
 WIDE = 96

@@ -1,18 +1,9 @@
-"""One environment, one JSON: every architecture, every implementation, every point. ``__main__`` runs it in each."""
+"""What is found of one architecture in this environment: with fa2patch, and by Transformers alone."""
 
 from __future__ import annotations
 
-import argparse
-import gc
-import json
 import os
-import platform
-import sys
-import time
 import traceback
-import warnings
-from datetime import datetime, timezone
-from importlib import metadata
 from pathlib import Path
 from typing import Any
 
@@ -42,63 +33,13 @@ REFUSED_AND_PATCHED = "refused with one attn_implementation, patched with anothe
 """Of an architecture that is one or the other: which of them it is would turn on how somebody loaded it."""
 
 
-def main(arguments: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(prog="python -m compat_matrix.check", description=__doc__)
-    parser.add_argument("--flash-attn", choices=sorted(IMPLEMENTATIONS), default="without")
-    parser.add_argument("--families", nargs="*")
-    parser.add_argument("--points", nargs="*")
-    parser.add_argument("--output", type=Path)
-    given = parser.parse_args(arguments)
-    os.environ.update(HF_HUB_OFFLINE="1", TRANSFORMERS_VERBOSITY="error", TOKENIZERS_PARALLELISM="false", USE_TF="0")
-    warnings.simplefilter("ignore")
-    if given.flash_attn == "with":
-        from . import stand_in
-
-        stand_in.install()
-    import torch
-    import transformers
-
-    from . import own_models, tiny_models, upstream
-    from .points import POINTS
-
-    torch.set_num_threads(1)
-    gc.freeze()
-    gc.set_threshold(100_000, 50, 50)  # a fifth of the time went into looking through tiny models for garbage
-    started = time.time()
-    points = given.points or list(POINTS)
-    found = {}
-    for architecture in given.families or tiny_models.architectures():
-        if not tiny_models.is_present(architecture):
-            continue
-        found[architecture] = _cell(architecture, IMPLEMENTATIONS[given.flash_attn], points)
-        if own_models.is_file(architecture):
-            found[architecture]["notes"] = own_models.notes(architecture, tiny_models.config_class(architecture))
-        print(f"{architecture}: {found[architecture]}", file=sys.stderr, flush=True)
-    evidence = {
-        "transformers": transformers.__version__,
-        "torch": torch.__version__,
-        "python": platform.python_version(),
-        "wrapt": metadata.version("wrapt"),
-        "flash_attn": "stand-in" if given.flash_attn == "with" else None,
-        "device": "cpu",
-        "kernel": "reference",
-        "date": datetime.now(timezone.utc).date().isoformat(),
-        "seconds": round(time.time() - started, 1),
-        "points": points,
-        "upstream_rows": list(upstream.ROWS),
-        "architectures": found,
-    }
-    text = json.dumps(evidence, indent=1)
-    given.output.write_text(text + "\n") if given.output else print(text)
-    return 0
-
-
-def _cell(architecture: str, implementations: tuple[str, ...], points: list[str]) -> dict[str, Any]:
+def cell(architecture: str, implementations: tuple[str, ...], points: list[str]) -> dict[str, Any]:
     """What is found of one architecture: with fa2patch and by upstream alone, or why it is refused."""
     import fa2patch
 
-    from . import tiny_models, upstream
-    from .points import Cell
+    from .. import tiny_models
+    from . import upstream
+    from .cell import Cell
 
     loaded = {}
     unloadable = {}
@@ -144,7 +85,7 @@ def _interface(loaded: dict[str, Any]) -> bool:
 
 def _skipped(cell: Any, seam: list[str], first: bool) -> dict[str, str]:
     """Points that are not run, and why."""
-    from . import tiny_models
+    from .. import tiny_models
 
     if {*seam} - {"mixer"} != {"interface"} or cell.family.endswith(".json"):
         return {}
@@ -158,7 +99,8 @@ def _skipped(cell: Any, seam: list[str], first: bool) -> dict[str, str]:
 def _results(cell: Any, points: list[str], skipped: dict[str, str]) -> dict[str, Any]:
     import torch
 
-    from .points import POINTS, NotApplicable
+    from .cell import NotApplicable
+    from .points import POINTS
 
     counts: dict[str, Any] = {"ok": 0, "n/a": {}, "fail": {}}
     for name in points:
@@ -178,7 +120,3 @@ def _results(cell: Any, points: list[str], skipped: dict[str, str]) -> dict[str,
             if os.environ.get("FA2PATCH_TRACE"):
                 traceback.print_exc()
     return counts
-
-
-if __name__ == "__main__":
-    sys.exit(main())

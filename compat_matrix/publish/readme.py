@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import textwrap
 
+from ..cells import Results, Score
 from . import markdown
 from .bands import bands
-from .cells import Results, Score
 
 SEEDS = {
     "llama": "Llama",

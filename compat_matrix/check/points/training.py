@@ -11,19 +11,10 @@ import torch
 import fa2patch
 from fa2patch.upstream import layers
 
-from .. import tiny_models
-from . import (
-    Cell,
-    NotApplicable,
-    alone,
-    assert_same_gradients,
-    assert_unmoved,
-    documents,
-    gradients,
-    loss_of,
-    pack,
-    point,
-)
+from ... import tiny_models
+from ..cell import Cell, NotApplicable, assert_unmoved, point
+from ..compare import assert_same_gradients
+from ..rows import alone, documents, gradients, loss_of, pack
 
 HALF_FACTOR, HALF_FLOOR = 2.0, 5e-3
 """In bfloat16, packed may be this factor farther from float32 than alone is, plus this part of the logits' mean size.

@@ -6,7 +6,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from . import own_sizes
+from . import sizes
 
 OLDER = ("rope_scaling", "rope_theta", "rope_local_base_freq")
 
@@ -14,7 +14,7 @@ OLDER = ("rope_scaling", "rope_theta", "rope_local_base_freq")
 def respelt(cls: Any, config: dict[str, Any]) -> dict[str, Any]:
     """The config, with its rotary embeddings as ``cls`` takes them."""
     config = dict(config)
-    if "rope_parameters" in own_sizes.defaults(cls):
+    if "rope_parameters" in sizes.defaults(cls):
         return _newer(cls, config)
     parameters = config.pop("rope_parameters", None)
     if isinstance(parameters, dict) and parameters:
@@ -39,7 +39,7 @@ def _newer(cls: Any, config: dict[str, Any]) -> dict[str, Any]:
 
 
 def _older(cls: Any, parameters: dict[str, Any]) -> dict[str, Any]:
-    takes = own_sizes.defaults(cls)
+    takes = sizes.defaults(cls)
     local: dict[str, Any] = {}
     if all(isinstance(value, dict) for value in parameters.values()):  # one for each kind of layer
         local = parameters.get("sliding_attention", {})

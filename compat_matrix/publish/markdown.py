@@ -5,8 +5,8 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Sequence
 
+from ..cells import STATES, Cell, Environment, Results, Score
 from .bands import Band, bands, split
-from .cells import STATES, Cell, Environment, Results, Score
 
 HERE = {"ok": "✓", "refused": "R", "xfail": "x", "fail": "**FAIL**"}
 ALONE = {"ok": "✓", "plain": "~", "leak": "✗", "error": "!", "unknown": "?"}
@@ -21,7 +21,7 @@ def matrix(results: Results) -> str:
         [
             "# Which architecture, in which Transformers version",
             "",
-            "<!-- Made by `python -m compat_matrix.tables` from compat_matrix/evidence; edit that, not this. -->",
+            "<!-- Made by `python -m compat_matrix.publish` from compat_matrix/evidence; edit that, not this. -->",
             "",
             f"{gpu(results)} The same as a picture: [matrix.html](matrix.html), to be opened in a browser.",
             *missing(results),

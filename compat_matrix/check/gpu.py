@@ -20,8 +20,9 @@ import torch
 import fa2patch
 from fa2patch import kernels
 
-from . import tiny_models
-from .points import Cell, alone, documents, pack
+from .. import tiny_models
+from .cell import Cell
+from .rows import alone, documents, pack
 
 LENGTHS = (50, 130, 1, 77)
 BIG = {
@@ -36,7 +37,7 @@ SLACK = 5e-3
 
 
 def main(arguments: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(prog="python -m compat_matrix.gpu", description=__doc__)
+    parser = argparse.ArgumentParser(prog="python -m compat_matrix.check.gpu", description=__doc__)
     parser.add_argument("--families", nargs="+", metavar="F", default=list(tiny_models.SEEDS), help="architectures")
     parser.add_argument("--kernels", nargs="+", metavar="K", help="default: all that can run here")
     parser.add_argument("--device", default="cuda", help="cpu: only to see that it runs")

@@ -2,20 +2,23 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import jinja2
 
+from ..cells import STATES, UPSTREAM_STATES, Cell, Environment, Results, Upstream
 from .bands import bands
-from .cells import STATES, UPSTREAM_STATES, Cell, Environment, Results, Upstream
-from .environments import HERE
 from .markdown import gpu
 
 
 def page(results: Results) -> str:
     """The whole HTML file."""
     templates = jinja2.Environment(
-        loader=jinja2.FileSystemLoader(HERE), autoescape=True, undefined=jinja2.StrictUndefined, trim_blocks=True
+        loader=jinja2.FileSystemLoader(Path(__file__).parent),
+        autoescape=True,
+        undefined=jinja2.StrictUndefined,
+        trim_blocks=True,
     )
     templates.policies["json.dumps_kwargs"] = {"separators": (",", ":"), "ensure_ascii": False}
     total = results.score(*results.counted)

@@ -5,13 +5,13 @@ from __future__ import annotations
 import inspect
 from typing import Any
 
-from . import tiny_configs
+from .. import tiny_configs
 
 KEPT = {
     "num_hidden_layers", "n_layer", "n_layers", "num_layers", "sliding_window_pattern", "first_k_dense_replace",
     "decoder_sparse_step", "moe_layer_interval", "tie_word_embeddings",
 }  # fmt: skip
-"""Rows of ``tiny_configs.SETTINGS`` that are the user's to say (layers are cut by ``own_layers``)."""
+"""Rows of ``tiny_configs.SETTINGS`` that are the user's to say (layers are cut by ``layers``)."""
 
 AT_MOST = {
     **dict.fromkeys(["num_experts_per_tok", "num_experts_per_token", "moe_topk", "moe_top_k", "moe_k", "top_k"], 2),

@@ -9,20 +9,11 @@ import torch
 
 import fa2patch
 
-from .. import own_models, tiny_configs, tiny_models
-from . import (
-    Cell,
-    NotApplicable,
-    alone,
-    assert_close,
-    assert_same_gradients,
-    documents,
-    gradients,
-    loss_of,
-    pack,
-    point,
-    takes_cache,
-)
+from ... import tiny_configs, tiny_models
+from ...user_models import models
+from ..cell import Cell, NotApplicable, point
+from ..compare import assert_close, assert_same_gradients
+from ..rows import alone, documents, gradients, loss_of, pack, takes_cache
 
 LENGTHS = (5, 9, 1, 3, 7)
 
@@ -176,7 +167,7 @@ def rope_scaling(cell: Cell) -> None:
 
 
 def _scalings(family: str, kind: str, limit: int) -> list[dict[str, Any]]:
-    if kind == "longrope" and own_models.kind(family) != "phi3":
+    if kind == "longrope" and models.kind(family) != "phi3":
         return []
     pairs = tiny_models.config_of(family)
     pairs = getattr(pairs, "text_config", pairs)

@@ -11,8 +11,11 @@ import fa2patch
 from fa2patch import errors
 from fa2patch.upstream import layers
 
-from .. import reads, tiny_models
-from . import Cell, NotApplicable, alone, assert_close, documents, pack, point, takes_cache
+from ... import tiny_models
+from .. import reads
+from ..cell import Cell, NotApplicable, point
+from ..compare import assert_close
+from ..rows import alone, documents, pack, takes_cache
 
 
 @point

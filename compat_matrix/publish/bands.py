@@ -6,7 +6,7 @@ from bisect import bisect_right
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from .cells import Cell, Environment, Score, score
+from ..cells import Cell, Environment, Score, score
 
 STARTS = ((4, 34), (4, 43), (4, 48), (4, 53), (5, 0))
 """Attention classes; one flash function for all of them; one interface for all; one module that makes masks; 5."""

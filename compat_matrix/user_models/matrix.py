@@ -12,8 +12,9 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Callable
 
-from . import environments, own_models, results, run
-from .cells import ABSENT, Cell
+from .. import environments, results, run
+from ..cells import ABSENT, Cell
+from .models import BadConfig, find, is_file, read
 
 
 @dataclass(frozen=True)
@@ -45,15 +46,15 @@ def model(given: str) -> Model:
     """The model meant by an argument: a config.json, a folder with one, or an architecture's name.
 
     Raises:
-        own_models.BadConfig: a path that holds no config.
+        BadConfig: a path that holds no config.
     """
     path = Path(given)
-    if not (own_models.is_file(given) or path.exists() or os.sep in given or "/" in given):
+    if not (is_file(given) or path.exists() or os.sep in given or "/" in given):
         return Model(given, given, given)
-    file = own_models.find(path).resolve()
-    kind = str(own_models.read(file)["model_type"])
-    if not own_models.is_file(file.name):
-        raise own_models.BadConfig(f"{file}: looked for a file that ends in .json, found {file.name}. Rename it.")
+    file = find(path).resolve()
+    kind = str(read(file)["model_type"])
+    if not is_file(file.name):
+        raise BadConfig(f"{file}: looked for a file that ends in .json, found {file.name}. Rename it.")
     return Model(file.parent.name if file.name == "config.json" else file.stem, str(file), kind)
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from . import own_sizes
+from . import sizes
 
 NAMES = ("num_hidden_layers", "n_layers", "n_layer", "num_layers")
 LONGEST = 8
@@ -24,7 +24,7 @@ def name_of(settings: dict[str, Any]) -> str | None:
 
 def cut(cls: Any, settings: dict[str, Any]) -> dict[str, Any]:
     """What to change in ``settings``, a config of ordinary size, to have few layers."""
-    everything = {**own_sizes.defaults(cls), **settings}
+    everything = {**sizes.defaults(cls), **settings}
     name = name_of(everything)
     if name is None:
         return {}
@@ -67,7 +67,7 @@ def stretched(settings: dict[str, Any], changes: dict[str, Any]) -> dict[str, An
 
 def respelt(cls: Any, config: dict[str, Any]) -> dict[str, Any]:
     """The kinds of layers, as a version says them that does not take them one by one."""
-    takes, config = own_sizes.defaults(cls), dict(config)
+    takes, config = sizes.defaults(cls), dict(config)
     kinds = config.get("layer_types")
     pattern = "sliding_window_pattern"
     if isinstance(kinds, list) and "layer_types" not in takes and pattern in takes and "full_attention" in kinds:

@@ -10,8 +10,8 @@ import torch
 
 import fa2patch
 
-from .points import alone as run_alone
-from .points import documents, pack
+from .rows import alone as run_alone
+from .rows import documents, pack
 
 LENGTH = 12
 

@@ -6,7 +6,7 @@ import json
 from collections.abc import Sequence
 from typing import Any
 
-from .own_matrix import Row
+from .matrix import Row
 
 ALONE = {"ok": "ok", "plain": "only the plain row", "leak": "LEAKS", "error": "fails", "unknown": "not run"}
 """Transformers alone, on the kinds of packed row of ``upstream.ROWS``."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from typing import Any
 
-from .cells import Results
+from ..cells import Results
 
 
 def known(results: Results) -> str:

@@ -13,7 +13,8 @@ import re
 from pathlib import Path
 from typing import Any
 
-from . import own_layers, own_rope, own_sizes, tiny_configs
+from .. import tiny_configs
+from . import layers, rope, sizes
 
 HOUSEKEEPING = {
     "architectures", "attn_implementation", "dtype", "id2label", "label2id", "model_type", "output_attentions",
@@ -81,7 +82,7 @@ def config_of(path: str | Path, config_class: Any, **changes: Any) -> Any:
     """The tiny config of the user's model, in the installed Transformers; ``changes`` are for the language model."""
     settings = shrunk(config_class, read(path))
     text = settings["text_config"] if isinstance(settings.get("text_config"), dict) else settings
-    text.update(own_layers.stretched(text, changes))
+    text.update(layers.stretched(text, changes))
     return tiny_configs.made(config_class, settings)
 
 
@@ -89,15 +90,15 @@ def shrunk(config_class: Any, config: dict[str, Any]) -> dict[str, Any]:
     """Arguments for ``config_class``: the user's config, tiny."""
     settings = fitted(config_class, config)
     nested = {name: _nested(config_class, name, value) for name, value in settings.items() if _is_config(name, value)}
-    settings.update(own_layers.cut(config_class, settings))
-    settings.update(own_sizes.cut(config_class, settings))
+    settings.update(layers.cut(config_class, settings))
+    settings.update(sizes.cut(config_class, settings))
     return {**settings, **nested}
 
 
 def fitted(config_class: Any, config: dict[str, Any]) -> dict[str, Any]:
     """Arguments for ``config_class``: the user's config, as large as it is, in this version's spelling."""
     config = _flat_or_nested(config_class, config)
-    spelled = own_layers.respelt(config_class, own_rope.respelt(config_class, config))
+    spelled = layers.respelt(config_class, rope.respelt(config_class, config))
     known = _known(config_class)
     return {name: value for name, value in spelled.items() if name in known and name not in _unheeded(config_class)}
 
@@ -111,7 +112,7 @@ def notes(path: str | Path, config_class: Any) -> list[str]:
 def dropped(config_class: Any, config: dict[str, Any]) -> list[str]:
     """The config's keys that the installed Transformers does not know, or that are left out here, sorted."""
     config = _flat_or_nested(config_class, config)
-    spelled = own_layers.respelt(config_class, own_rope.respelt(config_class, config))
+    spelled = layers.respelt(config_class, rope.respelt(config_class, config))
     unknown = {*spelled} - {*fitted(config_class, config)} - _unheeded(config_class)
     found = [name for name in unknown if not name.startswith("_") and spelled[name] is not None]
     for name, value in spelled.items():
@@ -123,7 +124,7 @@ def dropped(config_class: Any, config: dict[str, Any]) -> list[str]:
 
 def _known(cls: Any) -> set[str]:
     """Arguments, and whatever the class's or the model's code mentions: many a key is read with ``getattr`` only."""
-    words: set[str] = set(own_sizes.defaults(cls))
+    words: set[str] = set(sizes.defaults(cls))
     for name in {cls.__module__, cls.__module__.replace(".configuration_", ".modeling_")}:
         try:
             file = Path(str(importlib.import_module(name).__file__))
@@ -139,7 +140,7 @@ def _unheeded(cls: Any) -> set[str]:
     """Housekeeping, and what every config has of its base class; but what this class takes by name counts."""
     base = next(base for base in cls.__mro__ if base.__name__ in ("PretrainedConfig", "PreTrainedConfig"))
     everyones = {*base().to_dict()} - {"is_decoder", "tie_word_embeddings", "pad_token_id"}
-    return HOUSEKEEPING | (everyones - {*own_sizes.defaults(cls)})
+    return HOUSEKEEPING | (everyones - {*sizes.defaults(cls)})
 
 
 def _is_config(name: str, value: Any) -> bool:
@@ -165,21 +166,21 @@ def _class_of(cls: Any, name: str, value: dict[str, Any]) -> Any:
 def _nested(cls: Any, name: str, value: dict[str, Any]) -> dict[str, Any]:
     inner = _class_of(cls, name, value)
     if not hasattr(inner, "model_type"):
-        return own_sizes.of_dict(value)
+        return sizes.of_dict(value)
     settings = shrunk(inner, value)
     if name != "text_config":
-        settings.update(own_sizes.of_a_tower(inner, settings))
+        settings.update(sizes.of_a_tower(inner, settings))
     return {"model_type": inner.model_type, **settings}
 
 
 def _flat_or_nested(cls: Any, config: dict[str, Any]) -> dict[str, Any]:
     """A vision-language config with its text side apart or not, as this version has it (Qwen2-VL has had both)."""
-    apart = "text_config" in own_sizes.defaults(cls)
+    apart = "text_config" in sizes.defaults(cls)
     if apart == isinstance(config.get("text_config"), dict) or not ({"vision_config"} & {*config}):
         return config
     if not apart:
         rest = {name: value for name, value in config.items() if name != "text_config"}
         return {**config["text_config"], **rest}
-    own = {*own_sizes.defaults(cls)} | {"model_type"}
+    own = {*sizes.defaults(cls)} | {"model_type"}
     text = {name: value for name, value in config.items() if name not in own}
     return {**{name: value for name, value in config.items() if name in own}, "text_config": text}

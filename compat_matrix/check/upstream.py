@@ -8,8 +8,9 @@ import torch
 
 import fa2patch
 
-from . import tiny_models
-from .points import Cell, documents, pack
+from .. import tiny_models
+from .cell import Cell
+from .rows import documents, pack
 
 DTYPES = (torch.float32, torch.bfloat16)
 """bfloat16 where a flash class cannot compute float32, which the real kernels cannot either."""

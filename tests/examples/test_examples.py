@@ -23,7 +23,7 @@ import fa2patch
 for needed in ("transformers", "accelerate", "peft", "tokenizers", "matplotlib", "rich", "psutil"):
     pytest.importorskip(needed)
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 STEPS = 5
 SAME = 1e-5
 """Relative. Rounding is 1e-7 after five steps; a leak 1e-3, as ``test_a_leak_would_be_seen`` shows."""

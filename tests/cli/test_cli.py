@@ -17,7 +17,7 @@ from compat_matrix import run
 from compat_matrix.user_models.matrix import model as model_of
 from fa2patch.cli.commands import main
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 LLAMA = str(ROOT / "tests" / "own_configs" / "llama_3_1.json")
 ROWS = ["one row", "two rows"]
 OK = {"fa2patch": {"sdpa": {"ok": 1}}, "seam": ["interface"], "upstream": {"sdpa": dict.fromkeys(ROWS, "ok")}}

@@ -22,7 +22,7 @@ from fa2patch.data.padded_batches import pack_padded_batches
 from fa2patch.errors import BadBatch, CollatorError, Fa2PatchError, NotAModel
 from fa2patch.preference import DataCollatorForPreferenceFlattening, per_document_logps, trainer_class
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 PAIRS = [
     {"prompt_input_ids": [5, 6, 7], "chosen_input_ids": [8, 9], "rejected_input_ids": [10]},
     {"prompt_input_ids": [11], "chosen_input_ids": [12, 13, 14, 15, 16], "rejected_input_ids": [17, 18, 19]},
@@ -353,7 +353,7 @@ def steps(stack: str, *arguments: str) -> dict[str, Any]:
     python = environments.make(wanted.environment, ROOT / ".compat")
     with environments.only_our_packages() as packages:
         variables = {**os.environ, **wanted.variables, "PYTHONPATH": str(packages), "HF_HUB_OFFLINE": "1"}
-        script = [str(python), str(ROOT / "tests/dpo_steps.py"), *arguments]
+        script = [str(python), str(Path(__file__).with_name("dpo_steps.py")), *arguments]
         done = subprocess.run(script, env=variables, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr[-3000:]
     found: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])

@@ -15,7 +15,7 @@ from compat_matrix.ecosystem.checks import CHECKS, curve
 from compat_matrix.ecosystem.collators import packed, padded
 from compat_matrix.ecosystem.training import Stage, tiny_llama
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 CONFIGS = ROOT / "examples" / "configs"
 STACKS = stacks.stacks()
 

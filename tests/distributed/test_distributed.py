@@ -1,4 +1,4 @@
-"""Packed training in two processes equals padded training in one; the scripts are in tests/distributed."""
+"""Packed training in two processes equals padded training in one; the scripts are beside it."""
 
 import importlib.util
 import json
@@ -12,7 +12,7 @@ import torch
 
 from compat_matrix.ecosystem import distributed
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 VARIABLES = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
 needs_fsdp2 = pytest.mark.skipif(
     importlib.util.find_spec("torch.distributed.fsdp._fully_shard") is None, reason="FSDP2 came with torch 2.6"

@@ -14,7 +14,7 @@ import pytest
 for needed in ("transformers", "accelerate", "tokenizers", "matplotlib", "rich", "psutil"):
     pytest.importorskip(needed)
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 # The two trainings may differ by rounding and by nothing else. Rounding grows with the steps: 1e-7 is usual after 8,
 # 1e-5 after 200. Where documents leak into each other (packed and not patched, Transformers 4.44) it is 1e-2 after 8.
 QUICK_TOLERANCE, FULL_TOLERANCE = 1e-5, 1e-3

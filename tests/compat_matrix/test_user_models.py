@@ -14,7 +14,7 @@ from compat_matrix.user_models import layers, models, rope, sizes
 if not hasattr(transformers, "Gemma3Config"):
     pytest.skip("this Transformers is older than the configs' models", allow_module_level=True)
 
-CONFIGS = Path(__file__).parent / "own_configs"
+CONFIGS = Path(__file__).parents[1] / "own_configs"
 NAMES = sorted(file.stem for file in CONFIGS.glob("*.json"))
 
 

@@ -1,4 +1,4 @@
-"""Run by torchrun in two processes (tests/test_verify.py): verify and train a model under DDP and FSDP2."""
+"""Run by torchrun in two processes (test_verify.py): verify and train a model under DDP and FSDP2."""
 
 import os
 

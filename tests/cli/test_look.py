@@ -15,7 +15,7 @@ import fa2patch
 from fa2patch.cli.commands import main
 from fa2patch.proof import doctor
 
-CONFIG = str(Path(__file__).parent / "own_configs" / "llama_3_1.json")
+CONFIG = str(Path(__file__).parents[1] / "own_configs" / "llama_3_1.json")
 
 
 def run(*arguments):

@@ -26,7 +26,7 @@ from compat_matrix.ecosystem.stacks import stacks
 from fa2patch.data.completion_only import DataCollatorForCompletionOnlyLM
 from fa2patch.errors import CollatorError
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 HUMAN, RESPONSE = "### Human:", "### Response:\n"
 
 
@@ -225,7 +225,7 @@ def test_same_as_trl(stack: str) -> None:
     python = environments.make(wanted.environment, ROOT / ".compat")
     with environments.only_our_packages() as packages:
         variables = {**os.environ, **wanted.variables, "PYTHONPATH": str(packages), "HF_HUB_OFFLINE": "1"}
-        script = [str(python), str(ROOT / "tests/completion_only_with_trl.py")]
+        script = [str(python), str(Path(__file__).with_name("completion_only_with_trl.py"))]
         done = subprocess.run(script, env=variables, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr[-2000:]
     found = json.loads(done.stdout.splitlines()[-1])

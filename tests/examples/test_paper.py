@@ -18,7 +18,7 @@ import torch
 for needed in ("transformers", "accelerate", "tokenizers", "matplotlib", "rich", "psutil", "tqdm"):
     pytest.importorskip(needed)
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 COMMITTED = ROOT / "examples/paper"
 PADDING, ONLINE, OFFLINE = "padding", "online mini-batch + ids", "offline packing + ids"
 LEAKY_ROWS, LEAKY = "packing, no ids", "online mini-batch, no ids"

@@ -18,7 +18,7 @@ import fa2patch
 from compat_matrix import environments
 from fa2patch.errors import BadBatch, UnsupportedModel
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -210,7 +210,7 @@ def test_other_releases(release: str) -> None:
     python = environments.make(environments.version(release), ROOT / ".compat")
     with environments.only_our_packages() as packages:
         variables = {**os.environ, "PYTHONPATH": str(packages), "HF_HUB_OFFLINE": "1"}
-        script = [str(python), str(ROOT / "tests/classification_cases.py")]
+        script = [str(python), str(ROOT / "tests/helpers/classification_cases.py")]
         done = subprocess.run(script, env=variables, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr[-3000:]
     found = json.loads(done.stdout.splitlines()[-1])

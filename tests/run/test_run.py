@@ -47,8 +47,8 @@ from fa2patch.run import collate, hook
 from fa2patch.run import start as run
 
 HERE = Path(__file__).parent
-ROOT = HERE.parent
-SCRIPTS = HERE / "run_scripts"
+ROOT = HERE.parents[1]
+SCRIPTS = HERE / "scripts"
 TINY_BERT = {"vocab_size": 8, "hidden_size": 8, "num_hidden_layers": 1, "num_attention_heads": 2}
 NEAR = 1e-5  # the same sums over the same tokens, in another order
 

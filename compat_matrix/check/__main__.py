@@ -1,4 +1,4 @@
-"""One environment, one JSON: every architecture, every implementation, every point. ``__main__`` runs it in each."""
+"""One environment, one JSON: every architecture, every implementation, every point. ``compat_matrix.run`` starts it."""
 
 from __future__ import annotations
 

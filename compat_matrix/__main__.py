@@ -31,7 +31,9 @@ def main(arguments: list[str] | None = None) -> int:
         "--versions", nargs="+", metavar="V", help="blocks of versions.toml, or any release; default: all"
     )
     parser.add_argument("--families", nargs="+", metavar="F", help="architectures; default: all that a version has")
-    parser.add_argument("--points", nargs="+", metavar="P", help="default: all (functions of compat_matrix/points)")
+    parser.add_argument(
+        "--points", nargs="+", metavar="P", help="default: all, functions of compat_matrix/check/points"
+    )
     parser.add_argument("--jobs", type=int, default=os.cpu_count() or 1, help="versions checked at a time")
     parser.add_argument("--environments", type=Path, default=ROOT / ".compat", help="where environments are kept")
     parser.add_argument("--evidence", type=Path, default=EVIDENCE, help="where a JSON for each version goes")

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from . import environments
-from .check import REFUSED_AND_PATCHED
+from .check.found import REFUSED_AND_PATCHED
 from .results import FORMAT
 
 PARTS = ("without", "with")

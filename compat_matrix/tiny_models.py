@@ -1,7 +1,7 @@
 """Tiny models of every architecture, with weights scaled up: default weights hide leaks (products of small numbers).
 
-What is small is chosen by the names of the config's arguments, so that a release brings its new models with it; a row
-of ``OVERRIDES`` is for what a name cannot say.
+What is small is chosen by the names of the config's arguments (``tiny_configs``), so that a release brings its new
+models with it; a row of ``OVERRIDES`` is for what a name cannot say.
 """
 
 from __future__ import annotations
@@ -17,9 +17,8 @@ from typing import Any
 
 import torch
 
-from . import own_models
-
-VOCABULARY = 97
+from .tiny_configs import SETTINGS, VISION, VOCABULARY, made
+from .user_models import models
 
 SEEDS = (
     "llama", "mistral", "mixtral", "granite", "dbrx", "falcon", "gemma", "olmo", "phi", "phi3", "qwen2", "qwen2_moe",
@@ -53,53 +52,9 @@ ENCODERS = tuple(
 """Models whose attention looks both ways."""
 
 MASK_TOKEN = 42
-"""Masked-out tokens of ESM, of which there are some in ``points.documents``: it scales embeddings by their number."""
-
-SETTINGS: dict[str, Any] = {
-    **dict.fromkeys(
-        ["vocab_size", "vocab_size_per_layer_input", "text_vocab_size", "pronunciation_vocab_size", "shape_vocab_size"],
-        VOCABULARY,
-    ),
-    **dict.fromkeys(["hidden_size", "n_embd", "d_model", "embed_dim", "word_embed_proj_dim", "embedding_size"], 32),
-    **dict.fromkeys(["intermediate_size", "n_inner", "ffn_dim", "ffn_hidden_size", "dff", "mlp_hidden_size"], 48),
-    **dict.fromkeys(["num_hidden_layers", "n_layer", "n_layers", "num_layers", "depth"], 2),
-    **dict.fromkeys(["num_attention_heads", "n_head", "n_heads", "num_heads"], 4),
-    **dict.fromkeys(["num_key_value_heads", "num_kv_heads", "num_global_key_value_heads"], 2),
-    **dict.fromkeys(["head_dim", "global_head_dim", "kv_channels", "qk_nope_head_dim", "qk_rope_head_dim"], 8),
-    **dict.fromkeys(["v_head_dim", "hidden_size_per_layer_input", "rope_head_dim"], 8),
-    **dict.fromkeys(["max_position_embeddings", "n_positions", "n_ctx", "max_seq_len"], 128),
-    **dict.fromkeys(["num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts"], 4),
-    **dict.fromkeys(["num_experts_per_tok", "num_experts_per_token", "moe_topk", "moe_top_k", "moe_k", "top_k"], 2),
-    **dict.fromkeys(["top_k_experts"], 2),
-    **dict.fromkeys(["moe_intermediate_size", "shared_expert_intermediate_size", "shared_intermediate_size"], 24),
-    **dict.fromkeys(["expert_ffn_hidden_size", "expert_intermediate_size", "intermediate_size_mlp"], 24),
-    **dict.fromkeys(["q_lora_rank", "kv_lora_rank"], 16),
-    **dict.fromkeys(["n_groups", "mamba_n_groups", "mamba_ngroups"], 1),
-    **dict.fromkeys(
-        ["n_group", "topk_group", "n_shared_experts", "first_k_dense_replace", "moe_num_shared_experts"], 1
-    ),
-    **dict.fromkeys(["decoder_sparse_step", "moe_layer_interval"], 1),
-    **dict.fromkeys(["mamba_d_head", "mamba_headdim", "mamba_head_dim"], 16),
-    **dict.fromkeys(["mamba_n_heads", "mamba_num_heads", "mamba_dt_rank", "linear_num_value_heads"], 4),
-    **dict.fromkeys(["mamba_d_state", "mamba_chunk_size", "linear_key_head_dim", "linear_value_head_dim"], 8),
-    **dict.fromkeys(["n_mamba_heads", "linear_num_key_heads", "sliding_window_pattern"], 2),
-    "mamba_d_ssm": 64,
-    "lru_width": 32,
-    "rotary_dim": 4,
-    "pad_token_id": 0,
-    "bos_token_id": 1,
-    "eos_token_id": 2,
-    "tie_word_embeddings": False,
-}
+"""Masked-out tokens of ESM, of which there are some in ``rows.documents``: it scales embeddings by their number."""
 
 _LATENT = {"num_key_value_heads": 4, "head_dim": 8}
-VISION = {
-    "hidden_size": 32, "embed_dim": 32, "intermediate_size": 48, "num_hidden_layers": 1, "depth": 1, "num_heads": 4,
-    "num_attention_heads": 4, "image_size": 28, "patch_size": 14, "out_hidden_size": 32, "vision_output_dim": 32,
-    "projector_input_dim": 32, "projector_output_dim": 32, "deepstack_visual_indexes": [0],
-    "fullatt_block_indexes": [0],
-}  # fmt: skip
-
 _SIDES = {
     "llava": ("llama", "clip_vision_model"),
     "llava_next": ("mistral", "clip_vision_model"),
@@ -265,7 +220,7 @@ def is_present(architecture: str) -> bool:
         if "Failed to import" in str(error):
             return False
         raise
-    if own_models.is_file(architecture) or architecture in (*WITHOUT_ATTENTION, *ENCODERS):
+    if models.is_file(architecture) or architecture in (*WITHOUT_ATTENTION, *ENCODERS):
         return not _is_encoder_decoder(cls)
     modeling = sys.modules[cls.__module__]
     claims = any(getattr(cls, name, False) for name in ("_supports_flash_attn_2", "_supports_flash_attn"))
@@ -280,7 +235,7 @@ def _is_encoder_decoder(cls: Any) -> bool:
 
 def model_class(architecture: str) -> Any:
     """Its causal LM class, or that of the vision-language model around it, or with a head for masked tokens."""
-    architecture = own_models.kind(architecture)
+    architecture = models.kind(architecture)
     transformers = importlib.import_module("transformers")
     if architecture in TEXT_SIDES:
         names = {}
@@ -299,8 +254,8 @@ def model_class(architecture: str) -> Any:
 def config_of(architecture: str, **changes: Any) -> Any:
     """A tiny config, in the installed Transformers; ``changes`` are for the language model's part of it."""
     cls = config_class(architecture)
-    if own_models.is_file(architecture):
-        return own_models.config_of(architecture, cls, **changes)
+    if models.is_file(architecture):
+        return models.config_of(architecture, cls, **changes)
     if architecture in TEXT_SIDES:
         return _around_text(architecture, cls, changes)
     return made(cls, {**_small(cls), **_overrides(architecture, cls), **changes})
@@ -384,19 +339,6 @@ def _vision(kinds: Any, kind: str | None, cls: Any) -> Any:
     vision_class = kinds[kind] if kind else type(cls().vision_config)
     settings = {name: value for name, value in VISION.items() if name in parameters(vision_class)}
     return vision_class(**settings) if kind else settings
-
-
-def made(cls: Any, settings: dict[str, Any]) -> Any:
-    """``cls(**settings)``."""
-    for _ in range(8):
-        try:
-            return cls(**settings)
-        except Exception as error:  # 5.4 takes some flags as numbers only, of some configs
-            flag = re.search(r"Field '(\w+)' expected int, got bool \(value: (\w+)\)", str(error))
-            if flag is None:
-                raise
-            settings = {**settings, flag[1]: int(flag[2] == "True")}
-    return cls(**settings)
 
 
 def with_layers(architecture: str, layers: int) -> dict[str, Any]:

@@ -32,7 +32,7 @@ DISPATCHED = {
     "unique_dim", "unique_consecutive", "unique_dim_consecutive",
 }  # fmt: skip
 CALLED = ("cpu", "to", "tolist", "numpy")
-KERNELS = ("compat_matrix.stand_in", "fa2patch.kernels")
+KERNELS = ("compat_matrix.check.stand_in", "fa2patch.kernels")
 CPU_ONLY = {"_require", "_require_ends"}
 """Functions of fa2patch.boundaries: a read on a CPU, ``aten::_assert_async`` elsewhere."""
 

@@ -10,7 +10,7 @@ import sys
 from pathlib import Path
 
 from . import about, tables
-from .tables import Found
+from .table import Found
 
 HERE = Path(__file__).parent
 COMMAND = "python -m compat_matrix.bench.figures"

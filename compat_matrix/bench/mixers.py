@@ -13,7 +13,7 @@ from rich.progress import Progress
 import fa2patch
 
 from .. import tiny_models
-from ..points import documents, pack
+from ..check.rows import documents, pack
 from . import timing
 
 FAMILIES = ("qwen3_next", "bamba", "jamba", "mamba2", "lfm2", "falcon_h1", "minimax", "recurrent_gemma", "rwkv")

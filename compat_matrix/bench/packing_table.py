@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any, Callable
 
-from .tables import Found, Table
+from .table import Found, Table
 
 Case = dict[str, Any]
 

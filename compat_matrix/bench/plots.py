@@ -11,7 +11,8 @@ matplotlib.use("Agg")
 import matplotlib.pyplot as plt
 from matplotlib.axes import Axes
 
-from .tables import Found, total_reads
+from .table import Found
+from .tables import total_reads
 
 BLUE, GREY, GREEN, ORANGE, INK = "#1f5fd0", "#b8bec9", "#2a9d6f", "#d9822b", "#30343b"
 OTHERS = ("#8a94a6", "#6b7485", "#3f4654")

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from .. import stand_in
+from ..check import stand_in
 from .counting import Count, counted, watched
 
 DOCUMENTS = (7, 5, 1, 9, 6)
@@ -54,10 +54,10 @@ def row(lengths: bool) -> dict[str, Any]:
     """What the collator makes of the documents, with or without their lengths."""
     import fa2patch
 
-    from .. import points
+    from ..check import rows
 
     collate = fa2patch.DataCollatorWithFlattening(return_flash_attn_kwargs=lengths)
-    return collate([{"input_ids": ids.tolist()} for ids in points.documents(*DOCUMENTS)])
+    return collate([{"input_ids": ids.tolist()} for ids in rows.documents(*DOCUMENTS)])
 
 
 def _as_json(count: Count) -> dict[str, Any]:

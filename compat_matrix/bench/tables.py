@@ -2,36 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Any, Callable
+from typing import Callable
 
-from rich import table as rich_table
-
-Found = dict[str, Any]
-
-
-@dataclass(frozen=True)
-class Table:
-    """``notes``: what a reader must know to read the numbers."""
-
-    title: str
-    head: list[str]
-    rows: list[list[str]]
-    notes: str = ""
-
-    def as_rich(self) -> rich_table.Table:
-        notes = self.notes.replace("*", "").replace("`", "")
-        made = rich_table.Table(title=self.title, caption=notes or None, title_justify="left", caption_justify="left")
-        for place, name in enumerate(self.head):
-            made.add_column(name, justify="right" if place else "left")
-        for row in self.rows:
-            made.add_row(*row)
-        return made
-
-    def as_markdown(self) -> str:
-        lines = [self.head, ["---", *["---:"] * (len(self.head) - 1)], *self.rows]
-        table = "\n".join(f"| {' | '.join(line)} |" for line in lines)
-        return "\n\n".join(part for part in (f"### {self.title}", table, self.notes) if part)
+from . import packing_table
+from .table import Found, Table
 
 
 def of(results: dict[str, Found]) -> list[Table]:
@@ -231,8 +205,6 @@ def startup(found: Found) -> list[Table]:
 
 
 def packing(found: Found) -> list[Table]:
-    from . import packing_table
-
     return packing_table.tables(found)
 
 

@@ -9,7 +9,8 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-from .. import environments, markdown
+from .. import environments
+from ..publish import markdown
 from .page_fused import NAMED, fused_losses
 from .stacks import HERE, stacks
 

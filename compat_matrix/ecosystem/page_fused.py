@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Any
 
-from .. import markdown
+from ..publish import markdown
 
 NAMED = {
     "liger_on_the_class": "Liger, on the class",

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from compat_matrix.environments import Version
-    from compat_matrix.own_matrix import Model, Row
+    from compat_matrix.user_models.matrix import Model, Row
 
 FORMATS = ("table", "markdown", "json")
 
@@ -70,7 +70,7 @@ def matrix(
     (without --allow-refused) is refused, 2 if it was asked wrongly.
     """
     try:
-        from compat_matrix import own_matrix, own_report
+        from compat_matrix.user_models import matrix, report
     except ModuleNotFoundError as error:
         raise click.ClickException(
             f"the matrix needs {error.name}, which is not installed: pip install 'fa2patch[cli]'"
@@ -82,12 +82,12 @@ def matrix(
         bad = sum(row.is_bad(allow_refused) for row in rows)
         click.echo(f"{version.name}: {f'{bad} not ok' if bad else 'done'}", err=True)
 
-    folder = environments or own_matrix.environments_folder()
-    rows = own_matrix.rows(wanted_models, versions, folder, jobs, done)
-    nowhere = own_matrix.nowhere(rows)
+    folder = environments or matrix.environments_folder()
+    rows = matrix.rows(wanted_models, versions, folder, jobs, done)
+    nowhere = matrix.nowhere(rows)
     ok = not nowhere and not any(row.is_bad(allow_refused) for row in rows)
     if file:
-        file.write_text(own_report.as_json(rows, ok) + "\n", encoding="utf-8")
+        file.write_text(report.as_json(rows, ok) + "\n", encoding="utf-8")
     _show(rows, style or ("table" if sys.stdout.isatty() else "markdown"), ok)
     for complaint in nowhere:
         click.echo(complaint, err=True)
@@ -118,8 +118,8 @@ def run(kernel: str, collate: bool, quiet: bool, command: tuple[str, ...]) -> No
 
 
 def _model(given: str) -> Model:
-    from compat_matrix.own_matrix import model
-    from compat_matrix.own_models import BadConfig
+    from compat_matrix.user_models.matrix import model
+    from compat_matrix.user_models.models import BadConfig
 
     try:
         return model(given)
@@ -156,16 +156,16 @@ def _version(release: str, pins: tuple[str, ...], torch: str | None, python: str
 
 
 def _show(rows: Sequence[Row], style: str, ok: bool) -> None:
-    from compat_matrix import own_report
+    from compat_matrix.user_models import report
 
     if style == "json":
-        click.echo(own_report.as_json(rows, ok))
+        click.echo(report.as_json(rows, ok))
     elif style == "markdown":
-        click.echo(own_report.markdown(rows))
+        click.echo(report.markdown(rows))
     else:
         from rich.console import Console
 
         console = Console(width=None if sys.stdout.isatty() else int(os.environ.get("COLUMNS", "120")))
-        console.print(own_report.table(rows))
-        for line in own_report.explanations(rows):
+        console.print(report.table(rows))
+        for line in report.explanations(rows):
             console.print(line, markup=False, highlight=False)

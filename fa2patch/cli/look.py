@@ -110,17 +110,18 @@ def _loaded(model: str, dtype: Any, attention: str | None, trust: bool) -> Any:
 
 def _tiny(model: str, dtype: Any, attention: str | None) -> Any:
     try:
-        from compat_matrix import own_matrix, own_models, tiny_models
+        from compat_matrix import tiny_models
+        from compat_matrix.user_models import matrix, models
     except ModuleNotFoundError as error:
         raise click.ClickException(
             f"a tiny model needs {error.name}, which is not installed: pip install 'fa2patch[cli]'"
         ) from None
     try:
-        architecture = own_matrix.model(model).architecture
+        architecture = matrix.model(model).architecture
         if not tiny_models.is_present(architecture):
-            raise own_models.BadConfig(f"the installed Transformers has no causal LM {model!r}.")
+            raise models.BadConfig(f"the installed Transformers has no causal LM {model!r}.")
         return tiny_models.build(architecture, attention or "sdpa", dtype)
-    except own_models.BadConfig as error:
+    except models.BadConfig as error:
         raise click.BadParameter(str(error), param_hint="MODEL") from None
 
 

@@ -18,7 +18,8 @@ from torch.nn.functional import cross_entropy, pad
 
 import fa2patch
 from compat_matrix import tiny_models
-from compat_matrix.points import GRADIENT_TOLERANCE, assert_close, assert_same_gradients, documents, pack
+from compat_matrix.check.compare import GRADIENT_TOLERANCE, assert_close, assert_same_gradients
+from compat_matrix.check.rows import documents, pack
 
 IGNORED = -100
 SCALE = 8

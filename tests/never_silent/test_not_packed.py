@@ -20,7 +20,8 @@ from small_models import (
 )
 
 import fa2patch
-from compat_matrix.points import assert_close, documents
+from compat_matrix.check.compare import assert_close
+from compat_matrix.check.rows import documents
 from fa2patch.upstream import packed_batch
 
 # A mask that says outright who sees whom

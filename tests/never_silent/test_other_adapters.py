@@ -5,7 +5,8 @@ import torch
 
 import fa2patch
 from compat_matrix import tiny_models
-from compat_matrix.points import alone, assert_close, documents, pack
+from compat_matrix.check.compare import assert_close
+from compat_matrix.check.rows import alone, documents, pack
 from fa2patch import errors
 
 peft = pytest.importorskip("peft")

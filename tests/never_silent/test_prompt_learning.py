@@ -15,8 +15,9 @@ import torch
 import transformers
 
 import fa2patch
-from compat_matrix import tiny_models
-from compat_matrix.points import alone, assert_close, documents, pack
+from compat_matrix import tiny_configs, tiny_models
+from compat_matrix.check.compare import assert_close
+from compat_matrix.check.rows import alone, documents, pack
 from fa2patch import errors
 
 peft = pytest.importorskip("peft")
@@ -89,7 +90,7 @@ def forms_of_packing():
 
 
 def other_batches():
-    ids = torch.randint(3, tiny_models.VOCABULARY, (2, 6), generator=torch.Generator().manual_seed(1))
+    ids = torch.randint(3, tiny_configs.VOCABULARY, (2, 6), generator=torch.Generator().manual_seed(1))
     ones = torch.ones_like(ids)
     right, left = ones.clone(), ones.clone()
     right[1, 4:], left[1, :2] = 0, 0
@@ -277,7 +278,7 @@ LATER = """
 import sys
 import fa2patch
 from compat_matrix import tiny_models
-from compat_matrix.points import documents, pack
+from compat_matrix.check.rows import documents, pack
 
 model = tiny_models.build("llama", "sdpa")
 loaded = {name for name in sys.modules if name.split(".")[0] == "peft"}

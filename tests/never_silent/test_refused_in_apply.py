@@ -10,7 +10,7 @@ import torch
 import transformers
 
 import fa2patch
-from compat_matrix import tiny_models
+from compat_matrix import tiny_configs, tiny_models
 from fa2patch import errors
 
 LENGTHS = (7, 3, 9)
@@ -18,7 +18,7 @@ LENGTHS = (7, 3, 9)
 
 def documents():
     generator = torch.Generator().manual_seed(5)
-    return [torch.randint(3, tiny_models.VOCABULARY, (length,), generator=generator) for length in LENGTHS]
+    return [torch.randint(3, tiny_configs.VOCABULARY, (length,), generator=generator) for length in LENGTHS]
 
 
 def pack(docs):
@@ -43,7 +43,7 @@ def tiny(name, implementation=None, **settings):
         **dict.fromkeys(("encoder_ffn_dim", "decoder_ffn_dim"), 48),
         **dict.fromkeys(("max_target_positions", "max_source_positions"), 64),
     }
-    config = tiny_models.made(cls.config_class, {**small, **settings})
+    config = tiny_configs.made(cls.config_class, {**small, **settings})
     model = tiny_models._load(cls, config, implementation) if implementation else cls(config)
     tiny_models.scale_up(model)
     return model.eval()

@@ -7,7 +7,7 @@ import functools
 import torch
 
 import fa2patch
-from compat_matrix import tiny_models
+from compat_matrix import tiny_configs, tiny_models
 
 ARCHITECTURES = ["llama", "mistral", "qwen2", "gemma", "gpt2", "gpt_neox", "phi", "falcon", "mixtral", "opt", "mamba2"]
 PRESENT = [name for name in ARCHITECTURES if tiny_models.is_present(name)]
@@ -26,7 +26,7 @@ def models(architecture):
 
 
 def tokens(rows, length):
-    return torch.randint(3, tiny_models.VOCABULARY, (rows, length), generator=torch.Generator().manual_seed(3))
+    return torch.randint(3, tiny_configs.VOCABULARY, (rows, length), generator=torch.Generator().manual_seed(3))
 
 
 def ones_and_zeros(rows):

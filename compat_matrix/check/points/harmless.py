@@ -1,0 +1,247 @@
+"""What fa2patch leaves as it was, what it costs, and what it refuses."""
+
+from __future__ import annotations
+
+import sys
+from typing import Any
+
+import torch
+
+import fa2patch
+from fa2patch import errors
+from fa2patch.upstream.find_models import models
+
+from ... import tiny_models
+from .. import reads
+from ..cell import Cell, NotApplicable, point
+from ..compare import assert_close
+from ..rows import alone, documents, pack, takes_cache
+
+
+@point
+def generation(cell: Cell) -> None:
+    """Greedy, sampled and beam search, a left-padded batch, dynamic and static cache: the tokens it gave before."""
+    if tiny_models.is_encoder(cell.family):
+        raise NotApplicable("an encoder has no generate()")
+    model = cell.model(_exact(cell))
+    ids = torch.stack(documents(6, 6))
+    mask = torch.ones_like(ids)
+    mask[0, :3] = 0
+    ways: list[dict[str, Any]] = [
+        {"do_sample": False},
+        {"do_sample": True, "top_k": 5},
+        {"do_sample": False, "num_beams": 3},
+        {"do_sample": False, "use_cache": False},
+    ]
+    if cell.family not in tiny_models.SEEDS:
+        ways = ways[:1]  # the others turn on generate(), not on architectures
+    try:
+        before = [_generate(model, ids, mask, way) for way in ways]
+    except Exception as error:  # 5.4's OlmoConfig does not pass its own validation
+        raise NotApplicable(f"the unpatched model fails to generate: {type(error).__name__}") from error
+    static = {"do_sample": False, "cache_implementation": "static"}
+    if _works(cell.model(_exact(cell)), ids, mask, static):
+        ways.append(static)  # last: 4.38 leaves its static cache in the layers
+        before.append(_generate(model, ids, mask, static))
+        model = cell.model(_exact(cell))
+    with fa2patch.apply(model):
+        for way, expected in zip(ways, before):
+            if not torch.equal(_generate(model, ids, mask, way), expected):
+                raise AssertionError(f"generate({way}) gave other tokens")
+
+
+def _generate(model: Any, ids: torch.Tensor, mask: torch.Tensor, way: dict[str, Any]) -> torch.Tensor:
+    torch.manual_seed(0)
+    return model.generate(ids, attention_mask=mask, max_new_tokens=5, min_new_tokens=5, pad_token_id=0, **way)
+
+
+def _works(model: Any, ids: torch.Tensor, mask: torch.Tensor, way: dict[str, Any]) -> bool:
+    try:
+        _generate(model, ids, mask, way)
+    except Exception:  # this version or family has no static cache
+        return False
+    return True
+
+
+def _exact(cell: Cell) -> torch.dtype:
+    """4.34's flash classes cannot compute float32 (they cast it to float16 in front of float32 weights)."""
+    return torch.bfloat16 if cell.implementation == "flash_attention_2" else torch.float32
+
+
+@point
+def inertness(cell: Cell) -> None:
+    """Dense, left- and right-padded batches, attention weights, filled caches: bit for bit as before."""
+    model = cell.model(_exact(cell))
+    ids = torch.stack(documents(7, 7))
+    left, right = torch.ones_like(ids), torch.ones_like(ids)
+    left[0, :3], right[1, -2:] = 0, 0
+    counted = (left.cumsum(-1) - 1).masked_fill(left == 0, 1)
+    batches: list[dict[str, Any]] = [
+        {},
+        {"attention_mask": torch.ones_like(ids)},
+        {"attention_mask": left},
+        {"attention_mask": left, "position_ids": counted},
+        {"attention_mask": right},
+        {"position_ids": torch.arange(7)[None].expand(2, -1)},
+        {"output_hidden_states": True},
+    ]
+    if cell.implementation == "eager":
+        batches.append({"output_attentions": True})
+    before = [_outcome(model, ids, batch) for batch in batches]
+    with fa2patch.apply(model):
+        for batch, expected in zip(batches, before):
+            found = _outcome(model, ids, batch)
+            if isinstance(found, str) or isinstance(expected, str):
+                if found != expected:
+                    raise AssertionError(f"a batch with {sorted(batch)} gave {found}, before {expected}")
+                continue
+            if not torch.equal(found.logits, expected.logits):
+                raise AssertionError(f"a batch with {sorted(batch)} gave other logits")
+            weights = (getattr(output, "attentions", None) or () for output in (found, expected))
+            if batch.get("output_attentions") and not all(map(torch.equal, *weights)):
+                raise AssertionError("other attention weights")
+
+
+def _outcome(model: Any, ids: torch.Tensor, batch: dict[str, Any]) -> Any:
+    """The output, or the error: some versions' flash Mistral refuses padding on the right."""
+    try:
+        return model(input_ids=ids, **batch)
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+
+
+@point
+def reverted(cell: Cell) -> None:
+    """apply and revert leave every namespace as it was, alone and in every order with a second patcher on top."""
+    model, other = cell.model(), cell.model()
+    names = [model.__class__.__module__, models(model)[-1].__class__.__module__]
+    spaces = [sys.modules[name] for name in names]
+    spaces += [value for space in list(spaces) for value in vars(space).values() if isinstance(value, type)]
+    spaces += [model, models(model)[-1], *model.modules()]
+    before = [dict(vars(space)) for space in spaces]
+
+    def check(when: str) -> None:
+        for space, known in zip(spaces, before):
+            now = vars(space)
+            changed = [name for name in {*now, *known} if now.get(name, known) is not known.get(name, now)]
+            if changed:
+                raise AssertionError(f"{when}: {space!r:.60} differs in {changed}")
+
+    fa2patch.apply(model).revert()
+    check("apply, revert")
+    first, second = fa2patch.apply(model), fa2patch.apply(other)
+    first.revert()
+    docs = documents(5, 9)
+    assert_close(other(**pack(docs)).logits[0], alone(cell.reference(), docs), "the other model")
+    second.revert()
+    check("two models")
+    if {layer.seam for layer in first.layers} == {"interface"} and cell.family not in tiny_models.SEEDS:
+        return  # what follows turns on bindings, not on architectures
+    owners = [(site.owner, site.attribute) for site in fa2patch.apply(model).plan.sites]
+    fa2patch.revert(model)
+    for order in ("ours first, theirs off first", "ours first, ours off first", "theirs first"):
+        for owner, attribute in owners:
+            if not callable(vars(owner).get(attribute)):
+                continue
+            ours = fa2patch.apply(model) if order != "theirs first" else None
+            saved = vars(owner)[attribute]
+            setattr(owner, attribute, _passes_on(saved))
+            if order == "theirs first":
+                ours = fa2patch.apply(model)
+                ours.revert()
+                setattr(owner, attribute, saved)
+            elif order == "ours first, theirs off first":
+                setattr(owner, attribute, saved)
+                ours.revert()
+            else:
+                ours.revert()
+                setattr(owner, attribute, saved)
+            check(f"{order}: {attribute}")
+
+
+def _passes_on(saved: Any) -> Any:
+    return lambda *args, **kwargs: saved(*args, **kwargs)
+
+
+@point
+def host_reads(cell: Cell) -> None:
+    """Reads on the host by fa2patch's code, forward and recomputing backward: constant; none with lengths.
+
+    On a CPU a look at a tensor is a view of host memory; what is one view here is one synchronisation on a GPU, but for
+    the checks of the collator's lengths, which are assertions on the device there.
+    """
+    docs = documents(5, 9, 1)
+    counts = {}
+    for depth in (2, 3):
+        try:
+            model = cell.model(**tiny_models.with_layers(cell.family, depth))
+        except Exception as error:
+            raise NotApplicable(f"no config with {depth} layers: {type(error).__name__}: {error}"[:160]) from error
+        if not model.supports_gradient_checkpointing:
+            raise NotApplicable("this version of the architecture has no gradient checkpointing")
+        model.gradient_checkpointing_enable()
+        model.enable_input_require_grads()
+        model.train()
+        collate = fa2patch.DataCollatorWithFlattening(return_flash_attn_kwargs=True)
+        lengths = dict(collate([{"input_ids": doc.tolist()} for doc in docs]))
+        del lengths["labels"]
+        with fa2patch.apply(model):
+            for what, batch in {"position_ids": pack(docs), "lengths": lengths}.items():
+                with reads.counted() as count:
+                    model(**batch).logits.sum().backward()
+                counts[what, depth] = {"reads": count.total, "views": count.views, "derived": count.derived}
+    if any(counts[what, 2] != counts[what, 3] for what in ("position_ids", "lengths")):
+        raise AssertionError(f"reads grow with the layers: {counts}")
+    if counts["lengths", 2]["reads"] or counts["lengths", 2]["derived"]:
+        raise AssertionError(f"reads with the collator's lengths: {counts}")
+    if counts["position_ids", 2] != {"reads": 0, "views": 1, "derived": 1}:
+        raise AssertionError(f"position_ids are looked at once, through a view of host memory on a CPU: {counts}")
+
+
+@point
+def no_dense_mask(cell: Cell) -> None:
+    """No tensor of the row's length squared is made for a packed batch."""
+    docs = documents(31, 33, 23)  # more than a chunk of 64, of which gated delta nets make squares
+    model = cell.model()
+    with fa2patch.apply(model), reads.largest_square(87) as seen:
+        model(**pack(docs))
+    if seen.found:
+        raise AssertionError(f"made for a row of 87 tokens: {seen.found[:3]}")
+
+
+@point
+def refusals(cell: Cell) -> None:
+    """Bad input: a clear error of ours, and nothing changed."""
+    model = cell.model()
+    docs = documents(5, 9)
+    batch, length = pack(docs), 14
+    cu = torch.tensor([0, 5, 13], dtype=torch.int32)
+    right = torch.tensor([0, 5, 14], dtype=torch.int32)
+    lengths = {"cu_seq_lens_q": right, "cu_seq_lens_k": right, "max_length_q": 9, "max_length_k": 9}
+    caching = {"use_cache": True} if takes_cache(model) else {}
+    filled = getattr(cell.reference()(documents(3)[0][None], **caching), "past_key_values", None)
+    wrong: dict[type[Exception], dict[str, Any]] = {
+        errors.PackedWithDenseMask: {**batch, **lengths, "attention_mask": torch.zeros(1, 1, length, length)},
+        errors.PackedWithCache: {**batch, "past_key_values": filled},
+        errors.BadPositionIds: {**batch, "position_ids": batch["position_ids"].float()},
+        errors.BadCuSeqlens: {**batch, "cu_seq_lens_q": cu, "cu_seq_lens_k": cu, "max_length_q": 8, "max_length_k": 8},
+        errors.BoundaryConflict: {**batch, "attention_mask": torch.tensor([[1] * 7 + [2] * 7])},
+    }
+    if filled is None:
+        del wrong[errors.PackedWithCache]
+    with fa2patch.apply(model):
+        expected = model(**batch).logits
+        for error, given in wrong.items():
+            try:
+                model(**given)
+            except error:
+                continue
+            raise AssertionError(f"expected {error.__name__}")
+        try:
+            model(**{**batch, "position_ids": batch["position_ids"][:, :-1]})
+        except errors.BadPositionIds:
+            pass
+        else:
+            raise AssertionError("expected BadPositionIds for too few ids")
+        if not torch.equal(model(**batch).logits, expected):
+            raise AssertionError("an error changed what came after it")

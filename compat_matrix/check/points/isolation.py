@@ -1,0 +1,194 @@
+"""Packed equals alone, whatever the layout; and nothing of one document reaches another."""
+
+from __future__ import annotations
+
+import inspect
+from typing import Any
+
+import torch
+
+import fa2patch
+
+from ... import tiny_configs, tiny_models
+from ...user_models import models
+from ..cell import Cell, NotApplicable, point
+from ..compare import assert_close, assert_same_gradients
+from ..rows import alone, documents, gradients, loss_of, pack, takes_cache
+
+LENGTHS = (5, 9, 1, 3, 7)
+
+
+@point
+def packed_row(cell: Cell) -> None:
+    """One row, default cache: logits and parameter gradients equal those of the documents run alone."""
+    docs = documents(*LENGTHS)
+    reference, model = cell.reference(), cell.model()
+    expected = alone(reference, docs)
+    loss_of(expected, docs).backward()
+    with fa2patch.apply(model):
+        found = model(**pack(docs)).logits[0]
+        assert_close(found, expected, "logits")
+        loss_of(found, docs).backward()
+        assert_same_gradients(gradients(model), gradients(reference), **cell.of_gradients)
+        if not takes_cache(model):
+            return
+        expected = alone(reference, docs, use_cache=False)
+        assert_close(model(**pack(docs), use_cache=False).logits[0], expected, "logits without cache")
+
+
+@point
+def packed_rows(cell: Cell) -> None:
+    """Two rows, each packed, with other boundaries."""
+    rows = [documents(5, 9, 2), documents(1, 7, 8, seed=1)]
+    reference, model = cell.reference(), cell.model()
+    batch = {name: torch.cat([pack(docs)[name] for docs in rows]) for name in pack(rows[0])}
+    expected = torch.stack([alone(reference, docs) for docs in rows])
+    with fa2patch.apply(model):
+        assert_close(model(**batch).logits, expected, "logits of two rows")
+
+
+@point
+def every_layout(cell: Cell) -> None:
+    """The rows that upstream's rules get wrong: offsets, restarts above zero, documents of length 1 anywhere."""
+    reference, model = cell.reference(), cell.model()
+    counts = "position_ids" in inspect.signature(type(reference).forward).parameters
+    with fa2patch.apply(model):
+        for positions in (
+            [[7, 8, 9], [0, 1, 2]],
+            [[0, 1, 2], [1, 2, 3]],
+            [[0, 1, 2], [5, 6, 7]],
+            [[0], [0, 1, 2]],
+            [[0], [0], [0]],
+            [[2, 3, 4], [2, 3]],
+            [[0, 1, 2], [0]],
+            [[0, 1, 2], [0], [0, 1]],
+        ):
+            if not counts and any(ids[0] for ids in positions):
+                continue  # OPT up to 4.45 cannot be told where a document's positions start
+            docs = documents(*map(len, positions))
+            ids = torch.tensor([sum(positions, [])])
+            given = [{"position_ids": torch.tensor([own])} if counts else {} for own in positions]
+            try:
+                expected = [reference(input_ids=doc[None], **own).logits[0] for doc, own in zip(docs, given)]
+            except IndexError:  # 4.46 on: PhiMoE's table of rotary embeddings ends at the row's length
+                continue
+            found = model(input_ids=torch.cat(docs)[None], position_ids=ids).logits[0]
+            assert_close(found, torch.cat(expected), f"logits of {ids.tolist()}", 3e-5)
+
+
+@point
+def padding(cell: Cell) -> None:
+    """Trailing padding as a mask with zeros and as an extra document; an all-ones mask; both rows at once."""
+    docs = documents(5, 9, 3)
+    reference, model = cell.reference(), cell.model()
+    expected, batch, real = alone(reference, docs), pack(docs), sum(map(len, docs))
+    padded = {name: torch.nn.functional.pad(ids, (0, 6)) for name, ids in batch.items()}
+    mask = torch.tensor([[1] * real + [0] * 6])
+    counted = {**padded, "position_ids": torch.cat([batch["position_ids"], torch.arange(6)[None]], 1)}
+    with fa2patch.apply(model):
+        assert_close(
+            model(**batch, attention_mask=torch.ones(1, real, dtype=torch.long)).logits[0], expected, "all ones"
+        )
+        for name, given in {"mask": {**padded, "attention_mask": mask}, "document": counted}.items():
+            assert_close(model(**given).logits[0, :real], expected, f"padding as {name}")
+        numbered = torch.tensor([sum(([number + 1] * len(doc) for number, doc in enumerate(docs)), [])])
+        assert_close(model(**batch, attention_mask=numbered).logits[0], expected, "mask of document numbers")
+        other = documents(4, 13, seed=1)
+        two = {name: torch.cat([padded[name], torch.nn.functional.pad(pack(other)[name], (0, 6))]) for name in padded}
+        logits = model(**two, attention_mask=mask.expand(2, -1)).logits
+        assert_close(logits[0, :real], expected, "padded row 1 of 2")
+        assert_close(logits[1, :real], alone(reference, other), "padded row 2 of 2")
+
+
+@point
+def lengths(cell: Cell) -> None:
+    """The collator's cu_seq_lens, max_length and seq_idx, with and without position_ids."""
+    docs = documents(*LENGTHS)
+    expected, model = alone(cell.reference(), docs, counts_itself=True), cell.model()
+    counts_from = (
+        tiny_configs.SETTINGS["pad_token_id"] + 1 if model.config.model_type in tiny_models.NOT_FROM_ZERO else 0
+    )
+    collate = fa2patch.DataCollatorWithFlattening(
+        return_flash_attn_kwargs=True, return_seq_idx=True, position_ids_start=counts_from
+    )
+    batch = dict(collate([{"input_ids": doc.tolist()} for doc in docs]))
+    labels = batch.pop("labels")
+    with fa2patch.apply(model):
+        assert_close(model(**batch).logits[0], expected, "lengths and position_ids")
+        loss = model(**batch, labels=labels).loss
+        if tiny_models.is_encoder(cell.family):  # a token's label is what that token itself predicts
+            per_token = torch.nn.functional.cross_entropy(expected.float(), labels[0])
+        else:
+            per_token = loss_of(expected, docs) / (labels[:, 1:] != -100).sum()
+        assert_close(loss, per_token, "loss")
+        del batch["position_ids"]
+        assert_close(model(**batch).logits[0], expected, "lengths alone")
+        only = {"input_ids": batch["input_ids"], "seq_idx": batch["seq_idx"]}
+        assert_close(model(**only).logits[0], expected, "seq_idx alone")
+
+
+@point
+def nothing_crosses(cell: Cell) -> None:
+    """Another document's tokens leave outputs bit for bit the same; gradients to other documents are exactly zero."""
+    model = cell.model()
+    with fa2patch.apply(model):
+        fa2patch.verify(model, batch=pack(documents(*LENGTHS)))
+
+
+@point
+def rope_scaling(cell: Cell) -> None:
+    """Scaling by length sees the document's length, not the row's; what cannot be scaled apart is refused."""
+    limit = 10
+    short, long = documents(9, 7, 10, 8), documents(9, 14, 4)
+    checked = {}
+    for kind in ("dynamic", "longrope"):
+        for changes in _scalings(cell.family, kind, limit):
+            try:
+                reference, model = cell.reference(**changes), cell.model(**changes)
+                expected = alone(reference, short)
+            except Exception as error:  # not how this version spells it, or not for this family
+                checked[kind] = f"{type(error).__name__}: {error}".splitlines()[0]
+                continue
+            checked[kind] = "ok"
+            with fa2patch.apply(model):
+                within = f"{kind}, documents within the limit"
+                assert_close(model(**pack(short)).logits[0], expected, within)
+                expected = alone(cell.reference(**changes), [long[1]])
+                try:
+                    found = model(**pack(long)).logits[0, 9:23]
+                except fa2patch.errors.PackingNotIsolated:
+                    if kind == "longrope":
+                        raise
+                else:
+                    assert_close(found, expected, f"{kind}, a document beyond the limit")
+            break
+    if "ok" not in checked.values():
+        raise NotApplicable(f"this version of the family takes no such rope scaling {checked}")
+
+
+def _scalings(family: str, kind: str, limit: int) -> list[dict[str, Any]]:
+    if kind == "longrope" and models.kind(family) != "phi3":
+        return []
+    pairs = tiny_models.config_of(family)
+    pairs = getattr(pairs, "text_config", pairs)
+    names = [name for name in ("rope_parameters", "rope_scaling") if name in tiny_models.parameters(type(pairs))]
+    if not names:
+        return []
+    try:
+        head_dim = getattr(pairs, "head_dim", None) or pairs.hidden_size // pairs.num_attention_heads
+    except Exception:  # Gemma 4's differs from layer to layer
+        return []
+    half = int(head_dim * getattr(pairs, "partial_rotary_factor", 1.0)) // 2
+    if kind == "dynamic":
+        common: dict[str, Any] = {"factor": 4.0}
+        changes: dict[str, Any] = {"max_position_embeddings": limit}
+    else:
+        common = {"short_factor": [1.0 + 0.1 * i for i in range(half)], "long_factor": [3.0 + i for i in range(half)]}
+        changes = {"max_position_embeddings": 4 * limit, "original_max_position_embeddings": limit}
+    if "head_dim" in vars(pairs):
+        changes["head_dim"] = head_dim  # dynamic scaling multiplies by it without asking for None
+    theta = {"rope_theta": 10000.0}
+    spelled = [{"rope_type": kind, **theta, **common}, {"type": kind, **common}]
+    if kind == "longrope":
+        spelled += [{"type": "su", **common}]
+    return [{**changes, name: scaling} for name in names for scaling in spelled]

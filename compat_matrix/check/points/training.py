@@ -1,0 +1,157 @@
+"""What training does around a forward: checkpointing, interleaving, dtypes, adapters."""
+
+from __future__ import annotations
+
+import copy
+import importlib
+from typing import Any
+
+import torch
+
+import fa2patch
+from fa2patch.upstream.find_layers import attention_layers
+from fa2patch.upstream.find_mixers import mixer_layers
+from fa2patch.upstream.find_models import models
+
+from ... import tiny_models
+from ..cell import Cell, NotApplicable, assert_unmoved, point
+from ..compare import assert_same_gradients
+from ..rows import alone, documents, gradients, loss_of, pack
+
+HALF_FACTOR, HALF_FLOOR = 2.0, 5e-3
+"""In bfloat16, packed may be this factor farther from float32 than alone is, plus this part of the logits' mean size.
+
+Means, not maxima: one expert more or less for one token is rounding, too.
+"""
+
+
+@point
+def checkpointing(cell: Cell) -> None:
+    """Reentrant and not; a second packed forward with other boundaries before the first one's backward, both orders."""
+    first, second = documents(5, 9, 1), documents(3, 4, 8, seed=1)
+    reference = cell.reference()
+    if not reference.supports_gradient_checkpointing:
+        raise NotApplicable("this version of the architecture has no gradient checkpointing")
+    for docs in (first, second):
+        loss_of(alone(reference, docs, use_cache=False), docs).backward()
+    expected = gradients(reference)
+    every = [(reentrant, backwards) for reentrant in (True, False) for backwards in (1, -1)]
+    for reentrant, backwards in every if cell.family in tiny_models.SEEDS else every[::3]:
+        model = cell.model()
+        _checkpoint(model, reentrant)
+        model.train()
+        with fa2patch.apply(model):
+            losses = [loss_of(model(**pack(docs)).logits[0], docs) for docs in (first, second)]
+            for loss in losses[::backwards]:
+                loss.backward()
+        found = gradients(model)
+        try:
+            assert_same_gradients(found, expected, **cell.of_gradients)
+        except AssertionError:  # Gemma 3n and 4 lose gradients through the keys that layers share, unpatched as well
+            assert_same_gradients(found, _checkpointed_alone(cell, reentrant, first + second), **cell.of_gradients)
+
+
+def _checkpointed_alone(cell: Cell, reentrant: bool, docs: list[torch.Tensor]) -> dict[str, torch.Tensor]:
+    model = cell.reference()
+    _checkpoint(model, reentrant)
+    model.train()
+    loss_of(alone(model, docs, use_cache=False), docs).backward()
+    return gradients(model)
+
+
+def _checkpoint(model: Any, reentrant: bool) -> None:
+    model.enable_input_require_grads()
+    try:
+        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": reentrant})
+    except TypeError:  # 4.34: the modeling file calls torch.utils.checkpoint.checkpoint itself
+        model.gradient_checkpointing_enable()
+        modeling = importlib.import_module(type(model).__module__)
+        torch.utils.checkpoint.checkpoint = _with_default(torch.utils.checkpoint.checkpoint, reentrant)
+        assert modeling.torch.utils.checkpoint is torch.utils.checkpoint
+
+
+def _with_default(checkpoint: Any, reentrant: bool) -> Any:
+    original = getattr(checkpoint, "original", checkpoint)
+
+    def with_default(*args: Any, **kwargs: Any) -> Any:
+        return original(*args, **{"use_reentrant": reentrant, **kwargs})
+
+    with_default.original = original
+    return with_default
+
+
+@point
+def half_precision(cell: Cell) -> None:
+    """A bfloat16 model: as near to float32 as documents alone, and isolated bit for bit."""
+    _as_near_as_alone(cell, cell.model(torch.bfloat16), cell.reference(torch.bfloat16))
+
+
+@point
+def autocast(cell: Cell) -> None:
+    """A float32 model under autocast to bfloat16."""
+    with torch.autocast("cpu", torch.bfloat16):
+        _as_near_as_alone(cell, cell.model(), cell.reference())
+
+
+@point
+def lora(cell: Cell) -> None:
+    """PEFT LoRA on a bfloat16 model with float32 norms: q, k and v are all cast back."""
+    try:
+        peft = importlib.import_module("peft")
+    except ImportError as error:
+        raise NotApplicable(f"peft does not import: {error}") from error
+    linear = {
+        name.rsplit(".", 1)[-1] for name, module in cell.model().named_modules() if isinstance(module, torch.nn.Linear)
+    }
+    wanted = sorted(linear & {"q_proj", "v_proj", "query_key_value", "qkv_proj", "Wqkv"}) or _projections(cell.model())
+
+    def adapted(model: Any) -> Any:
+        for name, module in model.named_modules():
+            if "norm" in name.lower() and not list(module.children()):
+                module.float()
+        torch.manual_seed(0)
+        task = None if tiny_models.is_encoder(cell.family) else "CAUSAL_LM"
+        config = peft.LoraConfig(r=2, target_modules=wanted, init_lora_weights=False, task_type=task)
+        return peft.get_peft_model(model, config).eval()
+
+    model = adapted(cell.model(torch.bfloat16))
+    with torch.autocast("cpu", torch.bfloat16):
+        _as_near_as_alone(cell, model, adapted(cell.reference(torch.bfloat16)))
+
+
+def _projections(model: Any) -> list[str]:
+    decoder = models(model)[-1]
+    attention = [layer.module for layer in attention_layers(decoder)]
+    attention = attention or [layer.module for layer in mixer_layers(decoder, [])]
+    return sorted(
+        {
+            name.rsplit(".", 1)[-1]
+            for module in attention
+            for name, inner in module.named_modules()
+            if type(inner).__name__ in ("Linear", "Conv1D") and not name.endswith("out_proj")  # PEFT: not of Mamba's
+        }
+    )
+
+
+def _as_near_as_alone(cell: Cell, model: Any, reference: Any) -> None:
+    docs = documents(5, 9, 2)
+    exact_model = copy.deepcopy(reference).float()  # before it is used: RecurrentGemma keeps what it last computed
+    try:
+        expected = alone(reference, docs).float()
+    except Exception as error:
+        raise NotApplicable(f"the unpatched model fails on one document: {type(error).__name__}: {error}") from error
+    with torch.autocast("cpu", enabled=False):
+        exact = alone(exact_model, docs)
+    with fa2patch.apply(model):
+        found = model(**pack(docs)).logits[0]
+        changed = [documents(5, seed=7)[0], *docs[1:]]
+        assert_unmoved(cell, model(**pack(changed)).logits[0, 5:], found[5:])
+        packed_error, alone_error = (
+            (logits.float() - exact).abs().mean() / exact.abs().mean() for logits in (found, expected)
+        )
+        if not packed_error <= HALF_FACTOR * alone_error + HALF_FLOOR:
+            raise AssertionError(f"{packed_error:.1e} from float32 in the mean, alone {alone_error:.1e}")
+        loss_of(found, docs).backward()
+    made = gradients(model)
+    if not made or not all(torch.isfinite(gradient).all() for gradient in made.values()):
+        raise AssertionError("gradients are missing or not finite")

@@ -1,0 +1,73 @@
+"""Documents, a packed row of them, and what a model makes of each one alone."""
+
+from __future__ import annotations
+
+import inspect
+from typing import Any
+
+import torch
+
+from .. import tiny_configs, tiny_models
+
+
+def documents(*lengths: int, seed: int = 0) -> list[torch.Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    return [torch.randint(3, tiny_configs.VOCABULARY, (length,), generator=generator) for length in lengths]
+
+
+def pack(docs: list[torch.Tensor]) -> dict[str, torch.Tensor]:
+    """One row: input_ids and position_ids ``[1, length]``."""
+    return {
+        "input_ids": torch.cat(docs)[None],
+        "position_ids": torch.cat([_count(doc) for doc in docs], dim=1),
+    }
+
+
+def takes_cache(model: Any) -> bool:
+    """Whether its forward can be told to use no cache: one that only encodes cannot."""
+    parameters = inspect.signature(type(model).forward).parameters.values()
+    encodes = "MaskedLM" in type(model).__name__
+    return any(p.name == "use_cache" or (p.kind is p.VAR_KEYWORD and not encodes) for p in parameters)
+
+
+def alone(model: Any, docs: list[torch.Tensor], counts_itself: bool = False, **call: Any) -> torch.Tensor:
+    """Logits ``[tokens, vocabulary]`` of each document run on its own; ``counts_itself``: given no position_ids."""
+    if not takes_cache(model):
+        call.pop("use_cache", None)
+    elif "use_cache" in inspect.signature(type(model).forward).parameters and not _shares_keys(model):
+        call.setdefault("use_cache", False)  # 4.51's Llama 4 has a cache in bfloat16 only
+    counts_otherwise = not counts_itself and getattr(model.config, "model_type", None) in tiny_models.NOT_FROM_ZERO
+    positions: list[dict[str, Any]] = [{"position_ids": _count(doc)} if counts_otherwise else {} for doc in docs]
+    if _has_mrope(getattr(model.config, "text_config", model.config)):  # 4.53's Qwen2-VL fails on a row without a mask
+        for doc, more in zip(docs, positions):
+            more["attention_mask"] = torch.ones(1, len(doc), dtype=torch.long)
+    return torch.cat([model(input_ids=doc[None], **more, **call).logits[0] for doc, more in zip(docs, positions)])
+
+
+def _shares_keys(model: Any) -> bool:
+    """Whether some layers find earlier ones' keys and values in the cache, and compute others without one."""
+    return bool(getattr(getattr(model.config, "text_config", model.config), "num_kv_shared_layers", 0))
+
+
+def _has_mrope(config: Any) -> bool:
+    return any("mrope_section" in (getattr(config, name, None) or ()) for name in ("rope_scaling", "rope_parameters"))
+
+
+def _count(doc: torch.Tensor) -> torch.Tensor:
+    return torch.arange(len(doc))[None]
+
+
+def loss_of(logits: torch.Tensor, docs: list[torch.Tensor]) -> torch.Tensor:
+    """Sum of next-token losses inside documents, from logits ``[tokens, vocabulary]``."""
+    pieces = zip(logits.split([len(doc) for doc in docs]), docs)
+    return sum(
+        torch.nn.functional.cross_entropy(piece[:-1].float(), doc[1:], reduction="sum")
+        for piece, doc in pieces
+        if len(doc) > 1
+    )
+
+
+def gradients(model: Any) -> dict[str, torch.Tensor]:
+    found = {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+    model.zero_grad()
+    return found

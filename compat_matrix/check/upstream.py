@@ -1,0 +1,55 @@
+"""The same packed rows through Transformers alone, so that the table shows what the patch changes."""
+
+from __future__ import annotations
+
+from typing import Any, Callable
+
+import torch
+
+import fa2patch
+
+from .. import tiny_models
+from .cell import Cell
+from .rows import documents, pack
+
+DTYPES = (torch.float32, torch.bfloat16)
+"""bfloat16 where a flash class cannot compute float32, which the real kernels cannot either."""
+
+LENGTHS = (5, 9, 3, 7)
+
+ROWS: dict[str, Callable[[], dict[str, Any]]] = {
+    "one row": lambda: _row(LENGTHS),
+    "two rows": lambda: _two_rows(),
+    "first document of one token": lambda: _row((1, *LENGTHS)),
+    "mask of ones": lambda: _row(LENGTHS, attention_mask=torch.ones(1, sum(LENGTHS), dtype=torch.long)),
+    "default cache": lambda: _row(LENGTHS, use_cache=None),
+}
+"""Five everyday packed batches: what the model is called with."""
+
+
+def _row(lengths: tuple[int, ...], **more: Any) -> dict[str, Any]:
+    call = {**pack(documents(*lengths)), "use_cache": False, **more}
+    return {name: value for name, value in call.items() if value is not None}
+
+
+def _two_rows() -> dict[str, Any]:
+    rows = [documents(5, 9), documents(8, 6, seed=1)]
+    batch = {name: torch.cat([pack(docs)[name] for docs in rows]) for name in pack(rows[0])}
+    return {**batch, "use_cache": False}
+
+
+def outcomes(cell: Cell) -> dict[str, str]:
+    """``ok``, ``leak`` or ``error: ...`` for each of :data:`ROWS`, computed by an unpatched model."""
+    return {name: _outcome(cell, make()) for name, make in ROWS.items()}
+
+
+def _outcome(cell: Cell, call: dict[str, Any]) -> str:
+    failure = ""
+    if tiny_models.is_encoder(cell.family):
+        call = {name: value for name, value in call.items() if name != "use_cache"}
+    for dtype in DTYPES:
+        try:
+            return "ok" if fa2patch.verify(cell.model(dtype), batch=call, strict=False, max_documents=2).ok else "leak"
+        except Exception as error:
+            failure = f"error: {type(error).__name__}: {error}".splitlines()[0][:160]
+    return failure

@@ -1,0 +1,1 @@
+"""What is made from the evidence: the tables, the pages, upstream.json. ``python -m compat_matrix.publish``."""

@@ -1,0 +1,206 @@
+"""The evidence as Markdown, all of it: MATRIX.md."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Sequence
+
+from ..cells import STATES, Cell, Environment, Results, Score
+from .bands import Band, bands, split
+
+HERE = {"ok": "✓", "refused": "R", "xfail": "x", "fail": "**FAIL**"}
+ALONE = {"ok": "✓", "plain": "~", "leak": "✗", "error": "!", "unknown": "?"}
+COLUMNS = 13
+"""Versions side by side, at most, in MATRIX.md."""
+
+
+def matrix(results: Results) -> str:
+    """Everything: totals, every cell, reasons, environments."""
+    rows = ", ".join(results.upstream_rows)
+    return "\n".join(
+        [
+            "# Which architecture, in which Transformers version",
+            "",
+            "<!-- Made by `python -m compat_matrix.publish` from compat_matrix/evidence; edit that, not this. -->",
+            "",
+            f"{gpu(results)} The same as a picture: [matrix.html](matrix.html), to be opened in a browser.",
+            *missing(results),
+            "",
+            "## By version",
+            "",
+            "With fa2patch, a cell is *ok* when every point of every attention implementation holds or does not apply,",
+            "*refused* when `apply` raises with the reason, *xfail* when it is a known failure, *fail* otherwise.",
+            f"Beside it Transformers alone, on its flash route, with the same kinds of packed row: {rows}.",
+            "",
+            *_totals(results),
+            "",
+            "## Every cell",
+            "",
+            f"First fa2patch ({HERE['ok']} ok, {HERE['refused']} refused, {HERE['xfail']} known failure, **FAIL**),",
+            f"then Transformers alone ({ALONE['ok']} every row right, {ALONE['plain']} one row right and another not,",
+            f"{ALONE['leak']} one row leaks, {ALONE['error']} one row raises, {ALONE['unknown']} not run). "
+            "Empty: the version does not have it.",
+            *(
+                line
+                for band in bands(results.environments)
+                for part in split(band, COLUMNS)
+                for line in _grid(results, part)
+            ),
+            "",
+            *_refused(results),
+            *_reasons("Known failures", results, "xfail"),
+            *_reasons("Failing", results, "fail"),
+            *_not_applicable(results),
+            "## Environments",
+            "",
+            *_environments(results.environments),
+            *(["", "On a GPU:", "", *_environments(results.gpu)] if results.gpu else []),
+            "",
+        ]
+    )
+
+
+def gpu(results: Results) -> str:
+    """Whether there is evidence from a GPU."""
+    if not results.gpu:
+        return "No GPU evidence exists yet."
+    runs = []
+    for environment in results.gpu:
+        states = [cell.state for cell in environment.cells.values()]
+        runs.append(f"{environment.name} on {environment.device}, {states.count('ok')} of {len(states)} ok")
+    return f"GPU evidence: {'; '.join(runs)}."
+
+
+def missing(results: Results) -> list[str]:
+    """A line, if an environment that is wanted has left no evidence."""
+    return [f"Without evidence: {', '.join(results.missing)}."] if results.missing else []
+
+
+def spans(environments: Sequence[Environment], names: Iterable[str]) -> str:
+    """Names of environments, neighbours put together: ``4.34.1 to 4.42.4, 5.0.0``."""
+    wanted, before = set(names), False
+    runs: list[list[str]] = []
+    for environment in environments:
+        if environment.name in wanted:
+            if before:
+                runs[-1] = [runs[-1][0], environment.name]
+            else:
+                runs.append([environment.name])
+        before = environment.name in wanted
+    return ", ".join(" to ".join(run) for run in runs)
+
+
+def table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> list[str]:
+    """A Markdown table's lines."""
+    lines = [head, ["---"] * len(head), *rows]
+    return [f"| {' | '.join(text.replace('|', chr(92) + '|') for text in line)} |" for line in lines]
+
+
+def _totals(results: Results) -> list[str]:
+    head = ["Transformers", *STATES, "", "one row ok", "leak", "error", f"all {len(results.upstream_rows)} ok"]
+
+    def line(label: str, found: Score) -> list[str]:
+        alone = [found.one_row[result] for result in ("ok", "leak", "error")]
+        return [label, *(str(found.states[state]) for state in STATES), "", *map(str, alone), str(found.every_row)]
+
+    rows = []
+    for environment in results.environments:
+        label = (
+            f"{environment.name} (allowed to fail, not counted)" if environment.allowed_to_fail else environment.name
+        )
+        rows.append(line(label, results.score(environment)))
+    bold = [f"**{text}**" if text else "" for text in line("all", results.score(*results.counted))]
+    return table(head, [*rows, bold])
+
+
+def _grid(results: Results, band: Band) -> list[str]:
+    names = [name for name in results.architectures if any(name in each.cells for each in band.environments)]
+    return [
+        "",
+        f"### {band.label}",
+        "",
+        *table(
+            ["", *(environment.name for environment in band.environments)],
+            ([f"`{name}`", *(_cell(each.cell(name)) for each in band.environments)] for name in names),
+        ),
+    ]
+
+
+def _cell(cell: Cell) -> str:
+    if cell.state == "absent":
+        return ""
+    return f"{HERE[cell.state]} {ALONE[cell.upstream.state if cell.upstream else 'unknown']}"
+
+
+def _refused(results: Results) -> list[str]:
+    """By what the reasons have in common."""
+    found: dict[str, list[str]] = {}
+    for (reason, _), where in _where(results, "refused").items():
+        sentence = reason.split(". ")[0].rstrip(".")
+        common = re.sub(r"^(\w+: )?\w+ ", "", sentence).split(", in ")[0]
+        for name, there in where.items():
+            detail = sentence.partition(common)[2].lstrip(", ")
+            line = f"- `{name}` {spans(results.environments, there)}{detail and ': '}{_plain(detail)}"
+            found.setdefault(common, []).append(line)
+    lines = ["## Refused", ""] if found else []
+    for common, entries in sorted(found.items()):
+        lines += [f"Because it {_plain(common)}:", "", *sorted(entries), ""]
+    return lines
+
+
+def _reasons(title: str, results: Results, state: str) -> list[str]:
+    """Each reason once, with the architectures and versions that it is the reason of."""
+    found = _where(results, state)
+    lines = [f"## {title}", ""] if found else []
+    for (reason, link), where in sorted(found.items()):
+        names = "; ".join(f"`{name}` {spans(results.environments, there)}" for name, there in where.items())
+        lines.append(f"- {names}: {_plain(reason)}{f' ([why]({link}))' if link else ''}")
+    return [*lines, ""] if lines else []
+
+
+def _where(results: Results, state: str) -> dict[tuple[str, str], dict[str, list[str]]]:
+    """Reason and link, then architecture, to the names of environments."""
+    found: dict[tuple[str, str], dict[str, list[str]]] = {}
+    for name in results.architectures:
+        for environment in results.environments:
+            cell = environment.cell(name)
+            if cell.state == state:
+                where = found.setdefault((cell.reason, cell.link), {})
+                where.setdefault(name, []).append(environment.name)
+    return found
+
+
+def _not_applicable(results: Results) -> list[str]:
+    found: dict[tuple[str, str], set[str]] = {}
+    for environment in results.environments:
+        for name, cell in environment.cells.items():
+            for run in cell.checked.values():
+                for point, reason in run.not_applicable.items():
+                    found.setdefault((point, reason), set()).add(name)
+    if not found:
+        return []
+    rows = (
+        [f"`{point}`", _plain(reason), ", ".join(sorted(names)) if len(names) < 8 else f"{len(names)} architectures"]
+        for (point, reason), names in sorted(found.items())
+    )
+    return ["## What does not apply", "", *table(["point", "reason", "in some version of"], rows), ""]
+
+
+def _environments(environments: Iterable[Environment]) -> list[str]:
+    head = ["", "Python", "torch", "wrapt", "flash-attn", "device", "kernel", "points", "date"]
+    return table(
+        head,
+        (
+            [each.name, each.python, each.torch, each.wrapt, each.flash_attn, each.device, each.kernel]
+            + [str(len(each.points)), each.date]
+            for each in environments
+        ),
+    )
+
+
+def _plain(text: str) -> str:
+    """An exception's text on one line, with nothing in it that Markdown would take for markup."""
+    text = " ".join(text.split())
+    for mark in ("\\", "<", "*", "_", "`", "["):
+        text = text.replace(mark, "\\" + mark)
+    return text

@@ -1,0 +1,43 @@
+"""Every file that is made from the evidence: README's tables, MATRIX.md, matrix.html, upstream.json."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from .. import environments
+from ..results import Malformed, read
+from . import kernel_table, readme
+from .known import known
+from .markdown import matrix
+from .page import page
+
+
+def made(root: Path) -> dict[Path, str]:
+    """Every file that is made from the evidence, and its text.
+
+    Raises:
+        Malformed: the evidence, or README's markers, are not as expected.
+    """
+    folder = root / "compat_matrix"
+    blocks = folder / "versions.toml"
+    wanted = environments.tomllib.loads(blocks.read_text())["version"] if blocks.exists() else ()
+    results = read(folder / "evidence", wanted)
+    return {
+        root / "README.md": between(root / "README.md", matrix=readme.table(results), kernels=kernel_table.table()),
+        folder / "MATRIX.md": matrix(results),
+        folder / "matrix.html": page(results),
+        root / "fa2patch" / "upstream.json": known(results),
+    }
+
+
+def between(file: Path, **texts: str) -> str:
+    """The file's text with each of these between the markers of its name."""
+    text = file.read_text(encoding="utf-8")
+    for name, inner in texts.items():
+        begin, end = f"<!-- {name}:begin -->", f"<!-- {name}:end -->"
+        parts = text.split(begin)
+        rest = parts[-1].split(end)
+        if len(parts) != 2 or len(rest) != 2:
+            raise Malformed(f"{file}: expected {begin} and {end}, once each")
+        text = f"{parts[0]}{begin}\n{inner}\n{end}{rest[1]}"
+    return text

@@ -1,0 +1,133 @@
+"""The matrix of a user's own models and pins: for each model in each version, fa2patch's state and upstream's alone."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import tempfile
+from collections.abc import Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor, as_completed
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any, Callable
+
+from .. import environments, results, run
+from ..cells import ABSENT, Cell
+from .models import BadConfig, find, is_file, read
+
+
+@dataclass(frozen=True)
+class Model:
+    """A model that is asked about: what to call it, what the check is told, its ``model_type``."""
+
+    name: str
+    architecture: str
+    kind: str
+
+
+@dataclass(frozen=True)
+class Row:
+    """One model in one version. ``state`` is a ``cells.STATES``, or ``error`` where nothing could be checked at all."""
+
+    model: Model
+    version: environments.Version
+    state: str
+    reason: str = ""
+    upstream: str = "unknown"
+    upstream_rows: dict[str, str] = field(default_factory=dict)
+    notes: tuple[str, ...] = ()
+
+    def is_bad(self, allow_refused: bool) -> bool:
+        return self.state in ("fail", "error", "xfail") or (self.state == "refused" and not allow_refused)
+
+
+def model(given: str) -> Model:
+    """The model meant by an argument: a config.json, a folder with one, or an architecture's name.
+
+    Raises:
+        BadConfig: a path that holds no config.
+    """
+    path = Path(given)
+    if not (is_file(given) or path.exists() or os.sep in given or "/" in given):
+        return Model(given, given, given)
+    file = find(path).resolve()
+    kind = str(read(file)["model_type"])
+    if not is_file(file.name):
+        raise BadConfig(f"{file}: looked for a file that ends in .json, found {file.name}. Rename it.")
+    return Model(file.parent.name if file.name == "config.json" else file.stem, str(file), kind)
+
+
+def environments_folder() -> Path:
+    """Where environments are kept between runs: the user's cache."""
+    home = Path.home()
+    if sys.platform == "win32":
+        cache = Path(os.environ.get("LOCALAPPDATA", home / "AppData" / "Local"))
+    elif sys.platform == "darwin":
+        cache = home / "Library" / "Caches"
+    else:
+        cache = Path(os.environ.get("XDG_CACHE_HOME") or home / ".cache")
+    return cache / "fa2patch" / "environments"
+
+
+def rows(
+    models: Sequence[Model],
+    versions: Sequence[environments.Version],
+    folder: Path,
+    jobs: int = 1,
+    done: Callable[[environments.Version, list[Row]], None] = lambda version, rows: None,
+) -> list[Row]:
+    """Check every model in every version, ``jobs`` versions at a time; ``done`` is told of each that is finished."""
+    found: dict[str, list[Row]] = {}
+    with environments.only_our_packages() as packages, ThreadPoolExecutor(max(1, jobs)) as pool:
+        started = {pool.submit(_of_version, models, version, folder, packages): version for version in versions}
+        for future in as_completed(started):
+            version = started[future]
+            found[version.name] = future.result()
+            done(version, found[version.name])
+    return [row for version in versions for row in found[version.name]]
+
+
+def _of_version(models: Sequence[Model], version: environments.Version, folder: Path, packages: Path) -> list[Row]:
+    try:
+        nothing_expected = replace(version, seam="", other_seams={})
+        names = (model.architecture for model in models)
+        evidence = run.evidence(nothing_expected, folder, packages, "--families", *names)
+        cells = _cells(evidence)
+    except Exception as error:
+        return [Row(model, version, "error", f"{type(error).__name__}: {error}") for model in models]
+    return [_row(model, version, cells.get(model.architecture, ABSENT), evidence) for model in models]
+
+
+def _cells(evidence: dict[str, Any]) -> Any:
+    with tempfile.TemporaryDirectory() as folder:
+        file = Path(folder) / f"{evidence['name']}.json"
+        file.write_text(json.dumps(evidence), encoding="utf-8")
+        environment = results.read_file(file)
+    return {name: environment.cell(name) for name in evidence["architectures"]}
+
+
+def _row(model: Model, version: environments.Version, cell: Cell, evidence: dict[str, Any]) -> Row:
+    upstream = cell.upstream
+    return Row(
+        model,
+        version,
+        cell.state,
+        cell.reason,
+        upstream.state if upstream else "unknown",
+        dict(upstream.rows) if upstream else {},
+        tuple(evidence["architectures"].get(model.architecture, {}).get("notes", ())),
+    )
+
+
+def nowhere(rows: Iterable[Row]) -> list[str]:
+    """For each model that none of the versions has, what to do."""
+    states: dict[Model, set[str]] = {}
+    for row in rows:
+        states.setdefault(row.model, set()).add(row.state)
+    return [
+        f"{model.name}: looked for a causal LM of model type {model.kind!r}, found none in these versions. Ask for "
+        "the versions that have it, or check the spelling: it is the config's model_type, such as qwen3_moe."
+        for model, found in states.items()
+        if found == {"absent"}
+    ]

@@ -1,0 +1,186 @@
+"""A user's own model: its config.json, in the spelling of the installed Transformers, cut down to a tiny model.
+
+Sizes are cut by the names of the config's arguments, layers to the shortest beginning that shows every kind of layer;
+everything else (rope scaling, kinds of layers, windows, experts' structure) stays as the user has it. An architecture's
+name that ends in ``.json`` means such a file.
+"""
+
+from __future__ import annotations
+
+import importlib
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+from .. import tiny_configs
+from . import layers, rope, sizes
+
+HOUSEKEEPING = {
+    "architectures", "attn_implementation", "dtype", "id2label", "label2id", "model_type", "output_attentions",
+    "output_hidden_states", "problem_type", "return_dict", "torch_dtype", "torchscript", "transformers_version",
+    "use_bfloat16", "use_return_dict",
+}  # fmt: skip
+"""Keys of a config.json that say nothing about what the model computes."""
+
+
+class BadConfig(ValueError):
+    """What was handed over is no model's config.json; the message says what was expected."""
+
+
+def is_file(architecture: str) -> bool:
+    """Whether an architecture's name means a config.json."""
+    return architecture.endswith(".json")
+
+
+def find(path: str | Path) -> Path:
+    """The config.json meant by a path: the file itself, or the one in a folder.
+
+    Raises:
+        BadConfig: there is none.
+    """
+    path = Path(path)
+    file = path / "config.json" if path.is_dir() else path
+    if not file.is_file():
+        beside = sorted(found.name for found in path.parent.glob("*.json")) if path.parent.is_dir() else []
+        found = f"which holds {', '.join(beside[:5])}" if beside and file is path else "found nothing"
+        raise BadConfig(
+            f"{file}: looked for a Hugging Face config.json, {found}. Give the file, or the folder that holds it: "
+            "what save_pretrained wrote, or the model's config.json from the Hub."
+        )
+    return file
+
+
+def read(path: str | Path) -> dict[str, Any]:
+    """The config in a file, or in a folder's config.json.
+
+    Raises:
+        BadConfig: no such file, no JSON, or no ``model_type`` in it.
+    """
+    file = find(path)
+    try:
+        config = json.loads(file.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise BadConfig(f"{file}: looked for a JSON object, found no JSON ({error}). Is it the config.json?") from None
+    if not isinstance(config, dict):
+        raise BadConfig(f"{file}: looked for a JSON object, found a {type(config).__name__}. Is it the config.json?")
+    if not isinstance(config.get("model_type"), str):
+        keys = ", ".join(sorted(config)[:5]) or "no keys at all"
+        raise BadConfig(
+            f'{file}: looked for "model_type", which names the architecture (such as "llama"), found {keys}. Add it, '
+            "or hand over the config.json of the model itself, not its adapter's or tokenizer's."
+        )
+    return config
+
+
+def kind(architecture: str) -> str:
+    """The architecture itself; of a file, the ``model_type`` in it."""
+    return str(read(architecture)["model_type"]) if is_file(architecture) else architecture
+
+
+def config_of(path: str | Path, config_class: Any, **changes: Any) -> Any:
+    """The tiny config of the user's model, in the installed Transformers; ``changes`` are for the language model."""
+    settings = shrunk(config_class, read(path))
+    text = settings["text_config"] if isinstance(settings.get("text_config"), dict) else settings
+    text.update(layers.stretched(text, changes))
+    return tiny_configs.made(config_class, settings)
+
+
+def shrunk(config_class: Any, config: dict[str, Any]) -> dict[str, Any]:
+    """Arguments for ``config_class``: the user's config, tiny."""
+    settings = fitted(config_class, config)
+    nested = {name: _nested(config_class, name, value) for name, value in settings.items() if _is_config(name, value)}
+    settings.update(layers.cut(config_class, settings))
+    settings.update(sizes.cut(config_class, settings))
+    return {**settings, **nested}
+
+
+def fitted(config_class: Any, config: dict[str, Any]) -> dict[str, Any]:
+    """Arguments for ``config_class``: the user's config, as large as it is, in this version's spelling."""
+    config = _flat_or_nested(config_class, config)
+    spelled = layers.respelt(config_class, rope.respelt(config_class, config))
+    known = _known(config_class)
+    return {name: value for name, value in spelled.items() if name in known and name not in _unheeded(config_class)}
+
+
+def notes(path: str | Path, config_class: Any) -> list[str]:
+    """What a reader of the result should know about the model that was checked."""
+    unknown = dropped(config_class, read(path))
+    return [f"left out of the config: {', '.join(unknown)}"] if unknown else []
+
+
+def dropped(config_class: Any, config: dict[str, Any]) -> list[str]:
+    """The config's keys that the installed Transformers does not know, or that are left out here, sorted."""
+    config = _flat_or_nested(config_class, config)
+    spelled = layers.respelt(config_class, rope.respelt(config_class, config))
+    unknown = {*spelled} - {*fitted(config_class, config)} - _unheeded(config_class)
+    found = [name for name in unknown if not name.startswith("_") and spelled[name] is not None]
+    for name, value in spelled.items():
+        inner = _class_of(config_class, name, value) if _is_config(name, value) else dict
+        if hasattr(inner, "model_type"):
+            found += [f"{name}.{key}" for key in dropped(inner, value)]
+    return sorted(found)
+
+
+def _known(cls: Any) -> set[str]:
+    """Arguments, and whatever the class's or the model's code mentions: many a key is read with ``getattr`` only."""
+    words: set[str] = set(sizes.defaults(cls))
+    for name in {cls.__module__, cls.__module__.replace(".configuration_", ".modeling_")}:
+        try:
+            file = Path(str(importlib.import_module(name).__file__))
+        except ImportError:
+            continue
+        words.update(re.findall(r"\w+", file.read_text(encoding="utf-8")))
+    if "rope_parameters" in words:  # which takes the older spelling too
+        words |= {"rope_scaling", "rope_theta", "rope_local_base_freq", "partial_rotary_factor"}
+    return words - {"auto_map", "quantization_config"}
+
+
+def _unheeded(cls: Any) -> set[str]:
+    """Housekeeping, and what every config has of its base class; but what this class takes by name counts."""
+    base = next(base for base in cls.__mro__ if base.__name__ in ("PretrainedConfig", "PreTrainedConfig"))
+    everyones = {*base().to_dict()} - {"is_decoder", "tie_word_embeddings", "pad_token_id"}
+    return HOUSEKEEPING | (everyones - {*sizes.defaults(cls)})
+
+
+def _is_config(name: str, value: Any) -> bool:
+    """A config inside the config; not ``per_layer_config``, whose keys are numbers."""
+    named = name.endswith("_config") and name != "quantization_config"
+    return named and isinstance(value, dict) and not all(str(key).isdigit() for key in value)
+
+
+def _class_of(cls: Any, name: str, value: dict[str, Any]) -> Any:
+    """The class of a config inside a config; ``dict`` where it is none."""
+    kinds = importlib.import_module("transformers").CONFIG_MAPPING
+    declared = getattr(cls, "sub_configs", {}).get(name)
+    if value.get("model_type") in kinds and getattr(declared, "model_type", "") in ("", value["model_type"]):
+        return kinds[value["model_type"]]
+    if declared is not None and declared.__name__ != "AutoConfig":
+        return declared
+    try:
+        return type(getattr(cls(), name))
+    except Exception:  # a class that cannot be made without arguments
+        return dict
+
+
+def _nested(cls: Any, name: str, value: dict[str, Any]) -> dict[str, Any]:
+    inner = _class_of(cls, name, value)
+    if not hasattr(inner, "model_type"):
+        return sizes.of_dict(value)
+    settings = shrunk(inner, value)
+    if name != "text_config":
+        settings.update(sizes.of_a_tower(inner, settings))
+    return {"model_type": inner.model_type, **settings}
+
+
+def _flat_or_nested(cls: Any, config: dict[str, Any]) -> dict[str, Any]:
+    """A vision-language config with its text side apart or not, as this version has it (Qwen2-VL has had both)."""
+    apart = "text_config" in sizes.defaults(cls)
+    if apart == isinstance(config.get("text_config"), dict) or not ({"vision_config"} & {*config}):
+        return config
+    if not apart:
+        rest = {name: value for name, value in config.items() if name != "text_config"}
+        return {**config["text_config"], **rest}
+    own = {*sizes.defaults(cls)} | {"model_type"}
+    text = {name: value for name, value in config.items() if name not in own}
+    return {**{name: value for name, value in config.items() if name in own}, "text_config": text}

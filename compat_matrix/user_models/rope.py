@@ -1,0 +1,74 @@
+"""How a config spells its rotary embeddings: ``rope_theta`` and ``rope_scaling``; since 5.0 ``rope_parameters``."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Any
+
+from . import sizes
+
+OLDER = ("rope_scaling", "rope_theta", "rope_local_base_freq")
+
+
+def respelt(cls: Any, config: dict[str, Any]) -> dict[str, Any]:
+    """The config, with its rotary embeddings as ``cls`` takes them."""
+    config = dict(config)
+    if "rope_parameters" in sizes.defaults(cls):
+        return _newer(cls, config)
+    parameters = config.pop("rope_parameters", None)
+    if isinstance(parameters, dict) and parameters:
+        config = {**_older(cls, parameters), **config}
+    scaling = config.get("rope_scaling")
+    if isinstance(scaling, dict):
+        config["rope_scaling"] = _scaling(cls, scaling)
+    return config
+
+
+def _newer(cls: Any, config: dict[str, Any]) -> dict[str, Any]:
+    """What this version itself makes of the older spelling."""
+    if not any(name in config for name in OLDER):
+        return config
+    rotary = ("rope", "rotary", "layer", "head", "hidden_size", "position", "sliding")
+    about = {name: value for name, value in config.items() if any(word in name for word in rotary)}
+    try:
+        parameters = cls(**about).rope_parameters
+    except Exception:  # said where the model is built
+        return config
+    return {**{name: value for name, value in config.items() if name not in OLDER}, "rope_parameters": parameters}
+
+
+def _older(cls: Any, parameters: dict[str, Any]) -> dict[str, Any]:
+    takes = sizes.defaults(cls)
+    local: dict[str, Any] = {}
+    if all(isinstance(value, dict) for value in parameters.values()):  # one for each kind of layer
+        local = parameters.get("sliding_attention", {})
+        parameters = parameters.get("full_attention") or next(iter(parameters.values()))
+    settings: dict[str, Any] = {}
+    scaling = dict(parameters)
+    for name in ("rope_theta", "partial_rotary_factor", "original_max_position_embeddings"):
+        value = scaling.get(name)
+        if name in takes and value is not None:
+            settings[name] = value
+    for name in ("rope_theta", "partial_rotary_factor"):
+        scaling.pop(name, None)
+    if local.get("rope_theta") is not None:
+        settings["rope_local_base_freq"] = local["rope_theta"]
+    plain = scaling.get("rope_type", scaling.get("type", "default")) == "default" and "mrope_section" not in scaling
+    settings["rope_scaling"] = None if plain else scaling
+    return settings
+
+
+def _scaling(cls: Any, scaling: dict[str, Any]) -> dict[str, Any]:
+    """Where the config's file checks its scaling itself (all up to 4.42), the key is ``type`` and others are errors."""
+    kind = scaling.get("rope_type", scaling.get("type"))
+    rest = {name: value for name, value in scaling.items() if name not in ("type", "rope_type")}
+    file = sys.modules[cls.__module__].__file__
+    if "_rope_scaling_validation" not in Path(str(file)).read_text(encoding="utf-8"):
+        return {"rope_type": kind, **({"type": kind} if "type" in scaling else {}), **rest}
+    if kind == "longrope":
+        needed = ("short_factor", "long_factor")
+        return {"type": kind, **{name: rest[name] for name in needed if name in rest}}
+    if kind in ("linear", "dynamic"):
+        return {"type": kind, "factor": float(rest.get("factor", 1.0))}
+    return {"type": kind, **rest}

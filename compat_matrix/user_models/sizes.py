@@ -1,0 +1,129 @@
+"""A user's config with tiny sizes. What is a size is said by ``tiny_configs.SETTINGS``; what is structure stays."""
+
+from __future__ import annotations
+
+import inspect
+from typing import Any
+
+from .. import tiny_configs
+
+KEPT = {
+    "num_hidden_layers", "n_layer", "n_layers", "num_layers", "sliding_window_pattern", "first_k_dense_replace",
+    "decoder_sparse_step", "moe_layer_interval", "tie_word_embeddings",
+}  # fmt: skip
+"""Rows of ``tiny_configs.SETTINGS`` that are the user's to say (layers are cut by ``layers``)."""
+
+AT_MOST = {
+    **dict.fromkeys(["num_experts_per_tok", "num_experts_per_token", "moe_topk", "moe_top_k", "moe_k", "top_k"], 2),
+    **dict.fromkeys(["top_k_experts", "n_group", "num_expert_group", "mamba_n_groups", "mamba_ngroups", "n_groups"], 2),
+    **dict.fromkeys(["topk_group", "n_shared_experts", "moe_num_shared_experts"], 1),
+}
+"""Counts that are structure: one expert per token stays one, no shared expert none."""
+
+HEADS = ("num_attention_heads", "n_head", "n_heads", "num_heads")
+ALSO = {
+    "qk_head_dim": 16, "attention_hidden_size": 64, "attention_head_dim": 16, "mamba_headdim": 32, "linear_head_dim": 8,
+    "linear_num_heads": 4, "ssm_state_size": 8, "moe_shared_expert_intermediate_size": 24,
+}  # fmt: skip
+"""Sizes that the tiny models take from the class's own sums; a file has them as numbers."""
+
+KEY_VALUE_HEADS = ("num_key_value_heads", "num_kv_heads", "num_global_key_value_heads", "kv_n_heads")
+ENDINGS = {
+    ("dropout", "pdrop", "dropout_rate", "dropout_prob", "layerdrop", "jitter_noise", "jitter_eps"): 0.0,
+    ("mamba_expand",): 2,
+    ("use_mamba_kernels",): False,
+}
+"""Randomness is taken out, and what needs a GPU; a Mamba layer's width is twice the model's, as ``SETTINGS`` has it."""
+
+LIMIT = 64
+"""The tiny length that a rope scaling starts from: longer than any row of the points."""
+
+
+def defaults(cls: Any) -> dict[str, Any]:
+    """A config class's arguments with their defaults, those of its bases included."""
+    found: dict[str, Any] = {}
+    for base in reversed(getattr(cls, "__mro__", ())):
+        if "__init__" in vars(base) and base is not object:
+            for name, parameter in inspect.signature(base.__init__).parameters.items():
+                if name != "self" and parameter.kind not in (parameter.VAR_KEYWORD, parameter.VAR_POSITIONAL):
+                    found[name] = None if parameter.default is parameter.empty else parameter.default
+    return found
+
+
+def cut(cls: Any, settings: dict[str, Any]) -> dict[str, Any]:
+    """What to change in ``settings``, a config of ordinary size, to have a tiny one."""
+    everything = {**defaults(cls), **settings}
+    changes = _numbers(everything)
+    for name, value in settings.items():
+        if isinstance(value, dict) and value and all(str(key).isdigit() for key in value):
+            changes[name] = {key: of_dict(part) for key, part in value.items() if isinstance(part, dict)}
+    changes.update(_rope(everything, changes))
+    return changes
+
+
+def of_dict(settings: dict[str, Any]) -> dict[str, Any]:
+    """A part of a config that has no class: DBRX's ``attn_config``."""
+    return {**settings, **_numbers(settings)}
+
+
+def of_a_tower(cls: Any, settings: dict[str, Any]) -> dict[str, Any]:
+    """What to change in a vision or audio side's config; nothing is asked of it but to be small."""
+    return {name: value for name, value in tiny_configs.VISION.items() if name in {*defaults(cls), *settings}}
+
+
+def _numbers(settings: dict[str, Any]) -> dict[str, Any]:
+    changes: dict[str, Any] = {}
+    for name, value in settings.items():
+        if name == "head_dim" or name in KEY_VALUE_HEADS:
+            changes[name] = 8 if name == "head_dim" else _key_value_heads(settings, value)
+        if name.endswith("_token_id") and name in tiny_configs.SETTINGS and "vocab_size" in settings:
+            changes[name] = tiny_configs.SETTINGS[name]
+        if value is None or value is False or name in KEPT:
+            continue
+        if name in AT_MOST:
+            changes[name] = min(value, AT_MOST[name])
+        elif name in ALSO and (name != "mamba_headdim" or "n_mamba_heads" in settings):
+            changes[name] = ALSO[name]
+        elif name not in changes and name in tiny_configs.SETTINGS and isinstance(value, (int, list)):
+            changes[name] = tiny_configs.SETTINGS[name]
+        for endings, ending_value in ENDINGS.items():
+            if name.endswith(endings) and isinstance(value, (int, float)):
+                changes[name] = ending_value
+    return changes
+
+
+def _key_value_heads(settings: dict[str, Any], value: Any) -> int:
+    """As many as heads, one, or half as many: what the user's model has."""
+    heads = next((settings[name] for name in HEADS if isinstance(settings.get(name), int)), None)
+    return 4 if value in (None, heads) else 1 if value == 1 else 2
+
+
+def _rope(settings: dict[str, Any], changes: dict[str, Any]) -> dict[str, Any]:
+    """Lists with a number per pair of a head's dimensions, and the length from which scaling starts."""
+    found: dict[str, Any] = {}
+    head = changes.get("qk_rope_head_dim") or changes.get("head_dim") or 8
+    scaled = {
+        name: settings[name] for name in ("rope_scaling", "rope_parameters") if isinstance(settings.get(name), dict)
+    }
+    for name, value in scaled.items():
+        parts = value.values() if all(isinstance(part, dict) for part in value.values()) else ()
+        share = value.get("partial_rotary_factor") or settings.get("partial_rotary_factor") or 1.0
+        if parts:
+            found[name] = {key: _one_rope(part, int(head * share) // 2) for key, part in value.items()}
+        else:
+            found[name] = _one_rope(value, int(head * share) // 2)
+    if isinstance(settings.get("original_max_position_embeddings"), int):
+        found["original_max_position_embeddings"] = LIMIT
+    return found
+
+
+def _one_rope(scaling: dict[str, Any], pairs: int) -> dict[str, Any]:
+    tiny = dict(scaling)
+    for name in ("short_factor", "long_factor"):
+        if isinstance(scaling.get(name), list):
+            tiny[name] = scaling[name][:pairs]
+    if isinstance(scaling.get("mrope_section"), list):
+        tiny["mrope_section"] = [1, 1, pairs - 2]
+    if isinstance(scaling.get("original_max_position_embeddings"), int):
+        tiny["original_max_position_embeddings"] = LIMIT
+    return tiny

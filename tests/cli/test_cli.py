@@ -1,0 +1,192 @@
+"""``fa2patch matrix``: what it prints, how it exits, what it says to what it cannot use."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("click")
+pytest.importorskip("packaging")
+
+from click.testing import CliRunner
+
+from compat_matrix import run
+from compat_matrix.user_models.matrix import model as model_of
+from fa2patch.cli.commands import main
+
+ROOT = Path(__file__).parents[2]
+LLAMA = str(ROOT / "tests" / "own_configs" / "llama_3_1.json")
+ROWS = ["one row", "two rows"]
+OK = {"fa2patch": {"sdpa": {"ok": 1}}, "seam": ["interface"], "upstream": {"sdpa": dict.fromkeys(ROWS, "ok")}}
+LEAK = {**OK, "fa2patch": {"sdpa": {"fail": {"packed_row": "logits: off by 2.1"}}}}
+REFUSED = {"refused": "UnsupportedModel: alibi", "upstream": {"sdpa": dict.fromkeys(ROWS, "leak")}}
+
+
+def matrix(*arguments):
+    return CliRunner().invoke(main, ["matrix", *arguments])
+
+
+def cells_of(result):
+    """From JSON; click before 8.2 puts what went to stderr in front of it."""
+    return json.loads(result.output[result.output.index("{") : result.output.rindex("}") + 1])["cells"]
+
+
+@pytest.fixture
+def finding(monkeypatch):
+    """Instead of environments: what is found for each architecture asked for."""
+    asked = []
+
+    def set_up(cells):
+        def evidence(version, folder, packages, *options):
+            asked.append((version, sorted(os.listdir(packages)), options))
+            made = {"format": 2, "name": version.name, "transformers": "4.44.2", "torch": "2", "python": "3.11"}
+            made |= {"wrapt": "1", "device": "cpu", "kernel": "reference", "date": "2026-01-01"}
+            named = {name: cell for end, cell in cells.items() for name in options if name.endswith(end)}
+            return {**made, "points": ["packed_row"], "upstream_rows": ROWS, "architectures": named}
+
+        monkeypatch.setattr(run, "evidence", evidence)
+        return asked
+
+    return set_up
+
+
+def test_a_cell_shows_both_states_in_every_format(finding, tmp_path):
+    asked = finding({"llama_3_1.json": {**OK, "notes": ["left out of the config: pretraining_tp"]}})
+    arguments = ("--model", LLAMA, "--transformers", "4.44,4.57.6", "--pins", "peft==0.12.0")
+    text = matrix(*arguments, "--format", "markdown")
+    assert text.exit_code == 0, text.output
+    assert "| llama_3_1 (llama) | ok / alone: ok | ok / alone: ok |" in text.output
+    assert "left out of the config: pretraining_tp" in text.output
+    table = matrix(*arguments, "--format", "table")
+    assert "llama_3_1" in table.output and "alone: ok" in table.output
+    cells = cells_of(matrix(*arguments, "--format", "json"))
+    assert [(cell["transformers"], cell["fa2patch"], cell["upstream"]) for cell in cells] == [
+        ("4.44.2", "ok", "ok"),
+        ("4.57.6", "ok", "ok"),
+    ]
+    file = tmp_path / "cells.json"
+    assert matrix(*arguments, "--json", str(file)).exit_code == 0 and json.loads(file.read_text())["ok"]
+    version, packages, options = asked[0]
+    assert "peft==0.12.0" in version.requirements and "peft==0.13.2" not in version.requirements
+    assert packages == ["compat_matrix", "fa2patch"] and options == ("--families", str(Path(LLAMA).resolve()))
+
+
+@pytest.mark.parametrize(
+    ("cell", "options", "code", "said"),
+    [
+        (OK, (), 0, "ok / alone: ok"),
+        (LEAK, (), 1, "FAIL / alone: ok"),
+        (REFUSED, (), 1, "refused / alone: LEAKS"),
+        (REFUSED, ("--allow-refused",), 0, "UnsupportedModel: alibi"),
+        ({"error": "sdpa: ValueError: no such rope"}, (), 1, "no such rope"),
+        (None, (), 1, "found none in these versions"),
+    ],
+)
+def test_the_exit_code_says_whether_every_cell_is_ok(finding, cell, options, code, said):
+    finding({"llama": cell} if cell else {})
+    result = matrix("--model", "llama", "--transformers", "4.44.2", *options)
+    assert result.exit_code == code and said in result.output, result.output
+
+
+def test_an_environment_that_cannot_be_made_is_a_failure_with_its_reason(monkeypatch):
+    def evidence(*arguments):
+        raise RuntimeError("uv pip install failed: no version of transformers==4.99.1")
+
+    monkeypatch.setattr(run, "evidence", evidence)
+    result = matrix("--model", "llama", "--transformers", "4.99.1")
+    assert result.exit_code == 1 and "no version of transformers==4.99.1" in result.output
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (("--model", "nowhere/config.json", "--transformers", "4.44.2"), ["nowhere", "config.json", "save_pretrained"]),
+        (("--model", str(ROOT / "tests"), "--transformers", "4.44.2"), ["config.json", "found nothing"]),
+        (("--model", "llama", "--transformers", "newest"), ["--transformers", "version number", "'newest'"]),
+        (("--model", "llama", "--transformers", "4.44.2", "--python", "three"), ["--python", "3.11", "'three'"]),
+        (
+            ("--model", "llama", "--transformers", "4.44.2", "--pins", "peft=0.1"),
+            ["--pins", "peft==0.13.2", "peft=0.1"],
+        ),
+        (("--model", "llama", "--transformers", "4.44.2", "--format", "html"), ["'html'", "markdown"]),
+        (("--transformers", "4.44.2"), ["--model"]),
+    ],
+)
+def test_bad_usage_exits_with_2_and_says_what_was_looked_for(arguments, said):
+    result = matrix(*arguments)
+    assert result.exit_code == 2
+    shown = " ".join(result.output.split())
+    assert all(what in shown for what in said), shown
+
+
+def test_a_config_without_a_model_type_is_bad_usage(tmp_path):
+    (tmp_path / "config.json").write_text('{"hidden_size": 8}')
+    result = matrix("--model", str(tmp_path), "--transformers", "4.44.2")
+    assert result.exit_code == 2 and '"model_type"' in result.output and "hidden_size" in result.output
+
+
+def test_a_folder_is_called_by_its_name(tmp_path):
+    folder = tmp_path / "my-model"
+    folder.mkdir()
+    (folder / "config.json").write_text('{"model_type": "llama"}')
+    model = model_of(str(folder))
+    assert (model.name, model.kind, model.architecture) == ("my-model", "llama", str(folder / "config.json"))
+    assert model_of("llama").architecture == "llama"
+
+
+ALONE = """
+import sys, types
+package = types.ModuleType("fa2patch")
+package.__path__ = [{path!r}]
+sys.modules["fa2patch"] = package
+{before}
+import fa2patch.cli.commands
+assert not {{"torch", "transformers", "rich", "compat_matrix"}} & {{*sys.modules}}
+"""
+
+
+def alone(before=""):
+    """The command line's own module in a process of its own, without what the package imports."""
+    code = ALONE.format(path=str(ROOT / "fa2patch"), before=before)
+    return subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT)
+
+
+def test_the_command_line_imports_nothing_heavy():
+    done = alone()
+    assert done.returncode == 0, done.stderr
+
+
+def test_without_click_one_line_says_what_to_install():
+    done = alone("sys.modules['click'] = None")
+    assert done.returncode == 1
+    assert done.stderr.splitlines() == [
+        "fa2patch's command line needs click, which is not installed: pip install 'fa2patch[cli]'"
+    ]
+
+
+def test_help_names_every_option():
+    shown = CliRunner().invoke(main, ["matrix", "--help"]).output
+    for option in (
+        "model",
+        "transformers",
+        "format",
+        "pins",
+        "torch",
+        "python",
+        "environments",
+        "jobs",
+        "allow-refused",
+    ):
+        assert f"--{option}" in shown
+
+
+@pytest.mark.slow
+def test_a_real_matrix_in_an_environment_made_for_it(tmp_path):
+    options = ["--transformers", "4.57.6", "--environments", str(tmp_path), "--format", "json"]
+    result = matrix("--model", LLAMA, *options)
+    assert result.exit_code == 0, result.output
+    (cell,) = cells_of(result)
+    assert cell["fa2patch"] == "ok" and cell["upstream"] in ("ok", "plain")

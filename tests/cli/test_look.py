@@ -1,0 +1,152 @@
+"""``fa2patch verify``, ``doctor``, ``status``, ``architectures``: what they show, and how they exit."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+
+pytest.importorskip("click")
+pytest.importorskip("rich")
+
+from click.testing import CliRunner
+
+import fa2patch
+from fa2patch.cli.commands import main
+from fa2patch.proof import doctor
+
+CONFIG = str(Path(__file__).parents[1] / "own_configs" / "llama_3_1.json")
+
+
+def run(*arguments):
+    return CliRunner().invoke(main, [str(argument) for argument in arguments])
+
+
+def as_json(result):
+    return json.loads(result.output[result.output.index("{") :])
+
+
+@pytest.fixture
+def rows(tmp_path):
+    file = tmp_path / "rows.json"
+    ids = torch.randint(3, 64, (2, 9)).tolist()
+    file.write_text(json.dumps({"input_ids": ids, "position_ids": [[0, 1, 2, 3, 0, 1, 2, 3, 4]] * 2}))
+    return file
+
+
+@pytest.mark.parametrize("model", ["llama", CONFIG])
+def test_verify_shows_upstreams_leak_and_our_isolation(model, rows):
+    result = run("verify", model, "--batch", rows, "--json")
+    assert result.exit_code == 0, result.output
+    found = as_json(result)
+    assert found["model"] == "LlamaForCausalLM" and found["ok"] and found["fa2patch"]["ok"]
+    assert not found["alone"]["ok"] and found["alone"]["first_leak"] == "model.layers.0.self_attn"
+    assert len(found["fa2patch"]["documents"]) == 4
+    text = run("verify", model, "--batch", rows).output
+    assert "Transformers alone: NOT ISOLATED" in text and "with fa2patch: isolated" in text
+    assert "attention computed without boundaries" in " ".join(text.split())
+
+
+def test_verify_takes_weights_and_a_batch_that_torch_saved(tmp_path, rows):
+    doctor.tiny_llama().save_pretrained(tmp_path / "model")
+    batch = {name: torch.tensor(value) for name, value in json.loads(rows.read_text()).items()}
+    torch.save(batch, tmp_path / "rows.pt")
+    found = as_json(run("verify", tmp_path / "model", "--batch", tmp_path / "rows.pt", "--max-documents", 1, "--json"))
+    assert found["ok"] and [doc["gradient"] is None for doc in found["fa2patch"]["documents"]] == [False] + [True] * 3
+
+
+def test_verify_exits_with_1_where_fa2patch_refuses(tmp_path):
+    (tmp_path / "config.json").write_text(
+        json.dumps(
+            {
+                "model_type": "falcon",
+                "alibi": True,
+                "vocab_size": 256,
+                "hidden_size": 64,
+                "num_hidden_layers": 2,
+                "num_attention_heads": 4,
+            }
+        )  # fmt: skip
+    )
+    result = run("verify", tmp_path, "--json")
+    assert result.exit_code == 1 and "alibi" in as_json(result)["fa2patch"]["error"]
+
+
+@pytest.mark.parametrize(
+    "arguments, message",
+    [
+        (["no_such_model"], "no_such_model"),
+        (["llama", "--dtype", "int8"], "looked for float32"),
+        (["llama", "--batch", __file__], "looked for a dict of tensors"),
+        (["llama", "--max-documents", 0], "max-documents"),
+    ],
+)
+def test_verify_says_what_it_was_asked_wrongly(arguments, message):
+    result = run("verify", *arguments)
+    assert result.exit_code == 2 and message in " ".join(result.output.split())
+
+
+def test_doctor_tries_it(tmp_path):
+    result = run("doctor", "--json", "--svg", tmp_path / "doctor.svg")
+    found = as_json(result)
+    assert result.exit_code == 0 and found["ok"] and found["patched"]["state"] == "isolated"
+    assert found["torch"] == torch.__version__ and found["seam"] in ("interface", "function", "method")
+    assert found["packages"]["flash-attn-4"] == {"version": None, "problem": "not installed"}
+    assert {"name": "reference", "usable": True, "reason": ""} in found["kernels"]
+    svg = (tmp_path / "doctor.svg").read_text()
+    assert "fa2patch" in svg and "@font-face" not in svg
+
+
+def test_doctor_exits_with_1_where_a_patched_model_leaks(monkeypatch):
+    monkeypatch.setattr(doctor, "_verified", lambda model: {"state": "leaks", "reason": "here"})
+    result = run("doctor")
+    assert result.exit_code == 1 and "fa2patch does not work here: here" in result.output
+
+
+def test_doctor_says_it_when_a_package_does_not_import(monkeypatch, tmp_path):
+    (tmp_path / "flash_attn").mkdir()
+    (tmp_path / "flash_attn" / "__init__.py").write_text("raise ImportError('undefined symbol')")
+    (tmp_path / "flash_attn-2.5.dist-info").mkdir()
+    (tmp_path / "flash_attn-2.5.dist-info" / "METADATA").write_text(
+        "Metadata-Version: 2.1\nName: flash-attn\nVersion: 2.5"
+    )
+    monkeypatch.syspath_prepend(str(tmp_path))
+    assert doctor._package("flash-attn") == {
+        "version": "2.5",
+        "problem": "does not import: ImportError: undefined symbol",
+    }
+
+
+@pytest.mark.parametrize("version, defects", [((4, 43), 3), ((4, 54), 4), ((5, 23), 1), ((6, 0), 0)])
+def test_every_version_has_its_own_defects(version, defects):
+    assert sum(defect.first <= version <= defect.last for defect in doctor.DEFECTS) == defects
+
+
+def test_what_the_matrix_knows_comes_along():
+    known = doctor.upstream()
+    assert {"4.34", "4.43", "4.57", "5.0", "5.23"} <= set(known)
+    assert "gptj" in known["4.57"]["leak"] and known["4.57"]["rows"]["one row"] > 40
+
+
+def test_status_tells_what_apply_would_do_and_does_nothing(tmp_path):
+    doctor.tiny_llama().config.save_pretrained(tmp_path)
+    result = run("status", tmp_path, "--json")
+    found = as_json(result)
+    assert result.exit_code == 0 and [layer["name"] for layer in found["layers"]] == [
+        "layers.0.self_attn",
+        "layers.1.self_attn",
+    ]
+    assert fa2patch.status(doctor.tiny_llama()) is None
+    assert "would be" in run("status", tmp_path).output and run("status", tmp_path / "config.json").exit_code == 0
+
+
+def test_status_exits_with_1_for_a_model_that_is_refused(tmp_path):
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "falcon", "alibi": True}))
+    assert run("status", tmp_path).exit_code == 1 and "refused" in as_json(run("status", tmp_path, "--json"))
+    assert run("status", tmp_path / "nothing").exit_code == 2
+
+
+def test_architectures_lists_the_registry():
+    rows = as_json(run("architectures", "--json"))
+    assert rows["falcon"] == ["refuse"] and rows["llama"] == []
+    assert "gemma2" in run("architectures").output

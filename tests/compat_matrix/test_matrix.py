@@ -1,0 +1,237 @@
+"""The matrix's points hold here and now, and turn red when something that matters is broken."""
+
+import dataclasses
+import json
+import sys
+
+import numpy as np
+import pytest
+import torch
+
+import fa2patch
+from compat_matrix import environments
+from compat_matrix.__main__ import failures
+from compat_matrix.check import found
+from compat_matrix.check.cell import Cell, NotApplicable, assert_unmoved
+from compat_matrix.check.compare import assert_close, assert_same_gradients
+from compat_matrix.check.points import POINTS
+from compat_matrix.results import read_file
+from compat_matrix.run import merged
+from fa2patch import Boundaries
+from fa2patch.upstream import forward, packed_mask
+from fa2patch.upstream.looked import Looked
+from fa2patch.upstream.traits import attention, mixers
+
+CELLS = [("llama", "sdpa"), ("qwen2", "eager"), ("falcon", "sdpa"), ("llama4", "sdpa")]
+architectures = sys.modules["fa2patch.upstream.architectures"]
+
+
+@pytest.mark.parametrize("point", POINTS)
+@pytest.mark.parametrize(("family", "implementation"), CELLS)
+def test_point(family, implementation, point):
+    try:
+        POINTS[point](Cell(family, implementation))
+    except NotApplicable as reason:
+        assert str(reason) == "no sliding window" or "changes nothing" in str(reason)
+
+
+def red(*points, family="llama"):
+    for point in points:
+        with pytest.raises(Exception) as caught:  # noqa: PT011
+            POINTS[point](Cell(family, "sdpa"))
+        assert not isinstance(caught.value, NotApplicable)
+
+
+def test_a_boundary_only_where_ids_are_zero_is_red(monkeypatch):
+    module = sys.modules["fa2patch.documents.boundaries"]
+    monkeypatch.setattr(module, "_changes", lambda ids, real, previous, step: real & (ids == 0))
+    red("every_layout")
+
+
+def test_a_boundary_only_where_ids_fall_is_red(monkeypatch):
+    module = sys.modules["fa2patch.documents.boundaries"]
+
+    def falling(ids, real, previous, step):
+        left = np.take_along_axis(ids, np.maximum(previous, 0), axis=1)
+        return real & ((previous < 0) | (ids < left))
+
+    monkeypatch.setattr(module, "_changes", falling)
+    red("packed_row", "every_layout")
+
+
+def test_one_document_for_the_whole_row_is_red(monkeypatch):
+    attend = packed_mask.PackedMask.attend
+
+    def leaking(self, module, q, k, v, options):
+        tokens = q.shape[0] * q.shape[1]
+        self.boundaries = Boundaries(self.boundaries.cu_seqlens[[0, -1]], tokens, None, (tokens,))
+        return attend(self, module, q, k, v, options)
+
+    monkeypatch.setattr(packed_mask.PackedMask, "attend", leaking)
+    red("packed_row", "packed_rows", "padding", "lengths", "nothing_crosses", "checkpointing", "half_precision")
+
+
+def test_position_ids_dropped_on_the_way_are_red(monkeypatch):
+    packed_mask_of = forward.packed_mask
+
+    def without_ids(call, *args, **kwargs):
+        return packed_mask_of({**call, "position_ids": None}, *args, **kwargs)
+
+    monkeypatch.setattr(forward, "packed_mask", without_ids)
+    red("packed_rows", "every_layout", family="llama")  # where Transformers alone leaks
+    red("packed_row", "packed_rows", "nothing_crosses", family="gpt_bigcode")
+
+
+def test_a_row_without_its_quirk_is_red(monkeypatch):
+    monkeypatch.setitem(architectures._rows, "llama4_text", fa2patch.Architecture("llama4_text"))
+    red("packed_row", "every_layout", family="llama4")
+
+
+def test_a_refusal_that_is_not_made_is_red(monkeypatch):
+    monkeypatch.setattr(mixers.Mixers, "finds", lambda self, model: None)
+    monkeypatch.setattr(attention.AttentionLayers, "refuses", lambda self, model, found: None)
+    monkeypatch.setattr(Looked, "mixers", ())
+    red("packed_row", "nothing_crosses", family="jamba")
+
+
+def test_every_version_has_a_block_and_a_release_without_one_the_defaults():
+    blocks = environments.versions()
+    minors = {tuple(map(int, block.transformers.split(".")[:2])) for name, block in blocks.items() if name != "main"}
+    assert {(4, minor) for minor in range(34, 58)} <= minors
+    assert blocks["4.36.2-py3.9-torch2.1"].python == "3.9"
+    assert environments.version("5.99.0").requirements[:2] == ["torch==2.13.0", "transformers==5.99.0"]
+
+
+def part(**architectures):
+    header = {
+        "transformers": "4.46.3",
+        "torch": "2",
+        "python": "3",
+        "wrapt": "2",
+        "device": "cpu",
+        "kernel": "reference",
+    }
+    lists = {"points": ["a", "b"], "upstream_rows": [], "date": "2026-01-01", "seconds": 1.0, "flash_attn": None}
+    return {**header, **lists, "architectures": architectures}
+
+
+def patched(ok=2, seam="function", **fail):
+    return {"seam": [seam], "fa2patch": {"sdpa": {"ok": ok, "n/a": {}, "fail": fail}}, "upstream": {}}
+
+
+def in_matrix(tmp_path, first, second, **version):
+    wanted = dataclasses.replace(environments.version("4.46.3"), seam="", other_seams={}, **version)
+    file = tmp_path / "4.46.3.json"
+    file.write_text(json.dumps(merged(wanted, first, second)))
+    return failures(read_file(file))
+
+
+def test_a_failure_in_either_process_is_one(tmp_path):
+    refused = {"refused": "UnsupportedModel: Mamba", "upstream": {}}
+    assert in_matrix(tmp_path, part(llama=patched(), jamba=refused), part(llama=patched(), jamba=refused)) == []
+    assert "a: off" in in_matrix(tmp_path, part(llama=patched()), part(llama=patched(ok=1, a="off")))[0]
+    assert "not function" not in str(in_matrix(tmp_path, part(llama=patched()), part(llama=patched())))
+    assert "do not add up" in in_matrix(tmp_path, part(llama=patched(ok=1)), part())[0]
+    assert failures("uv failed") == ["uv failed"]
+
+
+def test_refused_in_one_process_and_patched_in_the_other_is_a_failure(tmp_path):
+    refused = {"refused": "UnsupportedModel: it cannot be", "upstream": {}}
+    for first, second in ((patched(), refused), (refused, patched())):
+        (failure,) = in_matrix(tmp_path, part(llama=first), part(llama=second))
+        assert found.REFUSED_AND_PATCHED in failure and "it cannot be" in failure
+
+
+@pytest.mark.parametrize("refusing", ["sdpa", "eager"])
+def test_refused_with_one_implementation_and_patched_with_another_is_a_failure(monkeypatch, tmp_path, refusing):
+    apply = fa2patch.apply
+
+    def refuses(model, **options):
+        if model.config._attn_implementation == refusing:
+            raise fa2patch.errors.UnsupportedModel("it cannot be")
+        return apply(model, **options)
+
+    monkeypatch.setattr(fa2patch, "apply", refuses)
+    cell = found.cell("llama", ("sdpa", "eager"), ["packed_row"])
+    assert found.REFUSED_AND_PATCHED in cell["error"] and "fa2patch" in cell
+    (failure,) = in_matrix(tmp_path, part(llama=cell), part())
+    assert found.REFUSED_AND_PATCHED in failure and "it cannot be" in failure
+
+
+def test_a_point_that_fails_is_a_failure_and_one_that_does_not_apply_says_why(monkeypatch):
+    def off(cell):
+        raise AssertionError("logits: off by 1")
+
+    def raises(cell):
+        raise KeyError("no such thing")
+
+    def elsewhere(cell):
+        raise NotApplicable("not in this version")
+
+    for point in (off, raises, elsewhere):
+        monkeypatch.setitem(POINTS, point.__name__, point)
+    monkeypatch.setitem(POINTS, "holds", lambda cell: None)
+    counts = found._results(Cell("llama", "sdpa"), ["off", "raises", "elsewhere", "holds"], {})
+    assert (counts["ok"], counts["n/a"]) == (1, {"elsewhere": "not in this version"})
+    assert {name: what.partition(" (")[0] for name, what in counts["fail"].items()} == {
+        "off": "AssertionError: logits: off by 1",
+        "raises": "KeyError: 'no such thing'",
+    }
+
+
+NUMBERS, NAN = torch.tensor([1.0, 2.0, 3.0]), torch.tensor([1.0, float("nan"), 3.0])
+
+
+@pytest.mark.parametrize("where", [0, 2])
+@pytest.mark.parametrize("family", ["llama", "mixtral"])
+@pytest.mark.parametrize(("found", "expected"), [(NAN, NUMBERS), (NUMBERS, NAN), (NAN, NAN)], ids=str)
+def test_a_number_that_is_none_passes_nowhere(found, expected, family, where):
+    """Wherever it is: ``max`` of Python's own keeps or loses it by its place among the others."""
+    good = {"a": NUMBERS, "b": NUMBERS, "c": NUMBERS}
+    name = sorted(good)[where]
+    with pytest.raises(AssertionError):
+        assert_close(found, expected, "logits")
+    with pytest.raises(AssertionError, match=f"gradient of {name}"):
+        assert_same_gradients({**good, name: found}, {**good, name: expected}, floor=0.01)
+    with pytest.raises(AssertionError):
+        assert_unmoved(Cell(family, "sdpa"), found, expected)
+
+
+def test_another_seam_than_expected_and_an_unexpected_refusal_are_failures(tmp_path):
+    wanted = environments.Version(
+        "4.46.3", "4.46.3", "3.11", "2", (), seam="function", other_seams={"refused": ("jamba",)}
+    )
+    assert (wanted.seam_of("llama"), wanted.seam_of("jamba")) == ("function", "refused")
+    both = part(llama=patched(seam="interface"), phi={"refused": "UnsupportedModel: ...", "upstream": {}})
+    file = tmp_path / "4.46.3.json"
+    file.write_text(json.dumps(merged(wanted, both, both)))
+    assert [what.split(":")[0] for what in failures(read_file(file))] == ["llama", "phi"]
+
+
+def test_a_known_failure_is_one_only_while_every_failure_is_that_one(tmp_path):
+    known = patched(ok=1, a="AttributeError: 'NoneType' object has no attribute 'shape' (modeling_llava.py:303)")
+    other = patched(ok=0, b="AssertionError: off", **known["fa2patch"]["sdpa"]["fail"])
+    assert in_matrix(tmp_path, part(llava=known), part(llava=known)) == []
+    assert in_matrix(tmp_path, part(llava=other), part(llava=other)) and in_matrix(tmp_path, part(llama=known), part())
+
+
+def test_boundaries_derived_in_every_layer_are_red(monkeypatch):
+    attend = packed_mask.PackedMask.attend
+
+    def deriving(self, module, q, k, v, options):
+        sys.modules["fa2patch.documents.boundaries"]._host(self.boundaries.cu_seqlens)
+        return attend(self, module, q, k, v, options)
+
+    monkeypatch.setattr(packed_mask.PackedMask, "attend", deriving)
+    red("host_reads")
+
+
+def test_a_mask_of_the_rows_length_squared_is_red(monkeypatch):
+    attend = packed_mask.PackedMask.attend
+
+    def masking(self, module, q, k, v, options):
+        q.new_zeros(q.shape[1], q.shape[1])
+        return attend(self, module, q, k, v, options)
+
+    monkeypatch.setattr(packed_mask.PackedMask, "attend", masking)
+    red("no_dense_mask")

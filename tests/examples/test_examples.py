@@ -1,0 +1,205 @@
+"""The small examples: each trains, and as the same script would with padding and without fa2patch.
+
+Those that need TRL run in an environment of their own for each version, those of two processes under torchrun: slow.
+"""
+
+from __future__ import annotations
+
+import inspect
+import json
+import math
+import os
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+import torch
+
+import fa2patch
+
+for needed in ("transformers", "accelerate", "peft", "tokenizers", "matplotlib", "rich", "psutil"):
+    pytest.importorskip(needed)
+
+ROOT = Path(__file__).parents[2]
+STEPS = 5
+SAME = 1e-5
+"""Relative. Rounding is 1e-7 after five steps; a leak 1e-3, as ``test_a_leak_would_be_seen`` shows."""
+
+# What ran together when they were new. Newer pyarrow needs NumPy 2, which resolvers do not know.
+OLD_NUMPY = ("numpy==1.26.4", "pyarrow==15.0.2", "pandas==2.2.3")
+TRL = {
+    "0.7.11": ("4.36.2", "accelerate==0.25.0", "peft==0.7.1", "datasets==2.16.1", *OLD_NUMPY),
+    "0.9.6": ("4.42.4", "accelerate==0.32.1", "peft==0.11.1", "datasets==2.20.0", *OLD_NUMPY),
+    "0.12.2": ("4.46.3", "accelerate==1.1.1", "peft==0.13.2", "datasets==3.1.0"),
+    "0.19.1": ("4.53.3", "accelerate==1.8.1", "peft==0.16.0", "datasets==3.6.0"),
+    "1.16.0": ("5.23.0", "accelerate==1.15.0", "peft==0.21.2", "datasets==5.2.0"),
+}
+OLD_TRL = ("0.7.11", "0.9.6")
+
+
+def padding(**options):
+    """In place of the flattening collator: a row for each document, all as long as the longest."""
+
+    def collate(examples):
+        from torch.nn.utils.rnn import pad_sequence
+
+        ids = [torch.tensor(example["input_ids"]) for example in examples]
+        labels = [torch.tensor([-100, *example.get("labels", example["input_ids"])[1:]]) for example in examples]
+        return {
+            "input_ids": pad_sequence(ids, batch_first=True),
+            "labels": pad_sequence(labels, batch_first=True, padding_value=-100),
+            "attention_mask": pad_sequence([torch.ones_like(row) for row in ids], batch_first=True),
+        }
+
+    return collate
+
+
+def leaking(**options):
+    """A packed row without position ids."""
+    collate = fa2patch.data.collators.DataCollatorWithFlattening(return_position_ids=False)
+    return lambda examples: {key: value for key, value in collate(examples).items() if key in ("input_ids", "labels")}
+
+
+def losses(found) -> list[float]:
+    """Of every step: what an example's ``main`` returned, or what its Trainer logged."""
+    return found if isinstance(found, list) else [entry["loss"] for entry in found.state.log_history if "loss" in entry]
+
+
+@pytest.fixture(autouse=True)
+def on_the_cpu(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)  # SAME is for one kind of arithmetic
+
+
+@pytest.fixture(scope="module")
+def example() -> Iterator[Callable[[str], ModuleType]]:
+    sys.path.insert(0, str(ROOT / "examples"))
+    try:
+        yield __import__
+    finally:
+        sys.path.remove(str(ROOT / "examples"))
+
+
+def train(module: ModuleType, output: Path, *options: str) -> list[float]:
+    return losses(module.main(["--steps", str(STEPS), "--output", str(output), *options]))
+
+
+def instead(monkeypatch: pytest.MonkeyPatch, collator: Callable) -> None:
+    """From here on examples take this collator and leave the model as it is."""
+    monkeypatch.setattr(fa2patch, "DataCollatorWithFlattening", collator)
+    monkeypatch.setattr(fa2patch, "apply", lambda model: None)
+
+
+@pytest.mark.parametrize("name", ["trainer", "peft_lora", "accelerate_loop"])
+def test_trains_as_with_padding(example, name, monkeypatch, tmp_path):
+    packed = train(example(name), tmp_path)
+    assert len(packed) == STEPS and packed[-1] < packed[0], "something is learnt"
+    instead(monkeypatch, padding)
+    assert packed == pytest.approx(train(example(name), tmp_path), rel=SAME)
+
+
+def test_a_leak_would_be_seen(example, monkeypatch, tmp_path):
+    instead(monkeypatch, padding)
+    padded = train(example("accelerate_loop"), tmp_path)
+    instead(monkeypatch, leaking)
+    leaked = train(example("accelerate_loop"), tmp_path)
+    assert max(abs(one - other) / one for one, other in zip(padded, leaked)) > 10 * SAME
+
+
+def test_model_and_data_by_option(example, tmp_path):
+    small = example("small")
+    texts = small.docstrings()
+    model, tokenizer = small.load(small.options(None, []), texts)
+    model.save_pretrained(tmp_path / "model")
+    tokenizer.save_pretrained(tmp_path / "model")
+    rows = [{"prompt": prompt, "completion": completion} for prompt, completion in texts]
+    (tmp_path / "data.jsonl").write_text("\n".join(map(json.dumps, rows)), encoding="utf-8")
+    named = ["--model", str(tmp_path / "model"), "--data", str(tmp_path / "data.jsonl")]
+    trained = train(example("accelerate_loop"), tmp_path, *named)
+    at_first = train(example("accelerate_loop"), tmp_path)[0]
+    assert trained[0] == pytest.approx(at_first, rel=SAME), "the same weights, the same documents"
+
+
+def test_prompts_are_not_learnt(example):
+    small = example("small")
+    tokenizer = small.tiny_tokenizer(small.docstrings())
+    with_prompt, without = small.tokenized([("def f():\n", "Say so."), ("", "Say so.")], tokenizer)
+    learnt = [label for label in with_prompt["labels"] if label != -100]
+    assert tokenizer.decode(learnt) == "Say so." + tokenizer.eos_token
+    assert without["labels"] == without["input_ids"] == learnt
+
+
+def test_preferences_are_learnt_as_from_each_document_alone(example, monkeypatch, tmp_path):
+    dpo = example("dpo")
+    packed = train(dpo, tmp_path)
+    assert packed[0] == pytest.approx(math.log(2)), "at first the model is the reference"
+    assert packed[-1] < packed[0] - 0.01
+
+    def alone(model, batch):
+        lengths = fa2patch.boundaries(batch["position_ids"]).lengths
+        documents = zip(batch["input_ids"][0].split(lengths), batch["labels"][0].split(lengths))
+        sums = []
+        for ids, labels in documents:
+            logps = model(input_ids=ids[None]).logits[0, :-1].log_softmax(-1)
+            learnt = labels[1:] != -100
+            sums.append(logps[learnt].gather(1, labels[1:][learnt, None]).sum())
+        return torch.stack(sums)
+
+    monkeypatch.setattr(dpo, "logps", alone)
+    monkeypatch.setattr(fa2patch, "apply", lambda model: None)
+    assert packed == pytest.approx(train(dpo, tmp_path), rel=10 * SAME), "sums of log-probabilities are large"
+
+
+@pytest.mark.slow
+def test_two_processes_of_fsdp_train_as_one():
+    def run(processes: int) -> list[float]:
+        command = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={processes}"]
+        printed = execute(sys.executable, [*command, str(ROOT / "examples/fsdp.py"), "--steps", str(STEPS)])
+        return [float(line.rpartition(" ")[2]) for line in printed.splitlines() if line.startswith("step")]
+
+    alone, together = run(1), run(2)
+    assert len(alone) == STEPS and alone[-1] < alone[0]
+    assert together == pytest.approx(alone, rel=SAME)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("version", TRL)
+def test_sft_trains_as_with_padding(version, tmp_path):
+    from compat_matrix import environments
+
+    transformers, *pins = TRL[version]
+    pins = (f"trl=={version}", *pins, "matplotlib", "rich")
+    wanted = environments.Version(f"examples-trl-{version}", transformers, "3.11", "2.13.0", pins)
+    python = environments.make(wanted, ROOT / ".compat")
+    script = "sft_old" if version in OLD_TRL else "sft"
+    with environments.only_our_packages() as packages:
+        path = os.pathsep.join(map(str, (packages, ROOT / "examples")))
+        arguments = ["-c", DRIVER, script, "--steps", str(STEPS), "--output", str(tmp_path)]
+        packed, padded = json.loads(execute(python, arguments, PYTHONPATH=path).splitlines()[-1])
+    assert len(packed) == STEPS and packed[-1] < packed[0]
+    assert packed == pytest.approx(padded, abs=2e-4), "these Trainers log four digits"
+
+
+DRIVER = f"""
+import importlib, json, sys
+import torch
+import fa2patch
+
+{inspect.getsource(padding)}
+{inspect.getsource(losses)}
+module = importlib.import_module(sys.argv[1])
+packed = losses(module.main(sys.argv[2:]))
+fa2patch.DataCollatorWithFlattening, fa2patch.apply = padding, lambda model: None
+print()
+print(json.dumps([packed, losses(module.main(sys.argv[2:]))]))
+"""
+"""Run by the Python of a TRL environment: the losses of a script, and of the same with padding and no fa2patch."""
+
+
+def execute(python: Path | str, arguments: list[str], **environment: str) -> str:
+    here = {**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "CUDA_VISIBLE_DEVICES": "", **environment}
+    done = subprocess.run([str(python), *arguments], env=here, capture_output=True, text=True, timeout=900)
+    assert done.returncode == 0, done.stderr[-3000:]
+    return done.stdout

@@ -1,0 +1,166 @@
+"""Every kernel that a GPU has here, over the whole range that it claims: ``python -m pytest -m gpu``."""
+
+import pytest
+import torch
+from kernel_cases import brute_force, documents, largest_errors, states, with_gradients
+
+import fa2patch
+from compat_matrix import tiny_models
+from compat_matrix.check import gpu
+from fa2patch import kernels
+from fa2patch.errors import PackingNotIsolated
+from fa2patch.kernels.attention import packed_attention
+from fa2patch.kernels.options import Options
+from fa2patch.kernels.reference import Reference
+
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")]
+
+LENGTHS = (1, 200, 77, 130)
+HEADS = 4
+KERNELS = [kernel for kernel in kernels.ORDER if kernel.name != "reference"]
+
+FEATURES = {
+    "plain": {},
+    "window 1": {"window": 1},
+    "window": {"window": 37},
+    "window as long as a document": {"window": 200},
+    "window longer than all": {"window": 1000},
+    "softcap": {"softcap": 5.0},
+    "sinks": {"sinks": True},
+    "alibi": {"alibi_slopes": True},
+    "window and sinks": {"window": 37, "sinks": True},
+    "window and softcap": {"window": 37, "softcap": 5.0},
+}
+
+
+def options_of(feature, causal, dtype):
+    given = dict(FEATURES[feature])
+    if given.get("sinks"):
+        given["sinks"] = torch.tensor([0.5, -1.0, 2.0, 4.0], device="cuda", dtype=dtype).requires_grad_()
+    if given.get("alibi_slopes"):
+        given["alibi_slopes"] = torch.tensor([0.5, 0.1, 1.0, 0.0], device="cuda")
+    return Options(causal=causal, **given)
+
+
+@pytest.fixture(params=KERNELS, ids=lambda kernel: kernel.name)
+def kernel(request):
+    able, reason = request.param.available()
+    if not able:
+        pytest.skip(reason)
+    return request.param
+
+
+def able_or_skip(kernel, rows, options):
+    able, reason = kernel.supports(kernels.asked_by(*rows, options))
+    if not able:
+        pytest.skip(reason)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
+@pytest.mark.parametrize("dim", [64, 128])
+@pytest.mark.parametrize("groups", [1, 4], ids=["MHA", "MQA"])
+@pytest.mark.parametrize("causal", [True, False], ids=["causal", "both ways"])
+@pytest.mark.parametrize("feature", FEATURES)
+def test_a_kernel_equals_the_reference(kernel, feature, causal, groups, dim, dtype):
+    """As flash-attn's own tests: off by no more than twice what the plain formula is off by in the same dtype.
+
+    The truth is the reference in float32. The reference in half precision is no yardstick: it computes windows and
+    softcap in float32 inside, so that it rounds less than a flash kernel, which rounds its weights.
+    """
+    options = options_of(feature, causal, dtype)
+    half = states(LENGTHS, dtype=dtype, groups=groups, dim=dim, value_dim=dim, device="cuda", heads=HEADS)
+    able_or_skip(kernel, half, options)
+    given = [*half, *([options.sinks] if options.sinks is not None else [])]
+    whole = [tensor.detach().float().requires_grad_() for tensor in given]
+    exact = Options(causal=causal, window=options.window, softcap=options.softcap,
+                    sinks=whole[3] if len(whole) > 3 else None, alibi_slopes=options.alibi_slopes)  # fmt: skip
+    boundaries = documents(LENGTHS, "cuda")
+    truth = with_gradients(lambda: Reference()(*whole[:3], boundaries, exact), whole)
+    rounded = largest_errors(with_gradients(lambda: brute_force(*half, LENGTHS, options), given), truth)
+    found = with_gradients(lambda: kernel(*half, boundaries, options), given)
+    assert found[0].dtype == dtype
+    slack = 1e-3 if dtype != torch.float32 else 5e-3  # the second: that of TF32
+    for name, error, allowed in zip(("output", "dq", "dk", "dv", "dsinks"), largest_errors(found, truth), rounded):
+        assert error <= 2 * allowed + slack, f"{name} is off by {error}, the plain formula in {dtype} by {allowed}"
+
+
+@pytest.mark.parametrize("feature", FEATURES)
+def test_a_kernel_isolates_documents(kernel, feature):
+    options = options_of(feature, True, torch.bfloat16)
+    q, k, v = states(LENGTHS, dtype=torch.bfloat16, dim=64, value_dim=64, device="cuda", heads=HEADS)
+    able_or_skip(kernel, (q, k, v), options)
+    before = kernel(q, k, v, documents(LENGTHS, "cuda"), options).split(LENGTHS)
+    gradients = torch.autograd.grad(before[2].float().square().sum(), [q, k, v])
+    for name, gradient in zip("qkv", gradients):
+        reached = [bool(piece.any()) for piece in gradient.split(LENGTHS)]
+        own = name == "v" or options.window != 1  # who sees himself only, sees him whatever his query and key are
+        assert reached == [False, False, own, False], name
+    with torch.no_grad():
+        for tensor in (q, k, v):
+            tensor.split(LENGTHS)[1].add_(1)
+    after = kernel(q, k, v, documents(LENGTHS, "cuda"), options).split(LENGTHS)
+    assert [torch.equal(a, b) for a, b in zip(before, after)] == [True, False, True, True]
+
+
+@pytest.mark.parametrize("dim, value_dim", [(60, 60), (192, 128), (256, 256), (512, 512)], ids=str)
+def test_other_head_dimensions(kernel, dim, value_dim):
+    rows = states(LENGTHS, dtype=torch.bfloat16, groups=2, dim=dim, value_dim=value_dim, device="cuda", heads=HEADS)
+    able_or_skip(kernel, rows, Options())
+    able, reason = kernels.pick(kernel.name, kernels.asked_by(*rows, Options()), rows[0].device).kernel is kernel, ""
+    assert able, reason
+
+
+def test_every_kernel_here_passes_its_trial(kernel):
+    for features in ((), *((name,) for name in kernels.FEATURES if name in kernel.features() and name != "dropout")):
+        for dtype in kernel.DTYPES or (torch.bfloat16,):
+            asked = kernels.Asked("cuda", dtype, 8, 2, 64, 64, True, features)
+            assert kernels.pick(kernel.name, asked, torch.device("cuda")).kernel is kernel
+
+
+def test_a_call_waits_for_nothing(kernel):
+    rows = [
+        tensor.detach()[None]
+        for tensor in states(LENGTHS, dtype=torch.bfloat16, dim=64, value_dim=64, device="cuda", heads=HEADS)
+    ]
+    boundaries = documents(LENGTHS, "cuda")
+    packed_attention(*rows, boundaries, Options(), kernel)
+    mode = torch.cuda.get_sync_debug_mode()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        output = packed_attention(*rows, boundaries, Options(), kernel)
+    finally:
+        torch.cuda.set_sync_debug_mode(mode)
+    assert output.is_contiguous()
+    assert boundaries._lengths is None
+
+
+def lengthy(*lengths):
+    collate = fa2patch.DataCollatorWithFlattening(return_flash_attn_kwargs=True)
+    made = collate([{"input_ids": [3 + i % 60 for i in range(length)]} for length in lengths])
+    moved = {name: value.cuda() if isinstance(value, torch.Tensor) else value for name, value in made.items()}
+    return {**moved, "use_cache": False}
+
+
+@pytest.mark.parametrize("mode", ["default", "reduce-overhead"])
+def test_compiled(mode):
+    """CUDA graphs of ``reduce-overhead`` are recorded anew for another longest length; the numbers hold."""
+    model = tiny_models.build("llama", "sdpa", torch.bfloat16, **gpu.big("llama")).cuda()
+    fa2patch.apply(model)
+    compiled = torch.compile(model, mode=mode, fullgraph=True)
+    for lengths in ((50, 130, 1, 77), (20, 9), (128, 3, 77), (50, 130, 1, 77), (130, 50, 77, 1)):
+        batch = lengthy(*lengths)
+        found = compiled(**batch).logits.clone()
+        expected = model(**batch).logits
+        assert (found - expected).abs().max() <= 5e-2 * expected.abs().max()
+
+
+def test_a_captured_graph_is_refused():
+    model = tiny_models.build("llama", "sdpa", torch.bfloat16, **gpu.big("llama")).cuda()
+    fa2patch.apply(model)
+    batch = lengthy(50, 130)
+    model(**batch)
+    with (
+        pytest.raises(PackingNotIsolated, match="a CUDA graph is being captured"),
+        torch.cuda.graph(torch.cuda.CUDAGraph()),
+    ):
+        model(**batch)

@@ -1,0 +1,170 @@
+"""The kernels that come with torch: aten's operators with numbers from a stand-in, FlexAttention's forward for real."""
+
+import importlib
+
+import pytest
+import torch
+from kernel_cases import (
+    DIM,
+    HEADS,
+    LENGTHS,
+    WINDOWS,
+    brute_force,
+    documents,
+    doubled,
+    largest_errors,
+    states,
+    with_gradients,
+)
+
+from compat_matrix.check import stand_in_aten
+from fa2patch.kernels import Asked, torch_varlen
+from fa2patch.kernels.efficient import Efficient
+from fa2patch.kernels.flex import Flex, compute
+from fa2patch.kernels.options import Options
+from fa2patch.kernels.torch_varlen import TorchVarlen
+
+
+@pytest.fixture
+def calls():
+    with stand_in_aten.installed() as made:
+        yield made
+
+
+@pytest.mark.parametrize("value_dim", [DIM, 6], ids=["one head dim", "another value head dim"])
+@pytest.mark.parametrize("groups", [1, 4], ids=["MHA", "MQA"])
+@pytest.mark.parametrize("sinks", [False, True], ids=["no sinks", "sinks"])
+@pytest.mark.parametrize("window", WINDOWS.values(), ids=WINDOWS)
+@pytest.mark.parametrize("causal", [True, False], ids=["causal", "both ways"])
+def test_torch_varlen_equals_the_definition(calls, causal, window, sinks, groups, value_dim):
+    q, k, v = states(groups=groups, value_dim=value_dim)
+    logits = torch.tensor([0.5, -1.0, 2.0, 4.0], dtype=torch.float64).requires_grad_() if sinks else None
+    options = Options(causal=causal, window=window, sinks=logits, scale=0.7)
+    given = [x for x in (q, k, v, logits) if x is not None]
+    found = with_gradients(lambda: TorchVarlen()(q, k, v, documents(LENGTHS), options), given)
+    truth = with_gradients(lambda: brute_force(q, k, v, LENGTHS, options), given)
+    assert max(largest_errors(found, truth)) < 1e-12
+    reach = None if window is None else window - 1
+    assert calls[0] == {
+        "cu": calls[0]["cu"], "max": max(LENGTHS), "left": reach, "right": 0 if reach is not None and causal else reach,
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
+def test_torch_varlen_with_sinks_in_half_precision(calls, dtype):
+    q, k, v = states(dtype=dtype, groups=2)
+    sinks = torch.tensor([0.5, -1.0, 2.0, 4.0], dtype=dtype).requires_grad_()
+    given = [q, k, v, sinks]
+    found = with_gradients(lambda: TorchVarlen()(q, k, v, documents(LENGTHS), Options(sinks=sinks)), given)
+    assert [x.dtype for x in found] == [dtype] * 5
+    exact = [doubled(x) for x in given]
+    truth = with_gradients(lambda: brute_force(*exact[:3], LENGTHS, Options(sinks=exact[3])), exact)
+    for error, tensor in zip(largest_errors(found, truth), truth):
+        assert error <= 3e-2 * max(1.0, tensor.abs().max().item())
+
+
+@pytest.mark.parametrize("groups", [1, 4], ids=["MHA", "MQA"])
+@pytest.mark.parametrize("dims", [(DIM, DIM), (DIM, 6), (12, 12)], ids=str)
+@pytest.mark.parametrize("causal", [True, False], ids=["causal", "both ways"])
+def test_efficient_equals_the_definition(calls, causal, dims, groups):
+    q, k, v = states(groups=groups, dim=dims[0], value_dim=dims[1])
+    options = Options(causal=causal, scale=0.7)
+    found = with_gradients(lambda: Efficient()(q, k, v, documents(LENGTHS), options), [q, k, v])
+    truth = with_gradients(lambda: brute_force(q, k, v, LENGTHS, options), [q, k, v])
+    assert max(largest_errors(found, truth)) < 1e-12
+
+
+@pytest.mark.parametrize("kernel", [TorchVarlen(), Efficient()], ids=["torch_varlen", "efficient"])
+def test_boundaries_are_handed_over_as_they_are(calls, kernel):
+    boundaries = documents(LENGTHS)
+    kernel(*states(), boundaries, Options())
+    assert calls[0]["cu"].data_ptr() == boundaries.cu_seqlens.data_ptr()
+    assert boundaries._lengths is None, "the lengths were read from the device"
+
+
+@pytest.mark.parametrize("kernel", [TorchVarlen(), Efficient()], ids=["torch_varlen", "efficient"])
+def test_transposed_states_are_taken(calls, kernel):
+    rows = [torch.randn(HEADS, DIM, sum(LENGTHS), dtype=torch.float64).permute(2, 0, 1) for _ in range(3)]
+    output = kernel(*rows, documents(LENGTHS), Options())
+    assert largest_errors([output], [brute_force(*rows, LENGTHS, Options())])[0] < 1e-12
+
+
+def test_the_call_fits_the_schema_of_this_torch():
+    """The stand-in takes what it is handed; what torch's operator takes is its own word."""
+    forward, backward = (
+        {argument.name for argument in getattr(torch.ops.aten, name).default._schema.arguments}
+        for name in (torch_varlen._FORWARD, torch_varlen._BACKWARD)
+    )
+    if "window_size_left" in forward:
+        assert {"scale", "window_size_left", "window_size_right"} <= forward & backward
+    assert {"query", "key", "value", "cum_seq_q", "cum_seq_k", "max_q", "max_k", "dropout_p", "is_causal"} <= forward
+
+
+def test_torch_without_windows_is_not_asked_for_them(monkeypatch):
+    monkeypatch.setattr(torch_varlen, "_arguments", lambda operator: frozenset({"cum_seq_q", "max_q", "scale"}))
+    asked = Asked("cuda", torch.bfloat16, 4, 4, 64, 64, True, ("window",))
+    assert TorchVarlen().supports(asked) == (False, "it has no window")
+    assert TorchVarlen().supports(asked._replace(features=("sinks",))) == (False, "it has no sinks")
+    assert TorchVarlen().supports(asked._replace(features=("dropout",))) == (True, "")
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="a CUDA device is here")
+@pytest.mark.parametrize("kernel", [TorchVarlen(), Efficient(), Flex()], ids=lambda kernel: kernel.name)
+def test_without_a_gpu_the_reason_is_given(kernel):
+    able, reason = kernel.available()
+    assert not able
+    assert reason
+
+
+# FlexAttention: its backward is written for GPUs only
+
+
+@pytest.fixture(scope="module")
+def flex():
+    module = pytest.importorskip("torch.nn.attention.flex_attention")
+    module._FLEX_ATTENTION_DISABLE_COMPILE_DEBUG = True
+    return module.flex_attention, module.create_block_mask
+
+
+@pytest.mark.parametrize("groups", [1, 2], ids=["MHA", "GQA"])
+@pytest.mark.parametrize("sinks", [False, True], ids=["no sinks", "sinks"])
+@pytest.mark.parametrize("alibi", [False, True], ids=["no alibi", "alibi"])
+@pytest.mark.parametrize("softcap", [None, 2.0])
+@pytest.mark.parametrize("window", [None, 1, 4])
+@pytest.mark.parametrize("causal", [True, False], ids=["causal", "both ways"])
+def test_flex_equals_the_definition(flex, causal, window, softcap, alibi, sinks, groups):
+    q, k, v = (x.detach() for x in states(dtype=torch.float32, groups=groups, value_dim=DIM))
+    slopes = torch.tensor([0.5, 0.1, 1.0, 0.0]) if alibi else None
+    logits = torch.tensor([0.5, -1.0, 2.0, 4.0]) if sinks else None
+    options = Options(causal=causal, window=window, softcap=softcap, alibi_slopes=slopes, sinks=logits)
+    found = compute(*flex, q, k, v, documents(LENGTHS), options, DIM**-0.5)
+    assert found.is_contiguous()
+    truth = brute_force(*(x.double() for x in (q, k, v)), LENGTHS, options)
+    assert largest_errors([found], [truth])[0] < 1e-5
+
+
+def test_flex_makes_one_block_mask_for_a_batch_and_kind_of_layer(flex):
+    made = []
+
+    def create(*given):
+        made.append(given)
+        return flex[1](*given)
+
+    q, k, v = (x.detach() for x in states(dtype=torch.float32))
+    boundaries = documents(LENGTHS)
+    for options in (Options(), Options(), Options(window=3), Options(softcap=3.0), Options(window=3)):
+        compute(flex[0], create, q, k, v, boundaries, options, 1.0)
+    assert len(made) == 2
+    compute(flex[0], create, q, k, v, documents(LENGTHS), Options(), 1.0)
+    assert len(made) == 3
+
+
+@pytest.mark.slow
+def test_flex_compiled_equals_the_definition():
+    importlib.import_module("torch.nn.attention.flex_attention")
+    for lengths in (LENGTHS, (3, 9, 20), (130, 7)):
+        q, k, v = (x.detach() for x in states(lengths, dtype=torch.float32, dim=16, value_dim=16, groups=2))
+        options = Options(window=5, softcap=2.0)
+        found = Flex().attend(q, k, v, documents(lengths), options, 0.25)
+        truth = brute_force(*(x.double() for x in (q, k, v)), lengths, options)
+        assert largest_errors([found], [truth])[0] < 1e-5

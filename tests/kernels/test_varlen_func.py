@@ -1,0 +1,429 @@
+"""FlashAttention 2, 3, 4 and the hub's builds, by a stand-in with each one's signature."""
+
+import functools
+import importlib.util
+import sys
+from dataclasses import replace
+from importlib.machinery import ModuleSpec
+from types import ModuleType, SimpleNamespace
+
+import pytest
+import torch
+from kernel_cases import (
+    HEADS,
+    LENGTHS,
+    WINDOWS,
+    brute_force,
+    documents,
+    largest_errors,
+    states,
+    with_gradients,
+)
+
+from compat_matrix.check import stand_in
+from fa2patch import kernels
+from fa2patch.errors import KernelUnavailable
+from fa2patch.kernels import flash_attn as file_2
+from fa2patch.kernels import flash_attn_3 as file_3
+from fa2patch.kernels import flash_attn_4 as file_4
+from fa2patch.kernels import hub, varlen_func
+from fa2patch.kernels.flash_attn import FlashAttn
+from fa2patch.kernels.flash_attn_3 import FlashAttn3
+from fa2patch.kernels.flash_attn_4 import FlashAttn4
+from fa2patch.kernels.hub import Hub
+from fa2patch.kernels.options import Options
+
+
+def asks(features=(), device="cuda", dtype=torch.bfloat16, dim=64, value_dim=None):
+    """A layer's demands."""
+    return kernels.Asked(device, dtype, HEADS, HEADS, dim, value_dim or dim, True, tuple(features))
+
+
+# One build of each generation, by its signature
+
+
+def flash_attn_2_1(q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, dropout_p=0.0, softmax_scale=None,
+                   causal=False, return_attn_probs=False):  # fmt: skip
+    return stand_in.flash_attn_varlen_func(
+        q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, dropout_p, softmax_scale, causal
+    )
+
+
+def flash_attn_3(q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, seqused_q=None, seqused_k=None,
+                 softmax_scale=None, causal=False, qv=None, q_descale=None, k_descale=None, v_descale=None,
+                 window_size=(-1, -1), attention_chunk=0, softcap=0.0, num_splits=1, pack_gqa=None,
+                 deterministic=False, sm_margin=0, return_attn_probs=False):  # fmt: skip
+    return stand_in.flash_attn_varlen_func(
+        q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, 0.0, softmax_scale, causal, window_size,
+        softcap,
+    )  # fmt: skip
+
+
+def flash_attn_4(q, k, v, qv=None, cu_seqlens_q=None, cu_seqlens_k=None, max_seqlen_q=None, max_seqlen_k=None,
+                 min_seqlen_k=None, seqused_q=None, seqused_k=None, page_table=None, softmax_scale=None, causal=False,
+                 window_size=(None, None), learnable_sink=None, softcap=0.0, num_splits=1, pack_gqa=None,
+                 deterministic=False, score_mod=None, return_lse=False):  # fmt: skip
+    """4.0.0b36 returns ``(output, log-sum-exp or None)``."""
+    options = Options(
+        scale=softmax_scale, causal=causal, softcap=softcap or None, sinks=learnable_sink,
+        window=None if window_size[0] is None else window_size[0] + 1,
+    )  # fmt: skip
+    ends = cu_seqlens_q.tolist()
+    lengths = [b - a for a, b in zip(ends, ends[1:])]
+    return kernels.named("reference")(q, k, v, documents(lengths), options), None
+
+
+@pytest.fixture
+def install(monkeypatch):
+    """Puts a package in place whose varlen function is given; None means not installed."""
+
+    def forget():
+        for file in (file_2, file_3, file_4, hub):
+            file._found.cache_clear()
+
+    def put(function, name="flash_attn", **attributes):
+        module = None
+        if function is not None:
+            module = ModuleType(name)
+            module.__spec__ = ModuleSpec(name, loader=None, is_package=True)
+            module.flash_attn_varlen_func = function
+            vars(module).update(attributes)
+        if name == "flash_attn.cute":
+            parent = ModuleType("flash_attn")
+            parent.__path__ = []
+            monkeypatch.setitem(sys.modules, "flash_attn", parent)
+        monkeypatch.setitem(sys.modules, name, module)
+        forget()
+        return module
+
+    yield put
+    forget()
+
+
+@pytest.fixture
+def absent(install):
+    install(None)
+
+
+@pytest.fixture
+def flash_attn(install):
+    """The stand-in is installed; the arguments of its calls."""
+    calls = []
+
+    @functools.wraps(stand_in.flash_attn_varlen_func)
+    def flash_attn_varlen_func(q, k, v, **kwargs):
+        calls.append({"q": q, "k": k, "v": v, **kwargs})
+        return stand_in.flash_attn_varlen_func(q, k, v, **kwargs)
+
+    install(flash_attn_varlen_func)
+    yield calls
+    stand_in.CALLS.clear()
+
+
+# Numbers
+
+
+@pytest.mark.parametrize("groups", [1, 4], ids=["MHA", "MQA"])
+@pytest.mark.parametrize("scale", [None, 0.7])
+@pytest.mark.parametrize("softcap", [None, 2.0])
+@pytest.mark.parametrize("window", WINDOWS.values(), ids=WINDOWS)
+@pytest.mark.parametrize("causal", [True, False], ids=["causal", "both ways"])
+def test_flash_attn_equals_the_definition(flash_attn, causal, window, softcap, scale, groups):
+    q, k, v = states(groups=groups)
+    options = Options(causal=causal, window=window, softcap=softcap, scale=scale)
+    found = with_gradients(lambda: FlashAttn()(q, k, v, documents(LENGTHS), options), [q, k, v])
+    truth = with_gradients(lambda: brute_force(q, k, v, LENGTHS, options), [q, k, v])
+    assert max(largest_errors(found, truth)) < 1e-11
+
+
+@pytest.mark.parametrize(
+    ("kernel", "module", "function"),
+    [(FlashAttn3, "flash_attn_interface", flash_attn_3), (FlashAttn4, "flash_attn.cute", flash_attn_4)],
+    ids=["3", "4"],
+)
+@pytest.mark.parametrize("softcap", [None, 2.0])
+@pytest.mark.parametrize("window", [None, 1, 4])
+@pytest.mark.parametrize("sinks", [False, True], ids=["no sinks", "sinks"])
+def test_later_generations_equal_the_definition(install, kernel, module, function, window, softcap, sinks):
+    install(function, module)
+    assert kernel().available() == (True, "")
+    q, k, v = states(groups=2)
+    needed = [name for name, there in (("window", window), ("softcap", softcap), ("sinks", sinks)) if there]
+    if sinks and kernel is FlashAttn3:
+        assert kernel().supports(asks(needed)) == (False, "it has no sinks")
+        return
+    assert kernel().supports(asks(needed)) == (True, "")
+    logits = torch.tensor([0.5, -1.0, 2.0, 4.0], dtype=torch.float64) if sinks else None
+    options = Options(window=window, softcap=softcap, sinks=logits)
+    found = with_gradients(lambda: kernel()(q, k, v, documents(LENGTHS), options), [q, k, v])
+    truth = with_gradients(lambda: brute_force(q, k, v, LENGTHS, options), [q, k, v])
+    assert max(largest_errors(found, truth)) < 1e-11
+
+
+@pytest.mark.parametrize(("dim", "value_dim"), [(12, 12), (12, 8), (8, 12), (20, 6)], ids=str)
+def test_head_dimensions_that_a_kernel_lacks_are_padded(flash_attn, dim, value_dim):
+    q, k, v = states(dim=dim, value_dim=value_dim, groups=2)
+    found = with_gradients(lambda: FlashAttn()(q, k, v, documents(LENGTHS), Options()), [q, k, v])
+    truth = with_gradients(lambda: brute_force(q, k, v, LENGTHS, Options()), [q, k, v])
+    assert max(largest_errors(found, truth)) < 1e-11
+    assert found[0].is_contiguous()
+    (call,) = flash_attn
+    assert call["q"].shape[-1] == call["k"].shape[-1] == call["v"].shape[-1]
+    assert call["q"].shape[-1] % 8 == 0
+
+
+# What is handed over
+
+
+def test_flash_attn_is_handed_the_boundaries_as_they_are(flash_attn):
+    q, k, v = states()
+    boundaries = replace(documents(LENGTHS), max_seqlen=11)
+    FlashAttn()(q, k, v, boundaries, Options())
+    (call,) = flash_attn
+    assert call["q"] is q
+    assert call["k"] is k
+    assert call["v"] is v
+    assert call["cu_seqlens_q"] is call["cu_seqlens_k"] is boundaries.cu_seqlens
+    assert call["max_seqlen_q"] == call["max_seqlen_k"] == 11
+    assert type(call["max_seqlen_q"]) is type(call["max_seqlen_k"]) is int
+    assert boundaries._lengths is None, "the lengths were read from the device"
+
+
+@pytest.mark.parametrize(
+    ("options", "handed"),
+    [
+        (Options(), {"softmax_scale": 8**-0.5, "causal": True}),
+        (Options(scale=0.3), {"softmax_scale": 0.3}),
+        (Options(dropout=0.1), {"dropout_p": 0.1}),
+        (Options(causal=False), {"causal": False}),
+        (Options(window=1), {"window_size": (0, 0)}),
+        (Options(window=4), {"window_size": (3, 0)}),
+        (Options(window=4, causal=False), {"window_size": (3, 3)}),
+        (Options(softcap=30.0), {"softcap": 30.0}),
+    ],
+    ids=str,
+)
+def test_flash_attn_is_handed_the_options(flash_attn, options, handed):
+    FlashAttn()(*states(), documents(LENGTHS), options)
+    (call,) = flash_attn
+    assert {name: call[name] for name in handed} == handed
+
+
+def test_flash_attn_is_handed_nothing_that_was_not_asked_for(flash_attn):
+    FlashAttn()(*states(), documents(LENGTHS), Options())
+    (call,) = flash_attn
+    assert not {"window_size", "softcap", "alibi_slopes", "dropout_p"} & set(call)
+
+
+def test_flash_attn_is_handed_alibi_slopes_in_float32(flash_attn):
+    slopes = torch.tensor([0.5, 0.25, 0.125, 0.0625], dtype=torch.bfloat16)
+    FlashAttn()(*states(), documents(LENGTHS), Options(alibi_slopes=slopes))
+    (call,) = flash_attn
+    assert call["alibi_slopes"].dtype == torch.float32
+    assert torch.equal(call["alibi_slopes"], slopes.float())
+
+
+@pytest.mark.parametrize("deterministic", [True, False])
+def test_flash_attn_is_deterministic_where_torch_is_asked_to_be(flash_attn, deterministic):
+    before = torch.are_deterministic_algorithms_enabled()
+    torch.use_deterministic_algorithms(deterministic)
+    try:
+        FlashAttn()(*states(), documents(LENGTHS), Options())
+    finally:
+        torch.use_deterministic_algorithms(before)
+    assert flash_attn[0]["deterministic"] is deterministic
+
+
+# What is there, and what it lacks
+
+
+def test_a_kernel_that_is_not_installed_is_unavailable(absent):
+    assert FlashAttn().available() == (False, "the package flash_attn is not installed")
+    with pytest.raises(KernelUnavailable) as error:
+        kernels.check_name("flash_attn")
+    assert str(error.value) == (
+        "kernel='flash_attn' cannot run here: the package flash_attn is not installed. Use kernel='auto'."
+    )
+    with pytest.raises(KernelUnavailable, match="kernel='flash_attn' cannot run here: the package flash_attn is not"):
+        FlashAttn()(*states(), documents(LENGTHS), Options())
+
+
+@pytest.mark.parametrize(
+    ("needed", "missing"),
+    [
+        (["window"], "no window"),
+        (["softcap"], "no softcap"),
+        (["alibi"], "no alibi"),
+        (["window", "softcap", "alibi"], "no window, no softcap, no alibi"),
+        (["deterministic"], "no deterministic backward"),
+    ],
+    ids=str,
+)
+def test_what_an_older_flash_attn_lacks_is_refused(install, needed, missing):
+    install(flash_attn_2_1)
+    assert FlashAttn().supports(asks(needed)) == (False, f"it has {missing}")
+    with pytest.raises(KernelUnavailable, match=f"kernel='flash_attn' cannot compute this layer: it has {missing}."):
+        kernels.pick("flash_attn", asks(needed), torch.device("cuda"), try_it=False)
+
+
+def test_an_older_flash_attn_computes_what_it_has(install):
+    install(flash_attn_2_1)
+    assert FlashAttn().supports(asks()) == (True, "")
+    q, k, v = states()
+    output = FlashAttn()(q, k, v, documents(LENGTHS), Options())
+    assert largest_errors([output], [brute_force(q, k, v, LENGTHS, Options())])[0] < 1e-12
+
+
+@pytest.mark.parametrize(
+    ("asked", "reason"),
+    [
+        (asks(device="cpu"), "it needs a cuda device, found cpu"),
+        (asks(["sinks"]), "it has no sinks"),
+        (asks(dtype=torch.float32), "it needs float16 or bfloat16, found float32"),
+        (asks(dtype=torch.float64), "it needs float16 or bfloat16, found float64"),
+        (asks(dim=264), "its head dimensions end at 256, found 264"),
+        (asks(dim=64, value_dim=512), "its head dimensions end at 256, found 512"),
+    ],
+    ids=["CPU", "sinks", "float32", "float64", "too large", "values too large"],
+)
+def test_what_flash_attn_does_not_support_has_a_reason(flash_attn, asked, reason):
+    assert FlashAttn().supports(asked) == (False, reason)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("dim", [8, 60, 64, 96, 256])
+def test_flash_attn_supports_half_precision_on_a_gpu(flash_attn, dim, dtype):
+    everything = ["window", "softcap", "alibi", "dropout", "deterministic"]
+    assert FlashAttn().available() == (True, "")
+    assert FlashAttn().supports(asks(everything, dtype=dtype, dim=dim)) == (True, "")
+
+
+@pytest.mark.parametrize(("name", "function"), [("flash_attn", flash_attn_2_1), ("flash_attn_3", flash_attn_3),
+                                                ("flash_attn_4", flash_attn_4)])  # fmt: skip
+def test_what_a_class_claims_its_newest_build_has(install, name, function):
+    modules = {"flash_attn_3": "flash_attn_interface", "flash_attn_4": "flash_attn.cute"}
+    install(stand_in.flash_attn_varlen_func if name == "flash_attn" else function, modules.get(name, name))
+    assert kernels.named(name).features() == kernels.named(name).FEATURES
+
+
+def test_a_package_that_does_not_import_is_not_available(install):
+    del install(flash_attn_2_1).flash_attn_varlen_func
+    able, reason = FlashAttn().available()
+    assert not able
+    assert reason.startswith("the package flash_attn does not import (AttributeError: ")
+
+
+def test_a_stub_without_a_spec_is_not_available(install):
+    install(flash_attn_2_1, __spec__=None)
+    able, _ = FlashAttn().available()
+    assert isinstance(able, bool)
+
+
+def test_the_fourth_generation_is_not_there_where_only_the_second_is(install):
+    install(flash_attn_2_1)
+    assert FlashAttn4().available() == (False, "the package flash_attn.cute is not installed")
+
+
+# The hub
+
+
+BUILD = """
+from compat_matrix.check.stand_in import flash_attn_varlen_func
+"""
+
+
+def test_a_hub_build_loads_from_a_local_folder(install, tmp_path):
+    pytest.importorskip("kernels")
+    for variant in ("torch-cpu", "torch-universal"):  # names of the package's generations
+        package = tmp_path / "flash-attn2" / "build" / variant
+        for folder in (package, package / "flash_attn2"):
+            folder.mkdir(parents=True, exist_ok=True)
+            (folder / "__init__.py").write_text(BUILD)
+        (package / "metadata.json").write_text('{"version": 1, "python-depends": []}')
+    kernel = kernels.named(f"hub:{tmp_path / 'flash-attn2'}")
+    assert kernel.available() == (True, "")
+    q, k, v = states(groups=2)
+    output = kernel(q, k, v, documents(LENGTHS), Options(window=3))
+    assert largest_errors([output], [brute_force(q, k, v, LENGTHS, Options(window=3))])[0] < 1e-12
+
+
+def test_the_hub_is_asked_for_a_revision(install, monkeypatch):
+    asked = []
+    package = ModuleType("kernels")
+    package.__spec__ = ModuleSpec("kernels", loader=None)
+
+    def get_kernel(repo_id, revision=None):
+        asked.append((repo_id, revision))
+        module = ModuleType("downloaded")
+        module.flash_attn_varlen_func = stand_in.flash_attn_varlen_func
+        return module
+
+    package.get_kernel = get_kernel
+    monkeypatch.setitem(sys.modules, "kernels", package)
+    for name in ("hub", "hub:someone/fast", "hub:someone/fast@v2"):
+        kernels.check_name(name)
+    assert asked == [("kernels-community/flash-attn2", "main"), ("someone/fast", "main"), ("someone/fast", "v2")]
+
+
+def test_a_build_of_the_hub_is_one_kernel_whoever_asks():
+    """Its trial then counts for all models and layers."""
+    assert kernels.named("hub:a/b@v1") is kernels.named("hub:a/b@v1")
+    assert kernels.named("hub:a/b@v1") is not kernels.named("hub:a/b@v2")
+
+
+def test_a_hub_that_cannot_be_reached_once_is_asked_again(install, monkeypatch):
+    outcomes = [OSError("no network"), MemoryError(), ModuleType("downloaded"), AssertionError("asked too often")]
+    package = ModuleType("kernels")
+    package.__spec__ = ModuleSpec("kernels", loader=None)
+    outcomes[2].flash_attn_varlen_func = stand_in.flash_attn_varlen_func
+
+    def get_kernel(repo_id, revision=None):
+        outcome = outcomes.pop(0)
+        if isinstance(outcome, Exception):
+            raise outcome
+        return outcome
+
+    package.get_kernel = get_kernel
+    monkeypatch.setitem(sys.modules, "kernels", package)
+    install(None)
+    with pytest.raises(KernelUnavailable, match="a/b does not load"):
+        kernels.check_name("hub:a/b")
+    with pytest.raises(MemoryError):
+        kernels.check_name("hub:a/b")
+    for _ in range(2):
+        kernels.check_name("hub:a/b")
+
+
+def test_a_package_whose_import_ran_out_of_memory_is_imported_again(install, monkeypatch):
+    install(stand_in.flash_attn_varlen_func)
+    outcomes = [RuntimeError("CUDA error: out of memory"), sys.modules["flash_attn"]]
+
+    def imported(name):
+        outcome = outcomes.pop(0)
+        if isinstance(outcome, Exception):
+            raise outcome
+        return outcome
+
+    monkeypatch.setattr(varlen_func, "importlib", SimpleNamespace(util=importlib.util, import_module=imported))
+    with pytest.raises(RuntimeError, match="out of memory"):
+        kernels.check_name("flash_attn")
+    kernels.check_name("flash_attn")
+
+
+def test_the_hub_is_never_auto_and_says_why_it_is_not_there(install, monkeypatch):
+    assert not any(isinstance(kernel, Hub) for kernel in kernels.ORDER)
+    package = ModuleType("kernels")
+    package.__spec__ = ModuleSpec("kernels", loader=None)
+
+    def offline(*unused, **ignored):
+        raise OSError("no network")
+
+    package.get_kernel = offline
+    monkeypatch.setitem(sys.modules, "kernels", package)
+    install(flash_attn_2_1)
+    with pytest.raises(KernelUnavailable, match=r"kernel='hub:a/b' cannot run here: a/b does not load \(OSError: no"):
+        kernels.check_name("hub:a/b")
+    monkeypatch.setitem(sys.modules, "kernels", None)
+    hub._found.cache_clear()
+    with pytest.raises(KernelUnavailable, match="the package kernels is not installed"):
+        kernels.check_name("hub")

@@ -1,0 +1,167 @@
+"""torch.compile of a patched model: one graph, no break, no recompile for another layout; the same numbers."""
+
+import random
+
+import pytest
+import torch
+
+import fa2patch
+from compat_matrix import tiny_models
+from compat_matrix.check import stand_in_aten
+from compat_matrix.check.rows import documents
+from fa2patch import _compile
+from fa2patch.documents.boundaries import from_cu_seqlens
+from fa2patch.errors import BadCuSeqlens, PackingNotIsolated
+from fa2patch.kernels import reference_op
+
+pytestmark = pytest.mark.skipif(reference_op.attend is None, reason=f"torch {torch.__version__} has no custom_op")
+
+COLLATE = fa2patch.DataCollatorWithFlattening(return_flash_attn_kwargs=True)
+
+
+def batch(*lengths):
+    return dict(COLLATE([{"input_ids": document.tolist()} for document in documents(*lengths)]), use_cache=False)
+
+
+def layouts(count):
+    drawn = random.Random(0)
+    return [[drawn.randint(1, 12) for _ in range(drawn.randint(2, 9))] for _ in range(count)]
+
+
+@pytest.fixture
+def graphs():
+    """A compiler that notes the graphs it is given and runs them as they are."""
+    torch._dynamo.reset()
+    seen = []
+
+    def backend(graph, inputs):
+        seen.append(graph)
+        return graph
+
+    yield seen, backend
+    torch._dynamo.reset()
+
+
+def on_the_interface_seam(family):
+    """A patched model; eager where there is no sdpa, which makes no difference to packed rows."""
+    try:
+        model = tiny_models.build(family, "sdpa")
+    except ValueError:
+        model = tiny_models.build(family, "eager")
+    patch = fa2patch.apply(model)
+    if {layer.seam for layer in patch.layers} != {"interface"}:
+        pytest.skip(f"{family} is not on the interface seam of this Transformers")
+    return model
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma2"])
+def test_twenty_layouts_make_two_graphs_without_a_break(graphs, family):
+    seen, backend = graphs
+    model = on_the_interface_seam(family)
+    compiled = torch.compile(model, backend=backend, fullgraph=True)
+    for lengths in layouts(20):
+        given = batch(*lengths)
+        found = compiled(**given)
+        found.loss.backward()
+        gradients = [weight.grad for weight in model.parameters() if weight.grad is not None]
+        model.zero_grad()
+        expected = model(**given)
+        expected.loss.backward()
+        torch.testing.assert_close(found.logits, expected.logits, rtol=1e-5, atol=1e-5)
+        for weight, gradient in zip((w for w in model.parameters() if w.grad is not None), gradients):
+            torch.testing.assert_close(gradient, weight.grad, rtol=1e-4, atol=1e-5)
+        model.zero_grad()
+    assert len(seen) <= 2, "the first layout, and one graph for all others"
+
+
+def test_the_kernel_in_the_graph_is_the_one_that_was_picked(graphs):
+    seen, backend = graphs
+    with stand_in_aten.installed() as calls:
+        model = on_the_interface_seam("llama")
+        compiled = torch.compile(model, backend=backend, fullgraph=True)
+        expected = [model(**batch(*lengths)).logits for lengths in layouts(6)]
+        calls.clear()
+        found = [compiled(**batch(*lengths)).logits for lengths in layouts(6)]
+        assert all(torch.equal(a, b) for a, b in zip(found, expected))
+        assert len(seen) == 2
+        assert [call["max"] for call in calls] == [max(each) for each in layouts(6) for _ in range(2)]
+    assert any("_flash_attention_forward" in str(node.target) for node in seen[-1].graph.nodes)
+
+
+def test_gradients_through_the_compilers_own_autograd():
+    """With AOTAutograd (what every backend of torch.compile runs on), and documents isolated to the bit."""
+    torch._dynamo.reset()
+    model = on_the_interface_seam("llama")
+    compiled = torch.compile(model, backend="aot_eager", fullgraph=True)
+    given = batch(4, 6, 5)
+    embeddings = model.get_input_embeddings()(given.pop("input_ids")).detach().requires_grad_()
+    del given["labels"]
+    logits = compiled(inputs_embeds=embeddings, **given).logits
+    (gradient,) = torch.autograd.grad(logits[0, 4:10].square().sum(), embeddings)
+    assert gradient[0, 4:10].any()
+    assert not gradient[0, :4].any() and not gradient[0, 10:].any()
+    changed = embeddings.detach().clone()
+    changed[0, :4] += 1
+    assert torch.equal(compiled(inputs_embeds=changed, **given).logits[0, 4:], logits[0, 4:])
+    torch._dynamo.reset()
+
+
+@pytest.mark.parametrize(
+    ("spoilt", "message"),
+    [
+        ({"max_length_q": 5, "max_length_k": 5}, "hold a longer document"),
+        ({"cu_seq_lens_q": torch.tensor([0, 4, 10, 14], dtype=torch.int32)}, "must rise from 0"),
+        ({"cu_seq_lens_q": torch.tensor([0, 10, 15], dtype=torch.int32), "max_length_q": 10}, "restart inside"),
+    ],
+    ids=["longest", "ends", "restart"],
+)
+def test_lengths_that_lie_raise_inside_a_graph_too(graphs, spoilt, message):
+    _, backend = graphs
+    model = on_the_interface_seam("llama")
+    compiled = torch.compile(model, backend=backend, fullgraph=True)
+    compiled(**batch(4, 6, 5))
+    given = {**batch(4, 6, 5), **spoilt}
+    given["cu_seq_lens_k"] = given["cu_seq_lens_q"]
+    with pytest.raises(RuntimeError, match=message):
+        compiled(**given)
+
+
+@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
+def test_lengths_that_fall_raise_inside_a_graph_too(backend):
+    """Nothing else is wrong with them: ends, starts and the longest document are those of the batch."""
+    torch._dynamo.reset()
+    compiled = torch.compile(on_the_interface_seam("llama"), backend=backend, fullgraph=True)
+    given = {**batch(4, 6, 5), "max_length_q": 15, "max_length_k": 15}
+    compiled(**given)
+    given["cu_seq_lens_q"] = given["cu_seq_lens_k"] = torch.tensor([0, 10, 4, 15], dtype=torch.int32)
+    with pytest.raises(RuntimeError, match="must rise from 0"):
+        compiled(**given)
+    torch._dynamo.reset()
+
+
+def test_without_lengths_the_graph_breaks_and_the_numbers_hold(graphs):
+    _, backend = graphs
+    model = on_the_interface_seam("llama")
+    compiled = torch.compile(model, backend=backend)
+    for lengths in layouts(3):
+        given = {name: value for name, value in batch(*lengths).items() if not name.startswith(("cu_", "max_"))}
+        torch.testing.assert_close(compiled(**given).logits, model(**given).logits, rtol=1e-5, atol=1e-5)
+    with pytest.raises(torch._dynamo.exc.Unsupported):
+        torch._dynamo.reset()
+        torch.compile(model, backend=backend, fullgraph=True)(**given)
+
+
+def test_a_cuda_graph_is_not_captured_around_a_packed_batch(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+    from fa2patch.upstream import packed_batch
+
+    with pytest.raises(PackingNotIsolated, match="a CUDA graph is being captured"):
+        packed_batch._refuse_capture(torch.device("cuda"))
+    packed_batch._refuse_capture(torch.device("cpu"))
+
+
+def test_numbers_are_in_the_message_where_they_are_known(monkeypatch):
+    cu = torch.tensor([0, 4, 10], dtype=torch.int32)
+    with pytest.raises(BadCuSeqlens, match="max_length is 5, but"):
+        from_cu_seqlens(cu, 5, (1, 10))
+    assert not _compile.compiling()

@@ -1,0 +1,52 @@
+"""Run by torchrun in two processes (test_verify.py): verify and train a model under DDP and FSDP2."""
+
+import os
+
+import torch
+import torch.distributed as dist
+
+import fa2patch
+from fa2patch.proof.doctor import tiny_llama
+
+
+def rows(documents):
+    return {
+        "input_ids": torch.arange(12)[None],
+        "position_ids": torch.arange(12 // documents).repeat(documents)[None],
+    }
+
+
+def train(model):
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for _ in range(2):
+        batch = rows(2)
+        model(**batch, labels=batch["input_ids"]).loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+dist.init_process_group("gloo")
+parallel = torch.nn.parallel.DistributedDataParallel(tiny_llama())
+fa2patch.apply(parallel)
+assert fa2patch.verify(parallel).ok
+train(parallel)
+assert fa2patch.verify(parallel).ok
+
+from torch.distributed.fsdp import fully_shard  # noqa: E402 (torch 2.6 on)
+
+sharded = tiny_llama()
+fa2patch.apply(sharded)
+for layer in sharded.model.layers:
+    fully_shard(layer)
+fully_shard(sharded)
+assert fa2patch.verify(sharded).ok
+train(sharded)
+assert fa2patch.verify(sharded).ok
+try:
+    fa2patch.verify(sharded, batch=rows(2 + dist.get_rank()))
+except fa2patch.errors.BadBatch as error:
+    assert "[2, 3] documents" in str(error), error
+else:
+    raise AssertionError("another number of documents on each rank would wait for ever")
+dist.barrier()
+os._exit(0)  # taking gloo's threads down aborts a process now and then, under load

@@ -1,0 +1,723 @@
+"""``fa2patch run``: a script runs as ``python`` runs it, and its models are patched. In-process where that will do."""
+
+from __future__ import annotations
+
+import json
+import os
+import pickle
+import re
+import runpy
+import signal
+import subprocess
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+from click.testing import CliRunner
+from transformers import (
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    BertConfig,
+    BertForMaskedLM,
+    BertForSequenceClassification,
+    DataCollatorForLanguageModeling,
+    DataCollatorForSeq2Seq,
+    DataCollatorWithPadding,
+    FalconConfig,
+    FalconForCausalLM,
+    LlamaForCausalLM,
+    PreTrainedModel,
+    T5Config,
+    T5ForConditionalGeneration,
+    Trainer,
+    TrainingArguments,
+    ViTConfig,
+    ViTModel,
+    default_data_collator,
+)
+
+import fa2patch
+from compat_matrix import environments, tiny_models
+from compat_matrix.user_models import matrix
+from fa2patch.cli import commands as cli
+from fa2patch.errors import KernelUnavailable, UnknownKernel
+from fa2patch.run import collate, hook
+from fa2patch.run import start as run
+
+HERE = Path(__file__).parent
+ROOT = HERE.parents[1]
+SCRIPTS = HERE / "scripts"
+TINY_BERT = {"vocab_size": 8, "hidden_size": 8, "num_hidden_layers": 1, "num_attention_heads": 2}
+NEAR = 1e-5  # the same sums over the same tokens, in another order
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    """A tiny Llama, its tokenizer and documents, as the scripts read them."""
+    home = tmp_path_factory.mktemp("model")
+    runpy.run_path(str(SCRIPTS / "folder.py"))["make"](home)
+    return home
+
+
+@pytest.fixture
+def hooked():
+    """Switch the hook on in this process, with these options; off again after the test."""
+    yield lambda **options: hook.on(run.Options(**options))
+    hook.off()
+
+
+def lines(capsys):
+    return [line for line in capsys.readouterr().err.splitlines() if line.startswith("fa2patch:")]
+
+
+# --- a script runs as python runs it ---------------------------------------------------------------------------------
+
+
+def started(*arguments, options=None, **more):
+    """A command, as ``fa2patch run`` would start it (without the second that its own imports take)."""
+    variables = run.environment(options or run.Options(), {**os.environ, **more.pop("env", {})})
+    return subprocess.run(run.command(arguments), env=variables, capture_output=True, text=True, timeout=600, **more)
+
+
+def plainly(*arguments, **more):
+    variables = {**os.environ, **more.pop("env", {})}
+    return subprocess.run([sys.executable, *arguments], env=variables, capture_output=True, text=True, **more)
+
+
+@pytest.mark.parametrize("way", [["seen.py"], [str(SCRIPTS / "seen.py")], ["-m", "seen"], ["-"]])
+def test_a_script_sees_what_it_sees_under_python_and_nothing_is_imported(way):
+    arguments = [*way, "--kernel", "-m", "x", "", "--help", *(["child"] if way != ["-"] else [])]
+    given = {"cwd": SCRIPTS, "input": "__file__ = ''\n" + (SCRIPTS / "seen.py").read_text()}
+    ours, pythons = started(*arguments, **given), plainly(*arguments, **given)
+    assert ours.returncode == 0, ours.stderr
+    seen, expected = json.loads(ours.stdout), json.loads(pythons.stdout)
+    for both in (seen, seen.get("child", {})):
+        both.pop("sitecustomize", None)
+        assert not both.get("heavy")
+    for both in (expected, expected.get("child", {})):
+        both.pop("sitecustomize", None)
+    assert seen == expected
+
+
+@pytest.fixture
+def children_can_be_interrupted():
+    """A shell's job in the background ignores SIGINT, and so would its children; those of a process that handles it
+    start with what the system does."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
+@pytest.mark.parametrize("how", ["exit", "words", "error", "interrupt", "late"])
+def test_it_ends_as_it_ends_under_python(how, children_can_be_interrupted):
+    script = str(SCRIPTS / "ends.py")
+    ours, pythons = started(script, how), plainly(script, how)
+    assert (ours.returncode, ours.stdout, ours.stderr) == (pythons.returncode, pythons.stdout, pythons.stderr)
+    assert pythons.returncode == {"exit": 7, "words": 1, "error": 1, "interrupt": -2, "late": 0}[how]
+
+
+def test_a_sitecustomize_that_ours_hides_is_run(tmp_path):
+    (tmp_path / "sitecustomize.py").write_text("WHOSE = 'mine'")
+    done = started(str(SCRIPTS / "seen.py"), "child", env={"PYTHONPATH": str(tmp_path)})
+    found = json.loads(done.stdout)
+    assert found["sitecustomize"] == found["child"]["sitecustomize"] == "mine"
+    assert str(tmp_path) in found["path"] and str(run.STARTUP) not in found["path"]
+    (tmp_path / "sitecustomize.py").write_text("import not_there")
+    broken = started(str(SCRIPTS / "seen.py"), env={"PYTHONPATH": str(tmp_path)})
+    assert "No module named 'not_there'" in broken.stderr
+
+
+@pytest.mark.slow
+def test_the_whole_way_by_the_command_line():
+    line = [sys.executable, "-W", "error", "-X", "utf8", "-m", "fa2patch", "run", "--quiet", "ends.py", "exit"]
+    done = subprocess.run(line, cwd=SCRIPTS, capture_output=True, text=True)
+    assert (done.returncode, done.stdout, done.stderr) == (7, "", "")
+
+
+@pytest.mark.slow
+def test_without_fa2patch_on_its_path_a_child_takes_the_one_that_started_it(folder, tmp_path):
+    """As with ``python -m fa2patch`` in a checkout: what is not installed is found by where the startup file is."""
+    file = tmp_path / "hide.py"
+    file.write_text(
+        f"import sys; sys.path.insert(0, {str(run.STARTUP)!r}); import sitecustomize, types, importlib.util\n"
+        "find = importlib.util.find_spec\n"
+        "importlib.util.find_spec = lambda name, *rest: None if name == 'fa2patch' else find(name, *rest)\n"
+        "sys.meta_path[:] = [f for f in sys.meta_path if 'editable' not in str(f).lower()]\n"
+        f"sys.path[:] = [entry for entry in sys.path if entry != {str(ROOT)!r}]\n"
+        "sitecustomize._fa2patch(); import fa2patch; print(fa2patch.__file__)\n"
+    )
+    done = plainly("-S", str(file), env={"PYTHONPATH": os.pathsep.join(p for p in sys.path if "site-packages" in p)})
+    assert done.stdout.strip() == str(ROOT / "fa2patch" / "__init__.py"), done.stderr
+
+
+def test_what_is_no_file_but_an_installed_command_is_that_command(monkeypatch, tmp_path):
+    monkeypatch.setattr(run.subprocess, "_args_from_interpreter_flags", lambda: ["-O"])
+    monkeypatch.setattr(run.sys, "stdout", SimpleNamespace(write_through=True))
+    python = sys.executable
+    beside = str(Path(python).with_name("accelerate"))
+    assert run.command(["accelerate", "launch", "x.py"]) == [beside, "launch", "x.py"]
+    assert run.command(["nowhere-to-be-found", "x"]) == [python, "-O", "-u", "nowhere-to-be-found", "x"]
+    assert run.command(["./accelerate"]) == [python, "-O", "-u", "./accelerate"]
+    assert run.command(["-m", "accelerate", "-h"]) == [python, "-O", "-u", "-m", "accelerate", "-h"]
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "accelerate").touch()
+    assert run.command(["accelerate"]) == [python, "-O", "-u", "accelerate"]
+
+
+def test_the_environment_reaches_further_processes_once():
+    once = run.environment(run.Options("reference", True), {"PYTHONPATH": f"a{os.pathsep}b", "OTHER": "kept"})
+    assert once["PYTHONPATH"].split(os.pathsep) == [str(run.STARTUP), "a", "b"] and once["OTHER"] == "kept"
+    assert run.environment(run.Options("reference", True), once) == once
+    assert json.loads(once[run.VARIABLE]) == {"kernel": "reference", "collate": True, "quiet": False}
+
+
+def test_options_end_where_the_script_begins(monkeypatch):
+    asked = []
+    monkeypatch.setattr(run, "start", lambda command, options: asked.append((command, options)))
+
+    def line(*arguments):
+        done = CliRunner().invoke(cli.main, ["run", *arguments])
+        assert done.exit_code == 0, done.output
+        return asked.pop()
+
+    assert line("a.py") == (("a.py",), run.Options())
+    assert line("--kernel", "flex", "--collate", "--quiet", "a.py", "--kernel", "x", "-h") == (
+        ("a.py", "--kernel", "x", "-h"),
+        run.Options("flex", True, True),
+    )
+    assert line("--collate", "-m", "trl", "--quiet", "--help") == (
+        ("-m", "trl", "--quiet", "--help"),
+        run.Options(collate=True),
+    )
+    for wrong, said in ((["--colate", "a.py"], "--colate"), ([], "SCRIPT")):
+        done = CliRunner().invoke(cli.main, ["run", *wrong])
+        assert done.exit_code == 2 and said in done.output and not asked
+
+
+def test_what_cannot_work_is_said_before_anything_starts(monkeypatch):
+    done = CliRunner().invoke(cli.main, ["run", "--kernel", "bogus", "a.py"])
+    assert done.exit_code == 2 and "bogus" in done.output
+    monkeypatch.setattr(run.sys, "flags", SimpleNamespace(ignore_environment=1, no_site=0))
+    with pytest.raises(run.CannotRun, match="-I, -E or -S.*fa2patch.apply"):
+        run.start(["a.py"], run.Options())
+
+
+# --- models are patched as they are made -----------------------------------------------------------------------------
+
+
+def test_models_are_patched_as_they_are_made_named_once_and_reverted_in_the_end(hooked, folder, capsys):
+    before = {name: vars(PreTrainedModel)[name] for name in ("from_pretrained", "_from_config")}
+    before_init = vars(Trainer)["__init__"]
+    hooked()
+    config = tiny_models.config_of("llama")
+    made = [
+        AutoModelForCausalLM.from_config(config),
+        AutoModelForCausalLM.from_pretrained(folder),
+        LlamaForCausalLM.from_pretrained(folder, output_loading_info=True)[0],
+    ]
+    assert lines(capsys) == [
+        "fa2patch: LlamaForCausalLM patched: 2 attention layers, interface seam, kernel auto."
+    ] * len(made)
+    assert all(fa2patch.status(model) is not None for model in made)
+    trainer_of(made[0], folder)
+    assert lines(capsys) == []
+    hook.off()
+    assert all(fa2patch.status(model) is None for model in made)
+    assert {name: vars(PreTrainedModel)[name] for name in before} == before
+    assert vars(Trainer)["__init__"] is before_init
+    assert fa2patch.status(AutoModelForCausalLM.from_config(config)) is None
+    assert lines(capsys) == []
+
+
+def test_a_model_that_apply_fails_on_is_named_and_one_that_there_was_no_memory_for_is_met_again(
+    hooked, capsys, monkeypatch
+):
+    model, outcomes = tiny_models.build("llama"), [MemoryError(), ZeroDivisionError("of ours")]
+
+    def failing(model, kernel):
+        raise outcomes.pop(0)
+
+    monkeypatch.setattr(hook, "apply", failing)
+    met = hooked()
+    with pytest.raises(MemoryError):
+        met.meet(model)
+    assert not lines(capsys)
+    met.meet(model)
+    met.meet(model)
+    (said,) = lines(capsys)
+    assert "left alone: fa2patch.apply failed, please report it: ZeroDivisionError: of ours" in said
+
+
+@pytest.mark.parametrize(
+    ("cls", "config", "reason"),
+    [
+        (FalconForCausalLM, FalconConfig(alibi=True, vocab_size=8, hidden_size=8, num_attention_heads=2),
+         "FalconForCausalLM left alone: .*alibi"),
+        (T5ForConditionalGeneration, T5Config(d_model=8, d_ff=8, d_kv=4, num_layers=1, num_heads=2, vocab_size=9),
+         "T5ForConditionalGeneration left alone: .*encoder-decoder"),
+        (BertForSequenceClassification, BertConfig(**TINY_BERT),
+         "BertForSequenceClassification left alone: .*pools one vector per row"),
+        (ViTModel, ViTConfig(hidden_size=8, num_hidden_layers=1, num_attention_heads=2, image_size=4, patch_size=2),
+         "ViTModel left alone: its attention looks both ways, and not at text alone"),
+    ],
+)  # fmt: skip
+def test_others_are_left_alone_and_named_even_quietly(hooked, capsys, cls, config, reason):
+    hooked(quiet=True)
+    model = cls._from_config(config)
+    (line,) = lines(capsys)
+    assert re.search(reason, line)
+    assert fa2patch.status(model) is None
+    state = vars(type(model))
+    hook.off()
+    assert vars(type(model)) == state
+
+
+def test_encoders_of_text_are_patched(hooked, capsys):
+    hooked()
+    model = BertForMaskedLM._from_config(BertConfig(**TINY_BERT))
+    (line,) = lines(capsys)
+    if fa2patch.status(model) is None:  # up to 4.57
+        assert "BertForMaskedLM left alone: BertModel: looked in every layer for attention with a seam" in line
+    else:
+        assert line == "fa2patch: BertForMaskedLM patched: 1 attention layers, interface seam, kernel auto."
+
+
+def test_a_part_of_a_model_is_not_patched_on_its_own(hooked, capsys):
+    hooked()
+    cls, config = tiny_models.model_class("llava"), tiny_models.config_of("llava")
+    by_hand = cls(config)
+    assert not any("_fa2patch" in vars(module) for module in by_hand.modules()) and lines(capsys) == []
+    assert fa2patch.status(cls._from_config(config)) is not None
+    (line,) = lines(capsys)
+    assert "LlavaForConditionalGeneration patched" in line
+
+
+def test_a_model_made_by_its_class_is_patched_when_a_trainer_is_given_it(hooked, folder, capsys):
+    hooked()
+    model = LlamaForCausalLM(tiny_models.config_of("llama"))
+    assert fa2patch.status(model) is None
+    trainer_of(model, folder)
+    assert fa2patch.status(model) is not None
+    assert len(lines(capsys)) == 1
+
+
+def test_only_the_first_rank_speaks_and_quiet_is_quiet(hooked, capsys, monkeypatch):
+    config = tiny_models.config_of("llama")
+    for variables in ({"RANK": "1"}, {"LOCAL_RANK": "1"}, {"RANK": "2", "LOCAL_RANK": "0"}):
+        with monkeypatch.context() as patched:
+            for name, value in variables.items():
+                patched.setenv(name, value)
+            hooked()
+            assert fa2patch.status(AutoModelForCausalLM.from_config(config)) is not None
+            assert lines(capsys) == []
+    hooked(quiet=True)
+    assert fa2patch.status(AutoModelForCausalLM.from_config(config)) is not None
+    assert lines(capsys) == []
+
+
+def test_a_kernel_that_was_asked_for_and_is_not_there_is_an_error(hooked):
+    hooked(kernel="bogus")
+    with pytest.raises(UnknownKernel):
+        AutoModelForCausalLM.from_config(tiny_models.config_of("llama"))
+    if not torch.cuda.is_available():
+        hooked(kernel="flash_attn")
+        with pytest.raises(KernelUnavailable):
+            AutoModelForCausalLM.from_config(tiny_models.config_of("llama"))
+    hooked(kernel="reference")
+    assert fa2patch.status(AutoModelForCausalLM.from_config(tiny_models.config_of("llama"))).kernel == "reference"
+
+
+# --- training: packed rows, and --collate ----------------------------------------------------------------------------
+
+
+def documents(folder):
+    return json.loads((folder / "documents.json").read_text())
+
+
+def tokenizer_of(folder, side="right"):
+    return AutoTokenizer.from_pretrained(folder, padding_side=side)
+
+
+def features_of(texts):
+    return [{"input_ids": ids, "attention_mask": [1] * len(ids), "labels": ids} for ids in texts]
+
+
+def trainer_of(model, folder, collator=None, features=None, cls=Trainer, **options):
+    settings = {
+        "output_dir": str(folder / "out"), "per_device_train_batch_size": 3, "max_steps": 4, "learning_rate": 1e-3,
+        "logging_steps": 1, "save_strategy": "no", "report_to": [], "disable_tqdm": True, "use_cpu": True, "seed": 0,
+        "remove_unused_columns": False,
+        **{name: options.pop(name) for name in [*options] if name in vars(TrainingArguments)},
+    }  # fmt: skip
+    arguments = TrainingArguments(**settings)
+    features = features or features_of(documents(folder))
+    return cls(model, arguments, train_dataset=features, eval_dataset=features[:3], data_collator=collator, **options)
+
+
+def losses(trainer):
+    shapes = []
+    embedding = trainer.model.get_input_embeddings()
+    handle = embedding.register_forward_hook(lambda module, args, output: shapes.append(tuple(output.shape[:2])))
+    trainer.train()
+    handle.remove()
+    return [entry["loss"] for entry in trainer.state.log_history if "loss" in entry], shapes
+
+
+def padded_before(texts, length):
+    """Examples that were padded as they were made, to one length."""
+    return [
+        {
+            "input_ids": ids + [0] * (length - len(ids)),
+            "attention_mask": [1] * len(ids) + [0] * (length - len(ids)),
+            "labels": ids + [-100] * (length - len(ids)),
+        }
+        for ids in texts
+    ]
+
+
+COLLATORS = {
+    "seq2seq": lambda tokenizer: DataCollatorForSeq2Seq(tokenizer, padding=True),
+    "language modeling": lambda tokenizer: DataCollatorForLanguageModeling(tokenizer, mlm=False),
+    "with padding": lambda tokenizer: DataCollatorWithPadding(tokenizer),
+    "default": lambda tokenizer: default_data_collator,
+}
+OPTIONS = {
+    "accumulated": {"gradient_accumulation_steps": 2},
+    "smoothed": {"label_smoothing_factor": 0.1},
+    "workers": {"dataloader_num_workers": 1},
+}
+
+
+@pytest.mark.parametrize(
+    ("kind", "options"),
+    [
+        *((kind, {}) for kind in COLLATORS),
+        *(pytest.param("seq2seq", options, marks=pytest.mark.slow) for options in OPTIONS.values()),
+    ],
+    ids=[*COLLATORS, *OPTIONS],
+)
+def test_collate_trains_step_by_step_as_the_padded_run(hooked, folder, capsys, kind, options):
+    texts = documents(folder)
+    features = features_of(texts) if kind == "seq2seq" else [
+        {key: value for key, value in feature.items() if key != "labels"} for feature in features_of(texts)
+    ]  # fmt: skip
+    if kind in ("with padding", "default"):
+        features = padded_before(texts, max(map(len, texts)))
+
+    def trained():
+        model = AutoModelForCausalLM.from_pretrained(folder)
+        trainer = trainer_of(model, folder, COLLATORS[kind](tokenizer_of(folder)), features, **options)
+        found = losses(trainer), trainer.state.global_step, trainer.evaluate()["eval_loss"]
+        assert not isinstance(trainer.data_collator, collate.Flattening)
+        return found
+
+    (padded, shapes), steps, evaluated = trained()
+    assert all(rows > 1 or length == max(map(len, texts)) for rows, length in shapes)
+    hooked(collate=True)
+    (flattened, flat), same, after = trained()
+    assert flattened == pytest.approx(padded, rel=NEAR) and same == steps == 4
+    assert after == pytest.approx(evaluated, rel=NEAR)
+    assert len(flat) == len(shapes) and all(rows == 1 for rows, _ in flat)
+    assert sum(length for _, length in flat) < sum(rows * length for rows, length in shapes)
+    patched, told = lines(capsys)
+    assert "LlamaForCausalLM patched" in patched and "laid end to end" in told
+
+
+class Streamed(torch.utils.data.IterableDataset):
+    def __init__(self, features):
+        self.features = features
+
+    def __iter__(self):
+        return iter(self.features)
+
+
+def test_collate_goes_through_accelerates_dispatcher(hooked, folder):
+    """Which slices every tensor of a streamed batch by its rows: lengths would not survive it."""
+
+    def trained():
+        streamed = Streamed(features_of(documents(folder)))
+        model = AutoModelForCausalLM.from_pretrained(folder)
+        trainer = trainer_of(model, folder, DataCollatorForSeq2Seq(tokenizer_of(folder)), max_steps=2)
+        trainer.train_dataset = streamed
+        return losses(trainer)
+
+    padded, _ = trained()
+    hooked(collate=True)
+    flattened, shapes = trained()
+    assert flattened == pytest.approx(padded, rel=NEAR) and all(rows == 1 for rows, _ in shapes)
+
+
+class LooksAtRows(Trainer):
+    def compute_loss(self, model, inputs, *args, **kwargs):
+        self.rows = len(inputs["input_ids"])
+        return super().compute_loss(model, inputs, *args, **kwargs)
+
+
+class LoadsItself(Trainer):
+    def get_train_dataloader(self):
+        return torch.utils.data.DataLoader(self.train_dataset, batch_size=3, collate_fn=self.data_collator)
+
+
+class OfOnesOwn(DataCollatorForSeq2Seq):
+    pass
+
+
+@pytest.mark.parametrize(
+    ("collator", "options", "why"),
+    [
+        (OfOnesOwn, {}, "OfOnesOwn, of .*test_run, is none of the collators"),
+        (DataCollatorForSeq2Seq, {"cls": LooksAtRows}, "LooksAtRows.compute_loss is not Transformers' own"),
+        (DataCollatorForSeq2Seq, {"cls": LoadsItself}, "LoadsItself.get_train_dataloader is not Transformers' own"),
+        (DataCollatorForSeq2Seq, {"compute_loss_func": lambda outputs, labels, **_: outputs.logits.mean()},
+         "its compute_loss_func may look at rows"),
+    ],
+    ids=["collator", "compute_loss", "get_train_dataloader", "compute_loss_func"],
+)  # fmt: skip
+def test_collate_leaves_alone_what_may_look_at_rows(hooked, folder, capsys, collator, options, why):
+    hooked(collate=True)
+    model = AutoModelForCausalLM.from_pretrained(folder)
+    _, shapes = losses(trainer_of(model, folder, collator(tokenizer_of(folder)), **options))
+    assert any(rows > 1 for rows, _ in shapes)
+    hook.off()
+    said = [line for line in lines(capsys) if "patched" not in line]
+    assert len(said) == 1 and re.search(f"trains padded, as it would without --collate: .*{why}", said[0]), said
+
+
+def test_collate_says_of_what_else_it_will_not_flatten(hooked, folder, monkeypatch):
+    tokenizer = tokenizer_of(folder)
+    trainer = trainer_of(LlamaForCausalLM(tiny_models.config_of("llama")), folder, DataCollatorForSeq2Seq(tokenizer))
+    assert "not patched" in collate.why_not(trainer)
+    fa2patch.apply(trainer.model)
+    assert collate.why_not(trainer) == ""
+    for name, value, why in (
+        ("data_collator", DataCollatorForSeq2Seq(tokenizer, return_tensors="np"), "return_tensors='np'"),
+        ("model", torch.nn.Linear(1, 1), "no Transformers model"),
+        ("args", SimpleNamespace(n_gpu=2), "DataParallel"),
+    ):
+        with monkeypatch.context() as patched:
+            patched.setattr(trainer, name, value)
+            assert why in collate.why_not(trainer)
+    stream = type("Stream", (torch.utils.data.IterableDataset,), {"__iter__": lambda self: iter(())})()
+    for accelerator, options, why in (
+        ({"split_batches": True}, {"world_size": 2}, "split_batches"),
+        ({"dispatch_batches": None}, {"world_size": 2}, "dispatch_batches"),
+        ({"dispatch_batches": None}, {"world_size": 1, "torch_compile": True}, "torch_compile"),
+        ({"parallelism_config": SimpleNamespace(cp_enabled=True)}, {"world_size": 2}, "context or sequence"),
+        ({"dispatch_batches": False}, {"world_size": 2}, ""),
+        ({"dispatch_batches": None}, {"world_size": 1}, ""),
+    ):
+        with monkeypatch.context() as patched:
+            patched.setattr(trainer, "accelerator", SimpleNamespace(**accelerator))
+            patched.setattr(trainer, "args", SimpleNamespace(n_gpu=1, **options))
+            patched.setattr(trainer, "train_dataset", stream)
+            found = collate.why_not(trainer)
+            assert (why in found) if why else not found
+
+
+@pytest.mark.parametrize(
+    ("change", "why"),
+    [
+        ({"labels": None}, "no labels"),
+        ({"attention_mask": None}, "no attention_mask"),
+        ({"attention_mask": [[0, 1, 1], [1, 1, 1]]}, "right"),
+        ({"attention_mask": [[1, 0, 1], [1, 1, 1]]}, "right"),
+        ({"attention_mask": [[1, 1, 2], [1, 1, 1]]}, "right"),
+        ({"labels": [[1, 2, 3], [4, 5, 6]]}, "padding has labels"),
+        ({"position_ids": [[0, 1, 2], [0, 1, 2]]}, "position_ids"),
+        ({"scores": [1.0, 2.0]}, "its scores"),
+        ({"pixels": [[[1.0] * 2] * 3] * 2}, "its pixels"),
+    ],
+)
+def test_a_batch_that_would_train_otherwise_stays_padded(capsys, change, why):
+    good = {"input_ids": [[1, 2, 0], [4, 5, 6]], "attention_mask": [[1, 1, 0], [1, 1, 1]],
+            "labels": [[1, 2, -100], [4, 5, 6]]}  # fmt: skip
+    padded = {key: torch.tensor(value) for key, value in {**good, **change}.items() if value is not None}
+    flattening = collate.Flattening(lambda features: padded, keep_first=False, lengths=True)
+    assert flattening([]) is padded and flattening([]) is padded
+    (line,) = lines(capsys)
+    assert "a batch stays padded" in line and why in line
+
+
+@pytest.mark.parametrize("keep_first", [True, False])
+def test_a_flattened_batch_holds_the_padded_ones_real_tokens(keep_first):
+    padded = {
+        "input_ids": [[1, 2, 0], [4, 5, 6]],
+        "attention_mask": [[1, 1, 0], [1, 1, 1]],
+        "labels": [[1, -100, -100], [4, 5, 6]],
+        "token_type_ids": [[0, 1, 0], [0, 1, 1]],
+    }
+    tensors = {key: torch.tensor(value) for key, value in padded.items()}
+    batch = collate.Flattening(lambda features: tensors, keep_first, lengths=True)([])
+    first = [1, 4] if keep_first else [-100, -100]
+    assert {key: value.tolist() if isinstance(value, torch.Tensor) else value for key, value in batch.items()} == {
+        "input_ids": [[1, 2, 4, 5, 6]],
+        "labels": [[first[0], -100, first[1], 5, 6]],
+        "position_ids": [[0, 1, 0, 1, 2]],
+        "token_type_ids": [[0, 1, 0, 1, 1]],
+        "cu_seq_lens_q": [0, 2, 5],
+        "cu_seq_lens_k": [0, 2, 5],
+        "max_length_q": 3,
+        "max_length_k": 3,
+    }
+
+
+def test_a_flattening_collator_goes_to_workers(folder):
+    made = collate.Flattening(DataCollatorForSeq2Seq(tokenizer_of(folder)), keep_first=True, lengths=False)
+    features = features_of([[3, 4], [5, 6, 7]])
+    there, here = pickle.loads(pickle.dumps(made))(features), made(features)
+    assert {*there} == {*here} == {"input_ids", "labels", "position_ids"}
+    assert all(torch.equal(there[key], here[key]) for key in here)
+
+
+def test_left_padded_rows_stay_padded(hooked, folder, capsys):
+    hooked(collate=True)
+    collator = DataCollatorForSeq2Seq(tokenizer_of(folder, "left"))
+    _, shapes = losses(trainer_of(AutoModelForCausalLM.from_pretrained(folder), folder, collator))
+    assert any(rows > 1 for rows, _ in shapes)
+    assert "padding_side='right'" in lines(capsys)[-1]
+
+
+def test_collate_without_a_trainer_says_that_it_did_nothing(hooked, capsys):
+    hooked(collate=True)
+    hook.off()
+    assert lines(capsys) == []
+    hooked(collate=True)
+    AutoModelForCausalLM.from_config(tiny_models.config_of("llama"))
+    hook.off()
+    assert "--collate has changed nothing: no Trainer" in lines(capsys)[-1]
+
+
+def script(how, folder, layout, output, python=sys.executable, **env):
+    """The training script, by the command line: what it found, and what was said."""
+    output.mkdir(exist_ok=True)
+    variables = {**os.environ, "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1", **env}
+    line = [str(python), *how, str(SCRIPTS / "train.py"), str(folder), layout, str(output)]
+    done = subprocess.run(line, env=variables, capture_output=True, text=True, timeout=600)
+    assert done.returncode == 0, done.stderr
+    said = [line for line in done.stderr.splitlines() if line.startswith("fa2patch:")]
+    return json.loads((output / "found.json").read_text()), said
+
+
+RUN = ("-m", "fa2patch", "run")
+
+
+def test_an_unchanged_script_leaks_without_and_is_isolated_with_it(folder, tmp_path):
+    train = runpy.run_path(str(SCRIPTS / "train.py"))["main"]
+    found = {}
+    for layout in ("pad", "pack"):
+        (tmp_path / layout).mkdir()
+        train(str(folder), layout, str(tmp_path / layout))
+        found[layout] = json.loads((tmp_path / layout / "found.json").read_text())["losses"]
+    isolated, said = script(RUN, folder, "pack", tmp_path / "run")
+    assert max(abs(a - b) for a, b in zip(found["pack"], found["pad"])) > 0.01, "it does not leak, so nothing is shown"
+    assert isolated["losses"] == pytest.approx(found["pad"], rel=NEAR)
+    assert said == ["fa2patch: LlamaForCausalLM patched: 2 attention layers, interface seam, kernel auto."]
+
+
+# --- slow: other versions, other command lines, more processes -------------------------------------------------------
+
+
+def environment(release, *pins):
+    return environments.make(environments.version(release).changed(["click", *pins]), matrix.environments_folder())
+
+
+@pytest.fixture
+def there(tmp_path):
+    """Run the scripts with another Python: its folder is made by itself."""
+
+    def set_up(python):
+        home = tmp_path / "model"
+        home.mkdir()
+        variables = {**os.environ, "PYTHONPATH": str(ROOT), "HF_HUB_OFFLINE": "1"}
+        line = [str(python), str(SCRIPTS / "folder.py"), str(home)]
+        subprocess.run(line, env=variables, check=True, capture_output=True)
+        return home
+
+    return set_up
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("release", "accelerate", "leaks"),
+    [("4.36.2", "0.25.0", True), ("4.44.2", "0.34.2", True), ("4.57.6", "1.12.0", False), ("5.2.0", "1.12.0", True)],
+)
+def test_an_unchanged_script_with_other_versions(there, tmp_path, release, accelerate, leaks):
+    python = environment(release, f"accelerate=={accelerate}")
+    model = there(python)
+    using = {"python": python, "PYTHONPATH": str(ROOT)}
+    padded, _ = script((), model, "pad", tmp_path / "pad", **using)
+    packed, _ = script((), model, "pack", tmp_path / "pack", **using)
+    isolated, said = script(RUN, model, "pack", tmp_path / "run", **using)
+    assert len(said) == 1 and "LlamaForCausalLM patched: 2 attention layers" in said[0]
+    alone = max(abs(a - b) for a, b in zip(packed["losses"], isolated["losses"]))
+    assert not leaks or alone > 0.01
+    if release in ("4.36.2", "4.44.2"):  # later ones count labels that no token predicts, in the padded run
+        assert isolated["losses"] == pytest.approx(padded["losses"], rel=1e-4)  # logged with four digits
+    collated, said = script((*RUN, "--collate"), model, "pad", tmp_path / "collate", **using)
+    assert collated["losses"] == pytest.approx(padded["losses"], abs=1.01e-4) and collated["steps"] == padded["steps"]
+    assert collated["eval_loss"] == pytest.approx(padded["eval_loss"], rel=1e-4)
+    assert any("laid end to end" in line for line in said)
+
+
+TRL = ("trl==1.16.0", "accelerate==1.15.0", "peft==0.21.2", "datasets==5.2.0")
+
+
+@pytest.mark.slow
+def test_trls_own_command_line(there, tmp_path):
+    """``trl sft`` starts its script through accelerate, in a process of its own.
+
+    One padding-free row does not leak in Transformers 5.23 by itself: what is shown is that the patch gets there.
+    """
+    python = environment("5.23.0", *TRL)
+    model = there(python)
+
+    def sft(name, how, *options):
+        variables = {**os.environ, "PYTHONPATH": str(ROOT), "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"}
+        line = [
+            *how, "sft", "--model_name_or_path", model, "--dataset_name", model / "data", "--output_dir",
+            tmp_path / name, "--max_steps", "3", "--per_device_train_batch_size", "4", "--logging_steps", "1",
+            "--learning_rate", "1e-3", "--report_to", "none", "--use_cpu", "--save_steps", "3",
+            "--bf16", "false", *options,
+        ]  # fmt: skip
+        done = subprocess.run([*map(str, line)], env=variables, capture_output=True, text=True, timeout=600)
+        assert done.returncode == 0, done.stderr[-3000:]
+        state = json.loads((tmp_path / name / "checkpoint-3" / "trainer_state.json").read_text())
+        said = [line for line in done.stderr.splitlines() if line.startswith("fa2patch:")]
+        return [entry["loss"] for entry in state["log_history"] if "loss" in entry], said
+
+    free = ("--padding_free", "--max_length", "None")
+    padded, _ = sft("padded", [python.with_name("trl")])
+    isolated, said = sft("isolated", [python, *RUN, "trl"], *free)
+    assert isolated == pytest.approx(padded, rel=NEAR)
+    assert said == ["fa2patch: LlamaForCausalLM patched: 2 attention layers, interface seam, kernel auto."]
+    collated, said = sft("collated", [python, *RUN, "--collate", "-m", "trl.cli.main"])
+    assert collated == pytest.approx(padded, rel=NEAR)
+    assert "SFTTrainer trains padded, as it would without --collate" in said[-1]
+
+
+def launchers():
+    torchrun = ("-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2")
+    return {
+        "torchrun": (*torchrun, "-m", "fa2patch", "run", "--collate"),
+        "around torchrun": (*RUN, "--collate", *torchrun),
+        "accelerate": ("-m", "accelerate.commands.launch", "--cpu", "-m", "fa2patch", "run", "--collate"),
+    }
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("how", launchers())
+def test_under_launchers_one_rank_speaks_and_both_train_as_padded(folder, tmp_path, how):
+    line = launchers()[how]
+    without = line[len(RUN) + 1 :] if line[: len(RUN)] == RUN else line[: line.index("fa2patch") - 1]
+    padded, _ = script(without, folder, "pad", tmp_path / "padded")
+    found, said = script(line, folder, "pad", tmp_path / "out")
+    assert found["losses"] == pytest.approx(padded["losses"], rel=NEAR) and found["steps"] == padded["steps"] == 4
+    assert len(said) == 2 and "patched" in said[0] and "laid end to end" in said[1]
+
+
+@pytest.mark.slow
+def test_processes_that_a_script_starts_are_reached(folder):
+    done = started(str(SCRIPTS / "spawned.py"), str(folder))
+    assert done.stdout.split() == ["spawn", "True", "fork", "True"], done.stderr

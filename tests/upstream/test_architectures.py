@@ -1,0 +1,163 @@
+"""Models of the installed Transformers that need more than an ordinary seam."""
+
+import copy
+
+import pytest
+import torch
+import transformers
+
+import fa2patch
+from compat_matrix import tiny_models
+from compat_matrix.check.compare import assert_close, assert_same_gradients
+from compat_matrix.check.rows import alone, documents, gradients, loss_of, pack
+from fa2patch import errors
+
+
+def present(name):
+    return pytest.mark.skipif(not tiny_models.is_present(name), reason=f"no {name} in {transformers.__version__}")
+
+
+def gradients_of(model):
+    """As they are, and left there."""
+    return {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+
+
+@pytest.fixture
+def docs():
+    return documents(5, 9, 1, 7)
+
+
+@present("gemma3")
+def test_tokens_that_see_each_other_both_ways_are_an_error(docs):
+    model = tiny_models.build("gemma3", "sdpa")
+    expected, batch = alone(model, docs), pack(docs)
+    types = torch.zeros_like(batch["input_ids"])
+    with fa2patch.apply(model):
+        assert_close(model(**batch, token_type_ids=types).logits[0], expected, "text only")
+        types[0, 6:9] = 1
+        with pytest.raises(errors.PackingNotIsolated, match="both directions"):
+            model(**batch, token_type_ids=types)
+
+
+@present("qwen2_vl")
+def test_ids_of_an_image_change_nothing_in_a_row_of_one_document():
+    model = tiny_models.build("qwen2_vl", "sdpa")
+    ids = torch.tensor([[0, 1, 2, 2, 2, 2, 4, 5], [0, 1, 2, 2, 3, 3, 4, 5], [0, 1, 2, 3, 2, 3, 4, 5]])[:, None]
+    batch = {"input_ids": documents(8)[0][None], "position_ids": ids}
+    before = model(**batch).logits
+    with fa2patch.apply(model):
+        assert torch.equal(model(**batch).logits, before)
+
+
+@present("qwen2_vl")
+@pytest.mark.parametrize("axes", [None, 3, 4])
+def test_every_shape_of_ids_of_several_axes(docs, axes):
+    model = tiny_models.build("qwen2_vl", "sdpa")
+    expected, batch = alone(model, docs), pack(docs)
+    if axes:
+        batch["position_ids"] = batch["position_ids"].expand(axes, -1, -1)
+    with fa2patch.apply(model):
+        assert_close(model(**batch).logits[0], expected, f"{axes} axes")
+
+
+@present("gemma3n_text")
+def test_layers_that_share_keys_find_them(docs):
+    model = tiny_models.build("gemma3n_text", "sdpa")
+    with fa2patch.apply(model):
+        assert_close(model(**pack(docs)).logits[0], alone(tiny_models.build("gemma3n_text", "eager"), docs), "logits")
+
+
+@pytest.mark.parametrize("family", ["mixtral", "qwen2_moe", "jamba"])
+def test_experts_are_balanced_over_real_tokens_as_in_a_padded_batch(family, docs):
+    if not tiny_models.is_present(family):
+        pytest.skip(f"no {family} in {transformers.__version__}")
+    model, row = tiny_models.build(family, "sdpa"), pack(docs)
+    ids = torch.nn.utils.rnn.pad_sequence(docs, batch_first=True)
+    mask = torch.nn.utils.rnn.pad_sequence([torch.ones_like(doc) for doc in docs], batch_first=True)
+    padded = model(input_ids=ids, attention_mask=mask, output_router_logits=True).aux_loss
+    tokens = row["input_ids"].shape[1]
+    more = {name: torch.nn.functional.pad(value, (0, 6)) for name, value in row.items()}
+    with fa2patch.apply(model):
+        packed = model(**row, output_router_logits=True, labels=row["input_ids"]).aux_loss
+        with_padding = model(
+            **more, attention_mask=(torch.arange(tokens + 6) < tokens)[None].long(), output_router_logits=True
+        )
+    assert_close(packed, padded, "packed")
+    assert_close(with_padding.aux_loss, padded, "packed, with padding")
+
+
+@pytest.mark.skipif(not hasattr(transformers, "Qwen4ExpForCausalLM"), reason="no Qwen4-exp in this Transformers")
+def test_embeddings_of_several_tokens_are_refused():
+    """They look at the ids before a token, whoever's they are; no layer is handed a mask for that."""
+    config = transformers.Qwen4ExpTextConfig(
+        **{**tiny_models._small(transformers.Qwen4ExpTextConfig), "num_hidden_layers": 2},
+        indexer_n_heads=2, indexer_kv_heads=1, indexer_head_dim=8, indexer_budget=8, indexer_compress_ratio=2,
+        hc_count=2, hc_lowrank=8, ple_layer_ids=[1], ple_embed_dim=8, ngram_size=3, heads_per_ngram=2,
+        ngram_vocab_size_base=50,
+    )  # fmt: skip
+    with pytest.raises(errors.UnsupportedModel, match="may look at more than boundaries can say"):
+        fa2patch.apply(transformers.Qwen4ExpForCausalLM(config))
+
+
+class TestLocalLayersOfGptNeo:
+    """Every second layer sees a window of tokens. Transformers' eager code says so; its flash class forgets it."""
+
+    WINDOW = 4
+
+    def models(self, implementation, **changes):
+        changes = {"window_size": self.WINDOW, **changes}
+        return (tiny_models.build("gpt_neo", name, **changes) for name in ("eager", implementation))
+
+    @pytest.mark.parametrize("kinds", [["global", "local"], ["local"], ["global"]], ids="-".join)
+    def test_packed_rows_have_the_window_that_eager_code_has(self, docs, kinds):
+        reference, model = self.models("eager", attention_types=[[kinds, 2 // len(kinds)]])
+        expected = alone(reference, docs)
+        wide = tiny_models.build("gpt_neo", attention_types=[[kinds, 2 // len(kinds)]], window_size=64)
+        assert torch.equal(alone(wide, docs), expected) == ("local" not in kinds)
+        with fa2patch.apply(model):
+            assert_close(model(**pack(docs)).logits[0], expected, "logits")
+
+    def test_the_window_stays_with_a_copy_and_through_a_recomputed_backward(self, docs):
+        reference, model = self.models("eager")
+        expected = alone(reference, docs)
+        loss_of(expected, docs).backward()
+        with fa2patch.apply(model):
+            for patched in (model, copy.deepcopy(model)):
+                patched.gradient_checkpointing_enable()
+                patched.enable_input_require_grads()
+                found = patched.train()(**pack(docs)).logits[0]
+                assert_close(found, expected, "logits")
+                loss_of(found, docs).backward()
+                assert_same_gradients(gradients(patched), gradients_of(reference), 5e-5, floor=0.01)
+
+    def test_the_window_is_in_a_compiled_graph(self, docs):
+        reference, model = self.models("eager")
+        expected = alone(reference, docs)
+        torch._dynamo.reset()
+        with fa2patch.apply(model), torch.no_grad():
+            assert_close(torch.compile(model, backend="eager")(**pack(docs)).logits[0], expected, "compiled at once")
+            assert_close(model(**pack(docs)).logits[0], expected, "then not compiled")
+
+
+class TestPromptsInOneRow:
+    """A cache of a packed row belongs to no one document; Transformers' continuous batching keeps one for each."""
+
+    def test_generate_refuses_a_packed_row(self, docs):
+        model = tiny_models.build("llama", "sdpa")
+        with fa2patch.apply(model), pytest.raises(errors.PackedWithCache, match="documents one by one"):
+            model.generate(**pack(docs), max_new_tokens=2)
+
+    @pytest.mark.skipif(not hasattr(transformers.LlamaForCausalLM, "generate_batch"), reason="no continuous batching")
+    def test_continuous_batching_goes_on_as_it_did(self, docs):
+        prompts = [doc.tolist() for doc in docs]
+        model = tiny_models.build("llama", "sdpa")
+        wanted = transformers.GenerationConfig(
+            max_new_tokens=4, do_sample=False, eos_token_id=-1, pad_token_id=0, num_blocks=64, max_batch_tokens=64
+        )
+        expected = [
+            model.generate(doc[None], max_new_tokens=4, do_sample=False, eos_token_id=None)[0, len(doc) :].tolist()
+            for doc in docs
+        ]
+        with fa2patch.apply(model):
+            found = model.generate_batch(inputs=prompts, generation_config=wanted)
+        assert [result.generated_tokens for result in found.values()] == expected

@@ -1,0 +1,218 @@
+"""Classifiers on packed rows: one vector per document, one label per token, as the padded run has them."""
+
+from __future__ import annotations
+
+import copy
+import json
+import os
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from classification_cases import DOCUMENTS, KINDS, assert_same, build, documents, packed, padded, run, sequences, tokens
+
+import fa2patch
+from compat_matrix import environments
+from fa2patch.errors import BadBatch, UnsupportedModel
+
+ROOT = Path(__file__).parents[2]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("family", ["llama", "gpt2", "opt", "gemma2"])
+def test_sequences(family: str, kind: str) -> None:
+    sequences(family, kind)
+
+
+@pytest.mark.parametrize("family", ["llama", "gpt2", "falcon"])
+def test_tokens(family: str) -> None:
+    """Falcon's forward takes position_ids and hands them to nobody."""
+    tokens(family)
+
+
+@pytest.fixture
+def llama() -> Any:
+    return build("llama", "SequenceClassification", num_labels=2)
+
+
+def test_nothing_crosses(llama: Any) -> None:
+    fa2patch.apply(llama)
+    batch = packed(DOCUMENTS, KINDS["classes"])
+    before = llama(**batch).logits
+    embeddings = llama.get_input_embeddings()(batch["input_ids"]).detach().requires_grad_()
+    call = {**batch, "input_ids": None, "inputs_embeds": embeddings}
+    (gradient,) = torch.autograd.grad(llama(**call).logits[2].sum(), embeddings)
+    inside = torch.zeros(18, dtype=torch.bool)
+    inside[6:15] = True
+    assert (gradient[0, inside].abs().amax(dim=-1) > 0).all()
+    assert gradient[0, ~inside].abs().max() == 0
+    batch["input_ids"][0, 7] += 1
+    after = llama(**batch).logits
+    assert torch.equal(after[[0, 1, 3]], before[[0, 1, 3]])
+    assert not torch.equal(after[2], before[2])
+
+
+def test_several_rows_and_labels_in_a_row(llama: Any) -> None:
+    expected = run(llama, padded(DOCUMENTS, KINDS["classes"]))
+    fa2patch.apply(llama)
+    rows = [packed(DOCUMENTS[:2] + documents(3), [0, 0, 0]), packed(DOCUMENTS[2:3], [0])]
+    batch = {name: torch.cat([row[name] for row in rows]) for name in ("input_ids", "position_ids")}
+    alone = padded(DOCUMENTS[:2] + documents(3) + DOCUMENTS[2:3], [0])
+    assert torch.allclose(llama(**batch).logits, llama(**{**alone, "labels": None}).logits, atol=1e-4)
+    batch = packed(DOCUMENTS, KINDS["classes"])
+    batch["labels"] = batch["labels"][None]
+    assert_same(run(llama, batch), expected)
+
+
+def test_a_document_that_ends_in_the_padding_token(llama: Any) -> None:
+    """pad_token = eos_token, as many do: upstream pools the token before, padded or alone; so do packed rows."""
+    docs = [torch.cat([doc, torch.zeros(1, dtype=torch.long)]) for doc in DOCUMENTS]
+    expected = run(llama, padded(docs, KINDS["classes"]))
+    alone = torch.cat([llama(input_ids=doc[None]).logits for doc in docs])
+    fa2patch.apply(llama)
+    found = run(llama, packed(docs, KINDS["classes"]))
+    assert_same(found, expected)
+    assert torch.allclose(found[0], alone, atol=1e-4)
+
+
+def test_embeddings_in_place_of_ids(llama: Any) -> None:
+    expected = run(llama, padded(DOCUMENTS, KINDS["classes"]))
+    fa2patch.apply(llama)
+    batch = packed(DOCUMENTS, KINDS["classes"])
+    ids = batch.pop("input_ids")
+    found = llama(inputs_embeds=llama.get_input_embeddings()(ids), **batch)
+    assert torch.allclose(found.logits, expected[0], atol=1e-4)
+    assert torch.allclose(found.loss, expected[1], atol=1e-5)
+
+
+def test_tuples_hidden_states_and_checkpointing(llama: Any) -> None:
+    expected = run(llama, padded(DOCUMENTS, KINDS["classes"]))
+    fa2patch.apply(llama)
+    batch = packed(DOCUMENTS, KINDS["classes"])
+    loss, logits, *_ = llama(**batch, return_dict=False)
+    assert torch.allclose(logits, expected[0], atol=1e-4)
+    assert torch.allclose(loss, expected[1], atol=1e-5)
+    assert llama(**batch, output_hidden_states=True).hidden_states[0].shape[:2] == (1, 18)
+    llama.gradient_checkpointing_enable({"use_reentrant": False})
+    llama.train()
+    assert_same(run(llama, batch), expected)
+
+
+def test_a_copy_and_a_reverted_one(llama: Any) -> None:
+    untouched = copy.deepcopy(llama)
+    fa2patch.apply(llama)
+    batch = packed(DOCUMENTS, KINDS["classes"])
+    copied = copy.deepcopy(llama)
+    assert torch.equal(copied(**batch).logits, llama(**batch).logits)
+    fa2patch.revert(llama)
+    del batch["labels"]
+    assert torch.equal(llama(**batch).logits, untouched(**batch).logits)
+    assert llama(**batch).logits.shape == (1, 2)
+
+
+def test_through_super(llama: Any) -> None:
+    """A class whose forward ends in that of a class of which another model is patched."""
+
+    class DerivedForSequenceClassification(type(llama)):  # type: ignore[misc]
+        def forward(self, input_ids=None, attention_mask=None, position_ids=None, labels=None, **kwargs):  # type: ignore[no-untyped-def]
+            return super().forward(
+                input_ids=input_ids, attention_mask=attention_mask, position_ids=position_ids, labels=labels, **kwargs
+            )
+
+    expected = run(llama, padded(DOCUMENTS, KINDS["classes"]))
+    derived = DerivedForSequenceClassification(llama.config).eval()
+    derived.load_state_dict(llama.state_dict())
+    fa2patch.apply(llama)
+    fa2patch.apply(derived)
+    assert_same(run(derived, packed(DOCUMENTS, KINDS["classes"])), expected)
+
+
+@pytest.mark.parametrize(
+    ("labels", "found"),
+    [(torch.zeros(3).long(), r"\[3\]"), (torch.zeros(1, 18).long(), r"\[1, 18\]"), (torch.tensor(1), r"\[\]")],
+)
+def test_labels_that_are_not_the_documents(llama: Any, labels: torch.Tensor, found: str) -> None:
+    fa2patch.apply(llama)
+    batch = packed(DOCUMENTS, KINDS["classes"])
+    with pytest.raises(BadBatch, match=f"one for each of the batch's 4 documents.*found {found}"):
+        llama(**{**batch, "labels": labels})
+
+
+def test_no_padding_token() -> None:
+    model = build("llama", "SequenceClassification", num_labels=2, pad_token_id=None)
+    fa2patch.apply(model)
+    with pytest.raises(BadBatch, match="no pad_token_id in its config"):
+        model(**packed(DOCUMENTS, KINDS["classes"]))
+    model.config.pad_token_id = 0
+    assert model(**packed(DOCUMENTS, KINDS["classes"])).logits.shape == (4, 2)
+
+
+def test_models_that_pool_another_way_are_refused() -> None:
+    config = transformers.BertConfig(
+        vocab_size=64, hidden_size=32, num_hidden_layers=1, num_attention_heads=2, intermediate_size=32
+    )
+    with pytest.raises(UnsupportedModel, match="one vector per row, in another way than by its last token"):
+        fa2patch.apply(transformers.BertForSequenceClassification(config))
+
+
+def test_trainer_trains_evaluates_and_predicts(llama: Any, tmp_path: Path) -> None:
+    examples = [{"input_ids": doc.tolist(), "label": int(doc[0]) % 2} for doc in documents(5, 1, 9, 3, 7, 2, 4, 6)]
+
+    def pad(features: list[dict[str, Any]]) -> dict[str, Any]:
+        docs = [torch.tensor(feature["input_ids"]) for feature in features]
+        return padded(docs, [feature["label"] for feature in features])
+
+    found = {}
+    for name, collate in (
+        ("padded", pad),
+        ("packed", fa2patch.DataCollatorWithFlattening(document_labels=True, return_flash_attn_kwargs=True)),
+    ):
+        model = copy.deepcopy(llama)
+        if name == "packed":
+            fa2patch.apply(model)
+        arguments = transformers.TrainingArguments(
+            output_dir=str(tmp_path), per_device_train_batch_size=4, per_device_eval_batch_size=4, max_steps=6,
+            gradient_accumulation_steps=2, learning_rate=1e-3, logging_steps=1, save_strategy="no", report_to=[],
+            use_cpu=True, seed=0, disable_tqdm=True, remove_unused_columns=False,
+        )  # fmt: skip
+        trainer = transformers.Trainer(
+            model, arguments, train_dataset=examples, eval_dataset=examples, data_collator=collate
+        )
+        trainer.train()
+        losses = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
+        predicted = trainer.predict(examples)
+        found[name] = losses, trainer.evaluate()["eval_loss"], predicted.predictions, predicted.label_ids
+    for ours, theirs in zip(found["packed"], found["padded"]):
+        assert torch.tensor(ours).shape == torch.tensor(theirs).shape
+        assert torch.allclose(torch.tensor(ours), torch.tensor(theirs), rtol=1e-4, atol=1e-4)
+    assert len(found["packed"][0]) == 6
+    assert found["packed"][2].shape == (8, 2)
+
+
+@pytest.mark.slow
+def test_compiled(llama: Any) -> None:
+    expected = run(llama, padded(DOCUMENTS, KINDS["classes"]))
+    fa2patch.apply(llama)
+    compiled = torch.compile(llama, backend="aot_eager")
+    for options in ({}, {"return_flash_attn_kwargs": True}):
+        assert_same(run(compiled._orig_mod, packed(DOCUMENTS, KINDS["classes"], **options)), expected)
+        output = compiled(**packed(DOCUMENTS, KINDS["classes"], **options))
+        assert torch.allclose(output.logits, expected[0], atol=1e-4)
+        assert torch.allclose(output.loss, expected[1], atol=1e-5)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("release", ["4.36.2", "4.40.2", "4.44.2", "4.48.3", "4.52.4", "4.57.6", "5.0.0", "5.23.0"])
+def test_other_releases(release: str) -> None:
+    python = environments.make(environments.version(release), ROOT / ".compat")
+    with environments.only_our_packages() as packages:
+        variables = {**os.environ, "PYTHONPATH": str(packages), "HF_HUB_OFFLINE": "1"}
+        script = [str(python), str(ROOT / "tests/helpers/classification_cases.py")]
+        done = subprocess.run(script, env=variables, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr[-3000:]
+    found = json.loads(done.stdout.splitlines()[-1])
+    assert found["transformers"] == release
+    assert len(found["held"]) >= 20

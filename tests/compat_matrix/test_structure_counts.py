@@ -10,7 +10,7 @@ import pytest
 
 from compat_matrix.structure import counts, sources
 
-PACKAGE = Path(__file__).parents[1] / "fa2patch"
+PACKAGE = Path(__file__).parents[2] / "fa2patch"
 
 
 def module(text):

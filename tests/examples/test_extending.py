@@ -14,7 +14,8 @@ import torch
 
 import fa2patch
 from compat_matrix import tiny_models
-from compat_matrix.points import alone, assert_close, documents, pack
+from compat_matrix.check.compare import assert_close
+from compat_matrix.check.rows import alone, documents, pack
 from fa2patch import errors, kernels
 from fa2patch.kernels import picks
 from fa2patch.kernels.reference import Reference

@@ -1,9 +1,9 @@
-"""One replaced attribute: apply, undo, live state. The only importer of wrapt.
+"""One replaced attribute: how it is applied and undone, and its state. Only this module imports wrapt.
 
-wrapt installs; what is installed is a plain function, because torch.compile traces silently *through* a wrapt
-FunctionWrapper to the original code (DESIGN, rule 4). A binding is shared by all models that need it and goes with the
-last of them: its users are held weakly. Somebody may have patched on top of us by then. Theirs stays, ours beneath it
-does nothing any more, and it is taken out as soon as theirs is gone.
+wrapt installs a plain function and never one of its own wrappers, because torch.compile traces through a wrapt
+FunctionWrapper to the original code (rule 5 of CONTRIBUTING.md). A binding is shared by all models that need it and is
+undone with the last of them. It holds its users weakly. Somebody may have replaced the attribute again by then. Their
+replacement stays, ours below it does nothing any more, and it is taken out as soon as theirs is gone.
 """
 
 from __future__ import annotations

@@ -16,10 +16,10 @@ def test_ci_runs_the_readmes_test_command():
     assert command in (ROOT / ".ci" / "run").read_text()
 
 
-@pytest.mark.parametrize("file", [path for path in ROOT.glob("*.md")], ids=lambda path: path.name)
+@pytest.mark.parametrize("file", [*ROOT.glob("*.md"), *ROOT.glob("docs/*.md")], ids=lambda path: path.name)
 def test_links_and_pictures_exist(file):
     for target in re.findall(r"\]\((?!http)([^)#]+)\)", file.read_text()):
-        assert (ROOT / target).exists(), target
+        assert (file.parent / target).exists(), target
 
 
 def test_public_names_are_there_and_documented():

@@ -1,7 +1,7 @@
 """Where documents start: the one definition, in pure torch.
 
-A document starts at the first token of every row and wherever ``p[i] != p[i-1] + 1`` (DESIGN, rule 2). What says
-it outright wins over ``position_ids``: ``cu_seq_lens_*``, then ``seq_idx``, then a 2-D mask of document numbers.
+A document starts at the first token of every row and wherever ``p[i] != p[i-1] + 1`` (rule 2 of CONTRIBUTING.md).
+Explicit statements win over ``position_ids``: ``cu_seq_lens_*``, then ``seq_idx``, then a 2-D mask of document numbers.
 """
 
 from __future__ import annotations

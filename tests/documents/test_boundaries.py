@@ -1,4 +1,4 @@
-"""Where documents start: rule 2 row by row, every source that can say so, and a slow loop as the truth."""
+"""Where documents start (rule 2 of CONTRIBUTING.md): row by row, from every source, against a slow loop."""
 
 import itertools
 import sys

@@ -1,1 +1,1 @@
-"""Which Transformers version and which architecture: checked, not claimed. ``python -m compat_matrix --help``."""
+"""Checks fa2patch on every architecture in every Transformers version. See ``python -m compat_matrix --help``."""

@@ -26,6 +26,7 @@ EVIDENCE = environments.HERE / "evidence"
 
 
 def main(arguments: list[str] | None = None) -> int:
+    """Run the command line; returns 1 if a version that is not allowed to fail has a failure, else 0."""
     parser = argparse.ArgumentParser(prog="python -m compat_matrix", description=__doc__)
     parser.add_argument(
         "--versions", nargs="+", metavar="V", help="blocks of versions.toml, or any release; default: all"
@@ -64,7 +65,13 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def check(version: environments.Version, given: argparse.Namespace, packages: Path) -> Environment:
-    """The evidence of one version: one process without flash-attn, one with its stand-in, in one JSON."""
+    """Check one version and return its evidence, which is written to a JSON file unless only part of it was checked.
+
+    Args:
+        version: The version to check.
+        given: The parsed command line. With ``families`` or ``resume``, evidence that exists is kept for the rest.
+        packages: The folder that :func:`environments.only_our_packages` gives.
+    """
     file = given.evidence / f"{version.name}.json"
     known: dict[str, Any] = {}
     if file.exists() and (given.resume or given.families):
@@ -90,14 +97,14 @@ def check(version: environments.Version, given: argparse.Namespace, packages: Pa
 
 
 def failures(evidence: Environment | str) -> list[str]:
-    """``architecture: what was found`` for every cell that is not as it should be."""
+    """One line ``architecture: reason`` for every cell that fails; an error is returned as it is."""
     if isinstance(evidence, str):
         return [evidence]
     return [f"{name}: {cell.reason}" for name, cell in evidence.cells.items() if cell.state == "fail"]
 
 
 def report(results: dict[str, Environment | str], console: Console) -> None:
-    """Counts by version, upstream's beside them, then what failed."""
+    """Print the counts of each version beside those of Transformers alone, then the failures."""
     table = Table("version", *STATES[:-1], "upstream: one row", "all five", title="fa2patch, and Transformers alone")
     for name, evidence in results.items():
         if isinstance(evidence, str):

@@ -1,4 +1,4 @@
-"""An environment of its own for each version, made by uv; once uv's cache is warm, in about a second (hard links)."""
+"""Makes a virtual environment for each version with uv: about a second once uv's cache is warm, by hard links."""
 
 from __future__ import annotations
 
@@ -27,19 +27,27 @@ HERE = Path(__file__).parent
 
 
 PACKAGES = ("fa2patch", "compat_matrix")
-"""All that an environment sees of the Python that started the check."""
+"""The only packages that an environment sees of the Python that started the check."""
 
 MAIN = "main"
-"""In place of a release: what will be the next one."""
+"""The name of the next release, which can be given in place of a release."""
 
 MAIN_SOURCE = "https://github.com/huggingface/transformers"
 
 
 @dataclass(frozen=True)
 class Version:
-    """One block of versions.toml: what an environment is made of. No number after ``wrapt`` means the newest.
+    """One block of versions.toml, which says what an environment is made of.
 
-    ``families``: what is checked there; empty is all that the release has.
+    Attributes:
+        name: The block's name.
+        transformers, python, torch: Version numbers.
+        pins: Further requirements. A pin of torch, Transformers or wrapt replaces the number given here.
+        wrapt: The version of wrapt; empty takes the newest.
+        allowed_to_fail: Whether totals and exit codes leave the version out.
+        families: The architectures that are checked; empty takes all that the release has.
+        seam: The seam at which architectures are expected to be patched; empty expects nothing.
+        other_seams: The architectures with another seam, or ``refused``, by that seam.
     """
 
     name: str
@@ -54,12 +62,13 @@ class Version:
     other_seams: Mapping[str, tuple[str, ...]] = field(default_factory=dict, hash=False)
 
     def seam_of(self, architecture: str) -> str:
-        """Which seam is expected, or ``refused``; empty where nothing is."""
+        """The expected seam of an architecture, or ``refused``; empty if nothing is expected."""
         named = (seam for seam, architectures in self.other_seams.items() if architecture in architectures)
         return next(named, self.seam)
 
     @property
     def requirements(self) -> list[str]:
+        """The requirements that uv installs."""
         numbers = {"torch": self.torch, "transformers": self.transformers.replace(MAIN, ""), "wrapt": self.wrapt}
         pinned = {_package(pin) for pin in self.pins}
         own = [f"{name}=={number}" if number else name for name, number in numbers.items() if name not in pinned]
@@ -67,12 +76,15 @@ class Version:
 
     @property
     def stamp(self) -> str:
-        """What an environment was made for; one of the next release is only good for today."""
+        """The text that identifies what an environment was made for; that of the next release expires after a day."""
         today = [f"on {date.today()}"] if self.transformers == MAIN else []
         return "\n".join([*self.requirements, *today])
 
     def changed(self, pins: Iterable[str] = (), torch: str | None = None, python: str | None = None) -> Version:
-        """With other pins (one takes the place of a pin of the same package), and a name of its own if it differs."""
+        """Return this version with other pins, torch or Python. If it differs, its name gets a suffix.
+
+        A pin replaces a pin of the same package.
+        """
         pins = tuple(pins)
         named = {_package(pin) for pin in pins}
         other = replace(
@@ -92,7 +104,7 @@ def _package(requirement: str) -> str:
 
 
 def versions() -> dict[str, Version]:
-    """Every block, by name, in the file's order."""
+    """Read every block of versions.toml, by name, in the file's order."""
     file = tomllib.loads((HERE / "versions.toml").read_text())
     blocks = {}
     for name, block in file["version"].items():
@@ -102,9 +114,12 @@ def versions() -> dict[str, Version]:
 
 
 def version(name: str) -> Version:
-    """The block of this name; for another release what its minor has (``4.44``: that block), else what the newest has.
+    """Find or make the block for a release.
 
-    ``main`` is git main where that can be reached, else the newest release or pre-release; it is allowed to fail.
+    Args:
+        name: A block's name, which gives that block. A minor such as ``4.44`` gives the block of that minor. Another
+            release takes the settings of its minor's block, else those of the newest release's. ``main`` is git main
+            if it can be reached, else the newest release or pre-release; it is allowed to fail.
     """
     known = versions()
     if name in known:
@@ -120,7 +135,7 @@ def version(name: str) -> Version:
 
 
 def make(wanted: Version, folder: Path) -> Path:
-    """The Python of this version's environment, made if it is not there, or not as it should be."""
+    """Return the Python of a version's environment, which is made if it does not exist or is out of date."""
     home = folder / wanted.name
     python = home / ("Scripts/python.exe" if os.name == "nt" else "bin/python")
     stamp = home / "requirements"
@@ -135,7 +150,11 @@ def make(wanted: Version, folder: Path) -> Path:
 
 @contextlib.contextmanager
 def only_our_packages() -> Iterator[Path]:
-    """A folder for ``PYTHONPATH`` that holds fa2patch and compat_matrix, wherever they are installed, and no more."""
+    """Give a temporary folder for ``PYTHONPATH`` that holds only fa2patch and compat_matrix.
+
+    Raises:
+        RuntimeError: One of the packages is not found.
+    """
     with tempfile.TemporaryDirectory(prefix="fa2patch-") as folder:
         for name in PACKAGES:
             spec = importlib.util.find_spec(name)
@@ -146,20 +165,20 @@ def only_our_packages() -> Iterator[Path]:
             home, link = Path(next(iter(spec.submodule_search_locations))), Path(folder) / name
             try:
                 link.symlink_to(home, target_is_directory=True)
-            except OSError:  # Windows asks for a privilege
+            except OSError:  # symbolic links need a privilege on Windows
                 shutil.copytree(home, link, ignore=shutil.ignore_patterns("__pycache__", "evidence"))
         yield Path(folder)
 
 
 def _next() -> str:
-    """The requirement for the Transformers to come."""
+    """The requirement for the next Transformers."""
     if _output(["git", "ls-remote", MAIN_SOURCE, MAIN]):
         return f"transformers @ git+{MAIN_SOURCE}@{MAIN}"
     return "transformers>=5.0.0.dev0"  # a pre-release in the bound lets uv take pre-releases
 
 
 def _python_of(home: Path) -> str:
-    """The minor of the Python that an environment was made with."""
+    """The Python version, such as ``3.11``, that an environment was made with."""
     settings = home / "pyvenv.cfg"
     found = re.search(r"^version(?:_info)? *= *(\d+\.\d+)", settings.read_text() if settings.exists() else "", re.M)
     return found[1] if found else ""
@@ -167,7 +186,7 @@ def _python_of(home: Path) -> str:
 
 @functools.cache
 def interpreter(python: str) -> str:
-    """A Python of this version on this machine (also one pyenv keeps off the PATH); else its number, for uv to get."""
+    """Find a Python of this version, on the PATH or in pyenv; else return the number, so that uv downloads it."""
     candidates = [shutil.which(f"python{python}")]
     candidates += map(str, sorted(Path.home().glob(f".pyenv/versions/{python}.*/bin/python")))
     for candidate in candidates:
@@ -177,7 +196,7 @@ def interpreter(python: str) -> str:
 
 
 def _find_links() -> list[str]:
-    """uv does not look where pip is configured to look for wheels (a local torch build, say) unless told."""
+    """Options that pass pip's configured find-links to uv, which ignores pip's configuration."""
     links = os.environ.get("PIP_FIND_LINKS") or _output(
         [sys.executable, "-m", "pip", "config", "get", "global.find-links"]
     )

@@ -1,4 +1,7 @@
-"""Note in versions.toml on which seam each architecture was found, or that it was refused: a change turns red."""
+"""Write to versions.toml at which seam each architecture was patched, or that it was refused.
+
+A cell whose seam changes later fails.
+"""
 
 from __future__ import annotations
 
@@ -16,6 +19,7 @@ from .results import read
 
 
 def main() -> int:
+    """Update versions.toml from the evidence, then the expectations in the evidence."""
     file, folder = environments.HERE / "versions.toml", environments.HERE / "evidence"
     document = tomlkit.parse(file.read_text(encoding="utf-8"))
     expecting(folder, lambda version, architecture: "")
@@ -30,7 +34,12 @@ def main() -> int:
 
 
 def expecting(folder: Path, seam_of: Callable[[str, str], str]) -> None:
-    """Note in every version's evidence what is expected of each architecture; nothing where that is empty."""
+    """Write the expected seam of each architecture into the evidence of every version.
+
+    Args:
+        folder: The folder with the evidence.
+        seam_of: Maps a version's name and an architecture to the expected seam; empty expects nothing.
+    """
     for file in folder.glob("*.json"):
         found = json.loads(file.read_text(encoding="utf-8"))
         for name, cell in found["architectures"].items():
@@ -42,7 +51,7 @@ def expecting(folder: Path, seam_of: Callable[[str, str], str]) -> None:
 
 
 def expectation(environment: Environment) -> dict[str, object]:
-    """``seam``, which most architectures of a version have, and ``other_seams``: those that have another."""
+    """Compute a version's ``seam``, which most architectures have, and ``other_seams`` for the others."""
     found = {
         name: "refused" if cell.state == "refused" else " and ".join(cell.seam)
         for name, cell in environment.cells.items()

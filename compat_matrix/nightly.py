@@ -1,4 +1,4 @@
-"""What the nightly workflow asks: which versions to check, and which of them are red."""
+"""The questions of the nightly workflow: which versions to check, and which of them fail."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ TITLE = "The matrix is red"
 
 
 def main(arguments: list[str] | None = None) -> int:
+    """Run the command line; ``red`` returns 1 if anything fails."""
     parser = argparse.ArgumentParser(prog="python -m compat_matrix.nightly", description=__doc__)
     commands = parser.add_subparsers(dest="command", required=True)
     versions = commands.add_parser("versions", help="print them as a JSON list")
@@ -32,7 +33,7 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def wanted(newest: str | None = None) -> list[str]:
-    """Every block, the newest release if it has none, and what will be the next one."""
+    """List every block, the newest release if it has no block, and ``main``."""
     blocks = environments.versions()
     names = [name for name in blocks if name != environments.MAIN]
     known = {block.transformers for block in blocks.values()}
@@ -42,7 +43,7 @@ def wanted(newest: str | None = None) -> list[str]:
 
 
 def failures(evidence: Path, names: list[str]) -> list[str]:
-    """A line for every cell that fails, and for every version that left no evidence; not for what may fail."""
+    """List every cell that fails and every version without evidence, except versions that are allowed to fail."""
     from .results import Malformed, read_file
 
     lines = []

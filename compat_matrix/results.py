@@ -1,4 +1,4 @@
-"""The evidence, a JSON per environment, checked and read."""
+"""Reads and checks the evidence, one JSON file for each environment."""
 
 from __future__ import annotations
 
@@ -15,14 +15,18 @@ FORMAT = 2
 
 
 class Malformed(ValueError):
-    """A JSON is not evidence; the message names the file and what was expected."""
+    """A file is not evidence. The message names the file and what was expected."""
 
 
 def read(folder: Path, wanted: Iterable[str] = ()) -> Results:
-    """Every JSON in a folder, those of its subfolder ``gpu`` apart.
+    """Read every JSON in a folder and in its subfolder ``gpu``.
+
+    Args:
+        folder: The folder with the evidence.
+        wanted: The names of environments that must have evidence; those without are the ``missing`` of the results.
 
     Raises:
-        Malformed: one of them is not evidence, or there is none.
+        Malformed: One of the files is not evidence, or the folder has none.
     """
     here = sorted(map(read_file, folder.glob("*.json")), key=lambda environment: environment.order)
     gpu = sorted(map(read_file, folder.glob("gpu/*.json")), key=lambda environment: environment.order)
@@ -37,10 +41,10 @@ def read(folder: Path, wanted: Iterable[str] = ()) -> Results:
 
 
 def read_file(file: Path) -> Environment:
-    """One file of evidence.
+    """Read one file of evidence.
 
     Raises:
-        Malformed: it is not evidence.
+        Malformed: The file is not evidence.
     """
     try:
         data = json.loads(file.read_text(encoding="utf-8"))
@@ -119,7 +123,7 @@ def _cell(data: dict[str, Any], points: tuple[str, ...], rows: tuple[str, ...], 
 
 
 def _problems(run: Checked, counts: dict[str, Any], points: tuple[str, ...]) -> list[str]:
-    """Why this implementation is not ok."""
+    """The reasons why one implementation is not ok."""
     problems = [f"{point}: {failure}" for point, failure in run.failures.items()]
     if list(run.not_applicable) == ["load"] and set(counts) == {"n/a"}:
         return problems
@@ -135,7 +139,7 @@ def _problems(run: Checked, counts: dict[str, Any], points: tuple[str, ...]) -> 
 
 
 def _upstream(data: dict[str, Any], rows: tuple[str, ...], where: str) -> Upstream | None:
-    """The flash route where there is one."""
+    """What Transformers alone gave with ``flash_attention_2``, else ``sdpa``, else the first implementation."""
     implementation = next((name for name in ("flash_attention_2", "sdpa", *data) if name in data), None)
     if implementation is None:
         return None

@@ -1,4 +1,4 @@
-"""The check of one version in its environment: two processes, one evidence."""
+"""Checks one version in its environment: runs two processes and merges their findings."""
 
 from __future__ import annotations
 
@@ -13,23 +13,27 @@ from .check.found import REFUSED_AND_PATCHED
 from .results import FORMAT
 
 PARTS = ("without", "with")
-"""A process without flash-attn, and one with it (its stand-in on a CPU)."""
+"""One process runs without flash-attn, one with its stand-in."""
 
 
 def evidence(version: environments.Version, folder: Path, packages: Path, *options: str) -> dict[str, Any]:
-    """What is found in a version, as ``results.read_file`` reads it.
+    """Check a version and return the findings in the format that ``results.read_file`` reads.
 
     Args:
-        folder: where environments are kept.
-        packages: what ``environments.only_our_packages`` gives.
-        options: for ``python -m compat_matrix.check``.
+        version: The version to check.
+        folder: The folder with the environments.
+        packages: The folder that ``environments.only_our_packages`` gives.
+        options: Options for ``python -m compat_matrix.check``.
+
+    Raises:
+        RuntimeError: The environment cannot be made, or one of the processes fails.
     """
     python = environments.make(version, folder.resolve())
     return merged(version, *(_part(python, packages, part, options) for part in PARTS))
 
 
 def text(evidence: dict[str, Any]) -> str:
-    """The JSON of a version: a line for each architecture."""
+    """Format the evidence of a version as JSON, with one line for each architecture."""
     head = {name: value for name, value in evidence.items() if name != "architectures"}
     cells = ",\n".join(f"  {json.dumps(name)}: {json.dumps(cell)}" for name, cell in evidence["architectures"].items())
     return f'{json.dumps(head, indent=1)[:-2]},\n "architectures": {{\n{cells}\n }}\n}}\n'
@@ -45,7 +49,7 @@ def _part(python: Path, packages: Path, part: str, options: tuple[str, ...]) -> 
 
 
 def merged(version: environments.Version, without: dict[str, Any], with_flash: dict[str, Any]) -> dict[str, Any]:
-    """The two processes' findings as one, beside what versions.toml expects."""
+    """Merge the findings of the two processes, and add what versions.toml and xfail.toml say."""
     architectures = {}
     for name in {**without["architectures"], **with_flash["architectures"]}:
         first, second = (part["architectures"].get(name, {}) for part in (without, with_flash))
@@ -68,7 +72,7 @@ def merged(version: environments.Version, without: dict[str, Any], with_flash: d
 
 
 def known_failure(architecture: str, transformers: str, cell: dict[str, Any]) -> dict[str, str]:
-    """What xfail.toml says of a cell, if every failure in it is the one that is known."""
+    """The reason and link that xfail.toml has for a cell; empty unless every failure in it is the known one."""
     failed = [what for run in cell.get("fa2patch", {}).values() for what in run.get("fail", {}).values()]
     for known in environments.tomllib.loads((environments.HERE / "xfail.toml").read_text())["xfail"]:
         minors = [minor for minor in known["versions"] if f"{transformers}.".startswith(f"{minor}.")]

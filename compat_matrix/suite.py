@@ -1,4 +1,4 @@
-"""A folder of tests in several Transformers versions: ``python -m compat_matrix.suite tests/never_silent``."""
+"""Runs a folder of tests in several Transformers versions: ``python -m compat_matrix.suite tests/never_silent``."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 from . import environments
 
 VERSIONS = ("4.36.2", "4.43.4", "4.48.3", "4.57.6", "5.23.0")
-"""One for each way in which Transformers computes attention, and the newest of both majors."""
+"""One version for each way in which Transformers computes attention, with the newest of both majors."""
 
 PINS = ("pytest",)
-"""What the tests need beside what a version's environment holds for the matrix."""
+"""Packages that the tests need in addition to those of the matrix."""
 
 AT_A_TIME = 2
 
@@ -34,11 +34,13 @@ _PERCENT = re.compile(r"\[ *(\d+)%\]\s*$")
 
 @dataclass(frozen=True)
 class Result:
-    """What one version's tests gave.
+    """The result of one version's tests.
 
     Attributes:
-        skipped: how many tests were left out, by reason.
-        failed: for each test that failed, its name and what was found; for a run that broke off, the reason.
+        passed: The number of tests that passed.
+        skipped: The number of tests that were skipped, by reason.
+        failed: The name and the error of each test that failed, or why the run broke off.
+        seconds: The run time.
     """
 
     passed: int = 0
@@ -48,12 +50,14 @@ class Result:
 
     @property
     def line(self) -> str:
+        """A one-line summary."""
         reasons = "; ".join(f"{count} x {reason}" for reason, count in sorted(self.skipped.items()))
         skipped = f"{sum(self.skipped.values())} skipped{f' ({reasons})' if reasons else ''}"
         return f"{self.passed} passed, {len(self.failed)} failed, {skipped}, {self.seconds:.0f} s"
 
 
 def main(arguments: list[str] | None = None) -> int:
+    """Run the command line; returns 1 if any version fails."""
     parser = argparse.ArgumentParser(prog="python -m compat_matrix.suite", description=__doc__)
     parser.add_argument("tests", type=Path, nargs="+", help="folders or files of tests")
     parser.add_argument("--versions", nargs="+", metavar="V", default=VERSIONS, help=f"default: {' '.join(VERSIONS)}")
@@ -87,9 +91,15 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def run(name: str, given: argparse.Namespace, packages: Path, at: Callable[[int], None]) -> Result:
-    """The tests in one version's environment, in a process of their own; ``at`` is told how far they are, in percent.
+    """Run the tests in one version's environment, in a separate process.
 
-    Tests of which none passed count as failed: a point that was not run is not ok.
+    A run in which no test passed counts as failed, because a test that was not run is not ok.
+
+    Args:
+        name: A block of versions.toml, or a release.
+        given: The parsed command line.
+        packages: The folder that ``environments.only_our_packages`` gives.
+        at: Called with the progress in percent.
     """
     wanted = environments.version(name).changed(PINS)
     python = environments.make(wanted, given.environments.resolve())
@@ -109,7 +119,7 @@ def run(name: str, given: argparse.Namespace, packages: Path, at: Callable[[int]
 
 
 def _told(command: list[str], packages: Path, at: Callable[[int], None]) -> tuple[int, str]:
-    """Exit code and output of a process that prints percentages as pytest does."""
+    """Run pytest and report its progress; returns its exit code and its output."""
     settings = {"PYTHONPATH": str(packages), "PYTHONNOUSERSITE": "1", "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
     lines = []
     with subprocess.Popen(
@@ -130,7 +140,7 @@ def _told(command: list[str], packages: Path, at: Callable[[int], None]) -> tupl
 
 
 def read(report: Path, seconds: float = 0.0) -> Result:
-    """What pytest's JUnit XML says."""
+    """Read pytest's JUnit XML report."""
     passed, skipped, failed = 0, Counter[str](), []
     for case in ElementTree.parse(report).iter("testcase"):
         found = {child.tag: child for child in case if child.tag in ("failure", "error", "skipped")}

@@ -1,4 +1,4 @@
-"""What makes a config tiny: sizes by the names of its arguments, for our models and for a user's own."""
+"""The sizes of tiny configs, by the names of their arguments, for the matrix's models and for a user's own."""
 
 from __future__ import annotations
 
@@ -53,11 +53,11 @@ VISION = {
 
 
 def made(cls: Any, settings: dict[str, Any]) -> Any:
-    """``cls(**settings)``."""
+    """Return ``cls(**settings)``, with booleans turned into integers where the class insists on integers."""
     for _ in range(8):
         try:
             return cls(**settings)
-        except Exception as error:  # 5.4 takes some flags as numbers only, of some configs
+        except Exception as error:  # some config classes of 5.4 take some flags as integers only
             flag = re.search(r"Field '(\w+)' expected int, got bool \(value: (\w+)\)", str(error))
             if flag is None:
                 raise

@@ -1,7 +1,8 @@
-"""Tiny models of every architecture, with weights scaled up: default weights hide leaks (products of small numbers).
+"""Builds tiny models of every architecture.
 
-What is small is chosen by the names of the config's arguments (``tiny_configs``), so that a release brings its new
-models with it; a row of ``OVERRIDES`` is for what a name cannot say.
+Weights are scaled up, because the products of small default weights hide leaks. Sizes are chosen by the names of the
+config's arguments (``tiny_configs``), so that the new models of a release need no code. ``OVERRIDES`` holds the
+settings that cannot be chosen by name.
 """
 
 from __future__ import annotations
@@ -33,13 +34,14 @@ TEXT_SIDES = (
 """Vision-language models whose text side is checked (``pixtral``: Llava around a Pixtral tower)."""
 
 WITHOUT_ATTENTION = ("falcon_mamba", "mamba", "mamba2", "rwkv", "xlstm")
-"""Language models that claim no flash attention, as they have none."""
+"""Language models without attention, which therefore claim no flash attention."""
 
 IN_DOUBLE_PRECISION = ("xlstm",)
-"""Their float32 gradients are a thousandth of rounding, packed or not: exponentials of sums of gates."""
+"""Models checked in float64. They exponentiate sums of gates, so that a thousandth of a float32 gradient is rounding,
+packed or not."""
 
 MASKED = ":masked"
-"""``bert:masked`` is BERT as an encoder, with its head for masked tokens; ``bert`` is the decoder it can be, too."""
+"""``bert:masked`` is BERT as an encoder with its masked-LM head; ``bert`` is BERT as a decoder."""
 
 ENCODERS = tuple(
     f"{name}{MASKED}"
@@ -49,10 +51,10 @@ ENCODERS = tuple(
         "xlm-roberta", "xlm-roberta-xl", "xmod",
     )
 )  # fmt: skip
-"""Models whose attention looks both ways."""
+"""Models with bidirectional attention."""
 
 MASK_TOKEN = 42
-"""Masked-out tokens of ESM, of which there are some in ``rows.documents``: it scales embeddings by their number."""
+"""The mask token of ESM, which scales embeddings by the number of mask tokens; ``rows.documents`` draws some."""
 
 _LATENT = {"num_key_value_heads": 4, "head_dim": 8}
 _SIDES = {
@@ -62,7 +64,7 @@ _SIDES = {
     "mistral3": ("mistral", "pixtral"),
     "internvl": ("qwen2", "internvl_vision"),
 }
-"""The models inside those vision-language models that take any."""
+"""The text and vision models inside vision-language models that accept any."""
 
 _MROPE = {
     **dict.fromkeys(["vision_start_token_id", "vision_end_token_id"], 93),
@@ -80,7 +82,7 @@ _RENAMED = (
     "rope_parameters",
     "use_mamba_kernels",
 )
-"""Arguments that some versions lack, and would keep as attributes that mean nothing."""
+"""Arguments that some versions do not have. Configs there would keep them as attributes without effect."""
 
 OVERRIDES: dict[str, dict[str, Any]] = {
     "mistral": {"sliding_window": None},
@@ -127,7 +129,7 @@ OVERRIDES: dict[str, dict[str, Any]] = {
     "recurrent_gemma": {"num_hidden_layers": 3},
     "rwkv": {"attention_hidden_size": 32, "context_length": 128},
     "xlstm": {
-        "hidden_size": 64,  # its states are rounded up to that
+        "hidden_size": 64,  # its states are rounded up to 64
         "qk_dim_factor": 1.0,
         "num_blocks": 2,
         "num_heads": 2,
@@ -167,12 +169,12 @@ OVERRIDES: dict[str, dict[str, Any]] = {
     "llama4": {"attention_chunk_size": 6, "floor_scale": 4, "no_rope_layers": [1, 0], "layer_types": None},
     "gpt_neo": {"attention_types": [[["global", "local"], 1]]},
 }
-"""What a config argument's name cannot say."""
+"""Settings that cannot be chosen by the name of a config's argument."""
 
 NOT_FROM_ZERO = (
     "camembert", "data2vec-text", "roberta", "roberta-prelayernorm", "xlm-roberta", "xlm-roberta-xl", "xmod",
 )  # fmt: skip
-"""These count positions from the padding id's successor where none are given: held against documents with ids given."""
+"""Models that count positions from the padding id + 1 by default; documents alone get explicit position ids."""
 
 OUT_OF_SCOPE = {
     **dict.fromkeys(["musicgen", "musicgen_melody", "moshi", "moss_transcribe_diarize"], "makes or hears sound"),
@@ -185,14 +187,17 @@ OUT_OF_SCOPE = {
     "gpt-sw3": "is gpt2 by another name",
     "code_llama": "is llama by another name",
 }
-"""Listed by Transformers as causal LMs, but no language models for packed text."""
+"""Models that Transformers lists as causal LMs, with the reason why they are not checked."""
 
 ROUTERS = (".gate.weight", "router.layer.weight", "router.weight")
-"""Scaled up more than the rest, so that rounding to bfloat16 does not send a token to another expert."""
+"""Weights scaled up more than the rest, so that rounding to bfloat16 does not route a token to another expert."""
 
 
 def architectures() -> list[str]:
-    """The installed Transformers' decoders that claim flash attention, text sides, and encoders."""
+    """List the architectures of the installed Transformers, the fourteen seed families first.
+
+    They are decoders that claim flash attention, language models without attention, text sides and encoders.
+    """
     names = {*_auto().MODEL_FOR_CAUSAL_LM_MAPPING_NAMES, *TEXT_SIDES, *WITHOUT_ATTENTION, *ENCODERS} - {
         *SEEDS,
         *OUT_OF_SCOPE,
@@ -201,7 +206,7 @@ def architectures() -> list[str]:
 
 
 def is_encoder(architecture: str) -> bool:
-    """Whether its attention looks both ways: no next token, no ``generate()``, no cache."""
+    """Whether an architecture has bidirectional attention, and so no next token, no ``generate()`` and no cache."""
     return architecture.endswith(MASKED)
 
 
@@ -211,7 +216,11 @@ def _auto() -> Any:
 
 @functools.cache
 def is_present(architecture: str) -> bool:
-    """Whether the installed Transformers has this one, claiming flash attention, and it is no encoder-decoder."""
+    """Whether the installed Transformers has an architecture that can be checked.
+
+    It must claim flash attention and must not be an encoder-decoder. A user's config.json, :data:`WITHOUT_ATTENTION`
+    and :data:`ENCODERS` need not claim flash attention.
+    """
     try:
         cls = model_class(architecture)
     except (KeyError, ImportError, AttributeError):
@@ -234,7 +243,11 @@ def _is_encoder_decoder(cls: Any) -> bool:
 
 
 def model_class(architecture: str) -> Any:
-    """Its causal LM class, or that of the vision-language model around it, or with a head for masked tokens."""
+    """The causal LM class of an architecture, or its vision-language or masked-LM class.
+
+    Raises:
+        KeyError, AttributeError: The installed Transformers does not have it.
+    """
     architecture = models.kind(architecture)
     transformers = importlib.import_module("transformers")
     if architecture in TEXT_SIDES:
@@ -252,7 +265,12 @@ def model_class(architecture: str) -> Any:
 
 
 def config_of(architecture: str, **changes: Any) -> Any:
-    """A tiny config, in the installed Transformers; ``changes`` are for the language model's part of it."""
+    """Make a tiny config in the installed Transformers.
+
+    Args:
+        architecture: A model type, or the path of a config.json.
+        changes: Arguments for the language model's part of the config.
+    """
     cls = config_class(architecture)
     if models.is_file(architecture):
         return models.config_of(architecture, cls, **changes)
@@ -262,6 +280,7 @@ def config_of(architecture: str, **changes: Any) -> Any:
 
 
 def config_class(architecture: str) -> Any:
+    """The config class of an architecture."""
     return model_class(architecture).config_class
 
 
@@ -281,7 +300,7 @@ def _small(cls: Any) -> dict[str, Any]:
 
 @functools.cache
 def parameters(cls: Any) -> dict[str, Any]:
-    """What a config class takes, by name."""
+    """The parameters of a config class and its bases, by name."""
     found: dict[str, Any] = {}
     for base in reversed(cls.__mro__):
         if "__init__" in vars(base) and base is not object:
@@ -290,7 +309,7 @@ def parameters(cls: Any) -> dict[str, Any]:
 
 
 def _one_layer_of_each_kind(cls: Any) -> dict[str, Any]:
-    """Patterns such as five sliding layers and a full one, cut down to one of each."""
+    """Cut a pattern, such as five sliding layers and a full one, down to one layer of each kind."""
     kinds = _kinds_of_layers(cls)
     return {"layer_types": list(kinds), "num_hidden_layers": len(kinds)} if len(kinds) > 1 else {}
 
@@ -308,12 +327,12 @@ def _overrides(architecture: str, cls: Any) -> dict[str, Any]:
     for name in {*_RENAMED} - {*parameters(cls)}:
         overrides.pop(name, None)
     if architecture == "mistral" and hasattr(modeling(architecture), "_make_sliding_window_causal_mask"):
-        overrides["sliding_window"] = 4096  # 4.34 does not know a Mistral without a window
+        overrides["sliding_window"] = 4096  # 4.34's Mistral cannot be without a window
     return overrides
 
 
 def _around_text(architecture: str, cls: Any, changes: dict[str, Any]) -> Any:
-    """A vision-language config: a tiny text side, and a vision side as small as it gets."""
+    """Make a vision-language config with a tiny text side and the smallest vision side."""
     kinds = importlib.import_module("transformers").CONFIG_MAPPING
     text_kind, vision_kind = _SIDES.get(architecture, (None, None))
     text = copy.deepcopy(OVERRIDES.get(architecture, {}))
@@ -324,14 +343,14 @@ def _around_text(architecture: str, cls: Any, changes: dict[str, Any]) -> Any:
     text_class = kinds[text_kind] if text_kind else type(cls().text_config)
     text = {name: value for name, value in text.items() if name in parameters(text_class)}
     if hasattr(getattr(modeling(architecture), "Llama4TextModel", None), "create_chunked_attention_mask"):
-        text["attention_chunk_size"] = 4096  # 4.51's and 4.52's chunks need a cache, and it bfloat16
+        text["attention_chunk_size"] = 4096  # 4.51's and 4.52's chunks need a cache, which needs bfloat16
     text = {**_small(text_class), **text, **changes}
     sides["text_config"] = {"model_type": text_class.model_type, **text}
     if text_kind:
         sides["text_config"] = made(text_class, text)
     tokens = {name: value for name, value in OVERRIDES.get(architecture, {}).items() if name.endswith("_token_id")}
     if tokens and "vocab_size" not in known:
-        tokens["vocab_size"] = VOCABULARY  # checkpoints have it there too, and 4.54 looks for it
+        tokens["vocab_size"] = VOCABULARY  # checkpoints have it at the top level too, and 4.54 reads it there
     return made(cls, {**_small(cls), **tokens, **sides})
 
 
@@ -342,7 +361,7 @@ def _vision(kinds: Any, kind: str | None, cls: Any) -> Any:
 
 
 def with_layers(architecture: str, layers: int) -> dict[str, Any]:
-    """Changes of the config that give it so many layers, of the same kinds in turn."""
+    """Config changes that give an architecture ``layers`` layers, whose kinds repeat in order; empty if unknown."""
     config = config_of(architecture)
     config = getattr(config, "text_config", config)
     names = [name for name in ("num_hidden_layers", "n_layers", "n_layer", "num_layers") if name in vars(config)]
@@ -360,22 +379,22 @@ def with_layers(architecture: str, layers: int) -> dict[str, Any]:
 
 @functools.cache
 def is_mixture(architecture: str) -> bool:
-    """Whether experts multiply as many tokens at a time as were routed to them: another shape, another rounding."""
+    """Whether an architecture has experts. They multiply as many tokens as are routed to them, so rounding varies."""
     return any(re.search(r"expert|moe|router", name, re.IGNORECASE) for name, _ in build(architecture).named_modules())
 
 
 def _needs_a_window(modeling: Any) -> bool:
-    """4.34's and 4.35's flash Mistral fails where the window is None."""
+    """Whether this is 4.34 or 4.35, whose flash Mistral fails without a window."""
     return not (hasattr(modeling, "MISTRAL_ATTENTION_CLASSES") or hasattr(modeling, "ALL_ATTENTION_FUNCTIONS"))
 
 
 def modeling(architecture: str) -> Any:
-    """Its modeling module."""
+    """The modeling module of an architecture."""
     return sys.modules[model_class(architecture).__module__]
 
 
 def build(architecture: str, implementation: str = "eager", dtype: torch.dtype = torch.float32, **changes: Any) -> Any:
-    """A model with the same weights whatever the implementation; in eval mode."""
+    """Build a tiny model in eval mode. Its weights are the same for every implementation."""
     wanted = (architecture, implementation, repr(sorted(changes.items())))
     if wanted not in _made_before:
         if len(_made_before) >= 16:
@@ -385,11 +404,11 @@ def build(architecture: str, implementation: str = "eager", dtype: torch.dtype =
 
 
 _made_before: dict[tuple[str, str, str], Any] = {}
-"""Models to copy: making one takes ten times as long."""
+"""Models that are copied, because making one takes ten times as long."""
 
 
 LARGEST = 5_000_000
-"""Parameters of a tiny model, at most."""
+"""The largest number of parameters of a tiny model."""
 
 
 def _build(architecture: str, implementation: str, changes: dict[str, Any]) -> Any:
@@ -408,11 +427,11 @@ def _build(architecture: str, implementation: str, changes: dict[str, Any]) -> A
 
 
 def _check_size(cls: Any, config: Any) -> None:
-    """Raise unless a model is tiny; before it takes the memory of one that is not."""
+    """Raise a ValueError if a model is not tiny, before it takes any memory."""
     try:
         with torch.device("meta"):
             size = sum(parameter.numel() for parameter in cls(copy.deepcopy(config)).parameters())
-    except Exception:  # not every model can be made there
+    except Exception:  # not every model can be made on the meta device
         return
     if size > LARGEST:
         raise ValueError(f"{cls.__name__}'s tiny config is not tiny: {size} parameters. It needs a row of OVERRIDES")
@@ -431,12 +450,12 @@ def _load(cls: Any, config: Any, implementation: str) -> Any:
         model = cls._from_config(config, attn_implementation=implementation, torch_dtype=torch.bfloat16)
         for module in model.modules():
             if hasattr(module, "cos_cached"):
-                module.max_seq_len_cached = 0  # its tables were made in bfloat16: make them again
+                module.max_seq_len_cached = 0  # makes it compute its tables again, which were made in bfloat16
         return model
 
 
 def scale_up(model: Any, seed: int = 0) -> None:
-    """Random weights so large that every token matters to every later one."""
+    """Fill a model with random weights so large that every token affects every later one."""
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for name, parameter in sorted(model.named_parameters()):

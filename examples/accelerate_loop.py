@@ -1,4 +1,4 @@
-"""A training loop of one's own with accelerate, without padding.
+"""Your own training loop with accelerate, without padding.
 
 python accelerate_loop.py --model NAME --data FILE.jsonl     (or: accelerate launch accelerate_loop.py ...)
 """
@@ -16,12 +16,13 @@ import fa2patch
 
 
 def main(argv: list[str] | None = None) -> list[float]:
+    """Train and return the loss of every step."""
     options = small.options(__doc__, argv)
     texts = small.texts(options)
     model, tokenizer = small.load(options, texts)
 
     fa2patch.apply(model)
-    collate = fa2patch.DataCollatorWithFlattening(return_flash_attn_kwargs=True)  # lengths too: no read from the GPU
+    collate = fa2patch.DataCollatorWithFlattening(return_flash_attn_kwargs=True)  # lengths avoid reads from the GPU
 
     accelerator = Accelerator()
     loader = DataLoader(small.tokenized(texts, tokenizer), batch_size=8, shuffle=True, collate_fn=collate)

@@ -1,9 +1,9 @@
-"""FSDP2 without padding: parameters sharded over processes, every process with packed rows of its own.
+"""FSDP2 without padding: parameters are sharded over processes, and every process has its own packed rows.
 
     torchrun --nproc-per-node 2 fsdp.py --model NAME --data FILE.jsonl
 
-On GPUs by NCCL, without any by gloo. The loss is the mean over all processes' tokens, so that one process with all
-documents of a step takes the same steps as several that share them.
+It uses NCCL on GPUs and gloo without. The loss is the mean over all processes' tokens, so several processes that share
+a step's documents take the same steps as one process with all of them.
 """
 
 from __future__ import annotations
@@ -18,10 +18,11 @@ from torch.distributed.fsdp import fully_shard  # torch 2.6 on
 import fa2patch
 
 DOCUMENTS = 8
-"""Of a step, over all processes."""
+"""Documents of a step, over all processes."""
 
 
 def main(argv: list[str] | None = None) -> list[float]:
+    """Train and return the loss of every step."""
     options = small.options(__doc__, argv)
     device = torch.device("cuda", int(os.environ["LOCAL_RANK"])) if torch.cuda.is_available() else torch.device("cpu")
     if device.type == "cuda":
@@ -48,8 +49,8 @@ def main(argv: list[str] | None = None) -> list[float]:
         everyones = mine.clone()
         dist.all_reduce(everyones)
 
-        share = model(**batch, use_cache=False).loss * mine / everyones  # a mean of mine -> my part of the mean of all
-        (share * world).backward()  # times the processes, as FSDP takes the mean of their gradients
+        share = model(**batch, use_cache=False).loss * mine / everyones  # its part of the overall mean
+        (share * world).backward()  # FSDP averages gradients over processes: undo it
         optimizer.step()
         optimizer.zero_grad()
 

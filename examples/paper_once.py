@@ -1,7 +1,7 @@
-"""One training run in a process of its own, for reproduce_paper.py: `python paper_once.py JOB.json RESULT.json`.
+"""One training run in a separate process, for reproduce_paper.py: `python paper_once.py JOB.json RESULT.json`.
 
-Its own process, so that its peak memory is its own too. Variants differ in their mini-batches, in how these are laid
-out, and in whether `fa2patch.apply` is called.
+A separate process makes its peak memory measurable. Variants differ in their mini-batches, in the layout of these, and
+in whether `fa2patch.apply` is called.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ from transformers.trainer_callback import PrinterCallback
 import fa2patch
 
 VALIDATION_TOKENS = 256
-"""Padded tokens of a batch of held-out documents: few, so that it is training that decides the peak memory."""
+"""Padded tokens of a batch of held-out documents. They are few, so that training determines the peak memory."""
 
 
 class Counted:
-    """Lays mini-batches out, and notes what is in each. To the Trainer, a mini-batch is one item of its data set."""
+    """Lay out mini-batches and record their contents. For the Trainer, a mini-batch is one item of its data set."""
 
     def __init__(self, variant: Variant) -> None:
         self.variant = variant
@@ -46,15 +46,16 @@ class Counted:
 
 
 class ProcessorTime(Stopwatch):
-    """Seconds that a processor worked for this process, however many other programs it shares the machine with."""
+    """Processor seconds of this process, which do not depend on other programs on the machine."""
 
     @staticmethod
     def now() -> float:
+        """Return the processor time in seconds."""
         return time.process_time()
 
 
 class WatchBoth(Watch):
-    """Counts processor time beside time, over the same stretches."""
+    """Measure processor time over the same intervals as wall time."""
 
     def on_train_begin(self, *args, **kwargs):  # type: ignore[no-untyped-def]
         super().on_train_begin(*args, **kwargs)
@@ -69,7 +70,7 @@ class WatchBoth(Watch):
 
 
 def held_out(documents: list[Example]) -> list[Batch]:
-    """One ruler for all: the same padded batches, of documents of about one length."""
+    """Return the validation batches, the same padded ones for all variants, each of documents of similar length."""
     groups: list[list[Example]] = [[]]
     for document in sorted(documents, key=lambda document: len(document["input_ids"])):
         if (len(groups[-1]) + 1) * len(document["input_ids"]) > VALIDATION_TOKENS and groups[-1]:
@@ -79,6 +80,7 @@ def held_out(documents: list[Example]) -> list[Batch]:
 
 
 def train(job: dict[str, Any]) -> dict[str, Any]:
+    """Run the job and return its measurements."""
     variant = VARIANTS[job["variant"]]
     sizes = Sizes(job["batch_size"], job["row_length"], job["seed"])
     mini_batches = variant.mini_batches(job["train"], sizes)
@@ -102,7 +104,7 @@ def train(job: dict[str, Any]) -> dict[str, Any]:
     whole.stop()
 
     assert len(counted.real) == len(mini_batches), "one epoch: every mini-batch once"
-    timed = sum(counted.real[job["accumulate"] :])  # all but the first step's
+    timed = sum(counted.real[job["accumulate"] :])  # without the first step
     return {
         "variant": job["variant"],
         "seed": job["seed"],
@@ -131,11 +133,13 @@ def train(job: dict[str, Any]) -> dict[str, Any]:
 
 
 def packed(documents: list[Example]) -> list[Batch]:
+    """Return the documents in packed batches of four."""
     flatten = fa2patch.DataCollatorWithFlattening()
     return [flatten(documents[start : start + 4]) for start in range(0, len(documents), 4)]
 
 
 def main() -> None:
+    """Run the job of the first file and write the result to the second."""
     job_file, result_file = map(Path, sys.argv[1:])
     job = json.loads(job_file.read_text(encoding="utf-8"))
     result_file.write_text(json.dumps(train(job)), encoding="utf-8")

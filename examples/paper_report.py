@@ -1,4 +1,4 @@
-"""What reproduce_paper.py found: the paper's table, its ordering claim by claim, and its three figures."""
+"""The report of reproduce_paper.py: a table, the paper's claims one by one, and three figures."""
 
 from __future__ import annotations
 
@@ -26,10 +26,14 @@ PADDING, ONLINE, OFFLINE = "padding", "online mini-batch + ids", "offline packin
 LEAKY_ROWS, LEAKY = "packing, no ids", "online mini-batch, no ids"
 
 SPEED = ("real_tokens_per_second", "real_tokens_per_processor_second")
-"""On a GPU, and on a CPU: one thread's processor time is the same whatever other programs the machine runs."""
+"""The keys of the speed on a GPU and on a CPU. On a CPU, one thread's processor time does not depend on other
+programs.
+"""
 
 SAME = 1e-3
-"""Relative difference of validation losses under which two float32 runs are one training: rounding grows with steps."""
+"""Two float32 runs count as the same training if their validation losses differ by less than this, relatively.
+The effect of rounding grows with steps.
+"""
 
 Results = dict[str, Any]
 Runs = list[dict[str, Any]]
@@ -39,6 +43,7 @@ Runs = list[dict[str, Any]]
 
 
 def by_variant(runs: Runs) -> dict[str, Runs]:
+    """Group runs by variant, ordered by seed."""
     found: dict[str, Runs] = {}
     for run in sorted(runs, key=lambda run: run["seed"]):
         found.setdefault(run["variant"], []).append(run)
@@ -46,7 +51,7 @@ def by_variant(runs: Runs) -> dict[str, Runs]:
 
 
 def summaries(runs: Runs) -> dict[str, dict[str, Any]]:
-    """Over the seeds: counts as they are (of the first), the median of what is timed, the mean of losses."""
+    """Summarise the seeds of each variant: counts of the first seed, medians of times and memory, means of losses."""
     found = {}
     for name, of in by_variant(runs).items():
         counts = ("rows", "mini_batches", "optimizer_steps", "real_tokens", "computed_tokens", "targets")
@@ -61,18 +66,18 @@ def summaries(runs: Runs) -> dict[str, dict[str, Any]]:
 
 
 def speed_of(runs: Runs) -> str:
-    """Under which key a run has the speed to compare."""
+    """Return the key of the speed to compare."""
     return SPEED[runs[0]["device"] == "CPU"]
 
 
 def gaps(runs: Runs, worse: str, better: str) -> list[float]:
-    """By how much the one's validation loss lies above the other's, seed by seed."""
+    """Return by how much one variant's validation loss exceeds the other's, seed by seed."""
     of = by_variant(runs)
     return [one["validation_loss"] - other["validation_loss"] for one, other in zip(of[worse], of[better])]
 
 
 def findings(runs: Runs) -> list[dict[str, Any]]:
-    """The paper's claims, each with whether it holds here in every seed, and the numbers."""
+    """Return the paper's claims, each with its numbers and whether it holds here for every seed."""
     of, found = by_variant(runs), []
 
     def claim(text: str, holds: bool, numbers: str) -> None:
@@ -116,7 +121,7 @@ def findings(runs: Runs) -> list[dict[str, Any]]:
 
 
 def spread(values: list[float], form: str) -> str:
-    """The mean, and from where to where the seeds go."""
+    """Format the mean of the values, and their range if there are several."""
     if len(values) == 1:
         return form.format(values[0])
     return f"{form.format(mean(values))} ({form.format(min(values))} to {form.format(max(values))})"
@@ -126,6 +131,7 @@ def spread(values: list[float], form: str) -> str:
 
 
 def markdown(results: Results) -> str:
+    """Return the report as Markdown."""
     rows = results["summaries"]
     first, settings = results["runs"][0], results["settings"]
     padded = rows.get(PADDING, {}).get("real_tokens_per_second")
@@ -176,7 +182,7 @@ def markdown(results: Results) -> str:
 
 
 def table(head: list[str], rows: list[list[str]]) -> list[str]:
-    """A Markdown table that can be read as text too; all but the first column to the right."""
+    """Return the lines of a Markdown table with aligned columns; all but the first are right-aligned."""
     widths = [max(len(row[place]) for row in [head, *rows]) for place in range(len(head))]
 
     def line(cells: list[str]) -> str:
@@ -191,11 +197,12 @@ def table(head: list[str], rows: list[list[str]]) -> list[str]:
 
 
 def colour(name: str) -> str:
+    """Return the colour of a variant."""
     return BLUE if "+ ids" in name else ORANGE if "no ids" in name else GREY
 
 
 def figure(results: Results, file: Path) -> None:
-    """Throughput, memory and validation loss side by side; a dot for each seed."""
+    """Draw throughput, memory and validation loss side by side, with a dot for each seed."""
     of = by_variant(results["runs"])
     drawn, axes = plt.subplots(1, 3, figsize=(14, 0.9 + 0.5 * len(of)), dpi=150, layout="constrained", sharey=True)
     draw(axes[0], of, speed_of(results["runs"]), 1, "{:,.0f}", "Real tokens per second")
@@ -208,7 +215,7 @@ def figure(results: Results, file: Path) -> None:
 
 
 def draw(axes: Axes, of: dict[str, Runs], key: str, unit: float, form: str, title: str, from_zero: bool = True) -> None:
-    """Bars from zero; where only differences speak (losses) dots alone, with a line at the padded run's."""
+    """Draw bars from zero. For losses only differences matter: draw dots, and a line at the padded run's mean."""
     middle = mean if key == "validation_loss" else median
     for place, (name, runs) in enumerate(of.items()):
         values = [run[key] / unit for run in runs]

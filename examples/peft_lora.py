@@ -14,13 +14,14 @@ import fa2patch
 
 
 def main(argv: list[str] | None = None) -> Trainer:
+    """Train the adapters and return the trainer."""
     options = small.options(__doc__, argv)
     texts = small.texts(options)
     model, tokenizer = small.load(options, texts)
     lora = peft.LoraConfig(r=16, lora_alpha=32, target_modules=["q_proj", "v_proj"], task_type="CAUSAL_LM")
     model = peft.get_peft_model(model, lora)
 
-    fa2patch.apply(model)  # what PEFT made, or the model before that: either way
+    fa2patch.apply(model)  # PEFT's model, or the base model before get_peft_model
 
     trainer = Trainer(
         model=model,

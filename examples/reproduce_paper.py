@@ -3,9 +3,9 @@
     pip install 'fa2patch[demo]'
     python reproduce_paper.py
 
-Every variant trains the same model from the same weights on the same documents for one epoch, with the same recipe,
-and is measured on the same held-out documents, padded. paper_variants.py says what the variants are. The data is
-the one of train_packed.py; `--model`, `--data` and the sizes make it an experiment of your own, on a GPU too.
+Every variant trains the same model from the same weights on the same documents for one epoch, with the same recipe, and
+is measured on the same held-out documents, padded. paper_variants.py describes the variants. The data is the same as in
+train_packed.py; with `--model`, `--data` and the sizes you can run your own experiment, on a GPU too.
 """
 
 from __future__ import annotations
@@ -38,6 +38,7 @@ Run = dict[str, Any]  # what paper_once.py measured
 
 
 def options(argv: list[str] | None) -> argparse.Namespace:
+    """Parse the command line."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     add = parser.add_argument
     add("--data", type=Path, metavar="FILE.jsonl", help="your own data; per line prompt and completion, or text")
@@ -67,7 +68,7 @@ def options(argv: list[str] | None) -> argparse.Namespace:
 
 
 def prepare(arguments: argparse.Namespace) -> Job:
-    """Everything a run needs to know, the same for every variant and seed."""
+    """Return the job: data and settings, the same for every variant and seed."""
     texts = read_jsonl(arguments.data) if arguments.data else standard_library()
     train_texts, held_out_texts = split(texts, limit=arguments.held_out)
     encoder = Encoder(arguments.model, train_texts)
@@ -86,12 +87,12 @@ def prepare(arguments: argparse.Namespace) -> Job:
 
 
 def run(job: Job, variant: str, seed: int, device: str) -> Run:
-    """Train one variant in a fresh process and bring back what it measured."""
+    """Train one variant in a new process and return its measurements."""
     environment = {**os.environ, "TRANSFORMERS_VERBOSITY": "error"}
-    # One GPU: the Trainer splits a mini-batch among those it sees, by rows, and a packed one has one row.
+    # One GPU: the Trainer splits a mini-batch by rows among visible GPUs, and a packed batch has one row.
     visible = os.environ.get("CUDA_VISIBLE_DEVICES", "0").partition(",")[0]
     environment["CUDA_VISIBLE_DEVICES"] = "" if device == "cpu" else visible
-    if job["model"] is None:  # threads that wait for each other let any other program spoil the timing
+    if job["model"] is None:  # with several threads, other programs distort the timing
         environment.setdefault("OMP_NUM_THREADS", "1")
     script = str(Path(__file__).with_name("paper_once.py"))
     with tempfile.TemporaryDirectory() as scratch:
@@ -108,7 +109,7 @@ def run(job: Job, variant: str, seed: int, device: str) -> Run:
 
 
 def run_all(job: Job, arguments: argparse.Namespace, console: Console) -> list[Run]:
-    """Every variant with one seed, then with the next: what else the machine does meanwhile falls on all of them."""
+    """Run every variant with one seed, then with the next, so that other load on the machine affects all variants."""
     pairs = [(variant, seed) for seed in arguments.seeds for variant in arguments.variants]
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
     with Progress(*columns, console=console) as progress, ThreadPoolExecutor(arguments.jobs) as pool:
@@ -128,6 +129,7 @@ def run_all(job: Job, arguments: argparse.Namespace, console: Console) -> list[R
 
 
 def main(argv: list[str] | None = None) -> None:
+    """Run the experiment and write results, table and figures."""
     warnings.simplefilter("ignore")
     arguments = options(argv)
     console = Console(highlight=False, markup=False)

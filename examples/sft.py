@@ -1,4 +1,4 @@
-"""Fine-tune with TRL's SFTTrainer, without padding. For TRL from 0.12 on; sft_old.py is for those before.
+"""Fine-tune with TRL's SFTTrainer, without padding. For TRL 0.12 and later; sft_old.py is for earlier versions.
 
 pip install trl
 python sft.py --model NAME --data FILE.jsonl
@@ -15,12 +15,13 @@ import fa2patch
 
 
 def main(argv: list[str] | None = None) -> SFTTrainer:
+    """Train and return the trainer."""
     options = small.options(__doc__, argv)
     texts = small.texts(options)
     model, tokenizer = small.load(options, texts)
     dataset = Dataset.from_list([{"text": prompt + completion} for prompt, completion in texts])
 
-    fa2patch.apply(model)  # whatever attention it was loaded with
+    fa2patch.apply(model)  # works with any attn_implementation
 
     trainer = SFTTrainer(
         model=model,
@@ -36,7 +37,7 @@ def main(argv: list[str] | None = None) -> SFTTrainer:
         ),
         train_dataset=dataset,
         processing_class=tokenizer,
-        data_collator=fa2patch.DataCollatorWithFlattening(),  # leave padding_free and packing off: this does it
+        data_collator=fa2patch.DataCollatorWithFlattening(),  # instead of padding_free and packing
     )
     trainer.train()
     return trainer

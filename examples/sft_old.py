@@ -1,4 +1,4 @@
-"""Fine-tune with TRL's SFTTrainer, without padding. For TRL 0.7 to 0.11; sft.py is for those after.
+"""Fine-tune with TRL's SFTTrainer, without padding. For TRL 0.7 to 0.11; sft.py is for later versions.
 
 pip install 'trl<0.12'
 python sft_old.py --model NAME --data FILE.jsonl
@@ -15,12 +15,13 @@ import fa2patch
 
 
 def main(argv: list[str] | None = None) -> SFTTrainer:
+    """Train and return the trainer."""
     options = small.options(__doc__, argv)
     texts = small.texts(options)
     model, tokenizer = small.load(options, texts)
     dataset = Dataset.from_list([{"text": prompt + completion} for prompt, completion in texts])
 
-    fa2patch.apply(model)  # whatever attention it was loaded with
+    fa2patch.apply(model)  # works with any attn_implementation
 
     trainer = SFTTrainer(
         model=model,

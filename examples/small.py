@@ -1,4 +1,4 @@
-"""What the small examples share: a tiny Llama and docstrings to start at once, or `--model NAME --data FILE.jsonl`."""
+"""Shared by the small examples: a tiny Llama and docstrings for a quick start, or `--model NAME --data FILE.jsonl`."""
 
 from __future__ import annotations
 
@@ -24,6 +24,7 @@ Texts = list[train_packed.Text]  # (prompt, completion)
 
 
 def options(doc: str | None, argv: list[str] | None) -> argparse.Namespace:
+    """Parse the options that all small examples have. The first line of ``doc`` is the description."""
     parser = argparse.ArgumentParser(description=(doc or "").partition("\n")[0])
     parser.add_argument("--model", help="a causal LM, with its tokenizer, in place of the tiny Llama")
     parser.add_argument("--data", type=Path, metavar="FILE.jsonl", help="per line prompt and completion, or text")
@@ -33,7 +34,7 @@ def options(doc: str | None, argv: list[str] | None) -> argparse.Namespace:
 
 
 def docstrings() -> Texts:
-    """Signatures and docstrings of a few modules."""
+    """Return signatures and docstrings of a few modules."""
     texts = []
     for module in (argparse, ast, inspect):
         tree = ast.parse(inspect.getsource(module))
@@ -42,10 +43,12 @@ def docstrings() -> Texts:
 
 
 def texts(arguments: argparse.Namespace) -> Texts:
+    """Return the texts of `--data`, or docstrings."""
     return train_packed.read_jsonl(arguments.data) if arguments.data else docstrings()
 
 
 def load(arguments: argparse.Namespace, texts: Texts) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
+    """Return the model and tokenizer of `--model`, or a tiny Llama with a tokenizer trained on the texts."""
     set_seed(0)
     if arguments.model:
         model = AutoModelForCausalLM.from_pretrained(arguments.model)
@@ -53,17 +56,19 @@ def load(arguments: argparse.Namespace, texts: Texts) -> tuple[PreTrainedModel, 
     else:
         tokenizer = tiny_tokenizer(texts)
         model = tiny_llama(tokenizer)
-    set_seed(0)  # again: documents come in the same order whatever the model drew for its weights
+    set_seed(0)  # again, so that the documents' order does not depend on how the weights were drawn
     return model, tokenizer
 
 
 def tiny_tokenizer(texts: Texts) -> PreTrainedTokenizerBase:
+    """Train a small tokenizer on the texts."""
     end = train_packed.END
     own = train_packed.train_tokenizer(texts)
     return PreTrainedTokenizerFast(tokenizer_object=own, eos_token=end, pad_token=end, model_max_length=512)
 
 
 def tiny_llama(tokenizer: PreTrainedTokenizerBase) -> PreTrainedModel:
+    """Build a Llama of two layers with random weights."""
     return LlamaForCausalLM(
         LlamaConfig(
             vocab_size=len(tokenizer),
@@ -80,7 +85,7 @@ def tiny_llama(tokenizer: PreTrainedTokenizerBase) -> PreTrainedModel:
 
 
 def tokenized(texts: Texts, tokenizer: PreTrainedTokenizerBase, max_length: int = 512) -> list[dict[str, Any]]:
-    """`input_ids` and `labels` for each text: the prompt is not learnt."""
+    """Return `input_ids` and `labels` for each text; the prompt's labels are -100."""
     examples = []
     for prompt, completion in texts:
         given = tokenizer(prompt)["input_ids"] if prompt else []

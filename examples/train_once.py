@@ -1,7 +1,7 @@
-"""One training run in a process of its own, for train_packed.py: `python train_once.py JOB.json RESULT.json`.
+"""One training run in a separate process, for train_packed.py: `python train_once.py JOB.json RESULT.json`.
 
-The process is the run's own so that its peak memory is the run's own too. The two variants differ in the two
-lines under `if variant == "packed"` and in nothing else.
+A separate process makes the run's peak memory measurable. The two variants differ only in the two lines under `if
+variant == "packed"`.
 """
 
 from __future__ import annotations
@@ -37,10 +37,10 @@ Collator = Callable[[list[Example]], Batch]
 
 
 def pad(examples: list[Example]) -> Batch:
-    """The usual batch: one row per document, every row as long as the longest."""
+    """Return a padded batch: one row per document, padded to the longest."""
     rows = {key: [torch.tensor(example[key]) for example in examples] for key in ("input_ids", "labels")}
     for labels in rows["labels"]:
-        labels[0] = -100  # nothing predicts it; said outright, so that both variants count the same targets
+        labels[0] = -100  # nothing predicts it; set so that both variants count the same targets
     return {
         "input_ids": pad_sequence(rows["input_ids"], batch_first=True),
         "labels": pad_sequence(rows["labels"], batch_first=True, padding_value=-100),
@@ -49,7 +49,7 @@ def pad(examples: list[Example]) -> Batch:
 
 
 class Counted:
-    """A collator that notes, for every mini-batch it makes, what is in it."""
+    """A collator that records the contents of every mini-batch."""
 
     def __init__(self, collate: Collator) -> None:
         self.collate = collate
@@ -70,7 +70,7 @@ class Counted:
 
 @torch.no_grad()
 def mean_loss(model: PreTrainedModel, batches: list[Batch]) -> float:
-    """Loss per target token over all batches together, not the mean of the batches' means."""
+    """Return the loss per target token over all batches together, not the mean of the batches' means."""
     was_training = model.training
     model.eval()
     total, targets = 0.0, 0
@@ -83,36 +83,39 @@ def mean_loss(model: PreTrainedModel, batches: list[Batch]) -> float:
 
 
 class Stopwatch:
-    """Seconds while it runs."""
+    """Measure the seconds while it runs."""
 
     def __init__(self) -> None:
         self.seconds = 0.0
         self.start()
 
     def start(self) -> None:
+        """Start or continue."""
         self.since = self.now()
 
     def stop(self) -> None:
+        """Pause, and add the interval to ``seconds``."""
         self.seconds += self.now() - self.since
 
     @staticmethod
     def now() -> float:
+        """Return the clock's seconds, after all queued work on a GPU has ended."""
         if torch.cuda.is_available():
             torch.cuda.synchronize()
         return time.perf_counter()
 
 
 def memory() -> int:
-    """Bytes held now: by tensors on the GPU where there is one, else by the process."""
+    """Return the bytes in use: allocated on the GPU if there is one, otherwise resident in the process."""
     return torch.cuda.memory_allocated() if torch.cuda.is_available() else psutil.Process().memory_info().rss
 
 
 def peak_memory() -> int:
-    """The most bytes held at any time until now, as the allocator or the operating system counted it."""
+    """Return the most bytes in use so far, as counted by the allocator or the operating system."""
     if torch.cuda.is_available():
         return torch.cuda.max_memory_allocated()
     status = Path("/proc/self/status")
-    if status.exists():  # not ru_maxrss: Linux hands the parent's down to the child
+    if status.exists():  # not ru_maxrss, which a child process inherits on Linux
         kibibytes = next(line.split()[1] for line in status.read_text().splitlines() if "VmHWM" in line)
         return int(kibibytes) * 1024
     if sys.platform == "win32":
@@ -123,41 +126,45 @@ def peak_memory() -> int:
 
 
 class Watch(TrainerCallback):
-    """Evaluates at fixed steps, stops the clock while it does, and draws the progress bar."""
+    """Evaluate at fixed steps with the clock stopped, and draw the progress bar."""
 
     def __init__(self, name: str, validation: list[Batch], every: int) -> None:
         self.name, self.validation, self.every = name, validation, every
         self.curve: list[tuple[int, float]] = []
 
     def evaluate(self, step: int, model: PreTrainedModel) -> None:
+        """Append the validation loss to the curve."""
         self.curve.append((step, mean_loss(model, self.validation)))
         self.bar.set_postfix_str(f"validation loss {self.curve[-1][1]:.3f}")
 
     def on_train_begin(self, args, state, control, model=None, **kwargs):  # type: ignore[no-untyped-def]
+        """Evaluate once and start the clock."""
         self.bar = tqdm(total=args.max_steps, desc=self.name, unit="step", ncols=100)
         self.memory_before = memory()
         self.evaluate(0, model)
         self.stopwatch = Stopwatch()
 
     def on_step_end(self, args, state, control, model=None, **kwargs):  # type: ignore[no-untyped-def]
+        """Stop the clock, evaluate if it is time, and start the clock again."""
         self.stopwatch.stop()
         self.bar.update()
         step = state.global_step
         if step % self.every == 0 or step == args.max_steps:
             self.evaluate(step, model)
-        if step == 1:  # it also started thread pools and allocators: throughput is counted from the second on
+        if step == 1:  # it also starts thread pools and allocators, so throughput is measured from the second step
             self.stopwatch = Stopwatch()
         self.stopwatch.start()
 
     def on_train_end(self, args, state, control, **kwargs):  # type: ignore[no-untyped-def]
+        """Close the progress bar and record the peak memory."""
         self.bar.close()
         self.peak = peak_memory()
 
 
 def build_model(job: dict[str, Any]) -> PreTrainedModel:
-    """The model named in the job, or a small Llama whose random weights follow from the seed."""
+    """Return the job's model, or a small Llama with random weights from the seed."""
     if job["model"]:
-        return AutoModelForCausalLM.from_pretrained(job["model"]).float()  # bf16 comes by autocast
+        return AutoModelForCausalLM.from_pretrained(job["model"]).float()  # autocast makes it bf16
     torch.manual_seed(job["seed"])
     return LlamaForCausalLM(
         LlamaConfig(
@@ -174,6 +181,7 @@ def build_model(job: dict[str, Any]) -> PreTrainedModel:
 
 
 def training_arguments(job: dict[str, Any]) -> TrainingArguments:
+    """Return the Trainer's arguments for the job."""
     cuda = torch.cuda.is_available()
     return TrainingArguments(
         output_dir=job["scratch"],
@@ -195,6 +203,7 @@ def training_arguments(job: dict[str, Any]) -> TrainingArguments:
 
 
 def train(job: dict[str, Any]) -> dict[str, Any]:
+    """Run the job and return its measurements."""
     variant = job["variant"]
     whole = Stopwatch()
     model = build_model(job)
@@ -203,7 +212,7 @@ def train(job: dict[str, Any]) -> dict[str, Any]:
         fa2patch.apply(model)
         collate = fa2patch.DataCollatorWithFlattening()
 
-    # One ruler for both: the same padded batches, sorted by length so that hardly any of it is padding.
+    # Both variants are evaluated on the same padded batches, sorted by length so that they hold little padding.
     held_out = sorted(job["validation"], key=lambda example: len(example["input_ids"]))
     groups = [held_out[start : start + 8] for start in range(0, len(held_out), 8)]
     counted = Counted(collate)
@@ -223,7 +232,7 @@ def train(job: dict[str, Any]) -> dict[str, Any]:
     whole.stop()
     batches = counted.batches[: trainer.state.global_step]  # the data loader reads one mini-batch ahead
     logged = [(entry["step"], entry["loss"]) for entry in trainer.state.log_history if "loss" in entry]
-    real_tokens = sum(batch["real"] for batch in batches[1:])  # those that the stopwatch saw
+    real_tokens = sum(batch["real"] for batch in batches[1:])  # the stopwatch leaves out the first step
     return {
         "variant": variant,
         "optimizer_steps": trainer.state.global_step,
@@ -246,6 +255,7 @@ def train(job: dict[str, Any]) -> dict[str, Any]:
 
 
 def main() -> None:
+    """Run the job of the first file and write the result to the second."""
     job_file, result_file = map(Path, sys.argv[1:])
     job = json.loads(job_file.read_text(encoding="utf-8"))
     result_file.write_text(json.dumps(train(job)), encoding="utf-8")

@@ -3,14 +3,14 @@
     pip install 'fa2patch[demo]'
     python train_packed.py
 
-The data is Python's own standard library: a function's signature in, its docstring out. No GPU, network or
-login is needed. What makes the packed run a packed run is two lines; they are in train_once.py, which trains
-one variant in a process of its own:
+The data is Python's own standard library: the input is a function's signature, the output its docstring. No GPU,
+network or login is needed. Two lines of train_once.py, which trains one variant in a separate process, make the packed
+run:
 
     fa2patch.apply(model)
     collator = fa2patch.DataCollatorWithFlattening()
 
-With `--model` and `--data` the same script is the start of a fine-tune of your own.
+With `--model` and `--data` the same script is a start for your own fine-tuning.
 """
 
 from __future__ import annotations
@@ -57,13 +57,14 @@ Node = Union[ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef]
 
 
 class DataError(Exception):
-    """The data cannot be trained on; the message says where, what was expected and what was found."""
+    """The data cannot be used for training. The message says where, what was expected and what was found."""
 
 
 # --- texts --------------------------------------------------------------------------------------------------
 
 
 def signature(node: Node) -> str:
+    """Return a definition's first line."""
     if isinstance(node, ast.ClassDef):
         bases = ", ".join(ast.unparse(base) for base in [*node.bases, *node.keywords])
         return f"class {node.name}({bases}):" if bases else f"class {node.name}:"
@@ -73,7 +74,9 @@ def signature(node: Node) -> str:
 
 
 def documented(body: list[ast.stmt], context: list[str]) -> Iterator[Text]:
-    """Every documented class and function, with what it stands in: the module and the classes around it."""
+    """Yield every documented class and function: its signature after those of its module and classes, and its
+    docstring.
+    """
     for node in body:
         if isinstance(node, (ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)):
             inner = [*context, signature(node)]
@@ -84,9 +87,9 @@ def documented(body: list[ast.stmt], context: list[str]) -> Iterator[Text]:
 
 
 def standard_library() -> list[Text]:
-    """Signatures and docstrings of the running Python's standard library, in the order of its file names."""
+    """Return signatures and docstrings of the running Python's standard library, in the order of its file names."""
     root = Path(sysconfig.get_paths()["stdlib"])
-    texts: dict[Text, None] = {}  # a dict for its order; the library has a few exact duplicates
+    texts: dict[Text, None] = {}  # an ordered set: the library has a few exact duplicates
     for file in sorted(root.rglob("*.py")):
         parts = file.relative_to(root).with_suffix("").parts
         if SKIPPED_FOLDERS.isdisjoint(parts):
@@ -102,7 +105,7 @@ def standard_library() -> list[Text]:
 
 
 def read_row(line: str) -> Text:
-    """Prompt and completion of one line of a JSON Lines file; a `text` is a completion without a prompt."""
+    """Return prompt and completion of one line of a JSON Lines file. `text` is a completion without a prompt."""
     try:
         row = json.loads(line)
     except json.JSONDecodeError as error:
@@ -130,6 +133,7 @@ def read_row(line: str) -> Text:
 
 
 def read_jsonl(file: Path) -> list[Text]:
+    """Read a JSON Lines file; raise :class:`DataError` with the line that cannot be used."""
     texts = []
     try:
         with file.open(encoding="utf-8") as lines:
@@ -145,7 +149,7 @@ def read_jsonl(file: Path) -> list[Text]:
 
 
 def split(texts: list[Text], limit: int) -> tuple[list[Text], list[Text]]:
-    """Training and validation texts. Which is which follows from a hash of the text, not from its place."""
+    """Split texts into training and validation by a hash of the text, so that its position does not matter."""
     by_hash = sorted(texts, key=lambda text: hashlib.sha256("\0".join(text).encode()).digest())
     held_out = min(limit, max(1, round(len(texts) * VALIDATION_SHARE)))
     return by_hash[held_out:], by_hash[:held_out]
@@ -155,6 +159,7 @@ def split(texts: list[Text], limit: int) -> tuple[list[Text], list[Text]]:
 
 
 def train_tokenizer(texts: Iterable[Text]) -> Tokenizer:
+    """Train a byte-level BPE on the texts."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
@@ -165,7 +170,7 @@ def train_tokenizer(texts: Iterable[Text]) -> Tokenizer:
 
 
 class Encoder:
-    """Texts to token ids and labels, by a tokenizer of a model's own or by one trained here."""
+    """Turns texts into token ids and labels, with the model's tokenizer or with one trained here."""
 
     def __init__(self, model: str | None, texts: Iterable[Text]) -> None:
         self.start: list[int] = []
@@ -187,7 +192,7 @@ class Encoder:
             self.vocab_size = len(theirs)
 
     def examples(self, texts: Iterable[Text], max_length: int) -> list[Example]:
-        """One example per text that has something to learn within `max_length`; the prompt is not learnt."""
+        """Return one example for each text that has a target within `max_length`; the prompt's labels are -100."""
         found = []
         for prompt, completion in texts:
             given = self.start + self.encode(prompt) if prompt else self.start
@@ -201,15 +206,15 @@ class Encoder:
 
 
 def run(variant: str, job: dict[str, Any]) -> Run:
-    """Train one variant in a fresh process and bring back what it measured."""
+    """Train one variant in a new process and return its measurements."""
     with tempfile.TemporaryDirectory() as scratch:
         job_file, result_file = Path(scratch, "job.json"), Path(scratch, "result.json")
         job_file.write_text(json.dumps({**job, "variant": variant, "scratch": scratch}), encoding="utf-8")
         script = Path(__file__).with_name("train_once.py")
-        # One GPU: the Trainer splits a mini-batch among those it sees, by rows, and a packed one has one row.
+        # One GPU: the Trainer splits a mini-batch by rows among visible GPUs, and a packed batch has one row.
         gpu = os.environ.get("CUDA_VISIBLE_DEVICES", "0").partition(",")[0]
         environment = {**os.environ, "CUDA_VISIBLE_DEVICES": gpu}
-        if job["model"] is None:  # threads that wait for each other let any other program spoil the timing
+        if job["model"] is None:  # with several threads, other programs distort the timing
             environment.setdefault("OMP_NUM_THREADS", "1")
         done = subprocess.run(
             [sys.executable, "-W", "ignore", str(script), str(job_file), str(result_file)], env=environment
@@ -220,7 +225,7 @@ def run(variant: str, job: dict[str, Any]) -> Run:
 
 
 def compare(padded: Run, packed: Run) -> dict[str, Any]:
-    """What only both runs together can say; refuses to compare runs that saw different mini-batches."""
+    """Return the comparison of both runs, or exit if their mini-batches differ."""
     for key in ("checksum", "real", "targets"):
         if [batch[key] for batch in padded["batches"]] != [batch[key] for batch in packed["batches"]]:
             raise SystemExit(f"The two runs cannot be compared: their mini-batches differ ({key}).")
@@ -241,14 +246,17 @@ def compare(padded: Run, packed: Run) -> dict[str, Any]:
 
 
 def real_tokens(run: Run) -> int:
+    """Return the run's tokens without padding."""
     return sum(batch["real"] for batch in run["batches"])
 
 
 def computed_tokens(run: Run) -> int:
+    """Return the run's tokens with padding."""
     return sum(batch["computed"] for batch in run["batches"])
 
 
 def table(padded: Run, packed: Run) -> Table:
+    """Return the table of costs and outcomes for the terminal."""
     held = "GPU" if padded["on_gpu"] else "process"
     logged = [0, *(step for step, _ in padded["train_curve"])]
     costs: list[tuple[str, str, Callable[[Run], Any]]] = [
@@ -282,6 +290,7 @@ def table(padded: Run, packed: Run) -> Table:
 
 
 def remarks(padded: Run, packed: Run, both: dict[str, Any]) -> str:
+    """Return the text below the table."""
     own_layout = abs(packed["validation_loss_in_own_layout"] - packed["validation_curve"][-1][1])
     return (
         f"Throughput: {both['throughput_ratio']:.2f} times the padded run's. These very mini-batches hold "
@@ -298,7 +307,7 @@ def remarks(padded: Run, packed: Run, both: dict[str, Any]) -> str:
 
 
 def plot(padded: Run, packed: Run, both: dict[str, Any], file: Path) -> None:
-    """Both validation curves over the steps; throughput and memory beside them."""
+    """Draw both validation curves over the steps, with throughput and memory beside them."""
     figure, (left, right) = plt.subplots(
         1, 2, figsize=(11, 4.2), dpi=160, gridspec_kw={"width_ratios": (1.2, 1)}, layout="constrained"
     )
@@ -313,6 +322,7 @@ def plot(padded: Run, packed: Run, both: dict[str, Any], file: Path) -> None:
 
 
 def draw_curves(axes: Axes, padded: Run, packed: Run, both: dict[str, Any]) -> None:
+    """Draw both validation curves."""
     thick = {"color": GREY, "linewidth": 8, "solid_capstyle": "round"}
     axes.plot(*zip(*padded["validation_curve"]), label="padded", **thick)
     axes.plot(*zip(*packed["validation_curve"]), label="packed", color=BLUE, linewidth=1.8, marker="o", ms=4)
@@ -324,7 +334,7 @@ def draw_curves(axes: Axes, padded: Run, packed: Run, both: dict[str, Any]) -> N
 
 
 def draw_bars(axes: Axes, padded: Run, packed: Run, both: dict[str, Any]) -> None:
-    """Each pair of bars on the scale of its padded run; the measured values stand in or beside them."""
+    """Draw throughput and memory relative to the padded run, with their limit."""
     pairs = [
         ("real tokens\nper second", "real_tokens_per_second", "{:,.0f}", 1),
         ("memory added\nby training", "training_memory_bytes", "{:,.0f} MB", 1e6),
@@ -356,6 +366,8 @@ def draw_bars(axes: Axes, padded: Run, packed: Run, both: dict[str, Any]) -> Non
 
 
 def at_least(minimum: int) -> Callable[[str], int]:
+    """Return an argparse type that accepts whole numbers from ``minimum`` on."""
+
     def parse(text: str) -> int:
         if not text.isdecimal() or int(text) < minimum:
             raise argparse.ArgumentTypeError(f"expected a whole number from {minimum} on, found {text!r}")
@@ -365,6 +377,7 @@ def at_least(minimum: int) -> Callable[[str], int]:
 
 
 def options(argv: list[str] | None) -> argparse.Namespace:
+    """Parse the command line."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     add = parser.add_argument
     add("--data", type=Path, metavar="FILE.jsonl", help="your own data; per line prompt and completion, or text")
@@ -384,7 +397,7 @@ def options(argv: list[str] | None) -> argparse.Namespace:
 
 
 def prepare(arguments: argparse.Namespace, console: Console) -> dict[str, Any]:
-    """Everything a run needs to know, the same for both."""
+    """Return the job: data and settings, the same for both variants."""
     texts = read_jsonl(arguments.data) if arguments.data else standard_library()
     train_texts, held_out_texts = split(texts, limit=32 if arguments.quick else 128)
     encoder = Encoder(arguments.model, train_texts)
@@ -421,6 +434,7 @@ def prepare(arguments: argparse.Namespace, console: Console) -> dict[str, Any]:
 
 
 def main(argv: list[str] | None = None) -> None:
+    """Run both variants, write results and plot, and print the comparison."""
     arguments = options(argv)
     warnings.simplefilter("ignore")
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
@@ -429,7 +443,7 @@ def main(argv: list[str] | None = None) -> None:
         job = prepare(arguments, console)
     except DataError as error:
         raise SystemExit(f"train_packed.py: {error}") from None
-    packed, padded = run("packed", job), run("padded", job)  # if a model cannot be patched, know it at once
+    packed, padded = run("packed", job), run("padded", job)  # packed first, as it may be refused at once
     both = compare(padded, packed)
 
     arguments.output.mkdir(parents=True, exist_ok=True)

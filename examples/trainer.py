@@ -2,8 +2,8 @@
 
     python trainer.py --model NAME --data FILE.jsonl
 
-On several GPUs start it by `torchrun --nproc-per-node N`: by itself the Trainer splits batches among GPUs by rows, and
-a packed batch is one row.
+On several GPUs start it with `torchrun --nproc-per-node N`. Otherwise the Trainer splits batches by rows among the
+GPUs, and a packed batch has one row.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ import fa2patch
 
 
 def main(argv: list[str] | None = None) -> Trainer:
+    """Train and return the trainer."""
     options = small.options(__doc__, argv)
     texts = small.texts(options)
     model, tokenizer = small.load(options, texts)
@@ -33,7 +34,7 @@ def main(argv: list[str] | None = None) -> Trainer:
             report_to="none",
         ),
         train_dataset=small.tokenized(texts, tokenizer),
-        data_collator=fa2patch.DataCollatorWithFlattening(),  # in place of a padding one
+        data_collator=fa2patch.DataCollatorWithFlattening(),  # instead of a padding collator
     )
     trainer.train()
     return trainer

@@ -1,4 +1,4 @@
-"""Three words to torch.compile, without importing its compiler (a second of import time)."""
+"""Marks and queries for torch.compile that do not import its compiler, which takes a second."""
 
 from __future__ import annotations
 
@@ -12,18 +12,19 @@ F = TypeVar("F", bound=Callable[..., Any])
 
 
 def uncompiled(function: F) -> F:
-    """Run ``function`` eagerly also inside a compiled model: what it reads on the host must not become a constant.
+    """Run ``function`` eagerly also inside a compiled model.
 
-    Sets the mark that ``torch.compiler.disable`` sets (torch/_dynamo/eval_frame.py).
+    Values that the function reads on the host must not become constants of the graph. This sets the mark that
+    ``torch.compiler.disable`` sets (torch/_dynamo/eval_frame.py).
     """
     function._torchdynamo_disable = True  # type: ignore[attr-defined]
     return function
 
 
 def constant(function: F) -> F:
-    """Call ``function`` while a graph is being captured, not in it; what it returns for these arguments is a constant.
+    """Call ``function`` while a graph is captured; its return value becomes a constant of the graph.
 
-    Sets the mark that ``torch._dynamo.assume_constant_result`` sets (torch/_dynamo/decorators.py).
+    This sets the mark that ``torch._dynamo.assume_constant_result`` sets (torch/_dynamo/decorators.py).
     """
     function._dynamo_marked_constant = True  # type: ignore[attr-defined]
     return function
@@ -34,9 +35,10 @@ _paused = False
 
 @contextlib.contextmanager
 def paused() -> Iterator[None]:
-    """While a function that is called, and not captured, during a capture runs models for itself.
+    """Make :func:`compiling` return False inside the block.
 
-    ``torch.compiler.is_compiling`` says that there is a capture, which is not of what runs here.
+    A function that is called during a capture, but not captured, uses this to run models eagerly:
+    ``torch.compiler.is_compiling`` is True there although these models are not captured.
     """
     global _paused
     before, _paused = _paused, True
@@ -47,5 +49,5 @@ def paused() -> Iterator[None]:
 
 
 def compiling() -> bool:
-    """Whether this runs inside a graph being captured."""
+    """Whether the calling code is being captured into a graph."""
     return not _paused and bool(torch.compiler.is_compiling()) if hasattr(torch.compiler, "is_compiling") else False

@@ -1,9 +1,9 @@
-"""One replaced attribute: how it is applied and undone, and its state. Only this module imports wrapt.
+"""Replaces one attribute and undoes the replacement. Apart from :mod:`fa2patch.run`, only this module imports wrapt.
 
 wrapt installs a plain function and never one of its own wrappers, because torch.compile traces through a wrapt
-FunctionWrapper to the original code (rule 5 of CONTRIBUTING.md). A binding is shared by all models that need it and is
-undone with the last of them. It holds its users weakly. Somebody may have replaced the attribute again by then. Their
-replacement stays, ours below it does nothing any more, and it is taken out as soon as theirs is gone.
+FunctionWrapper to the original code (rule 5 of CONTRIBUTING.md). A binding is shared by all models that need it, holds
+them weakly and is undone with the last of them. If other code has replaced the attribute again by then, its replacement
+stays and the binding below it has no effect. The binding is removed as soon as that replacement is gone.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from typing import Any, Callable
 import wrapt
 
 ABSENT = object()
-"""The original value of an attribute that the owner did not have."""
+"""Stands for the original value if the owner did not have the attribute."""
 
 LOCK = threading.RLock()
 _bindings: list[Binding] = []
@@ -25,7 +25,15 @@ _awaited: set[tuple[str, Callable[[Any], None]]] = set()
 
 
 class Binding:
-    """``owner.attribute`` replaced by ``make(original)``. The owner is a class, a module or one object."""
+    """The replacement of ``owner.attribute`` by ``make(original)``, applied when it is created.
+
+    Attributes:
+        owner: a class, a module or any other object.
+        original: the owner's own value before, or :data:`ABSENT`.
+        replacement: the installed value; a ``staticmethod`` if the original is one.
+        users: the patches that need this binding, held weakly.
+        waited_for: ``id`` of the foreign replacement on top whose end :meth:`undo` waits for, else 0.
+    """
 
     def __init__(self, owner: Any, attribute: str, make: Callable[[Any], Any]) -> None:
         self.owner, self.attribute = owner, attribute
@@ -39,15 +47,18 @@ class Binding:
 
     @property
     def state(self) -> str:
-        """``"applied"``, or ``"covered"`` where somebody has replaced the attribute since; looked up live."""
+        """``"applied"``, or ``"covered"`` if other code has replaced the attribute since; checked on each access."""
         return "applied" if vars(self.owner).get(self.attribute) is self.replacement else "covered"
 
     def undo(self) -> bool:
-        """Put the original back and return True; or, where somebody stands on top, wait until they are gone."""
+        """Put the original back and return True.
+
+        If another replacement is on top, the binding waits until that is gone and this returns False.
+        """
         if self.state == "covered":
             on_top = vars(self.owner).get(self.attribute, ABSENT)
             if on_top is self.original:
-                return True  # whoever was there before us has put it back: ours is gone already
+                return True  # an earlier patch has restored the original already
             if id(on_top) != self.waited_for:
                 with contextlib.suppress(TypeError):  # a value without weak references cannot be waited for
                     weakref.finalize(on_top, _undo_unused).atexit = False
@@ -61,7 +72,7 @@ class Binding:
 
 
 def bind(owner: Any, attribute: str, make: Callable[[Any], Any], user: Any) -> Binding:
-    """The binding of this attribute with one more user; applied anew where it was not, or is covered."""
+    """Add a user to the binding of this attribute. A new binding is applied if there is none, or it is covered."""
     with LOCK:
         if not used_by(user):
             weakref.finalize(user, _undo_unused).atexit = False
@@ -76,7 +87,7 @@ def bind(owner: Any, attribute: str, make: Callable[[Any], Any], user: Any) -> B
 
 
 def release(user: Any) -> None:
-    """Take a user away from every binding and undo those that have no other."""
+    """Remove a user from every binding and undo the bindings that have no users left."""
     with LOCK:
         for binding in _bindings:
             binding.users.discard(user)
@@ -84,7 +95,7 @@ def release(user: Any) -> None:
 
 
 def when_imported(module: str, then: Callable[[Any], None]) -> None:
-    """Call ``then`` with the module as soon as it has been imported; a name is waited for once, whoever asks."""
+    """Call ``then`` with the module once it is imported. The same pair of arguments is registered only once."""
     with LOCK:
         if (module, then) not in _awaited:
             _awaited.add((module, then))
@@ -106,7 +117,7 @@ def _undo_unused() -> None:
     with LOCK:
         unused = [binding for binding in reversed(_bindings) if not list(binding.users)]
         for binding in unused:
-            if binding in _bindings:  # a finalizer may come here while we are at it
+            if binding in _bindings:  # a finalizer may run this function during the loop
                 _bindings.remove(binding)
                 if not binding.undo():
                     _bindings.append(binding)

@@ -1,7 +1,7 @@
-"""One class per situation, all under :class:`Fa2PatchError`.
+"""Errors, all subclasses of :class:`Fa2PatchError`, and two warnings.
 
-Every message says what was looked for, what was found and what to do. An error raised by ``apply`` leaves
-the model and every namespace as they were; one raised in a forward leaves the patch usable.
+Every message says what was expected, what was found and what to do. An error raised by ``apply`` leaves the model and
+every namespace unchanged. After an error in a forward, the patch is still usable.
 """
 
 from __future__ import annotations
@@ -10,35 +10,35 @@ from typing import Any
 
 
 class Fa2PatchError(Exception):
-    """Base of everything that fa2patch raises on purpose."""
+    """Base class of all errors that fa2patch raises on purpose."""
 
 
 class UnsupportedTransformers(Fa2PatchError):
-    """Transformers is missing or older than the first version with flash attention."""
+    """Transformers cannot be imported, or is older than 4.34, the first version with flash attention."""
 
 
 class NotAModel(Fa2PatchError, TypeError):
-    """What was handed to ``apply`` holds no Transformers model."""
+    """The object holds no Transformers model, or not one that the called function can use."""
 
 
 class UnknownArchitecture(Fa2PatchError, LookupError):
-    """The model's ``model_type`` has no row in the registry."""
+    """The registry has no row for the ``model_type`` that was asked for."""
 
 
 class BadArchitecture(Fa2PatchError, TypeError):
-    """What was handed to ``register`` is no row, or a row's attributes are not what they must be."""
+    """The argument of ``register`` is not an ``Architecture``, or an ``Architecture`` has an invalid attribute."""
 
 
 class UnsupportedModel(Fa2PatchError):
-    """The architecture is known, but this model of it cannot be trained packed."""
+    """This model has a feature that cannot be trained packed."""
 
 
 class LayerNotPatchable(Fa2PatchError):
-    """An attention layer offers no seam, so nothing was patched."""
+    """An attention layer offers no usable seam, or a module's ``forward`` cannot be read or replaced."""
 
 
 class BadArgument(Fa2PatchError, ValueError):
-    """An argument is none of the values that it can take."""
+    """An argument has an invalid value."""
 
 
 class UnknownKernel(Fa2PatchError, LookupError):
@@ -46,54 +46,54 @@ class UnknownKernel(Fa2PatchError, LookupError):
 
 
 class KernelUnavailable(Fa2PatchError):
-    """The kernel asked for cannot run here, or not on what a layer asks of it."""
+    """The requested kernel cannot run on this machine, or does not support what a layer needs."""
 
 
 class KernelWrong(KernelUnavailable):
-    """Tried on this machine, the kernel asked for fails, or computes something else than the reference."""
+    """The requested kernel fails its trial on this machine: it raises an error or differs from the reference."""
 
 
 class BadPositionIds(Fa2PatchError, ValueError):
-    """``position_ids`` of a wrong dtype or shape."""
+    """``position_ids`` have a wrong dtype, shape or device, or ids on three axes are ambiguous."""
 
 
 class BadCuSeqlens(Fa2PatchError, ValueError):
-    """``cu_seq_lens_*`` (or ``seq_idx``) that do not describe the tokens of this batch."""
+    """``cu_seq_lens_*``, ``max_length_*`` or ``seq_idx`` do not describe the tokens of this batch."""
 
 
 class BoundaryConflict(Fa2PatchError, ValueError):
-    """Two sources say where documents start, and they contradict each other."""
+    """Two sources contradict each other about document starts, or a mask or jump in the ids cannot be interpreted."""
 
 
 class PackedWithDenseMask(Fa2PatchError, ValueError):
-    """A packed batch came with a 3-D or 4-D attention mask."""
+    """A packed batch came with an attention mask that is not ``[batch, length]``, such as a 4-D mask."""
 
 
 class PackedWithCache(Fa2PatchError, ValueError):
-    """A packed batch came with a key/value cache."""
+    """A packed batch came with a key/value cache or a recurrent state."""
 
 
 class PackingNotIsolated(Fa2PatchError, RuntimeError):
-    """A packed batch cannot be computed with its documents kept apart.
+    """The documents of a packed batch cannot be, or were not, kept apart.
 
     Attributes:
-        verification: what ``fa2patch.verify`` found, where it raised this.
+        verification: the result of ``fa2patch.verify`` if ``verify(strict=True)`` raised this error, else None.
     """
 
     verification: Any = None
 
 
 class BadBatch(Fa2PatchError, ValueError):
-    """A batch in which there is nothing to verify."""
+    """A batch has an invalid argument, or holds nothing that ``fa2patch.verify`` can check."""
 
 
 class CollatorError(Fa2PatchError, ValueError):
-    """Examples that cannot be put into one row."""
+    """A collator cannot put the examples into one row, or has an invalid argument."""
 
 
 class NothingProven(UserWarning):
-    """A sharded model holds a module that is not known, and could not be seen to keep documents apart."""
+    """A sharded model holds an unknown module, and one rank alone cannot prove that it keeps documents apart."""
 
 
 class NothingPacked(UserWarning):
-    """A patched model is being trained, and no batch says where documents start."""
+    """A patched model was trained on several batches, and none of them said where documents start."""

@@ -1,4 +1,4 @@
-"""The public names of :mod:`fa2patch.data.preference`: preference training (DPO and its kin) on packed rows."""
+"""Public names for preference training (DPO and related methods) on packed rows."""
 
 from .data.preference import DataCollatorForPreferenceFlattening, per_document_logps, trainer_class
 

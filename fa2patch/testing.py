@@ -1,4 +1,6 @@
-"""For a CI of one's own. In ``conftest.py``: ``pytest_plugins = ["fa2patch.testing"]``; then, in a test:
+"""A pytest fixture for the tests of other projects.
+
+Put ``pytest_plugins = ["fa2patch.testing"]`` in ``conftest.py``, then write a test:
 
 def test_packing_is_isolated(assert_isolated):
     assert_isolated(my_model())
@@ -20,7 +22,17 @@ def _assert_isolated() -> Callable[..., Verification]:
 
 
 def assert_isolated(model: Any, **options: Any) -> Verification:
-    """Fail the test, naming the first module that leaks, unless ``fa2patch.verify(model, **options)`` is ok."""
+    """Run ``fa2patch.verify(model, **options)`` and fail the test if it is not ok.
+
+    The failure message names the first module that leaks.
+
+    Args:
+        model: as for :func:`fa2patch.verify`.
+        options: further arguments of :func:`fa2patch.verify`; ``strict`` is ignored.
+
+    Returns:
+        The verification, which is ok.
+    """
     found = verify(model, **{**options, "strict": False})
     if not found.ok:
         pytest.fail(f"{type(model).__name__}: {found}", pytrace=False)

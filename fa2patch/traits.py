@@ -1,4 +1,4 @@
-"""The public names for a trait of your own: one feature of a model that packed rows touch."""
+"""Public names for writing a trait: one feature of a model that packed rows touch."""
 
 from __future__ import annotations
 
@@ -18,6 +18,10 @@ __all__ = [
 
 
 def documents_of(position_ids: Any) -> Boundaries | None:
-    """The documents that ride on ``position_ids`` (see :meth:`Step.send_documents`); None for a dense batch."""
+    """Take the boundaries that are attached to ``position_ids`` (see :meth:`Step.send_documents`).
+
+    Returns:
+        The boundaries, which then count as delivered. None for a dense batch.
+    """
     found: Boundaries | None = luggage.take(position_ids, luggage.DOCUMENTS)
     return found

@@ -1,4 +1,4 @@
-"""Trying something out in the middle of somebody's forward: out of its reach, and which errors say nothing of it."""
+"""Helpers for trying something out inside a running forward: isolation from it, and errors that are no result."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from collections.abc import Iterator
 import torch
 
 _NO_MEMORY = ("out of memory", "can't allocate memory", "not enough memory", "_STATUS_ALLOC_FAILED")
-"""In the words of CUDA, ROCm, MPS and XPU, of torch's allocator on a CPU, and of cuBLAS and its relatives. (Triton's
-"out of resource: shared memory" is about a kernel's own size: that one stays so.)"""
+"""Messages of CUDA, ROCm, MPS and XPU, of torch's CPU allocator, and of cuBLAS and related libraries. Triton's "out of
+resource: shared memory" is not among them: it depends on the kernel's size, so another try would fail as well."""
 
 _OUT_OF_MEMORY = tuple(
     kind for kind in (getattr(home, "OutOfMemoryError", None) for home in (torch, torch.cuda)) if isinstance(kind, type)
@@ -18,10 +18,10 @@ _OUT_OF_MEMORY = tuple(
 
 
 def says_nothing(error: BaseException) -> bool:
-    """Whether an error is no verdict about what was tried: there was no memory just then, or it was interrupted.
+    """Whether an error is no verdict about what was tried: memory ran out, or the run was interrupted.
 
-    Such an error is for the caller, who can free some memory and try again; nothing may be remembered of it. One that
-    was raised because of such an error counts as it does.
+    The caller must raise such an error again and must not remember it as a result, because another try may succeed.
+    An error whose ``__cause__`` is such an error is treated the same way.
     """
     if not isinstance(error, Exception) or isinstance(error, (MemoryError, InterruptedError, *_OUT_OF_MEMORY)):
         return True
@@ -34,9 +34,10 @@ def says_nothing(error: BaseException) -> bool:
 
 @contextlib.contextmanager
 def out_of_reach(device: torch.device) -> Iterator[None]:
-    """With gradients, and out of reach of the forward that is under way.
+    """Enable gradients and isolate the code inside from the forward that is running.
 
-    Its inference mode, its checkpoint's saved tensors and its random numbers see nothing of what is tried.
+    The forward's inference mode and its checkpoint's saved-tensor hooks do not apply inside. Its random number
+    generators (CPU, and CUDA if ``device`` is one) are restored afterwards.
     """
     with contextlib.ExitStack() as stack:
         stack.enter_context(torch.random.fork_rng([device] if device.type == "cuda" else []))

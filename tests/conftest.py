@@ -17,7 +17,7 @@ def deterministic():
 
 @pytest.fixture(autouse=True)
 def no_accelerate_state_left_over():
-    """Accelerate keeps its state for the whole process: one test would decide the precision of the next."""
+    """Accelerate keeps its state for the whole process, so one test would determine the precision of the next."""
     yield
     if "accelerate.state" in sys.modules:
         sys.modules["accelerate.state"].AcceleratorState._reset_state(reset_partial_state=True)

@@ -1,1 +1,1 @@
-"""What padding-free rows cost and save, measured: ``python -m compat_matrix.bench``."""
+"""Measure what packed batches cost and save: ``python -m compat_matrix.bench``."""

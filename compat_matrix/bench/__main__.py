@@ -19,6 +19,14 @@ COMMAND = "python -m compat_matrix.bench"
 
 
 def main(arguments: list[str] | None = None) -> int:
+    """Run the chosen parts, write one JSON file for each and print the tables.
+
+    Args:
+        arguments: the command line; None reads ``sys.argv``.
+
+    Returns:
+        The exit code, always 0.
+    """
     parser = argparse.ArgumentParser(prog=COMMAND, description=__doc__)
     parser.add_argument("--parts", nargs="+", choices=PARTS, default=PARTS, metavar="P", help=", ".join(PARTS))
     parser.add_argument("--out", type=Path, default=RESULTS, help="where a JSON for each part goes")
@@ -46,7 +54,7 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def measuring(part: str, given: argparse.Namespace) -> Callable[[Progress], Any]:
-    """The part's ``measure``, which fills a progress bar; imported only now, since each brings its own packages."""
+    """Return the part's ``measure``. Its module is imported only here, because each part needs its own packages."""
     if part == "startup":
         from . import startup
 

@@ -1,4 +1,4 @@
-"""What a measurement ran on, and its JSON."""
+"""The machine and versions of a measurement, and its JSON file."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import torch
 
 
 def header(command: str, device: str = "cpu") -> dict[str, Any]:
-    """Device, versions, date and the command that measures the same again."""
+    """Return device, versions, date and the command that repeats the measurement."""
     import transformers
 
     return {
@@ -27,7 +27,7 @@ def header(command: str, device: str = "cpu") -> dict[str, Any]:
 
 
 def processor() -> str:
-    """The processor's name as the system gives it."""
+    """Return the processor's name from ``/proc/cpuinfo``, or from ``platform`` where that file is missing."""
     file = Path("/proc/cpuinfo")
     lines = file.read_text(encoding="utf-8").splitlines() if file.exists() else []
     named = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
@@ -35,9 +35,11 @@ def processor() -> str:
 
 
 def write(file: Path, found: dict[str, Any]) -> None:
+    """Write a result as indented JSON and create the folder if needed."""
     file.parent.mkdir(parents=True, exist_ok=True)
     file.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
 
 
 def read(file: Path) -> dict[str, Any]:
+    """Read a result file."""
     return dict(json.loads(file.read_text(encoding="utf-8")))

@@ -1,17 +1,16 @@
-"""Counts device-to-host reads on a CPU, by whose code asked for them.
+"""Count device-to-host reads on a CPU, and attribute each to the code that asked for it.
 
-On a GPU each waits for all work that is queued there. What counts:
+On a GPU each such read waits for all work that is queued there. The following are counted:
 
-- what dispatches one: ``.item()``, ``int()``, ``bool()``, ``nonzero``, boolean indexing, ``masked_select``, ``equal``,
-  ``unique``, ``repeat_interleave`` without ``output_size``;
-- ``.cpu()``, ``.to("cpu")``, ``.tolist()``, ``.numpy()``, which dispatch nothing on a CPU, and are counted where they
-  are called. Their results, and whatever is computed from these alone, are on the host: ``.cpu().numpy()`` is one read;
-- a tensor handed to a kernel as ``max_seqlen``: the kernel's front end, which wants a number, reads it (``arguments``).
+- operators that dispatch a read: ``.item()``, ``int()``, ``bool()``, ``nonzero``, boolean indexing, ``masked_select``,
+  ``equal``, ``unique``, ``repeat_interleave`` without ``output_size``;
+- ``.cpu()``, ``.to("cpu")``, ``.tolist()``, ``.numpy()``. They dispatch no read on a CPU, so the methods themselves are
+  replaced. Their results, and tensors computed from these alone, are on the host: ``.cpu().numpy()`` is one read;
+- a tensor passed to a kernel as ``max_seqlen``: the kernel's front end needs a number and reads it (``arguments``).
 
-Read by a kernel is what a stand-in or the reference, which loop on the host, need to know; a GPU's kernel takes
-``cu_seqlens`` as they are. These are kept apart (``kernel``). So is what fa2patch asks of a tensor only if it is on a
-CPU (``cpu_only``): elsewhere the same condition is a device-side assertion, which waits for nothing. Copies from the
-host to the device are not counted.
+Two kinds are counted apart. ``kernel``: reads of a stand-in or the reference, which loop on the host; a GPU kernel
+takes ``cu_seqlens`` as a tensor. ``cpu_only``: checks that fa2patch makes only of tensors on a CPU; on other devices
+the same condition is a device-side assertion, which does not wait. Copies from the host to the device are not counted.
 """
 
 from __future__ import annotations
@@ -34,13 +33,13 @@ DISPATCHED = {
 CALLED = ("cpu", "to", "tolist", "numpy")
 KERNELS = ("compat_matrix.check.stand_in", "fa2patch.kernels")
 CPU_ONLY = {"_require", "_require_ends"}
-"""Functions of fa2patch.boundaries: a read on a CPU, ``aten::_assert_async`` elsewhere."""
+"""Functions of fa2patch.documents.boundaries that read on a CPU and call ``aten::_assert_async`` elsewhere."""
 
 DERIVING = {
     "fa2patch": {"recognise"},
     "transformers": {"prepare_fa2_from_position_ids", "prepare_fa_kwargs_from_position_ids"},
 }
-"""Functions that make boundaries from position_ids."""
+"""Functions of each package that derive boundaries from position ids."""
 
 _TRANSPARENT = ("torch", "contextlib", __name__)
 _HOST = "_bench_on_host"
@@ -48,7 +47,16 @@ _HOST = "_bench_on_host"
 
 @dataclass
 class Count:
-    """Reads of the packages that were asked about, and times that boundaries were derived from position_ids."""
+    """The reads within one block.
+
+    Attributes:
+        reads: reads that code of the chosen packages asked for.
+        kernel: reads inside a kernel.
+        cpu_only: reads that fa2patch makes only on a CPU.
+        arguments: tensors that were passed to a kernel as ``max_seqlen``.
+        derived: how often boundaries were derived from position ids.
+        where: the number of ``reads`` by operator and function.
+    """
 
     reads: int = 0
     kernel: int = 0
@@ -60,7 +68,11 @@ class Count:
 
 @contextlib.contextmanager
 def counted(packages: tuple[str, ...] = ("fa2patch", "transformers")) -> Iterator[Count]:
-    """Count the reads of these packages' code, derivations included, within the block."""
+    """Count reads, and derivations of boundaries, within the block.
+
+    Args:
+        packages: the packages whose reads are counted in ``Count.reads``.
+    """
     count = Count()
     originals = {name: getattr(torch.Tensor, name) for name in CALLED}
 
@@ -100,7 +112,7 @@ def counted(packages: tuple[str, ...] = ("fa2patch", "transformers")) -> Iterato
 
 
 def watched(kernel: Callable[..., Any]) -> Callable[..., Any]:
-    """A kernel that counts tensors handed to it as ``max_seqlen_q`` and ``max_seqlen_k``."""
+    """Wrap a kernel so that tensors passed as ``max_seqlen_q`` and ``max_seqlen_k`` are counted."""
 
     @functools.wraps(kernel)
     def call(*args: Any, **kwargs: Any) -> Any:
@@ -154,7 +166,7 @@ def _unsized(func: Any, name: str, kwargs: Any) -> bool:
 
 
 def _to_host(args: Any, kwargs: Any) -> bool:
-    """Asked for by its name; ``.to(x.device)`` is a CPU here and the GPU there."""
+    """Only the string "cpu" counts: ``.to(x.device)`` names the CPU here and the GPU there."""
     return "cpu" in [value for value in (*args, kwargs.get("device")) if isinstance(value, str)]
 
 
@@ -176,7 +188,7 @@ def _is_in(module: str, packages: tuple[str, ...]) -> bool:
 
 
 def _attribute(count: Count, name: str, packages: tuple[str, ...], frame: Any) -> None:
-    """To the innermost frame outside torch, unless a kernel, or a check that only a CPU makes, stands around it."""
+    """Attribute a read to the innermost frame outside torch, or to a kernel or a CPU-only check around it."""
     while frame is not None and _is_in(_module(frame), _TRANSPARENT):
         frame = frame.f_back
     if frame is None:

@@ -1,6 +1,6 @@
 """Write BENCH.md and the pictures from the committed results: ``python -m compat_matrix.bench.figures``.
 
-``--check`` writes nothing and fails where BENCH.md is not what the results give; pictures are not compared.
+``--check`` writes nothing. It fails if BENCH.md differs from what the results give; pictures are not compared.
 """
 
 from __future__ import annotations
@@ -33,6 +33,14 @@ WHAT = {
 
 
 def main(arguments: list[str] | None = None) -> int:
+    """Write BENCH.md and the pictures, or compare BENCH.md with the results.
+
+    Args:
+        arguments: the command line; None reads ``sys.argv``.
+
+    Returns:
+        The exit code: 1 if ``--check`` finds a difference.
+    """
     parser = argparse.ArgumentParser(prog=COMMAND, description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument("--check", action="store_true", help="write nothing; fail if BENCH.md is not as it would be")
     parser.add_argument("--folder", type=Path, default=HERE, help="of BENCH.md, bench.png and results/")
@@ -58,7 +66,7 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def read(folder: Path) -> dict[str, Found]:
-    """The results that there are, by part; a toy is none."""
+    """Read the results in the folder, by part. Results of toy runs are left out."""
     found = {}
     for part in (*PARTS, "gpu"):
         file = folder / f"{part}.json"
@@ -70,7 +78,7 @@ def read(folder: Path) -> dict[str, Found]:
 
 
 def page(results: dict[str, Found]) -> str:
-    """BENCH.md."""
+    """Return the text of BENCH.md."""
     lines = [f"<!-- Made by {COMMAND} from results/*.json: do not edit. -->", "# What packed rows cost and save"]
     if all(part in results for part in ("syncs", "kernels", "training")):
         lines.append("![Reads per forward, attention by documents, training throughput](bench.png)")
@@ -85,6 +93,7 @@ def page(results: dict[str, Found]) -> str:
 
 
 def measured_on(found: Found) -> str:
+    """Return one sentence with the date, device and versions of a result."""
     threads = "" if found["part"] in ("syncs", "gpu") else f", {found['threads']} thread"
     versions = f"Python {found['python']}, torch {found['torch']}"
     if found["part"] == "syncs":

@@ -1,13 +1,15 @@
 """Padded against packed training at size, on a GPU: ``python -m compat_matrix.bench.gpu --out FOLDER``.
 
 Variants: ``padded:sdpa``; ``padded:flash_attention_2`` and ``upstream:flash_attention_2`` where flash-attn is installed
-(Transformers alone, on padded and on packed rows); ``upstream:sdpa`` (its block-diagonal mask); ``fa2patch:KERNEL`` for
-every kernel that can run here; ``by-hand:KERNEL`` calls the best of them from every layer with boundaries made
-beforehand, the least that packed rows can cost. ``+lengths``: with the collator's ``return_flash_attn_kwargs=True``.
+(Transformers alone, on padded and on packed batches); ``upstream:sdpa`` (Transformers' block-diagonal mask);
+``fa2patch:KERNEL`` for every kernel that can run here; ``by-hand:KERNEL``, in which every layer calls the best of these
+kernels with precomputed boundaries: the lowest possible cost of a packed batch. ``+lengths``: with the collator's
+``return_flash_attn_kwargs=True``.
 
-A variant whose JSON lies in FOLDER/runs already is not run again: a command that was cut short goes on where it was.
-A weight of AdamW's takes 8 bytes (2 itself, 2 its gradient, 4 two states): 54 GB for Llama-2-7B, 58 for Mistral-7B, 64
-for Granite-8B-code, before activations and logits; ``--layers`` and ``--optimizer sgd`` are for what does not fit.
+A variant whose JSON file exists in FOLDER/runs is skipped, so an interrupted command can be run again to continue. One
+weight under AdamW takes 8 bytes (2 for itself, 2 for its gradient, 4 for two states): 54 GB for Llama-2-7B, 58 for
+Mistral-7B, 64 for Granite-8B-code, before activations and logits. Use ``--layers`` and ``--optimizer sgd`` for models
+that do not fit.
 """
 
 from __future__ import annotations
@@ -32,10 +34,18 @@ from .shapes import SHAPES
 
 COMMAND = "python -m compat_matrix.bench.gpu"
 START = 45
-"""Seconds that a variant is given to start in, beside its steps."""
+"""Seconds that a variant may take to start, in addition to its steps."""
 
 
 def main(arguments: list[str] | None = None) -> int:
+    """Run the variants that have no result yet, merge all results into gpu.json and print the tables.
+
+    Args:
+        arguments: the command line; None reads ``sys.argv``.
+
+    Returns:
+        The exit code: 0 when all variants have run, 2 without a CUDA device, 3 when time ran out.
+    """
     parser = argparse.ArgumentParser(
         prog=COMMAND, description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -80,7 +90,7 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def variants(device: str, toy: bool) -> list[str]:
-    """All that can run here; the reference is no kernel to train with, but all that a toy has."""
+    """Return the names of all variants that can run here. The reference kernel is included only for a toy run."""
     able = [kernel.name for kernel in fa2patch.kernels.ORDER if kernel.available()[0]]
     fast = [name for name in able if name != "reference"] if device == "cuda" else []
     kernels = fast + (["reference"] if toy else [])
@@ -92,6 +102,7 @@ def variants(device: str, toy: bool) -> list[str]:
 
 
 def missing() -> dict[str, str]:
+    """Return why kernels are not available here, by variant."""
     reasons = {f"fa2patch:{kernel.name}": kernel.available()[1] for kernel in fa2patch.kernels.ORDER}
     return {name: why for name, why in reasons.items() if why}
 
@@ -101,7 +112,7 @@ def _has_flash_attn(device: str) -> bool:
 
 
 def run_all(given: argparse.Namespace, names: list[str], console: Console) -> bool:
-    """Every variant that has no JSON yet; False if the time was over before."""
+    """Run every variant that has no JSON file yet; return False if time ran out first."""
     until = time.monotonic() + given.seconds
     jobs = [(shape, name) for shape in given.shapes for name in names if not result_file(given, shape, name).exists()]
     for place, (shape, name) in enumerate(jobs, 1):
@@ -122,13 +133,14 @@ SETTINGS = ("device", "toy", "distributions", "layers", "optimizer", "dtype", "b
 
 
 def of_other_settings(given: argparse.Namespace) -> list[Path]:
-    """Runs in the folder that cannot be compared with those to come."""
+    """Return files of earlier runs whose settings differ, so that they cannot be compared with new runs."""
     wanted = {name: getattr(given, name) for name in SETTINGS}
     files = sorted((given.out / "runs").glob("*.json"))
     return [file for file in files if about.read(file).get("settings", wanted) != wanted]
 
 
 def job(given: argparse.Namespace, shape: str, variant: str, seconds: float) -> dict[str, Any]:
+    """Return what gpu_once needs to run one variant."""
     settings = {name: getattr(given, name) for name in SETTINGS}
     return {
         "settings": settings,
@@ -141,11 +153,23 @@ def job(given: argparse.Namespace, shape: str, variant: str, seconds: float) -> 
 
 
 def result_file(given: argparse.Namespace, shape: str, variant: str) -> Path:
+    """Return the path of one run's JSON file."""
     return given.out / "runs" / f"{shape}--{variant.replace(':', '-')}.json"
 
 
 def once(settings: dict[str, Any], file: Path, limit: float) -> str:
-    """Run one variant in a process of its own; what went wrong is kept in its JSON, except running out of time."""
+    """Run one variant in a separate process.
+
+    An error is written to the result file, so that the variant is not run again; a timeout is not.
+
+    Args:
+        settings: the dictionary of :func:`job`.
+        file: the result file.
+        limit: seconds after which the process is ended.
+
+    Returns:
+        The error, or an empty string.
+    """
     with tempfile.TemporaryDirectory() as folder:
         job_file = Path(folder, "job.json")
         about.write(job_file, settings)
@@ -161,7 +185,7 @@ def once(settings: dict[str, Any], file: Path, limit: float) -> str:
 
 
 def merged(given: argparse.Namespace, names: list[str]) -> dict[str, Any]:
-    """All runs as one; rates and ratios over the steps that every variant of a model and distribution has taken."""
+    """Merge all runs. Rates and ratios cover the steps that every variant of a model and distribution has taken."""
     head: dict[str, Any] = {}
     made: dict[str, Any] = {}
     for shape in given.shapes:

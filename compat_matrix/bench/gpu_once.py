@@ -1,6 +1,6 @@
-"""One variant of one model in a process of its own, so that its peak memory is its own too: JOB.json RESULT.json.
+"""One variant of one model in a separate process, so that its peak memory can be measured: JOB.json RESULT.json.
 
-Started by ``python -m compat_matrix.bench.gpu``, which says what the variants are.
+``python -m compat_matrix.bench.gpu`` starts it and describes the variants.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
 
 
 def run(job: Job) -> dict[str, Any]:
-    """Every distribution of the job with one model: its weights keep changing, which changes no speed."""
+    """Train one model on every distribution of the job. Its weights keep changing, which does not affect speed."""
     started = time.perf_counter()
     kind, _, name = job["variant"].partition(":")
     name, _, lengths = name.partition("+")
@@ -65,7 +65,7 @@ def run(job: Job) -> dict[str, Any]:
 
 
 def build(job: Job, implementation: str) -> Any:
-    """Random weights, made on the device in the job's dtype; gradient checkpointing on."""
+    """Build the model with random weights, on the job's device and in its dtype, with gradient checkpointing."""
     from transformers import AutoModelForCausalLM
 
     torch.manual_seed(0)
@@ -90,7 +90,7 @@ OPTIMIZERS: dict[str, Callable[[Any, str], torch.optim.Optimizer]] = {
     "adamw": _adamw,
     "sgd": lambda parameters, device: torch.optim.SGD(parameters, lr=1e-5),
 }
-"""AdamW's states are of the weights' dtype: 8 bytes a bfloat16 weight with its gradient. SGD takes 4."""
+"""AdamW's states have the weights' dtype: a bfloat16 weight takes 8 bytes with its gradient and states. SGD takes 4."""
 
 
 def _kernel(name: str) -> Any:
@@ -104,7 +104,7 @@ def _layout(kind: str, lengths: str) -> Callable[[list[list[int]]], dict[str, An
 
 
 def _batches(job: Job, distribution: str) -> list[list[list[int]]]:
-    """The same documents for every variant."""
+    """Every variant gets the same documents."""
     drawn = DISTRIBUTIONS[distribution].scaled(TOY_SCALE if job["toy"] else 1)
     lengths = training.draw(drawn, job["steps"] + job["warm_up"], job["batch"], job["seed"])
     return training.documents(lengths, shapes.config(job["shape"], toy=job["toy"]).vocab_size, job["seed"])
@@ -115,7 +115,7 @@ class _Trained:
         self.model, self.optimizer, self.device, self.by_hand = model, optimizer, device, by_hand
 
     def timed(self, batches: list[dict[str, Any]], warm_up: int, seconds: float) -> dict[str, Any]:
-        """Steps until there are no more batches or the time is over; how long each took, and the most memory held."""
+        """Train until the batches or the seconds are used up; return step times, losses and peak memory."""
         cuda = self.device == "cuda"
         if cuda:
             torch.cuda.empty_cache()
@@ -127,7 +127,7 @@ class _Trained:
             losses.append(self._step(batch))
             if step >= warm_up:
                 marks.append(self._mark())
-            if step > warm_up and step % 4 == 0:  # otherwise the host would run ahead of what the GPU has done
+            if step > warm_up and step % 4 == 0:  # without it the host would run ahead of the GPU and miss the limit
                 torch.cuda.synchronize() if cuda else None
                 if time.perf_counter() > until:
                     break
@@ -212,7 +212,7 @@ class _warned(warnings.catch_warnings):  # noqa: N801 (used as a function)
 
 
 def place(file: str, number: int) -> str:
-    """``package/module.py:12``, without where this machine keeps its packages."""
+    """Return ``package/module.py:12``, without this machine's path to its packages."""
     parts = re.split(r"(?:site|dist)-packages/", file.replace(os.sep, "/"))
     inside = parts[-1] if len(parts) > 1 else "/".join(parts[-1].split("/")[-2:])
     return f"{inside}:{number}"
@@ -225,6 +225,7 @@ def _peak_of_process() -> int:
 
 
 def main() -> None:
+    """Run the job of the first file and write the result to the second. Running out of GPU memory is a result too."""
     job_file, result_file = map(Path, itertools.islice(sys.argv, 1, 3))
     os.environ.update(HF_HUB_OFFLINE="1", TRANSFORMERS_VERBOSITY="error")
     warnings.simplefilter("ignore")

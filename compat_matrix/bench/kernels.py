@@ -1,9 +1,9 @@
-"""Part ``kernels``: attention that keeps to documents, computed four ways, as a row's documents get more and shorter.
+"""Part ``kernels``: isolated attention computed four ways, as the documents of a row become more and shorter.
 
-One row of fixed length; 8 query and 2 key heads of 64 dimensions, float32, causal. What is timed is attention alone:
-the block-diagonal mask of the masked rival and the offsets of the jagged one are made beforehand. The padded rival pads
-and unpads within the time, as the road from packed to padded rows and back must. Where torch has no backend for causal
-jagged attention its error is kept, and the jagged rival is timed not causal, beside the reference not causal.
+One row of fixed length; 8 query and 2 key heads of 64 dimensions, float32, causal. Only attention is timed: the
+block-diagonal mask and the offsets of the jagged tensor are made beforehand. The padded rival is timed with padding and
+unpadding, because a packed row has to be converted both ways. Where torch has no backend for causal jagged attention,
+its error is kept, and the jagged rival and the reference are timed without the causal mask.
 """
 
 from __future__ import annotations
@@ -26,11 +26,12 @@ HEADS, KEY_HEADS, DIM = 8, 2, 64
 TOKENS, QUICK_TOKENS = 2048, 64
 
 Attention = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
-"""q, k and v ``[tokens, heads, dim]`` -> the same of q."""
+"""Maps q, k and v ``[tokens, heads, dim]`` to an output of q's shape."""
 
 
 def measure(progress: Progress, quick: bool = False, repeats: int = 9) -> Any:
-    logging.getLogger("torch.nested").setLevel(logging.ERROR)  # the error says as much
+    """Measure all rows and return the result of the part."""
+    logging.getLogger("torch.nested").setLevel(logging.ERROR)  # the error has the same information
     rows = layouts(QUICK_TOKENS if quick else TOKENS)
     repeats = 1 if quick else repeats
     task = progress.add_task("kernels", total=len(rows))
@@ -44,14 +45,14 @@ def measure(progress: Progress, quick: bool = False, repeats: int = 9) -> Any:
 
 
 def layouts(tokens: int) -> dict[str, list[int]]:
-    """The same tokens as 1, 2, 4, ... documents of one length, and as documents of many lengths."""
+    """Return lengths by name: the same tokens as 1, 2, 4, ... equal documents, and as lognormal lengths."""
     counts = [2**power for power in range(7) if 2**power <= tokens // 2]
     equal = {f"{count} x {tokens // count}": [tokens // count] * count for count in counts}
     return {**equal, FLAN.name: filled(FLAN.scaled(tokens / 2048), tokens)}
 
 
 def row(lengths: list[int], repeats: int) -> dict[str, Any]:
-    """Times of all rivals for one row, forward and with backward, and how far each is from the reference."""
+    """Return all rivals' times for one row, forward and with backward, and their distance from the reference."""
     generator = torch.Generator().manual_seed(0)
     q, k, v = (torch.randn(sum(lengths), heads, DIM, generator=generator) for heads in (HEADS, KEY_HEADS, KEY_HEADS))
     found: dict[str, Any] = {
@@ -71,7 +72,7 @@ def row(lengths: list[int], repeats: int) -> dict[str, Any]:
 
 
 def rivals(lengths: list[int], causal: bool) -> dict[str, Attention]:
-    """The reference first; without a causal mask padding would be seen, so that there is no padded one."""
+    """Return the rivals, the reference first. There is no padded one without a causal mask, as it would see padding."""
     found = {
         "reference": reference(lengths, causal),
         "block mask": block_mask(lengths, causal),
@@ -83,7 +84,7 @@ def rivals(lengths: list[int], causal: bool) -> dict[str, Attention]:
 def _timed(
     attentions: dict[str, Attention], q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, repeats: int
 ) -> tuple[dict[str, Any], dict[str, str]]:
-    """Times, and the errors of those that cannot compute this."""
+    """Return the times of the rivals that can compute this row, and the errors of the others."""
     truth = attentions["reference"](q, k, v)
     able, errors, away = {}, {}, {}
     for name, attention in attentions.items():
@@ -124,16 +125,18 @@ def _with_backward(attention: Attention, *states: torch.Tensor) -> Callable[[], 
 
 
 def ready(lengths: list[int]) -> Boundaries:
+    """Return boundaries for documents of these lengths."""
     return boundaries(torch.cat([torch.arange(length) for length in lengths])[None])
 
 
 def reference(lengths: list[int], causal: bool) -> Attention:
+    """Attention by fa2patch's reference kernel."""
     kernel, cuts, options = Reference(), ready(lengths), Options(causal=causal)
     return lambda q, k, v: kernel(q, k, v, cuts, options)
 
 
 def block_mask(lengths: list[int], causal: bool) -> Attention:
-    """Every score of the row is computed, most of them to be masked."""
+    """SDPA with a block-diagonal mask. It computes every score of the row, although most are masked."""
     document = torch.repeat_interleave(torch.arange(len(lengths)), torch.tensor(lengths))
     mask = document[:, None] == document
     mask = mask.tril() if causal else mask
@@ -147,7 +150,7 @@ def block_mask(lengths: list[int], causal: bool) -> Attention:
 
 
 def padded(lengths: list[int]) -> Attention:
-    """A row for each document, as long as the longest; on the right, so that causal attention never sees padding."""
+    """SDPA with one row for each document, padded on the right, so that causal attention never sees padding."""
     shape = len(lengths), max(lengths)
     places = torch.cat([torch.arange(length) + row * shape[1] for row, length in enumerate(lengths)])
 
@@ -165,6 +168,7 @@ def _spread(states: torch.Tensor, places: torch.Tensor, shape: tuple[int, int]) 
 
 
 def jagged(lengths: list[int], causal: bool) -> Attention:
+    """SDPA on jagged nested tensors, with the key heads repeated."""
     offsets = torch.tensor([0, *lengths]).cumsum(0)
 
     def attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:

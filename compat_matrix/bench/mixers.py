@@ -1,6 +1,6 @@
 """Part ``mixers``: a packed row of a hybrid model against its documents run one by one, forward and backward.
 
-Pure-torch mixers, as without their fast kernels: what is compared is fa2patch's way of running them by document.
+The mixers run in pure torch, as without their fast kernels: the part measures how fa2patch runs them by document.
 """
 
 from __future__ import annotations
@@ -18,13 +18,14 @@ from . import timing
 
 FAMILIES = ("qwen3_next", "bamba", "jamba", "mamba2", "lfm2", "falcon_h1", "minimax", "recurrent_gemma", "rwkv")
 LENGTHS = {"16 x 64": (64,) * 16, "1 to 256": (256, 1, 128, 30, 200, 90, 7, 60, 33, 150, 69)}
-"""Documents of about a thousand tokens, by what the table calls them."""
+"""Document lengths of rows with about a thousand tokens, by their name in the table."""
 
 QUICK = {"3 short": (9, 1, 7)}
 SIZES = {"max_position_embeddings": 512}
 
 
 def measure(progress: Progress, quick: bool = False, repeats: int = 9) -> Any:
+    """Measure all families and return the result of the part."""
     rows = []
     families = FAMILIES[:2] if quick else FAMILIES
     task = progress.add_task("mixers", total=len(families))
@@ -36,7 +37,9 @@ def measure(progress: Progress, quick: bool = False, repeats: int = 9) -> Any:
 
 
 def compared(family: str, lengths: tuple[int, ...], repeats: int) -> dict[str, Any]:
-    """Milliseconds, least of ``repeats`` rounds, and the median over rounds of packed by each of the others."""
+    """Return the least time of ``repeats`` rounds in milliseconds, and the median ratios of the packed time to
+    the others.
+    """
     changes = SIZES if "max_position_embeddings" in tiny_models.parameters(tiny_models.config_class(family)) else {}
     patched, alone = (tiny_models.build(family, **changes).train() for _ in range(2))
     fa2patch.apply(patched)

@@ -1,4 +1,4 @@
-"""Llamas to measure: small ones, and a way to call a kernel from one by hand."""
+"""Llamas to measure: small ones, and one that calls a kernel without fa2patch."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ BY_HAND = "fa2patch_bench_by_hand"
 
 
 def small_llama(layers: int, hidden: int, implementation: str = "sdpa", vocabulary: int = 512, seed: int = 0) -> Any:
-    """Heads of 32 dimensions, half as many of keys; the same weights for the same seed; float32, in train mode."""
+    """Build a float32 Llama in train mode: heads of 32 dimensions, half as many key heads, weights from the seed."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
     heads = hidden // 32
@@ -32,10 +32,11 @@ def small_llama(layers: int, hidden: int, implementation: str = "sdpa", vocabula
 
 
 class ByHand:
-    """The least that a packed row can cost: every layer calls ``kernel`` with boundaries that were made beforehand.
+    """The lowest possible cost of a packed batch: every layer calls ``kernel`` with precomputed boundaries.
 
-    Through Transformers' own registries of attention and mask functions (4.53 on), nothing else around it: set
-    ``boundaries``, load a model as ``BY_HAND``. For the measurement's model alone; it cannot take any other batch.
+    It uses Transformers' own registries of attention and mask functions (4.53 on) and adds nothing else. Set
+    ``boundaries`` and load a model with ``BY_HAND`` as its attention. It is for measurements only and cannot compute
+    any other batch.
     """
 
     def __init__(self, kernel: Any) -> None:
@@ -43,6 +44,7 @@ class ByHand:
         self.boundaries: Boundaries | None = None
 
     def register(self) -> None:
+        """Register this object with Transformers under the name ``BY_HAND``."""
         from transformers import AttentionInterface, AttentionMaskInterface
 
         AttentionInterface.register(BY_HAND, self.attend)
@@ -51,7 +53,7 @@ class ByHand:
     def attend(
         self, module: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: Any, **options: Any
     ) -> tuple[torch.Tensor, None]:
-        """q, k and v ``[1, heads, length, dim]`` -> ``[1, length, heads, dim]``."""
+        """Compute attention of q, k and v ``[1, heads, length, dim]``; return ``[1, length, heads, dim]`` and None."""
         q, k, v = (states.transpose(1, 2).flatten(0, 1) for states in (query, key, value))
         asked = Options(scale=options.get("scaling"), window=options.get("sliding_window"))
         return self.kernel(q, k, v, self.boundaries, asked)[None], None

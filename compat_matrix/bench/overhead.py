@@ -1,11 +1,11 @@
-"""Part ``overhead``: what the patch itself costs on the host, in microseconds a layer and a forward.
+"""Part ``overhead``: the host time of the patch itself, in microseconds per layer and per forward.
 
-A patched Llama against the same Llama whose layers call the same kernel by hand with boundaries made beforehand. Both
-run in turns; the difference of each pair of neighbours is free of what else the machine does, and of kernel and
-projections, which are the same. The median of the differences, over models of 2 to 32 layers, lies on a line: its slope
-is the cost a layer, its intercept the cost a forward (recognising the packed row, with or without its lengths). Slopes
-average over thousands of layer calls: more robust than timing one call of a microsecond's work. ``call`` is that
-microsecond's work nevertheless: ``packed_attention`` against the kernel alone, as a check from inside.
+A patched Llama is compared with the same Llama whose layers call the same kernel with precomputed boundaries. Both run
+in turns, so the difference of two neighbouring forwards leaves out the kernel, the projections and most of the
+machine's other load. The medians of the differences over models of 2 to 32 layers lie on a line: its slope is the cost
+per layer, its intercept the cost per forward (recognising the packed batch, with or without its lengths). The slope
+averages over thousands of layer calls and is more robust than timing one call of a microsecond. ``call`` times that one
+call as a check: ``packed_attention`` against the kernel alone.
 """
 
 from __future__ import annotations
@@ -34,7 +34,11 @@ QUARTERS = 4
 
 
 def measure(progress: Progress, quick: bool = False, repeats: int = 160) -> Any:
-    """``repeats`` of the largest model; smaller ones get as many more as they are faster."""
+    """Measure all layer counts and return the result of the part.
+
+    Args:
+        repeats: rounds of the largest model; smaller models get proportionally more.
+    """
     layers = QUICK_LAYERS if quick else LAYERS
     repeats = QUARTERS if quick else repeats
     task = progress.add_task("overhead", total=len(layers))
@@ -56,7 +60,7 @@ def measure(progress: Progress, quick: bool = False, repeats: int = 160) -> Any:
 
 
 def fitted(layers: list[float], differences: list[list[float]]) -> dict[str, Any]:
-    """Slope and intercept through the medians, and their range over the quarters of the rounds."""
+    """Return slope and intercept through the medians, and their range over four quarters of the rounds."""
     slope, intercept = timing.line(layers, list(map(statistics.median, differences)))
     quarters = [
         timing.line(layers, [statistics.median(values[part::QUARTERS]) for values in differences])
@@ -72,7 +76,7 @@ def fitted(layers: list[float], differences: list[list[float]]) -> dict[str, Any
 
 
 def more(layers: int, repeats: int) -> dict[str, list[float]]:
-    """Microseconds by which a patched forward is longer than its neighbour by hand, round by round; and that one's."""
+    """Return for every round by how many microseconds the patched forward exceeds the other, and the other's time."""
     kernel = Reference()
     by_hand = ByHand(kernel)
     by_hand.register()
@@ -96,13 +100,14 @@ def more(layers: int, repeats: int) -> dict[str, list[float]]:
 
 
 def row(lengths: bool) -> dict[str, Any]:
+    """Return the packed batch of ``DOCUMENTS``, with or without the collator's lengths."""
     collate = fa2patch.DataCollatorWithFlattening(return_flash_attn_kwargs=lengths)
     batch = collate([{"input_ids": list(range(3, 3 + length))} for length in DOCUMENTS])
     return {name: value for name, value in batch.items() if name != "labels"}
 
 
 def call(number: int) -> dict[str, float]:
-    """Microseconds of one call on a tiny row: least of several series, as in timeit."""
+    """Return the microseconds of one call on a tiny row: the least of seven series, as in timeit."""
     kernel, cuts, options = Reference(), ready(list(DOCUMENTS)), Options()
     q = torch.randn(1, sum(DOCUMENTS), 2, 32)
     k = v = torch.randn(1, sum(DOCUMENTS), 1, 32)

@@ -1,4 +1,4 @@
-"""Part ``packing``: planners of rows on the same lengths, fa2patch's beside TRL's and axolotl's newest."""
+"""Part ``packing``: fa2patch's planners of rows and those of the newest TRL and axolotl, on the same lengths."""
 
 from __future__ import annotations
 
@@ -15,17 +15,17 @@ from .. import environments
 
 PEERS = ("accelerate", "datasets", "numba", "trl")
 ALONE = "axolotl"
-"""Installed without what it depends on, which pins another Transformers: its sampler needs of that only numba."""
+"""Installed without its dependencies, which pin another Transformers. Its sampler needs only numba."""
 
 
 def measure(progress: Progress, folder: Path, quick: bool = False) -> Any:
-    """Everything runs in one process, in an environment that has the peers (kept in ``folder``)."""
+    """Run all planners in an environment with the other packages (kept in ``folder``) and return the part's result."""
     with environments.only_our_packages() as packages:
         return once(progress, environment(folder.resolve()), packages, quick)
 
 
 def environment(folder: Path) -> Path:
-    """The Python that has the peers' newest releases, as of when it was made."""
+    """Return the Python of the environment; if it is missing, make it with the packages' newest releases."""
     newest = [block for block in environments.versions().values() if block.name == block.transformers][-1]
     python = environments.make(replace(newest, name="packing", pins=(*newest.pins, *PEERS)), folder)
     found = f"import importlib.metadata as installed; installed.version({ALONE!r})"
@@ -35,7 +35,7 @@ def environment(folder: Path) -> Path:
 
 
 def once(progress: Progress, python: Path, packages: Path, quick: bool) -> dict[str, Any]:
-    """The child prints its versions and how many cases there are, then a case a line."""
+    """Run packing_once. It prints a JSON line with versions and the number of cases, then one for each case."""
     given = {"PYTHONPATH": str(packages), "PYTHONNOUSERSITE": "1", "OMP_NUM_THREADS": "1", "NUMBA_NUM_THREADS": "1"}
     command = [str(python), "-m", "compat_matrix.bench.packing_once", *(["--quick"] if quick else [])]
     with subprocess.Popen(

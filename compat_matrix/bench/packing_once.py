@@ -1,6 +1,6 @@
-"""Every planner on every list of lengths, in this environment. Each in a forked child, its rows checked and weighed.
+"""Run every planner on every list of lengths, in this environment, and check the rows. Each runs in a forked child.
 
-Planners get what they take: fa2patch's and axolotl's the lengths, TRL's a dataset, whose tokens are one byte each here.
+Every planner gets its own input: fa2patch's and axolotl's take lengths, TRL's takes a dataset with one byte per token.
 """
 
 from __future__ import annotations
@@ -32,26 +32,35 @@ SMALL, LARGE, QUICK = 20_000, 1_000_000, 300
 BUDGETS = (4096, 8192, 32768, 65536)
 REPEATS = 3
 LONG = 3.0
-"""Seconds; what takes longer is not repeated."""
+"""Seconds; a run that takes longer is not repeated."""
 
 MEMORY_FOR_ALL = 12e9
-"""Bytes that must be free for TRL to pack a million examples in one batch: about 20 for each token were seen."""
+"""Bytes that must be free for TRL to pack a million examples in one batch; it took about 20 bytes per token."""
 
 
 class Rows(NamedTuple):
-    """The lengths of the documents of all rows, row after row, and where each row starts; indices where known."""
+    """The planned rows.
+
+    Attributes:
+        lengths: the document lengths of all rows, row after row.
+        offsets: where each row starts in ``lengths``, and the end of the last one.
+        indices: the documents' indices in the same order, or None if the planner does not return them.
+        dealt: whether the planner assigns rows to ranks itself: every ``RANKS`` rows are then one step.
+    """
 
     lengths: Any
     offsets: Any
     indices: Any = None
-    dealt: bool = False  # by the planner itself: every RANKS rows are a step
+    dealt: bool = False
 
 
 Planner = Callable[[], Callable[[], Rows]]
-"""What is timed; what it gives reads the rows out of the result, and is not."""
+"""The call of the planner is timed. It returns a function that reads the rows from the result, which is not timed."""
 
 
 def ours(lengths: Any, budget: int, strategy: str) -> Planner:
+    """``packing.plan`` with one strategy."""
+
     def planner() -> Callable[[], Rows]:
         plan = packing.plan(lengths, budget, strategy)
         return lambda: Rows(lengths[plan.indices], plan.offsets, plan.indices)
@@ -60,6 +69,8 @@ def ours(lengths: Any, budget: int, strategy: str) -> Planner:
 
 
 def our_rows_as_a_list(lengths: Any, budget: int) -> Planner:
+    """``packing.plan`` whose ``.rows``, a Python list of arrays, are timed too."""
+
     def planner() -> Callable[[], Rows]:
         rows = packing.plan(lengths, budget).rows
         return lambda: _of_lists(lengths, rows)
@@ -68,6 +79,8 @@ def our_rows_as_a_list(lengths: Any, budget: int) -> Planner:
 
 
 def our_sampler(lengths: Any, budget: int) -> Planner:
+    """One epoch of ``PackedBatchSampler`` for all ranks."""
+
     def planner() -> Callable[[], Rows]:
         sampler = packing.PackedBatchSampler(lengths, budget, RANKS, "all")
         len(sampler)
@@ -77,6 +90,7 @@ def our_sampler(lengths: Any, budget: int) -> Planner:
 
 
 def our_stream(lengths: Any, budget: int) -> Planner:
+    """``packing.stream`` over the examples one by one."""
     examples = list(enumerate(lengths.tolist()))
 
     def planner() -> Callable[[], Rows]:
@@ -87,7 +101,7 @@ def our_stream(lengths: Any, budget: int) -> Planner:
 
 
 def trl(lengths: Any, budget: int, batch_size: int) -> Planner:
-    """``pack_dataset`` by its default strategy, bfd; the rows' order is that of a random sampler."""
+    """``pack_dataset`` with its default strategy, bfd. The rows are then shuffled, as by a random sampler."""
     import pyarrow
     from datasets import Dataset
     from trl import pack_dataset
@@ -114,7 +128,7 @@ def trl(lengths: Any, budget: int, batch_size: int) -> Planner:
 
 
 def axolotl(lengths: Any, budget: int, sequential: bool) -> Planner:
-    """``MultipackBatchSampler`` with the options that axolotl's trainer gives it by default."""
+    """``MultipackBatchSampler`` with the default options of axolotl's trainer."""
     import torch
     from axolotl.utils.samplers.multipack import MultipackBatchSampler
     from torch.utils.data import RandomSampler, SequentialSampler
@@ -128,7 +142,7 @@ def axolotl(lengths: Any, budget: int, sequential: bool) -> Planner:
         batches = made.generate_batches()
         return lambda: _of_lists(lengths, [row for batch in batches for row in batch])
 
-    few = lengths[:10]  # numba compiles
+    few = lengths[:10]  # so that numba compiles before the timing starts
     MultipackBatchSampler(SequentialSampler(few), 1, budget, few, sequential=sequential, **options).generate_batches()
     return planner
 
@@ -146,11 +160,16 @@ def _in_order(rows: Rows, order: Any) -> Rows:
     return Rows(rows.lengths[where], offsets)
 
 
-# --- what the rows are worth ----------------------------------------------------------------------------------
+# --- figures of the rows --------------------------------------------------------------------------------------
 
 
 def weighed(rows: Rows, lengths: Any, budget: int) -> dict[str, Any]:
-    """Checks that every example is there once, and no row over the budget; then counts."""
+    """Check that every example occurs once and that no row exceeds the budget; then compute the figures.
+
+    Returns:
+        ``rows``, ``lower_bound`` (the total of tokens / budget, rounded up), ``fill``, and the imbalance of ranks by
+        ``tokens`` and by ``cost``.
+    """
     if rows.indices is not None:
         assert np.array_equal(np.sort(rows.indices), np.arange(len(lengths)))
     assert np.array_equal(np.sort(rows.lengths), np.sort(lengths))
@@ -167,8 +186,10 @@ def weighed(rows: Rows, lengths: Any, budget: int) -> dict[str, Any]:
 
 
 def _imbalance(rows: Rows, attention_cost: float) -> dict[str, float] | None:
-    """Costliest rank by mean, on average over steps, and at worst; rows not dealt are dealt in turn, but for the last
-    step where it is incomplete."""
+    """Return the costliest rank by the ranks' mean, averaged over steps and at worst; None for fewer rows than ranks.
+
+    Rows are assigned to ranks in turn. An incomplete last step is left out.
+    """
     each = packing.example_costs(rows.lengths.astype(np.int64), attention_cost)
     costs = np.add.reduceat(each, rows.offsets[:-1])
     if len(costs) < RANKS:
@@ -182,7 +203,7 @@ def _imbalance(rows: Rows, attention_cost: float) -> dict[str, float] | None:
 
 
 def case(make: Callable[[], Planner], lengths: Any, budget: int, repeats: int) -> dict[str, Any]:
-    """In a forked child, so that memory is its own."""
+    """Measure one planner in a forked child, so that its memory can be measured."""
     planner = make()
     reading, writing = os.pipe()
     child = os.fork()
@@ -202,7 +223,7 @@ def case(make: Callable[[], Planner], lengths: Any, budget: int, repeats: int) -
 
 
 def _measured(planner: Planner, lengths: Any, budget: int, repeats: int) -> dict[str, Any]:
-    gc.freeze()  # the many modules loaded here are nobody's work: axolotl's planner calls gc.collect()
+    gc.freeze()  # axolotl's planner calls gc.collect(), which would scan all modules loaded here
     before, grew = _resident("VmRSS"), None
     with contextlib.suppress(OSError), open("/proc/self/clear_refs", "w") as peak:
         peak.write("5")
@@ -222,14 +243,14 @@ def _measured(planner: Planner, lengths: Any, budget: int, repeats: int) -> dict
 
 
 def _resident(name: str) -> Any:
-    """Kibibytes; None where there is no /proc."""
+    """In kibibytes; None where there is no /proc."""
     with contextlib.suppress(OSError), open("/proc/self/status") as status:
         return next(int(line.split()[1]) for line in status if line.startswith(name))
     return None
 
 
 def free() -> float:
-    """Bytes of memory available; infinite where nobody knows."""
+    """Return the bytes of available memory, or infinity if unknown."""
     with contextlib.suppress(OSError), open("/proc/meminfo") as known:
         return next(1024.0 * int(line.split()[1]) for line in known if line.startswith("MemAvailable"))
     return math.inf
@@ -239,7 +260,7 @@ def free() -> float:
 
 
 def planners(lengths: Any, budget: int) -> Iterator[tuple[str, Callable[[], Planner] | str]]:
-    """By name: how to make each, or why it is not run."""
+    """Yield each planner's name with a function that makes it, or with the reason why it is not run."""
     large = len(lengths) >= LARGE
     peers = ("TRL bfd, batches of 1000 (default)", "TRL bfd, one batch", "axolotl multipack", "axolotl sequential")
     for strategy in packing.STRATEGIES:
@@ -262,12 +283,14 @@ def planners(lengths: Any, budget: int) -> Iterator[tuple[str, Callable[[], Plan
 
 
 def draw(distribution: str, count: int) -> Any:
+    """Draw ``count`` lengths from a distribution of ``lengths.py``, or uniformly from 1 to 4096."""
     if distribution == "uniform":
         return np.random.default_rng(0).integers(1, 4097, count)
     return np.array(distributions.DISTRIBUTIONS[distribution].draw(count, seed=0))
 
 
 def main(arguments: list[str] | None = None) -> None:
+    """Run all cases. Print a JSON line with versions and the number of cases, then one for each case."""
     parser = argparse.ArgumentParser(prog="python -m compat_matrix.bench.packing_once", description=__doc__)
     parser.add_argument("--quick", action="store_true")
     given = parser.parse_args(arguments)

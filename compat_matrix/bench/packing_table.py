@@ -1,4 +1,4 @@
-"""The part ``packing`` as tables: a row for each planner, a column for each list of lengths and budget."""
+"""The tables of part ``packing``: one row for each planner, one column for each list of lengths and budget."""
 
 from __future__ import annotations
 
@@ -24,6 +24,7 @@ BALANCE = (
 
 
 def tables(found: Found) -> list[Table]:
+    """Return the tables of the part: speed and fill for each number of examples, and the balance of ranks."""
     sizes = sorted({case["examples"] for case in found["cases"]})
     budgets = sorted({case["max_tokens"] for case in found["cases"]})
     pairs = [budgets[place : place + 2] for place in range(0, len(budgets), 2)]

@@ -1,4 +1,4 @@
-"""The pictures: what the tables say, side by side."""
+"""The pictures of BENCH.md."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ OTHERS = ("#8a94a6", "#6b7485", "#3f4654")
 
 
 def cpu(results: dict[str, Found], file: Path) -> None:
-    """Reads by layers; rivals by documents; training by distribution."""
+    """Draw reads by layers, attention by documents and training by distribution, side by side."""
     figure, axes = plt.subplots(1, 3, figsize=(14, 4.4), dpi=150, layout="constrained", width_ratios=(1, 1, 0.95))
     draw_reads(axes[0], results["syncs"])
     draw_kernels(axes[1], results["kernels"])
@@ -32,7 +32,7 @@ def cpu(results: dict[str, Found], file: Path) -> None:
 
 
 def draw_reads(axes: Axes, found: Found) -> None:
-    """Llama; a zero is drawn as one, on the axis that has it (symmetric logarithm)."""
+    """Draw Llama's reads by layers. The logarithmic axis is symmetric, so that it can show zero."""
     for (version, run), colour in zip(found["versions"].items(), OTHERS):
         upstream = run["counts"]["llama"]["upstream"]
         layers = sorted(map(int, upstream))
@@ -55,7 +55,7 @@ def draw_reads(axes: Axes, found: Found) -> None:
 
 
 def _given_lengths(found: Found) -> str:
-    """What the lines do not show: the most that upstream reads where the collator hands it the lengths."""
+    """Return the most reads of Transformers alone with the collator's lengths, which the lines do not show."""
     said = []
     for version, run in found["versions"].items():
         counts = list(run["counts"]["llama"]["upstream, lengths"].values())
@@ -65,7 +65,7 @@ def _given_lengths(found: Found) -> str:
 
 
 def draw_kernels(axes: Axes, found: Found) -> None:
-    """Forward and backward, documents of one length."""
+    """Draw the times of forward and backward for documents of equal length."""
     rows = [row for row in found["rows"] if " x " in row["row"]]
     documents = [row["documents"] for row in rows]
 
@@ -91,7 +91,7 @@ def draw_kernels(axes: Axes, found: Found) -> None:
 
 
 def draw_training(axes: Axes, found: Found) -> None:
-    """Bars by rival; the limit of each distribution beside them."""
+    """Draw the rivals as bars, and the limit of each distribution as a dashed line."""
     names = (
         ("padded", GREY, "padded"),
         ("upstream", OTHERS[1], "packed, Transformers"),
@@ -117,7 +117,7 @@ def draw_training(axes: Axes, found: Found) -> None:
 
 
 def gpu(found: Found, file: Path) -> None:
-    """Throughput on the left, memory on the right; a row for each model and distribution."""
+    """Draw throughput on the left and memory on the right, one row for each model and distribution."""
     rows = [(shape, name) for shape, runs in found["shapes"].items() for name in runs["distributions"]]
     figure, axes = plt.subplots(
         len(rows), 2, figsize=(12, 2.4 * len(rows)), dpi=150, layout="constrained", squeeze=False
@@ -141,6 +141,7 @@ def gpu(found: Found, file: Path) -> None:
 
 
 def draw_bars(axes: Axes, values: dict[str, Any], form: str) -> None:
+    """Draw one horizontal bar with its number for each variant."""
     colours = [
         BLUE if name.startswith("fa2patch") else GREEN if name.startswith("by-hand") else GREY for name in values
     ]

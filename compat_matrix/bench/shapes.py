@@ -1,4 +1,4 @@
-"""Models of published sizes, as numbers: nothing is downloaded, weights are random."""
+"""Configurations of published models. Nothing is downloaded; weights are random."""
 
 from __future__ import annotations
 
@@ -37,10 +37,11 @@ SHAPES: dict[str, dict[str, Any]] = {
 }
 
 TOY = {"hidden_size": 64, "intermediate_size": 96, "num_attention_heads": 4, "vocab_size": 97}
-"""What a toy changes: to see that everything runs, on a CPU, in seconds."""
+"""The sizes of a toy model, which shows within seconds on a CPU that everything runs."""
 
 
 def config(shape: str, layers: int | None = None, toy: bool = False) -> Any:
+    """Return the Transformers config of a shape, optionally with fewer layers or as a toy."""
     from transformers import AutoConfig
 
     numbers = {**SHAPES[shape], "max_position_embeddings": 4096, "use_cache": False}

@@ -1,4 +1,4 @@
-"""Part ``startup``: what ``import fa2patch`` takes over ``import torch``, and ``apply`` on a model of 80 layers."""
+"""Part ``startup``: the time of ``import fa2patch`` after torch, and of ``apply`` on a model of 80 layers."""
 
 from __future__ import annotations
 
@@ -23,6 +23,7 @@ print(json.dumps({"seconds": seconds, "packages": sorted({name.split(".")[0] for
 
 
 def measure(progress: Progress, quick: bool = False, repeats: int = 15) -> Any:
+    """Measure imports and ``apply`` and return the result of the part."""
     repeats, layers = (1, QUICK_LAYERS) if quick else (repeats, LAYERS)
     task = progress.add_task("startup", total=2 * repeats)
     imports, seconds = [], []
@@ -45,7 +46,7 @@ def measure(progress: Progress, quick: bool = False, repeats: int = 15) -> Any:
 
 
 def applied(layers: int) -> float:
-    """Seconds of ``fa2patch.apply`` on a Llama on the meta device; it is reverted."""
+    """Return the seconds of ``fa2patch.apply`` on a Llama on the meta device; the patch is reverted afterwards."""
     import torch
     from transformers import LlamaConfig, LlamaForCausalLM
 

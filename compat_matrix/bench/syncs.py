@@ -1,4 +1,4 @@
-"""Part ``syncs``: device-to-host reads and derivations of boundaries in one forward, by layers, version and way."""
+"""Part ``syncs``: device-to-host reads and derivations of boundaries in one forward, by layers, version and variant."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ QUICK_LAYERS = (2, 4)
 
 
 def measure(progress: Progress, folder: Path, versions: tuple[str, ...] = VERSIONS, quick: bool = False) -> Any:
-    """The counts of each version, from a process of its own in its environment (kept in ``folder``)."""
+    """Count in every version's own environment (kept in ``folder``) and process, and return the result of the part."""
     from .syncs_once import DOCUMENTS
 
     task = progress.add_task("syncs", total=len(versions))

@@ -1,6 +1,6 @@
-"""Reads and derivations in one forward, in the Transformers of this environment.
+"""Count reads and derivations in one forward, with this environment's Transformers.
 
-Models are loaded as ``flash_attention_2``, bfloat16, in train mode, with labels; the row holds five documents.
+Models are loaded with ``flash_attention_2``, in bfloat16 and train mode, with labels; the row holds five documents.
 """
 
 from __future__ import annotations
@@ -21,10 +21,11 @@ WAYS = ("upstream", "upstream, lengths", "fa2patch", "fa2patch, lengths")
 
 
 def forward(architecture: str, layers: int, way: str, checkpointed: bool = False) -> dict[str, Any]:
-    """What one forward counts; ``refused``: this version's forward does not take the collator's lengths.
+    """Return the counts of one forward, or ``refused`` if this version's forward does not take the collator's lengths.
 
     Args:
-        checkpointed: with gradient checkpointing, and the backward counted too, which computes every layer again.
+        way: one of ``WAYS``.
+        checkpointed: enable gradient checkpointing and count the backward too, which computes every layer again.
     """
     import fa2patch
 
@@ -37,7 +38,7 @@ def forward(architecture: str, layers: int, way: str, checkpointed: bool = False
         fa2patch.apply(model)
     if checkpointed:
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
-    model(**row(False), use_cache=False)  # what is looked at once per model
+    model(**row(False), use_cache=False)  # some checks are made only once per model
     try:
         with counted() as count:
             loss = model(**batch, use_cache=False).loss
@@ -51,7 +52,7 @@ def forward(architecture: str, layers: int, way: str, checkpointed: bool = False
 
 
 def row(lengths: bool) -> dict[str, Any]:
-    """What the collator makes of the documents, with or without their lengths."""
+    """Return the collator's batch of the documents, with or without their lengths."""
     import fa2patch
 
     from ..check import rows
@@ -65,6 +66,7 @@ def _as_json(count: Count) -> dict[str, Any]:
 
 
 def main(arguments: list[str] | None = None) -> None:
+    """Count all architectures, layer counts and variants, and print one JSON object."""
     parser = argparse.ArgumentParser(prog="python -m compat_matrix.bench.syncs_once", description=__doc__)
     parser.add_argument("--architectures", nargs="+", default=["llama"])
     parser.add_argument("--layers", nargs="+", type=int, default=[2, 4])

@@ -1,4 +1,4 @@
-"""One table of measurements: for the terminal, and as Markdown."""
+"""One table of measurements, for the terminal and as Markdown."""
 
 from __future__ import annotations
 
@@ -12,7 +12,11 @@ Found = dict[str, Any]
 
 @dataclass(frozen=True)
 class Table:
-    """``notes``: what a reader must know to read the numbers."""
+    """A table with a title.
+
+    Attributes:
+        notes: what a reader must know to read the numbers, in Markdown.
+    """
 
     title: str
     head: list[str]
@@ -20,6 +24,7 @@ class Table:
     notes: str = ""
 
     def as_rich(self) -> rich_table.Table:
+        """Return the table for the terminal; all columns but the first are right-aligned."""
         notes = self.notes.replace("*", "").replace("`", "")
         made = rich_table.Table(title=self.title, caption=notes or None, title_justify="left", caption_justify="left")
         for place, name in enumerate(self.head):
@@ -29,6 +34,7 @@ class Table:
         return made
 
     def as_markdown(self) -> str:
+        """Return title, table and notes as Markdown."""
         lines = [self.head, ["---", *["---:"] * (len(self.head) - 1)], *self.rows]
         table = "\n".join(f"| {' | '.join(line)} |" for line in lines)
         return "\n\n".join(part for part in (f"### {self.title}", table, self.notes) if part)

@@ -1,4 +1,4 @@
-"""Measurements as tables: for the terminal, and as Markdown."""
+"""The tables of every part, for the terminal and as Markdown."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from .table import Found, Table
 
 
 def of(results: dict[str, Found]) -> list[Table]:
-    """Every table that these parts' results give, in the order of the parts."""
+    """Return all tables of these results, in the order of the parts."""
     return [table for part, found in results.items() for table in MAKE[part](found)]
 
 
 def syncs(found: Found) -> list[Table]:
-    """Reads of the longest and the shortest model, and what they grow by a layer."""
+    """One table of reads by layers for each architecture, and one for gradient checkpointing."""
     made = []
     for architecture in next(iter(found["versions"].values()))["counts"]:
         rows = []
@@ -51,7 +51,7 @@ def _checkpointed(found: Found) -> Table:
 
 
 def _remaining(found: Found, architecture: str) -> str:
-    """Reads of Transformers' own code that stay in a patched model."""
+    """Return the sentence about reads in Transformers' own code that remain in a patched model."""
     stay = []
     for version, run in found["versions"].items():
         for place, _ in list(run["counts"][architecture]["fa2patch"].values())[-1]["where"].items():
@@ -61,11 +61,12 @@ def _remaining(found: Found, architecture: str) -> str:
 
 
 def total_reads(counts: Found) -> int:
+    """Return the reads in Python and at the kernel's call."""
     return int(counts["reads"] + counts["arguments"])
 
 
 def kernels(found: Found) -> list[Table]:
-    """Ratios to the reference, taken in turns; and the reference's time by scores."""
+    """Times of the other ways as multiples of the reference's, and the reference's time per score."""
     names = ("block mask", "padded")
     rows = []
     for row in found["rows"]:
@@ -97,6 +98,7 @@ def kernels(found: Found) -> list[Table]:
 
 
 def overhead(found: Found) -> list[Table]:
+    """Microseconds per layer and per forward, with their ranges."""
     rows = [
         [name, *(_with_range(found[way], key) for key in ("us_per_layer", "us_per_forward"))]
         for way, name in (("position_ids", "position_ids only"), ("lengths", "the collator's lengths"))
@@ -119,6 +121,7 @@ def _with_range(found: Found, key: str) -> str:
 
 
 def mixers(found: Found) -> list[Table]:
+    """Times and ratios of a packed row and of its documents one by one."""
     rows = [
         [f"{run['family']}, {run['documents']}", f"{run['packed_ms']:.1f}", f"{run['one_by_one_ms']:.1f}"]
         + [f"{run[name]:.2f}" for name in ("by_one_by_one", "by_a_backward_each")]
@@ -135,6 +138,7 @@ def mixers(found: Found) -> list[Table]:
 
 
 def training(found: Found) -> list[Table]:
+    """Throughput, optimizer steps and loss differences, padded and packed."""
     rows = []
     for run in found["runs"]:
         for name, rival in run["rivals"].items():
@@ -161,7 +165,7 @@ def training(found: Found) -> list[Table]:
 
 
 def gpu(found: Found) -> list[Table]:
-    """One table for each model; ratios over the steps that all its variants have taken."""
+    """One table for each model. Ratios cover the steps that all its variants have taken."""
     made = []
     for shape, runs in found["shapes"].items():
         rows = []
@@ -193,6 +197,7 @@ def gpu(found: Found) -> list[Table]:
 
 
 def startup(found: Found) -> list[Table]:
+    """Milliseconds of import and ``apply``."""
     rows = [
         [name, *(f"{found[key][which]:.0f}" for which in ("min_ms", "median_ms"))]
         for key, name in (("import", "import fa2patch"), ("apply", f"fa2patch.apply, {found['layers']} layers"))
@@ -205,6 +210,7 @@ def startup(found: Found) -> list[Table]:
 
 
 def packing(found: Found) -> list[Table]:
+    """The tables of ``packing_table``."""
     return packing_table.tables(found)
 
 

@@ -1,4 +1,4 @@
-"""Seconds of rival computations, taken in turns, so that what else the machine does falls on all of them."""
+"""Time rival computations in turns, so that other load on the machine affects all of them."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any, Callable
 
 
 def rounds(rivals: Mapping[str, Callable[[], Any]], repeats: int, warm_up: int = 2) -> dict[str, list[float]]:
-    """Seconds of each rival, round after round; who goes first changes with the round."""
+    """Return the seconds of each rival, round by round. The order rotates; warm-up rounds are not timed."""
     names = list(rivals)
     taken: dict[str, list[float]] = {name: [] for name in names}
     for turn in range(-warm_up, repeats):
@@ -23,12 +23,12 @@ def rounds(rivals: Mapping[str, Callable[[], Any]], repeats: int, warm_up: int =
 
 
 def summary(seconds: list[float]) -> dict[str, float]:
-    """The least (what the work takes) and the median, in milliseconds."""
+    """Return the least time, as the cost of the work itself, and the median, in milliseconds."""
     return {"min_ms": round(1e3 * min(seconds), 4), "median_ms": round(1e3 * statistics.median(seconds), 4)}
 
 
 def line(xs: list[float], ys: list[float]) -> tuple[float, float]:
-    """Slope and intercept of the line with the least squares of errors relative to ``xs``, which noise grows with."""
+    """Return slope and intercept of the least-squares line. Errors are relative to ``xs``, as noise grows with them."""
     weights = [x**-2 for x in xs]
     total = sum(weights)
     middle, height = (sum(w * value for w, value in zip(weights, values)) / total for values in (xs, ys))

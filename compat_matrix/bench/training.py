@@ -1,9 +1,9 @@
 """Part ``training``: the same mini-batches, padded and packed, through forward, backward and AdamW of a small Llama.
 
-The rivals start from the same weights and take every step in turns, so that what else the machine does falls on all.
-Real tokens are counted, never padding. The limit is what these very mini-batches hold of padded tokens for each real
-one: work that does not grow with tokens (the optimizer) keeps the ratio below it, work that grows faster (attention
-over padding) lifts it.
+The rivals start from the same weights and take every step in turns, so that other load on the machine affects all of
+them. Only real tokens are counted, never padding. The limit is the number of padded tokens per real token in these
+mini-batches: work that does not grow with tokens (the optimizer) keeps the ratio below it, and work that grows faster
+(attention over padding) raises it.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ from .models import small_llama
 
 BATCH = 4
 SCALE = 0.25
-"""Documents a quarter as long as the distributions' own: what one thread trains on in a minute."""
+"""Documents are a quarter as long as the distributions' own, so that one thread trains within a minute."""
 
 STEPS, QUICK_STEPS = 60, 2
 LAYERS, HIDDEN = 4, 256
 WARM_UP = 2
-"""Steps that are taken but not timed: they also start allocators and the optimizer's states."""
+"""Untimed first steps, which also initialise allocators and the optimizer's states."""
 
 RIVALS = ("padded", "fa2patch", "upstream")
 
@@ -35,6 +35,7 @@ Batch = dict[str, Any]
 
 
 def measure(progress: Progress, quick: bool = False, steps: int = STEPS) -> Any:
+    """Measure all distributions and return the result of the part."""
     steps = QUICK_STEPS if quick else steps
     scale, layers, hidden = (0.03, 1, 64) if quick else (SCALE, LAYERS, HIDDEN)
     task = progress.add_task("training", total=len(DISTRIBUTIONS) * (steps + WARM_UP))
@@ -46,7 +47,7 @@ def measure(progress: Progress, quick: bool = False, steps: int = STEPS) -> Any:
 
 
 def run(distribution: Distribution, steps: int, layers: int, hidden: int, advance: Callable[[], None]) -> Any:
-    """One distribution, all rivals in turns."""
+    """Train all rivals in turns on one distribution."""
     lengths = draw(distribution, steps + WARM_UP)
     trainees = {name: _Trainee(name, layers, hidden) for name in RIVALS}
     for step, batch in enumerate(documents(lengths)):
@@ -67,13 +68,13 @@ def run(distribution: Distribution, steps: int, layers: int, hidden: int, advanc
 
 
 def draw(distribution: Distribution, steps: int, batch: int = BATCH, seed: int = 0) -> list[list[int]]:
-    """Lengths of every mini-batch's documents, at least two tokens each: something to learn."""
+    """Draw the document lengths of every mini-batch. Each document has at least two tokens, so that it has a target."""
     drawn = [max(2, length) for length in distribution.draw(steps * batch, seed)]
     return [drawn[start : start + batch] for start in range(0, len(drawn), batch)]
 
 
 def documents(lengths: Sequence[Sequence[int]], vocabulary: int = 512, seed: int = 1) -> list[list[list[int]]]:
-    """Random tokens in documents of these lengths, mini-batch by mini-batch."""
+    """Return documents of random tokens with these lengths, mini-batch by mini-batch."""
     generator = torch.Generator().manual_seed(seed)
     return [
         [torch.randint(3, vocabulary, (length,), generator=generator).tolist() for length in batch] for batch in lengths
@@ -81,7 +82,9 @@ def documents(lengths: Sequence[Sequence[int]], vocabulary: int = 512, seed: int
 
 
 def padded(batch: Sequence[Sequence[int]]) -> Batch:
-    """A row for each document, as long as the longest; the first token of each is predicted by nothing."""
+    """Return one row for each document, padded to the longest. Nothing predicts a row's first token: its label is
+    -100.
+    """
     rows = [torch.tensor(document) for document in batch]
     ids = torch.nn.utils.rnn.pad_sequence(rows, batch_first=True)
     mask = torch.nn.utils.rnn.pad_sequence([torch.ones_like(row) for row in rows], batch_first=True)
@@ -91,6 +94,7 @@ def padded(batch: Sequence[Sequence[int]]) -> Batch:
 
 
 def packed(batch: Sequence[Sequence[int]], lengths: bool = False) -> Batch:
+    """Return the collator's packed batch of the documents."""
     collate = fa2patch.DataCollatorWithFlattening(return_flash_attn_kwargs=lengths)
     return collate([{"input_ids": list(document)} for document in batch])
 

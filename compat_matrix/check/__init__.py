@@ -1,1 +1,1 @@
-"""What a cell of the matrix is held to. ``python -m compat_matrix.check`` does it in the environment it runs in."""
+"""The checks of a cell of the matrix. ``python -m compat_matrix.check`` runs them in its own environment."""

@@ -1,4 +1,4 @@
-"""One environment, one JSON: every architecture, every implementation, every point. ``compat_matrix.run`` starts it."""
+"""Check every architecture at every point in this environment and write one JSON. ``compat_matrix.run`` starts it."""
 
 from __future__ import annotations
 
@@ -18,6 +18,7 @@ from . import found
 
 
 def main(arguments: list[str] | None = None) -> int:
+    """Run the command line and write the JSON to ``--output`` or stdout."""
     parser = argparse.ArgumentParser(prog="python -m compat_matrix.check", description=__doc__)
     parser.add_argument("--flash-attn", choices=sorted(found.IMPLEMENTATIONS), default="without")
     parser.add_argument("--families", nargs="*")
@@ -40,7 +41,7 @@ def main(arguments: list[str] | None = None) -> int:
 
     torch.set_num_threads(1)
     gc.freeze()
-    gc.set_threshold(100_000, 50, 50)  # a fifth of the time went into looking through tiny models for garbage
+    gc.set_threshold(100_000, 50, 50)  # a fifth of the time went into garbage collection of tiny models
     started = time.time()
     points = given.points or list(POINTS)
     cells = {}

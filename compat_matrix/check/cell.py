@@ -1,4 +1,4 @@
-"""What must hold in a cell. A point is a function of a :class:`Cell`; it returns, or raises with what it found."""
+"""The cell that points check. A point is a function of a :class:`Cell` that raises an error if it does not hold."""
 
 from __future__ import annotations
 
@@ -15,43 +15,51 @@ POINTS: dict[str, Callable[[Cell], None]] = {}
 
 
 def point(function: Callable[[Cell], None]) -> Callable[[Cell], None]:
+    """Register a function as a point, under its name."""
     POINTS[function.__name__] = function
     return function
 
 
 class NotApplicable(Exception):
-    """This family has no such feature in this version; the reason goes into the evidence."""
+    """The family has no such feature in this version. The reason goes into the evidence."""
 
 
 @dataclass
 class Cell:
-    """One family, loaded with one attention implementation, in the installed Transformers."""
+    """One family with one attention implementation in the installed Transformers.
+
+    Attributes:
+        family: The architecture.
+        implementation: The ``attn_implementation``.
+    """
 
     family: str
     implementation: str
 
     def model(self, dtype: torch.dtype | None = None, **changes: Any) -> Any:
+        """Build the tiny model, with ``changes`` of its config."""
         return tiny_models.build(self.family, self.implementation, dtype or self.dtype, **changes)
 
     @property
     def dtype(self) -> torch.dtype:
+        """The dtype of models: float32, or float64 for ``IN_DOUBLE_PRECISION``."""
         return torch.float64 if self.family in tiny_models.IN_DOUBLE_PRECISION else torch.float32
 
     @property
     def of_gradients(self) -> dict[str, float]:
-        """How near gradients must be. Without rope that of a key's bias is 0, and all there is of it is rounding."""
+        """The tolerances of gradients. The floor is needed because, without rope, a key bias has only rounding."""
         seed = self.family in tiny_models.SEEDS
         return {} if seed else {"tolerance": GRADIENT_TOLERANCE, "floor": 0.01}
 
     def reference(self, dtype: torch.dtype | None = None, **changes: Any) -> Any:
-        """The same weights, unpatched, eager (Falcon's eager code fails on one token: sdpa)."""
+        """Build the same model with eager attention. Falcon uses sdpa, because its eager code fails on one token."""
         return tiny_models.build(
             self.family, "sdpa" if models.kind(self.family) == "falcon" else "eager", dtype or self.dtype, **changes
         )
 
 
 def assert_unmoved(cell: Cell, after: torch.Tensor, before: torch.Tensor) -> None:
-    """Bit for bit the same; to rounding where experts multiply another number of tokens at a time."""
+    """Raise unless logits are bit for bit the same. A mixture may differ by rounding, as its matmuls change shape."""
     if tiny_models.is_mixture(cell.family):
         tolerance = TOLERANCE if before.dtype == torch.float32 else 1e-2
         assert_close(after.float(), before.float(), "logits after another document changed", tolerance)

@@ -1,4 +1,4 @@
-"""How near two results must be, and what is said where they are not."""
+"""Compares results within a tolerance."""
 
 from __future__ import annotations
 
@@ -7,16 +7,23 @@ from typing import Any
 import torch
 
 TOLERANCE = 1e-5
-"""Of the largest value compared, in float32."""
+"""The largest accepted error in float32, relative to the largest expected value."""
 
 GRADIENT_TOLERANCE = 5e-5
-"""The same for gradients: sums over all tokens, in another order where experts see another number of them."""
+"""The same for gradients, which sum over all tokens, in another order if experts see another number of tokens."""
 
 
 def assert_close(
     found: torch.Tensor, expected: torch.Tensor, what: str, tolerance: float = TOLERANCE, at_least: float = 1e-30
 ) -> None:
-    """``found`` within ``tolerance`` of the largest value of ``expected``, or of ``at_least`` where that is larger."""
+    """Raise an AssertionError if ``found`` is not close to ``expected``.
+
+    Args:
+        found, expected: Tensors of one shape.
+        what: The name of the value in the error.
+        tolerance: The largest accepted error, relative to the largest value of ``expected``.
+        at_least: The smallest scale that the error is divided by.
+    """
     if found.shape != expected.shape:
         raise AssertionError(f"{what}: shape {list(found.shape)}, expected {list(expected.shape)}")
     scale = expected.abs().max().clamp(min=at_least)
@@ -28,7 +35,13 @@ def assert_close(
 def assert_same_gradients(
     found: dict[str, Any], expected: dict[str, Any], tolerance: float = TOLERANCE, floor: float = 0.0
 ) -> None:
-    """Every gradient within ``tolerance`` of its largest value, or of ``floor`` of the largest of all."""
+    """Raise an AssertionError if gradients, given by parameter name, are not close.
+
+    Args:
+        found, expected: Gradients by the name of their parameter.
+        tolerance: The largest accepted error, relative to the gradient's largest value.
+        floor: The smallest scale, relative to the largest value of all gradients.
+    """
     if found.keys() != expected.keys():
         raise AssertionError(f"gradients: other parameters: {sorted(found.keys() ^ expected.keys())[:4]}")
     largest = max(float(gradient.abs().max()) for gradient in expected.values())

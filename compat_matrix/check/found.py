@@ -1,4 +1,4 @@
-"""What is found of one architecture in this environment: with fa2patch, and by Transformers alone."""
+"""Checks one architecture in this environment, with fa2patch and with Transformers alone."""
 
 from __future__ import annotations
 
@@ -8,16 +8,16 @@ from pathlib import Path
 from typing import Any
 
 IMPLEMENTATIONS = {"without": ("sdpa", "eager"), "with": ("flash_attention_2",)}
-"""What is checked without flash-attn, and with (its stand-in on a CPU)."""
+"""The implementations that are checked without flash-attn and with it (its stand-in on a CPU)."""
 
 ONCE = (
     "generation", "reverted", "host_reads", "rope_scaling", "checkpointing", "autocast", "lora", "windows", "inertness",
     "half_precision", "no_dense_mask",
 )  # fmt: skip
-"""Run with one implementation where an attention layer's forward is the same for all (the interface seam)."""
+"""Points run with one implementation only if all implementations share one forward (the interface seam)."""
 
 OF_SEEDS = ("autocast", "lora", "half_precision", "rope_scaling", "host_reads")
-"""There, run for the first fourteen families only: what they turn on lies in what all architectures share."""
+"""Points run for the first fourteen families only at that seam, because they test code that architectures share."""
 
 NO_SUCH_IMPLEMENTATION = (
     "scaled_dot_product",
@@ -27,14 +27,24 @@ NO_SUCH_IMPLEMENTATION = (
     "does not support the specified flash attention",
     "kernels` is",
 )
-"""In the errors with which a version says that an architecture has no such attention."""
+"""Parts of the errors that Transformers raises if an architecture does not have an implementation."""
 
 REFUSED_AND_PATCHED = "refused with one attn_implementation, patched with another"
-"""Of an architecture that is one or the other: which of them it is would turn on how somebody loaded it."""
+"""The error of an architecture whose support depends on the implementation that it is loaded with."""
 
 
 def cell(architecture: str, implementations: tuple[str, ...], points: list[str]) -> dict[str, Any]:
-    """What is found of one architecture: with fa2patch and by upstream alone, or why it is refused."""
+    """Check one architecture.
+
+    Args:
+        architecture: A model type, or the path of a config.json.
+        implementations: The attention implementations to load it with.
+        points: The names of the points.
+
+    Returns:
+        The findings as the evidence has them: ``fa2patch`` and ``upstream`` by implementation and the ``seam``, or
+        why it is ``refused``, or an ``error``.
+    """
     import fa2patch
 
     from .. import tiny_models
@@ -76,7 +86,7 @@ def cell(architecture: str, implementations: tuple[str, ...], points: list[str])
 
 
 def _interface(loaded: dict[str, Any]) -> bool:
-    """Whether eager is the same code but for the function that is looked up."""
+    """Whether every layer is at the interface seam, where eager differs only in the function that is looked up."""
     from fa2patch.upstream.find_layers import attention_layers
     from fa2patch.upstream.find_models import models
 
@@ -85,7 +95,7 @@ def _interface(loaded: dict[str, Any]) -> bool:
 
 
 def _skipped(cell: Any, seam: list[str], first: bool) -> dict[str, str]:
-    """Points that are not run, and why."""
+    """The points that are not run, with the reason."""
     from .. import tiny_models
 
     if {*seam} - {"mixer"} != {"interface"} or cell.family.endswith(".json"):

@@ -1,4 +1,4 @@
-"""The matrix on this machine's GPU, in the environment that runs it: models in bfloat16, real kernels, one JSON."""
+"""Check models in bfloat16 with the real kernels on this machine's GPU, in this environment; one JSON per kernel."""
 
 from __future__ import annotations
 
@@ -30,13 +30,14 @@ BIG = {
     **dict.fromkeys(["max_position_embeddings", "n_positions", "max_seq_len"], 512),
     "head_dim": 64,
 }
-"""Heads of 64 dimensions: what flash-attn is built for."""
+"""Sizes with heads of 64 dimensions, which flash-attn is built for."""
 
 SLACK = 5e-3
-"""Beside twice the error of the documents alone: the kernels round in another order."""
+"""Error accepted in addition to twice that of the documents alone, because kernels round in another order."""
 
 
 def main(arguments: list[str] | None = None) -> int:
+    """Run the command line; returns 1 if anything is not ok, 2 if there is no CUDA device."""
     parser = argparse.ArgumentParser(prog="python -m compat_matrix.check.gpu", description=__doc__)
     parser.add_argument("--families", nargs="+", metavar="F", default=list(tiny_models.SEEDS), help="architectures")
     parser.add_argument("--kernels", nargs="+", metavar="K", help="default: all that can run here")
@@ -62,13 +63,13 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def present_kernels(device: str) -> list[str]:
-    """The kernels that can run here; a CPU has the reference only."""
+    """The names of the kernels that can run here on a device."""
     able = (kernel for kernel in kernels.ORDER if kernel.available()[0])
     return [kernel.name for kernel in able if kernel.DEVICES is None or device in kernel.DEVICES]
 
 
 def evidence(architectures: list[str], device: str, kernel: str) -> dict[str, Any]:
-    """Everything that is found, as ``results.read_file`` reads it."""
+    """Check architectures with one kernel and return the findings in the format that ``results.read_file`` reads."""
     import transformers
 
     started, has_flash_attn = time.time(), importlib.util.find_spec("flash_attn") is not None
@@ -120,7 +121,7 @@ def _cell(architecture: str, implementations: tuple[str, ...], device: str, kern
 
 
 def big(architecture: str) -> dict[str, Any]:
-    """Changes of a tiny config with which flash-attn can compute it."""
+    """The config changes that let flash-attn compute a tiny model."""
     known = tiny_models.parameters(tiny_models.config_class(architecture))
     return {name: value for name, value in BIG.items() if name in known}
 
@@ -135,7 +136,7 @@ def _on(model: Any, batch: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
 
 @torch.no_grad()
 def near_float32(architecture: str, model: Any, kernel: str) -> None:
-    """A packed row is as near to the float32 model as the documents are when they run alone."""
+    """A packed row is about as close to the float32 model as the documents are when they run alone."""
     docs = documents(*LENGTHS)
     exact = alone(
         Cell(architecture, "eager").reference(**big(architecture)).to(model.device),
@@ -152,7 +153,7 @@ def near_float32(architecture: str, model: Any, kernel: str) -> None:
 
 @torch.no_grad()
 def nothing_forward(architecture: str, model: Any, kernel: str) -> None:
-    """Another first document: the others' logits bit for bit the same (mixtures of experts: to rounding)."""
+    """Another first document leaves the others' logits bit for bit the same; a mixture may differ by rounding."""
     docs = documents(*LENGTHS)
     other = [documents(LENGTHS[0], seed=7)[0], *docs[1:]]
     with fa2patch.apply(model, kernel=kernel):

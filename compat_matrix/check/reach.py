@@ -1,4 +1,4 @@
-"""Which tokens of its input every block of a model looks at, measured by gradients."""
+"""Measures by gradients which tokens of its input each block of a model depends on."""
 
 from __future__ import annotations
 
@@ -17,7 +17,13 @@ LENGTH = 12
 
 
 def of(sees: Any, size: int, spread: int = 0) -> torch.Tensor:
-    """``[query, key]`` of a definition, where what it sees was ``spread`` tokens further back before."""
+    """The reach that a definition gives, as booleans ``[query, key]``.
+
+    Args:
+        sees: The definition, called with a query, a key and ``size``.
+        size: The size of the window or chunk.
+        spread: How many tokens convolutions before the attention look back; they extend the reach.
+    """
     places = range(LENGTH)
     return torch.tensor(
         [[any(sees(query, key + s, size) for s in range(spread + 1)) for key in places] for query in places]
@@ -25,20 +31,20 @@ def of(sees: Any, size: int, spread: int = 0) -> torch.Tensor:
 
 
 def spread(model: Any, block: str) -> int:
-    """How far the convolutions in a block look back, beside its attention (Zaya's are before the keys)."""
+    """How many tokens the convolutions in a block look back, besides its attention (Zaya's are before the keys)."""
     inside = model.get_submodule(block).modules()
     return sum(module.kernel_size[0] - 1 for module in inside if isinstance(module, torch.nn.Conv1d))
 
 
 def alone(model: Any) -> dict[str, torch.Tensor]:
-    """``[query, key]`` of every block, for a document run alone through the model as it is."""
+    """The reach ``[query, key]`` of every block, by name, for a document alone in the unpatched model."""
     with _watched(model) as seen:
         run_alone(model, documents(LENGTH))
     return {name: _depends(*states, start=0) for name, states in seen.items()}
 
 
 def packed(model: Any) -> dict[str, torch.Tensor]:
-    """The same, for the second document of a packed row."""
+    """The reach ``[query, key]`` of every block, by name, for the second document of a packed row."""
     with fa2patch.apply(model), _watched(model) as seen:
         model(**pack(documents(3, LENGTH, 2)))
     return {name: _depends(*states, start=3) for name, states in seen.items()}
@@ -46,9 +52,9 @@ def packed(model: Any) -> dict[str, torch.Tensor]:
 
 @contextmanager
 def _watched(model: Any) -> Iterator[dict[str, tuple[torch.Tensor, torch.Tensor]]]:
-    """What went into every member of every list of modules and what came out, the first time.
+    """Give the input and output of the first call of every block, by name.
 
-    ``[..., 1, tokens, width]``: Gemma 3n has four streams of them.
+    Blocks are the members of module lists. States are ``[..., 1, tokens, width]``, because Gemma 3n has four streams.
     """
     seen: dict[str, tuple[torch.Tensor, torch.Tensor]] = {}
     lists = [name for name, module in model.named_modules() if isinstance(module, torch.nn.ModuleList)]
@@ -73,7 +79,7 @@ def _watched(model: Any) -> Iterator[dict[str, tuple[torch.Tensor, torch.Tensor]
 
 
 def _depends(states: torch.Tensor, output: torch.Tensor, start: int) -> torch.Tensor:
-    """Whether token ``start + i`` of the output has a gradient to token ``start + j`` of the input."""
+    """Booleans ``[i, j]``: whether output token ``start + i`` has a gradient to input token ``start + j``."""
     direction = torch.randn(output.shape[-1], generator=torch.Generator().manual_seed(0)).to(output.dtype)
     rows = []
     for query in range(start, start + LENGTH):

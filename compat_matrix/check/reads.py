@@ -1,4 +1,4 @@
-"""Counts what must not grow: reads of tensors on the host, and tensors of the row's length squared."""
+"""Counts what must not grow: host reads of tensors, and tensors of the row's length squared."""
 
 from __future__ import annotations
 
@@ -19,10 +19,13 @@ PACKAGE = "fa2patch"
 
 @dataclass
 class Count:
-    """What fa2patch's own code asked for.
+    """The host reads of fa2patch's own code.
 
-    ``total``: reads that wait for a device. ``views``: ``.numpy()``, which on a CPU waits for nothing and elsewhere
-    comes after a copy that does. ``derived``: times that boundaries were made from ids.
+    Attributes:
+        total: The number of reads that wait for the device.
+        views: The number of calls of ``.numpy()``. They do not wait on a CPU; elsewhere they follow a copy that does.
+        derived: How often boundaries were derived from ids.
+        where: The operation, module and line of each read.
     """
 
     total: int = 0
@@ -50,7 +53,7 @@ class _Reads(TorchDispatchMode):
 
 
 def _attribute(count: Count, name: str, view: bool = False) -> None:
-    """Count the read if the innermost Python frame outside torch and this file is fa2patch's."""
+    """Count the read if the innermost Python frame outside torch, contextlib and this file is fa2patch's."""
     frame: Any = sys._getframe(1)
     while frame is not None:
         module = frame.f_globals.get("__name__", "")
@@ -67,7 +70,7 @@ def _attribute(count: Count, name: str, view: bool = False) -> None:
 
 @contextmanager
 def counted() -> Iterator[Count]:
-    """Count within the block. ``tolist`` of a CPU tensor dispatches nothing, so it is counted where it is called."""
+    """Count reads within the block. ``tolist`` is replaced, because on a CPU tensor it dispatches no operation."""
     count = Count()
     originals = {"tolist": torch.Tensor.tolist, "numpy": torch.Tensor.numpy}
     recognise = packed_batch.recognise
@@ -95,6 +98,8 @@ def counted() -> Iterator[Count]:
 
 @dataclass
 class Squares:
+    """The tensors that :func:`largest_square` found, each as its operation and shape."""
+
     found: list[str] = field(default_factory=list)
 
 
@@ -106,7 +111,7 @@ class _Squares(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
         if any(returned.alias_info is not None for returned in func._schema.returns):
-            return result  # a view: nothing was made
+            return result  # the operation returns a view or works in place: no tensor was made
         for tensor in result if isinstance(result, (list, tuple)) else [result]:
             if isinstance(tensor, torch.Tensor) and tuple(tensor.shape[-2:]) == (self.length, self.length):
                 self.seen.found.append(f"{func.overloadpacket.__name__} {list(tensor.shape)}")
@@ -115,7 +120,7 @@ class _Squares(TorchDispatchMode):
 
 @contextmanager
 def largest_square(length: int) -> Iterator[Squares]:
-    """Note every tensor made within the block whose last two dimensions are both ``length``."""
+    """Record every tensor made within the block whose last two dimensions are both ``length``."""
     seen = Squares()
     with _Squares(length, seen):
         yield seen

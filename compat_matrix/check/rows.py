@@ -1,4 +1,4 @@
-"""Documents, a packed row of them, and what a model makes of each one alone."""
+"""Makes documents and packed rows, and runs documents alone."""
 
 from __future__ import annotations
 
@@ -11,12 +11,13 @@ from .. import tiny_configs, tiny_models
 
 
 def documents(*lengths: int, seed: int = 0) -> list[torch.Tensor]:
+    """Random documents, each of token ids ``[length]``."""
     generator = torch.Generator().manual_seed(seed)
     return [torch.randint(3, tiny_configs.VOCABULARY, (length,), generator=generator) for length in lengths]
 
 
 def pack(docs: list[torch.Tensor]) -> dict[str, torch.Tensor]:
-    """One row: input_ids and position_ids ``[1, length]``."""
+    """Pack documents into one row: ``input_ids`` and ``position_ids`` ``[1, length]``."""
     return {
         "input_ids": torch.cat(docs)[None],
         "position_ids": torch.cat([_count(doc) for doc in docs], dim=1),
@@ -24,14 +25,21 @@ def pack(docs: list[torch.Tensor]) -> dict[str, torch.Tensor]:
 
 
 def takes_cache(model: Any) -> bool:
-    """Whether its forward can be told to use no cache: one that only encodes cannot."""
+    """Whether a model's forward takes ``use_cache``. A masked LM's ``**kwargs`` do not count, as it has no cache."""
     parameters = inspect.signature(type(model).forward).parameters.values()
     encodes = "MaskedLM" in type(model).__name__
     return any(p.name == "use_cache" or (p.kind is p.VAR_KEYWORD and not encodes) for p in parameters)
 
 
 def alone(model: Any, docs: list[torch.Tensor], counts_itself: bool = False, **call: Any) -> torch.Tensor:
-    """Logits ``[tokens, vocabulary]`` of each document run on its own; ``counts_itself``: given no position_ids."""
+    """Run each document alone and return the logits ``[tokens, vocabulary]`` of all.
+
+    Args:
+        model: The model, patched or not.
+        docs: Documents of token ids ``[length]``.
+        counts_itself: Never pass ``position_ids``. They are otherwise passed to models that do not count from 0.
+        call: Further arguments of the forward.
+    """
     if not takes_cache(model):
         call.pop("use_cache", None)
     elif "use_cache" in inspect.signature(type(model).forward).parameters and not _shares_keys(model):
@@ -45,7 +53,7 @@ def alone(model: Any, docs: list[torch.Tensor], counts_itself: bool = False, **c
 
 
 def _shares_keys(model: Any) -> bool:
-    """Whether some layers find earlier ones' keys and values in the cache, and compute others without one."""
+    """Whether some layers take earlier layers' keys and values from the cache, and compute others without a cache."""
     return bool(getattr(getattr(model.config, "text_config", model.config), "num_kv_shared_layers", 0))
 
 
@@ -58,7 +66,7 @@ def _count(doc: torch.Tensor) -> torch.Tensor:
 
 
 def loss_of(logits: torch.Tensor, docs: list[torch.Tensor]) -> torch.Tensor:
-    """Sum of next-token losses inside documents, from logits ``[tokens, vocabulary]``."""
+    """The sum of next-token losses inside documents, from logits ``[tokens, vocabulary]``."""
     pieces = zip(logits.split([len(doc) for doc in docs]), docs)
     return sum(
         torch.nn.functional.cross_entropy(piece[:-1].float(), doc[1:], reduction="sum")
@@ -68,6 +76,7 @@ def loss_of(logits: torch.Tensor, docs: list[torch.Tensor]) -> torch.Tensor:
 
 
 def gradients(model: Any) -> dict[str, torch.Tensor]:
+    """Take the gradients of all parameters, by name, and reset them."""
     found = {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
     model.zero_grad()
     return found

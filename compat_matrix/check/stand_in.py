@@ -1,6 +1,6 @@
 """A ``flash_attn`` package for machines without a GPU: the signatures of flash-attn 2.6, computed by the reference.
 
-Transformers believes it is installed, so that models can be loaded with ``flash_attention_2`` and the code that
+Transformers takes it for the real package, so models can be loaded with ``flash_attention_2`` and the code that
 upstream would run on a GPU runs here. Install it before anything imports Transformers' modeling files.
 """
 
@@ -25,7 +25,7 @@ _QUESTIONS = (
 )
 
 CALLS: list[dict[str, Any]] = []
-"""Keywords of every varlen call, for tests that look at what a kernel is handed."""
+"""Some arguments of every varlen call, for tests that inspect them."""
 
 
 def flash_attn_varlen_func(
@@ -33,7 +33,7 @@ def flash_attn_varlen_func(
     window_size=(-1, -1), softcap=0.0, alibi_slopes=None, deterministic=False, return_attn_probs=False,
     block_table=None,
 ):  # fmt: skip
-    """q ``[tokens, heads, dim]``, as flash_attn 2.6; queries are the last of their keys, as there."""
+    """Compute varlen attention of q ``[tokens, heads, dim]``; queries are the last of their keys, as in flash-attn."""
     CALLS.append({"cu_seqlens_q": cu_seqlens_q, "max_seqlen_q": max_seqlen_q, "window_size": window_size})
     ends_q, ends_k = cu_seqlens_q.tolist(), cu_seqlens_k.tolist()
     if ends_q[-1] != q.shape[0] or ends_k[-1] != k.shape[0]:
@@ -61,7 +61,7 @@ def flash_attn_func(
     q, k, v, dropout_p=0.0, softmax_scale=None, causal=False, window_size=(-1, -1), softcap=0.0, alibi_slopes=None,
     deterministic=False, return_attn_probs=False,
 ):  # fmt: skip
-    """q ``[batch, length, heads, dim]``."""
+    """Compute attention of q ``[batch, length, heads, dim]``."""
     batch = q.shape[0]
     cu_q, cu_k = (torch.arange(0, (batch + 1) * x.shape[1], x.shape[1], dtype=torch.int32) for x in (q, k))
     flat = (x.reshape(-1, *x.shape[2:]) for x in (q, k, v))
@@ -73,19 +73,23 @@ def flash_attn_func(
 
 
 def flash_attn_with_kvcache(*args, **kwargs):
+    """Raise NotImplementedError: the stand-in has no paged cache."""
     raise NotImplementedError("the stand-in has no paged cache")
 
 
 def index_first_axis(x, indices):
+    """Select rows of ``x``."""
     return x[indices]
 
 
 def pad_input(hidden_states, indices, batch, seqlen):
+    """Put tokens ``[tokens, ...]`` back at their places in ``[batch, seqlen, ...]``."""
     padded = hidden_states.new_zeros(batch * seqlen, *hidden_states.shape[1:])
     return padded.index_copy(0, indices.long(), hidden_states).view(batch, seqlen, *hidden_states.shape[1:])
 
 
 def unpad_input(hidden_states, attention_mask, *unused):
+    """Drop padding; returns the tokens, their flat indices, ``cu_seqlens`` and ``max_seqlen``."""
     lengths = attention_mask.sum(-1, dtype=torch.int32)
     indices = attention_mask.flatten().nonzero().flatten()
     cu = torch.nn.functional.pad(lengths.cumsum(0, dtype=torch.int32), (1, 0))
@@ -93,13 +97,13 @@ def unpad_input(hidden_states, attention_mask, *unused):
 
 
 def install() -> None:
-    """Make ``import flash_attn`` give this module, and Transformers take it for the real one."""
+    """Make ``import flash_attn`` give the stand-in, and make Transformers report it as available."""
     package = ModuleType("flash_attn")
     package.__spec__ = importlib.machinery.ModuleSpec("flash_attn", loader=None)
     package.__version__ = "2.6.3"
     package.__path__ = []
     padding, layers, rotary = (ModuleType(f"flash_attn.{name}") for name in ("bert_padding", "layers", "layers.rotary"))
-    rotary.apply_rotary_emb = None  # imported by name only
+    rotary.apply_rotary_emb = None  # it is imported, but never called
     here = sys.modules[__name__]
     for name in ("flash_attn_func", "flash_attn_varlen_func", "flash_attn_with_kvcache"):
         setattr(package, name, getattr(here, name))

@@ -1,8 +1,8 @@
-"""The aten operators beneath two kernels, for machines without a GPU: torch has them for CUDA only.
+"""CPU implementations of the aten operators below two kernels, for machines without a GPU.
 
-Schemas, autograd and what the compiler knows of them stay torch's own; only the numbers come from here, by the
-formulas that the CUDA code computes (FlashAttention-2, arXiv 2307.08691, algorithm 2: the backward is handed the output
-and the log-sum-exp, so that one may hand it others).
+torch implements these operators for CUDA only. Their schemas, autograd and compiler support stay torch's own. The
+values follow the formulas of the CUDA code (FlashAttention-2, arXiv 2307.08691, algorithm 2): the backward takes the
+output and the log-sum-exp as arguments, so a caller may pass others than the forward returned.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ from fa2patch.kernels.efficient import Efficient
 from fa2patch.kernels.torch_varlen import TorchVarlen
 
 CALLS: list[dict[str, Any]] = []
-"""What every forward was handed, for tests that look at it."""
+"""Some arguments of every forward, for tests that inspect them."""
 
 
 @contextlib.contextmanager
 def installed() -> Iterator[list[dict[str, Any]]]:
-    """Within the block both kernels can run on a CPU, in every dtype; gives the calls of their forwards."""
+    """Make both kernels run on a CPU in every dtype within the block; gives the calls of their forwards."""
     library = torch.library.Library("aten", "IMPL")
     library.impl("_flash_attention_forward", _flash_forward, "CPU")
     library.impl("_flash_attention_backward", _flash_backward, "CPU")
@@ -48,7 +48,7 @@ def _pieces(cu: torch.Tensor) -> Iterator[slice]:
 def _weights(
     q: torch.Tensor, k: torch.Tensor, scale: float, causal: bool, left: int | None, right: int | None
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Logits ``[heads, queries, keys]`` in double precision, hidden ones at minus infinity, and their log-sum-exp."""
+    """The float64 logits ``[heads, queries, keys]``, minus infinity where hidden, and their log-sum-exp."""
     keys = k.double().repeat_interleave(q.shape[1] // k.shape[1], 1)
     logits = torch.einsum("ihd,jhd->hij", q.double(), keys) * scale
     distance = torch.arange(q.shape[0])[:, None] - torch.arange(q.shape[0])
@@ -84,7 +84,8 @@ def _flash_forward(
         lse[:, at] = sums.to(lse.dtype)
     on_meta = (x.to("meta") for x in (q, k, v, cu, cu))
     made = torch.ops.aten._flash_attention_forward.default(*on_meta, max_q, max_k, dropout, causal, debug)
-    return output, lse, *(torch.zeros_like(x, device="cpu") for x in made[2:])  # of the size that this torch expects
+    # the meta implementation gives the shapes of the other outputs in this torch
+    return output, lse, *(torch.zeros_like(x, device="cpu") for x in made[2:])
 
 
 def _flash_backward(

@@ -1,4 +1,4 @@
-"""The same packed rows through Transformers alone, so that the table shows what the patch changes."""
+"""Runs packed rows through Transformers alone, so that the matrix shows what the patch changes."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from .cell import Cell
 from .rows import documents, pack
 
 DTYPES = (torch.float32, torch.bfloat16)
-"""bfloat16 where a flash class cannot compute float32, which the real kernels cannot either."""
+"""The dtypes to try in order. Some flash classes cannot compute float32, and neither can the real kernels."""
 
 LENGTHS = (5, 9, 3, 7)
 
@@ -24,7 +24,7 @@ ROWS: dict[str, Callable[[], dict[str, Any]]] = {
     "mask of ones": lambda: _row(LENGTHS, attention_mask=torch.ones(1, sum(LENGTHS), dtype=torch.long)),
     "default cache": lambda: _row(LENGTHS, use_cache=None),
 }
-"""Five everyday packed batches: what the model is called with."""
+"""Functions that make the forward arguments of five everyday packed batches."""
 
 
 def _row(lengths: tuple[int, ...], **more: Any) -> dict[str, Any]:
@@ -39,7 +39,7 @@ def _two_rows() -> dict[str, Any]:
 
 
 def outcomes(cell: Cell) -> dict[str, str]:
-    """``ok``, ``leak`` or ``error: ...`` for each of :data:`ROWS`, computed by an unpatched model."""
+    """Verify an unpatched model on each of :data:`ROWS`; each result is ``ok``, ``leak`` or ``error: ...``."""
     return {name: _outcome(cell, make()) for name, make in ROWS.items()}
 
 

@@ -1,7 +1,7 @@
-"""Which windows, chunks and local layers a config has: the one place that knows.
+"""The windows, chunks and local layers that a config can have.
 
-A config says how far its layers look under many names. A row of ``KINDS`` is one of them; ``of`` says which of them a
-config has, and raises where it finds a name that nobody has looked at, so that the next one is not passed over.
+Configs use many argument names for how far layers look; ``KINDS`` lists them. :func:`of` returns the kinds that a
+config has. It raises an error for an unknown name that sounds like a window, so that new ones are not overlooked.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from typing import Any, Callable
 from .. import tiny_models
 
 Sees = Callable[[int, int, int], bool]
-"""Whether a query sees a key of its document: given their places in it, and what the config's argument says."""
+"""Whether a query sees a key of its document, called with their positions in it and the config's argument."""
 
 
 def _window(query: int, key: int, size: int) -> bool:
@@ -36,12 +36,12 @@ def _half_to_each_side(query: int, key: int, size: int) -> bool:
 
 @dataclass(frozen=True)
 class Kind:
-    """One argument of a config that keeps a query from tokens of its own document.
+    """A config argument that hides tokens of a query's own document.
 
     Attributes:
-        name: the config's argument, a number of tokens.
-        sees: what it means.
-        sizes: values to try: nothing but itself, less than a document, as much as the longest, more.
+        name: The name of the argument, whose value is a number of tokens.
+        sees: The definition.
+        sizes: The values to try: a token itself, less than a document, as much as the longest document, more.
     """
 
     name: str
@@ -49,7 +49,7 @@ class Kind:
     sizes: tuple[int, ...] = (1, 3, 5, 12, 40)
 
     def hides(self, length: int, size: int, encoder: bool = False) -> bool:
-        """Whether some token of a document of that length does not see one that it would see without."""
+        """Whether a window of ``size`` hides any token from another in a document of ``length`` tokens."""
         pairs = ((i, j) for i in range(length) for j in range(length if encoder else i + 1))
         return not all(self.sees(i, j, size) for i, j in pairs)
 
@@ -62,14 +62,14 @@ KINDS = {
     "local_attention": Kind("local_attention", _half_to_each_side, (2, 6, 12, 40)),
 }
 DECODERS = {"local_attention": Kind("local_attention", _half_a_window, (2, 6, 12, 24, 48))}
-"""What means something else where attention looks back only (ModernBERT's decoder: half of it is its window)."""
+"""Arguments with another meaning in causal models: the window of ModernBERT's decoder is half of it."""
 
 LAYERS = {
     "attention_layers", "attention_types", "block_types", "layer_types", "layers_block_type", "max_window_layers",
     "mlp_layer_types", "mtp_layer_types", "mtp_layers_block_type", "mtp_mlp_layer_types",
     "prefix_dense_sliding_window_pattern", "sliding_window_pattern", "use_sliding_window",
 }  # fmt: skip
-"""Names that say which layers are of which kind."""
+"""Names of arguments that state the kinds of layers."""
 
 NO_WINDOWS = {
     "chunk_size": "a mixer computes so many tokens at a time",
@@ -81,7 +81,7 @@ NO_WINDOWS = {
     "num_local_experts": "experts",
     "rope_local_base_freq": "rotary embeddings of local layers",
 }
-"""Names that sound like windows and are none, and what they are."""
+"""Names that sound like windows but are not, with their meaning."""
 
 _SOUNDS_LIKE_ONE = re.compile(r"window|chunk|local|sliding|layer_types|block_type|attention_(types|layers)")
 _LOCAL_LAYER = re.compile(r"[\"'](\w*(?:sliding|chunked)(?:_attention)?)[\"']")
@@ -89,14 +89,14 @@ _GLOBAL_LAYER = re.compile(r"full_attention|hybrid")
 
 
 class UnknownWindow(Exception):
-    """A config has something that sounds like a window, and this file does not say what it is."""
+    """A config has an argument that sounds like a window and that this file does not know."""
 
 
 def of(architecture: str) -> list[Kind]:
-    """The kinds that an architecture's config can be given.
+    """List the kinds whose argument the config of an architecture takes.
 
     Raises:
-        UnknownWindow: the config has a name that is in no table of this file.
+        UnknownWindow: The config has a name that sounds like a window and is in no table of this file.
     """
     config = text_config(architecture)
     takes = tiny_models.parameters(type(config))
@@ -112,19 +112,20 @@ def of(architecture: str) -> list[Kind]:
 
 
 def text_config(architecture: str, **changes: Any) -> Any:
+    """The tiny config of an architecture, or its text side if it has one."""
     config = tiny_models.config_of(architecture, **changes)
     return getattr(config, "text_config", config)
 
 
 @dataclass(frozen=True)
 class Way:
-    """A way in which a config is told which layers have a window.
+    """A way to tell a config which layers have a window.
 
     Attributes:
-        changes: its arguments.
-        layers: how many layers have one then; None where that is not known here.
-        one: the arguments of the same name with which one layer of two has one. Code that gives it to both does not
-            know that name, and defines nothing about it.
+        changes: The config arguments.
+        layers: How many layers then have a window; None if that is not known here.
+        one: Arguments of the same name that give one of two layers a window. Eager code that gives both layers a
+            window does not implement the name, so it is not compared with.
     """
 
     changes: dict[str, Any]
@@ -133,7 +134,7 @@ class Way:
 
 
 def ways(architecture: str) -> dict[str, Way]:
-    """Every way that the config has, by name."""
+    """Return every way that the config of an architecture has, by name."""
     config = text_config(architecture)
     takes = tiny_models.parameters(type(config))
     on: dict[str, Any] = {"use_sliding_window": True} if "use_sliding_window" in takes else {}
@@ -142,7 +143,8 @@ def ways(architecture: str) -> dict[str, Way]:
     if types is not None:
         found["layer_types"] = Way({**on, "layer_types": types})
     unsaid: dict[str, Any] = {"layer_types": None} if "layer_types" in takes else {}
-    if "max_window_layers" in takes:  # some versions count the layers without a window from below, some those with one
+    # some versions give the first max_window_layers layers no window, others give the window to those
+    if "max_window_layers" in takes:
         one = {**on, **unsaid, "max_window_layers": 1}
         found["max_window_layers=1"] = Way(one, 1, one)
         for number in (0, 2):
@@ -153,7 +155,7 @@ def ways(architecture: str) -> dict[str, Way]:
 
 
 def _with_a_local_layer(architecture: str, types: list[str] | None) -> list[str] | None:
-    """``layer_types`` with a local layer in it, under the name that the modeling file has for one."""
+    """``layer_types`` with a local layer in it, named as in the modeling file; None if that has no such name."""
     if not types or any(_LOCAL_LAYER.fullmatch(f'"{kind}"') for kind in types):
         return types and list(types)
     names = _LOCAL_LAYER.findall(inspect.getsource(tiny_models.modeling(architecture)))
@@ -164,12 +166,12 @@ def _with_a_local_layer(architecture: str, types: list[str] | None) -> list[str]
 
 
 def reads(architecture: str, kind: Kind) -> bool:
-    """Whether the modeling file speaks of that argument at all."""
+    """Whether the modeling file mentions the argument of a kind."""
     return _is_in(kind.name, tiny_models.modeling(architecture))
 
 
 def spoken_of(name: str, config: Any) -> bool:
-    """Whether the files of a model speak of an argument: a config keeps whatever it is given."""
+    """Whether a model's files mention an argument; that a config has it proves nothing, as it keeps any argument."""
     package = type(config).__module__.rpartition(".")[0]
     modules = [module for path, module in sys.modules.items() if path.startswith(f"{package}.") and module]
     return any(

@@ -1,1 +1,1 @@
-"""fa2patch with the packages around Transformers, in real versions: ``python -m compat_matrix.ecosystem``."""
+"""Check fa2patch with other packages around Transformers, in real versions: ``python -m compat_matrix.ecosystem``."""

@@ -25,6 +25,14 @@ FORMAT = 1
 
 
 def main(arguments: list[str] | None = None) -> int:
+    """Run the checks of the chosen stacks, write their evidence and print a summary.
+
+    Args:
+        arguments: the command line; None reads ``sys.argv``.
+
+    Returns:
+        The exit code: 1 if any check failed.
+    """
     known = stacks()
     parser = argparse.ArgumentParser(prog="python -m compat_matrix.ecosystem", description=__doc__)
     parser.add_argument("--stacks", nargs="+", choices=known, metavar="S", default=[*known], help=", ".join(known))
@@ -47,7 +55,7 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def examined(stack: Stack, given: argparse.Namespace, packages: Path, console: Console) -> dict[str, Any]:
-    """The evidence of one stack, written to its file."""
+    """Run the checks of one stack, merge them with earlier evidence if only some were asked for, and write the file."""
     python = environments.make(stack.environment, given.environments.resolve())
     file = given.evidence / f"{stack.name}.json"
     wanted = given.checks or []
@@ -86,7 +94,7 @@ def examined(stack: Stack, given: argparse.Namespace, packages: Path, console: C
 def _in_one_process(
     stack: Stack, python: Path, packages: Path, variables: dict[str, str], wanted: list[str]
 ) -> dict[str, Any]:
-    with tempfile.TemporaryDirectory(prefix="fa2patch-") as folder:  # checkpoints go there too
+    with tempfile.TemporaryDirectory(prefix="fa2patch-") as folder:  # checkpoints are written there too
         out = Path(folder, "found.json")
         command = [str(python), "-m", "compat_matrix.ecosystem.child", stack.name, str(out), *wanted]
         done = subprocess.run(command, cwd=packages, env={**variables, "TMPDIR": folder})
@@ -96,13 +104,14 @@ def _in_one_process(
 
 
 def failures(evidence: dict[str, Any]) -> list[str]:
+    """Return the names of the checks that neither passed nor were skipped."""
     if "error" in evidence:
         return [evidence["error"]]
     return [name for name, finding in evidence["checks"].items() if not finding.get("ok") and "skipped" not in finding]
 
 
 def report(found: dict[str, Any], console: Console) -> None:
-    """What holds in each stack, what does not apply, and what failed."""
+    """Print how many checks passed in each stack, which do not apply, and which failed."""
     table = Table("stack", "held", "does not apply", "failed", "seconds", title="fa2patch with the ecosystem")
     for name, evidence in found.items():
         if "error" in evidence:

@@ -31,7 +31,7 @@ PACKAGES = (
 
 
 def versions() -> dict[str, str]:
-    """Of what matters here, as far as it is installed."""
+    """Return the versions of Python and of those ``PACKAGES`` that are installed."""
     found = {"python": platform.python_version()}
     for package in PACKAGES:
         try:
@@ -42,6 +42,13 @@ def versions() -> dict[str, str]:
 
 
 def main(name: str, out: str, *wanted: str) -> None:
+    """Run checks and write versions and findings as JSON.
+
+    Args:
+        name: the stack's name, for messages.
+        out: the file to write.
+        wanted: names of checks; none means all of ``CHECKS``.
+    """
     os.environ.update(HF_HUB_OFFLINE="1", TOKENIZERS_PARALLELISM="false", TRANSFORMERS_VERBOSITY="error")
     warnings.simplefilter("ignore")
     start = time.perf_counter()
@@ -73,6 +80,7 @@ def main(name: str, out: str, *wanted: str) -> None:
 
 
 def held(check: Any, stage: Any) -> dict[str, Any]:
+    """Run one check. An exception becomes a finding that is not ok."""
     try:
         return dict(check(stage))
     except Exception as error:

@@ -1,4 +1,4 @@
-"""The batches that are compared: padded, packed in one row, packed in two."""
+"""The collators that are compared: padded, packed in one row, packed in two."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ Batch = dict[str, Any]
 
 
 def tokens(features: Features) -> list[dict[str, list[int]]]:
-    """Of each example what a causal LM is trained on; the first label is ignored, as nothing predicts it.
+    """Return the token ids and labels of each example, with the first label ignored, because nothing predicts it.
 
-    Said outright because Trainer 4.46 to 4.57 counts it among the tokens that a padded batch's loss is divided by.
+    Without this, Trainer 4.46 to 4.57 counts it among the tokens by which a padded batch's loss is divided.
     """
     kept = [{"input_ids": [*one["input_ids"]], "labels": [*one.get("labels", one["input_ids"])]} for one in features]
     for one in kept:
@@ -28,7 +28,7 @@ def tokens(features: Features) -> list[dict[str, list[int]]]:
 
 
 def padded(features: Features) -> Batch:
-    """A row for each example, every row as long as the longest."""
+    """Collate one row for each example, padded to the longest."""
     rows = tokens(features)
     ids = [torch.tensor(row["input_ids"]) for row in rows]
     labels = [torch.tensor(row["labels"]) for row in rows]
@@ -40,12 +40,14 @@ def padded(features: Features) -> Batch:
 
 
 def packed(features: Features, **options: Any) -> Batch:
-    """All examples in one row, by fa2patch's collator."""
+    """Collate all examples into one row with fa2patch's collator."""
     return fa2patch.DataCollatorWithFlattening(**options)(tokens(features))
 
 
 def packed_in_two_rows(features: Features) -> Batch:
-    """Half of the examples in each of two rows, the shorter one padded, with the usual mask: ones, zeros on padding."""
+    """Collate half of the examples into each of two rows; the ``attention_mask`` is zero on the shorter one's
+    padding.
+    """
     rows = [packed(half) for half in (features[::2], features[1::2]) if half]
     rows = [{**row, "attention_mask": torch.ones_like(row["input_ids"])} for row in rows]
     padding = {"input_ids": 0, "position_ids": 0, "attention_mask": 0, "labels": IGNORED}
@@ -54,7 +56,12 @@ def packed_in_two_rows(features: Features) -> Batch:
 
 
 class Noted:
-    """A collator that notes which examples it was given, batch after batch."""
+    """A collator that records the examples it was given.
+
+    Attributes:
+        seen: a checksum of each batch's token ids.
+        last: the last batch.
+    """
 
     def __init__(self, collate: Callable[[Features], Batch]) -> None:
         self.collate = collate

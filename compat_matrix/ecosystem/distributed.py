@@ -1,4 +1,4 @@
-"""Scripts of tests/distributed, each run by torchrun in two processes on gloo."""
+"""Run scripts of tests/distributed with torchrun, in two processes on gloo."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ LIMIT = 420
 
 
 def command(python: Path | str, script: str, *arguments: str, processes: int = 2) -> list[str]:
-    """A script (``trainer``, or ``trainer zero3``) by torchrun, on a port that is free."""
+    """Return the torchrun command of a script (``trainer``, or ``trainer zero3``). torchrun picks a free port."""
     launch = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(processes)]
     return [str(python), *launch, *_called(script), *arguments]
 
@@ -30,9 +30,9 @@ def _called(script: str) -> list[str]:
 
 
 def launched(script: str, python: Path, variables: Mapping[str, str]) -> dict[str, Any]:
-    """What a script found: it writes JSON to the file that it is given, from its first process.
+    """Run a script and return the JSON that its first process wrote.
 
-    ``trainer`` is handed the file of a run in one process besides, to compare with.
+    A ``trainer`` script is first run in one process. The result is passed to the second run as the reference.
     """
     begun = time.perf_counter()
     with tempfile.TemporaryDirectory(prefix="fa2patch-") as folder:
@@ -50,7 +50,7 @@ def launched(script: str, python: Path, variables: Mapping[str, str]) -> dict[st
 
 
 def _run(launch: list[str], variables: Mapping[str, str], out: Path) -> None:
-    """Waits for a script's file; whatever it started is gone afterwards, torchrun's children included."""
+    """Run a command and check that it wrote its file. After a timeout the whole process group is killed."""
     process = subprocess.Popen(
         launch, env=dict(variables), stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, start_new_session=True
     )

@@ -1,4 +1,4 @@
-"""ECOSYSTEM.md from the evidence: ``python -m compat_matrix.ecosystem.page [--check]``."""
+"""Write ECOSYSTEM.md from the evidence: ``python -m compat_matrix.ecosystem.page [--check]``."""
 
 from __future__ import annotations
 
@@ -35,13 +35,13 @@ Evidence = dict[str, Any]
 
 
 def read(folder: Path) -> dict[str, Evidence]:
-    """The stacks' evidence, in the order of stacks.toml; stacks without any are left out."""
+    """Read the evidence in the order of stacks.toml; stacks without evidence are left out."""
     files = {name: folder / f"{name}.json" for name in stacks()}
     return {name: json.loads(file.read_text(encoding="utf-8")) for name, file in files.items() if file.exists()}
 
 
 def page(found: dict[str, Evidence]) -> str:
-    """The whole of ECOSYSTEM.md."""
+    """Return the text of ECOSYSTEM.md."""
     parts = [
         f"<!-- Made by {COMMAND}.page from evidence/*.json: do not edit. -->",
         "# With Trainer, TRL, PEFT, DDP, FSDP2 and DeepSpeed",
@@ -74,7 +74,7 @@ def _versions(evidence: Evidence) -> str:
 
 
 def _checks(found: dict[str, Evidence], *names: str) -> Iterable[tuple[str, dict[str, Any]]]:
-    """Stacks and findings where this check was made, and applies."""
+    """Yield stacks and findings of these checks, where they were run and apply."""
     for stack, evidence in found.items():
         for name in names:
             finding = evidence["checks"].get(name)
@@ -241,6 +241,14 @@ def _split(one: dict[str, Any]) -> str:
 
 
 def main(arguments: list[str] | None = None) -> int:
+    """Write ECOSYSTEM.md, or compare it with the evidence.
+
+    Args:
+        arguments: the command line; None reads ``sys.argv``.
+
+    Returns:
+        The exit code: 1 if ``--check`` finds a difference.
+    """
     parser = argparse.ArgumentParser(prog=f"{COMMAND}.page", description=__doc__)
     parser.add_argument("--check", action="store_true", help="write nothing; fail if the page is not the evidence's")
     given = parser.parse_args(arguments)

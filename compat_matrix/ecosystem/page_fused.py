@@ -1,4 +1,4 @@
-"""The part of ECOSYSTEM.md about losses that other packages compute: each case right, refused, or how far off."""
+"""The section of ECOSYSTEM.md about losses that other packages compute: each case is right, refused, or off."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ NAMED = {
 
 
 def fused_losses(findings: Iterable[tuple[str, dict[str, Any]]], told: str) -> str:
-    """A row for each case, of stacks and their findings."""
+    """Return the section: the introduction ``told``, and a table with one row for each case."""
     rows = []
     for stack, finding in findings:
         named = NAMED[finding["check"]]

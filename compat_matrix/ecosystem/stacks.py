@@ -1,4 +1,4 @@
-"""stacks.toml: which packages go together, as environments that ``compat_matrix.environments`` makes."""
+"""Read stacks.toml: groups of packages, as environments that ``compat_matrix.environments`` makes."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ class Stack:
     Attributes:
         environment: what its environment is made of.
         trl: TRL's version, or None where Transformers' own Trainer is checked.
-        variables: of its processes' environment.
-        distributed: scripts of tests/distributed that are run in it, by two processes.
-        checks: what is held in it; empty is all that every stack is held to.
+        variables: environment variables of its processes.
+        distributed: scripts of tests/distributed that run in it, in two processes.
+        checks: the names of its checks; empty for all of ``checks.CHECKS``.
     """
 
     name: str
@@ -31,7 +31,7 @@ class Stack:
 
 
 def stacks() -> dict[str, Stack]:
-    """Every block, by name, in the file's order."""
+    """Return every block by name, in the file's order."""
     file = environments.tomllib.loads((HERE / "stacks.toml").read_text(encoding="utf-8"))
     found = {}
     for name, block in file["stack"].items():

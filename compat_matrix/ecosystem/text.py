@@ -1,4 +1,4 @@
-"""Documents of very different lengths from the standard library's docstrings, and a tokenizer made of them."""
+"""Documents of very different lengths from the standard library's docstrings, and a tokenizer trained on them."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from typing import Any
 
 END, PAD = "<|end|>", "<|pad|>"
 LONGEST = 400
-"""Characters of a document; about a third as many tokens."""
+"""Characters of a document at most, which are about a third as many tokens."""
 
 
 def documents(count: int) -> list[str]:
-    """Docstrings of the standard library's top modules, each once, in an order that mixes modules and lengths."""
+    """Return unique docstrings of the standard library's top modules, ordered by hash to mix modules and lengths."""
     found: dict[str, None] = {}
     for file in sorted(Path(sysconfig.get_paths()["stdlib"]).glob("*.py")):
         found.update(dict.fromkeys(_docstrings(file)))
@@ -26,7 +26,7 @@ def documents(count: int) -> list[str]:
 
 
 def hash_of(text: str) -> int:
-    """The same on every machine and in every process, unlike ``hash``."""
+    """Return a hash that is the same on every machine and in every process, unlike ``hash``."""
     return zlib.crc32(text.encode())
 
 
@@ -39,7 +39,7 @@ def _docstrings(file: Path) -> Iterator[str]:
 
 
 def tokenizer(texts: list[str], vocabulary: int = 512) -> Any:
-    """A byte-level BPE as ``PreTrainedTokenizerFast``."""
+    """Train a byte-level BPE and return it as a ``PreTrainedTokenizerFast``."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
     from transformers import PreTrainedTokenizerFast
 

@@ -1,4 +1,4 @@
-"""A Trainer, or an SFTTrainer, of whatever version is installed: the same call for all of them."""
+"""Make a Trainer or an SFTTrainer of the installed version with the same call for all versions."""
 
 from __future__ import annotations
 
@@ -16,14 +16,16 @@ from . import text
 from .collators import Noted
 
 RENAMED = {"eval_strategy": "evaluation_strategy", "max_length": "max_seq_length", "use_cpu": "no_cuda"}
-"""Arguments' names of today, and those of old versions."""
+"""Current names of arguments, and their names in old versions."""
 
 BATCH = 8
 LONGEST = 128
 
 
 def tiny_llama(vocabulary: int = 512, **config: Any) -> Any:
-    """Two layers with weights so large that every token matters to every later one; untrained, the same each time."""
+    """Build an untrained Llama of two layers. Its weights are fixed and so large that every token affects later
+    ones.
+    """
     from transformers import LlamaConfig, LlamaForCausalLM
 
     torch.manual_seed(0)
@@ -38,12 +40,12 @@ def tiny_llama(vocabulary: int = 512, **config: Any) -> Any:
 
 
 class Stage:
-    """What a stack's checks share: its data, its tokenizer, and how its trainer is made.
+    """What a stack's checks share: the data, the tokenizer, and how a trainer is made.
 
     Attributes:
-        trl: whether it is TRL's SFTTrainer.
-        folder: where everything of its trainers goes; it ends with the stage.
-        train, held_out: texts (TRL tokenizes them itself), or examples of token ids.
+        trl: whether the trainer is TRL's SFTTrainer.
+        folder: the temporary folder of all its trainers.
+        train, held_out: texts; :meth:`dataset` tokenizes them for Trainer, and TRL tokenizes them itself.
     """
 
     def __init__(self, trl: bool) -> None:
@@ -54,10 +56,11 @@ class Stage:
         self.train, self.held_out = texts[:880], texts[880:]
 
     def examples(self, texts: Sequence[str]) -> list[dict[str, list[int]]]:
+        """Tokenize texts and cut each to ``LONGEST`` tokens."""
         return [{"input_ids": ids[:LONGEST]} for ids in self.tokenizer(list(texts))["input_ids"]]
 
     def dataset(self, texts: Sequence[str]) -> Any:
-        """What the trainer is given: a dataset of texts for TRL, a list of tokenized examples for Trainer."""
+        """Return the trainer's data: a dataset of texts for TRL, a list of tokenized examples for Trainer."""
         if not self.trl:
             return self.examples(texts)
         from datasets import Dataset
@@ -65,9 +68,13 @@ class Stage:
         return Dataset.from_dict({"text": list(texts)})
 
     def trainer(self, model: Any, collator: Any, *, held_out: bool = False, kind: Any = None, **options: Any) -> Any:
-        """A trainer over ``train``; ``options`` are TrainingArguments', by today's names.
+        """Make a trainer over ``train``.
 
-        Callbacks among them get the trainer as their attribute.
+        Args:
+            held_out: whether it gets the held-out documents for evaluation.
+            kind: the trainer's class, if not the default.
+            options: arguments of TrainingArguments by their current names, or ``train_dataset``, or ``callbacks``,
+                whose attribute ``trainer`` is set.
         """
         from transformers.trainer_callback import PrinterCallback
 
@@ -78,7 +85,7 @@ class Stage:
             "per_device_eval_batch_size": BATCH, "learning_rate": 1e-3, "lr_scheduler_type": "constant",
             "logging_steps": 1, "seed": 0, "use_cpu": True, "save_strategy": "no", "report_to": "none",
             "disable_tqdm": True, "dataloader_pin_memory": False, "remove_unused_columns": self.trl,
-            "bf16": False, "gradient_checkpointing": False,  # both on by default in newer TRL
+            "bf16": False, "gradient_checkpointing": False,  # newer TRL turns both on by default
             **options,
         }  # fmt: skip
         sets = {"train_dataset": data, "eval_dataset": self.dataset(self.held_out) if held_out else None}
@@ -112,7 +119,9 @@ class Stage:
         )
 
     def run(self, model: Any, collate: Any, *, patched: bool, steps: int, **options: Any) -> dict[str, Any]:
-        """Train a model: its losses step by step, which mini-batches it saw, the trainer itself."""
+        """Train a model; return its losses step by step, its mini-batches, the trainer, the model and the last
+        batch.
+        """
         if patched:
             fa2patch.apply(model)
         collator = Noted(collate)
@@ -130,17 +139,21 @@ def _spelled(callable_: Any, given: dict[str, Any]) -> dict[str, Any]:
 
 
 def weights(model: Any) -> dict[str, torch.Tensor]:
+    """Return copies of a model's weights by name."""
     return {name: value.detach().clone() for name, value in model.state_dict().items()}
 
 
 def furthest(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> float:
-    """The largest difference between two models' weights, relative to the largest weight of the same tensor."""
+    """Return the largest difference between two models' weights, relative to the tensor's largest weight in
+    ``other``.
+    """
     if one.keys() != other.keys():
         raise RuntimeError(f"weights of other names: {sorted(one.keys() ^ other.keys())[:4]}")
     return max(float((one[name] - other[name]).abs().max() / other[name].abs().max().clamp(min=1e-9)) for name in one)
 
 
 def largest_relative_difference(losses: Sequence[float], reference: Sequence[float]) -> float:
+    """Return the largest relative difference between two lists of losses of the same length."""
     if len(losses) != len(reference):
         raise RuntimeError(f"{len(losses)} losses against {len(reference)}")
     return max(abs(a - b) / abs(b) for a, b in zip(losses, reference))

@@ -1,1 +1,1 @@
-"""What is made from the evidence: the tables, the pages, upstream.json. ``python -m compat_matrix.publish``."""
+"""Makes tables, pages and upstream.json from the evidence: ``python -m compat_matrix.publish``."""

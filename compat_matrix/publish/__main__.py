@@ -1,4 +1,4 @@
-"""Write what is made: README's tables, MATRIX.md, matrix.html, upstream.json. ``--check`` compares."""
+"""Write README's tables, MATRIX.md, matrix.html and upstream.json from the evidence, or ``--check`` them."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ COMMAND = "python -m compat_matrix.publish"
 
 
 def main(arguments: list[str] | None = None) -> int:
+    """Run the command line; returns 1 if the evidence is malformed or, with ``--check``, a file is out of date."""
     parser = argparse.ArgumentParser(prog=COMMAND, description=__doc__)
     parser.add_argument("--check", action="store_true", help="write nothing; fail if a file is not as it would be")
     parser.add_argument("--root", type=Path, default=environments.HERE.parent, help="of the repository")

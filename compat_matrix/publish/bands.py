@@ -1,4 +1,4 @@
-"""Transformers versions in bands, within which its attention code kept its shape."""
+"""Groups Transformers versions into bands within which the attention code kept its structure."""
 
 from __future__ import annotations
 
@@ -9,7 +9,11 @@ from dataclasses import dataclass
 from ..cells import Cell, Environment, Score, score
 
 STARTS = ((4, 34), (4, 43), (4, 48), (4, 53), (5, 0))
-"""Attention classes; one flash function for all of them; one interface for all; one module that makes masks; 5."""
+"""The first minor of each band.
+
+In order: an attention class for each implementation; one flash function for all models; one attention interface for
+all models; one module that makes masks; version 5.
+"""
 
 
 @dataclass(frozen=True)
@@ -20,10 +24,11 @@ class Band:
 
     @property
     def label(self) -> str:
+        """The band's minors, for example ``4.34-4.42`` with an en dash."""
         return span(self.environments[0].minor, self.environments[-1].minor)
 
     def score(self, *architectures: str) -> Score:
-        """Counted in minors of these architectures: a minor is ok where every environment of it is."""
+        """Count the minors of these architectures; a minor counts as its worst environment."""
         minors: dict[tuple[str, tuple[int, int]], list[Cell]] = {}
         for environment in self.environments:
             for architecture in architectures:
@@ -34,7 +39,7 @@ class Band:
 
 
 def bands(environments: Iterable[Environment]) -> list[Band]:
-    """The bands that have evidence."""
+    """Group environments into bands, the oldest first; bands without environments are left out."""
     found: dict[int, list[Environment]] = {}
     for environment in environments:
         found.setdefault(max(bisect_right(STARTS, environment.minor), 1), []).append(environment)
@@ -42,20 +47,20 @@ def bands(environments: Iterable[Environment]) -> list[Band]:
 
 
 def split(band: Band, columns: int) -> list[Band]:
-    """As few bands as have at most so many environments, evenly."""
+    """Split a band evenly into as few bands as possible with at most ``columns`` environments each."""
     parts = -(-len(band.environments) // columns)
     ends = [round(part * len(band.environments) / parts) for part in range(parts + 1)]
     return [Band(band.environments[start:end]) for start, end in zip(ends, ends[1:])]
 
 
 def span(first: tuple[int, int], last: tuple[int, int]) -> str:
-    """``4.34-4.42``, with a dash."""
+    """A range of minors, for example ``4.34-4.42`` with an en dash; one minor is named once."""
     ends = [f"{major}.{minor}" for major, minor in dict.fromkeys((first, last))]
     return "\N{EN DASH}".join(ends)
 
 
 def worst(cells: Iterable[Cell]) -> Cell:
-    """What a minor is when it has more than one environment: its worst cell, with its worst upstream."""
+    """Combine the cells of a minor with several environments: the worst cell, with the worst upstream result."""
     cells = list(cells)
     severity = ("absent", "ok", "refused", "xfail", "fail").index
     worst_cell = max(cells, key=lambda cell: severity(cell.state))

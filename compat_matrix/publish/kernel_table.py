@@ -1,4 +1,4 @@
-"""README's table of kernels, from their classes."""
+"""Makes README's table of kernels from their classes."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from . import markdown
 
 
 def table() -> str:
-    """Every kernel at its best; what is here, ``fa2patch kernels`` tells."""
+    """List what every kernel can do at best; ``fa2patch kernels`` shows what it can do on a machine."""
     rows = (
         [
             f'`"{row["name"]}"`',

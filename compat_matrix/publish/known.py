@@ -1,4 +1,4 @@
-"""The evidence of what Transformers alone does, for ``fa2patch doctor``: fa2patch/upstream.json."""
+"""Makes fa2patch/upstream.json, the evidence of what Transformers alone does, for ``fa2patch doctor``."""
 
 from __future__ import annotations
 
@@ -9,11 +9,15 @@ from ..cells import Results
 
 
 def known(results: Results) -> str:
-    """By minor: how many architectures were measured, in how many each row is right, and which of them are not."""
+    """The JSON text with the facts of each minor.
+
+    They are the release, the number of architectures measured, in how many of them each kind of row is right, and which
+    architectures leak or fail on the plain row, are right on every row, or are refused by fa2patch.
+    """
     found: dict[str, Any] = {}
     for environment in results.counted:
         if environment.name != environment.transformers:
-            continue  # a stack of a period, or another wrapt
+            continue  # the environment has other packages of that time, or another wrapt
         runs = {name: cell.upstream for name, cell in environment.cells.items() if cell.upstream}
         found["{}.{}".format(*environment.minor)] = {
             "release": environment.transformers,

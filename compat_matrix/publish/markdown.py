@@ -1,4 +1,4 @@
-"""The evidence as Markdown, all of it: MATRIX.md."""
+"""Makes MATRIX.md, all evidence as Markdown."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from .bands import Band, bands, split
 HERE = {"ok": "✓", "refused": "R", "xfail": "x", "fail": "**FAIL**"}
 ALONE = {"ok": "✓", "plain": "~", "leak": "✗", "error": "!", "unknown": "?"}
 COLUMNS = 13
-"""Versions side by side, at most, in MATRIX.md."""
+"""The largest number of versions side by side in MATRIX.md."""
 
 
 def matrix(results: Results) -> str:
-    """Everything: totals, every cell, reasons, environments."""
+    """The text of MATRIX.md: totals, every cell, reasons and environments."""
     rows = ", ".join(results.upstream_rows)
     return "\n".join(
         [
@@ -61,7 +61,7 @@ def matrix(results: Results) -> str:
 
 
 def gpu(results: Results) -> str:
-    """Whether there is evidence from a GPU."""
+    """One sentence about the evidence from GPUs."""
     if not results.gpu:
         return "No GPU evidence exists yet."
     runs = []
@@ -72,12 +72,12 @@ def gpu(results: Results) -> str:
 
 
 def missing(results: Results) -> list[str]:
-    """A line, if an environment that is wanted has left no evidence."""
+    """A line with the wanted environments that have no evidence; empty if there are none."""
     return [f"Without evidence: {', '.join(results.missing)}."] if results.missing else []
 
 
 def spans(environments: Sequence[Environment], names: Iterable[str]) -> str:
-    """Names of environments, neighbours put together: ``4.34.1 to 4.42.4, 5.0.0``."""
+    """Names of environments with neighbours joined, for example ``4.34.1 to 4.42.4, 5.0.0``."""
     wanted, before = set(names), False
     runs: list[list[str]] = []
     for environment in environments:
@@ -91,7 +91,7 @@ def spans(environments: Sequence[Environment], names: Iterable[str]) -> str:
 
 
 def table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> list[str]:
-    """A Markdown table's lines."""
+    """The lines of a Markdown table."""
     lines = [head, ["---"] * len(head), *rows]
     return [f"| {' | '.join(text.replace('|', chr(92) + '|') for text in line)} |" for line in lines]
 
@@ -133,7 +133,7 @@ def _cell(cell: Cell) -> str:
 
 
 def _refused(results: Results) -> list[str]:
-    """By what the reasons have in common."""
+    """The refused cells, grouped by the common part of their reasons."""
     found: dict[str, list[str]] = {}
     for (reason, _), where in _where(results, "refused").items():
         sentence = reason.split(". ")[0].rstrip(".")
@@ -149,7 +149,7 @@ def _refused(results: Results) -> list[str]:
 
 
 def _reasons(title: str, results: Results, state: str) -> list[str]:
-    """Each reason once, with the architectures and versions that it is the reason of."""
+    """Each reason once, with its architectures and versions."""
     found = _where(results, state)
     lines = [f"## {title}", ""] if found else []
     for (reason, link), where in sorted(found.items()):
@@ -159,7 +159,7 @@ def _reasons(title: str, results: Results, state: str) -> list[str]:
 
 
 def _where(results: Results, state: str) -> dict[tuple[str, str], dict[str, list[str]]]:
-    """Reason and link, then architecture, to the names of environments."""
+    """Names of environments, by reason and link and then by architecture."""
     found: dict[tuple[str, str], dict[str, list[str]]] = {}
     for name in results.architectures:
         for environment in results.environments:
@@ -199,7 +199,7 @@ def _environments(environments: Iterable[Environment]) -> list[str]:
 
 
 def _plain(text: str) -> str:
-    """An exception's text on one line, with nothing in it that Markdown would take for markup."""
+    """The text of an exception on one line, with Markdown's markup escaped."""
     text = " ".join(text.split())
     for mark in ("\\", "<", "*", "_", "`", "["):
         text = text.replace(mark, "\\" + mark)

@@ -1,4 +1,4 @@
-"""The evidence as a page to look at: one file that asks the network for nothing."""
+"""Makes matrix.html, the evidence as one HTML file that loads nothing from the network."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from .markdown import gpu
 
 
 def page(results: Results) -> str:
-    """The whole HTML file."""
+    """The text of the HTML file."""
     templates = jinja2.Environment(
         loader=jinja2.FileSystemLoader(Path(__file__).parent),
         autoescape=True,
@@ -40,7 +40,7 @@ def page(results: Results) -> str:
 
 
 class _Once(dict[Any, int]):
-    """Numbers things as they come, each once; thousands of cells have few reasons between them."""
+    """Numbers distinct values in order of appearance; thousands of cells share few reasons."""
 
     def __missing__(self, key: Any) -> int:
         self[key] = len(self)
@@ -48,7 +48,7 @@ class _Once(dict[Any, int]):
 
 
 def _data(results: Results) -> dict[str, Any]:
-    """What the page's script draws: for every architecture two numbers a version, and what they stand for."""
+    """The data of the page's script: two numbers per architecture and version, and the tables that they index."""
     cells, runs, texts = _Once(), _Once(), _Once()
     architectures = {
         name: [

@@ -1,4 +1,4 @@
-"""The evidence as README's small table: families by bands of versions."""
+"""Makes README's small table of the evidence: families by bands of versions."""
 
 from __future__ import annotations
 
@@ -24,13 +24,13 @@ SEEDS = {
     "dbrx": "DBRX",
     "granite": "Granite",
 }
-"""The families that have a row of their own in README."""
+"""The families with their own row in README, and the name shown there."""
 
 _LEFT = {"refused": "refused with the reason", "xfail": "known failures", "fail": "failing"}
 
 
 def table(results: Results) -> str:
-    """Families by bands of versions, and what it adds up to."""
+    """A table of families by bands of versions, with the totals."""
     columns = bands(results.counted)
     others = [name for name in results.architectures if name not in SEEDS]
     rows = [(label, [name]) for name, label in SEEDS.items() if name in results.architectures]

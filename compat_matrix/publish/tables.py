@@ -1,4 +1,4 @@
-"""Every file that is made from the evidence: README's tables, MATRIX.md, matrix.html, upstream.json."""
+"""Makes every file that depends on the evidence: README's tables, MATRIX.md, matrix.html and upstream.json."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from .page import page
 
 
 def made(root: Path) -> dict[Path, str]:
-    """Every file that is made from the evidence, and its text.
+    """Return the path and the new text of every file that is made from the evidence.
 
     Raises:
-        Malformed: the evidence, or README's markers, are not as expected.
+        Malformed: The evidence or README's markers are not as expected.
     """
     folder = root / "compat_matrix"
     blocks = folder / "versions.toml"
@@ -31,7 +31,11 @@ def made(root: Path) -> dict[Path, str]:
 
 
 def between(file: Path, **texts: str) -> str:
-    """The file's text with each of these between the markers of its name."""
+    """Return the text of a file with each of ``texts`` put between the markers of its name.
+
+    Raises:
+        Malformed: A marker is missing or appears twice.
+    """
     text = file.read_text(encoding="utf-8")
     for name, inner in texts.items():
         begin, end = f"<!-- {name}:begin -->", f"<!-- {name}:end -->"

@@ -1,1 +1,1 @@
-"""How a package is built, in numbers and names: ``python -m compat_matrix.structure``."""
+"""Measure how a package is built: ``python -m compat_matrix.structure``."""

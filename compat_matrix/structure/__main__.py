@@ -38,7 +38,7 @@ LABELS = {
 
 @dataclass(frozen=True)
 class Structure:
-    """What was measured of a package. :data:`LABELS` says what each field is; a tuple holds names."""
+    """The measures of a package. :data:`LABELS` describes each field; tuples hold names."""
 
     files: int
     lines: int
@@ -74,7 +74,7 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def measured(modules: Iterable[Module]) -> Structure:
-    """Every measure of a package."""
+    """Measure a package."""
     modules = list(modules)
     lengths = {module.path: counts.lines(module) for module in modules}
     functions = [
@@ -97,7 +97,7 @@ def measured(modules: Iterable[Module]) -> Structure:
 
 
 def report(columns: dict[str, Structure], package: str, names: bool) -> None:
-    """A table of numbers, and below it the names that they stand for."""
+    """Print a table of numbers, and below it the names that they count."""
     console = Console() if sys.stdout.isatty() else Console(width=150)
     table = Table("", title=f"The structure of {package}")
     for name in columns:
@@ -116,7 +116,7 @@ def report(columns: dict[str, Structure], package: str, names: bool) -> None:
 
 
 def _above(limit: int, sizes: Iterable[tuple[str, int]]) -> tuple[str, ...]:
-    """What is over the limit, the largest first."""
+    """Return those over the limit, the largest first."""
     found = sorted(((place, size) for place, size in sizes if size > limit), key=lambda one: (-one[1], one[0]))
     return tuple(f"{place}: {size}" for place, size in found)
 

@@ -1,4 +1,4 @@
-"""Modules that import each other in a circle."""
+"""Find modules that import each other in a circle."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from .sources import Module
 
 
 def circles(modules: Iterable[Module]) -> list[list[str]]:
-    """The modules of each circle by name: the strongly connected components of more than one module."""
+    """Return the modules of each circle by name: the strongly connected components of more than one module."""
     modules = list(modules)
     known = {module.name for module in modules}
     graph = {module.name: set(imports(module, known)) for module in modules}
@@ -19,10 +19,10 @@ def circles(modules: Iterable[Module]) -> list[list[str]]:
 
 
 def imports(module: Module, known: set[str]) -> Iterator[str]:
-    """Modules of the package that a module imports, at its top, in a function or for the type checker only.
+    """Yield the modules of the package that a module imports: at its top, in a function or for the type checker only.
 
-    A module counts as importing what it names. That Python runs the ``__init__.py`` of the folders above first does
-    not count, or every ``__init__.py`` that imports from its folder would be a circle.
+    Only modules that are named in the import count. Python also runs the ``__init__.py`` of the folders above, but
+    counting those would make a circle of every ``__init__.py`` that imports from its folder.
     """
     for node in ast.walk(module.tree):
         if isinstance(node, ast.Import):
@@ -34,7 +34,7 @@ def imports(module: Module, known: set[str]) -> Iterator[str]:
 
 
 def _origin(module: Module, node: ast.ImportFrom) -> str:
-    """The full name of what is between ``from`` and ``import``."""
+    """The full name of the module between ``from`` and ``import``."""
     if not node.level:
         return node.module or ""
     parts = module.name.split(".")
@@ -43,7 +43,7 @@ def _origin(module: Module, node: ast.ImportFrom) -> str:
 
 
 def _reached(start: str, graph: dict[str, set[str]]) -> set[str]:
-    """A module and every module that it imports, directly or through others."""
+    """A module and every module that it imports, directly or indirectly."""
     reached, waiting = {start}, [start]
     while waiting:
         new = graph[waiting.pop()] - reached

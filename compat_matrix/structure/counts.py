@@ -30,16 +30,16 @@ _PATHS = (
     ast.While,
     ast.ExceptHandler,
 )
-"""Each of these adds one to a function's complexity, and so do the function itself and those inside it."""
+"""Each of these nodes adds one to a function's complexity, the function itself and nested functions included."""
 
 
 def lines(module: Module) -> int:
-    """All lines of the file."""
+    """Return the number of lines of the file."""
     return len(list(io.StringIO(module.text)))
 
 
 def code_lines(module: Module) -> int:
-    """Lines that are not blank and hold more than a comment or a docstring, one below an attribute included."""
+    """Return the number of lines that hold code: more than a comment, a docstring or an attribute's docstring."""
     docstrings = [
         ((node.lineno, node.col_offset), (node.end_lineno or 0, node.end_col_offset or 0))
         for node in ast.walk(module.tree)
@@ -57,7 +57,7 @@ def code_lines(module: Module) -> int:
 
 
 def functions(node: ast.AST, prefix: str = "") -> Iterator[tuple[str, Function]]:
-    """Every function with its qualified name: methods and nested functions too, lambdas not."""
+    """Yield every function with its qualified name, including methods and nested functions, but not lambdas."""
     for child in ast.iter_child_nodes(node):
         if isinstance(child, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)):
             if not isinstance(child, ast.ClassDef):
@@ -68,12 +68,12 @@ def functions(node: ast.AST, prefix: str = "") -> Iterator[tuple[str, Function]]
 
 
 def length(function: Function) -> int:
-    """Lines of a function from its ``def`` to its end, without decorators."""
+    """Return the lines of a function from its ``def`` to its end, without decorators."""
     return (function.end_lineno or function.lineno) - function.lineno + 1
 
 
 def complexity(function: Function) -> int:
-    """What ruff's C901 counts: one, and one for each branch.
+    """Return the complexity as ruff's C901 counts it: one, plus one for each branch.
 
     C901 does not count boolean operators, conditional expressions and comprehensions.
     """
@@ -89,14 +89,14 @@ def complexity(function: Function) -> int:
 
 
 def _takes_everything(pattern: ast.AST) -> bool:
-    """Whether a pattern is ``_`` or a name, which is an ``else``."""
+    """Whether a pattern is ``_`` or a name, so that its case acts as an ``else``."""
     if type(pattern).__name__ == "MatchOr":
         return any(_takes_everything(inner) for inner in ast.iter_child_nodes(pattern))
     return type(pattern).__name__ == "MatchAs" and all(map(_takes_everything, ast.iter_child_nodes(pattern)))
 
 
 def uses_of_any(tree: ast.AST) -> int:
-    """How often ``Any`` is read, in annotations and aliases, in quotes too; its import is not counted."""
+    """Count where ``Any`` is used, in annotations and aliases, also in quotes. Its import is not counted."""
     found = 0
     for node in ast.walk(tree):
         if isinstance(node, (ast.Name, ast.Attribute)):
@@ -110,12 +110,12 @@ def uses_of_any(tree: ast.AST) -> int:
 
 
 def last_name(node: ast.AST) -> str:
-    """``Any`` of ``Any`` and of ``typing.Any``; empty where the expression is no name."""
+    """Return ``Any`` for ``Any`` and ``typing.Any``, or an empty string if the expression is not a name."""
     return getattr(node, "attr", "") or getattr(node, "id", "")
 
 
 def _quoted(annotation: ast.AST) -> Iterator[str]:
-    """Strings of an annotation that are annotations themselves, which those of a ``Literal`` are not."""
+    """Yield the strings of an annotation that are annotations themselves. Strings in a ``Literal`` are not."""
     if isinstance(annotation, ast.Constant) and isinstance(annotation.value, str):
         yield annotation.value
     elif not (isinstance(annotation, ast.Subscript) and last_name(annotation.value) == "Literal"):

@@ -1,4 +1,4 @@
-"""Public definitions that have no docstring."""
+"""Find public definitions that have no docstring."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from .sources import Module
 Definition = Union[ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef]
 
 _NOT_ALONE = {"overload", "setter", "deleter"}
-"""Decorators of functions that belong to another one of the same name, which has the docstring."""
+"""Decorators of functions that share the name, and the docstring, of another function."""
 
 
 def undocumented(module: Module) -> Iterator[str]:
-    """Modules, classes, functions and methods that are public by their names and have no docstring.
+    """Yield modules, classes, functions and methods that are public by their names and have no docstring.
 
-    Nothing in a module, folder or class with a leading underscore is public. A property counts. A nested function, a
-    ``__dunder__``, an overload and a method that overrides a documented one of a class in the same file do not.
+    Nothing in a module, folder or class with a leading underscore is public. Properties count. Nested functions,
+    ``__dunder__`` methods, overloads, and methods that override a documented method of a class in the same file do not.
     """
     if any(part.startswith("_") and not part.endswith("__") for part in module.name.split(".")):
         return
@@ -35,7 +35,7 @@ def undocumented(module: Module) -> Iterator[str]:
 def _public(
     body: Iterable[ast.AST], prefix: str = "", owner: ast.ClassDef | None = None
 ) -> Iterator[tuple[str, Definition, ast.ClassDef | None]]:
-    """Each public definition with its qualified name and the class that it is in."""
+    """Yield each public definition with its qualified name and the class that contains it."""
     for node in _definitions(body):
         if node.name.startswith("_") or _NOT_ALONE.intersection(map(last_name, node.decorator_list)):
             continue
@@ -45,7 +45,7 @@ def _public(
 
 
 def _definitions(body: Iterable[ast.AST]) -> Iterator[Definition]:
-    """What a body defines, also in its ``if`` and ``try``, but not inside another definition."""
+    """Yield the definitions in a body, also those in its ``if`` and ``try``, but not nested ones."""
     for node in body:
         if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)):
             yield node
@@ -61,7 +61,7 @@ def _classes(body: Iterable[ast.AST], prefix: str = "") -> Iterator[tuple[str, a
 
 
 def _has_documented_base(owner: ast.ClassDef, method: str, classes: dict[str, ast.ClassDef]) -> bool:
-    """Whether a base class in the same file, or one of its own, has the method with a docstring."""
+    """Whether a direct or indirect base class in the same file has the method with a docstring."""
     seen: set[str] = set()
     waiting = [owner]
     while waiting:

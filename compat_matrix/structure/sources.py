@@ -1,4 +1,4 @@
-"""The modules of a package, from a folder or from a commit."""
+"""Read the modules of a package from a folder or from a commit."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from pathlib import Path, PurePosixPath
 
 
 class Unreadable(Exception):
-    """A folder, a commit or a file that cannot be measured, with the reason."""
+    """A folder, a commit or a file cannot be measured; the message gives the reason."""
 
 
 @dataclass(frozen=True)
@@ -20,9 +20,11 @@ class Module:
     """One file of a package.
 
     Attributes:
-        path: with the package's name in front, as ``fa2patch/kernels/flex.py``.
-        name: as it is imported, as ``fa2patch.kernels.flex``; a folder's name for its ``__init__.py``.
+        path: the path from the package's name on, such as ``fa2patch/kernels/flex.py``.
+        name: the import name, such as ``fa2patch.kernels.flex``; for an ``__init__.py`` the name of its folder.
         is_package: whether the file is an ``__init__.py``.
+        text: the source.
+        tree: the parsed source.
     """
 
     path: str
@@ -32,12 +34,16 @@ class Module:
     tree: ast.Module
 
     def place(self, node: ast.AST, name: str) -> str:
-        """A definition of this file as it is named in lists: file, line and name."""
+        """Return how lists name a definition of this file: file, line and name."""
         return f"{self.path}:{getattr(node, 'lineno', 1)} {name}"
 
 
 def of_folder(folder: Path) -> list[Module]:
-    """The modules of a folder as it is now."""
+    """Return the modules of a folder as it is now.
+
+    Raises:
+        Unreadable: the folder does not exist, has no Python file, or a file cannot be parsed.
+    """
     if not folder.is_dir():
         raise Unreadable(f"There is no folder {folder}.")
     contents = {file.relative_to(folder).as_posix(): file.read_bytes() for file in folder.rglob("*.py")}
@@ -45,7 +51,11 @@ def of_folder(folder: Path) -> list[Module]:
 
 
 def of_commit(folder: Path, commit: str) -> list[Module]:
-    """The modules of the same folder as it was in a commit."""
+    """Return the modules of the same folder as it was in a commit.
+
+    Raises:
+        Unreadable: git fails, the folder has no Python file, or a file cannot be parsed.
+    """
     folder = folder.resolve()
     _git(folder, f"There is no commit {commit}", "rev-parse", "--verify", f"{commit}^{{commit}}")
     archive = _git(folder, f"{commit} has no folder {folder.name}", "archive", commit, "--", folder.name)
@@ -59,7 +69,7 @@ def of_commit(folder: Path, commit: str) -> list[Module]:
 
 
 def module(path: str, content: bytes) -> Module:
-    """One module, parsed."""
+    """Parse one module; raise :class:`Unreadable` if that fails."""
     try:
         encoding, _ = tokenize.detect_encoding(io.BytesIO(content).readline)
         text = io.TextIOWrapper(io.BytesIO(content), encoding).read()
@@ -79,7 +89,7 @@ def _modules(folder: Path, contents: dict[str, bytes], where: str) -> list[Modul
 
 
 def _import_path(folder: Path) -> str:
-    """``package/inner`` for a folder in a package, so that absolute imports of it are recognised."""
+    """Return ``package/inner`` for a folder inside a package, so that its absolute imports are recognised."""
     names = [folder.name]
     while (folder.parent / "__init__.py").exists():
         folder = folder.parent

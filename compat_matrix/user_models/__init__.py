@@ -1,1 +1,1 @@
-"""A user's own models and pins: their config.json cut down to tiny models, and a matrix of them."""
+"""The matrix of a user's own models and pins: tiny models are made from each config.json and checked."""

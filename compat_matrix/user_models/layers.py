@@ -1,4 +1,4 @@
-"""A user's config with few layers: the shortest beginning that shows every kind of layer that the model has."""
+"""Cuts a user's config down to few layers: the shortest prefix that has every kind of layer of the model."""
 
 from __future__ import annotations
 
@@ -8,22 +8,22 @@ from . import sizes
 
 NAMES = ("num_hidden_layers", "n_layers", "n_layer", "num_layers")
 LONGEST = 8
-"""A beginning longer than this is not taken; then one layer of each kind is picked."""
+"""The longest prefix that is taken. If a longer one is needed, one layer of each kind is picked instead."""
 
 PERIODS = ("_pattern", "_interval", "_period", "_step", "_every_n_layers", "_layer_freq")
-"""Endings of arguments that say "every so many layers another kind"."""
+"""Endings of arguments that change the kind of layer every N layers."""
 
 FIRST = ("first_k_dense_replace", "max_window_layers")
-"""Arguments that say "another kind from this layer on"."""
+"""Arguments that change the kind of layer from layer N on."""
 
 
 def name_of(settings: dict[str, Any]) -> str | None:
-    """What a config calls its number of layers."""
+    """The name of the argument that holds a config's number of layers; None if there is none."""
     return next((name for name in NAMES if isinstance(settings.get(name), int)), None)
 
 
 def cut(cls: Any, settings: dict[str, Any]) -> dict[str, Any]:
-    """What to change in ``settings``, a config of ordinary size, to have few layers."""
+    """The changes that cut ``settings``, a config of ordinary size, down to few layers."""
     everything = {**sizes.defaults(cls), **settings}
     name = name_of(everything)
     if name is None:
@@ -36,13 +36,13 @@ def cut(cls: Any, settings: dict[str, Any]) -> dict[str, Any]:
         kinds = everything["attention_types"][0][0]
         return {name: len(kinds), "attention_types": [[kinds, 1]], "attention_layers": kinds}
     changes: dict[str, Any] = {}
-    if picked != list(range(len(picked))):  # no beginning: what says "from here on" has to come earlier
+    if picked != list(range(len(picked))):  # not a prefix, so "from layer N on" must start earlier
         given = {key: value for key, value in lists.items() if key in everything}
         changes.update({key: 1 for key in FIRST if isinstance(everything.get(key), int) and everything[key] > 1})
     shared = everything.get("num_kv_shared_layers")
     if shared:
         changes["num_kv_shared_layers"] = len(picked)
-    if shared or any("hybrid" in values for values in lists.values()):  # layers that share with one before them
+    if shared or any("hybrid" in values for values in lists.values()):  # some layers share with an earlier one
         picked = picked * 2
     changes[name] = len(picked)
     for key, values in given.items():
@@ -56,7 +56,7 @@ def cut(cls: Any, settings: dict[str, Any]) -> dict[str, Any]:
 
 
 def stretched(settings: dict[str, Any], changes: dict[str, Any]) -> dict[str, Any]:
-    """The changes; where they ask for another number of layers, with the lists that have one value per layer."""
+    """Complete changes that ask for another number of layers: repeat the lists that have one value per layer."""
     name = next((name for name in NAMES if name in changes), None)
     if name is None or not settings.get(name):
         return changes
@@ -66,7 +66,7 @@ def stretched(settings: dict[str, Any], changes: dict[str, Any]) -> dict[str, An
 
 
 def respelt(cls: Any, config: dict[str, Any]) -> dict[str, Any]:
-    """The kinds of layers, as a version says them that does not take them one by one."""
+    """Respell lists with the kind of each layer for a version that takes a period or a first layer instead."""
     takes, config = sizes.defaults(cls), dict(config)
     kinds = config.get("layer_types")
     pattern = "sliding_window_pattern"
@@ -82,10 +82,10 @@ def respelt(cls: Any, config: dict[str, Any]) -> dict[str, Any]:
 
 
 def _computed(cls: Any, settings: dict[str, Any], total: int) -> dict[str, Any]:
-    """What this version makes of the settings: which layer is of which kind."""
+    """The per-layer lists that this version's config class computes from the settings."""
     try:
         config = cls(**settings)
-    except Exception:  # said where the model is built
+    except Exception:  # the error is reported when the model is built
         return {}
     found = {**vars(config), "layer_types": getattr(config, "layer_types", None)}
     return _per_layer({**found, "layers_block_type": getattr(config, "layers_block_type", None)}, total)
@@ -102,7 +102,7 @@ def _per_layer(settings: dict[str, Any], total: int) -> dict[str, Any]:
 
 
 def _indices(settings: dict[str, Any], total: int) -> dict[str, Any]:
-    """Lists of layers' numbers, such as ``mlp_only_layers``."""
+    """Lists of layer indices, such as ``mlp_only_layers``."""
     return {
         name: value
         for name, value in settings.items()
@@ -114,7 +114,7 @@ def _indices(settings: dict[str, Any], total: int) -> dict[str, Any]:
 
 
 def _by_number(settings: dict[str, Any]) -> dict[str, Any]:
-    """Dictionaries with layers' numbers as keys, such as Gemma 4's ``per_layer_config``."""
+    """Dictionaries keyed by layer index, such as Gemma 4's ``per_layer_config``."""
     return {
         name: {int(key): part for key, part in value.items()}
         for name, value in settings.items()

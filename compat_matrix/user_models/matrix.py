@@ -1,4 +1,4 @@
-"""The matrix of a user's own models and pins: for each model in each version, fa2patch's state and upstream's alone."""
+"""Checks a user's own models in several versions, with fa2patch and with Transformers alone."""
 
 from __future__ import annotations
 
@@ -19,7 +19,13 @@ from .models import BadConfig, find, is_file, read
 
 @dataclass(frozen=True)
 class Model:
-    """A model that is asked about: what to call it, what the check is told, its ``model_type``."""
+    """A model to check.
+
+    Attributes:
+        name: The name that reports show.
+        architecture: What the check is told: a model type, or the path of a config.json.
+        kind: The ``model_type``.
+    """
 
     name: str
     architecture: str
@@ -28,7 +34,15 @@ class Model:
 
 @dataclass(frozen=True)
 class Row:
-    """One model in one version. ``state`` is a ``cells.STATES``, or ``error`` where nothing could be checked at all."""
+    """One model in one version.
+
+    Attributes:
+        state: One of ``cells.STATES``, or ``error`` if nothing could be checked.
+        reason: Why the state is not ``ok``.
+        upstream: One of ``cells.UPSTREAM_STATES``: what Transformers alone does.
+        upstream_rows: The result of Transformers alone for each kind of row.
+        notes: What a reader should know about the model that was checked.
+    """
 
     model: Model
     version: environments.Version
@@ -39,14 +53,15 @@ class Row:
     notes: tuple[str, ...] = ()
 
     def is_bad(self, allow_refused: bool) -> bool:
+        """Whether the row makes the command fail."""
         return self.state in ("fail", "error", "xfail") or (self.state == "refused" and not allow_refused)
 
 
 def model(given: str) -> Model:
-    """The model meant by an argument: a config.json, a folder with one, or an architecture's name.
+    """Return the model for an argument: a config.json, a folder with one, or an architecture's name.
 
     Raises:
-        BadConfig: a path that holds no config.
+        BadConfig: The path has no config.
     """
     path = Path(given)
     if not (is_file(given) or path.exists() or os.sep in given or "/" in given):
@@ -59,7 +74,7 @@ def model(given: str) -> Model:
 
 
 def environments_folder() -> Path:
-    """Where environments are kept between runs: the user's cache."""
+    """The folder in the user's cache where environments are kept between runs."""
     home = Path.home()
     if sys.platform == "win32":
         cache = Path(os.environ.get("LOCALAPPDATA", home / "AppData" / "Local"))
@@ -77,7 +92,15 @@ def rows(
     jobs: int = 1,
     done: Callable[[environments.Version, list[Row]], None] = lambda version, rows: None,
 ) -> list[Row]:
-    """Check every model in every version, ``jobs`` versions at a time; ``done`` is told of each that is finished."""
+    """Check every model in every version.
+
+    Args:
+        models: The models to check.
+        versions: The versions to check them in.
+        folder: The folder with the environments.
+        jobs: How many versions are checked at a time.
+        done: Called with each version that is finished and its rows.
+    """
     found: dict[str, list[Row]] = {}
     with environments.only_our_packages() as packages, ThreadPoolExecutor(max(1, jobs)) as pool:
         started = {pool.submit(_of_version, models, version, folder, packages): version for version in versions}
@@ -121,7 +144,7 @@ def _row(model: Model, version: environments.Version, cell: Cell, evidence: dict
 
 
 def nowhere(rows: Iterable[Row]) -> list[str]:
-    """For each model that none of the versions has, what to do."""
+    """One message, with advice, for each model that none of the versions has."""
     states: dict[Model, set[str]] = {}
     for row in rows:
         states.setdefault(row.model, set()).add(row.state)

@@ -1,8 +1,8 @@
-"""A user's own model: its config.json, in the spelling of the installed Transformers, cut down to a tiny model.
+"""Makes a tiny config from a user's config.json, in the spelling of the installed Transformers.
 
-Sizes are cut by the names of the config's arguments, layers to the shortest beginning that shows every kind of layer;
-everything else (rope scaling, kinds of layers, windows, experts' structure) stays as the user has it. An architecture's
-name that ends in ``.json`` means such a file.
+Sizes are cut by the names of the config's arguments, and layers to the shortest prefix that has every kind of layer.
+Everything else, such as rope scaling, kinds of layers, windows and the structure of experts, stays. An architecture's
+name that ends in ``.json`` is the path of such a file.
 """
 
 from __future__ import annotations
@@ -21,23 +21,23 @@ HOUSEKEEPING = {
     "output_hidden_states", "problem_type", "return_dict", "torch_dtype", "torchscript", "transformers_version",
     "use_bfloat16", "use_return_dict",
 }  # fmt: skip
-"""Keys of a config.json that say nothing about what the model computes."""
+"""Keys of a config.json that do not change what the model computes."""
 
 
 class BadConfig(ValueError):
-    """What was handed over is no model's config.json; the message says what was expected."""
+    """A file is not a model's config.json. The message says what was expected."""
 
 
 def is_file(architecture: str) -> bool:
-    """Whether an architecture's name means a config.json."""
+    """Whether an architecture's name is the path of a config.json."""
     return architecture.endswith(".json")
 
 
 def find(path: str | Path) -> Path:
-    """The config.json meant by a path: the file itself, or the one in a folder.
+    """Return the config.json at a path: the file itself, or the one in a folder.
 
     Raises:
-        BadConfig: there is none.
+        BadConfig: There is none.
     """
     path = Path(path)
     file = path / "config.json" if path.is_dir() else path
@@ -52,10 +52,10 @@ def find(path: str | Path) -> Path:
 
 
 def read(path: str | Path) -> dict[str, Any]:
-    """The config in a file, or in a folder's config.json.
+    """Read the config in a file, or in a folder's config.json.
 
     Raises:
-        BadConfig: no such file, no JSON, or no ``model_type`` in it.
+        BadConfig: There is no such file, it is not a JSON object, or it has no ``model_type``.
     """
     file = find(path)
     try:
@@ -74,12 +74,12 @@ def read(path: str | Path) -> dict[str, Any]:
 
 
 def kind(architecture: str) -> str:
-    """The architecture itself; of a file, the ``model_type`` in it."""
+    """The model type of an architecture's name; for a file, the ``model_type`` in it."""
     return str(read(architecture)["model_type"]) if is_file(architecture) else architecture
 
 
 def config_of(path: str | Path, config_class: Any, **changes: Any) -> Any:
-    """The tiny config of the user's model, in the installed Transformers; ``changes`` are for the language model."""
+    """Make the tiny config of a user's model; ``changes`` apply to the language model's part of it."""
     settings = shrunk(config_class, read(path))
     text = settings["text_config"] if isinstance(settings.get("text_config"), dict) else settings
     text.update(layers.stretched(text, changes))
@@ -87,7 +87,7 @@ def config_of(path: str | Path, config_class: Any, **changes: Any) -> Any:
 
 
 def shrunk(config_class: Any, config: dict[str, Any]) -> dict[str, Any]:
-    """Arguments for ``config_class``: the user's config, tiny."""
+    """The arguments of ``config_class`` for a tiny version of the user's config."""
     settings = fitted(config_class, config)
     nested = {name: _nested(config_class, name, value) for name, value in settings.items() if _is_config(name, value)}
     settings.update(layers.cut(config_class, settings))
@@ -96,7 +96,7 @@ def shrunk(config_class: Any, config: dict[str, Any]) -> dict[str, Any]:
 
 
 def fitted(config_class: Any, config: dict[str, Any]) -> dict[str, Any]:
-    """Arguments for ``config_class``: the user's config, as large as it is, in this version's spelling."""
+    """The arguments of ``config_class`` for the user's config at full size, in this version's spelling."""
     config = _flat_or_nested(config_class, config)
     spelled = layers.respelt(config_class, rope.respelt(config_class, config))
     known = _known(config_class)
@@ -104,13 +104,13 @@ def fitted(config_class: Any, config: dict[str, Any]) -> dict[str, Any]:
 
 
 def notes(path: str | Path, config_class: Any) -> list[str]:
-    """What a reader of the result should know about the model that was checked."""
+    """Notes for the reader of the result: which keys of the config were left out."""
     unknown = dropped(config_class, read(path))
     return [f"left out of the config: {', '.join(unknown)}"] if unknown else []
 
 
 def dropped(config_class: Any, config: dict[str, Any]) -> list[str]:
-    """The config's keys that the installed Transformers does not know, or that are left out here, sorted."""
+    """The sorted keys of the config that the installed Transformers does not know or that are left out here."""
     config = _flat_or_nested(config_class, config)
     spelled = layers.respelt(config_class, rope.respelt(config_class, config))
     unknown = {*spelled} - {*fitted(config_class, config)} - _unheeded(config_class)
@@ -123,7 +123,7 @@ def dropped(config_class: Any, config: dict[str, Any]) -> list[str]:
 
 
 def _known(cls: Any) -> set[str]:
-    """Arguments, and whatever the class's or the model's code mentions: many a key is read with ``getattr`` only."""
+    """The class's arguments, and all words in its and the model's code, because some keys are read with ``getattr``."""
     words: set[str] = set(sizes.defaults(cls))
     for name in {cls.__module__, cls.__module__.replace(".configuration_", ".modeling_")}:
         try:
@@ -131,26 +131,26 @@ def _known(cls: Any) -> set[str]:
         except ImportError:
             continue
         words.update(re.findall(r"\w+", file.read_text(encoding="utf-8")))
-    if "rope_parameters" in words:  # which takes the older spelling too
+    if "rope_parameters" in words:  # such a class takes the older spelling too
         words |= {"rope_scaling", "rope_theta", "rope_local_base_freq", "partial_rotary_factor"}
     return words - {"auto_map", "quantization_config"}
 
 
 def _unheeded(cls: Any) -> set[str]:
-    """Housekeeping, and what every config has of its base class; but what this class takes by name counts."""
+    """Keys without effect: housekeeping and those of the base class, except what this class takes by name."""
     base = next(base for base in cls.__mro__ if base.__name__ in ("PretrainedConfig", "PreTrainedConfig"))
     everyones = {*base().to_dict()} - {"is_decoder", "tie_word_embeddings", "pad_token_id"}
     return HOUSEKEEPING | (everyones - {*sizes.defaults(cls)})
 
 
 def _is_config(name: str, value: Any) -> bool:
-    """A config inside the config; not ``per_layer_config``, whose keys are numbers."""
+    """Whether a value is a nested config; ``per_layer_config``, whose keys are numbers, is not."""
     named = name.endswith("_config") and name != "quantization_config"
     return named and isinstance(value, dict) and not all(str(key).isdigit() for key in value)
 
 
 def _class_of(cls: Any, name: str, value: dict[str, Any]) -> Any:
-    """The class of a config inside a config; ``dict`` where it is none."""
+    """The class of a nested config; ``dict`` if it has no class."""
     kinds = importlib.import_module("transformers").CONFIG_MAPPING
     declared = getattr(cls, "sub_configs", {}).get(name)
     if value.get("model_type") in kinds and getattr(declared, "model_type", "") in ("", value["model_type"]):
@@ -159,7 +159,7 @@ def _class_of(cls: Any, name: str, value: dict[str, Any]) -> Any:
         return declared
     try:
         return type(getattr(cls(), name))
-    except Exception:  # a class that cannot be made without arguments
+    except Exception:  # the class cannot be made without arguments, or lacks this config
         return dict
 
 
@@ -174,7 +174,7 @@ def _nested(cls: Any, name: str, value: dict[str, Any]) -> dict[str, Any]:
 
 
 def _flat_or_nested(cls: Any, config: dict[str, Any]) -> dict[str, Any]:
-    """A vision-language config with its text side apart or not, as this version has it (Qwen2-VL has had both)."""
+    """Nest or flatten the text side of a vision-language config as this version needs it (Qwen2-VL has had both)."""
     apart = "text_config" in sizes.defaults(cls)
     if apart == isinstance(config.get("text_config"), dict) or not ({"vision_config"} & {*config}):
         return config

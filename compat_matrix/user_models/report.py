@@ -1,4 +1,4 @@
-"""A user's matrix as a table for the terminal, as Markdown, as JSON."""
+"""Prints a user's matrix as a terminal table, as Markdown or as JSON."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ from typing import Any
 from .matrix import Row
 
 ALONE = {"ok": "ok", "plain": "only the plain row", "leak": "LEAKS", "error": "fails", "unknown": "not run"}
-"""Transformers alone, on the kinds of packed row of ``upstream.ROWS``."""
+"""Words for the state of Transformers alone on the packed rows of ``upstream.ROWS``."""
 
 COLOURS = {"ok": "green", "refused": "yellow", "absent": "dim"}
 
 
 def markdown(rows: Sequence[Row]) -> str:
-    """A table of models by versions, then the reasons."""
+    """A Markdown table of models by versions, followed by the reasons."""
     versions = [labels(rows)[name] for name in dict.fromkeys(row.version.name for row in rows)]
     lines = ["| model | " + " | ".join(versions) + " |", "| --- " * (len(versions) + 1) + "|"]
     for name, cells in _by_model(rows):
@@ -28,7 +28,7 @@ LEGEND = "First with fa2patch, then Transformers alone on the same packed rows."
 
 
 def table(rows: Sequence[Row]) -> Any:
-    """The same for a terminal, as rich prints it."""
+    """A rich table of models by versions, for a terminal."""
     from rich.table import Table
     from rich.text import Text
 
@@ -42,7 +42,7 @@ def table(rows: Sequence[Row]) -> Any:
 
 
 def as_json(rows: Sequence[Row], ok: bool) -> str:
-    """Every cell, and what its environment is made of."""
+    """A JSON object with every cell and the requirements of every environment."""
     versions = {row.version.name: row.version for row in rows}
     return json.dumps(
         {
@@ -71,7 +71,7 @@ def as_json(rows: Sequence[Row], ok: bool) -> str:
 
 
 def explanations(rows: Sequence[Row]) -> list[str]:
-    """Why a cell is not ok, and what was left out of a config; once for all versions that say the same."""
+    """Why cells are not ok and what was left out of configs; versions with the same text share a line."""
     said: dict[str, list[str]] = {}
     for row in rows:
         if row.reason:
@@ -84,7 +84,7 @@ def explanations(rows: Sequence[Row]) -> list[str]:
 
 
 def labels(rows: Sequence[Row]) -> dict[str, str]:
-    """By an environment's name, what to call it: its release, unless that is not enough to tell it apart."""
+    """The label of each environment, by name: its release if that is unique, else its name."""
     releases = {row.version.name: row.version.transformers for row in rows}
     return {
         name: release if list(releases.values()).count(release) == 1 else name for name, release in releases.items()

@@ -1,4 +1,4 @@
-"""How a config spells its rotary embeddings: ``rope_theta`` and ``rope_scaling``; since 5.0 ``rope_parameters``."""
+"""Respells a config's rotary embeddings: ``rope_theta`` and ``rope_scaling`` before 5.0, then ``rope_parameters``."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ OLDER = ("rope_scaling", "rope_theta", "rope_local_base_freq")
 
 
 def respelt(cls: Any, config: dict[str, Any]) -> dict[str, Any]:
-    """The config, with its rotary embeddings as ``cls`` takes them."""
+    """Return the config with its rotary embeddings spelled as ``cls`` takes them."""
     config = dict(config)
     if "rope_parameters" in sizes.defaults(cls):
         return _newer(cls, config)
@@ -26,14 +26,14 @@ def respelt(cls: Any, config: dict[str, Any]) -> dict[str, Any]:
 
 
 def _newer(cls: Any, config: dict[str, Any]) -> dict[str, Any]:
-    """What this version itself makes of the older spelling."""
+    """Let this version's own config class convert the older spelling."""
     if not any(name in config for name in OLDER):
         return config
     rotary = ("rope", "rotary", "layer", "head", "hidden_size", "position", "sliding")
     about = {name: value for name, value in config.items() if any(word in name for word in rotary)}
     try:
         parameters = cls(**about).rope_parameters
-    except Exception:  # said where the model is built
+    except Exception:  # the error is reported when the model is built
         return config
     return {**{name: value for name, value in config.items() if name not in OLDER}, "rope_parameters": parameters}
 
@@ -60,7 +60,7 @@ def _older(cls: Any, parameters: dict[str, Any]) -> dict[str, Any]:
 
 
 def _scaling(cls: Any, scaling: dict[str, Any]) -> dict[str, Any]:
-    """Where the config's file checks its scaling itself (all up to 4.42), the key is ``type`` and others are errors."""
+    """Respell a scaling for config files that validate it themselves (all up to 4.42): ``type``, and no extra keys."""
     kind = scaling.get("rope_type", scaling.get("type"))
     rest = {name: value for name, value in scaling.items() if name not in ("type", "rope_type")}
     file = sys.modules[cls.__module__].__file__

@@ -1,4 +1,4 @@
-"""A user's config with tiny sizes. What is a size is said by ``tiny_configs.SETTINGS``; what is structure stays."""
+"""Gives a user's config tiny sizes. ``tiny_configs.SETTINGS`` says which arguments are sizes; structure stays."""
 
 from __future__ import annotations
 
@@ -11,21 +11,21 @@ KEPT = {
     "num_hidden_layers", "n_layer", "n_layers", "num_layers", "sliding_window_pattern", "first_k_dense_replace",
     "decoder_sparse_step", "moe_layer_interval", "tie_word_embeddings",
 }  # fmt: skip
-"""Rows of ``tiny_configs.SETTINGS`` that are the user's to say (layers are cut by ``layers``)."""
+"""Rows of ``tiny_configs.SETTINGS`` where the user's value is kept (``layers`` cuts the number of layers)."""
 
 AT_MOST = {
     **dict.fromkeys(["num_experts_per_tok", "num_experts_per_token", "moe_topk", "moe_top_k", "moe_k", "top_k"], 2),
     **dict.fromkeys(["top_k_experts", "n_group", "num_expert_group", "mamba_n_groups", "mamba_ngroups", "n_groups"], 2),
     **dict.fromkeys(["topk_group", "n_shared_experts", "moe_num_shared_experts"], 1),
 }
-"""Counts that are structure: one expert per token stays one, no shared expert none."""
+"""Upper limits for counts that are structure: one expert per token stays one, and no shared expert stays none."""
 
 HEADS = ("num_attention_heads", "n_head", "n_heads", "num_heads")
 ALSO = {
     "qk_head_dim": 16, "attention_hidden_size": 64, "attention_head_dim": 16, "mamba_headdim": 32, "linear_head_dim": 8,
     "linear_num_heads": 4, "ssm_state_size": 8, "moe_shared_expert_intermediate_size": 24,
 }  # fmt: skip
-"""Sizes that the tiny models take from the class's own sums; a file has them as numbers."""
+"""Sizes that a config class computes for the tiny models, but that a config.json states as numbers."""
 
 KEY_VALUE_HEADS = ("num_key_value_heads", "num_kv_heads", "num_global_key_value_heads", "kv_n_heads")
 ENDINGS = {
@@ -33,14 +33,14 @@ ENDINGS = {
     ("mamba_expand",): 2,
     ("use_mamba_kernels",): False,
 }
-"""Randomness is taken out, and what needs a GPU; a Mamba layer's width is twice the model's, as ``SETTINGS`` has it."""
+"""Values by the ending of a name: no dropout, no GPU kernels, and Mamba layers twice as wide as the model."""
 
 LIMIT = 64
-"""The tiny length that a rope scaling starts from: longer than any row of the points."""
+"""The original length of a tiny rope scaling; it is longer than any row of the points."""
 
 
 def defaults(cls: Any) -> dict[str, Any]:
-    """A config class's arguments with their defaults, those of its bases included."""
+    """The arguments of a config class and its bases, with their defaults; None for those without one."""
     found: dict[str, Any] = {}
     for base in reversed(getattr(cls, "__mro__", ())):
         if "__init__" in vars(base) and base is not object:
@@ -51,7 +51,7 @@ def defaults(cls: Any) -> dict[str, Any]:
 
 
 def cut(cls: Any, settings: dict[str, Any]) -> dict[str, Any]:
-    """What to change in ``settings``, a config of ordinary size, to have a tiny one."""
+    """The changes that make ``settings``, a config of ordinary size, tiny."""
     everything = {**defaults(cls), **settings}
     changes = _numbers(everything)
     for name, value in settings.items():
@@ -62,12 +62,12 @@ def cut(cls: Any, settings: dict[str, Any]) -> dict[str, Any]:
 
 
 def of_dict(settings: dict[str, Any]) -> dict[str, Any]:
-    """A part of a config that has no class: DBRX's ``attn_config``."""
+    """Make a nested config without a class tiny, such as DBRX's ``attn_config``."""
     return {**settings, **_numbers(settings)}
 
 
 def of_a_tower(cls: Any, settings: dict[str, Any]) -> dict[str, Any]:
-    """What to change in a vision or audio side's config; nothing is asked of it but to be small."""
+    """The changes that make the config of a vision or audio side small."""
     return {name: value for name, value in tiny_configs.VISION.items() if name in {*defaults(cls), *settings}}
 
 
@@ -93,13 +93,13 @@ def _numbers(settings: dict[str, Any]) -> dict[str, Any]:
 
 
 def _key_value_heads(settings: dict[str, Any], value: Any) -> int:
-    """As many as heads, one, or half as many: what the user's model has."""
+    """The tiny number of key heads: 4, 1 or 2, if the user's model has as many as heads, one, or another number."""
     heads = next((settings[name] for name in HEADS if isinstance(settings.get(name), int)), None)
     return 4 if value in (None, heads) else 1 if value == 1 else 2
 
 
 def _rope(settings: dict[str, Any], changes: dict[str, Any]) -> dict[str, Any]:
-    """Lists with a number per pair of a head's dimensions, and the length from which scaling starts."""
+    """Shorten the lists with one number per pair of head dimensions, and the length from which scaling starts."""
     found: dict[str, Any] = {}
     head = changes.get("qk_rope_head_dim") or changes.get("head_dim") or 8
     scaled = {

@@ -1,1 +1,1 @@
-"""The command line: ``fa2patch verify``, ``doctor``, ``status``, ``matrix`` and ``run``. It parses and prints."""
+"""The ``fa2patch`` command line. It only parses arguments and prints results."""

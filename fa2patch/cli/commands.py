@@ -1,4 +1,4 @@
-"""``fa2patch`` on the command line. What a command needs is imported when it runs."""
+"""The ``fa2patch`` command, with ``matrix`` and ``run``. A command imports what it needs when it runs."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ FORMATS = ("table", "markdown", "json")
 @click.group(context_settings={"help_option_names": ["-h", "--help"]})
 @click.version_option(package_name="fa2patch")
 def main() -> None:
-    """Packed rows, every example on its own, in the Transformers version that you have."""
+    """Keep the examples of packed rows apart, in the Transformers version that you have."""
 
 
 for command in (look.verify, look.doctor, look.status, look.kernels, look.architectures):
@@ -63,11 +63,11 @@ def matrix(
     jobs: int,
     allow_refused: bool,
 ) -> None:
-    """Check your own models, cut down to tiny ones, in the releases that you use.
+    """Check tiny copies of your own models in the Transformers releases that you use.
 
-    Each release gets an environment of its own (made by uv). Shows, for every model in every release, what packed rows
-    give with fa2patch, and with Transformers alone. Exits with 0 if every cell is ok, 1 if anything leaks, fails or
-    (without --allow-refused) is refused, 2 if it was asked wrongly.
+    Each release gets its own environment, made by uv. For every model in every release, the matrix shows what packed
+    rows give with fa2patch and with Transformers alone. Exits with 0 if every cell is ok, with 1 if anything leaks,
+    fails or (without --allow-refused) is refused, and with 2 if the arguments are wrong.
     """
     try:
         from compat_matrix.user_models import matrix, report
@@ -102,9 +102,10 @@ def matrix(
 def run(kernel: str, collate: bool, quiet: bool, command: tuple[str, ...]) -> None:
     """Run a script, a module or an installed command (trl sft ...) with every language model in it patched.
 
-    What a script, or a Python that it starts, gets from from_pretrained or from_config is patched as it is made, and a
-    line on stderr says so; models that cannot be are left alone and named. Everything else is as with python SCRIPT.
-    Under torchrun and accelerate: torchrun ... -m fa2patch run SCRIPT, or fa2patch run torchrun ... SCRIPT.
+    A model that the script, or a Python that it starts, gets from from_pretrained or from_config is patched as it is
+    made, and a line on stderr says so. Models that cannot be patched are named and left alone. Everything else is as
+    with python SCRIPT. With torchrun or accelerate: torchrun ... -m fa2patch run SCRIPT, or fa2patch run torchrun ...
+    SCRIPT.
     """
     from ..errors import Fa2PatchError
     from ..run.start import Options, start

@@ -1,4 +1,4 @@
-"""``fa2patch verify``, ``doctor``, ``status`` and ``architectures``: looking, without changing anything."""
+"""The commands that only look: ``fa2patch verify``, ``doctor``, ``status``, ``kernels`` and ``architectures``."""
 
 from __future__ import annotations
 
@@ -46,11 +46,12 @@ def verify(
     trust_remote_code: bool,
     as_json: bool,
 ) -> None:
-    """Hold MODEL against itself: a packed row, document by document, as it is and with fa2patch.
+    """Verify that MODEL isolates the documents of a packed row, without and with fa2patch.
 
-    MODEL is a folder with weights or a model's name on the hub, computed as it is; or a config.json, a folder with
-    one, or an architecture's name (llama): of those a tiny model with large random weights is made. Exits with 0 if
-    fa2patch isolates every document, 1 if it does not or refuses the model, 2 if it was asked wrongly.
+    MODEL is a folder with weights or a model's name on the hub, which is loaded as it is; or it is a config.json, a
+    folder with one, or an architecture's name (llama), for which a tiny model with large random weights is made. Exits
+    with 0 if fa2patch isolates every document, with 1 if it does not or refuses the model, and with 2 if the arguments
+    are wrong.
     """
     import torch
 
@@ -171,9 +172,9 @@ def _number(value: float | None, bound: float) -> str:
 @click.option("--svg", type=click.Path(dir_okay=False, path_type=Path), help="Write the screen there as a picture.")
 @_json
 def doctor(svg: Path | None, as_json: bool) -> None:
-    """What is installed here, and what that does with packed rows. Tries it on a tiny Llama.
+    """Show what is installed here and how it treats packed rows, tried on a tiny Llama.
 
-    Exits with 0 if fa2patch isolates documents here, 1 if it does not.
+    Exits with 0 if fa2patch isolates documents here, with 1 if it does not.
     """
     from ..proof.doctor import examine
 
@@ -188,7 +189,7 @@ def doctor(svg: Path | None, as_json: bool) -> None:
 
 
 def _picture(found: dict[str, Any]) -> str:
-    """The screen as SVG, with the reader's own monospace font: rich's would be fetched from elsewhere."""
+    """The screen as SVG in the reader's own monospace font, because rich's font would be fetched from the network."""
     import io
 
     from rich.console import Console
@@ -199,7 +200,7 @@ def _picture(found: dict[str, Any]) -> str:
 
 
 def show_doctor(console: Console, found: dict[str, Any]) -> None:
-    """What :func:`fa2patch.proof.doctor.examine` found, on one screen."""
+    """Print the findings of :func:`fa2patch.proof.doctor.examine` on one screen."""
     table = _table("", "found", "")
     table.add_row("Python", found["python"], found["platform"])
     table.add_row("torch", found["torch"], ", ".join(found["gpus"]) or "no GPU")
@@ -241,10 +242,10 @@ def show_doctor(console: Console, found: dict[str, Any]) -> None:
 def status(
     model: str, kernel: str, dtype: str | None, attn_implementation: str | None, trust_remote_code: bool, as_json: bool
 ) -> None:
-    """What fa2patch.apply would do to MODEL, layer by layer, without doing it.
+    """Show what fa2patch.apply would do to MODEL, layer by layer, without doing it.
 
-    MODEL is a folder with a config.json, that file, or a model's name on the hub: no weights are read. Exits with 0 if
-    it would be patched, 1 if it would be refused.
+    MODEL is a config.json, a folder with one, or a model's name on the hub. No weights are read. Exits with 0 if the
+    model would be patched, with 1 if it would be refused.
     """
     from ..errors import Fa2PatchError
     from ..proof.described import described, without_weights
@@ -287,7 +288,7 @@ def status(
 
 
 def _grouped(layers: Iterable[dict[str, Any]]) -> list[list[dict[str, Any]]]:
-    """Layers in a row that differ in their name only."""
+    """Group consecutive layers that differ in their name only."""
     groups: list[list[dict[str, Any]]] = []
     for layer in layers:
         if groups and {**groups[-1][-1], "name": ""} == {**layer, "name": ""}:
@@ -300,7 +301,7 @@ def _grouped(layers: Iterable[dict[str, Any]]) -> list[list[dict[str, Any]]]:
 @click.command()
 @_json
 def kernels(as_json: bool) -> None:
-    """The kernels in the order that "auto" tries them, what each can do, and whether it can run here."""
+    """Show the kernels in the order that "auto" tries them, what each can do, and whether it can run here."""
     from ..kernels import rows
 
     found = rows()
@@ -318,7 +319,7 @@ def kernels(as_json: bool) -> None:
 @click.command()
 @_json
 def architectures(as_json: bool) -> None:
-    """The registry: model types that have a row. Others are looked at when they are patched."""
+    """Show the registry: the model types that have a row. Other models are inspected when they are patched."""
     from ..upstream.architectures import architectures as rows
 
     quirks = {

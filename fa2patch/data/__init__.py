@@ -1,1 +1,1 @@
-"""From examples to batches: collators, and what they share. Nothing here knows how a model computes."""
+"""Collators that turn examples into packed batches, and packed computation of padded batches."""

@@ -1,4 +1,7 @@
-"""Examples -> one packed row, in pure torch and numpy: the same collator for every Transformers version."""
+"""Collator that packs examples into one row.
+
+It uses only torch and numpy, so it is the same for every Transformers version.
+"""
 
 from __future__ import annotations
 
@@ -9,10 +12,10 @@ from typing import Any
 import numpy as np
 import torch
 
+from ..documents.names import IGNORED_LABEL
 from ..errors import CollatorError
 from .flattening import (
     IDS,
-    IGNORED_LABEL,
     Array,
     Columns,
     as_numbers,
@@ -29,37 +32,37 @@ from .flattening import (
 _TENSOR: dict[str, Callable[[Array], Any]] = {"pt": torch.tensor, "np": np.array}
 
 TARGETS = ("labels", "label", "label_ids")
-"""The names under which datasets hold one label per document."""
+"""Column names under which datasets store one label per document."""
 
 
 @dataclass
 class DataCollatorWithFlattening:
     """Concatenate the examples of a mini-batch into one row without padding.
 
-    Takes the options of the class of this name in Transformers 5.23 and returns the same batch. Pass options
-    by keyword; as upstream, only ``return_tensors`` may be positional.
+    The collator takes the options of the class of the same name in Transformers 5.23 and returns the same batch.
+    Pass options by keyword: upstream accepts only ``return_tensors`` as a positional argument.
 
     Args:
         return_tensors: ``"pt"`` or ``"np"``.
-        return_position_ids: return ``position_ids``, which restart in every document.
-        separator_id: replaces the first label of every document. None leaves it, for token classification, where
-            it is the first token's own.
-        return_flash_attn_kwargs: return ``cu_seq_lens_q`` and ``_k``, ``max_length_q`` and ``_k``.
-        return_seq_idx: return ``seq_idx``, the number of every token's document.
-        position_ids_start: position id of every document's first token (2 for RoBERTa and its kin).
-        pad_to_multiple_of: pad the row to a multiple of this many tokens. The padding is a document of its
-            own: boundaries, ``seq_idx`` and ``max_length_*`` count it. Its labels are -100, its position ids
-            count up from ``position_ids_start``, and what else the examples hold is 0 there.
-        pad_token_id: the padding's ``input_ids``.
-        loss_masks: columns that say which tokens are learned, such as TRL's ``("completion_mask",
-            "assistant_masks")``: where one of them is 0 the label is -100. Not returned; those that the examples
-            do not hold count for nothing.
-        document_labels: ``labels`` (or ``label``, ``label_ids``) holds one class, number or list of numbers for each
-            document instead of each token, for sequence classification.
+        return_position_ids: Return ``position_ids``, which restart in every document.
+        separator_id: Replaces the first label of every document. Pass None to keep it, for example in token
+            classification, where the first label belongs to the first token.
+        return_flash_attn_kwargs: Return ``cu_seq_lens_q``, ``cu_seq_lens_k``, ``max_length_q`` and ``max_length_k``.
+        return_seq_idx: Return ``seq_idx``, the document number of every token.
+        position_ids_start: Position id of every document's first token (2 for RoBERTa and related models).
+        pad_to_multiple_of: Pad the row to a multiple of this many tokens. The padding is a document of its own:
+            the boundaries, ``seq_idx`` and ``max_length_*`` include it. Its labels are -100, its position ids
+            count up from ``position_ids_start``, and all other columns are 0.
+        pad_token_id: ``input_ids`` of the padding.
+        loss_masks: Columns that select the tokens in the loss, such as TRL's ``("completion_mask",
+            "assistant_masks")``. The label is -100 where any of them is 0. These columns are not returned, and
+            columns that the examples do not have are ignored.
+        document_labels: ``labels`` (or ``label``, ``label_ids``) holds one class, number or list of numbers per
+            document instead of one label per token, for sequence classification.
 
     Raises:
-        CollatorError: ``pad_to_multiple_of`` below 1, or another option that must be an integer and is none;
-            ``loss_masks`` together with ``document_labels``.
+        CollatorError: ``pad_to_multiple_of`` is below 1, another option that must be an integer is not one,
+            ``loss_masks`` is a string, or ``loss_masks`` and ``document_labels`` are used together.
     """
 
     return_tensors: str = "pt"
@@ -93,39 +96,40 @@ class DataCollatorWithFlattening:
         return_tensors: str | None = None,
         separator_id: int | None = None,
     ) -> dict[str, Any]:
-        """One packed row of T tokens.
+        """Concatenate the examples into one packed row of T tokens.
 
         Args:
-            features: examples, each a mapping of lists, arrays or tensors with one number per token. A value
-                of None counts as absent.
+            features: Examples. Each is a mapping of lists, arrays or tensors with one number per token. A value of
+                None counts as absent.
 
-                - ``input_ids``: required.
-                - ``labels``: default ``input_ids``. The first of every document becomes ``separator_id``. With
-                  ``document_labels``: one per document (several where an example holds several), none in all
-                  examples where there are none to give.
-                - ``position_ids``: kept as they are; ``position_ids_start`` does not apply to them. Where one
-                  is not its left neighbour's plus one, another document starts inside the example.
-                - ``seq_lengths``: the lengths of the documents inside the example, as TRL's packed datasets have
-                  them; ``position_ids`` are made of them.
-                - ``attention_mask``: not returned. Tokens that it hides (0) are a tokenizer's padding: they
-                  are dropped from the example, from all of its keys.
-                - any other key (``completion_mask``, ``token_type_ids``, weights, ...): concatenated.
-            return_tensors: instead of the option of this name, for this call.
-            separator_id: likewise.
+                - ``input_ids``: Required.
+                - ``labels``: Default to ``input_ids``. The first label of every document becomes ``separator_id``.
+                  With ``document_labels``, an example has one label for each of its documents, and the labels may
+                  be absent from all examples.
+                - ``position_ids``: Kept as they are; ``position_ids_start`` does not apply to them. A new document
+                  starts inside the example wherever an id is not its left neighbour's plus one.
+                - ``seq_lengths``: Lengths of the documents inside the example, as in TRL's packed datasets.
+                  ``position_ids`` are computed from them.
+                - ``attention_mask``: Not returned. Tokens whose mask is 0 are padding from a tokenizer and are
+                  dropped from all columns of the example.
+                - Any other key (``completion_mask``, ``token_type_ids``, weights, ...): Concatenated.
+            return_tensors: Overrides the option ``return_tensors`` for this call.
+            separator_id: Overrides the option ``separator_id`` for this call.
 
         Returns:
-            ``input_ids``, ``labels``, ``position_ids``: int64 ``[1, T]``. ``seq_idx``: int32 ``[1, T]``.
-            ``cu_seq_lens_q`` and ``_k``: int32 ``[documents + 1]``, equal. ``max_length_q`` and ``_k``: int.
-            Further keys: ``[1, T]``, int64 (integers and booleans) or float32. With ``document_labels``:
-            ``labels``, int64 or float32 ``[documents]``, or float32 ``[documents, numbers]``, the padding not
-            counted; and, where the row is padded to a multiple, ``attention_mask`` int64 ``[1, T]``, 0 in the padding.
+            ``input_ids``, ``labels`` and ``position_ids``: int64 ``[1, T]``. ``seq_idx``: int32 ``[1, T]``.
+            ``cu_seq_lens_q`` and ``cu_seq_lens_k``: int32 ``[documents + 1]``, equal. ``max_length_q`` and
+            ``max_length_k``: int. Other keys: ``[1, T]``, int64 (from integers and booleans) or float32. With
+            ``document_labels``, ``labels`` is int64 or float32 ``[documents]``, or float32 ``[documents, numbers]``,
+            without an entry for the padding; if ``pad_to_multiple_of`` is set too, ``attention_mask`` is int64
+            ``[1, T]``, 0 in the padding.
 
         Raises:
-            CollatorError: no examples, or an empty one; ``input_ids`` missing; a key that only some examples
-                hold, or that is not one number per token (such as a class label); position ids that hide
-                where an example starts while neither ``cu_seq_lens`` nor ``seq_idx`` is returned; ``seq_lengths``
-                that are not the documents' lengths; labels that are not one per document where they must be; an
-                unknown ``return_tensors``; a ``separator_id`` that is no integer.
+            CollatorError: There are no examples, an example is empty, ``input_ids`` are missing, a key is in only
+                some of the examples or is not one number per token (such as a class label), position ids hide where
+                an example starts while neither ``cu_seq_lens_*`` nor ``seq_idx`` is returned, ``seq_lengths`` are
+                not the documents' lengths, ``document_labels`` is set and the labels are not one per document,
+                ``return_tensors`` is unknown, or ``separator_id`` is not an integer.
         """
         framework = self.return_tensors if return_tensors is None else return_tensors
         if not isinstance(framework, str) or framework not in _TENSOR:
@@ -174,7 +178,7 @@ class DataCollatorWithFlattening:
         return counted([length], self.position_ids_start)
 
     def _padding(self, tokens: int, like: Columns) -> list[Columns]:
-        """The padding as an example with the keys of ``like``, or nothing where none is needed."""
+        """Return the padding as one example with the keys of ``like``, or an empty list if no padding is needed."""
         length = -tokens % self.pad_to_multiple_of if self.pad_to_multiple_of else 0
         if not length:
             return []
@@ -206,7 +210,7 @@ class DataCollatorWithFlattening:
 
 
 def _without_targets(features: Iterable[Any]) -> tuple[list[dict[str, Any]], list[dict[str, Array]]]:
-    """The examples without their documents' labels, and those: under ``labels``, or nothing."""
+    """Split examples into their columns and their document labels, ``{"labels": ...}`` or ``{}``."""
     rest: list[dict[str, Any]] = []
     targets: list[dict[str, Array]] = []
     for index, feature in enumerate(features):
@@ -221,13 +225,13 @@ def _without_targets(features: Iterable[Any]) -> tuple[list[dict[str, Any]], lis
 
 
 def _one_per_document(targets: Sequence[dict[str, Array]], documents: Sequence[tuple[int, ...]]) -> Array | None:
-    """Labels ``[documents]`` or ``[documents, numbers]``; None where no example has any."""
+    """Return labels ``[documents]`` or ``[documents, numbers]``, or None if no example has any."""
     if not any(targets):
         return None
     require_same_keys(targets)
     arrays = [np.atleast_1d(target["labels"]) for target in targets]
     if any(len(array) != len(lengths) for array, lengths in zip(arrays, documents)):
-        # an example of one document with a list of numbers: several targets of that document
+        # If an example has one document, its list of numbers holds several targets of that document.
         single = [array[None] if len(lengths) == 1 else array for array, lengths in zip(arrays, documents)]
         for index, (array, lengths) in enumerate(zip(single, documents)):
             if len(array) != len(lengths) or array.ndim != 2 or array.shape[1:] != single[0].shape[1:]:

@@ -1,4 +1,7 @@
-"""Train on completions only: the interface of the collator that TRL had from 0.10.1 to 0.19.1, for any TRL or none."""
+"""Collator for training on completions only.
+
+It has the interface of the collator in TRL 0.10.1 to 0.19.1 and works with any TRL version or without TRL.
+"""
 
 from __future__ import annotations
 
@@ -18,28 +21,31 @@ _Span = tuple[int, int]
 
 
 class DataCollatorForCompletionOnlyLM:
-    """Labels for the responses only, in one packed row without padding.
+    """Concatenate examples into one row without padding, with labels only in the responses.
 
-    A token is learned if it stands behind a response template and before the next instruction template. Without
-    ``instruction_template`` the last response template of an example counts. Where a template is given as text, its
-    occurrences are found in the text too, so that it does not matter that a tokenizer may cut it into other tokens in
-    another context; a token that begins inside a template belongs to it.
+    A token is in the loss if it comes after a response template and before the next instruction template. Without
+    ``instruction_template``, the tokens after an example's last response template are in the loss. A template given
+    as text is searched for as token ids and as text, because a tokenizer may split it into different tokens in another
+    context. A token that overlaps a template found in the text belongs to the template.
 
     Args:
-        response_template: what a response begins with, as text or as token ids.
-        instruction_template: what the other side's turns begin with, for examples of several turns.
-        tokenizer: anything with ``encode(text, add_special_tokens=False)`` and ``decode(ids)``, where a template is
-            text; its ``pad_token_id`` and ``padding_side`` are used where the batch is padded.
-        mlm: must be False; there for TRL's signature.
-        ignore_index: label of what is not learned.
-        padding_free: one packed row; False: a padded batch with an ``attention_mask``.
-        pad_to_multiple_of: the length of the row, or of the padded rows, is a multiple of this.
+        response_template: Start of a response, as text or as token ids.
+        instruction_template: Start of the other side's turns, for examples of several turns.
+        tokenizer: Needed for templates given as text. It must have ``encode(text, add_special_tokens=False)`` and
+            ``decode(ids, clean_up_tokenization_spaces=False)``. Its ``pad_token_id`` is used for padding, and its
+            ``padding_side`` for a padded batch.
+        mlm: Must be False. The parameter exists only to match TRL's signature.
+        ignore_index: Label of tokens that are not in the loss.
+        padding_free: Return one packed row. If False, return a padded batch with an ``attention_mask``.
+        pad_to_multiple_of: Pad the row, or the rows of a padded batch, to a multiple of this many tokens.
         return_tensors: ``"pt"`` or ``"np"``.
-        return_flash_attn_kwargs, return_seq_idx, position_ids_start: as :class:`fa2patch.DataCollatorWithFlattening`
-            has them; only where ``padding_free``.
+        return_flash_attn_kwargs, return_seq_idx: See :class:`fa2patch.DataCollatorWithFlattening`. Only for
+            ``padding_free=True``.
+        position_ids_start: See :class:`fa2patch.DataCollatorWithFlattening`.
 
     Raises:
-        CollatorError: a template that is empty, or is text while there is no tokenizer; ``mlm``; a bad option.
+        CollatorError: A template is empty, a template is text and there is no tokenizer, ``mlm`` is True, or another
+            option is invalid.
     """
 
     def __init__(
@@ -81,24 +87,27 @@ class DataCollatorForCompletionOnlyLM:
     def __call__(
         self, features: Iterable[Mapping[str, Any] | Sequence[int]], return_tensors: str | None = None
     ) -> dict[str, Any]:
-        """One packed row of T tokens, or a padded batch ``[examples, longest]``.
+        """Return one packed row of T tokens, or a padded batch ``[examples, longest]``.
 
         Args:
-            features: examples: mappings as :class:`fa2patch.DataCollatorWithFlattening` takes them, or lists of token
-                ids. Where they hold ``labels``, those that are ``ignore_index`` or -100 stay so; otherwise labels are
-                ``input_ids``. An end of sequence that is the padding token as well is learned (TRL left it out).
-            return_tensors: instead of the option of this name, for this call.
+            features: Examples: mappings as for :class:`fa2patch.DataCollatorWithFlattening`, or lists of token ids.
+                ``labels`` default to ``input_ids``. Labels that are ``ignore_index`` or -100 are not in the loss. An
+                end-of-sequence token that is also the padding token stays in the loss (TRL leaves it out).
+            return_tensors: Overrides the option ``return_tensors`` for this call.
 
         Returns:
-            ``input_ids``, ``labels``, ``position_ids`` int64 ``[1, T]``, and what the options add; the first label of
-            each document is ``ignore_index``. With ``padding_free=False``: ``input_ids``, ``attention_mask``,
-            ``labels`` int64 ``[examples, longest]``. What else the examples hold, one number per token, goes along.
+            ``input_ids``, ``labels`` and ``position_ids``: int64 ``[1, T]``, and the keys that the options add. The
+            first label of each document is ``ignore_index``. With ``padding_free=False``: ``input_ids``,
+            ``attention_mask`` and ``labels``, int64 ``[examples, longest]``. Other columns of the examples, with one
+            number per token, are returned too.
 
         Raises:
-            CollatorError: examples that cannot be read, or a padded batch without a padding token.
+            CollatorError: An example cannot be read, or a padded batch needs padding and the tokenizer has no
+                ``pad_token_id``.
 
         Warns:
-            UserWarning: a template is not in an example, named by its place in the batch: nothing of it is learned.
+            UserWarning: A template is not found in an example, so none of the example's tokens are in the loss. The
+                warning gives the example's index in the batch.
         """
         mappings = (f if isinstance(f, Mapping) else {"input_ids": f} for f in features)
         examples = [read(index, feature, self.flatten.position_ids_start) for index, feature in enumerate(mappings)]
@@ -126,7 +135,7 @@ class DataCollatorForCompletionOnlyLM:
 
     def _labels(self, index: int, example: Columns) -> Array:
         ids = example["input_ids"]
-        text: list[str] = []  # decoded once, if at all
+        text: list[str] = []  # cache: the ids are decoded at most once
         responses = self._spans(ids, self.response_template, self.response_token_ids, text)
         if not responses:
             self._warn(index, "response_template", self.response_template, ids)
@@ -150,7 +159,7 @@ class DataCollatorForCompletionOnlyLM:
         return np.where(learned, given, self.ignore_index)
 
     def _spans(self, ids: Array, template: Template, token_ids: list[int], text: list[str]) -> list[_Span]:
-        """Where the template stands in the ids, ``(start, end)`` in tokens, in order."""
+        """Return the token spans ``(start, end)`` of the template in the ids, in order."""
         length = len(token_ids)
         windows = np.lib.stride_tricks.sliding_window_view(ids, length) if len(ids) >= length else ids[:0, None]
         spans = [(int(at), int(at) + length) for at in np.flatnonzero((windows == token_ids).all(axis=1))]
@@ -167,13 +176,13 @@ class DataCollatorForCompletionOnlyLM:
         at = text.find(template)
         while at >= 0:
             end = at + len(template)
-            # the tokens before which the text is not yet at the template, or not yet past it
+            # A token that overlaps the template belongs to it at both ends.
             spans.append((self._tokens_up_to(ids, at, inside=False), self._tokens_up_to(ids, end, inside=True)))
             at = text.find(template, end)
         return spans
 
     def _tokens_up_to(self, ids: Array, characters: int, inside: bool) -> int:
-        """How many tokens make up so many characters: with the one that runs across (``inside``), or without."""
+        """Count the tokens of the first ``characters``; ``inside`` counts a token that crosses the end of them too."""
         low, high = 0, len(ids)
         while low < high:
             middle = (low + high + (not inside)) // 2

@@ -1,4 +1,4 @@
-"""Examples as columns: one int64 or float32 number per token, without the tokens that a mask hides."""
+"""Examples as columns: one int64 or float32 number per token, without masked tokens."""
 
 from __future__ import annotations
 
@@ -11,18 +11,21 @@ import numpy.typing as npt
 import torch
 
 from ..documents.boundaries import boundaries
+from ..documents.names import LENGTHS
 from ..errors import CollatorError
 
 Array = npt.NDArray[Any]
 Columns = dict[str, Array]
 
 IDS = ("input_ids", "labels", "position_ids")
-IGNORED_LABEL = -100
-_MADE_HERE = ("seq_idx", "cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k")
 
 
 def integer(name: str, value: Any) -> int:
-    """An option that must be an integer, far enough from where int64 ends to be counted on from."""
+    """Return an option as an int.
+
+    Raises:
+        CollatorError: It is not an integer, or not below 2**62 in size: positions counted up from it must fit int64.
+    """
     try:
         number = operator.index(value)
     except TypeError:
@@ -33,21 +36,25 @@ def integer(name: str, value: Any) -> int:
 
 
 def given(index: int, feature: Mapping[str, Any]) -> dict[str, Any]:
-    """The example's keys that hold something."""
+    """Return the items of an example whose value is not None."""
     if not isinstance(feature, Mapping):
         raise CollatorError(f"example {index}: expected a mapping, found {type(feature).__name__}.")
     return {key: value for key, value in feature.items() if value is not None}
 
 
 def read(index: int, feature: Mapping[str, Any], position_ids_start: int = 0) -> Columns:
-    """The example's columns without masked tokens: int64 or float32, one number per token.
+    """Return an example's columns without masked tokens, each int64 or float32 ``[tokens]``.
 
-    ``seq_lengths`` becomes ``position_ids`` that restart at ``position_ids_start`` in each of its documents.
+    ``seq_lengths`` is replaced by ``position_ids`` that restart at ``position_ids_start`` in each document.
+
+    Raises:
+        CollatorError: ``input_ids`` are missing, a column is not one number per token, a column is made by the
+            collator, ``seq_lengths`` are wrong, or no token is visible in the ``attention_mask``.
     """
     found = given(index, feature)
     if "input_ids" not in found:
         raise CollatorError(f"example {index}: input_ids missing, found {', '.join(map(str, found)) or 'no keys'}.")
-    for key in _MADE_HERE:
+    for key in LENGTHS:
         if key in found:
             raise CollatorError(f"example {index}: {key} is made by the collator. Remove it from the examples.")
     lengths = found.pop("seq_lengths", None)
@@ -68,7 +75,11 @@ def read(index: int, feature: Mapping[str, Any], position_ids_start: int = 0) ->
 
 
 def as_numbers(index: int, key: str, value: Any, what: str = "one number per token") -> Array:
-    """An array of plain numbers, of any shape and dtype."""
+    """Return booleans, integers or floats of any shape as an array.
+
+    Raises:
+        CollatorError: The value holds anything else, or an integer does not fit into int64.
+    """
     if isinstance(value, torch.Tensor):
         if value.device.type == "meta" or value.layout != torch.strided or value.is_nested:
             kind = "on the meta device" if value.device.type == "meta" else f"of layout {value.layout}"
@@ -90,7 +101,11 @@ def as_numbers(index: int, key: str, value: Any, what: str = "one number per tok
 
 
 def as_array(index: int, key: str, value: Any) -> Array:
-    """A new int64 or float32 array ``[length]``."""
+    """Return a new int64 or float32 array ``[length]``.
+
+    Raises:
+        CollatorError: The value is not one number per token, or ``key`` is one of :data:`IDS` and holds booleans.
+    """
     array = as_numbers(index, key, value)
     if array.dtype.kind == "b" and key in IDS:
         raise CollatorError(f"example {index}: {key} must be integers, found booleans.")
@@ -105,6 +120,7 @@ def as_array(index: int, key: str, value: Any) -> Array:
 
 
 def require_same_keys(examples: Sequence[Mapping[str, Any]]) -> None:
+    """Raise :class:`CollatorError` if a key is in only some of the examples."""
     for key in sorted(set().union(*examples), key=str):
         without = [index for index, example in enumerate(examples) if key not in example]
         if without:
@@ -115,6 +131,7 @@ def require_same_keys(examples: Sequence[Mapping[str, Any]]) -> None:
 
 
 def require_visible_starts(examples: Sequence[Columns]) -> None:
+    """Raise :class:`CollatorError` if the position ids of an example continue those of the example before it."""
     positions = [example["position_ids"] for example in examples]
     for index, (left, right) in enumerate(zip(positions, positions[1:]), start=1):
         if int(right[0]) == int(left[-1]) + 1:
@@ -125,16 +142,18 @@ def require_visible_starts(examples: Sequence[Columns]) -> None:
 
 
 def document_lengths(example: Columns) -> tuple[int, ...]:
+    """Return the lengths of an example's documents, in tokens, from its ``position_ids``."""
     return boundaries(torch.tensor(example["position_ids"])).lengths
 
 
 def concatenate(arrays: Sequence[Array]) -> Array:
+    """Concatenate int64 and float32 columns; the result is float32 if any of them is."""
     joined = np.concatenate(arrays)
     return joined.astype(np.float32) if joined.dtype.kind == "f" else joined
 
 
 def counted(lengths: Sequence[int], start: int) -> Array:
-    """Position ids that count up from ``start`` in each document."""
+    """Return position ids int64 ``[tokens]`` that count up from ``start`` in each document."""
     return np.concatenate([np.arange(start, start + length, dtype=np.int64) for length in lengths])
 
 

@@ -1,4 +1,4 @@
-"""Examples with pictures -> one packed row: what the processors of the Qwen-VL family and its kin return."""
+"""Collator that packs examples with pictures, as processors of the Qwen-VL family and similar models return them."""
 
 from __future__ import annotations
 
@@ -9,14 +9,12 @@ from typing import Any
 import numpy as np
 import torch
 
+from ..documents.names import GRIDS, IGNORED_LABEL
 from ..errors import CollatorError
 from ..upstream.find_models import is_transformers_model, models
 from ..upstream.traits.axes import takes_text_axis
 from .collators import DataCollatorWithFlattening
-from .flattening import IGNORED_LABEL, Columns, given, read, require_same_keys
-
-PICTURES = {"image_grid_thw": "pixel_values", "video_grid_thw": "pixel_values_videos"}
-"""What says how many patches there are in height, width and time, and the patches that it describes."""
+from .flattening import Columns, given, read, require_same_keys
 
 _OF_A_FILM = ("second_per_grid_ts",)
 _TYPES = "mm_token_type_ids"
@@ -32,20 +30,21 @@ _MAPPINGS = (
 class DataCollatorForMultimodalFlattening:
     """Concatenate the examples of a mini-batch, with their pictures and films, into one row without padding.
 
-    For models that count positions on several axes (mRoPE) in a ``get_rope_index`` of their own: Qwen2-VL, Qwen2.5-VL,
-    Qwen3-VL, Qwen3.5, GLM-4V and what is made like them. It is asked about each document alone.
+    The collator is for models with position ids on several axes (mRoPE) and their own ``get_rope_index``: Qwen2-VL,
+    Qwen2.5-VL, Qwen3-VL, Qwen3.5, GLM-4V and similar models. ``get_rope_index`` is called separately for each document
+    that has pictures.
 
     Args:
-        model: the model to be trained, wrapped or not, or its config (of which an empty model is made). The
-            collator keeps its config and no weights: it can be sent to a data loader's workers.
-        pad_to_multiple_of: pad the row to a multiple of this many tokens. The padding is a document of its own: its
-            labels are -100, its positions count up from 0.
-        pad_token_id: the padding's ``input_ids``.
-        return_seq_idx: return ``seq_idx``, the number of every token's document.
-        loss_masks: as in :class:`DataCollatorWithFlattening`.
+        model: The model to be trained, wrapped or not, or its config, from which a model without weights is built.
+            The collator keeps the config and no weights, so it can be sent to the workers of a DataLoader.
+        pad_to_multiple_of: Pad the row to a multiple of this many tokens. The padding is a document of its own: its
+            labels are -100, and its position ids count up from 0.
+        pad_token_id: ``input_ids`` of the padding.
+        return_seq_idx: Return ``seq_idx``, the document number of every token.
+        loss_masks: See :class:`DataCollatorWithFlattening`.
 
     Raises:
-        CollatorError: the model has no ``get_rope_index``; an option is not what it must be.
+        CollatorError: The model has no ``get_rope_index``, or an option is invalid.
     """
 
     def __init__(
@@ -78,35 +77,36 @@ class DataCollatorForMultimodalFlattening:
         )
 
     def __call__(self, features: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
-        """One packed row of T tokens.
+        """Concatenate the examples into one packed row of T tokens.
 
         Args:
-            features: examples as the processor returns them, one document each, lists, arrays or tensors.
+            features: Examples as the processor returns them, one document each, as lists, arrays or tensors.
 
-                - ``input_ids`` ``[n]`` or ``[1, n]``, and likewise everything with one number per token:
-                  ``attention_mask`` (what it hides is dropped), ``labels``, ``mm_token_type_ids``, others.
-                - ``labels``: default ``input_ids`` with the placeholders of pictures left out.
-                - ``pixel_values`` ``[patches, ...]`` with ``image_grid_thw`` ``[images, 3]``,
-                  ``pixel_values_videos`` with ``video_grid_thw``: in some examples, in all or in none.
-                - ``second_per_grid_ts`` ``[films]``: positions are counted with it.
+                - ``input_ids`` and all other columns with one number per token (``attention_mask``, ``labels``,
+                  ``mm_token_type_ids``, ...): ``[n]`` or ``[1, n]``. Tokens whose mask is 0 are dropped.
+                - ``labels``: Default to ``input_ids``, with -100 at the placeholders of pictures.
+                - ``pixel_values`` ``[patches, ...]`` with ``image_grid_thw`` ``[images, 3]``, and
+                  ``pixel_values_videos`` with ``video_grid_thw``: In some, all or none of the examples.
+                - ``second_per_grid_ts`` ``[films]``: Passed to ``get_rope_index`` and not returned.
 
         Returns:
-            ``input_ids``, ``labels``: int64 ``[1, T]``, the first label of every document -100. ``position_ids``: int64
-            ``[4, 1, T]``, first the count of a document's tokens and then time, height and width, where this version's
-            model takes four; else ``[3, 1, T]``. ``cu_seq_lens_q`` and ``_k``: int32 ``[documents + 1]``;
-            ``max_length_q`` and ``_k``: int. Pictures and grids, in the examples' order. ``mm_token_type_ids`` where
-            the model takes them, and the other columns: ``[1, T]``.
+            ``input_ids`` and ``labels``: int64 ``[1, T]``; the first label of every document is -100.
+            ``position_ids``: int64 ``[4, 1, T]`` (text, time, height, width) if the installed version's model takes
+            four axes, else ``[3, 1, T]``. The text axis counts up in each document. ``cu_seq_lens_q`` and
+            ``cu_seq_lens_k``: int32 ``[documents + 1]``. ``max_length_q`` and ``max_length_k``: int. Pictures and
+            grids: concatenated in the order of the examples. ``mm_token_type_ids``, if the model takes them, and all
+            other columns: ``[1, T]``.
 
         Raises:
-            CollatorError: what :class:`DataCollatorWithFlattening` raises it for; position ids in an example; pixel
-                values without their grid, or not as many patches as it says; not as many placeholders in ``input_ids``
-                as the grids say, after truncation for example; no ``mm_token_type_ids`` where the model counts with
-                them.
+            CollatorError: In the cases of :class:`DataCollatorWithFlattening`; and if an example has
+                ``position_ids``, ``seq_lengths`` or ``rope_deltas``, patches and grids do not match, the number of
+                placeholders in ``input_ids`` is not that of the grids (for example after truncation), or
+                ``mm_token_type_ids`` are missing and ``get_rope_index`` takes them.
         """
         if not isinstance(features, Iterable) or isinstance(features, Mapping):
             raise CollatorError(f"expected a list of examples, found {type(features).__name__}.")
         examples, axes = [], []
-        pictures: dict[str, list[torch.Tensor]] = {name: [] for pair in PICTURES.items() for name in reversed(pair)}
+        pictures: dict[str, list[torch.Tensor]] = {name: [] for pair in GRIDS.items() for name in reversed(pair)}
         for index, feature in enumerate(features):
             columns, own = self._split(index, feature)
             axes.append(self._positions(index, columns, own))
@@ -117,7 +117,7 @@ class DataCollatorForMultimodalFlattening:
                 columns.pop(_TYPES, None)
             examples.append(columns)
         if self._takes_types and any(_TYPES in columns for columns in examples):
-            for columns in examples:  # the tokens of a document without pictures are text
+            for columns in examples:  # All tokens of a document without pictures are text.
                 columns.setdefault(_TYPES, np.zeros_like(columns["input_ids"]))
         require_same_keys([{name: 0 for name in columns if name != "labels"} for columns in examples])
         for columns in examples:
@@ -132,26 +132,26 @@ class DataCollatorForMultimodalFlattening:
         return batch
 
     def _split(self, index: int, feature: Any) -> tuple[Columns, dict[str, torch.Tensor]]:
-        """An example's columns, without what its mask hides, and its pictures."""
+        """Split an example into its columns, without masked tokens, and its pictures."""
         found = given(index, feature)
         for name in _MADE_HERE:
             if name in found:
                 raise CollatorError(f"example {index}: {name} is made by the collator. Remove it from the examples.")
         own = {
             name: _tensor(index, name, found.pop(name))
-            for name in (*PICTURES, *PICTURES.values(), *_OF_A_FILM)
+            for name in (*GRIDS, *GRIDS.values(), *_OF_A_FILM)
             if name in found
         }
         return read(index, {name: _of_one_row(value) for name, value in found.items()}), own
 
     def _positions(self, index: int, columns: Columns, own: dict[str, torch.Tensor]) -> torch.Tensor:
-        """Time, height and width int64 ``[3, 1, n]`` of one document, counted by the model's class."""
+        """Return the time, height and width ids of one document, int64 ``[3, 1, n]``."""
         ids = torch.from_numpy(columns["input_ids"])[None]
         self._check(index, ids, own)
         counts = self._class.get_rope_index
         takes = inspect.signature(counts).parameters
-        call = {name: own[name] for name in (*PICTURES, *_OF_A_FILM) if name in own and name in takes}
-        if not any(name in own for name in PICTURES):
+        call = {name: own[name] for name in (*GRIDS, *_OF_A_FILM) if name in own and name in takes}
+        if not any(name in own for name in GRIDS):
             return torch.arange(ids.shape[1]).expand(3, 1, -1)
         if _TYPES in takes:
             if _TYPES not in columns:
@@ -177,7 +177,7 @@ class DataCollatorForMultimodalFlattening:
         return positions[-3:].long()
 
     def _check(self, index: int, ids: torch.Tensor, own: dict[str, torch.Tensor]) -> None:
-        for grid, patches in PICTURES.items():
+        for grid, patches in GRIDS.items():
             if (grid in own) != (patches in own):
                 there, missing = (grid, patches) if grid in own else (patches, grid)
                 raise CollatorError(
@@ -197,7 +197,7 @@ class DataCollatorForMultimodalFlattening:
                     "the processor returned for this example, a row for each patch."
                 )
         merged = getattr(self._config.vision_config, "spatial_merge_size", 1) ** 2
-        expected = sum(int(own[grid].prod(dim=1).sum()) for grid in PICTURES if grid in own) // merged
+        expected = sum(int(own[grid].prod(dim=1).sum()) for grid in GRIDS if grid in own) // merged
         found = int(self._is_placeholder(ids.numpy()).sum())
         if found != expected:
             raise CollatorError(
@@ -221,7 +221,7 @@ def _unwrapped(model: Any) -> Any:
 
 
 def _empty(config: Any) -> Any:
-    """A model of this config, on the meta device."""
+    """Build a model of this config on the meta device."""
     from transformers.models.auto import modeling_auto
 
     for name in _MAPPINGS:
@@ -238,7 +238,7 @@ def _empty(config: Any) -> Any:
 
 
 def _of_one_row(value: Any) -> Any:
-    """``[1, n]`` as a processor gives it -> ``[n]``."""
+    """Turn ``[1, n]``, as a processor returns it, into ``[n]``."""
     if isinstance(value, (torch.Tensor, np.ndarray)):
         return value[0] if value.ndim == 2 and len(value) == 1 else value
     if isinstance(value, (list, tuple)) and len(value) == 1 and isinstance(value[0], (list, tuple, np.ndarray)):

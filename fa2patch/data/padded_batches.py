@@ -1,4 +1,4 @@
-"""Padded batches, computed packed: for trainers that make padded batches, and want padded outputs back."""
+"""Packed computation of padded batches, for trainers that make padded batches and expect padded outputs."""
 
 from __future__ import annotations
 
@@ -21,22 +21,22 @@ _LAYOUT = "layout"
 
 @dataclass(frozen=True)
 class _Layout:
-    """Where the tokens of a packed row stand in the padded batch.
+    """Places of a packed row's tokens in the padded batch.
 
     Attributes:
         shape: ``(batch, length)`` of the padded batch.
-        at: int64 ``[tokens]``: their places, counted over the rows laid end to end.
+        at: int64 ``[tokens]``, indices of the tokens into the flattened ``[batch * length]``.
     """
 
     shape: tuple[int, int]
     at: torch.Tensor
 
     def packed(self, value: torch.Tensor) -> torch.Tensor:
-        """``[batch, length, ...]`` -> ``[1, tokens, ...]``."""
+        """Turn ``[batch, length, ...]`` into ``[1, tokens, ...]``."""
         return value.flatten(0, 1)[self.at.to(value.device)][None]
 
     def padded(self, value: Any) -> Any:
-        """What holds something for each token, as the padded batch would have it, zeros for padding; else unchanged."""
+        """Turn tensors with one entry per token into padded ones, with zeros for padding; return others unchanged."""
         if isinstance(value, (tuple, list)):
             return type(value)(self.padded(one) for one in value)
         if not isinstance(value, torch.Tensor) or value.dim() < 2:
@@ -51,21 +51,28 @@ class _Layout:
 
 
 class PaddedBatches:
-    """A patched model computes its padded batches packed; until ``remove()``, or the end of a ``with`` block."""
+    """Forward hooks that make a patched model compute padded batches packed.
+
+    They stay until ``remove()`` is called or the ``with`` block ends.
+
+    Args:
+        base: The inner model that loops over the layers.
+    """
 
     def __init__(self, base: Any) -> None:
-        self._under_way: dict[int, luggage.Piece | None] = {}  # by thread: replicas of a model share their hooks
+        self._under_way: dict[int, luggage.Piece | None] = {}  # keyed by thread: replicas of a model share hooks
         self._handles = [
             base.register_forward_pre_hook(self._before, with_kwargs=True),
             base.register_forward_hook(self._after, with_kwargs=True),
         ]
 
     def remove(self) -> None:
+        """Remove the hooks, so that padded batches are computed padded again."""
         for handle in self._handles:
             handle.remove()
 
     def _before(self, base: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """A forward pre-hook of the model that loops over the layers: a padded batch becomes one packed row."""
+        """Forward pre-hook: turn a padded batch into one packed row."""
         self._under_way[threading.get_ident()] = None
         packed = _packed(base, args, kwargs)
         if packed is None:
@@ -76,7 +83,7 @@ class PaddedBatches:
         return (), {**call, "position_ids": luggage.attach(call["position_ids"], piece)}
 
     def _after(self, base: Any, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Any:
-        """A forward hook: what came of such a row, as the padded batch would have it."""
+        """Forward hook: turn the outputs of such a row into those of the padded batch."""
         layout = luggage.take(kwargs.get("position_ids"), _LAYOUT)
         luggage.require_delivered(self._under_way.pop(threading.get_ident(), None), base)
         return None if layout is None else _padded(layout, output)
@@ -89,18 +96,23 @@ class PaddedBatches:
 
 
 def pack_padded_batches(model: Any) -> PaddedBatches:
-    """Let a patched model compute padded batches packed, whoever makes them, with outputs as for the padded batch.
+    """Make a patched model compute padded batches packed and return padded outputs.
 
-    Between the embedding and the last hidden states no padding is computed; the head gets hidden states
-    ``[batch, length, hidden]``, zeros for padding. A batch with an ``attention_mask`` of zeros and ones
-    ``[batch, length]``, padded left or right, is one: one small read from the device. All others go as they came:
-    without padding, with gaps in the mask, with a cache (``generate``), or packed already.
+    Padding is not computed between the embedding and the last hidden states. The head gets hidden states
+    ``[batch, length, hidden]``, with zeros for padding. A padded batch has an ``attention_mask`` ``[batch, length]`` of
+    zeros and ones and is padded left or right; the mask is read from the device once per forward. All other batches
+    are unchanged: without padding, with gaps in the mask, with an empty row, with a cache (``generate``,
+    ``use_cache=True``), with ``output_attentions=True``, with position ids on several axes, under ``torch.compile``,
+    or without such a mask, as packed batches are.
 
     Args:
-        model: a model that ``fa2patch.apply`` has patched, or what PEFT, accelerate, DDP, FSDP made of one.
+        model: A model that ``fa2patch.apply`` has patched, or a wrapper around one (PEFT, accelerate, DDP, FSDP).
+
+    Returns:
+        The hooks, as a context manager with a ``remove()`` method.
 
     Raises:
-        NotAModel: it is not patched, or has no base model that is handed ids.
+        NotAModel: The model is not patched, or ``model`` holds no Transformers model.
     """
     inner = transformers_model(model)
     if status(inner) is None:
@@ -111,7 +123,7 @@ def pack_padded_batches(model: Any) -> PaddedBatches:
 
 
 def _packed(base: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[dict[str, Any], _Layout] | None:
-    """The arguments of a padded batch as those of one packed row, and where its tokens stood; None for another."""
+    """Return a padded batch's arguments as those of one packed row, with the layout; None for other batches."""
     if len(args) > 1 or base.__dict__.get(MARK) is None:
         return None
     call = {**({"input_ids": args[0]} if args else {}), **kwargs}
@@ -126,7 +138,7 @@ def _packed(base: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[d
     host = mask.detach().cpu()
     real = host != 0
     lengths = real.sum(1)
-    spans = real.int().diff(dim=1).ne(0).sum(1) + real[:, 0].int() + real[:, -1].int()  # 2 where there are no gaps
+    spans = real.int().diff(dim=1).ne(0).sum(1) + real[:, 0].int() + real[:, -1].int()  # 2 if there are no gaps
     if bool(real.all()) or bool((spans != 2).any()) or bool((host[real] != 1).any()):
         return None
     layout = _Layout(shape, real.flatten().nonzero()[:, 0])

@@ -1,4 +1,4 @@
-"""Preference pairs (DPO) on packed rows: a collator, log-probabilities per document, and TRL's own trainer."""
+"""Preference training (DPO) on packed rows: a collator, log-probabilities per document and a TRL trainer."""
 
 from __future__ import annotations
 
@@ -11,9 +11,10 @@ import numpy as np
 import torch
 
 from ..documents.boundaries import Boundaries, boundaries
+from ..documents.names import IGNORED_LABEL
 from ..errors import BadBatch, CollatorError, Fa2PatchError
 from .collators import DataCollatorWithFlattening
-from .flattening import IGNORED_LABEL, as_array, as_numbers, given, integer, require_same_keys
+from .flattening import as_array, as_numbers, given, integer, require_same_keys
 
 _REFERENCE = ("ref_chosen_logps", "ref_rejected_logps")
 _TRUNCATION = ("keep_start", "keep_end")
@@ -21,19 +22,19 @@ _TRUNCATION = ("keep_start", "keep_end")
 
 @dataclass
 class DataCollatorForPreferenceFlattening:
-    """Concatenate the two documents of each preference pair, of all examples, into one row without padding.
+    """Concatenate the two documents of every preference pair into one row without padding.
 
-    Documents 1 to n are prompt + chosen of the n examples, n + 1 to 2n prompt + rejected, in their order; what
-    ``pad_to_multiple_of`` adds is one more.
+    For n examples, documents 1 to n are prompt + chosen and documents n + 1 to 2n are prompt + rejected, both in the
+    order of the examples. The padding that ``pad_to_multiple_of`` adds is one more document.
 
     Args:
-        max_length: truncate documents to this many tokens; None leaves them.
-        truncation_mode: ``"keep_start"`` or ``"keep_end"``: what stays of them.
-        return_flash_attn_kwargs, return_seq_idx, pad_to_multiple_of, pad_token_id, position_ids_start: as
-            :class:`fa2patch.DataCollatorWithFlattening` has them.
+        max_length: Truncate documents to this many tokens. None does not truncate.
+        truncation_mode: The part that is kept, ``"keep_start"`` or ``"keep_end"``.
+        return_flash_attn_kwargs, return_seq_idx, pad_to_multiple_of, pad_token_id, position_ids_start: See
+            :class:`fa2patch.DataCollatorWithFlattening`.
 
     Raises:
-        CollatorError: an option that is not what it must be.
+        CollatorError: An option is invalid.
     """
 
     max_length: int | None = None
@@ -54,21 +55,21 @@ class DataCollatorForPreferenceFlattening:
         self._flatten()
 
     def __call__(self, features: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
-        """One packed row of T tokens.
+        """Concatenate the pairs of n examples into one packed row of T tokens.
 
         Args:
-            features: examples with TRL's columns of token ids: ``prompt_input_ids``, ``chosen_input_ids`` and
+            features: Examples with TRL's columns of token ids: ``prompt_input_ids``, ``chosen_input_ids`` and
                 ``rejected_input_ids`` (TRL 0.12 to 0.24), or ``prompt_ids``, ``chosen_ids`` and ``rejected_ids`` (since
-                1.0). Where there are ``chosen_labels`` and ``rejected_labels`` (up to 0.11), the ids hold the prompt
-                already, and its labels are -100. ``ref_chosen_logps`` and ``ref_rejected_logps``: a number each.
+                1.0). If there are ``chosen_labels`` and ``rejected_labels`` (up to 0.11), the ids include the prompt,
+                whose labels are -100. ``ref_chosen_logps`` and ``ref_rejected_logps`` are optional, one number each.
 
         Returns:
-            ``input_ids``, ``labels`` (-100 but in completions), ``position_ids``: int64 ``[1, T]``; the reference's
-            log-probabilities float32 ``[n]`` where the examples hold them; ``seq_idx``, ``cu_seq_lens_*`` and
-            ``max_length_*`` where asked for.
+            ``input_ids``, ``labels`` (-100 outside completions) and ``position_ids``: int64 ``[1, T]``.
+            ``ref_chosen_logps`` and ``ref_rejected_logps``, if the examples have them: float32 ``[n]``. ``seq_idx``,
+            ``cu_seq_lens_*`` and ``max_length_*``, if the options ask for them.
 
         Raises:
-            CollatorError: a column that is missing, or is not what it must be; a document without tokens.
+            CollatorError: A column is missing or invalid, or a document has no tokens.
         """
         examples = [given(index, feature) for index, feature in enumerate(features)]
         require_same_keys([{key: None for key in _REFERENCE if key in example} for example in examples])
@@ -124,20 +125,21 @@ def _ids(index: int, example: Mapping[str, Any], part: str) -> Any:
 def per_document_logps(
     logits: torch.Tensor, labels: torch.Tensor, documents: Boundaries | torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Log-probabilities of the labels, summed over each document of a packed batch.
+    """Sum the log-probabilities of the labels over each document of a packed batch.
 
     Args:
-        logits: ``[batch, length, vocabulary]``, as the model returns them: each token's predict the next token.
-        labels: int64 ``[batch, length]``, each at its own token. -100 counts for nothing, nor does a document's first.
-        documents: the batch's ``position_ids``, or its :class:`fa2patch.Boundaries`
-            (``Boundaries(batch["cu_seq_lens_q"], batch["max_length_q"])`` reads nothing from the device).
+        logits: ``[batch, length, vocabulary]``, unshifted: the logits at a token predict the next token.
+        labels: int64 ``[batch, length]``, unshifted. Labels of -100 and the first label of each document are ignored.
+        documents: The batch's ``position_ids``, or its :class:`fa2patch.Boundaries`. With
+            ``Boundaries(batch["cu_seq_lens_q"], batch["max_length_q"])``, boundaries are not read from the device.
 
     Returns:
-        The sums, float32 ``[documents]`` (float64 of float64 logits), and over how many tokens they go, int64
-        ``[documents]``. Sums divided by numbers are means (IPO's).
+        The sums, float32 ``[documents]`` (float64 for float64 logits), and the numbers of tokens in them, int64
+        ``[documents]``. A sum divided by its number is the mean that IPO uses.
 
     Raises:
-        BadBatch: shapes that do not belong together.
+        BadBatch: The shapes do not match.
+        BadPositionIds: ``documents`` are not valid position ids.
     """
     if logits.dim() != 3 or tuple(labels.shape) != tuple(logits.shape[:2]):
         raise BadBatch(
@@ -161,17 +163,18 @@ def per_document_logps(
 
 
 def trainer_class(base: type[Any] | None = None) -> type[Any]:
-    """TRL's ``DPOTrainer``, of whatever TRL is installed, whose models compute every batch packed.
+    """Return a subclass of the installed TRL's ``DPOTrainer`` whose models compute padded batches packed.
 
-    Batches, losses, metrics and arguments stay TRL's own; the model and the reference model are patched once the
-    trainer has made them, and their padded batches go packed through all layers (:func:`fa2patch.data.padded_batches`).
-    Leave ``padding_free`` off.
+    Batches, losses, metrics and arguments are TRL's own. After the trainer's ``__init__``, the model and the reference
+    model are patched, and their padded batches are computed packed in all layers
+    (:func:`fa2patch.data.padded_batches.pack_padded_batches`). Leave ``padding_free`` off.
 
     Args:
-        base: another trainer to derive from (a subclass of yours; KTO, reward); None is ``trl.DPOTrainer``.
+        base: The trainer class to derive from, such as your own subclass or TRL's KTO or reward trainer. None means
+            ``trl.DPOTrainer``.
 
     Raises:
-        Fa2PatchError: TRL is not installed.
+        Fa2PatchError: TRL cannot be imported.
     """
     from ..patch.applying import apply
     from .padded_batches import pack_padded_batches

@@ -1,1 +1,1 @@
-"""Where documents start in a batch. Imports torch and numpy only, and knows nothing of Transformers."""
+"""Where documents start in a batch. This package does not depend on Transformers, only on torch and numpy."""

@@ -1,7 +1,7 @@
-"""Where documents start: the one definition, in pure torch.
+"""Finds where documents start in a batch, with torch and numpy only.
 
 A document starts at the first token of every row and wherever ``p[i] != p[i-1] + 1`` (rule 2 of CONTRIBUTING.md).
-Explicit statements win over ``position_ids``: ``cu_seq_lens_*``, then ``seq_idx``, then a 2-D mask of document numbers.
+``cu_seq_lens_*``, then ``seq_idx``, then a 2-D mask of document numbers take precedence over ``position_ids``.
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ _INTEGERS = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)
 
 @dataclass(eq=False)
 class Boundaries:
-    """The documents of one batch, its rows laid end to end.
+    """The boundaries of the documents of one batch, whose rows are laid end to end.
 
     Attributes:
         cu_seqlens: int32 tensor ``[documents + 1]`` on the batch's device: 0, then the end of every document.
-        max_seqlen: length of the longest document, in tokens, a Python int.
-        positions: largest position id + 1, where the ids were looked at, else None.
-        made: what a kernel has made of them for this batch, to be used by its other layers.
+        max_seqlen: length of the longest document in tokens, or an upper bound of it.
+        positions: largest position id + 1; None if the ids were not read.
+        made: objects that a kernel computes once per batch and reuses in later layers, such as a block mask.
     """
 
     cu_seqlens: torch.Tensor
@@ -38,16 +38,17 @@ class Boundaries:
 
     @property
     def lengths(self) -> tuple[int, ...]:
-        """Document lengths in tokens, on the host. Read from the device at most once, and only if asked for."""
+        """Document lengths in tokens. The first access may read from the device; the result is kept."""
         if self._lengths is None:
             self._lengths = tuple(np.diff(_host(self.cu_seqlens)).tolist())
         return self._lengths
 
     def __len__(self) -> int:
+        """The number of documents."""
         return int(self.cu_seqlens.shape[0]) - 1
 
     def chunked(self, size: int) -> Boundaries:
-        """Every document cut into chunks of ``size`` tokens: chunked attention (Llama 4) sees no further back."""
+        """Boundaries with every document cut into chunks of ``size`` tokens, for chunked attention (Llama 4)."""
         if self.max_seqlen <= size:
             return self
         chunks = [min(size, length - at) for length in self.lengths for at in range(0, length, size)]
@@ -55,9 +56,10 @@ class Boundaries:
         return Boundaries(cu.to(self.cu_seqlens.device), size, self.positions, tuple(chunks))
 
     def padding_apart(self, attention_mask: torch.Tensor) -> Boundaries:
-        """Every document cut in two, its real tokens and the padding that ends it, either of which may be empty.
+        """Boundaries with every document cut in two: its real tokens and the padding at its end.
 
-        Where tokens see those behind them too, real tokens must not see their document's padding. Nothing is read.
+        Bidirectional attention needs this, because real tokens would see the padding after them. Either part may be
+        empty. Nothing is read from the device.
 
         Args:
             attention_mask: ``[batch, length]``; zeros only at the end of a document.
@@ -70,20 +72,21 @@ class Boundaries:
 
 
 def boundaries(position_ids: torch.Tensor) -> Boundaries:
-    """Boundaries of the documents that ``position_ids`` describe.
+    """Find the boundaries of the documents that ``position_ids`` describe.
+
+    A document starts at the first token of every row and wherever an id is not its left neighbour's plus one. With four
+    axes, the first axis (text) is used. With three axes (time, height, width), image tokens do not count up: in a row
+    that has such tokens, a document starts where time goes back to 0 or all three axes are 0.
 
     Args:
-        position_ids: integers ``[length]``, ``[batch, length]`` or ``[axes, batch, length]`` (mRoPE). A document
-            starts at the first token of every row and wherever an id is not its left neighbour's plus one; of four
-            axes the first, the text's, is read. With three (time, height, width) an image's tokens do not count up:
-            in a row that has any, a document starts where time goes back to 0, or all three are 0.
+        position_ids: integers ``[length]``, ``[batch, length]`` or ``[axes, batch, length]`` (mRoPE).
 
     Returns:
         :class:`Boundaries` over the ``batch * length`` tokens, row after row.
 
     Raises:
-        BadPositionIds: not an integer tensor, or of another shape, or empty; or of three axes that neither restart
-            nor go on as a model counts them.
+        BadPositionIds: the ids are not an integer tensor of such a shape, or are empty; or ids on three axes neither
+            restart nor continue as a model counts them.
     """
     check_position_ids(position_ids)
     _check_readable("position_ids", position_ids, BadPositionIds)
@@ -96,7 +99,7 @@ def boundaries(position_ids: torch.Tensor) -> Boundaries:
 
 
 def check_position_ids(position_ids: Any, shape: tuple[int, int] | None = None) -> None:
-    """Raise :class:`BadPositionIds` unless these are integer ids, of a batch of ``shape`` where it is given."""
+    """Raise :class:`BadPositionIds` unless these are integer ids that fit ``shape``, which is ``(batch, length)``."""
     if not isinstance(position_ids, torch.Tensor):
         raise BadPositionIds(
             f"position_ids: expected an integer tensor, found {type(position_ids).__name__}. "
@@ -131,31 +134,33 @@ def recognise(
     first_position: int = 0,
     training: bool = False,
 ) -> Boundaries | None:
-    """Boundaries if the batch is packed, else None: one read from the device, whatever is given.
+    """Find the boundaries of a packed batch, with one read from the device.
 
-    Ids at masked places say nothing. Behind padding a document starts where the ids restart at the first position; any
-    other jump there is taken for a filler, as Transformers' ``generate`` writes them, and the row goes on.
+    A mask with negative values may need a second read. Ids of masked tokens are ignored. After padding, a document
+    starts where the ids restart at 0 or ``first_position``. Any other jump there is treated as a filler, as
+    Transformers' ``generate`` writes it, and the document continues.
 
     Args:
         shape: ``(batch, length)``.
-        device: where ``cu_seqlens`` goes.
-        position_ids: integers ``[batch or 1, length]``, or with axes in front.
+        device: the device of the returned ``cu_seqlens``.
+        position_ids: integers ``[length]``, ``[batch or 1, length]`` or ``[axes, batch or 1, length]``.
         attention_mask: ``[batch, length]``: zeros are padding; 1, 1, 2, 2, ... are document numbers.
-        seq_idx: integers ``[batch, length]``, another number for each document.
-        only_certain: of three axes take for a start what is one for certain, and do not ask about the rest.
-        first_position: the position of a document's first token, where the model does not count from 0.
-        training: whether a jump behind padding that is not certain to be a filler is an error.
+        seq_idx: integers ``[length]`` or ``[batch or 1, length]``; the number changes from document to document.
+        only_certain: with three axes, treat ambiguous tokens as continuing instead of raising an error.
+        first_position: the position id of a document's first token in models that do not count from 0.
+        training: whether a jump after padding to another position than 0 or ``first_position`` is an error.
 
     Returns:
-        None where no row holds more than one document: a padded or dense batch, to be computed as ever. Otherwise
-        boundaries in which a run of padding is a document of its own.
+        Boundaries in which each run of padding is a document of its own. None if no row holds more than one document;
+        such a batch is dense.
 
     Raises:
-        BadPositionIds, BadCuSeqlens: ``position_ids``, ``seq_idx`` of a wrong dtype or shape; ids of three axes that
-            neither restart nor go on as a model counts them.
-        BoundaryConflict: two sources contradict each other, padding stands inside a document of a packed row, or the
-            mask of one holds something else than zeros, ones and document numbers; in training, ids jump behind
-            padding to something else than the first position.
+        BadPositionIds: ``position_ids`` have a wrong dtype or shape, or ids on three axes neither restart nor continue
+            as a model counts them.
+        BadCuSeqlens: ``seq_idx`` has a wrong dtype or shape.
+        BoundaryConflict: two sources contradict each other; padding is inside a document of a packed row; the mask of
+            a packed row holds other values than zeros, ones and document numbers; or, in training, ids jump after
+            padding and neither ``seq_idx`` nor document numbers say whether a document starts.
     """
     if position_ids is not None:
         check_position_ids(position_ids, shape)
@@ -236,21 +241,23 @@ def from_cu_seqlens(
     position_ids: torch.Tensor | None = None,
     attention_mask: torch.Tensor | None = None,
 ) -> Boundaries:
-    """Boundaries that the caller states, read from the device not even once if ``max_seqlen`` is an int.
+    """Check boundaries that the caller passes, without a read from the device if ``max_seqlen`` is an int.
 
-    On a CPU a mismatch raises at once. On other devices the same conditions become device-side assertions, which
-    cost no synchronisation; in a compiled graph on every device.
+    On a CPU a mismatch of values raises at once. On other devices, and in a compiled graph on every device, it becomes
+    a device-side assertion, which needs no synchronisation.
 
     Args:
         cu_seqlens: integers ``[documents + 1]`` (or ``[1, documents + 1]``): 0, ..., ``batch * length``.
-        max_seqlen: the longest document's length; read from ``cu_seqlens`` where None.
+        max_seqlen: length of the longest document in tokens, or an upper bound; computed from ``cu_seqlens`` if None.
         shape: ``(batch, length)``.
         cu_seqlens_k: the same for keys; must equal ``cu_seqlens``.
-        position_ids: may restart only where a document starts.
-        attention_mask: ``[batch, length]``; zeros only at the end of a document.
+        position_ids: may restart only where a document starts; ids of masked tokens are ignored.
+        attention_mask: ``[batch, length]``; zeros only at the end of a document, or over a whole document.
 
     Raises:
-        BadCuSeqlens, BoundaryConflict, BadPositionIds.
+        BadCuSeqlens: ``cu_seqlens`` or ``max_seqlen`` have a wrong type, or do not fit the batch.
+        BoundaryConflict: ``cu_seqlens_k``, ``position_ids`` or ``attention_mask`` contradict ``cu_seqlens``.
+        BadPositionIds: ``position_ids`` have a wrong dtype or shape.
     """
     tokens = shape[0] * shape[1]
     for given in (cu_seqlens, cu_seqlens_k):
@@ -276,7 +283,7 @@ def from_cu_seqlens(
 
 
 def check_cu_seqlens(cu_seqlens: Any) -> None:
-    """Raise :class:`BadCuSeqlens` unless these are integers that could be documents' ends."""
+    """Raise :class:`BadCuSeqlens` unless this is a dense integer tensor with at least two elements."""
     if _is_dense(cu_seqlens) and cu_seqlens.dtype in _INTEGERS and cu_seqlens.numel() > 1:
         return
     raise BadCuSeqlens(f"cu_seq_lens: expected an integer tensor [documents + 1], found {_described(cu_seqlens)}.")
@@ -327,15 +334,15 @@ def _described(value: Any) -> str:
 
 
 def _numbers(mask: torch.Tensor) -> torch.Tensor:
-    """A mask's whole numbers; -1 for fractions, infinities and what is no number."""
+    """A mask with -1 in the place of fractions, NaN, infinities and numbers of 2**31 or more."""
     if not mask.is_floating_point():
         return mask
-    mask = mask.float() if mask.element_size() < 4 else mask  # torch 2.1 rounds no half precision on a CPU
+    mask = mask.float() if mask.element_size() < 4 else mask  # torch 2.1 has no floor for half precision on a CPU
     return torch.where((mask == mask.floor()) & (mask.abs() < 2**31), mask, -1)
 
 
 def positions_of(cu_seqlens: torch.Tensor, shape: tuple[int, int]) -> torch.Tensor:
-    """position_ids int64 ``[batch, length]`` that count from 0 in each document; no read from the device."""
+    """Position ids, int64 ``[batch, length]``, that count from 0 in each document. Nothing is read from the device."""
     cu = cu_seqlens.flatten().long()
     token = torch.arange(shape[0] * shape[1], device=cu.device)
     document = torch.searchsorted(cu, token, right=True) - 1
@@ -343,12 +350,12 @@ def positions_of(cu_seqlens: torch.Tensor, shape: tuple[int, int]) -> torch.Tens
 
 
 def largest(ids: torch.Tensor) -> int:
-    """The largest of some ids; one read from the device."""
+    """The largest id. This reads from the device once."""
     return int(_host(ids).max())
 
 
 def _host(tensor: torch.Tensor) -> Any:
-    """Values on the host: the only place in fa2patch that reads a tensor."""
+    """The tensor's values on the host. Every read of boundaries from the device goes through this function."""
     return tensor.detach().cpu().numpy()
 
 
@@ -357,10 +364,11 @@ def _axes(position_ids: torch.Tensor) -> torch.Tensor:
 
 
 def _starts(axes: Any, real: Any, previous: Any, first_position: int = 0) -> tuple[Any, Any, Any]:
-    """First tokens of documents, from position ids ``[axes, batch, length]``; and two kinds of tokens that may be such.
+    """Find document starts in position ids ``[axes, batch, length]``.
 
-    The first kind is doubtful by the grammar of three axes. The second are jumps behind padding to something else than
-    the first position.
+    Returns:
+        Three bool arrays ``[batch, length]``: starts; tokens on three axes that may be starts; and jumps after padding
+        to another position than 0 or ``first_position``.
     """
     changes = _changes(axes[0], real, previous, step=1)
     behind_padding = (previous >= 0) & (np.arange(real.shape[1]) - previous > 1)
@@ -378,17 +386,21 @@ def _starts(axes: Any, real: Any, previous: Any, first_position: int = 0) -> tup
 
 
 def _restarts(ids: Any, left: Any) -> Any:
-    """Where time, height and width ``[3, batch, length]`` begin anew; arrays or tensors. Inside a document time is
-    0 at its first token and an image there, and never again; all three are 0 at its first token only."""
+    """Where time, height and width (arrays or tensors ``[3, batch, length]``) restart.
+
+    Inside a document, time is 0 only at the first token and in an image that starts there. All three are 0 only at the
+    first token.
+    """
     return (ids[0] == 0) & ((left[0] > 0) | ((ids[1] == 0) & (ids[2] == 0)))
 
 
 def _goes_on(ids: Any, left: Any) -> Any:
-    """Where time, height and width go on from the token to the left as a model's ``get_rope_index`` counts them.
+    """Where time, height and width continue from the token to the left as a model's ``get_rope_index`` counts them.
 
-    Inside an image or film time stands or rises. Text, and an image's first token, have one number n on all axes. The
-    token before has n - 1 on the axis that is largest in it (time left out after a film, from Transformers 5.3 on:
-    text then goes on from its height and width, below its last frame's time). Inside an image the three may be equal.
+    Inside an image or a video, time stays or rises. A text token, and the first token of an image, has one number n on
+    all axes, and the token before it has n - 1 on its largest axis. From Transformers 5.3 on, time is left out after a
+    video: text continues from height and width, which may be below the last frame's time. The three axes may also be
+    equal inside an image.
     """
     (t, h, w), (time, height, width) = ids, left
     beside_image = (t == h) & (t == w)
@@ -421,14 +433,14 @@ def _no_jump(jumps: Any, axes: Any, first_position: int) -> None:
 
 
 def _previous_real(real: Any) -> Any:
-    """Index of the nearest real token to the left in the row, -1 where there is none."""
+    """Index of the nearest real token to the left in the row; -1 if there is none."""
     index = np.arange(real.shape[1])
     seen = np.maximum.accumulate(np.where(real, index, -1), axis=1)
     return np.concatenate([np.full((real.shape[0], 1), -1), seen[:, :-1]], axis=1)
 
 
 def _changes(ids: Any, real: Any, previous: Any, step: int) -> Any:
-    """Real tokens that do not go on from the nearest real token to their left, whether ids count padding or not."""
+    """Real tokens that do not continue from the nearest real token to their left; ids may or may not count padding."""
     left = np.take_along_axis(ids, np.maximum(previous, 0), axis=1)
     apart = np.arange(ids.shape[1]) - previous
     goes_on = ((ids == left + step) | (ids == left + step * apart)) & (ids >= left)  # the largest int64 + 1 is < 0
@@ -451,12 +463,12 @@ def _from_cuts(starts: Any, device: torch.device, positions: int | None) -> Boun
 
 
 def _assert_async(held: torch.Tensor, message: str) -> None:
-    """Raises on the device, when it gets there: nobody waits."""
+    """Assert on the device, without a synchronisation."""
     torch.ops.aten._assert_async.msg(held, message)
 
 
 def _require(held: torch.Tensor, error: type[Exception], message: str, *numbers: int) -> None:
-    if compiling():  # a number in the text would become a constant of the graph
+    if compiling():  # a number in the message would become a constant of the graph
         _assert_async(held, message.replace("{}", "(what was given)"))
     elif held.device.type != "cpu":
         _assert_async(held, message.format(*numbers))

@@ -1,4 +1,4 @@
-"""Kernels compute variable-length attention: one small class in one file each; here, what the rest of fa2patch uses."""
+"""Kernels, which compute variable-length attention. Each is a class in a file of its own."""
 
 from .options import Options
 from .overview import rows

@@ -1,4 +1,4 @@
-"""``packed_attention``: boundaries -> kernel. Every packed token goes through here, whatever the seam."""
+"""``packed_attention``, which every seam for attention calls with the boundaries, and which calls the kernel."""
 
 from __future__ import annotations
 
@@ -20,23 +20,24 @@ def packed_attention(
     options: Options,
     kernel: str | kernels.Kernel = "auto",
 ) -> torch.Tensor:
-    """Attention in which no token sees, or sends a gradient to, another document.
+    """Compute attention in which no token sees, or sends a gradient to, another document.
 
     Args:
         q: ``[batch, length, query heads, head dim]``.
         k: ``[batch, length, key heads, head dim]``; key heads divide query heads.
-        v: ``[batch, length, key heads, value head dim]``. All three of one dtype.
-        boundaries: documents over the ``batch * length`` tokens.
+        v: ``[batch, length, key heads, value head dim]``. q, k and v have one dtype.
+        boundaries: boundaries of the documents over the ``batch * length`` tokens.
         options: scale, window and so on.
-        kernel: ``"auto"``, a kernel's name, or a kernel.
+        kernel: ``"auto"``, the name of a kernel, or a kernel.
 
     Returns:
-        ``[batch, length, query heads, value head dim]``, contiguous, of q's dtype.
+        A contiguous tensor ``[batch, length, query heads, value head dim]`` of q's dtype.
 
     Raises:
-        PackingNotIsolated: queries and keys are not the same tokens (a key/value cache holds others), or their heads do
-            not fit.
-        UnknownKernel, KernelUnavailable: see :func:`fa2patch.kernels.pick`.
+        PackingNotIsolated: q, k and v differ in batch or length (a key/value cache holds other tokens), or their
+            numbers of heads do not fit.
+        UnknownKernel: no kernel has this name.
+        KernelUnavailable: the kernel cannot compute this (:class:`KernelWrong`: it fails its trial).
     """
     if q.shape[:2] != k.shape[:2] or k.shape[:2] != v.shape[:2]:
         raise PackingNotIsolated(

@@ -1,7 +1,7 @@
-"""torch's memory-efficient attention (CUTLASS), by its aten operator: what flash kernels do not take at all.
+"""torch's memory-efficient attention (CUTLASS), called through its aten operator.
 
-It takes float32 and any head dimension. Its autograd forgets windows (the derivative of
-``_efficient_attention_forward`` passes none on), so it is not asked for them.
+It supports float32 and any head dimension, which the flash kernels do not. It is not used with windows, because its
+autograd ignores them (the derivative of ``_efficient_attention_forward`` does not pass them on).
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ if TYPE_CHECKING:
     from .options import Options
 
 _CAUSAL, _EVERYTHING = 1, 0
-"""``custom_mask_type``: a query sees the keys up to itself, counted from its document's start; or all of them."""
+"""Values of ``custom_mask_type``: a query sees its document's keys up to its own position, or all of them."""
 
 
 class Efficient(Kernel):
-    """Takes ``cu_seqlens`` as they are; keys and values are repeated for grouped queries."""
+    """torch's memory-efficient attention. Keys and values are repeated for grouped queries."""
 
     name = "efficient"
     what = "memory-efficient attention, torch's own"
@@ -33,6 +33,7 @@ class Efficient(Kernel):
     FEATURES = frozenset({"dropout"})
 
     def available(self) -> tuple[bool, str]:
+        """Whether torch has the operator and finds a CUDA device, and the reason if not."""
         return _available()
 
     @uncompiled
@@ -45,6 +46,7 @@ class Efficient(Kernel):
         options: Options,
         scale: float,
     ) -> torch.Tensor:
+        """Call the operator's forward."""
         groups = q.shape[1] // k.shape[1]
         if groups > 1:
             k, v = k.repeat_interleave(groups, 1), v.repeat_interleave(groups, 1)

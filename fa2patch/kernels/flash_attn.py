@@ -8,7 +8,7 @@ from .varlen_func import Found, VarlenFunc, in_package
 
 
 class FlashAttn(VarlenFunc):
-    """FlashAttention 2; what older ones lack (windows before 2.3, softcap before 2.6) is seen in their signature."""
+    """FlashAttention 2. Its signature shows what older versions lack: windows before 2.3, softcap before 2.6."""
 
     name = "flash_attn"
     what = "FlashAttention 2"
@@ -16,6 +16,7 @@ class FlashAttn(VarlenFunc):
     FEATURES = frozenset({"window", "softcap", "alibi", "dropout", "deterministic"})
 
     def found(self) -> Found:
+        """The entry point of ``flash_attn``, looked for once."""
         return _found()
 
 

@@ -8,7 +8,7 @@ from .varlen_func import Found, VarlenFunc, in_package
 
 
 class FlashAttn3(VarlenFunc):
-    """Hopper's own; without dropout and alibi."""
+    """FlashAttention 3, for Hopper. It has no dropout and no alibi."""
 
     name = "flash_attn_3"
     what = "FlashAttention 3"
@@ -16,6 +16,7 @@ class FlashAttn3(VarlenFunc):
     FEATURES = frozenset({"window", "softcap", "deterministic"})
 
     def found(self) -> Found:
+        """The entry point of ``flash_attn_interface``, looked for once."""
         return _found()
 
 

@@ -1,4 +1,4 @@
-"""FlashAttention 4 (``flash_attn.cute``, the package flash-attn-4): written in CuTe's Python, compiled at first use."""
+"""FlashAttention 4 (``flash_attn.cute``, the package flash-attn-4), written in CuTe's Python, compiled at first use."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from .varlen_func import Found, VarlenFunc, in_package
 
 
 class FlashAttn4(VarlenFunc):
-    """For Hopper and Blackwell, with attention sinks; without dropout and alibi. Pre-releases only so far."""
+    """FlashAttention 4, for Hopper and Blackwell. It has attention sinks, but no dropout or alibi. Pre-release only."""
 
     name = "flash_attn_4"
     what = "FlashAttention 4"
@@ -16,6 +16,7 @@ class FlashAttn4(VarlenFunc):
     FEATURES = frozenset({"window", "softcap", "sinks", "deterministic"})
 
     def found(self) -> Found:
+        """The entry point of ``flash_attn.cute``, looked for once."""
         return _found()
 
 

@@ -1,6 +1,7 @@
-"""FlexAttention (``torch.nn.attention.flex_attention``, torch 2.5 on): softcap and alibi where flash-attn is missing.
+"""FlexAttention (``torch.nn.attention.flex_attention``, from torch 2.5 on).
 
-Compiled by Triton when it is first called, which takes seconds; so it comes behind every kernel that is ready-made.
+It offers softcap and alibi if flash-attn is not installed. Triton compiles it at the first call, which takes seconds,
+so ``auto`` tries it after the other GPU kernels.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ if TYPE_CHECKING:
 
 
 class Flex(Kernel):
-    """A block mask is made once for each batch and kind of layer, without the row's length squared."""
+    """FlexAttention with one block mask per batch and kind of layer, made without a ``[tokens, tokens]`` tensor."""
 
     name = "flex"
     what = "FlexAttention"
@@ -30,6 +31,7 @@ class Flex(Kernel):
     FEATURES = frozenset({"window", "softcap", "sinks", "alibi", "deterministic"})
 
     def available(self) -> tuple[bool, str]:
+        """Whether torch has FlexAttention, a CUDA device and Triton, and the reason if not."""
         return _available()
 
     @uncompiled
@@ -42,6 +44,7 @@ class Flex(Kernel):
         options: Options,
         scale: float,
     ) -> torch.Tensor:
+        """Call the compiled functions."""
         flex, create_block_mask = _compiled()
         return compute(flex, create_block_mask, q, k, v, boundaries, options, scale)
 
@@ -50,7 +53,12 @@ def compute(
     flex: Callable[..., Any], create_block_mask: Callable[..., Any], q: torch.Tensor, k: torch.Tensor, v: torch.Tensor,
     boundaries: Boundaries, options: Options, scale: float,
 ) -> torch.Tensor:  # fmt: skip
-    """With torch's two functions, compiled or not."""
+    """Compute the attention of :meth:`Flex.attend` with given functions of torch.
+
+    Args:
+        flex: ``flex_attention``, compiled or not.
+        create_block_mask: ``create_block_mask``, compiled or not.
+    """
     kind = ("flex", options.causal, options.window)
     if kind not in boundaries.made:
         tokens, device = q.shape[0], q.device

@@ -1,8 +1,8 @@
-"""Attention as its definition writes it, one document at a time, in pure torch.
+"""Attention by its definition, one document at a time, in pure torch.
 
-Where a layer asks for nothing special, a document is one call of ``scaled_dot_product_attention``, which has a flash
-kernel also on a CPU. Windows, softcap, ALiBi, sinks and dropout are computed by the plain formula, in float32 or
-float64. Cost grows with the sum of the squared document lengths.
+Plain attention over a document is one call of ``scaled_dot_product_attention``, which has a flash kernel on a CPU too.
+Windows, softcap, ALiBi, sinks and dropout are computed by the plain formula, in float32 or float64. The cost grows with
+the sum of the squared document lengths.
 """
 
 from __future__ import annotations
@@ -24,7 +24,17 @@ if TYPE_CHECKING:
 def over_documents(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, boundaries: Boundaries, options: Options
 ) -> torch.Tensor:
-    """q, k and v ``[tokens, heads, dim]`` -> ``[tokens, query heads, value dim]``."""
+    """Compute attention document by document.
+
+    Args:
+        q: ``[tokens, query heads, head dim]``.
+        k: ``[tokens, key heads, head dim]``.
+        v: ``[tokens, key heads, value dim]``.
+        boundaries: boundaries of the documents; their lengths are read on the host.
+
+    Returns:
+        ``[tokens, query heads, value dim]``.
+    """
     lengths = list(boundaries.lengths)
     groups = q.shape[1] // k.shape[1]
     outputs = [
@@ -36,11 +46,11 @@ def over_documents(
 
 _SDPA = F.scaled_dot_product_attention
 _SHARES_KEYS = "enable_gqa" in (F.scaled_dot_product_attention.__doc__ or "")
-"""torch 2.5 on; without it keys and values are repeated, which many short documents pay for."""
+"""True from torch 2.5 on. Before, keys and values are repeated, which is costly with many short documents."""
 
 
 def heads_first(document: tuple[torch.Tensor, ...], groups: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """q, k and v of one document, ``[heads, length, dim]`` each, with as many key as query heads."""
+    """Transpose one document's q, k and v to ``[heads, length, dim]`` and repeat k's and v's heads ``groups`` times."""
     query, key, value = (states.transpose(0, 1) for states in document)
     if groups > 1:
         key, value = key.repeat_interleave(groups, 0), value.repeat_interleave(groups, 0)
@@ -50,10 +60,20 @@ def heads_first(document: tuple[torch.Tensor, ...], groups: int) -> tuple[torch.
 def attend(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, options: Options, groups: int = 1
 ) -> torch.Tensor:
-    """One document, ``[length, heads, dim]`` each -> ``[query heads, length, value dim]``."""
+    """Compute the attention of one document.
+
+    Args:
+        query: ``[length, query heads, head dim]``.
+        key: ``[length, key heads, head dim]``.
+        value: ``[length, key heads, value dim]``.
+        groups: query heads per key head.
+
+    Returns:
+        ``[query heads, length, value dim]`` of value's dtype.
+    """
     length = query.shape[0]
     windowed = options.window is not None and options.window < length
-    special = windowed or options.dropout  # each backend drops others, and the operator's backward drops them again
+    special = windowed or options.dropout  # reference_op's backward repeats the dropout; sdpa's backends draw others
     if not special and options.softcap is None and options.sinks is None and options.alibi_slopes is None:
         shares = _SHARES_KEYS and groups > 1
         states = heads_first((query, key, value), 1 if shares else groups)
@@ -71,13 +91,16 @@ def attend(
 def attention_weights(
     query: torch.Tensor, key: torch.Tensor, options: Options
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
-    """The formula itself, in float32 or better, for one document's queries and keys ``[heads, length, dim]``.
+    """Compute one document's attention weights in float32 or better.
 
-    ``options`` have a scale.
+    Args:
+        query: ``[heads, length, dim]``.
+        key: ``[heads, length, dim]``.
+        options: ``scale`` must not be None.
 
     Returns:
-        Weights ``[heads, length, length]``; distances ``[length, length]`` from query to key, in tokens; and what
-        softcap has made of the logits, over the softcap, where there is one.
+        Weights ``[heads, length, length]`` before dropout; ``query index - key index`` ``[length, length]``; and
+        ``tanh(logits / softcap)`` ``[heads, length, length]``, or None without a softcap.
     """
     assert options.scale is not None, "a kernel's call has settled it, before it pads head dimensions"
     precision, length = torch.promote_types(query.dtype, torch.float32), query.shape[1]

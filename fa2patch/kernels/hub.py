@@ -1,7 +1,7 @@
-"""Flash attention from the Hugging Face kernels hub (the package ``kernels``), or from a folder built for it.
+"""Flash attention from the Hugging Face kernels hub (the package ``kernels``), or from a local build for it.
 
-Asked for by name only, as it downloads code and runs it: ``"hub"``, ``"hub:org/name"``, ``"hub:org/name@revision"``,
-``"hub:/a/local/folder"``.
+``auto`` does not use it, because it downloads and runs code. Its names are ``"hub"``, ``"hub:org/name"``,
+``"hub:org/name@revision"`` and ``"hub:/a/local/folder"``.
 """
 
 from __future__ import annotations
@@ -19,7 +19,11 @@ DEFAULT = "kernels-community/flash-attn2"
 
 
 class Hub(VarlenFunc):
-    """One of the hub's builds. Which devices it is for, only the build knows."""
+    """A build from the hub. ``DEVICES`` is None, because the device types depend on the build.
+
+    Attributes:
+        source: ``"org/name"``, ``"org/name@revision"`` or a folder.
+    """
 
     name = "hub"
     what = "a build of the Hugging Face kernels hub"
@@ -33,6 +37,7 @@ class Hub(VarlenFunc):
             self.name = f"hub:{source}"
 
     def found(self) -> Found:
+        """The entry point of the build at ``source``, which the first call downloads."""
         try:
             return _found(self.source)
         except Exception as error:  # no network, no such repository, no build for this torch, a broken one
@@ -43,7 +48,7 @@ class Hub(VarlenFunc):
 
 @lru_cache(maxsize=8)
 def _found(source: str) -> Found:
-    """What was loaded is remembered, and no error is: the network may be there the next time."""
+    """Load a build and cache it. Exceptions are not cached, because the network may be available the next time."""
     if importlib.util.find_spec("kernels") is None:
         return Found(None, reason="the package kernels is not installed")
     return entry(_loaded(source))

@@ -1,4 +1,4 @@
-"""What a layer asks of its attention, besides q, k and v."""
+"""The options of an attention layer besides q, k and v."""
 
 from __future__ import annotations
 
@@ -11,17 +11,20 @@ from ..errors import PackingNotIsolated
 
 @dataclass(frozen=True)
 class Options:
-    """What a layer asks of its attention, besides q, k and v.
+    """The options of an attention layer besides q, k and v.
 
     Attributes:
         scale: factor of the logits; None means ``head_dim ** -0.5``.
-        causal: a query sees no later key.
-        window: sliding window W: a query at i sees keys j with ``i - j < W``; None is no window. (As in eager
-            attention and in Transformers' flash path since 4.56; up to 4.55 that path saw one token more.)
-        softcap: ``softcap * tanh(logits / softcap)``; None is none.
+        causal: whether a query sees no later key.
+        window: sliding window W in tokens: a query at i sees only keys j with ``|i - j| < W``. None is no window. (As
+            in eager attention and in Transformers' flash path since 4.56; up to 4.55 that path saw one token more.)
+        softcap: logits become ``softcap * tanh(logits / softcap)``; None leaves them unchanged.
         dropout: probability with which attention weights are dropped.
         sinks: ``[query heads]`` logits of a virtual key without a value (GPT-OSS), or None.
-        alibi_slopes: float ``[query heads]``: ``-slope * (i - j)`` is added to the logits, or None.
+        alibi_slopes: float ``[query heads]``; ``-slope * |i - j|`` is added to the logits. None adds nothing.
+
+    Raises:
+        PackingNotIsolated: ``window`` is less than 1.
     """
 
     scale: float | None = None

@@ -1,4 +1,4 @@
-"""The table of kernels, from their classes."""
+"""The table of all kernels."""
 
 from __future__ import annotations
 
@@ -9,11 +9,14 @@ from .protocol import FEATURES, Kernel
 
 
 def rows() -> list[dict[str, Any]]:
-    """Every kernel in ``auto``'s order, as JSON can hold it.
+    """Describe every kernel as a dict of JSON values, in the order in which ``auto`` tries them.
+
+    Kernels that are used by name only come last.
 
     Returns:
-        For each ``name``, ``what``, ``needs``, ``usable`` and ``reason`` (here), ``devices``, ``dtypes``,
-        ``head_dim`` (the largest, or None), ``features`` (at its best), ``here`` (of the one installed here).
+        For each kernel ``name``, ``what``, ``needs``, ``usable`` (whether ``auto`` can use it on this machine),
+        ``reason`` (why not), ``devices``, ``dtypes``, ``head_dim`` (the largest, or None), ``features`` (of the best
+        build) and ``here`` (features of the installed build).
     """
     return [_row(kernel) for kernel in every_kernel()]
 

@@ -1,4 +1,4 @@
-"""Which kernel computes which layer of a patched model, and why."""
+"""The choice of a kernel for each layer of a patched model, and its reason."""
 
 from __future__ import annotations
 
@@ -25,44 +25,45 @@ from .trial import passes
 ORDER: tuple[Kernel, ...] = (
     FlashAttn3(), FlashAttn(), FlashAttn4(), TorchVarlen(), Efficient(), Flex(), Reference(),
 )  # fmt: skip
-"""What ``auto`` tries, best first. The last one takes everything."""
+"""The built-in kernels that ``auto`` tries, best first. The last one supports everything."""
 
 BY_NAME_ONLY: tuple[Kernel, ...] = (Hub(),)
+"""The built-in kernels that ``auto`` does not try."""
 
 NAMES = ("auto", *(kernel.name for kernel in (*ORDER, *BY_NAME_ONLY)))
+"""The built-in values of ``apply(model, kernel=...)``."""
 
 
 _registered: list[tuple[Kernel, str | None]] = []
 
 
 def order() -> tuple[Kernel, ...]:
-    """What ``auto`` tries, best first: :data:`ORDER`, with registered kernels where they were put."""
+    """The kernels that ``auto`` tries, best first: :data:`ORDER` and the kernels registered with ``before``."""
     kernels = list(ORDER)
     for kernel, before in _registered:
         if before is not None:
             at = [i for i, other in enumerate(kernels) if other.name == before]
-            kernels.insert(at[0] if at else len(kernels) - 1, kernel)  # it may have been registered anew, elsewhere
+            kernels.insert(at[0] if at else len(kernels) - 1, kernel)  # `before` may have left auto since
     return tuple(kernels)
 
 
 def every_kernel() -> tuple[Kernel, ...]:
-    """Every kernel that has a name: those that ``auto`` tries, then those that are used by name only."""
+    """All kernels: the ones that ``auto`` tries, then the ones that are used by name only."""
     return (*order(), *BY_NAME_ONLY, *(kernel for kernel, before in _registered if before is None))
 
 
 def register_kernel(kernel: Kernel, *, before: str | None = None) -> None:
     """Add a kernel, so that ``apply(model, kernel=kernel.name)`` finds it.
 
-    Like every kernel, it is tried against the reference before its first use and is not used where it is wrong. A
-    kernel of the same name that was registered before is replaced.
+    Like every kernel, it is compared with the reference before its first use and is not used if it is wrong. It
+    replaces a registered kernel of the same name.
 
     Args:
         kernel: an instance of a subclass of :class:`~fa2patch.kernels.Kernel`.
-        before: the name of the kernel in front of which ``kernel="auto"`` tries this one. None leaves it out of
-            ``auto``.
+        before: ``kernel="auto"`` tries the new kernel before the kernel of this name. None leaves it out of ``auto``.
 
     Raises:
-        BadArgument: it is no kernel, or fa2patch has a kernel of that name.
+        BadArgument: ``kernel`` is not a :class:`Kernel` with a name, or its name is one of fa2patch's own.
         UnknownKernel: ``auto`` does not try a kernel called ``before``.
     """
     if not isinstance(kernel, Kernel) or not isinstance(getattr(kernel, "name", None), str):
@@ -77,14 +78,20 @@ def register_kernel(kernel: Kernel, *, before: str | None = None) -> None:
 
 
 class Pick(NamedTuple):
-    """A kernel, and why those before it in :data:`ORDER` were passed over (empty where it is the first, or named)."""
+    """The kernel of a layer.
+
+    Attributes:
+        kernel: the kernel.
+        why: why ``auto`` did not choose the kernels before it in :func:`order`; empty if there are none, or if the
+            kernel was asked for by name.
+    """
 
     kernel: Kernel
     why: str
 
 
 class Portions(NamedTuple):
-    """In what portions a mixer is given a packed row; the kernels that compute it are its own."""
+    """Whether a mixer, which uses kernels of its own, gets a packed row as a whole or one document at a time."""
 
     name: str
 
@@ -93,17 +100,22 @@ WHOLE_ROW, DOCUMENTS = Portions("its own, the whole row"), Portions("its own, do
 
 
 class Mixed(NamedTuple):
-    """How a mixer was computed, as :class:`Pick` tells it of attention."""
+    """How a mixer was computed; the counterpart of :class:`Pick`.
+
+    Attributes:
+        kernel: :data:`WHOLE_ROW` or :data:`DOCUMENTS`.
+        why: why the trial with a whole row failed; empty if it passed or did not take place.
+    """
 
     kernel: Portions
     why: str
 
 
 def named(name: str) -> Kernel:
-    """The kernel of this name, ``"hub:..."`` included.
+    """Return the kernel of this name, which may be ``"hub:..."`` but not ``"auto"``.
 
     Raises:
-        UnknownKernel: there is none.
+        UnknownKernel: no kernel has this name.
     """
     if isinstance(name, str) and name.startswith("hub:") and name != "hub:":
         return _of_hub(name[len("hub:") :])
@@ -117,12 +129,20 @@ def named(name: str) -> Kernel:
 
 @lru_cache(maxsize=8)
 def _of_hub(source: str) -> Kernel:
-    """One kernel for each source: what a trial found is remembered by the kernel."""
+    """Return the same kernel object for a source each time, because results of trials are cached by kernel."""
     return Hub(source)
 
 
 def check_name(name: str | Kernel) -> None:
-    """Raise :class:`UnknownKernel` for a name that no kernel has, :class:`KernelUnavailable` if it cannot run here."""
+    """Check that a kernel exists and can run on this machine.
+
+    Args:
+        name: ``"auto"``, the name of a kernel, or a kernel.
+
+    Raises:
+        UnknownKernel: no kernel has this name.
+        KernelUnavailable: the kernel cannot run on this machine.
+    """
     if isinstance(name, str) and name == "auto":
         return
     kernel = name if isinstance(name, Kernel) else named(name)
@@ -132,18 +152,20 @@ def check_name(name: str | Kernel) -> None:
 
 
 def pick(name: str | Kernel, asked: Asked, device: torch.device, try_it: bool = True) -> Pick:
-    """The kernel called ``name``, or for ``"auto"`` the first that is available, supports this and passes its trial.
+    """Choose the kernel for one kind of call.
+
+    ``"auto"`` chooses the first kernel that is available, supports the call and passes its trial.
 
     Args:
         name: ``"auto"``, the name of a kernel, or a kernel.
-        asked: what a layer asks for.
-        device: where it will be computed.
+        asked: what the call needs.
+        device: the device of q, k and v.
         try_it: whether the kernel must pass its trial.
 
     Raises:
         UnknownKernel: no kernel has this name.
-        KernelUnavailable: the named kernel does not support this.
-        KernelWrong: it fails its trial.
+        KernelUnavailable: the named kernel is not available, or does not support the call.
+        KernelWrong: the named kernel fails its trial.
     """
     passed: list[str] = []
     for kernel in order() if isinstance(name, str) and name == "auto" else (_one(name),):
@@ -166,22 +188,22 @@ def _one(name: str | Kernel) -> Kernel:
 
 
 _given: WeakValueDictionary[int, Kernel] = WeakValueDictionary()
-"""Kernels that were handed to ``apply``, by a number that a compiled graph can hold."""
+"""Kernel objects that were passed to ``apply``, by a number that a compiled graph can hold."""
 
 
 @constant
 def _picked(name: str | int, device: str, index: int | None, *asked: Any) -> str:
-    """For a graph that is being captured: the choice is made outside of it, once, and is a constant inside."""
+    """Choose a kernel during a graph capture; the kernel's name becomes a constant of the graph."""
     kernel = _given[name] if isinstance(name, int) else name
     return pick(kernel, Asked(*asked), torch.device(device if index is None else f"{device}:{index}")).kernel.name
 
 
 class Picks:
-    """A patched model's choices, made once for every kind of call; what ``Patch.layers`` tells of them.
+    """The kernels of a patched model, chosen once for every kind of call. ``Patch.layers`` shows them.
 
     Attributes:
-        name: the name of the kernel asked for.
-        given: the kernel itself, where ``apply`` was given one.
+        name: the ``kernel`` argument of ``apply``, or the name of the kernel object passed there.
+        given: the kernel object passed to ``apply``, else None.
     """
 
     def __init__(self, kernel: str | Kernel) -> None:
@@ -197,18 +219,23 @@ class Picks:
         return Picks, (self.given or self.name,)
 
     def of(self, module: Any) -> Pick | Mixed | None:
-        """What the layer's last packed batch was computed with; None where it has seen none (or was compiled)."""
+        """What computed the layer's last packed batch; None if it has computed none, or only in a compiled graph."""
         return self._of.get(module)
 
     def takes_documents(self, module: Any) -> None:
-        """Note a mixer that cannot be tried with a whole row: it takes no boundaries, or has no kernels that could."""
+        """Record that a mixer gets documents one by one because a trial with a whole row is not possible or needed."""
         self._of[module] = Mixed(DOCUMENTS, "")
 
     def takes_whole_rows(self, module: Any, kind: Any, trial: Callable[[], tuple[bool, str]]) -> bool:
-        """Whether a mixer keeps a row's documents apart by itself, in calls of this kind; tried once.
+        """Whether a mixer keeps the documents of a whole row apart in calls of this kind.
 
-        Each mixer is tried on its own: two of one class may have other parameters, and so call other kernels.
-        An error in the trial is raised, and nothing is remembered.
+        Each kind of call is tried once for each mixer, because two mixers of one class may have different parameters
+        and so call different kernels. If the trial raises, nothing is remembered.
+
+        Args:
+            module: the mixer.
+            kind: a hashable description of the call.
+            trial: returns whether the mixer keeps documents apart, and the reason if not.
         """
         known = self._whole_rows.setdefault(module, {})
         if kind not in known:
@@ -218,7 +245,13 @@ class Picks:
         return known[kind].kernel is WHOLE_ROW
 
     def __call__(self, module: Any, asked: Asked, device: torch.device) -> Kernel:
-        """The kernel for a layer (None where it is not known)."""
+        """Choose the kernel for a call, and warn if ``auto`` can only use the reference on a GPU.
+
+        Args:
+            module: the layer, for :meth:`of`; None if it is not known.
+            asked: what the call needs.
+            device: the device of q, k and v.
+        """
         if compiling():
             if self.given is not None:
                 _picked(id(self.given), device.type, device.index, *asked)

@@ -1,4 +1,4 @@
-"""What a kernel is, and what a layer asks of one."""
+"""The base class of kernels, and the description of a call that a kernel must support."""
 
 from __future__ import annotations
 
@@ -14,18 +14,24 @@ if TYPE_CHECKING:
     from .options import Options
 
 FEATURES = ("window", "softcap", "sinks", "alibi", "dropout", "deterministic")
-"""What a layer may ask for besides plain attention; ``deterministic`` (in its backward) is torch's global switch."""
+"""Features beyond plain attention. ``deterministic`` means a deterministic backward and is torch's global switch."""
 
 HALF = (torch.float16, torch.bfloat16)
 
 
 class Asked(NamedTuple):
-    """What a layer asks of a kernel, as far as a kernel may not have it.
+    """The properties of a call that a kernel may not support.
 
     Attributes:
-        device: its type, as ``"cuda"``.
-        features: those of :data:`FEATURES` that are needed.
-        gradients: whether a backward will follow.
+        device: type of the device, such as ``"cuda"``.
+        dtype: dtype of q, k and v.
+        heads: number of query heads.
+        key_heads: number of key and value heads.
+        head_dim: head dimension of q and k.
+        value_dim: head dimension of v.
+        causal: whether a query sees no later key.
+        features: the names in :data:`FEATURES` that the call needs.
+        gradients: whether a backward may follow.
     """
 
     device: str
@@ -40,7 +46,7 @@ class Asked(NamedTuple):
 
 
 def asked_by(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, options: Options) -> Asked:
-    """What a call with these asks for; heads and dims are the last two dimensions of q, k and v."""
+    """Describe a call with these arguments. The last two dimensions of q, k and v are heads and head dimension."""
     needed = (
         options.window is not None,
         options.softcap is not None,
@@ -56,20 +62,21 @@ def asked_by(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, options: Options
 
 
 class Kernel:
-    """Variable-length attention over documents laid end to end.
+    """Base class of kernels: variable-length attention over documents laid end to end.
 
-    The capitals say what it can do at its best; tables of kernels are made from them.
+    The attributes in capitals describe the best build of a kernel. The tables of kernels are made from them.
 
     Attributes:
-        name: what ``apply(model, kernel=...)`` calls it.
-        what: which code it is, in a few words.
-        needs: what must be there.
-        DEVICES: types of device; None is every one.
-        DTYPES: None is every one.
-        MAX_HEAD_DIM: of q, k and v; None is any. Smaller dimensions that a kernel does not have are padded with zeros.
-        MULTIPLE: what head dimensions are padded to; 1 where q and v may differ too.
-        FEATURES: see :data:`FEATURES`.
-        BACKWARD: whether it has a backward. A kernel without one computes only what needs no gradients.
+        name: the kernel's name in ``apply(model, kernel=...)``.
+        what: the implementation, in a few words.
+        needs: requirements, in a few words.
+        DEVICES: supported device types; None means all.
+        DTYPES: supported dtypes; None means all.
+        MAX_HEAD_DIM: largest head dimension of q, k and v; None means no limit.
+        MULTIPLE: q, k and v are padded with zeros to one head dimension that is a multiple of this. With 1 they are
+            not padded, and the head dimensions of q and v may differ.
+        FEATURES: the supported names in :data:`FEATURES`.
+        BACKWARD: whether the kernel has a backward. Without one it computes only calls that need no gradients.
     """
 
     name: str
@@ -83,15 +90,15 @@ class Kernel:
     BACKWARD = True
 
     def available(self) -> tuple[bool, str]:
-        """Whether it can run on this machine, and the reason where not."""
+        """Whether the kernel can run on this machine, and the reason if not."""
         raise NotImplementedError
 
     def features(self) -> frozenset[str]:
-        """Those of :data:`FEATURES` that the one installed here has."""
+        """The names in :data:`FEATURES` that the installed build supports."""
         return self.FEATURES
 
     def supports(self, asked: Asked) -> tuple[bool, str]:
-        """Whether it can compute this, and the reason where not."""
+        """Whether the kernel supports this kind of call, and the reason if not."""
         if asked.gradients and not self.BACKWARD:
             return False, "it has no backward"
         missing = [name for name in asked.features if name not in self.features()]
@@ -110,10 +117,20 @@ class Kernel:
     def __call__(
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, boundaries: Boundaries, options: Options
     ) -> torch.Tensor:
-        """q ``[tokens, query heads, head dim]``, k and v with theirs -> ``[tokens, query heads, value head dim]``.
+        """Compute the attention.
+
+        Args:
+            q: ``[tokens, query heads, head dim]``.
+            k: ``[tokens, key heads, head dim]``.
+            v: ``[tokens, key heads, value head dim]``.
+            boundaries: boundaries of the documents.
+            options: the layer's options.
+
+        Returns:
+            ``[tokens, query heads, value head dim]``.
 
         Raises:
-            KernelUnavailable: it is not here.
+            KernelUnavailable: the kernel cannot run on this machine.
         """
         able, reason = self.available()
         if not able:
@@ -136,5 +153,8 @@ class Kernel:
         options: Options,
         scale: float,
     ) -> torch.Tensor:
-        """As ``__call__``, head dimensions padded, with the scale of those that were not."""
+        """Compute the attention for ``__call__``, with padded head dimensions.
+
+        ``scale`` is the factor of the logits, from ``options`` or the head dimension before padding.
+        """
         raise NotImplementedError

@@ -1,4 +1,4 @@
-"""The kernel that every other kernel is compared with: :mod:`.formula`, on every device and dtype."""
+"""The reference, which every other kernel is compared with. It runs :mod:`.formula` on every device and dtype."""
 
 from __future__ import annotations
 
@@ -18,7 +18,10 @@ if TYPE_CHECKING:
 
 
 class Reference(Kernel):
-    """Loops over documents; needs their lengths on the host (on a GPU one read per forward)."""
+    """Loops over the documents of a batch.
+
+    It needs their lengths on the host: on a GPU one read per forward, in a compiled graph one per layer and direction.
+    """
 
     name = "reference"
     what = "pure torch, document by document"
@@ -28,6 +31,7 @@ class Reference(Kernel):
     FEATURES = frozenset(FEATURES)
 
     def available(self) -> tuple[bool, str]:
+        """Always ``(True, "")``."""
         return True, ""
 
     def attend(
@@ -39,6 +43,7 @@ class Reference(Kernel):
         options: Options,
         scale: float,
     ) -> torch.Tensor:
+        """Run the operator while a graph is captured, else the formula."""
         if compiling() and reference_op.attend is not None:
             return reference_op.attend(q, k, v, boundaries.cu_seqlens, options, scale)
         return over_documents(q, k, v, boundaries, replace(options, scale=scale))

@@ -1,6 +1,6 @@
-"""The reference as an operator (``fa2patch::reference``): a compiled model then has it in its graph, without a break.
+"""The reference as an operator (``fa2patch::reference``), so that a compiled model has no graph break.
 
-torch 2.4 on, where ``torch.library.custom_op`` is; before that the graph breaks at each layer.
+This needs ``torch.library.custom_op``, which torch has from 2.4 on. With older versions the graph breaks at each layer.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from .formula import attention_weights, heads_first, over_documents
 from .options import Options
 
 attend: Callable[..., torch.Tensor] | None = None
-"""``(q, k, v, cu_seqlens, options, scale)``, as ``Reference.attend``, where torch has operators of one's own."""
+"""Called as ``attend(q, k, v, cu_seqlens, options, scale)``, like ``Reference.attend``; None before torch 2.4."""
 
 
 def _computed(
@@ -28,7 +28,7 @@ def _computed(
 def _differentiated(
     grad: torch.Tensor, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, cu_seqlens: torch.Tensor, options: Options
 ) -> list[torch.Tensor]:
-    """Gradients of q, k, v and of what there is of sinks and slopes: autograd does not reach into an operator."""
+    """The gradients of q, k, v, and of sinks and slopes if given. Autograd does not reach into an operator."""
     lengths, groups = list(Boundaries(cu_seqlens, 0).lengths), q.shape[1] // k.shape[1]
     assert options.scale is not None, "it is one of the operator's inputs"
     pieces: list[list[torch.Tensor]] = [[], [], []]
@@ -58,7 +58,7 @@ def _differentiated(
 
 @contextlib.contextmanager
 def _seeded(seed: torch.Tensor | None, device: torch.device) -> Iterator[None]:
-    """The backward makes the weights again and must drop the same ones."""
+    """Seed dropout, because the backward recomputes the weights and must drop the same ones."""
     if seed is None:
         yield
         return
@@ -71,7 +71,7 @@ _INPUTS = (
     "Tensor q, Tensor k, Tensor v, Tensor cu_seqlens, Tensor? sinks, Tensor? alibi_slopes, Tensor? seed, "
     "float scale, bool causal, int? window, float? softcap, float dropout"
 )
-"""Written out: torch 2.4 reads no annotations that are strings."""
+"""The schema is written out, because torch 2.4 cannot infer it from annotations that are strings."""
 
 if hasattr(torch.library, "custom_op"):
 

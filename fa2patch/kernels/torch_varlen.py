@@ -1,8 +1,8 @@
-"""torch's own build of FlashAttention 2: the aten operator beneath ``scaled_dot_product_attention``.
+"""torch's own build of FlashAttention 2: the aten operator that ``scaled_dot_product_attention`` uses.
 
-Nothing has to be installed. The operator is called and not ``torch.nn.attention.varlen``, whose signature is another
-one in almost every release, while one call with the arguments of torch 2.4 holds for all that followed. What a release
-lacks is seen in the operator's schema.
+Nothing has to be installed. The operator is used instead of ``torch.nn.attention.varlen``, whose signature changes in
+almost every release, while a call with the arguments of torch 2.4 works in all later releases. The operator's schema
+shows what a release lacks.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _WINDOW = "window_size_left"
 
 
 class TorchVarlen(Kernel):
-    """Takes ``cu_seqlens`` as they are. Attention sinks follow from the log-sum-exp: see :class:`_WithSinks`."""
+    """torch's FlashAttention 2. Attention sinks are computed from the log-sum-exp: see :class:`_WithSinks`."""
 
     name = "torch_varlen"
     what = "FlashAttention 2, torch's own build"
@@ -31,9 +31,11 @@ class TorchVarlen(Kernel):
     FEATURES = frozenset({"window", "sinks", "dropout", "deterministic"})
 
     def available(self) -> tuple[bool, str]:
+        """Whether torch has the operator and a suitable GPU, and the reason if not."""
         return _available()
 
     def features(self) -> frozenset[str]:
+        """Without windows and sinks if the operator takes no window."""
         return self.FEATURES if _WINDOW in _arguments(_FORWARD) else self.FEATURES - {"window", "sinks"}
 
     def attend(
@@ -45,6 +47,7 @@ class TorchVarlen(Kernel):
         options: Options,
         scale: float,
     ) -> torch.Tensor:
+        """Call the operator, with sinks through :class:`_WithSinks`."""
         q, k, v = (x if x.stride(-1) == 1 else x.contiguous() for x in (q, k, v))
         window: dict[str, Any] = {}
         if options.window is not None:
@@ -69,11 +72,11 @@ def _forward(
 
 
 class _WithSinks(torch.autograd.Function):
-    """Attention sinks on a kernel that has none: a key without a value, of its own logit in each head.
+    """Attention sinks with a kernel that has none. A sink is a key without a value, with one logit for each head.
 
-    The sink enters the softmax's sum only: with ``l`` the log-sum-exp without it and ``l2 = logaddexp(l, sink)``, the
-    output is the kernel's times ``exp(l - l2)``, and the kernel's backward, handed that output and ``l2``, gives the
-    gradients; the sink's own is ``-sum over tokens of exp(sink - l2) * (grad . output)``.
+    The sink only enters the softmax's sum. Let ``l`` be the log-sum-exp without it and ``l2 = logaddexp(l, sink)``.
+    The output is the kernel's output times ``exp(l - l2)``. The kernel's backward, called with this output and ``l2``,
+    gives the gradients of q, k and v. The sink's gradient is ``-sum over tokens of exp(sink - l2) * (grad . output)``.
     """
 
     @staticmethod

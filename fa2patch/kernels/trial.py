@@ -1,8 +1,8 @@
-"""Before a kernel's first use it is tried: a few small documents, held against the reference, gradients too.
+"""The trial of a kernel before its first use: a few small documents, compared with the reference, gradients too.
 
 There are more builds of flash attention than anybody has tested: packages for another GPU, nightlies, backends whose
-window is one wider, derivatives that forget an argument. Each would train on without a word. So nothing is taken on
-trust: once in a process for every kind of call, and a kernel that is wrong, or leaks, is not used.
+window is one token wider, derivatives that ignore an argument. Each of them would train without an error. So every kind
+of call is tried once per process, and a kernel that is wrong, or leaks, is not used.
 """
 
 from __future__ import annotations
@@ -18,21 +18,24 @@ from .protocol import Asked, Kernel
 from .reference import Reference
 
 LENGTHS = (1, 70, 5, 133, 64)
-"""Of one token; longer than a block of keys and not a multiple of one; as long as one."""
+"""Document lengths: one token; less than a block of keys; one block; more than a block, and not a multiple of one."""
 
 WINDOW, SOFTCAP, SCALE, SLOPE = 9, 2.0, 0.7, 0.3
-"""The scale is a share of the usual one, so that a kernel that takes the usual one for granted is seen to. The largest
-slope is small, so that the keys at a window's edge still count."""
+"""The scale is relative to the usual one, so that a kernel that ignores the argument fails. The slopes are small, so
+that the keys at a window's edge still have a weight."""
 
 BOUNDS = {torch.float16: 2e-2, torch.bfloat16: 6e-2, torch.float32: 2e-2}
-"""Largest error, as a share of the largest value: the dtype's rounding (float32: that of TF32, which a user may have
-switched on). A wrong window or scale, and any leak, moves single values by the order of the largest."""
+"""Largest allowed error, relative to the largest value. It covers the dtype's rounding; for float32 that of TF32, which
+a user may have enabled. A wrong window or scale, and any leak, changes single values by the order of the largest."""
 
 
 def passes(kernel: Kernel, asked: Asked, device: torch.device) -> tuple[bool, str]:
-    """Whether a kernel computes what the reference does, and the reason where not; one look for each kind of call.
+    """Whether a kernel agrees with the reference, and the reason if not. Each kind of call is tried once.
 
-    An error that is no verdict (:func:`~fa2patch.trying.says_nothing`) is raised, and nothing is remembered of it.
+    Dropout is not tried. A kernel with a backward is always tried with gradients.
+
+    Raises:
+        Exception: an error that is no verdict (:func:`~fa2patch.trying.says_nothing`). It is not remembered.
     """
     if type(kernel) is Reference:
         return True, ""
@@ -43,7 +46,7 @@ def passes(kernel: Kernel, asked: Asked, device: torch.device) -> tuple[bool, st
 
 
 def _comparable(asked: Asked) -> tuple[str, ...]:
-    """Dropout draws other weights in every kernel."""
+    """The features without dropout, which drops other weights in every kernel."""
     return tuple(name for name in asked.features if name != "dropout")
 
 
@@ -52,9 +55,9 @@ def _tried(kernel: Kernel, asked: Asked, device: torch.device) -> tuple[bool, st
     try:
         with out_of_reach(device), torch.autocast(device.type, enabled=False):
             return _compared(kernel, asked, device)
-    except Exception as error:  # a kernel that cannot do it says so in its own way
+    except Exception as error:  # kernels raise errors of many types
         if says_nothing(error):
-            raise  # the cache keeps no errors: the next try is a new one
+            raise  # the cache keeps no exceptions, so the next call tries again
         return False, f"tried on this machine it fails: {type(error).__name__}: {error}".splitlines()[0]
 
 

@@ -1,6 +1,6 @@
-"""``flash_attn_varlen_func``: what FlashAttention 2, 3, 4 and the hub's builds of them all call their entry.
+"""``flash_attn_varlen_func``, the entry point of FlashAttention 2, 3, 4 and of the hub's builds of them.
 
-What a build can do is seen in its signature. Argument meanings: flash_attn/flash_attn_interface.py (2.8),
+Its signature shows which features a build has. Meanings of the arguments: flash_attn/flash_attn_interface.py (2.8),
 hopper/flash_attn_interface.py (3), flash_attn/cute/interface.py (4).
 """
 
@@ -28,22 +28,29 @@ PARAMETERS = {
     "dropout": ("dropout_p",),
     "deterministic": ("deterministic",),
 }
-"""Under which names builds take what a layer may ask for."""
+"""Maps each feature to the names that its parameter has in different builds."""
 
 
 class Found(NamedTuple):
-    """An entry, the names of its parameters, and where there is none the reason."""
+    """The entry point of a build.
+
+    Attributes:
+        function: ``flash_attn_varlen_func``, or None if there is none.
+        parameters: the names of its parameters.
+        reason: why there is none; empty if there is one.
+    """
 
     function: Callable[..., Any] | None
     parameters: frozenset[str] = frozenset()
     reason: str = ""
 
     def name_of(self, feature: str) -> str | None:
+        """The parameter for a feature in :data:`PARAMETERS`; None if this build has none."""
         return next((name for name in PARAMETERS[feature] if name in self.parameters), None)
 
 
 def in_package(module: str, package: str) -> Found:
-    """The entry in an installed module."""
+    """Import ``module`` and find its entry point; ``package`` names it in the reason."""
     try:
         if importlib.util.find_spec(module) is None:
             return Found(None, reason=f"the package {package} is not installed")
@@ -59,22 +66,29 @@ def in_package(module: str, package: str) -> Found:
 
 
 def entry(module: Any) -> Found:
-    """The entry of an imported module; an AttributeError where it has none."""
+    """Find the entry point of an imported module.
+
+    Raises:
+        AttributeError: the module has none.
+    """
     function = module.flash_attn_varlen_func
     return Found(function, frozenset(inspect.signature(function).parameters))
 
 
 class VarlenFunc(Kernel):
-    """Takes ``cu_seqlens`` as they are: no read from the device, no copy."""
+    """Base class of kernels that call ``flash_attn_varlen_func``. ``cu_seqlens`` are neither read nor copied."""
 
     def found(self) -> Found:
+        """The entry point of the installed build."""
         raise NotImplementedError
 
     def available(self) -> tuple[bool, str]:
+        """Whether the build has an entry point, and the reason if not."""
         found = self.found()
         return found.function is not None, found.reason
 
     def features(self) -> frozenset[str]:
+        """The features that the entry point has a parameter for."""
         return frozenset(feature for feature in PARAMETERS if self.found().name_of(feature))
 
     def attend(
@@ -86,6 +100,7 @@ class VarlenFunc(Kernel):
         options: Options,
         scale: float,
     ) -> torch.Tensor:
+        """Call the entry point."""
         found = self.found()
         assert found.function is not None, "available() was asked"
         extras: dict[str, Any] = {}
@@ -114,5 +129,5 @@ class VarlenFunc(Kernel):
             causal=options.causal,
             **extras,
         )
-        attended: torch.Tensor = output[0] if isinstance(output, tuple) else output  # some give their log-sum-exp too
+        attended: torch.Tensor = output[0] if isinstance(output, tuple) else output  # some also return the log-sum-exp
         return attended

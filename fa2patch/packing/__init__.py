@@ -1,4 +1,4 @@
-"""Which examples share a row. Planners see lengths only and return indices: no token is touched, none is copied."""
+"""Planners that decide which examples share a row. They take lengths and return indices, and never copy tokens."""
 
 from .costs import ATTENTION_COST, example_costs, imbalance
 from .errors import PackingError

@@ -1,4 +1,4 @@
-"""What is done with examples longer than the budget, before any row is planned."""
+"""Validation of lengths and options, and cutting of examples that are longer than the budget."""
 
 from __future__ import annotations
 
@@ -16,9 +16,15 @@ POLICIES = ("error", "drop", "truncate", "split")
 
 @dataclass(frozen=True)
 class Pieces:
-    """What is to be packed. Where nothing is cut and nothing dropped, ``of``, ``start`` and ``stop`` are None.
+    """The pieces of examples that are packed. A piece is the tokens ``[start:stop]`` of its example.
 
-    ``of``: the example that each piece is of; the piece is that example's tokens ``[start:stop]``.
+    Attributes:
+        lengths: Tokens of each piece, ``[pieces]``.
+        of: The example of each piece, ``[pieces]``. None if nothing is cut or dropped.
+        start: First token of each piece, ``[pieces]``, or None likewise.
+        stop: End of each piece, ``[pieces]``, or None likewise.
+        dropped: Indices of the examples that are left out.
+        truncated: Indices of the examples whose end is left out.
     """
 
     lengths: Ints
@@ -30,10 +36,10 @@ class Pieces:
 
 
 def as_lengths(lengths: Any) -> Ints:
-    """int64 ``[examples]``, no copy of what is that already.
+    """Return lengths as an int64 array ``[examples]``, without a copy if they are one already.
 
     Raises:
-        PackingError: not one positive whole number per example, or 2**31 of them.
+        PackingError: The lengths are not one integer from 1 to 2**31 - 1 per example, or there are 2**31 or more.
     """
     try:
         found = np.asarray(lengths)
@@ -55,18 +61,24 @@ def as_lengths(lengths: Any) -> Ints:
 
 
 def check_budget(max_tokens: Any) -> int:
+    """Return the option as an int, or raise :class:`PackingError` unless it is from 1 to 2**31 - 1."""
     if isinstance(max_tokens, (int, np.integer)) and not isinstance(max_tokens, bool) and 1 <= max_tokens < 2**31:
         return int(max_tokens)
     raise PackingError(f"max_tokens: expected a positive number of tokens, found {max_tokens!r}.")
 
 
 def check_policy(too_long: str) -> None:
+    """Raise :class:`PackingError` unless this is one of :data:`POLICIES`."""
     if too_long not in POLICIES:
         raise PackingError(f"too_long: expected one of {', '.join(POLICIES)}, found {too_long!r}.")
 
 
 def cut(lengths: Ints, max_tokens: int, too_long: str) -> Pieces:
-    """The examples, or what the policy makes of them."""
+    """Apply the policy to all examples longer than ``max_tokens``.
+
+    Raises:
+        PackingError: The policy is unknown, or it is ``"error"`` and an example is longer than ``max_tokens``.
+    """
     check_policy(too_long)
     longer = np.flatnonzero(lengths > max_tokens)
     none = np.empty(0, np.int64)
@@ -92,10 +104,12 @@ def cut(lengths: Ints, max_tokens: int, too_long: str) -> Pieces:
 
 
 def part(example: Any, start: int, stop: int, length: int) -> Any:
-    """Tokens ``[start:stop]`` of an example of ``length`` tokens: of a mapping, from every value that has as many.
+    """Return the tokens ``[start:stop]`` of an example with ``length`` tokens.
+
+    In a mapping, every value with ``length`` items is cut, and other values are kept whole.
 
     Raises:
-        PackingError: it has no ``length`` tokens.
+        PackingError: The example, or its ``input_ids``, does not have ``length`` tokens.
     """
     if not isinstance(example, Mapping):
         _require_length(example, length)

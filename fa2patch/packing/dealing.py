@@ -1,4 +1,4 @@
-"""Rows -> steps, so that the ranks of a step have about as much to do."""
+"""Distribution of rows and examples over steps and ranks, so that all ranks of a step have similar costs."""
 
 from __future__ import annotations
 
@@ -13,12 +13,13 @@ Floats = npt.NDArray[np.float64]
 
 
 def alike(costs: Floats, ranks: int, window: int, rng: np.random.Generator) -> Ints:
-    """Row numbers ``[steps, ranks]`` of all rows: those of a step cost about as much as one another.
+    """Return row numbers ``[steps, ranks]`` such that the rows of a step have similar costs.
 
-    Within each ``window`` steps of rows in a random order, neighbours by cost share a step.
+    Rows are shuffled and divided into windows of ``window`` steps. Each window is sorted by cost, and neighbours share
+    a step. The order of all steps, and of the ranks in a step, is random.
 
     Args:
-        costs: of as many rows as full steps take.
+        costs: Cost of each row, ``[rows]``. The number of rows must be a multiple of ``ranks``.
     """
     drawn = rng.permutation(len(costs))
     among = [drawn[start : start + window * ranks] for start in range(0, len(drawn), window * ranks)]
@@ -28,9 +29,13 @@ def alike(costs: Floats, ranks: int, window: int, rng: np.random.Generator) -> I
 
 
 def cheapest_share(costs: Floats, ranks: int) -> Ints:
-    """Examples ``[batches, n]`` -> the rank of each: the costliest first, each to the rank with the least so far.
+    """Return the rank of each example, ``[batches, n]``.
 
-    With at least as many examples as ranks, every rank gets one.
+    The costliest example comes first, and each goes to the rank with the lowest cost so far. With at least as many
+    examples as ranks, every rank gets one.
+
+    Args:
+        costs: Cost of each example, ``[batches, n]``.
     """
     batches = np.arange(len(costs))
     load = np.zeros((len(costs), ranks))
@@ -43,7 +48,12 @@ def cheapest_share(costs: Floats, ranks: int) -> Ints:
 
 
 def shared_out(examples: Ints, costs: Floats, ranks: int) -> list[Ints]:
-    """These examples by rank, by cost; none where there are fewer than ranks. ``costs`` are those of all examples."""
+    """Return the examples of each rank, balanced by cost, or an empty list if there are fewer examples than ranks.
+
+    Args:
+        examples: Indices of the examples to share out.
+        costs: Cost of each example of the dataset.
+    """
     if len(examples) < ranks:
         return []
     rank_of = cheapest_share(costs[examples][None], ranks)[0]
@@ -51,9 +61,13 @@ def shared_out(examples: Ints, costs: Floats, ranks: int) -> list[Ints]:
 
 
 def spread(rows: Sequence[Ints], costs: Floats, into: int) -> list[Ints]:
-    """The examples of these rows as ``into`` rows, in the same order: again and again the costliest is cut in two.
+    """Divide rows into ``into`` rows, keeping the order, by repeatedly cutting the costliest divisible row in two.
 
-    Fewer than ``into`` where there are fewer examples. ``costs`` are those of all examples.
+    There are fewer than ``into`` rows if there are fewer examples.
+
+    Args:
+        rows: Indices of the examples of each row.
+        costs: Cost of each example of the dataset.
     """
     parts = list(rows)
     while len(parts) < into:

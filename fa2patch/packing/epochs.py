@@ -1,4 +1,4 @@
-"""What all ranks do in an epoch: rows, put into steps."""
+"""The rows of all ranks in an epoch, in the order of its steps."""
 
 from __future__ import annotations
 
@@ -17,9 +17,13 @@ _NONE = np.empty(0, np.int64)
 
 @dataclass(frozen=True)
 class Epoch:
-    """Row r of step s is number ``s * ranks + r``: ``indices[offsets[number] : offsets[number + 1]]``.
+    """The rows of an epoch. The row of rank r in step s has the number ``s * ranks + r``.
 
-    ``repeated``, ``left_out``: examples that are in two rows, or in none.
+    Attributes:
+        indices: Examples of all rows, row after row.
+        offsets: Start of each row in ``indices``, and the end, ``[rows + 1]``.
+        repeated: Examples that are repeated in the last step, once for each repetition.
+        left_out: Examples that are in no row.
     """
 
     indices: Ints
@@ -28,6 +32,7 @@ class Epoch:
     left_out: Ints
 
     def row(self, number: int) -> list[int]:
+        """Return the examples of one row."""
         found: list[int] = self.indices[self.offsets[number] : self.offsets[number + 1]].tolist()
         return found
 
@@ -35,18 +40,20 @@ class Epoch:
 def packed(
     plan: Plan, costs: Floats, ranks: int, window: int, seed: Sequence[int], drop_last: bool, ordered: bool
 ) -> Epoch:
-    """The plan's rows, those of a step alike in cost; or ``ordered`` as they are.
+    """Put the plan's rows into steps of similar costs or, if ``ordered``, keep them in their order.
 
-    Where rows are left for an incomplete step, their examples are shared out among all ranks.
+    If the last step is incomplete and not dropped, its rows are divided among all ranks.
 
     Args:
-        costs: of each example.
+        costs: Cost of each example.
+        window: Number of steps among which rows are exchanged.
+        seed: The seed that the plan was made with.
     """
-    rng = np.random.default_rng([*seed, 1])  # what the plan was drawn by is used up
+    rng = np.random.default_rng([*seed, 1])  # not ``seed`` alone: the plan was drawn with it
     rows, rest, sizes = np.arange(len(plan)), len(plan) % ranks, np.diff(plan.offsets)
     if not ordered and drop_last:
         rows = rng.permutation(rows)
-    elif not ordered:  # those of many examples come last: they are the easiest to divide
+    elif not ordered:  # rows of many examples come last: they are the easiest to divide
         rows = np.argsort(sizes, kind="stable")
     taken = rest if drop_last or not rest else _divisible(sizes[rows], rest, ranks)
     full, last = rows[: len(rows) - taken], [plan[row] for row in rows[len(rows) - taken :].tolist()]
@@ -66,7 +73,10 @@ def packed(
 
 
 def _divisible(sizes: Ints, rest: int, ranks: int) -> int:
-    """How many rows from the end, ``rest`` and full steps, hold the examples to fill up the step; else ``rest``."""
+    """Return how many rows from the end to divide so that every rank gets a row in the last step.
+
+    The number is ``rest`` plus whole steps, or only ``rest`` if all rows together hold too few examples.
+    """
     surplus = np.cumsum(sizes[::-1] - 1)
     enough = int(np.searchsorted(surplus, ranks - rest)) + 1
     if enough > len(sizes):
@@ -75,7 +85,10 @@ def _divisible(sizes: Ints, rest: int, ranks: int) -> int:
 
 
 def mini_batches(costs: Floats, batch_size: int, ranks: int, seed: Sequence[int], drop_last: bool) -> Epoch:
-    """Every ``batch_size * ranks`` examples of a random order are a step, dealt out to ranks by cost."""
+    """Make steps of ``batch_size * ranks`` examples in random order, distributed to the ranks by cost.
+
+    An incomplete last step is kept unless ``drop_last``; examples are repeated in it if there are fewer than ranks.
+    """
     rng = np.random.default_rng(seed)
     drawn, each = rng.permutation(len(costs)), batch_size * ranks
     rest = drawn[len(drawn) // each * each :]
@@ -94,7 +107,7 @@ def mini_batches(costs: Floats, batch_size: int, ranks: int, seed: Sequence[int]
 
 
 def _dealt(batches: Ints, costs: Floats, ranks: int, rng: np.random.Generator) -> Ints:
-    """Examples ``[batches, n]`` -> the row of each, flat; which rank gets the costliest example is drawn."""
+    """Return the row of each example ``[batches, n]``, flattened. Ranks are permuted at random in each batch."""
     rank_of = dealing.cheapest_share(costs[batches], ranks)
     names = rng.permuted(np.tile(np.arange(ranks), (len(batches), 1)), axis=1)
     rank_of = np.take_along_axis(names, rank_of, axis=1)
@@ -103,7 +116,7 @@ def _dealt(batches: Ints, costs: Floats, ranks: int, rng: np.random.Generator) -
 
 
 def _taken(plan: Plan, rows: Ints) -> tuple[Ints, Ints]:
-    """The examples of these rows in their order, and how many each has."""
+    """Return the examples of these rows in their order, and the number of examples in each row."""
     counts = np.diff(plan.offsets)[rows]
     first = np.repeat(plan.offsets[rows] - (np.cumsum(counts) - counts), counts)
     return plan.indices[first + np.arange(len(first))], counts

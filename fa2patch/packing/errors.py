@@ -1,4 +1,4 @@
-"""What planning raises."""
+"""The error that planning raises."""
 
 from __future__ import annotations
 
@@ -6,4 +6,4 @@ from ..errors import Fa2PatchError
 
 
 class PackingError(Fa2PatchError, ValueError):
-    """Lengths, or options, from which no rows can be planned."""
+    """Rows cannot be planned from the given lengths or options."""

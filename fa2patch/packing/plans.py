@@ -1,4 +1,4 @@
-"""``plan``: lengths -> rows, and what there is to know about them."""
+"""``plan``, which packs lengths into rows, and the :class:`Plan` that it returns."""
 
 from __future__ import annotations
 
@@ -19,20 +19,20 @@ MINI_BATCHES = "mini_batches"
 
 @dataclass(frozen=True, eq=False, repr=False)
 class Plan(Sequence[Ints]):
-    """Which examples share a row: a sequence of rows, each the indices of its examples, int64 ``[examples]``.
+    """A sequence of rows. Each row holds the indices of its examples, int64 ``[examples]``.
 
-    Cut examples (``too_long="split"`` or ``"truncate"``) keep their index, so that ``dataset[index]`` means the same
-    under every policy; an example that was split is in several rows. *Which of its tokens* a row has is in
-    ``pieces(row)``, and ``examples(dataset, row)`` cuts them out.
+    Cut examples (``too_long="split"`` or ``"truncate"``) keep their index, so ``dataset[index]`` means the same under
+    every policy. A split example is in several rows. ``pieces(row)`` tells which of an example's tokens are in a
+    row, and ``examples(dataset, row)`` cuts them out.
 
     Attributes:
-        indices: the examples of all rows, row after row, int64 ``[pieces]``. Views of it are what indexing gives.
-        offsets: where each row starts in ``indices``, and the end, int64 ``[rows + 1]``.
-        tokens: of each row, int64 ``[rows]``.
-        max_tokens: the budget of a row; of ``mini_batches``, which know none, the tokens of the fullest row.
-        lengths: of the examples as they were given. Not copied where it was int64: leave that array as it is.
-        dropped: the examples that are in no row (``too_long="drop"``), rising.
-        truncated: the examples whose end is in no row (``too_long="truncate"``), rising.
+        indices: Examples of all rows, row after row, int64 ``[pieces]``. Indexing returns views of this array.
+        offsets: Start of each row in ``indices``, and the end, int64 ``[rows + 1]``.
+        tokens: Number of tokens in each row, int64 ``[rows]``.
+        max_tokens: Budget of a row. ``mini_batches`` has no budget, so this is the number of tokens in its longest row.
+        lengths: Lengths of the examples as passed to :func:`plan`. An int64 array is not copied: do not change it.
+        dropped: Examples that are in no row (``too_long="drop"``), in ascending order.
+        truncated: Examples whose end is in no row (``too_long="truncate"``), in ascending order.
     """
 
     indices: Ints
@@ -78,26 +78,26 @@ class Plan(Sequence[Ints]):
 
     @property
     def bins(self) -> int:
-        """How many rows there are."""
+        """Number of rows."""
         return len(self)
 
     @cached_property
     def lower_bound(self) -> int:
-        """No plan of these tokens has fewer rows: tokens / max_tokens, rounded up."""
+        """Lower bound on the number of rows of any plan of these tokens: tokens / max_tokens, rounded up."""
         return -(-int(self.tokens.sum()) // self.max_tokens)
 
     @cached_property
     def fill(self) -> float:
-        """Tokens by the places for them; 1.0 where there are no rows."""
+        """Fraction of the rows' budget that is filled with tokens; 1.0 if there are no rows."""
         return int(self.tokens.sum()) / (len(self) * self.max_tokens) if len(self) else 1.0
 
     @property
     def tokens_left_out(self) -> int:
-        """Of the examples dropped and the ends truncated."""
+        """Number of tokens in dropped examples and truncated ends."""
         return int(self.lengths.sum() - self.tokens.sum())
 
     def pieces(self, row: int) -> Ints:
-        """What a row holds, exactly: (example, start, stop) of each of its documents, int64 ``[documents, 3]``."""
+        """Return (example, start, stop) of each document in a row, int64 ``[documents, 3]``."""
         where = self._slice(row)
         examples = self.indices[where]
         if self._cuts is None:
@@ -105,12 +105,12 @@ class Plan(Sequence[Ints]):
         return np.stack([examples, self._cuts[0][where], self._cuts[1][where]], axis=1)
 
     def examples(self, dataset: Any, row: int) -> list[Any]:
-        """A row's examples out of ``dataset[index]``, cut where the plan says so: what a collator is called with.
+        """Return a row's examples, read from ``dataset[index]`` and cut as planned, ready for a collator.
 
-        Of a mapping every value is cut that has as many items as the example has tokens.
+        In a mapping, every value with as many items as the example has tokens is cut.
 
         Raises:
-            PackingError: an example has another length than was planned.
+            PackingError: The length of an example is not the one that was planned.
         """
         cuts = self.pieces(row).tolist()
         return [cutting.part(dataset[index], start, stop, int(self.lengths[index])) for index, start, stop in cuts]
@@ -125,41 +125,41 @@ def plan(
     seed: int | Sequence[int] | None = 0,
     batch_size: int | None = None,
 ) -> Plan:
-    """Which examples share a row, from their lengths alone.
+    """Decide which examples share a row, from their lengths alone. A million lengths take about a tenth of a second.
 
-    **What it does to training.** Rows filled to a budget hold more examples each, so that an epoch of as many rows per
-    step has fewer optimizer steps, and that changes convergence: in table 2 of arXiv 2407.09105 (Mistral-7B, FLAN)
-    packing to 4096 tokens ends at a validation loss of 1.284, where padding and packed mini-batches end at 1.129 and
-    1.127. Keep the steps by ``mini_batches``, or choose budget, accumulation and learning rate anew.
-    ``mini_batches`` is also what a DataLoader with ``batch_size`` and ``DataCollatorWithFlattening`` does on
-    its own: the default way, which needs no plan; here it stands beside the others to be compared with them.
+    **Effect on training.** Rows filled to a budget hold more examples, so an epoch with the same number of rows per
+    step has fewer optimizer steps. This changes convergence: in table 2 of arXiv 2407.09105 (Mistral-7B, FLAN),
+    packing to 4096 tokens ends at a validation loss of 1.284, whereas padding and packed mini-batches end at 1.129
+    and 1.127. Use ``mini_batches`` to keep the number of steps, or tune the budget, accumulation and learning rate
+    again. ``mini_batches`` is what a DataLoader with ``batch_size`` and ``DataCollatorWithFlattening`` does by default,
+    without a plan. It is a strategy here for comparison with the others.
 
     Args:
-        lengths: tokens of each example, ``[examples]``, at least 1.
-        max_tokens: the most that a row may hold. None for ``mini_batches``, and only there.
-        strategy:
-            - ``best_fit_decreasing``: longest first, each into the row with the least space that is enough. The
-              fewest rows of these, and within 1 % of the fewest possible for most data.
-            - ``first_fit_decreasing``: longest first, each into the oldest row that has space.
-            - ``in_order``: as they come, a new row where one does not fit any more; for curricula. At budgets of
-              4-8 thousand tokens 3-33 % more rows.
-            - ``sorted``: longest first, a new row where one does not fit any more: a row holds examples of like length.
-            - ``mini_batches``: ``batch_size`` examples a row, whatever their length.
-        too_long: what becomes of examples longer than ``max_tokens``: ``"error"``, ``"drop"``, ``"truncate"`` (their
-            end is lost) or ``"split"`` (each piece is a document of its own: it does not see the piece before, and its
-            first token is not predicted). ``Plan.dropped``, ``.truncated`` and ``.tokens_left_out`` say what is lost.
-        seed: of the order of rows, of examples in a row, and of which of several examples of one length goes where: a
-            list of bins sorted by length must not be trained on in its order. None, and ``in_order`` always: as they
-            come out. The same seed and lengths give the same plan in every process (numpy promises
-            its draws per version; 1.26 and 2.4 drew alike).
-        batch_size: examples per row, for ``mini_batches``.
+        lengths: Tokens of each example, ``[examples]``, at least 1.
+        max_tokens: Maximum number of tokens in a row. Must be None for ``mini_batches``, and only there.
+        strategy: The algorithm that fills the rows.
 
-    Returns:
-        A :class:`Plan`. For a million lengths it takes about a tenth of a second.
+            - ``best_fit_decreasing``: Longest first, each into the fullest row that has space for it. This gives the
+              fewest rows of all strategies, and within 1 % of the fewest possible for most data.
+            - ``first_fit_decreasing``: Longest first, each into the oldest row that has space for it.
+            - ``in_order``: In the given order, with a new row if the next example does not fit; for curricula. It
+              makes 3-33 % more rows at budgets of 4-8 thousand tokens.
+            - ``sorted``: Longest first, with a new row if the next example does not fit. The examples of a row have
+              similar lengths.
+            - ``mini_batches``: ``batch_size`` examples per row, of any length.
+        too_long: Policy for examples longer than ``max_tokens``: ``"error"``, ``"drop"``, ``"truncate"`` (the end is
+            lost) or ``"split"`` (each piece is a document of its own: it does not see the piece before it, and its
+            first token is not predicted). ``Plan.dropped``, ``Plan.truncated`` and ``Plan.tokens_left_out`` report
+            what is lost.
+        seed: Seed for the order of rows, the order of examples in a row, and the choice among examples of equal
+            length. Without a shuffle, training would see rows sorted by length. With None, and always with
+            ``in_order``, rows stay as the strategy makes them. The same seed and lengths give the same plan in every
+            process (numpy guarantees its random numbers per version; 1.26 and 2.4 agree).
+        batch_size: Examples per row, only for ``mini_batches``.
 
     Raises:
-        PackingError: an example longer than the budget and ``too_long="error"``; lengths that are not positive
-            integers; an unknown strategy or policy; a budget that is no positive integer.
+        PackingError: An example is longer than the budget and ``too_long="error"``, lengths are not positive integers,
+            the strategy or policy is unknown, or ``max_tokens`` or ``batch_size`` is invalid for the strategy.
     """
     given = cutting.as_lengths(lengths)
     rng = None if seed is None or strategy == "in_order" else np.random.default_rng(seed)
@@ -191,9 +191,9 @@ def plan(
 def _planned(
     lengths: Ints32, max_tokens: int | None, strategy: str, batch_size: int | None, rng: np.random.Generator | None
 ) -> tuple[Ints, Ints]:
-    """Examples row by row, and where rows start."""
+    """Return the examples of all rows, and the offsets of the rows."""
     drawn = None
-    if rng is not None:  # which of several examples of one length goes where: planned in a random order, it is drawn
+    if rng is not None:  # a random order, so that the choice among equal lengths is random
         drawn = rng.permutation(np.arange(len(lengths), dtype=np.int32))
         lengths = lengths[drawn]
     if strategy == MINI_BATCHES:

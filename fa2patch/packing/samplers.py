@@ -1,4 +1,4 @@
-"""A batch sampler for DataLoader: a packed row of examples per step and rank."""
+"""Batch sampler for DataLoader that gives each rank one packed row per step."""
 
 from __future__ import annotations
 
@@ -23,9 +23,9 @@ ALL_RANKS = "all"
 
 
 class PackedBatchSampler(Sampler[list[int]]):
-    """Lists of example indices for ``DataLoader(batch_sampler=...)``: each is one packed row, one per step and rank.
+    """Batch sampler for ``DataLoader``: lists of example indices, one packed row per step and rank.
 
-    Rows that cost about as much share a step, since a step takes as long as its costliest rank::
+    Rows of similar cost share a step, because a step takes as long as its costliest rank::
 
         sampler = fa2patch.packing.PackedBatchSampler(lengths, max_tokens=8192)
         loader = DataLoader(dataset, batch_sampler=sampler, collate_fn=fa2patch.DataCollatorWithFlattening())
@@ -33,53 +33,54 @@ class PackedBatchSampler(Sampler[list[int]]):
             sampler.set_epoch(epoch)
             for batch in loader: ...
 
-    Ranks need not speak to each other: each makes the same plan and takes its own rows. All have the same number of
-    steps, and in an epoch every example is in exactly one row of one rank, but for what ``dropped``, ``repeated``
-    and ``left_out`` name.
+    Ranks do not communicate: each makes the same plan and takes its own rows. All ranks have the same number of steps.
+    In an epoch, every example is in exactly one row of one rank, except those in ``dropped``, ``repeated`` and
+    ``left_out``.
 
-    **accelerate and Trainer** deal batches to processes themselves, one after the other. Give them those of all
-    ranks, in that order: ``PackedBatchSampler(..., rank="all")``, ``Trainer.get_train_dataloader`` returning
-    ``self.accelerator.prepare(DataLoader(dataset, batch_sampler=sampler, ...))``. With several processes most versions
-    want ``even_batches=False`` (Trainer: ``accelerator_config={"even_batches": False}``), and say so; and those before
-    1.8 (seen in 0.25 to 1.1) do not tell the sampler the epoch: call its ``set_epoch`` in a callback's
-    ``on_epoch_begin``.
+    **accelerate and Trainer** distribute batches to processes themselves, in turn. Give them the rows of all ranks
+    with ``PackedBatchSampler(..., rank="all")``, and let ``Trainer.get_train_dataloader`` return
+    ``self.accelerator.prepare(DataLoader(dataset, batch_sampler=sampler, ...))``. With several processes, most versions
+    need ``even_batches=False`` (Trainer: ``accelerator_config={"even_batches": False}``) and say so. Versions before
+    1.8 (seen in 0.25 to 1.1) do not set the sampler's epoch: call its ``set_epoch`` in a callback's ``on_epoch_begin``.
 
-    **What it does to training.** A budget of tokens packs more examples into a step, so that there are fewer optimizer
-    steps: see :func:`fa2patch.packing.plan`. ``strategy="mini_batches"`` with ``max_tokens=None`` and
-    ``batch_size=n`` keeps both their number and what is in each: every n x ranks examples of a random order are a
-    step, only dealt out by cost instead of by number. Ranks hold differing numbers of tokens (and of examples), so
-    a loss must be normalised over all ranks' labels, not averaged over ranks: in Trainer by
-    ``average_tokens_across_devices=True``.
-    With any budget, the rows of a step are alike: many short documents, or a few long ones, on all ranks at once.
+    **Effect on training.** A token budget packs more examples into a step, so there are fewer optimizer steps: see
+    :func:`fa2patch.packing.plan`. ``strategy="mini_batches"`` with ``max_tokens=None`` and ``batch_size=n`` keeps both
+    the number of steps and their contents: every n x ranks examples in random order are a step, distributed to the
+    ranks by cost instead of by number. Ranks hold different numbers of tokens (and examples), so the loss must be
+    normalised over the labels of all ranks and not averaged over ranks; in Trainer, set
+    ``average_tokens_across_devices=True``. With any budget, the rows of a step are similar: many short documents, or a
+    few long ones, on all ranks at once.
 
     Args:
-        lengths: tokens of each example, ``[examples]``.
-        max_tokens: the most that a row may hold; None for ``mini_batches``, and only there.
-        num_replicas: ranks. Default: of torch.distributed where it is initialised, else ``WORLD_SIZE`` as torchrun sets
-            it, else 1.
-        rank: this one, by default likewise; or ``"all"``.
-        seed: with the epoch, of everything that is drawn.
-        strategy: of :func:`fa2patch.packing.plan`. ``in_order`` keeps the order of examples over steps and ranks, in
-            every epoch: rows are then not balanced.
-        too_long: ``"error"`` or ``"drop"``. (An index cannot say that an example is to be cut: cut the dataset.)
-        batch_size: examples per rank and step on average, for ``mini_batches``.
-        attention_cost: what attention over a document of l tokens costs, by l squared, in what a token costs otherwise.
+        lengths: Tokens of each example, ``[examples]``.
+        max_tokens: Maximum number of tokens in a row. Must be None for ``mini_batches``, and only there.
+        num_replicas: Number of ranks. Default: from torch.distributed if it is initialised, else ``WORLD_SIZE`` as
+            torchrun sets it, else 1.
+        rank: This rank, or ``"all"``. Default: from torch.distributed if it is initialised, else ``RANK``, else 0.
+        seed: Seed of all random choices, together with the epoch.
+        strategy: See :func:`fa2patch.packing.plan`. ``in_order`` keeps the order of examples over steps and ranks in
+            every epoch, so rows are not balanced.
+        too_long: ``"error"`` or ``"drop"``. An index cannot express a cut: to truncate or split, cut the dataset.
+        batch_size: Average number of examples per rank and step, only for ``mini_batches``.
+        attention_cost: Cost of attention over a document of l tokens, per l**2, in units of the other costs of a token.
             1 / (12 x hidden size) is a good guess; 0 balances tokens.
-        window: steps among which rows change places for balance; fewer mix more, more balance better.
-        drop_last: leave the last, incomplete step out. Otherwise its rows are divided until every rank has one; only
-            where no row can be divided any more are some repeated.
+        window: Number of steps among which rows are exchanged for balance. Fewer steps mix rows more, more steps
+            balance better.
+        drop_last: Leave out the last step if it is incomplete. Otherwise its examples are divided among all ranks, with
+            other rows if they are too few, and rows are repeated only if no row can be divided any more. With
+            ``mini_batches``, examples are repeated if fewer examples than ranks are left.
 
     Attributes:
-        dropped: examples longer than the budget, in no epoch (``too_long="drop"``).
-        repeated, left_out: examples that come twice, or not at all, in this epoch's last step.
-        epoch: as set last.
+        dropped: Examples longer than the budget, which are in no epoch (``too_long="drop"``).
+        epoch: The current epoch.
 
     Raises:
-        PackingError: what ``plan`` raises; a rank that is none.
+        PackingError: In the cases of ``plan``; or ``rank``, ``num_replicas``, ``window``, ``attention_cost`` or
+            ``too_long`` is invalid.
     """
 
-    batch_size = None  # for accelerate: batches differ in their number of examples
-    drop_last = False  # likewise: no batch of what we give is to be left out
+    batch_size = None  # for accelerate: the number of examples differs between batches
+    drop_last = False  # for accelerate: it must not drop any of these batches
 
     def __init__(
         self,
@@ -114,19 +115,21 @@ class PackedBatchSampler(Sampler[list[int]]):
 
     @property
     def sampler(self) -> PackedBatchSampler:
-        """Itself: where accelerate looks for something to tell the epoch to."""
+        """This sampler itself. accelerate calls ``set_epoch`` on this attribute."""
         return self
 
     @property
     def repeated(self) -> Ints:
+        """Examples that are repeated in this epoch's last step, once for each repetition."""
         return self._rows.repeated
 
     @property
     def left_out(self) -> Ints:
+        """Examples that this epoch leaves out because of ``drop_last``."""
         return self._rows.left_out
 
     def __len__(self) -> int:
-        """Steps in an epoch, on every rank; of ``rank="all"``: rows."""
+        """Number of steps in this epoch, the same on every rank; with ``rank="all"``, number of rows."""
         rows = len(self._rows.offsets) - 1
         return rows if self.rank == ALL_RANKS else rows // self.num_replicas
 
@@ -139,33 +142,33 @@ class PackedBatchSampler(Sampler[list[int]]):
             yield rows.row(row)
 
     def set_epoch(self, epoch: int) -> None:
-        """To be called before each epoch, or every epoch has the same order."""
+        """Set the epoch. Call this before each epoch, or every epoch has the same order."""
         if epoch != self.epoch:
             self.epoch = epoch
             self._resume = self._step = 0
 
     def costs(self) -> npt.NDArray[np.float64]:
-        """Of this epoch's rows, ``[steps, ranks]``, in tokens."""
+        """Return the cost of each row of this epoch, ``[steps, ranks]``, in tokens."""
         rows = self._rows
         each = self._example_costs[rows.indices]
         found = np.add.reduceat(each, rows.offsets[:-1]) if len(each) else each
         return found.reshape(-1, self.num_replicas)
 
     def state_dict(self, steps: int | None = None) -> dict[str, int]:
-        """Where this epoch is, to go on from there.
+        """Return the position in this epoch, for :meth:`load_state_dict`.
 
         Args:
-            steps: trained on in this epoch. Default: those that this sampler has given; a DataLoader with workers
-                is ahead of training by what it prefetches, and must be told.
+            steps: Number of steps trained in this epoch. Default: the steps that this sampler has yielded. Pass the
+                number with a DataLoader that has workers, because its prefetching runs ahead of training.
         """
         given = self._step if steps is None else steps
         return {"epoch": self.epoch, "step": given, "fingerprint": self._fingerprint}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """The next iteration goes on there, unless another epoch is set before it.
+        """Continue the next iteration at the state's step, unless another epoch is set before it.
 
         Raises:
-            PackingError: the state is of other lengths or options, of which ``num_replicas`` is one.
+            PackingError: The state is from a sampler with other lengths or options, including ``num_replicas``.
         """
         if state["fingerprint"] != self._fingerprint:
             raise PackingError(
@@ -192,7 +195,7 @@ class PackedBatchSampler(Sampler[list[int]]):
         return self._made[1]
 
     def _plan(self) -> Epoch:
-        """The same on every rank: of all of them."""
+        """Return the rows of all ranks; every rank computes the same."""
         each, seed = self._example_costs, (self._seed, self.epoch)
         if self._batch_size is not None:
             return epochs.mini_batches(each, self._batch_size, self.num_replicas, seed, self._drop_last)
@@ -202,7 +205,7 @@ class PackedBatchSampler(Sampler[list[int]]):
 
 
 def _place(num_replicas: int | None, rank: int | str | None) -> tuple[int, int | str]:
-    """Ranks and rank: as given, else as torch.distributed knows, else as torchrun says, else one process."""
+    """Return the number of ranks and the rank, from the arguments, torch.distributed or torchrun's environment."""
     if torch.distributed.is_available() and torch.distributed.is_initialized():
         known = torch.distributed.get_world_size(), torch.distributed.get_rank()
     else:

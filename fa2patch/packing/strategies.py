@@ -1,6 +1,6 @@
-"""Which row each example goes to. Every strategy sees lengths only: int32 ``[n]`` in, row numbers int32 ``[n]`` out.
+"""Strategies that assign a row to each example, from lengths int32 ``[n]`` to row numbers int32 ``[n]``.
 
-(Half of int64's size is half of the memory, and of the time that is spent on memory.)
+int32 takes half of int64's memory, and half of the time spent on memory.
 """
 
 from __future__ import annotations
@@ -18,17 +18,17 @@ Strategy = Callable[[Ints32, int], Ints32]
 
 
 def best_fit_decreasing(lengths: Ints32, max_tokens: int) -> Ints32:
-    """Longest first, each into the row with the least space that is enough."""
+    """Put examples, longest first, each into the fullest row that has space for it."""
     return _decreasing(lengths, max_tokens, first_fit=False)
 
 
 def first_fit_decreasing(lengths: Ints32, max_tokens: int) -> Ints32:
-    """Longest first, each into the oldest row that has space."""
+    """Put examples, longest first, each into the oldest row that has space for it."""
     return _decreasing(lengths, max_tokens, first_fit=True)
 
 
 def in_order(lengths: Ints32, max_tokens: int) -> Ints32:
-    """As they come, a new row where one does not fit any more (next fit)."""
+    """Put examples in their order into a row, and start a new row if the next one does not fit (next fit)."""
     ends = np.cumsum(lengths, dtype=np.int64)
     after = array("q", np.searchsorted(ends, ends - lengths + max_tokens, side="right").tobytes())
     starts, start = array("i"), 0
@@ -40,7 +40,7 @@ def in_order(lengths: Ints32, max_tokens: int) -> Ints32:
 
 
 def by_length(lengths: Ints32, max_tokens: int) -> Ints32:
-    """Sorted, longest first, then as they come: a row holds examples of about the same length."""
+    """Apply :func:`in_order` to examples sorted longest first, so that the examples of a row have similar lengths."""
     order = by_key(lengths, descending=True)
     rows = np.empty_like(lengths)
     rows[order] = in_order(lengths[order], max_tokens)
@@ -56,22 +56,25 @@ STRATEGIES: dict[str, Strategy] = {
 
 
 def by_key(keys: Ints32, descending: bool = False) -> Ints32:
-    """The stable order of keys that are not negative: a sort of key and place in one number, which is the fastest."""
+    """Return the stable argsort of non-negative keys.
+
+    Key and index are sorted as one int64 number, which is the fastest way.
+    """
     both = keys.astype(np.int64)
     if descending:
         np.subtract(2**31 - 1, both, out=both)
     both <<= 32
     both |= np.arange(len(keys), dtype=np.int32)
     both.sort()
-    return both.astype(np.int32)  # the lower half
+    return both.astype(np.int32)  # the lower half is the index
 
 
 def _decreasing(lengths: Ints32, max_tokens: int, first_fit: bool) -> Ints32:
-    """Both decreasing strategies, a length at a time instead of an example at a time.
+    """Run a decreasing strategy on one distinct length at a time instead of one example at a time.
 
-    Examples of one length fill runs of neighbouring rows that have the same space. Every length splits at most one
-    run, and a run loses at least half of its space whenever it is used up: O(lengths x log(max_tokens)) steps, however
-    many examples there are.
+    Examples of one length fill runs of neighbouring rows with the same space. Every length splits at most one run, and
+    a run loses at least half of its space whenever it is used up. This takes O(lengths x log(max_tokens)) steps for
+    any number of examples.
     """
     order = by_key(lengths, descending=True)
     sizes, counts = _runs_of_equals(lengths[order])
@@ -88,16 +91,17 @@ def _runs_of_equals(values: Ints32) -> tuple[Ints32, Ints]:
 
 
 def _fill(sizes: list[int], counts: list[int], max_tokens: int, first_fit: bool) -> Ints32:
-    """``[fillings, 3]``: (first row, rows, examples for each of them), in the order of the examples.
+    """Return ``[fillings, 3]``: (first row, number of rows, examples in each row), in the order of the examples.
 
     Args:
-        sizes: distinct lengths, falling; ``counts`` of each.
+        sizes: Distinct lengths, in descending order.
+        counts: Number of examples of each length.
     """
     filled = array("i")
     fits: list[
         tuple[int, int, int, int]
-    ] = []  # heap of runs with space for the size at hand; the next to use comes first
-    too_small: list[tuple[int, int, int]] = []  # heap of runs without; the most space comes first
+    ] = []  # heap of runs with space for the current size; the next run to use is first
+    too_small: list[tuple[int, int, int]] = []  # heap of the other runs; the run with most space is first
     rows = 0
 
     def keep(space: int, start: int, stop: int) -> None:
@@ -123,7 +127,7 @@ def _fill(sizes: list[int], counts: list[int], max_tokens: int, first_fit: bool)
                 left -= full * each
                 keep(space - each * size, start, start + full)
                 start += full
-            if left and start < stop:  # fewer than one row takes
+            if left and start < stop:  # fewer than fit into one row
                 filled.extend((start, 1, left))
                 keep(space - left * size, start, start + 1)
                 start, left = start + 1, 0
@@ -132,7 +136,7 @@ def _fill(sizes: list[int], counts: list[int], max_tokens: int, first_fit: bool)
 
 
 def _one_by_one(start: Ints32, rows: Ints32, each: Ints32) -> Ints32:
-    """The row of each example, from what ``_fill`` gives."""
+    """Return the row of each example from the columns that ``_fill`` returns."""
     first = np.repeat(start - (np.cumsum(rows, dtype=np.int32) - rows), rows)
     first += np.arange(len(first), dtype=np.int32)
     return np.repeat(first, np.repeat(each.astype(np.intp), rows))

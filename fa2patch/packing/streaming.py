@@ -1,4 +1,4 @@
-"""Rows from examples whose lengths are not known beforehand."""
+"""Packing of streams, whose lengths are not known in advance."""
 
 from __future__ import annotations
 
@@ -15,16 +15,16 @@ from .plans import plan
 
 
 def token_count(example: Any) -> int:
-    """Of a mapping its ``input_ids``' length, of anything else its own."""
+    """Return the length of a mapping's ``input_ids``, or of any other example itself."""
     return len(example["input_ids"] if hasattr(example, "keys") else example)
 
 
 class Stream(IterableDataset[list[Any]]):
-    """Rows of an iterable's examples; see :func:`stream`.
+    """An ``IterableDataset`` of packed rows; see :func:`stream`.
 
     Attributes:
-        dropped: how many examples the last iteration left out so far.
-        truncated: likewise, of how many it left the end out.
+        dropped: Number of examples that the current or last iteration has left out.
+        truncated: Number of examples whose end it has left out.
     """
 
     def __init__(
@@ -54,7 +54,7 @@ class Stream(IterableDataset[list[Any]]):
         yield from waiting.rest(self.max_tokens)
 
     def set_epoch(self, epoch: int) -> None:
-        """Told to the examples, where they want to know (a shuffling iterable dataset)."""
+        """Pass the epoch on to the examples if they have ``set_epoch`` (a shuffling iterable dataset)."""
         if hasattr(self._examples, "set_epoch"):
             self._examples.set_epoch(epoch)
 
@@ -80,11 +80,11 @@ class Stream(IterableDataset[list[Any]]):
 
 
 class _Waiting:
-    """Examples that are in no row yet: by arrival, and by length."""
+    """Examples that are in no row yet, indexed by arrival and by length."""
 
     def __init__(self) -> None:
         self._by_arrival: dict[int, tuple[Any, int]] = {}
-        self._by_length: list[tuple[int, int]] = []  # (tokens, -arrival): of equals the one that waits longest is last
+        self._by_length: list[tuple[int, int]] = []  # (tokens, -arrival): of equal lengths, the oldest example is last
         self._arrived = 0
 
     def __len__(self) -> int:
@@ -96,7 +96,7 @@ class _Waiting:
         self._arrived += 1
 
     def row(self, max_tokens: int) -> list[Any]:
-        """With the example that waits longest, then the longest that fits, as long as one does."""
+        """Return a row of the oldest example and then, repeatedly, the longest one that fits."""
         oldest = next(iter(self._by_arrival))
         found, space = [], max_tokens
         place = self._by_length.index((self._by_arrival[oldest][1], -oldest))
@@ -108,7 +108,7 @@ class _Waiting:
         return found
 
     def rest(self, max_tokens: int) -> Iterator[list[Any]]:
-        """All that wait, as ``plan`` packs them, those first that arrived first."""
+        """Yield the rows that ``plan`` makes of all waiting examples, ordered by their oldest example."""
         examples, lengths = [], []
         for example, tokens in self._by_arrival.values():
             examples.append(example)
@@ -125,30 +125,32 @@ def stream(
     too_long: str = "error",
     length: Callable[[Any], int] = token_count,
 ) -> Stream:
-    """Rows of at most ``max_tokens`` tokens, packed while examples come: for iterable datasets.
+    """Pack the examples of an iterable dataset, while they arrive, into rows of at most ``max_tokens`` tokens.
 
-    A row takes the example that waits longest, then again and again the longest that still fits. No example waits for
-    more than ``buffer`` rows. What waits at the end is packed by best fit decreasing, so that with a buffer as
-    large as the stream the rows are those of :func:`fa2patch.packing.plan`. The same stream gives the same rows.
+    A row takes the example that has waited longest and then, repeatedly, the longest one that still fits. No example
+    waits for more than ``buffer`` rows. At the end of the stream, the waiting examples are packed by best fit
+    decreasing, so with a buffer as large as the stream the rows are those of :func:`fa2patch.packing.plan`. The same
+    stream gives the same rows.
 
-    It is a torch ``IterableDataset`` of rows, each a list of examples; collate them one by one::
+    The result is a torch ``IterableDataset`` of rows. Each row is a list of examples; collate rows one by one::
 
         rows = fa2patch.packing.stream(dataset, max_tokens=8192)
         loader = DataLoader(rows, batch_size=None, collate_fn=fa2patch.DataCollatorWithFlattening())
 
-    What packing to a budget does to training: see :func:`fa2patch.packing.plan`. Ranks and workers must
-    iterate over parts of the data (``datasets.distributed.split_dataset_by_node``), and ranks may end after differing
-    numbers of rows: set ``max_steps``.
+    :func:`fa2patch.packing.plan` describes how packing to a budget affects training. Ranks and workers must iterate
+    over different parts of the data (``datasets.distributed.split_dataset_by_node``). Ranks may end after different
+    numbers of rows, so set ``max_steps``.
 
     Args:
-        examples: mappings with ``input_ids``, or sequences of tokens; iterated over anew by every iteration.
-        max_tokens: the most that a row may hold.
-        buffer: how many examples may wait. More fill rows better: 1000 are within 1 % of full at 20 examples a row.
-        too_long: as of ``plan``; ``Stream.dropped`` and ``.truncated`` count.
-        length: tokens of an example.
+        examples: Mappings with ``input_ids``, or sequences of tokens. Every iteration iterates over them again.
+        max_tokens: Maximum number of tokens in a row.
+        buffer: Maximum number of waiting examples. A larger buffer fills rows better: with 1000 and 20 examples per
+            row, rows are within 1 % of full.
+        too_long: See :func:`fa2patch.packing.plan`. ``Stream.dropped`` and ``Stream.truncated`` count such examples.
+        length: Function that returns the number of tokens of an example.
 
     Raises:
-        PackingError: at once for options; while iterating for an example without tokens, or over the budget and
-            ``too_long="error"``.
+        PackingError: An option is invalid. While iterating: an example has no tokens, or an example is longer than
+            ``max_tokens`` and ``too_long="error"``.
     """
     return Stream(examples, max_tokens, buffer, too_long=too_long, length=length)

@@ -1,4 +1,4 @@
-"""``apply``, ``revert`` and ``status``. Either everything that a model needs is replaced, or nothing."""
+"""``apply``, ``revert`` and ``status``. ``apply`` replaces everything that a model needs, or nothing."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from .state import Patch
 from .unwrap import transformers_model
 
 OLDEST = (4, 34)
-"""The first minor release of Transformers with flash attention in modeling files."""
+"""The first minor version of Transformers with flash attention in its modeling files."""
 
 
 def apply(
@@ -30,19 +30,23 @@ def apply(
     architecture: str | None = None,
     prove: bool | str = "unknown",
 ) -> Patch:
-    """Make a causal LM compute packed batches with every document on its own. In place, all or nothing.
+    """Patch a model in place, so that it computes each document of a packed batch by itself.
+
+    A model that is patched already is looked at again, and modules that are new are patched too. The other arguments
+    have no effect then.
 
     Args:
-        model: a Transformers causal LM, or what PEFT, accelerate, DDP, FSDP, DeepSpeed, ``torch.compile`` made of one.
-        kernel: ``"auto"``, the name of a kernel (:data:`fa2patch.kernels.NAMES`, or one that was registered), or an
-            instance of a subclass of :class:`fa2patch.kernels.Kernel`.
-        architecture: the registry row to use, where ``config.model_type`` does not name it.
-        prove: whether the first packed batch is also run with other tokens in every second document, to see that no
-            module lets documents see each other. ``"unknown"``: if the model holds a module that is neither torch's
-            nor Transformers' own (remote code, a subclass, something wrapped around a layer).
+        model: a Transformers model, or a wrapper of PEFT, accelerate, DDP, FSDP, DeepSpeed or ``torch.compile`` around
+            one.
+        kernel: ``"auto"``, the name of a kernel (:data:`fa2patch.kernels.NAMES`, or a registered one), or an instance
+            of a subclass of :class:`fa2patch.kernels.Kernel`.
+        architecture: the ``model_type`` of the registry row to use instead of that of ``config.model_type``.
+        prove: whether the first packed batch is also run with other tokens in every second document, to prove that no
+            module lets documents see each other. ``"unknown"`` does so if the model holds a module that is neither
+            torch's nor Transformers' own (remote code, a subclass, a wrapper around a layer).
 
     Returns:
-        The model's :class:`Patch`; the same one if it is patched already, which then takes in what has come since.
+        The model's :class:`Patch`.
 
     Raises:
         UnsupportedTransformers, NotAModel, UnknownArchitecture, UnsupportedModel, LayerNotPatchable, UnknownKernel,
@@ -77,9 +81,14 @@ def apply(
 
 
 def revert(model: Any) -> None:
-    """Take the patch off a model; every namespace is as it was before ``apply``. A no-op on a model without one.
+    """Remove the patch from a model. This is a no-op if the model is not patched.
 
-    Where somebody patched on top of us, theirs stays and ours beneath does nothing any more; it goes when theirs goes.
+    Attributes that no other patched model uses get their original values back. If other code has replaced such an
+    attribute since, its replacement stays. The one of fa2patch below it then does nothing, and is removed when the
+    other one is gone.
+
+    Raises:
+        NotAModel: there is no Transformers model in ``model``.
     """
     patch = status(model)
     if patch is not None:
@@ -87,13 +96,17 @@ def revert(model: Any) -> None:
 
 
 def status(model: Any) -> Patch | None:
-    """The model's :class:`Patch`, or None where it is not patched."""
+    """The model's :class:`Patch`, or None if it is not patched.
+
+    Raises:
+        NotAModel: there is no Transformers model in ``model``.
+    """
     patch: Patch | None = transformers_model(model).__dict__.get(MARK)
     return patch
 
 
 def _with_replaced_forward(patch: Patch) -> Iterator[Any]:
-    """The modules of the model whose class's ``forward`` this patch replaces."""
+    """The models of a call, and the layers whose class's ``forward`` this patch replaces."""
     entered = models(patch.model)
     yield from entered
     for layer in patch.attention:
@@ -102,10 +115,10 @@ def _with_replaced_forward(patch: Patch) -> Iterator[Any]:
 
 
 def _held_under(module: Any, original: Any) -> list[str]:
-    """Under which name an object that has a ``forward`` of its own holds its class's, bound, to be called.
+    """The name of the instance attribute that holds the class's bound ``forward``, in a list; empty if there is none.
 
-    ``_old_forward`` where it is accelerate's, which looks it up when called (0.23's does not); ``forward`` where it is
-    the class's itself (5.0 and 5.1 leave it there after ``output_attentions``).
+    It is ``_old_forward`` if accelerate has set a ``forward`` that looks this name up when called (0.23 does not). It
+    is ``forward`` if that is the class's own (Transformers 5.0 and 5.1 leave it there after ``output_attentions``).
     """
     own = module.__dict__.get("forward")
     code = getattr(getattr(own, "func", own), "__code__", None)

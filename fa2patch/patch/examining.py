@@ -1,4 +1,4 @@
-"""What happens on a patched model's first packed batch, and on each one after its modules have changed."""
+"""The examination of a patched model on its first packed batch, and again after its modules have changed."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from ..probing import proving
 
 
 class Patched(Protocol):
-    """What an examination needs of a patch.
+    """The part of a patch that an examination uses.
 
     Attributes:
         model: the Transformers model.
-        examination: what has been looked at.
+        examination: the state of the examination.
     """
 
     model: Any
@@ -31,7 +31,7 @@ class Patched(Protocol):
         """Whether the model is patched."""
 
     def renew(self) -> None:
-        """Look at a model again that has changed."""
+        """Plan and bind again, after the model has changed."""
 
 
 _numbers = itertools.count(1)
@@ -40,14 +40,14 @@ _by_number: weakref.WeakValueDictionary[int, Patched] = weakref.WeakValueDiction
 
 @dataclass
 class Examination:
-    """What has been looked at in a patched model.
+    """The state of the examination of a patched model.
 
     Attributes:
-        prove: whether the first packed batch is proven, as ``apply`` was told.
-        unproven: whether a packed batch has still to be proven.
-        structure: what :func:`~fa2patch.probing.proving.structure` said of the model when it was last looked at.
-        under_way: whether somebody runs the model to look at it. Packed batches of such runs are not examined.
-        number: a number for a compiled graph to know the patch by.
+        prove: the ``prove`` argument of ``apply``.
+        unproven: whether the next packed batch must be proven.
+        structure: the result of :func:`~fa2patch.probing.proving.structure` when the model was last looked at.
+        under_way: whether the model is being run in order to examine it. Such packed batches are not examined.
+        number: a number by which a compiled graph looks up the patch.
     """
 
     prove: bool | str
@@ -58,7 +58,7 @@ class Examination:
 
     @contextlib.contextmanager
     def paused(self) -> Iterator[None]:
-        """Packed batches are not examined meanwhile."""
+        """Examine no packed batches inside this context."""
         before, self.under_way = self.under_way, True
         try:
             yield
@@ -67,33 +67,46 @@ class Examination:
 
 
 def begun(patch: Patched, prove: bool | str) -> Examination:
-    """The examination of a model that has just been planned."""
+    """A new examination of a model that has just been planned.
+
+    Args:
+        patch: the model's patch.
+        prove: the ``prove`` argument of ``apply``.
+    """
     has_to_be = prove is True or (prove == "unknown" and bool(proving.unknown(patch.model)))
     return known(patch, Examination(prove, has_to_be, proving.structure(patch.model)))
 
 
 def copied(patch: Patched, examination: Examination) -> Examination:
-    """The examination of a copy. It has other modules, which are looked at when all of them are there."""
+    """The examination of a copied patch.
+
+    The copy has other modules, and some do not exist yet. They are looked at on the copy's first packed batch.
+    """
     return known(patch, Examination(examination.prove, examination.unproven, 0))
 
 
 def known(patch: Patched, examination: Examination) -> Examination:
-    """Remember by which number a compiled graph knows the patch."""
+    """Register a patch under its examination's number, for compiled graphs. Returns the examination."""
     _by_number[examination.number] = patch
     return examination
 
 
 def examine(patch: Patched, module: Any, call: dict[str, Any], mask: Any) -> None:
-    """Before a packed batch is computed: notice layers that have come or gone, and prove what is not known.
+    """Examine a model before it computes a packed batch: renew the patch of changed modules, and prove the batch.
+
+    A batch is proven only if a proof is due and the batch has two documents or more. A sharded model is proven only
+    with ``prove=True``; otherwise :class:`NothingProven` is warned.
 
     Args:
-        module: the model that the batch came to.
+        patch: the model's patch.
+        module: the model that was called.
         call: its arguments by name.
         mask: the batch's :class:`~fa2patch.upstream.packed_mask.PackedMask`.
 
     Raises:
-        PackingNotIsolated: documents see each other in a module that is not known.
-        LayerNotPatchable, UnsupportedModel: the model has other layers now, and they cannot be patched.
+        PackingNotIsolated: documents see each other in a module that fa2patch does not know. While a graph is captured,
+            this error replaces the following ones.
+        LayerNotPatchable, UnsupportedModel: the model's modules have changed, and it can no longer be patched.
     """
     examination = patch.examination
     if compiling():
@@ -129,9 +142,9 @@ def _proven(patch: Patched, module: Any, call: dict[str, Any], mask: Any) -> Non
 
 @constant
 def _examined(number: int) -> str:
-    """What :func:`examine` finds wrong while a graph is captured; empty if nothing.
+    """The message of the error that :func:`examine` finds while a graph is captured; empty if there is none.
 
-    The values of the batch are not there yet, so an example takes its place.
+    The batch has no values during the capture, so an example batch is proven instead.
     """
     patch = _by_number[number]
     if patch.examination.under_way:

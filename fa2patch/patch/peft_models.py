@@ -1,9 +1,9 @@
-"""PEFT's wrappers around a patched model that do something with a whole row: packed rows are refused.
+"""PEFT adapters that work on a whole row: packed batches are refused.
 
-Prompt tuning, prefix tuning, P-tuning and the like put virtual tokens in front of a row, where every document would
-need them, and drop position_ids, so that the model inside cannot know that there are documents. The call is looked at
-where it still says so: in ``forward`` of PEFT's classes. An object may hold its class's ``forward`` from before (PEFT
-leaves it there after ``disable_adapter``, mixed precision wraps it), so ``__call__`` looks for those.
+Prompt tuning, prefix tuning, P-tuning and similar methods put virtual tokens in front of a row, where each document
+would need its own. They also drop ``position_ids``, so the model inside cannot see that the batch is packed. Calls are
+therefore checked in ``forward`` of PEFT's classes. An object may hold a ``forward`` from before the patch (PEFT leaves
+one there after ``disable_adapter``, mixed precision wraps it). ``__call__`` checks calls of such objects.
 """
 
 from __future__ import annotations
@@ -26,13 +26,14 @@ from ..upstream.step import MARK
 
 MODULE = "peft.peft_model"
 _patches: weakref.WeakSet[Any] = weakref.WeakSet()
-"""The patches of this process: PEFT may be imported after any of them was made."""
+"""The patches of this process, kept because PEFT may be imported after a patch was made."""
 
 
 def watch(patch: Any) -> None:
-    """Look at calls of PEFT's models from now on, or as soon as PEFT is imported; until the patch is released.
+    """Check calls of PEFT's models until the patch is released.
 
-    To be called when the patch has its other bindings: one that has none was reverted.
+    If PEFT is not imported yet, the checks start with its import. Call this function after the patch's sites are bound,
+    because a patch without bindings counts as reverted.
     """
     with LOCK:
         _patches.add(patch)
@@ -52,7 +53,7 @@ def _imported(module: ModuleType) -> None:
 def _bind(module: ModuleType, patch: Any) -> None:
     base = getattr(module, "PeftModel", None)
     if base is None:
-        return  # a stand-in for PEFT, or its import has failed
+        return  # a stub of PEFT, or a failed import
     bind(base, "__call__", functools.partial(_called, base), patch)
     for cls in list(vars(module).values()):
         if isinstance(cls, type) and issubclass(cls, base) and cls.__module__ == MODULE:
@@ -96,11 +97,11 @@ def _refuse_packed(
 
 
 def _reads_rows(model: Any, base: Any) -> str:
-    """What the active adapter does with a whole row; empty where it does nothing of the kind, or is disabled."""
+    """What the active adapter does with a whole row, as a text for an error; empty if nothing or if it is disabled."""
     config = model.peft_config.get(model.active_adapter)
     if getattr(config, "is_prompt_learning", False):
         disabled = model.__dict__.get("forward") == model.base_model.forward
-        if disabled or type(model).forward is base.forward:  # PeftModel's own calls the model inside, and nothing else
+        if disabled or type(model).forward is base.forward:  # PeftModel's own forward only calls the model inside
             return ""
         return (
             f"{config.peft_type.value} puts {config.num_virtual_tokens} virtual tokens in front of the row, not of "
@@ -130,7 +131,7 @@ def _named(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str
 
 
 def _packed(call: dict[str, Any]) -> str:
-    """What says that a batch is packed; empty where nothing does."""
+    """The sign that a batch is packed, as a text for an error; empty if it is dense."""
     stated = [name for name in LENGTHS if name != "seq_idx" and call.get(name) is not None]
     if stated:
         return f"{stated[0]} was given"

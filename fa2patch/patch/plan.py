@@ -1,4 +1,4 @@
-"""What ``apply`` would do to a model: a loop over the traits."""
+"""The plan for a model: a loop over the traits."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ class Plan:
 
     Attributes:
         architecture: the model's row of the registry.
-        found: what each trait has found, by its name.
+        found: the result of :meth:`Trait.finds` by trait name, for the traits that the model has.
         layers: the layers that must be given the boundaries, without their modules.
-        sites: the attributes that must be replaced.
-        route: the way that boundaries take through the model.
-        roles: the place of each model that a call goes through, the outermost first.
+        sites: the attributes to replace.
+        route: how the boundaries get through the model's forwards.
+        roles: the role of each model that a call goes through, the outermost first.
     """
 
     architecture: Architecture
@@ -39,10 +39,11 @@ class Plan:
 
 
 def plan(model: Any, architecture: str | None = None) -> Plan:
-    """What ``apply`` would do to a Transformers model. The model is not changed.
+    """Plan what ``apply`` does to a Transformers model. The model is not changed.
 
     Args:
-        architecture: the row of the registry to use, where ``config.model_type`` does not name it.
+        model: the Transformers model.
+        architecture: the ``model_type`` of the registry row to use instead of that of ``config.model_type``.
 
     Raises:
         UnknownArchitecture, UnsupportedModel, LayerNotPatchable: the model cannot be patched.

@@ -1,4 +1,4 @@
-"""A patched model: what was found in it, what was replaced for it, and how that is taken back."""
+"""The state of a patched model: what was found in it, what was replaced for it, and how to revert that."""
 
 from __future__ import annotations
 
@@ -20,16 +20,17 @@ from .plan import Plan, plan
 
 @dataclass(frozen=True)
 class PatchedLayer:
-    """One attention layer of a patched model, as it was when ``Patch.layers`` was read.
+    """One attention layer or mixer of a patched model, as it was when ``Patch.layers`` was read.
 
     Attributes:
         name: the layer's name in the base model.
         seam: ``"interface"``, ``"function"``, ``"method"`` or ``"mixer"``.
         owner: the class or module whose attribute is replaced.
         attribute: that attribute's name.
-        state: ``"applied"``, ``"covered"`` (somebody has patched on top since) or ``"off"``.
-        kernel: what computed its last packed batch; None if it has seen none, or was compiled.
-        why: why better kernels were passed over, with ``kernel="auto"``.
+        state: ``"applied"``, ``"covered"`` (other code has replaced the attribute since) or ``"off"``.
+        kernel: the name of the kernel that computed its last packed batch; None before the first one, for a compiled
+            model and for a mixer.
+        why: why ``kernel="auto"`` did not choose a better kernel.
     """
 
     name: str
@@ -42,19 +43,20 @@ class PatchedLayer:
 
 
 class Patch:
-    """A patched model. Leaving it as a context manager reverts it.
+    """The patch of a model. As a context manager, it reverts the model on exit.
 
     Attributes:
-        model: the Transformers model inside what was handed to ``apply``.
+        model: the Transformers model inside the object that ``apply`` was called with.
         kernel: the name of the kernel that was asked for.
-        picks: the kernels that were picked.
+        picks: the kernel chosen for each layer.
         plan: what was found in the model, and what is replaced for it.
         acting: the traits that do something in a forward, each with what it has found.
-        examination: what has been looked at.
+        examination: the state of the examination on packed batches.
         unpacked: the number of training batches without document information; None stops the count.
-        vouched: whether a packed batch has been seen to reach every attention layer.
-        named: the architecture that ``apply`` was told, if any.
-        rehooked: attributes of objects that hold a bound forward: the object, the name, and what it held.
+        vouched: whether the last packed batch reached every layer in ``attention``.
+        named: the ``architecture`` argument of ``apply``.
+        rehooked: the instance attributes ``forward`` and ``_old_forward`` that were replaced: object, name and the
+            value before.
     """
 
     def __init__(
@@ -88,12 +90,12 @@ class Patch:
 
     @property
     def found(self) -> dict[str, Any]:
-        """What each trait has found, by its name."""
+        """What each trait has found, by trait name."""
         return self.plan.found
 
     @property
     def route(self) -> Any:
-        """The way that boundaries take through the model."""
+        """How the boundaries get through the model's forwards."""
         return self.plan.route
 
     @property
@@ -106,10 +108,12 @@ class Patch:
         examining.examine(self, module, call, mask)
 
     def renew(self) -> None:
-        """Look at a model again that has changed since ``apply``. What is new is bound, what covers ours is bound over.
+        """Plan and bind again, after the model has changed.
+
+        An attribute that other code has replaced since is replaced again.
 
         Raises:
-            UnsupportedModel, LayerNotPatchable: what has come cannot be patched.
+            UnsupportedModel, LayerNotPatchable: the changed model cannot be patched.
         """
         planned = plan(self.model, self.named)
         with LOCK:
@@ -122,7 +126,10 @@ class Patch:
         self.mark()
 
     def mark(self) -> None:
-        """Put our marks and hooks on the models that a call goes through, and our forward over one of the object's."""
+        """Set marks and hooks on the models that a call goes through.
+
+        If other code has put a ``forward`` on the outermost model's object, ours is put around it.
+        """
         for model, role in zip(models(self.model), self.plan.roles):
             model.__dict__.update({MARK: self, ROLE: role})
             hooks.register(model)
@@ -137,7 +144,7 @@ class Patch:
 
     @property
     def layers(self) -> tuple[PatchedLayer, ...]:
-        """Every attention layer, with its state looked up now."""
+        """Every layer that is given the boundaries, with its state looked up now."""
         states = {(binding.owner, binding.attribute): binding.state for binding in used_by(self)}
         decoder = models(self.model)[-1]
 
@@ -151,7 +158,7 @@ class Patch:
         return tuple(found(layer) for layer in self.attention)
 
     def revert(self) -> None:
-        """Take the patch off this model. Reverting twice is a no-op."""
+        """Remove the patch from this model. Reverting twice is a no-op."""
         with LOCK:
             for module in self.model.modules():
                 if module.__dict__.get(MARK) is self:
@@ -187,7 +194,7 @@ class Patch:
         return self.__dict__
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        """A copy, or a model loaded in another process, is patched too: its bindings have one more user."""
+        """Bind the sites for a copied or unpickled patch too, so that its model is patched."""
         self.__dict__.update(state)
         self.examination = examining.copied(self, self.examination)
         for site in self.plan.sites:

@@ -11,13 +11,14 @@ from ..upstream.find_models import is_transformers_model
 
 
 def transformers_model(model: Any) -> Any:
-    """The Transformers model inside the wrappers that training puts around it.
+    """Find the Transformers model inside the wrappers that training puts around it.
 
     Args:
-        model: a Transformers model, or what PEFT, accelerate, DDP, FSDP, DeepSpeed or ``torch.compile`` made of one.
+        model: a Transformers model, or a wrapper of PEFT, accelerate, DDP, FSDP, DeepSpeed or ``torch.compile`` around
+            one.
 
     Raises:
-        NotAModel: there is none.
+        NotAModel: there is no Transformers model in ``model``.
     """
     seen = model
     for _ in range(16):

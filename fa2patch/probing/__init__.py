@@ -1,1 +1,1 @@
-"""What can be learnt of a model by running it on example batches, with no knowledge of the patch."""
+"""What can be learnt about a model by running it on a batch. This package does not import :mod:`fa2patch.patch`."""

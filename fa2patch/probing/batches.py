@@ -1,4 +1,4 @@
-"""A packed batch for ``verify``: one of the user's, or one made from the vocabulary; and where its documents are."""
+"""Packed batches for ``verify`` and other checks: the user's or an example, and the documents in them."""
 
 from __future__ import annotations
 
@@ -9,23 +9,28 @@ from typing import Any
 import torch
 
 from ..documents.boundaries import Boundaries, from_cu_seqlens, recognise
+from ..documents.names import LABELS, LENGTHS
 from ..errors import BadBatch
 from ..upstream.find_models import models
 
 EXAMPLE = (7, 12, 1, 5)
-"""Documents of the row that is made where no batch is given, in tokens."""
+"""Lengths of the documents in the example batch, in tokens."""
 
 PER_TOKEN = ("input_ids", "position_ids", "attention_mask", "labels", "seq_idx", "token_type_ids", "shift_labels")
-LENGTHS = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k", "seq_idx")
-
-LABELS = ("labels", "shift_labels")
 
 _NOT_TEXT = re.compile(r"(image|video|audio|vision|boi|eoi|pad).*(token_id|token_index)$")
 
 
 @dataclass
 class Span:
-    """Where a document, or a run of padding, is in a batch: tokens ``start`` to ``stop`` of a row."""
+    """A document or a run of padding in a batch: tokens ``start`` to ``stop`` (exclusive) of a row.
+
+    Attributes:
+        row: the row's index.
+        start: the index of the first token in the row.
+        stop: the index behind the last token in the row.
+        real: False for padding.
+    """
 
     row: int
     start: int
@@ -33,11 +38,18 @@ class Span:
     real: bool
 
     def of(self, values: torch.Tensor) -> torch.Tensor:
+        """The part of a tensor ``[batch, length, ...]`` that belongs to this span, ``[stop - start, ...]``."""
         return values[self.row, self.start : self.stop]
 
 
 def text_tokens(inner: Any) -> torch.Tensor:
-    """Token ids that are text."""
+    """The ids below 50,000 of tokens that are text, int64 ``[tokens]``.
+
+    Ids that a config names for padding, images, video or audio are left out.
+
+    Args:
+        inner: a Transformers model.
+    """
     config = getattr(models(inner)[-1], "config", inner.config)
     size = getattr(config, "vocab_size", None) or inner.get_input_embeddings().weight.shape[0]
     special = {
@@ -50,6 +62,15 @@ def text_tokens(inner: Any) -> torch.Tensor:
 
 
 def example(device: torch.device, inner: Any) -> dict[str, Any]:
+    """A packed batch of one row with random text tokens, the same in each call.
+
+    Args:
+        device: the device of the batch.
+        inner: a Transformers model.
+
+    Returns:
+        ``input_ids`` and ``position_ids``, int64 ``[1, length]``, with documents of the lengths in :data:`EXAMPLE`.
+    """
     vocabulary = text_tokens(inner)
     drawn = torch.randint(len(vocabulary), (1, sum(EXAMPLE)), generator=torch.Generator().manual_seed(0))
     positions = torch.cat([torch.arange(length) for length in EXAMPLE])[None]
@@ -57,10 +78,15 @@ def example(device: torch.device, inner: Any) -> dict[str, Any]:
 
 
 def checked(batch: Any, device: torch.device) -> dict[str, Any]:
-    """A batch's tensors on the model's device.
+    """Check a batch and move its tensors to a device.
+
+    Args:
+        batch: what a collator returns: a mapping from names of forward arguments to values.
+        device: the model's device.
 
     Raises:
-        BadBatch: not a mapping, no ``input_ids``, or tensors that do not belong to tokens.
+        BadBatch: it is no mapping with strings as keys, has no integer ``input_ids`` ``[batch, length]``, or has a
+            tensor without values, of an unexpected shape, or of an unknown name.
     """
     try:
         given = dict(batch)
@@ -102,6 +128,14 @@ def checked(batch: Any, device: torch.device) -> dict[str, Any]:
 
 
 def spans_of(batch: dict[str, Any]) -> list[Span]:
+    """The documents and runs of padding of a packed batch, without empty ones.
+
+    Args:
+        batch: a batch that has passed :func:`checked`.
+
+    Raises:
+        BadBatch: fewer than two documents were found.
+    """
     ids, mask = batch["input_ids"], batch.get("attention_mask")
     shape = (ids.shape[0], ids.shape[1])
     mask = mask if isinstance(mask, torch.Tensor) and mask.dim() == 2 else None
@@ -133,14 +167,14 @@ def spans_of(batch: dict[str, Any]) -> list[Span]:
             real = mask is None or bool(mask[row, start])
             spans.append(Span(row, start, start + length, real))
     if mask is not None:
-        for span in spans:  # stated lengths may end a document in padding
+        for span in spans:  # a document of given lengths may end in padding
             if span.real:
                 span.stop = span.start + int((mask[span.row, span.start : span.stop] != 0).sum())
     return spans
 
 
 def is_sharded(inner: Any) -> bool:
-    """Whether the ranks of a group compute a forward together, so that one of them cannot run one for itself."""
+    """Whether a model is sharded, so that its ranks compute each forward together and one rank cannot run it alone."""
     if not (torch.distributed.is_available() and torch.distributed.is_initialized()):
         return False
     sharded = any(hasattr(p, "ds_id") or hasattr(p, "_local_tensor") for p in inner.parameters())
@@ -148,7 +182,15 @@ def is_sharded(inner: Any) -> bool:
 
 
 def same_on_every_rank(inner: Any, spans: list[Span]) -> None:
-    """A sharded model's ranks compute together: another number of documents on one would wait for ever."""
+    """Check that every rank of a sharded model has the same number of spans. Otherwise its ranks wait forever.
+
+    Args:
+        inner: the Transformers model.
+        spans: the spans of this rank's batch.
+
+    Raises:
+        BadBatch: the numbers differ.
+    """
     if not is_sharded(inner):
         return
     counts: list[Any] = [None] * torch.distributed.get_world_size()

@@ -1,4 +1,4 @@
-"""Where in a model two runs part first, for the tokens of one document."""
+"""The first module of a model in which two runs differ, for the tokens of one document."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from ..upstream.find_models import models
 from ..upstream.traits.positions import position_embeddings
 
 PROJECTIONS = 4
-"""Numbers kept of every token's vector: random projections, so that a change of any component shows."""
+"""The number of random projections that are kept of each token's vector. A change of any component changes them."""
 
 
 @dataclass
 class _Call:
-    """One call of a module: what of the watched tokens went in and came out."""
+    """One call of a module: fingerprints of the watched tokens in its inputs and outputs."""
 
     name: str
     into: list[torch.Tensor] = field(default_factory=list)
@@ -28,12 +28,14 @@ class _Call:
 
 
 class Watch:
-    """Fingerprints of what every module of a model is given and returns for some tokens of a row.
+    """Records fingerprints of the inputs and outputs of a model's modules, for some tokens of a row.
 
     Args:
-        inner: a Transformers model; modules are named as in it.
-        shape: ``(batch, length)`` of the call that will be watched.
-        row, start, stop: which tokens.
+        inner: a Transformers model. Modules are named as in it.
+        shape: ``(batch, length)`` of the call that is watched.
+        row: the row of the watched tokens.
+        start: the first watched token in the row.
+        stop: the index behind the last watched token.
     """
 
     def __init__(self, inner: Any, shape: tuple[int, int], row: int, start: int, stop: int) -> None:
@@ -42,6 +44,7 @@ class Watch:
 
     @contextlib.contextmanager
     def watching(self) -> Iterator[Watch]:
+        """Record the calls of all modules inside this context."""
         handles = []
         for name, module in self.inner.named_modules():
             opened: list[_Call] = []
@@ -78,7 +81,7 @@ class Watch:
         return []
 
     def _of_tokens(self, values: torch.Tensor) -> torch.Tensor | None:
-        """``[tokens, features]`` of the watched ones, or None for a tensor that is not by token."""
+        """The watched tokens' part of a tensor, ``[tokens, features]``; None if the tensor has no values per token."""
         batch, length = self.shape
         if values.dim() == 1 and batch == 1:
             values = values[None]
@@ -90,7 +93,7 @@ class Watch:
             return None
         axis = next((axis for axis in range(1, values.dim()) if values.shape[axis] == length), None)
         if axis is None and length < values.shape[-1] <= length + 16 and values.dim() == 3:
-            axis = 2  # a convolution pads its input by its kernel's size, and cuts its output later
+            axis = 2  # a convolution pads its input by its kernel's size and cuts its output later
         if axis is None:
             return None
         own = values.detach()[self.row if values.shape[0] == batch else 0].movedim(axis - 1, 0)[self.tokens]
@@ -105,10 +108,18 @@ def _fingerprint(values: torch.Tensor) -> torch.Tensor:
 
 
 def first_difference(one: Watch, other: Watch, bound: float) -> str | None:
-    """The innermost module that was given the same in both runs and returned something else, by name; the first one.
+    """The name of the first module whose output differs between two runs although its input is the same.
+
+    Modules are compared in the order in which their calls ended, so an inner module comes before an outer one.
 
     Args:
-        bound: relative to a vector's length, what counts as the same.
+        one: the fingerprints of one run.
+        other: those of the other run.
+        bound: the largest difference that counts as the same, relative to a vector's norm.
+
+    Returns:
+        The name. If every module that differs also has a different input, the first module that differs. None if no
+        module differs.
     """
     calls: dict[tuple[str, int], list[_Call]] = {}
     for watch in (one, other):
@@ -132,7 +143,13 @@ def _differ(ones: list[torch.Tensor], others: list[torch.Tensor], bound: float) 
 
 
 def meaning(inner: Any, name: str, patched: bool) -> str:
-    """What it says of a model that the module of this name lets documents see each other."""
+    """The likely reason why a module lets documents see each other, as a text for an error.
+
+    Args:
+        inner: the Transformers model.
+        name: the module's name in it.
+        patched: whether the model is patched.
+    """
     module = inner.get_submodule(name)
     decoder = models(inner)[-1]
     cls = type(module).__name__

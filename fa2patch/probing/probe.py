@@ -1,4 +1,4 @@
-"""Runs of a model that leave it as it was: the same mode, gradients, buffers, hooks and random state afterwards."""
+"""Runs of a model that leave its mode, gradients, buffers, hooks and the random state as they were."""
 
 from __future__ import annotations
 
@@ -12,7 +12,10 @@ import torch
 from ..errors import PackingNotIsolated
 
 ROUNDING = {torch.float64: 1e-12, torch.float32: 1e-5}
-"""What another number of tokens in a grouped expert matmul may change, of the largest value; 1e-2 in half precision."""
+"""How much the number of tokens in a grouped expert matmul may change the result, relative to the largest value.
+
+Other dtypes (half precision) use 1e-2.
+"""
 
 _EXPERTS = re.compile(r"expert|moe|router", re.IGNORECASE)
 
@@ -21,7 +24,11 @@ _HOOKS = ("_forward_hooks", "_forward_hooks_with_kwargs")
 
 @contextlib.contextmanager
 def left_as_it_was(model: Any) -> Iterator[None]:
-    """In eval mode with gradients enabled; whatever a run changes on the modules is put back, also after an error."""
+    """Put a model in eval mode with gradients enabled, and restore it afterwards, also after an error.
+
+    Attributes, buffers, hooks and gradients of its modules and the random state are restored. The values of parameters
+    are not saved.
+    """
     modules = [module for module in model.modules() if isinstance(module, torch.nn.Module)]
     attributes = [dict(vars(module)) for module in modules]
     tables = [{name: dict(vars(module)[name]) for name in ("_buffers", *_HOOKS)} for module in modules]
@@ -33,7 +40,7 @@ def left_as_it_was(model: Any) -> Iterator[None]:
         stack.enter_context(torch.inference_mode(False))
         stack.enter_context(torch.enable_grad())
         if isinstance(model, torch.nn.parallel.DistributedDataParallel):
-            stack.enter_context(model.no_sync())  # else its reducer waits for gradients that never come
+            stack.enter_context(model.no_sync())  # otherwise the reducer waits for gradients that never come
         try:
             model.eval()
             yield
@@ -54,15 +61,23 @@ def left_as_it_was(model: Any) -> Iterator[None]:
 
 
 def is_mixture(model: Any) -> bool:
-    """Whether a model has experts, by its modules' names."""
+    """Whether a model has experts, judged by the names of its modules."""
     return any(_EXPERTS.search(name) for name, _ in model.named_modules())
 
 
 def outputs(model: Any, call: dict[str, Any]) -> torch.Tensor:
-    """Logits ``[batch, length, vocabulary]``, or the last hidden states of a model that has none.
+    """Run a model and return its output for each token.
+
+    Args:
+        model: the model, which may be wrapped.
+        call: the arguments by name, among them ``input_ids``.
+
+    Returns:
+        Logits ``[batch, length, vocabulary]``, or the last hidden states if there are none, or the first entry of an
+        output that is a tuple.
 
     Raises:
-        PackingNotIsolated: the model returns no value for each token.
+        PackingNotIsolated: the model returns no values per token.
     """
     given = model(**call)
     found = getattr(given, "logits", None)
@@ -81,16 +96,21 @@ def outputs(model: Any, call: dict[str, Any]) -> torch.Tensor:
 
 
 def outputs_and_embeddings(model: Any, inner: Any, call: dict[str, Any]) -> tuple[torch.Tensor, torch.Tensor]:
-    """:func:`outputs`, and the input embeddings that they were computed from, a leaf that takes gradients.
+    """Run a model and return :func:`outputs` and its input embeddings, a leaf tensor that requires gradients.
 
     Args:
+        model: the model, which may be wrapped.
         inner: the Transformers model inside ``model``.
+        call: the arguments by name, among them ``input_ids``.
+
+    Raises:
+        PackingNotIsolated: the model returns no values per token, or its input embeddings cannot be seen.
     """
     leaves: list[torch.Tensor] = []
 
     def keep(module: Any, args: Any, output: torch.Tensor) -> torch.Tensor:
         leaves.append(output.detach().requires_grad_())
-        return leaves[-1] * 1  # some models go on in place
+        return leaves[-1] * 1  # some models change embeddings in place
 
     embedding = inner.get_input_embeddings()
     handle = embedding.register_forward_hook(keep)
@@ -100,7 +120,7 @@ def outputs_and_embeddings(model: Any, inner: Any, call: dict[str, Any]) -> tupl
         handle.remove()
     if leaves:
         return found, leaves[0]
-    # a compiled model does not look for hooks again
+    # a compiled model does not see the new hook
     with torch.no_grad():
         leaf = embedding(call["input_ids"]).detach()
     leaf.requires_grad_()

@@ -1,9 +1,9 @@
-"""Proof, on a model's first packed batch, that modules which nobody has looked at keep its documents apart.
+"""The proof, on a model's first packed batch, that unknown modules keep its documents apart.
 
-``apply`` knows torch's and Transformers' own modules. Of others (remote code, subclasses, what is wrapped around a
-layer, a forward put on an object) it cannot be seen whether they mix tokens along the row. So the batch is also run
-with other input embeddings in every second document, and what changes in the documents between them is a leak. That is
-three forwards without gradients, once.
+``apply`` knows the modules of torch and Transformers. It cannot see whether other modules (remote code, subclasses,
+wrappers around a layer, a forward set on an object) mix tokens along the row. The proof runs the batch again with other
+input embeddings in every second document. A change in the documents between them is a leak. Without a change this takes
+three forwards without gradients.
 """
 
 from __future__ import annotations
@@ -25,17 +25,17 @@ from .probe import ROUNDING, is_mixture, left_as_it_was
 __all__ = ["example_of", "is_sharded", "prove", "structure", "unknown"]
 
 KNOWN = ("torch", "transformers", "fa2patch")
-"""Packages whose modules are known: what they do with a row, ``apply`` has looked at."""
+"""Packages whose modules need no proof, because ``apply`` has checked what they do with a row."""
 
 
 def structure(model: Any) -> int:
-    """A number that changes when a module comes or goes, is of another class, or has its forward replaced.
+    """A number that changes when a module is added or removed, changes its class, or gets a forward of its own.
 
-    Every packed batch asks for it, so little is done for a module that is as it was.
+    It is computed for every packed batch, so it must be cheap.
     """
     seen = [model]
     replaced = []
-    for module in seen:  # which grows
+    for module in seen:  # the list grows during the loop
         held = module.__dict__
         if "forward" in held:
             replaced.append((id(module), id(held["forward"])))
@@ -45,7 +45,7 @@ def structure(model: Any) -> int:
 
 
 def unknown(model: Any) -> str:
-    """A module that is neither torch's nor Transformers' own, by name and class; empty where there is none."""
+    """Name and class of the first module that is not in :data:`KNOWN`, or whose own forward is not; empty if none."""
     for name, module in model.named_modules():
         held = module.__dict__.get("forward")
         for made in (type(module), getattr(held, "__func__", held)):
@@ -57,12 +57,15 @@ def unknown(model: Any) -> str:
 
 @torch.no_grad()
 def prove(model: Any, call: dict[str, Any], mask: PackedMask) -> None:
-    """Raise :class:`PackingNotIsolated` where documents of this batch see each other, and name the module.
+    """Prove that the documents of a packed batch do not see each other. The model is left as it was.
 
     Args:
-        model: the one that the batch came to; it is left as it was.
-        call: its arguments, labels too: a forward of somebody's own may ask for them.
-        mask: the batch's documents.
+        model: the model that was called.
+        call: its arguments by name, with labels, because a forward of other code may require them.
+        mask: the packed mask.
+
+    Raises:
+        PackingNotIsolated: a document changes if other documents do. The error names the module.
     """
     run = _Run(model, call, mask)
     with left_as_it_was(model), torch.no_grad():
@@ -71,20 +74,25 @@ def prove(model: Any, call: dict[str, Any], mask: PackedMask) -> None:
             exchanged = run.number % 2 == parity
             after = run.outputs(exchanged)
             if _moved(before, after, ~exchanged) > run.bound:
-                again = run.outputs(None)  # a kernel that does not give the same twice says nothing
+                again = run.outputs(None)  # measures the noise of a nondeterministic kernel
                 everywhere = torch.ones_like(exchanged)
                 if _moved(before, after, ~exchanged) > 2 * _moved(before, again, everywhere) + run.bound:
                     raise PackingNotIsolated(run.finding(exchanged))
 
 
 def example_of(model: Any, patch: Any) -> tuple[dict[str, Any], PackedMask]:
-    """A packed batch of a few tokens from the vocabulary, and its mask, where the batch itself cannot be looked at."""
+    """The arguments and the packed mask of an example batch, for use while a graph is captured.
+
+    Args:
+        model: the Transformers model.
+        patch: its patch.
+    """
     call = example(model.get_input_embeddings().weight.device, model)
     return call, packed_mask(call, patch)
 
 
 class _Run:
-    """Runs of one packed batch, with some tokens' input embeddings exchanged."""
+    """Runs of one packed batch in which the input embeddings of some tokens are exchanged."""
 
     def __init__(self, model: Any, call: dict[str, Any], mask: PackedMask) -> None:
         self.model, self.call, self.shape = model, call, mask.shape
@@ -98,7 +106,11 @@ class _Run:
         self.bound = ROUNDING.get(dtype, 1e-2) if rounds else 0.0
 
     def outputs(self, exchanged: torch.Tensor | None) -> list[torch.Tensor]:
-        """What the base model and the model return for each token, ``[batch, length, numbers]``."""
+        """The outputs per token of the base model, and projections of the model's, each ``[batch, length, numbers]``.
+
+        Args:
+            exchanged: bool ``[batch, length]``, the tokens whose embeddings are exchanged; None for no token.
+        """
         found: list[torch.Tensor] = []
         handle = self.decoder.register_forward_hook(lambda *given: found.extend(self._of_tokens(given[-1])))
         try:
@@ -110,7 +122,7 @@ class _Run:
 
     @contextlib.contextmanager
     def _exchanging(self, exchanged: torch.Tensor | None) -> Iterator[dict[str, Any]]:
-        """The call with other embeddings for some tokens: each is another vector of the same numbers."""
+        """The call with other embeddings for some tokens: each vector is rolled by one and scaled by 1.25."""
 
         def other(embedded: torch.Tensor) -> torch.Tensor:
             if exchanged is None or embedded.shape[:2] != self.shape:
@@ -135,7 +147,7 @@ class _Run:
         ]
 
     def finding(self, exchanged: torch.Tensor) -> str:
-        """What leaks, and in which module first."""
+        """The message of the error: what leaks, and in which module first."""
         name = self._first(exchanged)
         found = unknown(self.model)
         where = "in which module could not be seen"
@@ -151,7 +163,7 @@ class _Run:
         )
 
     def _first(self, exchanged: torch.Tensor) -> str | None:
-        """The first module whose output changes for a document that was not exchanged, though its input does not."""
+        """The name of the first module whose output changes for an unexchanged document although its input does not."""
         names = []
         ends = self.lengths.cumsum(0).tolist()
         for number, (end, length) in enumerate(zip(ends, self.lengths.tolist())):
@@ -169,14 +181,14 @@ class _Run:
 
 
 def _projected(values: torch.Tensor) -> torch.Tensor:
-    """A few numbers of every token's vector, so that logits over a vocabulary need not be kept."""
+    """Four random projections of each token's vector, so that logits over the vocabulary need not be kept."""
     generator = torch.Generator().manual_seed(0)
     directions = torch.randn(values.shape[-1], 4, generator=generator).to(values)
     return values @ directions
 
 
 def _moved(ones: list[torch.Tensor], others: list[torch.Tensor], tokens: torch.Tensor) -> float:
-    """The largest change at some tokens, of the largest value."""
+    """The largest change at some tokens, relative to the largest value."""
     moved = 0.0
     for one, other in zip(ones, others):
         scale = one.nan_to_num().abs().max().clamp(min=1e-30)

@@ -1,1 +1,1 @@
-"""What a user asks for: ``verify``, ``doctor`` and a preview of a batch, with results that can be printed."""
+"""Checks that users call: ``verify``, ``doctor`` and the preview of a patch, with printable results."""

@@ -22,13 +22,17 @@ from ..upstream.site import Site
 def without_weights(
     model: str, attn_implementation: str | None = None, trust_remote_code: bool = False, dtype: str | None = None
 ) -> tuple[Any, FakeTensorMode]:
-    """The causal LM of a config.json, a folder or a name on the hub, of fake tensors: no weights, no memory.
+    """Build a causal LM from its config with fake tensors, which need no weights and no memory.
 
     Args:
-        dtype: the weights', as ``"bfloat16"``; None is what the config says, else bfloat16.
+        model: A config.json, a folder that holds one, or a name on the hub.
+        dtype: The dtype of the weights, for example ``"bfloat16"``. None takes the config's dtype, else bfloat16.
+
+    Returns:
+        The model in eval mode, and the mode that its fake tensors belong to.
 
     Raises:
-        OSError, ValueError: Transformers' own, where there is no such config.
+        OSError, ValueError: Transformers finds no such config.
     """
     from transformers import AutoConfig, AutoModelForCausalLM
 
@@ -38,7 +42,7 @@ def without_weights(
     more = {"attn_implementation": attn_implementation} if attn_implementation else {}
     said = vars(config).get("dtype") or vars(config).get("torch_dtype") or "bfloat16"
     wanted = getattr(torch, str(dtype or said).replace("torch.", ""))
-    config.dtype = wanted  # where 5.x looks; before it torch's default counts
+    config.dtype = wanted  # 5.x reads it here; earlier versions use torch's default dtype
     before, mode = torch.get_default_dtype(), FakeTensorMode(allow_non_fake_inputs=True)
     torch.set_default_dtype(wanted)
     try:
@@ -61,7 +65,12 @@ class _Nothing(Kernel):
 
 
 class Rehearsal(Picks):
-    """Notes which kernel each layer would be computed with on a device, and computes nothing."""
+    """Picks that record the kernel of each layer on a device and compute nothing.
+
+    Attributes:
+        device: The device type, for example ``"cuda"``.
+        picked: The pick of each layer, by the ``id`` of its module.
+    """
 
     def __init__(self, name: str | Kernel, device: str) -> None:
         super().__init__(name)
@@ -76,14 +85,19 @@ class Rehearsal(Picks):
 
 
 def rehearsed(patch: Patch, mode: FakeTensorMode, device: str) -> tuple[dict[str, Pick], str]:
-    """Which kernel would compute the layers of a patched model of fake tensors on ``device``, by what they ask for.
+    """Run a packed batch through a patched model of fake tensors and record the kernel of each layer.
+
+    Args:
+        patch: The patched model.
+        mode: The mode of its fake tensors.
+        device: The device type that the kernels are picked for.
 
     Returns:
-        A pick for each layer, by name, that was reached, and what kept the others from being: some models look at
-        values (a mixture's routing), of which there are none.
+        The pick of each layer that the forward reached, by the layer's name, and the error that kept it from the
+        others (else empty). Some models read tensor values, such as a mixture's routing, and fake tensors have none.
 
     Raises:
-        KernelUnavailable: the named kernel cannot compute a layer.
+        KernelUnavailable: The named kernel cannot compute a layer.
     """
     decoder, picks, shape = models(patch.model)[-1], Rehearsal(patch.picks.given or patch.kernel, device), (1, 8)
     ids, problem = torch.zeros(shape, dtype=torch.int64), ""
@@ -101,13 +115,13 @@ def rehearsed(patch: Patch, mode: FakeTensorMode, device: str) -> tuple[dict[str
 
 
 def described(model: Any, mode: FakeTensorMode, kernel: str = "auto") -> dict[str, Any]:
-    """What ``apply(model, kernel=kernel)`` would replace, and compute with what, as JSON can hold it.
+    """Describe, as JSON-compatible data, what ``apply(model, kernel=kernel)`` would replace and which kernels it uses.
 
     Args:
-        model, mode: of :func:`without_weights`.
+        model, mode: The results of :func:`without_weights`.
 
     Raises:
-        Fa2PatchError: why ``apply`` would refuse the model, or the kernel one of its layers.
+        Fa2PatchError: ``apply`` refuses the model, or the named kernel cannot compute one of its layers.
     """
     inner = transformers_model(model)
     device = "cuda" if torch.cuda.is_available() else "cpu"

@@ -1,7 +1,7 @@
-"""``fa2patch doctor``: what is installed here, what that can do with packed rows, and what to do about it.
+"""``fa2patch doctor``: the installed packages, how packed rows work with them, and advice.
 
-Nothing is taken on trust that can be tried: a tiny Llama is made and verified, as Transformers has it and patched.
-What is known of other architectures in this version comes from the compat matrix's evidence (``upstream.json``).
+A tiny Llama is built and verified, both unpatched and patched. Facts about other architectures in this version come
+from the evidence of the compat matrix (``upstream.json``).
 """
 
 from __future__ import annotations
@@ -26,12 +26,17 @@ _MODULES = {
     "flash-attn-4": "flash_attn.cute",
     "kernels": "kernels",
 }
-"""What is imported: built for another torch, these are installed and of no use."""
+"""Modules imported to test a package: one built for another torch is installed, but does not import."""
 
 
 @dataclass(frozen=True)
 class Defect:
-    """A defect of Transformers that concerns packed rows, in the minors ``first`` to ``last``."""
+    """A defect of Transformers that concerns packed rows.
+
+    Attributes:
+        first, last: The first and the last minor version that has it.
+        what: The sentence that ``doctor`` shows.
+    """
 
     first: tuple[int, int]
     last: tuple[int, int]
@@ -50,16 +55,17 @@ DEFECTS = (
     Defect((4, 54), (4, 54), "GPT-BigCode inverts the scale of its attention."),
     Defect((4, 52), (4, 57), "GraniteMoE's attention drops position_ids: packed rows leak, and did not up to 4.51."),
 )
-"""Read from Transformers' sources and seen in the compat matrix."""
+"""Defects that were read in Transformers' sources and observed in the compat matrix."""
 
 
 def examine() -> dict[str, Any]:
-    """Everything that ``fa2patch doctor`` shows, as JSON can hold it.
+    """Collect everything that ``fa2patch doctor`` shows, as JSON-compatible data.
 
     Returns:
-        ``ok`` (a patched model isolates documents here), ``python``, ``torch``, ``gpus``, ``packages`` (version, or why
-        there is none), ``kernels``, ``seam``, ``alone`` and ``patched`` (a tiny Llama verified), ``known`` (of other
-        architectures in this version), ``defects``, ``advice``.
+        A dict with ``ok`` (whether the patched tiny Llama isolates documents), ``python``, ``platform``, ``torch``,
+        ``gpus``, ``packages`` (the version and the problem of each), ``kernels``, ``seam`` (of the tiny Llama),
+        ``alone`` and ``patched`` (the verified tiny Llama, unpatched and patched), ``known`` (other architectures in
+        this minor; None without evidence), ``defects`` and ``advice``.
     """
     import torch
 
@@ -104,7 +110,7 @@ def _minor(version: str | None) -> tuple[int, int] | None:
 
 
 def tiny_llama() -> Any:
-    """Two layers with large random weights: default ones hide leaks."""
+    """Build a Llama of two layers with large random weights; the small default weights hide leaks."""
     import torch
     from transformers import LlamaConfig, LlamaForCausalLM
 
@@ -123,7 +129,7 @@ def tiny_llama() -> Any:
 
 
 def _tried() -> dict[str, Any]:
-    """A tiny Llama, as Transformers has it and patched, with a row of four documents."""
+    """Verify a tiny Llama on a row of four documents, unpatched and patched."""
     from ..patch.applying import apply
 
     found: dict[str, Any] = {"seam": None, "alone": {"state": "error"}, "patched": {"state": "error"}}
@@ -155,7 +161,7 @@ def _verified(model: Any) -> dict[str, Any]:
 
 
 def upstream() -> dict[str, Any]:
-    """What Transformers alone does with packed rows, by minor: made from the compat matrix's evidence."""
+    """Read what Transformers alone does with packed rows, by minor, from the evidence of the compat matrix."""
     text = resources.files("fa2patch").joinpath("upstream.json").read_text(encoding="utf-8")
     return dict(json.loads(text))
 

@@ -1,4 +1,4 @@
-"""``verify``: proof, on the user's own model, that the documents of a packed row are isolated."""
+"""``verify``: a proof on the user's own model that the documents of a packed batch are isolated."""
 
 from __future__ import annotations
 
@@ -9,29 +9,32 @@ from typing import Any
 
 import torch
 
+from ..documents.names import LENGTHS
 from ..errors import BadBatch, Fa2PatchError, NotAModel, PackingNotIsolated
 from ..patch.applying import status
 from ..patch.unwrap import transformers_model
 from ..probing import locate
-from ..probing.batches import LENGTHS, PER_TOKEN, Span, checked, example, same_on_every_rank, spans_of, text_tokens
+from ..probing.batches import PER_TOKEN, Span, checked, example, same_on_every_rank, spans_of, text_tokens
 from ..probing.probe import ROUNDING, is_mixture, left_as_it_was, outputs, outputs_and_embeddings
 from ..trying import says_nothing
 
 NEAR = {torch.float64: 1e-9, torch.float32: 1e-4}
-"""How near packed must be to alone, of the largest value; 5e-2 in half precision."""
+"""The largest distance between packed and alone, relative to the largest output; 5e-2 in half precision."""
 
 
 @dataclass(frozen=True)
 class Document:
-    """What was found of one document.
+    """The findings about one document.
 
     Attributes:
-        row, start, length: where it is in the batch, in tokens.
-        moved: by how much its outputs changed when another document's tokens did, of the largest output.
-        moved_by: the number of the document that changed it most, or None.
-        gradient: the largest gradient of its outputs with respect to another document's input embeddings; None where
-            it was not asked for (``max_documents``).
-        distance: how far its outputs are from those that it has when run alone, of the largest output; or None.
+        row, start, length: The document's row, first token and number of tokens.
+        moved: The largest change of its outputs when tokens outside it are replaced, relative to the largest output
+            of the batch.
+        moved_by: What changed it most, as an index from 0 into all documents and padding runs; None if nothing did.
+        gradient: The largest gradient of its outputs with respect to input embeddings outside it. None if it was left
+            out by ``max_documents``.
+        distance: The largest difference between its outputs in the batch and alone, relative to the largest output of
+            the batch. None if it was left out by ``max_documents``, or if the model fails on its one token alone.
     """
 
     row: int
@@ -45,17 +48,18 @@ class Document:
 
 @dataclass(frozen=True)
 class Verification:
-    """What :func:`verify` found.
+    """The result of :func:`verify`.
 
     Attributes:
-        ok: nothing reaches another document, and packed equals alone.
-        documents: one :class:`Document` for each, in order.
-        first_leak: the name, in the Transformers model, of the first submodule that lets documents see each other.
-        leak_class: that module's class.
-        reason: what is wrong, and what it means; empty if nothing is.
-        moved_bound: how much of a change counts as none: 0, or rounding in a mixture of experts.
-        distance_bound: how far from alone is the same.
-        patched: whether the model was patched by fa2patch.
+        ok: Whether nothing reaches another document and packed equals alone.
+        documents: One :class:`Document` for each document, in order.
+        first_leak: The name, in the Transformers model, of the first submodule whose output differs although its input
+            is the same. None if nothing differs, or if the module cannot be found.
+        leak_class: The name of that submodule's class.
+        reason: What is wrong and what it means; empty if nothing is.
+        moved_bound: The largest ``moved`` that is accepted: 0, or rounding in a mixture of experts.
+        distance_bound: The largest ``distance`` that is accepted.
+        patched: Whether the model was patched by fa2patch.
     """
 
     ok: bool
@@ -68,7 +72,7 @@ class Verification:
     patched: bool
 
     def to_dict(self) -> dict[str, Any]:
-        """The same as JSON can hold it."""
+        """Return the result as JSON-compatible data."""
         return asdict(self)
 
     def __str__(self) -> str:
@@ -87,36 +91,39 @@ class Verification:
 def verify(
     model: Any, *, batch: dict[str, Any] | None = None, strict: bool = True, max_documents: int | None = None
 ) -> Verification:
-    """Whether a model, as it is, keeps the documents of a packed batch apart; and if not, where they meet first.
+    """Verify that a model isolates the documents of a packed batch, and find the first module that does not.
 
-    For each document: its tokens are exchanged for others, and the outputs of all others must stay bit for bit (in a
-    mixture of experts, which multiply another number of tokens at a time: within rounding); the gradient of its outputs
-    with respect to the input embeddings of all others must be exactly zero; and its outputs must be those that it has
-    when run alone. With ``labels``, the loss must not change when the first token of every document has none.
+    Three things must hold for each document:
 
-    One forward for the batch; one forward, one backward and one forward alone for each document. The model may be on
-    any device, patched or not, in training or not; sharded ones are called on every rank with the same batch. It is
-    run in eval mode and left as it was.
+    - When its tokens are replaced, the outputs of all other documents stay bit for bit the same. A mixture of experts
+      may differ by rounding, because its experts then multiply another number of tokens at a time.
+    - The gradient of its outputs with respect to all other input embeddings is exactly zero.
+    - Its outputs equal those of the document run alone.
+
+    With ``labels``, the loss must not change when the first label of every document is set to -100.
+
+    The cost is one forward for the batch and, for each document, one forward, one backward and one forward alone.
+    ``labels`` add up to three forwards. The model may be on any device, patched or not, in training mode or not; it
+    runs in eval mode and is left as it was. Call a sharded model on every rank with the same batch.
 
     Args:
-        model: a Transformers causal LM or what PEFT, accelerate, DDP, FSDP, ``torch.compile`` made of one.
-        batch: what a collator returns: ``input_ids`` int64 ``[batch, length]`` and ``position_ids``, the collator's
-            lengths, ``seq_idx`` or a mask of document numbers. None: one row of four documents, from the vocabulary.
-        strict: raise instead of returning a verification that is not ok.
-        max_documents: exchange, and run alone, this many documents only, evenly spread; None is all.
-
-    Returns:
-        A :class:`Verification`.
+        model: A Transformers causal LM, or what PEFT, accelerate, DDP, FSDP or ``torch.compile`` made of one.
+        batch: What a collator returns: ``input_ids``, int32 or int64 ``[batch, length]``, and ``position_ids``, the
+            collator's lengths, ``seq_idx`` or a mask of document numbers. None makes one row of four documents from
+            the vocabulary.
+        strict: Raise instead of returning a verification that is not ok.
+        max_documents: Replace, and run alone, only this many documents, evenly spread; None takes all.
 
     Raises:
-        PackingNotIsolated: with ``strict``; ``.verification`` holds what was found. Also where the model itself cannot
+        PackingNotIsolated: The documents are not isolated and ``strict`` is set; its ``verification`` holds the
+            findings. Raised without ``strict`` too if nothing can be verified, for example because the model cannot
             compute the batch.
-        NotAModel: there is no Transformers model.
-        BadBatch: the batch has nothing to verify: no documents, or something besides tokens.
+        NotAModel: There is no Transformers model with token embeddings.
+        BadBatch: The batch has no documents or holds something besides tokens, or ``max_documents`` is not positive.
     """
     inner = transformers_model(model)
     if hasattr(model, "zero_optimization_stage"):
-        model = model.module  # DeepSpeed's engine takes any backward through it for a training step
+        model = model.module  # DeepSpeed's engine treats any backward through it as a training step
     if any(parameter.device.type == "meta" for parameter in inner.parameters()):
         raise PackingNotIsolated(
             "the model's weights are on the meta device, so nothing can be computed. Load them first."
@@ -157,7 +164,7 @@ class _Run:
         self.labels = batch.get("labels")
         self.batch = {name: value for name, value in batch.items() if name not in ("labels", "shift_labels")}
         if "state" in inspect.signature(type(inner).forward).parameters:
-            self.batch["use_cache"] = False  # as in training: RWKV would write over what its backward needs
+            self.batch["use_cache"] = False  # as in training: RWKV's cache overwrites what its backward needs
         self.spans = spans
         self.chosen = _spread([at for at, span in enumerate(spans) if span.real], max_documents)
         self.fill = [at for at, span in enumerate(spans) if not span.real]
@@ -200,7 +207,8 @@ class _Run:
                 distances[at] = self._distance(at, before, scale)
             del after
         dtypes = [dtype for dtype in (before.dtype, _embedding(self.inner).dtype) if dtype.is_floating_point]
-        bound, near = self._bounds(max(dtypes, key=lambda dtype: torch.finfo(dtype).eps))  # float32 logits of bfloat16
+        # a bfloat16 model may return float32 logits, so the coarser dtype sets the bounds
+        bound, near = self._bounds(max(dtypes, key=lambda dtype: torch.finfo(dtype).eps))
         documents = tuple(
             Document(span.row, span.start, span.stop - span.start, *moved[at], gradients.get(at), distances.get(at))
             for at, span in enumerate(self.spans)
@@ -222,7 +230,7 @@ class _Run:
         return ids
 
     def _exchanged(self, at: int) -> tuple[torch.Tensor, float]:
-        """Outputs with other tokens in one document, and the largest gradient from it into others."""
+        """The outputs with other tokens in one document, and the largest gradient from it to the rest of the batch."""
         span = self.spans[at]
         output, leaf = outputs_and_embeddings(
             self.model, self.inner, {**self.batch, "input_ids": self._exchanged_ids(at)}
@@ -249,9 +257,10 @@ class _Run:
             )
 
     def _alone(self, at: int) -> dict[str, Any]:
-        """The call with one document only: its tokens, its ids, a mask of ones; by the same road where it is patched.
+        """The forward arguments for one document alone, with a mask of ones.
 
-        (A dense row takes upstream's, where Gemma 2's sdpa has no softcap and GPT-2's flash attention no float32.)
+        A patched model gets ``cu_seq_lens_*`` instead of the mask, so that a kernel computes the document. As a dense
+        batch it would run upstream's code, where Gemma 2's sdpa has no softcap and GPT-2's flash attention no float32.
         """
         span = self.spans[at]
         call: dict[str, Any] = {}
@@ -281,7 +290,7 @@ class _Run:
                 raise
             if self.spans[at].stop - self.spans[at].start > 1:
                 raise
-            return None  # Falcon's eager attention fails on one token, and so on
+            return None  # some models fail on one token alone, for example Falcon's eager attention
         return _largest(alone[0] - self.spans[at].of(before)) / scale
 
     def _reason(
@@ -292,7 +301,7 @@ class _Run:
         bound: float,
         near: float,
     ) -> tuple[str | None, str | None, str]:
-        """The first module that leaks, its class, and the whole finding in words."""
+        """The first module that leaks, its class, and the finding in words."""
         worst = max(moved, key=lambda at: moved[at][0])
         change, by = moved[worst]
         if change > bound and by is not None:
@@ -363,7 +372,7 @@ class _Run:
 
 
 def _largest(values: torch.Tensor) -> float:
-    """The largest absolute value; infinite where something is not a number."""
+    """The largest absolute value; infinity if a value is NaN."""
     found = float(values.detach().float().abs().max()) if values.numel() else 0.0
     return found if found == found else float("inf")
 

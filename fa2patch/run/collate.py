@@ -1,8 +1,8 @@
-"""``fa2patch run --collate``: a Trainer's padded training batches, laid end to end.
+"""``fa2patch run --collate``: flatten the padded training batches of a Trainer.
 
-What is safe: the result must be the padded run's, step by step. So the padding collator itself makes every batch, as it
-would have, and its rows lose what their mask hides; and nobody but the model may look at them in between. The rest of
-this file says what that asks of a Trainer (:func:`why_not`) and of a batch (:class:`Flattening`).
+Every training step must give the same result as padded training. The padding collator therefore still makes every
+batch, and only then are the tokens dropped that the mask hides. No code but the model's may look at rows in between.
+:func:`why_not` checks that for a Trainer, :func:`unlike` for a batch.
 """
 
 from __future__ import annotations
@@ -33,11 +33,12 @@ _IGNORED = -100
 
 
 def name(collator: Any) -> str:
+    """The name of a collator, which may be a function or an object."""
     return str(getattr(collator, "__name__", type(collator).__name__))
 
 
 def replaced(trainer: Any, methods: Iterable[str]) -> str:
-    """Which of these methods are not Transformers' own, in words; empty where all are."""
+    """Name the first of these methods that is neither Transformers' nor fa2patch's, in words; empty if none is."""
     for method in methods:
         found = getattr(trainer, method, None)
         home = str(getattr(found, "__module__", "transformers"))
@@ -47,10 +48,10 @@ def replaced(trainer: Any, methods: Iterable[str]) -> str:
 
 
 def why_not(trainer: Any) -> str:
-    """Why the training batches of this Trainer stay padded; empty where they can be flattened.
+    """The reason why the training batches of this Trainer stay padded; empty if they can be flattened.
 
-    They can be where a standard collator makes them, a patched model that predicts the next token is all that looks at
-    them, and nobody cuts a batch up by its rows on its way.
+    Batches can be flattened if a standard collator makes them, if only a patched model that predicts the next token
+    looks at them, and if nothing splits them by rows on the way.
     """
     collator, args = trainer.data_collator, trainer.args
     try:
@@ -98,28 +99,29 @@ def _cut_up(trainer: Any) -> str:
 
 
 def _dispatched(trainer: Any) -> bool:
-    """Whether accelerate's dispatcher slices every batch (by default that of an iterable dataset, on one rank too)."""
+    """Whether accelerate's dispatcher slices batches; by default it does for iterable datasets, on one rank too."""
     asked = getattr(trainer.accelerator, "dispatch_batches", None)
     return isinstance(trainer.train_dataset, torch.utils.data.IterableDataset) if asked is None else bool(asked)
 
 
 def flattening(trainer: Any) -> Flattening:
-    """The collator for a Trainer of which :func:`why_not` says nothing.
+    """The flattening collator for a Trainer; :func:`why_not` must have returned an empty string for it.
 
-    Up to 5.9 Trainer divides the loss by all labels that are not -100, a row's first among them, though no token
-    predicts it. For the padded run's loss they are kept; the patched model drops them. From 5.10 on none is counted.
+    Up to 5.9, Trainer divides the loss by the number of all labels that are not -100. That counts a row's first label,
+    although no token predicts it. First labels are kept there so that the loss equals that of padded training; the
+    patched model drops them. From 5.10 on, Trainer does not count first labels.
     """
     counts_all = not getattr(trainer, "_loss_shifts_labels", False) and getattr(trainer, "label_smoother", None) is None
     return Flattening(trainer.data_collator, keep_first=counts_all, lengths=not _dispatched(trainer))
 
 
 class Flattening:
-    """A padding collator, its rows laid end to end where that computes the same; pickled to DataLoader workers.
+    """A collator that pads a batch and flattens it if that computes the same; it can be pickled for DataLoader workers.
 
     Args:
-        padding: the collator that pads.
-        keep_first: leave every document's first label as it is; the patched model drops it.
-        lengths: return ``cu_seq_lens_*`` and ``max_length_*`` too.
+        padding: The collator that pads.
+        keep_first: Keep the first label of every document; the patched model drops it.
+        lengths: Return ``cu_seq_lens_*`` and ``max_length_*`` too.
     """
 
     def __init__(self, padding: Any, keep_first: bool, lengths: bool) -> None:
@@ -128,7 +130,7 @@ class Flattening:
         self.said = False
 
     def __call__(self, features: Any) -> Any:
-        """One row ``[1, T]`` of the batch's real tokens; the padded batch ``[B, L]`` where that is not the same."""
+        """Return one row ``[1, T]`` of the batch's real tokens, or the padded batch ``[B, L]`` if they would differ."""
         padded = self.padding(features)
         why = unlike(padded)
         if why:
@@ -149,10 +151,10 @@ class Flattening:
 
 
 def unlike(padded: Any) -> str:
-    """Why a padded batch's documents, laid end to end, would not train as the batch does; empty where they would.
+    """The reason why a padded batch would train differently if it were flattened; empty if it would not.
 
-    Rows must be padded on the right: of one that is padded on the left, the padding's last token learns to predict the
-    first real one. No label may stand on padding, and everything must be one for each token.
+    Rows must be padded on the right: with padding on the left, the last padding token learns to predict the first real
+    token. Padding must have no labels, there must be no position ids, and every tensor must be ``[B, L]``.
     """
     for key in ("input_ids", "labels", "attention_mask"):
         if not isinstance(padded.get(key), torch.Tensor):

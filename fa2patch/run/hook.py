@@ -1,9 +1,9 @@
-"""In a process under ``fa2patch run``: every model is patched as it is made.
+"""Patches every model as it is made, in a process under ``fa2patch run``.
 
-``from_pretrained`` and ``from_config`` end in two methods of PreTrainedModel, and those are replaced as Transformers'
-modules are imported. A constructor is not: from outside nothing says when it is done (a base model's own last step runs
-inside the causal LM's, a subclass adds modules behind it, and loading constructs models without weights). A model that
-was made by its class is patched when a ``Trainer`` is given it.
+``from_pretrained`` and ``from_config`` end in two methods of PreTrainedModel, which are replaced when Transformers'
+modules are imported. Constructors are not replaced, because their end cannot be seen from outside: a base model's last
+step runs inside the causal LM's constructor, a subclass adds modules after it, and loading constructs models without
+weights. A model made by calling its class is patched when it is given to a ``Trainer``.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ _hook: Hook | None = None
 
 
 def on(options: Options) -> Hook:
-    """Patch models from now on, in this process; one hook at a time."""
+    """Patch the models that this process makes from now on. A hook that is already on is switched off first."""
     global _hook
     off()
     _hook = Hook(options)
@@ -47,7 +47,7 @@ def on(options: Options) -> Hook:
 
 
 def imported(module: Any) -> None:
-    """One of the watched modules is there, in a process that ``fa2patch run`` has started."""
+    """Handle the import of a watched module in a process that ``fa2patch run`` has started."""
     global _hook
     if _hook is None:
         _hook = Hook(Options.inherited())
@@ -55,23 +55,23 @@ def imported(module: Any) -> None:
 
 
 def off() -> None:
-    """Undo all that was done, for good."""
+    """Switch the hook off, if there is one. It cannot be switched on again."""
     if _hook is not None:
         _hook.off()
 
 
 class _Depth(threading.local):
-    """How many calls of this thread are making a model: the outermost is the one whose result the script gets."""
+    """The number of nested calls of this thread that make a model. Only the outermost returns it to the script."""
 
     calls = 0
 
 
 class Hook:
-    """What is replaced in this process, and the models that it has met.
+    """The replacements in this process, and the models that passed through them.
 
     Attributes:
-        options: what was asked for.
-        met: the models that were patched, or left alone.
+        options: The options of ``fa2patch run``.
+        met: The models that were patched or left alone.
     """
 
     def __init__(self, options: Options) -> None:
@@ -83,7 +83,7 @@ class Hook:
         self._active, self._patched, self._trained = True, False, False
 
     def watch(self, module: ModuleType) -> None:
-        """Replace what this module has of what makes models, and of what trains them."""
+        """Replace the methods of a watched module that make models, or those of its Trainer."""
         if not self._active:
             return
         if module.__name__ == MODELS:
@@ -96,7 +96,7 @@ class Hook:
                 bind(module.Trainer, "get_train_dataloader", self._loading, self)
 
     def off(self) -> None:
-        """Undo all that was done, for good."""
+        """Undo the replacements and revert all patches. The hook cannot be switched on again."""
         if not self._active:
             return
         self._active = False
@@ -128,7 +128,7 @@ class Hook:
         return classmethod(watched)
 
     def _inside_a_constructor(self) -> bool:
-        """Whether what is made here is a part of a model that is being made: a vision tower, say."""
+        """Whether the model is made inside another model's constructor, as a vision tower is."""
         frame = sys._getframe(2)
         while frame is not None:
             if frame.f_code.co_name == "__init__" and isinstance(frame.f_locals.get("self"), self._base):
@@ -183,10 +183,10 @@ class Hook:
             say(f"{type(trainer).__name__} trains padded, as it would without --collate: {why}.")
 
     def meet(self, model: Any) -> None:
-        """Patch a model, or say why it is left alone; once.
+        """Patch a model that was not met before, or print why it is left alone.
 
         Raises:
-            UnknownKernel, KernelUnavailable: the kernel that was asked for is not to be had.
+            UnknownKernel, KernelUnavailable: The requested kernel does not exist or cannot run here.
         """
         if model in self.met or status(model) is not None:
             return
@@ -220,9 +220,9 @@ class Hook:
 
 
 def _reads_no_text(model: Any) -> str:
-    """Why a model is none that text is packed for; empty if it is one.
+    """The reason why text is not packed for a model; empty if it is.
 
-    Empty for an encoder-decoder as well, which ``apply`` refuses in words of its own.
+    It is empty for an encoder-decoder too, which ``apply`` refuses with its own message.
     """
     if getattr(model.config, "is_encoder_decoder", False):
         return ""

@@ -1,7 +1,7 @@
-"""``fa2patch run``: start somebody's command with fa2patch in it, exactly as ``python`` would have started it.
+"""``fa2patch run``: start a command as ``python`` would start it, with fa2patch in it.
 
-The command takes this process's place. What it, and every Python that it starts, has of us is one folder in front of
-PYTHONPATH (:mod:`sitecustomize` there waits for Transformers) and the options in a variable.
+The command replaces this process. It and every Python that it starts differ in two things only: a folder in front of
+PYTHONPATH, whose :mod:`sitecustomize` waits for Transformers, and an environment variable with the options.
 """
 
 from __future__ import annotations
@@ -22,17 +22,17 @@ STARTUP = Path(__file__).parent / "startup"
 
 
 class CannotRun(Fa2PatchError):
-    """This Python keeps out what ``fa2patch run`` would bring in."""
+    """This Python was started with an option that keeps ``fa2patch run`` out of the command."""
 
 
 @dataclass(frozen=True)
 class Options:
-    """What ``fa2patch run`` was asked for.
+    """The options of ``fa2patch run``.
 
     Attributes:
-        kernel: as for ``fa2patch.apply``.
-        collate: flatten what a Trainer's standard padding collators give to its training.
-        quiet: say what is left alone, and why, and nothing else.
+        kernel: As for ``fa2patch.apply``.
+        collate: Flatten the training batches that a Trainer's standard padding collators make.
+        quiet: Print only what is left alone, and why.
     """
 
     kernel: str = "auto"
@@ -41,14 +41,15 @@ class Options:
 
     @classmethod
     def inherited(cls) -> Options:
-        """Those that this process was started with."""
+        """Read the options that this process was started with."""
         return cls(**json.loads(os.environ.get(VARIABLE, "{}")))
 
 
 def command(arguments: Sequence[str]) -> list[str]:
-    """The whole command line of ``SCRIPT args...``, ``-m MODULE args...``, or a command's name and its arguments.
+    """The whole command line for ``SCRIPT args...``, ``-m MODULE args...`` or ``COMMAND args...``.
 
-    As ``python`` takes them; what is no file here, but an installed command (``trl``), is that command.
+    Arguments mean what they mean to ``python``. A name that is no file here but an installed command, such as ``trl``,
+    is that command.
     """
     first = arguments[0]
     if first not in ("-m", "-") and not os.path.exists(first) and not os.path.dirname(first):
@@ -60,24 +61,24 @@ def command(arguments: Sequence[str]) -> list[str]:
 
 
 def _flags() -> list[str]:
-    """This interpreter's own options (``-X``, ``-W``, ``-O``, ...), as multiprocessing hands them on; and ``-u``."""
+    """This interpreter's options (``-X``, ``-W``, ``-O``, ...), as multiprocessing passes them on, and ``-u``."""
     flags: list[str] = subprocess._args_from_interpreter_flags()  # type: ignore[attr-defined]
     return [*flags, *(["-u"] if getattr(sys.stdout, "write_through", False) else [])]
 
 
 def environment(options: Options, inherited: Mapping[str, str]) -> dict[str, str]:
-    """The environment that the command is started with."""
+    """The environment variables that the command is started with."""
     others = [entry for entry in inherited.get("PYTHONPATH", "").split(os.pathsep) if entry and entry != str(STARTUP)]
     path = os.pathsep.join([str(STARTUP), *others])
     return {**inherited, "PYTHONPATH": path, VARIABLE: json.dumps(asdict(options))}
 
 
 def start(arguments: Sequence[str], options: Options) -> None:
-    """Become that command. Does not return.
+    """Replace this process with the command. This function does not return.
 
     Raises:
-        CannotRun: this Python ignores PYTHONPATH, or ``site``.
-        UnknownKernel, KernelUnavailable.
+        CannotRun: This Python ignores PYTHONPATH or ``site``.
+        UnknownKernel, KernelUnavailable: The requested kernel does not exist or cannot run here.
     """
     if sys.flags.ignore_environment or sys.flags.no_site:
         raise CannotRun(
@@ -91,6 +92,6 @@ def start(arguments: Sequence[str], options: Options) -> None:
     line, variables = command(arguments), environment(options, os.environ)
     for stream in (sys.stdout, sys.stderr):
         stream.flush()
-    if os.name == "nt":  # where exec starts another process and ends this one, before that is done
+    if os.name == "nt":  # Windows' exec starts another process and ends this one before the other is done
         sys.exit(subprocess.run(line, env=variables).returncode)
     os.execve(line[0], line, variables)

@@ -1,4 +1,4 @@
-"""The registry: one row per architecture. A row says what cannot be found by looking at the modeling file."""
+"""The registry: one row per architecture. A row holds what the modeling file does not show."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ class Architecture:
 
     Attributes:
         model_type: ``config.model_type``.
-        refuse: given a config, the reason why this model cannot be trained packed, or None.
-        adjust: a quirk: given an attention layer and the options that it passes, the options that are right.
-        queries: a quirk: given an attention layer, its queries ``[batch, length, heads, dim]`` and how far into its
-            document every token is, ``[batch, length]``, the queries that are right.
+        refuse: a function ``(config) -> str | None``. It returns the reason why this model cannot be trained packed.
+        adjust: a function ``(layer, options) -> options`` that corrects the options of an attention layer.
+        queries: a function ``(layer, q, positions) -> q`` that corrects the queries of an attention layer. ``q`` is
+            ``[batch, length, heads, dim]``; ``positions`` counts tokens within each document, ``[batch, length]``.
     """
 
     model_type: str
@@ -52,25 +52,25 @@ def _prefix(config: Any) -> str:
 
 
 def _phi_scale(module: Any, options: Options) -> Options:
-    """4.36's flash class scales by 1.0 where eager attention, and every version since, takes the default."""
+    """Use the default scale: 4.36's flash class passes 1.0, unlike eager attention and all later versions."""
     return replace(options, scale=None) if options.scale == 1.0 else options
 
 
 def _bigcode_scale(module: Any, options: Options) -> Options:
-    """Up to 4.39 the flash class of a half-precision model also divides by the layer's number, as no other does."""
-    if hasattr(module, "scaling"):  # 4.54 on: one scale for all, if a wrong one in 4.54
+    """Set the eager scale: up to 4.39 only the flash class also divides by the layer number in half precision."""
+    if hasattr(module, "scaling"):  # since 4.54 all implementations share one scale, which is wrong in 4.54
         return options
     return replace(options, scale=module.head_dim**-0.5 if module.scale_attn_weights else 1.0)
 
 
 def _gemma2(module: Any, options: Options) -> Options:
-    """Up to 4.47 the flash class caps only where it finds flash-attn 2.6 or newer, up to 4.43 it has no window."""
+    """Add the softcap, which flash code up to 4.47 drops before flash-attn 2.6, and the window, missing up to 4.43."""
     softcap = options.softcap or getattr(module.config, "attn_logit_softcapping", None)
     return replace(options, softcap=softcap, window=options.window or module.sliding_window)
 
 
 def _gpt_neo_window(module: Any, options: Options) -> Options:
-    """Local layers see ``config.window_size`` tokens in eager code; the flash class of every version forgets it."""
+    """Add the window of local layers, which eager code applies and the flash class of every version ignores."""
     return replace(options, window=module.config.window_size) if _is_local(module) else options
 
 
@@ -86,17 +86,17 @@ def _is_local(module: Any) -> bool:
 
 
 _LOCAL: WeakKeyDictionary[Any, bool] = WeakKeyDictionary()
-"""Up to 4.47 only the triangle that a layer keeps for eager code says whether it is local: read once, for a device."""
+"""Whether a layer is local, up to 4.47, where only its causal mask ``bias`` shows it. Saves reads from the device."""
 
 
 @constant
 def _hides_the_first_token(triangle: torch.Tensor) -> bool:
-    """Whether the last query of a mask ``[1, 1, queries, keys]`` does not see the first key."""
+    """Whether the mask ``[1, 1, queries, keys]`` hides the first key from the last query."""
     return not triangle[0, 0, -1, 0]
 
 
 def _temperature(module: Any, q: torch.Tensor, into: torch.Tensor) -> torch.Tensor:
-    """Layers without rope scale queries by how far into the row they are, from ``floor_scale`` tokens on."""
+    """Scale queries by the position in the document: layers without rope scale them by the position in the row."""
     if module.use_rope or not module.attn_temperature_tuning or q.shape[1] < module.floor_scale:
         return q
 
@@ -131,18 +131,19 @@ _rows = {
 
 
 def architectures() -> tuple[Architecture, ...]:
-    """The registry's rows, by model type."""
+    """Return the rows of the registry, sorted by model type."""
     return tuple(_rows[name] for name in sorted(_rows))
 
 
 def register(architecture: Architecture) -> None:
-    """Add a row, for example for remote code, or replace the one of the same ``model_type``.
+    """Add a row, for example for remote code. It replaces a row of the same ``model_type``.
 
     The model's attention layers must offer one of the seams: they look their function up in a module-level
-    ``ALL_ATTENTION_FUNCTIONS``, or the modeling file has a ``...FlashAttention2`` class beside the plain one.
+    ``ALL_ATTENTION_FUNCTIONS`` or ``..._ATTENTION_FUNCTION``, or the modeling file has a ``...FlashAttention2`` class
+    beside the plain one.
 
     Raises:
-        BadArchitecture: it is no :class:`Architecture`.
+        BadArchitecture: the argument is not an :class:`Architecture`.
     """
     if not isinstance(architecture, Architecture):
         raise BadArchitecture(f"register: expected an Architecture, found {type(architecture).__name__}.")
@@ -150,14 +151,14 @@ def register(architecture: Architecture) -> None:
 
 
 def lookup(model_type: str) -> Architecture:
-    """The row of a model type that somebody has named.
+    """Return the row of a model type.
 
     Raises:
-        UnknownArchitecture: there is none.
+        UnknownArchitecture: the registry has no such row.
     """
     try:
         return _rows[model_type]
-    except (KeyError, TypeError):  # TypeError: not even hashable
+    except (KeyError, TypeError):  # TypeError: not hashable
         raise UnknownArchitecture(
             f"no architecture {model_type!r} in the registry, which has {', '.join(sorted(_rows))}. Leave the argument "
             f"out to have the model looked at, or fa2patch.register(fa2patch.Architecture({model_type!r}, ...))."
@@ -165,11 +166,11 @@ def lookup(model_type: str) -> Architecture:
 
 
 def row_of(config: Any) -> Architecture:
-    """The row for a model's config; one that says nothing special where its model type has none."""
+    """Return the row for a model's config, or an empty row if its model type has none."""
     model_type = str(getattr(config, "model_type", ""))
     return _rows.get(model_type) or Architecture(model_type)
 
 
 def is_registered(config: Any) -> bool:
-    """Whether somebody vouches for a config's model type with a row."""
+    """Whether the registry has a row for a config's model type."""
     return getattr(config, "model_type", None) in _rows

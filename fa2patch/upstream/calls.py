@@ -1,4 +1,4 @@
-"""How one ``forward`` is called: its arguments by name, and back again."""
+"""The arguments of a ``forward``, converted to names and back."""
 
 from __future__ import annotations
 
@@ -13,11 +13,16 @@ from ..errors import BadBatch, PackingNotIsolated
 
 
 class Calls:
-    """The arguments of one ``forward``, as its signature names them.
+    """Converts the arguments of one ``forward`` to names and back.
 
     Args:
         original: the function.
         method: whether its first argument is the module.
+
+    Attributes:
+        positional: the names of the parameters that can be passed by position.
+        names: the names of all parameters.
+        takes_any: whether the function takes ``**kwargs``.
     """
 
     def __init__(self, original: Callable[..., Any], method: bool = True) -> None:
@@ -28,10 +33,15 @@ class Calls:
         self.takes_any = any(p.kind is p.VAR_KEYWORD for p in parameters)
 
     def takes(self, name: str) -> bool:
+        """Whether the function accepts a keyword of this name."""
         return self.takes_any or name in self.names
 
     def named(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
-        """The arguments by name. Behind somebody's ``*args`` the first is ``input_ids``; more than that is refused."""
+        """Return the arguments by name. If the function takes only ``*args``, one positional argument is ``input_ids``.
+
+        Raises:
+            PackingNotIsolated: positional arguments have no known names, or a tracer such as ``torch.jit.trace`` runs.
+        """
         if not compiling() and torch._C._get_tracing_state() is not None:
             raise PackingNotIsolated(
                 "torch.jit.trace (or torch.onnx.export, or TensorBoard's add_graph) is recording a patched model: what "
@@ -48,28 +58,34 @@ class Calls:
         return {**first, **dict(zip(self.positional, args)), **kwargs}
 
     def arranged(self, args: tuple[Any, ...], call: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """The arguments as the original takes them, without those of the collator's lengths that have no place there.
+        """Return the arguments as the original takes them, without collator lengths that it does not accept.
 
         Args:
-            args: what came without names: whether ``input_ids`` stood behind somebody's ``*args``.
+            args: the positional arguments of the call. They show whether ``input_ids`` came through ``*args``.
+            call: the arguments by name.
         """
         call = {name: value for name, value in call.items() if name not in LENGTHS or self.takes(name)}
         rest = (call.pop("input_ids"),) if len(args) > len(self.positional) else ()
         return rest, call
 
     def make(self, model: Any, args: tuple[Any, ...], call: dict[str, Any]) -> Any:
-        """The original's result."""
+        """Call the original."""
         rest, call = self.arranged(args, call)
         return self.original(model, *rest, **call)
 
 
 def cache_of(call: dict[str, Any]) -> Any:
-    """The cache or state among a forward's arguments, or None."""
+    """Return the cache or state among a forward's arguments, or None."""
     return next((call[name] for name in CACHES if call.get(name) is not None), None)
 
 
 def batch_shape(call: dict[str, Any]) -> tuple[tuple[int, int], torch.device]:
-    """``(batch, length)`` and the device of a forward's inputs."""
+    """Return ``(batch, length)`` and the device of a forward's inputs.
+
+    Raises:
+        BadBatch: the tokens are not a tensor ``[batch, length, ...]``.
+        PackingNotIsolated: there are neither ``input_ids`` nor ``inputs_embeds``.
+    """
     for name in TOKENS:
         given = call.get(name)
         if given is not None:

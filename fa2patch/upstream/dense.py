@@ -1,4 +1,4 @@
-"""Dense batches of a patched model: computed as ever, and noted, so that a packed batch cannot pass as one."""
+"""Dense batches of a patched model: compute them as without fa2patch, and notice packed batches among them."""
 
 from __future__ import annotations
 
@@ -22,12 +22,11 @@ SAY_AFTER = 16
 
 
 class _Reached(threading.local):
-    """What this thread has come through. It is only compared with; nothing is carried by it.
+    """What this thread has done. It is used for comparisons only and carries no boundaries.
 
     Attributes:
         times: how often a base model's patched forward was entered.
-        inside: for each model around this point that has found a batch to be dense, its patch, and the batch's
-            position_ids and mask.
+        inside: ``(patch, position_ids, attention_mask)`` of each dense batch being computed, the outermost first.
     """
 
     times = 0
@@ -40,14 +39,18 @@ reached = _Reached()
 
 
 def found_around(step: Step) -> list[tuple[Any, Any]]:
-    """``(position_ids, attention_mask)`` of each dense batch that a model around this step's is computing."""
+    """Return ``(position_ids, attention_mask)`` of each dense batch that an outer model of this patch is computing."""
     if compiling():
         return []
     return [(ids, mask) for patch, ids, mask in reached.inside if patch is step.patch]
 
 
 def computed(step: Step) -> Any:
-    """The output of a dense batch. Models inside are told that the batch has been looked at."""
+    """Compute a dense batch, and let inner models know that it was found dense.
+
+    Raises:
+        PackingNotIsolated: the batch did not pass through the base model's patched forward.
+    """
     if compiling():
         if isinstance(step.call.get("position_ids"), torch.Tensor) and not step.role.innermost:
             step.call["position_ids"] = luggage.attach(step.call["position_ids"], luggage.Piece(luggage.MASK, None))
@@ -66,14 +69,14 @@ def computed(step: Step) -> Any:
 
 
 def _runs_eagerly(model: Any) -> bool:
-    """Whether the base model's forward runs as Python. A base model that was compiled by itself counts nothing."""
+    """Whether the base model's forward is known to run as Python. One that is compiled by itself counts no entries."""
     own = ("forward", "_orig_mod", "_compiled_call_impl")
     inner = models(model)[1:]
     return not any(vars(base).get(name) or base._modules.get(name) for base in inner for name in own)
 
 
 def _count_unpacked(step: Step) -> None:
-    """Count training batches without document information, and warn once: rows that were joined look like these."""
+    """Count training batches without document information and warn once, because joined rows look the same."""
     patch = step.patch
     if patch.unpacked is None or not (step.module.training and torch.is_grad_enabled()):
         return
@@ -94,7 +97,7 @@ def _count_unpacked(step: Step) -> None:
 
 @contextlib.contextmanager
 def _looked(step: Step) -> Iterator[None]:
-    """While a model computes a dense batch, the masks that models inside it get are the model's own."""
+    """Record that a dense batch is being computed, so that inner models do not take it for a packed batch."""
     reached.inside.append((step.patch, step.call.get("position_ids"), step.call.get("attention_mask")))
     try:
         yield

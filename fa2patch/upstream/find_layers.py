@@ -1,4 +1,4 @@
-"""The attention layers of a decoder, and the seam through which each can be replaced."""
+"""Find the attention layers of a decoder, and the seam through which each can be replaced."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ from .site import Site
 
 @dataclass(frozen=True)
 class Layer:
-    """A layer that packed rows need replaced: an attention layer or a mixer.
+    """A layer that must be replaced for packed rows: an attention layer or a mixer.
 
     Attributes:
         name: the layer's name in the decoder.
-        seam: ``"interface"``, ``"function"`` or ``"method"`` of an attention layer, else ``"mixer"``.
+        seam: ``"interface"``, ``"function"`` or ``"method"`` for an attention layer, ``"mixer"`` for a mixer.
         site: the attribute through which the layer is given the boundaries.
         others: more attributes that this seam needs replaced.
-        module: the layer. A patch does not keep it, because the patch is copied with its model.
+        module: the layer. A plan drops it, because the patch is copied with its model.
     """
 
     name: str
@@ -47,7 +47,7 @@ Seam = tuple[str, Site, tuple[Site, ...]]
 
 
 def attention_layers(decoder: Any) -> Iterator[Layer]:
-    """Every attention layer of a decoder that offers a seam."""
+    """Yield every attention layer of a decoder that offers a seam."""
     seams: dict[type, Seam | None] = {}
     for name, module in decoder.named_modules():
         cls = type(module)
@@ -59,7 +59,7 @@ def attention_layers(decoder: Any) -> Iterator[Layer]:
 
 
 def _seam_of(cls: type) -> Seam | None:
-    """The seam of a class of modules; None where the class offers none."""
+    """The seam of a module class, or None."""
     if inspecting.is_of_torch(cls) or not inspecting.has_own_forward(cls):
         return None
     owner = inspecting.defining(cls, "forward")
@@ -72,9 +72,9 @@ def _seam_of(cls: type) -> Seam | None:
         fuses = fused.is_fused(vars(home)[table][function.FLASH])
         others = () if fuses else (Site(home, function.NAME, function.routed),)
         return "function", Site(home, table, function.routed_table), others
-    if interface.is_seam(home, forward):
-        eager = (Site(home, interface.EAGER, interface.routed),) if hasattr(home, interface.EAGER) else ()
-        return "interface", Site(home, interface.REGISTRY, interface.Overlay), eager
+    looked_up = interface.seam_of(home, forward)
+    if looked_up is not None:
+        return ("interface", *looked_up)
     if flash is None:
         return None
     scope = sys.modules[inspecting.defining(flash, "forward").__module__]
@@ -85,7 +85,7 @@ def _seam_of(cls: type) -> Seam | None:
 
 
 def claims_flash_attention(model: Any, found: Iterable[Layer]) -> bool:
-    """Whether the authors of a model say that flash attention can compute it, or wrote a class for it."""
+    """Whether a model declares flash attention support, or its attention layers have flash code of their own."""
     said = any(
         getattr(part, name, False)
         for part in models(model)
@@ -95,9 +95,10 @@ def claims_flash_attention(model: Any, found: Iterable[Layer]) -> bool:
 
 
 def blocks_without(decoder: Any, found: list[Layer]) -> dict[str, str]:
-    """Blocks without one of the layers found, whose siblings have one: their names and classes.
+    """Return blocks without attention or a mixer whose siblings have one, as names and class names.
 
-    Blocks are the members of a decoder's module lists. Where no layer was found, all of them are returned.
+    Blocks are the members of the module lists that hold the found layers. Blocks that take no mask and are not called
+    attention are left out. If no layer was found, the members of all module lists are returned.
     """
     holding: dict[str, set[str]] = {}
     for layer in found:
@@ -117,7 +118,7 @@ def blocks_without(decoder: Any, found: list[Layer]) -> dict[str, str]:
 
 
 def _may_look_around(block: Any) -> bool:
-    """Whether something in a block takes a mask or is called attention (Nemotron-H has blocks of an MLP only)."""
+    """Whether a block has a part that takes a mask or is called attention. Nemotron-H has blocks with an MLP only."""
     if "attention" in type(block).__name__.lower():
         return True
     inside = {type(module) for module in block.modules() if module is not block}

@@ -1,4 +1,4 @@
-"""The mixers of a decoder: layers other than attention that carry state along the row."""
+"""Find the mixers of a decoder: layers other than attention that carry state along the row."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ _ARGUMENTS = {"cache_params", "conv_state", "conv_states", "ssm_state", "recurre
 
 
 def mixer_layers(decoder: Any, attention: Sequence[Layer]) -> Iterator[Layer]:
-    """The layers through which each of :func:`mixers` can be given the boundaries.
+    """Yield the layers through which :func:`mixers` can be given the boundaries.
 
-    This is the mixer, or the nearest module around it, whose forward takes a mask. In a model without attention the
-    layers may take no mask; there it is the one that takes another argument that all layers share.
+    Such a layer is the mixer, or the nearest module around it, whose forward takes a mask and that holds no attention
+    layer. In a model without attention, it may also take one of ``mixer.OTHER_WAYS`` instead of a mask.
     """
     names = [layer.name for layer in attention]
     done: set[str] = set()
@@ -43,9 +43,12 @@ def mixer_layers(decoder: Any, attention: Sequence[Layer]) -> Iterator[Layer]:
 
 
 def carrier(decoder: Any, found: Iterable[Layer]) -> str:
-    """The argument of a decoder without attention that reaches all of its mixers; boundaries take its place."""
+    """Return the argument of a decoder without attention that reaches all of its mixers.
+
+    The packed mask replaces this argument. It is ``"attention_mask"`` if no argument reaches them all.
+    """
     given, found = inspecting.upstream_parameters(type(decoder).forward), list(found)
-    states = ("cache_params", "state")  # xLSTM's decoder takes the one, its layers take the other
+    states = ("cache_params", "state")  # xLSTM's decoder takes cache_params, its layers take state
     ways = {"attention_mask": mixer.MASKS, "cache_position": ("cache_position",), **dict.fromkeys(states, states)}
     for name, at_layers in ways.items():
         if name in given and all(_takes(layer.module, at_layers) for layer in found):
@@ -59,8 +62,8 @@ def _takes(module: Any, names: tuple[str, ...]) -> bool:
 
 
 def mixers(decoder: Any) -> dict[str, str]:
-    """Modules that carry state along the row outside attention: their names, and what shows that they do."""
-    seams = {layer.name for layer in attention_layers(decoder)}  # Kimi Linear's full attention has such a name too
+    """Return the modules that carry state along the row outside attention, as names and the evidence for it."""
+    seams = {layer.name for layer in attention_layers(decoder)}  # the name of Kimi Linear's full attention matches too
     named = {
         name: module
         for name, module in decoder.named_modules()
@@ -77,7 +80,7 @@ def mixers(decoder: Any) -> dict[str, str]:
 
 
 def _clue(module: Any, handed: dict[type, set[str]]) -> str | None:
-    """What shows that a module carries state along the row; None where nothing does."""
+    """Evidence that a module carries state along the row, or None."""
     cls = type(module)
     if isinstance(module, torch.nn.Conv1d) and module.kernel_size[0] > 1:
         return f"a convolution over {module.kernel_size[0]} tokens"

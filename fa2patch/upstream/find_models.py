@@ -1,4 +1,4 @@
-"""Which models a call goes through."""
+"""Find the models that a call goes through."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ from typing import Any
 
 
 def is_transformers_model(module: Any) -> bool:
+    """Whether a module is a ``PreTrainedModel``; Transformers is not imported for this."""
     return any(
         cls.__name__ == "PreTrainedModel" and cls.__module__.split(".")[0] == "transformers"
         for cls in type(module).__mro__
@@ -13,10 +14,11 @@ def is_transformers_model(module: Any) -> bool:
 
 
 def models(model: Any) -> list[Any]:
-    """The models whose ``forward`` a call goes through, the outermost first, the one that loops over the layers last.
+    """Return the models whose ``forward`` a call goes through, the outermost first, the one with the layer loop last.
 
-    They are those that hold the embedding of the input ids: of ``GPT2LMHeadModel`` that and its ``transformer``, of a
-    vision-language model its text side, and never a vision tower.
+    These are the models that hold the embedding of the input ids. For ``GPT2LMHeadModel`` they are the model and its
+    ``transformer``. For a vision-language model they include the text side, but never a vision tower. Where no model
+    holds the embedding, ``base_model_prefix`` names the inner model.
     """
     try:
         embedding = model.get_input_embeddings()

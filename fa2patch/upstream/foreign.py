@@ -1,8 +1,8 @@
-"""A forward that somebody else has put in the place of ours, on the class or on the object.
+"""Foreign forwards: functions that other code has put in the place of our forward, on the class or on the object.
 
-Liger, cut-cross-entropy and some trainers do so. What they do with a packed batch's labels is not known, so the batch
-is seen to before it gets to them: in a forward pre-hook (``hooks.py``), which ``model(...)`` runs whatever ``forward``
-is. ``model.forward(...)`` runs no hook. PEFT calls it so; then the base model refuses the batch.
+Liger, cut-cross-entropy and some trainers do so. It is not known what they do with the labels of a packed batch, so a
+forward pre-hook (``hooks.py``) prepares the batch first. ``model(...)`` runs this hook with any ``forward``, but
+``model.forward(...)`` does not. PEFT calls the model that way, and then the base model refuses the batch.
 """
 
 from __future__ import annotations
@@ -19,18 +19,18 @@ from ..errors import PackingNotIsolated
 from .calls import Calls
 
 HOOKED = "_old_forward"
-"""Where accelerate's hooks (``device_map``, offloading) keep the bound ``forward`` that they call."""
+"""The attribute in which accelerate's hooks (``device_map``, offloading) keep the bound ``forward`` that they call."""
 
 _ours: set[CodeType] = set()
 
 
 def ours(forward: Callable[..., Any]) -> None:
-    """Note that this function is one of ours (its code: a decorator of somebody's copies attributes)."""
+    """Register a function as ours by its code object, because foreign decorators copy function attributes."""
     _ours.add(forward.__code__)
 
 
 def on_top(module: Any) -> bool:
-    """Whether ``module.forward`` is our function, and nobody's who may not call it."""
+    """Whether ``module.forward`` is our function, directly or below accelerate's hooks."""
     own = module.__dict__.get("forward")
     if own is None:
         return _class_has_ours(type(module))
@@ -44,13 +44,18 @@ def _class_has_ours(cls: type) -> bool:
 
 
 def replaced_on(model: Any) -> bool:
-    """Whether somebody has put a forward of their own on the object (accelerate's hooks call the class's, and ours)."""
+    """Whether other code has put a forward on the object. Accelerate's hooks do not count, because they call ours."""
     own = model.__dict__.get("forward")
     return own is not None and HOOKED not in model.__dict__ and getattr(own, "__code__", None) not in _ours
 
 
 def entered_first(model: Any, entered: Callable[[Callable[..., Any]], Callable[..., Any]]) -> Any:
-    """A forward for the object that is ours, and goes on in the one that was put there."""
+    """Return a bound forward of ours that calls the foreign forward found on the object.
+
+    Args:
+        model: the object, with a foreign ``forward`` in its ``__dict__``.
+        entered: makes our forward from an unbound one.
+    """
     own = model.__dict__["forward"]
     bound_here = getattr(own, "__self__", None) is model
     return MethodType(entered(own.__func__ if bound_here else _as_method(own)), model)
@@ -69,20 +74,25 @@ def _as_method(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def calls_of(module: Any) -> Calls:
-    """The arguments of the forward that ``module`` has now; not remembered, which would keep that forward alive."""
+    """Return the :class:`Calls` of the module's current forward. They are not cached: a cache would keep it alive."""
     forward = module.forward
     return Calls(getattr(forward, "__func__", forward), hasattr(forward, "__func__"))
 
 
 def on_top_of_ours(model: Any) -> Any:
-    """The foreign forward that ``model`` has, or None where it has ours."""
+    """Return the model's foreign forward, or None if its forward is ours."""
     return None if on_top(model) else model.forward
 
 
 def refuse_bypassed(model: Any, forward: Any) -> None:
-    """Raise :class:`PackingNotIsolated` where a foreign forward of the model around has handed a packed batch on.
+    """Raise :class:`PackingNotIsolated` if a foreign forward was given labels with a packed batch.
 
-    No hook has run for it, so its labels may cross documents. A base model that is called by itself has no labels.
+    The pre-hook did not run for that forward, so its labels may cross documents. A base model that is called by itself
+    has no labels and is not refused. While compiling, labels are not looked for and every such batch is refused.
+
+    Args:
+        model: the patched model.
+        forward: its foreign forward.
     """
     function = getattr(forward, "__func__", forward)
     if not compiling() and not _has_labels(getattr(function, "__code__", None)):
@@ -96,7 +106,7 @@ def refuse_bypassed(model: Any, forward: Any) -> None:
 
 
 def _has_labels(code: CodeType | None) -> bool:
-    """Whether code that runs now, further out in this thread, was handed labels."""
+    """Whether the nearest caller that runs this code was given labels."""
     frame = sys._getframe(1)
     while frame is not None:
         if frame.f_code is code:

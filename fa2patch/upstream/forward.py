@@ -1,9 +1,9 @@
 """The forward of a patched model, in stages: read the call, recognise, traits before, call, traits after.
 
-The forwards of the models that a call goes through are replaced on the classes that define them. They do nothing for
-an instance without a mark of ours. The first model that a batch comes to looks where documents start, and hands the
-:class:`PackedMask` on to the models inside it (see ``luggage.py``). The base model, which loops over the layers, puts
-it in the place of the attention mask.
+The forwards of the models that a call goes through are replaced on the classes that define them. An instance without
+our mark runs its original forward. The first model that a batch reaches finds the boundaries and hands the
+:class:`PackedMask` to the models inside it (see ``luggage.py``). The base model, which loops over the layers, passes it
+in place of the attention mask.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from .traits import pooling
 
 
 def entered(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Replacement for a model's ``forward``. It takes the collator's lengths also where the original does not."""
+    """Return the replacement for a model's ``forward``. It also accepts collator lengths that the original rejects."""
     calls = Calls(original)
 
     @functools.wraps(original)
@@ -38,7 +38,7 @@ def entered(original: Callable[..., Any]) -> Callable[..., Any]:
         if patch is None or batches_continuously(kwargs):
             return original(self, *args, **kwargs)
         role, call = self.__dict__[ROLE], calls.named(args, kwargs)
-        if pooling.is_riding(call) and not role.innermost:  # through super(): another model of that class is patched
+        if pooling.is_riding(call) and not role.innermost:  # through super(), in a class patched for another model
             return original(self, *args, **kwargs)
         ride = pooling.ridden(call)
         if ride is not None:
@@ -46,7 +46,7 @@ def entered(original: Callable[..., Any]) -> Callable[..., Any]:
         return _computed(Step(self, patch, role, calls, args, call))
 
     foreign.ours(forward)
-    if not calls.takes("position_ids"):  # OPT up to 4.45; Trainer drops columns that are not in the signature
+    if not calls.takes("position_ids"):  # OPT up to 4.45; Trainer drops columns that the signature lacks
         signature = inspect.signature(original)
         extra = inspect.Parameter("position_ids", inspect.Parameter.KEYWORD_ONLY, default=None)
         extended = signature.replace(parameters=[*signature.parameters.values(), extra])
@@ -55,12 +55,12 @@ def entered(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def batches_continuously(kwargs: dict[str, Any]) -> bool:
-    """Whether this is ``generate_batch``: Transformers packs prompts itself and decodes with pages of its own cache."""
+    """Whether the call comes from ``generate_batch``, which packs prompts itself and has its own paged cache."""
     return "PagedAttentionCache" in type(kwargs.get("cache")).__name__
 
 
 def _computed(step: Step) -> Any:
-    """The stages after the call has been read."""
+    """Run the stages after the call has been read."""
     _recognise(step)
     for trait, found in step.patch.acting:
         trait.before(step, found)
@@ -78,7 +78,7 @@ def _computed(step: Step) -> Any:
 
 
 def _recognise(step: Step) -> None:
-    """Find the documents of this batch: handed by a model around this one, or looked for once."""
+    """Find the boundaries of this batch: an outer model has handed them on, or this model looks for them."""
     role, call = step.role, step.call
     if role.innermost and not compiling():
         dense.reached.times += 1
@@ -103,14 +103,14 @@ def _recognise(step: Step) -> None:
 
 
 def _handed_by_a_model_around(step: Step) -> PackedMask | None:
-    """The packed mask that a model around this one has put in its place."""
+    """The packed mask among this call's arguments, where an outer model put it."""
     given = step.call.get("attention_mask")
     masks = given.values() if isinstance(given, dict) else [given]
     return find([*masks, step.call.get(step.patch.route.carrier)])
 
 
 def _was_found_dense(step: Step) -> bool:
-    """Whether a model around this base model has found the batch to be dense, or made a mask for every query."""
+    """Whether an outer model has found the batch dense, or made a mask for every query."""
     ids, mask = step.call.get("position_ids"), step.call.get("attention_mask")
     around = dense.found_around(step)
     if any(its_ids is ids and its_mask is mask for its_ids, its_mask in around):
@@ -119,7 +119,7 @@ def _was_found_dense(step: Step) -> bool:
 
 
 def _foreign_forward(step: Step) -> Any:
-    """The forward of somebody else through which the batch has come to this model past its hook, or None."""
+    """The foreign forward that handed this batch to the model without running the pre-hook, or None."""
     role = step.role
     if role.outermost == role.innermost or luggage.find(step.call.get("position_ids"), luggage.MASK) is not None:
         return None
@@ -127,7 +127,11 @@ def _foreign_forward(step: Step) -> Any:
 
 
 def look(step: Step) -> PackedMask | None:
-    """Where documents start, looked for once for all the models of a call; None for a dense batch."""
+    """Return the packed mask of this batch, or None for a dense batch.
+
+    Boundaries that an outer model has attached to ``position_ids`` are taken from there. Otherwise they are derived
+    from the arguments.
+    """
     call, patch = step.call, step.patch
     piece = luggage.find(call.get("position_ids"), luggage.MASK)
     if piece is not None and (piece.content is None or piece.content.shape == batch_shape(call)[0]):
@@ -138,7 +142,7 @@ def look(step: Step) -> PackedMask | None:
     made_inside = step.role.innermost and any(ids is None and mask is given for ids, mask in dense.found_around(step))
     training = step.module.training and torch.is_grad_enabled()
     found = packed_mask(call, patch, made_inside, training=training)
-    if found is not None and has_pictures(call):  # 5.10 to 5.16 hand lengths on to the vision tower, which has its own
+    if found is not None and has_pictures(call):  # 5.10 to 5.16 pass lengths on to the vision tower, which has its own
         for name in LENGTHS:
             call.pop(name, None)
     if found is not None:
@@ -147,9 +151,9 @@ def look(step: Step) -> PackedMask | None:
 
 
 def _carries_itself(step: Step) -> bool:
-    """Whether a model around the base model must put the mask in its place, because ids would not get further."""
-    # a model inside another one makes masks for its own layers (Gemma 3), and is handed ours in their place;
-    # the **kwargs of Falcon's and Phi's token classifiers hand position_ids to nobody
+    """Whether an outer model must pass the mask itself, because ``position_ids`` do not reach the base model."""
+    # Gemma 3: the causal LM makes masks for its inner model, which is handed the packed mask instead;
+    # the **kwargs of Falcon's and Phi's token classifiers pass position_ids to no other module
     role, route, calls = step.role, step.patch.route, step.calls
     swallows = "position_ids" not in calls.names and not role.predicts_the_next
     return bool(
@@ -158,14 +162,14 @@ def _carries_itself(step: Step) -> bool:
 
 
 def _handed(step: Step) -> Any:
-    """The output of a model that was handed the mask by a model around it."""
+    """Call a model that was given the mask by an outer model."""
     if step.call.get("position_ids") is None and "position_ids" in step.calls.names and step.mask is not None:
         step.call["position_ids"] = step.mask.position_ids
     return step.calls.make(step.module, step.args, step.call)
 
 
 def _sent_inside(step: Step, mask: PackedMask) -> Any:
-    """The output of a model that hands the mask on with its position_ids, to a model inside it."""
+    """Call a model with the mask attached to its ``position_ids``, for the model inside it."""
     step.attach("position_ids", luggage.Piece(luggage.MASK, mask))
     output = step.calls.make(step.module, step.args, step.call)
     _require_delivered(step)
@@ -173,7 +177,7 @@ def _sent_inside(step: Step, mask: PackedMask) -> Any:
 
 
 def _placed(step: Step, mask: PackedMask) -> Any:
-    """The output of a model that puts the mask in its place, if every attention layer was given the boundaries."""
+    """Call a model with the mask as an argument, and require that every layer was given the boundaries."""
     step.patch.unpacked = None
     step.call[step.patch.route.carrier] = mask
     if not step.calls.takes("position_ids"):
@@ -188,7 +192,7 @@ def _placed(step: Step, mask: PackedMask) -> Any:
             f"layer of it is not patched any more ({error}). See fa2patch.status(model).layers; please report it."
         ) from error
     except Exception as error:
-        if step.role.pools and not says_nothing(error):  # upstream's, on tokens without what should ride on them
+        if step.role.pools and not says_nothing(error):  # upstream may fail on input ids that lost the packed row
             _require_delivered(step)
         raise
     _require_delivered(step)

@@ -1,6 +1,6 @@
-"""Forward hooks of a patched model, for the time when somebody else's forward stands in the place of ours.
+"""Forward hooks of a patched model. They work while a foreign forward stands in the place of ours.
 
-They are functions of this module, so that copies and pickles of a model have them too.
+The hooks are module-level functions, so that copies and pickles of a model keep them.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from .traits import pooling, row_values
 
 
 def register(module: Any) -> None:
-    """Let a model that a call goes through be seen to before and after its forward; a no-op where it is already."""
+    """Register the hooks on a model that a call goes through, unless it has them already."""
     if before in module._forward_pre_hooks.values():
         return
     module.register_forward_pre_hook(before, with_kwargs=True)
@@ -24,7 +24,7 @@ def register(module: Any) -> None:
 
 
 def remove(module: Any) -> None:
-    """Take our hooks off a module; a no-op where it has none."""
+    """Remove our hooks from a module. Nothing happens if it has none."""
     for table, with_kwargs, hook in (
         (module._forward_pre_hooks, module._forward_pre_hooks_with_kwargs, before),
         (module._forward_hooks, module._forward_hooks_with_kwargs, after),
@@ -35,7 +35,11 @@ def remove(module: Any) -> None:
 
 
 def before(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Forward pre-hook: a packed batch gets its boundaries and loses labels that cross, before a foreign forward."""
+    """Forward pre-hook: prepare a batch for a foreign forward.
+
+    The traits act on the batch (for example, on labels that cross documents), and its boundaries are attached to
+    ``position_ids``. Nothing changes if the forward is ours, or if there are no ``position_ids`` that it takes.
+    """
     patch = module.__dict__.get(MARK)
     if patch is None or foreign.on_top(module) or batches_continuously(kwargs):
         return None
@@ -54,7 +58,11 @@ def before(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 
 
 def after(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
-    """Forward hook: a packed batch must have come through to the base model, and out of it by tokens."""
+    """Forward hook: check what a foreign forward did with a packed batch.
+
+    Raises:
+        PackingNotIsolated: the boundaries did not arrive, or the outermost model returns one vector for each row.
+    """
     if foreign.on_top(module):
         return
     piece = luggage.find(kwargs.get("position_ids"), luggage.MASK)

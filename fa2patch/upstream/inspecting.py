@@ -1,6 +1,6 @@
 """Questions about functions and classes of Transformers, answered from signatures and code objects.
 
-Code that cannot be read (a function in C, an object that is called) answers no to every question about its names.
+For code that cannot be read (a C function, a callable object), every question about names is answered with no.
 """
 
 from __future__ import annotations
@@ -10,11 +10,9 @@ from collections.abc import Iterator
 from types import CodeType
 from typing import Any, Callable
 
-import torch
-
 
 def code_of(function: Any) -> CodeType | None:
-    """The code of a function, below decorators that keep ``__wrapped__``; None where there is none."""
+    """Return the code of a function below decorators that keep ``__wrapped__``, or None if it has no code."""
     code = getattr(inspect.unwrap(function), "__code__", None) if callable(function) else None
     return code if isinstance(code, CodeType) else None
 
@@ -26,7 +24,7 @@ def reads_name(function: Any, name: str) -> bool:
 
 
 def has_constant(function: Any, value: Any) -> bool:
-    """Whether a constant stands in a function's code."""
+    """Whether a function's code contains this constant."""
     code = code_of(function)
     return code is not None and value in code.co_consts
 
@@ -38,18 +36,18 @@ def has_variable(function: Any, name: str) -> bool:
 
 
 def names_read(function: Any) -> tuple[str, ...]:
-    """Global names and attributes that a function's code uses, in the order of their first use."""
+    """Return the global names and attributes that a function's code uses, in the order of their first use."""
     code = code_of(function)
     return code.co_names if code is not None else ()
 
 
 def parameters(function: Callable[..., Any]) -> list[inspect.Parameter]:
-    """The parameters of a function as its callers see them, ``self`` among them where it is not bound."""
+    """Return the parameters of a function as its callers see them, with ``self`` if it is not bound."""
     return list(inspect.signature(function).parameters.values())
 
 
 def upstream_parameters(function: Callable[..., Any]) -> set[str]:
-    """The names of the parameters of the innermost function, below our replacement and below decorators."""
+    """Return the parameter names of the innermost function, below our replacement and other decorators."""
     return set(inspect.signature(inspect.unwrap(function)).parameters)
 
 
@@ -58,23 +56,18 @@ def takes(function: Callable[..., Any], name: str) -> bool:
     return name in inspect.signature(function).parameters
 
 
-def takes_any_keyword(function: Callable[..., Any]) -> bool:
-    """Whether a function takes ``**kwargs``."""
-    return any(p.kind is p.VAR_KEYWORD for p in parameters(function))
-
-
 def is_of_torch(cls: type) -> bool:
-    """Whether a class is one of torch's own modules, which look at one token at a time, or are known."""
+    """Whether a class is defined in torch. Such modules work token by token, or are recognised by their class."""
     return cls.__module__.startswith("torch.")
 
 
 def defining(cls: type, attribute: str) -> type:
-    """The class, ``cls`` or one that it inherits from, that defines an attribute."""
+    """Return the class that defines an attribute: ``cls`` or one of its bases."""
     return next(base for base in cls.__mro__ if attribute in vars(base))
 
 
 def forwards(cls: type) -> Iterator[tuple[type, Callable[..., Any]]]:
-    """Every ``forward`` that a class has or inherits, with the class that defines it; torch's own are left out."""
+    """Yield every ``forward`` that a class has or inherits, with the class that defines it, except torch's own."""
     for base in cls.__mro__:
         forward = vars(base).get("forward")
         if forward is not None and not is_of_torch(base):
@@ -82,7 +75,7 @@ def forwards(cls: type) -> Iterator[tuple[type, Callable[..., Any]]]:
 
 
 def forwards_that_run(cls: type) -> Iterator[Callable[..., Any]]:
-    """A class's ``forward``, then the inherited ones that it goes on to through ``super().forward``."""
+    """Yield a class's ``forward``, then the inherited ones that it reaches through ``super().forward``."""
     for base in cls.__mro__:
         forward = vars(base).get("forward")
         if forward is not None and code_of(forward) is not None:
@@ -92,15 +85,10 @@ def forwards_that_run(cls: type) -> Iterator[Callable[..., Any]]:
 
 
 def has_own_forward(cls: type) -> bool:
-    """Whether a class, or one that it inherits from, defines ``forward``."""
+    """Whether a class or one of its bases defines ``forward``."""
     return any("forward" in vars(base) for base in cls.__mro__)
 
 
 def text_config(config: Any) -> Any:
-    """The config of the text side of a model."""
+    """Return the config of a model's text side, or the config itself if it has no such part."""
     return config.get_text_config() if hasattr(config, "get_text_config") else config
-
-
-def is_embedding(module: Any) -> bool:
-    """Whether a module is a table of embeddings."""
-    return isinstance(module, torch.nn.Embedding)

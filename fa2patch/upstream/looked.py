@@ -1,4 +1,4 @@
-"""A model as ``apply`` looks at it: what traits are found by."""
+"""A model and its parts, which the traits inspect in ``apply``."""
 
 from __future__ import annotations
 
@@ -12,16 +12,16 @@ from .find_models import models
 
 
 class Looked:
-    """A Transformers model, and its parts. Each part is looked up once, when it is first asked for.
+    """A Transformers model and its parts. Layers are looked up once, on first access.
 
     Args:
         model: the Transformers model.
         architecture: its row of the registry.
-        vouched: whether somebody says that this row is right for the model: it is registered, or was named.
+        vouched: whether the row is registered for the model type, or was named in ``apply``.
 
     Attributes:
         entered: the models whose ``forward`` a call goes through, the outermost first.
-        decoder: the last of them, which loops over the layers.
+        decoder: the innermost of them, which loops over the layers.
     """
 
     def __init__(self, model: Any, architecture: Architecture, vouched: bool) -> None:
@@ -36,7 +36,7 @@ class Looked:
 
     @cached_property
     def mixers(self) -> tuple[Layer, ...]:
-        """The mixers that can be given boundaries, or the layers around them."""
+        """The mixers that can be given the boundaries, or the layers around them."""
         return tuple(mixer_layers(self.decoder, self.attention))
 
     @property

@@ -1,8 +1,9 @@
-"""What rides on a tensor from one forward to the next: the only place where fa2patch puts an attribute on a tensor.
+"""Luggage: objects that ride on a tensor from one forward to the next, as an attribute of the tensor.
 
-A model's own code hands its position ids (or input ids) down to the models and modules inside it, and has no argument
-for anything else. What fa2patch found of them is attached to them. A copy of the tensor does not have the attribute, so
-whoever attaches something asks afterwards whether it was taken: luggage that got lost is an error, not a dense batch.
+A model's own code passes its position ids (or input ids) down to the modules inside it and has no argument for
+boundaries, so they are attached to these tensors. A copy of the tensor loses the attribute. The code that attaches an
+object therefore checks after the forward that some other code has taken it. Lost luggage is an error, not a dense
+batch. No other module of fa2patch puts an attribute on a tensor.
 """
 
 from __future__ import annotations
@@ -15,25 +16,25 @@ import torch
 from ..errors import PackingNotIsolated
 
 MASK = "mask"
-"""On ``position_ids``: the :class:`PackedMask` that an outer model found, or None where it found a dense batch."""
+"""On ``position_ids``: the :class:`PackedMask` that an outer model found, or None for a dense batch."""
 
 DOCUMENTS = "documents"
-"""On ``position_ids``: the :class:`Boundaries`, for modules that must compute each document by itself."""
+"""On ``position_ids``: the :class:`Boundaries`, for modules that must compute each document separately."""
 
 POOLED = "pooled"
-"""On ``input_ids`` or ``inputs_embeds``: the packed row of a head that pools documents."""
+"""On ``input_ids`` or ``inputs_embeds``: the packed batch, for a head that pools documents."""
 
 _ATTRIBUTE = "_fa2patch"
 
 
 @dataclass(eq=False)
 class Piece:
-    """One thing that rides on a tensor.
+    """One object that rides on a tensor.
 
     Attributes:
-        kind: what it is: :data:`MASK`, :data:`DOCUMENTS` or :data:`POOLED`.
-        content: the thing itself.
-        delivered: whether somebody has taken it.
+        kind: the key of the object, such as :data:`MASK`, :data:`DOCUMENTS` or :data:`POOLED`.
+        content: the object itself.
+        delivered: whether some code has taken it.
     """
 
     kind: str
@@ -42,20 +43,20 @@ class Piece:
 
 
 def attach(tensor: torch.Tensor, piece: Piece) -> torch.Tensor:
-    """A view of the tensor on which the piece rides, beside what rides on the tensor already."""
+    """Return a view of the tensor that carries the piece, and every piece that the tensor carries already."""
     carrying = tensor.view_as(tensor)
     setattr(carrying, _ATTRIBUTE, {**getattr(tensor, _ATTRIBUTE, {}), piece.kind: piece})
     return carrying
 
 
 def find(tensor: Any, kind: str) -> Piece | None:
-    """The piece of this kind that rides on a tensor, without taking it."""
+    """Return the piece of this kind that rides on a tensor, or None. The piece is not marked as delivered."""
     found: Piece | None = getattr(tensor, _ATTRIBUTE, {}).get(kind) if isinstance(tensor, torch.Tensor) else None
     return found
 
 
 def take(tensor: Any, kind: str) -> Any:
-    """The content of the piece of this kind, which then counts as delivered; None where there is none."""
+    """Return the content of the piece of this kind and mark it as delivered; None if there is no such piece."""
     piece = find(tensor, kind)
     if piece is None:
         return None
@@ -64,7 +65,7 @@ def take(tensor: Any, kind: str) -> Any:
 
 
 def require_delivered(piece: Piece | None, model: Any) -> None:
-    """Raise :class:`PackingNotIsolated` where nobody has taken the piece during the model's forward."""
+    """Raise :class:`PackingNotIsolated` if no code took the piece during the model's forward."""
     if piece is None or piece.delivered:
         return
     tensor = "input ids" if piece.kind == POOLED else "position_ids"

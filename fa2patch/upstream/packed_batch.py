@@ -1,4 +1,4 @@
-"""A forward's arguments -> the :class:`PackedMask` of a packed batch, or None."""
+"""Make the :class:`PackedMask` of a packed batch from the arguments of a forward."""
 
 from __future__ import annotations
 
@@ -24,18 +24,27 @@ from .packed_mask import PackedMask
 
 
 def packed_mask(call: dict[str, Any], patch: Any, made_inside: bool = False, training: bool = False) -> Any:
-    """The :class:`PackedMask` of a packed batch, or None for every other; sees to ``call["position_ids"]`` too.
+    """Return the :class:`PackedMask` of a packed batch, or None for a dense batch.
 
-    A single document is packed only where lengths say so: else it is a dense row, computed as ever. So is a row whose
-    ids a model around this one made itself (``made_inside``), where nothing in them restarts for certain.
+    A batch with one document in each row is packed only if ``cu_seq_lens_*`` are given. For a packed batch without
+    ``position_ids``, ``call["position_ids"]`` is set.
 
     Args:
-        training: whether ids that jump behind padding are an error, where they may be upstream's filler otherwise.
+        call: the arguments of the forward by name.
+        patch: the model's ``Patch``.
+        made_inside: whether an outer model made the position ids. Only certain restarts then start a document.
+        training: whether ids that jump behind padding are an error. Otherwise they are taken for upstream's filler.
+
+    Raises:
+        PackedWithCache: the batch is packed and comes with a cache.
+        PackedWithDenseMask: the batch is packed and its ``attention_mask`` is not ``[batch, length]``.
+        PackingNotIsolated: the batch cannot be computed packed, for example while a CUDA graph is captured.
+        BadBatch, BadPositionIds, BadCuSeqlens, BoundaryConflict: the arguments are malformed or contradict each other.
     """
     tokens = call["input_ids"] if call.get("input_ids") is not None else call.get("inputs_embeds")
     position_ids = call.get("position_ids")
     if tokens is None or (position_ids is None and getattr(tokens, "ndim", 0) < 2 and not lengths_of(call)):
-        return None  # GPT-2 takes one row of ids without a batch
+        return None  # GPT-2 accepts one row of ids without a batch dimension
     shape, device = batch_shape(call)
     lengths, first = lengths_of(call), patch.found["positions"].first
     for name in ("cu_seq_lens_q", "cu_seq_lens_k"):
@@ -45,11 +54,11 @@ def packed_mask(call: dict[str, Any], patch: Any, made_inside: bool = False, tra
     mask = _two_dimensional(given, shape, cached=cache is not None)
     says_outright = cache is not None or (is_for_queries(given) and not (lengths or "mixers" in patch.found))
     if given is not None and mask is None and says_outright:
-        return None  # who sees whom; also generate() with a static cache, for which it makes such a mask
+        return None  # a mask for every query, which generate() with a static cache also makes
     if position_ids is not None:
         check_position_ids(position_ids, shape)
     if mask is not None and "cu_seq_lens_q" in lengths and lengths["cu_seq_lens_q"].numel() == shape[0] + 1:
-        del lengths["cu_seq_lens_q"]  # 4.54's generate(): one sequence in each padded row; the mask says the same
+        del lengths["cu_seq_lens_q"]  # 4.54's generate(): one sequence in each padded row, as the mask says
     if (lengths or shape[1] > 1) and not compiling():
         _refuse_capture(device)
     if "cu_seq_lens_q" in lengths:
@@ -94,7 +103,7 @@ def packed_mask(call: dict[str, Any], patch: Any, made_inside: bool = False, tra
 
 
 def _refuse_capture(device: torch.device) -> None:
-    """A graph replays the longest length and the number of documents that it was captured with, whatever comes."""
+    """Raise while a CUDA graph is captured, because it would replay this batch's max_seqlen and document count."""
     if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
         raise PackingNotIsolated(
             "a CUDA graph is being captured: it would keep this batch's documents and compute others wrong. Capture "
@@ -103,7 +112,11 @@ def _refuse_capture(device: torch.device) -> None:
 
 
 def lengths_of(call: dict[str, Any]) -> dict[str, Any]:
-    """The collator's lengths among the arguments; those of keys count for queries, where only they were given."""
+    """Return the collator lengths among the arguments. Lengths of keys are used for queries if only they are given.
+
+    Raises:
+        BadCuSeqlens: they are not integers, or are on the meta device and the tokens are not.
+    """
     lengths = {name: call[name] for name in LENGTHS if call.get(name) is not None}
     for name in ("cu_seq_lens_q", "cu_seq_lens_k"):
         if name in lengths:
@@ -118,7 +131,7 @@ def lengths_of(call: dict[str, Any]) -> dict[str, Any]:
 
 
 def _two_dimensional(mask: Any, shape: tuple[int, int], cached: bool) -> torch.Tensor | None:
-    """The mask of this call's tokens ``[batch, length]``; of a mask ``[batch, cached + length]`` its end."""
+    """The mask of this call's tokens ``[batch, length]``, also from a mask ``[batch, cached + length]``; or None."""
     if not isinstance(mask, torch.Tensor) or mask.dim() != 2 or mask.shape[0] != shape[0]:
         return None
     if mask.shape[1] == shape[1]:
@@ -127,18 +140,22 @@ def _two_dimensional(mask: Any, shape: tuple[int, int], cached: bool) -> torch.T
 
 
 def is_for_queries(mask: Any) -> bool:
-    """Whether a mask says of every query which keys it sees: one tensor, or one for each kind of layers."""
+    """Whether a mask tells the keys of each query: a tensor of 3 or more dims, a ``BlockMask``, or a dict of such."""
     if isinstance(mask, dict):
         return bool(mask) and all(value is None or is_for_queries(value) for value in mask.values())
     return getattr(mask, "ndim", 0) > 2 or type(mask).__name__ == "BlockMask"
 
 
 def has_pictures(call: dict[str, Any]) -> bool:
+    """Whether pictures or videos are among a forward's arguments."""
     return any(call.get(name) is not None for name in PICTURES)
 
 
 def refuse_uncounted_pictures(model: Any, call: dict[str, Any]) -> None:
-    """Ids that count tokens are no ids of pictures: a model that has several axes would see others than alone."""
+    """Raise :class:`PackingNotIsolated` for pictures in a model that counts position ids on several axes.
+
+    Position ids made by counting tokens would differ from those that the model makes for a document alone.
+    """
     if has_pictures(call) and any(hasattr(inner, "get_rope_index") for inner in models(model)):
         raise PackingNotIsolated(
             "a packed batch came with pictures and without position_ids, which this model counts on three axes in each "

@@ -1,4 +1,4 @@
-"""What travels in the attention mask's place: the one argument that every layer of every version is handed."""
+"""The packed mask, which carries boundaries to the layers in the place of ``attention_mask``."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from ..kernels.options import Options
 from . import rope
 
 MASK = "attention_mask"
-"""The argument of a forward that every version hands to every layer."""
+"""The forward argument that every version passes to every attention layer."""
 
 _NOT_A_TENSOR = (
     "torch's {function} was called on a PackedMask: an attention layer was not patched by fa2patch. "
@@ -28,18 +28,18 @@ _COMPUTED = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
 @dataclass(eq=False)
 class PackedMask:
-    """Boundaries of a packed batch on their way to the attention layers. Not a tensor, on purpose.
+    """Carries the boundaries of a packed batch to the layers. It is not a tensor, so that unpatched attention fails.
 
     Attributes:
-        boundaries: the batch's documents.
+        boundaries: the batch's boundaries.
         picks: which kernel computes which layer.
-        shape: ``(batch, length)``, as a 2-D mask's; models ask for it, to reshape or to slice keys.
-        position_ids: the batch's ids, for models that derive positions from the mask (OPT up to 4.45).
-        positions: largest position id + 1, in tokens: what a table of rotary embeddings must hold.
+        shape: ``(batch, length)``, like a 2-D mask. Models read it to reshape the mask or to slice keys.
+        position_ids: the batch's position ids, for models that derive positions from the mask (OPT up to 4.45).
+        positions: largest position id + 1, the length that a table of rotary embeddings needs.
         found: what the traits have found in the model.
-        window: the sliding window that the model's mask has for these layers, in tokens, if any.
-        layer: the attention layer that is computed now, on the seams of models that choose an attention class.
-        calls: the attention layers that have been given it, in order (None for each inside a compiled graph).
+        window: the sliding window of the mask that the model made for these layers, in tokens, or None.
+        layer: the attention layer being computed. Only the function and method seams set it.
+        calls: the layers that were given the boundaries, in order; None for an unknown layer or in a compiled graph.
     """
 
     boundaries: Boundaries
@@ -53,14 +53,25 @@ class PackedMask:
     calls: list[Any] = field(default_factory=list, repr=False)
 
     def attend(self, module: Any, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, options: Options) -> torch.Tensor:
-        """``packed_attention`` in the dtype that the layer ``module`` computes in; ``[batch, length, heads, dim]``."""
+        """Compute packed attention for a layer, in the dtype of :func:`compute_dtype`.
+
+        Args:
+            module: the attention layer, or None if it is not known.
+            q: ``[batch, length, query heads, head dim]``.
+            k: ``[batch, length, key heads, head dim]``.
+            v: ``[batch, length, key heads, value head dim]``.
+            options: what the layer asks for. The mask's window and the registry's quirks override it.
+
+        Returns:
+            ``[batch, length, query heads, value head dim]``.
+        """
         self.given(module)
         quirks = self.found.get("registry")
         if quirks is not None and quirks.adjust is not None:
             options = quirks.adjust(module, options)
         if quirks is not None and quirks.queries is not None:
             q = quirks.queries(module, q, positions_of(self.boundaries.cu_seqlens, self.shape))
-        if self.window is not None:  # eager attention goes by the mask alone
+        if self.window is not None:  # eager attention has its window in the mask only
             options = replace(options, window=self.window)
         dtype = compute_dtype(module, q, k, v)
         q, k, v = (x if x.dtype == dtype else x.to(dtype) for x in (q, k, v))
@@ -69,16 +80,16 @@ class PackedMask:
 
     @property
     def rope(self) -> rope.LengthScaled | None:
-        """The model's rope scaling that depends on the length, if it has one."""
+        """The model's length-dependent rope scaling, or None."""
         known: rope.Found | None = self.found.get(rope.NAME)
         return known.scaling if known is not None else None
 
     def given(self, module: Any) -> None:
-        """Note that a layer has the boundaries: the model counts them."""
+        """Record that a layer has been given the boundaries. This is checked after the forward."""
         self.calls.append(None if compiling() else module)
 
     def to(self, *args: Any, **kwargs: Any) -> PackedMask:
-        """As ``Tensor.to``, the device only: what moves or casts a layer's inputs moves the boundaries too."""
+        """Move the boundaries like ``Tensor.to``, but ignore a dtype. Code that moves a layer's inputs calls this."""
         device = self.boundaries.cu_seqlens[:0].to(*args, **kwargs).device
         if device == self.device:
             return self
@@ -87,21 +98,24 @@ class PackedMask:
 
     @property
     def device(self) -> torch.device:
+        """The device of ``cu_seqlens``."""
         return self.boundaries.cu_seqlens.device
 
     dtype = property(lambda self: torch.get_default_dtype())
-    """Asked for the number that stands for minus infinity in it."""
+    """The default dtype. Models look up its smallest number, which stands for minus infinity in a mask."""
 
     def size(self, dim: int | None = None) -> Any:
+        """Return the size like ``Tensor.size`` of a 2-D mask."""
         return self.shape if dim is None else self.shape[dim]
 
     def dim(self) -> int:
+        """Return 2, as a 2-D mask does."""
         return len(self.shape)
 
     ndim = property(dim)
 
     def _as_it_is(self, *args: Any, **kwargs: Any) -> PackedMask:
-        """What models do to a 2-D mask on the way to their layers (4-D, a dtype, 0 and -inf) changes nothing here."""
+        """Ignore what models do to turn a 2-D mask into a 4-D one: reshape it, cast it, map it to 0 and -inf."""
         return self
 
     view = unsqueeze = transpose = __rsub__ = __mul__ = __rmul__ = _as_it_is
@@ -113,9 +127,9 @@ class PackedMask:
 
     @classmethod
     def __torch_function__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> PackedMask:
-        """Of torch's own functions those with which models fold a causal mask or a window into a mask.
+        """Allow the torch functions with which models add a causal mask or a window to a mask.
 
-        Whatever an attention layer would do with it (add it to logits, hand it on) is an error.
+        Any other function, such as one that an unpatched attention layer calls on its mask, raises TypeError.
         """
         mask = find(args)
         if mask is not None and function in (torch.ones_like, torch.tril, torch.Tensor.mul, torch.Tensor.__rsub__):
@@ -131,21 +145,21 @@ class PackedMask:
     __iter__ = None
 
     rnn_state = property(lambda self: self)
-    """In the place of xLSTM's state before the first token, of which each layer is handed its own ..."""
+    """The mask itself, so that xLSTM hands it to each layer as ``cache_params.rnn_state[layer]``."""
 
     def __bool__(self) -> bool:
-        """... and which is no state to write to."""
+        """Return False, so that xLSTM (``if cache_params:``) writes no states back."""
         return False
 
     def __getitem__(self, index: Any) -> Any:
-        """4.34's flash Mistral asks ``mask[:, -1]`` whether the padding is on the right: it is not."""
+        """Return ones for ``mask[:, -1]``, by which 4.34's flash Mistral tells the padding side; else the mask."""
         if index == (slice(None), -1):
             return torch.ones(self.shape[0], dtype=torch.int64)
         return self
 
 
 def find(values: Iterable[Any]) -> PackedMask | None:
-    """The packed mask among some arguments."""
+    """Return the first packed mask among some arguments, or None."""
     for value in values:
         if isinstance(value, PackedMask):
             return value
@@ -157,10 +171,11 @@ def _is_logits(value: Any) -> bool:
 
 
 def compute_dtype(module: Any, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.dtype:
-    """One dtype for q, k and v: in half-precision models, float32 norms, LoRA weights or rotary tables upcast some.
+    """Return one dtype for q, k and v.
 
-    The rule of Transformers' own flash path (integrations/flash_attention.py, get_target_dtype), with one more case
-    in front: where some of the three are still in half precision, so will be all.
+    In half-precision models, float32 norms, LoRA weights or rotary tables upcast some of them. If at least one is still
+    in half precision, all are cast to that dtype. Otherwise the rule is that of Transformers' own flash path
+    (integrations/flash_attention.py, get_target_dtype).
     """
     dtypes = {q.dtype, k.dtype, v.dtype}
     half = dtypes & {torch.float16, torch.bfloat16}
@@ -181,7 +196,7 @@ def compute_dtype(module: Any, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor
 def _autocast_enabled(device: str) -> bool:
     try:
         return torch.is_autocast_enabled(device)
-    except TypeError:  # torch before 2.4 knows only the GPU's
+    except TypeError:  # before torch 2.4 the function takes no device and means the GPU
         return torch.is_autocast_cpu_enabled() if device == "cpu" else torch.is_autocast_enabled()
 
 

@@ -1,4 +1,4 @@
-"""Whether a packed batch has come to every layer: a layer that it has not come to would leak."""
+"""Check that every layer was given the boundaries. A layer without them would mix documents."""
 
 from __future__ import annotations
 
@@ -11,11 +11,15 @@ from .packed_mask import PackedMask
 
 
 def require_every_layer(model: Any, patch: Any, mask: PackedMask) -> None:
-    """Raise :class:`PackingNotIsolated` where a layer of the model was not given this batch's boundaries."""
+    """Raise :class:`PackingNotIsolated` if a layer of the model was not given this batch's boundaries.
+
+    The number of layers is compared in every forward. Eagerly, the layers themselves are compared too, until a packed
+    batch has reached them all.
+    """
     if compiling():
         missed = len(mask.calls) < len(patch.attention)
     else:
-        known = None not in mask.calls  # 4.47's and 4.48's GPT-NeoX hands its function everything but the layer
+        known = None not in mask.calls  # 4.47's and 4.48's GPT-NeoX does not pass the layer to its function
         missed = len(mask.calls) < len(patch.attention)
         missed = missed or (known and not patch.vouched and bool(_not_given(patch, mask, model)))
         patch.vouched = not missed
@@ -29,10 +33,9 @@ def require_every_layer(model: Any, patch: Any, mask: PackedMask) -> None:
 
 
 def _not_given(patch: Any, mask: PackedMask, model: Any) -> list[str]:
-    """The layers that have not seen a packed batch's boundaries, by name and class.
+    """The names and classes of the layers that were not given the boundaries.
 
-    They are looked up in the model that was called. A replica (``DataParallel``) carries the patch of the model that
-    it was made of.
+    They are looked up in the model that was called, because a ``DataParallel`` replica carries the original's patch.
     """
     given = {id(module) for module in mask.calls}
     decoder = models(model)[-1]

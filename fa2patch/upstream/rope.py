@@ -1,4 +1,4 @@
-"""Whether a model's rope scaling depends on the length of the sequence, read off its config."""
+"""Rope scaling that depends on the sequence length: find it in a config, and compute it for each document."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from ..documents.boundaries import Boundaries
 from ..errors import PackingNotIsolated
 
 NAME = "rope"
-"""The trait's name, under which :class:`Found` is in ``Patch.found``."""
+"""The trait's name, which is the key of :class:`Found` in ``Patch.found``."""
 
 MODULES = ("rotary_emb", "maybe_rotary")
 """Names of rotary modules."""
@@ -20,13 +20,22 @@ MODULES = ("rotary_emb", "maybe_rotary")
 
 @dataclass(frozen=True)
 class LengthScaled:
-    """A rope scaling that depends on the length. ``limit``: tokens up to which it doesn't."""
+    """A rope scaling that depends on the sequence length.
+
+    Attributes:
+        kind: ``"dynamic"`` or ``"longrope"``.
+        limit: the length in tokens up to which the scaling does not depend on it.
+    """
 
     kind: str
     limit: int
 
     def check(self, positions: int) -> None:
-        """Raise :class:`PackingNotIsolated` for a document of a length that cannot be scaled on its own."""
+        """Raise :class:`PackingNotIsolated` if dynamic scaling would stretch the row's documents together.
+
+        Args:
+            positions: largest position id + 1.
+        """
         if self.kind == "dynamic" and positions > self.limit:
             raise PackingNotIsolated(
                 f"rope scaling 'dynamic' stretches positions by the longest sequence, so documents of one row would "
@@ -39,7 +48,7 @@ class Found(NamedTuple):
     """What is known of a model's rope.
 
     Attributes:
-        scaling: the scaling that depends on the length.
+        scaling: the length-dependent scaling.
         rides: whether the documents must ride on ``position_ids`` to the decoder's rotary modules.
     """
 
@@ -48,7 +57,7 @@ class Found(NamedTuple):
 
 
 def length_scaled(config: Any) -> LengthScaled | None:
-    """The length-dependent rope scaling of a config, if it has one."""
+    """Return the length-dependent rope scaling of a config, or None."""
     for scaling in _scalings(config):
         kind = scaling.get("rope_type", scaling.get("type")) or ""
         if "dynamic" in kind:
@@ -78,7 +87,15 @@ def each_document(
     documents: Boundaries,
     kwargs: dict[str, Any],
 ) -> Any:
-    """cos and sin ``[batch, length, dim]`` of ids ``[batch, length]``, computed for each document by itself."""
+    """Return cos and sin ``[batch, length, dim]``, computed for each document separately.
+
+    Args:
+        rotary: the rotary module or its forward.
+        x: a tensor that gives ``rotary`` its device and dtype.
+        position_ids: ``[batch, length]``.
+        documents: the batch's boundaries.
+        kwargs: further keywords for ``rotary``. ``seq_len`` is dropped.
+    """
     rows, length = position_ids.shape
     kwargs = {name: value for name, value in kwargs.items() if name != "seq_len"}
     documents_ids = torch.split(position_ids.reshape(-1), list(documents.lengths))

@@ -1,4 +1,4 @@
-"""The way that boundaries take through the forwards of one model."""
+"""How the boundaries reach the layers of one model."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from .traits import masks
 
 
 class Route(NamedTuple):
-    """The way that boundaries take through the forwards of one model.
+    """How the boundaries pass through the forwards of one model.
 
     Attributes:
         carrier: the forward argument that is replaced by the :class:`PackedMask`.
-        stops_ids: whether ``position_ids`` go no further than to the causal LM (Mamba, RWKV, OPT up to 4.45).
-        makes_masks: whether the causal LM makes masks itself, for the models inside it (Gemma 3 up to 4.52).
+        stops_ids: whether the decoder takes no ``position_ids`` (Mamba, RWKV, OPT up to 4.45).
+        makes_masks: whether the outermost model makes masks for the models inside it (Gemma 3 up to 4.52).
     """
 
     carrier: str
@@ -26,7 +26,7 @@ class Route(NamedTuple):
 
 
 def route_of(model: Looked) -> Route:
-    """The way that boundaries take through a model."""
+    """Return how the boundaries pass through a model."""
     made_by = [site.owner for inner in model.entered for site in masks.sites(type(inner))]
     return Route(
         MASK if model.attention else carrier(model.decoder, model.mixers),

@@ -15,14 +15,13 @@ from .inspecting import defining
 class Site:
     """An attribute to replace, and the function that makes the replacement.
 
-    A site is pickled with the names of its owner and of its function, so that a patch can be bound again in another
-    process.
+    A site pickles its owner by name, so that a patch can be bound again in another process.
 
     Attributes:
-        owner: a class or a module. It is the object itself, because another class may have the name of a class of
-            remote code by now.
+        owner: the class or module itself. A name would not do, because remote code that is loaded again defines another
+            class of the same name.
         attribute: the attribute's name.
-        make: called with the original value, returns the replacement. It must be picklable by name.
+        make: a function that takes the original value and returns the replacement. It must be picklable.
     """
 
     owner: Any
@@ -31,13 +30,13 @@ class Site:
 
     @property
     def module(self) -> ModuleType:
-        """The module that the owner is, or is defined in."""
+        """The owner itself if it is a module, else the module that defines it."""
         if isinstance(self.owner, ModuleType):
             return self.owner
         return importlib.import_module(self.owner.__module__)
 
     def bind(self, user: Any) -> None:
-        """Replace the attribute for one more user."""
+        """Replace the attribute on behalf of ``user``, for example a ``Patch``."""
         bind(self.owner, self.attribute, self.make, user)
 
     def __reduce__(self) -> Any:
@@ -51,5 +50,5 @@ def _site_of_module(module: str, attribute: str, make: Callable[[Any], Any]) -> 
 
 
 def of_forward(module: Any, make: Callable[[Any], Any]) -> Site:
-    """The site of a module's ``forward``, on the class that defines it."""
+    """Return the site of a module's ``forward``, on the class that defines it."""
     return Site(defining(type(module), "forward"), "forward", make)

@@ -1,9 +1,8 @@
-"""Whoever gives this process only a part of every row: a patched model refuses to compute there.
+"""Refuse sequence and context parallelism, where this process holds only a part of every row.
 
-A part looks like a row. Context parallelism's holds the head and the tail of one, with ids such as 0, 1, 6, 7, which
-restart nowhere and do not go on either; Ulysses' ends inside of a document. What can be looked at is where the
-attention of the parts is put together: a function that stands in another's place, DTensor's dispatcher, or the
-tokens' own placements.
+A part looks like a whole row. With context parallelism it holds the head and the tail of a row, with ids such as
+0, 1, 6, 7. With Ulysses it may end inside a document. Such a split is recognised by a replaced attention function, by
+DTensor's dispatcher, or by the placements of the tokens.
 """
 
 from __future__ import annotations
@@ -15,20 +14,21 @@ import torch
 
 from .._compile import compiling, constant
 from ..errors import PackingNotIsolated
+from .seams.interface import registered
 
 _SPLITTERS = {
     "deepspeed.runtime.sequence_parallel": "DeepSpeed's sequence parallelism (sp_size)",
     "ring_flash_attn": "ring attention (ring_flash_attn)",
     "torch.distributed": "context parallelism (cp_size, torch's context_parallel)",
 }
-"""Packages whose functions stand in attention's place where rows are split, and what a user knows them by."""
+"""Packages that replace the attention function when rows are split, with their names for users."""
 
 
 def refuse_split_rows(model: Any, call: dict[str, Any]) -> None:
-    """Raise :class:`PackingNotIsolated` where this process holds only a part of every row.
+    """Raise :class:`PackingNotIsolated` if this process holds only a part of every row.
 
-    Nothing is read from a device. In a compiled graph the function in attention's place is an argument of what is
-    looked at once, so that another one there makes another graph.
+    Nothing is read from a device. In a compiled graph the check runs once. The attention function is an argument of
+    the check, so that replacing the function makes a new graph.
     """
     sdpa = torch.nn.functional.scaled_dot_product_attention
     splitter = _splitter(sdpa, getattr(model.config, "_attn_implementation", None))
@@ -43,9 +43,7 @@ def refuse_split_rows(model: Any, call: dict[str, Any]) -> None:
 
 @constant
 def _splitter(sdpa: Any, implementation: Any) -> str:
-    table = getattr(sys.modules.get("transformers.modeling_utils"), "ALL_ATTENTION_FUNCTIONS", {})
-    registered = table[implementation] if isinstance(implementation, str) and implementation in table else None
-    for function in (sdpa, registered):
+    for function in (sdpa, registered(implementation)):
         module = f"{getattr(function, '__module__', '')}."
         for package, name in _SPLITTERS.items():
             if module.startswith(f"{package}."):
@@ -54,7 +52,7 @@ def _splitter(sdpa: Any, implementation: Any) -> str:
 
 
 def _dispatches_parts() -> bool:
-    """Whether DTensor's attention has been told to gather parts: torch does so while context parallelism is on."""
+    """Whether DTensor has a handler for flash attention, which torch installs while context parallelism is on."""
     dtensor = getattr(sys.modules.get("torch.distributed.tensor"), "DTensor", None)
     handlers = getattr(getattr(dtensor, "_op_dispatcher", None), "_custom_op_handlers", {})
     return torch.ops.aten._scaled_dot_product_flash_attention.default in handlers

@@ -1,4 +1,4 @@
-"""One model's forward of one batch, on its way through the stages of :mod:`fa2patch.upstream.forward`."""
+"""The state of one model's forward of one batch, for the stages of :mod:`fa2patch.upstream.forward`."""
 
 from __future__ import annotations
 
@@ -10,20 +10,20 @@ from .calls import Calls
 from .packed_mask import PackedMask
 
 MARK = "_fa2patch"
-"""Name of the instance attribute that says that a model is patched. It holds the model's ``Patch``."""
+"""Name of the instance attribute that marks a patched model. It holds the model's ``Patch``."""
 
 ROLE = "_fa2patch_role"
-"""Name of the instance attribute beside it, which holds the model's :class:`Role`."""
+"""Name of the instance attribute that holds a patched model's :class:`Role`."""
 
 
 class Role(NamedTuple):
-    """What one of the models is that a call goes through.
+    """The role of a model among the models that a call goes through.
 
     Attributes:
-        outermost: whether no other one is around it.
-        innermost: whether it is the one that loops over the layers.
-        predicts_the_next: whether its labels are what the token before predicts.
-        pools: whether its head pools the last token of each row, which is done for each document.
+        outermost: whether no other model is around it.
+        innermost: whether it is the base model, which loops over the layers.
+        predicts_the_next: whether a label is predicted by the token before it.
+        pools: whether its head pools the last token of each row. Packed batches are pooled for each document.
     """
 
     outermost: bool
@@ -34,20 +34,20 @@ class Role(NamedTuple):
 
 @dataclass(eq=False)
 class Step:
-    """One model's forward of one batch.
+    """The state of one model's forward of one batch.
 
     Attributes:
         module: the model.
         patch: its ``Patch``.
         role: its place among the models that the call goes through.
-        calls: the signature of the forward that will compute.
-        args: the arguments that came without names.
+        calls: the signature of the forward that is called.
+        args: the positional arguments.
         call: the arguments by name. Traits may replace it.
-        mask: the batch's documents; None for a dense batch.
-        handed: whether a model around this one has put the mask in its place.
-        places: whether this step puts the mask in its place, from where it reaches the layers.
-        by_hook: whether somebody else's forward will compute, and only a forward pre-hook sees the batch.
-        pieces: what rides on this step's tensors, and must have been taken when its forward returns.
+        mask: the packed mask; None for a dense batch.
+        handed: whether an outer model has passed the packed mask as an argument.
+        places: whether this step passes the packed mask as an argument.
+        by_hook: whether a foreign forward is called and this step belongs to a forward pre-hook.
+        pieces: the luggage that this step has attached. It must be taken before its forward returns.
     """
 
     module: Any
@@ -63,12 +63,12 @@ class Step:
     pieces: list[luggage.Piece] = field(default_factory=list)
 
     def attach(self, argument: str, piece: luggage.Piece) -> None:
-        """Let a piece ride on an argument. The step's end requires that somebody has taken it."""
+        """Attach a piece to an argument. After the forward it is an error if no code has taken it."""
         self.call[argument] = luggage.attach(self.call[argument], piece)
         self.pieces.append(piece)
 
     def send_documents(self) -> None:
-        """Let the documents ride on ``position_ids``, to a module that computes each of them by itself."""
+        """Attach the boundaries to ``position_ids``, for a module that computes each document separately."""
         if self.mask is None or not self.places or not self.calls.takes("position_ids"):
             return
         if not any(piece.kind == luggage.DOCUMENTS for piece in self.pieces):

@@ -1,4 +1,4 @@
-"""Where documents start (rule 2 of CONTRIBUTING.md): row by row, from every source, against a slow loop."""
+"""Where documents start (rule 2 of CONTRIBUTING.md): row by row, from every source, compared with a slow loop."""
 
 import itertools
 import sys
@@ -548,7 +548,7 @@ def test_ids_at_padding_say_nothing():
 
 
 def test_with_an_int_nothing_is_read_from_a_device(reads):
-    """A meta tensor holds no values: whoever reads one fails."""
+    """A meta tensor holds no values, so any read fails."""
     cu = ints(0, 3, 6).to("meta")
     ids = torch.zeros(1, 6, dtype=torch.long, device="meta")
     mask = torch.ones(1, 6, device="meta")
@@ -613,8 +613,11 @@ def slow_boundaries(rows):
 
 
 def slow_starts(row, mask):
-    """Whether each token starts a document. Ids may count padding between two tokens, or not; what else they do there
-    says nothing, unless they restart at 0."""
+    """Return for each token whether it starts a document.
+
+    Ids may or may not count the padding between two tokens. Other ids after padding are ambiguous and continue the
+    document, unless they restart at 0.
+    """
     starts, last, apart = [], None, 0
     for position, real in zip(row, mask):
         apart += 1
@@ -627,7 +630,7 @@ def slow_starts(row, mask):
 
 
 def slow_jumps(row, mask):
-    """Whether behind padding some token neither goes on nor restarts at 0: not certain to be a filler."""
+    """Whether a token after padding neither continues nor restarts at 0, so that it may not be a filler."""
     last, apart = None, 0
     for position, real in zip(row, mask):
         apart += 1
@@ -639,7 +642,7 @@ def slow_jumps(row, mask):
 
 
 def slow_recognise(rows, masks):
-    """Where documents and runs of padding end; None where nothing is packed; an error where a hole is."""
+    """Return the cuts between documents and runs of padding, None if nothing is packed, or an error for a hole."""
     packed, hole, cuts, token = False, False, [], 0
     for row, mask in zip(rows, masks):
         starts = slow_starts(row, mask)
@@ -656,14 +659,14 @@ def slow_recognise(rows, masks):
 
 
 def slow_numbers(row, mask):
-    """1, 2, ... for the documents of a row, 0 for its padding."""
+    """Return 1, 2, ... for the documents of a row, and 0 for its padding."""
     counted = itertools.accumulate(slow_starts(row, mask))
     return [count if real else 0 for count, real in zip(counted, mask)]
 
 
 @st.composite
 def layouts(draw, padded=False):
-    """Rows of ids, 1 to 50 documents each, cut to the shortest row's length, and their masks."""
+    """Draw rows of ids with 1 to 50 documents each, cut to the shortest row's length, and their masks."""
     lengths = draw(st.lists(st.integers(1, 8), min_size=1, max_size=50))
     offset = st.one_of(st.just(0), st.integers(0, 12))
     rows, masks = [], []
@@ -749,7 +752,7 @@ def test_on_a_gpu_cu_seqlens_stay_there_and_stated_ones_cost_no_synchronisation(
 
 
 def picture(start, height, width, frames=1):
-    """mRoPE ids ``[3, tokens]`` of a picture, or of a film's frames."""
+    """Return mRoPE ids ``[3, tokens]`` of a picture, or of a film's frames."""
     t, h, w = torch.meshgrid(torch.arange(frames), torch.arange(height), torch.arange(width), indexing="ij")
     return torch.stack([t.flatten(), h.flatten(), w.flatten()]) + start
 

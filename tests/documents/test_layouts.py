@@ -1,4 +1,4 @@
-"""Attention over any layout against one masked softmax in float64, and a patched model against its documents alone."""
+"""Any layout: attention against one masked softmax in float64, and a patched model against its documents alone."""
 
 import pytest
 import torch
@@ -15,15 +15,16 @@ DRAWN = {"derandomize": True, "database": None, "deadline": None, "suppress_heal
 TOLERANCES = {torch.float64: 1e-11, torch.float32: 2e-5}
 MODELING = {"interface": modeling_interface, "function": modeling_function, "method": modeling_method}
 TABLE = 64
-"""Positions that the fake models have embeddings for."""
+"""Positions for which the fake models have embeddings."""
 
 
 class Layout:
-    """A batch whose documents are known because it was made of them.
+    """A batch that is built from known documents.
 
     Attributes:
-        ids: position_ids ``[axes, batch, length]``; the first axis says what text's ids say.
+        ids: position ids ``[axes, batch, length]``; the first axis holds the ids of text.
         number: ``[batch, length]``, every token's document, counted from 1 through the batch; 0 is padding.
+        documents: the row and the slice of each document.
     """
 
     def __init__(self, rows):
@@ -36,7 +37,7 @@ class Layout:
             for gap, length, start in row:
                 apart += gap + 1
                 goes_on = last is not None and start in (last + 1, last + apart)
-                behind_padding = last is not None and apart > 1  # there only ids that restart at 0 say that one starts
+                behind_padding = last is not None and apart > 1  # there only ids that restart at 0 start a document
                 start = 0 if goes_on or behind_padding else start
                 span = slice(at + gap, at + gap + length)
                 self.ids[0, index, span] = torch.arange(start, start + length)
@@ -64,7 +65,7 @@ class Layout:
 
 @st.composite
 def layouts(draw, longest=40, furthest=2**40):
-    """1 to 50 documents in 1 to 4 rows, with runs of padding before, between and behind them, and what fills these."""
+    """Draw 1 to 50 documents in 1 to 4 rows, with runs of padding before, between and after them, and filler ids."""
     count = draw(st.one_of(st.integers(1, 50), st.integers(2, 12), st.just(50)))
     length = st.one_of(st.just(1), st.integers(1, 8), st.integers(1, 8), st.integers(1, longest))
     gap = st.sampled_from([0, 0, 0, 0, 0, 1, 3]) if draw(st.booleans()) else st.just(0)
@@ -80,7 +81,7 @@ def layouts(draw, longest=40, furthest=2**40):
 
 @st.composite
 def of_several_axes(draw, layout):
-    """The same documents in mRoPE's ids: all text, or with pictures, whose tokens time does not count."""
+    """Draw the same documents with mRoPE's ids: text, or pictures, whose tokens do not advance the time axis."""
     layout, axes = draw(layout), draw(st.sampled_from([1, 1, 2, 3, 4]))
     text = layout.ids
     layout.ids = text.repeat(axes, 1, 1)
@@ -95,7 +96,7 @@ def of_several_axes(draw, layout):
 
 
 def found_boundaries(layout, source):
-    """What the product finds, told in one of the ways in which a batch can tell; None where it finds no packing."""
+    """Return the boundaries that fa2patch finds from one source of information, or None if it finds no packing."""
     ids = layout.ids if len(layout.ids) > 1 else layout.ids[0]
     if source == "ids alone":
         return fa2patch.boundaries(ids)
@@ -113,7 +114,7 @@ def found_boundaries(layout, source):
 
 
 def definition(q, k, v, number, options):
-    """Every score of every row in float64, and minus infinity where a query must not look; padding sees itself."""
+    """Compute all scores in float64, with minus infinity where a query must not attend; padding sees itself."""
     q, k, v = (states.double() for states in (q, k, v))
     groups = q.shape[2] // k.shape[2]
     k, v = (states.repeat_interleave(groups, dim=2) for states in (k, v))
@@ -127,7 +128,7 @@ def definition(q, k, v, number, options):
 
 
 def of_tokens(output, layout):
-    """A weighted sum over what is no padding."""
+    """Return a weighted sum over the tokens that are not padding."""
     weights = torch.randn(output.shape, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
     return (output.double() * weights * layout.mask[:, :, None, None]).sum()
 
@@ -173,7 +174,7 @@ def attends_as_defined(layout, call, seen):
 
 
 def on_every_kind(seen):
-    """The examples were what this file is about; else it would hold in silence."""
+    """Check that the drawn examples include all kinds of layouts."""
     assert {len(layout.ids) for layout in seen} == {1, 2, 3, 4}
     assert {layout.shape[0] for layout in seen} == {1, 2, 3, 4}
     assert {layout.padded for layout in seen} == {True, False}
@@ -216,7 +217,7 @@ def build(seam):
 
 
 def alone(model, layout, tokens, counted):
-    """Logits of every document run on its own, one after another."""
+    """Return the logits of every document run alone, one after another."""
     pieces = []
     for row, span in layout.documents:
         ids = layout.ids[0, row, span][None] if counted else None
@@ -245,7 +246,7 @@ def computes_as_alone(patched, plain, counted, layout, seen):
 
 def check_model(seam, examples):
     patched, plain, seen = build(seam), build(seam), []
-    counted = seam != "method"  # its table ends with the row; rotary positions do not tell where counting starts
+    counted = seam != "method"  # its table ends with the row; rotary positions do not depend on the first id
     strategy = layouts(longest=16, furthest=TABLE - 16)
     with fa2patch.apply(patched):
         check = given(strategy)(lambda layout: computes_as_alone(patched, plain, counted, layout, seen))

@@ -1,4 +1,4 @@
-"""Whatever is fed to it: an error of fa2patch's own that says what was expected and found, or what is right."""
+"""Invalid input: the result is right, or an error of fa2patch says what was expected and what was found."""
 
 import functools
 
@@ -56,7 +56,7 @@ def cases(table):
 
 @pytest.fixture(scope="module")
 def models():
-    """A patched model, and one of the same weights that is not."""
+    """Yield a patched model and an unpatched one with the same weights."""
     patched = tiny_llama()
     with fa2patch.apply(patched):
         yield patched, tiny_llama()
@@ -110,7 +110,7 @@ def test_ids_at_the_ends_of_int64_and_negative_ones(ids, lengths):
     assert fa2patch.boundaries(torch.tensor(ids)).lengths == lengths
 
 
-# What is no model, no row, no kernel
+# Objects that are not a model, a row or a kernel
 
 
 @pytest.mark.parametrize("function", [fa2patch.apply, fa2patch.revert, fa2patch.status, fa2patch.verify])
@@ -322,7 +322,7 @@ def test_a_mask_of_rubbish_with_a_dense_row_is_the_models_own_affair(models):
 
 
 def outcome(model, call):
-    """The class of the error that a call raises, and whether it was raised by a file of fa2patch."""
+    """Return the class of the error that a call raises, and whether it was raised in a file of fa2patch."""
     with pytest.raises(Exception) as caught:
         model(**call)
     return type(caught.value), "fa2patch" in str(caught.traceback[-1].path.parent)
@@ -355,7 +355,7 @@ def outcome(model, call):
     "a cache of text": ({"past_key_values": "x"}, "a packed batch came with past_key_values"),
 })  # fmt: skip
 def test_other_inputs_of_a_packed_batch(models, rubbish, found):
-    """What fa2patch does not look at (token numbers, dtypes) fails as it does without it, in the model's own words."""
+    """Inputs that fa2patch does not check (token ids, dtypes) fail in the model with the same error as without it."""
     patched, plain = models
     call = {name: value for name, value in {**BATCH, **rubbish}.items() if value is not None}
     if found is None:
@@ -486,7 +486,7 @@ def test_one_row_of_ids_without_a_batch_is_computed_as_without_fa2patch():
     model = tiny_models.build("gpt2", "eager")
     try:
         dense = model(IDS[0]).logits
-    except Exception as error:  # 5.x takes no such row
+    except Exception as error:  # 5.x does not take such a row
         with fa2patch.apply(model), pytest.raises(type(error)):
             model(IDS[0])
     else:

@@ -1,4 +1,4 @@
-"""Packed attention by its definition, and what tests of kernels need besides."""
+"""Packed attention by its definition, and helpers for tests of kernels."""
 
 import itertools
 
@@ -12,12 +12,13 @@ WINDOWS = {"no window": None, "window 1": 1, "smaller": 4, "equal": 8, "larger":
 
 
 def documents(lengths, device="cpu"):
+    """Return boundaries for documents of these lengths."""
     ends = [0, *itertools.accumulate(lengths)]
     return Boundaries(torch.tensor(ends, dtype=torch.int32, device=device), max(lengths))
 
 
 def states(lengths=LENGTHS, dtype=torch.float64, groups=1, dim=DIM, value_dim=DIM, device="cpu", heads=HEADS):
-    """q, k, v of one row, large enough that a weight on a wrong key shows."""
+    """Return q, k and v ``[tokens, heads, dim]`` of one row. They are so large that a weight on a wrong key shows."""
     sizes = ((heads, dim), (heads // groups, dim), (heads // groups, value_dim))
     return [
         (1.5 * torch.randn(sum(lengths), *size, dtype=torch.float64)).to(device, dtype).requires_grad_()
@@ -26,7 +27,7 @@ def states(lengths=LENGTHS, dtype=torch.float64, groups=1, dim=DIM, value_dim=DI
 
 
 def brute_force(q, k, v, lengths, options):
-    """The definition: every score of the row, ``-inf`` added where a query must not look."""
+    """Compute attention by its definition: all scores of the row, with ``-inf`` added where a query must not attend."""
     tokens, heads, dim = q.shape
     key_head = torch.arange(heads, device=q.device) // (heads // k.shape[1])
     document = torch.repeat_interleave(torch.arange(len(lengths)), torch.tensor(lengths)).to(q.device)
@@ -52,15 +53,17 @@ def brute_force(q, k, v, lengths, options):
 
 
 def with_gradients(attend, inputs):
-    """The output, and the gradient of a fixed random sum of it with respect to every input."""
+    """Return the output, and the gradients of a fixed random weighted sum of it with respect to every input."""
     output = attend()
     direction = torch.randn(output.shape, generator=torch.Generator().manual_seed(7), dtype=torch.float64)
     return [output, *torch.autograd.grad(output, inputs, direction.to(output.device, output.dtype))]
 
 
 def largest_errors(found, truth):
+    """Return the largest absolute error of each pair of tensors."""
     return [(a.double() - b.double()).abs().max().item() for a, b in zip(found, truth)]
 
 
 def doubled(tensor):
+    """Return a float64 copy that requires gradients."""
     return None if tensor is None else tensor.detach().double().requires_grad_()

@@ -1,4 +1,4 @@
-"""Tiny models with pictures, and documents for them as processors give them, without a processor."""
+"""Tiny models with pictures, and documents for them like those of a processor, without a processor."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from compat_matrix import tiny_configs, tiny_models
 from fa2patch.upstream.find_models import models
 
 START, PICTURE, FILM = 93, 94, 95
-"""Tokens: a picture follows; its placeholder; a film's."""
+"""Token ids: start of a picture, placeholder of a picture, placeholder of a film."""
 
 FAMILIES = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", "qwen3_5", "glm4v")
 _NAMES = {"qwen3_5": "Qwen3_5ForConditionalGeneration", "glm4v": "Glm4vForConditionalGeneration"}
@@ -19,19 +19,21 @@ _TEXT = {"rope_scaling", "rope_parameters"}
 
 
 def is_present(family):
+    """Whether this Transformers has the family."""
     if family not in _NAMES:
         return tiny_models.is_present(family)
     return hasattr(importlib.import_module("transformers"), _NAMES[family])
 
 
 def build(family, implementation="eager", **changes):
+    """Build a tiny model of the family, with weights scaled up, in float32 and eval mode."""
     if family not in _NAMES:
         return tiny_models.build(family, implementation, **changes)
     cls = getattr(importlib.import_module("transformers"), _NAMES[family])
     text_class = type(cls.config_class().text_config)
     known = tiny_models.parameters(text_class)
     mrope = {name: value for name, value in tiny_models._MROPE.items() if name in _TEXT & set(known)}
-    if family == "glm4v":  # of heads this small all must rotate, for three axes to have a part
+    if family == "glm4v":  # heads are so small that all dimensions must rotate, or an axis would have none
         mrope = {name: {**value, "type": "default", "partial_rotary_factor": 1.0} for name, value in mrope.items()}
         mrope["partial_rotary_factor"] = 1.0
     text = {"model_type": text_class.model_type, **tiny_models._small(text_class), **mrope, **changes}
@@ -48,9 +50,11 @@ def build(family, implementation="eager", **changes):
 
 
 def document(model, *parts, seed=0):
-    """What a processor gives: ``parts`` are numbers of words, or grids ``(1, height, width)`` of pictures in patches.
+    """Return a processor's output for one document.
 
-    A film is a grid with the word "film" in front.
+    Args:
+        parts: numbers of words, or grids ``(1, height, width)`` of pictures in patches. A film is a grid that is
+            preceded by the word "film".
     """
     generator = torch.Generator().manual_seed(seed)
     vision = model.config.vision_config
@@ -65,7 +69,7 @@ def document(model, *parts, seed=0):
         count = torch.tensor(grid).prod().item()
         kind, name = ("video", "pixel_values_videos") if film else ("image", "pixel_values")
         frames = grid[0] if film and model.config.model_type not in ("qwen2_vl", "qwen2_5_vl") else 1
-        for _ in range(frames):  # from Qwen3-VL on words (a time stamp) stand between a film's frames
+        for _ in range(frames):  # from Qwen3-VL on, words (a time stamp) separate a film's frames
             ids += [torch.tensor([9, START]), torch.full((count // merged // frames,), FILM if film else PICTURE)]
             types += [torch.zeros(2, dtype=torch.long), torch.full((count // merged // frames,), 2 if film else 1)]
         channels = getattr(vision, "in_channels", None) or vision.in_chans
@@ -80,12 +84,13 @@ def document(model, *parts, seed=0):
 
 
 def takes_types(model):
+    """Whether the model's forward takes ``mm_token_type_ids``."""
     return "mm_token_type_ids" in inspect.signature(type(model).forward).parameters
 
 
 def alone(model, example, **call):
-    """Logits ``[tokens, vocabulary]`` of one document."""
-    if hasattr(model, "get_rope_index"):  # up to 4.48 only generate() asks it
+    """Return the logits ``[tokens, vocabulary]`` of one document."""
+    if hasattr(model, "get_rope_index"):  # up to 4.48 only generate() calls it
         grids = {name: example[name] for name in example if name.endswith(("_grid_thw", "_grid_ts"))}
         ids = model.get_rope_index(example["input_ids"], attention_mask=example["attention_mask"], **grids)[0]
         call = {"position_ids": ids, **call}
@@ -94,5 +99,5 @@ def alone(model, example, **call):
 
 
 def decoder(model):
-    """The model that loops over the layers of text."""
+    """Return the model that loops over the text layers."""
     return models(model)[-1]

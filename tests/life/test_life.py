@@ -1,4 +1,4 @@
-"""What a patched model lives through: threads, replicas, copies, wrappers, other dtypes, interruptions."""
+"""Situations in a patched model's life: threads, replicas, copies, wrappers, other dtypes, interruptions."""
 
 import copy
 import gc
@@ -32,7 +32,7 @@ def model():
 
 @pytest.fixture(scope="module", autouse=True)
 def only_what_is_made_here_is_collected():
-    """Else every ``gc.collect()`` looks through all that Transformers has imported."""
+    """Otherwise every ``gc.collect()`` scans everything that Transformers has imported."""
     gc.collect()
     gc.freeze()
     yield
@@ -41,7 +41,7 @@ def only_what_is_made_here_is_collected():
 
 @pytest.fixture(autouse=True)
 def nothing_is_left_of_other_tests():
-    """A forgotten model holds its class's bindings until it is collected: what is not patched would seem to be."""
+    """A forgotten model keeps its class's bindings until it is collected, so an unpatched model would look patched."""
     gc.collect()
     yield
     assert dense.reached.inside == []
@@ -52,7 +52,7 @@ def logits(model, docs):
 
 
 def isolated(model):
-    """Raises where documents leak, or packed is not alone."""
+    """Raises if documents leak, or if packed differs from alone."""
     return fa2patch.verify(model).ok
 
 
@@ -61,7 +61,7 @@ def leaks(model):
 
 
 def trained(model, docs, packed=True):
-    """Gradients of one step."""
+    """Return the gradients of one step."""
     loss_of(logits(model, docs) if packed else alone(model, docs), docs).backward()
     return gradients(model)
 
@@ -74,7 +74,7 @@ def expected_gradients(*batches):
 
 
 def in_threads(*works):
-    """Results of functions that run at once, switched between as often as can be."""
+    """Return the results of functions that run in parallel threads, switched as often as possible."""
     barrier, results = threading.Barrier(len(works)), [None] * len(works)
 
     def run(index, work):
@@ -105,7 +105,7 @@ def in_threads(*works):
 
 
 def test_models_trained_at_once_do_not_see_each_other(docs):
-    """Two patched, one of them padded as well, and one of the same class that is not."""
+    """Two models are patched. A third, of the first one's class, is not, and also computes a dense batch."""
     other, dense = documents(2, 2, 8, 6, seed=1), torch.stack(documents(6, 6, seed=2))
     first, second, unpatched = tiny_llama(), tiny_models.build("mistral", "sdpa"), tiny_llama()
     works = [
@@ -152,7 +152,7 @@ def test_data_parallel_around_a_model(docs):
 
 
 def replicate(network):
-    """A replica as torch/nn/parallel/replicate.py makes them, the parameters not copied to another device."""
+    """Make a replica like torch/nn/parallel/replicate.py, without copying parameters to another device."""
     modules = list(network.modules())
     index = {module: at for at, module in enumerate(modules)}
     copies = [module._replicate_for_data_parallel() for module in modules]
@@ -182,7 +182,7 @@ def test_replicas_of_a_patched_model_in_threads(model, docs, warm):
     assert_same_gradients(gradients(model), expected_gradients(docs))
 
 
-# One batch amid another
+# One batch during another
 
 
 @pytest.mark.parametrize("backwards", [1, -1], ids=["in order", "in reverse"])
@@ -293,7 +293,7 @@ def test_an_average_of_the_weights_is_patched_too(model):
 def test_a_cast_model_stays_patched(model, dtype):
     fa2patch.apply(model)
     assert isolated(model.to(dtype))
-    bound = fa2patch.verify(model).distance_bound  # up to 4.44 Llama's logits are float32 whatever it computes in
+    bound = fa2patch.verify(model).distance_bound  # up to 4.44 Llama's logits are float32 in every dtype
     assert bound >= 5e-2 if dtype is torch.bfloat16 else bound <= 1e-4
 
 
@@ -356,7 +356,7 @@ def test_a_revert_before_a_checkpoints_recompute_leaks_nothing(model, docs, othe
 
 
 class OutOfMemoryError(RuntimeError):
-    """As torch's, which needs no CUDA to be raised but a build with it to be named."""
+    """Like torch's error, whose name exists only in builds with CUDA."""
 
 
 INTERRUPTIONS = [OutOfMemoryError, KeyboardInterrupt]
@@ -428,7 +428,7 @@ def test_a_verification_that_is_interrupted_leaves_the_model_as_it_was(model):
     assert isolated(model)
 
 
-# Compiled (last: what the compiler leaves makes every collection slow)
+# Compiled (last, because the compiler's objects make every collection slow)
 
 
 def test_what_is_compiled_already_follows_apply_and_revert(docs):
@@ -449,7 +449,7 @@ def test_what_is_compiled_already_follows_apply_and_revert(docs):
 
 
 class TestNothingPacked:
-    """TRL 0.19 joins examples for a model that is not named flash_attention_2, and gives no position_ids."""
+    """TRL 0.19 joins examples without position ids if the model is not named flash_attention_2."""
 
     @staticmethod
     def warned(model, batch, times=dense.SAY_AFTER):

@@ -1,7 +1,7 @@
-"""Small random models, batches that say in one way or another where documents start, and the rule: right or refused.
+"""Small random models, batches that tell in different ways where documents start, and the rule: right or refused.
 
-Every case of this folder gives its result to :func:`right_or_refused`: what the documents give alone, or an error of
-ours that says what was found and what to do. Nothing else passes.
+Every case of this folder passes its result to :func:`right_or_refused`. It must equal the documents run alone, or be an
+error of fa2patch that says what was found and what to do.
 """
 
 from __future__ import annotations
@@ -23,16 +23,18 @@ from compat_matrix.check.rows import documents, pack
 
 IGNORED = -100
 SCALE = 8
-"""Of the weights, over what Transformers makes them: a leak through products of small numbers would not show."""
+"""Factor on the weights that Transformers initialises. With small weights a leak would be too small to detect."""
 
 OF_THE_LARGEST = 0.01
-"""A gradient that is smaller than this part of the largest is held to it: without rope a key's bias has none at all."""
+"""Gradients smaller than this fraction of the largest are compared relative to it: without rope a key's bias has
+a gradient of zero.
+"""
 
 DOCS = documents(5, 1, 9, 3)
 
 
 def class_of(name: str) -> Any:
-    """A class of Transformers, or the test is left out where this version has none."""
+    """Return a class of Transformers; skip the test if this version does not have it."""
     cls = getattr(transformers, name, None)
     if cls is None or getattr(cls, "__module__", "").endswith("dummy_pt_objects"):
         pytest.skip(f"Transformers {transformers.__version__} has no {name}")
@@ -40,7 +42,7 @@ def class_of(name: str) -> Any:
 
 
 def config_of(family: str, **changes: Any) -> Any:
-    """A tiny config of a family's causal LM, or of what ``tiny_models`` has for that name."""
+    """Return the tiny config that ``tiny_models`` has for this name; skip the test if there is none."""
     if not tiny_models.is_present(family):
         pytest.skip(f"Transformers {transformers.__version__} has no {family} that can be patched")
     config = tiny_models.config_of(family)
@@ -50,13 +52,13 @@ def config_of(family: str, **changes: Any) -> Any:
 
 
 def of_family(family: str) -> tuple[Any, Any]:
-    """A family's class and its tiny config, or the test is left out where this version has none."""
+    """Return a family's class and its tiny config; skip the test if this version does not have it."""
     config = config_of(family)
     return tiny_models.model_class(family), config
 
 
 def small(cls: Any, config: Any, implementation: str = "sdpa") -> Any:
-    """The same model each time it is asked for: random weights, scaled up; in eval mode, float32."""
+    """Build a model with scaled random weights, which are the same in every call; float32, in eval mode."""
     torch.manual_seed(0)
     try:
         model = tiny_models._load(cls, config, implementation)
@@ -70,13 +72,13 @@ def small(cls: Any, config: Any, implementation: str = "sdpa") -> Any:
 
 
 def llama(cls: Any = None, **changes: Any) -> Any:
-    """A Llama of two layers, of this class (a causal LM's, where none is named)."""
+    """Build a Llama of two layers; ``cls`` is LlamaForCausalLM by default."""
     return small(cls or transformers.LlamaForCausalLM, config_of("llama", **changes))
 
 
 @dataclass
 class Result:
-    """What is compared; None where a case has no such thing."""
+    """The values that are compared. ``loss`` is None and ``gradients`` are empty in cases without a loss."""
 
     logits: torch.Tensor
     loss: torch.Tensor | None = None
@@ -84,7 +86,15 @@ class Result:
 
 
 def right_or_refused(run: Callable[[], Result], expected: Result) -> str:
-    """The rule. ``run`` patches the model and calls it; returns ``right``, or ``refused`` with the error's class."""
+    """Run a case and check that it is right or refused.
+
+    Args:
+        run: patches a model and calls it.
+        expected: the result of the documents run alone.
+
+    Returns:
+        ``right``, or ``refused`` with the error's class.
+    """
     try:
         found = run()
     except fa2patch.Fa2PatchError as error:
@@ -95,6 +105,7 @@ def right_or_refused(run: Callable[[], Result], expected: Result) -> str:
 
 
 def assert_right(found: Result, expected: Result) -> None:
+    """Compare logits, and loss and gradients if ``expected`` has them."""
     if expected.loss is not None:
         assert found.loss is not None, "no loss came back"
         assert_close(
@@ -106,14 +117,15 @@ def assert_right(found: Result, expected: Result) -> None:
 
 
 def assert_says_enough(error: fa2patch.Fa2PatchError) -> None:
-    """What was found and what to do takes more than a few words."""
+    """An error has to say what was found and what to do, which takes at least eight words."""
     assert len(str(error).split()) >= 8, f"an error that says too little: {error!r}"
 
 
 def alone(model: Any, docs: list[torch.Tensor] = DOCS, ids: torch.Tensor | None = None) -> Result:
-    """Each document through the unpatched model; the mean of the losses inside documents, and its gradients.
+    """Run each document alone through the unpatched model; the loss is the mean over targets inside documents.
 
-    ``ids``: the row's position_ids, of which each document is given its own.
+    Args:
+        ids: the row's position ids; each document gets its part of them.
     """
     model.zero_grad()
     given = [{}] * len(docs) if ids is None else [{"position_ids": one} for one in ids.split([*map(len, docs)], -1)]
@@ -124,7 +136,7 @@ def alone(model: Any, docs: list[torch.Tensor] = DOCS, ids: torch.Tensor | None 
 
 
 def called(function: Callable[..., Any], model: Any, batch: dict[str, Any]) -> Result:
-    """The model's own loss on a batch of one row, its gradients, and logits ``[tokens, ...]``."""
+    """Return the model's own loss on a batch of one row, its gradients, and logits ``[tokens, ...]``."""
     model.zero_grad()
     output = function(**batch)
     logits = output.logits[0].detach()
@@ -132,6 +144,7 @@ def called(function: Callable[..., Any], model: Any, batch: dict[str, Any]) -> R
 
 
 def with_gradients(model: Any, loss: torch.Tensor) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+    """Run the backward; return the loss and the gradients by parameter name."""
     loss.backward()
     found = {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
     model.zero_grad()
@@ -139,11 +152,11 @@ def with_gradients(model: Any, loss: torch.Tensor) -> tuple[torch.Tensor, dict[s
 
 
 WAYS = ("position_ids", "seq_idx", "document numbers in the mask", "lengths of keys", "all lengths")
-"""In which a batch says where its documents start."""
+"""The ways in which a batch tells where its documents start."""
 
 
 def told(docs: list[torch.Tensor], way: str, **more: Any) -> dict[str, Any]:
-    """One packed row that says in one way where documents start."""
+    """Return one packed row that tells in one way where documents start."""
     row = pack(docs)
     ids = row.pop("position_ids")
     lengths = torch.tensor([len(doc) for doc in docs])
@@ -164,7 +177,7 @@ def told(docs: list[torch.Tensor], way: str, **more: Any) -> dict[str, Any]:
 
 
 def labels_of(docs: list[torch.Tensor], first_label: int | None = None) -> torch.Tensor:
-    """Every token's own label ``[1, length]``; the first of each document another, where one is given."""
+    """Return each token as its own label ``[1, length]``; ``first_label`` replaces the first label of each document."""
     pieces = [doc.clone() for doc in docs]
     for piece in pieces:
         piece[0] = piece[0] if first_label is None else first_label
@@ -172,7 +185,7 @@ def labels_of(docs: list[torch.Tensor], first_label: int | None = None) -> torch
 
 
 def shifted(labels: torch.Tensor) -> torch.Tensor:
-    """``shift_labels`` of a whole row, as who does not look at documents makes them."""
+    """Return ``shift_labels`` of a whole row, made without regard to documents."""
     return pad(labels, (0, 1), value=IGNORED)[:, 1:].contiguous()
 
 
@@ -185,7 +198,7 @@ def own_forward(
     shift_labels: Any = None,
     **kwargs: Any,
 ) -> Any:
-    """A causal LM's forward with a loss of its own, as fused losses bring one: it shifts the whole row's labels."""
+    """A causal LM's forward that computes its own loss, like fused losses: it shifts the whole row's labels."""
     kwargs.pop("return_dict", None)
     hidden = self.model(input_ids=input_ids, attention_mask=attention_mask, position_ids=position_ids, **kwargs)[0]
     logits, loss = self.lm_head(hidden), None
@@ -198,7 +211,7 @@ def own_forward(
 
 @contextmanager
 def replaced(cls: Any, forward: Callable[..., Any]) -> Iterator[None]:
-    """``cls.forward`` is another one meanwhile, as class-wide patches have it."""
+    """Replace ``cls.forward`` within the block, like patches of a whole class."""
     before = vars(cls)["forward"]
     cls.forward = forward
     try:

@@ -1,4 +1,4 @@
-"""Calls that are no packed batch, though their ids jump: a forward gives what it gives unpatched."""
+"""Calls that are not packed although their position ids jump: a forward returns the same as unpatched."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from compat_matrix import tiny_models
 WITHOUT_ATTENTION = [name for name in tiny_models.WITHOUT_ATTENTION if tiny_models.is_present(name)]
 
 TREE = ["100000", "110000", "111000", "111100", "111010", "111001"]
-"""Three tokens that could each be the fourth: none of them sees another."""
+"""The last three tokens are alternatives for the fourth position; none of them sees another."""
 
 LEVELS = torch.tensor([[0, 1, 2, 3, 3, 3]])
 
@@ -27,13 +27,13 @@ def additive(rows):
 
 
 def ids_of(mask):
-    """As upstream's ``generate`` counts them."""
+    """Upstream's ``generate`` computes position ids this way."""
     return (mask.cumsum(-1) - 1).masked_fill(mask == 0, 1)
 
 
 def given_ids(model, position_ids):
-    """OPT up to 4.45 takes no ids, and Mamba hands them to nobody."""
-    parameters = inspect.signature(inspect.unwrap(type(model).forward)).parameters  # patched, OPT's takes them
+    """OPT up to 4.45 takes no position ids, and Mamba does not use them."""
+    parameters = inspect.signature(inspect.unwrap(type(model).forward)).parameters  # a patched OPT takes them
     return {"position_ids": position_ids} if "position_ids" in parameters else {}
 
 
@@ -64,7 +64,7 @@ class TestAMaskThatSaysWhoSeesWhom:
 
 
 CONTINUED = {"one token": (6, ["1111111", "0011111"]), "three": (4, ["1111111", "0011111"]), "a hole": (4, ["1111101"])}
-"""How many tokens are cached, and the mask of cached and new ones."""
+"""The number of cached tokens, and the mask of cached and new tokens."""
 
 
 @pytest.mark.parametrize("with_ids", [False, True], ids=["without ids", "with ids"])
@@ -89,7 +89,7 @@ def test_a_mixer_goes_on_from_its_state_as_unpatched(architecture, case, of, wit
 
 
 class Recording(transformers.LlamaForCausalLM):
-    """It notes what comes in ``**kwargs``."""
+    """Records its ``**kwargs``."""
 
     def forward(self, input_ids=None, attention_mask=None, position_ids=None, labels=None, **kwargs):
         self.given = kwargs
@@ -97,7 +97,7 @@ class Recording(transformers.LlamaForCausalLM):
 
 
 class WithoutMore(transformers.LlamaForCausalLM):
-    """It takes what it names, and nothing else."""
+    """Takes only the arguments that it names."""
 
     def forward(self, input_ids=None, attention_mask=None, position_ids=None, labels=None):
         return super().forward(input_ids, attention_mask=attention_mask, position_ids=position_ids, labels=labels)
@@ -112,7 +112,9 @@ def test_lengths_go_on_to_a_forward_that_takes_them():
 
 @pytest.mark.parametrize("packed", [True, False], ids=["packed", "dense"])
 def test_an_argument_that_a_forward_does_not_take_is_an_error_as_without_the_patch(packed):
-    """A misspelt one must not be dropped in silence; the collator's lengths are, by a forward that knows none."""
+    """A misspelt argument must not be dropped. Only the collator's lengths are, by a forward that does not take
+    them.
+    """
     model, reference = llama(WithoutMore), llama(WithoutMore)
     batch = told(DOCS, "all lengths") if packed else {"input_ids": DOCS[2][None]}
     fa2patch.apply(model)

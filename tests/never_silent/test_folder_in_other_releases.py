@@ -1,4 +1,4 @@
-"""The same files in an environment of each of these releases, beside the one that is installed."""
+"""Run this folder's files in environments of other releases, in addition to the installed one."""
 
 import os
 import subprocess

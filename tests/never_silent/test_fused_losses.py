@@ -1,4 +1,4 @@
-"""Liger, cut-cross-entropy and TRL's fused head, the real packages: right or refused, check by check."""
+"""Liger, cut-cross-entropy and TRL's fused head, with the real packages: each check is right or refused."""
 
 import json
 import subprocess

@@ -1,4 +1,4 @@
-"""``generate`` of a patched model: token for token, and score for score, as unpatched."""
+"""``generate`` of a patched model returns the same tokens and scores as unpatched."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ MASKS = {
 """Ones for the tokens of each row that are seen."""
 
 FEWER_MASKS = ["no padding", "right", "several rows, right, of one and two tokens", "left, right and a hole"]
-"""For the ways of generating that make ids and masks as the greedy one does."""
+"""For generation modes that make ids and masks like greedy search."""
 
 WAYS = {"greedy": {}, "sampling": {"do_sample": True, "temperature": 0.9, "top_k": 20}, "beam": {"num_beams": 3}}
 
@@ -54,7 +54,7 @@ def test_generates_as_unpatched(architecture, way, cache, mask):
 @pytest.mark.parametrize("mask", ["no padding", "left", "right", "a hole"])
 @pytest.mark.parametrize("architecture", PRESENT)
 class TestWithHelp:
-    """Drafts are made of one row at a time."""
+    """Only single rows, because drafts are made for one row at a time."""
 
     def test_of_an_assistant_generates_as_unpatched(self, architecture, mask):
         row = {name: value[:1] for name, value in batch(mask).items()}
@@ -62,5 +62,5 @@ class TestWithHelp:
 
     def test_of_its_prompt_generates_as_unpatched(self, architecture, mask):
         row = {name: value[:1] for name, value in batch(mask).items()}
-        row["input_ids"][0, -2:] = row["input_ids"][0, 2:4]  # what was said before is what a draft is made of
+        row["input_ids"][0, -2:] = row["input_ids"][0, 2:4]  # drafts repeat an earlier part of the prompt
         require_as_unpatched(architecture, lambda model, _: generated(model, row, prompt_lookup_num_tokens=2))

@@ -1,4 +1,4 @@
-"""Heads and forwards that somebody else put around the layers: replaced on the object or the class, pooling, spans."""
+"""Custom heads and forwards around the layers: replaced on the object or the class, pooling, spans."""
 
 import types
 
@@ -29,7 +29,7 @@ import fa2patch
 BATCHES = ("position_ids", "all lengths")
 
 
-# A forward in the place of the causal LM's, with a loss of its own (as fused losses bring one)
+# A forward that replaces the causal LM's and computes its own loss, like fused losses
 
 
 def on_the_object(model):
@@ -41,7 +41,7 @@ def as_a_closure(model):
 
 
 def through_the_class_s(model):
-    """It changes the loss only, and calls the forward that it found."""
+    """Changes only the loss, and calls the forward that it replaced."""
     inner = model.forward
 
     def forward(input_ids=None, labels=None, **kwargs):
@@ -117,7 +117,7 @@ def test_one_that_nobody_replaced_is_right(how):
 
 
 def test_a_replaced_forward_computes_dense_batches_as_before():
-    """An error about it is for packed batches: a padded one, or one document, goes on."""
+    """The error is for packed batches only: a padded batch and a single document are computed."""
     model, reference = llama(), llama()
     fa2patch.apply(model)
     for one in (model, reference):
@@ -130,7 +130,7 @@ def test_a_replaced_forward_computes_dense_batches_as_before():
 
 
 def by_document(model):
-    """The documents' own vectors ``[documents, n]``, unpatched."""
+    """Return the documents' vectors ``[documents, n]``, unpatched."""
     return torch.cat([logits_of(model(input_ids=doc[None])) for doc in DOCS]).detach()
 
 
@@ -147,7 +147,7 @@ class RewardModel(transformers.LlamaForSequenceClassification):
 
 
 class PoolsItself(transformers.LlamaForSequenceClassification):
-    """One vector of each row, of its last token."""
+    """Returns one vector per row, from its last token."""
 
     def forward(self, input_ids=None, attention_mask=None, position_ids=None, **kwargs):
         hidden = self.model(input_ids=input_ids, attention_mask=attention_mask, position_ids=position_ids, **kwargs)[0]
@@ -155,7 +155,7 @@ class PoolsItself(transformers.LlamaForSequenceClassification):
 
 
 class PoolsAMean(PoolsItself):
-    """One vector of each row, of all its tokens."""
+    """Returns one vector per row, from all its tokens."""
 
     def forward(self, input_ids=None, attention_mask=None, position_ids=None, **kwargs):
         hidden = self.model(input_ids=input_ids, attention_mask=attention_mask, position_ids=position_ids, **kwargs)[0]
@@ -163,7 +163,7 @@ class PoolsAMean(PoolsItself):
 
 
 class Scorer(transformers.LlamaPreTrainedModel):
-    """A head of somebody's own over Llama's layers; its output is a tensor ``[batch, 3]``."""
+    """A custom head on Llama's layers; its output is a tensor ``[batch, 3]``."""
 
     def __init__(self, config):
         super().__init__(config)
@@ -177,7 +177,7 @@ class Scorer(transformers.LlamaPreTrainedModel):
 
 
 class CausalLMThatPools(transformers.LlamaForCausalLM):
-    """A language model's class, and yet one vector of each row."""
+    """A language model's class that nevertheless returns one vector per row."""
 
     def forward(self, input_ids=None, attention_mask=None, position_ids=None, **kwargs):
         hidden = self.model(input_ids=input_ids, attention_mask=attention_mask, position_ids=position_ids, **kwargs)[0]
@@ -200,7 +200,7 @@ def test_one_vector_for_each_document(cls, way):
 
 @pytest.mark.parametrize("cls", [None, *POOLING])
 def test_pooled_one_document_is_no_packed_row(cls):
-    """What is not packed is computed as before, whatever the head."""
+    """A dense batch is computed as before with every head."""
     cls = cls or transformers.LlamaForSequenceClassification
     model, reference = llama(cls, num_labels=3), llama(cls, num_labels=3)
     row = {"input_ids": DOCS[2][None]}
@@ -230,9 +230,9 @@ def test_a_reward_model_s_rows_compiled_too(compiled):
 @pytest.mark.parametrize("derived", [False, True], ids=["itself", "a subclass"])
 @pytest.mark.parametrize("name", ["LlamaForQuestionAnswering", "GPT2ForQuestionAnswering"])
 def test_question_answering(name, derived, asked, way):
-    """Logits are each token's own; the loss is over a row's tokens: over one document's, or refused."""
+    """Logits belong to single tokens. The loss is over a row's tokens, so it is right for one document or refused."""
     cls = class_of(name)
-    cls = type(f"Our{name}", (cls,), {}) if derived else cls  # upstream chooses the loss by the name
+    cls = type(f"Our{name}", (cls,), {}) if derived else cls  # upstream chooses the loss by the class name
     config = config_of("gpt2" if "GPT2" in name else "llama", num_labels=2)
     starts, ends = torch.tensor([1]), torch.tensor([3])
 
@@ -253,14 +253,14 @@ def test_question_answering(name, derived, asked, way):
 
     model = small(cls, config)
     expected = Result(torch.cat([spans(model(input_ids=doc[None])) for doc in DOCS]))
-    if asked:  # both are in the row's first document
+    if asked:  # start and end are in the row's first document
         expected = Result(expected.logits, *loss_alone(model))
     right_or_refused(run, expected)
 
 
 @pytest.mark.parametrize("copies", [1, 2], ids=["one for each document", "two for each document"])
 def test_an_argument_with_a_value_for_each_document_goes_on_to_the_head(copies):
-    """Of a row's documents it says everything, so it is no reason for an error."""
+    """Such an argument fits the documents of the row, so it is not refused."""
     kinds = torch.arange(len(DOCS) * copies).view(len(DOCS), copies).squeeze(-1)
 
     class Kinds(transformers.LlamaForCausalLM):
@@ -285,13 +285,13 @@ def test_labels_for_another_number_of_documents_are_refused(shape, documents):
         model(**told(DOCS, "position_ids", labels=labels))
 
 
-# The arguments of a forward that stands on the object
+# The arguments of a forward that was set on the object
 
 
 @pytest.mark.parametrize("way", BATCHES)
 @pytest.mark.parametrize("order", ["before apply", "after apply"])
 def test_a_closure_s_arguments_without_names_are_known_by_their_places(order, way):
-    """They come to the forward that was put there as they would without fa2patch."""
+    """Positional arguments reach the forward on the object as they would without fa2patch."""
     model, expected = llama(), alone(llama())
 
     def replace():

@@ -1,4 +1,4 @@
-"""What one document's last token would predict of the next one's first is never learned, whoever computes the loss."""
+"""A document's last token never learns the next document's first token, whichever code computes the loss."""
 
 import importlib
 import inspect
@@ -30,16 +30,16 @@ import fa2patch
 from compat_matrix import tiny_models
 
 FIRST_LABELS = [None, 7]
-"""Of each document: its first token, or another one. Neither is learned."""
+"""The first label of each document: its first token, or another one. Neither is learned."""
 
 ONE_LAYER = {"num_hidden_layers": 1}
-"""Compiled in half the time; labels are the same."""
+"""One layer compiles in half the time and has the same labels."""
 
 SEEN = ("position_ids", "all lengths")
-"""Found by looking at the ids, and said outright: what is compiled, in the cases that take long."""
+"""Derived from the ids, and given explicitly: the only ways that slow cases compile."""
 
 WRONG_IN_A_ROW = 1e-3
-"""How far from the right loss one is at least that learns documents' first labels."""
+"""The least distance to the right loss of a loss that learns documents' first labels."""
 
 
 @pytest.fixture(autouse=True)
@@ -92,7 +92,7 @@ def test_an_error_that_says_too_little_does_not_pass():
 
 
 COMPILED = [("torch.compile", way) for way in WAYS] + [("model.compile", way) for way in SEEN]
-"""``model.compile()`` only differs in how the model is called."""
+"""``model.compile()`` differs only in how the model is called."""
 
 
 @pytest.mark.parametrize("backend", ["eager", "aot_eager"])
@@ -110,7 +110,7 @@ def test_compiled(how, way, backend):
 @pytest.mark.parametrize("backend", ["eager", "aot_eager"])
 @pytest.mark.parametrize("way", SEEN)
 def test_compiled_a_layer_that_missed_the_boundaries_is_an_error(way, backend):
-    """Somebody else's attention in a layer, put there after ``apply``, is not given the packed mask."""
+    """Attention that is replaced in a layer after ``apply`` does not get the packed mask."""
     model = llama()
     fa2patch.apply(model)
     attention = model.model.layers[1].self_attn
@@ -126,7 +126,7 @@ def test_compiled_a_layer_that_missed_the_boundaries_is_an_error(way, backend):
     assert_says_enough(caught.value)
 
 
-# Whatever the class is called
+# Classes of any name
 
 
 class MyModel(transformers.LlamaForCausalLM):
@@ -134,7 +134,7 @@ class MyModel(transformers.LlamaForCausalLM):
 
 
 class RewardScorer(transformers.LlamaForCausalLM):
-    """A causal LM by another name."""
+    """A causal LM with an unusual name."""
 
 
 class CallsSuper(transformers.LlamaForCausalLM):
@@ -148,7 +148,7 @@ class OwnLoss(transformers.LlamaForCausalLM):
 
 
 class Wrapped(transformers.LlamaForCausalLM):
-    """Its labels never reach the forward that it inherits: it computes its loss from the logits."""
+    """Computes its loss from the logits. Its labels never reach the forward that it inherits."""
 
     def forward(self, input_ids=None, labels=None, **kwargs):
         output = super().forward(input_ids=input_ids, **kwargs)
@@ -208,11 +208,11 @@ def test_a_model_with_two_heads(way, derived):
     right_or_refused(run, reference())
 
 
-# Labels of the token itself
+# Labels of the tokens themselves
 
 
 def of_tokens(model, docs, labels):
-    """Each document alone, under labels that are the tokens' own."""
+    """Run each document alone, with labels that belong to the tokens themselves."""
     logits = torch.cat([model(input_ids=doc[None]).logits[0] for doc in docs])
     loss = torch.nn.functional.cross_entropy(logits, labels[0])
     return Result(logits.detach(), *with_gradients(model, loss))
@@ -222,7 +222,7 @@ def of_tokens(model, docs, labels):
 @pytest.mark.parametrize("way, compiled", [("position_ids", False), ("all lengths", False), ("position_ids", True)])
 @pytest.mark.parametrize("name", ["GPT2ForTokenClassification", "LlamaForTokenClassification"])
 def test_a_token_classifier_keeps_first_labels(name, way, compiled, derived):
-    """The subclass's name keeps what upstream chooses the loss by: some versions know a Llama's tagger by it alone."""
+    """Some versions choose the loss of a Llama's tagger by the class name alone, which the subclass keeps."""
     cls = class_of(name)
     cls = type("Tagger" if "GPT2" in name else f"Our{name}", (cls,), {}) if derived else cls
     config = config_of("gpt2" if "GPT2" in name else "llama", num_labels=3, classifier_dropout=0.0, hidden_dropout=0.0)
@@ -255,11 +255,11 @@ def test_a_masked_lm_keeps_first_labels(way, derived):
     right_or_refused(run, of_tokens(small(cls, config), DOCS, labels))
 
 
-# Labels that stand where they are predicted
+# Labels at the positions that predict them
 
 
 def takes_shift_labels():
-    """Whether this version's loss of a causal LM does; Transformers imports its module when it is asked for."""
+    """Whether this version's causal LM loss takes it. Transformers imports the loss module lazily."""
     try:
         losses = importlib.import_module("transformers.loss.loss_utils")
     except ImportError:
@@ -273,7 +273,7 @@ LONG_AND_SHORT = [(way, False) for way in WAYS] + [(way, True) for way in SEEN]
 @pytest.mark.parametrize("way, compiled", LONG_AND_SHORT)
 @pytest.mark.parametrize("cls", [None, MyModel], ids=["itself", "a subclass"])
 def test_shift_labels_beside_labels(cls, way, compiled):
-    """Upstream's loss takes ``shift_labels`` where they are given, and looks at ``labels`` only to be asked for one."""
+    """If ``shift_labels`` are given, upstream's loss uses them, and ``labels`` only request a loss."""
     if not takes_shift_labels():
         pytest.skip(f"the loss of Transformers {transformers.__version__} takes no shift_labels")
     labels = labels_of(DOCS)
@@ -289,7 +289,7 @@ def test_shift_labels_beside_labels(cls, way, compiled):
 
 @pytest.mark.parametrize("way, compiled", LONG_AND_SHORT)
 def test_shift_labels_alone(way, compiled):
-    """A forward with a loss of its own that is handed nothing else, as under sequence parallelism."""
+    """A forward that computes its own loss from nothing else, as under sequence parallelism."""
 
     def run():
         model = llama(OwnLoss)

@@ -1,4 +1,4 @@
-"""What a forward knows of documents arrives at the layers, whoever copies arguments or makes new ids between."""
+"""Boundaries reach the layers even if arguments are copied or position ids are made anew in between."""
 
 import pytest
 import torch
@@ -24,7 +24,7 @@ from compat_matrix import tiny_models
 
 
 def copies_its_inputs(module):
-    """As offloading and hooks of many kinds do: whatever a tensor carries as an attribute is gone."""
+    """Clone all inputs, as offloading and many hooks do: attributes of the tensors are lost."""
 
     def copied(value):
         return value.clone() if isinstance(value, torch.Tensor) else value
@@ -40,7 +40,7 @@ def base_of(model):
 
 
 def batches():
-    """A packed row that says where documents start in each of the ways, and with ids that only run on."""
+    """Yield packed rows that tell in each of the ways where documents start, also with ids that run through the row."""
     for way in WAYS:
         yield way, told(DOCS, way)
     running = {"position_ids": torch.arange(sum(map(len, DOCS)))[None]}
@@ -57,7 +57,7 @@ RUNNING_ON = [name for name in BATCHES if name.startswith("ids that run on")]
 @pytest.mark.parametrize("name", BATCHES)
 @pytest.mark.parametrize("family", ["llama", "mistral"])
 def test_the_base_model_s_inputs(family, name, copied):
-    """Rope sees distances only: that ids run on through the row changes nothing."""
+    """Rope depends only on distances, so ids that run through the row change nothing."""
     cls, config = of_family(family)
     batch = {**BATCHES[name], "labels": labels_of(DOCS, 7)}
 
@@ -74,7 +74,7 @@ def test_the_base_model_s_inputs(family, name, copied):
 
 @pytest.mark.parametrize("name", RUNNING_ON)
 def test_another_first_document_moves_no_other(name):
-    """What a copy loses shows as a leak, also where the numbers happen to be near."""
+    """If a copy loses the boundaries, this shows a leak even where values happen to be close."""
     model = llama()
     fa2patch.apply(model)
     copies_its_inputs(base_of(model))
@@ -90,7 +90,7 @@ def test_another_first_document_moves_no_other(name):
 
 @pytest.mark.parametrize("name", BATCHES)
 def test_rope_that_depends_on_the_longest_document(name):
-    """Phi-3's: a document of short ids beside one of long ids has its own factors, in one row too."""
+    """Phi-3's factors depend on a document's length, also for short and long documents in one row."""
     config_of("phi3")
     factors = {"short_factor": [1.0, 1.1, 1.2, 1.3], "long_factor": [2.0, 2.5, 3.0, 3.5]}
     for name_of in ("longrope", "su"):
@@ -111,7 +111,7 @@ def test_rope_that_depends_on_the_longest_document(name):
 
 
 def with_longrope(kind, factors):
-    """A config whose documents of more than 6 tokens are scaled otherwise; None where this is not how it is spelled."""
+    """Return a config that scales documents of over 6 tokens differently; None if this version spells it otherwise."""
     limit = {"max_position_embeddings": 128, "original_max_position_embeddings": 6}
     for given in (
         {"rope_parameters": {"rope_type": kind, "rope_theta": 1e4, **factors, "original_max_position_embeddings": 6}},
@@ -123,7 +123,7 @@ def with_longrope(kind, factors):
             config = tiny_models.config_of("phi3", **given, **limit)
             model = small(tiny_models.model_class("phi3"), config)
             short, long = (model(input_ids=DOCS[2][None, :end]).logits[0, :3] for end in (3, 9))
-        except Exception:  # each version looks at its config in a way of its own
+        except Exception:  # each version checks its config differently
             continue
         if (short - long).abs().max() > 1e-3:
             return config
@@ -132,7 +132,7 @@ def with_longrope(kind, factors):
 
 @pytest.mark.parametrize("way", WAYS)
 def test_embeddings_scaled_by_a_document_s_masked_tokens(way):
-    """ESM's, which need to know the documents before any layer does."""
+    """ESM's embeddings need the documents before any layer does."""
     if not tiny_models.is_present("esm:masked"):
         pytest.skip(f"Transformers {transformers.__version__} has no ESM that can be patched")
     docs = [doc.clone() for doc in DOCS]
@@ -204,7 +204,7 @@ def with_pictures(name, merged):
     )
     more = {"image_token_index": IMAGE, "pad_token_id": 0, **PICTURE_MODELS[name]}
     if not merged and "image_seq_length" in tiny_models.parameters(cls.config_class):
-        more["image_seq_length"] = 1  # 4.45 and 4.46 merge where fewer tokens than these stand for a picture
+        more["image_seq_length"] = 1  # 4.45 and 4.46 merge if a picture has fewer placeholder tokens
     return small(cls, cls.config_class(text_config=config_of("llama"), vision_config=vision, **more))
 
 
@@ -225,7 +225,7 @@ def documents_with_a_picture(tokens_of_it):
 @pytest.mark.parametrize("merged", [True, False], ids=["merged by the model", "as many tokens as patches"])
 @pytest.mark.parametrize("name", PICTURE_MODELS)
 def test_a_row_with_a_picture(name, merged, way):
-    """Up to 4.46 one token stands for a picture, and merging it makes new ids of the row."""
+    """Up to 4.46 a picture has one placeholder token, and merging the picture makes new ids of the row."""
     model, given = with_pictures(name, merged), pictures(name)
     for tokens in [1] if merged else range(4, 12):
         docs = documents_with_a_picture(tokens)
@@ -250,7 +250,7 @@ def test_a_row_with_a_picture(name, merged, way):
 
 
 def logits_with(model, doc, given):
-    """Text alone goes to the language model inside, where that has a head: 4.46 merges without a picture too."""
+    """Text alone goes to the inner language model if that has a head, because 4.46 merges even without a picture."""
     row = {"input_ids": doc[None], "attention_mask": torch.ones(1, len(doc), dtype=torch.long), "use_cache": False}
     if not given:
         inside = getattr(model, "language_model", None)

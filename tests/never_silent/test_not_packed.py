@@ -1,4 +1,4 @@
-"""What upstream says in other ways than by packing: 4-D masks, filler ids at masked places, caches, padding."""
+"""Batches that resemble packed ones but are not: 4-D masks, filler ids at masked positions, caches, padding."""
 
 import inspect
 
@@ -24,11 +24,11 @@ from compat_matrix.check.compare import assert_close
 from compat_matrix.check.rows import documents
 from fa2patch.upstream import packed_batch
 
-# A mask that says outright who sees whom
+# A 4-D mask
 
 
 TREE = [[0], [0, 1], [0, 1, 2], [0, 1, 2, 3], [0, 1, 2, 4], [0, 1, 2, 5]]
-"""Whom each token sees: three that go on from the same place."""
+"""The tokens that each token sees. The last three continue from the same position."""
 
 
 def tree(kind):
@@ -59,7 +59,7 @@ def test_a_mask_of_four_dimensions_is_taken_as_it_came(implementation, family, k
     assert torch.equal(model(**batch).logits, expected)
 
 
-# Ids at masked places
+# Ids at masked positions
 
 
 ROWS = {
@@ -71,10 +71,10 @@ ROWS = {
     "padding on the left": ([[1, 1, 1, 0, 1, 2, 3, 4]], [[0, 0, 0, 1, 1, 1, 1, 1]]),
     "padding on the right": ([[0, 1, 2, 3, 4, 1, 1, 1]], [[1, 1, 1, 1, 1, 0, 0, 0]]),
 }
-"""position_ids with upstream's filler, and the mask."""
+"""Position ids with upstream's filler, and the mask."""
 
 JUMPS_BEHIND_PADDING = ("a hole before the last token", "ones in the hole", "two rows")
-"""Neither go on nor start at a document's first position: in training nobody knows what is meant."""
+"""After padding, ids neither continue nor restart at 0. In training this is ambiguous."""
 
 
 def row_of(name):
@@ -107,7 +107,7 @@ def test_filler_in_training_is_an_error_and_no_guess(name):
 @pytest.mark.parametrize("training", [False, True], ids=["eval", "training"])
 @pytest.mark.parametrize("filler", [0, 1, 3])
 def test_padding_between_packed_documents_isolates_them(filler, training):
-    """A document starts behind padding where ids restart at the first position, whatever they are at masked places."""
+    """After padding, a document starts where ids restart at 0, regardless of the ids at masked positions."""
     docs = documents(3, 2)
     row = torch.cat([docs[0], torch.tensor([9]), docs[1]])[None]
     ids, mask = torch.tensor([[0, 1, 2, filler, 0, 1]]), torch.tensor([[1, 1, 1, 0, 1, 1]])
@@ -117,14 +117,14 @@ def test_padding_between_packed_documents_isolates_them(filler, training):
     assert_right(Result(logits.detach()), Result(alone(llama(), docs).logits))
 
 
-# A cache by another name
+# A cache under another name
 
 
 @pytest.mark.parametrize("holes", [False, True], ids=["all seen", "padding in it"])
 @pytest.mark.parametrize("counted", [False, True], ids=["without ids", "with ids"])
 @pytest.mark.parametrize("new", [1, 3])
 def test_mamba_2_goes_on_from_its_cache_as_unpatched(new, counted, holes):
-    """Under a mask of the cached tokens and the new ones."""
+    """The mask covers the cached and the new tokens."""
     cls = class_of("Mamba2ForCausalLM")
     config = config_of("mamba2")
     ids = torch.stack([documents(9)[0], documents(9, seed=3)[0]])
@@ -155,13 +155,13 @@ def test_mamba_2_goes_on_from_its_cache_as_unpatched(new, counted, holes):
     assert torch.equal(continued(model), expected)
 
 
-# Padding in the last of the documents that lengths tell of
+# Padding in the last of the documents that lengths describe
 
 
 @pytest.mark.parametrize("way", ["lengths alone", "lengths and ids"])
 @pytest.mark.parametrize("family", ["bert:masked", "modernbert:masked", "llama"])
 def test_masked_padding_in_the_last_document_is_not_attended_to(family, way):
-    """Llama, which looks back only, never saw it."""
+    """Causal attention, as Llama's, never sees it anyway."""
     cls, config = of_family(family)
     padded = [*DOCS[:-1], torch.cat([DOCS[-1], torch.tensor([5, 6])])]
     batch = told(padded, "all lengths")
@@ -190,7 +190,7 @@ def test_masked_padding_in_the_last_document_is_not_attended_to(family, way):
 
 
 def test_two_tokens_may_be_two_documents_and_one_token_is_none(monkeypatch):
-    """A graph may be captured around ``generate``'s single tokens; two tokens would be replayed as these two were."""
+    """A graph may be captured for ``generate``'s single tokens, but a graph of two tokens would fix their documents."""
 
     def refuse(device):
         raise fa2patch.errors.PackingNotIsolated("a graph is being captured")

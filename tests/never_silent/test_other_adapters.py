@@ -1,4 +1,4 @@
-"""What else of PEFT touches a whole row, besides virtual tokens: right for packed rows, or an error of ours."""
+"""PEFT methods other than virtual tokens that affect a whole row: packed rows are right or refused."""
 
 import pytest
 import torch
@@ -22,7 +22,7 @@ def adapted(config, order, make=peft.get_peft_model, **more):
     torch.manual_seed(3)
     wrapped = make(model, config, **more).eval()
     for weight in wrapped.parameters():
-        if weight.requires_grad and not weight.any():  # what begins as zeros would show nothing
+        if weight.requires_grad and not weight.any():  # zeros would have no effect
             torch.nn.init.normal_(weight, std=0.3)
     if order == "peft first":
         fa2patch.apply(wrapped)
@@ -41,7 +41,7 @@ def test_mixed_adapters_are_right(order):
     config = peft.LoraConfig(**LORA, task_type="CAUSAL_LM")
     try:
         model = adapted(config, order, mixed=True)
-    except errors.NotAModel as error:  # PEFT 0.7's says not what is inside
+    except errors.NotAModel as error:  # PEFT 0.7's does not expose the model inside
         assert order == "peft first" and "Hand over the model object itself" in str(error)
         return
     model.add_adapter("other", peft.LoHaConfig(r=2, target_modules=["k_proj"], init_weights=False))
@@ -53,7 +53,7 @@ def test_mixed_adapters_are_right(order):
 
 @pytest.mark.parametrize("order", ORDERS)
 def test_adaption_prompts_are_right_or_refused(order):
-    """They stand in the attention layers' place, which is noticed also where they come after ``apply``."""
+    """They replace attention layers, which is detected even after ``apply``."""
     docs = documents(*LENGTHS)
     config = peft.AdaptionPromptConfig(adapter_len=3, adapter_layers=2, task_type="CAUSAL_LM")
     try:
@@ -69,7 +69,7 @@ def test_adaption_prompts_are_right_or_refused(order):
 @pytest.mark.skipif(not takes("LoraConfig", "alora_invocation_tokens"), reason="this PEFT has no activated LoRA")
 @pytest.mark.parametrize("order", ORDERS)
 def test_an_activated_lora_is_refused(order):
-    """It begins at the last invocation in the row: a document's own one counts only where no other follows."""
+    """It starts at the last invocation in the row, so a document's own one is ignored if another follows."""
     config = peft.LoraConfig(**LORA, task_type="CAUSAL_LM", alora_invocation_tokens=[7, 8])
     docs = documents(*LENGTHS)
     for doc in docs:

@@ -1,6 +1,6 @@
-"""PEFT puts virtual tokens in front of a row, not of a document, and drops position_ids: packed rows are refused.
+"""PEFT prepends virtual tokens to a row, not to a document, and drops position ids: packed rows are refused.
 
-In both orders of ``fa2patch.apply`` and ``get_peft_model``; every other batch goes on as it did.
+This holds in both orders of ``fa2patch.apply`` and ``get_peft_model``. Every other batch is computed as before.
 """
 
 import contextlib
@@ -58,7 +58,7 @@ def lora():
 
 
 def called(model, batch, kind=""):
-    """The logits, or what upstream itself raises where it cannot compute this in these versions."""
+    """Return the logits, or upstream's own error as text where these versions cannot compute the batch."""
     if kind.startswith("Multitask"):
         batch = {**batch, "task_ids": torch.zeros(len(batch["input_ids"]), dtype=torch.long)}
     with warnings.catch_warnings():
@@ -206,7 +206,7 @@ def test_an_object_that_kept_its_classs_forward_from_before_apply_is_refused_too
 
 @pytest.mark.parametrize("order", ORDERS)
 def test_a_lora_beside_the_prompt_is_not_refused(order):
-    """Two adapters of one model, each with a wrapper of its own: only the prompt's is refused."""
+    """Of two adapters of one model with separate wrappers, only the prompt's is refused."""
     docs = documents(*LENGTHS)
     inner = tiny_models.build("llama", "sdpa")
     prompt = adapted("PromptTuningConfig", order, model=inner)
@@ -220,7 +220,7 @@ def test_a_lora_beside_the_prompt_is_not_refused(order):
 
 
 def test_a_switch_to_lora_is_seen():
-    """Some versions let one wrapper hold both; then the active one decides."""
+    """In some versions one wrapper can hold both; then the active adapter decides."""
     docs = documents(*LENGTHS)
     model = adapted("PromptTuningConfig", "peft first")
     model.peft_config["low_rank"] = lora()

@@ -1,4 +1,4 @@
-"""What ``apply`` refuses, with what it found and what to do, or makes right: nothing is left for a forward to find."""
+"""Models that ``apply`` refuses with what it found and what to do, or patches correctly, before any forward."""
 
 from __future__ import annotations
 
@@ -29,12 +29,12 @@ def pack(docs):
 
 
 def named(*names):
-    """Those classes that this version has."""
+    """Return those classes that this version has."""
     return [name for name in names if hasattr(transformers, name)]
 
 
 def tiny(name, implementation=None, **settings):
-    """A model of a class of Transformers, as small as its config can say."""
+    """Build a model of a class of Transformers, as small as its config allows."""
     cls = getattr(transformers, name)
     small = {
         **tiny_models._small(cls.config_class),
@@ -50,7 +50,7 @@ def tiny(name, implementation=None, **settings):
 
 
 def as_it_was(model):
-    """Nothing is left of an ``apply`` that refused."""
+    """Whether a refused ``apply`` left nothing behind."""
     return fa2patch.status(model) is None and all("fa2patch" not in type(m).forward.__module__ for m in model.modules())
 
 
@@ -88,7 +88,7 @@ def test_attention_to_an_encoder_in_a_decoder_that_can_have_it(name):
 
 
 class Counting(transformers.GPT2Model):
-    """As Bart's decoder in 5.x: positions are counted along the row, whatever is in the keywords."""
+    """Like Bart's decoder in 5.x: positions are counted along the row, regardless of keyword arguments."""
 
     def forward(self, input_ids=None, attention_mask=None, **kwargs):
         return self.of(input_ids, attention_mask)
@@ -124,7 +124,7 @@ def sees_later_tokens(name):
 @pytest.mark.parametrize("implementation", ["eager", "sdpa"])
 @pytest.mark.parametrize("name", list(filter(sees_later_tokens, BOTH_WAYS)))
 class TestADecoderWhoseTokensSeeLaterOnes:
-    """EmbeddingGemma: its windows, seven and eight tokens around each, end inside the documents."""
+    """EmbeddingGemma: its windows, of seven and eight tokens around each token, end inside the documents."""
 
     def model(self, name, implementation):
         return tiny_models.build(name, implementation, use_bidirectional_attention=BOTH_WAYS[name], sliding_window=8)
@@ -169,7 +169,7 @@ CONTRADICTORY = {
 
 
 def is_read(name):
-    """Whether this version looks at that setting."""
+    """Whether this version reads the setting."""
     if not tiny_models.is_present(name):
         return False
     (setting,) = CONTRADICTORY[name]
@@ -182,16 +182,16 @@ def is_read(name):
 @pytest.mark.parametrize("implementation", ["eager", "sdpa"])
 @pytest.mark.parametrize("name", list(filter(is_read, CONTRADICTORY)))
 def test_masks_that_say_another_direction_than_the_layers(name, implementation):
-    """Eager goes by the mask, sdpa by the layer where it is handed none: the model gives other logits with each."""
+    """Eager follows the mask, and sdpa without a mask follows the layer, so the logits depend on the implementation."""
     if name == "gemma2":
-        implementation = "eager"  # all that it can
+        implementation = "eager"  # the only one it supports
     model = tiny_models.build(name, implementation, **CONTRADICTORY[name])
     refused(model, "later ones", "is_causal", error=errors.UnsupportedModel)
 
 
 @pytest.mark.skipif(not tiny_models.is_present("esm:masked"), reason="no ESM")
 def test_esm_is_taken_where_its_class_for_flash_attention_has_what_it_calls():
-    """4.54's and 4.55's calls a method that was taken away from it."""
+    """The class in 4.54 and 4.55 calls a method that was removed from it."""
     modeling = tiny_models.modeling("esm:masked")
     flash = getattr(modeling, "EsmFlashAttention2", None)
     broken = flash is not None and not hasattr(flash, "transpose_for_scores")
@@ -229,7 +229,7 @@ def test_a_forward_that_is_no_function(where):
 
 @pytest.mark.parametrize("ids", [[0, 1, 2, 3, 4, 5], [0, 1, 2, 0, 1, 2]], ids=["dense", "packed"])
 def test_a_trace_of_a_patched_model(ids):
-    """It would do with every batch what it saw of one; unpatched it is a model's own affair."""
+    """A trace would treat every batch like the traced one. Traces of an unpatched model are not checked."""
     model = tiny_models.build("llama", use_cache=False)
     tokens, ids = torch.randint(3, 97, (1, 6)), torch.tensor([ids])
 

@@ -1,4 +1,4 @@
-"""Who has cut every row into parts is seen by what stands in attention's place; with two processes in the last test."""
+"""Sequence parallelism splits rows; what replaces attention shows it. The last test uses two processes."""
 
 import importlib.util
 import os
@@ -74,7 +74,7 @@ def test_functions_of_others_are_let_through(model, monkeypatch, module):
 
 
 def test_torchs_dispatcher_that_gathers_parts(model):
-    """The newer way: no function is replaced, hooks on modules make DTensors, and their dispatcher is told."""
+    """Newer torch replaces no function: module hooks make DTensors, whose dispatcher gets a handler."""
     attention = pytest.importorskip("torch.distributed.tensor.experimental._attention")
     if not hasattr(attention, "_enable_context_parallel_dispatcher"):
         pytest.skip(f"torch {torch.__version__} replaces a function only")

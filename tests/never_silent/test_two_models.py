@@ -1,4 +1,4 @@
-"""A model is found to be what it is, also where another one of its class carries a patch already."""
+"""A model is recognised the same way if another model of its class is already patched."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from compat_matrix import tiny_models
 
 
 def applied(family: str) -> Any:
-    """The patch, or what ``apply`` says where it refuses such a model."""
+    """Return the patch, or the message if ``apply`` refuses the model."""
     try:
         return fa2patch.apply(tiny_models.build(family))
     except fa2patch.Fa2PatchError as error:

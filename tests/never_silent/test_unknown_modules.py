@@ -1,4 +1,4 @@
-"""What nobody has looked at is not taken for harmless: modules of somebody's own, layers that come and go."""
+"""Unknown modules are not assumed to be harmless: custom modules, and layers that are added or removed."""
 
 import copy
 
@@ -28,7 +28,7 @@ class AddsUp:
 
 
 class Harmless(torch.nn.Module):
-    """Nobody's known class, but it looks at one token at a time."""
+    """An unknown class that looks at one token at a time."""
 
     def __init__(self, inner):
         super().__init__()
@@ -39,7 +39,7 @@ class Harmless(torch.nn.Module):
 
 
 class WithAttention(torch.nn.Module):
-    """A layer, and torch's own attention before it, which looks at the whole row."""
+    """A layer preceded by torch's own attention, which sees the whole row."""
 
     def __init__(self, inner, size):
         super().__init__()
@@ -50,7 +50,7 @@ class WithAttention(torch.nn.Module):
     def forward(self, hidden, *args, **kwargs):
         return self.inner(hidden + 8 * self.more(hidden, hidden, hidden, need_weights=False)[0], *args, **kwargs)
 
-    def __getattr__(self, name):  # models ask a layer for its kind
+    def __getattr__(self, name):  # models read a layer's attributes
         try:
             return super().__getattr__(name)
         except AttributeError:
@@ -58,7 +58,7 @@ class WithAttention(torch.nn.Module):
 
 
 class ShowsTheSecond(torch.nn.Module):
-    """An MLP that shows every token what the second document holds, and the second document nothing but itself."""
+    """An MLP that shows the second document's first token to all others, and no other document to the second."""
 
     def __init__(self, inner):
         super().__init__()
@@ -70,7 +70,7 @@ class ShowsTheSecond(torch.nn.Module):
 
 
 class Unsteady(torch.nn.Module):
-    """Experts whose output for one token is a little other in the second call, and half as much other in the third."""
+    """Experts whose output for one token differs slightly in the second call, and half as much in the third."""
 
     def __init__(self, inner):
         super().__init__()
@@ -129,7 +129,7 @@ def test_every_batch_is_refused_not_only_the_first(mix):
 
 @pytest.mark.parametrize("mix", MIXING)
 def test_asked_not_to_look_it_does_not(mix):
-    """It is the caller's word then; ``verify`` still finds it."""
+    """The caller takes responsibility with ``prove=False``; ``verify`` still finds the leak."""
     model = llama()
     mix(model)
     fa2patch.apply(model, prove=False)
@@ -147,7 +147,7 @@ def test_a_module_that_shows_only_one_document_to_others_is_named(docs):
 
 
 def test_what_a_kernel_does_not_compute_twice_alike_is_no_leak():
-    """The second run differs twice as far from the first as the third does: by noise, and by nothing else."""
+    """The second run differs from the first twice as much as the third does, by noise alone."""
     model = llama()
     wrapped_mlp(model, Unsteady)
     fa2patch.apply(model)
@@ -191,7 +191,7 @@ def test_prove_takes_three_values():
 
 
 def test_the_proof_leaves_random_numbers_and_gradients_as_they_were():
-    """A model is trained the same whether its first batch was proven or not."""
+    """Training does not depend on whether the first batch was proven."""
     states = []
     for prove in (True, False):
         model = llama(attention_dropout=0.1).train()
@@ -203,7 +203,7 @@ def test_the_proof_leaves_random_numbers_and_gradients_as_they_were():
     assert all(torch.equal(a, b) for a, b in zip(*states))
 
 
-# Layers that come and go after apply
+# Layers that are added or removed after apply
 
 
 def another(model):

@@ -1,4 +1,4 @@
-"""What a call gives with a model unpatched, held against what it gives with it patched."""
+"""Compare a call's result with a patched model to the same call's with the unpatched model."""
 
 from __future__ import annotations
 
@@ -15,29 +15,33 @@ PRESENT = [name for name in ARCHITECTURES if tiny_models.is_present(name)]
 
 @functools.cache
 def models(architecture):
-    """A model, and another of its architecture with other weights, to assist it; unpatched."""
+    """Return an unpatched model, and an assistant of the same architecture with other weights."""
     cls = tiny_models.model_class(architecture)
     implementation = "sdpa" if getattr(cls, "_supports_sdpa", False) else "eager"
     model, assistant = (tiny_models.build(architecture, implementation) for _ in range(2))
     tiny_models.scale_up(assistant, seed=1)
-    if hasattr(assistant, "generation_config"):  # else each call drafts as many tokens as the last one went well with
+    if hasattr(assistant, "generation_config"):  # otherwise the number of drafted tokens depends on the previous call
         assistant.generation_config.num_assistant_tokens_schedule = "constant"
     return model, assistant
 
 
 def tokens(rows, length):
+    """Return random token ids ``[rows, length]``."""
     return torch.randint(3, tiny_configs.VOCABULARY, (rows, length), generator=torch.Generator().manual_seed(3))
 
 
 def ones_and_zeros(rows):
-    """A mask, of rows written as ``"110111"``."""
+    """Return a mask from rows written as ``"110111"``."""
     return torch.tensor([[int(one) for one in row] for row in rows])
 
 
 def require_as_unpatched(architecture, call):
-    """``call(model, assistant)``, a dictionary of tensors, is the same to the bit with both patched as with neither.
+    """Require that a call returns the same tensors, bit for bit, with both models patched and with both unpatched.
 
-    Where the unpatched model fails, the patched one has to fail with the same type of error.
+    If the unpatched call fails, the patched one has to fail with the same type of error.
+
+    Args:
+        call: takes the model and the assistant and returns a dictionary of tensors.
     """
     model, assistant = models(architecture)
     expected = _outcome(call, model, assistant)

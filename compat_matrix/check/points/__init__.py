@@ -1,4 +1,4 @@
-"""The points, a module for each kind of them; importing this package fills :data:`POINTS`."""
+"""The points, with a module for each kind. Importing this package fills :data:`POINTS`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What fa2patch leaves as it was, what it costs, and what it refuses."""
+"""Points about what fa2patch leaves unchanged, what it costs and what it refuses."""
 
 from __future__ import annotations
 
@@ -20,7 +20,10 @@ from ..rows import alone, documents, pack, takes_cache
 
 @point
 def generation(cell: Cell) -> None:
-    """Greedy, sampled and beam search, a left-padded batch, dynamic and static cache: the tokens it gave before."""
+    """A patched model generates the same tokens for a left-padded batch.
+
+    Greedy, sampled and beam search, no cache and a static cache are tried.
+    """
     if tiny_models.is_encoder(cell.family):
         raise NotApplicable("an encoder has no generate()")
     model = cell.model(_exact(cell))
@@ -34,14 +37,14 @@ def generation(cell: Cell) -> None:
         {"do_sample": False, "use_cache": False},
     ]
     if cell.family not in tiny_models.SEEDS:
-        ways = ways[:1]  # the others turn on generate(), not on architectures
+        ways = ways[:1]  # the others depend on generate(), not on the architecture
     try:
         before = [_generate(model, ids, mask, way) for way in ways]
     except Exception as error:  # 5.4's OlmoConfig does not pass its own validation
         raise NotApplicable(f"the unpatched model fails to generate: {type(error).__name__}") from error
     static = {"do_sample": False, "cache_implementation": "static"}
     if _works(cell.model(_exact(cell)), ids, mask, static):
-        ways.append(static)  # last: 4.38 leaves its static cache in the layers
+        ways.append(static)  # tried last, because 4.38 leaves its static cache in the layers
         before.append(_generate(model, ids, mask, static))
         model = cell.model(_exact(cell))
     with fa2patch.apply(model):
@@ -64,13 +67,13 @@ def _works(model: Any, ids: torch.Tensor, mask: torch.Tensor, way: dict[str, Any
 
 
 def _exact(cell: Cell) -> torch.dtype:
-    """4.34's flash classes cannot compute float32 (they cast it to float16 in front of float32 weights)."""
+    """bfloat16 for flash, because 4.34's flash classes cast float32 to float16 before float32 weights; else float32."""
     return torch.bfloat16 if cell.implementation == "flash_attention_2" else torch.float32
 
 
 @point
 def inertness(cell: Cell) -> None:
-    """Dense, left- and right-padded batches, attention weights, filled caches: bit for bit as before."""
+    """Dense, left-padded and right-padded batches give bit for bit the same logits, eager attention weights too."""
     model = cell.model(_exact(cell))
     ids = torch.stack(documents(7, 7))
     left, right = torch.ones_like(ids), torch.ones_like(ids)
@@ -103,7 +106,7 @@ def inertness(cell: Cell) -> None:
 
 
 def _outcome(model: Any, ids: torch.Tensor, batch: dict[str, Any]) -> Any:
-    """The output, or the error: some versions' flash Mistral refuses padding on the right."""
+    """The output or the error, because the flash Mistral of some versions refuses padding on the right."""
     try:
         return model(input_ids=ids, **batch)
     except Exception as error:
@@ -112,7 +115,10 @@ def _outcome(model: Any, ids: torch.Tensor, batch: dict[str, Any]) -> Any:
 
 @point
 def reverted(cell: Cell) -> None:
-    """apply and revert leave every namespace as it was, alone and in every order with a second patcher on top."""
+    """``apply`` and ``revert`` leave every namespace as it was.
+
+    They are tried alone, with two models, and in every order with somebody else's patch of the same attribute.
+    """
     model, other = cell.model(), cell.model()
     names = [model.__class__.__module__, models(model)[-1].__class__.__module__]
     spaces = [sys.modules[name] for name in names]
@@ -136,7 +142,7 @@ def reverted(cell: Cell) -> None:
     second.revert()
     check("two models")
     if {layer.seam for layer in first.layers} == {"interface"} and cell.family not in tiny_models.SEEDS:
-        return  # what follows turns on bindings, not on architectures
+        return  # the rest depends on bindings, not on the architecture
     owners = [(site.owner, site.attribute) for site in fa2patch.apply(model).plan.sites]
     fa2patch.revert(model)
     for order in ("ours first, theirs off first", "ours first, ours off first", "theirs first"):
@@ -165,10 +171,10 @@ def _passes_on(saved: Any) -> Any:
 
 @point
 def host_reads(cell: Cell) -> None:
-    """Reads on the host by fa2patch's code, forward and recomputing backward: constant; none with lengths.
+    """The host reads of fa2patch's code do not grow with the layers, and there are none with the collator's lengths.
 
-    On a CPU a look at a tensor is a view of host memory; what is one view here is one synchronisation on a GPU, but for
-    the checks of the collator's lengths, which are assertions on the device there.
+    A forward and a recomputing backward are counted. A view of host memory on a CPU stands for one synchronisation on a
+    GPU, except in the checks of the collator's lengths, which are assertions on the device there.
     """
     docs = documents(5, 9, 1)
     counts = {}
@@ -201,7 +207,7 @@ def host_reads(cell: Cell) -> None:
 @point
 def no_dense_mask(cell: Cell) -> None:
     """No tensor of the row's length squared is made for a packed batch."""
-    docs = documents(31, 33, 23)  # more than a chunk of 64, of which gated delta nets make squares
+    docs = documents(31, 33, 23)  # longer than 64, because gated delta nets make squares of a chunk of 64
     model = cell.model()
     with fa2patch.apply(model), reads.largest_square(87) as seen:
         model(**pack(docs))
@@ -211,7 +217,7 @@ def no_dense_mask(cell: Cell) -> None:
 
 @point
 def refusals(cell: Cell) -> None:
-    """Bad input: a clear error of ours, and nothing changed."""
+    """Bad input raises fa2patch's own error and changes nothing."""
     model = cell.model()
     docs = documents(5, 9)
     batch, length = pack(docs), 14

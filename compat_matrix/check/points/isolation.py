@@ -1,4 +1,4 @@
-"""Packed equals alone, whatever the layout; and nothing of one document reaches another."""
+"""Points about isolation: packed equals alone in every layout, and nothing reaches another document."""
 
 from __future__ import annotations
 
@@ -20,7 +20,10 @@ LENGTHS = (5, 9, 1, 3, 7)
 
 @point
 def packed_row(cell: Cell) -> None:
-    """One row, default cache: logits and parameter gradients equal those of the documents run alone."""
+    """Logits and parameter gradients of one packed row equal those of documents alone, with the default cache.
+
+    Logits also equal them with ``use_cache=False``.
+    """
     docs = documents(*LENGTHS)
     reference, model = cell.reference(), cell.model()
     expected = alone(reference, docs)
@@ -38,7 +41,7 @@ def packed_row(cell: Cell) -> None:
 
 @point
 def packed_rows(cell: Cell) -> None:
-    """Two rows, each packed, with other boundaries."""
+    """Logits of two packed rows with different boundaries equal those of documents alone."""
     rows = [documents(5, 9, 2), documents(1, 7, 8, seed=1)]
     reference, model = cell.reference(), cell.model()
     batch = {name: torch.cat([pack(docs)[name] for docs in rows]) for name in pack(rows[0])}
@@ -49,7 +52,7 @@ def packed_rows(cell: Cell) -> None:
 
 @point
 def every_layout(cell: Cell) -> None:
-    """The rows that upstream's rules get wrong: offsets, restarts above zero, documents of length 1 anywhere."""
+    """Rows that upstream's rules get wrong: offsets, restarts above zero, documents of length 1 anywhere."""
     reference, model = cell.reference(), cell.model()
     counts = "position_ids" in inspect.signature(type(reference).forward).parameters
     with fa2patch.apply(model):
@@ -78,7 +81,11 @@ def every_layout(cell: Cell) -> None:
 
 @point
 def padding(cell: Cell) -> None:
-    """Trailing padding as a mask with zeros and as an extra document; an all-ones mask; both rows at once."""
+    """Real tokens are right with every kind of ``attention_mask``.
+
+    Trailing padding is given as zeros in the mask and as an extra document. A mask of ones, a mask of document numbers
+    and two padded rows are tried too.
+    """
     docs = documents(5, 9, 3)
     reference, model = cell.reference(), cell.model()
     expected, batch, real = alone(reference, docs), pack(docs), sum(map(len, docs))
@@ -102,7 +109,10 @@ def padding(cell: Cell) -> None:
 
 @point
 def lengths(cell: Cell) -> None:
-    """The collator's cu_seq_lens, max_length and seq_idx, with and without position_ids."""
+    """Logits equal those of documents alone with the collator's lengths, with ``seq_idx`` alone, and without ids.
+
+    The loss with the collator's labels is that of documents alone too.
+    """
     docs = documents(*LENGTHS)
     expected, model = alone(cell.reference(), docs, counts_itself=True), cell.model()
     counts_from = (
@@ -116,7 +126,7 @@ def lengths(cell: Cell) -> None:
     with fa2patch.apply(model):
         assert_close(model(**batch).logits[0], expected, "lengths and position_ids")
         loss = model(**batch, labels=labels).loss
-        if tiny_models.is_encoder(cell.family):  # a token's label is what that token itself predicts
+        if tiny_models.is_encoder(cell.family):  # an encoder's label is not shifted
             per_token = torch.nn.functional.cross_entropy(expected.float(), labels[0])
         else:
             per_token = loss_of(expected, docs) / (labels[:, 1:] != -100).sum()
@@ -129,7 +139,7 @@ def lengths(cell: Cell) -> None:
 
 @point
 def nothing_crosses(cell: Cell) -> None:
-    """Another document's tokens leave outputs bit for bit the same; gradients to other documents are exactly zero."""
+    """``verify`` passes: other documents' tokens do not change outputs, and gradients to them are exactly zero."""
     model = cell.model()
     with fa2patch.apply(model):
         fa2patch.verify(model, batch=pack(documents(*LENGTHS)))
@@ -137,7 +147,10 @@ def nothing_crosses(cell: Cell) -> None:
 
 @point
 def rope_scaling(cell: Cell) -> None:
-    """Scaling by length sees the document's length, not the row's; what cannot be scaled apart is refused."""
+    """Rope scaling by length uses the document's length, not the row's, or the batch is refused.
+
+    Only dynamic scaling may refuse a batch, and only one with a document beyond the limit.
+    """
     limit = 10
     short, long = documents(9, 7, 10, 8), documents(9, 14, 4)
     checked = {}
@@ -146,7 +159,7 @@ def rope_scaling(cell: Cell) -> None:
             try:
                 reference, model = cell.reference(**changes), cell.model(**changes)
                 expected = alone(reference, short)
-            except Exception as error:  # not how this version spells it, or not for this family
+            except Exception as error:  # this version spells it otherwise, or the family does not have it
                 checked[kind] = f"{type(error).__name__}: {error}".splitlines()[0]
                 continue
             checked[kind] = "ok"
@@ -176,7 +189,7 @@ def _scalings(family: str, kind: str, limit: int) -> list[dict[str, Any]]:
         return []
     try:
         head_dim = getattr(pairs, "head_dim", None) or pairs.hidden_size // pairs.num_attention_heads
-    except Exception:  # Gemma 4's differs from layer to layer
+    except Exception:  # Gemma 4's head_dim differs from layer to layer
         return []
     half = int(head_dim * getattr(pairs, "partial_rotary_factor", 1.0)) // 2
     if kind == "dynamic":
@@ -186,7 +199,7 @@ def _scalings(family: str, kind: str, limit: int) -> list[dict[str, Any]]:
         common = {"short_factor": [1.0 + 0.1 * i for i in range(half)], "long_factor": [3.0 + i for i in range(half)]}
         changes = {"max_position_embeddings": 4 * limit, "original_max_position_embeddings": limit}
     if "head_dim" in vars(pairs):
-        changes["head_dim"] = head_dim  # dynamic scaling multiplies by it without asking for None
+        changes["head_dim"] = head_dim  # dynamic scaling multiplies by it even if it is None
     theta = {"rope_theta": 10000.0}
     spelled = [{"rope_type": kind, **theta, **common}, {"type": kind, **common}]
     if kind == "longrope":

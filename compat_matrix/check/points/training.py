@@ -1,4 +1,4 @@
-"""What training does around a forward: checkpointing, interleaving, dtypes, adapters."""
+"""Points about training: gradient checkpointing, interleaved batches, dtypes and adapters."""
 
 from __future__ import annotations
 
@@ -19,15 +19,18 @@ from ..compare import assert_same_gradients
 from ..rows import alone, documents, gradients, loss_of, pack
 
 HALF_FACTOR, HALF_FLOOR = 2.0, 5e-3
-"""In bfloat16, packed may be this factor farther from float32 than alone is, plus this part of the logits' mean size.
+"""The accepted error of packed in bfloat16: this factor times that of alone, plus this part of the mean logit.
 
-Means, not maxima: one expert more or less for one token is rounding, too.
+Errors are means and not maxima, because rounding may also route a token to another expert.
 """
 
 
 @point
 def checkpointing(cell: Cell) -> None:
-    """Reentrant and not; a second packed forward with other boundaries before the first one's backward, both orders."""
+    """Gradients with checkpointing, reentrant or not, equal those of documents alone.
+
+    A second packed forward with other boundaries runs before the first backward; both orders of backward are tried.
+    """
     first, second = documents(5, 9, 1), documents(3, 4, 8, seed=1)
     reference = cell.reference()
     if not reference.supports_gradient_checkpointing:
@@ -47,7 +50,7 @@ def checkpointing(cell: Cell) -> None:
         found = gradients(model)
         try:
             assert_same_gradients(found, expected, **cell.of_gradients)
-        except AssertionError:  # Gemma 3n and 4 lose gradients through the keys that layers share, unpatched as well
+        except AssertionError:  # Gemma 3n and 4 lose gradients through keys that layers share, also unpatched
             assert_same_gradients(found, _checkpointed_alone(cell, reentrant, first + second), **cell.of_gradients)
 
 
@@ -82,20 +85,20 @@ def _with_default(checkpoint: Any, reentrant: bool) -> Any:
 
 @point
 def half_precision(cell: Cell) -> None:
-    """A bfloat16 model: as near to float32 as documents alone, and isolated bit for bit."""
+    """A packed row in a bfloat16 model is about as close to float32 as documents alone, and is isolated."""
     _as_near_as_alone(cell, cell.model(torch.bfloat16), cell.reference(torch.bfloat16))
 
 
 @point
 def autocast(cell: Cell) -> None:
-    """A float32 model under autocast to bfloat16."""
+    """The same holds for a float32 model under autocast to bfloat16."""
     with torch.autocast("cpu", torch.bfloat16):
         _as_near_as_alone(cell, cell.model(), cell.reference())
 
 
 @point
 def lora(cell: Cell) -> None:
-    """PEFT LoRA on a bfloat16 model with float32 norms: q, k and v are all cast back."""
+    """The same holds for PEFT LoRA on a bfloat16 model with float32 norms: q, k and v are cast back."""
     try:
         peft = importlib.import_module("peft")
     except ImportError as error:
@@ -128,14 +131,15 @@ def _projections(model: Any) -> list[str]:
             name.rsplit(".", 1)[-1]
             for module in attention
             for name, inner in module.named_modules()
-            if type(inner).__name__ in ("Linear", "Conv1D") and not name.endswith("out_proj")  # PEFT: not of Mamba's
+            # PEFT does not adapt Mamba's out_proj
+            if type(inner).__name__ in ("Linear", "Conv1D") and not name.endswith("out_proj")
         }
     )
 
 
 def _as_near_as_alone(cell: Cell, model: Any, reference: Any) -> None:
     docs = documents(5, 9, 2)
-    exact_model = copy.deepcopy(reference).float()  # before it is used: RecurrentGemma keeps what it last computed
+    exact_model = copy.deepcopy(reference).float()  # copied before use, as RecurrentGemma keeps its last states
     try:
         expected = alone(reference, docs).float()
     except Exception as error:

@@ -1,4 +1,4 @@
-"""Windows, chunks and local layers: packed rows have those of the model's definition, block by block."""
+"""The point that compares windows, chunks and local layers of packed rows with the model's definition."""
 
 from __future__ import annotations
 
@@ -17,18 +17,18 @@ from ..window_kinds import Kind, Way
 
 LONGEST = 12
 WIDE = 96
-"""Wider than any document here, and narrower than ``max_position_embeddings``."""
+"""A size larger than any document here and smaller than ``max_position_embeddings``."""
 
 SMALL = 4
-"""What a block's reach is measured with."""
+"""The size with which a block's reach is measured."""
 
 
 @point
 def windows(cell: Cell) -> None:
-    """Every window, chunk and local layer that the config can have, smaller than, equal to and larger than documents.
+    """Packed rows have every window, chunk and local layer of the config, smaller than, equal to and above documents.
 
-    A block's reach is measured: which tokens of its input a token of its output depends on. That of packed rows is the
-    definition's, in the same blocks as in eager code where that has a window at all; and so are the logits.
+    A block's reach is measured: the tokens of its input that a token of its output depends on. In packed rows it must
+    equal the definition, in the same blocks as in eager code if that has a window at all. Logits must be equal too.
     """
     kinds = window_kinds.of(cell.family)
     if not kinds:
@@ -49,14 +49,14 @@ def windows(cell: Cell) -> None:
 
 
 def _held(cell: Cell, kind: Kind, name: str, way: Way) -> bool:
-    """Whether there is such a window; raises unless packed rows have it as they should."""
+    """Whether there is such a window; raises an AssertionError if packed rows do not have it as defined."""
     what, changes, encoder = f"{kind.name} by {name}", way.changes, tiny_models.is_encoder(cell.family)
     excess, in_eager = _of_eager(cell, kind, changes, what)
     in_packed = _of_packed(cell, kind, changes, what)
     if way.layers is not None and len(in_packed) != way.layers:
         raise AssertionError(f"{what}: expected it in {way.layers} layers of packed rows, found it in {in_packed}")
     if in_eager != in_packed and in_eager and way.one is not None and len(_of_eager(cell, kind, way.one, what)[1]) != 1:
-        in_eager = []  # Qwen2-MoE (to 4.57) and Qwen2-VL (to 4.52): one mask for all layers
+        in_eager = []  # Qwen2-MoE (to 4.57) and Qwen2-VL (to 4.52) use one mask for all layers
     if in_eager and in_eager != in_packed:
         raise AssertionError(f"{what}: in eager code blocks {in_eager} have it, in packed rows {in_packed or 'none'}")
     if not in_packed:
@@ -70,7 +70,7 @@ def _held(cell: Cell, kind: Kind, name: str, way: Way) -> bool:
             found[size] = model(**pack(docs)).logits[0]
             if in_eager and size > excess:
                 expected = alone(cell.reference(**changes, **{kind.name: size - excess}), docs)
-            else:  # nothing of upstream's to compare with
+            else:  # upstream computes nothing to compare with
                 expected = torch.cat([_alone_same_route(model, doc) for doc in docs])
         assert_close(found[size], expected, f"{what} of {size}", near)
         moved[size] = bool((found[size] - found[WIDE]).abs().max() > 1e-4 * found[WIDE].abs().max())
@@ -80,7 +80,7 @@ def _held(cell: Cell, kind: Kind, name: str, way: Way) -> bool:
 
 
 def _of_eager(cell: Cell, kind: Kind, changes: dict[str, Any], what: str) -> tuple[int, list[str]]:
-    """How many tokens more than its definition this version's eager code sees, and the blocks that have a window."""
+    """How many tokens more than defined this version's eager code sees, and the blocks that have a window."""
     models = [cell.reference(**changes, **{kind.name: size}) for size in (SMALL, WIDE)]
     small, wide = map(reach.alone, models)
     bounded = [name for name in small if not torch.equal(small[name], wide[name])]
@@ -92,7 +92,7 @@ def _of_eager(cell: Cell, kind: Kind, changes: dict[str, Any], what: str) -> tup
 
 
 def _of_packed(cell: Cell, kind: Kind, changes: dict[str, Any], what: str) -> list[str]:
-    """The blocks that have a window in packed rows, which is the definition's to the token."""
+    """The blocks that have a window in packed rows; raises an AssertionError if one differs from the definition."""
     models = [cell.model(**changes, **{kind.name: size}) for size in (SMALL, WIDE)]
     small, wide = map(reach.packed, models)
     bounded = [name for name in small if not torch.equal(small[name], wide[name])]

@@ -1,6 +1,6 @@
-"""What is held in every stack: each check is a function of a :class:`~..training.Stage` that returns a finding.
+"""The checks: each is a function of a :class:`~..training.Stage` that returns a finding.
 
-A finding is a dictionary for JSON: ``ok``, the numbers it rests on, or ``skipped`` with the reason.
+A finding is a dictionary for JSON. It has ``ok`` and the numbers behind it, or ``skipped`` with the reason.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ CHECKS: dict[str, Callable[[Any], dict[str, Any]]] = {
     "own_padding_free": own.padding_free,
     "own_packing": own.packing,
 }
-"""Held in every stack that names none of its own."""
+"""The checks of every stack that does not name its own."""
 
 NAMED: dict[str, Callable[[Any], dict[str, Any]]] = {
     "liger_on_the_class": fused.liger_on_the_class,
@@ -38,4 +38,4 @@ NAMED: dict[str, Callable[[Any], dict[str, Any]]] = {
     "sft_with_its_fused_head": fused_training.sft_with_its_fused_head,
     "run_with_liger": fused_training.run_with_liger,
 }
-"""Held where a stack's ``checks`` name them."""
+"""Further checks, which run only where a stack's ``checks`` name them."""

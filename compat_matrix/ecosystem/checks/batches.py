@@ -1,4 +1,4 @@
-"""What a packed batch may hold, how its loss is divided, and whether the model in the trainer isolates it."""
+"""Checks of a batch's optional fields, the division of its loss, ``verify`` on the trainer's model, and streams."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ SAME = 1e-4
 
 
 def lengths(stage: Stage, steps: int = 10) -> dict[str, Any]:
-    """The collator's lengths and ``seq_idx`` in the batch, which Llama's forward up to 4.44 does not take alone."""
+    """Train with the collator's lengths and ``seq_idx``, which Llama's own forward up to 4.44 does not take."""
     with_lengths = functools.partial(packed, return_flash_attn_kwargs=True, return_seq_idx=True)
     reference = stage.run(tiny_llama(), padded, patched=False, steps=steps)
     run = stage.run(tiny_llama(), with_lengths, patched=True, steps=steps)
@@ -39,10 +39,10 @@ def lengths(stage: Stage, steps: int = 10) -> dict[str, Any]:
 
 
 def counting(stage: Stage) -> dict[str, Any]:
-    """One step with labels as upstream's padding collator leaves them: the first of each row is one, though unused.
+    """Compare one step's loss when each row's first token is a label, as upstream's padding collator leaves it.
 
-    A loss that is divided by the number of labels then comes out smaller when padded, by exactly that many; packed it
-    is divided by what is trained on, in every version.
+    A padded loss that is divided by the number of labels is then smaller by exactly these labels. In packed training
+    the loss is divided by the tokens trained on, in every version.
     """
     from transformers import DataCollatorForLanguageModeling
 
@@ -69,7 +69,7 @@ def counting(stage: Stage) -> dict[str, Any]:
 
 
 def verified(stage: Stage) -> dict[str, Any]:
-    """``fa2patch.verify`` on the model in the trainer, with a batch of its loader, before and after training."""
+    """Run ``fa2patch.verify`` on the model in the trainer, with a batch of its loader, before and after training."""
     model = tiny_llama()
     fa2patch.apply(model)
     trainer = stage.trainer(model, packed, max_steps=2)
@@ -88,7 +88,7 @@ def verified(stage: Stage) -> dict[str, Any]:
 
 
 def streaming(stage: Stage, steps: int = 10) -> dict[str, Any]:
-    """A ``datasets`` stream of unknown length."""
+    """Train on a ``datasets`` stream of unknown length."""
     if not importlib.util.find_spec("datasets"):
         return {"skipped": "no datasets in this stack"}
     from datasets import Features, IterableDataset, Sequence, Value

@@ -1,4 +1,4 @@
-"""Evaluation inside training, and ``predict``: packed training with padded and with packed evaluation batches."""
+"""Evaluation during training, and ``predict``: packed training with padded and with packed evaluation batches."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ NEAR = 1e-4
 
 
 def evaluation(stage: Stage, steps: int = 6) -> dict[str, Any]:
-    """Losses of the held-out set at every second step, by how it was trained and how evaluated."""
+    """Compare the held-out losses at every second step between padded and packed training and evaluation."""
     found: dict[str, Any] = {"steps": steps, "held_out": len(stage.held_out)}
     curves = {}
     layouts = {
@@ -48,7 +48,7 @@ def _held_out_losses(stage: Stage, patched: bool, collate: Any, evaluate: Any, s
 
 
 def _evaluating(stage: Stage, collate: Any) -> Any:
-    """The trainer's class with a collator of its own for evaluation."""
+    """The trainer's class, with a separate collator for evaluation."""
     if stage.trl:
         from trl import SFTTrainer as Base
     else:
@@ -66,10 +66,10 @@ def _evaluating(stage: Stage, collate: Any) -> Any:
 
 
 def predict(stage: Stage) -> dict[str, Any]:
-    """Logits of every held-out token, packed against padded, document by document out of what ``predict`` returns."""
+    """Compare the logits of every held-out token between padded and packed batches, document by document."""
     model = tiny_llama()
     reference = stage.trainer(model, padded, held_out=True, max_steps=1)
-    lengths = [len(example["input_ids"]) for example in reference.eval_dataset]  # TRL may have ended each with a token
+    lengths = [len(example["input_ids"]) for example in reference.eval_dataset]  # TRL may have added end tokens
     by_row = reference.predict(reference.eval_dataset)
     fa2patch.apply(model)
     trainer = stage.trainer(model, packed, held_out=True, max_steps=1)

@@ -1,7 +1,8 @@
-"""Losses that other packages compute in a forward of their own: Liger's, cut-cross-entropy's, TRL's fused head.
+"""Losses that other packages compute in a replaced forward: Liger's, cut-cross-entropy's, TRL's fused head.
 
-Each case is right (the loss and gradients of the documents run alone, by Transformers' own loss) or refused by an
-error of ours; the finding says which. Labels are all tokens, first ones too: who learns those is off.
+A case must either match the loss and gradients of the documents run alone with Transformers' own loss, or be refused by
+an error of fa2patch; the finding says which. Every token is a label, including each document's first, so that a loss
+which learns those is off.
 """
 
 from __future__ import annotations
@@ -19,19 +20,20 @@ import fa2patch
 from ..training import Stage, furthest, tiny_llama
 
 BOUND = 1e-4
-"""Of the loss, and of each gradient's largest value: fused kernels add up in chunks."""
+"""Relative bound on the loss, and on each gradient by its largest value. Fused kernels add up in chunks."""
 
 Finding = dict[str, Any]
 Forward = Callable[..., Any]
 
 
 def documents() -> list[torch.Tensor]:
+    """Return four documents of random token ids."""
     generator = torch.Generator().manual_seed(0)
     return [torch.randint(3, 500, (length,), generator=generator) for length in (5, 1, 9, 3)]
 
 
 def batches() -> dict[str, dict[str, Any]]:
-    """One packed row, told by position_ids and by lengths; every token is its own label."""
+    """Return one packed batch twice, with position ids only and with lengths. Every token is its own label."""
     features = [{"input_ids": one.tolist(), "labels": one.tolist()} for one in documents()]
     found = {}
     for name, lengths in (("ids", False), ("lengths", True)):
@@ -42,7 +44,7 @@ def batches() -> dict[str, dict[str, Any]]:
 
 
 def expected(adapters: bool) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-    """The documents alone, by the model as Transformers has it."""
+    """Return the loss and gradients of the documents run alone, by the unpatched model."""
     model = _made(adapters).train()
     pieces = []
     for one in documents():
@@ -72,7 +74,7 @@ def _adapted(model: Any) -> Any:
 
 @contextmanager
 def restored() -> Iterator[None]:
-    """Llama's forward is afterwards what it was, whoever replaced it."""
+    """Restore Llama's forward after the block."""
     from transformers import LlamaForCausalLM
 
     before = vars(LlamaForCausalLM)["forward"]
@@ -83,7 +85,7 @@ def restored() -> Iterator[None]:
 
 
 def judged(run: Callable[[], tuple[torch.Tensor, Any]], right: tuple[torch.Tensor, Any]) -> str:
-    """``right``, ``refused: ...`` or how far off it was."""
+    """Return ``right``, ``refused: ...`` or how far the loss or the gradients are off."""
     try:
         loss, gradients = run()
     except fa2patch.Fa2PatchError as error:
@@ -96,11 +98,17 @@ def judged(run: Callable[[], tuple[torch.Tensor, Any]], right: tuple[torch.Tenso
 
 
 def finding(cases: dict[str, str]) -> Finding:
+    """Return the finding of these cases: it is ok if each is right or refused."""
     return {"ok": all(said == "right" or said.startswith("refused") for said in cases.values()), "cases": cases}
 
 
 def in_both_orders(replace: Callable[[Any], None], of_losses: Forward | None = None) -> Finding:
-    """A forward that is replaced before and after ``apply``, directly and under LoRA, with ids and with lengths."""
+    """Check a replaced forward in all combinations: before and after ``apply``, with and without LoRA, ids and lengths.
+
+    Args:
+        replace: replaces the model's forward.
+        of_losses: computes the loss of a model and a batch; by default it is the output's ``loss``.
+    """
     cases = {}
     for adapters in (False, True):
         right = expected(adapters)
@@ -141,10 +149,12 @@ LOSS_ALONE = {"rope": False, "rms_norm": False, "swiglu": False}
 
 
 def liger_on_the_class(stage: Stage) -> Finding:
+    """Liger's fused loss, applied to the Llama class."""
     return _liger(lambda liger, model: liger(**LOSS_ALONE))
 
 
 def liger_on_the_object(stage: Stage) -> Finding:
+    """Liger's fused loss, applied to the model object."""
     return _liger(lambda liger, model: liger(model=model, **LOSS_ALONE))
 
 
@@ -158,7 +168,7 @@ def _liger(replace: Callable[[Any, Any], None]) -> Finding:
 
 
 def cut_cross_entropy(stage: Stage) -> Finding:
-    """Its plain torch path, in a forward on the object as ``cce_patch`` puts one there (no release has that yet)."""
+    """The package's torch path, in a forward on the object as ``cce_patch`` sets it (no release can do that yet)."""
     missing = _missing("cut_cross_entropy")
     return missing or in_both_orders(lambda model: setattr(model, "forward", types.MethodType(_cut, model)))
 
@@ -168,14 +178,14 @@ def _cut(self: Any, input_ids: Any = None, labels: Any = None, **kwargs: Any) ->
     from transformers.modeling_outputs import CausalLMOutputWithPast
 
     hidden = self.model(input_ids=input_ids, **{**kwargs, "use_cache": False})[0]
-    # the path is one line of torch under torch.compile: no compiler is needed to see which labels it learns
+    # torch.compile wraps one line of torch here; which labels it learns shows without a compiler
     with torch.compiler.set_stance("force_eager"):
         loss = linear_cross_entropy(hidden, self.lm_head.weight, labels, shift=True, impl="torch_compile")
     return CausalLMOutputWithPast(loss=loss)
 
 
 def trl_fused_head(stage: Stage) -> Finding:
-    """TRL's ``add_fused_lm_head``, which SFTTrainer puts on every model: the loss from its log-probabilities."""
+    """TRL's ``add_fused_lm_head``, which SFTTrainer applies to every model: the loss from its log-probabilities."""
     missing = _missing("trl")
     if missing:
         return missing

@@ -21,13 +21,15 @@ from ..training import Stage, largest_relative_difference, tiny_llama
 from .fused import LOSS_ALONE, Finding, finding, restored
 
 BOUND = 2e-5
-"""Of each step's loss: first labels are one in fifty here, and move a mean over all by less than a thousandth."""
+"""Relative bound on each step's loss. First labels are one in fifty and change a mean over all labels by less
+than a thousandth.
+"""
 STEPS = 3
 SCRIPT = Path(__file__).parents[1] / "scripts" / "trains_with_liger.py"
 
 
 def padded(features: Any) -> dict[str, Any]:
-    """A row for each example, padding ignored; every token is a label, whose row's first nothing predicts."""
+    """Collate one padded row for each example. Every token is a label, although nothing predicts a row's first."""
     ids = [torch.tensor(one["input_ids"]) for one in features]
     return {
         "input_ids": pad_sequence(ids, batch_first=True),
@@ -37,18 +39,22 @@ def padded(features: Any) -> dict[str, Any]:
 
 
 def packed(features: Any) -> dict[str, Any]:
-    """One row, whose documents' first labels the model's patch has to leave out."""
+    """Collate one packed row. The patch has to ignore the documents' first labels."""
     ids = [torch.tensor(one["input_ids"]) for one in features]
     row = torch.cat(ids)[None]
     return {"input_ids": row, "labels": row, "position_ids": torch.cat([torch.arange(len(one)) for one in ids])[None]}
 
 
 def trained(stage: Stage, order: str, collate: Callable[[Any], Any], **options: Any) -> list[float]:
-    """Losses of some steps; ``order``: when the model is patched, if it is."""
+    """Return the losses of some steps.
+
+    Args:
+        order: whether the model is patched ``before Trainer`` or ``after Trainer``; otherwise it is not patched.
+    """
     model = tiny_llama()
     if order == "before Trainer":
         fa2patch.apply(model)
-    # a mean over tokens that are counted before the forward would count first labels, padded as packed
+    # otherwise Trainer counts labels before the forward, first labels included, padded and packed
     trainer = stage.trainer(model, collate, max_steps=STEPS, average_tokens_across_devices=False, **options)
     trainer.model_accepts_loss_kwargs = False
     if order == "after Trainer":
@@ -61,6 +67,7 @@ def trained(stage: Stage, order: str, collate: Callable[[Any], Any], **options: 
 
 
 def judged(run: Callable[[], list[float]], right: list[float]) -> str:
+    """Return ``right``, ``refused: ...`` or how far the losses are off."""
     try:
         losses = run()
     except fa2patch.Fa2PatchError as error:
@@ -70,6 +77,7 @@ def judged(run: Callable[[], list[float]], right: list[float]) -> str:
 
 
 def in_both_orders(stage: Stage, right: list[float], **options: Any) -> Finding:
+    """Train with the model patched before and after Trainer is made."""
     cases = {}
     for order in ("before Trainer", "after Trainer"):
         with restored():
@@ -78,6 +86,7 @@ def in_both_orders(stage: Stage, right: list[float], **options: Any) -> Finding:
 
 
 def trainer_with_liger(stage: Stage) -> Finding:
+    """Trainer's ``use_liger_kernel``."""
     if not importlib.util.find_spec("liger_kernel"):
         return {"skipped": "no liger_kernel in this stack"}
     right = trained(stage, "", padded)
@@ -85,13 +94,14 @@ def trainer_with_liger(stage: Stage) -> Finding:
 
 
 def sft_with_its_fused_head(stage: Stage) -> Finding:
+    """SFTTrainer, with its fused head where it has one."""
     if not stage.trl:
         return {"skipped": "no TRL here"}
     return in_both_orders(stage, trained(stage, "", padded))
 
 
 def run_with_liger(stage: Stage) -> Finding:
-    """``fa2patch run --collate`` of a script that trains with Liger: the script's own losses, or refused."""
+    """``fa2patch run --collate`` of a script that trains with Liger must reproduce the script's losses or refuse."""
     if not importlib.util.find_spec("liger_kernel"):
         return {"skipped": "no liger_kernel in this stack"}
     with tempfile.TemporaryDirectory(dir=stage.folder.name) as folder:
@@ -118,7 +128,7 @@ def _run(folder: str, name: str) -> str:
 
 
 def _started(before: list[str], folder: str, name: str) -> tuple[list[float] | None, str]:
-    """The losses that the script's last line prints, or None with what went to stderr."""
+    """Return the losses in the last line of the script's output, or None if it failed, and its stderr."""
     command = [sys.executable, *before, str(SCRIPT), folder, name]
     done = subprocess.run(command, capture_output=True, text=True, env={**os.environ, "TMPDIR": folder})
     if done.returncode:

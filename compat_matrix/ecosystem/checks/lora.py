@@ -1,4 +1,4 @@
-"""PEFT: adapters around a patched model, and a patch on a model with adapters."""
+"""PEFT adapters: added to a patched model, and a patch on a model with adapters."""
 
 from __future__ import annotations
 
@@ -17,10 +17,12 @@ SAME = 1e-4
 
 
 def lora(stage: Stage, steps: int = 20) -> dict[str, Any]:
+    """LoRA, packed against padded."""
     return _compared(stage, steps, {})
 
 
 def dora(stage: Stage, steps: int = 20) -> dict[str, Any]:
+    """DoRA, packed against padded."""
     import peft
 
     if "use_dora" not in inspect.signature(peft.LoraConfig).parameters:
@@ -29,7 +31,7 @@ def dora(stage: Stage, steps: int = 20) -> dict[str, Any]:
 
 
 def qlora(stage: Stage, steps: int = 10) -> dict[str, Any]:
-    """Adapters on a model in four bits (bitsandbytes' NF4, which has a CPU build), recomputed in the backward."""
+    """Adapters on a model in four bits (bitsandbytes' NF4, which has a CPU build), with gradient checkpointing."""
     if not importlib.util.find_spec("bitsandbytes"):
         return {"skipped": "no bitsandbytes in this stack"}
     import peft
@@ -61,7 +63,7 @@ def qlora(stage: Stage, steps: int = 10) -> dict[str, Any]:
 
 
 def _compared(stage: Stage, steps: int, options: dict[str, Any]) -> dict[str, Any]:
-    """Packed, patched before and after the adapters and with checkpointing, against padded; then merged."""
+    """Compare packed with padded: patched before and after adding adapters, with checkpointing, and after merging."""
     reference = stage.run(_with_adapters(tiny_llama(), options), padded, patched=False, steps=steps)
     moved = furthest(weights(reference["model"]), weights(_with_adapters(tiny_llama(), options)))
     found: dict[str, Any] = {"steps": steps, "adapters_moved_by": moved}

@@ -1,4 +1,4 @@
-"""Options of a run that must not make packed another run than padded: accumulation, checkpointing, resuming."""
+"""Training options under which packed must equal padded: gradient accumulation, checkpointing, resuming."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from ..training import BATCH, Stage, furthest, largest_relative_difference, tiny
 
 BOUND = 1e-3
 SAME = 1e-4
-"""Of the largest weight, after a few steps of Adam on sums in another order."""
+"""Relative to the largest weight, after a few steps of Adam in which sums are taken in another order."""
 
 
 def accumulation(stage: Stage, steps: int = 10, every: int = 4) -> dict[str, Any]:
-    """Packed against padded, and what the first step's loss is a mean over: tokens, or micro-batches' means."""
+    """Compare packed with padded, and find whether the first loss is a mean over tokens or over micro-batches."""
     micro: list[Any] = []
 
     def noting(features: Any) -> Any:
@@ -48,7 +48,7 @@ def accumulation(stage: Stage, steps: int = 10, every: int = 4) -> dict[str, Any
 
 @torch.no_grad()
 def _means(batches: list[list[dict[str, list[int]]]]) -> tuple[float, float]:
-    """By hand, example by example alone: the untrained model's loss per token, and the mean of the batches' means."""
+    """Compute from single examples the untrained model's loss per token, and the mean of the batches' means."""
     model = tiny_llama().eval()
     sums, counts = [], []
     for batch in batches:
@@ -64,7 +64,7 @@ def _means(batches: list[list[dict[str, list[int]]]]) -> tuple[float, float]:
 
 
 def checkpointing(stage: Stage, steps: int = 10) -> dict[str, Any]:
-    """Gradient checkpointing in both modes against none, packed."""
+    """Compare packed training with gradient checkpointing, in both modes, with packed training without it."""
     reference = stage.run(tiny_llama(), packed, patched=True, steps=steps, gradient_checkpointing=False)
     found: dict[str, Any] = {"ok": True, "steps": steps}
     for name, reentrant in (("reentrant", True), ("not_reentrant", False)):
@@ -85,7 +85,7 @@ def checkpointing(stage: Stage, steps: int = 10) -> dict[str, Any]:
 
 
 def resume(stage: Stage, steps: int = 8) -> dict[str, Any]:
-    """Stopped at half, resumed from the checkpoint by a new trainer with a new model: the same weights, bit for bit."""
+    """Resume from a checkpoint at half with a new trainer and model: the weights must be equal bit for bit."""
     saved = {"save_strategy": "steps", "save_steps": steps // 2}
     whole = stage.run(tiny_llama(), packed, patched=True, steps=steps, **saved)
     folder = Path(whole["trainer"].args.output_dir)
@@ -93,7 +93,7 @@ def resume(stage: Stage, steps: int = 8) -> dict[str, Any]:
     model = tiny_llama()
     with torch.no_grad():
         for parameter in model.parameters():
-            parameter.zero_()  # what is not loaded from the checkpoint shows
+            parameter.zero_()  # a weight that the checkpoint does not restore stays zero
     fa2patch.apply(model)
     trainer = stage.trainer(model, Noted(packed), max_steps=steps, **saved)
     trainer.train(resume_from_checkpoint=str(checkpoint))

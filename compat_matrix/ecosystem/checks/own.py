@@ -18,7 +18,7 @@ ANSWER = "\n### Answer:"
 
 
 def completion_collator(stage: Stage, steps: int = 20) -> dict[str, Any]:
-    """TRL's DataCollatorForCompletionOnlyLM, ``padding_free`` against padded."""
+    """Compare TRL's DataCollatorForCompletionOnlyLM with ``padding_free`` and padded."""
     kind = _trl("DataCollatorForCompletionOnlyLM") if stage.trl else None
     if kind is None:
         return {"skipped": "no TRL here" if not stage.trl else "this TRL has none any more"}
@@ -46,17 +46,19 @@ def completion_collator(stage: Stage, steps: int = 20) -> dict[str, Any]:
 
 
 def padding_free(stage: Stage) -> dict[str, Any]:
+    """Train with SFTConfig's ``padding_free=True``."""
     return _configured(stage, padding_free=True)
 
 
 def packing(stage: Stage) -> dict[str, Any]:
+    """Train with SFTConfig's ``packing=True``."""
     return _configured(stage, packing=True)
 
 
 def _configured(stage: Stage, steps: int = 10, **asked: bool) -> dict[str, Any]:
-    """SFTConfig's own packing: which batch reaches the model, and what fa2patch makes of it.
+    """Record which batch SFTConfig's own packing passes to the model, and what fa2patch does with it.
 
-    Where nothing in the batch says where documents start, there is nothing to isolate by: ``verify`` has to say so.
+    If nothing in the batch says where documents start, they cannot be isolated, and ``verify`` has to say so.
     """
     config = _trl("SFTConfig") if stage.trl else None
     (option,) = asked
@@ -67,8 +69,8 @@ def _configured(stage: Stage, steps: int = 10, **asked: bool) -> dict[str, Any]:
         model = tiny_llama()
         fa2patch.apply(model)
         if name != "as_sdpa":
-            model.config._attn_implementation = "flash_attention_2"  # TRL asks the config, and nothing else
-        length = {"max_length": None} if option == "padding_free" else {}  # TRL 1.16 asks for it
+            model.config._attn_implementation = "flash_attention_2"  # TRL looks only at the config
+        length = {"max_length": None} if option == "padding_free" else {}  # TRL 1.16 requires it
         trainer = stage.trainer(model, None, max_steps=steps, **asked, **length)
         batch = dict(next(iter(trainer.get_train_dataloader())))
         found[name] = {"batch": shapes(batch), **_looked_at(model, batch)}
@@ -97,10 +99,10 @@ def _is_right(one: dict[str, Any]) -> bool:
 
 @torch.no_grad()
 def _by_hand(batch: dict[str, Any], loss: float) -> dict[str, Any]:
-    """The untrained model's loss on a packed batch's documents, each alone, beside the trainer's first.
+    """Compare the untrained model's loss on the batch's documents, each run alone, with the trainer's first loss.
 
-    The batch is the trainer's first: its sampler is seeded. TRL leaves every document its first label, which nothing
-    predicts; Trainer 4.46 to 4.57 divides by those too.
+    The batch is the trainer's first, because its sampler is seeded. TRL keeps every document's first label, which
+    nothing predicts; Trainer 4.46 to 4.57 divides by those labels too.
     """
     model = tiny_llama().eval()
     total, trained = 0.0, 0
@@ -116,6 +118,7 @@ def _by_hand(batch: dict[str, Any], loss: float) -> dict[str, Any]:
 
 
 def shapes(batch: dict[str, Any]) -> dict[str, str]:
+    """Describe a batch: dtype and shape of each tensor, other values as text."""
     return {
         name: f"{str(value.dtype).replace('torch.', '')} {list(value.shape)}" if torch.is_tensor(value) else str(value)
         for name, value in batch.items()

@@ -1,7 +1,7 @@
 """An ordinary script that fine-tunes with Liger's fused loss and pads: ``trains_with_liger.py FOLDER CLASS``.
 
-``CLASS`` is LlamaForCausalLM or MyModel. Of a class whose name Transformers does not know, Trainer divides the loss by
-all labels, each document's first among them, as every Trainer up to 5.9 does; and ``--collate`` with it.
+``CLASS`` is LlamaForCausalLM or MyModel. Transformers does not know the name MyModel. For such a class Trainer divides
+the loss by all labels, including each document's first, as every Trainer up to 5.9 does, and so does ``--collate``.
 """
 
 import json
@@ -13,10 +13,14 @@ from transformers import AutoTokenizer, DataCollatorForSeq2Seq, LlamaForCausalLM
 
 
 class MyModel(LlamaForCausalLM):
+    """A Llama whose class name Transformers does not know."""
+
     pass
 
 
 class Documents(torch.utils.data.Dataset):
+    """Token ids as a dataset; every token is a label."""
+
     def __init__(self, documents):
         self.documents = documents
 
@@ -29,6 +33,7 @@ class Documents(torch.utils.data.Dataset):
 
 
 def main(folder, name):
+    """Train three steps and print the losses as JSON in the last line."""
     data = Documents(json.loads(Path(folder, "documents.json").read_text(encoding="utf-8")))
     collator = DataCollatorForSeq2Seq(AutoTokenizer.from_pretrained(folder), padding=True)
     model = {"MyModel": MyModel}.get(name, LlamaForCausalLM).from_pretrained(folder)

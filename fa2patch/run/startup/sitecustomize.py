@@ -1,7 +1,7 @@
-"""What every Python under ``fa2patch run`` does first, found by ``site`` through PYTHONPATH: wait for Transformers.
+"""The start of every Python under ``fa2patch run``: ``site`` finds this module through PYTHONPATH.
 
-Until somebody imports it nothing else is imported, and ``sys.path`` is as it would be. A sitecustomize that this one
-hides is run as it would have been.
+It waits for the import of Transformers. Until then it imports nothing else, and ``sys.path`` is as without it. A
+sitecustomize that this module hides is run too.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ WATCHED = ("transformers.modeling_utils", "transformers.trainer")
 
 
 class _Waiting:
-    """On ``sys.meta_path`` until Transformers is looked for; it finds nothing itself."""
+    """An import finder that finds nothing and stays on ``sys.meta_path`` until Transformers is imported."""
 
     def find_spec(self, name: str, path: object = None, target: object = None) -> None:
         if name == WAITED_FOR and self in sys.meta_path:
@@ -41,7 +41,7 @@ def _imported(module: object) -> None:
 
 
 def _fa2patch() -> None:
-    """Import the fa2patch that is installed, or else the one that this file is part of."""
+    """Import the installed fa2patch, or else the one that this file is part of."""
     import importlib.util
 
     if importlib.util.find_spec("fa2patch") is None:
@@ -54,13 +54,13 @@ def _fa2patch() -> None:
 
 
 def _failed(error: Exception) -> None:
-    """One line: somebody else's program goes on."""
+    """Print one line and go on, because the user's program must not fail here."""
     if sys.stderr is not None:
         what = f"{type(error).__name__}: {error}"
         print(f"fa2patch: no model is patched in this process, {sys.executable}: {what}", file=sys.stderr, flush=True)
 
 
-@atexit.register  # the first that is registered is the last that is called
+@atexit.register  # registered first, so atexit calls it last
 def _off() -> None:
     hook = sys.modules.get("fa2patch.run.hook")
     if hook is not None:

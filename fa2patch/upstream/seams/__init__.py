@@ -1,1 +1,1 @@
-"""The three seams through which attention is replaced: ``interface``, ``function`` and ``method``."""
+"""The seams: ``interface``, ``function`` and ``method`` for attention layers, and ``mixer`` for mixers."""

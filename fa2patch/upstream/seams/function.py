@@ -1,8 +1,8 @@
 """The function seam (4.43 on): flash classes call ``modeling_x._flash_attention_forward``.
 
-The name is imported into a modeling module only where flash-attn is installed; where it is missing it is put there.
-Gemma 2 in 4.47 and GPT-NeoX in 4.47 and 4.48 have no classes but a dictionary of functions, of which that for flash
-attention calls it.
+A modeling module imports this name only where flash-attn is installed. Elsewhere fa2patch adds it. Gemma 2 in 4.47 and
+GPT-NeoX in 4.47 and 4.48 have a dictionary of functions instead of classes. Its function for flash attention calls
+``_flash_attention_forward``.
 """
 
 from __future__ import annotations
@@ -28,7 +28,15 @@ FLASH = "flash_attention_2"
 
 
 def routed(original: Any) -> Callable[..., torch.Tensor]:
-    """Replacement for ``_flash_attention_forward``; query, key and value ``[batch, length, heads, dim]``."""
+    """Return the replacement for ``_flash_attention_forward``.
+
+    The replacement takes query, key and value as ``[batch, length, heads, dim]``. It raises
+    :class:`PackingNotIsolated` for further positional arguments with a packed mask, and ImportError for a dense batch
+    if flash-attn is missing.
+
+    Args:
+        original: the function, or :data:`ABSENT` where the module lacks it.
+    """
 
     def _flash_attention_forward(
         query_states: torch.Tensor,
@@ -57,13 +65,13 @@ def routed(original: Any) -> Callable[..., torch.Tensor]:
 
 
 def table_name(modeling: ModuleType, forward: Callable[..., Any]) -> str | None:
-    """The module's dictionary of attention functions that this layer's ``forward`` looks its function up in."""
+    """Return the name of the dictionary in which a layer's ``forward`` looks up its attention function, or None."""
     names = (name for name in forward.__code__.co_names if re.fullmatch(r"\w+_ATTENTION_FUNCTION", name))
     return next((name for name in names if FLASH in vars(modeling).get(name, ())), None)
 
 
 class _Gemma2Layer:
-    """A layer, and what 4.47's function for flash attention asks of it and no layer has."""
+    """A layer with the attribute that 4.47's function for flash attention reads and no layer has."""
 
     _flash_attn_uses_top_left_mask = False
 
@@ -75,7 +83,10 @@ class _Gemma2Layer:
 
 
 def routed_table(original: dict[str, Callable[..., Any]]) -> dict[str, Callable[..., Any]]:
-    """The same dictionary, but a packed batch goes to the function for flash attention, whichever is looked up."""
+    """Return a copy of the dictionary, in which every function computes packed batches as flash attention does.
+
+    A packed batch goes to the function for flash attention, or to :func:`fused.computed` if that function is fused.
+    """
     flash = original[FLASH]
     casts = "target_dtype" in inspect.signature(flash).parameters
 
@@ -102,7 +113,7 @@ def routed_table(original: dict[str, Callable[..., Any]]) -> dict[str, Callable[
 
 
 def options(kwargs: dict[str, Any]) -> Options:
-    """What the keywords of a flash class's call ask for; dropout is a Dropout module in 4.34's Falcon."""
+    """Return the options of a flash class's keywords. ``dropout`` is a ``Dropout`` module in 4.34's Falcon."""
     dropout = kwargs.get("dropout") or 0.0
     causal = kwargs.get("is_causal")
     return Options(

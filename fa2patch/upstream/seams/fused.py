@@ -1,7 +1,7 @@
-"""Attention functions that are handed query, key and value in one tensor (ModernBERT, 4.48 to 5.0).
+"""Attention functions that take query, key and value in one tensor (ModernBERT, 4.48 to 5.0).
 
-They stand in a module's dictionary, and do the rotary embedding too. The one for flash attention unpads on its own and
-has no place for boundaries, so a packed batch is computed here, as the dictionary's others do it.
+They are in a module's dictionary and apply the rotary embedding too. The function for flash attention unpads by itself
+and takes no boundaries. A packed batch is therefore computed here, in the way of the dictionary's other functions.
 """
 
 from __future__ import annotations
@@ -18,13 +18,22 @@ FUSED = "qkv"
 
 
 def is_fused(function: Callable[..., Any]) -> bool:
+    """Whether an attention function takes query, key and value in one tensor."""
     return FUSED in inspect.signature(function).parameters
 
 
 def computed(function: Callable[..., Any], module: Any, mask: PackedMask, given: dict[str, Any]) -> tuple[torch.Tensor]:
-    """``[batch, length, heads * dim]`` from ``given["qkv"]``, ``[batch, length, 3, heads, dim]``.
+    """Compute fused attention for a packed batch.
 
-    ``given["local_attention"]`` is how many tokens a query sees on each side of it, -1 for all.
+    Args:
+        function: the function for flash attention. Its module has ``apply_rotary_pos_emb``.
+        module: the attention layer.
+        mask: the packed mask.
+        given: the keywords of the call. ``qkv`` is ``[batch, length, 3, heads, dim]``; ``local_attention[0]`` is the
+            number of tokens that a query sees on each side, -1 for all.
+
+    Returns:
+        A tuple of one tensor ``[batch, length, heads * dim]``.
     """
     qkv: torch.Tensor = given[FUSED]
     cos, sin = given.get("position_embeddings") or module.rotary_emb(qkv, position_ids=given["position_ids"])

@@ -1,38 +1,55 @@
 """The interface seam (4.48 on): ``modeling_x.ALL_ATTENTION_FUNCTIONS`` and ``modeling_x.eager_attention_forward``.
 
-An attention layer looks its function up in one or the other, by ``config._attn_implementation``. Both are replaced in
-the one modeling module only, and whichever function is found is used as it was for every mask but a packed one.
+An attention layer looks up its function in one of them, by ``config._attn_implementation``. Both are replaced only in
+the layer's modeling module. The function that is found still computes every batch without a packed mask.
 """
 
 from __future__ import annotations
 
 import functools
+import sys
 from collections.abc import Iterator
 from types import ModuleType
 from typing import Any, Callable
 
 import torch
 
+from ...documents.names import LENGTHS
 from ...errors import PackingNotIsolated
 from ...kernels.options import Options
+from ..inspecting import reads_name
 from ..packed_mask import PackedMask
+from ..site import Site
 
-REGISTRY, EAGER = "ALL_ATTENTION_FUNCTIONS", "eager_attention_forward"
+REGISTRIES = ("ALL_ATTENTION_FUNCTIONS",)
+"""Names of the dictionary of attention functions. A release that renames it adds a name here."""
+
+EAGER = "eager_attention_forward"
 
 _KNOWN_TENSORS = {
-    "s_aux", "sinks", "position_ids", "cache_position", "position_embeddings", "cu_seq_lens_q", "cu_seq_lens_k",
-    "max_length_q", "max_length_k", "cumulative_seqlens_q", "cumulative_seqlens_k", "seq_idx", "labels",
-    "num_items_in_batch",
+    "s_aux", "sinks", "position_ids", "cache_position", "position_embeddings", "cumulative_seqlens_q",
+    "cumulative_seqlens_k", "labels", "num_items_in_batch", *LENGTHS,
 }  # fmt: skip
 
 
-def is_seam(modeling: ModuleType, forward: Callable[..., Any]) -> bool:
-    """Whether this attention layer's ``forward`` looks its function up in the registry."""
-    return REGISTRY in vars(modeling) and REGISTRY in forward.__code__.co_names
+def seam_of(modeling: ModuleType, forward: Callable[..., Any]) -> tuple[Site, tuple[Site, ...]] | None:
+    """What is replaced where a layer's ``forward`` looks up its function in the dictionary; None where it does not."""
+    name = next((name for name in REGISTRIES if name in vars(modeling) and reads_name(forward, name)), None)
+    if name is None:
+        return None
+    eager = (Site(modeling, EAGER, routed),) if hasattr(modeling, EAGER) else ()
+    return Site(modeling, name, Overlay), eager
+
+
+def registered(name: Any) -> Any:
+    """The function that Transformers has for an ``attn_implementation``, or None."""
+    modeling = sys.modules.get("transformers.modeling_utils")
+    tables = (getattr(modeling, registry, {}) for registry in REGISTRIES)
+    return next((table[name] for table in tables if isinstance(name, str) and name in table), None)
 
 
 def routed(original: Callable[..., Any]) -> Callable[..., Any]:
-    """An attention function that keeps the documents of packed batches apart; all others go to ``original``."""
+    """Return an attention function that computes packed batches and calls ``original`` for dense batches."""
 
     @functools.wraps(original)
     def attention(
@@ -48,7 +65,7 @@ def routed(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 class Overlay:
-    """``ALL_ATTENTION_FUNCTIONS`` as one modeling module sees it; reads through to the real one, live."""
+    """Stands in for ``ALL_ATTENTION_FUNCTIONS`` in one modeling module. Every access goes to the real one."""
 
     def __init__(self, registry: Any) -> None:
         self._registry = registry
@@ -69,9 +86,11 @@ class Overlay:
         del self._registry[name]
 
     def get(self, name: str, default: Any = None) -> Any:
+        """Return the routed function of this name, or ``default``."""
         return self[name] if name in self._registry else default
 
     def get_interface(self, name: str, default: Callable[..., Any]) -> Callable[..., Any]:
+        """Return the function that the real one returns, routed."""
         return self._route(self._registry.get_interface(name, default))
 
     def __contains__(self, name: object) -> bool:
@@ -96,12 +115,12 @@ def _options(module: Any, kwargs: dict[str, Any]) -> Options:
                 f"{type(module).__name__} hands its attention a tensor {name!r}, whose meaning for a packed batch is "
                 "not known. Please report the model; until then train it padded."
             )
-    said = kwargs.get("is_causal")  # GPT-2 of 4.48 on says False where there is a mask, which has the triangle in it
+    said = kwargs.get("is_causal")  # from 4.48 on GPT-2 passes False with a mask, because the mask is causal
     return Options(
         scale=kwargs.get("scaling"),
         causal=bool(said) or getattr(module, "is_causal", said is None),
         window=kwargs.get("sliding_window"),
         softcap=kwargs.get("softcap"),
         dropout=kwargs.get("dropout") or 0.0,
-        sinks=kwargs.get("s_aux", kwargs.get("sinks")),  # upstream's name, and MiMo's
+        sinks=kwargs.get("s_aux", kwargs.get("sinks")),  # "s_aux" is upstream's name, "sinks" MiMo's
     )

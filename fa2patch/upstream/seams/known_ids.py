@@ -1,7 +1,7 @@
-"""``position_ids`` whose largest is known on the host.
+"""``position_ids`` whose largest value is known on the host.
 
 Flash classes of Mistral, Mixtral, Qwen2, Qwen2MoE, StarCoder2 (4.34 to 4.45) and Phi-3 (to 4.47) size their rotary
-table with ``position_ids[:, -1].max().item()``: a read from the device in every layer.
+table with ``position_ids[:, -1].max().item()``. Without this module, every layer would read from the device.
 """
 
 from __future__ import annotations
@@ -12,15 +12,15 @@ import torch
 
 
 def reads_them(forward: Callable[..., Any]) -> bool:
-    """Whether a flash class's ``forward`` reads values of tensors."""
+    """Whether a flash class's ``forward`` reads a tensor's value with ``.item()``."""
     return "item" in forward.__code__.co_names
 
 
 def known(position_ids: torch.Tensor, largest: int) -> torch.Tensor:
-    """The same ids, but ``[:, -1].max().item()`` is the largest id of all, without a read."""
+    """Return the same ids, for which ``[:, -1].max().item()`` is ``largest``, without a read from the device."""
     try:
         told = position_ids.as_subclass(_Known)
-    except RuntimeError:  # under a dispatch mode torch 2.1 makes no subclass: they are read, then
+    except RuntimeError:  # torch 2.1 makes no subclass under a dispatch mode; the ids are read then
         return position_ids
     told.largest = largest
     return told

@@ -1,4 +1,4 @@
-"""A rotary module that lives in an attention layer (up to 4.47) and is handed the row's length."""
+"""Rotary modules inside attention layers (up to 4.47), which are given the length of the row."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from ..packed_mask import PackedMask
 
 
 class OfLayer:
-    """A rotary module that lives in an attention layer (up to 4.47), for one packed call."""
+    """Stands in for a layer's rotary module during one packed call, and corrects the length that it is given."""
 
     def __init__(self, module: Any, mask: PackedMask) -> None:
         self._module, self._mask = module, mask
@@ -35,6 +35,6 @@ class OfLayer:
         return self._module(x, **call)
 
     def _of_old_falcon(self, query: Any, key: Any, past_length: int, position_ids: Any) -> Any:
-        """4.34 and 4.35: takes the row's length plus the cache's for its table's length, and for the scaling."""
+        """Call Falcon's module of 4.34 and 4.35. It sizes and scales its table by the row's plus the cache's length."""
         beyond = self._mask.positions - query.shape[1]
         return self._module(query, key, beyond if self._mask.rope is not None else max(0, beyond), position_ids)

@@ -1,9 +1,9 @@
 """The seam of models that choose an attention *class* (the method seam up to 4.42, the function seam after it).
 
-Whatever class a layer was made of (plain, sdpa, flash), a packed batch is computed by the ``forward`` of its flash
-class: the one that ends in ``_flash_attention_forward(q, k, v, mask, ...)``, a method up to 4.42 and a function of the
-modeling module since. It runs on a :class:`Layer`, which stands in for the layer during that one call and differs from
-it only in what a flash class has and a plain one lacks.
+A packed batch is computed by the ``forward`` of the flash class, whichever class (plain, sdpa, flash) the layer has.
+This ``forward`` ends in ``_flash_attention_forward(q, k, v, mask, ...)``, which is a method up to 4.42 and a function
+of the modeling module since. It runs on a :class:`Layer`, which stands in for the layer during that one call and adds
+what a plain class lacks.
 """
 
 from __future__ import annotations
@@ -27,17 +27,17 @@ from ..packed_mask import PackedMask, find
 from . import function, known_ids, layer_rotary
 
 WINDOW_FLAG = "_flash_supports_window_size"
-"""Whether flash-attn takes a window: a name that modeling files of 4.34 to 4.42 lack where flash-attn is missing."""
+"""Says whether flash-attn takes a window. Modeling files of 4.34 to 4.42 lack the name where flash-attn is missing."""
 
 _ORIGINAL = "_fa2patch_original"
 
 
 def flash_class(modeling: ModuleType, cls: type) -> type | None:
-    """The flash class among the attention classes that ``cls`` belongs to."""
+    """Return the flash class among the attention classes that ``cls`` belongs to, or None."""
     module_classes = [base for base in cls.__mro__ if base.__module__ == modeling.__name__]
     if not module_classes:
         return None
-    plain = module_classes[-1].__qualname__  # by name: 4.39 to 4.42 execute remote code again at each load
+    plain = module_classes[-1].__qualname__  # by name, because 4.39 to 4.42 execute remote code anew at each load
     for candidate in vars(modeling).values():
         if (
             isinstance(candidate, type)
@@ -49,17 +49,17 @@ def flash_class(modeling: ModuleType, cls: type) -> type | None:
 
 
 def is_method_seam(flash: type) -> bool:
-    """Whether this flash class ends in a method of its own (up to 4.42), not in the function."""
+    """Whether a flash class defines ``_flash_attention_forward`` as a method (up to 4.42)."""
     return "_flash_attention_forward" in vars(flash)
 
 
 def window_flag(original: Any) -> Any:
-    """Replacement for :data:`WINDOW_FLAG`: True where the module lacks it."""
+    """Return the replacement for :data:`WINDOW_FLAG`: the original, or True where the module lacks it."""
     return True if original is ABSENT else original
 
 
 class _Unwindowed:
-    """A config without a window, for flash classes of 4.34 and 4.35 that compare the window without asking for None."""
+    """A config with an endless window, for flash classes of 4.34 and 4.35 that compare a window of None."""
 
     sliding_window = 1 << 62
 
@@ -71,7 +71,7 @@ class _Unwindowed:
 
 
 class Layer:
-    """An attention layer for the length of one packed call."""
+    """Stands in for an attention layer during one packed call."""
 
     _flash_attn_uses_top_left_mask = False
 
@@ -80,20 +80,20 @@ class Layer:
 
     def __getattr__(self, name: str) -> Any:
         if name == "dropout_prob" and not hasattr(self._module, name):
-            return self._module.dropout.p  # 4.52's to 4.55's ESM: its flash class calls it so
+            return self._module.dropout.p  # the flash class of ESM in 4.52 to 4.55 reads this name
         value = getattr(self._module, name)
         if name in rope.MODULES:
             return layer_rotary.OfLayer(value, self._mask)
         if name == "config" and getattr(value, "sliding_window", 0) is None and is_method_seam(self._flash):
             return _Unwindowed(value)
         if inspect.ismethod(value) and value.__self__ is self._module:
-            return types.MethodType(value.__func__, self)  # a helper of forward's: it looks things up on self too
+            return types.MethodType(value.__func__, self)  # a helper must see this object as self too
         return value
 
     def _flash_attention_forward(
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: Any, query_length: int, **kwargs: Any
     ) -> torch.Tensor:
-        longer = kwargs.pop("use_sliding_windows", False)  # than the window: of Jamba a tensor, not worth a read
+        longer = kwargs.pop("use_sliding_windows", False)  # Jamba passes a tensor, which is not worth a read
         if longer is not False and _windowed(self._flash, self._module):
             kwargs["sliding_window"] = self._module.config.sliding_window
         kwargs["is_causal"] = getattr(self._module, "is_causal", True)
@@ -101,11 +101,12 @@ class Layer:
 
 
 def missing(flash: type, module: Any) -> str:
-    """A method that a flash class's ``forward`` calls on its layer, which has none (4.54's and 4.55's ESM); or nothing.
+    """Return a method that a flash class's ``forward`` calls and the layer lacks (ESM in 4.54 and 4.55), or ``""``.
 
-    A name that the code also holds as a string is one that it asks for first, with ``hasattr``; one that an
-    ``__init__`` knows is a module that some configs give to the layer (Phi's norms of queries and keys). Rotary modules
-    have moved out of the layers, and left calls behind in branches that nobody takes any more (DiffLlama's).
+    Besides the names of :class:`Layer`, three kinds of names are left out. A name that the code also holds as a string
+    is checked with ``hasattr`` first. A name in an ``__init__`` is a module that only some configs create (Phi's norms
+    of queries and keys). Calls of rotary modules remain in dead branches after the modules moved out of the layers
+    (DiffLlama).
     """
     code = inspect.unwrap(inspect.getattr_static(flash, "forward")).__code__
     instructions = list(dis.get_instructions(code))
@@ -121,7 +122,7 @@ def missing(flash: type, module: Any) -> str:
 
 
 def _looks_up_a_method(instruction: dis.Instruction) -> bool:
-    """Python 3.12 has one instruction for attributes and methods, told apart by the lowest bit."""
+    """Whether an instruction loads a method. Since Python 3.12, the lowest bit of ``LOAD_ATTR`` says so."""
     if sys.version_info >= (3, 12):
         return instruction.opname == "LOAD_ATTR" and bool((instruction.arg or 0) & 1)
     return instruction.opname == "LOAD_METHOD"
@@ -129,7 +130,11 @@ def _looks_up_a_method(instruction: dis.Instruction) -> bool:
 
 @dataclass(frozen=True)
 class OnFlashClass:
-    """Makes the replacement for the ``forward`` of an attention class. It is picklable, and equal for equal classes."""
+    """Makes the replacement for the ``forward`` of an attention class. It is picklable, and equal for equal classes.
+
+    Attributes:
+        owner: the attention class that defines ``forward``.
+    """
 
     owner: type
 
@@ -140,7 +145,16 @@ class OnFlashClass:
 
 
 def on_flash_class(original: Callable[..., Any], owner: type, flash: type) -> Callable[..., Any]:
-    """Replacement for an attention class's ``forward``: a packed batch goes to its flash class's."""
+    """Return the replacement for an attention class's ``forward``.
+
+    The replacement computes packed batches with the ``forward`` of the flash class and calls ``original`` for dense
+    batches.
+
+    Args:
+        original: the ``forward`` that is replaced.
+        owner: the class that defines it.
+        flash: the flash class of ``owner``.
+    """
     names = list(inspect.signature(original).parameters)[1:]
     flash_forward = original if issubclass(owner, flash) else inspect.getattr_static(flash, "forward")
     flash_forward = getattr(flash_forward, _ORIGINAL, flash_forward)
@@ -168,13 +182,13 @@ def on_flash_class(original: Callable[..., Any], owner: type, flash: type) -> Ca
 
 
 def _windowed(flash: Any, module: Any) -> bool:
-    """4.37's to 4.42's Qwen2 decides in the method that a flash layer from ``max_window_layers`` on has no window."""
+    """Whether a layer has the window: in Qwen2 of 4.37 to 4.42, layers from ``max_window_layers`` on have none."""
     decides = "max_window_layers" in inspect.unwrap(flash._flash_attention_forward).__code__.co_names
     return not decides or module.layer_idx < module.config.max_window_layers
 
 
 class _Torch(ModuleType):
-    """``torch`` for a flash class's ``forward`` that casts float32 to something else than the layer's own dtype."""
+    """``torch`` with ``float32 = None``, so that no dtype equals ``torch.float32``."""
 
     float32 = None
 
@@ -183,10 +197,10 @@ class _Torch(ModuleType):
 
 
 def _leaving_dtypes_alone(forward: Callable[..., Any]) -> Callable[..., Any]:
-    """The same code, without its test ``dtype == torch.float32``, where what follows the test is wrong.
+    """A ``forward`` in which the test ``dtype == torch.float32`` is never true, if the cast behind the test is wrong.
 
-    4.34's classes cast float32 to float16 whatever the weights are; 4.36's Phi and GPT-NeoX read the dtype off a
-    ``q_proj`` that they do not have. Dtypes are settled in :func:`~fa2patch.upstream.packed_mask.compute_dtype` anyway.
+    4.34's classes cast float32 to float16 with any weights. 4.36's Phi and GPT-NeoX read the dtype of a ``q_proj`` that
+    they do not have. The dtype is chosen in :func:`~fa2patch.upstream.packed_mask.compute_dtype` anyway.
     """
     names = inspect.unwrap(forward).__code__.co_names
     wrong = "float16" in names or ("query_key_value" in names and "q_proj" in names)
@@ -199,7 +213,7 @@ def _leaving_dtypes_alone(forward: Callable[..., Any]) -> Callable[..., Any]:
 
 @functools.cache
 def _rebound(forward: Callable[..., Any]) -> types.FunctionType:
-    """One function for each original: what torch.compile makes of its code lives in its globals."""
+    """A copy with its own globals. It is cached, because torch.compile keeps compiled code in a function's globals."""
     return types.FunctionType(
         forward.__code__, dict(forward.__globals__), forward.__name__, forward.__defaults__, forward.__closure__
     )

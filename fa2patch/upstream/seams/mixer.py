@@ -1,8 +1,8 @@
-"""A mixer (Mamba, gated delta net, short convolution, ...) runs on each document by itself.
+"""The mixer seam: a mixer (Mamba, gated delta net, short convolution, ...) runs on each document separately.
 
-Its state and its convolution then start anew at every boundary, forward and backward, whatever the mixer is and
-whichever kernels it calls. What is not handed from token to token (norms, projections around it, experts) still sees
-the whole row.
+Its state and its convolution then start anew at every boundary, in forward and backward, with any kernel. Modules that
+treat each token alone (norms, projections around the mixer, experts) still run on the whole row. So does a mixer that
+is found to keep documents apart by itself (``whole_row.py``).
 """
 
 from __future__ import annotations
@@ -22,25 +22,25 @@ from ..packed_mask import PackedMask, find
 from . import whole_row
 
 MASKS = ("attention_mask", "mask", "conv_mask")
-"""What a mixer's mask is called: the way on which it is handed the boundaries."""
+"""Names of the mask argument through which a mixer is given the boundaries."""
 
 OTHER_WAYS = ("cache_position", "cache_params", "state")
-"""What else a layer is handed, in the order of preference, where none is handed a mask (RWKV, Mamba up to 4.44)."""
+"""Arguments for the boundaries if no layer takes a mask (RWKV, Mamba up to 4.44), in order of preference."""
 
 
 def is_handed(names: tuple[str, ...], forward: Callable[..., Any]) -> bool:
-    """Whether a mixer's ``forward`` takes an argument of one of these names; so may one of somebody's ``*args``."""
+    """Whether a ``forward`` takes an argument of one of these names, or ``*args``, which may hold one."""
     parameters = list(inspect.signature(forward).parameters.values())
     opaque = any(p.kind is p.VAR_POSITIONAL for p in parameters)
     return opaque or any(p.name in names for p in parameters)
 
 
 def by_document(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Replacement for a mixer class's ``forward``: a packed batch is computed document by document.
+    """Return the replacement for a mixer class's ``forward``, which computes packed batches document by document.
 
-    Raises:
-        PackedWithCache: a state from before the row came too.
-        PackingNotIsolated: the mixer returns something that is neither for each token nor nothing.
+    The replacement passes the whole row instead if a trial has shown that the mixer keeps documents apart. It raises
+    :class:`PackedWithCache` if a cache or state comes with a packed batch, and :class:`PackingNotIsolated` if the
+    mixer's output does not have one entry for each token.
     """
     names = list(inspect.signature(original).parameters)[1:]
 
@@ -71,9 +71,10 @@ def _computed(
     mask: PackedMask,
     hands_on: bool,
 ) -> Any:
-    """The row at once where that was found to be right, else document by document.
+    """Compute the whole row at once if a trial has shown that this is right, else document by document.
 
-    ``hands_on``: the second output is the next layer's state.
+    Args:
+        hands_on: whether the second output is the next layer's state, so that the mask is returned in its place.
     """
     lengths = [length for length in mask.boundaries.lengths if length]
     tokens = sum(lengths)
@@ -109,13 +110,13 @@ def _computed(
 
 
 def _kind_of_call(module: Any, hidden: torch.Tensor) -> tuple[Any, ...]:
-    """What may send one mixer's calls to different kernels; autocast's dtype shows in what a product would have."""
+    """What selects a mixer's kernels: device, dtypes, training. An empty product shows the dtype under autocast."""
     computed_in = torch.nn.functional.linear(hidden.new_empty(0, 1), hidden.new_empty(1, 1)).dtype
     return hidden.device, hidden.dtype, computed_in, module.training
 
 
 def _hidden(args: tuple[Any, ...], kwargs: dict[str, Any], shape: tuple[int, int]) -> tuple[Any, torch.Tensor | None]:
-    """The hidden states ``[batch, length, width]`` among a mixer's arguments, and their place or name."""
+    """The place or name of the hidden states ``[batch, length, width]`` among a mixer's arguments, and the states."""
     for place, value in chain(enumerate(args), kwargs.items()):
         if isinstance(value, torch.Tensor) and value.is_floating_point() and value.shape[:-1] == shape:
             return place, value
@@ -123,7 +124,10 @@ def _hidden(args: tuple[Any, ...], kwargs: dict[str, Any], shape: tuple[int, int
 
 
 def _of_each(value: Any, shape: tuple[int, int], lengths: list[int]) -> Sequence[Any]:
-    """What has the batch's tokens in it, document by document ``[1, length, ...]``; the rest is for each the same."""
+    """An argument for each document: tensors with the batch's tokens are split to ``[1, length, ...]``.
+
+    A packed mask becomes None. Other values are the same for every document.
+    """
     if isinstance(value, PackedMask):
         return [None] * len(lengths)
     if isinstance(value, (tuple, list)):
@@ -136,9 +140,9 @@ def _of_each(value: Any, shape: tuple[int, int], lengths: list[int]) -> Sequence
 
 
 def _joined(outputs: Sequence[Any], shape: tuple[int, int], lengths: Sequence[int]) -> Any:
-    """Outputs ``[1, length, ...]`` of every document as those of the batch, ``[length, ...]`` one behind the other.
+    """Join the documents' outputs, ``[1, length, ...]`` to ``[batch, length, ...]``, ``[length, ...]`` end to end.
 
-    Of several outputs one that is not for each token (a last state, of which each document has its own) is None.
+    If a mixer returns several outputs, those after the first that are not for each token (a last state) become None.
     """
     if isinstance(outputs[0], tuple):
         first, *others = zip(*outputs)

@@ -1,7 +1,8 @@
-"""The whole row in one call, where a mixer's own kernels keep documents apart by ``seq_idx`` and ``cu_seq_lens_q``.
+"""Pass a whole row to a mixer in one call if its kernels keep documents apart by ``seq_idx`` and ``cu_seq_lens_q``.
 
-causal-conv1d, mamba-ssm and flash-linear-attention can. Which version hands the keywords on to them differs, and many
-take them and ignore them without a word. So nothing is believed: it is tried on a model's first packed row.
+The kernels of causal-conv1d, mamba-ssm and flash-linear-attention can do so. It depends on the version whether the
+keywords reach them, and many mixers accept the keywords and ignore them silently. Therefore each mixer is tried on the
+first packed row of each kind of call.
 """
 
 from __future__ import annotations
@@ -17,14 +18,17 @@ from ...documents.boundaries import Boundaries
 from ...trying import out_of_reach, says_nothing
 
 NEVER_ON = ("cpu", "meta")
-"""Devices for which none of those packages has a kernel."""
+"""Devices for which none of these packages has a kernel."""
 
 TOLERANCE = {torch.float32: 1e-3, torch.float64: 1e-3}
-"""Of the largest output, by dtype; 3e-2 in half precision. A leak is looked for bit by bit, apart from that."""
+"""Largest difference by dtype, relative to the largest absolute value; 3e-2 in half precision. Leaks are exact."""
 
 
 def keywords(forward: Callable[..., Any], boundaries: Boundaries, tokens: int) -> dict[str, Any]:
-    """A row's documents as a mixer takes them, int32: ``seq_idx`` [1, tokens], ``cu_seq_lens_*`` [documents + 1]."""
+    """Return the collator lengths of a row that a mixer's ``forward`` accepts.
+
+    ``seq_idx`` is int32 ``[1, tokens]``, ``cu_seq_lens_*`` int32 ``[documents + 1]``, ``max_length_*`` an int.
+    """
     cu = boundaries.cu_seqlens
     number = torch.arange(len(cu) - 1, device=cu.device, dtype=torch.int32)
     every = {
@@ -39,7 +43,10 @@ def keywords(forward: Callable[..., Any], boundaries: Boundaries, tokens: int) -
 
 
 def may_be(forward: Callable[..., Any], module: Any, hidden: torch.Tensor, lengths: Sequence[int]) -> bool:
-    """Whether it is worth a try. DeepSpeed's ZeRO-3 would take a trial's backward for the training's."""
+    """Whether a trial can be made: kernels may exist, the row has several documents, and ``forward`` takes lengths.
+
+    DeepSpeed's ZeRO-3 is left out, because it would take a trial's backward for the training's.
+    """
     if hidden.device.type in NEVER_ON or len(lengths) < 2:
         return False
     parameters = inspect.signature(forward).parameters.values()
@@ -53,24 +60,27 @@ def keeps_apart(
     hidden: torch.Tensor,
     lengths: Sequence[int],
 ) -> tuple[bool, str]:
-    """Whether ``whole`` is ``each``, outputs and gradients, and one document is bit for bit what it is among others.
+    """Try whether a mixer keeps documents apart when it gets a whole row.
+
+    Outputs and gradients must agree within :data:`TOLERANCE`. One document must send no gradient into the others, and
+    its output must not change by a bit when the others change.
 
     Args:
-        whole: the mixer on a row ``hidden`` in one call.
-        each: the mixer on each of its documents.
-        hidden: a row ``[batch, length, width]``.
-        lengths: of the row's documents, in tokens.
+        whole: computes a row with the mixer in one call.
+        each: computes a row with the mixer document by document.
+        hidden: the hidden states ``[batch, length, width]``.
+        lengths: the documents' lengths, in tokens.
 
     Returns:
-        The verdict, and the reason where it is no.
+        Whether the mixer passes, and the reason if it does not.
 
     Raises:
-        An error that is no verdict (:func:`~fa2patch.trying.says_nothing`).
+        Exception: an error that says nothing about the mixer (:func:`~fa2patch.trying.says_nothing`).
     """
     try:
         with out_of_reach(hidden.device):
             why = _difference(whole, each, hidden, lengths)
-    except Exception as error:  # keywords are not taken, a kernel does not build: each on its own is right
+    except Exception as error:  # unknown keywords or a kernel that does not build: documents are computed one by one
         if says_nothing(error):
             raise
         why = f"fails: {type(error).__name__}: {error}".splitlines()[0]

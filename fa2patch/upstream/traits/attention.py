@@ -1,4 +1,4 @@
-"""Attention layers: each is reached through a seam, or the model is refused."""
+"""Attention layers: the seam of each layer is replaced, or the model is refused."""
 
 from __future__ import annotations
 
@@ -15,7 +15,10 @@ from .trait import Trait
 
 
 class AttentionLayers(Trait):
-    """Every block of the decoder must have a layer that can be given the boundaries."""
+    """Refuse a decoder without layers that can be given the boundaries, or with a block that lacks one.
+
+    A block counts only if its siblings have such a layer and it may look at other tokens itself.
+    """
 
     name = "attention"
 
@@ -27,7 +30,7 @@ class AttentionLayers(Trait):
         blocks = ", ".join(f"{name} ({cls})" for name, cls in list(without.items())[:4]) or "no layer at all"
         raise LayerNotPatchable(
             f"{type(model.decoder).__name__}: looked in every layer for attention with a seam (a module-level "
-            f"{interface.REGISTRY}, or a ...FlashAttention2 class) and found {len(layers)} such layers; without "
+            f"{interface.REGISTRIES[0]}, or a ...FlashAttention2 class) and found {len(layers)} such layers; without "
             f"one: {blocks}. Nothing was patched. Train this model padded, and please report it with the Transformers "
             "version."
         )
@@ -37,7 +40,7 @@ class AttentionLayers(Trait):
 
 
 class BrokenFlashClass(Trait):
-    """A layer whose class for flash attention calls a method that the layer does not have (4.54's and 4.55's ESM)."""
+    """Refuse a layer whose flash class calls a method that the layer does not have (ESM in 4.54 and 4.55)."""
 
     name = "broken flash class"
 
@@ -61,7 +64,7 @@ class BrokenFlashClass(Trait):
 
 
 class FusedFlash(Trait):
-    """A layer whose flash function unpads on its own and takes no boundaries (ModernBERT, 4.48 to 5.0)."""
+    """Refuse flash attention where its function unpads by itself and takes no boundaries (ModernBERT, 4.48 to 5.0)."""
 
     name = "fused flash"
 
@@ -78,7 +81,11 @@ class FusedFlash(Trait):
 
 
 class UnclaimedFlash(Trait):
-    """A model of which nobody says that flash attention can compute it."""
+    """Refuse a model that does not claim to support flash attention.
+
+    A model without ``_supports_flash_attn`` passes if a layer has another seam than the interface, or if its
+    architecture is registered or was named in ``apply``.
+    """
 
     name = "unclaimed flash"
 

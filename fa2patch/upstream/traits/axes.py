@@ -1,4 +1,4 @@
-"""Position ids on several axes (mRoPE): whether a model takes its tokens' own count as one more axis, in front."""
+"""Position ids on several axes (mRoPE): some decoders take the text positions as a fourth axis, in front."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from .trait import Trait
 
 
 class Axes(Trait):
-    """Ids of four axes lose the first one for a decoder that rotates by three and does not take four."""
+    """Drop the text axis of four-axis position ids where the decoder takes three axes."""
 
     name = "axes"
 
@@ -23,16 +23,22 @@ class Axes(Trait):
 
 
 def takes_text_axis(decoder: Any) -> bool:
-    """Whether a decoder takes ids ``[4, batch, length]``, the text's axis first. Most do from 4.54 on.
+    """Whether a decoder takes position ids ``[4, batch, length]`` with the text axis first. Most do from 4.54 on.
 
-    Those that do compare the number of axes with 4 in their forward. Nothing else tells them from the others, which
-    compute with the first three of any four axes without an error.
+    The forward of such a decoder compares the number of axes with 4. There is no other sign: the other decoders use
+    the first three of four axes and raise no error.
     """
     return inspecting.has_constant(type(decoder).forward, 4)
 
 
 def without_text_axis(model: Any, forward: Any, position_ids: Any) -> Any:
-    """Four axes' ids less the first, for a decoder that rotates by three and does not take four; others unchanged."""
+    """Position ids without the text axis, if they have four axes and the decoder takes three; otherwise unchanged.
+
+    Args:
+        model: the decoder.
+        forward: its forward before it was patched.
+        position_ids: ``[4, batch, length]`` with the text axis first, or anything else.
+    """
     if not isinstance(position_ids, torch.Tensor) or position_ids.dim() != 3 or len(position_ids) != 4:
         return position_ids
     loops = isinstance(model._modules.get("layers"), torch.nn.ModuleList)

@@ -1,4 +1,4 @@
-"""The cache: training does not need one, and what it holds belongs to no one document of a row."""
+"""The cache: training does not need one, and its entries do not belong to a single document."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ from ..step import Step
 from .trait import Trait
 
 NAME = "cache"
-"""The trait's name, which is in ``Patch.found`` where a packed batch is computed without a cache."""
+"""The trait's name, a key of ``Patch.found`` if packed batches are computed without a cache."""
 
 
 class NoCache(Trait):
     """A packed batch is computed with ``use_cache=False``.
 
-    Gemma 3n is left out: its later layers read the keys and values of earlier ones from a cache.
+    Gemma 3n keeps its cache: its later layers read the keys and values of earlier layers from it.
     """
 
     name = NAME
@@ -24,6 +24,6 @@ class NoCache(Trait):
         return None if getattr(model.decoder.config, "num_kv_shared_layers", 0) else True
 
     def before(self, step: Step, found: Any) -> None:
-        # a model around the innermost may have no such argument (Qwen3.5 in 5.10)
+        # a model around the innermost one may not take use_cache (Qwen3.5 in 5.10)
         if (step.places or step.handed) and ("use_cache" in step.calls.names or "use_cache" in step.call):
             step.call["use_cache"] = False

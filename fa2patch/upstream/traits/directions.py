@@ -1,7 +1,7 @@
-"""Whether tokens see later ones: what a model's masks say, and what its attention layers do.
+"""Whether tokens see later tokens, according to a model's masks and according to its attention layers.
 
-Eager attention does what the mask says. Every other implementation, and packed attention, does what the layer says.
-Where the two differ, it is not known which of them is right, and the model is refused.
+Eager attention follows the mask. All other implementations and packed attention follow the layer's ``is_causal``. A
+model whose mask and layers differ is refused, because it is not known which of them is right.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from ..looked import Looked
 from .trait import Trait
 
 NAME = "directions"
-"""The trait's name, under which :class:`Found` is in ``Patch.found``."""
+"""The trait's name, the key of its :class:`Found` in ``Patch.found``."""
 
 _MAKES = re.compile(r"create_\w*mask\w*")
 _ADDS = "or_mask_function"
@@ -26,11 +26,11 @@ _FLAG = "use_bidirectional_attention"
 
 
 class Found(NamedTuple):
-    """What is known of the directions in which a model's tokens see each other.
+    """The directions in which a model's tokens see each other.
 
     Attributes:
-        both: whether a layer lets tokens see later ones, as an encoder's do.
-        contradiction: what the masks say and the layers do not do; empty where they agree.
+        both: whether a layer lets tokens see later tokens, as in an encoder.
+        contradiction: how the masks and the layers differ; empty if they agree.
     """
 
     both: bool
@@ -38,7 +38,7 @@ class Found(NamedTuple):
 
 
 class Directions(Trait):
-    """A model whose masks and layers contradict each other is refused."""
+    """Refuse a model whose masks and layers contradict each other."""
 
     name = NAME
 
@@ -56,7 +56,7 @@ class Directions(Trait):
 
 
 def sees_both_ways(model: Looked) -> bool:
-    """Whether an attention layer lets tokens see later ones."""
+    """Whether an attention layer lets tokens see later tokens."""
     return any(
         layer.fused or not getattr(layer.module, "is_causal", getattr(layer.module, "is_decoder", True))
         for layer in model.attention
@@ -64,11 +64,11 @@ def sees_both_ways(model: Looked) -> bool:
 
 
 def contradiction(entered: Sequence[Any], layers: Sequence[Any]) -> str:
-    """What a model's masks say and its layers do not do; empty where they agree or nothing is said.
+    """How a model's masks and its attention layers differ; empty if they agree or the masks cannot be read.
 
     Args:
-        entered: the models that a call goes through.
-        layers: the attention layers, modules.
+        entered: the models whose ``forward`` a call goes through.
+        layers: the modules of the attention layers.
     """
     asked = {bool(getattr(layer, "is_causal", True)): layer for layer in layers}
     for model in entered:
@@ -83,7 +83,7 @@ def contradiction(entered: Sequence[Any], layers: Sequence[Any]) -> str:
 
 
 def _causal_masks(model: Any) -> bool | None:
-    """Whether the masks that a model's own ``forward`` makes hide later tokens; None where that cannot be read."""
+    """Whether the masks that a model's ``forward`` makes hide later tokens; None if its code does not show it."""
     forward = next((vars(cls)["forward"] for cls in type(model).__mro__ if "forward" in vars(cls)), None)
     if inspecting.code_of(forward) is None:
         return None
@@ -99,19 +99,29 @@ def _causal_masks(model: Any) -> bool | None:
 
 
 def adds_the_later_ones(config: Any) -> bool:
-    """Whether a config says that all tokens see each other, in a model that is causal otherwise (EmbeddingGemma)."""
+    """Whether the config of an otherwise causal model lets all tokens see each other (EmbeddingGemma)."""
     return getattr(config, _FLAG, None) in (True, "all")
 
 
 def is_two_sided(function: Any, config: Any) -> bool:
-    """Whether a function makes masks in which tokens see later ones. Causal ones' do so for some configs (5.x)."""
+    """Whether a function makes masks in which tokens see later tokens.
+
+    In 5.x a function for causal masks also makes such masks if ``config.is_causal`` is False.
+    """
     code = inspecting.code_of(function)
     turned = inspecting.has_constant(function, "is_causal") and not getattr(config, "is_causal", True)
     return turned or (code is not None and "bidirectional" in code.co_name)
 
 
 def reach(window: int) -> int:
-    """The distance from which two tokens are hidden from each other by upstream's two-sided window of this size."""
+    """The smallest distance at which a two-sided sliding window of Transformers hides two tokens from each other.
+
+    Args:
+        window: ``config.sliding_window``, in tokens.
+
+    Returns:
+        ``window``, or one more in versions whose window includes that distance.
+    """
     masking = importlib.import_module("transformers.masking_utils")
     overlay = getattr(masking, "sliding_window_bidirectional_overlay", None)
     return window + 1 if overlay is not None and overlay(window)(0, 0, 0, window) else window

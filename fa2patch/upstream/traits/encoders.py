@@ -16,7 +16,7 @@ ENCODED = "encoder_hidden_states"
 
 
 class EncoderDecoder(Trait):
-    """A model whose config says that it is an encoder-decoder."""
+    """Refuse a model whose config says that it is an encoder-decoder."""
 
     name = "encoder-decoder"
 
@@ -30,7 +30,7 @@ class EncoderDecoder(Trait):
 
 
 class CrossAttention(Trait):
-    """A decoder that was made to stand behind an encoder."""
+    """Refuse a decoder whose blocks attend to an encoder's states."""
 
     name = "cross attention"
 
@@ -45,14 +45,15 @@ class CrossAttention(Trait):
 
 
 def attention_to_an_encoder(decoder: Any, attention: Sequence[str]) -> str:
-    """What in a decoder attends to an encoder's states; empty where nothing does.
+    """The block of a decoder that attends to an encoder's states, as a text for an error; empty if there is none.
 
-    The nearest block around an attention layer that is no list of blocks decides: its forward takes those states, and
-    it holds more than one attention layer. GPT-2's and BERT's blocks always take them, and hold a second attention
-    layer only where the config says so.
+    A block attends to an encoder if its forward takes ``encoder_hidden_states`` and it holds more than one attention
+    layer, with no list of blocks in between. The first sign is not enough: blocks of GPT-2 and BERT always take these
+    states, and have a second attention layer only if the config asks for it.
 
     Args:
-        attention: the names of the attention layers.
+        decoder: the model that loops over the layers.
+        attention: the names of its attention layers.
     """
     for name, block in decoder.named_modules():
         if name in attention or not _takes(type(block)):

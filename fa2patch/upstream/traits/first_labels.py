@@ -1,4 +1,4 @@
-"""First labels: the label that one document's last token would predict of the next document's first."""
+"""First labels: without a change, a document's last token would predict the first token of the next document."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _SHIFTED = "ForCausalLMLoss"
 
 
 class FirstLabels(Trait):
-    """Labels that cross a boundary are ignored. In padded training no token predicts a row's first token either."""
+    """Ignore labels across a boundary. As in padded training, a document's first token is never predicted."""
 
     name = "first labels"
 
@@ -35,10 +35,14 @@ class FirstLabels(Trait):
 
 
 def predicts_the_next(model: Any, sees_both_ways: bool) -> bool:
-    """Whether a token's label is what the token before it predicts (not so in a token classifier or a masked LM).
+    """Whether each token predicts the next token's label. A token classifier or a masked LM does not.
 
-    The loss function that the model's forward calls decides, where it is one of Transformers'. Otherwise attention
-    must be causal and the head must have an output for each token of the vocabulary.
+    If the model's forward uses a loss function of Transformers, that function decides. Otherwise the attention must be
+    causal and the head must have one output per vocabulary entry.
+
+    Args:
+        model: the model whose forward takes the labels.
+        sees_both_ways: whether an attention layer lets tokens see later tokens.
     """
     loss = _loss_function(model)
     if getattr(loss, "__module__", None) == _LOSSES:
@@ -47,7 +51,7 @@ def predicts_the_next(model: Any, sees_both_ways: bool) -> bool:
 
 
 def _loss_function(model: Any) -> Any:
-    """``self.loss_function`` where the model's forward uses it (4.46 on), else None."""
+    """``model.loss_function`` if the model's forward uses it (4.46 on), else None."""
     asks = any(inspecting.reads_name(forward, "loss_function") for forward in inspecting.forwards_that_run(type(model)))
     known = getattr(model, "loss_type", None) is not None or hasattr(model, "_loss_function")
     return model.loss_function if asks and known and hasattr(type(model), "loss_function") else None
@@ -64,16 +68,16 @@ def _has_vocabulary_head(model: Any) -> bool:
 
 
 def inside_documents(labels: Any, cu_seqlens: torch.Tensor, name: str, shape: tuple[int, int]) -> torch.Tensor:
-    """Labels without those that one document's last token would predict of the next one's first.
+    """Labels in which every document's first token has the label -100.
 
     Args:
-        labels: int64 ``[batch, length]``.
+        labels: int64 ``[batch, length]``. Labels of more than two dimensions are returned unchanged.
         cu_seqlens: int32 ``[documents + 1]``.
-        name: ``"labels"``, or ``"shift_labels"``, where each label stands at the token that predicts it.
+        name: ``"labels"``, or ``"shift_labels"``, in which each label stands at the token that predicts it.
         shape: ``(batch, length)`` of the batch.
 
     Raises:
-        BadBatch: there is not one label for each token.
+        BadBatch: ``labels`` is no tensor, or does not have one label for each token.
     """
     if not isinstance(labels, torch.Tensor) or (labels.dim() <= 2 and labels.numel() != shape[0] * shape[1]):
         found = f"{list(labels.shape)}" if isinstance(labels, torch.Tensor) else type(labels).__name__
@@ -82,5 +86,5 @@ def inside_documents(labels: Any, cu_seqlens: torch.Tensor, name: str, shape: tu
     at = cu[:-1] if name == "labels" else (cu[1:] - 1).clamp(min=0)
     if labels.dim() > 2:
         return labels
-    padded = torch.nn.functional.pad(labels.flatten(), (0, 1))  # documents without tokens may start behind the last
+    padded = torch.nn.functional.pad(labels.flatten(), (0, 1))  # an empty document may start behind the last token
     return padded.index_fill(0, at.to(labels.device, torch.int64), IGNORED_LABEL)[:-1].view_as(labels)

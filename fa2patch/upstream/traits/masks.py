@@ -1,8 +1,11 @@
-"""Functions that make 4-D masks return a packed mask as it is, so that none is ever made for a packed batch.
+"""Functions that make 4-D masks: they are replaced, so that a packed batch keeps its packed mask.
 
-4.34: ``Model._prepare_decoder_attention_mask`` (Falcon: ``_prepare_attn_mask``); 4.35 on: ``_prepare_4d_*`` in the
-modeling module; 4.38 to 4.52: ``Model._update_causal_mask``, on a GPU ``AttentionMaskConverter`` too; 4.53 on:
-``create_*_mask`` in the modeling module.
+The functions are:
+
+- 4.34: ``Model._prepare_decoder_attention_mask`` (Falcon: ``_prepare_attn_mask``)
+- 4.35 on: ``_prepare_4d_*`` in the modeling module
+- 4.38 to 4.52: ``Model._update_causal_mask``, and on a GPU ``AttentionMaskConverter`` as well
+- 4.53 on: ``create_*_mask`` in the modeling module
 """
 
 from __future__ import annotations
@@ -25,7 +28,10 @@ from . import directions
 from .trait import Trait
 
 TWO_MASKS = "_update_attention_mask"
-"""4.48's to 5.0's ModernBERT makes one mask for global and one for local layers, which hand on their window too."""
+"""ModernBERT's method (4.48 to 5.0), which returns a mask for global and one for local layers.
+
+Its local layers pass their window on themselves, so the packed mask needs none.
+"""
 
 METHODS = (
     "_update_causal_mask",
@@ -39,11 +45,14 @@ FUNCTIONS = re.compile(r"create_\w*masks?(_mapping|_for_generate|_for_vision_mod
 UNMASK = "_unmask_unattended"
 
 BOTH_WAYS = {"or_mask_function": None, "block_sequence_ids": 0, "token_type_ids": 1}
-"""Arguments with which tokens of an image see each other in both directions (Gemma 3), and from which number on."""
+"""Arguments that let the tokens of an image see each other in both directions (Gemma 3).
+
+The value is the smallest number in the argument that marks an image; None if the argument alone is enough.
+"""
 
 
 class Masks(Trait):
-    """The functions that make masks for the models of a call are replaced."""
+    """Replace the functions that make masks for the models that a call goes through."""
 
     name = "masks"
 
@@ -52,7 +61,7 @@ class Masks(Trait):
 
 
 def sites(base_model: type) -> list[Site]:
-    """Every function that makes a mask for this class of models, or for a class that it inherits from."""
+    """The sites of all functions that make masks for this class of models, or for a class that it inherits from."""
     owners: list[tuple[Any, str]] = [
         (cls, name)
         for name in METHODS
@@ -71,14 +80,25 @@ def sites(base_model: type) -> list[Site]:
 
 
 def _makes_one(method: Any) -> bool:
-    """Whether a method returns one mask. 4.46's and 4.47's OPT returns two, made by functions that are replaced."""
+    """Whether a method returns one mask.
+
+    OPT's in 4.46 and 4.47 returns two, and makes them with functions that are replaced.
+    """
     return not inspecting.takes(method, "input_shape") or method.__name__ != METHODS[0]
 
 
 def let_through(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Replacement for such a function: it returns a packed mask among its arguments, with the window asked for.
+    """Replacement for a function that makes masks: it returns the packed mask that is among its arguments.
 
-    5.x's Qwen2MoE has its window in the mask only. Its attention layers do not pass it on to flash attention.
+    The packed mask gets the sliding window or the chunks that the function would have put into its mask. This is
+    necessary for Qwen2MoE in 5.x, whose attention layers do not pass their window on to flash attention.
+
+    Args:
+        original: the function that is replaced. It is called if there is no packed mask.
+
+    Returns:
+        The replacement. It raises :class:`PackingNotIsolated` if tokens of an image would see each other in both
+        directions.
     """
     names = [parameter.name for parameter in inspecting.parameters(original)]
 
@@ -88,7 +108,7 @@ def let_through(original: Callable[..., Any]) -> Callable[..., Any]:
         if mask is None:
             return original(*args, **kwargs)
         given = {**dict(zip(names, args)), **kwargs}
-        both_ways = directions.adds_the_later_ones(given.get("config"))  # and so do the layers: checked by apply
+        both_ways = directions.adds_the_later_ones(given.get("config"))  # the layers do so too: apply has checked it
         for name, images_from in BOTH_WAYS.items():
             if both_ways and name == "or_mask_function":
                 continue
@@ -101,7 +121,7 @@ def let_through(original: Callable[..., Any]) -> Callable[..., Any]:
             return mask, mask
         if "chunked" in original.__name__:
             return _chunked(mask, given["config"])
-        if "chunked_attention_mask" in names:  # 4.51's and 4.52's Llama 4 makes two
+        if "chunked_attention_mask" in names:  # Llama 4 in 4.51 and 4.52 makes two masks
             return mask, _chunked(mask, given["self"].config)
         if "sliding_window" in original.__name__:
             window = getattr(given.get("config"), "sliding_window", None) or None

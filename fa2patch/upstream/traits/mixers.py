@@ -1,4 +1,4 @@
-"""Mixers: layers other than attention that carry state along the row. Each document is computed by itself."""
+"""Mixers: layers other than attention that carry state along the row. They compute each document by itself."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from ..site import Site
 from .trait import Trait
 
 NAME = "mixers"
-"""The trait's name, which is in ``Patch.found`` where a model has mixers."""
+"""The trait's name, a key of ``Patch.found`` if the model has mixers."""
 
 
 class Mixers(Trait):
-    """Every mixer, or the layer around it, is replaced. A model with one that cannot be reached is refused."""
+    """Replace every mixer or the layer around it, and refuse a model with a mixer that cannot be given boundaries."""
 
     name = NAME
 

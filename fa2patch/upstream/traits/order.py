@@ -1,7 +1,7 @@
-"""All traits, in the order in which a model is asked for them and a forward runs them.
+"""All traits, in the order in which ``apply`` asks for them and a forward calls ``before`` (``after`` in reverse).
 
-Refusals stand first: the first trait that refuses a model decides what its user is told. A new trait is one file in
-this folder and one line here. :func:`register_trait` adds a user's own.
+Traits that refuse models come first, because the first refusal is the error that the user sees. A new trait is one
+file in this folder and one line here. :func:`register_trait` adds a user's own trait.
 """
 
 from __future__ import annotations
@@ -55,23 +55,23 @@ _registered: list[Trait] = []
 
 
 def traits() -> tuple[Trait, ...]:
-    """fa2patch's own traits, then those that were registered."""
+    """The traits of fa2patch, then the registered traits."""
     return (*TRAITS, *_registered)
 
 
 def by_name(name: str) -> Trait:
-    """The trait of a name that is in ``Patch.found``."""
+    """The trait of this name, a key of ``Patch.found``."""
     return next(trait for trait in traits() if trait.name == name)
 
 
 def register_trait(trait: Trait) -> None:
-    """Add a trait, for all models that are patched from now on. One of the same name is replaced.
+    """Add a trait for all models that are patched from now on. A registered trait of the same name is replaced.
 
     Args:
-        trait: an instance of a subclass of :class:`Trait`, with a name that none of fa2patch's own has.
+        trait: an instance of a subclass of :class:`Trait`. Its name must differ from the names of fa2patch's traits.
 
     Raises:
-        BadArgument: it is no trait, or its name is taken.
+        BadArgument: ``trait`` is no trait with a name, or fa2patch has a trait of this name.
     """
     if not isinstance(trait, Trait) or not isinstance(getattr(trait, "name", None), str):
         raise BadArgument(f"register_trait: expected a Trait with a name, found {trait!r}.")

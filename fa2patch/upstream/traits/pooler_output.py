@@ -14,7 +14,7 @@ from .trait import Trait
 
 
 class PoolerOutput(Trait):
-    """The base model's pooler is run on each document."""
+    """Run the base model's pooler on each document."""
 
     name = "pooler output"
 
@@ -25,9 +25,16 @@ class PoolerOutput(Trait):
 
 
 def pool_documents(model: Any, output: Any, mask: PackedMask) -> Any:
-    """A base model's output with ``pooler_output`` ``[documents, hidden]`` instead of ``[batch, hidden]``.
+    """The output of a base model, with a ``pooler_output`` for each document of a packed batch.
 
-    Padding is a document, too. The output is None where the model has no module that makes it of hidden states.
+    Args:
+        model: the base model. If it has no ``pooler`` module, ``pooler_output`` becomes None.
+        output: the model's output or a tuple, with hidden states ``[batch, length, hidden]`` first.
+        mask: the packed mask.
+
+    Returns:
+        The output with ``pooler_output`` ``[documents, hidden]`` instead of ``[batch, hidden]``. A run of padding
+        counts as a document.
     """
     pooler = getattr(model, "pooler", None)
     in_tuple = isinstance(output, tuple)

@@ -1,8 +1,8 @@
-"""Sequence classification: a packed row's documents are pooled one by one, by the model's own forward.
+"""Sequence classification: the model's own forward pools each document of a packed batch.
 
-The forward of a ``...ForSequenceClassification`` is called as for a batch of as many rows as there are documents, each
-of them the one token that is pooled, and scores, pools and computes the loss as ever. The packed row rides on those
-ids to the base model, which computes it and hands back the last hidden states of those tokens.
+The forward of a ``...ForSequenceClassification`` gets a batch with one row per document. Each row holds only the token
+that is pooled. The forward scores, pools and computes the loss as for any other batch. The packed batch travels as
+luggage on these tokens to the base model, which computes it and returns the hidden states of the pooled tokens only.
 """
 
 from __future__ import annotations
@@ -24,17 +24,17 @@ from .trait import Trait
 
 _POOLS = "pooled_logits"
 _LAST_TOKEN = {"sequence_lengths", "sequence_length", "last_non_pad_token"}
-"""What upstream's forwards call the token of which they make ``pooled_logits``, through all versions."""
+"""Variables that hold the pooled token's index in the forwards of all Transformers versions."""
 
 
 @dataclass(eq=False)
 class Pooled:
-    """A packed batch on its way past the head to the base model.
+    """A packed batch that travels as luggage from a pooling head to the base model.
 
     Attributes:
-        whole: the batch's ``input_ids`` or ``inputs_embeds``, under its name.
-        tokens: int64 ``[documents]``: which tokens are pooled, counted over the rows laid end to end.
-        shape: ``(batch, length)``.
+        whole: ``input_ids`` or ``inputs_embeds`` of the packed batch, under that name.
+        tokens: int64 ``[documents]``, the index of each pooled token in the rows laid end to end.
+        shape: ``(batch, length)`` of the packed batch.
     """
 
     whole: dict[str, torch.Tensor]
@@ -42,7 +42,11 @@ class Pooled:
     shape: tuple[int, int]
 
     def pooled(self, output: Any) -> Any:
-        """The base model's output with hidden states ``[documents, 1, hidden]`` in place of all tokens'."""
+        """The base model's output with the hidden states of the pooled tokens only, ``[documents, 1, hidden]``.
+
+        Raises:
+            PackingNotIsolated: the hidden states do not have the packed batch's shape.
+        """
         hidden = output[0]
         if tuple(hidden.shape[:2]) != self.shape:
             raise PackingNotIsolated(
@@ -57,7 +61,7 @@ class Pooled:
 
 
 def pools_documents(model: Any) -> bool:
-    """Whether a model's forward pools the last token of each row, which can be done for each document instead."""
+    """Whether a model's forward pools the last token of each row, so that it can pool each document instead."""
     cls: Any = type(model)
     return _pools_the_last_token(cls)
 
@@ -75,7 +79,7 @@ def _looked_up(cls: type) -> bool:
 
 
 class PooledHeads(Trait):
-    """The head's forward gets a row of one token for each document, on which the packed row rides."""
+    """Give a pooling head one row of one token per document, with the packed batch as luggage."""
 
     name = "pooled heads"
 
@@ -86,10 +90,22 @@ class PooledHeads(Trait):
 
 
 def by_document(model: Any, call: dict[str, Any], mask: PackedMask) -> tuple[dict[str, Any], luggage.Piece]:
-    """The call of a forward that pools, with a row of one token for each document, and what rides on it.
+    """Rewrite the call of a pooling head: one row of one token per document.
+
+    Documents of padding are left out.
+
+    Args:
+        model: the model with the head.
+        call: its arguments by name.
+        mask: the packed mask.
+
+    Returns:
+        The new arguments, with tokens ``[documents, 1]`` or embeddings ``[documents, 1, hidden]``, and the piece of
+        luggage on them.
 
     Raises:
-        BadBatch: labels that are not one for each document; no padding token in the config.
+        BadBatch: there is not one label per document, or there are several documents and the config has no
+            ``pad_token_id``.
     """
     name = next(name for name in TOKENS if call.get(name) is not None)
     whole = call[name]
@@ -109,18 +125,18 @@ def by_document(model: Any, call: dict[str, Any], mask: PackedMask) -> tuple[dic
 
 
 def is_riding(call: dict[str, Any]) -> bool:
-    """Whether a packed row rides on a forward's arguments."""
+    """Whether a packed batch rides on a forward's arguments."""
     return any(luggage.find(call.get(name), luggage.POOLED) is not None for name in TOKENS)
 
 
 def ridden(call: dict[str, Any]) -> Pooled | None:
-    """What rides on a base model's arguments, which takes it."""
+    """Take the packed batch that rides on a base model's arguments; None if there is none."""
     rides = (luggage.take(call.get(name), luggage.POOLED) for name in TOKENS)
     return next((ride for ride in rides if ride is not None), None)
 
 
 def _pooled_tokens(boundaries: Boundaries, ids: torch.Tensor, pad: int | None) -> torch.Tensor:
-    """Each document's last token; the last that is no padding token, as Transformers has it since 4.50."""
+    """The index of each document's last token that is not ``pad``, as in Transformers since 4.50."""
     lengths = torch.tensor([length for length in boundaries.lengths if length])
     ends = lengths.cumsum(0).to(ids.device)
     if pad is None:
@@ -134,7 +150,7 @@ def _pooled_tokens(boundaries: Boundaries, ids: torch.Tensor, pad: int | None) -
 
 
 def _of_real_documents(tokens: torch.Tensor, boundaries: Boundaries, given: Any) -> torch.Tensor:
-    """Without the documents that a 2-D mask says are padding."""
+    """The pooled tokens without those of documents that a 2-D mask marks as padding."""
     if not isinstance(given, torch.Tensor) or given.dim() != 2:
         return tokens
     starts = torch.tensor([0, *(length for length in boundaries.lengths if length)])[:-1].cumsum(0)

@@ -1,4 +1,4 @@
-"""Positions: where a document's first token stands, and whether ids reach what embeds them."""
+"""Positions: the position of a document's first token, and whether position ids reach the position embeddings."""
 
 from __future__ import annotations
 
@@ -20,11 +20,12 @@ _POSITIONS = re.compile(r"(^|_)(position|positions|pos|wpe|rotary|rope)(_|$)")
 
 
 class Found(NamedTuple):
-    """What is known of a model's positions.
+    """A model's positions.
 
     Attributes:
-        first: the position of a document's first token where none is given, in tokens.
-        unreachable: what embeds positions in a model that takes no ids; empty where there is no such thing.
+        first: the position of a document's first token if a batch has no position ids.
+        unreachable: the module or parameter that embeds positions in a model that reads no position ids; empty if
+            there is none.
     """
 
     first: int
@@ -32,7 +33,7 @@ class Found(NamedTuple):
 
 
 class Positions(Trait):
-    """A model's positions must be the documents', not the row's."""
+    """Make positions restart with each document, and refuse a model in which they cannot."""
 
     name = "positions"
 
@@ -54,7 +55,7 @@ class Positions(Trait):
 
 
 def first_position(decoder: Any) -> int:
-    """The position of a document's first token where none is given. It is 2, not 0, in RoBERTa and its kin."""
+    """The position of a document's first token if a batch has no position ids: 0, but 2 in RoBERTa and its kin."""
     for module in decoder.modules():
         table = module._modules.get("position_embeddings")
         if isinstance(table, torch.nn.Embedding) and table.padding_idx is not None:
@@ -63,7 +64,10 @@ def first_position(decoder: Any) -> int:
 
 
 def unreachable_positions(decoder: Any) -> str:
-    """What embeds positions in a model whose forward reads no ids, and so counts along the row; empty if nothing."""
+    """The name of what embeds positions in a decoder whose forward reads no position ids; empty if there is none.
+
+    Such a decoder counts positions along the row.
+    """
     if _may_read_ids(decoder):
         return ""
     names = [name for name, _ in (*decoder.named_modules(), *decoder.named_parameters())]
@@ -71,10 +75,10 @@ def unreachable_positions(decoder: Any) -> str:
 
 
 def _may_read_ids(decoder: Any) -> bool:
-    """Whether ids reach a model's code: by name, out of its ``**kwargs``, or behind a wrapper that cannot be read.
+    """Whether a decoder's forward may read position ids: by name, out of ``**kwargs``, or behind an unreadable wrapper.
 
-    A ``**kwargs`` alone is not enough. Bart's in 5.x hands ids past the embeddings to attention layers that ignore
-    them.
+    ``**kwargs`` alone is not enough: Bart in 5.x passes them to attention layers, which ignore the ids, and not to its
+    embeddings.
     """
     inherited = [vars(cls)["forward"] for cls in type(decoder).__mro__ if "forward" in vars(cls)]
     for forward in (decoder.forward, *inherited):
@@ -85,24 +89,24 @@ def _may_read_ids(decoder: Any) -> bool:
             if inspecting.has_constant(forward, "position_ids") or any(p.kind is p.VAR_POSITIONAL for p in parameters):
                 return True
             if inspecting.reads_name(forward, "forward"):
-                continue  # the class that it inherits from decides
+                continue  # it calls super().forward: the parent class decides
         return False
     return False
 
 
 def position_embeddings(decoder: Any) -> list[Any]:
-    """Embeddings of positions that take the mask, to count its ones (OPT, BioGPT)."""
+    """The position embeddings that take the mask and count its ones (OPT, BioGPT)."""
     return [module for module in decoder.modules() if isinstance(module, torch.nn.Embedding) and _counts_mask(module)]
 
 
 def _counts_mask(embedding: Any) -> bool:
     first = inspecting.parameters(embedding.forward)[0]
-    behind_args = first.kind is first.VAR_POSITIONAL and hasattr(embedding, "offset")  # somebody's wrapper is on it
+    behind_args = first.kind is first.VAR_POSITIONAL and hasattr(embedding, "offset")  # a wrapper of other code
     return first.name == MASK or behind_args
 
 
 def counted_by_position_ids(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Replacement for such an embedding's ``forward``: a packed batch's positions are its ``position_ids``."""
+    """Replacement for the ``forward`` of such an embedding: a packed batch's ``position_ids`` are embedded."""
 
     @functools.wraps(original)
     def forward(self: Any, attention_mask: Any, *args: Any, **kwargs: Any) -> Any:

@@ -1,4 +1,4 @@
-"""The registry's row of a model: what cannot be found by looking."""
+"""A model's row of the registry, which holds what cannot be found by looking at the model."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ from ..looked import Looked
 from .trait import Trait
 
 NAME = "registry"
-"""The trait's name, under which the row is in ``Patch.found``."""
+"""The trait's name, the key of the row in ``Patch.found``."""
 
 
 class Registered(Trait):
-    """A row may refuse a config. Its quirks are applied to every call of an attention layer."""
+    """Refuse a config that the row refuses. The packed mask applies the row's quirks in every attention layer."""
 
     name = NAME
 

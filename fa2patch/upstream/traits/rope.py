@@ -1,9 +1,9 @@
-"""Rope that depends on the length of the sequence: it must see the document's length, not the row's.
+"""Rope that depends on the sequence length: it must see the document's length, not the row's.
 
-Dynamic NTK scales by the longest length seen. A packed batch is right as long as no document is longer than the length
-that the model was trained for, and is refused beyond it: upstream keeps the scaling of the longest sequence ever seen,
-so that a document's result would depend on those before it. Longrope chooses one of two sets of factors by the length
-and is computed document by document. Versions up to 4.47 hand some rotary modules ``seq_len``, the row's length.
+Dynamic NTK scales by the longest sequence seen so far. A packed batch with a document longer than
+``max_position_embeddings`` is refused, because Transformers keeps that document's scaling for the sequences after it.
+Longrope chooses one of two sets of factors by the length, and is computed document by document. Versions up to 4.47
+pass the row's length to some rotary modules as ``seq_len``.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from .trait import Trait
 
 
 class Rope(Trait):
-    """Longrope's rotary modules are replaced. Dynamic NTK is checked where a batch is recognised."""
+    """Replace the rotary modules of longrope. Dynamic NTK is checked when a packed batch is recognised."""
 
     name = "rope"
 
@@ -44,7 +44,7 @@ def _modules(model: Looked) -> list[Any]:
 
 
 def by_document(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Replacement for a rotary module's ``forward(x, position_ids)``: each document is computed by itself."""
+    """Replacement for a rotary module's ``forward(x, position_ids)`` that computes each document by itself."""
 
     @functools.wraps(original)
     def forward(self: Any, x: torch.Tensor, position_ids: Any = None, **kwargs: Any) -> Any:

@@ -1,4 +1,4 @@
-"""Heads that make one vector, or one softmax, of a whole row. They are refused."""
+"""Heads that compute one vector or one softmax over a whole row. They are refused."""
 
 from __future__ import annotations
 
@@ -16,25 +16,25 @@ from .trait import Trait
 _ROW_ARGUMENTS = (
     "start_positions", "end_positions", "mc_token_ids", "mc_labels", "next_sentence_label", "sentence_order_label",
 )  # fmt: skip
-"""Arguments that name one place in a row, or say one thing of it."""
+"""Arguments with a position in each row, or a label for each row."""
 
 _CHOICES = "num_choices"
-"""The variable of upstream's forwards that says how many rows belong to one question, in all versions."""
+"""The variable for the number of rows of one question in the forwards of all Transformers versions."""
 
 _CLASSIFIES = "problem_type"
-"""What a forward reads off the config to choose the loss of one label for each row. No token classifier does."""
+"""The config entry by which a forward chooses the loss for one label per row. Token classifiers do not read it."""
 
 _POOLS = "pooled_logits"
 _READS_ALL = re.compile("SequenceClassification|CausalLM|LMHead|MaskedLM|TokenClassification")
 
 
 class FirstTokenHeads(Trait):
-    """A head that reads the vector that its base model makes of a row's first token (next sentence, choices)."""
+    """Refuse a head that reads the pooler's vector of a row's first token (next sentence prediction, choices)."""
 
     name = "first token heads"
 
     def finds(self, model: Looked) -> Any:
-        head = inspecting.defining(type(model.model), "forward")  # of a subclass without its own
+        head = inspecting.defining(type(model.model), "forward")  # a subclass may define no forward of its own
         pooled = isinstance(getattr(model.decoder, "pooler", None), torch.nn.Module)
         return True if model.model is not model.decoder and pooled and not _READS_ALL.search(head.__name__) else None
 
@@ -46,7 +46,7 @@ class FirstTokenHeads(Trait):
 
 
 class RowHeads(Trait):
-    """A head whose ``forward`` makes one result of a whole row."""
+    """Refuse a head whose ``forward`` computes one result per row."""
 
     name = "row heads"
 
@@ -60,7 +60,10 @@ class RowHeads(Trait):
 
 
 def of_whole_rows(model: Any) -> str:
-    """What in a model's ``forward`` shows that it makes one result of a whole row; empty where nothing does."""
+    """The sign in a model's ``forward`` that it computes one result per row, as a text for an error; empty if none.
+
+    A head that pools a row's last token does not count: :mod:`.pooling` makes it pool each document.
+    """
     for cls, forward in inspecting.forwards(type(model)):
         taken = [name for name in _ROW_ARGUMENTS if inspecting.takes(forward, name)]
         if taken:

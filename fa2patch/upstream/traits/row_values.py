@@ -1,4 +1,4 @@
-"""Values for a whole row: an argument that holds one, or an output that is one, says nothing of a row's documents."""
+"""Arguments and outputs with one value per row: a packed batch needs a value per token or per document."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _FEWER_LOGITS = ("logits_to_keep", "num_logits_to_keep")
 
 
 class RowValues(Trait):
-    """A packed batch is refused where an argument or an output of the model has one value for each row."""
+    """Refuse a packed batch if an argument or an output of the model has one value per row."""
 
     name = "row values"
 
@@ -36,10 +36,18 @@ class RowValues(Trait):
 
 
 def refuse_arguments_of_rows(model: Any, call: dict[str, Any], mask: PackedMask) -> None:
-    """Raise :class:`PackingNotIsolated` for an argument with one value for each row.
+    """Refuse arguments that have one value per row.
 
-    Examples are the spans that a question-answering head is trained on (``start_positions``) and the sentences of a
-    choice (``mc_token_ids``). Labels of heads that pool documents are not passed to this function.
+    Examples are ``start_positions`` of a question-answering head and ``mc_token_ids`` of a multiple-choice head. It is
+    not called for heads that pool documents.
+
+    Args:
+        model: the model that is called.
+        call: its arguments by name.
+        mask: the packed mask.
+
+    Raises:
+        PackingNotIsolated: an argument has one value per row.
     """
     for name, value in call.items():
         if _OF_MEDIA.search(name) or name in _OF_THE_BATCH or not isinstance(value, torch.Tensor):
@@ -55,9 +63,19 @@ def refuse_arguments_of_rows(model: Any, call: dict[str, Any], mask: PackedMask)
 
 
 def refuse_outputs_of_rows(model: Any, output: Any, call: dict[str, Any], mask: PackedMask) -> None:
-    """Raise :class:`PackingNotIsolated` where a model returns one vector for each row of a packed batch.
+    """Refuse outputs that have one vector or one number per row.
 
-    Only shapes are compared. An output with a value for each token, for each document or for the batch is right.
+    Only shapes are compared. Outputs per token, per document or for the whole batch pass. Nothing is checked if there
+    are no more documents than rows, or if the call asks for fewer logits (``logits_to_keep``).
+
+    Args:
+        model: the model that was called.
+        output: its output.
+        call: its arguments by name.
+        mask: the packed mask.
+
+    Raises:
+        PackingNotIsolated: an output has one value per row.
     """
     if len(mask.boundaries) <= mask.shape[0] or any(call.get(name) is not None for name in _FEWER_LOGITS):
         return
@@ -66,7 +84,7 @@ def refuse_outputs_of_rows(model: Any, output: Any, call: dict[str, Any], mask: 
         if not isinstance(value, torch.Tensor) or not value.dtype.is_floating_point or "loss" in str(name):
             continue
         of_rows = value.dim() in (1, 2) and value.shape[0] == mask.shape[0] and tuple(value.shape) != mask.shape
-        if of_rows and not (value.dim() == 1 and name == 0):  # a tuple's first may be a loss
+        if of_rows and not (value.dim() == 1 and name == 0):  # the first entry of a tuple may be a loss
             raise PackingNotIsolated(
                 f"{type(model).__name__} returned {name} {list(value.shape)}, one for each row, for a packed batch of "
                 f"{len(mask.boundaries)} documents in {mask.shape[0]} rows: its head pools whole rows. Train this "

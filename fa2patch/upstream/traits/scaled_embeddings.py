@@ -1,4 +1,4 @@
-"""Embeddings that are scaled by how many of a row's tokens are masked out (ESM): each document is scaled by its own."""
+"""Embeddings that are scaled by the number of mask tokens in a row (ESM): documents are scaled one by one."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from .trait import Trait
 
 
 class ScaledEmbeddings(Trait):
-    """ESM's token dropout: the embeddings' forward is replaced, and the documents ride to it on ``position_ids``."""
+    """Replace the forward of embeddings with token dropout. The documents reach it as luggage on ``position_ids``."""
 
     name = "scaled embeddings"
 
@@ -39,9 +39,9 @@ def _scaled(decoder: Any) -> list[Any]:
 
 
 def by_document(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Replacement for the ``forward`` of such embeddings: each document is scaled by its own masked tokens.
+    """Replacement for the ``forward`` of such embeddings: each document is scaled by its own mask tokens.
 
-    Some versions hand them no mask; the documents ride on their ``position_ids``.
+    Some versions pass them no mask. There the documents come as luggage on ``position_ids``.
     """
     names = list(inspect.signature(original).parameters)[1:]
 
@@ -53,9 +53,9 @@ def by_document(original: Callable[..., Any]) -> Callable[..., Any]:
         documents = mask.boundaries if mask is not None else riding
         if documents is None:
             return original(self, *args, **kwargs)
-        if "attention_mask" in names:  # up to 4.53 it must be there
+        if "attention_mask" in names:  # versions up to 4.53 require it
             call["attention_mask"] = torch.ones_like(call["position_ids"])
-        if call.get("inputs_embeds") is None:  # looked up once, so that what hooks the table sees the whole row
+        if call.get("inputs_embeds") is None:  # a single lookup, so that hooks on the table see the whole row
             call["inputs_embeds"] = self.word_embeddings(call["input_ids"])
         return _each(functools.partial(original, self), call, documents)
 
@@ -64,7 +64,7 @@ def by_document(original: Callable[..., Any]) -> Callable[..., Any]:
 
 @uncompiled
 def _each(embed: Callable[..., torch.Tensor], call: dict[str, Any], documents: Boundaries) -> torch.Tensor:
-    """``[batch, length, hidden]``, embedded document by document."""
+    """Embeddings ``[batch, length, hidden]``, computed document by document."""
     shape = call["position_ids"].shape
     lengths = [length for length in documents.lengths if length]
     columns = {

@@ -1,4 +1,4 @@
-"""What a trait is: one feature of a model that packed rows touch."""
+"""The base class of traits."""
 
 from __future__ import annotations
 
@@ -13,39 +13,41 @@ from ..step import Step
 class Trait:
     """One feature of a model that packed rows touch.
 
-    ``apply`` asks every trait, in the order of ``TRAITS``, whether a model has it, whether it must be refused for it,
-    and which attributes must be replaced. Every forward of a patched model then calls :meth:`before` and :meth:`after`
-    of the traits that were found. A subclass overrides what it needs.
+    ``apply`` goes through the traits in the order of ``TRAITS``. It asks each one whether the model has it, whether the
+    model must be refused, and which attributes must be replaced. Every forward of a patched model then calls
+    :meth:`before` and :meth:`after` of the traits that were found. A subclass overrides the methods that it needs.
 
     Attributes:
-        name: the key of what was found in ``Patch.found``.
+        name: the trait's key in ``Patch.found``.
     """
 
     name: str
 
     def finds(self, model: Looked) -> Any:
-        """What the model has of this trait, or None where it does not have it.
+        """Look for the trait in a model.
 
-        It is kept in ``Patch.found``, so it must be picklable and must not hold modules or tensors.
+        Returns:
+            What was found, or None if the model does not have the trait. It is kept in ``Patch.found``, so it must be
+            picklable and must not hold modules or tensors.
         """
         return True
 
     def refuses(self, model: Looked, found: Any) -> None:
-        """Raise an :class:`~fa2patch.errors.Fa2PatchError` where the model cannot be patched for this trait."""
+        """Raise an :class:`~fa2patch.errors.Fa2PatchError` if a model with this trait cannot be patched."""
 
     def replaces(self, model: Looked, found: Any) -> Iterable[Site]:
         """The attributes that must be replaced."""
         return ()
 
     def before(self, step: Step, found: Any) -> None:
-        """Called before each forward that the call goes through. ``step.mask`` is None for a dense batch."""
+        """Check or change the call before a model's forward. ``step.mask`` is None for a dense batch."""
 
     def after(self, step: Step, found: Any, output: Any) -> Any:
-        """Called after each such forward with its output. Returns the output."""
+        """Check or change the output after a model's forward, and return it."""
         return output
 
     @property
     def acts(self) -> bool:
-        """Whether the trait does something in a forward."""
+        """Whether the trait overrides :meth:`before` or :meth:`after`."""
         cls = type(self)
         return cls.before is not Trait.before or cls.after is not Trait.after

@@ -1,4 +1,4 @@
-"""Modules whose ``forward`` has no code that can be read. They are refused."""
+"""Modules whose ``forward`` has no readable code. They are refused."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from .trait import Trait
 
 
 class Unreadable(Trait):
-    """A class whose ``forward`` is no function (a ``partialmethod``, an object that is called)."""
+    """Refuse a class whose ``forward`` is not a function (a ``partialmethod``, a callable object)."""
 
     name = "unreadable"
 

@@ -1,1 +1,1 @@
-"""One tiny modeling file per seam, in the style of remote code, each running on every supported Transformers."""
+"""One tiny modeling file per seam, in the style of remote code. Each runs on every supported Transformers."""

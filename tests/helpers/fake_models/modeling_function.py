@@ -1,6 +1,7 @@
 """Attention as in 4.43 to 4.47: a class for each implementation; the flash class calls a function of this module.
 
-Learned positions, a sliding window. As upstream where flash-attn is missing, nobody defines the function.
+The model has learned positions and a sliding window. The function is not defined, as upstream where flash-attn is
+missing.
 """
 
 import torch
@@ -12,6 +13,8 @@ from transformers.modeling_outputs import BaseModelOutput, CausalLMOutput
 
 
 class FakeFunctionConfig(PretrainedConfig):
+    """Options of the fake model."""
+
     model_type = "fake-function"
 
     def __init__(self, attn_impl="eager", sliding_window=None, **kwargs):
@@ -21,6 +24,8 @@ class FakeFunctionConfig(PretrainedConfig):
 
 
 class FakeAttention(nn.Module):
+    """Eager attention."""
+
     def __init__(self, config):
         super().__init__()
         self.config, self.is_causal, width = config, True, config.hidden_size
@@ -36,6 +41,8 @@ class FakeAttention(nn.Module):
 
 
 class FakeSdpaAttention(FakeAttention):
+    """Attention by SDPA."""
+
     def forward(self, hidden_states, attention_mask=None, position_ids=None):
         query, key, value = (states.transpose(1, 2) for states in self.heads(hidden_states))
         output = F.scaled_dot_product_attention(query, key, value, attention_mask, is_causal=attention_mask is None)
@@ -43,6 +50,8 @@ class FakeSdpaAttention(FakeAttention):
 
 
 class FakeFlashAttention2(FakeAttention):
+    """Attention through the module's ``_flash_attention_forward``: the seam."""
+
     def forward(self, hidden_states, attention_mask=None, position_ids=None):
         query, key, value = self.heads(hidden_states)
         options = {"sliding_window": self.config.sliding_window, "is_causal": self.is_causal}
@@ -55,6 +64,8 @@ FAKE_ATTENTION_CLASSES = {"eager": FakeAttention, "sdpa": FakeSdpaAttention, "fl
 
 
 class FakeFunctionModel(PreTrainedModel):
+    """The base model of two layers."""
+
     config_class, base_model_prefix = FakeFunctionConfig, "model"
 
     def __init__(self, config):
@@ -92,6 +103,8 @@ class FakeFunctionModel(PreTrainedModel):
 
 
 class FakeFunctionForCausalLM(PreTrainedModel):
+    """The model with a language modeling head."""
+
     config_class, base_model_prefix = FakeFunctionConfig, "model"
 
     def __init__(self, config):

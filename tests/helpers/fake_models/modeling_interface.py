@@ -1,6 +1,6 @@
 """Attention as in 4.48 and later: the layer looks a function up by ``config._attn_implementation``.
 
-Rotary positions; a softcap (as Gemma-2's) and sinks (as GPT-OSS's) are handed to the function.
+The model has rotary positions. It passes a softcap (like Gemma-2) and sinks (like GPT-OSS) to the function.
 """
 
 import torch
@@ -12,6 +12,8 @@ from transformers.modeling_outputs import BaseModelOutput, CausalLMOutput
 
 
 class FakeInterfaceConfig(PretrainedConfig):
+    """Options of the fake model."""
+
     model_type = "fake-interface"
 
     def __init__(self, softcap=None, sinks=False, **kwargs):
@@ -70,8 +72,10 @@ def rotate(states, angles):
 
 
 class FakeAttention(nn.Module):
+    """Attention through a function from the registry: the seam."""
+
     said = {}
-    """What else a layer says in its call, as ``is_causal``."""
+    """Further arguments that a layer passes in its call, such as ``is_causal``."""
 
     def __init__(self, config, layer_idx):
         super().__init__()
@@ -84,15 +88,17 @@ class FakeAttention(nn.Module):
         query, key, value = states.permute(2, 0, 3, 1, 4)
         query, key = rotate(query, angles), rotate(key, angles)
         implementation, attend = self.config._attn_implementation, eager_attention_forward
-        if self.layer_idx == 0:  # as 5.x spells it
+        if self.layer_idx == 0:  # as 5.x does it
             attend = ALL_ATTENTION_FUNCTIONS.get_interface(implementation, eager_attention_forward)
-        elif implementation != "eager":  # as 4.48 spells it
+        elif implementation != "eager":  # as 4.48 does it
             attend = ALL_ATTENTION_FUNCTIONS[implementation]
         options = {"scaling": key.shape[-1] ** -0.5, "softcap": self.config.softcap, "s_aux": self.sinks, **self.said}
         return attend(self, query, key, value, attention_mask, **options)[0].flatten(2) + hidden_states
 
 
 class FakeInterfaceModel(PreTrainedModel):
+    """The base model of two layers."""
+
     _supports_flash_attn = _supports_flash_attn_2 = True
     config_class, base_model_prefix = FakeInterfaceConfig, "model"
 
@@ -116,6 +122,8 @@ class FakeInterfaceModel(PreTrainedModel):
 
 
 class FakeInterfaceForCausalLM(PreTrainedModel):
+    """The model with a language modeling head."""
+
     config_class, base_model_prefix = FakeInterfaceConfig, "model"
 
     def __init__(self, config):

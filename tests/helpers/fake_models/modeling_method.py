@@ -1,7 +1,7 @@
-"""Attention as in 4.36 to 4.42: a class for each implementation; the flash class ends in a method of its own.
+"""Attention as in 4.36 to 4.42: a class for each implementation; the flash class calls a method of its own at the end.
 
-Rotary positions from a table in each layer, grouped key heads, a sliding window. As upstream where flash-attn is
-missing, nobody defines ``_flash_supports_window_size`` and ``flash_attn_func``.
+The model has rotary positions from a table in each layer, grouped key heads and a sliding window.
+``_flash_supports_window_size`` and ``flash_attn_func`` are not defined, as upstream where flash-attn is missing.
 """
 
 import torch
@@ -13,6 +13,8 @@ from transformers.modeling_outputs import BaseModelOutput, CausalLMOutput
 
 
 class FakeMethodConfig(PretrainedConfig):
+    """Options of the fake model."""
+
     model_type = "fake-method"
 
     def __init__(self, attn_impl="eager", sliding_window=None, **kwargs):
@@ -23,6 +25,8 @@ class FakeMethodConfig(PretrainedConfig):
 
 
 class FakeRotary(nn.Module):
+    """A table of angles ``[seq_len, 4]``."""
+
     def forward(self, x, seq_len):
         return torch.arange(seq_len)[:, None] / 10.0 ** torch.arange(4)
 
@@ -40,6 +44,8 @@ def heads(layer, hidden_states, position_ids):
 
 
 class FakeAttention(nn.Module):
+    """Eager attention."""
+
     def __init__(self, config):
         super().__init__()
         self.config, self.is_causal, self.rotary_emb = config, True, FakeRotary()
@@ -53,6 +59,8 @@ class FakeAttention(nn.Module):
 
 
 class FakeSdpaAttention(FakeAttention):
+    """Attention by SDPA."""
+
     def forward(self, hidden_states, attention_mask=None, position_ids=None):
         query, *others = heads(self, hidden_states, position_ids)
         key, value = (states.repeat_interleave(2, dim=1) for states in others)
@@ -61,6 +69,8 @@ class FakeSdpaAttention(FakeAttention):
 
 
 class FakeFlashAttention2(FakeAttention):
+    """Attention through its method ``_flash_attention_forward``: the seam."""
+
     def forward(self, hidden_states, attention_mask=None, position_ids=None):
         query, key, value = (states.transpose(1, 2) for states in heads(self, hidden_states, position_ids))
         windows = _flash_supports_window_size and self.config.sliding_window is not None  # noqa: F821
@@ -87,6 +97,8 @@ def _prepare_4d_causal_attention_mask(attention_mask, input_shape, inputs_embeds
 
 
 class FakeMethodModel(PreTrainedModel):
+    """The base model of two layers."""
+
     config_class, base_model_prefix = FakeMethodConfig, "model"
 
     def __init__(self, config):
@@ -114,6 +126,8 @@ class FakeMethodModel(PreTrainedModel):
 
 
 class FakeMethodForCausalLM(PreTrainedModel):
+    """The model with a language modeling head."""
+
     config_class, base_model_prefix = FakeMethodConfig, "model"
 
     def __init__(self, config):

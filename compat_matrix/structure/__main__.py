@@ -92,7 +92,7 @@ def measured(modules: Iterable[Module]) -> Structure:
         long_files=_above(LONG_FILE, lengths.items()),
         circles=tuple(", ".join(circle) for circle in circles(modules)),
         uses_of_any=sum(counts.uses_of_any(module.tree) for module in modules),
-        undocumented=tuple(place for module in modules for place in undocumented(module)),
+        undocumented=tuple(place for module in modules for place in undocumented(module, modules)),
     )
 
 

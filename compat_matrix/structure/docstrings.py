@@ -15,17 +15,21 @@ _NOT_ALONE = {"overload", "setter", "deleter"}
 """Decorators of functions that share the name, and the docstring, of another function."""
 
 
-def undocumented(module: Module) -> Iterator[str]:
-    """Yield modules, classes, functions and methods that are public by their names and have no docstring.
+def undocumented(module: Module, package: Iterable[Module] = ()) -> Iterator[str]:
+    """Modules, classes, functions and methods that are public by their names and have no docstring.
 
-    Nothing in a module, folder or class with a leading underscore is public. Properties count. Nested functions,
-    ``__dunder__`` methods, overloads, and methods that override a documented method of a class in the same file do not.
+    Nothing in a module, folder or class with a leading underscore is public. A property counts. A nested function, a
+    ``__dunder__`` and an overload do not count, nor does a method that overrides a documented one.
+
+    Args:
+        module: the file that is looked at.
+        package: all files, where base classes are looked for by their names if the module does not define them.
     """
     if any(part.startswith("_") and not part.endswith("__") for part in module.name.split(".")):
         return
     if ast.get_docstring(module.tree) is None:
         yield module.place(module.tree, "(module)")
-    classes = dict(_classes(module.tree.body))
+    classes = {name: node for other in (*package, module) for name, node in _classes(other.tree.body)}
     for name, node, owner in _public(module.tree.body):
         inherited = owner is not None and _has_documented_base(owner, node.name, classes)
         if ast.get_docstring(node) is None and not inherited:
@@ -61,7 +65,7 @@ def _classes(body: Iterable[ast.AST], prefix: str = "") -> Iterator[tuple[str, a
 
 
 def _has_documented_base(owner: ast.ClassDef, method: str, classes: dict[str, ast.ClassDef]) -> bool:
-    """Whether a direct or indirect base class in the same file has the method with a docstring."""
+    """Whether a base class, or one of its own bases, has the method with a docstring."""
     seen: set[str] = set()
     waiting = [owner]
     while waiting:

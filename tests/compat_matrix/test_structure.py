@@ -111,6 +111,15 @@ def test_of_overloads_only_the_implementation_counts():
     assert undocumented(f'"""Module."""\n{overloads}def f(x):\n    """Documented."""\n') == []
 
 
+def test_a_method_has_the_docstring_of_a_base_class_in_another_file():
+    method = '    def f(self):\n        """Does it."""\n'
+    base = module(f'"""Module."""\nclass Base:\n    """Base."""\n{method}', "package/a.py")
+    text = '"""Module."""\nclass Own(Base):\n    """Own."""\n    def f(self): ...\n    def g(self): ...\n'
+    own = module(text, "package/b.py")
+    assert [place.split(" ")[1] for place in docstrings.undocumented(own)] == ["Own.f", "Own.g"]
+    assert [place.split(" ")[1] for place in docstrings.undocumented(own, [base, own])] == ["Own.g"]
+
+
 def test_a_method_has_the_docstring_of_a_base_class_in_the_same_file():
     text = '''"""Module."""
 from elsewhere import Other

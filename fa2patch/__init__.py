@@ -4,7 +4,8 @@ from . import packing
 from .data.collators import DataCollatorWithFlattening
 from .data.completion_only import DataCollatorForCompletionOnlyLM
 from .data.multimodal import DataCollatorForMultimodalFlattening
-from .documents.boundaries import Boundaries, boundaries
+from .documents.boundaries import Boundaries
+from .documents.recognition import boundaries
 from .errors import Fa2PatchError
 from .patch.applying import apply, revert, status
 from .patch.state import Patch

@@ -199,7 +199,7 @@ def _attribute(count: Count, name: str, packages: tuple[str, ...], frame: Any) -
         if _is_in(_module(around), KERNELS):
             count.kernel += 1
             return
-        if around.f_code.co_name in CPU_ONLY and _module(around) == "fa2patch.documents.boundaries":
+        if around.f_code.co_name in CPU_ONLY and _module(around) == "fa2patch.documents.stated":
             count.cpu_only += 1
             return
         around = around.f_back

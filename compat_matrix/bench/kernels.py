@@ -15,7 +15,8 @@ import torch
 import torch.nn.functional as F
 from rich.progress import Progress
 
-from fa2patch.documents.boundaries import Boundaries, boundaries
+from fa2patch.documents.boundaries import Boundaries
+from fa2patch.documents.recognition import boundaries
 from fa2patch.kernels.attention import Options
 from fa2patch.kernels.reference import Reference
 

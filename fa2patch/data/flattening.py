@@ -10,8 +10,8 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from ..documents.boundaries import boundaries
 from ..documents.names import LENGTHS
+from ..documents.recognition import boundaries
 from ..errors import CollatorError
 
 Array = npt.NDArray[Any]

@@ -10,8 +10,9 @@ from typing import Any
 import numpy as np
 import torch
 
-from ..documents.boundaries import Boundaries, boundaries
+from ..documents.boundaries import Boundaries
 from ..documents.names import IGNORED_LABEL
+from ..documents.recognition import boundaries
 from ..errors import BadBatch, CollatorError, Fa2PatchError
 from .collators import DataCollatorWithFlattening
 from .flattening import as_array, as_numbers, given, integer, require_same_keys

@@ -18,8 +18,8 @@ from typing import Any, Callable
 import torch
 
 from ..binding import ABSENT, LOCK, bind, used_by, when_imported
-from ..documents.boundaries import recognise
 from ..documents.names import LENGTHS
+from ..documents.recognition import recognise
 from ..errors import PackingNotIsolated
 from ..upstream.find_models import is_transformers_model
 from ..upstream.step import MARK

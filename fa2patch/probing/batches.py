@@ -8,8 +8,10 @@ from typing import Any
 
 import torch
 
-from ..documents.boundaries import Boundaries, from_cu_seqlens, recognise
+from ..documents.boundaries import Boundaries
 from ..documents.names import LABELS, LENGTHS
+from ..documents.recognition import recognise
+from ..documents.stated import from_cu_seqlens
 from ..errors import BadBatch
 from ..upstream.find_models import models
 

@@ -7,16 +7,11 @@ from typing import Any
 import torch
 
 from .._compile import compiling
-from ..documents.boundaries import (
-    Boundaries,
-    check_cu_seqlens,
-    check_position_ids,
-    from_cu_seqlens,
-    largest,
-    positions_of,
-    recognise,
-)
+from ..documents.boundaries import Boundaries, largest, positions_of
+from ..documents.checks import check_cu_seqlens, check_position_ids
 from ..documents.names import CACHES, LENGTHS, PICTURES
+from ..documents.recognition import recognise
+from ..documents.stated import from_cu_seqlens
 from ..errors import BadCuSeqlens, PackedWithCache, PackedWithDenseMask, PackingNotIsolated
 from .calls import batch_shape, cache_of
 from .find_models import models

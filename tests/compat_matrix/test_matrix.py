@@ -18,6 +18,7 @@ from compat_matrix.check.points import POINTS
 from compat_matrix.results import read_file
 from compat_matrix.run import merged
 from fa2patch import Boundaries
+from fa2patch.documents import device, starts
 from fa2patch.upstream import forward, packed_mask
 from fa2patch.upstream.looked import Looked
 from fa2patch.upstream.traits import attention, mixers
@@ -43,19 +44,17 @@ def red(*points, family="llama"):
 
 
 def test_a_boundary_only_where_ids_are_zero_is_red(monkeypatch):
-    module = sys.modules["fa2patch.documents.boundaries"]
-    monkeypatch.setattr(module, "_changes", lambda ids, real, previous, step: real & (ids == 0))
+    monkeypatch.setattr(starts, "changes", lambda ids, real, previous, step: real & (ids == 0))
     red("every_layout")
 
 
 def test_a_boundary_only_where_ids_fall_is_red(monkeypatch):
-    module = sys.modules["fa2patch.documents.boundaries"]
 
     def falling(ids, real, previous, step):
         left = np.take_along_axis(ids, np.maximum(previous, 0), axis=1)
         return real & ((previous < 0) | (ids < left))
 
-    monkeypatch.setattr(module, "_changes", falling)
+    monkeypatch.setattr(starts, "changes", falling)
     red("packed_row", "every_layout")
 
 
@@ -219,7 +218,7 @@ def test_boundaries_derived_in_every_layer_are_red(monkeypatch):
     attend = packed_mask.PackedMask.attend
 
     def deriving(self, module, q, k, v, options):
-        sys.modules["fa2patch.documents.boundaries"]._host(self.boundaries.cu_seqlens)
+        device.read(self.boundaries.cu_seqlens)
         return attend(self, module, q, k, v, options)
 
     monkeypatch.setattr(packed_mask.PackedMask, "attend", deriving)

@@ -1,7 +1,6 @@
 """Where documents start (rule 2 of CONTRIBUTING.md): row by row, from every source, compared with a slow loop."""
 
 import itertools
-import sys
 
 import pytest
 import torch
@@ -9,10 +8,12 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 import fa2patch
-from fa2patch.documents.boundaries import Boundaries, from_cu_seqlens, largest, positions_of, recognise
+from fa2patch.documents import device, stated
+from fa2patch.documents.boundaries import Boundaries, largest, positions_of
+from fa2patch.documents.recognition import recognise
+from fa2patch.documents.stated import from_cu_seqlens
 from fa2patch.errors import BadCuSeqlens, BadPositionIds, BoundaryConflict, Fa2PatchError
 
-MODULE = sys.modules["fa2patch.documents.boundaries"]  # the package's attribute of this name is the function
 CPU = torch.device("cpu")
 INTEGERS = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)
 needs_cuda = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
@@ -45,13 +46,13 @@ def recognised(position_ids=None, attention_mask=None, seq_idx=None, **settings)
 @pytest.fixture
 def reads(monkeypatch):
     seen = []
-    original = MODULE._host
+    original = device.read
 
     def host(tensor):
         seen.append(tensor)
         return original(tensor)
 
-    monkeypatch.setattr(MODULE, "_host", host)
+    monkeypatch.setattr(device, "read", host)
     return seen
 
 
@@ -561,7 +562,7 @@ def test_with_an_int_nothing_is_read_from_a_device(reads):
 def test_on_a_device_the_same_conditions_become_assertions_there(monkeypatch):
     asserted = []
     noted = lambda held, message: asserted.append((held.device.type, message))  # noqa: E731
-    monkeypatch.setattr(sys.modules["fa2patch.documents.boundaries"], "_assert_async", noted)
+    monkeypatch.setattr(device, "assert_async", noted)
     cu, like = ints(0, 3, 6).to("meta"), {"dtype": torch.long, "device": "meta"}
     given = {"position_ids": torch.zeros(1, 6, **like), "attention_mask": torch.ones(1, 6, **like)}
     from_cu_seqlens(cu, 3, (1, 6), cu_seqlens_k=cu.clone(), **given)
@@ -573,9 +574,7 @@ def test_on_a_device_the_same_conditions_become_assertions_there(monkeypatch):
 
 def test_on_a_device_a_longest_document_that_is_too_short_is_asserted(monkeypatch):
     asserted = []
-    monkeypatch.setattr(
-        sys.modules["fa2patch.documents.boundaries"], "_assert_async", lambda held, message: asserted.append(message)
-    )
+    monkeypatch.setattr(device, "assert_async", lambda held, message: asserted.append(message))
     from_cu_seqlens(ints(0, 3, 6).to("meta"), 2, (1, 6))
     assert any("max_length is 2" in message for message in asserted)
 
@@ -593,8 +592,8 @@ def test_on_a_device_a_longest_document_that_is_too_short_is_asserted(monkeypatc
     ],
 )
 def test_positions_count_from_0_in_each_document(cu, shape, positions):
-    for stated in (ints(*cu), ints(*cu)[None], ints(*cu).long()):
-        found = positions_of(stated, shape)
+    for ends in (ints(*cu), ints(*cu)[None], ints(*cu).long()):
+        found = positions_of(ends, shape)
         assert found.tolist() == positions
         assert found.dtype == torch.int64
 
@@ -795,8 +794,8 @@ def test_keys_that_start_earlier_or_later_conflict(keys):
 @pytest.mark.parametrize("ends", [(0, 3, 2, 6), (0, 5, 1, 6), (1, 3, 6), (0, 3, 5)])
 def test_in_a_graph_ends_that_fall_or_do_not_fit_fail_the_assertion(monkeypatch, ends):
     failed = []
-    monkeypatch.setattr(MODULE, "compiling", lambda: True)
-    monkeypatch.setattr(MODULE, "_assert_async", lambda held, message: failed.append(message) if not held else None)
+    monkeypatch.setattr(stated, "compiling", lambda: True)
+    monkeypatch.setattr(device, "assert_async", lambda held, message: failed.append(message) if not held else None)
     from_cu_seqlens(ints(0, 3, 6), 3, (1, 6))
     assert failed == []
     from_cu_seqlens(ints(*ends), 6, (1, 6))

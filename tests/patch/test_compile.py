@@ -10,7 +10,7 @@ from compat_matrix import tiny_models
 from compat_matrix.check import stand_in_aten
 from compat_matrix.check.rows import documents
 from fa2patch import _compile
-from fa2patch.documents.boundaries import from_cu_seqlens
+from fa2patch.documents.stated import from_cu_seqlens
 from fa2patch.errors import BadCuSeqlens, PackingNotIsolated
 from fa2patch.kernels import reference_op
 

@@ -1,0 +1,241 @@
+"""Finds where documents start in a batch, with torch and numpy only.
+
+A document starts at the first token of every row and wherever ``p[i] != p[i-1] + 1`` (rule 2 of CONTRIBUTING.md).
+``cu_seq_lens_*``, then ``seq_idx``, then a 2-D mask of document numbers take precedence over ``position_ids``.
+"""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+
+from .._compile import uncompiled
+from ..errors import BadPositionIds, BoundaryConflict
+from . import device as devices
+from .boundaries import Boundaries, from_starts
+from .checks import check_mask, check_position_ids, check_readable, check_seq_idx
+from .starts import axes_of, changes, previous_real, starts_of
+
+
+def boundaries(position_ids: torch.Tensor) -> Boundaries:
+    """Find the boundaries of the documents that ``position_ids`` describe.
+
+    A document starts at the first token of every row and wherever an id is not its left neighbour's plus one. With four
+    axes, the first axis (text) is used. With three axes (time, height, width), image tokens do not count up: in a row
+    that has such tokens, a document starts where time goes back to 0 or all three axes are 0.
+
+    Args:
+        position_ids: integers ``[length]``, ``[batch, length]`` or ``[axes, batch, length]`` (mRoPE).
+
+    Returns:
+        :class:`Boundaries` over the ``batch * length`` tokens, row after row.
+
+    Raises:
+        BadPositionIds: the ids are not an integer tensor of such a shape, or are empty; or ids on three axes neither
+            restart nor continue as a model counts them.
+    """
+    check_position_ids(position_ids)
+    check_readable("position_ids", position_ids, BadPositionIds)
+    host = devices.read(axes_of(position_ids).long())
+    host = host if host.ndim == 3 else host[None]
+    real = np.ones(host.shape[1:], dtype=bool)
+    starts, doubtful, _ = starts_of(host, real, previous_real(real))
+    _no_doubt(doubtful, host)
+    return from_starts(starts, position_ids.device, int(host.max()) + 1)
+
+
+@dataclass(eq=False)
+class _Said:
+    """What a batch says of its documents, on the host.
+
+    Attributes:
+        mask, seq_idx: int64 arrays ``[batch, length]``, or None.
+        axes: the position ids, int64 ``[axes, batch, length]``; no axes if there are none.
+        real: bool ``[batch, length]``: tokens that the mask does not hide.
+        previous: for each token the index of the nearest real token to its left, or -1.
+    """
+
+    mask: Any
+    seq_idx: Any
+    axes: Any
+    real: Any
+    previous: Any
+
+
+@uncompiled
+def recognise(
+    shape: tuple[int, int],
+    device: torch.device,
+    *,
+    position_ids: torch.Tensor | None = None,
+    attention_mask: torch.Tensor | None = None,
+    seq_idx: torch.Tensor | None = None,
+    only_certain: bool = False,
+    first_position: int = 0,
+    training: bool = False,
+) -> Boundaries | None:
+    """Find the boundaries of a packed batch, with one read from the device.
+
+    A mask with negative values may need a second read. Ids of masked tokens are ignored. After padding, a document
+    starts where the ids restart at 0 or ``first_position``. Any other jump there is treated as a filler, as
+    Transformers' ``generate`` writes it, and the document continues.
+
+    Args:
+        shape: ``(batch, length)``.
+        device: the device of the returned ``cu_seqlens``.
+        position_ids: integers ``[length]``, ``[batch or 1, length]`` or ``[axes, batch or 1, length]``.
+        attention_mask: ``[batch, length]``: zeros are padding; 1, 1, 2, 2, ... are document numbers.
+        seq_idx: integers ``[length]`` or ``[batch or 1, length]``; the number changes from document to document.
+        only_certain: with three axes, treat ambiguous tokens as continuing instead of raising an error.
+        first_position: the position id of a document's first token in models that do not count from 0.
+        training: whether a jump after padding to another position than 0 or ``first_position`` is an error.
+
+    Returns:
+        Boundaries in which each run of padding is a document of its own. None if no row holds more than one document;
+        such a batch is dense.
+
+    Raises:
+        BadPositionIds: ``position_ids`` have a wrong dtype or shape, or ids on three axes neither restart nor continue
+            as a model counts them.
+        BadCuSeqlens: ``seq_idx`` has a wrong dtype or shape.
+        BoundaryConflict: two sources contradict each other; padding is inside a document of a packed row; the mask of
+            a packed row holds other values than zeros, ones and document numbers; or, in training, ids jump after
+            padding and neither ``seq_idx`` nor document numbers say whether a document starts.
+    """
+    said = _read(shape, device, position_ids, attention_mask, seq_idx)
+    if said is None:
+        return None
+    if said.mask is not None and said.mask.min() < 0:
+        without_mask = functools.partial(recognise, position_ids=position_ids, seq_idx=seq_idx)
+        if said.mask.max() <= 1 and without_mask(shape, device, only_certain=only_certain) is None:
+            return None
+        raise _added_to_logits(said.mask)
+    starts = _starts(said, only_certain, first_position, training)
+    if starts is None or (starts.sum(axis=1) <= 1).all():
+        return None
+    _no_holes(said.real, starts)
+    starts_padding = ~said.real
+    starts_padding[:, 1:] &= said.real[:, :-1]
+    largest = int(said.axes.max()) + 1 if len(said.axes) else None
+    return from_starts(starts | starts_padding, device, largest)
+
+
+def _read(
+    shape: tuple[int, int],
+    device: torch.device,
+    position_ids: torch.Tensor | None,
+    attention_mask: torch.Tensor | None,
+    seq_idx: torch.Tensor | None,
+) -> _Said | None:
+    """Check what was given and read it from the device, once; None if nothing was given."""
+    if position_ids is not None:
+        check_position_ids(position_ids, shape)
+        check_readable("position_ids", position_ids, BadPositionIds)
+    if seq_idx is not None:
+        check_seq_idx(seq_idx, shape)
+    if attention_mask is not None:
+        check_mask(attention_mask, shape)
+        check_readable("attention_mask", attention_mask, BoundaryConflict)
+        attention_mask = _numbers(attention_mask)
+    given = {"mask": attention_mask, "seq_idx": seq_idx}
+    present = {name: ids.expand(shape) for name, ids in given.items() if ids is not None}
+    axes = [] if position_ids is None else [axis.expand(shape) for axis in axes_of(position_ids)]
+    if not present and not axes:
+        return None
+    if device.type == "meta":
+        raise BadPositionIds("position_ids: expected those of a batch with values, found one on the meta device.")
+    read = devices.read(torch.stack([ids.detach().to(device, torch.int64) for ids in (*present.values(), *axes)]))
+    host = dict(zip(present, read))
+    mask = host.get("mask")
+    real = np.ones(shape, dtype=bool) if mask is None else mask != 0
+    return _Said(mask, host.get("seq_idx"), read[len(present) :], real, previous_real(real))
+
+
+def _numbers(mask: torch.Tensor) -> torch.Tensor:
+    """A mask with -1 in the place of fractions, NaN, infinities and numbers of 2**31 or more."""
+    if not mask.is_floating_point():
+        return mask
+    mask = mask.float() if mask.element_size() < 4 else mask  # torch 2.1 has no floor for half precision on a CPU
+    return torch.where((mask == mask.floor()) & (mask.abs() < 2**31), mask, -1)
+
+
+def _added_to_logits(mask: Any) -> BoundaryConflict:
+    row, token = np.argwhere(mask < 0)[0]
+    return BoundaryConflict(
+        "attention_mask: expected zeros for padding and ones, or document numbers, found something else at row "
+        f"{row}, token {token}. A mask that is added to logits cannot go with a packed row: leave it out."
+    )
+
+
+def _starts(said: _Said, only_certain: bool, first_position: int, training: bool) -> Any:
+    """First tokens of documents, bool ``[batch, length]``; None if nothing says where documents start.
+
+    Explicit statements win over ``position_ids``. A contradiction between two sources is an error.
+    """
+    outright: dict[str, Any] = {}
+    if said.seq_idx is not None:
+        outright["seq_idx"] = changes(said.seq_idx, said.real, said.previous, step=0)
+    if said.mask is not None and said.mask.max() > 1:
+        numbers = changes(said.mask, said.real, said.previous, step=0)
+        outright["the attention_mask of document numbers"] = numbers
+    if len(outright) == 2:
+        (first, one), (second, other) = outright.items()
+        _no_conflict(one != other, f"{first} and {second} begin different documents")
+    if not len(said.axes):
+        return next(iter(outright.values()), None)
+    starts, doubtful, jumps = starts_of(said.axes, said.real, said.previous, first_position)
+    for source, stated in outright.items():
+        _no_conflict(starts & ~stated, f"position_ids restart inside what {source} calls one document")
+    if not (outright or only_certain):
+        _no_doubt(doubtful, said.axes)
+    if training and not outright:
+        _no_jump(jumps, said.axes, first_position)
+    return next(iter(outright.values()), starts)
+
+
+def _no_holes(real: Any, starts: Any) -> None:
+    after_padding = np.zeros(real.shape, dtype=bool)
+    after_padding[:, 1:] = ~real[:, :-1]
+    holes = real & ~starts & after_padding
+    if holes.any():
+        row, token = np.argwhere(holes)[0]
+        raise BoundaryConflict(
+            f"the attention_mask hides tokens inside a document of a packed row (it goes on at row {row}, token "
+            f"{token}). Padding may only stand between documents: drop the hidden tokens, or restart position_ids "
+            "there."
+        )
+
+
+def _no_doubt(doubtful: Any, axes: Any) -> None:
+    if doubtful.any():
+        row, token = np.argwhere(doubtful)[0]
+        found = [axes[:, row, at].tolist() for at in (token - 1, token)]
+        raise BadPositionIds(
+            "position_ids: expected time, height and width as a model's get_rope_index counts them in each document, "
+            f"which starts at 0. Found {found[0]} and then {found[1]} at row {row}, token {token}: that may be a "
+            "document's start, or not. Say where documents start by cu_seq_lens_q, or by ids [4, batch, length] with "
+            "the tokens' own count in front (fa2patch.DataCollatorForMultimodalFlattening gives both)."
+        )
+
+
+def _no_jump(jumps: Any, axes: Any, first_position: int) -> None:
+    if jumps.any():
+        row, token = np.argwhere(jumps)[0]
+        raise BoundaryConflict(
+            f"position_ids jump to {axes[0, row, token]} behind padding (row {row}, token {token}): that may be a "
+            "document's start, or a filler. Expected ids that go on from the last real token, or restart at "
+            f"{first_position}. Say where documents start by cu_seq_lens_q, seq_idx or an attention_mask of document "
+            "numbers, or let ids restart there."
+        )
+
+
+def _no_conflict(conflicts: Any, what: str) -> None:
+    if conflicts.any():
+        row, token = np.argwhere(conflicts)[0]
+        raise BoundaryConflict(
+            f"{what}: at row {row}, token {token}. Let both describe the same documents, or pass only one of them."
+        )

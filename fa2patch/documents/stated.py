@@ -1,0 +1,153 @@
+"""Boundaries that the caller states: ``cu_seq_lens_*``, checked without a read from the device."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NoReturn
+
+import torch
+
+from .._compile import compiling
+from ..errors import BadCuSeqlens, BoundaryConflict
+from . import device
+from .boundaries import Boundaries
+from .checks import check_cu_seqlens, check_mask, check_max_seqlen, check_position_ids
+from .starts import axes_of, goes_on, restarts
+
+
+def from_cu_seqlens(
+    cu_seqlens: torch.Tensor,
+    max_seqlen: int | torch.Tensor | None,
+    shape: tuple[int, int],
+    *,
+    cu_seqlens_k: torch.Tensor | None = None,
+    position_ids: torch.Tensor | None = None,
+    attention_mask: torch.Tensor | None = None,
+) -> Boundaries:
+    """Check boundaries that the caller passes, without a read from the device if ``max_seqlen`` is an int.
+
+    On a CPU a mismatch of values raises at once. On other devices, and in a compiled graph on every device, it becomes
+    a device-side assertion, which needs no synchronisation.
+
+    Args:
+        cu_seqlens: integers ``[documents + 1]`` (or ``[1, documents + 1]``): 0, ..., ``batch * length``.
+        max_seqlen: length of the longest document in tokens, or an upper bound; computed from ``cu_seqlens`` if None.
+        shape: ``(batch, length)``.
+        cu_seqlens_k: the same for keys; must equal ``cu_seqlens``.
+        position_ids: may restart only where a document starts; ids of masked tokens are ignored.
+        attention_mask: ``[batch, length]``; zeros only at the end of a document, or over a whole document.
+
+    Raises:
+        BadCuSeqlens: ``cu_seqlens`` or ``max_seqlen`` have a wrong type, or do not fit the batch.
+        BoundaryConflict: ``cu_seqlens_k``, ``position_ids`` or ``attention_mask`` contradict ``cu_seqlens``.
+        BadPositionIds: ``position_ids`` have a wrong dtype or shape.
+    """
+    tokens = shape[0] * shape[1]
+    for given in (cu_seqlens, cu_seqlens_k):
+        if given is not None:
+            check_cu_seqlens(given)
+    if attention_mask is not None:
+        check_mask(attention_mask, shape)
+    cu = cu_seqlens.flatten().to(torch.int32)
+    check_max_seqlen(max_seqlen)
+    _require_ends(cu_seqlens.flatten(), tokens)
+    if cu_seqlens_k is not None and cu_seqlens_k is not cu_seqlens:
+        _require_same(cu, cu_seqlens_k.flatten())
+    _require_agreement(cu, shape, position_ids, attention_mask)
+    if isinstance(max_seqlen, torch.Tensor):
+        max_seqlen = int(device.read(max_seqlen).max())
+    stated = Boundaries(cu, max_seqlen if max_seqlen is not None else 0)
+    if max_seqlen is None:
+        stated.max_seqlen = max(stated.lengths)
+    else:
+        longest = cu.diff().max() <= max_seqlen
+        _require(longest, BadCuSeqlens, "max_length is {}, but cu_seq_lens hold a longer document.", max_seqlen)
+    return stated
+
+
+def _require(held: torch.Tensor, error: type[Exception], message: str, *numbers: int) -> None:
+    if compiling():  # a number in the message would become a constant of the graph
+        device.assert_async(held, message.replace("{}", "(what was given)"))
+    elif held.device.type != "cpu":
+        device.assert_async(held, message.format(*numbers))
+    elif not bool(device.read(held)):
+        raise error(message.format(*numbers))
+
+
+def _require_ends(cu: torch.Tensor, tokens: int) -> None:
+    if cu.device.type == "cpu" and not compiling():
+        found: Sequence[int] = device.read(cu).tolist()
+        if found[0] != 0 or found[-1] != tokens or any(b < a for a, b in zip(found, found[1:])):
+            _bad_ends(found, tokens)
+    else:
+        held = (cu[0] == 0) & (cu[-1] == tokens) & (cu.diff() >= 0).all()
+        _require(held, BadCuSeqlens, "cu_seq_lens must rise from 0 to the batch's {} tokens", tokens)
+
+
+def _bad_ends(found: Sequence[int], tokens: int) -> NoReturn:
+    shown = ", ".join(map(str, found[:8])) + (", ..." if len(found) > 8 else "")
+    raise BadCuSeqlens(
+        f"cu_seq_lens must rise from 0 to the number of tokens, {tokens} (batch x length, padding included); "
+        f"found [{shown}] ending in {found[-1]}. Make them from this very batch, after truncation and padding."
+    )
+
+
+def _require_same(cu: torch.Tensor, cu_k: torch.Tensor) -> None:
+    message = "cu_seq_lens_q and cu_seq_lens_k differ: in training every query's document is its keys' document."
+    if cu.shape != cu_k.shape:
+        raise BoundaryConflict(message)
+    _require((cu == cu_k).all(), BoundaryConflict, message)
+
+
+def _require_agreement(
+    cu: torch.Tensor,
+    shape: tuple[int, int],
+    position_ids: torch.Tensor | None,
+    attention_mask: torch.Tensor | None,
+) -> None:
+    starts = torch.zeros(shape[0] * shape[1] + 1, dtype=torch.bool, device=cu.device)
+    starts = starts.index_fill(0, cu.long(), True)[:-1].view(shape)
+    _require(
+        starts[:, 0].all(),
+        BadCuSeqlens,
+        "cu_seq_lens hold a document that runs on from one row of {} tokens into the next. "
+        "A document starts at the first token of every row.",
+        shape[1],
+    )
+    real = torch.ones_like(starts) if attention_mask is None else attention_mask.to(cu.device) != 0
+    if attention_mask is not None:
+        _require_mask(starts, real, attention_mask.to(cu.device, torch.int64))
+    if position_ids is not None:
+        check_position_ids(position_ids, shape)
+        ids = axes_of(position_ids).to(cu.device, torch.int64)
+        _require_ids(starts, real, ids.expand(len(ids), *shape))
+
+
+def _require_mask(starts: torch.Tensor, real: torch.Tensor, numbers: torch.Tensor) -> None:
+    changed = (numbers[:, 1:] != numbers[:, :-1]) & real[:, 1:] & real[:, :-1] & ~starts[:, 1:]
+    _require(
+        ~changed.any(),
+        BoundaryConflict,
+        "the attention_mask's document numbers change inside what cu_seq_lens call one document. Let both describe "
+        "the same documents, or pass only one of them.",
+    )
+    hidden_then_real = ~real[:, :-1] & real[:, 1:] & ~starts[:, 1:]
+    _require(
+        ~hidden_then_real.any(),
+        BoundaryConflict,
+        "the attention_mask hides tokens before real ones of the same document of cu_seq_lens. Padding may only "
+        "end a document, or be one.",
+    )
+
+
+def _require_ids(starts: torch.Tensor, real: torch.Tensor, axes: torch.Tensor) -> None:
+    jumps = axes[0, :, 1:] != axes[0, :, :-1] + 1
+    if len(axes) == 3:
+        jumps &= restarts(axes[..., 1:], axes[..., :-1]) | ~goes_on(axes[..., 1:], axes[..., :-1])
+    restarting = jumps & ~starts[:, 1:] & real[:, 1:]
+    _require(
+        ~restarting.any(),
+        BoundaryConflict,
+        "position_ids restart inside what cu_seq_lens call one document. Let both describe the same documents, "
+        "or pass only one of them.",
+    )

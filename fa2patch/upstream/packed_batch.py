@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -36,12 +37,59 @@ def packed_mask(call: dict[str, Any], patch: Any, made_inside: bool = False, tra
         PackingNotIsolated: the batch cannot be computed packed, for example while a CUDA graph is captured.
         BadBatch, BadPositionIds, BadCuSeqlens, BoundaryConflict: the arguments are malformed or contradict each other.
     """
+    batch = _read(call, patch)
+    if batch is None:
+        return None
+    found: Boundaries | None
+    if "cu_seq_lens_q" in batch.lengths:
+        found = _stated(batch, patch)
+    else:
+        found = _recognised(batch, patch.found["positions"].first, made_inside, training)
+    if found is None:
+        return None
+    _refuse_what_cannot_be_packed(call, batch.given_mask, batch.mask)
+    if batch.position_ids is None:
+        refuse_uncounted_pictures(patch.model, call)
+        counted = positions_of(found.cu_seqlens.to(batch.device), batch.shape)
+        call["position_ids"] = counted + patch.found["positions"].first
+    positions, rope = found.positions, patch.found.get("rope")
+    if rope is not None:
+        positions = largest(call["position_ids"]) + 1 if positions is None else positions
+        rope.scaling.check(positions)
+    longest = batch.shape[1] if positions is None else positions
+    return PackedMask(found, patch.picks, batch.shape, longest, call["position_ids"], patch.found)
+
+
+@dataclass(eq=False)
+class _Batch:
+    """The arguments of a forward that may say where documents start.
+
+    Attributes:
+        shape: ``(batch, length)``.
+        device: the device of the tokens.
+        lengths: the collator's lengths.
+        position_ids: the position ids, or None.
+        given_mask: the ``attention_mask`` as it was passed.
+        mask: the part ``[batch, length]`` of a 2-D mask that describes this call's tokens, or None.
+    """
+
+    shape: tuple[int, int]
+    device: torch.device
+    lengths: dict[str, Any]
+    position_ids: Any
+    given_mask: Any
+    mask: torch.Tensor | None
+
+
+def _read(call: dict[str, Any], patch: Any) -> _Batch | None:
+    """Check the arguments that may say where documents start; None for a call that is dense in any case."""
     tokens = call["input_ids"] if call.get("input_ids") is not None else call.get("inputs_embeds")
-    position_ids = call.get("position_ids")
-    if tokens is None or (position_ids is None and getattr(tokens, "ndim", 0) < 2 and not lengths_of(call)):
+    if tokens is None:
+        return None
+    position_ids, lengths = call.get("position_ids"), lengths_of(call)
+    if position_ids is None and getattr(tokens, "ndim", 0) < 2 and not lengths:
         return None  # GPT-2 accepts one row of ids without a batch dimension
     shape, device = batch_shape(call)
-    lengths, first = lengths_of(call), patch.found["positions"].first
     for name in ("cu_seq_lens_q", "cu_seq_lens_k"):
         if isinstance(lengths.get(name), torch.Tensor):
             lengths[name] = lengths[name].to(device)
@@ -56,45 +104,38 @@ def packed_mask(call: dict[str, Any], patch: Any, made_inside: bool = False, tra
         del lengths["cu_seq_lens_q"]  # 4.54's generate(): one sequence in each padded row, as the mask says
     if (lengths or shape[1] > 1) and not compiling():
         _refuse_capture(device)
-    if "cu_seq_lens_q" in lengths:
-        found: Boundaries | None = from_cu_seqlens(
-            lengths["cu_seq_lens_q"],
-            lengths.get("max_length_q"),
-            shape,
-            cu_seqlens_k=lengths.get("cu_seq_lens_k"),
-            position_ids=position_ids,
-            attention_mask=mask,
-        )
-        if mask is not None and patch.found["directions"].both and found is not None:
-            found = found.padding_apart(mask)
-    elif shape[1] == 1:
+    return _Batch(shape, device, lengths, position_ids, given, mask)
+
+
+def _stated(batch: _Batch, patch: Any) -> Boundaries:
+    """The boundaries that the collator's lengths state."""
+    found = from_cu_seqlens(
+        batch.lengths["cu_seq_lens_q"],
+        batch.lengths.get("max_length_q"),
+        batch.shape,
+        cu_seqlens_k=batch.lengths.get("cu_seq_lens_k"),
+        position_ids=batch.position_ids,
+        attention_mask=batch.mask,
+    )
+    return found.padding_apart(batch.mask) if batch.mask is not None and patch.found["directions"].both else found
+
+
+def _recognised(batch: _Batch, first_position: int, made_inside: bool, training: bool) -> Boundaries | None:
+    """The boundaries that position ids, ``seq_idx`` or a mask of document numbers give; None for a dense batch."""
+    seq_idx, mask = batch.lengths.get("seq_idx"), batch.mask
+    says_nothing = batch.position_ids is None and seq_idx is None and (mask is None or mask.dtype == torch.bool)
+    if batch.shape[1] == 1 or says_nothing:
         return None
-    else:
-        seq_idx = lengths.get("seq_idx")
-        if position_ids is None and seq_idx is None and (mask is None or mask.dtype == torch.bool):
-            return None
-        found = recognise(
-            shape,
-            device,
-            position_ids=position_ids,
-            attention_mask=mask,
-            seq_idx=seq_idx,
-            only_certain=made_inside,
-            first_position=first,
-            training=training,
-        )
-    if found is None:
-        return None
-    _refuse_what_cannot_be_packed(call, given, mask)
-    if position_ids is None:
-        refuse_uncounted_pictures(patch.model, call)
-        call["position_ids"] = positions_of(found.cu_seqlens.to(device), shape) + first
-    positions, scaled = found.positions, patch.found.get("rope")
-    if scaled is not None:
-        positions = largest(call["position_ids"]) + 1 if positions is None else positions
-        scaled.scaling.check(positions)
-    longest = shape[1] if positions is None else positions
-    return PackedMask(found, patch.picks, shape, longest, call["position_ids"], patch.found)
+    return recognise(
+        batch.shape,
+        batch.device,
+        position_ids=batch.position_ids,
+        attention_mask=mask,
+        seq_idx=seq_idx,
+        only_certain=made_inside,
+        first_position=first_position,
+        training=training,
+    )
 
 
 def _refuse_capture(device: torch.device) -> None:

@@ -9,7 +9,8 @@ from .documents.recognition import boundaries
 from .errors import Fa2PatchError
 from .patch.applying import apply, revert, status
 from .patch.state import Patch
-from .proof.verify import Verification, verify
+from .proof.result import Verification
+from .proof.verify import verify
 from .upstream.architectures import Architecture, architectures, register
 
 __version__ = "0.1.0"

@@ -12,7 +12,8 @@ from typing import Any, Callable
 
 import pytest
 
-from .proof.verify import Verification, verify
+from .proof.result import Verification
+from .proof.verify import verify
 
 
 @pytest.fixture(name="assert_isolated")

@@ -14,7 +14,10 @@ except ModuleNotFoundError:
         "fa2patch's command line needs click, which is not installed: pip install 'fa2patch[cli]'"
     ) from None
 
-from . import look
+from .doctor import doctor
+from .lists import architectures, kernels
+from .status import status
+from .verify import verify
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -31,7 +34,7 @@ def main() -> None:
     """Keep the examples of packed rows apart, in the Transformers version that you have."""
 
 
-for command in (look.verify, look.doctor, look.status, look.kernels, look.architectures):
+for command in (verify, doctor, status, kernels, architectures):
     main.add_command(command)
 
 

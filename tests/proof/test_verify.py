@@ -56,6 +56,14 @@ def test_upstreams_leak_is_found_and_its_layer_is_named(model, batch):
     assert max(document.gradient for document in found.documents) > 0.01
 
 
+def test_what_moved_a_document_is_told_by_the_number_that_is_printed(model):
+    found = fa2patch.verify(model, batch=row(4, 6), strict=False)
+    assert [document.moved_by for document in found.documents] == [None, 1]
+    assert "document 2 (row 0, token 4, 6 long)" in str(found)
+    padded = row(4, 3, 6, attention_mask=mask_of((1, 4), (0, 3), (1, 6)))
+    assert fa2patch.verify(model, batch=padded, strict=False).documents[1].moved_by == 1
+
+
 def test_strict_raises_with_what_was_found(model):
     with pytest.raises(
         errors.PackingNotIsolated, match=r"NOT ISOLATED.*First in model\.layers\.0\.self_attn"

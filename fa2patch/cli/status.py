@@ -1,0 +1,81 @@
+"""``fa2patch status``: what ``apply`` would replace in a model, and which kernels would compute it."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Iterable
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from .output import as_json_option, attention_option, new_console, new_table, plain, remote_option
+
+if TYPE_CHECKING:
+    pass
+
+
+@click.command()
+@click.argument("model")
+@click.option("--kernel", default="auto", show_default=True, help="As for fa2patch.apply.")
+@click.option("--dtype", help="The weights' dtype; default: what the config says, else bfloat16.")
+@attention_option
+@remote_option
+@as_json_option
+def status(
+    model: str, kernel: str, dtype: str | None, attn_implementation: str | None, trust_remote_code: bool, as_json: bool
+) -> None:
+    """Show what fa2patch.apply would do to MODEL, layer by layer, without doing it.
+
+    MODEL is a config.json, a folder with one, or a model's name on the hub. No weights are read. Exits with 0 if the
+    model would be patched, with 1 if it would be refused.
+    """
+    from ..errors import Fa2PatchError
+    from ..proof.described import described, without_weights
+
+    try:
+        made, mode = without_weights(model, attn_implementation, trust_remote_code, dtype)
+    except (OSError, ValueError) as error:
+        raise click.BadParameter(
+            f"looked for a config.json, a folder with one or a model of the hub, found {model!r}: {error}",
+            param_hint="MODEL",
+        ) from None
+    try:
+        found = described(made, mode, kernel)
+    except Fa2PatchError as error:
+        if as_json:
+            click.echo(json.dumps({"model": type(made).__name__, "refused": f"{type(error).__name__}: {error}"}))
+        else:
+            new_console().print(f"[bold]{type(made).__name__}[/bold]: [yellow]refused[/yellow]: {plain(str(error))}")
+        sys.exit(1)
+    if as_json:
+        click.echo(json.dumps(found, indent=1))
+        return
+    console = new_console()
+    console.print(
+        f"[bold]{found['model']}[/bold] ({found['model_type']}, loaded as {found['attn_implementation']}): would be "
+        f"patched, and computed in {found['dtype']} on {found['device']}"
+    )
+    table = new_table("layers", "class", "seam", "replaced", "window", "kernel")
+    for group in _grouped(found["layers"]):
+        first = group[0]
+        name = first["name"] + (f" … {group[-1]['name']}" if len(group) > 1 else "")
+        window, computed = str(first["window"] or "-"), first["kernel"] or "?"
+        table.add_row(name, first["class"], first["seam"], first["replaced"], window, computed)
+    console.print(table)
+    for why in dict.fromkeys(layer["why"] for layer in found["layers"] if layer["why"]):
+        console.print(f"Passed over: {plain(why)}.")
+    if found["problem"]:
+        console.print(f"Further layers cannot be told without weights: {plain(found['problem'])}")
+    console.print(f"Besides: {', '.join(found['besides'])}.")
+
+
+def _grouped(layers: Iterable[dict[str, Any]]) -> list[list[dict[str, Any]]]:
+    """Group consecutive layers that differ in their name only."""
+    groups: list[list[dict[str, Any]]] = []
+    for layer in layers:
+        if groups and {**groups[-1][-1], "name": ""} == {**layer, "name": ""}:
+            groups[-1].append(layer)
+        else:
+            groups.append([layer])
+    return groups

@@ -2,8 +2,9 @@
 
 from .options import Options
 from .overview import rows
-from .picks import BY_NAME_ONLY, NAMES, ORDER, Pick, Picks, check_name, named, order, pick, register_kernel
+from .picks import Pick, Picks, pick
 from .protocol import FEATURES, Asked, Kernel, asked_by
+from .registry import BY_NAME_ONLY, NAMES, ORDER, check_name, named, order, register_kernel
 
 __all__ = [
     "BY_NAME_ONLY",

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from .picks import every_kernel, order
 from .protocol import FEATURES, Kernel
+from .registry import every_kernel, order
 
 
 def rows() -> list[dict[str, Any]]:

@@ -17,7 +17,7 @@ from compat_matrix import tiny_models
 from compat_matrix.check.compare import assert_close
 from compat_matrix.check.rows import alone, documents, pack
 from fa2patch import errors, kernels
-from fa2patch.kernels import picks
+from fa2patch.kernels import registry
 from fa2patch.kernels.reference import Reference
 from fa2patch.traits import Trait, register_trait
 from fa2patch.upstream.traits import order
@@ -77,7 +77,7 @@ class ForEval(Counting):
 
 @pytest.fixture(autouse=True)
 def nothing_stays_registered(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(picks, "_registered", [])
+    monkeypatch.setattr(registry, "_registered", [])
     monkeypatch.setattr(order, "_registered", [])
 
 
@@ -163,7 +163,7 @@ def test_kernels_are_tried_in_the_order_in_which_they_were_put() -> None:
 def test_what_is_no_kernel_is_refused(kernel: object, before: str | None, error: type[Exception]) -> None:
     with pytest.raises(error):
         kernels.register_kernel(kernel, before=before)  # type: ignore[arg-type]
-    assert picks._registered == []
+    assert registry._registered == []
 
 
 class Noting(Trait):

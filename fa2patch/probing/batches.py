@@ -39,6 +39,11 @@ class Span:
     stop: int
     real: bool
 
+    @property
+    def place(self) -> tuple[int, int, int]:
+        """The row, the first token in it, and the number of tokens."""
+        return self.row, self.start, self.stop - self.start
+
     def of(self, values: torch.Tensor) -> torch.Tensor:
         """The part of a tensor ``[batch, length, ...]`` that belongs to this span, ``[stop - start, ...]``."""
         return values[self.row, self.start : self.stop]

@@ -55,26 +55,13 @@ class Run:
         self.vocabulary = text_tokens(inner)
 
     def verification(self) -> Verification:
-        try:
-            with torch.no_grad():
-                before = outputs(self.model, self.batch).detach()
-                if self.labels is not None:
-                    self.model(**self.batch, labels=self.labels)
-        except Fa2PatchError:
-            raise
-        except Exception as error:
-            if says_nothing(error):
-                raise
-            raise PackingNotIsolated(
-                f"the model cannot compute this batch ({type(error).__name__}: {error}). Are all token ids and labels "
-                "integers of its vocabulary?"
-            ) from error
-        scale = float(before.float().abs().max())
-        if not 0 < scale < float("inf"):
-            raise PackingNotIsolated(
-                f"the model's outputs are {'all zero' if scale == 0 else 'not finite'} on this batch, so nothing can "
-                "be said about isolation. Load trained weights, or check them."
-            )
+        """Run everything that is compared, and say what was found.
+
+        Raises:
+            PackingNotIsolated: The model cannot compute the batch, or its outputs say nothing about isolation.
+        """
+        before = self._outputs()
+        scale = self._scale(before)
         moved: dict[int, tuple[float, int | None]] = {at: (0.0, None) for at in range(len(self.spans))}
         gradients: dict[int, float] = {}
         distances: dict[int, float | None] = {}
@@ -93,19 +80,41 @@ class Run:
         # a bfloat16 model may return float32 logits, so the coarser dtype sets the bounds
         bound, near = self._bounds(max(dtypes, key=lambda dtype: torch.finfo(dtype).eps))
         documents = tuple(
-            Document(
-                span.row,
-                span.start,
-                span.stop - span.start,
-                *self._moved(*moved[at]),
-                gradients.get(at),
-                distances.get(at),
-            )
+            Document(*span.place, *self._moved(*moved[at]), gradients.get(at), distances.get(at))
             for at, span in enumerate(self.spans)
             if span.real
         )
         leak, cls, reason = self._reason(moved, gradients, distances, bound, near)
         return Verification(not reason, documents, leak, cls, reason, bound, near, status(self.inner) is not None)
+
+    def _outputs(self) -> torch.Tensor:
+        """The outputs of the batch as it is. Its labels are tried too, as their loss is compared later."""
+        try:
+            with torch.no_grad():
+                found = outputs(self.model, self.batch).detach()
+                if self.labels is not None:
+                    self.model(**self.batch, labels=self.labels)
+        except Fa2PatchError:
+            raise
+        except Exception as error:
+            if says_nothing(error):
+                raise
+            raise PackingNotIsolated(
+                f"the model cannot compute this batch ({type(error).__name__}: {error}). Are all token ids and labels "
+                "integers of its vocabulary?"
+            ) from error
+        return found
+
+    @staticmethod
+    def _scale(before: torch.Tensor) -> float:
+        """The largest output, which differences are divided by."""
+        scale = float(before.float().abs().max())
+        if not 0 < scale < float("inf"):
+            raise PackingNotIsolated(
+                f"the model's outputs are {'all zero' if scale == 0 else 'not finite'} on this batch, so nothing can "
+                "be said about isolation. Load trained weights, or check them."
+            )
+        return scale
 
     def _bounds(self, dtype: torch.dtype) -> tuple[float, float]:
         mixture = is_mixture(self.inner)

@@ -12,7 +12,7 @@ import pytest
 ROOT = Path(__file__).parents[1]
 
 FLOORS = (
-    ("_compile", "binding", "errors", "trying"),
+    ("_compile", "_types", "binding", "errors", "trying"),
     ("documents", "packing"),
     ("kernels",),
     ("upstream",),

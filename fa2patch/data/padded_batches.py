@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from .._types import Args, Call, Model
 from ..documents.names import TOKENS
 from ..errors import NotAModel
 from ..patch.applying import status
@@ -71,7 +72,7 @@ class PaddedBatches:
         for handle in self._handles:
             handle.remove()
 
-    def _before(self, base: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def _before(self, base: Any, args: Args, kwargs: Call) -> Any:
         """Forward pre-hook: turn a padded batch into one packed row."""
         self._under_way[threading.get_ident()] = None
         packed = _packed(base, args, kwargs)
@@ -82,7 +83,7 @@ class PaddedBatches:
         self._under_way[threading.get_ident()] = piece
         return (), {**call, "position_ids": luggage.attach(call["position_ids"], piece)}
 
-    def _after(self, base: Any, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Any:
+    def _after(self, base: Any, args: Args, kwargs: Call, output: Any) -> Any:
         """Forward hook: turn the outputs of such a row into those of the padded batch."""
         layout = luggage.take(kwargs.get("position_ids"), _LAYOUT)
         luggage.require_delivered(self._under_way.pop(threading.get_ident(), None), base)
@@ -95,7 +96,7 @@ class PaddedBatches:
         self.remove()
 
 
-def pack_padded_batches(model: Any) -> PaddedBatches:
+def pack_padded_batches(model: Model) -> PaddedBatches:
     """Make a patched model compute padded batches packed and return padded outputs.
 
     Padding is not computed between the embedding and the last hidden states. The head gets hidden states
@@ -122,7 +123,7 @@ def pack_padded_batches(model: Any) -> PaddedBatches:
     return PaddedBatches(models(inner)[-1])
 
 
-def _packed(base: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[dict[str, Any], _Layout] | None:
+def _packed(base: Any, args: Args, kwargs: Call) -> tuple[dict[str, Any], _Layout] | None:
     """Return a padded batch's arguments as those of one packed row, with the layout; None for other batches."""
     if len(args) > 1 or base.__dict__.get(MARK) is None:
         return None

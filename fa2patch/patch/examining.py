@@ -11,19 +11,19 @@ from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from .._compile import compiling, constant, paused
+from .._types import Call
 from ..errors import Fa2PatchError, NothingProven, PackingNotIsolated
 from ..probing import proving
+from ..upstream.step import Patched
 
 
-class Patched(Protocol):
-    """The part of a patch that an examination uses.
+class Examined(Patched, Protocol):
+    """A patch, as an examination uses it.
 
     Attributes:
-        model: the Transformers model.
-        examination: the state of the examination.
+        examination: what has been looked at.
     """
 
-    model: Any
     examination: Examination
 
     @property
@@ -31,11 +31,11 @@ class Patched(Protocol):
         """Whether the model is patched."""
 
     def renew(self) -> None:
-        """Plan and bind again, after the model has changed."""
+        """Look again at a model whose modules have changed."""
 
 
 _numbers = itertools.count(1)
-_by_number: weakref.WeakValueDictionary[int, Patched] = weakref.WeakValueDictionary()
+_by_number: weakref.WeakValueDictionary[int, Examined] = weakref.WeakValueDictionary()
 
 
 @dataclass
@@ -66,7 +66,7 @@ class Examination:
             self.under_way = before
 
 
-def begun(patch: Patched, prove: bool | str) -> Examination:
+def begun(patch: Examined, prove: bool | str) -> Examination:
     """A new examination of a model that has just been planned.
 
     Args:
@@ -77,7 +77,7 @@ def begun(patch: Patched, prove: bool | str) -> Examination:
     return known(patch, Examination(prove, has_to_be, proving.structure(patch.model)))
 
 
-def copied(patch: Patched, examination: Examination) -> Examination:
+def copied(patch: Examined, examination: Examination) -> Examination:
     """The examination of a copied patch.
 
     The copy has other modules, and some do not exist yet. They are looked at on the copy's first packed batch.
@@ -85,13 +85,13 @@ def copied(patch: Patched, examination: Examination) -> Examination:
     return known(patch, Examination(examination.prove, examination.unproven, 0))
 
 
-def known(patch: Patched, examination: Examination) -> Examination:
+def known(patch: Examined, examination: Examination) -> Examination:
     """Register a patch under its examination's number, for compiled graphs. Returns the examination."""
     _by_number[examination.number] = patch
     return examination
 
 
-def examine(patch: Patched, module: Any, call: dict[str, Any], mask: Any) -> None:
+def examine(patch: Examined, module: Any, call: Call, mask: Any) -> None:
     """Examine a model before it computes a packed batch: renew the patch of changed modules, and prove the batch.
 
     A batch is proven only if a proof is due and the batch has two documents or more. A sharded model is proven only
@@ -134,7 +134,7 @@ def examine(patch: Patched, module: Any, call: dict[str, Any], mask: Any) -> Non
     _proven(patch, module, call, mask)
 
 
-def _proven(patch: Patched, module: Any, call: dict[str, Any], mask: Any) -> None:
+def _proven(patch: Examined, module: Any, call: Call, mask: Any) -> None:
     with patch.examination.paused():
         proving.prove(module, call, mask)
     patch.examination.unproven = False

@@ -13,10 +13,11 @@ import inspect
 import sys
 import weakref
 from types import ModuleType
-from typing import Any, Callable
+from typing import Any
 
 import torch
 
+from .._types import Args, Call, Function
 from ..binding import ABSENT, LOCK, bind, used_by, when_imported
 from ..documents.names import LENGTHS
 from ..documents.recognition import recognise
@@ -61,7 +62,7 @@ def _bind(module: ModuleType, patch: Any) -> None:
                 bind(cls, name, functools.partial(_looked_at, base), patch)
 
 
-def _called(base: Any, original: Any) -> Callable[..., Any]:
+def _called(base: Any, original: Any) -> Function:
     def __call__(self: Any, *args: Any, **kwargs: Any) -> Any:
         if "forward" in self.__dict__:
             _refuse_packed(self, base, type(self).forward, args, kwargs)
@@ -72,7 +73,7 @@ def _called(base: Any, original: Any) -> Callable[..., Any]:
     return __call__
 
 
-def _looked_at(base: Any, original: Callable[..., Any]) -> Callable[..., Any]:
+def _looked_at(base: Any, original: Function) -> Function:
     @functools.wraps(original)
     def looked_at(self: Any, *args: Any, **kwargs: Any) -> Any:
         _refuse_packed(self, base, original, args, kwargs)
@@ -81,9 +82,7 @@ def _looked_at(base: Any, original: Callable[..., Any]) -> Callable[..., Any]:
     return looked_at
 
 
-def _refuse_packed(
-    model: Any, base: Any, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> None:
+def _refuse_packed(model: Any, base: Any, function: Function, args: Args, kwargs: Call) -> None:
     reads_rows = _reads_rows(model, base)
     if not reads_rows or not any(MARK in module.__dict__ for module in model.base_model.modules()):
         return
@@ -123,14 +122,14 @@ def _reads_rows(model: Any, base: Any) -> str:
     return ""
 
 
-def _named(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
+def _named(function: Function, args: Args, kwargs: Call) -> dict[str, Any]:
     parameters = list(inspect.signature(function).parameters.values())[1:]
     names = [p.name for p in parameters if p.kind is p.POSITIONAL_OR_KEYWORD] or ["input_ids"]
     call = {**dict(zip(names, args)), **kwargs}
     return call if call.get("input_ids") is not None else {**call, "input_ids": call.get("inputs")}
 
 
-def _packed(call: dict[str, Any]) -> str:
+def _packed(call: Call) -> str:
     """The sign that a batch is packed, as a text for an error; empty if it is dense."""
     stated = [name for name in LENGTHS if name != "seq_idx" and call.get(name) is not None]
     if stated:

@@ -5,12 +5,14 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import Any
 
+from .._types import Model
 from ..upstream.architectures import Architecture, is_registered, lookup, row_of
 from ..upstream.find_layers import Layer
 from ..upstream.find_models import models
+from ..upstream.find_route import route_of
 from ..upstream.forward import entered
 from ..upstream.looked import Looked
-from ..upstream.route import Route, route_of
+from ..upstream.route import Route
 from ..upstream.site import Site, of_forward
 from ..upstream.step import Role
 from ..upstream.traits import directions, first_labels, pooling
@@ -38,7 +40,7 @@ class Plan:
     roles: tuple[Role, ...]
 
 
-def plan(model: Any, architecture: str | None = None) -> Plan:
+def plan(model: Model, architecture: str | None = None) -> Plan:
     """Plan what ``apply`` does to a Transformers model. The model is not changed.
 
     Args:
@@ -70,7 +72,7 @@ def plan(model: Any, architecture: str | None = None) -> Plan:
     )
 
 
-def _role(looked: Looked, model: Any, sees_both_ways: bool) -> Role:
+def _role(looked: Looked, model: Model, sees_both_ways: bool) -> Role:
     innermost = model is looked.decoder
     return Role(
         outermost=model is looked.model,

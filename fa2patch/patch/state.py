@@ -7,12 +7,13 @@ from dataclasses import dataclass
 from typing import Any
 
 from .. import kernels
+from .._types import Call, Model
 from ..binding import LOCK, release, used_by
 from ..upstream import foreign, hooks
 from ..upstream.find_layers import Layer
 from ..upstream.find_models import models
 from ..upstream.forward import entered
-from ..upstream.step import MARK, ROLE
+from ..upstream.step import MARK, ROLE, Acting
 from ..upstream.traits.order import by_name
 from . import examining, peft_models
 from .plan import Plan, plan
@@ -61,7 +62,7 @@ class Patch:
 
     def __init__(
         self,
-        model: Any,
+        model: Model,
         planned: Plan,
         kernel: str | kernels.Kernel = "auto",
         named: str | None = None,
@@ -77,7 +78,7 @@ class Patch:
 
     def _take(self, planned: Plan) -> None:
         self.plan, self.vouched = planned, False
-        self.acting = tuple(
+        self.acting: tuple[tuple[Acting, Any], ...] = tuple(
             (trait, found)
             for trait, found in ((by_name(name), found) for name, found in planned.found.items())
             if trait.acts
@@ -103,7 +104,7 @@ class Patch:
         """The layers that must be given the boundaries."""
         return self.plan.layers
 
-    def examine(self, module: Any, call: dict[str, Any], mask: Any) -> None:
+    def examine(self, module: Any, call: Call, mask: Any) -> None:
         """See :func:`fa2patch.patch.examining.examine`."""
         examining.examine(self, module, call, mask)
 

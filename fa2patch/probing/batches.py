@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from .._types import Call, Model
 from ..documents.boundaries import Boundaries
 from ..documents.names import LABELS, LENGTHS
 from ..documents.recognition import recognise
@@ -49,7 +50,7 @@ class Span:
         return values[self.row, self.start : self.stop]
 
 
-def text_tokens(inner: Any) -> torch.Tensor:
+def text_tokens(inner: Model) -> torch.Tensor:
     """The ids below 50,000 of tokens that are text, int64 ``[tokens]``.
 
     Ids that a config names for padding, images, video or audio are left out.
@@ -68,7 +69,7 @@ def text_tokens(inner: Any) -> torch.Tensor:
     return torch.tensor([token for token in range(min(size, 50_000)) if token not in special])
 
 
-def example(device: torch.device, inner: Any) -> dict[str, Any]:
+def example(device: torch.device, inner: Model) -> dict[str, Any]:
     """A packed batch of one row with random text tokens, the same in each call.
 
     Args:
@@ -134,7 +135,7 @@ def checked(batch: Any, device: torch.device) -> dict[str, Any]:
     return given
 
 
-def spans_of(batch: dict[str, Any]) -> list[Span]:
+def spans_of(batch: Call) -> list[Span]:
     """The documents and runs of padding of a packed batch, without empty ones.
 
     Args:
@@ -180,7 +181,7 @@ def spans_of(batch: dict[str, Any]) -> list[Span]:
     return spans
 
 
-def is_sharded(inner: Any) -> bool:
+def is_sharded(inner: Model) -> bool:
     """Whether a model is sharded, so that its ranks compute each forward together and one rank cannot run it alone."""
     if not (torch.distributed.is_available() and torch.distributed.is_initialized()):
         return False
@@ -188,7 +189,7 @@ def is_sharded(inner: Any) -> bool:
     return sharded or any(type(module).__name__ == "FullyShardedDataParallel" for module in inner.modules())
 
 
-def same_on_every_rank(inner: Any, spans: list[Span]) -> None:
+def same_on_every_rank(inner: Model, spans: list[Span]) -> None:
     """Check that every rank of a sharded model has the same number of spans. Otherwise its ranks wait forever.
 
     Args:

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from .._types import Model
 from ..upstream.find_layers import attention_layers
 from ..upstream.find_mixers import mixers
 from ..upstream.find_models import models
@@ -38,7 +39,7 @@ class Watch:
         stop: the index behind the last watched token.
     """
 
-    def __init__(self, inner: Any, shape: tuple[int, int], row: int, start: int, stop: int) -> None:
+    def __init__(self, inner: Model, shape: tuple[int, int], row: int, start: int, stop: int) -> None:
         self.inner, self.shape, self.row, self.tokens = inner, shape, row, slice(start, stop)
         self.calls: list[_Call] = []
 
@@ -142,7 +143,7 @@ def _differ(ones: list[torch.Tensor], others: list[torch.Tensor], bound: float) 
     )
 
 
-def meaning(inner: Any, name: str, patched: bool) -> str:
+def meaning(inner: Model, name: str, patched: bool) -> str:
     """The likely reason why a module lets documents see each other, as a text for an error.
 
     Args:
@@ -150,7 +151,7 @@ def meaning(inner: Any, name: str, patched: bool) -> str:
         name: the module's name in it.
         patched: whether the model is patched.
     """
-    module = inner.get_submodule(name)
+    module: Any = inner.get_submodule(name)
     decoder = models(inner)[-1]
     cls = type(module).__name__
     if any(module is layer.module for layer in attention_layers(decoder)) or "attention" in cls.lower():

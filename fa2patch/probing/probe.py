@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from .._types import Call, Model
 from ..errors import PackingNotIsolated
 
 ROUNDING = {torch.float64: 1e-12, torch.float32: 1e-5}
@@ -23,7 +24,7 @@ _HOOKS = ("_forward_hooks", "_forward_hooks_with_kwargs")
 
 
 @contextlib.contextmanager
-def left_as_it_was(model: Any) -> Iterator[None]:
+def left_as_it_was(model: Model) -> Iterator[None]:
     """Put a model in eval mode with gradients enabled, and restore it afterwards, also after an error.
 
     Attributes, buffers, hooks and gradients of its modules and the random state are restored. The values of parameters
@@ -60,12 +61,12 @@ def left_as_it_was(model: Any) -> Iterator[None]:
                 parameter.grad = gradient
 
 
-def is_mixture(model: Any) -> bool:
+def is_mixture(model: Model) -> bool:
     """Whether a model has experts, judged by the names of its modules."""
     return any(_EXPERTS.search(name) for name, _ in model.named_modules())
 
 
-def outputs(model: Any, call: dict[str, Any]) -> torch.Tensor:
+def outputs(model: Model, call: Call) -> torch.Tensor:
     """Run a model and return its output for each token.
 
     Args:
@@ -95,7 +96,7 @@ def outputs(model: Any, call: dict[str, Any]) -> torch.Tensor:
     return found
 
 
-def outputs_and_embeddings(model: Any, inner: Any, call: dict[str, Any]) -> tuple[torch.Tensor, torch.Tensor]:
+def outputs_and_embeddings(model: Model, inner: Model, call: Call) -> tuple[torch.Tensor, torch.Tensor]:
     """Run a model and return :func:`outputs` and its input embeddings, a leaf tensor that requires gradients.
 
     Args:

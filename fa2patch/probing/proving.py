@@ -14,10 +14,12 @@ from typing import Any
 
 import torch
 
+from .._types import Call, Model
 from ..errors import PackingNotIsolated
 from ..upstream.find_models import models
 from ..upstream.packed_batch import packed_mask
 from ..upstream.packed_mask import PackedMask
+from ..upstream.step import Patched
 from . import locate
 from .batches import example, is_sharded
 from .probe import ROUNDING, is_mixture, left_as_it_was
@@ -28,7 +30,7 @@ KNOWN = ("torch", "transformers", "fa2patch")
 """Packages whose modules need no proof, because ``apply`` has checked what they do with a row."""
 
 
-def structure(model: Any) -> int:
+def structure(model: Model) -> int:
     """A number that changes when a module is added or removed, changes its class, or gets a forward of its own.
 
     It is computed for every packed batch, so it must be cheap.
@@ -44,7 +46,7 @@ def structure(model: Any) -> int:
     return hash((tuple(map(id, seen)), tuple(map(id, map(type, seen))), tuple(replaced)))
 
 
-def unknown(model: Any) -> str:
+def unknown(model: Model) -> str:
     """Name and class of the first module that is not in :data:`KNOWN`, or whose own forward is not; empty if none."""
     for name, module in model.named_modules():
         held = module.__dict__.get("forward")
@@ -56,7 +58,7 @@ def unknown(model: Any) -> str:
 
 
 @torch.no_grad()
-def prove(model: Any, call: dict[str, Any], mask: PackedMask) -> None:
+def prove(model: Model, call: Call, mask: PackedMask) -> None:
     """Prove that the documents of a packed batch do not see each other. The model is left as it was.
 
     Args:
@@ -80,7 +82,7 @@ def prove(model: Any, call: dict[str, Any], mask: PackedMask) -> None:
                     raise PackingNotIsolated(run.finding(exchanged))
 
 
-def example_of(model: Any, patch: Any) -> tuple[dict[str, Any], PackedMask]:
+def example_of(model: Model, patch: Patched) -> tuple[dict[str, Any], PackedMask]:
     """The arguments and the packed mask of an example batch, for use while a graph is captured.
 
     Args:
@@ -88,13 +90,15 @@ def example_of(model: Any, patch: Any) -> tuple[dict[str, Any], PackedMask]:
         patch: its patch.
     """
     call = example(model.get_input_embeddings().weight.device, model)
-    return call, packed_mask(call, patch)
+    mask = packed_mask(call, patch)
+    assert mask is not None, "the example holds several documents"
+    return call, mask
 
 
 class _Run:
     """Runs of one packed batch in which the input embeddings of some tokens are exchanged."""
 
-    def __init__(self, model: Any, call: dict[str, Any], mask: PackedMask) -> None:
+    def __init__(self, model: Model, call: Call, mask: PackedMask) -> None:
         self.model, self.call, self.shape = model, call, mask.shape
         self.decoder = models(model)[-1]
         lengths = torch.tensor(mask.boundaries.lengths)

@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from .._types import Call, Model
 from ..documents.names import LENGTHS
 from ..errors import Fa2PatchError, NotAModel, PackingNotIsolated
 from ..patch.applying import status
@@ -20,7 +21,7 @@ NEAR = {torch.float64: 1e-9, torch.float32: 1e-4}
 """The largest distance between packed and alone, relative to the largest output; 5e-2 in half precision."""
 
 
-def embedding(inner: Any) -> torch.Tensor:
+def embedding(inner: Model) -> torch.Tensor:
     """The weights of a model's token embeddings, ``[vocabulary, hidden]``.
 
     Raises:
@@ -40,9 +41,7 @@ def embedding(inner: Any) -> torch.Tensor:
 class Run:
     """The runs of one model on one batch that :func:`fa2patch.verify` compares."""
 
-    def __init__(
-        self, model: Any, inner: Any, batch: dict[str, Any], spans: list[Span], max_documents: int | None
-    ) -> None:
+    def __init__(self, model: Model, inner: Model, batch: Call, spans: list[Span], max_documents: int | None) -> None:
         self.model, self.inner = model, inner
         self.labels = batch.get("labels")
         self.batch = {name: value for name, value in batch.items() if name not in ("labels", "shift_labels")}
@@ -162,7 +161,7 @@ class Run:
         batch it would run upstream's code, where Gemma 2's sdpa has no softcap and GPT-2's flash attention no float32.
         """
         span = self.spans[at]
-        call: dict[str, Any] = {}
+        call: Call = {}
         for name, value in self.batch.items():
             if name in LENGTHS:
                 continue
@@ -231,7 +230,7 @@ class Run:
     def _named(self, at: int) -> str:
         return f"document {self._number(at)}" if self.spans[at].real else "padding"
 
-    def _located(self, at: int, call: dict[str, Any], bound: float, what: str) -> tuple[str | None, str | None, str]:
+    def _located(self, at: int, call: Call, bound: float, what: str) -> tuple[str | None, str | None, str]:
         span = self.spans[at]
         shape = tuple(self.batch["input_ids"].shape)
         here = locate.Watch(self.inner, shape, span.row, span.start, span.stop)

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
+from .._types import Model
 from ..documents.boundaries import Boundaries
 from ..errors import Fa2PatchError
 from ..kernels import Asked, Kernel, Pick, Picks, pick
@@ -114,7 +115,7 @@ def rehearsed(patch: Patch, mode: FakeTensorMode, device: str) -> tuple[dict[str
     return {name: picked for name, picked in found if picked is not None}, problem
 
 
-def described(model: Any, mode: FakeTensorMode, kernel: str = "auto") -> dict[str, Any]:
+def described(model: Model, mode: FakeTensorMode, kernel: str = "auto") -> dict[str, Any]:
     """Describe, as JSON-compatible data, what ``apply(model, kernel=kernel)`` would replace and which kernels it uses.
 
     Args:

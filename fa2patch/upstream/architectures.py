@@ -9,6 +9,7 @@ from weakref import WeakKeyDictionary
 import torch
 
 from .._compile import constant
+from .._types import Config
 from ..errors import BadArchitecture, UnknownArchitecture
 from ..kernels.options import Options
 
@@ -38,7 +39,7 @@ class Architecture:
                 raise BadArchitecture(f"{name}: expected a function or None, found {getattr(self, name)!r}.")
 
 
-def _alibi(config: Any) -> str | None:
+def _alibi(config: Config) -> str | None:
     if not getattr(config, "alibi", False):
         return None
     return (
@@ -47,7 +48,7 @@ def _alibi(config: Any) -> str | None:
     )
 
 
-def _prefix(config: Any) -> str:
+def _prefix(config: Config) -> str:
     return "the tokens of its prefix see each other in both directions, which packed attention has no way to say"
 
 
@@ -165,12 +166,12 @@ def lookup(model_type: str) -> Architecture:
         ) from None
 
 
-def row_of(config: Any) -> Architecture:
+def row_of(config: Config) -> Architecture:
     """Return the row for a model's config, or an empty row if its model type has none."""
     model_type = str(getattr(config, "model_type", ""))
     return _rows.get(model_type) or Architecture(model_type)
 
 
-def is_registered(config: Any) -> bool:
+def is_registered(config: Config) -> bool:
     """Whether the registry has a row for a config's model type."""
     return getattr(config, "model_type", None) in _rows

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import inspect
-from typing import Any, Callable
+from typing import Any
 
 import torch
 
 from .._compile import compiling
+from .._types import Args, Call, Function, Model
 from ..documents.names import CACHES, LENGTHS, TOKENS
 from ..errors import BadBatch, PackingNotIsolated
 
@@ -25,7 +26,7 @@ class Calls:
         takes_any: whether the function takes ``**kwargs``.
     """
 
-    def __init__(self, original: Callable[..., Any], method: bool = True) -> None:
+    def __init__(self, original: Function, method: bool = True) -> None:
         parameters = list(inspect.signature(original).parameters.values())[int(method) :]
         self.original = original
         self.positional = [p.name for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
@@ -36,7 +37,7 @@ class Calls:
         """Whether the function accepts a keyword of this name."""
         return self.takes_any or name in self.names
 
-    def named(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
+    def named(self, args: Args, kwargs: Call) -> Call:
         """Return the arguments by name. If the function takes only ``*args``, one positional argument is ``input_ids``.
 
         Raises:
@@ -57,7 +58,7 @@ class Calls:
         first = {"input_ids": rest[0]} if rest else {}
         return {**first, **dict(zip(self.positional, args)), **kwargs}
 
-    def arranged(self, args: tuple[Any, ...], call: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    def arranged(self, args: Args, call: Call) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """Return the arguments as the original takes them, without collator lengths that it does not accept.
 
         Args:
@@ -68,18 +69,18 @@ class Calls:
         rest = (call.pop("input_ids"),) if len(args) > len(self.positional) else ()
         return rest, call
 
-    def make(self, model: Any, args: tuple[Any, ...], call: dict[str, Any]) -> Any:
+    def make(self, model: Model, args: Args, call: Call) -> Any:
         """Call the original."""
         rest, call = self.arranged(args, call)
         return self.original(model, *rest, **call)
 
 
-def cache_of(call: dict[str, Any]) -> Any:
+def cache_of(call: Call) -> Any:
     """Return the cache or state among a forward's arguments, or None."""
     return next((call[name] for name in CACHES if call.get(name) is not None), None)
 
 
-def batch_shape(call: dict[str, Any]) -> tuple[tuple[int, int], torch.device]:
+def batch_shape(call: Call) -> tuple[tuple[int, int], torch.device]:
     """Return ``(batch, length)`` and the device of a forward's inputs.
 
     Raises:

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 from .._compile import compiling
+from .._types import Model
 from ..documents.names import LENGTHS
 from ..errors import NothingPacked, PackingNotIsolated
 from . import luggage
@@ -68,7 +69,7 @@ def computed(step: Step) -> Any:
     return output
 
 
-def _runs_eagerly(model: Any) -> bool:
+def _runs_eagerly(model: Model) -> bool:
     """Whether the base model's forward is known to run as Python. One that is compiled by itself counts no entries."""
     own = ("forward", "_orig_mod", "_compiled_call_impl")
     inner = models(model)[1:]

@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 
+from .._types import Model
 from . import inspecting
 from .find_models import models
 from .seams import function, fused, interface, method, mixer
@@ -46,7 +47,7 @@ Seam = tuple[str, Site, tuple[Site, ...]]
 """The seam's name, the attribute that is replaced, and more attributes that the seam needs replaced."""
 
 
-def attention_layers(decoder: Any) -> Iterator[Layer]:
+def attention_layers(decoder: Model) -> Iterator[Layer]:
     """Yield every attention layer of a decoder that offers a seam."""
     seams: dict[type, Seam | None] = {}
     for name, module in decoder.named_modules():
@@ -84,7 +85,7 @@ def _seam_of(cls: type) -> Seam | None:
     return "function", site, (Site(scope, function.NAME, function.routed),)
 
 
-def claims_flash_attention(model: Any, found: Iterable[Layer]) -> bool:
+def claims_flash_attention(model: Model, found: Iterable[Layer]) -> bool:
     """Whether a model declares flash attention support, or its attention layers have flash code of their own."""
     said = any(
         getattr(part, name, False)
@@ -94,7 +95,7 @@ def claims_flash_attention(model: Any, found: Iterable[Layer]) -> bool:
     return said or any(layer.seam != "interface" for layer in found)
 
 
-def blocks_without(decoder: Any, found: list[Layer]) -> dict[str, str]:
+def blocks_without(decoder: Model, found: list[Layer]) -> dict[str, str]:
     """Return blocks without attention or a mixer whose siblings have one, as names and class names.
 
     Blocks are the members of the module lists that hold the found layers. Blocks that take no mask and are not called

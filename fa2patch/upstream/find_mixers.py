@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from .._types import Model
 from . import inspecting
 from .find_layers import Layer, attention_layers
 from .seams import mixer
@@ -21,7 +22,7 @@ _WEIGHTS = ("A_log", "dt_bias", "time_decay", "conv_kernel")
 _ARGUMENTS = {"cache_params", "conv_state", "conv_states", "ssm_state", "recurrent_state", "recurrent_states"}
 
 
-def mixer_layers(decoder: Any, attention: Sequence[Layer]) -> Iterator[Layer]:
+def mixer_layers(decoder: Model, attention: Sequence[Layer]) -> Iterator[Layer]:
     """Yield the layers through which :func:`mixers` can be given the boundaries.
 
     Such a layer is the mixer, or the nearest module around it, whose forward takes a mask and that holds no attention
@@ -42,7 +43,7 @@ def mixer_layers(decoder: Any, attention: Sequence[Layer]) -> Iterator[Layer]:
             yield Layer(path, "mixer", of_forward(module, mixer.by_document), module=module)
 
 
-def carrier(decoder: Any, found: Iterable[Layer]) -> str:
+def carrier(decoder: Model, found: Iterable[Layer]) -> str:
     """Return the argument of a decoder without attention that reaches all of its mixers.
 
     The packed mask replaces this argument. It is ``"attention_mask"`` if no argument reaches them all.
@@ -61,7 +62,7 @@ def _takes(module: Any, names: tuple[str, ...]) -> bool:
     return not inspecting.is_of_torch(owner) and mixer.is_handed(names, vars(owner)["forward"])
 
 
-def mixers(decoder: Any) -> dict[str, str]:
+def mixers(decoder: Model) -> dict[str, str]:
     """Return the modules that carry state along the row outside attention, as names and the evidence for it."""
     seams = {layer.name for layer in attention_layers(decoder)}  # the name of Kimi Linear's full attention matches too
     named = {

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
+from .._types import Model
+
 
 def is_transformers_model(module: Any) -> bool:
     """Whether a module is a ``PreTrainedModel``; Transformers is not imported for this."""
@@ -13,7 +15,7 @@ def is_transformers_model(module: Any) -> bool:
     )
 
 
-def models(model: Any) -> list[Any]:
+def models(model: Model) -> list[Any]:
     """Return the models whose ``forward`` a call goes through, the outermost first, the one with the layer loop last.
 
     These are the models that hold the embedding of the input ids. For ``GPT2LMHeadModel`` they are the model and its

@@ -14,6 +14,7 @@ from types import CodeType, MethodType
 from typing import Any, Callable
 
 from .._compile import compiling, constant
+from .._types import Function, Model
 from ..documents.names import LABELS
 from ..errors import PackingNotIsolated
 from .calls import Calls
@@ -24,7 +25,7 @@ HOOKED = "_old_forward"
 _ours: set[CodeType] = set()
 
 
-def ours(forward: Callable[..., Any]) -> None:
+def ours(forward: Function) -> None:
     """Register a function as ours by its code object, because foreign decorators copy function attributes."""
     _ours.add(forward.__code__)
 
@@ -43,13 +44,13 @@ def _class_has_ours(cls: type) -> bool:
     return getattr(forward, "__code__", None) in _ours
 
 
-def replaced_on(model: Any) -> bool:
+def replaced_on(model: Model) -> bool:
     """Whether other code has put a forward on the object. Accelerate's hooks do not count, because they call ours."""
     own = model.__dict__.get("forward")
     return own is not None and HOOKED not in model.__dict__ and getattr(own, "__code__", None) not in _ours
 
 
-def entered_first(model: Any, entered: Callable[[Callable[..., Any]], Callable[..., Any]]) -> Any:
+def entered_first(model: Model, entered: Callable[[Function], Function]) -> Any:
     """Return a bound forward of ours that calls the foreign forward found on the object.
 
     Args:
@@ -61,7 +62,7 @@ def entered_first(model: Any, entered: Callable[[Callable[..., Any]], Callable[.
     return MethodType(entered(own.__func__ if bound_here else _as_method(own)), model)
 
 
-def _as_method(function: Callable[..., Any]) -> Callable[..., Any]:
+def _as_method(function: Function) -> Function:
     @functools.wraps(function)
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
         return function(*args, **kwargs)
@@ -79,12 +80,12 @@ def calls_of(module: Any) -> Calls:
     return Calls(getattr(forward, "__func__", forward), hasattr(forward, "__func__"))
 
 
-def on_top_of_ours(model: Any) -> Any:
+def on_top_of_ours(model: Model) -> Any:
     """Return the model's foreign forward, or None if its forward is ours."""
     return None if on_top(model) else model.forward
 
 
-def refuse_bypassed(model: Any, forward: Any) -> None:
+def refuse_bypassed(model: Model, forward: Any) -> None:
     """Raise :class:`PackingNotIsolated` if a foreign forward was given labels with a packed batch.
 
     The pre-hook did not run for that forward, so its labels may cross documents. A base model that is called by itself

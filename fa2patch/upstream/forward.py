@@ -10,11 +10,12 @@ from __future__ import annotations
 
 import functools
 import inspect
-from typing import Any, Callable
+from typing import Any
 
 import torch
 
 from .._compile import compiling
+from .._types import Call, Function
 from ..documents.names import LABELS, LENGTHS
 from ..errors import PackingNotIsolated
 from ..trying import says_nothing
@@ -28,7 +29,7 @@ from .step import MARK, ROLE, Step
 from .traits import pooling
 
 
-def entered(original: Callable[..., Any]) -> Callable[..., Any]:
+def entered(original: Function) -> Function:
     """Return the replacement for a model's ``forward``. It also accepts collator lengths that the original rejects."""
     calls = Calls(original)
 
@@ -54,7 +55,7 @@ def entered(original: Callable[..., Any]) -> Callable[..., Any]:
     return forward
 
 
-def batches_continuously(kwargs: dict[str, Any]) -> bool:
+def batches_continuously(kwargs: Call) -> bool:
     """Whether the call comes from ``generate_batch``, which packs prompts itself and has its own paged cache."""
     return "PagedAttentionCache" in type(kwargs.get("cache")).__name__
 

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from .._types import Args, Call
 from . import foreign, luggage
 from .forward import batches_continuously, look
 from .step import MARK, ROLE, Step
@@ -34,7 +35,7 @@ def remove(module: Any) -> None:
             with_kwargs.pop(number, None)
 
 
-def before(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def before(module: Any, args: Args, kwargs: Call) -> Any:
     """Forward pre-hook: prepare a batch for a foreign forward.
 
     The traits act on the batch (for example, on labels that cross documents), and its boundaries are attached to
@@ -57,7 +58,7 @@ def before(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     return calls.arranged(args, step.call)
 
 
-def after(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
+def after(module: Any, args: Args, kwargs: Call, output: Any) -> None:
     """Forward hook: check what a foreign forward did with a packed batch.
 
     Raises:

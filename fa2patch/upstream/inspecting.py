@@ -8,7 +8,9 @@ from __future__ import annotations
 import inspect
 from collections.abc import Iterator
 from types import CodeType
-from typing import Any, Callable
+from typing import Any
+
+from .._types import Config, Function
 
 
 def code_of(function: Any) -> CodeType | None:
@@ -41,17 +43,17 @@ def names_read(function: Any) -> tuple[str, ...]:
     return code.co_names if code is not None else ()
 
 
-def parameters(function: Callable[..., Any]) -> list[inspect.Parameter]:
+def parameters(function: Function) -> list[inspect.Parameter]:
     """Return the parameters of a function as its callers see them, with ``self`` if it is not bound."""
     return list(inspect.signature(function).parameters.values())
 
 
-def upstream_parameters(function: Callable[..., Any]) -> set[str]:
+def upstream_parameters(function: Function) -> set[str]:
     """Return the parameter names of the innermost function, below our replacement and other decorators."""
     return set(inspect.signature(inspect.unwrap(function)).parameters)
 
 
-def takes(function: Callable[..., Any], name: str) -> bool:
+def takes(function: Function, name: str) -> bool:
     """Whether a function has a parameter of this name."""
     return name in inspect.signature(function).parameters
 
@@ -66,7 +68,7 @@ def defining(cls: type, attribute: str) -> type:
     return next(base for base in cls.__mro__ if attribute in vars(base))
 
 
-def forwards(cls: type) -> Iterator[tuple[type, Callable[..., Any]]]:
+def forwards(cls: type) -> Iterator[tuple[type, Function]]:
     """Yield every ``forward`` that a class has or inherits, with the class that defines it, except torch's own."""
     for base in cls.__mro__:
         forward = vars(base).get("forward")
@@ -74,7 +76,7 @@ def forwards(cls: type) -> Iterator[tuple[type, Callable[..., Any]]]:
             yield base, forward
 
 
-def forwards_that_run(cls: type) -> Iterator[Callable[..., Any]]:
+def forwards_that_run(cls: type) -> Iterator[Function]:
     """Yield a class's ``forward``, then the inherited ones that it reaches through ``super().forward``."""
     for base in cls.__mro__:
         forward = vars(base).get("forward")
@@ -89,6 +91,6 @@ def has_own_forward(cls: type) -> bool:
     return any("forward" in vars(base) for base in cls.__mro__)
 
 
-def text_config(config: Any) -> Any:
+def text_config(config: Config) -> Any:
     """Return the config of a model's text side, or the config itself if it has no such part."""
     return config.get_text_config() if hasattr(config, "get_text_config") else config

@@ -5,6 +5,7 @@ from __future__ import annotations
 from functools import cached_property
 from typing import Any
 
+from .._types import Model
 from .architectures import Architecture
 from .find_layers import Layer, attention_layers
 from .find_mixers import mixer_layers
@@ -24,10 +25,10 @@ class Looked:
         decoder: the innermost of them, which loops over the layers.
     """
 
-    def __init__(self, model: Any, architecture: Architecture, vouched: bool) -> None:
+    def __init__(self, model: Model, architecture: Architecture, vouched: bool) -> None:
         self.model, self.architecture, self.vouched = model, architecture, vouched
         self.entered: tuple[Any, ...] = tuple(models(model))
-        self.decoder: Any = self.entered[-1]
+        self.decoder: Model = self.entered[-1]
 
     @cached_property
     def attention(self) -> tuple[Layer, ...]:

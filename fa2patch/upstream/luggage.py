@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 
+from .._types import Model
 from ..errors import PackingNotIsolated
 
 MASK = "mask"
@@ -64,7 +65,7 @@ def take(tensor: Any, kind: str) -> Any:
     return piece.content
 
 
-def require_delivered(piece: Piece | None, model: Any) -> None:
+def require_delivered(piece: Piece | None, model: Model) -> None:
     """Raise :class:`PackingNotIsolated` if no code took the piece during the model's forward."""
     if piece is None or piece.delivered:
         return

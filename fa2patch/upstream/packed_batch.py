@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from .._compile import compiling
+from .._types import Call, Model
 from ..documents.boundaries import Boundaries, largest, positions_of
 from ..documents.checks import check_cu_seqlens, check_position_ids
 from ..documents.names import CACHES, LENGTHS, PICTURES
@@ -17,9 +18,10 @@ from ..errors import BadCuSeqlens, PackedWithCache, PackedWithDenseMask, Packing
 from .calls import batch_shape, cache_of
 from .find_models import models
 from .packed_mask import PackedMask
+from .step import Patched
 
 
-def packed_mask(call: dict[str, Any], patch: Any, made_inside: bool = False, training: bool = False) -> Any:
+def packed_mask(call: Call, patch: Patched, made_inside: bool = False, training: bool = False) -> PackedMask | None:
     """Return the :class:`PackedMask` of a packed batch, or None for a dense batch.
 
     A batch with one document in each row is packed only if ``cu_seq_lens_*`` are given. For a packed batch without
@@ -81,7 +83,7 @@ class _Batch:
     mask: torch.Tensor | None
 
 
-def _read(call: dict[str, Any], patch: Any) -> _Batch | None:
+def _read(call: Call, patch: Patched) -> _Batch | None:
     """Check the arguments that may say where documents start; None for a call that is dense in any case."""
     tokens = call["input_ids"] if call.get("input_ids") is not None else call.get("inputs_embeds")
     if tokens is None:
@@ -107,7 +109,7 @@ def _read(call: dict[str, Any], patch: Any) -> _Batch | None:
     return _Batch(shape, device, lengths, position_ids, given, mask)
 
 
-def _stated(batch: _Batch, patch: Any) -> Boundaries:
+def _stated(batch: _Batch, patch: Patched) -> Boundaries:
     """The boundaries that the collator's lengths state."""
     found = from_cu_seqlens(
         batch.lengths["cu_seq_lens_q"],
@@ -147,7 +149,7 @@ def _refuse_capture(device: torch.device) -> None:
         )
 
 
-def lengths_of(call: dict[str, Any]) -> dict[str, Any]:
+def lengths_of(call: Call) -> dict[str, Any]:
     """Return the collator lengths among the arguments. Lengths of keys are used for queries if only they are given.
 
     Raises:
@@ -182,12 +184,12 @@ def is_for_queries(mask: Any) -> bool:
     return getattr(mask, "ndim", 0) > 2 or type(mask).__name__ == "BlockMask"
 
 
-def has_pictures(call: dict[str, Any]) -> bool:
+def has_pictures(call: Call) -> bool:
     """Whether pictures or videos are among a forward's arguments."""
     return any(call.get(name) is not None for name in PICTURES)
 
 
-def refuse_uncounted_pictures(model: Any, call: dict[str, Any]) -> None:
+def refuse_uncounted_pictures(model: Model, call: Call) -> None:
     """Raise :class:`PackingNotIsolated` for pictures in a model that counts position ids on several axes.
 
     Position ids made by counting tokens would differ from those that the model makes for a document alone.
@@ -199,7 +201,7 @@ def refuse_uncounted_pictures(model: Any, call: dict[str, Any]) -> None:
         )
 
 
-def _refuse_what_cannot_be_packed(call: dict[str, Any], given: Any, mask: torch.Tensor | None) -> None:
+def _refuse_what_cannot_be_packed(call: Call, given: Any, mask: torch.Tensor | None) -> None:
     if given is not None and mask is None:
         found = f"{list(given.shape)}" if isinstance(given, torch.Tensor) else type(given).__name__
         raise PackedWithDenseMask(

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 from .._compile import compiling
+from .._types import Model
 from ..errors import PackingNotIsolated
 from .find_models import models
 from .packed_mask import PackedMask
+from .step import Patched
 
 
-def require_every_layer(model: Any, patch: Any, mask: PackedMask) -> None:
+def require_every_layer(model: Model, patch: Patched, mask: PackedMask) -> None:
     """Raise :class:`PackingNotIsolated` if a layer of the model was not given this batch's boundaries.
 
     The number of layers is compared in every forward. Eagerly, the layers themselves are compared too, until a packed
@@ -32,7 +32,7 @@ def require_every_layer(model: Any, patch: Any, mask: PackedMask) -> None:
         )
 
 
-def _not_given(patch: Any, mask: PackedMask, model: Any) -> list[str]:
+def _not_given(patch: Patched, mask: PackedMask, model: Model) -> list[str]:
     """The names and classes of the layers that were not given the boundaries.
 
     They are looked up in the model that was called, because a ``DataParallel`` replica carries the original's patch.

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any, Callable, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
+from .._types import Call, Config, Function
 from ..documents.boundaries import Boundaries
 from ..errors import PackingNotIsolated
 
@@ -56,7 +57,7 @@ class Found(NamedTuple):
     rides: bool
 
 
-def length_scaled(config: Any) -> LengthScaled | None:
+def length_scaled(config: Config) -> LengthScaled | None:
     """Return the length-dependent rope scaling of a config, or None."""
     for scaling in _scalings(config):
         kind = scaling.get("rope_type", scaling.get("type")) or ""
@@ -72,7 +73,7 @@ def length_scaled(config: Any) -> LengthScaled | None:
     return None
 
 
-def _scalings(config: Any) -> Iterator[dict[str, Any]]:
+def _scalings(config: Config) -> Iterator[dict[str, Any]]:
     for name in ("rope_parameters", "rope_scaling"):
         scaling = getattr(config, name, None)
         if isinstance(scaling, dict):
@@ -81,11 +82,11 @@ def _scalings(config: Any) -> Iterator[dict[str, Any]]:
 
 
 def each_document(
-    rotary: Callable[..., Any],
+    rotary: Function,
     x: torch.Tensor,
     position_ids: torch.Tensor,
     documents: Boundaries,
-    kwargs: dict[str, Any],
+    kwargs: Call,
 ) -> Any:
     """Return cos and sin ``[batch, length, dim]``, computed for each document separately.
 

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 
 from .._compile import compiling, constant
+from .._types import Call, Model
 from ..errors import PackingNotIsolated
 from .seams.interface import registered
 
@@ -24,7 +25,7 @@ _SPLITTERS = {
 """Packages that replace the attention function when rows are split, with their names for users."""
 
 
-def refuse_split_rows(model: Any, call: dict[str, Any]) -> None:
+def refuse_split_rows(model: Model, call: Call) -> None:
     """Raise :class:`PackingNotIsolated` if this process holds only a part of every row.
 
     Nothing is read from a device. In a compiled graph the check runs once. The attention function is an argument of
@@ -58,7 +59,7 @@ def _dispatches_parts() -> bool:
     return torch.ops.aten._scaled_dot_product_flash_attention.default in handlers
 
 
-def _shards(call: dict[str, Any]) -> bool:
+def _shards(call: Call) -> bool:
     for name, along in (("input_ids", 1), ("inputs_embeds", 1), ("position_ids", -1)):
         tokens: Any = call.get(name)
         for axis, placement in enumerate(getattr(tokens, "placements", ())):

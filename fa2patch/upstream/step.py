@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
+from .._types import Args, Call, Model
+from ..kernels import Picks
 from . import luggage
 from .calls import Calls
+from .find_layers import Layer
 from .packed_mask import PackedMask
+from .route import Route
 
 MARK = "_fa2patch"
 """Name of the instance attribute that marks a patched model. It holds the model's ``Patch``."""
@@ -32,6 +36,49 @@ class Role(NamedTuple):
     pools: bool = False
 
 
+class Acting(Protocol):
+    """A trait, as a forward uses it."""
+
+    def before(self, step: Step, found: Any) -> None:
+        """Called before the forward."""
+
+    def after(self, step: Step, found: Any, output: Any) -> Any:
+        """Called after the forward with its output."""
+
+
+class Patched(Protocol):
+    """A patch, as a forward uses it: see :class:`fa2patch.Patch`.
+
+    Attributes:
+        model: the Transformers model.
+        picks: the kernels that were picked.
+        acting: the traits that do something in a forward, each with what it has found.
+        unpacked: the number of training batches without document information; None stops the count.
+        vouched: whether a packed batch has been seen to reach every layer.
+    """
+
+    model: Model
+    picks: Picks
+    acting: tuple[tuple[Acting, Any], ...]
+    unpacked: int | None
+    vouched: bool
+
+    @property
+    def found(self) -> dict[str, Any]:
+        """What each trait has found, by its name."""
+
+    @property
+    def route(self) -> Route:
+        """The way that boundaries take through the model."""
+
+    @property
+    def attention(self) -> tuple[Layer, ...]:
+        """The layers that must be given the boundaries."""
+
+    def examine(self, module: Model, call: Call, mask: PackedMask) -> None:
+        """Called before a packed batch is computed."""
+
+
 @dataclass(eq=False)
 class Step:
     """The state of one model's forward of one batch.
@@ -50,12 +97,12 @@ class Step:
         pieces: the luggage that this step has attached. It must be taken before its forward returns.
     """
 
-    module: Any
-    patch: Any
+    module: Model
+    patch: Patched
     role: Role
     calls: Calls
-    args: tuple[Any, ...]
-    call: dict[str, Any]
+    args: Args
+    call: Call
     mask: PackedMask | None = None
     handed: bool = False
     places: bool = False

@@ -17,6 +17,7 @@ from typing import Any, Callable
 
 import torch
 
+from ..._types import Call, Function
 from ...binding import ABSENT
 from ...errors import PackingNotIsolated
 from ...kernels.options import Options
@@ -64,7 +65,7 @@ def routed(original: Any) -> Callable[..., torch.Tensor]:
     return _flash_attention_forward if original is ABSENT else functools.wraps(original)(_flash_attention_forward)
 
 
-def table_name(modeling: ModuleType, forward: Callable[..., Any]) -> str | None:
+def table_name(modeling: ModuleType, forward: Function) -> str | None:
     """Return the name of the dictionary in which a layer's ``forward`` looks up its attention function, or None."""
     names = (name for name in forward.__code__.co_names if re.fullmatch(r"\w+_ATTENTION_FUNCTION", name))
     return next((name for name in names if FLASH in vars(modeling).get(name, ())), None)
@@ -82,7 +83,7 @@ class _Gemma2Layer:
         return getattr(self._module, name)
 
 
-def routed_table(original: dict[str, Callable[..., Any]]) -> dict[str, Callable[..., Any]]:
+def routed_table(original: dict[str, Function]) -> dict[str, Function]:
     """Return a copy of the dictionary, in which every function computes packed batches as flash attention does.
 
     A packed batch goes to the function for flash attention, or to :func:`fused.computed` if that function is fused.
@@ -90,7 +91,7 @@ def routed_table(original: dict[str, Callable[..., Any]]) -> dict[str, Callable[
     flash = original[FLASH]
     casts = "target_dtype" in inspect.signature(flash).parameters
 
-    def route(function: Callable[..., Any]) -> Callable[..., Any]:
+    def route(function: Function) -> Function:
         @functools.wraps(function)
         def attention(*args: Any, **kwargs: Any) -> Any:
             mask = find(chain(args, kwargs.values()))
@@ -112,7 +113,7 @@ def routed_table(original: dict[str, Callable[..., Any]]) -> dict[str, Callable[
     return {name: route(function) for name, function in original.items()}
 
 
-def options(kwargs: dict[str, Any]) -> Options:
+def options(kwargs: Call) -> Options:
     """Return the options of a flash class's keywords. ``dropout`` is a ``Dropout`` module in 4.34's Falcon."""
     dropout = kwargs.get("dropout") or 0.0
     causal = kwargs.get("is_causal")

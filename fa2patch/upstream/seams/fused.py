@@ -7,22 +7,23 @@ and takes no boundaries. A packed batch is therefore computed here, in the way o
 from __future__ import annotations
 
 import inspect
-from typing import Any, Callable
+from typing import Any
 
 import torch
 
+from ..._types import Call, Function
 from ...kernels.options import Options
 from ..packed_mask import PackedMask
 
 FUSED = "qkv"
 
 
-def is_fused(function: Callable[..., Any]) -> bool:
+def is_fused(function: Function) -> bool:
     """Whether an attention function takes query, key and value in one tensor."""
     return FUSED in inspect.signature(function).parameters
 
 
-def computed(function: Callable[..., Any], module: Any, mask: PackedMask, given: dict[str, Any]) -> tuple[torch.Tensor]:
+def computed(function: Function, module: Any, mask: PackedMask, given: Call) -> tuple[torch.Tensor]:
     """Compute fused attention for a packed batch.
 
     Args:

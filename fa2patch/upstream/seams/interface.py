@@ -10,10 +10,11 @@ import functools
 import sys
 from collections.abc import Iterator
 from types import ModuleType
-from typing import Any, Callable
+from typing import Any
 
 import torch
 
+from ..._types import Call, Function
 from ...documents.names import LENGTHS
 from ...errors import PackingNotIsolated
 from ...kernels.options import Options
@@ -32,7 +33,7 @@ _KNOWN_TENSORS = {
 }  # fmt: skip
 
 
-def seam_of(modeling: ModuleType, forward: Callable[..., Any]) -> tuple[Site, tuple[Site, ...]] | None:
+def seam_of(modeling: ModuleType, forward: Function) -> tuple[Site, tuple[Site, ...]] | None:
     """What is replaced where a layer's ``forward`` looks up its function in the dictionary; None where it does not."""
     name = next((name for name in REGISTRIES if name in vars(modeling) and reads_name(forward, name)), None)
     if name is None:
@@ -48,7 +49,7 @@ def registered(name: Any) -> Any:
     return next((table[name] for table in tables if isinstance(name, str) and name in table), None)
 
 
-def routed(original: Callable[..., Any]) -> Callable[..., Any]:
+def routed(original: Function) -> Function:
     """Return an attention function that computes packed batches and calls ``original`` for dense batches."""
 
     @functools.wraps(original)
@@ -69,17 +70,17 @@ class Overlay:
 
     def __init__(self, registry: Any) -> None:
         self._registry = registry
-        self._routed: dict[Any, Callable[..., Any]] = {}
+        self._routed: dict[Any, Function] = {}
 
-    def _route(self, function: Callable[..., Any]) -> Callable[..., Any]:
+    def _route(self, function: Function) -> Function:
         if function not in self._routed:
             self._routed[function] = routed(function)
         return self._routed[function]
 
-    def __getitem__(self, name: str) -> Callable[..., Any]:
+    def __getitem__(self, name: str) -> Function:
         return self._route(self._registry[name])
 
-    def __setitem__(self, name: str, function: Callable[..., Any]) -> None:
+    def __setitem__(self, name: str, function: Function) -> None:
         self._registry[name] = function
 
     def __delitem__(self, name: str) -> None:
@@ -89,7 +90,7 @@ class Overlay:
         """Return the routed function of this name, or ``default``."""
         return self[name] if name in self._registry else default
 
-    def get_interface(self, name: str, default: Callable[..., Any]) -> Callable[..., Any]:
+    def get_interface(self, name: str, default: Function) -> Function:
         """Return the function that the real one returns, routed."""
         return self._route(self._registry.get_interface(name, default))
 
@@ -108,7 +109,7 @@ class Overlay:
         return getattr(self._registry, name)
 
 
-def _options(module: Any, kwargs: dict[str, Any]) -> Options:
+def _options(module: Any, kwargs: Call) -> Options:
     for name, value in kwargs.items():
         if isinstance(value, torch.Tensor) and name not in _KNOWN_TENSORS:
             raise PackingNotIsolated(

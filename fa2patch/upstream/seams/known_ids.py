@@ -6,12 +6,14 @@ table with ``position_ids[:, -1].max().item()``. Without this module, every laye
 
 from __future__ import annotations
 
-from typing import Any, Callable
+from typing import Any
 
 import torch
 
+from ..._types import Function
 
-def reads_them(forward: Callable[..., Any]) -> bool:
+
+def reads_them(forward: Function) -> bool:
     """Whether a flash class's ``forward`` reads a tensor's value with ``.item()``."""
     return "item" in forward.__code__.co_names
 

@@ -16,11 +16,12 @@ import types
 from dataclasses import dataclass, replace
 from itertools import chain
 from types import ModuleType
-from typing import Any, Callable
+from typing import Any
 
 import torch
 
 from ..._compile import compiling
+from ..._types import Config, Function
 from ...binding import ABSENT
 from .. import rope
 from ..packed_mask import PackedMask, find
@@ -63,7 +64,7 @@ class _Unwindowed:
 
     sliding_window = 1 << 62
 
-    def __init__(self, config: Any) -> None:
+    def __init__(self, config: Config) -> None:
         self._config = config
 
     def __getattr__(self, name: str) -> Any:
@@ -138,13 +139,13 @@ class OnFlashClass:
 
     owner: type
 
-    def __call__(self, original: Callable[..., Any]) -> Callable[..., Any]:
+    def __call__(self, original: Function) -> Function:
         flash = flash_class(sys.modules[self.owner.__module__], self.owner)
         assert flash is not None, f"{self.owner} had a flash class when it was planned"
         return on_flash_class(original, self.owner, flash)
 
 
-def on_flash_class(original: Callable[..., Any], owner: type, flash: type) -> Callable[..., Any]:
+def on_flash_class(original: Function, owner: type, flash: type) -> Function:
     """Return the replacement for an attention class's ``forward``.
 
     The replacement computes packed batches with the ``forward`` of the flash class and calls ``original`` for dense
@@ -196,7 +197,7 @@ class _Torch(ModuleType):
         return getattr(torch, name)
 
 
-def _leaving_dtypes_alone(forward: Callable[..., Any]) -> Callable[..., Any]:
+def _leaving_dtypes_alone(forward: Function) -> Function:
     """A ``forward`` in which the test ``dtype == torch.float32`` is never true, if the cast behind the test is wrong.
 
     4.34's classes cast float32 to float16 with any weights. 4.36's Phi and GPT-NeoX read the dtype of a ``q_proj`` that
@@ -212,7 +213,7 @@ def _leaving_dtypes_alone(forward: Callable[..., Any]) -> Callable[..., Any]:
 
 
 @functools.cache
-def _rebound(forward: Callable[..., Any]) -> types.FunctionType:
+def _rebound(forward: Function) -> types.FunctionType:
     """A copy with its own globals. It is cached, because torch.compile keeps compiled code in a function's globals."""
     return types.FunctionType(
         forward.__code__, dict(forward.__globals__), forward.__name__, forward.__defaults__, forward.__closure__

@@ -11,11 +11,12 @@ import functools
 import inspect
 from collections.abc import Sequence
 from itertools import chain
-from typing import Any, Callable
+from typing import Any
 
 import torch
 
 from ..._compile import uncompiled
+from ..._types import Args, Call, Function
 from ...documents.names import CACHES, LENGTHS
 from ...errors import PackedWithCache, PackingNotIsolated
 from ..packed_mask import PackedMask, find
@@ -28,14 +29,14 @@ OTHER_WAYS = ("cache_position", "cache_params", "state")
 """Arguments for the boundaries if no layer takes a mask (RWKV, Mamba up to 4.44), in order of preference."""
 
 
-def is_handed(names: tuple[str, ...], forward: Callable[..., Any]) -> bool:
+def is_handed(names: tuple[str, ...], forward: Function) -> bool:
     """Whether a ``forward`` takes an argument of one of these names, or ``*args``, which may hold one."""
     parameters = list(inspect.signature(forward).parameters.values())
     opaque = any(p.kind is p.VAR_POSITIONAL for p in parameters)
     return opaque or any(p.name in names for p in parameters)
 
 
-def by_document(original: Callable[..., Any]) -> Callable[..., Any]:
+def by_document(original: Function) -> Function:
     """Return the replacement for a mixer class's ``forward``, which computes packed batches document by document.
 
     The replacement passes the whole row instead if a trial has shown that the mixer keeps documents apart. It raises
@@ -64,10 +65,10 @@ def by_document(original: Callable[..., Any]) -> Callable[..., Any]:
 
 @uncompiled
 def _computed(
-    original: Callable[..., Any],
+    original: Function,
     module: Any,
-    args: tuple[Any, ...],
-    kwargs: dict[str, Any],
+    args: Args,
+    kwargs: Call,
     mask: PackedMask,
     hands_on: bool,
 ) -> Any:
@@ -115,7 +116,7 @@ def _kind_of_call(module: Any, hidden: torch.Tensor) -> tuple[Any, ...]:
     return hidden.device, hidden.dtype, computed_in, module.training
 
 
-def _hidden(args: tuple[Any, ...], kwargs: dict[str, Any], shape: tuple[int, int]) -> tuple[Any, torch.Tensor | None]:
+def _hidden(args: Args, kwargs: Call, shape: tuple[int, int]) -> tuple[Any, torch.Tensor | None]:
     """The place or name of the hidden states ``[batch, length, width]`` among a mixer's arguments, and the states."""
     for place, value in chain(enumerate(args), kwargs.items()):
         if isinstance(value, torch.Tensor) and value.is_floating_point() and value.shape[:-1] == shape:

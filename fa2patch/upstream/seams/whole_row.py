@@ -14,6 +14,7 @@ from typing import Any, Callable
 
 import torch
 
+from ..._types import Function
 from ...documents.boundaries import Boundaries
 from ...trying import out_of_reach, says_nothing
 
@@ -24,7 +25,7 @@ TOLERANCE = {torch.float32: 1e-3, torch.float64: 1e-3}
 """Largest difference by dtype, relative to the largest absolute value; 3e-2 in half precision. Leaks are exact."""
 
 
-def keywords(forward: Callable[..., Any], boundaries: Boundaries, tokens: int) -> dict[str, Any]:
+def keywords(forward: Function, boundaries: Boundaries, tokens: int) -> dict[str, Any]:
     """Return the collator lengths of a row that a mixer's ``forward`` accepts.
 
     ``seq_idx`` is int32 ``[1, tokens]``, ``cu_seq_lens_*`` int32 ``[documents + 1]``, ``max_length_*`` an int.
@@ -42,7 +43,7 @@ def keywords(forward: Callable[..., Any], boundaries: Boundaries, tokens: int) -
     return {name: value for name, value in every.items() if takes_any or name in names}
 
 
-def may_be(forward: Callable[..., Any], module: Any, hidden: torch.Tensor, lengths: Sequence[int]) -> bool:
+def may_be(forward: Function, module: Any, hidden: torch.Tensor, lengths: Sequence[int]) -> bool:
     """Whether a trial can be made: kernels may exist, the row has several documents, and ``forward`` takes lengths.
 
     DeepSpeed's ZeRO-3 is left out, because it would take a trial's backward for the training's.

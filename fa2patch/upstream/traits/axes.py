@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 
+from ..._types import Config, Model
 from .. import inspecting
 from ..step import Step
 from .trait import Trait
@@ -22,7 +23,7 @@ class Axes(Trait):
             step.call["position_ids"] = without_text_axis(step.module, step.calls.original, ids)
 
 
-def takes_text_axis(decoder: Any) -> bool:
+def takes_text_axis(decoder: Model) -> bool:
     """Whether a decoder takes position ids ``[4, batch, length]`` with the text axis first. Most do from 4.54 on.
 
     The forward of such a decoder compares the number of axes with 4. There is no other sign: the other decoders use
@@ -31,7 +32,7 @@ def takes_text_axis(decoder: Any) -> bool:
     return inspecting.has_constant(type(decoder).forward, 4)
 
 
-def without_text_axis(model: Any, forward: Any, position_ids: Any) -> Any:
+def without_text_axis(model: Model, forward: Any, position_ids: Any) -> Any:
     """Position ids without the text axis, if they have four axes and the decoder takes three; otherwise unchanged.
 
     Args:
@@ -46,6 +47,6 @@ def without_text_axis(model: Any, forward: Any, position_ids: Any) -> Any:
     return position_ids[1:] if loops and _rotates_by_three(model.config) and not takes_four else position_ids
 
 
-def _rotates_by_three(config: Any) -> bool:
+def _rotates_by_three(config: Config) -> bool:
     settings = [getattr(config, name, None) for name in ("rope_scaling", "rope_parameters")]
     return any(len(found["mrope_section"]) == 3 for found in settings if found and "mrope_section" in found)

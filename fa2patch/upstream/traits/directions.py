@@ -12,6 +12,7 @@ import sys
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
+from ..._types import Config, Model
 from ...errors import UnsupportedModel
 from .. import inspecting
 from ..looked import Looked
@@ -82,7 +83,7 @@ def contradiction(entered: Sequence[Any], layers: Sequence[Any]) -> str:
     return ""
 
 
-def _causal_masks(model: Any) -> bool | None:
+def _causal_masks(model: Model) -> bool | None:
     """Whether the masks that a model's ``forward`` makes hide later tokens; None if its code does not show it."""
     forward = next((vars(cls)["forward"] for cls in type(model).__mro__ if "forward" in vars(cls)), None)
     if inspecting.code_of(forward) is None:
@@ -103,7 +104,7 @@ def adds_the_later_ones(config: Any) -> bool:
     return getattr(config, _FLAG, None) in (True, "all")
 
 
-def is_two_sided(function: Any, config: Any) -> bool:
+def is_two_sided(function: Any, config: Config) -> bool:
     """Whether a function makes masks in which tokens see later tokens.
 
     In 5.x a function for causal masks also makes such masks if ``config.is_causal`` is False.

@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from ..._types import Model
 from ...errors import UnsupportedModel
 from .. import inspecting
 from ..looked import Looked
@@ -44,7 +45,7 @@ class CrossAttention(Trait):
         )
 
 
-def attention_to_an_encoder(decoder: Any, attention: Sequence[str]) -> str:
+def attention_to_an_encoder(decoder: Model, attention: Sequence[str]) -> str:
     """The block of a decoder that attends to an encoder's states, as a text for an error; empty if there is none.
 
     A block attends to an encoder if its forward takes ``encoder_hidden_states`` and it holds more than one attention

@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from ..._types import Model
 from ...documents.names import IGNORED_LABEL, LABELS
 from ...errors import BadBatch
 from .. import inspecting
@@ -34,7 +35,7 @@ class FirstLabels(Trait):
         step.call = {**step.call, **inside}
 
 
-def predicts_the_next(model: Any, sees_both_ways: bool) -> bool:
+def predicts_the_next(model: Model, sees_both_ways: bool) -> bool:
     """Whether each token predicts the next token's label. A token classifier or a masked LM does not.
 
     If the model's forward uses a loss function of Transformers, that function decides. Otherwise the attention must be
@@ -50,14 +51,14 @@ def predicts_the_next(model: Any, sees_both_ways: bool) -> bool:
     return not sees_both_ways and _has_vocabulary_head(model)
 
 
-def _loss_function(model: Any) -> Any:
+def _loss_function(model: Model) -> Any:
     """``model.loss_function`` if the model's forward uses it (4.46 on), else None."""
     asks = any(inspecting.reads_name(forward, "loss_function") for forward in inspecting.forwards_that_run(type(model)))
     known = getattr(model, "loss_type", None) is not None or hasattr(model, "_loss_function")
     return model.loss_function if asks and known and hasattr(type(model), "loss_function") else None
 
 
-def _has_vocabulary_head(model: Any) -> bool:
+def _has_vocabulary_head(model: Model) -> bool:
     try:
         head = model.get_output_embeddings()
         rows = model.get_input_embeddings().weight.shape[0]

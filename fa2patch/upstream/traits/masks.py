@@ -16,8 +16,9 @@ import sys
 from collections.abc import Iterable
 from dataclasses import replace
 from itertools import chain
-from typing import Any, Callable
+from typing import Any
 
+from ..._types import Config, Function
 from ...documents.boundaries import largest
 from ...errors import PackingNotIsolated
 from .. import inspecting
@@ -87,7 +88,7 @@ def _makes_one(method: Any) -> bool:
     return not inspecting.takes(method, "input_shape") or method.__name__ != METHODS[0]
 
 
-def let_through(original: Callable[..., Any]) -> Callable[..., Any]:
+def let_through(original: Function) -> Function:
     """Replacement for a function that makes masks: it returns the packed mask that is among its arguments.
 
     The packed mask gets the sliding window or the chunks that the function would have put into its mask. This is
@@ -133,5 +134,5 @@ def let_through(original: Callable[..., Any]) -> Callable[..., Any]:
     return make_mask
 
 
-def _chunked(mask: PackedMask, config: Any) -> PackedMask:
+def _chunked(mask: PackedMask, config: Config) -> PackedMask:
     return replace(mask, boundaries=mask.boundaries.chunked(config.attention_chunk_size))

@@ -7,6 +7,7 @@ from typing import Any, Callable
 import torch
 
 from ..._compile import uncompiled
+from ..._types import Model
 from ...documents.boundaries import Boundaries
 from ..packed_mask import PackedMask
 from ..step import Step
@@ -24,7 +25,7 @@ class PoolerOutput(Trait):
         return pool_documents(step.module, output, step.mask)
 
 
-def pool_documents(model: Any, output: Any, mask: PackedMask) -> Any:
+def pool_documents(model: Model, output: Any, mask: PackedMask) -> Any:
     """The output of a base model, with a ``pooler_output`` for each document of a packed batch.
 
     Args:

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 
 from ..._compile import constant
+from ..._types import Call, Model
 from ...documents.boundaries import Boundaries
 from ...documents.names import TOKENS
 from ...errors import BadBatch, PackingNotIsolated
@@ -60,7 +61,7 @@ class Pooled:
         return output
 
 
-def pools_documents(model: Any) -> bool:
+def pools_documents(model: Model) -> bool:
     """Whether a model's forward pools the last token of each row, so that it can pool each document instead."""
     cls: Any = type(model)
     return _pools_the_last_token(cls)
@@ -89,7 +90,7 @@ class PooledHeads(Trait):
             step.pieces.append(piece)
 
 
-def by_document(model: Any, call: dict[str, Any], mask: PackedMask) -> tuple[dict[str, Any], luggage.Piece]:
+def by_document(model: Model, call: Call, mask: PackedMask) -> tuple[dict[str, Any], luggage.Piece]:
     """Rewrite the call of a pooling head: one row of one token per document.
 
     Documents of padding are left out.
@@ -124,12 +125,12 @@ def by_document(model: Any, call: dict[str, Any], mask: PackedMask) -> tuple[dic
     return call, ride
 
 
-def is_riding(call: dict[str, Any]) -> bool:
+def is_riding(call: Call) -> bool:
     """Whether a packed batch rides on a forward's arguments."""
     return any(luggage.find(call.get(name), luggage.POOLED) is not None for name in TOKENS)
 
 
-def ridden(call: dict[str, Any]) -> Pooled | None:
+def ridden(call: Call) -> Pooled | None:
     """Take the packed batch that rides on a base model's arguments; None if there is none."""
     rides = (luggage.take(call.get(name), luggage.POOLED) for name in TOKENS)
     return next((ride for ride in rides if ride is not None), None)

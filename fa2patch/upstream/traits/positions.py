@@ -5,10 +5,11 @@ from __future__ import annotations
 import functools
 import re
 from collections.abc import Iterable
-from typing import Any, Callable, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
+from ..._types import Function, Model
 from ...errors import UnsupportedModel
 from .. import inspecting
 from ..looked import Looked
@@ -54,7 +55,7 @@ class Positions(Trait):
         return [of_forward(module, counted_by_position_ids) for module in position_embeddings(model.decoder)]
 
 
-def first_position(decoder: Any) -> int:
+def first_position(decoder: Model) -> int:
     """The position of a document's first token if a batch has no position ids: 0, but 2 in RoBERTa and its kin."""
     for module in decoder.modules():
         table = module._modules.get("position_embeddings")
@@ -63,7 +64,7 @@ def first_position(decoder: Any) -> int:
     return 0
 
 
-def unreachable_positions(decoder: Any) -> str:
+def unreachable_positions(decoder: Model) -> str:
     """The name of what embeds positions in a decoder whose forward reads no position ids; empty if there is none.
 
     Such a decoder counts positions along the row.
@@ -74,7 +75,7 @@ def unreachable_positions(decoder: Any) -> str:
     return next((name for name in names if _POSITIONS.search(name.rsplit(".", 1)[-1])), "")
 
 
-def _may_read_ids(decoder: Any) -> bool:
+def _may_read_ids(decoder: Model) -> bool:
     """Whether a decoder's forward may read position ids: by name, out of ``**kwargs``, or behind an unreadable wrapper.
 
     ``**kwargs`` alone is not enough: Bart in 5.x passes them to attention layers, which ignore the ids, and not to its
@@ -94,7 +95,7 @@ def _may_read_ids(decoder: Any) -> bool:
     return False
 
 
-def position_embeddings(decoder: Any) -> list[Any]:
+def position_embeddings(decoder: Model) -> list[Any]:
     """The position embeddings that take the mask and count its ones (OPT, BioGPT)."""
     return [module for module in decoder.modules() if isinstance(module, torch.nn.Embedding) and _counts_mask(module)]
 
@@ -105,7 +106,7 @@ def _counts_mask(embedding: Any) -> bool:
     return first.name == MASK or behind_args
 
 
-def counted_by_position_ids(original: Callable[..., Any]) -> Callable[..., Any]:
+def counted_by_position_ids(original: Function) -> Function:
     """Replacement for the ``forward`` of such an embedding: a packed batch's ``position_ids`` are embedded."""
 
     @functools.wraps(original)

@@ -10,10 +10,11 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Iterable
-from typing import Any, Callable
+from typing import Any
 
 import torch
 
+from ..._types import Function
 from .. import luggage
 from ..looked import Looked
 from ..rope import MODULES, Found, each_document, length_scaled
@@ -43,7 +44,7 @@ def _modules(model: Looked) -> list[Any]:
     return [module for name, module in model.decoder.named_children() if name in MODULES]
 
 
-def by_document(original: Callable[..., Any]) -> Callable[..., Any]:
+def by_document(original: Function) -> Function:
     """Replacement for a rotary module's ``forward(x, position_ids)`` that computes each document by itself."""
 
     @functools.wraps(original)

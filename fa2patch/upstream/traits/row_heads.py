@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import re
-from typing import Any
 
 import torch
 
+from ..._types import Model
 from ...errors import UnsupportedModel
 from .. import inspecting
 from ..looked import Looked
@@ -33,14 +33,15 @@ class FirstTokenHeads(Trait):
 
     name = "first token heads"
 
-    def finds(self, model: Looked) -> Any:
+    def finds(self, model: Looked) -> str | None:
         head = inspecting.defining(type(model.model), "forward")  # a subclass may define no forward of its own
         pooled = isinstance(getattr(model.decoder, "pooler", None), torch.nn.Module)
-        return True if model.model is not model.decoder and pooled and not _READS_ALL.search(head.__name__) else None
+        reads_it = model.model is not model.decoder and pooled and not _READS_ALL.search(head.__name__)
+        return type(getattr(model.decoder, "pooler", None)).__name__ if reads_it else None
 
-    def refuses(self, model: Looked, found: Any) -> None:
+    def refuses(self, model: Looked, found: str) -> None:
         raise UnsupportedModel(
-            f"{model} reads one vector per row, made of its first token by {type(model.decoder.pooler).__name__}, and "
+            f"{model} reads one vector per row, made of its first token by {found}, and "
             "a packed row holds many documents. Train it padded, or without that head."
         )
 
@@ -59,7 +60,7 @@ class RowHeads(Trait):
         )
 
 
-def of_whole_rows(model: Any) -> str:
+def of_whole_rows(model: Model) -> str:
     """The sign in a model's ``forward`` that it computes one result per row, as a text for an error; empty if none.
 
     A head that pools a row's last token does not count: :mod:`.pooling` makes it pool each document.

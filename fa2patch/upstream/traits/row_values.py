@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from ..._types import Call, Model
 from ...errors import PackingNotIsolated
 from ..packed_mask import PackedMask
 from ..step import Step
@@ -35,7 +36,7 @@ class RowValues(Trait):
         return output
 
 
-def refuse_arguments_of_rows(model: Any, call: dict[str, Any], mask: PackedMask) -> None:
+def refuse_arguments_of_rows(model: Model, call: Call, mask: PackedMask) -> None:
     """Refuse arguments that have one value per row.
 
     Examples are ``start_positions`` of a question-answering head and ``mc_token_ids`` of a multiple-choice head. It is
@@ -62,7 +63,7 @@ def refuse_arguments_of_rows(model: Any, call: dict[str, Any], mask: PackedMask)
             )
 
 
-def refuse_outputs_of_rows(model: Any, output: Any, call: dict[str, Any], mask: PackedMask) -> None:
+def refuse_outputs_of_rows(model: Model, output: Any, call: Call, mask: PackedMask) -> None:
     """Refuse outputs that have one vector or one number per row.
 
     Only shapes are compared. Outputs per token, per document or for the whole batch pass. Nothing is checked if there

@@ -10,6 +10,7 @@ from typing import Any, Callable
 import torch
 
 from ..._compile import uncompiled
+from ..._types import Call, Function, Model
 from ...documents.boundaries import Boundaries
 from .. import luggage
 from ..looked import Looked
@@ -34,11 +35,11 @@ class ScaledEmbeddings(Trait):
         step.send_documents()
 
 
-def _scaled(decoder: Any) -> list[Any]:
+def _scaled(decoder: Model) -> list[Any]:
     return [module for module in decoder.modules() if "token_dropout" in vars(module)]
 
 
-def by_document(original: Callable[..., Any]) -> Callable[..., Any]:
+def by_document(original: Function) -> Function:
     """Replacement for the ``forward`` of such embeddings: each document is scaled by its own mask tokens.
 
     Some versions pass them no mask. There the documents come as luggage on ``position_ids``.
@@ -63,7 +64,7 @@ def by_document(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 @uncompiled
-def _each(embed: Callable[..., torch.Tensor], call: dict[str, Any], documents: Boundaries) -> torch.Tensor:
+def _each(embed: Callable[..., torch.Tensor], call: Call, documents: Boundaries) -> torch.Tensor:
     """Embeddings ``[batch, length, hidden]``, computed document by document."""
     shape = call["position_ids"].shape
     lengths = [length for length in documents.lengths if length]

@@ -1,0 +1,82 @@
+"""Types of what travels through fa2patch: Transformers' models and configs, calls and functions."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any, Callable, Protocol
+
+import torch
+
+Call = dict[str, Any]
+"""A forward's arguments by name."""
+
+Args = tuple[Any, ...]
+"""A forward's arguments without names."""
+
+Function = Callable[..., Any]
+"""A function of Transformers, or its replacement. Its signature differs between versions."""
+
+
+class Config(Protocol):
+    """A Transformers config. Everything but the model type differs between models and versions."""
+
+    model_type: str
+
+    def __getattr__(self, name: str) -> Any:
+        """Any other setting."""
+
+
+class Model(Protocol):
+    """A Transformers model: a ``PreTrainedModel`` of any version.
+
+    Attributes:
+        config: the model's config.
+        training: whether the model is in training mode.
+        base_model_prefix: the name under which a model with a head holds its base model.
+        loss_function: the loss that the model's forward calls (4.46 on).
+    """
+
+    config: Config
+    training: bool
+    base_model_prefix: str
+    loss_function: Any
+    _modules: dict[str, Any]
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Run the forward and its hooks."""
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """Compute a batch."""
+
+    def modules(self) -> Iterator[torch.nn.Module]:
+        """The model and every module in it."""
+
+    def named_modules(self) -> Iterator[tuple[str, torch.nn.Module]]:
+        """The same, with names."""
+
+    def children(self) -> Iterator[torch.nn.Module]:
+        """The modules that the model holds directly."""
+
+    def named_children(self) -> Iterator[tuple[str, torch.nn.Module]]:
+        """The same, with names."""
+
+    def eval(self) -> Any:
+        """Switch to eval mode."""
+
+    def buffers(self) -> Iterator[torch.Tensor]:
+        """Every buffer."""
+
+    def parameters(self) -> Iterator[torch.nn.Parameter]:
+        """Every parameter."""
+
+    def named_parameters(self) -> Iterator[tuple[str, torch.nn.Parameter]]:
+        """The same, with names."""
+
+    def get_submodule(self, target: str) -> torch.nn.Module:
+        """The module of a name."""
+
+    def get_input_embeddings(self) -> Any:
+        """The module that embeds token ids."""
+
+    def get_output_embeddings(self) -> Any:
+        """The module that makes logits, or None."""

@@ -67,7 +67,7 @@ def pick(name: str | Kernel, asked: Asked, device: torch.device, try_it: bool = 
         KernelWrong: the named kernel fails its trial.
     """
     passed: list[str] = []
-    for kernel in order() if isinstance(name, str) and name == "auto" else (_one(name),):
+    for kernel in order() if name == "auto" else (_one(name),):
         kind = KernelUnavailable
         able, reason = kernel.available()
         if able:

@@ -102,7 +102,7 @@ def check_name(name: str | Kernel) -> None:
         UnknownKernel: no kernel has this name.
         KernelUnavailable: the kernel cannot run on this machine.
     """
-    if isinstance(name, str) and name == "auto":
+    if name == "auto":
         return
     kernel = name if isinstance(name, Kernel) else named(name)
     able, reason = kernel.available()

@@ -14,6 +14,7 @@ from .._compile import compiling, constant, paused
 from .._types import Call
 from ..errors import Fa2PatchError, NothingProven, PackingNotIsolated
 from ..probing import proving
+from ..upstream.dense import warn_unpacked
 from ..upstream.step import Patched
 
 
@@ -158,3 +159,22 @@ def _examined(number: int) -> str:
         except Fa2PatchError as error:
             return str(error)
     return ""
+
+
+@constant
+def capture_unpacked(number: int) -> bool:
+    """Warn once if a graph is captured for training batches without document information.
+
+    A graph cannot count batches: a count that it reads would make a new graph for every batch. So the warning comes
+    with the first such graph.
+
+    Args:
+        number: the number of the patch's examination.
+
+    Returns:
+        False, because a constant of a graph needs a value.
+    """
+    patch = _by_number[number]
+    if patch.unpacked is not None:
+        warn_unpacked(patch, "a graph was compiled for training batches that do not say")
+    return False

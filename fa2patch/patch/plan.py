@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from .._types import Model
-from ..upstream.architectures import Architecture, is_registered, lookup, row_of
+from ..upstream.architectures import is_registered, lookup, row_of
 from ..upstream.find_layers import Layer
 from ..upstream.find_models import models
 from ..upstream.find_route import route_of
@@ -24,7 +24,6 @@ class Plan:
     """What ``apply`` would do to a model.
 
     Attributes:
-        architecture: the model's row of the registry.
         found: the result of :meth:`Trait.finds` by trait name, for the traits that the model has.
         layers: the layers that must be given the boundaries, without their modules.
         sites: the attributes to replace.
@@ -32,7 +31,6 @@ class Plan:
         roles: the role of each model that a call goes through, the outermost first.
     """
 
-    architecture: Architecture
     found: dict[str, Any]
     layers: tuple[Layer, ...]
     sites: tuple[Site, ...]
@@ -63,11 +61,10 @@ def plan(model: Model, architecture: str | None = None) -> Plan:
         found[trait.name] = what
         sites += trait.replaces(looked, what)
     return Plan(
-        row,
         found,
         tuple(replace(layer, module=None) for layer in looked.layers),
         tuple(dict.fromkeys(sites)),
-        route_of(looked),
+        route_of(looked, sites),
         tuple(_role(looked, inner, found[directions.NAME].both) for inner in looked.entered),
     )
 

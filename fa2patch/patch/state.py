@@ -9,7 +9,8 @@ from typing import Any
 from .. import kernels
 from .._types import Call, Model
 from ..binding import LOCK, release, used_by
-from ..upstream import foreign, hooks
+from ..upstream import architectures, foreign, hooks
+from ..upstream.architectures import Architecture
 from ..upstream.find_layers import Layer
 from ..upstream.find_models import models
 from ..upstream.forward import entered
@@ -85,9 +86,10 @@ class Patch:
         )
 
     @property
-    def architecture(self) -> Any:
+    def architecture(self) -> Architecture:
         """The model's row of the registry."""
-        return self.plan.architecture
+        row: Architecture = self.found[architectures.NAME]
+        return row
 
     @property
     def found(self) -> dict[str, Any]:
@@ -107,6 +109,10 @@ class Patch:
     def examine(self, module: Any, call: Call, mask: Any) -> None:
         """See :func:`fa2patch.patch.examining.examine`."""
         examining.examine(self, module, call, mask)
+
+    def capture_unpacked(self) -> None:
+        """See :func:`fa2patch.patch.examining.capture_unpacked`."""
+        examining.capture_unpacked(self.examination.number)
 
     def renew(self) -> None:
         """Plan and bind again, after the model has changed.

@@ -18,6 +18,7 @@ from ..patch.unwrap import transformers_model
 from ..upstream.find_models import models
 from ..upstream.packed_mask import PackedMask
 from ..upstream.site import Site
+from ..upstream.traits import cache
 
 
 def without_weights(
@@ -106,7 +107,7 @@ def rehearsed(patch: Patch, mode: FakeTensorMode, device: str) -> tuple[dict[str
     mask = PackedMask(documents, picks, shape, 5, ids, patch.found)
     try:
         with mode, torch.no_grad():
-            decoder(input_ids=ids, position_ids=ids, attention_mask=mask, use_cache="cache" not in patch.found)
+            decoder(input_ids=ids, position_ids=ids, attention_mask=mask, use_cache=cache.NAME not in patch.found)
     except Fa2PatchError:
         raise
     except Exception as error:

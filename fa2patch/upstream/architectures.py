@@ -13,6 +13,9 @@ from .._types import Config
 from ..errors import BadArchitecture, UnknownArchitecture
 from ..kernels.options import Options
 
+NAME = "registry"
+"""The name of the trait, the key of a model's row in ``Patch.found``."""
+
 
 @dataclass(frozen=True)
 class Architecture:

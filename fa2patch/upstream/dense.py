@@ -16,7 +16,7 @@ from ..documents.names import LENGTHS
 from ..errors import NothingPacked, PackingNotIsolated
 from . import luggage
 from .find_models import models
-from .step import Step
+from .step import Patched, Step
 
 SAY_AFTER = 16
 """The number of training batches without document information after which a warning is given."""
@@ -53,6 +53,8 @@ def computed(step: Step) -> Any:
         PackingNotIsolated: the batch did not pass through the base model's patched forward.
     """
     if compiling():
+        if _says_nothing(step):
+            step.patch.capture_unpacked()
         if isinstance(step.call.get("position_ids"), torch.Tensor) and not step.role.innermost:
             step.call["position_ids"] = luggage.attach(step.call["position_ids"], luggage.Piece(luggage.MASK, None))
         return step.calls.make(step.module, step.args, step.call)
@@ -79,21 +81,36 @@ def _runs_eagerly(model: Model) -> bool:
 def _count_unpacked(step: Step) -> None:
     """Count training batches without document information and warn once, because joined rows look the same."""
     patch = step.patch
-    if patch.unpacked is None or not (step.module.training and torch.is_grad_enabled()):
-        return
-    if any(step.call.get(name) is not None for name in ("position_ids", *LENGTHS)):
+    if patch.unpacked is None or not _says_nothing(step):
         return
     patch.unpacked += 1
     if patch.unpacked == SAY_AFTER:
-        patch.unpacked = None
-        warnings.warn(
-            f"fa2patch.apply(model) is on, but {SAY_AFTER} training batches have come and none said where documents "
-            "start (position_ids, cu_seq_lens_*, seq_idx). If examples were joined in these rows (TRL up to 0.19 does "
-            "so: packing=True, and padding_free=True without flash attention), they attend to each other. Collate with "
-            "fa2patch.DataCollatorWithFlattening; fa2patch.verify(model, batch=batch) says what a batch holds.",
-            NothingPacked,
-            stacklevel=2,
-        )
+        warn_unpacked(patch, f"{SAY_AFTER} training batches have come and none said")
+
+
+def _says_nothing(step: Step) -> bool:
+    """Whether this is a training batch without document information."""
+    if not (step.module.training and torch.is_grad_enabled()):
+        return False
+    return all(step.call.get(name) is None for name in ("position_ids", *LENGTHS))
+
+
+def warn_unpacked(patch: Patched, seen: str) -> None:
+    """Warn that training batches come without document information, and stop the count.
+
+    Args:
+        patch: the model's patch.
+        seen: the batches that were seen, as the beginning of a sentence that ends in where documents start.
+    """
+    patch.unpacked = None
+    warnings.warn(
+        f"fa2patch.apply(model) is on, but {seen} where documents "
+        "start (position_ids, cu_seq_lens_*, seq_idx). If examples were joined in these rows (TRL up to 0.19 does "
+        "so: packing=True, and padding_free=True without flash attention), they attend to each other. Collate with "
+        "fa2patch.DataCollatorWithFlattening; fa2patch.verify(model, batch=batch) says what a batch holds.",
+        NothingPacked,
+        stacklevel=2,
+    )
 
 
 @contextlib.contextmanager

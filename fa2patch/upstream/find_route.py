@@ -2,19 +2,27 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 from . import inspecting
 from .find_mixers import carrier
 from .looked import Looked
 from .packed_mask import MASK
 from .route import Route
+from .site import Site
 from .traits import masks
 
 
-def route_of(model: Looked) -> Route:
-    """Return how the boundaries pass through a model."""
-    made_by = [site.owner for inner in model.entered for site in masks.sites(type(inner))]
+def route_of(model: Looked, sites: Iterable[Site]) -> Route:
+    """How the boundaries can reach the layers of a model.
+
+    Args:
+        model: the model.
+        sites: what is replaced for it.
+    """
+    making = [site.owner for site in sites if site.make is masks.let_through]
     return Route(
         MASK if model.attention else carrier(model.decoder, model.mixers),
         "position_ids" not in inspecting.upstream_parameters(type(model.decoder).forward),
-        len(model.entered) > 1 and any(isinstance(cls, type) and isinstance(model.model, cls) for cls in made_by),
+        len(model.entered) > 1 and any(isinstance(cls, type) and isinstance(model.model, cls) for cls in making),
     )

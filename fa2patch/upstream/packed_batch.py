@@ -15,10 +15,12 @@ from ..documents.names import CACHES, LENGTHS, PICTURES
 from ..documents.recognition import recognise
 from ..documents.stated import from_cu_seqlens
 from ..errors import BadCuSeqlens, PackedWithCache, PackedWithDenseMask, PackingNotIsolated
+from . import rope
 from .calls import batch_shape, cache_of
 from .find_models import models
 from .packed_mask import PackedMask
 from .step import Patched
+from .traits import directions, mixers, positions
 
 
 def packed_mask(call: Call, patch: Patched, made_inside: bool = False, training: bool = False) -> PackedMask | None:
@@ -46,19 +48,19 @@ def packed_mask(call: Call, patch: Patched, made_inside: bool = False, training:
     if "cu_seq_lens_q" in batch.lengths:
         found = _stated(batch, patch)
     else:
-        found = _recognised(batch, patch.found["positions"].first, made_inside, training)
+        found = _recognised(batch, patch.found[positions.NAME].first, made_inside, training)
     if found is None:
         return None
     _refuse_what_cannot_be_packed(call, batch.given_mask, batch.mask)
     if batch.position_ids is None:
         refuse_uncounted_pictures(patch.model, call)
         counted = positions_of(found.cu_seqlens.to(batch.device), batch.shape)
-        call["position_ids"] = counted + patch.found["positions"].first
-    positions, rope = found.positions, patch.found.get("rope")
-    if rope is not None:
-        positions = largest(call["position_ids"]) + 1 if positions is None else positions
-        rope.scaling.check(positions)
-    longest = batch.shape[1] if positions is None else positions
+        call["position_ids"] = counted + patch.found[positions.NAME].first
+    longest, scaled = found.positions, patch.found.get(rope.NAME)
+    if scaled is not None:
+        longest = largest(call["position_ids"]) + 1 if longest is None else longest
+        scaled.scaling.check(longest)
+    longest = batch.shape[1] if longest is None else longest
     return PackedMask(found, patch.picks, batch.shape, longest, call["position_ids"], patch.found)
 
 
@@ -97,7 +99,7 @@ def _read(call: Call, patch: Patched) -> _Batch | None:
             lengths[name] = lengths[name].to(device)
     given, cache = call.get("attention_mask"), cache_of(call)
     mask = _two_dimensional(given, shape, cached=cache is not None)
-    says_outright = cache is not None or (is_for_queries(given) and not (lengths or "mixers" in patch.found))
+    says_outright = cache is not None or (is_for_queries(given) and not (lengths or mixers.NAME in patch.found))
     if given is not None and mask is None and says_outright:
         return None  # a mask for every query, which generate() with a static cache also makes
     if position_ids is not None:
@@ -119,7 +121,7 @@ def _stated(batch: _Batch, patch: Patched) -> Boundaries:
         position_ids=batch.position_ids,
         attention_mask=batch.mask,
     )
-    return found.padding_apart(batch.mask) if batch.mask is not None and patch.found["directions"].both else found
+    return found.padding_apart(batch.mask) if batch.mask is not None and patch.found[directions.NAME].both else found
 
 
 def _recognised(batch: _Batch, first_position: int, made_inside: bool, training: bool) -> Boundaries | None:

@@ -13,7 +13,7 @@ from ..documents.boundaries import Boundaries, positions_of
 from ..kernels import Picks, asked_by
 from ..kernels.attention import packed_attention
 from ..kernels.options import Options
-from . import rope
+from . import architectures, rope
 
 MASK = "attention_mask"
 """The forward argument that every version passes to every attention layer."""
@@ -66,7 +66,7 @@ class PackedMask:
             ``[batch, length, query heads, value head dim]``.
         """
         self.given(module)
-        quirks = self.found.get("registry")
+        quirks = self.found.get(architectures.NAME)
         if quirks is not None and quirks.adjust is not None:
             options = quirks.adjust(module, options)
         if quirks is not None and quirks.queries is not None:

@@ -78,6 +78,9 @@ class Patched(Protocol):
     def examine(self, module: Model, call: Call, mask: PackedMask) -> None:
         """Called before a packed batch is computed."""
 
+    def capture_unpacked(self) -> None:
+        """Called when a training batch without document information is captured in a graph."""
+
 
 @dataclass(eq=False)
 class Step:

@@ -467,6 +467,23 @@ class TestNothingPacked:
         assert "TRL" in str(warning.message) and "DataCollatorWithFlattening" in str(warning.message)
         assert not self.warned(model, joined)
 
+    def test_a_compiled_model_warns_once_and_no_batch_makes_a_graph_of_its_own(self, model, docs):
+        graphs = []
+
+        def counted(graph, inputs):
+            graphs.append(graph)
+            return graph.forward
+
+        fa2patch.apply(model.train())
+        torch._dynamo.reset()
+        joined = {"input_ids": torch.cat(docs)[None], "attention_mask": torch.ones(1, sum(LENGTHS))}
+        compiled = torch.compile(model, backend=counted)
+        [warning] = self.warned(compiled, joined, 2)
+        assert "a graph was compiled for training batches" in str(warning.message)
+        made = len(graphs)
+        assert made and not self.warned(compiled, joined, 2 * dense.SAY_AFTER)
+        assert len(graphs) == made
+
     def test_a_packed_batch_says_that_all_is_well(self, model, docs):
         fa2patch.apply(model.train())
         model(**pack(docs))

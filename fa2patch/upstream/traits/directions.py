@@ -85,7 +85,7 @@ def contradiction(entered: Sequence[Any], layers: Sequence[Any]) -> str:
 
 def _causal_masks(model: Model) -> bool | None:
     """Whether the masks that a model's ``forward`` makes hide later tokens; None if its code does not show it."""
-    forward = next((vars(cls)["forward"] for cls in type(model).__mro__ if "forward" in vars(cls)), None)
+    forward: Any = vars(inspecting.defining(type(model), "forward"))["forward"]
     if inspecting.code_of(forward) is None:
         return None
     made = [name for name in inspecting.names_read(forward) if _MAKES.fullmatch(name)]

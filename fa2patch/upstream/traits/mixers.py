@@ -20,14 +20,16 @@ class Mixers(Trait):
 
     name = NAME
 
-    def finds(self, model: Looked) -> Any:
-        return True if model.mixers or mixers(model.decoder) else None
-
-    def refuses(self, model: Looked, found: Any) -> None:
+    def finds(self, model: Looked) -> dict[str, str] | None:
+        """The mixers that cannot be given the boundaries, by name; None if the model has no mixers at all."""
+        carrying = mixers(model.decoder)
         covered = tuple(f"{layer.name}." for layer in model.mixers)
-        left = {name: what for name, what in mixers(model.decoder).items() if not f"{name}.".startswith(covered)}
-        if left:
-            (name, what), *others = left.items()
+        left = {name: what for name, what in carrying.items() if not f"{name}.".startswith(covered)}
+        return left if carrying else None
+
+    def refuses(self, model: Looked, found: dict[str, str]) -> None:
+        if found:
+            (name, what), *others = found.items()
             raise UnsupportedModel(
                 f"{type(model.decoder).__name__} carries state along the row outside attention, in {what} at {name}"
                 f"{f' and {len(others)} more places' if others else ''}. Nothing that it is handed could tell it where "

@@ -23,7 +23,9 @@ from ..packed_mask import PackedMask
 from ..step import Step
 from .trait import Trait
 
-_POOLS = "pooled_logits"
+POOLED = "pooled_logits"
+"""The variable that holds the result of pooling in the forwards of all Transformers versions."""
+
 _LAST_TOKEN = {"sequence_lengths", "sequence_length", "last_non_pad_token"}
 """Variables that hold the pooled token's index in the forwards of all Transformers versions."""
 
@@ -74,7 +76,7 @@ def _pools_the_last_token(cls: type) -> bool:
 
 @functools.lru_cache(maxsize=64)
 def _looked_up(cls: type) -> bool:
-    pooling = (forward for forward in inspecting.forwards_that_run(cls) if inspecting.has_variable(forward, _POOLS))
+    pooling = (forward for forward in inspecting.forwards_that_run(cls) if inspecting.has_variable(forward, POOLED))
     forward = next(pooling, None)
     return forward is not None and any(inspecting.has_variable(forward, name) for name in _LAST_TOKEN)
 

@@ -17,6 +17,9 @@ from ..packed_mask import MASK, PackedMask
 from ..site import Site, of_forward
 from .trait import Trait
 
+NAME = "positions"
+"""The trait's name, the key of its :class:`Found` in ``Patch.found``."""
+
 _POSITIONS = re.compile(r"(^|_)(position|positions|pos|wpe|rotary|rope)(_|$)")
 
 
@@ -36,7 +39,7 @@ class Found(NamedTuple):
 class Positions(Trait):
     """Make positions restart with each document, and refuse a model in which they cannot."""
 
-    name = "positions"
+    name = NAME
 
     def finds(self, model: Looked) -> Found:
         counting = position_embeddings(model.decoder)
@@ -81,7 +84,7 @@ def _may_read_ids(decoder: Model) -> bool:
     ``**kwargs`` alone is not enough: Bart in 5.x passes them to attention layers, which ignore the ids, and not to its
     embeddings.
     """
-    inherited = [vars(cls)["forward"] for cls in type(decoder).__mro__ if "forward" in vars(cls)]
+    inherited = (forward for _, forward in inspecting.forwards(type(decoder)))
     for forward in (decoder.forward, *inherited):
         parameters = inspecting.parameters(forward)
         if inspecting.code_of(forward) is None or any(p.name == "position_ids" for p in parameters):

@@ -3,12 +3,9 @@
 from __future__ import annotations
 
 from ...errors import UnsupportedModel
-from ..architectures import Architecture, row_of
+from ..architectures import NAME, Architecture, row_of
 from ..looked import Looked
 from .trait import Trait
-
-NAME = "registry"
-"""The trait's name, the key of the row in ``Patch.found``."""
 
 
 class Registered(Trait):

@@ -17,7 +17,7 @@ import torch
 from ..._types import Function
 from .. import luggage
 from ..looked import Looked
-from ..rope import MODULES, Found, each_document, length_scaled
+from ..rope import MODULES, NAME, Found, each_document, length_scaled
 from ..site import Site, of_forward
 from ..step import Step
 from .trait import Trait
@@ -26,7 +26,7 @@ from .trait import Trait
 class Rope(Trait):
     """Replace the rotary modules of longrope. Dynamic NTK is checked when a packed batch is recognised."""
 
-    name = "rope"
+    name = NAME
 
     def finds(self, model: Looked) -> Found | None:
         scaling = length_scaled(model.decoder.config)

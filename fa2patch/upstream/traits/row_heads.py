@@ -24,7 +24,6 @@ _CHOICES = "num_choices"
 _CLASSIFIES = "problem_type"
 """The config entry by which a forward chooses the loss for one label per row. Token classifiers do not read it."""
 
-_POOLS = "pooled_logits"
 _READS_ALL = re.compile("SequenceClassification|CausalLM|LMHead|MaskedLM|TokenClassification")
 
 
@@ -71,7 +70,7 @@ def of_whole_rows(model: Model) -> str:
             return f"takes {taken[0]}, which says one thing of each row"
         if inspecting.has_variable(forward, _CHOICES):
             return f"pools one vector per row, to score choices in {cls.__name__}.forward"
-        pools = inspecting.has_variable(forward, _POOLS) or inspecting.reads_name(forward, _CLASSIFIES)
+        pools = inspecting.has_variable(forward, pooling.POOLED) or inspecting.reads_name(forward, _CLASSIFIES)
         if pools and not pooling.pools_documents(model):
             return f"pools one vector per row, in another way than by its last token ({cls.__name__}.forward)"
     return ""

@@ -16,18 +16,18 @@ HERE = Path(__file__).parent
 COMMAND = "python -m compat_matrix.bench.figures"
 PARTS = ("startup", "syncs", "kernels", "overhead", "mixers", "training", "packing")
 OWED = (
-    "GPU figures are owed: no GPU has been at hand. `python -m compat_matrix.bench.gpu --out FOLDER` makes "
-    "FOLDER/gpu.json, whose place is results/gpu.json."
+    "There are no GPU figures yet. `python -m compat_matrix.bench.gpu --out FOLDER` makes "
+    "FOLDER/gpu.json. Commit it as results/gpu.json."
 )
 
 WHAT = {
-    "startup": "What it takes to import fa2patch where torch is imported, and to patch a large model.",
-    "syncs": "How often one forward waits for the device, and how often boundaries are made, by layers.",
-    "kernels": "What attention costs that keeps to documents: the reference kernel, and three other ways.",
-    "overhead": "What the patch adds on the host, kernel aside.",
-    "mixers": "Hybrids' packed rows against their documents run one by one.",
-    "training": "The same mini-batches, padded and packed: same losses, no time for padding.",
-    "packing": "Which examples share a row: planners on the same lengths, beside TRL's and axolotl's.",
+    "startup": "The time to import fa2patch after torch, and to patch a large model.",
+    "syncs": "How often one forward waits for the device, and how often it derives boundaries, by layers.",
+    "kernels": "The cost of attention within documents: the reference kernel and three other ways.",
+    "overhead": "The time that the patch adds on the host, without the kernel.",
+    "mixers": "Packed rows of hybrid models compared with their documents run one by one.",
+    "training": "Training on the same mini-batches, padded and packed.",
+    "packing": "Planners decide which examples share a row: fa2patch's, TRL's and axolotl's on the same lengths.",
     "gpu": "Models of published sizes with random weights.",
 }
 

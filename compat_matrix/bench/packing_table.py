@@ -8,18 +8,23 @@ from .table import Found, Table
 
 Case = dict[str, Any]
 
-WHERE = "Lengths drawn as `compat_matrix/bench/lengths.py` has them; uniform: 1 to 4096. "
+WHERE = "The lengths are drawn by `compat_matrix/bench/lengths.py`; *uniform* means 1 to 4096. "
 SPEED = (
-    "Seconds of processor time (least of 3 runs, of one where it takes 3 s), growth of the peak of resident memory, "
-    "each in a process of its own. TRL packs tokens, of one byte here; all others lengths. *.rows*: the plan as a "
-    "Python list of arrays. *PackedBatchSampler*: an epoch of 8 ranks, dealt out by cost. *stream*: one by one."
+    "Each cell holds seconds of processor time (the least of 3 runs, or one run if it takes 3 s) and the growth of the "
+    "peak of resident memory in MB, measured in a process of its own. TRL packs tokens, here of one byte each; all "
+    "others pack lengths. *.rows* makes the plan a Python list of arrays. *PackedBatchSampler* makes an epoch for 8 "
+    "ranks, balanced by cost. *stream* takes the examples one by one."
 )
-FILL = "Tokens by the places for them; in brackets rows by the lower bound, tokens / budget rounded up."
+FILL = (
+    "Each cell holds the tokens divided by the places in the rows. In brackets: the number of rows divided by its "
+    "lower bound, which is tokens / budget, rounded up."
+)
 BALANCE = (
-    "The costliest of 8 ranks by their mean, on average over steps: a synchronous step takes as long as its "
-    "costliest rank. Cost: tokens + {cost:.2g} x the sum of squared lengths (hidden size 4096); in brackets by tokens "
-    "alone. Rows are dealt to ranks in turn, without an incomplete last step, TRL's in a random order; "
-    "PackedBatchSampler deals its own, the last step included."
+    "Each cell holds the cost of the costliest of 8 ranks divided by the mean of the ranks, averaged over steps: a "
+    "synchronous step takes as long as its costliest rank. The cost is tokens + {cost:.2g} x the sum of squared "
+    "lengths (hidden size 4096); in brackets, the cost is the number of tokens. Rows go to the ranks in turn, without "
+    "an incomplete last step, and TRL's in a random order. PackedBatchSampler distributes its rows itself, including "
+    "the last step."
 )
 
 

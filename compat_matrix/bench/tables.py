@@ -29,10 +29,11 @@ def syncs(found: Found) -> list[Table]:
         named = f"{layers[0]} layers", *layers[1:]
         head = ["", *named, f"of {layers[-1]}: in Python", "at the kernel's call", "derivations"]
         notes = (
-            "Device-to-host reads in one forward of a packed row. *At the kernel's call*: `max_seqlen` arrives as a "
-            "tensor where a number is wanted, and is read for each argument. *Derivations*: boundaries made from "
-            "`position_ids`. *Lengths*: the collator's `return_flash_attn_kwargs=True`; refused: that forward takes no "
-            "such arguments. Counted on a CPU with a stand-in for flash-attn; what kernels read is left out."
+            "Each cell holds the device-to-host reads in one forward of a packed row. *At the kernel's call*: "
+            "`max_seqlen` is a tensor where the kernel takes a number, and is read for each argument. *Derivations*: "
+            "how often boundaries are derived from `position_ids`. *Lengths*: batches with the collator's "
+            "`return_flash_attn_kwargs=True`; *refused*: that forward takes no such arguments. The reads are counted "
+            "on a CPU with a stand-in for flash-attn, without the reads inside kernels."
         )
         made.append(Table(f"Reads per forward, {architecture}", head, rows, notes + _remaining(found, architecture)))
     return [*made, _checkpointed(found)]
@@ -46,7 +47,7 @@ def _checkpointed(found: Found) -> Table:
             cells = ["refused", ""] if refused else [str(total_reads(counts)), str(counts["derived"])]
             rows.append([f"{version} {way}", *cells])
     title = f"Reads per step under gradient checkpointing, {run['checkpointed']['architecture']}"
-    notes = f"Forward and backward of {run['checkpointed']['layers']} layers; the backward computes each of them again."
+    notes = f"Forward and backward of {run['checkpointed']['layers']} layers. The backward computes each layer again."
     return Table(title, ["", "reads", "derivations"], rows, notes)
 
 
@@ -57,7 +58,7 @@ def _remaining(found: Found, architecture: str) -> str:
         for place, _ in list(run["counts"][architecture]["fa2patch"].values())[-1]["where"].items():
             if " in transformers." in place:
                 stay.append(f"{version}: {place.partition(' in ')[2]}")
-    return f" What fa2patch's rows still read is upstream's own: `{'`, `'.join(stay)}`." if stay else ""
+    return f" The reads that remain with fa2patch are in Transformers' own code: `{'`, `'.join(stay)}`." if stay else ""
 
 
 def total_reads(counts: Found) -> int:
@@ -87,13 +88,16 @@ def kernels(found: Found) -> list[Table]:
     errors = {row["jagged_causal_error"] for row in found["rows"] if "jagged_causal_error" in row}
     notes = (
         f"One row of {found['tokens']} tokens; {found['query_heads']} query and {found['key_heads']} key heads of "
-        f"{found['head_dim']}, {found['dtype']}, causal. Rivals as multiples of the reference's time, least of "
-        f"{found['repeats']} rounds, in turns. *Scores*: the sum of squared lengths. Were cost "
-        "in proportion to it, *ns per score* (of the reference, forward and backward) would be the same in every row; "
-        "it grows, as what every token costs stays."
+        f"{found['head_dim']}, {found['dtype']}, causal. The other ways' times are multiples of the reference's; each "
+        f"is the least of {found['repeats']} rounds, taken in turns. *Scores* is the sum of squared lengths. *ns per "
+        "score* is the reference's time for forward and backward, divided by the scores. It grows from row to row "
+        "because every token also has a constant cost."
     )
     if errors:
-        notes += f" Jagged: not causal, against the reference not causal; causal is `{errors.pop()}`"
+        notes += (
+            " Jagged attention is measured without causal masking, against the reference without it. With it, it "
+            f"raises `{errors.pop()}`."
+        )
     return [Table("Attention of one row as documents get more and shorter", head, rows, notes)]
 
 
@@ -106,11 +110,12 @@ def overhead(found: Found) -> list[Table]:
     inside = found["call"]["packed_attention_us"] - found["call"]["kernel_us"]
     lengthy = found["forwards"][-1]
     notes = (
-        "Slope and intercept (in brackets: of each quarter of the rounds) over models of "
-        f"{', '.join(str(row['layers']) for row in found['forwards'])} layers: a patched forward less the same model's "
-        f"with the kernel called by hand, whose forward of {lengthy['layers']} layers takes "
-        f"{lengthy['by_hand_us'] / lengthy['layers']:.0f} µs a layer here. Of it `packed_attention` around its kernel: "
-        f"{inside:.0f} µs a call. Host time: on a GPU it is hidden where the GPU is behind."
+        "A line is fitted to the time of a patched forward minus the time of the same model with the kernel called by "
+        f"hand, for models of {', '.join(str(row['layers']) for row in found['forwards'])} layers. The table shows its "
+        "slope and intercept, and in brackets their range over quarters of the rounds. Called by hand, the forward of "
+        f"{lengthy['layers']} layers takes {lengthy['by_hand_us'] / lengthy['layers']:.0f} µs per layer. "
+        f"`packed_attention` without its kernel takes {inside:.0f} µs per call. This is time of the host. On a GPU it "
+        "is hidden while the GPU still computes earlier layers."
     )
     return [Table("The patch's own overhead", ["", "µs per layer", "µs per forward"], rows, notes)]
 
@@ -128,10 +133,11 @@ def mixers(found: Found) -> list[Table]:
         for run in found["rows"]
     ]
     notes = (
-        f"Forward and backward in milliseconds, least of {found['repeats']} rounds in turns. The ratio, packed by one "
-        "by one, is the median over rounds: with one backward of all documents' losses, as in a mini-batch's step, and "
-        "with one for each (which holds one document's activations at a time, and is kinder to a CPU's caches). Tiny "
-        "models with a layer or two of each kind, pure-torch mixers, float32: the patch's own cost is at its largest."
+        f"Milliseconds of forward and backward, the least of {found['repeats']} rounds taken in turns. The ratios are "
+        "packed divided by one by one, as medians over the rounds. The first ratio is for one backward of all "
+        "documents' losses, as in a mini-batch's step. The second is for a backward per document, which holds the "
+        "activations of one document at a time and suits a CPU's caches better. The models are tiny, with one or two "
+        "layers of each kind, pure-torch mixers and float32, so the patch's own cost is at its largest."
     )
     head = ["documents", "packed, ms", "one by one, ms", "ratio", "a backward each: ratio"]
     return [Table("A packed row of a hybrid", head, rows, notes)]
@@ -156,10 +162,11 @@ def training(found: Found) -> list[Table]:
     head = ["", "real tokens/s", "to padded", "limit", "share of it", "optimizer steps", "largest loss difference"]
     notes = (
         f"Llama of {found['layers']} layers, hidden size {found['hidden_size']}, {found['dtype']}, AdamW, mini-batches "
-        f"of {found['batch']} documents, {found['scale']:g} times as long as the distributions' own; every step in "
-        "turns. *Limit*: padded tokens for each real one in these mini-batches, the most to gain where cost is linear "
-        "in tokens; attention over padding, which is not, can add to it. *Upstream*: Transformers alone on the packed "
-        "row (sdpa, with its own block-diagonal mask). *Loss difference*: to padded, at any step."
+        f"of {found['batch']} documents. The documents are {found['scale']:g} times as long as in the distributions. "
+        "The variants take each step in turns. *Limit* is the number of padded tokens divided by the number of real "
+        "tokens in these mini-batches: the largest gain if cost were linear in tokens. Attention over padding is not, "
+        "and can add to the gain. *Upstream* is Transformers alone on the packed row (sdpa, with its own "
+        "block-diagonal mask). *Largest loss difference* is the difference to padded training at any step."
     )
     return [Table("Training, padded and packed", head, rows, notes)]
 
@@ -203,8 +210,8 @@ def startup(found: Found) -> list[Table]:
         for key, name in (("import", "import fa2patch"), ("apply", f"fa2patch.apply, {found['layers']} layers"))
     ]
     notes = (
-        f"Milliseconds, {found['repeats']} times; the import in a process of its own after `import torch`, the model "
-        f"a Llama on the meta device. Packages that the import brings in: {', '.join(found['imported'])}."
+        f"Milliseconds, measured {found['repeats']} times. Each import runs in a new process after `import torch`. The "
+        f"model is a Llama on the meta device. The import loads these packages: {', '.join(found['imported'])}."
     )
     return [Table("Import and apply", ["", "least", "median"], rows, notes)]
 

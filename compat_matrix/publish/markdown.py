@@ -23,23 +23,24 @@ def matrix(results: Results) -> str:
             "",
             "<!-- Made by `python -m compat_matrix.publish` from compat_matrix/evidence; edit that, not this. -->",
             "",
-            f"{gpu(results)} The same as a picture: [matrix.html](matrix.html), to be opened in a browser.",
+            f"{gpu(results)} [matrix.html](matrix.html) shows the same as a map; open it in a browser.",
             *missing(results),
             "",
             "## By version",
             "",
             "With fa2patch, a cell is *ok* when every point of every attention implementation holds or does not apply,",
             "*refused* when `apply` raises with the reason, *xfail* when it is a known failure, *fail* otherwise.",
-            f"Beside it Transformers alone, on its flash route, with the same kinds of packed row: {rows}.",
+            f"The columns beside it show Transformers alone, on its flash route, with the same packed rows: {rows}.",
             "",
             *_totals(results),
             "",
             "## Every cell",
             "",
-            f"First fa2patch ({HERE['ok']} ok, {HERE['refused']} refused, {HERE['xfail']} known failure, **FAIL**),",
-            f"then Transformers alone ({ALONE['ok']} every row right, {ALONE['plain']} one row right and another not,",
-            f"{ALONE['leak']} one row leaks, {ALONE['error']} one row raises, {ALONE['unknown']} not run). "
-            "Empty: the version does not have it.",
+            f"First sign: fa2patch ({HERE['ok']} ok, {HERE['refused']} refused, {HERE['xfail']} known failure,",
+            "**FAIL**).",
+            f"Second sign: Transformers alone ({ALONE['ok']} every row right, {ALONE['plain']} one right and another",
+            f"not, {ALONE['leak']} one row leaks, {ALONE['error']} one row raises, {ALONE['unknown']} not run). "
+            "A cell is empty if the version does not have the architecture.",
             *(
                 line
                 for band in bands(results.environments)
@@ -137,14 +138,14 @@ def _refused(results: Results) -> list[str]:
     found: dict[str, list[str]] = {}
     for (reason, _), where in _where(results, "refused").items():
         sentence = reason.split(". ")[0].rstrip(".")
-        common = re.sub(r"^(\w+: )?\w+ ", "", sentence).split(", in ")[0]
+        common = re.sub(r"^(\w+: )?\w+:? ", "", sentence).split(", in ")[0]
         for name, there in where.items():
             detail = sentence.partition(common)[2].lstrip(", ")
             line = f"- `{name}` {spans(results.environments, there)}{detail and ': '}{_plain(detail)}"
             found.setdefault(common, []).append(line)
     lines = ["## Refused", ""] if found else []
     for common, entries in sorted(found.items()):
-        lines += [f"Because it {_plain(common)}:", "", *sorted(entries), ""]
+        lines += [f"Reason: {_plain(common)}:", "", *sorted(entries), ""]
     return lines
 
 

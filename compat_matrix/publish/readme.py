@@ -41,17 +41,18 @@ def table(results: Results) -> str:
         ([label, *(_band(band.score(*names)) for band in columns)] for label, names in rows),
     )
     total = results.score(*results.counted)
-    left = "".join(f", {total.states[state]:,} {word}" for state, word in _LEFT.items() if total.states[state])
+    left = ", ".join(f"{total.states[state]:,} {word}" for state, word in _LEFT.items() if total.states[state])
     above = (
-        "In how many minors a family is isolated **with fa2patch**, of those that have it; in brackets Transformers "
-        f"alone, with one packed row, and with all {len(results.upstream_rows)} "
-        "[kinds of packed row](compat_matrix/MATRIX.md):"
+        "Each cell shows in how many of the minor versions that have the family it is isolated **with fa2patch**. The "
+        "numbers in brackets are for Transformers alone: first with one packed row, then with all "
+        f"{len(results.upstream_rows)} [kinds of packed row](compat_matrix/MATRIX.md)."
     )
     below = (
-        f"Cells, architecture by version, {_devices(results)}: **{total.states['ok']:,} of {total.present:,} isolated**"
-        f"{left}; Transformers alone {total.one_row['ok']:,} and {total.every_row:,} of {total.measured:,}. "
-        "Every one of them: [as tables](compat_matrix/MATRIX.md), and [as a map](compat_matrix/matrix.html), "
-        f"to be opened in a browser. {' '.join(markdown.missing(results))}"
+        f"Over all architectures and versions, checked {_devices(results)}, fa2patch isolates **{total.states['ok']:,} "
+        f"of {total.present:,} cells**{left and f' ({left})'}. Transformers alone isolates {total.one_row['ok']:,} "
+        f"with one packed row and {total.every_row:,} with all kinds, of {total.measured:,}. All cells are shown "
+        "[as tables](compat_matrix/MATRIX.md) and [as a map](compat_matrix/matrix.html), which opens in a browser. "
+        f"{' '.join(markdown.missing(results))}"
     )
     return "\n".join([*_wrapped(above), "", *lines, "", *_wrapped(below)])
 

@@ -127,7 +127,7 @@ class Kernel:
             options: the layer's options.
 
         Returns:
-            ``[tokens, query heads, value head dim]``.
+            A contiguous tensor ``[tokens, query heads, value head dim]``.
 
         Raises:
             KernelUnavailable: the kernel cannot run on this machine.
@@ -142,7 +142,9 @@ class Kernel:
             dim += -dim % self.MULTIPLE
             q, k, v = (x if x.shape[-1] == dim else F.pad(x, (0, dim - x.shape[-1])) for x in (q, k, v))
         output = self.attend(q, k, v, boundaries, options, scale)
-        return output if output.shape[-1] == value_dim else output[..., :value_dim].contiguous()
+        if output.shape[-1] != value_dim:
+            output = output[..., :value_dim]
+        return output.contiguous()  # some models call .view on the output of attention
 
     def attend(
         self,

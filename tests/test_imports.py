@@ -1,4 +1,4 @@
-"""Imports point one way: in fa2patch from the command line down to the ground floor, and nowhere in a circle."""
+"""Imports in fa2patch point one way, from the command line down to the ground floor. No package has a circle."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The papers agree with the code."""
+"""README, CI and other documents agree with the code."""
 
 import re
 from pathlib import Path

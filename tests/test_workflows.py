@@ -1,4 +1,4 @@
-"""The workflows name what exists: modules, options, extras, files; and ask for no more rights than they need."""
+"""The workflows name only modules, options, extras and files that exist, and ask for no unneeded rights."""
 
 import importlib.util
 import re
@@ -31,7 +31,7 @@ every_workflow = pytest.mark.parametrize("name", WORKFLOWS)
 
 
 def triggers(workflow):
-    return workflow[True]  # YAML 1.1 reads the key "on" so
+    return workflow[True]  # YAML 1.1 reads the key "on" as a boolean
 
 
 def options(text):
@@ -65,7 +65,7 @@ def test_what_is_somebody_elses_word_reaches_no_script_as_text(name):
 
 @pytest.mark.parametrize(("where", "module", "rest"), CALLS)
 def test_modules_exist(where, module, rest):
-    if module not in ("venv", "build"):  # build is one of the extra dev
+    if module not in ("venv", "build"):  # build is in the extra dev
         assert importlib.util.find_spec(module), where
 
 

@@ -166,7 +166,7 @@ def _unsized(func: Any, name: str, kwargs: Any) -> bool:
 
 
 def _to_host(args: Any, kwargs: Any) -> bool:
-    """Only the string "cpu" counts: ``.to(x.device)`` names the CPU here and the GPU there."""
+    """Only the string "cpu" counts, because on a GPU ``.to(x.device)`` copies nothing to the host."""
     return "cpu" in [value for value in (*args, kwargs.get("device")) if isinstance(value, str)]
 
 

@@ -1,4 +1,4 @@
-"""``fa2patch matrix``: what it prints, how it exits, what it says to what it cannot use."""
+"""``fa2patch matrix``: its output, its exit codes, and its messages about input that it cannot use."""
 
 import json
 import os
@@ -30,13 +30,13 @@ def matrix(*arguments):
 
 
 def cells_of(result):
-    """From JSON; click before 8.2 puts what went to stderr in front of it."""
+    """Return the cells of the JSON in the output. click before 8.2 puts stderr in front of it."""
     return json.loads(result.output[result.output.index("{") : result.output.rindex("}") + 1])["cells"]
 
 
 @pytest.fixture
 def finding(monkeypatch):
-    """Instead of environments: what is found for each architecture asked for."""
+    """Return a function that replaces the checks in environments by these cells, and gives the calls."""
     asked = []
 
     def set_up(cells):
@@ -149,7 +149,7 @@ assert not {{"torch", "transformers", "rich", "compat_matrix"}} & {{*sys.modules
 
 
 def alone(before=""):
-    """The command line's own module in a process of its own, without what the package imports."""
+    """Import the command line's module in a separate process, without running the package's ``__init__``."""
     code = ALONE.format(path=str(ROOT / "fa2patch"), before=before)
     return subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT)
 

@@ -1,4 +1,4 @@
-"""``fa2patch verify``, ``doctor``, ``status``, ``architectures``: what they show, and how they exit."""
+"""``fa2patch verify``, ``doctor``, ``status`` and ``architectures``: their output and their exit codes."""
 
 import json
 from pathlib import Path

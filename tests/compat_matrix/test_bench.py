@@ -1,4 +1,4 @@
-"""The benchmark counts and computes what it says; how long anything takes is tested nowhere."""
+"""The benchmark counts and computes what it claims. No test depends on how long anything takes."""
 
 import importlib.util
 import json
@@ -20,7 +20,7 @@ PARTS = ("kernels", "overhead", "mixers", "training")
 
 @pytest.fixture
 def as_it_was(monkeypatch):
-    """What the benchmark sets for its own process."""
+    """Restore the environment variables and the number of threads that the benchmark sets."""
     for name in ("HF_HUB_OFFLINE", "TRANSFORMERS_VERBOSITY"):
         monkeypatch.setenv(name, "")
     threads = torch.get_num_threads()
@@ -101,7 +101,7 @@ def test_fa2patch_reads_once_whatever_the_layers_and_not_at_all_with_lengths(lay
 
 @pytest.mark.parametrize("distribution, ratio", [(lengths.FLAN, 2.066), (lengths.ORCAMATH, 1.448)])
 def test_padding_ratios(distribution, ratio):
-    """Of one shuffle; here the mean over all mini-batches is computed, which differs in the fourth digit."""
+    """The expected ratios are of one shuffle. The mean over all mini-batches differs from them in the fourth digit."""
     assert lengths.expected_padding_ratio(distribution.draw(20_000, seed=0), 4) == pytest.approx(ratio, abs=1e-3)
 
 
@@ -147,7 +147,7 @@ def test_quick_parts_give_well_formed_json(tmp_path, as_it_was, capsys):
 
 
 def test_synchronisations_of_an_environment(tmp_path, monkeypatch):
-    """The child process, in this very environment."""
+    """The child process runs in this test's own environment."""
     monkeypatch.setattr(environments, "make", lambda *unused: Path(sys.executable))
     with Progress(disable=True) as progress:
         found = syncs.measure(progress, tmp_path, ("5.23.0",), quick=True)
@@ -186,7 +186,7 @@ def test_gpu_toy_on_a_cpu_goes_on_where_it_was_and_gives_no_figures(tmp_path, as
     for run in found["shapes"]["Mistral-7B"]["distributions"].values():
         assert list(run["variants"]) == variants
         losses = [variant["last_loss"] for variant in run["variants"].values()]
-        assert max(losses) - min(losses) < 0.05  # bfloat16
+        assert max(losses) - min(losses) < 0.05  # the rounding of bfloat16
     assert figures.read(tmp_path / "results") == {}
     assert figures.OWED in figures.page({})
 
@@ -245,6 +245,6 @@ def test_nothing_committed_names_a_machine():
 
 
 def test_a_packed_row_and_the_collators_agree():
-    """The counted row is the points' own."""
+    """The row in which reads are counted is the one that the points pack."""
     expected = pack(documents(*syncs_once.DOCUMENTS))
     assert all(torch.equal(syncs_once.row(False)[name], value) for name, value in expected.items())

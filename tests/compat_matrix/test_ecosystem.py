@@ -1,4 +1,4 @@
-"""The ecosystem's checks in this environment, its stacks, its evidence and its page; every stack by -m slow."""
+"""The ecosystem's checks in this environment, its stacks, evidence and page. ``-m slow`` runs every stack."""
 
 import json
 import subprocess
@@ -63,7 +63,7 @@ def test_lengths_as_trl_014_to_019_gives_them(examples):
 
 
 def test_a_packed_row_that_does_not_say_so_is_named(examples):
-    """What TRL 0.19's padding_free gives a model that is not loaded as flash attention."""
+    """TRL 0.19's padding_free gives such a batch to a model that is not loaded with flash attention."""
     batch = packed(examples)
     del batch["position_ids"]
     batch["attention_mask"] = torch.ones_like(batch["input_ids"])
@@ -74,7 +74,7 @@ def test_a_packed_row_that_does_not_say_so_is_named(examples):
 
 
 def test_torchs_context_parallelism_is_refused(examples):
-    """Its hook takes every layer's mask away; what is left is one document from the row's start to its end."""
+    """The hook removes every layer's mask, without which the row would be computed as one document."""
     from accelerate.big_modeling import _attach_context_parallel_hooks
 
     model = tiny_llama()
@@ -88,7 +88,7 @@ def test_every_stack_is_pinned():
     for stack in STACKS.values():
         assert all("==" in pin or pin == "rich" for pin in stack.environment.pins), stack.name
         if stack.checks:
-            continue  # named for what is held in it
+            continue  # such a stack is named after its checks
         assert stack.name == (f"trl-{stack.trl}" if stack.trl else f"transformers-{stack.environment.transformers}")
     trainers = {stack.environment.transformers for stack in STACKS.values() if stack.trl is None}
     assert {"4.36.2", "4.44.2", "4.57.6", "5.23.0"} <= trainers

@@ -1,4 +1,4 @@
-"""What an environment is made of, when it is made again, and what it sees of ours."""
+"""The requirements of an environment, when it is made again, and which of our packages it sees."""
 
 import os
 import subprocess

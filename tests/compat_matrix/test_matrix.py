@@ -1,4 +1,4 @@
-"""The matrix's points hold here and now, and turn red when something that matters is broken."""
+"""The matrix's points pass in this environment, and fail when something that matters is broken."""
 
 import dataclasses
 import json
@@ -77,7 +77,7 @@ def test_position_ids_dropped_on_the_way_are_red(monkeypatch):
         return packed_mask_of({**call, "position_ids": None}, *args, **kwargs)
 
     monkeypatch.setattr(forward, "packed_mask", without_ids)
-    red("packed_rows", "every_layout", family="llama")  # where Transformers alone leaks
+    red("packed_rows", "every_layout", family="llama")  # at these points Transformers alone leaks
     red("packed_row", "packed_rows", "nothing_crosses", family="gpt_bigcode")
 
 
@@ -185,7 +185,7 @@ NUMBERS, NAN = torch.tensor([1.0, 2.0, 3.0]), torch.tensor([1.0, float("nan"), 3
 @pytest.mark.parametrize("family", ["llama", "mixtral"])
 @pytest.mark.parametrize(("found", "expected"), [(NAN, NUMBERS), (NUMBERS, NAN), (NAN, NAN)], ids=str)
 def test_a_number_that_is_none_passes_nowhere(found, expected, family, where):
-    """Wherever it is: ``max`` of Python's own keeps or loses it by its place among the others."""
+    """NaN is tried at several places, because Python's ``max`` keeps or loses it depending on its place."""
     good = {"a": NUMBERS, "b": NUMBERS, "c": NUMBERS}
     name = sorted(good)[where]
     with pytest.raises(AssertionError):

@@ -1,4 +1,4 @@
-"""What the nightly workflow checks, and when it says that something is red."""
+"""Which versions the nightly workflow checks, and when it reports a failure."""
 
 import json
 

@@ -1,4 +1,4 @@
-"""``python -m compat_matrix.structure``: circles, docstrings and the table, of a folder now and of a commit."""
+"""``python -m compat_matrix.structure``: circles, docstrings and the table, for the working tree and a commit."""
 
 import json
 import shutil
@@ -20,7 +20,7 @@ def undocumented(text, path="package/module.py"):
 
 
 def packed(**texts):
-    """Modules of a package by their names; ``inner__in__one`` is the module ``one`` in the folder ``inner``."""
+    """Return modules of a package. The name ``inner__in__one`` is the module ``one`` in the folder ``inner``."""
     return [module(text, f"package/{name.replace('__in__', '/')}.py") for name, text in texts.items()]
 
 
@@ -190,7 +190,7 @@ def test_an_inner_folder_knows_its_absolute_imports(tmp_path):
 
 @pytest.fixture
 def repository(tmp_path):
-    """A package of one documented function in a commit, which has lost its docstrings since."""
+    """Return a package whose commit has two files and all docstrings; the working tree has one file and none."""
     if shutil.which("git") is None:
         pytest.skip("git is not installed")
     folder = written(tmp_path / "package", a='"""Module."""\n\n\ndef f():\n    """Function."""\n', b='"""Module."""\n')

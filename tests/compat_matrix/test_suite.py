@@ -1,4 +1,4 @@
-"""``python -m compat_matrix.suite``: a folder of tests in the environment of each version, here this very Python."""
+"""``python -m compat_matrix.suite`` runs a folder of tests in each version's environment, here always this Python."""
 
 import sys
 
@@ -12,7 +12,7 @@ GOOD = OUT + "\n\ndef test_good():\n    pass\n"
 
 @pytest.fixture
 def made(monkeypatch):
-    """The environments that were asked for; each is the Python that runs this test."""
+    """Return the versions whose environments were asked for. Each environment is the Python that runs this test."""
     versions = []
 
     def make(version, folder):

@@ -1,4 +1,4 @@
-"""Tables and page say what the evidence says: no more, and nothing in another word."""
+"""The tables and the page show exactly what the evidence says."""
 
 import json
 from html.parser import HTMLParser
@@ -263,7 +263,7 @@ LOADS = {"src", "srcset", "data", "poster", "action", "background"}
 
 
 class Page(HTMLParser):
-    """Fails on a tag that is not closed, and on whatever a browser would fetch."""
+    """A parser that fails on a wrong end tag and on everything that a browser would fetch."""
 
     def __init__(self):
         super().__init__()

@@ -1,4 +1,4 @@
-"""The matrix's point for windows tries every kind of them, and turns red where packed rows have another one."""
+"""The matrix's point ``windows`` tries every kind of window, and fails if packed rows have another window."""
 
 import dataclasses
 import sys
@@ -94,7 +94,7 @@ def test_a_config_with_a_window_that_nobody_has_looked_at_is_red(monkeypatch):
     config = tiny_models.config_of("llama")
     config.local_window_len = 4
     monkeypatch.setattr(tiny_models, "config_of", lambda architecture, **changes: config)
-    assert window_kinds.of("llama") == []  # a config keeps whatever it is given
+    assert window_kinds.of("llama") == []  # a config keeps any attribute, so having it proves nothing
     monkeypatch.setattr(window_kinds, "_is_in", lambda name, module: True)
     with pytest.raises(window_kinds.UnknownWindow, match="local_window_len"):
         POINTS["windows"](Cell("llama", "eager"))

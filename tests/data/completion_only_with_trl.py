@@ -1,6 +1,6 @@
-"""The same examples through TRL's DataCollatorForCompletionOnlyLM and through ours, in a TRL that has one.
+"""Compare TRL's DataCollatorForCompletionOnlyLM with ours on the same examples, in a TRL that has one.
 
-Run by test_completion_only.py. Prints a JSON object: what was compared, and what differed.
+Run by test_completion_only.py. Prints a JSON object with the number of batches and the differences.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ def main():
     for kind in ("ids", "text"):
         template = (lambda ids: ids) if kind == "ids" else (lambda ids: " ".join(f"w{i}" for i in ids))
         for instruction in (None, template(HUMAN)):
-            # TRL pairs turns by their number: only where they alternate is that what the templates say
+            # TRL pairs turns by their index, which agrees with the templates only if the turns alternate
             shapes = ("hr", "hrhr", "hrhrh", "h", "r") if instruction is not None else ("hr", "hrhr", "h", "r")
             for padding_free in (True, False):
                 for multiple in (None, 8) if not padding_free else (None,):

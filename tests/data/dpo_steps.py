@@ -1,8 +1,8 @@
-"""Ten DPO steps with the installed TRL: ``dpo_steps.py padded|packed|padding_free [sigmoid|ipo|lora]``.
+"""Train ten DPO steps with the installed TRL: ``dpo_steps.py padded|packed|padding_free [sigmoid|ipo|lora]``.
 
 Run by test_preference.py. With ``lora`` the loss is ``sigmoid``, and the reference is the model without its adapter.
 
-Prints a JSON object: the losses, and how many tokens the first layer computed in each forward.
+Prints a JSON object with the losses and the number of tokens that the first layer computed in each forward.
 """
 
 from __future__ import annotations
@@ -96,7 +96,7 @@ def main(how: str, loss: str) -> None:
     cls = trainer_class() if how == "packed" else trl.DPOTrainer
     losses: list[float] = []
 
-    class Noted(cls):  # what is logged is rounded
+    class Noted(cls):  # logged losses are rounded
         def compute_loss(self, *args, **kwargs):
             loss = super().compute_loss(*args, **kwargs)
             losses.append(float(loss.detach()))

@@ -1,4 +1,4 @@
-"""The collator against Transformers' own, and what it does beyond it."""
+"""The collator compared with Transformers' own, and its additional features."""
 
 from __future__ import annotations
 
@@ -108,7 +108,7 @@ class TestUpstream:
 
 
 class TestContract:
-    """What holds without Transformers too."""
+    """These tests need no collator of Transformers to compare with."""
 
     def test_everything_on(self) -> None:
         batch = collate(LABELLED, return_flash_attn_kwargs=True, return_seq_idx=True)

@@ -1,4 +1,4 @@
-"""Only what stands behind the template is learned, whatever tokens the template is cut into."""
+"""Only the text after the template is learned, however the tokenizer splits the template."""
 
 from __future__ import annotations
 
@@ -32,15 +32,15 @@ HUMAN, RESPONSE = "### Human:", "### Response:\n"
 
 @functools.cache
 def words(kind: str) -> Any:
-    """A tokenizer of the standard library's own text, with 600 tokens that are longer than letters."""
+    """Return a tokenizer with up to 600 tokens, trained on source code of the standard library."""
     text = [inspect.getsource(module) for module in (textwrap, string, random)]
     text += ["### Human: what is it?\n### Response:\nIt is this.\n\n### Human: and that?\n### Response:\nThat too."]
     inner = tokenizers.Tokenizer(tokenizers.models.BPE(unk_token=None if kind == "bytes" else "<unk>"))
-    if kind == "bytes":  # as GPT-2, Llama 3, Qwen
+    if kind == "bytes":  # like GPT-2, Llama 3 and Qwen
         inner.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
         inner.decoder = tokenizers.decoders.ByteLevel()
         alphabet = tokenizers.pre_tokenizers.ByteLevel.alphabet()
-    else:  # as Llama 2: a space before the first word, and none at the beginning of what is decoded
+    else:  # like Llama 2: the first word gets a space, which decoding drops
         inner.pre_tokenizer = tokenizers.pre_tokenizers.Metaspace()
         inner.decoder = tokenizers.decoders.Metaspace()
         alphabet = sorted(set("".join(text)))
@@ -57,14 +57,14 @@ def encoded(tokenizer: Any, text: str) -> tuple[list[int], list[tuple[int, int]]
 
 
 def labels_of(batch: dict[str, Any]) -> list[list[int]]:
-    """The labels of each document of a packed row."""
+    """Return the labels of each document of a packed row."""
     starts = [at for at, position in enumerate(batch["position_ids"][0].tolist()) if position == 0]
     flat = batch["labels"][0].tolist()
     return [flat[start:end] for start, end in zip(starts, [*starts[1:], len(flat)])]
 
 
 def responses(text: str, turns: bool) -> list[tuple[int, int]]:
-    """From where to where the characters of responses are, by the text alone."""
+    """Return where the characters of responses start and end, found in the text alone."""
     found, at = [], text.find(RESPONSE)
     while at >= 0:
         begin = at + len(RESPONSE)
@@ -113,7 +113,7 @@ def test_what_is_learned_is_what_the_text_says(kind: str, turns: bool) -> None:
 
 
 def test_templates_are_cut_differently_in_context_here() -> None:
-    """Without which the test above shows nothing: looking for the template's own tokens misses some."""
+    """A search for the template's own tokens misses some templates. Otherwise the test above would show nothing."""
     for kind in ("bytes", "metaspace"):
         tokenizer = words(kind)
         template = tokenizer.encode(RESPONSE, add_special_tokens=False)

@@ -1,4 +1,4 @@
-"""Columns that newer datasets hold: masks of what is learned, lengths of documents inside an example, their labels."""
+"""Columns of newer datasets: loss masks, lengths of documents inside an example, and labels per token."""
 
 from __future__ import annotations
 
@@ -167,7 +167,7 @@ class TestLabelsPerToken:
         ]
 
     def test_what_seq2seq_padded_comes_back_unpadded(self) -> None:
-        """DataCollatorForSeq2Seq's rows, one example each, are the packed row of what it was given."""
+        """Each of DataCollatorForSeq2Seq's rows is given as an example; padding is dropped from the packed row."""
         tokenizers = pytest.importorskip("tokenizers")
         words = transformers.PreTrainedTokenizerFast(
             tokenizer_object=tokenizers.Tokenizer(tokenizers.models.WordLevel({"<pad>": 0, "<unk>": 1}, "<unk>")),

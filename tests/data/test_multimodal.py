@@ -19,11 +19,11 @@ from fa2patch.upstream.traits.axes import takes_text_axis
 LENGTHS = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k")
 PRESENT = [family for family in cases.FAMILIES if cases.is_present(family)]
 WITH_FILMS = [family for family in PRESENT if family != "glm4v"]
-"""GLM-4V's processor writes a film's frames as pictures between tokens of its own."""
+"""GLM-4V is left out, because its processor writes a film's frames as pictures between its own tokens."""
 
 
 def films_of(model):
-    """Whether the unpatched model takes a film: 4.54's Qwen2-VL looks for its tokens among those of pictures."""
+    """Whether the unpatched model accepts a film. 4.54's Qwen2-VL looks for its tokens among those of pictures."""
     if model.config.model_type == "glm4v":
         return False
     try:
@@ -57,7 +57,7 @@ def without(row, *names, **changes):
 
 
 def rows_of(row):
-    """The same row with all that says where documents start, and with less of it."""
+    """Yield the row with all the information about where documents start, and with less of it."""
     bare = without(row, *LENGTHS)
     three = row["position_ids"][-3:]
     yield "as collated", row
@@ -113,7 +113,7 @@ def test_a_changed_document_moves_no_other(family):
     model = cases.build(family)
     docs = documents(model)
     row, _ = packed(model, docs)
-    mixture = family == "qwen3_vl_moe"  # experts multiply another number of tokens at a time
+    mixture = family == "qwen3_vl_moe"  # its experts get another number of tokens at a time, so rounding differs
     with torch.no_grad(), fa2patch.apply(model):
         for what, given in rows_of(row):
             before = model(**given).logits[0]

@@ -31,7 +31,7 @@ PAIRS = [
 
 
 def documents(pairs: list[dict[str, Any]]) -> list[tuple[list[int], int]]:
-    """Ids, and the prompt's length, of the 2n documents."""
+    """Return the ids and the prompt's length of each of the 2n documents."""
     return [
         (pair["prompt_input_ids"] + pair[f"{side}_input_ids"], len(pair["prompt_input_ids"]))
         for side in ("chosen", "rejected")
@@ -53,14 +53,14 @@ def padded(pairs: list[dict[str, Any]], left: bool = False) -> dict[str, torch.T
 
 
 def row_logps(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
-    """What TRL computes of a padded batch: a sum for each row."""
+    """Return the log-probability of each row of a padded batch, as TRL computes it."""
     target = labels[:, 1:]
     logps = logits[:, :-1].log_softmax(-1).gather(2, target.clamp(min=0)[..., None])[..., 0]
     return (logps * (target != -100)).sum(-1)
 
 
 def dpo_loss(logps: torch.Tensor, reference: torch.Tensor, beta: float = 0.1) -> torch.Tensor:
-    """Equation 7 of https://arxiv.org/abs/2305.18290."""
+    """Return the DPO loss, equation 7 of https://arxiv.org/abs/2305.18290."""
     ratio = logps - reference
     n = len(ratio) // 2
     return -torch.nn.functional.logsigmoid(beta * (ratio[:n] - ratio[n : 2 * n])).mean()
@@ -206,7 +206,7 @@ class TestLogps:
 
 
 class TestPaddedBatches:
-    """A padded batch in, computed packed, padded outputs back."""
+    """A padded batch is computed packed, and its outputs are padded again."""
 
     @pytest.fixture
     def model(self) -> Any:
@@ -214,7 +214,7 @@ class TestPaddedBatches:
 
     @staticmethod
     def computed(model: Any) -> list[int]:
-        """How many tokens the first layer computes, call by call."""
+        """Return a list to which each forward adds the number of tokens that the first layer computes."""
         found: list[int] = []
 
         def note(module: Any, args: Any, kwargs: Any) -> None:
@@ -333,7 +333,7 @@ def test_no_trl() -> None:
 
 
 def test_trainer_class_patches_model_and_reference() -> None:
-    """With a trainer of TRL's shape; TRL's own in the slow tests."""
+    """The trainer here has the arguments of TRL's. The slow tests use TRL's own."""
 
     class Trainer:
         def __init__(self, model: Any, ref_model: Any) -> None:
@@ -374,7 +374,7 @@ def test_trl_trains_packed_as_padded(stack: str, loss: str) -> None:
 
 @pytest.mark.slow
 def test_trls_own_padding_free_on_patched_models() -> None:
-    """Right for the sigmoid loss. (For ``ipo`` TRL 0.19.1 divides each sum by the whole row's tokens.)"""
+    """It is right for the sigmoid loss. For ``ipo`` TRL 0.19.1 divides each sum by the whole row's tokens."""
     expected, found = steps("trl-0.19.1", "padded"), steps("trl-0.19.1", "padding_free")
     assert found["losses"] == pytest.approx(expected["losses"], rel=1e-5, abs=1e-5)
     assert sum(found["tokens"]) < 0.7 * sum(expected["tokens"])

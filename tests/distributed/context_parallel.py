@@ -1,8 +1,8 @@
-"""``context_parallel.py OUT``, by torchrun: rows cut in two, head and tail, by torch's context parallelism.
+"""Split rows over two processes by torch's context parallelism: ``context_parallel.py OUT``, run by torchrun.
 
-Each process is left with a part that looks like a row: ids such as 0, 1, 6, 7. A patched model computes whole rows as
-ever before and afterwards, and parts of them not at all. (torch gathers the parts for no attention of a CPU's, so
-an unpatched model has nothing to show here.)
+Each process gets a piece of the row's head and one of its tail, which together look like a row: ids such as 0, 1, 6, 7.
+A patched model refuses these parts, and computes whole rows before and afterwards. An unpatched model is not compared,
+because on a CPU torch gathers the parts for no kind of attention.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ LENGTHS = {"one document": (32,), "cut between documents": (8, 16, 8), "cut insi
 
 
 class Counted:
-    """How often a model's layers have computed something."""
+    """Counts the calls of a model's first layer."""
 
     def __init__(self, model: Any) -> None:
         self.times = 0
@@ -43,7 +43,7 @@ def row(lengths: tuple[int, ...]) -> dict[str, torch.Tensor]:
 
 
 def tried(model: Any, batch: dict[str, Any], **more: Any) -> Any:
-    """The logits; or the error, and how often a layer had been run by then."""
+    """Return the logits, or the error and how often the first layer had run before it."""
     counted = Counted(model)
     try:
         return model(**batch, **more, use_cache=False)[0]
@@ -97,7 +97,7 @@ def main(out: str) -> None:
         Path(out).write_text(json.dumps({"versions": versions(), "finding": finding}))
     dist.barrier()
     sys.stdout.flush()
-    os._exit(0)  # taking gloo's threads down aborts a process now and then, under load
+    os._exit(0)  # under load, shutting down gloo's threads sometimes aborts the process
 
 
 if __name__ == "__main__":

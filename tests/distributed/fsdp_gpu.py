@@ -1,4 +1,7 @@
-"""``fsdp_gpu.py fsdp1 | trainer fsdp1 | trainer fsdp2``, by torchrun on GPUs, in float32: packed, against padded."""
+"""Compare packed training under FSDP with padded training: ``fsdp_gpu.py fsdp1 | trainer fsdp1 | trainer fsdp2``.
+
+Run by torchrun on GPUs, in float32.
+"""
 
 from __future__ import annotations
 
@@ -25,7 +28,10 @@ def examples(step: int, rank: int) -> list[dict[str, list[int]]]:
 
 
 def fsdp1() -> list[float]:
-    """How far this rank's losses are from those of an unsharded, unpatched model that has every rank's examples."""
+    """Return the relative error of this rank's loss in every step.
+
+    The reference is an unsharded, unpatched model that trains on every rank's examples.
+    """
     from torch.distributed.fsdp import FullyShardedDataParallel
 
     rank, world = dist.get_rank(), dist.get_world_size()
@@ -50,7 +56,7 @@ def fsdp1() -> list[float]:
 
 
 def trainer(version: int) -> list[float]:
-    """Trainer's losses, packed under its FSDP, against padded ones of the same ranks under DDP."""
+    """Return how far Trainer's losses, packed under its FSDP, are from padded ones of the same ranks under DDP."""
     stage = Stage(trl=False)
     options: dict[str, Any] = {"use_cpu": False, "steps": STEPS}
     sharding = {"fsdp_version": version, "auto_wrap_policy": "TRANSFORMER_BASED_WRAP", "reshard_after_forward": True}

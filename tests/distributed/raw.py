@@ -1,6 +1,7 @@
-"""Run by torchrun: packed training under DDP and FSDP2 against one process that trains padded, gradient by gradient.
+"""Compare packed training under DDP and FSDP2 with padded training in one process, gradient by gradient.
 
-``raw.py [OUT.json] [--quick]``. Both ranks compute the reference too: both ranks' examples, unpatched, padded.
+Run by torchrun: ``raw.py [OUT.json] [--quick]``. Each rank also computes the reference, an unpatched model that trains
+padded on both ranks' examples.
 """
 
 from __future__ import annotations
@@ -24,11 +25,11 @@ from compat_matrix.ecosystem.training import tiny_llama
 
 STEPS = 3
 NEAR = 1e-5
-"""Of the largest value of the same gradient; sums in another order."""
+"""Relative to the largest value of the same gradient or weight. Sums are taken in another order."""
 
 CHECKPOINTING = {"plain": None, "not reentrant": False, "reentrant": True}
 LENGTHS = ((5, 40, 1, 17, 23), (31, 2, 9, 60, 12))
-"""Of the examples of each rank; as many tokens in each step would not show whether ranks are weighed alike."""
+"""Document lengths, which the ranks swap in every step. With equal totals a wrong weight of a rank would not show."""
 
 
 def examples(step: int, rank: int) -> list[dict[str, list[int]]]:
@@ -38,7 +39,7 @@ def examples(step: int, rank: int) -> list[dict[str, list[int]]]:
 
 
 def wrapped(kind: str, reentrant: bool | None) -> tuple[Any, Any]:
-    """A patched model and what trains it: patched before DDP wraps it, and after FSDP2 has sharded it."""
+    """Return a model, patched before DDP wraps it or after FSDP2 shards it, and the module that trains it."""
     model = tiny_llama().train()
     if reentrant is not None:
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": reentrant})
@@ -58,7 +59,7 @@ def full(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def trained(kind: str, reentrant: bool | None) -> dict[str, Any]:
-    """The largest distances from the reference over all steps, and what ``verify`` says before and after."""
+    """Return the largest errors over all steps. The result is ok if ``verify`` passes before and after, too."""
     rank = dist.get_rank()
     model, parallel = wrapped(kind, reentrant)
     reference = tiny_llama().train()
@@ -101,7 +102,7 @@ def main() -> None:
             Path(sys.argv[1]).write_text(json.dumps({"versions": versions(), "finding": finding}))
     dist.barrier()
     sys.stdout.flush()
-    os._exit(0 if finding["ok"] else 1)  # taking gloo's threads down aborts a process now and then, under load
+    os._exit(0 if finding["ok"] else 1)  # under load, shutting down gloo's threads sometimes aborts the process
 
 
 if __name__ == "__main__":

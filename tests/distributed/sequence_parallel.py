@@ -1,7 +1,7 @@
-"""``sequence_parallel.py OUT``, by torchrun: a packed row cut in two by DeepSpeed's Ulysses (``sp_size=2``).
+"""Split a packed row in two by DeepSpeed's Ulysses (``sp_size=2``): ``sequence_parallel.py OUT``, run by torchrun.
 
-What Trainer does with it is done here by hand: ``register_with_transformers``, the halves of each tensor, the loss of
-both ranks' halves weighed by their tokens. The right loss is that of one process that has the documents padded.
+The script does by hand what Trainer does: it calls ``register_with_transformers``, halves each tensor, and weights the
+losses of both ranks' halves by their tokens. The right loss is that of one process with padded documents.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from compat_matrix.ecosystem.training import tiny_llama
 
 BOUND = 1e-3
 LENGTHS = {"cut_between": (10, 22, 9, 23), "cut_inside": (10, 40, 14)}
-"""Documents of the row, which is cut in the middle: between two of them, or inside of one."""
+"""Document lengths of the row. It is cut in the middle, either between two documents or inside one."""
 
 
 def examples(lengths: tuple[int, ...]) -> list[dict[str, list[int]]]:
@@ -33,7 +33,7 @@ def examples(lengths: tuple[int, ...]) -> list[dict[str, list[int]]]:
 
 
 def half(batch: dict[str, Any]) -> dict[str, Any]:
-    """This rank's share of each token's values, labels shifted first, as Ulysses' own loader has it."""
+    """Return this rank's half of each tensor. Labels are shifted first, as in Ulysses' own loader."""
     labels = torch.nn.functional.pad(batch.pop("labels"), (0, 1), value=IGNORED)
     batch["shift_labels"] = labels[:, 1:]
     length = batch["input_ids"].shape[1] // 2
@@ -42,7 +42,7 @@ def half(batch: dict[str, Any]) -> dict[str, Any]:
 
 
 def loss(model: Any, batch: dict[str, Any]) -> float:
-    """Mean over the tokens of both halves."""
+    """Return the mean loss over the tokens of both halves."""
     labels = batch.pop("shift_labels")
     logits = model(**batch, use_cache=False).logits
     total = torch.nn.functional.cross_entropy(logits[0], labels[0], ignore_index=IGNORED, reduction="sum")
@@ -82,7 +82,7 @@ def main(out: str) -> None:
         Path(out).write_text(json.dumps({"versions": versions(), "finding": finding}))
     dist.barrier()
     sys.stdout.flush()
-    os._exit(0)  # taking gloo's threads down aborts a process now and then, under load
+    os._exit(0)  # under load, shutting down gloo's threads sometimes aborts the process
 
 
 if __name__ == "__main__":

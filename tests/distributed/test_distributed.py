@@ -1,4 +1,4 @@
-"""Packed training in two processes equals padded training in one; the scripts are beside it."""
+"""Packed training in two processes equals padded training in one. The scripts are in the same folder."""
 
 import importlib.util
 import json
@@ -51,7 +51,7 @@ def test_two_processes(script):
 )
 @pytest.mark.parametrize("engine", ["fsdp1", "trainer fsdp1", "trainer fsdp2"])
 def test_fsdp_on_gpus(engine):
-    """As many processes as there are GPUs, two at most."""
+    """The test uses two processes, or one if there is only one GPU."""
     processes = min(2, torch.cuda.device_count())
     command = distributed.command(sys.executable, f"fsdp_gpu {engine}", processes=processes)
     done = subprocess.run(command, capture_output=True, text=True, timeout=900, env=VARIABLES)

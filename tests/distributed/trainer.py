@@ -1,7 +1,8 @@
-"""``trainer.py ENGINE OUT [REFERENCE]``: Trainer in two processes, by torchrun, packed, against one, padded.
+"""Compare Trainer packed in two processes with Trainer padded in one: ``trainer.py ENGINE OUT [REFERENCE]``.
 
-Without REFERENCE: one process, unpatched, padded, twice as many batches accumulated: the same examples in every step.
-It leaves its losses and weights in OUT. ENGINE: ddp, zero2, zero3.
+ENGINE is ddp, zero2 or zero3. With REFERENCE the script is run by torchrun and writes its finding to OUT. Without
+REFERENCE one process trains an unpatched model and writes its losses and weights to OUT. It accumulates twice as many
+batches, so that every step has the same examples.
 """
 
 from __future__ import annotations
@@ -64,19 +65,19 @@ def main(engine: str, out: str, reference: str = "") -> None:
         Path(out).write_text(json.dumps({"versions": versions(), "finding": finding}))
     torch.distributed.barrier()
     sys.stdout.flush()
-    os._exit(0)  # taking gloo's threads down aborts a process now and then, under load
+    os._exit(0)  # under load, shutting down gloo's threads sometimes aborts the process
 
 
 def options(engine: str) -> dict[str, Any]:
     if engine == "ddp":
         return {"ddp_backend": "gloo"}
     config = json.loads((CONFIGS / f"deepspeed_{engine}.json").read_text(encoding="utf-8"))
-    config["zero_optimization"]["overlap_comm"] = False  # needs an accelerator's streams
+    config["zero_optimization"]["overlap_comm"] = False  # overlapping needs an accelerator's streams
     return {"ddp_backend": "gloo", "deepspeed": config}
 
 
 class Between(TrainerCallback):
-    """``verify`` after the second step, on what the engine made of the model and on the model inside."""
+    """Runs ``verify`` after the second step, on the engine's wrapper and on the model inside it."""
 
     def __init__(self, batch: dict[str, Any]) -> None:
         self.batch = batch
@@ -98,7 +99,7 @@ class Between(TrainerCallback):
 
 @contextlib.contextmanager
 def gathered(model: Any) -> Any:
-    """All of a ZeRO-3 model's weights on every rank."""
+    """Gather all weights of a ZeRO-3 model on every rank within the block."""
     if not any(hasattr(parameter, "ds_id") for parameter in model.parameters()):
         yield
         return

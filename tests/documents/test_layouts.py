@@ -38,7 +38,7 @@ class Layout:
             for gap, length, start in row:
                 apart += gap + 1
                 goes_on = last is not None and start in (last + 1, last + apart)
-                behind_padding = last is not None and apart > 1  # there only ids that restart at 0 start a document
+                behind_padding = last is not None and apart > 1  # there a document must start at 0
                 start = 0 if goes_on or behind_padding else start
                 span = slice(at + gap, at + gap + length)
                 self.ids[0, index, span] = torch.arange(start, start + length)
@@ -247,7 +247,8 @@ def computes_as_alone(patched, plain, counted, layout, seen):
 
 def check_model(seam, examples):
     patched, plain, seen = build(seam), build(seam), []
-    counted = seam != "method"  # its table ends with the row; rotary positions do not depend on the first id
+    # The method seam's rotary table ends with the row, and rotary positions do not depend on the first id.
+    counted = seam != "method"
     strategy = layouts(longest=16, furthest=TABLE - 16)
     with fa2patch.apply(patched):
         check = given(strategy)(lambda layout: computes_as_alone(patched, plain, counted, layout, seen))

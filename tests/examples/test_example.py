@@ -1,4 +1,4 @@
-"""examples/train_packed.py: it runs, both trainings are the same training, and bad data is named."""
+"""examples/train_packed.py runs, both of its trainings have the same losses, and it reports bad data."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ for needed in ("transformers", "accelerate", "tokenizers", "matplotlib", "rich",
     pytest.importorskip(needed)
 
 ROOT = Path(__file__).parents[2]
-# The two trainings may differ by rounding and by nothing else. Rounding grows with the steps: 1e-7 is usual after 8,
-# 1e-5 after 200. Where documents leak into each other (packed and not patched, Transformers 4.44) it is 1e-2 after 8.
+# The two trainings may differ only by rounding, which grows with the steps: 1e-7 is usual after 8, 1e-5 after 200.
+# If documents leak into each other (packed and not patched, Transformers 4.44), the difference is 1e-2 after 8.
 QUICK_TOLERANCE, FULL_TOLERANCE = 1e-5, 1e-3
 
 
@@ -36,7 +36,7 @@ def train(output: Path, *options: str) -> dict:
         **os.environ,
         "PYTHONPATH": os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")])),
         "HF_HUB_OFFLINE": "1",
-        "CUDA_VISIBLE_DEVICES": "",  # the tolerance is one of single precision
+        "CUDA_VISIBLE_DEVICES": "",  # the tolerance is for float32
     }
     done = subprocess.run(
         [sys.executable, str(script), "--output", str(output), *options],

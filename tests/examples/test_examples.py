@@ -1,6 +1,6 @@
-"""The small examples: each trains, and as the same script would with padding and without fa2patch.
+"""Each of the small examples trains with the same losses as with padding and without fa2patch.
 
-Those that need TRL run in an environment of their own for each version, those of two processes under torchrun: slow.
+The slow tests run the TRL examples in an environment for each version, and those of two processes under torchrun.
 """
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ for needed in ("transformers", "accelerate", "peft", "tokenizers", "matplotlib",
 ROOT = Path(__file__).parents[2]
 STEPS = 5
 SAME = 1e-5
-"""Relative. Rounding is 1e-7 after five steps; a leak 1e-3, as ``test_a_leak_would_be_seen`` shows."""
+"""The relative tolerance. After five steps rounding is 1e-7, and a leak 1e-3 (``test_a_leak_would_be_seen``)."""
 
-# What ran together when they were new. Newer pyarrow needs NumPy 2, which resolvers do not know.
+# Versions that worked together when they were new. Newer pyarrow needs NumPy 2, which resolvers do not know.
 OLD_NUMPY = ("numpy==1.26.4", "pyarrow==15.0.2", "pandas==2.2.3")
 TRL = {
     "0.7.11": ("4.36.2", "accelerate==0.25.0", "peft==0.7.1", "datasets==2.16.1", *OLD_NUMPY),
@@ -41,7 +41,7 @@ OLD_TRL = ("0.7.11", "0.9.6")
 
 
 def padding(**options):
-    """In place of the flattening collator: a row for each document, all as long as the longest."""
+    """Replacement for the flattening collator: one row for each document, padded to the longest."""
 
     def collate(examples):
         from torch.nn.utils.rnn import pad_sequence
@@ -58,19 +58,19 @@ def padding(**options):
 
 
 def leaking(**options):
-    """A packed row without position ids."""
+    """Replacement for the flattening collator: a packed row without position ids."""
     collate = fa2patch.data.collators.DataCollatorWithFlattening(return_position_ids=False)
     return lambda examples: {key: value for key, value in collate(examples).items() if key in ("input_ids", "labels")}
 
 
 def losses(found) -> list[float]:
-    """Of every step: what an example's ``main`` returned, or what its Trainer logged."""
+    """Return the loss of every step, which an example's ``main`` returned or its Trainer logged."""
     return found if isinstance(found, list) else [entry["loss"] for entry in found.state.log_history if "loss" in entry]
 
 
 @pytest.fixture(autouse=True)
 def on_the_cpu(monkeypatch):
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)  # SAME is for one kind of arithmetic
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)  # SAME is for training on a CPU
 
 
 @pytest.fixture(scope="module")
@@ -87,7 +87,7 @@ def train(module: ModuleType, output: Path, *options: str) -> list[float]:
 
 
 def instead(monkeypatch: pytest.MonkeyPatch, collator: Callable) -> None:
-    """From here on examples take this collator and leave the model as it is."""
+    """Make the examples use this collator and not patch the model."""
     monkeypatch.setattr(fa2patch, "DataCollatorWithFlattening", collator)
     monkeypatch.setattr(fa2patch, "apply", lambda model: None)
 
@@ -195,7 +195,7 @@ fa2patch.DataCollatorWithFlattening, fa2patch.apply = padding, lambda model: Non
 print()
 print(json.dumps([packed, losses(module.main(sys.argv[2:]))]))
 """
-"""Run by the Python of a TRL environment: the losses of a script, and of the same with padding and no fa2patch."""
+"""The Python of a TRL environment runs it. It prints a script's losses, packed, then padded without fa2patch."""
 
 
 def execute(python: Path | str, arguments: list[str], **environment: str) -> str:

@@ -1,4 +1,4 @@
-"""Kernels, traits and registry rows of a user's own: the examples run, and what is not one is refused."""
+"""Kernels, traits and registry rows that users add: the examples run, and invalid objects are refused."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ class Counting(Reference):
 
 
 class Doubling(Counting):
-    """A kernel that is wrong."""
+    """A wrong kernel: its output is twice the right one."""
 
     name = "doubling"
 
@@ -149,7 +149,7 @@ def test_kernels_are_tried_in_the_order_in_which_they_were_put() -> None:
     assert names[-3:] == ["doubling", "counting", "reference"]
     assert kernels.named("for eval").name == "for eval"
     assert [row["name"] for row in kernels.rows()][-1] == "for eval"
-    kernels.register_kernel(Counting())  # again, in another place
+    kernels.register_kernel(Counting())  # registered again, in another place
     assert "counting" not in {kernel.name for kernel in kernels.order()} and kernels.named("counting")
 
 
@@ -167,7 +167,7 @@ def test_what_is_no_kernel_is_refused(kernel: object, before: str | None, error:
 
 
 class Noting(Trait):
-    """Notes every step."""
+    """Records each forward's start and end: whether it is the outermost, and whether the batch is packed."""
 
     name = "noting"
 
@@ -202,7 +202,7 @@ def test_a_registered_trait_is_replaced_by_one_of_its_name() -> None:
 
 
 class OurName(Trait):
-    """A trait with a name that is taken."""
+    """A trait whose name is taken."""
 
     name = "rope"
 

@@ -1,4 +1,4 @@
-"""examples/reproduce_paper.py: what each variant trains on, that the claims are computed, and what is committed."""
+"""examples/reproduce_paper.py: each variant's training data, the computed claims, and the committed results."""
 
 from __future__ import annotations
 
@@ -47,7 +47,10 @@ def report(examples: None) -> ModuleType:
 
 
 def documents(count: int = 48, longest: int = 24, seed: int = 0) -> list[dict]:
-    """A counting language, each document from a start of its own and so told apart; the first tokens are not learnt."""
+    """Return documents that count upwards, each from another number, so that they can be told apart.
+
+    The first two tokens of each are not learned.
+    """
     rng = np.random.default_rng(seed)
     found = []
     for start in range(count):
@@ -75,7 +78,7 @@ def runs(variants: ModuleType, tmp_path_factory: pytest.TempPathFactory) -> dict
         "scratch": str(tmp_path_factory.mktemp("scratch")),
     }
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(torch.cuda, "is_available", lambda: False)  # tolerances are for one kind of arithmetic
+        patch.setattr(torch.cuda, "is_available", lambda: False)  # the tolerances are for training on a CPU
         return {name: paper_once.train({**job, "variant": name}) for name in variants.VARIANTS}
 
 

@@ -1,4 +1,4 @@
-"""Whole models with real kernels: one script for a lent GPU (``python -m pytest -m gpu``)."""
+"""Whole models with real kernels on a GPU: ``python -m pytest -m gpu``."""
 
 import pytest
 import torch

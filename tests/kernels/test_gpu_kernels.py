@@ -1,4 +1,4 @@
-"""Every kernel that a GPU has here, over the whole range that it claims: ``python -m pytest -m gpu``."""
+"""Every kernel that can run on this GPU, with every feature that it claims: ``python -m pytest -m gpu``."""
 
 import pytest
 import torch
@@ -62,10 +62,10 @@ def able_or_skip(kernel, rows, options):
 @pytest.mark.parametrize("causal", [True, False], ids=["causal", "both ways"])
 @pytest.mark.parametrize("feature", FEATURES)
 def test_a_kernel_equals_the_reference(kernel, feature, causal, groups, dim, dtype):
-    """As flash-attn's own tests: off by no more than twice what the plain formula is off by in the same dtype.
+    """As in flash-attn's own tests, the error is at most twice the plain formula's in the same dtype, plus a slack.
 
-    The truth is the reference in float32. The reference in half precision is no yardstick: it computes windows and
-    softcap in float32 inside, so that it rounds less than a flash kernel, which rounds its weights.
+    Errors are distances from the reference in float32. The reference in half precision is too strict a measure: it
+    computes windows and softcap in float32 inside, so it rounds less than a flash kernel, which rounds its weights.
     """
     options = options_of(feature, causal, dtype)
     half = states(LENGTHS, dtype=dtype, groups=groups, dim=dim, value_dim=dim, device="cuda", heads=HEADS)
@@ -79,7 +79,7 @@ def test_a_kernel_equals_the_reference(kernel, feature, causal, groups, dim, dty
     rounded = largest_errors(with_gradients(lambda: brute_force(*half, LENGTHS, options), given), truth)
     found = with_gradients(lambda: kernel(*half, boundaries, options), given)
     assert found[0].dtype == dtype
-    slack = 1e-3 if dtype != torch.float32 else 5e-3  # the second: that of TF32
+    slack = 1e-3 if dtype != torch.float32 else 5e-3  # float32 is computed in TF32
     for name, error, allowed in zip(("output", "dq", "dk", "dv", "dsinks"), largest_errors(found, truth), rounded):
         assert error <= 2 * allowed + slack, f"{name} is off by {error}, the plain formula in {dtype} by {allowed}"
 
@@ -93,7 +93,7 @@ def test_a_kernel_isolates_documents(kernel, feature):
     gradients = torch.autograd.grad(before[2].float().square().sum(), [q, k, v])
     for name, gradient in zip("qkv", gradients):
         reached = [bool(piece.any()) for piece in gradient.split(LENGTHS)]
-        own = name == "v" or options.window != 1  # who sees himself only, sees him whatever his query and key are
+        own = name == "v" or options.window != 1  # if a token sees only itself, its weight is 1 for any query and key
         assert reached == [False, False, own, False], name
     with torch.no_grad():
         for tensor in (q, k, v):
@@ -143,7 +143,7 @@ def lengthy(*lengths):
 
 @pytest.mark.parametrize("mode", ["default", "reduce-overhead"])
 def test_compiled(mode):
-    """CUDA graphs of ``reduce-overhead`` are recorded anew for another longest length; the numbers hold."""
+    """``reduce-overhead`` records new CUDA graphs if the longest length changes. Results stay right."""
     model = tiny_models.build("llama", "sdpa", torch.bfloat16, **gpu.big("llama")).cuda()
     fa2patch.apply(model)
     compiled = torch.compile(model, mode=mode, fullgraph=True)

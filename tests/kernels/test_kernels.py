@@ -1,4 +1,4 @@
-"""The reference against one softmax over the whole row with an additive mask, outputs and gradients; its cost."""
+"""The reference compared with one softmax over the whole row with an additive mask, and its cost."""
 
 import itertools
 
@@ -79,7 +79,7 @@ def test_the_scale_is_used(special):
 
 
 def test_head_dimensions_are_handed_to_the_reference_as_they_are(monkeypatch):
-    """Zeros beside them would cost their share of every product."""
+    """Padding them with zeros would make every product more expensive."""
     seen = []
     monkeypatch.setattr(Reference, "attend", lambda self, q, k, v, *rest: seen.append((q, k, v)) or v)
     given = states(value_dim=6)
@@ -181,7 +181,7 @@ def test_dropout_keeps_the_expectation(special):
 
 
 class Scores(TorchDispatchMode):
-    """Counts attention scores, query times key, and keeps the size of the largest tensor that was made."""
+    """Counts attention scores (query times key) and records the size of the largest tensor that was made."""
 
     def __init__(self):
         super().__init__()

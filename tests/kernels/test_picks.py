@@ -1,4 +1,4 @@
-"""Which kernel computes a layer, why, and the trial before its first use."""
+"""The choice of a layer's kernel, the reason for it, and the trial before a kernel's first use."""
 
 import copy
 import pickle
@@ -28,7 +28,7 @@ def asks(features=(), device="cpu", dtype=torch.bfloat16, dim=64, value_dim=None
 
 
 class Scripted(Reference):
-    """The reference, but it computes what it is told to."""
+    """The reference, with boundaries and options changed by ``wrong``."""
 
     name = "scripted"
     FEATURES = Reference.FEATURES
@@ -91,7 +91,7 @@ def test_an_unknown_kernel_is_named_beside_the_known_ones(name):
 
 
 def test_a_name_is_known_by_its_letters():
-    """One that was read from a file or a command line is another object than ours."""
+    """A name that was read from a file or a command line is not the same string object as the kernel's."""
     for kernel in kernels.ORDER:
         assert kernels.named("".join(list(kernel.name))) is kernel
 
@@ -214,7 +214,7 @@ def test_a_kernel_that_fails_its_trial_is_passed_over_and_named(monkeypatch):
 
 
 class Unlucky(Scripted):
-    """Raises each of these errors in turn, then computes."""
+    """A kernel that raises each of these errors in turn, then computes."""
 
     def __init__(self, *errors):
         super().__init__(lambda *given: given)
@@ -248,7 +248,7 @@ def test_an_error_that_is_a_verdict_is_remembered(monkeypatch, error):
 
 
 def test_a_trial_leaves_no_trace_in_the_forward_around_it():
-    """Inside a checkpoint, inference mode, autocast, somebody's saved-tensor hooks, with the same random numbers."""
+    """A trial changes neither outputs, gradients nor random numbers in inference mode, autocast or a checkpoint."""
     with stand_in_aten.installed() as calls:
         rows = [tensor.detach().float()[None].requires_grad_() for tensor in states()]
 
@@ -319,7 +319,7 @@ def test_one_trial_for_every_kind_of_call():
         assert len(calls) == 2
 
 
-# What was picked for one layer does not serve another that asks for more
+# A layer that asks for something else gets its own choice
 
 OTHERS = {
     "device": "cuda", "dtype": torch.float16, "heads": 8, "key_heads": 2, "head_dim": 128, "value_dim": 32,
@@ -370,7 +370,7 @@ def test_what_asks_for_something_else_has_a_trial_of_its_own(monkeypatch, what):
 
 @pytest.mark.parametrize("what", [what for what in OTHERS if what != "device"])
 def test_in_a_graph_a_layer_that_asks_for_something_else_is_picked_for_anew(monkeypatch, what):
-    """The choice is made while the graph is captured; a kernel that supports the one call only stands for each."""
+    """The choice is made while the graph is captured. Each of the two kernels supports only one of the two calls."""
 
     class Only(Scripted):
         def __init__(self, asked, name):
@@ -395,7 +395,7 @@ def test_in_a_graph_a_layer_that_asks_for_something_else_is_picked_for_anew(monk
     assert found == ["for 0", "for 1"]
 
 
-# Of a patched model
+# A patched model
 
 
 @pytest.fixture

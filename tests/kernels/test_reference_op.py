@@ -1,4 +1,4 @@
-"""The reference as an operator: the same numbers, gradients by hand, and torch's own check of an operator."""
+"""The reference as a custom operator: its outputs, its hand-written backward, and torch's ``opcheck``."""
 
 import pytest
 import torch
@@ -35,7 +35,7 @@ def test_the_operator_equals_the_reference(causal, window, softcap, alibi, sinks
 
 @pytest.mark.parametrize("special", [{}, {"window": 3, "softcap": 2.0}], ids=str)
 def test_the_backward_drops_what_the_forward_dropped(special):
-    """The derivative along a direction, against a difference with the same seed."""
+    """The derivative along a direction equals a finite difference with the same seed."""
     q, k, v = states()
     options = Options(dropout=0.4, **special)
     cu = documents(LENGTHS).cu_seqlens
@@ -54,7 +54,7 @@ def test_the_backward_drops_what_the_forward_dropped(special):
 
 
 def test_every_layer_drops_other_weights():
-    """As many calls as a large model has layers, and no seed came twice."""
+    """120 calls, as many as a large model has layers, drop different weights: no seed is drawn twice."""
     q, k, v = (x.detach() for x in states())
     cu = documents(LENGTHS).cu_seqlens
     drawn = [reference_op.attend(q, k, v, cu, Options(dropout=0.4), 0.3) for _ in range(120)]

@@ -1,4 +1,4 @@
-"""The kernels that come with torch: aten's operators with numbers from a stand-in, FlexAttention's forward for real."""
+"""The kernels that come with torch: aten's operators, computed by a stand-in, and FlexAttention's real forward."""
 
 import importlib
 
@@ -90,7 +90,7 @@ def test_transposed_states_are_taken(calls, kernel):
 
 
 def test_the_call_fits_the_schema_of_this_torch():
-    """The stand-in takes what it is handed; what torch's operator takes is its own word."""
+    """The stand-in accepts any arguments, so the names are compared with the schemas of torch's operators."""
     forward, backward = (
         {argument.name for argument in getattr(torch.ops.aten, name).default._schema.arguments}
         for name in (torch_varlen._FORWARD, torch_varlen._BACKWARD)
@@ -116,7 +116,7 @@ def test_without_a_gpu_the_reason_is_given(kernel):
     assert reason
 
 
-# FlexAttention: its backward is written for GPUs only
+# FlexAttention (its backward runs on GPUs only)
 
 
 @pytest.fixture(scope="module")

@@ -1,4 +1,4 @@
-"""FlashAttention 2, 3, 4 and the hub's builds, by a stand-in with each one's signature."""
+"""FlashAttention 2, 3, 4 and the hub's builds, each replaced by a stand-in with its signature."""
 
 import functools
 import importlib.util
@@ -35,11 +35,11 @@ from fa2patch.kernels.options import Options
 
 
 def asks(features=(), device="cuda", dtype=torch.bfloat16, dim=64, value_dim=None):
-    """A layer's demands."""
+    """Return what a layer asks of a kernel."""
     return kernels.Asked(device, dtype, HEADS, HEADS, dim, value_dim or dim, True, tuple(features))
 
 
-# One build of each generation, by its signature
+# Builds with the signature of each generation
 
 
 def flash_attn_2_1(q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, dropout_p=0.0, softmax_scale=None,
@@ -63,7 +63,7 @@ def flash_attn_4(q, k, v, qv=None, cu_seqlens_q=None, cu_seqlens_k=None, max_seq
                  min_seqlen_k=None, seqused_q=None, seqused_k=None, page_table=None, softmax_scale=None, causal=False,
                  window_size=(None, None), learnable_sink=None, softcap=0.0, num_splits=1, pack_gqa=None,
                  deterministic=False, score_mod=None, return_lse=False):  # fmt: skip
-    """4.0.0b36 returns ``(output, log-sum-exp or None)``."""
+    """Return ``(output, None)``, since 4.0.0b36 returns ``(output, log-sum-exp or None)``."""
     options = Options(
         scale=softmax_scale, causal=causal, softcap=softcap or None, sinks=learnable_sink,
         window=None if window_size[0] is None else window_size[0] + 1,
@@ -75,7 +75,7 @@ def flash_attn_4(q, k, v, qv=None, cu_seqlens_q=None, cu_seqlens_k=None, max_seq
 
 @pytest.fixture
 def install(monkeypatch):
-    """Puts a package in place whose varlen function is given; None means not installed."""
+    """Return a function that installs a package with the given varlen function. None means not installed."""
 
     def forget():
         for file in (file_2, file_3, file_4, hub):
@@ -107,7 +107,7 @@ def absent(install):
 
 @pytest.fixture
 def flash_attn(install):
-    """The stand-in is installed; the arguments of its calls."""
+    """Install the stand-in, and give the arguments of its calls."""
     calls = []
 
     @functools.wraps(stand_in.flash_attn_varlen_func)
@@ -172,7 +172,7 @@ def test_head_dimensions_that_a_kernel_lacks_are_padded(flash_attn, dim, value_d
     assert call["q"].shape[-1] % 8 == 0
 
 
-# What is handed over
+# Arguments of the calls
 
 
 def test_flash_attn_is_handed_the_boundaries_as_they_are(flash_attn):
@@ -234,7 +234,7 @@ def test_flash_attn_is_deterministic_where_torch_is_asked_to_be(flash_attn, dete
     assert flash_attn[0]["deterministic"] is deterministic
 
 
-# What is there, and what it lacks
+# Availability and missing features
 
 
 def test_a_kernel_that_is_not_installed_is_unavailable(absent):
@@ -334,7 +334,7 @@ from compat_matrix.check.stand_in import flash_attn_varlen_func
 
 def test_a_hub_build_loads_from_a_local_folder(install, tmp_path):
     pytest.importorskip("kernels")
-    for variant in ("torch-cpu", "torch-universal"):  # names of the package's generations
+    for variant in ("torch-cpu", "torch-universal"):  # different versions of the package look for different names
         package = tmp_path / "flash-attn2" / "build" / variant
         for folder in (package, package / "flash_attn2"):
             folder.mkdir(parents=True, exist_ok=True)
@@ -366,7 +366,7 @@ def test_the_hub_is_asked_for_a_revision(install, monkeypatch):
 
 
 def test_a_build_of_the_hub_is_one_kernel_whoever_asks():
-    """Its trial then counts for all models and layers."""
+    """One object has one trial, which counts for all models and layers."""
     assert kernels.named("hub:a/b@v1") is kernels.named("hub:a/b@v1")
     assert kernels.named("hub:a/b@v1") is not kernels.named("hub:a/b@v2")
 

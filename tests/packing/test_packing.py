@@ -1,4 +1,4 @@
-"""Rows hold every example once and no more than the budget; ranks share them out evenly; nothing is lost in silence."""
+"""Rows hold every example once and stay within the budget, ranks get equal shares, and nothing is lost silently."""
 
 import itertools
 import json
@@ -47,7 +47,7 @@ def test_every_example_is_in_one_row_and_no_row_is_over_the_budget(strategy, len
     assert tokens == planned.tokens.tolist() and all(0 < count <= budget for count in tokens)
     assert planned.lower_bound == -(-sum(lengths) // budget) <= planned.bins == len(planned.rows) == len(tokens)
     assert planned.fill == (sum(lengths) / (budget * len(tokens)) if tokens else 1.0)
-    assert planned.bins <= -(-2 * sum(lengths) // budget)  # of two neighbours one is over half full
+    assert planned.bins <= -(-2 * sum(lengths) // budget)  # two neighbouring rows together exceed the budget
     assert all(row.dtype == np.int64 for row in planned)
 
 
@@ -70,7 +70,7 @@ def test_mini_batches_keep_their_number(lengths, batch_size):
 
 
 def example_by_example(lengths, budget, best):
-    """The textbook's loop: spaces of the bins in the end, and what each bin holds."""
+    """Pack one example at a time, as in textbooks, and return the lengths in each bin."""
     spaces, bins = [], []
     for length in sorted(lengths, reverse=True):
         fits = [at for at, space in enumerate(spaces) if space >= length]
@@ -95,7 +95,7 @@ def test_a_length_at_a_time_gives_what_an_example_at_a_time_gives(strategy, leng
 
 
 def fewest_bins(lengths, budget):
-    """By trying everything, each example into every bin that has another space."""
+    """Return the optimum, found by putting each example into every bin. Of bins with equal space one is tried."""
     best = len(lengths)
 
     def place(at, spaces):
@@ -118,7 +118,7 @@ def fewest_bins(lengths, budget):
 @DRAWN
 @given(lengths=st.lists(st.integers(1, 20), min_size=1, max_size=8), room=st.integers(0, 15))
 def test_against_the_optimum(lengths, room):
-    """The decreasing strategies need at most half as many bins more (Simchi-Levi 1994), next fit twice as many."""
+    """The decreasing strategies need at most 1.5 times the fewest bins (Simchi-Levi 1994), next fit twice as many."""
     budget = max(lengths) + room
     fewest = fewest_bins(lengths, budget)
     assert plan(lengths, budget).lower_bound <= fewest
@@ -151,7 +151,7 @@ def test_sorted_rows_hold_examples_of_like_length():
 
 
 def test_best_fit_and_first_fit_differ_where_they_should():
-    lengths = [7, 8, 2, 3]  # spaces 2 and 3 are left when 3 and 2 come
+    lengths = [7, 8, 2, 3]  # 8 and 7 leave spaces of 2 and 3 for 3 and 2
     assert [row.tolist() for row in plan(lengths, 10, seed=None)] == [[1, 2], [0, 3]]
     lengths = [5, 8, 2]
     assert [row.tolist() for row in plan(lengths, 10, "best_fit_decreasing", seed=None)] == [[1, 2], [0]]
@@ -171,7 +171,7 @@ def test_a_seed_gives_one_plan_and_seeds_differ(strategy):
 
 
 def test_rows_are_not_in_the_order_of_lengths():
-    """As planned the longest come first; the seed's order correlates with nothing."""
+    """Without a seed the rows with the longest examples come first. A seed shuffles the rows."""
     longest = np.array([FLAN_LIKE[row].max() for row in plan(FLAN_LIKE, 4096)])
     unshuffled = np.array([FLAN_LIKE[row].max() for row in plan(FLAN_LIKE, 4096, seed=None)])
     place = np.arange(len(longest))
@@ -361,7 +361,7 @@ def test_a_streams_policies():
         list(stream(tokens_of(lengths), 4))
     for policy, tokens, counts in (("drop", 7, (1, 0)), ("truncate", 11, (0, 1)), ("split", 17, (0, 0))):
         rows = stream(tokens_of(lengths), 4, too_long=policy)
-        for _ in range(2):  # counted anew each time
+        for _ in range(2):  # each iteration counts from zero
             assert sum(len(example) for row in rows for example in row) == tokens
             assert (rows.dropped, rows.truncated) == counts
     with pytest.raises(PackingError, match="example 1 of the stream has no tokens"):
@@ -443,7 +443,7 @@ def test_an_epoch_is_planned_once(monkeypatch):
 
     monkeypatch.setattr("fa2patch.packing.samplers.plan", planned)
     sampler = PackedBatchSampler(FLAN_LIKE[:200], 4096, seed=3, rank=0, num_replicas=2)
-    made.clear()  # what was planned to see whether it can be
+    made.clear()  # the constructor plans once to check its arguments
     for epoch in (0, 0, 1):
         sampler.set_epoch(epoch)
         assert len(list(sampler)) == len(sampler) == len(sampler.costs()) and sampler.left_out is not None
@@ -483,7 +483,7 @@ def test_goes_on_in_the_middle_of_an_epoch(strategy):
 
     other = PackedBatchSampler(*given, **options)
     other.load_state_dict(state)
-    other.set_epoch(2)  # what a loop over epochs says again
+    other.set_epoch(2)  # a training loop calls it again after loading
     assert other.state_dict() == state
     assert [*taken, *other] == expected
     assert list(other) == expected, "only the first iteration goes on"
@@ -536,7 +536,7 @@ def test_mini_batches_are_the_same_steps_dealt_more_evenly():
     longest = np.array([[packing.example_costs(FLAN_LIKE[row]).max() for row in rows]]).reshape(-1, 8).max(axis=1)
     assert packing.imbalance(costs) < 1.3 < 1.7 < in_turn
     unavoidable = np.maximum(longest, costs.mean(axis=1))
-    assert (costs.max(axis=1) <= 4 / 3 * unavoidable).all()  # longest processing time first (Graham 1969)
+    assert (costs.max(axis=1) <= 4 / 3 * unavoidable).all()  # the bound of longest processing time first (Graham 1969)
 
 
 def test_ranks_from_the_environment(monkeypatch):
@@ -573,7 +573,7 @@ def dataset(count):
 
 
 def mean_loss(model, examples):
-    """Over all labels, each example run alone."""
+    """Return the mean over all labels, each example run alone."""
     losses = [
         model(input_ids=torch.tensor([e["input_ids"]]), labels=torch.tensor([e["input_ids"]])).loss for e in examples
     ]
@@ -602,7 +602,7 @@ def test_an_epoch_on_two_ranks_is_the_dataset_end_to_end():
 
 @pytest.mark.parametrize("processes", [1, 2, 3])
 def test_accelerate_deals_what_the_ranks_would_take(processes):
-    """accelerate's own shards of the rows of all ranks, and its way to tell the epoch."""
+    """Accelerate splits the rows of all ranks itself and sets the epoch. Each rank gets the sampler's own rows."""
     from accelerate.data_loader import DataLoaderShard, prepare_data_loader
 
     examples, lengths = dataset(50)
@@ -620,7 +620,7 @@ def test_accelerate_deals_what_the_ranks_would_take(processes):
             prepared.set_epoch(epoch)
             own.set_epoch(epoch)
             expected = [[int(lengths[index]) for index in row] for row in own]
-            prepared.rng_types = None  # nothing to synchronise: these processes are only said to be there
+            prepared.rng_types = None  # the other processes do not exist, so nothing is synchronised
             assert list(prepared) == expected and len(prepared) == len(own)
 
 
@@ -702,7 +702,7 @@ def test_the_benchmarks_cases_of_fa2patch():
 
 
 def test_what_the_committed_comparison_shows():
-    """No other planner needs fewer rows, or balances ranks better by cost."""
+    """No other planner needs fewer rows, or, with budgets up to 8192, balances ranks better by cost."""
     found = json.loads((figures.HERE / "results" / "packing.json").read_text())
     assert not [case for case in found["cases"] if "error" in case]
     lists = {(case["distribution"], case["examples"], case["max_tokens"]) for case in found["cases"]}

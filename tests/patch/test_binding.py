@@ -1,4 +1,4 @@
-"""One replaced attribute: apply and undo in every order, also with somebody else's patch in between."""
+"""Bindings of one attribute are made and released in every order, also around other code's patches."""
 
 import gc
 import inspect
@@ -22,7 +22,7 @@ from fa2patch.upstream.traits import masks, rope
 
 
 class User:
-    """Whatever needs a binding; held weakly."""
+    """An object that needs a binding. Bindings hold it weakly."""
 
 
 class Owner:
@@ -52,7 +52,7 @@ def ours_where_absent(original):
 
 @pytest.fixture(scope="module", autouse=True)
 def only_what_is_made_here_is_collected():
-    """Else every ``gc.collect()`` looks through all that Transformers has imported."""
+    """Otherwise every ``gc.collect()`` scans everything that Transformers has imported."""
     gc.collect()
     gc.freeze()
     yield
@@ -61,7 +61,7 @@ def only_what_is_made_here_is_collected():
 
 @pytest.fixture
 def owner():
-    """A class of the test's own with a method and a static method."""
+    """Return a class made for this test, with a method and a static method."""
     return type("Owner", (), dict(vars(Owner)))
 
 
@@ -73,7 +73,7 @@ def user():
 
 
 def as_found(owner):
-    """The namespace's items in order; compared by identity, since they are functions and descriptors."""
+    """Return the namespace's items in order, by identity, because they are functions and descriptors."""
     return [(name, id(value)) for name, value in vars(owner).items()]
 
 
@@ -145,7 +145,7 @@ def test_a_binding_goes_with_the_last_of_its_users(owner):
 def test_users_are_held_weakly(owner, forgotten):
     found, users = as_found(owner), [User(), User()]
     for user in users:
-        user.itself = user  # as a patch and its model, which hold each other
+        user.itself = user  # a cycle, like that of a patch and its model
         bind(owner, "method", ours, user)
     del user
     for index in forgotten:
@@ -172,7 +172,7 @@ def test_a_factory_that_raises_leaves_nothing(owner, user):
 
 
 class ByHand:
-    """Somebody else's patch: what they saved is what they put back."""
+    """Other code's patch, which puts back the value that it saved."""
 
     def __init__(self, owner):
         saved = self.saved = vars(owner)["method"]
@@ -414,7 +414,7 @@ for order in {orders}:
 
 @pytest.fixture(scope="module")
 def on_llama():
-    """What a fresh process reports of every order, by the order of imports."""
+    """Return a function that runs every order in a fresh process, with the given order of imports."""
     reports = {}
 
     def report(imports):

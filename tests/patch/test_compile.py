@@ -1,4 +1,4 @@
-"""torch.compile of a patched model: one graph, no break, no recompile for another layout; the same numbers."""
+"""torch.compile of a patched model: with lengths it makes two graphs for all layouts, without graph breaks."""
 
 import random
 
@@ -30,7 +30,7 @@ def layouts(count):
 
 @pytest.fixture
 def graphs():
-    """A compiler that notes the graphs it is given and runs them as they are."""
+    """Give a list of graphs, and a backend that adds each graph to it and runs the graph unchanged."""
     torch._dynamo.reset()
     seen = []
 
@@ -43,7 +43,7 @@ def graphs():
 
 
 def on_the_interface_seam(family):
-    """A patched model; eager where there is no sdpa, which makes no difference to packed rows."""
+    """Return a patched model. It is eager if there is no sdpa, which makes no difference to packed rows."""
     try:
         model = tiny_models.build(family, "sdpa")
     except ValueError:
@@ -89,7 +89,7 @@ def test_the_kernel_in_the_graph_is_the_one_that_was_picked(graphs):
 
 
 def test_gradients_through_the_compilers_own_autograd():
-    """With AOTAutograd (what every backend of torch.compile runs on), and documents isolated to the bit."""
+    """Documents are isolated bit for bit with AOTAutograd, too, which torch.compile's compiling backends use."""
     torch._dynamo.reset()
     model = on_the_interface_seam("llama")
     compiled = torch.compile(model, backend="aot_eager", fullgraph=True)
@@ -128,7 +128,7 @@ def test_lengths_that_lie_raise_inside_a_graph_too(graphs, spoilt, message):
 
 @pytest.mark.parametrize("backend", ["eager", "aot_eager"])
 def test_lengths_that_fall_raise_inside_a_graph_too(backend):
-    """Nothing else is wrong with them: ends, starts and the longest document are those of the batch."""
+    """The lengths are otherwise valid: ends, starts and the longest document are those of the batch."""
     torch._dynamo.reset()
     compiled = torch.compile(on_the_interface_seam("llama"), backend=backend, fullgraph=True)
     given = {**batch(4, 6, 5), "max_length_q": 15, "max_length_k": 15}

@@ -1,4 +1,4 @@
-"""apply, revert, status: whose model is patched, for how long, and what is refused."""
+"""``apply``, ``revert`` and ``status``: which model is patched, for how long, and what is refused."""
 
 import copy
 import gc
@@ -159,7 +159,7 @@ def test_a_forgotten_model_takes_its_patch_along():
 
 
 class TestWrappers:
-    """What users put around a model."""
+    """Wrappers that users put around a model."""
 
     @pytest.mark.parametrize("first", ["apply", "peft"])
     def test_peft(self, model, docs, first):
@@ -194,7 +194,7 @@ class TestWrappers:
         before = [dict(vars(module)) for module in model.modules()]
         if "_old_forward" not in getattr(model.forward, "func", model.forward).__code__.co_names:
             with pytest.raises(errors.LayerNotPatchable, match="before whatever replaces it"):
-                fa2patch.apply(model)  # accelerate of 4.34's time: its hooks hold the forward itself
+                fa2patch.apply(model)  # hooks of accelerate versions of 4.34's time hold the forward itself
             return
         with fa2patch.apply(model):
             copied = copy.deepcopy(model)
@@ -268,7 +268,7 @@ def test_a_class_inside_a_function_is_patched_and_its_copy_too(docs):
 
 
 class TestRefusals:
-    """Bad input: a clear error, and nothing changed."""
+    """Bad input raises a clear error and changes nothing."""
 
     def check(self, error, match, model, **options):
         owner = tiny_models.model_class("llama")

@@ -1,4 +1,4 @@
-"""Which errors say nothing about what was tried; and that what is tried leaves no trace."""
+"""Which errors of a trial say nothing about the thing that was tried, and that a trial leaves no trace."""
 
 import errno
 
@@ -77,7 +77,7 @@ def test_all_else_is_a_verdict(error):
 
 @pytest.mark.parametrize("device", ["cpu", "mps", "meta"])
 def test_what_is_tried_draws_no_random_numbers_and_gets_gradients(device):
-    """Whatever device it is tried on, the CPU's random state is left as it was."""
+    """The CPU's random state is left unchanged on every device."""
     before = torch.get_rng_state()
     leaf = torch.ones(2, requires_grad=True)
     with torch.inference_mode(), out_of_reach(torch.device(device)):

@@ -1,4 +1,4 @@
-"""Run by torchrun in two processes (test_verify.py): verify and train a model under DDP and FSDP2."""
+"""Verify and train a model under DDP and FSDP2. test_verify.py runs it in two processes by torchrun."""
 
 import os
 
@@ -49,4 +49,4 @@ except fa2patch.errors.BadBatch as error:
 else:
     raise AssertionError("another number of documents on each rank would wait for ever")
 dist.barrier()
-os._exit(0)  # taking gloo's threads down aborts a process now and then, under load
+os._exit(0)  # under load, shutting down gloo's threads sometimes aborts the process

@@ -1,4 +1,4 @@
-"""``fa2patch.verify``: what leaks is found and named, what does not is passed, and the model stays as it was."""
+"""``fa2patch.verify`` finds and names leaks, passes models without leaks, and leaves the model unchanged."""
 
 import copy
 import json
@@ -102,7 +102,7 @@ def test_every_kind_of_packed_batch(patched, batch, lengths):
 
 
 class Mixer(torch.nn.Module):
-    """A convolution along the row, as hybrids have one before their state."""
+    """A convolution along the row, like the one that hybrids have before their state."""
 
     def __init__(self, size):
         super().__init__()
@@ -121,7 +121,7 @@ def test_a_convolution_is_named_as_a_hybrids(patched):
 
 
 class GradientsOnly(torch.nn.Module):
-    """A straight-through term: its value is zero to the bit, and its gradient goes to every token before."""
+    """Adds a straight-through term. Its value is exactly zero, and its gradient goes to every token before."""
 
     def forward(self, states):
         before = states.cumsum(1)
@@ -142,7 +142,10 @@ def test_a_leak_of_gradients_alone_is_found(patched):
 
 
 class LastToken(torch.nn.Module):
-    """Adds a trifle of the row's last token to all others, and no gradient; alone, a document's last is its own."""
+    """Adds a small part of the row's last token to all tokens, without a gradient.
+
+    In a document alone, it is the document's own last token.
+    """
 
     def __init__(self, size):
         super().__init__()
@@ -153,7 +156,7 @@ class LastToken(torch.nn.Module):
 
 
 def test_a_leak_out_of_padding_alone_is_found(patched):
-    """Too small to be seen beside the document alone; a document's tokens reach none but itself."""
+    """The leak is too small to show against the document alone, and no document reaches another."""
     layer = patched.model.layers[1]
     layer.mlp = torch.nn.Sequential(layer.mlp, LastToken(1e-6))
     padded = row(5, 3, 4, attention_mask=mask_of((1, 8), (0, 4)))
@@ -167,7 +170,7 @@ def test_a_leak_out_of_padding_alone_is_found(patched):
 
 
 def test_an_error_for_want_of_memory_is_raised_as_it_is(patched):
-    """Nothing was found of the model then, neither in the batch nor for a document of one token by itself."""
+    """Such an error says nothing about the model, neither in the batch nor for a document of one token alone."""
 
     def failing(tokens):
         def fail(module, ids):
@@ -203,7 +206,7 @@ def test_a_document_of_one_token_that_a_model_cannot_compute_alone_is_passed_ove
 
 
 class LearnedPositions(torch.nn.Module):
-    """Positions along the row, whatever the ids are."""
+    """Adds embeddings of positions that count along the row, whatever the ids are."""
 
     def __init__(self, size):
         super().__init__()

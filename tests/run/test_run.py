@@ -1,4 +1,4 @@
-"""``fa2patch run``: a script runs as ``python`` runs it, and its models are patched. In-process where that will do."""
+"""``fa2patch run`` runs a script as ``python`` does, and patches its models. Tests stay in-process if they can."""
 
 from __future__ import annotations
 
@@ -50,12 +50,12 @@ HERE = Path(__file__).parent
 ROOT = HERE.parents[1]
 SCRIPTS = HERE / "scripts"
 TINY_BERT = {"vocab_size": 8, "hidden_size": 8, "num_hidden_layers": 1, "num_attention_heads": 2}
-NEAR = 1e-5  # the same sums over the same tokens, in another order
+NEAR = 1e-5  # the same sums in another order
 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
-    """A tiny Llama, its tokenizer and documents, as the scripts read them."""
+    """Return a folder with a tiny Llama, its tokenizer and documents for the scripts."""
     home = tmp_path_factory.mktemp("model")
     runpy.run_path(str(SCRIPTS / "folder.py"))["make"](home)
     return home
@@ -63,7 +63,7 @@ def folder(tmp_path_factory):
 
 @pytest.fixture
 def hooked():
-    """Switch the hook on in this process, with these options; off again after the test."""
+    """Return a function that switches the hook on in this process. It is switched off after the test."""
     yield lambda **options: hook.on(run.Options(**options))
     hook.off()
 
@@ -76,7 +76,7 @@ def lines(capsys):
 
 
 def started(*arguments, options=None, **more):
-    """A command, as ``fa2patch run`` would start it (without the second that its own imports take)."""
+    """Run a command as ``fa2patch run`` would start it, without the second that its own imports take."""
     variables = run.environment(options or run.Options(), {**os.environ, **more.pop("env", {})})
     return subprocess.run(run.command(arguments), env=variables, capture_output=True, text=True, timeout=600, **more)
 
@@ -103,8 +103,10 @@ def test_a_script_sees_what_it_sees_under_python_and_nothing_is_imported(way):
 
 @pytest.fixture
 def children_can_be_interrupted():
-    """A shell's job in the background ignores SIGINT, and so would its children; those of a process that handles it
-    start with what the system does."""
+    """Handle SIGINT in this process, so that its children start with the system's default.
+
+    A background job of a shell ignores SIGINT, and its children would too.
+    """
     before = signal.signal(signal.SIGINT, signal.default_int_handler)
     yield
     signal.signal(signal.SIGINT, before)
@@ -138,7 +140,7 @@ def test_the_whole_way_by_the_command_line():
 
 @pytest.mark.slow
 def test_without_fa2patch_on_its_path_a_child_takes_the_one_that_started_it(folder, tmp_path):
-    """As with ``python -m fa2patch`` in a checkout: what is not installed is found by where the startup file is."""
+    """As with ``python -m fa2patch`` in a checkout, the package is not installed. The startup file knows its place."""
     file = tmp_path / "hide.py"
     file.write_text(
         f"import sys; sys.path.insert(0, {str(run.STARTUP)!r}); import sitecustomize, types, importlib.util\n"
@@ -278,7 +280,7 @@ def test_encoders_of_text_are_patched(hooked, capsys):
     hooked()
     model = BertForMaskedLM._from_config(BertConfig(**TINY_BERT))
     (line,) = lines(capsys)
-    if fa2patch.status(model) is None:  # up to 4.57
+    if fa2patch.status(model) is None:  # in versions up to 4.57
         assert "BertForMaskedLM left alone: BertModel: looked in every layer for attention with a seam" in line
     else:
         assert line == "fa2patch: BertForMaskedLM patched: 1 attention layers, interface seam, kernel auto."
@@ -366,7 +368,7 @@ def losses(trainer):
 
 
 def padded_before(texts, length):
-    """Examples that were padded as they were made, to one length."""
+    """Return examples that are already padded to one length."""
     return [
         {
             "input_ids": ids + [0] * (length - len(ids)),
@@ -434,7 +436,7 @@ class Streamed(torch.utils.data.IterableDataset):
 
 
 def test_collate_goes_through_accelerates_dispatcher(hooked, folder):
-    """Which slices every tensor of a streamed batch by its rows: lengths would not survive it."""
+    """The dispatcher slices every tensor of a streamed batch by rows, which would break lengths."""
 
     def trained():
         streamed = Streamed(features_of(documents(folder)))
@@ -590,7 +592,7 @@ def test_collate_without_a_trainer_says_that_it_did_nothing(hooked, capsys):
 
 
 def script(how, folder, layout, output, python=sys.executable, **env):
-    """The training script, by the command line: what it found, and what was said."""
+    """Run the training script on the command line. Return its results and fa2patch's messages."""
     output.mkdir(exist_ok=True)
     variables = {**os.environ, "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1", **env}
     line = [str(python), *how, str(SCRIPTS / "train.py"), str(folder), layout, str(output)]
@@ -625,7 +627,7 @@ def environment(release, *pins):
 
 @pytest.fixture
 def there(tmp_path):
-    """Run the scripts with another Python: its folder is made by itself."""
+    """Return a function that makes the scripts' folder with another Python."""
 
     def set_up(python):
         home = tmp_path / "model"
@@ -653,8 +655,8 @@ def test_an_unchanged_script_with_other_versions(there, tmp_path, release, accel
     assert len(said) == 1 and "LlamaForCausalLM patched: 2 attention layers" in said[0]
     alone = max(abs(a - b) for a, b in zip(packed["losses"], isolated["losses"]))
     assert not leaks or alone > 0.01
-    if release in ("4.36.2", "4.44.2"):  # later ones count labels that no token predicts, in the padded run
-        assert isolated["losses"] == pytest.approx(padded["losses"], rel=1e-4)  # logged with four digits
+    if release in ("4.36.2", "4.44.2"):  # later padded runs count labels that nothing predicts
+        assert isolated["losses"] == pytest.approx(padded["losses"], rel=1e-4)  # logs have four digits
     collated, said = script((*RUN, "--collate"), model, "pad", tmp_path / "collate", **using)
     assert collated["losses"] == pytest.approx(padded["losses"], abs=1.01e-4) and collated["steps"] == padded["steps"]
     assert collated["eval_loss"] == pytest.approx(padded["eval_loss"], rel=1e-4)
@@ -666,9 +668,10 @@ TRL = ("trl==1.16.0", "accelerate==1.15.0", "peft==0.21.2", "datasets==5.2.0")
 
 @pytest.mark.slow
 def test_trls_own_command_line(there, tmp_path):
-    """``trl sft`` starts its script through accelerate, in a process of its own.
+    """``trl sft`` starts its script through accelerate, in a separate process.
 
-    One padding-free row does not leak in Transformers 5.23 by itself: what is shown is that the patch gets there.
+    In Transformers 5.23 one padding-free row does not leak without fa2patch, so the test shows only that the patch
+    reaches that process.
     """
     python = environment("5.23.0", *TRL)
     model = there(python)

@@ -18,7 +18,7 @@ def present(name):
 
 
 def gradients_of(model):
-    """As they are, and left there."""
+    """Return the gradients without resetting them."""
     return {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
 
 
@@ -88,7 +88,7 @@ def test_experts_are_balanced_over_real_tokens_as_in_a_padded_batch(family, docs
 
 @pytest.mark.skipif(not hasattr(transformers, "Qwen4ExpForCausalLM"), reason="no Qwen4-exp in this Transformers")
 def test_embeddings_of_several_tokens_are_refused():
-    """They look at the ids before a token, whoever's they are; no layer is handed a mask for that."""
+    """Such embeddings look at the ids before a token, also those of another document. No layer gets a mask for that."""
     config = transformers.Qwen4ExpTextConfig(
         **{**tiny_models._small(transformers.Qwen4ExpTextConfig), "num_hidden_layers": 2},
         indexer_n_heads=2, indexer_kv_heads=1, indexer_head_dim=8, indexer_budget=8, indexer_compress_ratio=2,
@@ -100,7 +100,7 @@ def test_embeddings_of_several_tokens_are_refused():
 
 
 class TestLocalLayersOfGptNeo:
-    """Every second layer sees a window of tokens. Transformers' eager code says so; its flash class forgets it."""
+    """Every second layer sees a window of tokens. Transformers' eager code has it; its flash class forgets it."""
 
     WINDOW = 4
 
@@ -140,7 +140,7 @@ class TestLocalLayersOfGptNeo:
 
 
 class TestPromptsInOneRow:
-    """A cache of a packed row belongs to no one document; Transformers' continuous batching keeps one for each."""
+    """A cache of a packed row mixes documents. Transformers' continuous batching keeps one for each document."""
 
     def test_generate_refuses_a_packed_row(self, docs):
         model = tiny_models.build("llama", "sdpa")

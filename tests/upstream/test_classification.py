@@ -1,4 +1,4 @@
-"""Classifiers on packed rows: one vector per document, one label per token, as the padded run has them."""
+"""Classifiers on packed rows give one vector per document, or one label per token, as in padded training."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def test_sequences(family: str, kind: str) -> None:
 
 @pytest.mark.parametrize("family", ["llama", "gpt2", "falcon"])
 def test_tokens(family: str) -> None:
-    """Falcon's forward takes position_ids and hands them to nobody."""
+    """Falcon's forward takes position_ids and does not pass them on."""
     tokens(family)
 
 
@@ -68,7 +68,7 @@ def test_several_rows_and_labels_in_a_row(llama: Any) -> None:
 
 
 def test_a_document_that_ends_in_the_padding_token(llama: Any) -> None:
-    """pad_token = eos_token, as many do: upstream pools the token before, padded or alone; so do packed rows."""
+    """Many set pad_token = eos_token. Upstream then pools the token before it, padded or alone; so do packed rows."""
     docs = [torch.cat([doc, torch.zeros(1, dtype=torch.long)]) for doc in DOCUMENTS]
     expected = run(llama, padded(docs, KINDS["classes"]))
     alone = torch.cat([llama(input_ids=doc[None]).logits for doc in docs])
@@ -114,7 +114,7 @@ def test_a_copy_and_a_reverted_one(llama: Any) -> None:
 
 
 def test_through_super(llama: Any) -> None:
-    """A class whose forward ends in that of a class of which another model is patched."""
+    """The derived class calls its base class's forward, and a model of the base class is patched too."""
 
     class DerivedForSequenceClassification(type(llama)):  # type: ignore[misc]
         def forward(self, input_ids=None, attention_mask=None, position_ids=None, labels=None, **kwargs):  # type: ignore[no-untyped-def]

@@ -1,4 +1,4 @@
-"""Encoders: attention that looks both ways, inside documents only; masked tokens' losses and embeddings unpadded."""
+"""Encoders: attention in both directions inside documents, the loss of masked tokens, and pooled embeddings."""
 
 import inspect
 
@@ -22,7 +22,7 @@ TYPICAL = [name for name in ("bert:masked", "esm:masked", "modernbert:masked", "
 
 
 def refused(family):
-    """Up to 4.57 most encoders have attention without a seam, or take no position_ids."""
+    """Return why ``apply`` refuses a family. Up to 4.57 most encoders have no seam, or take no position_ids."""
     try:
         fa2patch.apply(tiny_models.build(family)).revert()
     except (errors.LayerNotPatchable, errors.UnsupportedModel) as error:
@@ -79,7 +79,7 @@ def test_the_loss_of_masked_tokens_is_the_padded_run_s(family, implementation):
     reference, model = tiny_models.build(family, "eager"), tiny_models.build(family, implementation)
     labels = [doc.clone() for doc in docs]
     for label in labels:
-        label[1::2] = -100  # the first token of a document is predicted, too: nothing is shifted
+        label[1::2] = -100  # labels are not shifted, so a document's first token is predicted too
     rows = torch.nn.utils.rnn.pad_sequence(docs, batch_first=True)
     padded = reference(
         input_ids=rows,
@@ -100,7 +100,7 @@ def test_the_loss_of_masked_tokens_is_the_padded_run_s(family, implementation):
         if name in given:
             expected = given[name].clone()
             if name.endswith("position_embeddings.weight"):
-                expected[0] = parameter.grad[0]  # of the padded run's padding, where it counts
+                expected[0] = parameter.grad[0]  # in the padded run, it may include the gradient of padding
             assert_close(parameter.grad, expected, name, 5e-5, at_least=0.01 * largest)
 
 
@@ -132,7 +132,7 @@ def test_roberta_counts_from_behind_its_padding_s_position():
     docs = documents(*LENGTHS)
     changes = {"pad_token_id": 1}
     reference, model = (tiny_models.build("roberta:masked", name, **changes) for name in ("eager", "sdpa"))
-    expected = alone(reference, docs, counts_itself=True)  # from 2, as its checkpoints have it
+    expected = alone(reference, docs, counts_itself=True)  # its positions start at 2, as in its checkpoints
     collate = fa2patch.DataCollatorWithFlattening(position_ids_start=2, return_seq_idx=True)
     batch = collate([{"input_ids": doc.tolist()} for doc in docs])
     del batch["labels"]
@@ -151,7 +151,7 @@ def test_modernbert_s_local_layers_see_their_window_to_both_sides(implementation
     if "modernbert:masked" not in TAKEN:
         pytest.skip("not in this version")
     docs = documents(40, 1, 33, 3)
-    model = tiny_models.build("modernbert:masked", implementation)  # local_attention=6
+    model = tiny_models.build("modernbert:masked", implementation)  # it has local_attention=6
     with fa2patch.apply(model):
         assert_close(model(**pack(docs)).logits[0], alone(tiny_models.build("modernbert:masked"), docs), "logits")
 
@@ -189,7 +189,7 @@ def test_sequence_classification_is_refused():
 
 
 class NoPlaceForIds(transformers.BertModel):
-    """As DistilBERT up to 4.57: positions counted along the row, and no argument that says otherwise."""
+    """Like DistilBERT up to 4.57, it counts positions along the row and has no argument to change that."""
 
     def forward(self, input_ids=None, attention_mask=None):
         return super().forward(input_ids=input_ids, attention_mask=attention_mask)
@@ -210,7 +210,7 @@ def test_modernbert_that_unpads_on_its_own_is_refused():
         pytest.skip("not in this version")
     model = tiny_models.build("modernbert:masked", "sdpa")
     if not any(layer.fused for layer in attention_layers(models(model)[-1])):
-        return  # from 5.1 on it has the common interface
+        return  # from 5.1 on it uses the common interface
     model.config._attn_implementation = "flash_attention_2"
     with pytest.raises(errors.UnsupportedModel, match="takes padding out on its own"):
         fa2patch.apply(model)

@@ -1,4 +1,4 @@
-"""Mixers by document, in real models and in toys, and in one call where their kernels keep documents apart."""
+"""Mixers run document by document, or in one call if their kernel keeps documents apart. Models are real or toys."""
 
 import inspect
 
@@ -22,8 +22,9 @@ HYBRIDS = [name for name in ("qwen3_next", "mamba", "rwkv", "lfm2", "falcon_h1")
 class Running(torch.nn.Module):
     """A toy mixer: the running sum of a projection.
 
-    ``kernel``: what it makes of a row whose documents it is told, from the right sums and from what is before each
-    document; None ignores that it is told.
+    Attributes:
+        kernel: Computes the output if ``seq_idx`` is given, from the documents' own sums and from the sum before each
+            document. None ignores ``seq_idx``.
     """
 
     kernel = None
@@ -90,7 +91,7 @@ def right(module, hidden):
 
 
 def in_one_call(mask, module):
-    """Whether that was said of the mixer's last row, and the reason where it was not."""
+    """Return whether the mixer's last row was reported as computed in one call, and the reason if it was not."""
     computed = mask.picks.of(module)
     return {WHOLE_ROW: True, DOCUMENTS: False}[computed.kernel], computed.why
 
@@ -136,7 +137,7 @@ def test_a_mixer_without_memory_for_its_trial_says_so_and_is_tried_again(mask, a
 
 
 def test_what_was_seen_of_one_mixer_says_nothing_of_another_of_its_class(mask, any_device):
-    """A convolution of one token keeps everything apart, one of four does not: of one class, other parameters."""
+    """Parameters matter: a convolution over one token keeps documents apart, and one over four does not."""
     forward, hidden = mixer.by_document(Running.forward), row()
     good, bad = made_with(keeps_apart), made_with(None)
     for module in (good, bad, good):
@@ -175,7 +176,7 @@ def test_a_trial_leaves_no_trace_in_the_forward_around_it(around, mask, any_devi
     def forward(states):
         return running(module, states, attention_mask=mask) * torch.rand(())
 
-    forward(hidden)  # tried before, so that no trial takes part in what is expected
+    forward(hidden)  # makes the trial, so that it takes no part in the expected result
     torch.manual_seed(3)
     plain = forward(hidden)
     plain.square().sum().backward()
@@ -265,7 +266,7 @@ def test_isolated_without_a_patch_not(family):
 
 @pytest.mark.parametrize("family", HYBRIDS)
 def test_no_dearer_than_documents_alone(family):
-    """The same calls of the mixers' own functions as for the documents one by one."""
+    """The mixers' linear layers are called with as many tokens as for the documents one by one."""
     docs, model = documents(*LENGTHS), tiny_models.build(family)
     layers = None
 
@@ -289,7 +290,7 @@ def test_no_dearer_than_documents_alone(family):
 
 
 def test_a_kernel_that_takes_lengths_is_handed_the_row(any_device):
-    """Qwen3-Next as with causal-conv1d and flash-linear-attention: real code around functions that know documents."""
+    """Qwen3-Next's real code, with functions that take boundaries like causal-conv1d and flash-linear-attention."""
     if not tiny_models.is_present("qwen3_next"):
         pytest.skip("this Transformers has no Qwen3-Next")
     model, docs = tiny_models.build("qwen3_next"), documents(*LENGTHS)

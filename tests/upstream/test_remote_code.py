@@ -1,4 +1,4 @@
-"""Remote code, loaded as users load it: a hand-written checkpoint for each seam, and two that must be refused."""
+"""Remote code is loaded as users load it: a hand-written checkpoint for each seam, and two that must be refused."""
 
 import copy
 import dataclasses
@@ -23,7 +23,7 @@ from fa2patch import errors
 STYLES = {"fused_qkv": "method", "latent": "function", "sinks": "interface"}
 MIXTURE = "sinks"
 FLASH = ("fused_qkv", {"attn_implementation": "flash_attention_2"})
-"""The one that is loaded with flash attention where there is no flash-attn: it asks nobody."""
+"""The style that loads with flash attention even without flash-attn, since its file chooses the class by itself."""
 LENGTHS = (5, 9, 1, 3)
 
 registry = sys.modules["fa2patch.upstream.architectures"]
@@ -32,7 +32,7 @@ every_style = pytest.mark.parametrize("style", STYLES)
 
 @pytest.fixture(scope="module", autouse=True)
 def modules(tmp_path_factory):
-    """Where Transformers copies remote code to and imports it from; everything forgotten afterwards."""
+    """Give Transformers a temporary folder for copies of remote code. The imported modules are removed afterwards."""
     with pytest.MonkeyPatch.context() as patched:
         patched.setattr(dynamic_module_utils, "HF_MODULES_CACHE", str(tmp_path_factory.mktemp("modules")))
         patched.setattr(sys, "path", list(sys.path))
@@ -47,7 +47,7 @@ def imported():
 
 @pytest.fixture(scope="module")
 def checkpoint(modules, tmp_path_factory):
-    """A style's folder with weights in it, the same ones every time."""
+    """Return a function that gives a style's folder with weights, the same ones every time."""
     written = {}
 
     def folder(style):
@@ -70,7 +70,7 @@ def checkpoint(modules, tmp_path_factory):
 
 @pytest.fixture
 def load(checkpoint, monkeypatch):
-    """Loads a style's checkpoint; a model's patch ends with the test."""
+    """Return a function that loads a style's checkpoint. Models are reverted after the test."""
     monkeypatch.setattr(AutoModelForCausalLM._model_mapping, "_extra_content", {})
     monkeypatch.setattr(registry, "_rows", dict(registry._rows))
     loaded = []
@@ -99,7 +99,7 @@ def leaks(model, docs, expected):
 
 
 def namespaces(model):
-    """Whatever a patch could touch, with what is in it; the objects are held, so identity is meaningful."""
+    """Return all attributes that a patch could touch. Their values are kept alive, so that identities stay valid."""
     classes = {cls for module in model.modules() for cls in type(module).__mro__ if "transformers_modules" in str(cls)}
     owners = [*classes, *{sys.modules[cls.__module__] for cls in classes}, *model.modules()]
     return [(owner, name, value) for owner in owners for name, value in vars(owner).items()]
@@ -137,7 +137,7 @@ def test_another_first_document_leaves_the_others(style, load, docs):
     before, after = logits(model, docs), logits(model, [documents(LENGTHS[0], seed=7)[0], *docs[1:]])
     assert not torch.equal(before[: LENGTHS[0]], after[: LENGTHS[0]])
     before, after = before[LENGTHS[0] :], after[LENGTHS[0] :]
-    if style == MIXTURE:  # its experts multiply another number of tokens at a time
+    if style == MIXTURE:  # its experts get another number of tokens at a time, so rounding differs
         assert_close(after, before, "the other documents' logits")
     else:
         assert torch.equal(after, before)
@@ -262,8 +262,10 @@ def test_of_two_revisions_loaded_at_once_only_one_is_patched(style, load, docs, 
 
 
 class TestExecutedAgain:
-    """Transformers 4.39 to 4.42 execute a modeling file again, in the same module, whenever a model is loaded; later
-    ones do where the file has changed."""
+    """Transformers 4.39 to 4.42 execute a modeling file again, in the same module, whenever a model is loaded.
+
+    Later versions do so if the file has changed.
+    """
 
     @staticmethod
     def execute(model):
@@ -304,7 +306,7 @@ class TestExecutedAgain:
 
 
 class TestRegister:
-    """What a row is for: what nobody can see who looks at the modeling file."""
+    """A registry row states what cannot be found by looking at the modeling file."""
 
     def test_refuse(self, load):
         def of_alibi(config):
@@ -342,7 +344,7 @@ class TestRegister:
 
 
 class TestRefusals:
-    """Never silent, and nothing is changed."""
+    """A refused model raises an error and is left unchanged."""
 
     @staticmethod
     def refused(model, error, match):

@@ -1,4 +1,4 @@
-"""Each seam on a modeling file written for it: what apply finds, what packed rows get, what revert leaves."""
+"""Each seam on a modeling file written for it: what ``apply`` finds, what packed rows give, what ``revert`` leaves."""
 
 import contextlib
 import itertools
@@ -37,7 +37,7 @@ MAKERS = {
 
 
 def site_of(plan, kind):
-    """The first site of a kind among those of a plan."""
+    """Return the site of a kind in a plan."""
     if kind in ("base_model", "causal_lm"):
         return [site for site in plan.sites if site.make is forward.entered][-1 if kind == "base_model" else 0]
     return next(
@@ -84,7 +84,7 @@ def build(seam, implementation="eager", **changes):
 
 @pytest.fixture(autouse=True)
 def registered(monkeypatch):
-    """Rows for the fake models; gone after the test, as are its patches."""
+    """Register rows for the fake models. Rows and patches are removed after the test."""
     architectures = sys.modules["fa2patch.upstream.architectures"]
     monkeypatch.setattr(architectures, "_rows", dict(architectures._rows))
     for seam in MODELING:
@@ -101,7 +101,7 @@ def docs():
 
 @pytest.fixture
 def flash_attn(monkeypatch):
-    """What the modeling files have in addition where flash-attn is installed."""
+    """Define what the modeling files have in addition if flash-attn is installed."""
 
     def attend(query, key, value, attention_mask, window):
         length = query.shape[1]
@@ -121,7 +121,7 @@ def flash_attn(monkeypatch):
 
 
 class Found:
-    """Every namespace that a patch could touch, as it was found; the objects are held, so identity is meaningful."""
+    """A record of all attributes that a patch could touch. Values are kept alive, so that identities stay valid."""
 
     def __init__(self, model):
         modeling = sys.modules[type(model).__module__]
@@ -147,7 +147,7 @@ def logits(model, docs):
 
 
 def outcome(model, batch):
-    """Logits, or the error's class."""
+    """Return the logits, or the error's class."""
     try:
         return model(**batch).logits
     except Exception as error:
@@ -240,7 +240,7 @@ def test_no_gradient_reaches_another_document(seam, changes, implementation, doc
 
 ABSENT = object()
 CAUSAL = [
-    # seam, the layer's is_causal, what its call says, what holds
+    # seam, the layer's is_causal, the call's arguments, whether attention is causal
     ("interface", ABSENT, {}, True),
     ("interface", ABSENT, {"is_causal": None}, True),
     ("interface", True, {}, True),
@@ -249,7 +249,7 @@ CAUSAL = [
     ("interface", ABSENT, {"is_causal": False}, False),
     ("interface", False, {"is_causal": False}, False),
     ("interface", False, {"is_causal": True}, True),
-    ("interface", True, {"is_causal": False}, True),  # GPT-2 of 4.48 on, where a mask has the triangle in it
+    ("interface", True, {"is_causal": False}, True),  # GPT-2 from 4.48 on, if the mask contains the triangle
     ("function", True, {}, True),
     ("function", False, {}, False),
     ("function", None, {}, True),
@@ -261,7 +261,7 @@ CAUSAL = [
 
 @pytest.mark.parametrize("seam, of_layer, said, causal", CAUSAL)
 def test_a_layer_looks_both_ways_where_it_or_its_call_says_so(seam, of_layer, said, causal, docs):
-    """Seen by which tokens of a document the gradient of one in its middle reaches."""
+    """The gradient of a token in a document's middle shows which tokens it sees."""
     fa2patch.apply(model := build(seam, "flash_attention_2"))
     for layer in model.model.layers:
         if of_layer is not ABSENT:
@@ -356,7 +356,7 @@ def test_revert_leaves_every_namespace_as_found(seam, implementation, installed,
 @every_seam
 def test_what_is_installed_for_a_function_is_a_plain_function(seam, flash_attn):
     patch = fa2patch.apply(build(seam))
-    peft = "peft.peft_model"  # bound too, where another test has imported it
+    peft = "peft.peft_model"  # also bound if another test has imported it
     used_by = [used for used in binding.used_by(patch) if getattr(used.owner, "__module__", "") != peft]
     replaced = [used for used in used_by if isinstance(used.original, types.FunctionType)]
     assert len(replaced) == {"interface": 4, "function": 5, "method": 4}[seam]
@@ -379,7 +379,7 @@ def test_a_layers_state_is_live(seam):
 
 
 class OtherAttention(torch.nn.Module):
-    """Attention that offers no seam, or a layer that computes what it likes."""
+    """A layer without a seam, which computes attention directly."""
 
     def forward(self, hidden_states, *args, **kwargs):
         return hidden_states + F.scaled_dot_product_attention(*[hidden_states[:, None]] * 3, is_causal=True)[:, 0]
@@ -428,7 +428,7 @@ def test_a_second_models_failed_apply_leaves_the_first_patched(seam, monkeypatch
 
 @contextlib.contextmanager
 def put_back(patch, kind):
-    """The site of this kind as it was before apply, as if somebody had put it back by hand."""
+    """Restore the attribute of this site within the block, as if other code had put it back by hand."""
     site = site_of(patch.plan, kind)
     owner, attribute = site.owner, site.attribute
     used = next(used for used in binding.used_by(patch) if (used.owner, used.attribute) == (owner, attribute))
@@ -514,7 +514,7 @@ def test_of_two_models_each_is_patched_until_its_own_revert(seam, docs):
 
 
 class Elsewhere:
-    """A base model's forward that is defined in another modeling file than its attention, as remote code likes to."""
+    """A base model's forward that is defined in another file than its attention, as in some remote code."""
 
     def forward(self, input_ids=None, attention_mask=None, position_ids=None, inputs_embeds=None):
         return super().forward(input_ids, attention_mask, position_ids, inputs_embeds)
@@ -550,11 +550,11 @@ def test_a_base_model_that_was_compiled_after_apply_is_still_reached(docs):
     assert_close(logits(model, docs), alone(build("interface"), docs), "logits")
 
 
-# Ids that are read in every layer
+# Position ids that every layer reads
 
 
 def test_the_largest_id_is_told_without_a_read():
-    """As 4.34's to 4.47's flash classes ask for it; whatever else is done to the ids is done to plain ones."""
+    """The reads are those of the flash classes of 4.34 to 4.47. Other operations on the ids give plain tensors."""
     from compat_matrix.check import reads
     from fa2patch.upstream.seams import known_ids
 

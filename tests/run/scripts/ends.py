@@ -1,4 +1,4 @@
-"""Ends as it is told: ``python ends.py exit|words|error|interrupt|late``."""
+"""End in the given way: ``python ends.py exit|words|error|interrupt|late``."""
 
 import atexit
 import os

@@ -1,4 +1,4 @@
-"""``python folder.py FOLDER``: for the other scripts, a tiny Llama with large weights, a tokenizer and documents."""
+"""Save a tiny Llama with large weights, a tokenizer and documents for the scripts: ``python folder.py FOLDER``."""
 
 import json
 import sys

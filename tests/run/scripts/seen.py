@@ -1,4 +1,4 @@
-"""What a script sees of the interpreter that runs it, as JSON on stdout; and the same of a Python that it starts."""
+"""Print as JSON what a script sees of its interpreter and, with ``child``, what a Python that it starts sees."""
 
 import json
 import os

@@ -1,4 +1,4 @@
-"""Models made in processes that a script spawns, and that it forks: ``python spawned.py FOLDER``."""
+"""Print whether models are patched in processes that a script spawns or forks: ``python spawned.py FOLDER``."""
 
 import multiprocessing
 import sys

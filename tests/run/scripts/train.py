@@ -1,6 +1,6 @@
-"""An ordinary fine-tuning script, which knows nothing of fa2patch: a folder with a model and its documents, a Trainer.
+"""An ordinary fine-tuning script with a Trainer, without fa2patch: ``python train.py FOLDER pad|pack OUTPUT``.
 
-``python train.py FOLDER pad|pack OUTPUT``: mini-batches padded by the collator, or packed into one row.
+FOLDER holds a model and documents. Mini-batches are padded by the collator or packed into one row.
 """
 
 import json
@@ -25,7 +25,7 @@ class Documents(torch.utils.data.Dataset):
 
 
 def packed(features):
-    """One row of all documents, their position_ids restarting, under a mask that hides nothing."""
+    """Collate all documents into one row, with position_ids that restart and a mask of ones."""
     row = {
         "input_ids": sum((feature["input_ids"] for feature in features), []),
         "labels": sum(([-100, *feature["labels"][1:]] for feature in features), []),

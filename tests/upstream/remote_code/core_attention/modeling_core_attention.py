@@ -1,4 +1,4 @@
-"""In the style of ChatGLM and Qwen 1: a module of its own computes attention, and nothing chooses between several."""
+"""A model in the style of ChatGLM and Qwen 1: a separate module computes attention, and there is no other kind."""
 
 import torch
 import torch.nn.functional as F

@@ -1,7 +1,7 @@
-"""In the style of InternLM2's first releases (Transformers 4.36 to 4.42): the flash class ends in a method of its own.
+"""A model in the style of InternLM2's first releases (Transformers 4.36 to 4.42): the flash class calls its own method.
 
-One ``wqkv`` for queries, keys and values, laid out by key head; a rotary table in each layer; names of its own for
-everything. ``config.alibi`` puts a bias into the mask, where nobody outside this file can see it.
+It has one ``wqkv`` for queries, keys and values, laid out by key head, a rotary table in each layer, and its own names
+for everything. ``config.alibi`` adds a bias to the mask, which code outside this file cannot see.
 """
 
 import torch

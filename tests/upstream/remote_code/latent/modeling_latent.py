@@ -1,7 +1,7 @@
-"""In the style of DeepSeek-V2's remote code, as of Transformers 4.43 to 4.47: the flash class calls a function.
+"""A model in the style of DeepSeek-V2's remote code for Transformers 4.43 to 4.47: the flash class calls a function.
 
-Keys and values are made from a small latent; a key has one rotary part shared by all heads; values are narrower than
-keys, so that the flash class pads them and cuts its output; the logits have a scale of their own.
+Keys and values are made from a small latent. A key has one rotary part that all heads share. Values are narrower than
+keys, so the flash class pads them and cuts its output. The attention scores have their own scale.
 """
 
 from importlib.util import find_spec
@@ -48,7 +48,7 @@ def rotate_half(x):
 
 
 def apply_rotary_pos_emb(x, cos, sin, position_ids):
-    """``x`` has its pairs side by side."""
+    """Rotate ``x``, whose pairs are side by side."""
     x = x.unflatten(-1, (-1, 2)).transpose(-1, -2).flatten(-2)
     return x * cos[position_ids].unsqueeze(1) + rotate_half(x) * sin[position_ids].unsqueeze(1)
 

@@ -1,8 +1,8 @@
-"""In the style of remote code of 2025 (MiMo, Ling, Kimi), Transformers 4.48 on: attention looks its function up.
+"""A model like remote code of 2025 (MiMo, Ling, Kimi) for Transformers 4.48 on: attention looks its function up.
 
-Sinks, every other layer with a sliding window, rotary positions on half of a head, normed queries and keys, a mixture
-of experts with a shared one. ``config.attn_logit_cap`` is known to this file's own eager function only: nobody hands
-it over.
+It has sinks, a sliding window in every other layer, rotary positions on half of a head, normed queries and keys, and a
+mixture of experts with a shared one. Only this file's eager function reads ``config.attn_logit_cap``; it is passed to
+no attention function.
 """
 
 import torch

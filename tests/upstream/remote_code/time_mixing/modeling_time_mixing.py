@@ -1,4 +1,4 @@
-"""In the style of RWKV's remote code: no attention; what a token tells the next ones is a decaying sum."""
+"""A model in the style of RWKV's remote code: instead of attention, it carries a decaying sum along the row."""
 
 import torch
 from torch import nn

@@ -20,17 +20,13 @@ class Pieces:
 
     Attributes:
         lengths: Tokens of each piece, ``[pieces]``.
-        of: The example of each piece, ``[pieces]``. None if nothing is cut or dropped.
-        start: First token of each piece, ``[pieces]``, or None likewise.
-        stop: End of each piece, ``[pieces]``, or None likewise.
+        cuts: The example, the start and the stop of each piece, ``[pieces]`` each. None if nothing is cut or dropped.
         dropped: Indices of the examples that are left out.
         truncated: Indices of the examples whose end is left out.
     """
 
     lengths: Ints
-    of: Ints | None
-    start: Ints | None
-    stop: Ints | None
+    cuts: tuple[Ints, Ints, Ints] | None
     dropped: Ints
     truncated: Ints
 
@@ -60,7 +56,7 @@ def as_lengths(lengths: Any) -> Ints:
     return found.astype(np.int64, copy=False)
 
 
-def check_budget(max_tokens: Any) -> int:
+def check_budget(max_tokens: object) -> int:
     """Return the option as an int, or raise :class:`PackingError` unless it is from 1 to 2**31 - 1."""
     if isinstance(max_tokens, (int, np.integer)) and not isinstance(max_tokens, bool) and 1 <= max_tokens < 2**31:
         return int(max_tokens)
@@ -83,7 +79,7 @@ def cut(lengths: Ints, max_tokens: int, too_long: str) -> Pieces:
     longer = np.flatnonzero(lengths > max_tokens)
     none = np.empty(0, np.int64)
     if not len(longer):
-        return Pieces(lengths, None, None, None, none, none)
+        return Pieces(lengths, None, none, none)
     if too_long == "error":
         raise PackingError(
             f"{len(longer)} of {len(lengths)} examples are longer than max_tokens={max_tokens}: the first is example "
@@ -92,15 +88,15 @@ def cut(lengths: Ints, max_tokens: int, too_long: str) -> Pieces:
         )
     if too_long == "drop":
         kept = np.flatnonzero(lengths <= max_tokens)
-        return Pieces(lengths[kept], kept, np.zeros_like(kept), lengths[kept], longer, none)
+        return Pieces(lengths[kept], (kept, np.zeros_like(kept), lengths[kept]), longer, none)
     if too_long == "truncate":
         shorter = np.minimum(lengths, max_tokens)
-        return Pieces(shorter, np.arange(len(lengths)), np.zeros_like(lengths), shorter, none, longer)
+        return Pieces(shorter, (np.arange(len(lengths)), np.zeros_like(lengths), shorter), none, longer)
     counts = -(-lengths // max_tokens)
     of = np.repeat(np.arange(len(lengths)), counts)
     start = (np.arange(len(of)) - np.repeat(np.cumsum(counts) - counts, counts)) * max_tokens
     stop = np.minimum(start + max_tokens, lengths[of])
-    return Pieces(stop - start, of, start, stop, none, none)
+    return Pieces(stop - start, (of, start, stop), none, none)
 
 
 def part(example: Any, start: int, stop: int, length: int) -> Any:

@@ -44,7 +44,7 @@ class PackedBatchSampler(Sampler[list[int]]):
     1.8 (seen in 0.25 to 1.1) do not set the sampler's epoch: call its ``set_epoch`` in a callback's ``on_epoch_begin``.
 
     **Effect on training.** A token budget packs more examples into a step, so there are fewer optimizer steps: see
-    :func:`fa2patch.packing.plan`. ``strategy="mini_batches"`` with ``max_tokens=None`` and ``batch_size=n`` keeps both
+    :mod:`fa2patch.packing`. ``strategy="mini_batches"`` with ``max_tokens=None`` and ``batch_size=n`` keeps both
     the number of steps and their contents: every n x ranks examples in random order are a step, distributed to the
     ranks by cost instead of by number. Ranks hold different numbers of tokens (and examples), so the loss must be
     normalised over the labels of all ranks and not averaged over ranks; in Trainer, set

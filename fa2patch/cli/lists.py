@@ -3,14 +3,10 @@
 from __future__ import annotations
 
 import json
-from typing import TYPE_CHECKING
 
 import click
 
 from .output import as_json_option, new_console, new_table, plain
-
-if TYPE_CHECKING:
-    pass
 
 
 @click.command()

@@ -31,7 +31,8 @@ from . import collate
 from .saying import say
 from .start import Options
 
-MODELS, TRAINER = WATCHED = "transformers.modeling_utils", "transformers.trainer"
+MODELS = "transformers.modeling_utils"
+WATCHED = (MODELS, "transformers.trainer")
 
 _hook: Hook | None = None
 

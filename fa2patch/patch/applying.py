@@ -63,6 +63,12 @@ def apply(
         return current
     patch = Patch(inner, plan(inner, architecture), kernel, architecture, prove)
     _check_own_forwards(patch)
+    _install(patch)
+    return patch
+
+
+def _install(patch: Patch) -> None:
+    """Bind every site of a new patch and mark its models, or change nothing and raise."""
     originals = {module: type(module).forward for module in _with_replaced_forward(patch)}
     with LOCK:
         try:
@@ -73,11 +79,10 @@ def apply(
             release(patch)
             raise
         patch.mark()
-        for module in _with_replaced_forward(patch):
-            for name in _held_under(module, originals.get(module)):
+        for module, original in originals.items():
+            for name in _held_under(module, original):
                 patch.rehooked.append((module, name, module.__dict__[name]))
                 module.__dict__[name] = types.MethodType(type(module).forward, module)
-    return patch
 
 
 def revert(model: Any) -> None:

@@ -103,7 +103,7 @@ class DataCollatorForMultimodalFlattening:
                 batch[name] = _concatenated(name, parts)
         return batch
 
-    def _split(self, index: int, feature: Any) -> tuple[Columns, dict[str, torch.Tensor]]:
+    def _split(self, index: int, feature: Mapping[str, Any]) -> tuple[Columns, dict[str, torch.Tensor]]:
         """Split an example into its columns, without masked tokens, and its pictures."""
         found = given(index, feature)
         for name in _MADE_HERE:

@@ -97,14 +97,14 @@ class RopeIndex:
         return positions[-3:].long()
 
 
-def _unwrapped(model: Any) -> Any:
+def _unwrapped(model: torch.nn.Module) -> Any:
     found = next((module for module in model.modules() if is_transformers_model(module)), None)
     if found is None:
         raise CollatorError(f"model: expected a Transformers model or its config, found {type(model).__name__}.")
     return found
 
 
-def _empty(config: Any) -> Any:
+def _empty(config: object) -> Any:
     """Build a model of this config on the meta device."""
     from transformers.models.auto import modeling_auto
 

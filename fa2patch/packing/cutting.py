@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sized
 from dataclasses import dataclass
 from typing import Any
 
@@ -117,12 +117,12 @@ def part(example: Any, start: int, stop: int, length: int) -> Any:
     return {key: value[start:stop] if _length(value) == length else value for key, value in example.items()}
 
 
-def _require_length(tokens: Any, length: int) -> None:
+def _require_length(tokens: object, length: int) -> None:
     if _length(tokens) != length:
         raise PackingError(
             f"an example was planned as {length} tokens, but has {_length(tokens)}: its length is not the dataset's."
         )
 
 
-def _length(value: Any) -> int | None:
-    return len(value) if hasattr(value, "__len__") and not isinstance(value, str) else None
+def _length(value: object) -> int | None:
+    return len(value) if isinstance(value, Sized) and not isinstance(value, str) else None

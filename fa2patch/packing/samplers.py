@@ -134,8 +134,8 @@ class PackedBatchSampler(Sampler[list[int]]):
         return rows if self.rank == ALL_RANKS else rows // self.num_replicas
 
     def __iter__(self) -> Iterator[list[int]]:
-        rows, every = self._rows, 1 if self.rank == ALL_RANKS else self.num_replicas
-        first = 0 if isinstance(self.rank, str) else self.rank
+        rows = self._rows
+        first, every = (0, 1) if isinstance(self.rank, str) else (self.rank, self.num_replicas)
         self._step, self._resume = self._resume, 0
         for row in range(first + self._step * self.num_replicas, len(rows.offsets) - 1, every):
             self._step = row // self.num_replicas + 1

@@ -8,7 +8,10 @@ import types
 from collections.abc import Iterator
 from typing import Any
 
+import torch
+
 from .. import kernels
+from .._types import Function
 from ..binding import LOCK, release
 from ..errors import BadArgument, LayerNotPatchable, UnsupportedTransformers
 from ..upstream import foreign
@@ -24,7 +27,7 @@ OLDEST = (4, 34)
 
 
 def apply(
-    model: Any,
+    model: object,
     *,
     kernel: str | kernels.Kernel = "auto",
     architecture: str | None = None,
@@ -85,7 +88,7 @@ def _install(patch: Patch) -> None:
                 module.__dict__[name] = types.MethodType(type(module).forward, module)
 
 
-def revert(model: Any) -> None:
+def revert(model: object) -> None:
     """Remove the patch from a model. This is a no-op if the model is not patched.
 
     Attributes that no other patched model uses get their original values back. If other code has replaced such an
@@ -100,7 +103,7 @@ def revert(model: Any) -> None:
         patch.revert()
 
 
-def status(model: Any) -> Patch | None:
+def status(model: object) -> Patch | None:
     """The model's :class:`Patch`, or None if it is not patched.
 
     Raises:
@@ -119,7 +122,7 @@ def _with_replaced_forward(patch: Patch) -> Iterator[Any]:
             yield entered[-1].get_submodule(layer.name)
 
 
-def _held_under(module: Any, original: Any) -> list[str]:
+def _held_under(module: torch.nn.Module, original: Function) -> list[str]:
     """The name of the instance attribute that holds the class's bound ``forward``, in a list; empty if there is none.
 
     It is ``_old_forward`` if accelerate has set a ``forward`` that looks this name up when called (0.23 does not). It

@@ -54,7 +54,7 @@ def why_not(trainer: Any) -> str:
     """
     collator, args = trainer.data_collator, trainer.args
     try:
-        model = transformers_model(trainer.model)
+        model: Any = transformers_model(trainer.model)
     except NotAModel:
         return f"{type(trainer.model).__name__} holds no Transformers model"
     if status(model) is None:

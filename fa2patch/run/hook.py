@@ -19,6 +19,7 @@ from typing import Any, Callable
 import torch
 import wrapt
 
+from .._types import Function
 from ..binding import bind, release
 from ..errors import Fa2PatchError, KernelUnavailable, NotAModel, UnknownKernel
 from ..patch.applying import apply, status
@@ -111,7 +112,7 @@ class Hook:
             )
 
     def _making(self, original: classmethod[Any, Any, Any]) -> classmethod[Any, Any, Any]:
-        make: Callable[..., Any] = original.__func__
+        make: Function = original.__func__
 
         @functools.wraps(make)
         def watched(cls: Any, *args: Any, **kwargs: Any) -> Any:
@@ -154,7 +155,7 @@ class Hook:
 
         return __init__
 
-    def _loading(self, original: Callable[..., Any]) -> Callable[..., Any]:
+    def _loading(self, original: Function) -> Function:
         @functools.wraps(original)
         def get_train_dataloader(trainer: Any) -> Any:
             why = collate.why_not(trainer)

@@ -12,6 +12,7 @@ import functools
 import inspect
 import sys
 import threading
+import traceback
 import weakref
 from types import ModuleType
 from typing import Any, Callable
@@ -131,12 +132,10 @@ class Hook:
 
     def _inside_a_constructor(self) -> bool:
         """Whether the model is made inside another model's constructor, as a vision tower is."""
-        frame = sys._getframe(2)
-        while frame is not None:
-            if frame.f_code.co_name == "__init__" and isinstance(frame.f_locals.get("self"), self._base):
-                return True
-            frame = frame.f_back  # type: ignore[assignment]
-        return False
+        return any(
+            frame.f_code.co_name == "__init__" and isinstance(frame.f_locals.get("self"), self._base)
+            for frame, _ in traceback.walk_stack(sys._getframe(2))
+        )
 
     def _given(self, original: Callable[..., None]) -> Callable[..., None]:
         @functools.wraps(original)

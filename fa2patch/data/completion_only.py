@@ -65,7 +65,7 @@ class DataCollatorForCompletionOnlyLM:
         position_ids_start: int = 0,
     ) -> None:
         if mlm:
-            raise CollatorError("mlm=True masks tokens at random, which is no training on completions. Leave it out.")
+            raise CollatorError("mlm=True masks tokens at random, which is not training on completions. Leave it out.")
         self.tokenizer = tokenizer
         self.response_template, self.instruction_template = response_template, instruction_template
         self.response_token_ids = self._encoded("response_template", response_template)
@@ -198,7 +198,7 @@ class DataCollatorForCompletionOnlyLM:
         begins = f", which begins {self._decode(ids)[:80]!r}" if self.tokenizer is not None else ""
         warnings.warn(
             f"example {index} of the batch ({len(ids)} tokens{begins}): {name} {template!r} not found, so none of its "
-            "tokens is learned. Is the template as the text has it, and the example not truncated before it?",
+            "tokens are in the loss. Check that the text holds the template and is not truncated before it.",
             UserWarning,
             stacklevel=4,
         )

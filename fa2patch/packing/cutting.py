@@ -120,7 +120,8 @@ def part(example: Any, start: int, stop: int, length: int) -> Any:
 def _require_length(tokens: object, length: int) -> None:
     if _length(tokens) != length:
         raise PackingError(
-            f"an example was planned as {length} tokens, but has {_length(tokens)}: its length is not the dataset's."
+            f"an example was planned as {length} tokens, but has {_length(tokens)}. Plan again, with the "
+            "lengths of this dataset's examples."
         )
 
 

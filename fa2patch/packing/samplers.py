@@ -172,8 +172,8 @@ class PackedBatchSampler(Sampler[list[int]]):
         """
         if state["fingerprint"] != self._fingerprint:
             raise PackingError(
-                "the state is of a sampler with other lengths, ranks, seed or options, whose steps hold others. "
-                "Make the sampler as it was, or start an epoch anew."
+                "the state belongs to a sampler with other lengths, ranks, seed or options, whose steps hold other "
+                "examples. Make the sampler with the same arguments, or start a new epoch."
             )
         self.epoch = int(state["epoch"])
         self._resume = self._step = int(state["step"])

@@ -89,9 +89,8 @@ def _refuse_packed(model: Any, base: type[torch.nn.Module], function: Function, 
     found = _packed(_named(function, args, kwargs))
     if found:
         raise PackingNotIsolated(
-            f"{type(model).__name__} was given a packed batch ({found}), but {reads_rows}. Train it padded, with one "
-            "document in each row, which a patched model computes as ever; or with an adapter that takes every token "
-            "for itself, as LoRA does."
+            f"{type(model).__name__} was given a packed batch ({found}), but {reads_rows}. Train it on padded batches, "
+            "with one document in each row, or use an adapter that computes every token by itself, such as LoRA."
         )
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -16,6 +15,7 @@ except ModuleNotFoundError:
 
 from .doctor import doctor
 from .lists import architectures, kernels
+from .output import new_console
 from .status import status
 from .verify import verify
 
@@ -167,9 +167,7 @@ def _show(rows: Sequence[Row], style: str, ok: bool) -> None:
     elif style == "markdown":
         click.echo(report.markdown(rows))
     else:
-        from rich.console import Console
-
-        console = Console(width=None if sys.stdout.isatty() else int(os.environ.get("COLUMNS", "120")))
+        console = new_console()
         console.print(report.table(rows))
         for line in report.explanations(rows):
-            console.print(line, markup=False, highlight=False)
+            console.print(line, markup=False)

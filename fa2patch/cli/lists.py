@@ -3,14 +3,10 @@
 from __future__ import annotations
 
 import json
-from typing import TYPE_CHECKING
 
 import click
 
 from .output import as_json_option, new_console, new_table, plain
-
-if TYPE_CHECKING:
-    pass
 
 
 @click.command()
@@ -37,19 +33,16 @@ def architectures(as_json: bool) -> None:
     """Show the registry: the model types that have a row. Other models are inspected when they are patched."""
     from ..upstream.architectures import architectures as rows
 
-    quirks = {
-        row.model_type: [name for name in ("refuse", "adjust", "queries") if getattr(row, name) is not None]
-        for row in rows()
-    }
-    if as_json:
-        click.echo(json.dumps(quirks))
-        return
-    table = new_table("model type", "what its row does")
     words = {
         "refuse": "refuses what cannot be packed",
         "adjust": "adjusts attention's options",
         "queries": "scales queries",
     }
+    quirks = {row.model_type: [name for name in words if getattr(row, name) is not None] for row in rows()}
+    if as_json:
+        click.echo(json.dumps(quirks))
+        return
+    table = new_table("model type", "what its row does")
     for model_type, names in quirks.items():
         table.add_row(model_type, ", ".join(words[name] for name in names) or "nothing special")
     new_console().print(table)

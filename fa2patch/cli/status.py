@@ -5,14 +5,11 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Iterable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import click
 
 from .output import as_json_option, attention_option, new_console, new_table, plain, remote_option
-
-if TYPE_CHECKING:
-    pass
 
 
 @click.command()

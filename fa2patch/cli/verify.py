@@ -12,6 +12,7 @@ import click
 from .output import as_json_option, attention_option, new_console, new_table, plain, remote_option
 
 if TYPE_CHECKING:
+    import torch
     from rich.console import Console
 
     from ..proof.result import Verification
@@ -48,30 +49,13 @@ def verify(
     """
     import torch
 
-    from ..errors import Fa2PatchError
-    from ..patch.applying import apply
     from ..probing.batches import example
-    from ..proof.verify import verify as hold
 
-    kind = getattr(torch, dtype, None)
-    if not isinstance(kind, torch.dtype) or not kind.is_floating_point:
-        raise click.BadParameter(f"looked for float32, bfloat16 or float16, found {dtype!r}.", param_hint="--dtype")
-    loaded = _loaded(model, kind, attn_implementation, trust_remote_code).to(device)
+    loaded = _loaded(model, _dtype(dtype), attn_implementation, trust_remote_code).to(device)
     given = _batch(batch) if batch else example(torch.device(device), loaded)
     if cache is not None:
         given["use_cache"] = cache
-    found: dict[str, Verification | str] = {}
-    for name in ("alone", "fa2patch"):
-        try:
-            if name == "fa2patch":
-                apply(loaded)
-            found[name] = hold(loaded, batch=given, strict=False, max_documents=max_documents)
-        except Fa2PatchError as error:
-            found[name] = f"{type(error).__name__}: {error}"
-        except Exception as error:
-            if name == "fa2patch":
-                raise
-            found[name] = f"{type(error).__name__}: {error}".splitlines()[0]
+    found = _alone_and_patched(loaded, given, max_documents)
     ours = found["fa2patch"]
     ok = not isinstance(ours, str) and ours.ok
     if as_json:
@@ -84,7 +68,37 @@ def verify(
     sys.exit(0 if ok else 1)
 
 
-def _loaded(model: str, dtype: Any, attention: str | None, trust: bool) -> Any:
+def _alone_and_patched(model: Any, batch: dict[str, Any], documents: int | None) -> dict[str, Verification | str]:
+    """The verification of a model, or its error as text, without fa2patch and with it. The model is patched then."""
+    from ..errors import Fa2PatchError
+    from ..patch.applying import apply
+    from ..proof.verify import verify as hold
+
+    found: dict[str, Verification | str] = {}
+    for name in ("alone", "fa2patch"):
+        try:
+            if name == "fa2patch":
+                apply(model)
+            found[name] = hold(model, batch=batch, strict=False, max_documents=documents)
+        except Fa2PatchError as error:
+            found[name] = f"{type(error).__name__}: {error}"
+        except Exception as error:
+            if name == "fa2patch":
+                raise
+            found[name] = f"{type(error).__name__}: {error}".splitlines()[0]
+    return found
+
+
+def _dtype(name: str) -> torch.dtype:
+    import torch
+
+    found = getattr(torch, name, None)
+    if not isinstance(found, torch.dtype) or not found.is_floating_point:
+        raise click.BadParameter(f"looked for float32, bfloat16 or float16, found {name!r}.", param_hint="--dtype")
+    return found
+
+
+def _loaded(model: str, dtype: torch.dtype, attention: str | None, trust: bool) -> Any:
     path = Path(model)
     weights = path.is_dir() and any(any(path.glob(f"*.{end}")) for end in ("safetensors", "bin"))
     named = not path.exists() and "/" in model
@@ -102,7 +116,7 @@ def _loaded(model: str, dtype: Any, attention: str | None, trust: bool) -> Any:
         ) from None
 
 
-def _tiny(model: str, dtype: Any, attention: str | None) -> Any:
+def _tiny(model: str, dtype: torch.dtype, attention: str | None) -> Any:
     try:
         from compat_matrix import tiny_models
         from compat_matrix.user_models import matrix, models

@@ -29,8 +29,6 @@ from .flattening import (
     require_visible_starts,
 )
 
-_TENSOR: dict[str, Callable[[Array], Any]] = {"pt": torch.tensor, "np": np.array}
-
 TARGETS = ("labels", "label", "label_ids")
 """Column names under which datasets store one label per document."""
 
@@ -77,24 +75,21 @@ class DataCollatorWithFlattening:
     document_labels: bool = False
 
     def __post_init__(self) -> None:
-        multiple = self.pad_to_multiple_of
-        integers = ["position_ids_start"]
-        integers += ["separator_id"] if self.separator_id is not None else []
-        integers += ["pad_token_id"] if multiple is not None else []
-        for name in integers:
-            integer(name, getattr(self, name))
-        if multiple is not None and integer("pad_to_multiple_of", multiple) < 1:
-            raise CollatorError(f"pad_to_multiple_of: expected a positive number or None, found {multiple}.")
+        integer("position_ids_start", self.position_ids_start)
+        if self.separator_id is not None:
+            integer("separator_id", self.separator_id)
+        if self.pad_to_multiple_of is not None:
+            integer("pad_token_id", self.pad_token_id)
+            multiple = integer("pad_to_multiple_of", self.pad_to_multiple_of)
+            if multiple < 1:
+                raise CollatorError(f"pad_to_multiple_of: expected a positive number or None, found {multiple}.")
         if isinstance(self.loss_masks, str):
             raise CollatorError(f"loss_masks: expected names of columns, found {self.loss_masks!r}. Put it in a list.")
         if self.loss_masks and self.document_labels:
             raise CollatorError("loss_masks choose among labels of tokens: leave them out with document_labels=True.")
 
     def __call__(
-        self,
-        features: Iterable[Mapping[str, Any]],
-        return_tensors: str | None = None,
-        separator_id: int | None = None,
+        self, features: Iterable[Mapping[str, Any]], return_tensors: str | None = None, separator_id: int | None = None
     ) -> dict[str, Any]:
         """Concatenate the examples into one packed row of T tokens.
 
@@ -132,68 +127,42 @@ class DataCollatorWithFlattening:
                 ``return_tensors`` is unknown, or ``separator_id`` is not an integer.
         """
         framework = self.return_tensors if return_tensors is None else return_tensors
-        if not isinstance(framework, str) or framework not in _TENSOR:
+        if framework not in ("pt", "np"):
             raise CollatorError(f"return_tensors: expected 'pt' or 'np', found {framework!r}.")
         separator = self.separator_id if separator_id is None else integer("separator_id", separator_id)
         if not isinstance(features, Iterable):
             raise CollatorError(f"expected a list of examples, found {type(features).__name__}.")
-        targets: list[dict[str, Array]] = []
+        arrays = self._arrays(features, separator)
+        tensor: Callable[[Array], Any] = torch.tensor if framework == "pt" else np.array
+        batch = {key: tensor(values) for key, values in arrays.items()}
+        if self.return_flash_attn_kwargs:
+            batch["max_length_q"] = batch["max_length_k"] = int(np.diff(arrays["cu_seq_lens_q"]).max())
+        return batch
+
+    def _arrays(self, features: Iterable[Mapping[str, Any]], separator: int | None) -> Columns:
+        """Return everything in the batch that is a tensor, as arrays."""
+        targets: list[Columns] = []
         if self.document_labels:
             features, targets = _without_targets(features)
-        examples = [read(index, feature, self.position_ids_start) for index, feature in enumerate(features)]
-        if not examples:
-            raise CollatorError("expected at least one example, found an empty batch.")
-        require_same_keys(examples)
-        examples = [self._complete(example) for example in examples]
+        examples = self._examples(features)
+        tokens = sum(len(example["input_ids"]) for example in examples)
+        examples += self._padding(tokens, examples[0])
         documents = [document_lengths(example) for example in examples]
         labels = _one_per_document(targets, documents)
-        tokens = sum(len(example["input_ids"]) for example in examples)
-        padding = self._padding(tokens, examples[0])
-        examples += padding
-        documents += [document_lengths(example) for example in padding]
         if not (self.return_flash_attn_kwargs or self.return_seq_idx):
             require_visible_starts(examples)
 
         row = {key: concatenate([example[key] for example in examples]) for key in examples[0]}
-        cu_seq_lens = np.cumsum([0, *(length for lengths in documents for length in lengths)])
-        if "labels" in row:
+        lengths = [length for of_example in documents for length in of_example]
+        cu_seq_lens = np.cumsum([0, *lengths])
+        if not self.document_labels:
             if separator is not None:
                 row["labels"][cu_seq_lens[:-1]] = separator
             row["labels"][tokens:] = IGNORED_LABEL
-        elif self.document_labels and self.pad_to_multiple_of is not None:
+            labels = row["labels"][None]
+        elif self.pad_to_multiple_of is not None:
             row["attention_mask"] = (np.arange(len(row["input_ids"])) < tokens).astype(np.int64)
-        return self._batch(row, labels, cu_seq_lens, _TENSOR[framework])
-
-    def _complete(self, example: Columns) -> Columns:
-        ids = example["input_ids"]
-        complete = {"position_ids": self._positions(len(ids)), **example, "input_ids": ids}
-        if not self.document_labels:
-            complete.setdefault("labels", ids)
-        learned = [complete.pop(name) != 0 for name in self.loss_masks if name in complete]
-        if learned:
-            complete["labels"] = np.where(np.all(learned, axis=0), complete["labels"], IGNORED_LABEL)
-        return complete
-
-    def _positions(self, length: int) -> Array:
-        return counted([length], self.position_ids_start)
-
-    def _padding(self, tokens: int, like: Columns) -> list[Columns]:
-        """Return the padding as one example with the keys of ``like``, or an empty list if no padding is needed."""
-        length = -tokens % self.pad_to_multiple_of if self.pad_to_multiple_of else 0
-        if not length:
-            return []
-        padding: Columns = {key: np.zeros(length, dtype=values.dtype) for key, values in like.items()}
-        padding["input_ids"] = np.full(length, self.pad_token_id, dtype=np.int64)
-        padding["position_ids"] = self._positions(length)
-        return [padding]
-
-    def _batch(
-        self, row: Columns, labels: Array | None, cu_seq_lens: Array, tensor: Callable[[Array], Any]
-    ) -> dict[str, Any]:
-        lengths = np.diff(cu_seq_lens)
         arrays = {"input_ids": row["input_ids"][None]}
-        if "labels" in row:
-            arrays["labels"] = row["labels"][None]
         if labels is not None:
             arrays["labels"] = labels
         if self.return_position_ids:
@@ -203,16 +172,40 @@ class DataCollatorWithFlattening:
         if self.return_flash_attn_kwargs:
             arrays["cu_seq_lens_q"] = arrays["cu_seq_lens_k"] = cu_seq_lens.astype(np.int32)
         arrays.update({key: values[None] for key, values in row.items() if key not in IDS})
-        batch = {key: tensor(values) for key, values in arrays.items()}
-        if self.return_flash_attn_kwargs:
-            batch["max_length_q"] = batch["max_length_k"] = int(lengths.max())
-        return batch
+        return arrays
+
+    def _examples(self, features: Iterable[Mapping[str, Any]]) -> list[Columns]:
+        """Return the examples' columns, with ``position_ids`` and, unless they are of documents, ``labels``."""
+        examples = [read(index, feature, self.position_ids_start) for index, feature in enumerate(features)]
+        if not examples:
+            raise CollatorError("expected at least one example, found an empty batch.")
+        require_same_keys(examples)
+        return [self._complete(example) for example in examples]
+
+    def _complete(self, example: Columns) -> Columns:
+        ids = example["input_ids"]
+        complete = {"position_ids": counted([len(ids)], self.position_ids_start), **example}
+        if not self.document_labels:
+            complete.setdefault("labels", ids)
+        learned = [complete.pop(name) != 0 for name in self.loss_masks if name in complete]
+        if learned:
+            complete["labels"] = np.where(np.all(learned, axis=0), complete["labels"], IGNORED_LABEL)
+        return complete
+
+    def _padding(self, tokens: int, like: Columns) -> list[Columns]:
+        """Return the padding as one example with the keys of ``like``, or an empty list if no padding is needed."""
+        length = -tokens % self.pad_to_multiple_of if self.pad_to_multiple_of else 0
+        if not length:
+            return []
+        padding: Columns = {key: np.zeros(length, dtype=values.dtype) for key, values in like.items()}
+        padding["input_ids"] = np.full(length, self.pad_token_id, dtype=np.int64)
+        padding["position_ids"] = counted([length], self.position_ids_start)
+        return [padding]
 
 
-def _without_targets(features: Iterable[Any]) -> tuple[list[dict[str, Any]], list[dict[str, Array]]]:
+def _without_targets(features: Iterable[Mapping[str, Any]]) -> tuple[list[dict[str, Any]], list[Columns]]:
     """Split examples into their columns and their document labels, ``{"labels": ...}`` or ``{}``."""
-    rest: list[dict[str, Any]] = []
-    targets: list[dict[str, Array]] = []
+    rest, targets = [], []
     for index, feature in enumerate(features):
         found = given(index, feature)
         named = [name for name in TARGETS if name in found]
@@ -224,8 +217,13 @@ def _without_targets(features: Iterable[Any]) -> tuple[list[dict[str, Any]], lis
     return rest, targets
 
 
-def _one_per_document(targets: Sequence[dict[str, Array]], documents: Sequence[tuple[int, ...]]) -> Array | None:
-    """Return labels ``[documents]`` or ``[documents, numbers]``, or None if no example has any."""
+def _one_per_document(targets: Sequence[Columns], documents: Sequence[tuple[int, ...]]) -> Array | None:
+    """Return labels ``[documents]`` or ``[documents, numbers]``, or None if no example has any.
+
+    Args:
+        targets: The labels of each example, as ``_without_targets`` returns them.
+        documents: The lengths of each example's documents. The padding may follow; it has no labels.
+    """
     if not any(targets):
         return None
     require_same_keys(targets)

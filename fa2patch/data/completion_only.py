@@ -12,6 +12,7 @@ from typing import Any, Union
 import numpy as np
 import torch
 
+from ..documents.names import IGNORED_LABEL
 from ..errors import CollatorError
 from .collators import DataCollatorWithFlattening
 from .flattening import Array, Columns, integer, read, require_same_keys
@@ -64,7 +65,7 @@ class DataCollatorForCompletionOnlyLM:
         position_ids_start: int = 0,
     ) -> None:
         if mlm:
-            raise CollatorError("mlm=True masks tokens at random, which is no training on completions. Leave it out.")
+            raise CollatorError("mlm=True masks tokens at random, which is not training on completions. Leave it out.")
         self.tokenizer = tokenizer
         self.response_template, self.instruction_template = response_template, instruction_template
         self.response_token_ids = self._encoded("response_template", response_template)
@@ -135,15 +136,15 @@ class DataCollatorForCompletionOnlyLM:
 
     def _labels(self, index: int, example: Columns) -> Array:
         ids = example["input_ids"]
-        text: list[str] = []  # cache: the ids are decoded at most once
+        templates = self.response_template, self.instruction_template
+        text = self._decode(ids) if any(isinstance(template, str) for template in templates) else ""
         responses = self._spans(ids, self.response_template, self.response_token_ids, text)
         if not responses:
             self._warn(index, "response_template", self.response_template, ids)
         learned = np.zeros(len(ids), dtype=bool)
-        if self.instruction_token_ids is None:
+        if self.instruction_template is None or self.instruction_token_ids is None:
             learned[responses[-1][1] if responses else len(ids) :] = True
         else:
-            assert self.instruction_template is not None
             instructions = self._spans(ids, self.instruction_template, self.instruction_token_ids, text)
             if not instructions:
                 self._warn(index, "instruction_template", self.instruction_template, ids)
@@ -155,21 +156,17 @@ class DataCollatorForCompletionOnlyLM:
             for start, end in responses:
                 learned[start:end] = False
         given = example.get("labels", ids)
-        learned &= (given != self.ignore_index) & (given != -100)
+        learned &= (given != self.ignore_index) & (given != IGNORED_LABEL)
         return np.where(learned, given, self.ignore_index)
 
-    def _spans(self, ids: Array, template: Template, token_ids: list[int], text: list[str]) -> list[_Span]:
-        """Return the token spans ``(start, end)`` of the template in the ids, in order."""
+    def _spans(self, ids: Array, template: Template, token_ids: list[int], text: str) -> list[_Span]:
+        """Return the token spans ``(start, end)`` of the template in the ids, or in their text, in order."""
         length = len(token_ids)
         windows = np.lib.stride_tricks.sliding_window_view(ids, length) if len(ids) >= length else ids[:0, None]
         spans = [(int(at), int(at) + length) for at in np.flatnonzero((windows == token_ids).all(axis=1))]
-        if not isinstance(template, str):
+        if not isinstance(template, str) or text.count(template) <= len(spans):
             return spans
-        if not text:
-            text.append(self._decode(ids))
-        if text[0].count(template) <= len(spans):
-            return spans
-        return self._spans_in_text(ids, template, text[0])
+        return self._spans_in_text(ids, template, text)
 
     def _spans_in_text(self, ids: Array, template: str, text: str) -> list[_Span]:
         spans = []
@@ -201,7 +198,7 @@ class DataCollatorForCompletionOnlyLM:
         begins = f", which begins {self._decode(ids)[:80]!r}" if self.tokenizer is not None else ""
         warnings.warn(
             f"example {index} of the batch ({len(ids)} tokens{begins}): {name} {template!r} not found, so none of its "
-            "tokens is learned. Is the template as the text has it, and the example not truncated before it?",
+            "tokens are in the loss. Check that the text holds the template and is not truncated before it.",
             UserWarning,
             stacklevel=4,
         )

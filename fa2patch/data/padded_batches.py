@@ -29,7 +29,7 @@ class _Layout:
         at: int64 ``[tokens]``, indices of the tokens into the flattened ``[batch * length]``.
     """
 
-    shape: tuple[int, int]
+    shape: torch.Size
     at: torch.Tensor
 
     def packed(self, value: torch.Tensor) -> torch.Tensor:
@@ -60,7 +60,7 @@ class PaddedBatches:
         base: The inner model that loops over the layers.
     """
 
-    def __init__(self, base: Any) -> None:
+    def __init__(self, base: torch.nn.Module) -> None:
         self._under_way: dict[int, luggage.Piece | None] = {}  # keyed by thread: replicas of a model share hooks
         self._handles = [
             base.register_forward_pre_hook(self._before, with_kwargs=True),
@@ -72,7 +72,7 @@ class PaddedBatches:
         for handle in self._handles:
             handle.remove()
 
-    def _before(self, base: Any, args: Args, kwargs: Call) -> Any:
+    def _before(self, base: torch.nn.Module, args: Args, kwargs: Call) -> tuple[Args, Call] | None:
         """Forward pre-hook: turn a padded batch into one packed row."""
         self._under_way[threading.get_ident()] = None
         packed = _packed(base, args, kwargs)
@@ -123,7 +123,7 @@ def pack_padded_batches(model: Model) -> PaddedBatches:
     return PaddedBatches(models(inner)[-1])
 
 
-def _packed(base: Any, args: Args, kwargs: Call) -> tuple[dict[str, Any], _Layout] | None:
+def _packed(base: torch.nn.Module, args: Args, kwargs: Call) -> tuple[Call, _Layout] | None:
     """Return a padded batch's arguments as those of one packed row, with the layout; None for other batches."""
     if len(args) > 1 or base.__dict__.get(MARK) is None:
         return None
@@ -133,8 +133,8 @@ def _packed(base: Any, args: Args, kwargs: Call) -> tuple[dict[str, Any], _Layou
     cached = call.get("past_key_values") is not None or call.get("use_cache") or call.get("cache_position") is not None
     if tokens is None or cached or call.get("output_attentions") or not isinstance(mask, torch.Tensor):
         return None
-    shape = (tokens.shape[0], tokens.shape[1]) if tokens.dim() > 1 else (0, 0)
-    if tuple(mask.shape) != shape or torch.compiler.is_compiling():
+    shape = mask.shape
+    if mask.dim() != 2 or tokens.shape[:2] != shape or torch.compiler.is_compiling():
         return None
     host = mask.detach().cpu()
     real = host != 0
@@ -160,8 +160,8 @@ def _packed(base: Any, args: Args, kwargs: Call) -> tuple[dict[str, Any], _Layou
     return packed, layout
 
 
-def _per_token(value: Any, shape: tuple[int, int]) -> bool:
-    return isinstance(value, torch.Tensor) and tuple(value.shape[:2]) == shape
+def _per_token(value: Any, shape: torch.Size) -> bool:
+    return isinstance(value, torch.Tensor) and value.shape[:2] == shape
 
 
 def _padded(layout: _Layout, output: Any) -> Any:

@@ -15,7 +15,7 @@ from ..documents.names import IGNORED_LABEL
 from ..documents.recognition import boundaries
 from ..errors import BadBatch, CollatorError, Fa2PatchError
 from .collators import DataCollatorWithFlattening
-from .flattening import as_array, as_numbers, given, integer, require_same_keys
+from .flattening import Array, as_array, as_numbers, given, integer, require_same_keys
 
 _REFERENCE = ("ref_chosen_logps", "ref_rejected_logps")
 _TRUNCATION = ("keep_start", "keep_end")
@@ -111,7 +111,7 @@ class DataCollatorForPreferenceFlattening:
         return {"input_ids": ids, "labels": labels}
 
 
-def _ids(index: int, example: Mapping[str, Any], part: str) -> Any:
+def _ids(index: int, example: Mapping[str, Any], part: str) -> Array:
     for key in (f"{part}_input_ids", f"{part}_ids"):
         if key in example:
             ids = as_array(index, key, example[key])

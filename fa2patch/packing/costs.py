@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -25,7 +24,7 @@ def example_costs(lengths: Ints, attention_cost: float = ATTENTION_COST) -> npt.
     return lengths + attention_cost * np.square(lengths, dtype=np.float64)
 
 
-def check_attention_cost(attention_cost: Any) -> float:
+def check_attention_cost(attention_cost: object) -> float:
     """Return the option as a float, or raise :class:`PackingError` unless it is finite and at least 0."""
     if isinstance(attention_cost, (int, float)) and math.isfinite(attention_cost) and attention_cost >= 0:
         return float(attention_cost)

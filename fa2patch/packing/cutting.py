@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sized
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,17 +20,13 @@ class Pieces:
 
     Attributes:
         lengths: Tokens of each piece, ``[pieces]``.
-        of: The example of each piece, ``[pieces]``. None if nothing is cut or dropped.
-        start: First token of each piece, ``[pieces]``, or None likewise.
-        stop: End of each piece, ``[pieces]``, or None likewise.
+        cuts: The example, the start and the stop of each piece, ``[pieces]`` each. None if nothing is cut or dropped.
         dropped: Indices of the examples that are left out.
         truncated: Indices of the examples whose end is left out.
     """
 
     lengths: Ints
-    of: Ints | None
-    start: Ints | None
-    stop: Ints | None
+    cuts: tuple[Ints, Ints, Ints] | None
     dropped: Ints
     truncated: Ints
 
@@ -60,7 +56,7 @@ def as_lengths(lengths: Any) -> Ints:
     return found.astype(np.int64, copy=False)
 
 
-def check_budget(max_tokens: Any) -> int:
+def check_budget(max_tokens: object) -> int:
     """Return the option as an int, or raise :class:`PackingError` unless it is from 1 to 2**31 - 1."""
     if isinstance(max_tokens, (int, np.integer)) and not isinstance(max_tokens, bool) and 1 <= max_tokens < 2**31:
         return int(max_tokens)
@@ -83,7 +79,7 @@ def cut(lengths: Ints, max_tokens: int, too_long: str) -> Pieces:
     longer = np.flatnonzero(lengths > max_tokens)
     none = np.empty(0, np.int64)
     if not len(longer):
-        return Pieces(lengths, None, None, None, none, none)
+        return Pieces(lengths, None, none, none)
     if too_long == "error":
         raise PackingError(
             f"{len(longer)} of {len(lengths)} examples are longer than max_tokens={max_tokens}: the first is example "
@@ -92,15 +88,15 @@ def cut(lengths: Ints, max_tokens: int, too_long: str) -> Pieces:
         )
     if too_long == "drop":
         kept = np.flatnonzero(lengths <= max_tokens)
-        return Pieces(lengths[kept], kept, np.zeros_like(kept), lengths[kept], longer, none)
+        return Pieces(lengths[kept], (kept, np.zeros_like(kept), lengths[kept]), longer, none)
     if too_long == "truncate":
         shorter = np.minimum(lengths, max_tokens)
-        return Pieces(shorter, np.arange(len(lengths)), np.zeros_like(lengths), shorter, none, longer)
+        return Pieces(shorter, (np.arange(len(lengths)), np.zeros_like(lengths), shorter), none, longer)
     counts = -(-lengths // max_tokens)
     of = np.repeat(np.arange(len(lengths)), counts)
     start = (np.arange(len(of)) - np.repeat(np.cumsum(counts) - counts, counts)) * max_tokens
     stop = np.minimum(start + max_tokens, lengths[of])
-    return Pieces(stop - start, of, start, stop, none, none)
+    return Pieces(stop - start, (of, start, stop), none, none)
 
 
 def part(example: Any, start: int, stop: int, length: int) -> Any:
@@ -121,12 +117,13 @@ def part(example: Any, start: int, stop: int, length: int) -> Any:
     return {key: value[start:stop] if _length(value) == length else value for key, value in example.items()}
 
 
-def _require_length(tokens: Any, length: int) -> None:
+def _require_length(tokens: object, length: int) -> None:
     if _length(tokens) != length:
         raise PackingError(
-            f"an example was planned as {length} tokens, but has {_length(tokens)}: its length is not the dataset's."
+            f"an example was planned as {length} tokens, but has {_length(tokens)}. Plan again, with the "
+            "lengths of this dataset's examples."
         )
 
 
-def _length(value: Any) -> int | None:
-    return len(value) if hasattr(value, "__len__") and not isinstance(value, str) else None
+def _length(value: object) -> int | None:
+    return len(value) if isinstance(value, Sized) and not isinstance(value, str) else None

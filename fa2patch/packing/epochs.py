@@ -102,7 +102,7 @@ def mini_batches(costs: Floats, batch_size: int, ranks: int, seed: Sequence[int]
     steps = np.cumsum([0, len(batches)])
     row_of = np.concatenate([rank_of + first * ranks for rank_of, first in zip(dealt, steps)])
     order = by_key(row_of.astype(np.int32))
-    counts = np.bincount(row_of, minlength=0)
+    counts = np.bincount(row_of)
     return Epoch(np.concatenate([batches.ravel(), rest, again])[order], _offsets(counts), np.sort(again), left_out)
 
 

@@ -12,7 +12,7 @@ import numpy.typing as npt
 
 from . import cutting
 from .errors import PackingError
-from .strategies import STRATEGIES, Ints, Ints32, by_key
+from .strategies import STRATEGIES, Ints, Ints32, Strategy, by_key, mini_batches
 
 MINI_BATCHES = "mini_batches"
 
@@ -127,12 +127,7 @@ def plan(
 ) -> Plan:
     """Decide which examples share a row, from their lengths alone. A million lengths take about a tenth of a second.
 
-    **Effect on training.** Rows filled to a budget hold more examples, so an epoch with the same number of rows per
-    step has fewer optimizer steps. This changes convergence: in table 2 of arXiv 2407.09105 (Mistral-7B, FLAN),
-    packing to 4096 tokens ends at a validation loss of 1.284, whereas padding and packed mini-batches end at 1.129
-    and 1.127. Use ``mini_batches`` to keep the number of steps, or tune the budget, accumulation and learning rate
-    again. ``mini_batches`` is what a DataLoader with ``batch_size`` and ``DataCollatorWithFlattening`` does by default,
-    without a plan. It is a strategy here for comparison with the others.
+    :mod:`fa2patch.packing` describes how packing to a budget affects training.
 
     Args:
         lengths: Tokens of each example, ``[examples]``, at least 1.
@@ -146,7 +141,8 @@ def plan(
               makes 3-33 % more rows at budgets of 4-8 thousand tokens.
             - ``sorted``: Longest first, with a new row if the next example does not fit. The examples of a row have
               similar lengths.
-            - ``mini_batches``: ``batch_size`` examples per row, of any length.
+            - ``mini_batches``: ``batch_size`` examples per row, of any length, as a DataLoader makes them without a
+              plan.
         too_long: Policy for examples longer than ``max_tokens``: ``"error"``, ``"drop"``, ``"truncate"`` (the end is
             lost) or ``"split"`` (each piece is a document of its own: it does not see the piece before it, and its
             first token is not predicted). ``Plan.dropped``, ``Plan.truncated`` and ``Plan.tokens_left_out`` report
@@ -163,48 +159,48 @@ def plan(
     """
     given = cutting.as_lengths(lengths)
     rng = None if seed is None or strategy == "in_order" else np.random.default_rng(seed)
+    fill, limit = _strategy(strategy, max_tokens, batch_size)
+    pieces = cutting.cut(given, 2**31 if fill is mini_batches else limit, too_long)
+    return _plan(given, pieces, fill, limit, rng)
+
+
+def _strategy(strategy: str, max_tokens: int | None, batch_size: int | None) -> tuple[Strategy, int]:
+    """Return the function that fills rows, and its limit: the tokens of a row, or its examples for mini-batches."""
     if strategy == MINI_BATCHES:
         if max_tokens is not None or batch_size is None or batch_size < 1:
             raise PackingError(
                 f"mini_batches: expected batch_size examples and no budget, found batch_size={batch_size} and "
                 f"max_tokens={max_tokens}. Pass None for max_tokens, or choose a strategy that has a budget."
             )
-        cutting.check_policy(too_long)
-        pieces = cutting.cut(given, 2**31, "error")
-    elif strategy in STRATEGIES:
-        max_tokens = cutting.check_budget(max_tokens)
-        if batch_size is not None:
-            raise PackingError(f"batch_size: only mini_batches take it, found {batch_size} with {strategy}.")
-        pieces = cutting.cut(given, max_tokens, too_long)
-    else:
+        return mini_batches, batch_size
+    if strategy not in STRATEGIES:
         raise PackingError(f"strategy: expected one of {', '.join([*STRATEGIES, MINI_BATCHES])}, found {strategy!r}.")
+    budget = cutting.check_budget(max_tokens)
+    if batch_size is not None:
+        raise PackingError(f"batch_size: only mini_batches take it, found {batch_size} with {strategy}.")
+    return STRATEGIES[strategy], budget
 
-    rows, offsets = _planned(pieces.lengths.astype(np.int32), max_tokens, strategy, batch_size, rng)
+
+def _plan(given: Ints, pieces: cutting.Pieces, fill: Strategy, limit: int, rng: np.random.Generator | None) -> Plan:
+    rows, offsets = _rows(pieces.lengths.astype(np.int32), fill, limit, rng)
     tokens = np.add.reduceat(pieces.lengths[rows], offsets[:-1]) if len(rows) else np.empty(0, np.int64)
-    budget = max_tokens if max_tokens is not None else int(tokens.max(initial=1))
-    if pieces.of is None or pieces.start is None or pieces.stop is None:
+    budget = int(tokens.max(initial=1)) if fill is mini_batches else limit
+    if pieces.cuts is None:
         return Plan(rows, offsets, tokens, budget, given, pieces.dropped, pieces.truncated)
-    cuts = pieces.start[rows], pieces.stop[rows]
-    return Plan(pieces.of[rows], offsets, tokens, budget, given, pieces.dropped, pieces.truncated, cuts)
+    indices, start, stop = (of_pieces[rows] for of_pieces in pieces.cuts)
+    return Plan(indices, offsets, tokens, budget, given, pieces.dropped, pieces.truncated, (start, stop))
 
 
-def _planned(
-    lengths: Ints32, max_tokens: int | None, strategy: str, batch_size: int | None, rng: np.random.Generator | None
-) -> tuple[Ints, Ints]:
+def _rows(lengths: Ints32, fill: Strategy, limit: int, rng: np.random.Generator | None) -> tuple[Ints, Ints]:
     """Return the examples of all rows, and the offsets of the rows."""
     drawn = None
     if rng is not None:  # a random order, so that the choice among equal lengths is random
         drawn = rng.permutation(np.arange(len(lengths), dtype=np.int32))
         lengths = lengths[drawn]
-    if strategy == MINI_BATCHES:
-        assert batch_size is not None
-        row_of = np.arange(len(lengths), dtype=np.int32) // batch_size
-    else:
-        assert max_tokens is not None
-        row_of = STRATEGIES[strategy](lengths, max_tokens)
+    row_of = fill(lengths, limit)
     del lengths
     counts = np.bincount(row_of)
-    if rng is not None and strategy != MINI_BATCHES:
+    if rng is not None and fill is not mini_batches:  # the examples of mini-batches are in random order already
         place = rng.permutation(np.arange(len(counts), dtype=np.int32))
         row_of = place[row_of]
         counts[place] = counts.copy()

@@ -44,7 +44,7 @@ class PackedBatchSampler(Sampler[list[int]]):
     1.8 (seen in 0.25 to 1.1) do not set the sampler's epoch: call its ``set_epoch`` in a callback's ``on_epoch_begin``.
 
     **Effect on training.** A token budget packs more examples into a step, so there are fewer optimizer steps: see
-    :func:`fa2patch.packing.plan`. ``strategy="mini_batches"`` with ``max_tokens=None`` and ``batch_size=n`` keeps both
+    :mod:`fa2patch.packing`. ``strategy="mini_batches"`` with ``max_tokens=None`` and ``batch_size=n`` keeps both
     the number of steps and their contents: every n x ranks examples in random order are a step, distributed to the
     ranks by cost instead of by number. Ranks hold different numbers of tokens (and examples), so the loss must be
     normalised over the labels of all ranks and not averaged over ranks; in Trainer, set
@@ -134,8 +134,8 @@ class PackedBatchSampler(Sampler[list[int]]):
         return rows if self.rank == ALL_RANKS else rows // self.num_replicas
 
     def __iter__(self) -> Iterator[list[int]]:
-        rows, every = self._rows, 1 if self.rank == ALL_RANKS else self.num_replicas
-        first = 0 if isinstance(self.rank, str) else self.rank
+        rows = self._rows
+        first, every = (0, 1) if isinstance(self.rank, str) else (self.rank, self.num_replicas)
         self._step, self._resume = self._resume, 0
         for row in range(first + self._step * self.num_replicas, len(rows.offsets) - 1, every):
             self._step = row // self.num_replicas + 1
@@ -172,8 +172,8 @@ class PackedBatchSampler(Sampler[list[int]]):
         """
         if state["fingerprint"] != self._fingerprint:
             raise PackingError(
-                "the state is of a sampler with other lengths, ranks, seed or options, whose steps hold others. "
-                "Make the sampler as it was, or start an epoch anew."
+                "the state belongs to a sampler with other lengths, ranks, seed or options, whose steps hold other "
+                "examples. Make the sampler with the same arguments, or start a new epoch."
             )
         self.epoch = int(state["epoch"])
         self._resume = self._step = int(state["step"])

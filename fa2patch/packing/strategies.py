@@ -47,6 +47,11 @@ def by_length(lengths: Ints32, max_tokens: int) -> Ints32:
     return rows
 
 
+def mini_batches(lengths: Ints32, batch_size: int) -> Ints32:
+    """Put ``batch_size`` examples of any length into each row, in their order."""
+    return np.arange(len(lengths), dtype=np.int32) // batch_size
+
+
 STRATEGIES: dict[str, Strategy] = {
     "best_fit_decreasing": best_fit_decreasing,
     "first_fit_decreasing": first_fit_decreasing,
@@ -98,10 +103,10 @@ def _fill(sizes: list[int], counts: list[int], max_tokens: int, first_fit: bool)
         counts: Number of examples of each length.
     """
     filled = array("i")
-    fits: list[
-        tuple[int, int, int, int]
-    ] = []  # heap of runs with space for the current size; the next run to use is first
-    too_small: list[tuple[int, int, int]] = []  # heap of the other runs; the run with most space is first
+    # Both lists are heaps of runs: those with space for the current size, where the next one to use is first, and
+    # the others, where the one with the most space is first.
+    fits: list[tuple[int, int, int, int]] = []
+    too_small: list[tuple[int, int, int]] = []
     rows = 0
 
     def keep(space: int, start: int, stop: int) -> None:

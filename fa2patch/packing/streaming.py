@@ -74,8 +74,9 @@ class Stream(IterableDataset[list[Any]]):
             found = cutting.cut(as_lengths([length]), self.max_tokens, self._too_long)
             self.dropped += len(found.dropped)
             self.truncated += len(found.truncated)
-            assert found.start is not None and found.stop is not None
-            for start, stop in zip(found.start.tolist(), found.stop.tolist()):
+            assert found.cuts is not None, "the example is longer than max_tokens"
+            _, starts, stops = found.cuts
+            for start, stop in zip(starts.tolist(), stops.tolist()):
                 yield cutting.part(example, start, stop, length), stop - start
 
 
@@ -109,12 +110,10 @@ class _Waiting:
 
     def rest(self, max_tokens: int) -> Iterator[list[Any]]:
         """Yield the rows that ``plan`` makes of all waiting examples, ordered by their oldest example."""
-        examples, lengths = [], []
-        for example, tokens in self._by_arrival.values():
-            examples.append(example)
-            lengths.append(tokens)
+        waiting = list(self._by_arrival.values())
+        lengths = [tokens for _, tokens in waiting]
         for row in sorted(plan(lengths, max_tokens, seed=None), key=lambda row: int(row[0])):
-            yield [examples[index] for index in row.tolist()]
+            yield [waiting[index][0] for index in row.tolist()]
 
 
 def stream(
@@ -137,7 +136,7 @@ def stream(
         rows = fa2patch.packing.stream(dataset, max_tokens=8192)
         loader = DataLoader(rows, batch_size=None, collate_fn=fa2patch.DataCollatorWithFlattening())
 
-    :func:`fa2patch.packing.plan` describes how packing to a budget affects training. Ranks and workers must iterate
+    :mod:`fa2patch.packing` describes how packing to a budget affects training. Ranks and workers must iterate
     over different parts of the data (``datasets.distributed.split_dataset_by_node``). Ranks may end after different
     numbers of rows, so set ``max_steps``.
 

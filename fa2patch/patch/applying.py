@@ -8,7 +8,10 @@ import types
 from collections.abc import Iterator
 from typing import Any
 
+import torch
+
 from .. import kernels
+from .._types import Function
 from ..binding import LOCK, release
 from ..errors import BadArgument, LayerNotPatchable, UnsupportedTransformers
 from ..upstream import foreign
@@ -24,7 +27,7 @@ OLDEST = (4, 34)
 
 
 def apply(
-    model: Any,
+    model: object,
     *,
     kernel: str | kernels.Kernel = "auto",
     architecture: str | None = None,
@@ -63,6 +66,12 @@ def apply(
         return current
     patch = Patch(inner, plan(inner, architecture), kernel, architecture, prove)
     _check_own_forwards(patch)
+    _install(patch)
+    return patch
+
+
+def _install(patch: Patch) -> None:
+    """Bind every site of a new patch and mark its models, or change nothing and raise."""
     originals = {module: type(module).forward for module in _with_replaced_forward(patch)}
     with LOCK:
         try:
@@ -73,14 +82,13 @@ def apply(
             release(patch)
             raise
         patch.mark()
-        for module in _with_replaced_forward(patch):
-            for name in _held_under(module, originals.get(module)):
+        for module, original in originals.items():
+            for name in _held_under(module, original):
                 patch.rehooked.append((module, name, module.__dict__[name]))
                 module.__dict__[name] = types.MethodType(type(module).forward, module)
-    return patch
 
 
-def revert(model: Any) -> None:
+def revert(model: object) -> None:
     """Remove the patch from a model. This is a no-op if the model is not patched.
 
     Attributes that no other patched model uses get their original values back. If other code has replaced such an
@@ -95,7 +103,7 @@ def revert(model: Any) -> None:
         patch.revert()
 
 
-def status(model: Any) -> Patch | None:
+def status(model: object) -> Patch | None:
     """The model's :class:`Patch`, or None if it is not patched.
 
     Raises:
@@ -114,7 +122,7 @@ def _with_replaced_forward(patch: Patch) -> Iterator[Any]:
             yield entered[-1].get_submodule(layer.name)
 
 
-def _held_under(module: Any, original: Any) -> list[str]:
+def _held_under(module: torch.nn.Module, original: Function) -> list[str]:
     """The name of the instance attribute that holds the class's bound ``forward``, in a list; empty if there is none.
 
     It is ``_old_forward`` if accelerate has set a ``forward`` that looks this name up when called (0.23 does not). It

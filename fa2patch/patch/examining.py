@@ -8,13 +8,14 @@ import warnings
 import weakref
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Protocol
 
 from .._compile import compiling, constant, paused
-from .._types import Call
+from .._types import Call, Model
 from ..errors import Fa2PatchError, NothingProven, PackingNotIsolated
 from ..probing import proving
 from ..upstream.dense import warn_unpacked
+from ..upstream.packed_mask import PackedMask
 from ..upstream.step import Patched
 
 
@@ -92,7 +93,7 @@ def known(patch: Examined, examination: Examination) -> Examination:
     return examination
 
 
-def examine(patch: Examined, module: Any, call: Call, mask: Any) -> None:
+def examine(patch: Examined, module: Model, call: Call, mask: PackedMask) -> None:
     """Examine a model before it computes a packed batch: renew the patch of changed modules, and prove the batch.
 
     A batch is proven only if a proof is due and the batch has two documents or more. A sharded model is proven only
@@ -102,7 +103,7 @@ def examine(patch: Examined, module: Any, call: Call, mask: Any) -> None:
         patch: the model's patch.
         module: the model that was called.
         call: its arguments by name.
-        mask: the batch's :class:`~fa2patch.upstream.packed_mask.PackedMask`.
+        mask: the packed mask of the batch.
 
     Raises:
         PackingNotIsolated: documents see each other in a module that fa2patch does not know. While a graph is captured,
@@ -135,7 +136,7 @@ def examine(patch: Examined, module: Any, call: Call, mask: Any) -> None:
     _proven(patch, module, call, mask)
 
 
-def _proven(patch: Examined, module: Any, call: Call, mask: Any) -> None:
+def _proven(patch: Examined, module: Model, call: Call, mask: PackedMask) -> None:
     with patch.examination.paused():
         proving.prove(module, call, mask)
     patch.examination.unproven = False

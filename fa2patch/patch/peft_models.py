@@ -23,14 +23,14 @@ from ..documents.names import LENGTHS
 from ..documents.recognition import recognise
 from ..errors import PackingNotIsolated
 from ..upstream.find_models import is_transformers_model
-from ..upstream.step import MARK
+from ..upstream.step import MARK, Patched
 
 MODULE = "peft.peft_model"
-_patches: weakref.WeakSet[Any] = weakref.WeakSet()
+_patches: weakref.WeakSet[Patched] = weakref.WeakSet()
 """The patches of this process, kept because PEFT may be imported after a patch was made."""
 
 
-def watch(patch: Any) -> None:
+def watch(patch: Patched) -> None:
     """Check calls of PEFT's models until the patch is released.
 
     If PEFT is not imported yet, the checks start with its import. Call this function after the patch's sites are bound,
@@ -51,7 +51,7 @@ def _imported(module: ModuleType) -> None:
                 _bind(module, patch)
 
 
-def _bind(module: ModuleType, patch: Any) -> None:
+def _bind(module: ModuleType, patch: Patched) -> None:
     base = getattr(module, "PeftModel", None)
     if base is None:
         return  # a stub of PEFT, or a failed import
@@ -62,7 +62,7 @@ def _bind(module: ModuleType, patch: Any) -> None:
                 bind(cls, name, functools.partial(_looked_at, base), patch)
 
 
-def _called(base: Any, original: Any) -> Function:
+def _called(base: type[torch.nn.Module], original: Any) -> Function:
     def __call__(self: Any, *args: Any, **kwargs: Any) -> Any:
         if "forward" in self.__dict__:
             _refuse_packed(self, base, type(self).forward, args, kwargs)
@@ -73,7 +73,7 @@ def _called(base: Any, original: Any) -> Function:
     return __call__
 
 
-def _looked_at(base: Any, original: Function) -> Function:
+def _looked_at(base: type[torch.nn.Module], original: Function) -> Function:
     @functools.wraps(original)
     def looked_at(self: Any, *args: Any, **kwargs: Any) -> Any:
         _refuse_packed(self, base, original, args, kwargs)
@@ -82,20 +82,19 @@ def _looked_at(base: Any, original: Function) -> Function:
     return looked_at
 
 
-def _refuse_packed(model: Any, base: Any, function: Function, args: Args, kwargs: Call) -> None:
+def _refuse_packed(model: Any, base: type[torch.nn.Module], function: Function, args: Args, kwargs: Call) -> None:
     reads_rows = _reads_rows(model, base)
     if not reads_rows or not any(MARK in module.__dict__ for module in model.base_model.modules()):
         return
     found = _packed(_named(function, args, kwargs))
     if found:
         raise PackingNotIsolated(
-            f"{type(model).__name__} was given a packed batch ({found}), but {reads_rows}. Train it padded, with one "
-            "document in each row, which a patched model computes as ever; or with an adapter that takes every token "
-            "for itself, as LoRA does."
+            f"{type(model).__name__} was given a packed batch ({found}), but {reads_rows}. Train it on padded batches, "
+            "with one document in each row, or use an adapter that computes every token by itself, such as LoRA."
         )
 
 
-def _reads_rows(model: Any, base: Any) -> str:
+def _reads_rows(model: Any, base: type[torch.nn.Module]) -> str:
     """What the active adapter does with a whole row, as a text for an error; empty if nothing or if it is disabled."""
     config = model.peft_config.get(model.active_adapter)
     if getattr(config, "is_prompt_learning", False):

@@ -14,6 +14,8 @@ from ..upstream.architectures import Architecture
 from ..upstream.find_layers import Layer
 from ..upstream.find_models import models
 from ..upstream.forward import entered
+from ..upstream.packed_mask import PackedMask
+from ..upstream.route import Route
 from ..upstream.step import MARK, ROLE, Acting
 from ..upstream.traits.order import by_name
 from . import examining, peft_models
@@ -80,9 +82,7 @@ class Patch:
     def _take(self, planned: Plan) -> None:
         self.plan, self.vouched = planned, False
         self.acting: tuple[tuple[Acting, Any], ...] = tuple(
-            (trait, found)
-            for trait, found in ((by_name(name), found) for name, found in planned.found.items())
-            if trait.acts
+            (by_name(name), found) for name, found in planned.found.items() if by_name(name).acts
         )
 
     @property
@@ -97,7 +97,7 @@ class Patch:
         return self.plan.found
 
     @property
-    def route(self) -> Any:
+    def route(self) -> Route:
         """How the boundaries get through the model's forwards."""
         return self.plan.route
 
@@ -106,7 +106,7 @@ class Patch:
         """The layers that must be given the boundaries."""
         return self.plan.layers
 
-    def examine(self, module: Any, call: Call, mask: Any) -> None:
+    def examine(self, module: Model, call: Call, mask: PackedMask) -> None:
         """See :func:`fa2patch.patch.examining.examine`."""
         examining.examine(self, module, call, mask)
 
@@ -196,9 +196,6 @@ class Patch:
         rehooked = [(memo[id(module)], name, copy.deepcopy(bound, memo)) for module, name, bound in self.rehooked]
         copied.__setstate__({**self.__dict__, "model": memo.get(id(self.model), self.model), "rehooked": rehooked})
         return copied
-
-    def __getstate__(self) -> dict[str, Any]:
-        return self.__dict__
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         """Bind the sites for a copied or unpickled patch too, so that its model is patched."""

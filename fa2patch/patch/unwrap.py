@@ -6,11 +6,12 @@ from typing import Any
 
 import torch
 
+from .._types import Model
 from ..errors import NotAModel
 from ..upstream.find_models import is_transformers_model
 
 
-def transformers_model(model: Any) -> Any:
+def transformers_model(model: object) -> Model:
     """Find the Transformers model inside the wrappers that training puts around it.
 
     Args:
@@ -20,10 +21,11 @@ def transformers_model(model: Any) -> Any:
     Raises:
         NotAModel: there is no Transformers model in ``model``.
     """
-    seen = model
+    seen: Any = model
     for _ in range(16):
         if is_transformers_model(seen):
-            return seen
+            found: Model = seen
+            return found
         inside = [getattr(seen, name, None) for name in ("_orig_mod", "module", "pretrained_model", "model")]
         if hasattr(seen, "get_base_model"):  # PEFT
             inside.insert(0, seen.get_base_model())

@@ -7,12 +7,13 @@ batch, and only then are the tokens dropped that the mask hides. No code but the
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
 
 from ..data.collators import DataCollatorWithFlattening
+from ..documents.names import IGNORED_LABEL
 from ..errors import NotAModel
 from ..patch.applying import status
 from ..patch.unwrap import transformers_model
@@ -28,8 +29,6 @@ LOOK_AT_BATCHES = (
     "compute_loss", "training_step", "get_train_dataloader", "get_batch_samples", "_prepare_inputs", "_prepare_input",
 )  # fmt: skip
 """Methods of a Trainer that batches go through on their way to the model."""
-
-_IGNORED = -100
 
 
 def name(collator: Any) -> str:
@@ -55,7 +54,7 @@ def why_not(trainer: Any) -> str:
     """
     collator, args = trainer.data_collator, trainer.args
     try:
-        model = transformers_model(trainer.model)
+        model: Any = transformers_model(trainer.model)
     except NotAModel:
         return f"{type(trainer.model).__name__} holds no Transformers model"
     if status(model) is None:
@@ -129,9 +128,9 @@ class Flattening:
         self.flatten = DataCollatorWithFlattening(return_flash_attn_kwargs=lengths)
         self.said = False
 
-    def __call__(self, features: Any) -> Any:
+    def __call__(self, features: list[Any]) -> Mapping[str, Any]:
         """Return one row ``[1, T]`` of the batch's real tokens, or the padded batch ``[B, L]`` if they would differ."""
-        padded = self.padding(features)
+        padded: Mapping[str, Any] = self.padding(features)
         why = unlike(padded)
         if why:
             self._say(why)
@@ -150,7 +149,7 @@ class Flattening:
         self.said = True
 
 
-def unlike(padded: Any) -> str:
+def unlike(padded: Mapping[str, Any]) -> str:
     """The reason why a padded batch would train differently if it were flattened; empty if it would not.
 
     Rows must be padded on the right: with padding on the left, the last padding token learns to predict the first real
@@ -167,6 +166,6 @@ def unlike(padded: Any) -> str:
         return "it has position_ids of its own"
     if not ((mask == 0) | (mask == 1)).all() or not mask[:, 0].all() or (mask[:, 1:] > mask[:, :-1]).any():
         return "its rows are not padded on the right (tokenizer.padding_side='right'), or not only there"
-    if (padded["labels"][mask == 0] != _IGNORED).any():
-        return f"padding has labels that are not {_IGNORED}, so the padded run learns to predict padding"
+    if (padded["labels"][mask == 0] != IGNORED_LABEL).any():
+        return f"padding has labels that are not {IGNORED_LABEL}, so the padded run learns to predict padding"
     return ""

@@ -12,6 +12,7 @@ import functools
 import inspect
 import sys
 import threading
+import traceback
 import weakref
 from types import ModuleType
 from typing import Any, Callable
@@ -19,6 +20,7 @@ from typing import Any, Callable
 import torch
 import wrapt
 
+from .._types import Function
 from ..binding import bind, release
 from ..errors import Fa2PatchError, KernelUnavailable, NotAModel, UnknownKernel
 from ..patch.applying import apply, status
@@ -31,7 +33,8 @@ from . import collate
 from .saying import say
 from .start import Options
 
-MODELS, TRAINER = WATCHED = "transformers.modeling_utils", "transformers.trainer"
+MODELS = "transformers.modeling_utils"
+WATCHED = (MODELS, "transformers.trainer")
 
 _hook: Hook | None = None
 
@@ -110,7 +113,7 @@ class Hook:
             )
 
     def _making(self, original: classmethod[Any, Any, Any]) -> classmethod[Any, Any, Any]:
-        make: Callable[..., Any] = original.__func__
+        make: Function = original.__func__
 
         @functools.wraps(make)
         def watched(cls: Any, *args: Any, **kwargs: Any) -> Any:
@@ -129,12 +132,10 @@ class Hook:
 
     def _inside_a_constructor(self) -> bool:
         """Whether the model is made inside another model's constructor, as a vision tower is."""
-        frame = sys._getframe(2)
-        while frame is not None:
-            if frame.f_code.co_name == "__init__" and isinstance(frame.f_locals.get("self"), self._base):
-                return True
-            frame = frame.f_back  # type: ignore[assignment]
-        return False
+        return any(
+            frame.f_code.co_name == "__init__" and isinstance(frame.f_locals.get("self"), self._base)
+            for frame, _ in traceback.walk_stack(sys._getframe(2))
+        )
 
     def _given(self, original: Callable[..., None]) -> Callable[..., None]:
         @functools.wraps(original)
@@ -153,7 +154,7 @@ class Hook:
 
         return __init__
 
-    def _loading(self, original: Callable[..., Any]) -> Callable[..., Any]:
+    def _loading(self, original: Function) -> Function:
         @functools.wraps(original)
         def get_train_dataloader(trainer: Any) -> Any:
             why = collate.why_not(trainer)

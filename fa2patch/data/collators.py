@@ -126,9 +126,7 @@ class DataCollatorWithFlattening:
                 not the documents' lengths, ``document_labels`` is set and the labels are not one per document,
                 ``return_tensors`` is unknown, or ``separator_id`` is not an integer.
         """
-        framework = self.return_tensors if return_tensors is None else return_tensors
-        if framework not in ("pt", "np"):
-            raise CollatorError(f"return_tensors: expected 'pt' or 'np', found {framework!r}.")
+        framework = self.framework(return_tensors)
         separator = self.separator_id if separator_id is None else integer("separator_id", separator_id)
         if not isinstance(features, Iterable):
             raise CollatorError(f"expected a list of examples, found {type(features).__name__}.")
@@ -138,6 +136,17 @@ class DataCollatorWithFlattening:
         if self.return_flash_attn_kwargs:
             batch["max_length_q"] = batch["max_length_k"] = int(np.diff(arrays["cu_seq_lens_q"]).max())
         return batch
+
+    def framework(self, return_tensors: str | None) -> str:
+        """Return ``"pt"`` or ``"np"``: the argument of a call, or the option if it is None.
+
+        Raises:
+            CollatorError: It is something else.
+        """
+        framework = self.return_tensors if return_tensors is None else return_tensors
+        if framework not in ("pt", "np"):
+            raise CollatorError(f"return_tensors: expected 'pt' or 'np', found {framework!r}.")
+        return framework
 
     def _arrays(self, features: Iterable[Mapping[str, Any]], separator: int | None) -> Columns:
         """Return everything in the batch that is a tensor, as arrays."""

@@ -103,8 +103,8 @@ class DataCollatorForCompletionOnlyLM:
             number per token, are returned too.
 
         Raises:
-            CollatorError: An example cannot be read, or a padded batch needs padding and the tokenizer has no
-                ``pad_token_id``.
+            CollatorError: An example cannot be read, ``return_tensors`` is unknown, or a padded batch needs padding and
+                the tokenizer has no ``pad_token_id``.
 
         Warns:
             UserWarning: A template is not found in an example, so none of the example's tokens are in the loss. The
@@ -116,7 +116,7 @@ class DataCollatorForCompletionOnlyLM:
         for index, example in enumerate(examples):
             example["labels"] = self._labels(index, example)
         if not self.padding_free:
-            return self._padded(examples, return_tensors)
+            return self._padded(examples, self.flatten.framework(return_tensors))
         batch = self.flatten(examples, return_tensors)
         tokens = sum(len(example["input_ids"]) for example in examples)
         batch["labels"][:, tokens:] = self.ignore_index
@@ -203,7 +203,7 @@ class DataCollatorForCompletionOnlyLM:
             stacklevel=4,
         )
 
-    def _padded(self, examples: Sequence[Columns], return_tensors: str | None) -> dict[str, Any]:
+    def _padded(self, examples: Sequence[Columns], framework: str) -> dict[str, Any]:
         pad = getattr(self.tokenizer, "pad_token_id", None)
         lengths = [len(example["input_ids"]) for example in examples]
         if not lengths:
@@ -223,5 +223,4 @@ class DataCollatorForCompletionOnlyLM:
         order = ["input_ids", "attention_mask", "labels"]
         order += [key for key in columns[0] if key not in order]
         batch = {key: np.stack([padded(one[key], fill.get(key, 0)) for one in columns]) for key in order}
-        framework = self.flatten.return_tensors if return_tensors is None else return_tensors
         return batch if framework == "np" else {key: torch.from_numpy(values) for key, values in batch.items()}

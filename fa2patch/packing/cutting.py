@@ -126,4 +126,5 @@ def _require_length(tokens: object, length: int) -> None:
 
 
 def _length(value: object) -> int | None:
-    return len(value) if isinstance(value, Sized) and not isinstance(value, str) else None
+    single = isinstance(value, str) or getattr(value, "ndim", 1) == 0  # a tensor without dimensions has __len__ too
+    return len(value) if isinstance(value, Sized) and not single else None

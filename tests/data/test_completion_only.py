@@ -175,6 +175,8 @@ def test_padded() -> None:
     }
     assert all(value.dtype == torch.int64 for value in batch.values())
     assert type(collate(examples, return_tensors="np")["labels"]).__module__ == "numpy"
+    with pytest.raises(CollatorError, match="return_tensors: expected 'pt' or 'np', found 'tf'"):
+        collate(examples, return_tensors="tf")
 
 
 def test_row_padded_to_a_multiple() -> None:

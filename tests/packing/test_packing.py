@@ -293,7 +293,8 @@ def test_pieces_are_what_the_policy_leaves(strategy, too_long, lengths, budget):
 
 
 def test_examples_are_cut_as_planned():
-    data = [{"input_ids": list(range(10 * n, 10 * n + length)), "labels": torch.arange(length), "id": n}
+    data = [{"input_ids": list(range(10 * n, 10 * n + length)), "labels": torch.arange(length), "id": n,
+             "label": torch.tensor(n)}
             for n, length in enumerate(TOO_LONG)]  # fmt: skip
     planned = plan(TOO_LONG, 4, too_long="split", seed=None)
     rows = [planned.examples(data, row) for row in range(len(planned))]
@@ -302,7 +303,7 @@ def test_examples_are_cut_as_planned():
     )
     for example in itertools.chain.from_iterable(rows):
         first = example["input_ids"][0]
-        assert example.pop("id") == first // 10
+        assert example.pop("id") == example.pop("label") == first // 10
         assert example["labels"].tolist() == [token % 10 for token in example["input_ids"]]
     assert max(len(fa2patch.DataCollatorWithFlattening()(row)["input_ids"][0]) for row in rows) <= 4
 

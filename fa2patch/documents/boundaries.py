@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Hashable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -9,6 +10,7 @@ import numpy as np
 import torch
 
 from . import device
+from .starts import Flags
 
 
 @dataclass(eq=False)
@@ -26,7 +28,7 @@ class Boundaries:
     max_seqlen: int
     positions: int | None = field(default=None, repr=False)
     _lengths: tuple[int, ...] | None = field(default=None, repr=False)
-    made: dict[Any, Any] = field(default_factory=dict, repr=False)
+    made: dict[Hashable, Any] = field(default_factory=dict, repr=False)
 
     @property
     def lengths(self) -> tuple[int, ...]:
@@ -76,7 +78,7 @@ def largest(ids: torch.Tensor) -> int:
     return int(device.read(ids).max())
 
 
-def from_starts(starts: Any, on: torch.device, positions: int | None) -> Boundaries:
+def from_starts(starts: Flags, on: torch.device, positions: int | None) -> Boundaries:
     """The boundaries of documents whose first tokens are True in ``starts``, a bool array ``[batch, length]``."""
     ends = np.append(np.flatnonzero(starts.ravel()), starts.size)
     lengths = np.diff(ends)

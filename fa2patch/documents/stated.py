@@ -10,7 +10,7 @@ import torch
 from .._compile import compiling
 from ..errors import BadCuSeqlens, BoundaryConflict
 from . import device
-from .boundaries import Boundaries
+from .boundaries import Boundaries, largest
 from .checks import check_cu_seqlens, check_mask, check_max_seqlen, check_position_ids
 from .starts import axes_of, goes_on, restarts
 
@@ -55,7 +55,7 @@ def from_cu_seqlens(
         _require_same(cu, cu_seqlens_k.flatten())
     _require_agreement(cu, shape, position_ids, attention_mask)
     if isinstance(max_seqlen, torch.Tensor):
-        max_seqlen = int(device.read(max_seqlen).max())
+        max_seqlen = largest(max_seqlen)
     stated = Boundaries(cu, max_seqlen if max_seqlen is not None else 0)
     if max_seqlen is None:
         stated.max_seqlen = max(stated.lengths)

@@ -114,7 +114,7 @@ def _scored(softcap: float | None, alibi_slopes: torch.Tensor | None) -> Callabl
 @lru_cache(maxsize=1)
 def _compiled() -> tuple[Callable[..., Any], Callable[..., Any]]:
     module = importlib.import_module("torch.nn.attention.flex_attention")
-    return tuple(torch.compile(getattr(module, name)) for name in ("flex_attention", "create_block_mask"))  # type: ignore[return-value]
+    return torch.compile(module.flex_attention), torch.compile(module.create_block_mask)
 
 
 @lru_cache(maxsize=1)

@@ -19,12 +19,6 @@ attend: Callable[..., torch.Tensor] | None = None
 """Called as ``attend(q, k, v, cu_seqlens, options, scale)``, like ``Reference.attend``; None before torch 2.4."""
 
 
-def _computed(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, cu_seqlens: torch.Tensor, options: Options
-) -> torch.Tensor:
-    return over_documents(q, k, v, Boundaries(cu_seqlens, 0), options)
-
-
 def _differentiated(
     grad: torch.Tensor, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, cu_seqlens: torch.Tensor, options: Options
 ) -> list[torch.Tensor]:
@@ -83,7 +77,7 @@ if hasattr(torch.library, "custom_op"):
     ) -> torch.Tensor:  # fmt: skip
         options = Options(scale, causal, window, softcap, dropout, sinks, alibi_slopes)
         with _seeded(seed, q.device):
-            return _computed(q, k, v, cu_seqlens, options)
+            return over_documents(q, k, v, Boundaries(cu_seqlens, 0), options)
 
     @_forward.register_fake
     def _(q: Any, k: Any, v: Any, *unused: Any) -> torch.Tensor:

@@ -54,15 +54,17 @@ class Found(NamedTuple):
 def in_package(module: str) -> Found:
     """Import a module and find its entry point. The result is cached."""
     try:
-        if importlib.util.find_spec(module) is not None:
-            return entry(importlib.import_module(module))
+        if importlib.util.find_spec(module) is None:
+            return Found(None, reason=f"the package {module} is not installed")
+        return entry(importlib.import_module(module))
+    except ModuleNotFoundError as error:
+        if error.name is not None and (module == error.name or module.startswith(f"{error.name}.")):
+            return Found(None, reason=f"the package {module} is not installed")
+        return Found(None, reason=f"the package {module} does not import ({type(error).__name__}: {error})")
     except Exception as error:  # a broken build raises whatever its loader raises
         if says_nothing(error):
             raise  # the cache keeps no exceptions, so the next call tries again
-        missing = isinstance(error, ModuleNotFoundError) and f"{module}.".startswith(f"{error.name}.")
-        if not missing:
-            return Found(None, reason=f"the package {module} does not import ({type(error).__name__}: {error})")
-    return Found(None, reason=f"the package {module} is not installed")
+        return Found(None, reason=f"the package {module} does not import ({type(error).__name__}: {error})")
 
 
 def entry(module: Any) -> Found:

@@ -73,9 +73,9 @@ def positions_of(cu_seqlens: torch.Tensor, shape: tuple[int, int]) -> torch.Tens
     return (token - cu[document]).view(shape)
 
 
-def largest(ids: torch.Tensor) -> int:
-    """The largest id. This reads from the device once."""
-    return int(device.read(ids).max())
+def largest(numbers: torch.Tensor) -> int:
+    """The largest of some integers. This reads from the device once."""
+    return int(device.read(numbers).max())
 
 
 def from_starts(starts: Flags, on: torch.device, positions: int | None) -> Boundaries:

@@ -14,6 +14,7 @@ from numpy.typing import NDArray
 Ids = NDArray[np.int64]
 Flags = NDArray[np.bool_]
 Array = TypeVar("Array", NDArray[Any], torch.Tensor)
+"""Arrays where documents are looked for on the host, tensors where the caller states them."""
 
 
 def axes_of(position_ids: torch.Tensor) -> torch.Tensor:
@@ -54,7 +55,7 @@ def restarts(ids: Array, left: Array) -> Array:
 
 
 def goes_on(ids: Array, left: Array) -> Array:
-    """Where time, height and width (as in :func:`restarts`) continue from ``left`` as ``get_rope_index`` counts them.
+    """Where time, height and width continue from the token to the left as a model's ``get_rope_index`` counts them.
 
     Inside an image or a video, time stays or rises. A text token, and the first token of an image, has one number n on
     all axes, and the token before it has n - 1 on its largest axis. From Transformers 5.3 on, time is left out after a

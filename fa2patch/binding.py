@@ -12,6 +12,7 @@ import contextlib
 import functools
 import threading
 import weakref
+from types import ModuleType
 from typing import Any, Callable
 
 import wrapt
@@ -21,7 +22,7 @@ ABSENT = object()
 
 LOCK = threading.RLock()
 _bindings: list[Binding] = []
-_awaited: set[tuple[str, Callable[[Any], None]]] = set()
+_awaited: set[tuple[str, Callable[[ModuleType], None]]] = set()
 
 
 class Binding:
@@ -94,7 +95,7 @@ def release(user: Any) -> None:
         _undo_unused()
 
 
-def when_imported(module: str, then: Callable[[Any], None]) -> None:
+def when_imported(module: str, then: Callable[[ModuleType], None]) -> None:
     """Call ``then`` with the module once it is imported. The same pair of arguments is registered only once."""
     with LOCK:
         if (module, then) not in _awaited:
@@ -102,7 +103,7 @@ def when_imported(module: str, then: Callable[[Any], None]) -> None:
             wrapt.register_post_import_hook(functools.partial(_arrived, module, then), module)
 
 
-def _arrived(name: str, then: Callable[[Any], None], module: Any) -> None:
+def _arrived(name: str, then: Callable[[ModuleType], None], module: ModuleType) -> None:
     _awaited.discard((name, then))
     then(module)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Hashable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -9,6 +10,7 @@ import numpy as np
 import torch
 
 from . import device
+from .starts import Flags
 
 
 @dataclass(eq=False)
@@ -26,7 +28,7 @@ class Boundaries:
     max_seqlen: int
     positions: int | None = field(default=None, repr=False)
     _lengths: tuple[int, ...] | None = field(default=None, repr=False)
-    made: dict[Any, Any] = field(default_factory=dict, repr=False)
+    made: dict[Hashable, Any] = field(default_factory=dict, repr=False)
 
     @property
     def lengths(self) -> tuple[int, ...]:
@@ -71,12 +73,12 @@ def positions_of(cu_seqlens: torch.Tensor, shape: tuple[int, int]) -> torch.Tens
     return (token - cu[document]).view(shape)
 
 
-def largest(ids: torch.Tensor) -> int:
-    """The largest id. This reads from the device once."""
-    return int(device.read(ids).max())
+def largest(numbers: torch.Tensor) -> int:
+    """The largest of some integers. This reads from the device once."""
+    return int(device.read(numbers).max())
 
 
-def from_starts(starts: Any, on: torch.device, positions: int | None) -> Boundaries:
+def from_starts(starts: Flags, on: torch.device, positions: int | None) -> Boundaries:
     """The boundaries of documents whose first tokens are True in ``starts``, a bool array ``[batch, length]``."""
     ends = np.append(np.flatnonzero(starts.ravel()), starts.size)
     lengths = np.diff(ends)

@@ -22,7 +22,7 @@ def check_position_ids(position_ids: Any, shape: tuple[int, int] | None = None) 
     if position_ids.dtype not in _INTEGERS:
         raise BadPositionIds(f"position_ids: expected integers, found {position_ids.dtype}. Convert them with .long().")
     if not _is_dense(position_ids):
-        raise BadPositionIds(f"position_ids: expected a dense tensor, found {_described(position_ids)}.")
+        raise BadPositionIds(f"position_ids: expected a dense tensor, found {described(position_ids)}.")
     found = tuple(position_ids.shape)
     if position_ids.dim() not in (1, 2, 3) or 0 in found:
         raise BadPositionIds(
@@ -40,7 +40,7 @@ def check_cu_seqlens(cu_seqlens: Any) -> None:
     """Raise :class:`BadCuSeqlens` unless this is a dense integer tensor with at least two elements."""
     if _is_dense(cu_seqlens) and cu_seqlens.dtype in _INTEGERS and cu_seqlens.numel() > 1:
         return
-    raise BadCuSeqlens(f"cu_seq_lens: expected an integer tensor [documents + 1], found {_described(cu_seqlens)}.")
+    raise BadCuSeqlens(f"cu_seq_lens: expected an integer tensor [documents + 1], found {described(cu_seqlens)}.")
 
 
 def check_max_seqlen(max_seqlen: Any) -> None:
@@ -50,14 +50,14 @@ def check_max_seqlen(max_seqlen: Any) -> None:
             return check_readable("max_length", max_seqlen, BadCuSeqlens)
     elif max_seqlen is None or (isinstance(max_seqlen, (int, np.integer)) and max_seqlen < 2**31):
         return None
-    found = _described(max_seqlen) if isinstance(max_seqlen, torch.Tensor) else repr(max_seqlen)
+    found = described(max_seqlen) if isinstance(max_seqlen, torch.Tensor) else repr(max_seqlen)
     raise BadCuSeqlens(f"max_length: expected the longest document's length, an int, found {found}.")
 
 
 def check_seq_idx(seq_idx: Any, shape: tuple[int, int]) -> None:
     """Raise :class:`BadCuSeqlens` unless these are integers with values that fit ``shape``, ``(batch, length)``."""
     if not _is_dense(seq_idx) or seq_idx.dtype not in (*_INTEGERS, torch.bool):
-        raise BadCuSeqlens(f"seq_idx: expected an integer tensor [batch, length], found {_described(seq_idx)}.")
+        raise BadCuSeqlens(f"seq_idx: expected an integer tensor [batch, length], found {described(seq_idx)}.")
     if tuple(seq_idx.shape) not in (shape, (1, shape[1]), shape[1:]):
         raise BadCuSeqlens(f"seq_idx: expected [{shape[0]}, {shape[1]}], found {list(seq_idx.shape)}.")
     check_readable("seq_idx", seq_idx, BadCuSeqlens)
@@ -66,7 +66,7 @@ def check_seq_idx(seq_idx: Any, shape: tuple[int, int]) -> None:
 def check_mask(attention_mask: torch.Tensor, shape: tuple[int, int]) -> None:
     """Raise :class:`BoundaryConflict` unless these are real numbers of ``shape``, ``(batch, length)``."""
     if not _is_dense(attention_mask) or attention_mask.is_complex():
-        raise BoundaryConflict(f"attention_mask: expected a tensor of numbers, found {_described(attention_mask)}.")
+        raise BoundaryConflict(f"attention_mask: expected a tensor of numbers, found {described(attention_mask)}.")
     if tuple(attention_mask.shape) != shape:
         raise BoundaryConflict(
             f"attention_mask: expected [{shape[0]}, {shape[1]}], found {list(attention_mask.shape)}."
@@ -83,7 +83,8 @@ def _is_dense(value: Any) -> bool:
     return isinstance(value, torch.Tensor) and value.layout == torch.strided and not value.is_nested
 
 
-def _described(value: Any) -> str:
+def described(value: Any) -> str:
+    """The dtype and shape of a tensor, or the type of another object, for an error."""
     if not isinstance(value, torch.Tensor):
         return type(value).__name__
     if value.is_nested:

@@ -5,9 +5,10 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from numpy.typing import NDArray
 
 
-def read(tensor: torch.Tensor) -> Any:
+def read(tensor: torch.Tensor) -> NDArray[Any]:
     """The tensor's values on the host. Every read of boundaries from the device goes through this function."""
     return tensor.detach().cpu().numpy()
 

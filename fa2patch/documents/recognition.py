@@ -6,9 +6,7 @@ A document starts at the first token of every row and wherever ``p[i] != p[i-1] 
 
 from __future__ import annotations
 
-import functools
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 import torch
@@ -18,7 +16,7 @@ from ..errors import BadPositionIds, BoundaryConflict
 from . import device as devices
 from .boundaries import Boundaries, from_starts
 from .checks import check_mask, check_position_ids, check_readable, check_seq_idx
-from .starts import axes_of, changes, previous_real, starts_of
+from .starts import Flags, Ids, axes_of, changes, previous_real, starts_of
 
 
 def boundaries(position_ids: torch.Tensor) -> Boundaries:
@@ -40,12 +38,9 @@ def boundaries(position_ids: torch.Tensor) -> Boundaries:
     """
     check_position_ids(position_ids)
     check_readable("position_ids", position_ids, BadPositionIds)
-    host = devices.read(axes_of(position_ids).long())
-    host = host if host.ndim == 3 else host[None]
-    real = np.ones(host.shape[1:], dtype=bool)
-    starts, doubtful, _ = starts_of(host, real, previous_real(real))
-    _no_doubt(doubtful, host)
-    return from_starts(starts, position_ids.device, int(host.max()) + 1)
+    axes = np.array(devices.read(position_ids.long()), ndmin=3)
+    starts = _starts(_Said((axes.shape[1], axes.shape[2]), axes))
+    return from_starts(starts, position_ids.device, int(axes.max()) + 1)
 
 
 @dataclass(eq=False)
@@ -53,17 +48,23 @@ class _Said:
     """What a batch says of its documents, on the host.
 
     Attributes:
-        mask, seq_idx: int64 arrays ``[batch, length]``, or None.
+        shape: ``(batch, length)``.
         axes: the position ids, int64 ``[axes, batch, length]``; no axes if there are none.
+        mask, seq_idx: int64 arrays ``[batch, length]``, or None.
         real: bool ``[batch, length]``: tokens that the mask does not hide.
         previous: for each token the index of the nearest real token to its left, or -1.
     """
 
-    mask: Any
-    seq_idx: Any
-    axes: Any
-    real: Any
-    previous: Any
+    shape: tuple[int, int]
+    axes: Ids
+    mask: Ids | None = None
+    seq_idx: Ids | None = None
+    real: Flags = field(init=False)
+    previous: Ids = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.real = np.ones(self.shape, dtype=bool) if self.mask is None else self.mask != 0
+        self.previous = previous_real(self.real)
 
 
 @uncompiled
@@ -80,9 +81,8 @@ def recognise(
 ) -> Boundaries | None:
     """Find the boundaries of a packed batch, with one read from the device.
 
-    A mask with negative values may need a second read. Ids of masked tokens are ignored. After padding, a document
-    starts where the ids restart at 0 or ``first_position``. Any other jump there is treated as a filler, as
-    Transformers' ``generate`` writes it, and the document continues.
+    Ids of masked tokens are ignored. After padding, a document starts where the ids restart at 0 or ``first_position``.
+    Any other jump there is treated as a filler, as Transformers' ``generate`` writes it, and the document continues.
 
     Args:
         shape: ``(batch, length)``.
@@ -110,18 +110,13 @@ def recognise(
     if said is None:
         return None
     if said.mask is not None and said.mask.min() < 0:
-        without_mask = functools.partial(recognise, position_ids=position_ids, seq_idx=seq_idx)
-        if said.mask.max() <= 1 and without_mask(shape, device, only_certain=only_certain) is None:
-            return None
-        raise _added_to_logits(said.mask)
-    starts = _starts(said, only_certain, first_position, training)
-    if starts is None or (starts.sum(axis=1) <= 1).all():
+        _require_dense(said, said.mask, only_certain)
         return None
-    _no_holes(said.real, starts)
-    starts_padding = ~said.real
-    starts_padding[:, 1:] &= said.real[:, :-1]
-    largest = int(said.axes.max()) + 1 if len(said.axes) else None
-    return from_starts(starts | starts_padding, device, largest)
+    starts = _starts(said, only_certain, first_position, training)
+    if not _packed(starts):
+        return None
+    positions = int(said.axes.max()) + 1 if len(said.axes) else None
+    return from_starts(_with_padding(starts, said.real), device, positions)
 
 
 def _read(
@@ -149,10 +144,7 @@ def _read(
     if device.type == "meta":
         raise BadPositionIds("position_ids: expected those of a batch with values, found one on the meta device.")
     read = devices.read(torch.stack([ids.detach().to(device, torch.int64) for ids in (*present.values(), *axes)]))
-    host = dict(zip(present, read))
-    mask = host.get("mask")
-    real = np.ones(shape, dtype=bool) if mask is None else mask != 0
-    return _Said(mask, host.get("seq_idx"), read[len(present) :], real, previous_real(real))
+    return _Said(shape, read[len(present) :], **dict(zip(present, read)))
 
 
 def _numbers(mask: torch.Tensor) -> torch.Tensor:
@@ -163,20 +155,26 @@ def _numbers(mask: torch.Tensor) -> torch.Tensor:
     return torch.where((mask == mask.floor()) & (mask.abs() < 2**31), mask, -1)
 
 
-def _added_to_logits(mask: Any) -> BoundaryConflict:
-    row, token = np.argwhere(mask < 0)[0]
-    return BoundaryConflict(
-        "attention_mask: expected zeros for padding and ones, or document numbers, found something else at row "
-        f"{row}, token {token}. A mask that is added to logits cannot go with a packed row: leave it out."
-    )
+def _packed(starts: Flags) -> bool:
+    return bool((starts.sum(axis=1) > 1).any())
 
 
-def _starts(said: _Said, only_certain: bool, first_position: int, training: bool) -> Any:
-    """First tokens of documents, bool ``[batch, length]``; None if nothing says where documents start.
+def _require_dense(said: _Said, mask: Ids, only_certain: bool) -> None:
+    """Refuse a packed batch with negative numbers in its mask, because such a mask is added to logits."""
+    if mask.max() > 1 or _packed(_starts(replace(said, mask=None), only_certain)):
+        row, token = np.argwhere(mask < 0)[0]
+        raise BoundaryConflict(
+            "attention_mask: expected zeros for padding and ones, or document numbers, found something else at row "
+            f"{row}, token {token}. A mask that is added to logits cannot go with a packed row: leave it out."
+        )
+
+
+def _starts(said: _Said, only_certain: bool = False, first_position: int = 0, training: bool = False) -> Flags:
+    """First tokens of documents, bool ``[batch, length]``; none if nothing says where documents start.
 
     Explicit statements win over ``position_ids``. A contradiction between two sources is an error.
     """
-    outright: dict[str, Any] = {}
+    outright: dict[str, Flags] = {}
     if said.seq_idx is not None:
         outright["seq_idx"] = changes(said.seq_idx, said.real, said.previous, step=0)
     if said.mask is not None and said.mask.max() > 1:
@@ -186,7 +184,7 @@ def _starts(said: _Said, only_certain: bool, first_position: int, training: bool
         (first, one), (second, other) = outright.items()
         _no_conflict(one != other, f"{first} and {second} begin different documents")
     if not len(said.axes):
-        return next(iter(outright.values()), None)
+        return next(iter(outright.values()), np.zeros_like(said.real))
     starts, doubtful, jumps = starts_of(said.axes, said.real, said.previous, first_position)
     for source, stated in outright.items():
         _no_conflict(starts & ~stated, f"position_ids restart inside what {source} calls one document")
@@ -197,10 +195,11 @@ def _starts(said: _Said, only_certain: bool, first_position: int, training: bool
     return next(iter(outright.values()), starts)
 
 
-def _no_holes(real: Any, starts: Any) -> None:
-    after_padding = np.zeros(real.shape, dtype=bool)
-    after_padding[:, 1:] = ~real[:, :-1]
-    holes = real & ~starts & after_padding
+def _with_padding(starts: Flags, real: Flags) -> Flags:
+    """The first tokens of documents and of runs of padding. Padding inside a document is an error."""
+    turns = np.ones_like(real)
+    turns[:, 1:] = real[:, 1:] != real[:, :-1]
+    holes = turns & real & ~starts
     if holes.any():
         row, token = np.argwhere(holes)[0]
         raise BoundaryConflict(
@@ -208,9 +207,10 @@ def _no_holes(real: Any, starts: Any) -> None:
             f"{token}). Padding may only stand between documents: drop the hidden tokens, or restart position_ids "
             "there."
         )
+    return starts | (turns & ~real)
 
 
-def _no_doubt(doubtful: Any, axes: Any) -> None:
+def _no_doubt(doubtful: Flags, axes: Ids) -> None:
     if doubtful.any():
         row, token = np.argwhere(doubtful)[0]
         found = [axes[:, row, at].tolist() for at in (token - 1, token)]
@@ -222,7 +222,7 @@ def _no_doubt(doubtful: Any, axes: Any) -> None:
         )
 
 
-def _no_jump(jumps: Any, axes: Any, first_position: int) -> None:
+def _no_jump(jumps: Flags, axes: Ids, first_position: int) -> None:
     if jumps.any():
         row, token = np.argwhere(jumps)[0]
         raise BoundaryConflict(
@@ -233,7 +233,7 @@ def _no_jump(jumps: Any, axes: Any, first_position: int) -> None:
         )
 
 
-def _no_conflict(conflicts: Any, what: str) -> None:
+def _no_conflict(conflicts: Flags, what: str) -> None:
     if conflicts.any():
         row, token = np.argwhere(conflicts)[0]
         raise BoundaryConflict(

@@ -1,14 +1,20 @@
 """The grammar of position ids: which tokens start a document, on one axis and on three (mRoPE).
 
-Arrays are numpy arrays or tensors ``[batch, length]``; with axes, ``[axes, batch, length]``.
+Arrays are ``[batch, length]``; with axes, ``[axes, batch, length]``.
 """
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
+
+Ids = NDArray[np.int64]
+Flags = NDArray[np.bool_]
+Array = TypeVar("Array", NDArray[Any], torch.Tensor)
+"""Arrays where documents are looked for on the host, tensors where the caller states them."""
 
 
 def axes_of(position_ids: torch.Tensor) -> torch.Tensor:
@@ -16,7 +22,7 @@ def axes_of(position_ids: torch.Tensor) -> torch.Tensor:
     return position_ids if position_ids.dim() == 3 else position_ids[None]
 
 
-def starts_of(axes: Any, real: Any, previous: Any, first_position: int = 0) -> tuple[Any, Any, Any]:
+def starts_of(axes: Ids, real: Flags, previous: Ids, first_position: int) -> tuple[Flags, Flags, Flags]:
     """Find document starts in position ids ``[axes, batch, length]``.
 
     Returns:
@@ -38,16 +44,17 @@ def starts_of(axes: Any, real: Any, previous: Any, first_position: int = 0) -> t
     return np.where(with_images, restarting, starts), doubtful, jumps & ~with_images
 
 
-def restarts(ids: Any, left: Any) -> Any:
+def restarts(ids: Array, left: Array) -> Array:
     """Where time, height and width (arrays or tensors ``[3, batch, length]``) restart.
 
     Inside a document, time is 0 only at the first token and in an image that starts there. All three are 0 only at the
     first token.
     """
-    return (ids[0] == 0) & ((left[0] > 0) | ((ids[1] == 0) & (ids[2] == 0)))
+    first: Array = (ids[0] == 0) & ((left[0] > 0) | ((ids[1] == 0) & (ids[2] == 0)))
+    return first
 
 
-def goes_on(ids: Any, left: Any) -> Any:
+def goes_on(ids: Array, left: Array) -> Array:
     """Where time, height and width continue from the token to the left as a model's ``get_rope_index`` counts them.
 
     Inside an image or a video, time stays or rises. A text token, and the first token of an image, has one number n on
@@ -59,19 +66,21 @@ def goes_on(ids: Any, left: Any) -> Any:
     beside_image = (t == h) & (t == w)
     follows = (t > height) & (t > width) & ((t == height + 1) | (t == width + 1) | (t == time + 1))
     of_its_time = (t == time) & ((height != time) | (width != time))
-    return (~beside_image & (t >= time)) | (beside_image & (follows | of_its_time))
+    continues: Array = (~beside_image & (t >= time)) | (beside_image & (follows | of_its_time))
+    return continues
 
 
-def previous_real(real: Any) -> Any:
+def previous_real(real: Flags) -> Ids:
     """Index of the nearest real token to the left in the row; -1 if there is none."""
     index = np.arange(real.shape[1])
     seen = np.maximum.accumulate(np.where(real, index, -1), axis=1)
     return np.concatenate([np.full((real.shape[0], 1), -1), seen[:, :-1]], axis=1)
 
 
-def changes(ids: Any, real: Any, previous: Any, step: int) -> Any:
+def changes(ids: Ids, real: Flags, previous: Ids, step: int) -> Flags:
     """Real tokens that do not continue from the nearest real token to their left; ids may or may not count padding."""
     left = np.take_along_axis(ids, np.maximum(previous, 0), axis=1)
     apart = np.arange(ids.shape[1]) - previous
     continues = ((ids == left + step) | (ids == left + step * apart)) & (ids >= left)  # the largest int64 + 1 is < 0
-    return real & ((previous < 0) | ~continues)
+    changed: Flags = real & ((previous < 0) | ~continues)
+    return changed

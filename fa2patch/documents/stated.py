@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import NoReturn
-
 import torch
 
 from .._compile import compiling
 from ..errors import BadCuSeqlens, BoundaryConflict
 from . import device
-from .boundaries import Boundaries
+from .boundaries import Boundaries, largest
 from .checks import check_cu_seqlens, check_mask, check_max_seqlen, check_position_ids
 from .starts import axes_of, goes_on, restarts
 
@@ -55,7 +52,7 @@ def from_cu_seqlens(
         _require_same(cu, cu_seqlens_k.flatten())
     _require_agreement(cu, shape, position_ids, attention_mask)
     if isinstance(max_seqlen, torch.Tensor):
-        max_seqlen = int(device.read(max_seqlen).max())
+        max_seqlen = largest(max_seqlen)
     stated = Boundaries(cu, max_seqlen if max_seqlen is not None else 0)
     if max_seqlen is None:
         stated.max_seqlen = max(stated.lengths)
@@ -75,21 +72,17 @@ def _require(held: torch.Tensor, error: type[Exception], message: str, *numbers:
 
 
 def _require_ends(cu: torch.Tensor, tokens: int) -> None:
-    if cu.device.type == "cpu" and not compiling():
-        found: Sequence[int] = device.read(cu).tolist()
-        if found[0] != 0 or found[-1] != tokens or any(b < a for a, b in zip(found, found[1:])):
-            _bad_ends(found, tokens)
-    else:
+    if cu.device.type != "cpu" or compiling():
         held = (cu[0] == 0) & (cu[-1] == tokens) & (cu.diff() >= 0).all()
         _require(held, BadCuSeqlens, "cu_seq_lens must rise from 0 to the batch's {} tokens", tokens)
-
-
-def _bad_ends(found: Sequence[int], tokens: int) -> NoReturn:
-    shown = ", ".join(map(str, found[:8])) + (", ..." if len(found) > 8 else "")
-    raise BadCuSeqlens(
-        f"cu_seq_lens must rise from 0 to the number of tokens, {tokens} (batch x length, padding included); "
-        f"found [{shown}] ending in {found[-1]}. Make them from this very batch, after truncation and padding."
-    )
+        return
+    found: list[int] = device.read(cu).tolist()
+    if found[0] != 0 or found[-1] != tokens or any(b < a for a, b in zip(found, found[1:])):
+        shown = ", ".join(map(str, found[:8])) + (", ..." if len(found) > 8 else "")
+        raise BadCuSeqlens(
+            f"cu_seq_lens must rise from 0 to the number of tokens, {tokens} (batch x length, padding included); "
+            f"found [{shown}] ending in {found[-1]}. Make them from this very batch, after truncation and padding."
+        )
 
 
 def _require_same(cu: torch.Tensor, cu_k: torch.Tensor) -> None:

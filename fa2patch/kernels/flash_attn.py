@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-from functools import lru_cache
-
-from .varlen_func import Found, VarlenFunc, in_package
+from .varlen_func import VarlenFunc
 
 
 class FlashAttn(VarlenFunc):
@@ -13,13 +11,5 @@ class FlashAttn(VarlenFunc):
     name = "flash_attn"
     what = "FlashAttention 2"
     needs = "pip install flash-attn (2.1 to 2.8)"
+    module = "flash_attn"
     FEATURES = frozenset({"window", "softcap", "alibi", "dropout", "deterministic"})
-
-    def found(self) -> Found:
-        """The entry point of ``flash_attn``, looked for once."""
-        return _found()
-
-
-@lru_cache(maxsize=1)
-def _found() -> Found:
-    return in_package("flash_attn", "flash_attn")

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-from functools import lru_cache
-
-from .varlen_func import Found, VarlenFunc, in_package
+from .varlen_func import VarlenFunc
 
 
 class FlashAttn3(VarlenFunc):
@@ -13,13 +11,5 @@ class FlashAttn3(VarlenFunc):
     name = "flash_attn_3"
     what = "FlashAttention 3"
     needs = "flash_attn_interface, built from source"
+    module = "flash_attn_interface"
     FEATURES = frozenset({"window", "softcap", "deterministic"})
-
-    def found(self) -> Found:
-        """The entry point of ``flash_attn_interface``, looked for once."""
-        return _found()
-
-
-@lru_cache(maxsize=1)
-def _found() -> Found:
-    return in_package("flash_attn_interface", "flash_attn_interface")

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-from functools import lru_cache
-
-from .varlen_func import Found, VarlenFunc, in_package
+from .varlen_func import VarlenFunc
 
 
 class FlashAttn4(VarlenFunc):
@@ -13,13 +11,5 @@ class FlashAttn4(VarlenFunc):
     name = "flash_attn_4"
     what = "FlashAttention 4"
     needs = "pip install --pre flash-attn-4"
+    module = "flash_attn.cute"
     FEATURES = frozenset({"window", "softcap", "sinks", "deterministic"})
-
-    def found(self) -> Found:
-        """The entry point of ``flash_attn.cute``, looked for once."""
-        return _found()
-
-
-@lru_cache(maxsize=1)
-def _found() -> Found:
-    return in_package("flash_attn.cute", "flash_attn.cute")

@@ -84,7 +84,7 @@ def compute(
 def _visible(cu: torch.Tensor, tokens: int, causal: bool, window: int | None) -> Callable[..., torch.Tensor]:
     document = torch.searchsorted(cu, torch.arange(tokens, device=cu.device, dtype=cu.dtype), right=True)
 
-    def visible(batch: Any, head: Any, query: torch.Tensor, key: torch.Tensor) -> torch.Tensor:
+    def visible(batch: torch.Tensor, head: torch.Tensor, query: torch.Tensor, key: torch.Tensor) -> torch.Tensor:
         seen = document[query] == document[key]
         if causal:
             seen = seen & (query >= key)
@@ -100,7 +100,7 @@ def _scored(softcap: float | None, alibi_slopes: torch.Tensor | None) -> Callabl
         return None
 
     def scored(
-        score: torch.Tensor, batch: Any, head: torch.Tensor, query: torch.Tensor, key: torch.Tensor
+        score: torch.Tensor, batch: torch.Tensor, head: torch.Tensor, query: torch.Tensor, key: torch.Tensor
     ) -> torch.Tensor:
         if softcap is not None:
             score = softcap * torch.tanh(score / softcap)
@@ -114,7 +114,7 @@ def _scored(softcap: float | None, alibi_slopes: torch.Tensor | None) -> Callabl
 @lru_cache(maxsize=1)
 def _compiled() -> tuple[Callable[..., Any], Callable[..., Any]]:
     module = importlib.import_module("torch.nn.attention.flex_attention")
-    return tuple(torch.compile(getattr(module, name)) for name in ("flex_attention", "create_block_mask"))  # type: ignore[return-value]
+    return torch.compile(module.flex_attention), torch.compile(module.create_block_mask)
 
 
 @lru_cache(maxsize=1)

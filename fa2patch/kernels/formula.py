@@ -7,7 +7,6 @@ the sum of the squared document lengths.
 
 from __future__ import annotations
 
-import functools
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -44,7 +43,6 @@ def over_documents(
     return torch.cat(outputs) if outputs else q.new_zeros(*q.shape[:2], v.shape[2])
 
 
-_SDPA = F.scaled_dot_product_attention
 _SHARES_KEYS = "enable_gqa" in (F.scaled_dot_product_attention.__doc__ or "")
 """True from torch 2.5 on. Before, keys and values are repeated, which is costly with many short documents."""
 
@@ -76,10 +74,10 @@ def attend(
     special = windowed or options.dropout  # reference_op's backward repeats the dropout; sdpa's backends draw others
     if not special and options.softcap is None and options.sinks is None and options.alibi_slopes is None:
         shares = _SHARES_KEYS and groups > 1
-        states = heads_first((query, key, value), 1 if shares else groups)
-        sdpa: Any = functools.partial(F.scaled_dot_product_attention, enable_gqa=True) if shares else _SDPA
+        q, k, v = (states[None] for states in heads_first((query, key, value), 1 if shares else groups))
+        grouped: dict[str, Any] = {"enable_gqa": True} if shares else {}
         causal = options.causal and length > 1
-        attended: torch.Tensor = sdpa(*(x[None] for x in states), is_causal=causal, scale=options.scale)
+        attended = F.scaled_dot_product_attention(q, k, v, is_causal=causal, scale=options.scale, **grouped)
         return attended[0].to(value.dtype)
     query, key, value = heads_first((query, key, value), groups)
     with torch.autocast(query.device.type, enabled=False):

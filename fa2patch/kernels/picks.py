@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import warnings
+from collections.abc import Hashable
 from typing import Any, Callable, NamedTuple
 from weakref import WeakKeyDictionary, WeakValueDictionary
 
@@ -67,7 +68,7 @@ def pick(name: str | Kernel, asked: Asked, device: torch.device, try_it: bool = 
         KernelWrong: the named kernel fails its trial.
     """
     passed: list[str] = []
-    for kernel in order() if name == "auto" else (_one(name),):
+    for kernel in order() if name == "auto" else (named(name),):
         kind = KernelUnavailable
         able, reason = kernel.available()
         if able:
@@ -80,10 +81,6 @@ def pick(name: str | Kernel, asked: Asked, device: torch.device, try_it: bool = 
         passed.append(f"{kernel.name}: {reason}")
     shown = name if isinstance(name, str) else name.name
     raise kind(f"kernel={shown!r} cannot compute this layer: {reason}. Use kernel='auto'.")
-
-
-def _one(name: str | Kernel) -> Kernel:
-    return name if isinstance(name, Kernel) else named(name)
 
 
 _given: WeakValueDictionary[int, Kernel] = WeakValueDictionary()
@@ -111,21 +108,21 @@ class Picks:
         if self.given is not None:
             _given[id(self.given)] = self.given
         self._made: dict[tuple[Asked, torch.device], Pick] = {}
-        self._whole_rows: WeakKeyDictionary[Any, dict[Any, Mixed]] = WeakKeyDictionary()
-        self._of: WeakKeyDictionary[Any, Pick | Mixed] = WeakKeyDictionary()
+        self._whole_rows: WeakKeyDictionary[torch.nn.Module, dict[Hashable, Mixed]] = WeakKeyDictionary()
+        self._of: WeakKeyDictionary[torch.nn.Module, Pick | Mixed] = WeakKeyDictionary()
 
-    def __reduce__(self) -> Any:
+    def __reduce__(self) -> tuple[type[Picks], tuple[str | Kernel]]:
         return Picks, (self.given or self.name,)
 
-    def of(self, module: Any) -> Pick | Mixed | None:
+    def of(self, module: torch.nn.Module) -> Pick | Mixed | None:
         """What computed the layer's last packed batch; None if it has computed none, or only in a compiled graph."""
         return self._of.get(module)
 
-    def takes_documents(self, module: Any) -> None:
+    def takes_documents(self, module: torch.nn.Module) -> None:
         """Record that a mixer gets documents one by one because a trial with a whole row is not possible or needed."""
         self._of[module] = Mixed(DOCUMENTS, "")
 
-    def takes_whole_rows(self, module: Any, kind: Any, trial: Callable[[], tuple[bool, str]]) -> bool:
+    def takes_whole_rows(self, module: torch.nn.Module, kind: Hashable, trial: Callable[[], tuple[bool, str]]) -> bool:
         """Whether a mixer keeps the documents of a whole row apart in calls of this kind.
 
         Each kind of call is tried once for each mixer, because two mixers of one class may have different parameters
@@ -133,7 +130,7 @@ class Picks:
 
         Args:
             module: the mixer.
-            kind: a hashable description of the call.
+            kind: a description of the call.
             trial: returns whether the mixer keeps documents apart, and the reason if not.
         """
         known = self._whole_rows.setdefault(module, {})
@@ -143,7 +140,7 @@ class Picks:
         self._of[module] = known[kind]
         return known[kind].kernel is WHOLE_ROW
 
-    def __call__(self, module: Any, asked: Asked, device: torch.device) -> Kernel:
+    def __call__(self, module: torch.nn.Module | None, asked: Asked, device: torch.device) -> Kernel:
         """Choose the kernel for a call, and warn if ``auto`` can only use the reference on a GPU.
 
         Args:

@@ -19,12 +19,6 @@ attend: Callable[..., torch.Tensor] | None = None
 """Called as ``attend(q, k, v, cu_seqlens, options, scale)``, like ``Reference.attend``; None before torch 2.4."""
 
 
-def _computed(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, cu_seqlens: torch.Tensor, options: Options
-) -> torch.Tensor:
-    return over_documents(q, k, v, Boundaries(cu_seqlens, 0), options)
-
-
 def _differentiated(
     grad: torch.Tensor, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, cu_seqlens: torch.Tensor, options: Options
 ) -> list[torch.Tensor]:
@@ -83,12 +77,11 @@ if hasattr(torch.library, "custom_op"):
     ) -> torch.Tensor:  # fmt: skip
         options = Options(scale, causal, window, softcap, dropout, sinks, alibi_slopes)
         with _seeded(seed, q.device):
-            return _computed(q, k, v, cu_seqlens, options)
+            return over_documents(q, k, v, Boundaries(cu_seqlens, 0), options)
 
     @_forward.register_fake
-    def _(q: Any, k: Any, v: Any, *unused: Any) -> torch.Tensor:
-        made: torch.Tensor = q.new_empty(q.shape[0], q.shape[1], v.shape[2])
-        return made
+    def _(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *unused: Any) -> torch.Tensor:
+        return q.new_empty(q.shape[0], q.shape[1], v.shape[2])
 
     @torch.library.custom_op(
         "fa2patch::reference_backward", mutates_args=(), schema=f"(Tensor grad, {_INPUTS}) -> Tensor[]"
@@ -104,8 +97,9 @@ if hasattr(torch.library, "custom_op"):
 
     @_backward.register_fake
     def _(
-        grad: Any, q: Any, k: Any, v: Any, cu_seqlens: Any, sinks: Any, alibi_slopes: Any, *unused: Any
-    ) -> list[torch.Tensor]:
+        grad: torch.Tensor, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, cu_seqlens: torch.Tensor,
+        sinks: torch.Tensor | None, alibi_slopes: torch.Tensor | None, *unused: Any,
+    ) -> list[torch.Tensor]:  # fmt: skip
         states = [x.new_empty(x.shape) for x in (q, k, v)]
         return states + [torch.empty_like(x) for x in (sinks, alibi_slopes) if x is not None]
 

@@ -26,7 +26,6 @@ BY_NAME_ONLY: tuple[Kernel, ...] = (Hub(),)
 NAMES = ("auto", *(kernel.name for kernel in (*ORDER, *BY_NAME_ONLY)))
 """The built-in values of ``apply(model, kernel=...)``."""
 
-
 _registered: list[tuple[Kernel, str | None]] = []
 
 
@@ -70,12 +69,14 @@ def register_kernel(kernel: Kernel, *, before: str | None = None) -> None:
     _registered[:] = [*others, (kernel, before)]
 
 
-def named(name: str) -> Kernel:
-    """Return the kernel of this name, which may be ``"hub:..."`` but not ``"auto"``.
+def named(name: str | Kernel) -> Kernel:
+    """Return the kernel of this name, which may be ``"hub:..."`` but not ``"auto"``. A kernel is returned as it is.
 
     Raises:
         UnknownKernel: no kernel has this name.
     """
+    if isinstance(name, Kernel):
+        return name
     if isinstance(name, str) and name.startswith("hub:") and name != "hub:":
         return _of_hub(name[len("hub:") :])
     kernels = every_kernel()
@@ -104,7 +105,7 @@ def check_name(name: str | Kernel) -> None:
     """
     if name == "auto":
         return
-    kernel = name if isinstance(name, Kernel) else named(name)
+    kernel = named(name)
     able, reason = kernel.available()
     if not able:
         raise KernelUnavailable(f"kernel={kernel.name!r} cannot run here: {reason}. Use kernel='auto'.")

@@ -93,7 +93,7 @@ class _WithSinks(torch.autograd.Function):
         return output_with_sink
 
     @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> Any:
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         q, k, v, sinks, cu, output, with_sink, state, unused = ctx.saved_tensors
         longest, dropout, causal, more = ctx.about
         operator = getattr(torch.ops.aten, _BACKWARD).default

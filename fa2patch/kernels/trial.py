@@ -32,7 +32,8 @@ a user may have enabled. A wrong window or scale, and any leak, changes single v
 def passes(kernel: Kernel, asked: Asked, device: torch.device) -> tuple[bool, str]:
     """Whether a kernel agrees with the reference, and the reason if not. Each kind of call is tried once.
 
-    Dropout is not tried. A kernel with a backward is always tried with gradients.
+    Dropout is not tried, because every kernel drops other weights. A kernel with a backward is always tried with
+    gradients.
 
     Raises:
         Exception: an error that is no verdict (:func:`~fa2patch.trying.says_nothing`). It is not remembered.
@@ -42,12 +43,8 @@ def passes(kernel: Kernel, asked: Asked, device: torch.device) -> tuple[bool, st
     if kernel.BACKWARD:
         asked = asked._replace(gradients=True)
     index = torch.cuda.current_device() if device.type == "cuda" and device.index is None else device.index
-    return _tried(kernel, asked._replace(features=_comparable(asked)), torch.device(device.type, index))
-
-
-def _comparable(asked: Asked) -> tuple[str, ...]:
-    """The features without dropout, which drops other weights in every kernel."""
-    return tuple(name for name in asked.features if name != "dropout")
+    features = tuple(name for name in asked.features if name != "dropout")
+    return _tried(kernel, asked._replace(features=features), torch.device(device.type, index))
 
 
 @cache

@@ -9,6 +9,7 @@ from __future__ import annotations
 import importlib
 import importlib.util
 import inspect
+from functools import cache
 from typing import TYPE_CHECKING, Any, Callable, NamedTuple
 
 import torch
@@ -49,20 +50,21 @@ class Found(NamedTuple):
         return next((name for name in PARAMETERS[feature] if name in self.parameters), None)
 
 
-def in_package(module: str, package: str) -> Found:
-    """Import ``module`` and find its entry point; ``package`` names it in the reason."""
+@cache
+def in_package(module: str) -> Found:
+    """Import a module and find its entry point. The result is cached."""
     try:
         if importlib.util.find_spec(module) is None:
-            return Found(None, reason=f"the package {package} is not installed")
+            return Found(None, reason=f"the package {module} is not installed")
         return entry(importlib.import_module(module))
     except ModuleNotFoundError as error:
         if error.name is not None and (module == error.name or module.startswith(f"{error.name}.")):
-            return Found(None, reason=f"the package {package} is not installed")
-        return Found(None, reason=f"the package {package} does not import ({type(error).__name__}: {error})")
+            return Found(None, reason=f"the package {module} is not installed")
+        return Found(None, reason=f"the package {module} does not import ({type(error).__name__}: {error})")
     except Exception as error:  # a broken build raises whatever its loader raises
         if says_nothing(error):
-            raise
-        return Found(None, reason=f"the package {package} does not import ({type(error).__name__}: {error})")
+            raise  # the cache keeps no exceptions, so the next call tries again
+        return Found(None, reason=f"the package {module} does not import ({type(error).__name__}: {error})")
 
 
 def entry(module: Any) -> Found:
@@ -76,11 +78,17 @@ def entry(module: Any) -> Found:
 
 
 class VarlenFunc(Kernel):
-    """Base class of kernels that call ``flash_attn_varlen_func``. ``cu_seqlens`` are neither read nor copied."""
+    """Base class of kernels that call ``flash_attn_varlen_func``. ``cu_seqlens`` are neither read nor copied.
+
+    Attributes:
+        module: the module that holds the entry point.
+    """
+
+    module: str
 
     def found(self) -> Found:
         """The entry point of the installed build."""
-        raise NotImplementedError
+        return in_package(self.module)
 
     def available(self) -> tuple[bool, str]:
         """Whether the build has an entry point, and the reason if not."""

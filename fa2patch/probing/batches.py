@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from .._types import Call, Model
-from ..documents.boundaries import Boundaries
+from ..documents.checks import described
 from ..documents.names import LABELS, LENGTHS
 from ..documents.recognition import recognise
 from ..documents.stated import from_cu_seqlens
@@ -24,7 +24,7 @@ PER_TOKEN = ("input_ids", "position_ids", "attention_mask", "labels", "seq_idx",
 _NOT_TEXT = re.compile(r"(image|video|audio|vision|boi|eoi|pad).*(token_id|token_index)$")
 
 
-@dataclass
+@dataclass(frozen=True)
 class Span:
     """A document or a run of padding in a batch: tokens ``start`` to ``stop`` (exclusive) of a row.
 
@@ -41,9 +41,9 @@ class Span:
     real: bool
 
     @property
-    def place(self) -> tuple[int, int, int]:
-        """The row, the first token in it, and the number of tokens."""
-        return self.row, self.start, self.stop - self.start
+    def length(self) -> int:
+        """The number of tokens."""
+        return self.stop - self.start
 
     def of(self, values: torch.Tensor) -> torch.Tensor:
         """The part of a tensor ``[batch, length, ...]`` that belongs to this span, ``[stop - start, ...]``."""
@@ -69,7 +69,7 @@ def text_tokens(inner: Model) -> torch.Tensor:
     return torch.tensor([token for token in range(min(size, 50_000)) if token not in special])
 
 
-def example(device: torch.device, inner: Model) -> dict[str, Any]:
+def example(device: torch.device, inner: Model) -> Call:
     """A packed batch of one row with random text tokens, the same in each call.
 
     Args:
@@ -85,7 +85,7 @@ def example(device: torch.device, inner: Model) -> dict[str, Any]:
     return {"input_ids": vocabulary[drawn].to(device), "position_ids": positions.to(device)}
 
 
-def checked(batch: Any, device: torch.device) -> dict[str, Any]:
+def checked(batch: Any, device: torch.device) -> Call:
     """Check a batch and move its tensors to a device.
 
     Args:
@@ -107,8 +107,7 @@ def checked(batch: Any, device: torch.device) -> dict[str, Any]:
         or ids.dtype not in (torch.int64, torch.int32)
         or not len(ids)
     ):
-        found = f"{ids.dtype} {list(ids.shape)}" if isinstance(ids, torch.Tensor) else type(ids).__name__
-        raise BadBatch(f"batch['input_ids']: expected integers [batch, length], found {found}.")
+        raise BadBatch(f"batch['input_ids']: expected integers [batch, length], found {described(ids)}.")
     for name, value in given.items():
         if not isinstance(name, str):
             raise BadBatch(f"batch: expected the names of a forward's arguments as keys, found {name!r}.")
@@ -147,19 +146,11 @@ def spans_of(batch: Call) -> list[Span]:
     ids, mask = batch["input_ids"], batch.get("attention_mask")
     shape = (ids.shape[0], ids.shape[1])
     mask = mask if isinstance(mask, torch.Tensor) and mask.dim() == 2 else None
-    found: Boundaries | None
-    if batch.get("cu_seq_lens_q") is not None:
-        found = from_cu_seqlens(
-            batch["cu_seq_lens_q"], None, shape, position_ids=batch.get("position_ids"), attention_mask=mask
-        )
+    said: dict[str, Any] = {"position_ids": batch.get("position_ids"), "attention_mask": mask}
+    if batch.get("cu_seq_lens_q") is None:
+        found = recognise(shape, ids.device, **said, seq_idx=batch.get("seq_idx"))
     else:
-        found = recognise(
-            shape,
-            ids.device,
-            position_ids=batch.get("position_ids"),
-            attention_mask=mask,
-            seq_idx=batch.get("seq_idx"),
-        )
+        found = from_cu_seqlens(batch["cu_seq_lens_q"], None, shape, **said)
     if found is None or sum(length > 0 for length in found.lengths) <= 1:
         raise BadBatch(
             f"nothing in this batch says that a row holds several documents; found {', '.join(sorted(batch))}. "
@@ -171,13 +162,9 @@ def spans_of(batch: Call) -> list[Span]:
     for length in found.lengths:
         row, start = divmod(at, shape[1])
         at += length
-        if length:
-            real = mask is None or bool(mask[row, start])
-            spans.append(Span(row, start, start + length, real))
-    if mask is not None:
-        for span in spans:  # a document of given lengths may end in padding
-            if span.real:
-                span.stop = span.start + int((mask[span.row, span.start : span.stop] != 0).sum())
+        if length:  # a document of given lengths may end in padding
+            real = length if mask is None else int((mask[row, start : start + length] != 0).sum())
+            spans.append(Span(row, start, start + (real or length), real > 0))
     return spans
 
 

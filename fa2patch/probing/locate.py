@@ -5,11 +5,11 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Callable
 
 import torch
 
-from .._types import Model
+from .._types import Args, Call, Model
 from ..upstream.find_layers import attention_layers
 from ..upstream.find_mixers import mixers
 from ..upstream.find_models import models
@@ -20,7 +20,7 @@ PROJECTIONS = 4
 
 
 @dataclass
-class _Call:
+class _Seen:
     """One call of a module: fingerprints of the watched tokens in its inputs and outputs."""
 
     name: str
@@ -41,14 +41,14 @@ class Watch:
 
     def __init__(self, inner: Model, shape: tuple[int, int], row: int, start: int, stop: int) -> None:
         self.inner, self.shape, self.row, self.tokens = inner, shape, row, slice(start, stop)
-        self.calls: list[_Call] = []
+        self.calls: list[_Seen] = []
 
     @contextlib.contextmanager
     def watching(self) -> Iterator[Watch]:
         """Record the calls of all modules inside this context."""
         handles = []
         for name, module in self.inner.named_modules():
-            opened: list[_Call] = []
+            opened: list[_Seen] = []
             handles.append(module.register_forward_pre_hook(self._into(name, opened), with_kwargs=True))
             handles.append(module.register_forward_hook(self._out(opened)))
         try:
@@ -57,14 +57,14 @@ class Watch:
             for handle in handles:
                 handle.remove()
 
-    def _into(self, name: str, opened: list[_Call]) -> Any:
-        def hook(module: Any, args: Any, kwargs: Any) -> None:
-            opened.append(_Call(name, self._prints([args, {k: v for k, v in kwargs.items() if "mask" not in k}])))
+    def _into(self, name: str, opened: list[_Seen]) -> Callable[..., None]:
+        def hook(module: torch.nn.Module, args: Args, kwargs: Call) -> None:
+            opened.append(_Seen(name, self._prints([args, {k: v for k, v in kwargs.items() if "mask" not in k}])))
 
         return hook
 
-    def _out(self, opened: list[_Call]) -> Any:
-        def hook(module: Any, args: Any, output: Any) -> None:
+    def _out(self, opened: list[_Seen]) -> Callable[..., None]:
+        def hook(module: torch.nn.Module, args: Args, output: Any) -> None:
             call = opened.pop()
             call.out = self._prints(output)
             self.calls.append(call)
@@ -122,7 +122,7 @@ def first_difference(one: Watch, other: Watch, bound: float) -> str | None:
         The name. If every module that differs also has a different input, the first module that differs. None if no
         module differs.
     """
-    calls: dict[tuple[str, int], list[_Call]] = {}
+    calls: dict[tuple[str, int], list[_Seen]] = {}
     for watch in (one, other):
         seen: dict[str, int] = {}
         for call in watch.calls:

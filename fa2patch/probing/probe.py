@@ -5,11 +5,10 @@ from __future__ import annotations
 import contextlib
 import re
 from collections.abc import Iterator
-from typing import Any
 
 import torch
 
-from .._types import Call, Model
+from .._types import Args, Call, Model
 from ..errors import PackingNotIsolated
 
 ROUNDING = {torch.float64: 1e-12, torch.float32: 1e-5}
@@ -109,7 +108,7 @@ def outputs_and_embeddings(model: Model, inner: Model, call: Call) -> tuple[torc
     """
     leaves: list[torch.Tensor] = []
 
-    def keep(module: Any, args: Any, output: torch.Tensor) -> torch.Tensor:
+    def keep(module: torch.nn.Module, args: Args, output: torch.Tensor) -> torch.Tensor:
         leaves.append(output.detach().requires_grad_())
         return leaves[-1] * 1  # some models change embeddings in place
 

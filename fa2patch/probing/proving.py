@@ -57,7 +57,6 @@ def unknown(model: Model) -> str:
     return ""
 
 
-@torch.no_grad()
 def prove(model: Model, call: Call, mask: PackedMask) -> None:
     """Prove that the documents of a packed batch do not see each other. The model is left as it was.
 
@@ -75,14 +74,14 @@ def prove(model: Model, call: Call, mask: PackedMask) -> None:
         for parity in (0, 1):
             exchanged = run.number % 2 == parity
             after = run.outputs(exchanged)
-            if _moved(before, after, ~exchanged) > run.bound:
+            moved = _moved(before, after, ~exchanged)
+            if moved > run.bound:
                 again = run.outputs(None)  # measures the noise of a nondeterministic kernel
-                everywhere = torch.ones_like(exchanged)
-                if _moved(before, after, ~exchanged) > 2 * _moved(before, again, everywhere) + run.bound:
+                if moved > 2 * _moved(before, again, torch.ones_like(exchanged)) + run.bound:
                     raise PackingNotIsolated(run.finding(exchanged))
 
 
-def example_of(model: Model, patch: Patched) -> tuple[dict[str, Any], PackedMask]:
+def example_of(model: Model, patch: Patched) -> tuple[Call, PackedMask]:
     """The arguments and the packed mask of an example batch, for use while a graph is captured.
 
     Args:
@@ -102,9 +101,9 @@ class _Run:
         self.model, self.call, self.shape = model, call, mask.shape
         self.decoder = models(model)[-1]
         lengths = torch.tensor(mask.boundaries.lengths)
-        numbers = torch.arange(int((lengths > 0).sum()))
         self.lengths = lengths[lengths > 0]
-        self.number = numbers.repeat_interleave(self.lengths).view(mask.shape).to(mask.device)
+        numbers = torch.arange(len(self.lengths)).repeat_interleave(self.lengths)
+        self.number = numbers.view(mask.shape).to(mask.device)
         rounds = is_mixture(model) or hasattr(model, "hf_quantizer")
         dtype = next((p.dtype for p in model.parameters() if p.is_floating_point()), torch.float32)
         self.bound = ROUNDING.get(dtype, 1e-2) if rounds else 0.0
@@ -125,7 +124,7 @@ class _Run:
         return found if self.model is self.decoder else [*found, *map(_projected, self._of_tokens(output))]
 
     @contextlib.contextmanager
-    def _exchanging(self, exchanged: torch.Tensor | None) -> Iterator[dict[str, Any]]:
+    def _exchanging(self, exchanged: torch.Tensor | None) -> Iterator[Call]:
         """The call with other embeddings for some tokens: each vector is rolled by one and scaled by 1.25."""
 
         def other(embedded: torch.Tensor) -> torch.Tensor:
@@ -168,7 +167,6 @@ class _Run:
 
     def _first(self, exchanged: torch.Tensor) -> str | None:
         """The name of the first module whose output changes for an unexchanged document although its input does not."""
-        names = []
         ends = self.lengths.cumsum(0).tolist()
         for number, (end, length) in enumerate(zip(ends, self.lengths.tolist())):
             row, stop = divmod(end - 1, self.shape[1])
@@ -178,10 +176,10 @@ class _Run:
             for watch, tokens in ((one, None), (other, exchanged)):
                 with watch.watching(), self._exchanging(tokens) as call:
                     self.model(**call)
-            names.append(locate.first_difference(one, other, self.bound))
-            if names[-1] is not None or number > 8:
-                break
-        return next((name for name in names if name is not None), None)
+            name = locate.first_difference(one, other, self.bound)
+            if name is not None or number > 8:
+                return name
+        return None
 
 
 def _projected(values: torch.Tensor) -> torch.Tensor:

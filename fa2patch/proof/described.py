@@ -15,6 +15,7 @@ from ..kernels import Asked, Kernel, Pick, Picks, pick
 from ..patch.applying import apply
 from ..patch.state import Patch
 from ..patch.unwrap import transformers_model
+from ..upstream.find_layers import Layer
 from ..upstream.find_models import models
 from ..upstream.packed_mask import PackedMask
 from ..upstream.site import Site
@@ -23,7 +24,7 @@ from ..upstream.traits import cache
 
 def without_weights(
     model: str, attn_implementation: str | None = None, trust_remote_code: bool = False, dtype: str | None = None
-) -> tuple[Any, FakeTensorMode]:
+) -> tuple[Model, FakeTensorMode]:
     """Build a causal LM from its config with fake tensors, which need no weights and no memory.
 
     Args:
@@ -79,10 +80,9 @@ class Rehearsal(Picks):
         self.device = device
         self.picked: dict[int, Pick] = {}
 
-    def __call__(self, module: Any, asked: Asked, device: torch.device) -> Kernel:
-        self.picked[id(module)] = pick(
-            self.given or self.name, asked._replace(device=self.device), device, try_it=False
-        )
+    def __call__(self, module: torch.nn.Module | None, asked: Asked, device: torch.device) -> Kernel:
+        asked = asked._replace(device=self.device)
+        self.picked[id(module)] = pick(self.given or self.name, asked, device, try_it=False)
         return _Nothing()
 
 
@@ -112,8 +112,8 @@ def rehearsed(patch: Patch, mode: FakeTensorMode, device: str) -> tuple[dict[str
         raise
     except Exception as error:
         problem = f"{type(error).__name__}: {error}".splitlines()[0]
-    found = ((layer.name, picks.picked.get(id(decoder.get_submodule(layer.name)))) for layer in patch.attention)
-    return {name: picked for name, picked in found if picked is not None}, problem
+    found = {layer.name: picks.picked.get(id(decoder.get_submodule(layer.name))) for layer in patch.attention}
+    return {name: picked for name, picked in found.items() if picked is not None}, problem
 
 
 def described(model: Model, mode: FakeTensorMode, kernel: str = "auto") -> dict[str, Any]:
@@ -146,7 +146,7 @@ def described(model: Model, mode: FakeTensorMode, kernel: str = "auto") -> dict[
     }
 
 
-def _layer(layer: Any, module: Any, picked: Pick | None) -> dict[str, Any]:
+def _layer(layer: Layer, module: torch.nn.Module, picked: Pick | None) -> dict[str, Any]:
     window = getattr(module, "sliding_window", None)
     return {
         "name": layer.name,

@@ -10,11 +10,19 @@ import importlib
 import json
 import platform
 import re
+from collections.abc import Iterator
 from dataclasses import dataclass
 from importlib import metadata, resources
 from typing import Any
 
+import torch
+
+from .. import kernels
+from .._types import Model
 from ..errors import Fa2PatchError
+from ..patch.applying import apply
+from ..probing.batches import example
+from .verify import verify
 
 PACKAGES = (
     "transformers", "wrapt", "flash-attn", "flash-attn-3", "flash-attn-4", "kernels", "accelerate", "peft", "trl",
@@ -67,28 +75,26 @@ def examine() -> dict[str, Any]:
         ``alone`` and ``patched`` (the verified tiny Llama, unpatched and patched), ``known`` (other architectures in
         this minor; None without evidence), ``defects`` and ``advice``.
     """
-    import torch
-
-    from .. import kernels
-
     found: dict[str, Any] = {
         "python": platform.python_version(),
         "platform": f"{platform.system()} {platform.machine()}",
         "torch": torch.__version__,
         "gpus": [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())],
         "packages": {name: _package(name) for name in PACKAGES},
-        "kernels": [
-            {"name": kernel.name, "usable": able, "reason": reason}
-            for kernel, (able, reason) in ((kernel, kernel.available()) for kernel in kernels.ORDER)
-        ],
+        "kernels": [_kernel(kernel) for kernel in kernels.ORDER],
     }
     found |= _tried()
     version = _minor(found["packages"]["transformers"]["version"])
-    found["known"] = _known(version)
+    found["known"] = upstream().get(f"{version[0]}.{version[1]}") if version else None
     found["defects"] = [defect.what for defect in DEFECTS if version and defect.first <= version <= defect.last]
     found["ok"] = found["patched"]["state"] == "isolated"
     found["advice"] = list(_advice(found))
     return found
+
+
+def _kernel(kernel: kernels.Kernel) -> dict[str, Any]:
+    able, reason = kernel.available()
+    return {"name": kernel.name, "usable": able, "reason": reason}
 
 
 def _package(name: str) -> dict[str, Any]:
@@ -109,9 +115,8 @@ def _minor(version: str | None) -> tuple[int, int] | None:
     return (int(numbers[0]), int(numbers[1])) if len(numbers) > 1 else None
 
 
-def tiny_llama() -> Any:
+def tiny_llama() -> Model:
     """Build a Llama of two layers with large random weights; the small default weights hide leaks."""
-    import torch
     from transformers import LlamaConfig, LlamaForCausalLM
 
     config = LlamaConfig(
@@ -120,25 +125,25 @@ def tiny_llama() -> Any:
     )  # fmt: skip
     with torch.random.fork_rng([]):
         torch.manual_seed(0)
-        model: Any = LlamaForCausalLM(config)
+        made: Any = LlamaForCausalLM
+        model: Model = made(config)
         with torch.no_grad():
             for weight in model.parameters():
                 if weight.dim() > 1:
                     weight.mul_(5)
-    return model.eval()
+    model.eval()
+    return model
 
 
 def _tried() -> dict[str, Any]:
     """Verify a tiny Llama on a row of four documents, unpatched and patched."""
-    from ..patch.applying import apply
-
-    found: dict[str, Any] = {"seam": None, "alone": {"state": "error"}, "patched": {"state": "error"}}
     try:
         model = tiny_llama()
     except Exception as error:
         reason = f"Transformers' Llama cannot be made: {type(error).__name__}: {error}".splitlines()[0]
-        return {**found, "alone": {"state": "error", "reason": reason}, "patched": {"state": "error", "reason": reason}}
-    found["alone"] = _verified(model)
+        failed = {"state": "error", "reason": reason}
+        return {"seam": None, "alone": failed, "patched": failed}
+    found: dict[str, Any] = {"seam": None, "alone": _verified(model)}
     try:
         with apply(model) as patch:
             found["seam"] = " and ".join(sorted({layer.seam for layer in patch.layers}))
@@ -148,10 +153,7 @@ def _tried() -> dict[str, Any]:
     return found
 
 
-def _verified(model: Any) -> dict[str, Any]:
-    from ..probing.batches import example
-    from .verify import verify
-
+def _verified(model: Model) -> dict[str, Any]:
     device = next(model.parameters()).device
     try:
         found = verify(model, batch={**example(device, model), "use_cache": False}, strict=False)
@@ -166,11 +168,7 @@ def upstream() -> dict[str, Any]:
     return dict(json.loads(text))
 
 
-def _known(version: tuple[int, int] | None) -> dict[str, Any] | None:
-    return upstream().get(f"{version[0]}.{version[1]}") if version else None
-
-
-def _advice(found: dict[str, Any]) -> Any:
+def _advice(found: dict[str, Any]) -> Iterator[str]:
     packages = found["packages"]
     if found["patched"]["state"] != "isolated":
         yield f"fa2patch does not work here: {found['patched'].get('reason')}"

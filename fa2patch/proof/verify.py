@@ -5,12 +5,14 @@ from __future__ import annotations
 import contextlib
 from typing import Any
 
+from .._types import Model
 from ..errors import BadBatch, PackingNotIsolated
 from ..patch.applying import status
 from ..patch.unwrap import transformers_model
 from ..probing.batches import checked, example, same_on_every_rank, spans_of
 from ..probing.probe import left_as_it_was
 from .compared import Run, embedding
+from .findings import verification
 from .result import Verification
 
 
@@ -50,21 +52,25 @@ def verify(
     inner = transformers_model(model)
     if hasattr(model, "zero_optimization_stage"):
         model = model.module  # DeepSpeed's engine treats any backward through it as a training step
-    if any(parameter.device.type == "meta" for parameter in inner.parameters()):
-        raise PackingNotIsolated(
-            "the model's weights are on the meta device, so nothing can be computed. Load them first."
-        )
-    if max_documents is not None and (not isinstance(max_documents, int) or max_documents < 1):
-        raise BadBatch(f"max_documents: expected a number of documents, 1 or more, or None; found {max_documents!r}.")
+    _check(inner, max_documents)
     device = embedding(inner).device
     given = example(device, inner) if batch is None else checked(batch, device)
     spans = spans_of(given)
     same_on_every_rank(inner, spans)
     patch = status(inner)
     with left_as_it_was(model), patch.examination.paused() if patch is not None else contextlib.nullcontext():
-        found = Run(model, inner, given, spans, max_documents).verification()
+        found = verification(Run(model, inner, given, spans, max_documents))
     if strict and not found.ok:
         error = PackingNotIsolated(f"{type(inner).__name__}: {found}")
         error.verification = found
         raise error
     return found
+
+
+def _check(inner: Model, max_documents: int | None) -> None:
+    if any(parameter.device.type == "meta" for parameter in inner.parameters()):
+        raise PackingNotIsolated(
+            "the model's weights are on the meta device, so nothing can be computed. Load them first."
+        )
+    if max_documents is not None and (not isinstance(max_documents, int) or max_documents < 1):
+        raise BadBatch(f"max_documents: expected a number of documents, 1 or more, or None; found {max_documents!r}.")

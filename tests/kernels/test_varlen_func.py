@@ -23,9 +23,6 @@ from kernel_cases import (
 from compat_matrix.check import stand_in
 from fa2patch import kernels
 from fa2patch.errors import KernelUnavailable
-from fa2patch.kernels import flash_attn as file_2
-from fa2patch.kernels import flash_attn_3 as file_3
-from fa2patch.kernels import flash_attn_4 as file_4
 from fa2patch.kernels import hub, varlen_func
 from fa2patch.kernels.flash_attn import FlashAttn
 from fa2patch.kernels.flash_attn_3 import FlashAttn3
@@ -78,8 +75,8 @@ def install(monkeypatch):
     """Return a function that installs a package with the given varlen function. None means not installed."""
 
     def forget():
-        for file in (file_2, file_3, file_4, hub):
-            file._found.cache_clear()
+        varlen_func.in_package.cache_clear()
+        hub._found.cache_clear()
 
     def put(function, name="flash_attn", **attributes):
         module = None

@@ -1,0 +1,131 @@
+"""What the runs of ``verify`` say about a model: whether it isolates documents, and which module does not."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+
+from .._types import Call
+from ..documents.names import IGNORED_LABEL
+from ..patch.applying import status
+from ..probing import locate
+from ..probing.probe import ROUNDING, is_mixture, outputs
+from .compared import Run, embedding
+from .result import Document, Verification
+
+NEAR = {torch.float64: 1e-9, torch.float32: 1e-4}
+"""The largest distance between packed and alone, relative to the largest output; 5e-2 in half precision."""
+
+
+class Finding(NamedTuple):
+    """What is wrong with a model.
+
+    Attributes:
+        reason: the finding in words; empty if nothing is wrong.
+        module: the name of the first module that leaks, or None.
+        cls: the name of its class, or None.
+    """
+
+    reason: str
+    module: str | None = None
+    cls: str | None = None
+
+
+def verification(run: Run) -> Verification:
+    """Run everything that is compared, and say what was found.
+
+    Raises:
+        PackingNotIsolated: the outputs of a document do not depend on its own tokens.
+    """
+    run.compare()
+    bound, near = _bounds(run)
+    documents = tuple(_document(run, at) for at, span in enumerate(run.spans) if span.real)
+    reason, module, cls = _finding(run, bound, near)
+    return Verification(not reason, documents, module, cls, reason, bound, near, status(run.inner) is not None)
+
+
+def _document(run: Run, at: int) -> Document:
+    span = run.spans[at]
+    change, by = run.moved[at]
+    moved_by = None if by is None else run.number(by)
+    return Document(span.row, span.start, span.length, change, moved_by, run.gradients.get(at), run.distances.get(at))
+
+
+def _bounds(run: Run) -> tuple[float, float]:
+    """The largest change and the largest distance that are accepted.
+
+    A bfloat16 model may return float32 logits, so the coarser dtype sets the bounds.
+    """
+    dtypes = [dtype for dtype in (run.before.dtype, embedding(run.inner).dtype) if dtype.is_floating_point]
+    dtype = max(dtypes, key=lambda dtype: torch.finfo(dtype).eps)
+    return ROUNDING.get(dtype, 1e-2) if is_mixture(run.inner) else 0.0, NEAR.get(dtype, 5e-2)
+
+
+def _finding(run: Run, bound: float, near: float) -> Finding:
+    worst = max(run.moved, key=lambda at: run.moved[at][0])
+    change, by = run.moved[worst]
+    if change > bound and by is not None:
+        source = f"document {run.number(by)}" if run.spans[by].real else "padding"
+        what = f"the outputs of document {run.number(worst)} depend on {source}"
+        return _located(run, worst, run.exchanged_call(by), bound, what)
+    crossing = next((at for at, gradient in run.gradients.items() if gradient != 0), None)
+    if crossing is not None:
+        other = next((one for one, span in enumerate(run.spans) if span.real and one != crossing), crossing)
+        what = f"the outputs of document {run.number(crossing)} send gradients into another document"
+        return _located(run, crossing, run.exchanged_call(other), 0.0, what)
+    far = {at: distance for at, distance in run.distances.items() if distance is not None and not distance <= near}
+    if far:
+        at = max(far, key=lambda one: far[one])
+        what = f"document {run.number(at)} is not computed as when it is alone (off by {far[at]:.1e})"
+        return _located(run, at, run.alone_call(at), near, what)
+    return Finding(_crossing_labels(run))
+
+
+def _located(run: Run, at: int, call: Call, bound: float, what: str) -> Finding:
+    """The first module in which a document is computed differently in ``call`` than in the batch.
+
+    Args:
+        call: the batch with other tokens, or the document alone.
+        bound: the largest difference that counts as the same.
+        what: the finding in words.
+    """
+    span, shape = run.spans[at], tuple(run.batch["input_ids"].shape)
+    here = locate.Watch(run.inner, shape, span.row, span.start, span.stop)
+    if call["input_ids"].shape == shape:
+        there = locate.Watch(run.inner, shape, span.row, span.start, span.stop)
+    else:
+        there = locate.Watch(run.inner, tuple(call["input_ids"].shape), 0, 0, span.length)
+    with torch.no_grad():
+        for watch, given in ((here, run.batch), (there, call)):
+            with watch.watching():
+                outputs(run.model, given)
+    name = locate.first_difference(here, there, bound)
+    if name is None:
+        hidden = "torch.compile hides them, and values do not show what hands on gradients alone"
+        return Finding(f"{what}; in which module could not be seen ({hidden})")
+    cls = type(run.inner.get_submodule(name)).__name__
+    meaning = locate.meaning(run.inner, name, status(run.inner) is not None)
+    return Finding(f"{what}. First in {name or 'the model itself'} ({cls}): {meaning}", name, cls)
+
+
+def _crossing_labels(run: Run) -> str:
+    """The finding if a document's first label has a part in the loss; empty if none has, or without labels."""
+    if run.labels is None:
+        return ""
+    masked, crossing = run.labels.clone(), []
+    for at, span in enumerate(run.spans):
+        if span.real and span.start > 0 and int(masked[span.row, span.start]) != IGNORED_LABEL:
+            masked[span.row, span.start] = IGNORED_LABEL
+            crossing.append(run.number(at))
+    if not crossing:
+        return ""
+    with torch.no_grad():
+        given = [run.model(**run.batch, labels=labels) for labels in (run.labels, masked)]
+    losses = {float(output.loss) for output in given if getattr(output, "loss", None) is not None}
+    if len(losses) < 2:
+        return ""
+    return (
+        f"labels: the last token of document {crossing[0] - 1} predicts the first of document {crossing[0]}. Set the "
+        "first label of every document to -100, as DataCollatorWithFlattening does"
+    )

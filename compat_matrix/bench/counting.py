@@ -33,7 +33,7 @@ DISPATCHED = {
 CALLED = ("cpu", "to", "tolist", "numpy")
 KERNELS = ("compat_matrix.check.stand_in", "fa2patch.kernels")
 CPU_ONLY = {"_require", "_require_ends"}
-"""Functions of fa2patch.documents.boundaries that read on a CPU and call ``aten::_assert_async`` elsewhere."""
+"""Functions of fa2patch.documents.stated that read on a CPU and call ``aten::_assert_async`` elsewhere."""
 
 DERIVING = {
     "fa2patch": {"recognise"},

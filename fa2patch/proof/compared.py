@@ -96,9 +96,10 @@ class Run:
     def _outputs(self) -> torch.Tensor:
         """The outputs of the batch as it is. Its labels are tried too, as their loss is compared later."""
         try:
-            with torch.no_grad():
-                found = outputs(self.model, self.batch).detach()
-                if self.labels is not None:
+            # with gradients, as when tokens are exchanged, because a call without them may get another kernel
+            found = outputs_and_embeddings(self.model, self.inner, self.batch)[0].detach()
+            if self.labels is not None:
+                with torch.no_grad():
                     self.model(**self.batch, labels=self.labels)
         except Exception as error:
             if says_nothing(error) or isinstance(error, Fa2PatchError):

@@ -18,6 +18,7 @@ from compat_matrix.check.compare import assert_close
 from compat_matrix.check.rows import alone, documents, pack
 from fa2patch import errors, kernels
 from fa2patch.kernels import registry
+from fa2patch.kernels.attention import packed_attention
 from fa2patch.kernels.reference import Reference
 from fa2patch.traits import Trait, register_trait
 from fa2patch.upstream.traits import order
@@ -75,6 +76,21 @@ class ForEval(Counting):
     BACKWARD = False
 
 
+class RoundsOtherwise(ForEval):
+    """A kernel without a backward whose results differ from the reference's by rounding."""
+
+    def attend(self, q, k, v, boundaries, options, scale):  # type: ignore[no-untyped-def]
+        return super().attend(q.double(), k.double(), v.double(), boundaries, options, scale).to(q.dtype)
+
+
+class Transposed(Counting):
+    """A kernel whose output is not contiguous."""
+
+    def attend(self, q, k, v, boundaries, options, scale):  # type: ignore[no-untyped-def]
+        computed = super().attend(q, k, v, boundaries, options, scale)
+        return computed.transpose(0, 1).contiguous().transpose(0, 1)
+
+
 @pytest.fixture(autouse=True)
 def nothing_stays_registered(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(registry, "_registered", [])
@@ -129,6 +145,20 @@ def test_a_kernel_without_a_backward_serves_in_eval_and_auto_trains_with_another
         assert "for eval" not in {layer.kernel for layer in patch.layers}
     with fa2patch.apply(model, kernel="for eval"), pytest.raises(errors.KernelUnavailable, match="no backward"):
         model(**pack(docs))
+
+
+def test_verify_compares_what_one_kernel_has_computed() -> None:
+    kernels.register_kernel(RoundsOtherwise(), before="efficient")
+    with fa2patch.apply(llama()) as patch:
+        assert fa2patch.verify(patch.model).ok
+
+
+def test_the_output_is_contiguous_whatever_a_kernel_returns() -> None:
+    q = torch.randn(2, 8, 4, 6)
+    starts = fa2patch.boundaries(torch.arange(8).expand(2, -1))
+    output = packed_attention(q, q, q, starts, kernels.Options(), Transposed())
+    assert output.is_contiguous()
+    assert torch.equal(output, packed_attention(q, q, q, starts, kernels.Options(), Counting()))
 
 
 def test_a_wrong_kernel_is_not_used() -> None:

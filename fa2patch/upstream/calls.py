@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 from typing import Any
 
 import torch
@@ -11,6 +10,7 @@ from .._compile import compiling
 from .._types import Args, Call, Function, Model
 from ..documents.names import CACHES, LENGTHS, TOKENS
 from ..errors import BadBatch, PackingNotIsolated
+from . import inspecting
 
 
 class Calls:
@@ -27,7 +27,7 @@ class Calls:
     """
 
     def __init__(self, original: Function, method: bool = True) -> None:
-        parameters = list(inspect.signature(original).parameters.values())[int(method) :]
+        parameters = inspecting.parameters(original)[int(method) :]
         self.original = original
         self.positional = [p.name for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
         self.names = {p.name for p in parameters}

@@ -59,7 +59,7 @@ def carrier(decoder: Model, found: Iterable[Layer]) -> str:
 
 def _takes(module: Any, names: tuple[str, ...]) -> bool:
     owner = inspecting.defining(type(module), "forward")
-    return not inspecting.is_of_torch(owner) and mixer.is_handed(names, vars(owner)["forward"])
+    return not inspecting.is_of_torch(owner) and mixer.is_handed(names, inspecting.forward_of(type(module)))
 
 
 def mixers(decoder: Model) -> dict[str, str]:

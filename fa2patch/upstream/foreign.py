@@ -17,6 +17,7 @@ from .._compile import compiling, constant
 from .._types import Function, Model
 from ..documents.names import LABELS
 from ..errors import PackingNotIsolated
+from . import inspecting
 from .calls import Calls
 
 HOOKED = "_old_forward"
@@ -30,24 +31,27 @@ def ours(forward: Function) -> None:
     _ours.add(forward.__code__)
 
 
+def _is_ours(forward: Any) -> bool:
+    return inspecting.own_code(forward) in _ours
+
+
 def on_top(module: Any) -> bool:
     """Whether ``module.forward`` is our function, directly or below accelerate's hooks."""
     own = module.__dict__.get("forward")
     if own is None:
         return _class_has_ours(type(module))
-    return getattr(module.__dict__.get(HOOKED, own), "__code__", None) in _ours
+    return _is_ours(module.__dict__.get(HOOKED, own))
 
 
 @constant
 def _class_has_ours(cls: type) -> bool:
-    forward: Any = getattr(cls, "forward")  # noqa: B009 (mypy does not know the attribute)
-    return getattr(forward, "__code__", None) in _ours
+    return _is_ours(inspecting.forward_of(cls))
 
 
 def replaced_on(model: Model) -> bool:
     """Whether other code has put a forward on the object. Accelerate's hooks do not count, because they call ours."""
     own = model.__dict__.get("forward")
-    return own is not None and HOOKED not in model.__dict__ and getattr(own, "__code__", None) not in _ours
+    return own is not None and HOOKED not in model.__dict__ and not _is_ours(own)
 
 
 def entered_first(model: Model, entered: Callable[[Function], Function]) -> Any:
@@ -67,10 +71,8 @@ def _as_method(function: Function) -> Function:
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
         return function(*args, **kwargs)
 
-    signature = inspect.signature(function)
-    first = inspect.Parameter("self", inspect.Parameter.POSITIONAL_ONLY)
-    named = [p.replace(kind=p.KEYWORD_ONLY) if p.name == "self" else p for p in signature.parameters.values()]
-    setattr(forward, "__signature__", signature.replace(parameters=[first, *named]))  # noqa: B010 (unknown to mypy)
+    first = inspect.Parameter("_model", inspect.Parameter.POSITIONAL_ONLY)  # a partial may have a parameter self
+    inspecting.show_parameters(forward, [first, *inspecting.parameters(function)])
     return forward
 
 
@@ -96,7 +98,7 @@ def refuse_bypassed(model: Model, forward: Any) -> None:
         forward: its foreign forward.
     """
     function = getattr(forward, "__func__", forward)
-    if not compiling() and not _has_labels(getattr(function, "__code__", None)):
+    if not compiling() and not _has_labels(inspecting.own_code(function)):
         return
     raise PackingNotIsolated(
         f"the forward of this {type(model).__name__} was replaced after fa2patch.apply, by "

@@ -19,7 +19,7 @@ from .._types import Call, Function
 from ..documents.names import LABELS, LENGTHS
 from ..errors import PackingNotIsolated
 from ..trying import says_nothing
-from . import dense, foreign, luggage
+from . import dense, foreign, inspecting, luggage
 from .calls import Calls, batch_shape
 from .packed_batch import has_pictures, is_for_queries, packed_mask
 from .packed_mask import PackedMask, find
@@ -48,10 +48,8 @@ def entered(original: Function) -> Function:
 
     foreign.ours(forward)
     if not calls.takes("position_ids"):  # OPT up to 4.45; Trainer drops columns that the signature lacks
-        signature = inspect.signature(original)
         extra = inspect.Parameter("position_ids", inspect.Parameter.KEYWORD_ONLY, default=None)
-        extended = signature.replace(parameters=[*signature.parameters.values(), extra])
-        setattr(forward, "__signature__", extended)  # noqa: B010 (mypy does not know the attribute)
+        inspecting.show_parameters(forward, [*inspecting.parameters(original), extra])
     return forward
 
 

@@ -8,7 +8,6 @@ is found to keep documents apart by itself (``whole_row.py``).
 from __future__ import annotations
 
 import functools
-import inspect
 from collections.abc import Sequence
 from itertools import chain
 from typing import Any
@@ -19,6 +18,7 @@ from ..._compile import uncompiled
 from ..._types import Args, Call, Function
 from ...documents.names import CACHES, LENGTHS
 from ...errors import PackedWithCache, PackingNotIsolated
+from .. import inspecting
 from ..packed_mask import PackedMask, find
 from . import whole_row
 
@@ -31,9 +31,7 @@ OTHER_WAYS = ("cache_position", "cache_params", "state")
 
 def is_handed(names: tuple[str, ...], forward: Function) -> bool:
     """Whether a ``forward`` takes an argument of one of these names, or ``*args``, which may hold one."""
-    parameters = list(inspect.signature(forward).parameters.values())
-    opaque = any(p.kind is p.VAR_POSITIONAL for p in parameters)
-    return opaque or any(p.name in names for p in parameters)
+    return inspecting.takes_any_position(forward) or any(inspecting.takes(forward, name) for name in names)
 
 
 def by_document(original: Function) -> Function:
@@ -43,7 +41,7 @@ def by_document(original: Function) -> Function:
     :class:`PackedWithCache` if a cache or state comes with a packed batch, and :class:`PackingNotIsolated` if the
     mixer's output does not have one entry for each token.
     """
-    names = list(inspect.signature(original).parameters)[1:]
+    names = inspecting.parameter_names(original)[1:]
 
     @functools.wraps(original)
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:

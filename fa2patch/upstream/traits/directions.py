@@ -85,9 +85,7 @@ def contradiction(entered: Sequence[Any], layers: Sequence[Any]) -> str:
 
 def _causal_masks(model: Model) -> bool | None:
     """Whether the masks that a model's ``forward`` makes hide later tokens; None if its code does not show it."""
-    forward: Any = vars(inspecting.defining(type(model), "forward"))["forward"]
-    if inspecting.code_of(forward) is None:
-        return None
+    forward = inspecting.forward_of(type(model))
     made = [name for name in inspecting.names_read(forward) if _MAKES.fullmatch(name)]
     if not made or any("bidirectional" in name for name in made):
         return None
@@ -109,9 +107,8 @@ def is_two_sided(function: Any, config: Config) -> bool:
 
     In 5.x a function for causal masks also makes such masks if ``config.is_causal`` is False.
     """
-    code = inspecting.code_of(function)
     turned = inspecting.has_constant(function, "is_causal") and not getattr(config, "is_causal", True)
-    return turned or (code is not None and "bidirectional" in code.co_name)
+    return turned or "bidirectional" in inspecting.defined_as(function)
 
 
 def reach(window: int) -> int:

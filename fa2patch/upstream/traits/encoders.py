@@ -72,4 +72,4 @@ def _between(block: Any, inside: list[str]) -> list[Any]:
 
 
 def _takes(cls: type) -> bool:
-    return not inspecting.is_of_torch(cls) and inspecting.takes(cls.forward, ENCODED)  # type: ignore[attr-defined]
+    return not inspecting.is_of_torch(cls) and inspecting.takes(inspecting.forward_of(cls), ENCODED)

@@ -101,7 +101,7 @@ def let_through(original: Function) -> Function:
         The replacement. It raises :class:`PackingNotIsolated` if tokens of an image would see each other in both
         directions.
     """
-    names = [parameter.name for parameter in inspecting.parameters(original)]
+    names = inspecting.parameter_names(original)
 
     @functools.wraps(original)
     def make_mask(*args: Any, **kwargs: Any) -> Any:

@@ -86,11 +86,10 @@ def _may_read_ids(decoder: Model) -> bool:
     """
     inherited = (forward for _, forward in inspecting.forwards(type(decoder)))
     for forward in (decoder.forward, *inherited):
-        parameters = inspecting.parameters(forward)
-        if inspecting.code_of(forward) is None or any(p.name == "position_ids" for p in parameters):
+        if inspecting.code_of(forward) is None or inspecting.takes(forward, "position_ids"):
             return True
-        if any(p.kind is p.VAR_KEYWORD for p in parameters):
-            if inspecting.has_constant(forward, "position_ids") or any(p.kind is p.VAR_POSITIONAL for p in parameters):
+        if inspecting.takes_any_keyword(forward):
+            if inspecting.has_constant(forward, "position_ids") or inspecting.takes_any_position(forward):
                 return True
             if inspecting.reads_name(forward, "forward"):
                 continue  # it calls super().forward: the parent class decides

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import inspect
 from collections.abc import Iterable
 from typing import Any, Callable
 
@@ -12,7 +11,7 @@ import torch
 from ..._compile import uncompiled
 from ..._types import Call, Function, Model
 from ...documents.boundaries import Boundaries
-from .. import luggage
+from .. import inspecting, luggage
 from ..looked import Looked
 from ..packed_mask import find
 from ..site import Site, of_forward
@@ -44,7 +43,7 @@ def by_document(original: Function) -> Function:
 
     Some versions pass them no mask. There the documents come as luggage on ``position_ids``.
     """
-    names = list(inspect.signature(original).parameters)[1:]
+    names = inspecting.parameter_names(original)[1:]
 
     @functools.wraps(original)
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:

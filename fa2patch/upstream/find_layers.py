@@ -117,7 +117,7 @@ def blocks_without(decoder: Model, found: list[Layer]) -> dict[str, str]:
     }
 
 
-def _may_look_around(block: Any) -> bool:
+def _may_look_around(block: torch.nn.Module) -> bool:
     """Whether a block has a part that takes a mask or is called attention. Nemotron-H has blocks with an MLP only."""
     if "attention" in type(block).__name__.lower():
         return True

@@ -16,46 +16,47 @@ from typing import Any
 from .._types import Config, Function
 
 
-def code_of(function: Any) -> CodeType | None:
+def code_of(function: object) -> CodeType | None:
     """Return the code of a function, or None if it has no code."""
-    return own_code(inspect.unwrap(function)) if callable(function) else None
+    code = own_code(inspect.unwrap(function)) if callable(function) else None
+    return code if isinstance(code, CodeType) else None
 
 
-def own_code(function: Any) -> CodeType | None:
+def own_code(function: object) -> CodeType | None:
     """Return the code of a function itself, of the outermost decorator if it has any; None if it has no code."""
     return getattr(function, "__code__", None)
 
 
-def reads_name(function: Any, name: str) -> bool:
+def reads_name(function: object, name: str) -> bool:
     """Whether a function's code uses a global name or an attribute of this name."""
     return name in names_read(function)
 
 
-def names_read(function: Any) -> tuple[str, ...]:
+def names_read(function: object) -> tuple[str, ...]:
     """Return the global names and attributes that a function's code uses, in the order of their first use."""
     code = code_of(function)
     return code.co_names if code is not None else ()
 
 
-def has_constant(function: Any, value: Any) -> bool:
+def has_constant(function: object, value: object) -> bool:
     """Whether a function's code contains this constant."""
     code = code_of(function)
     return code is not None and value in code.co_consts
 
 
-def has_variable(function: Any, name: str) -> bool:
+def has_variable(function: object, name: str) -> bool:
     """Whether a function has a local variable or an argument of this name."""
     code = code_of(function)
     return code is not None and name in code.co_varnames
 
 
-def defined_as(function: Any) -> str:
+def defined_as(function: object) -> str:
     """Return the name in a function's ``def`` statement, or ``""`` if it has no code."""
     code = code_of(function)
     return code.co_name if code is not None else ""
 
 
-def methods_called(method: Any) -> list[str]:
+def methods_called(method: object) -> list[str]:
     """Return the names of the methods that a method calls on its object, in the order of its code."""
     code = code_of(method)
     if code is None or not code.co_varnames:
@@ -169,6 +170,6 @@ def forwards_that_run(cls: type) -> Iterator[Function]:
                 return
 
 
-def text_config(config: Config) -> Any:
+def text_config(config: Config) -> Config:
     """Return the config of a model's text side, or the config itself if it has no such part."""
     return config.get_text_config() if hasattr(config, "get_text_config") else config

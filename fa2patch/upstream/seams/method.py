@@ -53,7 +53,7 @@ def is_method_seam(flash: type) -> bool:
     return "_flash_attention_forward" in vars(flash)
 
 
-def window_flag(original: Any) -> Any:
+def window_flag(original: object) -> object:
     """Return the replacement for :data:`WINDOW_FLAG`: the original, or True where the module lacks it."""
     return True if original is ABSENT else original
 
@@ -100,7 +100,7 @@ class Layer:
         return self._mask.attend(self._module, q, k, v, function.options(kwargs))
 
 
-def missing(flash: type, module: Any) -> str:
+def missing(flash: type, module: torch.nn.Module) -> str:
     """Return a method that a flash class's ``forward`` calls and the layer lacks (ESM in 4.54 and 4.55), or ``""``.
 
     Besides the names of :class:`Layer`, three kinds of names are left out. A name that the code also holds as a string
@@ -127,10 +127,15 @@ class OnFlashClass:
 
     owner: type
 
-    def __call__(self, original: Function) -> Function:
+    @property
+    def flash(self) -> type:
+        """The flash class of ``owner``."""
         flash = flash_class(sys.modules[self.owner.__module__], self.owner)
         assert flash is not None, f"{self.owner} had a flash class when it was planned"
-        return on_flash_class(original, self.owner, flash)
+        return flash
+
+    def __call__(self, original: Function) -> Function:
+        return on_flash_class(original, self.owner, self.flash)
 
 
 def on_flash_class(original: Function, owner: type, flash: type) -> Function:

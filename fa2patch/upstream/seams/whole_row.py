@@ -40,7 +40,7 @@ def keywords(forward: Function, boundaries: Boundaries, tokens: int) -> dict[str
     return {name: value for name, value in every.items() if inspecting.accepts(forward, name)}
 
 
-def may_be(forward: Function, module: Any, hidden: torch.Tensor, lengths: Sequence[int]) -> bool:
+def may_be(forward: Function, module: torch.nn.Module, hidden: torch.Tensor, lengths: Sequence[int]) -> bool:
     """Whether a trial can be made: kernels may exist, the row has several documents, and ``forward`` takes lengths.
 
     DeepSpeed's ZeRO-3 is left out, because it would take a trial's backward for the training's.

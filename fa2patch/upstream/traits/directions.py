@@ -97,12 +97,12 @@ def _causal_masks(model: Model) -> bool | None:
     return not (adds_the_later_ones(config) and adds)
 
 
-def adds_the_later_ones(config: Any) -> bool:
+def adds_the_later_ones(config: object) -> bool:
     """Whether the config of an otherwise causal model lets all tokens see each other (EmbeddingGemma)."""
     return getattr(config, _FLAG, None) in (True, "all")
 
 
-def is_two_sided(function: Any, config: Config) -> bool:
+def is_two_sided(function: object, config: Config) -> bool:
     """Whether a function makes masks in which tokens see later tokens.
 
     In 5.x a function for causal masks also makes such masks if ``config.is_causal`` is False.

@@ -97,12 +97,12 @@ def _may_read_ids(decoder: Model) -> bool:
     return False
 
 
-def position_embeddings(decoder: Model) -> list[Any]:
+def position_embeddings(decoder: Model) -> list[torch.nn.Embedding]:
     """The position embeddings that take the mask and count its ones (OPT, BioGPT)."""
     return [module for module in decoder.modules() if isinstance(module, torch.nn.Embedding) and _counts_mask(module)]
 
 
-def _counts_mask(embedding: Any) -> bool:
+def _counts_mask(embedding: torch.nn.Embedding) -> bool:
     first = inspecting.parameters(embedding.forward)[0]
     behind_args = first.kind is first.VAR_POSITIONAL and hasattr(embedding, "offset")  # a wrapper of other code
     return first.name == MASK or behind_args

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-import inspect
+from collections.abc import Iterable
 from typing import Any
 
 import torch
 
 from .._compile import compiling
 from .._types import Args, Call, Function, Model
-from ..documents.names import CACHES, LENGTHS, TOKENS
+from ..documents.names import LENGTHS, TOKENS
 from ..errors import BadBatch, PackingNotIsolated
+from . import inspecting
 
 
 class Calls:
@@ -27,7 +28,7 @@ class Calls:
     """
 
     def __init__(self, original: Function, method: bool = True) -> None:
-        parameters = list(inspect.signature(original).parameters.values())[int(method) :]
+        parameters = inspecting.parameters(original)[int(method) :]
         self.original = original
         self.positional = [p.name for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
         self.names = {p.name for p in parameters}
@@ -75,9 +76,9 @@ class Calls:
         return self.original(model, *rest, **call)
 
 
-def cache_of(call: Call) -> Any:
-    """Return the cache or state among a forward's arguments, or None."""
-    return next((call[name] for name in CACHES if call.get(name) is not None), None)
+def passed(call: Call, names: Iterable[str]) -> Call:
+    """Return the arguments of these names that a forward was given, without those that are None."""
+    return {name: call[name] for name in names if call.get(name) is not None}
 
 
 def batch_shape(call: Call) -> tuple[tuple[int, int], torch.device]:
@@ -87,11 +88,9 @@ def batch_shape(call: Call) -> tuple[tuple[int, int], torch.device]:
         BadBatch: the tokens are not a tensor ``[batch, length, ...]``.
         PackingNotIsolated: there are neither ``input_ids`` nor ``inputs_embeds``.
     """
-    for name in TOKENS:
-        given = call.get(name)
-        if given is not None:
-            if not isinstance(given, torch.Tensor) or given.dim() < 2:
-                found = f"{list(given.shape)}" if isinstance(given, torch.Tensor) else type(given).__name__
-                raise BadBatch(f"{name}: expected a tensor [batch, length, ...], found {found}.")
-            return (given.shape[0], given.shape[1]), given.device
+    for name, given in passed(call, TOKENS).items():
+        if not isinstance(given, torch.Tensor) or given.dim() < 2:
+            found = f"{list(given.shape)}" if isinstance(given, torch.Tensor) else type(given).__name__
+            raise BadBatch(f"{name}: expected a tensor [batch, length, ...], found {found}.")
+        return (given.shape[0], given.shape[1]), given.device
     raise PackingNotIsolated("forward was given neither input_ids nor inputs_embeds.")

@@ -15,6 +15,7 @@ from .._types import Model
 from ..documents.names import LENGTHS
 from ..errors import NothingPacked, PackingNotIsolated
 from . import luggage
+from .calls import passed
 from .find_models import models
 from .step import Patched, Step
 
@@ -92,7 +93,7 @@ def _says_nothing(step: Step) -> bool:
     """Whether this is a training batch without document information."""
     if not (step.module.training and torch.is_grad_enabled()):
         return False
-    return all(step.call.get(name) is None for name in ("position_ids", *LENGTHS))
+    return not passed(step.call, ("position_ids", *LENGTHS))
 
 
 def warn_unpacked(patch: Patched, seen: str) -> None:

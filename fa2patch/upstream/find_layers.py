@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 import sys
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
@@ -61,13 +60,13 @@ def attention_layers(decoder: Model) -> Iterator[Layer]:
 
 def _seam_of(cls: type) -> Seam | None:
     """The seam of a module class, or None."""
-    if inspecting.is_of_torch(cls) or not inspecting.has_own_forward(cls):
+    if inspecting.is_of_torch(cls):
         return None
     owner = inspecting.defining(cls, "forward")
     home = sys.modules.get(owner.__module__)
     if home is None:
         return None
-    flash, forward = method.flash_class(home, cls), inspect.unwrap(vars(owner)["forward"])
+    flash, forward = method.flash_class(home, cls), inspecting.forward_of(cls)
     table = function.table_name(home, forward)
     if table is not None:
         fuses = fused.is_fused(vars(home)[table][function.FLASH])
@@ -118,7 +117,7 @@ def blocks_without(decoder: Model, found: list[Layer]) -> dict[str, str]:
     }
 
 
-def _may_look_around(block: Any) -> bool:
+def _may_look_around(block: torch.nn.Module) -> bool:
     """Whether a block has a part that takes a mask or is called attention. Nemotron-H has blocks with an MLP only."""
     if "attention" in type(block).__name__.lower():
         return True

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Iterator, Sequence
-from typing import Any
 
 import torch
 
@@ -29,14 +28,13 @@ def mixer_layers(decoder: Model, attention: Sequence[Layer]) -> Iterator[Layer]:
     layer. In a model without attention, it may also take one of ``mixer.OTHER_WAYS`` instead of a mask.
     """
     names = [layer.name for layer in attention]
+    ways = [mixer.MASKS] if attention else [mixer.MASKS, mixer.OTHER_WAYS]
     done: set[str] = set()
     for name in mixers(decoder):
         parts = name.split(".")
         around = [".".join(parts[:end]) for end in range(len(parts), 0, -1)]
         around = [path for path in around if not any(f"{other}.".startswith(f"{path}.") for other in names)]
-        path = None
-        for taken in (mixer.MASKS, *([] if attention else [mixer.OTHER_WAYS])):
-            path = path or next((path for path in around if _takes(decoder.get_submodule(path), taken)), None)
+        path = next((path for taken in ways for path in around if _takes(decoder.get_submodule(path), taken)), None)
         if path is not None and path not in done:
             done.add(path)
             module = decoder.get_submodule(path)
@@ -57,9 +55,9 @@ def carrier(decoder: Model, found: Iterable[Layer]) -> str:
     return "attention_mask"
 
 
-def _takes(module: Any, names: tuple[str, ...]) -> bool:
+def _takes(module: torch.nn.Module, names: tuple[str, ...]) -> bool:
     owner = inspecting.defining(type(module), "forward")
-    return not inspecting.is_of_torch(owner) and mixer.is_handed(names, vars(owner)["forward"])
+    return not inspecting.is_of_torch(owner) and mixer.is_handed(names, inspecting.forward_of(type(module)))
 
 
 def mixers(decoder: Model) -> dict[str, str]:
@@ -80,7 +78,7 @@ def mixers(decoder: Model) -> dict[str, str]:
     return found
 
 
-def _clue(module: Any, handed: dict[type, set[str]]) -> str | None:
+def _clue(module: torch.nn.Module, handed: dict[type, set[str]]) -> str | None:
     """Evidence that a module carries state along the row, or None."""
     cls = type(module)
     if isinstance(module, torch.nn.Conv1d) and module.kernel_size[0] > 1:

@@ -7,7 +7,7 @@ from typing import Any
 from .._types import Model
 
 
-def is_transformers_model(module: Any) -> bool:
+def is_transformers_model(module: object) -> bool:
     """Whether a module is a ``PreTrainedModel``; Transformers is not imported for this."""
     return any(
         cls.__name__ == "PreTrainedModel" and cls.__module__.split(".")[0] == "transformers"

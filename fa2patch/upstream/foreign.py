@@ -13,11 +13,14 @@ import sys
 from types import CodeType, MethodType
 from typing import Any, Callable
 
+import torch
+
 from .._compile import compiling, constant
 from .._types import Function, Model
 from ..documents.names import LABELS
 from ..errors import PackingNotIsolated
-from .calls import Calls
+from . import inspecting
+from .calls import Calls, passed
 
 HOOKED = "_old_forward"
 """The attribute in which accelerate's hooks (``device_map``, offloading) keep the bound ``forward`` that they call."""
@@ -30,27 +33,30 @@ def ours(forward: Function) -> None:
     _ours.add(forward.__code__)
 
 
-def on_top(module: Any) -> bool:
+def _is_ours(forward: object) -> bool:
+    return inspecting.own_code(forward) in _ours
+
+
+def on_top(module: object) -> bool:
     """Whether ``module.forward`` is our function, directly or below accelerate's hooks."""
     own = module.__dict__.get("forward")
     if own is None:
         return _class_has_ours(type(module))
-    return getattr(module.__dict__.get(HOOKED, own), "__code__", None) in _ours
+    return _is_ours(module.__dict__.get(HOOKED, own))
 
 
 @constant
 def _class_has_ours(cls: type) -> bool:
-    forward: Any = getattr(cls, "forward")  # noqa: B009 (mypy does not know the attribute)
-    return getattr(forward, "__code__", None) in _ours
+    return _is_ours(inspecting.forward_of(cls))
 
 
 def replaced_on(model: Model) -> bool:
     """Whether other code has put a forward on the object. Accelerate's hooks do not count, because they call ours."""
     own = model.__dict__.get("forward")
-    return own is not None and HOOKED not in model.__dict__ and getattr(own, "__code__", None) not in _ours
+    return own is not None and HOOKED not in model.__dict__ and not _is_ours(own)
 
 
-def entered_first(model: Model, entered: Callable[[Function], Function]) -> Any:
+def entered_first(model: Model, entered: Callable[[Function], Function]) -> MethodType:
     """Return a bound forward of ours that calls the foreign forward found on the object.
 
     Args:
@@ -67,25 +73,23 @@ def _as_method(function: Function) -> Function:
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
         return function(*args, **kwargs)
 
-    signature = inspect.signature(function)
-    first = inspect.Parameter("self", inspect.Parameter.POSITIONAL_ONLY)
-    named = [p.replace(kind=p.KEYWORD_ONLY) if p.name == "self" else p for p in signature.parameters.values()]
-    setattr(forward, "__signature__", signature.replace(parameters=[first, *named]))  # noqa: B010 (unknown to mypy)
+    first = inspect.Parameter("_model", inspect.Parameter.POSITIONAL_ONLY)  # a partial may have a parameter self
+    inspecting.show_parameters(forward, [first, *inspecting.parameters(function)])
     return forward
 
 
-def calls_of(module: Any) -> Calls:
+def calls_of(module: torch.nn.Module) -> Calls:
     """Return the :class:`Calls` of the module's current forward. They are not cached: a cache would keep it alive."""
     forward = module.forward
     return Calls(getattr(forward, "__func__", forward), hasattr(forward, "__func__"))
 
 
-def on_top_of_ours(model: Model) -> Any:
+def on_top_of_ours(model: Model) -> Function | None:
     """Return the model's foreign forward, or None if its forward is ours."""
     return None if on_top(model) else model.forward
 
 
-def refuse_bypassed(model: Model, forward: Any) -> None:
+def refuse_bypassed(model: Model, forward: Function) -> None:
     """Raise :class:`PackingNotIsolated` if a foreign forward was given labels with a packed batch.
 
     The pre-hook did not run for that forward, so its labels may cross documents. A base model that is called by itself
@@ -96,7 +100,7 @@ def refuse_bypassed(model: Model, forward: Any) -> None:
         forward: its foreign forward.
     """
     function = getattr(forward, "__func__", forward)
-    if not compiling() and not _has_labels(getattr(function, "__code__", None)):
+    if not compiling() and not _has_labels(inspecting.own_code(function)):
         return
     raise PackingNotIsolated(
         f"the forward of this {type(model).__name__} was replaced after fa2patch.apply, by "
@@ -112,6 +116,6 @@ def _has_labels(code: CodeType | None) -> bool:
     while frame is not None:
         if frame.f_code is code:
             held = {**frame.f_locals, **(frame.f_locals.get("kwargs") or {})}
-            return any(held.get(name) is not None for name in LABELS)
+            return bool(passed(held, LABELS))
         frame = frame.f_back  # type: ignore[assignment]
     return False

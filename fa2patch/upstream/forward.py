@@ -19,8 +19,8 @@ from .._types import Call, Function
 from ..documents.names import LABELS, LENGTHS
 from ..errors import PackingNotIsolated
 from ..trying import says_nothing
-from . import dense, foreign, luggage
-from .calls import Calls, batch_shape
+from . import dense, foreign, inspecting, luggage
+from .calls import Calls, batch_shape, passed
 from .packed_batch import has_pictures, is_for_queries, packed_mask
 from .packed_mask import PackedMask, find
 from .reached import require_every_layer
@@ -48,10 +48,8 @@ def entered(original: Function) -> Function:
 
     foreign.ours(forward)
     if not calls.takes("position_ids"):  # OPT up to 4.45; Trainer drops columns that the signature lacks
-        signature = inspect.signature(original)
         extra = inspect.Parameter("position_ids", inspect.Parameter.KEYWORD_ONLY, default=None)
-        extended = signature.replace(parameters=[*signature.parameters.values(), extra])
-        setattr(forward, "__signature__", extended)  # noqa: B010 (mypy does not know the attribute)
+        inspecting.show_parameters(forward, [*inspecting.parameters(original), extra])
     return forward
 
 
@@ -98,7 +96,7 @@ def _recognise(step: Step) -> None:
             f"a model around this {type(step.module).__name__} made a mask for every query of a packed batch, and "
             "what it says beyond documents is not known. Please report the model; until then train it padded."
         )
-    if foreign_forward is not None and (role.innermost or not any(call.get(name) is not None for name in LABELS)):
+    if foreign_forward is not None and (role.innermost or not passed(call, LABELS)):
         foreign.refuse_bypassed(step.patch.model, foreign_forward)
     step.places = role.innermost or role.pools or _carries_itself(step)
 
@@ -119,7 +117,7 @@ def _was_found_dense(step: Step) -> bool:
     return is_for_queries(mask) and (compiling() or bool(around))
 
 
-def _foreign_forward(step: Step) -> Any:
+def _foreign_forward(step: Step) -> Function | None:
     """The foreign forward that handed this batch to the model without running the pre-hook, or None."""
     role = step.role
     if role.outermost == role.innermost or luggage.find(step.call.get("position_ids"), luggage.MASK) is not None:
@@ -157,9 +155,7 @@ def _carries_itself(step: Step) -> bool:
     # the **kwargs of Falcon's and Phi's token classifiers pass position_ids to no other module
     role, route, calls = step.role, step.patch.route, step.calls
     swallows = "position_ids" not in calls.names and not role.predicts_the_next
-    return bool(
-        not role.outermost or route.makes_masks or route.stops_ids or swallows or not calls.takes("position_ids")
-    )
+    return not role.outermost or route.makes_masks or route.stops_ids or swallows or not calls.takes("position_ids")
 
 
 def _handed(step: Step) -> Any:

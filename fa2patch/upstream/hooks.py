@@ -16,7 +16,7 @@ from .step import MARK, ROLE, Step
 from .traits import pooling, row_values
 
 
-def register(module: Any) -> None:
+def register(module: torch.nn.Module) -> None:
     """Register the hooks on a model that a call goes through, unless it has them already."""
     if before in module._forward_pre_hooks.values():
         return
@@ -24,7 +24,7 @@ def register(module: Any) -> None:
     module.register_forward_hook(after, with_kwargs=True)
 
 
-def remove(module: Any) -> None:
+def remove(module: torch.nn.Module) -> None:
     """Remove our hooks from a module. Nothing happens if it has none."""
     for table, with_kwargs, hook in (
         (module._forward_pre_hooks, module._forward_pre_hooks_with_kwargs, before),

@@ -1,61 +1,140 @@
 """Questions about functions and classes of Transformers, answered from signatures and code objects.
 
-For code that cannot be read (a C function, a callable object), every question about names is answered with no.
+For code that cannot be read (a C function, a ``partialmethod``), every yes-or-no question is answered with no. Except
+where a docstring says otherwise, a function is looked at below the decorators that keep ``__wrapped__``.
 """
 
 from __future__ import annotations
 
+import dis
 import inspect
-from collections.abc import Iterator
+import sys
+from collections.abc import Iterable, Iterator
 from types import CodeType
 from typing import Any
 
 from .._types import Config, Function
 
 
-def code_of(function: Any) -> CodeType | None:
-    """Return the code of a function below decorators that keep ``__wrapped__``, or None if it has no code."""
-    code = getattr(inspect.unwrap(function), "__code__", None) if callable(function) else None
+def code_of(function: object) -> CodeType | None:
+    """Return the code of a function, or None if it has no code."""
+    code = own_code(inspect.unwrap(function)) if callable(function) else None
     return code if isinstance(code, CodeType) else None
 
 
-def reads_name(function: Any, name: str) -> bool:
+def own_code(function: object) -> CodeType | None:
+    """Return the code of a function itself, of the outermost decorator if it has any; None if it has no code."""
+    return getattr(function, "__code__", None)
+
+
+def reads_name(function: object, name: str) -> bool:
     """Whether a function's code uses a global name or an attribute of this name."""
-    code = code_of(function)
-    return code is not None and name in code.co_names
+    return name in names_read(function)
 
 
-def has_constant(function: Any, value: Any) -> bool:
-    """Whether a function's code contains this constant."""
-    code = code_of(function)
-    return code is not None and value in code.co_consts
-
-
-def has_variable(function: Any, name: str) -> bool:
-    """Whether a function has a local variable or an argument of this name."""
-    code = code_of(function)
-    return code is not None and name in code.co_varnames
-
-
-def names_read(function: Any) -> tuple[str, ...]:
+def names_read(function: object) -> tuple[str, ...]:
     """Return the global names and attributes that a function's code uses, in the order of their first use."""
     code = code_of(function)
     return code.co_names if code is not None else ()
 
 
+def has_constant(function: object, value: object) -> bool:
+    """Whether a function's code contains this constant."""
+    code = code_of(function)
+    return code is not None and value in code.co_consts
+
+
+def has_variable(function: object, name: str) -> bool:
+    """Whether a function has a local variable or an argument of this name."""
+    code = code_of(function)
+    return code is not None and name in code.co_varnames
+
+
+def defined_as(function: object) -> str:
+    """Return the name in a function's ``def`` statement, or ``""`` if it has no code."""
+    code = code_of(function)
+    return code.co_name if code is not None else ""
+
+
+def methods_called(method: object) -> list[str]:
+    """Return the names of the methods that a method calls on its object, in the order of its code."""
+    code = code_of(method)
+    if code is None or not code.co_varnames:
+        return []
+    instructions = list(dis.get_instructions(code))
+    return [
+        str(then.argval)
+        for load, then in zip(instructions, instructions[1:])
+        if load.opname.startswith("LOAD_FAST") and load.argval == code.co_varnames[0] and _looks_up_a_method(then)
+    ]
+
+
+def _looks_up_a_method(instruction: dis.Instruction) -> bool:
+    """Whether an instruction loads a method. Since Python 3.12, the lowest bit of ``LOAD_ATTR`` says so."""
+    if sys.version_info >= (3, 12):
+        return instruction.opname == "LOAD_ATTR" and bool((instruction.arg or 0) & 1)
+    return instruction.opname == "LOAD_METHOD"
+
+
+def global_of(function: Function, name: str) -> Any:
+    """Return what a function finds under a global name. Decorators are not looked below.
+
+    Raises:
+        KeyError: the function's module has no such name.
+    """
+    return function.__globals__[name]
+
+
 def parameters(function: Function) -> list[inspect.Parameter]:
-    """Return the parameters of a function as its callers see them, with ``self`` if it is not bound."""
+    """Return the parameters of a function as its callers see them, with ``self`` if it is not bound.
+
+    Raises:
+        TypeError, ValueError: the function has no signature that can be read.
+    """
     return list(inspect.signature(function).parameters.values())
+
+
+def parameter_names(function: Function) -> list[str]:
+    """Return the names of a function's :func:`parameters`."""
+    return list(inspect.signature(function).parameters)
 
 
 def upstream_parameters(function: Function) -> set[str]:
     """Return the parameter names of the innermost function, below our replacement and other decorators."""
-    return set(inspect.signature(inspect.unwrap(function)).parameters)
+    return set(parameter_names(inspect.unwrap(function)))
 
 
 def takes(function: Function, name: str) -> bool:
     """Whether a function has a parameter of this name."""
-    return name in inspect.signature(function).parameters
+    return any(parameter.name == name for parameter in _readable_parameters(function))
+
+
+def takes_any_keyword(function: Function) -> bool:
+    """Whether a function takes ``**kwargs``."""
+    return any(parameter.kind is parameter.VAR_KEYWORD for parameter in _readable_parameters(function))
+
+
+def takes_any_position(function: Function) -> bool:
+    """Whether a function takes ``*args``."""
+    return any(parameter.kind is parameter.VAR_POSITIONAL for parameter in _readable_parameters(function))
+
+
+def accepts(function: Function, name: str) -> bool:
+    """Whether a function can be called with a keyword of this name."""
+    return takes(function, name) or takes_any_keyword(function)
+
+
+def _readable_parameters(function: Function) -> list[inspect.Parameter]:
+    try:
+        return parameters(function)
+    except (TypeError, ValueError):
+        return []
+
+
+def show_parameters(function: Function, shown: Iterable[inspect.Parameter]) -> None:
+    """Give a function a signature with these parameters, for code that inspects it."""
+    signature = inspect.signature(function).replace(parameters=list(shown))
+    setattr(function, "__signature__", signature)  # noqa: B010 (mypy does not know the attribute)
 
 
 def is_of_torch(cls: type) -> bool:
@@ -66,6 +145,11 @@ def is_of_torch(cls: type) -> bool:
 def defining(cls: type, attribute: str) -> type:
     """Return the class that defines an attribute: ``cls`` or one of its bases."""
     return next(base for base in cls.__mro__ if attribute in vars(base))
+
+
+def forward_of(cls: type) -> Any:
+    """Return the ``forward`` that a class has or inherits, as the class that defines it holds it."""
+    return vars(defining(cls, "forward"))["forward"]
 
 
 def forwards(cls: type) -> Iterator[tuple[type, Function]]:
@@ -86,11 +170,6 @@ def forwards_that_run(cls: type) -> Iterator[Function]:
                 return
 
 
-def has_own_forward(cls: type) -> bool:
-    """Whether a class or one of its bases defines ``forward``."""
-    return any("forward" in vars(base) for base in cls.__mro__)
-
-
-def text_config(config: Config) -> Any:
+def text_config(config: Config) -> Config:
     """Return the config of a model's text side, or the config itself if it has no such part."""
     return config.get_text_config() if hasattr(config, "get_text_config") else config

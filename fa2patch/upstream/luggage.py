@@ -50,13 +50,13 @@ def attach(tensor: torch.Tensor, piece: Piece) -> torch.Tensor:
     return carrying
 
 
-def find(tensor: Any, kind: str) -> Piece | None:
+def find(tensor: object, kind: str) -> Piece | None:
     """Return the piece of this kind that rides on a tensor, or None. The piece is not marked as delivered."""
     found: Piece | None = getattr(tensor, _ATTRIBUTE, {}).get(kind) if isinstance(tensor, torch.Tensor) else None
     return found
 
 
-def take(tensor: Any, kind: str) -> Any:
+def take(tensor: object, kind: str) -> Any:
     """Return the content of the piece of this kind and mark it as delivered; None if there is no such piece."""
     piece = find(tensor, kind)
     if piece is None:

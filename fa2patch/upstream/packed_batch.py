@@ -11,12 +11,12 @@ from .._compile import compiling
 from .._types import Call, Model
 from ..documents.boundaries import Boundaries, largest, positions_of
 from ..documents.checks import check_cu_seqlens, check_position_ids
-from ..documents.names import CACHES, LENGTHS, PICTURES
+from ..documents.names import CACHES, LENGTHS, PICTURES, TOKENS
 from ..documents.recognition import recognise
 from ..documents.stated import from_cu_seqlens
 from ..errors import BadCuSeqlens, PackedWithCache, PackedWithDenseMask, PackingNotIsolated
 from . import rope
-from .calls import batch_shape, cache_of
+from .calls import batch_shape, passed
 from .find_models import models
 from .packed_mask import PackedMask
 from .step import Patched
@@ -51,7 +51,7 @@ def packed_mask(call: Call, patch: Patched, made_inside: bool = False, training:
         found = _recognised(batch, patch.found[positions.NAME].first, made_inside, training)
     if found is None:
         return None
-    _refuse_what_cannot_be_packed(call, batch.given_mask, batch.mask)
+    _refuse_what_cannot_be_packed(call, batch.mask)
     if batch.position_ids is None:
         refuse_uncounted_pictures(patch.model, call)
         counted = positions_of(found.cu_seqlens.to(batch.device), batch.shape)
@@ -73,33 +73,29 @@ class _Batch:
         device: the device of the tokens.
         lengths: the collator's lengths.
         position_ids: the position ids, or None.
-        given_mask: the ``attention_mask`` as it was passed.
         mask: the part ``[batch, length]`` of a 2-D mask that describes this call's tokens, or None.
     """
 
     shape: tuple[int, int]
     device: torch.device
     lengths: dict[str, Any]
-    position_ids: Any
-    given_mask: Any
+    position_ids: torch.Tensor | None
     mask: torch.Tensor | None
 
 
 def _read(call: Call, patch: Patched) -> _Batch | None:
     """Check the arguments that may say where documents start; None for a call that is dense in any case."""
-    tokens = call["input_ids"] if call.get("input_ids") is not None else call.get("inputs_embeds")
+    tokens = next(iter(passed(call, TOKENS).values()), None)
     if tokens is None:
         return None
-    position_ids, lengths = call.get("position_ids"), lengths_of(call)
+    position_ids, lengths = call.get("position_ids"), passed(call, LENGTHS)
     if position_ids is None and getattr(tokens, "ndim", 0) < 2 and not lengths:
         return None  # GPT-2 accepts one row of ids without a batch dimension
     shape, device = batch_shape(call)
-    for name in ("cu_seq_lens_q", "cu_seq_lens_k"):
-        if isinstance(lengths.get(name), torch.Tensor):
-            lengths[name] = lengths[name].to(device)
-    given, cache = call.get("attention_mask"), cache_of(call)
-    mask = _two_dimensional(given, shape, cached=cache is not None)
-    says_outright = cache is not None or (is_for_queries(given) and not (lengths or mixers.NAME in patch.found))
+    _check_lengths(lengths, device)
+    given, cached = call.get("attention_mask"), bool(passed(call, CACHES))
+    mask = _two_dimensional(given, shape, cached)
+    says_outright = cached or (is_for_queries(given) and not (lengths or mixers.NAME in patch.found))
     if given is not None and mask is None and says_outright:
         return None  # a mask for every query, which generate() with a static cache also makes
     if position_ids is not None:
@@ -108,7 +104,7 @@ def _read(call: Call, patch: Patched) -> _Batch | None:
         del lengths["cu_seq_lens_q"]  # 4.54's generate(): one sequence in each padded row, as the mask says
     if (lengths or shape[1] > 1) and not compiling():
         _refuse_capture(device)
-    return _Batch(shape, device, lengths, position_ids, given, mask)
+    return _Batch(shape, device, lengths, position_ids, mask)
 
 
 def _stated(batch: _Batch, patch: Patched) -> Boundaries:
@@ -151,26 +147,24 @@ def _refuse_capture(device: torch.device) -> None:
         )
 
 
-def lengths_of(call: Call) -> dict[str, Any]:
-    """Return the collator lengths among the arguments. Lengths of keys are used for queries if only they are given.
+def _check_lengths(lengths: dict[str, Any], device: torch.device) -> None:
+    """Check the collator's lengths and move them to a device. Lengths of keys stand in for those of queries.
 
     Raises:
         BadCuSeqlens: they are not integers, or are on the meta device and the tokens are not.
     """
-    lengths = {name: call[name] for name in LENGTHS if call.get(name) is not None}
     for name in ("cu_seq_lens_q", "cu_seq_lens_k"):
         if name in lengths:
             check_cu_seqlens(lengths[name])
-            tokens = next((call[name] for name in ("input_ids", "inputs_embeds") if call.get(name) is not None), None)
-            if lengths[name].device.type == "meta" and getattr(tokens, "device", None) != lengths[name].device:
+            if lengths[name].device.type == "meta" and lengths[name].device != device:
                 raise BadCuSeqlens("cu_seq_lens: expected a tensor with values, found one on the meta device.")
+            lengths[name] = lengths[name].to(device)
     if "cu_seq_lens_k" in lengths and "cu_seq_lens_q" not in lengths:
         lengths["cu_seq_lens_q"] = lengths["cu_seq_lens_k"]
         lengths["max_length_q"] = lengths.get("max_length_k")
-    return lengths
 
 
-def _two_dimensional(mask: Any, shape: tuple[int, int], cached: bool) -> torch.Tensor | None:
+def _two_dimensional(mask: object, shape: tuple[int, int], cached: bool) -> torch.Tensor | None:
     """The mask of this call's tokens ``[batch, length]``, also from a mask ``[batch, cached + length]``; or None."""
     if not isinstance(mask, torch.Tensor) or mask.dim() != 2 or mask.shape[0] != shape[0]:
         return None
@@ -179,7 +173,7 @@ def _two_dimensional(mask: Any, shape: tuple[int, int], cached: bool) -> torch.T
     return mask[:, -shape[1] :] if cached and mask.shape[1] > shape[1] else None
 
 
-def is_for_queries(mask: Any) -> bool:
+def is_for_queries(mask: object) -> bool:
     """Whether a mask tells the keys of each query: a tensor of 3 or more dims, a ``BlockMask``, or a dict of such."""
     if isinstance(mask, dict):
         return bool(mask) and all(value is None or is_for_queries(value) for value in mask.values())
@@ -188,7 +182,7 @@ def is_for_queries(mask: Any) -> bool:
 
 def has_pictures(call: Call) -> bool:
     """Whether pictures or videos are among a forward's arguments."""
-    return any(call.get(name) is not None for name in PICTURES)
+    return bool(passed(call, PICTURES))
 
 
 def refuse_uncounted_pictures(model: Model, call: Call) -> None:
@@ -203,17 +197,18 @@ def refuse_uncounted_pictures(model: Model, call: Call) -> None:
         )
 
 
-def _refuse_what_cannot_be_packed(call: Call, given: Any, mask: torch.Tensor | None) -> None:
+def _refuse_what_cannot_be_packed(call: Call, mask: torch.Tensor | None) -> None:
+    given = call.get("attention_mask")
     if given is not None and mask is None:
         found = f"{list(given.shape)}" if isinstance(given, torch.Tensor) else type(given).__name__
         raise PackedWithDenseMask(
             f"a packed batch came with an attention_mask {found}: expected none, or [batch, length] with zeros for "
             "padding. Leave it out: position_ids already say where documents start."
         )
-    held = next((name for name in CACHES if call.get(name) is not None), None)
-    if held is not None:
+    held = passed(call, CACHES)
+    if held:
         raise PackedWithCache(
-            f"a packed batch came with {held}. What a cache holds belongs to no one document of the row. "
+            f"a packed batch came with {next(iter(held))}. What a cache holds belongs to no one document of the row. "
             "Leave the cache out (use_cache=False), or pass documents one by one."
         )
     if call.get("output_attentions"):

@@ -14,20 +14,16 @@ from ..kernels import Picks, asked_by
 from ..kernels.attention import packed_attention
 from ..kernels.options import Options
 from . import architectures, rope
+from .tensor_manners import TensorManners
 
 MASK = "attention_mask"
 """The forward argument that every version passes to every attention layer."""
-
-_NOT_A_TENSOR = (
-    "torch's {function} was called on a PackedMask: an attention layer was not patched by fa2patch. "
-    "Call fa2patch.revert(model), then fa2patch.apply(model) again; if it stays, please report it."
-)
 
 _COMPUTED = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
 
 @dataclass(eq=False)
-class PackedMask:
+class PackedMask(TensorManners):
     """Carries the boundaries of a packed batch to the layers. It is not a tensor, so that unpatched attention fails.
 
     Attributes:
@@ -49,10 +45,12 @@ class PackedMask:
     position_ids: torch.Tensor | None = field(default=None, repr=False)
     found: Mapping[str, Any] = field(default_factory=dict, repr=False)
     window: int | None = None
-    layer: Any = field(default=None, repr=False)
-    calls: list[Any] = field(default_factory=list, repr=False)
+    layer: torch.nn.Module | None = field(default=None, repr=False)
+    calls: list[torch.nn.Module | None] = field(default_factory=list, repr=False)
 
-    def attend(self, module: Any, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, options: Options) -> torch.Tensor:
+    def attend(
+        self, module: torch.nn.Module | None, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, options: Options
+    ) -> torch.Tensor:
         """Compute packed attention for a layer, in the dtype of :func:`compute_dtype`.
 
         Args:
@@ -84,78 +82,9 @@ class PackedMask:
         known: rope.Found | None = self.found.get(rope.NAME)
         return known.scaling if known is not None else None
 
-    def given(self, module: Any) -> None:
+    def given(self, module: torch.nn.Module | None) -> None:
         """Record that a layer has been given the boundaries. This is checked after the forward."""
         self.calls.append(None if compiling() else module)
-
-    def to(self, *args: Any, **kwargs: Any) -> PackedMask:
-        """Move the boundaries like ``Tensor.to``, but ignore a dtype. Code that moves a layer's inputs calls this."""
-        device = self.boundaries.cu_seqlens[:0].to(*args, **kwargs).device
-        if device == self.device:
-            return self
-        moved = self.boundaries.cu_seqlens.to(device)
-        return replace(self, boundaries=replace(self.boundaries, cu_seqlens=moved))
-
-    @property
-    def device(self) -> torch.device:
-        """The device of ``cu_seqlens``."""
-        return self.boundaries.cu_seqlens.device
-
-    dtype = property(lambda self: torch.get_default_dtype())
-    """The default dtype. Models look up its smallest number, which stands for minus infinity in a mask."""
-
-    def size(self, dim: int | None = None) -> Any:
-        """Return the size like ``Tensor.size`` of a 2-D mask."""
-        return self.shape if dim is None else self.shape[dim]
-
-    def dim(self) -> int:
-        """Return 2, as a 2-D mask does."""
-        return len(self.shape)
-
-    ndim = property(dim)
-
-    def _as_it_is(self, *args: Any, **kwargs: Any) -> PackedMask:
-        """Ignore what models do to turn a 2-D mask into a 4-D one: reshape it, cast it, map it to 0 and -inf."""
-        return self
-
-    view = unsqueeze = transpose = __rsub__ = __mul__ = __rmul__ = _as_it_is
-
-    def __getattr__(self, name: str) -> Any:
-        if name in ("bool", "long", "float"):
-            return self._as_it_is
-        raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
-
-    @classmethod
-    def __torch_function__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> PackedMask:
-        """Allow the torch functions with which models add a causal mask or a window to a mask.
-
-        Any other function, such as one that an unpatched attention layer calls on its mask, raises TypeError.
-        """
-        mask = find(args)
-        if mask is not None and function in (torch.ones_like, torch.tril, torch.Tensor.mul, torch.Tensor.__rsub__):
-            return mask
-        if mask is not None and function is torch.where and not any(_is_logits(value) for value in args):
-            return mask
-        raise TypeError(_NOT_A_TENSOR.format(function=getattr(function, "__name__", function)))
-
-    def __contains__(self, value: object) -> bool:
-        """4.34 to 4.41 keep a flash model's 2-D mask only if ``0 in mask``."""
-        return value == 0
-
-    __iter__ = None
-
-    rnn_state = property(lambda self: self)
-    """The mask itself, so that xLSTM hands it to each layer as ``cache_params.rnn_state[layer]``."""
-
-    def __bool__(self) -> bool:
-        """Return False, so that xLSTM (``if cache_params:``) writes no states back."""
-        return False
-
-    def __getitem__(self, index: Any) -> Any:
-        """Return ones for ``mask[:, -1]``, by which 4.34's flash Mistral tells the padding side; else the mask."""
-        if index == (slice(None), -1):
-            return torch.ones(self.shape[0], dtype=torch.int64)
-        return self
 
 
 def find(values: Iterable[Any]) -> PackedMask | None:
@@ -166,11 +95,7 @@ def find(values: Iterable[Any]) -> PackedMask | None:
     return None
 
 
-def _is_logits(value: Any) -> bool:
-    return isinstance(value, torch.Tensor) and value.dim() > 2 and value.dtype != torch.bool
-
-
-def compute_dtype(module: Any, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.dtype:
+def compute_dtype(module: torch.nn.Module | None, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.dtype:
     """Return one dtype for q, k and v.
 
     In half-precision models, float32 norms, LoRA weights or rotary tables upcast some of them. If at least one is still

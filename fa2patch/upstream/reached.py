@@ -16,11 +16,9 @@ def require_every_layer(model: Model, patch: Patched, mask: PackedMask) -> None:
     The number of layers is compared in every forward. Eagerly, the layers themselves are compared too, until a packed
     batch has reached them all.
     """
-    if compiling():
-        missed = len(mask.calls) < len(patch.attention)
-    else:
+    missed = len(mask.calls) < len(patch.attention)
+    if not compiling():
         known = None not in mask.calls  # 4.47's and 4.48's GPT-NeoX does not pass the layer to its function
-        missed = len(mask.calls) < len(patch.attention)
         missed = missed or (known and not patch.vouched and bool(_not_given(patch, mask, model)))
         patch.vouched = not missed
     if missed:

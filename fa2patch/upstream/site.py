@@ -24,7 +24,7 @@ class Site:
         make: a function that takes the original value and returns the replacement. It must be picklable.
     """
 
-    owner: Any
+    owner: type | ModuleType
     attribute: str
     make: Callable[[Any], Any]
 
@@ -35,11 +35,11 @@ class Site:
             return self.owner
         return importlib.import_module(self.owner.__module__)
 
-    def bind(self, user: Any) -> None:
+    def bind(self, user: object) -> None:
         """Replace the attribute on behalf of ``user``, for example a ``Patch``."""
         bind(self.owner, self.attribute, self.make, user)
 
-    def __reduce__(self) -> Any:
+    def __reduce__(self) -> tuple[Any, ...]:
         if isinstance(self.owner, ModuleType):
             return _site_of_module, (self.owner.__name__, self.attribute, self.make)
         return Site, (self.owner, self.attribute, self.make)
@@ -49,6 +49,6 @@ def _site_of_module(module: str, attribute: str, make: Callable[[Any], Any]) -> 
     return Site(importlib.import_module(module), attribute, make)
 
 
-def of_forward(module: Any, make: Callable[[Any], Any]) -> Site:
+def of_forward(module: object, make: Callable[[Any], Any]) -> Site:
     """Return the site of a module's ``forward``, on the class that defines it."""
     return Site(defining(type(module), "forward"), "forward", make)

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from .._compile import compiling, constant
-from .._types import Call, Model
+from .._types import Call, Function, Model
 from ..errors import PackingNotIsolated
 from .seams.interface import registered
 
@@ -43,7 +43,7 @@ def refuse_split_rows(model: Model, call: Call) -> None:
 
 
 @constant
-def _splitter(sdpa: Any, implementation: Any) -> str:
+def _splitter(sdpa: Function, implementation: object) -> str:
     for function in (sdpa, registered(implementation)):
         module = f"{getattr(function, '__module__', '')}."
         for package, name in _SPLITTERS.items():

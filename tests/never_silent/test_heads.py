@@ -1,5 +1,6 @@
 """Custom heads and forwards around the layers: replaced on the object or the class, pooling, spans."""
 
+import functools
 import types
 
 import pytest
@@ -80,6 +81,20 @@ def test_a_forward_replaced_on_the_object(replace, order, how, way):
         outer = with_adapters(model) if how == "PEFT" else model
         if order == "before apply":
             fa2patch.apply(outer)
+        return called_through(how, outer, told(DOCS, way, labels=labels_of(DOCS)))
+
+    reference = llama()
+    right_or_refused(run, alone(with_adapters(reference) if how == "PEFT" else reference))
+
+
+@pytest.mark.parametrize("way", BATCHES)
+@pytest.mark.parametrize("how", CALLS)
+def test_a_partial_with_a_self_of_its_own_before_apply(how, way):
+    def run():
+        model = llama()
+        model.forward = functools.partial(own_forward, self=model)
+        outer = with_adapters(model) if how == "PEFT" else model
+        fa2patch.apply(outer)
         return called_through(how, outer, told(DOCS, way, labels=labels_of(DOCS)))
 
     reference = llama()

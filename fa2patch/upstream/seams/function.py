@@ -8,7 +8,6 @@ GPT-NeoX in 4.47 and 4.48 have a dictionary of functions instead of classes. Its
 from __future__ import annotations
 
 import functools
-import inspect
 import re
 from dataclasses import replace
 from itertools import chain
@@ -21,6 +20,7 @@ from ..._types import Call, Function
 from ...binding import ABSENT
 from ...errors import PackingNotIsolated
 from ...kernels.options import Options
+from .. import inspecting
 from ..packed_mask import PackedMask, find
 from . import fused
 
@@ -67,7 +67,7 @@ def routed(original: Any) -> Callable[..., torch.Tensor]:
 
 def table_name(modeling: ModuleType, forward: Function) -> str | None:
     """Return the name of the dictionary in which a layer's ``forward`` looks up its attention function, or None."""
-    names = (name for name in forward.__code__.co_names if re.fullmatch(r"\w+_ATTENTION_FUNCTION", name))
+    names = (name for name in inspecting.names_read(forward) if re.fullmatch(r"\w+_ATTENTION_FUNCTION", name))
     return next((name for name in names if FLASH in vars(modeling).get(name, ())), None)
 
 
@@ -89,7 +89,7 @@ def routed_table(original: dict[str, Function]) -> dict[str, Function]:
     A packed batch goes to the function for flash attention, or to :func:`fused.computed` if that function is fused.
     """
     flash = original[FLASH]
-    casts = "target_dtype" in inspect.signature(flash).parameters
+    casts, fuses = inspecting.takes(flash, "target_dtype"), fused.is_fused(flash)
 
     def route(function: Function) -> Function:
         @functools.wraps(function)
@@ -99,7 +99,7 @@ def routed_table(original: dict[str, Function]) -> dict[str, Function]:
                 return function(*args, **kwargs)
             module = args[0] if isinstance(args[0], torch.nn.Module) else None
             of_layer = replace(mask, layer=module)
-            if fused.is_fused(flash):
+            if fuses:
                 return fused.computed(flash, module, of_layer, kwargs)
             known = {id(mask): of_layer, id(module): _Gemma2Layer(module)}
             args = tuple(known.get(id(value), value) for value in args)

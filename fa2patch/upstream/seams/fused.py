@@ -6,13 +6,13 @@ and takes no boundaries. A packed batch is therefore computed here, in the way o
 
 from __future__ import annotations
 
-import inspect
 from typing import Any
 
 import torch
 
 from ..._types import Call, Function
 from ...kernels.options import Options
+from .. import inspecting
 from ..packed_mask import PackedMask
 
 FUSED = "qkv"
@@ -20,7 +20,7 @@ FUSED = "qkv"
 
 def is_fused(function: Function) -> bool:
     """Whether an attention function takes query, key and value in one tensor."""
-    return FUSED in inspect.signature(function).parameters
+    return inspecting.takes(function, FUSED)
 
 
 def computed(function: Function, module: Any, mask: PackedMask, given: Call) -> tuple[torch.Tensor]:
@@ -39,7 +39,8 @@ def computed(function: Function, module: Any, mask: PackedMask, given: Call) -> 
     qkv: torch.Tensor = given[FUSED]
     cos, sin = given.get("position_embeddings") or module.rotary_emb(qkv, position_ids=given["position_ids"])
     q, k, v = qkv.transpose(3, 1).unbind(dim=2)
-    q, k = function.__globals__["apply_rotary_pos_emb"](q, k, cos, sin)
+    rotate = inspecting.global_of(function, "apply_rotary_pos_emb")
+    q, k = rotate(q, k, cos, sin)
     reach = given["local_attention"][0]
     options = Options(
         scale=module.head_dim**-0.5,

@@ -42,7 +42,7 @@ def seam_of(modeling: ModuleType, forward: Function) -> tuple[Site, tuple[Site, 
     return Site(modeling, name, Overlay), eager
 
 
-def registered(name: Any) -> Any:
+def registered(name: object) -> Function | None:
     """The function that Transformers has for an ``attn_implementation``, or None."""
     modeling = sys.modules.get("transformers.modeling_utils")
     tables = (getattr(modeling, registry, {}) for registry in REGISTRIES)

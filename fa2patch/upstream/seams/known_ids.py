@@ -11,11 +11,12 @@ from typing import Any
 import torch
 
 from ..._types import Function
+from .. import inspecting
 
 
 def reads_them(forward: Function) -> bool:
     """Whether a flash class's ``forward`` reads a tensor's value with ``.item()``."""
-    return "item" in forward.__code__.co_names
+    return inspecting.reads_name(forward, "item")
 
 
 def known(position_ids: torch.Tensor, largest: int) -> torch.Tensor:

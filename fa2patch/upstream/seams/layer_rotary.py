@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import inspect
 from typing import Any
 
 import torch
 
-from .. import rope
+from .. import inspecting, rope
 from ..packed_mask import PackedMask
 
 
@@ -22,7 +21,7 @@ class OfLayer:
 
     def __call__(self, x: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
         mask = self._mask
-        names = list(inspect.signature(self._module.forward).parameters)
+        names = inspecting.parameter_names(self._module.forward)
         if names[:2] == ["query", "key"]:
             return self._of_old_falcon(x, *args, **kwargs)
         call = dict(zip(names[1:], args), **kwargs)

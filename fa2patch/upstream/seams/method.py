@@ -8,7 +8,6 @@ what a plain class lacks.
 
 from __future__ import annotations
 
-import dis
 import functools
 import inspect
 import sys
@@ -20,10 +19,10 @@ from typing import Any
 
 import torch
 
-from ..._compile import compiling
+from ..._compile import compiling, constant
 from ..._types import Config, Function
 from ...binding import ABSENT
-from .. import rope
+from .. import inspecting, rope
 from ..packed_mask import PackedMask, find
 from . import function, known_ids, layer_rotary
 
@@ -54,7 +53,7 @@ def is_method_seam(flash: type) -> bool:
     return "_flash_attention_forward" in vars(flash)
 
 
-def window_flag(original: Any) -> Any:
+def window_flag(original: object) -> object:
     """Return the replacement for :data:`WINDOW_FLAG`: the original, or True where the module lacks it."""
     return True if original is ABSENT else original
 
@@ -101,7 +100,7 @@ class Layer:
         return self._mask.attend(self._module, q, k, v, function.options(kwargs))
 
 
-def missing(flash: type, module: Any) -> str:
+def missing(flash: type, module: torch.nn.Module) -> str:
     """Return a method that a flash class's ``forward`` calls and the layer lacks (ESM in 4.54 and 4.55), or ``""``.
 
     Besides the names of :class:`Layer`, three kinds of names are left out. A name that the code also holds as a string
@@ -109,24 +108,13 @@ def missing(flash: type, module: Any) -> str:
     of queries and keys). Calls of rotary modules remain in dead branches after the modules moved out of the layers
     (DiffLlama).
     """
-    code = inspect.unwrap(inspect.getattr_static(flash, "forward")).__code__
-    instructions = list(dis.get_instructions(code))
-    called = (
-        str(then.argval)
-        for load, then in zip(instructions, instructions[1:])
-        if load.opname.startswith("LOAD_FAST") and load.argval == code.co_varnames[0] and _looks_up_a_method(then)
-    )
-    inits = (inspect.unwrap(vars(cls)["__init__"]) for cls in flash.__mro__ if "__init__" in vars(cls))
-    set_up = (name for init in inits if inspect.isfunction(init) for name in init.__code__.co_names)
-    known = {*code.co_consts, *dir(Layer), *set_up, *rope.MODULES}
-    return next((name for name in called if name not in known and not hasattr(module, name)), "")
-
-
-def _looks_up_a_method(instruction: dis.Instruction) -> bool:
-    """Whether an instruction loads a method. Since Python 3.12, the lowest bit of ``LOAD_ATTR`` says so."""
-    if sys.version_info >= (3, 12):
-        return instruction.opname == "LOAD_ATTR" and bool((instruction.arg or 0) & 1)
-    return instruction.opname == "LOAD_METHOD"
+    forward = inspecting.forward_of(flash)
+    inits = (vars(cls)["__init__"] for cls in flash.__mro__ if "__init__" in vars(cls))
+    known = {*dir(Layer), *rope.MODULES, *chain.from_iterable(map(inspecting.names_read, inits))}
+    for name in inspecting.methods_called(forward):
+        if name not in known and not inspecting.has_constant(forward, name) and not hasattr(module, name):
+            return name
+    return ""
 
 
 @dataclass(frozen=True)
@@ -139,10 +127,15 @@ class OnFlashClass:
 
     owner: type
 
-    def __call__(self, original: Function) -> Function:
+    @property
+    def flash(self) -> type:
+        """The flash class of ``owner``."""
         flash = flash_class(sys.modules[self.owner.__module__], self.owner)
         assert flash is not None, f"{self.owner} had a flash class when it was planned"
-        return on_flash_class(original, self.owner, flash)
+        return flash
+
+    def __call__(self, original: Function) -> Function:
+        return on_flash_class(original, self.owner, self.flash)
 
 
 def on_flash_class(original: Function, owner: type, flash: type) -> Function:
@@ -156,12 +149,11 @@ def on_flash_class(original: Function, owner: type, flash: type) -> Function:
         owner: the class that defines it.
         flash: the flash class of ``owner``.
     """
-    names = list(inspect.signature(original).parameters)[1:]
-    flash_forward = original if issubclass(owner, flash) else inspect.getattr_static(flash, "forward")
+    names = inspecting.parameter_names(original)[1:]
+    flash_forward = original if issubclass(owner, flash) else inspecting.forward_of(flash)
     flash_forward = getattr(flash_forward, _ORIGINAL, flash_forward)
-    parameters = inspect.signature(flash_forward).parameters
-    takes_any = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values())
-    reads_ids = known_ids.reads_them(inspect.unwrap(flash_forward))
+    parameters, takes_any = inspecting.parameter_names(flash_forward), inspecting.takes_any_keyword(flash_forward)
+    reads_ids, casts = known_ids.reads_them(flash_forward), _casts_wrongly(flash_forward)
 
     @functools.wraps(original)
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
@@ -176,7 +168,8 @@ def on_flash_class(original: Function, owner: type, flash: type) -> Function:
             call["padding_mask"] = mask_of_layer
         if reads_ids and type(call.get("position_ids")) is torch.Tensor and not compiling():
             call["position_ids"] = known_ids.known(call["position_ids"], mask.positions - 1)
-        return _leaving_dtypes_alone(flash_forward)(Layer(self, flash, mask), **call)
+        computed = _leaving_dtypes_alone(flash_forward) if casts else flash_forward
+        return computed(Layer(self, flash, mask), **call)
 
     setattr(forward, _ORIGINAL, original)
     return forward
@@ -184,8 +177,12 @@ def on_flash_class(original: Function, owner: type, flash: type) -> Function:
 
 def _windowed(flash: Any, module: Any) -> bool:
     """Whether a layer has the window: in Qwen2 of 4.37 to 4.42, layers from ``max_window_layers`` on have none."""
-    decides = "max_window_layers" in inspect.unwrap(flash._flash_attention_forward).__code__.co_names
-    return not decides or module.layer_idx < module.config.max_window_layers
+    return not _decides_by_layer(flash) or module.layer_idx < module.config.max_window_layers
+
+
+@constant
+def _decides_by_layer(flash: Any) -> bool:
+    return inspecting.reads_name(flash._flash_attention_forward, "max_window_layers")
 
 
 class _Torch(ModuleType):
@@ -197,16 +194,21 @@ class _Torch(ModuleType):
         return getattr(torch, name)
 
 
-def _leaving_dtypes_alone(forward: Function) -> Function:
-    """A ``forward`` in which the test ``dtype == torch.float32`` is never true, if the cast behind the test is wrong.
+def _casts_wrongly(forward: Function) -> bool:
+    """Whether a flash class's ``forward`` casts float32 states in a wrong way.
 
-    4.34's classes cast float32 to float16 with any weights. 4.36's Phi and GPT-NeoX read the dtype of a ``q_proj`` that
-    they do not have. The dtype is chosen in :func:`~fa2patch.upstream.packed_mask.compute_dtype` anyway.
+    4.34's classes cast them to float16 with any weights. 4.36's Phi and GPT-NeoX read the dtype of a ``q_proj`` that
+    they do not have.
     """
-    names = inspect.unwrap(forward).__code__.co_names
-    wrong = "float16" in names or ("query_key_value" in names and "q_proj" in names)
-    if not wrong:
-        return forward
+    names = inspecting.names_read(forward)
+    return "float16" in names or ("query_key_value" in names and "q_proj" in names)
+
+
+def _leaving_dtypes_alone(forward: Function) -> Function:
+    """A ``forward`` in which the test ``dtype == torch.float32`` is never true, so that it casts nothing.
+
+    The dtype is chosen in :func:`~fa2patch.upstream.packed_mask.compute_dtype` anyway.
+    """
     alike = _rebound(forward)
     alike.__globals__.update(forward.__globals__, torch=_Torch("torch"))
     return alike

@@ -8,8 +8,6 @@ is found to keep documents apart by itself (``whole_row.py``).
 from __future__ import annotations
 
 import functools
-import inspect
-from collections.abc import Sequence
 from itertools import chain
 from typing import Any
 
@@ -18,7 +16,9 @@ import torch
 from ..._compile import uncompiled
 from ..._types import Args, Call, Function
 from ...documents.names import CACHES, LENGTHS
-from ...errors import PackedWithCache, PackingNotIsolated
+from ...errors import PackedWithCache
+from .. import apart, inspecting
+from ..calls import passed
 from ..packed_mask import PackedMask, find
 from . import whole_row
 
@@ -31,9 +31,7 @@ OTHER_WAYS = ("cache_position", "cache_params", "state")
 
 def is_handed(names: tuple[str, ...], forward: Function) -> bool:
     """Whether a ``forward`` takes an argument of one of these names, or ``*args``, which may hold one."""
-    parameters = list(inspect.signature(forward).parameters.values())
-    opaque = any(p.kind is p.VAR_POSITIONAL for p in parameters)
-    return opaque or any(p.name in names for p in parameters)
+    return inspecting.takes_any_position(forward) or any(inspecting.takes(forward, name) for name in names)
 
 
 def by_document(original: Function) -> Function:
@@ -43,7 +41,7 @@ def by_document(original: Function) -> Function:
     :class:`PackedWithCache` if a cache or state comes with a packed batch, and :class:`PackingNotIsolated` if the
     mixer's output does not have one entry for each token.
     """
-    names = list(inspect.signature(original).parameters)[1:]
+    names = inspecting.parameter_names(original)[1:]
 
     @functools.wraps(original)
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
@@ -51,7 +49,7 @@ def by_document(original: Function) -> Function:
         if mask is None:
             return original(self, *args, **kwargs)
         named = {**dict(zip(names, args)), **kwargs}
-        held = [name for name in CACHES if named.get(name) is not None and named[name] is not mask]
+        held = [name for name, value in passed(named, CACHES).items() if value is not mask]
         if held:
             raise PackedWithCache(
                 f"{type(self).__name__} was handed {held[0]} with a packed batch. What a cache holds belongs to no one "
@@ -66,7 +64,7 @@ def by_document(original: Function) -> Function:
 @uncompiled
 def _computed(
     original: Function,
-    module: Any,
+    module: torch.nn.Module,
     args: Args,
     kwargs: Call,
     mask: PackedMask,
@@ -77,7 +75,7 @@ def _computed(
     Args:
         hands_on: whether the second output is the next layer's state, so that the mask is returned in its place.
     """
-    lengths = [length for length in mask.boundaries.lengths if length]
+    lengths = apart.lengths_of(mask.boundaries)
     tokens = sum(lengths)
     kwargs = {name: value for name, value in kwargs.items() if name not in LENGTHS}
     place, hidden = _hidden(args, kwargs, mask.shape)
@@ -86,15 +84,10 @@ def _computed(
         given, named = list(args), dict(kwargs)
         if hidden is not None:
             (named if isinstance(place, str) else given)[place] = hidden
-        in_order = [_of_each(value, mask.shape, lengths) for value in given]
-        of_name = {name: _of_each(value, mask.shape, lengths) for name, value in named.items()}
-        outputs = [
-            original(module, *[of[i] for of in in_order], **{name: of[i] for name, of in of_name.items()}, **more)
-            for i in range(len(lengths))
-        ]
+        outputs = apart.of_each(functools.partial(original, module, **more), given, named, mask.shape, lengths)
         if hands_on:
-            return _joined([output[0] for output in outputs], mask.shape, lengths), mask
-        return _joined(outputs, mask.shape, lengths)
+            return apart.join([output[0] for output in outputs], mask.shape, lengths), mask
+        return apart.join(outputs, mask.shape, lengths)
 
     if hidden is None or not whole_row.may_be(original, module, hidden, lengths):
         mask.picks.takes_documents(module)
@@ -110,7 +103,7 @@ def _computed(
     return among([tokens], more) if at_once else among(lengths, {})
 
 
-def _kind_of_call(module: Any, hidden: torch.Tensor) -> tuple[Any, ...]:
+def _kind_of_call(module: torch.nn.Module, hidden: torch.Tensor) -> tuple[Any, ...]:
     """What selects a mixer's kernels: device, dtypes, training. An empty product shows the dtype under autocast."""
     computed_in = torch.nn.functional.linear(hidden.new_empty(0, 1), hidden.new_empty(1, 1)).dtype
     return hidden.device, hidden.dtype, computed_in, module.training
@@ -122,45 +115,3 @@ def _hidden(args: Args, kwargs: Call, shape: tuple[int, int]) -> tuple[Any, torc
         if isinstance(value, torch.Tensor) and value.is_floating_point() and value.shape[:-1] == shape:
             return place, value
     return None, None
-
-
-def _of_each(value: Any, shape: tuple[int, int], lengths: list[int]) -> Sequence[Any]:
-    """An argument for each document: tensors with the batch's tokens are split to ``[1, length, ...]``.
-
-    A packed mask becomes None. Other values are the same for every document.
-    """
-    if isinstance(value, PackedMask):
-        return [None] * len(lengths)
-    if isinstance(value, (tuple, list)):
-        columns = [_of_each(each, shape, lengths) for each in value]
-        return [tuple(column[i] for column in columns) for i in range(len(lengths))]
-    if not isinstance(value, torch.Tensor) or value.dim() < 2 or value.shape[1] != shape[1]:
-        return [value] * len(lengths)
-    rows = value.expand(shape[0], *value.shape[1:]).flatten(0, 1)
-    return [piece[None] for piece in torch.split(rows, lengths)]
-
-
-def _joined(outputs: Sequence[Any], shape: tuple[int, int], lengths: Sequence[int]) -> Any:
-    """Join the documents' outputs, ``[1, length, ...]`` to ``[batch, length, ...]``, ``[length, ...]`` end to end.
-
-    If a mixer returns several outputs, those after the first that are not for each token (a last state) become None.
-    """
-    if isinstance(outputs[0], tuple):
-        first, *others = zip(*outputs)
-        return (_joined(first, shape, lengths), *(_of_tokens(other, shape, lengths) for other in others))
-    whole = _of_tokens(outputs, shape, lengths)
-    if whole is None:
-        found = f"{type(outputs[0]).__name__} {list(getattr(outputs[0], 'shape', []))}"
-        raise PackingNotIsolated(
-            f"a mixer returned something that is not for each token ({found}): computed document by document, there "
-            "is one for each of them. Train this model padded, and please report it."
-        )
-    return whole
-
-
-def _of_tokens(outputs: Sequence[Any], shape: tuple[int, int], lengths: Sequence[int]) -> torch.Tensor | None:
-    shapes = [tuple(each.shape) if isinstance(each, torch.Tensor) else () for each in outputs]
-    if [each[:2] for each in shapes] == [(1, length) for length in lengths]:
-        whole = torch.cat(tuple(outputs), dim=1)
-        return whole.view(*shape, *whole.shape[2:])
-    return torch.cat(tuple(outputs)) if [each[:1] for each in shapes] == [(length,) for length in lengths] else None

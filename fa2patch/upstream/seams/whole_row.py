@@ -7,7 +7,6 @@ first packed row of each kind of call.
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Sequence
 from itertools import accumulate
 from typing import Any, Callable
@@ -17,6 +16,7 @@ import torch
 from ..._types import Function
 from ...documents.boundaries import Boundaries
 from ...trying import out_of_reach, says_nothing
+from .. import inspecting
 
 NEVER_ON = ("cpu", "meta")
 """Devices for which none of these packages has a kernel."""
@@ -37,21 +37,17 @@ def keywords(forward: Function, boundaries: Boundaries, tokens: int) -> dict[str
         **dict.fromkeys(("cu_seq_lens_q", "cu_seq_lens_k"), cu),
         **dict.fromkeys(("max_length_q", "max_length_k"), boundaries.max_seqlen),
     }
-    parameters = inspect.signature(forward).parameters.values()
-    takes_any = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters)
-    names = {parameter.name for parameter in parameters}
-    return {name: value for name, value in every.items() if takes_any or name in names}
+    return {name: value for name, value in every.items() if inspecting.accepts(forward, name)}
 
 
-def may_be(forward: Function, module: Any, hidden: torch.Tensor, lengths: Sequence[int]) -> bool:
+def may_be(forward: Function, module: torch.nn.Module, hidden: torch.Tensor, lengths: Sequence[int]) -> bool:
     """Whether a trial can be made: kernels may exist, the row has several documents, and ``forward`` takes lengths.
 
     DeepSpeed's ZeRO-3 is left out, because it would take a trial's backward for the training's.
     """
     if hidden.device.type in NEVER_ON or len(lengths) < 2:
         return False
-    parameters = inspect.signature(forward).parameters.values()
-    takes = any(p.kind is p.VAR_KEYWORD or p.name in ("seq_idx", "cu_seq_lens_q") for p in parameters)
+    takes = any(inspecting.accepts(forward, name) for name in ("seq_idx", "cu_seq_lens_q"))
     return takes and not any(hasattr(parameter, "ds_id") for parameter in module.parameters())
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Iterable
 from typing import Any
 
@@ -46,13 +45,10 @@ class BrokenFlashClass(Trait):
 
     def finds(self, model: Looked) -> str | None:
         for layer in model.attention:
-            if not isinstance(layer.site.make, method.OnFlashClass):
-                continue
-            owner = layer.site.owner
-            flash = method.flash_class(sys.modules[owner.__module__], owner)
-            name = method.missing(flash, layer.module) if flash is not None else ""
-            if flash is not None and name:
-                return f"{layer.name} ({type(layer.module).__name__}), whose {flash.__name__} calls self.{name}"
+            make = layer.site.make
+            name = method.missing(make.flash, layer.module) if isinstance(make, method.OnFlashClass) else ""
+            if isinstance(make, method.OnFlashClass) and name:
+                return f"{layer.name} ({type(layer.module).__name__}), whose {make.flash.__name__} calls self.{name}"
         return None
 
     def refuses(self, model: Looked, found: str) -> None:
@@ -68,7 +64,7 @@ class FusedFlash(Trait):
 
     name = "fused flash"
 
-    def finds(self, model: Looked) -> Any:
+    def finds(self, model: Looked) -> bool | None:
         fused = any(layer.fused for layer in model.attention)
         return True if fused and model.model.config._attn_implementation == "flash_attention_2" else None
 
@@ -89,7 +85,7 @@ class UnclaimedFlash(Trait):
 
     name = "unclaimed flash"
 
-    def finds(self, model: Looked) -> Any:
+    def finds(self, model: Looked) -> bool | None:
         said = model.vouched or claims_flash_attention(model.model, model.attention)
         return None if said or not model.attention else True
 

@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from ..._types import Config, Model
+from ..._types import Config, Function, Model
 from .. import inspecting
 from ..step import Step
 from .trait import Trait
@@ -32,7 +32,7 @@ def takes_text_axis(decoder: Model) -> bool:
     return inspecting.has_constant(type(decoder).forward, 4)
 
 
-def without_text_axis(model: Model, forward: Any, position_ids: Any) -> Any:
+def without_text_axis(model: Model, forward: Function, position_ids: Any) -> Any:
     """Position ids without the text axis, if they have four axes and the decoder takes three; otherwise unchanged.
 
     Args:

@@ -20,7 +20,7 @@ class NoCache(Trait):
 
     name = NAME
 
-    def finds(self, model: Looked) -> Any:
+    def finds(self, model: Looked) -> bool | None:
         return None if getattr(model.decoder.config, "num_kv_shared_layers", 0) else True
 
     def before(self, step: Step, found: Any) -> None:

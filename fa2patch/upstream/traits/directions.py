@@ -85,9 +85,7 @@ def contradiction(entered: Sequence[Any], layers: Sequence[Any]) -> str:
 
 def _causal_masks(model: Model) -> bool | None:
     """Whether the masks that a model's ``forward`` makes hide later tokens; None if its code does not show it."""
-    forward: Any = vars(inspecting.defining(type(model), "forward"))["forward"]
-    if inspecting.code_of(forward) is None:
-        return None
+    forward = inspecting.forward_of(type(model))
     made = [name for name in inspecting.names_read(forward) if _MAKES.fullmatch(name)]
     if not made or any("bidirectional" in name for name in made):
         return None
@@ -99,19 +97,18 @@ def _causal_masks(model: Model) -> bool | None:
     return not (adds_the_later_ones(config) and adds)
 
 
-def adds_the_later_ones(config: Any) -> bool:
+def adds_the_later_ones(config: object) -> bool:
     """Whether the config of an otherwise causal model lets all tokens see each other (EmbeddingGemma)."""
     return getattr(config, _FLAG, None) in (True, "all")
 
 
-def is_two_sided(function: Any, config: Config) -> bool:
+def is_two_sided(function: object, config: Config) -> bool:
     """Whether a function makes masks in which tokens see later tokens.
 
     In 5.x a function for causal masks also makes such masks if ``config.is_causal`` is False.
     """
-    code = inspecting.code_of(function)
     turned = inspecting.has_constant(function, "is_causal") and not getattr(config, "is_causal", True)
-    return turned or (code is not None and "bidirectional" in code.co_name)
+    return turned or "bidirectional" in inspecting.defined_as(function)
 
 
 def reach(window: int) -> int:

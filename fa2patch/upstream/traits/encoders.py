@@ -21,7 +21,7 @@ class EncoderDecoder(Trait):
 
     name = "encoder-decoder"
 
-    def finds(self, model: Looked) -> Any:
+    def finds(self, model: Looked) -> bool | None:
         return True if getattr(model.model.config, "is_encoder_decoder", False) else None
 
     def refuses(self, model: Looked, found: Any) -> None:
@@ -65,11 +65,11 @@ def attention_to_an_encoder(decoder: Model, attention: Sequence[str]) -> str:
     return ""
 
 
-def _between(block: Any, inside: list[str]) -> list[Any]:
+def _between(block: torch.nn.Module, inside: list[str]) -> list[torch.nn.Module]:
     """The modules between a block and the attention layers in it."""
     paths = {".".join(name.split(".")[:end]) for name in inside for end in range(1, name.count(".") + 1)}
     return [block.get_submodule(path) for path in sorted(paths)]
 
 
 def _takes(cls: type) -> bool:
-    return not inspecting.is_of_torch(cls) and inspecting.takes(cls.forward, ENCODED)  # type: ignore[attr-defined]
+    return not inspecting.is_of_torch(cls) and inspecting.takes(inspecting.forward_of(cls), ENCODED)

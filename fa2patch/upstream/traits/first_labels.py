@@ -11,7 +11,7 @@ from ..._types import Model
 from ...documents.names import IGNORED_LABEL, LABELS
 from ...errors import BadBatch
 from .. import inspecting
-from ..calls import batch_shape
+from ..calls import batch_shape, passed
 from ..step import Step
 from .trait import Trait
 
@@ -30,7 +30,7 @@ class FirstLabels(Trait):
             return
         shape, _ = batch_shape(step.call)
         cu = step.mask.boundaries.cu_seqlens
-        given = {name: step.call[name] for name in LABELS if step.call.get(name) is not None}
+        given = passed(step.call, LABELS)
         inside = {name: inside_documents(labels, cu, name, shape) for name, labels in given.items()}
         step.call = {**step.call, **inside}
 
@@ -68,7 +68,7 @@ def _has_vocabulary_head(model: Model) -> bool:
     return head is not None or any(isinstance(weight, torch.Tensor) and weight.shape[0] == rows for weight in own)
 
 
-def inside_documents(labels: Any, cu_seqlens: torch.Tensor, name: str, shape: tuple[int, int]) -> torch.Tensor:
+def inside_documents(labels: object, cu_seqlens: torch.Tensor, name: str, shape: tuple[int, int]) -> torch.Tensor:
     """Labels in which every document's first token has the label -100.
 
     Args:

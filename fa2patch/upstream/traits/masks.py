@@ -16,6 +16,7 @@ import sys
 from collections.abc import Iterable
 from dataclasses import replace
 from itertools import chain
+from types import ModuleType
 from typing import Any
 
 from ..._types import Config, Function
@@ -63,7 +64,7 @@ class Masks(Trait):
 
 def sites(base_model: type) -> list[Site]:
     """The sites of all functions that make masks for this class of models, or for a class that it inherits from."""
-    owners: list[tuple[Any, str]] = [
+    owners: list[tuple[type | ModuleType, str]] = [
         (cls, name)
         for name in METHODS
         for cls in base_model.__mro__
@@ -80,7 +81,7 @@ def sites(base_model: type) -> list[Site]:
     return [Site(owner, name, let_through) for owner, name in owners]
 
 
-def _makes_one(method: Any) -> bool:
+def _makes_one(method: Function) -> bool:
     """Whether a method returns one mask.
 
     OPT's in 4.46 and 4.47 returns two, and makes them with functions that are replaced.
@@ -101,7 +102,7 @@ def let_through(original: Function) -> Function:
         The replacement. It raises :class:`PackingNotIsolated` if tokens of an image would see each other in both
         directions.
     """
-    names = [parameter.name for parameter in inspecting.parameters(original)]
+    names = inspecting.parameter_names(original)
 
     @functools.wraps(original)
     def make_mask(*args: Any, **kwargs: Any) -> Any:

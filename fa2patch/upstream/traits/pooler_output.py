@@ -9,6 +9,7 @@ import torch
 from ..._compile import uncompiled
 from ..._types import Model
 from ...documents.boundaries import Boundaries
+from .. import apart
 from ..packed_mask import PackedMask
 from ..step import Step
 from .trait import Trait
@@ -51,5 +52,5 @@ def pool_documents(model: Model, output: Any, mask: PackedMask) -> Any:
 
 @uncompiled
 def _pooled(pooler: Callable[..., torch.Tensor], hidden: torch.Tensor, documents: Boundaries) -> torch.Tensor:
-    pieces = torch.split(hidden.flatten(0, 1), [length for length in documents.lengths if length])
-    return torch.cat([pooler(piece[None]) for piece in pieces])
+    pieces = apart.split(hidden, hidden.shape[:2], apart.lengths_of(documents))
+    return torch.cat([pooler(piece) for piece in pieces])

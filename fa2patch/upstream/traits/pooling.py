@@ -7,18 +7,17 @@ luggage on these tokens to the base model, which computes it and returns the hid
 
 from __future__ import annotations
 
-import functools
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
-from ..._compile import constant
 from ..._types import Call, Model
 from ...documents.boundaries import Boundaries
 from ...documents.names import TOKENS
 from ...errors import BadBatch, PackingNotIsolated
-from .. import inspecting, luggage
+from .. import apart, inspecting, luggage
+from ..calls import passed
 from ..packed_mask import PackedMask
 from ..step import Step
 from .trait import Trait
@@ -65,20 +64,10 @@ class Pooled:
 
 def pools_documents(model: Model) -> bool:
     """Whether a model's forward pools the last token of each row, so that it can pool each document instead."""
-    cls: Any = type(model)
-    return _pools_the_last_token(cls)
-
-
-@constant
-def _pools_the_last_token(cls: type) -> bool:
-    return _looked_up(cls)
-
-
-@functools.lru_cache(maxsize=64)
-def _looked_up(cls: type) -> bool:
-    pooling = (forward for forward in inspecting.forwards_that_run(cls) if inspecting.has_variable(forward, POOLED))
-    forward = next(pooling, None)
-    return forward is not None and any(inspecting.has_variable(forward, name) for name in _LAST_TOKEN)
+    for forward in inspecting.forwards_that_run(type(model)):
+        if inspecting.has_variable(forward, POOLED):
+            return any(inspecting.has_variable(forward, name) for name in _LAST_TOKEN)
+    return False
 
 
 class PooledHeads(Trait):
@@ -110,8 +99,7 @@ def by_document(model: Model, call: Call, mask: PackedMask) -> tuple[dict[str, A
         BadBatch: there is not one label per document, or there are several documents and the config has no
             ``pad_token_id``.
     """
-    name = next(name for name in TOKENS if call.get(name) is not None)
-    whole = call[name]
+    name, whole = next(iter(passed(call, TOKENS).items()))
     pad = inspecting.text_config(model.config).pad_token_id
     tokens = _pooled_tokens(mask.boundaries, whole, pad if name == "input_ids" else None)
     tokens = _of_real_documents(tokens, mask.boundaries, call.get("attention_mask"))
@@ -140,7 +128,7 @@ def ridden(call: Call) -> Pooled | None:
 
 def _pooled_tokens(boundaries: Boundaries, ids: torch.Tensor, pad: int | None) -> torch.Tensor:
     """The index of each document's last token that is not ``pad``, as in Transformers since 4.50."""
-    lengths = torch.tensor([length for length in boundaries.lengths if length])
+    lengths = torch.tensor(apart.lengths_of(boundaries))
     ends = lengths.cumsum(0).to(ids.device)
     if pad is None:
         return ends - 1
@@ -152,15 +140,15 @@ def _pooled_tokens(boundaries: Boundaries, ids: torch.Tensor, pad: int | None) -
     return torch.zeros_like(ends).scatter_reduce(0, document, at, "amax")
 
 
-def _of_real_documents(tokens: torch.Tensor, boundaries: Boundaries, given: Any) -> torch.Tensor:
+def _of_real_documents(tokens: torch.Tensor, boundaries: Boundaries, given: object) -> torch.Tensor:
     """The pooled tokens without those of documents that a 2-D mask marks as padding."""
     if not isinstance(given, torch.Tensor) or given.dim() != 2:
         return tokens
-    starts = torch.tensor([0, *(length for length in boundaries.lengths if length)])[:-1].cumsum(0)
+    starts = torch.tensor([0, *apart.lengths_of(boundaries)])[:-1].cumsum(0)
     return tokens[given.flatten()[starts.to(given.device)].to(tokens.device) != 0]
 
 
-def _one_per_document(labels: Any, documents: int) -> torch.Tensor:
+def _one_per_document(labels: object, documents: int) -> torch.Tensor:
     found = f"{list(labels.shape)}" if isinstance(labels, torch.Tensor) else type(labels).__name__
     if isinstance(labels, torch.Tensor):
         flat = labels[0] if labels.dim() > 1 and labels.shape[0] == 1 and documents != 1 else labels

@@ -86,11 +86,10 @@ def _may_read_ids(decoder: Model) -> bool:
     """
     inherited = (forward for _, forward in inspecting.forwards(type(decoder)))
     for forward in (decoder.forward, *inherited):
-        parameters = inspecting.parameters(forward)
-        if inspecting.code_of(forward) is None or any(p.name == "position_ids" for p in parameters):
+        if inspecting.code_of(forward) is None or inspecting.takes(forward, "position_ids"):
             return True
-        if any(p.kind is p.VAR_KEYWORD for p in parameters):
-            if inspecting.has_constant(forward, "position_ids") or any(p.kind is p.VAR_POSITIONAL for p in parameters):
+        if inspecting.takes_any_keyword(forward):
+            if inspecting.has_constant(forward, "position_ids") or inspecting.takes_any_position(forward):
                 return True
             if inspecting.reads_name(forward, "forward"):
                 continue  # it calls super().forward: the parent class decides
@@ -98,12 +97,12 @@ def _may_read_ids(decoder: Model) -> bool:
     return False
 
 
-def position_embeddings(decoder: Model) -> list[Any]:
+def position_embeddings(decoder: Model) -> list[torch.nn.Embedding]:
     """The position embeddings that take the mask and count its ones (OPT, BioGPT)."""
     return [module for module in decoder.modules() if isinstance(module, torch.nn.Embedding) and _counts_mask(module)]
 
 
-def _counts_mask(embedding: Any) -> bool:
+def _counts_mask(embedding: torch.nn.Embedding) -> bool:
     first = inspecting.parameters(embedding.forward)[0]
     behind_args = first.kind is first.VAR_POSITIONAL and hasattr(embedding, "offset")  # a wrapper of other code
     return first.name == MASK or behind_args

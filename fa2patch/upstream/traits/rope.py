@@ -40,7 +40,7 @@ class Rope(Trait):
             step.send_documents()
 
 
-def _modules(model: Looked) -> list[Any]:
+def _modules(model: Looked) -> list[torch.nn.Module]:
     return [module for name, module in model.decoder.named_children() if name in MODULES]
 
 

@@ -34,9 +34,9 @@ class FirstTokenHeads(Trait):
 
     def finds(self, model: Looked) -> str | None:
         head = inspecting.defining(type(model.model), "forward")  # a subclass may define no forward of its own
-        pooled = isinstance(getattr(model.decoder, "pooler", None), torch.nn.Module)
-        reads_it = model.model is not model.decoder and pooled and not _READS_ALL.search(head.__name__)
-        return type(getattr(model.decoder, "pooler", None)).__name__ if reads_it else None
+        pooler = getattr(model.decoder, "pooler", None)
+        pooled = model.model is not model.decoder and isinstance(pooler, torch.nn.Module)
+        return type(pooler).__name__ if pooled and not _READS_ALL.search(head.__name__) else None
 
     def refuses(self, model: Looked, found: str) -> None:
         raise UnsupportedModel(

@@ -9,6 +9,7 @@ import torch
 
 from ..._types import Call, Model
 from ...errors import PackingNotIsolated
+from ..calls import passed
 from ..packed_mask import PackedMask
 from ..step import Step
 from .trait import Trait
@@ -78,7 +79,7 @@ def refuse_outputs_of_rows(model: Model, output: Any, call: Call, mask: PackedMa
     Raises:
         PackingNotIsolated: an output has one value per row.
     """
-    if len(mask.boundaries) <= mask.shape[0] or any(call.get(name) is not None for name in _FEWER_LOGITS):
+    if len(mask.boundaries) <= mask.shape[0] or passed(call, _FEWER_LOGITS):
         return
     named = output.items() if hasattr(output, "items") else enumerate(output if isinstance(output, tuple) else [output])
     for name, value in named:

@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 import functools
-import inspect
 from collections.abc import Iterable
-from typing import Any, Callable
+from typing import Any
 
 import torch
 
 from ..._compile import uncompiled
 from ..._types import Call, Function, Model
 from ...documents.boundaries import Boundaries
-from .. import luggage
+from .. import apart, inspecting, luggage
 from ..looked import Looked
 from ..packed_mask import find
 from ..site import Site, of_forward
@@ -25,7 +24,7 @@ class ScaledEmbeddings(Trait):
 
     name = "scaled embeddings"
 
-    def finds(self, model: Looked) -> Any:
+    def finds(self, model: Looked) -> bool | None:
         return True if _scaled(model.decoder) else None
 
     def replaces(self, model: Looked, found: Any) -> Iterable[Site]:
@@ -35,7 +34,7 @@ class ScaledEmbeddings(Trait):
         step.send_documents()
 
 
-def _scaled(decoder: Model) -> list[Any]:
+def _scaled(decoder: Model) -> list[torch.nn.Module]:
     return [module for module in decoder.modules() if "token_dropout" in vars(module)]
 
 
@@ -44,7 +43,7 @@ def by_document(original: Function) -> Function:
 
     Some versions pass them no mask. There the documents come as luggage on ``position_ids``.
     """
-    names = list(inspect.signature(original).parameters)[1:]
+    names = inspecting.parameter_names(original)[1:]
 
     @functools.wraps(original)
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
@@ -64,16 +63,8 @@ def by_document(original: Function) -> Function:
 
 
 @uncompiled
-def _each(embed: Callable[..., torch.Tensor], call: Call, documents: Boundaries) -> torch.Tensor:
+def _each(embed: Function, call: Call, documents: Boundaries) -> Any:
     """Embeddings ``[batch, length, hidden]``, computed document by document."""
     shape = call["position_ids"].shape
-    lengths = [length for length in documents.lengths if length]
-    columns = {
-        name: torch.split(value.flatten(0, 1), lengths)
-        for name, value in call.items()
-        if isinstance(value, torch.Tensor) and value.shape[:2] == shape
-    }
-    rest = {name: value for name, value in call.items() if name not in columns}
-    pieces = [embed(**rest, **{name: column[i][None] for name, column in columns.items()}) for i in range(len(lengths))]
-    embedded = torch.cat(pieces, dim=1)
-    return embedded.view(*shape, embedded.shape[-1])
+    lengths = apart.lengths_of(documents)
+    return apart.join(apart.of_each(embed, (), call, shape, lengths), shape, lengths)

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 from ...errors import LayerNotPatchable
 from .. import inspecting
 from ..looked import Looked
@@ -17,10 +15,8 @@ class Unreadable(Trait):
 
     def finds(self, model: Looked) -> str | None:
         for cls in dict.fromkeys(type(module) for module in model.entered[0].modules()):
-            if inspecting.is_of_torch(cls) or not inspecting.has_own_forward(cls):
-                continue
-            forward: Any = vars(inspecting.defining(cls, "forward"))["forward"]
-            if inspecting.code_of(forward) is None:
+            forward = inspecting.forward_of(cls)
+            if not inspecting.is_of_torch(cls) and inspecting.code_of(forward) is None:
                 return f"{cls.__module__}.{cls.__qualname__}.forward is a {type(forward).__name__}"
         return None
 

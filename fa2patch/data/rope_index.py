@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Mapping
 from typing import Any
 
@@ -10,6 +9,7 @@ import torch
 
 from ..documents.names import GRIDS
 from ..errors import CollatorError
+from ..upstream import inspecting
 from ..upstream.find_models import is_transformers_model, models
 from ..upstream.traits.axes import takes_text_axis
 from .flattening import Columns
@@ -54,7 +54,7 @@ class RopeIndex:
             )
         self._class, self.config = type(counting), counting.config
         self.text_axis = takes_text_axis(path[-1])
-        self.takes_types = any(TYPES in inspect.signature(inner.forward).parameters for inner in path)
+        self.takes_types = any(inspecting.takes(inner.forward, TYPES) for inner in path)
 
     def positions(self, index: int, columns: Columns, pictures: Mapping[str, torch.Tensor]) -> torch.Tensor:
         """Return the time, height and width ids of one document, int64 ``[3, 1, n]``.
@@ -71,7 +71,7 @@ class RopeIndex:
         if not any(name in pictures for name in GRIDS):
             return torch.arange(ids.shape[1]).expand(3, 1, -1)
         count = self._class.get_rope_index
-        takes = inspect.signature(count).parameters
+        takes = inspecting.parameter_names(count)
         call = {name: pictures[name] for name in (*GRIDS, SECONDS) if name in pictures and name in takes}
         if TYPES in takes:
             if TYPES not in columns:

@@ -14,7 +14,7 @@ from .. import kernels
 from .._types import Function
 from ..binding import LOCK, release
 from ..errors import BadArgument, LayerNotPatchable, UnsupportedTransformers
-from ..upstream import foreign
+from ..upstream import foreign, inspecting
 from ..upstream.find_models import models
 from ..upstream.step import MARK
 from . import peft_models
@@ -129,8 +129,7 @@ def _held_under(module: torch.nn.Module, original: Function) -> list[str]:
     is ``forward`` if that is the class's own (Transformers 5.0 and 5.1 leave it there after ``output_attentions``).
     """
     own = module.__dict__.get("forward")
-    code = getattr(getattr(own, "func", own), "__code__", None)
-    if foreign.HOOKED in module.__dict__ and code is not None and foreign.HOOKED in code.co_names:
+    if foreign.HOOKED in module.__dict__ and inspecting.called_code_reads(own, foreign.HOOKED):
         return [foreign.HOOKED]
     return ["forward"] if own is not None and getattr(own, "__func__", None) is original else []
 

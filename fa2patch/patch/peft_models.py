@@ -9,7 +9,6 @@ one there after ``disable_adapter``, mixed precision wraps it). ``__call__`` che
 from __future__ import annotations
 
 import functools
-import inspect
 import sys
 import weakref
 from types import ModuleType
@@ -22,6 +21,7 @@ from ..binding import ABSENT, LOCK, bind, used_by, when_imported
 from ..documents.names import LENGTHS
 from ..documents.recognition import recognise
 from ..errors import PackingNotIsolated
+from ..upstream import inspecting
 from ..upstream.find_models import is_transformers_model
 from ..upstream.step import MARK, Patched
 
@@ -122,7 +122,7 @@ def _reads_rows(model: Any, base: type[torch.nn.Module]) -> str:
 
 
 def _named(function: Function, args: Args, kwargs: Call) -> dict[str, Any]:
-    parameters = list(inspect.signature(function).parameters.values())[1:]
+    parameters = inspecting.parameters(function)[1:]
     names = [p.name for p in parameters if p.kind is p.POSITIONAL_OR_KEYWORD] or ["input_ids"]
     call = {**dict(zip(names, args)), **kwargs}
     return call if call.get("input_ids") is not None else {**call, "input_ids": call.get("inputs")}

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
-
 import torch
 
 from .._types import Call, Model
@@ -13,6 +11,7 @@ from ..patch.applying import status
 from ..probing.batches import PER_TOKEN, Span, text_tokens
 from ..probing.probe import outputs, outputs_and_embeddings
 from ..trying import says_nothing
+from ..upstream import inspecting
 
 
 def embedding(inner: Model) -> torch.Tensor:
@@ -58,7 +57,7 @@ class Run:
         self.model, self.inner = model, inner
         self.labels = batch.get("labels")
         self.batch = {name: value for name, value in batch.items() if name not in LABELS}
-        if "state" in inspect.signature(type(inner).forward).parameters:
+        if inspecting.takes(type(inner).forward, "state"):
             self.batch["use_cache"] = False  # as in training: RWKV's cache overwrites what its backward needs
         self.spans = spans
         real = [at for at, span in enumerate(spans) if span.real]

@@ -9,7 +9,6 @@ weights. A model made by calling its class is patched when it is given to a ``Tr
 from __future__ import annotations
 
 import functools
-import inspect
 import sys
 import threading
 import traceback
@@ -27,6 +26,7 @@ from ..patch.applying import apply, status
 from ..patch.state import Patch
 from ..patch.unwrap import transformers_model
 from ..trying import says_nothing
+from ..upstream import inspecting
 from ..upstream.find_layers import attention_layers
 from ..upstream.find_models import models
 from . import collate
@@ -240,6 +240,4 @@ def _embeds_tokens_only(model: Any) -> bool:
         embedding = model.get_input_embeddings()
     except (AttributeError, NotImplementedError):
         return False
-    return (
-        isinstance(embedding, torch.nn.Embedding) and "pixel_values" not in inspect.signature(model.forward).parameters
-    )
+    return isinstance(embedding, torch.nn.Embedding) and not inspecting.takes(model.forward, "pixel_values")

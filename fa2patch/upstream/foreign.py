@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import functools
 import inspect
-import sys
 from types import CodeType, MethodType
 from typing import Any, Callable
 
@@ -100,8 +99,10 @@ def refuse_bypassed(model: Model, forward: Function) -> None:
         forward: its foreign forward.
     """
     function = getattr(forward, "__func__", forward)
-    if not compiling() and not _has_labels(inspecting.own_code(function)):
-        return
+    if not compiling():
+        code = inspecting.code_called(function)
+        if code is not None and not _has_labels(code):
+            return
     raise PackingNotIsolated(
         f"the forward of this {type(model).__name__} was replaced after fa2patch.apply, by "
         f"{getattr(function, '__module__', type(function).__name__)}.{getattr(function, '__qualname__', '')}, and was "
@@ -110,12 +111,14 @@ def refuse_bypassed(model: Model, forward: Function) -> None:
     )
 
 
-def _has_labels(code: CodeType | None) -> bool:
-    """Whether the nearest caller that runs this code was given labels."""
-    frame = sys._getframe(1)
+def _has_labels(code: CodeType) -> bool:
+    """Whether a caller runs this code, and labels were given to it or to a function that it has called."""
+    given, frame = False, inspect.currentframe()
     while frame is not None:
+        keywords = inspect.getargvalues(frame).keywords
+        held = {**frame.f_locals, **(frame.f_locals.get(keywords) or {} if keywords else {})}
+        given = given or bool(passed(held, LABELS))
         if frame.f_code is code:
-            held = {**frame.f_locals, **(frame.f_locals.get("kwargs") or {})}
-            return bool(passed(held, LABELS))
-        frame = frame.f_back  # type: ignore[assignment]
+            return given
+        frame = frame.f_back
     return False

@@ -7,6 +7,7 @@ where a docstring says otherwise, a function is looked at below the decorators t
 from __future__ import annotations
 
 import dis
+import functools
 import inspect
 import sys
 from collections.abc import Iterable, Iterator
@@ -25,6 +26,20 @@ def code_of(function: object) -> CodeType | None:
 def own_code(function: object) -> CodeType | None:
     """Return the code of a function itself, of the outermost decorator if it has any; None if it has no code."""
     return getattr(function, "__code__", None)
+
+
+def code_called(function: object) -> CodeType | None:
+    """Return the code that a call runs first: of a function, below a partial, or of an object's ``__call__``."""
+    while isinstance(function, functools.partial):
+        function = function.func
+    function = getattr(function, "__func__", function)
+    return own_code(function) or own_code(getattr(type(function), "__call__", None))  # noqa: B004
+
+
+def called_code_reads(function: object, name: str) -> bool:
+    """Whether :func:`code_called` uses a global name or an attribute of this name."""
+    code = code_called(function)
+    return code is not None and name in code.co_names
 
 
 def reads_name(function: object, name: str) -> bool:

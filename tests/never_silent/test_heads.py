@@ -41,6 +41,23 @@ def as_a_closure(model):
     model.forward = lambda *args, **kwargs: own_forward(model, *args, **kwargs)
 
 
+def as_a_partial(model):
+    model.forward = functools.partial(own_forward, self=model)
+
+
+def as_an_object(model):
+    class Forward:
+        def __call__(self, *args, **kwargs):
+            return own_forward(model, *args, **kwargs)
+
+    model.forward = Forward()
+
+
+def under_other_names(model):
+    """Hands its arguments on in tuples and dictionaries of any name."""
+    model.forward = lambda *given, **named: own_forward(model, *given, **named)
+
+
 def through_the_class_s(model):
     """Changes only the loss, and calls the forward that it replaced."""
     inner = model.forward
@@ -65,13 +82,14 @@ def called_through(how, model, batch):
     return called(model.forward if how == "model.forward(...)" else model, model, batch)
 
 
+REPLACED = [on_the_object, as_a_closure, as_a_partial, as_an_object, under_other_names, through_the_class_s]
 CALLS = ("model(...)", "model.forward(...)", "PEFT")
 
 
 @pytest.mark.parametrize("way", BATCHES)
 @pytest.mark.parametrize("how", CALLS)
 @pytest.mark.parametrize("order", ["before apply", "after apply"])
-@pytest.mark.parametrize("replace", [on_the_object, as_a_closure, through_the_class_s])
+@pytest.mark.parametrize("replace", REPLACED)
 def test_a_forward_replaced_on_the_object(replace, order, how, way):
     def run():
         model = llama()
@@ -81,20 +99,6 @@ def test_a_forward_replaced_on_the_object(replace, order, how, way):
         outer = with_adapters(model) if how == "PEFT" else model
         if order == "before apply":
             fa2patch.apply(outer)
-        return called_through(how, outer, told(DOCS, way, labels=labels_of(DOCS)))
-
-    reference = llama()
-    right_or_refused(run, alone(with_adapters(reference) if how == "PEFT" else reference))
-
-
-@pytest.mark.parametrize("way", BATCHES)
-@pytest.mark.parametrize("how", CALLS)
-def test_a_partial_with_a_self_of_its_own_before_apply(how, way):
-    def run():
-        model = llama()
-        model.forward = functools.partial(own_forward, self=model)
-        outer = with_adapters(model) if how == "PEFT" else model
-        fa2patch.apply(outer)
         return called_through(how, outer, told(DOCS, way, labels=labels_of(DOCS)))
 
     reference = llama()

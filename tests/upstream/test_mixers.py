@@ -321,3 +321,27 @@ def test_a_kernel_that_takes_lengths_is_handed_the_row(any_device):
             assert_close(model(**pack(docs)).logits[0], expected, "in one call")
             assert calls == [sum(LENGTHS)]
             assert fa2patch.verify(model).ok
+
+
+@pytest.mark.skipif("lfm2" not in HYBRIDS, reason="this Transformers has no LFM2")
+def test_rows_of_one_token_need_no_boundaries_in_mixers():
+    """LFM2 of 5.10 hands its convolutions no mask if rows are one token long, as in decoding."""
+    model = tiny_models.build("lfm2", "eager")
+
+    def without_a_mask(layer, args, kwargs):
+        return args, {**kwargs, "attention_mask": None}
+
+    docs = documents(1, 1, 1)
+    expected = alone(model, docs)
+    tokens, starts = torch.cat(docs)[:, None], torch.arange(4, dtype=torch.int32)
+    batch = {"cu_seq_lens_q": starts, "cu_seq_lens_k": starts, "max_length_q": 1, "max_length_k": 1}
+    fa2patch.apply(model)
+    layers = [layer for layer in models(model)[-1].layers if hasattr(layer, "conv")]
+    assert layers
+    handles = [layer.register_forward_pre_hook(without_a_mask, with_kwargs=True) for layer in layers]
+    assert_close(model(input_ids=tokens, **batch).logits.flatten(0, 1), expected, "logits")
+    with pytest.raises(errors.PackingNotIsolated, match="given the boundaries"):
+        model(**pack(documents(2, 3)))
+    for handle in handles:
+        handle.remove()
+    model(**pack(documents(2, 3)))

@@ -9,11 +9,10 @@ from __future__ import annotations
 import importlib
 import importlib.util
 import inspect
-from functools import lru_cache
 from pathlib import Path
 
 from ..trying import says_nothing
-from .varlen_func import Found, VarlenFunc, entry
+from .varlen_func import Found, VarlenFunc, entry, once
 
 DEFAULT = "kernels-community/flash-attn2"
 
@@ -39,16 +38,14 @@ class Hub(VarlenFunc):
     def found(self) -> Found:
         """The entry point of the build at ``source``, which the first call downloads."""
         try:
-            return _found(self.source)
+            return once(_found, self.source)
         except Exception as error:  # no network, no such repository, no build for this torch, a broken one
             if says_nothing(error):
                 raise
             return Found(None, reason=f"{self.source} does not load ({type(error).__name__}: {error})")
 
 
-@lru_cache(maxsize=8)
 def _found(source: str) -> Found:
-    """Load a build and cache it. Exceptions are not cached, because the network may be available the next time."""
     if importlib.util.find_spec("kernels") is None:
         return Found(None, reason="the package kernels is not installed")
     return entry(_loaded(source))

@@ -9,7 +9,6 @@ from __future__ import annotations
 import importlib
 import importlib.util
 import inspect
-from functools import cache
 from typing import TYPE_CHECKING, Any, Callable, NamedTuple
 
 import torch
@@ -50,9 +49,19 @@ class Found(NamedTuple):
         return next((name for name in PARAMETERS[feature] if name in self.parameters), None)
 
 
-@cache
+found_once: dict[tuple[Callable[[str], Found], str], Found] = {}
+"""What a function has found at a source. torch.compile reads a dictionary, but would trace into ``cache``."""
+
+
+def once(find: Callable[[str], Found], source: str) -> Found:
+    """Return what ``find(source)`` returned the first time. Exceptions are not kept, so the next call tries again."""
+    if (find, source) not in found_once:
+        found_once[find, source] = find(source)
+    return found_once[find, source]
+
+
 def in_package(module: str) -> Found:
-    """Import a module and find its entry point. The result is cached."""
+    """Import a module and find its entry point."""
     try:
         if importlib.util.find_spec(module) is None:
             return Found(None, reason=f"the package {module} is not installed")
@@ -63,7 +72,7 @@ def in_package(module: str) -> Found:
         return Found(None, reason=f"the package {module} does not import ({type(error).__name__}: {error})")
     except Exception as error:  # a broken build raises whatever its loader raises
         if says_nothing(error):
-            raise  # the cache keeps no exceptions, so the next call tries again
+            raise
         return Found(None, reason=f"the package {module} does not import ({type(error).__name__}: {error})")
 
 
@@ -88,7 +97,7 @@ class VarlenFunc(Kernel):
 
     def found(self) -> Found:
         """The entry point of the installed build."""
-        return in_package(self.module)
+        return once(in_package, self.module)
 
     def available(self) -> tuple[bool, str]:
         """Whether the build has an entry point, and the reason if not."""

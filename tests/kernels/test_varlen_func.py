@@ -23,7 +23,7 @@ from kernel_cases import (
 from compat_matrix.check import stand_in
 from fa2patch import kernels
 from fa2patch.errors import KernelUnavailable
-from fa2patch.kernels import hub, varlen_func
+from fa2patch.kernels import varlen_func
 from fa2patch.kernels.flash_attn import FlashAttn
 from fa2patch.kernels.flash_attn_3 import FlashAttn3
 from fa2patch.kernels.flash_attn_4 import FlashAttn4
@@ -75,8 +75,7 @@ def install(monkeypatch):
     """Return a function that installs a package with the given varlen function. None means not installed."""
 
     def forget():
-        varlen_func.in_package.cache_clear()
-        hub._found.cache_clear()
+        varlen_func.found_once.clear()
 
     def put(function, name="flash_attn", **attributes):
         module = None
@@ -344,6 +343,39 @@ def test_a_hub_build_loads_from_a_local_folder(install, tmp_path):
     assert largest_errors([output], [brute_force(q, k, v, LENGTHS, Options(window=3))])[0] < 1e-12
 
 
+@torch.library.custom_op("fa2patch_tests::varlen", mutates_args=())
+def varlen_operator(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, cu_seqlens: torch.Tensor, longest: int, scale: float
+) -> torch.Tensor:
+    return stand_in.flash_attn_varlen_func(q, k, v, cu_seqlens, cu_seqlens, longest, longest, 0.0, scale, True)
+
+
+@varlen_operator.register_fake
+def _(q, k, v, cu_seqlens, longest, scale):
+    return torch.empty_like(q)
+
+
+def flash_attn_2_8(q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, dropout_p=0.0, softmax_scale=None,
+                   causal=False, window_size=(-1, -1), softcap=0.0, alibi_slopes=None,
+                   deterministic=False):  # fmt: skip
+    """Since 2.7 the function is an operator of torch, so torch.compile need not trace into it."""
+    return varlen_operator(q, k, v, cu_seqlens_q, max_seqlen_q, softmax_scale)
+
+
+@pytest.mark.parametrize("kernel", ["flash_attn", "hub:someone/fast"])
+def test_an_installed_build_does_not_break_the_graph(kernel, install, monkeypatch):
+    package = ModuleType("kernels")
+    package.__spec__ = ModuleSpec("kernels", loader=None)
+    package.get_kernel = lambda repo_id, revision=None: SimpleNamespace(flash_attn_varlen_func=flash_attn_2_8)
+    monkeypatch.setitem(sys.modules, "kernels", package)
+    install(flash_attn_2_8)
+    run, (q, k, v) = kernels.named(kernel), states()
+    assert run.available() == (True, "")
+    compiled = torch.compile(run, backend="eager", fullgraph=True)
+    output = compiled(q, k, v, documents(LENGTHS), Options())
+    assert largest_errors([output], [brute_force(q, k, v, LENGTHS, Options())])[0] < 1e-12
+
+
 def test_the_hub_is_asked_for_a_revision(install, monkeypatch):
     asked = []
     package = ModuleType("kernels")
@@ -421,6 +453,6 @@ def test_the_hub_is_never_auto_and_says_why_it_is_not_there(install, monkeypatch
     with pytest.raises(KernelUnavailable, match=r"kernel='hub:a/b' cannot run here: a/b does not load \(OSError: no"):
         kernels.check_name("hub:a/b")
     monkeypatch.setitem(sys.modules, "kernels", None)
-    hub._found.cache_clear()
+    varlen_func.found_once.clear()
     with pytest.raises(KernelUnavailable, match="the package kernels is not installed"):
         kernels.check_name("hub")

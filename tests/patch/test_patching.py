@@ -319,9 +319,9 @@ class TestRefusals:
             errors.UnknownKernel, "'auto', 'flash_attn_3', 'flash_attn', .*'reference'", model, kernel="flash-attention"
         )
         monkeypatch.setitem(sys.modules, "flash_attn", None)
-        sys.modules["fa2patch.kernels.varlen_func"].in_package.cache_clear()
+        sys.modules["fa2patch.kernels.varlen_func"].found_once.clear()
         self.check(errors.KernelUnavailable, "flash_attn", model, kernel="flash_attn")
-        sys.modules["fa2patch.kernels.varlen_func"].in_package.cache_clear()
+        sys.modules["fa2patch.kernels.varlen_func"].found_once.clear()
 
     def test_old_transformers(self, model, monkeypatch):
         monkeypatch.setattr(sys.modules["transformers"], "__version__", "4.33.3")

@@ -160,7 +160,6 @@ class DataCollatorWithFlattening:
         labels = _one_per_document(targets, documents)
         if not (self.return_flash_attn_kwargs or self.return_seq_idx):
             require_visible_starts(examples)
-
         row = {key: concatenate([example[key] for example in examples]) for key in examples[0]}
         lengths = [length for of_example in documents for length in of_example]
         cu_seq_lens = np.cumsum([0, *lengths])

@@ -109,7 +109,7 @@ def _require_agreement(
     )
     real = torch.ones_like(starts) if attention_mask is None else attention_mask.to(cu.device) != 0
     if attention_mask is not None:
-        _require_mask(starts, real, attention_mask.to(cu.device, torch.int64))
+        _require_mask(starts, real, attention_mask.to(cu.device))
     if position_ids is not None:
         check_position_ids(position_ids, shape)
         ids = axes_of(position_ids).to(cu.device, torch.int64)
@@ -117,6 +117,13 @@ def _require_agreement(
 
 
 def _require_mask(starts: torch.Tensor, real: torch.Tensor, numbers: torch.Tensor) -> None:
+    _require(
+        (numbers >= 0).all(),
+        BoundaryConflict,
+        "attention_mask: expected zeros for padding and ones, or document numbers, found negative numbers. A mask that "
+        "is added to logits cannot go with a packed row: leave it out.",
+    )
+    numbers = numbers.to(torch.int64)
     changed = (numbers[:, 1:] != numbers[:, :-1]) & real[:, 1:] & real[:, :-1] & ~starts[:, 1:]
     _require(
         ~changed.any(),

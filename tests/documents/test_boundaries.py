@@ -543,6 +543,13 @@ def test_document_numbers_that_change_inside_a_stated_document_conflict():
         from_cu_seqlens(ints(0, 4), 4, (1, 4), attention_mask=torch.tensor([[1, 1, 2, 2]]))
 
 
+@pytest.mark.parametrize("hidden", [float("-inf"), -1e4])
+def test_a_mask_that_is_added_to_logits_conflicts_with_stated_documents(hidden):
+    mask = torch.tensor([[0.0, 0.0, 0.0, 0.0, 0.0, hidden]])
+    with pytest.raises(BoundaryConflict, match="A mask that is added to logits cannot go with a packed row"):
+        from_cu_seqlens(ints(0, 3, 6), 3, (1, 6), attention_mask=mask)
+
+
 def test_ids_at_padding_say_nothing():
     ids, mask = torch.tensor([[0, 1, 2, 0, 1, 1]]), torch.tensor([[1, 1, 1, 1, 1, 0]])
     assert from_cu_seqlens(ints(0, 3, 6), 3, (1, 6), position_ids=ids, attention_mask=mask).lengths == (3, 3)

@@ -208,6 +208,40 @@ def test_a_model_with_two_heads(way, derived):
     right_or_refused(run, reference())
 
 
+# Labels of several codebooks
+
+
+class TwoBooks(transformers.LlamaForCausalLM):
+    """A causal LM with labels ``[batch, length, 2]``, one for each codebook, like audio models."""
+
+    def forward(self, input_ids=None, attention_mask=None, position_ids=None, labels=None, **kwargs):
+        given = {"attention_mask": attention_mask, "position_ids": position_ids, "use_cache": False}
+        logits = super().forward(input_ids=input_ids, **given).logits
+        books = labels[:, 1:].flatten(0, 1).unbind(-1)
+        losses = [torch.nn.functional.cross_entropy(logits[:, :-1].flatten(0, 1), book) for book in books]
+        return transformers.modeling_outputs.CausalLMOutputWithPast(loss=sum(losses) / 2, logits=logits)
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_labels_of_several_codebooks(way):
+    labels = labels_of(DOCS)[..., None].expand(-1, -1, 2)
+
+    def run():
+        model = llama(TwoBooks)
+        fa2patch.apply(model)
+        return called(model, model, told(DOCS, way, labels=labels))
+
+    assert right_or_refused(run, alone(llama())) == "right"
+
+
+@pytest.mark.parametrize("labels", [torch.rand(1, sum(map(len, DOCS)), 2), torch.zeros(1, 3, 2, dtype=torch.int64)])
+def test_labels_that_cannot_be_masked_are_refused(labels):
+    model = llama(TwoBooks)
+    fa2patch.apply(model)
+    with pytest.raises(fa2patch.errors.BadBatch, match="one for each token"):
+        model(**told(DOCS, "position_ids", labels=labels))
+
+
 # Labels of the tokens themselves
 
 

@@ -72,20 +72,29 @@ def inside_documents(labels: object, cu_seqlens: torch.Tensor, name: str, shape:
     """Labels in which every document's first token has the label -100.
 
     Args:
-        labels: int64 ``[batch, length]``. Labels of more than two dimensions are returned unchanged.
+        labels: int64 ``[batch, length]``, or ``[batch, length, codebooks]``.
         cu_seqlens: int32 ``[documents + 1]``.
         name: ``"labels"``, or ``"shift_labels"``, in which each label stands at the token that predicts it.
         shape: ``(batch, length)`` of the batch.
 
     Raises:
-        BadBatch: ``labels`` is no tensor, or does not have one label for each token.
+        BadBatch: ``labels`` is no tensor, does not have one label for each token, or holds probabilities.
     """
-    if not isinstance(labels, torch.Tensor) or (labels.dim() <= 2 and labels.numel() != shape[0] * shape[1]):
-        found = f"{list(labels.shape)}" if isinstance(labels, torch.Tensor) else type(labels).__name__
-        raise BadBatch(f"{name}: expected a tensor [{shape[0]}, {shape[1]}], one for each token, found {found}.")
+    tokens = shape[0] * shape[1]
+    if not isinstance(labels, torch.Tensor) or not _one_for_each(labels, shape):
+        found = f"{labels.dtype} {list(labels.shape)}" if isinstance(labels, torch.Tensor) else type(labels).__name__
+        raise BadBatch(
+            f"{name}: expected a tensor [{shape[0]}, {shape[1]}], one for each token (or integers of more dimensions "
+            f"behind these), found {found}."
+        )
     cu = cu_seqlens.flatten()
     at = cu[:-1] if name == "labels" else (cu[1:] - 1).clamp(min=0)
-    if labels.dim() > 2:
-        return labels
-    padded = torch.nn.functional.pad(labels.flatten(), (0, 1))  # an empty document may start behind the last token
+    rows = labels.reshape(tokens, -1)
+    padded = torch.nn.functional.pad(rows, (0, 0, 0, 1))  # an empty document may start behind the last token
     return padded.index_fill(0, at.to(labels.device, torch.int64), IGNORED_LABEL)[:-1].view_as(labels)
+
+
+def _one_for_each(labels: torch.Tensor, shape: tuple[int, int]) -> bool:
+    if labels.dim() <= 2:
+        return labels.numel() == shape[0] * shape[1]
+    return tuple(labels.shape[:2]) == shape and not labels.is_floating_point()

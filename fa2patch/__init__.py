@@ -1,16 +1,13 @@
 """Padding-free training for Hugging Face causal LMs: ``fa2patch.apply(model)``."""
 
-from . import packing
-from .data.collators import DataCollatorWithFlattening
-from .data.completion_only import DataCollatorForCompletionOnlyLM
-from .data.multimodal import DataCollatorForMultimodalFlattening
+import importlib
+from typing import TYPE_CHECKING, Any
+
 from .documents.boundaries import Boundaries
 from .documents.recognition import boundaries
 from .errors import Fa2PatchError
 from .patch.applying import apply, revert, status
 from .patch.state import Patch
-from .proof.result import Verification
-from .proof.verify import verify
 from .upstream.architectures import Architecture, architectures, register
 
 __version__ = "0.1.0"
@@ -33,3 +30,31 @@ __all__ = [
     "status",
     "verify",
 ]
+
+if TYPE_CHECKING:
+    from . import packing
+    from .data.collators import DataCollatorWithFlattening
+    from .data.completion_only import DataCollatorForCompletionOnlyLM
+    from .data.multimodal import DataCollatorForMultimodalFlattening
+    from .proof.result import Verification
+    from .proof.verify import verify
+else:
+    _LATER = {
+        "DataCollatorForCompletionOnlyLM": "data.completion_only",
+        "DataCollatorForMultimodalFlattening": "data.multimodal",
+        "DataCollatorWithFlattening": "data.collators",
+        "Verification": "proof.result",
+        "verify": "proof.verify",
+    }
+
+    def __getattr__(name: str) -> Any:
+        """Import on first use what ``apply`` does not need, because ``import fa2patch`` should be fast."""
+        if name in ("packing", "preference", "testing", "traits"):
+            return importlib.import_module(f"{__name__}.{name}")
+        if name not in _LATER:
+            raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+        globals()[name] = getattr(importlib.import_module(f"{__name__}.{_LATER[name]}"), name)
+        return globals()[name]
+
+    def __dir__() -> list[str]:
+        return sorted({*globals(), *__all__})

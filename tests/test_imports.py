@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -47,3 +49,16 @@ def test_a_module_imports_from_its_room_and_from_below(module: Module) -> None:
 @pytest.mark.parametrize("package", ["fa2patch", "compat_matrix"])
 def test_there_is_no_circle(package: str) -> None:
     assert circles(of_folder(ROOT / package)) == []
+
+
+def test_importing_fa2patch_loads_only_what_apply_needs() -> None:
+    code = (
+        "import sys, fa2patch\n"
+        "rooms = {name.split('.')[1] for name in sys.modules if name.startswith('fa2patch.')}\n"
+        "assert not rooms & {'data', 'packing', 'proof', 'cli', 'run'}, rooms\n"
+        "assert set(fa2patch.__all__) <= set(dir(fa2patch))\n"
+        "for name in (*fa2patch.__all__, 'preference', 'testing', 'traits'):\n"
+        "    assert getattr(fa2patch, name) is not None\n"
+        "assert not hasattr(fa2patch, 'no_such_name')\n"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=120)

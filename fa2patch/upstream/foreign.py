@@ -45,8 +45,8 @@ def on_top(module: object) -> bool:
 
 
 @constant
-def _class_has_ours(cls: type) -> bool:
-    return _is_ours(inspecting.forward_of(cls))
+def _class_has_ours(cls: Any) -> bool:
+    return _is_ours(cls.forward)
 
 
 def replaced_on(model: Model) -> bool:

@@ -31,6 +31,7 @@ def constant(function: F) -> F:
 
 
 _paused = False
+_CAN_TELL = hasattr(torch.compiler, "is_compiling")
 
 
 @contextlib.contextmanager
@@ -49,5 +50,5 @@ def paused() -> Iterator[None]:
 
 
 def compiling() -> bool:
-    """Whether the calling code is being captured into a graph."""
-    return not _paused and bool(torch.compiler.is_compiling()) if hasattr(torch.compiler, "is_compiling") else False
+    """Whether the calling code is being captured into a graph. Torch before 2.3 does not say so."""
+    return _CAN_TELL and not _paused and bool(torch.compiler.is_compiling())

@@ -73,6 +73,14 @@ def check_mask(attention_mask: torch.Tensor, shape: tuple[int, int]) -> None:
         )
 
 
+def added_to_logits(found: str) -> str:
+    """Return the text of the error for a 2-D mask with negative numbers beside a packed row."""
+    return (
+        f"attention_mask: expected zeros for padding and ones, or document numbers, found {found}. A mask that is "
+        "added to logits cannot go with a packed row: leave it out."
+    )
+
+
 def check_readable(name: str, tensor: torch.Tensor, error: type[Exception]) -> None:
     """Raise ``error`` for a tensor on the meta device."""
     if tensor.device.type == "meta":

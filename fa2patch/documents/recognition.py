@@ -15,7 +15,7 @@ from .._compile import uncompiled
 from ..errors import BadPositionIds, BoundaryConflict
 from . import device as devices
 from .boundaries import Boundaries, from_starts
-from .checks import check_mask, check_position_ids, check_readable, check_seq_idx
+from .checks import added_to_logits, check_mask, check_position_ids, check_readable, check_seq_idx
 from .starts import Flags, Ids, axes_of, changes, previous_real, starts_of
 
 
@@ -163,10 +163,7 @@ def _require_dense(said: _Said, mask: Ids, only_certain: bool) -> None:
     """Refuse a packed batch with negative numbers in its mask, because such a mask is added to logits."""
     if mask.max() > 1 or _packed(_starts(replace(said, mask=None), only_certain)):
         row, token = np.argwhere(mask < 0)[0]
-        raise BoundaryConflict(
-            "attention_mask: expected zeros for padding and ones, or document numbers, found something else at row "
-            f"{row}, token {token}. A mask that is added to logits cannot go with a packed row: leave it out."
-        )
+        raise BoundaryConflict(added_to_logits(f"something else at row {row}, token {token}"))
 
 
 def _starts(said: _Said, only_certain: bool = False, first_position: int = 0, training: bool = False) -> Flags:

@@ -8,7 +8,7 @@ from .._compile import compiling
 from ..errors import BadCuSeqlens, BoundaryConflict
 from . import device
 from .boundaries import Boundaries, largest
-from .checks import check_cu_seqlens, check_mask, check_max_seqlen, check_position_ids
+from .checks import added_to_logits, check_cu_seqlens, check_mask, check_max_seqlen, check_position_ids
 from .starts import axes_of, goes_on, restarts
 
 
@@ -117,12 +117,7 @@ def _require_agreement(
 
 
 def _require_mask(starts: torch.Tensor, real: torch.Tensor, numbers: torch.Tensor) -> None:
-    _require(
-        (numbers >= 0).all(),
-        BoundaryConflict,
-        "attention_mask: expected zeros for padding and ones, or document numbers, found negative numbers. A mask that "
-        "is added to logits cannot go with a packed row: leave it out.",
-    )
+    _require((numbers >= 0).all(), BoundaryConflict, added_to_logits("negative numbers"))
     numbers = numbers.to(torch.int64)
     changed = (numbers[:, 1:] != numbers[:, :-1]) & real[:, 1:] & real[:, :-1] & ~starts[:, 1:]
     _require(

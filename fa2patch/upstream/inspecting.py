@@ -134,9 +134,12 @@ def takes_any_position(function: Function) -> bool:
     return any(parameter.kind is parameter.VAR_POSITIONAL for parameter in _readable_parameters(function))
 
 
-def accepts(function: Function, name: str) -> bool:
-    """Whether a function can be called with a keyword of this name."""
-    return takes(function, name) or takes_any_keyword(function)
+def accepted(function: Function, names: Iterable[str]) -> list[str]:
+    """Return those of these names that are keywords of a function. The signature is read once, as that takes time."""
+    parameters = _readable_parameters(function)
+    taken = {parameter.name for parameter in parameters}
+    any_name = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters)
+    return [name for name in names if any_name or name in taken]
 
 
 def _readable_parameters(function: Function) -> list[inspect.Parameter]:

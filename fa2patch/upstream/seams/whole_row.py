@@ -37,7 +37,7 @@ def keywords(forward: Function, boundaries: Boundaries, tokens: int) -> dict[str
         **dict.fromkeys(("cu_seq_lens_q", "cu_seq_lens_k"), cu),
         **dict.fromkeys(("max_length_q", "max_length_k"), boundaries.max_seqlen),
     }
-    return {name: value for name, value in every.items() if inspecting.accepts(forward, name)}
+    return {name: every[name] for name in inspecting.accepted(forward, every)}
 
 
 def may_be(forward: Function, module: torch.nn.Module, hidden: torch.Tensor, lengths: Sequence[int]) -> bool:
@@ -47,8 +47,8 @@ def may_be(forward: Function, module: torch.nn.Module, hidden: torch.Tensor, len
     """
     if hidden.device.type in NEVER_ON or len(lengths) < 2:
         return False
-    takes = any(inspecting.accepts(forward, name) for name in ("seq_idx", "cu_seq_lens_q"))
-    return takes and not any(hasattr(parameter, "ds_id") for parameter in module.parameters())
+    takes = inspecting.accepted(forward, ("seq_idx", "cu_seq_lens_q"))
+    return bool(takes) and not any(hasattr(parameter, "ds_id") for parameter in module.parameters())
 
 
 def keeps_apart(

@@ -46,9 +46,12 @@ class BrokenFlashClass(Trait):
     def finds(self, model: Looked) -> str | None:
         for layer in model.attention:
             make = layer.site.make
-            name = method.missing(make.flash, layer.module) if isinstance(make, method.OnFlashClass) else ""
-            if isinstance(make, method.OnFlashClass) and name:
-                return f"{layer.name} ({type(layer.module).__name__}), whose {make.flash.__name__} calls self.{name}"
+            if isinstance(make, method.OnFlashClass):
+                name = method.missing(make.flash, layer.module)
+                if name:
+                    return (
+                        f"{layer.name} ({type(layer.module).__name__}), whose {make.flash.__name__} calls self.{name}"
+                    )
         return None
 
     def refuses(self, model: Looked, found: str) -> None:

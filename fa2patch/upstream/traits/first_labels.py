@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from ..._types import Model
+from ...documents.checks import described
 from ...documents.names import IGNORED_LABEL, LABELS
 from ...errors import BadBatch
 from .. import inspecting
@@ -82,10 +83,9 @@ def inside_documents(labels: object, cu_seqlens: torch.Tensor, name: str, shape:
     """
     tokens = shape[0] * shape[1]
     if not isinstance(labels, torch.Tensor) or not _one_for_each(labels, shape):
-        found = f"{labels.dtype} {list(labels.shape)}" if isinstance(labels, torch.Tensor) else type(labels).__name__
         raise BadBatch(
             f"{name}: expected a tensor [{shape[0]}, {shape[1]}], one for each token (or integers of more dimensions "
-            f"behind these), found {found}."
+            f"behind these), found {described(labels)}."
         )
     cu = cu_seqlens.flatten()
     at = cu[:-1] if name == "labels" else (cu[1:] - 1).clamp(min=0)

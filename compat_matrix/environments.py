@@ -25,10 +25,6 @@ else:
 
 HERE = Path(__file__).parent
 
-
-PACKAGES = ("fa2patch", "compat_matrix")
-"""The only packages that an environment sees of the Python that started the check."""
-
 MAIN = "main"
 """The name of the next release, which can be given in place of a release."""
 
@@ -152,17 +148,19 @@ def make(wanted: Version, folder: Path) -> Path:
 def only_our_packages() -> Iterator[Path]:
     """Give a temporary folder for ``PYTHONPATH`` that holds only fa2patch and compat_matrix.
 
+    Processes in an environment always import this package as ``compat_matrix``, also if it is installed as
+    ``fa2patch.compat_matrix``. They can thus import it before fa2patch, as the stand-in for flash-attn must be.
+
     Raises:
-        RuntimeError: One of the packages is not found.
+        RuntimeError: fa2patch is not found.
     """
+    spec = importlib.util.find_spec("fa2patch")
+    if spec is None or not spec.submodule_search_locations:
+        raise RuntimeError("looked for the package fa2patch, found none: reinstall fa2patch")
+    homes = {"fa2patch": Path(next(iter(spec.submodule_search_locations))), "compat_matrix": HERE}
     with tempfile.TemporaryDirectory(prefix="fa2patch-") as folder:
-        for name in PACKAGES:
-            spec = importlib.util.find_spec(name)
-            if spec is None or not spec.submodule_search_locations:
-                raise RuntimeError(
-                    f"looked for the package {name} beside compat_matrix, found none: reinstall fa2patch"
-                )
-            home, link = Path(next(iter(spec.submodule_search_locations))), Path(folder) / name
+        for name, home in homes.items():
+            link = Path(folder) / name
             try:
                 link.symlink_to(home, target_is_directory=True)
             except OSError:  # symbolic links need a privilege on Windows

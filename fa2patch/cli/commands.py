@@ -6,16 +6,16 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from . import extras
+
 try:
     import click
-except ModuleNotFoundError:
-    raise SystemExit(
-        "fa2patch's command line needs click, which is not installed: pip install 'fa2patch[cli]'"
-    ) from None
+except ModuleNotFoundError as error:
+    raise SystemExit(extras.advice(error)) from None
 
 from .doctor import doctor
 from .lists import architectures, kernels
-from .output import new_console
+from .output import Commands, new_console
 from .status import status
 from .verify import verify
 
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 FORMATS = ("table", "markdown", "json")
 
 
-@click.group(context_settings={"help_option_names": ["-h", "--help"]})
+@click.group(cls=Commands, context_settings={"help_option_names": ["-h", "--help"]})
 @click.version_option(package_name="fa2patch")
 def main() -> None:
     """Keep the examples of packed rows apart, in the Transformers version that you have."""
@@ -72,12 +72,8 @@ def matrix(
     rows give with fa2patch and with Transformers alone. Exits with 0 if every cell is ok, with 1 if anything leaks,
     fails or (without --allow-refused) is refused, and with 2 if the arguments are wrong.
     """
-    try:
-        from compat_matrix.user_models import matrix, report
-    except ModuleNotFoundError as error:
-        raise click.ClickException(
-            f"the matrix needs {error.name}, which is not installed: pip install 'fa2patch[cli]'"
-        ) from None
+    from .matrix_modules import matrix, report
+
     wanted_models = [_model(given) for given in models]
     versions = [_version(release.strip(), pins, torch, python) for release in releases.split(",")]
 
@@ -122,12 +118,11 @@ def run(kernel: str, collate: bool, quiet: bool, command: tuple[str, ...]) -> No
 
 
 def _model(given: str) -> Model:
-    from compat_matrix.user_models.matrix import model
-    from compat_matrix.user_models.models import BadConfig
+    from .matrix_modules import matrix, models
 
     try:
-        return model(given)
-    except BadConfig as error:
+        return matrix.model(given)
+    except models.BadConfig as error:
         raise click.BadParameter(str(error), param_hint="--model") from None
 
 
@@ -135,10 +130,10 @@ def _version(release: str, pins: tuple[str, ...], torch: str | None, python: str
     from packaging.requirements import InvalidRequirement, Requirement
     from packaging.version import InvalidVersion, parse
 
-    from compat_matrix.environments import MAIN, version, versions
+    from .matrix_modules import environments
 
     for given, hint in ((release, "--transformers"), (torch, "--torch"), (python, "--python")):
-        if given is None or (hint == "--transformers" and (given == MAIN or given in versions())):
+        if given is None or (hint == "--transformers" and given in (environments.MAIN, *environments.versions())):
             continue
         try:
             parse(given)
@@ -156,11 +151,11 @@ def _version(release: str, pins: tuple[str, ...], torch: str | None, python: str
                 f"looked for a requirement as pip takes it, such as peft==0.13.2, found {pin!r}. One --pins for each.",
                 param_hint="--pins",
             ) from None
-    return version(release).changed(pins, torch, python)
+    return environments.version(release).changed(pins, torch, python)
 
 
 def _show(rows: Sequence[Row], style: str, ok: bool) -> None:
-    from compat_matrix.user_models import report
+    from .matrix_modules import report
 
     if style == "json":
         click.echo(report.as_json(rows, ok))

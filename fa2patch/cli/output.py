@@ -1,11 +1,13 @@
-"""What the commands share: options, and where and how they print."""
+"""What the commands share: their group, options, and where and how they print."""
 
 from __future__ import annotations
 
 import sys
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import click
+
+from . import extras
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -18,6 +20,19 @@ remote_option = click.option(
 attention_option = click.option(
     "--attn-implementation", metavar="A", help="eager, sdpa or flash_attention_2. Default: the model's."
 )
+
+
+class Commands(click.Group):
+    """A group of commands that names the extra to install if a command lacks one of its packages."""
+
+    def invoke(self, context: click.Context) -> Any:
+        """Run the command."""
+        try:
+            return super().invoke(context)
+        except ModuleNotFoundError as error:
+            if not extras.is_needed(error):
+                raise
+            raise click.ClickException(extras.advice(error)) from None
 
 
 def new_table(*columns: str) -> Table:

@@ -117,13 +117,8 @@ def _loaded(model: str, dtype: torch.dtype, attention: str | None, trust: bool) 
 
 
 def _tiny(model: str, dtype: torch.dtype, attention: str | None) -> Any:
-    try:
-        from compat_matrix import tiny_models
-        from compat_matrix.user_models import matrix, models
-    except ModuleNotFoundError as error:
-        raise click.ClickException(
-            f"a tiny model needs {error.name}, which is not installed: pip install 'fa2patch[cli]'"
-        ) from None
+    from .matrix_modules import matrix, models, tiny_models
+
     try:
         architecture = matrix.model(model).architecture
         if not tiny_models.is_present(architecture):

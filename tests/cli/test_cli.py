@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -14,8 +15,10 @@ pytest.importorskip("packaging")
 from click.testing import CliRunner
 
 from compat_matrix import run
+from compat_matrix.environments import tomllib
 from compat_matrix.user_models.matrix import model as model_of
 from fa2patch.cli.commands import main
+from fa2patch.cli.extras import NEEDED
 
 ROOT = Path(__file__).parents[2]
 LLAMA = str(ROOT / "tests" / "own_configs" / "llama_3_1.json")
@@ -163,8 +166,37 @@ def test_without_click_one_line_says_what_to_install():
     done = alone("sys.modules['click'] = None")
     assert done.returncode == 1
     assert done.stderr.splitlines() == [
-        "fa2patch's command line needs click, which is not installed: pip install 'fa2patch[cli]'"
+        "fa2patch's command line needs click, which is not installed: pip install 'fa2patch[cli]' (in a clone: "
+        "pip install -e '.[cli]')"
     ]
+
+
+@pytest.mark.parametrize(
+    ("command", "missing"),
+    [
+        (["kernels"], "rich"),
+        (["doctor"], "rich"),
+        (["matrix", "--model", LLAMA, "--transformers", "4.44"], "packaging"),
+    ],
+)
+def test_without_another_package_of_the_extra_one_line_says_what_to_install(command, missing):
+    code = f"import sys; sys.modules[{missing!r}] = None; from fa2patch.cli.commands import main; main({command})"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT)
+    assert done.returncode == 1
+    (line,) = done.stderr.splitlines()
+    assert line.startswith(f"Error: fa2patch's command line needs {missing}") and "pip install 'fa2patch[cli]'" in line
+
+
+def test_the_extra_of_the_command_line_is_what_it_needs():
+    metadata = tomllib.loads((ROOT / "pyproject.toml").read_text())
+    extra = metadata["project"]["optional-dependencies"]["cli"]
+    assert tuple(re.match(r"[a-z]+", requirement)[0] for requirement in extra) == NEEDED
+
+
+def test_an_import_error_of_another_package_is_not_hidden(monkeypatch):
+    monkeypatch.setitem(sys.modules, "fa2patch.kernels", None)
+    found = CliRunner().invoke(main, ["kernels"])
+    assert isinstance(found.exception, ModuleNotFoundError) and found.exception.name == "fa2patch.kernels"
 
 
 def test_help_names_every_option():

@@ -76,6 +76,6 @@ def test_only_our_packages_are_seen():
 
 
 def test_a_package_that_is_missing_is_said(monkeypatch):
-    monkeypatch.setattr(environments, "PACKAGES", ("fa3patch",))
-    with pytest.raises(RuntimeError, match="fa3patch"), environments.only_our_packages():
+    monkeypatch.setattr(environments.importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(RuntimeError, match="fa2patch, found none: reinstall"), environments.only_our_packages():
         pass

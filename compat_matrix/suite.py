@@ -20,11 +20,12 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
 from . import environments
+from .ecosystem.stacks import stacks
 
 VERSIONS = ("4.36.2", "4.43.4", "4.48.3", "4.57.6", "5.23.0")
 """One version for each way in which Transformers computes attention, with the newest of both majors."""
 
-PINS = ("pytest",)
+PINS = ("pytest", "packaging")
 """Packages that the tests need in addition to those of the matrix."""
 
 AT_A_TIME = 2
@@ -60,7 +61,10 @@ def main(arguments: list[str] | None = None) -> int:
     """Run the command line; returns 1 if any version fails."""
     parser = argparse.ArgumentParser(prog="python -m compat_matrix.suite", description=__doc__)
     parser.add_argument("tests", type=Path, nargs="+", help="folders or files of tests")
-    parser.add_argument("--versions", nargs="+", metavar="V", default=VERSIONS, help=f"default: {' '.join(VERSIONS)}")
+    parser.add_argument(
+        "--versions", nargs="+", metavar="V", default=VERSIONS,
+        help=f"releases, or blocks of versions.toml or ecosystem/stacks.toml; default: {' '.join(VERSIONS)}",
+    )  # fmt: skip
     parser.add_argument("-k", default="", metavar="EXPRESSION", help="only the tests that it matches, as for pytest")
     parser.add_argument("--environments", type=Path, default=environments.HERE.parent / ".compat")
     given = parser.parse_args(arguments)
@@ -96,19 +100,22 @@ def run(name: str, given: argparse.Namespace, packages: Path, at: Callable[[int]
     A run in which no test passed counts as failed, because a test that was not run is not ok.
 
     Args:
-        name: A block of versions.toml, or a release.
+        name: A block of versions.toml or of ecosystem/stacks.toml, or a release.
         given: The parsed command line.
         packages: The folder that ``environments.only_our_packages`` gives.
         at: Called with the progress in percent.
     """
-    wanted = environments.version(name).changed(PINS)
+    stack = stacks().get(name)
+    wanted = (stack.environment if stack else environments.version(name)).changed(PINS)
     python = environments.make(wanted, given.environments.resolve())
+    settings = {**os.environ, **(stack.variables if stack else {})}
+    settings |= {"PYTHONPATH": str(packages), "PYTHONNOUSERSITE": "1", "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
     begun = time.perf_counter()
     with tempfile.TemporaryDirectory(prefix="fa2patch-") as folder:
         report = Path(folder, "report.xml")
         command = [str(python), "-m", "pytest", "-q", "-p", "no:cacheprovider", f"--junitxml={report}"]
         command += [*(["-k", given.k] if given.k else []), *(str(path.resolve()) for path in given.tests)]
-        code, said = _told(command, packages, at)
+        code, said = _told(command, packages, settings, at)
         seconds = time.perf_counter() - begun
         if not report.exists():
             return Result(failed=(f"pytest ended with {code} and without a report: {said[-1500:]}",), seconds=seconds)
@@ -118,17 +125,11 @@ def run(name: str, given: argparse.Namespace, packages: Path, at: Callable[[int]
     return result
 
 
-def _told(command: list[str], packages: Path, at: Callable[[int], None]) -> tuple[int, str]:
+def _told(command: list[str], folder: Path, variables: dict[str, str], at: Callable[[int], None]) -> tuple[int, str]:
     """Run pytest and report its progress; returns its exit code and its output."""
-    settings = {"PYTHONPATH": str(packages), "PYTHONNOUSERSITE": "1", "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
     lines = []
     with subprocess.Popen(
-        command,
-        cwd=packages,
-        env={**os.environ, **settings},
-        text=True,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
+        command, cwd=folder, env=variables, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT
     ) as process:
         assert process.stdout is not None
         for line in process.stdout:

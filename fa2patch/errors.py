@@ -1,16 +1,37 @@
 """Errors, all subclasses of :class:`Fa2PatchError`, and two warnings.
 
-Every message says what was expected, what was found and what to do. An error raised by ``apply`` leaves the model and
-every namespace unchanged. After an error in a forward, the patch is still usable.
+Every message says what was expected, what was found and what to do. Its last line is the address of the section about
+its class in the documentation. An error raised by ``apply`` leaves the model and every namespace unchanged. After an
+error in a forward, the patch is still usable.
 """
 
 from __future__ import annotations
 
 from typing import Any
 
+PAGE = "https://fa2patch.github.io/fa2patch/errors.html"
+"""The page of the documentation that has a section for each class of this module."""
 
-class Fa2PatchError(Exception):
-    """Base class of all errors that fa2patch raises on purpose."""
+
+class _Documented(BaseException):
+    """An error or warning whose text ends in the address of its class's section in the documentation."""
+
+    @property
+    def message(self) -> str:
+        """The text without the address."""
+        return super().__str__()
+
+    def __str__(self) -> str:
+        ours = next(kind for kind in type(self).__mro__ if kind.__module__ == __name__)
+        return f"{self.message}\nSee {PAGE}#{ours.__name__.lower()}"
+
+
+class Fa2PatchError(_Documented, Exception):
+    """Base class of all errors that fa2patch raises on purpose.
+
+    Attributes:
+        message: The text without the address of the documentation, which is the last line of ``str(error)``.
+    """
 
 
 class UnsupportedTransformers(Fa2PatchError):
@@ -91,9 +112,17 @@ class CollatorError(Fa2PatchError, ValueError):
     """A collator cannot put the examples into one row, or has an invalid argument."""
 
 
-class NothingProven(UserWarning):
+class NothingProven(_Documented, UserWarning):
     """A sharded model holds an unknown module, and one rank alone cannot prove that it keeps documents apart."""
 
 
-class NothingPacked(UserWarning):
+class NothingPacked(_Documented, UserWarning):
     """A patched model was trained on several batches, and none of them said where documents start."""
+
+
+def message(error: BaseException) -> str:
+    """Return an error's text, without the address that an error of fa2patch ends in.
+
+    For texts that quote an error.
+    """
+    return error.message if isinstance(error, _Documented) else str(error)

@@ -71,10 +71,13 @@ def cell(architecture: str, implementations: tuple[str, ...], points: list[str])
             with fa2patch.apply(model) as patch:
                 result["seam"] = sorted({layer.seam for layer in patch.layers})
         except (fa2patch.errors.UnsupportedModel, fa2patch.errors.LayerNotPatchable) as error:
-            result["refused"] = f"{type(error).__name__}: {error}"
+            result["refused"] = f"{type(error).__name__}: {error.message}"
             continue
         except Exception as error:
-            return {**result, "error": f"{implementation}: {type(error).__name__}: {error}"[:400]}
+            return {
+                **result,
+                "error": f"{implementation}: {type(error).__name__}: {fa2patch.errors.message(error)}"[:400],
+            }
         skipped = _skipped(cell, result["seam"], first=implementation == next(iter(loaded)))
         result["fa2patch"][implementation] = _results(cell, points, skipped)
     if "refused" not in result:
@@ -110,6 +113,8 @@ def _skipped(cell: Any, seam: list[str], first: bool) -> dict[str, str]:
 def _results(cell: Any, points: list[str], skipped: dict[str, str]) -> dict[str, Any]:
     import torch
 
+    from fa2patch.errors import message
+
     from .cell import NotApplicable
     from .points import POINTS
 
@@ -126,7 +131,7 @@ def _results(cell: Any, points: list[str], skipped: dict[str, str]) -> dict[str,
             counts["n/a"][name] = str(reason)
         except Exception as error:
             frame = traceback.extract_tb(error.__traceback__)[-1]
-            what = f"{type(error).__name__}: {error} ({Path(frame.filename).name}:{frame.lineno})"
+            what = f"{type(error).__name__}: {message(error)} ({Path(frame.filename).name}:{frame.lineno})"
             counts["fail"][name] = what[:400]
             if os.environ.get("FA2PATCH_TRACE"):
                 traceback.print_exc()

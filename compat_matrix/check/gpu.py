@@ -103,7 +103,7 @@ def _cell(architecture: str, implementations: tuple[str, ...], device: str, kern
             model = tiny_models.build(architecture, implementation, torch.bfloat16, **changes).to(device)
             patch = fa2patch.apply(model, kernel=kernel)
         except fa2patch.errors.UnsupportedModel as error:
-            return {"refused": f"{type(error).__name__}: {error}"}
+            return {"refused": f"{type(error).__name__}: {error.message}"}
         except Exception as error:
             return {"error": f"{implementation}: {type(error).__name__}: {error}"[:400]}
         cell["seam"] = sorted({*cell["seam"], *(layer.seam for layer in patch.layers)})
@@ -114,7 +114,7 @@ def _cell(architecture: str, implementations: tuple[str, ...], device: str, kern
                 counts["ok"] += 1
             except fa2patch.errors.KernelUnavailable as error:
                 wrong = isinstance(error, fa2patch.errors.KernelWrong)
-                counts["fail" if wrong else "n/a"][name] = str(error)[:400]
+                counts["fail" if wrong else "n/a"][name] = error.message[:400]
             except Exception as error:
                 counts["fail"][name] = f"{type(error).__name__}: {error}"[:400]
     return cell

@@ -158,7 +158,7 @@ def _examined(number: int) -> str:
             if patch.examination.unproven:
                 _proven(patch, patch.model, *proving.example_of(patch.model, patch))
         except Fa2PatchError as error:
-            return str(error)
+            return error.message
     return ""
 
 

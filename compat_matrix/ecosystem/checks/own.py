@@ -87,7 +87,7 @@ def _looked_at(model: Any, batch: dict[str, Any]) -> dict[str, Any]:
     try:
         verification = fa2patch.verify(model, batch=batch, max_documents=3)
     except fa2patch.Fa2PatchError as error:
-        return {"verify": type(error).__name__, "said": str(error)}
+        return {"verify": type(error).__name__, "said": error.message}
     return {"verify": "isolated", "documents": len(verification.documents)}
 
 

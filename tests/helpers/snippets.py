@@ -1,0 +1,108 @@
+"""The code of README and the documentation, as tests run it.
+
+A fence of Python is run by itself, in a folder of its own. An HTML comment, which readers do not see, says what else a
+fence needs:
+
+- ``<!-- setup`` ... ``-->`` holds code that runs before every later fence of its page, and replaces the one before it;
+- ``<!-- needs: trl<0.20 -->`` before a fence: it is for environments that have these packages;
+- ``<!-- file: train.py -->`` before a fence: it is written to this file, and a later ``console`` fence runs it;
+- ``<!-- raises: PackedWithCache -->`` before a fence: it ends in this error;
+- ``<!-- not run: why -->`` before a fence: it is not run.
+
+In a ``console`` fence, lines that start with ``$`` are commands. ``pip`` commands are not run.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from pathlib import Path
+
+ROOT = Path(__file__).parents[2]
+
+_PART = re.compile(
+    r"^<!-- (?P<word>setup|needs|file|raises|not run)(?::? ?)(?P<said>.*?)-->$"
+    r"|^(?P<indent> *)```(?P<language>\w+)\n(?P<code>.*?)^ *```$",
+    re.M | re.S,
+)
+
+
+@dataclass(frozen=True)
+class Snippet:
+    """One fence.
+
+    Attributes:
+        page: The file, relative to the repository.
+        line: The number of its first line of code.
+        language: ``python`` or ``console``.
+        code: What it says.
+        setup: The code that runs before it.
+        needs: The requirements of its environment, such as ``trl<0.20``.
+        raises: The name of the error in which it ends, or nothing.
+        not_run: Why it is not run, or nothing.
+        files: The files that a console fence's page has written before it, by name.
+        file: The name of the file that it is written to, or nothing.
+    """
+
+    page: str
+    line: int
+    language: str
+    code: str
+    setup: str
+    needs: tuple[str, ...]
+    raises: str
+    not_run: str
+    file: str
+    files: tuple[tuple[str, str], ...]
+
+    @property
+    def name(self) -> str:
+        """The name of its test."""
+        return f"{self.page}:{self.line}"
+
+    @property
+    def commands(self) -> list[str]:
+        """The commands of a console fence, without those of pip."""
+        lines = re.sub(r"\\\n\s*", "", self.code).splitlines()
+        found = [line[1:].strip() for line in lines if line.startswith("$")]
+        return [command for command in found if not re.match(r"(uv )?pip |git |python3? -m venv", command)]
+
+
+def pages() -> list[Path]:
+    """README and the pages of the documentation."""
+    return [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
+
+
+def snippets(page: Path) -> list[Snippet]:
+    """Read the fences of a page, in its order."""
+    text = page.read_text(encoding="utf-8")
+    found: list[Snippet] = []
+    setup, said, files = "", {}, ()  # type: str, dict[str, str], tuple[tuple[str, str], ...]
+    for part in _PART.finditer(text):
+        if part["word"] == "setup":
+            setup = part["said"].strip() + "\n"
+        elif part["word"]:
+            said[part["word"]] = part["said"].strip()
+        elif part["language"] in ("python", "console"):
+            code = re.sub(rf"^{part['indent']}", "", part["code"], flags=re.M)
+            file = said.get("file", "")
+            found.append(
+                Snippet(
+                    str(page.relative_to(ROOT)),
+                    text.count("\n", 0, part.start("code")) + 1,
+                    part["language"],
+                    code,
+                    setup,
+                    tuple(one.strip() for one in said.get("needs", "").split(",") if one.strip()),
+                    said.get("raises", ""),
+                    said.get("not run", ""),
+                    file,
+                    files,
+                )
+            )
+            if file:
+                files = (*files, (file, code))
+            said = {}
+        else:
+            said = {}
+    return found

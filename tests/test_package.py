@@ -86,12 +86,12 @@ def test_the_metadata_names_the_home_and_the_readme(wheel):
 FROM_THE_WHEEL = """
 import sys
 from pathlib import Path
-from fa2patch.cli import matrix_modules
 from fa2patch.cli.commands import main
-environments = matrix_modules.environments
+from fa2patch.cli.compat import compat
+environments, run = compat("environments"), compat("run")
 environments.make = lambda version, folder: Path(sys.executable)  # in place of an environment that takes minutes
-check = matrix_modules.matrix.run._part
-matrix_modules.matrix.run._part = lambda *found: check(*found[:3], (*found[3], "--points", "packed_row"))
+check = run._part
+run._part = lambda *found: check(*found[:3], (*found[3], "--points", "packed_row"))
 assert {fa2patch!r} == str(Path(environments.__file__).parents[1]), environments.__file__
 assert "compat_matrix" not in sys.modules
 main(["matrix", "--model", {model!r}, "--transformers", "5.23.0", "--format", "markdown"])

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from .compat import compat
 from .output import as_json_option, attention_option, new_console, new_table, plain, remote_option
 
 if TYPE_CHECKING:
@@ -117,10 +118,9 @@ def _loaded(model: str, dtype: torch.dtype, attention: str | None, trust: bool) 
 
 
 def _tiny(model: str, dtype: torch.dtype, attention: str | None) -> Any:
-    from .matrix_modules import matrix, models, tiny_models
-
+    tiny_models, models = compat("tiny_models"), compat("user_models.models")
     try:
-        architecture = matrix.model(model).architecture
+        architecture = compat("user_models.matrix").model(model).architecture
         if not tiny_models.is_present(architecture):
             raise models.BadConfig(f"the installed Transformers has no causal LM {model!r}.")
         return tiny_models.build(architecture, attention or "sdpa", dtype)

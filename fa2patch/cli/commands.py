@@ -37,7 +37,8 @@ def run(kernel: str, collate: bool, quiet: bool, command: tuple[str, ...]) -> No
 
     A model that the script, or a Python that it starts, gets from from_pretrained or from_config is patched as it is
     made, and a line on stderr says so. Models that cannot be patched are named and left alone. Everything else is as
-    with python SCRIPT. With torchrun or accelerate: torchrun ... -m fa2patch run SCRIPT, or fa2patch run torchrun ...
+    with python SCRIPT. A Python of another environment inherits PYTHONPATH, but nothing is patched or imported there.
+    With torchrun or accelerate: torchrun ... -m fa2patch run SCRIPT, or fa2patch run torchrun ...
     SCRIPT.
     """
     from ..errors import Fa2PatchError

@@ -1,7 +1,8 @@
 """``fa2patch run``: start a command as ``python`` would start it, with fa2patch in it.
 
-The command replaces this process. It and every Python that it starts differ in two things only: a folder in front of
-PYTHONPATH, whose :mod:`sitecustomize` waits for Transformers, and an environment variable with the options.
+The command replaces this process. It and every Python that it starts differ in three things only: a folder in front of
+PYTHONPATH, whose :mod:`sitecustomize` waits for Transformers, and two environment variables, which hold the options and
+name this environment. Pythons of other environments inherit them, and :mod:`sitecustomize` does nothing there.
 """
 
 from __future__ import annotations
@@ -18,11 +19,12 @@ from pathlib import Path
 from ..errors import Fa2PatchError
 
 VARIABLE = "FA2PATCH_RUN"
+WHERE = "FA2PATCH_RUN_IN"
 STARTUP = Path(__file__).parent / "startup"
 
 
 class CannotRun(Fa2PatchError):
-    """This Python was started with an option that keeps ``fa2patch run`` out of the command."""
+    """``fa2patch run`` cannot reach the command's Python: an option keeps it out, or it is another environment's."""
 
 
 @dataclass(frozen=True)
@@ -56,8 +58,24 @@ def command(arguments: Sequence[str]) -> list[str]:
         beside = os.pathsep.join([os.path.dirname(sys.executable), os.environ.get("PATH", os.defpath)])
         found = shutil.which(first, path=beside)
         if found is not None:
+            _check_environment(found)
             return [found, *arguments[1:]]
     return [sys.executable, *_flags(), *arguments]
+
+
+def _check_environment(script: str) -> None:
+    """Raise an error if a command's first line names a Python of another environment."""
+    with open(script, "rb") as file:
+        line = os.fsdecode(file.readline(1024)).strip()
+    python = line[2:].strip().strip('"')
+    if not line.startswith("#!") or not os.path.basename(python).startswith("python"):
+        return
+    own, other = (os.path.realpath(os.path.dirname(path)) for path in (sys.executable, python))
+    if own != other:
+        raise CannotRun(
+            f"fa2patch run patches models in its own environment, {sys.prefix}, and {script} belongs to another one: "
+            f"it starts {python}. Install fa2patch there too and use that fa2patch run, or call fa2patch.apply(model)."
+        )
 
 
 def _flags() -> list[str]:
@@ -70,14 +88,15 @@ def environment(options: Options, inherited: Mapping[str, str]) -> dict[str, str
     """The environment variables that the command is started with."""
     others = [entry for entry in inherited.get("PYTHONPATH", "").split(os.pathsep) if entry and entry != str(STARTUP)]
     path = os.pathsep.join([str(STARTUP), *others])
-    return {**inherited, "PYTHONPATH": path, VARIABLE: json.dumps(asdict(options))}
+    here = os.pathsep.join([str(sys.implementation.cache_tag), os.path.realpath(sys.prefix)])
+    return {**inherited, "PYTHONPATH": path, VARIABLE: json.dumps(asdict(options)), WHERE: here}
 
 
 def start(arguments: Sequence[str], options: Options) -> None:
     """Replace this process with the command. This function does not return.
 
     Raises:
-        CannotRun: This Python ignores PYTHONPATH or ``site``.
+        CannotRun: This Python ignores PYTHONPATH or ``site``, or the command belongs to another environment.
         UnknownKernel, KernelUnavailable: The requested kernel does not exist or cannot run here.
     """
     if sys.flags.ignore_environment or sys.flags.no_site:

@@ -7,6 +7,7 @@ import os
 import pickle
 import re
 import runpy
+import shutil
 import signal
 import subprocess
 import sys
@@ -131,6 +132,69 @@ def test_a_sitecustomize_that_ours_hides_is_run(tmp_path):
     assert "No module named 'not_there'" in broken.stderr
 
 
+LOOKS = "import sys; print([sys.executable, sys.path, sorted(sys.modules), [str(type(it)) for it in sys.meta_path]])"
+
+
+def other_pythons():
+    """Every interpreter on this machine that a script could start, beside that of this environment."""
+    names = [shutil.which(f"python{version}") for version in ("2.7", "3.6", "3.9", "3.10", "3.12", "3.13")]
+    homes = Path.home().glob(".pyenv/versions/*/bin/python")
+    working = [name for name in (*names, *map(str, homes)) if name and not plainly_with(name, "-V").returncode]
+    return [os.path.realpath(sys.executable), *working]
+
+
+def plainly_with(python, *arguments, **more):
+    return subprocess.run([python, *arguments], capture_output=True, text=True, **more)
+
+
+@pytest.fixture
+def bare(tmp_path):
+    """Return the Python of an empty environment, made with the interpreter of this one."""
+    subprocess.run([sys.executable, "-m", "venv", "--without-pip", str(tmp_path / "bare")], check=True)
+    return str(tmp_path / "bare" / "bin" / "python")
+
+
+def test_a_python_of_another_environment_is_as_without_it(bare, tmp_path):
+    variables = run.environment(run.Options(), os.environ)
+    (tmp_path / "sitecustomize.py").write_text("WHOSE = 'mine'")
+    hidden = run.environment(run.Options(), {**os.environ, "PYTHONPATH": str(tmp_path)})
+    for python in (bare, *other_pythons()):
+        ours, alone = plainly_with(python, "-c", LOOKS, env=variables), plainly_with(python, "-c", LOOKS)
+        assert alone.returncode == 0 and sys.executable not in alone.stdout, alone.stderr
+        assert ours.returncode == 0 and ours.stderr == alone.stderr == "", (python, ours.stderr)
+        assert ours.stdout.replace("'sitecustomize', ", "") == alone.stdout.replace("'sitecustomize', ", ""), python
+        assert "fa2patch" not in ours.stdout.replace(str(tmp_path), "")
+        found = plainly_with(python, "-c", "import sitecustomize as it; print(it.WHOSE)", env=hidden)
+        assert found.stdout == "mine\n", (python, found.stderr)
+
+
+def test_a_python_of_the_same_environment_waits_for_transformers(bare):
+    code = "import sys; print('fa2patch_startup' in sys.modules)"
+    for python, expected in ((sys.executable, "True\n"), (bare, "False\n")):
+        found = plainly_with(python, "-c", code, env=run.environment(run.Options(), os.environ))
+        assert found.stdout == expected, found.stderr
+
+
+@pytest.mark.parametrize(("first_line", "ok"), [
+    ("#!{own}", True), ("#!{bare}", False), ("#! {bare} -I", False), ('#!"{bare}"', False),
+    ("#!/usr/bin/env python3", True), ("#!/bin/sh", True), ("", True),
+])  # fmt: skip
+def test_a_command_of_another_environment_is_an_error(monkeypatch, bare, tmp_path, first_line, ok):
+    script = tmp_path / "train-it"
+    script.write_text(first_line.format(own=sys.executable, bare=bare) + "\nprint('started')\n")
+    script.chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path))
+    if ok:
+        assert run.command(["train-it", "x"]) == [str(script), "x"]
+        return
+    with pytest.raises(
+        run.CannotRun, match=f"train-it belongs to another one: it starts {bare}.*Install fa2patch there"
+    ):
+        run.command(["train-it", "x"])
+    done = CliRunner().invoke(cli.main, ["run", "train-it", "x"])
+    assert done.exit_code == 2 and "belongs to another one" in " ".join(done.output.split())
+
+
 @pytest.mark.slow
 def test_the_whole_way_by_the_command_line():
     line = [sys.executable, "-W", "error", "-X", "utf8", "-m", "fa2patch", "run", "--quiet", "ends.py", "exit"]
@@ -143,12 +207,12 @@ def test_without_fa2patch_on_its_path_a_child_takes_the_one_that_started_it(fold
     """As with ``python -m fa2patch`` in a checkout, the package is not installed. The startup file knows its place."""
     file = tmp_path / "hide.py"
     file.write_text(
-        f"import sys; sys.path.insert(0, {str(run.STARTUP)!r}); import sitecustomize, types, importlib.util\n"
+        f"import sys; sys.path.insert(0, {str(run.STARTUP)!r}); import fa2patch_startup, importlib.util\n"
         "find = importlib.util.find_spec\n"
         "importlib.util.find_spec = lambda name, *rest: None if name == 'fa2patch' else find(name, *rest)\n"
         "sys.meta_path[:] = [f for f in sys.meta_path if 'editable' not in str(f).lower()]\n"
         f"sys.path[:] = [entry for entry in sys.path if entry != {str(ROOT)!r}]\n"
-        "sitecustomize._fa2patch(); import fa2patch; print(fa2patch.__file__)\n"
+        "fa2patch_startup._fa2patch(); import fa2patch; print(fa2patch.__file__)\n"
     )
     done = plainly("-S", str(file), env={"PYTHONPATH": os.pathsep.join(p for p in sys.path if "site-packages" in p)})
     assert done.stdout.strip() == str(ROOT / "fa2patch" / "__init__.py"), done.stderr
@@ -172,6 +236,7 @@ def test_the_environment_reaches_further_processes_once():
     once = run.environment(run.Options("reference", True), {"PYTHONPATH": f"a{os.pathsep}b", "OTHER": "kept"})
     assert once["PYTHONPATH"].split(os.pathsep) == [str(run.STARTUP), "a", "b"] and once["OTHER"] == "kept"
     assert run.environment(run.Options("reference", True), once) == once
+    assert once[run.WHERE].endswith(os.path.realpath(sys.prefix))
     assert json.loads(once[run.VARIABLE]) == {"kernel": "reference", "collate": True, "quiet": False}
 
 

@@ -1,84 +1,28 @@
 """The start of every Python under ``fa2patch run``: ``site`` finds this module through PYTHONPATH.
 
-It waits for the import of Transformers. Until then it imports nothing else, and ``sys.path`` is as without it. A
-sitecustomize that this module hides is run too.
+Pythons of other environments inherit PYTHONPATH and find it too. There it takes its folder off ``sys.path`` and does
+nothing else. In each of them it runs the sitecustomize that it hides.
 """
 
-from __future__ import annotations
-
-import atexit
+# Any Python may be started, so nothing here may be unknown to an older one, such as 3.6 or 2.7.
 import os
 import sys
 
-HERE = os.path.dirname(os.path.abspath(__file__))
-WAITED_FOR = "transformers"
-WATCHED = ("transformers.modeling_utils", "transformers.trainer")
-
-
-class _Waiting:
-    """An import finder that finds nothing and stays on ``sys.meta_path`` until Transformers is imported."""
-
-    def find_spec(self, name: str, path: object = None, target: object = None) -> None:
-        if name == WAITED_FOR and self in sys.meta_path:
-            sys.meta_path.remove(self)
-            try:
-                import wrapt
-
-                for watched in WATCHED:
-                    wrapt.register_post_import_hook(_imported, watched)
-            except Exception as error:
-                _failed(error)
-
-
-def _imported(module: object) -> None:
+sys.path[:] = [entry for entry in sys.path if os.path.abspath(entry) != os.path.dirname(os.path.abspath(__file__))]
+tag = getattr(getattr(sys, "implementation", None), "cache_tag", None)
+if os.environ.get("FA2PATCH_RUN_IN") == os.pathsep.join([str(tag), os.path.realpath(sys.prefix)]):
+    sys.path.insert(0, os.path.dirname(os.path.abspath(__file__)))
     try:
-        _fa2patch()
-        from fa2patch.run import hook
+        __import__("fa2patch_startup")
+    finally:
+        del sys.path[0]
 
-        hook.imported(module)
-    except Exception as error:
-        _failed(error)
-
-
-def _fa2patch() -> None:
-    """Import the installed fa2patch, or else the one that this file is part of."""
-    import importlib.util
-
-    if importlib.util.find_spec("fa2patch") is None:
-        home = os.path.dirname(os.path.dirname(HERE))
-        file = os.path.join(home, "__init__.py")
-        spec = importlib.util.spec_from_file_location("fa2patch", file, submodule_search_locations=[home])
-        assert spec is not None and spec.loader is not None, f"{file} is where the package is"
-        package = sys.modules["fa2patch"] = importlib.util.module_from_spec(spec)
-        spec.loader.exec_module(package)
-
-
-def _failed(error: Exception) -> None:
-    """Print one line and go on, because the user's program must not fail here."""
-    if sys.stderr is not None:
-        what = f"{type(error).__name__}: {error}"
-        print(f"fa2patch: no model is patched in this process, {sys.executable}: {what}", file=sys.stderr, flush=True)
-
-
-@atexit.register  # registered first, so atexit calls it last
-def _off() -> None:
-    hook = sys.modules.get("fa2patch.run.hook")
-    if hook is not None:
-        hook.off()
-
-
-def _run_the_hidden_one() -> None:
+if __name__ == "sitecustomize":
     mine = sys.modules.pop(__name__)
     try:
         __import__(__name__)
-    except ModuleNotFoundError as error:
-        if error.name != __name__:
+    except ImportError as error:
+        if getattr(error, "name", str(error)[len("No module named ") :]) != __name__:
             raise
     finally:
         sys.modules.setdefault(__name__, mine)
-
-
-sys.path[:] = [entry for entry in sys.path if os.path.abspath(entry) != HERE]
-sys.meta_path.insert(0, _Waiting())
-if __name__ == "sitecustomize":
-    _run_the_hidden_one()

@@ -1,0 +1,69 @@
+"""What ``sitecustomize`` starts in every Python of the environment of ``fa2patch run``.
+
+It waits for the import of Transformers. Until then it imports nothing else.
+"""
+
+from __future__ import annotations
+
+import atexit
+import os
+import sys
+
+HERE = os.path.dirname(os.path.abspath(__file__))
+WAITED_FOR = "transformers"
+WATCHED = ("transformers.modeling_utils", "transformers.trainer")
+
+
+class _Waiting:
+    """An import finder that finds nothing and stays on ``sys.meta_path`` until Transformers is imported."""
+
+    def find_spec(self, name: str, path: object = None, target: object = None) -> None:
+        if name == WAITED_FOR and self in sys.meta_path:
+            sys.meta_path.remove(self)
+            try:
+                import wrapt
+
+                for watched in WATCHED:
+                    wrapt.register_post_import_hook(_imported, watched)
+            except Exception as error:
+                _failed(error)
+
+
+def _imported(module: object) -> None:
+    try:
+        _fa2patch()
+        from fa2patch.run import hook
+
+        hook.imported(module)
+    except Exception as error:
+        _failed(error)
+
+
+def _fa2patch() -> None:
+    """Import the installed fa2patch, or else the one that this file is part of."""
+    import importlib.util
+
+    if importlib.util.find_spec("fa2patch") is None:
+        home = os.path.dirname(os.path.dirname(HERE))
+        file = os.path.join(home, "__init__.py")
+        spec = importlib.util.spec_from_file_location("fa2patch", file, submodule_search_locations=[home])
+        assert spec is not None and spec.loader is not None, f"{file} is where the package is"
+        package = sys.modules["fa2patch"] = importlib.util.module_from_spec(spec)
+        spec.loader.exec_module(package)
+
+
+def _failed(error: Exception) -> None:
+    """Print one line and go on, because the user's program must not fail here."""
+    if sys.stderr is not None:
+        what = f"{type(error).__name__}: {error}"
+        print(f"fa2patch: no model is patched in this process, {sys.executable}: {what}", file=sys.stderr, flush=True)
+
+
+@atexit.register  # registered first, so atexit calls it last
+def _off() -> None:
+    hook = sys.modules.get("fa2patch.run.hook")
+    if hook is not None:
+        hook.off()
+
+
+sys.meta_path.insert(0, _Waiting())

@@ -38,6 +38,10 @@ class UnsupportedTransformers(Fa2PatchError):
     """Transformers cannot be imported, or is older than 4.34, the first version with flash attention."""
 
 
+class UnsupportedNumPy(Fa2PatchError):
+    """The installed torch cannot exchange arrays with the installed NumPy, as torch before 2.3 cannot with NumPy 2."""
+
+
 class NotAModel(Fa2PatchError, TypeError):
     """The object holds no Transformers model, or not one that the called function can use."""
 

@@ -8,12 +8,13 @@ import types
 from collections.abc import Iterator
 from typing import Any
 
+import numpy
 import torch
 
 from .. import kernels
 from .._types import Function
 from ..binding import LOCK, release
-from ..errors import BadArgument, LayerNotPatchable, UnsupportedTransformers
+from ..errors import BadArgument, LayerNotPatchable, UnsupportedNumPy, UnsupportedTransformers
 from ..upstream import foreign, inspecting
 from ..upstream.find_models import models
 from ..upstream.step import MARK
@@ -52,10 +53,11 @@ def apply(
         The model's :class:`Patch`.
 
     Raises:
-        UnsupportedTransformers, NotAModel, UnknownArchitecture, UnsupportedModel, LayerNotPatchable, UnknownKernel,
-        KernelUnavailable, BadArgument: nothing was changed.
+        UnsupportedTransformers, UnsupportedNumPy, NotAModel, UnknownArchitecture, UnsupportedModel, LayerNotPatchable,
+        UnknownKernel, KernelUnavailable, BadArgument: nothing was changed.
     """
     _check_transformers()
+    _check_numpy()
     kernels.check_name(kernel)
     if not (isinstance(prove, bool) or prove == "unknown"):
         raise BadArgument(f"prove={prove!r}: expected True, False or 'unknown'.")
@@ -158,3 +160,14 @@ def _check_transformers() -> None:
             f"expected Transformers {OLDEST[0]}.{OLDEST[1]} or newer, found {version}, which has no flash attention to "
             "patch. Upgrade it: pip install 'transformers>=4.34'."
         )
+
+
+def _check_numpy() -> None:
+    """Fail before the first packed batch would, because torch only warns that it cannot use the installed NumPy."""
+    try:
+        torch.from_numpy(numpy.empty(0))
+    except RuntimeError as error:
+        raise UnsupportedNumPy(
+            f"torch {torch.__version__} cannot exchange arrays with NumPy {numpy.__version__} ({error}). torch before "
+            "2.3 is built for NumPy 1: pip install 'numpy<2', or a newer torch."
+        ) from error

@@ -327,6 +327,13 @@ class TestRefusals:
         monkeypatch.setattr(sys.modules["transformers"], "__version__", "4.33.3")
         self.check(errors.UnsupportedTransformers, "4.34 or newer, found 4.33.3", model)
 
+    def test_torch_that_cannot_use_the_installed_numpy(self, model, monkeypatch):
+        def from_numpy(array):
+            raise RuntimeError("Numpy is not available")
+
+        monkeypatch.setattr(torch, "from_numpy", from_numpy)
+        self.check(errors.UnsupportedNumPy, "cannot exchange arrays .*Numpy is not available.*'numpy<2'", model)
+
     def test_architecture_by_name(self, model, docs, expected):
         model.config.model_type = "my-llama"
         self.check(errors.UnknownArchitecture, "your-llama.*fa2patch.register", model, architecture="your-llama")

@@ -29,6 +29,17 @@ CALLS = [
 OURS = [call for call in CALLS if call[1].startswith("compat_matrix")]
 every_workflow = pytest.mark.parametrize("name", WORKFLOWS)
 
+RIGHTS = {
+    ("matrix", "report"): {"contents": "read", "issues": "write"},
+    ("pages", "deploy"): {"pages": "write", "id-token": "write"},
+    ("release", "publish"): {"id-token": "write"},
+}
+"""What a job may do beyond reading. The tokens of the last two change what the public sees."""
+
+PUBLISHING = {"actions/download-artifact", "actions/deploy-pages", "pypa/gh-action-pypi-publish"}
+BRANCHES = {"pypa/gh-action-pypi-publish@release/v1"}
+"""Actions whose major version is a branch instead of a tag."""
+
 
 def triggers(workflow):
     return workflow[True]  # YAML 1.1 reads the key "on" as a boolean
@@ -39,7 +50,7 @@ def options(text):
 
 
 def test_the_workflows_are_there():
-    assert set(WORKFLOWS) == {"tests", "matrix", "gpu", "packing-matrix"}
+    assert set(WORKFLOWS) == {"tests", "matrix", "gpu", "packing-matrix", "pages", "release"}
     assert OURS and SCRIPTS
 
 
@@ -47,13 +58,58 @@ def test_the_workflows_are_there():
 def test_rights_are_few_and_actions_are_of_a_major_version(name):
     assert WORKFLOWS[name]["permissions"] == {"contents": "read"}
     for where, step in STEPS:
-        if where.startswith(f"{name}:") and "uses" in step:
+        if where.startswith(f"{name}:") and step.get("uses", "") not in {"", *BRANCHES}:
             assert re.fullmatch(r"[\w-]+/[\w-]+@v\d+", step["uses"]), step["uses"]
             if "checkout" in step["uses"]:
                 assert step["with"]["persist-credentials"] is False, where
-    for job in WORKFLOWS[name]["jobs"].values():
-        assert job["timeout-minutes"]
-        assert set(job.get("permissions", {})) <= {"contents", "issues"}
+    for job, settings in WORKFLOWS[name]["jobs"].items():
+        assert settings["timeout-minutes"]
+        assert settings.get("permissions", {}) == RIGHTS.get((name, job), {})
+
+
+@pytest.mark.parametrize(("name", "job"), [where for where, rights in RIGHTS.items() if "id-token" in rights])
+def test_a_job_that_publishes_runs_no_code_of_ours_and_needs_an_environment(name, job):
+    settings = WORKFLOWS[name]["jobs"][job]
+    assert {step.get("uses", "a script").partition("@")[0] for step in settings["steps"]} <= PUBLISHING
+    assert settings["environment"]["name"] == {"pages": "github-pages", "release": "pypi"}[name]
+    assert settings["needs"]
+
+
+def test_what_is_released_was_checked_as_a_wheel_and_has_the_tags_version():
+    release = WORKFLOWS["release"]
+    assert triggers(release) == {"push": {"tags": ["v*"]}}
+    assert release["jobs"]["publish"]["needs"] == ["build", "wheel"] and release["jobs"]["wheel"]["needs"] == "build"
+    scripts = {where: [script for at, script in SCRIPTS if at == f"release: {where}"] for where in ("build", "wheel")}
+    tag, *rest = scripts["build"]
+    assert tag == 'bash .ci/tag "$GITHUB_REF_NAME"' and rest[-1].startswith("python -m twine check --strict")
+    assert scripts["wheel"] == ["bash .ci/wheel dist/*.whl"]
+    assert "bash .ci/wheel .dist/*.whl" in (ROOT / ".ci" / "run").read_text()
+
+
+@pytest.mark.parametrize("name", ["pages", "release"])
+def test_only_the_repositorys_own_pushes_publish(name):
+    assert set(triggers(WORKFLOWS[name])) <= {"push", "workflow_dispatch"}
+
+
+def test_scripts_of_ours_exist():
+    called = {file for _, script in SCRIPTS for file in re.findall(r"bash (\S+)", script)}
+    assert called == {".ci/tag", ".ci/wheel"} and all((ROOT / file).is_file() for file in called)
+
+
+FORMS = {file.stem: yaml.safe_load(file.read_text()) for file in (ROOT / ".github" / "ISSUE_TEMPLATE").glob("*.yml")}
+
+
+def test_issue_forms_ask_for_what_a_fault_is_found_with():
+    assert set(FORMS) == {"config", "wrong_number", "refused", "other"}
+    for name, form in FORMS.items():
+        if name == "config":
+            continue
+        assert form["name"] and form["description"] and form["body"], name
+        parts = {part["id"]: part for part in form["body"] if part["type"] != "markdown"}
+        assert len(parts) == len(form["body"]) and {"doctor", "config"} <= {*parts}, name
+        assert parts["doctor"]["attributes"]["label"] == "fa2patch doctor --json"
+        asked = {part for part in parts if parts[part].get("validations", {}).get("required")}
+        assert asked >= ({"doctor", "config"} if name != "other" else {"what"}), name
 
 
 @every_workflow
@@ -65,7 +121,7 @@ def test_what_is_somebody_elses_word_reaches_no_script_as_text(name):
 
 @pytest.mark.parametrize(("where", "module", "rest"), CALLS)
 def test_modules_exist(where, module, rest):
-    if module not in ("venv", "build"):  # build is in the extra dev
+    if module not in ("venv", "build", "twine", "sphinx"):  # in the extras dev and docs
         assert importlib.util.find_spec(module), where
 
 

@@ -13,13 +13,10 @@ from concurrent.futures import ThreadPoolExecutor, as_completed
 from pathlib import Path
 from typing import Any
 
-from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
-from rich.table import Table
-
 from . import environments, run
 from .cells import STATES, Environment, score
 from .results import Malformed, read_file
+from .screen import BarColumn, Console, MofNCompleteColumn, Progress, Table, TextColumn, TimeElapsedColumn
 
 ROOT = environments.HERE.parent
 EVIDENCE = environments.HERE / "evidence"

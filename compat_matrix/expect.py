@@ -11,7 +11,10 @@ from collections import Counter
 from pathlib import Path
 from typing import Callable
 
-import tomlkit
+try:
+    import tomlkit
+except ModuleNotFoundError:
+    raise SystemExit("this needs tomlkit, which is not installed. In a clone: pip install -e '.[matrix]'") from None
 
 from . import environments, run
 from .cells import Environment

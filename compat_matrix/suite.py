@@ -16,11 +16,9 @@ from pathlib import Path
 from typing import Callable
 from xml.etree import ElementTree
 
-from rich.console import Console
-from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
-
 from . import environments
 from .ecosystem.stacks import stacks
+from .screen import BarColumn, Console, Progress, TextColumn, TimeElapsedColumn
 
 VERSIONS = ("4.36.2", "4.43.4", "4.48.3", "4.57.6", "5.23.0")
 """One version for each way in which Transformers computes attention, with the newest of both majors."""

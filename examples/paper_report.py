@@ -6,7 +6,10 @@ from pathlib import Path
 from statistics import mean, median
 from typing import Any
 
-import matplotlib
+try:
+    import matplotlib
+except ImportError as error:
+    raise SystemExit(f"{error}. This example needs a little more: pip install 'fa2patch[demo]'") from None
 
 matplotlib.use("Agg")
 import matplotlib.pyplot as plt

@@ -104,3 +104,14 @@ def test_the_matrix_works_from_an_installed_wheel(installed, tmp_path):
     done = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     assert re.search(r"\| llama_3_1 \(llama\) \| ok ", done.stdout), done.stdout
+
+
+@pytest.mark.parametrize("name", ["", ".suite", ".structure", ".ecosystem", ".bench", ".bench.figures", ".bench.gpu"])
+def test_a_command_of_a_clone_names_the_extra_that_it_lacks(name):
+    code = (
+        "import runpy, sys; sys.modules['rich'] = None; sys.argv[1:] = ['--help']\n"
+        f"runpy.run_module('compat_matrix{name}', run_name='__main__')"
+    )
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
+    (line,) = done.stderr.splitlines()
+    assert done.returncode == 1 and line.startswith("compat_matrix needs rich") and "pip install -e '.[matrix]'" in line

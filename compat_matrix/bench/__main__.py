@@ -9,8 +9,7 @@ import warnings
 from pathlib import Path
 from typing import Any, Callable
 
-from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+from ..screen import BarColumn, Console, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
 PARTS = ("startup", "syncs", "kernels", "overhead", "mixers", "training", "packing")
 RESULTS = Path(__file__).parent / "results"

@@ -24,10 +24,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from rich.console import Console
 
 import fa2patch
 
+from ..screen import Console
 from . import about, tables
 from .lengths import DISTRIBUTIONS
 from .shapes import SHAPES

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from rich import table as rich_table
+from .. import screen
 
 Found = dict[str, Any]
 
@@ -23,10 +23,10 @@ class Table:
     rows: list[list[str]]
     notes: str = ""
 
-    def as_rich(self) -> rich_table.Table:
+    def as_rich(self) -> screen.Table:
         """Return the table for the terminal; all columns but the first are right-aligned."""
         notes = self.notes.replace("*", "").replace("`", "")
-        made = rich_table.Table(title=self.title, caption=notes or None, title_justify="left", caption_justify="left")
+        made = screen.Table(title=self.title, caption=notes or None, title_justify="left", caption_justify="left")
         for place, name in enumerate(self.head):
             made.add_column(name, justify="right" if place else "left")
         for row in self.rows:

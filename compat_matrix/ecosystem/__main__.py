@@ -12,10 +12,8 @@ from datetime import date
 from pathlib import Path
 from typing import Any
 
-from rich.console import Console
-from rich.table import Table
-
 from .. import environments
+from ..screen import Console, Table
 from . import distributed
 from .stacks import HERE, Stack, stacks
 

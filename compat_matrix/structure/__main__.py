@@ -9,9 +9,7 @@ from collections.abc import Iterable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from rich.console import Console
-from rich.table import Table
-
+from ..screen import Console, Table
 from . import counts
 from .circles import circles
 from .docstrings import undocumented

@@ -1,0 +1,20 @@
+"""What the commands of a clone print with: rich, or the message that names the extra with it."""
+
+try:
+    from rich.console import Console
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+    from rich.table import Table
+except ModuleNotFoundError as error:
+    raise SystemExit(
+        f"compat_matrix needs {error.name}, which is not installed. In a clone: pip install -e '.[matrix]'"
+    ) from None
+
+__all__ = [
+    "BarColumn",
+    "Console",
+    "MofNCompleteColumn",
+    "Progress",
+    "Table",
+    "TextColumn",
+    "TimeElapsedColumn",
+]

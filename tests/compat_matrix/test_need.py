@@ -5,10 +5,14 @@ import re
 from collections import Counter
 
 import pytest
+import torch
 from packaging.version import Version
 
+import fa2patch
 from compat_matrix import environments
 from compat_matrix.cells import Cell, Environment, Results, Upstream
+from compat_matrix.check.cell import Cell as CheckedCell
+from compat_matrix.check.rows import documents, pack
 from compat_matrix.publish import __main__ as publish
 from compat_matrix.publish import need
 
@@ -78,6 +82,17 @@ def assert_where(found, result, where):
     else:
         named = {re.sub(r" \(.*", "", name) for name in where.split(", ")}
         assert named == {need.SEEDS.get(name, name) for name in families}
+
+
+@pytest.mark.parametrize("family", need.SEEDS)
+def test_a_row_with_padding_behind_it_leaks(family):
+    """The one column that the evidence has no row for, in the installed version."""
+    row, padding = pack(documents(5, 9, 3)), torch.arange(4)[None]
+    batch = {name: torch.cat([row[name], padding + 3 * (name == "input_ids")], dim=1) for name in row}
+    batch["attention_mask"] = (torch.arange(21) < 17).long()[None]
+    model = CheckedCell(family, "sdpa").model()
+    found = fa2patch.verify(model, batch={**batch, "use_cache": False}, strict=False, max_documents=2)
+    assert not found.ok and next(case for case in need.CASES if case.untested).untested == "leak"
 
 
 def test_fa2patch_isolates_the_fourteen_families_everywhere():

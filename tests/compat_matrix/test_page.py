@@ -146,6 +146,7 @@ const type = async (id, value) => { const field = document.getElementById(id); f
   said.evidence = [...document.querySelectorAll("#panel a")].map(link => link.getAttribute("href"));
   document.querySelector("a[href='#mistral-5.23.0']").click(); await tick();
   said.clicked = [location.hash, words("panel-title")];
+  said.focus = document.activeElement.id;
   history.back(); await tick(); await tick();
   said.back = [location.hash, words("panel-title")];
   document.getElementById("close").click(); await tick();
@@ -191,6 +192,7 @@ def test_the_page_in_a_browser(tmp_path):
     assert said["folded"] and not any(is_open for is_open, _ in said["folded"])
     assert any("no sliding window" in text for _, text in said["folded"])
     assert said["clicked"] == ["#mistral-5.23.0", "mistral in Transformers 5.23.0"]
+    assert said["focus"] == "panel-title", "a click without a mouse is the keyboard's"
     assert said["back"] == ["#llama-4.43.4", "llama in Transformers 4.43.4"]
     assert said["closed"] == ["", True]
     assert "#nonsense is not known" in said["unknown"]

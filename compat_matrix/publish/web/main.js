@@ -2,6 +2,7 @@
 
 const at = id => document.getElementById(id);
 const panel = at("panel"), fields = { stack: at("stack"), torch: at("torch"), model: at("model") };
+let byKeyboard = false;  // the last cell was opened with the keyboard, so the focus follows
 
 function show() {
   const said = read(location.hash);
@@ -24,6 +25,8 @@ function open({ name, number }) {
   panel.scrollTop = 0;
   document.body.classList.add("open");
   light(name, number);
+  if (byKeyboard) at("panel-title").focus();
+  byKeyboard = false;
 }
 
 function close() {
@@ -93,7 +96,7 @@ body.addEventListener("keydown", event => {
 });
 body.addEventListener("click", event => {
   const link = event.target.closest("td a");
-  if (link && event.detail === 0) requestAnimationFrame(() => at("panel-title").focus());  // by the keyboard
+  byKeyboard = Boolean(link) && event.detail === 0;
 });
 for (const kind of ["mouseover", "focusin"]) body.addEventListener(kind, event => {
   const link = event.target.closest("td a");

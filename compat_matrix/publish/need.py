@@ -12,7 +12,7 @@ from .bands import span
 from .readme import wrapped
 
 STARTS = ((4, 34), (4, 44), (4, 53), (5, 0))
-"""The first minor of each row of the table: within a row, nearly every case has one result."""
+"""The first minor of each column of the table: within a column, nearly every case has one result."""
 
 SEEDS = {
     "llama": "Llama",
@@ -44,10 +44,10 @@ _NAMED = 4
 
 @dataclass(frozen=True)
 class Case:
-    """A column of the table.
+    """A row of the table.
 
     Attributes:
-        title: The header.
+        title: What the user does.
         architectures: Their names; :data:`MIXERS` stands for all with mixers.
         implementations: The ways in which the model is loaded; empty takes all that were run.
         rows: The kinds of packed row.
@@ -92,23 +92,21 @@ def table(results: Results) -> str:
     """The table with the sentences around it, as Markdown."""
     bands = _bands(results.counted)
     lines = markdown.table(
-        ["Transformers", *(case.title for case in CASES)],
-        (
-            [_label(environments), *(cell(case, environments, results) for case in CASES)]
-            for environments in bands.values()
-        ),
+        ["your case", *(_label(environments) for environments in bands.values())],
+        ([case.title, *(cell(case, environments, results) for environments in bands.values())] for case in CASES),
     )
     return "\n".join(
         [
             *wrapped(
-                "What Transformers alone does with `position_ids` that restart at each example. All columns but the "
-                f"last two are about fourteen families: {', '.join(SEEDS.values())}."
+                "What your Transformers does alone, with `position_ids` that restart at each example. The first five "
+                f"rows are about {', '.join(SEEDS.values())}."
             ),
             "",
             *lines,
             "",
+            *wrapped(_with_fa2patch(results)),
+            "",
             *_LEGEND,
-            f"- {_with_fa2patch(results)}",
         ]
     )
 
@@ -197,7 +195,7 @@ def _with_fa2patch(results: Results) -> str:
         for names in (SEEDS, mixers(results))
     )
     return (
-        f"With fa2patch, all of these cases are right in {seeds['ok']:,} of {sum(seeds.values()):,} checked "
+        f"**With fa2patch, all of these cases are right**: in {seeds['ok']:,} of {sum(seeds.values()):,} checked "
         f"combinations of a family and an environment, and in {hybrids['ok']:,} of {sum(hybrids.values()):,} of a "
         "hybrid and an environment."
     )

@@ -1,4 +1,4 @@
-"""Makes every file that depends on the evidence: README's tables, MATRIX.md, matrix.html and upstream.json."""
+"""Makes every file that depends on the evidence: README's blocks, MATRIX.md, matrix.html and upstream.json."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from pathlib import Path
 
 from .. import environments
 from ..results import Malformed, read
-from . import kernel_table, readme
+from . import kernel_table, need, readme
 from .known import known
 from .markdown import matrix
 from .page import page
@@ -23,7 +23,12 @@ def made(root: Path) -> dict[Path, str]:
     wanted = environments.tomllib.loads(blocks.read_text())["version"] if blocks.exists() else ()
     results = read(folder / "evidence", wanted)
     return {
-        root / "README.md": between(root / "README.md", matrix=readme.table(results), kernels=kernel_table.table()),
+        root / "README.md": between(
+            root / "README.md",
+            matrix=readme.summary(results),
+            need=need.table(results),
+            kernels=kernel_table.table(),
+        ),
         folder / "MATRIX.md": matrix(results),
         folder / "matrix.html": page(results),
         root / "fa2patch" / "upstream.json": known(results),

@@ -77,6 +77,22 @@ def test_every_address_is_the_one_of_project_urls():
     assert [one for one in found if one[1] not in home(ROOT)] == []
 
 
+def test_addresses_into_the_repository_and_the_site_name_files_that_exist():
+    repository, site = sorted(home(ROOT), key=len)
+    files = re.compile(
+        rf"(?:github\.com/{repository}/(?:blob|tree|raw)|githubusercontent\.com/{repository})/main/([\w./-]+)"
+    )
+    pages = re.compile(rf"{re.escape(site)}/([\w/-]+)\.html")
+    found = [(path, name) for path, text in texts(ROOT) for name in files.findall(text)]
+    found += [
+        (path, "compat_matrix/matrix.html" if name == "matrix" else f"docs/{name}.md")
+        for path, text in texts(ROOT)
+        for name in pages.findall(text)
+    ]
+    assert len(found) > 10
+    assert [one for one in found if not (ROOT / one[1].rstrip(".")).exists()] == []
+
+
 def test_no_owner_is_left_open():
     assert [path for path, text in texts(ROOT) if "OWNER" + "/" in text] == []
 

@@ -91,6 +91,13 @@ def test_only_the_repositorys_own_pushes_publish(name):
     assert set(triggers(WORKFLOWS[name])) <= {"push", "workflow_dispatch"}
 
 
+def test_the_docs_extra_has_what_conf_py_imports():
+    conf = (ROOT / "docs" / "conf.py").read_text()
+    extra = (ROOT / "pyproject.toml").read_text().split("\ndocs = [")[1].split("]")[0]
+    named = {*re.findall(r'^    "(\w+)",$', conf, re.M), *re.findall(r'^html_theme = "(\w+)"', conf, re.M)}
+    assert len(named) > 2 and {name.replace("_", "-") for name in named} <= {*re.findall(r'"([\w-]+)"', extra)}
+
+
 def test_scripts_of_ours_exist():
     called = {file for _, script in SCRIPTS for file in re.findall(r"bash (\S+)", script)}
     assert called == {".ci/tag", ".ci/wheel"} and all((ROOT / file).is_file() for file in called)

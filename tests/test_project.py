@@ -93,6 +93,13 @@ def test_addresses_into_the_repository_and_the_site_name_files_that_exist():
     assert [one for one in found if not (ROOT / one[1].rstrip(".")).exists()] == []
 
 
+def test_readme_has_absolute_links_and_pictures_only():
+    """PyPI shows README too, and resolves no relative address. An anchor of README itself works in both places."""
+    targets = re.findall(r"\]\(([^)\s]+)", README) + re.findall(r"\b(?:href|src|srcset)=[\"']([^\"']+)", README)
+    assert targets
+    assert [target for target in targets if not target.startswith(("https://", "#"))] == []
+
+
 def test_no_owner_is_left_open():
     assert [path for path, text in texts(ROOT) if "OWNER" + "/" in text] == []
 

@@ -1,4 +1,4 @@
-"""Makes README's table of kernels from their classes."""
+"""Makes the documentation's table of kernels from their classes."""
 
 from __future__ import annotations
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import importlib.metadata
 import json
 import os
@@ -13,11 +14,13 @@ import warnings
 from pathlib import Path
 
 import pytest
+import torch
 import transformers
 from packaging.requirements import Requirement
 from snippets import ROOT, Snippet, pages, snippets
 
 import fa2patch
+from compat_matrix import tiny_models
 
 SNIPPETS = [snippet for page in pages() for snippet in snippets(page)]
 NAMES = sorted(
@@ -28,6 +31,9 @@ NAMES = sorted(
     }
 )
 """The models that the pages load. Each is a tiny one here, with random weights, in a folder of that name."""
+
+KINDS = {"ModernBERT": "modernbert:masked", "LFM2": "lfm2", "Qwen2-VL": "qwen2_vl"}
+"""Architectures by a part of the model's name. All other names get a Llama."""
 
 TEXTS = [f"Question: what is {n} and {n}?\nAnswer: {' '.join(['it is', str(2 * n)] * (n % 5 + 1))}." for n in range(64)]
 
@@ -73,6 +79,9 @@ def tiny_tokenizer():
 
 
 def tiny_model(name: str, words: int):
+    kind = next((kind for part, kind in KINDS.items() if part in name), None)
+    if kind is not None:
+        return tiny_models.build(kind, "sdpa", vocab_size=words)
     config = transformers.LlamaConfig(
         vocab_size=words, hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4,
         num_key_value_heads=2, max_position_embeddings=512, bos_token_id=0, eos_token_id=1, pad_token_id=2,
@@ -85,6 +94,7 @@ def test_runs(snippet: Snippet, models: Path, tmp_path, monkeypatch):
     for entry in models.iterdir():
         (tmp_path / entry.name).symlink_to(entry)
     monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend="aot_eager"))  # inductor: minutes
     if snippet.language == "console":
         for name, code in snippet.files:
             (tmp_path / name).write_text(code)

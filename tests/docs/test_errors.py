@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import pkgutil
 import re
@@ -19,10 +20,11 @@ LIMITS = ("Limits",)
 
 
 def classes() -> list[type[BaseException]]:
-    """The errors and warnings of all modules of fa2patch."""
+    """The errors and warnings of all modules of fa2patch. The commands need click, which some environments lack."""
     for module in pkgutil.walk_packages(fa2patch.__path__, "fa2patch."):
         if "startup" not in module.name and not module.name.endswith("__main__"):
-            importlib.import_module(module.name)
+            with contextlib.suppress(ImportError, SystemExit):
+                importlib.import_module(module.name)
     found, new = set(), [errors._Documented]
     while new:
         found.update(new := [child for parent in new for child in parent.__subclasses__()])

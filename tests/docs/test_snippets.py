@@ -75,7 +75,8 @@ def tiny_tokenizer():
     )
     made.train_from_iterator(TEXTS, trainer)
     special = {"bos_token": "<s>", "eos_token": "</s>", "pad_token": "<pad>"}
-    return transformers.PreTrainedTokenizerFast(tokenizer_object=made, **special)
+    returned = ["input_ids", "attention_mask"]  # as Qwen's and Llama's; 4.x would add token_type_ids
+    return transformers.PreTrainedTokenizerFast(tokenizer_object=made, model_input_names=returned, **special)
 
 
 def tiny_model(name: str, words: int):
@@ -119,7 +120,8 @@ def run_python(snippet: Snippet) -> None:
 def run_commands(snippet: Snippet, folder: Path) -> None:
     path = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])
     for command in snippet.commands:
-        words = [sys.executable if word == "python" else word for word in shlex.split(command)]
+        words = shlex.split(re.sub(r"^fa2patch\b", "python -m fa2patch", command))
+        words = [sys.executable if word == "python" else word for word in words]
         done = subprocess.run(
             words, cwd=folder, env={**os.environ, "PATH": path, "COLUMNS": "100"}, capture_output=True, text=True
         )

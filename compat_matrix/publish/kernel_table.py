@@ -20,5 +20,5 @@ def table() -> str:
         ]
         for row in kernels.rows()
     )
-    head = ["kernel", "what", "needs", "dtypes", "head dim up to", "besides plain attention and grouped queries"]
+    head = ["kernel", "what", "needs", "dtypes", "head dim up to", "features"]
     return "\n".join(markdown.table(head, rows))

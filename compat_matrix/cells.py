@@ -67,7 +67,7 @@ class Cell:
         link: Where a known failure is reported; else empty.
         seam: The seams that the architecture was patched at.
         checked: The points of each ``attn_implementation``.
-        upstream: What Transformers alone does; None if it was not run.
+        alone: What Transformers alone does with each ``attn_implementation`` that was run; totals count the first.
     """
 
     state: str
@@ -75,7 +75,12 @@ class Cell:
     link: str = ""
     seam: tuple[str, ...] = ()
     checked: Mapping[str, Checked] = field(default_factory=dict)
-    upstream: Upstream | None = None
+    alone: tuple[Upstream, ...] = ()
+
+    @property
+    def upstream(self) -> Upstream | None:
+        """The run of Transformers alone that totals count; None if there is none."""
+        return self.alone[0] if self.alone else None
 
 
 ABSENT = Cell("absent")

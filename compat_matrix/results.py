@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -91,22 +92,43 @@ def _environment(data: Any, stem: str) -> Environment:
 
 
 def _cell(data: dict[str, Any], points: tuple[str, ...], rows: tuple[str, ...], where: str) -> Cell:
-    upstream = _upstream(data.get("upstream") or {}, rows, where + "upstream.")
-    if "error" in data:
-        return Cell("fail", _take(data, "error", str, where), upstream=upstream)
-    if "refused" in data:
-        reason = _take(data, "refused", str, where)
+    alone = _alone(data.get("upstream") or {}, rows, where + "upstream.")
+    state = next((state for state in ("error", "refused", "xfail") if state in data), None)
+    checked = _checked(data, where) if state is None or "fa2patch" in data else {}
+    if state is not None:
+        return replace(_not_ok(state, data, where), checked=checked, alone=alone)
+    seam, expected = tuple(_take(data, "seam", list, where)), data.get("expected_seam")
+    problems = [
+        f"{name}: {problem}"
+        for name, run in checked.items()
+        for problem in _problems(run, data["fa2patch"][name], points)
+    ]
+    if not any(run.ok for run in checked.values()):
+        problems.append("no point was found to hold")
+    if expected is not None and set(expected) != set(seam):
+        problems.append(f"patched at the seam {', '.join(seam) or 'none'}, not {', '.join(expected)}")
+    return Cell("fail" if problems else "ok", "; ".join(problems), "", seam, checked, alone)
+
+
+def _not_ok(state: str, data: dict[str, Any], where: str) -> Cell:
+    """The cell of an architecture whose check ended with an error, a refusal or a known failure."""
+    reason = _take(data, state, str, where)
+    if state == "error":
+        return Cell("fail", reason)
+    if state == "refused":
         expected = data.get("expected_seam")
         if expected not in (None, ["refused"]):
-            return Cell("fail", f"expected the {' and '.join(expected)} seam, found {reason}", upstream=upstream)
-        return Cell("refused", reason, upstream=upstream)
-    if "xfail" in data:
-        link = _take(data, "link", str, where)
-        if not link.startswith(("https://", "http://")):
-            raise _Expected(f"{where}link to be a web address, found {link!r}")
-        return Cell("xfail", _take(data, "xfail", str, where), link, upstream=upstream)
-    seam, expected = tuple(_take(data, "seam", list, where)), data.get("expected_seam")
-    checked, problems = {}, []
+            return Cell("fail", f"expected the {' and '.join(expected)} seam, found {reason}")
+        return Cell("refused", reason)
+    link = _take(data, "link", str, where)
+    if not link.startswith(("https://", "http://")):
+        raise _Expected(f"{where}link to be a web address, found {link!r}")
+    return Cell("xfail", reason, link)
+
+
+def _checked(data: dict[str, Any], where: str) -> dict[str, Checked]:
+    """The points of each implementation."""
+    checked = {}
     for name in _take(data, "fa2patch", dict, where):
         counts = _take(data["fa2patch"], name, dict, f"{where}fa2patch.")
         checked[name] = Checked(
@@ -114,12 +136,7 @@ def _cell(data: dict[str, Any], points: tuple[str, ...], rows: tuple[str, ...], 
             dict(_take({"n/a": {}, **counts}, "n/a", dict, where)),
             dict(_take({"fail": {}, **counts}, "fail", dict, where)),
         )
-        problems += [f"{name}: {problem}" for problem in _problems(checked[name], counts, points)]
-    if not any(run.ok for run in checked.values()):
-        problems.append("no point was found to hold")
-    if expected is not None and set(expected) != set(seam):
-        problems.append(f"patched at the seam {', '.join(seam) or 'none'}, not {', '.join(expected)}")
-    return Cell("fail" if problems else "ok", "; ".join(problems), "", seam, checked, upstream)
+    return checked
 
 
 def _problems(run: Checked, counts: dict[str, Any], points: tuple[str, ...]) -> list[str]:
@@ -138,16 +155,18 @@ def _problems(run: Checked, counts: dict[str, Any], points: tuple[str, ...]) -> 
     return problems
 
 
-def _upstream(data: dict[str, Any], rows: tuple[str, ...], where: str) -> Upstream | None:
-    """What Transformers alone gave with ``flash_attention_2``, else ``sdpa``, else the first implementation."""
-    implementation = next((name for name in ("flash_attention_2", "sdpa", *data) if name in data), None)
-    if implementation is None:
-        return None
-    results = {row: str(data[implementation].get(row, "unknown")) for row in rows}
-    for row, result in results.items():
-        if result.partition(":")[0] not in ("ok", "leak", "error", "unknown"):
-            raise _Expected(f"{where}{implementation}.{row} to be ok, leak or error: ..., found {result!r}")
-    return Upstream(implementation, results)
+def _alone(data: dict[str, Any], rows: tuple[str, ...], where: str) -> tuple[Upstream, ...]:
+    """What Transformers alone gave with each implementation, ``flash_attention_2`` first, then ``sdpa``."""
+    runs = []
+    for implementation in dict.fromkeys(("flash_attention_2", "sdpa", *data)):
+        if implementation not in data:
+            continue
+        results = {row: str(data[implementation].get(row, "unknown")) for row in rows}
+        for row, result in results.items():
+            if result.partition(":")[0] not in ("ok", "leak", "error", "unknown"):
+                raise _Expected(f"{where}{implementation}.{row} to be ok, leak or error: ..., found {result!r}")
+        runs.append(Upstream(implementation, results))
+    return tuple(runs)
 
 
 def _take(data: Any, key: str, kind: type, where: str = "") -> Any:

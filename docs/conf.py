@@ -10,15 +10,16 @@ extensions = [
     "myst_parser",
     "sphinx.ext.autodoc",
     "sphinx.ext.napoleon",
+    "sphinx_click",
     "sphinx_copybutton",
 ]
 exclude_patterns = ["_build"]
 nitpicky = True
-# No inventories of other projects: the build needs no network.
-nitpick_ignore_regex = [(r"py:.*", r"(?!fa2patch\.).*")]
+# No inventories of other projects, because the build needs no network; and types that users only pass on.
+nitpick_ignore_regex = [(r"py:.*", r"(?!fa2patch\.).*"), (r"py:class", r"fa2patch\.(_types|patch\.plan|upstream)\..*")]
 
 autodoc_member_order = "bysource"
-autodoc_typehints = "none"  # the signature shows them
+autodoc_typehints = "signature"
 autodoc_use_legacy_class_based = False
 napoleon_numpy_docstring = False
 python_maximum_signature_line_length = 100

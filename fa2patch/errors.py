@@ -22,7 +22,7 @@ class _Documented(BaseException):
         return super().__str__()
 
     def __str__(self) -> str:
-        ours = next(kind for kind in type(self).__mro__ if kind.__module__ == __name__)
+        ours = next(kind for kind in type(self).__mro__ if kind.__module__.startswith("fa2patch."))
         return f"{self.message}\nSee {PAGE}#{ours.__name__.lower()}"
 
 

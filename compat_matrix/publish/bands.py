@@ -6,7 +6,7 @@ from bisect import bisect_right
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from ..cells import Cell, Environment, Score, score
+from ..cells import Environment
 
 STARTS = ((4, 34), (4, 43), (4, 48), (4, 53), (5, 0))
 """The first minor of each band.
@@ -26,16 +26,6 @@ class Band:
     def label(self) -> str:
         """The band's minors, for example ``4.34-4.42`` with an en dash."""
         return span(self.environments[0].minor, self.environments[-1].minor)
-
-    def score(self, *architectures: str) -> Score:
-        """Count the minors of these architectures; a minor counts as its worst environment."""
-        minors: dict[tuple[str, tuple[int, int]], list[Cell]] = {}
-        for environment in self.environments:
-            for architecture in architectures:
-                if architecture in environment.cells:
-                    cell = environment.cells[architecture]
-                    minors.setdefault((architecture, environment.minor), []).append(cell)
-        return score(worst(cells) for cells in minors.values())
 
 
 def bands(environments: Iterable[Environment]) -> list[Band]:
@@ -57,14 +47,3 @@ def span(first: tuple[int, int], last: tuple[int, int]) -> str:
     """A range of minors, for example ``4.34-4.42`` with an en dash; one minor is named once."""
     ends = [f"{major}.{minor}" for major, minor in dict.fromkeys((first, last))]
     return "\N{EN DASH}".join(ends)
-
-
-def worst(cells: Iterable[Cell]) -> Cell:
-    """Combine the cells of a minor with several environments: the worst cell, with the worst upstream result."""
-    cells = list(cells)
-    severity = ("absent", "ok", "refused", "xfail", "fail").index
-    worst_cell = max(cells, key=lambda cell: severity(cell.state))
-    runs = [cell.upstream for cell in cells if cell.upstream]
-    how_bad = ("ok", "plain", "unknown", "leak", "error").index
-    upstream = max(runs, key=lambda run: how_bad(run.state)) if runs else None
-    return Cell(worst_cell.state, worst_cell.reason, worst_cell.link, upstream=upstream)

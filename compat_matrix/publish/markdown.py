@@ -6,6 +6,7 @@ import re
 from collections.abc import Iterable, Sequence
 
 from ..cells import STATES, Cell, Environment, Results, Score
+from . import links, sentences
 from .bands import Band, bands, split
 
 HERE = {"ok": "✓", "refused": "R", "xfail": "x", "fail": "**FAIL**"}
@@ -16,31 +17,35 @@ COLUMNS = 13
 
 def matrix(results: Results) -> str:
     """The text of MATRIX.md: totals, every cell, reasons and environments."""
-    rows = ", ".join(results.upstream_rows)
+    rows = "; ".join(sentences.ROWS.get(row, row) for row in results.upstream_rows)
     return "\n".join(
         [
             "# Which architecture, in which Transformers version",
             "",
             "<!-- Made by `python -m compat_matrix.publish` from compat_matrix/evidence; edit that, not this. -->",
             "",
-            f"{gpu(results)} [matrix.html](matrix.html) shows the same as a map; open it in a browser.",
+            f"[The page]({links.PAGE}) shows the same as a map and answers for one stack. {gpu(results)}",
             *missing(results),
             "",
             "## By version",
             "",
-            "With fa2patch, a cell is *ok* when every point of every attention implementation holds or does not apply,",
-            "*refused* when `apply` raises with the reason, *xfail* when it is a known failure, *fail* otherwise.",
-            f"The columns beside it show Transformers alone, on its flash route, with the same packed rows: {rows}.",
+            "The numbers are architectures. *Isolated*: every point that was run holds. *Refused*: `apply` raises an "
+            "error with the reason.",
+            f"*All kinds*: {rows}.",
             "",
             *_totals(results),
             "",
             "## Every cell",
             "",
-            f"First sign: fa2patch ({HERE['ok']} ok, {HERE['refused']} refused, {HERE['xfail']} known failure,",
-            "**FAIL**).",
-            f"Second sign: Transformers alone ({ALONE['ok']} every row right, {ALONE['plain']} one right and another",
-            f"not, {ALONE['leak']} one row leaks, {ALONE['error']} one row raises, {ALONE['unknown']} not run). "
-            "A cell is empty if the version does not have the architecture.",
+            "A name links to its newest cell on the page, a version to its evidence. A version without the "
+            "architecture is empty.",
+            "",
+            f"- First sign, with fa2patch: {HERE['ok']} isolated, {HERE['refused']} refused, {HERE['xfail']} known "
+            f"failure, {HERE['fail']}.",
+            f"- Second sign, Transformers alone, loaded as flash_attention_2 if possible: {ALONE['ok']} right, "
+            f"{ALONE['plain']} right for one packed row but not for all kinds,",
+            f"  {ALONE['leak']} leaks for one packed row, {ALONE['error']} raises an error for one packed row, "
+            f"{ALONE['unknown']} not run.",
             *(
                 line
                 for band in bands(results.environments)
@@ -73,8 +78,8 @@ def gpu(results: Results) -> str:
 
 
 def missing(results: Results) -> list[str]:
-    """A line with the wanted environments that have no evidence; empty if there are none."""
-    return [f"Without evidence: {', '.join(results.missing)}."] if results.missing else []
+    """A sentence for each wanted environment that has no evidence."""
+    return [f"Version {name} has not been checked yet." for name in results.missing]
 
 
 def spans(environments: Sequence[Environment], names: Iterable[str]) -> str:
@@ -98,11 +103,15 @@ def table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> list[str]:
 
 
 def _totals(results: Results) -> list[str]:
-    head = ["Transformers", *STATES, "", "one row ok", "leak", "error", f"all {len(results.upstream_rows)} ok"]
+    head = [
+        "Transformers",
+        *("isolated", "refused", "known failure", "failing", "not in it"),
+        *("alone: one packed row right", "leaks", "error", f"all {len(results.upstream_rows)} kinds right"),
+    ]
 
     def line(label: str, found: Score) -> list[str]:
         alone = [found.one_row[result] for result in ("ok", "leak", "error")]
-        return [label, *(str(found.states[state]) for state in STATES), "", *map(str, alone), str(found.every_row)]
+        return [label, *(str(found.states[state]) for state in STATES), *map(str, alone), str(found.every_row)]
 
     rows = []
     for environment in results.environments:
@@ -121,10 +130,20 @@ def _grid(results: Results, band: Band) -> list[str]:
         f"### {band.label}",
         "",
         *table(
-            ["", *(environment.name for environment in band.environments)],
-            ([f"`{name}`", *(_cell(each.cell(name)) for each in band.environments)] for name in names),
+            ["", *(f"[{environment.name}](evidence/{environment.name}.json)" for environment in band.environments)],
+            (
+                [_name(name, band.environments), *(_cell(each.cell(name)) for each in band.environments)]
+                for name in names
+            ),
         ),
     ]
+
+
+def _name(name: str, environments: Sequence[Environment]) -> str:
+    """An architecture's name with a link to its cell in the newest release among these environments."""
+    having = [environment for environment in environments if name in environment.cells]
+    newest = max(having, key=lambda each: (each.order[0], each.name == each.transformers)).name
+    return f"[`{name}`]({links.cell(name, newest)})"
 
 
 def _cell(cell: Cell) -> str:
@@ -136,12 +155,13 @@ def _cell(cell: Cell) -> str:
 def _refused(results: Results) -> list[str]:
     """The refused cells, grouped by the common part of their reasons."""
     found: dict[str, list[str]] = {}
-    for (reason, _), where in _where(results, "refused").items():
+    for (reason, _), cells in _where(results, "refused").items():
         sentence = reason.split(". ")[0].rstrip(".")
         common = re.sub(r"^(\w+: )?\w+:? ", "", sentence).split(", in ")[0]
-        for name, there in where.items():
+        for name, there in cells.items():
             detail = sentence.partition(common)[2].lstrip(", ")
-            line = f"- `{name}` {spans(results.environments, there)}{detail and ': '}{_plain(detail)}"
+            where = f"[`{name}`]({links.cell(name, there[-1])}) {spans(results.environments, there)}"
+            line = f"- {where}{detail and ': '}{_plain(detail)}"
             found.setdefault(common, []).append(line)
     lines = ["## Refused", ""] if found else []
     for common, entries in sorted(found.items()):
@@ -154,7 +174,10 @@ def _reasons(title: str, results: Results, state: str) -> list[str]:
     found = _where(results, state)
     lines = [f"## {title}", ""] if found else []
     for (reason, link), where in sorted(found.items()):
-        names = "; ".join(f"`{name}` {spans(results.environments, there)}" for name, there in where.items())
+        names = "; ".join(
+            f"[`{name}`]({links.cell(name, there[-1])}) {spans(results.environments, there)}"
+            for name, there in where.items()
+        )
         lines.append(f"- {names}: {_plain(reason)}{f' ([why]({link}))' if link else ''}")
     return [*lines, ""] if lines else []
 
@@ -175,7 +198,7 @@ def _not_applicable(results: Results) -> list[str]:
     found: dict[tuple[str, str], set[str]] = {}
     for environment in results.environments:
         for name, cell in environment.cells.items():
-            for run in cell.checked.values():
+            for run in cell.checked.values() if cell.state == "ok" else ():
                 for point, reason in run.not_applicable.items():
                     found.setdefault((point, reason), set()).add(name)
     if not found:

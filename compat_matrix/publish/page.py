@@ -6,19 +6,27 @@ from pathlib import Path
 from typing import Any
 
 import jinja2
+from markupsafe import Markup
 
-from ..cells import STATES, UPSTREAM_STATES, Cell, Environment, Results, Upstream
+from ..cells import STATES, UPSTREAM_STATES, Cell, Checked, Environment, Results, Upstream
+from . import links, sentences
 from .bands import bands
-from .markdown import gpu
+from .markdown import gpu, missing
+from .need import SEEDS
+from .points import points
+
+_WEB = Path(__file__).parent / "web"
+_SCRIPTS = ("data.js", "stack.js", "address.js", "detail.js", "grid.js", "main.js")
 
 
 def page(results: Results) -> str:
     """The text of the HTML file."""
     templates = jinja2.Environment(
-        loader=jinja2.FileSystemLoader(Path(__file__).parent),
+        loader=jinja2.FileSystemLoader(_WEB),
         autoescape=True,
         undefined=jinja2.StrictUndefined,
         trim_blocks=True,
+        lstrip_blocks=True,
     )
     templates.policies["json.dumps_kwargs"] = {"separators": (",", ":"), "ensure_ascii": False}
     total = results.score(*results.counted)
@@ -29,11 +37,16 @@ def page(results: Results) -> str:
             total=total,
             here={state: total.states[state] for state in STATES},
             alone={state: alone.count(state) for state in UPSTREAM_STATES},
-            kinds=len(results.upstream_rows),
+            kinds=[sentences.ROWS.get(row, row) for row in results.upstream_rows],
+            points=points(),
             dates=sorted({environment.date for environment in results.environments}),
             devices=sorted({environment.device for environment in results.environments}),
             gpu=gpu(results),
-            data=_data(results),
+            missing=missing(results),
+            tables=f"{links.FOLDER}/MATRIX.md",
+            style=Markup((_WEB / "page.css").read_text(encoding="utf-8")),
+            script=Markup("\n".join((_WEB / name).read_text(encoding="utf-8") for name in _SCRIPTS)),
+            data=data(results),
         )
         + "\n"
     )
@@ -47,20 +60,32 @@ class _Once(dict[Any, int]):
         return self[key]
 
 
-def _data(results: Results) -> dict[str, Any]:
-    """The data of the page's script: two numbers per architecture and version, and the tables that they index."""
+def data(results: Results) -> dict[str, Any]:
+    """The data of the page's script.
+
+    A cell is two numbers, indices into ``cells`` (fa2patch) and ``runs`` (Transformers alone), or 0 where the version
+    does not have the architecture. Numbers in these tables are indices into ``texts``, except states and counts.
+    """
     cells, runs, texts = _Once(), _Once(), _Once()
-    architectures = {
-        name: [
-            [cells[_cell(each.cell(name), texts)], runs[_run(each.cell(name).upstream, texts)]]
-            for each in results.environments
+    architectures = [
+        [
+            name,
+            int(name in SEEDS),
+            [
+                [cells[_cell(each.cells[name], texts)], runs[_runs(each.cells[name].alone, texts)]]
+                if name in each.cells
+                else 0
+                for each in results.environments
+            ],
         ]
         for name in results.architectures
-    }
+    ]
     starts = [band.environments[0] for band in bands(results.environments)]
     return {
+        "folder": links.FOLDER,
         "environments": [_environment(each, each in starts) for each in results.environments],
-        "architectures": list(architectures.items()),
+        "minors": _minors(results),
+        "architectures": architectures,
         "cells": list(cells),
         "runs": list(runs),
         "texts": list(texts),
@@ -68,38 +93,55 @@ def _data(results: Results) -> dict[str, Any]:
 
 
 def _cell(cell: Cell, texts: _Once) -> tuple[Any, ...]:
-    def numbered(reasons: Any) -> tuple[tuple[int, int], ...]:
-        return tuple((texts[point], texts[reason]) for point, reason in reasons.items())
+    checked = tuple(_checked(name, run, texts) for name, run in cell.checked.items())
+    said = [texts[text] for text in (sentences.verdict(cell), sentences.with_fa2patch(cell))]
+    told = tuple((texts[names], texts[text]) for names, text in sentences.alone(cell))
+    reasons = [texts[text] for text in (cell.reason, cell.link)]
+    return STATES.index(cell.state), *said, told, *reasons, checked
 
-    checked = tuple(
-        (texts[name], run.ok, numbered(run.not_applicable), numbered(run.failures))
-        for name, run in cell.checked.items()
+
+def _checked(name: str, run: Checked, texts: _Once) -> tuple[Any, ...]:
+    skipped, failed = (
+        tuple((texts[point], texts[reason]) for point, reason in reasons.items())
+        for reasons in (run.not_applicable, run.failures)
     )
-    return STATES.index(cell.state), texts[cell.reason], texts[cell.link], texts[", ".join(cell.seam)], checked
+    return texts[name], run.ok, texts[sentences.held(run)], skipped, failed
 
 
-def _run(run: Upstream | None, texts: _Once) -> tuple[Any, ...]:
-    if run is None:
-        return (UPSTREAM_STATES.index("unknown"),)
-    results = tuple((texts[row], texts[result]) for row, result in run.rows.items())
-    return UPSTREAM_STATES.index(run.state), texts[run.implementation], results
+def _runs(alone: tuple[Upstream, ...], texts: _Once) -> tuple[Any, ...]:
+    state = alone[0].state if alone else "unknown"
+    runs = tuple(
+        (
+            texts[run.implementation],
+            tuple((texts[sentences.ROWS.get(row, row)], texts[result]) for row, result in run.rows.items()),
+        )
+        for run in alone
+    )
+    return UPSTREAM_STATES.index(state), runs
+
+
+def _minors(results: Results) -> dict[str, list[int]]:
+    """The numbers of the environments of each minor; the one that is named as the release comes first."""
+    found: dict[str, list[int]] = {}
+    for number, environment in enumerate(results.environments):
+        if not environment.allowed_to_fail:
+            numbers = found.setdefault("{}.{}".format(*environment.minor), [])
+            numbers.insert(0 if environment.name == environment.transformers else len(numbers), number)
+    return found
 
 
 def _environment(environment: Environment, starts_band: bool) -> dict[str, Any]:
-    release, _, variant = environment.name.partition("-")
+    flash = {"stand-in": "a stand-in for flash-attn with the same signature", "none": "no flash-attn"}
     return {
         "name": environment.name,
-        "label": variant.partition("-")[0] or release,
+        "release": environment.transformers,
+        "torch": environment.torch.partition("+")[0],
+        "label": " ".join(part for part in environment.name.split("-") if not part.startswith("py")),
         "band": starts_band,
-        "points": len(environment.points),
         "allowed": environment.allowed_to_fail,
-        "about": [
-            f"Transformers {environment.transformers}",
-            f"torch {environment.torch}",
-            f"Python {environment.python}",
-            f"wrapt {environment.wrapt}",
-            f"flash-attn: {environment.flash_attn}",
-            f"{environment.device}, {environment.kernel} kernel",
-            environment.date,
-        ],
+        "about": (
+            f"Transformers {environment.transformers}, torch {environment.torch}, Python {environment.python}, "
+            f"wrapt {environment.wrapt}, {flash.get(environment.flash_attn, f'flash-attn {environment.flash_attn}')}, "
+            f"on {environment.device} with the {environment.kernel} kernel, {environment.date}."
+        ),
     }

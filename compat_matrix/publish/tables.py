@@ -6,7 +6,7 @@ from pathlib import Path
 
 from .. import environments
 from ..results import Malformed, read
-from . import kernel_table, readme
+from . import kernel_table, need, readme
 from .known import known
 from .markdown import matrix
 from .page import page
@@ -23,7 +23,7 @@ def made(root: Path) -> dict[Path, str]:
     wanted = environments.tomllib.loads(blocks.read_text())["version"] if blocks.exists() else ()
     results = read(folder / "evidence", wanted)
     return {
-        root / "README.md": between(root / "README.md", matrix=readme.table(results)),
+        root / "README.md": between(root / "README.md", matrix=readme.summary(results), need=need.table(results)),
         root / "docs" / "kernels.md": between(root / "docs" / "kernels.md", kernels=kernel_table.table()),
         folder / "MATRIX.md": matrix(results),
         folder / "matrix.html": page(results),

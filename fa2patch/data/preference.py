@@ -167,8 +167,7 @@ def trainer_class(base: type[Any] | None = None) -> type[Any]:
     """Return a subclass of the installed TRL's ``DPOTrainer`` whose models compute padded batches packed.
 
     Batches, losses, metrics and arguments are TRL's own. After the trainer's ``__init__``, the model and the reference
-    model are patched, and their padded batches are computed packed in all layers
-    (:func:`fa2patch.data.padded_batches.pack_padded_batches`). Leave ``padding_free`` off.
+    model are patched, and their padded batches are computed packed in all layers. Leave ``padding_free`` off.
 
     Args:
         base: The trainer class to derive from, such as your own subclass or TRL's KTO or reward trainer. None means

@@ -36,7 +36,7 @@ CLASSES = classes()
 
 @pytest.mark.parametrize("cls", CLASSES, ids=lambda cls: cls.__name__)
 def test_the_text_of_an_error_ends_in_the_address_of_its_section(cls: type[BaseException]) -> None:
-    assert cls.__module__ == "fa2patch.errors", f"{cls.__name__} would name the section of another class"
+    assert cls.__module__ == "fa2patch.errors", f"{cls.__name__} is not where users look for errors"
     assert HEADINGS.count(cls.__name__) == 1, f"{PAGE.name} has no section ## {cls.__name__}, or several"
     assert str(cls("what to do.")) == f"what to do.\nSee {errors.PAGE}#{cls.__name__.lower()}"
 

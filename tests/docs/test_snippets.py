@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import importlib.metadata
+import io
 import json
 import os
 import re
@@ -108,13 +110,19 @@ def test_runs(snippet: Snippet, models: Path, tmp_path, monkeypatch):
 
 
 def run_python(snippet: Snippet) -> None:
-    """Run the code with its page's line numbers, so that a traceback points into the page."""
+    """Run the code with its page's line numbers, so that a traceback points into the page.
+
+    What a comment behind a ``print`` says must be printed.
+    """
     names: dict[str, object] = {"__name__": "__main__"}
-    with warnings.catch_warnings():
+    printed = io.StringIO()
+    with warnings.catch_warnings(), contextlib.redirect_stdout(printed):
         warnings.simplefilter("error", UserWarning)
         warnings.filterwarnings("default", category=UserWarning, module=r"(?!__main__).*")
         exec(compile(snippet.setup, f"{snippet.page} (setup)", "exec"), names)
         exec(compile("\n" * (snippet.line - 1) + snippet.code, str(ROOT / snippet.page), "exec"), names)
+    for said in re.findall(r"^\s*print\(.*\)  # (.+)$", snippet.code, re.M):
+        assert said in printed.getvalue().splitlines(), f"prints not {said!r} but:\n{printed.getvalue()}"
 
 
 def run_commands(snippet: Snippet, folder: Path) -> None:

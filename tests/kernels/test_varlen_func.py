@@ -237,7 +237,7 @@ def test_a_kernel_that_is_not_installed_is_unavailable(absent):
     assert FlashAttn().available() == (False, "the package flash_attn is not installed")
     with pytest.raises(KernelUnavailable) as error:
         kernels.check_name("flash_attn")
-    assert str(error.value) == (
+    assert error.value.message == (
         "kernel='flash_attn' cannot run here: the package flash_attn is not installed. Use kernel='auto'."
     )
     with pytest.raises(KernelUnavailable, match="kernel='flash_attn' cannot run here: the package flash_attn is not"):

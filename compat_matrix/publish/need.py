@@ -1,0 +1,201 @@
+"""Makes README's table *Do I need it?*: what Transformers alone does in a user's case, by bands of versions."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from ..cells import Environment, Results
+from . import markdown
+from .bands import span
+from .readme import wrapped
+
+STARTS = ((4, 34), (4, 44), (4, 53), (5, 0))
+"""The first minor of each column of the table: within a column, nearly every case has one result."""
+
+SEEDS = {
+    "llama": "Llama",
+    "mistral": "Mistral",
+    "mixtral": "Mixtral",
+    "falcon": "Falcon",
+    "phi": "Phi",
+    "phi3": "Phi-3",
+    "qwen2": "Qwen2",
+    "qwen2_moe": "Qwen2MoE",
+    "gemma": "Gemma",
+    "stablelm": "StableLM",
+    "starcoder2": "StarCoder2",
+    "olmo": "OLMo",
+    "dbrx": "DBRX",
+    "granite": "Granite",
+}
+"""The fourteen families that the table is about, and the name shown for each."""
+
+OLD = ("gpt_neo", "gptj", "gpt_bigcode")
+"""Families whose flash attention never gets ``position_ids``."""
+
+MIXERS = ()
+"""In place of names: all architectures with mixers."""
+
+_NAMED = 4
+"""The largest number of families that a cell of the table names."""
+
+
+@dataclass(frozen=True)
+class Case:
+    """A row of the table.
+
+    Attributes:
+        title: What the user does.
+        architectures: Their names; :data:`MIXERS` stands for all with mixers.
+        implementations: The ways in which the model is loaded; empty takes all that were run.
+        rows: The kinds of packed row.
+        slow: Whether right is also slow.
+        untested: The result in every version, where the evidence has no such row.
+    """
+
+    title: str
+    architectures: tuple[str, ...]
+    implementations: tuple[str, ...] = ()
+    rows: tuple[str, ...] = ("one row",)
+    slow: bool = False
+    untested: str = ""
+
+
+_FLASH, _MASKED = ("flash_attention_2",), ("sdpa", "eager")
+CASES = (
+    Case("flash attention: one packed row", tuple(SEEDS), _FLASH, slow=True),
+    Case("flash attention: several packed rows in a batch", tuple(SEEDS), _FLASH, ("two rows",), slow=True),
+    Case("sdpa or eager: one packed row, no cache", tuple(SEEDS), _MASKED, slow=True),
+    Case("sdpa or eager: default cache, or a mask of ones", tuple(SEEDS), _MASKED, ("mask of ones", "default cache")),
+    # A mask with a zero wins over position_ids. The fourteen families leaked with all three implementations in 4.43.4,
+    # 4.44.2, 4.52.4, 4.53.3, 4.54.1, 4.57.6, 5.0.0 and 5.23.0.
+    Case("padding behind the examples, with its mask", tuple(SEEDS), untested="leak"),
+    Case("hybrids (Mamba, Jamba, Qwen3-Next)", MIXERS),
+    Case("GPT-Neo, GPT-J, GPT-BigCode: flash attention", OLD, _FLASH),
+)
+_WORDS = {"ok": "right", "leak": "**leaks**", "error": "an error"}
+
+
+_LEGEND = (
+    "- **leaks**: examples see each other, and nothing is raised.",
+    "- no cache: `use_cache=False`, which Trainer sets itself from 5.0 on (before, only with gradient checkpointing).",
+    "- slow: `flash_attention_2` reads from the GPU in every layer, unless the batch has `cu_seq_lens_*` (from 4.47",
+    "  on); `sdpa` and `eager` build a mask of the row's length squared.",
+    "- Without a build of flash-attn only `sdpa` and `eager` are left, so packing without leaks is not possible up to",
+    "  4.52.",
+)
+
+
+def table(results: Results) -> str:
+    """The table with the sentences around it, as Markdown."""
+    bands = _bands(results.counted)
+    lines = markdown.table(
+        ["your case", *(_label(environments) for environments in bands.values())],
+        ([case.title, *(cell(case, environments, results) for environments in bands.values())] for case in CASES),
+    )
+    return "\n".join(
+        [
+            *wrapped(
+                "What your Transformers does alone, with `position_ids` that restart at each example. The first five "
+                f"rows are about {', '.join(SEEDS.values())}."
+            ),
+            "",
+            *lines,
+            "",
+            *wrapped(_with_fa2patch(results)),
+            "",
+            *_LEGEND,
+        ]
+    )
+
+
+def cell(case: Case, environments: Iterable[Environment], results: Results) -> str:
+    """The result of a case in a band, with its exceptions."""
+    if case.untested:
+        return _WORDS[case.untested]
+    found = outcomes(case, environments, results)
+    counted = Counter(result for _, _, result in found)
+    if not counted:
+        return "not in these versions"
+    main = counted.most_common(1)[0][0]
+    slow = ", slow" if case.slow and main == "ok" else ""
+    others = [_exception(found, result) for result in counted if result != main]
+    return "; ".join([f"{_WORDS[main]}{slow}", *others])
+
+
+def outcomes(
+    case: Case, environments: Iterable[Environment], results: Results
+) -> list[tuple[str, tuple[int, int], str]]:
+    """The results of a case that are in the evidence, each as architecture, minor and ``ok``, ``leak`` or ``error``."""
+    names = case.architectures or mixers(results)
+    return [
+        (name, environment.minor, run.rows[row].partition(":")[0])
+        for environment in environments
+        for name in names
+        for run in environment.cell(name).alone
+        if not case.implementations or run.implementation in case.implementations
+        for row in case.rows
+        if row in run.rows
+    ]
+
+
+def mixers(results: Results) -> tuple[str, ...]:
+    """The architectures with a mixer in any version."""
+    return tuple(
+        name for name in results.architectures if any("mixer" in each.cell(name).seam for each in results.counted)
+    )
+
+
+def _exception(found: list[tuple[str, tuple[int, int], str]], result: str) -> str:
+    """For example ``right in 4.54``, ``**leaks** in Falcon`` or ``an error in 8 of 14 model types``."""
+    minors = sorted({minor for _, minor, _ in found})
+    having = {minor for _, minor, other in found if other == result}
+    if not having & {minor for _, minor, other in found if other != result}:
+        return f"{_WORDS[result]} in {_spans(minors, having)}"
+    families = dict.fromkeys(name for name, _, other in found if other == result)
+    if len(families) > _NAMED:
+        return f"{_WORDS[result]} in {len(families)} of {len({name for name, _, _ in found})} model types"
+    return f"{_WORDS[result]} in {', '.join(_where(found, name, result) for name in families)}"
+
+
+def _where(found: list[tuple[str, tuple[int, int], str]], name: str, result: str) -> str:
+    """The name of a family, with the minors if it has another result in others."""
+    minors = sorted({minor for other, minor, _ in found if other == name})
+    having = {minor for other, minor, at in found if (other, at) == (name, result)}
+    label = SEEDS.get(name, name)
+    return label if having == set(minors) else f"{label} ({_spans(minors, having)})"
+
+
+def _spans(minors: list[tuple[int, int]], having: set[tuple[int, int]]) -> str:
+    """Some of these minors, neighbours joined, for example ``4.44-4.46, 4.48`` with an en dash."""
+    runs: list[list[tuple[int, int]]] = [[]]
+    for minor in minors:
+        runs[-1].append(minor) if minor in having else runs.append([])
+    return ", ".join(span(run[0], run[-1]) for run in runs if run)
+
+
+def _bands(environments: Iterable[Environment]) -> dict[tuple[int, int], list[Environment]]:
+    found: dict[tuple[int, int], list[Environment]] = {}
+    for environment in environments:
+        start = max((start for start in STARTS if start <= environment.minor), default=STARTS[0])
+        found.setdefault(start, []).append(environment)
+    return found
+
+
+def _label(environments: list[Environment]) -> str:
+    return span(environments[0].minor, environments[-1].minor)
+
+
+def _with_fa2patch(results: Results) -> str:
+    """What fa2patch does with the same families and with the hybrids."""
+    seeds, hybrids = (
+        Counter(each.cell(name).state for each in results.counted for name in names if name in each.cells)
+        for names in (SEEDS, mixers(results))
+    )
+    return (
+        f"**With fa2patch, all of these cases are right**: in {seeds['ok']:,} of {sum(seeds.values()):,} checked "
+        f"combinations of a family and an environment, and in {hybrids['ok']:,} of {sum(hybrids.values()):,} of a "
+        "hybrid and an environment."
+    )

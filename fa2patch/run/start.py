@@ -16,15 +16,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from ..errors import Fa2PatchError
+from ..errors import CannotRun
 
 VARIABLE = "FA2PATCH_RUN"
 WHERE = "FA2PATCH_RUN_IN"
 STARTUP = Path(__file__).parent / "startup"
-
-
-class CannotRun(Fa2PatchError):
-    """``fa2patch run`` cannot reach the command's Python: an option keeps it out, or it is another environment's."""
 
 
 @dataclass(frozen=True)

@@ -14,7 +14,7 @@ from compat_matrix.publish.readme import summary
 from compat_matrix.results import Malformed, read
 
 POINTS = ["packed_row", "packed_rows", "windows"]
-MARKERS = ("matrix", "need", "kernels")
+MARKERS = {"README.md": ("matrix", "need"), "docs/kernels.md": ("kernels",)}
 ROWS = ["one row", "two rows", "mask of ones"]
 RIGHT = dict.fromkeys(ROWS, "ok")
 PLAIN = {**RIGHT, "two rows": "leak"}
@@ -40,9 +40,10 @@ EVERY_STATE = {
 def root(tmp_path):
     (tmp_path / "compat_matrix/evidence/gpu").mkdir(parents=True)
     (tmp_path / "fa2patch").mkdir()
-    (tmp_path / "README.md").write_text(
-        "before\n" + "".join(f"<!-- {name}:begin -->\n<!-- {name}:end -->\n" for name in MARKERS) + "after\n"
-    )
+    (tmp_path / "docs").mkdir()
+    for file, names in MARKERS.items():
+        blocks = "".join(f"<!-- {name}:begin -->\n<!-- {name}:end -->\n" for name in names)
+        (tmp_path / file).write_text(f"before\n{blocks}after\n")
     return tmp_path
 
 
@@ -211,7 +212,7 @@ def test_drift_is_caught(root, leave, capsys):
     assert (root / "README.md").read_text().startswith("before\n")
     assert (root / "README.md").read_text().endswith("after\n")
     capsys.readouterr()
-    for name in ("README.md", "compat_matrix/MATRIX.md", "compat_matrix/matrix.html"):
+    for name in ("README.md", "docs/kernels.md", "compat_matrix/MATRIX.md", "compat_matrix/matrix.html"):
         good = (root / name).read_text()
         (root / name).write_text(good.replace("1", "2"))
         assert publish.main([*run, "--check"]) == 1

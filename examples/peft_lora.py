@@ -6,11 +6,15 @@ python peft_lora.py --model NAME --data FILE.jsonl
 
 from __future__ import annotations
 
-import peft
 import small
 from transformers import Trainer, TrainingArguments
 
 import fa2patch
+
+try:
+    import peft
+except ImportError as error:
+    raise SystemExit(f"{error}. This example needs PEFT: pip install peft") from None
 
 
 def main(argv: list[str] | None = None) -> Trainer:

@@ -1,4 +1,4 @@
-"""Makes every file that depends on the evidence: README's tables, MATRIX.md, matrix.html and upstream.json."""
+"""Makes every file that depends on the evidence: README's tables, MATRIX.md, matrix.html and two JSON files."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from . import kernel_table, readme
 from .known import known
 from .markdown import matrix
 from .page import page
+from .summary import summary
 
 
 def made(root: Path) -> dict[Path, str]:
@@ -27,6 +28,7 @@ def made(root: Path) -> dict[Path, str]:
         folder / "MATRIX.md": matrix(results),
         folder / "matrix.html": page(results),
         root / "fa2patch" / "upstream.json": known(results),
+        root / "fa2patch" / "cli" / "evidence.json": summary(results),
     }
 
 

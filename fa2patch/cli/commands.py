@@ -9,8 +9,9 @@ except ModuleNotFoundError:
         "fa2patch's command line needs click, which is not installed: pip install 'fa2patch[cli]'"
     ) from None
 
+from .architectures import architectures
 from .doctor import doctor
-from .lists import architectures, kernels
+from .kernels import kernels
 from .matrix import matrix
 from .status import status
 from .verify import verify

@@ -67,9 +67,11 @@ def takes_no_token_ids(model: Model) -> bool:
     Both signs are needed: a model of remote code may take ``input_ids`` and have no ``get_input_embeddings``.
     """
     forward = type(model).forward
-    readable = inspecting.code_of(forward) is not None and not inspecting.takes_any_position(forward)
-    if not readable or inspecting.takes(forward, "input_ids"):
+    if inspecting.code_of(forward) is None or inspecting.takes(forward, "input_ids"):
         return False
+    _, *named = inspecting.parameters(forward)
+    if not named or named[0].kind in (named[0].VAR_POSITIONAL, named[0].VAR_KEYWORD):
+        return False  # it hands on whatever it is given
     try:
         token_embeddings(model)
     except NotAModel:

@@ -215,4 +215,12 @@ def _uv(*arguments: str) -> None:
         raise SystemExit("compat_matrix makes its environments with uv, which was not found: pip install uv")
     done = subprocess.run([uv, *arguments], capture_output=True, text=True)
     if done.returncode:
-        raise RuntimeError(f"uv {' '.join(arguments[:2])} failed:\n{done.stderr[-2000:]}")
+        raise RuntimeError(_why(done.stderr) or f"uv {' '.join(arguments[:2])} failed:\n{done.stderr[-2000:]}")
+
+
+def _why(said: str) -> str:
+    """The reason in one sentence if uv found no release of this number; else empty."""
+    missing = re.search(r"no version of ([\w.-]+==[\w.+!-]+)", " ".join(said.split()))
+    if missing is None:
+        return ""
+    return f"the package index has no {missing[1]}. Ask for a release that was published"

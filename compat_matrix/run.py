@@ -6,7 +6,7 @@ import json
 import os
 import subprocess
 from pathlib import Path
-from typing import Any
+from typing import Any, Callable
 
 from . import environments
 from .check.found import REFUSED_AND_PATCHED
@@ -16,7 +16,13 @@ PARTS = ("without", "with")
 """One process runs without flash-attn, one with its stand-in."""
 
 
-def evidence(version: environments.Version, folder: Path, packages: Path, *options: str) -> dict[str, Any]:
+def evidence(
+    version: environments.Version,
+    folder: Path,
+    packages: Path,
+    *options: str,
+    doing: Callable[[str], None] = lambda what: None,
+) -> dict[str, Any]:
     """Check a version and return the findings in the format that ``results.read_file`` reads.
 
     Args:
@@ -24,12 +30,18 @@ def evidence(version: environments.Version, folder: Path, packages: Path, *optio
         folder: The folder with the environments.
         packages: The folder that ``environments.only_our_packages`` gives.
         options: Options for ``python -m compat_matrix.check``.
+        doing: Called with what is done next.
 
     Raises:
         RuntimeError: The environment cannot be made, or one of the processes fails.
     """
+    doing(f"preparing an environment with {', '.join(version.requirements)}")
     python = environments.make(version, folder.resolve())
-    return merged(version, *(_part(python, packages, part, options) for part in PARTS))
+    found = []
+    for part in PARTS:
+        doing(f"checking as {part} flash-attn")
+        found.append(_part(python, packages, part, options))
+    return merged(version, *found)
 
 
 def text(evidence: dict[str, Any]) -> str:

@@ -9,10 +9,14 @@ from itertools import count, islice
 
 import small
 import torch
-from accelerate import Accelerator
 from torch.utils.data import DataLoader
 
 import fa2patch
+
+try:
+    from accelerate import Accelerator
+except ImportError as error:
+    raise SystemExit(f"{error}. This example needs accelerate: pip install accelerate") from None
 
 
 def main(argv: list[str] | None = None) -> list[float]:

@@ -13,9 +13,13 @@ import os
 import small
 import torch
 import torch.distributed as dist
-from torch.distributed.fsdp import fully_shard  # torch 2.6 on
 
 import fa2patch
+
+try:
+    from torch.distributed.fsdp import fully_shard
+except ImportError as error:
+    raise SystemExit(f"{error}. This example needs torch 2.6 or later: pip install -U torch") from None
 
 DOCUMENTS = 8
 """Documents of a step, over all processes."""
@@ -24,6 +28,8 @@ DOCUMENTS = 8
 def main(argv: list[str] | None = None) -> list[float]:
     """Train and return the loss of every step."""
     options = small.options(__doc__, argv)
+    if "RANK" not in os.environ:
+        raise SystemExit("This example runs in several processes. Start it with: torchrun --nproc-per-node 2 fsdp.py")
     device = torch.device("cuda", int(os.environ["LOCAL_RANK"])) if torch.cuda.is_available() else torch.device("cpu")
     if device.type == "cuda":
         torch.cuda.set_device(device)

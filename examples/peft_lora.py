@@ -14,7 +14,7 @@ import fa2patch
 try:
     import peft
 except ImportError as error:
-    raise SystemExit(f"{error}. This example needs a little more: pip install peft") from None
+    raise SystemExit(f"{error}. This example needs PEFT: pip install peft") from None
 
 
 def main(argv: list[str] | None = None) -> Trainer:

@@ -8,10 +8,14 @@ from __future__ import annotations
 
 import small
 import torch
-from datasets import Dataset
-from trl import SFTConfig, SFTTrainer
 
 import fa2patch
+
+try:
+    from datasets import Dataset
+    from trl import SFTConfig, SFTTrainer
+except ImportError as error:
+    raise SystemExit(f"{error}. This example needs TRL 0.12 or later: pip install trl") from None
 
 
 def main(argv: list[str] | None = None) -> SFTTrainer:

@@ -7,11 +7,15 @@ python sft_old.py --model NAME --data FILE.jsonl
 from __future__ import annotations
 
 import small
-from datasets import Dataset
 from transformers import TrainingArguments
-from trl import SFTTrainer
 
 import fa2patch
+
+try:
+    from datasets import Dataset
+    from trl import SFTTrainer
+except ImportError as error:
+    raise SystemExit(f"{error}. This example needs TRL 0.7 to 0.11: pip install 'trl<0.12'") from None
 
 
 def main(argv: list[str] | None = None) -> SFTTrainer:

@@ -25,6 +25,7 @@ __all__ = [
     "architectures",
     "boundaries",
     "packing",
+    "preference",
     "register",
     "revert",
     "status",
@@ -32,7 +33,7 @@ __all__ = [
 ]
 
 if TYPE_CHECKING:
-    from . import packing
+    from . import packing, preference
     from .data.collators import DataCollatorWithFlattening
     from .data.completion_only import DataCollatorForCompletionOnlyLM
     from .data.multimodal import DataCollatorForMultimodalFlattening

@@ -62,3 +62,14 @@ def test_importing_fa2patch_loads_only_what_apply_needs() -> None:
         "assert not hasattr(fa2patch, 'no_such_name')\n"
     )
     subprocess.run([sys.executable, "-c", code], check=True, timeout=120)
+
+
+def test_a_lazy_name_works_without_an_import_of_its_own() -> None:
+    code = (
+        "import fa2patch\n"
+        "class Trainer:\n"
+        "    'A stand-in for TRL.'\n"
+        "assert fa2patch.preference.trainer_class(Trainer).__mro__[1] is Trainer\n"
+        "assert 'preference' in dir(fa2patch) and 'preference' in fa2patch.__all__\n"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=120)

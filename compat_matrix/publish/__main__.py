@@ -1,4 +1,4 @@
-"""Write README's blocks, MATRIX.md, matrix.html, upstream.json and the table of kernels, or ``--check`` them."""
+"""Write README's blocks, the matrix pages, the table of kernels and the package's JSON files, or ``--check`` them."""
 
 from __future__ import annotations
 
@@ -30,6 +30,7 @@ def main(arguments: list[str] | None = None) -> int:
         if given.check:
             print(f"{name} is not what the evidence says. Run {COMMAND} and commit it.", file=sys.stderr)
         else:
+            file.parent.mkdir(parents=True, exist_ok=True)
             file.write_bytes(files[file].encode())
             print(f"wrote {name}")
     return 1 if given.check and drifted else 0

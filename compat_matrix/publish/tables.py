@@ -10,6 +10,7 @@ from . import kernel_table, need, readme
 from .known import known
 from .markdown import matrix
 from .page import page
+from .summary import summary
 
 
 def made(root: Path) -> dict[Path, str]:
@@ -28,6 +29,7 @@ def made(root: Path) -> dict[Path, str]:
         folder / "MATRIX.md": matrix(results),
         folder / "matrix.html": page(results),
         root / "fa2patch" / "upstream.json": known(results),
+        root / "fa2patch" / "cli" / "evidence.json": summary(results),
     }
 
 

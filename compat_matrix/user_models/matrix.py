@@ -91,6 +91,7 @@ def rows(
     folder: Path,
     jobs: int = 1,
     done: Callable[[environments.Version, list[Row]], None] = lambda version, rows: None,
+    doing: Callable[[environments.Version, str], None] = lambda version, what: None,
 ) -> list[Row]:
     """Check every model in every version.
 
@@ -100,10 +101,11 @@ def rows(
         folder: The folder with the environments.
         jobs: How many versions are checked at a time.
         done: Called with each version that is finished and its rows.
+        doing: Called with a version and what is being done for it, before each step, in the version's thread.
     """
     found: dict[str, list[Row]] = {}
     with environments.only_our_packages() as packages, ThreadPoolExecutor(max(1, jobs)) as pool:
-        started = {pool.submit(_of_version, models, version, folder, packages): version for version in versions}
+        started = {pool.submit(_of_version, models, version, folder, packages, doing): version for version in versions}
         for future in as_completed(started):
             version = started[future]
             found[version.name] = future.result()
@@ -111,11 +113,19 @@ def rows(
     return [row for version in versions for row in found[version.name]]
 
 
-def _of_version(models: Sequence[Model], version: environments.Version, folder: Path, packages: Path) -> list[Row]:
+def _of_version(
+    models: Sequence[Model],
+    version: environments.Version,
+    folder: Path,
+    packages: Path,
+    doing: Callable[[environments.Version, str], None],
+) -> list[Row]:
     try:
         nothing_expected = replace(version, seam="", other_seams={})
         names = (model.architecture for model in models)
-        evidence = run.evidence(nothing_expected, folder, packages, "--families", *names)
+        evidence = run.evidence(
+            nothing_expected, folder, packages, "--families", *names, doing=lambda what: doing(version, what)
+        )
         cells = _cells(evidence)
     except Exception as error:
         return [Row(model, version, "error", f"{type(error).__name__}: {error}") for model in models]

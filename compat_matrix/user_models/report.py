@@ -33,7 +33,9 @@ def table(rows: Sequence[Row]) -> Any:
     from rich.text import Text
 
     versions = [labels(rows)[name] for name in dict.fromkeys(row.version.name for row in rows)]
-    made = Table("model", *versions, caption=LEGEND)
+    made = Table(caption=LEGEND)
+    for number, name in enumerate(["model", *versions]):
+        made.add_column(name, overflow="fold", no_wrap=number == 0)
     for name, cells in _by_model(rows):
         shown = [Text(_state(row), COLOURS.get(row.state, "bold red")).append(_alone(row, "\nalone: "), "default")
                  for row in cells]  # fmt: skip

@@ -9,8 +9,9 @@ try:
 except ModuleNotFoundError as error:
     raise SystemExit(extras.advice(error)) from None
 
+from .architectures import architectures
 from .doctor import doctor
-from .lists import architectures, kernels
+from .kernels import kernels
 from .matrix import matrix
 from .output import Commands
 from .status import status

@@ -10,14 +10,14 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from .output import as_json_option, new_console, new_table, plain
+from .output import OutFile, as_json_option, new_console, new_table, plain
 
 if TYPE_CHECKING:
     from rich.console import Console
 
 
 @click.command()
-@click.option("--svg", type=click.Path(dir_okay=False, path_type=Path), help="Write the screen there as a picture.")
+@click.option("--svg", type=OutFile(), help="Write the screen there as a picture.")
 @as_json_option
 def doctor(svg: Path | None, as_json: bool) -> None:
     """Show what is installed here and how it treats packed rows, tried on a tiny Llama.
@@ -60,17 +60,23 @@ def show_doctor(console: Console, found: dict[str, Any]) -> None:
         able = "[green]usable[/green]" if kernel["usable"] else "[dim]not usable[/dim]"
         table.add_row(f"kernel {kernel['name']}", able, plain(kernel["reason"]))
     table.add_row("seam of Llama", found["seam"] or "none", "others may differ: fa2patch status MODEL")
-    for key, name in (("alone", "one packed row, alone"), ("patched", "one packed row, fa2patch")):
+    for key, name in (
+        ("alone", "alone, default cache"),
+        ("alone_without_cache", "alone, use_cache=False"),
+        ("patched", "with fa2patch"),
+    ):
         state, reason = found[key]["state"], found[key].get("reason", "")
         colour = "green" if state == "isolated" else "red"
-        table.add_row(name, f"[{colour}]{state}[/{colour}]", plain(reason) or "a tiny Llama, verified just now")
+        table.add_row(name, f"[{colour}]{state}[/{colour}]", plain(reason) or "one packed row, a tiny Llama")
     console.print(table)
+    if found["why"]:
+        console.print(f"[bold]One packed row, alone:[/bold] {plain(found['why'])}")
     known = found["known"]
     if known:
         rows = ", ".join(f"{row} {right}" for row, right in known["rows"].items())
         console.print(
-            f"[bold]Transformers {known['release']} alone[/bold], from the compat matrix, is right in so many of "
-            f"{known['measured']} architectures: {rows}; in all of these {len(known['every_row'])}."
+            f"[bold]Transformers {known['release']} alone[/bold], from the compat matrix, on its flash route, is "
+            f"right in so many of {known['measured']} architectures: {rows}; in all of these {len(known['every_row'])}."
         )
         if known["leak"]:
             console.print(f"Even one plain row leaks in: {', '.join(known['leak'])}.")

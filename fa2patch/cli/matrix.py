@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import click
 
+from . import evidence, hub
 from .compat import compat
-from .output import new_console
+from .models import resolve
+from .output import OutFile, new_console
+from .progress import shown
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -22,14 +26,14 @@ FORMATS = ("table", "markdown", "json")
 
 @click.command()
 @click.option(
-    "--model", "models", multiple=True, required=True, metavar="CONFIG",
-    help="A Hugging Face config.json, a folder that holds one, or an architecture's name (llama). Repeatable.",
+    "--model", "models", multiple=True, required=True, metavar="MODEL",
+    help="A config.json, a folder that holds one, a model type (llama), or a name on the hub (org/name). Repeatable.",
 )  # fmt: skip
 @click.option(
     "--transformers", "releases", required=True, metavar="V,V", help="Releases, such as 4.44.2,4.57; or main."
 )
 @click.option("--format", "style", type=click.Choice(FORMATS), help="Default: table on a terminal, else markdown.")
-@click.option("--json", "file", type=click.Path(dir_okay=False, path_type=Path), help="Write it there as JSON, too.")
+@click.option("--json", "file", type=OutFile(), help="Write it there as JSON, too.")
 @click.option("--pins", multiple=True, metavar="REQ", help='Your stack\'s: "peft==0.13.2". Repeatable.')
 @click.option("--torch", metavar="V", help="Default: what the project checks that release with.")
 @click.option("--python", metavar="X.Y", help="Default: what the project checks that release with.")
@@ -55,15 +59,16 @@ def matrix(
     fails or (without --allow-refused) is refused, and with 2 if the arguments are wrong.
     """
     matrix, report = compat("user_models.matrix"), compat("user_models.report")
-    wanted_models = [_model(given) for given in models]
     versions = [_version(release.strip(), pins, torch, python) for release in releases.split(",")]
-
-    def done(version: Version, rows: list[Row]) -> None:
-        bad = sum(row.is_bad(allow_refused) for row in rows)
-        click.echo(f"{version.name}: {f'{bad} not ok' if bad else 'done'}", err=True)
-
+    wanted_models = [_model(given, versions) for given in models]
     folder = environments or matrix.environments_folder()
-    rows = matrix.rows(wanted_models, versions, folder, jobs, done)
+    with shown([version.name for version in versions]) as shows:
+
+        def done(version: Version, rows: list[Row]) -> None:
+            bad = sum(row.is_bad(allow_refused) for row in rows)
+            shows(version.name, f"{bad} not ok" if bad else "done", ended=True)
+
+        rows = matrix.rows(wanted_models, versions, folder, jobs, done, lambda version, what: shows(version.name, what))
     nowhere = matrix.nowhere(rows)
     ok = not nowhere and not any(row.is_bad(allow_refused) for row in rows)
     if file:
@@ -74,12 +79,37 @@ def matrix(
     sys.exit(0 if ok else 1)
 
 
-def _model(given: str) -> Model:
+def _model(given: str, versions: Sequence[Version]) -> Model:
+    found = resolve(given, hint="--model", known=evidence.architectures())
+    if found.kind == "type":
+        _check_present(found.name, versions)
+    path = hub.config_file(found.name, found.local_only) if found.kind == "hub" else found.name
     try:
-        found: Model = compat("user_models.matrix").model(given)
-        return found
+        model: Model = compat("user_models.matrix").model(path)
     except compat("user_models.models").BadConfig as error:
         raise click.BadParameter(str(error), param_hint="--model") from None
+    click.echo(found.said("checks a tiny model with random weights."), err=True)
+    return replace(model, name=given) if found.kind == "hub" else model
+
+
+def _check_present(name: str, versions: Sequence[Version]) -> None:
+    """Raise a click.BadParameter if the evidence says that none of these versions has a model type."""
+    states = evidence.architectures().get(name)
+    if states is None:
+        why = evidence.evidence()["out of scope"].get(name)
+        raise click.BadParameter(
+            f"{name}: the matrix does not check this model type{f' ({why})' if why else ''}. Give a config.json to "
+            f"check it all the same. fa2patch verify {name} shows what fa2patch does with it here.",
+            param_hint="--model",
+        )
+    minors = [evidence.minor_of(version.transformers) for version in versions]
+    there = evidence.minors_with(states)
+    if all(minor in evidence.minors() and minor not in there for minor in minors):
+        raise click.BadParameter(
+            f"{name}: looked for it in Transformers {', '.join(version.transformers for version in versions)}, found "
+            f"none. It is in {evidence.ranges_of(there)}.",
+            param_hint="--model",
+        )
 
 
 def _version(release: str, pins: tuple[str, ...], torch: str | None, python: str | None) -> Version:
@@ -87,9 +117,9 @@ def _version(release: str, pins: tuple[str, ...], torch: str | None, python: str
     from packaging.version import InvalidVersion, parse
 
     environments = compat("environments")
+    known_releases = (environments.MAIN, *environments.versions())
     for given, hint in ((release, "--transformers"), (torch, "--torch"), (python, "--python")):
-        known = (environments.MAIN, *environments.versions()) if hint == "--transformers" else ()
-        if given is None or given in known:
+        if given is None or (hint == "--transformers" and given in known_releases):
             continue
         try:
             parse(given)
@@ -99,6 +129,12 @@ def _version(release: str, pins: tuple[str, ...], torch: str | None, python: str
                 "Give numbers, separated by commas where several may be given.",
                 param_hint=hint,
             ) from None
+    oldest = evidence.minors()[0]
+    if release not in known_releases and parse(release) < parse(oldest):
+        raise click.BadParameter(
+            f"looked for Transformers {oldest} or newer, found {release}, which has no flash attention to patch.",
+            param_hint="--transformers",
+        )
     for pin in pins:
         try:
             Requirement(pin)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
@@ -35,12 +36,33 @@ class Commands(click.Group):
             raise click.ClickException(extras.advice(error)) from None
 
 
+class OutFile(click.Path):
+    """A file to write, whose folder must exist; checked before anything takes time."""
+
+    def __init__(self) -> None:
+        super().__init__(dir_okay=False, path_type=Path)
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
+        """Return the path.
+
+        Raises:
+            click.BadParameter: Its folder does not exist.
+        """
+        path = Path(str(super().convert(value, param, ctx)))
+        if not path.parent.is_dir():
+            self.fail(f"looked for the folder {str(path.parent)!r} to write {path.name!r} to, found none.", param, ctx)
+        return path
+
+
 def new_table(*columns: str) -> Table:
-    """An empty table with these columns."""
+    """An empty table with these columns. Long text is wrapped and never cut; the first column is not even wrapped."""
     from rich import box
     from rich.table import Table
 
-    return Table(*columns, box=box.SIMPLE)
+    table = Table(box=box.SIMPLE)
+    for number, name in enumerate(columns):
+        table.add_column(name, overflow="fold", no_wrap=number == 0)
+    return table
 
 
 def plain(text: str) -> str:

@@ -9,6 +9,9 @@ from typing import Any
 
 import click
 
+from . import checked
+from .loading import fake
+from .models import pretrained_option, resolve
 from .output import as_json_option, attention_option, new_console, new_table, plain, remote_option
 
 
@@ -16,37 +19,53 @@ from .output import as_json_option, attention_option, new_console, new_table, pl
 @click.argument("model")
 @click.option("--kernel", default="auto", show_default=True, help="As for fa2patch.apply.")
 @click.option("--dtype", help="The weights' dtype; default: what the config says, else bfloat16.")
+@pretrained_option
 @attention_option
 @remote_option
 @as_json_option
 def status(
-    model: str, kernel: str, dtype: str | None, attn_implementation: str | None, trust_remote_code: bool, as_json: bool
+    model: str,
+    kernel: str,
+    dtype: str | None,
+    pretrained: bool,
+    attn_implementation: str | None,
+    trust_remote_code: bool,
+    as_json: bool,
 ) -> None:
     """Show what fa2patch.apply would do to MODEL, layer by layer, without doing it.
 
-    MODEL is a config.json, a folder with one, or a model's name on the hub. No weights are read. Exits with 0 if the
-    model would be patched, with 1 if it would be refused.
+    MODEL is one of these, tried in this order: a config.json, or a folder that holds one; a model type of the installed
+    Transformers (llama; bert:masked is BERT as an encoder); a name on the hub (org/name). The first line on stderr says
+    which it was. No weights are read. Exits with 0 if the model would be patched, with 1 if it would be refused, and
+    with 2 if the arguments are wrong.
     """
-    from ..errors import Fa2PatchError
-    from ..proof.described import described, without_weights
+    from ..errors import Fa2PatchError, KernelUnavailable, UnknownKernel
+    from ..kernels import check_name
+    from ..proof.described import described
 
+    precision, attention = checked.dtype(dtype), checked.attention(attn_implementation)
     try:
-        made, mode = without_weights(model, attn_implementation, trust_remote_code, dtype)
-    except (OSError, ValueError) as error:
-        raise click.BadParameter(
-            f"looked for a config.json, a folder with one or a model of the hub, found {model!r}: {error}",
-            param_hint="MODEL",
-        ) from None
+        check_name(kernel)
+    except (UnknownKernel, KernelUnavailable) as error:
+        raise click.BadParameter(str(error), param_hint="--kernel") from None
+    argument = resolve(model, pretrained)
+    (made, mode), then = fake(argument, attention, trust_remote_code, precision)
+    said = argument.said(then)
+    click.echo(said, err=True)
     try:
         found = described(made, mode, kernel)
     except Fa2PatchError as error:
         if as_json:
-            click.echo(json.dumps({"model": type(made).__name__, "refused": f"{type(error).__name__}: {error}"}))
+            click.echo(
+                json.dumps(
+                    {"model": type(made).__name__, "checked": said, "refused": f"{type(error).__name__}: {error}"}
+                )
+            )
         else:
             new_console().print(f"[bold]{type(made).__name__}[/bold]: [yellow]refused[/yellow]: {plain(str(error))}")
         sys.exit(1)
     if as_json:
-        click.echo(json.dumps(found, indent=1))
+        click.echo(json.dumps({"checked": said, **found}, indent=1))
         return
     console = new_console()
     console.print(
@@ -56,7 +75,7 @@ def status(
     table = new_table("layers", "class", "seam", "replaced", "window", "kernel")
     for group in _grouped(found["layers"]):
         first = group[0]
-        name = first["name"] + (f" … {group[-1]['name']}" if len(group) > 1 else "")
+        name = first["name"] + (f"\n… {group[-1]['name']}" if len(group) > 1 else "")
         window, computed = str(first["window"] or "-"), first["kernel"] or "?"
         table.add_row(name, first["class"], first["seam"], first["replaced"], window, computed)
     console.print(table)

@@ -9,14 +9,15 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from .compat import compat
+from . import checked
+from .loading import Refused, loaded_or_tiny
+from .models import pretrained_option, resolve
 from .output import as_json_option, attention_option, new_console, new_table, plain, remote_option
 
 if TYPE_CHECKING:
-    import torch
     from rich.console import Console
 
-    from ..proof.result import Verification
+    from ..proof.alone import Alone, Found
 
 
 @click.command()
@@ -27,6 +28,7 @@ if TYPE_CHECKING:
 @click.option("--dtype", default="float32", show_default=True, help="float32, bfloat16 or float16.")
 @click.option("--device", default="cpu", show_default=True, help="Where the model is put: cpu, cuda.")
 @click.option("--cache/--no-cache", default=None, help="Call with use_cache=True or False. Default: the model's.")
+@pretrained_option
 @attention_option
 @remote_option
 @as_json_option
@@ -37,95 +39,95 @@ def verify(
     dtype: str,
     device: str,
     cache: bool | None,
+    pretrained: bool,
     attn_implementation: str | None,
     trust_remote_code: bool,
     as_json: bool,
 ) -> None:
     """Verify that MODEL isolates the documents of a packed row, without and with fa2patch.
 
-    MODEL is a folder with weights or a model's name on the hub, which is loaded as it is; or it is a config.json, a
-    folder with one, or an architecture's name (llama), for which a tiny model with large random weights is made. Exits
-    with 0 if fa2patch isolates every document, with 1 if it does not or refuses the model, and with 2 if the arguments
-    are wrong.
+    MODEL is one of these, tried in this order: a config.json, or a folder that holds one; a model type of the installed
+    Transformers (llama; bert:masked is BERT as an encoder); a name on the hub (org/name). The first line on stderr says
+    which it was. The weights of a folder or of the hub are loaded. Otherwise a tiny model with large random weights is
+    made. Transformers alone is checked with the cache that it makes by default, and without one.
+
+    Exits with 0 if fa2patch isolates every document, with 1 if it does not or refuses the model, and with 2 if the
+    arguments are wrong.
     """
     import torch
 
     from ..probing.batches import example
+    from ..proof.alone import alone, is_isolated
 
-    loaded = _loaded(model, _dtype(dtype), attn_implementation, trust_remote_code).to(device)
-    given = _batch(batch) if batch else example(torch.device(device), loaded)
+    precision, where = checked.dtype(dtype) or torch.float32, checked.device(device)
+    attention, given = checked.attention(attn_implementation), _batch(batch) if batch else None
+    found = resolve(model, pretrained)
+    try:
+        ready, then = loaded_or_tiny(found, precision, attention, trust_remote_code)
+    except Refused as refused:
+        _show_refused(found.said(refused.then), refused, as_json)
+        sys.exit(1)
+    said = found.said(then)
+    click.echo(said, err=True)
+    ready = ready.to(where)
+    call = example(where, ready) if given is None else given
     if cache is not None:
-        given["use_cache"] = cache
-    found = _alone_and_patched(loaded, given, max_documents)
-    ours = found["fa2patch"]
-    ok = not isinstance(ours, str) and ours.ok
+        call["use_cache"] = cache
+    unpatched = alone(ready, call, max_documents)
+    ours = _patched(ready, call, max_documents, unpatched)
+    ok = is_isolated(ours)
+    name = type(ready).__name__
     if as_json:
-        shown = {name: {"error": it} if isinstance(it, str) else it.to_dict() for name, it in found.items()}
-        click.echo(json.dumps({"model": type(loaded).__name__, "ok": ok, **shown}, indent=1))
+        both = {"alone": unpatched.by_default, "alone_without_cache": unpatched.without_cache, "fa2patch": ours}
+        shown = {key: _as_json(it) for key, it in both.items() if it is not None}
+        click.echo(json.dumps({"model": name, "checked": said, "ok": ok, **shown, "why": unpatched.why}, indent=1))
     else:
         console = new_console()
-        for name, title in (("alone", "Transformers alone"), ("fa2patch", "with fa2patch")):
-            _show_verification(console, f"{type(loaded).__name__}, {title}", found[name])
+        _show_alone(console, name, unpatched)
+        _show_verification(console, f"{name}, with fa2patch", ours)
     sys.exit(0 if ok else 1)
 
 
-def _alone_and_patched(model: Any, batch: dict[str, Any], documents: int | None) -> dict[str, Verification | str]:
-    """The verification of a model, or its error as text, without fa2patch and with it. The model is patched then."""
+def _patched(model: Any, batch: dict[str, Any], documents: int | None, unpatched: Alone) -> Found:
+    """The verification of a model with fa2patch, or its error as text. The model is patched then."""
     from ..errors import Fa2PatchError
     from ..patch.applying import apply
     from ..proof.verify import verify as hold
 
-    found: dict[str, Verification | str] = {}
-    for name in ("alone", "fa2patch"):
-        try:
-            if name == "fa2patch":
-                apply(model)
-            found[name] = hold(model, batch=batch, strict=False, max_documents=documents)
-        except Fa2PatchError as error:
-            found[name] = f"{type(error).__name__}: {error}"
-        except Exception as error:
-            if name == "fa2patch":
-                raise
-            found[name] = f"{type(error).__name__}: {error}".splitlines()[0]
-    return found
-
-
-def _dtype(name: str) -> torch.dtype:
-    import torch
-
-    found = getattr(torch, name, None)
-    if not isinstance(found, torch.dtype) or not found.is_floating_point:
-        raise click.BadParameter(f"looked for float32, bfloat16 or float16, found {name!r}.", param_hint="--dtype")
-    return found
-
-
-def _loaded(model: str, dtype: torch.dtype, attention: str | None, trust: bool) -> Any:
-    path = Path(model)
-    weights = path.is_dir() and any(any(path.glob(f"*.{end}")) for end in ("safetensors", "bin"))
-    named = not path.exists() and "/" in model
-    if not (weights or named):
-        return _tiny(model, dtype, attention)
-    from transformers import AutoModelForCausalLM
-
-    more = {"attn_implementation": attention} if attention else {}
     try:
-        return AutoModelForCausalLM.from_pretrained(model, torch_dtype=dtype, trust_remote_code=trust, **more)
+        apply(model)
+        return hold(model, batch=batch, strict=False, max_documents=documents)
+    except Fa2PatchError as error:
+        return f"{type(error).__name__}: {error}"
     except Exception as error:
-        raise click.ClickException(
-            f"looked for a folder with weights, a config.json, an architecture's name or a model of the hub, found "
-            f"{model!r}, which does not load: {error}"
-        ) from None
+        if not isinstance(unpatched.by_default, str):
+            raise
+        return f"{type(error).__name__}: {error}".splitlines()[0]  # the batch does not fit the model
 
 
-def _tiny(model: str, dtype: torch.dtype, attention: str | None) -> Any:
-    tiny_models, models = compat("tiny_models"), compat("user_models.models")
-    try:
-        architecture = compat("user_models.matrix").model(model).architecture
-        if not tiny_models.is_present(architecture):
-            raise models.BadConfig(f"the installed Transformers has no causal LM {model!r}.")
-        return tiny_models.build(architecture, attention or "sdpa", dtype)
-    except models.BadConfig as error:
-        raise click.BadParameter(str(error), param_hint="MODEL") from None
+def _as_json(found: Found) -> dict[str, Any]:
+    return {"error": found} if isinstance(found, str) else found.to_dict()
+
+
+def _show_refused(said: str, refused: Refused, as_json: bool) -> None:
+    click.echo(said, err=True)
+    if as_json:
+        shown = {"model": refused.model, "checked": said, "ok": False, "fa2patch": {"error": str(refused)}}
+        click.echo(json.dumps(shown, indent=1))
+    else:
+        new_console().print(f"[bold]{refused.model}[/bold]: [yellow]refused[/yellow]: {plain(str(refused))}")
+
+
+def _show_alone(console: Console, name: str, unpatched: Alone) -> None:
+    title = f"{name}, Transformers alone"
+    if unpatched.without_cache is None or unpatched.without_cache == unpatched.by_default:
+        both = "" if unpatched.without_cache is None else ", with and without a cache"
+        _show_verification(console, title + both, unpatched.by_default)
+        return
+    _show_verification(console, f"{title}, with the cache that it makes by default", unpatched.by_default)
+    _show_verification(console, f"{title}, without a cache (use_cache=False)", unpatched.without_cache)
+    if unpatched.why:
+        console.print(f"Why they differ: {unpatched.why}\n", markup=False)
 
 
 def _batch(file: Path) -> dict[str, Any]:
@@ -144,7 +146,7 @@ def _batch(file: Path) -> dict[str, Any]:
         ) from None
 
 
-def _show_verification(console: Console, title: str, found: Verification | str) -> None:
+def _show_verification(console: Console, title: str, found: Found) -> None:
     if isinstance(found, str):
         console.print(f"[bold]{title}[/bold]: [yellow]{plain(found)}[/yellow]\n")
         return

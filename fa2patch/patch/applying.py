@@ -30,43 +30,66 @@ OLDEST = (4, 34)
 def apply(
     model: object,
     *,
-    kernel: str | kernels.Kernel = "auto",
+    kernel: str | kernels.Kernel | None = None,
     architecture: str | None = None,
-    prove: bool | str = "unknown",
+    prove: bool | str | None = None,
 ) -> Patch:
     """Patch a model in place, so that it computes each document of a packed batch by itself.
 
-    A model that is patched already is looked at again, and modules that are new are patched too. The other arguments
-    have no effect then.
+    Example::
+
+        model = transformers.AutoModelForCausalLM.from_pretrained(...)
+        fa2patch.apply(model)
+        trainer = transformers.Trainer(model, args, train_dataset=dataset,
+                                       data_collator=fa2patch.DataCollatorWithFlattening())
+
+    If the model is patched already, its patch is renewed and returned: modules that are new are patched too, and the
+    arguments that are given replace those of the first call. ``apply(model, kernel="reference")`` switches to that
+    kernel. An argument that is left out keeps its value. After an error, the model is as it was before the call.
 
     Args:
         model: a Transformers model, or a wrapper of PEFT, accelerate, DDP, FSDP, DeepSpeed or ``torch.compile`` around
             one.
-        kernel: ``"auto"``, the name of a kernel (:data:`fa2patch.kernels.NAMES`, or a registered one), or an instance
-            of a subclass of :class:`fa2patch.kernels.Kernel`.
+        kernel: what computes attention on packed rows.
+
+            - ``"auto"`` (for a new patch): for each layer the first of ``"flash_attn_3"``, ``"flash_attn"``,
+              ``"flash_attn_4"``, ``"torch_varlen"``, ``"efficient"``, ``"flex"`` and ``"reference"`` that can compute
+              it on this machine.
+            - One of these names: that kernel, or an error. ``fa2patch kernels`` shows which ones can run here.
+            - ``"hub:org/name"``: a build of the Hugging Face kernels hub, which is downloaded. ``"hub"`` takes the
+              default one.
+            - The name of a registered kernel, or an instance of a subclass of :class:`fa2patch.kernels.Kernel`.
         architecture: the ``model_type`` of the registry row to use instead of that of ``config.model_type``.
         prove: whether the first packed batch is also run with other tokens in every second document, to prove that no
-            module lets documents see each other. ``"unknown"`` does so if the model holds a module that is neither
-            torch's nor Transformers' own (remote code, a subclass, a wrapper around a layer).
+            module lets documents see each other. ``"unknown"`` (for a new patch) does so if the model holds a module
+            that is neither torch's nor Transformers' own (remote code, a subclass, a wrapper around a layer).
 
     Returns:
         The model's :class:`Patch`.
 
     Raises:
-        UnsupportedTransformers, UnsupportedNumPy, NotAModel, UnknownArchitecture, UnsupportedModel, LayerNotPatchable,
-        UnknownKernel, KernelUnavailable, BadArgument: nothing was changed.
+        UnsupportedTransformers: Transformers is older than 4.34, or does not import.
+        UnsupportedNumPy: torch cannot exchange arrays with the installed NumPy.
+        NotAModel: ``model`` holds no Transformers model, or one that takes no token ids.
+        UnsupportedModel, LayerNotPatchable: the model cannot be trained packed.
+        UnknownArchitecture: the registry has no row of this name.
+        UnknownKernel, KernelUnavailable: there is no such kernel, or it cannot run on this machine.
+        BadArgument: ``prove`` is none of its values.
     """
     _check_transformers()
     _check_numpy()
-    kernels.check_name(kernel)
-    if not (isinstance(prove, bool) or prove == "unknown"):
+    if kernel is not None:
+        kernels.check_name(kernel)
+    if not (prove is None or isinstance(prove, bool) or prove == "unknown"):
         raise BadArgument(f"prove={prove!r}: expected True, False or 'unknown'.")
     inner = transformers_model(model)
     current = status(inner)
     if current is not None:
-        current.renew()
+        current.renew(kernel, architecture, prove)
         return current
-    patch = Patch(inner, plan(inner, architecture), kernel, architecture, prove)
+    patch = Patch(
+        inner, plan(inner, architecture), kernel or "auto", architecture, "unknown" if prove is None else prove
+    )
     _check_own_forwards(patch)
     _install(patch)
     return patch

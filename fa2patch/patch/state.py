@@ -114,21 +114,29 @@ class Patch:
         """See :func:`fa2patch.patch.examining.capture_unpacked`."""
         examining.capture_unpacked(self.examination.number)
 
-    def renew(self) -> None:
-        """Plan and bind again, after the model has changed.
+    def renew(
+        self, kernel: str | kernels.Kernel | None = None, named: str | None = None, prove: bool | str | None = None
+    ) -> None:
+        """Plan and bind again, after the model has changed, or with other arguments of ``apply``.
 
-        An attribute that other code has replaced since is replaced again.
+        An attribute that other code has replaced since is replaced again. An argument that is None keeps its value.
 
         Raises:
-            UnsupportedModel, LayerNotPatchable: the changed model cannot be patched.
+            UnknownArchitecture, UnsupportedModel, LayerNotPatchable: the model cannot be patched. The patch stays as it
+                was.
         """
-        planned = plan(self.model, self.named)
+        named = self.named if named is None else named
+        planned = plan(self.model, named)
         with LOCK:
             for site in planned.sites:
                 site.bind(self)
+        self.named = named
+        if kernel is not None and kernel != (self.picks.given or self.picks.name):
+            self.picks = kernels.Picks(kernel)
+            self.kernel = self.picks.name
         self._take(planned)
         under_way = self.examination.under_way
-        self.examination = examining.begun(self, self.examination.prove)
+        self.examination = examining.begun(self, self.examination.prove if prove is None else prove)
         self.examination.under_way = under_way
         self.mark()
 

@@ -6,29 +6,12 @@ import torch
 
 from .._types import Call, Model
 from ..documents.names import LABELS, LENGTHS
-from ..errors import Fa2PatchError, NotAModel, PackingNotIsolated
+from ..errors import Fa2PatchError, PackingNotIsolated
 from ..patch.applying import status
 from ..probing.batches import PER_TOKEN, Span, text_tokens
 from ..probing.probe import outputs, outputs_and_embeddings
 from ..trying import says_nothing
 from ..upstream import inspecting
-
-
-def embedding(inner: Model) -> torch.Tensor:
-    """The weights of a model's token embeddings, ``[vocabulary, hidden]``.
-
-    Raises:
-        NotAModel: there are none.
-    """
-    try:
-        weight = inner.get_input_embeddings().weight
-    except (AttributeError, NotImplementedError):
-        weight = None
-    if not isinstance(weight, torch.Tensor):
-        raise NotAModel(
-            f"expected a model whose get_input_embeddings() embeds token ids, found {type(inner).__name__}."
-        )
-    return weight
 
 
 class Run:

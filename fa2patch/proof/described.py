@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from pathlib import Path
+import contextlib
+import importlib
 from typing import Any
 
 import torch
@@ -21,39 +22,83 @@ from ..upstream.packed_mask import PackedMask
 from ..upstream.site import Site
 from ..upstream.traits import cache
 
+_AUTO = (
+    "AutoModelForCausalLM", "AutoModelForImageTextToText", "AutoModelForVision2Seq", "AutoModelForMaskedLM",
+    "AutoModelForSeq2SeqLM", "AutoModel",
+)  # fmt: skip
+"""Transformers' auto classes, in the order in which a config's class is looked for. Not every version has all."""
 
-def without_weights(
-    model: str, attn_implementation: str | None = None, trust_remote_code: bool = False, dtype: str | None = None
-) -> tuple[Model, FakeTensorMode]:
-    """Build a causal LM from its config with fake tensors, which need no weights and no memory.
+
+def class_of(config: Any, masked: bool = False, trust_remote_code: bool = False) -> Any:
+    """The class that makes a model from a config: the one that the config names, else an auto class that knows it.
 
     Args:
-        model: A config.json, a folder that holds one, or a name on the hub.
-        dtype: The dtype of the weights, for example ``"bfloat16"``. None takes the config's dtype, else bfloat16.
+        config: A Transformers config.
+        masked: Whether the masked-LM class is wanted, where a model type has a causal one too.
+        trust_remote_code: Whether the config's own modeling code may be used.
+
+    Raises:
+        ValueError: Transformers has no such class.
+    """
+    transformers = importlib.import_module("transformers")
+    if trust_remote_code and getattr(config, "auto_map", None):
+        return transformers.AutoModelForCausalLM
+    for name in () if masked else getattr(config, "architectures", None) or ():
+        if hasattr(getattr(transformers, name, None), "from_pretrained"):
+            return getattr(transformers, name)
+    names = ("AutoModelForMaskedLM", *_AUTO) if masked else _AUTO
+    for auto in (getattr(transformers, name, None) for name in names):
+        if auto is not None and type(config) in auto._model_mapping:
+            return auto
+    raise ValueError(f"Transformers {transformers.__version__} has no model class for {type(config).__name__}")
+
+
+def without_weights(
+    config: Any,
+    attn_implementation: str | None = None,
+    trust_remote_code: bool = False,
+    dtype: torch.dtype | None = None,
+    masked: bool = False,
+) -> tuple[Model, FakeTensorMode]:
+    """Build a model from its config with fake tensors, which need no weights and no memory.
+
+    Args:
+        config: A Transformers config.
+        attn_implementation, trust_remote_code: As for ``from_pretrained``.
+        dtype: The dtype of the weights. None takes the config's dtype, else bfloat16.
+        masked: See :func:`class_of`.
 
     Returns:
         The model in eval mode, and the mode that its fake tensors belong to.
 
     Raises:
-        OSError, ValueError: Transformers finds no such config.
+        Exception: What Transformers raises if it cannot build the model.
     """
-    from transformers import AutoConfig, AutoModelForCausalLM
-
-    path = Path(model)
-    where = str(path.parent) if path.is_file() and path.name == "config.json" else model
-    config = AutoConfig.from_pretrained(where, trust_remote_code=trust_remote_code)
-    more = {"attn_implementation": attn_implementation} if attn_implementation else {}
+    cls = class_of(config, masked, trust_remote_code)
     said = vars(config).get("dtype") or vars(config).get("torch_dtype") or "bfloat16"
-    wanted = getattr(torch, str(dtype or said).replace("torch.", ""))
+    wanted = dtype or getattr(torch, str(said).replace("torch.", ""))
     config.dtype = wanted  # 5.x reads it here; earlier versions use torch's default dtype
+    more = {"attn_implementation": attn_implementation} if attn_implementation else {}
     before, mode = torch.get_default_dtype(), FakeTensorMode(allow_non_fake_inputs=True)
     torch.set_default_dtype(wanted)
     try:
-        with mode:
-            made: Any = AutoModelForCausalLM
-            return made.from_config(config, trust_remote_code=trust_remote_code, **more).eval(), mode
+        with mode, _without_initialization():
+            if hasattr(cls, "_model_mapping"):
+                made = cls.from_config(config, trust_remote_code=trust_remote_code, **more)
+            else:
+                made = cls._from_config(config, **more)
+            return made.eval(), mode
     finally:
         torch.set_default_dtype(before)
+
+
+def _without_initialization() -> contextlib.AbstractContextManager[Any]:
+    """Transformers' context in which weights are not filled: some ways of filling them look at values."""
+    for name in ("initialization", "modeling_utils"):  # the first one from 5.0 on
+        with contextlib.suppress(ImportError, AttributeError):
+            found: Any = importlib.import_module(f"transformers.{name}").no_init_weights
+            return found()  # type: ignore[no-any-return]
+    return contextlib.nullcontext()
 
 
 class _Nothing(Kernel):

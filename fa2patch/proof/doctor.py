@@ -22,7 +22,7 @@ from .._types import Model
 from ..errors import Fa2PatchError
 from ..patch.applying import apply
 from ..probing.batches import example
-from .verify import verify
+from .alone import Found, alone, tried
 
 PACKAGES = (
     "transformers", "wrapt", "flash-attn", "flash-attn-3", "flash-attn-4", "kernels", "accelerate", "peft", "trl",
@@ -72,8 +72,9 @@ def examine() -> dict[str, Any]:
     Returns:
         A dict with ``ok`` (whether the patched tiny Llama isolates documents), ``python``, ``platform``, ``torch``,
         ``gpus``, ``packages`` (the version and the problem of each), ``kernels``, ``seam`` (of the tiny Llama),
-        ``alone`` and ``patched`` (the verified tiny Llama, unpatched and patched), ``known`` (other architectures in
-        this minor; None without evidence), ``defects`` and ``advice``.
+        ``alone`` (the verified tiny Llama without fa2patch, with the cache that it makes by default),
+        ``alone_without_cache``, ``why`` (why these differ; empty if they do not), ``patched``, ``known`` (other
+        architectures in this minor; None without evidence), ``defects`` and ``advice``.
     """
     found: dict[str, Any] = {
         "python": platform.python_version(),
@@ -142,23 +143,28 @@ def _tried() -> dict[str, Any]:
     except Exception as error:
         reason = f"Transformers' Llama cannot be made: {type(error).__name__}: {error}".splitlines()[0]
         failed = {"state": "error", "reason": reason}
-        return {"seam": None, "alone": failed, "patched": failed}
-    found: dict[str, Any] = {"seam": None, "alone": _verified(model)}
+        return {"seam": None, "alone": failed, "alone_without_cache": failed, "why": "", "patched": failed}
+    batch = example(torch.device("cpu"), model)
+    unpatched = alone(model, batch)
+    without = unpatched.by_default if unpatched.without_cache is None else unpatched.without_cache
+    found: dict[str, Any] = {
+        "seam": None,
+        "alone": _state(unpatched.by_default),
+        "alone_without_cache": _state(without),
+        "why": unpatched.why,
+    }
     try:
         with apply(model) as patch:
             found["seam"] = " and ".join(sorted({layer.seam for layer in patch.layers}))
-            found["patched"] = _verified(model)
+            found["patched"] = _state(tried(model, batch))
     except Fa2PatchError as error:
         found["patched"] = {"state": "refused", "reason": str(error)}
     return found
 
 
-def _verified(model: Model) -> dict[str, Any]:
-    device = next(model.parameters()).device
-    try:
-        found = verify(model, batch={**example(device, model), "use_cache": False}, strict=False)
-    except Exception as error:
-        return {"state": "error", "reason": f"{type(error).__name__}: {error}".splitlines()[0]}
+def _state(found: Found) -> dict[str, Any]:
+    if isinstance(found, str):
+        return {"state": "error", "reason": found}
     return {"state": "isolated" if found.ok else "leaks", "reason": found.reason}
 
 
@@ -182,5 +188,5 @@ def _advice(found: dict[str, Any]) -> Iterator[str]:
     problem = packages["flash-attn"]["problem"]
     if packages["flash-attn"]["version"] and problem:
         yield f"flash-attn is installed and {problem}. It was built for another torch or Python: reinstall it."
-    if found["alone"]["state"] == "leaks":
+    if "leaks" in (found["alone"]["state"], found["alone_without_cache"]["state"]):
         yield "Call fa2patch.apply(model) before training on packed rows: Transformers alone leaks here."

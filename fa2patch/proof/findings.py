@@ -11,7 +11,8 @@ from ..documents.names import IGNORED_LABEL
 from ..patch.applying import status
 from ..probing import locate
 from ..probing.probe import ROUNDING, is_mixture, outputs
-from .compared import Run, embedding
+from ..upstream.find_models import token_embeddings
+from .compared import Run
 from .result import Document, Verification
 
 NEAR = {torch.float64: 1e-9, torch.float32: 1e-4}
@@ -57,7 +58,7 @@ def _bounds(run: Run) -> tuple[float, float]:
 
     A bfloat16 model may return float32 logits, so the coarser dtype sets the bounds.
     """
-    dtypes = [dtype for dtype in (run.before.dtype, embedding(run.inner).dtype) if dtype.is_floating_point]
+    dtypes = [dtype for dtype in (run.before.dtype, token_embeddings(run.inner).dtype) if dtype.is_floating_point]
     dtype = max(dtypes, key=lambda dtype: torch.finfo(dtype).eps)
     return ROUNDING.get(dtype, 1e-2) if is_mixture(run.inner) else 0.0, NEAR.get(dtype, 5e-2)
 

@@ -11,7 +11,8 @@ from ..patch.applying import status
 from ..patch.unwrap import transformers_model
 from ..probing.batches import checked, example, same_on_every_rank, spans_of
 from ..probing.probe import left_as_it_was
-from .compared import Run, embedding
+from ..upstream.find_models import token_embeddings
+from .compared import Run
 from .findings import verification
 from .result import Verification
 
@@ -53,7 +54,7 @@ def verify(
     if hasattr(model, "zero_optimization_stage"):
         model = model.module  # DeepSpeed's engine treats any backward through it as a training step
     _check(inner, max_documents)
-    device = embedding(inner).device
+    device = token_embeddings(inner).device
     given = example(device, inner) if batch is None else checked(batch, device)
     spans = spans_of(given)
     same_on_every_rank(inner, spans)

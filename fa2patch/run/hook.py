@@ -202,7 +202,7 @@ class Hook:
         except (UnknownKernel, KernelUnavailable):
             raise
         except Fa2PatchError as error:
-            say(f"{name} left alone: {error}")
+            say(f"{name} left alone: {error.message}")
             return
         except Exception as error:
             if says_nothing(error):

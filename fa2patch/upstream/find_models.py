@@ -4,7 +4,11 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
+
 from .._types import Model
+from ..errors import NotAModel
+from . import inspecting
 
 
 def is_transformers_model(module: object) -> bool:
@@ -35,3 +39,41 @@ def models(model: Model) -> list[Any]:
         return path
     base = getattr(model, model.base_model_prefix, model) if model.base_model_prefix else model
     return [model] if base is model else [model, base]
+
+
+def token_embeddings(model: Model) -> torch.Tensor:
+    """Return the weights of a model's token embeddings, ``[vocabulary, hidden]``.
+
+    Raises:
+        NotAModel: there are none. Image and audio models embed patches or frames, with a convolution or a linear layer.
+    """
+    try:
+        embedding = model.get_input_embeddings()
+    except (AttributeError, NotImplementedError):
+        embedding = None
+    weight = getattr(embedding, "weight", None)
+    of_values = isinstance(embedding, (torch.nn.Linear, torch.nn.modules.conv._ConvNd))
+    if not isinstance(weight, torch.Tensor) or of_values:
+        raise NotAModel(
+            f"expected a language model, whose get_input_embeddings() embeds token ids; found {type(model).__name__}. "
+            "Images and sound are not packed: hand over the language model, or train this model padded."
+        )
+    return weight
+
+
+def takes_no_token_ids(model: Model) -> bool:
+    """Whether a model's ``forward`` takes no ``input_ids``, and the model has no token embeddings.
+
+    Both signs are needed: a model of remote code may take ``input_ids`` and have no ``get_input_embeddings``.
+    """
+    forward = type(model).forward
+    if inspecting.code_of(forward) is None or inspecting.takes(forward, "input_ids"):
+        return False
+    _, *named = inspecting.parameters(forward)
+    if not named or named[0].kind in (named[0].VAR_POSITIONAL, named[0].VAR_KEYWORD):
+        return False  # it hands on whatever it is given
+    try:
+        token_embeddings(model)
+    except NotAModel:
+        return True
+    return False

@@ -43,7 +43,8 @@ def finding(monkeypatch):
     asked = []
 
     def set_up(cells):
-        def evidence(version, folder, packages, *options):
+        def evidence(version, folder, packages, *options, doing):
+            doing("preparing")
             asked.append((version, sorted(os.listdir(packages)), options))
             made = {"format": 2, "name": version.name, "transformers": "4.44.2", "torch": "2", "python": "3.11"}
             made |= {"wrapt": "1", "device": "cpu", "kernel": "reference", "date": "2026-01-01"}
@@ -95,7 +96,7 @@ def test_the_exit_code_says_whether_every_cell_is_ok(finding, cell, options, cod
 
 
 def test_an_environment_that_cannot_be_made_is_a_failure_with_its_reason(monkeypatch):
-    def evidence(*arguments):
+    def evidence(*arguments, doing):
         raise RuntimeError("uv pip install failed: no version of transformers==4.99.1")
 
     monkeypatch.setattr(run, "evidence", evidence)

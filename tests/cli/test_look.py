@@ -43,7 +43,7 @@ def test_verify_shows_upstreams_leak_and_our_isolation(model, rows):
     assert not found["alone"]["ok"] and found["alone"]["first_leak"] == "model.layers.0.self_attn"
     assert len(found["fa2patch"]["documents"]) == 4
     text = run("verify", model, "--batch", rows).output
-    assert "Transformers alone: NOT ISOLATED" in text and "with fa2patch: isolated" in text
+    assert "Transformers alone" in text and "NOT ISOLATED" in text and "with fa2patch: isolated" in text
     assert "attention computed without boundaries" in " ".join(text.split())
 
 
@@ -98,7 +98,7 @@ def test_doctor_tries_it(tmp_path):
 
 
 def test_doctor_exits_with_1_where_a_patched_model_leaks(monkeypatch):
-    monkeypatch.setattr(doctor, "_verified", lambda model: {"state": "leaks", "reason": "here"})
+    monkeypatch.setattr(doctor, "_state", lambda found: {"state": "leaks", "reason": "here"})
     result = run("doctor")
     assert result.exit_code == 1 and "fa2patch does not work here: here" in result.output
 
@@ -144,9 +144,3 @@ def test_status_exits_with_1_for_a_model_that_is_refused(tmp_path):
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "falcon", "alibi": True}))
     assert run("status", tmp_path).exit_code == 1 and "refused" in as_json(run("status", tmp_path, "--json"))
     assert run("status", tmp_path / "nothing").exit_code == 2
-
-
-def test_architectures_lists_the_registry():
-    rows = as_json(run("architectures", "--json"))
-    assert rows["falcon"] == ["refuse"] and rows["llama"] == []
-    assert "gemma2" in run("architectures").output

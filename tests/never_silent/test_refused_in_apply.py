@@ -12,6 +12,7 @@ import transformers
 import fa2patch
 from compat_matrix import tiny_configs, tiny_models
 from fa2patch import errors
+from fa2patch.upstream.find_models import token_embeddings
 
 LENGTHS = (7, 3, 9)
 
@@ -281,3 +282,55 @@ def test_a_head_that_reads_every_token_or_the_last_is_not_taken_for_one_of_rows(
         assert "whole row" not in str(error) and "one vector" not in str(error), error
     else:
         patch.revert()
+
+
+NO_TOKEN_IDS = named(
+    "ASTModel", "BeitModel", "CLIPVisionModel", "DecisionTransformerModel", "Dinov2Model", "HubertModel",
+    "PixtralVisionModel", "SegformerModel", "SiglipVisionModel", "SwinModel", "VJEPA2Model", "VideoMAEModel",
+    "ViTForImageClassification", "ViTModel", "Wav2Vec2Model",
+)  # fmt: skip
+COMPARING = named("AltCLIPModel", "CLIPModel", "CLIPSegModel", "ChineseCLIPModel", "SiglipModel", "XCLIPModel")
+
+
+def on_meta(name):
+    """Build a model of the default size without memory, which is enough for a refusal."""
+    cls = getattr(transformers, name)
+    linspace = torch.linspace
+
+    def on_cpu(*args, **kwargs):  # up to 4.52, some models read drop rates out of it while they are built
+        return linspace(*args, **{**kwargs, "device": "cpu"})
+
+    with pytest.MonkeyPatch.context() as patching, torch.device("meta"):
+        patching.setattr(torch, "linspace", on_cpu)
+        return cls(cls.config_class())
+
+
+@pytest.mark.parametrize("name", NO_TOKEN_IDS)
+def test_a_model_without_token_ids_is_refused_as_verify_refuses_it(name):
+    model = on_meta(name)
+    message = refused(model, "embeds token ids", name, error=errors.NotAModel)
+    with pytest.raises(errors.NotAModel) as caught:
+        token_embeddings(model)  # what verify calls
+    assert str(caught.value) == message and as_it_was(model)
+
+
+def test_a_whisper_encoder_is_refused():
+    with torch.device("meta"):
+        encoder = transformers.WhisperModel(transformers.WhisperConfig()).get_encoder()
+    refused(encoder, "embeds token ids", error=errors.NotAModel)
+
+
+@pytest.mark.parametrize("name", COMPARING)
+def test_a_model_that_compares_texts_with_images_is_refused(name):
+    model = on_meta(name)
+    refused(model, "pools one vector per row", "texts with images", error=errors.UnsupportedModel)
+    assert as_it_was(model)
+
+
+def test_a_language_model_without_get_input_embeddings_is_not_refused_for_that():
+    class Remote(transformers.LlamaForCausalLM):
+        def get_input_embeddings(self):
+            raise NotImplementedError
+
+    with fa2patch.apply(Remote(tiny_models.config_of("llama"))) as patch:
+        assert patch.layers

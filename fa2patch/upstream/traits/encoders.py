@@ -1,4 +1,4 @@
-"""Encoder-decoders, and decoders that attend to an encoder's states. Both are refused."""
+"""Encoder-decoders, decoders that attend to an encoder's states, and models of images or sound. All are refused."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ import torch
 from ..._types import Model
 from ...errors import UnsupportedModel
 from .. import inspecting
+from ..find_models import takes_no_token_ids, token_embeddings
 from ..looked import Looked
 from .trait import Trait
 
@@ -28,6 +29,18 @@ class EncoderDecoder(Trait):
         raise UnsupportedModel(
             f"{model} is an encoder-decoder: fa2patch packs decoder-only language models. Train it padded."
         )
+
+
+class NoTokenIds(Trait):
+    """Refuse a model that takes no token ids, such as an image or audio encoder."""
+
+    name = "no token ids"
+
+    def finds(self, model: Looked) -> bool | None:
+        return True if takes_no_token_ids(model.model) else None
+
+    def refuses(self, model: Looked, found: Any) -> None:
+        token_embeddings(model.model)  # raises the error that verify raises, too
 
 
 class CrossAttention(Trait):

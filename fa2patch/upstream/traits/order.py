@@ -11,7 +11,7 @@ from .attention import AttentionLayers, BrokenFlashClass, FusedFlash, UnclaimedF
 from .axes import Axes
 from .cache import NoCache
 from .directions import Directions
-from .encoders import CrossAttention, EncoderDecoder
+from .encoders import CrossAttention, EncoderDecoder, NoTokenIds
 from .first_labels import FirstLabels
 from .masks import Masks
 from .mixers import Mixers
@@ -27,6 +27,7 @@ from .trait import Trait
 from .unreadable import Unreadable
 
 TRAITS: tuple[Trait, ...] = (
+    NoTokenIds(),
     EncoderDecoder(),
     FirstTokenHeads(),
     Unreadable(),

@@ -21,6 +21,9 @@ _ROW_ARGUMENTS = (
 _CHOICES = "num_choices"
 """The variable for the number of rows of one question in the forwards of all Transformers versions."""
 
+_COMPARES = "logits_per_text"
+"""The variable for the similarity of texts and images in the forwards of CLIP and similar models."""
+
 _CLASSIFIES = "problem_type"
 """The config entry by which a forward chooses the loss for one label per row. Token classifiers do not read it."""
 
@@ -70,6 +73,8 @@ def of_whole_rows(model: Model) -> str:
             return f"takes {taken[0]}, which says one thing of each row"
         if inspecting.has_variable(forward, _CHOICES):
             return f"pools one vector per row, to score choices in {cls.__name__}.forward"
+        if inspecting.has_variable(forward, _COMPARES):
+            return f"pools one vector per row, to compare texts with images or sounds in {cls.__name__}.forward"
         pools = inspecting.has_variable(forward, pooling.POOLED) or inspecting.reads_name(forward, _CLASSIFIES)
         if pools and not pooling.pools_documents(model):
             return f"pools one vector per row, in another way than by its last token ({cls.__name__}.forward)"

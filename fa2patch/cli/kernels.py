@@ -1,4 +1,4 @@
-"""``fa2patch kernels`` and ``fa2patch architectures``."""
+"""``fa2patch kernels``."""
 
 from __future__ import annotations
 
@@ -24,25 +24,4 @@ def kernels(as_json: bool) -> None:
         here = "[green]usable[/green]" if row["usable"] else f"[dim]{plain(row['reason'])}[/dim]"
         limits = (", ".join(row["dtypes"] or ["any"]), str(row["head_dim"] or "any"))
         table.add_row(row["name"], row["what"], here, *limits, ", ".join(row["here"] or row["features"]))
-    new_console().print(table)
-
-
-@click.command()
-@as_json_option
-def architectures(as_json: bool) -> None:
-    """Show the registry: the model types that have a row. Other models are inspected when they are patched."""
-    from ..upstream.architectures import architectures as rows
-
-    words = {
-        "refuse": "refuses what cannot be packed",
-        "adjust": "adjusts attention's options",
-        "queries": "scales queries",
-    }
-    quirks = {row.model_type: [name for name in words if getattr(row, name) is not None] for row in rows()}
-    if as_json:
-        click.echo(json.dumps(quirks))
-        return
-    table = new_table("model type", "what its row does")
-    for model_type, names in quirks.items():
-        table.add_row(model_type, ", ".join(words[name] for name in names) or "nothing special")
     new_console().print(table)

@@ -1,0 +1,154 @@
+"""``fa2patch architectures``: the models of the installed Transformers that fa2patch isolates, and those it refuses."""
+
+from __future__ import annotations
+
+import importlib
+import json
+from collections.abc import Iterator
+from typing import Any
+
+import click
+
+from . import evidence
+from .models import MASKED, did_you_mean, model_types, named
+from .output import as_json_option, new_console, new_table, plain
+
+_PARTS = {"interface": "attention", "function": "attention", "method": "attention", "mixer": "mixers"}
+_QUIRKS = {"adjust": "options adjusted", "queries": "queries scaled", "refuse": "some configs refused"}
+LEGEND = (
+    "attention: every layer gets the documents' boundaries at its seam. mixers: layers that carry state along the row "
+    "run document by document, or get the boundaries. Isolated in: the minors whose evidence shows it. "
+    "Encoder-decoders and models of images or sound are refused."
+)
+
+
+@click.command()
+@click.argument("model", required=False)
+@as_json_option
+def architectures(model: str | None, as_json: bool) -> None:
+    """Show which models of the installed Transformers fa2patch isolates, and which it refuses.
+
+    The list comes from the evidence of the compatibility matrix; the fourteen families are first. With MODEL, a model
+    type such as llama, everything that is known about this one is shown, for all versions.
+    """
+    import transformers
+
+    found = list(rows(transformers.__version__))
+    if model is not None:
+        found = [row for row in found if row["model_type"].partition(MASKED)[0] == _one(model).partition(MASKED)[0]]
+    rest = [] if model is not None else others([row["model_type"] for row in found])
+    if as_json:
+        shown = {"transformers": transformers.__version__, "architectures": found, "without_evidence": rest}
+        click.echo(json.dumps(shown, indent=1))
+    elif model is None:
+        _show_all(found, rest, transformers.__version__)
+    elif found:
+        for row in found:
+            _show_one(row, transformers.__version__)
+    else:
+        click.echo(_without_evidence(_one(model), transformers.__version__))
+
+
+def rows(version: str) -> Iterator[dict[str, Any]]:
+    """One dict for each architecture of a Transformers version that there is evidence of.
+
+    A version without evidence is described by the newest one that has some.
+
+    Returns:
+        Dicts with ``model_type``, ``family`` (one of the fourteen), ``state`` (``ok``, ``refused``, ``known failure``
+        or ``failing``), ``seam``, ``does``, ``isolated_in`` and ``reason``, and ``evidence`` with all minors by state
+        and by seam or reason.
+    """
+    installed, minor = set(model_types()), evidence.minor_of(version)
+    if minor not in evidence.minors():
+        minor = evidence.minors()[-1]
+    for name, states in evidence.architectures().items():
+        state, what = evidence.state_in(minor, states)
+        if name.partition(MASKED)[0] not in installed or state == "absent":
+            continue
+        isolated = [each for each in evidence.minors() if evidence.state_in(each, states)[0] == "ok"]
+        yield {
+            "model_type": name,
+            "family": name in evidence.evidence()["families"],
+            "state": state,
+            "seam": what if state == "ok" else "",
+            "does": _does(name, what) if state == "ok" else [],
+            "isolated_in": evidence.ranges_of(isolated),
+            "reason": "" if state == "ok" else what,
+            "evidence": states,
+        }
+
+
+def others(known: list[str]) -> list[str]:
+    """The causal LMs of the installed Transformers that are not among these model types, sorted."""
+    auto: Any = importlib.import_module("transformers.models.auto.modeling_auto")
+    return sorted({*auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES} - {*known})
+
+
+def _does(name: str, seam: str) -> list[str]:
+    from ..upstream.architectures import architectures as registry
+
+    parts = list(dict.fromkeys(_PARTS[one] for one in seam.split(" and ")))
+    if name.endswith(MASKED):
+        parts = [f"{part} both ways" if part == "attention" else part for part in parts]
+    row = next((row for row in registry() if row.model_type == name), None)
+    return parts + [words for quirk, words in _QUIRKS.items() if getattr(row, quirk, None) is not None]
+
+
+def _one(given: str) -> str:
+    names = [*model_types(), *evidence.architectures()]
+    found = named(given, names)
+    if found is None:
+        meant = did_you_mean(given, names)
+        raise click.BadParameter(f"{given!r} is no model type that is known here.{meant}", param_hint="MODEL")
+    return found
+
+
+def _show_all(found: list[dict[str, Any]], rest: list[str], version: str) -> None:
+    console, table = new_console(), new_table("model type", "seam", "what is done", "isolated in")
+    for row in found:
+        name = f"[bold]{row['model_type']}[/bold]" if row["family"] else row["model_type"]
+        if row["state"] == "ok":
+            table.add_row(name, row["seam"], ", ".join(row["does"]), row["isolated_in"])
+        else:
+            said = f"[yellow]{row['state']}: {plain(row['reason'])}[/yellow]"
+            table.add_row(name, "-", said, row["isolated_in"] or "-")
+    console.print(f"[bold]Transformers {version}[/bold]: {_counted(found, version)}")
+    console.print(table)
+    console.print(LEGEND)
+    if rest:
+        console.print(
+            f"Causal LMs of this Transformers without evidence: {', '.join(rest)}. apply looks at them when it is "
+            "called; fa2patch verify NAME shows what it does."
+        )
+    console.print("fa2patch architectures NAME shows everything about one of them.")
+
+
+def _counted(found: list[dict[str, Any]], version: str) -> str:
+    ok = sum(row["state"] == "ok" for row in found)
+    last = evidence.minors()[-1]
+    of = "" if evidence.minor_of(version) in evidence.minors() else f" (no evidence of it: shown is {last})"
+    return f"{ok} of {len(found)} architectures with evidence are isolated{of}. The fourteen families are first."
+
+
+def _show_one(row: dict[str, Any], version: str) -> None:
+    console = new_console()
+    does = f" ({', '.join(row['does'])})" if row["does"] else ""
+    family = ", one of the fourteen families" if row["family"] else ""
+    state = "isolated" if row["state"] == "ok" else f"{row['state']}: {row['reason']}"
+    console.print(f"[bold]{row['model_type']}[/bold]{family}, in Transformers {version}: {plain(state)}{does}")
+    for name, found in row["evidence"].items():
+        for what, ranges in found.items():
+            said = f"isolated at the seam {what}" if name == "ok" else f"{name}: {what}"
+            console.print(f"  {ranges}: {plain(said)}")
+
+
+def _without_evidence(name: str, version: str) -> str:
+    states = evidence.architectures().get(name)
+    if states:
+        there = evidence.ranges_of(evidence.minors_with(states))
+        return f"{name}: the evidence has it in {there} only, and this is Transformers {version}."
+    why = evidence.evidence()["out of scope"].get(name)
+    because = f" It is not checked, because it {why}." if why and not why.startswith("vision") else ""
+    because = f" It is not checked: {why}." if why and not because else because
+    return f"{name}: there is no evidence of it.{because} fa2patch verify {name} shows what fa2patch does with it."

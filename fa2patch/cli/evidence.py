@@ -1,0 +1,74 @@
+"""The summary of the compatibility matrix that comes with the package, ``evidence.json``.
+
+It is made by ``python -m compat_matrix.publish``. Minors are texts such as ``5.23``.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+import re
+from importlib import resources
+from typing import Any
+
+States = dict[str, dict[str, str]]
+"""Ranges of minors by the seam (``"ok"``) or the reason (other states), by state."""
+
+
+@functools.cache
+def evidence() -> dict[str, Any]:
+    """The content of the file."""
+    text = resources.files("fa2patch.cli").joinpath("evidence.json").read_text(encoding="utf-8")
+    return dict(json.loads(text))
+
+
+def architectures() -> dict[str, States]:
+    """What was found of every architecture, the fourteen families first."""
+    found: dict[str, States] = evidence()["architectures"]
+    return found
+
+
+def minors() -> list[str]:
+    """The minors of Transformers that were checked, the oldest first."""
+    return list(evidence()["releases"])
+
+
+def minor_of(version: str) -> str:
+    """The minor of a version, for example ``5.23`` of ``5.23.1``."""
+    return ".".join(re.findall(r"\d+", version)[:2])
+
+
+def key(minor: str) -> tuple[int, ...]:
+    """The sort key of a minor."""
+    return tuple(int(number) for number in minor.split("."))
+
+
+def within(minor: str, ranges: str) -> bool:
+    """Whether a minor is in ranges such as ``4.34-4.42, 5.0``."""
+    parts = [part.split("-") for part in ranges.split(", ")]
+    return any(key(part[0]) <= key(minor) <= key(part[-1]) for part in parts)
+
+
+def state_in(minor: str, states: States) -> tuple[str, str]:
+    """The state of an architecture in a minor, and its seam or the reason; ``("absent", "")`` if it is not there."""
+    for state, found in states.items():
+        for what, ranges in found.items():
+            if within(minor, ranges):
+                return state, what
+    return "absent", ""
+
+
+def minors_with(states: States) -> list[str]:
+    """The minors in which an architecture is there, the oldest first."""
+    return [minor for minor in minors() if state_in(minor, states)[0] != "absent"]
+
+
+def ranges_of(wanted: list[str]) -> str:
+    """Minors as ranges, for example ``4.34-4.42, 5.0``."""
+    runs: list[list[str]] = []
+    for at, minor in enumerate(minors()):
+        if minor in wanted:
+            if at == 0 or minors()[at - 1] not in wanted:
+                runs.append([minor])
+            runs[-1] = [runs[-1][0], minor]
+    return ", ".join("-".join(dict.fromkeys(run)) for run in runs)

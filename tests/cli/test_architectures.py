@@ -1,0 +1,106 @@
+"""``fa2patch architectures``, and that tables of 80 columns cut nothing that tells two rows apart."""
+
+import json
+
+import pytest
+import transformers
+
+pytest.importorskip("click")
+pytest.importorskip("rich")
+
+from click.testing import CliRunner
+
+from fa2patch.cli import evidence
+from fa2patch.cli.commands import main
+from fa2patch.kernels import ORDER
+
+MINOR = evidence.minor_of(transformers.__version__)
+
+
+def run(*arguments):
+    result = CliRunner().invoke(main, arguments)
+    assert result.exit_code == 0, result.output
+    return result.output
+
+
+def rows():
+    return json.loads(run("architectures", "--json"))["architectures"]
+
+
+@pytest.mark.skipif(MINOR not in evidence.minors(), reason="there is no evidence of this Transformers")
+def test_it_lists_what_this_transformers_has_and_is_isolated():
+    found = {row["model_type"]: row for row in rows()}
+    assert len(found) > 20 and {"llama", "gpt2", "mamba"} <= set(found)
+    llama = found["llama"]
+    assert llama["state"] == "ok" and llama["seam"] and llama["does"] == ["attention"] and llama["family"]
+    assert llama["isolated_in"].startswith("4.34-")
+    assert "mixers" in found["mamba"]["does"] and "some configs refused" in found["falcon"]["does"]
+    assert all(row["reason"] for row in found.values() if row["state"] != "ok")
+    assert not {"t5", "vit"} & set(found)
+
+
+def test_the_fourteen_families_are_first():
+    families = [row["family"] for row in rows()]
+    assert sum(families) == 14 and all(families[:14])
+
+
+def test_a_model_that_an_older_version_refuses_says_why(monkeypatch):
+    monkeypatch.setattr(transformers, "__version__", "4.43.4")
+    bert = next(row for row in rows() if row["model_type"] == "bert:masked")
+    assert bert["state"] == "refused" and "looked in every layer" in bert["reason"]
+    assert "refused" in run("architectures")
+
+
+def test_a_version_without_evidence_is_described_by_the_newest(monkeypatch):
+    monkeypatch.setattr(transformers, "__version__", "9.9.0")
+    assert rows() and f"no evidence of it: shown is {evidence.minors()[-1]}" in " ".join(run("architectures").split())
+
+
+def test_one_of_them():
+    shown = run("architectures", "Llama")
+    assert shown.startswith("llama, one of the fourteen families") and "isolated at the seam method" in shown
+    assert "bert:masked" in run("architectures", "bert")
+    assert "there is no evidence of it. It is not checked: vision-language" in run("architectures", "gemma3n")
+    wrong = CliRunner().invoke(main, ["architectures", "lama"])
+    assert wrong.exit_code == 2 and "Did you mean llama" in wrong.output
+
+
+def test_the_file_is_small_and_its_ranges_read_back():
+    assert all(evidence.within(minor, "4.34-4.36, 5.0") for minor in ("4.34", "4.35", "4.36", "5.0"))
+    assert not any(evidence.within(minor, "4.34-4.36, 5.0") for minor in ("4.37", "5.1"))
+    assert evidence.within("5.10", "5.9-5.11") and not evidence.within("5.1", "5.9-5.11")
+    assert len(json.dumps(evidence.evidence())) < 40_000
+    for states in evidence.architectures().values():
+        there = evidence.minors_with(states)
+        assert there and evidence.ranges_of(there)
+
+
+@pytest.fixture
+def narrow(monkeypatch):
+    monkeypatch.setenv("COLUMNS", "80")
+
+
+def test_architectures_in_80_columns(narrow):
+    lines = run("architectures").splitlines()
+    assert all(len(line) <= 80 and "…" not in line for line in lines)
+    assert {row["model_type"] for row in rows()} <= {line.split()[0] for line in lines if line.strip()}
+
+
+def test_kernels_in_80_columns(narrow):
+    shown = run("kernels")
+    assert "…" not in shown and all(len(line) <= 80 for line in shown.splitlines())
+    assert {kernel.name for kernel in ORDER} <= {line.split()[0] for line in shown.splitlines() if line.strip()}
+
+
+def test_status_in_80_columns(narrow):
+    lines = run("status", "llama").splitlines()
+    assert all(len(line) <= 80 for line in lines)
+    assert any("layers.0.self_attn " in line for line in lines) and any(
+        "… layers.31.self_attn" in line for line in lines
+    )
+
+
+def test_doctor_in_80_columns_shows_both_ways_and_why(narrow):
+    shown = run("doctor")
+    assert all(len(line) <= 80 for line in shown.splitlines())
+    assert "alone, default cache" in shown and "alone, use_cache=False" in shown

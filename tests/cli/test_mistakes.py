@@ -1,0 +1,211 @@
+"""Mistakes on the command line end with one sentence and exit code 2, before anything is built. No hub is asked."""
+
+import sys
+import time
+
+import pytest
+import torch
+import transformers
+
+pytest.importorskip("click")
+pytest.importorskip("rich")
+
+from click.testing import CliRunner
+
+from compat_matrix import environments, run
+from fa2patch.cli import hub, models
+from fa2patch.cli.commands import main
+
+
+@pytest.fixture(autouse=True)
+def nothing_is_built(monkeypatch):
+    """Fail if an environment is made."""
+
+    def build(*arguments, **options):
+        raise AssertionError("an environment was made")
+
+    monkeypatch.setattr(run, "evidence", build)
+    monkeypatch.setattr(environments, "make", build)
+
+
+@pytest.fixture
+def online(monkeypatch):
+    from huggingface_hub import constants
+
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
+
+
+def fails(*arguments):
+    """Return what a command says that exits with 2, on one line."""
+    result = CliRunner().invoke(main, [str(argument) for argument in arguments])
+    assert result.exit_code == 2 and isinstance(result.exception, SystemExit), (result.output, result.exception)
+    return " ".join(result.output.split())
+
+
+MATRIX = ("matrix", "--transformers", "4.57.6", "--model")
+
+
+@pytest.mark.parametrize("command", [("verify",), ("status",), MATRIX])
+def test_a_misspelled_model_type_gets_a_suggestion(command):
+    said = fails(*command, "lama")
+    assert "'lama' is no file or folder here and no model type" in said and "Did you mean llama" in said
+
+
+@pytest.mark.parametrize("command", [("verify",), ("status",), MATRIX])
+def test_a_missing_file_is_named(command):
+    said = fails(*command, "nofile.json")
+    assert "nofile.json: looked for a Hugging Face config.json, found nothing" in said
+
+
+@pytest.mark.parametrize("command", [("verify",), ("status",), MATRIX])
+def test_a_model_of_the_hub_offline_says_so_at_once(command, monkeypatch):
+    from huggingface_hub import constants
+
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
+    monkeypatch.setattr(hub, "_request", lambda *arguments: pytest.fail("the hub was asked"))
+    assert "HF_HUB_OFFLINE is set, and it is not in the local cache" in fails(*command, "org/none")
+
+
+@pytest.mark.parametrize("command", [("verify",), ("status",)])
+def test_pretrained_asks_for_a_name_without_a_slash(command, online, monkeypatch):
+    monkeypatch.setattr(hub, "_request", lambda name, seconds: f"{name} is not there")
+    assert "gpt2 is not there" in fails(*command, "gpt2", "--pretrained")
+
+
+def test_a_hub_that_does_not_answer_is_not_waited_for(online, monkeypatch):
+    monkeypatch.setenv("HF_HUB_ETAG_TIMEOUT", "0.2")
+    monkeypatch.setattr(hub, "_request", lambda *arguments: time.sleep(5) or "")
+    begun = time.perf_counter()
+    said = fails("verify", "org/none")
+    assert "did not answer within 0.2 s" in said and time.perf_counter() - begun < 3
+
+
+def test_a_hub_without_the_model_says_so(online, monkeypatch):
+    import httpx
+    from huggingface_hub import HfApi
+    from huggingface_hub.utils import RepositoryNotFoundError
+
+    def asked(self, name, timeout):
+        assert timeout == hub.SECONDS
+        raise RepositoryNotFoundError("404", response=httpx.Response(404, request=httpx.Request("GET", "https://hub")))
+
+    monkeypatch.delenv("HF_HUB_ETAG_TIMEOUT", raising=False)
+    monkeypatch.setattr(HfApi, "model_info", asked)
+    assert "has no model of this name" in fails("status", "org/none")
+
+
+def test_an_unreachable_hub_leaves_the_local_cache(online, monkeypatch):
+    monkeypatch.setattr(hub, "_request", lambda *arguments: "it cannot be reached")
+    monkeypatch.setattr(hub, "_is_cached", lambda name: True)
+    found = models.resolve("org/name")
+    assert found.kind == "hub" and found.local_only and models.local(found) == {"local_files_only": True}
+    monkeypatch.setattr(hub, "_request", lambda *arguments: "")
+    assert not models.resolve("org/name").local_only
+
+
+@pytest.mark.parametrize("name", ["cuda", "cuda:99", "gpu"])
+@pytest.mark.skipif(torch.cuda.device_count() > 0, reason="this machine has a GPU")
+def test_a_device_that_is_not_here(name):
+    assert f"looked for a device of this machine (cpu), found '{name}'" in fails("verify", "llama", "--device", name)
+
+
+@pytest.mark.parametrize("command", ["verify", "status"])
+def test_an_attention_implementation_that_does_not_exist(command):
+    said = fails(command, "llama", "--attn-implementation", "flash")
+    assert "looked for one of eager, sdpa, flash_attention_2" in said and "Did you mean flash_attention_2?" in said
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        (("--kernel", "fast"), "kernel='fast': expected one of 'auto'"),
+        (("--dtype", "int8"), "looked for float32, bfloat16 or float16, found 'int8'"),
+        (("--dtype", "half precision"), "found 'half precision'"),
+    ],
+)
+def test_status_names_a_wrong_option(options, said):
+    assert said in fails("status", "llama", *options)
+
+
+@pytest.mark.parametrize(
+    ("release", "said"),
+    [
+        ("4.20.0", "looked for Transformers 4.34 or newer, found 4.20.0"),
+        ("4.57.6,4.33.3", "found 4.33.3"),
+        ("newest", "looked for a version number"),
+    ],
+)
+def test_matrix_refuses_releases_without_flash_attention(release, said):
+    assert said in fails("matrix", "--model", "llama", "--transformers", release)
+
+
+def test_matrix_knows_in_which_releases_a_model_is():
+    said = fails("matrix", "--model", "qwen3", "--transformers", "4.44.2,4.45.2")
+    assert "qwen3: looked for it in Transformers 4.44.2, 4.45.2, found none. It is in 4.51-" in said
+
+
+def test_matrix_says_that_it_does_not_check_a_model_type():
+    assert "the matrix does not check this model type. Give a config.json" in fails(*MATRIX, "t5")
+    assert "vision-language; its text side is there" in fails(*MATRIX, "gemma3n")
+
+
+@pytest.mark.parametrize(
+    "arguments", [(*MATRIX, "llama", "--json", "nowhere/cells.json"), ("doctor", "--svg", "nowhere/doctor.svg")]
+)
+def test_a_file_to_write_needs_a_folder(arguments):
+    assert "looked for the folder 'nowhere' to write" in fails(*arguments)
+
+
+@pytest.mark.parametrize("config", ['{"model_type": "no_such_type"}', '{"model_type": "llama", "hidden_act": "none"}'])
+def test_a_config_that_transformers_cannot_use(config, tmp_path):
+    (tmp_path / "config.json").write_text(config)
+    assert "Transformers cannot" in fails("status", tmp_path)
+    assert "Transformers cannot" in fails("verify", tmp_path)
+
+
+def test_weights_that_do_not_load(tmp_path):
+    (tmp_path / "config.json").write_text('{"model_type": "llama"}')
+    (tmp_path / "model.safetensors").write_text("nothing")
+    assert "does not load" in fails("verify", tmp_path)
+
+
+@pytest.mark.parametrize("command", ["verify", "status"])
+@pytest.mark.parametrize(
+    ("name", "said"), [("t5", "is an encoder-decoder"), ("vit", "embeds token ids; found ViTModel")]
+)
+def test_a_refused_kind_of_model_gets_the_sentence_of_apply(command, name, said):
+    result = CliRunner().invoke(main, [command, name])
+    shown = " ".join(result.output.split())
+    assert result.exit_code == 1 and said in shown and len(shown) < 600, shown
+
+
+def test_no_package_index_has_this_release(monkeypatch):
+    uv = "error: No solution found\n  because: Because there is no version of\n  transformers==4.99.1 and you require"
+    monkeypatch.undo()
+    assert (
+        environments._why(uv) == "the package index has no transformers==4.99.1. Ask for a release that was published"
+    )
+    assert environments._why("error: no space left") == ""
+
+
+def test_progress_is_plain_lines_where_there_is_no_terminal(capsys):
+    from fa2patch.cli.progress import shown
+
+    with shown(["4.57.6"]) as shows:
+        shows("4.57.6", "preparing an environment")
+        shows("4.57.6", "done", ended=True)
+    assert capsys.readouterr().err.splitlines() == ["4.57.6: preparing an environment", "4.57.6: done"]
+
+
+def test_progress_is_one_changing_line_on_a_terminal(monkeypatch, capsys):
+    from fa2patch.cli.progress import shown
+
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
+    with shown(["4.57.6"]) as shows:
+        shows("4.57.6", "preparing an environment")
+    captured = capsys.readouterr()
+    assert "4.57.6: preparing an environment" in captured.err and not captured.out
+
+
+def test_the_installed_transformers_is_named():
+    assert f"Transformers {transformers.__version__}" in fails("verify", "lama")

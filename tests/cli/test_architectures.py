@@ -1,6 +1,7 @@
 """``fa2patch architectures``, and that tables of 80 columns cut nothing that tells two rows apart."""
 
 import json
+import sys
 
 import pytest
 import transformers
@@ -45,14 +46,14 @@ def test_the_fourteen_families_are_first():
 
 
 def test_a_model_that_an_older_version_refuses_says_why(monkeypatch):
-    monkeypatch.setattr(transformers, "__version__", "4.43.4")
+    monkeypatch.setattr(sys.modules["transformers"], "__version__", "4.43.4")
     bert = next(row for row in rows() if row["model_type"] == "bert:masked")
     assert bert["state"] == "refused" and "looked in every layer" in bert["reason"]
     assert "refused" in run("architectures")
 
 
 def test_a_version_without_evidence_is_described_by_the_newest(monkeypatch):
-    monkeypatch.setattr(transformers, "__version__", "9.9.0")
+    monkeypatch.setattr(sys.modules["transformers"], "__version__", "9.9.0")
     assert rows() and f"no evidence of it: shown is {evidence.minors()[-1]}" in " ".join(run("architectures").split())
 
 

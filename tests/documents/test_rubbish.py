@@ -132,7 +132,7 @@ def test_what_is_no_model(function, rubbish, found):
     refused(lambda: function(rubbish), f"expected a Transformers model.*found {found}", errors.NotAModel)
 
 
-@pytest.mark.parametrize("kernel", [None, 3, "", [], "flash", IDS], ids=named)
+@pytest.mark.parametrize("kernel", [3, "", [], "flash", IDS], ids=named)
 def test_what_is_no_kernel(kernel):
     refused(lambda: fa2patch.apply(tiny_llama(), kernel=kernel), "kernel=.*expected one of", errors.UnknownKernel)
 

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from ..._types import Call, Model
+from ...documents.names import FEWER_LOGITS, LABELS
 from ...errors import PackingNotIsolated
 from ..calls import passed
 from ..packed_mask import PackedMask
@@ -18,7 +19,6 @@ _OF_MEDIA = re.compile(
     r"pixel|image|video|audio|vision|grid|feature|patch|aspect|rope_deltas|second_per|logits_to_keep"
 )
 _OF_THE_BATCH = ("num_items_in_batch", "cache_position")
-_FEWER_LOGITS = ("logits_to_keep", "num_logits_to_keep")
 
 
 class RowValues(Trait):
@@ -28,7 +28,10 @@ class RowValues(Trait):
 
     def before(self, step: Step, found: Any) -> None:
         if step.mask is not None and not (step.role.pools or step.role.innermost):
-            refuse_arguments_of_rows(step.module, step.call, step.mask)
+            # FirstLabels has looked at the labels of a model that predicts the next token.
+            looked_at = LABELS if step.role.predicts_the_next else ()
+            others = {name: value for name, value in step.call.items() if name not in looked_at}
+            refuse_arguments_of_rows(step.module, others, step.mask)
 
     def after(self, step: Step, found: Any, output: Any) -> Any:
         role = step.role
@@ -79,7 +82,7 @@ def refuse_outputs_of_rows(model: Model, output: Any, call: Call, mask: PackedMa
     Raises:
         PackingNotIsolated: an output has one value per row.
     """
-    if len(mask.boundaries) <= mask.shape[0] or passed(call, _FEWER_LOGITS):
+    if len(mask.boundaries) <= mask.shape[0] or passed(call, FEWER_LOGITS):
         return
     named = output.items() if hasattr(output, "items") else enumerate(output if isinstance(output, tuple) else [output])
     for name, value in named:

@@ -112,6 +112,14 @@ class CollatorError(Fa2PatchError, ValueError):
     """A collator cannot put the examples into one row, or has an invalid argument."""
 
 
+class PackingError(Fa2PatchError, ValueError):
+    """Rows cannot be planned from the given lengths or options."""
+
+
+class CannotRun(Fa2PatchError):
+    """This Python was started with an option that keeps ``fa2patch run`` out of the command."""
+
+
 class NothingProven(_Documented, UserWarning):
     """A sharded model holds an unknown module, and one rank alone cannot prove that it keeps documents apart."""
 

@@ -1,4 +1,4 @@
-"""Write README's tables, MATRIX.md, matrix.html and upstream.json from the evidence, or ``--check`` them."""
+"""Write the table of README, MATRIX.md, matrix.html, upstream.json and the table of kernels, or ``--check`` them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Makes README's table of kernels from their classes."""
+"""Makes the documentation's table of kernels from their classes."""
 
 from __future__ import annotations
 
@@ -20,5 +20,5 @@ def table() -> str:
         ]
         for row in kernels.rows()
     )
-    head = ["kernel", "what", "needs", "dtypes", "head dim up to", "besides plain attention and grouped queries"]
+    head = ["kernel", "what", "needs", "dtypes", "head dim up to", "features"]
     return "\n".join(markdown.table(head, rows))

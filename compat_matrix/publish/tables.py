@@ -1,4 +1,4 @@
-"""Makes every file that depends on the evidence: README's tables, MATRIX.md, matrix.html and upstream.json."""
+"""Makes every file that depends on the evidence or on the kernels' classes."""
 
 from __future__ import annotations
 
@@ -16,14 +16,15 @@ def made(root: Path) -> dict[Path, str]:
     """Return the path and the new text of every file that is made from the evidence.
 
     Raises:
-        Malformed: The evidence or README's markers are not as expected.
+        Malformed: The evidence or the markers in README or docs/kernels.md are not as expected.
     """
     folder = root / "compat_matrix"
     blocks = folder / "versions.toml"
     wanted = environments.tomllib.loads(blocks.read_text())["version"] if blocks.exists() else ()
     results = read(folder / "evidence", wanted)
     return {
-        root / "README.md": between(root / "README.md", matrix=readme.table(results), kernels=kernel_table.table()),
+        root / "README.md": between(root / "README.md", matrix=readme.table(results)),
+        root / "docs" / "kernels.md": between(root / "docs" / "kernels.md", kernels=kernel_table.table()),
         folder / "MATRIX.md": matrix(results),
         folder / "matrix.html": page(results),
         root / "fa2patch" / "upstream.json": known(results),

@@ -58,7 +58,8 @@ def from_cu_seqlens(
         stated.max_seqlen = max(stated.lengths)
     else:
         longest = cu.diff().max() <= max_seqlen
-        _require(longest, BadCuSeqlens, "max_length is {}, but cu_seq_lens hold a longer document.", max_seqlen)
+        message = "max_length is {}, but cu_seq_lens hold a longer document. Pass the longest length, or none."
+        _require(longest, BadCuSeqlens, message, max_seqlen)
     return stated
 
 
@@ -86,7 +87,10 @@ def _require_ends(cu: torch.Tensor, tokens: int) -> None:
 
 
 def _require_same(cu: torch.Tensor, cu_k: torch.Tensor) -> None:
-    message = "cu_seq_lens_q and cu_seq_lens_k differ: in training every query's document is its keys' document."
+    message = (
+        "cu_seq_lens_q and cu_seq_lens_k differ: in training every query's document is its keys' document. Pass the "
+        "same lengths for both."
+    )
     if cu.shape != cu_k.shape:
         raise BoundaryConflict(message)
     _require((cu == cu_k).all(), BoundaryConflict, message)

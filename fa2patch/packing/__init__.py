@@ -6,8 +6,8 @@ tokens ends at a validation loss of 1.284, whereas padding and packed mini-batch
 strategy ``mini_batches`` to keep the number of steps, or tune the budget, accumulation and learning rate again.
 """
 
+from ..errors import PackingError
 from .costs import ATTENTION_COST, example_costs, imbalance
-from .errors import PackingError
 from .plans import Plan, plan
 from .samplers import PackedBatchSampler
 from .strategies import STRATEGIES

@@ -7,7 +7,7 @@ import math
 import numpy as np
 import numpy.typing as npt
 
-from .errors import PackingError
+from ..errors import PackingError
 from .strategies import Ints
 
 ATTENTION_COST = 1 / (12 * 4096)

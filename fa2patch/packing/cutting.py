@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from .errors import PackingError
+from ..errors import PackingError
 from .strategies import Ints
 
 POLICIES = ("error", "drop", "truncate", "split")

@@ -10,8 +10,8 @@ from typing import Any, overload
 import numpy as np
 import numpy.typing as npt
 
+from ..errors import PackingError
 from . import cutting
-from .errors import PackingError
 from .strategies import STRATEGIES, Ints, Ints32, Strategy, by_key, mini_batches
 
 MINI_BATCHES = "mini_batches"

@@ -12,10 +12,10 @@ import numpy.typing as npt
 import torch
 from torch.utils.data import Sampler
 
+from ..errors import PackingError
 from . import costs, epochs
 from .cutting import as_lengths
 from .epochs import Epoch
-from .errors import PackingError
 from .plans import plan
 from .strategies import Ints
 

@@ -8,9 +8,9 @@ from typing import Any
 
 from torch.utils.data import IterableDataset
 
+from ..errors import PackingError
 from . import cutting
 from .cutting import as_lengths, check_budget, check_policy
-from .errors import PackingError
 from .plans import plan
 
 

@@ -15,14 +15,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from ..errors import Fa2PatchError
+from ..errors import CannotRun
 
 VARIABLE = "FA2PATCH_RUN"
 STARTUP = Path(__file__).parent / "startup"
-
-
-class CannotRun(Fa2PatchError):
-    """This Python was started with an option that keeps ``fa2patch run`` out of the command."""
 
 
 @dataclass(frozen=True)

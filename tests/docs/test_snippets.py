@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import importlib.metadata
 import json
 import os
@@ -13,11 +14,13 @@ import warnings
 from pathlib import Path
 
 import pytest
+import torch
 import transformers
 from packaging.requirements import Requirement
 from snippets import ROOT, Snippet, pages, snippets
 
 import fa2patch
+from compat_matrix import tiny_models
 
 SNIPPETS = [snippet for page in pages() for snippet in snippets(page)]
 NAMES = sorted(
@@ -28,6 +31,9 @@ NAMES = sorted(
     }
 )
 """The models that the pages load. Each is a tiny one here, with random weights, in a folder of that name."""
+
+KINDS = {"ModernBERT": "modernbert:masked", "LFM2": "lfm2", "Qwen2-VL": "qwen2_vl"}
+"""Architectures by a part of the model's name. All other names get a Llama."""
 
 TEXTS = [f"Question: what is {n} and {n}?\nAnswer: {' '.join(['it is', str(2 * n)] * (n % 5 + 1))}." for n in range(64)]
 
@@ -69,10 +75,14 @@ def tiny_tokenizer():
     )
     made.train_from_iterator(TEXTS, trainer)
     special = {"bos_token": "<s>", "eos_token": "</s>", "pad_token": "<pad>"}
-    return transformers.PreTrainedTokenizerFast(tokenizer_object=made, **special)
+    returned = ["input_ids", "attention_mask"]  # as Qwen's and Llama's; 4.x would add token_type_ids
+    return transformers.PreTrainedTokenizerFast(tokenizer_object=made, model_input_names=returned, **special)
 
 
 def tiny_model(name: str, words: int):
+    kind = next((kind for part, kind in KINDS.items() if part in name), None)
+    if kind is not None:
+        return tiny_models.build(kind, "sdpa", vocab_size=words)
     config = transformers.LlamaConfig(
         vocab_size=words, hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4,
         num_key_value_heads=2, max_position_embeddings=512, bos_token_id=0, eos_token_id=1, pad_token_id=2,
@@ -85,6 +95,7 @@ def test_runs(snippet: Snippet, models: Path, tmp_path, monkeypatch):
     for entry in models.iterdir():
         (tmp_path / entry.name).symlink_to(entry)
     monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend="aot_eager"))  # inductor: minutes
     if snippet.language == "console":
         for name, code in snippet.files:
             (tmp_path / name).write_text(code)
@@ -109,7 +120,8 @@ def run_python(snippet: Snippet) -> None:
 def run_commands(snippet: Snippet, folder: Path) -> None:
     path = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])
     for command in snippet.commands:
-        words = [sys.executable if word == "python" else word for word in shlex.split(command)]
+        words = shlex.split(re.sub(r"^fa2patch\b", "python -m fa2patch", command))
+        words = [sys.executable if word == "python" else word for word in words]
         done = subprocess.run(
             words, cwd=folder, env={**os.environ, "PATH": path, "COLUMNS": "100"}, capture_output=True, text=True
         )

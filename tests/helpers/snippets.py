@@ -4,6 +4,7 @@ A fence of Python is run by itself, in a folder of its own. An HTML comment, whi
 fence needs:
 
 - ``<!-- setup`` ... ``-->`` holds code that runs before every later fence of its page, and replaces the one before it;
+- ``<!-- keep -->`` before a fence: later fences of its page start with it, as the page says to its readers;
 - ``<!-- needs: trl<0.20 -->`` before a fence: it is for environments that have these packages;
 - ``<!-- file: train.py -->`` before a fence: it is written to this file, and a later ``console`` fence runs it;
 - ``<!-- raises: PackedWithCache -->`` before a fence: it ends in this error;
@@ -21,7 +22,7 @@ from pathlib import Path
 ROOT = Path(__file__).parents[2]
 
 _PART = re.compile(
-    r"^<!-- (?P<word>setup|needs|file|raises|not run)(?::? ?)(?P<said>.*?)-->$"
+    r"^<!-- (?P<word>setup|keep|needs|file|raises|not run)(?::? ?)(?P<said>.*?)-->$"
     r"|^(?P<indent> *)```(?P<language>\w+)\n(?P<code>.*?)^ *```$",
     re.M | re.S,
 )
@@ -100,6 +101,8 @@ def snippets(page: Path) -> list[Snippet]:
                     files,
                 )
             )
+            if "keep" in said:
+                setup += code
             if file:
                 files = (*files, (file, code))
             said = {}

@@ -550,6 +550,11 @@ def test_a_base_model_that_was_compiled_after_apply_is_still_reached(docs):
     assert_close(logits(model, docs), alone(build("interface"), docs), "logits")
 
 
+def test_an_unknown_tensor_for_attention_is_named_with_what_to_do():
+    with pytest.raises(errors.PackingNotIsolated, match="'token_type_ids'.*column of your batch.*leave it out"):
+        interface._options(torch.nn.Identity(), {"token_type_ids": torch.zeros(1, 5, dtype=torch.int64)})
+
+
 # Position ids that every layer reads
 
 

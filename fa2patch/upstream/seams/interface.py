@@ -114,7 +114,8 @@ def _options(module: Any, kwargs: Call) -> Options:
         if isinstance(value, torch.Tensor) and name not in _KNOWN_TENSORS:
             raise PackingNotIsolated(
                 f"{type(module).__name__} hands its attention a tensor {name!r}, whose meaning for a packed batch is "
-                "not known. Please report the model; until then train it padded."
+                "not known. If it is a column of your batch that the model does not need (token_type_ids), leave it "
+                "out. Otherwise, please report the model, and train it padded until then."
             )
     said = kwargs.get("is_causal")  # from 4.48 on GPT-2 passes False with a mask, because the mask is causal
     return Options(

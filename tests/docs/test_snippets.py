@@ -23,17 +23,14 @@ import fa2patch
 from compat_matrix import tiny_models
 
 SNIPPETS = [snippet for page in pages() for snippet in snippets(page)]
-NAMES = sorted(
-    {
-        name
-        for snippet in SNIPPETS
-        for name in re.findall(r"from_pretrained\(\s*\"([\w./-]+)\"", snippet.setup + snippet.code)
-    }
-)
-"""The models that the pages load. Each is a tiny one here, with random weights, in a folder of that name."""
-
 KINDS = {"ModernBERT": "modernbert:masked", "LFM2": "lfm2", "Qwen2-VL": "qwen2_vl"}
-"""Architectures by a part of the model's name. All other names get a Llama."""
+"""Architectures by a part of the name of a model that a page loads. All other names get a Llama, with random weights."""
+
+APART = "flash-attn"
+"""What is not installed here: the stand-in of compat_matrix computes it, in a process of its own."""
+
+ON_A_CPU = {"DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1"}
+"""What DeepSpeed and torch are told in the place of a GPU."""
 
 TEXTS = [f"Question: what is {n} and {n}?\nAnswer: {' '.join(['it is', str(2 * n)] * (n % 5 + 1))}." for n in range(64)]
 
@@ -41,6 +38,8 @@ TEXTS = [f"Question: what is {n} and {n}?\nAnswer: {' '.join(['it is', str(2 * n
 def here(needs: tuple[str, ...]) -> bool:
     """Whether this environment has the packages."""
     for one in map(Requirement, needs):
+        if one.name == APART:
+            continue
         try:
             if not one.specifier.contains(importlib.metadata.version(one.name), prereleases=True):
                 return False
@@ -53,16 +52,31 @@ RUN = [snippet for snippet in SNIPPETS if not snippet.not_run and not snippet.fi
 
 
 @pytest.fixture(scope="session")
-def models(tmp_path_factory) -> Path:
-    """A folder with the models that the pages load, and their data."""
-    home = tmp_path_factory.mktemp("models")
-    tokenizer = tiny_tokenizer()
-    for name in NAMES:
-        tiny_model(name, len(tokenizer)).save_pretrained(home / name)
-        tokenizer.save_pretrained(home / name)
+def home(tmp_path_factory) -> Path:
+    """A folder with the data that the pages load. The models are added as they are needed."""
+    home = tmp_path_factory.mktemp("home")
     lines = [{"prompt": text.partition("Answer:")[0], "completion": text.partition("Answer:")[2]} for text in TEXTS]
-    (home / "train.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    write(home / "train.jsonl", lines)
+    asked = [{"instruction": line["prompt"], "output": line["completion"]} for line in lines]
+    write(home / "lucasmccabe-lmi/CodeAlpaca-20k/train.jsonl", asked)
+    tokenizer = tiny_tokenizer()
+    write(home / "path/to/my/dataset", [{"input_ids": tokenizer(text)["input_ids"]} for text in TEXTS])
     return home
+
+
+def make_models(snippet: Snippet, home: Path) -> None:
+    """Make the models that a snippet loads, in folders of their names."""
+    code = "".join([snippet.setup, snippet.code, *(code for _, code in snippet.files)])
+    for name in re.findall(r"from_pretrained\(\s*\"([\w./-]+)\"", code):
+        if not (home / name).exists():
+            tokenizer = tiny_tokenizer()
+            tiny_model(name, len(tokenizer)).save_pretrained(home / name)
+            tokenizer.save_pretrained(home / name)
+
+
+def write(file: Path, lines: list[dict[str, object]]) -> None:
+    file.parent.mkdir(parents=True, exist_ok=True)
+    file.write_text("".join(json.dumps(line) + "\n" for line in lines))
 
 
 def tiny_tokenizer():
@@ -91,10 +105,15 @@ def tiny_model(name: str, words: int):
 
 
 @pytest.mark.parametrize("snippet", RUN, ids=[snippet.name for snippet in RUN])
-def test_runs(snippet: Snippet, models: Path, tmp_path, monkeypatch):
-    for entry in models.iterdir():
+def test_runs(snippet: Snippet, home: Path, tmp_path, monkeypatch):
+    make_models(snippet, home)
+    for entry in home.iterdir():
         (tmp_path / entry.name).symlink_to(entry)
     monkeypatch.chdir(tmp_path)
+    for name, value in ON_A_CPU.items():
+        monkeypatch.setenv(name, value)
+    # TRL 1.x trains in bfloat16 by default, which Trainer accepts with a GPU, or on a CPU that was asked for.
+    monkeypatch.setattr("transformers.training_args.is_torch_bf16_gpu_available", lambda: True, raising=False)
     monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend="aot_eager"))  # inductor: minutes
     if snippet.language == "console":
         for name, code in snippet.files:
@@ -103,26 +122,56 @@ def test_runs(snippet: Snippet, models: Path, tmp_path, monkeypatch):
     elif snippet.raises:
         with pytest.raises(getattr(fa2patch.errors, snippet.raises)):
             run_python(snippet)
+    elif APART in snippet.needs:
+        run_apart(snippet, tmp_path)
     else:
-        run_python(snippet)
+        check_trainer(run_python(snippet))
 
 
-def run_python(snippet: Snippet) -> None:
-    """Run the code with its page's line numbers, so that a traceback points into the page."""
+def run_python(snippet: Snippet) -> dict[str, object]:
+    """Run the code with its page's line numbers, so that a traceback points into the page. Return its names."""
     names: dict[str, object] = {"__name__": "__main__"}
     with warnings.catch_warnings():
         warnings.simplefilter("error", UserWarning)
         warnings.filterwarnings("default", category=UserWarning, module=r"(?!__main__).*")
         exec(compile(snippet.setup, f"{snippet.page} (setup)", "exec"), names)
         exec(compile("\n" * (snippet.line - 1) + snippet.code, str(ROOT / snippet.page), "exec"), names)
+    return names
+
+
+def check_trainer(names: dict[str, object]) -> None:
+    """A trainer of a page isolates the documents of the batches that its own loader gives."""
+    trainer = names.get("trainer")
+    if trainer is not None:
+        batch = next(iter(trainer.get_train_dataloader()))
+        found = fa2patch.verify(trainer.model, batch=dict(batch), max_documents=2)
+        assert len(found.documents) > 1, f"{sorted(batch)}: nothing is packed"
+
+
+def run_apart(snippet: Snippet, folder: Path) -> None:
+    """Run the code in another Python that takes the stand-in for flash-attn."""
+    (folder / "snippet.py").write_text(snippet.setup + snippet.code)
+    start = (
+        "import runpy, sys; from compat_matrix.check import stand_in; stand_in.install(); "
+        f"sys.path.insert(0, {str(Path(__file__).parent)!r}); import test_snippets; "
+        "test_snippets.check_trainer(runpy.run_path('snippet.py', run_name='__main__'))"
+    )
+    paths = [str(ROOT / "tests/helpers"), os.environ.get("PYTHONPATH", "")]
+    variables = {**os.environ, "HF_DATASETS_CACHE": str(folder / "cache"), "PYTHONPATH": os.pathsep.join(paths)}
+    run([sys.executable, "-c", start], folder, variables, snippet.name)
 
 
 def run_commands(snippet: Snippet, folder: Path) -> None:
     path = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])
+    variables = {**os.environ, "PATH": path, "COLUMNS": "100"}
+    said = ""
     for command in snippet.commands:
         words = shlex.split(re.sub(r"^fa2patch\b", "python -m fa2patch", command))
-        words = [sys.executable if word == "python" else word for word in words]
-        done = subprocess.run(
-            words, cwd=folder, env={**os.environ, "PATH": path, "COLUMNS": "100"}, capture_output=True, text=True
-        )
-        assert done.returncode == 0, f"{command}\n{done.stdout[-3000:]}\n{done.stderr[-3000:]}"
+        said += run([sys.executable if word == "python" else word for word in words], folder, variables, command)
+    assert snippet.prints in said, said[-3000:]
+
+
+def run(words: list[str], folder: Path, variables: dict[str, str], what: str) -> str:
+    done = subprocess.run(words, cwd=folder, env=variables, capture_output=True, text=True)
+    assert done.returncode == 0, f"{what}\n{done.stdout[-3000:]}\n{done.stderr[-3000:]}"
+    return done.stdout

@@ -1,11 +1,16 @@
-"""Labels that a trainer cut to the logits it asks for (``logits_to_keep``), as ms-swift does by default."""
+"""Trainers that compute a loss from fewer values than a row has tokens.
+
+ms-swift cuts the labels to the logits that it asks for (``logits_to_keep``). TRL replaces the forward by one that returns
+the log-probability of each predicted token, ``[batch, length - 1]``.
+"""
 
 import inspect
+import types
 
 import pytest
 import torch
 import transformers
-from small_models import DOCS, alone, assert_close, llama, told
+from small_models import DOCS, WAYS, alone, assert_close, llama, told
 
 import fa2patch
 
@@ -67,3 +72,31 @@ def test_labels_and_logits_of_other_numbers_are_an_error():
     kept = fewer(mask=torch.arange(len(TOKENS)) > 2)
     with pytest.raises(fa2patch.errors.BadBatch, match="one for each logit that the call asks for"):
         packed_loss(TOKENS[None, 1:], kept)
+
+
+def log_probs_of(self, labels, **batch):
+    """A forward like TRL's: the log-probabilities of the labels, 0 where a label is ignored."""
+    logits = self.lm_head(self.model(**batch).last_hidden_state)
+    rest = torch.nn.functional.cross_entropy(logits[:, :-1].transpose(1, 2), labels[:, 1:], reduction="none")
+    return {"log_probs": -rest, "learned": (labels[:, 1:] != IGNORED).sum()}
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_a_value_for_each_predicted_token(way):
+    model = llama()
+    fa2patch.apply(model)
+    model.forward = types.MethodType(log_probs_of, model)
+    with torch.no_grad():
+        found = model(**told(DOCS, way, labels=TOKENS[None]), use_cache=False)
+    assert found["learned"] == len(TOKENS) - len(DOCS)
+    learned = torch.ones(len(TOKENS), dtype=torch.bool)
+    loss, expected = -found["log_probs"].sum() / found["learned"], predicted(learned)
+    assert_close(loss, expected, f"loss {loss} ({expected})")
+
+
+def test_a_value_for_each_row_is_still_refused():
+    model = llama()
+    fa2patch.apply(model)
+    model.forward = types.MethodType(lambda self, **batch: {"scores": self.model(**batch)[0][:, 0, :4]}, model)
+    with pytest.raises(fa2patch.errors.PackingNotIsolated, match="one for each row"):
+        model(**told(DOCS, "position_ids"), use_cache=False)

@@ -36,7 +36,7 @@ class RowValues(Trait):
     def after(self, step: Step, found: Any, output: Any) -> Any:
         role = step.role
         if step.mask is not None and role.outermost and not (step.handed or role.innermost or role.pools):
-            refuse_outputs_of_rows(step.module, output, step.call, step.mask)
+            refuse_outputs_of_rows(step.module, output, step.call, step.mask, role.predicts_the_next)
         return output
 
 
@@ -67,7 +67,7 @@ def refuse_arguments_of_rows(model: Model, call: Call, mask: PackedMask) -> None
             )
 
 
-def refuse_outputs_of_rows(model: Model, output: Any, call: Call, mask: PackedMask) -> None:
+def refuse_outputs_of_rows(model: Model, output: Any, call: Call, mask: PackedMask, predicts_the_next: bool) -> None:
     """Refuse outputs that have one vector or one number per row.
 
     Only shapes are compared. Outputs per token, per document or for the whole batch pass. Nothing is checked if there
@@ -78,6 +78,8 @@ def refuse_outputs_of_rows(model: Model, output: Any, call: Call, mask: PackedMa
         output: its output.
         call: its arguments by name.
         mask: the packed mask.
+        predicts_the_next: whether the model predicts next tokens. It may then return ``[batch, length - 1]``, a value
+            for each of them (TRL's fused head does).
 
     Raises:
         PackingNotIsolated: an output has one value per row.
@@ -88,7 +90,8 @@ def refuse_outputs_of_rows(model: Model, output: Any, call: Call, mask: PackedMa
     for name, value in named:
         if not isinstance(value, torch.Tensor) or not value.dtype.is_floating_point or "loss" in str(name):
             continue
-        of_rows = value.dim() in (1, 2) and value.shape[0] == mask.shape[0] and tuple(value.shape) != mask.shape
+        of_tokens = [mask.shape, (mask.shape[0], mask.shape[1] - 1)][: 1 + predicts_the_next]
+        of_rows = value.dim() in (1, 2) and value.shape[0] == mask.shape[0] and tuple(value.shape) not in of_tokens
         if of_rows and not (value.dim() == 1 and name == 0):  # the first entry of a tuple may be a loss
             raise PackingNotIsolated(
                 f"{type(model).__name__} returned {name} {list(value.shape)}, one for each row, for a packed batch of "

@@ -21,16 +21,18 @@ from snippets import ROOT, Snippet, pages, snippets
 
 import fa2patch
 from compat_matrix import tiny_models
+from compat_matrix.ecosystem.stacks import Stack, stacks
 
 SNIPPETS = [snippet for page in pages() for snippet in snippets(page)]
 KINDS = {"ModernBERT": "modernbert:masked", "LFM2": "lfm2", "Qwen2-VL": "qwen2_vl"}
-"""Architectures by a part of the name of a model that a page loads. All other names get a Llama, with random weights."""
+"""Architectures by a part of a model's name. All other names get a Llama. The weights are random."""
 
 APART = "flash-attn"
 """What is not installed here: the stand-in of compat_matrix computes it, in a process of its own."""
 
-ON_A_CPU = {"DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1"}
-"""What DeepSpeed and torch are told in the place of a GPU."""
+ON_A_CPU = {"ACCELERATE_USE_CPU": "true", "OMP_NUM_THREADS": "1"}
+DEEPSPEED_ON_A_CPU = {"DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1"}
+"""What accelerate and DeepSpeed are told in the place of a GPU. The first variable would switch DeepSpeed off."""
 
 TEXTS = [f"Question: what is {n} and {n}?\nAnswer: {' '.join(['it is', str(2 * n)] * (n % 5 + 1))}." for n in range(64)]
 
@@ -110,7 +112,7 @@ def test_runs(snippet: Snippet, home: Path, tmp_path, monkeypatch):
     for entry in home.iterdir():
         (tmp_path / entry.name).symlink_to(entry)
     monkeypatch.chdir(tmp_path)
-    for name, value in ON_A_CPU.items():
+    for name, value in (DEEPSPEED_ON_A_CPU if "deepspeed" in snippet.needs else ON_A_CPU).items():
         monkeypatch.setenv(name, value)
     # TRL 1.x trains in bfloat16 by default, which Trainer accepts with a GPU, or on a CPU that was asked for.
     monkeypatch.setattr("transformers.training_args.is_torch_bf16_gpu_available", lambda: True, raising=False)
@@ -128,6 +130,21 @@ def test_runs(snippet: Snippet, home: Path, tmp_path, monkeypatch):
         check_trainer(run_python(snippet))
 
 
+@pytest.mark.parametrize("needs", sorted({one.needs for one in SNIPPETS if one.needs and not one.not_run}), ids=str)
+def test_needs_are_met_here_or_elsewhere(needs):
+    """Otherwise no test would run the snippet: it needs this environment or a block of ecosystem/stacks.toml."""
+    asked = [one for one in map(Requirement, needs) if one.name != APART]
+    found = map(packages, stacks().values())
+    elsewhere = any(all(one.name in has and one.specifier.contains(has[one.name]) for one in asked) for has in found)
+    assert elsewhere or here(needs)
+
+
+def packages(stack: Stack) -> dict[str, str]:
+    """The pinned version of each package of a stack."""
+    pins = [pin.partition("==") for pin in stack.environment.requirements]
+    return {name: version for name, _, version in pins}
+
+
 def run_python(snippet: Snippet) -> dict[str, object]:
     """Run the code with its page's line numbers, so that a traceback points into the page. Return its names."""
     names: dict[str, object] = {"__name__": "__main__"}
@@ -142,8 +159,8 @@ def run_python(snippet: Snippet) -> dict[str, object]:
 def check_trainer(names: dict[str, object]) -> None:
     """A trainer of a page isolates the documents of the batches that its own loader gives."""
     trainer = names.get("trainer")
-    if trainer is not None:
-        batch = next(iter(trainer.get_train_dataloader()))
+    batch = next(iter(trainer.get_train_dataloader())) if trainer is not None else {}
+    if "position_ids" in batch:
         found = fa2patch.verify(trainer.model, batch=dict(batch), max_documents=2)
         assert len(found.documents) > 1, f"{sorted(batch)}: nothing is packed"
 
@@ -151,14 +168,14 @@ def check_trainer(names: dict[str, object]) -> None:
 def run_apart(snippet: Snippet, folder: Path) -> None:
     """Run the code in another Python that takes the stand-in for flash-attn."""
     (folder / "snippet.py").write_text(snippet.setup + snippet.code)
-    start = (
-        "import runpy, sys; from compat_matrix.check import stand_in; stand_in.install(); "
-        f"sys.path.insert(0, {str(Path(__file__).parent)!r}); import test_snippets; "
-        "test_snippets.check_trainer(runpy.run_path('snippet.py', run_name='__main__'))"
-    )
     paths = [str(ROOT / "tests/helpers"), os.environ.get("PYTHONPATH", "")]
     variables = {**os.environ, "HF_DATASETS_CACHE": str(folder / "cache"), "PYTHONPATH": os.pathsep.join(paths)}
-    run([sys.executable, "-c", start], folder, variables, snippet.name)
+    run(
+        [sys.executable, str(Path(__file__).with_name("with_flash_attn.py")), "snippet.py"],
+        folder,
+        variables,
+        snippet.name,
+    )
 
 
 def run_commands(snippet: Snippet, folder: Path) -> None:

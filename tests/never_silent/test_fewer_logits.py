@@ -1,7 +1,7 @@
 """Trainers that compute a loss from fewer values than a row has tokens.
 
-ms-swift cuts the labels to the logits that it asks for (``logits_to_keep``). TRL replaces the forward by one that returns
-the log-probability of each predicted token, ``[batch, length - 1]``.
+ms-swift cuts the labels to the logits that it asks for (``logits_to_keep``). TRL replaces the forward by one that
+returns the log-probability of each predicted token, ``[batch, length - 1]``.
 """
 
 import inspect
@@ -81,11 +81,16 @@ def log_probs_of(self, labels, **batch):
     return {"log_probs": -rest, "learned": (labels[:, 1:] != IGNORED).sum()}
 
 
+@pytest.mark.parametrize("where", ["on the object", "on the class"])
 @pytest.mark.parametrize("way", WAYS)
-def test_a_value_for_each_predicted_token(way):
-    model = llama()
+def test_a_value_for_each_predicted_token(way, where):
+    own_class = type("Own", (transformers.LlamaForCausalLM,), {})
+    model = llama(own_class)
     fa2patch.apply(model)
-    model.forward = types.MethodType(log_probs_of, model)
+    if where == "on the object":
+        model.forward = types.MethodType(log_probs_of, model)
+    else:
+        own_class.forward = log_probs_of
     with torch.no_grad():
         found = model(**told(DOCS, way, labels=TOKENS[None]), use_cache=False)
     assert found["learned"] == len(TOKENS) - len(DOCS)

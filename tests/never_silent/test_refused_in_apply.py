@@ -8,6 +8,7 @@ import inspect
 import pytest
 import torch
 import transformers
+from small_models import llama
 
 import fa2patch
 from compat_matrix import tiny_configs, tiny_models
@@ -281,3 +282,19 @@ def test_a_head_that_reads_every_token_or_the_last_is_not_taken_for_one_of_rows(
         assert "whole row" not in str(error) and "one vector" not in str(error), error
     else:
         patch.revert()
+
+
+def test_attention_that_another_package_has_replaced_is_named(monkeypatch):
+    """As Unsloth does on a GPU: its functions are the forwards of Transformers' classes."""
+
+    def their_forward(self, hidden_states, **rest):
+        return hidden_states, None
+
+    their_forward.__module__ = "faster.llama"
+    model = llama()
+    for cls in {type(layer.self_attn) for layer in model.model.layers}:
+        monkeypatch.setattr(cls, "forward", their_forward)
+    with pytest.raises(
+        fa2patch.errors.LayerNotPatchable, match=r"Attention\w* is not Transformers' own but that of faster"
+    ):
+        fa2patch.apply(model)

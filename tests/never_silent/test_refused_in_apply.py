@@ -291,6 +291,8 @@ def test_attention_that_another_package_has_replaced_is_named(monkeypatch):
         return hidden_states, None
 
     their_forward.__module__ = "faster.llama"
+    if {layer.seam for layer in fa2patch.apply(llama()).attention} != {"interface"}:
+        pytest.skip("packed rows are computed by the class for flash attention, which nobody has replaced here")
     model = llama()
     for cls in {type(layer.self_attn) for layer in model.model.layers}:
         monkeypatch.setattr(cls, "forward", their_forward)

@@ -11,6 +11,9 @@ LENGTHS = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k", "se
 LABELS = ("labels", "shift_labels")
 """Arguments that hold the tokens to predict. ``shift_labels`` are already shifted to where they are predicted."""
 
+FEWER_LOGITS = ("logits_to_keep", "num_logits_to_keep")
+"""Arguments that select the tokens whose logits are computed: a number of last tokens, or an index of a row."""
+
 IGNORED_LABEL = -100
 """The label of a token without a loss (``ignore_index`` of ``torch.nn.CrossEntropyLoss``)."""
 

@@ -70,5 +70,6 @@ def after(module: Any, args: Args, kwargs: Call, output: Any) -> None:
     if piece is None or piece.content is None:
         return
     luggage.require_delivered(piece, module)
-    if module.__dict__[ROLE].outermost:
-        row_values.refuse_outputs_of_rows(module, output, kwargs, piece.content)
+    role = module.__dict__[ROLE]
+    if role.outermost:
+        row_values.refuse_outputs_of_rows(module, output, kwargs, piece.content, role.predicts_the_next)

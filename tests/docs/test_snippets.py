@@ -23,19 +23,18 @@ from snippets import ROOT, Snippet, pages, snippets
 
 import fa2patch
 from compat_matrix import tiny_models
+from compat_matrix.ecosystem.stacks import Stack, stacks
 
 SNIPPETS = [snippet for page in pages() for snippet in snippets(page)]
-NAMES = sorted(
-    {
-        name
-        for snippet in SNIPPETS
-        for name in re.findall(r"from_pretrained\(\s*\"([\w./-]+)\"", snippet.setup + snippet.code)
-    }
-)
-"""The models that the pages load. Each is a tiny one here, with random weights, in a folder of that name."""
-
 KINDS = {"ModernBERT": "modernbert:masked", "LFM2": "lfm2", "Qwen2-VL": "qwen2_vl"}
-"""Architectures by a part of the model's name. All other names get a Llama."""
+"""Architectures by a part of a model's name. All other names get a Llama. The weights are random."""
+
+APART = "flash-attn"
+"""What is not installed here: the stand-in of compat_matrix computes it, in a process of its own."""
+
+ON_A_CPU = {"ACCELERATE_USE_CPU": "true", "OMP_NUM_THREADS": "1"}
+DEEPSPEED_ON_A_CPU = {"DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1"}
+"""What accelerate and DeepSpeed are told in the place of a GPU. The first variable would switch DeepSpeed off."""
 
 TEXTS = [f"Question: what is {n} and {n}?\nAnswer: {' '.join(['it is', str(2 * n)] * (n % 5 + 1))}." for n in range(64)]
 
@@ -43,6 +42,8 @@ TEXTS = [f"Question: what is {n} and {n}?\nAnswer: {' '.join(['it is', str(2 * n
 def here(needs: tuple[str, ...]) -> bool:
     """Whether this environment has the packages."""
     for one in map(Requirement, needs):
+        if one.name == APART:
+            continue
         try:
             if not one.specifier.contains(importlib.metadata.version(one.name), prereleases=True):
                 return False
@@ -55,16 +56,31 @@ RUN = [snippet for snippet in SNIPPETS if not snippet.not_run and not snippet.fi
 
 
 @pytest.fixture(scope="session")
-def models(tmp_path_factory) -> Path:
-    """A folder with the models that the pages load, and their data."""
-    home = tmp_path_factory.mktemp("models")
-    tokenizer = tiny_tokenizer()
-    for name in NAMES:
-        tiny_model(name, len(tokenizer)).save_pretrained(home / name)
-        tokenizer.save_pretrained(home / name)
+def home(tmp_path_factory) -> Path:
+    """A folder with the data that the pages load. The models are added as they are needed."""
+    home = tmp_path_factory.mktemp("home")
     lines = [{"prompt": text.partition("Answer:")[0], "completion": text.partition("Answer:")[2]} for text in TEXTS]
-    (home / "train.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    write(home / "train.jsonl", lines)
+    asked = [{"instruction": line["prompt"], "output": line["completion"]} for line in lines]
+    write(home / "lucasmccabe-lmi/CodeAlpaca-20k/train.jsonl", asked)
+    tokenizer = tiny_tokenizer()
+    write(home / "path/to/my/dataset", [{"input_ids": tokenizer(text)["input_ids"]} for text in TEXTS])
     return home
+
+
+def make_models(snippet: Snippet, home: Path) -> None:
+    """Make the models that a snippet loads, in folders of their names."""
+    code = "".join([snippet.setup, snippet.code, *(code for _, code in snippet.files)])
+    for name in re.findall(r"from_pretrained\(\s*\"([\w./-]+)\"", code):
+        if not (home / name).exists():
+            tokenizer = tiny_tokenizer()
+            tiny_model(name, len(tokenizer)).save_pretrained(home / name)
+            tokenizer.save_pretrained(home / name)
+
+
+def write(file: Path, lines: list[dict[str, object]]) -> None:
+    file.parent.mkdir(parents=True, exist_ok=True)
+    file.write_text("".join(json.dumps(line) + "\n" for line in lines))
 
 
 def tiny_tokenizer():
@@ -92,11 +108,24 @@ def tiny_model(name: str, words: int):
     return transformers.LlamaForCausalLM(config)
 
 
+@pytest.fixture
+def names():
+    """The names of a page's code, which a kernel of a page keeps alive, and with them its models, until they are cleared."""
+    names: dict[str, object] = {"__name__": "__main__"}
+    yield names
+    names.clear()
+
+
 @pytest.mark.parametrize("snippet", RUN, ids=[snippet.name for snippet in RUN])
-def test_runs(snippet: Snippet, models: Path, tmp_path, monkeypatch):
-    for entry in models.iterdir():
+def test_runs(snippet: Snippet, home: Path, names, tmp_path, monkeypatch):
+    make_models(snippet, home)
+    for entry in home.iterdir():
         (tmp_path / entry.name).symlink_to(entry)
     monkeypatch.chdir(tmp_path)
+    for name, value in (DEEPSPEED_ON_A_CPU if "deepspeed" in snippet.needs else ON_A_CPU).items():
+        monkeypatch.setenv(name, value)
+    # TRL 1.x trains in bfloat16 by default, which Trainer accepts with a GPU, or on a CPU that was asked for.
+    monkeypatch.setattr("transformers.training_args.is_torch_bf16_gpu_available", lambda: True, raising=False)
     monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend="aot_eager"))  # inductor: minutes
     if snippet.language == "console":
         for name, code in snippet.files:
@@ -104,17 +133,34 @@ def test_runs(snippet: Snippet, models: Path, tmp_path, monkeypatch):
         run_commands(snippet, tmp_path)
     elif snippet.raises:
         with pytest.raises(getattr(fa2patch.errors, snippet.raises)):
-            run_python(snippet)
+            run_python(snippet, names)
+    elif APART in snippet.needs:
+        run_apart(snippet, tmp_path)
     else:
-        run_python(snippet)
+        run_python(snippet, names)
+        check_trainer(names)
 
 
-def run_python(snippet: Snippet) -> None:
+@pytest.mark.parametrize("needs", sorted({one.needs for one in SNIPPETS if one.needs and not one.not_run}), ids=str)
+def test_needs_are_met_here_or_elsewhere(needs):
+    """Otherwise no test would run the snippet: it needs this environment or a block of ecosystem/stacks.toml."""
+    asked = [one for one in map(Requirement, needs) if one.name != APART]
+    found = map(packages, stacks().values())
+    elsewhere = any(all(one.name in has and one.specifier.contains(has[one.name]) for one in asked) for has in found)
+    assert elsewhere or here(needs)
+
+
+def packages(stack: Stack) -> dict[str, str]:
+    """The pinned version of each package of a stack."""
+    pins = [pin.partition("==") for pin in stack.environment.requirements]
+    return {name: version for name, _, version in pins}
+
+
+def run_python(snippet: Snippet, names: dict[str, object]) -> None:
     """Run the code with its page's line numbers, so that a traceback points into the page.
 
     What a comment behind a ``print`` says must be printed.
     """
-    names: dict[str, object] = {"__name__": "__main__"}
     printed = io.StringIO()
     with warnings.catch_warnings(), contextlib.redirect_stdout(printed):
         warnings.simplefilter("error", UserWarning)
@@ -125,12 +171,39 @@ def run_python(snippet: Snippet) -> None:
         assert said in printed.getvalue().splitlines(), f"prints not {said!r} but:\n{printed.getvalue()}"
 
 
+def check_trainer(names: dict[str, object]) -> None:
+    """A trainer of a page isolates the documents of the batches that its own loader gives."""
+    trainer = names.get("trainer")
+    batch = next(iter(trainer.get_train_dataloader())) if trainer is not None else {}
+    if "position_ids" in batch:
+        found = fa2patch.verify(trainer.model, batch=dict(batch), max_documents=2)
+        assert len(found.documents) > 1, f"{sorted(batch)}: nothing is packed"
+
+
+def run_apart(snippet: Snippet, folder: Path) -> None:
+    """Run the code in another Python that takes the stand-in for flash-attn."""
+    (folder / "snippet.py").write_text(snippet.setup + snippet.code)
+    paths = [str(ROOT / "tests/helpers"), os.environ.get("PYTHONPATH", "")]
+    variables = {**os.environ, "HF_DATASETS_CACHE": str(folder / "cache"), "PYTHONPATH": os.pathsep.join(paths)}
+    run(
+        [sys.executable, str(Path(__file__).with_name("with_flash_attn.py")), "snippet.py"],
+        folder,
+        variables,
+        snippet.name,
+    )
+
+
 def run_commands(snippet: Snippet, folder: Path) -> None:
     path = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])
+    variables = {**os.environ, "PATH": path, "COLUMNS": "100"}
+    said = ""
     for command in snippet.commands:
         words = shlex.split(re.sub(r"^fa2patch\b", "python -m fa2patch", command))
-        words = [sys.executable if word == "python" else word for word in words]
-        done = subprocess.run(
-            words, cwd=folder, env={**os.environ, "PATH": path, "COLUMNS": "100"}, capture_output=True, text=True
-        )
-        assert done.returncode == 0, f"{command}\n{done.stdout[-3000:]}\n{done.stderr[-3000:]}"
+        said += run([sys.executable if word == "python" else word for word in words], folder, variables, command)
+    assert snippet.prints in said, said[-3000:]
+
+
+def run(words: list[str], folder: Path, variables: dict[str, str], what: str) -> str:
+    done = subprocess.run(words, cwd=folder, env=variables, capture_output=True, text=True)
+    assert done.returncode == 0, f"{what}\n{done.stdout[-3000:]}\n{done.stderr[-3000:]}"
+    return done.stdout

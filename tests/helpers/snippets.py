@@ -5,9 +5,10 @@ fence needs:
 
 - ``<!-- setup`` ... ``-->`` holds code that runs before every later fence of its page, and replaces the one before it;
 - ``<!-- keep -->`` before a fence: later fences of its page start with it, as the page says to its readers;
-- ``<!-- needs: trl<0.20 -->`` before a fence: it is for environments that have these packages;
+- ``<!-- needs: trl>=0.12, trl<0.20 -->`` before a fence: it is for environments that have these packages;
 - ``<!-- file: train.py -->`` before a fence: it is written to this file, and a later ``console`` fence runs it;
 - ``<!-- raises: PackedWithCache -->`` before a fence: it ends in this error;
+- ``<!-- prints: 2 processes -->`` before a console fence: its commands' output holds this;
 - ``<!-- not run: why -->`` before a fence: it is not run.
 
 In a ``console`` fence, lines that start with ``$`` are commands. ``pip`` commands are not run.
@@ -22,7 +23,7 @@ from pathlib import Path
 ROOT = Path(__file__).parents[2]
 
 _PART = re.compile(
-    r"^<!-- (?P<word>setup|keep|needs|file|raises|not run)(?::? ?)(?P<said>.*?)-->$"
+    r"^<!-- (?P<word>setup|keep|needs|file|raises|prints|not run)(?::? ?)(?P<said>.*?)-->$"
     r"|^(?P<indent> *)```(?P<language>\w+)\n(?P<code>.*?)^ *```$",
     re.M | re.S,
 )
@@ -40,6 +41,7 @@ class Snippet:
         setup: The code that runs before it.
         needs: The requirements of its environment, such as ``trl<0.20``.
         raises: The name of the error in which it ends, or nothing.
+        prints: What the output of its commands holds, or nothing.
         not_run: Why it is not run, or nothing.
         files: The files that a console fence's page has written before it, by name.
         file: The name of the file that it is written to, or nothing.
@@ -52,6 +54,7 @@ class Snippet:
     setup: str
     needs: tuple[str, ...]
     raises: str
+    prints: str
     not_run: str
     file: str
     files: tuple[tuple[str, str], ...]
@@ -96,6 +99,7 @@ def snippets(page: Path) -> list[Snippet]:
                     setup,
                     tuple(one.strip() for one in said.get("needs", "").split(",") if one.strip()),
                     said.get("raises", ""),
+                    said.get("prints", ""),
                     said.get("not run", ""),
                     file,
                     files,

@@ -8,6 +8,7 @@ import inspect
 import pytest
 import torch
 import transformers
+from small_models import llama
 
 import fa2patch
 from compat_matrix import tiny_configs, tiny_models
@@ -334,3 +335,21 @@ def test_a_language_model_without_get_input_embeddings_is_not_refused_for_that()
 
     with fa2patch.apply(Remote(tiny_models.config_of("llama"))) as patch:
         assert patch.layers
+
+
+def test_attention_that_another_package_has_replaced_is_named(monkeypatch):
+    """As Unsloth does on a GPU: its functions are the forwards of Transformers' classes."""
+
+    def their_forward(self, hidden_states, **rest):
+        return hidden_states, None
+
+    their_forward.__module__ = "faster.llama"
+    if {layer.seam for layer in fa2patch.apply(llama()).attention} != {"interface"}:
+        pytest.skip("packed rows are computed by the class for flash attention, which nobody has replaced here")
+    model = llama()
+    for cls in {type(layer.self_attn) for layer in model.model.layers}:
+        monkeypatch.setattr(cls, "forward", their_forward)
+    with pytest.raises(
+        fa2patch.errors.LayerNotPatchable, match=r"Attention\w* is not Transformers' own but that of faster"
+    ):
+        fa2patch.apply(model)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Any
 
+from ..._types import Model
 from ...errors import LayerNotPatchable, UnsupportedModel
 from ..find_layers import blocks_without, claims_flash_attention
 from ..looked import Looked
@@ -27,15 +28,27 @@ class AttentionLayers(Trait):
         if layers and not without:
             return
         blocks = ", ".join(f"{name} ({cls})" for name, cls in list(without.items())[:4]) or "no layer at all"
+        foreign = _foreign_forward(model.decoder)
+        do = "Train this model padded, and please report it with the Transformers version."
+        if foreign:
+            do = f"{foreign}: train with what that package offers, or load the model without it."
         raise LayerNotPatchable(
             f"{type(model.decoder).__name__}: looked in every layer for attention with a seam (a module-level "
             f"{interface.REGISTRIES[0]}, or a ...FlashAttention2 class) and found {len(layers)} such layers; without "
-            f"one: {blocks}. Nothing was patched. Train this model padded, and please report it with the Transformers "
-            "version."
+            f"one: {blocks}. Nothing was patched. {do}"
         )
 
     def replaces(self, model: Looked, found: Any) -> Iterable[Site]:
         return [site for layer in model.attention for site in (layer.site, *layer.others)]
+
+
+def _foreign_forward(decoder: Model) -> str:
+    """Name the first class of Transformers whose forward another package has replaced; empty if there is none."""
+    for cls in dict.fromkeys(type(module) for module in decoder.modules()):
+        home = str(getattr(cls.forward, "__module__", ""))
+        if cls.__module__.startswith("transformers.") and home.split(".")[0] not in ("transformers", "torch", ""):
+            return f"The forward of {cls.__name__} is not Transformers' own but that of {home}"
+    return ""
 
 
 class BrokenFlashClass(Trait):

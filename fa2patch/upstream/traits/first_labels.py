@@ -7,9 +7,9 @@ from typing import Any
 
 import torch
 
-from ..._types import Model
+from ..._types import Call, Model
 from ...documents.checks import described
-from ...documents.names import IGNORED_LABEL, LABELS
+from ...documents.names import FEWER_LOGITS, IGNORED_LABEL, LABELS
 from ...errors import BadBatch
 from .. import inspecting
 from ..calls import batch_shape, passed
@@ -32,7 +32,8 @@ class FirstLabels(Trait):
         shape, _ = batch_shape(step.call)
         cu = step.mask.boundaries.cu_seqlens
         given = passed(step.call, LABELS)
-        inside = {name: inside_documents(labels, cu, name, shape) for name, labels in given.items()}
+        kept = kept_logits(step.call)
+        inside = {name: inside_documents(labels, cu, name, shape, kept) for name, labels in given.items()}
         step.call = {**step.call, **inside}
 
 
@@ -69,19 +70,33 @@ def _has_vocabulary_head(model: Model) -> bool:
     return head is not None or any(isinstance(weight, torch.Tensor) and weight.shape[0] == rows for weight in own)
 
 
-def inside_documents(labels: object, cu_seqlens: torch.Tensor, name: str, shape: tuple[int, int]) -> torch.Tensor:
+def kept_logits(call: Call) -> slice | torch.Tensor | None:
+    """Return the tokens whose logits a call asks for, as an index of a row; None if it asks for all."""
+    kept = next(iter(passed(call, FEWER_LOGITS).values()), None)
+    if isinstance(kept, int):
+        return slice(-kept, None) if kept else None
+    return kept if isinstance(kept, torch.Tensor) else None
+
+
+def inside_documents(
+    labels: object, cu_seqlens: torch.Tensor, name: str, shape: tuple[int, int], kept: slice | torch.Tensor | None
+) -> torch.Tensor:
     """Labels in which every document's first token has the label -100.
 
     Args:
-        labels: int64 ``[batch, length]``, or ``[batch, length, codebooks]``.
+        labels: int64 ``[batch, length]``, or ``[batch, length, codebooks]``. With ``kept``, also ``[batch, kept]``, one
+            for each logit.
         cu_seqlens: int32 ``[documents + 1]``.
         name: ``"labels"``, or ``"shift_labels"``, in which each label stands at the token that predicts it.
         shape: ``(batch, length)`` of the batch.
+        kept: The tokens whose logits are computed, as an index of a row.
 
     Raises:
         BadBatch: ``labels`` is no tensor, does not have one label for each token, or holds probabilities.
     """
     tokens = shape[0] * shape[1]
+    if kept is not None and isinstance(labels, torch.Tensor) and labels.dim() == 2 and tuple(labels.shape) != shape:
+        return _inside_of_fewer(labels, cu_seqlens, name, shape, kept)
     if not isinstance(labels, torch.Tensor) or not _one_for_each(labels, shape):
         raise BadBatch(
             f"{name}: expected a tensor [{shape[0]}, {shape[1]}], one for each token (or integers of more dimensions "
@@ -92,6 +107,27 @@ def inside_documents(labels: object, cu_seqlens: torch.Tensor, name: str, shape:
     rows = labels.reshape(tokens, -1)
     padded = torch.nn.functional.pad(rows, (0, 0, 0, 1))  # an empty document may start behind the last token
     return padded.index_fill(0, at.to(labels.device, torch.int64), IGNORED_LABEL)[:-1].view_as(labels)
+
+
+def _inside_of_fewer(
+    labels: torch.Tensor, cu_seqlens: torch.Tensor, name: str, shape: tuple[int, int], kept: slice | torch.Tensor
+) -> torch.Tensor:
+    """:func:`inside_documents` of labels that were cut to the logits that are computed.
+
+    The model shifts the labels by one, so that the logit of one kept token predicts the label behind it. That label is
+    ignored if the token is its document's last.
+    """
+    ends = (cu_seqlens.flatten()[1:] - 1).clamp(min=0).to(labels.device, torch.int64)
+    last = torch.zeros(shape[0] * shape[1], dtype=torch.bool, device=labels.device).index_fill(0, ends, True)
+    last = last.view(shape)[:, kept]
+    if last.shape != labels.shape:
+        raise BadBatch(
+            f"{name}: expected a tensor {list(last.shape)}, one for each logit that the call asks for, or "
+            f"{list(shape)}, one for each token; found {described(labels)}."
+        )
+    if name == "labels":
+        last = torch.nn.functional.pad(last[:, :-1], (1, 0), value=True)
+    return labels.masked_fill(last, IGNORED_LABEL)
 
 
 def _one_for_each(labels: torch.Tensor, shape: tuple[int, int]) -> bool:

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from ..._types import Call, Model
+from ...documents.names import FEWER_LOGITS, LABELS
 from ...errors import PackingNotIsolated
 from ..calls import passed
 from ..packed_mask import PackedMask
@@ -18,7 +19,6 @@ _OF_MEDIA = re.compile(
     r"pixel|image|video|audio|vision|grid|feature|patch|aspect|rope_deltas|second_per|logits_to_keep"
 )
 _OF_THE_BATCH = ("num_items_in_batch", "cache_position")
-_FEWER_LOGITS = ("logits_to_keep", "num_logits_to_keep")
 
 
 class RowValues(Trait):
@@ -28,12 +28,15 @@ class RowValues(Trait):
 
     def before(self, step: Step, found: Any) -> None:
         if step.mask is not None and not (step.role.pools or step.role.innermost):
-            refuse_arguments_of_rows(step.module, step.call, step.mask)
+            # FirstLabels has looked at the labels of a model that predicts the next token.
+            looked_at = LABELS if step.role.predicts_the_next else ()
+            others = {name: value for name, value in step.call.items() if name not in looked_at}
+            refuse_arguments_of_rows(step.module, others, step.mask)
 
     def after(self, step: Step, found: Any, output: Any) -> Any:
         role = step.role
         if step.mask is not None and role.outermost and not (step.handed or role.innermost or role.pools):
-            refuse_outputs_of_rows(step.module, output, step.call, step.mask)
+            refuse_outputs_of_rows(step.module, output, step.call, step.mask, role.predicts_the_next)
         return output
 
 
@@ -64,7 +67,7 @@ def refuse_arguments_of_rows(model: Model, call: Call, mask: PackedMask) -> None
             )
 
 
-def refuse_outputs_of_rows(model: Model, output: Any, call: Call, mask: PackedMask) -> None:
+def refuse_outputs_of_rows(model: Model, output: Any, call: Call, mask: PackedMask, predicts_the_next: bool) -> None:
     """Refuse outputs that have one vector or one number per row.
 
     Only shapes are compared. Outputs per token, per document or for the whole batch pass. Nothing is checked if there
@@ -75,17 +78,20 @@ def refuse_outputs_of_rows(model: Model, output: Any, call: Call, mask: PackedMa
         output: its output.
         call: its arguments by name.
         mask: the packed mask.
+        predicts_the_next: whether the model predicts next tokens. It may then return ``[batch, length - 1]``, a value
+            for each of them (TRL's fused head does).
 
     Raises:
         PackingNotIsolated: an output has one value per row.
     """
-    if len(mask.boundaries) <= mask.shape[0] or passed(call, _FEWER_LOGITS):
+    if len(mask.boundaries) <= mask.shape[0] or passed(call, FEWER_LOGITS):
         return
     named = output.items() if hasattr(output, "items") else enumerate(output if isinstance(output, tuple) else [output])
     for name, value in named:
         if not isinstance(value, torch.Tensor) or not value.dtype.is_floating_point or "loss" in str(name):
             continue
-        of_rows = value.dim() in (1, 2) and value.shape[0] == mask.shape[0] and tuple(value.shape) != mask.shape
+        of_tokens = [mask.shape, (mask.shape[0], mask.shape[1] - 1)][: 1 + predicts_the_next]
+        of_rows = value.dim() in (1, 2) and value.shape[0] == mask.shape[0] and tuple(value.shape) not in of_tokens
         if of_rows and not (value.dim() == 1 and name == 0):  # the first entry of a tuple may be a loss
             raise PackingNotIsolated(
                 f"{type(model).__name__} returned {name} {list(value.shape)}, one for each row, for a packed batch of "

@@ -110,7 +110,7 @@ def tiny_model(name: str, words: int):
 
 @pytest.fixture
 def names():
-    """The names of a page's code, which a kernel of a page keeps alive, and with them its models, until they are cleared."""
+    """The names of a page's code. A kernel of a page keeps them, and so its models, alive until they are cleared."""
     names: dict[str, object] = {"__name__": "__main__"}
     yield names
     names.clear()

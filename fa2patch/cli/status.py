@@ -55,18 +55,22 @@ def status(
     try:
         found = described(made, mode, kernel)
     except Fa2PatchError as error:
-        if as_json:
-            click.echo(
-                json.dumps(
-                    {"model": type(made).__name__, "checked": said, "refused": f"{type(error).__name__}: {error}"}
-                )
-            )
-        else:
-            new_console().print(f"[bold]{type(made).__name__}[/bold]: [yellow]refused[/yellow]: {plain(str(error))}")
+        _show_refused(type(made).__name__, said, error, as_json)
         sys.exit(1)
     if as_json:
         click.echo(json.dumps({"checked": said, **found}, indent=1))
-        return
+    else:
+        _show(found)
+
+
+def _show_refused(name: str, said: str, error: Exception, as_json: bool) -> None:
+    if as_json:
+        click.echo(json.dumps({"model": name, "checked": said, "refused": f"{type(error).__name__}: {error}"}))
+    else:
+        new_console().print(f"[bold]{name}[/bold]: [yellow]refused[/yellow]: {plain(str(error))}")
+
+
+def _show(found: dict[str, Any]) -> None:
     console = new_console()
     console.print(
         f"[bold]{found['model']}[/bold] ({found['model_type']}, loaded as {found['attn_implementation']}): would be "

@@ -70,22 +70,24 @@ def verify(
     said = found.said(then)
     click.echo(said, err=True)
     ready = ready.to(where)
-    call = example(where, ready) if given is None else given
-    if cache is not None:
-        call["use_cache"] = cache
+    call = {**(example(where, ready) if given is None else given), **({} if cache is None else {"use_cache": cache})}
     unpatched = alone(ready, call, max_documents)
     ours = _patched(ready, call, max_documents, unpatched)
     ok = is_isolated(ours)
-    name = type(ready).__name__
     if as_json:
         both = {"alone": unpatched.by_default, "alone_without_cache": unpatched.without_cache, "fa2patch": ours}
         shown = {key: _as_json(it) for key, it in both.items() if it is not None}
-        click.echo(json.dumps({"model": name, "checked": said, "ok": ok, **shown, "why": unpatched.why}, indent=1))
+        about = {"model": type(ready).__name__, "checked": said, "ok": ok}
+        click.echo(json.dumps({**about, **shown, "why": unpatched.why}, indent=1))
     else:
-        console = new_console()
-        _show_alone(console, name, unpatched)
-        _show_verification(console, f"{name}, with fa2patch", ours)
+        _show(type(ready).__name__, unpatched, ours)
     sys.exit(0 if ok else 1)
+
+
+def _show(name: str, unpatched: Alone, ours: Found) -> None:
+    console = new_console()
+    _show_alone(console, name, unpatched)
+    _show_verification(console, f"{name}, with fa2patch", ours)
 
 
 def _patched(model: Any, batch: dict[str, Any], documents: int | None, unpatched: Alone) -> Found:

@@ -78,21 +78,25 @@ def apply(
     """
     _check_transformers()
     _check_numpy()
-    if kernel is not None:
-        kernels.check_name(kernel)
-    if not (prove is None or isinstance(prove, bool) or prove == "unknown"):
-        raise BadArgument(f"prove={prove!r}: expected True, False or 'unknown'.")
+    _check_options(kernel, prove)
     inner = transformers_model(model)
-    current = status(inner)
-    if current is not None:
-        current.renew(kernel, architecture, prove)
-        return current
+    patch = status(inner)
+    if patch is not None:
+        patch.renew(kernel, architecture, prove)
+        return patch
     patch = Patch(
         inner, plan(inner, architecture), kernel or "auto", architecture, "unknown" if prove is None else prove
     )
     _check_own_forwards(patch)
     _install(patch)
     return patch
+
+
+def _check_options(kernel: str | kernels.Kernel | None, prove: bool | str | None) -> None:
+    if kernel is not None:
+        kernels.check_name(kernel)
+    if not (prove is None or isinstance(prove, bool) or prove == "unknown"):
+        raise BadArgument(f"prove={prove!r}: expected True, False or 'unknown'.")
 
 
 def _install(patch: Patch) -> None:

@@ -71,7 +71,7 @@ def home(tmp_path_factory) -> Path:
 def make_models(snippet: Snippet, home: Path) -> None:
     """Make the models that a snippet loads, in folders of their names."""
     code = "".join([snippet.setup, snippet.code, *(code for _, code in snippet.files)])
-    for name in re.findall(r"from_pretrained\(\s*\"([\w./-]+)\"", code):
+    for name in re.findall(r"(?:from_pretrained\(\s*|\bname = )\"([\w./-]+)\"", code):
         if not (home / name).exists():
             tokenizer = tiny_tokenizer()
             tiny_model(name, len(tokenizer)).save_pretrained(home / name)

@@ -144,6 +144,16 @@ def make(wanted: Version, folder: Path) -> Path:
     return python
 
 
+def variables(packages: Path, **more: str) -> dict[str, str]:
+    """Return the environment variables of a process in an environment.
+
+    Args:
+        packages: The folder that :func:`only_our_packages` gives.
+        more: Further variables.
+    """
+    return {**os.environ, **more, "PYTHONPATH": str(packages), "PYTHONNOUSERSITE": "1", "OMP_NUM_THREADS": "1"}
+
+
 @contextlib.contextmanager
 def only_our_packages() -> Iterator[Path]:
     """Give a temporary folder for ``PYTHONPATH`` that holds only fa2patch and compat_matrix.

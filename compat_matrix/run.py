@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import subprocess
 from pathlib import Path
 from typing import Any, Callable
@@ -53,8 +52,8 @@ def text(evidence: dict[str, Any]) -> str:
 
 def _part(python: Path, packages: Path, part: str, options: tuple[str, ...]) -> dict[str, Any]:
     command = [str(python), "-m", "compat_matrix.check", "--flash-attn", part, *options]
-    given = {"PYTHONPATH": str(packages), "PYTHONNOUSERSITE": "1", "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(command, cwd=packages, capture_output=True, text=True, env={**os.environ, **given})
+    given = environments.variables(packages)
+    done = subprocess.run(command, cwd=packages, capture_output=True, text=True, env=given)
     if done.returncode:
         raise RuntimeError(done.stderr[-1500:])
     return dict(json.loads(done.stdout))

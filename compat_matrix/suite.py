@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import os
 import re
 import subprocess
 import sys
@@ -106,8 +105,7 @@ def run(name: str, given: argparse.Namespace, packages: Path, at: Callable[[int]
     stack = stacks().get(name)
     wanted = (stack.environment if stack else environments.version(name)).changed(PINS)
     python = environments.make(wanted, given.environments.resolve())
-    settings = {**os.environ, **(stack.variables if stack else {})}
-    settings |= {"PYTHONPATH": str(packages), "PYTHONNOUSERSITE": "1", "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
+    settings = environments.variables(packages, **(stack.variables if stack else {}), HF_HUB_OFFLINE="1")
     begun = time.perf_counter()
     with tempfile.TemporaryDirectory(prefix="fa2patch-") as folder:
         report = Path(folder, "report.xml")

@@ -22,7 +22,7 @@ def test_ci_runs_the_readmes_test_command():
     assert command in (ROOT / ".ci" / "run").read_text()
 
 
-@pytest.mark.parametrize("file", [*ROOT.glob("*.md"), *ROOT.glob("docs/*.md")], ids=lambda path: path.name)
+@pytest.mark.parametrize("file", [*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md")], ids=lambda path: path.name)
 def test_links_and_pictures_exist(file):
     for target in re.findall(r"\]\((?!http)([^)#]+)\)", file.read_text()):
         assert (file.parent / target).exists(), target

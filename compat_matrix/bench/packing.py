@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import subprocess
 from dataclasses import replace
 from pathlib import Path
@@ -36,10 +35,10 @@ def environment(folder: Path) -> Path:
 
 def once(progress: Progress, python: Path, packages: Path, quick: bool) -> dict[str, Any]:
     """Run packing_once. It prints a JSON line with versions and the number of cases, then one for each case."""
-    given = {"PYTHONPATH": str(packages), "PYTHONNOUSERSITE": "1", "OMP_NUM_THREADS": "1", "NUMBA_NUM_THREADS": "1"}
+    given = environments.variables(packages, NUMBA_NUM_THREADS="1")
     command = [str(python), "-m", "compat_matrix.bench.packing_once", *(["--quick"] if quick else [])]
     with subprocess.Popen(
-        command, cwd=packages, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env={**os.environ, **given}
+        command, cwd=packages, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=given
     ) as child:
         assert child.stdout is not None and child.stderr is not None
         lines = (json.loads(line) for line in child.stdout if line.startswith("{"))

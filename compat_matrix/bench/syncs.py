@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import subprocess
 from pathlib import Path
 from typing import Any
@@ -34,13 +33,12 @@ def measure(progress: Progress, folder: Path, versions: tuple[str, ...] = VERSIO
 
 def _once(python: Path, packages: Path, layers: tuple[int, ...], architectures: tuple[str, ...]) -> dict[str, Any]:
     command = [str(python), "-m", "compat_matrix.bench.syncs_once", "--layers", *map(str, layers)]
-    given = {"PYTHONPATH": str(packages), "PYTHONNOUSERSITE": "1", "OMP_NUM_THREADS": "1"}
     done = subprocess.run(
         [*command, "--architectures", *architectures],
         cwd=packages,
         capture_output=True,
         text=True,
-        env={**os.environ, **given},
+        env=environments.variables(packages),
     )
     if done.returncode:
         raise RuntimeError(done.stderr[-1500:])

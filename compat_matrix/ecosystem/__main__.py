@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import subprocess
 import sys
 import tempfile
@@ -58,10 +57,7 @@ def examined(stack: Stack, given: argparse.Namespace, packages: Path, console: C
     file = given.evidence / f"{stack.name}.json"
     wanted = given.checks or []
     before = json.loads(file.read_text(encoding="utf-8")) if wanted and file.exists() else {}
-    variables = {
-        **os.environ, **stack.variables, "PYTHONPATH": str(packages), "PYTHONNOUSERSITE": "1", "OMP_NUM_THREADS": "1",
-        "HF_HUB_OFFLINE": "1",
-    }  # fmt: skip
+    variables = environments.variables(packages, **stack.variables, HF_HUB_OFFLINE="1")
     scripts = [script for script in stack.distributed if not wanted or script in wanted]
     single = [check for check in wanted if check not in stack.distributed]
     found: dict[str, Any] = {"checks": {}, "versions": before.get("versions", {})}

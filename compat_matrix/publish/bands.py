@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from ..cells import Environment
@@ -28,11 +28,16 @@ class Band:
         return span(self.environments[0].minor, self.environments[-1].minor)
 
 
-def bands(environments: Iterable[Environment]) -> list[Band]:
-    """Group environments into bands, the oldest first; bands without environments are left out."""
+def bands(environments: Iterable[Environment], starts: Sequence[tuple[int, int]] = STARTS) -> list[Band]:
+    """Group environments into bands, the oldest first; bands without environments are left out.
+
+    Args:
+        environments: The environments of all bands.
+        starts: The first minor of each band. An older environment is in the first band.
+    """
     found: dict[int, list[Environment]] = {}
     for environment in environments:
-        found.setdefault(max(bisect_right(STARTS, environment.minor), 1), []).append(environment)
+        found.setdefault(max(bisect_right(starts, environment.minor), 1), []).append(environment)
     return [Band(tuple(found[start])) for start in sorted(found)]
 
 

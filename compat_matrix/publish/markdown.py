@@ -5,6 +5,8 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Sequence
 
+from fa2patch.cli.evidence import runs
+
 from ..cells import STATES, Cell, Environment, Results, Score
 from . import links, sentences
 from .bands import Band, bands, split
@@ -84,16 +86,8 @@ def missing(results: Results) -> list[str]:
 
 def spans(environments: Sequence[Environment], names: Iterable[str]) -> str:
     """Names of environments with neighbours joined, for example ``4.34.1 to 4.42.4, 5.0.0``."""
-    wanted, before = set(names), False
-    runs: list[list[str]] = []
-    for environment in environments:
-        if environment.name in wanted:
-            if before:
-                runs[-1] = [runs[-1][0], environment.name]
-            else:
-                runs.append([environment.name])
-        before = environment.name in wanted
-    return ", ".join(" to ".join(run) for run in runs)
+    found = runs([environment.name for environment in environments], set(names))
+    return ", ".join(" to ".join(dict.fromkeys(run)) for run in found)
 
 
 def table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> list[str]:

@@ -6,9 +6,11 @@ from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass
 
+from fa2patch.cli.evidence import runs
+
 from ..cells import Environment, Results
 from . import markdown
-from .bands import span
+from .bands import bands, span
 from .readme import wrapped
 
 STARTS = ((4, 34), (4, 44), (4, 53), (5, 0))
@@ -90,10 +92,10 @@ _LEGEND = (
 
 def table(results: Results) -> str:
     """The table with the sentences around it, as Markdown."""
-    bands = _bands(results.counted)
+    columns = bands(results.counted, STARTS)
     lines = markdown.table(
-        ["your case", *(_label(environments) for environments in bands.values())],
-        ([case.title, *(cell(case, environments, results) for environments in bands.values())] for case in CASES),
+        ["your case", *(band.label for band in columns)],
+        ([case.title, *(cell(case, band.environments, results) for band in columns)] for case in CASES),
     )
     return "\n".join(
         [
@@ -170,22 +172,7 @@ def _where(found: list[tuple[str, tuple[int, int], str]], name: str, result: str
 
 def _spans(minors: list[tuple[int, int]], having: set[tuple[int, int]]) -> str:
     """Some of these minors, neighbours joined, for example ``4.44-4.46, 4.48`` with an en dash."""
-    runs: list[list[tuple[int, int]]] = [[]]
-    for minor in minors:
-        runs[-1].append(minor) if minor in having else runs.append([])
-    return ", ".join(span(run[0], run[-1]) for run in runs if run)
-
-
-def _bands(environments: Iterable[Environment]) -> dict[tuple[int, int], list[Environment]]:
-    found: dict[tuple[int, int], list[Environment]] = {}
-    for environment in environments:
-        start = max((start for start in STARTS if start <= environment.minor), default=STARTS[0])
-        found.setdefault(start, []).append(environment)
-    return found
-
-
-def _label(environments: list[Environment]) -> str:
-    return span(environments[0].minor, environments[-1].minor)
+    return ", ".join(span(*run) for run in runs(minors, having))
 
 
 def _with_fa2patch(results: Results) -> str:

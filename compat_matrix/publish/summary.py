@@ -6,6 +6,8 @@ import json
 from collections.abc import Sequence
 from typing import Any
 
+from fa2patch.cli.evidence import ranges
+
 from ..cells import Environment, Results
 from ..tiny_models import OUT_OF_SCOPE
 from .bands import span
@@ -49,19 +51,6 @@ def _short(reason: str) -> str:
     sentence = " ".join(reason.split()).partition(". ")[0].rstrip(".")
     kind, colon, rest = sentence.partition(": ")
     return rest if colon and kind.isidentifier() else sentence
-
-
-def ranges(minors: Sequence[str], within: Sequence[str]) -> str:
-    """The minors in ``within`` as ranges over all minors, for example ``4.34-4.42, 5.0``."""
-    runs: list[list[str]] = []
-    before = False
-    for minor in minors:
-        if minor in within:
-            if not before:
-                runs.append([minor])
-            runs[-1] = [runs[-1][0], minor]
-        before = minor in within
-    return ", ".join("-".join(dict.fromkeys(run)) for run in runs)
 
 
 def _minor(environment: Environment) -> str:

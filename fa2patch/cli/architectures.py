@@ -33,20 +33,22 @@ def architectures(model: str | None, as_json: bool) -> None:
     """
     import transformers
 
-    found = list(rows(transformers.__version__))
-    if model is not None:
-        found = [row for row in found if row["model_type"].partition(MASKED)[0] == _one(model).partition(MASKED)[0]]
-    rest = [] if model is not None else others([row["model_type"] for row in found])
+    found, rest, name = list(rows(transformers.__version__)), [], None
+    if model is None:
+        rest = others([row["model_type"] for row in found])
+    else:
+        name = _one(model)
+        found = [row for row in found if row["model_type"].partition(MASKED)[0] == name.partition(MASKED)[0]]
     if as_json:
         shown = {"transformers": transformers.__version__, "architectures": found, "without_evidence": rest}
         click.echo(json.dumps(shown, indent=1))
-    elif model is None:
+    elif name is None:
         _show_all(found, rest, transformers.__version__)
     elif found:
         for row in found:
             _show_one(row, transformers.__version__)
     else:
-        click.echo(_without_evidence(_one(model), transformers.__version__))
+        click.echo(_without_evidence(name, transformers.__version__))
 
 
 def rows(version: str) -> Iterator[dict[str, Any]]:
@@ -149,6 +151,6 @@ def _without_evidence(name: str, version: str) -> str:
         there = evidence.ranges_of(evidence.minors_with(states))
         return f"{name}: the evidence has it in {there} only, and this is Transformers {version}."
     why = evidence.evidence()["out of scope"].get(name)
-    because = f" It is not checked, because it {why}." if why and not why.startswith("vision") else ""
-    because = f" It is not checked: {why}." if why and not because else because
+    reason = f": {why}" if str(why).startswith("vision") else f", because it {why}"
+    because = f" It is not checked{reason}." if why else ""
     return f"{name}: there is no evidence of it.{because} fa2patch verify {name} shows what fa2patch does with it."

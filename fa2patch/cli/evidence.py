@@ -6,10 +6,14 @@ It is made by ``python -m compat_matrix.publish``. Minors are texts such as ``5.
 from __future__ import annotations
 
 import functools
+import itertools
 import json
 import re
+from collections.abc import Collection, Iterable
 from importlib import resources
-from typing import Any
+from typing import Any, TypeVar
+
+T = TypeVar("T")
 
 States = dict[str, dict[str, str]]
 """Ranges of minors by the seam (``"ok"``) or the reason (other states), by state."""
@@ -63,12 +67,17 @@ def minors_with(states: States) -> list[str]:
     return [minor for minor in minors() if state_in(minor, states)[0] != "absent"]
 
 
-def ranges_of(wanted: list[str]) -> str:
-    """Minors as ranges, for example ``4.34-4.42, 5.0``."""
-    runs: list[list[str]] = []
-    for at, minor in enumerate(minors()):
-        if minor in wanted:
-            if at == 0 or minors()[at - 1] not in wanted:
-                runs.append([minor])
-            runs[-1] = [runs[-1][0], minor]
-    return ", ".join("-".join(dict.fromkeys(run)) for run in runs)
+def runs(names: Iterable[T], wanted: Collection[T]) -> list[tuple[T, T]]:
+    """The first and the last of each run of neighbours among ``names`` that are wanted."""
+    grouped = (list(run) for is_wanted, run in itertools.groupby(names, wanted.__contains__) if is_wanted)
+    return [(run[0], run[-1]) for run in grouped]
+
+
+def ranges(names: Iterable[str], wanted: Collection[str]) -> str:
+    """Minors as ranges over ``names``, for example ``4.34-4.42, 5.0``."""
+    return ", ".join("-".join(dict.fromkeys(run)) for run in runs(names, wanted))
+
+
+def ranges_of(wanted: Collection[str]) -> str:
+    """Minors as :func:`ranges` over those that were checked."""
+    return ranges(minors(), wanted)

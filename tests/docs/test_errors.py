@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 import importlib
+import pickle
 import pkgutil
 import re
 
@@ -38,7 +40,22 @@ CLASSES = classes()
 def test_the_text_of_an_error_ends_in_the_address_of_its_section(cls: type[BaseException]) -> None:
     assert cls.__module__ == "fa2patch.errors", f"{cls.__name__} is not where users look for errors"
     assert HEADINGS.count(cls.__name__) == 1, f"{PAGE.name} has no section ## {cls.__name__}, or several"
-    assert str(cls("what to do.")) == f"what to do.\nSee {errors.PAGE}#{cls.__name__.lower()}"
+    error = cls("what to do.")
+    assert str(error) == f"what to do.\nSee {errors.PAGE}#{cls.__name__.lower()}"
+    assert error.message == errors.message(error) == "what to do."
+    for same in (copy.copy(error), pickle.loads(pickle.dumps(error))):
+        assert str(same) == str(error)
+
+
+def test_a_class_of_somebody_else_has_the_section_of_ours() -> None:
+    class Mine(errors.BadBatch):
+        pass
+
+    assert str(Mine("text")).endswith("#badbatch")
+
+
+def test_an_error_of_somebody_else_is_quoted_as_it_is() -> None:
+    assert errors.message(ValueError("text")) == "text"
 
 
 def test_no_section_is_about_a_class_that_is_gone() -> None:

@@ -86,6 +86,10 @@ class BadCuSeqlens(Fa2PatchError, ValueError):
     """``cu_seq_lens_*``, ``max_length_*`` or ``seq_idx`` do not describe the tokens of this batch."""
 
 
+class BadParents(BadCuSeqlens):
+    """``segment_parents`` are no tree of the segments that ``cu_seq_lens_*`` describe."""
+
+
 class BoundaryConflict(Fa2PatchError, ValueError):
     """Two sources contradict each other about document starts, or a mask or jump in the ids cannot be interpreted."""
 

@@ -41,17 +41,22 @@ def installed() -> Iterator[list[dict[str, Any]]]:
         yield CALLS
 
 
-def _pieces(cu: torch.Tensor) -> Iterator[slice]:
-    yield from itertools.starmap(slice, zip(cu.tolist(), cu.tolist()[1:]))
+def _pieces(cu: torch.Tensor, cu_k: torch.Tensor) -> Iterator[tuple[slice, slice]]:
+    """The queries and the keys of every document that has both."""
+    queries, keys = (list(itertools.starmap(slice, zip(ends.tolist(), ends.tolist()[1:]))) for ends in (cu, cu_k))
+    yield from ((mine, seen) for mine, seen in zip(queries, keys) if mine.start < mine.stop and seen.start < seen.stop)
 
 
 def _weights(
     q: torch.Tensor, k: torch.Tensor, scale: float, causal: bool, left: int | None, right: int | None
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """The float64 logits ``[heads, queries, keys]``, minus infinity where hidden, and their log-sum-exp."""
+    """The float64 logits ``[heads, queries, keys]``, minus infinity where hidden, and their log-sum-exp.
+
+    The last query is at the last key, as in FlashAttention from 2.1 on.
+    """
     keys = k.double().repeat_interleave(q.shape[1] // k.shape[1], 1)
     logits = torch.einsum("ihd,jhd->hij", q.double(), keys) * scale
-    distance = torch.arange(q.shape[0])[:, None] - torch.arange(q.shape[0])
+    distance = torch.arange(len(k) - len(q), len(k))[:, None] - torch.arange(len(k))
     hidden = torch.zeros_like(distance, dtype=torch.bool)
     if left is not None and left >= 0:
         hidden |= distance > left
@@ -73,16 +78,16 @@ def _flash_forward(
     window_size_right: int | None = None, **unused: Any,
 ) -> tuple[torch.Tensor, ...]:  # fmt: skip
     assert dropout == 0 and cu.dtype == torch.int32 and all(x.stride(-1) == 1 for x in (q, k, v))
-    assert int(cu.diff().max()) <= max_q == max_k, "a document longer than the longest"
+    assert int(cu.diff().max()) <= max_q and int(cu_k.diff().max()) <= max_k, "a document longer than the longest"
     CALLS.append({"cu": cu, "max": max_q, "left": window_size_left, "right": window_size_right})
     scale = q.shape[-1] ** -0.5 if scale is None else scale
     output, lse = torch.empty_like(q), q.new_empty(q.shape[1], q.shape[0], dtype=_lse_dtype(q))
-    for at in _pieces(cu):
-        logits, sums = _weights(q[at], k[at], scale, causal, window_size_left, window_size_right)
-        values = v[at].double().repeat_interleave(q.shape[1] // k.shape[1], 1)
+    for at, keys in _pieces(cu, cu_k):
+        logits, sums = _weights(q[at], k[keys], scale, causal, window_size_left, window_size_right)
+        values = v[keys].double().repeat_interleave(q.shape[1] // k.shape[1], 1)
         output[at] = torch.einsum("hij,jhd->ihd", (logits - sums[..., None]).exp(), values).to(q.dtype)
         lse[:, at] = sums.to(lse.dtype)
-    on_meta = (x.to("meta") for x in (q, k, v, cu, cu))
+    on_meta = (x.to("meta") for x in (q, k, v, cu, cu_k))
     made = torch.ops.aten._flash_attention_forward.default(*on_meta, max_q, max_k, dropout, causal, debug)
     # the meta implementation gives the shapes of the other outputs in this torch
     return output, lse, *(torch.zeros_like(x, device="cpu") for x in made[2:])
@@ -95,11 +100,11 @@ def _flash_backward(
     window_size_right: int | None = None,
 ) -> tuple[torch.Tensor, ...]:  # fmt: skip
     scale, groups = q.shape[-1] ** -0.5 if scale is None else scale, q.shape[1] // k.shape[1]
-    grads = [torch.empty_like(x) for x in (q, k, v)]
-    for at in _pieces(cu):
-        logits, _ = _weights(q[at], k[at], scale, causal, window_size_left, window_size_right)
+    grads = [torch.zeros_like(x) for x in (q, k, v)]
+    for at, seen in _pieces(cu, cu_k):
+        logits, _ = _weights(q[at], k[seen], scale, causal, window_size_left, window_size_right)
         weights = (logits - lse[:, at, None].double()).exp()
-        keys, values = (x[at].double().repeat_interleave(groups, 1) for x in (k, v))
+        keys, values = (x[seen].double().repeat_interleave(groups, 1) for x in (k, v))
         of_output = grad[at].double()
         drawn = (of_output * output[at].double()).sum(-1).transpose(0, 1)
         of_logits = weights * (torch.einsum("ihd,jhd->hij", of_output, values) - drawn[..., None]) * scale
@@ -108,7 +113,7 @@ def _flash_backward(
             (grads[1], torch.einsum("hij,ihd->jhd", of_logits, q[at].double())),
             (grads[2], torch.einsum("hij,ihd->jhd", weights, of_output)),
         ):
-            made[at] = found.unflatten(1, (k.shape[1], groups)).sum(2).to(q.dtype)
+            made[seen] = found.unflatten(1, (k.shape[1], groups)).sum(2).to(q.dtype)
     return tuple(grads)
 
 
@@ -117,7 +122,9 @@ def _efficient_forward(
     max_k: int, dropout: float, mask: int, lse: bool = False, *, scale: float | None = None, **unused: Any,
 ) -> tuple[Any, ...]:  # fmt: skip
     assert q.shape[2] == k.shape[2], "the CUTLASS kernel wants as many key as query heads"
-    output, sums, *_ = _flash_forward(q[0], k[0], v[0], cu, cu, max_q, max_k, dropout, mask == 1, False, scale=scale)
+    output, sums, *_ = _flash_forward(
+        q[0], k[0], v[0], cu, cu_k, max_q, max_k, dropout, _causal(mask, cu, cu_k), False, scale=scale
+    )
     empty = torch.empty((), dtype=torch.int64)
     return output[None], sums[None], empty, empty, max_q, max_k
 
@@ -128,6 +135,13 @@ def _efficient_backward(
     offset: torch.Tensor, mask: int, of_bias: bool, *, scale: float | None = None, **unused: Any,
 ) -> tuple[Any, ...]:  # fmt: skip
     grads = _flash_backward(
-        grad[0], q[0], k[0], v[0], output[0], lse[0], cu, cu, max_q, max_k, 0.0, mask == 1, seed, offset, scale=scale
-    )
+        grad[0], q[0], k[0], v[0], output[0], lse[0], cu, cu_k, max_q, max_k, 0.0, _causal(mask, cu, cu_k), seed,
+        offset, scale=scale,
+    )  # fmt: skip
     return (*(x[None] for x in grads), torch.empty(0))
+
+
+def _causal(mask: int, cu: torch.Tensor, cu_k: torch.Tensor) -> bool:
+    """Whether ``custom_mask_type`` is causal: 1 counts from the first key, 2 from the last, which is modelled here."""
+    assert mask in (0, 2) or torch.equal(cu, cu_k), "counted from the first key, the last query is not at the last key"
+    return mask != 0

@@ -3,24 +3,46 @@
 from __future__ import annotations
 
 from collections.abc import Hashable
-from dataclasses import dataclass, field
-from typing import Any
+from dataclasses import dataclass, field, replace
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 
+from .._compile import compiling
 from . import device
 from .starts import Flags
+from .trees import Tree
+from .trees_op import paths
+
+
+class Keys(NamedTuple):
+    """The keys that the queries of each document, or segment, may see.
+
+    Attributes:
+        tokens: int64 ``[keys]``, the tokens of every segment's path end to end; None if they are the batch's tokens.
+        cu_seqlens: int32 ``[documents + 1]``, the ends of each document's keys.
+        max_seqlen: the largest number of keys of a document, or an upper bound of it.
+    """
+
+    tokens: torch.Tensor | None
+    cu_seqlens: torch.Tensor
+    max_seqlen: int
 
 
 @dataclass(eq=False)
 class Boundaries:
     """The boundaries of the documents of one batch, whose rows are laid end to end.
 
+    With ``parents``, they are the boundaries of segments, and a document is a path of segments from a root to a leaf:
+    the tokens of a segment see those of its ancestors and their own. Without parents, every segment is a document.
+
     Attributes:
-        cu_seqlens: int32 tensor ``[documents + 1]`` on the batch's device: 0, then the end of every document.
-        max_seqlen: length of the longest document in tokens, or an upper bound of it.
+        cu_seqlens: int32 tensor ``[segments + 1]`` on the batch's device: 0, then the end of every segment.
+        max_seqlen: length of the longest segment in tokens, or an upper bound of it.
         positions: largest position id + 1; None if the ids were not read.
+        parents: int32 tensor ``[segments]`` on the batch's device: the number of the segment that each one continues,
+            which comes before it, or -1; None if no segment has a parent.
         made: objects that a kernel computes once per batch and reuses in later layers, such as a block mask.
     """
 
@@ -28,26 +50,70 @@ class Boundaries:
     max_seqlen: int
     positions: int | None = field(default=None, repr=False)
     _lengths: tuple[int, ...] | None = field(default=None, repr=False)
+    parents: torch.Tensor | None = None
     made: dict[Hashable, Any] = field(default_factory=dict, repr=False)
 
     @property
     def lengths(self) -> tuple[int, ...]:
-        """Document lengths in tokens. The first access may read from the device; the result is kept."""
+        """Segment lengths in tokens. The first access may read from the device; the result is kept."""
         if self._lengths is None:
             self._lengths = tuple(np.diff(device.read(self.cu_seqlens)).tolist())
         return self._lengths
 
+    @property
+    def tree(self) -> Tree | None:
+        """The segments and what each continues, on the host; None without parents.
+
+        The first access reads from the device once; the result is kept.
+        """
+        if self.parents is None:
+            return None
+        if Tree not in self.made:
+            cu, parents = np.split(device.read(torch.cat([self.cu_seqlens, self.parents])), [len(self) + 1])
+            self._lengths = tuple(np.diff(cu).tolist())
+            self.made[Tree] = Tree(self._lengths, parents.tolist(), self.cu_seqlens.device)
+        made: Tree = self.made[Tree]
+        return made
+
+    def keys(self, tokens: int) -> Keys:
+        """The keys that each segment's queries may see, in a batch of so many tokens."""
+        if self.parents is None:
+            return Keys(None, self.cu_seqlens, self.max_seqlen)
+        if compiling():
+            return Keys(*paths(self.cu_seqlens, self.parents, tokens)[:2], tokens)
+        assert self.tree is not None
+        return Keys(*self.tree.keys)
+
+    def positions_of(self, shape: tuple[int, int]) -> torch.Tensor:
+        """Position ids, int64 ``[batch, length]``, that count from 0 along each document."""
+        if self.parents is None:
+            return positions_of(self.cu_seqlens, shape)
+        if compiling():
+            return paths(self.cu_seqlens, self.parents, shape[0] * shape[1])[2].view(shape)
+        assert self.tree is not None
+        return self.tree.positions.view(shape)
+
+    def to(self, device: torch.device) -> Boundaries:
+        """The same boundaries with their tensors on another device."""
+        parents = None if self.parents is None else self.parents.to(device)
+        return replace(self, cu_seqlens=self.cu_seqlens.to(device), parents=parents, made={})
+
     def __len__(self) -> int:
-        """The number of documents."""
+        """The number of segments, which is the number of documents if there are no parents."""
         return int(self.cu_seqlens.shape[0]) - 1
 
     def chunked(self, size: int) -> Boundaries:
         """Boundaries with every document cut into chunks of ``size`` tokens, for chunked attention (Llama 4)."""
-        if self.max_seqlen <= size:
+        if self.parents is None and self.max_seqlen <= size:
             return self
-        chunks = [min(size, length - at) for length in self.lengths for at in range(0, length, size)]
+        parents = None
+        if self.tree is not None:
+            chunks, numbers = self.tree.chunked(size)
+            parents = torch.tensor(numbers, dtype=torch.int32).to(self.cu_seqlens.device)
+        else:
+            chunks = [min(size, length - at) for length in self.lengths for at in range(0, length, size)]
         cu = torch.tensor([0, *chunks], dtype=torch.int32).cumsum(0, dtype=torch.int32)
-        return Boundaries(cu.to(self.cu_seqlens.device), size, self.positions, tuple(chunks))
+        return Boundaries(cu.to(self.cu_seqlens.device), size, self.positions, tuple(chunks), parents)
 
     def padding_apart(self, attention_mask: torch.Tensor) -> Boundaries:
         """Boundaries with every document cut in two: its real tokens and the padding at its end.

@@ -38,7 +38,7 @@ def check_position_ids(position_ids: Any, shape: tuple[int, int] | None = None) 
 
 def check_cu_seqlens(cu_seqlens: Any) -> None:
     """Raise :class:`BadCuSeqlens` unless this is a dense integer tensor with at least two elements."""
-    if _is_dense(cu_seqlens) and cu_seqlens.dtype in _INTEGERS and cu_seqlens.numel() > 1:
+    if is_integers(cu_seqlens) and cu_seqlens.numel() > 1:
         return
     raise BadCuSeqlens(f"cu_seq_lens: expected an integer tensor [documents + 1], found {described(cu_seqlens)}.")
 
@@ -85,6 +85,11 @@ def check_readable(name: str, tensor: torch.Tensor, error: type[Exception]) -> N
     """Raise ``error`` for a tensor on the meta device."""
     if tensor.device.type == "meta":
         raise error(f"{name}: expected a tensor with values, found one on the meta device.")
+
+
+def is_integers(value: Any) -> bool:
+    """Whether a value is a dense tensor of integers."""
+    return _is_dense(value) and value.dtype in _INTEGERS
 
 
 def _is_dense(value: Any) -> bool:

@@ -5,8 +5,11 @@ from __future__ import annotations
 TOKENS = ("input_ids", "inputs_embeds")
 """Arguments that hold the tokens of a batch."""
 
-LENGTHS = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k", "seq_idx")
-"""Keywords of Transformers' DataCollatorWithFlattening (``return_flash_attn_kwargs``, ``return_seq_idx``)."""
+PARENTS = "segment_parents"
+"""Keyword for the segment that each segment of ``cu_seq_lens_*`` continues."""
+
+LENGTHS = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k", "seq_idx", PARENTS)
+"""Keywords of Transformers' DataCollatorWithFlattening (``return_flash_attn_kwargs``, ``return_seq_idx``), and ours."""
 
 LABELS = ("labels", "shift_labels")
 """Arguments that hold the tokens to predict. ``shift_labels`` are already shifted to where they are predicted."""

@@ -9,7 +9,9 @@ from ..errors import BadCuSeqlens, BoundaryConflict
 from . import device
 from .boundaries import Boundaries, largest
 from .checks import added_to_logits, check_cu_seqlens, check_mask, check_max_seqlen, check_position_ids
+from .device import require
 from .starts import axes_of, goes_on, restarts
+from .tree_checks import require_tree
 
 
 def from_cu_seqlens(
@@ -20,6 +22,7 @@ def from_cu_seqlens(
     cu_seqlens_k: torch.Tensor | None = None,
     position_ids: torch.Tensor | None = None,
     attention_mask: torch.Tensor | None = None,
+    parents: torch.Tensor | None = None,
 ) -> Boundaries:
     """Check boundaries that the caller passes, without a read from the device if ``max_seqlen`` is an int.
 
@@ -33,9 +36,13 @@ def from_cu_seqlens(
         cu_seqlens_k: the same for keys; must equal ``cu_seqlens``.
         position_ids: may restart only where a document starts; ids of masked tokens are ignored.
         attention_mask: ``[batch, length]``; zeros only at the end of a document, or over a whole document.
+        parents: integers ``[segments]``: the number of the segment that each segment of ``cu_seqlens`` continues, which
+            comes before it in the same row, or -1. ``position_ids`` then go on from the parent's last one, and the mask
+            may only hold ones.
 
     Raises:
         BadCuSeqlens: ``cu_seqlens`` or ``max_seqlen`` have a wrong type, or do not fit the batch.
+        BadParents: ``parents`` are no tree of the segments, or ``position_ids`` do not go on from them.
         BoundaryConflict: ``cu_seqlens_k``, ``position_ids`` or ``attention_mask`` contradict ``cu_seqlens``.
         BadPositionIds: ``position_ids`` have a wrong dtype or shape.
     """
@@ -53,29 +60,22 @@ def from_cu_seqlens(
     _require_agreement(cu, shape, position_ids, attention_mask)
     if isinstance(max_seqlen, torch.Tensor):
         max_seqlen = largest(max_seqlen)
-    stated = Boundaries(cu, max_seqlen if max_seqlen is not None else 0)
+    if parents is not None:
+        parents = require_tree(cu, parents, shape, position_ids, attention_mask)
+    stated = Boundaries(cu, max_seqlen if max_seqlen is not None else 0, parents=parents)
     if max_seqlen is None:
         stated.max_seqlen = max(stated.lengths)
     else:
         longest = cu.diff().max() <= max_seqlen
         message = "max_length is {}, but cu_seq_lens hold a longer document. Pass the longest length, or none."
-        _require(longest, BadCuSeqlens, message, max_seqlen)
+        require(longest, BadCuSeqlens, message, max_seqlen)
     return stated
-
-
-def _require(held: torch.Tensor, error: type[Exception], message: str, *numbers: int) -> None:
-    if compiling():  # a number in the message would become a constant of the graph
-        device.assert_async(held, message.replace("{}", "(what was given)"))
-    elif held.device.type != "cpu":
-        device.assert_async(held, message.format(*numbers))
-    elif not bool(device.read(held)):
-        raise error(message.format(*numbers))
 
 
 def _require_ends(cu: torch.Tensor, tokens: int) -> None:
     if cu.device.type != "cpu" or compiling():
         held = (cu[0] == 0) & (cu[-1] == tokens) & (cu.diff() >= 0).all()
-        _require(held, BadCuSeqlens, "cu_seq_lens must rise from 0 to the batch's {} tokens", tokens)
+        require(held, BadCuSeqlens, "cu_seq_lens must rise from 0 to the batch's {} tokens", tokens)
         return
     found: list[int] = device.read(cu).tolist()
     if found[0] != 0 or found[-1] != tokens or any(b < a for a, b in zip(found, found[1:])):
@@ -93,7 +93,7 @@ def _require_same(cu: torch.Tensor, cu_k: torch.Tensor) -> None:
     )
     if cu.shape != cu_k.shape:
         raise BoundaryConflict(message)
-    _require((cu == cu_k).all(), BoundaryConflict, message)
+    require((cu == cu_k).all(), BoundaryConflict, message)
 
 
 def _require_agreement(
@@ -104,7 +104,7 @@ def _require_agreement(
 ) -> None:
     starts = torch.zeros(shape[0] * shape[1] + 1, dtype=torch.bool, device=cu.device)
     starts = starts.index_fill(0, cu.long(), True)[:-1].view(shape)
-    _require(
+    require(
         starts[:, 0].all(),
         BadCuSeqlens,
         "cu_seq_lens hold a document that runs on from one row of {} tokens into the next. "
@@ -121,17 +121,17 @@ def _require_agreement(
 
 
 def _require_mask(starts: torch.Tensor, real: torch.Tensor, numbers: torch.Tensor) -> None:
-    _require((numbers >= 0).all(), BoundaryConflict, added_to_logits("negative numbers"))
+    require((numbers >= 0).all(), BoundaryConflict, added_to_logits("negative numbers"))
     numbers = numbers.to(torch.int64)
     changed = (numbers[:, 1:] != numbers[:, :-1]) & real[:, 1:] & real[:, :-1] & ~starts[:, 1:]
-    _require(
+    require(
         ~changed.any(),
         BoundaryConflict,
         "the attention_mask's document numbers change inside what cu_seq_lens call one document. Let both describe "
         "the same documents, or pass only one of them.",
     )
     hidden_then_real = ~real[:, :-1] & real[:, 1:] & ~starts[:, 1:]
-    _require(
+    require(
         ~hidden_then_real.any(),
         BoundaryConflict,
         "the attention_mask hides tokens before real ones of the same document of cu_seq_lens. Padding may only "
@@ -144,7 +144,7 @@ def _require_ids(starts: torch.Tensor, real: torch.Tensor, axes: torch.Tensor) -
     if len(axes) == 3:
         jumps &= restarts(axes[..., 1:], axes[..., :-1]) | ~goes_on(axes[..., 1:], axes[..., :-1])
     restarting = jumps & ~starts[:, 1:] & real[:, 1:]
-    _require(
+    require(
         ~restarting.any(),
         BoundaryConflict,
         "position_ids restart inside what cu_seq_lens call one document. Let both describe the same documents, "

@@ -50,7 +50,8 @@ def packed_attention(
             "heads, and a multiple of them as query heads."
         )
     if isinstance(kernel, str):
-        kernel = kernels.pick(kernel, kernels.asked_by(q, k, v, options), q.device).kernel
+        asked = kernels.asked_by(q, k, v, options, boundaries.parents is not None)
+        kernel = kernels.pick(kernel, asked, q.device).kernel
     rows = q.shape[:2]
     if q.is_meta:
         return q.new_empty(*rows, q.shape[2], v.shape[3])

@@ -18,8 +18,9 @@ if TYPE_CHECKING:
     from ..documents.boundaries import Boundaries
     from .options import Options
 
-_CAUSAL, _EVERYTHING = 1, 0
-"""Values of ``custom_mask_type``: a query sees its document's keys up to its own position, or all of them."""
+_CAUSAL, _CAUSAL_FROM_THE_END, _EVERYTHING = 1, 2, 0
+"""Values of ``custom_mask_type``: a query sees its document's keys up to its own position, counted from the first or
+from the last key, or all of them."""
 
 
 class Efficient(Kernel):
@@ -30,7 +31,7 @@ class Efficient(Kernel):
     needs = "torch 2.4"
     DTYPES = (*HALF, torch.float32)
     MAX_HEAD_DIM = None
-    FEATURES = frozenset({"dropout"})
+    FEATURES = frozenset({"dropout", "trees"})
 
     def available(self) -> tuple[bool, str]:
         """Whether torch has the operator and finds a CUDA device, and the reason if not."""
@@ -51,11 +52,13 @@ class Efficient(Kernel):
         if groups > 1:
             k, v = k.repeat_interleave(groups, 1), v.repeat_interleave(groups, 1)
         q, k, v = (x if x.stride(-1) == 1 else x.contiguous() for x in (q, k, v))
-        cu, longest = boundaries.cu_seqlens, boundaries.max_seqlen
-        mask = _CAUSAL if options.causal else _EVERYTHING
+        cu, longest, keys = boundaries.cu_seqlens, boundaries.max_seqlen, boundaries.keys(q.shape[0])
+        causal = _CAUSAL if keys.tokens is None else _CAUSAL_FROM_THE_END
+        mask = causal if options.causal else _EVERYTHING
         output: torch.Tensor = torch.ops.aten._efficient_attention_forward.default(
-            q[None], k[None], v[None], None, cu, cu, longest, longest, options.dropout, mask, True, scale=scale
-        )[0]
+            q[None], k[None], v[None], None, cu, keys.cu_seqlens, longest, keys.max_seqlen, options.dropout, mask, True,
+            scale=scale,
+        )[0]  # fmt: skip
         return output[0]
 
 

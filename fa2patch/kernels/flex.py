@@ -28,7 +28,8 @@ class Flex(Kernel):
     what = "FlexAttention"
     needs = "torch 2.5 and Triton"
     DTYPES = (*HALF, torch.float32)
-    FEATURES = frozenset({"window", "softcap", "sinks", "alibi", "deterministic"})
+    FEATURES = frozenset({"window", "softcap", "sinks", "alibi", "deterministic", "trees"})
+    GATHERS = False
 
     def available(self) -> tuple[bool, str]:
         """Whether torch has FlexAttention, a CUDA device and Triton, and the reason if not."""
@@ -63,11 +64,11 @@ def compute(
     if kind not in boundaries.made:
         tokens, device = q.shape[0], q.device
         boundaries.made[kind] = create_block_mask(
-            _visible(boundaries.cu_seqlens, tokens, options.causal, options.window), None, None, tokens, tokens, device
+            _visible(boundaries, tokens, options.causal, options.window), None, None, tokens, tokens, device
         )
     q, k, v = (x.transpose(0, 1)[None] for x in (q, k, v))
     asked = {
-        "score_mod": _scored(options.softcap, options.alibi_slopes),
+        "score_mod": _scored(options.softcap, options.alibi_slopes, boundaries, q.shape[2]),
         "block_mask": boundaries.made[kind],
         "scale": scale,
         "enable_gqa": q.shape[1] != k.shape[1],
@@ -81,23 +82,31 @@ def compute(
     return attended.contiguous()
 
 
-def _visible(cu: torch.Tensor, tokens: int, causal: bool, window: int | None) -> Callable[..., torch.Tensor]:
-    document = torch.searchsorted(cu, torch.arange(tokens, device=cu.device, dtype=cu.dtype), right=True)
+def _visible(boundaries: Boundaries, tokens: int, causal: bool, window: int | None) -> Callable[..., torch.Tensor]:
+    cu = boundaries.cu_seqlens
+    index = torch.arange(tokens, device=cu.device, dtype=cu.dtype)
+    document = torch.searchsorted(cu, index, right=True) - 1
+    position = index if boundaries.tree is None else boundaries.tree.positions
+    continues = None if boundaries.tree is None else boundaries.tree.continues
 
     def visible(batch: torch.Tensor, head: torch.Tensor, query: torch.Tensor, key: torch.Tensor) -> torch.Tensor:
-        seen = document[query] == document[key]
+        seen = document[query] == document[key] if continues is None else continues[document[query], document[key]]
         if causal:
-            seen = seen & (query >= key)
+            seen = seen & (position[query] >= position[key])
         if window is not None:
-            seen = seen & ((query - key).abs() < window)
+            seen = seen & ((position[query] - position[key]).abs() < window)
         return seen
 
     return visible
 
 
-def _scored(softcap: float | None, alibi_slopes: torch.Tensor | None) -> Callable[..., torch.Tensor] | None:
+def _scored(
+    softcap: float | None, alibi_slopes: torch.Tensor | None, boundaries: Boundaries, tokens: int
+) -> Callable[..., torch.Tensor] | None:
     if softcap is None and alibi_slopes is None:
         return None
+    cu, tree = boundaries.cu_seqlens, boundaries.tree
+    position = torch.arange(tokens, device=cu.device) if tree is None else tree.positions
 
     def scored(
         score: torch.Tensor, batch: torch.Tensor, head: torch.Tensor, query: torch.Tensor, key: torch.Tensor
@@ -105,7 +114,7 @@ def _scored(softcap: float | None, alibi_slopes: torch.Tensor | None) -> Callabl
         if softcap is not None:
             score = softcap * torch.tanh(score / softcap)
         if alibi_slopes is not None:
-            score = score - alibi_slopes[head] * (query - key).abs()
+            score = score - alibi_slopes[head] * (position[query] - position[key]).abs()
         return score
 
     return scored

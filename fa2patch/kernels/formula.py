@@ -7,6 +7,7 @@ the sum of the squared document lengths.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -34,13 +35,25 @@ def over_documents(
     Returns:
         ``[tokens, query heads, value dim]``.
     """
-    lengths = list(boundaries.lengths)
     groups = q.shape[1] // k.shape[1]
     outputs = [
         attend(query, key, value, options, groups).transpose(0, 1)
-        for query, key, value in zip(*(torch.split(states, lengths) for states in (q, k, v)))
+        for query, key, value in zip(queries_of(q, boundaries), keys_of(k, boundaries), keys_of(v, boundaries))
     ]
     return torch.cat(outputs) if outputs else q.new_zeros(*q.shape[:2], v.shape[2])
+
+
+def queries_of(states: torch.Tensor, boundaries: Boundaries) -> Sequence[torch.Tensor]:
+    """Split states ``[tokens, ...]`` into those of each document, or of each segment of a tree."""
+    return torch.split(states, list(boundaries.lengths))
+
+
+def keys_of(states: torch.Tensor, boundaries: Boundaries) -> Sequence[torch.Tensor]:
+    """The states of the keys that each document, or segment, sees: the latter's whole path, root first."""
+    tree = boundaries.tree
+    if tree is None:
+        return queries_of(states, boundaries)
+    return [tree.along(states, segment) for segment in range(len(boundaries))]
 
 
 _SHARES_KEYS = "enable_gqa" in (F.scaled_dot_product_attention.__doc__ or "")
@@ -58,26 +71,29 @@ def heads_first(document: tuple[torch.Tensor, ...], groups: int) -> tuple[torch.
 def attend(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, options: Options, groups: int = 1
 ) -> torch.Tensor:
-    """Compute the attention of one document.
+    """Compute the attention of one document, or of its last queries to all of its keys.
 
     Args:
-        query: ``[length, query heads, head dim]``.
-        key: ``[length, key heads, head dim]``.
+        query: ``[queries, query heads, head dim]``.
+        key: ``[length, key heads, head dim]``. The last query is at the last key.
         value: ``[length, key heads, value dim]``.
         groups: query heads per key head.
 
     Returns:
-        ``[query heads, length, value dim]`` of value's dtype.
+        ``[query heads, queries, value dim]`` of value's dtype.
     """
-    length = query.shape[0]
+    length = key.shape[0]
     windowed = options.window is not None and options.window < length
     special = windowed or options.dropout  # reference_op's backward repeats the dropout; sdpa's backends draw others
     if not special and options.softcap is None and options.sinks is None and options.alibi_slopes is None:
         shares = _SHARES_KEYS and groups > 1
         q, k, v = (states[None] for states in heads_first((query, key, value), 1 if shares else groups))
         grouped: dict[str, Any] = {"enable_gqa": True} if shares else {}
-        causal = options.causal and length > 1
-        attended = F.scaled_dot_product_attention(q, k, v, is_causal=causal, scale=options.scale, **grouped)
+        if options.causal and 1 < query.shape[0] < length:
+            grouped["attn_mask"] = distances(query.shape[0], length, query.device) >= 0
+        else:
+            grouped["is_causal"] = options.causal and query.shape[0] > 1
+        attended = F.scaled_dot_product_attention(q, k, v, scale=options.scale, **grouped)
         return attended[0].to(value.dtype)
     query, key, value = heads_first((query, key, value), groups)
     with torch.autocast(query.device.type, enabled=False):
@@ -92,22 +108,21 @@ def attention_weights(
     """Compute one document's attention weights in float32 or better.
 
     Args:
-        query: ``[heads, length, dim]``.
-        key: ``[heads, length, dim]``.
+        query: ``[heads, queries, dim]``.
+        key: ``[heads, length, dim]``. The last query is at the last key.
         options: ``scale`` must not be None.
 
     Returns:
-        Weights ``[heads, length, length]`` before dropout; ``query index - key index`` ``[length, length]``; and
-        ``tanh(logits / softcap)`` ``[heads, length, length]``, or None without a softcap.
+        Weights ``[heads, queries, length]`` before dropout; ``query index - key index`` ``[queries, length]``; and
+        ``tanh(logits / softcap)`` ``[heads, queries, length]``, or None without a softcap.
     """
     assert options.scale is not None, "a kernel's call has settled it, before it pads head dimensions"
-    precision, length = torch.promote_types(query.dtype, torch.float32), query.shape[1]
+    precision = torch.promote_types(query.dtype, torch.float32)
     logits, capped = query.to(precision) @ key.to(precision).transpose(1, 2) * options.scale, None
     if options.softcap is not None:
         capped = torch.tanh(logits / options.softcap)
         logits = options.softcap * capped
-    index = torch.arange(length, device=query.device)
-    distance = index[:, None] - index
+    distance = distances(query.shape[1], key.shape[1], query.device)
     if options.alibi_slopes is not None:
         logits = logits - options.alibi_slopes.to(precision)[:, None, None] * distance.abs()
     hidden = torch.zeros_like(distance, dtype=torch.bool)
@@ -118,5 +133,11 @@ def attention_weights(
     logits = logits.masked_fill(hidden, float("-inf"))
     if options.sinks is None:
         return logits.softmax(dim=-1), distance, capped
-    sink = options.sinks.to(precision)[:, None, None].expand(-1, length, 1)
+    sink = options.sinks.to(precision)[:, None, None].expand(-1, query.shape[1], 1)
     return torch.cat([logits, sink], dim=-1).softmax(dim=-1)[..., :-1], distance, capped
+
+
+def distances(queries: int, keys: int, device: torch.device) -> torch.Tensor:
+    """``query index - key index``, int64 ``[queries, keys]``. The last query is at the last key."""
+    index = torch.arange(keys, device=device)
+    return index[keys - queries :, None] - index

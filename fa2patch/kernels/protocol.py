@@ -13,8 +13,9 @@ if TYPE_CHECKING:
     from ..documents.boundaries import Boundaries
     from .options import Options
 
-FEATURES = ("window", "softcap", "sinks", "alibi", "dropout", "deterministic")
-"""Features beyond plain attention. ``deterministic`` means a deterministic backward and is torch's global switch."""
+FEATURES = ("window", "softcap", "sinks", "alibi", "dropout", "deterministic", "trees")
+"""Features beyond plain attention. ``deterministic`` means a deterministic backward and is torch's global switch;
+``trees`` means segments that share a parent, such as completions of one prompt."""
 
 HALF = (torch.float16, torch.bfloat16)
 
@@ -45,7 +46,7 @@ class Asked(NamedTuple):
     gradients: bool = True
 
 
-def asked_by(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, options: Options) -> Asked:
+def asked_by(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, options: Options, trees: bool = False) -> Asked:
     """Describe a call with these arguments. The last two dimensions of q, k and v are heads and head dimension."""
     needed = (
         options.window is not None,
@@ -54,6 +55,7 @@ def asked_by(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, options: Options
         options.alibi_slopes is not None,
         options.dropout > 0,
         torch.are_deterministic_algorithms_enabled(),
+        trees,
     )
     features = tuple(name for name, is_needed in zip(FEATURES, needed) if is_needed)
     heads, dims = (q.shape[-2], k.shape[-2]), (q.shape[-1], v.shape[-1])
@@ -76,6 +78,8 @@ class Kernel:
         MULTIPLE: q, k and v are padded with zeros to one head dimension that is a multiple of this. With 1 they are
             not padded, and the head dimensions of q and v may differ.
         FEATURES: the supported names in :data:`FEATURES`.
+        GATHERS: whether :meth:`attend` gets k and v of a tree gathered: those of each segment's path, end to end, with
+            the ends of ``boundaries.keys``.
         BACKWARD: whether the kernel has a backward. Without one it computes only calls that need no gradients.
     """
 
@@ -87,6 +91,7 @@ class Kernel:
     MAX_HEAD_DIM: int | None = 256
     MULTIPLE = 8
     FEATURES: frozenset[str] = frozenset()
+    GATHERS = True
     BACKWARD = True
 
     def available(self) -> tuple[bool, str]:
@@ -136,6 +141,9 @@ class Kernel:
         if not able:
             raise KernelUnavailable(f"kernel={self.name!r} cannot run here: {reason}.")
         scale = q.shape[-1] ** -0.5 if options.scale is None else options.scale
+        keys = boundaries.keys(q.shape[0]).tokens if self.GATHERS else None
+        if keys is not None:
+            k, v = k[keys], v[keys]
         value_dim = v.shape[-1]
         if self.MULTIPLE > 1:
             dim = max(q.shape[-1], value_dim)
@@ -156,6 +164,9 @@ class Kernel:
         scale: float,
     ) -> torch.Tensor:
         """Compute the attention for ``__call__``, with padded head dimensions.
+
+        With ``boundaries.parents``, a query sees the keys of its segment's path up to its own: the last query of a
+        segment is at the last of the segment's keys.
 
         ``scale`` is the factor of the logits, from ``options`` or the head dimension before padding.
         """

@@ -7,8 +7,9 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from .._compile import compiling
-from . import reference_op
+from .._compile import compiling, uncompiled
+from . import cpu_flash, reference_op
+from .cascade import Cascade, parts_of
 from .formula import over_documents
 from .protocol import FEATURES, Kernel
 
@@ -18,7 +19,7 @@ if TYPE_CHECKING:
 
 
 class Reference(Kernel):
-    """Loops over the documents of a batch.
+    """Loops over the documents of a batch, or over the segments of a tree.
 
     It needs their lengths on the host: on a GPU one read per forward, in a compiled graph one per layer and direction.
     """
@@ -28,6 +29,7 @@ class Reference(Kernel):
     needs = "nothing"
     DEVICES = DTYPES = MAX_HEAD_DIM = None
     MULTIPLE = 1
+    GATHERS = False
     FEATURES = frozenset(FEATURES)
 
     def available(self) -> tuple[bool, str]:
@@ -45,5 +47,26 @@ class Reference(Kernel):
     ) -> torch.Tensor:
         """Run the operator while a graph is captured, else the formula."""
         if compiling() and reference_op.attend is not None:
-            return reference_op.attend(q, k, v, boundaries.cu_seqlens, options, scale)
-        return over_documents(q, k, v, boundaries, replace(options, scale=scale))
+            return reference_op.attend(q, k, v, boundaries, options, scale)
+        return _eagerly(q, k, v, boundaries, replace(options, scale=scale))
+
+
+@uncompiled
+def _eagerly(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, boundaries: Boundaries, options: Options
+) -> torch.Tensor:
+    if boundaries.tree is None or not _cascades(q, v, options):
+        return over_documents(q, k, v, boundaries, options)
+    assert options.scale is not None
+    flash = cpu_flash.CpuFlash(boundaries.tree.lengths, options.scale)
+    output: torch.Tensor = Cascade.apply(  # type: ignore[no-untyped-call]
+        q, k, v, options.sinks, parts_of(boundaries), flash
+    )
+    return output
+
+
+def _cascades(q: torch.Tensor, v: torch.Tensor, options: Options) -> bool:
+    """Whether a tree's attention can be computed by torch's flash attention for CPUs, without copies of keys."""
+    special = (options.window, options.softcap, options.alibi_slopes)
+    plain = all(option is None for option in special) and not options.dropout
+    return plain and q.device.type == "cpu" and q.shape[-1] == v.shape[-1] and cpu_flash.available()

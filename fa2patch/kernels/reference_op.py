@@ -12,22 +12,23 @@ from typing import Any, Callable
 import torch
 
 from ..documents.boundaries import Boundaries
-from .formula import attention_weights, heads_first, over_documents
+from .formula import attention_weights, heads_first, keys_of, over_documents, queries_of
 from .options import Options
 
 attend: Callable[..., torch.Tensor] | None = None
-"""Called as ``attend(q, k, v, cu_seqlens, options, scale)``, like ``Reference.attend``; None before torch 2.4."""
+"""Called as ``attend(q, k, v, boundaries, options, scale)``, like ``Reference.attend``; None before torch 2.4."""
 
 
 def _differentiated(
-    grad: torch.Tensor, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, cu_seqlens: torch.Tensor, options: Options
+    grad: torch.Tensor, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, documents: Boundaries, options: Options
 ) -> list[torch.Tensor]:
     """The gradients of q, k, v, and of sinks and slopes if given. Autograd does not reach into an operator."""
-    lengths, groups = list(Boundaries(cu_seqlens, 0).lengths), q.shape[1] // k.shape[1]
+    groups = q.shape[1] // k.shape[1]
     assert options.scale is not None, "it is one of the operator's inputs"
     pieces: list[list[torch.Tensor]] = [[], [], []]
     of_extras = [torch.zeros_like(x) for x in (options.sinks, options.alibi_slopes) if x is not None]
-    for *document, of_output in zip(*(torch.split(x, lengths) for x in (q, k, v, grad))):
+    states = (*(queries_of(x, documents) for x in (grad, q)), *(keys_of(x, documents) for x in (k, v)))
+    for of_output, *document in zip(*states):
         query, key, value = heads_first(tuple(document), groups)
         weights, distance, capped = attention_weights(query, key, options)
         query, key, value, of_output = (x.to(weights.dtype) for x in (query, key, value, of_output.transpose(0, 1)))
@@ -45,9 +46,22 @@ def _differentiated(
         of_logits = (of_logits if capped is None else of_logits * (1 - capped.square())) * options.scale
         for made, found in zip(pieces, (of_logits @ key, of_logits.transpose(1, 2) @ query, of_value)):
             made.append(found.transpose(0, 1))
-    whole = [torch.cat(made) for made in pieces]
+    whole = [torch.cat(pieces[0]), *(_summed(made, documents) for made in pieces[1:])]
     whole[1:] = [x.view(x.shape[0], -1, groups, x.shape[2]).sum(2) for x in whole[1:]]
     return [x.to(q.dtype).contiguous() for x in whole] + of_extras
+
+
+def _summed(of_keys: list[torch.Tensor], documents: Boundaries) -> torch.Tensor:
+    """The gradients ``[tokens, ...]`` of keys, from those of each document's keys; a tree's keys are in several."""
+    tree = documents.tree
+    if tree is None:
+        return torch.cat(of_keys)
+    whole = of_keys[0].new_zeros(sum(tree.lengths), *of_keys[0].shape[1:])
+    for segment, found in enumerate(of_keys):
+        path = tree.path(segment)
+        for one, piece in zip(path, torch.split(found, [tree.lengths[one] for one in path])):
+            whole[slice(*tree.span(one))] += piece
+    return whole
 
 
 @contextlib.contextmanager
@@ -62,8 +76,8 @@ def _seeded(seed: torch.Tensor | None, device: torch.device) -> Iterator[None]:
 
 
 _INPUTS = (
-    "Tensor q, Tensor k, Tensor v, Tensor cu_seqlens, Tensor? sinks, Tensor? alibi_slopes, Tensor? seed, "
-    "float scale, bool causal, int? window, float? softcap, float dropout"
+    "Tensor q, Tensor k, Tensor v, Tensor cu_seqlens, Tensor? parents, Tensor? sinks, Tensor? alibi_slopes, "
+    "Tensor? seed, float scale, bool causal, int? window, float? softcap, float dropout"
 )
 """The schema is written out, because torch 2.4 cannot infer it from annotations that are strings."""
 
@@ -71,13 +85,13 @@ if hasattr(torch.library, "custom_op"):
 
     @torch.library.custom_op("fa2patch::reference", mutates_args=(), schema=f"({_INPUTS}) -> Tensor")
     def _forward(
-        q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, cu_seqlens: torch.Tensor, sinks: torch.Tensor | None,
-        alibi_slopes: torch.Tensor | None, seed: torch.Tensor | None, scale: float, causal: bool,
-        window: int | None, softcap: float | None, dropout: float,
+        q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, cu_seqlens: torch.Tensor, parents: torch.Tensor | None,
+        sinks: torch.Tensor | None, alibi_slopes: torch.Tensor | None, seed: torch.Tensor | None, scale: float,
+        causal: bool, window: int | None, softcap: float | None, dropout: float,
     ) -> torch.Tensor:  # fmt: skip
         options = Options(scale, causal, window, softcap, dropout, sinks, alibi_slopes)
         with _seeded(seed, q.device):
-            return over_documents(q, k, v, Boundaries(cu_seqlens, 0), options)
+            return over_documents(q, k, v, Boundaries(cu_seqlens, 0, parents=parents), options)
 
     @_forward.register_fake
     def _(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *unused: Any) -> torch.Tensor:
@@ -88,39 +102,40 @@ if hasattr(torch.library, "custom_op"):
     )
     def _backward(
         grad: torch.Tensor, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, cu_seqlens: torch.Tensor,
-        sinks: torch.Tensor | None, alibi_slopes: torch.Tensor | None, seed: torch.Tensor | None,
-        scale: float, causal: bool, window: int | None, softcap: float | None, dropout: float,
+        parents: torch.Tensor | None, sinks: torch.Tensor | None, alibi_slopes: torch.Tensor | None,
+        seed: torch.Tensor | None, scale: float, causal: bool, window: int | None, softcap: float | None,
+        dropout: float,
     ) -> list[torch.Tensor]:  # fmt: skip
         options = Options(scale, causal, window, softcap, dropout, sinks, alibi_slopes)
         with _seeded(seed, q.device):
-            return _differentiated(grad, q, k, v, cu_seqlens, options)
+            return _differentiated(grad, q, k, v, Boundaries(cu_seqlens, 0, parents=parents), options)
 
     @_backward.register_fake
     def _(
         grad: torch.Tensor, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, cu_seqlens: torch.Tensor,
-        sinks: torch.Tensor | None, alibi_slopes: torch.Tensor | None, *unused: Any,
+        parents: torch.Tensor | None, sinks: torch.Tensor | None, alibi_slopes: torch.Tensor | None, *unused: Any,
     ) -> list[torch.Tensor]:  # fmt: skip
         states = [x.new_empty(x.shape) for x in (q, k, v)]
         return states + [torch.empty_like(x) for x in (sinks, alibi_slopes) if x is not None]
 
     def _save(ctx: Any, inputs: tuple[Any, ...], output: torch.Tensor) -> None:
-        ctx.save_for_backward(*inputs[:7])
-        ctx.plain = inputs[7:]
+        ctx.save_for_backward(*inputs[:8])
+        ctx.plain = inputs[8:]
 
     def _gradients(ctx: Any, grad: torch.Tensor) -> tuple[Any, ...]:
         found = iter(_backward(grad, *ctx.saved_tensors, *ctx.plain))
         of_states = [next(found) for _ in range(3)]
-        of_extras = [None if x is None else next(found) for x in ctx.saved_tensors[4:6]]
-        return (*of_states, None, *of_extras, None, None, None, None, None, None)
+        of_extras = [None if x is None else next(found) for x in ctx.saved_tensors[5:7]]
+        return (*of_states, None, None, *of_extras, None, None, None, None, None, None)
 
     _forward.register_autograd(_gradients, setup_context=_save)
 
     def _attend(
-        q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, cu_seqlens: torch.Tensor, options: Options, scale: float
+        q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, documents: Boundaries, options: Options, scale: float
     ) -> torch.Tensor:
         seed = torch.randint(2**31, (), device=q.device) if options.dropout else None
         attended: torch.Tensor = _forward(
-            q, k, v, cu_seqlens, options.sinks, options.alibi_slopes, seed,
+            q, k, v, documents.cu_seqlens, documents.parents, options.sinks, options.alibi_slopes, seed,
             scale, options.causal, options.window, options.softcap, options.dropout,
         )  # fmt: skip
         return attended

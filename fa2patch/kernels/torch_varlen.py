@@ -8,10 +8,13 @@ shows what a release lacks.
 from __future__ import annotations
 
 from functools import lru_cache
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
+from .._compile import compiling
+from ..documents.boundaries import Keys
+from .cascade import Cascade, Part, parts_of
 from .protocol import Kernel
 
 if TYPE_CHECKING:
@@ -23,12 +26,13 @@ _WINDOW = "window_size_left"
 
 
 class TorchVarlen(Kernel):
-    """torch's FlashAttention 2. Attention sinks are computed from the log-sum-exp: see :class:`_WithSinks`."""
+    """torch's FlashAttention 2. Attention sinks and trees are computed from the log-sum-exp: see :mod:`.cascade`."""
 
     name = "torch_varlen"
     what = "FlashAttention 2, torch's own build"
     needs = "nothing (windows and sinks: torch 2.4)"
-    FEATURES = frozenset({"window", "sinks", "dropout", "deterministic"})
+    FEATURES = frozenset({"window", "sinks", "dropout", "deterministic", "trees"})
+    GATHERS = False
 
     def available(self) -> tuple[bool, str]:
         """Whether torch has the operator and a suitable GPU, and the reason if not."""
@@ -47,62 +51,61 @@ class TorchVarlen(Kernel):
         options: Options,
         scale: float,
     ) -> torch.Tensor:
-        """Call the operator, with sinks through :class:`_WithSinks`."""
+        """Call the operator. Sinks, and trees without a window, go through :class:`~.cascade.Cascade`."""
+        keys, tree = boundaries.keys(q.shape[0]), boundaries.parents is not None
+        gathers = tree and (options.window is not None or compiling())  # a graph holds no tree of the host
+        if gathers:
+            k, v = k[keys.tokens], v[keys.tokens]
+        elif tree:
+            keys = Keys(None, boundaries.cu_seqlens, boundaries.max_seqlen)
         q, k, v = (x if x.stride(-1) == 1 else x.contiguous() for x in (q, k, v))
-        window: dict[str, Any] = {}
+        more: dict[str, Any] = {"scale": scale}
         if options.window is not None:
             reach = options.window - 1
-            window = {_WINDOW: reach, "window_size_right": 0 if options.causal else reach}
-        about = (boundaries.cu_seqlens, boundaries.max_seqlen, options.dropout, options.causal)
-        if options.sinks is not None:
-            attended: torch.Tensor = _WithSinks.apply(  # type: ignore[no-untyped-call]
-                q, k, v, options.sinks, *about, {"scale": scale, **window}
-            )
-            return attended
-        output: torch.Tensor = _forward(q, k, v, *about, scale=scale, **window)[0]
-        return output
+            more.update({_WINDOW: reach, "window_size_right": 0 if options.causal else reach})
+        operator = _Operator(keys.cu_seqlens, keys.max_seqlen, options.dropout, more)
+        own = Part(None, boundaries.cu_seqlens, boundaries.max_seqlen, (), options.causal)
+        if options.sinks is None and (gathers or not tree):
+            return operator.forward(q, k, v, own)[0]
+        parts = parts_of(boundaries) if tree and not gathers else [own]
+        attended: torch.Tensor = Cascade.apply(q, k, v, options.sinks, parts, operator)  # type: ignore[no-untyped-call]
+        return attended
 
 
-def _forward(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, cu: torch.Tensor, longest: int, dropout: float, causal: bool,
-    **more: Any,
-) -> Any:  # fmt: skip
-    operator = getattr(torch.ops.aten, _FORWARD).default
-    return operator(q, k, v, cu, cu, longest, longest, dropout, causal, False, **more)
+class _Operator(NamedTuple):
+    """The operator with its log-sum-exp, for :mod:`.cascade`.
 
-
-class _WithSinks(torch.autograd.Function):
-    """Attention sinks with a kernel that has none. A sink is a key without a value, with one logit for each head.
-
-    The sink only enters the softmax's sum. Let ``l`` be the log-sum-exp without it and ``l2 = logaddexp(l, sink)``.
-    The output is the kernel's output times ``exp(l - l2)``. The kernel's backward, called with this output and ``l2``,
-    gives the gradients of q, k and v. The sink's gradient is ``-sum over tokens of exp(sink - l2) * (grad . output)``.
+    Attributes:
+        cu_seqlens, max_seqlen: the ends of each segment's keys, and the largest number of them.
+        dropout: the probability of dropout.
+        more: keywords of the operator.
     """
 
-    @staticmethod
-    def forward(
-        ctx: Any, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, sinks: torch.Tensor, cu: torch.Tensor,
-        longest: int, dropout: float, causal: bool, more: dict[str, Any],
-    ) -> torch.Tensor:  # fmt: skip
-        output, lse, state, unused, _ = _forward(q, k, v, cu, longest, dropout, causal, **more)
-        with_sink = torch.logaddexp(lse, sinks.to(lse.dtype)[:, None])
-        smaller = (lse - with_sink).exp().transpose(0, 1)[..., None]
-        output_with_sink: torch.Tensor = (output * smaller).to(output.dtype)
-        ctx.save_for_backward(q, k, v, sinks, cu, output_with_sink, with_sink, state, unused)
-        ctx.about = (longest, dropout, causal, more)
-        return output_with_sink
+    cu_seqlens: torch.Tensor
+    max_seqlen: int
+    dropout: float
+    more: dict[str, Any]
 
-    @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        q, k, v, sinks, cu, output, with_sink, state, unused = ctx.saved_tensors
-        longest, dropout, causal, more = ctx.about
+    def forward(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, part: Part) -> tuple[torch.Tensor, ...]:
+        """Compute the output, the log-sum-exp ``[queries, heads]``, and the state that dropout repeats."""
+        operator = getattr(torch.ops.aten, _FORWARD).default
+        output, lse, state, unused, _ = operator(
+            q, k, v, part.cu_seqlens, self.cu_seqlens, part.max_seqlen, self.max_seqlen, self.dropout, part.causal,
+            False, **self.more,
+        )  # fmt: skip
+        return output, lse.transpose(0, 1), state, unused
+
+    def backward(
+        self, grad: torch.Tensor, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, output: torch.Tensor,
+        lse: torch.Tensor, part: Part, kept: tuple[torch.Tensor, ...],
+    ) -> tuple[torch.Tensor, ...]:  # fmt: skip
+        """Compute the gradients of q, k and v."""
         operator = getattr(torch.ops.aten, _BACKWARD).default
-        grads = operator(
-            grad, q, k, v, output, with_sink, cu, cu, longest, longest, dropout, causal, state, unused, **more
-        )
-        drawn = (grad.to(with_sink.dtype) * output).sum(-1).transpose(0, 1)
-        of_sinks = -((sinks.to(with_sink.dtype)[:, None] - with_sink).exp() * drawn).sum(-1)
-        return (*grads, of_sinks.to(sinks.dtype), None, None, None, None, None)
+        grads: tuple[torch.Tensor, ...] = operator(
+            grad, q, k, v, output, lse.transpose(0, 1).contiguous(), part.cu_seqlens, self.cu_seqlens, part.max_seqlen,
+            self.max_seqlen, self.dropout, part.causal, *kept, **self.more,
+        )  # fmt: skip
+        return grads
 
 
 @lru_cache(maxsize=2)

@@ -20,6 +20,9 @@ from .reference import Reference
 LENGTHS = (1, 70, 5, 133, 64)
 """Document lengths: one token; less than a block of keys; one block; more than a block, and not a multiple of one."""
 
+PARENTS = (-1, -1, 1, 1, 3)
+"""The documents as segments of a tree, if the call has one: a root alone, and one with two levels below it."""
+
 WINDOW, SOFTCAP, SCALE, SLOPE = 9, 2.0, 0.7, 0.3
 """The scale is relative to the usual one, so that a kernel that ignores the argument fails. The slopes are small, so
 that the keys at a window's edge still have a weight."""
@@ -67,7 +70,8 @@ def _compared(kernel: Kernel, asked: Asked, device: torch.device) -> tuple[bool,
     slopes = (SLOPE * torch.rand(asked.heads, generator=drawn)).to(device) if "alibi" in asked.features else None
     direction = _normal(drawn, (sum(LENGTHS), asked.heads, asked.value_dim), 1.0, asked.dtype, device)
     ends = torch.tensor([0, *LENGTHS]).cumsum(0).to(device, torch.int32)
-    documents = Boundaries(ends, max(LENGTHS), None, LENGTHS)
+    parents = torch.tensor(PARENTS).to(ends) if "trees" in asked.features else None
+    documents = Boundaries(ends, max(LENGTHS), None, LENGTHS, parents)
 
     def computed(by: Kernel, dtype: torch.dtype) -> list[torch.Tensor]:
         leaves = [x.detach().to(dtype).requires_grad_() for x in (*half, *sinks)]

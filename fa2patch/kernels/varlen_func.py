@@ -105,8 +105,8 @@ class VarlenFunc(Kernel):
         return found.function is not None, found.reason
 
     def features(self) -> frozenset[str]:
-        """The features that the entry point has a parameter for."""
-        return frozenset(feature for feature in PARAMETERS if self.found().name_of(feature))
+        """The features that the entry point has a parameter for, and trees, as it takes keys of other lengths."""
+        return frozenset({"trees", *(feature for feature in PARAMETERS if self.found().name_of(feature))})
 
     def attend(
         self,
@@ -134,14 +134,15 @@ class VarlenFunc(Kernel):
             extras["dropout_p"] = options.dropout
         if found.name_of("deterministic"):
             extras["deterministic"] = torch.are_deterministic_algorithms_enabled()
+        keys = boundaries.keys(q.shape[0])
         output = found.function(
             q,
             k,
             v,
             cu_seqlens_q=boundaries.cu_seqlens,
-            cu_seqlens_k=boundaries.cu_seqlens,
+            cu_seqlens_k=keys.cu_seqlens,
             max_seqlen_q=boundaries.max_seqlen,
-            max_seqlen_k=boundaries.max_seqlen,
+            max_seqlen_k=keys.max_seqlen,
             softmax_scale=scale,
             causal=options.causal,
             **extras,

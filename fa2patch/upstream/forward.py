@@ -16,7 +16,7 @@ import torch
 
 from .._compile import compiling
 from .._types import Call, Function
-from ..documents.names import LABELS, LENGTHS
+from ..documents.names import LABELS, LENGTHS, PARENTS
 from ..errors import PackingNotIsolated
 from ..trying import says_nothing
 from . import dense, foreign, inspecting, luggage
@@ -146,6 +146,7 @@ def look(step: Step) -> PackedMask | None:
             call.pop(name, None)
     if found is not None:
         patch.examine(step.module, call, found)
+        call.pop(PARENTS, None)  # it means nothing to upstream's **kwargs
     return found
 
 

@@ -9,12 +9,12 @@ import torch
 
 from .._compile import compiling
 from .._types import Call, Model
-from ..documents.boundaries import Boundaries, largest, positions_of
+from ..documents.boundaries import Boundaries, largest
 from ..documents.checks import check_cu_seqlens, check_position_ids
-from ..documents.names import CACHES, LENGTHS, PICTURES, TOKENS
+from ..documents.names import CACHES, LENGTHS, PARENTS, PICTURES, TOKENS
 from ..documents.recognition import recognise
 from ..documents.stated import from_cu_seqlens
-from ..errors import BadCuSeqlens, PackedWithCache, PackedWithDenseMask, PackingNotIsolated
+from ..errors import BadCuSeqlens, BadParents, PackedWithCache, PackedWithDenseMask, PackingNotIsolated
 from . import rope
 from .calls import batch_shape, passed
 from .find_models import models
@@ -54,12 +54,13 @@ def packed_mask(call: Call, patch: Patched, made_inside: bool = False, training:
     _refuse_what_cannot_be_packed(call, batch.mask)
     if batch.position_ids is None:
         refuse_uncounted_pictures(patch.model, call)
-        counted = positions_of(found.cu_seqlens.to(batch.device), batch.shape)
+        counted = found.positions_of(batch.shape).to(batch.device)
         call["position_ids"] = counted + patch.found[positions.NAME].first
     longest, scaled = found.positions, patch.found.get(rope.NAME)
     if scaled is not None:
         longest = largest(call["position_ids"]) + 1 if longest is None else longest
         scaled.scaling.check(longest)
+        scaled.scaling.check_tree(found.tree)
     longest = batch.shape[1] if longest is None else longest
     return PackedMask(found, patch.picks, batch.shape, longest, call["position_ids"], patch.found)
 
@@ -116,7 +117,13 @@ def _stated(batch: _Batch, patch: Patched) -> Boundaries:
         cu_seqlens_k=batch.lengths.get("cu_seq_lens_k"),
         position_ids=batch.position_ids,
         attention_mask=batch.mask,
+        parents=batch.lengths.get(PARENTS),
     )
+    if found.parents is not None and patch.found[directions.NAME].both:
+        raise BadParents(
+            "segment_parents came to a model whose tokens see later tokens too: a prompt would see what continues it. "
+            "Give this model every sequence as a document of its own."
+        )
     return found.padding_apart(batch.mask) if batch.mask is not None and patch.found[directions.NAME].both else found
 
 
@@ -162,6 +169,11 @@ def _check_lengths(lengths: dict[str, Any], device: torch.device) -> None:
     if "cu_seq_lens_k" in lengths and "cu_seq_lens_q" not in lengths:
         lengths["cu_seq_lens_q"] = lengths["cu_seq_lens_k"]
         lengths["max_length_q"] = lengths.get("max_length_k")
+    if PARENTS in lengths and "cu_seq_lens_q" not in lengths:
+        raise BadParents(
+            "segment_parents came without cu_seq_lens_q: position_ids alone do not say where segments start. Pass "
+            "both, as fa2patch.packing.share gives them."
+        )
 
 
 def _two_dimensional(mask: object, shape: tuple[int, int], cached: bool) -> torch.Tensor | None:

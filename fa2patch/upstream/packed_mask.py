@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from .._compile import compiling
-from ..documents.boundaries import Boundaries, positions_of
+from ..documents.boundaries import Boundaries
 from ..kernels import Picks, asked_by
 from ..kernels.attention import packed_attention
 from ..kernels.options import Options
@@ -68,12 +68,12 @@ class PackedMask(TensorManners):
         if quirks is not None and quirks.adjust is not None:
             options = quirks.adjust(module, options)
         if quirks is not None and quirks.queries is not None:
-            q = quirks.queries(module, q, positions_of(self.boundaries.cu_seqlens, self.shape))
+            q = quirks.queries(module, q, self.boundaries.positions_of(self.shape))
         if self.window is not None:  # eager attention has its window in the mask only
             options = replace(options, window=self.window)
         dtype = compute_dtype(module, q, k, v)
         q, k, v = (x if x.dtype == dtype else x.to(dtype) for x in (q, k, v))
-        kernel = self.picks(module, asked_by(q, k, v, options), q.device)
+        kernel = self.picks(module, asked_by(q, k, v, options, self.boundaries.parents is not None), q.device)
         return packed_attention(q, k, v, self.boundaries, options, kernel)
 
     @property

@@ -6,10 +6,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-import torch
-
-from .._types import Call, Config, Function
-from ..documents.boundaries import Boundaries
+from .._types import Config
+from ..documents.trees import Tree
 from ..errors import PackingNotIsolated
 
 NAME = "rope"
@@ -42,6 +40,25 @@ class LengthScaled:
                 f"rope scaling 'dynamic' stretches positions by the longest sequence, so documents of one row would "
                 f"share it: the longest here reaches position {positions}, beyond the {self.limit} of "
                 "max_position_embeddings. Truncate documents to that, use another rope scaling, or train padded."
+            )
+
+    def check_tree(self, tree: Tree | None) -> None:
+        """Raise :class:`PackingNotIsolated` if longrope would need two sets of factors for one shared segment.
+
+        Args:
+            tree: the batch's segments, or None.
+        """
+        if tree is None or self.kind != "longrope":
+            return
+        root_of = {leaf: tree.path(leaf)[0] for leaf in tree.leaves}
+        long: dict[int, set[bool]] = {root: set() for root in root_of.values()}
+        for leaf, root in root_of.items():
+            long[root].add(tree.offsets[leaf] + tree.lengths[leaf] > self.limit)
+        if any(len(kinds) > 1 for kinds in long.values()):
+            raise PackingNotIsolated(
+                f"rope scaling 'longrope' has other factors for sequences longer than {self.limit} tokens, and of the "
+                "sequences that share a prompt some are longer and some are not: the prompt would be needed twice. "
+                "Give such sequences as documents of their own."
             )
 
 
@@ -79,26 +96,3 @@ def _scalings(config: Config) -> Iterator[dict[str, Any]]:
         if isinstance(scaling, dict):
             yield scaling
             yield from (inner for inner in scaling.values() if isinstance(inner, dict))
-
-
-def each_document(
-    rotary: Function,
-    x: torch.Tensor,
-    position_ids: torch.Tensor,
-    documents: Boundaries,
-    kwargs: Call,
-) -> Any:
-    """Return cos and sin ``[batch, length, dim]``, computed for each document separately.
-
-    Args:
-        rotary: the rotary module or its forward.
-        x: a tensor that gives ``rotary`` its device and dtype.
-        position_ids: ``[batch, length]``.
-        documents: the batch's boundaries.
-        kwargs: further keywords for ``rotary``. ``seq_len`` is dropped.
-    """
-    rows, length = position_ids.shape
-    kwargs = {name: value for name, value in kwargs.items() if name != "seq_len"}
-    documents_ids = torch.split(position_ids.reshape(-1), list(documents.lengths))
-    pieces = [rotary(x, position_ids=ids[None], **kwargs) for ids in documents_ids]
-    return tuple(torch.cat(part, dim=1).view(rows, length, -1) for part in zip(*pieces))

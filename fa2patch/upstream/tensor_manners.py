@@ -48,8 +48,7 @@ class TensorManners:
         device = self.boundaries.cu_seqlens[:0].to(*args, **kwargs).device
         if device == self.device:
             return self
-        moved = self.boundaries.cu_seqlens.to(device)
-        return replace(self, boundaries=replace(self.boundaries, cu_seqlens=moved))
+        return replace(self, boundaries=self.boundaries.to(device))
 
     @property
     def device(self) -> torch.device:

@@ -27,8 +27,7 @@ def test_the_operator_equals_the_reference(causal, window, softcap, alibi, sinks
     q, k, v = states(groups=groups, value_dim=6)
     options = Options(causal=causal, window=window, softcap=softcap, **extras(sinks, alibi))
     given = [x for x in (q, k, v, options.sinks, options.alibi_slopes) if x is not None]
-    cu = documents(LENGTHS).cu_seqlens
-    found = with_gradients(lambda: reference_op.attend(q, k, v, cu, options, DIM**-0.5), given)
+    found = with_gradients(lambda: reference_op.attend(q, k, v, documents(LENGTHS), options, DIM**-0.5), given)
     truth = with_gradients(lambda: Reference()(q, k, v, documents(LENGTHS), options), given)
     assert max(largest_errors(found, truth)) < 1e-12
 
@@ -38,11 +37,10 @@ def test_the_backward_drops_what_the_forward_dropped(special):
     """The derivative along a direction equals a finite difference with the same seed."""
     q, k, v = states()
     options = Options(dropout=0.4, **special)
-    cu = documents(LENGTHS).cu_seqlens
 
     def output(*given):
         torch.manual_seed(5)
-        return reference_op.attend(*given, cu, options, 0.3)
+        return reference_op.attend(*given, documents(LENGTHS), options, 0.3)
 
     moves = [torch.randn_like(x) for x in (q, k, v)]
     by_hand = torch.autograd.grad(output(q, k, v).square().sum(), [q, k, v])
@@ -50,14 +48,13 @@ def test_the_backward_drops_what_the_forward_dropped(special):
     step = 1e-6
     ahead, behind = (output(*(x + s * m for x, m in zip((q, k, v), moves))).square().sum() for s in (step, -step))
     assert abs((ahead - behind) / (2 * step) - slope) < 1e-4 * abs(slope)
-    assert not torch.equal(output(q, k, v), reference_op.attend(q, k, v, cu, Options(**special), 0.3))
+    assert not torch.equal(output(q, k, v), reference_op.attend(q, k, v, documents(LENGTHS), Options(**special), 0.3))
 
 
 def test_every_layer_drops_other_weights():
     """120 calls, as many as a large model has layers, drop different weights: no seed is drawn twice."""
     q, k, v = (x.detach() for x in states())
-    cu = documents(LENGTHS).cu_seqlens
-    drawn = [reference_op.attend(q, k, v, cu, Options(dropout=0.4), 0.3) for _ in range(120)]
+    drawn = [reference_op.attend(q, k, v, documents(LENGTHS), Options(dropout=0.4), 0.3) for _ in range(120)]
     assert len({tuple(output.flatten().tolist()) for output in drawn}) == len(drawn)
 
 
@@ -66,14 +63,13 @@ def test_torch_accepts_the_operator(sinks):
     q, k, v = states((1, 3), groups=2, value_dim=6)
     given = extras(sinks, sinks)
     cu = documents((1, 3)).cu_seqlens
-    arguments = (q, k, v, cu, given["sinks"], given["alibi_slopes"], None, 0.3, True, 2, 2.0, 0.0)
+    arguments = (q, k, v, cu, None, given["sinks"], given["alibi_slopes"], None, 0.3, True, 2, 2.0, 0.0)
     torch.library.opcheck(torch.ops.fa2patch.reference.default, arguments)
 
 
 def test_heads_without_a_group_and_half_precision():
     q, k, v = states(dtype=torch.bfloat16, groups=HEADS)
-    cu = documents(LENGTHS).cu_seqlens
-    found = with_gradients(lambda: reference_op.attend(q, k, v, cu, Options(), DIM**-0.5), [q, k, v])
+    found = with_gradients(lambda: reference_op.attend(q, k, v, documents(LENGTHS), Options(), DIM**-0.5), [q, k, v])
     truth = with_gradients(lambda: Reference()(q, k, v, documents(LENGTHS), Options()), [q, k, v])
     assert [x.dtype for x in found] == [torch.bfloat16] * 4
     for error, tensor in zip(largest_errors(found, truth), truth):

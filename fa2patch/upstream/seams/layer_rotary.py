@@ -6,7 +6,9 @@ from typing import Any
 
 import torch
 
-from .. import inspecting, rope
+from ..._types import Call, Function
+from ...documents.boundaries import Boundaries
+from .. import apart, inspecting
 from ..packed_mask import PackedMask
 
 
@@ -28,7 +30,7 @@ class OfLayer:
         scaled = mask.rope
         if scaled is not None and scaled.kind == "longrope":
             position_ids = call.pop("position_ids")
-            return rope.each_document(self._module, x, position_ids, mask.boundaries, call)
+            return each_document(self._module, x, position_ids, mask.boundaries, call)
         if call.get("seq_len") is not None:
             call["seq_len"] = mask.positions if scaled is not None else max(mask.positions, call["seq_len"])
         return self._module(x, **call)
@@ -37,3 +39,24 @@ class OfLayer:
         """Call Falcon's module of 4.34 and 4.35. It sizes and scales its table by the row's plus the cache's length."""
         beyond = self._mask.positions - query.shape[1]
         return self._module(query, key, beyond if self._mask.rope is not None else max(0, beyond), position_ids)
+
+
+def each_document(
+    rotary: Function,
+    x: torch.Tensor,
+    position_ids: torch.Tensor,
+    documents: Boundaries,
+    kwargs: Call,
+) -> Any:
+    """Return cos and sin ``[batch, length, dim]``, computed for each document separately.
+
+    Args:
+        rotary: the rotary module or its forward.
+        x: a tensor that gives ``rotary`` its device and dtype.
+        position_ids: ``[batch, length]``.
+        documents: the batch's boundaries.
+        kwargs: further keywords for ``rotary``. ``seq_len`` is dropped.
+    """
+    kwargs = {name: value for name, value in kwargs.items() if name != "seq_len"}
+    each = apart.Documents(documents, position_ids.shape)
+    return each.join([rotary(x, position_ids=ids, **kwargs) for ids in each.split(position_ids)])

@@ -75,32 +75,32 @@ def _computed(
     Args:
         hands_on: whether the second output is the next layer's state, so that the mask is returned in its place.
     """
-    lengths = apart.lengths_of(mask.boundaries)
-    tokens = sum(lengths)
+    each, whole = apart.Documents(mask.boundaries, mask.shape), apart.Documents.whole(mask.shape)
     kwargs = {name: value for name, value in kwargs.items() if name not in LENGTHS}
     place, hidden = _hidden(args, kwargs, mask.shape)
 
-    def among(lengths: list[int], more: dict[str, Any], hidden: torch.Tensor | None = None) -> Any:
+    def among(documents: apart.Documents, more: dict[str, Any], hidden: torch.Tensor | None = None) -> Any:
         given, named = list(args), dict(kwargs)
         if hidden is not None:
             (named if isinstance(place, str) else given)[place] = hidden
-        outputs = apart.of_each(functools.partial(original, module, **more), given, named, mask.shape, lengths)
+        outputs = documents.of_each(functools.partial(original, module, **more), given, named)
         if hands_on:
-            return apart.join([output[0] for output in outputs], mask.shape, lengths), mask
-        return apart.join(outputs, mask.shape, lengths)
+            return documents.join([output[0] for output in outputs]), mask
+        return documents.join(outputs)
 
-    if hidden is None or not whole_row.may_be(original, module, hidden, lengths):
+    shares = mask.boundaries.parents is not None
+    if hidden is None or shares or not whole_row.may_be(original, module, hidden, each.lengths):
         mask.picks.takes_documents(module)
-        return among(lengths, {})
-    more = whole_row.keywords(original, mask.boundaries, tokens)
+        return among(each, {})
+    more = whole_row.keywords(original, mask.boundaries, sum(each.lengths))
     at_once = mask.picks.takes_whole_rows(
         module,
         _kind_of_call(module, hidden),
         lambda: whole_row.keeps_apart(
-            lambda row: among([tokens], more, row), lambda row: among(lengths, {}, row), hidden, lengths
+            lambda row: among(whole, more, row), lambda row: among(each, {}, row), hidden, each.lengths
         ),
     )
-    return among([tokens], more) if at_once else among(lengths, {})
+    return among(whole, more) if at_once else among(each, {})
 
 
 def _kind_of_call(module: torch.nn.Module, hidden: torch.Tensor) -> tuple[Any, ...]:

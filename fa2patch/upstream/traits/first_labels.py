@@ -8,7 +8,9 @@ from typing import Any
 import torch
 
 from ..._types import Call, Model
+from ...documents.boundaries import Boundaries
 from ...documents.checks import described
+from ...documents.device import require
 from ...documents.names import FEWER_LOGITS, IGNORED_LABEL, LABELS
 from ...errors import BadBatch
 from .. import inspecting
@@ -30,10 +32,10 @@ class FirstLabels(Trait):
         if step.mask is None or role.pools or role.innermost or not role.predicts_the_next:
             return
         shape, _ = batch_shape(step.call)
-        cu = step.mask.boundaries.cu_seqlens
+        documents = step.mask.boundaries
         given = passed(step.call, LABELS)
         kept = kept_logits(step.call)
-        inside = {name: inside_documents(labels, cu, name, shape, kept) for name, labels in given.items()}
+        inside = {name: inside_documents(labels, documents, name, shape, kept) for name, labels in given.items()}
         step.call = {**step.call, **inside}
 
 
@@ -79,45 +81,88 @@ def kept_logits(call: Call) -> slice | torch.Tensor | None:
 
 
 def inside_documents(
-    labels: object, cu_seqlens: torch.Tensor, name: str, shape: tuple[int, int], kept: slice | torch.Tensor | None
+    labels: object, documents: Boundaries, name: str, shape: tuple[int, int], kept: slice | torch.Tensor | None
 ) -> torch.Tensor:
     """Labels in which every document's first token has the label -100.
+
+    In a tree, no token of the row predicts the first token of a segment with a parent. Its label must be -100: each
+    branch starts with the last token that it shares, which its own loss does not count.
 
     Args:
         labels: int64 ``[batch, length]``, or ``[batch, length, codebooks]``. With ``kept``, also ``[batch, kept]``, one
             for each logit.
-        cu_seqlens: int32 ``[documents + 1]``.
+        documents: the batch's boundaries.
         name: ``"labels"``, or ``"shift_labels"``, in which each label stands at the token that predicts it.
         shape: ``(batch, length)`` of the batch.
         kept: The tokens whose logits are computed, as an index of a row.
 
     Raises:
-        BadBatch: ``labels`` is no tensor, does not have one label for each token, or holds probabilities.
+        BadBatch: ``labels`` is no tensor, does not have one label for each token, or holds probabilities; or the first
+            token of a segment with a parent has a label.
     """
     tokens = shape[0] * shape[1]
     if kept is not None and isinstance(labels, torch.Tensor) and labels.dim() == 2 and tuple(labels.shape) != shape:
-        return _inside_of_fewer(labels, cu_seqlens, name, shape, kept)
+        return _inside_of_fewer(labels, documents, name, shape, kept)
     if not isinstance(labels, torch.Tensor) or not _one_for_each(labels, shape):
         raise BadBatch(
             f"{name}: expected a tensor [{shape[0]}, {shape[1]}], one for each token (or integers of more dimensions "
             f"behind these), found {described(labels)}."
         )
-    cu = cu_seqlens.flatten()
-    at = cu[:-1] if name == "labels" else (cu[1:] - 1).clamp(min=0)
+    at = _crossing(documents, name, tokens).to(labels.device)
     rows = labels.reshape(tokens, -1)
     padded = torch.nn.functional.pad(rows, (0, 0, 0, 1))  # an empty document may start behind the last token
-    return padded.index_fill(0, at.to(labels.device, torch.int64), IGNORED_LABEL)[:-1].view_as(labels)
+    if documents.parents is not None and name == "labels":
+        _require_no_first_labels(padded, at, documents.parents)
+    return padded.index_fill(0, at, IGNORED_LABEL)[:-1].view_as(labels)
+
+
+def _crossing(documents: Boundaries, name: str, tokens: int) -> torch.Tensor:
+    """The tokens whose labels cross a boundary, int64 ``[segments]``; ``tokens`` for a segment without one.
+
+    The last token of a parent may have a label that is already shifted: it predicts what every branch starts with.
+    """
+    cu = documents.cu_seqlens.long()
+    if name == "labels":
+        return cu[:-1]
+    ends = (cu[1:] - 1).clamp(min=0)
+    if documents.parents is None:
+        return ends
+    number = torch.arange(len(ends), device=ends.device)
+    continued = (documents.parents[None] == number[:, None]).any(1)
+    return torch.where(continued, tokens, ends)
+
+
+def _require_no_first_labels(rows: torch.Tensor, at: torch.Tensor, parents: torch.Tensor) -> None:
+    """Require -100 at the first token of each segment with a parent.
+
+    Args:
+        rows: labels ``[tokens + 1, ...]``.
+        at: each segment's first token.
+        parents: each segment's parent, or -1.
+    """
+    ignored = (rows.flatten(1) == IGNORED_LABEL).all(1)[at] | (parents.to(at.device) < 0)
+    require(
+        ignored.all(),
+        BadBatch,
+        "labels: the first token of a segment with a parent has a label, but no token of the row predicts it. Let "
+        "each branch start with the last token that it shares, and give that token the label -100, as "
+        "fa2patch.packing.share does.",
+    )
 
 
 def _inside_of_fewer(
-    labels: torch.Tensor, cu_seqlens: torch.Tensor, name: str, shape: tuple[int, int], kept: slice | torch.Tensor
+    labels: torch.Tensor, documents: Boundaries, name: str, shape: tuple[int, int], kept: slice | torch.Tensor
 ) -> torch.Tensor:
     """:func:`inside_documents` of labels that were cut to the logits that are computed.
 
     The model shifts the labels by one, so that the logit of one kept token predicts the label behind it. That label is
     ignored if the token is its document's last.
     """
-    ends = (cu_seqlens.flatten()[1:] - 1).clamp(min=0).to(labels.device, torch.int64)
+    if documents.parents is not None:
+        raise BadBatch(
+            f"{name}: expected one for each of {shape[1]} tokens with segment_parents, found {described(labels)}."
+        )
+    ends = (documents.cu_seqlens[1:] - 1).clamp(min=0).to(labels.device, torch.int64)
     last = torch.zeros(shape[0] * shape[1], dtype=torch.bool, device=labels.device).index_fill(0, ends, True)
     last = last.view(shape)[:, kept]
     if last.shape != labels.shape:

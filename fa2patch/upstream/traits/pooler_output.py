@@ -52,5 +52,5 @@ def pool_documents(model: Model, output: Any, mask: PackedMask) -> Any:
 
 @uncompiled
 def _pooled(pooler: Callable[..., torch.Tensor], hidden: torch.Tensor, documents: Boundaries) -> torch.Tensor:
-    pieces = apart.split(hidden, hidden.shape[:2], apart.lengths_of(documents))
+    pieces = apart.Documents(documents, hidden.shape).split(hidden)
     return torch.cat([pooler(piece) for piece in pieces])

@@ -16,7 +16,7 @@ from ..._types import Call, Model
 from ...documents.boundaries import Boundaries
 from ...documents.names import TOKENS
 from ...errors import BadBatch, PackingNotIsolated
-from .. import apart, inspecting, luggage
+from .. import inspecting, luggage
 from ..calls import passed
 from ..packed_mask import PackedMask
 from ..step import Step
@@ -127,24 +127,29 @@ def ridden(call: Call) -> Pooled | None:
 
 
 def _pooled_tokens(boundaries: Boundaries, ids: torch.Tensor, pad: int | None) -> torch.Tensor:
-    """The index of each document's last token that is not ``pad``, as in Transformers since 4.50."""
-    lengths = torch.tensor(apart.lengths_of(boundaries))
+    """The index of each document's last token that is not ``pad``, as in Transformers since 4.50.
+
+    In a tree it is looked for in the leaf, which has a token of its own.
+    """
+    lengths = torch.tensor(boundaries.lengths)
     ends = lengths.cumsum(0).to(ids.device)
-    if pad is None:
-        return ends - 1
     lengths = lengths.to(ids.device)
+    last = boundaries.tree.leaves if boundaries.tree is not None else [i for i, n in enumerate(boundaries.lengths) if n]
+    of_documents = torch.tensor(last, device=ids.device)
+    if pad is None:
+        return (ends - 1)[of_documents]
     tokens = ids.numel()
     document = torch.repeat_interleave(torch.arange(len(lengths), device=ids.device), lengths, output_size=tokens)
     at = torch.arange(tokens, device=ids.device)
     at = torch.where(ids.flatten() != pad, at, (ends - lengths)[document])
-    return torch.zeros_like(ends).scatter_reduce(0, document, at, "amax")
+    return torch.zeros_like(ends).scatter_reduce(0, document, at, "amax")[of_documents]
 
 
 def _of_real_documents(tokens: torch.Tensor, boundaries: Boundaries, given: object) -> torch.Tensor:
     """The pooled tokens without those of documents that a 2-D mask marks as padding."""
-    if not isinstance(given, torch.Tensor) or given.dim() != 2:
+    if not isinstance(given, torch.Tensor) or given.dim() != 2 or boundaries.tree is not None:
         return tokens
-    starts = torch.tensor([0, *apart.lengths_of(boundaries)])[:-1].cumsum(0)
+    starts = torch.tensor([0, *(length for length in boundaries.lengths if length)])[:-1].cumsum(0)
     return tokens[given.flatten()[starts.to(given.device)].to(tokens.device) != 0]
 
 

@@ -17,7 +17,8 @@ import torch
 from ..._types import Function
 from .. import luggage
 from ..looked import Looked
-from ..rope import MODULES, NAME, Found, each_document, length_scaled
+from ..rope import MODULES, NAME, Found, length_scaled
+from ..seams.layer_rotary import each_document
 from ..site import Site, of_forward
 from ..step import Step
 from .trait import Trait

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from ..._types import Call, Model
-from ...documents.names import FEWER_LOGITS, LABELS
+from ...documents.names import FEWER_LOGITS, LABELS, LENGTHS
 from ...errors import PackingNotIsolated
 from ..calls import passed
 from ..packed_mask import PackedMask
@@ -55,11 +55,11 @@ def refuse_arguments_of_rows(model: Model, call: Call, mask: PackedMask) -> None
         PackingNotIsolated: an argument has one value per row.
     """
     for name, value in call.items():
-        if _OF_MEDIA.search(name) or name in _OF_THE_BATCH or not isinstance(value, torch.Tensor):
+        if _OF_MEDIA.search(name) or name in (*_OF_THE_BATCH, *LENGTHS) or not isinstance(value, torch.Tensor):
             continue
         if value.dtype.is_floating_point or value.dim() not in (1, 2) or value.shape[-1] == mask.shape[1]:
             continue
-        if value.shape[0] == mask.shape[0] and "cu_seq" not in name and "max_length" not in name:
+        if value.shape[0] == mask.shape[0]:
             raise PackingNotIsolated(
                 f"{type(model).__name__} was handed {name} {list(value.shape)} with a packed batch of "
                 f"{len(mask.boundaries)} documents in {mask.shape[0]} rows: a value for each row says nothing of "

@@ -65,6 +65,5 @@ def by_document(original: Function) -> Function:
 @uncompiled
 def _each(embed: Function, call: Call, documents: Boundaries) -> Any:
     """Embeddings ``[batch, length, hidden]``, computed document by document."""
-    shape = call["position_ids"].shape
-    lengths = apart.lengths_of(documents)
-    return apart.join(apart.of_each(embed, (), call, shape, lengths), shape, lengths)
+    each = apart.Documents(documents, call["position_ids"].shape)
+    return each.join(each.of_each(embed, (), call))

@@ -1,0 +1,142 @@
+"""Trees of segments: a segment with a parent continues where the parent ends (shared prompts).
+
+The tokens of a segment see its parent's tokens, those of the parent's ancestors, and their own. A document is a path
+from a root to a leaf.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import cached_property
+from itertools import accumulate
+from typing import NamedTuple
+
+import torch
+
+
+class Level(NamedTuple):
+    """The queries that see all keys of the parents at one depth of a tree.
+
+    Attributes:
+        tokens: int64 ``[queries]``: the tokens of the descendants of each parent, one parent after the other. A token
+            occurs once.
+        cu_seqlens: int32 ``[segments + 1]``, the ends of each segment's queries in ``tokens``. Segments that are no
+            parents of this depth have none.
+        max_seqlen: the largest number of queries of a segment.
+        counts: the segments' numbers of queries.
+    """
+
+    tokens: torch.Tensor
+    cu_seqlens: torch.Tensor
+    max_seqlen: int
+    counts: tuple[int, ...]
+
+
+class Tree:
+    """The segments of a batch and what each continues, on the host.
+
+    Segments are numbered in the order of the batch. Spans are ``(first token, token behind the last)`` in the rows laid
+    end to end.
+
+    Args:
+        lengths: the segments' lengths in tokens.
+        parents: for each segment the number of its parent, which comes before it, or -1.
+        device: the device of the tensors.
+
+    Attributes:
+        offsets: for each segment the number of its ancestors' tokens.
+        leaves: the segments that are nobody's parent and have tokens, in order.
+    """
+
+    def __init__(self, lengths: Sequence[int], parents: Sequence[int], device: torch.device) -> None:
+        self.lengths, self.parents, self.device = tuple(lengths), tuple(parents), device
+        ends = [0, *accumulate(lengths)]
+        self._spans = list(zip(ends, ends[1:]))
+        self.offsets: list[int] = []
+        self._paths: list[tuple[int, ...]] = []
+        for segment, parent in enumerate(parents):
+            self.offsets.append(0 if parent < 0 else self.offsets[parent] + lengths[parent])
+            self._paths.append((segment,) if parent < 0 else (*self._paths[parent], segment))
+        self.leaves = [s for s in range(len(lengths)) if lengths[s] and s not in set(parents)]
+
+    def path(self, segment: int) -> tuple[int, ...]:
+        """The segment's ancestors, the root first, and the segment itself."""
+        return self._paths[segment]
+
+    def span(self, segment: int) -> tuple[int, int]:
+        """The tokens of a segment."""
+        return self._spans[segment]
+
+    def along(self, states: torch.Tensor, segment: int, dim: int = 0) -> torch.Tensor:
+        """The part of a tensor with the batch's tokens at ``dim`` that belongs to a segment's path, root first."""
+        pieces = [states.narrow(dim, start, stop - start) for start, stop in map(self.span, self.path(segment))]
+        return pieces[0] if len(pieces) == 1 else torch.cat(pieces, dim)
+
+    def descendants(self, segment: int) -> list[int]:
+        """The segments that continue this one, directly or not, in order."""
+        return [other for other, path in enumerate(self._paths) if segment in path[:-1]]
+
+    @cached_property
+    def levels(self) -> list[Level]:
+        """What each depth's parents are seen by. The first one is of the roots."""
+        made = []
+        for depth in range(max(map(len, self._paths)) - 1):
+            seen_by: list[list[int]] = [[] for _ in self.lengths]
+            for segment, path in enumerate(self._paths):
+                if len(path) > depth + 1:
+                    seen_by[path[depth]] += range(*self.span(segment))
+            counts = tuple(len(tokens) for tokens in seen_by)
+            tokens = torch.tensor([token for tokens in seen_by for token in tokens])
+            made.append(Level(tokens.to(self.device), self._ends(counts), max(counts), counts))
+        return made
+
+    @cached_property
+    def keys(self) -> tuple[torch.Tensor, torch.Tensor, int]:
+        """The tokens of every segment's path end to end: int64 ``[keys]``, their ends, and the longest path's length.
+
+        The ends are int32 ``[segments + 1]``.
+        """
+        spans = [self.span(s) for path in self._paths for s in path]
+        tokens = torch.cat([torch.arange(*span) for span in spans])
+        counts = [offset + length for offset, length in zip(self.offsets, self.lengths)]
+        return tokens.to(self.device), self._ends(counts), max(counts)
+
+    @cached_property
+    def positions(self) -> torch.Tensor:
+        """For each token the number of tokens before it on its path, int64 ``[tokens]``."""
+        counted = [torch.arange(offset, offset + length) for offset, length in zip(self.offsets, self.lengths)]
+        return torch.cat(counted).to(self.device)
+
+    @cached_property
+    def continues(self) -> torch.Tensor:
+        """Whether a segment is another one or continues it, bool ``[segments, segments]``."""
+        made = torch.zeros(len(self.lengths), len(self.lengths), dtype=torch.bool)
+        for segment, path in enumerate(self._paths):
+            made[segment, list(path)] = True
+        return made.to(self.device)
+
+    def chunked(self, size: int) -> tuple[list[int], list[int]]:
+        """Cut every path into chunks of ``size`` tokens, as chunked attention does (Llama 4).
+
+        Returns:
+            The lengths and the parents of the pieces.
+        """
+        lengths: list[int] = []
+        parents: list[int] = []
+        last: list[int] = []
+        for segment, (offset, length) in enumerate(zip(self.offsets, self.lengths)):
+            before = self.parents[segment]
+            at, end = offset, offset + length
+            while at < end or (at == end == offset):
+                stop = min(end, (at // size + 1) * size)
+                goes_on = at == offset and before >= 0 and at % size
+                parents.append(last[before] if goes_on else -1)
+                lengths.append(stop - at)
+                if stop == at:
+                    break
+                at = stop
+            last.append(len(lengths) - 1)
+        return lengths, parents
+
+    def _ends(self, counts: Sequence[int]) -> torch.Tensor:
+        return torch.tensor([0, *counts]).cumsum(0).to(self.device, torch.int32)

@@ -205,6 +205,11 @@ def architectures() -> list[str]:
     return [*filter(is_present, SEEDS), *sorted(filter(is_present, names))]
 
 
+def first_position(model: Any) -> int:
+    """The position of a document's first token."""
+    return SETTINGS["pad_token_id"] + 1 if model.config.model_type in NOT_FROM_ZERO else 0
+
+
 def is_encoder(architecture: str) -> bool:
     """Whether an architecture has bidirectional attention, and so no next token, no ``generate()`` and no cache."""
     return architecture.endswith(MASKED)

@@ -12,7 +12,7 @@ IMPLEMENTATIONS = {"without": ("sdpa", "eager"), "with": ("flash_attention_2",)}
 
 ONCE = (
     "generation", "reverted", "host_reads", "rope_scaling", "checkpointing", "autocast", "lora", "windows", "inertness",
-    "half_precision", "no_dense_mask",
+    "half_precision", "no_dense_mask", "shared_prompts_checkpointed",
 )  # fmt: skip
 """Points run with one implementation only if all implementations share one forward (the interface seam)."""
 

@@ -3,6 +3,6 @@
 from __future__ import annotations
 
 from ..cell import POINTS
-from . import harmless, isolation, training, windows
+from . import harmless, isolation, training, trees, windows
 
-__all__ = ["POINTS", "harmless", "isolation", "training", "windows"]
+__all__ = ["POINTS", "harmless", "isolation", "training", "trees", "windows"]

@@ -9,7 +9,7 @@ import torch
 
 import fa2patch
 
-from ... import tiny_configs, tiny_models
+from ... import tiny_models
 from ...user_models import models
 from ..cell import Cell, NotApplicable, point
 from ..compare import assert_close, assert_same_gradients
@@ -115,11 +115,9 @@ def lengths(cell: Cell) -> None:
     """
     docs = documents(*LENGTHS)
     expected, model = alone(cell.reference(), docs, counts_itself=True), cell.model()
-    counts_from = (
-        tiny_configs.SETTINGS["pad_token_id"] + 1 if model.config.model_type in tiny_models.NOT_FROM_ZERO else 0
-    )
+    first = tiny_models.first_position(model)
     collate = fa2patch.DataCollatorWithFlattening(
-        return_flash_attn_kwargs=True, return_seq_idx=True, position_ids_start=counts_from
+        return_flash_attn_kwargs=True, return_seq_idx=True, position_ids_start=first
     )
     batch = dict(collate([{"input_ids": doc.tolist()} for doc in docs]))
     labels = batch.pop("labels")

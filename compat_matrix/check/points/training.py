@@ -41,7 +41,7 @@ def checkpointing(cell: Cell) -> None:
     every = [(reentrant, backwards) for reentrant in (True, False) for backwards in (1, -1)]
     for reentrant, backwards in every if cell.family in tiny_models.SEEDS else every[::3]:
         model = cell.model()
-        _checkpoint(model, reentrant)
+        checkpoint(model, reentrant)
         model.train()
         with fa2patch.apply(model):
             losses = [loss_of(model(**pack(docs)).logits[0], docs) for docs in (first, second)]
@@ -56,13 +56,13 @@ def checkpointing(cell: Cell) -> None:
 
 def _checkpointed_alone(cell: Cell, reentrant: bool, docs: list[torch.Tensor]) -> dict[str, torch.Tensor]:
     model = cell.reference()
-    _checkpoint(model, reentrant)
+    checkpoint(model, reentrant)
     model.train()
     loss_of(alone(model, docs, use_cache=False), docs).backward()
     return gradients(model)
 
 
-def _checkpoint(model: Any, reentrant: bool) -> None:
+def checkpoint(model: Any, reentrant: bool) -> None:
     model.enable_input_require_grads()
     try:
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": reentrant})

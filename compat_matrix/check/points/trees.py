@@ -1,0 +1,150 @@
+"""Points about trees of segments: a prompt that several completions follow is in the row once."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+import fa2patch
+from fa2patch.errors import BadParents
+from fa2patch.probing.probe import outputs_and_embeddings
+
+from ... import tiny_models
+from ..cell import Cell, NotApplicable, assert_unmoved, point
+from ..compare import assert_close, assert_same_gradients
+from ..rows import alone, documents, gradients, loss_of
+from .training import checkpoint
+
+PARENTS = (-1, 0, 0, 2, 2, -1, 5, 5)
+"""Two prompts. The second completion of the first one is continued twice."""
+
+LENGTHS = (9, 5, 4, 1, 6, 3, 7, 2)
+
+_PATHS = ((0, 1), (0, 2, 3), (0, 2, 4), (5, 6), (5, 7))
+
+
+class _Tree:
+    """The batch of a tree, and each path's tokens: alone, and as places in the row."""
+
+    def __init__(self, model: Any) -> None:
+        segments = documents(*LENGTHS)
+        ends = torch.tensor([0, *LENGTHS]).cumsum(0)
+        places = [torch.arange(ends[i], ends[i + 1]) for i in range(len(LENGTHS))]
+        self.paths = [torch.cat([segments[i] for i in path]) for path in _PATHS]
+        self.at = [torch.cat([places[i] for i in path]) for path in _PATHS]
+        self.positions = torch.zeros(sum(LENGTHS), dtype=torch.int64)
+        for at in self.at:
+            self.positions[at] = torch.arange(len(at)) + tiny_models.first_position(model)
+        self.batch: dict[str, Any] = {
+            "input_ids": torch.cat(segments)[None],
+            "position_ids": self.positions[None],
+            **dict.fromkeys(("cu_seq_lens_q", "cu_seq_lens_k"), ends.int()),
+            **dict.fromkeys(("max_length_q", "max_length_k"), max(LENGTHS)),
+            "segment_parents": torch.tensor(PARENTS, dtype=torch.int32),
+        }
+
+    def on_paths(self, of_tokens: torch.Tensor) -> torch.Tensor:
+        """``[tokens, ...]`` of the row, as those of the paths one after the other."""
+        return of_tokens[torch.cat(self.at)]
+
+
+def _require_refused(model: Any, batch: dict[str, Any]) -> None:
+    try:
+        model(**batch)
+    except BadParents:
+        return
+    raise AssertionError("a model whose tokens see later tokens took a tree of segments")
+
+
+@point
+def shared_prompts(cell: Cell) -> None:
+    """Logits, losses and gradients of a tree equal those of its paths alone, and nothing reaches a sibling.
+
+    The gradients of a prompt's embeddings are the sums over the paths that start with it.
+    """
+    reference, model = cell.reference(), cell.model()
+    tree = _Tree(model)
+    with fa2patch.apply(model) as patch:
+        if patch.found["directions"].both:
+            return _require_refused(model, tree.batch)
+        expected, of_embeddings = _alone(reference, tree)
+        found, leaf = outputs_and_embeddings(model, model, tree.batch)
+        assert_close(tree.on_paths(found[0]), expected, "logits")
+        loss_of(tree.on_paths(found[0]), tree.paths).backward()
+        assert leaf.grad is not None
+        assert_same_gradients({"embeddings": leaf.grad[0]}, {"embeddings": of_embeddings}, **cell.of_gradients)
+        assert_same_gradients(gradients(model), gradients(reference), **cell.of_gradients)
+        without_ids = {name: value for name, value in tree.batch.items() if name != "position_ids"}
+        assert_close(tree.on_paths(model(**without_ids).logits[0]), expected, "logits without position_ids")
+        _nothing_reaches_siblings(cell, model, tree)
+
+
+def _alone(reference: Any, tree: _Tree) -> tuple[torch.Tensor, torch.Tensor]:
+    """The logits of the paths alone, and the gradients of the row's embeddings, summed over the paths."""
+    leaves: list[torch.Tensor] = []
+
+    def keep(module: Any, given: Any, output: torch.Tensor) -> torch.Tensor:
+        leaves.append(output.detach().requires_grad_())
+        return leaves[-1] * 1
+
+    hook = reference.get_input_embeddings().register_forward_hook(keep)
+    expected = alone(reference, tree.paths)
+    hook.remove()
+    loss_of(expected, tree.paths).backward()
+    summed = torch.zeros(sum(LENGTHS), leaves[0].shape[-1], dtype=leaves[0].dtype)
+    for at, leaf in zip(tree.at, leaves):
+        assert leaf.grad is not None
+        summed.index_add_(0, at, leaf.grad[0])
+    return expected, summed
+
+
+def _nothing_reaches_siblings(cell: Cell, model: Any, tree: _Tree) -> None:
+    """Other tokens in the segment that is continued twice change its descendants only; gradients likewise."""
+    changed = 2
+    ends = torch.tensor([0, *LENGTHS]).cumsum(0).tolist()
+    seen_by = [i for i, path in enumerate(_paths_of_segments()) if changed in path]
+    inside = torch.zeros(sum(LENGTHS), dtype=torch.bool)
+    for segment in seen_by:
+        inside[ends[segment] : ends[segment + 1]] = True
+    other = tree.batch["input_ids"].clone()
+    other[0, ends[changed] : ends[changed + 1]] = documents(LENGTHS[changed], seed=9)[0]
+    before, leaf = outputs_and_embeddings(model, model, tree.batch)
+    after = model(**{**tree.batch, "input_ids": other}).logits
+    assert_unmoved(cell, after[0, ~inside], before[0, ~inside])
+    if torch.equal(after[0, inside], before[0, inside]):
+        raise AssertionError("other tokens in a segment change nothing in what continues it")
+    last = _paths_of_segments()[4]
+    (gradient,) = torch.autograd.grad(before[0, ends[4] : ends[5]].float().square().sum(), leaf)
+    for segment in range(len(LENGTHS)):
+        reached = bool(gradient[0, ends[segment] : ends[segment + 1]].any())
+        if reached != (segment in last):
+            raise AssertionError(f"segment 4 sends {'a' if reached else 'no'} gradient to segment {segment}")
+
+
+def _paths_of_segments() -> list[tuple[int, ...]]:
+    paths: list[tuple[int, ...]] = []
+    for segment, parent in enumerate(PARENTS):
+        paths.append((segment,) if parent < 0 else (*paths[parent], segment))
+    return paths
+
+
+@point
+def shared_prompts_checkpointed(cell: Cell) -> None:
+    """Gradients of a tree with checkpointing, reentrant or not, equal those of its paths alone."""
+    reference = cell.reference()
+    tree = _Tree(reference)
+    if not reference.supports_gradient_checkpointing:
+        raise NotApplicable("this version of the architecture has no gradient checkpointing")
+    with fa2patch.apply(reference) as patch:
+        if patch.found["directions"].both:
+            raise NotApplicable("a tree of segments is refused, because tokens see later tokens")
+    loss_of(alone(reference, tree.paths, use_cache=False), tree.paths).backward()
+    expected = gradients(reference)
+    for reentrant in (True, False):
+        model = cell.model()
+        checkpoint(model, reentrant)
+        model.train()
+        with fa2patch.apply(model):
+            loss_of(tree.on_paths(model(**tree.batch).logits[0]), tree.paths).backward()
+        assert_same_gradients(gradients(model), expected, **cell.of_gradients)

@@ -11,10 +11,17 @@ HEADS, DIM = 4, 8
 WINDOWS = {"no window": None, "window 1": 1, "smaller": 4, "equal": 8, "larger": 20}
 
 
-def documents(lengths, device="cpu"):
-    """Return boundaries for documents of these lengths."""
+def documents(lengths, device="cpu", parents=None):
+    """Return boundaries for documents of these lengths, or for segments with parents."""
     ends = [0, *itertools.accumulate(lengths)]
-    return Boundaries(torch.tensor(ends, dtype=torch.int32, device=device), max(lengths))
+    parents = None if parents is None else torch.tensor(parents, dtype=torch.int32, device=device)
+    return Boundaries(torch.tensor(ends, dtype=torch.int32, device=device), max(lengths), parents=parents)
+
+
+def a_tree(drawn):
+    """Draw the lengths and the parents of up to seven segments with a ``random.Random``."""
+    segments = drawn.randint(1, 7)
+    return [drawn.randint(1, 9) for _ in range(segments)], [drawn.randint(-1, at - 1) for at in range(segments)]
 
 
 def states(lengths=LENGTHS, dtype=torch.float64, groups=1, dim=DIM, value_dim=DIM, device="cpu", heads=HEADS):
@@ -26,7 +33,23 @@ def states(lengths=LENGTHS, dtype=torch.float64, groups=1, dim=DIM, value_dim=DI
     ]
 
 
-def brute_force(q, k, v, lengths, options):
+def _tree(lengths, parents):
+    """Return whether a token's segment continues another token's, and the tokens' places on their paths."""
+    of_token = [segment for segment, length in enumerate(lengths) for _ in range(length)]
+    continues = torch.zeros(len(of_token), len(of_token), dtype=torch.bool)
+    place = []
+    for token, segment in enumerate(of_token):
+        before, seen = 0, {segment}
+        while parents[segment] >= 0:
+            segment = parents[segment]
+            seen.add(segment)
+            before += lengths[segment]
+        place.append(before + token - of_token.index(of_token[token]))
+        continues[token] = torch.tensor([other in seen for other in of_token])
+    return continues, torch.tensor(place)
+
+
+def brute_force(q, k, v, lengths, options, parents=None):
     """Compute attention by its definition: all scores of the row, with ``-inf`` added where a query must not attend."""
     tokens, heads, dim = q.shape
     key_head = torch.arange(heads, device=q.device) // (heads // k.shape[1])
@@ -34,6 +57,9 @@ def brute_force(q, k, v, lengths, options):
     token = torch.arange(tokens, device=q.device)
     distance = token[:, None] - token[None, :]
     allowed = document[:, None] == document[None, :]
+    if parents is not None:
+        allowed, place = (x.to(q.device) for x in _tree(lengths, parents))
+        distance = place[:, None] - place[None, :]
     if options.causal:
         allowed = allowed & (distance >= 0)
     if options.window is not None:

@@ -1,0 +1,238 @@
+"""Trees of segments: every kernel that takes them equals the definition with a mask of all tokens."""
+
+import random
+from types import SimpleNamespace
+
+import pytest
+import torch
+from kernel_cases import DIM, a_tree, brute_force, documents, largest_errors, states, with_gradients
+
+from compat_matrix.check import stand_in_aten
+from fa2patch import kernels
+from fa2patch.documents.boundaries import Boundaries
+from fa2patch.documents.trees import Tree
+from fa2patch.errors import KernelUnavailable
+from fa2patch.kernels import cpu_flash, reference_op
+from fa2patch.kernels.cascade import Part, parts_of
+from fa2patch.kernels.flex import compute
+from fa2patch.kernels.options import Options
+from fa2patch.kernels.reference import Reference
+
+PROMPTS = (6, 3, 5, 1), (-1, 0, 0, 0)
+TURNS = (4, 3, 5, 2, 7), (-1, 0, 1, 2, 1)
+SEVERAL = (2, 5, 3, 4, 1, 6), (-1, -1, 1, 0, 1, 0)
+ALONE = (3, 4), (-1, -1)
+TREES = {"a prompt": PROMPTS, "turns": TURNS, "several prompts": SEVERAL, "no parents": ALONE}
+SPECIAL = {"plain": {}, "window": {"window": 4}, "softcap": {"softcap": 2.0}, "alibi": {"alibi_slopes": 0.3}}
+
+
+@pytest.fixture(autouse=True)
+def aten_on_a_cpu():
+    with stand_in_aten.installed():
+        yield
+
+
+def options_of(special, sinks):
+    given = dict(special)
+    if "alibi_slopes" in given:
+        given["alibi_slopes"] = torch.tensor([0.5, 0.1, 1.0, 0.0], dtype=torch.float64)
+    logits = torch.tensor([0.5, -1.0, 2.0, 4.0], dtype=torch.float64).requires_grad_() if sinks else None
+    return Options(scale=0.7 * DIM**-0.5, sinks=logits, **given)
+
+
+def errors_of(attend, lengths, parents, options, groups=2, value_dim=DIM):
+    q, k, v = states(lengths, groups=groups, value_dim=value_dim)
+    given = [x for x in (q, k, v, options.sinks) if x is not None]
+    found = with_gradients(lambda: attend(q, k, v, documents(lengths, parents=parents)), given)
+    truth = with_gradients(lambda: brute_force(q, k, v, lengths, options, parents), given)
+    return max(largest_errors(found, truth))
+
+
+@pytest.mark.parametrize("value_dim", [DIM, 6], ids=["one head dim", "another value head dim"])
+@pytest.mark.parametrize("sinks", [False, True], ids=["no sinks", "sinks"])
+@pytest.mark.parametrize("special", SPECIAL.values(), ids=SPECIAL)
+@pytest.mark.parametrize("tree", TREES.values(), ids=TREES)
+@pytest.mark.parametrize("name", ["reference", "operator", "torch_varlen", "efficient"])
+def test_a_kernel_equals_the_definition(name, tree, special, sinks, value_dim):
+    options = options_of(special, sinks)
+    if name == "operator":
+        if reference_op.attend is None:
+            pytest.skip(f"torch {torch.__version__} has no custom_op")
+
+        def attend(q, k, v, boundaries):
+            return reference_op.attend(q, k, v, boundaries, options, options.scale)
+    else:
+        kernel = kernels.named(name)
+        able, _ = kernel.supports(kernels.asked_by(*states(), options, trees=True))
+        if not able:  # softcap and alibi; what a kernel lacks is in its table
+            assert name != "reference" and (special or sinks)
+            return
+
+        def attend(q, k, v, boundaries):
+            return kernel(q, k, v, boundaries, options)
+
+    assert errors_of(attend, *tree, options, value_dim=value_dim) < 1e-12
+
+
+@pytest.mark.parametrize("special", SPECIAL.values(), ids=SPECIAL)
+@pytest.mark.parametrize("tree", TREES.values(), ids=TREES)
+def test_flex_attention_equals_the_definition(tree, special):
+    """FlexAttention's real forward; its backward runs on GPUs only."""
+    flex = pytest.importorskip("torch.nn.attention.flex_attention")
+    lengths, parents = tree
+    q, k, v = (x.detach() for x in states(lengths, groups=2))
+    options, boundaries = options_of(special, sinks=False), documents(lengths, parents=parents)
+    found = compute(flex.flex_attention, flex.create_block_mask, q, k, v, boundaries, options, options.scale)
+    assert max(largest_errors([found], [brute_force(q, k, v, lengths, options, parents)])) < 1e-6
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", range(2000))
+def test_random_trees(seed):
+    check_random_tree(seed)
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_some_random_trees(seed):
+    check_random_tree(seed)
+
+
+def check_random_tree(seed):
+    """A random tree, with a random option, is computed right by the reference and by torch's own kernel."""
+    drawn = random.Random(seed)
+    lengths, parents = a_tree(drawn)
+    name = drawn.choice(["plain", "window", "softcap"])
+    special = {"window": {"window": drawn.randint(1, 9)}, "softcap": {"softcap": 2.0}}.get(name, {})
+    options = options_of(special, sinks=drawn.random() < 0.5)
+    for kernel in (Reference(), kernels.named("torch_varlen")):
+        if name != "softcap" or isinstance(kernel, Reference):
+
+            def attend(q, k, v, boundaries, kernel=kernel):
+                return kernel(q, k, v, boundaries, options)
+
+            assert errors_of(attend, lengths, parents, options) < 1e-11
+
+
+def test_a_branch_does_not_move_by_a_bit_when_its_sibling_changes():
+    lengths, parents = PROMPTS
+    q, k, v = (x.detach().float() for x in states(lengths))
+    boundaries = documents(lengths, parents=parents)
+    sibling = slice(6, 9)
+    for options in (Options(), Options(window=3), Options(softcap=2.0)):
+        before = Reference()(q, k, v, boundaries, options)
+        others = [x.clone() for x in (q, k, v)]
+        for other in others:
+            other[sibling] += 1
+        after = Reference()(*others, boundaries, options)
+        changed = (before != after).flatten(1).any(1)
+        assert changed[sibling].all() and changed.sum() == 3
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32], ids=str)
+def test_half_precision_is_merged_in_float32(dtype):
+    lengths, parents = TURNS
+    q, k, v = states(lengths, groups=2)
+    truth = with_gradients(lambda: brute_force(q, k, v, lengths, Options(), parents), [q, k, v])
+    given = [x.detach().to(dtype).requires_grad_() for x in (q, k, v)]
+    found = with_gradients(lambda: Reference()(*given, documents(lengths, parents=parents), Options()), given)
+    assert [x.dtype for x in found] == [dtype] * 4
+    for error, tensor in zip(largest_errors(found, truth), truth):
+        assert error <= (1e-5 if dtype == torch.float32 else 6e-2) * tensor.abs().max().item()
+
+
+def test_the_cascade_copies_no_keys(monkeypatch):
+    """The keys of a prompt are read once for all branches: one call for each segment, and one for each parent."""
+    calls = []
+    operator = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default
+
+    def counted(query, key, value, *rest, **more):
+        calls.append((query.shape[2], key.shape[2], key.untyped_storage().data_ptr()))
+        return operator(query, key, value, *rest, **more)
+
+    fake = SimpleNamespace(aten=SimpleNamespace(**{cpu_flash._FORWARD: SimpleNamespace(default=counted)}))
+    monkeypatch.setattr(cpu_flash, "torch", SimpleNamespace(**{**vars(torch), "ops": fake}))
+    monkeypatch.setattr(cpu_flash, "available", lambda: True)
+    lengths, parents = PROMPTS
+    q, k, v = (x.detach() for x in states(lengths))
+    Reference()(q, k, v, documents(lengths, parents=parents), Options())
+    assert [call[:2] for call in calls] == [(6, 6), (3, 3), (5, 5), (1, 1), (9, 6)]
+    assert {call[2] for call in calls} == {k.untyped_storage().data_ptr()}
+
+
+def test_a_kernel_that_does_not_know_trees_is_not_used():
+    class Old(kernels.Kernel):
+        name = "old"
+        DEVICES = DTYPES = None
+
+        def available(self):
+            return True, ""
+
+    asked = kernels.asked_by(*states(), Options(), trees=True)
+    assert Old().supports(asked) == (False, "it has no trees")
+    with pytest.raises(KernelUnavailable, match="it has no trees"):
+        kernels.pick(Old(), asked, torch.device("cpu"))
+
+
+def test_the_trial_finds_a_kernel_that_aligns_queries_with_the_first_keys():
+    """FlashAttention 2.0 did so; no mask without parents shows it."""
+
+    class TopLeft(Reference):
+        name = "top left"
+        GATHERS = True
+
+        def attend(self, q, k, v, boundaries, options, scale):
+            keys = boundaries.keys(len(q))
+            cut = [k[start:][:length] for start, length in zip(keys.cu_seqlens.tolist(), boundaries.lengths)]
+            values = [v[start:][:length] for start, length in zip(keys.cu_seqlens.tolist(), boundaries.lengths)]
+            plain = Boundaries(boundaries.cu_seqlens, boundaries.max_seqlen)
+            return super().attend(q, torch.cat(cut), torch.cat(values), plain, options, scale)
+
+    q, k, v = (x.detach().float() for x in states())
+    cpu = torch.device("cpu")
+    assert kernels.pick(TopLeft(), kernels.asked_by(q, k, v, Options()), cpu).why == ""
+    with pytest.raises(kernels.registry.KernelUnavailable, match="its outputs are off by"):
+        kernels.pick(TopLeft(), kernels.asked_by(q, k, v, Options(), trees=True), cpu)
+
+
+@pytest.mark.parametrize("seed", range(30))
+def test_what_a_tree_says_of_its_paths(seed):
+    lengths, parents = a_tree(random.Random(seed))
+    tree = Tree(lengths, parents, torch.device("cpu"))
+    tokens = torch.arange(sum(lengths))
+    walked = [tree.along(tokens, segment) for segment in range(len(lengths))]
+    assert torch.equal(torch.cat(walked), tree.keys[0])
+    assert tree.keys[1].diff().tolist() == [len(path) for path in walked] and tree.keys[2] == max(map(len, walked))
+    for segment, path in enumerate(walked):
+        assert tree.positions[path].tolist() == list(range(len(path)))
+        assert tree.continues[segment].nonzero().flatten().tolist() == sorted(tree.path(segment))
+        assert set(tree.descendants(segment)) == {s for s in range(len(lengths)) if segment in tree.path(s)[:-1]}
+    seen = [set() for _ in tokens]
+    parts = parts_of(documents(lengths, parents=parents))
+    assert parts[0] == Part(None, parts[0].cu_seqlens, max(lengths), tuple(lengths), True)
+    for part in parts[1:]:
+        assert len(set(part.tokens.tolist())) == len(part.tokens)
+        for segment, queries in enumerate(part.tokens.split(list(part.counts))):
+            for token in queries.tolist():
+                seen[token].add(segment)
+    of_token = [segment for segment, length in enumerate(lengths) for _ in range(length)]
+    assert seen == [set(tree.path(segment)[:-1]) for segment in of_token]
+
+
+@pytest.mark.parametrize("seed", range(30))
+@pytest.mark.parametrize("size", [1, 3, 4])
+def test_chunks_of_a_tree_are_chunks_of_its_paths(seed, size):
+    """A token sees the tokens of its path in its chunk, as chunked attention of the path alone does."""
+    lengths, parents = a_tree(random.Random(seed))
+    whole = documents(lengths, parents=parents)
+    chunked = whole.chunked(size)
+    assert chunked.max_seqlen == size and sum(chunked.lengths) == sum(lengths)
+    of_piece = [piece for piece, length in enumerate(chunked.lengths) for _ in range(length)]
+    of_token = [segment for segment, length in enumerate(lengths) for _ in range(length)]
+    positions = whole.tree.positions
+    tokens = torch.arange(sum(lengths))
+    for token in tokens.tolist():
+        path = whole.tree.along(tokens, of_token[token])
+        expected = [other for other in path.tolist() if positions[other] // size == positions[token] // size]
+        expected = [other for other in expected if positions[other] <= positions[token]]
+        seen = chunked.tree.along(tokens, of_piece[token]).tolist()
+        assert seen[: seen.index(token) + 1] == expected

@@ -18,12 +18,6 @@ def documents(lengths, device="cpu", parents=None):
     return Boundaries(torch.tensor(ends, dtype=torch.int32, device=device), max(lengths), parents=parents)
 
 
-def a_tree(drawn):
-    """Draw the lengths and the parents of up to seven segments with a ``random.Random``."""
-    segments = drawn.randint(1, 7)
-    return [drawn.randint(1, 9) for _ in range(segments)], [drawn.randint(-1, at - 1) for at in range(segments)]
-
-
 def states(lengths=LENGTHS, dtype=torch.float64, groups=1, dim=DIM, value_dim=DIM, device="cpu", heads=HEADS):
     """Return q, k and v ``[tokens, heads, dim]`` of one row. They are so large that a weight on a wrong key shows."""
     sizes = ((heads, dim), (heads // groups, dim), (heads // groups, value_dim))

@@ -5,7 +5,8 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from kernel_cases import DIM, a_tree, brute_force, documents, largest_errors, states, with_gradients
+from kernel_cases import DIM, brute_force, documents, largest_errors, states, with_gradients
+from tree_cases import a_tree
 
 from compat_matrix.check import stand_in_aten
 from fa2patch import kernels

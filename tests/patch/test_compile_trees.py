@@ -1,0 +1,96 @@
+"""torch.compile of a patched model with trees of segments: one graph for all of them, without a graph break."""
+
+import random
+
+import pytest
+import torch
+from tree_cases import a_tree, tree_batch
+
+import fa2patch
+from compat_matrix import tiny_models
+from compat_matrix.check import stand_in_aten
+from fa2patch.kernels import reference_op
+
+pytestmark = pytest.mark.skipif(reference_op.attend is None, reason=f"torch {torch.__version__} has no custom_op")
+
+
+@pytest.fixture
+def graphs():
+    """Give a list of graphs, and a backend that adds each graph to it and runs the graph unchanged."""
+    torch._dynamo.reset()
+    seen = []
+
+    def backend(graph, inputs):
+        seen.append(graph)
+        return graph
+
+    yield seen, backend
+    torch._dynamo.reset()
+
+
+def patched(family):
+    model = tiny_models.build(family, "eager")
+    patch = fa2patch.apply(model)
+    if {layer.seam for layer in patch.layers} != {"interface"}:
+        pytest.skip(f"{family} is not on the interface seam of this Transformers")
+    return model
+
+
+def trees(count):
+    drawn = random.Random(0)
+    made = [a_tree(drawn) for _ in range(count * 3)]
+    return [tree for tree in made if len(tree[0]) >= 2 and sum(tree[0]) > 2][:count]
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma2"])
+def test_twelve_trees_make_two_graphs_without_a_break(graphs, family):
+    seen, backend = graphs
+    model = patched(family)
+    compiled = torch.compile(model, backend=backend, fullgraph=True)
+    for lengths, parents in trees(12):
+        given = dict(tree_batch(lengths, parents, labels=True), use_cache=False)
+        found = compiled(**given)
+        found.loss.backward()
+        gradients = [weight.grad for weight in model.parameters() if weight.grad is not None]
+        model.zero_grad()
+        expected = model(**given)
+        expected.loss.backward()
+        torch.testing.assert_close(found.logits, expected.logits, rtol=1e-5, atol=1e-5)
+        for weight, gradient in zip((w for w in model.parameters() if w.grad is not None), gradients):
+            torch.testing.assert_close(gradient, weight.grad, rtol=1e-4, atol=1e-5)
+        model.zero_grad()
+    assert len(seen) <= 2, "the first tree, and one graph for all others"
+
+
+@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
+def test_torch_varlen_in_a_graph_gets_gathered_keys(backend):
+    torch._dynamo.reset()
+    with stand_in_aten.installed():
+        model = patched("llama")
+        compiled = torch.compile(model, backend=backend, fullgraph=True)
+        for lengths, parents in trees(4):
+            given = dict(tree_batch(lengths, parents), use_cache=False)
+            found, expected = compiled(**given).logits, model(**given).logits
+            torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
+            weight = model.get_input_embeddings().weight
+            one, other = (torch.autograd.grad(logits.square().sum(), weight)[0] for logits in (found, expected))
+            torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-4)
+    torch._dynamo.reset()
+
+
+@pytest.mark.parametrize(
+    ("spoilt", "message"),
+    [
+        ({"segment_parents": torch.tensor([-1, 0, 2], dtype=torch.int32)}, "the number of an earlier one"),
+        ({"position_ids": torch.arange(15)[None]}, "do not go on"),
+        ({"labels": torch.ones(1, 15, dtype=torch.int64)}, "has a label"),
+    ],
+    ids=["parents", "ids", "labels"],
+)
+def test_a_bad_tree_raises_inside_a_graph_too(graphs, spoilt, message):
+    _, backend = graphs
+    compiled = torch.compile(patched("llama"), backend=backend, fullgraph=True)
+    given = dict(tree_batch([4, 6, 5], [-1, 0, 0], labels=True), use_cache=False)
+    compiled(**given)
+    with pytest.raises(RuntimeError, match=message):
+        compiled(**{**given, **spoilt})

@@ -11,7 +11,7 @@ from typing import Any, Callable
 
 from ..screen import BarColumn, Console, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
-PARTS = ("startup", "syncs", "kernels", "overhead", "mixers", "training", "packing")
+PARTS = ("startup", "syncs", "kernels", "overhead", "mixers", "training", "sharing", "packing")
 RESULTS = Path(__file__).parent / "results"
 ENVIRONMENTS = Path(__file__).parents[2] / ".compat"
 COMMAND = "python -m compat_matrix.bench"
@@ -74,6 +74,10 @@ def measuring(part: str, given: argparse.Namespace) -> Callable[[Progress], Any]
         from . import mixers
 
         return lambda progress: mixers.measure(progress, given.quick)
+    if part == "sharing":
+        from . import sharing
+
+        return lambda progress: sharing.measure(progress, given.quick)
     if part == "packing":
         from . import packing
 

@@ -14,7 +14,7 @@ from .table import Found
 
 HERE = Path(__file__).parent
 COMMAND = "python -m compat_matrix.bench.figures"
-PARTS = ("startup", "syncs", "kernels", "overhead", "mixers", "training", "packing")
+PARTS = ("startup", "syncs", "kernels", "overhead", "mixers", "training", "sharing", "packing")
 OWED = (
     "There are no GPU figures yet. `python -m compat_matrix.bench.gpu --out FOLDER` makes "
     "FOLDER/gpu.json. Commit it as results/gpu.json."
@@ -27,6 +27,7 @@ WHAT = {
     "overhead": "The time that the patch adds on the host, without the kernel.",
     "mixers": "Packed rows of hybrid models compared with their documents run one by one.",
     "training": "Training on the same mini-batches, padded and packed.",
+    "sharing": "One prompt with many completions: padded, packed, and packed with the prompt once.",
     "packing": "Planners decide which examples share a row: fa2patch's, TRL's and axolotl's on the same lengths.",
     "gpu": "Models of published sizes with random weights.",
 }

@@ -171,6 +171,32 @@ def training(found: Found) -> list[Table]:
     return [Table("Training, padded and packed", head, rows, notes)]
 
 
+def sharing(found: Found) -> list[Table]:
+    """Tokens and times of each way, and the shared row's time by its limit."""
+    rows = []
+    for run in found["rows"]:
+        ways = [run[name] for name in ("padded", "packed", "shared")]
+        rows.append(
+            [
+                f"{run['prompt']}, {run['completions']}",
+                *(f"{way['tokens']:,}" for way in ways),
+                *(f"{way['median_ms']:,.0f}" for way in ways),
+                *(f"{run['shared'][f'faster_than_{name}']:.2f}" for name in ("padded", "packed")),
+                f"{run['by_limit']:.2f}",
+            ]
+        )
+    head = ["prompt, completions", *(f"{way}: tokens" for way in ("padded", "packed", "shared"))]
+    head += [*(f"{way}, ms" for way in ("padded", "packed", "shared")), "padded / shared", "packed / shared"]
+    notes = (
+        f"Forward and backward of a Llama of {found['layers']} layers, hidden size {found['hidden']}, "
+        f"{found['dtype']}; medians of {found['repeats']} rounds, taken in turns. Completions have 32 to 256 tokens, "
+        "evenly spread. *By limit* is the shared row's time divided by the cost of its tokens and its attention "
+        "scores: its tokens in the same model with additions in the place of attention, and its scores at the packed "
+        "row's cost of a score. Ratios are medians over the rounds."
+    )
+    return [Table("A prompt with many completions", [*head, "by limit"], rows, notes)]
+
+
 def gpu(found: Found) -> list[Table]:
     """One table for each model. Ratios cover the steps that all its variants have taken."""
     made = []
@@ -228,6 +254,7 @@ MAKE: dict[str, Callable[[Found], list[Table]]] = {
     "overhead": overhead,
     "mixers": mixers,
     "training": training,
+    "sharing": sharing,
     "packing": packing,
     "gpu": gpu,
 }

@@ -90,6 +90,21 @@ class Documents:
             )
         return whole
 
+    def shared(self) -> tuple[int, slice, int] | None:
+        """The first segment that two paths share: a path's number, the segment's tokens on it, and the other's number.
+
+        None if no two paths share a segment.
+        """
+        taken_from: dict[int, int] = {}
+        for at, leaf in enumerate(self._tree.leaves if self._tree is not None else []):
+            assert self._tree is not None
+            for segment in reversed(self._tree.path(leaf)):
+                if segment in taken_from:
+                    start = self._tree.offsets[segment]
+                    return taken_from[segment], slice(start, start + self._tree.lengths[segment]), at
+                taken_from[segment] = at
+        return None
+
     def _of_tokens(self, outputs: Sequence[Any]) -> torch.Tensor | None:
         shapes = [tuple(each.shape) if isinstance(each, torch.Tensor) else () for each in outputs]
         if [each[:2] for each in shapes] == [(1, length) for length in self.lengths]:

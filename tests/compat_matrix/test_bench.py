@@ -15,7 +15,7 @@ from compat_matrix.bench import __main__ as bench
 from compat_matrix.bench import counting, figures, gpu, gpu_once, kernels, lengths, plots, syncs, syncs_once, tables
 from compat_matrix.check.rows import documents, pack
 
-PARTS = ("kernels", "overhead", "mixers", "training")
+PARTS = ("kernels", "overhead", "mixers", "training", "sharing")
 
 
 @pytest.fixture

@@ -51,10 +51,10 @@ def checkpointing(cell: Cell) -> None:
         try:
             assert_same_gradients(found, expected, **cell.of_gradients)
         except AssertionError:  # Gemma 3n and 4 lose gradients through keys that layers share, also unpatched
-            assert_same_gradients(found, _checkpointed_alone(cell, reentrant, first + second), **cell.of_gradients)
+            assert_same_gradients(found, checkpointed_alone(cell, reentrant, first + second), **cell.of_gradients)
 
 
-def _checkpointed_alone(cell: Cell, reentrant: bool, docs: list[torch.Tensor]) -> dict[str, torch.Tensor]:
+def checkpointed_alone(cell: Cell, reentrant: bool, docs: list[torch.Tensor]) -> dict[str, torch.Tensor]:
     model = cell.reference()
     checkpoint(model, reentrant)
     model.train()

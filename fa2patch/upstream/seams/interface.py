@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from ..._types import Call, Function
-from ...documents.names import LENGTHS
+from ...documents.names import LABELS, LENGTHS
 from ...errors import PackingNotIsolated
 from ...kernels.options import Options
 from ..inspecting import reads_name
@@ -29,7 +29,7 @@ EAGER = "eager_attention_forward"
 
 _KNOWN_TENSORS = {
     "s_aux", "sinks", "position_ids", "cache_position", "position_embeddings", "cumulative_seqlens_q",
-    "cumulative_seqlens_k", "labels", "num_items_in_batch", *LENGTHS,
+    "cumulative_seqlens_k", "num_items_in_batch", *LABELS, *LENGTHS,
 }  # fmt: skip
 
 

@@ -20,7 +20,7 @@ from ...errors import PackedWithCache
 from .. import apart, inspecting
 from ..calls import passed
 from ..packed_mask import PackedMask, find
-from . import whole_row
+from . import looks_back, whole_row
 
 MASKS = ("attention_mask", "mask", "conv_mask")
 """Names of the mask argument through which a mixer is given the boundaries."""
@@ -77,27 +77,28 @@ def _computed(
     """
     each, whole = apart.Documents(mask.boundaries, mask.shape), apart.Documents.whole(mask.shape)
     kwargs = {name: value for name, value in kwargs.items() if name not in LENGTHS}
-    place, hidden = _hidden(args, kwargs, mask.shape)
+    place, row = _hidden(args, kwargs, mask.shape)
 
     def among(documents: apart.Documents, more: dict[str, Any], hidden: torch.Tensor | None = None) -> Any:
         given, named = list(args), dict(kwargs)
         if hidden is not None:
             (named if isinstance(place, str) else given)[place] = hidden
         outputs = documents.of_each(functools.partial(original, module, **more), given, named)
+        looks_back.require(module, documents, hidden if hidden is not None else row, outputs)
         if hands_on:
             return documents.join([output[0] for output in outputs]), mask
         return documents.join(outputs)
 
     shares = mask.boundaries.parents is not None
-    if hidden is None or shares or not whole_row.may_be(original, module, hidden, each.lengths):
+    if row is None or shares or not whole_row.may_be(original, module, row, each.lengths):
         mask.picks.takes_documents(module)
         return among(each, {})
     more = whole_row.keywords(original, mask.boundaries, sum(each.lengths))
     at_once = mask.picks.takes_whole_rows(
         module,
-        _kind_of_call(module, hidden),
+        _kind_of_call(module, row),
         lambda: whole_row.keeps_apart(
-            lambda row: among(whole, more, row), lambda row: among(each, {}, row), hidden, each.lengths
+            lambda hidden: among(whole, more, hidden), lambda hidden: among(each, {}, hidden), row, each.lengths
         ),
     )
     return among(whole, more) if at_once else among(each, {})

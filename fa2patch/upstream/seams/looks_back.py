@@ -1,0 +1,59 @@
+"""A mixer that looks at later tokens (ConvBERT) cannot compute a tree: a prompt would see what continues it.
+
+What paths share is computed on each path and taken from one of them. It must be the same on all. This is checked on the
+first tree that a mixer computes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+from weakref import WeakSet
+
+import torch
+
+from ...errors import BadParents
+from .. import apart
+
+NEAR = {torch.float64: 1e-6, torch.float32: 1e-3}
+"""Largest difference by dtype, relative to the largest value; 3e-2 in half precision."""
+
+_LOOK_BACK: WeakSet[torch.nn.Module] = WeakSet()
+"""Mixers that have been checked."""
+
+
+@torch.no_grad()
+def require(
+    module: torch.nn.Module, documents: apart.Documents, hidden: torch.Tensor | None, outputs: Sequence[Any]
+) -> None:
+    """Raise :class:`BadParents` if a shared segment's outputs depend on what follows it.
+
+    Args:
+        module: the mixer.
+        documents: the documents that it was run on.
+        hidden: its hidden states ``[batch, length, width]``, or None if they are not known.
+        outputs: its output for each document.
+    """
+    found = documents.shared()
+    if found is None or module in _LOOK_BACK:
+        return
+    one, tokens, other = found
+    if hidden is not None:
+        paths = documents.split(hidden)
+        behind, beside = (paths[at][:, tokens.stop :] for at in (one, other))
+        if torch.equal(behind, beside):
+            return  # two equal paths show nothing
+    first, second = (_of_tokens(outputs[at], documents.lengths[at])[tokens] for at in (one, other))
+    if (first - second).abs().max() > NEAR.get(first.dtype, 3e-2) * first.abs().max():
+        raise BadParents(
+            f"segment_parents: {type(module).__name__} looks at later tokens, so a prompt would be another one before "
+            "each of its completions. Give this model every sequence as a document of its own."
+        )
+    if hidden is not None:
+        _LOOK_BACK.add(module)
+
+
+def _of_tokens(output: Any, length: int) -> torch.Tensor:
+    """A document's first output, ``[length, ...]``."""
+    states: torch.Tensor = output[0] if isinstance(output, tuple) else output
+    return states[0] if tuple(states.shape[:2]) == (1, length) else states

@@ -143,7 +143,7 @@ class Kernel:
         scale = q.shape[-1] ** -0.5 if options.scale is None else options.scale
         keys = boundaries.keys(q.shape[0]).tokens if self.GATHERS else None
         if keys is not None:
-            k, v = k[keys], v[keys]
+            k, v = k.index_select(0, keys), v.index_select(0, keys)
         value_dim = v.shape[-1]
         if self.MULTIPLE > 1:
             dim = max(q.shape[-1], value_dim)

@@ -54,8 +54,8 @@ class TorchVarlen(Kernel):
         """Call the operator. Sinks, and trees without a window, go through :class:`~.cascade.Cascade`."""
         keys, tree = boundaries.keys(q.shape[0]), boundaries.parents is not None
         gathers = tree and (options.window is not None or compiling())  # a graph holds no tree of the host
-        if gathers:
-            k, v = k[keys.tokens], v[keys.tokens]
+        if gathers and keys.tokens is not None:
+            k, v = k.index_select(0, keys.tokens), v.index_select(0, keys.tokens)
         elif tree:
             keys = Keys(None, boundaries.cu_seqlens, boundaries.max_seqlen)
         q, k, v = (x if x.stride(-1) == 1 else x.contiguous() for x in (q, k, v))

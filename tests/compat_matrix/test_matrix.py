@@ -18,7 +18,7 @@ from compat_matrix.check.points import POINTS
 from compat_matrix.results import read_file
 from compat_matrix.run import merged
 from fa2patch import Boundaries
-from fa2patch.documents import device, starts
+from fa2patch.documents import device, starts, stated
 from fa2patch.upstream import forward, packed_mask
 from fa2patch.upstream.looked import Looked
 from fa2patch.upstream.traits import attention, mixers
@@ -68,6 +68,19 @@ def test_one_document_for_the_whole_row_is_red(monkeypatch):
 
     monkeypatch.setattr(packed_mask.PackedMask, "attend", leaking)
     red("packed_row", "packed_rows", "padding", "lengths", "nothing_crosses", "checkpointing", "half_precision")
+
+
+@pytest.mark.parametrize("family", ["llama", "jamba"])
+def test_a_sibling_that_is_seen_is_red(monkeypatch, family):
+    """Every segment continues the one before it."""
+    monkeypatch.setattr(stated, "require_tree", lambda cu, *rest: torch.arange(-1, len(cu) - 2, dtype=torch.int32))
+    red("shared_prompts", "shared_prompts_checkpointed", family=family)
+
+
+@pytest.mark.parametrize("family", ["llama", "jamba"])
+def test_a_parent_that_is_not_seen_is_red(monkeypatch, family):
+    monkeypatch.setattr(stated, "require_tree", lambda cu, *rest: torch.full_like(cu[1:], -1))
+    red("shared_prompts", "shared_prompts_checkpointed", family=family)
 
 
 def test_position_ids_dropped_on_the_way_are_red(monkeypatch):

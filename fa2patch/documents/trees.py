@@ -18,15 +18,15 @@ class Level(NamedTuple):
     """The queries that see all keys of the parents at one depth of a tree.
 
     Attributes:
-        tokens: int64 ``[queries]``: the tokens of the descendants of each parent, one parent after the other. A token
-            occurs once.
+        tokens: the tokens of the descendants of each parent, one parent after the other, int64 ``[queries]``; a slice
+            if they follow each other. A token occurs once.
         cu_seqlens: int32 ``[segments + 1]``, the ends of each segment's queries in ``tokens``. Segments that are no
             parents of this depth have none.
         max_seqlen: the largest number of queries of a segment.
         counts: the segments' numbers of queries.
     """
 
-    tokens: torch.Tensor
+    tokens: torch.Tensor | slice
     cu_seqlens: torch.Tensor
     max_seqlen: int
     counts: tuple[int, ...]
@@ -81,13 +81,12 @@ class Tree:
         """What each depth's parents are seen by. The first one is of the roots."""
         made = []
         for depth in range(max(map(len, self._paths)) - 1):
-            seen_by: list[list[int]] = [[] for _ in self.lengths]
-            for segment, path in enumerate(self._paths):
-                if len(path) > depth + 1:
-                    seen_by[path[depth]] += range(*self.span(segment))
-            counts = tuple(len(tokens) for tokens in seen_by)
-            tokens = torch.tensor([token for tokens in seen_by for token in tokens])
-            made.append(Level(tokens.to(self.device), self._ends(counts), max(counts), counts))
+            below = [segment for segment, path in enumerate(self._paths) if len(path) > depth + 1]
+            below.sort(key=lambda segment: self._paths[segment][depth])  # stable: in order below each parent
+            counts = [0] * len(self.lengths)
+            for segment in below:
+                counts[self._paths[segment][depth]] += self.lengths[segment]
+            made.append(Level(self._tokens(below), self._ends(counts), max(counts), tuple(counts)))
         return made
 
     @cached_property
@@ -137,6 +136,12 @@ class Tree:
                 at = stop
             last.append(len(lengths) - 1)
         return lengths, parents
+
+    def _tokens(self, segments: Sequence[int]) -> torch.Tensor | slice:
+        spans = [self.span(segment) for segment in segments]
+        if all(stop == start for (_, stop), (start, _) in zip(spans, spans[1:])):
+            return slice(spans[0][0], spans[-1][1])
+        return torch.cat([torch.arange(*span) for span in spans]).to(self.device)
 
     def _ends(self, counts: Sequence[int]) -> torch.Tensor:
         return torch.tensor([0, *counts]).cumsum(0).to(self.device, torch.int32)

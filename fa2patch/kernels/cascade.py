@@ -22,29 +22,29 @@ class Part(NamedTuple):
     """One variable-length call.
 
     Attributes:
-        tokens: int64 ``[queries]``, the tokens whose queries are computed; None for all tokens of the batch.
+        tokens: the tokens whose queries are computed, int64 ``[queries]`` or a slice of the batch's tokens.
         cu_seqlens: int32 ``[segments + 1]``, the ends of each segment's queries.
         max_seqlen: the largest number of queries of a segment.
         counts: the segments' numbers of queries on the host.
         causal: whether a query sees the keys up to its own token, or all keys of the segment.
     """
 
-    tokens: torch.Tensor | None
+    tokens: torch.Tensor | slice
     cu_seqlens: torch.Tensor
     max_seqlen: int
     counts: tuple[int, ...]
     causal: bool
 
     def of(self, states: torch.Tensor) -> torch.Tensor:
-        """The states ``[tokens, ...]`` of this call's queries."""
-        return states if self.tokens is None else states.index_select(0, self.tokens)
+        """The states ``[tokens, ...]`` of this call's queries: a view if their tokens follow each other."""
+        return states[self.tokens]
 
 
 def parts_of(boundaries: Boundaries) -> list[Part]:
     """The calls that a tree of segments needs: one of all segments, and one for each depth that has parents."""
     tree = boundaries.tree
     assert tree is not None
-    own = Part(None, boundaries.cu_seqlens, boundaries.max_seqlen, tree.lengths, causal=True)
+    own = Part(slice(None), boundaries.cu_seqlens, boundaries.max_seqlen, tree.lengths, causal=True)
     return [own, *(Part(*level, causal=False) for level in tree.levels)]
 
 
@@ -52,15 +52,16 @@ class Varlen(Protocol):
     """A kernel's forward with the log-sum-exp, and its backward. Keys are the segments of the batch.
 
     ``forward(q, k, v, part)`` returns the output ``[queries, heads, dim]``, the log-sum-exp ``[queries, heads]`` and
-    what the backward needs. ``backward(grad, q, k, v, output, lse, part, kept)`` returns the gradients of q, k and v.
+    what the backward needs. ``backward(grad, q, k, v, output, lse, part, kept, of_keys, of_values)`` returns the
+    gradient of q, and adds those of k and v to its last two arguments.
     """
 
     def forward(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, part: Part) -> tuple[Any, ...]: ...
 
     def backward(
         self, grad: torch.Tensor, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, output: torch.Tensor,
-        lse: torch.Tensor, part: Part, kept: tuple[torch.Tensor, ...],
-    ) -> Sequence[torch.Tensor]: ...  # fmt: skip
+        lse: torch.Tensor, part: Part, kept: tuple[torch.Tensor, ...], of_keys: torch.Tensor, of_values: torch.Tensor,
+    ) -> torch.Tensor: ...  # fmt: skip
 
 
 class Cascade(torch.autograd.Function):
@@ -78,15 +79,15 @@ class Cascade(torch.autograd.Function):
         output, lse, *more = varlen.forward(q, k, v, parts[0])
         kept.append(tuple(more))
         if len(parts) > 1 or sinks is not None:
-            output = output.to(lse.dtype)
+            output, lse = output.to(lse.dtype), lse.contiguous()
         for part in parts[1:]:
             found, found_lse, *more = varlen.forward(part.of(q), k, v, part)
             kept.append(tuple(more))
-            before = part.of(lse)
+            before, at = part.of(lse), part.tokens
             both = torch.logaddexp(before, found_lse)
-            merged = part.of(output) * (before - both).exp()[..., None] + found * (found_lse - both).exp()[..., None]
-            output.index_copy_(0, part.tokens, merged)
-            lse = lse.index_copy(0, part.tokens, both)
+            weights = ((one - both).exp()[..., None] for one in (before, found_lse))
+            output[at] = (part.of(output) * next(weights)).addcmul_(found, next(weights))
+            lse[at] = both
         if sinks is not None:
             with_sink = torch.logaddexp(lse, sinks.to(lse.dtype))
             output, lse = output * (lse - with_sink).exp()[..., None], with_sink
@@ -99,18 +100,14 @@ class Cascade(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         q, k, v, sinks, output, lse, *rest = ctx.saved_tensors
-        grads: list[torch.Tensor] = []
+        of_queries, of_keys, of_values = (torch.zeros_like(x) for x in (q, k, v))
         for part, kept in zip(ctx.parts, ctx.kept):
             own, rest = tuple(rest[:kept]), rest[kept:]
-            found = ctx.varlen.backward(part.of(grad), part.of(q), k, v, part.of(output), part.of(lse), part, own)
-            if not grads:
-                grads = list(found)
-                continue
-            grads[0][part.tokens] += found[0]
-            grads[1] += found[1]
-            grads[2] += found[2]
+            of_queries[part.tokens] += ctx.varlen.backward(
+                part.of(grad), part.of(q), k, v, part.of(output), part.of(lse), part, own, of_keys, of_values
+            )
         of_sinks = None
         if sinks is not None:
             drawn = (grad.to(lse.dtype) * output).sum(-1)
             of_sinks = -((sinks.to(lse.dtype) - lse).exp() * drawn).sum(0).to(sinks.dtype)
-        return (*grads, of_sinks, None, None)
+        return of_queries, of_keys, of_values, of_sinks, None, None

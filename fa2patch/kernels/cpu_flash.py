@@ -46,18 +46,18 @@ class CpuFlash(NamedTuple):
 
     def backward(
         self, grad: torch.Tensor, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, output: torch.Tensor,
-        lse: torch.Tensor, part: Part, kept: tuple[torch.Tensor, ...],
-    ) -> list[torch.Tensor]:  # fmt: skip
-        """Compute the gradients of q, k and v."""
-        grads = [torch.zeros_like(x) for x in (q, k, v)]
+        lse: torch.Tensor, part: Part, kept: tuple[torch.Tensor, ...], of_keys: torch.Tensor, of_values: torch.Tensor,
+    ) -> torch.Tensor:  # fmt: skip
+        """Compute the gradient of q, and add those of k and v to ``of_keys`` and ``of_values``."""
+        of_queries = torch.zeros_like(q)
         operator = getattr(torch.ops.aten, f"{_FORWARD}_backward").default
         for queries, keys in self._segments(part):
             states = map(_heads_first, (grad[queries], q[queries], k[keys], v[keys], output[queries]))
             of_lse = lse[queries].transpose(0, 1)[None]
             found = operator(*states, of_lse, 0.0, part.causal, scale=self.scale)
-            for made, at, of_segment in zip(grads, (queries, keys, keys), found):
-                made[at] = of_segment[0].transpose(0, 1)
-        return grads
+            for made, at, of_segment in zip((of_queries, of_keys, of_values), (queries, keys, keys), found):
+                made[at] += of_segment[0].transpose(0, 1)
+        return of_queries
 
     def _segments(self, part: Part) -> Iterator[tuple[slice, slice]]:
         """The queries and the keys of each segment that has both."""

@@ -64,7 +64,7 @@ class TorchVarlen(Kernel):
             reach = options.window - 1
             more.update({_WINDOW: reach, "window_size_right": 0 if options.causal else reach})
         operator = _Operator(keys.cu_seqlens, keys.max_seqlen, options.dropout, more)
-        own = Part(None, boundaries.cu_seqlens, boundaries.max_seqlen, (), options.causal)
+        own = Part(slice(None), boundaries.cu_seqlens, boundaries.max_seqlen, (), options.causal)
         if options.sinks is None and (gathers or not tree):
             return operator.forward(q, k, v, own)[0]
         parts = parts_of(boundaries) if tree and not gathers else [own]
@@ -97,15 +97,18 @@ class _Operator(NamedTuple):
 
     def backward(
         self, grad: torch.Tensor, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, output: torch.Tensor,
-        lse: torch.Tensor, part: Part, kept: tuple[torch.Tensor, ...],
-    ) -> tuple[torch.Tensor, ...]:  # fmt: skip
-        """Compute the gradients of q, k and v."""
+        lse: torch.Tensor, part: Part, kept: tuple[torch.Tensor, ...], of_keys: torch.Tensor, of_values: torch.Tensor,
+    ) -> torch.Tensor:  # fmt: skip
+        """Compute the gradient of q, and add those of k and v to ``of_keys`` and ``of_values``."""
         operator = getattr(torch.ops.aten, _BACKWARD).default
-        grads: tuple[torch.Tensor, ...] = operator(
+        of_queries: torch.Tensor
+        of_queries, keys, values = operator(
             grad, q, k, v, output, lse.transpose(0, 1).contiguous(), part.cu_seqlens, self.cu_seqlens, part.max_seqlen,
             self.max_seqlen, self.dropout, part.causal, *kept, **self.more,
         )  # fmt: skip
-        return grads
+        of_keys += keys
+        of_values += values
+        return of_queries
 
 
 @lru_cache(maxsize=2)

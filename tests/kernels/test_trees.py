@@ -209,10 +209,11 @@ def test_what_a_tree_says_of_its_paths(seed):
         assert set(tree.descendants(segment)) == {s for s in range(len(lengths)) if segment in tree.path(s)[:-1]}
     seen = [set() for _ in tokens]
     parts = parts_of(documents(lengths, parents=parents))
-    assert parts[0] == Part(None, parts[0].cu_seqlens, max(lengths), tuple(lengths), True)
+    assert parts[0] == Part(slice(None), parts[0].cu_seqlens, max(lengths), tuple(lengths), True)
     for part in parts[1:]:
-        assert len(set(part.tokens.tolist())) == len(part.tokens)
-        for segment, queries in enumerate(part.tokens.split(list(part.counts))):
+        of_part = torch.arange(sum(lengths))[part.tokens]
+        assert len(set(of_part.tolist())) == len(of_part)
+        for segment, queries in enumerate(of_part.split(list(part.counts))):
             for token in queries.tolist():
                 seen[token].add(segment)
     of_token = [segment for segment, length in enumerate(lengths) for _ in range(length)]

@@ -143,26 +143,32 @@ def _differ(ones: list[torch.Tensor], others: list[torch.Tensor], bound: float) 
     )
 
 
-def meaning(inner: Model, name: str, patched: bool) -> str:
+def meaning(inner: Model, name: str, patched: bool, tree: bool = False) -> str:
     """The likely reason why a module lets documents see each other, as a text for an error.
 
     Args:
         inner: the Transformers model.
         name: the module's name in it.
         patched: whether the model is patched.
+        tree: whether the batch has segments with parents.
     """
     module: Any = inner.get_submodule(name)
     decoder = models(inner)[-1]
-    cls = type(module).__name__
+    cls, own = type(module).__name__, "path" if tree else "document"
     if any(module is layer.module for layer in attention_layers(decoder)) or "attention" in cls.lower():
+        if tree:
+            return "its attention does not follow segment_parents; its kernel is wrong, or something has replaced it"
         after = "; it was patched, and something has replaced its attention since" if patched else ""
         return f"attention computed without boundaries{after}"
     carrying = mixers(module) if name else {}
     if carrying:
         found = next(iter(carrying.values())).replace(" (by its name)", "")
-        return f"{found} carries state from document to document: this is a hybrid model"
+        carried = "along the row, not along each path" if tree else "from document to document"
+        return f"{found} carries state {carried}: this is a hybrid model"
     if "rotary" in cls.lower():
-        return "rotary positions scaled by the row's length, not the document's"
+        return f"rotary positions scaled by the row's length, not the {own}'s"
     if any(module is embedding for embedding in position_embeddings(decoder)) or "position" in cls.lower():
-        return "positions counted from the mask, or along the row: they do not restart with a document"
+        return f"positions counted from the mask, or along the row: they do not restart with a {own}"
+    if tree:
+        return "what it returns for a segment does not come from its path alone"
     return "what it returns for one document depends on another"

@@ -210,21 +210,26 @@ def is_sharded(inner: Model) -> bool:
 
 
 def same_on_every_rank(inner: Model, spans: list[Span]) -> None:
-    """Check that every rank of a sharded model has the same number of spans. Otherwise its ranks wait forever.
+    """Check that every rank of a sharded model has the same number of spans, and the same tree of them if there is one.
+
+    Otherwise its ranks wait forever.
 
     Args:
         inner: the Transformers model.
         spans: the spans of this rank's batch.
 
     Raises:
-        BadBatch: the numbers differ.
+        BadBatch: the numbers or the trees differ.
     """
     if not is_sharded(inner):
         return
-    counts: list[Any] = [None] * torch.distributed.get_world_size()
-    torch.distributed.all_gather_object(counts, len(spans))
-    if len(set(counts)) > 1:
+    tree = tuple((span.length, span.parent) for span in spans) if any(span.parent >= 0 for span in spans) else ()
+    given: list[Any] = [None] * torch.distributed.get_world_size()
+    torch.distributed.all_gather_object(given, (len(spans), tree))
+    if len(set(given)) > 1:
+        counts = [count for count, _ in given]
+        found = f"{counts} documents" if len(set(counts)) > 1 else "different segment_parents or lengths"
         raise BadBatch(
-            f"the model is sharded, so that its ranks compute together, but they were given {counts} documents. Call "
-            "verify with the same batch on every rank."
+            f"the model is sharded, so that its ranks compute together, but they were given {found}. Call verify with "
+            "the same batch on every rank."
         )

@@ -37,8 +37,9 @@ def verify(
     With ``labels``, the loss must not change when the first label of every document is set to -100.
 
     The cost is one forward for the batch and, for each document, one forward, one backward and one forward alone.
-    ``labels`` add up to three forwards. The model may be on any device, patched or not, in training mode or not; it
-    runs in eval mode and is left as it was. Call a sharded model on every rank with the same batch.
+    ``labels`` add up to three forwards, and a segment that does not depend on an ancestor takes a few more. The model
+    may be on any device, patched or not, in training mode or not; it runs in eval mode and is left as it was. Call a
+    sharded model on every rank with the same batch.
 
     Args:
         model: A Transformers causal LM, or what PEFT, accelerate, DDP, FSDP or ``torch.compile`` made of one.
@@ -53,6 +54,7 @@ def verify(
             findings. Raised without ``strict`` too if nothing can be verified, for example because the model cannot
             compute the batch. A model that is not patched cannot compute ``segment_parents``.
         NotAModel: There is no Transformers model with token embeddings.
+        BadParents: ``segment_parents`` are no tree of the batch's segments.
         BadBatch: The batch has no documents or holds something besides tokens, or ``max_documents`` is not positive.
     """
     inner = transformers_model(model)

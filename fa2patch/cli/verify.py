@@ -153,10 +153,13 @@ def _show_verification(console: Console, title: str, found: Found) -> None:
         console.print(f"[bold]{title}[/bold]: [yellow]{plain(found)}[/yellow]\n")
         return
     state = "[green]isolated[/green]" if found.ok else "[red]NOT ISOLATED[/red]"
-    table = new_table("document", "row", "token", "length", "changed by others", "gradient to others", "from alone")
+    of_tree = ["continues"] if found.word == "segment" else []
+    where = (found.word, "row", "token", "length", *of_tree)
+    table = new_table(*where, "changed by others", "gradient to others", "from alone")
     for number, document in enumerate(found.documents, 1):
+        cells = (number, document.row, document.start, document.length, document.parent or "-")
         table.add_row(
-            *(str(cell) for cell in (number, document.row, document.start, document.length)),
+            *(str(cell) for cell in cells[: len(where)]),
             _number(document.moved, found.moved_bound),
             _number(document.gradient, 0.0),
             _number(document.distance, found.distance_bound),

@@ -12,6 +12,7 @@ from typing import Protocol
 
 from .._compile import compiling, constant, paused
 from .._types import Call, Model
+from ..documents.boundaries import Boundaries
 from ..errors import Fa2PatchError, NothingProven, PackingNotIsolated
 from ..probing import proving
 from ..upstream.dense import warn_unpacked
@@ -36,6 +37,9 @@ class Examined(Patched, Protocol):
         """Look again at a model whose modules have changed."""
 
 
+DOCUMENTS, BRANCHES = "documents", "branches"
+"""What is proven: that documents do not see each other, and that segments that continue the same one do not."""
+
 _numbers = itertools.count(1)
 _by_number: weakref.WeakValueDictionary[int, Examined] = weakref.WeakValueDictionary()
 
@@ -46,14 +50,14 @@ class Examination:
 
     Attributes:
         prove: the ``prove`` argument of ``apply``.
-        unproven: whether the next packed batch must be proven.
+        unproven: what of :data:`DOCUMENTS` and :data:`BRANCHES` the next packed batch that has it must prove.
         structure: the result of :func:`~fa2patch.probing.proving.structure` when the model was last looked at.
         under_way: whether the model is being run in order to examine it. Such packed batches are not examined.
         number: a number by which a compiled graph looks up the patch.
     """
 
     prove: bool | str
-    unproven: bool
+    unproven: frozenset[str]
     structure: int
     under_way: bool = False
     number: int = field(default_factory=lambda: next(_numbers))
@@ -76,7 +80,8 @@ def begun(patch: Examined, prove: bool | str) -> Examination:
         prove: the ``prove`` argument of ``apply``.
     """
     has_to_be = prove is True or (prove == "unknown" and bool(proving.unknown(patch.model)))
-    return known(patch, Examination(prove, has_to_be, proving.structure(patch.model)))
+    unproven = frozenset((DOCUMENTS, BRANCHES) if has_to_be else ())
+    return known(patch, Examination(prove, unproven, proving.structure(patch.model)))
 
 
 def copied(patch: Examined, examination: Examination) -> Examination:
@@ -96,8 +101,9 @@ def known(patch: Examined, examination: Examination) -> Examination:
 def examine(patch: Examined, module: Model, call: Call, mask: PackedMask) -> None:
     """Examine a model before it computes a packed batch: renew the patch of changed modules, and prove the batch.
 
-    A batch is proven only if a proof is due and the batch has two documents or more. A sharded model is proven only
-    with ``prove=True``; otherwise :class:`NothingProven` is warned.
+    A batch is proven only if a proof is due and the batch has two documents or more. The first batch in which segments
+    continue the same one is proven besides, as a module may know documents and no parents. A sharded model is proven
+    only with ``prove=True``; otherwise :class:`NothingProven` is warned.
 
     Args:
         patch: the model's patch.
@@ -112,7 +118,7 @@ def examine(patch: Examined, module: Model, call: Call, mask: PackedMask) -> Non
     """
     examination = patch.examination
     if compiling():
-        found = _examined(examination.number)
+        found = _examined(examination.number, mask.boundaries.parents is not None)
         if found:
             raise PackingNotIsolated(found)
         return
@@ -121,10 +127,11 @@ def examine(patch: Examined, module: Model, call: Call, mask: PackedMask) -> Non
     if proving.structure(patch.model) != examination.structure:
         patch.renew()
         examination = patch.examination
-    if not examination.unproven or sum(length > 0 for length in mask.boundaries.lengths) < 2:
+    due = _due(examination.unproven, mask.boundaries)
+    if not due:
         return
     if proving.is_sharded(patch.model) and examination.prove is not True:
-        examination.unproven = False
+        examination.unproven = frozenset()
         warnings.warn(
             f"{type(patch.model).__name__} holds a module that fa2patch does not know, "
             f"{proving.unknown(patch.model)}, and is sharded, so that one rank cannot prove it by itself. Call "
@@ -133,17 +140,30 @@ def examine(patch: Examined, module: Model, call: Call, mask: PackedMask) -> Non
             stacklevel=2,
         )
         return
-    _proven(patch, module, call, mask)
+    _proven(patch, due, module, call, mask)
 
 
-def _proven(patch: Examined, module: Model, call: Call, mask: PackedMask) -> None:
+def _due(unproven: frozenset[str], boundaries: Boundaries) -> frozenset[str]:
+    """What is unproven and can be proven by a batch. Nothing is read from the device if there is nothing."""
+    if not unproven or (boundaries.parents is None and DOCUMENTS not in unproven):
+        return frozenset()
+    roots = [length for length in boundaries.lengths if length]
+    held = []
+    if boundaries.tree is not None:
+        roots = [at for at, parent in enumerate(boundaries.tree.parents) if parent < 0 and boundaries.tree.lengths[at]]
+        held += [BRANCHES] if len(boundaries.tree.leaves) > len(roots) else []
+    held += [DOCUMENTS] if len(roots) > 1 else []
+    return unproven.intersection(held)
+
+
+def _proven(patch: Examined, due: frozenset[str], module: Model, call: Call, mask: PackedMask) -> None:
     with patch.examination.paused():
         proving.prove(module, call, mask)
-    patch.examination.unproven = False
+    patch.examination.unproven -= due
 
 
 @constant
-def _examined(number: int) -> str:
+def _examined(number: int, tree: bool) -> str:
     """The message of the error that :func:`examine` finds while a graph is captured; empty if there is none.
 
     The batch has no values during the capture, so an example batch is proven instead.
@@ -156,7 +176,10 @@ def _examined(number: int) -> str:
             if proving.structure(patch.model) != patch.examination.structure:
                 patch.renew()
             if patch.examination.unproven:
-                _proven(patch, patch.model, *proving.example_of(patch.model, patch))
+                call, mask = proving.example_of(patch.model, patch, tree)
+                due = _due(patch.examination.unproven, mask.boundaries)
+                if due:
+                    _proven(patch, due, patch.model, call, mask)
         except Fa2PatchError as error:
             return error.message
     return ""

@@ -9,15 +9,19 @@ from typing import Any
 import torch
 
 from .._types import Call, Model
-from ..documents.checks import described
-from ..documents.names import LABELS, LENGTHS
+from ..documents.checks import described, is_integers
+from ..documents.names import LABELS, LENGTHS, PARENTS
 from ..documents.recognition import recognise
 from ..documents.stated import from_cu_seqlens
+from ..documents.trees import Tree
 from ..errors import BadBatch
 from ..upstream.find_models import models
 
 EXAMPLE = (7, 12, 1, 5)
 """Lengths of the documents in the example batch, in tokens."""
+
+EXAMPLE_PARENTS = (-1, 0, 0, -1)
+"""What each segment continues, where the example is a tree."""
 
 PER_TOKEN = ("input_ids", "position_ids", "attention_mask", "labels", "seq_idx", "token_type_ids", "shift_labels")
 
@@ -26,19 +30,21 @@ _NOT_TEXT = re.compile(r"(image|video|audio|vision|boi|eoi|pad).*(token_id|token
 
 @dataclass(frozen=True)
 class Span:
-    """A document or a run of padding in a batch: tokens ``start`` to ``stop`` (exclusive) of a row.
+    """A document, a segment or a run of padding in a batch: tokens ``start`` to ``stop`` (exclusive) of a row.
 
     Attributes:
         row: the row's index.
         start: the index of the first token in the row.
         stop: the index behind the last token in the row.
         real: False for padding.
+        parent: the index of the span that it continues, in the list of the batch's spans; -1 for none.
     """
 
     row: int
     start: int
     stop: int
     real: bool
+    parent: int = -1
 
     @property
     def length(self) -> int:
@@ -69,20 +75,26 @@ def text_tokens(inner: Model) -> torch.Tensor:
     return torch.tensor([token for token in range(min(size, 50_000)) if token not in special])
 
 
-def example(device: torch.device, inner: Model) -> Call:
+def example(device: torch.device, inner: Model, tree: bool = False) -> Call:
     """A packed batch of one row with random text tokens, the same in each call.
 
     Args:
         device: the device of the batch.
         inner: a Transformers model.
+        tree: whether the documents become segments, with the parents in :data:`EXAMPLE_PARENTS`.
 
     Returns:
-        ``input_ids`` and ``position_ids``, int64 ``[1, length]``, with documents of the lengths in :data:`EXAMPLE`.
+        ``input_ids`` and ``position_ids``, int64 ``[1, length]``, with documents of the lengths in :data:`EXAMPLE`. For
+        a tree, also ``cu_seq_lens_q`` and ``segment_parents``.
     """
     vocabulary = text_tokens(inner)
     drawn = torch.randint(len(vocabulary), (1, sum(EXAMPLE)), generator=torch.Generator().manual_seed(0))
-    positions = torch.cat([torch.arange(length) for length in EXAMPLE])[None]
-    return {"input_ids": vocabulary[drawn].to(device), "position_ids": positions.to(device)}
+    of_segments = Tree(EXAMPLE, EXAMPLE_PARENTS if tree else [-1] * len(EXAMPLE), device)
+    call = {"input_ids": vocabulary[drawn].to(device), "position_ids": of_segments.positions[None]}
+    if tree:
+        call["cu_seq_lens_q"] = torch.tensor([0, *EXAMPLE]).cumsum(0).to(device, torch.int32)
+        call[PARENTS] = torch.tensor(EXAMPLE_PARENTS).to(device, torch.int32)
+    return call
 
 
 def checked(batch: Any, device: torch.device) -> Call:
@@ -108,6 +120,7 @@ def checked(batch: Any, device: torch.device) -> Call:
         or not len(ids)
     ):
         raise BadBatch(f"batch['input_ids']: expected integers [batch, length], found {described(ids)}.")
+    _check_parents(given)
     for name, value in given.items():
         if not isinstance(name, str):
             raise BadBatch(f"batch: expected the names of a forward's arguments as keys, found {name!r}.")
@@ -134,8 +147,24 @@ def checked(batch: Any, device: torch.device) -> Call:
     return given
 
 
+def _check_parents(batch: Call) -> None:
+    parents = batch.get(PARENTS)
+    if parents is None:
+        return
+    if not is_integers(parents):
+        raise BadBatch(
+            f"batch[{PARENTS!r}]: expected an integer tensor [segments], the number of each segment's parent or -1; "
+            f"found {described(parents)}."
+        )
+    if batch.get("cu_seq_lens_q") is None:
+        raise BadBatch(
+            f"batch[{PARENTS!r}]: expected cu_seq_lens_q beside it, which says where segments start; found "
+            f"{', '.join(sorted(map(str, batch)))}. Pass what fa2patch.packing.share returns."
+        )
+
+
 def spans_of(batch: Call) -> list[Span]:
-    """The documents and runs of padding of a packed batch, without empty ones.
+    """The documents and runs of padding of a packed batch, without empty ones. With parents, they are its segments.
 
     Args:
         batch: a batch that has passed :func:`checked`.
@@ -150,7 +179,7 @@ def spans_of(batch: Call) -> list[Span]:
     if batch.get("cu_seq_lens_q") is None:
         found = recognise(shape, ids.device, **said, seq_idx=batch.get("seq_idx"))
     else:
-        found = from_cu_seqlens(batch["cu_seq_lens_q"], None, shape, **said)
+        found = from_cu_seqlens(batch["cu_seq_lens_q"], None, shape, **said, parents=batch.get(PARENTS))
     if found is None or sum(length > 0 for length in found.lengths) <= 1:
         raise BadBatch(
             f"nothing in this batch says that a row holds several documents; found {', '.join(sorted(batch))}. "
@@ -158,13 +187,17 @@ def spans_of(batch: Call) -> list[Span]:
             "remove_unused_columns=False), cu_seq_lens_q, seq_idx or a mask of document numbers. Pack with "
             "fa2patch.DataCollatorWithFlattening."
         )
-    spans, at = [], 0
-    for length in found.lengths:
+    spans: list[Span] = []
+    parents = [-1] * len(found) if found.tree is None else found.tree.parents
+    numbers, at = [], 0
+    for length, parent in zip(found.lengths, parents):
         row, start = divmod(at, shape[1])
         at += length
+        numbers.append(len(spans))
         if length:  # a document of given lengths may end in padding
             real = length if mask is None else int((mask[row, start : start + length] != 0).sum())
-            spans.append(Span(row, start, start + (real or length), real > 0))
+            continued = numbers[parent] if parent >= 0 else -1
+            spans.append(Span(row, start, start + (real or length), real > 0, continued))
     return spans
 
 
@@ -177,21 +210,26 @@ def is_sharded(inner: Model) -> bool:
 
 
 def same_on_every_rank(inner: Model, spans: list[Span]) -> None:
-    """Check that every rank of a sharded model has the same number of spans. Otherwise its ranks wait forever.
+    """Check that every rank of a sharded model has the same number of spans, and the same tree of them if there is one.
+
+    Otherwise its ranks wait forever.
 
     Args:
         inner: the Transformers model.
         spans: the spans of this rank's batch.
 
     Raises:
-        BadBatch: the numbers differ.
+        BadBatch: the numbers or the trees differ.
     """
     if not is_sharded(inner):
         return
-    counts: list[Any] = [None] * torch.distributed.get_world_size()
-    torch.distributed.all_gather_object(counts, len(spans))
-    if len(set(counts)) > 1:
+    tree = tuple((span.length, span.parent) for span in spans) if any(span.parent >= 0 for span in spans) else ()
+    given: list[Any] = [None] * torch.distributed.get_world_size()
+    torch.distributed.all_gather_object(given, (len(spans), tree))
+    if len(set(given)) > 1:
+        counts = [count for count, _ in given]
+        found = f"{counts} documents" if len(set(counts)) > 1 else "different segment_parents or lengths"
         raise BadBatch(
-            f"the model is sharded, so that its ranks compute together, but they were given {counts} documents. Call "
-            "verify with the same batch on every rank."
+            f"the model is sharded, so that its ranks compute together, but they were given {found}. Call verify with "
+            "the same batch on every rank."
         )

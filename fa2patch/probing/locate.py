@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any, Callable
@@ -59,7 +60,9 @@ class Watch:
 
     def _into(self, name: str, opened: list[_Seen]) -> Callable[..., None]:
         def hook(module: torch.nn.Module, args: Args, kwargs: Call) -> None:
-            opened.append(_Seen(name, self._prints([args, {k: v for k, v in kwargs.items() if "mask" not in k}])))
+            # cache_position counts along the row, so a document alone never has the same
+            given = [value for key, value in kwargs.items() if "mask" not in key and key != "cache_position"]
+            opened.append(_Seen(name, self._prints([args, given])))
 
         return hook
 
@@ -111,7 +114,8 @@ def _fingerprint(values: torch.Tensor) -> torch.Tensor:
 def first_difference(one: Watch, other: Watch, bound: float) -> str | None:
     """The name of the first module whose output differs between two runs although its input is the same.
 
-    Modules are compared in the order in which their calls ended, so an inner module comes before an outer one.
+    Modules are compared in the order in which their calls ended, so an inner module comes before an outer one. A module
+    that is called more often in one run is passed over: inside a mixer it gets one document at a time.
 
     Args:
         one: the fingerprints of one run.
@@ -122,13 +126,14 @@ def first_difference(one: Watch, other: Watch, bound: float) -> str | None:
         The name. If every module that differs also has a different input, the first module that differs. None if no
         module differs.
     """
+    times = [Counter(call.name for call in watch.calls) for watch in (one, other)]
     calls: dict[tuple[str, int], list[_Seen]] = {}
     for watch in (one, other):
-        seen: dict[str, int] = {}
+        seen: Counter[str] = Counter()
         for call in watch.calls:
-            seen[call.name] = seen.get(call.name, -1) + 1
+            seen[call.name] += 1
             calls.setdefault((call.name, seen[call.name]), []).append(call)
-    pairs = [pair for pair in calls.values() if len(pair) == 2]
+    pairs = [pair for (name, _), pair in calls.items() if times[0][name] == times[1][name]]
     changed = [pair for pair in pairs if _differ(pair[0].out, pair[1].out, bound)]
     for mine, theirs in changed:
         if not _differ(mine.into, theirs.into, bound):
@@ -143,26 +148,32 @@ def _differ(ones: list[torch.Tensor], others: list[torch.Tensor], bound: float) 
     )
 
 
-def meaning(inner: Model, name: str, patched: bool) -> str:
+def meaning(inner: Model, name: str, patched: bool, tree: bool = False) -> str:
     """The likely reason why a module lets documents see each other, as a text for an error.
 
     Args:
         inner: the Transformers model.
         name: the module's name in it.
         patched: whether the model is patched.
+        tree: whether the batch has segments with parents.
     """
     module: Any = inner.get_submodule(name)
     decoder = models(inner)[-1]
-    cls = type(module).__name__
+    cls, own = type(module).__name__, "path" if tree else "document"
     if any(module is layer.module for layer in attention_layers(decoder)) or "attention" in cls.lower():
+        if tree:
+            return "its attention does not follow segment_parents; its kernel is wrong, or something has replaced it"
         after = "; it was patched, and something has replaced its attention since" if patched else ""
         return f"attention computed without boundaries{after}"
     carrying = mixers(module) if name else {}
     if carrying:
         found = next(iter(carrying.values())).replace(" (by its name)", "")
-        return f"{found} carries state from document to document: this is a hybrid model"
+        carried = "along the row, not along each path" if tree else "from document to document"
+        return f"{found} carries state {carried}: this is a hybrid model"
     if "rotary" in cls.lower():
-        return "rotary positions scaled by the row's length, not the document's"
+        return f"rotary positions scaled by the row's length, not the {own}'s"
     if any(module is embedding for embedding in position_embeddings(decoder)) or "position" in cls.lower():
-        return "positions counted from the mask, or along the row: they do not restart with a document"
+        return f"positions counted from the mask, or along the row: they do not restart with a {own}"
+    if tree:
+        return "what it returns for a segment does not come from its path alone"
     return "what it returns for one document depends on another"

@@ -4,6 +4,8 @@
 wrappers around a layer, a forward set on an object) mix tokens along the row. The proof runs the batch again with other
 input embeddings in every second document. A change in the documents between them is a leak. Without a change this takes
 three forwards without gradients.
+
+In a tree of segments this is done at each depth (:mod:`.exchanges`), so that a leak between siblings is seen too.
 """
 
 from __future__ import annotations
@@ -15,6 +17,7 @@ from typing import Any
 import torch
 
 from .._types import Call, Model
+from ..documents.trees import Tree
 from ..errors import PackingNotIsolated
 from ..upstream.find_models import models
 from ..upstream.packed_batch import packed_mask
@@ -22,6 +25,7 @@ from ..upstream.packed_mask import PackedMask
 from ..upstream.step import Patched
 from . import locate
 from .batches import example, is_sharded
+from .exchanges import exchanges
 from .probe import ROUNDING, is_mixture, left_as_it_was
 
 __all__ = ["example_of", "is_sharded", "prove", "structure", "unknown"]
@@ -71,8 +75,7 @@ def prove(model: Model, call: Call, mask: PackedMask) -> None:
     run = _Run(model, call, mask)
     with left_as_it_was(model), torch.no_grad():
         before = run.outputs(None)
-        for parity in (0, 1):
-            exchanged = run.number % 2 == parity
+        for exchanged in run.exchanges():
             after = run.outputs(exchanged)
             moved = _moved(before, after, ~exchanged)
             if moved > run.bound:
@@ -81,14 +84,15 @@ def prove(model: Model, call: Call, mask: PackedMask) -> None:
                     raise PackingNotIsolated(run.finding(exchanged))
 
 
-def example_of(model: Model, patch: Patched) -> tuple[Call, PackedMask]:
+def example_of(model: Model, patch: Patched, tree: bool) -> tuple[Call, PackedMask]:
     """The arguments and the packed mask of an example batch, for use while a graph is captured.
 
     Args:
         model: the Transformers model.
         patch: its patch.
+        tree: whether two segments of the batch continue the same one. Another one continues none in any case.
     """
-    call = example(model.get_input_embeddings().weight.device, model)
+    call = example(model.get_input_embeddings().weight.device, model, tree)
     mask = packed_mask(call, patch)
     assert mask is not None, "the example holds several documents"
     return call, mask
@@ -98,15 +102,19 @@ class _Run:
     """Runs of one packed batch in which the input embeddings of some tokens are exchanged."""
 
     def __init__(self, model: Model, call: Call, mask: PackedMask) -> None:
-        self.model, self.call, self.shape = model, call, mask.shape
+        self.model, self.call, self.shape, self.device = model, call, mask.shape, mask.device
         self.decoder = models(model)[-1]
-        lengths = torch.tensor(mask.boundaries.lengths)
-        self.lengths = lengths[lengths > 0]
-        numbers = torch.arange(len(self.lengths)).repeat_interleave(self.lengths)
-        self.number = numbers.view(mask.shape).to(mask.device)
+        self.is_tree = mask.boundaries.tree is not None
+        self.tree = mask.boundaries.tree or Tree(mask.boundaries.lengths, [-1] * len(mask.boundaries), mask.device)
         rounds = is_mixture(model) or hasattr(model, "hf_quantizer")
         dtype = next((p.dtype for p in model.parameters() if p.is_floating_point()), torch.float32)
         self.bound = ROUNDING.get(dtype, 1e-2) if rounds else 0.0
+
+    def exchanges(self) -> Iterator[torch.Tensor]:
+        """The sets of tokens to exchange, bool ``[batch, length]``: see :mod:`.exchanges`."""
+        lengths = torch.tensor(self.tree.lengths)
+        for chosen in exchanges(self.tree):
+            yield torch.tensor(chosen).repeat_interleave(lengths).view(self.shape).to(self.device)
 
     def outputs(self, exchanged: torch.Tensor | None) -> list[torch.Tensor]:
         """The outputs per token of the base model, and projections of the model's, each ``[batch, length, numbers]``.
@@ -156,23 +164,25 @@ class _Run:
         where = "in which module could not be seen"
         if name is not None:
             module = self.decoder.get_submodule(name)
-            meaning = locate.meaning(self.decoder, name, patched=True)
+            meaning = locate.meaning(self.decoder, name, patched=True, tree=self.is_tree)
             where = f"first in {name or 'the base model itself'} ({type(module).__name__}): {meaning}"
+        batch, every_second, others = "batch", "document", "the documents between them"
+        if self.is_tree:
+            batch, every_second, others = "batch of such segments", "segment and what continues it", "other segments"
         return (
             f"{type(self.model).__name__} holds a module that fa2patch does not know, {found or 'none by its class'}, "
-            "so its first packed batch was run with other tokens in every second document, and the documents between "
-            f"them changed; {where}. Nothing was computed. Take that module out, let it look at one token at a time, "
+            f"so its first packed {batch} was run with other tokens in every second {every_second}, and {others} "
+            f"changed; {where}. Nothing was computed. Take that module out, let it look at one token at a time, "
             "or train this model padded."
         )
 
     def _first(self, exchanged: torch.Tensor) -> str | None:
         """The name of the first module whose output changes for an unexchanged document although its input does not."""
-        ends = self.lengths.cumsum(0).tolist()
-        for number, (end, length) in enumerate(zip(ends, self.lengths.tolist())):
-            row, stop = divmod(end - 1, self.shape[1])
-            if bool(exchanged[row, stop]):
+        for number, length in enumerate(self.tree.lengths):
+            row, start = divmod(self.tree.span(number)[0], self.shape[1])
+            if not length or bool(exchanged[row, start]):
                 continue
-            one, other = (locate.Watch(self.decoder, self.shape, row, stop + 1 - length, stop + 1) for _ in range(2))
+            one, other = (locate.Watch(self.decoder, self.shape, row, start, start + length) for _ in range(2))
             for watch, tokens in ((one, None), (other, exchanged)):
                 with watch.watching(), self._exchanging(tokens) as call:
                     self.model(**call)

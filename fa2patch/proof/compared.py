@@ -1,4 +1,7 @@
-"""The runs that ``verify`` compares: the batch, the batch with other tokens in one document, each document alone."""
+"""The runs that ``verify`` compares: the batch, the batch with other tokens in one document, each document alone.
+
+With ``segment_parents``, segments take the place of documents. Alone, a segment is run at the end of its path.
+"""
 
 from __future__ import annotations
 
@@ -6,6 +9,7 @@ import torch
 
 from .._types import Call, Model
 from ..documents.names import LABELS, LENGTHS
+from ..documents.trees import Tree
 from ..errors import Fa2PatchError, PackingNotIsolated
 from ..patch.applying import status
 from ..probing.batches import PER_TOKEN, Span, text_tokens
@@ -17,20 +21,27 @@ from ..upstream import inspecting
 class Run:
     """The runs of one model on one batch that :func:`fa2patch.verify` compares, and how much they differ.
 
-    A document or run of padding is named by its index in ``spans``. Changes and distances are relative to ``scale``.
+    A document, segment or run of padding is named by its index in ``spans``. Changes and distances are relative to
+    ``scale``.
 
     Attributes:
         model: the model, which may be wrapped.
         inner: the Transformers model inside it.
         batch: the batch without labels.
         labels: its labels, or None.
-        spans: the documents and runs of padding in it.
+        spans: the documents, or segments, and runs of padding in it.
+        tree: the spans and what each continues. A document is a root without children.
+        word: what the spans are called, ``"segment"`` if one of them has a parent, else ``"document"``.
         before: the outputs of the batch as it is, ``[batch, length, ...]``.
         scale: the largest absolute value in ``before``.
         moved: for each span the largest change of its outputs, and the span with other tokens that caused it.
-        gradients: for each chosen document the largest gradient from its outputs to embeddings outside it.
+        gradients: for each chosen document the largest gradient from its outputs to embeddings outside its path.
         distances: for each chosen document how far its outputs are from those of the document alone; None if the model
             fails on its one token.
+        followed: for each chosen segment and each of its descendants ``(descendant, segment)`` the change of the
+            descendant's outputs.
+        reached: for each chosen segment and each of its ancestors ``(segment, ancestor)`` the largest gradient from the
+            segment's outputs to the ancestor's embeddings.
 
     Raises:
         PackingNotIsolated: the model cannot compute the batch, or its outputs are all zero or not finite.
@@ -43,6 +54,8 @@ class Run:
         if inspecting.takes(type(inner).forward, "state"):
             self.batch["use_cache"] = False  # as in training: RWKV's cache overwrites what its backward needs
         self.spans = spans
+        self.tree = Tree([span.length for span in spans], [span.parent for span in spans], torch.device("cpu"))
+        self.word = "segment" if any(span.parent >= 0 for span in spans) else "document"
         real = [at for at, span in enumerate(spans) if span.real]
         self.chosen = _spread(real, max_documents) + [at for at, span in enumerate(spans) if not span.real]
         self.generator = torch.Generator().manual_seed(0)
@@ -52,6 +65,8 @@ class Run:
         self.moved: dict[int, tuple[float, int | None]] = {at: (0.0, None) for at in range(len(spans))}
         self.gradients: dict[int, float] = {}
         self.distances: dict[int, float | None] = {}
+        self.followed: dict[tuple[int, int], float] = {}
+        self.reached: dict[tuple[int, int], float] = {}
 
     def compare(self) -> None:
         """Exchange and run alone one document after another, and record the differences.
@@ -62,8 +77,12 @@ class Run:
         for at in self.chosen:
             after, gradient = self._exchanged(at)
             for other, span in enumerate(self.spans):
-                if span.real and other != at:
-                    change = _largest(span.of(after) - span.of(self.before)) / self.scale
+                if not span.real or other == at:
+                    continue
+                change = _largest(span.of(after) - span.of(self.before)) / self.scale
+                if at in self.tree.path(other):
+                    self.followed[other, at] = change
+                else:
                     self.moved[other] = max(self.moved[other], (change, at), key=lambda found: found[0])
             if self.spans[at].real:
                 self._check_power(at, after)
@@ -111,52 +130,64 @@ class Run:
         return {**self.batch, "input_ids": ids}
 
     def _exchanged(self, at: int) -> tuple[torch.Tensor, float]:
-        """The outputs with other tokens in one document, and the largest gradient from it to the rest of the batch."""
+        """The outputs with other tokens in one document, and the largest gradient to what is not on its path."""
         span = self.spans[at]
         output, leaf = outputs_and_embeddings(self.model, self.inner, self.exchanged_call(at))
-        own = span.of(output).float()
-        directions = torch.randn(own.shape, generator=self.generator).to(own)
-        (gradient,) = torch.autograd.grad((own * directions).sum(), leaf)
+        gradient = self._gradient(span.of(output), leaf)
         inside = _largest(span.of(gradient))
         if span.real and not inside > 0:
             raise PackingNotIsolated(
-                f"the outputs of the document at row {span.row}, token {span.start} send no gradient to its own "
+                f"the outputs of the {self.word} at row {span.row}, token {span.start} send no gradient to its own "
                 "embeddings, so nothing can be said about others'. Is some part of the model detached?"
             )
         rest = gradient.clone()
-        span.of(rest).zero_()
+        for one in self.tree.path(at):
+            if one != at:
+                self.reached[at, one] = _largest(self.spans[one].of(gradient))
+            self.spans[one].of(rest).zero_()
         return output.detach(), _largest(rest)
+
+    def _gradient(self, own: torch.Tensor, leaf: torch.Tensor) -> torch.Tensor:
+        """The gradient of a random sum of outputs."""
+        directions = torch.randn(own.shape, generator=self.generator).to(own.device, torch.float32)
+        (gradient,) = torch.autograd.grad((own.float() * directions).sum(), leaf)
+        return gradient
 
     def _check_power(self, at: int, after: torch.Tensor) -> None:
         span = self.spans[at]
         if torch.equal(span.of(after), span.of(self.before)):
             raise PackingNotIsolated(
-                f"other tokens in the document at row {span.row}, token {span.start} do not even change its own "
+                f"other tokens in the {self.word} at row {span.row}, token {span.start} do not even change its own "
                 "outputs, so nothing can be said about others'. Are the model's weights loaded?"
             )
 
-    def alone_call(self, at: int) -> Call:
-        """The forward arguments for one document alone, with a mask of ones.
+    def alone_call(self, at: int, batch: Call | None = None) -> Call:
+        """The forward arguments for one document alone, or for a segment's path, with a mask of ones.
 
         A patched model gets ``cu_seq_lens_*`` instead of the mask, so that a kernel computes the document. As a dense
         batch it would run upstream's code, where Gemma 2's sdpa has no softcap and GPT-2's flash attention no float32.
+
+        Args:
+            at: the document or segment.
+            batch: the batch that its tokens are taken from; None for the batch as it is.
         """
-        span = self.spans[at]
+        span, path = self.spans[at], [self.spans[one] for one in self.tree.path(at)]
+        length = sum(one.length for one in path)
         call: Call = {}
-        for name, value in self.batch.items():
+        for name, value in (self.batch if batch is None else batch).items():
             if name in LENGTHS:
                 continue
             if name in PER_TOKEN and isinstance(value, torch.Tensor):
                 row = span.row if value.shape[-2:-1] not in ((), (1,)) else 0
                 value = value[None] if value.dim() == 1 else value
-                value = value[..., row : row + 1, span.start : span.stop]
+                value = torch.cat([value[..., row : row + 1, one.start : one.stop] for one in path], dim=-1)
             call[name] = value
         if status(self.inner) is None:
             call["attention_mask"] = torch.ones_like(call["input_ids"])
         else:
             call.pop("attention_mask", None)
-            cu = torch.tensor([0, span.length], dtype=torch.int32, device=call["input_ids"].device)
-            call.update(cu_seq_lens_q=cu, cu_seq_lens_k=cu, max_length_q=span.length, max_length_k=span.length)
+            cu = torch.tensor([0, length], dtype=torch.int32, device=call["input_ids"].device)
+            call.update(cu_seq_lens_q=cu, cu_seq_lens_k=cu, max_length_q=length, max_length_k=length)
         return call
 
     def _distance(self, at: int) -> float | None:
@@ -166,10 +197,26 @@ class Run:
         except Exception as error:
             if says_nothing(error) or isinstance(error, Fa2PatchError):
                 raise
-            if self.spans[at].length > 1:
+            if self.tree.offsets[at] + self.spans[at].length > 1:
                 raise
             return None  # some models fail on one token alone, for example Falcon's eager attention
-        return _largest(alone[0] - self.spans[at].of(self.before)) / self.scale
+        span = self.spans[at]
+        return _largest(alone[0, -span.length :] - span.of(self.before)) / self.scale
+
+    def dependence_alone(self, at: int, ancestor: int) -> tuple[float, float]:
+        """How a segment at the end of its path alone depends on an ancestor.
+
+        Returns:
+            The change of its outputs with other tokens in the ancestor, and the largest gradient to the ancestor.
+        """
+        length, start = self.spans[at].length, self.tree.offsets[ancestor]
+        output, leaf = outputs_and_embeddings(self.model, self.inner, self.alone_call(at))
+        own = output[0, -length:]
+        gradient = self._gradient(own, leaf)
+        with torch.no_grad():
+            after = outputs(self.model, self.alone_call(at, self.exchanged_call(ancestor)))
+        change = _largest(after[0, -length:] - own) / self.scale
+        return change, _largest(gradient[0, start : start + self.spans[ancestor].length])
 
 
 def _largest(values: torch.Tensor) -> float:

@@ -14,9 +14,13 @@ from ..probing.probe import ROUNDING, is_mixture, outputs
 from ..upstream.find_models import token_embeddings
 from .compared import Run
 from .result import Document, Verification
+from .unshared import named, unshared
 
 NEAR = {torch.float64: 1e-9, torch.float32: 1e-4}
 """The largest distance between packed and alone, relative to the largest output; 5e-2 in half precision."""
+
+_OTHER = {"document": "", "segment": ", which it does not continue"}
+_ALONE = {"document": "it is", "segment": "its path is"}
 
 
 class Finding(NamedTuple):
@@ -50,7 +54,9 @@ def _document(run: Run, at: int) -> Document:
     span = run.spans[at]
     change, by = run.moved[at]
     moved_by = None if by is None else run.number(by)
-    return Document(span.row, span.start, span.length, change, moved_by, run.gradients.get(at), run.distances.get(at))
+    parent = run.number(span.parent) if span.parent >= 0 else None
+    gradient, distance = run.gradients.get(at), run.distances.get(at)
+    return Document(span.row, span.start, span.length, change, moved_by, gradient, distance, parent)
 
 
 def _bounds(run: Run) -> tuple[float, float]:
@@ -67,18 +73,22 @@ def _finding(run: Run, bound: float, near: float) -> Finding:
     worst = max(run.moved, key=lambda at: run.moved[at][0])
     change, by = run.moved[worst]
     if change > bound and by is not None:
-        source = f"document {run.number(by)}" if run.spans[by].real else "padding"
-        what = f"the outputs of document {run.number(worst)} depend on {source}"
+        source = named(run, by) if run.spans[by].real else "padding"
+        what = f"the outputs of {named(run, worst)} depend on {source}{_OTHER[run.word]}"
         return _located(run, worst, run.exchanged_call(by), bound, what)
     crossing = next((at for at, gradient in run.gradients.items() if gradient != 0), None)
     if crossing is not None:
-        other = next((one for one, span in enumerate(run.spans) if span.real and one != crossing), crossing)
-        what = f"the outputs of document {run.number(crossing)} send gradients into another document"
+        path = run.tree.path(crossing)
+        other = next((one for one, span in enumerate(run.spans) if span.real and one not in path), crossing)
+        what = f"the outputs of {named(run, crossing)} send gradients into another {run.word}{_OTHER[run.word]}"
         return _located(run, crossing, run.exchanged_call(other), 0.0, what)
+    what, at = unshared(run, bound)
+    if what:
+        return _located(run, at, run.alone_call(at), near, what)
     far = {at: distance for at, distance in run.distances.items() if distance is not None and not distance <= near}
     if far:
         at = max(far, key=lambda one: far[one])
-        what = f"document {run.number(at)} is not computed as when it is alone (off by {far[at]:.1e})"
+        what = f"{named(run, at)} is not computed as when {_ALONE[run.word]} alone (off by {far[at]:.1e})"
         return _located(run, at, run.alone_call(at), near, what)
     return Finding(_crossing_labels(run))
 
@@ -87,7 +97,7 @@ def _located(run: Run, at: int, call: Call, bound: float, what: str) -> Finding:
     """The first module in which a document is computed differently in ``call`` than in the batch.
 
     Args:
-        call: the batch with other tokens, or the document alone.
+        call: the batch with other tokens, or the document alone: a segment at the end of its path.
         bound: the largest difference that counts as the same.
         what: the finding in words.
     """
@@ -96,7 +106,8 @@ def _located(run: Run, at: int, call: Call, bound: float, what: str) -> Finding:
     if call["input_ids"].shape == shape:
         there = locate.Watch(run.inner, shape, span.row, span.start, span.stop)
     else:
-        there = locate.Watch(run.inner, tuple(call["input_ids"].shape), 0, 0, span.length)
+        stop = call["input_ids"].shape[1]
+        there = locate.Watch(run.inner, (1, stop), 0, stop - span.length, stop)
     with torch.no_grad():
         for watch, given in ((here, run.batch), (there, call)):
             with watch.watching():
@@ -106,12 +117,12 @@ def _located(run: Run, at: int, call: Call, bound: float, what: str) -> Finding:
         hidden = "torch.compile hides them, and values do not show what hands on gradients alone"
         return Finding(f"{what}; in which module could not be seen ({hidden})")
     cls = type(run.inner.get_submodule(name)).__name__
-    meaning = locate.meaning(run.inner, name, status(run.inner) is not None)
+    meaning = locate.meaning(run.inner, name, status(run.inner) is not None, tree=run.word == "segment")
     return Finding(f"{what}. First in {name or 'the model itself'} ({cls}): {meaning}", name, cls)
 
 
 def _crossing_labels(run: Run) -> str:
-    """The finding if a document's first label has a part in the loss; empty if none has, or without labels."""
+    """The finding if the first label of a span has a part in the loss; empty if none has, or without labels."""
     if run.labels is None:
         return ""
     masked, crossing = run.labels.clone(), []
@@ -127,6 +138,6 @@ def _crossing_labels(run: Run) -> str:
     if len(losses) < 2:
         return ""
     return (
-        f"labels: the last token of document {crossing[0] - 1} predicts the first of document {crossing[0]}. Set the "
-        "first label of every document to -100, as DataCollatorWithFlattening does"
+        f"labels: the last token of {run.word} {crossing[0] - 1} predicts the first of {run.word} {crossing[0]}. Set "
+        f"the first label of every {run.word} to -100, as DataCollatorWithFlattening does"
     )

@@ -6,6 +6,7 @@ import contextlib
 from typing import Any
 
 from .._types import Model
+from ..documents.names import PARENTS
 from ..errors import BadBatch, PackingNotIsolated
 from ..patch.applying import status
 from ..patch.unwrap import transformers_model
@@ -29,25 +30,31 @@ def verify(
     - The gradient of its outputs with respect to all other input embeddings is exactly zero.
     - Its outputs equal those of the document run alone.
 
+    With ``segment_parents``, the same holds for segments. Outside a segment then means: outside its path, which is the
+    segment and its ancestors. Alone, it is run at the end of its path. Besides, its outputs must depend on each of its
+    ancestors, and send a gradient to it, as they do when the path is run alone.
+
     With ``labels``, the loss must not change when the first label of every document is set to -100.
 
     The cost is one forward for the batch and, for each document, one forward, one backward and one forward alone.
-    ``labels`` add up to three forwards. The model may be on any device, patched or not, in training mode or not; it
-    runs in eval mode and is left as it was. Call a sharded model on every rank with the same batch.
+    ``labels`` add up to three forwards, and a segment that does not depend on an ancestor takes a few more. The model
+    may be on any device, patched or not, in training mode or not; it runs in eval mode and is left as it was. Call a
+    sharded model on every rank with the same batch.
 
     Args:
         model: A Transformers causal LM, or what PEFT, accelerate, DDP, FSDP or ``torch.compile`` made of one.
         batch: What a collator returns: ``input_ids``, int32 or int64 ``[batch, length]``, and ``position_ids``, the
-            collator's lengths, ``seq_idx`` or a mask of document numbers. None makes one row of four documents from
-            the vocabulary.
+            collator's lengths, ``seq_idx`` or a mask of document numbers. ``segment_parents``, integers ``[segments]``,
+            come with ``cu_seq_lens_q``. None makes one row of four documents from the vocabulary.
         strict: Raise instead of returning a verification that is not ok.
         max_documents: Replace, and run alone, only this many documents, evenly spread; None takes all.
 
     Raises:
         PackingNotIsolated: The documents are not isolated and ``strict`` is set; its ``verification`` holds the
             findings. Raised without ``strict`` too if nothing can be verified, for example because the model cannot
-            compute the batch.
+            compute the batch. A model that is not patched cannot compute ``segment_parents``.
         NotAModel: There is no Transformers model with token embeddings.
+        BadParents: ``segment_parents`` are no tree of the batch's segments.
         BadBatch: The batch has no documents or holds something besides tokens, or ``max_documents`` is not positive.
     """
     inner = transformers_model(model)
@@ -56,9 +63,14 @@ def verify(
     _check(inner, max_documents)
     device = token_embeddings(inner).device
     given = example(device, inner) if batch is None else checked(batch, device)
+    patch = status(inner)
+    if patch is None and given.get(PARENTS) is not None:
+        raise PackingNotIsolated(
+            f"this batch has segment_parents, and this {type(inner).__name__} is not patched. Transformers alone does "
+            "not know segments that continue others. Call fa2patch.apply(model) first."
+        )
     spans = spans_of(given)
     same_on_every_rank(inner, spans)
-    patch = status(inner)
     with left_as_it_was(model), patch.examination.paused() if patch is not None else contextlib.nullcontext():
         found = verification(Run(model, inner, given, spans, max_documents))
     if strict and not found.ok:

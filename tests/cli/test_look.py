@@ -10,6 +10,7 @@ pytest.importorskip("click")
 pytest.importorskip("rich")
 
 from click.testing import CliRunner
+from tree_batches import tree_batch
 
 import fa2patch
 from fa2patch.cli.commands import main
@@ -45,6 +46,19 @@ def test_verify_shows_upstreams_leak_and_our_isolation(model, rows):
     text = run("verify", model, "--batch", rows).output
     assert "Transformers alone" in text and "NOT ISOLATED" in text and "with fa2patch: isolated" in text
     assert "attention computed without boundaries" in " ".join(text.split())
+
+
+def test_verify_shows_segments_and_what_they_continue(tmp_path):
+    file = tmp_path / "tree.json"
+    batch = tree_batch([(4, -1), (3, 0), (2, 0)])
+    file.write_text(json.dumps({k: v.tolist() if isinstance(v, torch.Tensor) else v for k, v in batch.items()}))
+    result = run("verify", "llama", "--batch", file, "--json")
+    found = as_json(result)
+    assert result.exit_code == 0 and "is not patched" in found["alone"]["error"]
+    assert [one["parent"] for one in found["fa2patch"]["documents"]] == [None, 1, 1]
+    lines = [line.split() for line in run("verify", "llama", "--batch", file).output.splitlines()]
+    assert ["segment", "row", "token", "length", "continues"] in [line[:5] for line in lines]
+    assert ["3", "0", "7", "2", "1", "0", "0"] in [line[:7] for line in lines]
 
 
 def test_verify_takes_weights_and_a_batch_that_torch_saved(tmp_path, rows):

@@ -48,5 +48,14 @@ except fa2patch.errors.BadBatch as error:
     assert "[2, 3] documents" in str(error), error
 else:
     raise AssertionError("another number of documents on each rank would wait for ever")
+tree = {**rows(2), "cu_seq_lens_q": torch.tensor([0, 6, 12]), "segment_parents": torch.tensor([-1, 0])}
+tree["position_ids"] = torch.arange(12)[None]
+assert fa2patch.verify(sharded, batch=tree).ok
+try:
+    fa2patch.verify(sharded, batch=tree if dist.get_rank() else rows(2))
+except fa2patch.errors.BadBatch as error:
+    assert "different segment_parents" in str(error), error
+else:
+    raise AssertionError("another tree on each rank may wait for ever")
 dist.barrier()
 os._exit(0)  # under load, shutting down gloo's threads sometimes aborts the process

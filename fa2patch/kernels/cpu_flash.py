@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from functools import lru_cache
 from itertools import accumulate
 from typing import Any, NamedTuple
 
@@ -15,12 +14,14 @@ _FORWARD = "_scaled_dot_product_flash_attention_for_cpu"
 _TAKES = ("query", "key", "value", "dropout_p", "is_causal", "attn_mask", "scale")
 
 
-@lru_cache(maxsize=1)
-def available() -> bool:
-    """Whether this torch has the operator with the arguments that are passed here."""
+def _available() -> bool:
     found = getattr(torch.ops.aten, _FORWARD, None)
     names = {argument.name for argument in found.default._schema.arguments} if found is not None else set()
     return names.issuperset(_TAKES) and hasattr(torch.ops.aten, f"{_FORWARD}_backward")
+
+
+AVAILABLE = _available()
+"""Whether this torch has the operator with the arguments that are passed here."""
 
 
 class CpuFlash(NamedTuple):

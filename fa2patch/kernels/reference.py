@@ -69,4 +69,4 @@ def _cascades(q: torch.Tensor, v: torch.Tensor, options: Options) -> bool:
     """Whether a tree's attention can be computed by torch's flash attention for CPUs, without copies of keys."""
     special = (options.window, options.softcap, options.alibi_slopes)
     plain = all(option is None for option in special) and not options.dropout
-    return plain and q.device.type == "cpu" and q.shape[-1] == v.shape[-1] and cpu_flash.available()
+    return plain and q.device.type == "cpu" and q.shape[-1] == v.shape[-1] and cpu_flash.AVAILABLE

@@ -152,7 +152,6 @@ def test_the_cascade_copies_no_keys(monkeypatch):
 
     fake = SimpleNamespace(aten=SimpleNamespace(**{cpu_flash._FORWARD: SimpleNamespace(default=counted)}))
     monkeypatch.setattr(cpu_flash, "torch", SimpleNamespace(**{**vars(torch), "ops": fake}))
-    monkeypatch.setattr(cpu_flash, "available", lambda: True)
     lengths, parents = PROMPTS
     q, k, v = (x.detach() for x in states(lengths))
     Reference()(q, k, v, documents(lengths, parents=parents), Options())

@@ -15,8 +15,8 @@ from .prefixes import Segment, segments
 from .strategies import Ints
 
 LEAST = 16
-"""The default of ``least``. A segment more costs each layer about as much as a few tokens: on a CPU, prefixes that saved
-2 tokens made a step slower, 4 and 8 changed little, and 16 made it 4 to 6 % faster."""
+"""The default of ``least``. A segment more costs each layer about as much as a few tokens. On a CPU, prefixes that
+saved 2 tokens made a step slower, 4 and 8 changed little, and 16 made it 4 to 6 % faster."""
 
 IGNORED_LABEL = -100
 """The label of a token without a loss."""

@@ -19,10 +19,10 @@ PAIRS = [
     {"prompt_input_ids": [5, 6, 7], "chosen_input_ids": [8, 9], "rejected_input_ids": [10]},
     {"prompt_input_ids": [11], "chosen_input_ids": [12, 13, 14, 15, 16], "rejected_input_ids": [17, 18, 19]},
     {"prompt_input_ids": [20, 21, 22, 23], "chosen_input_ids": [24], "rejected_input_ids": [25, 26, 27, 28, 29, 30]},
-    {"prompt_input_ids": [], "chosen_input_ids": [31, 32], "rejected_input_ids": [31, 33]},
+    {"prompt_input_ids": [], "chosen_input_ids": [31, 34, 32], "rejected_input_ids": [31, 34, 33]},
     {"prompt_input_ids": [40, 41, 42], "chosen_input_ids": [43, 44], "rejected_input_ids": [43, 45]},
 ]
-"""Prompts of three, one, four and no tokens, and completions that begin with the same token."""
+"""Prompts of three, one, four and no tokens, and completions that begin with the same tokens."""
 
 
 def collate(pairs: Any, **options: Any) -> dict[str, Any]:

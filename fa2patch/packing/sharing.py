@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import operator
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -12,6 +11,7 @@ import torch
 
 from ..errors import PackingError
 from .prefixes import Segment, segments
+from .sequences import checked_least, limits_of, token_ids
 from .strategies import Ints
 
 LEAST = 16
@@ -27,8 +27,9 @@ class Shared:
     """A packed row of sequences, and where each of them is in it.
 
     The row holds T tokens in segments. A segment continues its parent, and a sequence is a path from a root to a leaf.
-    Every sequence ends in a leaf of its own, which has at least its last token. The last token that sequences share
-    belongs to each of their branches, so the first token that differs is predicted inside its branch.
+    Every sequence ends in a leaf of its own, which has at least its last token, and the leaves are in the order of the
+    sequences. The last token that sequences share belongs to each of their branches, so the first token that differs is
+    predicted inside its branch.
 
     Attributes:
         batch: The arguments of the forward of a patched model: ``input_ids`` and ``position_ids``, int64 ``[1, T]``;
@@ -148,10 +149,10 @@ def share(
         PackingError: There are no sequences, a sequence is empty or is not ``[length]`` integers, or an option is
             invalid.
     """
-    arrays = _arrays(sequences)
+    arrays = token_ids(sequences)
     lengths = [len(array) for array in arrays]
-    limits = lengths if prompts is None else _limits(prompts, lengths)
-    made = segments(lengths, [array[:limit] for array, limit in zip(arrays, limits)], _least(least))
+    limits = lengths if prompts is None else limits_of(prompts, lengths)
+    made = segments(lengths, [array[:limit] for array, limit in zip(arrays, limits)], checked_least(least))
     return _shared(arrays, made, None if prompts is None else limits)
 
 
@@ -196,60 +197,3 @@ def _places(ends: Ints, made: Sequence[Segment]) -> Ints:
         paths.append(own if each.parent < 0 else np.concatenate([paths[each.parent], own]))
     found: Ints = np.concatenate([path for path, each in zip(paths, made) if each.leaf])
     return found
-
-
-def _arrays(sequences: Any) -> list[Ints]:
-    """The sequences' token ids, each int64 ``[length]``."""
-    try:
-        given = None if isinstance(sequences, (str, bytes)) else list(sequences)
-    except TypeError:
-        given = None
-    if not given:
-        found = "none" if given == [] else repr(sequences)
-        raise PackingError(f"share: expected at least one sequence of token ids, found {found}.")
-    return [_ids(index, sequence) for index, sequence in enumerate(given)]
-
-
-def _ids(index: int, sequence: Any) -> Ints:
-    try:
-        found = np.asarray(sequence.detach().cpu() if isinstance(sequence, torch.Tensor) else sequence)
-        shape, dtype = list(found.shape), found.dtype
-    except (TypeError, ValueError, RuntimeError) as error:
-        raise PackingError(f"sequence {index}: expected token ids [length], found {error}.") from error
-    if shape == [0]:
-        raise PackingError(f"sequence {index}: no tokens. Leave it out.")
-    if len(shape) != 1 or dtype.kind not in "iu":
-        raise PackingError(
-            f"sequence {index}: expected token ids, integers [length] without padding, found "
-            f"{type(sequence).__name__} of {dtype} {shape}."
-        )
-    return found.astype(np.int64)
-
-
-def _limits(prompts: Any, lengths: Sequence[int]) -> list[int]:
-    """The option ``prompts``, checked."""
-    try:
-        limits = [operator.index(each) for each in prompts]
-    except TypeError as error:
-        raise PackingError(f"prompts: expected one integer for each sequence, found {prompts!r}.") from error
-    if len(limits) != len(lengths):
-        raise PackingError(
-            f"prompts: expected one number for each of {len(lengths)} sequences, found {len(limits)}. Repeat a "
-            "prompt's length for each of its completions."
-        )
-    for index, (limit, length) in enumerate(zip(limits, lengths)):
-        if not 0 <= limit <= length:
-            raise PackingError(
-                f"prompts: sequence {index} has {length} tokens, so its prompt has 0 to {length}, found {limit}."
-            )
-    return limits
-
-
-def _least(least: Any) -> int:
-    try:
-        number = operator.index(least)
-    except TypeError as error:
-        raise PackingError(f"least: expected a number of tokens, 1 or more, found {least!r}.") from error
-    if number < 1:
-        raise PackingError(f"least: expected a number of tokens, 1 or more, found {number}. 1 shares every prefix.")
-    return number

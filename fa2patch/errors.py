@@ -121,7 +121,7 @@ class CollatorError(Fa2PatchError, ValueError):
 
 
 class PackingError(Fa2PatchError, ValueError):
-    """Rows cannot be planned from the given lengths or options."""
+    """Rows cannot be planned from the given lengths or options, or sequences cannot share a row."""
 
 
 class CannotRun(Fa2PatchError):

@@ -13,9 +13,11 @@ import torch
 from ..documents.boundaries import Boundaries
 from ..documents.names import IGNORED_LABEL
 from ..documents.recognition import boundaries
+from ..documents.tree_checks import require_no_first_labels
 from ..errors import BadBatch, CollatorError, Fa2PatchError
 from .collators import DataCollatorWithFlattening
-from .flattening import Array, as_array, as_numbers, given, integer, require_same_keys
+from .flattening import Array, Columns, as_array, as_numbers, given, integer, require_same_keys
+from .shared_prompts import flatten_pairs
 
 _REFERENCE = ("ref_chosen_logps", "ref_rejected_logps")
 _TRUNCATION = ("keep_start", "keep_end")
@@ -28,9 +30,17 @@ class DataCollatorForPreferenceFlattening:
     For n examples, documents 1 to n are prompt + chosen and documents n + 1 to 2n are prompt + rejected, both in the
     order of the examples. The padding that ``pad_to_multiple_of`` adds is one more document.
 
+    With ``share_prompts``, the tokens of a prompt that both of its documents begin with are in the row once, as a
+    segment that both continue. The last of these tokens belongs to each document's own segment, where it predicts the
+    first token of the completion. The segments are prompt 1, chosen 1, prompt 2, chosen 2, ..., rejected 1, rejected 2,
+    ..., and the documents stay those of above: a document is the path to a segment that no other one continues.
+
     Args:
         max_length: Truncate documents to this many tokens. None does not truncate.
         truncation_mode: The part that is kept, ``"keep_start"`` or ``"keep_end"``.
+        share_prompts: Put each prompt into the row once. The batch then always has ``segment_parents``,
+            ``cu_seq_lens_*`` and ``max_length_*``, and only a patched model computes it. Not with ``return_seq_idx``,
+            which cannot say that a segment continues another one.
         return_flash_attn_kwargs, return_seq_idx, pad_to_multiple_of, pad_token_id, position_ids_start: See
             :class:`fa2patch.DataCollatorWithFlattening`.
 
@@ -45,6 +55,7 @@ class DataCollatorForPreferenceFlattening:
     pad_to_multiple_of: int | None = None
     pad_token_id: int = 0
     position_ids_start: int = 0
+    share_prompts: bool = False
 
     def __post_init__(self) -> None:
         if self.max_length is not None and integer("max_length", self.max_length) < 1:
@@ -52,6 +63,11 @@ class DataCollatorForPreferenceFlattening:
         if self.truncation_mode not in _TRUNCATION:
             raise CollatorError(
                 f"truncation_mode: expected 'keep_start' or 'keep_end', found {self.truncation_mode!r}."
+            )
+        if self.share_prompts and self.return_seq_idx:
+            raise CollatorError(
+                "share_prompts and return_seq_idx: seq_idx cannot say that a segment continues another one. Leave "
+                "return_seq_idx out; cu_seq_lens_q and segment_parents say where the segments are."
             )
         self._flatten()
 
@@ -67,19 +83,19 @@ class DataCollatorForPreferenceFlattening:
         Returns:
             ``input_ids``, ``labels`` (-100 outside completions) and ``position_ids``: int64 ``[1, T]``.
             ``ref_chosen_logps`` and ``ref_rejected_logps``, if the examples have them: float32 ``[n]``. ``seq_idx``,
-            ``cu_seq_lens_*`` and ``max_length_*``, if the options ask for them.
+            ``cu_seq_lens_*`` and ``max_length_*``, if the options ask for them. With ``share_prompts``, these lengths
+            are of segments, and ``segment_parents``, int32 ``[segments]``, has for each segment the number of the one
+            that it continues, or -1.
 
         Raises:
             CollatorError: A column is missing or invalid, or a document has no tokens.
         """
         examples = [given(index, feature) for index, feature in enumerate(features)]
         require_same_keys([{key: None for key in _REFERENCE if key in example} for example in examples])
-        documents = [
-            self._document(index, example, side)
-            for side in ("chosen", "rejected")
-            for index, example in enumerate(examples)
-        ]
-        batch = self._flatten()(documents)
+        chosen = [self._document(*each, "chosen") for each in enumerate(examples)]
+        rejected = [self._document(*each, "rejected") for each in enumerate(examples)]
+        flatten = self._flatten()
+        batch = flatten_pairs(chosen, rejected, flatten) if self.share_prompts else flatten([*chosen, *rejected])
         for key in _REFERENCE:
             if key in examples[0]:
                 values = [as_numbers(index, key, example[key], "one number") for index, example in enumerate(examples)]
@@ -88,14 +104,14 @@ class DataCollatorForPreferenceFlattening:
 
     def _flatten(self) -> DataCollatorWithFlattening:
         return DataCollatorWithFlattening(
-            return_flash_attn_kwargs=self.return_flash_attn_kwargs,
+            return_flash_attn_kwargs=self.return_flash_attn_kwargs or self.share_prompts,
             return_seq_idx=self.return_seq_idx,
             pad_to_multiple_of=self.pad_to_multiple_of,
             pad_token_id=self.pad_token_id,
             position_ids_start=self.position_ids_start,
         )
 
-    def _document(self, index: int, example: Mapping[str, Any], side: str) -> dict[str, Any]:
+    def _document(self, index: int, example: Mapping[str, Any], side: str) -> Columns:
         ids = _ids(index, example, side)
         if f"{side}_labels" in example:
             labels = as_array(index, f"{side}_labels", example[f"{side}_labels"])
@@ -128,18 +144,22 @@ def per_document_logps(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Sum the log-probabilities of the labels over each document of a packed batch.
 
+    In a batch with ``segment_parents``, a document is the path to a segment that no other one continues. Documents are
+    in the order of these segments, and the labels of a shared segment count for each document that begins with it.
+
     Args:
         logits: ``[batch, length, vocabulary]``, unshifted: the logits at a token predict the next token.
         labels: int64 ``[batch, length]``, unshifted. Labels of -100 and the first label of each document are ignored.
         documents: The batch's ``position_ids``, or its :class:`fa2patch.Boundaries`. With
-            ``Boundaries(batch["cu_seq_lens_q"], batch["max_length_q"])``, boundaries are not read from the device.
+            ``Boundaries(batch["cu_seq_lens_q"], batch["max_length_q"])``, boundaries are not read from the device. A
+            batch with shared prompts needs ``parents=batch["segment_parents"]`` too, which is read once.
 
     Returns:
         The sums, float32 ``[documents]`` (float64 for float64 logits), and the numbers of tokens in them, int64
         ``[documents]``. A sum divided by its number is the mean that IPO uses.
 
     Raises:
-        BadBatch: The shapes do not match.
+        BadBatch: The shapes do not match, or the first token of a segment with a parent has a label.
         BadPositionIds: ``documents`` are not valid position ids.
     """
     if logits.dim() != 3 or tuple(labels.shape) != tuple(logits.shape[:2]):
@@ -160,7 +180,21 @@ def per_document_logps(
     chosen = chosen if chosen.dtype == torch.float64 else chosen.float()
     logps = -torch.nn.functional.cross_entropy(chosen, flat[at], reduction="none")
     sums = logps.new_zeros(len(found)).index_add(0, document[at], logps)
-    return sums, torch.zeros_like(cu[1:]).index_add(0, document[at], torch.ones_like(at))
+    counts = torch.zeros_like(cu[1:]).index_add(0, document[at], torch.ones_like(at))
+    if found.parents is None:
+        return sums, counts
+    padded = torch.nn.functional.pad(flat, (0, 1), value=IGNORED_LABEL)
+    require_no_first_labels(padded[:, None], cu[:-1], found.parents)
+    return _along_paths(sums, found), _along_paths(counts, found)
+
+
+def _along_paths(of_segments: torch.Tensor, boundaries: Boundaries) -> torch.Tensor:
+    """Sum one number for each segment, ``[segments]``, over each document's path."""
+    tree = boundaries.tree
+    assert tree is not None
+    pairs = [(number, segment) for number, leaf in enumerate(tree.leaves) for segment in tree.path(leaf)]
+    document, segment = torch.tensor(pairs).T.to(of_segments.device)
+    return of_segments.new_zeros(len(tree.leaves)).index_add(0, document, of_segments[segment])
 
 
 def trainer_class(base: type[Any] | None = None) -> type[Any]:

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import torch
 
-from ..errors import BadParents
+from ..errors import BadBatch, BadParents
 from .checks import check_position_ids, described, is_integers
 from .device import require
+from .names import IGNORED_LABEL
 from .starts import axes_of, goes_on, restarts
 
 
@@ -63,6 +64,27 @@ def require_tree(
         ids = axes_of(position_ids).to(cu.device, torch.int64)
         _require_ids_go_on(ids.expand(len(ids), *shape).flatten(1), has, starts, ends, parent)
     return given.to(torch.int32)
+
+
+def require_no_first_labels(rows: torch.Tensor, at: torch.Tensor, parents: torch.Tensor) -> None:
+    """Require -100 at the first token of each segment with a parent.
+
+    Args:
+        rows: labels ``[tokens + 1, ...]``; the last entry is of a segment without tokens behind the row.
+        at: each segment's first token.
+        parents: each segment's parent, or -1.
+
+    Raises:
+        BadBatch: such a token has a label.
+    """
+    ignored = (rows.flatten(1) == IGNORED_LABEL).all(1)[at] | (parents.to(at.device) < 0)
+    require(
+        ignored.all(),
+        BadBatch,
+        "labels: the first token of a segment with a parent has a label, but no token of the row predicts it. Let "
+        "each branch start with the last token that it shares, and give that token the label -100, as "
+        "fa2patch.packing.share does.",
+    )
 
 
 def _require_ids_go_on(

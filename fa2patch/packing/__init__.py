@@ -1,4 +1,6 @@
-"""Planners that decide which examples share a row. They take lengths and return indices, and never copy tokens.
+"""Planners that decide which examples share a row, and ``share``, which puts equal prefixes into a row once.
+
+Planners take lengths and return indices, and never copy tokens.
 
 **Effect on training.** Rows filled to a budget hold more examples, so an epoch with the same number of rows per step
 has fewer optimizer steps. This changes convergence: in table 2 of arXiv 2407.09105 (Mistral-7B, FLAN), packing to 4096
@@ -10,6 +12,7 @@ from ..errors import PackingError
 from .costs import ATTENTION_COST, example_costs, imbalance
 from .plans import Plan, plan
 from .samplers import PackedBatchSampler
+from .sharing import Shared, share
 from .strategies import STRATEGIES
 from .streaming import Stream, stream
 
@@ -19,9 +22,11 @@ __all__ = [
     "PackedBatchSampler",
     "PackingError",
     "Plan",
+    "Shared",
     "Stream",
     "example_costs",
     "imbalance",
     "plan",
+    "share",
     "stream",
 ]

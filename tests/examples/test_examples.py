@@ -9,6 +9,7 @@ import inspect
 import json
 import math
 import os
+import re
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
@@ -150,6 +151,25 @@ def test_preferences_are_learnt_as_from_each_document_alone(example, monkeypatch
     monkeypatch.setattr(dpo, "logps", alone)
     monkeypatch.setattr(fa2patch, "apply", lambda model: None)
     assert packed == pytest.approx(train(dpo, tmp_path), rel=10 * SAME), "sums of log-probabilities are large"
+
+
+def test_completions_of_one_prompt_are_learnt_as_from_padded_batches(example, monkeypatch, tmp_path, capsys):
+    grpo = example("grpo")
+    shared = train(grpo, tmp_path)
+    said = capsys.readouterr().out
+    padded, once = re.findall(r"(-?\d+\.\d+) (?:padded|with each prompt once)", said)
+    assert float(once) == pytest.approx(float(padded), abs=2e-6) and float(once) != 0
+    tokens = re.findall(r"(\d+) tokens instead of (\d+)", said)
+    assert len(tokens) == STEPS and all(int(after) < int(before) / 2 for after, before in tokens)
+
+    def alone(model, row, prompts):
+        sequences = [row.batch["input_ids"][0, places].tolist() for places in row.indices]
+        return padded_logps(model, sequences, prompts)
+
+    padded_logps = inspect.unwrap(grpo.padded_logps)
+    monkeypatch.setattr(grpo, "logps", alone)
+    monkeypatch.setattr(fa2patch, "apply", lambda model: None)
+    assert shared == pytest.approx(train(grpo, tmp_path), abs=10 * SAME)
 
 
 @pytest.mark.slow

@@ -10,8 +10,8 @@ import torch
 from ..._types import Call, Model
 from ...documents.boundaries import Boundaries
 from ...documents.checks import described
-from ...documents.device import require
 from ...documents.names import FEWER_LOGITS, IGNORED_LABEL, LABELS
+from ...documents.tree_checks import require_no_first_labels
 from ...errors import BadBatch
 from .. import inspecting
 from ..calls import batch_shape, passed
@@ -112,7 +112,7 @@ def inside_documents(
     rows = labels.reshape(tokens, -1)
     padded = torch.nn.functional.pad(rows, (0, 0, 0, 1))  # an empty document may start behind the last token
     if documents.parents is not None and name == "labels":
-        _require_no_first_labels(padded, at, documents.parents)
+        require_no_first_labels(padded, at, documents.parents)
     return padded.index_fill(0, at, IGNORED_LABEL)[:-1].view_as(labels)
 
 
@@ -130,24 +130,6 @@ def _crossing(documents: Boundaries, name: str, tokens: int) -> torch.Tensor:
     number = torch.arange(len(ends), device=ends.device)
     continued = (documents.parents[None] == number[:, None]).any(1)
     return torch.where(continued, tokens, ends)
-
-
-def _require_no_first_labels(rows: torch.Tensor, at: torch.Tensor, parents: torch.Tensor) -> None:
-    """Require -100 at the first token of each segment with a parent.
-
-    Args:
-        rows: labels ``[tokens + 1, ...]``.
-        at: each segment's first token.
-        parents: each segment's parent, or -1.
-    """
-    ignored = (rows.flatten(1) == IGNORED_LABEL).all(1)[at] | (parents.to(at.device) < 0)
-    require(
-        ignored.all(),
-        BadBatch,
-        "labels: the first token of a segment with a parent has a label, but no token of the row predicts it. Let "
-        "each branch start with the last token that it shares, and give that token the label -100, as "
-        "fa2patch.packing.share does.",
-    )
 
 
 def _inside_of_fewer(

@@ -10,8 +10,11 @@ import torch
 from numpy.typing import NDArray
 
 LEAST = 16
-"""The least number of tokens that a shared segment must save. Each depth of a tree costs every layer one more attention
-call, which is worth more than a few tokens, such as the first ones of a chat template."""
+"""The least number of tokens that a shared segment must save.
+
+Each depth of a tree costs every layer one more attention call. On a CPU, with a hidden size of 512, a step was 7 %
+slower that saved 4 of 264 tokens, and 5 % slower if it saved 16 of 288, but not if it saved 16 of 1,056 or 28 of 544.
+"""
 
 AT_ONCE = 2**24
 """The number of pairs of tokens that are compared at once. It bounds the memory."""

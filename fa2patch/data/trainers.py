@@ -17,13 +17,14 @@ def trainer_class(base: type[Any] | None = None, share_prompts: bool = True) -> 
     """Return a subclass of a TRL trainer whose models compute padded batches packed.
 
     Batches, losses, metrics and arguments are TRL's own. After the trainer's ``__init__``, the model and the reference
-    model are patched, and their padded batches are computed packed in all layers, equal prompts once (see
-    :func:`fa2patch.data.padded_batches.pack_padded_batches`). Leave ``padding_free`` off. Generation is unchanged.
+    model are patched, and their padded batches are computed packed in all layers, equal prompts once. Leave
+    ``padding_free`` off. Generation is unchanged.
 
     Args:
         base: The trainer class to derive from, such as ``trl.GRPOTrainer``, ``trl.RLOOTrainer``, your own subclass or
             TRL's KTO or reward trainer. None means ``trl.DPOTrainer``.
-        share_prompts: Whether the first tokens in which rows of a batch are equal are computed once.
+        share_prompts: Whether the first tokens in which rows of a batch are equal are computed once, if this saves at
+            least 16 tokens.
 
     Raises:
         Fa2PatchError: TRL cannot be imported.

@@ -31,10 +31,15 @@ TIMES = ("runtime", "per_second", "step_time", "flos", "time", "num_tokens_per",
 
 
 class Noting:
-    """Note what a trainer computes: the losses that it goes back from, unrounded, and the tokens of the first layer."""
+    """Note what a trainer computes: the losses that it goes back from, unrounded, and the tokens of the first layer.
+
+    ``again`` counts how often the first MLP is computed without a call of the base model, which is what checkpointing
+    does.
+    """
 
     def __init__(self, trainer: Any) -> None:
         self._trainer, self._losses, self._computed, self._generated = trainer, [], [], []
+        self._again = 0
         backward = trainer.accelerator.backward
 
         def noted(loss: torch.Tensor, **kwargs: Any) -> None:
@@ -47,12 +52,20 @@ class Noting:
             if held is not None:
                 causal = next(m for m in held.modules() if isinstance(m, transformers.LlamaForCausalLM))
                 causal.model.layers[0].register_forward_pre_hook(self._layer, with_kwargs=True)
+                causal.model.register_forward_pre_hook(self._called)
+                causal.model.layers[0].mlp.register_forward_pre_hook(self._computed_again)
                 self._note_generation(causal)
         self._generating = False
 
     def _layer(self, module: Any, args: Any, kwargs: Any) -> None:
         if not self._generating:
             self._computed.append((args[0] if args else kwargs["hidden_states"])[..., 0].numel())
+
+    def _called(self, *call: Any) -> None:
+        self._again -= 1
+
+    def _computed_again(self, *call: Any) -> None:
+        self._again += 1
 
     def _note_generation(self, causal: Any) -> None:
         generate = causal.generate
@@ -73,7 +86,7 @@ class Noting:
         ]
         return {
             "trl": trl.__version__, "losses": self._losses, "tokens": self._computed, "generated": self._generated,
-            "logs": logs,
+            "logs": logs, "again": self._again,
         }  # fmt: skip
 
 
@@ -89,11 +102,11 @@ def tokenizer() -> transformers.PreTrainedTokenizerFast:
 def pairs(number: int) -> datasets.Dataset:
     generator = torch.Generator().manual_seed(0)
 
-    def text(longest: int, shortest: int = 1) -> str:
-        length = int(torch.randint(shortest, longest, (1,), generator=generator))
+    def text(longest: int) -> str:
+        length = int(torch.randint(1, longest, (1,), generator=generator))
         return " ".join(WORDS[at] for at in torch.randint(len(WORDS), (length,), generator=generator).tolist())
 
-    rows = [{"prompt": text(40, 20), "chosen": " " + text(30), "rejected": " " + text(8)} for _ in range(number)]
+    rows = [{"prompt": text(80), "chosen": " " + text(30), "rejected": " " + text(8)} for _ in range(number)]
     return datasets.Dataset.from_list(rows)
 
 
@@ -119,7 +132,7 @@ def main(how: str, loss: str, steps: int) -> None:
         "output_dir": tempfile.mkdtemp(),
         "per_device_train_batch_size": 4,
         "max_steps": steps,
-        "learning_rate": 2e-3,
+        "learning_rate": 2e-2 if loss == "lora" else 2e-3,
         "lr_scheduler_type": "constant",
         "logging_steps": 1,
         "report_to": [],

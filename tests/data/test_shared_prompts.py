@@ -211,6 +211,19 @@ def test_longrope_shares_on_one_side_of_its_limit(limit: int, shares: bool) -> N
     assert tokens == (20 + 20 + 1 + 9 + 25 + 9 if shares else sum(each.shape[1] for each in documents))
 
 
+def test_the_base_model_is_called(model: Any) -> None:
+    """TRL's losses with Liger's kernels call it, and compute the logits themselves."""
+    batch = batch_of()
+    real = batch["attention_mask"] != 0
+    expected = model.model(**batch, use_cache=False).last_hidden_state[real]
+    fa2patch.apply(model)
+    seen = layers_tokens(model)
+    pack_padded_batches(model, share_prompts=True)
+    assert torch.allclose(model.model(**batch).last_hidden_state[real], expected, atol=1e-4)
+    assert torch.allclose(model.model(**batch, return_dict=False)[0][real], expected, atol=1e-4)
+    assert seen == [TREE] * 2
+
+
 def test_what_is_left_alone(model: Any) -> None:
     fa2patch.apply(model)
     seen = layers_tokens(model)

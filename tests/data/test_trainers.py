@@ -110,7 +110,7 @@ def test_dpo_trains_packed_as_padded(stack: str, loss: str) -> None:
     expected, found = (steps(stack, "dpo_steps.py", how, loss) for how in ("padded", "packed"))
     assert found["losses"] == pytest.approx(expected["losses"], rel=1e-5, abs=1e-5)
     assert len(set(expected["losses"])) == 10
-    assert sum(found["tokens"]) < 0.8 * sum(expected["tokens"])
+    assert sum(found["tokens"]) < 0.7 * sum(expected["tokens"])
 
 
 @pytest.mark.slow
@@ -121,7 +121,8 @@ def test_dpo_trains_with_shared_prompts_as_padded(stack: str, loss: str, number:
         steps(stack, "dpo_steps.py", how, loss, number) for how in ("padded", "packed", "shared")
     )
     assert_same(found, expected, int(number))
-    assert sum(found["tokens"]) < 0.7 * sum(packed["tokens"]) < 0.7 * sum(expected["tokens"])
+    assert sum(found["tokens"]) < 0.7 * sum(packed["tokens"])
+    assert sum(packed["tokens"]) < 0.7 * sum(expected["tokens"])
 
 
 @pytest.mark.slow
@@ -129,7 +130,7 @@ def test_trls_own_padding_free_on_patched_models() -> None:
     """It is right for the sigmoid loss. For ``ipo`` TRL 0.19.1 divides each sum by the whole row's tokens."""
     expected, found = (steps(OLDER, "dpo_steps.py", how) for how in ("padded", "padding_free"))
     assert found["losses"] == pytest.approx(expected["losses"], rel=1e-5, abs=1e-5)
-    assert sum(found["tokens"]) < 0.8 * sum(expected["tokens"])
+    assert sum(found["tokens"]) < 0.7 * sum(expected["tokens"])
 
 
 RUNS = [("grpo", "full", "50"), ("grpo", "lora", "8"), ("grpo", "checkpointing", "8"), ("rloo", "full", "50")]
@@ -144,4 +145,5 @@ def test_reinforcement_learning_with_shared_prompts_as_padded(stack: str, kind: 
     )
     assert_same(found, expected, int(number))
     assert_same(packed, expected, int(number))
+    assert [bool(run["again"]) for run in (expected, packed, found)] == [variant == "checkpointing"] * 3
     assert sum(found["tokens"]) < 0.65 * sum(packed["tokens"]) < 0.65 * sum(expected["tokens"])

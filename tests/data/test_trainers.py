@@ -103,6 +103,10 @@ def by_name(logs: list[dict[str, Any]]) -> dict[str, list[float]]:
     return found
 
 
+PACKED = {"sigmoid": 0.7, "ipo": 0.7, "lora": 0.85}
+"""The part of the tokens that is computed without padding. A model with an adapter is proven on its first batch."""
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("stack", ["trl-0.12.2", OLDER, NEWEST])
 @pytest.mark.parametrize("loss", ["sigmoid", "ipo", "lora"])
@@ -110,7 +114,7 @@ def test_dpo_trains_packed_as_padded(stack: str, loss: str) -> None:
     expected, found = (steps(stack, "dpo_steps.py", how, loss) for how in ("padded", "packed"))
     assert found["losses"] == pytest.approx(expected["losses"], rel=1e-5, abs=1e-5)
     assert len(set(expected["losses"])) == 10
-    assert sum(found["tokens"]) < 0.7 * sum(expected["tokens"])
+    assert sum(found["tokens"]) < PACKED[loss] * sum(expected["tokens"])
 
 
 @pytest.mark.slow
@@ -122,7 +126,7 @@ def test_dpo_trains_with_shared_prompts_as_padded(stack: str, loss: str, number:
     )
     assert_same(found, expected, int(number))
     assert sum(found["tokens"]) < 0.7 * sum(packed["tokens"])
-    assert sum(packed["tokens"]) < 0.7 * sum(expected["tokens"])
+    assert sum(packed["tokens"]) < PACKED[loss] * sum(expected["tokens"])
 
 
 @pytest.mark.slow

@@ -3,52 +3,27 @@
 from __future__ import annotations
 
 import threading
-from dataclasses import dataclass
+from collections.abc import Mapping
 from typing import Any
 
 import torch
+from numpy.typing import NDArray
 
 from .._types import Args, Call, Model
-from ..documents.names import TOKENS
+from ..documents.names import LENGTHS, TOKENS
 from ..errors import NotAModel
 from ..patch.applying import status
 from ..patch.unwrap import transformers_model
-from ..upstream import luggage
+from ..upstream import luggage, rope
+from ..upstream.calls import passed
 from ..upstream.find_models import models
-from ..upstream.step import MARK
+from ..upstream.step import MARK, Patched
+from ..upstream.traits import directions, positions
+from .common_prefixes import Segments, shared_segments
+from .padded_layouts import Layout, packed_row
+from .padded_rows import read_rows
 
 _LAYOUT = "layout"
-
-
-@dataclass(frozen=True)
-class _Layout:
-    """Places of a packed row's tokens in the padded batch.
-
-    Attributes:
-        shape: ``(batch, length)`` of the padded batch.
-        at: int64 ``[tokens]``, indices of the tokens into the flattened ``[batch * length]``.
-    """
-
-    shape: torch.Size
-    at: torch.Tensor
-
-    def packed(self, value: torch.Tensor) -> torch.Tensor:
-        """Turn ``[batch, length, ...]`` into ``[1, tokens, ...]``."""
-        return value.flatten(0, 1)[self.at.to(value.device)][None]
-
-    def padded(self, value: Any) -> Any:
-        """Turn tensors with one entry per token into padded ones, with zeros for padding; return others unchanged."""
-        if isinstance(value, (tuple, list)):
-            return type(value)(self.padded(one) for one in value)
-        if not isinstance(value, torch.Tensor) or value.dim() < 2:
-            return value
-        tokens, at = len(self.at), self.at.to(value.device)
-        if tuple(value.shape[:2]) == (1, tokens):
-            empty = value.new_zeros(self.shape[0] * self.shape[1], *value.shape[2:])
-            return empty.index_copy(0, at, value[0]).view(*self.shape, *value.shape[2:])
-        if value.shape[0] == tokens:  # router logits [tokens, experts]
-            return value.new_zeros(self.shape[0] * self.shape[1], *value.shape[1:]).index_copy(0, at, value)
-        return value
 
 
 class PaddedBatches:
@@ -58,9 +33,11 @@ class PaddedBatches:
 
     Args:
         base: The inner model that loops over the layers.
+        share_prompts: Whether equal prefixes of rows are computed once.
     """
 
-    def __init__(self, base: torch.nn.Module) -> None:
+    def __init__(self, base: torch.nn.Module, share_prompts: bool = False) -> None:
+        self.share_prompts = share_prompts
         self._under_way: dict[int, luggage.Piece | None] = {}  # keyed by thread: replicas of a model share hooks
         self._handles = [
             base.register_forward_pre_hook(self._before, with_kwargs=True),
@@ -75,7 +52,7 @@ class PaddedBatches:
     def _before(self, base: torch.nn.Module, args: Args, kwargs: Call) -> tuple[Args, Call] | None:
         """Forward pre-hook: turn a padded batch into one packed row."""
         self._under_way[threading.get_ident()] = None
-        packed = _packed(base, args, kwargs)
+        packed = _packed(base, args, kwargs, self.share_prompts)
         if packed is None:
             return None
         call, layout = packed
@@ -96,18 +73,28 @@ class PaddedBatches:
         self.remove()
 
 
-def pack_padded_batches(model: Model) -> PaddedBatches:
+def pack_padded_batches(model: Model, share_prompts: bool = False) -> PaddedBatches:
     """Make a patched model compute padded batches packed and return padded outputs.
 
     Padding is not computed between the embedding and the last hidden states. The head gets hidden states
     ``[batch, length, hidden]``, with zeros for padding. A padded batch has an ``attention_mask`` ``[batch, length]`` of
-    zeros and ones and is padded left or right; the mask is read from the device once per forward. All other batches
-    are unchanged: without padding, with gaps in the mask, with an empty row, with a cache (``generate``,
-    ``use_cache=True``), with ``output_attentions=True``, with position ids on several axes, under ``torch.compile``,
-    or without such a mask, as packed batches are.
+    zeros and ones and is padded left, right or on both sides. All other batches are unchanged: without padding, with
+    gaps in the mask, with an empty row, with a cache (``generate``, ``use_cache=True``), with
+    ``output_attentions=True``, with position ids on several axes, under ``torch.compile``, or without such a mask, as
+    packed batches are.
+
+    With ``share_prompts``, the first tokens in which rows are equal are computed once, for example the prompt of
+    several completions, and all rows get their hidden states. Batches without padding are packed too if rows share
+    tokens. Rows are compared on the device, in ``input_ids`` and in the other arguments with one number for each token.
+    A prefix is shared if this saves at least 16 tokens. Nothing is shared in models whose tokens see later tokens, in
+    models that are given ``inputs_embeds``, or in batches with rows on both sides of a longrope's limit. With dropout,
+    a shared token is dropped in all rows or in none.
+
+    Each forward with such a mask reads from the device once, and a second time if rows share tokens.
 
     Args:
         model: A model that ``fa2patch.apply`` has patched, or a wrapper around one (PEFT, accelerate, DDP, FSDP).
+        share_prompts: Whether equal prefixes of rows are computed once.
 
     Returns:
         The hooks, as a context manager with a ``remove()`` method.
@@ -120,51 +107,76 @@ def pack_padded_batches(model: Model) -> PaddedBatches:
         raise NotAModel(
             f"expected a patched model, found this {type(inner).__name__}: call fa2patch.apply(model) first."
         )
-    return PaddedBatches(models(inner)[-1])
+    return PaddedBatches(models(inner)[-1], share_prompts)
 
 
-def _packed(base: torch.nn.Module, args: Args, kwargs: Call) -> tuple[Call, _Layout] | None:
+def _packed(base: torch.nn.Module, args: Args, kwargs: Call, share: bool) -> tuple[Call, Layout] | None:
     """Return a padded batch's arguments as those of one packed row, with the layout; None for other batches."""
-    if len(args) > 1 or base.__dict__.get(MARK) is None:
-        return None
+    patch: Patched | None = base.__dict__.get(MARK)
     call = {**({"input_ids": args[0]} if args else {}), **kwargs}
-    tokens = next((call[name] for name in TOKENS if call.get(name) is not None), None)
-    mask = call.get("attention_mask")
-    cached = call.get("past_key_values") is not None or call.get("use_cache") or call.get("cache_position") is not None
-    if tokens is None or cached or call.get("output_attentions") or not isinstance(mask, torch.Tensor):
+    if len(args) > 1 or patch is None or not _may_be_padded(call):
         return None
-    shape = mask.shape
-    if mask.dim() != 2 or tokens.shape[:2] != shape or torch.compiler.is_compiling():
-        return None
-    host = mask.detach().cpu()
-    real = host != 0
-    lengths = real.sum(1)
-    spans = real.int().diff(dim=1).ne(0).sum(1) + real[:, 0].int() + real[:, -1].int()  # 2 if there are no gaps
-    if bool(real.all()) or bool((spans != 2).any()) or bool((host[real] != 1).any()):
-        return None
-    layout = _Layout(shape, real.flatten().nonzero()[:, 0])
-    call.pop("attention_mask")
-    packed = {name: layout.packed(v) if _per_token(v, shape) else v for name, v in call.items()}
+    mask, tokens = call.pop("attention_mask"), next(iter(passed(call, TOKENS).values()))
     given = call.get("position_ids")
-    if given is None:
-        given = real.cumsum(1) - 1
-    elif given.dim() == 2:
-        given = given.expand(shape)
-    else:
+    if given is not None:
+        call["position_ids"] = given = given.expand(mask.shape)
+    compared = _compared(call, mask.shape) if share and may_share(patch.found) else []
+    rows = read_rows(mask, given, compared)
+    if rows is None:
         return None
-    position_ids = layout.packed(given.to(tokens.device))
-    cu = torch.cat([lengths.new_zeros(1), lengths.cumsum(0)]).to(tokens.device, torch.int32)
-    longest = int(lengths.max())
-    packed.update(position_ids=position_ids, cu_seq_lens_q=cu, cu_seq_lens_k=cu)
-    packed.update(max_length_q=longest, max_length_k=longest)
-    return packed, layout
+    if rows.common is not None and may_share(patch.found, rows.lengths):
+        segments = shared_segments(rows.common, rows.lengths)
+    else:
+        segments = Segments.alone(rows.lengths.tolist())
+    if rows.full and not segments.shared:
+        return None
+    described, layout = packed_row(mask.shape, rows.starts, rows.lengths, segments, tokens.device)
+    packed = {name: layout.packed(v) if _per_token(v, mask.shape) else v for name, v in call.items()}
+    if given is None:
+        packed["position_ids"] = described["position_ids"] + patch.found[positions.NAME].first
+    return {**described, **packed}, layout
+
+
+def _may_be_padded(call: Call) -> bool:
+    """Whether the arguments may be those of a padded batch. No value is looked at."""
+    mask, given = call.get("attention_mask"), call.get("position_ids")
+    tokens = next(iter(passed(call, TOKENS).values()), None)
+    cached = call.get("past_key_values") is not None or call.get("use_cache") or call.get("cache_position") is not None
+    if tokens is None or cached or call.get("output_attentions") or torch.compiler.is_compiling():
+        return False
+    if not isinstance(mask, torch.Tensor) or mask.dim() != 2 or tokens.shape[:2] != mask.shape or passed(call, LENGTHS):
+        return False
+    piece = luggage.find(given, luggage.MASK)
+    return (given is None or given.dim() == 2) and (piece is None or piece.content is None)
+
+
+def may_share(found: Mapping[str, Any], lengths: NDArray[Any] | None = None) -> bool:
+    """Whether a model's rows may share the tokens in which they begin.
+
+    Args:
+        found: What the traits have found, by name.
+        lengths: The rows' numbers of tokens; None if they are not known yet.
+    """
+    scaled = found.get(rope.NAME)
+    if found[directions.NAME].both:  # a shared token would have to see several rows' later tokens
+        return False
+    if lengths is None or scaled is None or scaled.scaling.kind != "longrope":
+        return True
+    return len(set((lengths > scaled.scaling.limit).tolist())) == 1  # a prompt is rotated by each row's length
+
+
+def _compared(call: Call, shape: torch.Size) -> list[torch.Tensor]:
+    """The arguments ``[batch, length]`` in which rows that share a token must be equal; none if rows cannot share."""
+    found = [value for value in call.values() if _per_token(value, shape)]
+    numbers = all(value.dim() == 2 and not value.is_floating_point() for value in found)
+    return found if numbers and call.get("input_ids") is not None and shape[0] > 1 else []
 
 
 def _per_token(value: Any, shape: torch.Size) -> bool:
     return isinstance(value, torch.Tensor) and value.shape[:2] == shape
 
 
-def _padded(layout: _Layout, output: Any) -> Any:
+def _padded(layout: Layout, output: Any) -> Any:
     if isinstance(output, tuple):
         return layout.padded(output)
     for name, value in list(output.items()):

@@ -1,8 +1,7 @@
-"""Preference training (DPO) on packed rows: a collator, log-probabilities per document and a TRL trainer."""
+"""Preference training (DPO) on packed rows: a collator, and log-probabilities per document."""
 
 from __future__ import annotations
 
-import importlib
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -14,7 +13,7 @@ from ..documents.boundaries import Boundaries
 from ..documents.names import IGNORED_LABEL
 from ..documents.recognition import boundaries
 from ..documents.tree_checks import require_no_first_labels
-from ..errors import BadBatch, CollatorError, Fa2PatchError
+from ..errors import BadBatch, CollatorError
 from .collators import DataCollatorWithFlattening
 from .flattening import Array, Columns, as_array, as_numbers, given, integer, require_same_keys
 from .shared_prompts import flatten_pairs
@@ -195,36 +194,3 @@ def _along_paths(of_segments: torch.Tensor, boundaries: Boundaries) -> torch.Ten
     pairs = [(number, segment) for number, leaf in enumerate(tree.leaves) for segment in tree.path(leaf)]
     document, segment = torch.tensor(pairs).T.to(of_segments.device)
     return of_segments.new_zeros(len(tree.leaves)).index_add(0, document, of_segments[segment])
-
-
-def trainer_class(base: type[Any] | None = None) -> type[Any]:
-    """Return a subclass of the installed TRL's ``DPOTrainer`` whose models compute padded batches packed.
-
-    Batches, losses, metrics and arguments are TRL's own. After the trainer's ``__init__``, the model and the reference
-    model are patched, and their padded batches are computed packed in all layers. Leave ``padding_free`` off.
-
-    Args:
-        base: The trainer class to derive from, such as your own subclass or TRL's KTO or reward trainer. None means
-            ``trl.DPOTrainer``.
-
-    Raises:
-        Fa2PatchError: TRL cannot be imported.
-    """
-    from ..patch.applying import apply
-    from .padded_batches import pack_padded_batches
-
-    if base is None:
-        try:
-            base = importlib.import_module("trl").DPOTrainer
-        except ImportError as error:
-            raise Fa2PatchError(f"trainer_class needs TRL, which does not import ({error}): pip install trl") from error
-    parent: Any = base
-
-    def __init__(self: Any, *args: Any, **kwargs: Any) -> None:
-        parent.__init__(self, *args, **kwargs)
-        for model in (self.model, getattr(self, "ref_model", None)):
-            if model is not None:
-                apply(model)
-                pack_padded_batches(model)
-
-    return type(f"Packed{parent.__name__}", (parent,), {"__init__": __init__, "__doc__": trainer_class.__doc__})

@@ -1,14 +1,9 @@
-"""Preference pairs in a packed row: the same log-probabilities, gradients and DPO steps as in a padded batch."""
+"""Preference pairs in a packed row: the same log-probabilities and gradients as in a padded batch."""
 
 from __future__ import annotations
 
 import copy
-import json
-import os
 import pickle
-import subprocess
-import sys
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -16,13 +11,11 @@ import pytest
 import torch
 
 import fa2patch
-from compat_matrix import environments, tiny_models
-from compat_matrix.ecosystem.stacks import stacks
+from compat_matrix import tiny_models
 from fa2patch.data.padded_batches import pack_padded_batches
-from fa2patch.errors import BadBatch, CollatorError, Fa2PatchError, NotAModel
-from fa2patch.preference import DataCollatorForPreferenceFlattening, per_document_logps, trainer_class
+from fa2patch.errors import BadBatch, CollatorError, NotAModel
+from fa2patch.preference import DataCollatorForPreferenceFlattening, per_document_logps
 
-ROOT = Path(__file__).parents[2]
 PAIRS = [
     {"prompt_input_ids": [5, 6, 7], "chosen_input_ids": [8, 9], "rejected_input_ids": [10]},
     {"prompt_input_ids": [11], "chosen_input_ids": [12, 13, 14, 15, 16], "rejected_input_ids": [17, 18, 19]},
@@ -320,61 +313,3 @@ class TestPaddedBatches:
     def test_not_patched(self, model: Any) -> None:
         with pytest.raises(NotAModel, match="expected a patched model"):
             pack_padded_batches(model)
-
-
-def test_no_trl() -> None:
-    code = (
-        "import sys; sys.modules['trl'] = None\n"
-        "import fa2patch.errors, fa2patch.preference as p\n"
-        "try: p.trainer_class()\nexcept fa2patch.errors.Fa2PatchError as e: sys.exit('pip install trl' not in str(e))\n"
-        "sys.exit(1)"
-    )
-    subprocess.run([sys.executable, "-c", code], check=True)
-
-
-def test_trainer_class_patches_model_and_reference() -> None:
-    """The trainer here has the arguments of TRL's. The slow tests use TRL's own."""
-
-    class Trainer:
-        def __init__(self, model: Any, ref_model: Any) -> None:
-            self.model, self.ref_model = model, ref_model
-
-    model, reference = tiny_models.build("llama", "sdpa"), tiny_models.build("llama", "sdpa")
-    trainer = trainer_class(Trainer)(model, ref_model=reference)
-    assert isinstance(trainer, Trainer)
-    assert fa2patch.status(model).active
-    assert fa2patch.status(reference).active
-    assert trainer_class(Trainer)(model, None).ref_model is None
-    assert issubclass(Fa2PatchError, Exception)
-
-
-def steps(stack: str, *arguments: str) -> dict[str, Any]:
-    wanted = stacks()[stack]
-    python = environments.make(wanted.environment, ROOT / ".compat")
-    with environments.only_our_packages() as packages:
-        variables = {**os.environ, **wanted.variables, "PYTHONPATH": str(packages), "HF_HUB_OFFLINE": "1"}
-        script = [str(python), str(Path(__file__).with_name("dpo_steps.py")), *arguments]
-        done = subprocess.run(script, env=variables, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr[-3000:]
-    found: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
-    assert found["trl"] == wanted.trl
-    assert len(found["losses"]) == 10
-    return found
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("stack", ["trl-0.12.2", "trl-0.19.1", "trl-1.16.0"])
-@pytest.mark.parametrize("loss", ["sigmoid", "ipo", "lora"])
-def test_trl_trains_packed_as_padded(stack: str, loss: str) -> None:
-    expected, found = steps(stack, "padded", loss), steps(stack, "packed", loss)
-    assert found["losses"] == pytest.approx(expected["losses"], rel=1e-5, abs=1e-5)
-    assert len(set(expected["losses"])) == 10
-    assert sum(found["tokens"]) < 0.7 * sum(expected["tokens"])
-
-
-@pytest.mark.slow
-def test_trls_own_padding_free_on_patched_models() -> None:
-    """It is right for the sigmoid loss. For ``ipo`` TRL 0.19.1 divides each sum by the whole row's tokens."""
-    expected, found = steps("trl-0.19.1", "padded"), steps("trl-0.19.1", "padding_free")
-    assert found["losses"] == pytest.approx(expected["losses"], rel=1e-5, abs=1e-5)
-    assert sum(found["tokens"]) < 0.7 * sum(expected["tokens"])

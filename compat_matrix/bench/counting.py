@@ -32,8 +32,8 @@ DISPATCHED = {
 }  # fmt: skip
 CALLED = ("cpu", "to", "tolist", "numpy")
 KERNELS = ("compat_matrix.check.stand_in", "fa2patch.kernels")
-CPU_ONLY = {"_require", "_require_ends"}
-"""Functions of fa2patch.documents.stated that read on a CPU and call ``aten::_assert_async`` elsewhere."""
+CPU_ONLY = {("fa2patch.documents.device", "require"), ("fa2patch.documents.stated", "_require_ends")}
+"""Functions that read on a CPU and call ``aten::_assert_async`` elsewhere."""
 
 DERIVING = {
     "fa2patch": {"recognise"},
@@ -199,7 +199,7 @@ def _attribute(count: Count, name: str, packages: tuple[str, ...], frame: Any) -
         if _is_in(_module(around), KERNELS):
             count.kernel += 1
             return
-        if around.f_code.co_name in CPU_ONLY and _module(around) == "fa2patch.documents.stated":
+        if (_module(around), around.f_code.co_name) in CPU_ONLY:
             count.cpu_only += 1
             return
         around = around.f_back

@@ -46,7 +46,8 @@ def test_point(family, point):
     try:
         POINTS[point](Cell(family, "sdpa"))
     except NotApplicable as reason:
-        assert "no sliding window" in str(reason) or "takes no such rope scaling" in str(reason)
+        known = ("no sliding window", "takes no such rope scaling", "tokens see later tokens")
+        assert any(words in str(reason) for words in known)
 
 
 @pytest.mark.parametrize("family", TAKEN)

@@ -6,6 +6,7 @@ from tree_cases import tree_batch
 
 import fa2patch
 from compat_matrix import tiny_models
+from compat_matrix.bench import counting
 from fa2patch.documents.trees import Tree
 from fa2patch.errors import BadBatch, BadParents, PackingNotIsolated
 
@@ -142,3 +143,13 @@ def test_a_packed_row_without_parents_is_computed_as_before():
     batch = tree_batch([4, 6, 3], [-1, -1, -1])
     plain = {name: value for name, value in batch.items() if name != "segment_parents"}
     torch.testing.assert_close(model(**batch).logits, model(**plain).logits, rtol=0, atol=1e-6)
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma2"])
+@pytest.mark.parametrize("layers", [2, 4])
+def test_a_tree_is_read_once_whatever_the_layers(family, layers):
+    model = patched(family, **tiny_models.with_layers(family, layers))
+    batch = tree_batch(LENGTHS, PARENTS)
+    with counting.counted(packages=("fa2patch",)) as count:
+        model(**batch)
+    assert count.reads == 1, count.where

@@ -16,6 +16,7 @@ from fa2patch.kernels.reference import Reference
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")]
 
 LENGTHS = (1, 200, 77, 130)
+PARENTS = (-1, -1, 1, 1)
 HEADS = 4
 KERNELS = [kernel for kernel in kernels.ORDER if kernel.name != "reference"]
 
@@ -50,8 +51,8 @@ def kernel(request):
     return request.param
 
 
-def able_or_skip(kernel, rows, options):
-    able, reason = kernel.supports(kernels.asked_by(*rows, options))
+def able_or_skip(kernel, rows, options, trees=False):
+    able, reason = kernel.supports(kernels.asked_by(*rows, options, trees))
     if not able:
         pytest.skip(reason)
 
@@ -59,9 +60,11 @@ def able_or_skip(kernel, rows, options):
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
 @pytest.mark.parametrize("dim", [64, 128])
 @pytest.mark.parametrize("groups", [1, 4], ids=["MHA", "MQA"])
-@pytest.mark.parametrize("causal", [True, False], ids=["causal", "both ways"])
+@pytest.mark.parametrize(
+    ("causal", "parents"), [(True, None), (False, None), (True, PARENTS)], ids=["causal", "both ways", "tree"]
+)
 @pytest.mark.parametrize("feature", FEATURES)
-def test_a_kernel_equals_the_reference(kernel, feature, causal, groups, dim, dtype):
+def test_a_kernel_equals_the_reference(kernel, feature, causal, parents, groups, dim, dtype):
     """As in flash-attn's own tests, the error is at most twice the plain formula's in the same dtype, plus a slack.
 
     Errors are distances from the reference in float32. The reference in half precision is too strict a measure: it
@@ -69,14 +72,14 @@ def test_a_kernel_equals_the_reference(kernel, feature, causal, groups, dim, dty
     """
     options = options_of(feature, causal, dtype)
     half = states(LENGTHS, dtype=dtype, groups=groups, dim=dim, value_dim=dim, device="cuda", heads=HEADS)
-    able_or_skip(kernel, half, options)
+    able_or_skip(kernel, half, options, parents is not None)
     given = [*half, *([options.sinks] if options.sinks is not None else [])]
     whole = [tensor.detach().float().requires_grad_() for tensor in given]
     exact = Options(causal=causal, window=options.window, softcap=options.softcap,
                     sinks=whole[3] if len(whole) > 3 else None, alibi_slopes=options.alibi_slopes)  # fmt: skip
-    boundaries = documents(LENGTHS, "cuda")
+    boundaries = documents(LENGTHS, "cuda", parents)
     truth = with_gradients(lambda: Reference()(*whole[:3], boundaries, exact), whole)
-    rounded = largest_errors(with_gradients(lambda: brute_force(*half, LENGTHS, options), given), truth)
+    rounded = largest_errors(with_gradients(lambda: brute_force(*half, LENGTHS, options, parents), given), truth)
     found = with_gradients(lambda: kernel(*half, boundaries, options), given)
     assert found[0].dtype == dtype
     slack = 1e-3 if dtype != torch.float32 else 5e-3  # float32 is computed in TF32
@@ -108,6 +111,23 @@ def test_other_head_dimensions(kernel, dim, value_dim):
     able_or_skip(kernel, rows, Options())
     able, reason = kernels.pick(kernel.name, kernels.asked_by(*rows, Options()), rows[0].device).kernel is kernel, ""
     assert able, reason
+
+
+@pytest.mark.parametrize("feature", FEATURES)
+def test_a_kernel_isolates_the_branches_of_a_tree(kernel, feature):
+    options = options_of(feature, True, torch.bfloat16)
+    q, k, v = states(LENGTHS, dtype=torch.bfloat16, dim=64, value_dim=64, device="cuda", heads=HEADS)
+    able_or_skip(kernel, (q, k, v), options, trees=True)
+    boundaries = documents(LENGTHS, "cuda", PARENTS)
+    before = kernel(q, k, v, boundaries, options).split(LENGTHS)
+    (gradient,) = torch.autograd.grad(before[2].float().square().sum(), [v])
+    sees_the_parent = options.window != 1
+    assert [bool(piece.any()) for piece in gradient.split(LENGTHS)] == [False, sees_the_parent, True, False]
+    with torch.no_grad():
+        for tensor in (q, k, v):
+            tensor.split(LENGTHS)[3].add_(1)
+    after = kernel(q, k, v, boundaries, options).split(LENGTHS)
+    assert [torch.equal(a, b) for a, b in zip(before, after)] == [True, True, True, False]
 
 
 def test_every_kernel_here_passes_its_trial(kernel):

@@ -50,12 +50,17 @@ class _Tree:
 
 
 def _dtype(cell: Cell) -> torch.dtype:
-    """The seeds' mixtures run in double precision: a prompt's gradient sums the rounding of experts on other rows.
+    """Double precision for the seeds' mixtures, in versions whose experts can be computed in it.
 
-    The bound of the other mixtures covers it, and not all of them can run in double precision.
+    A prompt's gradient sums the rounding of experts that multiply other rows. The bound of other mixtures covers that.
     """
-    rounds = tiny_models.is_mixture(cell.family) and cell.family in tiny_models.SEEDS
-    return torch.float64 if rounds else cell.dtype
+    if not (tiny_models.is_mixture(cell.family) and cell.family in tiny_models.SEEDS):
+        return cell.dtype
+    try:
+        alone(cell.reference(torch.float64), documents(2))
+    except RuntimeError:  # the grouped products of 5.x take no float64
+        return cell.dtype
+    return torch.float64
 
 
 def _require_refused(model: Any, batch: dict[str, Any]) -> None:

@@ -110,3 +110,13 @@ def test_a_mask_may_hide_nothing():
     mask[0, 9] = 0
     with pytest.raises(BadParents, match="that is not all ones"):
         stated(mask=mask)
+
+
+def test_boundaries_on_another_device_keep_nothing_that_was_made_for_the_first():
+    """A block mask of FlexAttention, or a tree's tensors, are on the device that they were made for."""
+    found = stated()
+    found.made["flex"] = torch.zeros(1)
+    assert found.tree is not None
+    moved = found.to(torch.device("meta"))
+    assert moved.made == {} and moved.parents.device.type == moved.cu_seqlens.device.type == "meta"
+    assert set(found.made) > {"flex"}

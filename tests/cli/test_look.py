@@ -10,7 +10,7 @@ pytest.importorskip("click")
 pytest.importorskip("rich")
 
 from click.testing import CliRunner
-from tree_batches import tree_batch
+from tree_cases import rows_of_segments
 
 import fa2patch
 from fa2patch.cli.commands import main
@@ -50,7 +50,7 @@ def test_verify_shows_upstreams_leak_and_our_isolation(model, rows):
 
 def test_verify_shows_segments_and_what_they_continue(tmp_path):
     file = tmp_path / "tree.json"
-    batch = tree_batch([(4, -1), (3, 0), (2, 0)])
+    batch = rows_of_segments([(4, -1), (3, 0), (2, 0)])
     file.write_text(json.dumps({k: v.tolist() if isinstance(v, torch.Tensor) else v for k, v in batch.items()}))
     result = run("verify", "llama", "--batch", file, "--json")
     found = as_json(result)

@@ -6,7 +6,7 @@ import pytest
 import torch
 from small_models import DOCS, assert_says_enough, llama, told
 from test_unknown_modules import MIXING, Harmless, wrapped_mlp
-from tree_batches import tree_batch
+from tree_cases import rows_of_segments
 
 import fa2patch
 from fa2patch.documents.trees import Tree
@@ -47,7 +47,7 @@ def test_a_module_that_mixes_is_named_on_the_first_tree(mix, row):
     with pytest.raises(fa2patch.Fa2PatchError, match=name.replace(".", r"\.")) as caught:
         fa2patch.apply(model)
         for _ in range(2):
-            model(**tree_batch(row))
+            model(**rows_of_segments(row))
     assert_says_enough(caught.value)
     if isinstance(caught.value, fa2patch.errors.PackingNotIsolated):
         assert "other tokens in every second segment and what continues it, and other segments changed" in str(
@@ -75,12 +75,12 @@ def test_a_module_that_mixes_is_named_on_the_first_tree(mix, row):
 )  # fmt: skip
 def test_a_module_that_shows_one_token_to_one_segment_is_named(row, token, first, last):
     with pytest.raises(fa2patch.errors.PackingNotIsolated, match=r"first in layers\.1\.mlp"):
-        shows(token, first, last)(**tree_batch(row))
+        shows(token, first, last)(**rows_of_segments(row))
 
 
 @pytest.mark.parametrize("row, token, first, last", [(SIBLINGS, 0, 5, 13), (CHAINS, 9, 12, 14), (NESTED, 5, 9, 12)])
 def test_a_module_that_shows_a_parent_to_what_continues_it_is_no_leak(row, token, first, last):
-    assert torch.isfinite(shows(token, first, last)(**tree_batch(row)).logits).all()
+    assert torch.isfinite(shows(token, first, last)(**rows_of_segments(row)).logits).all()
 
 
 @pytest.mark.parametrize("row", [SIBLINGS, CHAINS, NESTED, [(3, -1), (2, 0)]])
@@ -89,8 +89,8 @@ def test_what_is_proven_harmless_is_computed(row):
     wrapped_mlp(model, Harmless)
     fa2patch.apply(model)
     for _ in range(2):
-        assert torch.isfinite(model(**tree_batch(row)).logits).all()
-    assert fa2patch.verify(model, batch=tree_batch(row)).ok
+        assert torch.isfinite(model(**rows_of_segments(row)).logits).all()
+    assert fa2patch.verify(model, batch=rows_of_segments(row)).ok
 
 
 class AlongTrees(torch.nn.Module):
@@ -115,11 +115,11 @@ def test_the_first_tree_is_proven_also_after_a_batch_of_documents():
         with_kwargs=True,
     )
     fa2patch.apply(model)
-    for batch in (told(DOCS, "all lengths"), tree_batch(CHAINS)):
+    for batch in (told(DOCS, "all lengths"), rows_of_segments(CHAINS)):
         assert torch.isfinite(model(**batch).logits).all()
     for _ in range(2):
         with pytest.raises(fa2patch.errors.PackingNotIsolated, match=r"first in layers\.1\.mlp"):
-            model(**tree_batch(NESTED))
+            model(**rows_of_segments(NESTED))
     assert torch.isfinite(model(**told(DOCS, "all lengths")).logits).all()
 
 
@@ -127,7 +127,7 @@ def test_one_document_in_segments_proves_nothing_about_others():
     model = llama()
     name = wrapped_mlp(model)
     fa2patch.apply(model)
-    model(**tree_batch([(4, -1), (3, 0), (2, 1)]))  # a sum along one document is no leak
+    model(**rows_of_segments([(4, -1), (3, 0), (2, 1)]))  # a sum along one document is no leak
     with pytest.raises(fa2patch.errors.PackingNotIsolated, match=name.replace(".", r"\.")):
         model(**told(DOCS, "all lengths"))
 
@@ -137,7 +137,7 @@ def test_a_compiled_tree_is_proven_on_an_example():
     model = llama()
     wrapped_mlp(model, Harmless)
     patch = fa2patch.apply(model)
-    batch = tree_batch([(10, -1), (8, 0), (9, 0)])
+    batch = rows_of_segments([(10, -1), (8, 0), (9, 0)])
     compiled = torch.compile(model, backend="eager")(**batch).logits
     assert not patch.examination.unproven
     assert torch.allclose(compiled, model(**batch).logits, atol=1e-4)

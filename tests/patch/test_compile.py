@@ -28,20 +28,6 @@ def layouts(count):
     return [[drawn.randint(1, 12) for _ in range(drawn.randint(2, 9))] for _ in range(count)]
 
 
-@pytest.fixture
-def graphs():
-    """Give a list of graphs, and a backend that adds each graph to it and runs the graph unchanged."""
-    torch._dynamo.reset()
-    seen = []
-
-    def backend(graph, inputs):
-        seen.append(graph)
-        return graph
-
-    yield seen, backend
-    torch._dynamo.reset()
-
-
 def on_the_interface_seam(family):
     """Return a patched model. It is eager if there is no sdpa, which makes no difference to packed rows."""
     try:

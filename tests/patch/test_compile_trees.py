@@ -14,20 +14,6 @@ from fa2patch.kernels import reference_op
 pytestmark = pytest.mark.skipif(reference_op.attend is None, reason=f"torch {torch.__version__} has no custom_op")
 
 
-@pytest.fixture
-def graphs():
-    """Give a list of graphs, and a backend that adds each graph to it and runs the graph unchanged."""
-    torch._dynamo.reset()
-    seen = []
-
-    def backend(graph, inputs):
-        seen.append(graph)
-        return graph
-
-    yield seen, backend
-    torch._dynamo.reset()
-
-
 def patched(family):
     model = tiny_models.build(family, "eager")
     patch = fa2patch.apply(model)

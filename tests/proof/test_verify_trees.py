@@ -5,7 +5,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from tree_batches import tree_batch
+from tree_cases import rows_of_segments
 
 import fa2patch
 from compat_matrix import tiny_models
@@ -20,9 +20,9 @@ NESTED = [(9, -1), (5, 0), (1, 0), (4, 2), (7, 0), (6, -1), (3, 5), (2, -1)]
 """Three trees in a row: one of depth 3 with a segment of one token, one with a single branch, a root alone."""
 
 BATCHES = {
-    "several trees": tree_batch(NESTED),
-    "two rows": tree_batch([(4, -1), (3, 0), (2, 0)], [(1, -1), (1, 0), (5, 1), (2, 1)]),
-    "chain": tree_batch([(4, -1), (3, 0), (2, 1)]),
+    "several trees": rows_of_segments(NESTED),
+    "two rows": rows_of_segments([(4, -1), (3, 0), (2, 0)], [(1, -1), (1, 0), (5, 1), (2, 1)]),
+    "chain": rows_of_segments([(4, -1), (3, 0), (2, 1)]),
 }
 
 
@@ -57,7 +57,7 @@ def test_a_tree_is_isolated(family, batch):
 
 def test_segments_are_described_by_the_numbers_that_are_printed(patched):
     """Empty segments are nobody's parent, and have no number."""
-    batch = tree_batch([(0, -1), (2, -1), (0, -1), (3, 1), (4, 3), (0, -1)])
+    batch = rows_of_segments([(0, -1), (2, -1), (0, -1), (3, 1), (4, 3), (0, -1)])
     found = fa2patch.verify(patched, batch=batch)
     assert [(one.length, one.parent) for one in found.documents] == [(2, None), (3, 1), (4, 2)]
     first, *lines = str(found).splitlines()
@@ -67,7 +67,7 @@ def test_segments_are_described_by_the_numbers_that_are_printed(patched):
 
 
 def test_a_batch_without_parents_holds_documents(patched):
-    found = fa2patch.verify(patched, batch=tree_batch([(4, -1), (3, -1)]))
+    found = fa2patch.verify(patched, batch=rows_of_segments([(4, -1), (3, -1)]))
     assert [one.parent for one in found.documents] == [None, None]
     assert str(found).startswith("isolated: 2 documents\n  document 1 (row 0, token 0, 4 long): changed by others 0.0")
 
@@ -81,7 +81,7 @@ def test_position_ids_on_several_axes_are_gathered_along_the_path():
 def test_a_segment_out_of_its_windows_reach_is_no_finding():
     """Two layers with a window of 3 see four tokens back: the last segment does not depend on the first one."""
     model = built("mistral", sliding_window=3)
-    batch = tree_batch([(4, -1), (9, 0), (3, 1), (2, 1)])
+    batch = rows_of_segments([(4, -1), (9, 0), (3, 1), (2, 1)])
     logits = model(**batch).logits
     other = batch["input_ids"].clone()
     other[0, 0] += 1
@@ -113,7 +113,7 @@ def with_parents(monkeypatch, parents):
     monkeypatch.setattr(Reference, "attend", attend_wrongly)
 
 
-TREE = tree_batch([(4, -1), (3, 0), (5, 0), (2, 2)])
+TREE = rows_of_segments([(4, -1), (3, 0), (5, 0), (2, 2)])
 MEANING = "its attention does not follow segment_parents; its kernel is wrong, or something has replaced it"
 
 
@@ -282,4 +282,4 @@ def test_parents_that_are_no_tree(patched, changes, error, message):
 
 def test_a_root_without_company_is_nothing_to_verify(patched):
     with pytest.raises(errors.BadBatch, match="several documents"):
-        fa2patch.verify(patched, batch=tree_batch([(4, -1)]))
+        fa2patch.verify(patched, batch=rows_of_segments([(4, -1)]))

@@ -1,4 +1,4 @@
-"""Measure on a CPU what packed rows cost and save: ``python -m compat_matrix.bench``. Takes about fifteen minutes."""
+"""Measure on a CPU what packed rows cost and save: ``python -m compat_matrix.bench``. Takes about half an hour."""
 
 from __future__ import annotations
 

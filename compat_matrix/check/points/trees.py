@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Any
+import functools
+from typing import Any, Callable
 
 import torch
 
@@ -12,7 +13,7 @@ from fa2patch.probing.probe import outputs_and_embeddings
 
 from ... import tiny_models
 from ..cell import Cell, NotApplicable, assert_unmoved, point
-from ..compare import assert_close, assert_same_gradients
+from ..compare import GRADIENT_TOLERANCE, assert_close, assert_same_gradients
 from ..rows import alone, documents, gradients, loss_of
 from .training import checkpoint, checkpointed_alone
 
@@ -50,17 +51,23 @@ class _Tree:
 
 
 def _dtype(cell: Cell) -> torch.dtype:
-    """Double precision for the seeds' mixtures, in versions whose experts can be computed in it.
+    """Double precision for the seeds' mixtures, in versions that can compute them in it.
 
-    A prompt's gradient sums the rounding of experts that multiply other rows. The bound of other mixtures covers that.
+    A prompt's gradient sums the rounding of experts that multiply other rows.
     """
     if not (tiny_models.is_mixture(cell.family) and cell.family in tiny_models.SEEDS):
         return cell.dtype
     try:
         alone(cell.reference(torch.float64), documents(2))
-    except RuntimeError:  # the grouped products of 5.x take no float64
+    except RuntimeError:  # the grouped products of 5.x take no float64, nor do the masks of 4.36
         return cell.dtype
     return torch.float64
+
+
+def _of_gradients(cell: Cell, dtype: torch.dtype) -> dict[str, float]:
+    """The tolerances of gradients: for a mixture in float32 those that have this reason."""
+    rounds = tiny_models.is_mixture(cell.family) and dtype == torch.float32
+    return {"tolerance": GRADIENT_TOLERANCE, "floor": 0.01} if rounds else cell.of_gradients
 
 
 def _require_refused(model: Any, batch: dict[str, Any]) -> None:
@@ -71,13 +78,49 @@ def _require_refused(model: Any, batch: dict[str, Any]) -> None:
     raise AssertionError("a model whose tokens see later tokens took a tree of segments")
 
 
+def _unless_upstream_looks_ahead(check: Callable[[Cell], None]) -> Callable[[Cell], None]:
+    """Make a point not applicable if it fails and the unpatched model's tokens depend on later ones.
+
+    That is seen in double precision, where it is no rounding: Mamba 2 up to 4.47 without its fast kernels is off by up
+    to 1e-4 of the scale, so a prompt is another one before each completion.
+    """
+
+    @functools.wraps(check)
+    def checked(cell: Cell) -> None:
+        try:
+            check(cell)
+        except (AssertionError, BadParents) as error:
+            if _looks_ahead(cell):
+                raise NotApplicable(
+                    "tokens depend on later ones in the unpatched model, by more than rounding"
+                ) from error
+            raise
+
+    return checked
+
+
+def _looks_ahead(cell: Cell) -> bool:
+    if tiny_models.is_encoder(cell.family):
+        return False
+    try:
+        model = cell.reference(torch.float64)
+        one, other = documents(20, 20)
+        other[:13] = one[:13]  # in the middle of a chunk
+        first, second = alone(model, [one, other]).split(20)
+    except RuntimeError:  # this model does not compute in double precision
+        return False
+    return bool((first[:13] - second[:13]).abs().max() > 1e-9 * first.abs().max())
+
+
 @point
+@_unless_upstream_looks_ahead
 def shared_prompts(cell: Cell) -> None:
     """Logits, losses and gradients of a tree equal those of its paths alone, and nothing reaches a sibling.
 
     The gradients of a prompt's embeddings are the sums over the paths that start with it.
     """
-    reference, model = cell.reference(_dtype(cell)), cell.model(_dtype(cell))
+    dtype = _dtype(cell)
+    reference, model, near = cell.reference(dtype), cell.model(dtype), _of_gradients(cell, dtype)
     tree = _Tree(model)
     with fa2patch.apply(model) as patch:
         if patch.found["directions"].both or tiny_models.is_encoder(cell.family):
@@ -87,8 +130,8 @@ def shared_prompts(cell: Cell) -> None:
         assert_close(tree.on_paths(found[0]), expected, "logits")
         loss_of(tree.on_paths(found[0]), tree.paths).backward()
         assert leaf.grad is not None
-        assert_same_gradients({"embeddings": leaf.grad[0]}, {"embeddings": of_embeddings}, **cell.of_gradients)
-        assert_same_gradients(gradients(model), gradients(reference), **cell.of_gradients)
+        assert_same_gradients({"embeddings": leaf.grad[0]}, {"embeddings": of_embeddings}, **near)
+        assert_same_gradients(gradients(model), gradients(reference), **near)
         without_ids = {name: value for name, value in tree.batch.items() if name != "position_ids"}
         assert_close(tree.on_paths(model(**without_ids).logits[0]), expected, "logits without position_ids")
         _nothing_reaches_siblings(cell, model, tree)
@@ -144,9 +187,11 @@ def _paths_of_segments() -> list[tuple[int, ...]]:
 
 
 @point
+@_unless_upstream_looks_ahead
 def shared_prompts_checkpointed(cell: Cell) -> None:
     """Gradients of a tree with checkpointing, reentrant or not, equal those of its paths alone."""
-    reference = cell.reference(_dtype(cell))
+    dtype = _dtype(cell)
+    reference, near = cell.reference(dtype), _of_gradients(cell, dtype)
     tree = _Tree(reference)
     if not reference.supports_gradient_checkpointing:
         raise NotApplicable("this version of the architecture has no gradient checkpointing")
@@ -156,13 +201,13 @@ def shared_prompts_checkpointed(cell: Cell) -> None:
     loss_of(alone(reference, tree.paths, use_cache=False), tree.paths).backward()
     expected = gradients(reference)
     for reentrant in (True, False):
-        model = cell.model(_dtype(cell))
+        model = cell.model(dtype)
         checkpoint(model, reentrant)
         model.train()
         with fa2patch.apply(model):
             loss_of(tree.on_paths(model(**tree.batch).logits[0]), tree.paths).backward()
         found = gradients(model)
         try:
-            assert_same_gradients(found, expected, **cell.of_gradients)
+            assert_same_gradients(found, expected, **near)
         except AssertionError:  # Gemma 3n and 4 lose gradients through keys that layers share, also unpatched
-            assert_same_gradients(found, checkpointed_alone(cell, reentrant, tree.paths), **cell.of_gradients)
+            assert_same_gradients(found, checkpointed_alone(cell, reentrant, tree.paths), **near)

@@ -6,6 +6,8 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from .._types import Model
+from ..documents.names import LENGTHS
+from ..upstream import inspecting
 from ..upstream.architectures import is_registered, lookup, row_of
 from ..upstream.find_layers import Layer
 from ..upstream.find_models import models
@@ -76,4 +78,7 @@ def _role(looked: Looked, model: Model, sees_both_ways: bool) -> Role:
         innermost=innermost,
         predicts_the_next=first_labels.predicts_the_next(model, sees_both_ways),
         pools=not innermost and pooling.pools_documents(model),
+        lengths=frozenset(LENGTHS).intersection(
+            *(inspecting.accepted(forward, LENGTHS) for forward in inspecting.forwards_that_run(type(model)))
+        ),
     )

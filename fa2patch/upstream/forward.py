@@ -169,11 +169,11 @@ def _handed(step: Step) -> Any:
 def _sent_inside(step: Step, mask: PackedMask) -> Any:
     """Call a model with the mask attached to its ``position_ids``, for the model inside it.
 
-    Collator lengths have been read. A subclass's ``**kwargs`` would hand them to a forward that does not take them.
+    A subclass's ``**kwargs`` may hand collator lengths to a ``super().forward`` that does not accept them.
     """
     step.attach("position_ids", luggage.Piece(luggage.MASK, mask))
-    named = step.calls.names
-    step.call = {name: value for name, value in step.call.items() if name not in LENGTHS or name in named}
+    accepted = step.role.lengths
+    step.call = {name: value for name, value in step.call.items() if name not in LENGTHS or name in accepted}
     output = step.calls.make(step.module, step.args, step.call)
     _require_delivered(step)
     return output

@@ -28,12 +28,14 @@ class Role(NamedTuple):
         innermost: whether it is the base model, which loops over the layers.
         predicts_the_next: whether a label is predicted by the token before it.
         pools: whether its head pools the last token of each row. Packed batches are pooled for each document.
+        lengths: the collator lengths that its ``forward`` and each one that runs through ``super()`` accept.
     """
 
     outermost: bool
     innermost: bool
     predicts_the_next: bool = False
     pools: bool = False
+    lengths: frozenset[str] = frozenset()
 
 
 class Acting(Protocol):

@@ -37,7 +37,14 @@ def launched(script: str, python: Path, variables: Mapping[str, str]) -> dict[st
     begun = time.perf_counter()
     with tempfile.TemporaryDirectory(prefix="fa2patch-") as folder:
         out, reference = Path(folder, "found.json"), Path(folder, "reference.pt")
-        beside = {**variables, "TMPDIR": folder, "PATH": f"{python.parent}{os.pathsep}{variables.get('PATH', '')}"}
+        # extensions that another release of DeepSpeed has built fail to load
+        built = {"TORCH_EXTENSIONS_DIR": str(python.parents[1] / "torch_extensions")}
+        beside = {
+            **variables,
+            **built,
+            "TMPDIR": folder,
+            "PATH": f"{python.parent}{os.pathsep}{variables.get('PATH', '')}",
+        }
         compared = script.startswith("trainer")
         if compared:
             _run([str(python), *_called(script), str(reference)], beside, reference)

@@ -78,6 +78,7 @@ def recognise(
     only_certain: bool = False,
     first_position: int = 0,
     training: bool = False,
+    always: bool = False,
 ) -> Boundaries | None:
     """Find the boundaries of a packed batch, with one read from the device.
 
@@ -93,6 +94,7 @@ def recognise(
         only_certain: with three axes, treat ambiguous tokens as continuing instead of raising an error.
         first_position: the position id of a document's first token in models that do not count from 0.
         training: whether a jump after padding to another position than 0 or ``first_position`` is an error.
+        always: whether to return boundaries also if no row holds more than one document.
 
     Returns:
         Boundaries in which each run of padding is a document of its own. None if no row holds more than one document;
@@ -113,7 +115,7 @@ def recognise(
         _require_dense(said, said.mask, only_certain)
         return None
     starts = _starts(said, only_certain, first_position, training)
-    if not _packed(starts):
+    if not (always or _packed(starts)):
         return None
     positions = int(said.axes.max()) + 1 if len(said.axes) else None
     return from_starts(_with_padding(starts, said.real), device, positions)
@@ -135,7 +137,7 @@ def _read(
     if attention_mask is not None:
         check_mask(attention_mask, shape)
         check_readable("attention_mask", attention_mask, BoundaryConflict)
-        attention_mask = _numbers(attention_mask)
+        attention_mask = whole_numbers(attention_mask)
     given = {"mask": attention_mask, "seq_idx": seq_idx}
     present = {name: ids.expand(shape) for name, ids in given.items() if ids is not None}
     axes = [] if position_ids is None else [axis.expand(shape) for axis in axes_of(position_ids)]
@@ -147,7 +149,7 @@ def _read(
     return _Said(shape, read[len(present) :], **dict(zip(present, read)))
 
 
-def _numbers(mask: torch.Tensor) -> torch.Tensor:
+def whole_numbers(mask: torch.Tensor) -> torch.Tensor:
     """A mask with -1 in the place of fractions, NaN, infinities and numbers of 2**31 or more."""
     if not mask.is_floating_point():
         return mask

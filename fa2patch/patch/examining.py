@@ -130,6 +130,13 @@ def examine(patch: Examined, module: Model, call: Call, mask: PackedMask) -> Non
     due = _due(examination.unproven, mask.boundaries)
     if not due:
         return
+    if mask.part is not None:
+        raise PackingNotIsolated(
+            f"{type(patch.model).__name__} must prove that its modules keep documents apart (prove="
+            f"{examination.prove!r}; fa2patch does not know {proving.unknown(patch.model) or 'nothing in it'}), and "
+            "sequence parallelism (sp_size) splits rows over processes, so that none can prove it by itself. Call "
+            "fa2patch.verify(model, batch=batch) on every rank, then fa2patch.apply(model, prove=False)."
+        )
     if proving.is_sharded(patch.model) and examination.prove is not True:
         examination.unproven = frozenset()
         warnings.warn(

@@ -15,6 +15,7 @@ from ..upstream.find_layers import attention_layers
 from ..upstream.find_mixers import mixers
 from ..upstream.find_models import models
 from ..upstream.traits.positions import position_embeddings
+from .whole_rows import WholeRows
 
 PROJECTIONS = 4
 """The number of random projections that are kept of each token's vector. A change of any component changes them."""
@@ -38,10 +39,20 @@ class Watch:
         row: the row of the watched tokens.
         start: the first watched token in the row.
         stop: the index behind the last watched token.
+        split: gives whole rows, if rows are split over processes. Modules then see this process's part of them.
     """
 
-    def __init__(self, inner: Model, shape: tuple[int, int], row: int, start: int, stop: int) -> None:
-        self.inner, self.shape, self.row, self.tokens = inner, shape, row, slice(start, stop)
+    def __init__(
+        self,
+        inner: Model,
+        shape: tuple[int, int],
+        row: int,
+        start: int,
+        stop: int,
+        split: WholeRows | None = None,
+    ) -> None:
+        self.inner, self.row, self.tokens, self.split = inner, row, slice(start, stop), split
+        self.shape = shape if split is None else (shape[0], -(-shape[1] // split.part.of))
         self.calls: list[_Seen] = []
 
     @contextlib.contextmanager
@@ -100,7 +111,8 @@ class Watch:
             axis = 2  # a convolution pads its input by its kernel's size and cuts its output later
         if axis is None:
             return None
-        own = values.detach()[self.row if values.shape[0] == batch else 0].movedim(axis - 1, 0)[self.tokens]
+        own = values.detach()[self.row if values.shape[0] == batch else 0].movedim(axis - 1, 0)
+        own = (own if self.split is None else self.split.gathered(own, 0))[self.tokens]
         return own.reshape(own.shape[0], -1)
 
 

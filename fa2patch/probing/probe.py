@@ -10,6 +10,7 @@ import torch
 
 from .._types import Args, Call, Model
 from ..errors import PackingNotIsolated
+from .whole_rows import WholeRows
 
 ROUNDING = {torch.float64: 1e-12, torch.float32: 1e-5}
 """How much the number of tokens in a grouped expert matmul may change the result, relative to the largest value.
@@ -108,9 +109,13 @@ def outputs_and_embeddings(model: Model, inner: Model, call: Call) -> tuple[torc
     """
     leaves: list[torch.Tensor] = []
 
+    split = model if isinstance(model, WholeRows) else None
+
     def keep(module: torch.nn.Module, args: Args, output: torch.Tensor) -> torch.Tensor:
-        leaves.append(output.detach().requires_grad_())
-        return leaves[-1] * 1  # some models change embeddings in place
+        whole = output.detach() if split is None else split.gathered(output.detach())
+        leaves.append(whole.requires_grad_())
+        own = leaves[-1] if split is None else split.part.own(leaves[-1], 1)
+        return own * 1  # some models change embeddings in place
 
     embedding = inner.get_input_embeddings()
     handle = embedding.register_forward_hook(keep)
@@ -120,6 +125,11 @@ def outputs_and_embeddings(model: Model, inner: Model, call: Call) -> tuple[torc
         handle.remove()
     if leaves:
         return found, leaves[0]
+    if split is not None:
+        raise PackingNotIsolated(
+            f"{type(inner).__name__} takes its input embeddings from nowhere that can be seen, and its rows are split "
+            "over processes. Verify the model before torch.compile."
+        )
     # a compiled model does not see the new hook
     with torch.no_grad():
         leaf = embedding(call["input_ids"]).detach()
@@ -132,3 +142,15 @@ def outputs_and_embeddings(model: Model, inner: Model, call: Call) -> tuple[torc
             "model?). Verify the model before torch.compile."
         )
     return output, leaf
+
+
+def gradient(model: Model, total: torch.Tensor, leaf: torch.Tensor) -> torch.Tensor:
+    """The gradient of a sum of a model's outputs with respect to the leaf of :func:`outputs_and_embeddings`.
+
+    Args:
+        model: the model, which may be wrapped.
+        total: the sum, a tensor without dimensions.
+        leaf: the leaf.
+    """
+    (found,) = torch.autograd.grad(total, leaf)
+    return model.summed(found) if isinstance(model, WholeRows) else found

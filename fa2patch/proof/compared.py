@@ -13,7 +13,7 @@ from ..documents.trees import Tree
 from ..errors import Fa2PatchError, PackingNotIsolated
 from ..patch.applying import status
 from ..probing.batches import PER_TOKEN, Span, text_tokens
-from ..probing.probe import outputs, outputs_and_embeddings
+from ..probing.probe import gradient, outputs, outputs_and_embeddings
 from ..trying import says_nothing
 from ..upstream import inspecting
 
@@ -133,25 +133,24 @@ class Run:
         """The outputs with other tokens in one document, and the largest gradient to what is not on its path."""
         span = self.spans[at]
         output, leaf = outputs_and_embeddings(self.model, self.inner, self.exchanged_call(at))
-        gradient = self._gradient(span.of(output), leaf)
-        inside = _largest(span.of(gradient))
+        found = self._gradient(span.of(output), leaf)
+        inside = _largest(span.of(found))
         if span.real and not inside > 0:
             raise PackingNotIsolated(
                 f"the outputs of the {self.word} at row {span.row}, token {span.start} send no gradient to its own "
                 "embeddings, so nothing can be said about others'. Is some part of the model detached?"
             )
-        rest = gradient.clone()
+        rest = found.clone()
         for one in self.tree.path(at):
             if one != at:
-                self.reached[at, one] = _largest(self.spans[one].of(gradient))
+                self.reached[at, one] = _largest(self.spans[one].of(found))
             self.spans[one].of(rest).zero_()
         return output.detach(), _largest(rest)
 
     def _gradient(self, own: torch.Tensor, leaf: torch.Tensor) -> torch.Tensor:
         """The gradient of a random sum of outputs."""
         directions = torch.randn(own.shape, generator=self.generator).to(own.device, torch.float32)
-        (gradient,) = torch.autograd.grad((own.float() * directions).sum(), leaf)
-        return gradient
+        return gradient(self.model, (own.float() * directions).sum(), leaf)
 
     def _check_power(self, at: int, after: torch.Tensor) -> None:
         span = self.spans[at]
@@ -212,11 +211,11 @@ class Run:
         length, start = self.spans[at].length, self.tree.offsets[ancestor]
         output, leaf = outputs_and_embeddings(self.model, self.inner, self.alone_call(at))
         own = output[0, -length:]
-        gradient = self._gradient(own, leaf)
+        found = self._gradient(own, leaf)
         with torch.no_grad():
             after = outputs(self.model, self.alone_call(at, self.exchanged_call(ancestor)))
         change = _largest(after[0, -length:] - own) / self.scale
-        return change, _largest(gradient[0, start : start + self.spans[ancestor].length])
+        return change, _largest(found[0, start : start + self.spans[ancestor].length])
 
 
 def _largest(values: torch.Tensor) -> float:

@@ -11,6 +11,7 @@ from ..documents.names import IGNORED_LABEL
 from ..patch.applying import status
 from ..probing import locate
 from ..probing.probe import ROUNDING, is_mixture, outputs
+from ..probing.whole_rows import WholeRows
 from ..upstream.find_models import token_embeddings
 from .compared import Run
 from .result import Document, Verification
@@ -102,12 +103,13 @@ def _located(run: Run, at: int, call: Call, bound: float, what: str) -> Finding:
         what: the finding in words.
     """
     span, shape = run.spans[at], tuple(run.batch["input_ids"].shape)
-    here = locate.Watch(run.inner, shape, span.row, span.start, span.stop)
+    split = run.model if isinstance(run.model, WholeRows) else None
+    here = locate.Watch(run.inner, shape, span.row, span.start, span.stop, split)
     if call["input_ids"].shape == shape:
-        there = locate.Watch(run.inner, shape, span.row, span.start, span.stop)
+        there = locate.Watch(run.inner, shape, span.row, span.start, span.stop, split)
     else:
         stop = call["input_ids"].shape[1]
-        there = locate.Watch(run.inner, (1, stop), 0, stop - span.length, stop)
+        there = locate.Watch(run.inner, (1, stop), 0, stop - span.length, stop, split)
     with torch.no_grad():
         for watch, given in ((here, run.batch), (there, call)):
             with watch.watching():

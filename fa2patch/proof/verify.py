@@ -10,6 +10,7 @@ from ..documents.names import PARENTS
 from ..errors import BadBatch, PackingNotIsolated
 from ..patch.applying import status
 from ..patch.unwrap import transformers_model
+from ..probing import whole_rows
 from ..probing.batches import checked, example, same_on_every_rank, spans_of
 from ..probing.probe import left_as_it_was
 from ..upstream.find_models import token_embeddings
@@ -71,8 +72,9 @@ def verify(
         )
     spans = spans_of(given)
     same_on_every_rank(inner, spans)
-    with left_as_it_was(model), patch.examination.paused() if patch is not None else contextlib.nullcontext():
-        found = verification(Run(model, inner, given, spans, max_documents))
+    unexamined = patch.examination.paused() if patch is not None else contextlib.nullcontext()
+    with whole_rows.of(model, inner, patch is not None) as run, left_as_it_was(model), unexamined:
+        found = verification(Run(run, inner, given, spans, max_documents))
     if strict and not found.ok:
         error = PackingNotIsolated(f"{type(inner).__name__}: {found}")
         error.verification = found

@@ -101,9 +101,8 @@ def _hides_the_first_token(triangle: torch.Tensor) -> bool:
 
 def _temperature(module: Any, q: torch.Tensor, into: torch.Tensor) -> torch.Tensor:
     """Scale queries by the position in the document: layers without rope scale them by the position in the row."""
-    if module.use_rope or not module.attn_temperature_tuning or q.shape[1] < module.floor_scale:
+    if module.use_rope or not module.attn_temperature_tuning:
         return q
-
     in_row = torch.arange(q.shape[1], device=q.device)
     right, wrong = (
         torch.log1p(torch.floor((tokens.float() + 1.0) / module.floor_scale)) * module.attn_scale + 1.0

@@ -23,8 +23,9 @@ from . import dense, foreign, inspecting, luggage
 from .calls import Calls, batch_shape, passed
 from .packed_batch import has_pictures, is_for_queries, packed_mask
 from .packed_mask import PackedMask, find
+from .parts.engines import row_part
+from .parts.row_part import RowPart
 from .reached import require_every_layer
-from .split_rows import refuse_split_rows
 from .step import MARK, ROLE, Step
 from .traits import pooling
 
@@ -81,14 +82,13 @@ def _recognise(step: Step) -> None:
     role, call = step.role, step.call
     if role.innermost and not compiling():
         dense.reached.times += 1
-    if role.outermost or role.innermost:
-        refuse_split_rows(step.module, call)
+    part = row_part(step.module, call) if role.outermost or role.innermost else None
     step.mask = _handed_by_a_model_around(step)
     step.handed = step.mask is not None
     if step.handed or (role.innermost and _was_found_dense(step)):
         return
     foreign_forward = _foreign_forward(step)
-    step.mask = look(step)
+    step.mask = look(step, part)
     if step.mask is None:
         return
     if role.innermost and is_for_queries(call.get("attention_mask")):
@@ -125,11 +125,11 @@ def _foreign_forward(step: Step) -> Function | None:
     return foreign.on_top_of_ours(step.module if role.outermost else step.patch.model)
 
 
-def look(step: Step) -> PackedMask | None:
+def look(step: Step, part: RowPart | None = None) -> PackedMask | None:
     """Return the packed mask of this batch, or None for a dense batch.
 
     Boundaries that an outer model has attached to ``position_ids`` are taken from there. Otherwise they are derived
-    from the arguments.
+    from the arguments. If this process holds only a part of every row, they are those of the whole rows.
     """
     call, patch = step.call, step.patch
     piece = luggage.find(call.get("position_ids"), luggage.MASK)
@@ -140,7 +140,7 @@ def look(step: Step) -> PackedMask | None:
     given = call.get("attention_mask")
     made_inside = step.role.innermost and any(ids is None and mask is given for ids, mask in dense.found_around(step))
     training = step.module.training and torch.is_grad_enabled()
-    found = packed_mask(call, patch, made_inside, training=training)
+    found = packed_mask(call, patch, made_inside, training=training, part=part)
     if found is not None and has_pictures(call):  # 5.10 to 5.16 pass lengths on to the vision tower, which has its own
         for name in LENGTHS:
             call.pop(name, None)

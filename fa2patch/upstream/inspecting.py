@@ -11,7 +11,7 @@ import functools
 import inspect
 import sys
 from collections.abc import Iterable, Iterator
-from types import CodeType
+from types import CellType, CodeType
 from typing import Any
 
 from .._types import Config, Function
@@ -40,6 +40,12 @@ def called_code_reads(function: object, name: str) -> bool:
     """Whether :func:`code_called` uses a global name or an attribute of this name."""
     code = code_called(function)
     return code is not None and name in code.co_names
+
+
+def enclosed(function: object) -> list[object]:
+    """Return the values that a function holds in its closure, without cells that are still empty."""
+    cells = getattr(function, "__closure__", None) or ()
+    return [cell.cell_contents for cell in cells if cell != CellType()]
 
 
 def reads_name(function: object, name: str) -> bool:

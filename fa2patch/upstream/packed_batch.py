@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -12,28 +12,33 @@ from .._types import Call, Model
 from ..documents.boundaries import Boundaries, largest
 from ..documents.checks import check_cu_seqlens, check_position_ids
 from ..documents.names import CACHES, LENGTHS, PARENTS, PICTURES, TOKENS
-from ..documents.recognition import recognise
+from ..documents.recognition import recognise, whole_numbers
+from ..documents.starts import axes_of
 from ..documents.stated import from_cu_seqlens
 from ..errors import BadCuSeqlens, BadParents, PackedWithCache, PackedWithDenseMask, PackingNotIsolated
 from . import rope
 from .calls import batch_shape, passed
 from .find_models import models
 from .packed_mask import PackedMask
+from .parts.row_part import RowPart
 from .step import Patched
 from .traits import directions, mixers, positions
 
 
-def packed_mask(call: Call, patch: Patched, made_inside: bool = False, training: bool = False) -> PackedMask | None:
+def packed_mask(
+    call: Call, patch: Patched, made_inside: bool = False, training: bool = False, part: RowPart | None = None
+) -> PackedMask | None:
     """Return the :class:`PackedMask` of a packed batch, or None for a dense batch.
 
-    A batch with one document in each row is packed only if ``cu_seq_lens_*`` are given. For a packed batch without
-    ``position_ids``, ``call["position_ids"]`` is set.
+    A batch with one document in each row is packed only if ``cu_seq_lens_*`` are given, or if rows are split over
+    processes. For a packed batch without ``position_ids``, ``call["position_ids"]`` is set.
 
     Args:
         call: the arguments of the forward by name.
         patch: the model's ``Patch``.
         made_inside: whether an outer model made the position ids. Only certain restarts then start a document.
         training: whether ids that jump behind padding are an error. Otherwise they are taken for upstream's filler.
+        part: the part of every row that this process holds; None if rows are whole.
 
     Raises:
         PackedWithCache: the batch is packed and comes with a cache.
@@ -42,27 +47,37 @@ def packed_mask(call: Call, patch: Patched, made_inside: bool = False, training:
         BadBatch, BadPositionIds, BadCuSeqlens, BoundaryConflict: the arguments are malformed or contradict each other.
     """
     batch = _read(call, patch)
-    if batch is None:
+    rows = batch if part is None else _whole_rows(batch, part, call)
+    if batch is None or rows is None:
         return None
     found: Boundaries | None
     if "cu_seq_lens_q" in batch.lengths:
-        found = _stated(batch, patch)
+        found = _stated(rows, patch)
+        if part is not None and batch.position_ids is not None:
+            cu = part.clipped(found.cu_seqlens, batch.shape)
+            from_cu_seqlens(cu, found.max_seqlen, batch.shape, position_ids=batch.position_ids)
     else:
-        found = _recognised(batch, patch.found[positions.NAME].first, made_inside, training)
+        first = patch.found[positions.NAME].first
+        found = _recognised(rows, first, made_inside, training, split=part is not None)
+    if found is None and part is not None:
+        _refuse_unsaid(call)
     if found is None:
         return None
     _refuse_what_cannot_be_packed(call, batch.mask)
     if batch.position_ids is None:
         refuse_uncounted_pictures(patch.model, call)
-        counted = found.positions_of(batch.shape).to(batch.device)
-        call["position_ids"] = counted + patch.found[positions.NAME].first
+        counted = found.positions_of(rows.shape).to(batch.device)
+        call["position_ids"] = (counted if part is None else part.own(counted)) + patch.found[positions.NAME].first
     longest, scaled = found.positions, patch.found.get(rope.NAME)
     if scaled is not None:
-        longest = largest(call["position_ids"]) + 1 if longest is None else longest
+        if longest is None:
+            longest = largest(call["position_ids"] if part is None else found.positions_of(rows.shape)) + 1
         scaled.scaling.check(longest)
         scaled.scaling.check_tree(found.tree)
-    longest = batch.shape[1] if longest is None else longest
-    return PackedMask(found, patch.picks, batch.shape, longest, call["position_ids"], patch.found)
+        if part is not None:
+            scaled.scaling.check_part(longest)
+    longest = rows.shape[1] if longest is None else longest
+    return PackedMask(found, patch.picks, batch.shape, longest, call["position_ids"], patch.found, part=part)
 
 
 @dataclass(eq=False)
@@ -108,6 +123,45 @@ def _read(call: Call, patch: Patched) -> _Batch | None:
     return _Batch(shape, device, lengths, position_ids, mask)
 
 
+def _whole_rows(batch: _Batch | None, part: RowPart, call: Call) -> _Batch:
+    """What a batch says of the whole rows of which this process holds a part. It is gathered once.
+
+    Nothing is gathered if the collator's lengths are given, which must be those of the whole rows, and there is neither
+    a mask nor a tree.
+
+    Raises:
+        PackingNotIsolated: the call does not say where documents are in the whole rows.
+    """
+    if batch is None or (batch.position_ids is None and not {"cu_seq_lens_q", "seq_idx"} & batch.lengths.keys()):
+        _refuse_unsaid(call)
+    assert batch is not None
+    if has_pictures(call):
+        raise PackingNotIsolated(
+            "sequence parallelism (sp_size) splits rows over processes, and this batch has pictures, which are merged "
+            "into whole rows. Train text, or train without sequence parallelism."
+        )
+    lengths = dict(batch.lengths)
+    given = [] if batch.position_ids is None else [axis.expand(batch.shape) for axis in axes_of(batch.position_ids)]
+    if batch.mask is None and PARENTS not in lengths and "cu_seq_lens_q" in lengths:
+        return replace(batch, shape=part.rows(batch.shape), position_ids=None)
+    more = [] if batch.mask is None else [whole_numbers(batch.mask)]
+    more += [lengths["seq_idx"].expand(batch.shape)] if "seq_idx" in lengths else []
+    whole = part.gathered([*given, *more])
+    if "seq_idx" in lengths:
+        lengths["seq_idx"] = whole.pop()
+    mask = None if batch.mask is None else whole.pop()
+    ids = None if not whole else whole[0] if len(whole) == 1 else torch.stack(whole)
+    return replace(batch, shape=part.rows(batch.shape), position_ids=ids, mask=mask, lengths=lengths)
+
+
+def _refuse_unsaid(call: Call) -> None:
+    raise PackingNotIsolated(
+        "sequence parallelism (sp_size) splits rows over processes: expected position_ids for this part of every row, "
+        "or seq_idx, or cu_seq_lens_q of the whole rows, no cache, and no mask but one of zeros, ones and document "
+        f"numbers; found {', '.join(sorted(passed(call, call)))}. Add position_ids before rows are split."
+    )
+
+
 def _stated(batch: _Batch, patch: Patched) -> Boundaries:
     """The boundaries that the collator's lengths state."""
     found = from_cu_seqlens(
@@ -127,8 +181,13 @@ def _stated(batch: _Batch, patch: Patched) -> Boundaries:
     return found.padding_apart(batch.mask) if batch.mask is not None and patch.found[directions.NAME].both else found
 
 
-def _recognised(batch: _Batch, first_position: int, made_inside: bool, training: bool) -> Boundaries | None:
-    """The boundaries that position ids, ``seq_idx`` or a mask of document numbers give; None for a dense batch."""
+def _recognised(
+    batch: _Batch, first_position: int, made_inside: bool, training: bool, split: bool
+) -> Boundaries | None:
+    """The boundaries that position ids, ``seq_idx`` or a mask of document numbers give; None for a dense batch.
+
+    If rows are split over processes, no batch is dense, because upstream's code knows only a part of each row.
+    """
     seq_idx, mask = batch.lengths.get("seq_idx"), batch.mask
     says_nothing = batch.position_ids is None and seq_idx is None and (mask is None or mask.dtype == torch.bool)
     if batch.shape[1] == 1 or says_nothing:
@@ -140,6 +199,7 @@ def _recognised(batch: _Batch, first_position: int, made_inside: bool, training:
         attention_mask=mask,
         seq_idx=seq_idx,
         only_certain=made_inside,
+        always=split,
         first_position=first_position,
         training=training,
     )

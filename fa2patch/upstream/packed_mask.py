@@ -10,10 +10,12 @@ import torch
 
 from .._compile import compiling
 from ..documents.boundaries import Boundaries
+from ..errors import PackingNotIsolated
 from ..kernels import Picks, asked_by
 from ..kernels.attention import packed_attention
 from ..kernels.options import Options
 from . import architectures, rope
+from .parts.row_part import RowPart
 from .tensor_manners import TensorManners
 
 MASK = "attention_mask"
@@ -27,13 +29,15 @@ class PackedMask(TensorManners):
     """Carries the boundaries of a packed batch to the layers. It is not a tensor, so that unpatched attention fails.
 
     Attributes:
-        boundaries: the batch's boundaries.
+        boundaries: the batch's boundaries. With ``part``, they are those of the whole rows.
         picks: which kernel computes which layer.
         shape: ``(batch, length)``, like a 2-D mask. Models read it to reshape the mask or to slice keys.
         position_ids: the batch's position ids, for models that derive positions from the mask (OPT up to 4.45).
         positions: largest position id + 1, the length that a table of rotary embeddings needs.
         found: what the traits have found in the model.
         window: the sliding window of the mask that the model made for these layers, in tokens, or None.
+        part: the part of every row that this process holds; None if rows are whole. All other attributes then describe
+            the part.
         layer: the attention layer being computed. Only the function and method seams set it.
         calls: the layers that were given the boundaries, in order; None for an unknown layer or in a compiled graph.
     """
@@ -45,6 +49,7 @@ class PackedMask(TensorManners):
     position_ids: torch.Tensor | None = field(default=None, repr=False)
     found: Mapping[str, Any] = field(default_factory=dict, repr=False)
     window: int | None = None
+    part: RowPart | None = None
     layer: torch.nn.Module | None = field(default=None, repr=False)
     calls: list[torch.nn.Module | None] = field(default_factory=list, repr=False)
 
@@ -68,13 +73,38 @@ class PackedMask(TensorManners):
         if quirks is not None and quirks.adjust is not None:
             options = quirks.adjust(module, options)
         if quirks is not None and quirks.queries is not None:
-            q = quirks.queries(module, q, self.boundaries.positions_of(self.shape))
+            q = quirks.queries(module, q, self._counted())
         if self.window is not None:  # eager attention has its window in the mask only
             options = replace(options, window=self.window)
         dtype = compute_dtype(module, q, k, v)
         q, k, v = (x if x.dtype == dtype else x.to(dtype) for x in (q, k, v))
+        if self.part is not None:
+            q, k, v, options = self.part.all_tokens(q, k, v, options)
         kernel = self.picks(module, asked_by(q, k, v, options, self.boundaries.parents is not None), q.device)
-        return packed_attention(q, k, v, self.boundaries, options, kernel)
+        output = packed_attention(q, k, v, self.boundaries, options, kernel)
+        return output if self.part is None else self.part.own_tokens(output)
+
+    def require_whole_rows(self, what: str) -> None:
+        """Raise :class:`PackingNotIsolated` if this process holds only a part of every row.
+
+        Args:
+            what: the part of the model that needs whole documents, for the error.
+        """
+        if self.part is not None:
+            raise PackingNotIsolated(
+                f"sequence parallelism (sp_size) splits rows over {self.part.of} processes, and the model has {what}, "
+                "which needs whole documents. Train this model without sequence parallelism."
+            )
+
+    @property
+    def rows(self) -> tuple[int, int]:
+        """``(batch, length)`` of the whole rows, which ``boundaries`` describe."""
+        return self.shape if self.part is None else self.part.rows(self.shape)
+
+    def _counted(self) -> torch.Tensor:
+        """Positions that count from 0 along each document, int64 ``[batch, length]``."""
+        positions = self.boundaries.positions_of(self.rows)
+        return positions if self.part is None else self.part.own(positions)
 
     @property
     def rope(self) -> rope.LengthScaled | None:

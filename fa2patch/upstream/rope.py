@@ -42,6 +42,19 @@ class LengthScaled:
                 "max_position_embeddings. Truncate documents to that, use another rope scaling, or train padded."
             )
 
+    def check_part(self, positions: int) -> None:
+        """Raise :class:`PackingNotIsolated` if longrope would need the length of documents that are split.
+
+        Args:
+            positions: largest position id + 1 of the whole rows.
+        """
+        if self.kind == "longrope" and positions > self.limit:
+            raise PackingNotIsolated(
+                f"rope scaling 'longrope' has other factors for documents longer than {self.limit} tokens, the longest "
+                f"here has {positions}, and sequence parallelism (sp_size) splits rows over processes, which do not "
+                "know how long a document is. Truncate documents, or train without sequence parallelism."
+            )
+
     def check_tree(self, tree: Tree | None) -> None:
         """Raise :class:`PackingNotIsolated` if longrope would need two sets of factors for one shared segment.
 

@@ -49,6 +49,13 @@ def registered(name: object) -> Function | None:
     return next((table[name] for table in tables if isinstance(name, str) and name in table), None)
 
 
+def any_registered() -> tuple[Function, ...]:
+    """Every attention function that Transformers has."""
+    modeling = sys.modules.get("transformers.modeling_utils")
+    tables = (getattr(modeling, registry, {}) for registry in REGISTRIES)
+    return tuple(table[name] for table in tables for name in table)
+
+
 def routed(original: Function) -> Function:
     """Return an attention function that computes packed batches and calls ``original`` for dense batches."""
 

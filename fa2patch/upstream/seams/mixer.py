@@ -15,8 +15,9 @@ import torch
 
 from ..._compile import uncompiled
 from ..._types import Args, Call, Function
+from ...documents.boundaries import Boundaries
 from ...documents.names import CACHES, LENGTHS
-from ...errors import PackedWithCache
+from ...errors import PackedWithCache, PackingNotIsolated
 from .. import apart, inspecting
 from ..calls import passed
 from ..packed_mask import PackedMask, find
@@ -75,7 +76,8 @@ def _computed(
     Args:
         hands_on: whether the second output is the next layer's state, so that the mask is returned in its place.
     """
-    each, whole = apart.Documents(mask.boundaries, mask.shape), apart.Documents.whole(mask.shape)
+    boundaries = _own_documents(module, mask)
+    each, whole = apart.Documents(boundaries, mask.shape), apart.Documents.whole(mask.shape)
     kwargs = {name: value for name, value in kwargs.items() if name not in LENGTHS}
     place, row = _hidden(args, kwargs, mask.shape)
 
@@ -93,7 +95,7 @@ def _computed(
     if row is None or shares or not whole_row.may_be(original, module, row, each.lengths):
         mask.picks.takes_documents(module)
         return among(each, {})
-    more = whole_row.keywords(original, mask.boundaries, sum(each.lengths))
+    more = whole_row.keywords(original, boundaries, sum(each.lengths))
     at_once = mask.picks.takes_whole_rows(
         module,
         _kind_of_call(module, row),
@@ -102,6 +104,25 @@ def _computed(
         ),
     )
     return among(whole, more) if at_once else among(each, {})
+
+
+def _own_documents(module: torch.nn.Module, mask: PackedMask) -> Boundaries:
+    """The boundaries of the documents that this process holds.
+
+    Raises:
+        PackingNotIsolated: rows are split over processes inside a document, or hold a tree.
+    """
+    if mask.part is None:
+        return mask.boundaries
+    own = mask.part.documents(mask.boundaries, mask.shape)
+    if own is None:
+        raise PackingNotIsolated(
+            f"sequence parallelism (sp_size) splits rows over {mask.part.of} processes, and {type(module).__name__} "
+            "carries a state along each document: expected documents that lie whole in one process, "
+            f"{mask.shape[1]} tokens of a row, without segment_parents; found one that goes on in the next. Pack rows "
+            "so that a document starts wherever they are cut, or train this model without sequence parallelism."
+        )
+    return own
 
 
 def _kind_of_call(module: torch.nn.Module, hidden: torch.Tensor) -> tuple[Any, ...]:

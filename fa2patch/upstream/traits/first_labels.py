@@ -12,9 +12,10 @@ from ...documents.boundaries import Boundaries
 from ...documents.checks import described
 from ...documents.names import FEWER_LOGITS, IGNORED_LABEL, LABELS
 from ...documents.tree_checks import require_no_first_labels
-from ...errors import BadBatch
+from ...errors import BadBatch, PackingNotIsolated
 from .. import inspecting
 from ..calls import batch_shape, passed
+from ..parts.row_part import RowPart
 from ..step import Step
 from .trait import Trait
 
@@ -32,11 +33,33 @@ class FirstLabels(Trait):
         if step.mask is None or role.pools or role.innermost or not role.predicts_the_next:
             return
         shape, _ = batch_shape(step.call)
-        documents = step.mask.boundaries
+        documents, part = step.mask.boundaries, step.mask.part
         given = passed(step.call, LABELS)
         kept = kept_logits(step.call)
-        inside = {name: inside_documents(labels, documents, name, shape, kept) for name, labels in given.items()}
+        if part is not None:
+            _require_shifted(step.module, given, kept)
+        inside = {name: inside_documents(labels, documents, name, shape, kept, part) for name, labels in given.items()}
         step.call = {**step.call, **inside}
+
+
+def _require_shifted(model: Model, given: Call, kept: object) -> None:
+    """Refuse labels that cannot be right for a part of a row.
+
+    The last token of a part predicts the first token of the next one, whose label is in another process. Trainer passes
+    the shifted labels as ``labels`` too, because models without them compute no loss.
+    """
+    if given and ("shift_labels" not in given or kept is not None):
+        raise BadBatch(
+            "sequence parallelism (sp_size) splits rows over processes: expected shift_labels, which are shifted "
+            f"before rows are split, and all logits; found {', '.join(given)}"
+            f"{'' if kept is None else ' with logits_to_keep'}. DeepSpeed's UlyssesSPDataLoaderAdapter, accelerate and "
+            "Trainer give shift_labels."
+        )
+    if "labels" in given and _loss_function(model) is None:
+        raise PackingNotIsolated(
+            f"sequence parallelism (sp_size) splits rows over processes, and {type(model).__name__} shifts labels by "
+            "itself, so that it would not use shift_labels. Leave labels out, and compute the loss from the logits."
+        )
 
 
 def predicts_the_next(model: Model, sees_both_ways: bool) -> bool:
@@ -81,7 +104,12 @@ def kept_logits(call: Call) -> slice | torch.Tensor | None:
 
 
 def inside_documents(
-    labels: object, documents: Boundaries, name: str, shape: tuple[int, int], kept: slice | torch.Tensor | None
+    labels: object,
+    documents: Boundaries,
+    name: str,
+    shape: tuple[int, int],
+    kept: slice | torch.Tensor | None,
+    part: RowPart | None = None,
 ) -> torch.Tensor:
     """Labels in which every document's first token has the label -100.
 
@@ -91,10 +119,11 @@ def inside_documents(
     Args:
         labels: int64 ``[batch, length]``, or ``[batch, length, codebooks]``. With ``kept``, also ``[batch, kept]``, one
             for each logit.
-        documents: the batch's boundaries.
+        documents: the batch's boundaries. With ``part``, they are those of the whole rows.
         name: ``"labels"``, or ``"shift_labels"``, in which each label stands at the token that predicts it.
         shape: ``(batch, length)`` of the batch.
         kept: The tokens whose logits are computed, as an index of a row.
+        part: the part of every row that the labels are of; None if rows are whole.
 
     Raises:
         BadBatch: ``labels`` is no tensor, does not have one label for each token, or holds probabilities; or the first
@@ -108,7 +137,9 @@ def inside_documents(
             f"{name}: expected a tensor [{shape[0]}, {shape[1]}], one for each token (or integers of more dimensions "
             f"behind these), found {described(labels)}."
         )
-    at = _crossing(documents, name, tokens).to(labels.device)
+    at = _crossing(documents, name, tokens if part is None else tokens * part.of).to(labels.device)
+    if part is not None:
+        at = part.here(at, shape)
     rows = labels.reshape(tokens, -1)
     padded = torch.nn.functional.pad(rows, (0, 0, 0, 1))  # an empty document may start behind the last token
     if documents.parents is not None and name == "labels":

@@ -136,6 +136,6 @@ def let_through(original: Function) -> Function:
 
 
 def _chunked(mask: PackedMask, config: Config) -> PackedMask:
-    if mask.shape[1] <= config.attention_chunk_size:
+    if mask.rows[1] <= config.attention_chunk_size:
         return mask  # no document is longer than its row
     return replace(mask, boundaries=mask.boundaries.chunked(config.attention_chunk_size))

@@ -21,6 +21,7 @@ from .positions import Positions
 from .registry import Registered
 from .rope import Rope
 from .row_heads import FirstTokenHeads, RowHeads
+from .row_length import RowLength
 from .row_values import RowValues
 from .scaled_embeddings import ScaledEmbeddings
 from .trait import Trait
@@ -48,6 +49,7 @@ TRAITS: tuple[Trait, ...] = (
     Axes(),
     ScaledEmbeddings(),
     Rope(),
+    RowLength(),
     NoCache(),
     PoolerOutput(),
 )

@@ -20,6 +20,12 @@ class PoolerOutput(Trait):
 
     name = "pooler output"
 
+    def before(self, step: Step, found: Any) -> None:
+        if step.mask is not None and isinstance(getattr(step.module, "pooler", None), torch.nn.Module):
+            step.mask.require_whole_rows(
+                "a pooler of each document's first token (add_pooling_layer=False leaves it out)"
+            )
+
     def after(self, step: Step, found: Any, output: Any) -> Any:
         if step.mask is None or step.handed or not step.role.innermost:
             return output

@@ -77,6 +77,7 @@ class PooledHeads(Trait):
 
     def before(self, step: Step, found: Any) -> None:
         if step.mask is not None and step.places and step.role.pools:
+            step.mask.require_whole_rows("a head that pools the last token of each document")
             step.call, piece = by_document(step.module, step.call, step.mask)
             step.pieces.append(piece)
 

@@ -37,7 +37,8 @@ class Rope(Trait):
         return [of_forward(module, by_document) for module in _modules(model)] if found.rides else []
 
     def before(self, step: Step, found: Found) -> None:
-        if found.rides:
+        split = step.mask is not None and step.mask.part is not None  # no document is then longer than the limit
+        if found.rides and not split:
             step.send_documents()
 
 

@@ -31,6 +31,8 @@ class ScaledEmbeddings(Trait):
         return [of_forward(module, by_document) for module in _scaled(model.decoder)]
 
     def before(self, step: Step, found: Any) -> None:
+        if step.mask is not None:
+            step.mask.require_whole_rows("embeddings that are scaled by the mask tokens of a document")
         step.send_documents()
 
 

@@ -1,4 +1,4 @@
-"""Refuse sequence and context parallelism, where this process holds only a part of every row.
+"""Engines that split rows over processes: Ulysses is taken, the others are refused.
 
 A part looks like a whole row. With context parallelism it holds the head and the tail of a row, with ids such as
 0, 1, 6, 7. With Ulysses it may end inside a document. Such a split is recognised by a replaced attention function, by
@@ -7,32 +7,44 @@ DTensor's dispatcher, or by the placements of the tokens.
 
 from __future__ import annotations
 
+import contextlib
 import sys
+from collections.abc import Iterator
 from typing import Any
 
 import torch
 
-from .._compile import compiling, constant
-from .._types import Call, Function, Model
-from ..errors import PackingNotIsolated
-from .seams.interface import registered
+from ..._compile import compiling, constant
+from ..._types import Call, Function, Model
+from ...errors import PackingNotIsolated
+from ..seams.interface import any_registered, registered
+from . import ulysses
+from .row_part import RowPart
 
 _SPLITTERS = {
-    "deepspeed.runtime.sequence_parallel": "DeepSpeed's sequence parallelism (sp_size)",
+    ulysses.PACKAGE: "DeepSpeed's sequence parallelism (sp_size)",
     "ring_flash_attn": "ring attention (ring_flash_attn)",
     "torch.distributed": "context parallelism (cp_size, torch's context_parallel)",
 }
 """Packages that replace the attention function when rows are split, with their names for users."""
 
 
-def refuse_split_rows(model: Model, call: Call) -> None:
-    """Raise :class:`PackingNotIsolated` if this process holds only a part of every row.
+def row_part(model: Model, call: Call) -> RowPart | None:
+    """The part of every row that this process holds under Ulysses; None if rows are whole.
 
     Nothing is read from a device. In a compiled graph the check runs once. The attention function is an argument of
     the check, so that replacing the function makes a new graph.
+
+    Raises:
+        PackingNotIsolated: another engine splits rows.
     """
     sdpa = torch.nn.functional.scaled_dot_product_attention
-    splitter = _splitter(sdpa, getattr(model.config, "_attn_implementation", None))
+    implementation = getattr(model.config, "_attn_implementation", None)
+    splitter = _splitter(sdpa, implementation)
+    if splitter == _SPLITTERS[ulysses.PACKAGE]:
+        found = _ulysses_part(implementation, model.training)
+        if found is not None:
+            return RowPart(*found) if found else None
     if not splitter and not compiling() and _shards(call):
         splitter = "a sharding of the tokens along the row (DTensor)"
     if splitter:
@@ -40,11 +52,45 @@ def refuse_split_rows(model: Model, call: Call) -> None:
             f"{splitter} is on: this process holds only a part of every row, so documents that are cut would be "
             "computed wrong. Train without it, or revert the patch and train padded."
         )
+    return None
+
+
+@constant
+def _ulysses_part(implementation: object, training: bool) -> tuple[Any, ...] | None:
+    """The fields of the :class:`RowPart` that Ulysses gives this process, none of them if rows are whole; or None."""
+    attention = _ulysses(implementation)
+    if attention is None:
+        return None
+    part = ulysses.part_of(attention, training)
+    return () if part is None else (part.number, part.of, part.group)
+
+
+def _ulysses(implementation: object) -> Any:
+    """The ``UlyssesSPAttentionHF`` that splits rows, or None.
+
+    It may be registered for another implementation than this model's, which then gets parts of rows too.
+    """
+    held = (ulysses.attention_of(function) for function in (registered(implementation), *any_registered()))
+    return next((one for one in held if one is not None), None)
+
+
+@contextlib.contextmanager
+def evaluation_split_too(model: Model) -> Iterator[None]:
+    """Split rows in evaluation as in training inside this context."""
+    attention = _ulysses(getattr(model.config, "_attn_implementation", None))
+    left_out = getattr(attention, "disable_in_eval", None)
+    if left_out:
+        attention.disable_in_eval = False
+    try:
+        yield
+    finally:
+        if left_out:
+            attention.disable_in_eval = left_out
 
 
 @constant
 def _splitter(sdpa: Function, implementation: object) -> str:
-    for function in (sdpa, registered(implementation)):
+    for function in (sdpa, registered(implementation), *any_registered()):
         module = f"{getattr(function, '__module__', '')}."
         for package, name in _SPLITTERS.items():
             if module.startswith(f"{package}."):

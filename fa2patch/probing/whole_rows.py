@@ -1,0 +1,148 @@
+"""A model whose rows Ulysses splits over processes, called with whole rows in every process."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from .._types import Call, Model
+from ..documents.names import IGNORED_LABEL
+from ..upstream.parts import engines
+from ..upstream.parts.collectives import group_of
+from ..upstream.parts.row_part import RowPart
+from .batches import PER_TOKEN
+
+
+class WholeRows(torch.nn.Module):
+    """Calls a model with this process's part of whole rows, and gathers its outputs.
+
+    Every process of the group must make the same calls. Rows are padded to a multiple of the processes by a document of
+    its own, whose outputs are cut off.
+
+    Args:
+        model: the model, which may be wrapped.
+        part: the part of every row that this process computes.
+        counts_labels: whether the loss is the mean over the labels that are passed. A patched model ignores some.
+    """
+
+    def __init__(self, model: Model, part: RowPart, counts_labels: bool) -> None:
+        super().__init__()
+        self.model, self.part, self.counts_labels = model, part, counts_labels
+
+    def forward(self, **batch: Any) -> Any:
+        length = batch["input_ids"].shape[1]
+        own = self._own(_padded(batch, -length % self.part.of))
+        labels = own.get("shift_labels")
+        output = self.model(**own)
+        named = {"logits": output.logits} if hasattr(output, "logits") else {"last_hidden_state": output[0]}
+        found = {name: self.gathered(value)[:, :length] for name, value in named.items()}
+        loss = getattr(output, "loss", None)
+        if loss is not None and labels is not None and self.counts_labels:
+            found["loss"] = self._mean(loss, labels)
+        return SimpleNamespace(**found)
+
+    def gathered(self, values: torch.Tensor, dim: int = 1) -> torch.Tensor:
+        """The values of whole rows, from those of the part. The gradient of the part's values is their own."""
+        gathered: torch.Tensor = _Gather.apply(values, dim, self.part)  # type: ignore[no-untyped-call]
+        return gathered
+
+    def summed(self, gradient: torch.Tensor) -> torch.Tensor:
+        """The sum of the processes' gradients with respect to one tensor that all of them hold."""
+        gradient = gradient.contiguous()
+        dist.all_reduce(gradient, group=group_of(self.part.group))
+        return gradient
+
+    def _own(self, batch: Call) -> Call:
+        """The part's tokens, with labels shifted before rows are split, as by DeepSpeed's loader."""
+        length = batch["input_ids"].shape[1]
+        if batch.get("labels") is not None:
+            shifted = torch.nn.functional.pad(batch["labels"], (0, 1), value=IGNORED_LABEL)[:, 1:]
+            batch = {**batch, "shift_labels": shifted, "labels": shifted}
+        split = {
+            name: self.part.own(value).contiguous()
+            for name, value in batch.items()
+            if name in PER_TOKEN and isinstance(value, torch.Tensor) and value.shape[-1] == length
+        }
+        return {**batch, **split}
+
+    def _mean(self, loss: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        """The mean loss of all parts' tokens."""
+        count = (labels != IGNORED_LABEL).sum()
+        sums = torch.stack([torch.where(count > 0, loss.detach() * count, 0.0), count.to(loss.dtype)])
+        dist.all_reduce(sums, group=group_of(self.part.group))
+        return sums[0] / sums[1]
+
+
+class _Gather(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, values: torch.Tensor, dim: int, part: RowPart) -> torch.Tensor:
+        ctx.dim, ctx.part = dim, part
+        values = values.contiguous()
+        parts = [torch.empty_like(values) for _ in range(part.of)]
+        dist.all_gather(parts, values, group=group_of(part.group))
+        return torch.cat(parts, dim=dim)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[Any, ...]:
+        return ctx.part.own(gradients[0], ctx.dim), None, None
+
+
+def _padded(batch: Call, more: int) -> Call:
+    """The batch with position ids, and with so many tokens added to every row.
+
+    The tokens are a document of their own if the batch has lengths. Otherwise they go on from the last document, where
+    no other token sees them.
+    """
+    batch = dict(batch)
+    ids = batch["input_ids"]
+    if batch.get("position_ids") is None and batch.get("cu_seq_lens_q") is None:
+        batch["position_ids"] = torch.arange(ids.shape[1], device=ids.device).expand(ids.shape)
+    if not more:
+        return batch
+    for name, value in batch.items():
+        if name in PER_TOKEN and isinstance(value, torch.Tensor) and value.shape[-1] == ids.shape[1]:
+            fill = value[..., -1:].expand(*value.shape[:-1], more)
+            if name == "position_ids":
+                fill = fill + torch.arange(1, more + 1, device=ids.device)
+            elif "labels" in name:
+                fill = torch.full_like(fill, IGNORED_LABEL)
+            batch[name] = torch.cat([value, fill], dim=-1)
+    return _with_one_more(batch, ids.shape, more) if batch.get("cu_seq_lens_q") is not None else batch
+
+
+def _with_one_more(batch: Call, shape: torch.Size, more: int) -> Call:
+    """Lengths with one more document at the end of every row."""
+    cu = batch["cu_seq_lens_q"].flatten()
+    rows = torch.arange(1, shape[0] + 1, device=cu.device, dtype=cu.dtype)
+    moved = cu + (cu - 1).clamp(min=0) // shape[1] * more
+    ends = torch.cat([moved, rows * (shape[1] + more)]).sort().values
+    longest = max(more, int(batch.get("max_length_q") or ends.diff().max()))
+    new = {**batch, "cu_seq_lens_q": ends, "cu_seq_lens_k": ends, "max_length_q": longest, "max_length_k": longest}
+    ids = new.get("position_ids")
+    if ids is not None:
+        ids[..., -more:] = torch.arange(more, device=ids.device)
+    return new
+
+
+@contextlib.contextmanager
+def of(model: Model, inner: Model, patched: bool) -> Iterator[Any]:
+    """Give a model that takes whole rows. It is the model itself if no engine splits rows in training.
+
+    Evaluation is split like training inside this context, also if the engine was told to leave it out.
+
+    Args:
+        model: the model, which may be wrapped.
+        inner: the Transformers model inside it.
+        patched: whether it is patched.
+
+    Raises:
+        PackingNotIsolated: an engine that cannot be taken splits rows.
+    """
+    with engines.evaluation_split_too(inner):
+        part = engines.row_part(inner, {})
+        yield model if part is None else WholeRows(model, part, counts_labels=not patched)

@@ -1,0 +1,55 @@
+"""The part of every row that this process holds, and what it takes to compute attention with it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import torch
+
+from ...documents.parts import Part
+from ...errors import PackingNotIsolated
+from ...kernels.options import Options
+from . import collectives, exchange
+
+
+@dataclass(frozen=True)
+class RowPart(Part):
+    """The part of every row that this process holds under sequence parallelism (Ulysses).
+
+    Attributes:
+        group: the name of the process group that shares the rows.
+    """
+
+    group: str = ""
+
+    def gathered(self, values: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        """The whole rows' values of integers ``[batch, length]`` that every process of the group has a part of.
+
+        They are gathered once, in int64.
+        """
+        own = torch.stack([value.to(torch.int64) for value in values])
+        return list(collectives.whole_rows(own, self.group, self.of).unbind())
+
+    def all_tokens(
+        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, options: Options
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, Options]:
+        """Queries, keys, values and options of all tokens and this process's heads, from those of its tokens.
+
+        Raises:
+            PackingNotIsolated: the heads cannot be shared out.
+        """
+        heads, keys = q.shape[2], k.shape[2]
+        if heads % self.of or (keys % self.of and self.of % keys):
+            raise PackingNotIsolated(
+                f"sequence parallelism over {self.of} processes shares out heads: expected query heads that "
+                f"{self.of} divides, and key heads that {self.of} divides or that divide {self.of}; found {heads} and "
+                f"{keys}. Use fewer processes for a row."
+            )
+        sinks, slopes = (x if x is None else self.own(x, 0) for x in (options.sinks, options.alibi_slopes))
+        q, k, v = exchange.to_heads((q, k, v), self.of, self.group)
+        return q, k, v, replace(options, sinks=sinks, alibi_slopes=slopes)
+
+    def own_tokens(self, output: torch.Tensor) -> torch.Tensor:
+        """The attention output of this process's tokens and all heads, from that of all tokens and its heads."""
+        return exchange.to_tokens(output, self.of, self.group)

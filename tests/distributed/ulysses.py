@@ -1,0 +1,276 @@
+"""Training under Ulysses equals training in one process: ``ulysses.py OUT [FEATURE ...]``.
+
+The process group shares the rows of a packed batch. The right losses, gradients and weights are those of an unpatched
+model in one process that is given one document after another. Both train ten steps on the mean loss of all tokens.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import split_rows
+import torch
+import torch.distributed as dist
+import transformers
+
+import fa2patch
+from compat_matrix import tiny_models
+from compat_matrix.check import rows
+from compat_matrix.ecosystem.training import furthest, weights
+
+STEPS = 10
+LOSS, GRADIENT, WEIGHT = 1e-6, 1e-5, 1e-5
+"""The largest relative difference of a step's loss, and of gradients and final weights by their largest value."""
+
+SHARED = 12
+"""Length of the prompt that the documents of a case share."""
+
+CROSSING = ((10, 40, 14),)
+TWO_ROWS = ((10, 40, 14), (5, 27, 20, 12))
+WHOLE = ((12, 4, 16, 14, 2, 13, 3),)
+"""Document lengths of rows of 64 tokens. Those of ``WHOLE`` lie whole in each of four processes, too."""
+
+
+@dataclass
+class Case:
+    """One feature.
+
+    Attributes:
+        family: the architecture.
+        lengths: document lengths of each row.
+        config: changes of its config.
+        batch: changes the batch before rows are split.
+        model: changes the model before it is patched.
+        refused: a part of the expected error; empty if the feature is right.
+        prompts: how many tokens at the start of each document have no loss. More than 1: documents share them.
+        call: further arguments of the forward.
+        unpatched: whether the model is left as it is.
+    """
+
+    family: str = "llama"
+    lengths: tuple[tuple[int, ...], ...] = CROSSING
+    config: dict[str, Any] = field(default_factory=dict)
+    batch: Callable[[dict[str, Any]], dict[str, Any]] = dict
+    model: Callable[[Any], Any] = lambda model: model
+    refused: str = ""
+    prompts: int = 1
+    call: dict[str, Any] = field(default_factory=dict)
+    unpatched: bool = False
+
+
+def with_lengths(batch: dict[str, Any]) -> dict[str, Any]:
+    """Lengths of the whole rows instead of position ids. Nothing has to be gathered."""
+    starts = (batch["position_ids"].flatten() == 0).nonzero().flatten()
+    cu = torch.cat([starts, torch.tensor([batch["input_ids"].numel()])]).int()
+    longest = int(cu.diff().max())
+    rest = {name: value for name, value in batch.items() if name != "position_ids"}
+    return {**rest, "cu_seq_lens_q": cu, "cu_seq_lens_k": cu, "max_length_q": longest, "max_length_k": longest}
+
+
+def without(name: str) -> Callable[[dict[str, Any]], dict[str, Any]]:
+    return lambda batch: {key: value for key, value in batch.items() if key != name}
+
+
+def with_mask(batch: dict[str, Any]) -> dict[str, Any]:
+    return {**batch, "attention_mask": (batch["input_ids"] != 1).long()}
+
+
+def with_numbers(batch: dict[str, Any]) -> dict[str, Any]:
+    return {**without("position_ids")(batch), "seq_idx": (batch["position_ids"] == 0).cumsum(-1)}
+
+
+def checkpointing(reentrant: bool) -> Callable[[Any], Any]:
+    def switched(model: Any) -> Any:
+        model.gradient_checkpointing_enable({"use_reentrant": reentrant})
+        model.enable_input_require_grads()
+        return model
+
+    return switched
+
+
+def compiled(model: Any) -> Any:
+    return torch.compile(model, backend="aot_eager", fullgraph=True)
+
+
+def with_pictures(batch: dict[str, Any]) -> dict[str, Any]:
+    return {**batch, "pixel_values": torch.zeros(1, 3, 8, 8), "image_grid_thw": torch.tensor([[1, 2, 2]])}
+
+
+def shared(batch: dict[str, Any]) -> dict[str, Any]:
+    """The documents, which start with equal prompts, with each prompt once. Rows are filled by a short document."""
+    starts = (batch["position_ids"][0] == 0).nonzero().flatten().tolist()
+    docs = [row for row in batch["input_ids"][0].tensor_split(starts[1:]) if (row != 1).any()]
+    made = fa2patch.packing.share([doc.tolist() for doc in docs], prompts=[SHARED] * len(docs))
+    row, labels = dict(made.batch), made.labels
+    empty = -labels.shape[1] % 4 or 4
+    cu, parents = row["cu_seq_lens_q"], row["segment_parents"]
+    cu = torch.cat([cu, cu[-1:] + empty])
+    row["cu_seq_lens_q"] = row["cu_seq_lens_k"] = cu
+    row["segment_parents"] = torch.cat([parents, torch.tensor([-1], dtype=torch.int32)])
+    row["input_ids"] = torch.nn.functional.pad(row["input_ids"], (0, empty), value=1)
+    row["position_ids"] = torch.cat([row["position_ids"], torch.arange(empty)[None]], dim=1)
+    return {**row, "labels": torch.nn.functional.pad(labels, (0, empty), value=-100)}
+
+
+LONGROPE = {
+    "max_position_embeddings": 64,
+    "original_max_position_embeddings": 16,
+    "rope_scaling": {
+        "rope_type": "longrope", "type": "longrope", "short_factor": [1.0] * 4, "long_factor": [2.0] * 4,
+        "rope_theta": 1e4, "original_max_position_embeddings": 16,
+    },
+}  # fmt: skip
+
+CASES = {
+    "ids": Case(),
+    "lengths": Case(batch=with_lengths),
+    "seq_idx": Case(batch=with_numbers),
+    "shared prompts": Case(lengths=((20, 26, 30, 18),), prompts=SHARED, batch=shared),
+    "several rows": Case(lengths=TWO_ROWS),
+    "padding": Case(lengths=((10, 33, 14), (5, 27)), batch=with_mask),
+    "one document": Case(lengths=((64,),)),
+    "qwen2": Case("qwen2"),
+    "window": Case("mistral", config={"sliding_window": 8}),
+    "softcap": Case("gemma2"),
+    "sinks": Case("gpt_oss"),
+    "chunks": Case("llama4_text"),
+    "latent attention": Case("deepseek_v3"),
+    "one key head": Case(config={"num_key_value_heads": 1}),
+    "reentrant checkpointing": Case(model=checkpointing(True)),
+    "checkpointing": Case(model=checkpointing(False)),
+    "mixers, documents whole": Case("jamba", WHOLE),
+    "mixers, documents cut": Case("jamba", refused="carries a state along each document"),
+    "longrope beyond its limit": Case("phi3", config=LONGROPE, refused="how long a document is"),
+    "no position_ids": Case(batch=without("position_ids"), refused="expected position_ids"),
+    "torch.compile": Case(model=compiled, batch=with_lengths),
+    "pictures": Case("qwen2_vl", batch=with_pictures, refused="pictures"),
+    "a cache": Case(call={"use_cache": True, "past_key_values": "made"}, refused="PackedWithCache"),
+    "labels that are not shifted": Case(call={"labels": "unshifted"}, refused="expected shift_labels"),
+}  # fmt: skip
+
+
+def batch_of(case: Case, docs: list[torch.Tensor]) -> dict[str, Any]:
+    """The packed batch, with labels. Rows that end early are padded by tokens 1 with positions 0."""
+    ids, at = [], 0
+    longest = max(map(sum, case.lengths))
+    longest += -longest % 4
+    for row in case.lengths:
+        own = docs[at : at + len(row)]
+        at += len(row)
+        empty = longest - sum(row)
+        positions = torch.cat([*(torch.arange(len(doc)) for doc in own), torch.arange(empty)])
+        tokens = torch.cat([*own, torch.full((empty,), 1)])
+        labels = torch.where((positions == 0) | (tokens == 1), -100, tokens)
+        ids.append({"input_ids": tokens, "position_ids": positions, "labels": labels})
+    return {name: torch.stack([row[name] for row in ids]) for name in ids[0]}
+
+
+def step_of(model: Any) -> Any:
+    """An optimizer. Adam's smallest denominator is raised, because it would amplify rounding to full steps."""
+    return torch.optim.AdamW(model.parameters(), lr=1e-3, eps=1e-4)
+
+
+def documents(case: Case) -> list[torch.Tensor]:
+    docs = rows.documents(*(length for row in case.lengths for length in row))
+    if case.prompts > 1:
+        docs = [torch.cat([docs[0][: case.prompts], doc[case.prompts :]]) for doc in docs]
+    return docs
+
+
+def right(case: Case, docs: list[torch.Tensor], model: Any) -> dict[str, Any]:
+    """Train an unpatched model on one document after another."""
+    optimizer, losses, first = step_of(model), [], {}
+    ends = torch.tensor([len(doc) for doc in docs]).cumsum(0)
+    labels = torch.cat(docs)
+    for end, doc in zip(ends, docs):
+        labels[end - len(doc) : end - len(doc) + case.prompts] = -100
+    for _ in range(STEPS):
+        logits = rows.alone(model, docs)
+        loss = torch.nn.functional.cross_entropy(logits[:-1], labels[1:])
+        loss.backward()
+        first = first or {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    return {"losses": losses, "gradients": first, "weights": weights(model)}
+
+
+def split(case: Case, docs: list[torch.Tensor], model: Any) -> dict[str, Any]:
+    """Train on this process's part of the packed rows; gradients are summed over the processes."""
+    optimizer, losses, first, plain = step_of(model), [], {}, model
+    model = case.model(model)
+    whole = case.batch(batch_of(case, docs))
+    batch = split_rows.part(whole)
+    labels = batch.pop("shift_labels")
+    count = sum(len(doc) - case.prompts for doc in docs)
+    more = {"use_cache": False, **case.call}
+    for name, made in {"labels": labels, "past_key_values": transformers.DynamicCache()}.items():
+        more.update({name: made} if name in more else {})
+    for _ in range(STEPS):
+        output = model(**batch, **more)
+        loss = (
+            torch.nn.functional.cross_entropy(output.logits.flatten(0, 1).float(), labels.flatten(), reduction="sum")
+            / count
+        )
+        loss.backward()
+        found = split_rows.gradients(plain)
+        first = first or {name: value.clone() for name, value in found.items()}
+        for name, parameter in plain.named_parameters():
+            parameter.grad = found.get(name)
+        optimizer.step()
+        optimizer.zero_grad()
+        total = loss.detach().clone()
+        dist.all_reduce(total, group=split_rows.group())
+        losses.append(total.item())
+    return {"losses": losses, "gradients": first, "weights": weights(plain)}
+
+
+def implementation(family: str) -> str:
+    try:
+        tiny_models.build(family, "sdpa")
+    except ValueError:
+        return "flex_attention"
+    return "sdpa"
+
+
+def compared(case: Case) -> dict[str, Any]:
+    docs = documents(case)
+    expected = right(case, docs, tiny_models.build(case.family, "eager", **case.config).train())
+    model = tiny_models.build(case.family, implementation(case.family), **case.config).train()
+    if not case.unpatched:
+        fa2patch.apply(model)
+    found = split(case, docs, model)
+    return {
+        "loss": max(abs(a - b) / abs(b) for a, b in zip(found["losses"], expected["losses"])),
+        "gradient": furthest(found["gradients"], expected["gradients"]),
+        "weight": furthest(found["weights"], expected["weights"]),
+    }
+
+
+def tried(case: Case) -> dict[str, Any]:
+    """Return what became of a feature, and whether that is what is expected."""
+    try:
+        off = compared(case)
+    except Exception as error:
+        said = f"{type(error).__name__}: {error}"
+        return {"found": "refused", "said": said, "ok": bool(case.refused) and case.refused in said}
+    ok = not case.refused and off["loss"] <= LOSS and off["gradient"] <= GRADIENT and off["weight"] <= WEIGHT
+    return {"found": "right" if ok else "WRONG", "off_by": off, "ok": ok}
+
+
+def main() -> dict[str, Any]:
+    names = sys.argv[2:] or list(CASES)
+    split_rows.register(tiny_models.build("llama", "sdpa"), dist.get_world_size(), 2)
+    table = {}
+    for name in names:
+        table[name] = tried(CASES[name])
+        if dist.get_rank() == 0:
+            print(name, table[name], flush=True)
+    return {"ok": all(one.pop("ok") for one in table.values()), "table": table}
+
+
+if __name__ == "__main__":
+    split_rows.run(main, sys.argv[1])

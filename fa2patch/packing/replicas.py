@@ -46,12 +46,9 @@ def place(num_replicas: int | None, rank: int | str | None, ranks_per_row: int |
 
 def _size(given: int | None, num_replicas: int | None, rank: int | str | None) -> int:
     """Return the number of processes in a replica."""
-    config = _parallelism_config()
-    known = 1
-    if config is not None and not _has_ulysses(config):
-        known = config.tp_size * config.cp_size
+    known, sp_size = _of_accelerate()
     if given is None:
-        return known
+        return known or 1
     if not isinstance(given, int) or isinstance(given, bool) or given < 1:
         raise PackingError(f"ranks_per_row: expected a positive number of processes, found {given!r}.")
     if given > 1 and (num_replicas is not None or rank not in (None, ALL_RANKS)):
@@ -60,16 +57,15 @@ def _size(given: int | None, num_replicas: int | None, rank: int | str | None) -
             "num_replicas and rank count groups of processes. Pass the number of groups and this process's group, or "
             "ranks_per_row alone."
         )
-    if given > 1 and config is not None and _has_ulysses(config):
+    if known not in (None, given) and sp_size > 1:
         raise PackingError(
-            f"ranks_per_row={given} with accelerate's sp_size={config.sp_size}: DeepSpeed's "
-            "UlyssesSPDataLoaderAdapter expects a row of its own from each rank, and would compute a row several "
-            "times. Leave ranks_per_row out."
+            f"ranks_per_row={given} with accelerate's sp_size={sp_size}: DeepSpeed's UlyssesSPDataLoaderAdapter "
+            "expects a row of its own from each rank, and would compute a row several times. Leave ranks_per_row out."
         )
-    if given != known and rank == ALL_RANKS and _accelerate() is not None:
+    if known not in (None, given) and rank == ALL_RANKS:
         raise PackingError(
             f"ranks_per_row={given} with rank='all': accelerate distributes the rows, and its Accelerator gives the "
-            f"same row to {known} process{'es' * (known > 1)}. Leave ranks_per_row out, and pass "
+            f"same row to {known} process{'es' if known != 1 else ''}. Leave ranks_per_row out, and pass "
             "Accelerator(parallelism_config=ParallelismConfig(tp_size=..., cp_size=...))."
         )
     return given
@@ -82,16 +78,20 @@ def _processes() -> tuple[int, int]:
     return int(os.environ.get("WORLD_SIZE", 1)), int(os.environ.get("RANK", 0))
 
 
-def _accelerate() -> Any:
-    """Return the state of the Accelerator that this process has made, or None."""
-    module: Any = sys.modules.get("accelerate.state")  # not imported here: without an Accelerator nothing is to be read
-    return module.AcceleratorState() if module is not None and module.is_initialized() else None
+def _of_accelerate() -> tuple[int | None, int]:
+    """Return to how many processes accelerate gives the same row, and its ``sp_size``.
 
-
-def _parallelism_config() -> Any:
-    """Return the ParallelismConfig (accelerate 1.10 and later) of the Accelerator, or None."""
-    return getattr(_accelerate(), "parallelism_config", None)
-
-
-def _has_ulysses(config: Any) -> bool:
-    return getattr(config, "sp_size", 1) > 1  # since accelerate 1.12
+    The first is None if this process has no Accelerator. Both are read where accelerate's loader reads them: from
+    DeepSpeed's ``autotp_size``, else from the ParallelismConfig (accelerate 1.10 and later).
+    """
+    module: Any = sys.modules.get("accelerate.state")  # not imported: without an Accelerator there is nothing to read
+    if module is None or not module.is_initialized():
+        return None, 1
+    state = module.AcceleratorState()
+    config, plugin = getattr(state, "parallelism_config", None), getattr(state, "deepspeed_plugin", None)
+    sp_size = getattr(config, "sp_size", 1)
+    settings = plugin.deepspeed_config.get("tensor_parallel", {}) if plugin is not None else {}
+    size = settings.get("autotp_size", 1)
+    if size <= 1 and sp_size <= 1 and config is not None:
+        size = config.tp_size * config.cp_size
+    return max(size, 1), sp_size

@@ -41,9 +41,10 @@ class PackedBatchSampler(Sampler[list[int]]):
     1.8 (seen in 0.25 to 1.1) do not set the sampler's epoch: call its ``set_epoch`` in a callback's ``on_epoch_begin``.
 
     **Tensor and context parallelism.** The ranks of a group compute one row together, so all of them get the same row,
-    and rows are balanced over groups. The size of a group is read from accelerate's ``ParallelismConfig`` (1.10 and
-    later: ``tp_size * cp_size``), so make the Accelerator before the sampler. Elsewhere pass ``ranks_per_row``, or the
-    coordinates of a DeviceMesh: ``num_replicas=mesh["dp"].size(), rank=mesh["dp"].get_local_rank()``.
+    and rows are balanced over groups. The size of a group is read from accelerate (``tp_size * cp_size`` of its
+    ``ParallelismConfig``, 1.10 and later, or DeepSpeed's ``autotp_size``), so make the Accelerator before the sampler.
+    Elsewhere pass ``ranks_per_row``, or the coordinates of a DeviceMesh:
+    ``num_replicas=mesh["dp"].size(), rank=mesh["dp"].get_local_rank()``.
 
     **DeepSpeed's Ulysses** (``sp_size``). accelerate and Trainer wrap the loader into ``UlyssesSPDataLoaderAdapter``,
     which takes a row from each rank of a group and lets the whole group compute one after the other. So each rank

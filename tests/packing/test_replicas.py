@@ -1,5 +1,7 @@
 """Ranks that share a row get the same row, rows are balanced over groups, and contradictions are errors."""
 
+from types import SimpleNamespace
+
 import numpy as np
 import pytest
 
@@ -108,6 +110,17 @@ def test_accelerates_config_is_read(process, accelerator, sizes, groups):
         sampler = PackedBatchSampler(LENGTHS, 8192, rank=rank)
         assert (sampler.num_replicas, sampler.rank) == (groups, rank or 5 * groups // 8)
     assert PackedBatchSampler(LENGTHS, 8192, 8, 7).num_replicas == 8, "numbers that are passed count groups already"
+
+
+@pytest.mark.parametrize("config, groups", [({"tensor_parallel": {"autotp_size": 2}}, 2), ({}, 4)])
+def test_deepspeeds_tensor_parallelism_is_read(process, accelerator, monkeypatch, config, groups):
+    accelerator()
+    plugin = SimpleNamespace(deepspeed_config=config)
+    monkeypatch.setattr("accelerate.state.AcceleratorState.deepspeed_plugin", plugin)
+    process(4, 3)
+    for rank in (None, "all"):
+        sampler = PackedBatchSampler(LENGTHS, 8192, rank=rank)
+        assert (sampler.num_replicas, sampler.rank) == (groups, rank or 3 * groups // 4)
 
 
 @pytest.mark.parametrize(

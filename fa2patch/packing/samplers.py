@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import os
 import zlib
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
-import torch
 from torch.utils.data import Sampler
 
 from ..errors import PackingError
@@ -17,9 +15,8 @@ from . import costs, epochs
 from .cutting import as_lengths
 from .epochs import Epoch
 from .plans import plan
+from .replicas import ALL_RANKS, place
 from .strategies import Ints
-
-ALL_RANKS = "all"
 
 
 class PackedBatchSampler(Sampler[list[int]]):
@@ -43,6 +40,19 @@ class PackedBatchSampler(Sampler[list[int]]):
     need ``even_batches=False`` (Trainer: ``accelerator_config={"even_batches": False}``) and say so. Versions before
     1.8 (seen in 0.25 to 1.1) do not set the sampler's epoch: call its ``set_epoch`` in a callback's ``on_epoch_begin``.
 
+    **Tensor and context parallelism.** The ranks of a group compute one row together, so all of them get the same row,
+    and rows are balanced over groups. The size of a group is read from accelerate (``tp_size * cp_size`` of its
+    ``ParallelismConfig``, 1.10 and later, or DeepSpeed's ``autotp_size``), so make the Accelerator before the sampler.
+    Elsewhere pass ``ranks_per_row``, or the coordinates of a DeviceMesh:
+    ``num_replicas=mesh["dp"].size(), rank=mesh["dp"].get_local_rank()``.
+
+    **DeepSpeed's Ulysses** (``sp_size``). accelerate and Trainer wrap the loader into ``UlyssesSPDataLoaderAdapter``,
+    which takes a row from each rank of a group and lets the whole group compute one after the other. So each rank
+    needs a row of its own: leave ``ranks_per_row`` out, with the adapter in a loop of your own too. A step of this
+    sampler is then ``sp_size`` batches of the adapter, which has no ``set_epoch``: set the sampler's. The collator must
+    pad rows (``pad_to_multiple_of=sp_size``) and return no lengths (``return_flash_attn_kwargs=False``), because the
+    adapter cuts every tensor ``[batch, length]`` into equal parts.
+
     **Effect on training.** A token budget packs more examples into a step, so there are fewer optimizer steps: see
     :mod:`fa2patch.packing`. ``strategy="mini_batches"`` with ``max_tokens=None`` and ``batch_size=n`` keeps both
     the number of steps and their contents: every n x ranks examples in random order are a step, distributed to the
@@ -54,9 +64,13 @@ class PackedBatchSampler(Sampler[list[int]]):
     Args:
         lengths: Tokens of each example, ``[examples]``.
         max_tokens: Maximum number of tokens in a row. Must be None for ``mini_batches``, and only there.
-        num_replicas: Number of ranks. Default: from torch.distributed if it is initialised, else ``WORLD_SIZE`` as
-            torchrun sets it, else 1.
-        rank: This rank, or ``"all"``. Default: from torch.distributed if it is initialised, else ``RANK``, else 0.
+        num_replicas: Number of ranks or, with several ranks per row, of groups. Default: the number of processes (from
+            torch.distributed if it is initialised, else ``WORLD_SIZE`` as torchrun sets it, else 1) divided by
+            ``ranks_per_row``.
+        rank: This rank or group, or ``"all"``. Default: this process's rank (from torch.distributed if it is
+            initialised, else ``RANK``, else 0) divided by ``ranks_per_row`` and rounded down.
+        ranks_per_row: Number of processes, with consecutive ranks, that get the same row. Do not pass it together with
+            ``num_replicas`` or a number as ``rank``. Default: from accelerate if an Accelerator exists, else 1.
         seed: Seed of all random choices, together with the epoch.
         strategy: See :func:`fa2patch.packing.plan`. ``in_order`` keeps the order of examples over steps and ranks in
             every epoch, so rows are not balanced.
@@ -73,10 +87,13 @@ class PackedBatchSampler(Sampler[list[int]]):
     Attributes:
         dropped: Examples longer than the budget, which are in no epoch (``too_long="drop"``).
         epoch: The current epoch.
+        num_replicas: Number of rows in a step.
+        rank: Which of a step's rows this process gets, or ``"all"``.
 
     Raises:
-        PackingError: In the cases of ``plan``; or ``rank``, ``num_replicas``, ``window``, ``attention_cost`` or
-            ``too_long`` is invalid.
+        PackingError: In the cases of ``plan``; ``rank``, ``num_replicas``, ``ranks_per_row``, ``window``,
+            ``attention_cost`` or ``too_long`` is invalid; or ``ranks_per_row`` does not divide the number of processes
+            or is not what accelerate does.
     """
 
     batch_size = None  # for accelerate: the number of examples differs between batches
@@ -89,6 +106,7 @@ class PackedBatchSampler(Sampler[list[int]]):
         num_replicas: int | None = None,
         rank: int | str | None = None,
         *,
+        ranks_per_row: int | None = None,
         seed: int = 0,
         strategy: str = "best_fit_decreasing",
         too_long: str = "error",
@@ -98,7 +116,7 @@ class PackedBatchSampler(Sampler[list[int]]):
         drop_last: bool = False,
     ) -> None:
         self.lengths = as_lengths(lengths)
-        self.num_replicas, self.rank = _place(num_replicas, rank)
+        self.num_replicas, self.rank = place(num_replicas, rank, ranks_per_row)
         if too_long not in ("error", "drop"):
             raise PackingError(
                 f"too_long: expected 'error' or 'drop', found {too_long!r}. Cut the dataset before it is sampled."
@@ -168,7 +186,8 @@ class PackedBatchSampler(Sampler[list[int]]):
         """Continue the next iteration at the state's step, unless another epoch is set before it.
 
         Raises:
-            PackingError: The state is from a sampler with other lengths or options, including ``num_replicas``.
+            PackingError: The state is from a sampler with other lengths or options, including ``num_replicas``. The
+                number of ranks per row may differ.
         """
         if state["fingerprint"] != self._fingerprint:
             raise PackingError(
@@ -202,20 +221,3 @@ class PackedBatchSampler(Sampler[list[int]]):
         planned = plan(self.lengths, seed=seed, **self._asked)
         ordered = self._asked["strategy"] == "in_order"
         return epochs.packed(planned, each, self.num_replicas, self._window, seed, self._drop_last, ordered)
-
-
-def _place(num_replicas: int | None, rank: int | str | None) -> tuple[int, int | str]:
-    """Return the number of ranks and the rank, from the arguments, torch.distributed or torchrun's environment."""
-    if torch.distributed.is_available() and torch.distributed.is_initialized():
-        known = torch.distributed.get_world_size(), torch.distributed.get_rank()
-    else:
-        known = int(os.environ.get("WORLD_SIZE", 1)), int(os.environ.get("RANK", 0))
-    if num_replicas is None:
-        num_replicas = known[0]
-    if rank is None:
-        rank = known[1]
-    if num_replicas < 1 or (rank != ALL_RANKS and not (isinstance(rank, int) and 0 <= rank < num_replicas)):
-        raise PackingError(
-            f"rank: expected one from 0 to num_replicas - 1, or 'all', found rank {rank!r} of {num_replicas}."
-        )
-    return num_replicas, rank

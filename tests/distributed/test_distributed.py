@@ -45,6 +45,24 @@ def test_two_processes(script):
     assert finding["ok"], finding
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("processes", [2, 4])
+@pytest.mark.parametrize(
+    "script",
+    [
+        "sampler torch",
+        "sampler accelerate tp_size",
+        "sampler accelerate cp_size",
+        "sampler trainer tp_size",
+        "sampler trainer cp_size",
+        pytest.param("sampler_ulysses", marks=needs_deepspeed),
+    ],
+)
+def test_rows_of_groups_of_two_processes(script, processes):
+    finding = distributed.launched(script, Path(sys.executable), VARIABLES, processes)["finding"]
+    assert finding["ok"] and finding["processes"] == processes, finding
+
+
 @pytest.mark.gpu
 @pytest.mark.skipif(
     not torch.cuda.is_available(), reason="FSDP1 and Trainer's FSDP need an accelerator: no CUDA device"

@@ -1,4 +1,4 @@
-"""Run scripts of tests/distributed with torchrun, in two processes on gloo."""
+"""Run scripts of tests/distributed with torchrun, in two or more processes on gloo."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def _called(script: str) -> list[str]:
     return [str(SCRIPTS / f"{file}.py"), *options]
 
 
-def launched(script: str, python: Path, variables: Mapping[str, str]) -> dict[str, Any]:
+def launched(script: str, python: Path, variables: Mapping[str, str], processes: int = 2) -> dict[str, Any]:
     """Run a script and return the JSON that its first process wrote.
 
     A ``trainer`` script is first run in one process. The result is passed to the second run as the reference.
@@ -41,7 +41,8 @@ def launched(script: str, python: Path, variables: Mapping[str, str]) -> dict[st
         compared = script.startswith("trainer")
         if compared:
             _run([str(python), *_called(script), str(reference)], beside, reference)
-        _run(command(python, script, str(out), *([str(reference)] if compared else [])), beside, out)
+        more = [str(reference)] if compared else []
+        _run(command(python, script, str(out), *more, processes=processes), beside, out)
         found: dict[str, Any] = json.loads(out.read_text(encoding="utf-8"))
     found["finding"]["seconds"] = round(time.perf_counter() - begun, 1)
     word = "ok" if found["finding"]["ok"] else "FAILED"

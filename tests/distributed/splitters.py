@@ -70,6 +70,9 @@ class Accelerate(Torch):
         from accelerate import Accelerator
 
         Accelerator._prepare_cp(self.accelerator, model)
+        if not hasattr(self.accelerator, "_cp_context"):  # 1.12 does nothing, and would fail in its first step, while
+            self.config.sp_backend = None  # its default sp_backend is set, even if nothing uses it
+            Accelerator._prepare_cp(self.accelerator, model)
 
     @contextlib.contextmanager
     def split(self, model: Any, call: dict[str, Any], more: list[torch.Tensor]) -> Iterator[dict[str, Any]]:
@@ -105,6 +108,8 @@ class ByTrainer(Accelerate):
 
         self.accelerator.maybe_context_parallel = maybe
         trainer: Any = SimpleNamespace(accelerator=self.accelerator)
+        if hasattr(transformers.Trainer, "_is_attention_mask_causal"):
+            trainer._is_attention_mask_causal = transformers.Trainer._is_attention_mask_causal.__get__(trainer)
         within, call = transformers.Trainer._prepare_context_parallel_inputs(trainer, model, dict(call))
         with within():
             yield call

@@ -48,8 +48,8 @@ def launched(script: str, python: Path, variables: Mapping[str, str], processes:
         compared = script.startswith("trainer")
         if compared:
             _run([str(python), *_called(script), str(reference)], beside, reference)
-        arguments = [str(out), *([str(reference)] if compared else [])]
-        _run(command(python, script, *arguments, processes=processes), beside, out)
+        more = [str(reference)] if compared else []
+        _run(command(python, script, str(out), *more, processes=processes), beside, out)
         found: dict[str, Any] = json.loads(out.read_text(encoding="utf-8"))
     found["finding"]["seconds"] = round(time.perf_counter() - begun, 1)
     word = "ok" if found["finding"]["ok"] else "FAILED"

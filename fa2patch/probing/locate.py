@@ -87,6 +87,8 @@ class Watch:
 
     def _prints(self, values: Any) -> list[torch.Tensor]:
         if isinstance(values, torch.Tensor):
+            if hasattr(values, "to_local"):  # a DTensor inside a tensor-parallel layer: this process has a part of it
+                values = values.to_local()
             own = self._of_tokens(values)
             return [] if own is None else [_fingerprint(own)]
         if isinstance(values, dict):

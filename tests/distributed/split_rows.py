@@ -1,90 +1,151 @@
-"""What the scripts about Ulysses share: register it, cut batches as DeepSpeed's loader does, and join the parts."""
+"""Split rows over two processes by context parallelism: ``split_rows.py ENGINE OUT``, run by torchrun.
+
+ENGINE is torch, accelerate (``cp_size`` with FSDP2), Trainer (``cp_size``) or ring_flash_attn: see ``splitters.py``. A
+patched model must refuse every batch on every rank before its first layer runs, whether it was patched before or after
+it was prepared.
+"""
 
 from __future__ import annotations
 
-import json
-import os
 import sys
-from collections.abc import Callable
-from pathlib import Path
+import warnings
 from typing import Any
 
-os.environ.setdefault("DS_ACCELERATOR", "cpu")
-
-import deepspeed
 import torch
 import torch.distributed as dist
-from deepspeed.runtime.sequence_parallel import parallel_state_sp
-from deepspeed.runtime.sequence_parallel.ulysses_sp import UlyssesSPAttentionHF
+from context_parallel import Counted
+from parts import Batch, Case, Cell, alone, cell, features, finish, furthest, joined, judged, told
+from splitters import ENGINES, Ring, Torch
 
-from compat_matrix.ecosystem.child import versions
+import fa2patch
+from compat_matrix import tiny_models
 
-IGNORED = -100
-
-
-def register(model: Any, processes: int, rows: int = 1) -> Any:
-    """Let Ulysses split rows over so many processes, as accelerate does with ``sp_size``; return its ``mpu``."""
-    return UlyssesSPAttentionHF.register_with_transformers(
-        model_name_or_path=model, core_attn_implementation=model.config._attn_implementation,
-        sequence_parallel_size=processes, micro_batch_size=rows, seq_length=None, seq_length_is_variable=True,
-    )  # fmt: skip
+BOUND = 1e-5
+IN_EAGER_ONLY = ("gpt_oss", "gemma2")
+"""Families whose definition is their eager code. Context parallelism has none of it."""
 
 
-def group() -> Any:
-    """The processes that share rows."""
-    return parallel_state_sp.get_sequence_parallel_group()
+def built(case: Case, attention: str = "sdpa") -> Any:
+    implementation = "eager" if case.family in IN_EAGER_ONLY else attention
+    model = tiny_models.build(case.family, implementation, **case.changes)
+    if case.checkpointing:
+        model.train().gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    return model
 
 
-def part(batch: dict[str, Any]) -> dict[str, Any]:
-    """This process's part of a batch. Labels are shifted first, as in ``UlyssesSPDataLoaderAdapter``."""
-    batch = dict(batch)
-    if "labels" in batch:
-        batch["shift_labels"] = torch.nn.functional.pad(batch.pop("labels"), (0, 1), value=IGNORED)[:, 1:]
-    length = batch["input_ids"].shape[1]
-    return {name: own(value) if _has_tokens(value, length) else value for name, value in batch.items()}
+def refused(engine: Torch, case: Case, first: bool, verify: bool = False) -> Cell:
+    """Return the cell of a model that is patched before (``first``) or after the engine prepares it."""
+    model, batch = built(case), case.batch()
+    for step in (fa2patch.apply, engine.prepare) if first else (engine.prepare, fa2patch.apply):
+        try:
+            step(model)
+        except ValueError as error:  # accelerate refuses windows
+            return cell("upstream", told(error))
+    counted = Counted(model)
+    try:
+        with engine.split(model, {**batch.call, "labels": batch.labels}, []) as call:
+            if verify:
+                fa2patch.verify(model, batch={name: value for name, value in call.items() if name != "shift_labels"})
+            else:
+                model(**call, use_cache=False)
+    except fa2patch.errors.PackingNotIsolated as error:
+        good = engine.word in error.message and not counted.times
+        return cell("refused" if good else "wrong", error.message)
+    except Exception as error:  # Trainer refuses attention other than sdpa
+        by_trainer = isinstance(error, ValueError) and str(error).startswith("Context parallelism ")
+        return cell("upstream" if by_trainer else "wrong", told(error))
+    return cell("wrong", "it was computed")
 
 
-def _has_tokens(value: Any, length: int) -> bool:
-    return isinstance(value, torch.Tensor) and value.dim() > 1 and value.shape[-1] == length
-
-
-def own(values: torch.Tensor) -> torch.Tensor:
-    """This process's part of values ``[..., length]``."""
-    length = values.shape[-1] // dist.get_world_size(group())
-    return values.narrow(-1, dist.get_rank(group()) * length, length).contiguous()
-
-
-def whole(values: torch.Tensor) -> torch.Tensor:
-    """The values ``[batch, length, ...]`` of whole rows, from those of each process."""
-    parts = [torch.empty_like(values) for _ in range(dist.get_world_size(group()))]
-    dist.all_gather(parts, values.detach().contiguous(), group=group())
-    return torch.cat(parts, dim=1)
-
-
-def gradients(model: Any) -> dict[str, torch.Tensor]:
-    """Take the gradients of all parameters, summed over the processes, and reset them.
-
-    An expert may get tokens in one process only. Parameters without a gradient in any process are left out.
-    """
-    found = {}
-    for name, parameter in model.named_parameters():
-        gradient = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad.clone()
-        has_one = torch.tensor(parameter.grad is not None, dtype=torch.int64)
-        for value in (gradient, has_one):
-            dist.all_reduce(value, group=group())
-        if has_one:
-            found[name] = gradient
-    model.zero_grad()
+def target(batch: Batch, model: Any) -> torch.Tensor:
+    """Return the logits of documents alone at their places, ``[rows, length, vocabulary]``; NaN at padding."""
+    with torch.no_grad():
+        right = alone(model, batch)[0]
+    found = torch.full((*batch.labels.shape, right[0].shape[-1]), float("nan"))
+    for places, logits in zip(batch.places, right):
+        found.view(-1, found.shape[-1])[places] = logits
     return found
 
 
-def run(main: Callable[[], dict[str, Any]], out: str) -> None:
-    """Run a script's main function in a gloo process. The first process writes the finding to a file."""
+@torch.no_grad()
+def without(engine: Torch, case: Case) -> Cell:
+    """Return what an unpatched model does with its part of the batch.
+
+    If it raises, ``off_by`` is what the prepared model does with the whole batch in one process.
+    """
+    if isinstance(engine, Ring):
+        return cell("error", engine.starts() or "ring_flash_attn needs a GPU")
+    model, batch = built(case, engine.attention), case.batch()
+    right = target(batch, model)
+    try:
+        engine.prepare(model)
+    except ValueError as error:
+        return cell("error", told(error))
+    try:
+        with engine.split(model, {**batch.call, "labels": batch.labels}, [right]) as call:
+            call.pop("labels")
+            found = model(**call, use_cache=False).logits
+            off_by = float((found - right).abs().nan_to_num().max() / right.abs().nan_to_num().max())
+        implementation = model.config._attn_implementation
+        return judged(off_by, BOUND, f"{implementation} attention, of each process's part")
+    except Exception as error:
+        said = told(error)
+    said += " off_by is of whole rows in one process, with the hooks that the engine attaches."
+    return cell("error", said, whole(engine, case, case.batch()))
+
+
+def without_verified(engine: Torch) -> Cell:
+    """Return what ``verify`` says about an unpatched model, whose documents it can only read from its part's ids."""
+    model, batch = built(Case(), engine.attention), Case().batch()
+    engine.prepare(model)
+    try:
+        with engine.split(model, dict(batch.call), []) as call:
+            given = {name: value for name, value in call.items() if name != "shift_labels"}
+            found = fa2patch.verify(model, batch={**given, "use_cache": False}, strict=False)
+    except Exception as error:
+        return cell("error", told(error))
+    return cell("leaks", f"verify says of a part of the row: {'isolated' if found.ok else found.reason}")
+
+
+@torch.no_grad()
+def whole(engine: Torch, case: Case, batch: Batch) -> float:
+    """Return how far a prepared, unpatched model with whole rows in one process is from documents alone."""
+    prepared = built(case)
+    engine.prepare(prepared)
+    return furthest(prepared(**batch.call, use_cache=False).logits, batch, alone(built(case), batch)[0])
+
+
+def outside(engine: Torch) -> tuple[Cell, Cell]:
+    """Return what a prepared model does with whole rows outside of the engine's context, such as in evaluation."""
+    case = Case()
+    batch, model = case.batch(), built(case)
+    fa2patch.apply(model)
+    engine.prepare(model)
+    unpatched = whole(engine, case, batch)
+    try:
+        with torch.no_grad():
+            found = furthest(model(**batch.call, use_cache=False).logits, batch, alone(built(case), batch)[0])
+    except fa2patch.errors.PackingNotIsolated as error:
+        return cell("refused", error.message), judged(unpatched, BOUND)
+    return cell("right" if found < BOUND else "wrong", "", found), judged(unpatched, BOUND)
+
+
+def main(name: str, out: str) -> None:
+    warnings.simplefilter("ignore")
     torch.set_num_threads(1)
-    deepspeed.init_distributed("gloo", verbose=False)
-    finding = main()
-    if dist.get_rank() == 0:
-        Path(out).write_text(json.dumps({"versions": versions(), "finding": finding}))
-    dist.barrier()
-    sys.stdout.flush()
-    os._exit(0)  # under load, shutting down gloo's threads sometimes aborts the process
+    dist.init_process_group("gloo")
+    engine = ENGINES[name]()
+    finding: dict[str, Any] = {"table": {}, "alone": {}, "starts_on_a_cpu": engine.starts() or True}
+    for feature, case in features().items():
+        both = [joined(refused(engine, case, first)) for first in (True, False)]
+        finding["table"][feature] = next((one for one in both if one["found"] == "wrong"), both[0])
+        finding["alone"][feature] = joined(without(engine, case))
+    finding["table"]["verify"] = joined(refused(engine, Case(), first=True, verify=True))
+    finding["alone"]["verify"] = joined(without_verified(engine))
+    finding["table"]["outside of the context"], finding["alone"]["outside of the context"] = outside(engine)
+    finding["ok"] = all(one["found"] in ("refused", "upstream", "right") for one in finding["table"].values())
+    finish(out, finding)
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

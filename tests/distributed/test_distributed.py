@@ -63,6 +63,20 @@ def test_rows_of_groups_of_two_processes(script, processes):
     assert finding["ok"] and finding["processes"] == processes, finding
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("processes", [2, 4])
+def test_split_models(processes):
+    finding = distributed.launched("tensor_parallel", Path(sys.executable), VARIABLES, processes)["finding"]
+    assert finding["ok"], finding
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("engine", ["torch", "accelerate", "Trainer", "ring_flash_attn"])
+def test_split_rows(engine):
+    finding = distributed.launched(f"split_rows {engine}", Path(sys.executable), VARIABLES)["finding"]
+    assert finding["ok"], finding
+
+
 @pytest.mark.gpu
 @pytest.mark.skipif(
     not torch.cuda.is_available(), reason="FSDP1 and Trainer's FSDP need an accelerator: no CUDA device"

@@ -11,7 +11,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
-import split_rows
+import ulysses_rows
 import torch
 import torch.distributed as dist
 import transformers
@@ -203,7 +203,7 @@ def split(case: Case, docs: list[torch.Tensor], model: Any) -> dict[str, Any]:
     optimizer, losses, first, plain = step_of(model), [], {}, model
     model = case.model(model)
     whole = case.batch(batch_of(case, docs))
-    batch = split_rows.part(whole)
+    batch = ulysses_rows.part(whole)
     labels = batch.pop("shift_labels")
     count = sum(len(doc) - case.prompts for doc in docs)
     more = {"use_cache": False, **case.call}
@@ -216,14 +216,14 @@ def split(case: Case, docs: list[torch.Tensor], model: Any) -> dict[str, Any]:
             / count
         )
         loss.backward()
-        found = split_rows.gradients(plain)
+        found = ulysses_rows.gradients(plain)
         first = first or {name: value.clone() for name, value in found.items()}
         for name, parameter in plain.named_parameters():
             parameter.grad = found.get(name)
         optimizer.step()
         optimizer.zero_grad()
         total = loss.detach().clone()
-        dist.all_reduce(total, group=split_rows.group())
+        dist.all_reduce(total, group=ulysses_rows.group())
         losses.append(total.item())
     return {"losses": losses, "gradients": first, "weights": weights(plain)}
 
@@ -263,7 +263,7 @@ def tried(case: Case) -> dict[str, Any]:
 
 def main() -> dict[str, Any]:
     names = sys.argv[2:] or list(CASES)
-    split_rows.register(tiny_models.build("llama", "sdpa"), dist.get_world_size(), 2)
+    ulysses_rows.register(tiny_models.build("llama", "sdpa"), dist.get_world_size(), 2)
     table = {}
     for name in names:
         table[name] = tried(CASES[name])
@@ -273,4 +273,4 @@ def main() -> dict[str, Any]:
 
 
 if __name__ == "__main__":
-    split_rows.run(main, sys.argv[1])
+    ulysses_rows.run(main, sys.argv[1])

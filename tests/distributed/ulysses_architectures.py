@@ -11,7 +11,7 @@ import sys
 import time
 from typing import Any
 
-import split_rows
+import ulysses_rows
 import torch
 import torch.distributed as dist
 
@@ -49,16 +49,16 @@ def check(cell: Cell, lengths: tuple[tuple[int, ...], ...]) -> None:
     rows.loss_of(expected, docs).backward()
     batch = batch_of(lengths, docs)
     with fa2patch.apply(model):
-        logits = model(**split_rows.part(batch)).logits
-        assert_close(split_rows.whole(logits).flatten(0, 1), expected, "logits")
+        logits = model(**ulysses_rows.part(batch)).logits
+        assert_close(ulysses_rows.whole(logits).flatten(0, 1), expected, "logits")
         loss(logits, batch).backward()
-        found = split_rows.gradients(model)
+        found = ulysses_rows.gradients(model)
         assert_same_gradients(found, rows.gradients(reference), **cell.of_gradients)
         changed = {**batch, "input_ids": batch["input_ids"].clone()}
         middle = slice(lengths[0][0], lengths[0][0] + lengths[0][1])
         changed["input_ids"][0, middle] = rows.documents(lengths[0][1], seed=9)[0]
-        after = split_rows.whole(model(**split_rows.part(changed)).logits)
-        before = split_rows.whole(logits)
+        after = ulysses_rows.whole(model(**ulysses_rows.part(changed)).logits)
+        before = ulysses_rows.whole(logits)
         assert not torch.equal(after[0, middle], before[0, middle]), "a changed document changes nothing"
         for one in (after, before):
             one[0, middle] = 0
@@ -68,7 +68,7 @@ def check(cell: Cell, lengths: tuple[tuple[int, ...], ...]) -> None:
 def loss(logits: torch.Tensor, batch: dict[str, Any]) -> torch.Tensor:
     """The sum of next-token losses of this process's tokens."""
     labels = torch.where(batch["position_ids"] == batch["position_ids"].min(), -100, batch["input_ids"])
-    shifted = split_rows.part({"input_ids": labels, "labels": labels})["shift_labels"]
+    shifted = ulysses_rows.part({"input_ids": labels, "labels": labels})["shift_labels"]
     return torch.nn.functional.cross_entropy(logits.flatten(0, 1).float(), shifted.flatten(), reduction="sum")
 
 
@@ -96,7 +96,7 @@ def tried(cell: Cell, lengths: tuple[tuple[int, ...], ...]) -> dict[str, str]:
 
 def main() -> dict[str, Any]:
     names = sys.argv[2:] or [name for name in tiny_models.architectures() if tiny_models.is_present(name)]
-    split_rows.register(tiny_models.build("llama", "sdpa"), dist.get_world_size(), 2)
+    ulysses_rows.register(tiny_models.build("llama", "sdpa"), dist.get_world_size(), 2)
     finding: dict[str, Any] = {"ok": True, "architectures": {}}
     for name in names:
         begun = time.perf_counter()
@@ -114,4 +114,4 @@ def main() -> dict[str, Any]:
 
 
 if __name__ == "__main__":
-    split_rows.run(main, sys.argv[1])
+    ulysses_rows.run(main, sys.argv[1])

@@ -12,7 +12,7 @@ import transformers
 from compat_matrix import tiny_models
 from compat_matrix.ecosystem import distributed
 from fa2patch.errors import PackingNotIsolated
-from fa2patch.upstream.split_rows import refuse_split_rows
+from fa2patch.upstream.parts.engines import row_part
 
 ROOT = Path(__file__).parents[2]
 CALL = {"input_ids": torch.ones(1, 4, dtype=torch.long), "position_ids": torch.tensor([[0, 1, 6, 7]])}
@@ -40,12 +40,12 @@ def function_of(module):
     ],
 )
 def test_a_function_that_stands_in_torchs_place(model, monkeypatch, module, said):
-    refuse_split_rows(model, CALL)
+    row_part(model, CALL)
     monkeypatch.setattr(torch.nn.functional, "scaled_dot_product_attention", function_of(module))
     with pytest.raises(PackingNotIsolated, match=f"{said}.*a part of every row.*train padded"):
-        refuse_split_rows(model, CALL)
+        row_part(model, CALL)
     monkeypatch.undo()
-    refuse_split_rows(model, CALL)
+    row_part(model, CALL)
 
 
 @pytest.mark.parametrize(
@@ -59,10 +59,10 @@ def test_a_function_that_stands_in_the_models_place(model, monkeypatch, module):
     table["sdpa"] = function_of(module)
     try:
         with pytest.raises(PackingNotIsolated, match="a part of every row"):
-            refuse_split_rows(model, CALL)
+            row_part(model, CALL)
     finally:
         table["sdpa"] = was
-    refuse_split_rows(model, CALL)
+    row_part(model, CALL)
 
 
 @pytest.mark.parametrize(
@@ -70,7 +70,7 @@ def test_a_function_that_stands_in_the_models_place(model, monkeypatch, module):
 )
 def test_functions_of_others_are_let_through(model, monkeypatch, module):
     monkeypatch.setattr(torch.nn.functional, "scaled_dot_product_attention", function_of(module))
-    refuse_split_rows(model, CALL)
+    row_part(model, CALL)
 
 
 def test_torchs_dispatcher_that_gathers_parts(model):
@@ -81,10 +81,10 @@ def test_torchs_dispatcher_that_gathers_parts(model):
     attention._enable_context_parallel_dispatcher()
     try:
         with pytest.raises(PackingNotIsolated, match="cp_size"):
-            refuse_split_rows(model, CALL)
+            row_part(model, CALL)
     finally:
         attention._disable_context_parallel_dispatcher()
-    refuse_split_rows(model, CALL)
+    row_part(model, CALL)
 
 
 def test_one_graph_and_another_where_somebody_comes_in_between(model, monkeypatch):
@@ -97,7 +97,7 @@ def test_one_graph_and_another_where_somebody_comes_in_between(model, monkeypatc
 
     @torch.compile(backend=backend, fullgraph=True)
     def looked(ids):
-        refuse_split_rows(model, {"input_ids": ids})
+        row_part(model, {"input_ids": ids})
         return ids + 1
 
     for length in (3, 4, 5):

@@ -1,9 +1,11 @@
-"""Verify and train a model under DDP and FSDP2. test_verify.py runs it in two processes by torchrun."""
+"""Verify a model under DDP, FSDP2 and tensor parallelism. test_verify.py runs it in two processes by torchrun."""
 
 import os
 
 import torch
 import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 import fa2patch
 from fa2patch.proof.doctor import tiny_llama
@@ -57,5 +59,14 @@ except fa2patch.errors.BadBatch as error:
     assert "different segment_parents" in str(error), error
 else:
     raise AssertionError("another tree on each rank may wait for ever")
+
+split = tiny_llama()
+plan = {f"model.layers.*.self_attn.{name}_proj": ColwiseParallel() for name in "qkv"}
+parallelize_module(split, init_device_mesh("cpu", (2,)), {**plan, "model.layers.*.self_attn.o_proj": RowwiseParallel()})
+fa2patch.apply(split)
+assert fa2patch.verify(split).ok
+split.model.layers[1].mlp.register_forward_hook(lambda module, given, output: output + output.mean(1, keepdim=True))
+found = fa2patch.verify(split, strict=False)  # the inputs of o_proj are DTensors
+assert not found.ok and found.first_leak == "model.layers.1.mlp", found
 dist.barrier()
 os._exit(0)  # under load, shutting down gloo's threads sometimes aborts the process

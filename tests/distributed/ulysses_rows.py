@@ -1,0 +1,90 @@
+"""What the scripts about Ulysses share: register it, cut batches as DeepSpeed's loader does, and join the parts."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+os.environ.setdefault("DS_ACCELERATOR", "cpu")
+
+import deepspeed
+import torch
+import torch.distributed as dist
+from deepspeed.runtime.sequence_parallel import parallel_state_sp
+from deepspeed.runtime.sequence_parallel.ulysses_sp import UlyssesSPAttentionHF
+
+from compat_matrix.ecosystem.child import versions
+
+IGNORED = -100
+
+
+def register(model: Any, processes: int, rows: int = 1) -> Any:
+    """Let Ulysses split rows over so many processes, as accelerate does with ``sp_size``; return its ``mpu``."""
+    return UlyssesSPAttentionHF.register_with_transformers(
+        model_name_or_path=model, core_attn_implementation=model.config._attn_implementation,
+        sequence_parallel_size=processes, micro_batch_size=rows, seq_length=None, seq_length_is_variable=True,
+    )  # fmt: skip
+
+
+def group() -> Any:
+    """The processes that share rows."""
+    return parallel_state_sp.get_sequence_parallel_group()
+
+
+def part(batch: dict[str, Any]) -> dict[str, Any]:
+    """This process's part of a batch. Labels are shifted first, as in ``UlyssesSPDataLoaderAdapter``."""
+    batch = dict(batch)
+    if "labels" in batch:
+        batch["shift_labels"] = torch.nn.functional.pad(batch.pop("labels"), (0, 1), value=IGNORED)[:, 1:]
+    length = batch["input_ids"].shape[1]
+    return {name: own(value) if _has_tokens(value, length) else value for name, value in batch.items()}
+
+
+def _has_tokens(value: Any, length: int) -> bool:
+    return isinstance(value, torch.Tensor) and value.dim() > 1 and value.shape[-1] == length
+
+
+def own(values: torch.Tensor) -> torch.Tensor:
+    """This process's part of values ``[..., length]``."""
+    length = values.shape[-1] // dist.get_world_size(group())
+    return values.narrow(-1, dist.get_rank(group()) * length, length).contiguous()
+
+
+def whole(values: torch.Tensor) -> torch.Tensor:
+    """The values ``[batch, length, ...]`` of whole rows, from those of each process."""
+    parts = [torch.empty_like(values) for _ in range(dist.get_world_size(group()))]
+    dist.all_gather(parts, values.detach().contiguous(), group=group())
+    return torch.cat(parts, dim=1)
+
+
+def gradients(model: Any) -> dict[str, torch.Tensor]:
+    """Take the gradients of all parameters, summed over the processes, and reset them.
+
+    An expert may get tokens in one process only. Parameters without a gradient in any process are left out.
+    """
+    found = {}
+    for name, parameter in model.named_parameters():
+        gradient = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad.clone()
+        has_one = torch.tensor(parameter.grad is not None, dtype=torch.int64)
+        for value in (gradient, has_one):
+            dist.all_reduce(value, group=group())
+        if has_one:
+            found[name] = gradient
+    model.zero_grad()
+    return found
+
+
+def run(main: Callable[[], dict[str, Any]], out: str) -> None:
+    """Run a script's main function in a gloo process. The first process writes the finding to a file."""
+    torch.set_num_threads(1)
+    deepspeed.init_distributed("gloo", verbose=False)
+    finding = main()
+    if dist.get_rank() == 0:
+        Path(out).write_text(json.dumps({"versions": versions(), "finding": finding}))
+    dist.barrier()
+    sys.stdout.flush()
+    os._exit(0)  # under load, shutting down gloo's threads sometimes aborts the process

@@ -11,10 +11,10 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
-import ulysses_rows
 import torch
 import torch.distributed as dist
 import transformers
+import ulysses_rows
 
 import fa2patch
 from compat_matrix import tiny_models

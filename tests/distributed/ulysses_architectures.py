@@ -11,9 +11,9 @@ import sys
 import time
 from typing import Any
 
-import ulysses_rows
 import torch
 import torch.distributed as dist
+import ulysses_rows
 
 import fa2patch
 from compat_matrix import tiny_models

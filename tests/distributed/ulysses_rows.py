@@ -16,16 +16,30 @@ import torch
 import torch.distributed as dist
 from deepspeed.runtime.sequence_parallel import parallel_state_sp
 from deepspeed.runtime.sequence_parallel.ulysses_sp import UlyssesSPAttentionHF
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from compat_matrix.ecosystem.child import versions
 
 IGNORED = -100
 
+TAKES_FLEX = tuple(map(int, deepspeed.__version__.split(".")[:2])) >= (0, 19)
+
+_FUNCTIONS = {name: ALL_ATTENTION_FUNCTIONS[name] for name in ALL_ATTENTION_FUNCTIONS}
+
 
 def register(model: Any, processes: int, rows: int = 1) -> Any:
-    """Let Ulysses split rows over so many processes, as accelerate does with ``sp_size``; return its ``mpu``."""
+    """Let Ulysses split rows over so many processes, as accelerate does with ``sp_size``; return its ``mpu``.
+
+    What was registered before is taken back. DeepSpeed 0.18 knows no FlexAttention; it replaces every implementation.
+    """
+    for name, function in _FUNCTIONS.items():
+        ALL_ATTENTION_FUNCTIONS[name] = function
+    if parallel_state_sp._SEQUENCE_PARALLEL_GROUP is not None:  # the groups stay, and are made once only
+        parallel_state_sp.initialize_sequence_parallel = lambda **_: None
+    taken = model.config._attn_implementation
+    taken = taken if taken == "sdpa" or TAKES_FLEX else "sdpa"
     return UlyssesSPAttentionHF.register_with_transformers(
-        model_name_or_path=model, core_attn_implementation=model.config._attn_implementation,
+        model_name_or_path=model, core_attn_implementation=taken,
         sequence_parallel_size=processes, micro_batch_size=rows, seq_length=None, seq_length_is_variable=True,
     )  # fmt: skip
 

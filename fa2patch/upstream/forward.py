@@ -20,8 +20,9 @@ from ..documents.names import LABELS, LENGTHS, PARENTS
 from ..errors import PackingNotIsolated
 from ..trying import says_nothing
 from . import dense, foreign, inspecting, luggage
+from .batch import has_pictures, is_for_queries
 from .calls import Calls, batch_shape, passed
-from .packed_batch import has_pictures, is_for_queries, packed_mask
+from .packed_batch import packed_mask
 from .packed_mask import PackedMask, find
 from .parts.engines import row_part
 from .parts.row_part import RowPart

@@ -139,11 +139,11 @@ def test_without_lengths_the_graph_breaks_and_the_numbers_hold(graphs):
 
 def test_a_cuda_graph_is_not_captured_around_a_packed_batch(monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
-    from fa2patch.upstream import packed_batch
+    from fa2patch.upstream import batch
 
     with pytest.raises(PackingNotIsolated, match="a CUDA graph is being captured"):
-        packed_batch._refuse_capture(torch.device("cuda"))
-    packed_batch._refuse_capture(torch.device("cpu"))
+        batch._refuse_capture(torch.device("cuda"))
+    batch._refuse_capture(torch.device("cpu"))
 
 
 def test_numbers_are_in_the_message_where_they_are_known(monkeypatch):

@@ -61,8 +61,9 @@ def examined(stack: Stack, given: argparse.Namespace, packages: Path, console: C
     scripts = [script for script in stack.distributed if not wanted or script in wanted]
     single = [check for check in wanted if check not in stack.distributed]
     found: dict[str, Any] = {"checks": {}, "versions": before.get("versions", {})}
-    if single or not wanted:
-        found = _in_one_process(stack, python, packages, variables, single or [*stack.checks])
+    in_one_process = single if wanted else stack.checks
+    if in_one_process is None or in_one_process:
+        found = _in_one_process(stack, python, packages, variables, [*(in_one_process or ())])
     for script in scripts:
         try:
             result = distributed.launched(script, python, variables)

@@ -1,4 +1,4 @@
-"""Write ECOSYSTEM.md from the evidence: ``python -m compat_matrix.ecosystem.page [--check]``."""
+"""Write ECOSYSTEM.md and LONG_ROWS.md from the evidence: ``python -m compat_matrix.ecosystem.page [--check]``."""
 
 from __future__ import annotations
 
@@ -11,11 +11,15 @@ from typing import Any
 
 from .. import environments
 from ..publish import markdown
+from . import page_long_rows
+from .page_cells import number, word
+from .page_distributed import TRAINED, two_processes
 from .page_fused import NAMED, fused_losses
 from .stacks import HERE, stacks
 
 EVIDENCE = HERE / "evidence"
 PAGE = HERE / "ECOSYSTEM.md"
+LONG_ROWS = HERE / "LONG_ROWS.md"
 TOLD = environments.tomllib.loads((HERE / "told.toml").read_text(encoding="utf-8"))
 COMMAND = "python -m compat_matrix.ecosystem"
 SINGLE = {
@@ -40,8 +44,24 @@ def read(folder: Path) -> dict[str, Evidence]:
     return {name: json.loads(file.read_text(encoding="utf-8")) for name, file in files.items() if file.exists()}
 
 
+def parted(by_stack: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Part what is given by stack into that of ECOSYSTEM.md and that of LONG_ROWS.md."""
+    of_page: tuple[dict[str, Any], dict[str, Any]] = ({}, {})
+    for name, value in by_stack.items():
+        of_page[name.startswith(page_long_rows.PREFIX)][name] = value
+    return of_page
+
+
+def pages(found: dict[str, Evidence]) -> dict[Path, str]:
+    """Return the text of each page."""
+    of_ecosystem, of_long_rows = parted(found)
+    _, known = parted(stacks())
+    return {PAGE: page(of_ecosystem), LONG_ROWS: page_long_rows.page(of_long_rows, known, COMMAND, TOLD)}
+
+
 def page(found: dict[str, Evidence]) -> str:
     """Return the text of ECOSYSTEM.md."""
+    known, _ = parted(stacks())
     parts = [
         f"<!-- Made by {COMMAND}.page from evidence/*.json: do not edit. -->",
         "# With Trainer, TRL, PEFT, DDP, FSDP2 and DeepSpeed",
@@ -61,9 +81,9 @@ def page(found: dict[str, Evidence]) -> str:
         "## Losses of other packages",
         fused_losses(_checks(found, *NAMED), TOLD["fused"].strip()),
         "## Two processes",
-        _distributed(found),
+        two_processes(_checks(found, "raw"), _checks(found, *TRAINED), TOLD["distributed"].strip()),
     ]
-    without = [name for name in stacks() if name not in found]
+    without = [name for name in known if name not in found]
     if without:
         parts.append(f"Without evidence: {', '.join(without)}.")
     return "\n\n".join(parts) + "\n"
@@ -82,10 +102,6 @@ def _checks(found: dict[str, Evidence], *names: str) -> Iterable[tuple[str, dict
                 yield stack, {**finding, "check": name}
 
 
-def _number(value: float | None) -> str:
-    return "" if value is None else "0" if value == 0 else f"{value:.0e}"
-
-
 def _curve(found: dict[str, Evidence]) -> str:
     rows = []
     steps, bound = set(), set()
@@ -96,8 +112,8 @@ def _curve(found: dict[str, Evidence]) -> str:
         steps.add(finding["steps"])
         bound.add(finding["bound"])
         runs = ("packed", "two_rows", "packed_alone", "two_rows_alone")
-        numbers = [_number(finding[run]["largest_relative_difference"]) for run in runs]
-        rows.append([stack, f"{finding['first_loss']:.4f}", f"{finding['last_loss']:.4f}", *numbers, _word(finding)])
+        numbers = [number(finding[run]["largest_relative_difference"]) for run in runs]
+        rows.append([stack, f"{finding['first_loss']:.4f}", f"{finding['last_loss']:.4f}", *numbers, word(finding)])
     head = [
         "stack",
         "padded: first loss",
@@ -114,10 +130,6 @@ def _curve(found: dict[str, Evidence]) -> str:
 
 def _only(values: set[Any]) -> str:
     return " or ".join(map(str, sorted(values)))
-
-
-def _word(finding: dict[str, Any]) -> str:
-    return "ok" if finding["ok"] else "**failed**"
 
 
 def _single(found: dict[str, Evidence]) -> str:
@@ -139,7 +151,7 @@ def _cell(finding: dict[str, Any] | None) -> str:
     if not finding["ok"]:
         return "**failed**"
     numbers = [*_differences(finding)]
-    return f"ok ({_number(max(numbers))})" if numbers else "ok"
+    return f"ok ({number(max(numbers))})" if numbers else "ok"
 
 
 def _differences(finding: dict[str, Any]) -> Iterable[float]:
@@ -159,7 +171,7 @@ def _division(found: dict[str, Evidence]) -> str:
         [
             stack,
             finding.get("loss_is_a_mean_over", ""),
-            _number(finding.get("largest_relative_difference")),
+            number(finding.get("largest_relative_difference")),
             f"{counted[stack]['padded_by_packed']:.4f}" if stack in counted and "error" not in counted[stack] else "",
         ]
         for stack, finding in _checks(found, "accumulation")
@@ -175,7 +187,7 @@ def _own(found: dict[str, Evidence]) -> str:
         if "error" in finding:
             rows.append([stack, finding["check"], "", f"**failed**: {finding['error']}"])
         elif finding["check"] == "completion_collator":
-            said = f"as padded ({_number(finding['largest_relative_difference'])}, {finding['steps']} steps)"
+            said = f"as padded ({number(finding['largest_relative_difference'])}, {finding['steps']} steps)"
             rows.append([stack, "its completion collator, `padding_free`", _batch(finding["batch"]), said])
         else:
             for name in ("as_sdpa", "named_flash_attention_2"):
@@ -195,53 +207,12 @@ def _batch(batch: dict[str, str]) -> str:
 
 def _outcome(one: dict[str, Any]) -> str:
     if one["verify"] == "isolated":
-        return f"isolated, {one['documents']} documents; loss off by {_number(one['off_by'])} from by hand"
+        return f"isolated, {one['documents']} documents; loss off by {number(one['off_by'])} from by hand"
     return f"nothing to isolate by: `verify` raises {one['verify']}"
 
 
-def _distributed(found: dict[str, Evidence]) -> str:
-    rows = []
-    for stack, finding in _checks(found, "raw"):
-        for name, one in finding.items():
-            if isinstance(one, dict):
-                off = ", ".join(
-                    f"{key.removesuffix('_off_by')} {_number(one[key])}" for key in one if key.endswith("_off_by")
-                )
-                rows.append([stack, name, f"{finding['steps']} steps of SGD: {off}", "isolated", _word(one)])
-    for stack, finding in _checks(found, "trainer ddp", "trainer zero2", "trainer zero3"):
-        if "error" in finding:
-            rows.append([stack, finding["check"], "", "", "**failed**"])
-            continue
-        what = f"Trainer, {finding['wrapped_in']}" + (
-            f", ZeRO-{finding['zero_stage']}" if "zero_stage" in finding else ""
-        )
-        off = f"loss {_number(finding['largest_relative_difference'])}, weight {_number(finding['weights_off_by'])}"
-        said = "; ".join(f"{name}: {text}" for name, text in finding["verify"].items())
-        accumulated = f"{finding['steps']} steps of {finding['gradient_accumulation_steps']} accumulated"
-        rows.append([stack, what, f"{accumulated}: {off}", said, _word(finding)])
-    told = TOLD["distributed"].strip()
-    text = f"{told}\n\n" + "\n".join(
-        markdown.table(["stack", "engine", "off from one process by", "`verify`", ""], rows)
-    )
-    for stack, finding in _checks(found, "sequence_parallel"):
-        if "error" in finding:
-            text += f"\n\n{stack}, sequence parallelism: **failed**"
-            continue
-        rows = [
-            [name.replace("_", " "), *(_split(finding[name][one]) for one in ("fa2patch", "alone"))]
-            for name in ("cut_between", "cut_inside")
-        ]
-        text += f"\n\n### A row cut in two: DeepSpeed's Ulysses\n\n{TOLD['sequence'].strip().format(stack=stack)}\n\n"
-        text += "\n".join(markdown.table(["", "with fa2patch", "Transformers alone (sdpa)"], rows))
-    return text
-
-
-def _split(one: dict[str, Any]) -> str:
-    return f"refused ({one['refused'].partition(':')[0]})" if "refused" in one else _number(one["off_by"])
-
-
 def main(arguments: list[str] | None = None) -> int:
-    """Write ECOSYSTEM.md, or compare it with the evidence.
+    """Write the pages, or compare them with the evidence.
 
     Args:
         arguments: the command line; None reads ``sys.argv``.
@@ -250,16 +221,17 @@ def main(arguments: list[str] | None = None) -> int:
         The exit code: 1 if ``--check`` finds a difference.
     """
     parser = argparse.ArgumentParser(prog=f"{COMMAND}.page", description=__doc__)
-    parser.add_argument("--check", action="store_true", help="write nothing; fail if the page is not the evidence's")
+    parser.add_argument("--check", action="store_true", help="write nothing; fail if a page is not the evidence's")
     given = parser.parse_args(arguments)
-    text = page(read(EVIDENCE))
-    if given.check:
-        same = PAGE.exists() and PAGE.read_text(encoding="utf-8") == text
-        if not same:
-            print(f"{PAGE.name} is not what the evidence gives: run {COMMAND}.page", file=sys.stderr)
-        return 0 if same else 1
-    PAGE.write_text(text, encoding="utf-8")
-    return 0
+    found = read(EVIDENCE)
+    other = 0
+    for file, text in pages(found).items():
+        if not given.check:
+            file.write_text(text, encoding="utf-8")
+        elif not file.exists() or file.read_text(encoding="utf-8") != text:
+            print(f"{file.name} is not what the evidence gives: run {COMMAND}.page", file=sys.stderr)
+            other = 1
+    return other
 
 
 if __name__ == "__main__":

@@ -18,8 +18,8 @@ class Stack:
         environment: what its environment is made of.
         trl: TRL's version, or None where Transformers' own Trainer is checked.
         variables: environment variables of its processes.
-        distributed: scripts of tests/distributed that run in it, in two processes.
-        checks: the names of its checks; empty for all of ``checks.CHECKS``.
+        distributed: scripts of tests/distributed that run in it, as ``distributed.launched`` takes them.
+        checks: the names of its checks in one process; None for all of ``checks.CHECKS``.
     """
 
     name: str
@@ -27,7 +27,7 @@ class Stack:
     trl: str | None
     variables: dict[str, str]
     distributed: tuple[str, ...]
-    checks: tuple[str, ...] = ()
+    checks: tuple[str, ...] | None = None
 
 
 def stacks() -> dict[str, Stack]:
@@ -38,7 +38,7 @@ def stacks() -> dict[str, Stack]:
         settings = {**file["defaults"], **block}
         distributed = tuple(settings.pop("distributed", ()))
         variables = settings.pop("variables", {})
-        checks = tuple(settings.pop("checks", ()))
+        checks = tuple(settings.pop("checks")) if "checks" in settings else None
         pins = tuple(settings.pop("pins"))
         trl = next((pin.partition("==")[2] for pin in pins if pin.startswith("trl==")), None)
         found[name] = Stack(

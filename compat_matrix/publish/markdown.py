@@ -155,11 +155,11 @@ def _refused(results: Results) -> list[str]:
         for name, there in cells.items():
             detail = sentence.partition(common)[2].lstrip(", ")
             where = f"[`{name}`]({links.cell(name, there[-1])}) {spans(results.environments, there)}"
-            line = f"- {where}{detail and ': '}{_plain(detail)}"
+            line = f"- {where}{detail and ': '}{plain(detail)}"
             found.setdefault(common, []).append(line)
     lines = ["## Refused", ""] if found else []
     for common, entries in sorted(found.items()):
-        lines += [f"Reason: {_plain(common)}:", "", *sorted(entries), ""]
+        lines += [f"Reason: {plain(common)}:", "", *sorted(entries), ""]
     return lines
 
 
@@ -172,7 +172,7 @@ def _reasons(title: str, results: Results, state: str) -> list[str]:
             f"[`{name}`]({links.cell(name, there[-1])}) {spans(results.environments, there)}"
             for name, there in where.items()
         )
-        lines.append(f"- {names}: {_plain(reason)}{f' ([why]({link}))' if link else ''}")
+        lines.append(f"- {names}: {plain(reason)}{f' ([why]({link}))' if link else ''}")
     return [*lines, ""] if lines else []
 
 
@@ -198,7 +198,7 @@ def _not_applicable(results: Results) -> list[str]:
     if not found:
         return []
     rows = (
-        [f"`{point}`", _plain(reason), ", ".join(sorted(names)) if len(names) < 8 else f"{len(names)} architectures"]
+        [f"`{point}`", plain(reason), ", ".join(sorted(names)) if len(names) < 8 else f"{len(names)} architectures"]
         for (point, reason), names in sorted(found.items())
     )
     return ["## What does not apply", "", *table(["point", "reason", "in some version of"], rows), ""]
@@ -216,7 +216,7 @@ def _environments(environments: Iterable[Environment]) -> list[str]:
     )
 
 
-def _plain(text: str) -> str:
+def plain(text: str) -> str:
     """The text of an exception on one line, with Markdown's markup escaped."""
     text = " ".join(text.split())
     for mark in ("\\", "<", "*", "_", "`", "["):

@@ -87,7 +87,7 @@ def test_torchs_context_parallelism_is_refused(examples):
 def test_every_stack_is_pinned():
     for stack in STACKS.values():
         assert all("==" in pin or pin == "rich" for pin in stack.environment.pins), stack.name
-        if stack.checks:
+        if stack.checks is not None:
             continue  # such a stack is named after its checks
         assert stack.name == (f"trl-{stack.trl}" if stack.trl else f"transformers-{stack.environment.transformers}")
     trainers = {stack.environment.transformers for stack in STACKS.values() if stack.trl is None}
@@ -102,9 +102,9 @@ def test_the_evidence_is_of_these_pins_and_complete(name):
     for pin in (f"transformers=={stack.environment.transformers}", *stack.environment.pins):
         package, _, number = pin.partition("==")
         assert evidence["versions"].get(package) == number or package not in child.PACKAGES
-    assert {*evidence["checks"]} == {*(stack.checks or CHECKS), *stack.distributed}
+    assert {*evidence["checks"]} == {*(CHECKS if stack.checks is None else stack.checks), *stack.distributed}
     assert not runner.failures(evidence)
-    assert stack.checks or evidence["checks"]["curve"]["steps"] == 200
+    assert stack.checks is not None or evidence["checks"]["curve"]["steps"] == 200
     skipped = {check for check, finding in evidence["checks"].items() if "skipped" in finding}
     assert skipped <= {"streaming", "dora", "qlora", "completion_collator", "own_padding_free", "own_packing"}
 
@@ -162,6 +162,6 @@ def test_trainer_takes_the_example_of_fsdp(tmp_path):
 @pytest.mark.parametrize("name", STACKS)
 def test_a_stack(name, tmp_path):
     command = [sys.executable, "-m", "compat_matrix.ecosystem", "--stacks", name, "--evidence", str(tmp_path)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=1800)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=7200)
     assert done.returncode == 0, done.stdout + done.stderr[-3000:]
     assert not runner.failures(json.loads((tmp_path / f"{name}.json").read_text(encoding="utf-8")))

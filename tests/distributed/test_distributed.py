@@ -1,4 +1,4 @@
-"""Packed training in two processes equals padded training in one. The scripts are in the same folder."""
+"""Packed training in several processes equals training in one. The scripts are in the same folder."""
 
 import importlib.util
 import json
@@ -9,8 +9,9 @@ from pathlib import Path
 
 import pytest
 import torch
+import transformers
 
-from compat_matrix.ecosystem import distributed
+from compat_matrix.ecosystem import distributed, stacks
 
 ROOT = Path(__file__).parents[2]
 VARIABLES = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
@@ -29,20 +30,41 @@ def test_ddp_and_fsdp2_quickly():
     assert finding["ok"] and {"DDP, plain", "FSDP2, reentrant"} <= finding.keys()
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    "script",
-    [
-        pytest.param("raw", marks=needs_fsdp2),
-        "trainer ddp",
-        pytest.param("trainer zero2", marks=needs_deepspeed),
-        pytest.param("trainer zero3", marks=needs_deepspeed),
-        pytest.param("sequence_parallel", marks=needs_deepspeed),
-    ],
+@pytest.mark.skipif(
+    not hasattr(transformers.modeling_utils, "ALL_ATTENTION_FUNCTIONS"), reason="Ulysses needs Transformers 4.51"
 )
-def test_two_processes(script):
-    finding = distributed.launched(script, Path(sys.executable), VARIABLES)["finding"]
+def test_ulysses_quickly():
+    """Without DeepSpeed too: what it registers is looked at, and the rows are split as it splits them."""
+    finding = distributed.launched(
+        "ulysses_architectures llama gpt_oss jamba bert:masked", Path(sys.executable), VARIABLES
+    )
+    found = finding["finding"]["architectures"]
+    assert [one["crossing"]["found"] for one in found.values()] == ["right", "right", "refused", "right"], found
+    assert found["jamba"]["whole"]["found"] == "right"
+
+
+def needs(entry):
+    """What an entry of stacks.toml needs."""
+    if entry == "raw":
+        return needs_fsdp2
+    return needs_deepspeed if "zero" in entry or "ulysses" in entry else ()
+
+
+ENTRIES = dict.fromkeys(entry for stack in stacks.stacks().values() for entry in stack.distributed)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("entry", [pytest.param(entry, marks=needs(entry)) for entry in ENTRIES])
+def test_what_the_stacks_run(entry):
+    finding = distributed.launched(entry, Path(sys.executable), VARIABLES)["finding"]
     assert finding["ok"], finding
+
+
+def test_every_script_about_long_rows_is_in_a_stack():
+    scripts = {distributed.split(entry)[0].split()[0] for entry in ENTRIES}
+    assert {"ulysses", "ulysses_engine", "ulysses_architectures", "tensor_parallel", "split_rows"} <= scripts
+    processes = {distributed.split(entry) for entry in ENTRIES}
+    assert {("ulysses", 4), ("tensor_parallel", 4), ("split_rows torch", 2)} <= processes
 
 
 @pytest.mark.slow
@@ -59,22 +81,9 @@ def test_two_processes(script):
     ],
 )
 def test_rows_of_groups_of_two_processes(script, processes):
-    finding = distributed.launched(script, Path(sys.executable), VARIABLES, processes)["finding"]
+    entry = f"{script}, {processes} processes"
+    finding = distributed.launched(entry, Path(sys.executable), VARIABLES)["finding"]
     assert finding["ok"] and finding["processes"] == processes, finding
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("processes", [2, 4])
-def test_split_models(processes):
-    finding = distributed.launched("tensor_parallel", Path(sys.executable), VARIABLES, processes)["finding"]
-    assert finding["ok"], finding
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("engine", ["torch", "accelerate", "Trainer", "ring_flash_attn"])
-def test_split_rows(engine):
-    finding = distributed.launched(f"split_rows {engine}", Path(sys.executable), VARIABLES)["finding"]
-    assert finding["ok"], finding
 
 
 @pytest.mark.gpu

@@ -1,4 +1,4 @@
-"""Training under Ulysses equals training in one process: ``ulysses.py OUT [FEATURE ...]``.
+"""Training under Ulysses equals training in one process: ``ulysses.py [FEATURE ...] OUT``.
 
 The process group shares the rows of a packed batch. The right losses, gradients and weights are those of an unpatched
 model in one process that is given one document after another. Both train ten steps on the mean loss of all tokens.
@@ -6,6 +6,7 @@ model in one process that is given one document after another. Both train ten st
 
 from __future__ import annotations
 
+import contextlib
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -15,13 +16,19 @@ import torch
 import torch.distributed as dist
 import transformers
 import ulysses_rows
+from traffic import Traffic, traffic
 
 import fa2patch
 from compat_matrix import tiny_models
 from compat_matrix.check import rows
 from compat_matrix.ecosystem.training import furthest, weights
+from compat_matrix.long_rows import bytes_sent_by_a_forward, bytes_sent_by_a_layer
+from fa2patch.data.padded_batches import pack_padded_batches
 
 STEPS = 10
+SMALL = 1e-4
+"""A larger difference of a loss or gradient is a leak."""
+
 LOSS, GRADIENT, WEIGHT = 1e-6, 1e-5, 1e-5
 """The largest relative difference of a step's loss, and of gradients and final weights by their largest value."""
 
@@ -47,7 +54,6 @@ class Case:
         refused: a part of the expected error; empty if the feature is right.
         prompts: how many tokens at the start of each document have no loss. More than 1: documents share them.
         call: further arguments of the forward.
-        unpatched: whether the model is left as it is.
     """
 
     family: str = "llama"
@@ -58,7 +64,6 @@ class Case:
     refused: str = ""
     prompts: int = 1
     call: dict[str, Any] = field(default_factory=dict)
-    unpatched: bool = False
 
 
 def with_lengths(batch: dict[str, Any]) -> dict[str, Any]:
@@ -91,6 +96,13 @@ def checkpointing(reentrant: bool) -> Callable[[Any], Any]:
     return switched
 
 
+def packing_padded_batches(model: Any) -> Any:
+    """Hooks that make rows without padding must not do so with parts of rows."""
+    if fa2patch.status(model) is not None:
+        pack_padded_batches(model)
+    return model
+
+
 def compiled(model: Any) -> Any:
     return torch.compile(model, backend="aot_eager", fullgraph=True)
 
@@ -118,11 +130,8 @@ def shared(batch: dict[str, Any]) -> dict[str, Any]:
 LONGROPE = {
     "max_position_embeddings": 64,
     "original_max_position_embeddings": 16,
-    "rope_scaling": {
-        "rope_type": "longrope", "type": "longrope", "short_factor": [1.0] * 4, "long_factor": [2.0] * 4,
-        "rope_theta": 1e4, "original_max_position_embeddings": 16,
-    },
-}  # fmt: skip
+    "rope_scaling": {"type": "longrope", "short_factor": [1.0] * 4, "long_factor": [2.0] * 4},
+}
 
 CASES = {
     "ids": Case(),
@@ -131,6 +140,7 @@ CASES = {
     "shared prompts": Case(lengths=((20, 26, 30, 18),), prompts=SHARED, batch=shared),
     "several rows": Case(lengths=TWO_ROWS),
     "padding": Case(lengths=((10, 33, 14), (5, 27)), batch=with_mask),
+    "padded rows": Case(lengths=((10, 33, 14), (5, 27)), batch=with_mask, model=packing_padded_batches),
     "one document": Case(lengths=((64,),)),
     "qwen2": Case("qwen2"),
     "window": Case("mistral", config={"sliding_window": 8}),
@@ -236,16 +246,18 @@ def implementation(family: str) -> str:
     return "sdpa"
 
 
-def compared(case: Case) -> dict[str, Any]:
+def compared(case: Case, patched: bool) -> dict[str, Any]:
     docs = documents(case)
     expected = right(case, docs, tiny_models.build(case.family, "eager", **case.config).train())
     model = tiny_models.build(case.family, implementation(case.family), **case.config).train()
-    if not case.unpatched:
-        fa2patch.apply(model)
-    found = split(case, docs, model)
+    ulysses_rows.register(model, dist.get_world_size(), len(case.lengths))
+    torch._dynamo.reset()
+    with fa2patch.apply(model) if patched else contextlib.nullcontext():
+        found = split(case, docs, model)
+    none = {name: torch.zeros_like(gradient) for name, gradient in expected["gradients"].items()}
     return {
         "loss": max(abs(a - b) / abs(b) for a, b in zip(found["losses"], expected["losses"])),
-        "gradient": furthest(found["gradients"], expected["gradients"]),
+        "gradient": furthest({**none, **found["gradients"]}, expected["gradients"]),
         "weight": furthest(found["weights"], expected["weights"]),
     }
 
@@ -253,7 +265,7 @@ def compared(case: Case) -> dict[str, Any]:
 def tried(case: Case) -> dict[str, Any]:
     """Return what became of a feature, and whether that is what is expected."""
     try:
-        off = compared(case)
+        off = compared(case, patched=True)
     except Exception as error:
         said = f"{type(error).__name__}: {error}"
         return {"found": "refused", "said": said, "ok": bool(case.refused) and case.refused in said}
@@ -261,16 +273,107 @@ def tried(case: Case) -> dict[str, Any]:
     return {"found": "right" if ok else "WRONG", "off_by": off, "ok": ok}
 
 
+def alone(case: Case) -> dict[str, Any]:
+    """Return what becomes of a feature without fa2patch."""
+    try:
+        off = compared(case, patched=False)
+    except Exception as error:
+        return {"found": "error", "said": f"{type(error).__name__}: {error}"}
+    leaks = off["loss"] > SMALL or off["gradient"] > SMALL
+    return {"found": "leaks" if leaks else "right", "said": "", "off_by": off["loss"] if leaks else off}
+
+
+def verified() -> dict[str, Any]:
+    """``verify`` on every process: of a patched model, of one that leaks in one layer, and of an unpatched one."""
+    model = tiny_models.build("llama", "sdpa").train()
+    ulysses_rows.register(model, dist.get_world_size())
+    batch = batch_of(Case(), documents(Case()))
+    unpatched = fa2patch.verify(model, batch=batch, strict=False)
+    fa2patch.apply(model)
+    patched, example = fa2patch.verify(model, batch=batch, strict=False), fa2patch.verify(model, strict=False)
+    projection = model.model.layers[1].self_attn.o_proj
+    projection.register_forward_hook(lambda module, given, output: output + 0.1 * output.roll(1, dims=1))
+    leaking = fa2patch.verify(model, batch=batch, strict=False)
+    fa2patch.revert(model)
+    said = [patched.ok, example.ok, not unpatched.ok, leaking.first_leak == "model.layers.1.self_attn.o_proj"]
+    agreed = [None] * dist.get_world_size()
+    dist.all_gather_object(agreed, said)
+    ok = all(all(one) for one in agreed)
+    return {"found": "right" if ok else "WRONG", "said": leaking.reason, "ok": ok}
+
+
+def sent() -> dict[str, Any]:
+    """The bytes that this process sends in one step, those of the paper, and what it sends without fa2patch."""
+    found: dict[str, Any] = {"ok": True}
+    for family in ("llama", "deepseek_v3"):
+        model = tiny_models.build(family, "sdpa").train()
+        layers = model.config.num_hidden_layers
+        ulysses_rows.register(model, dist.get_world_size())
+        alone = one_step(model, with_ids) if family == "llama" else None
+        for name, change in {"ids": with_ids, "lengths": with_lengths}.items():
+            with fa2patch.apply(model):
+                one = counted(model, change, layers)
+            found["ok"] = found["ok"] and all(value["counted"] == value["on paper"] for value in one.values())
+            if alone is not None and name == "ids":
+                for value, (step, what) in zip(one.values(), WAYS):
+                    value["without fa2patch"] = alone[step].sent[what] / (1 if what == "all_gather" else layers)
+            found[f"{family}, {name}"] = one
+    return found
+
+
+WAYS = (("forward", "all_to_all_single"), ("backward", "all_to_all_single"), ("forward", "all_gather"))
+
+
+def with_ids(batch: dict[str, Any]) -> dict[str, Any]:
+    return batch
+
+
+def one_step(model: Any, change: Callable[[dict[str, Any]], dict[str, Any]]) -> dict[str, Traffic]:
+    """What is sent in the forward and in the backward of one batch."""
+    batch = ulysses_rows.part(change(batch_of(Case(), documents(Case()))))
+    labels = batch.pop("shift_labels")
+    with traffic() as forward:
+        logits = model(**batch, use_cache=False).logits
+    with traffic() as backward:
+        torch.nn.functional.cross_entropy(logits.flatten(0, 1), labels.flatten(), reduction="sum").backward()
+    return {"forward": forward, "backward": backward}
+
+
+def counted(model: Any, change: Callable[[dict[str, Any]], dict[str, Any]], layers: int) -> dict[str, dict[str, float]]:
+    """The bytes that a patched model sends, and those of the paper."""
+    step, processes, tokens = one_step(model, change), dist.get_world_size(), sum(CROSSING[0])
+    paper = bytes_sent_by_a_layer(tokens // processes, processes, itemsize=4, **heads_of(model.config))
+    ids = 0 if change is with_lengths else bytes_sent_by_a_forward(tokens // processes, processes)
+    return {
+        "a layer's forward": {"counted": step["forward"].sent["all_to_all_single"] / layers, "on paper": paper},
+        "a layer's backward": {"counted": step["backward"].sent["all_to_all_single"] / layers, "on paper": paper},
+        "position_ids": {"counted": step["forward"].sent["all_gather"], "on paper": ids},
+        "calls in a layer's forward": {"counted": step["forward"].calls["all_to_all_single"] / layers, "on paper": 2},
+    }
+
+
+def heads_of(config: Any) -> dict[str, int]:
+    """The heads of a model's attention, as :func:`bytes_sent_by_a_layer` takes them."""
+    queries, dim = config.num_attention_heads, getattr(config, "head_dim", None)
+    dim = dim or config.hidden_size // queries
+    heads = {"heads": queries, "key_heads": config.num_key_value_heads, "head_dim": dim, "value_dim": dim}
+    if hasattr(config, "v_head_dim"):  # latent attention has a key for every query head, and narrower values
+        wide = config.qk_nope_head_dim + config.qk_rope_head_dim
+        heads = {**heads, "key_heads": queries, "head_dim": wide, "value_dim": config.v_head_dim}
+    return heads
+
+
 def main() -> dict[str, Any]:
-    names = sys.argv[2:] or list(CASES)
-    ulysses_rows.register(tiny_models.build("llama", "sdpa"), dist.get_world_size(), 2)
-    table = {}
+    names = sys.argv[1:-1] or list(CASES)
+    table, unpatched = {}, {}
     for name in names:
-        table[name] = tried(CASES[name])
+        table[name], unpatched[name] = tried(CASES[name]), alone(CASES[name])
         if dist.get_rank() == 0:
-            print(name, table[name], flush=True)
-    return {"ok": all(one.pop("ok") for one in table.values()), "table": table}
+            print(name, table[name], unpatched[name], flush=True)
+    table["verify"], counted = verified(), sent()
+    ok = counted.pop("ok") and all(one.pop("ok") for one in table.values())
+    return {"ok": ok, "processes": dist.get_world_size(), "table": table, "alone": unpatched, "bytes": counted}
 
 
 if __name__ == "__main__":
-    ulysses_rows.run(main, sys.argv[1])
+    ulysses_rows.run(main, sys.argv[-1])

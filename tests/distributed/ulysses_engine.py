@@ -1,8 +1,8 @@
-"""Ulysses as users start it, against one process: ``ulysses_engine.py WAY OUT``, run by torchrun.
+"""Ulysses as users start it, against one process: ``ulysses_engine.py WAY STAGE OUT``, run by torchrun.
 
-WAY is ``loop zero1`` to ``loop zero3`` (a loop with accelerate, ``sp_size=2``), or ``trainer zero1`` to ``trainer
-zero3``. DeepSpeed's own loader splits the rows, and its engine steps the optimizer. The right losses and weights are
-those of an unpatched model in one process that is given one document after another.
+WAY is ``loop`` (a loop with accelerate, ``sp_size=2``) or ``trainer``, and STAGE is ``zero1`` to ``zero3``, or
+``alone``, which trains without fa2patch. DeepSpeed's own loader splits the rows, and its engine steps the optimizer.
+The right losses and weights are those of an unpatched model in one process that is given one document after another.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import contextlib
 import os
 import sys
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 os.environ["ACCELERATE_USE_DEEPSPEED"] = "true"
@@ -30,6 +30,10 @@ from compat_matrix.ecosystem.training import furthest, tiny_llama, weights
 
 STEPS, LENGTH, RATE, EPSILON = 10, 64, 1e-3, 1e-4
 LOSS, WEIGHT = 1e-6, 1e-5
+LEAK = 1e-4
+"""A larger relative difference of a loss is a leak."""
+
+STAGES = {"zero1": 1, "zero2": 2, "zero3": 3, "alone": 3}
 ADAPTER_GATHERS = tuple(map(int, deepspeed.__version__.split(".")[:2])) >= (0, 19)
 """Whether DeepSpeed's loader works with gloo. 0.18 gathers numbers into lists of one, which only NCCL takes."""
 
@@ -135,25 +139,42 @@ def gathered(model: Any) -> Iterator[None]:
         yield
 
 
+def apart(losses: list[float], expected: list[float]) -> float:
+    return max(abs(a - b) / abs(b) for a, b in zip(losses, expected))
+
+
+def without(train: Callable[[int, Any], list[float]], stage: int, model: Any, expected: list[float]) -> dict[str, Any]:
+    """Return what becomes of the same packed rows in a model that is not patched."""
+    try:
+        off = apart(train(stage, model), expected)
+    except Exception as error:
+        said = f"{type(error).__name__}: {error}"
+        return {"ok": True, "alone": {"found": "error", "said": said, "off_by": None}}
+    return {"ok": True, "alone": {"found": "leaks" if off > LEAK else "right", "said": "", "off_by": off}}
+
+
 def main() -> dict[str, Any]:
-    way, stage = sys.argv[1].split()[0], int(sys.argv[1][-1])
+    way, stage = sys.argv[1], STAGES[sys.argv[2]]
     # Both differentiate through an all_gather of the losses, which gives sp_size times the gradient. ZeRO-3 divides by
     # all processes; ZeRO-1 and 2 do not count those that share a row, so that gradients stay too large.
     scale = 2 if stage < 3 else 1
     expected = right(scale)
     PartialState(backend="gloo")  # without a backend it takes a CPU's process for the only one
     model = tiny_llama().train()
+    train = {"loop": looped, "trainer": trained}[way]
+    if sys.argv[2] == "alone":
+        return without(train, stage, model, expected["losses"])
     fa2patch.apply(model)
-    losses = {"loop": looped, "trainer": trained}[way](stage, model)
+    losses = train(stage, model)
     with gathered(model):
         off = furthest(weights(model), expected["weights"])
     with gathered(model):
         said = {"verify": str(fa2patch.verify(model.train(), strict=False)).splitlines()[0]}
-    difference = max(abs(a - b) / abs(b) for a, b in zip(losses, expected["losses"]))
+    difference = apart(losses, expected["losses"])
     ok = len(losses) == STEPS and difference <= (LOSS if way == "loop" else 1e-4) and off <= WEIGHT
     verified = said["verify"].startswith("isolated")
     return {"ok": ok and verified, "loss": difference, "weight": off, "gradients_times": scale, **said}
 
 
 if __name__ == "__main__":
-    ulysses_rows.run(main, sys.argv.pop(2))
+    ulysses_rows.run(main, sys.argv[3])

@@ -1,4 +1,4 @@
-"""Write README's blocks, the matrix pages, the table of kernels and the package's JSON files, or ``--check`` them."""
+"""Write README's blocks, the matrix pages, docs' tables and the package's JSON files, or ``--check`` them."""
 
 from __future__ import annotations
 

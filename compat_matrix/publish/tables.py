@@ -6,7 +6,7 @@ from pathlib import Path
 
 from .. import environments
 from ..results import Malformed, read
-from . import kernel_table, need, readme
+from . import kernel_table, long_rows_tables, need, readme
 from .known import known
 from .markdown import matrix
 from .page import page
@@ -17,15 +17,17 @@ def made(root: Path) -> dict[Path, str]:
     """Return the path and the new text of every file that is made from the evidence.
 
     Raises:
-        Malformed: The evidence or the markers in README or docs/kernels.md are not as expected.
+        Malformed: The evidence or the markers in README or the pages of docs are not as expected.
     """
     folder = root / "compat_matrix"
     blocks = folder / "versions.toml"
     wanted = environments.tomllib.loads(blocks.read_text())["version"] if blocks.exists() else ()
     results = read(folder / "evidence", wanted)
+    long_rows = {"engines": long_rows_tables.engines(), "costs": long_rows_tables.costs()}
     return {
         root / "README.md": between(root / "README.md", matrix=readme.summary(results), need=need.table(results)),
         root / "docs" / "kernels.md": between(root / "docs" / "kernels.md", kernels=kernel_table.table()),
+        root / "docs" / "long_rows.md": between(root / "docs" / "long_rows.md", **long_rows),
         folder / "MATRIX.md": matrix(results),
         folder / "matrix.html": page(results),
         root / "fa2patch" / "upstream.json": known(results),

@@ -14,7 +14,11 @@ from compat_matrix.publish.readme import summary
 from compat_matrix.results import Malformed, read
 
 POINTS = ["packed_row", "packed_rows", "windows"]
-MARKERS = {"README.md": ("matrix", "need"), "docs/kernels.md": ("kernels",)}
+MARKERS = {
+    "README.md": ("matrix", "need"),
+    "docs/kernels.md": ("kernels",),
+    "docs/long_rows.md": ("engines", "costs"),
+}
 ROWS = ["one row", "two rows", "mask of ones"]
 RIGHT = dict.fromkeys(ROWS, "ok")
 PLAIN = {**RIGHT, "two rows": "leak"}
@@ -212,7 +216,7 @@ def test_drift_is_caught(root, leave, capsys):
     assert (root / "README.md").read_text().startswith("before\n")
     assert (root / "README.md").read_text().endswith("after\n")
     capsys.readouterr()
-    pages = "README.md", "docs/kernels.md", "compat_matrix/MATRIX.md", "compat_matrix/matrix.html"
+    pages = "README.md", "docs/kernels.md", "docs/long_rows.md", "compat_matrix/MATRIX.md", "compat_matrix/matrix.html"
     for name in (*pages, "fa2patch/cli/evidence.json"):
         good = (root / name).read_text()
         (root / name).write_text(good.replace("1", "2").replace('"5.0"', '"5.9"'))

@@ -29,6 +29,8 @@ runpy.run_path({script!r}, run_name="__main__")
         ("peft_lora", ("peft",), "pip install peft"),
         ("accelerate_loop", ("accelerate", "peft"), "pip install accelerate"),
         ("trainer", ("matplotlib",), "pip install 'fa2patch[demo]'"),
+        ("long_rows", ("deepspeed",), "pip install deepspeed accelerate"),
+        ("long_rows", ("accelerate", "peft"), "pip install deepspeed accelerate"),
     ],
 )
 def test_one_line_says_what_to_install(script, missing, install):

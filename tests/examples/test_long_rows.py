@@ -1,0 +1,70 @@
+"""examples/long_rows.py: two processes that share rows have the losses of one."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("transformers")
+
+ROOT = Path(__file__).parents[2]
+SCRIPT = ROOT / "examples" / "long_rows.py"
+SAME = 1e-5
+LINE = re.compile(r"step (\d): loss ([\d.]+), ([\d.]+) in one process; (\d+) of (\d+) tokens in each process")
+needs_deepspeed = pytest.mark.skipif(importlib.util.find_spec("deepspeed") is None, reason="no DeepSpeed installed")
+
+
+def run(*options: str) -> subprocess.CompletedProcess:
+    path = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])  # ninja, with which DeepSpeed builds
+    variables = {**os.environ, "PYTHONPATH": str(ROOT), "PATH": path, "CUDA_VISIBLE_DEVICES": ""}
+    return subprocess.run(
+        [sys.executable, str(SCRIPT), *options], env=variables, capture_output=True, text=True, timeout=900
+    )
+
+
+@pytest.mark.slow
+@needs_deepspeed
+@pytest.mark.parametrize("length", [512, 1024])
+def test_two_processes_have_the_losses_of_one(length):
+    done = run("--row-length", str(length), "--steps", "3")
+    assert done.returncode == 0, done.stdout + done.stderr[-3000:]
+    assert re.search(r"^verify: isolated: \d+ documents", done.stdout, re.M), done.stdout
+    steps = LINE.findall(done.stdout)
+    assert [step for step, *_ in steps] == ["1", "2", "3"], done.stdout
+    for _, split, alone, own, tokens in steps:
+        assert float(split) == pytest.approx(float(alone), rel=SAME)
+        assert (int(own), int(tokens)) == (length // 2, length)
+    assert float(steps[-1][1]) < float(steps[0][1]), "something is learnt"
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        (["--sp-size", "1"], "--sp-size: expected 2 or more, found 1"),
+        (["--row-length", "1023"], "--row-length: expected a multiple of --sp-size 2, found 1023"),
+    ],
+)
+def test_a_bad_size_is_named(options, said):
+    done = run(*options)
+    assert done.returncode == 2 and said in done.stderr, done.stderr
+
+
+def test_the_yaml_file_asks_accelerate_for_ulysses():
+    launch = pytest.importorskip("accelerate.commands.launch")
+    environment = pytest.importorskip("accelerate.utils.launch")
+    parallelism = pytest.importorskip("accelerate.parallelism_config")
+    if not hasattr(parallelism.ParallelismConfig(), "sp_size"):
+        pytest.skip("accelerate has sp_size from 1.12 on")
+    file = ROOT / "examples/configs/accelerate_ulysses.yaml"
+    given = launch.launch_command_parser().parse_args(["--config_file", str(file), "train.py"])
+    given, *_ = launch._validate_launch_command(given)
+    variables: dict[str, str] = environment.prepare_extend_env_parallelism_config(given, {})
+    wanted = {"SIZE": "8", "BACKEND": "deepspeed", "ATTN_IMPLEMENTATION": "flash_attention_2"}
+    assert {name: variables[f"PARALLELISM_CONFIG_SP_{name}"] for name in wanted} == wanted
+    assert given.use_deepspeed and given.num_processes == 16

@@ -17,6 +17,7 @@ from ..patch.unwrap import transformers_model
 from ..upstream import luggage, rope
 from ..upstream.calls import passed
 from ..upstream.find_models import models
+from ..upstream.parts.engines import row_part
 from ..upstream.step import MARK, Patched
 from ..upstream.traits import directions, positions
 from .common_prefixes import Segments, shared_segments
@@ -80,8 +81,8 @@ def pack_padded_batches(model: Model, share_prompts: bool = False) -> PaddedBatc
     ``[batch, length, hidden]``, with zeros for padding. A padded batch has an ``attention_mask`` ``[batch, length]`` of
     zeros and ones and is padded left, right or on both sides. All other batches are unchanged: without padding, with
     gaps in the mask, with an empty row, with a cache (``generate``, ``use_cache=True``), with
-    ``output_attentions=True``, with position ids on several axes, under ``torch.compile``, or without such a mask, as
-    packed batches are.
+    ``output_attentions=True``, with position ids on several axes, under ``torch.compile``, under sequence parallelism,
+    or without such a mask, as packed batches are.
 
     With ``share_prompts``, the first tokens in which rows are equal are computed once, for example the prompt of
     several completions, and all rows get their hidden states. Batches without padding are packed too if rows share
@@ -110,11 +111,11 @@ def pack_padded_batches(model: Model, share_prompts: bool = False) -> PaddedBatc
     return PaddedBatches(models(inner)[-1], share_prompts)
 
 
-def _packed(base: torch.nn.Module, args: Args, kwargs: Call, share: bool) -> tuple[Call, Layout] | None:
+def _packed(base: Any, args: Args, kwargs: Call, share: bool) -> tuple[Call, Layout] | None:
     """Return a padded batch's arguments as those of one packed row, with the layout; None for other batches."""
     patch: Patched | None = base.__dict__.get(MARK)
     call = {**({"input_ids": args[0]} if args else {}), **kwargs}
-    if len(args) > 1 or patch is None or not _may_be_padded(call):
+    if len(args) > 1 or patch is None or not _may_be_padded(call) or row_part(base, call) is not None:
         return None
     mask, tokens = call.pop("attention_mask"), next(iter(passed(call, TOKENS).values()))
     given = call.get("position_ids")

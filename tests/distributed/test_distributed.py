@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
+import transformers
 
 from compat_matrix.ecosystem import distributed, stacks
 
@@ -27,6 +28,19 @@ def test_ddp_and_fsdp2_quickly():
     assert done.returncode == 0, done.stdout + done.stderr[-3000:]
     finding = json.loads(done.stdout.splitlines()[-1])
     assert finding["ok"] and {"DDP, plain", "FSDP2, reentrant"} <= finding.keys()
+
+
+@pytest.mark.skipif(
+    not hasattr(transformers.modeling_utils, "ALL_ATTENTION_FUNCTIONS"), reason="Ulysses needs Transformers 4.51"
+)
+def test_ulysses_quickly():
+    """Without DeepSpeed too: what it registers is looked at, and the rows are split as it splits them."""
+    finding = distributed.launched(
+        "ulysses_architectures llama gpt_oss jamba bert:masked", Path(sys.executable), VARIABLES
+    )
+    found = finding["finding"]["architectures"]
+    assert [one["crossing"]["found"] for one in found.values()] == ["right", "right", "refused", "right"], found
+    assert found["jamba"]["whole"]["found"] == "right"
 
 
 def needs(entry):

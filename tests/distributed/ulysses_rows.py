@@ -11,18 +11,22 @@ from typing import Any
 
 os.environ.setdefault("DS_ACCELERATOR", "cpu")
 
-import deepspeed
 import torch
 import torch.distributed as dist
-from deepspeed.runtime.sequence_parallel import parallel_state_sp
-from deepspeed.runtime.sequence_parallel.ulysses_sp import UlyssesSPAttentionHF
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from compat_matrix.ecosystem.child import versions
 
+try:
+    import deepspeed
+    from deepspeed.runtime.sequence_parallel import parallel_state_sp
+    from deepspeed.runtime.sequence_parallel.ulysses_sp import UlyssesSPAttentionHF
+except ModuleNotFoundError:
+    deepspeed = None
+
 IGNORED = -100
 
-TAKES_FLEX = tuple(map(int, deepspeed.__version__.split(".")[:2])) >= (0, 19)
+TAKES_FLEX = deepspeed is not None and tuple(map(int, deepspeed.__version__.split(".")[:2])) >= (0, 19)
 
 _FUNCTIONS = {name: ALL_ATTENTION_FUNCTIONS[name] for name in ALL_ATTENTION_FUNCTIONS}
 
@@ -31,7 +35,10 @@ def register(model: Any, processes: int, rows: int = 1) -> Any:
     """Let Ulysses split rows over so many processes, as accelerate does with ``sp_size``; return its ``mpu``.
 
     What was registered before is taken back. DeepSpeed 0.18 knows no FlexAttention; it replaces every implementation.
+    Without DeepSpeed, a function is registered that has what fa2patch looks at, and computes nothing.
     """
+    if deepspeed is None:
+        return _look_alike(model.config._attn_implementation)
     for name, function in _FUNCTIONS.items():
         ALL_ATTENTION_FUNCTIONS[name] = function
     if parallel_state_sp._SEQUENCE_PARALLEL_GROUP is not None:  # the groups stay, and are made once only
@@ -44,8 +51,20 @@ def register(model: Any, processes: int, rows: int = 1) -> Any:
     )  # fmt: skip
 
 
+def _look_alike(implementation: str) -> None:
+    held = type("UlyssesSPAttentionHF", (), {"process_group": dist.group.WORLD, "disable_in_eval": False})()
+
+    def uattn_wrapper(*args: Any, **kwargs: Any) -> None:
+        raise AssertionError(f"a packed batch was given to {held}")
+
+    uattn_wrapper.__module__ = "deepspeed.runtime.sequence_parallel.ulysses_sp"
+    ALL_ATTENTION_FUNCTIONS[implementation] = uattn_wrapper
+
+
 def group() -> Any:
     """The processes that share rows."""
+    if deepspeed is None:
+        return dist.group.WORLD
     return parallel_state_sp.get_sequence_parallel_group()
 
 
@@ -95,7 +114,10 @@ def gradients(model: Any) -> dict[str, torch.Tensor]:
 def run(main: Callable[[], dict[str, Any]], out: str) -> None:
     """Run a script's main function in a gloo process. The first process writes the finding to a file."""
     torch.set_num_threads(1)
-    deepspeed.init_distributed("gloo", verbose=False)
+    if deepspeed is None:
+        dist.init_process_group("gloo")
+    else:
+        deepspeed.init_distributed("gloo", verbose=False)
     finding = main()
     if dist.get_rank() == 0:
         Path(out).write_text(json.dumps({"versions": versions(), "finding": finding}))

@@ -9,6 +9,7 @@ import pytest
 import torch
 import transformers
 
+import fa2patch
 from compat_matrix import tiny_models
 from compat_matrix.ecosystem import distributed
 from fa2patch.errors import PackingNotIsolated
@@ -63,6 +64,24 @@ def test_a_function_that_stands_in_the_models_place(model, monkeypatch, module):
     finally:
         table["sdpa"] = was
     row_part(model, CALL)
+
+
+def test_ring_attention_that_replaces_the_flash_function_only(model, monkeypatch):
+    utilities = pytest.importorskip("transformers.modeling_flash_attention_utils")
+    monkeypatch.setattr(utilities, "_flash_attention_forward", function_of("ring_flash_attn.adapters.hf_adapter"))
+    with pytest.raises(PackingNotIsolated, match="ring_flash_attn.*a part of every row"):
+        row_part(model, CALL)
+    monkeypatch.undo()
+    row_part(model, CALL)
+
+
+def test_verify_does_not_take_a_part_for_a_row(model, monkeypatch):
+    """An unpatched model too: what it computes of a part would be proven of a whole row."""
+    batch = {"input_ids": torch.arange(3, 11)[None], "position_ids": torch.tensor([[0, 1, 2, 0, 1, 2, 3, 4]])}
+    other = function_of("torch.distributed.tensor.experimental._attention")
+    monkeypatch.setattr(torch.nn.functional, "scaled_dot_product_attention", other)
+    with pytest.raises(PackingNotIsolated, match="a part of every row"):
+        fa2patch.verify(model, batch=batch)
 
 
 @pytest.mark.parametrize(

@@ -21,6 +21,8 @@ from ..seams.interface import any_registered, registered
 from . import ulysses
 from .row_part import RowPart
 
+FLASH = "_flash_attention_forward"
+
 _SPLITTERS = {
     ulysses.PACKAGE: "DeepSpeed's sequence parallelism (sp_size)",
     "ring_flash_attn": "ring attention (ring_flash_attn)",
@@ -90,7 +92,10 @@ def evaluation_split_too(model: Model) -> Iterator[None]:
 
 @constant
 def _splitter(sdpa: Function, implementation: object) -> str:
-    for function in (sdpa, registered(implementation), *any_registered()):
+    utilities = sys.modules.get(
+        "transformers.modeling_flash_attention_utils"
+    )  # where ring_flash_attn puts its function
+    for function in (sdpa, registered(implementation), *any_registered(), getattr(utilities, FLASH, None)):
         module = f"{getattr(function, '__module__', '')}."
         for package, name in _SPLITTERS.items():
             if module.startswith(f"{package}."):

@@ -22,7 +22,7 @@ import fa2patch
 from compat_matrix import tiny_models
 from compat_matrix.check import rows
 from compat_matrix.ecosystem.training import furthest, weights
-from compat_matrix.long_rows import bytes_sent_by_a_layer
+from compat_matrix.long_rows import bytes_sent_by_a_forward, bytes_sent_by_a_layer
 from fa2patch.data.padded_batches import pack_padded_batches
 
 STEPS = 10
@@ -343,8 +343,8 @@ def one_step(model: Any, change: Callable[[dict[str, Any]], dict[str, Any]]) -> 
 def counted(model: Any, change: Callable[[dict[str, Any]], dict[str, Any]], layers: int) -> dict[str, dict[str, float]]:
     """The bytes that a patched model sends, and those of the paper."""
     step, processes, tokens = one_step(model, change), dist.get_world_size(), sum(CROSSING[0])
-    paper = bytes_sent_by_a_layer(tokens, processes, itemsize=4, **heads_of(model.config))
-    ids = 0 if change is with_lengths else 8 * (tokens // processes) * (processes - 1)
+    paper = bytes_sent_by_a_layer(tokens // processes, processes, itemsize=4, **heads_of(model.config))
+    ids = 0 if change is with_lengths else bytes_sent_by_a_forward(tokens // processes, processes)
     return {
         "a layer's forward": {"counted": step["forward"].sent["all_to_all_single"] / layers, "on paper": paper},
         "a layer's backward": {"counted": step["backward"].sent["all_to_all_single"] / layers, "on paper": paper},
@@ -357,7 +357,7 @@ def heads_of(config: Any) -> dict[str, int]:
     """The heads of a model's attention, as :func:`bytes_sent_by_a_layer` takes them."""
     queries, dim = config.num_attention_heads, getattr(config, "head_dim", None)
     dim = dim or config.hidden_size // queries
-    heads = {"query_heads": queries, "key_heads": config.num_key_value_heads, "head_dim": dim, "value_dim": dim}
+    heads = {"heads": queries, "key_heads": config.num_key_value_heads, "head_dim": dim, "value_dim": dim}
     if hasattr(config, "v_head_dim"):  # latent attention has a key for every query head, and narrower values
         wide = config.qk_nope_head_dim + config.qk_rope_head_dim
         heads = {**heads, "key_heads": queries, "head_dim": wide, "value_dim": config.v_head_dim}

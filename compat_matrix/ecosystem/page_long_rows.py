@@ -162,7 +162,7 @@ def said(runs: list[tuple[int, Cell]], reasons: Reasons) -> str:
     texts = []
     for word, of_word in groups.items():
         cells = [cell for _, cell in of_word]
-        text = f"**{word}**" if word in ("wrong", "leaks") else word
+        text = bold(word)
         if word in ("refused", "upstream", "error", "wrong") and cells[0].get("said"):
             text += f" [{reasons.number(cells[0]['said'])}]"
         numbers = [one for cell in cells for one in off(cell.get("off_by"))]
@@ -172,6 +172,11 @@ def said(runs: list[tuple[int, Cell]], reasons: Reasons) -> str:
         where = " and ".join(str(processes) for processes, _ in of_word)
         texts.append(f"{text} with {where} processes" if len(groups) > 1 else text)
     return "; ".join(texts)
+
+
+def bold(word: str) -> str:
+    """Return the word for what became of a run, in bold if nobody is told that it is wrong."""
+    return f"**{word}**" if word in ("wrong", "leaks") else word
 
 
 def off(value: Any) -> list[float]:
@@ -190,23 +195,24 @@ def architectures(found: dict[str, Evidence]) -> str:
     """Return a table with the number of architectures by what became of them, and the names of those that are few."""
     rows, names = [], []
     for stack, evidence in found.items():
-        groups: dict[str, list[str]] = {"right": [], "whole": [], "refused": [], "wrong": []}
+        groups: dict[str, list[str]] = {outcome: [] for outcome in OUTCOMES}
         for name, one in evidence["checks"].get("ulysses_architectures", {}).get("architectures", {}).items():
             groups[outcome(one)].append(name)
         rows.append([stack, *(str(len(group)) for group in groups.values())])
-        for group, text in (("whole", "right if documents lie whole"), ("refused", "refused"), ("wrong", "**wrong**")):
-            if groups[group]:
-                names.append(f"- {stack}, {text}: {', '.join(f'`{name}`' for name in groups[group])}")
-    head = ["stack", "right", "right if documents lie whole", "refused", "wrong"]
-    return "\n".join([*markdown.table(head, rows), "", *names])
+        few = {outcome: group for outcome, group in groups.items() if group and outcome != "right"}
+        names += [f"- {stack}, {bold(one)}: {', '.join(f'`{name}`' for name in group)}" for one, group in few.items()]
+    return "\n".join([*markdown.table(["stack", *OUTCOMES], rows), "", *names])
+
+
+OUTCOMES = ("right", "right if documents lie whole", "refused", "upstream", "wrong")
 
 
 def outcome(one: dict[str, Cell]) -> str:
-    """Return what became of an architecture."""
-    runs = [run["found"].lower() for run in one.values()]
-    if "wrong" in runs:
+    """Return what became of an architecture: one of ``OUTCOMES``."""
+    first, *more = [run["found"].lower() for run in one.values()]
+    if "wrong" in (first, *more):
         return "wrong"
-    return "right" if runs[0] == "right" else "whole" if runs[-1] == "right" else "refused"
+    return "right if documents lie whole" if first == "refused" and "right" in more else first
 
 
 def bytes_sent(found: dict[str, Evidence]) -> str:

@@ -39,6 +39,7 @@ RUNS = {
             "llama": {"crossing": {"found": "right"}},
             "jamba": {"crossing": {"found": "refused"}, "whole": {"found": "right"}},
             "esm": {"crossing": {"found": "refused"}, "whole": {"found": "refused"}},
+            "old": {"crossing": {"found": "upstream", "said": "one process: RuntimeError"}},
         },
     },
     "split_rows torch": {
@@ -68,8 +69,10 @@ def text_of(**changes):
         "| windows | error [3] |  |",
         "2. PackingNotIsolated: mixers",
         "3. KeyError: x",
-        f"| {NAME} | 1 | 1 | 1 | 0 |",
+        f"| {NAME} | 1 | 1 | 1 | 1 | 0 |",
         f"- {NAME}, refused: `esm`",
+        f"- {NAME}, right if documents lie whole: `jamba`",
+        f"- {NAME}, upstream: `old`",
         f"| {NAME} | 2 | llama, ids | a layer's forward | 2,048 | 2,048 | 4,096 |",
         "Without evidence: long-rows-4.57.6.",
         "    python -m compat_matrix.ecosystem --stacks long-rows-5.23.0 long-rows-4.57.6",
@@ -89,7 +92,9 @@ def test_a_failure_is_on_the_page():
     assert row in off.splitlines() and f"**failed**: {NAME}, ulysses, 4 processes" in off.splitlines()
     leaking = {"llama": {"crossing": {"found": "WRONG", "said": "logits"}}}
     text = text_of(**{"ulysses_architectures": {"ok": False, "architectures": leaking}})
-    assert f"| {NAME} | 0 | 0 | 0 | 1 |" in text.splitlines() and f"- {NAME}, **wrong**: `llama`" in text.splitlines()
+    assert (
+        f"| {NAME} | 0 | 0 | 0 | 0 | 1 |" in text.splitlines() and f"- {NAME}, **wrong**: `llama`" in text.splitlines()
+    )
 
 
 def test_every_entry_of_the_stacks_is_of_an_engine_or_about_architectures():

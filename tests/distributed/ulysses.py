@@ -268,7 +268,8 @@ def tried(case: Case) -> dict[str, Any]:
         off = compared(case, patched=True)
     except Exception as error:
         said = f"{type(error).__name__}: {error}"
-        return {"found": "refused", "said": said, "ok": bool(case.refused) and case.refused in said}
+        ok = bool(case.refused) and case.refused in said
+        return {"found": "refused" if ok else "WRONG", "said": said, "ok": ok}
     ok = not case.refused and off["loss"] <= LOSS and off["gradient"] <= GRADIENT and off["weight"] <= WEIGHT
     return {"found": "right" if ok else "WRONG", "off_by": off, "ok": ok}
 

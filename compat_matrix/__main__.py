@@ -113,7 +113,7 @@ def report(results: dict[str, Environment | str], console: Console) -> None:
     console.print(table)
     for name, evidence in results.items():
         for failure in failures(evidence):
-            console.print(f"[red]{name}[/red] {failure}", highlight=False, soft_wrap=True)
+            console.print(f"[red]{name}[/red] {failure}", highlight=False, soft_wrap=True, emoji=False)  # a:sound:
 
 
 if __name__ == "__main__":

@@ -14,6 +14,9 @@ from .cells import Cell, Checked, Environment, Results, Upstream
 
 FORMAT = 2
 
+NOT_RUN = (["load"], ["alone"])
+"""What stands in the place of the points of an implementation that cannot be loaded, or fails on one document alone."""
+
 
 class Malformed(ValueError):
     """A file is not evidence. The message names the file and what was expected."""
@@ -142,7 +145,7 @@ def _checked(data: dict[str, Any], where: str) -> dict[str, Checked]:
 def _problems(run: Checked, counts: dict[str, Any], points: tuple[str, ...]) -> list[str]:
     """The reasons why one implementation is not ok."""
     problems = [f"{point}: {failure}" for point, failure in run.failures.items()]
-    if list(run.not_applicable) == ["load"] and set(counts) == {"n/a"}:
+    if list(run.not_applicable) in NOT_RUN and set(counts) == {"n/a"}:
         return problems
     total = run.ok + len(run.not_applicable) + len(run.failures)
     if total != len(points):

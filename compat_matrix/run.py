@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any, Callable
 
 from . import environments
-from .check.found import REFUSED_AND_PATCHED
+from .check.found import ALONE, REFUSED_AND_PATCHED
 from .results import FORMAT
 
 PARTS = ("without", "with")
@@ -83,8 +83,14 @@ def merged(version: environments.Version, without: dict[str, Any], with_flash: d
 
 
 def known_failure(architecture: str, transformers: str, cell: dict[str, Any]) -> dict[str, str]:
-    """The reason and link that xfail.toml has for a cell; empty unless every failure in it is the known one."""
-    failed = [what for run in cell.get("fa2patch", {}).values() for what in run.get("fail", {}).values()]
+    """The reason and link that xfail.toml has for a cell; empty unless every failure in it is the known one.
+
+    If no point was run, the failures are those of Transformers alone.
+    """
+    runs = list(cell.get("fa2patch", {}).values())
+    failed = [what for run in runs for what in run.get("fail", {}).values()]
+    if not any(run.get("ok") for run in runs):
+        failed += [run["n/a"][ALONE] for run in runs if ALONE in run.get("n/a", {})]
     for known in environments.tomllib.loads((environments.HERE / "xfail.toml").read_text())["xfail"]:
         minors = [minor for minor in known["versions"] if f"{transformers}.".startswith(f"{minor}.")]
         if (

@@ -14,12 +14,19 @@ import importlib
 import inspect
 import re
 import sys
+from collections.abc import Callable
 from typing import Any
 
 import torch
 
 from .tiny_configs import SETTINGS, VISION, VOCABULARY, made
 from .user_models import models
+
+MEDIA = (":picture", ":sound")
+"""``llava:picture`` is Llava with pictures in its rows (``tiny_media``); ``llava`` is its text side."""
+
+WITH_MEDIA: dict[str, tuple[Callable[[str], Any], Callable[..., Any]]] = {}
+"""For each of these families what finds its class and what makes its config. Importing ``tiny_media`` fills it."""
 
 SEEDS = (
     "llama", "mistral", "mixtral", "granite", "dbrx", "falcon", "gemma", "olmo", "phi", "phi3", "qwen2", "qwen2_moe",
@@ -36,9 +43,11 @@ TEXT_SIDES = (
 WITHOUT_ATTENTION = ("falcon_mamba", "mamba", "mamba2", "rwkv", "xlstm")
 """Language models without attention, which therefore claim no flash attention."""
 
-IN_DOUBLE_PRECISION = ("xlstm",)
-"""Models checked in float64. They exponentiate sums of gates, so that a thousandth of a float32 gradient is rounding,
-packed or not."""
+IN_DOUBLE_PRECISION = ("gemma4:picture", "xlstm")
+"""Models checked in float64, because up to a thousandth of a float32 gradient is rounding, packed or not.
+
+xLSTM exponentiates sums of gates. Gemma 4's tower adds up small gradients of the places of patches.
+"""
 
 MASKED = ":masked"
 """``bert:masked`` is BERT as an encoder with its masked-LM head; ``bert`` is BERT as a decoder."""
@@ -46,9 +55,9 @@ MASKED = ":masked"
 ENCODERS = tuple(
     f"{name}{MASKED}"
     for name in (
-        "albert", "bert", "camembert", "convbert", "data2vec-text", "distilbert", "electra", "ernie", "esm", "esmc",
-        "eurobert", "gte", "jina_embeddings_v3", "modernbert", "nomic_bert", "roberta", "roberta-prelayernorm",
-        "xlm-roberta", "xlm-roberta-xl", "xmod",
+        "albert", "bert", "camembert", "convbert", "data2vec-text", "deberta", "deberta-v2", "distilbert", "electra",
+        "ernie", "esm", "esmc", "eurobert", "gte", "jina_embeddings_v3", "modernbert", "mpnet", "nomic_bert", "roberta",
+        "roberta-prelayernorm", "xlm-roberta", "xlm-roberta-xl", "xmod",
     )
 )  # fmt: skip
 """Models with bidirectional attention."""
@@ -143,6 +152,14 @@ OVERRIDES: dict[str, dict[str, Any]] = {
     "granitemoehybrid": {"layer_types": ["mamba", "attention"]},
     "jamba": {"use_mamba_kernels": False, "attn_layer_offset": 1, "attn_layer_period": 2},
     **dict.fromkeys(["xmod", "xmod:masked"], {"default_language": "en_XX"}),
+    "deberta:masked": {"relative_attention": True, "pos_att_type": ["c2p", "p2c"]},
+    "deberta-v2:masked": {
+        "relative_attention": True,
+        "pos_att_type": ["c2p", "p2c"],
+        "position_buckets": 8,
+        "norm_rel_ebd": "layer_norm",
+    },
+    "mpnet:masked": {"pad_token_id": 1},
     "distilbert:masked": {"dim": 32, "hidden_dim": 48},
     "esmc:masked": {"num_key_value_heads": 4},
     "esm:masked": {"token_dropout": True, "mask_token_id": MASK_TOKEN, "position_embedding_type": "rotary"},
@@ -172,7 +189,7 @@ OVERRIDES: dict[str, dict[str, Any]] = {
 """Settings that cannot be chosen by the name of a config's argument."""
 
 NOT_FROM_ZERO = (
-    "camembert", "data2vec-text", "roberta", "roberta-prelayernorm", "xlm-roberta", "xlm-roberta-xl", "xmod",
+    "camembert", "data2vec-text", "mpnet", "roberta", "roberta-prelayernorm", "xlm-roberta", "xlm-roberta-xl", "xmod",
 )  # fmt: skip
 """Models that count positions from the padding id + 1 by default; documents alone get explicit position ids."""
 
@@ -196,9 +213,10 @@ ROUTERS = (".gate.weight", "router.layer.weight", "router.weight")
 def architectures() -> list[str]:
     """List the architectures of the installed Transformers, the fourteen seed families first.
 
-    They are decoders that claim flash attention, language models without attention, text sides and encoders.
+    They are decoders that claim flash attention, language models without attention, text sides, encoders, and models
+    with pictures or sound in their rows.
     """
-    names = {*_auto().MODEL_FOR_CAUSAL_LM_MAPPING_NAMES, *TEXT_SIDES, *WITHOUT_ATTENTION, *ENCODERS} - {
+    names = {*_auto().MODEL_FOR_CAUSAL_LM_MAPPING_NAMES, *TEXT_SIDES, *WITHOUT_ATTENTION, *ENCODERS, *WITH_MEDIA} - {
         *SEEDS,
         *OUT_OF_SCOPE,
     }
@@ -207,12 +225,17 @@ def architectures() -> list[str]:
 
 def first_position(model: Any) -> int:
     """The position of a document's first token."""
-    return SETTINGS["pad_token_id"] + 1 if model.config.model_type in NOT_FROM_ZERO else 0
+    return model.config.pad_token_id + 1 if model.config.model_type in NOT_FROM_ZERO else 0
 
 
 def is_encoder(architecture: str) -> bool:
     """Whether an architecture has bidirectional attention, and so no next token, no ``generate()`` and no cache."""
     return architecture.endswith(MASKED)
+
+
+def has_media(architecture: str) -> bool:
+    """Whether an architecture is checked with pictures or sound in its rows."""
+    return architecture.endswith(MEDIA)
 
 
 def _auto() -> Any:
@@ -234,7 +257,7 @@ def is_present(architecture: str) -> bool:
         if "Failed to import" in str(error):
             return False
         raise
-    if models.is_file(architecture) or architecture in (*WITHOUT_ATTENTION, *ENCODERS):
+    if models.is_file(architecture) or architecture in (*WITHOUT_ATTENTION, *ENCODERS) or has_media(architecture):
         return not _is_encoder_decoder(cls)
     modeling = sys.modules[cls.__module__]
     claims = any(getattr(cls, name, False) for name in ("_supports_flash_attn_2", "_supports_flash_attn"))
@@ -253,6 +276,8 @@ def model_class(architecture: str) -> Any:
     Raises:
         KeyError, AttributeError: The installed Transformers does not have it.
     """
+    if has_media(architecture):
+        return WITH_MEDIA[architecture][0](architecture)
     architecture = models.kind(architecture)
     transformers = importlib.import_module("transformers")
     if architecture in TEXT_SIDES:
@@ -276,6 +301,8 @@ def config_of(architecture: str, **changes: Any) -> Any:
         architecture: A model type, or the path of a config.json.
         changes: Arguments for the language model's part of the config.
     """
+    if has_media(architecture):
+        return WITH_MEDIA[architecture][1](architecture, **changes)
     cls = config_class(architecture)
     if models.is_file(architecture):
         return models.config_of(architecture, cls, **changes)

@@ -2,7 +2,7 @@
 
     python dpo.py --model NAME --data FILE.jsonl     (per line: prompt, chosen, rejected)
 
-To use TRL instead of your own loop, replace `trl.DPOTrainer` by `fa2patch.preference.trainer_class()`.
+To use TRL instead of your own loop, replace `trl.DPOTrainer` by `fa2patch.packed_trainer()`.
 """
 
 from __future__ import annotations

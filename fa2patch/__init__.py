@@ -19,11 +19,14 @@ __all__ = [
     "DataCollatorForMultimodalFlattening",
     "DataCollatorWithFlattening",
     "Fa2PatchError",
+    "LightningCallback",
     "Patch",
+    "TrainerCallback",
     "Verification",
     "apply",
     "architectures",
     "boundaries",
+    "packed_trainer",
     "packing",
     "preference",
     "register",
@@ -34,9 +37,12 @@ __all__ = [
 
 if TYPE_CHECKING:
     from . import packing, preference
+    from .callbacks.lightning import LightningCallback
+    from .callbacks.trainer import TrainerCallback
     from .data.collators import DataCollatorWithFlattening
     from .data.completion_only import DataCollatorForCompletionOnlyLM
     from .data.multimodal import DataCollatorForMultimodalFlattening
+    from .data.trainers import packed_trainer
     from .proof.result import Verification
     from .proof.verify import verify
 else:
@@ -44,7 +50,10 @@ else:
         "DataCollatorForCompletionOnlyLM": "data.completion_only",
         "DataCollatorForMultimodalFlattening": "data.multimodal",
         "DataCollatorWithFlattening": "data.collators",
+        "LightningCallback": "callbacks.lightning",
+        "TrainerCallback": "callbacks.trainer",
         "Verification": "proof.result",
+        "packed_trainer": "data.trainers",
         "verify": "proof.verify",
     }
 

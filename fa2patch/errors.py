@@ -1,4 +1,4 @@
-"""Errors, all subclasses of :class:`Fa2PatchError`, and two warnings.
+"""Errors, all subclasses of :class:`Fa2PatchError`, and three warnings.
 
 Every message says what was expected, what was found and what to do. Its last line is the address of the section about
 its class in the documentation. An error raised by ``apply`` leaves the model and every namespace unchanged. After an
@@ -134,6 +134,10 @@ class NothingProven(_Documented, UserWarning):
 
 class NothingPacked(_Documented, UserWarning):
     """A patched model was trained on several batches, and none of them said where documents start."""
+
+
+class StaysPadded(_Documented, UserWarning):
+    """Padded batches that should be computed packed are computed padded."""
 
 
 def message(error: BaseException) -> str:

@@ -45,3 +45,19 @@ def out_of_reach(device: torch.device) -> Iterator[None]:
         stack.enter_context(torch.enable_grad())
         stack.enter_context(torch.autograd.graph.saved_tensors_hooks(lambda x: x, lambda x: x))
         yield
+
+
+@contextlib.contextmanager
+def without_gradients() -> Iterator[None]:
+    """``torch.no_grad`` for a forward inside the caller's, which may run under autocast.
+
+    Autocast keeps the casts of weights for all forwards in its context. One that was made here would have no gradient,
+    and the caller's forward would use it.
+    """
+    kept = torch.is_autocast_cache_enabled()
+    torch.set_autocast_cache_enabled(False)
+    try:
+        with torch.no_grad():
+            yield
+    finally:
+        torch.set_autocast_cache_enabled(kept)

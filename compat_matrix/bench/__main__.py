@@ -11,7 +11,7 @@ from typing import Any, Callable
 
 from ..screen import BarColumn, Console, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
-PARTS = ("startup", "syncs", "kernels", "overhead", "mixers", "training", "sharing", "packing")
+PARTS = ("startup", "syncs", "kernels", "overhead", "mixers", "training", "sharing", "embeddings", "packing")
 RESULTS = Path(__file__).parent / "results"
 ENVIRONMENTS = Path(__file__).parents[2] / ".compat"
 COMMAND = "python -m compat_matrix.bench"
@@ -78,6 +78,10 @@ def measuring(part: str, given: argparse.Namespace) -> Callable[[Progress], Any]
         from . import sharing
 
         return lambda progress: sharing.measure(progress, given.quick)
+    if part == "embeddings":
+        from . import embeddings
+
+        return lambda progress: embeddings.measure(progress, given.environments, quick=given.quick)
     if part == "packing":
         from . import packing
 

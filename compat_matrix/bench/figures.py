@@ -14,7 +14,7 @@ from .table import Found
 
 HERE = Path(__file__).parent
 COMMAND = "python -m compat_matrix.bench.figures"
-PARTS = ("startup", "syncs", "kernels", "overhead", "mixers", "training", "sharing", "packing")
+PARTS = ("startup", "syncs", "kernels", "overhead", "mixers", "training", "sharing", "embeddings", "packing")
 OWED = (
     "There are no GPU figures yet. `python -m compat_matrix.bench.gpu --out FOLDER` makes "
     "FOLDER/gpu.json. Commit it as results/gpu.json."
@@ -28,6 +28,7 @@ WHAT = {
     "mixers": "Packed rows of hybrid models compared with their documents run one by one.",
     "training": "Training on the same mini-batches, padded and packed.",
     "sharing": "One prompt with many completions: padded, packed, and packed with the prompt once.",
+    "embeddings": "sentence-transformers: encode and a training step, padded and patched.",
     "packing": "Planners decide which examples share a row: fa2patch's, TRL's and axolotl's on the same lengths.",
     "gpu": "Models of published sizes with random weights.",
 }

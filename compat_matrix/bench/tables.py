@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Callable
 
-from . import packing_table
+from . import embeddings_table, packing_table
 from .table import Found, Table
 
 
@@ -255,6 +255,7 @@ MAKE: dict[str, Callable[[Found], list[Table]]] = {
     "mixers": mixers,
     "training": training,
     "sharing": sharing,
+    "embeddings": embeddings_table.tables,
     "packing": packing,
     "gpu": gpu,
 }

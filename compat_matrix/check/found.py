@@ -29,6 +29,9 @@ NO_SUCH_IMPLEMENTATION = (
 )
 """Parts of the errors that Transformers raises if an architecture does not have an implementation."""
 
+ALONE = "alone"
+"""In the place of the points of an implementation with which Transformers alone fails on one document: its error."""
+
 REFUSED_AND_PATCHED = "refused with one attn_implementation, patched with another"
 """The error of an architecture whose support depends on the implementation that it is loaded with."""
 
@@ -50,6 +53,7 @@ def cell(architecture: str, implementations: tuple[str, ...], points: list[str])
     from .. import tiny_models
     from . import upstream
     from .cell import Cell
+    from .points import media
 
     loaded = {}
     unloadable = {}
@@ -78,6 +82,17 @@ def cell(architecture: str, implementations: tuple[str, ...], points: list[str])
                 **result,
                 "error": f"{implementation}: {type(error).__name__}: {fa2patch.errors.message(error)}"[:400],
             }
+        if tiny_models.has_media(architecture):
+            try:
+                fa2patch.DataCollatorForMultimodalFlattening(model)
+            except fa2patch.errors.CollatorError as error:
+                result["refused"] = f"{type(error).__name__}: {error.message}"
+                del result["seam"]
+                continue
+            failure = media.failure_alone(cell)
+            if failure:
+                result["fa2patch"][implementation] = {"n/a": {ALONE: failure}}
+                continue
         skipped = _skipped(cell, result["seam"], first=implementation == next(iter(loaded)))
         result["fa2patch"][implementation] = _results(cell, points, skipped)
     if "refused" not in result:
@@ -101,6 +116,8 @@ def _skipped(cell: Any, seam: list[str], first: bool) -> dict[str, str]:
     """The points that are not run, with the reason."""
     from .. import tiny_models
 
+    if tiny_models.has_media(cell.family):
+        return {}
     if {*seam} - {"mixer"} != {"interface"} or cell.family.endswith(".json"):
         return {}
     again = not first or cell.implementation == "flash_attention_2"
@@ -115,17 +132,22 @@ def _results(cell: Any, points: list[str], skipped: dict[str, str]) -> dict[str,
 
     from fa2patch.errors import message
 
+    from .. import tiny_models
     from .cell import NotApplicable
-    from .points import POINTS
+    from .points import POINTS, media
 
+    run = media.POINTS if tiny_models.has_media(cell.family) else POINTS
     counts: dict[str, Any] = {"ok": 0, "n/a": {}, "fail": {}}
     for name in points:
         if name in skipped:
             counts["n/a"][name] = skipped[name]
             continue
+        if name not in run:
+            counts["n/a"][name] = media.ON_TEXT
+            continue
         try:
             torch.manual_seed(0)
-            POINTS[name](cell)
+            run[name](cell)
             counts["ok"] += 1
         except NotApplicable as reason:
             counts["n/a"][name] = str(reason)

@@ -14,7 +14,7 @@ from typing import Any
 from .. import environments
 from ..screen import Console, Table
 from . import distributed
-from .stacks import HERE, Stack, stacks
+from .stacks import HERE, Stack, checked
 
 ROOT = HERE.parents[1]
 EVIDENCE = HERE / "evidence"
@@ -30,7 +30,7 @@ def main(arguments: list[str] | None = None) -> int:
     Returns:
         The exit code: 1 if any check failed.
     """
-    known = stacks()
+    known = checked()
     parser = argparse.ArgumentParser(prog="python -m compat_matrix.ecosystem", description=__doc__)
     parser.add_argument("--stacks", nargs="+", choices=known, metavar="S", default=[*known], help=", ".join(known))
     parser.add_argument("--checks", nargs="+", metavar="C", help="default: all; the others' evidence is kept")

@@ -15,7 +15,7 @@ from . import page_long_rows
 from .page_cells import number, word
 from .page_distributed import TRAINED, two_processes
 from .page_fused import NAMED, fused_losses
-from .stacks import HERE, stacks
+from .stacks import HERE, checked, stacks
 
 EVIDENCE = HERE / "evidence"
 PAGE = HERE / "ECOSYSTEM.md"
@@ -55,13 +55,13 @@ def parted(by_stack: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
 def pages(found: dict[str, Evidence]) -> dict[Path, str]:
     """Return the text of each page."""
     of_ecosystem, of_long_rows = parted(found)
-    _, known = parted(stacks())
+    _, known = parted(checked())
     return {PAGE: page(of_ecosystem), LONG_ROWS: page_long_rows.page(of_long_rows, known, COMMAND, TOLD)}
 
 
 def page(found: dict[str, Evidence]) -> str:
     """Return the text of ECOSYSTEM.md."""
-    known, _ = parted(stacks())
+    known, _ = parted(checked())
     parts = [
         f"<!-- Made by {COMMAND}.page from evidence/*.json: do not edit. -->",
         "# With Trainer, TRL, PEFT, DDP, FSDP2 and DeepSpeed",

@@ -45,3 +45,8 @@ def stacks() -> dict[str, Stack]:
             name, environments.Version(name, pins=pins, **settings), trl, variables, distributed, checks
         )
     return found
+
+
+def checked() -> dict[str, Stack]:
+    """Return the blocks that ``python -m compat_matrix.ecosystem`` checks. The others are for tests of integrations."""
+    return {name: stack for name, stack in stacks().items() if stack.checks != () or stack.distributed}

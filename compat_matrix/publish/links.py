@@ -4,7 +4,8 @@ from __future__ import annotations
 
 REPOSITORY = "https://github.com/fa2patch/fa2patch"
 FOLDER = f"{REPOSITORY}/blob/main/compat_matrix"
-PAGE = "https://fa2patch.github.io/fa2patch/matrix.html"
+DOCS = "https://fa2patch.github.io/fa2patch"
+PAGE = f"{DOCS}/matrix.html"
 
 
 def address(architecture: str, environment: str) -> str:

@@ -18,7 +18,7 @@ _QUIRKS = {"adjust": "options adjusted", "queries": "queries scaled", "refuse": 
 LEGEND = (
     "attention: every layer gets the documents' boundaries at its seam. mixers: layers that carry state along the row "
     "run document by document, or get the boundaries. Isolated in: the minors whose evidence shows it. "
-    "Encoder-decoders and models of images or sound are refused."
+    "llava:picture: with pictures in its rows. Encoder-decoders, and models of pictures or sound alone, are refused."
 )
 
 
@@ -38,7 +38,7 @@ def architectures(model: str | None, as_json: bool) -> None:
         rest = others([row["model_type"] for row in found])
     else:
         name = _one(model)
-        found = [row for row in found if row["model_type"].partition(MASKED)[0] == name.partition(MASKED)[0]]
+        found = [row for row in found if row["model_type"].partition(":")[0] == name.partition(":")[0]]
     if as_json:
         shown = {"transformers": transformers.__version__, "architectures": found, "without_evidence": rest}
         click.echo(json.dumps(shown, indent=1))
@@ -66,7 +66,7 @@ def rows(version: str) -> Iterator[dict[str, Any]]:
         minor = evidence.minors()[-1]
     for name, states in evidence.architectures().items():
         state, what = evidence.state_in(minor, states)
-        if name.partition(MASKED)[0] not in installed or state == "absent":
+        if name.partition(":")[0] not in installed or state == "absent":
             continue
         isolated = [each for each in evidence.minors() if evidence.state_in(each, states)[0] == "ok"]
         yield {

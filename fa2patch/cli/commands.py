@@ -31,13 +31,15 @@ for command in (verify, doctor, status, kernels, architectures, matrix):
 @main.command(context_settings={"ignore_unknown_options": True, "allow_interspersed_args": False})
 @click.option("--kernel", default="auto", show_default=True, help="As for fa2patch.apply.")
 @click.option("--collate", is_flag=True, help="Flatten what a Trainer's standard padding collators make for training.")
+@click.option("--pack/--no-pack", default=True, help="Compute padded batches of TRL's DPO, GRPO and alike packed.")
 @click.option("--quiet", is_flag=True, help="Say what is left alone, and why, and nothing else.")
 @click.argument("command", nargs=-1, required=True, type=click.UNPROCESSED, metavar="SCRIPT|-m MODULE [ARGS]...")
-def run(kernel: str, collate: bool, quiet: bool, command: tuple[str, ...]) -> None:
+def run(kernel: str, collate: bool, pack: bool, quiet: bool, command: tuple[str, ...]) -> None:
     """Run a script, a module or an installed command (trl sft ...) with every language model in it patched.
 
     A model that the script, or a Python that it starts, gets from from_pretrained or from_config is patched as it is
-    made, and a line on stderr says so. Models that cannot be patched are named and left alone. Everything else is as
+    made, and a line on stderr says so. So are models that a Trainer, its model_init or sentence-transformers make.
+    Models that cannot be patched are named and left alone. Everything else is as
     with python SCRIPT. A Python of another environment inherits PYTHONPATH, but nothing is patched or imported there.
     With torchrun or accelerate: torchrun ... -m fa2patch run SCRIPT, or fa2patch run torchrun ...
     SCRIPT.
@@ -48,6 +50,6 @@ def run(kernel: str, collate: bool, quiet: bool, command: tuple[str, ...]) -> No
     if command[0].startswith("-") and command[0] not in ("-m", "-"):
         raise click.NoSuchOption(command[0])
     try:
-        start(command, Options(kernel, collate, quiet))
+        start(command, Options(kernel, collate, quiet, pack))
     except Fa2PatchError as error:
         raise click.UsageError(str(error)) from None

@@ -14,23 +14,20 @@ import torch
 
 from ..documents.names import IGNORED_LABEL
 from ..errors import CollatorError
+from . import loss_weights
+from .document_labels import one_per_document, without_targets
 from .flattening import (
     IDS,
     Array,
     Columns,
-    as_numbers,
     concatenate,
     counted,
     document_lengths,
-    given,
     integer,
     read,
     require_same_keys,
     require_visible_starts,
 )
-
-TARGETS = ("labels", "label", "label_ids")
-"""Column names under which datasets store one label per document."""
 
 
 @dataclass
@@ -57,10 +54,13 @@ class DataCollatorWithFlattening:
             columns that the examples do not have are ignored.
         document_labels: ``labels`` (or ``label``, ``label_ids``) holds one class, number or list of numbers per
             document instead of one label per token, for sequence classification.
+        loss_weights: With ``"document"``, every document has the same weight in the loss of a patched causal LM,
+            however many tokens it has. By default every token has the same weight.
 
     Raises:
         CollatorError: ``pad_to_multiple_of`` is below 1, another option that must be an integer is not one,
-            ``loss_masks`` is a string, or ``loss_masks`` and ``document_labels`` are used together.
+            ``loss_masks`` is a string, ``loss_weights`` is unknown, or ``document_labels`` is used together with one of
+            these two.
     """
 
     return_tensors: str = "pt"
@@ -73,6 +73,7 @@ class DataCollatorWithFlattening:
     pad_token_id: int = 0
     loss_masks: Sequence[str] = ()
     document_labels: bool = False
+    loss_weights: str | None = None
 
     def __post_init__(self) -> None:
         integer("position_ids_start", self.position_ids_start)
@@ -87,6 +88,9 @@ class DataCollatorWithFlattening:
             raise CollatorError(f"loss_masks: expected names of columns, found {self.loss_masks!r}. Put it in a list.")
         if self.loss_masks and self.document_labels:
             raise CollatorError("loss_masks choose among labels of tokens: leave them out with document_labels=True.")
+        loss_weights.check(self.loss_weights)
+        if self.loss_weights and self.document_labels:
+            raise CollatorError("loss_weights are of labels of tokens: leave them out with document_labels=True.")
 
     def __call__(
         self, features: Iterable[Mapping[str, Any]], return_tensors: str | None = None, separator_id: int | None = None
@@ -117,7 +121,8 @@ class DataCollatorWithFlattening:
             ``max_length_k``: int. Other keys: ``[1, T]``, int64 (from integers and booleans) or float32. With
             ``document_labels``, ``labels`` is int64 or float32 ``[documents]``, or float32 ``[documents, numbers]``,
             without an entry for the padding; if ``pad_to_multiple_of`` is set too, ``attention_mask`` is int64
-            ``[1, T]``, 0 in the padding.
+            ``[1, T]``, 0 in the padding. With ``loss_weights``: ``labels`` have one entry for each document, no token;
+            ``loss_labels``, int64 ``[1, T]``, are the labels, and ``loss_weights``, float32 ``[1, T]``, their weights.
 
         Raises:
             CollatorError: There are no examples, an example is empty, ``input_ids`` are missing, a key is in only
@@ -152,12 +157,12 @@ class DataCollatorWithFlattening:
         """Return everything in the batch that is a tensor, as arrays."""
         targets: list[Columns] = []
         if self.document_labels:
-            features, targets = _without_targets(features)
+            features, targets = without_targets(features)
         examples = self._examples(features)
         tokens = sum(len(example["input_ids"]) for example in examples)
         examples += self._padding(tokens, examples[0])
         documents = [document_lengths(example) for example in examples]
-        labels = _one_per_document(targets, documents)
+        labels = one_per_document(targets, documents)
         if not (self.return_flash_attn_kwargs or self.return_seq_idx):
             require_visible_starts(examples)
         row = {key: concatenate([example[key] for example in examples]) for key in examples[0]}
@@ -180,6 +185,12 @@ class DataCollatorWithFlattening:
         if self.return_flash_attn_kwargs:
             arrays["cu_seq_lens_q"] = arrays["cu_seq_lens_k"] = cu_seq_lens.astype(np.int32)
         arrays.update({key: values[None] for key, values in row.items() if key not in IDS})
+        if self.loss_weights:
+            weighted = loss_weights.by_document(row["labels"], lengths)
+            made = [key for key in weighted if key in arrays and key not in IDS]
+            if made:
+                raise CollatorError(f"{made[0]} is made by the collator. Remove it from the examples.")
+            arrays.update({key: values[None] for key, values in weighted.items()})
         return arrays
 
     def _examples(self, features: Iterable[Mapping[str, Any]]) -> list[Columns]:
@@ -209,42 +220,3 @@ class DataCollatorWithFlattening:
         padding["input_ids"] = np.full(length, self.pad_token_id, dtype=np.int64)
         padding["position_ids"] = counted([length], self.position_ids_start)
         return [padding]
-
-
-def _without_targets(features: Iterable[Mapping[str, Any]]) -> tuple[list[dict[str, Any]], list[Columns]]:
-    """Split examples into their columns and their document labels, ``{"labels": ...}`` or ``{}``."""
-    rest, targets = [], []
-    for index, feature in enumerate(features):
-        found = given(index, feature)
-        named = [name for name in TARGETS if name in found]
-        if len(named) > 1:
-            raise CollatorError(f"example {index}: labels under more than one name: {', '.join(named)}. Keep one.")
-        values = [as_numbers(index, name, found.pop(name), "one label per document") for name in named]
-        rest.append(found)
-        targets.append({"labels": values[0]} if values else {})
-    return rest, targets
-
-
-def _one_per_document(targets: Sequence[Columns], documents: Sequence[tuple[int, ...]]) -> Array | None:
-    """Return labels ``[documents]`` or ``[documents, numbers]``, or None if no example has any.
-
-    Args:
-        targets: The labels of each example, as ``_without_targets`` returns them.
-        documents: The lengths of each example's documents. The padding may follow; it has no labels.
-    """
-    if not any(targets):
-        return None
-    require_same_keys(targets)
-    arrays = [np.atleast_1d(target["labels"]) for target in targets]
-    if any(len(array) != len(lengths) for array, lengths in zip(arrays, documents)):
-        # If an example has one document, its list of numbers holds several targets of that document.
-        single = [array[None] if len(lengths) == 1 else array for array, lengths in zip(arrays, documents)]
-        for index, (array, lengths) in enumerate(zip(single, documents)):
-            if len(array) != len(lengths) or array.ndim != 2 or array.shape[1:] != single[0].shape[1:]:
-                raise CollatorError(
-                    f"example {index}: labels of shape {targets[index]['labels'].shape} for {len(lengths)} documents. "
-                    "Expected one number for each document, or in all examples equally many numbers for each."
-                )
-        arrays = single
-    joined = np.concatenate(arrays)
-    return joined.astype(np.float32 if joined.dtype.kind == "f" or joined.ndim == 2 else np.int64)

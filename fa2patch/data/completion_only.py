@@ -1,12 +1,12 @@
 """Collator for training on completions only.
 
-It has the interface of the collator in TRL 0.10.1 to 0.19.1 and works with any TRL version or without TRL.
+It has the interface of the collator in TRL up to 0.19.1 and works with any TRL version or without TRL.
 """
 
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, MutableMapping, Sequence
 from typing import Any, Union
 
 import numpy as np
@@ -14,11 +14,14 @@ import torch
 
 from ..documents.names import IGNORED_LABEL
 from ..errors import CollatorError
+from . import loss_weights as weights
+from . import templates
 from .collators import DataCollatorWithFlattening
 from .flattening import Array, Columns, integer, read, require_same_keys
+from .padding import as_encoding, padded
 
 Template = Union[str, Sequence[int]]
-_Span = tuple[int, int]
+Example = Union[Mapping[str, Any], Sequence[int]]
 
 
 class DataCollatorForCompletionOnlyLM:
@@ -35,14 +38,19 @@ class DataCollatorForCompletionOnlyLM:
         tokenizer: Needed for templates given as text. It must have ``encode(text, add_special_tokens=False)`` and
             ``decode(ids, clean_up_tokenization_spaces=False)``. Its ``pad_token_id`` is used for padding, and its
             ``padding_side`` for a padded batch.
-        mlm: Must be False. The parameter exists only to match TRL's signature.
+        mlm: Must be False.
         ignore_index: Label of tokens that are not in the loss.
-        padding_free: Return one packed row. If False, return a padded batch with an ``attention_mask``.
+        padding_free: Return one packed row. By default a padded batch with an ``attention_mask`` is returned.
         pad_to_multiple_of: Pad the row, or the rows of a padded batch, to a multiple of this many tokens.
         return_tensors: ``"pt"`` or ``"np"``.
-        return_flash_attn_kwargs, return_seq_idx: See :class:`fa2patch.DataCollatorWithFlattening`. Only for
+        return_flash_attn_kwargs: Whether ``padding_free=True`` returns ``cu_seq_lens_*`` and ``max_length_*``. None
+            returns ``cu_seq_lens_*`` as TRL 0.16 to 0.19 does, int32 ``[1, documents + 1]``. True returns them as
+            :class:`fa2patch.DataCollatorWithFlattening` does, int32 ``[documents + 1]``, which flash attention takes.
+        return_seq_idx, position_ids_start: See :class:`fa2patch.DataCollatorWithFlattening`. Only for
             ``padding_free=True``.
-        position_ids_start: See :class:`fa2patch.DataCollatorWithFlattening`.
+        loss_weights: See :class:`fa2patch.DataCollatorWithFlattening`. Labels outside the loss are then -100.
+        mlm_probability, mask_replace_prob, random_replace_prob, whole_word_mask, seed, tf_experimental_compile: TRL's
+            class accepts them too. They have no effect, because ``mlm`` is False.
 
     Raises:
         CollatorError: A template is empty, a template is text and there is no tokenizer, ``mlm`` is True, or another
@@ -57,12 +65,19 @@ class DataCollatorForCompletionOnlyLM:
         mlm: bool = False,
         *,
         ignore_index: int = -100,
-        padding_free: bool = True,
+        padding_free: bool = False,
         pad_to_multiple_of: int | None = None,
         return_tensors: str = "pt",
-        return_flash_attn_kwargs: bool = False,
+        return_flash_attn_kwargs: bool | None = None,
         return_seq_idx: bool = False,
         position_ids_start: int = 0,
+        mlm_probability: float | None = 0.15,
+        mask_replace_prob: float = 0.8,
+        random_replace_prob: float = 0.1,
+        whole_word_mask: bool = False,
+        seed: int | None = None,
+        tf_experimental_compile: bool = False,
+        loss_weights: str | None = None,
     ) -> None:
         if mlm:
             raise CollatorError("mlm=True masks tokens at random, which is not training on completions. Leave it out.")
@@ -73,21 +88,20 @@ class DataCollatorForCompletionOnlyLM:
             self._encoded("instruction_template", instruction_template) if instruction_template is not None else None
         )
         self.ignore_index = integer("ignore_index", ignore_index)
+        self.loss_weights = loss_weights
         self.padding_free = padding_free
-        pad = getattr(tokenizer, "pad_token_id", None)
-        self.flatten = DataCollatorWithFlattening(
-            return_tensors=return_tensors,
-            separator_id=self.ignore_index,
-            return_flash_attn_kwargs=return_flash_attn_kwargs,
-            return_seq_idx=return_seq_idx,
-            position_ids_start=position_ids_start,
-            pad_to_multiple_of=pad_to_multiple_of,
-            pad_token_id=0 if pad is None else pad,
-        )
+        self.pad_to_multiple_of = pad_to_multiple_of
+        self.return_tensors = return_tensors
+        self.return_flash_attn_kwargs = return_flash_attn_kwargs
+        self.return_seq_idx = return_seq_idx
+        self.position_ids_start = position_ids_start
+        # TRL's class and its subclasses have these attributes
+        self.mlm, self.mlm_probability, self.whole_word_mask, self.seed = False, mlm_probability, whole_word_mask, seed
+        self.mask_replace_prob, self.random_replace_prob = mask_replace_prob, random_replace_prob
+        self.tf_experimental_compile = tf_experimental_compile
+        self._flatten()
 
-    def __call__(
-        self, features: Iterable[Mapping[str, Any] | Sequence[int]], return_tensors: str | None = None
-    ) -> dict[str, Any]:
+    def __call__(self, features: Iterable[Example], return_tensors: str | None = None) -> MutableMapping[str, Any]:
         """Return one packed row of T tokens, or a padded batch ``[examples, longest]``.
 
         Args:
@@ -97,10 +111,11 @@ class DataCollatorForCompletionOnlyLM:
             return_tensors: Overrides the option ``return_tensors`` for this call.
 
         Returns:
-            ``input_ids``, ``labels`` and ``position_ids``: int64 ``[1, T]``, and the keys that the options add. The
-            first label of each document is ``ignore_index``. With ``padding_free=False``: ``input_ids``,
-            ``attention_mask`` and ``labels``, int64 ``[examples, longest]``. Other columns of the examples, with one
-            number per token, are returned too.
+            A dict, or a ``BatchEncoding`` of Transformers if there is a tokenizer and the batch has no lengths. By
+            default: ``input_ids``, ``attention_mask`` and ``labels``, int64 ``[examples, longest]``. With
+            ``padding_free=True``: ``input_ids``, ``labels`` and ``position_ids``, int64 ``[1, T]``, and the keys that
+            the options add. The first label of each document is then ``ignore_index``. Other columns of the examples,
+            with one number per token, are returned too.
 
         Raises:
             CollatorError: An example cannot be read, ``return_tensors`` is unknown, or a padded batch needs padding and
@@ -110,16 +125,55 @@ class DataCollatorForCompletionOnlyLM:
             UserWarning: A template is not found in an example, so none of the example's tokens are in the loss. The
                 warning gives the example's index in the batch.
         """
-        mappings = (f if isinstance(f, Mapping) else {"input_ids": f} for f in features)
-        examples = [read(index, feature, self.flatten.position_ids_start) for index, feature in enumerate(mappings)]
+        framework = self._flatten().framework(return_tensors)
+        return self.torch_call(features) if framework == "pt" else self.numpy_call(features)
+
+    def torch_call(self, examples: Iterable[Example]) -> MutableMapping[str, Any]:
+        """Return the batch as torch tensors. A subclass of TRL's collator may override this method."""
+        return self._batch(examples, "pt")
+
+    def numpy_call(self, examples: Iterable[Example]) -> MutableMapping[str, Any]:
+        """Return the batch as numpy arrays."""
+        return self._batch(examples, "np")
+
+    def tf_call(self, examples: Iterable[Example]) -> MutableMapping[str, Any]:
+        """Raise :class:`CollatorError`. TRL's class has this method for TensorFlow."""
+        raise CollatorError("tf_call: expected torch_call or numpy_call, because fa2patch makes no TensorFlow tensors.")
+
+    def _flatten(self) -> DataCollatorWithFlattening:
+        pad = getattr(self.tokenizer, "pad_token_id", None)
+        return DataCollatorWithFlattening(
+            return_tensors=self.return_tensors,
+            separator_id=self._ignored,
+            return_flash_attn_kwargs=self.return_flash_attn_kwargs is not False,
+            return_seq_idx=self.return_seq_idx,
+            position_ids_start=self.position_ids_start,
+            pad_to_multiple_of=self.pad_to_multiple_of,
+            pad_token_id=0 if pad is None else pad,
+            loss_weights=self.loss_weights,
+        )
+
+    @property
+    def _ignored(self) -> int:
+        return IGNORED_LABEL if self.loss_weights else self.ignore_index
+
+    def _batch(self, features: Iterable[Example], framework: str) -> MutableMapping[str, Any]:
+        if not isinstance(features, Iterable):
+            raise CollatorError(f"expected a list of examples, found {type(features).__name__}.")
+        named = [one if isinstance(one, Mapping) else {"input_ids": one} for one in features]
+        examples = [read(index, one, self.position_ids_start) for index, one in enumerate(named)]
         require_same_keys(examples)
         for index, example in enumerate(examples):
             example["labels"] = self._labels(index, example)
-        if not self.padding_free:
-            return self._padded(examples, self.flatten.framework(return_tensors))
-        batch = self.flatten(examples, return_tensors)
+        batch = self._row(examples, framework) if self.padding_free else self._padded(examples, framework)
+        return batch if self.tokenizer is None else as_encoding(batch)
+
+    def _row(self, examples: Sequence[Columns], framework: str) -> dict[str, Any]:
+        batch = self._flatten()(examples, framework)
         tokens = sum(len(example["input_ids"]) for example in examples)
-        batch["labels"][:, tokens:] = self.ignore_index
+        batch["labels"][:, tokens:] = self._ignored
+        if self.return_flash_attn_kwargs is None:
+            batch["cu_seq_lens_q"] = batch["cu_seq_lens_k"] = batch["cu_seq_lens_q"][None]
         return batch
 
     def _encoded(self, name: str, template: Template) -> list[int]:
@@ -136,8 +190,8 @@ class DataCollatorForCompletionOnlyLM:
 
     def _labels(self, index: int, example: Columns) -> Array:
         ids = example["input_ids"]
-        templates = self.response_template, self.instruction_template
-        text = self._decode(ids) if any(isinstance(template, str) for template in templates) else ""
+        both = self.response_template, self.instruction_template
+        text = self._decode(ids) if any(isinstance(template, str) for template in both) else ""
         responses = self._spans(ids, self.response_template, self.response_token_ids, text)
         if not responses:
             self._warn(index, "response_template", self.response_template, ids)
@@ -157,38 +211,12 @@ class DataCollatorForCompletionOnlyLM:
                 learned[start:end] = False
         given = example.get("labels", ids)
         learned &= (given != self.ignore_index) & (given != IGNORED_LABEL)
-        return np.where(learned, given, self.ignore_index)
+        return np.where(learned, given, self._ignored)
 
-    def _spans(self, ids: Array, template: Template, token_ids: list[int], text: str) -> list[_Span]:
-        """Return the token spans ``(start, end)`` of the template in the ids, or in their text, in order."""
-        length = len(token_ids)
-        windows = np.lib.stride_tricks.sliding_window_view(ids, length) if len(ids) >= length else ids[:0, None]
-        spans = [(int(at), int(at) + length) for at in np.flatnonzero((windows == token_ids).all(axis=1))]
-        if not isinstance(template, str) or text.count(template) <= len(spans):
-            return spans
-        return self._spans_in_text(ids, template, text)
-
-    def _spans_in_text(self, ids: Array, template: str, text: str) -> list[_Span]:
-        spans = []
-        at = text.find(template)
-        while at >= 0:
-            end = at + len(template)
-            # A token that overlaps the template belongs to it at both ends.
-            spans.append((self._tokens_up_to(ids, at, inside=False), self._tokens_up_to(ids, end, inside=True)))
-            at = text.find(template, end)
-        return spans
-
-    def _tokens_up_to(self, ids: Array, characters: int, inside: bool) -> int:
-        """Count the tokens of the first ``characters``; ``inside`` counts a token that crosses the end of them too."""
-        low, high = 0, len(ids)
-        while low < high:
-            middle = (low + high + (not inside)) // 2
-            made = len(self._decode(ids[:middle]))
-            if inside:
-                low, high = (low, middle) if made >= characters else (middle + 1, high)
-            else:
-                low, high = (middle, high) if made <= characters else (low, middle - 1)
-        return low
+    def _spans(self, ids: Array, template: Template, token_ids: list[int], text: str) -> list[templates.Span]:
+        if isinstance(template, str):
+            return templates.of_text(ids, template, token_ids, text, self._decode)
+        return templates.of_ids(ids, token_ids)
 
     def _decode(self, ids: Array) -> str:
         text: str = self.tokenizer.decode(ids.tolist(), clean_up_tokenization_spaces=False)
@@ -200,27 +228,16 @@ class DataCollatorForCompletionOnlyLM:
             f"example {index} of the batch ({len(ids)} tokens{begins}): {name} {template!r} not found, so none of its "
             "tokens are in the loss. Check that the text holds the template and is not truncated before it.",
             UserWarning,
-            stacklevel=4,
+            stacklevel=6,
         )
 
     def _padded(self, examples: Sequence[Columns], framework: str) -> dict[str, Any]:
-        pad = getattr(self.tokenizer, "pad_token_id", None)
-        lengths = [len(example["input_ids"]) for example in examples]
-        if not lengths:
-            raise CollatorError("expected at least one example, found an empty batch.")
-        if pad is None and len(set(lengths)) > 1:
-            raise CollatorError("padding_free=False needs a tokenizer with a pad_token_id. Set tokenizer.pad_token.")
-        multiple = self.flatten.pad_to_multiple_of or 1
-        width = -(-max(lengths) // multiple) * multiple
-        fill = {"input_ids": 0 if pad is None else pad, "labels": self.ignore_index}
+        columns = [{"attention_mask": np.ones_like(one["input_ids"]), **one} for one in examples]
+        fill = {"input_ids": getattr(self.tokenizer, "pad_token_id", None), "labels": self._ignored}
         left = getattr(self.tokenizer, "padding_side", "right") == "left"
-
-        def padded(values: Array, value: int) -> Array:
-            missing = width - len(values)
-            return np.pad(values, (missing, 0) if left else (0, missing), constant_values=value)
-
-        columns = [{"attention_mask": np.ones_like(example["input_ids"]), **example} for example in examples]
-        order = ["input_ids", "attention_mask", "labels"]
-        order += [key for key in columns[0] if key not in order]
-        batch = {key: np.stack([padded(one[key], fill.get(key, 0)) for one in columns]) for key in order}
+        batch = padded(columns, fill, self.pad_to_multiple_of or 1, left)
+        if self.loss_weights:
+            shape = batch["labels"].shape
+            weighted = weights.by_document(batch["labels"].flatten(), [shape[1]] * shape[0])
+            batch.update({key: values.reshape(shape) for key, values in weighted.items()})
         return batch if framework == "np" else {key: torch.from_numpy(values) for key, values in batch.items()}

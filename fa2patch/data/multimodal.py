@@ -1,4 +1,4 @@
-"""Collator that packs examples with pictures, as processors of the Qwen-VL family and similar models return them."""
+"""Collator that packs examples with pictures, films and sound, as processors return them."""
 
 from __future__ import annotations
 
@@ -8,21 +8,24 @@ from typing import Any
 import numpy as np
 import torch
 
-from ..documents.names import GRIDS, IGNORED_LABEL, PICTURES
+from ..documents.media import MediaRow
+from ..documents.names import GRIDS, IGNORED_LABEL
 from ..errors import CollatorError
+from ..upstream import inspecting
 from .collators import DataCollatorWithFlattening
-from .flattening import Array, Columns, given, read, require_same_keys
-from .rope_index import SECONDS, TYPES, RopeIndex
+from .flattening import Columns, given, read, require_same_keys
+from .media import Table, joined, require_alike, require_the_same_keys, split
+from .placeholders import Placeholders
+from .rope_index import TYPES, RopeIndex, path_of
 
 _MADE_HERE = ("position_ids", "seq_lengths", "rope_deltas")
 
 
 class DataCollatorForMultimodalFlattening:
-    """Concatenate the examples of a mini-batch, with their pictures and films, into one row without padding.
+    """Concatenate the examples of a mini-batch, with their pictures, films and sound, into one row without padding.
 
-    The collator is for models with position ids on several axes (mRoPE) and their own ``get_rope_index``: Qwen2-VL,
-    Qwen2.5-VL, Qwen3-VL, Qwen3.5, GLM-4V and similar models. ``get_rope_index`` is called separately for each document
-    that has pictures.
+    A table of the keys that processors return says how the entries of examples become those of a row. In models with
+    position ids on several axes (mRoPE) the model's own ``get_rope_index`` is called for each document.
 
     Args:
         model: The model to be trained, wrapped or not, or its config, from which a model without weights is built.
@@ -32,9 +35,14 @@ class DataCollatorForMultimodalFlattening:
         pad_token_id: ``input_ids`` of the padding.
         return_seq_idx: Return ``seq_idx``, the document number of every token.
         loss_masks: See :class:`DataCollatorWithFlattening`.
+        keys: What a key means that the table does not have: ``"token"`` (one number per token), ``"each"`` (one entry
+            for each picture, end to end), ``"padded"`` (the same, filled with zeros to the largest), ``"in row"``
+            (``[1, n, ...]``), ``"example"`` (one entry for each example), ``"same"``, ``"positions"`` (for
+            ``get_rope_index`` only) or ``"drop"``.
 
     Raises:
-        CollatorError: The model has no ``get_rope_index``, or an option is invalid.
+        CollatorError: The model takes neither pictures nor sound, its forward makes rows longer in this version of
+            Transformers, or an option is invalid.
     """
 
     def __init__(
@@ -45,8 +53,17 @@ class DataCollatorForMultimodalFlattening:
         pad_token_id: int = 0,
         return_seq_idx: bool = False,
         loss_masks: Sequence[str] = (),
+        keys: Mapping[str, str] | None = None,
     ) -> None:
-        self._rope = RopeIndex(model)
+        path = path_of(model)
+        grids = [name for name in GRIDS if any(inspecting.takes(inner.forward, name) for inner in path)]
+        self._rope, self._placeholders, self._table = RopeIndex(path), Placeholders(path), Table(keys or {}, grids)
+        if not self._placeholders:
+            raise CollatorError(
+                f"model: expected one with pictures or sound, whose config has their placeholder (image_token_id, "
+                f"audio_token_id, ...), found {type(path[0]).__name__}. fa2patch.DataCollatorWithFlattening is for it."
+            )
+        self._placeholders.refuse_new_rows(path)
         self._flatten = DataCollatorWithFlattening(
             return_flash_attn_kwargs=True,
             return_seq_idx=return_seq_idx,
@@ -59,90 +76,64 @@ class DataCollatorForMultimodalFlattening:
         """Concatenate the examples into one packed row of T tokens.
 
         Args:
-            features: Examples as the processor returns them, one document each, as lists, arrays or tensors.
+            features: Examples as the processor returns them, one document each, as lists, arrays or tensors. Pictures,
+                films and sound may be in some, all or none of them.
 
                 - ``input_ids`` and all other columns with one number per token (``attention_mask``, ``labels``,
                   ``mm_token_type_ids``, ...): ``[n]`` or ``[1, n]``. Tokens whose mask is 0 are dropped.
-                - ``labels``: Default to ``input_ids``, with -100 at the placeholders of pictures.
-                - ``pixel_values`` ``[patches, ...]`` with ``image_grid_thw`` ``[images, 3]``, and
-                  ``pixel_values_videos`` with ``video_grid_thw``: In some, all or none of the examples.
-                - ``second_per_grid_ts`` ``[films]``: Passed to ``get_rope_index`` and not returned.
+                - ``labels``: Default to ``input_ids``, with -100 at the placeholders of pictures and sound.
+                - ``pixel_values``, ``image_grid_thw``, ``image_sizes``, ``input_features``, ...: see the table of keys.
 
         Returns:
             ``input_ids`` and ``labels``: int64 ``[1, T]``; the first label of every document is -100.
-            ``position_ids``: int64 ``[4, 1, T]`` (text, time, height, width) if the installed version's model takes
-            four axes, else ``[3, 1, T]``. The text axis counts up in each document. ``cu_seq_lens_q`` and
-            ``cu_seq_lens_k``: int32 ``[documents + 1]``. ``max_length_q`` and ``max_length_k``: int. Pictures and
-            grids: concatenated in the order of the examples. ``mm_token_type_ids``, if the model takes them, and all
-            other columns: ``[1, T]``.
+            ``position_ids``: int64 ``[1, T]``; for models with several axes ``[4, 1, T]`` (text, time, height, width)
+            if the installed version's model takes four, else ``[3, 1, T]``. The text axis counts up in each document.
+            ``cu_seq_lens_q`` and ``cu_seq_lens_k``: int32 ``[documents + 1]``. ``max_length_q`` and ``max_length_k``:
+            int. Pictures, films and sound: in the order of the examples, as the table says. ``mm_token_type_ids``, if
+            the model takes them, and all other columns: ``[1, T]``. The dict also knows which pictures are whose, for
+            :func:`fa2patch.verify`.
 
         Raises:
             CollatorError: In the cases of :class:`DataCollatorWithFlattening`; and if an example has
-                ``position_ids``, ``seq_lengths`` or ``rope_deltas``, patches and grids do not match, the number of
-                placeholders in ``input_ids`` is not that of the grids (for example after truncation), or
-                ``mm_token_type_ids`` are missing and ``get_rope_index`` takes them.
+                ``position_ids``, ``seq_lengths`` or ``rope_deltas``, pictures and what describes them do not match,
+                the number of placeholders in ``input_ids`` is not that of the pictures and sound (for example after
+                truncation), entries do not go into one row, a key is not in the table and has not one number per token,
+                or ``mm_token_type_ids`` are missing and ``get_rope_index`` takes them.
         """
         if not isinstance(features, Iterable) or isinstance(features, Mapping):
             raise CollatorError(f"expected a list of examples, found {type(features).__name__}.")
-        examples, pictures, axes = [], [], []
+        examples, media, all_keys = [], [], []
         for index, feature in enumerate(features):
-            columns, own = self._split(index, feature)
-            self._check(index, columns["input_ids"], own)
-            axes.append(self._rope.positions(index, columns, own))
-            examples.append(columns)
-            pictures.append(own)
+            found = given(index, feature)
+            for name in _MADE_HERE:
+                if name in found:
+                    raise CollatorError(
+                        f"example {index}: {name} is made by the collator. Remove it from the examples."
+                    )
+            own, keys = split(index, found, self._table)
+            found = {name: _of_one_row(value) for name, value in found.items()}
+            _require_columns(index, found)
+            examples.append(read(index, found))
+            media.append(own)
+            all_keys.append(keys)
+        self._placeholders.check(examples, media, all_keys)
+        require_the_same_keys(all_keys)
+        require_alike(media, all_keys)
+        axes: list[torch.Tensor] = []
+        if self._rope.several_axes:
+            axes = [self._rope.positions(index, *both) for index, both in enumerate(zip(examples, media))]
         self._complete(examples)
         batch = self._flatten(examples)
-        text, found = batch["position_ids"][None], torch.cat(axes, dim=-1)
+        if axes:
+            batch["position_ids"] = self._on_axes(batch["position_ids"][None], torch.cat(axes, dim=-1))
+        own, parts = joined(media, all_keys)
+        return MediaRow({**batch, **own}, parts)
+
+    def _on_axes(self, text: torch.Tensor, found: torch.Tensor) -> torch.Tensor:
+        """Position ids ``[4 or 3, 1, T]`` from those of text ``[1, 1, T]`` and of time, height and width."""
         padding = text[..., found.shape[-1] :].expand(3, -1, -1)
         three = torch.cat([found, padding], dim=-1)
-        batch["position_ids"] = torch.cat([text, three]) if self._rope.text_axis else three
-        for name in PICTURES:
-            parts = [own[name] for own in pictures if name in own]
-            if parts:
-                batch[name] = _concatenated(name, parts)
-        return batch
-
-    def _split(self, index: int, feature: Mapping[str, Any]) -> tuple[Columns, dict[str, torch.Tensor]]:
-        """Split an example into its columns, without masked tokens, and its pictures."""
-        found = given(index, feature)
-        for name in _MADE_HERE:
-            if name in found:
-                raise CollatorError(f"example {index}: {name} is made by the collator. Remove it from the examples.")
-        own = {name: _tensor(index, name, found.pop(name)) for name in (*PICTURES, SECONDS) if name in found}
-        return read(index, {name: _of_one_row(value) for name, value in found.items()}), own
-
-    def _check(self, index: int, ids: Array, own: Mapping[str, torch.Tensor]) -> None:
-        """Check that pictures, grids and placeholders of one document belong together."""
-        patches_in_all = 0
-        for grid, patches in GRIDS.items():
-            if (grid in own) != (patches in own):
-                there, missing = (grid, patches) if grid in own else (patches, grid)
-                raise CollatorError(
-                    f"example {index}: {there} without {missing}. Keep both, as the processor gives them."
-                )
-            if grid not in own:
-                continue
-            if own[grid].dim() != 2 or own[grid].shape[1] != 3 or own[grid].is_floating_point():
-                raise CollatorError(
-                    f"example {index}: {grid} must be integers [pictures, 3], found {own[grid].dtype} "
-                    f"{list(own[grid].shape)}."
-                )
-            expected = int(own[grid].prod(dim=1).sum())
-            if len(own[patches]) != expected:
-                raise CollatorError(
-                    f"example {index}: {grid} says {expected} patches, {patches} holds {len(own[patches])}. Pass what "
-                    "the processor returned for this example, a row for each patch."
-                )
-            patches_in_all += expected
-        merged = getattr(self._rope.config.vision_config, "spatial_merge_size", 1) ** 2
-        found = int(self._is_placeholder(ids).sum())
-        if found != patches_in_all // merged:
-            raise CollatorError(
-                f"example {index}: expected {patches_in_all // merged} placeholders of pictures in input_ids, as its "
-                f"grids say, found {found}. Was it truncated, or is a picture missing? Leave it out, or keep the "
-                "document whole."
-            )
+        return torch.cat([text, three]) if self._rope.text_axis else three
 
     def _complete(self, examples: Sequence[Columns]) -> None:
         """Add labels, and token types where only some examples have them; remove types that no forward takes."""
@@ -155,11 +146,7 @@ class DataCollatorForMultimodalFlattening:
         require_same_keys([{name: 0 for name in columns if name != "labels"} for columns in examples])
         for columns in examples:
             ids = columns["input_ids"]
-            columns.setdefault("labels", np.where(self._is_placeholder(ids), IGNORED_LABEL, ids))
-
-    def _is_placeholder(self, ids: Array) -> Array:
-        tokens = [getattr(self._rope.config, name, None) for name in ("image_token_id", "video_token_id")]
-        return np.isin(ids, [token for token in tokens if token is not None])
+            columns.setdefault("labels", np.where(self._placeholders.at(ids), IGNORED_LABEL, ids))
 
 
 def _of_one_row(value: Any) -> Any:
@@ -171,15 +158,16 @@ def _of_one_row(value: Any) -> Any:
     return value
 
 
-def _tensor(index: int, name: str, value: Any) -> torch.Tensor:
-    try:
-        return value if isinstance(value, torch.Tensor) else torch.as_tensor(np.asarray(value))
-    except (TypeError, ValueError) as error:
-        raise CollatorError(f"example {index}: {name} is no array of numbers ({error}).") from error
-
-
-def _concatenated(name: str, parts: list[torch.Tensor]) -> torch.Tensor:
-    shapes = {tuple(part.shape[1:]) for part in parts}
-    if len(shapes) > 1:
-        raise CollatorError(f"{name}: examples hold rows of shapes {sorted(shapes)}. Use one processor for all.")
-    return torch.cat(parts)
+def _require_columns(index: int, found: Mapping[str, Any]) -> None:
+    """Raise :class:`CollatorError` for tensors and arrays that are not for each token, and whose meaning is unknown."""
+    ids: Any = found.get("input_ids")
+    for name, value in found.items():
+        shape = getattr(value, "shape", None)
+        if name in ("input_ids", "labels", "attention_mask") or shape is None or not hasattr(ids, "__len__"):
+            continue
+        if tuple(shape) != (len(ids),):
+            raise CollatorError(
+                f"example {index}: {name} has shape {list(shape)}, which is not one number for each of {len(ids)} "
+                f"tokens, and the collator does not know what it means. Say it, as keys={{{name!r}: 'each'}} does "
+                "for one entry for each picture, or remove it."
+            )

@@ -11,6 +11,7 @@ import torch
 
 from .._compile import compiling
 from . import device
+from .spans import Spans, spans_of
 from .starts import Flags
 from .trees import Tree
 from .trees_op import paths
@@ -44,6 +45,8 @@ class Boundaries:
         parents: int32 tensor ``[segments]`` on the batch's device: the number of the segment that each one continues,
             which comes before it, or -1; None if no segment has a parent.
         made: objects that a kernel computes once per batch and reuses in later layers, such as a block mask.
+        until: int32 tensor ``[tokens]`` on the batch's device: the last token that each token sees, where tokens of
+            spans (:mod:`.spans`) see later ones; None if every token sees its document up to itself.
     """
 
     cu_seqlens: torch.Tensor
@@ -52,6 +55,7 @@ class Boundaries:
     _lengths: tuple[int, ...] | None = field(default=None, repr=False)
     parents: torch.Tensor | None = None
     made: dict[Hashable, Any] = field(default_factory=dict, repr=False)
+    until: torch.Tensor | None = field(default=None, repr=False)
 
     @property
     def lengths(self) -> tuple[int, ...]:
@@ -75,6 +79,21 @@ class Boundaries:
         made: Tree = self.made[Tree]
         return made
 
+    @property
+    def spans(self) -> Spans | None:
+        """The spans, on the host; None if every token sees its document up to itself.
+
+        The first access reads from the device once; the result is kept.
+        """
+        if self.until is None:
+            return None
+        if Spans not in self.made:
+            cu, until = np.split(device.read(torch.cat([self.cu_seqlens, self.until])), [len(self) + 1])
+            self._lengths = tuple(np.diff(cu).tolist())
+            self.made[Spans] = spans_of(until, cu)
+        made: Spans = self.made[Spans]
+        return made
+
     def keys(self, tokens: int) -> Keys:
         """The keys that each segment's queries may see, in a batch of so many tokens."""
         if self.parents is None:
@@ -96,7 +115,8 @@ class Boundaries:
     def to(self, device: torch.device) -> Boundaries:
         """The same boundaries with their tensors on another device."""
         parents = None if self.parents is None else self.parents.to(device)
-        return replace(self, cu_seqlens=self.cu_seqlens.to(device), parents=parents, made={})
+        until = None if self.until is None else self.until.to(device)
+        return replace(self, cu_seqlens=self.cu_seqlens.to(device), parents=parents, until=until, made={})
 
     def __len__(self) -> int:
         """The number of segments, which is the number of documents if there are no parents."""

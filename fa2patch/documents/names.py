@@ -14,17 +14,23 @@ LENGTHS = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k", "se
 LABELS = ("labels", "shift_labels")
 """Arguments that hold the tokens to predict. ``shift_labels`` are already shifted to where they are predicted."""
 
+LOSS_LABELS = "loss_labels"
+"""Argument with the tokens to predict, where ``labels`` count documents (``loss_weights="document"``)."""
+
+LOSS_WEIGHTS = "loss_weights"
+"""Argument with the weight of each of ``loss_labels`` in the loss."""
+
 FEWER_LOGITS = ("logits_to_keep", "num_logits_to_keep")
 """Arguments that select the tokens whose logits are computed: a number of last tokens, or an index of a row."""
 
 IGNORED_LABEL = -100
 """The label of a token without a loss (``ignore_index`` of ``torch.nn.CrossEntropyLoss``)."""
 
+COUNTED_LABEL = 2**31 - 1
+"""The one label of a document in ``labels`` that count documents. It is no token, so a loss that uses it fails."""
+
 CACHES = ("past_key_values", "past_key_value", "cache_params", "state")
 """Arguments that hold a cache or a state of earlier tokens."""
 
 GRIDS = {"image_grid_thw": "pixel_values", "video_grid_thw": "pixel_values_videos"}
 """Maps each argument with picture sizes to the argument with the pictures."""
-
-PICTURES = (*GRIDS.values(), *GRIDS)
-"""Arguments that describe pictures or videos."""

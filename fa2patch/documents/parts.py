@@ -73,16 +73,13 @@ class Part:
     def _documents(self, boundaries: Boundaries, shape: Shape) -> Boundaries | None:
         if boundaries.parents is not None:
             return None
-        row, at, own, crosses = 0, 0, [], False
-        for length in boundaries.lengths:
-            first, last = at // shape[1], (at + max(length, 1) - 1) // shape[1]
-            crosses = crosses or first != last
-            if length and first == self.number:
+        at, own = 0, []
+        for length in filter(None, boundaries.lengths):
+            part, last = at // shape[1], (at + length - 1) // shape[1]
+            if part != last:
+                return None
+            if part % self.of == self.number:
                 own.append(length)
             at += length
-            if at == shape[1] * self.of:
-                row, at = row + 1, 0
-        if crosses:
-            return None
         cu = torch.tensor([0, *own], dtype=torch.int32).cumsum(0, dtype=torch.int32)
         return Boundaries(cu.to(boundaries.cu_seqlens.device), max(own), boundaries.positions, tuple(own))

@@ -97,8 +97,8 @@ def recognise(
         always: whether to return boundaries also if no row holds more than one document.
 
     Returns:
-        Boundaries in which each run of padding is a document of its own. None if no row holds more than one document;
-        such a batch is dense.
+        Boundaries in which each run of padding is a document of its own. None if no row holds more than one document,
+        unless ``always`` is set; such a batch is dense.
 
     Raises:
         BadPositionIds: ``position_ids`` have a wrong dtype or shape, or ids on three axes neither restart nor continue

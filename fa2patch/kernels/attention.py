@@ -50,7 +50,7 @@ def packed_attention(
             "heads, and a multiple of them as query heads."
         )
     if isinstance(kernel, str):
-        asked = kernels.asked_by(q, k, v, options, boundaries.parents is not None)
+        asked = kernels.asked_by(q, k, v, options, boundaries.parents is not None, boundaries.until is not None)
         kernel = kernels.pick(kernel, asked, q.device).kernel
     rows = q.shape[:2]
     if q.is_meta:

@@ -31,7 +31,7 @@ class Efficient(Kernel):
     needs = "torch 2.4"
     DTYPES = (*HALF, torch.float32)
     MAX_HEAD_DIM = None
-    FEATURES = frozenset({"dropout", "trees"})
+    FEATURES = frozenset({"dropout", "trees", "spans"})
 
     def available(self) -> tuple[bool, str]:
         """Whether torch has the operator and finds a CUDA device, and the reason if not."""

@@ -12,4 +12,4 @@ class FlashAttn(VarlenFunc):
     what = "FlashAttention 2"
     needs = "pip install flash-attn (2.1 to 2.8)"
     module = "flash_attn"
-    FEATURES = frozenset({"window", "softcap", "alibi", "dropout", "deterministic", "trees"})
+    FEATURES = frozenset({"window", "softcap", "alibi", "dropout", "deterministic", "trees", "spans"})

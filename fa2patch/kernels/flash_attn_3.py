@@ -12,4 +12,4 @@ class FlashAttn3(VarlenFunc):
     what = "FlashAttention 3"
     needs = "flash_attn_interface, built from source"
     module = "flash_attn_interface"
-    FEATURES = frozenset({"window", "softcap", "deterministic", "trees"})
+    FEATURES = frozenset({"window", "softcap", "deterministic", "trees", "spans"})

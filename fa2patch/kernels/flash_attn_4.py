@@ -12,4 +12,4 @@ class FlashAttn4(VarlenFunc):
     what = "FlashAttention 4"
     needs = "pip install --pre flash-attn-4"
     module = "flash_attn.cute"
-    FEATURES = frozenset({"window", "softcap", "sinks", "deterministic", "trees"})
+    FEATURES = frozenset({"window", "softcap", "sinks", "deterministic", "trees", "spans"})

@@ -28,8 +28,9 @@ class Flex(Kernel):
     what = "FlexAttention"
     needs = "torch 2.5 and Triton"
     DTYPES = (*HALF, torch.float32)
-    FEATURES = frozenset({"window", "softcap", "sinks", "alibi", "deterministic", "trees"})
+    FEATURES = frozenset({"window", "softcap", "sinks", "alibi", "deterministic", "trees", "spans"})
     GATHERS = False
+    MASKS = True
 
     def available(self) -> tuple[bool, str]:
         """Whether torch has FlexAttention, a CUDA device and Triton, and the reason if not."""
@@ -88,10 +89,13 @@ def _visible(boundaries: Boundaries, tokens: int, causal: bool, window: int | No
     document = torch.searchsorted(cu, index, right=True) - 1
     position = index if boundaries.tree is None else boundaries.tree.positions
     continues = None if boundaries.tree is None else boundaries.tree.continues
+    until = boundaries.until
 
     def visible(batch: torch.Tensor, head: torch.Tensor, query: torch.Tensor, key: torch.Tensor) -> torch.Tensor:
         seen = document[query] == document[key] if continues is None else continues[document[query], document[key]]
-        if causal:
+        if causal and until is not None:
+            seen = seen & (until[query] >= key)
+        elif causal:
             seen = seen & (position[query] >= position[key])
         if window is not None:
             seen = seen & ((position[query] - position[key]).abs() < window)

@@ -36,9 +36,9 @@ def over_documents(
         ``[tokens, query heads, value dim]``.
     """
     groups = q.shape[1] // k.shape[1]
+    states = queries_of(q, boundaries), keys_of(k, boundaries), keys_of(v, boundaries), last_keys(boundaries, options)
     outputs = [
-        attend(query, key, value, options, groups).transpose(0, 1)
-        for query, key, value in zip(queries_of(q, boundaries), keys_of(k, boundaries), keys_of(v, boundaries))
+        attend(query, key, value, options, groups, last).transpose(0, 1) for query, key, value, last in zip(*states)
     ]
     return torch.cat(outputs) if outputs else q.new_zeros(*q.shape[:2], v.shape[2])
 
@@ -56,6 +56,17 @@ def keys_of(states: torch.Tensor, boundaries: Boundaries) -> Sequence[torch.Tens
     return [tree.along(states, segment) for segment in range(len(boundaries))]
 
 
+def last_keys(boundaries: Boundaries, options: Options) -> Sequence[torch.Tensor | None]:
+    """For each document the index of the last key that each query sees, int64 ``[length]``; None without spans."""
+    if boundaries.until is None or not options.causal:
+        return [None] * len(boundaries)
+    pieces, at = [], 0
+    for until in queries_of(boundaries.until, boundaries):
+        pieces.append(until.long() - at)
+        at += until.shape[0]
+    return pieces
+
+
 _SHARES_KEYS = "enable_gqa" in (F.scaled_dot_product_attention.__doc__ or "")
 """True from torch 2.5 on. Before, keys and values are repeated, which is costly with many short documents."""
 
@@ -69,8 +80,9 @@ def heads_first(document: tuple[torch.Tensor, ...], groups: int) -> tuple[torch.
 
 
 def attend(
-    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, options: Options, groups: int = 1
-) -> torch.Tensor:
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, options: Options, groups: int = 1,
+    last: torch.Tensor | None = None,
+) -> torch.Tensor:  # fmt: skip
     """Compute the attention of one document, or of its last queries to all of its keys.
 
     Args:
@@ -78,6 +90,7 @@ def attend(
         key: ``[length, key heads, head dim]``. The last query is at the last key.
         value: ``[length, key heads, value dim]``.
         groups: query heads per key head.
+        last: the index of the last key that each query of a document with spans sees, int64 ``[queries]``, or None.
 
     Returns:
         ``[query heads, queries, value dim]`` of value's dtype.
@@ -89,7 +102,9 @@ def attend(
         shares = _SHARES_KEYS and groups > 1
         q, k, v = (states[None] for states in heads_first((query, key, value), 1 if shares else groups))
         grouped: dict[str, Any] = {"enable_gqa": True} if shares else {}
-        if options.causal and 1 < query.shape[0] < length:
+        if last is not None:
+            grouped["attn_mask"] = torch.arange(length, device=query.device) <= last[:, None]
+        elif options.causal and 1 < query.shape[0] < length:
             grouped["attn_mask"] = distances(query.shape[0], length, query.device) >= 0
         else:
             grouped["is_causal"] = options.causal and query.shape[0] > 1
@@ -97,13 +112,13 @@ def attend(
         return attended[0].to(value.dtype)
     query, key, value = heads_first((query, key, value), groups)
     with torch.autocast(query.device.type, enabled=False):
-        weights = attention_weights(query, key, options)[0]
+        weights = attention_weights(query, key, options, last)[0]
         weights = F.dropout(weights, options.dropout) if options.dropout else weights
         return (weights @ value.to(weights.dtype)).to(value.dtype)
 
 
 def attention_weights(
-    query: torch.Tensor, key: torch.Tensor, options: Options
+    query: torch.Tensor, key: torch.Tensor, options: Options, last: torch.Tensor | None = None
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
     """Compute one document's attention weights in float32 or better.
 
@@ -111,6 +126,7 @@ def attention_weights(
         query: ``[heads, queries, dim]``.
         key: ``[heads, length, dim]``. The last query is at the last key.
         options: ``scale`` must not be None.
+        last: as for :func:`attend`.
 
     Returns:
         Weights ``[heads, queries, length]`` before dropout; ``query index - key index`` ``[queries, length]``; and
@@ -126,7 +142,9 @@ def attention_weights(
     if options.alibi_slopes is not None:
         logits = logits - options.alibi_slopes.to(precision)[:, None, None] * distance.abs()
     hidden = torch.zeros_like(distance, dtype=torch.bool)
-    if options.causal:
+    if last is not None:
+        hidden |= torch.arange(key.shape[1], device=query.device) > last[:, None]
+    elif options.causal:
         hidden |= distance < 0
     if options.window is not None:
         hidden |= distance.abs() >= options.window

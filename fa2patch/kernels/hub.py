@@ -28,7 +28,7 @@ class Hub(VarlenFunc):
     what = "a build of the Hugging Face kernels hub"
     needs = "pip install kernels; kernel='hub:org/name' downloads it"
     DEVICES = None
-    FEATURES = frozenset({"window", "softcap", "sinks", "alibi", "dropout", "deterministic", "trees"})
+    FEATURES = frozenset({"window", "softcap", "sinks", "alibi", "dropout", "deterministic", "trees", "spans"})
 
     def __init__(self, source: str = "") -> None:
         self.source = source or DEFAULT

@@ -8,14 +8,16 @@ import torch
 import torch.nn.functional as F
 
 from ..errors import KernelUnavailable
+from .spans import with_spans
 
 if TYPE_CHECKING:
     from ..documents.boundaries import Boundaries
     from .options import Options
 
-FEATURES = ("window", "softcap", "sinks", "alibi", "dropout", "deterministic", "trees")
+FEATURES = ("window", "softcap", "sinks", "alibi", "dropout", "deterministic", "trees", "spans")
 """Features beyond plain attention. ``deterministic`` means a deterministic backward and is torch's global switch;
-``trees`` means segments that share a parent, such as completions of one prompt."""
+``trees`` means segments that share a parent, such as completions of one prompt; ``spans`` means tokens that see each
+other in both directions in a document that is causal otherwise, such as those of a picture."""
 
 HALF = (torch.float16, torch.bfloat16)
 
@@ -46,7 +48,9 @@ class Asked(NamedTuple):
     gradients: bool = True
 
 
-def asked_by(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, options: Options, trees: bool = False) -> Asked:
+def asked_by(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, options: Options, trees: bool = False, spans: bool = False
+) -> Asked:
     """Describe a call with these arguments. The last two dimensions of q, k and v are heads and head dimension."""
     needed = (
         options.window is not None,
@@ -56,6 +60,7 @@ def asked_by(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, options: Options
         options.dropout > 0,
         torch.are_deterministic_algorithms_enabled(),
         trees,
+        spans,
     )
     features = tuple(name for name, is_needed in zip(FEATURES, needed) if is_needed)
     heads, dims = (q.shape[-2], k.shape[-2]), (q.shape[-1], v.shape[-1])
@@ -80,6 +85,8 @@ class Kernel:
         FEATURES: the supported names in :data:`FEATURES`.
         GATHERS: whether :meth:`attend` gets k and v of a tree gathered: those of each segment's path, end to end, with
             the ends of ``boundaries.keys``.
+        MASKS: whether :meth:`attend` computes spans itself, from ``boundaries.until``. For other kernels it is called a
+            second time, for the queries of the spans (:mod:`.spans`).
         BACKWARD: whether the kernel has a backward. Without one it computes only calls that need no gradients.
     """
 
@@ -92,6 +99,7 @@ class Kernel:
     MULTIPLE = 8
     FEATURES: frozenset[str] = frozenset()
     GATHERS = True
+    MASKS = False
     BACKWARD = True
 
     def available(self) -> tuple[bool, str]:
@@ -150,6 +158,8 @@ class Kernel:
             dim += -dim % self.MULTIPLE
             q, k, v = (x if x.shape[-1] == dim else F.pad(x, (0, dim - x.shape[-1])) for x in (q, k, v))
         output = self.attend(q, k, v, boundaries, options, scale)
+        if boundaries.until is not None and options.causal and not self.MASKS:
+            output = with_spans(self.attend, output, q, k, v, boundaries, options, scale)
         if output.shape[-1] != value_dim:
             output = output[..., :value_dim]
         return output.contiguous()  # some models call .view on the output of attention
@@ -165,8 +175,9 @@ class Kernel:
     ) -> torch.Tensor:
         """Compute the attention for ``__call__``, with padded head dimensions.
 
-        With ``boundaries.parents``, a query sees the keys of its segment's path up to its own: the last query of a
-        segment is at the last of the segment's keys.
+        ``boundaries.keys`` says which keys the queries of each document see. There are more of them than queries for
+        spans, which see all of these keys, and with ``boundaries.parents``: then a query sees the keys of its segment's
+        path up to its own, and the last query of a segment is at the last of the segment's keys.
 
         ``scale`` is the factor of the logits, from ``options`` or the head dimension before padding.
         """

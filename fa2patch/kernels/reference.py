@@ -30,6 +30,7 @@ class Reference(Kernel):
     DEVICES = DTYPES = MAX_HEAD_DIM = None
     MULTIPLE = 1
     GATHERS = False
+    MASKS = True
     FEATURES = frozenset(FEATURES)
 
     def available(self) -> tuple[bool, str]:

@@ -12,7 +12,7 @@ from typing import Any, Callable
 import torch
 
 from ..documents.boundaries import Boundaries
-from .formula import attention_weights, heads_first, keys_of, over_documents, queries_of
+from .formula import attention_weights, heads_first, keys_of, last_keys, over_documents, queries_of
 from .options import Options
 
 attend: Callable[..., torch.Tensor] | None = None
@@ -28,9 +28,9 @@ def _differentiated(
     pieces: list[list[torch.Tensor]] = [[], [], []]
     of_extras = [torch.zeros_like(x) for x in (options.sinks, options.alibi_slopes) if x is not None]
     states = (*(queries_of(x, documents) for x in (grad, q)), *(keys_of(x, documents) for x in (k, v)))
-    for of_output, *document in zip(*states):
+    for last, of_output, *document in zip(last_keys(documents, options), *states):
         query, key, value = heads_first(tuple(document), groups)
-        weights, distance, capped = attention_weights(query, key, options)
+        weights, distance, capped = attention_weights(query, key, options, last)
         query, key, value, of_output = (x.to(weights.dtype) for x in (query, key, value, of_output.transpose(0, 1)))
         kept = torch.nn.functional.dropout(torch.ones_like(weights), options.dropout) if options.dropout else None
         of_value = (weights if kept is None else weights * kept).transpose(1, 2) @ of_output
@@ -76,8 +76,8 @@ def _seeded(seed: torch.Tensor | None, device: torch.device) -> Iterator[None]:
 
 
 _INPUTS = (
-    "Tensor q, Tensor k, Tensor v, Tensor cu_seqlens, Tensor? parents, Tensor? sinks, Tensor? alibi_slopes, "
-    "Tensor? seed, float scale, bool causal, int? window, float? softcap, float dropout"
+    "Tensor q, Tensor k, Tensor v, Tensor cu_seqlens, Tensor? parents, Tensor? until, Tensor? sinks, "
+    "Tensor? alibi_slopes, Tensor? seed, float scale, bool causal, int? window, float? softcap, float dropout"
 )
 """The schema is written out, because torch 2.4 cannot infer it from annotations that are strings."""
 
@@ -86,12 +86,13 @@ if hasattr(torch.library, "custom_op"):
     @torch.library.custom_op("fa2patch::reference", mutates_args=(), schema=f"({_INPUTS}) -> Tensor")
     def _forward(
         q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, cu_seqlens: torch.Tensor, parents: torch.Tensor | None,
-        sinks: torch.Tensor | None, alibi_slopes: torch.Tensor | None, seed: torch.Tensor | None, scale: float,
-        causal: bool, window: int | None, softcap: float | None, dropout: float,
+        until: torch.Tensor | None, sinks: torch.Tensor | None, alibi_slopes: torch.Tensor | None,
+        seed: torch.Tensor | None, scale: float, causal: bool, window: int | None, softcap: float | None,
+        dropout: float,
     ) -> torch.Tensor:  # fmt: skip
         options = Options(scale, causal, window, softcap, dropout, sinks, alibi_slopes)
         with _seeded(seed, q.device):
-            return over_documents(q, k, v, Boundaries(cu_seqlens, 0, parents=parents), options)
+            return over_documents(q, k, v, Boundaries(cu_seqlens, 0, parents=parents, until=until), options)
 
     @_forward.register_fake
     def _(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *unused: Any) -> torch.Tensor:
@@ -102,31 +103,33 @@ if hasattr(torch.library, "custom_op"):
     )
     def _backward(
         grad: torch.Tensor, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, cu_seqlens: torch.Tensor,
-        parents: torch.Tensor | None, sinks: torch.Tensor | None, alibi_slopes: torch.Tensor | None,
-        seed: torch.Tensor | None, scale: float, causal: bool, window: int | None, softcap: float | None,
-        dropout: float,
+        parents: torch.Tensor | None, until: torch.Tensor | None, sinks: torch.Tensor | None,
+        alibi_slopes: torch.Tensor | None, seed: torch.Tensor | None, scale: float, causal: bool, window: int | None,
+        softcap: float | None, dropout: float,
     ) -> list[torch.Tensor]:  # fmt: skip
         options = Options(scale, causal, window, softcap, dropout, sinks, alibi_slopes)
         with _seeded(seed, q.device):
-            return _differentiated(grad, q, k, v, Boundaries(cu_seqlens, 0, parents=parents), options)
+            documents = Boundaries(cu_seqlens, 0, parents=parents, until=until)
+            return _differentiated(grad, q, k, v, documents, options)
 
     @_backward.register_fake
     def _(
         grad: torch.Tensor, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, cu_seqlens: torch.Tensor,
-        parents: torch.Tensor | None, sinks: torch.Tensor | None, alibi_slopes: torch.Tensor | None, *unused: Any,
+        parents: torch.Tensor | None, until: torch.Tensor | None, sinks: torch.Tensor | None,
+        alibi_slopes: torch.Tensor | None, *unused: Any,
     ) -> list[torch.Tensor]:  # fmt: skip
         states = [x.new_empty(x.shape) for x in (q, k, v)]
         return states + [torch.empty_like(x) for x in (sinks, alibi_slopes) if x is not None]
 
     def _save(ctx: Any, inputs: tuple[Any, ...], output: torch.Tensor) -> None:
-        ctx.save_for_backward(*inputs[:8])
-        ctx.plain = inputs[8:]
+        ctx.save_for_backward(*inputs[:9])
+        ctx.plain = inputs[9:]
 
     def _gradients(ctx: Any, grad: torch.Tensor) -> tuple[Any, ...]:
         found = iter(_backward(grad, *ctx.saved_tensors, *ctx.plain))
         of_states = [next(found) for _ in range(3)]
-        of_extras = [None if x is None else next(found) for x in ctx.saved_tensors[5:7]]
-        return (*of_states, None, None, *of_extras, None, None, None, None, None, None)
+        of_extras = [None if x is None else next(found) for x in ctx.saved_tensors[6:8]]
+        return (*of_states, None, None, None, *of_extras, None, None, None, None, None, None)
 
     _forward.register_autograd(_gradients, setup_context=_save)
 
@@ -135,8 +138,8 @@ if hasattr(torch.library, "custom_op"):
     ) -> torch.Tensor:
         seed = torch.randint(2**31, (), device=q.device) if options.dropout else None
         attended: torch.Tensor = _forward(
-            q, k, v, documents.cu_seqlens, documents.parents, options.sinks, options.alibi_slopes, seed,
-            scale, options.causal, options.window, options.softcap, options.dropout,
+            q, k, v, documents.cu_seqlens, documents.parents, documents.until, options.sinks, options.alibi_slopes,
+            seed, scale, options.causal, options.window, options.softcap, options.dropout,
         )  # fmt: skip
         return attended
 

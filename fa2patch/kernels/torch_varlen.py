@@ -31,7 +31,7 @@ class TorchVarlen(Kernel):
     name = "torch_varlen"
     what = "FlashAttention 2, torch's own build"
     needs = "nothing (windows and sinks: torch 2.4)"
-    FEATURES = frozenset({"window", "sinks", "dropout", "deterministic", "trees"})
+    FEATURES = frozenset({"window", "sinks", "dropout", "deterministic", "trees", "spans"})
     GATHERS = False
 
     def available(self) -> tuple[bool, str]:

@@ -23,6 +23,10 @@ LENGTHS = (1, 70, 5, 133, 64)
 PARENTS = (-1, -1, 1, 1, 3)
 """The documents as segments of a tree, if the call has one: a root alone, and one with two levels below it."""
 
+SPANS = ((1, 10), (30, 39), (39, 46), (71, 76), (200, 209), (264, 273))
+"""The spans of the documents, if the call has some, as ``(first token, token behind the last)``: at a document's
+beginning, inside one, two side by side, a whole document, and at a document's end. None is longer than the window."""
+
 WINDOW, SOFTCAP, SCALE, SLOPE = 9, 2.0, 0.7, 0.3
 """The scale is relative to the usual one, so that a kernel that ignores the argument fails. The slopes are small, so
 that the keys at a window's edge still have a weight."""
@@ -71,7 +75,8 @@ def _compared(kernel: Kernel, asked: Asked, device: torch.device) -> tuple[bool,
     direction = _normal(drawn, (sum(LENGTHS), asked.heads, asked.value_dim), 1.0, asked.dtype, device)
     ends = torch.tensor([0, *LENGTHS]).cumsum(0).to(device, torch.int32)
     parents = torch.tensor(PARENTS).to(ends) if "trees" in asked.features else None
-    documents = Boundaries(ends, max(LENGTHS), None, LENGTHS, parents)
+    until = _until().to(ends) if "spans" in asked.features else None
+    documents = Boundaries(ends, max(LENGTHS), None, LENGTHS, parents, until=until)
 
     def computed(by: Kernel, dtype: torch.dtype) -> list[torch.Tensor]:
         leaves = [x.detach().to(dtype).requires_grad_() for x in (*half, *sinks)]
@@ -93,6 +98,13 @@ def _compared(kernel: Kernel, asked: Asked, device: torch.device) -> tuple[bool,
         if not error <= bound:
             return False, f"tried on this machine, its {name} are off by {error:.0%} of the largest, or no numbers"
     return True, ""
+
+
+def _until() -> torch.Tensor:
+    until = torch.arange(sum(LENGTHS))
+    for start, stop in SPANS:
+        until[start:stop] = stop - 1
+    return until
 
 
 def _normal(

@@ -105,8 +105,8 @@ class VarlenFunc(Kernel):
         return found.function is not None, found.reason
 
     def features(self) -> frozenset[str]:
-        """The features that the entry point has a parameter for, and trees, as it takes keys of other lengths."""
-        return frozenset({"trees", *(feature for feature in PARAMETERS if self.found().name_of(feature))})
+        """The features that the entry point has a parameter for; trees and spans, as it takes keys of other lengths."""
+        return frozenset({"trees", "spans", *(feature for feature in PARAMETERS if self.found().name_of(feature))})
 
     def attend(
         self,

@@ -18,7 +18,7 @@ from ..errors import BadArgument, LayerNotPatchable, UnsupportedNumPy, Unsupport
 from ..upstream import foreign, inspecting
 from ..upstream.find_models import models
 from ..upstream.step import MARK
-from . import peft_models
+from . import padding, peft_models
 from .plan import plan
 from .state import Patch
 from .unwrap import transformers_model
@@ -33,6 +33,7 @@ def apply(
     kernel: str | kernels.Kernel | None = None,
     architecture: str | None = None,
     prove: bool | str | None = None,
+    padded_batches: bool | None = None,
 ) -> Patch:
     """Patch a model in place, so that it computes each document of a packed batch by itself.
 
@@ -48,8 +49,8 @@ def apply(
     kernel. An argument that is left out keeps its value. After an error, the model is as it was before the call.
 
     Args:
-        model: a Transformers model, or a wrapper of PEFT, accelerate, DDP, FSDP, DeepSpeed or ``torch.compile`` around
-            one.
+        model: a Transformers model, a wrapper of PEFT, accelerate, DDP, FSDP, DeepSpeed or ``torch.compile`` around
+            one, or an object that holds one, such as a model of sentence-transformers.
         kernel: what computes attention on packed rows.
 
             - ``"auto"`` (for a new patch): for each layer the first of ``"flash_attn_3"``, ``"flash_attn"``,
@@ -63,6 +64,10 @@ def apply(
         prove: whether the first packed batch is also run with other tokens in every second document, to prove that no
             module lets documents see each other. ``"unknown"`` (for a new patch) does so if the model holds a module
             that is neither torch's nor Transformers' own (remote code, a subclass, a wrapper around a layer).
+        padded_batches: whether padded batches are computed packed too. The layers then compute no padding, and the head
+            gets hidden states ``[batch, length, hidden]`` with zeros for padding. A head that makes one vector for each
+            row (``BertForSequenceClassification``) can be used only so. For a new patch, it is True if ``model`` holds
+            a tokenizer, as the models of sentence-transformers do, because these make padded batches themselves.
 
     Returns:
         The model's :class:`Patch`.
@@ -70,33 +75,41 @@ def apply(
     Raises:
         UnsupportedTransformers: Transformers is older than 4.34, or does not import.
         UnsupportedNumPy: torch cannot exchange arrays with the installed NumPy.
-        NotAModel: ``model`` holds no Transformers model, or one that takes no token ids.
+        NotAModel: ``model`` holds no Transformers model, several, or one that takes no token ids.
         UnsupportedModel, LayerNotPatchable: the model cannot be trained packed.
         UnknownArchitecture: the registry has no row of this name.
         UnknownKernel, KernelUnavailable: there is no such kernel, or it cannot run on this machine.
-        BadArgument: ``prove`` is none of its values.
+        BadArgument: ``prove`` or ``padded_batches`` is none of its values.
     """
     _check_transformers()
     _check_numpy()
-    _check_options(kernel, prove)
+    _check_options(kernel, prove, padded_batches)
     inner = transformers_model(model)
     patch = status(inner)
+    if padded_batches is None and patch is not None:
+        padded_batches = patch.padded_batches
+    padded = padding.wanted(model, inner, padded_batches)
     if patch is not None:
-        patch.renew(kernel, architecture, prove)
-        return patch
-    patch = Patch(
-        inner, plan(inner, architecture), kernel or "auto", architecture, "unknown" if prove is None else prove
-    )
-    _check_own_forwards(patch)
-    _install(patch)
+        patch.renew(kernel, architecture, prove, padded)
+    else:
+        planned = plan(inner, architecture, padded)
+        patch = Patch(inner, planned, kernel or "auto", architecture, "unknown" if prove is None else prove)
+        _check_own_forwards(patch)
+        _install(patch)
+    padding.switch(inner, padded)
+    patch.padded_batches = padded_batches
+    if padded:
+        patch.unpacked = None  # batches without padding say nothing of documents, and need not
     return patch
 
 
-def _check_options(kernel: str | kernels.Kernel | None, prove: bool | str | None) -> None:
+def _check_options(kernel: str | kernels.Kernel | None, prove: bool | str | None, padded_batches: bool | None) -> None:
     if kernel is not None:
         kernels.check_name(kernel)
     if not (prove is None or isinstance(prove, bool) or prove == "unknown"):
         raise BadArgument(f"prove={prove!r}: expected True, False or 'unknown'.")
+    if not (padded_batches is None or isinstance(padded_batches, bool)):
+        raise BadArgument(f"padded_batches={padded_batches!r}: expected True or False.")
 
 
 def _install(patch: Patch) -> None:

@@ -16,12 +16,13 @@ from typing import Any
 
 import torch
 
+from .._compile import compiling
 from .._types import Args, Call, Function
 from ..binding import ABSENT, LOCK, bind, used_by, when_imported
 from ..documents.names import LENGTHS
 from ..documents.recognition import recognise
 from ..errors import PackingNotIsolated
-from ..upstream import inspecting
+from ..upstream import foreign, inspecting
 from ..upstream.find_models import is_transformers_model
 from ..upstream.step import MARK, Patched
 
@@ -77,7 +78,15 @@ def _looked_at(base: type[torch.nn.Module], original: Function) -> Function:
     @functools.wraps(original)
     def looked_at(self: Any, *args: Any, **kwargs: Any) -> Any:
         _refuse_packed(self, base, original, args, kwargs)
-        return original(self, *args, **kwargs)
+        if compiling():
+            return original(self, *args, **kwargs)
+        try:
+            return original(self, *args, **kwargs)
+        except TypeError as error:
+            inner = self.get_base_model()
+            if MARK in inner.__dict__:
+                foreign.explain_rejected(inner, kwargs, error)
+            raise
 
     return looked_at
 

@@ -31,6 +31,7 @@ class Plan:
         sites: the attributes to replace.
         route: how the boundaries get through the model's forwards.
         roles: the role of each model that a call goes through, the outermost first.
+        padded: whether it is made for padded batches that are computed packed.
     """
 
     found: dict[str, Any]
@@ -38,14 +39,17 @@ class Plan:
     sites: tuple[Site, ...]
     route: Route
     roles: tuple[Role, ...]
+    padded: bool = False
 
 
-def plan(model: Model, architecture: str | None = None) -> Plan:
+def plan(model: Model, architecture: str | None = None, padded: bool = False) -> Plan:
     """Plan what ``apply`` does to a Transformers model. The model is not changed.
 
     Args:
         model: the Transformers model.
         architecture: the ``model_type`` of the registry row to use instead of that of ``config.model_type``.
+        padded: whether its padded batches are computed packed. Its head gets padded hidden states then, so that a head
+            of rows is refused only when a packed batch reaches it.
 
     Raises:
         UnknownArchitecture, UnsupportedModel, LayerNotPatchable: the model cannot be patched.
@@ -59,7 +63,8 @@ def plan(model: Model, architecture: str | None = None) -> Plan:
         what = trait.finds(looked)
         if what is None:
             continue
-        trait.refuses(looked, what)
+        if not (padded and trait.of_head):
+            trait.refuses(looked, what)
         found[trait.name] = what
         sites += trait.replaces(looked, what)
     return Plan(
@@ -68,6 +73,7 @@ def plan(model: Model, architecture: str | None = None) -> Plan:
         tuple(dict.fromkeys(sites)),
         route_of(looked, sites),
         tuple(_role(looked, inner, found[directions.NAME].both) for inner in looked.entered),
+        padded,
     )
 
 

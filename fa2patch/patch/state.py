@@ -9,6 +9,7 @@ from typing import Any
 from .. import kernels
 from .._types import Call, Model
 from ..binding import LOCK, release, used_by
+from ..padded.batches import of_model
 from ..upstream import architectures, foreign, hooks
 from ..upstream.architectures import Architecture
 from ..upstream.find_layers import Layer
@@ -57,6 +58,7 @@ class Patch:
         acting: the traits that do something in a forward, each with what it has found.
         examination: the state of the examination on packed batches.
         unpacked: the number of training batches without document information; None stops the count.
+        padded_batches: the argument of ``apply``; None if it was not given.
         vouched: whether the last packed batch reached every layer in ``attention``.
         named: the ``architecture`` argument of ``apply``.
         rehooked: the instance attributes ``forward`` and ``_old_forward`` that were replaced: object, name and the
@@ -76,6 +78,7 @@ class Patch:
         self.kernel = self.picks.name
         self.rehooked: list[tuple[Any, str, Any]] = []
         self.unpacked: int | None = 0
+        self.padded_batches: bool | None = None
         self._take(planned)
         self.examination = examining.begun(self, prove)
 
@@ -106,6 +109,11 @@ class Patch:
         """The layers that must be given the boundaries."""
         return self.plan.layers
 
+    @property
+    def for_padded_batches(self) -> bool:
+        """Whether the model's head takes no packed batches, so that only padded batches are computed packed."""
+        return any(by_name(name).of_head for name in self.found)
+
     def examine(self, module: Model, call: Call, mask: PackedMask) -> None:
         """See :func:`fa2patch.patch.examining.examine`."""
         examining.examine(self, module, call, mask)
@@ -115,7 +123,11 @@ class Patch:
         examining.capture_unpacked(self.examination.number)
 
     def renew(
-        self, kernel: str | kernels.Kernel | None = None, named: str | None = None, prove: bool | str | None = None
+        self,
+        kernel: str | kernels.Kernel | None = None,
+        named: str | None = None,
+        prove: bool | str | None = None,
+        padded: bool | None = None,
     ) -> None:
         """Plan and bind again, after the model has changed, or with other arguments of ``apply``.
 
@@ -126,7 +138,7 @@ class Patch:
                 was.
         """
         named = self.named if named is None else named
-        planned = plan(self.model, named)
+        planned = plan(self.model, named, self.plan.padded if padded is None else padded)
         with LOCK:
             for site in planned.sites:
                 site.bind(self)
@@ -179,6 +191,9 @@ class Patch:
                 if module.__dict__.get(MARK) is self:
                     del module.__dict__[MARK], module.__dict__[ROLE]
                     hooks.remove(module)
+            padding = of_model(models(self.model)[-1])
+            if padding is not None:
+                padding.remove()
             for module, name, bound in self.rehooked:
                 module.__dict__[name] = bound
             self.rehooked.clear()

@@ -10,7 +10,8 @@ import torch
 
 from .._types import Call, Model
 from ..documents.checks import described, is_integers
-from ..documents.names import LABELS, LENGTHS, PARENTS
+from ..documents.media import MEDIA, MediaRow
+from ..documents.names import LABELS, LENGTHS, LOSS_LABELS, LOSS_WEIGHTS, PARENTS
 from ..documents.recognition import recognise
 from ..documents.stated import from_cu_seqlens
 from ..documents.trees import Tree
@@ -23,7 +24,10 @@ EXAMPLE = (7, 12, 1, 5)
 EXAMPLE_PARENTS = (-1, 0, 0, -1)
 """What each segment continues, where the example is a tree."""
 
-PER_TOKEN = ("input_ids", "position_ids", "attention_mask", "labels", "seq_idx", "token_type_ids", "shift_labels")
+PER_TOKEN = (
+    "input_ids", "position_ids", "attention_mask", "labels", "seq_idx", "token_type_ids", "mm_token_type_ids",
+    "shift_labels",
+)  # fmt: skip
 
 _NOT_TEXT = re.compile(r"(image|video|audio|vision|boi|eoi|pad).*(token_id|token_index)$")
 
@@ -66,13 +70,19 @@ def text_tokens(inner: Model) -> torch.Tensor:
     """
     config = getattr(models(inner)[-1], "config", inner.config)
     size = getattr(config, "vocab_size", None) or inner.get_input_embeddings().weight.shape[0]
-    special = {
+    special = _special(config, inner)
+    return torch.tensor([token for token in range(min(size, 50_000)) if token not in special])
+
+
+def _special(config: Any, inner: Model) -> set[int]:
+    """The ids that the configs of a model name for padding, pictures, films or sound."""
+    parts = (getattr(inner.config, f"{part}_config", None) for part in ("vision", "audio"))
+    return {
         value
-        for one in (config, inner.config)
-        for name, value in vars(one).items()
+        for one in (config, inner.config, *parts)
+        for name, value in getattr(one, "__dict__", {}).items()
         if _NOT_TEXT.search(name) and isinstance(value, int)
     }
-    return torch.tensor([token for token in range(min(size, 50_000)) if token not in special])
 
 
 def example(device: torch.device, inner: Model, tree: bool = False) -> Call:
@@ -112,6 +122,9 @@ def checked(batch: Any, device: torch.device) -> Call:
         given = dict(batch)
     except (TypeError, ValueError):
         raise BadBatch(f"batch: expected what a collator returns, a dict; found {type(batch).__name__}.") from None
+    if given.get(LOSS_LABELS) is not None:  # labels count documents
+        given["labels"] = given.pop(LOSS_LABELS)
+        given.pop(LOSS_WEIGHTS, None)
     ids = given.get("input_ids")
     if (
         not isinstance(ids, torch.Tensor)
@@ -121,6 +134,7 @@ def checked(batch: Any, device: torch.device) -> Call:
     ):
         raise BadBatch(f"batch['input_ids']: expected integers [batch, length], found {described(ids)}.")
     _check_parents(given)
+    parts = batch.parts if isinstance(batch, MediaRow) else {}
     for name, value in given.items():
         if not isinstance(name, str):
             raise BadBatch(f"batch: expected the names of a forward's arguments as keys, found {name!r}.")
@@ -134,17 +148,19 @@ def checked(batch: Any, device: torch.device) -> Call:
                 f"batch[{name!r}]: expected a dense tensor with values, found one of layout {value.layout} on "
                 f"{value.device.type}."
             )
-        if name not in (*PER_TOKEN, *LENGTHS):
+        if name not in (*PER_TOKEN, *LENGTHS, *parts):
+            what = "It knows which pictures and sound are whose, and a copy of it as a plain dict does not."
             raise BadBatch(
                 f"batch[{name!r}]: a document's part of it is not known. Verify token batches: {', '.join(PER_TOKEN)} "
-                "and the collator's lengths."
+                "and the collator's lengths; or pass the very object that fa2patch.DataCollatorForMultimodalFlattening "
+                f"returned. {what if name in MEDIA else ''}".rstrip()
             )
         if name in PER_TOKEN and (not value.dim() or value.shape[-1] != ids.shape[1]):
             raise BadBatch(
                 f"batch[{name!r}]: expected one for each of {ids.shape[1]} tokens, found {list(value.shape)}."
             )
         given[name] = value.to(device)
-    return given
+    return MediaRow(given, parts) if parts else given
 
 
 def _check_parents(batch: Call) -> None:

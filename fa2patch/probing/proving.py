@@ -19,6 +19,8 @@ import torch
 from .._types import Call, Model
 from ..documents.trees import Tree
 from ..errors import PackingNotIsolated
+from ..trying import without_gradients
+from ..upstream.find_layers import attention_layers
 from ..upstream.find_models import models
 from ..upstream.packed_batch import packed_mask
 from ..upstream.packed_mask import PackedMask
@@ -51,14 +53,21 @@ def structure(model: Model) -> int:
 
 
 def unknown(model: Model) -> str:
-    """Name and class of the first module that is not in :data:`KNOWN`, or whose own forward is not; empty if none."""
+    """Name and class of the first module that is unknown; empty if there is none.
+
+    A module is unknown if it, or its own forward, is not in :data:`KNOWN`. So is an attention layer that computes
+    attention by itself: such models do not claim flash attention, and nothing says that only attention mixes tokens.
+    """
     for name, module in model.named_modules():
         held = module.__dict__.get("forward")
         for made in (type(module), getattr(held, "__func__", held)):
             home = getattr(made, "__module__", None) or ""
             if made is not None and home.partition(".")[0] not in KNOWN:
                 return f"{name or 'the model itself'} ({home}.{getattr(made, '__qualname__', type(made).__name__)})"
-    return ""
+    own = (layer for layer in attention_layers(models(model)[-1]) if layer.seam == "formula")
+    return next(
+        (f"{layer.name} ({type(layer.module).__name__}, which computes attention by itself)" for layer in own), ""
+    )
 
 
 def prove(model: Model, call: Call, mask: PackedMask) -> None:
@@ -73,7 +82,7 @@ def prove(model: Model, call: Call, mask: PackedMask) -> None:
         PackingNotIsolated: a document changes if other documents do. The error names the module.
     """
     run = _Run(model, call, mask)
-    with left_as_it_was(model), torch.no_grad():
+    with left_as_it_was(model), without_gradients():
         before = run.outputs(None)
         for exchanged in run.exchanges():
             after = run.outputs(exchanged)
@@ -141,6 +150,8 @@ class _Run:
             return torch.where(exchanged[..., None].to(embedded.device), embedded.roll(1, -1) * 1.25, embedded)
 
         call = dict(self.call)
+        if isinstance(call.get("position_ids"), torch.Tensor):
+            call["position_ids"] = call["position_ids"].clone()  # ERNIE-M adds to them in place
         if call.get("inputs_embeds") is not None:
             call["inputs_embeds"] = other(call["inputs_embeds"])
         handle = self.decoder.get_input_embeddings().register_forward_hook(lambda *given: other(given[-1]))

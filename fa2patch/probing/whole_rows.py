@@ -11,9 +11,8 @@ import torch
 import torch.distributed as dist
 
 from .._types import Call, Model
-from ..documents.names import IGNORED_LABEL
-from ..upstream.parts import engines
-from ..upstream.parts.collectives import group_of
+from ..documents.names import IGNORED_LABEL, LABELS
+from ..upstream.parts import collectives, engines
 from ..upstream.parts.row_part import RowPart
 from .batches import PER_TOKEN
 
@@ -54,7 +53,7 @@ class WholeRows(torch.nn.Module):
     def summed(self, gradient: torch.Tensor) -> torch.Tensor:
         """The sum of the processes' gradients with respect to one tensor that all of them hold."""
         gradient = gradient.contiguous()
-        dist.all_reduce(gradient, group=group_of(self.part.group))
+        dist.all_reduce(gradient, group=collectives.group_of(self.part.group))
         return gradient
 
     def _own(self, batch: Call) -> Call:
@@ -74,7 +73,7 @@ class WholeRows(torch.nn.Module):
         """The mean loss of all parts' tokens."""
         count = (labels != IGNORED_LABEL).sum()
         sums = torch.stack([torch.where(count > 0, loss.detach() * count, 0.0), count.to(loss.dtype)])
-        dist.all_reduce(sums, group=group_of(self.part.group))
+        dist.all_reduce(sums, group=collectives.group_of(self.part.group))
         return sums[0] / sums[1]
 
 
@@ -82,10 +81,7 @@ class _Gather(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, values: torch.Tensor, dim: int, part: RowPart) -> torch.Tensor:
         ctx.dim, ctx.part = dim, part
-        values = values.contiguous()
-        parts = [torch.empty_like(values) for _ in range(part.of)]
-        dist.all_gather(parts, values, group=group_of(part.group))
-        return torch.cat(parts, dim=dim)
+        return collectives.whole_rows(values.movedim(dim, -1), part.group, part.of).movedim(-1, dim)
 
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[Any, ...]:
@@ -93,11 +89,7 @@ class _Gather(torch.autograd.Function):
 
 
 def _padded(batch: Call, more: int) -> Call:
-    """The batch with position ids, and with so many tokens added to every row.
-
-    The tokens are a document of their own if the batch has lengths. Otherwise they go on from the last document, where
-    no other token sees them.
-    """
+    """The batch with position ids, and with a document of so many tokens added to every row."""
     batch = dict(batch)
     ids = batch["input_ids"]
     if batch.get("position_ids") is None and batch.get("cu_seq_lens_q") is None:
@@ -106,13 +98,20 @@ def _padded(batch: Call, more: int) -> Call:
         return batch
     for name, value in batch.items():
         if name in PER_TOKEN and isinstance(value, torch.Tensor) and value.shape[-1] == ids.shape[1]:
-            fill = value[..., -1:].expand(*value.shape[:-1], more)
-            if name == "position_ids":
-                fill = fill + torch.arange(1, more + 1, device=ids.device)
-            elif "labels" in name:
-                fill = torch.full_like(fill, IGNORED_LABEL)
-            batch[name] = torch.cat([value, fill], dim=-1)
+            batch[name] = torch.cat([value, _added(name, value, more)], dim=-1)
     return _with_one_more(batch, ids.shape, more) if batch.get("cu_seq_lens_q") is not None else batch
+
+
+def _added(name: str, value: torch.Tensor, more: int) -> torch.Tensor:
+    """What an argument ``[..., length]`` holds for the added tokens, ``[..., more]``."""
+    last = value[..., -1:].expand(*value.shape[:-1], more)
+    if name == "position_ids":
+        return torch.arange(more, device=value.device).to(value.dtype).expand_as(last)
+    if name == "seq_idx":
+        return last + 1
+    if name == "attention_mask":
+        return torch.zeros_like(last)
+    return torch.full_like(last, IGNORED_LABEL) if name in LABELS else last
 
 
 def _with_one_more(batch: Call, shape: torch.Size, more: int) -> Call:
@@ -122,11 +121,7 @@ def _with_one_more(batch: Call, shape: torch.Size, more: int) -> Call:
     moved = cu + (cu - 1).clamp(min=0) // shape[1] * more
     ends = torch.cat([moved, rows * (shape[1] + more)]).sort().values
     longest = max(more, int(batch.get("max_length_q") or ends.diff().max()))
-    new = {**batch, "cu_seq_lens_q": ends, "cu_seq_lens_k": ends, "max_length_q": longest, "max_length_k": longest}
-    ids = new.get("position_ids")
-    if ids is not None:
-        ids[..., -more:] = torch.arange(more, device=ids.device)
-    return new
+    return {**batch, "cu_seq_lens_q": ends, "cu_seq_lens_k": ends, "max_length_q": longest, "max_length_k": longest}
 
 
 @contextlib.contextmanager

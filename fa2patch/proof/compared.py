@@ -8,6 +8,7 @@ from __future__ import annotations
 import torch
 
 from .._types import Call, Model
+from ..documents.media import MediaRow
 from ..documents.names import LABELS, LENGTHS
 from ..documents.trees import Tree
 from ..errors import Fa2PatchError, PackingNotIsolated
@@ -60,6 +61,7 @@ class Run:
         self.chosen = _spread(real, max_documents) + [at for at, span in enumerate(spans) if not span.real]
         self.generator = torch.Generator().manual_seed(0)
         self.vocabulary = text_tokens(inner)
+        self.media = batch if isinstance(batch, MediaRow) else MediaRow({})
         self.before = self._outputs()
         self.scale = self._scale()
         self.moved: dict[int, tuple[float, int | None]] = {at: (0.0, None) for at in range(len(spans))}
@@ -126,7 +128,10 @@ class Run:
         old = self.spans[at].of(ids)
         drawn = torch.randint(len(self.vocabulary) - 1, old.shape, generator=self.generator)
         new = self.vocabulary[drawn].to(old)
-        old.copy_(torch.where(new == old, self.vocabulary[-1].to(old), new))
+        new = torch.where(new == old, self.vocabulary[-1].to(old), new)
+        if self.media.parts:  # placeholders must stay as many as there are pictures
+            new = torch.where(torch.isin(old, self.vocabulary.to(old)), new, old)
+        old.copy_(new)
         return {**self.batch, "input_ids": ids}
 
     def _exchanged(self, at: int) -> tuple[torch.Tensor, float]:
@@ -174,13 +179,14 @@ class Run:
         length = sum(one.length for one in path)
         call: Call = {}
         for name, value in (self.batch if batch is None else batch).items():
-            if name in LENGTHS:
+            if name in LENGTHS or name in self.media.parts:
                 continue
             if name in PER_TOKEN and isinstance(value, torch.Tensor):
                 row = span.row if value.shape[-2:-1] not in ((), (1,)) else 0
                 value = value[None] if value.dim() == 1 else value
                 value = torch.cat([value[..., row : row + 1, one.start : one.stop] for one in path], dim=-1)
             call[name] = value
+        call.update(self.media.of(at))
         if status(self.inner) is None:
             call["attention_mask"] = torch.ones_like(call["input_ids"])
         else:

@@ -9,11 +9,11 @@ from .._types import Model
 from ..documents.names import PARENTS
 from ..errors import BadBatch, PackingNotIsolated
 from ..patch.applying import status
-from ..patch.unwrap import transformers_model
+from ..patch.unwrap import makes_its_batches, transformers_model
 from ..probing import whole_rows
 from ..probing.batches import checked, example, same_on_every_rank, spans_of
 from ..probing.probe import left_as_it_was
-from ..upstream.find_models import token_embeddings
+from ..upstream.find_models import models, token_embeddings
 from .compared import Run
 from .findings import verification
 from .result import Verification
@@ -43,7 +43,9 @@ def verify(
     sharded model on every rank with the same batch.
 
     Args:
-        model: A Transformers causal LM, or what PEFT, accelerate, DDP, FSDP or ``torch.compile`` made of one.
+        model: A Transformers causal LM, or what PEFT, accelerate, DDP, FSDP or ``torch.compile`` made of one. Of an
+            object that makes its batches itself (sentence-transformers), the model inside is verified. Of a model whose
+            head takes padded batches only, the base model is.
         batch: What a collator returns: ``input_ids``, int32 or int64 ``[batch, length]``, and ``position_ids``, the
             collator's lengths, ``seq_idx`` or a mask of document numbers. ``segment_parents``, integers ``[segments]``,
             come with ``cu_seq_lens_q``. None makes one row of four documents from the vocabulary.
@@ -59,12 +61,16 @@ def verify(
         BadBatch: The batch has no documents or holds something besides tokens, or ``max_documents`` is not positive.
     """
     inner = transformers_model(model)
+    patch = status(inner)
     if hasattr(model, "zero_optimization_stage"):
         model = model.module  # DeepSpeed's engine treats any backward through it as a training step
+    elif patch is not None and patch.for_padded_batches:
+        model = inner = models(inner)[-1]
+    elif makes_its_batches(model):
+        model = inner
     _check(inner, max_documents)
     device = token_embeddings(inner).device
     given = example(device, inner) if batch is None else checked(batch, device)
-    patch = status(inner)
     if patch is None and given.get(PARENTS) is not None:
         raise PackingNotIsolated(
             f"this batch has segment_parents, and this {type(inner).__name__} is not patched. Transformers alone does "

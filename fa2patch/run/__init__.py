@@ -1,1 +1,1 @@
-"""``fa2patch run``: start an unchanged program with its models patched and, on request, its batches flattened."""
+"""``fa2patch run``: start an unchanged program with its models patched, and with padded batches packed."""

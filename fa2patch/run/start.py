@@ -31,11 +31,13 @@ class Options:
         kernel: As for ``fa2patch.apply``.
         collate: Flatten the training batches that a Trainer's standard padding collators make.
         quiet: Print only what is left alone, and why.
+        pack: Compute the padded batches of TRL's preference, reward and reinforcement learning trainers packed.
     """
 
     kernel: str = "auto"
     collate: bool = False
     quiet: bool = False
+    pack: bool = True
 
     @classmethod
     def inherited(cls) -> Options:

@@ -51,10 +51,6 @@ def _alibi(config: Config) -> str | None:
     )
 
 
-def _prefix(config: Config) -> str:
-    return "the tokens of its prefix see each other in both directions, which packed attention has no way to say"
-
-
 def _phi_scale(module: Any, options: Options) -> Options:
     """Use the default scale: 4.36's flash class passes 1.0, unlike eager attention and all later versions."""
     return replace(options, scale=None) if options.scale == 1.0 else options
@@ -127,7 +123,6 @@ _rows = {
         Architecture("gemma2", adjust=_gemma2),
         Architecture("gpt_neo", adjust=_gpt_neo_window),
         Architecture("llama4_text", queries=_temperature),
-        Architecture("paligemma", refuse=_prefix),
         Architecture("phi", adjust=_phi_scale),
     )
 }

@@ -10,7 +10,8 @@ import torch
 from .._compile import compiling
 from .._types import Call
 from ..documents.checks import check_cu_seqlens, check_position_ids
-from ..documents.names import CACHES, LENGTHS, PARENTS, PICTURES, TOKENS
+from ..documents.media import MEDIA
+from ..documents.names import CACHES, LENGTHS, PARENTS, TOKENS
 from ..errors import BadCuSeqlens, BadParents, PackingNotIsolated
 from .calls import batch_shape, passed
 from .step import Patched
@@ -108,5 +109,5 @@ def is_for_queries(mask: object) -> bool:
 
 
 def has_pictures(call: Call) -> bool:
-    """Whether pictures or videos are among a forward's arguments."""
-    return bool(passed(call, PICTURES))
+    """Whether pictures, films or sound are among a forward's arguments."""
+    return bool(passed(call, MEDIA))

@@ -9,11 +9,11 @@ from typing import Any
 
 import torch
 
-from .._types import Model
+from .._types import Function, Model
 from . import inspecting
-from .find_models import models
-from .seams import function, fused, interface, method, mixer
-from .site import Site
+from .find_models import models, text_modules
+from .seams import formula, function, fused, interface, method, mixer
+from .site import Site, of_forward
 
 
 @dataclass(frozen=True)
@@ -22,7 +22,8 @@ class Layer:
 
     Attributes:
         name: the layer's name in the decoder.
-        seam: ``"interface"``, ``"function"`` or ``"method"`` for an attention layer, ``"mixer"`` for a mixer.
+        seam: ``"interface"``, ``"function"``, ``"method"`` or ``"formula"`` for an attention layer, ``"mixer"`` for a
+            mixer; ``"document"`` for an attention layer whose base model computes each document by itself.
         site: the attribute through which the layer is given the boundaries.
         others: more attributes that this seam needs replaced.
         module: the layer. A plan drops it, because the patch is copied with its model.
@@ -49,17 +50,28 @@ Seam = tuple[str, Site, tuple[Site, ...]]
 def attention_layers(decoder: Model) -> Iterator[Layer]:
     """Yield every attention layer of a decoder that offers a seam."""
     seams: dict[type, Seam | None] = {}
-    for name, module in decoder.named_modules():
+    layers = []
+    for name, module in text_modules(decoder):
         cls = type(module)
         if cls not in seams:
-            seams[cls] = _seam_of(cls)
+            seams[cls] = _seam_of(module)
         found = seams[cls]
         if found is not None:
-            yield Layer(name, *found, module=module)
+            layers.append(Layer(name, *found, module=module))
+    if any(layer.seam == "formula" and formula.says_more(layer.module) for layer in layers):
+        site = of_forward(decoder, _as_it_is)
+        layers = [Layer(layer.name, "document", site, module=layer.module) for layer in layers]
+    yield from layers
 
 
-def _seam_of(cls: type) -> Seam | None:
-    """The seam of a module class, or None."""
+def _as_it_is(original: Function) -> Function:
+    """The forward of a base model is replaced for every patched model."""
+    return original
+
+
+def _seam_of(module: torch.nn.Module) -> Seam | None:
+    """The seam of a module's class, or None."""
+    cls = type(module)
     if inspecting.is_of_torch(cls):
         return None
     owner = inspecting.defining(cls, "forward")
@@ -75,6 +87,9 @@ def _seam_of(cls: type) -> Seam | None:
     looked_up = interface.seam_of(home, forward)
     if looked_up is not None:
         return ("interface", *looked_up)
+    by_itself = formula.is_formula(forward) and not formula.convolves(module)
+    if by_itself and (flash is None or method.missing(flash, module)):
+        return "formula", Site(owner, "forward", formula.by_formula), ()
     if flash is None:
         return None
     scope = sys.modules[inspecting.defining(flash, "forward").__module__]
@@ -107,7 +122,7 @@ def blocks_without(decoder: Model, found: list[Layer]) -> dict[str, str]:
         if at is not None:
             holding.setdefault(".".join(parts[:at]), set()).add(parts[at])
     if not found:
-        lists = (name for name, module in decoder.named_modules() if isinstance(module, torch.nn.ModuleList))
+        lists = (name for name, module in text_modules(decoder) if isinstance(module, torch.nn.ModuleList))
         holding = {name: set() for name in lists}
     return {
         f"{name}.{index}": type(block).__name__

@@ -10,6 +10,7 @@ import torch
 from .._types import Model
 from . import inspecting
 from .find_layers import Layer, attention_layers
+from .find_models import text_modules
 from .seams import mixer
 from .site import of_forward
 
@@ -65,13 +66,13 @@ def mixers(decoder: Model) -> dict[str, str]:
     seams = {layer.name for layer in attention_layers(decoder)}  # the name of Kimi Linear's full attention matches too
     named = {
         name: module
-        for name, module in decoder.named_modules()
+        for name, module in text_modules(decoder)
         if name and _NAMES.search(type(module).__name__) and name not in seams and "Norm" not in type(module).__name__
     }
     innermost = {name for name in named if not any(other.startswith(f"{name}.") for other in named)}
     found: dict[str, str] = {}
     handed: dict[type, set[str]] = {}
-    for name, module in decoder.named_modules():
+    for name, module in text_modules(decoder):
         clue = "by its name" if name in innermost else _clue(module, handed)
         if clue and not any(name.startswith(f"{outer}.") for outer in found):
             found[name] = f"{type(module).__name__} ({clue})"

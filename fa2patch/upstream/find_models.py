@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -39,6 +40,22 @@ def models(model: Model) -> list[Any]:
         return path
     base = getattr(model, model.base_model_prefix, model) if model.base_model_prefix else model
     return [model] if base is model else [model, base]
+
+
+def text_modules(decoder: Model) -> Iterator[tuple[str, torch.nn.Module]]:
+    """Yield the modules of a decoder through which its tokens run, with their names, as ``named_modules`` does.
+
+    Encoders of pictures or sound that are inside the decoder are left out with all that they hold (Phi-4-multimodal
+    has both). They are models of their own, with a config of another class than the decoder's.
+    """
+    towers: tuple[str, ...] = ()
+    for name, module in decoder.named_modules():
+        if name.startswith(towers):
+            continue
+        if name and is_transformers_model(module) and not isinstance(decoder.config, type(module.config)):
+            towers = (*towers, f"{name}.")
+            continue
+        yield name, module
 
 
 def token_embeddings(model: Model) -> torch.Tensor:

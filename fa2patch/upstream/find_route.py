@@ -25,4 +25,5 @@ def route_of(model: Looked, sites: Iterable[Site]) -> Route:
         MASK if model.attention else carrier(model.decoder, model.mixers),
         "position_ids" not in inspecting.upstream_parameters(type(model.decoder).forward),
         len(model.entered) > 1 and any(isinstance(cls, type) and isinstance(model.model, cls) for cls in making),
+        model.apart,
     )

@@ -15,8 +15,8 @@ from typing import Any, Callable
 import torch
 
 from .._compile import compiling, constant
-from .._types import Function, Model
-from ..documents.names import LABELS
+from .._types import Call, Function, Model
+from ..documents.names import LABELS, LENGTHS, LOSS_LABELS
 from ..errors import PackingNotIsolated
 from . import inspecting
 from .calls import Calls, passed
@@ -109,6 +109,24 @@ def refuse_bypassed(model: Model, forward: Function) -> None:
         "called as model.forward(...), past fa2patch: the labels of its packed batch would cross documents. Call "
         "fa2patch.apply(model) again, after what replaces the forward."
     )
+
+
+def explain_rejected(model: Any, call: Call, error: TypeError) -> None:
+    """Raise :class:`PackingNotIsolated` if a foreign forward, called as ``model.forward(...)``, rejected an argument.
+
+    Args:
+        model: the patched model.
+        call: arguments by name. Our forward takes all of ``LENGTHS`` and what the collators of fa2patch add.
+        error: what the forward raised.
+    """
+    takes = calls_of(model).takes
+    unknown = [name for name in passed(call, (*LENGTHS, LOSS_LABELS)) if not takes(name)]
+    if unknown and not on_top(model):
+        raise PackingNotIsolated(
+            f"the forward of this {type(model).__name__} was replaced after fa2patch.apply by one that does not take "
+            f"{unknown[0]}, and was called as model.forward(...), past fa2patch. Call fa2patch.apply(model) again, "
+            "after what replaces the forward."
+        ) from error
 
 
 def _has_labels(code: CodeType) -> bool:

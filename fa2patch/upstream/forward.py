@@ -15,11 +15,11 @@ from typing import Any
 import torch
 
 from .._compile import compiling
-from .._types import Call, Function
+from .._types import Args, Call, Function
 from ..documents.names import LABELS, LENGTHS, PARENTS
 from ..errors import PackingNotIsolated
 from ..trying import says_nothing
-from . import dense, foreign, inspecting, luggage
+from . import apart_models, dense, foreign, inspecting, luggage
 from .batch import has_pictures, is_for_queries
 from .calls import Calls, batch_shape, passed
 from .packed_batch import packed_mask
@@ -27,7 +27,7 @@ from .packed_mask import PackedMask, find
 from .parts.engines import row_part
 from .parts.row_part import RowPart
 from .reached import require_every_layer
-from .step import MARK, ROLE, Step
+from .step import MARK, PADDING, ROLE, Step
 from .traits import pooling
 
 
@@ -35,18 +35,22 @@ def entered(original: Function) -> Function:
     """Return the replacement for a model's ``forward``. It also accepts collator lengths that the original rejects."""
     calls = Calls(original)
 
-    @functools.wraps(original)
-    def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
-        patch = self.__dict__.get(MARK)
-        if patch is None or batches_continuously(kwargs):
-            return original(self, *args, **kwargs)
-        role, call = self.__dict__[ROLE], calls.named(args, kwargs)
+    def marked(self: Any, args: Args, kwargs: Call) -> Any:
+        patch, role, call = self.__dict__[MARK], self.__dict__[ROLE], calls.named(args, kwargs)
         if pooling.is_riding(call) and not role.innermost:  # through super(), in a class patched for another model
             return original(self, *args, **kwargs)
         ride = pooling.ridden(call)
         if ride is not None:
             return ride.pooled(_computed(Step(self, patch, role, calls, args, {**call, **ride.whole})))
         return _computed(Step(self, patch, role, calls, args, call))
+
+    @functools.wraps(original)
+    def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
+        patch = self.__dict__.get(MARK)
+        if patch is None or batches_continuously(kwargs):
+            return original(self, *args, **kwargs)
+        padding = self.__dict__.get(PADDING)
+        return marked(self, args, kwargs) if padding is None else padding.computed(marked, self, args, kwargs)
 
     foreign.ours(forward)
     if not calls.takes("position_ids"):  # OPT up to 4.45; Trainer drops columns that the signature lacks
@@ -164,6 +168,13 @@ def _handed(step: Step) -> Any:
     """Call a model that was given the mask by an outer model."""
     if step.call.get("position_ids") is None and "position_ids" in step.calls.names and step.mask is not None:
         step.call["position_ids"] = step.mask.position_ids
+    return _made(step)
+
+
+def _made(step: Step) -> Any:
+    """Call a model that has the mask as an argument."""
+    if step.mask is not None and step.role.innermost and step.patch.route.apart:
+        return apart_models.computed(step, step.mask)
     return step.calls.make(step.module, step.args, step.call)
 
 
@@ -187,7 +198,7 @@ def _placed(step: Step, mask: PackedMask) -> Any:
     if not step.calls.takes("position_ids"):
         del step.call["position_ids"]
     try:
-        output = step.calls.make(step.module, step.args, step.call)
+        output = _made(step)
     except TypeError as error:
         if PackedMask.__name__ not in str(error):
             raise

@@ -48,6 +48,14 @@ def enclosed(function: object) -> list[object]:
     return [cell.cell_contents for cell in cells if cell != CellType()]
 
 
+def enclosed_by_name(function: object) -> dict[str, object]:
+    """Return the values that a function holds in its closure, by the names of its variables."""
+    code, cells = own_code(function), getattr(function, "__closure__", None) or ()
+    if code is None:
+        return {}
+    return {name: cell.cell_contents for name, cell in zip(code.co_freevars, cells) if cell != CellType()}
+
+
 def reads_name(function: object, name: str) -> bool:
     """Whether a function's code uses a global name or an attribute of this name."""
     return name in names_read(function)

@@ -41,6 +41,11 @@ class Looked:
         return tuple(mixer_layers(self.decoder, self.attention))
 
     @property
+    def apart(self) -> bool:
+        """Whether the base model computes each document by itself."""
+        return any(layer.seam == "document" for layer in self.attention)
+
+    @property
     def layers(self) -> tuple[Layer, ...]:
         """Every layer that must be given the boundaries."""
         return (*self.attention, *self.mixers)

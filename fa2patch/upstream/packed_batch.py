@@ -55,9 +55,9 @@ def packed_mask(
     else:
         first = patch.found[positions.NAME].first
         found = _recognised(rows, first, made_inside, training, split=part is not None)
-    if found is None and part is not None:
-        refuse_unsaid(call)
     if found is None:
+        if part is not None:
+            refuse_unsaid(call)
         return None
     _refuse_what_cannot_be_packed(call, batch.mask)
     if batch.position_ids is None:
@@ -73,7 +73,8 @@ def packed_mask(
         if part is not None:
             scaled.scaling.check_part(longest)
     longest = rows.shape[1] if longest is None else longest
-    return PackedMask(found, patch.picks, batch.shape, longest, call["position_ids"], patch.found, part=part)
+    ids, real = call["position_ids"], batch.mask
+    return PackedMask(found, patch.picks, batch.shape, longest, ids, patch.found, real=real, part=part)
 
 
 def _stated(batch: Batch, patch: Patched) -> Boundaries:

@@ -14,6 +14,7 @@ from ..errors import PackingNotIsolated
 from ..kernels import Picks, asked_by
 from ..kernels.attention import packed_attention
 from ..kernels.options import Options
+from ..kernels.spans import require_within
 from . import architectures, rope
 from .parts.row_part import RowPart
 from .tensor_manners import TensorManners
@@ -35,9 +36,13 @@ class PackedMask(TensorManners):
         position_ids: the batch's position ids, for models that derive positions from the mask (OPT up to 4.45).
         positions: largest position id + 1, the length that a table of rotary embeddings needs.
         found: what the traits have found in the model.
-        window: the sliding window of the mask that the model made for these layers, in tokens, or None.
-        part: the part of every row that this process holds; None if rows are whole. All other attributes then describe
-            the part.
+        window: the sliding window of the mask that the model made for these layers, in tokens. None leaves it to the
+            layer, and 0 is no window.
+        outright: whether a model around the text side made a mask for every query. Functions of the text side that make
+            masks then hand it on without a window (PaliGemma 2 in 4.53 to 4.57).
+        real: the batch's 2-D attention mask ``[batch, length]``, which is 0 for padding; None if it has none.
+        part: the part of every row that this process holds; None if rows are whole. ``shape`` and ``position_ids``
+            are then those of the part.
         layer: the attention layer being computed. Only the function and method seams set it.
         calls: the layers that were given the boundaries, in order; None for an unknown layer or in a compiled graph.
     """
@@ -49,6 +54,8 @@ class PackedMask(TensorManners):
     position_ids: torch.Tensor | None = field(default=None, repr=False)
     found: Mapping[str, Any] = field(default_factory=dict, repr=False)
     window: int | None = None
+    outright: bool = False
+    real: torch.Tensor | None = field(default=None, repr=False)
     part: RowPart | None = None
     layer: torch.nn.Module | None = field(default=None, repr=False)
     calls: list[torch.nn.Module | None] = field(default_factory=list, repr=False)
@@ -75,13 +82,18 @@ class PackedMask(TensorManners):
         if quirks is not None and quirks.queries is not None:
             q = quirks.queries(module, q, self._counted())
         if self.window is not None:  # eager attention has its window in the mask only
-            options = replace(options, window=self.window)
+            options = replace(options, window=self.window or None)
         dtype = compute_dtype(module, q, k, v)
         q, k, v = (x if x.dtype == dtype else x.to(dtype) for x in (q, k, v))
         if self.part is not None:
             q, k, v, options = self.part.all_tokens(q, k, v, options)
-        kernel = self.picks(module, asked_by(q, k, v, options, self.boundaries.parents is not None), q.device)
-        output = packed_attention(q, k, v, self.boundaries, options, kernel)
+        documents = self.boundaries
+        if documents.until is not None:
+            options = replace(options, causal=True)  # the mask says who sees later tokens; PaliGemma's layers say: all
+            if options.window is not None:
+                require_within(options.window, documents)
+        asked = asked_by(q, k, v, options, documents.parents is not None, documents.until is not None)
+        output = packed_attention(q, k, v, documents, options, self.picks(module, asked, q.device))
         return output if self.part is None else self.part.own_tokens(output)
 
     def require_whole_rows(self, what: str) -> None:

@@ -12,8 +12,10 @@ class Route(NamedTuple):
         carrier: the forward argument that is replaced by the :class:`PackedMask`.
         stops_ids: whether the decoder takes no ``position_ids`` (Mamba, RWKV, OPT up to 4.45).
         makes_masks: whether the outermost model makes masks for the models inside it (Gemma 3 up to 4.52).
+        apart: whether the decoder computes each document by itself.
     """
 
     carrier: str
     stops_ids: bool
     makes_masks: bool
+    apart: bool = False

@@ -19,6 +19,9 @@ MARK = "_fa2patch"
 ROLE = "_fa2patch_role"
 """Name of the instance attribute that holds a patched model's :class:`Role`."""
 
+PADDING = "_fa2patch_padding"
+"""Name of the instance attribute of a base model that computes padded batches packed. It holds what packs them."""
+
 
 class Role(NamedTuple):
     """The role of a model among the models that a call goes through.
@@ -100,6 +103,7 @@ class Step:
         places: whether this step passes the packed mask as an argument.
         by_hook: whether a foreign forward is called and this step belongs to a forward pre-hook.
         pieces: the luggage that this step has attached. It must be taken before its forward returns.
+        kept: what a trait's ``before`` keeps for its ``after``, by the trait's name.
     """
 
     module: Model
@@ -113,6 +117,7 @@ class Step:
     places: bool = False
     by_hook: bool = False
     pieces: list[luggage.Piece] = field(default_factory=list)
+    kept: dict[str, Any] = field(default_factory=dict)
 
     def attach(self, argument: str, piece: luggage.Piece) -> None:
         """Attach a piece to an argument. After the forward it is an error if no code has taken it."""

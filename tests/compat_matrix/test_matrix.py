@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import fa2patch
-from compat_matrix import environments
+from compat_matrix import environments, tiny_models
 from compat_matrix.__main__ import failures
 from compat_matrix.check import found
 from compat_matrix.check.cell import Cell, NotApplicable, assert_unmoved
@@ -225,6 +225,19 @@ def test_a_known_failure_is_one_only_while_every_failure_is_that_one(tmp_path):
     other = patched(ok=0, b="AssertionError: off", **known["fa2patch"]["sdpa"]["fail"])
     assert in_matrix(tmp_path, part(llava=known), part(llava=known)) == []
     assert in_matrix(tmp_path, part(llava=other), part(llava=other)) and in_matrix(tmp_path, part(llama=known), part())
+    alone = {"seam": ["method"], "fa2patch": {"sdpa": {"n/a": {"alone": known["fa2patch"]["sdpa"]["fail"]["a"]}}}}
+    assert in_matrix(tmp_path, part(llava=alone), part(llava={})) == []
+    assert "no point" in in_matrix(tmp_path, part(llama=alone), part(llama={}))[0]
+
+
+def test_an_implementation_with_which_transformers_alone_fails_is_not_run(monkeypatch):
+    def fails(*args, **kwargs):
+        raise KeyError("position_ids")
+
+    monkeypatch.setattr(tiny_models.modeling("llava:picture").LlavaModel, "get_image_features", fails)
+    cell = found.cell("llava:picture", ("sdpa",), ["packed_row", "refusals"])
+    assert list(cell["fa2patch"]["sdpa"]) == ["n/a"] and "KeyError" in cell["fa2patch"]["sdpa"]["n/a"]["alone"]
+    assert cell["upstream"]["sdpa"]["one row"].startswith("error")
 
 
 def test_boundaries_derived_in_every_layer_are_red(monkeypatch):

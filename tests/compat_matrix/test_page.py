@@ -130,6 +130,7 @@ def test_implementations_with_the_same_results_are_said_once():
         "all 17 points that were run hold",
         "cannot be loaded this way in this environment",
     ]
+    assert "Transformers alone fails" in sentences.held(Checked(0, {"alone": "KeyError"}, {}))
 
 
 BROWSERS = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable")

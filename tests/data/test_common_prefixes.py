@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 import torch
 
-from fa2patch.data import common_prefixes as subject
-from fa2patch.data.common_prefixes import LEAST, Segments, common_prefixes, shared_segments
+from fa2patch.padded import common_prefixes as subject
+from fa2patch.padded.common_prefixes import LEAST, Segments, common_prefixes, shared_segments
 
 
 def rows_of(generator: random.Random) -> list[list[int]]:

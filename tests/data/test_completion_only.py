@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import functools
 import inspect
-import json
-import os
 import pickle
 import random
 import string
@@ -13,7 +11,6 @@ import subprocess
 import sys
 import textwrap
 import warnings
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -21,13 +18,11 @@ import tokenizers
 import torch
 import transformers
 
-from compat_matrix import environments
-from compat_matrix.ecosystem.stacks import stacks
 from fa2patch.data.completion_only import DataCollatorForCompletionOnlyLM
 from fa2patch.errors import CollatorError
 
-ROOT = Path(__file__).parents[2]
 HUMAN, RESPONSE = "### Human:", "### Response:\n"
+ROW = {"padding_free": True, "return_flash_attn_kwargs": False}
 
 
 @functools.cache
@@ -94,7 +89,7 @@ def test_what_is_learned_is_what_the_text_says(kind: str, turns: bool) -> None:
     tokenizer = words(kind)
     texts = TURNS if turns else SINGLE
     encodings = [encoded(tokenizer, text) for text in texts]
-    collate = DataCollatorForCompletionOnlyLM(RESPONSE, HUMAN if turns else None, tokenizer)
+    collate = DataCollatorForCompletionOnlyLM(RESPONSE, HUMAN if turns else None, tokenizer, **ROW)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         batch = collate([{"input_ids": ids, "attention_mask": [1] * len(ids)} for ids, _ in encodings])
@@ -126,7 +121,9 @@ def test_templates_are_cut_differently_in_context_here() -> None:
 
 
 def test_token_ids_need_no_tokenizer() -> None:
-    collate = DataCollatorForCompletionOnlyLM([7, 8], [9], return_flash_attn_kwargs=True, return_seq_idx=True)
+    collate = DataCollatorForCompletionOnlyLM(
+        [7, 8], [9], padding_free=True, return_flash_attn_kwargs=True, return_seq_idx=True
+    )
     batch = collate([[9, 1, 7, 8, 2, 3, 9, 4, 7, 8, 5], {"input_ids": [9, 7, 8, 6]}])
     assert batch["labels"].tolist() == [[-100] * 4 + [2, 3] + [-100] * 4 + [5] + [-100] * 3 + [6]]
     assert batch["cu_seq_lens_q"].tolist() == [0, 11, 15]
@@ -136,11 +133,11 @@ def test_token_ids_need_no_tokenizer() -> None:
 
 
 def test_a_warning_names_the_example_and_nothing_of_it_is_learned() -> None:
-    collate = DataCollatorForCompletionOnlyLM([7, 8])
+    collate = DataCollatorForCompletionOnlyLM([7, 8], **ROW)
     with pytest.warns(UserWarning, match=r"example 1 of the batch \(3 tokens\): response_template \[7, 8\] not found"):
         batch = collate([[1, 7, 8, 2], [7, 3, 8], [7, 8, 4]])
     assert batch["labels"].tolist() == [[-100, -100, -100, 2, -100, -100, -100, -100, -100, 4]]
-    both = DataCollatorForCompletionOnlyLM([7], [9])
+    both = DataCollatorForCompletionOnlyLM([7], [9], **ROW)
     with pytest.warns(UserWarning, match=r"example 0 .*instruction_template \[9\] not found"):
         assert set(both([[1, 7, 2]])["labels"].flatten().tolist()) == {-100}
     text = DataCollatorForCompletionOnlyLM(RESPONSE, tokenizer=words("bytes"))
@@ -152,18 +149,18 @@ def test_masked_tokens_are_dropped_and_an_end_that_pads_is_learned() -> None:
     tokenizer = words("bytes")
     ids = [*tokenizer.encode(RESPONSE), 1]
     padded = {"input_ids": ids + [1, 1], "attention_mask": [1] * len(ids) + [0, 0]}
-    batch = DataCollatorForCompletionOnlyLM(RESPONSE, tokenizer=tokenizer)([padded])
+    batch = DataCollatorForCompletionOnlyLM(RESPONSE, tokenizer=tokenizer, **ROW)([padded])
     assert batch["labels"][0].tolist() == [-100] * (len(ids) - 1) + [1]
 
 
 def test_given_labels_that_are_ignored_stay_so() -> None:
     example = {"input_ids": [7, 1, 2, 3], "labels": [7, 1, -100, 30]}
-    assert DataCollatorForCompletionOnlyLM([7])([example])["labels"].tolist() == [[-100, 1, -100, 30]]
+    assert DataCollatorForCompletionOnlyLM([7], **ROW)([example])["labels"].tolist() == [[-100, 1, -100, 30]]
 
 
 def test_padded() -> None:
     tokenizer = words("bytes")
-    options = {"padding_free": False, "pad_to_multiple_of": 3, "ignore_index": -7}
+    options = {"pad_to_multiple_of": 3, "ignore_index": -7}
     collate = DataCollatorForCompletionOnlyLM([7], tokenizer=tokenizer, **options)
     examples = [{"input_ids": [5, 7, 1, 2], "weights": [1, 2, 3, 4]}, {"input_ids": [7, 3], "weights": [5, 6]}]
     batch = collate(examples)
@@ -180,7 +177,7 @@ def test_padded() -> None:
 
 
 def test_row_padded_to_a_multiple() -> None:
-    collate = DataCollatorForCompletionOnlyLM([7], pad_to_multiple_of=4, ignore_index=-7)
+    collate = DataCollatorForCompletionOnlyLM([7], pad_to_multiple_of=4, ignore_index=-7, **ROW)
     batch = collate([[7, 1, 2], [7, 3]])
     assert batch["labels"].tolist() == [[-7, 1, 2, -7, 3, -7, -7, -7]]
     assert batch["position_ids"].tolist() == [[0, 1, 2, 0, 1, 0, 1, 2]]
@@ -209,7 +206,13 @@ def test_errors_of_examples() -> None:
     with pytest.raises(CollatorError, match="example 1: no token"):
         collate([[7], []])
     with pytest.raises(CollatorError, match="needs a tokenizer with a pad_token_id"):
-        DataCollatorForCompletionOnlyLM([7], padding_free=False)([[7], [7, 1]])
+        collate([[7], [7, 1]])
+    with pytest.raises(CollatorError, match="needs a tokenizer with a pad_token_id"):
+        DataCollatorForCompletionOnlyLM([7], pad_to_multiple_of=4)([[7, 1]])
+    with pytest.raises(CollatorError, match="tf_call: expected torch_call or numpy_call"):
+        collate.tf_call([[7, 1]])
+    with pytest.raises(CollatorError, match="expected a list of examples, found int"):
+        collate(7)
 
 
 def test_needs_neither_transformers_nor_trl() -> None:
@@ -220,17 +223,38 @@ def test_needs_neither_transformers_nor_trl() -> None:
     subprocess.run([sys.executable, "-c", code], check=True)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("stack", ["trl-0.12.2", "trl-0.19.1"])
-def test_same_as_trl(stack: str) -> None:
-    wanted = stacks()[stack]
-    python = environments.make(wanted.environment, ROOT / ".compat")
-    with environments.only_our_packages() as packages:
-        variables = {**os.environ, **wanted.variables, "PYTHONPATH": str(packages), "HF_HUB_OFFLINE": "1"}
-        script = [str(python), str(Path(__file__).with_name("completion_only_with_trl.py"))]
-        done = subprocess.run(script, env=variables, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr[-2000:]
-    found = json.loads(done.stdout.splitlines()[-1])
-    assert found["trl"] == wanted.trl
-    assert found["batches"] >= 200
-    assert found["differ"] == []
+def test_the_batch_of_a_row_has_the_lengths_of_newer_trl() -> None:
+    collate = DataCollatorForCompletionOnlyLM([7], padding_free=True)
+    batch = collate([[7, 1, 2], [7, 3]])
+    assert batch["cu_seq_lens_q"].tolist() == batch["cu_seq_lens_k"].tolist() == [[0, 3, 5]]
+    assert batch["cu_seq_lens_q"].dtype == torch.int32
+    assert batch["max_length_q"] == batch["max_length_k"] == 3
+
+
+def test_a_tokenizer_makes_the_batch_an_encoding() -> None:
+    examples = [{"input_ids": [7, 1, 2]}, {"input_ids": [7, 3]}]
+    for options in ({}, {"padding_free": True, "return_flash_attn_kwargs": False}):
+        batch = DataCollatorForCompletionOnlyLM([7], tokenizer=words("bytes"), **options)(examples)
+        assert isinstance(batch, transformers.BatchEncoding)
+        assert batch.to("cpu").labels.tolist() == batch["labels"].tolist()
+
+
+def test_a_batch_with_integers_is_a_dict_as_an_encoding_of_older_releases_could_not_be_moved() -> None:
+    batch = DataCollatorForCompletionOnlyLM([7], tokenizer=words("bytes"), padding_free=True)([{"input_ids": [7, 3]}])
+    assert type(batch) is dict and type(batch["max_length_q"]) is int
+
+
+def test_a_subclass_may_override_torch_call() -> None:
+    class Counting(DataCollatorForCompletionOnlyLM):
+        def torch_call(self, examples: Any) -> Any:
+            return {**super().torch_call(examples), "examples": len(examples)}
+
+    assert Counting([7])([[7, 1], [7, 2]])["examples"] == 2
+    assert "examples" not in Counting([7])([[7, 1]], return_tensors="np")
+
+
+def test_options_can_be_changed_after_the_collator_is_made() -> None:
+    collate = DataCollatorForCompletionOnlyLM([7], mlm_probability=0.3)
+    assert (collate.mlm, collate.mlm_probability, collate.pad_to_multiple_of) == (False, 0.3, None)
+    collate.padding_free, collate.pad_to_multiple_of = True, 4
+    assert collate([[7, 1, 2]])["input_ids"].shape == (1, 4)

@@ -12,8 +12,8 @@ import torch
 
 import fa2patch
 from compat_matrix import tiny_models
-from fa2patch.data.padded_batches import pack_padded_batches
 from fa2patch.errors import BadBatch, CollatorError, NotAModel
+from fa2patch.patch.padding import pack_padded_batches
 from fa2patch.preference import DataCollatorForPreferenceFlattening, per_document_logps
 
 PAIRS = [

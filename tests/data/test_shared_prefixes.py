@@ -11,8 +11,8 @@ import torch
 import fa2patch
 from compat_matrix import tiny_models
 from compat_matrix.check.reads import counted
-from fa2patch.data.padded_batches import pack_padded_batches
 from fa2patch.documents import device
+from fa2patch.patch.padding import pack_padded_batches
 
 SYSTEM, FIRST, SECOND = torch.arange(5, 25), torch.arange(30, 50), torch.arange(50, 75)
 GROUPS = ((FIRST, (3, 9, 1)), (SECOND, (4, 12)))

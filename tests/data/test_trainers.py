@@ -1,153 +1,192 @@
-"""TRL's trainers with their padded batches computed packed, equal prompts once: the same losses and metrics."""
+"""Which models of a trainer compute their padded batches packed. ``tests/integrations/test_trl.py`` has TRL's own."""
 
 from __future__ import annotations
 
-import functools
-import json
-import os
 import subprocess
 import sys
-from pathlib import Path
+import warnings
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+import transformers
 
 import fa2patch
-from compat_matrix import environments, tiny_models
-from compat_matrix.ecosystem.stacks import stacks
-from fa2patch.errors import Fa2PatchError
+from compat_matrix import tiny_models
+from fa2patch.data.trainers import pack_models
+from fa2patch.errors import BadArgument, StaysPadded, UnsupportedModel
+from fa2patch.padded.batches import PaddedBatches, of_model
 from fa2patch.preference import trainer_class
-
-ROOT = Path(__file__).parents[2]
-NEWEST, OLDER = "trl-1.16.0", "trl-0.19.1"
 
 
 def test_no_trl() -> None:
     code = (
         "import sys; sys.modules['trl'] = None\n"
-        "import fa2patch.errors, fa2patch.preference as p\n"
-        "try: p.trainer_class()\nexcept fa2patch.errors.Fa2PatchError as e: sys.exit('pip install trl' not in str(e))\n"
+        "import fa2patch.errors\n"
+        "try: fa2patch.packed_trainer()\n"
+        "except fa2patch.errors.Fa2PatchError as e: sys.exit('pip install trl' not in str(e))\n"
         "sys.exit(1)"
     )
     subprocess.run([sys.executable, "-c", code], check=True)
 
 
 class Trainer:
-    """The arguments of TRL's. The slow tests use TRL's own."""
+    """The arguments of TRL's, and a padding-free option. The slow tests use TRL's own trainers."""
 
-    def __init__(self, model: Any, ref_model: Any) -> None:
+    def __init__(self, model: Any, ref_model: Any = None, **options: Any) -> None:
+        self.args = SimpleNamespace(**options)
         self.model, self.ref_model = model, ref_model
+        self.padding_free = options.get("padding_free", False)
 
 
-def test_trainer_class_patches_model_and_reference() -> None:
-    model, reference = tiny_models.build("llama", "sdpa"), tiny_models.build("llama", "sdpa")
-    trainer = trainer_class(Trainer)(model, ref_model=reference)
-    assert isinstance(trainer, Trainer)
-    assert fa2patch.status(model).active
-    assert fa2patch.status(reference).active
-    assert trainer_class(Trainer)(model, None).ref_model is None
-    assert issubclass(Fa2PatchError, Exception)
+class ValueHead(torch.nn.Module):
+    """A wrapper that is no Transformers model, around one that is."""
+
+    def __init__(self, model: Any) -> None:
+        super().__init__()
+        self.pretrained_model, self.v_head = model, torch.nn.Linear(2, 1)
 
 
-@pytest.mark.parametrize(("share", "tokens"), [(True, 40 + 3 * 5), (False, 3 * 45)])
-def test_trainer_class_shares_prompts(share: bool, tokens: int) -> None:
-    model = tiny_models.build("llama", "sdpa")
-    prompts, ends = torch.arange(5, 45).expand(3, -1), torch.arange(50, 65).view(3, 5)
-    ids = torch.cat([torch.zeros(3, 1, dtype=torch.long), prompts, ends], 1)
-    trainer_class(Trainer, share_prompts=share)(model, None)
+def llama() -> Any:
+    return tiny_models.build("llama", "sdpa")
+
+
+def t5() -> Any:
+    sizes = {"d_model": 8, "d_kv": 4, "d_ff": 8, "num_layers": 1, "num_heads": 2, "vocab_size": 32}
+    return transformers.T5ForConditionalGeneration(transformers.T5Config(**sizes))
+
+
+def packing(model: Any) -> list[PaddedBatches]:
+    """What makes a model, or its parts, compute padded batches packed."""
+    return [found for module in model.modules() if (found := of_model(module)) is not None]
+
+
+def layers_tokens(model: Any) -> list[int]:
+    """Return a list to which each forward adds the number of tokens that the first layer computes."""
     seen: list[int] = []
     model.model.layers[0].register_forward_pre_hook(
         lambda module, args, kwargs: seen.append((args[0] if args else kwargs["hidden_states"])[..., 0].numel()),
         with_kwargs=True,
     )
+    return seen
+
+
+def test_the_older_name() -> None:
+    assert trainer_class is fa2patch.packed_trainer
+
+
+def test_model_and_reference_are_packed() -> None:
+    model, reference = llama(), llama()
+    trainer = fa2patch.packed_trainer(Trainer)(model, ref_model=reference)
+    assert isinstance(trainer, Trainer)
+    assert type(trainer).__name__ == "PackedTrainer"
+    assert fa2patch.status(model).active and fa2patch.status(reference).active
+    assert len(packing(model)) == len(packing(reference)) == 1
+    assert fa2patch.packed_trainer(Trainer)(model, None).ref_model is None
+    assert len(packing(model)) == 1, "a second trainer packs it anew, but not twice"
+
+
+def test_every_model_that_a_trainer_holds_is_packed_once() -> None:
+    policy, judges, inner = llama(), [llama(), llama()], llama()
+    trainer = SimpleNamespace(
+        model=policy, model_wrapped=torch.nn.DataParallel(policy), reward_funcs=[judges[0], len, judges[1]],
+        value={"critic": ValueHead(inner)}, name="no model", optimizer=None,
+    )  # fmt: skip
+    for _ in range(2):
+        found = pack_models(trainer)
+        assert found.packed.keys() == {"model", "model_wrapped", "reward_funcs[0]", "reward_funcs[1]", "value"}
+        assert not found.padded
+        assert [len(packing(model)) for model in (policy, *judges, inner)] == [1] * 4
+    assert found.packed["model"] is found.packed["model_wrapped"]
+    for each in found.packed.values():
+        each.remove()
+    assert not packing(policy)
+
+
+def test_a_model_that_the_trainer_gets_later_is_packed() -> None:
+    trainer = fa2patch.packed_trainer(Trainer)(llama())
+    made = llama()
+    trainer.model = made
+    assert fa2patch.status(made).active
+    assert len(packing(made)) == 1
+    fa2patch.revert(made)
+    trainer.model = made  # as Trainer does when it unwraps its model
+    assert fa2patch.status(made).active and len(packing(made)) == 1
+
+
+def test_a_model_that_cannot_be_packed() -> None:
+    with pytest.raises(UnsupportedModel, match="encoder-decoder"):
+        fa2patch.packed_trainer(Trainer)(t5())
+    reference, model = t5(), llama()
+    with pytest.warns(StaysPadded, match=r"Trainer.ref_model stays as it was.*encoder-decoder"):
+        fa2patch.packed_trainer(Trainer)(model, reference)
+    assert not packing(reference) and len(packing(model)) == 1
+    found = pack_models(SimpleNamespace(model=reference, other=model))
+    assert found.packed.keys() == {"other"}
+    assert "encoder-decoder" in found.padded["model"].message
+
+
+def test_rows_that_a_trainer_packs_itself_are_refused() -> None:
+    with pytest.raises(BadArgument, match="padding_free=True: .*Trainer then makes packed rows itself"):
+        fa2patch.packed_trainer(Trainer)(llama(), padding_free=True)
+    with pytest.raises(BadArgument, match="packing_strategy='wrapped': .*where texts start.*'bfd'"):
+        fa2patch.packed_trainer(Trainer)(llama(), packing=True, packing_strategy="wrapped")
+
+
+@pytest.mark.parametrize(("share", "tokens"), [(True, 40 + 3 * 5), (False, 3 * 45)])
+def test_prompts_are_shared(share: bool, tokens: int) -> None:
+    model = llama()
+    prompts, ends = torch.arange(5, 45).expand(3, -1), torch.arange(50, 65).view(3, 5)
+    ids = torch.cat([torch.zeros(3, 1, dtype=torch.long), prompts, ends], 1)
+    fa2patch.packed_trainer(Trainer, share_prompts=share)(model, None)
+    seen = layers_tokens(model)
     model(input_ids=ids, attention_mask=(ids != 0).long(), use_cache=False)
     assert seen == [tokens]
 
 
-@functools.cache
-def steps(stack: str, script: str, *arguments: str) -> dict[str, Any]:
-    wanted = stacks()[stack]
-    python = environments.make(wanted.environment, ROOT / ".compat")
-    with environments.only_our_packages() as packages:
-        variables = {**os.environ, **wanted.variables, "PYTHONPATH": str(packages), "HF_HUB_OFFLINE": "1"}
-        command = [str(python), str(Path(__file__).with_name(script)), *arguments]
-        done = subprocess.run(command, env=variables, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr[-3000:]
-    found: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
-    assert found["trl"] == wanted.trl
-    return found
+IDS = torch.arange(3, 15).view(2, 6)
+GAPS = torch.tensor([[1, 0, 1, 1, 1, 1], [1, 1, 1, 1, 1, 0]])
+PADDED = torch.tensor([[1, 1, 1, 1, 1, 1], [1, 1, 1, 1, 1, 0]])
 
 
-def assert_same(found: dict[str, Any], expected: dict[str, Any], steps: int, rel: float = 1e-4) -> None:
-    """Require the same losses and metrics. Each value may differ by a part of the largest one of its kind.
-
-    A loss of GRPO or RLOO is a sum of advantages that cancel each other, so it is close to 0 in some steps.
-    """
-    assert found["generated"] == expected["generated"]
-    assert len(found["losses"]) == len(expected["losses"]) >= steps
-    assert len(set(expected["losses"])) > steps / 2
-    ours, theirs = ({"losses": run["losses"], **by_name(run["logs"])} for run in (found, expected))
-    assert ours.keys() == theirs.keys()
-    for name, values in theirs.items():
-        assert ours[name] == pytest.approx(values, rel=0, abs=rel * max(map(abs, values)) + 1e-9), name
-
-
-def by_name(logs: list[dict[str, Any]]) -> dict[str, list[float]]:
-    """The values of each metric."""
-    found: dict[str, list[float]] = {}
-    for entry in logs:
-        for name, value in entry.items():
-            if isinstance(value, (int, float)):
-                found.setdefault(name, []).append(value)
-    return found
+@pytest.mark.parametrize(
+    ("call", "why"),
+    [
+        ({"attention_mask": GAPS}, "one run of ones"),
+        ({"attention_mask": PADDED, "output_attentions": True}, "output_attentions=True"),
+        ({"attention_mask": PADDED, "position_ids": torch.arange(6).expand(3, 2, 6)}, "position_ids have 3 dimensions"),
+        ({"attention_mask": torch.zeros(2, 1, 6, 6)}, "attention_mask has 4 dimensions"),
+    ],
+    ids=["gaps", "attentions", "three axes", "dense mask"],
+)
+def test_a_batch_that_stays_padded_is_said_once(call: dict[str, Any], why: str) -> None:
+    base = tiny_models.build("llama", "eager").model
+    fa2patch.packed_trainer(Trainer)(base)
+    base.layers = torch.nn.ModuleList()
+    with pytest.warns(StaysPadded, match=f"LlamaModel is computed as it came.*{why}"):
+        call_quietly(base, input_ids=IDS, use_cache=False, **call)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", StaysPadded)
+        call_quietly(base, input_ids=IDS, use_cache=False, **call)
 
 
-PACKED = {"sigmoid": 0.7, "ipo": 0.7, "lora": 0.85}
-"""The part of the tokens that is computed without padding. A model with an adapter is proven on its first batch."""
+def call_quietly(base: Any, **call: Any) -> None:
+    """Call a model whose own code may refuse the arguments."""
+    try:
+        base(**call)
+    except (ValueError, IndexError, RuntimeError) as error:
+        assert "fa2patch" not in type(error).__module__, error
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("stack", ["trl-0.12.2", OLDER, NEWEST])
-@pytest.mark.parametrize("loss", ["sigmoid", "ipo", "lora"])
-def test_dpo_trains_packed_as_padded(stack: str, loss: str) -> None:
-    expected, found = (steps(stack, "dpo_steps.py", how, loss) for how in ("padded", "packed"))
-    assert found["losses"] == pytest.approx(expected["losses"], rel=1e-5, abs=1e-5)
-    assert len(set(expected["losses"])) == 10
-    assert sum(found["tokens"]) < PACKED[loss] * sum(expected["tokens"])
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("stack", [OLDER, NEWEST])
-@pytest.mark.parametrize(("loss", "number"), [("sigmoid", "50"), ("lora", "10")])
-def test_dpo_trains_with_shared_prompts_as_padded(stack: str, loss: str, number: str) -> None:
-    expected, packed, found = (
-        steps(stack, "dpo_steps.py", how, loss, number) for how in ("padded", "packed", "shared")
-    )
-    assert_same(found, expected, int(number))
-    assert sum(found["tokens"]) < 0.7 * sum(packed["tokens"])
-    assert sum(packed["tokens"]) < PACKED[loss] * sum(expected["tokens"])
-
-
-@pytest.mark.slow
-def test_trls_own_padding_free_on_patched_models() -> None:
-    """It is right for the sigmoid loss. For ``ipo`` TRL 0.19.1 divides each sum by the whole row's tokens."""
-    expected, found = (steps(OLDER, "dpo_steps.py", how) for how in ("padded", "padding_free"))
-    assert found["losses"] == pytest.approx(expected["losses"], rel=1e-5, abs=1e-5)
-    assert sum(found["tokens"]) < 0.7 * sum(expected["tokens"])
-
-
-RUNS = [("grpo", "full", "50"), ("grpo", "lora", "8"), ("grpo", "checkpointing", "8"), ("rloo", "full", "50")]
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("stack", [OLDER, NEWEST])
-@pytest.mark.parametrize(("kind", "variant", "number"), RUNS, ids=["-".join(run[:2]) for run in RUNS])
-def test_reinforcement_learning_with_shared_prompts_as_padded(stack: str, kind: str, variant: str, number: str) -> None:
-    expected, packed, found = (
-        steps(stack, "rl_steps.py", kind, how, variant, number) for how in ("padded", "packed", "shared")
-    )
-    assert_same(found, expected, int(number))
-    assert_same(packed, expected, int(number))
-    assert [bool(run["again"]) for run in (expected, packed, found)] == [variant == "checkpointing"] * 3
-    assert sum(found["tokens"]) < 0.65 * sum(packed["tokens"]) < 0.65 * sum(expected["tokens"])
+def test_batches_without_padding_or_with_a_cache_are_not_reported() -> None:
+    model = llama()
+    fa2patch.packed_trainer(Trainer)(model)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", StaysPadded)
+        model(input_ids=IDS)
+        model(input_ids=IDS, attention_mask=torch.ones_like(IDS))
+        model(input_ids=IDS, attention_mask=PADDED)
+        model(input_ids=IDS, attention_mask=GAPS, use_cache=True)
+        model(input_ids=IDS.view(1, 12), position_ids=torch.arange(6).repeat(2)[None])
+        model.generate(input_ids=IDS, attention_mask=PADDED.flip(1), max_new_tokens=2, do_sample=False, pad_token_id=0)

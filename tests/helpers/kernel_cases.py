@@ -11,11 +11,21 @@ HEADS, DIM = 4, 8
 WINDOWS = {"no window": None, "window 1": 1, "smaller": 4, "equal": 8, "larger": 20}
 
 
-def documents(lengths, device="cpu", parents=None):
-    """Return boundaries for documents of these lengths, or for segments with parents."""
+def documents(lengths, device="cpu", parents=None, spans=None):
+    """Return boundaries for documents of these lengths, or for segments with parents, or with spans of tokens."""
     ends = [0, *itertools.accumulate(lengths)]
     parents = None if parents is None else torch.tensor(parents, dtype=torch.int32, device=device)
-    return Boundaries(torch.tensor(ends, dtype=torch.int32, device=device), max(lengths), parents=parents)
+    until = None if spans is None else last_seen(sum(lengths), spans).to(device, torch.int32)
+    ends = torch.tensor(ends, dtype=torch.int32, device=device)
+    return Boundaries(ends, max(lengths), parents=parents, until=until)
+
+
+def last_seen(tokens, spans):
+    """Return for each token the last one that it sees: that of its span ``(first, behind the last)``, or itself."""
+    until = torch.arange(tokens)
+    for start, stop in spans:
+        until[start:stop] = stop - 1
+    return until
 
 
 def states(lengths=LENGTHS, dtype=torch.float64, groups=1, dim=DIM, value_dim=DIM, device="cpu", heads=HEADS):
@@ -43,7 +53,7 @@ def _tree(lengths, parents):
     return continues, torch.tensor(place)
 
 
-def brute_force(q, k, v, lengths, options, parents=None):
+def brute_force(q, k, v, lengths, options, parents=None, spans=None):
     """Compute attention by its definition: all scores of the row, with ``-inf`` added where a query must not attend."""
     tokens, heads, dim = q.shape
     key_head = torch.arange(heads, device=q.device) // (heads // k.shape[1])
@@ -55,7 +65,8 @@ def brute_force(q, k, v, lengths, options, parents=None):
         allowed, place = (x.to(q.device) for x in _tree(lengths, parents))
         distance = place[:, None] - place[None, :]
     if options.causal:
-        allowed = allowed & (distance >= 0)
+        later = token <= last_seen(tokens, spans or ()).to(q.device)[:, None]
+        allowed = allowed & ((distance >= 0) if spans is None else later)
     if options.window is not None:
         allowed = allowed & (distance < options.window) & (-distance < options.window)
     scores = torch.einsum("ihd,jhd->hij", q, k[:, key_head]) * (dim**-0.5 if options.scale is None else options.scale)

@@ -58,12 +58,28 @@ def test_every_layer_drops_other_weights():
     assert len({tuple(output.flatten().tolist()) for output in drawn}) == len(drawn)
 
 
+@pytest.mark.parametrize("spans", [None, [(2, 4)]], ids=["no spans", "spans"])
 @pytest.mark.parametrize("sinks", [False, True], ids=["no sinks", "sinks"])
-def test_torch_accepts_the_operator(sinks):
+def test_torch_accepts_the_operator(sinks, spans):
     q, k, v = states((1, 3), groups=2, value_dim=6)
     given = extras(sinks, sinks)
-    cu = documents((1, 3)).cu_seqlens
-    arguments = (q, k, v, cu, None, given["sinks"], given["alibi_slopes"], None, 0.3, True, 2, 2.0, 0.0)
+    made = documents((1, 3), spans=spans)
+    arguments = (
+        q,
+        k,
+        v,
+        made.cu_seqlens,
+        None,
+        made.until,
+        given["sinks"],
+        given["alibi_slopes"],
+        None,
+        0.3,
+        True,
+        2,
+        2.0,
+        0.0,
+    )
     torch.library.opcheck(torch.ops.fa2patch.reference.default, arguments)
 
 

@@ -251,3 +251,22 @@ def test_a_module_that_mixes_and_comes_after_apply_is_noticed(change, after_a_ba
     with pytest.raises(fa2patch.Fa2PatchError) as caught:
         model(**told(DOCS, "position_ids"))
     assert_says_enough(caught.value)
+
+
+def test_the_first_batch_under_autocast_has_all_gradients():
+    """A cast of a weight that the proof made would be in autocast's cache, without a gradient."""
+    found = []
+    for prove in (None, False):
+        model = llama()
+        model.model.layers[0].mlp = Harmless(model.model.layers[0].mlp)
+        with (
+            torch.autocast("cpu", torch.bfloat16),
+            fa2patch.apply(model, **({} if prove is None else {"prove": prove})),
+        ):
+            loss = model(**told(DOCS, "position_ids", labels=labels_of(DOCS))).loss
+        loss.backward()
+        found.append({name: weight.grad for name, weight in model.named_parameters()})
+    proven, unproven = found
+    assert all(gradient is not None for gradient in unproven.values())
+    for name, gradient in unproven.items():
+        assert torch.equal(proven[name], gradient), name

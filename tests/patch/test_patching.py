@@ -281,9 +281,11 @@ class TestRefusals:
         self.check(errors.NotAModel, "found str", "meta-llama/Llama-2-7b")
         self.check(errors.NotAModel, "found Linear", torch.nn.Linear(2, 2))
 
-    def test_attention_without_a_seam(self):
+    def test_attention_that_does_not_say_its_direction(self):
         config = transformers.BloomConfig(hidden_size=16, n_head=2, n_layer=1, vocab_size=32)
-        self.check(errors.LayerNotPatchable, "found 0 such layers", transformers.BloomForCausalLM(config))
+        self.check(
+            errors.LayerNotPatchable, "BloomAttention does not say whether", transformers.BloomForCausalLM(config)
+        )
 
     def test_state_outside_attention(self):
         class Convolved(torch.nn.Conv1d):

@@ -44,7 +44,7 @@ from compat_matrix import environments, tiny_models
 from compat_matrix.user_models import matrix
 from fa2patch.cli import commands as cli
 from fa2patch.errors import KernelUnavailable, UnknownKernel
-from fa2patch.run import collate, hook
+from fa2patch.run import collate, hook, meeting
 from fa2patch.run import start as run
 
 HERE = Path(__file__).parent
@@ -237,7 +237,7 @@ def test_the_environment_reaches_further_processes_once():
     assert once["PYTHONPATH"].split(os.pathsep) == [str(run.STARTUP), "a", "b"] and once["OTHER"] == "kept"
     assert run.environment(run.Options("reference", True), once) == once
     assert once[run.WHERE].endswith(os.path.realpath(sys.prefix))
-    assert json.loads(once[run.VARIABLE]) == {"kernel": "reference", "collate": True, "quiet": False}
+    assert json.loads(once[run.VARIABLE]) == {"kernel": "reference", "collate": True, "quiet": False, "pack": True}
 
 
 def test_options_end_where_the_script_begins(monkeypatch):
@@ -254,6 +254,7 @@ def test_options_end_where_the_script_begins(monkeypatch):
         ("a.py", "--kernel", "x", "-h"),
         run.Options("flex", True, True),
     )
+    assert line("--no-pack", "a.py") == (("a.py",), run.Options(pack=False))
     assert line("--collate", "-m", "trl", "--quiet", "--help") == (
         ("-m", "trl", "--quiet", "--help"),
         run.Options(collate=True),
@@ -276,7 +277,7 @@ def test_what_cannot_work_is_said_before_anything_starts(monkeypatch):
 
 def test_models_are_patched_as_they_are_made_named_once_and_reverted_in_the_end(hooked, folder, capsys):
     before = {name: vars(PreTrainedModel)[name] for name in ("from_pretrained", "_from_config")}
-    before_init = vars(Trainer)["__init__"]
+    before_init, before_model_init = vars(Trainer)["__init__"], vars(Trainer)["call_model_init"]
     hooked()
     config = tiny_models.config_of("llama")
     made = [
@@ -293,7 +294,8 @@ def test_models_are_patched_as_they_are_made_named_once_and_reverted_in_the_end(
     hook.off()
     assert all(fa2patch.status(model) is None for model in made)
     assert {name: vars(PreTrainedModel)[name] for name in before} == before
-    assert vars(Trainer)["__init__"] is before_init
+    assert vars(Trainer)["__init__"] is before_init and vars(Trainer)["call_model_init"] is before_model_init
+    assert "__init_subclass__" not in vars(Trainer)
     assert fa2patch.status(AutoModelForCausalLM.from_config(config)) is None
     assert lines(capsys) == []
 
@@ -306,8 +308,9 @@ def test_a_model_that_apply_fails_on_is_named_and_one_that_there_was_no_memory_f
     def failing(model, kernel):
         raise outcomes.pop(0)
 
-    monkeypatch.setattr(hook, "apply", failing)
-    met = hooked()
+    monkeypatch.setattr(meeting, "apply", failing)
+    hooked()
+    met = meeting.Meeting(run.Options())
     with pytest.raises(MemoryError):
         met.meet(model)
     assert not lines(capsys)
@@ -368,6 +371,123 @@ def test_a_model_made_by_its_class_is_patched_when_a_trainer_is_given_it(hooked,
     trainer_of(model, folder)
     assert fa2patch.status(model) is not None
     assert len(lines(capsys)) == 1
+
+
+def test_a_model_that_model_init_makes_by_its_class_is_patched(hooked, folder, capsys):
+    hooked()
+    trainer = trainer_of(None, folder, model_init=lambda: LlamaForCausalLM(tiny_models.config_of("llama")))
+    assert fa2patch.status(trainer.model) is not None
+    again = trainer.call_model_init()
+    assert again is not trainer.model and fa2patch.status(again) is not None
+    assert len(lines(capsys)) == 2
+
+
+class WithReference(Trainer):
+    """Makes further models after Transformers' own constructor, as trainers of TRL do."""
+
+    def __init__(self, *args, other=None, **options):
+        super().__init__(*args, **options)
+        self.ref_model = LlamaForCausalLM(tiny_models.config_of("llama"))
+        self.rewards = [BertForMaskedLM(BertConfig(**TINY_BERT)), other]
+
+
+WithReference.__module__ = "trl.trainer"
+GRPOTrainer = type("GRPOTrainer", (WithReference,), {"__module__": "trl.trainer"})
+
+
+def of_ones_own():
+    """A subclass that is defined after the hook is on, as every package's is under ``fa2patch run``."""
+
+    class Mine(GRPOTrainer):
+        def __init__(self, *args, **options):
+            super().__init__(*args, **options)
+            self.late = LlamaForCausalLM(tiny_models.config_of("llama"))
+
+    return Mine
+
+
+def layers_tokens(model):
+    seen = []
+    model.model.layers[0].register_forward_pre_hook(
+        lambda layer, args, kwargs: seen.append((args[0] if args else kwargs["hidden_states"])[..., 0].numel()),
+        with_kwargs=True,
+    )
+    ids = torch.tensor([[0, 0, 5, 6], [4, 5, 6, 7]])
+    model(input_ids=ids, attention_mask=(ids != 0).long(), use_cache=False)
+    return sum(seen)
+
+
+def test_the_models_of_trls_trainers_compute_padded_batches_packed(hooked, folder, capsys):
+    hooked()
+    model = AutoModelForCausalLM.from_pretrained(folder)
+    trainer = trainer_of(model, folder, cls=of_ones_own())
+    assert [layers_tokens(held) for held in (trainer.model, trainer.ref_model, trainer.late)] == [6, 6, 6]
+    said = lines(capsys)[-1]
+    assert "Mine makes padded batches, and computes them packed" in said and "model, ref_model, " in said
+    assert "late." in said and "model_wrapped" not in said
+
+
+def test_a_model_of_model_init_is_packed_again_for_each_training(hooked, folder):
+    hooked()
+    made = lambda: LlamaForCausalLM(tiny_models.config_of("llama"))  # noqa: E731
+    trainer = trainer_of(None, folder, cls=GRPOTrainer, model_init=made)
+    assert layers_tokens(trainer.model) == layers_tokens(trainer.call_model_init()) == 6
+
+
+def test_a_model_that_a_trl_trainer_holds_and_cannot_pack_is_named_even_quietly(hooked, folder, capsys):
+    hooked(quiet=True)
+    other = FalconForCausalLM(FalconConfig(alibi=True, vocab_size=8, hidden_size=8, num_attention_heads=2))
+    trainer_of(AutoModelForCausalLM.from_pretrained(folder), folder, cls=GRPOTrainer, other=other)
+    assert any(
+        re.search(r"GRPOTrainer computes padded batches of rewards\[1\] padded: .*alibi", it) for it in lines(capsys)
+    )
+
+
+@pytest.mark.parametrize("how", ["no pack", "another trainer", "packed by trainer_class"])
+def test_other_batches_stay_as_they_are(hooked, folder, capsys, how):
+    hooked(pack=how != "no pack")
+    cls = {"another trainer": WithReference}.get(how, GRPOTrainer)
+    if how == "packed by trainer_class":
+        cls = fa2patch.preference.trainer_class(cls, share_prompts=False)
+    trainer = trainer_of(AutoModelForCausalLM.from_pretrained(folder), folder, cls=cls)
+    assert layers_tokens(trainer.model) == (6 if how == "packed by trainer_class" else 8)
+    assert not any("packed" in line for line in lines(capsys))
+
+
+def test_collate_says_nothing_of_a_trainer_whose_batches_are_packed_in_its_models(hooked, folder, capsys):
+    hooked(collate=True)
+    model = AutoModelForCausalLM.from_pretrained(folder)
+    trainer = trainer_of(model, folder, DataCollatorForSeq2Seq(tokenizer_of(folder)), cls=GRPOTrainer)
+    trainer.get_train_dataloader()
+    hook.off()
+    assert not any("--collate" in line for line in lines(capsys))
+
+
+class Holder:
+    """Makes its model's batches, as objects of sentence-transformers do."""
+
+    def __init__(self, folder):
+        self.tokenizer = "a tokenizer"
+        self.model = AutoModelForCausalLM.from_pretrained(folder)
+
+
+@pytest.fixture
+def holders(monkeypatch):
+    """Make a module of that class known, as one of a package that is watched."""
+    name = "package_of_holders"
+    monkeypatch.setitem(hook.WATCHED, name, "holders:Holder")
+    monkeypatch.setitem(sys.modules, name, SimpleNamespace(__name__=name, Holder=Holder))
+
+
+def test_an_object_that_makes_its_models_batches_is_patched_as_a_whole(holders, hooked, folder, capsys):
+    before = vars(Holder)["__init__"]
+    hooked()
+    held = type("Special", (Holder,), {})(folder)
+    (line,) = lines(capsys)
+    assert "Special patched: 2 attention layers" in line and line.endswith("Its padded batches are computed packed.")
+    assert layers_tokens(held.model) == 6
+    hook.off()
+    assert vars(Holder)["__init__"] is before and layers_tokens(held.model) == 8
 
 
 def test_only_the_first_rank_speaks_and_quiet_is_quiet(hooked, capsys, monkeypatch):

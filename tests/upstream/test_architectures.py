@@ -27,18 +27,6 @@ def docs():
     return documents(5, 9, 1, 7)
 
 
-@present("gemma3")
-def test_tokens_that_see_each_other_both_ways_are_an_error(docs):
-    model = tiny_models.build("gemma3", "sdpa")
-    expected, batch = alone(model, docs), pack(docs)
-    types = torch.zeros_like(batch["input_ids"])
-    with fa2patch.apply(model):
-        assert_close(model(**batch, token_type_ids=types).logits[0], expected, "text only")
-        types[0, 6:9] = 1
-        with pytest.raises(errors.PackingNotIsolated, match="both directions"):
-            model(**batch, token_type_ids=types)
-
-
 @present("qwen2_vl")
 def test_ids_of_an_image_change_nothing_in_a_row_of_one_document():
     model = tiny_models.build("qwen2_vl", "sdpa")

@@ -22,7 +22,7 @@ TYPICAL = [name for name in ("bert:masked", "esm:masked", "modernbert:masked", "
 
 
 def refused(family):
-    """Return why ``apply`` refuses a family. Up to 4.57 most encoders have no seam, or take no position_ids."""
+    """Return why ``apply`` refuses a family; empty if it does not."""
     try:
         fa2patch.apply(tiny_models.build(family)).revert()
     except (errors.LayerNotPatchable, errors.UnsupportedModel) as error:
@@ -33,11 +33,8 @@ def refused(family):
 TAKEN = [name for name in PRESENT if not refused(name)]
 
 
-def test_every_one_is_taken_from_transformers_5_on():
-    if int(transformers.__version__.split(".")[0]) >= 5:
-        assert TAKEN == PRESENT and set(TYPICAL) <= set(PRESENT)
-    else:
-        assert "convbert:masked" in TAKEN
+def test_every_one_is_taken():
+    assert TAKEN == PRESENT and {"bert:masked", "esm:masked", "roberta:masked"} <= {*PRESENT}
 
 
 @pytest.mark.parametrize("point", [name for name in POINTS if name not in ("generation", "reverted")])

@@ -1,6 +1,6 @@
 """What ``sitecustomize`` starts in every Python of the environment of ``fa2patch run``.
 
-It waits for the import of Transformers. Until then it imports nothing else.
+It waits for the import of a package that is watched. Until then it imports nothing else.
 """
 
 from __future__ import annotations
@@ -9,16 +9,20 @@ import atexit
 import os
 import sys
 
+from fa2patch_watched import WATCHED  # type: ignore[import-not-found]
+
 HERE = os.path.dirname(os.path.abspath(__file__))
-WAITED_FOR = "transformers"
-WATCHED = ("transformers.modeling_utils", "transformers.trainer")
+PACKAGES = {module.partition(".")[0] for module in WATCHED}
 
 
 class _Waiting:
-    """An import finder that finds nothing and stays on ``sys.meta_path`` until Transformers is imported."""
+    """An import finder that finds nothing and stays on ``sys.meta_path`` until one of the packages is imported.
+
+    It must see the first of them. While sentence-transformers imports Transformers, its own modules are half imported.
+    """
 
     def find_spec(self, name: str, path: object = None, target: object = None) -> None:
-        if name == WAITED_FOR and self in sys.meta_path:
+        if name in PACKAGES and self in sys.meta_path:
             sys.meta_path.remove(self)
             try:
                 import wrapt

@@ -13,6 +13,7 @@ from weakref import WeakSet
 import torch
 
 from ...errors import BadParents
+from ...trying import without_gradients
 from .. import apart
 
 NEAR = {torch.float64: 1e-6, torch.float32: 1e-3}
@@ -22,7 +23,7 @@ _LOOK_BACK: WeakSet[torch.nn.Module] = WeakSet()
 """Mixers that have been checked."""
 
 
-@torch.no_grad()
+@without_gradients()
 def require(
     module: torch.nn.Module, documents: apart.Documents, hidden: torch.Tensor | None, outputs: Sequence[Any]
 ) -> None:

@@ -20,7 +20,7 @@ from typing import Any
 import torch
 
 from ..._compile import compiling, constant
-from ..._types import Config, Function
+from ..._types import Call, Config, Function
 from ...binding import ABSENT
 from .. import inspecting, rope
 from ..packed_mask import PackedMask, find
@@ -155,6 +155,12 @@ def on_flash_class(original: Function, owner: type, flash: type) -> Function:
     parameters, takes_any = inspecting.parameter_names(flash_forward), inspecting.takes_any_keyword(flash_forward)
     reads_ids, casts = known_ids.reads_them(flash_forward), _casts_wrongly(flash_forward)
 
+    def named(given: Call, mask: PackedMask) -> str:
+        """The flash class's argument for the mask. DistilBERT's has the name under which the mask came."""
+        if takes_any or "attention_mask" in parameters:
+            return "attention_mask"
+        return next(name for name, value in given.items() if value is mask)
+
     @functools.wraps(original)
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
         mask = find(chain(args, kwargs.values()))
@@ -163,7 +169,7 @@ def on_flash_class(original: Function, owner: type, flash: type) -> Function:
         given = {**dict(zip(names, args)), **kwargs}
         call = {name: value for name, value in given.items() if value is not mask and (takes_any or name in parameters)}
         mask_of_layer = replace(mask, layer=self)
-        call["attention_mask"] = mask_of_layer
+        call[named(given, mask)] = mask_of_layer
         if "padding_mask" in parameters:
             call["padding_mask"] = mask_of_layer
         if reads_ids and type(call.get("position_ids")) is torch.Tensor and not compiling():

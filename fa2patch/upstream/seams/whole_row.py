@@ -15,7 +15,7 @@ import torch
 
 from ..._types import Function
 from ...documents.boundaries import Boundaries
-from ...trying import out_of_reach, says_nothing
+from ...trying import out_of_reach, says_nothing, without_gradients
 from .. import inspecting
 
 NEVER_ON = ("cpu", "meta")
@@ -107,7 +107,7 @@ def _difference(
         return "sends gradients from one document into another"
     if not _close(found_grad, expected_grad, near):
         return "has other gradients than on the documents one by one"
-    with torch.no_grad():
+    with without_gradients():
         among_others = _first(whole(torch.where(inside[..., None], given, given.flip(1) * 2 + 1)))
     if not torch.equal(among_others[inside], found[inside]):
         return "changes a document when the others change"

@@ -39,7 +39,7 @@ class AttentionLayers(Trait):
         )
 
     def replaces(self, model: Looked, found: Any) -> Iterable[Site]:
-        return [site for layer in model.attention for site in (layer.site, *layer.others)]
+        return [site for layer in model.attention for site in (layer.site, *layer.others) if layer.seam != "document"]
 
 
 def _foreign_forward(decoder: Model) -> str:

@@ -9,19 +9,21 @@ from __future__ import annotations
 import importlib
 import re
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
 from ..._types import Config, Model
-from ...errors import UnsupportedModel
+from ...errors import LayerNotPatchable, UnsupportedModel
 from .. import inspecting
 from ..looked import Looked
+from ..seams.scores import is_causal
 from .trait import Trait
 
 NAME = "directions"
 """The trait's name, the key of its :class:`Found` in ``Patch.found``."""
 
 _MAKES = re.compile(r"create_\w*mask\w*")
+_LATER = re.compile(r"causal|tril|triu|future|decoder_attention_mask|_prepare_attn_mask")
 _ADDS = "or_mask_function"
 _FLAG = "use_bidirectional_attention"
 
@@ -32,10 +34,15 @@ class Found(NamedTuple):
     Attributes:
         both: whether a layer lets tokens see later tokens, as in an encoder.
         contradiction: how the masks and the layers differ; empty if they agree.
+        told: whether the masks may be told of tokens that see each other (PaliGemma in 5.x). In such a call they say
+            outright who sees whom, and in any other call a contradiction is an error.
+        unsaid: why it is not known whether the model is causal; empty if it is.
     """
 
     both: bool
     contradiction: str
+    told: bool = False
+    unsaid: str = ""
 
 
 class Directions(Trait):
@@ -45,10 +52,16 @@ class Directions(Trait):
 
     def finds(self, model: Looked) -> Found:
         layers = [layer.module for layer in model.attention]
-        return Found(sees_both_ways(model), contradiction(model.entered, layers))
+        told = any(_is_told(one) for one in model.entered)
+        return Found(sees_both_ways(model), contradiction(model.entered, layers), told, unsaid(model))
 
     def refuses(self, model: Looked, found: Found) -> None:
-        if found.contradiction:
+        if found.unsaid:
+            raise LayerNotPatchable(
+                f"{found.unsaid}. Nothing was patched. Train this model padded, and please report it with the "
+                "Transformers version."
+            )
+        if found.contradiction and not found.told:
             raise UnsupportedModel(
                 f"{found.contradiction}: eager attention would go by the one, every other by the other, and what is "
                 "right is not known. Nothing was patched. Change the config so that they agree, or train this model "
@@ -56,10 +69,22 @@ class Directions(Trait):
             )
 
 
+def _is_told(model: Model) -> bool:
+    """Whether the masks that a model's ``forward`` makes depend on the types of tokens."""
+    forward = inspecting.forward_of(type(model))
+    makes = any(_MAKES.fullmatch(name) for name in inspecting.names_read(forward))
+    return makes and inspecting.takes(forward, "token_type_ids")
+
+
 def sees_both_ways(model: Looked) -> bool:
     """Whether an attention layer lets tokens see later tokens."""
     return any(
-        layer.fused or not getattr(layer.module, "is_causal", getattr(layer.module, "is_decoder", True))
+        layer.fused
+        or not (
+            is_causal(layer.module)
+            if layer.seam in ("formula", "document")
+            else getattr(layer.module, "is_causal", getattr(layer.module, "is_decoder", True))
+        )
         for layer in model.attention
     )
 
@@ -81,6 +106,32 @@ def contradiction(entered: Sequence[Any], layers: Sequence[Any]) -> str:
                 f"and its {type(layer).__name__} has is_causal={not said}"
             )
     return ""
+
+
+def unsaid(model: Looked) -> str:
+    """Why it is not known whether a model is causal; empty if its layers say so, or nothing makes causal masks.
+
+    Layers that compute attention by themselves follow the mask, and most of them are encoders'.
+    """
+    for layer in model.attention:
+        says = hasattr(layer.module, "is_causal") or hasattr(layer.module, "is_decoder")
+        if layer.seam in ("formula", "document") and not says:
+            name = next(filter(_LATER.search, _names_in(model.decoder)), "")
+            if name:
+                return (
+                    f"{type(model.decoder).__name__} uses {name}, which may hide later tokens, and its "
+                    f"{type(layer.module).__name__} does not say whether tokens see them"
+                )
+    return ""
+
+
+def _names_in(decoder: Model) -> Iterator[str]:
+    """The names that the methods of a decoder and of its modules use."""
+    for cls in dict.fromkeys(type(module) for module in decoder.modules()):
+        for base in cls.__mro__:
+            if base.__module__ == cls.__module__ and not inspecting.is_of_torch(base):
+                for function in vars(base).values():
+                    yield from inspecting.names_read(getattr(function, "__func__", function))
 
 
 def _causal_masks(model: Model) -> bool | None:

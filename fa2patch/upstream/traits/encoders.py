@@ -10,7 +10,7 @@ import torch
 from ..._types import Model
 from ...errors import UnsupportedModel
 from .. import inspecting
-from ..find_models import takes_no_token_ids, token_embeddings
+from ..find_models import takes_no_token_ids, text_modules, token_embeddings
 from ..looked import Looked
 from .trait import Trait
 
@@ -69,7 +69,7 @@ def attention_to_an_encoder(decoder: Model, attention: Sequence[str]) -> str:
         decoder: the model that loops over the layers.
         attention: the names of its attention layers.
     """
-    for name, block in decoder.named_modules():
+    for name, block in text_modules(decoder):
         if name in attention or not _takes(type(block)):
             continue
         inside = [layer[len(name) + 1 :] for layer in attention if layer.startswith(f"{name}.")]

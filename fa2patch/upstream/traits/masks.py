@@ -5,6 +5,7 @@ The functions are:
 - 4.34: ``Model._prepare_decoder_attention_mask`` (Falcon: ``_prepare_attn_mask``)
 - 4.35 on: ``_prepare_4d_*`` in the modeling module
 - 4.38 to 4.52: ``Model._update_causal_mask``, and on a GPU ``AttentionMaskConverter`` as well
+- ``Model.get_extended_attention_mask`` of encoders (up to 4.57), which makes a causal mask if they are decoders
 - 4.53 on: ``create_*_mask`` in the modeling module
 """
 
@@ -20,13 +21,12 @@ from types import ModuleType
 from typing import Any
 
 from ..._types import Config, Function
-from ...documents.boundaries import largest
-from ...errors import PackingNotIsolated
-from .. import inspecting
+from ...errors import UnsupportedModel
+from .. import blocks, inspecting
 from ..looked import Looked
 from ..packed_mask import PackedMask, find
 from ..site import Site
-from . import directions
+from . import directions, spans
 from .trait import Trait
 
 TWO_MASKS = "_update_attention_mask"
@@ -41,22 +41,30 @@ METHODS = (
     "_prepare_attn_mask",
     "_update_linear_attn_mask",
     "_update_mamba_mask",
+    "get_extended_attention_mask",
     TWO_MASKS,
 )
 FUNCTIONS = re.compile(r"create_\w*masks?(_mapping|_for_generate|_for_vision_model)?|_prepare_4d_\w+")
 UNMASK = "_unmask_unattended"
 
-BOTH_WAYS = {"or_mask_function": None, "block_sequence_ids": 0, "token_type_ids": 1}
-"""Arguments that let the tokens of an image see each other in both directions (Gemma 3).
-
-The value is the smallest number in the argument that marks an image; None if the argument alone is enough.
-"""
+MERGE = "_merge_input_ids_with_image_features"
+"""A method that puts pictures into the row. PaliGemma's (4.41 to 4.45) also makes the mask and the position ids."""
 
 
 class Masks(Trait):
     """Replace the functions that make masks for the models that a call goes through."""
 
     name = "masks"
+
+    def refuses(self, model: Looked, found: Any) -> None:
+        for cls in map(type, model.entered):
+            merge = getattr(cls, MERGE, None)
+            if merge is not None and inspecting.takes(merge, blocks.TYPES):
+                raise UnsupportedModel(
+                    f"{cls.__name__} makes the mask of its prefix while it merges pictures into the row, and makes "
+                    "position ids of its own there. Nothing was patched. Upgrade Transformers (PaliGemma is packed "
+                    "from 4.46 on), or train this model padded."
+                )
 
     def replaces(self, model: Looked, found: Any) -> Iterable[Site]:
         return [site for inner in model.entered for site in sites(type(inner))]
@@ -92,39 +100,40 @@ def _makes_one(method: Function) -> bool:
 def let_through(original: Function) -> Function:
     """Replacement for a function that makes masks: it returns the packed mask that is among its arguments.
 
-    The packed mask gets the sliding window or the chunks that the function would have put into its mask. This is
-    necessary for Qwen2MoE in 5.x, whose attention layers do not pass their window on to flash attention.
+    The packed mask gets the spans that the function is told of (:mod:`~fa2patch.upstream.blocks`), and the sliding
+    window or the chunks that the function would have put into its mask. This is necessary for Qwen2MoE in 5.x, whose
+    attention layers do not pass their window on to flash attention.
 
     Args:
         original: the function that is replaced. It is called if there is no packed mask.
 
     Returns:
-        The replacement. It raises :class:`PackingNotIsolated` if tokens of an image would see each other in both
-        directions.
+        The replacement. It raises :class:`PackingNotIsolated` if tokens would see later ones in a way that is not known
+        or cannot be computed.
     """
     names = inspecting.parameter_names(original)
+    passes_on = _hands_blocks_on(original)
 
     @functools.wraps(original)
     def make_mask(*args: Any, **kwargs: Any) -> Any:
         mask = find(chain(args, kwargs.values()))
-        if mask is None:
+        if mask is None or passes_on:
             return original(*args, **kwargs)
         given = {**dict(zip(names, args)), **kwargs}
-        both_ways = directions.adds_the_later_ones(given.get("config"))  # the layers do so too: apply has checked it
-        for name, images_from in BOTH_WAYS.items():
-            if both_ways and name == "or_mask_function":
-                continue
-            if given.get(name) is not None and (images_from is None or largest(given[name]) >= images_from):
-                raise PackingNotIsolated(
-                    f"{original.__name__} was called with {name}: in this model the tokens of an image see each other "
-                    "in both directions, which packed attention has no way to say. Pack text only, or train padded."
-                )
+        told = blocks.blocks_of(original, given)
+        mask = spans.seen(mask, told)
+        if told is not None and original.__name__ in METHODS:
+            return replace(mask, outright=True)
+        if told is not None and blocks.window_of(given) is not None:
+            return replace(mask, window=blocks.window_of(given))
         if original.__name__ == TWO_MASKS:
             return mask, mask
         if "chunked" in original.__name__:
             return _chunked(mask, given["config"])
         if "chunked_attention_mask" in names:  # Llama 4 in 4.51 and 4.52 makes two masks
             return mask, _chunked(mask, given["self"].config)
+        if "sliding_window" in original.__name__ and mask.outright:
+            return replace(mask, window=0)
         if "sliding_window" in original.__name__:
             window = getattr(given.get("config"), "sliding_window", None) or None
             if window and directions.is_two_sided(original, given["config"]):
@@ -135,7 +144,19 @@ def let_through(original: Function) -> Function:
     return make_mask
 
 
+def _hands_blocks_on(function: Function) -> bool:
+    """Whether a function of a modeling module has its masks made by others there, which are told of blocks.
+
+    In 5.0 it is given ``token_type_ids``. In 5.23 it is given the numbers of blocks, and in Gemma 4 only the mask of
+    sliding layers has them.
+    """
+    given = any(inspecting.has_variable(function, name) for name in (blocks.TYPES, blocks.NUMBERS))
+    own = "masking_utils" not in function.__module__  # its functions are replaced in modeling modules only
+    return given and own and any(FUNCTIONS.fullmatch(name) for name in inspecting.names_read(function))
+
+
 def _chunked(mask: PackedMask, config: Config) -> PackedMask:
     if mask.rows[1] <= config.attention_chunk_size:
         return mask  # no document is longer than its row
+    spans.refuse(mask, "chunks (attention_chunk_size)")
     return replace(mask, boundaries=mask.boundaries.chunked(config.attention_chunk_size))

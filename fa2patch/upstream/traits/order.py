@@ -22,10 +22,12 @@ from .registry import Registered
 from .rope import Rope
 from .row_heads import FirstTokenHeads, RowHeads
 from .row_length import RowLength
+from .row_positions import RowPositions
 from .row_values import RowValues
 from .scaled_embeddings import ScaledEmbeddings
 from .trait import Trait
 from .unreadable import Unreadable
+from .weighted_loss import WeightedLoss
 
 TRAITS: tuple[Trait, ...] = (
     NoTokenIds(),
@@ -40,9 +42,11 @@ TRAITS: tuple[Trait, ...] = (
     BrokenFlashClass(),
     Directions(),
     Positions(),
+    RowPositions(),
     FusedFlash(),
     UnclaimedFlash(),
     Masks(),
+    WeightedLoss(),
     FirstLabels(),
     RowValues(),
     PooledHeads(),

@@ -50,13 +50,22 @@ def pool_documents(model: Model, output: Any, mask: PackedMask) -> Any:
         if not in_tuple and getattr(output, "pooler_output", None) is not None:
             output["pooler_output"] = None
     elif in_tuple:
-        return (output[0], _pooled(pooler, output[0], mask.boundaries), *output[2:])
+        return (output[0], _pooled(_pooling(model), output[0], mask.boundaries), *output[2:])
     elif getattr(output, "pooler_output", None) is not None:
-        output["pooler_output"] = _pooled(pooler, output[0], mask.boundaries)
+        output["pooler_output"] = _pooled(_pooling(model), output[0], mask.boundaries)
     return output
 
 
+def _pooling(model: Model) -> Callable[..., torch.Tensor]:
+    """The function of a document ``[1, length, hidden]`` that gives its vector. ALBERT's pooler is a linear layer."""
+    pooler: Callable[..., torch.Tensor] = getattr(model, "pooler")  # noqa: B009 (mypy does not know the attribute)
+    if not isinstance(pooler, torch.nn.Linear):
+        return pooler
+    activation = getattr(model, "pooler_activation", torch.nn.Identity())
+    return lambda piece: activation(pooler(piece[:, 0]))
+
+
 @uncompiled
-def _pooled(pooler: Callable[..., torch.Tensor], hidden: torch.Tensor, documents: Boundaries) -> torch.Tensor:
+def _pooled(pooling: Callable[..., torch.Tensor], hidden: torch.Tensor, documents: Boundaries) -> torch.Tensor:
     pieces = apart.Documents(documents, hidden.shape).split(hidden)
-    return torch.cat([pooler(piece) for piece in pieces])
+    return torch.cat([pooling(piece) for piece in pieces])

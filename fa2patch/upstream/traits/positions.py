@@ -12,9 +12,11 @@ import torch
 from ..._types import Function, Model
 from ...errors import UnsupportedModel
 from .. import inspecting
+from ..find_models import text_modules
 from ..looked import Looked
 from ..packed_mask import MASK, PackedMask
 from ..site import Site, of_forward
+from .row_positions import along_the_row
 from .trait import Trait
 
 NAME = "positions"
@@ -30,10 +32,13 @@ class Found(NamedTuple):
         first: the position of a document's first token if a batch has no position ids.
         unreachable: the module or parameter that embeds positions in a model that reads no position ids; empty if
             there is none.
+        by_column: whether the model embeds a token's place in the row if a batch has no position ids. In a row that is
+            padded left, that is not the token's place in its document.
     """
 
     first: int
     unreachable: str
+    by_column: bool
 
 
 class Positions(Trait):
@@ -42,15 +47,17 @@ class Positions(Trait):
     name = NAME
 
     def finds(self, model: Looked) -> Found:
-        counting = position_embeddings(model.decoder)
-        return Found(first_position(model.decoder), "" if counting else unreachable_positions(model.decoder))
+        counting = model.apart or position_embeddings(model.decoder) or along_the_row(model.decoder)
+        first = first_position(model.decoder)
+        by_column = not (counting or first) and embeds_positions(model.decoder)
+        return Found(first, "" if counting else unreachable_positions(model.decoder), by_column)
 
     def refuses(self, model: Looked, found: Found) -> None:
         if found.unreachable:
             raise UnsupportedModel(
                 f"{type(model.decoder).__name__}.forward reads no position_ids in this version of Transformers, and "
                 f"positions are embedded in {found.unreachable}: they would count on from one document into the next. "
-                "Nothing was patched. Upgrade Transformers (DistilBERT takes them from 5.0 on), or train this model "
+                "Nothing was patched. Upgrade Transformers, or train this model "
                 "padded."
             )
 
@@ -60,11 +67,21 @@ class Positions(Trait):
 
 def first_position(decoder: Model) -> int:
     """The position of a document's first token if a batch has no position ids: 0, but 2 in RoBERTa and its kin."""
-    for module in decoder.modules():
+    for _, module in text_modules(decoder):
         table = module._modules.get("position_embeddings")
-        if isinstance(table, torch.nn.Embedding) and table.padding_idx is not None:
-            return table.padding_idx + 1
+        counts = inspecting.reads_name(inspecting.forward_of(type(module)), "padding_idx")  # ERNIE-M's do not
+        padding = getattr(table, "padding_idx", None)  # I-BERT's table is no torch.nn.Embedding
+        if padding is not None and counts:
+            return int(padding) + 1
     return 0
+
+
+def embeds_positions(decoder: Model) -> bool:
+    """Whether a decoder has a table of positions (BERT, GPT-2); rotary positions have none."""
+    named = decoder.named_modules()
+    return any(
+        isinstance(module, torch.nn.Embedding) and _POSITIONS.search(name.rsplit(".", 1)[-1]) for name, module in named
+    )
 
 
 def unreachable_positions(decoder: Model) -> str:
@@ -99,7 +116,9 @@ def _may_read_ids(decoder: Model) -> bool:
 
 def position_embeddings(decoder: Model) -> list[torch.nn.Embedding]:
     """The position embeddings that take the mask and count its ones (OPT, BioGPT)."""
-    return [module for module in decoder.modules() if isinstance(module, torch.nn.Embedding) and _counts_mask(module)]
+    return [
+        module for _, module in text_modules(decoder) if isinstance(module, torch.nn.Embedding) and _counts_mask(module)
+    ]
 
 
 def _counts_mask(embedding: torch.nn.Embedding) -> bool:

@@ -1,4 +1,4 @@
-"""Heads that compute one vector or one softmax over a whole row. They are refused."""
+"""Heads that compute one vector or one softmax over a whole row. They are refused, or given padded rows."""
 
 from __future__ import annotations
 
@@ -7,9 +7,10 @@ import re
 import torch
 
 from ..._types import Model
-from ...errors import UnsupportedModel
+from ...errors import PackingNotIsolated, UnsupportedModel
 from .. import inspecting
 from ..looked import Looked
+from ..step import Step
 from . import pooling
 from .trait import Trait
 
@@ -30,8 +31,31 @@ _CLASSIFIES = "problem_type"
 _READS_ALL = re.compile("SequenceClassification|CausalLM|LMHead|MaskedLM|TokenClassification")
 
 
-class FirstTokenHeads(Trait):
-    """Refuse a head that reads the pooler's vector of a row's first token (next sentence prediction, choices)."""
+class HeadOfRows(Trait):
+    """Refuse a head that computes one result per row, and packed batches for such a head.
+
+    Where padded batches are computed packed, the head is given padded hidden states, and its model is not refused.
+    """
+
+    of_head = True
+
+    def refuses(self, model: Looked, found: str) -> None:
+        raise UnsupportedModel(
+            f"{model} {found}, and a packed row holds many documents. Nothing was patched. Train it padded: "
+            "fa2patch.apply(model, padded_batches=True) computes its padded batches packed. Or train it without that "
+            "head."
+        )
+
+    def before(self, step: Step, found: str) -> None:
+        if step.mask is not None and not step.role.innermost:
+            raise PackingNotIsolated(
+                f"{type(step.module).__name__} {found}, and was handed a packed batch of "
+                f"{len(step.mask.boundaries)} documents. Hand it padded batches: they are computed packed inside."
+            )
+
+
+class FirstTokenHeads(HeadOfRows):
+    """A head that reads the pooler's vector of a row's first token (next sentence prediction, choices)."""
 
     name = "first token heads"
 
@@ -39,27 +63,18 @@ class FirstTokenHeads(Trait):
         head = inspecting.defining(type(model.model), "forward")  # a subclass may define no forward of its own
         pooler = getattr(model.decoder, "pooler", None)
         pooled = model.model is not model.decoder and isinstance(pooler, torch.nn.Module)
-        return type(pooler).__name__ if pooled and not _READS_ALL.search(head.__name__) else None
-
-    def refuses(self, model: Looked, found: str) -> None:
-        raise UnsupportedModel(
-            f"{model} reads one vector per row, made of its first token by {found}, and "
-            "a packed row holds many documents. Train it padded, or without that head."
-        )
+        if not pooled or _READS_ALL.search(head.__name__):
+            return None
+        return f"reads one vector per row, made of its first token by {type(pooler).__name__}"
 
 
-class RowHeads(Trait):
-    """Refuse a head whose ``forward`` computes one result per row."""
+class RowHeads(HeadOfRows):
+    """A head whose ``forward`` computes one result per row."""
 
     name = "row heads"
 
     def finds(self, model: Looked) -> str | None:
         return of_whole_rows(model.model) or None
-
-    def refuses(self, model: Looked, found: str) -> None:
-        raise UnsupportedModel(
-            f"{model} {found}, and a packed row holds many documents. Nothing was patched. Train it padded."
-        )
 
 
 def of_whole_rows(model: Model) -> str:

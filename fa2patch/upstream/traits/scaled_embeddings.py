@@ -12,6 +12,7 @@ from ..._compile import uncompiled
 from ..._types import Call, Function, Model
 from ...documents.boundaries import Boundaries
 from .. import apart, inspecting, luggage
+from ..find_models import text_modules
 from ..looked import Looked
 from ..packed_mask import find
 from ..site import Site, of_forward
@@ -25,7 +26,7 @@ class ScaledEmbeddings(Trait):
     name = "scaled embeddings"
 
     def finds(self, model: Looked) -> bool | None:
-        return True if _scaled(model.decoder) else None
+        return True if _scaled(model.decoder) and not model.apart else None
 
     def replaces(self, model: Looked, found: Any) -> Iterable[Site]:
         return [of_forward(module, by_document) for module in _scaled(model.decoder)]
@@ -37,7 +38,7 @@ class ScaledEmbeddings(Trait):
 
 
 def _scaled(decoder: Model) -> list[torch.nn.Module]:
-    return [module for module in decoder.modules() if "token_dropout" in vars(module)]
+    return [module for _, module in text_modules(decoder) if "token_dropout" in vars(module)]
 
 
 def by_document(original: Function) -> Function:

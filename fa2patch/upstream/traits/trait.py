@@ -19,9 +19,13 @@ class Trait:
 
     Attributes:
         name: the trait's key in ``Patch.found``.
+        of_head: whether :meth:`refuses` is about a head that cannot be given packed rows. It is not called if the
+            model's padded batches are computed packed, because the head gets padded hidden states then. The trait's
+            :meth:`before` must refuse a packed batch that reaches the head all the same.
     """
 
     name: str
+    of_head: bool = False
 
     def finds(self, model: Looked) -> Any:
         """Look for the trait in a model.

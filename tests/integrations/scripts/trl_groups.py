@@ -1,20 +1,22 @@
-"""Train GRPO or RLOO with the installed TRL: ``rl_steps.py grpo|rloo padded|packed|shared [full|lora|checkpointing]``.
+"""Train GRPO or RLOO with the installed TRL: ``trl_groups.py grpo|rloo VARIANT:STEPS:WAY,WAY...``.
 
-Run by test_trainers.py. All prompts begin with the same system prompt, and there are two groups or more in each batch.
-Old log-probabilities are computed in chunks of a device's batch, each batch is trained on twice, and the loss has a KL
-term. With ``lora``, the reference is the model without its adapter. With ``lora`` and ``checkpointing``, the policy
-samples the completions.
+Run by test_trl.py, with the arguments of ``trl_noting.run``. All prompts begin with the same system prompt, and there
+are two groups or more in each batch. Old log-probabilities are computed in chunks of a device's batch, each batch is
+trained on twice, and the loss has a KL term. Variants:
 
-Prints a JSON object: the losses, the generated tokens, the logged metrics, and the number of tokens that the first
-layer computed in each forward outside of generation.
+- ``function``: a function gives the rewards.
+- ``reward_model``: a sequence classifier over padded batches gives the rewards, together with a function.
+- ``lora``: the reference is the model without its adapter.
+- ``checkpointing``: layers are computed again in the backward pass.
+- ``liger``: Liger computes the loss from hidden states; in newer releases it replaces layers instead.
+
+With ``lora``, ``checkpointing`` and ``liger``, the policy samples the completions.
 """
 
 from __future__ import annotations
 
-import argparse
+import functools
 import inspect
-import json
-import sys
 import tempfile
 from types import SimpleNamespace
 from typing import Any
@@ -23,43 +25,30 @@ import datasets
 import peft
 import torch
 import transformers
-import trl
-from dpo_steps import WORDS, Noting, model, tokenizer
+from trl_noting import WORDS, config, liger, model, run, text, tokenizer, trl_class
 
 from fa2patch.preference import trainer_class
 
 GROUP, BATCH, ACCUMULATED, LONGEST = 4, 8, 2, 24
 SYSTEM = " ".join((WORDS * 3)[:24])
 COMMON = {
-    "output_dir": tempfile.mkdtemp(),
     "per_device_train_batch_size": BATCH,
+    "per_device_eval_batch_size": BATCH,
     "gradient_accumulation_steps": ACCUMULATED,
     "learning_rate": 2e-3,
-    "lr_scheduler_type": "constant",
     "adam_epsilon": 1e-5,  # advantages cancel each other: 1e-8 makes steps of gradients that are only rounding
-    "logging_steps": 1,
-    "report_to": [],
-    "save_strategy": "no",
-    "use_cpu": True,
-    "bf16": False,
-    "disable_tqdm": True,
     "seed": 1,
 }
 
 
 def prompts(number: int) -> list[str]:
     generator = torch.Generator().manual_seed(0)
-    found = []
-    for _ in range(number):
-        length = int(torch.randint(1, 30, (1,), generator=generator))
-        words = torch.randint(len(WORDS), (length,), generator=generator).tolist()
-        found.append(" ".join([SYSTEM, *(WORDS[at] for at in words)]))
-    return found
+    return [f"{SYSTEM} {text(generator, 30)}" for _ in range(number)]
 
 
 def reward(completions: list[str], **others: Any) -> list[float]:
     """The share of words of an even number of letters, which differs between the completions of a group."""
-    words = [text.split() for text in completions]
+    words = [each.split() for each in completions]
     return [sum(len(word) % 2 == 0 for word in each) / (len(each) + 1) for each in words]
 
 
@@ -86,19 +75,33 @@ def drawn(policy: Any, end: int) -> Any:
     return generate
 
 
-def config(cls: Any, **wanted: Any) -> Any:
-    known = inspect.signature(cls).parameters
-    return cls(**{name: value for name, value in {**COMMON, **wanted}.items() if name in known})
+def note_generation(policy: Any, generated: list[Any]) -> None:
+    generate = policy.generate
+
+    @functools.wraps(generate)
+    def noted(*args: Any, **kwargs: Any) -> Any:
+        found = generate(*args, **kwargs)
+        generated.append((found if isinstance(found, torch.Tensor) else found.sequences).tolist())
+        return found
+
+    policy.generate = noted
 
 
-def grouped(kind: str, base: Any, variant: str, steps: int, words: Any) -> Any:
+def classifier(words: Any) -> Any:
+    found = model(2, len(words), transformers.LlamaForSequenceClassification, num_labels=1)
+    found.config._name_or_path = "a/classifier"
+    return found
+
+
+def grouped(kind: str, base: Any, variant: str, steps: int, words: Any, generated: list[Any]) -> Any:
     """GRPO, and RLOO in the form that it has since TRL 0.22: a sampler repeats the prompts."""
-    adapter = {}
+    given: dict[str, Any] = {}
     if variant == "lora":
         names = ["q_proj", "v_proj", "up_proj"]
-        adapter["peft_config"] = peft.LoraConfig(r=4, target_modules=names, task_type="CAUSAL_LM", lora_dropout=0.0)
+        given["peft_config"] = peft.LoraConfig(r=4, target_modules=names, task_type="CAUSAL_LM", lora_dropout=0.0)
     args = config(
-        getattr(trl, f"{kind.upper()}Config"),
+        f"{kind.upper()}Config",
+        **COMMON,
         max_steps=steps,
         num_generations=GROUP,
         num_iterations=2,
@@ -108,20 +111,27 @@ def grouped(kind: str, base: Any, variant: str, steps: int, words: Any) -> Any:
         temperature=1.0,
         gradient_checkpointing=variant == "checkpointing",
         gradient_checkpointing_kwargs={"use_reentrant": False},
+        **(liger(f"{kind.upper()}Config") if variant == "liger" else {}),
     )
     rows = datasets.Dataset.from_list([{"prompt": prompt} for prompt in prompts(40)])
+    rewards: list[Any] = [reward]
+    if variant == "reward_model":
+        rewards.append(classifier(words))
+        given["reward_processing_classes"] = [None, words]
     with tempfile.TemporaryDirectory() as folder:  # the reference is loaded by the model's name
         model(0, len(words)).save_pretrained(folder)
         policy = transformers.LlamaForCausalLM.from_pretrained(folder)
-        if variant == "full":
+        if variant in ("function", "reward_model"):
             policy.generate = drawn(policy, words.eos_token_id)
-        return base(policy, reward, args=args, train_dataset=rows, processing_class=words, **adapter)
+        note_generation(policy, generated)
+        return base(policy, rewards, args=args, train_dataset=rows, processing_class=words, **given)
 
 
-def rloo_with_policies(base: Any, steps: int, words: Any) -> Any:
+def rloo_with_policies(base: Any, variant: str, steps: int, words: Any, generated: list[Any]) -> Any:
     """RLOO in the form that it has up to TRL 0.21: it is given two policies, and repeats each batch of prompts."""
     args = config(
-        trl.RLOOConfig,
+        "RLOOConfig",
+        **COMMON,
         rloo_k=GROUP,
         num_ppo_epochs=2,
         num_mini_batches=1,
@@ -135,32 +145,24 @@ def rloo_with_policies(base: Any, steps: int, words: Any) -> Any:
     words.padding_side = "left"
     policy = model(0, len(words))
     policy.generate = drawn(policy, words.eos_token_id)
+    note_generation(policy, generated)
     rows = datasets.Dataset.from_list([{"input_ids": words(prompt)["input_ids"]} for prompt in prompts(40)])
     return base(
         config=args, processing_class=words, policy=policy, ref_policy=model(1, len(words)),
-        reward_model=reward, train_dataset=rows,
+        reward_model=classifier(words) if variant == "reward_model" else reward, train_dataset=rows,
     )  # fmt: skip
 
 
-def main(kind: str, how: str, variant: str, steps: int) -> None:
+def make(kind: str, variant: str, steps: int, how: str, generated: list[Any]) -> Any:
     words = tokenizer()
-    base = getattr(trl, f"{kind.upper()}Trainer")
-    if how != "padded":
+    base = trl_class(f"{kind.upper()}Trainer")
+    if how in ("packed", "shared"):
         base = trainer_class(base, share_prompts=how == "shared")
-    if "rloo_k" in inspect.signature(getattr(trl, f"{kind.upper()}Config")).parameters:
-        trainer = rloo_with_policies(base, steps, words)
-    else:
-        trainer = grouped(kind, base, variant, steps, words)
-    noting = Noting(trainer)
-    trainer.train()
-    print(json.dumps(noting.found()))
+    old = "rloo_k" in inspect.signature(trl_class(f"{kind.upper()}Config")).parameters
+    if old:
+        return rloo_with_policies(base, variant, steps, words, generated)
+    return grouped(kind, base, variant, steps, words, generated)
 
 
 if __name__ == "__main__":
-    transformers.logging.set_verbosity_error()
-    parser = argparse.ArgumentParser()
-    parser.add_argument("kind", choices=["grpo", "rloo"])
-    parser.add_argument("how", choices=["padded", "packed", "shared"])
-    parser.add_argument("variant", choices=["full", "lora", "checkpointing"], nargs="?", default="full")
-    parser.add_argument("steps", type=int, nargs="?", default=50)
-    main(**vars(parser.parse_args(sys.argv[1:])))
+    run(make)

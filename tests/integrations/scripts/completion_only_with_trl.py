@@ -1,6 +1,6 @@
 """Compare TRL's DataCollatorForCompletionOnlyLM with ours on the same examples, in a TRL that has one.
 
-Run by test_completion_only.py. Prints a JSON object with the number of batches and the differences.
+Prints a JSON object with the number of batches, the differences, and what TRL's class accepts and ours does not.
 """
 
 from __future__ import annotations
@@ -17,6 +17,8 @@ import trl
 from fa2patch.data.completion_only import DataCollatorForCompletionOnlyLM
 
 HUMAN, RESPONSE = [5, 6, 7], [5, 6, 8]
+OF_MASKING = {"create_rng", "generator", "get_generator", "tf_bernoulli"}
+"""Methods of TRL's base class that mask tokens at random, as mlm=True does."""
 
 
 def tokenizer():
@@ -34,6 +36,26 @@ def example(draw, turns):
     return {"input_ids": ids, "attention_mask": [1] * len(ids)}
 
 
+def refused():
+    """Return the names of TRL's parameters and attributes that ours lacks, or has another default for."""
+    parameters = {}
+    for kind in reversed(trl.DataCollatorForCompletionOnlyLM.__mro__[:-1]):
+        if "__init__" in vars(kind):
+            parameters.update(inspect.signature(kind.__init__).parameters)
+    theirs = {
+        one.name: one.default for one in parameters.values() if one.kind not in (one.VAR_POSITIONAL, one.VAR_KEYWORD)
+    }
+    ours = inspect.signature(DataCollatorForCompletionOnlyLM).parameters
+    found = {name for name in theirs if name not in ours and name != "self"}
+    required = ("response_template", "tokenizer")
+    found |= {name for name in set(theirs) & set(ours) if name not in required and ours[name].default != theirs[name]}
+    options = {name: theirs[name] for name in set(theirs) & set(ours) if name not in required}
+    mine = DataCollatorForCompletionOnlyLM(RESPONSE, tokenizer=tokenizer(), **options)
+    made = trl.DataCollatorForCompletionOnlyLM(RESPONSE, tokenizer=tokenizer())
+    public = {name for name in dir(made) if not name.startswith("_") and "mask_tokens" not in name}
+    return sorted({*found, *(name for name in public - OF_MASKING if not hasattr(mine, name))})
+
+
 def main():
     words, draw, differ, seen = tokenizer(), random.Random(0), [], 0
     old = "padding_free" in inspect.signature(trl.DataCollatorForCompletionOnlyLM).parameters
@@ -42,9 +64,11 @@ def main():
         for instruction in (None, template(HUMAN)):
             # TRL pairs turns by their index, which agrees with the templates only if the turns alternate
             shapes = ("hr", "hrhr", "hrhrh", "h", "r") if instruction is not None else ("hr", "hrhr", "h", "r")
-            for padding_free in (True, False):
+            for padding_free in (True, False) if old else (False,):
                 for multiple in (None, 8) if not padding_free else (None,):
-                    options = {"tokenizer": words, "padding_free": padding_free, "pad_to_multiple_of": multiple}
+                    options = {"tokenizer": words, "pad_to_multiple_of": multiple}
+                    if padding_free:
+                        options["padding_free"] = True
                     theirs = trl.DataCollatorForCompletionOnlyLM(template(RESPONSE), instruction, **options)
                     ours = DataCollatorForCompletionOnlyLM(template(RESPONSE), instruction, **options)
                     for _ in range(20):
@@ -56,14 +80,25 @@ def main():
                         with warnings.catch_warnings(record=True) as told:
                             warnings.simplefilter("always")
                             found = ours(examples)
+                        if type(found) is not type(expected):
+                            differ.append([kind, type(found).__name__, type(expected).__name__])
                         keys = {"input_ids", "labels", "position_ids" if padding_free else "attention_mask"}
+                        lengths = {"cu_seq_lens_q", "cu_seq_lens_k"} if padding_free else set()
+                        if "cu_seq_lens_q" in expected:  # since 0.14
+                            keys |= lengths
                         seen += 1
                         for key in keys:
                             if found[key].tolist() != expected[key].tolist() or found[key].dtype != expected[key].dtype:
-                                differ.append([kind, instruction, options["padding_free"], key, str(examples)])
-                        if set(found) != keys or bool(told) != bool(of_theirs):
+                                differ.append([kind, instruction, padding_free, key, str(examples)])
+                        more = {*lengths, "max_length_q", "max_length_k"} if padding_free else set()
+                        same = all(int(found[key]) == int(expected[key]) for key in more - lengths if key in expected)
+                        if set(found) != keys | more or not same or bool(told) != bool(of_theirs):
                             differ.append([kind, instruction, sorted(found), len(told), of_theirs])
-    print(json.dumps({"trl": trl.__version__, "padding_free": old, "batches": seen, "differ": differ[:3]}))
+    print(
+        json.dumps(
+            {"trl": trl.__version__, "padding_free": old, "batches": seen, "differ": differ[:3], "refused": refused()}
+        )
+    )
 
 
 if __name__ == "__main__":

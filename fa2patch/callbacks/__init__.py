@@ -1,0 +1,1 @@
+"""Callbacks that patch the models of a training program: of Transformers' Trainer and of Lightning."""

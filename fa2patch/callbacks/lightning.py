@@ -1,0 +1,149 @@
+"""A callback of Lightning that patches the Transformers models of a LightningModule."""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from ..errors import BadArgument, Fa2PatchError, NotAModel
+from ..kernels import Kernel
+from ..patch.applying import apply, status
+from ..patch.state import Patch
+from ..upstream.find_models import is_transformers_model
+
+_NAMES = ("lightning.pytorch", "pytorch_lightning")
+"""The names under which Lightning is imported. They are different modules, with a class ``Callback`` each."""
+
+
+def _bases() -> tuple[tuple[Any, ...], str]:
+    """The ``Callback`` of the Lightning that is imported, else of the one that can be; if none can, none and why."""
+    imported = [sys.modules[name].Callback for name in _NAMES if sys.modules.get(name) is not None]
+    why = ""
+    for name in () if imported else _NAMES:
+        try:
+            return (importlib.import_module(name).Callback,), ""
+        except ImportError as error:
+            why = str(error)
+    return tuple(imported), why
+
+
+_BASES, _WHY = _bases()
+
+
+class LightningCallback(*_BASES):  # type: ignore[misc]
+    """Patches the Transformers models in a LightningModule, for ``fit``, ``validate``, ``test`` and ``predict``.
+
+    Example::
+
+        trainer = lightning.Trainer(callbacks=[fa2patch.LightningCallback()])
+        trainer.fit(module, DataLoader(dataset, batch_size=8, collate_fn=fa2patch.DataCollatorWithFlattening()))
+
+    Models that exist at ``setup`` are patched then, before Lightning wraps or shards them. Models that the module makes
+    in its own ``setup`` or ``configure_model`` are patched before the first batch. Patches are not reverted when
+    training ends.
+
+    Args:
+        models: Names of the models to patch, as in ``module.named_modules()``, or of modules that hold them, such as
+            ``["llm"]``. None patches every Transformers model in the module.
+        kernel, architecture, prove, padded_batches: As for :func:`fa2patch.apply`.
+
+    Attributes:
+        patches: The :class:`fa2patch.Patch` of each model, by the model's name in the module.
+
+    Raises:
+        Fa2PatchError: Lightning does not import. A class of its errors is raised in ``fit`` if a model cannot be
+            patched.
+        NotAModel: The module holds no Transformers model before the first batch.
+        BadArgument: The module holds no model of a name in ``models``.
+    """
+
+    def __init__(
+        self,
+        models: Sequence[str] | None = None,
+        *,
+        kernel: str | Kernel | None = None,
+        architecture: str | None = None,
+        prove: bool | str | None = None,
+        padded_batches: bool | None = None,
+    ) -> None:
+        if not _BASES:
+            raise Fa2PatchError(
+                f"LightningCallback needs Lightning, which does not import ({_WHY}): pip install lightning"
+            )
+        super().__init__()
+        self.models = None if models is None else tuple(models)
+        self.patches: dict[str, Patch] = {}
+        self._options: dict[str, Any] = {
+            "kernel": kernel, "architecture": architecture, "prove": prove, "padded_batches": padded_batches,
+        }  # fmt: skip
+
+    def setup(self, trainer: Any, pl_module: Any, stage: str | None = None) -> None:
+        """Patch the models that the module holds already."""
+        self._patch(pl_module)
+
+    def on_fit_start(self, trainer: Any, pl_module: Any) -> None:
+        """Patch the models that the module has made since."""
+        self._patch_all(pl_module)
+
+    def on_validation_start(self, trainer: Any, pl_module: Any) -> None:
+        """Patch the models that the module has made since."""
+        self._patch_all(pl_module)
+
+    def on_test_start(self, trainer: Any, pl_module: Any) -> None:
+        """Patch the models that the module has made since."""
+        self._patch_all(pl_module)
+
+    def on_predict_start(self, trainer: Any, pl_module: Any) -> None:
+        """Patch the models that the module has made since."""
+        self._patch_all(pl_module)
+
+    def _patch_all(self, module: Any) -> None:
+        found = self._patch(module)
+        if not found:
+            raise NotAModel(
+                f"expected a Transformers model in this {type(module).__name__}, found none. LightningCallback patches "
+                "models that are modules of the LightningModule. Call fa2patch.apply(model) for a model that is kept "
+                "elsewhere, such as in a list."
+            )
+        for wanted in self.models or ():
+            if not any(_within(name, wanted) for name in found):
+                raise BadArgument(
+                    f"models={list(self.models or ())!r}: expected names of Transformers models in this "
+                    f"{type(module).__name__}, or of modules that hold them; found {', '.join(map(repr, found))}, and "
+                    f"none of the name {wanted!r}."
+                )
+
+    def _patch(self, module: Any) -> dict[str, Any]:
+        """Patch those models of the module that were not patched by this callback yet, and return all of its models."""
+        found = _transformers_models(module)
+        for name, model in found.items():
+            asked = self.models is None or any(_within(name, wanted) for wanted in self.models)
+            if asked and (status(model) is None or status(model) not in self.patches.values()):
+                self.patches[name] = self._applied(model, name, module)
+        return found
+
+    def _applied(self, model: Any, name: str, module: Any) -> Patch:
+        try:
+            return apply(model, **self._options)
+        except Fa2PatchError as error:
+            raise type(error)(
+                f"{name} of this {type(module).__name__}: {error.message} If it is to stay as it is, name the other "
+                "models: LightningCallback(models=[...])."
+            ) from error
+
+
+def _transformers_models(module: torch.nn.Module) -> dict[str, Any]:
+    """The Transformers models in a module that are in no other one, by name."""
+    found: dict[str, Any] = {}
+    for name, inner in module.named_modules():
+        if is_transformers_model(inner) and not any(_within(name, outer) for outer in found):
+            found[name] = inner
+    return found
+
+
+def _within(name: str, outer: str) -> bool:
+    return name == outer or name.startswith(f"{outer}.")

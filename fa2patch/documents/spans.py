@@ -1,0 +1,115 @@
+"""Spans: runs of tokens of one document that see each other in both directions, such as the tokens of a picture.
+
+A token of a span sees its document up to the span's last token. All other tokens see their document up to themselves.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from ..errors import PackingNotIsolated
+from .device import require
+
+
+class Spans(NamedTuple):
+    """The spans of a batch, on the host, and the queries and keys of a second call of a kernel.
+
+    Attributes:
+        tokens: int64 ``[queries]``, the tokens of all spans.
+        keys: int64 ``[keys]``, for each span the tokens of its document up to the span's last token, end to end.
+        counts, key_counts: each span's number of queries and of keys.
+    """
+
+    tokens: NDArray[np.int64]
+    keys: NDArray[np.int64]
+    counts: tuple[int, ...]
+    key_counts: tuple[int, ...]
+
+    @property
+    def longest(self) -> int:
+        """The length of the longest span, in tokens; 0 if there are none."""
+        return max(self.counts, default=0)
+
+
+def last_seen(
+    blocks: torch.Tensor, cu_seqlens: torch.Tensor, shape: tuple[int, int], real: torch.Tensor | None, prefixes: bool
+) -> torch.Tensor:
+    """For each token the last token that it sees, from the numbers of blocks. Nothing is read from a device.
+
+    Two tokens that stand side by side in one document, with the same number of 0 or more, are in one span. Padding is
+    in no span.
+
+    Args:
+        blocks: integers ``[batch or 1, length]``; negative for tokens in no block.
+        cu_seqlens: the boundaries of the documents, int32 ``[documents + 1]``.
+        shape: ``(batch, length)``.
+        real: ``[batch, length]``, 0 for padding; None if there is none.
+        prefixes: whether all tokens of a document see a block, so that it must begin the document.
+
+    Returns:
+        int32 ``[tokens]``, indices in the rows laid end to end.
+
+    Raises:
+        PackingNotIsolated: the blocks of a document are no spans.
+    """
+    cu = cu_seqlens.long()
+    numbers = blocks.to(cu.device, torch.int64).expand(shape).flatten()
+    if real is not None:
+        numbers = torch.where(real.to(cu.device).flatten() != 0, numbers, -1)
+    token = torch.arange(numbers.shape[0], device=cu.device)
+    document = torch.searchsorted(cu, token, right=True) - 1
+    inside, before = numbers >= 0, (token - 1).clamp(min=0)
+    starts = (token == 0) | (document != document[before])
+    first = starts | (numbers != numbers[before])
+    _require_spans(torch.where(inside, (document << 32) + numbers, -1 - token), first & inside)
+    if prefixes:
+        require(
+            ~(first & inside & ~starts).any(),
+            PackingNotIsolated,
+            "the prefix of a document, which all of its tokens see, does not begin the document. Let token_type_ids be "
+            "0 for a prefix and 1 for all tokens behind it, or train padded.",
+        )
+    run = first.long().cumsum(0)
+    last = torch.searchsorted(run, run, right=True) - 1
+    return torch.where(inside, last, token).to(torch.int32)
+
+
+def _require_spans(names: torch.Tensor, first: torch.Tensor) -> None:
+    """Require that no block of a document is in two pieces.
+
+    Args:
+        names: int64 ``[tokens]``: one number for each block of each document, and for each token in no block.
+        first: whether a token is the first one of a piece of a block.
+    """
+    several = names.sort().values.diff() != 0
+    outside = (names < 0).sum()
+    require(
+        several.sum() + 1 - outside == first.sum(),
+        PackingNotIsolated,
+        "tokens that see each other in both directions (a picture, or a prefix) are in two pieces of one document, and "
+        "others are between them, which packed attention has no way to say. Let them stand side by side, or train "
+        "padded.",
+    )
+
+
+def spans_of(until: NDArray[np.int32], cu_seqlens: NDArray[np.int32]) -> Spans:
+    """The spans of a batch.
+
+    Args:
+        until: what :func:`last_seen` returned.
+        cu_seqlens: the boundaries of the documents.
+    """
+    token = np.arange(len(until))
+    starts = token[(until > token) & np.concatenate([[True], until[1:] != until[:-1]])]
+    ends = until[starts] + 1
+    documents = cu_seqlens[np.searchsorted(cu_seqlens, starts, side="right") - 1]
+    counts, key_counts = (tuple((ends - begins).tolist()) for begins in (starts, documents))
+    return Spans(_ranges(starts, ends), _ranges(documents, ends), counts, key_counts)
+
+
+def _ranges(starts: NDArray[np.int64], ends: NDArray[np.int64]) -> NDArray[np.int64]:
+    return np.concatenate([np.zeros(0, np.int64), *(np.arange(start, end) for start, end in zip(starts, ends))])

@@ -1,0 +1,1 @@
+"""Padded batches: where their tokens are, and the hooks that compute them as one packed row."""

@@ -1,0 +1,101 @@
+"""Whether a patched model computes padded batches packed: asked for, or implied by an object that makes them."""
+
+from __future__ import annotations
+
+import torch
+
+from .._types import Model
+from ..errors import NotAModel, UnsupportedModel
+from ..padded.batches import PaddedBatches, of_model
+from ..upstream.find_models import models
+from ..upstream.step import MARK
+from .unwrap import makes_its_batches, transformers_model
+
+
+def pack_padded_batches(model: Model, share_prompts: bool = False) -> PaddedBatches:
+    """Make a patched model compute padded batches packed and return padded outputs.
+
+    Padding is not computed between the embedding and the last hidden states. The head gets hidden states
+    ``[batch, length, hidden]``, with zeros for padding. A padded batch has an ``attention_mask`` ``[batch, length]`` of
+    zeros and ones and is padded left, right or on both sides. All other batches are unchanged: without padding, with
+    gaps in the mask, with an empty row, with one token in each row, with a cache (``generate``, ``use_cache=True``),
+    with ``output_attentions=True``, with position ids on several axes, under ``torch.compile``, under sequence
+    parallelism, or without such a mask, as packed batches are. So is a batch that is padded left and has no position
+    ids, in a model with a table of positions (BERT, GPT-2), because such a model counts padding there. A
+    model that computes a batch with a mask and without a cache in this way warns once, with ``StaysPadded``.
+
+    With ``share_prompts``, the first tokens in which rows are equal are computed once, for example the prompt of
+    several completions, and all rows get their hidden states. Batches without padding are packed too if rows share
+    tokens. Rows are compared on the device, in ``input_ids`` and in the other arguments with one number for each token.
+    A prefix is shared if this saves at least 16 tokens. Nothing is shared in models whose tokens see later tokens, in
+    models that are given ``inputs_embeds``, or in batches with rows on both sides of a longrope's limit. With dropout,
+    a shared token is dropped in all rows or in none.
+
+    Each forward with such a mask reads from the device once, and a second time if rows share tokens.
+
+    Args:
+        model: A model that ``fa2patch.apply`` has patched, or a wrapper around one (PEFT, accelerate, DDP, FSDP).
+        share_prompts: Whether equal prefixes of rows are computed once.
+
+    Returns:
+        What packs them, as a context manager with a ``remove()`` method. ``Patch.revert()`` removes it, too. If the
+        model has one already, that is returned, with this ``share_prompts``.
+
+    Raises:
+        NotAModel: The model is not patched, or ``model`` holds no Transformers model.
+    """
+    inner = transformers_model(model)
+    if MARK not in inner.__dict__:
+        raise NotAModel(
+            f"expected a patched model, found this {type(inner).__name__}: call fa2patch.apply(model) first."
+        )
+    base = models(inner)[-1]
+    padding = of_model(base)
+    if padding is None:
+        return PaddedBatches(base, share_prompts)
+    padding.share_prompts = share_prompts
+    return padding
+
+
+def wanted(model: object, inner: Model, asked: bool | None) -> bool:
+    """Whether ``apply`` makes a model compute padded batches packed.
+
+    Args:
+        model: what ``apply`` was called with.
+        inner: the Transformers model inside.
+        asked: the argument ``padded_batches`` of ``apply``.
+
+    Raises:
+        UnsupportedModel: it does, and ``model`` holds a module that reads hidden states of padding.
+    """
+    if asked is None:
+        asked = of_model(models(inner)[-1]) is not None or makes_its_batches(model)
+    reads = _reads_padding(model, inner) if asked else ""
+    if reads:
+        raise UnsupportedModel(
+            f"{type(model).__name__} holds {reads}. With padded batches computed packed, the hidden states of padding "
+            "are zeros. Nothing was patched. Use the model unpatched."
+        )
+    return asked
+
+
+def switch(inner: Model, on: bool) -> None:
+    """Make a patched model compute padded batches packed, or no longer, if that is not so yet."""
+    base = models(inner)[-1]
+    padding = of_model(base)
+    if on and padding is None:
+        PaddedBatches(base)
+    elif not on and padding is not None:
+        padding.remove()
+
+
+def _reads_padding(model: object, inner: Model) -> str:
+    """The module around a Transformers model that reads hidden states of padding, as a text for an error."""
+    within = set(inner.modules())
+    for name, module in model.named_modules() if isinstance(model, torch.nn.Module) else ():
+        expansion = getattr(module, "query_expansion", None)  # of sentence-transformers' late interaction models
+        if expansion and not expansion.get("attend"):
+            return f"a query_expansion without 'attend' in {name} ({type(module).__name__}), which scores padding"
+        if isinstance(module, torch.nn.modules.conv._ConvNd) and module not in within:
+            return f"{name} ({type(module).__name__}), which mixes each token with its neighbours"
+    return ""

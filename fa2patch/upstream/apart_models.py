@@ -1,0 +1,65 @@
+"""Base models that compute each document by itself, because no kernel can say what their layers add to the scores.
+
+MPNet adds a bias for each distance, DeBERTa scores of distances, BERT with ``relative_key`` distances, too. Their base
+model is called for each document, so that nothing has the size of the row squared. Heads still run on the whole row.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from .._compile import uncompiled
+from ..documents.names import LENGTHS
+from . import apart, inspecting
+from .packed_mask import PackedMask
+from .step import Step
+
+
+def computed(step: Step, mask: PackedMask) -> Any:
+    """Call the forward of a step's base model for each document of a packed batch, and join the outputs."""
+    mask.require_whole_rows("layers that add more to attention scores than a mask")
+    for layer in step.patch.attention:
+        mask.given(step.module.get_submodule(layer.name))
+    if step.call.get("inputs_embeds") is None and _takes_looked_up(step):
+        # a single lookup, so that hooks on the table see the whole row
+        step.call["inputs_embeds"] = step.module.get_input_embeddings()(step.call.pop("input_ids"))
+    return _of_each(step, mask)
+
+
+def _takes_looked_up(step: Step) -> bool:
+    """Whether ``inputs_embeds`` are what the table gives. BioGPT and XGLM scale what they look up themselves."""
+    plain = isinstance(step.module.get_input_embeddings(), torch.nn.Embedding)
+    scales = any("scale" in name for name in inspecting.names_read(step.calls.original))
+    return plain and not scales and "inputs_embeds" in step.calls.names
+
+
+@uncompiled
+def _of_each(step: Step, mask: PackedMask) -> Any:
+    for layer in step.patch.attention:
+        mask.picks.takes_documents(step.module.get_submodule(layer.name))
+    rest, call = step.calls.arranged(step.args, step.call)
+    call = {name: value for name, value in call.items() if name not in LENGTHS}
+    documents = apart.Documents(mask.boundaries, mask.shape)
+
+    def each(*args: Any, **given: Any) -> Any:
+        if given.get("inputs_embeds") is not None:
+            given["inputs_embeds"] = given["inputs_embeds"] * 1  # DeBERTa (4.34) changes them in place
+        return step.calls.original(step.module, *args, **given)
+
+    return _joined(documents, documents.of_each(each, rest, call))
+
+
+def _joined(documents: apart.Documents, outputs: Sequence[Any]) -> Any:
+    """Join the documents' outputs: values for each token along the row, others (``pooler_output``) along dim 0."""
+    first = outputs[0]
+    if isinstance(first, torch.Tensor):
+        of_tokens = all(each.shape[:2] == (1, length) for each, length in zip(outputs, documents.lengths))
+        return documents.join(outputs) if of_tokens else torch.cat(tuple(outputs))
+    if hasattr(first, "items"):
+        return type(first)(**{name: _joined(documents, [each[name] for each in outputs]) for name in first})
+    if isinstance(first, (tuple, list)):
+        return tuple(_joined(documents, column) for column in zip(*outputs))
+    return first

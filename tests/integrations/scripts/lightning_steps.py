@@ -1,0 +1,120 @@
+"""Train and test a LightningModule, padded without fa2patch and packed: ``lightning_steps.py PACKAGE``.
+
+PACKAGE is ``lightning.pytorch`` or ``pytorch_lightning``. Prints a JSON object with an entry for each run: the losses
+of training and of the test, the number of tokens that the first layer computed in each forward, and the names of the
+patched models. The runs differ in the batches, and in the method of the module that makes the model.
+"""
+
+from __future__ import annotations
+
+import importlib
+import json
+import sys
+from typing import Any
+
+import torch
+import transformers
+
+pl = importlib.import_module(sys.argv[1])
+STEPS = 8
+RUNS = {
+    "padded": ("init", "padded"),
+    "packed": ("init", "packed"),
+    "packed, made in setup": ("setup", "packed"),
+    "packed, made in configure_model": ("configure_model", "packed"),
+    "padded batches": ("init", "padded batches"),
+}
+"""The method that makes the model, and the batches. Nothing of fa2patch is imported before the first run."""
+
+
+def documents() -> list[dict[str, list[int]]]:
+    generator = torch.Generator().manual_seed(0)
+    lengths = torch.randint(3, 40, (4 * STEPS,), generator=generator).tolist()
+    rows = [torch.randint(3, 64, (length,), generator=generator).tolist() for length in lengths]
+    return [{"input_ids": row, "labels": row} for row in rows]
+
+
+def padding(features: list[dict[str, list[int]]]) -> dict[str, torch.Tensor]:
+    longest = max(len(feature["input_ids"]) for feature in features)
+
+    def filled(name: str, value: int) -> torch.Tensor:
+        return torch.tensor([feature[name] + [value] * (longest - len(feature[name])) for feature in features])
+
+    ids = filled("input_ids", 0)
+    return {"input_ids": ids, "attention_mask": (ids != 0).long(), "labels": filled("labels", -100)}
+
+
+class Module(pl.LightningModule):  # type: ignore[misc,name-defined]
+    def __init__(self, where: str) -> None:
+        super().__init__()
+        self.where = where
+        self.found: list[float] = []
+        self.tokens: list[int] = []
+        if self.where == "init":
+            self.make()
+
+    def make(self) -> None:
+        torch.manual_seed(0)
+        config = transformers.LlamaConfig(
+            vocab_size=64, hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4,
+            max_position_embeddings=64, initializer_range=0.3,
+        )  # fmt: skip
+        self.net = torch.nn.ModuleDict({"llm": transformers.LlamaForCausalLM(config)})
+        layer = self.net["llm"].model.layers[0]
+        layer.register_forward_pre_hook(self.count, with_kwargs=True)
+
+    def count(self, layer: Any, args: Any, kwargs: Any) -> None:
+        hidden = args[0] if args else kwargs["hidden_states"]
+        self.tokens.append(hidden[..., 0].numel())
+
+    def setup(self, stage: str) -> None:
+        if self.where == "setup" and not hasattr(self, "net"):
+            self.make()
+
+    def configure_model(self) -> None:
+        if self.where == "configure_model" and not hasattr(self, "net"):
+            self.make()
+
+    if pl.__version__ < "2.1":
+        configure_sharded_model = configure_model  # its name up to 2.0
+
+    def loss(self, batch: dict[str, Any]) -> torch.Tensor:
+        loss: torch.Tensor = self.net["llm"](**batch, use_cache=False).loss
+        self.found.append(loss.item())
+        return loss
+
+    def training_step(self, batch: dict[str, Any], number: int) -> torch.Tensor:
+        return self.loss(batch)
+
+    def test_step(self, batch: dict[str, Any], number: int) -> None:
+        self.loss(batch)
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.AdamW(self.parameters(), lr=1e-3)
+
+
+def run(where: str, how: str) -> dict[str, Any]:
+    collate, callbacks = padding, []
+    if how != "padded":
+        import fa2patch
+
+        callbacks = [fa2patch.LightningCallback(padded_batches=how == "padded batches" or None)]
+        collate = fa2patch.DataCollatorWithFlattening() if how == "packed" else padding  # type: ignore[assignment]
+    loader = torch.utils.data.DataLoader(documents(), batch_size=4, collate_fn=collate)  # type: ignore[arg-type]
+    module = Module(where)
+    trainer = pl.Trainer(
+        accelerator="cpu", devices=1, max_epochs=1, logger=False, enable_checkpointing=False, callbacks=callbacks[:],
+        enable_progress_bar=False, enable_model_summary=False,
+    )  # fmt: skip
+    trainer.fit(module, loader)
+    trained = len(module.found)
+    trainer.test(module, loader, verbose=False)
+    return {
+        "losses": module.found[:trained], "test": module.found[trained:], "tokens": module.tokens,
+        "patched": [name for callback in callbacks for name in callback.patches],
+    }  # fmt: skip
+
+
+if __name__ == "__main__":
+    found = {name: run(*options) for name, options in RUNS.items()}
+    print(json.dumps({"version": pl.__version__, **found}))

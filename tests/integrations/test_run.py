@@ -1,0 +1,83 @@
+"""``fa2patch run`` starts unchanged scripts, none of which imports fa2patch, in the stacks' environments."""
+
+from __future__ import annotations
+
+import functools
+from pathlib import Path
+from typing import Any
+
+import pytest
+from in_stack import printed_in
+
+SCRIPTS = Path(__file__).with_name("scripts")
+RUN = ("-m", "fa2patch", "run")
+
+pytestmark = pytest.mark.slow
+
+
+@functools.cache
+def script(stack: str, name: str, *arguments: str, options: tuple[str, ...] | None = None) -> Any:
+    """What a script prints, and the lines of fa2patch; without ``options``, the script runs without fa2patch."""
+    how = () if options is None else (*RUN, *options)
+    found, said = printed_in(stack, *how, str(SCRIPTS / name), *arguments, packages=["click"])
+    assert found.pop("fa2patch") is (options is not None)
+    return found, said
+
+
+TIMED = ("step_time", "epoch")
+
+
+def assert_same_logs(found: list[dict[str, Any]], expected: list[dict[str, Any]]) -> None:
+    """Require the same numbers in each step. Each may differ by a part of the largest one of its kind."""
+    assert [entry.keys() for entry in found] == [entry.keys() for entry in expected]
+    for name in expected[0].keys() - {*TIMED}:
+        ours, theirs = ([entry[name] for entry in logs] for logs in (found, expected))
+        assert ours == pytest.approx(theirs, rel=0, abs=1e-4 * max(map(abs, theirs)) + 1e-9), name
+
+
+@pytest.mark.parametrize("stack", ["trl-0.19.1", "trl-1.16.0"])
+def test_an_unchanged_grpo_script_logs_the_same_numbers_with_fewer_tokens_in_its_layers(stack: str) -> None:
+    expected, _ = script(stack, "grpo.py")
+    assert len({entry["loss"] for entry in expected["logs"]}) == len(expected["logs"]) == 4
+    found, said = script(stack, "grpo.py", options=())
+    assert_same_logs(found["logs"], expected["logs"])
+    assert len(found["tokens"]) == len(expected["tokens"])
+    assert sum(found["tokens"]) < 0.6 * sum(expected["tokens"])
+    assert [line for line in said if "LlamaForCausalLM patched" in line] == said[:-1]
+    assert "GRPOTrainer makes padded batches, and computes them packed" in said[-1]
+    assert "model, ref_model." in said[-1]
+
+
+def test_no_pack_leaves_the_batches_of_an_unchanged_grpo_script_padded() -> None:
+    expected, _ = script("trl-1.16.0", "grpo.py")
+    found, said = script("trl-1.16.0", "grpo.py", options=("--no-pack",))
+    assert_same_logs(found["logs"], expected["logs"])
+    assert found["tokens"] == expected["tokens"]
+    assert all("LlamaForCausalLM patched" in line for line in said) and len(said) == 2
+
+
+@pytest.mark.parametrize("stack", ["transformers-4.36.2", "transformers-4.57.6", "transformers-5.23.0"])
+def test_an_unchanged_script_with_model_init_is_isolated(stack: str) -> None:
+    """The model's class is called by ``model_init``: in the Trainer's constructor, and again in each ``train``."""
+    alone, _ = script(stack, "model_init.py", "padded", "packed")
+    padded, leaking = alone["padded"], alone["packed"]
+    assert padded["losses"][:4] == padded["losses"][4:] and len(set(padded["losses"][:4])) == 4
+    assert max(abs(one - other) for one, other in zip(leaking["losses"], padded["losses"])) > 0.1
+    found, said = script(stack, "model_init.py", "packed", options=())
+    assert found["packed"]["losses"] == pytest.approx(padded["losses"], rel=1e-4)
+    assert found["packed"]["eval_loss"] == pytest.approx(padded["eval_loss"], rel=1e-4)
+    assert len(said) == 3 and all("LlamaForCausalLM patched: 2 attention layers" in line for line in said)
+
+
+@pytest.mark.parametrize("stack", ["sentence-transformers-3.0.1", "sentence-transformers-6.2.0"])
+def test_an_unchanged_sentence_transformers_script_gets_the_same_numbers_with_fewer_tokens(stack: str) -> None:
+    expected, _ = script(stack, "st_script.py")
+    found, said = script(stack, "st_script.py", options=())
+    for name in ("before", "after"):
+        for ours, theirs in zip(found[name], expected[name]):
+            assert ours == pytest.approx(theirs, rel=0, abs=1e-5 * max(map(abs, theirs)))
+    assert found["losses"] == pytest.approx(expected["losses"], rel=1e-4) and len(set(expected["losses"])) == 6
+    assert found["scores"] == pytest.approx(expected["scores"], rel=1e-4)
+    assert all(ours < 0.9 * theirs for ours, theirs in zip(found["tokens"], expected["tokens"]))
+    assert [line.split()[1] for line in said] == ["BertForMaskedLM", "SentenceTransformer", "CrossEncoder"]
+    assert all(line.endswith("Its padded batches are computed packed.") for line in said[1:])  # it saves the first one

@@ -1,0 +1,169 @@
+"""Spans (a picture's tokens): every kernel that takes them equals the definition with a mask of all tokens."""
+
+import random
+from dataclasses import replace
+
+import pytest
+import torch
+from kernel_cases import DIM, brute_force, documents, largest_errors, states, with_gradients
+
+from compat_matrix.check import stand_in, stand_in_aten
+from fa2patch import kernels
+from fa2patch.errors import KernelWrong, PackingNotIsolated
+from fa2patch.kernels import reference_op
+from fa2patch.kernels.flash_attn import FlashAttn
+from fa2patch.kernels.flex import compute
+from fa2patch.kernels.options import Options
+from fa2patch.kernels.reference import Reference
+from fa2patch.kernels.spans import require_within
+
+LENGTHS = (6, 1, 9, 4)
+SPANS = {
+    "inside": ((2, 5),),
+    "side by side": ((7, 10), (10, 14)),
+    "at both ends": ((0, 2), (13, 16)),
+    "across a boundary": ((13, 16), (16, 18)),
+    "a whole document": ((16, 20), (6, 7)),
+    "none": (),
+}
+SPECIAL = {"plain": {}, "window": {"window": 4}, "softcap": {"softcap": 2.0}, "alibi": {"alibi_slopes": 0.3}}
+NAMES = ("reference", "operator", "flash_attn", "torch_varlen", "efficient")
+
+
+@pytest.fixture(autouse=True)
+def aten_on_a_cpu():
+    with stand_in_aten.installed():
+        yield
+
+
+class OnStandIn(FlashAttn):
+    """flash-attn with the stand-in's entry point, on a CPU and in every precision."""
+
+    DEVICES = DTYPES = None
+
+    def found(self):
+        return kernels.varlen_func.entry(stand_in)
+
+
+def kernel_named(name):
+    return OnStandIn() if name == "flash_attn" else kernels.named(name)
+
+
+def options_of(special, sinks):
+    given = dict(special)
+    if "alibi_slopes" in given:
+        given["alibi_slopes"] = torch.tensor([0.5, 0.125, 1.0, 0.0], dtype=torch.float64)
+    logits = torch.tensor([0.5, -1.0, 2.0, 4.0], dtype=torch.float64).requires_grad_() if sinks else None
+    return Options(scale=0.7 * DIM**-0.5, sinks=logits, **given)
+
+
+def errors_of(attend, lengths, spans, options, value_dim=DIM):
+    q, k, v = states(lengths, groups=2, value_dim=value_dim)
+    given = [x for x in (q, k, v, options.sinks) if x is not None]
+    found = with_gradients(lambda: attend(q, k, v, documents(lengths, spans=spans)), given)
+    truth = with_gradients(lambda: brute_force(q, k, v, lengths, options, spans=spans), given)
+    return max(largest_errors(found, truth))
+
+
+@pytest.mark.parametrize("value_dim", [DIM, 6], ids=["one head dim", "another value head dim"])
+@pytest.mark.parametrize("sinks", [False, True], ids=["no sinks", "sinks"])
+@pytest.mark.parametrize("special", SPECIAL.values(), ids=SPECIAL)
+@pytest.mark.parametrize("spans", SPANS.values(), ids=SPANS)
+@pytest.mark.parametrize("name", NAMES)
+def test_a_kernel_equals_the_definition(name, spans, special, sinks, value_dim):
+    options = options_of(special, sinks)
+    if name == "operator":
+        if reference_op.attend is None:
+            pytest.skip(f"torch {torch.__version__} has no custom_op")
+
+        def attend(q, k, v, boundaries):
+            return reference_op.attend(q, k, v, boundaries, options, options.scale)
+    else:
+        kernel = kernel_named(name)
+        able, _ = kernel.supports(kernels.asked_by(*states(), options, spans=True))
+        if not able:  # softcap, alibi and sinks; what a kernel lacks is in its table
+            assert name != "reference" and (special or sinks)
+            return
+
+        def attend(q, k, v, boundaries):
+            return kernel(q, k, v, boundaries, options)
+
+    assert errors_of(attend, LENGTHS, spans, options, value_dim) < 1e-12
+
+
+@pytest.mark.parametrize("special", SPECIAL.values(), ids=SPECIAL)
+@pytest.mark.parametrize("spans", SPANS.values(), ids=SPANS)
+def test_flex_attention_equals_the_definition(spans, special):
+    """FlexAttention's real forward; its backward runs on GPUs only."""
+    flex = pytest.importorskip("torch.nn.attention.flex_attention")
+    q, k, v = (x.detach() for x in states(LENGTHS, groups=2))
+    options, boundaries = options_of(special, sinks=False), documents(LENGTHS, spans=spans)
+    found = compute(flex.flex_attention, flex.create_block_mask, q, k, v, boundaries, options, options.scale)
+    assert max(largest_errors([found], [brute_force(q, k, v, LENGTHS, options, spans=spans)])) < 1e-6
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", range(2000))
+def test_random_spans(seed):
+    check_random_spans(seed)
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_some_random_spans(seed):
+    check_random_spans(seed)
+
+
+def check_random_spans(seed):
+    """Random spans, with a random option, are computed right by the reference and by the kernels of two calls."""
+    drawn = random.Random(seed)
+    lengths = [drawn.randint(1, 12) for _ in range(drawn.randint(1, 5))]
+    spans, at = [], 0
+    for length in lengths:
+        cuts = sorted({at, at + length, *(drawn.randint(at, at + length) for _ in range(drawn.randint(0, 4)))})
+        spans += [span for span in zip(cuts, cuts[1:]) if drawn.random() < 0.5]
+        at += length
+    longest = max((stop - start for start, stop in spans), default=1)
+    special = {"window": drawn.randint(longest, longest + 4)} if drawn.random() < 0.5 else {}
+    options = options_of(special, sinks=False)
+    for name in ("reference", "flash_attn", "torch_varlen"):
+        kernel = kernel_named(name)
+
+        def attend(q, k, v, boundaries, kernel=kernel):
+            return kernel(q, k, v, boundaries, options)
+
+        assert errors_of(attend, lengths, spans, options) < 1e-11, name
+
+
+def test_a_kernel_that_computes_no_span_is_not_used():
+    class Forgets(Reference):
+        """A kernel that claims spans and does not look at them."""
+
+        name = "forgets"
+        MASKS = False
+
+        def attend(self, q, k, v, boundaries, options, scale):
+            if not options.causal:  # the second call
+                return q.new_zeros(q.shape[0], q.shape[1], v.shape[2])
+            return super().attend(q, k, v, replace(boundaries, until=None, made={}), options, scale)
+
+    q, k, v = states()
+    cpu = torch.device("cpu")
+    assert kernels.pick(Forgets(), kernels.asked_by(q, k, v, Options()), cpu).why == ""
+    with pytest.raises(KernelWrong, match="outputs are off"):
+        kernels.pick(Forgets(), kernels.asked_by(q, k, v, Options(), spans=True), cpu)
+
+
+def test_a_span_longer_than_the_window_is_refused():
+    boundaries = documents(LENGTHS, spans=SPANS["inside"])
+    require_within(3, boundaries)
+    with pytest.raises(PackingNotIsolated, match="longer than the sliding window of 2 tokens"):
+        require_within(2, boundaries)
+
+
+def test_nothing_crosses_a_boundary_between_two_spans():
+    spans = SPANS["across a boundary"]
+    q, k, v = states(LENGTHS)
+    for name in ("reference", "flash_attn", "torch_varlen"):
+        output = kernel_named(name)(q, k, v, documents(LENGTHS, spans=spans), Options())
+        for x in torch.autograd.grad(output[7:16].sum(), (q, k, v)):
+            assert not x[:7].any() and not x[16:].any() and x[7:16].abs().sum() > 0

@@ -1,0 +1,161 @@
+"""Attention layers that compute attention by themselves, and base models that compute each document by itself."""
+
+import math
+
+import pytest
+import torch
+import transformers
+
+import fa2patch
+from compat_matrix import tiny_models
+from compat_matrix.check.compare import assert_close
+from compat_matrix.check.rows import alone, documents, pack
+from fa2patch import errors
+from fa2patch.documents.boundaries import Boundaries
+from fa2patch.kernels import Picks
+from fa2patch.upstream.packed_mask import PackedMask
+from fa2patch.upstream.seams import formula
+
+LENGTHS = (5, 9, 1, 3)
+
+
+class Attention(torch.nn.Module):
+    """Attention as BERT's layers up to Transformers 4.57 compute it."""
+
+    is_decoder = False
+
+    def __init__(self):
+        super().__init__()
+        self.query, self.key, self.value = (torch.nn.Linear(16, 16) for _ in range(3))
+        self.dropout = torch.nn.Dropout(0.0)
+
+    def heads(self, states):
+        return states.view(*states.shape[:2], 2, 8).transpose(1, 2)
+
+    def forward(self, hidden_states, attention_mask=None, head_mask=None):
+        q, k, v = (self.heads(part(hidden_states)) for part in (self.query, self.key, self.value))
+        scores = torch.matmul(q, k.transpose(-1, -2)) / math.sqrt(8)
+        if attention_mask is not None:
+            scores = scores + attention_mask
+        weights = self.dropout(torch.nn.functional.softmax(scores, dim=-1))
+        if head_mask is not None:
+            weights = weights * head_mask
+        return torch.matmul(weights, v).transpose(1, 2).flatten(2)
+
+
+class CausalAttention(Attention):
+    is_decoder = True
+
+
+class TorchAttention(Attention):
+    def forward(self, hidden_states, attention_mask=None, head_mask=None):
+        q, k, v = (self.heads(part(hidden_states)) for part in (self.query, self.key, self.value))
+        output = torch.nn.functional.scaled_dot_product_attention(q, k, v, attn_mask=attention_mask, dropout_p=0.0)
+        return output.transpose(1, 2).flatten(2)
+
+
+class FilledAttention(Attention):
+    """As DistilBERT's up to 4.56: queries are scaled, and the mask is compared with 0."""
+
+    def forward(self, query, mask, head_mask=None):
+        q, k, v = (self.heads(part(query)) for part in (self.query, self.key, self.value))
+        scores = torch.matmul(q / math.sqrt(8), k.transpose(2, 3))
+        hidden = (mask == 0).view((query.shape[0], 1, 1, query.shape[1])).expand_as(scores)
+        scores = scores.masked_fill(hidden, torch.tensor(torch.finfo(scores.dtype).min))
+        weights = self.dropout(torch.nn.functional.softmax(scores, dim=-1))
+        return torch.matmul(weights, v).transpose(1, 2).flatten(2)
+
+
+class BiasedAttention(Attention):
+    def forward(self, hidden_states, attention_mask=None, position_bias=None):
+        q, k, v = (self.heads(part(hidden_states)) for part in (self.query, self.key, self.value))
+        scores = torch.matmul(q, k.transpose(-1, -2)) + position_bias
+        return torch.matmul(torch.nn.functional.softmax(scores + attention_mask, dim=-1), v)
+
+
+def packed(lengths=LENGTHS):
+    cu = torch.tensor([0, *lengths]).cumsum(0).int()
+    boundaries = Boundaries(cu, max(lengths), None, tuple(lengths))
+    return PackedMask(boundaries, Picks("reference"), (1, sum(lengths)), max(lengths))
+
+
+@pytest.mark.parametrize("cls", [Attention, CausalAttention, TorchAttention, FilledAttention])
+def test_a_layer_s_own_forward_computes_each_document_alone(cls):
+    torch.manual_seed(0)
+    layer, states, mask = cls().double(), torch.randn(1, sum(LENGTHS), 16).double(), packed()
+    assert formula.is_formula(cls.forward) and not formula.says_more(layer)
+    found = formula.by_formula(cls.forward)(layer, states, mask)
+    for piece, own in zip(states.split(LENGTHS, 1), found.split(LENGTHS, 1)):
+        length = piece.shape[1]
+        hidden = torch.full((length, length), -torch.inf).double().triu(1) if layer.is_decoder else None
+        given = torch.ones(1, length) if cls is FilledAttention else hidden
+        assert_close(own, cls.forward(layer, piece, given), "output", 1e-12)
+    assert mask.calls == [layer]
+
+
+def test_dense_calls_are_the_layer_s_own():
+    layer, states = Attention(), torch.randn(2, 4, 16)
+    mask = torch.zeros(2, 1, 1, 4)
+    assert torch.equal(formula.by_formula(Attention.forward)(layer, states, mask), layer(states, mask))
+
+
+def test_weights_are_dropped_in_training_only():
+    layer, states = Attention(), torch.randn(1, sum(LENGTHS), 16)
+    layer.dropout.p = 0.5
+    forward = formula.by_formula(Attention.forward)
+    assert not torch.equal(forward(layer, states, packed()), forward(layer, states, packed()))
+    layer.eval()
+    assert torch.equal(forward(layer, states, packed()), forward(layer, states, packed()))
+
+
+def test_what_packed_attention_cannot_say_is_an_error():
+    states = torch.randn(1, sum(LENGTHS), 16)
+    with pytest.raises(errors.PackingNotIsolated, match="multiplied by something other than a number"):
+        formula.by_formula(Attention.forward)(Attention(), states, packed(), torch.ones(1, 2, 1, 1))
+    with pytest.raises(errors.PackingNotIsolated, match="added to something other than the mask"):
+        formula.by_formula(BiasedAttention.forward)(BiasedAttention(), states, packed(), torch.ones(1))
+
+
+def test_signs_of_more_than_a_mask_are_seen():
+    assert formula.says_more(BiasedAttention())  # an argument of unknown meaning
+    table, parameter = Attention(), Attention()
+    table.distances = torch.nn.Embedding(4, 8)
+    parameter.register_parameter("bias", torch.nn.Parameter(torch.zeros(2)))
+    assert formula.says_more(table) and formula.says_more(parameter)
+    mixing = Attention()
+    mixing.inner = torch.nn.Sequential(torch.nn.Conv1d(16, 16, 3))
+    assert formula.convolves(mixing) and not formula.convolves(table)
+
+
+@pytest.mark.parametrize("family", ["mpnet:masked", "deberta:masked", "deberta-v2:masked"])
+def test_position_biases_are_computed_document_by_document(family):
+    docs, model = documents(*LENGTHS), tiny_models.build(family)
+    with fa2patch.apply(model) as patch:
+        assert {layer.seam for layer in patch.layers} == {"document"}
+        output = model(**pack(docs), output_hidden_states=True)
+        assert_close(output.logits[0], alone(tiny_models.build(family), docs), "logits")
+        assert output.hidden_states[0].shape[:2] == (1, sum(LENGTHS))
+        assert {layer.kernel for layer in patch.layers} == {"its own, document by document"}
+        fa2patch.verify(model)
+
+
+def test_deberta_with_a_convolution_keeps_documents_apart():
+    docs, model = documents(*LENGTHS), tiny_models.build("deberta-v2:masked", conv_kernel_size=3, conv_act="gelu")
+    expected = alone(model, docs)
+    with fa2patch.apply(model):
+        assert_close(model(**pack(docs)).logits[0], expected, "logits")
+        fa2patch.verify(model)
+
+
+def test_a_causal_model_whose_layers_do_not_say_so_is_refused():
+    config = transformers.BloomConfig(vocab_size=97, hidden_size=16, n_layer=1, n_head=2)
+    with pytest.raises(errors.LayerNotPatchable, match="does not say whether tokens see them"):
+        fa2patch.apply(transformers.BloomForCausalLM(config))
+
+
+def test_albert_s_pooler_is_applied_to_each_document():
+    model = transformers.AlbertModel(tiny_models.config_of("albert:masked")).eval()
+    docs = documents(*LENGTHS)
+    expected = torch.cat([model(input_ids=doc[None]).pooler_output for doc in docs])
+    with fa2patch.apply(model):
+        assert_close(model(**pack(docs)).pooler_output, expected, "pooler_output")

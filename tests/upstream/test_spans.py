@@ -1,0 +1,250 @@
+"""Gemma 3 and PaliGemma: the tokens of a picture, or of a prefix, see each other in both directions in a packed row."""
+
+from types import SimpleNamespace
+
+import pytest
+import span_cases as cases
+import torch
+import transformers
+
+import fa2patch
+from compat_matrix.check.compare import assert_close
+from fa2patch import errors
+from fa2patch.documents import device
+from fa2patch.documents.boundaries import Boundaries
+from fa2patch.upstream.blocks import Blocks
+from fa2patch.upstream.packed_mask import PackedMask
+from fa2patch.upstream.parts.row_part import RowPart
+from fa2patch.upstream.traits import masks, spans
+
+FAMILIES = [
+    pytest.param(family, marks=pytest.mark.skipif(not cases.is_present(family), reason=transformers.__version__))
+    for family in cases.FAMILIES
+]
+only_gemma3 = pytest.mark.skipif(not cases.is_present("gemma3"), reason=transformers.__version__)
+only_paligemma = pytest.mark.skipif(not cases.is_present("paligemma"), reason=transformers.__version__)
+TOLERANCE = 2e-4
+"""Of a gradient, relative to the largest of its parameter, or to a ten-thousandth of the largest of all."""
+
+
+def assert_same(found, expected):
+    assert_close(found[0], expected[0], "outputs")
+    assert found[1].keys() == expected[1].keys()
+    largest = max(truth.abs().max() for truth in expected[1].values())
+    for name, truth in expected[1].items():
+        error = (found[1][name] - truth).abs().max() / truth.abs().max().clamp(min=1e-4 * largest)
+        assert error < TOLERANCE, name
+
+
+@pytest.mark.parametrize("labels", [True, False], ids=["labels", "no labels"])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_each_document_of_a_packed_row_equals_itself_alone(family, labels):
+    """Up to 4.57, PaliGemma's suffix is causal only with labels."""
+    model, docs = cases.build(family), cases.documents(family)
+    without = {} if labels else {"labels": None}
+    expected = cases.with_gradients(model, [cases.alone(model, doc, **without) for doc in docs])
+    with fa2patch.apply(model):
+        row = {**cases.packed(docs), **without}
+        assert_same(cases.with_gradients(model, [model(**row, use_cache=False).logits[0]]), expected)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_padding_and_several_rows(family):
+    model, docs = cases.build(family), cases.documents(family)
+    rows = [cases.packed(docs[:2]), cases.packed(docs[2:])]
+    expected = cases.with_gradients(model, [cases.alone(model, doc) for doc in docs])
+    length = max(row["input_ids"].shape[1] for row in rows) + 3
+    sizes = [row["input_ids"].shape[1] for row in rows]
+    fill = {"input_ids": 0, "token_type_ids": 0, "labels": -100, "position_ids": 0, "attention_mask": 0}
+    for row in rows:
+        row["attention_mask"] = torch.ones_like(row["input_ids"])
+    batch = {
+        name: torch.cat(
+            [torch.nn.functional.pad(row[name], (0, length - row[name].shape[1]), value=value) for row in rows]
+        )
+        for name, value in fill.items()
+    }
+    batch["pixel_values"] = torch.cat([row["pixel_values"] for row in rows])
+    with fa2patch.apply(model):
+        logits = model(**batch, use_cache=False).logits
+        assert_same(cases.with_gradients(model, [row[:size] for row, size in zip(logits, sizes)]), expected)
+        cu = [0]
+        for number, part in enumerate((docs[:2], docs[2:])):
+            ends = torch.tensor([doc["input_ids"].shape[1] for doc in part]).cumsum(0).tolist()
+            cu += [number * length + end for end in ends[:-1]] + [(number + 1) * length]
+        del batch["position_ids"]  # padding is then in the last document of each row
+        stated = {"cu_seq_lens_q": torch.tensor(cu, dtype=torch.int32), "max_length_q": length}
+        logits = model(**batch, **stated, use_cache=False).logits
+        assert_same(cases.with_gradients(model, [row[:size] for row, size in zip(logits, sizes)]), expected)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_other_documents_change_no_bit_and_get_no_gradient(family):
+    model, docs = cases.build(family), cases.documents(family)
+    with fa2patch.apply(model):
+        row = cases.packed(docs)
+        before = model(**row, use_cache=False).logits[0].detach()
+        start = docs[0]["input_ids"].shape[1]
+        stop = start + docs[1]["input_ids"].shape[1]
+        row["pixel_values"] = row["pixel_values"].requires_grad_()
+        pictures = [len(doc.get("pixel_values", ())) for doc in docs]
+        output = model(**row, use_cache=False).logits[0]
+        output[start:stop].square().sum().backward()
+        inside = slice(pictures[0], pictures[0] + pictures[1])
+        grad = row["pixel_values"].grad
+        assert (grad.flatten(1).abs().amax(1) > 0).tolist() == [
+            i in range(inside.start, inside.stop) for i in range(len(grad))
+        ]
+        other = row["pixel_values"].detach().clone()
+        other[inside] += 1
+        changed = (model(**{**row, "pixel_values": other}, use_cache=False).logits[0] != before).any(1)
+        assert changed[start:stop].any() and not changed[:start].any() and not changed[stop:].any()
+
+
+@only_gemma3
+def test_the_first_token_of_a_picture_sees_the_last_one_and_text_does_not():
+    model = cases.build("gemma3")
+    with fa2patch.apply(model):
+        docs = [cases.document("gemma3", 3, seed=1), cases.document("gemma3", 2, "picture", 2, seed=2)]
+        row = {name: value for name, value in cases.packed(docs).items() if name not in ("pixel_values", "labels")}
+        embeds = model.get_input_embeddings()(row.pop("input_ids")).detach().requires_grad_()
+        output = model(inputs_embeds=embeds, **row, use_cache=False).logits[0]
+        seen = [torch.autograd.grad(output[at].sum(), embeds, retain_graph=True)[0][0].any(1) for at in (5, 4, 9)]
+    assert seen[0].nonzero()[:, 0].tolist() == [3, 4, 5, 6, 7, 8]
+    assert seen[1].nonzero()[:, 0].tolist() == [3, 4]
+    assert not seen[2][:3].any() and not seen[2][10:].any()
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_documents_longer_than_the_window(family):
+    if family == "paligemma":
+        pytest.skip("it has no window")
+    model = cases.build(family, sliding_window=7)
+    docs = [cases.document(family, "picture", 3, 20, seed=1), cases.document(family, "picture", 1, 18, seed=2)]
+    expected = cases.with_gradients(model, [cases.alone(model, doc) for doc in docs])
+    with fa2patch.apply(model):
+        assert_same(cases.with_gradients(model, [model(**cases.packed(docs), use_cache=False).logits[0]]), expected)
+
+
+@pytest.mark.skipif(not hasattr(transformers, "Gemma4Config"), reason=transformers.__version__)
+def test_gemma_4_sees_pictures_both_ways_in_the_layers_in_which_its_version_does():
+    """Tokens of types 1 and 2. In 5.23 only sliding layers let them see each other, in 5.10 all layers do."""
+    model = cases.gemma4()
+    kinds = [[0, 0, 1, 1, 1, 0, 0, 0, 0, 0, 0], [1, 1, 1, 0, 2, 2, 2, 2, 0, 0, 0, 0, 0], [0, 0, 0]]
+    docs = [
+        {"input_ids": torch.arange(9, 9 + len(one))[None], "mm_token_type_ids": torch.tensor([one])} for one in kinds
+    ]
+    expected = cases.with_gradients(model, [cases.alone(model, doc) for doc in docs])
+    row = {name: torch.cat([doc[name] for doc in docs], 1) for name in docs[0]}
+    row["position_ids"] = torch.cat([torch.arange(len(one)) for one in kinds])[None]
+    with fa2patch.apply(model):
+        assert_same(cases.with_gradients(model, [model(**row, use_cache=False).logits[0]]), expected)
+
+
+@only_gemma3
+def test_a_picture_longer_than_the_window_is_refused():
+    model = cases.build("gemma3", sliding_window=3)
+    with fa2patch.apply(model), pytest.raises(errors.PackingNotIsolated, match="sliding window of 3 tokens"):
+        model(**cases.packed(cases.documents("gemma3")), use_cache=False)
+
+
+@only_paligemma
+def test_a_prefix_behind_the_suffix_is_refused_or_right():
+    """In 5.0 the tokens behind the suffix are a block of their own, which is a span."""
+    model, docs = cases.build("paligemma"), cases.documents("paligemma")
+    docs[1]["token_type_ids"][0, -1] = 0
+    expected = torch.cat([cases.alone(model, doc) for doc in docs])
+    with fa2patch.apply(model):
+        try:
+            found = model(**cases.packed(docs), use_cache=False).logits[0]
+        except errors.PackingNotIsolated as error:
+            assert "two pieces of one document" in str(error) or "does not begin the document" in str(error)
+        else:
+            assert_close(found, expected, "a block of one token")
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_shared_prompts_with_pictures_are_refused(family):
+    model, docs = cases.build(family), cases.documents(family)
+    lengths = [doc["input_ids"].shape[1] for doc in docs]
+    row = cases.packed(docs)
+    del row["position_ids"], row["labels"]
+    tree = {
+        "cu_seq_lens_q": torch.tensor([0, *lengths]).cumsum(0).int(),
+        "segment_parents": torch.tensor([-1, 0, 0, 0]),
+    }
+    tree["segment_parents"] = tree["segment_parents"][: len(lengths)].int()
+    message = "shared prompts|later tokens"
+    with fa2patch.apply(model), pytest.raises((errors.PackingNotIsolated, errors.BadParents), match=message):
+        model(**row, **tree, use_cache=False)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_verify_knows_the_spans(family):
+    docs = [{**doc} for doc in cases.documents(family)]
+    row = {name: value for name, value in cases.packed(docs).items() if name != "pixel_values"}
+    row["input_ids"] = torch.where(row["input_ids"] == cases.PICTURE, 9, row["input_ids"])
+    row["labels"] = row["input_ids"].masked_fill(row["labels"] == -100, -100)
+    model = cases.build(family).eval()
+    fa2patch.apply(model)
+    assert fa2patch.verify(model, batch=row).ok
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_spans_are_read_at_most_once(family, monkeypatch):
+    model, row = cases.build(family), cases.packed(cases.documents(family))
+    reads = []
+    read = device.read
+    with fa2patch.apply(model):
+        model(**row, use_cache=False)
+        monkeypatch.setattr(device, "read", lambda tensor: reads.append(tensor) or read(tensor))
+        monkeypatch.setattr(device, "require", lambda *given: None)
+        model(**row, use_cache=False)
+    spans = [tensor for tensor in reads if tensor.numel() > row["input_ids"].numel() + 1]
+    assert len(spans) <= 1  # none for the reference on a CPU, if no layer has a window
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_compiled_model_computes_spans(family):
+    model, docs = cases.build(family), cases.documents(family)
+    row = {name: value for name, value in cases.packed(docs).items() if name not in ("pixel_values", "labels")}
+    row["input_ids"] = torch.where(row["input_ids"] == cases.PICTURE, 9, row["input_ids"])
+    fa2patch.apply(model)
+    expected = model(**row, use_cache=False).logits
+    compiled = torch.compile(model, backend="aot_eager")
+    assert_close(compiled(**row, use_cache=False).logits, expected, "compiled")
+
+
+def test_rows_that_are_split_over_processes_are_refused_if_they_have_spans():
+    documents = Boundaries(torch.tensor([0, 3, 8], dtype=torch.int32), 5)
+    mask = PackedMask(documents, None, (1, 4), 5, part=RowPart(0, 2, "group"))
+    assert spans.seen(mask, Blocks(torch.full((1, 4), -1), None)) is mask
+    with pytest.raises(errors.PackingNotIsolated, match="sequence parallelism .* see each other in both directions"):
+        spans.seen(mask, Blocks(torch.zeros(1, 4, dtype=torch.long), None))
+
+
+def test_a_function_that_says_something_unknown_is_refused():
+    def create_causal_mask(config, attention_mask, or_mask_function=None):
+        raise AssertionError("it is not called")
+
+    made = masks.let_through(create_causal_mask)
+    mask = PackedMask(Boundaries(torch.tensor([0, 3, 8], dtype=torch.int32), 5), None, (1, 8), 5)
+    assert made(None, mask) is mask
+    with pytest.raises(errors.PackingNotIsolated, match="create_causal_mask was called with or_mask_function"):
+        made(None, mask, or_mask_function=lambda *given: True)
+
+
+def test_a_model_that_makes_its_prefix_mask_while_it_merges_pictures_is_refused():
+    """PaliGemma in 4.41 to 4.45."""
+
+    class Old:
+        def _merge_input_ids_with_image_features(self, image_features, token_type_ids):
+            raise AssertionError("it is not called")
+
+    class Llava:
+        def _merge_input_ids_with_image_features(self, image_features):
+            raise AssertionError("it is not called")
+
+    masks.Masks().refuses(SimpleNamespace(entered=(Llava(),)), True)
+    with pytest.raises(errors.UnsupportedModel, match="Old makes the mask of its prefix .* Upgrade Transformers"):
+        masks.Masks().refuses(SimpleNamespace(entered=(Llava(), Old())), True)

@@ -13,7 +13,15 @@ from . import evidence
 from .models import MASKED, did_you_mean, model_types, named
 from .output import as_json_option, new_console, new_table, plain
 
-_PARTS = {"interface": "attention", "function": "attention", "method": "attention", "mixer": "mixers"}
+_PARTS = {
+    "interface": "attention",
+    "function": "attention",
+    "method": "attention",
+    "formula": "attention",
+    "scores": "attention",
+    "document": "attention",
+    "mixer": "mixers",
+}
 _QUIRKS = {"adjust": "options adjusted", "queries": "queries scaled", "refuse": "some configs refused"}
 LEGEND = (
     "attention: every layer gets the documents' boundaries at its seam. mixers: layers that carry state along the row "

@@ -20,10 +20,11 @@ def route_of(model: Looked, sites: Iterable[Site]) -> Route:
         model: the model.
         sites: what is replaced for it.
     """
-    making = [site.owner for site in sites if site.make is masks.let_through]
+    outermost = type(model.model)
+    methods = [site for site in sites if site.make is masks.let_through and site.owner in outermost.__mro__]
     return Route(
         MASK if model.attention else carrier(model.decoder, model.mixers),
         "position_ids" not in inspecting.upstream_parameters(type(model.decoder).forward),
-        len(model.entered) > 1 and any(isinstance(cls, type) and isinstance(model.model, cls) for cls in making),
+        len(model.entered) > 1 and any(masks.calls(outermost, site.attribute) for site in methods),
         model.apart,
     )

@@ -56,8 +56,12 @@ def test_a_cell_shows_the_results_of_every_implementation(data):
     for name, version in CELLS:
         _, (_, runs) = cells[links.address(name, version)]
         found = {texts[implementation]: [texts[result] for _, result in rows] for implementation, rows in runs}
-        raw = EVIDENCE[version]["architectures"][name]["upstream"]
-        assert found == {implementation: list(rows.values()) for implementation, rows in raw.items()}, (name, version)
+        runs = EVIDENCE[version]["architectures"][name]["upstream"]
+        expected = {  # no picture fits the first document of one token
+            implementation: [rows.get(row, "unknown") for row in sentences.ROWS]
+            for implementation, rows in runs.items()
+        }
+        assert found == expected, (name, version)
 
 
 def test_what_does_not_apply_is_not_in_the_sentences_of_a_cell(data):

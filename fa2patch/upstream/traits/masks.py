@@ -20,6 +20,8 @@ from itertools import chain
 from types import ModuleType
 from typing import Any
 
+import torch
+
 from ..._types import Config, Function
 from ...errors import UnsupportedModel
 from .. import blocks, inspecting
@@ -72,11 +74,12 @@ class Masks(Trait):
 
 def sites(base_model: type) -> list[Site]:
     """The sites of all functions that make masks for this class of models, or for a class that it inherits from."""
+    own = [cls for cls in base_model.__mro__ if issubclass(cls, torch.nn.Module)]  # not a mix-in of all models
     owners: list[tuple[type | ModuleType, str]] = [
         (cls, name)
         for name in METHODS
         for cls in base_model.__mro__
-        if name in vars(cls) and _makes_one(vars(cls)[name])
+        if name in vars(cls) and _makes_one(vars(cls)[name]) and (cls in own or calls(base_model, name))
     ]
     modules = dict.fromkeys(sys.modules[cls.__module__] for cls in base_model.__mro__ if "forward" in vars(cls))
     for module in modules:
@@ -87,6 +90,11 @@ def sites(base_model: type) -> list[Site]:
         if converter is not None and UNMASK in vars(converter):
             owners.append((converter, UNMASK))
     return [Site(owner, name, let_through) for owner, name in owners]
+
+
+def calls(model: type, name: str) -> bool:
+    """Whether the ``forward`` of a class of models calls a method or a function of this name."""
+    return any(inspecting.reads_name(forward, name) for forward in inspecting.forwards_that_run(model))
 
 
 def _makes_one(method: Function) -> bool:

@@ -5,8 +5,9 @@ from __future__ import annotations
 from pathlib import Path
 
 from .. import environments
+from ..ecosystem import integrations
 from ..results import Malformed, read
-from . import kernel_table, long_rows_tables, need, readme
+from . import integrations_table, kernel_table, long_rows_tables, need, readme
 from .known import known
 from .markdown import matrix
 from .page import page
@@ -24,8 +25,13 @@ def made(root: Path) -> dict[Path, str]:
     wanted = environments.tomllib.loads(blocks.read_text())["version"] if blocks.exists() else ()
     results = read(folder / "evidence", wanted)
     long_rows = {"engines": long_rows_tables.engines(), "costs": long_rows_tables.costs()}
+    in_readme = {
+        "matrix": readme.summary(results),
+        "need": need.table(results),
+        "integrations": integrations_table.made(integrations.EVIDENCE),
+    }
     return {
-        root / "README.md": between(root / "README.md", matrix=readme.summary(results), need=need.table(results)),
+        root / "README.md": between(root / "README.md", **in_readme),
         root / "docs" / "kernels.md": between(root / "docs" / "kernels.md", kernels=kernel_table.table()),
         root / "docs" / "long_rows.md": between(root / "docs" / "long_rows.md", **long_rows),
         folder / "MATRIX.md": matrix(results),

@@ -73,11 +73,10 @@ class Boundaries:
         if self.parents is None:
             return None
         if Tree not in self.made:
-            cu, parents = np.split(device.read(torch.cat([self.cu_seqlens, self.parents])), [len(self) + 1])
-            self._lengths = tuple(np.diff(cu).tolist())
-            self.made[Tree] = Tree(self._lengths, parents.tolist(), self.cu_seqlens.device)
-        made: Tree = self.made[Tree]
-        return made
+            _, parents = self._read_with(self.parents)
+            self.made[Tree] = Tree(self.lengths, parents.tolist(), self.cu_seqlens.device)
+        tree: Tree = self.made[Tree]
+        return tree
 
     @property
     def spans(self) -> Spans | None:
@@ -88,11 +87,16 @@ class Boundaries:
         if self.until is None:
             return None
         if Spans not in self.made:
-            cu, until = np.split(device.read(torch.cat([self.cu_seqlens, self.until])), [len(self) + 1])
-            self._lengths = tuple(np.diff(cu).tolist())
+            cu, until = self._read_with(self.until)
             self.made[Spans] = spans_of(until, cu)
-        made: Spans = self.made[Spans]
-        return made
+        spans: Spans = self.made[Spans]
+        return spans
+
+    def _read_with(self, values: torch.Tensor) -> tuple[Any, Any]:
+        """Read ``cu_seqlens`` and more values from the device at once. The segments' lengths are kept."""
+        cu, read = np.split(device.read(torch.cat([self.cu_seqlens, values])), [len(self) + 1])
+        self._lengths = tuple(np.diff(cu).tolist())
+        return cu, read
 
     def keys(self, tokens: int) -> Keys:
         """The keys that each segment's queries may see, in a batch of so many tokens."""

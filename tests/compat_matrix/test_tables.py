@@ -15,7 +15,7 @@ from compat_matrix.results import Malformed, read
 
 POINTS = ["packed_row", "packed_rows", "windows"]
 MARKERS = {
-    "README.md": ("matrix", "need"),
+    "README.md": ("matrix", "need", "integrations"),
     "docs/kernels.md": ("kernels",),
     "docs/long_rows.md": ("engines", "costs"),
 }

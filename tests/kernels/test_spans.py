@@ -5,14 +5,13 @@ from dataclasses import replace
 
 import pytest
 import torch
-from kernel_cases import DIM, brute_force, documents, largest_errors, states, with_gradients
+from definition_cases import SPECIAL, attend_with, error_of_flex, errors_of, kernel_or_operator, options_of
+from kernel_cases import DIM, documents, states
 
 from compat_matrix.check import stand_in, stand_in_aten
 from fa2patch import kernels
 from fa2patch.errors import KernelWrong, PackingNotIsolated
-from fa2patch.kernels import reference_op
 from fa2patch.kernels.flash_attn import FlashAttn
-from fa2patch.kernels.flex import compute
 from fa2patch.kernels.options import Options
 from fa2patch.kernels.reference import Reference
 from fa2patch.kernels.spans import require_within
@@ -26,7 +25,6 @@ SPANS = {
     "a whole document": ((16, 20), (6, 7)),
     "none": (),
 }
-SPECIAL = {"plain": {}, "window": {"window": 4}, "softcap": {"softcap": 2.0}, "alibi": {"alibi_slopes": 0.3}}
 NAMES = ("reference", "operator", "flash_attn", "torch_varlen", "efficient")
 
 
@@ -49,22 +47,6 @@ def kernel_named(name):
     return OnStandIn() if name == "flash_attn" else kernels.named(name)
 
 
-def options_of(special, sinks):
-    given = dict(special)
-    if "alibi_slopes" in given:
-        given["alibi_slopes"] = torch.tensor([0.5, 0.125, 1.0, 0.0], dtype=torch.float64)
-    logits = torch.tensor([0.5, -1.0, 2.0, 4.0], dtype=torch.float64).requires_grad_() if sinks else None
-    return Options(scale=0.7 * DIM**-0.5, sinks=logits, **given)
-
-
-def errors_of(attend, lengths, spans, options, value_dim=DIM):
-    q, k, v = states(lengths, groups=2, value_dim=value_dim)
-    given = [x for x in (q, k, v, options.sinks) if x is not None]
-    found = with_gradients(lambda: attend(q, k, v, documents(lengths, spans=spans)), given)
-    truth = with_gradients(lambda: brute_force(q, k, v, lengths, options, spans=spans), given)
-    return max(largest_errors(found, truth))
-
-
 @pytest.mark.parametrize("value_dim", [DIM, 6], ids=["one head dim", "another value head dim"])
 @pytest.mark.parametrize("sinks", [False, True], ids=["no sinks", "sinks"])
 @pytest.mark.parametrize("special", SPECIAL.values(), ids=SPECIAL)
@@ -72,34 +54,17 @@ def errors_of(attend, lengths, spans, options, value_dim=DIM):
 @pytest.mark.parametrize("name", NAMES)
 def test_a_kernel_equals_the_definition(name, spans, special, sinks, value_dim):
     options = options_of(special, sinks)
-    if name == "operator":
-        if reference_op.attend is None:
-            pytest.skip(f"torch {torch.__version__} has no custom_op")
-
-        def attend(q, k, v, boundaries):
-            return reference_op.attend(q, k, v, boundaries, options, options.scale)
-    else:
-        kernel = kernel_named(name)
-        able, _ = kernel.supports(kernels.asked_by(*states(), options, spans=True))
-        if not able:  # softcap, alibi and sinks; what a kernel lacks is in its table
-            assert name != "reference" and (special or sinks)
-            return
-
-        def attend(q, k, v, boundaries):
-            return kernel(q, k, v, boundaries, options)
-
-    assert errors_of(attend, LENGTHS, spans, options, value_dim) < 1e-12
+    attend = kernel_or_operator(name, options, kernel_named, spans=True)
+    if attend is None:  # softcap, alibi and sinks
+        assert name != "reference" and (special or sinks)
+        return
+    assert errors_of(attend, LENGTHS, options, value_dim, spans=spans) < 1e-12
 
 
 @pytest.mark.parametrize("special", SPECIAL.values(), ids=SPECIAL)
 @pytest.mark.parametrize("spans", SPANS.values(), ids=SPANS)
 def test_flex_attention_equals_the_definition(spans, special):
-    """FlexAttention's real forward; its backward runs on GPUs only."""
-    flex = pytest.importorskip("torch.nn.attention.flex_attention")
-    q, k, v = (x.detach() for x in states(LENGTHS, groups=2))
-    options, boundaries = options_of(special, sinks=False), documents(LENGTHS, spans=spans)
-    found = compute(flex.flex_attention, flex.create_block_mask, q, k, v, boundaries, options, options.scale)
-    assert max(largest_errors([found], [brute_force(q, k, v, LENGTHS, options, spans=spans)])) < 1e-6
+    assert error_of_flex(LENGTHS, options_of(special, sinks=False), spans=spans) < 1e-6
 
 
 @pytest.mark.slow
@@ -126,12 +91,7 @@ def check_random_spans(seed):
     special = {"window": drawn.randint(longest, longest + 4)} if drawn.random() < 0.5 else {}
     options = options_of(special, sinks=False)
     for name in ("reference", "flash_attn", "torch_varlen"):
-        kernel = kernel_named(name)
-
-        def attend(q, k, v, boundaries, kernel=kernel):
-            return kernel(q, k, v, boundaries, options)
-
-        assert errors_of(attend, lengths, spans, options) < 1e-11, name
+        assert errors_of(attend_with(kernel_named(name), options), lengths, options, spans=spans) < 1e-11, name
 
 
 def test_a_kernel_that_computes_no_span_is_not_used():

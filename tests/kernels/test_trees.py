@@ -5,6 +5,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from definition_cases import SPECIAL, attend_with, error_of_flex, errors_of, kernel_or_operator, options_of
 from kernel_cases import DIM, brute_force, documents, largest_errors, states, with_gradients
 from tree_cases import a_tree
 
@@ -13,9 +14,8 @@ from fa2patch import kernels
 from fa2patch.documents.boundaries import Boundaries
 from fa2patch.documents.trees import Tree
 from fa2patch.errors import KernelUnavailable
-from fa2patch.kernels import cpu_flash, reference_op
+from fa2patch.kernels import cpu_flash
 from fa2patch.kernels.cascade import Part, parts_of
-from fa2patch.kernels.flex import compute
 from fa2patch.kernels.options import Options
 from fa2patch.kernels.reference import Reference
 
@@ -24,29 +24,12 @@ TURNS = (4, 3, 5, 2, 7), (-1, 0, 1, 2, 1)
 SEVERAL = (2, 5, 3, 4, 1, 6), (-1, -1, 1, 0, 1, 0)
 ALONE = (3, 4), (-1, -1)
 TREES = {"a prompt": PROMPTS, "turns": TURNS, "several prompts": SEVERAL, "no parents": ALONE}
-SPECIAL = {"plain": {}, "window": {"window": 4}, "softcap": {"softcap": 2.0}, "alibi": {"alibi_slopes": 0.3}}
 
 
 @pytest.fixture(autouse=True)
 def aten_on_a_cpu():
     with stand_in_aten.installed():
         yield
-
-
-def options_of(special, sinks):
-    given = dict(special)
-    if "alibi_slopes" in given:
-        given["alibi_slopes"] = torch.tensor([0.5, 0.1, 1.0, 0.0], dtype=torch.float64)
-    logits = torch.tensor([0.5, -1.0, 2.0, 4.0], dtype=torch.float64).requires_grad_() if sinks else None
-    return Options(scale=0.7 * DIM**-0.5, sinks=logits, **given)
-
-
-def errors_of(attend, lengths, parents, options, groups=2, value_dim=DIM):
-    q, k, v = states(lengths, groups=groups, value_dim=value_dim)
-    given = [x for x in (q, k, v, options.sinks) if x is not None]
-    found = with_gradients(lambda: attend(q, k, v, documents(lengths, parents=parents)), given)
-    truth = with_gradients(lambda: brute_force(q, k, v, lengths, options, parents), given)
-    return max(largest_errors(found, truth))
 
 
 @pytest.mark.parametrize("value_dim", [DIM, 6], ids=["one head dim", "another value head dim"])
@@ -56,35 +39,19 @@ def errors_of(attend, lengths, parents, options, groups=2, value_dim=DIM):
 @pytest.mark.parametrize("name", ["reference", "operator", "torch_varlen", "efficient"])
 def test_a_kernel_equals_the_definition(name, tree, special, sinks, value_dim):
     options = options_of(special, sinks)
-    if name == "operator":
-        if reference_op.attend is None:
-            pytest.skip(f"torch {torch.__version__} has no custom_op")
-
-        def attend(q, k, v, boundaries):
-            return reference_op.attend(q, k, v, boundaries, options, options.scale)
-    else:
-        kernel = kernels.named(name)
-        able, _ = kernel.supports(kernels.asked_by(*states(), options, trees=True))
-        if not able:  # softcap and alibi; what a kernel lacks is in its table
-            assert name != "reference" and (special or sinks)
-            return
-
-        def attend(q, k, v, boundaries):
-            return kernel(q, k, v, boundaries, options)
-
-    assert errors_of(attend, *tree, options, value_dim=value_dim) < 1e-12
+    attend = kernel_or_operator(name, options, kernels.named, trees=True)
+    if attend is None:  # softcap and alibi
+        assert name != "reference" and (special or sinks)
+        return
+    lengths, parents = tree
+    assert errors_of(attend, lengths, options, value_dim, parents=parents) < 1e-12
 
 
 @pytest.mark.parametrize("special", SPECIAL.values(), ids=SPECIAL)
 @pytest.mark.parametrize("tree", TREES.values(), ids=TREES)
 def test_flex_attention_equals_the_definition(tree, special):
-    """FlexAttention's real forward; its backward runs on GPUs only."""
-    flex = pytest.importorskip("torch.nn.attention.flex_attention")
     lengths, parents = tree
-    q, k, v = (x.detach() for x in states(lengths, groups=2))
-    options, boundaries = options_of(special, sinks=False), documents(lengths, parents=parents)
-    found = compute(flex.flex_attention, flex.create_block_mask, q, k, v, boundaries, options, options.scale)
-    assert max(largest_errors([found], [brute_force(q, k, v, lengths, options, parents)])) < 1e-6
+    assert error_of_flex(lengths, options_of(special, sinks=False), parents=parents) < 1e-6
 
 
 @pytest.mark.slow
@@ -107,11 +74,7 @@ def check_random_tree(seed):
     options = options_of(special, sinks=drawn.random() < 0.5)
     for kernel in (Reference(), kernels.named("torch_varlen")):
         if name != "softcap" or isinstance(kernel, Reference):
-
-            def attend(q, k, v, boundaries, kernel=kernel):
-                return kernel(q, k, v, boundaries, options)
-
-            assert errors_of(attend, lengths, parents, options) < 1e-11
+            assert errors_of(attend_with(kernel, options), lengths, options, parents=parents) < 1e-11
 
 
 def test_a_branch_does_not_move_by_a_bit_when_its_sibling_changes():

@@ -66,7 +66,8 @@ def check(version: environments.Version, given: argparse.Namespace, packages: Pa
 
     Args:
         version: The version to check.
-        given: The parsed command line. With ``families`` or ``resume``, evidence that exists is kept for the rest.
+        given: The parsed command line. With ``families`` or ``resume``, evidence that exists is kept for the rest; each
+            cell that is kept says which points it was run with.
         packages: The folder that :func:`environments.only_our_packages` gives.
     """
     file = given.evidence / f"{version.name}.json"
@@ -74,7 +75,7 @@ def check(version: environments.Version, given: argparse.Namespace, packages: Pa
     if file.exists() and (given.resume or given.families):
         with contextlib.suppress(Malformed):
             failed = [name for name, cell in read_file(file).cells.items() if cell.state == "fail"]
-            known = json.loads(file.read_text(encoding="utf-8"))["architectures"]
+            known = _with_points(json.loads(file.read_text(encoding="utf-8")))
             if given.resume and not given.families:
                 if not failed:
                     return read_file(file)
@@ -84,6 +85,9 @@ def check(version: environments.Version, given: argparse.Namespace, packages: Pa
         if values:
             options += [f"--{name}", *values]
     found = run.evidence(version, given.environments, packages, *options)
+    for cell in known.values():
+        if cell["points"] == found["points"]:
+            del cell["points"]
     found["architectures"] = {**known, **found["architectures"]}
     with tempfile.TemporaryDirectory() as folder:
         made = Path(folder, file.name)
@@ -91,6 +95,11 @@ def check(version: environments.Version, given: argparse.Namespace, packages: Pa
         if not given.points and (known or not given.families):
             shutil.copy(made, file)
         return read_file(made)
+
+
+def _with_points(evidence: dict[str, Any]) -> dict[str, dict[str, Any]]:
+    """The cells of a version's evidence, each with the points that it was run with."""
+    return {name: {"points": evidence["points"], **cell} for name, cell in evidence["architectures"].items()}
 
 
 def failures(evidence: Environment | str) -> list[str]:

@@ -95,6 +95,7 @@ def _environment(data: Any, stem: str) -> Environment:
 
 
 def _cell(data: dict[str, Any], points: tuple[str, ...], rows: tuple[str, ...], where: str) -> Cell:
+    points = tuple(data.get("points", points))  # of a cell that is kept from an earlier run
     alone = _alone(data.get("upstream") or {}, rows, where + "upstream.")
     state = next((state for state in ("error", "refused", "xfail") if state in data), None)
     checked = _checked(data, where) if state is None or "fa2patch" in data else {}

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from . import tiny_configs, tiny_models
+from . import tiny_configs, tiny_models, tiny_overrides
 from .media_families import FAMILIES, NO_CONFIG, PICTURE, START, TOKENS
 from .tiny_pictures import Document
 
@@ -52,7 +52,7 @@ def config_of(family: str, **changes: Any) -> Any:
             cls, {**tiny_models._small(cls), **own, **_FLAT.get(architecture, {}), **parts, **changes}
         )
     text_class = kinds[told.text] if told.text else _class_of(cls, "text_config")
-    special = tiny_models.OVERRIDES.get(told.text or architecture, {})
+    special = tiny_overrides.OVERRIDES.get(told.text or architecture, {})
     text = {name: value for name, value in special.items() if name in tiny_models.parameters(text_class)}
     mine = _TEXT.get(architecture, {})
     text.update({name: value for name, value in mine.items() if name in tiny_models.parameters(text_class)})
@@ -66,7 +66,7 @@ _FLAT = {"phi4_multimodal": {"rope_scaling": None, "original_max_position_embedd
 _TEXT = {
     "qwen2_5_omni_thinker": {
         "rope_scaling": {"type": "default", "rope_type": "default", "mrope_section": [1, 1, 2]},
-        "rope_parameters": tiny_models._MROPE["rope_parameters"],
+        "rope_parameters": tiny_overrides.MROPE["rope_parameters"],
     },
     "gemma4": {
         "sliding_window": 6,

@@ -1,5 +1,6 @@
 """The matrix's points pass in this environment, and fail when something that matters is broken."""
 
+import argparse
 import dataclasses
 import json
 import sys
@@ -9,8 +10,8 @@ import pytest
 import torch
 
 import fa2patch
-from compat_matrix import environments, tiny_models
-from compat_matrix.__main__ import failures
+from compat_matrix import environments, run, tiny_models
+from compat_matrix.__main__ import check, failures
 from compat_matrix.check import found
 from compat_matrix.check.cell import Cell, NotApplicable, assert_unmoved
 from compat_matrix.check.compare import assert_close, assert_same_gradients
@@ -145,6 +146,25 @@ def test_a_failure_in_either_process_is_one(tmp_path):
     assert "not function" not in str(in_matrix(tmp_path, part(llama=patched()), part(llama=patched())))
     assert "do not add up" in in_matrix(tmp_path, part(llama=patched(ok=1)), part())[0]
     assert failures("uv failed") == ["uv failed"]
+
+
+def test_cells_that_are_kept_say_which_points_they_were_run_with(monkeypatch, tmp_path):
+    """An earlier run had fewer points. What is merged into its file does not change what was checked then."""
+
+    def run_with(points, families, name):
+        given = argparse.Namespace(
+            evidence=tmp_path, environments=tmp_path, families=families, points=None, resume=False
+        )
+        header = {**part(**{name: patched(ok=len(points))}), "points": points}
+        monkeypatch.setattr(run, "evidence", lambda *_: merged(wanted, header, header))
+        return check(wanted, given, tmp_path)
+
+    wanted = dataclasses.replace(environments.version("4.46.3"), seam="", other_seams={})
+    run_with(["a"], None, "mistral")
+    kept = run_with(["a", "b"], ["llama"], "llama")
+    assert {name: cell.state for name, cell in kept.cells.items()} == {"mistral": "ok", "llama": "ok"}
+    run_with(["a", "b"], ["mistral"], "mistral")
+    assert "points" not in (tmp_path / "4.46.3.json").read_text().partition("architectures")[2]
 
 
 def test_refused_in_one_process_and_patched_in_the_other_is_a_failure(tmp_path):

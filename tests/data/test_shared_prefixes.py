@@ -272,7 +272,7 @@ def test_under_peft_and_checkpointing(model: Any) -> None:
     assert seen[-1] == TREE
 
 
-@pytest.mark.parametrize(("share", "of_the_row"), [(False, "lengths"), (True, "tree")])
+@pytest.mark.parametrize(("share", "of_the_row"), [(False, "lengths"), (True, "_read_with")])
 def test_reads_of_the_device(model: Any, monkeypatch: pytest.MonkeyPatch, share: bool, of_the_row: str) -> None:
     """However many rows there are, one by the causal LM, which looks for documents in the mask; one for the rows and
     what they have in common; and one of the packed row's boundaries, by the kernel or for a tree's segments."""

@@ -7,7 +7,7 @@ import inspect
 
 import torch
 
-from compat_matrix import tiny_configs, tiny_models
+from compat_matrix import tiny_configs, tiny_models, tiny_overrides
 from fa2patch.upstream.find_models import models
 
 START, PICTURE, FILM = 93, 94, 95
@@ -32,7 +32,7 @@ def build(family, implementation="eager", **changes):
     cls = getattr(importlib.import_module("transformers"), _NAMES[family])
     text_class = type(cls.config_class().text_config)
     known = tiny_models.parameters(text_class)
-    mrope = {name: value for name, value in tiny_models._MROPE.items() if name in _TEXT & set(known)}
+    mrope = {name: value for name, value in tiny_overrides.MROPE.items() if name in _TEXT & set(known)}
     if family == "glm4v":  # heads are so small that all dimensions must rotate, or an axis would have none
         mrope = {name: {**value, "type": "default", "partial_rotary_factor": 1.0} for name, value in mrope.items()}
         mrope["partial_rotary_factor"] = 1.0

@@ -20,7 +20,7 @@ from small_models import (
 )
 
 import fa2patch
-from compat_matrix import tiny_models
+from compat_matrix import tiny_models, tiny_overrides
 
 
 def copies_its_inputs(module):
@@ -136,7 +136,7 @@ def test_embeddings_scaled_by_a_document_s_masked_tokens(way):
     if not tiny_models.is_present("esm:masked"):
         pytest.skip(f"Transformers {transformers.__version__} has no ESM that can be patched")
     docs = [doc.clone() for doc in DOCS]
-    docs[2][:4] = tiny_models.MASK_TOKEN
+    docs[2][:4] = tiny_overrides.MASK_TOKEN
     cls, config = tiny_models.model_class("esm:masked"), tiny_models.config_of("esm:masked")
 
     def run():

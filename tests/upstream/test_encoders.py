@@ -7,7 +7,7 @@ import torch
 import transformers
 
 import fa2patch
-from compat_matrix import tiny_models
+from compat_matrix import tiny_models, tiny_overrides
 from compat_matrix.check.cell import Cell, NotApplicable
 from compat_matrix.check.compare import assert_close
 from compat_matrix.check.points import POINTS
@@ -161,7 +161,7 @@ def test_esm_scales_each_document_by_its_own_masked_tokens():
     model = tiny_models.build("esm:masked")
     with fa2patch.apply(model):
         before = model(**pack(docs)).logits[0]
-        docs[0][:3] = tiny_models.MASK_TOKEN
+        docs[0][:3] = tiny_overrides.MASK_TOKEN
         after = model(**pack(docs)).logits[0]
     assert torch.equal(after[6:], before[6:]) and not torch.equal(after[:6], before[:6])
     assert_close(after, alone(tiny_models.build("esm:masked"), docs), "logits")

@@ -58,8 +58,8 @@ def config_of(family: str, **changes: Any) -> Any:
     text.update({name: value for name, value in mine.items() if name in tiny_models.parameters(text_class)})
     text = {**tiny_models._small(text_class), **text, **changes}
     parts["text_config"] = tiny_configs.made(text_class, text)
-    outer = {name: tiny_configs.SETTINGS[name] for name in ("pad_token_id",) if name in known}
-    return tiny_configs.made(cls, {**outer, **own, **parts})
+    padding = {"pad_token_id": tiny_configs.SETTINGS["pad_token_id"]}  # 5.0's Llama 4 reads it, and its config has none
+    return tiny_configs.made(cls, {**padding, **own, **parts})
 
 
 _FLAT = {"phi4_multimodal": {"rope_scaling": None, "original_max_position_embeddings": 128, "sliding_window": None}}

@@ -6,7 +6,7 @@ The functions are:
   prefix with the picture. Without labels, all tokens see each other.
 - 4.50 to 4.52: Gemma 3's ``_update_causal_mask``. Each run of tokens of type 1 is a picture. In the first of these
   versions, all pictures of a row see each other.
-- 4.53 to 5.0: functions with ``or_mask_function``, a closure over the numbers of blocks. In 5.23, sliding
+- 4.53 to 5.9: functions with ``or_mask_function``, a closure over the numbers of blocks. In 5.23, sliding
   layers have it.
 - 5.10 on: functions with ``block_sequence_ids``, the numbers of blocks
 """
@@ -24,12 +24,18 @@ from . import inspecting
 from .traits import directions
 
 TYPES = "token_type_ids"
+MEDIA_TYPES = "mm_token_type_ids"
+"""The name of the types of Gemma 4's tokens."""
+
 ADDED = "or_mask_function"
 CUT = "and_mask_function"
 NUMBERS = "block_sequence_ids"
 
 _NUMBERED = "image_group_ids"
-"""The name that Gemma 3 and the closures up to 5.0 give to the numbers of the pictures' blocks."""
+"""The name that Gemma 3 and the closures up to 5.4 give to the numbers of the pictures' blocks."""
+
+_HELD = (NUMBERS, "group_ids", _NUMBERED)
+"""The names that closures give to them, the newest first."""
 
 _COMPARED = "token_type_mask"
 """A variable of Gemma 3's ``_update_causal_mask``, which compares the types of two tokens."""
@@ -62,7 +68,7 @@ def blocks_of(function: Function, given: Call) -> Blocks | None:
     added = given.get(ADDED)
     if added is not None:
         held = inspecting.enclosed_by_name(added)
-        numbers = held.get(NUMBERS, held.get(_NUMBERED))
+        numbers = next((held[name] for name in _HELD if name in held), None)
         if isinstance(numbers, torch.Tensor) and (given.get(CUT) is None or window_of(given) is not None):
             return Blocks(numbers, numbers)
         if not directions.adds_the_later_ones(given.get("config")):  # else all layers look ahead, as apply has checked
@@ -75,8 +81,9 @@ def blocks_of(function: Function, given: Call) -> Blocks | None:
         return None if types is None else Blocks(_pictures(types) if numbered else types - 1, types)
     if inspecting.has_variable(function, TYPES) and inspecting.has_variable(function, "is_training"):
         return _prefix(given, types)
-    if types is not None and largest(types) > 0:
-        raise _unknown(function, TYPES)
+    for name in (TYPES, MEDIA_TYPES):
+        if given.get(name) is not None and largest(given[name]) > 0:
+            raise _unknown(function, name)
     return None
 
 

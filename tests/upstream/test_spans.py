@@ -227,11 +227,63 @@ def test_a_function_that_says_something_unknown_is_refused():
     def create_causal_mask(config, attention_mask, or_mask_function=None):
         raise AssertionError("it is not called")
 
-    made = masks.let_through(create_causal_mask)
-    mask = PackedMask(Boundaries(torch.tensor([0, 3, 8], dtype=torch.int32), 5), None, (1, 8), 5)
+    made, mask = masks.let_through(create_causal_mask), mask_of(3, 5)
     assert made(None, mask) is mask
     with pytest.raises(errors.PackingNotIsolated, match="create_causal_mask was called with or_mask_function"):
         made(None, mask, or_mask_function=lambda *given: True)
+
+
+@pytest.mark.parametrize("name", ["token_type_ids", "mm_token_type_ids"])
+def test_types_of_pictures_that_a_function_does_not_hand_on_are_refused(name):
+    """Gemma 4's types had a name that was not known: 5.5 to 5.8 computed its pictures as text, in silence."""
+
+    def create_masks(config, attention_mask, **types):
+        raise AssertionError("it is not called")
+
+    made, mask = masks.let_through(create_masks), mask_of(3, 5)
+    assert made(None, mask, **{name: torch.zeros(1, 8, dtype=torch.long)}) is mask
+    with pytest.raises(errors.PackingNotIsolated, match=f"create_masks was called with {name}"):
+        made(None, mask, **{name: torch.ones(1, 8, dtype=torch.long)})
+
+
+@pytest.mark.parametrize("held", ["image_group_ids", "group_ids", "block_sequence_ids"])
+def test_the_blocks_of_a_closure_are_known_by_each_name_that_it_gave_them(held):
+    numbers = torch.tensor([[-1, 0, 0, -1, -1, 1, 1, 1]])
+    scope = {}
+    exec(f"def overlay({held}):\n    return lambda q, k: {held}[q] == {held}[k]", scope)
+
+    def create_causal_mask(config, attention_mask, or_mask_function=None):
+        raise AssertionError("it is not called")
+
+    found = masks.let_through(create_causal_mask)(None, mask_of(3, 5), or_mask_function=scope["overlay"](numbers))
+    assert found.boundaries.until.tolist() == [0, 2, 2, 3, 4, 7, 7, 7]
+
+
+def test_a_function_that_has_its_masks_made_by_others_is_called():
+    """Gemma 4's in 5.5 to 5.8: its masks of sliding layers hold the pictures, those of full layers do not."""
+    numbers, mask = torch.tensor([[-1, 0, 0, -1, -1, 1, 1, 1]]), mask_of(3, 5)
+
+    def create_causal_mask(config, attention_mask, or_mask_function=None):
+        raise AssertionError("it is not called")
+
+    create_causal_mask = masks.let_through(create_causal_mask)
+    scope = {"create_causal_mask": create_causal_mask, "__name__": "modeling_gemma4"}
+    exec(MAPPING, scope)
+    full, sliding = masks.let_through(scope["create_causal_mask_mapping"])(None, mask, numbers)
+    assert full is mask and sliding.boundaries.until.tolist() == [0, 2, 2, 3, 4, 7, 7, 7]
+
+
+MAPPING = """
+def create_causal_mask_mapping(config, attention_mask, mm_token_type_ids):
+    group_ids = mm_token_type_ids
+    more = {"or_mask_function": lambda q, k: group_ids[q] == group_ids[k]}
+    return create_causal_mask(config, attention_mask), create_causal_mask(config, attention_mask, **more)
+"""
+
+
+def mask_of(*lengths):
+    ends = torch.tensor([0, *lengths], dtype=torch.int32).cumsum(0, dtype=torch.int32)
+    return PackedMask(Boundaries(ends, max(lengths)), None, (1, sum(lengths)), max(lengths))
 
 
 def test_a_model_that_makes_its_prefix_mask_while_it_merges_pictures_is_refused():

@@ -155,10 +155,13 @@ def let_through(original: Function) -> Function:
 def _hands_blocks_on(function: Function) -> bool:
     """Whether a function of a modeling module has its masks made by others there, which are told of blocks.
 
-    In 5.0 it is given ``token_type_ids``. In 5.23 it is given the numbers of blocks, and in Gemma 4 only the mask of
-    sliding layers has them.
+    In 5.0 it is given ``token_type_ids`` (Gemma 4: ``mm_token_type_ids``). In 5.23 it is given the numbers of blocks,
+    and in Gemma 4 only the mask of sliding layers has them.
     """
-    given = any(inspecting.has_variable(function, name) for name in (blocks.TYPES, blocks.NUMBERS))
+    told = (blocks.TYPES, blocks.MEDIA_TYPES, blocks.NUMBERS)
+    given = any(inspecting.has_variable(function, name) for name in told) or inspecting.has_constant(
+        function, blocks.ADDED
+    )
     own = "masking_utils" not in function.__module__  # its functions are replaced in modeling modules only
     return given and own and any(FUNCTIONS.fullmatch(name) for name in inspecting.names_read(function))
 

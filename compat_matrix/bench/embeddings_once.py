@@ -31,7 +31,7 @@ QUICK = {"layers": 1, "hidden": 32, "texts": 6, "batch": 3, "pairs": 2, "repeats
 
 
 def main() -> None:
-    """Print the result as JSON."""
+    """Print how much is done after each measurement, and the result in the last line, all as JSON."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--quick", action="store_true", help="only see that it runs")
     size = QUICK if parser.parse_args().quick else SIZE
@@ -41,7 +41,11 @@ def main() -> None:
         _write(folder, size)
         rivals = {name: _loaded(folder) for name in ("padded", "patched")}
     fa2patch.apply(rivals["patched"])
-    rows = [measured(rivals, distribution, what, size) for distribution in DISTRIBUTIONS for what in STEPS]
+    asked = [(distribution, what) for distribution in DISTRIBUTIONS for what in STEPS]
+    rows = []
+    for distribution, what in asked:
+        rows.append(measured(rivals, distribution, what, size))
+        print(json.dumps({"done": len(rows), "total": len(asked)}), flush=True)
     found = {"rows": rows, **size, "dtype": "float32", "sentence_transformers": sentence_transformers.__version__}
     print(json.dumps({**found, "toy": size is QUICK}))
 

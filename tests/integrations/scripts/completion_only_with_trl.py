@@ -80,7 +80,8 @@ def main():
                         with warnings.catch_warnings(record=True) as told:
                             warnings.simplefilter("always")
                             found = ours(examples)
-                        if type(found) is not type(expected):
+                        # in a row, ours has integers, which BatchEncoding.to drops
+                        if type(found) is not (dict if padding_free else type(expected)):
                             differ.append([kind, type(found).__name__, type(expected).__name__])
                         keys = {"input_ids", "labels", "position_ids" if padding_free else "attention_mask"}
                         lengths = {"cu_seq_lens_q", "cu_seq_lens_k"} if padding_free else set()

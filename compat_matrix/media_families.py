@@ -103,8 +103,9 @@ FAMILIES = {
         config={"scale_factor": 2},
     ),
     "smolvlm:picture": Family(
-        "SmolVLMForConditionalGeneration", pictures.square, text="llama", towers={"vision_config": _PATCHES},
-        config={"scale_factor": 2},
+        "SmolVLMForConditionalGeneration", pictures.square, text="llama",
+        # 5.20 puts tokens into the row by as many as a patch has pixels in a row: 2 divides the 4 tokens of a picture
+        towers={"vision_config": {**_PATCHES, "patch_size": 2}}, config={"scale_factor": 7},
     ),
     "pixtral:picture": Family(
         "LlavaForConditionalGeneration", pictures.any_size(14), text="mistral", vision="pixtral",

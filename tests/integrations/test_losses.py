@@ -43,7 +43,7 @@ def test_a_loss_by_document_is_that_of_documents_one_to_a_batch(stack: str) -> N
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("stack", ["trl-0.19.1"])
+@pytest.mark.parametrize("stack", ["trl-0.12.2", "trl-0.19.1"])
 def test_sfttrainer_of_older_trl_trains_by_document(stack: str) -> None:
     assert_close(losses(stack, "document")["document"])
 

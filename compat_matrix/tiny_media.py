@@ -59,7 +59,10 @@ def config_of(family: str, **changes: Any) -> Any:
     text = {**tiny_models._small(text_class), **text, **changes}
     parts["text_config"] = tiny_configs.made(text_class, text)
     padding = {"pad_token_id": tiny_configs.SETTINGS["pad_token_id"]}  # 5.0's Llama 4 reads it, and its config has none
-    return tiny_configs.made(cls, {**padding, **own, **parts})
+    config = tiny_configs.made(cls, {**padding, **own, **parts})
+    if "vision_config" in parts:
+        config.vision_config = parts["vision_config"]  # 4.50's Gemma 3 takes a dict only, and drops a config
+    return config
 
 
 _FLAT = {"phi4_multimodal": {"rope_scaling": None, "original_max_position_embeddings": 128, "sliding_window": None}}

@@ -157,7 +157,7 @@ def model_class(architecture: str) -> Any:
     transformers = importlib.import_module("transformers")
     if architecture in TEXT_SIDES:
         names = {}
-        for mapping in ("MODEL_FORVISION_2_SEQ_MAPPING_NAMES", "MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES"):
+        for mapping in ("MODEL_FOR_VISION_2_SEQ_MAPPING_NAMES", "MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES"):
             names.update(getattr(_auto(), mapping, {}))
         name = names[
             "llava" if architecture == "pixtral" and "pixtral" in _auto().CONFIG_MAPPING_NAMES else architecture

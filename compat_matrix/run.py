@@ -69,6 +69,11 @@ def merged(version: environments.Version, without: dict[str, Any], with_flash: d
             if key in first or key in second:
                 cell[key] = {**first.get(key, {}), **second.get(key, {})}
         if "refused" in cell and "seam" in cell:
+            failing = _failing_alone(first if "refused" in first else second)
+            if failing:  # what cannot be computed without fa2patch need not be refused
+                del cell["refused"]
+                cell["fa2patch"].update(failing)
+        if "refused" in cell and "seam" in cell:
             cell.setdefault("error", f"{REFUSED_AND_PATCHED}: {cell['refused']}"[:400])
         if first.get("seam", second.get("seam")) != second.get("seam", first.get("seam")):
             cell["error"] = f"seam {first['seam']} without flash-attn, {second['seam']} with it"
@@ -80,6 +85,14 @@ def merged(version: environments.Version, without: dict[str, Any], with_flash: d
     if version.allowed_to_fail:
         header["allowed_to_fail"] = True
     return {**header, "architectures": architectures}
+
+
+def _failing_alone(part: dict[str, Any]) -> dict[str, Any]:
+    """Each implementation's points, not run, if Transformers alone raises errors for every row with all of them."""
+    outcomes = {implementation: [*rows.values()] for implementation, rows in part["upstream"].items()}
+    if not all(rows and all(row.startswith("error: ") for row in rows) for rows in outcomes.values()):
+        return {}
+    return {implementation: {"n/a": {ALONE: rows[0][len("error: ") :]}} for implementation, rows in outcomes.items()}
 
 
 def known_failure(architecture: str, transformers: str, cell: dict[str, Any]) -> dict[str, str]:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import functools
 import importlib
 import inspect
+import sys
 from typing import Any
 
 import torch
@@ -119,10 +120,17 @@ def is_expanded(family: str) -> bool:
 def holds_several(family: str) -> bool:
     """Whether a document may have several pictures.
 
-    In 4.50's and 4.51's Gemma 3 they see each other, so fa2patch refuses them.
+    In Gemma 3 of 4.50, 4.51 and 4.53 they see each other, so fa2patch refuses them.
     """
-    make = getattr(model_class(family), "_update_causal_mask", None)
-    return not family.startswith("gemma3") or make is None or "image_group_ids" in make.__code__.co_varnames
+    if not family.startswith("gemma3"):
+        return True
+    cls = model_class(family)
+    module = sys.modules[cls.__module__]
+    by_distance = getattr(module, "token_type_ids_mask_function", None)
+    if by_distance is not None and "tokens_per_image" in by_distance.__code__.co_varnames:
+        return False
+    make = getattr(cls, "_update_causal_mask", None)
+    return make is None or "image_group_ids" in make.__code__.co_varnames
 
 
 def document(family: str, *parts: int | str, seed: int = 0, first: int = 0) -> Document:

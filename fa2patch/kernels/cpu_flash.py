@@ -23,6 +23,12 @@ def _available() -> bool:
 AVAILABLE = _available()
 """Whether this torch has the operator with the arguments that are passed here."""
 
+GROUPED = bool(torch.__version__ >= (2, 13))  # type: ignore[operator]
+"""Whether the operator takes fewer heads of keys than of queries.
+
+Seen right in 2.13. In 2.4 its backward writes past the gradients of the keys. Releases between were not tried.
+"""
+
 
 class CpuFlash(NamedTuple):
     """The operator, segment by segment.

@@ -56,7 +56,7 @@ class Reference(Kernel):
 def _eagerly(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, boundaries: Boundaries, options: Options
 ) -> torch.Tensor:
-    if boundaries.tree is None or not _cascades(q, v, options):
+    if boundaries.tree is None or not _cascades(q, k, v, options):
         return over_documents(q, k, v, boundaries, options)
     assert options.scale is not None
     flash = cpu_flash.CpuFlash(boundaries.tree.lengths, options.scale)
@@ -66,8 +66,9 @@ def _eagerly(
     return output
 
 
-def _cascades(q: torch.Tensor, v: torch.Tensor, options: Options) -> bool:
+def _cascades(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, options: Options) -> bool:
     """Whether a tree's attention can be computed by torch's flash attention for CPUs, without copies of keys."""
     special = (options.window, options.softcap, options.alibi_slopes)
-    plain = all(option is None for option in special) and not options.dropout
-    return plain and q.device.type == "cpu" and q.shape[-1] == v.shape[-1] and cpu_flash.AVAILABLE
+    plain = all(option is None for option in special) and not options.dropout and q.shape[-1] == v.shape[-1]
+    heads = cpu_flash.GROUPED or q.shape[1] == k.shape[1]
+    return plain and heads and q.device.type == "cpu" and cpu_flash.AVAILABLE

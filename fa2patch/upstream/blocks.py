@@ -37,6 +37,9 @@ _NUMBERED = "image_group_ids"
 _HELD = (NUMBERS, "group_ids", _NUMBERED)
 """The names that closures give to them, the newest first."""
 
+_BY_DISTANCE = "tokens_per_image"
+"""A variable of 4.53's closure: tokens of type 1 that are no farther apart see each other, in several pictures too."""
+
 _COMPARED = "token_type_mask"
 """A variable of Gemma 3's ``_update_causal_mask``, which compares the types of two tokens."""
 
@@ -67,10 +70,9 @@ def blocks_of(function: Function, given: Call) -> Blocks | None:
     """
     added = given.get(ADDED)
     if added is not None:
-        held = inspecting.enclosed_by_name(added)
-        numbers = next((held[name] for name in _HELD if name in held), None)
-        if isinstance(numbers, torch.Tensor) and (given.get(CUT) is None or window_of(given) is not None):
-            return Blocks(numbers, numbers)
+        found = _of_closure(added)
+        if found is not None and (given.get(CUT) is None or window_of(given) is not None):
+            return found
         if not directions.adds_the_later_ones(given.get("config")):  # else all layers look ahead, as apply has checked
             raise _unknown(function, ADDED)
     if given.get(NUMBERS) is not None:
@@ -85,6 +87,14 @@ def blocks_of(function: Function, given: Call) -> Blocks | None:
         if given.get(name) is not None and largest(given[name]) > 0:
             raise _unknown(function, name)
     return None
+
+
+def _of_closure(added: object) -> Blocks | None:
+    held = inspecting.enclosed_by_name(added)
+    types, numbers = held.get(TYPES), next((held[name] for name in _HELD if name in held), None)
+    if _BY_DISTANCE in held and isinstance(types, torch.Tensor):
+        return Blocks(types - 1, types)
+    return Blocks(numbers, numbers) if isinstance(numbers, torch.Tensor) else None
 
 
 def window_of(given: Call) -> int | None:

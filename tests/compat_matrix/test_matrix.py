@@ -174,6 +174,16 @@ def test_refused_in_one_process_and_patched_in_the_other_is_a_failure(tmp_path):
         assert found.REFUSED_AND_PATCHED in failure and "it cannot be" in failure
 
 
+def test_refused_where_transformers_alone_fails_is_not_run(tmp_path):
+    """ESM's class for flash attention in 4.55 calls a method that it does not have."""
+    refused = {"refused": "LayerNotPatchable: it has no such method"}
+    outcomes = {"one row": "error: AttributeError: no attribute 'transpose_for_scores'"}
+    assert in_matrix(tmp_path, part(esm=patched()), part(esm={**refused, "upstream": {"flash": outcomes}})) == []
+    outcomes["two rows"] = "leak"
+    (failure,) = in_matrix(tmp_path, part(esm=patched()), part(esm={**refused, "upstream": {"flash": outcomes}}))
+    assert found.REFUSED_AND_PATCHED in failure
+
+
 @pytest.mark.parametrize("refusing", ["sdpa", "eager"])
 def test_refused_with_one_implementation_and_patched_with_another_is_a_failure(monkeypatch, tmp_path, refusing):
     apply = fa2patch.apply

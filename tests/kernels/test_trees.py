@@ -200,3 +200,16 @@ def test_chunks_of_a_tree_are_chunks_of_its_paths(seed, size):
         expected = [other for other in expected if positions[other] <= positions[token]]
         seen = chunked.tree.along(tokens, of_piece[token]).tolist()
         assert seen[: seen.index(token) + 1] == expected
+
+
+@pytest.mark.parametrize(("groups", "expected"), [(1, True), (2, False)])
+def test_torch_before_2_13_gets_no_fewer_heads_of_keys(monkeypatch, groups, expected):
+    """torch 2.4 writes past the gradients of the keys if they have fewer heads."""
+    monkeypatch.setattr(cpu_flash, "GROUPED", False)
+    lengths, parents = PROMPTS
+    called = []
+    forward = cpu_flash.CpuFlash.forward
+    monkeypatch.setattr(cpu_flash.CpuFlash, "forward", lambda *given: called.append(1) or forward(*given))
+    attend = attend_with(Reference(), Options(scale=0.5))
+    assert errors_of(attend, lengths, Options(scale=0.5), groups=groups, parents=parents) < 1e-12
+    assert bool(called) is expected

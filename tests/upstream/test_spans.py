@@ -259,6 +259,22 @@ def test_the_blocks_of_a_closure_are_known_by_each_name_that_it_gave_them(held):
     assert found.boundaries.until.tolist() == [0, 2, 2, 3, 4, 7, 7, 7]
 
 
+def test_pictures_that_see_each_other_by_their_distance_are_one_to_a_document():
+    """Gemma 3's closure in 4.53 holds the types and a distance. Two pictures of a document see each other, too."""
+
+    def overlay(token_type_ids, tokens_per_image):
+        return lambda q, k: token_type_ids[q] == token_type_ids[k] and abs(q - k) <= tokens_per_image
+
+    def create_causal_mask(config, attention_mask, or_mask_function=None):
+        raise AssertionError("it is not called")
+
+    made, mask = masks.let_through(create_causal_mask), mask_of(3, 5)
+    found = made(None, mask, or_mask_function=overlay(torch.tensor([[0, 1, 1, 0, 0, 1, 1, 1]]), 3))
+    assert found.boundaries.until.tolist() == [0, 2, 2, 3, 4, 7, 7, 7]
+    with pytest.raises(errors.PackingNotIsolated):
+        made(None, mask_of(3, 5), or_mask_function=overlay(torch.tensor([[0, 1, 1, 1, 0, 1, 1, 1]]), 3))
+
+
 def test_a_function_that_has_its_masks_made_by_others_is_called():
     """Gemma 4's in 5.5 to 5.8: its masks of sliding layers hold the pictures, those of full layers do not."""
     numbers, mask = torch.tensor([[-1, 0, 0, -1, -1, 1, 1, 1]]), mask_of(3, 5)

@@ -55,7 +55,7 @@ class Placeholders:
     def refuse_new_rows(self, path: Sequence[Any]) -> None:
         """Raise :class:`CollatorError` if a forward merges pictures or sound by masks and positions of its own.
 
-        Llava and PaliGemma up to 4.45 and Qwen2-Audio up to 4.47 do so. Later versions also do it, for examples whose
+        Llava and PaliGemma up to 4.44 and Qwen2-Audio up to 4.47 do so. Later versions also do it, for examples whose
         placeholders were not written by the processor; the forward of a patched model finds that out.
         """
         for model in path:
@@ -65,7 +65,7 @@ class Placeholders:
                 raise CollatorError(
                     f"model: {type(model).__name__}.{merging} of this Transformers puts pictures or sound into a row "
                     "and makes its mask or position_ids anew, so that documents are lost. Upgrade Transformers (Llava, "
-                    "Llava-NeXT and PaliGemma: 4.46, Qwen2-Audio: 4.48), or train this model padded."
+                    "Llava-NeXT and PaliGemma: 4.45, Qwen2-Audio: 4.48), or train this model padded."
                 )
 
     def __bool__(self) -> bool:

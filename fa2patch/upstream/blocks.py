@@ -2,7 +2,7 @@
 
 The functions are:
 
-- 4.46 to 4.57: PaliGemma's ``_update_causal_mask``. With labels, all tokens see the tokens of type 0, which are the
+- 4.45 to 4.57: PaliGemma's ``_update_causal_mask``. With labels, all tokens see the tokens of type 0, which are the
   prefix with the picture. Without labels, all tokens see each other.
 - 4.50 to 4.52: Gemma 3's ``_update_causal_mask``. Each run of tokens of type 1 is a picture. In the first of these
   versions, all pictures of a row see each other.

@@ -303,7 +303,7 @@ def mask_of(*lengths):
 
 
 def test_a_model_that_makes_its_prefix_mask_while_it_merges_pictures_is_refused():
-    """PaliGemma in 4.41 to 4.45."""
+    """PaliGemma in 4.41 to 4.44."""
 
     class Old:
         def _merge_input_ids_with_image_features(self, image_features, token_type_ids):

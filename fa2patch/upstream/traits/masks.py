@@ -50,7 +50,7 @@ FUNCTIONS = re.compile(r"create_\w*masks?(_mapping|_for_generate|_for_vision_mod
 UNMASK = "_unmask_unattended"
 
 MERGE = "_merge_input_ids_with_image_features"
-"""A method that puts pictures into the row. PaliGemma's (4.41 to 4.45) also makes the mask and the position ids."""
+"""A method that puts pictures into the row. PaliGemma's (4.41 to 4.44) also makes the mask and the position ids."""
 
 
 class Masks(Trait):
@@ -65,7 +65,7 @@ class Masks(Trait):
                 raise UnsupportedModel(
                     f"{cls.__name__} makes the mask of its prefix while it merges pictures into the row, and makes "
                     "position ids of its own there. Nothing was patched. Upgrade Transformers (PaliGemma is packed "
-                    "from 4.46 on), or train this model padded."
+                    "from 4.45 on), or train this model padded."
                 )
 
     def replaces(self, model: Looked, found: Any) -> Iterable[Site]:

@@ -58,7 +58,7 @@ def test_the_wheel_holds_the_whole_package_and_the_part_of_compat_matrix_that_th
     rest = {name[len("fa2patch/compat_matrix/") :] for name in held - package}
     assert {name.split("/")[0] for name in rest} == {
         *(f"{name}.py" for name in ("__init__", "cells", "environments", "media_families", "results", "run")),
-        *(f"tiny_{name}.py" for name in ("configs", "media", "models", "pictures")),
+        *(f"tiny_{name}.py" for name in ("configs", "media", "models", "overrides", "pictures")),
         *("versions.toml", "xfail.toml", "check", "user_models"),
     }
     assert {name.rpartition(".")[2] for name in rest} == {"py", "toml"}

@@ -73,8 +73,8 @@ def merged(version: environments.Version, without: dict[str, Any], with_flash: d
             if failing:  # what cannot be computed without fa2patch need not be refused
                 del cell["refused"]
                 cell["fa2patch"].update(failing)
-        if "refused" in cell and "seam" in cell:
-            cell.setdefault("error", f"{REFUSED_AND_PATCHED}: {cell['refused']}"[:400])
+            else:
+                cell.setdefault("error", f"{REFUSED_AND_PATCHED}: {cell['refused']}"[:400])
         if first.get("seam", second.get("seam")) != second.get("seam", first.get("seam")):
             cell["error"] = f"seam {first['seam']} without flash-attn, {second['seam']} with it"
         expected = version.seam_of(name)

@@ -13,15 +13,6 @@ from . import evidence
 from .models import MASKED, did_you_mean, model_types, named
 from .output import as_json_option, new_console, new_table, plain
 
-_PARTS = {
-    "interface": "attention",
-    "function": "attention",
-    "method": "attention",
-    "formula": "attention",
-    "scores": "attention",
-    "document": "attention",
-    "mixer": "mixers",
-}
 _QUIRKS = {"adjust": "options adjusted", "queries": "queries scaled", "refuse": "some configs refused"}
 LEGEND = (
     "attention: every layer gets the documents' boundaries at its seam. mixers: layers that carry state along the row "
@@ -98,7 +89,7 @@ def others(known: list[str]) -> list[str]:
 def _does(name: str, seam: str) -> list[str]:
     from ..upstream.architectures import architectures as registry
 
-    parts = list(dict.fromkeys(_PARTS[one] for one in seam.split(" and ")))
+    parts = list(dict.fromkeys("mixers" if one == "mixer" else "attention" for one in seam.split(" and ")))
     if name.endswith(MASKED):
         parts = [f"{part} both ways" if part == "attention" else part for part in parts]
     row = next((row for row in registry() if row.model_type == name), None)

@@ -129,23 +129,25 @@ def test_trainer_has_the_losses_and_metrics_of_padded_batches(stack: str, kind: 
         assert_shared(found["shared"], found["packed"])
 
 
+def assert_as_padded(stack: str, kind: str, variant: str, models: int) -> None:
+    """Require so many models in the padded run of a variant, and the same numbers from the packed run."""
+    found = runs(stack, kind)[variant]
+    assert found["padded"]["models"] == models
+    assert_packed(found["packed"], found["padded"])
+    assert_same(found["packed"], found["padded"], but="logits/" if (stack, kind) in OF_PADDING else "nothing")
+
+
 @pytest.mark.parametrize(("stack", "kind"), PAIRS)
 def test_trainer_with_an_adapter(stack: str, kind: str) -> None:
     """Where there is a reference, it is the model without its adapter."""
-    found = runs(stack, kind)["lora"]
-    assert found["padded"]["models"] == 1
-    assert_packed(found["packed"], found["padded"])
-    assert_same(found["packed"], found["padded"], but="logits/" if (stack, kind) in OF_PADDING else "nothing")
+    assert_as_padded(stack, kind, "lora", models=1)
 
 
 @pytest.mark.parametrize("stack", [OLD, OLDER, NEWEST])
 @pytest.mark.parametrize("kind", ["dpo", "kto"])
 def test_precomputed_log_probabilities_of_the_reference(stack: str, kind: str) -> None:
     """They are computed in the loader up to 0.19, and in the trainer's constructor since 1.0: packed in both."""
-    found = runs(stack, kind)["precompute"]
-    assert found["padded"]["models"] == 2
-    assert_packed(found["packed"], found["padded"])
-    assert_same(found["packed"], found["padded"], but="logits/" if (stack, kind) in OF_PADDING else "nothing")
+    assert_as_padded(stack, kind, "precompute", models=2)
 
 
 @pytest.mark.parametrize("stack", [OLD, OLDER, NEWEST])

@@ -89,17 +89,7 @@ class LightningCallback(*_BASES):  # type: ignore[misc]
         """Patch the models that the module has made since."""
         self._patch_all(pl_module)
 
-    def on_validation_start(self, trainer: Any, pl_module: Any) -> None:
-        """Patch the models that the module has made since."""
-        self._patch_all(pl_module)
-
-    def on_test_start(self, trainer: Any, pl_module: Any) -> None:
-        """Patch the models that the module has made since."""
-        self._patch_all(pl_module)
-
-    def on_predict_start(self, trainer: Any, pl_module: Any) -> None:
-        """Patch the models that the module has made since."""
-        self._patch_all(pl_module)
+    on_validation_start = on_test_start = on_predict_start = on_fit_start
 
     def _patch_all(self, module: Any) -> None:
         found = self._patch(module)

@@ -1,1 +1,1 @@
-"""Padded batches: where their tokens are, and the hooks that compute them as one packed row."""
+"""Padded batches: where their tokens are, and how a patched model computes them as one packed row."""

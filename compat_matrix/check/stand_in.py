@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from fa2patch.kernels.formula import attend
+from fa2patch.kernels.formula import Call, attend
 from fa2patch.kernels.options import Options
 
 _QUESTIONS = (
@@ -52,8 +52,8 @@ def flash_attn_varlen_func(
             dropout=float(dropout_p),
             alibi_slopes=alibi_slopes,
         )
-        groups = q.shape[1] // k.shape[1]
-        pieces.append(attend(padded, k[c:d], v[c:d], options, groups).transpose(0, 1)[missing:])
+        call = Call(padded[None], k[None, c:d], v[None, c:d])
+        pieces.append(attend(call, options)[0].transpose(0, 1)[missing:])
     return torch.cat(pieces)
 
 

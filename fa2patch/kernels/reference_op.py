@@ -12,7 +12,7 @@ from typing import Any, Callable
 import torch
 
 from ..documents.boundaries import Boundaries
-from .formula import attention_weights, heads_first, keys_of, last_keys, over_documents, queries_of
+from .formula import attention_weights, calls, heads_first, layout_of, over_documents
 from .options import Options
 
 attend: Callable[..., torch.Tensor] | None = None
@@ -27,41 +27,28 @@ def _differentiated(
     assert options.scale is not None, "it is one of the operator's inputs"
     pieces: list[list[torch.Tensor]] = [[], [], []]
     of_extras = [torch.zeros_like(x) for x in (options.sinks, options.alibi_slopes) if x is not None]
-    states = (*(queries_of(x, documents) for x in (grad, q)), *(keys_of(x, documents) for x in (k, v)))
-    for last, of_output, *document in zip(last_keys(documents, options), *states):
-        query, key, value = heads_first(tuple(document), groups)
-        weights, distance, capped = attention_weights(query, key, options, last)
-        query, key, value, of_output = (x.to(weights.dtype) for x in (query, key, value, of_output.transpose(0, 1)))
+    layout = layout_of(q, documents, options)
+    for call, of_output in zip(calls(layout, q, k, v), layout.gradients(grad)):
+        query, key, value = heads_first(call, groups)
+        weights, distance, capped = attention_weights(query, key, options, call.last)
+        query, key, value, of_output = (x.to(weights.dtype) for x in (query, key, value, of_output.transpose(1, 2)))
         kept = torch.nn.functional.dropout(torch.ones_like(weights), options.dropout) if options.dropout else None
-        of_value = (weights if kept is None else weights * kept).transpose(1, 2) @ of_output
-        of_weights = of_output @ value.transpose(1, 2)
+        of_value = (weights if kept is None else weights * kept).transpose(2, 3) @ of_output
+        of_weights = of_output @ value.transpose(2, 3)
         of_weights = of_weights if kept is None else of_weights * kept
         drawn = (of_weights * weights).sum(-1, keepdim=True)
         of_logits = weights * (of_weights - drawn)
         extras = iter(of_extras)
         if options.sinks is not None:
-            next(extras).sub_(((1 - weights.sum(-1)) * drawn[..., 0]).sum(-1))
+            next(extras).sub_(((1 - weights.sum(-1)) * drawn[..., 0]).sum((0, 2)))
         if options.alibi_slopes is not None:
-            next(extras).sub_((of_logits * distance.abs()).sum((1, 2)))
+            next(extras).sub_((of_logits * distance.abs()).sum((0, 2, 3)))
         of_logits = (of_logits if capped is None else of_logits * (1 - capped.square())) * options.scale
-        for made, found in zip(pieces, (of_logits @ key, of_logits.transpose(1, 2) @ query, of_value)):
-            made.append(found.transpose(0, 1))
-    whole = [torch.cat(pieces[0]), *(_summed(made, documents) for made in pieces[1:])]
+        for made, found in zip(pieces, (of_logits @ key, of_logits.transpose(2, 3) @ query, of_value)):
+            made.append(found.transpose(1, 2))
+    whole = [layout.joined(pieces[0]), *map(layout.summed, pieces[1:])]
     whole[1:] = [x.view(x.shape[0], -1, groups, x.shape[2]).sum(2) for x in whole[1:]]
     return [x.to(q.dtype).contiguous() for x in whole] + of_extras
-
-
-def _summed(of_keys: list[torch.Tensor], documents: Boundaries) -> torch.Tensor:
-    """The gradients ``[tokens, ...]`` of keys, from those of each document's keys; a tree's keys are in several."""
-    tree = documents.tree
-    if tree is None:
-        return torch.cat(of_keys)
-    whole = of_keys[0].new_zeros(sum(tree.lengths), *of_keys[0].shape[1:])
-    for segment, found in enumerate(of_keys):
-        path = tree.path(segment)
-        for one, piece in zip(path, torch.split(found, [tree.lengths[one] for one in path])):
-            whole[slice(*tree.span(one))] += piece
-    return whole
 
 
 @contextlib.contextmanager

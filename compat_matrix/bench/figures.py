@@ -23,7 +23,7 @@ OWED = (
 WHAT = {
     "startup": "The time to import fa2patch after torch, and to patch a large model.",
     "syncs": "How often one forward waits for the device, and how often it derives boundaries, by layers.",
-    "kernels": "The cost of attention within documents: the reference kernel and three other ways.",
+    "kernels": "The cost of attention within documents: the reference kernel and other ways.",
     "overhead": "The time that the patch adds on the host, without the kernel.",
     "mixers": "Packed rows of hybrid models compared with their documents run one by one.",
     "training": "Training on the same mini-batches, padded and packed.",

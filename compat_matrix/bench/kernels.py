@@ -1,4 +1,4 @@
-"""Part ``kernels``: isolated attention computed four ways, as the documents of a row become more and shorter.
+"""Part ``kernels``: isolated attention computed in several ways, as the documents of a row become more and shorter.
 
 One row of fixed length; 8 query and 2 key heads of 64 dimensions, float32, causal. Only attention is timed: the
 block-diagonal mask and the offsets of the jagged tensor are made beforehand. The padded rival is timed with padding and
@@ -9,8 +9,10 @@ its error is kept, and the jagged rival and the reference are timed without the 
 from __future__ import annotations
 
 import logging
+import statistics
 from typing import Any, Callable
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 from rich.progress import Progress
@@ -21,10 +23,12 @@ from fa2patch.kernels.attention import Options
 from fa2patch.kernels.reference import Reference
 
 from . import timing
-from .lengths import FLAN, filled, scores
+from .lengths import FLAN, cut, filled, scores
 
 HEADS, KEY_HEADS, DIM = 8, 2, 64
 TOKENS, QUICK_TOKENS = 2048, 64
+MOST_PADDING = 16
+"""A padded batch of more times the row's tokens is not measured: it would take most of the part's time."""
 
 Attention = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
 """Maps q, k and v ``[tokens, heads, dim]`` to an output of q's shape."""
@@ -46,10 +50,19 @@ def measure(progress: Progress, quick: bool = False, repeats: int = 9) -> Any:
 
 
 def layouts(tokens: int) -> dict[str, list[int]]:
-    """Return lengths by name: the same tokens as 1, 2, 4, ... equal documents, and as lognormal lengths."""
-    counts = [2**power for power in range(7) if 2**power <= tokens // 2]
+    """Return lengths by name: the same tokens as 1, 2, 4, ... equal documents, and as documents of many lengths."""
+    counts = [2**power for power in range(tokens.bit_length()) if 2**power <= tokens]
     equal = {f"{count} x {tokens // count}": [tokens // count] * count for count in counts}
-    return {**equal, FLAN.name: filled(FLAN.scaled(tokens / 2048), tokens)}
+    drawn, most = np.random.default_rng(0), min(64, tokens // 4)
+    uniform = [int(length) for length in drawn.integers(1, most, tokens, endpoint=True)]
+    two = [int(length) for length in drawn.choice([4, tokens // 8], tokens, p=[0.9, 0.1])]
+    return {
+        **equal,
+        FLAN.name: filled(FLAN.scaled(tokens / 2048), tokens),
+        "FLAN-like, a tenth": filled(FLAN.scaled(tokens / 20480), tokens),
+        f"uniform, 1 to {most}": cut(uniform, tokens),
+        f"4 or {tokens // 8}": cut(two, tokens),
+    }
 
 
 def row(lengths: list[int], repeats: int) -> dict[str, Any]:
@@ -73,13 +86,21 @@ def row(lengths: list[int], repeats: int) -> dict[str, Any]:
 
 
 def rivals(lengths: list[int], causal: bool) -> dict[str, Attention]:
-    """Return the rivals, the reference first. There is no padded one without a causal mask, as it would see padding."""
+    """Return the rivals, the reference first. There is no padded one without a causal mask, as it would see padding.
+
+    The padded one is left out, too, where it would hold :data:`MOST_PADDING` times the row's tokens.
+    """
     found = {
         "reference": reference(lengths, causal),
+        "one by one": one_by_one(lengths, causal),
         "block mask": block_mask(lengths, causal),
         "jagged": jagged(lengths, causal),
     }
-    return {**found, "padded": padded(lengths)} if causal else found
+    if len(set(lengths)) == 1:
+        found["batched"] = batched(lengths[0], causal)
+    if causal and len(lengths) * max(lengths) <= MOST_PADDING * sum(lengths):
+        found["padded"] = padded(lengths)
+    return found
 
 
 def _timed(
@@ -99,12 +120,18 @@ def _timed(
     both = timing.rounds({name: _with_backward(attention, q, k, v) for name, attention in able.items()}, repeats)
     return {
         name: {
-            "forward": timing.summary(forward[name]),
-            "forward_backward": timing.summary(both[name]),
+            "forward": _summary(forward, name),
+            "forward_backward": _summary(both, name),
             "away_from_reference": away[name],
         }
         for name in able
     }, errors
+
+
+def _summary(taken: dict[str, list[float]], name: str) -> dict[str, float]:
+    """Times in milliseconds, and the median over the rounds of this rival's time divided by the reference's."""
+    ratios = [own / reference for own, reference in zip(taken[name], taken["reference"])]
+    return {**timing.summary(taken[name]), "to_reference": round(statistics.median(ratios), 3)}
 
 
 def _forward(attention: Attention, *states: torch.Tensor) -> Callable[[], Any]:
@@ -136,6 +163,31 @@ def reference(lengths: list[int], causal: bool) -> Attention:
     return lambda q, k, v: kernel(q, k, v, cuts, options)
 
 
+def one_by_one(lengths: list[int], causal: bool) -> Attention:
+    """SDPA called by hand for each document."""
+
+    def attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+        documents = zip(*(torch.split(states, lengths) for states in (q, k, v)))
+        return torch.cat([_attended([states[None] for states in document], causal)[0] for document in documents])
+
+    return attention
+
+
+def batched(length: int, causal: bool) -> Attention:
+    """SDPA called by hand for a batch of documents of one length."""
+
+    def attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+        batch = [states.view(-1, length, *states.shape[1:]) for states in (q, k, v)]
+        return _attended(batch, causal).flatten(0, 1)
+
+    return attention
+
+
+def _attended(batch: list[torch.Tensor], causal: bool) -> torch.Tensor:
+    q, k, v = (states.transpose(1, 2) for states in batch)
+    return F.scaled_dot_product_attention(q, k, v, is_causal=causal, enable_gqa=True).transpose(1, 2)
+
+
 def block_mask(lengths: list[int], causal: bool) -> Attention:
     """SDPA with a block-diagonal mask. It computes every score of the row, although most are masked."""
     document = torch.repeat_interleave(torch.arange(len(lengths)), torch.tensor(lengths))
@@ -156,9 +208,8 @@ def padded(lengths: list[int]) -> Attention:
     places = torch.cat([torch.arange(length) + row * shape[1] for row, length in enumerate(lengths)])
 
     def attention(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
-        q, k, v = (_spread(states, places, shape).transpose(1, 2) for states in (q, k, v))
-        out = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
-        return out.transpose(1, 2).flatten(0, 1)[places]
+        batch = [_spread(states, places, shape) for states in (q, k, v)]
+        return _attended(batch, causal=True).flatten(0, 1)[places]
 
     return attention
 

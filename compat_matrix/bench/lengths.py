@@ -67,9 +67,14 @@ def scores(lengths: Sequence[int]) -> int:
 
 
 def filled(distribution: Distribution, tokens: int, seed: int = 0) -> list[int]:
-    """Return lengths that add up to ``tokens``; the last one is cut to fit."""
+    """Return drawn lengths that add up to ``tokens``; the last one is cut to fit."""
+    return cut(distribution.draw(tokens, seed), tokens)
+
+
+def cut(lengths: Sequence[int], tokens: int) -> list[int]:
+    """Return the first lengths, which add up to ``tokens``; the last one is cut to fit."""
     found: list[int] = []
-    for length in distribution.draw(tokens, seed):
+    for length in lengths:
         found.append(min(length, tokens - sum(found)))
         if sum(found) == tokens:
             break

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Callable
 
-from . import embeddings_table, packing_table
+from . import embeddings_table, kernels_table, packing_table
 from .table import Found, Table
 
 
@@ -64,41 +64,6 @@ def _remaining(found: Found, architecture: str) -> str:
 def total_reads(counts: Found) -> int:
     """Return the reads in Python and at the kernel's call."""
     return int(counts["reads"] + counts["arguments"])
-
-
-def kernels(found: Found) -> list[Table]:
-    """Times of the other ways as multiples of the reference's, and the reference's time per score."""
-    names = ("block mask", "padded")
-    rows = []
-    for row in found["rows"]:
-        causal, apart = row["causal"], row.get("not_causal", row["causal"])
-        cells = [row["row"], f"{row['scores']:,}"]
-        for what in ("forward", "forward_backward"):
-            own = causal["reference"][what]["min_ms"]
-            cells.append(f"{own:.1f} ms")
-            cells += [f"{causal[name][what]['min_ms'] / own:.2f}" for name in names]
-            jagged = apart.get("jagged", {}).get(what, {}).get("min_ms")
-            cells.append(f"{jagged / apart['reference'][what]['min_ms']:.2f}" if jagged else "")
-        both = causal["reference"]["forward_backward"]["min_ms"]
-        rows.append([*cells, f"{1e6 * both / row['scores']:.1f}"])
-    head = ["documents", "scores"]
-    for what in ("forward", "fwd + bwd"):
-        head += [f"{what}: reference", "block mask", "padded", "jagged"]
-    head.append("ns per score")
-    errors = {row["jagged_causal_error"] for row in found["rows"] if "jagged_causal_error" in row}
-    notes = (
-        f"One row of {found['tokens']} tokens; {found['query_heads']} query and {found['key_heads']} key heads of "
-        f"{found['head_dim']}, {found['dtype']}, causal. The other ways' times are multiples of the reference's; each "
-        f"is the least of {found['repeats']} rounds, taken in turns. *Scores* is the sum of squared lengths. *ns per "
-        "score* is the reference's time for forward and backward, divided by the scores. It grows from row to row "
-        "because every token also has a constant cost."
-    )
-    if errors:
-        notes += (
-            " Jagged attention is measured without causal masking, against the reference without it. With it, it "
-            f"raises `{errors.pop()}`."
-        )
-    return [Table("Attention of one row as documents get more and shorter", head, rows, notes)]
 
 
 def overhead(found: Found) -> list[Table]:
@@ -250,7 +215,7 @@ def packing(found: Found) -> list[Table]:
 MAKE: dict[str, Callable[[Found], list[Table]]] = {
     "startup": startup,
     "syncs": syncs,
-    "kernels": kernels,
+    "kernels": kernels_table.kernels,
     "overhead": overhead,
     "mixers": mixers,
     "training": training,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from numpy.typing import NDArray
@@ -38,3 +38,27 @@ def require(held: torch.Tensor, error: type[Exception], message: str, *numbers: 
         assert_async(held, message.format(*numbers))
     elif not bool(read(held)):
         raise error(message.format(*numbers))
+
+
+class Check(NamedTuple):
+    """One condition of :func:`require_all`; the attributes are the arguments of :func:`require`."""
+
+    held: torch.Tensor
+    error: type[Exception]
+    message: str
+    numbers: tuple[int, ...] = ()
+
+
+def require_all(checks: list[Check]) -> None:
+    """Raise the error of the first condition that does not hold, on a CPU.
+
+    On other devices, and in a compiled graph on every device, all conditions are one assertion, because each assertion
+    is a launch. Its text names all conditions.
+    """
+    if not compiling() and checks[0].held.device.type == "cpu":
+        for check in checks:
+            require(check.held, check.error, check.message, *check.numbers)
+        return
+    held = torch.stack([check.held for check in checks]).all()
+    text = " Or: ".join(check.message for check in checks)
+    require(held, Exception, text, *(number for check in checks for number in check.numbers))

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import torch
 
 from .._compile import compiling
@@ -9,7 +11,7 @@ from ..errors import BadCuSeqlens, BoundaryConflict
 from . import device
 from .boundaries import Boundaries, largest
 from .checks import added_to_logits, check_cu_seqlens, check_mask, check_max_seqlen, check_position_ids
-from .device import require
+from .device import Check, require_all
 from .starts import axes_of, goes_on, restarts
 from .tree_checks import require_tree
 
@@ -54,29 +56,27 @@ def from_cu_seqlens(
         check_mask(attention_mask, shape)
     cu = cu_seqlens.flatten().to(torch.int32)
     check_max_seqlen(max_seqlen)
-    _require_ends(cu_seqlens.flatten(), tokens)
-    if cu_seqlens_k is not None and cu_seqlens_k is not cu_seqlens:
-        _require_same(cu, cu_seqlens_k.flatten())
-    _require_agreement(cu, shape, position_ids, attention_mask)
     if isinstance(max_seqlen, torch.Tensor):
         max_seqlen = largest(max_seqlen)
+    if cu.device.type == "cpu" and not compiling():
+        _require_ends(cu_seqlens.flatten(), tokens)
+    require_all(
+        [
+            *_ends(cu, tokens, max_seqlen),
+            *(_same(cu, cu_seqlens_k.flatten()) if cu_seqlens_k is not None and cu_seqlens_k is not cu_seqlens else ()),
+            *_agreement(cu, shape, position_ids, attention_mask),
+        ]
+    )
     if parents is not None:
         parents = require_tree(cu, parents, shape, position_ids, attention_mask)
     stated = Boundaries(cu, max_seqlen if max_seqlen is not None else 0, parents=parents)
     if max_seqlen is None:
         stated.max_seqlen = max(stated.lengths)
-    else:
-        longest = cu.diff().max() <= max_seqlen
-        message = "max_length is {}, but cu_seq_lens hold a longer document. Pass the longest length, or none."
-        require(longest, BadCuSeqlens, message, max_seqlen)
     return stated
 
 
 def _require_ends(cu: torch.Tensor, tokens: int) -> None:
-    if cu.device.type != "cpu" or compiling():
-        held = (cu[0] == 0) & (cu[-1] == tokens) & (cu.diff() >= 0).all()
-        require(held, BadCuSeqlens, "cu_seq_lens must rise from 0 to the batch's {} tokens", tokens)
-        return
+    """Raise an error that shows the numbers, for boundaries on a CPU. :func:`_ends` would only say what is wrong."""
     found: list[int] = device.read(cu).tolist()
     if found[0] != 0 or found[-1] != tokens or any(b < a for a, b in zip(found, found[1:])):
         shown = ", ".join(map(str, found[:8])) + (", ..." if len(found) > 8 else "")
@@ -86,66 +86,77 @@ def _require_ends(cu: torch.Tensor, tokens: int) -> None:
         )
 
 
-def _require_same(cu: torch.Tensor, cu_k: torch.Tensor) -> None:
+def _ends(cu: torch.Tensor, tokens: int, max_seqlen: int | None) -> Iterator[Check]:
+    shortest, longest = torch.aminmax(cu.diff())
+    rise = "cu_seq_lens must rise from 0 to the batch's {} tokens."
+    for held in (cu[0] == 0, cu[-1] == tokens, shortest >= 0):
+        yield Check(held, BadCuSeqlens, rise, (tokens,))
+    if max_seqlen is not None:
+        message = "max_length is {}, but cu_seq_lens hold a longer document. Pass the longest length, or none."
+        yield Check(longest <= max_seqlen, BadCuSeqlens, message, (max_seqlen,))
+
+
+def _same(cu: torch.Tensor, cu_k: torch.Tensor) -> Iterator[Check]:
     message = (
         "cu_seq_lens_q and cu_seq_lens_k differ: in training every query's document is its keys' document. Pass the "
         "same lengths for both."
     )
     if cu.shape != cu_k.shape:
         raise BoundaryConflict(message)
-    require((cu == cu_k).all(), BoundaryConflict, message)
+    yield Check((cu == cu_k).all(), BoundaryConflict, message)
 
 
-def _require_agreement(
+def _agreement(
     cu: torch.Tensor,
     shape: tuple[int, int],
     position_ids: torch.Tensor | None,
     attention_mask: torch.Tensor | None,
-) -> None:
-    starts = torch.zeros(shape[0] * shape[1] + 1, dtype=torch.bool, device=cu.device)
-    starts = starts.index_fill(0, cu.long(), True)[:-1].view(shape)
-    require(
+) -> Iterator[Check]:
+    tokens = shape[0] * shape[1]
+    starts = torch.zeros(tokens + 1, dtype=torch.bool, device=cu.device)
+    starts = starts.index_fill(0, cu.long().clamp(0, tokens), True)[:-1].view(shape)  # a wrong end is told by _ends
+    yield Check(
         starts[:, 0].all(),
         BadCuSeqlens,
         "cu_seq_lens hold a document that runs on from one row of {} tokens into the next. "
         "A document starts at the first token of every row.",
-        shape[1],
+        (shape[1],),
     )
-    real = torch.ones_like(starts) if attention_mask is None else attention_mask.to(cu.device) != 0
-    if attention_mask is not None:
-        _require_mask(starts, real, attention_mask.to(cu.device))
+    real = None if attention_mask is None else attention_mask.to(cu.device) != 0
+    if attention_mask is not None and real is not None:
+        yield from _masked(starts, real, attention_mask.to(cu.device))
     if position_ids is not None:
         check_position_ids(position_ids, shape)
         ids = axes_of(position_ids).to(cu.device, torch.int64)
-        _require_ids(starts, real, ids.expand(len(ids), *shape))
+        yield _counted(starts, real, ids.expand(len(ids), *shape))
 
 
-def _require_mask(starts: torch.Tensor, real: torch.Tensor, numbers: torch.Tensor) -> None:
-    require((numbers >= 0).all(), BoundaryConflict, added_to_logits("negative numbers"))
+def _masked(starts: torch.Tensor, real: torch.Tensor, numbers: torch.Tensor) -> Iterator[Check]:
+    yield Check((numbers >= 0).all(), BoundaryConflict, added_to_logits("negative numbers"))
     numbers = numbers.to(torch.int64)
-    changed = (numbers[:, 1:] != numbers[:, :-1]) & real[:, 1:] & real[:, :-1] & ~starts[:, 1:]
-    require(
-        ~changed.any(),
+    changed = (numbers[:, 1:] != numbers[:, :-1]) & real[:, 1:] & real[:, :-1]
+    yield Check(
+        (changed <= starts[:, 1:]).all(),
         BoundaryConflict,
         "the attention_mask's document numbers change inside what cu_seq_lens call one document. Let both describe "
         "the same documents, or pass only one of them.",
     )
-    hidden_then_real = ~real[:, :-1] & real[:, 1:] & ~starts[:, 1:]
-    require(
-        ~hidden_then_real.any(),
+    yield Check(
+        ((real[:, 1:] > real[:, :-1]) <= starts[:, 1:]).all(),
         BoundaryConflict,
         "the attention_mask hides tokens before real ones of the same document of cu_seq_lens. Padding may only "
         "end a document, or be one.",
     )
 
 
-def _require_ids(starts: torch.Tensor, real: torch.Tensor, axes: torch.Tensor) -> None:
-    jumps = axes[0, :, 1:] != axes[0, :, :-1] + 1
+def _counted(starts: torch.Tensor, real: torch.Tensor | None, axes: torch.Tensor) -> Check:
+    jumps = axes[0].diff() != 1
     if len(axes) == 3:
         jumps &= restarts(axes[..., 1:], axes[..., :-1]) | ~goes_on(axes[..., 1:], axes[..., :-1])
-    restarting = jumps & ~starts[:, 1:] & real[:, 1:]
-    require(
-        ~restarting.any(),
+    if real is not None:
+        jumps &= real[:, 1:]
+    return Check(
+        (jumps <= starts[:, 1:]).all(),  # a <= b of bools: a implies b, in one operator
         BoundaryConflict,
         "position_ids restart inside what cu_seq_lens call one document. Let both describe the same documents, "
         "or pass only one of them.",

@@ -11,7 +11,18 @@ from typing import Any, Callable
 
 from ..screen import BarColumn, Console, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
-PARTS = ("startup", "syncs", "kernels", "overhead", "mixers", "training", "sharing", "embeddings", "packing")
+PARTS = (
+    "startup",
+    "syncs",
+    "kernels",
+    "overhead",
+    "mixers",
+    "training",
+    "sharing",
+    "embeddings",
+    "packing",
+    "collator",
+)
 RESULTS = Path(__file__).parent / "results"
 ENVIRONMENTS = Path(__file__).parents[2] / ".compat"
 COMMAND = "python -m compat_matrix.bench"
@@ -86,6 +97,10 @@ def measuring(part: str, given: argparse.Namespace) -> Callable[[Progress], Any]
         from . import packing
 
         return lambda progress: packing.measure(progress, given.environments, quick=given.quick)
+    if part == "collator":
+        from . import collator
+
+        return lambda progress: collator.measure(progress, given.quick)
     from . import training
 
     return lambda progress: training.measure(progress, given.quick)

@@ -14,7 +14,18 @@ from .table import Found
 
 HERE = Path(__file__).parent
 COMMAND = "python -m compat_matrix.bench.figures"
-PARTS = ("startup", "syncs", "kernels", "overhead", "mixers", "training", "sharing", "embeddings", "packing")
+PARTS = (
+    "startup",
+    "syncs",
+    "kernels",
+    "overhead",
+    "mixers",
+    "training",
+    "sharing",
+    "embeddings",
+    "packing",
+    "collator",
+)
 OWED = (
     "There are no GPU figures yet. `python -m compat_matrix.bench.gpu --out FOLDER` makes "
     "FOLDER/gpu.json. Commit it as results/gpu.json."
@@ -30,6 +41,7 @@ WHAT = {
     "sharing": "One prompt with many completions: padded, packed, and packed with the prompt once.",
     "embeddings": "sentence-transformers: encode and a training step, padded and patched.",
     "packing": "Planners decide which examples share a row: fa2patch's, TRL's and axolotl's on the same lengths.",
+    "collator": "DataCollatorWithFlattening: fa2patch's and Transformers' on the same examples.",
     "gpu": "Models of published sizes with random weights.",
 }
 

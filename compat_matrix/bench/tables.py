@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Callable
 
-from . import embeddings_table, kernels_table, packing_table
+from . import collator_table, embeddings_table, kernels_table, packing_table
 from .table import Found, Table
 
 
@@ -222,5 +222,6 @@ MAKE: dict[str, Callable[[Found], list[Table]]] = {
     "sharing": sharing,
     "embeddings": embeddings_table.tables,
     "packing": packing,
+    "collator": collator_table.tables,
     "gpu": gpu,
 }

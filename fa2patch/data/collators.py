@@ -5,8 +5,9 @@ It uses only torch and numpy, so it is the same for every Transformers version.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 from typing import Any
 
 import numpy as np
@@ -20,13 +21,14 @@ from .flattening import (
     IDS,
     Array,
     Columns,
-    concatenate,
+    Flat,
     counted,
     document_lengths,
     integer,
-    read,
-    require_same_keys,
+    numbers_of_parts,
+    read_all,
     require_visible_starts,
+    starts,
 )
 
 
@@ -135,11 +137,13 @@ class DataCollatorWithFlattening:
         separator = self.separator_id if separator_id is None else integer("separator_id", separator_id)
         if not isinstance(features, Iterable):
             raise CollatorError(f"expected a list of examples, found {type(features).__name__}.")
-        arrays = self._arrays(features, separator)
-        tensor: Callable[[Array], Any] = torch.tensor if framework == "pt" else np.array
-        batch = {key: tensor(values) for key, values in arrays.items()}
+        arrays, longest = self._arrays(features, separator)
+        batch: dict[str, Any] = dict(arrays)
+        if framework == "pt":
+            # asarray copies nothing, and respects torch.set_default_device, as from_numpy does not.
+            batch = {key: torch.asarray(values) for key, values in arrays.items()}
         if self.return_flash_attn_kwargs:
-            batch["max_length_q"] = batch["max_length_k"] = int(np.diff(arrays["cu_seq_lens_q"]).max())
+            batch["max_length_q"] = batch["max_length_k"] = longest
         return batch
 
     def framework(self, return_tensors: str | None) -> str:
@@ -153,70 +157,76 @@ class DataCollatorWithFlattening:
             raise CollatorError(f"return_tensors: expected 'pt' or 'np', found {framework!r}.")
         return framework
 
-    def _arrays(self, features: Iterable[Mapping[str, Any]], separator: int | None) -> Columns:
-        """Return everything in the batch that is a tensor, as arrays."""
+    def _arrays(self, features: Iterable[Mapping[str, Any]], separator: int | None) -> tuple[Columns, int]:
+        """Return everything in the batch that is a tensor, as arrays that share no memory, and the longest document."""
         targets: list[Columns] = []
         if self.document_labels:
             features, targets = without_targets(features)
-        examples = self._examples(features)
-        tokens = sum(len(example["input_ids"]) for example in examples)
-        examples += self._padding(tokens, examples[0])
-        documents = [document_lengths(example) for example in examples]
-        labels = one_per_document(targets, documents)
-        if not (self.return_flash_attn_kwargs or self.return_seq_idx):
-            require_visible_starts(examples)
-        row = {key: concatenate([example[key] for example in examples]) for key in examples[0]}
-        lengths = [length for of_example in documents for length in of_example]
-        cu_seq_lens = np.cumsum([0, *lengths])
+        flat = self._complete(read_all(features, self.position_ids_start))
+        tokens = sum(flat.lengths)
+        row, lengths = self._padded(flat)
+        stated = "position_ids" in row
+        documents = document_lengths(row["position_ids"], lengths) if stated else lengths
+        if not stated:
+            row["position_ids"] = counted(lengths, self.position_ids_start)
+        labels = one_per_document(targets, numbers_of_parts(documents, lengths)) if targets else None
+        if stated and not (self.return_flash_attn_kwargs or self.return_seq_idx):
+            require_visible_starts(row["position_ids"], lengths)
         if not self.document_labels:
+            labels = row["labels"]
             if separator is not None:
-                row["labels"][cu_seq_lens[:-1]] = separator
-            row["labels"][tokens:] = IGNORED_LABEL
-            labels = row["labels"][None]
+                labels[starts(documents)] = separator
+            labels[tokens:] = IGNORED_LABEL
+            labels = labels[None]
         elif self.pad_to_multiple_of is not None:
             row["attention_mask"] = (np.arange(len(row["input_ids"])) < tokens).astype(np.int64)
+        return self._in_order(row, labels, documents), max(documents)
+
+    def _in_order(self, row: Columns, labels: Array | None, documents: list[int]) -> Columns:
+        """Return the arrays of the batch in upstream's order.
+
+        Args:
+            row: The columns, ``[T]``.
+            labels: The labels as they are returned.
+            documents: The tokens of each document.
+        """
         arrays = {"input_ids": row["input_ids"][None]}
         if labels is not None:
             arrays["labels"] = labels
         if self.return_position_ids:
             arrays["position_ids"] = row["position_ids"][None]
         if self.return_seq_idx:
-            arrays["seq_idx"] = np.repeat(np.arange(len(lengths), dtype=np.int32), lengths)[None]
+            arrays["seq_idx"] = np.repeat(np.arange(len(documents), dtype=np.int32), documents)[None]
         if self.return_flash_attn_kwargs:
-            arrays["cu_seq_lens_q"] = arrays["cu_seq_lens_k"] = cu_seq_lens.astype(np.int32)
+            arrays["cu_seq_lens_q"] = np.array([0, *accumulate(documents)], dtype=np.int32)
+            arrays["cu_seq_lens_k"] = arrays["cu_seq_lens_q"].copy()
         arrays.update({key: values[None] for key, values in row.items() if key not in IDS})
         if self.loss_weights:
-            weighted = loss_weights.by_document(row["labels"], lengths)
+            weighted = loss_weights.by_document(row["labels"], documents)
             made = [key for key in weighted if key in arrays and key not in IDS]
             if made:
                 raise CollatorError(f"{made[0]} is made by the collator. Remove it from the examples.")
             arrays.update({key: values[None] for key, values in weighted.items()})
         return arrays
 
-    def _examples(self, features: Iterable[Mapping[str, Any]]) -> list[Columns]:
-        """Return the examples' columns, with ``position_ids`` and, unless they are of documents, ``labels``."""
-        examples = [read(index, feature, self.position_ids_start) for index, feature in enumerate(features)]
-        if not examples:
-            raise CollatorError("expected at least one example, found an empty batch.")
-        require_same_keys(examples)
-        return [self._complete(example) for example in examples]
-
-    def _complete(self, example: Columns) -> Columns:
-        ids = example["input_ids"]
-        complete = {"position_ids": counted([len(ids)], self.position_ids_start), **example}
-        if not self.document_labels:
-            complete.setdefault("labels", ids)
-        learned = [complete.pop(name) != 0 for name in self.loss_masks if name in complete]
+    def _complete(self, flat: Flat) -> Flat:
+        """Add the ``labels``, unless they are of documents, and apply the loss masks."""
+        columns = dict(flat.columns)
+        if not self.document_labels and "labels" not in columns:
+            columns["labels"] = columns["input_ids"].copy()
+        learned = [columns.pop(name) != 0 for name in self.loss_masks if name in columns]
         if learned:
-            complete["labels"] = np.where(np.all(learned, axis=0), complete["labels"], IGNORED_LABEL)
-        return complete
+            columns["labels"] = np.where(np.all(learned, axis=0), columns["labels"], IGNORED_LABEL)
+        return Flat(columns, flat.lengths)
 
-    def _padding(self, tokens: int, like: Columns) -> list[Columns]:
-        """Return the padding as one example with the keys of ``like``, or an empty list if no padding is needed."""
-        length = -tokens % self.pad_to_multiple_of if self.pad_to_multiple_of else 0
+    def _padded(self, flat: Flat) -> tuple[Columns, list[int]]:
+        """Return the columns with the padding, and the tokens of each example and of the padding, if there is any."""
+        length = -sum(flat.lengths) % self.pad_to_multiple_of if self.pad_to_multiple_of else 0
         if not length:
-            return []
-        padding: Columns = {key: np.zeros(length, dtype=values.dtype) for key, values in like.items()}
+            return flat.columns, flat.lengths
+        padding: Columns = {key: np.zeros(length, dtype=values.dtype) for key, values in flat.columns.items()}
         padding["input_ids"] = np.full(length, self.pad_token_id, dtype=np.int64)
-        padding["position_ids"] = counted([length], self.position_ids_start)
-        return [padding]
+        if "position_ids" in padding:
+            padding["position_ids"] = counted([length], self.position_ids_start)
+        row = {key: np.concatenate([values, padding[key]]) for key, values in flat.columns.items()}
+        return row, [*flat.lengths, length]

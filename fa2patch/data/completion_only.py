@@ -17,7 +17,7 @@ from ..errors import CollatorError
 from . import loss_weights as weights
 from . import templates
 from .collators import DataCollatorWithFlattening
-from .flattening import Array, Columns, integer, read, require_same_keys
+from .flattening import Array, Columns, integer, read_all
 from .padding import as_encoding, padded
 
 Template = Union[str, Sequence[int]]
@@ -161,8 +161,7 @@ class DataCollatorForCompletionOnlyLM:
         if not isinstance(features, Iterable):
             raise CollatorError(f"expected a list of examples, found {type(features).__name__}.")
         named = [one if isinstance(one, Mapping) else {"input_ids": one} for one in features]
-        examples = [read(index, one, self.position_ids_start) for index, one in enumerate(named)]
-        require_same_keys(examples)
+        examples = read_all(named, self.position_ids_start).examples()
         for index, example in enumerate(examples):
             example["labels"] = self._labels(index, example)
         batch = self._row(examples, framework) if self.padding_free else self._padded(examples, framework)

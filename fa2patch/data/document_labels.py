@@ -28,24 +28,24 @@ def without_targets(features: Iterable[Mapping[str, Any]]) -> tuple[list[dict[st
     return rest, targets
 
 
-def one_per_document(targets: Sequence[Columns], documents: Sequence[tuple[int, ...]]) -> Array | None:
+def one_per_document(targets: Sequence[Columns], documents: Sequence[int]) -> Array | None:
     """Return labels ``[documents]`` or ``[documents, numbers]``, or None if no example has any.
 
     Args:
         targets: The labels of each example, as ``without_targets`` returns them.
-        documents: The lengths of each example's documents. The padding may follow; it has no labels.
+        documents: The number of each example's documents. The padding may follow; it has no labels.
     """
     if not any(targets):
         return None
     require_same_keys(targets)
     arrays = [np.atleast_1d(target["labels"]) for target in targets]
-    if any(len(array) != len(lengths) for array, lengths in zip(arrays, documents)):
+    if any(len(array) != count for array, count in zip(arrays, documents)):
         # If an example has one document, its list of numbers holds several targets of that document.
-        single = [array[None] if len(lengths) == 1 else array for array, lengths in zip(arrays, documents)]
-        for index, (array, lengths) in enumerate(zip(single, documents)):
-            if len(array) != len(lengths) or array.ndim != 2 or array.shape[1:] != single[0].shape[1:]:
+        single = [array[None] if count == 1 else array for array, count in zip(arrays, documents)]
+        for index, (array, count) in enumerate(zip(single, documents)):
+            if len(array) != count or array.ndim != 2 or array.shape[1:] != single[0].shape[1:]:
                 raise CollatorError(
-                    f"example {index}: labels of shape {targets[index]['labels'].shape} for {len(lengths)} documents. "
+                    f"example {index}: labels of shape {targets[index]['labels'].shape} for {count} documents. "
                     "Expected one number for each document, or in all examples equally many numbers for each."
                 )
         arrays = single

@@ -8,7 +8,7 @@ import numpy as np
 
 from ..documents.names import COUNTED_LABEL, IGNORED_LABEL, LOSS_LABELS, LOSS_WEIGHTS
 from ..errors import CollatorError
-from .flattening import Array, Columns
+from .flattening import Array, Columns, starts
 
 DOCUMENT = "document"
 
@@ -29,13 +29,13 @@ def by_document(labels: Array, lengths: Sequence[int]) -> Columns:
         labels: int64 ``[tokens]``, -100 outside the loss. The first label of each document does not count.
         lengths: The lengths of the documents, in tokens.
     """
-    document = np.repeat(np.arange(len(lengths)), lengths)
+    first = starts(lengths)
     learned = labels != IGNORED_LABEL
-    learned[np.cumsum([0, *lengths[:-1]])] = False
+    learned[first] = False
+    counts = np.add.reduceat(learned, first, dtype=np.int64)
     (at,) = np.nonzero(learned)
-    _, first, counts = np.unique(document[at], return_index=True, return_counts=True)
     counted = np.full_like(labels, IGNORED_LABEL)
-    counted[at[first]] = COUNTED_LABEL
+    counted[at[(counts.cumsum() - counts)[counts > 0]]] = COUNTED_LABEL
     weights = np.zeros(len(labels), dtype=np.float32)
-    weights[at] = np.repeat(1 / counts, counts)
+    weights[at] = np.repeat(1 / np.maximum(counts, 1), counts)
     return {"labels": counted, LOSS_LABELS: np.where(learned, labels, IGNORED_LABEL), LOSS_WEIGHTS: weights}

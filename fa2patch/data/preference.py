@@ -132,7 +132,7 @@ def _ids(index: int, example: Mapping[str, Any], part: str) -> Array:
             ids = as_array(index, key, example[key])
             if ids.dtype != np.int64 and len(ids):
                 raise CollatorError(f"example {index}: {key} must be integers, found floats.")
-            return ids.astype(np.int64)
+            return ids.astype(np.int64, copy=False)
     raise CollatorError(
         f"example {index}: expected {part}_input_ids or {part}_ids, found {', '.join(map(str, example)) or 'no keys'}."
     )

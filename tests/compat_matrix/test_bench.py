@@ -12,10 +12,22 @@ from rich.progress import Progress
 import fa2patch
 from compat_matrix import environments, tiny_models
 from compat_matrix.bench import __main__ as bench
-from compat_matrix.bench import counting, figures, gpu, gpu_once, kernels, lengths, plots, syncs, syncs_once, tables
+from compat_matrix.bench import (
+    collator,
+    counting,
+    figures,
+    gpu,
+    gpu_once,
+    kernels,
+    lengths,
+    plots,
+    syncs,
+    syncs_once,
+    tables,
+)
 from compat_matrix.check.rows import documents, pack
 
-PARTS = ("kernels", "overhead", "mixers", "training", "sharing")
+PARTS = ("kernels", "overhead", "mixers", "training", "sharing", "collator")
 
 
 @pytest.fixture
@@ -144,6 +156,15 @@ def test_quick_parts_give_well_formed_json(tmp_path, as_it_was, capsys):
     for run in found["training"]["runs"]:
         assert {rival["optimizer_steps"] for rival in run["rivals"].values()} == {2}
         assert all(rival["largest_loss_difference"] < 1e-4 for rival in run["rivals"].values())
+    assert {row["kind"] for row in found["collator"]["rows"]} == set(collator.KINDS)
+
+
+@pytest.mark.parametrize("case", [case for case in collator.CASES if case.tokens < 2048], ids=str)
+def test_both_collators_make_the_same_row_of_the_same_examples(case):
+    ours, theirs = (collate() for collate in collator.rivals(case).values())
+    assert set(ours) - set(theirs) == {"weights"} & set(collator.COLUMNS[case.columns])
+    for name, expected in theirs.items():
+        assert ours[name] == expected if isinstance(expected, int) else torch.equal(ours[name], expected), name
 
 
 def test_synchronisations_of_an_environment(tmp_path, monkeypatch):

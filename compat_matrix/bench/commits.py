@@ -3,30 +3,31 @@
 from __future__ import annotations
 
 import io
+import os
 import subprocess
 import tarfile
 from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).parents[2]
+STATED = "FA2PATCH_COMMIT"
+"""The environment variable that names the commit of a copy of the files without git's folder."""
 
 
 class NoCommit(Exception):
     """git is missing, this folder is no clone, or it has no such commit. The message says which."""
 
 
-def here(stated: str = "") -> dict[str, Any]:
+def here() -> dict[str, Any]:
     """Return ``commit``, the number of this clone's commit, and ``dirty``, whether the files differ from it.
 
-    Args:
-        stated: the commit of a copy of the files without git's folder. There ``dirty`` is None, which means unknown,
-            and without ``stated`` so is ``commit``.
+    Without git's folder, ``commit`` is what :data:`STATED` says, and ``dirty`` is None, which means unknown.
     """
     try:
         commit = number("HEAD")
         return {"commit": commit, "dirty": bool(_git("status", "--porcelain"))}
     except NoCommit:
-        return {"commit": stated or None, "dirty": None}
+        return {"commit": os.environ.get(STATED) or None, "dirty": None}
 
 
 def named(commit: dict[str, Any]) -> str:

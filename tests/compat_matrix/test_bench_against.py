@@ -106,9 +106,11 @@ def test_a_commit_is_exported_as_it_was(tmp_path):
 
 def test_without_git_a_commit_is_what_was_stated(monkeypatch, tmp_path):
     monkeypatch.setattr(commits, "ROOT", tmp_path)
+    monkeypatch.delenv(commits.STATED, raising=False)
     monkeypatch.setenv("GIT_CEILING_DIRECTORIES", str(tmp_path.parent))
     assert commits.here() == {"commit": None, "dirty": None}
-    assert commits.named(commits.here("1234567890abcdef")) == "1234567890ab, stated by hand"
+    monkeypatch.setenv(commits.STATED, "1234567890abcdef")
+    assert commits.named(commits.here()) == "1234567890ab, stated by hand"
 
 
 def test_one_run_of_a_side_and_an_unknown_commit_are_errors(capsys):

@@ -125,6 +125,8 @@ def main(arguments: list[str] | None = None) -> int:
     console.print(gpu_goals.table(goals, header).as_rich())
     for name, why in {**failed, **gpu_goals.absent(results)}.items():
         console.print(f"{name}: {why}", highlight=False, markup=False)
+    if not done:
+        console.print(f"time is over: {len(records)} of {len(planned)} are done, run the same command again")
     return 0 if done else OUT_OF_TIME
 
 

@@ -107,7 +107,11 @@ def test_the_matrix_works_from_an_installed_wheel(installed, tmp_path):
     assert re.search(r"\| llama_3_1 \(llama\) \| ok ", done.stdout), done.stdout
 
 
-@pytest.mark.parametrize("name", ["", ".suite", ".structure", ".ecosystem", ".bench", ".bench.figures", ".bench.gpu"])
+@pytest.mark.parametrize(
+    "name",
+    ["", ".suite", ".structure", ".ecosystem", ".bench"]
+    + [f".bench.{name}" for name in ("figures", "gpu", "against", "first_gpu")],
+)
 def test_a_command_of_a_clone_names_the_extra_that_it_lacks(name):
     code = (
         "import runpy, sys; sys.modules['rich'] = None; sys.argv[1:] = ['--help']\n"

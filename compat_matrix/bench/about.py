@@ -10,13 +10,16 @@ from typing import Any
 
 import torch
 
+from . import commits
+
 
 def header(command: str, device: str = "cpu") -> dict[str, Any]:
-    """Return device, versions, date and the command that repeats the measurement."""
+    """Return commit, device, versions, date and the command that repeats the measurement."""
     import transformers
 
     return {
         "command": command,
+        **commits.here(),
         "date": datetime.now(timezone.utc).date().isoformat(),
         "device": torch.cuda.get_device_name() if device == "cuda" else processor(),
         "threads": torch.get_num_threads(),

@@ -204,7 +204,7 @@ def merged(given: argparse.Namespace, names: list[str]) -> dict[str, Any]:
     return {"part": "gpu", "command": f"{COMMAND} --out FOLDER{toy}", **head, **settings, "shapes": made}
 
 
-HEAD = ("date", "device", "threads", "python", "torch", "transformers")
+HEAD = ("commit", "dirty", "date", "device", "threads", "python", "torch", "transformers")
 
 
 def _ran(given: argparse.Namespace, shape: str, name: str) -> bool:

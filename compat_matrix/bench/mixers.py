@@ -8,6 +8,7 @@ from __future__ import annotations
 import statistics
 from typing import Any
 
+import torch
 from rich.progress import Progress
 
 import fa2patch
@@ -36,14 +37,26 @@ def measure(progress: Progress, quick: bool = False, repeats: int = 9) -> Any:
     return {"rows": rows, "repeats": repeats}
 
 
-def compared(family: str, lengths: tuple[int, ...], repeats: int) -> dict[str, Any]:
+def compared(
+    family: str,
+    lengths: tuple[int, ...],
+    repeats: int,
+    device: str = "cpu",
+    dtype: torch.dtype = torch.float32,
+    sizes: dict[str, int] = SIZES,
+) -> dict[str, Any]:
     """Return the least time of ``repeats`` rounds in milliseconds, and the median ratios of the packed time to
-    the others.
+    the others, and the kernels that computed the layers.
+
+    Args:
+        sizes: changes to the tiny model's config; those that the config does not know are left out.
     """
-    changes = SIZES if "max_position_embeddings" in tiny_models.parameters(tiny_models.config_class(family)) else {}
-    patched, alone = (tiny_models.build(family, **changes).train() for _ in range(2))
-    fa2patch.apply(patched)
-    docs, row = documents(*lengths), pack(documents(*lengths))
+    known = tiny_models.parameters(tiny_models.config_class(family))
+    changes: dict[str, Any] = {name: size for name, size in sizes.items() if name in known}
+    patched, alone = (tiny_models.build(family, dtype=dtype, **changes).train().to(device) for _ in range(2))
+    patch = fa2patch.apply(patched)
+    docs = [doc.to(device) for doc in documents(*lengths)]
+    row = {name: tensor.to(device) for name, tensor in pack(documents(*lengths)).items()}
 
     def losses() -> list[Any]:
         return [alone(input_ids=doc[None], use_cache=False).logits.square().sum() for doc in docs]
@@ -60,9 +73,10 @@ def compared(family: str, lengths: tuple[int, ...], repeats: int) -> dict[str, A
         },
         repeats,
         warm_up=1,
+        device=device,
     )
     found: dict[str, Any] = {f"{name}_ms": round(1e3 * min(seconds), 2) for name, seconds in taken.items()}
     for name in ("one_by_one", "a_backward_each"):
         ratios = [packed / single for packed, single in zip(taken["packed"], taken[name])]
         found[f"by_{name}"] = round(statistics.median(ratios), 3)
-    return found
+    return {**found, "kernels": sorted({str(layer.kernel) for layer in patch.layers})}

@@ -7,9 +7,17 @@ import time
 from collections.abc import Mapping
 from typing import Any, Callable
 
+import torch
 
-def rounds(rivals: Mapping[str, Callable[[], Any]], repeats: int, warm_up: int = 2) -> dict[str, list[float]]:
-    """Return the seconds of each rival, round by round. The order rotates; warm-up rounds are not timed."""
+
+def rounds(
+    rivals: Mapping[str, Callable[[], Any]], repeats: int, warm_up: int = 2, device: str = "cpu"
+) -> dict[str, list[float]]:
+    """Return the seconds of each rival, round by round. The order rotates; warm-up rounds are not timed.
+
+    Args:
+        device: with ``cuda`` the time ends when the GPU has computed everything.
+    """
     names = list(rivals)
     taken: dict[str, list[float]] = {name: [] for name in names}
     for turn in range(-warm_up, repeats):
@@ -17,6 +25,8 @@ def rounds(rivals: Mapping[str, Callable[[], Any]], repeats: int, warm_up: int =
         for name in names[shift:] + names[:shift]:
             started = time.perf_counter()
             rivals[name]()
+            if device == "cuda":
+                torch.cuda.synchronize()
             if turn >= 0:
                 taken[name].append(time.perf_counter() - started)
     return taken

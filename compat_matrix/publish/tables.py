@@ -1,4 +1,4 @@
-"""Makes every file that depends on the evidence or on the kernels' classes."""
+"""Makes every file that depends on the evidence, on the bench's results or on the kernels' classes."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from pathlib import Path
 from .. import environments
 from ..ecosystem import integrations
 from ..results import Malformed, read
-from . import integrations_table, kernel_table, long_rows_tables, need, readme
+from . import bench_tables, integrations_table, kernel_table, long_rows_tables, need, readme
 from .known import known
 from .markdown import matrix
 from .page import page
@@ -25,14 +25,16 @@ def made(root: Path) -> dict[Path, str]:
     wanted = environments.tomllib.loads(blocks.read_text())["version"] if blocks.exists() else ()
     results = read(folder / "evidence", wanted)
     long_rows = {"engines": long_rows_tables.engines(), "costs": long_rows_tables.costs()}
+    costs = {"reads": bench_tables.reads(), "overhead": bench_tables.overhead()}
     in_readme = {
         "matrix": readme.summary(results),
         "need": need.table(results),
         "integrations": integrations_table.made(integrations.EVIDENCE),
+        **costs,
     }
     return {
         root / "README.md": between(root / "README.md", **in_readme),
-        root / "docs" / "kernels.md": between(root / "docs" / "kernels.md", kernels=kernel_table.table()),
+        root / "docs" / "kernels.md": between(root / "docs" / "kernels.md", kernels=kernel_table.table(), **costs),
         root / "docs" / "long_rows.md": between(root / "docs" / "long_rows.md", **long_rows),
         folder / "MATRIX.md": matrix(results),
         folder / "matrix.html": page(results),

@@ -15,8 +15,8 @@ from compat_matrix.results import Malformed, read
 
 POINTS = ["packed_row", "packed_rows", "windows"]
 MARKERS = {
-    "README.md": ("matrix", "need", "integrations"),
-    "docs/kernels.md": ("kernels",),
+    "README.md": ("matrix", "need", "integrations", "reads", "overhead"),
+    "docs/kernels.md": ("kernels", "reads", "overhead"),
     "docs/long_rows.md": ("engines", "costs"),
 }
 ROWS = ["one row", "two rows", "mask of ones"]

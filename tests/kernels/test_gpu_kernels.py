@@ -2,45 +2,20 @@
 
 import pytest
 import torch
-from kernel_cases import brute_force, documents, largest_errors, states, with_gradients
 
 import fa2patch
 from compat_matrix import tiny_models
 from compat_matrix.check import gpu
+from compat_matrix.check.kernel_cases import documents, states
+from compat_matrix.check.kernels import FEATURES, HEADS, LENGTHS, PARENTS, Case, compared, refusal
 from fa2patch import kernels
 from fa2patch.errors import PackingNotIsolated
 from fa2patch.kernels.attention import packed_attention
 from fa2patch.kernels.options import Options
-from fa2patch.kernels.reference import Reference
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")]
 
-LENGTHS = (1, 200, 77, 130)
-PARENTS = (-1, -1, 1, 1)
-HEADS = 4
 KERNELS = [kernel for kernel in kernels.ORDER if kernel.name != "reference"]
-
-FEATURES = {
-    "plain": {},
-    "window 1": {"window": 1},
-    "window": {"window": 37},
-    "window as long as a document": {"window": 200},
-    "window longer than all": {"window": 1000},
-    "softcap": {"softcap": 5.0},
-    "sinks": {"sinks": True},
-    "alibi": {"alibi_slopes": True},
-    "window and sinks": {"window": 37, "sinks": True},
-    "window and softcap": {"window": 37, "softcap": 5.0},
-}
-
-
-def options_of(feature, causal, dtype):
-    given = dict(FEATURES[feature])
-    if given.get("sinks"):
-        given["sinks"] = torch.tensor([0.5, -1.0, 2.0, 4.0], device="cuda", dtype=dtype).requires_grad_()
-    if given.get("alibi_slopes"):
-        given["alibi_slopes"] = torch.tensor([0.5, 0.1, 1.0, 0.0], device="cuda")
-    return Options(causal=causal, **given)
 
 
 @pytest.fixture(params=KERNELS, ids=lambda kernel: kernel.name)
@@ -60,36 +35,20 @@ def able_or_skip(kernel, rows, options, trees=False):
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
 @pytest.mark.parametrize("dim", [64, 128])
 @pytest.mark.parametrize("groups", [1, 4], ids=["MHA", "MQA"])
-@pytest.mark.parametrize(
-    ("causal", "parents"), [(True, None), (False, None), (True, PARENTS)], ids=["causal", "both ways", "tree"]
-)
+@pytest.mark.parametrize("layout", ["causal", "both ways", "tree"])
 @pytest.mark.parametrize("feature", FEATURES)
-def test_a_kernel_equals_the_reference(kernel, feature, causal, parents, groups, dim, dtype):
-    """As in flash-attn's own tests, the error is at most twice the plain formula's in the same dtype, plus a slack.
-
-    Errors are distances from the reference in float32. The reference in half precision is too strict a measure: it
-    computes windows and softcap in float32 inside, so it rounds less than a flash kernel, which rounds its weights.
-    """
-    options = options_of(feature, causal, dtype)
-    half = states(LENGTHS, dtype=dtype, groups=groups, dim=dim, value_dim=dim, device="cuda", heads=HEADS)
-    able_or_skip(kernel, half, options, parents is not None)
-    given = [*half, *([options.sinks] if options.sinks is not None else [])]
-    whole = [tensor.detach().float().requires_grad_() for tensor in given]
-    exact = Options(causal=causal, window=options.window, softcap=options.softcap,
-                    sinks=whole[3] if len(whole) > 3 else None, alibi_slopes=options.alibi_slopes)  # fmt: skip
-    boundaries = documents(LENGTHS, "cuda", parents)
-    truth = with_gradients(lambda: Reference()(*whole[:3], boundaries, exact), whole)
-    rounded = largest_errors(with_gradients(lambda: brute_force(*half, LENGTHS, options, parents), given), truth)
-    found = with_gradients(lambda: kernel(*half, boundaries, options), given)
-    assert found[0].dtype == dtype
-    slack = 1e-3 if dtype != torch.float32 else 5e-3  # float32 is computed in TF32
-    for name, error, allowed in zip(("output", "dq", "dk", "dv", "dsinks"), largest_errors(found, truth), rounded):
-        assert error <= 2 * allowed + slack, f"{name} is off by {error}, the plain formula in {dtype} by {allowed}"
+def test_a_kernel_equals_the_reference(kernel, feature, layout, groups, dim, dtype):
+    case = Case(feature, layout, groups, dim, dim, dtype)
+    reason = refusal(kernel, case, "cuda")
+    if reason:
+        pytest.skip(reason)
+    errors = compared(kernel, case, "cuda")
+    assert {name: error for name, error in errors.items() if not error.ok} == {}
 
 
 @pytest.mark.parametrize("feature", FEATURES)
 def test_a_kernel_isolates_documents(kernel, feature):
-    options = options_of(feature, True, torch.bfloat16)
+    options = Case(feature).options("cuda")
     q, k, v = states(LENGTHS, dtype=torch.bfloat16, dim=64, value_dim=64, device="cuda", heads=HEADS)
     able_or_skip(kernel, (q, k, v), options)
     before = kernel(q, k, v, documents(LENGTHS, "cuda"), options).split(LENGTHS)
@@ -115,7 +74,7 @@ def test_other_head_dimensions(kernel, dim, value_dim):
 
 @pytest.mark.parametrize("feature", FEATURES)
 def test_a_kernel_isolates_the_branches_of_a_tree(kernel, feature):
-    options = options_of(feature, True, torch.bfloat16)
+    options = Case(feature).options("cuda")
     q, k, v = states(LENGTHS, dtype=torch.bfloat16, dim=64, value_dim=64, device="cuda", heads=HEADS)
     able_or_skip(kernel, (q, k, v), options, trees=True)
     boundaries = documents(LENGTHS, "cuda", PARENTS)

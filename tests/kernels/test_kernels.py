@@ -4,7 +4,9 @@ import itertools
 
 import pytest
 import torch
-from kernel_cases import (
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from compat_matrix.check.kernel_cases import (
     DIM,
     HEADS,
     LENGTHS,
@@ -16,8 +18,6 @@ from kernel_cases import (
     states,
     with_gradients,
 )
-from torch.utils._python_dispatch import TorchDispatchMode
-
 from fa2patch.documents.boundaries import Boundaries
 from fa2patch.errors import Fa2PatchError, PackingNotIsolated, UnknownKernel
 from fa2patch.kernels.attention import packed_attention

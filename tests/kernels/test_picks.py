@@ -6,11 +6,11 @@ import warnings
 
 import pytest
 import torch
-from kernel_cases import HEADS, LENGTHS, documents, states
 
 import fa2patch
 from compat_matrix import tiny_models
 from compat_matrix.check import stand_in_aten
+from compat_matrix.check.kernel_cases import HEADS, LENGTHS, documents, states
 from compat_matrix.check.rows import documents as some_documents
 from compat_matrix.check.rows import pack
 from fa2patch import kernels

@@ -2,8 +2,8 @@
 
 import pytest
 import torch
-from kernel_cases import DIM, HEADS, LENGTHS, documents, largest_errors, states, with_gradients
 
+from compat_matrix.check.kernel_cases import DIM, HEADS, LENGTHS, documents, largest_errors, states, with_gradients
 from fa2patch.kernels import reference_op
 from fa2patch.kernels.options import Options
 from fa2patch.kernels.reference import Reference

@@ -6,9 +6,9 @@ from dataclasses import replace
 import pytest
 import torch
 from definition_cases import SPECIAL, attend_with, error_of_flex, errors_of, kernel_or_operator, options_of
-from kernel_cases import DIM, documents, states
 
 from compat_matrix.check import stand_in, stand_in_aten
+from compat_matrix.check.kernel_cases import DIM, documents, states
 from fa2patch import kernels
 from fa2patch.errors import KernelWrong, PackingNotIsolated
 from fa2patch.kernels.flash_attn import FlashAttn

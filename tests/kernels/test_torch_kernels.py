@@ -4,7 +4,9 @@ import importlib
 
 import pytest
 import torch
-from kernel_cases import (
+
+from compat_matrix.check import stand_in_aten
+from compat_matrix.check.kernel_cases import (
     DIM,
     HEADS,
     LENGTHS,
@@ -16,8 +18,6 @@ from kernel_cases import (
     states,
     with_gradients,
 )
-
-from compat_matrix.check import stand_in_aten
 from fa2patch.kernels import Asked, torch_varlen
 from fa2patch.kernels.efficient import Efficient
 from fa2patch.kernels.flex import Flex, compute

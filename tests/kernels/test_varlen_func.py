@@ -9,7 +9,9 @@ from types import ModuleType, SimpleNamespace
 
 import pytest
 import torch
-from kernel_cases import (
+
+from compat_matrix.check import stand_in
+from compat_matrix.check.kernel_cases import (
     HEADS,
     LENGTHS,
     WINDOWS,
@@ -19,8 +21,6 @@ from kernel_cases import (
     states,
     with_gradients,
 )
-
-from compat_matrix.check import stand_in
 from fa2patch import kernels
 from fa2patch.errors import KernelUnavailable
 from fa2patch.kernels import varlen_func

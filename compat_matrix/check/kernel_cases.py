@@ -1,26 +1,38 @@
-"""Packed attention by its definition, and helpers for tests of kernels."""
+"""Packed attention by its definition, and what kernels are called with to be compared with it."""
+
+from __future__ import annotations
 
 import itertools
+from collections.abc import Iterable, Sequence
+from typing import Callable
 
 import torch
 
 from fa2patch.documents.boundaries import Boundaries
+from fa2patch.kernels.options import Options
 
 LENGTHS = (1, 5, 3, 8)
 HEADS, DIM = 4, 8
-WINDOWS = {"no window": None, "window 1": 1, "smaller": 4, "equal": 8, "larger": 20}
+WINDOWS: dict[str, int | None] = {"no window": None, "window 1": 1, "smaller": 4, "equal": 8, "larger": 20}
+
+Spans = Sequence["tuple[int, int]"]
+"""The first token of each span and the token behind its last."""
 
 
-def documents(lengths, device="cpu", parents=None, spans=None):
+def documents(
+    lengths: Sequence[int],
+    device: str = "cpu",
+    parents: Sequence[int] | None = None,
+    spans: Spans | None = None,
+) -> Boundaries:
     """Return boundaries for documents of these lengths, or for segments with parents, or with spans of tokens."""
-    ends = [0, *itertools.accumulate(lengths)]
-    parents = None if parents is None else torch.tensor(parents, dtype=torch.int32, device=device)
+    of_segments = None if parents is None else torch.tensor(parents, dtype=torch.int32, device=device)
     until = None if spans is None else last_seen(sum(lengths), spans).to(device, torch.int32)
-    ends = torch.tensor(ends, dtype=torch.int32, device=device)
-    return Boundaries(ends, max(lengths), parents=parents, until=until)
+    ends = torch.tensor([0, *itertools.accumulate(lengths)], dtype=torch.int32, device=device)
+    return Boundaries(ends, max(lengths), parents=of_segments, until=until)
 
 
-def last_seen(tokens, spans):
+def last_seen(tokens: int, spans: Spans) -> torch.Tensor:
     """Return for each token the last one that it sees: that of its span ``(first, behind the last)``, or itself."""
     until = torch.arange(tokens)
     for start, stop in spans:
@@ -28,7 +40,15 @@ def last_seen(tokens, spans):
     return until
 
 
-def states(lengths=LENGTHS, dtype=torch.float64, groups=1, dim=DIM, value_dim=DIM, device="cpu", heads=HEADS):
+def states(
+    lengths: Sequence[int] = LENGTHS,
+    dtype: torch.dtype = torch.float64,
+    groups: int = 1,
+    dim: int = DIM,
+    value_dim: int = DIM,
+    device: str = "cpu",
+    heads: int = HEADS,
+) -> list[torch.Tensor]:
     """Return q, k and v ``[tokens, heads, dim]`` of one row. They are so large that a weight on a wrong key shows."""
     sizes = ((heads, dim), (heads // groups, dim), (heads // groups, value_dim))
     return [
@@ -37,7 +57,7 @@ def states(lengths=LENGTHS, dtype=torch.float64, groups=1, dim=DIM, value_dim=DI
     ]
 
 
-def _tree(lengths, parents):
+def _tree(lengths: Sequence[int], parents: Sequence[int]) -> tuple[torch.Tensor, torch.Tensor]:
     """Return whether a token's segment continues another token's, and the tokens' places on their paths."""
     of_token = [segment for segment, length in enumerate(lengths) for _ in range(length)]
     continues = torch.zeros(len(of_token), len(of_token), dtype=torch.bool)
@@ -53,7 +73,15 @@ def _tree(lengths, parents):
     return continues, torch.tensor(place)
 
 
-def brute_force(q, k, v, lengths, options, parents=None, spans=None):
+def brute_force(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    lengths: Sequence[int],
+    options: Options,
+    parents: Sequence[int] | None = None,
+    spans: Spans | None = None,
+) -> torch.Tensor:
     """Compute attention by its definition: all scores of the row, with ``-inf`` added where a query must not attend."""
     tokens, heads, dim = q.shape
     key_head = torch.arange(heads, device=q.device) // (heads // k.shape[1])
@@ -73,7 +101,7 @@ def brute_force(q, k, v, lengths, options, parents=None, spans=None):
     if options.softcap is not None:
         scores = options.softcap * torch.tanh(scores / options.softcap)
     if options.alibi_slopes is not None:
-        scores = scores - options.alibi_slopes[:, None, None] * distance.abs()
+        scores = scores - (options.alibi_slopes[:, None, None] * distance.abs()).to(scores.dtype)
     scores = scores + torch.zeros(tokens, tokens, dtype=q.dtype, device=q.device).masked_fill(~allowed, float("-inf"))
     top = scores.detach().amax(-1, keepdim=True)
     weights = torch.exp(scores - top)
@@ -83,18 +111,18 @@ def brute_force(q, k, v, lengths, options, parents=None, spans=None):
     return torch.einsum("hij,jhd->ihd", weights / total, v[:, key_head])
 
 
-def with_gradients(attend, inputs):
+def with_gradients(attend: Callable[[], torch.Tensor], inputs: Sequence[torch.Tensor]) -> list[torch.Tensor]:
     """Return the output, and the gradients of a fixed random weighted sum of it with respect to every input."""
     output = attend()
     direction = torch.randn(output.shape, generator=torch.Generator().manual_seed(7), dtype=torch.float64)
     return [output, *torch.autograd.grad(output, inputs, direction.to(output.device, output.dtype))]
 
 
-def largest_errors(found, truth):
+def largest_errors(found: Iterable[torch.Tensor], truth: Iterable[torch.Tensor]) -> list[float]:
     """Return the largest absolute error of each pair of tensors."""
     return [(a.double() - b.double()).abs().max().item() for a, b in zip(found, truth)]
 
 
-def doubled(tensor):
+def doubled(tensor: torch.Tensor | None) -> torch.Tensor | None:
     """Return a float64 copy that requires gradients."""
     return None if tensor is None else tensor.detach().double().requires_grad_()

@@ -1,0 +1,70 @@
+"""The commit of this clone, and fa2patch as it was in another commit."""
+
+from __future__ import annotations
+
+import io
+import os
+import subprocess
+import tarfile
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).parents[2]
+STATED = "FA2PATCH_COMMIT"
+"""The environment variable that names the commit of a copy of the files without git's folder."""
+
+
+class NoCommit(Exception):
+    """git is missing, this folder is no clone, or it has no such commit. The message says which."""
+
+
+def here() -> dict[str, Any]:
+    """Return ``commit``, the number of this clone's commit, and ``dirty``, whether the files differ from it.
+
+    Without git's folder, ``commit`` is what :data:`STATED` says, and ``dirty`` is None, which means unknown.
+    """
+    try:
+        commit = number("HEAD")
+        return {"commit": commit, "dirty": bool(_git("status", "--porcelain"))}
+    except NoCommit:
+        return {"commit": os.environ.get(STATED) or None, "dirty": None}
+
+
+def named(commit: dict[str, Any]) -> str:
+    """Return a commit in words, such as ``1a2b3c4d5e6f, with uncommitted changes``."""
+    changes = {True: ", with uncommitted changes", None: ", stated by hand"}.get(commit["dirty"], "")
+    return f"{commit['commit'][:12]}{changes}" if commit["commit"] else "an unknown commit"
+
+
+def number(reference: str) -> str:
+    """Return the full number of a commit, which a branch, a tag or any other name of git's may stand for.
+
+    Raises:
+        NoCommit: there is no such commit.
+    """
+    return _git("rev-parse", "--verify", f"{reference}^{{commit}}").decode().strip()
+
+
+def export(commit: str, package: str, folder: Path) -> None:
+    """Write a package of this clone, as it was in a commit, into a folder.
+
+    Raises:
+        NoCommit: there is no such commit, or it has no such package.
+    """
+    with tarfile.open(fileobj=io.BytesIO(_git("archive", commit, "--", package))) as members:
+        for member in members:
+            content = members.extractfile(member) if member.isfile() else None
+            if content is not None:
+                file = folder / member.name
+                file.parent.mkdir(parents=True, exist_ok=True)
+                file.write_bytes(content.read())
+
+
+def _git(*arguments: str) -> bytes:
+    try:
+        done = subprocess.run(["git", "-C", str(ROOT), *arguments], capture_output=True)
+    except OSError as error:
+        raise NoCommit(f"git cannot be started: {error}") from error
+    if done.returncode:
+        raise NoCommit(f"git {arguments[0]} failed: {done.stderr.decode(errors='replace').strip()}")
+    return done.stdout

@@ -52,3 +52,21 @@ def paused() -> Iterator[None]:
 def compiling() -> bool:
     """Whether the calling code is being captured into a graph. Torch before 2.3 does not say so."""
     return _CAN_TELL and not _paused and bool(torch.compiler.is_compiling())
+
+
+def unbacked_size(least: int) -> Any:
+    """A size that depends on values, for the fake implementation of an operator.
+
+    ``get_ctx().new_dynamic_size`` gives one only with ``fullgraph=True``, or if the user has set
+    ``torch._dynamo.config.capture_dynamic_output_shape_ops``. Otherwise the graph would break at the operator, although
+    the operator is ours and nothing behind it needs the number.
+
+    Args:
+        least: a lower bound that is known.
+    """
+    context = torch.library.get_ctx()
+    allocate = getattr(getattr(torch._library, "fake_impl", None), "allocate_size", None)
+    shapes = getattr(context, "_shape_env", None)
+    if allocate is None or shapes is None:
+        return context.new_dynamic_size(min=least)
+    return allocate(shapes, least)

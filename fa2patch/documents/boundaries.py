@@ -47,6 +47,7 @@ class Boundaries:
         made: objects that a kernel computes once per batch and reuses in later layers, such as a block mask.
         until: int32 tensor ``[tokens]`` on the batch's device: the last token that each token sees, where tokens of
             spans (:mod:`.spans`) see later ones; None if every token sees its document up to itself.
+        uncounted: whether the number of segments becomes known only when a compiled graph runs.
     """
 
     cu_seqlens: torch.Tensor
@@ -56,6 +57,7 @@ class Boundaries:
     parents: torch.Tensor | None = None
     made: dict[Hashable, Any] = field(default_factory=dict, repr=False)
     until: torch.Tensor | None = field(default=None, repr=False)
+    uncounted: bool = field(default=False, repr=False)
 
     @property
     def lengths(self) -> tuple[int, ...]:

@@ -16,6 +16,7 @@ from ..errors import BadPositionIds, BoundaryConflict
 from . import device as devices
 from .boundaries import Boundaries, from_starts
 from .checks import added_to_logits, check_mask, check_position_ids, check_readable, check_seq_idx
+from .counted import documents_of, is_plain
 from .starts import Flags, Ids, axes_of, changes, previous_real, starts_of
 
 
@@ -38,6 +39,10 @@ def boundaries(position_ids: torch.Tensor) -> Boundaries:
     """
     check_position_ids(position_ids)
     check_readable("position_ids", position_ids, BadPositionIds)
+    if is_plain(position_ids, None, None):
+        found = documents_of(_rows(position_ids), position_ids.device, always=True)
+        assert found is not None, "it is asked for always"
+        return found
     axes = np.array(devices.read(position_ids.long()), ndmin=3)
     starts = _starts(_Said((axes.shape[1], axes.shape[2]), axes))
     return from_starts(starts, position_ids.device, int(axes.max()) + 1)
@@ -108,6 +113,10 @@ def recognise(
             a packed row holds other values than zeros, ones and document numbers; or, in training, ids jump after
             padding and neither ``seq_idx`` nor document numbers say whether a document starts.
     """
+    if position_ids is not None and is_plain(position_ids, attention_mask, seq_idx) and device.type != "meta":
+        check_position_ids(position_ids, shape)
+        check_readable("position_ids", position_ids, BadPositionIds)
+        return documents_of(_rows(position_ids).expand(shape), device, always)
     said = _read(shape, device, position_ids, attention_mask, seq_idx)
     if said is None:
         return None
@@ -147,6 +156,11 @@ def _read(
         raise BadPositionIds("position_ids: expected those of a batch with values, found one on the meta device.")
     read = devices.read(torch.stack([ids.detach().to(device, torch.int64) for ids in (*present.values(), *axes)]))
     return _Said(shape, read[len(present) :], **dict(zip(present, read)))
+
+
+def _rows(position_ids: torch.Tensor) -> torch.Tensor:
+    """Position ids on one axis as ``[batch, length]``."""
+    return position_ids.reshape(-1, position_ids.shape[-1])
 
 
 def whole_numbers(mask: torch.Tensor) -> torch.Tensor:

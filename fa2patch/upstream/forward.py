@@ -145,7 +145,8 @@ def look(step: Step, part: RowPart | None = None) -> PackedMask | None:
     given = call.get("attention_mask")
     made_inside = step.role.innermost and any(ids is None and mask is given for ids, mask in dense.found_around(step))
     training = step.module.training and torch.is_grad_enabled()
-    found = packed_mask(call, patch, made_inside, training=training, part=part)
+    one_per_token = step.role.predicts_the_next or step.role.innermost
+    found = packed_mask(call, patch, made_inside, training=training, part=part, may_be_packed=one_per_token)
     if found is not None and has_pictures(call):  # 5.10 to 5.16 pass lengths on to the vision tower, which has its own
         for name in LENGTHS:
             call.pop(name, None)

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import torch
 
+from .._compile import compiling
 from .._types import Call, Model
 from ..documents.boundaries import Boundaries, largest
+from ..documents.counted import in_graph, is_plain
 from ..documents.names import CACHES, PARENTS
 from ..documents.recognition import recognise
 from ..documents.stated import from_cu_seqlens
@@ -22,7 +24,12 @@ from .traits import directions, positions
 
 
 def packed_mask(
-    call: Call, patch: Patched, made_inside: bool = False, training: bool = False, part: RowPart | None = None
+    call: Call,
+    patch: Patched,
+    made_inside: bool = False,
+    training: bool = False,
+    part: RowPart | None = None,
+    may_be_packed: bool = False,
 ) -> PackedMask | None:
     """Return the :class:`PackedMask` of a packed batch, or None for a dense batch.
 
@@ -35,6 +42,8 @@ def packed_mask(
         made_inside: whether an outer model made the position ids. Only certain restarts then start a document.
         training: whether ids that jump behind padding are an error. Otherwise they are taken for upstream's filler.
         part: the part of every row that this process holds; None if rows are whole.
+        may_be_packed: whether the model gives the same outputs for one document if its row is computed packed. In a
+            compiled graph such a row is always packed, because the graph cannot choose by what ids say.
 
     Raises:
         PackedWithCache: the batch is packed and comes with a cache.
@@ -52,6 +61,9 @@ def packed_mask(
         if part is not None and batch.position_ids is not None:
             cu = part.clipped(found.cu_seqlens, batch.shape)
             from_cu_seqlens(cu, found.max_seqlen, batch.shape, position_ids=batch.position_ids)
+    elif may_be_packed and part is None and not made_inside and _stays_in_the_graph(batch, call, training):
+        assert in_graph is not None and batch.position_ids is not None
+        found = in_graph(batch.position_ids.reshape(batch.shape))
     else:
         first = patch.found[positions.NAME].first
         found = _recognised(rows, first, made_inside, training, split=part is not None)
@@ -94,6 +106,19 @@ def _stated(batch: Batch, patch: Patched) -> Boundaries:
             "Give this model every sequence as a document of its own."
         )
     return found.padding_apart(batch.mask) if batch.mask is not None and patch.found[directions.NAME].both else found
+
+
+def _stays_in_the_graph(batch: Batch, call: Call, training: bool) -> bool:
+    """Whether one row's documents can be found by an operator of a graph being captured.
+
+    A row that may be one document must then be computed packed without a loss. Outside training it may need the cache,
+    which packed rows have none of.
+    """
+    if not compiling() or in_graph is None or batch.shape[0] != 1 or batch.shape[1] == 1:
+        return False
+    asks = call.get("attention_mask") is not None or passed(call, CACHES) or call.get("output_attentions")
+    keeps_cache = not training and call.get("use_cache") is not False
+    return not (asks or keeps_cache) and is_plain(batch.position_ids, None, batch.lengths.get("seq_idx"))
 
 
 def _recognised(batch: Batch, first_position: int, made_inside: bool, training: bool, split: bool) -> Boundaries | None:

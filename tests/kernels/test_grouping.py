@@ -7,8 +7,8 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from compat_matrix.check.kernel_cases import HEADS, documents, states
 
+from compat_matrix.check.kernel_cases import HEADS, documents, states
 from fa2patch.kernels import grouping
 from fa2patch.kernels.options import Options
 from fa2patch.kernels.reference import Reference

@@ -125,16 +125,94 @@ def test_lengths_that_fall_raise_inside_a_graph_too(backend):
     torch._dynamo.reset()
 
 
-def test_without_lengths_the_graph_breaks_and_the_numbers_hold(graphs):
+def without_lengths(*lengths):
+    return {name: value for name, value in batch(*lengths).items() if not name.startswith(("cu_", "max_"))}
+
+
+@pytest.mark.parametrize("fullgraph", [True, False])
+@pytest.mark.parametrize("family", ["llama", "gemma2"])
+def test_thirty_layouts_make_two_graphs_from_position_ids_alone(graphs, family, fullgraph):
+    seen, backend = graphs
+    model = on_the_interface_seam(family)
+    compiled = torch.compile(model, backend=backend, fullgraph=fullgraph)
+    for lengths in [*layouts(29), [9]]:
+        given = without_lengths(*lengths)
+        found = compiled(**given)
+        found.loss.backward()
+        gradients = [weight.grad for weight in model.parameters() if weight.grad is not None]
+        model.zero_grad()
+        expected = model(**given)
+        expected.loss.backward()
+        torch.testing.assert_close(found.logits, expected.logits, rtol=1e-5, atol=1e-5)
+        torch.testing.assert_close(found.loss, expected.loss, rtol=1e-5, atol=1e-5)
+        for weight, gradient in zip((w for w in model.parameters() if w.grad is not None), gradients):
+            torch.testing.assert_close(gradient, weight.grad, rtol=1e-4, atol=1e-5)
+        model.zero_grad()
+    assert len(seen) <= 2, "the first layout, and one graph for all others"
+
+
+def test_the_kernel_in_a_graph_from_position_ids_alone_gets_the_longest_length(graphs):
+    _, backend = graphs
+    with stand_in_aten.installed() as calls:
+        model = on_the_interface_seam("llama")
+        compiled = torch.compile(model, backend=backend, fullgraph=True)
+        for lengths in layouts(6):
+            calls.clear()
+            found = compiled(**without_lengths(*lengths)).logits
+            assert [call["max"] for call in calls] == [max(lengths)] * 2
+            assert torch.equal(found, model(**without_lengths(*lengths)).logits)
+
+
+@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
+def test_gradients_stay_in_their_document_in_a_graph_from_position_ids_alone(backend):
+    torch._dynamo.reset()
+    model = on_the_interface_seam("llama")
+    compiled = torch.compile(model, backend=backend, fullgraph=True)
+    for lengths in [(4, 6, 5), (3, 2, 8)]:
+        given, end = without_lengths(*lengths), sum(lengths[:2])
+        embeddings = model.get_input_embeddings()(given.pop("input_ids")).detach().requires_grad_()
+        del given["labels"]
+        logits = compiled(inputs_embeds=embeddings, **given).logits
+        (gradient,) = torch.autograd.grad(logits[0, lengths[0] : end].square().sum(), embeddings)
+        assert gradient[0, lengths[0] : end].any()
+        assert not gradient[0, : lengths[0]].any() and not gradient[0, end:].any()
+        changed = embeddings.detach().clone()
+        changed[0, : lengths[0]] += 1
+        assert torch.equal(compiled(inputs_embeds=changed, **given).logits[0, lengths[0] :], logits[0, lengths[0] :])
+    torch._dynamo.reset()
+
+
+@pytest.mark.parametrize("more", [{"output_attentions": True}, {"use_cache": True}, {"attention_mask": True}])
+def test_a_compiled_call_with_one_document_gives_what_it_gave_before(graphs, more):
+    _, backend = graphs
+    model = tiny_models.build("llama", "eager").eval()
+    ids = documents(9)[0][None]
+    given = {"input_ids": ids, "position_ids": torch.arange(9)[None], **more}
+    if "attention_mask" in more:
+        given["attention_mask"] = torch.ones_like(ids)
+    expected = model(**given)
+    fa2patch.apply(model)
+    found = torch.compile(model, backend=backend)(**given)
+    assert found.keys() == expected.keys()
+    torch.testing.assert_close(found.logits, expected.logits, rtol=1e-5, atol=1e-5)
+    if "output_attentions" in more:
+        torch.testing.assert_close(found.attentions, expected.attentions)
+    step = {"input_ids": ids[:, :1], "position_ids": torch.tensor([[9]])}
+    if "use_cache" in more:
+        held = [
+            torch.compile(model, backend=backend)(**step, past_key_values=x.past_key_values) for x in (found, expected)
+        ]
+        torch.testing.assert_close(held[0].logits, held[1].logits, rtol=1e-5, atol=1e-5)
+
+
+def test_rows_and_masks_that_the_operator_does_not_read_break_the_graph_and_the_numbers_hold(graphs):
     _, backend = graphs
     model = on_the_interface_seam("llama")
     compiled = torch.compile(model, backend=backend)
-    for lengths in layouts(3):
-        given = {name: value for name, value in batch(*lengths).items() if not name.startswith(("cu_", "max_"))}
-        torch.testing.assert_close(compiled(**given).logits, model(**given).logits, rtol=1e-5, atol=1e-5)
-    with pytest.raises(torch._dynamo.exc.Unsupported):
-        torch._dynamo.reset()
-        torch.compile(model, backend=backend, fullgraph=True)(**given)
+    given = without_lengths(4, 6, 5, 5)
+    rows = {name: value.view(2, 10) if isinstance(value, torch.Tensor) else value for name, value in given.items()}
+    for batch_of in (rows, {**given, "seq_idx": torch.arange(4).repeat_interleave(torch.tensor([4, 6, 5, 5]))[None]}):
+        torch.testing.assert_close(compiled(**batch_of).logits, model(**batch_of).logits, rtol=1e-5, atol=1e-5)
 
 
 def test_a_cuda_graph_is_not_captured_around_a_packed_batch(monkeypatch):

@@ -62,7 +62,7 @@ def refuse_arguments_of_rows(model: Model, call: Call, mask: PackedMask) -> None
         if value.shape[0] == mask.shape[0]:
             raise PackingNotIsolated(
                 f"{type(model).__name__} was handed {name} {list(value.shape)} with a packed batch of "
-                f"{len(mask.boundaries)} documents in {mask.shape[0]} rows: a value for each row says nothing of "
+                f"{_documents(mask)}: a value for each row says nothing of "
                 "documents. Expected tensors with a value for each token. Train this model padded."
             )
 
@@ -71,7 +71,8 @@ def refuse_outputs_of_rows(model: Model, output: Any, call: Call, mask: PackedMa
     """Refuse outputs that have one vector or one number per row.
 
     Only shapes are compared. Outputs per token, per document or for the whole batch pass. Nothing is checked if there
-    are no more documents than rows, or if the call asks for fewer logits (``logits_to_keep``).
+    are no more documents than rows, or if the call asks for fewer logits (``logits_to_keep``). In a compiled graph that
+    does not know the number of documents, there may be more.
 
     Args:
         model: the model that was called.
@@ -84,7 +85,8 @@ def refuse_outputs_of_rows(model: Model, output: Any, call: Call, mask: PackedMa
     Raises:
         PackingNotIsolated: an output has one value per row.
     """
-    if len(mask.boundaries) <= mask.shape[0] or passed(call, FEWER_LOGITS):
+    one_each = not mask.boundaries.uncounted and len(mask.boundaries) <= mask.shape[0]
+    if one_each or passed(call, FEWER_LOGITS):
         return
     named = output.items() if hasattr(output, "items") else enumerate(output if isinstance(output, tuple) else [output])
     for name, value in named:
@@ -95,6 +97,11 @@ def refuse_outputs_of_rows(model: Model, output: Any, call: Call, mask: PackedMa
         if of_rows and not (value.dim() == 1 and name == 0):  # the first entry of a tuple may be a loss
             raise PackingNotIsolated(
                 f"{type(model).__name__} returned {name} {list(value.shape)}, one for each row, for a packed batch of "
-                f"{len(mask.boundaries)} documents in {mask.shape[0]} rows: its head pools whole rows. Train this "
+                f"{_documents(mask)}: its head pools whole rows. Train this "
                 "model padded, or pool the last hidden states document by document."
             )
+
+
+def _documents(mask: PackedMask) -> str:
+    number = "an unknown number of" if mask.boundaries.uncounted else len(mask.boundaries)
+    return f"{number} documents in {mask.shape[0]} rows"

@@ -128,18 +128,31 @@ class Boundaries:
         """The number of segments, which is the number of documents if there are no parents."""
         return int(self.cu_seqlens.shape[0]) - 1
 
-    def chunked(self, size: int) -> Boundaries:
-        """Boundaries with every document cut into chunks of ``size`` tokens, for chunked attention (Llama 4)."""
-        if self.parents is None and self.max_seqlen <= size:
+    def chunked(self, size: int, tokens: int) -> Boundaries:
+        """Boundaries with every document cut into chunks, for chunked attention (Llama 4).
+
+        Nothing is read from the device unless there are parents. There are as many chunks as the documents can have at
+        most, and the last ones are empty.
+
+        Args:
+            size: the length of a chunk in tokens.
+            tokens: the batch's tokens.
+        """
+        if self.parents is None and not self.uncounted and self.max_seqlen <= size:
             return self
-        parents = None
         if self.tree is not None:
             chunks, numbers = self.tree.chunked(size)
             parents = torch.tensor(numbers, dtype=torch.int32).to(self.cu_seqlens.device)
-        else:
-            chunks = [min(size, length - at) for length in self.lengths for at in range(0, length, size)]
-        cu = torch.tensor([0, *chunks], dtype=torch.int32).cumsum(0, dtype=torch.int32)
-        return Boundaries(cu.to(self.cu_seqlens.device), size, self.positions, tuple(chunks), parents)
+            cu = torch.tensor([0, *chunks], dtype=torch.int32).cumsum(0, dtype=torch.int32)
+            return Boundaries(cu.to(self.cu_seqlens.device), size, self.positions, tuple(chunks), parents)
+        starts = self.cu_seqlens[:-1].long()
+        counts = (self.cu_seqlens.diff() + size - 1) // size
+        ends = counts.cumsum(0)
+        chunk = torch.arange(starts.shape[0] + tokens // size, device=starts.device)
+        document = torch.searchsorted(ends, chunk, right=True).clamp(max=starts.shape[0] - 1)
+        cuts = starts[document] + size * (chunk - (ends - counts)[document])
+        cu = torch.nn.functional.pad(cuts.clamp(max=tokens), (0, 1), value=tokens).to(torch.int32)
+        return Boundaries(cu, size, self.positions, uncounted=self.uncounted)
 
     def padding_apart(self, attention_mask: torch.Tensor) -> Boundaries:
         """Boundaries with every document cut in two: its real tokens and the padding at its end.

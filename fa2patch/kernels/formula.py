@@ -8,6 +8,7 @@ the sum of the squared document lengths. Short documents share a call (:mod:`.gr
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from itertools import starmap
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -55,9 +56,15 @@ def over_documents(
     Returns:
         ``[tokens, query heads, value dim]``.
     """
+    precision = torch.promote_types(q.dtype, torch.float32)  # gradients are added up over the calls in it
+    options = replace(options, sinks=_in(precision, options.sinks), alibi_slopes=_in(precision, options.alibi_slopes))
     layout = layout_of(q, boundaries, options)
     outputs = [attend(call, options).transpose(1, 2) for call in calls(layout, q, k, v)]
     return layout.joined(outputs) if outputs else q.new_zeros(*q.shape[:2], v.shape[2])
+
+
+def _in(dtype: torch.dtype, values: torch.Tensor | None) -> torch.Tensor | None:
+    return None if values is None else values.to(dtype)
 
 
 def layout_of(q: torch.Tensor, boundaries: Boundaries, options: Options) -> Documents | Paths:

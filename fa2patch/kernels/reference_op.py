@@ -26,7 +26,8 @@ def _differentiated(
     groups = q.shape[1] // k.shape[1]
     assert options.scale is not None, "it is one of the operator's inputs"
     pieces: list[list[torch.Tensor]] = [[], [], []]
-    of_extras = [torch.zeros_like(x) for x in (options.sinks, options.alibi_slopes) if x is not None]
+    extras_given = [x for x in (options.sinks, options.alibi_slopes) if x is not None]
+    of_extras = [x.new_zeros(x.shape, dtype=torch.promote_types(q.dtype, torch.float32)) for x in extras_given]
     layout = layout_of(q, documents, options)
     for call, of_output in zip(calls(layout, q, k, v), layout.gradients(grad)):
         query, key, value = heads_first(call, groups)
@@ -48,7 +49,8 @@ def _differentiated(
             made.append(found.transpose(1, 2))
     whole = [layout.joined(pieces[0]), *map(layout.summed, pieces[1:])]
     whole[1:] = [x.view(x.shape[0], -1, groups, x.shape[2]).sum(2) for x in whole[1:]]
-    return [x.to(q.dtype).contiguous() for x in whole] + of_extras
+    of_given = [found.to(given.dtype) for found, given in zip(of_extras, extras_given)]
+    return [x.to(q.dtype).contiguous() for x in whole] + of_given
 
 
 @contextlib.contextmanager

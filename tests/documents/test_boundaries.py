@@ -821,9 +821,26 @@ def test_padding_is_cut_off_the_documents_that_it_ends():
     assert apart.lengths == (3, 2, 3, 0, 0, 2) and apart.max_seqlen == 5
 
 
-def test_chunks_are_documents_cut_up():
-    found = from_cu_seqlens(torch.tensor([0, 5, 16, 17]), 11, (1, 17)).chunked(4)
-    assert found.lengths == (4, 1, 4, 4, 3, 1) and found.max_seqlen == 4
-    assert found.cu_seqlens.tolist() == [0, 4, 5, 9, 13, 16, 17] and found.cu_seqlens.dtype == torch.int32
+def test_chunks_are_documents_cut_up_and_the_last_are_empty():
+    found = from_cu_seqlens(torch.tensor([0, 5, 16, 17]), 11, (1, 17)).chunked(4, 17)
+    assert found.lengths == (4, 1, 4, 4, 3, 1, 0) and found.max_seqlen == 4
+    assert found.cu_seqlens.tolist() == [0, 4, 5, 9, 13, 16, 17, 17] and found.cu_seqlens.dtype == torch.int32
     whole = from_cu_seqlens(torch.tensor([0, 5, 16, 17]), 11, (1, 17))
-    assert whole.chunked(11) is whole
+    assert whole.chunked(11, 17) is whole
+
+
+@given(st.lists(st.integers(0, 9), min_size=1, max_size=7).filter(any), st.integers(1, 9))
+def test_chunks_have_the_lengths_of_their_documents(lengths, size):
+    ends = torch.tensor([0, *lengths]).cumsum(0)
+    found = from_cu_seqlens(ends, max(lengths), (1, sum(lengths))).chunked(size, sum(lengths))
+    cut = [min(size, length - at) for length in lengths for at in range(0, length, size)]
+    assert [length for length in found.lengths if length] == cut
+    assert len(found) <= len(lengths) + sum(lengths) // size
+
+
+def test_chunks_are_made_without_a_read(monkeypatch):
+    whole = from_cu_seqlens(torch.tensor([0, 5, 16, 17]), 11, (1, 17))
+    monkeypatch.setattr(device, "read", lambda tensor: pytest.fail("read"))
+    assert len(whole.chunked(4, 17)) == 7
+
+

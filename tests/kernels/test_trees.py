@@ -188,7 +188,7 @@ def test_chunks_of_a_tree_are_chunks_of_its_paths(seed, size):
     """A token sees the tokens of its path in its chunk, as chunked attention of the path alone does."""
     lengths, parents = a_tree(random.Random(seed))
     whole = documents(lengths, parents=parents)
-    chunked = whole.chunked(size)
+    chunked = whole.chunked(size, sum(lengths))
     assert chunked.max_seqlen == size and sum(chunked.lengths) == sum(lengths)
     of_piece = [piece for piece, length in enumerate(chunked.lengths) for _ in range(length)]
     of_token = [segment for segment, length in enumerate(lengths) for _ in range(length)]

@@ -170,4 +170,5 @@ def _chunked(mask: PackedMask, config: Config) -> PackedMask:
     if mask.rows[1] <= config.attention_chunk_size:
         return mask  # no document is longer than its row
     spans.refuse(mask, "chunks (attention_chunk_size)")
-    return replace(mask, boundaries=mask.boundaries.chunked(config.attention_chunk_size))
+    rows = mask.rows
+    return replace(mask, boundaries=mask.boundaries.chunked(config.attention_chunk_size, rows[0] * rows[1]))

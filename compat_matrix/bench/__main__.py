@@ -11,7 +11,7 @@ from typing import Any, Callable
 
 from ..screen import BarColumn, Console, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
-PARTS = ("startup", "syncs", "kernels", "overhead", "mixers", "training", "sharing", "embeddings", "packing")
+PARTS = ("startup", "syncs", "dry", "kernels", "overhead", "mixers", "training", "sharing", "embeddings", "packing")
 RESULTS = Path(__file__).parent / "results"
 ENVIRONMENTS = Path(__file__).parents[2] / ".compat"
 COMMAND = "python -m compat_matrix.bench"
@@ -62,6 +62,10 @@ def measuring(part: str, given: argparse.Namespace) -> Callable[[Progress], Any]
         from . import syncs
 
         return lambda progress: syncs.measure(progress, given.environments, quick=given.quick)
+    if part == "dry":
+        from . import dry
+
+        return lambda progress: dry.measure(progress, given.environments, quick=given.quick)
     if part == "kernels":
         from . import kernels
 

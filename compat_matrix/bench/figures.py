@@ -14,7 +14,7 @@ from .table import Found
 
 HERE = Path(__file__).parent
 COMMAND = "python -m compat_matrix.bench.figures"
-PARTS = ("startup", "syncs", "kernels", "overhead", "mixers", "training", "sharing", "embeddings", "packing")
+PARTS = ("startup", "syncs", "dry", "kernels", "overhead", "mixers", "training", "sharing", "embeddings", "packing")
 OWED = (
     "There are no GPU figures yet. `python -m compat_matrix.bench.gpu --out FOLDER` makes "
     "FOLDER/gpu.json. Commit it as results/gpu.json."
@@ -23,6 +23,7 @@ OWED = (
 WHAT = {
     "startup": "The time to import fa2patch after torch, and to patch a large model.",
     "syncs": "How often one forward waits for the device, and how often it derives boundaries, by layers.",
+    "dry": "What every GPU kernel's path dispatches beyond the kernel itself, traced without a GPU.",
     "kernels": "The cost of attention within documents: the reference kernel and three other ways.",
     "overhead": "The time that the patch adds on the host, without the kernel.",
     "mixers": "Packed rows of hybrid models compared with their documents run one by one.",
@@ -101,6 +102,8 @@ def measured_on(found: Found) -> str:
     if found["part"] == "syncs":
         each = (f"{name} with torch {run['torch']}" for name, run in found["versions"].items())
         return f"{found['date']}. Transformers {', '.join(each)}. A count, the same on any machine."
+    if found["part"] == "dry":
+        return f"{found['date']}. torch {', '.join(found['torch_versions'])}. A count, the same on any machine."
     if found["part"] == "packing":
         each = (f"{name} {number}" for name, number in found["versions"].items() if name != "transformers")
         return f"{found['date']}, {found['device']}{threads}, {', '.join(each)}."

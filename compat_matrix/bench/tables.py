@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Callable
 
-from . import embeddings_table, packing_table
+from . import dry_table, embeddings_table, packing_table
 from .table import Found, Table
 
 
@@ -250,6 +250,7 @@ def packing(found: Found) -> list[Table]:
 MAKE: dict[str, Callable[[Found], list[Table]]] = {
     "startup": startup,
     "syncs": syncs,
+    "dry": dry_table.tables,
     "kernels": kernels,
     "overhead": overhead,
     "mixers": mixers,

@@ -1,6 +1,13 @@
 """Part ``dry``: what every kernel's path dispatches beyond the kernel, traced without a device, by torch version.
 
 The counts are the same on any machine. Versions of torch with the same counts share a row.
+
+FlexAttention's own kernels are not part of it. With torch 2.14.1, Inductor wrote the forward's Triton kernel for fake
+CUDA tensors once twelve functions of ``torch.cuda``, ``torch.accelerator`` and Triton's driver had been replaced, and
+Triton 3.8 compiled it for compute capability 9.0 without a device: nine kinds of layer with the masks of
+:mod:`fa2patch.kernels.flex`, with at most 157,312 of Hopper's 232,448 bytes of shared memory. Its backward could not be
+traced, because autograd asks a CUDA tensor's device for its stream. Replacements of so many private functions are not
+kept here.
 """
 
 from __future__ import annotations

@@ -14,6 +14,7 @@ from ..screen import BarColumn, Console, MofNCompleteColumn, Progress, TextColum
 PARTS = (
     "startup",
     "syncs",
+    "dry",
     "kernels",
     "overhead",
     "mixers",
@@ -73,6 +74,10 @@ def measuring(part: str, given: argparse.Namespace) -> Callable[[Progress], Any]
         from . import syncs
 
         return lambda progress: syncs.measure(progress, given.environments, quick=given.quick)
+    if part == "dry":
+        from . import dry
+
+        return lambda progress: dry.measure(progress, given.environments, quick=given.quick)
     if part == "kernels":
         from . import kernels
 

@@ -17,6 +17,7 @@ COMMAND = "python -m compat_matrix.bench.figures"
 PARTS = (
     "startup",
     "syncs",
+    "dry",
     "kernels",
     "overhead",
     "mixers",
@@ -34,6 +35,7 @@ OWED = (
 WHAT = {
     "startup": "The time to import fa2patch after torch, and to patch a large model.",
     "syncs": "How often one forward waits for the device, and how often it derives boundaries, by layers.",
+    "dry": "What every GPU kernel's path dispatches beyond the kernel itself, traced without a GPU.",
     "kernels": "The cost of attention within documents: the reference kernel and other ways.",
     "overhead": "The time that the patch adds on the host, without the kernel.",
     "mixers": "Packed rows of hybrid models compared with their documents run one by one.",
@@ -113,6 +115,8 @@ def measured_on(found: Found) -> str:
     if found["part"] == "syncs":
         each = (f"{name} with torch {run['torch']}" for name, run in found["versions"].items())
         return f"{found['date']}. Transformers {', '.join(each)}. A count, the same on any machine."
+    if found["part"] == "dry":
+        return f"{found['date']}. torch {', '.join(found['torch_versions'])}. A count, the same on any machine."
     if found["part"] == "packing":
         each = (f"{name} {number}" for name, number in found["versions"].items() if name != "transformers")
         return f"{found['date']}, {found['device']}{threads}, {', '.join(each)}."

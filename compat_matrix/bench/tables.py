@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Callable
 
-from . import collator_table, embeddings_table, kernels_table, packing_table
+from . import collator_table, dry_table, embeddings_table, kernels_table, packing_table
 from .table import Found, Table
 
 
@@ -215,6 +215,7 @@ def packing(found: Found) -> list[Table]:
 MAKE: dict[str, Callable[[Found], list[Table]]] = {
     "startup": startup,
     "syncs": syncs,
+    "dry": dry_table.tables,
     "kernels": kernels_table.kernels,
     "overhead": overhead,
     "mixers": mixers,

@@ -24,11 +24,16 @@ CALLS: list[dict[str, Any]] = []
 
 
 @contextlib.contextmanager
-def installed() -> Iterator[list[dict[str, Any]]]:
-    """Make both kernels run on a CPU in every dtype within the block; gives the calls of their forwards."""
+def installed(padded: bool = False) -> Iterator[list[dict[str, Any]]]:
+    """Make both kernels run on a CPU in every dtype within the block; gives the calls of their forwards.
+
+    Args:
+        padded: whether the log-sum-exp of flash attention is ``[documents, heads, longest]``, as up to torch 2.6 and
+            in builds for ROCm, and not ``[heads, tokens]``.
+    """
     library = torch.library.Library("aten", "IMPL")
-    library.impl("_flash_attention_forward", _flash_forward, "CPU")
-    library.impl("_flash_attention_backward", _flash_backward, "CPU")
+    library.impl("_flash_attention_forward", _padded_forward if padded else _flash_forward, "CPU")
+    library.impl("_flash_attention_backward", _padded_backward if padded else _flash_backward, "CPU")
     library.impl("_efficient_attention_forward", _efficient_forward, "CPU")
     library.impl("_efficient_attention_backward", _efficient_backward, "CPU")
     everywhere = {"DEVICES": None, "DTYPES": None}
@@ -43,8 +48,12 @@ def installed() -> Iterator[list[dict[str, Any]]]:
 
 def _pieces(cu: torch.Tensor, cu_k: torch.Tensor) -> Iterator[tuple[slice, slice]]:
     """The queries and the keys of every document that has both."""
-    queries, keys = (list(itertools.starmap(slice, zip(ends.tolist(), ends.tolist()[1:]))) for ends in (cu, cu_k))
+    queries, keys = _documents(cu), _documents(cu_k)
     yield from ((mine, seen) for mine, seen in zip(queries, keys) if mine.start < mine.stop and seen.start < seen.stop)
+
+
+def _documents(cu: torch.Tensor) -> list[slice]:
+    return list(itertools.starmap(slice, zip(cu.tolist(), cu.tolist()[1:])))
 
 
 def _weights(
@@ -115,6 +124,26 @@ def _flash_backward(
         ):
             made[seen] = found.unflatten(1, (k.shape[1], groups)).sum(2).to(q.dtype)
     return tuple(grads)
+
+
+def _padded_forward(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, cu: torch.Tensor, cu_k: torch.Tensor, max_q: int, *more: Any,
+    **options: Any,
+) -> tuple[torch.Tensor, ...]:  # fmt: skip
+    output, lse, *rest = _flash_forward(q, k, v, cu, cu_k, max_q, *more, **options)
+    padded = lse.new_full((len(cu) - 1, q.shape[1], max_q), float("inf"))
+    for row, at in zip(padded, _documents(cu)):
+        row[:, : at.stop - at.start] = lse[:, at]
+    return output, padded, *rest
+
+
+def _padded_backward(
+    grad: torch.Tensor, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, output: torch.Tensor, lse: torch.Tensor,
+    cu: torch.Tensor, cu_k: torch.Tensor, max_q: int, *more: Any, **options: Any,
+) -> tuple[torch.Tensor, ...]:  # fmt: skip
+    assert lse.shape == (len(cu) - 1, q.shape[1], max_q)
+    rows = [row[:, : at.stop - at.start] for row, at in zip(lse, _documents(cu))]
+    return _flash_backward(grad, q, k, v, output, torch.cat(rows, 1), cu, cu_k, max_q, *more, **options)
 
 
 def _efficient_forward(

@@ -33,6 +33,10 @@ class Efficient(Kernel):
     MAX_HEAD_DIM = None
     FEATURES = frozenset({"dropout", "trees", "spans"})
 
+    def takes(self, head_dim: int, value_dim: int) -> bool:
+        """Always: CUTLASS's kernels have two head dimensions."""
+        return True
+
     def available(self) -> tuple[bool, str]:
         """Whether torch has the operator and finds a CUDA device, and the reason if not."""
         return _available()
@@ -59,7 +63,7 @@ class Efficient(Kernel):
             q[None], k[None], v[None], None, cu, keys.cu_seqlens, longest, keys.max_seqlen, options.dropout, mask, True,
             scale=scale,
         )[0]  # fmt: skip
-        return output[0]
+        return output.squeeze(0)  # the derivative of [0] would write zeros, then a copy
 
 
 @lru_cache(maxsize=1)

@@ -12,4 +12,5 @@ class FlashAttn(VarlenFunc):
     what = "FlashAttention 2"
     needs = "pip install flash-attn (2.1 to 2.8)"
     module = "flash_attn"
+    CAPABILITY = (8, float("inf"))
     FEATURES = frozenset({"window", "softcap", "alibi", "dropout", "deterministic", "trees", "spans"})

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, Callable
 
 import torch
 
-from .._compile import uncompiled
+from .._compile import constant, uncompiled
 from .protocol import HALF, Kernel
 
 if TYPE_CHECKING:
@@ -26,15 +26,25 @@ class Flex(Kernel):
 
     name = "flex"
     what = "FlexAttention"
-    needs = "torch 2.5 and Triton"
+    needs = "torch 2.5 and Triton (XPU: torch 2.9)"
+    DEVICES = ("cuda", "xpu")
     DTYPES = (*HALF, torch.float32)
     FEATURES = frozenset({"window", "softcap", "sinks", "alibi", "deterministic", "trees", "spans"})
     GATHERS = False
     MASKS = True
 
     def available(self) -> tuple[bool, str]:
-        """Whether torch has FlexAttention, a CUDA device and Triton, and the reason if not."""
+        """Whether torch has FlexAttention, a device for it and Triton, and the reason if not."""
         return _available()
+
+    def takes(self, head_dim: int, value_dim: int) -> bool:
+        """Always, but torch 2.5 takes no larger head dimension of v."""
+        return value_dim <= head_dim or not _takes_powers_only()
+
+    def rounded(self, dim: int) -> int:
+        """From 16 on a multiple of 8, or a power of two where torch takes no other head dimensions (before 2.8)."""
+        dim = max(dim, 16)
+        return 1 << (dim - 1).bit_length() if _takes_powers_only() else super().rounded(dim)
 
     @uncompiled
     def attend(
@@ -77,10 +87,21 @@ def compute(
     if options.sinks is None:
         output = flex(q, k, v, **asked)
     else:
-        output, lse = flex(q, k, v, **asked, return_lse=True)
+        output, lse = _with_lse(flex, q, k, v, **asked)
         output = (output * torch.sigmoid(lse - options.sinks.to(lse.dtype)[:, None])[..., None]).to(output.dtype)
-    attended: torch.Tensor = output[0].transpose(0, 1)
+    attended: torch.Tensor = output.squeeze(0).transpose(0, 1)  # the derivative of [0] would write zeros, then a copy
     return attended.contiguous()
+
+
+def _with_lse(flex: Callable[..., Any], *states: torch.Tensor, **asked: Any) -> tuple[torch.Tensor, torch.Tensor]:
+    """The output and the log-sum-exp. torch 2.9 has replaced the argument that asks for it."""
+    request = getattr(importlib.import_module("torch.nn.attention.flex_attention"), "AuxRequest", None)
+    if request is None:
+        output, lse = flex(*states, **asked, return_lse=True)
+    else:
+        output, more = flex(*states, **asked, return_aux=request(lse=True))
+        lse = more.lse
+    return output, lse
 
 
 def _visible(boundaries: Boundaries, tokens: int, causal: bool, window: int | None) -> Callable[..., torch.Tensor]:
@@ -130,6 +151,11 @@ def _compiled() -> tuple[Callable[..., Any], Callable[..., Any]]:
     return torch.compile(module.flex_attention), torch.compile(module.create_block_mask)
 
 
+@constant
+def _takes_powers_only() -> bool:
+    return hasattr(importlib.import_module("torch.nn.attention.flex_attention"), "_supported_head_dim")
+
+
 @lru_cache(maxsize=1)
 def _available() -> tuple[bool, str]:
     try:
@@ -137,6 +163,6 @@ def _available() -> tuple[bool, str]:
             return False, f"torch {torch.__version__} has no FlexAttention"
     except ModuleNotFoundError:
         return False, f"torch {torch.__version__} has no FlexAttention"
-    if not torch.cuda.is_available():
-        return False, "torch finds no CUDA device"
+    if not torch.cuda.is_available() and not (hasattr(torch, "xpu") and torch.xpu.is_available()):
+        return False, "torch finds no CUDA or XPU device"
     return (True, "") if importlib.util.find_spec("triton") else (False, "the package triton is not installed")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import warnings
 from collections.abc import Hashable
 from typing import Any, Callable, NamedTuple
@@ -11,7 +12,8 @@ import torch
 
 from .._compile import compiling, constant
 from ..errors import KernelUnavailable, KernelWrong
-from .protocol import Asked, Kernel
+from .flex import Flex
+from .protocol import HALF, Asked, Kernel
 from .reference import Reference
 from .registry import named, order
 from .trial import passes
@@ -141,7 +143,7 @@ class Picks:
         return known[kind].kernel is WHOLE_ROW
 
     def __call__(self, module: torch.nn.Module | None, asked: Asked, device: torch.device) -> Kernel:
-        """Choose the kernel for a call, and warn if ``auto`` can only use the reference on a GPU.
+        """Choose the kernel for a call, and warn if ``auto`` can only use a slow one.
 
         Args:
             module: the layer, for :meth:`of`; None if it is not known.
@@ -156,16 +158,32 @@ class Picks:
         kind = (asked, device)
         if kind not in self._made:
             self._made[kind] = pick(self.given or self.name, asked, device)
-            self._warn_if_slow(self._made[kind], device)
+            self._warn_if_slow(self._made[kind], asked)
         made = self._made[kind]
         if module is not None and self._of.get(module) is not made:
             self._of[module] = made
         return made.kernel
 
-    def _warn_if_slow(self, made: Pick, device: torch.device) -> None:
-        if self.name == "auto" and device.type == "cuda" and isinstance(made.kernel, Reference):
-            warnings.warn(
-                f"fa2patch computes a layer with the reference kernel, which is right and slow on a GPU ({made.why}). "
-                "See fa2patch.status(model).layers.",
-                stacklevel=2,
+    def _warn_if_slow(self, made: Pick, asked: Asked) -> None:
+        """Warn of the reference on an accelerator, and of FlexAttention where a faster kernel lacks only the dtype."""
+        if self.name != "auto" or asked.device in ("cpu", "meta"):
+            return
+        in_half = _faster_in_half(made.kernel, asked)
+        if isinstance(made.kernel, Reference) or (isinstance(made.kernel, Flex) and in_half):
+            advice = (
+                f" Load the model in bfloat16, or use torch.autocast, for {' or '.join(in_half)}." if in_half else ""
             )
+            warnings.warn(
+                f"fa2patch computes a layer with the kernel {made.kernel.name!r}, which is right and slow on a GPU "
+                f"({made.why}).{advice} See fa2patch.status(model).layers.",
+                stacklevel=3,
+            )
+
+
+def _faster_in_half(kernel: Kernel, asked: Asked) -> list[str]:
+    """The kernels before this one that need nothing but half precision to be used, best first."""
+    if asked.dtype in HALF:
+        return []
+    before = itertools.takewhile(lambda other: other is not kernel, order())
+    in_half = asked._replace(dtype=torch.bfloat16)
+    return [other.name for other in before if other.available()[0] and other.supports(in_half)[0]]

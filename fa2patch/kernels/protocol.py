@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 import torch.nn.functional as F
 
+from .._compile import constant
 from ..errors import KernelUnavailable
 from .spans import with_spans
 
@@ -80,14 +81,18 @@ class Kernel:
         DEVICES: supported device types; None means all.
         DTYPES: supported dtypes; None means all.
         MAX_HEAD_DIM: largest head dimension of q, k and v; None means no limit.
-        MULTIPLE: q, k and v are padded with zeros to one head dimension that is a multiple of this. With 1 they are
-            not padded, and the head dimensions of q and v may differ.
+        MULTIPLE: q, k and v are padded with zeros to head dimensions that are multiples of this: to one head dimension,
+            unless :meth:`takes` says that v's may differ. With 1 they are not padded.
+        CAPABILITY: lowest and highest major number of the compute capability of NVIDIA's devices that it has code for.
+        MADE_FOR: the major numbers of the devices that it was written for, where ``auto`` tries it before the others.
         FEATURES: the supported names in :data:`FEATURES`.
         GATHERS: whether :meth:`attend` gets k and v of a tree gathered: those of each segment's path, end to end, with
             the ends of ``boundaries.keys``.
         MASKS: whether :meth:`attend` computes spans itself, from ``boundaries.until``. For other kernels it is called a
             second time, for the queries of the spans (:mod:`.spans`).
         BACKWARD: whether the kernel has a backward. Without one it computes only calls that need no gradients.
+        alike: the head dimensions of q and of v that are padded to one although :meth:`takes` says that they may
+            differ, because a build failed its trial with them.
     """
 
     name: str
@@ -96,11 +101,14 @@ class Kernel:
     DEVICES: tuple[str, ...] | None = ("cuda",)
     DTYPES: tuple[torch.dtype, ...] | None = HALF
     MAX_HEAD_DIM: int | None = 256
+    CAPABILITY: tuple[float, float] = (0, float("inf"))
+    MADE_FOR: tuple[int, ...] = ()
     MULTIPLE = 8
     FEATURES: frozenset[str] = frozenset()
     GATHERS = True
     MASKS = False
     BACKWARD = True
+    alike: frozenset[tuple[int, int]] = frozenset()
 
     def available(self) -> tuple[bool, str]:
         """Whether the kernel can run on this machine, and the reason if not."""
@@ -119,6 +127,9 @@ class Kernel:
             return False, f"it has no {', no '.join(missing)}" + (" backward" if missing[-1] == "deterministic" else "")
         if self.DEVICES is not None and asked.device not in self.DEVICES:
             return False, f"it needs a {' or '.join(self.DEVICES)} device, found {asked.device}"
+        here = capability() if asked.device == "cuda" else None
+        if here is not None and not self.CAPABILITY[0] <= here[0] <= self.CAPABILITY[1]:
+            return False, f"it has no code for compute capability {here[0]}.{here[1]}"
         if self.DTYPES is not None and asked.dtype not in self.DTYPES:
             expected = " or ".join(str(dtype).replace("torch.", "") for dtype in self.DTYPES)
             return False, f"it needs {expected}, found {str(asked.dtype).replace('torch.', '')}"
@@ -126,6 +137,20 @@ class Kernel:
         if self.MAX_HEAD_DIM is not None and largest > self.MAX_HEAD_DIM:
             return False, f"its head dimensions end at {self.MAX_HEAD_DIM}, found {largest}"
         return True, ""
+
+    def takes(self, head_dim: int, value_dim: int) -> bool:
+        """Whether :meth:`attend` takes v with another head dimension than q and k. Both are already padded."""
+        return False
+
+    def rounded(self, dim: int) -> int:
+        """The smallest head dimension from ``dim`` on that :meth:`attend` takes."""
+        return dim + -dim % self.MULTIPLE
+
+    def padded(self, head_dim: int, value_dim: int) -> tuple[int, int]:
+        """The head dimensions to which q and k, and v, are padded with zeros."""
+        dims = self.rounded(head_dim), self.rounded(value_dim)
+        differ = self.takes(*dims) and (head_dim, value_dim) not in self.alike
+        return dims if self.MULTIPLE == 1 or differ else (max(dims), max(dims))
 
     def __call__(
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, boundaries: Boundaries, options: Options
@@ -153,10 +178,8 @@ class Kernel:
         if keys is not None:
             k, v = k.index_select(0, keys), v.index_select(0, keys)
         value_dim = v.shape[-1]
-        if self.MULTIPLE > 1:
-            dim = max(q.shape[-1], value_dim)
-            dim += -dim % self.MULTIPLE
-            q, k, v = (x if x.shape[-1] == dim else F.pad(x, (0, dim - x.shape[-1])) for x in (q, k, v))
+        dim, of_values = self.padded(q.shape[-1], value_dim)
+        q, k, v = _to_dim(q, dim), _to_dim(k, dim), _to_dim(v, of_values)
         output = self.attend(q, k, v, boundaries, options, scale)
         if boundaries.until is not None and options.causal and not self.MASKS:
             output = with_spans(self.attend, output, q, k, v, boundaries, options, scale)
@@ -182,3 +205,16 @@ class Kernel:
         ``scale`` is the factor of the logits, from ``options`` or the head dimension before padding.
         """
         raise NotImplementedError
+
+
+@constant
+def capability() -> tuple[int, int] | None:
+    """The compute capability of NVIDIA's current device; None without one. On ROCm such numbers mean something else."""
+    if torch.version.hip is not None or not torch.cuda.is_available():
+        return None
+    return torch.cuda.get_device_capability()
+
+
+def _to_dim(states: torch.Tensor, dim: int) -> torch.Tensor:
+    """Pad the last dimension with zeros; the same tensor if there is nothing to pad."""
+    return states if states.shape[-1] == dim else F.pad(states, (0, dim - states.shape[-1]))

@@ -11,14 +11,15 @@ from .flash_attn_3 import FlashAttn3
 from .flash_attn_4 import FlashAttn4
 from .flex import Flex
 from .hub import Hub
-from .protocol import Kernel
+from .protocol import Kernel, capability
 from .reference import Reference
 from .torch_varlen import TorchVarlen
 
 ORDER: tuple[Kernel, ...] = (
     FlashAttn3(), FlashAttn(), FlashAttn4(), TorchVarlen(), Efficient(), Flex(), Reference(),
 )  # fmt: skip
-"""The built-in kernels that ``auto`` tries, best first. The last one supports everything."""
+"""The built-in kernels that ``auto`` tries, best first. Those made for the device come first. The last one supports
+everything."""
 
 BY_NAME_ONLY: tuple[Kernel, ...] = (Hub(),)
 """The built-in kernels that ``auto`` does not try."""
@@ -30,8 +31,12 @@ _registered: list[tuple[Kernel, str | None]] = []
 
 
 def order() -> tuple[Kernel, ...]:
-    """The kernels that ``auto`` tries, best first: :data:`ORDER` and the kernels registered with ``before``."""
-    kernels = list(ORDER)
+    """The kernels that ``auto`` tries on the current device, best first.
+
+    They are :data:`ORDER`, with the kernels made for the device in front, and those registered with ``before``.
+    """
+    here = capability()
+    kernels = sorted(ORDER, key=lambda kernel: here is None or here[0] not in kernel.MADE_FOR)
     for kernel, before in _registered:
         if before is not None:
             at = [i for i, other in enumerate(kernels) if other.name == before]

@@ -66,7 +66,7 @@ class TorchVarlen(Kernel):
         operator = _Operator(keys.cu_seqlens, keys.max_seqlen, options.dropout, more)
         own = Part(slice(None), boundaries.cu_seqlens, boundaries.max_seqlen, (), options.causal)
         if options.sinks is None and (gathers or not tree):
-            return operator.forward(q, k, v, own)[0]
+            return operator.call(q, k, v, own)[0]
         parts = parts_of(boundaries) if tree and not gathers else [own]
         attended: torch.Tensor = Cascade.apply(q, k, v, options.sinks, parts, operator)  # type: ignore[no-untyped-call]
         return attended
@@ -86,29 +86,53 @@ class _Operator(NamedTuple):
     dropout: float
     more: dict[str, Any]
 
-    def forward(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, part: Part) -> tuple[torch.Tensor, ...]:
-        """Compute the output, the log-sum-exp ``[queries, heads]``, and the state that dropout repeats."""
-        operator = getattr(torch.ops.aten, _FORWARD).default
-        output, lse, state, unused, _ = operator(
+    def call(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, part: Part) -> tuple[torch.Tensor, ...]:
+        """Call the operator's forward, and return all of its outputs."""
+        outputs: tuple[torch.Tensor, ...] = getattr(torch.ops.aten, _FORWARD).default(
             q, k, v, part.cu_seqlens, self.cu_seqlens, part.max_seqlen, self.max_seqlen, self.dropout, part.causal,
             False, **self.more,
         )  # fmt: skip
-        return output, lse.transpose(0, 1), state, unused
+        return outputs
+
+    def forward(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, part: Part) -> tuple[torch.Tensor, ...]:
+        """Compute the output, the log-sum-exp ``[queries, heads]``, and the state that dropout repeats.
+
+        The operator's log-sum-exp is ``[heads, queries]`` from torch 2.7 on. Before, and in builds for ROCm, it is
+        padded, ``[segments, heads, max_seqlen]``. Such a one is kept for the backward, which takes it in that layout.
+        """
+        output, lse, state, unused, _ = self.call(q, k, v, part)
+        if lse.dim() == 2:
+            return output, lse.transpose(0, 1), state, unused
+        segment, place = _places(part, q.shape[0])
+        return output, lse[segment, :, place], state, unused, lse
 
     def backward(
         self, grad: torch.Tensor, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, output: torch.Tensor,
         lse: torch.Tensor, part: Part, kept: tuple[torch.Tensor, ...], of_keys: torch.Tensor, of_values: torch.Tensor,
     ) -> torch.Tensor:  # fmt: skip
         """Compute the gradient of q, and add those of k and v to ``of_keys`` and ``of_values``."""
-        operator = getattr(torch.ops.aten, _BACKWARD).default
+        state, unused, *padded = kept
+        if padded:
+            segment, place = _places(part, q.shape[0])
+            of_operator = padded[0].clone()
+            of_operator[segment, :, place] = lse.to(of_operator.dtype)
+        else:
+            of_operator = lse.transpose(0, 1).contiguous()
         of_queries: torch.Tensor
-        of_queries, keys, values = operator(
-            grad, q, k, v, output, lse.transpose(0, 1).contiguous(), part.cu_seqlens, self.cu_seqlens, part.max_seqlen,
-            self.max_seqlen, self.dropout, part.causal, *kept, **self.more,
+        of_queries, keys, values = getattr(torch.ops.aten, _BACKWARD).default(
+            grad, q, k, v, output, of_operator, part.cu_seqlens, self.cu_seqlens, part.max_seqlen, self.max_seqlen,
+            self.dropout, part.causal, state, unused, **self.more,
         )  # fmt: skip
         of_keys += keys
         of_values += values
         return of_queries
+
+
+def _places(part: Part, queries: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Each query's segment, and its place in the segment: two int64 tensors ``[queries]``."""
+    query = torch.arange(queries, device=part.cu_seqlens.device)
+    segment = torch.searchsorted(part.cu_seqlens, query, right=True) - 1
+    return segment, query - part.cu_seqlens[segment]
 
 
 @lru_cache(maxsize=2)

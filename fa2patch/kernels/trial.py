@@ -56,6 +56,16 @@ def passes(kernel: Kernel, asked: Asked, device: torch.device) -> tuple[bool, st
 
 @cache
 def _tried(kernel: Kernel, asked: Asked, device: torch.device) -> tuple[bool, str]:
+    """The verdict about a kind of call. A build that fails with v's own head dimension gets another try with q's."""
+    able, reason = _verdict(kernel, asked, device)
+    dim, value_dim = kernel.padded(asked.head_dim, asked.value_dim)
+    if not able and dim != value_dim and kernel.MULTIPLE > 1:
+        kernel.alike |= {(asked.head_dim, asked.value_dim)}
+        able, reason = _verdict(kernel, asked, device)
+    return able, reason
+
+
+def _verdict(kernel: Kernel, asked: Asked, device: torch.device) -> tuple[bool, str]:
     try:
         with out_of_reach(device), torch.autocast(device.type, enabled=False):
             return _compared(kernel, asked, device)

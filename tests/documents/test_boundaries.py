@@ -842,5 +842,3 @@ def test_chunks_are_made_without_a_read(monkeypatch):
     whole = from_cu_seqlens(torch.tensor([0, 5, 16, 17]), 11, (1, 17))
     monkeypatch.setattr(device, "read", lambda tensor: pytest.fail("read"))
     assert len(whole.chunked(4, 17)) == 7
-
-

@@ -1,6 +1,9 @@
 """The kernels that come with torch: aten's operators, computed by a stand-in, and FlexAttention's real forward."""
 
 import importlib
+import warnings
+from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -19,9 +22,11 @@ from compat_matrix.check.kernel_cases import (
     with_gradients,
 )
 from fa2patch.kernels import Asked, torch_varlen
+from fa2patch.kernels import flex as flex_module
 from fa2patch.kernels.efficient import Efficient
 from fa2patch.kernels.flex import Flex, compute
 from fa2patch.kernels.options import Options
+from fa2patch.kernels.reference import Reference
 from fa2patch.kernels.torch_varlen import TorchVarlen
 
 
@@ -61,6 +66,22 @@ def test_torch_varlen_with_sinks_in_half_precision(calls, dtype):
     truth = with_gradients(lambda: brute_force(*exact[:3], LENGTHS, Options(sinks=exact[3])), exact)
     for error, tensor in zip(largest_errors(found, truth), truth):
         assert error <= 3e-2 * max(1.0, tensor.abs().max().item())
+
+
+@pytest.mark.parametrize("parents", [None, (-1, -1, 1, 1, 3)], ids=["documents", "trees"])
+@pytest.mark.parametrize("sinks", [False, True], ids=["no sinks", "sinks"])
+def test_torch_varlen_takes_a_log_sum_exp_that_is_padded(sinks, parents):
+    lengths = (4, 6, 1, 3, 5)
+    q, k, v = states(lengths, groups=2)
+    logits = torch.tensor([0.5, -1.0, 2.0, 4.0], dtype=torch.float64).requires_grad_() if sinks else None
+    segments = replace(
+        documents(lengths), parents=None if parents is None else torch.tensor(parents, dtype=torch.int32)
+    )
+    given = [x for x in (q, k, v, logits) if x is not None]
+    with stand_in_aten.installed(padded=True):
+        found = with_gradients(lambda: TorchVarlen()(q, k, v, segments, Options(sinks=logits)), given)
+    truth = with_gradients(lambda: Reference()(q, k, v, segments, Options(sinks=logits)), given)
+    assert max(largest_errors(found, truth)) < 1e-12
 
 
 @pytest.mark.parametrize("groups", [1, 4], ids=["MHA", "MQA"])
@@ -157,6 +178,30 @@ def test_flex_makes_one_block_mask_for_a_batch_and_kind_of_layer(flex):
     assert len(made) == 2
     compute(flex[0], create, q, k, v, documents(LENGTHS), Options(), 1.0)
     assert len(made) == 3
+
+
+def test_flex_asks_for_the_log_sum_exp_as_this_torch_wants_it(flex):
+    q, k, v = (x.detach() for x in states(dtype=torch.float32))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", FutureWarning)
+        compute(*flex, q, k, v, documents(LENGTHS), Options(sinks=torch.zeros(HEADS)), 1.0)
+
+
+@pytest.mark.parametrize("new", [False, True], ids=["return_lse", "return_aux"])
+def test_flex_asks_for_the_log_sum_exp_by_the_argument_that_torch_has(monkeypatch, new):
+    module = SimpleNamespace(**({"AuxRequest": lambda lse: {"lse": lse}} if new else {}))
+    monkeypatch.setattr(flex_module, "importlib", SimpleNamespace(import_module=lambda name: module))
+    asked = {}
+
+    def flex_attention(q, k, v, **arguments):
+        asked.update(arguments)
+        lse = q.new_zeros(q.shape[:-1])
+        return q, SimpleNamespace(lse=lse) if new else lse
+
+    q, k, v = (x.detach() for x in states())
+    options = Options(sinks=torch.zeros(HEADS))
+    compute(flex_attention, lambda *given: None, q, k, v, documents(LENGTHS), options, 1.0)
+    assert (asked.get("return_aux"), asked.get("return_lse")) == (({"lse": True}, None) if new else (None, True))
 
 
 @pytest.mark.slow

@@ -1,0 +1,124 @@
+"""The dry run traces every kernel's path without a device, and counts what its table says."""
+
+import functools
+import json
+
+import pytest
+import torch
+
+from compat_matrix.bench import __main__ as bench
+from compat_matrix.bench import dry, dry_count, dry_kernels, dry_once, dry_table
+
+KERNELS = ("flash_attn_3", "flash_attn", "flash_attn_4", "torch_varlen", "efficient", "flex")
+
+
+@functools.cache
+def traced(name, case):
+    """The counts of a kernel and a case."""
+    return dry_once.trace(dry_kernels.kernels()[name], dry_once.CASES[case])
+
+
+# --- counting -------------------------------------------------------------------------------------------------
+
+OPERATORS = {
+    "a view": (lambda x: x.transpose(0, 1)[None].flatten(0, 1), {}),
+    "an allocation": (lambda x: x.new_empty(3), {}),
+    "arithmetic": (lambda x: x * 2 + 1, {"others": 2}),
+    "padding": (lambda x: torch.nn.functional.pad(x, (0, 1)), {"copies": 1}),
+    "contiguous": (lambda x: x.transpose(0, 1).contiguous(), {"copies": 1}),
+    "contiguous already": (lambda x: x.contiguous(), {}),
+    "a dtype": (lambda x: x.double(), {"copies": 1}),
+    "gathering": (lambda x: x.index_select(0, torch.tensor([1])), {"copies": 1}),
+    "item": (lambda x: x.sum().item(), {"others": 1, "reads": 1}),
+    "nonzero": (lambda x: x.nonzero(), {"reads": 1}),
+}
+
+
+@pytest.mark.parametrize("name", OPERATORS)
+def test_an_operator_is_counted_by_its_kind(name):
+    call, expected = OPERATORS[name]
+    states = torch.ones(2, 3)
+    with dry_count.counted() as found:
+        call(states)
+    assert {kind: count for kind, count in found.items() if count} == expected
+
+
+# --- tracing --------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("case", ["plain", "grouped heads", "window", "head dim 80"])
+@pytest.mark.parametrize("name", KERNELS)
+def test_an_ordinary_layer_starts_its_kernel_and_nothing_else(name, case):
+    found, plain = traced(name, case), traced(name, "plain")
+    if "why" in found:
+        assert (name, case) == ("efficient", "window")
+        return
+    for way in ("forward", "backward"):
+        if "why" in found[way]:
+            assert (
+                name == "efficient" and way == "backward" and "meta__efficient_attention_backward" in found[way]["why"]
+            )
+        elif (name, case) == ("efficient", "grouped heads"):
+            assert found[way]["later"]["copies"] == 2, "k and v are repeated"
+        else:
+            assert found[way]["later"] == plain[way]["bare"]
+
+
+@pytest.mark.parametrize("name", KERNELS)
+def test_values_of_another_head_dimension_are_copied_only_where_the_kernel_needs_it(name):
+    later = traced(name, "MLA")["forward"]["later"]
+    assert later["copies"] == (2 if name in ("flash_attn", "torch_varlen") else 0)
+
+
+@pytest.mark.parametrize("case", dry_once.CASES)
+@pytest.mark.parametrize("name", KERNELS)
+def test_no_layer_reads_from_the_device(name, case):
+    found = traced(name, case)
+    for way in ("forward", "backward"):
+        for counts in found.get(way, {}).values():
+            assert isinstance(counts, str) or counts["reads"] == 0
+
+
+# --- the part -------------------------------------------------------------------------------------------------
+
+COUNTS = dict.fromkeys(dry_count.KINDS, 0)
+
+
+def run(torch_version, copies, first=0):
+    counts = {"first": {**COUNTS, "copies": first}, "later": {**COUNTS, "kernel": 1, "copies": copies}, "bare": COUNTS}
+    return {"torch": torch_version, "kernels": {"fast": {"plain": {"forward": counts, "backward": counts}}}}
+
+
+def test_versions_with_the_same_counts_share_a_row_whatever_the_first_layer_does():
+    rows = dry.merged([run("2.4.1", 1), run("2.5.1", 0, first=1), run("2.6.0", 0, first=3)])
+    assert [row["torch"] for row in rows] == [["2.4.1"], ["2.5.1", "2.6.0"]]
+    assert rows[1]["forward"]["first"]["copies"] == 3
+
+
+@pytest.mark.parametrize(
+    ("some", "words"),
+    [
+        (["2.4.1", "2.5.1", "2.10.0", "2.11.0"], "all"),
+        (["2.4.1"], "2.4"),
+        (["2.4.1", "2.5.1"], "2.4 to 2.5"),
+        (["2.4.1", "2.10.0", "2.11.0"], "2.4, 2.10 to 2.11"),
+    ],
+    ids=str,
+)
+def test_versions_in_words(some, words):
+    assert dry_table.versions(some, ["2.4.1", "2.5.1", "2.10.0", "2.11.0"]) == words
+
+
+def test_the_part_writes_a_table_of_this_torch(tmp_path, monkeypatch, capsys):
+    for name in ("HF_HUB_OFFLINE", "TRANSFORMERS_VERBOSITY"):
+        monkeypatch.setenv(name, "")
+    threads = torch.get_num_threads()
+    try:
+        assert bench.main(["--parts", "dry", "--quick", "--out", str(tmp_path)]) == 0
+    finally:
+        torch.set_num_threads(threads)
+    found = json.loads((tmp_path / "dry.json").read_text())
+    assert {(row["kernel"], row["case"]) for row in found["rows"]} == {(k, c) for k in KERNELS for c in dry_once.CASES}
+    assert "Operators of a layer beyond its kernel" in capsys.readouterr().out
+    (table,) = dry_table.tables(found)
+    assert all(len(row) == len(table.head) for row in table.rows)

@@ -13,8 +13,8 @@ from ..documents.boundaries import Boundaries
 from .apart import Documents
 
 A_CALL = 64
-"""The padded tokens that a batch may hold in any case: about the cost of a call. On a CPU, a call of a mixer takes as long
-as 50 to 300 tokens. Chunked mixers fill every document up to 64 tokens inside anyway."""
+"""The padded tokens that a batch may hold in any case: about the cost of a call. On a CPU, a call of a mixer takes as
+long as 50 to 300 tokens. Chunked mixers fill every document up to 64 tokens inside anyway."""
 
 SHARE = 1 / 8
 """The padded tokens that a batch may hold besides, by its real tokens. A sequential scan costs by positions, so that

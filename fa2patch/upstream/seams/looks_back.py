@@ -40,14 +40,14 @@ def require(
         return
     one, tokens, other = found
     if hidden is not None:
-        paths = documents.end_to_end(hidden).split(documents.lengths)
+        paths = torch.split(documents.end_to_end(hidden), documents.lengths)
         behind, beside = (paths[at][tokens.stop :] for at in (one, other))
         if torch.equal(behind, beside):
             return  # two equal paths show nothing
     states = documents.tokens_of([output[0] if isinstance(output, tuple) else output for output in outputs])
     if states is None:
         return  # joining the outputs is an error
-    paths = states.split(documents.lengths)
+    paths = torch.split(states, documents.lengths)
     first, second = paths[one][tokens], paths[other][tokens]
     if (first - second).abs().max() > NEAR.get(first.dtype, 3e-2) * first.abs().max():
         raise BadParents(

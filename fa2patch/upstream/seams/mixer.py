@@ -128,11 +128,11 @@ def _own_documents(module: torch.nn.Module, mask: PackedMask) -> Boundaries:
 
 
 def _kind_of_call(module: torch.nn.Module, hidden: torch.Tensor) -> tuple[Any, ...]:
-    """What selects a mixer's kernels: device, dtypes, training. An empty product shows the dtype under autocast.
+    """What selects a mixer's kernels: device, dtypes, training.
 
     Inference mode counts, too: tensors that were made in it cannot be saved for a trial's backward.
     """
-    computed_in = torch.nn.functional.linear(hidden.new_empty(0, 1), hidden.new_empty(1, 1)).dtype
+    computed_in = mixer_trial.computed_in(hidden)
     return hidden.device, hidden.dtype, computed_in, module.training, torch.is_inference_mode_enabled()
 
 

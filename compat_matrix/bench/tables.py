@@ -91,20 +91,31 @@ def _with_range(found: Found, key: str) -> str:
 
 
 def mixers(found: Found) -> list[Table]:
-    """Times and ratios of a packed row and of its documents one by one."""
+    """Times and ratios of a packed row, of its documents one by one, and of the padded batch."""
+
+    def cells(run: Found, *names: str, digits: int) -> list[str]:
+        return [f"{run[name]:.{digits}f}" if name in run else "" for name in names]
+
     rows = [
-        [f"{run['family']}, {run['documents']}", f"{run['packed_ms']:.1f}", f"{run['one_by_one_ms']:.1f}"]
-        + [f"{run[name]:.2f}" for name in ("by_one_by_one", "by_a_backward_each")]
+        [
+            f"{run['family']}, {run['documents']}",
+            *cells(run, "packed_ms", "padded_ms", "one_by_one_ms", digits=1),
+            *cells(run, "by_padded", "by_one_by_one", "by_a_backward_each", digits=2),
+            run.get("padded_is", ""),
+        ]
         for run in found["rows"]
     ]
     notes = (
         f"Milliseconds of forward and backward, the least of {found['repeats']} rounds taken in turns. The ratios are "
-        "packed divided by one by one, as medians over the rounds. The first ratio is for one backward of all "
-        "documents' losses, as in a mini-batch's step. The second is for a backward per document, which holds the "
-        "activations of one document at a time and suits a CPU's caches better. The models are tiny, with one or two "
-        "layers of each kind, pure-torch mixers and float32, so the patch's own cost is at its largest."
+        "the packed time divided by the other, as medians over the rounds. *Padded* is the unpatched model on the "
+        "documents in one batch, with zeros on the right and an attention mask. *Its logits* says whether the "
+        "unpatched model then computes what it computes for the documents alone. *One by one* is one backward of all "
+        "documents' losses, as in a mini-batch's step. *A backward each* holds the activations of one document at a "
+        "time and suits a CPU's caches better. The models are tiny, with one or two layers of each kind, pure-torch "
+        "mixers and float32, so the patch's own cost is at its largest."
     )
-    head = ["documents", "packed, ms", "one by one, ms", "ratio", "a backward each: ratio"]
+    head = ["documents", "packed, ms", "padded, ms", "one by one, ms", "to padded", "to one by one"]
+    head += ["to a backward each", "its logits"]
     return [Table("A packed row of a hybrid", head, rows, notes)]
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import warnings
-from collections.abc import Hashable
+from collections.abc import Hashable, Sequence
 from typing import Any, Callable, NamedTuple
 from weakref import WeakKeyDictionary, WeakValueDictionary
 
@@ -33,20 +33,22 @@ class Pick(NamedTuple):
 
 
 class Portions(NamedTuple):
-    """Whether a mixer, which uses kernels of its own, gets a packed row as a whole or one document at a time."""
+    """What a mixer, which uses kernels of its own, gets of a packed row in one call."""
 
     name: str
 
 
-WHOLE_ROW, DOCUMENTS = Portions("its own, the whole row"), Portions("its own, document by document")
+WHOLE_ROW = Portions("its own, the whole row")
+BATCHES = Portions("its own, documents in batches")
+DOCUMENTS = Portions("its own, document by document")
 
 
 class Mixed(NamedTuple):
     """How a mixer was computed; the counterpart of :class:`Pick`.
 
     Attributes:
-        kernel: :data:`WHOLE_ROW` or :data:`DOCUMENTS`.
-        why: why the trial with a whole row failed; empty if it passed or did not take place.
+        kernel: :data:`WHOLE_ROW`, :data:`BATCHES` or :data:`DOCUMENTS`.
+        why: why the trials of the ways before it failed; empty if they did not take place.
     """
 
     kernel: Portions
@@ -110,7 +112,7 @@ class Picks:
         if self.given is not None:
             _given[id(self.given)] = self.given
         self._made: dict[tuple[Asked, torch.device], Pick] = {}
-        self._whole_rows: WeakKeyDictionary[torch.nn.Module, dict[Hashable, Mixed]] = WeakKeyDictionary()
+        self._tried: WeakKeyDictionary[torch.nn.Module, dict[Hashable, tuple[bool, str]]] = WeakKeyDictionary()
         self._of: WeakKeyDictionary[torch.nn.Module, Pick | Mixed] = WeakKeyDictionary()
 
     def __reduce__(self) -> tuple[type[Picks], tuple[str | Kernel]]:
@@ -120,12 +122,12 @@ class Picks:
         """What computed the layer's last packed batch; None if it has computed none, or only in a compiled graph."""
         return self._of.get(module)
 
-    def takes_documents(self, module: torch.nn.Module) -> None:
-        """Record that a mixer gets documents one by one because a trial with a whole row is not possible or needed."""
-        self._of[module] = Mixed(DOCUMENTS, "")
+    def took(self, module: torch.nn.Module, portions: Portions, passed: Sequence[str] = ()) -> None:
+        """Record what a mixer got of its last packed batch in one call, and why other ways were passed over."""
+        self._of[module] = Mixed(portions, "; ".join(passed))
 
-    def takes_whole_rows(self, module: torch.nn.Module, kind: Hashable, trial: Callable[[], tuple[bool, str]]) -> bool:
-        """Whether a mixer keeps the documents of a whole row apart in calls of this kind.
+    def tried(self, module: torch.nn.Module, kind: Hashable, trial: Callable[[], tuple[bool, str]]) -> tuple[bool, str]:
+        """Whether a mixer keeps documents apart in calls of this kind, and the reason if it does not.
 
         Each kind of call is tried once for each mixer, because two mixers of one class may have different parameters
         and so call different kernels. If the trial raises, nothing is remembered.
@@ -135,12 +137,10 @@ class Picks:
             kind: a description of the call.
             trial: returns whether the mixer keeps documents apart, and the reason if not.
         """
-        known = self._whole_rows.setdefault(module, {})
+        known = self._tried.setdefault(module, {})
         if kind not in known:
-            able, why = trial()
-            known[kind] = Mixed(WHOLE_ROW if able else DOCUMENTS, why)
-        self._of[module] = known[kind]
-        return known[kind].kernel is WHOLE_ROW
+            known[kind] = trial()
+        return known[kind]
 
     def __call__(self, module: torch.nn.Module | None, asked: Asked, device: torch.device) -> Kernel:
         """Choose the kernel for a call, and warn if ``auto`` can only use a slow one.

@@ -13,6 +13,7 @@ import torch
 
 from .._compile import uncompiled
 from ..documents.names import LENGTHS
+from ..kernels.picks import DOCUMENTS
 from . import apart, inspecting
 from .packed_mask import PackedMask
 from .step import Step
@@ -39,7 +40,7 @@ def _takes_looked_up(step: Step) -> bool:
 @uncompiled
 def _of_each(step: Step, mask: PackedMask) -> Any:
     for layer in step.patch.attention:
-        mask.picks.takes_documents(step.module.get_submodule(layer.name))
+        mask.picks.took(step.module.get_submodule(layer.name), DOCUMENTS)
     rest, call = step.calls.arranged(step.args, step.call)
     call = {name: value for name, value in call.items() if name not in LENGTHS}
     documents = apart.Documents(mask.boundaries, mask.shape)

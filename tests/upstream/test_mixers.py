@@ -1,4 +1,7 @@
-"""Mixers run document by document, or in one call if their kernel keeps documents apart. Models are real or toys."""
+"""Mixers run document by document, or in one call if their kernel keeps documents apart. Models are real or toys.
+
+Documents that share a call as a batch have tests of their own (``test_documents_in_batches.py``).
+"""
 
 import inspect
 
@@ -10,7 +13,7 @@ from compat_matrix import tiny_models
 from compat_matrix.check.compare import assert_close
 from compat_matrix.check.rows import alone, documents, pack
 from fa2patch import errors
-from fa2patch.kernels.picks import DOCUMENTS, WHOLE_ROW
+from fa2patch.kernels.picks import BATCHES, DOCUMENTS, WHOLE_ROW
 from fa2patch.upstream import packed_batch
 from fa2patch.upstream.find_models import models
 from fa2patch.upstream.seams import mixer, whole_row
@@ -93,7 +96,7 @@ def right(module, hidden):
 def in_one_call(mask, module):
     """Return whether the mixer's last row was reported as computed in one call, and the reason if it was not."""
     computed = mask.picks.of(module)
-    return {WHOLE_ROW: True, DOCUMENTS: False}[computed.kernel], computed.why
+    return {WHOLE_ROW: True, BATCHES: False, DOCUMENTS: False}[computed.kernel], computed.why
 
 
 def made_with(kernel):
@@ -118,8 +121,8 @@ def test_a_mixers_own_kernel_that_is_wrong_or_leaks_is_not_used_and_why_is_said(
     forward = mixer.by_document(Running.forward)
     for _ in range(2):
         module.calls = 0
-        assert torch.equal(forward(module, hidden, attention_mask=mask), right(module, hidden))
-    assert module.calls == len(LENGTHS)
+        assert_close(forward(module, hidden, attention_mask=mask), right(module, hidden), "in another way")
+    assert module.calls == 1 and mask.picks.of(module).kernel is BATCHES
     able, reason = in_one_call(mask, module)
     assert not able and reason.startswith("tried on this machine with a whole row, it ") and why in reason
     assert "\n" not in reason
@@ -181,7 +184,7 @@ def test_a_trial_leaves_no_trace_in_the_forward_around_it(around, mask, any_devi
     plain = forward(hidden)
     plain.square().sum().backward()
     expected, hidden.grad = hidden.grad, None
-    mask.picks._whole_rows.clear()
+    mask.picks._tried.clear()
     torch.manual_seed(3)
     if around == "inference mode":
         with torch.inference_mode():
@@ -205,7 +208,7 @@ def test_the_layers_of_a_patch_say_in_what_portions_their_mixers_were_computed(d
         assert {(layer.kernel, layer.why) for layer in patch.layers} == {(None, "")}
         patch.model(**pack(documents(*LENGTHS)))
         for layer in fa2patch.status(patch.model).layers:
-            assert layer.kernel == "its own, document by document"
+            assert layer.kernel == "its own, documents in batches"
             tried = layer.why.startswith("tried on this machine with a whole row, it ")
             assert tried if takes_boundaries(layer) and device != "of none" else layer.why == ""
 
@@ -225,13 +228,13 @@ def test_what_is_not_of_the_rows_tokens_is_the_same_for_each_document(length, ma
 
     table = torch.randn(1, length)
     mixer.by_document(forward)(Running(), row(), mask, table=table)
-    assert len(seen) == len(LENGTHS) and all(found is table for found in seen)
+    assert len(seen) > len(LENGTHS) and all(found is table for found in seen)
 
 
-def test_on_a_cpu_nothing_is_tried(mask):
+def test_on_a_cpu_no_whole_row_is_tried(mask):
     module = made_with(keeps_apart)
     mixer.by_document(Running.forward)(module, row(), attention_mask=mask)
-    assert module.calls == len(LENGTHS) and in_one_call(mask, module) == (False, "")
+    assert mask.picks.of(module).kernel is BATCHES and in_one_call(mask, module) == (False, "")
 
 
 def test_a_cache_is_refused(mask):
@@ -266,27 +269,31 @@ def test_isolated_without_a_patch_not(family):
 
 @pytest.mark.parametrize("family", HYBRIDS)
 def test_no_dearer_than_documents_alone(family):
-    """The mixers' linear layers are called with as many tokens as for the documents one by one."""
+    """The mixers' linear layers are called less often than for the documents one by one, on few tokens of padding."""
     docs, model = documents(*LENGTHS), tiny_models.build(family)
     layers = None
 
-    def rows_seen(run):
+    def tokens_seen(run):
         seen = []
         hooks = [
-            module.register_forward_pre_hook(lambda module, args: seen.append((id(module), args[0].shape[-2])))
+            module.register_forward_pre_hook(lambda module, args: seen.append(args[0].shape[:-1].numel()))
             for name, module in model.named_modules()
             if isinstance(module, torch.nn.Linear) and any(name.startswith(f"{path}.") for path in layers)
         ]
         run()
         for hook in hooks:
             hook.remove()
-        return sorted(seen)
+        return seen
 
     with fa2patch.apply(model) as patch:
         prefix = next(name for name, module in model.named_modules() if module is models(model)[-1])
         layers = [f"{prefix}.{layer.name}" for layer in patch.layers if layer.seam == "mixer"]
-        packed = rows_seen(lambda: model(**pack(docs)))
-    assert packed == rows_seen(lambda: alone(model, docs))
+        model(**pack(docs))  # makes the trials
+        packed = tokens_seen(lambda: model(**pack(docs)))
+    one_by_one = tokens_seen(lambda: alone(model, docs))
+    calls, padding = len(one_by_one) // len(docs), len(docs) * max(LENGTHS) - sum(LENGTHS)
+    assert len(packed) == calls
+    assert sum(packed) == sum(one_by_one) + calls * padding
 
 
 def test_a_kernel_that_takes_lengths_is_handed_the_row(any_device):

@@ -33,18 +33,22 @@ def require(
         module: the mixer.
         documents: the documents that it was run on.
         hidden: its hidden states ``[batch, length, width]``, or None if they are not known.
-        outputs: its output for each document.
+        outputs: its output for each call.
     """
     found = documents.shared()
     if found is None or module in _LOOK_BACK:
         return
     one, tokens, other = found
     if hidden is not None:
-        paths = documents.split(hidden)
-        behind, beside = (paths[at][:, tokens.stop :] for at in (one, other))
+        paths = torch.split(documents.end_to_end(hidden), documents.lengths)
+        behind, beside = (paths[at][tokens.stop :] for at in (one, other))
         if torch.equal(behind, beside):
             return  # two equal paths show nothing
-    first, second = (_of_tokens(outputs[at], documents.lengths[at])[tokens] for at in (one, other))
+    states = documents.tokens_of([output[0] if isinstance(output, tuple) else output for output in outputs])
+    if states is None:
+        return  # joining the outputs is an error
+    paths = torch.split(states, documents.lengths)
+    first, second = paths[one][tokens], paths[other][tokens]
     if (first - second).abs().max() > NEAR.get(first.dtype, 3e-2) * first.abs().max():
         raise BadParents(
             f"segment_parents: {type(module).__name__} looks at later tokens, so a prompt would be another one before "
@@ -52,9 +56,3 @@ def require(
         )
     if hidden is not None:
         _LOOK_BACK.add(module)
-
-
-def _of_tokens(output: Any, length: int) -> torch.Tensor:
-    """A document's first output, ``[length, ...]``."""
-    states: torch.Tensor = output[0] if isinstance(output, tuple) else output
-    return states[0] if tuple(states.shape[:2]) == (1, length) else states

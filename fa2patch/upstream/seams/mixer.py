@@ -1,13 +1,15 @@
 """The mixer seam: a mixer (Mamba, gated delta net, short convolution, ...) runs on each document separately.
 
-Its state and its convolution then start anew at every boundary, in forward and backward, with any kernel. Modules that
-treat each token alone (norms, projections around the mixer, experts) still run on the whole row. So does a mixer that
-is found to keep documents apart by itself (``whole_row.py``).
+Its state and its convolution then start anew at every boundary, in forward and backward, with any kernel. Documents of
+near length share a call as a batch (``near_lengths.py``), if a trial on this machine has shown that the mixer computes
+them so as one by one (``mixer_trial.py``). Modules that treat each token alone (norms, projections around the mixer,
+experts) still run on the whole row. So does a mixer that is found to keep documents apart by itself (``whole_row.py``).
 """
 
 from __future__ import annotations
 
 import functools
+from collections.abc import Sequence
 from itertools import chain
 from typing import Any
 
@@ -18,10 +20,12 @@ from ..._types import Args, Call, Function
 from ...documents.boundaries import Boundaries
 from ...documents.names import CACHES, LENGTHS
 from ...errors import PackedWithCache, PackingNotIsolated
+from ...kernels.picks import DOCUMENTS
 from .. import apart, inspecting
 from ..calls import passed
 from ..packed_mask import PackedMask, find
-from . import looks_back, whole_row
+from . import mixer_trial, whole_row
+from .mixing import Mixing
 
 MASKS = ("attention_mask", "mask", "conv_mask")
 """Names of the mask argument through which a mixer is given the boundaries."""
@@ -38,11 +42,12 @@ def is_handed(names: tuple[str, ...], forward: Function) -> bool:
 def by_document(original: Function) -> Function:
     """Return the replacement for a mixer class's ``forward``, which computes packed batches document by document.
 
-    The replacement passes the whole row instead if a trial has shown that the mixer keeps documents apart. It raises
+    The replacement passes the whole row, or several documents as a batch, if a trial has shown that this is right. It
+    raises
     :class:`PackedWithCache` if a cache or state comes with a packed batch, and :class:`PackingNotIsolated` if the
     mixer's output does not have one entry for each token.
     """
-    names = inspecting.parameter_names(original)[1:]
+    names, lengths = inspecting.parameter_names(original)[1:], whole_row.accepted(original)
 
     @functools.wraps(original)
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
@@ -57,7 +62,7 @@ def by_document(original: Function) -> Function:
                 "document of the row. Leave it out (use_cache=False)."
             )
         mask.given(self)
-        return _computed(original, self, args, kwargs, mask, hands_on=named.get("state") is mask)
+        return _computed(original, lengths, self, args, kwargs, mask, hands_on=named.get("state") is mask)
 
     return forward
 
@@ -65,45 +70,42 @@ def by_document(original: Function) -> Function:
 @uncompiled
 def _computed(
     original: Function,
+    lengths: Sequence[str],
     module: torch.nn.Module,
     args: Args,
     kwargs: Call,
     mask: PackedMask,
     hands_on: bool,
 ) -> Any:
-    """Compute the whole row at once if a trial has shown that this is right, else document by document.
+    """Compute a packed batch in the first way that a trial has shown to be right, else document by document.
 
     Args:
+        lengths: the names of the collator's lengths that the mixer accepts.
         hands_on: whether the second output is the next layer's state, so that the mask is returned in its place.
     """
-    boundaries = _own_documents(module, mask)
-    each, whole = apart.Documents(boundaries, mask.shape), apart.Documents.whole(mask.shape)
     kwargs = {name: value for name, value in kwargs.items() if name not in LENGTHS}
-    place, row = _hidden(args, kwargs, mask.shape)
+    place, hidden = _hidden(args, kwargs, mask.shape)
+    boundaries = _own_documents(module, mask)
+    mixing = Mixing(original, module, args, kwargs, place, hidden, boundaries, mask.shape, hands_on)
+    documents, more = _chosen(mixing, mask, lengths)
+    output = mixing.computed(documents, more)
+    return (output, mask) if hands_on else output
 
-    def among(documents: apart.Documents, more: dict[str, Any], hidden: torch.Tensor | None = None) -> Any:
-        given, named = list(args), dict(kwargs)
-        if hidden is not None:
-            (named if isinstance(place, str) else given)[place] = hidden
-        outputs = documents.of_each(functools.partial(original, module, **more), given, named)
-        looks_back.require(module, documents, hidden if hidden is not None else row, outputs)
-        if hands_on:
-            return documents.join([output[0] for output in outputs]), mask
-        return documents.join(outputs)
 
-    shares = mask.boundaries.parents is not None
-    if row is None or shares or not whole_row.may_be(original, module, row, each.lengths):
-        mask.picks.takes_documents(module)
-        return among(each, {})
-    more = whole_row.keywords(original, boundaries, sum(each.lengths))
-    at_once = mask.picks.takes_whole_rows(
-        module,
-        _kind_of_call(module, row),
-        lambda: whole_row.keeps_apart(
-            lambda hidden: among(whole, more, hidden), lambda hidden: among(each, {}, hidden), row, each.lengths
-        ),
-    )
-    return among(whole, more) if at_once else among(each, {})
+def _chosen(mixing: Mixing, mask: PackedMask, lengths: Sequence[str]) -> tuple[apart.Documents, Call]:
+    """The documents in the calls of the first way that is right, and further keywords. The choice is recorded."""
+    module, hidden = mixing.module, mixing.hidden
+    failed: list[str] = []
+    if hidden is not None and mixer_trial.is_possible(module):
+        kind = _kind_of_call(module, hidden)
+        for way in mixing.ways(hidden.device, lengths):
+            able, why = mask.picks.tried(module, (way.name, kind), functools.partial(mixing.trial, way))
+            if able:
+                mask.picks.took(module, way.portions, failed)
+                return way.documents, way.more
+            failed.append(f"tried on this machine with {way.name}, it {why}")
+    mask.picks.took(module, DOCUMENTS, failed)
+    return mixing.one_by_one(), {}
 
 
 def _own_documents(module: torch.nn.Module, mask: PackedMask) -> Boundaries:
@@ -126,9 +128,12 @@ def _own_documents(module: torch.nn.Module, mask: PackedMask) -> Boundaries:
 
 
 def _kind_of_call(module: torch.nn.Module, hidden: torch.Tensor) -> tuple[Any, ...]:
-    """What selects a mixer's kernels: device, dtypes, training. An empty product shows the dtype under autocast."""
-    computed_in = torch.nn.functional.linear(hidden.new_empty(0, 1), hidden.new_empty(1, 1)).dtype
-    return hidden.device, hidden.dtype, computed_in, module.training
+    """What selects a mixer's kernels: device, dtypes, training.
+
+    Inference mode counts, too: tensors that were made in it cannot be saved for a trial's backward.
+    """
+    computed_in = mixer_trial.computed_in(hidden)
+    return hidden.device, hidden.dtype, computed_in, module.training, torch.is_inference_mode_enabled()
 
 
 def _hidden(args: Args, kwargs: Call, shape: tuple[int, int]) -> tuple[Any, torch.Tensor | None]:

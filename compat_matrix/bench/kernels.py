@@ -27,6 +27,8 @@ from .lengths import FLAN, cut, filled, scores
 
 HEADS, KEY_HEADS, DIM = 8, 2, 64
 TOKENS, QUICK_TOKENS = 2048, 64
+MOST_JAGGED = 64
+"""The jagged way takes seconds for more documents."""
 MOST_PADDING = 16
 """A padded batch of more times the row's tokens is not measured: it would take most of the part's time."""
 
@@ -94,8 +96,9 @@ def rivals(lengths: list[int], causal: bool) -> dict[str, Attention]:
         "reference": reference(lengths, causal),
         "one by one": one_by_one(lengths, causal),
         "block mask": block_mask(lengths, causal),
-        "jagged": jagged(lengths, causal),
     }
+    if len(lengths) <= MOST_JAGGED:
+        found["jagged"] = jagged(lengths, causal)
     if len(set(lengths)) == 1:
         found["batched"] = batched(lengths[0], causal)
     if causal and len(lengths) * max(lengths) <= MOST_PADDING * sum(lengths):

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 Numbers = NDArray[np.int64]
 
-TOKEN, SCORE, MOVE, MASK = 1e-4, 1.3e-6, 2e-5, 1
+TOKEN, SCORE, MOVE, MASK = 1e-4, 1.3e-6, 6e-5, 1
 """The cost of a token, of a score, of a token that is moved, and of a mask, in calls. The first three are for each
 dimension of each query head.
 

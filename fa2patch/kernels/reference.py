@@ -25,7 +25,7 @@ class Reference(Kernel):
     """
 
     name = "reference"
-    what = "pure torch, document by document"
+    what = "pure torch, documents of near length at a time"
     needs = "nothing"
     DEVICES = DTYPES = MAX_HEAD_DIM = None
     MULTIPLE = 1

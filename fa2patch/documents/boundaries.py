@@ -152,7 +152,14 @@ class Boundaries:
         document = torch.searchsorted(ends, chunk, right=True).clamp(max=starts.shape[0] - 1)
         cuts = starts[document] + size * (chunk - (ends - counts)[document])
         cu = torch.nn.functional.pad(cuts.clamp(max=tokens), (0, 1), value=tokens).to(torch.int32)
-        return Boundaries(cu, size, self.positions, uncounted=self.uncounted)
+        return Boundaries(cu, size, self.positions, self._cut(size, cu), uncounted=self.uncounted)
+
+    def _cut(self, size: int, cu: torch.Tensor) -> tuple[int, ...] | None:
+        """The chunks' lengths if those of the documents are on the host, else None; ``cu`` are the chunks' ends."""
+        if self._lengths is None:
+            return None
+        chunks = [min(size, length - at) for length in self._lengths for at in range(0, length, size)]
+        return (*chunks, *[0] * (cu.shape[0] - 1 - len(chunks)))
 
     def padding_apart(self, attention_mask: torch.Tensor) -> Boundaries:
         """Boundaries with every document cut in two: its real tokens and the padding at its end.

@@ -113,8 +113,9 @@ def recognise(
             a packed row holds other values than zeros, ones and document numbers; or, in training, ids jump after
             padding and neither ``seq_idx`` nor document numbers say whether a document starts.
     """
-    if position_ids is not None and is_plain(position_ids, attention_mask, seq_idx) and device.type != "meta":
+    if position_ids is not None:
         check_position_ids(position_ids, shape)
+    if position_ids is not None and is_plain(position_ids, attention_mask, seq_idx) and device.type != "meta":
         check_readable("position_ids", position_ids, BadPositionIds)
         return documents_of(_rows(position_ids).expand(shape), device, always)
     said = _read(shape, device, position_ids, attention_mask, seq_idx)
@@ -139,7 +140,6 @@ def _read(
 ) -> _Said | None:
     """Check what was given and read it from the device, once; None if nothing was given."""
     if position_ids is not None:
-        check_position_ids(position_ids, shape)
         check_readable("position_ids", position_ids, BadPositionIds)
     if seq_idx is not None:
         check_seq_idx(seq_idx, shape)

@@ -138,7 +138,7 @@ def test_layouts_hold_the_same_tokens_and_fewer_scores_the_shorter_documents_are
     rows = kernels.layouts(2048)
     assert {sum(row) for row in rows.values()} == {2048}
     equal = [lengths.scores(row) for name, row in rows.items() if " x " in name]
-    assert equal == [2048**2 // 2**power for power in range(7)]
+    assert equal == [2048**2 // 2**power for power in range(12)]
 
 
 # --- parts ----------------------------------------------------------------------------------------------------

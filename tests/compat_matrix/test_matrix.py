@@ -19,7 +19,7 @@ from compat_matrix.check.points import POINTS
 from compat_matrix.results import read_file
 from compat_matrix.run import merged
 from fa2patch import Boundaries
-from fa2patch.documents import device, starts, stated
+from fa2patch.documents import device, recognition, starts, stated
 from fa2patch.upstream import forward, packed_mask
 from fa2patch.upstream.looked import Looked
 from fa2patch.upstream.traits import attention, mixers
@@ -45,6 +45,7 @@ def red(*points, family="llama"):
 
 
 def test_a_boundary_only_where_ids_are_zero_is_red(monkeypatch):
+    monkeypatch.setattr(recognition, "is_plain", lambda *given: False)
     monkeypatch.setattr(starts, "changes", lambda ids, real, previous, step: real & (ids == 0))
     red("every_layout")
 
@@ -55,6 +56,7 @@ def test_a_boundary_only_where_ids_fall_is_red(monkeypatch):
         left = np.take_along_axis(ids, np.maximum(previous, 0), axis=1)
         return real & ((previous < 0) | (ids < left))
 
+    monkeypatch.setattr(recognition, "is_plain", lambda *given: False)
     monkeypatch.setattr(starts, "changes", falling)
     red("packed_row", "every_layout")
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import importlib.util
+import json
 import os
 import re
 import shutil
@@ -201,6 +202,25 @@ def interpreter(python: str) -> str:
         if candidate and _output([candidate, "-c", "print('%d.%d' % __import__('sys').version_info[:2])"]) == python:
             return candidate
     return python
+
+
+def printed(python: Path, packages: Path, module: str, *arguments: str) -> dict[str, Any]:
+    """Run a module in an environment and return the JSON object that it prints.
+
+    Args:
+        python: the environment's Python.
+        packages: the folder of :func:`only_our_packages`.
+        module: the module's name.
+        arguments: its command line.
+
+    Raises:
+        RuntimeError: the module fails; the text is the end of what it wrote to the standard error.
+    """
+    command = [str(python), "-m", module, *arguments]
+    done = subprocess.run(command, cwd=packages, capture_output=True, text=True, env=variables(packages))
+    if done.returncode:
+        raise RuntimeError(done.stderr[-1500:])
+    return dict(json.loads(done.stdout))
 
 
 def _find_links() -> list[str]:

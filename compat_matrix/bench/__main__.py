@@ -10,20 +10,8 @@ from pathlib import Path
 from typing import Any, Callable
 
 from ..screen import BarColumn, Console, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+from . import PARTS
 
-PARTS = (
-    "startup",
-    "syncs",
-    "dry",
-    "kernels",
-    "overhead",
-    "mixers",
-    "training",
-    "sharing",
-    "embeddings",
-    "packing",
-    "collator",
-)
 RESULTS = Path(__file__).parent / "results"
 ENVIRONMENTS = Path(__file__).parents[2] / ".compat"
 COMMAND = "python -m compat_matrix.bench"

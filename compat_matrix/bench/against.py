@@ -20,8 +20,8 @@ from typing import Any
 
 from .. import environments
 from ..screen import BarColumn, Console, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
-from . import about, commits, compared
-from .__main__ import ENVIRONMENTS, PARTS
+from . import PARTS, about, commits, compared
+from .__main__ import ENVIRONMENTS
 from .table import Table
 
 COMMAND = "python -m compat_matrix.bench.against"

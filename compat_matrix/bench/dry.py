@@ -13,7 +13,6 @@ kept here.
 from __future__ import annotations
 
 import json
-import subprocess
 from pathlib import Path
 from typing import Any
 
@@ -44,7 +43,8 @@ def measure(progress: Progress, folder: Path, versions: tuple[str, ...] = TORCH,
     runs = []
     with environments.only_our_packages() as packages:
         for torch in versions:
-            runs.append(_once(environments.make(environment(torch), folder.resolve()), packages))
+            python = environments.make(environment(torch), folder.resolve())
+            runs.append(environments.printed(python, packages, "compat_matrix.bench.dry_once"))
             progress.update(task, advance=1)
     return {"torch_versions": [run["torch"] for run in runs], "rows": merged(runs)}
 
@@ -53,19 +53,6 @@ def environment(torch: str) -> environments.Version:
     """The environment of a version of torch. Versions up to 2.2 need numpy 1."""
     old = torch.startswith(("2.1.", "2.2."))
     return environments.Version(f"torch-{torch}", TRANSFORMERS, "3.11", torch, pins=("numpy<2",) if old else ())
-
-
-def _once(python: Path, packages: Path) -> dict[str, Any]:
-    done = subprocess.run(
-        [str(python), "-m", "compat_matrix.bench.dry_once"],
-        cwd=packages,
-        capture_output=True,
-        text=True,
-        env=environments.variables(packages),
-    )
-    if done.returncode:
-        raise RuntimeError(done.stderr[-1500:])
-    return dict(json.loads(done.stdout))
 
 
 def merged(runs: list[dict[str, Any]]) -> list[dict[str, Any]]:

@@ -9,24 +9,11 @@ import argparse
 import sys
 from pathlib import Path
 
-from . import about, tables
+from . import PARTS, about, tables
 from .table import Found
 
 HERE = Path(__file__).parent
 COMMAND = "python -m compat_matrix.bench.figures"
-PARTS = (
-    "startup",
-    "syncs",
-    "dry",
-    "kernels",
-    "overhead",
-    "mixers",
-    "training",
-    "sharing",
-    "embeddings",
-    "packing",
-    "collator",
-)
 OWED = (
     "There are no GPU figures yet. `python -m compat_matrix.bench.gpu --out FOLDER` makes "
     "FOLDER/gpu.json. Commit it as results/gpu.json."

@@ -21,8 +21,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from ..check.gpu import present_kernels
 from ..screen import BarColumn, Console, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from . import about, commits, gpu, gpu_goals
@@ -101,11 +99,8 @@ def main(arguments: list[str] | None = None) -> int:
     add("--shapes", nargs="+", choices=SHAPES, default=["Llama-2-7B"], metavar="S", help=", ".join(SHAPES))
     add("--seconds", type=float, default=sum(SECONDS.values()), help="in all; default %(default).0f")
     given = parser.parse_args(arguments)
-    if given.device == "cuda" and not torch.cuda.is_available():
-        print("looked for a CUDA device, found none: run this where torch.cuda.is_available()", file=sys.stderr)
+    if gpu.is_without_device(given, parser):
         return 2
-    if given.device == "cpu" and not given.toy:
-        parser.error("--device cpu goes with --toy: only to see that it runs")
     header = about.header(f"{COMMAND} --out FOLDER{' --device cpu --toy' if given.toy else ''}", given.device)
     other = of_another_commit(given.out, header)
     if other:

@@ -68,11 +68,8 @@ def main(arguments: list[str] | None = None) -> int:
     add("--seconds", type=float, default=540, help="start nothing that may not end within so many")
     add("--variant-seconds", type=float, default=90, help="for one variant's steps, over all distributions")
     given = parser.parse_args(arguments)
-    if given.device == "cuda" and not torch.cuda.is_available():
-        print("looked for a CUDA device, found none: run this where torch.cuda.is_available()", file=sys.stderr)
+    if is_without_device(given, parser):
         return 2
-    if given.device == "cpu" and not given.toy:
-        parser.error("--device cpu goes with --toy: only to see that it runs")
     names = given.variants or variants(given.device, given.toy)
     console = Console(stderr=True)
     if given.list:
@@ -87,6 +84,16 @@ def main(arguments: list[str] | None = None) -> int:
     for table in tables.gpu(found) if found["shapes"] else []:
         Console(width=150).print(table.as_rich())
     return 0 if done else 3
+
+
+def is_without_device(given: argparse.Namespace, parser: argparse.ArgumentParser) -> bool:
+    """Say so and return True if a CUDA device is asked for and there is none. A CPU is an error without ``--toy``."""
+    if given.device == "cpu" and not given.toy:
+        parser.error("--device cpu goes with --toy: only to see that it runs")
+    missing = given.device == "cuda" and not torch.cuda.is_available()
+    if missing:
+        print("looked for a CUDA device, found none: run this where torch.cuda.is_available()", file=sys.stderr)
+    return missing
 
 
 def variants(device: str, toy: bool) -> list[str]:

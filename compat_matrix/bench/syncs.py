@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import json
-import subprocess
 from pathlib import Path
 from typing import Any
 
@@ -21,25 +19,13 @@ def measure(progress: Progress, folder: Path, versions: tuple[str, ...] = VERSIO
     """Count in every version's own environment (kept in ``folder``) and process, and return the result of the part."""
     from .syncs_once import DOCUMENTS
 
+    asked = ["--layers", *map(str, QUICK_LAYERS if quick else LAYERS)]
+    asked += ["--architectures", *ARCHITECTURES[: 1 if quick else 3]]
     task = progress.add_task("syncs", total=len(versions))
     found: dict[str, Any] = {}
     with environments.only_our_packages() as packages:
         for name in versions:
             python = environments.make(environments.version(name), folder.resolve())
-            found[name] = _once(python, packages, QUICK_LAYERS if quick else LAYERS, ARCHITECTURES[: 1 if quick else 3])
+            found[name] = environments.printed(python, packages, "compat_matrix.bench.syncs_once", *asked)
             progress.update(task, advance=1)
     return {"documents": list(DOCUMENTS), "versions": found}
-
-
-def _once(python: Path, packages: Path, layers: tuple[int, ...], architectures: tuple[str, ...]) -> dict[str, Any]:
-    command = [str(python), "-m", "compat_matrix.bench.syncs_once", "--layers", *map(str, layers)]
-    done = subprocess.run(
-        [*command, "--architectures", *architectures],
-        cwd=packages,
-        capture_output=True,
-        text=True,
-        env=environments.variables(packages),
-    )
-    if done.returncode:
-        raise RuntimeError(done.stderr[-1500:])
-    return dict(json.loads(done.stdout))

@@ -12,6 +12,7 @@ import torch
 from ..documents.boundaries import Boundaries
 from ..documents.names import IGNORED_LABEL
 from ..documents.recognition import boundaries
+from ..documents.tokens import document_of
 from ..documents.tree_checks import require_no_first_labels
 from ..errors import BadBatch, CollatorError
 from .collators import DataCollatorWithFlattening
@@ -171,7 +172,7 @@ def per_document_logps(
     found = documents if isinstance(documents, Boundaries) else boundaries(documents)
     cu = found.cu_seqlens.to(logits.device, torch.int64)
     token = torch.arange(labels.numel(), device=logits.device)
-    document = torch.searchsorted(cu, token, right=True) - 1
+    document = document_of(cu, len(token))
     flat = labels.flatten().to(logits.device)
     learned = (flat != IGNORED_LABEL) & (token != cu[document])
     (at,) = learned.nonzero(as_tuple=True)

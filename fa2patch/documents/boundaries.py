@@ -13,6 +13,7 @@ from .._compile import compiling
 from . import device
 from .spans import Spans, spans_of
 from .starts import Flags
+from .tokens import document_of
 from .trees import Tree
 from .trees_op import paths
 
@@ -181,8 +182,7 @@ def positions_of(cu_seqlens: torch.Tensor, shape: tuple[int, int]) -> torch.Tens
     """Position ids, int64 ``[batch, length]``, that count from 0 in each document. Nothing is read from the device."""
     cu = cu_seqlens.flatten().long()
     token = torch.arange(shape[0] * shape[1], device=cu.device)
-    document = torch.searchsorted(cu, token, right=True) - 1
-    return (token - cu[document]).view(shape)
+    return (token - cu[document_of(cu, len(token))]).view(shape)
 
 
 def largest(numbers: torch.Tensor) -> int:

@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 
 from ..errors import PackingNotIsolated
 from .device import require
+from .tokens import document_of
 
 
 class Spans(NamedTuple):
@@ -61,7 +62,7 @@ def last_seen(
     if real is not None:
         numbers = torch.where(real.to(cu.device).flatten() != 0, numbers, -1)
     token = torch.arange(numbers.shape[0], device=cu.device)
-    document = torch.searchsorted(cu, token, right=True) - 1
+    document = document_of(cu, len(token))
     inside, before = numbers >= 0, (token - 1).clamp(min=0)
     starts = (token == 0) | (document != document[before])
     first = starts | (numbers != numbers[before])

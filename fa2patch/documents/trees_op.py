@@ -10,7 +10,7 @@ from typing import Callable
 import numpy as np
 import torch
 
-from .._compile import uncompiled
+from .._compile import unbacked_size, uncompiled
 from . import device
 from .trees import Tree
 
@@ -38,6 +38,6 @@ if hasattr(torch.library, "custom_op"):
 
     @paths.register_fake
     def _(cu_seqlens: torch.Tensor, parents: torch.Tensor, tokens: int) -> Paths:
-        keys = torch.library.get_ctx().new_dynamic_size()
+        keys = unbacked_size(0)
         whole = cu_seqlens.new_empty(keys, dtype=torch.int64)
         return whole, torch.empty_like(cu_seqlens), cu_seqlens.new_empty(tokens, dtype=torch.int64)

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, Callable
 import torch
 
 from .._compile import constant, uncompiled
+from ..documents.tokens import document_of
 from .protocol import HALF, Kernel
 
 if TYPE_CHECKING:
@@ -107,7 +108,7 @@ def _with_lse(flex: Callable[..., Any], *states: torch.Tensor, **asked: Any) -> 
 def _visible(boundaries: Boundaries, tokens: int, causal: bool, window: int | None) -> Callable[..., torch.Tensor]:
     cu = boundaries.cu_seqlens
     index = torch.arange(tokens, device=cu.device, dtype=cu.dtype)
-    document = torch.searchsorted(cu, index, right=True) - 1
+    document = document_of(cu, tokens)
     position = index if boundaries.tree is None else boundaries.tree.positions
     continues = None if boundaries.tree is None else boundaries.tree.continues
     until = boundaries.until

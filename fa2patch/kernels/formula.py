@@ -56,15 +56,17 @@ def over_documents(
     Returns:
         ``[tokens, query heads, value dim]``.
     """
-    precision = torch.promote_types(q.dtype, torch.float32)  # gradients are added up over the calls in it
-    options = replace(options, sinks=_in(precision, options.sinks), alibi_slopes=_in(precision, options.alibi_slopes))
+    options = _with_extras_in(torch.promote_types(q.dtype, torch.float32), options)
     layout = layout_of(q, boundaries, options)
     outputs = [attend(call, options).transpose(1, 2) for call in calls(layout, q, k, v)]
     return layout.joined(outputs) if outputs else q.new_zeros(*q.shape[:2], v.shape[2])
 
 
-def _in(dtype: torch.dtype, values: torch.Tensor | None) -> torch.Tensor | None:
-    return None if values is None else values.to(dtype)
+def _with_extras_in(dtype: torch.dtype, options: Options) -> Options:
+    """The options with sinks and slopes in this dtype, in which their gradients are added up over the calls."""
+    extras = {"sinks": options.sinks, "alibi_slopes": options.alibi_slopes}
+    given = {name: values.to(dtype) for name, values in extras.items() if values is not None}
+    return replace(options, **given) if given else options  # type: ignore[arg-type]
 
 
 def layout_of(q: torch.Tensor, boundaries: Boundaries, options: Options) -> Documents | Paths:

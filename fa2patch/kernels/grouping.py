@@ -15,6 +15,8 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from ..documents.tokens import document_of
+
 if TYPE_CHECKING:
     from ..documents.boundaries import Boundaries
 
@@ -206,7 +208,7 @@ def _last_keys(documents: Documents, boundaries: Boundaries, causal: bool) -> tu
     """The index of the last key that each query sees. A copy sees as far as itself: a window may hide all before it."""
     cu, until = boundaries.cu_seqlens, boundaries.until
     if causal and until is not None:
-        starts = torch.repeat_interleave(cu[:-1], cu.diff(), output_size=len(until))
+        starts = cu[document_of(cu, len(until))]
         pieces = documents.queries((until - starts).long())
         return tuple(torch.maximum(piece, torch.arange(piece.shape[1], device=cu.device)) for piece in pieces)
     if causal:

@@ -14,6 +14,7 @@ import torch
 
 from .._compile import compiling
 from ..documents.boundaries import Keys
+from ..documents.tokens import document_of
 from .cascade import Cascade, Part, parts_of
 from .protocol import Kernel
 
@@ -131,7 +132,7 @@ class _Operator(NamedTuple):
 def _places(part: Part, queries: int) -> tuple[torch.Tensor, torch.Tensor]:
     """Each query's segment, and its place in the segment: two int64 tensors ``[queries]``."""
     query = torch.arange(queries, device=part.cu_seqlens.device)
-    segment = torch.searchsorted(part.cu_seqlens, query, right=True) - 1
+    segment = document_of(part.cu_seqlens, queries)
     return segment, query - part.cu_seqlens[segment]
 
 

@@ -4,6 +4,7 @@ import random
 
 import pytest
 import torch
+from compiled import assert_like_eager
 
 import fa2patch
 from compat_matrix import tiny_models
@@ -47,16 +48,7 @@ def test_twenty_layouts_make_two_graphs_without_a_break(graphs, family):
     compiled = torch.compile(model, backend=backend, fullgraph=True)
     for lengths in layouts(20):
         given = batch(*lengths)
-        found = compiled(**given)
-        found.loss.backward()
-        gradients = [weight.grad for weight in model.parameters() if weight.grad is not None]
-        model.zero_grad()
-        expected = model(**given)
-        expected.loss.backward()
-        torch.testing.assert_close(found.logits, expected.logits, rtol=1e-5, atol=1e-5)
-        for weight, gradient in zip((w for w in model.parameters() if w.grad is not None), gradients):
-            torch.testing.assert_close(gradient, weight.grad, rtol=1e-4, atol=1e-5)
-        model.zero_grad()
+        assert_like_eager(compiled, model, given)
     assert len(seen) <= 2, "the first layout, and one graph for all others"
 
 
@@ -137,17 +129,7 @@ def test_thirty_layouts_make_two_graphs_from_position_ids_alone(graphs, family, 
     compiled = torch.compile(model, backend=backend, fullgraph=fullgraph)
     for lengths in [*layouts(29), [9]]:
         given = without_lengths(*lengths)
-        found = compiled(**given)
-        found.loss.backward()
-        gradients = [weight.grad for weight in model.parameters() if weight.grad is not None]
-        model.zero_grad()
-        expected = model(**given)
-        expected.loss.backward()
-        torch.testing.assert_close(found.logits, expected.logits, rtol=1e-5, atol=1e-5)
-        torch.testing.assert_close(found.loss, expected.loss, rtol=1e-5, atol=1e-5)
-        for weight, gradient in zip((w for w in model.parameters() if w.grad is not None), gradients):
-            torch.testing.assert_close(gradient, weight.grad, rtol=1e-4, atol=1e-5)
-        model.zero_grad()
+        assert_like_eager(compiled, model, given)
     assert len(seen) <= 2, "the first layout, and one graph for all others"
 
 

@@ -1,0 +1,18 @@
+"""A compiled model compared with the same model run eagerly."""
+
+import torch
+
+
+def assert_like_eager(compiled, model, given):
+    """Compare logits, losses and gradients of all weights for one batch. The gradients are cleared afterwards."""
+    found = compiled(**given)
+    found.loss.backward()
+    gradients = [weight.grad for weight in model.parameters() if weight.grad is not None]
+    model.zero_grad()
+    expected = model(**given)
+    expected.loss.backward()
+    torch.testing.assert_close(found.logits, expected.logits, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(found.loss, expected.loss, rtol=1e-5, atol=1e-5)
+    for weight, gradient in zip((w for w in model.parameters() if w.grad is not None), gradients):
+        torch.testing.assert_close(gradient, weight.grad, rtol=1e-4, atol=1e-5)
+    model.zero_grad()

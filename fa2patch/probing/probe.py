@@ -144,6 +144,24 @@ def outputs_and_embeddings(model: Model, inner: Model, call: Call) -> tuple[torc
     return output, leaf
 
 
+@contextlib.contextmanager
+def dtypes_saved() -> Iterator[set[torch.dtype]]:
+    """Collect the dtypes of floating-point tensors that are saved for a backward.
+
+    They show the dtype that a model computes in, which its weights and outputs do not: autocast and sharding with mixed
+    precision take float32 weights and return float32 outputs. A compiled model saves its tensors likewise.
+    """
+    seen: set[torch.dtype] = set()
+
+    def keep(saved: torch.Tensor) -> torch.Tensor:
+        if saved.dtype.is_floating_point:
+            seen.add(saved.dtype)
+        return saved
+
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda saved: saved):
+        yield seen
+
+
 def gradient(model: Model, total: torch.Tensor, leaf: torch.Tensor) -> torch.Tensor:
     """The gradient of a sum of a model's outputs with respect to the leaf of :func:`outputs_and_embeddings`.
 

@@ -19,7 +19,7 @@ import torch
 from .._types import Call, Model
 from ..documents.trees import Tree
 from ..errors import PackingNotIsolated
-from ..trying import without_gradients
+from ..trying import computed_in, without_gradients
 from ..upstream.find_layers import attention_layers
 from ..upstream.find_models import models
 from ..upstream.packed_batch import packed_mask
@@ -116,7 +116,8 @@ class _Run:
         self.is_tree = mask.boundaries.tree is not None
         self.tree = mask.boundaries.tree or Tree(mask.boundaries.lengths, [-1] * len(mask.boundaries), mask.device)
         rounds = is_mixture(model) or hasattr(model, "hf_quantizer")
-        dtype = next((p.dtype for p in model.parameters() if p.is_floating_point()), torch.float32)
+        weight = next((p for p in model.parameters() if p.is_floating_point()), torch.empty(0))
+        dtype = computed_in(weight)
         self.bound = ROUNDING.get(dtype, 1e-2) if rounds else 0.0
 
     def exchanges(self) -> Iterator[torch.Tensor]:

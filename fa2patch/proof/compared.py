@@ -14,9 +14,10 @@ from ..documents.trees import Tree
 from ..errors import Fa2PatchError, PackingNotIsolated
 from ..patch.applying import status
 from ..probing.batches import PER_TOKEN, Span, text_tokens
-from ..probing.probe import gradient, outputs, outputs_and_embeddings
+from ..probing.probe import dtypes_saved, gradient, outputs, outputs_and_embeddings
 from ..trying import says_nothing
 from ..upstream import inspecting
+from ..upstream.find_models import token_embeddings
 
 
 class Run:
@@ -34,6 +35,7 @@ class Run:
         tree: the spans and what each continues. A document is a root without children.
         word: what the spans are called, ``"segment"`` if one of them has a parent, else ``"document"``.
         before: the outputs of the batch as it is, ``[batch, length, ...]``.
+        dtype: the coarsest dtype that the outputs are computed in.
         scale: the largest absolute value in ``before``.
         moved: for each span the largest change of its outputs, and the span with other tokens that caused it.
         gradients: for each chosen document the largest gradient from its outputs to embeddings outside its path.
@@ -62,7 +64,7 @@ class Run:
         self.generator = torch.Generator().manual_seed(0)
         self.vocabulary = text_tokens(inner)
         self.media = batch if isinstance(batch, MediaRow) else MediaRow({})
-        self.before = self._outputs()
+        self.before, self.dtype = self._outputs()
         self.scale = self._scale()
         self.moved: dict[int, tuple[float, int | None]] = {at: (0.0, None) for at in range(len(spans))}
         self.gradients: dict[int, float] = {}
@@ -96,11 +98,12 @@ class Run:
         """The number of a document, counted from 1; 0 for padding."""
         return sum(span.real for span in self.spans[: at + 1]) if self.spans[at].real else 0
 
-    def _outputs(self) -> torch.Tensor:
-        """The outputs of the batch as it is. Its labels are tried too, as their loss is compared later."""
+    def _outputs(self) -> tuple[torch.Tensor, torch.dtype]:
+        """The outputs of the batch as it is, and the dtype. Labels are tried too, as their loss is compared later."""
         try:
             # with gradients, as when tokens are exchanged, because a call without them may get another kernel
-            found = outputs_and_embeddings(self.model, self.inner, self.batch)[0].detach()
+            with dtypes_saved() as dtypes:
+                found = outputs_and_embeddings(self.model, self.inner, self.batch)[0].detach()
             if self.labels is not None:
                 with torch.no_grad():
                     self.model(**self.batch, labels=self.labels)
@@ -111,7 +114,8 @@ class Run:
                 f"the model cannot compute this batch ({type(error).__name__}: {error}). Are all token ids and labels "
                 "integers of its vocabulary?"
             ) from error
-        return found
+        dtypes |= {found.dtype, token_embeddings(self.inner).dtype}
+        return found, max((one for one in dtypes if one.is_floating_point), key=lambda one: torch.finfo(one).eps)
 
     def _scale(self) -> float:
         scale = float(self.before.float().abs().max())

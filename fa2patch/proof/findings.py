@@ -12,7 +12,6 @@ from ..patch.applying import status
 from ..probing import locate
 from ..probing.probe import ROUNDING, is_mixture, outputs
 from ..probing.whole_rows import WholeRows
-from ..upstream.find_models import token_embeddings
 from .compared import Run
 from .result import Document, Verification
 from .unshared import named, unshared
@@ -61,13 +60,8 @@ def _document(run: Run, at: int) -> Document:
 
 
 def _bounds(run: Run) -> tuple[float, float]:
-    """The largest change and the largest distance that are accepted.
-
-    A bfloat16 model may return float32 logits, so the coarser dtype sets the bounds.
-    """
-    dtypes = [dtype for dtype in (run.before.dtype, token_embeddings(run.inner).dtype) if dtype.is_floating_point]
-    dtype = max(dtypes, key=lambda dtype: torch.finfo(dtype).eps)
-    return ROUNDING.get(dtype, 1e-2) if is_mixture(run.inner) else 0.0, NEAR.get(dtype, 5e-2)
+    """The largest change and the largest distance that are accepted."""
+    return ROUNDING.get(run.dtype, 1e-2) if is_mixture(run.inner) else 0.0, NEAR.get(run.dtype, 5e-2)
 
 
 def _finding(run: Run, bound: float, near: float) -> Finding:

@@ -11,6 +11,7 @@ import torch
 
 import fa2patch
 from fa2patch import errors
+from fa2patch.probing.probe import dtypes_saved
 from fa2patch.proof.doctor import tiny_llama
 from fa2patch.upstream.traits import first_labels
 
@@ -300,6 +301,31 @@ def test_half_precision_and_wrappers(patched):
     assert fa2patch.verify(patched.model).ok
     lora = peft.get_peft_model(patched, peft.LoraConfig(target_modules=["q_proj"], task_type="CAUSAL_LM"))
     assert fa2patch.verify(lora).ok
+
+
+def test_autocast_inside_a_float32_model_is_seen():
+    """As accelerate does it: float32 weights and logits, computed in bfloat16, whose rounding differs in a batch."""
+    model = tiny_llama()
+    fa2patch.apply(model, kernel="reference")
+    forward = model.forward
+    model.forward = lambda **call: autocast(forward, call)
+    found = fa2patch.verify(model, batch=row(*range(9, 19)))
+    assert found.distance_bound == 5e-2 and max(document.distance for document in found.documents) > 1e-4
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+def test_the_dtype_of_products_is_seen_in_what_they_save(compiled):
+    linear, states = torch.nn.Linear(4, 4), torch.randn(3, 4, requires_grad=True)
+    with torch.autocast("cpu", torch.bfloat16), dtypes_saved() as dtypes:
+        (torch.compile(linear, backend="aot_eager") if compiled else linear)(states).float().sum()
+    assert torch.bfloat16 in dtypes
+
+
+def autocast(forward, call):
+    with torch.autocast("cpu", torch.bfloat16):
+        output = forward(**call)
+    output.logits = output.logits.float()
+    return output
 
 
 @pytest.mark.parametrize(

@@ -21,6 +21,7 @@ from ...documents.boundaries import Boundaries
 from ...documents.names import CACHES, LENGTHS
 from ...errors import PackedWithCache, PackingNotIsolated
 from ...kernels.picks import DOCUMENTS
+from ...trying import computed_in
 from .. import apart, inspecting
 from ..calls import passed
 from ..packed_mask import PackedMask, find
@@ -132,8 +133,7 @@ def _kind_of_call(module: torch.nn.Module, hidden: torch.Tensor) -> tuple[Any, .
 
     Inference mode counts, too: tensors that were made in it cannot be saved for a trial's backward.
     """
-    computed_in = mixer_trial.computed_in(hidden)
-    return hidden.device, hidden.dtype, computed_in, module.training, torch.is_inference_mode_enabled()
+    return hidden.device, hidden.dtype, computed_in(hidden), module.training, torch.is_inference_mode_enabled()
 
 
 def _hidden(args: Args, kwargs: Call, shape: tuple[int, int]) -> tuple[Any, torch.Tensor | None]:

@@ -13,7 +13,7 @@ from typing import Callable
 import numpy as np
 import torch
 
-from ...trying import out_of_reach, says_nothing, without_gradients
+from ...trying import computed_in, out_of_reach, says_nothing, without_gradients
 
 Computes = Callable[[torch.Tensor, "torch.Tensor | None"], "list[torch.Tensor]"]
 """Computes the documents end to end ``[tokens, width]``, with what fills batches up, and returns the outputs that have
@@ -30,11 +30,6 @@ precision a long sum is less exact than the comparison."""
 def is_possible(module: torch.nn.Module) -> bool:
     """Whether a trial can be made. DeepSpeed's ZeRO-3 would take a trial's backward for the training's."""
     return not any(hasattr(parameter, "ds_id") for parameter in module.parameters())
-
-
-def computed_in(states: torch.Tensor) -> torch.dtype:
-    """The dtype of products with these states, which autocast may change. An empty product shows it."""
-    return torch.nn.functional.linear(states.new_empty(0, 1), states.new_empty(1, 1)).dtype
 
 
 @dataclass

@@ -12,5 +12,6 @@ PARTS = (
     "embeddings",
     "packing",
     "collator",
+    "compile",
 )
 """The parts that run on a CPU, in the order of BENCH.md. Each has a result file of its name."""

@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 import argparse
+import importlib
 import os
 import sys
 import warnings
 from pathlib import Path
-from typing import Any, Callable
+from typing import Any
 
 from ..screen import BarColumn, Console, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from . import PARTS
 
 RESULTS = Path(__file__).parent / "results"
 ENVIRONMENTS = Path(__file__).parents[2] / ".compat"
+OTHER_VERSIONS = {"syncs", "dry", "embeddings", "packing"}
+"""The parts that run in environments of other versions, which they make."""
+
 COMMAND = "python -m compat_matrix.bench"
 
 
@@ -43,7 +47,7 @@ def main(arguments: list[str] | None = None) -> int:
     console = Console() if sys.stdout.isatty() else Console(width=150)
     for part in given.parts:
         with Progress(*columns, console=Console(stderr=True)) as progress:
-            found = measuring(part, given)(progress)
+            found = measured(part, progress, given.environments, given.quick)
         quick = " --quick" if given.quick else ""
         header = about.header(f"{COMMAND} --parts {part}{quick}")
         about.write(given.out / f"{part}.json", {"part": part, **header, **found})
@@ -52,51 +56,12 @@ def main(arguments: list[str] | None = None) -> int:
     return 0
 
 
-def measuring(part: str, given: argparse.Namespace) -> Callable[[Progress], Any]:
-    """Return the part's ``measure``. Its module is imported only here, because each part needs its own packages."""
-    if part == "startup":
-        from . import startup
-
-        return lambda progress: startup.measure(progress, given.quick)
-    if part == "syncs":
-        from . import syncs
-
-        return lambda progress: syncs.measure(progress, given.environments, quick=given.quick)
-    if part == "dry":
-        from . import dry
-
-        return lambda progress: dry.measure(progress, given.environments, quick=given.quick)
-    if part == "kernels":
-        from . import kernels
-
-        return lambda progress: kernels.measure(progress, given.quick)
-    if part == "overhead":
-        from . import overhead
-
-        return lambda progress: overhead.measure(progress, given.quick)
-    if part == "mixers":
-        from . import mixers
-
-        return lambda progress: mixers.measure(progress, given.quick)
-    if part == "sharing":
-        from . import sharing
-
-        return lambda progress: sharing.measure(progress, given.quick)
-    if part == "embeddings":
-        from . import embeddings
-
-        return lambda progress: embeddings.measure(progress, given.environments, quick=given.quick)
-    if part == "packing":
-        from . import packing
-
-        return lambda progress: packing.measure(progress, given.environments, quick=given.quick)
-    if part == "collator":
-        from . import collator
-
-        return lambda progress: collator.measure(progress, given.quick)
-    from . import training
-
-    return lambda progress: training.measure(progress, given.quick)
+def measured(part: str, progress: Progress, environments: Path, quick: bool) -> Any:
+    """Return a part's result. Its module is imported only here, because each part needs its own packages."""
+    measure = importlib.import_module(f".{part}", __package__).measure
+    if part in OTHER_VERSIONS:
+        return measure(progress, environments, quick=quick)
+    return measure(progress, quick)
 
 
 if __name__ == "__main__":

@@ -1,7 +1,8 @@
-"""Compare the times in two sides' result files, whatever part they are of.
+"""Compare the times and counts in two sides' result files, whatever part they are of.
 
-Times are found by their keys, so a new part needs no code here. A key is a time's if one of its words is a unit
+They are found by their keys, so a new part needs no code here. A key is a time's if one of its words is a unit
 (``min_ms``, ``us_per_layer``, ``cpu_seconds``). Rates (``..._per_second``) become times too, so more is always slower.
+Counts are those of waits for a device and of graphs.
 """
 
 from __future__ import annotations
@@ -14,12 +15,13 @@ from typing import Any
 from .table import Table
 
 UNITS = {"ns", "us", "ms", "s", "seconds"}
+COUNTS = {"reads", "arguments", "derived", "graphs"}
 RATE = "_per_second"
 
 
 @dataclass(frozen=True)
 class Row:
-    """One time, measured several times on each side. All values have one unit, which the name says.
+    """One time or count, measured several times on each side. All values have one unit, which the name says.
 
     Attributes:
         name: the path of the time in the result, such as ``rows, 1 x 2048, causal, reference, forward, min_ms``.
@@ -45,9 +47,16 @@ class Row:
 
     @property
     def verdict(self) -> str:
-        """``slower`` or ``faster`` if the ratio is further from 1 than the noise, else an empty string."""
+        """``slower`` or ``faster`` if the ratio is further from 1 than the noise, else an empty string.
+
+        A count may be zero, which has no ratio. Then every run of one side must be above every run of the other.
+        """
         if self.ratio is None or self.noise is None:
-            return ""
+            if min(*self.before, *self.after) < 0:
+                return ""
+            if min(self.after) > max(self.before):
+                return "slower"
+            return "faster" if max(self.after) < min(self.before) else ""
         return "slower" if self.ratio > self.noise else "faster" if self.ratio < 1 / self.noise else ""
 
     def as_json(self) -> dict[str, Any]:
@@ -56,7 +65,7 @@ class Row:
 
 
 def rows(before: list[dict[str, Any]], after: list[dict[str, Any]]) -> list[Row]:
-    """Return the times that all results of both sides have, in the order of the first."""
+    """Return the times and counts that all results of both sides have, in the order of the first."""
     sides = [[dict(times(result)) for result in side] for side in (before, after)]
     first, *others = [found for side in sides for found in side]
     common = [name for name in first if all(name in other for other in others)]
@@ -64,7 +73,7 @@ def rows(before: list[dict[str, Any]], after: list[dict[str, Any]]) -> list[Row]
 
 
 def times(found: Any, path: tuple[str, ...] = ()) -> Iterator[tuple[str, float]]:
-    """Yield the path and the value of every time in a result. Lists of numbers, such as ranges, are left out."""
+    """Yield the path and value of every time and count in a result. Lists of numbers, such as ranges, are left out."""
     if isinstance(found, list) and all(isinstance(item, dict) for item in found):
         for label, item in zip(_labels(found), found):
             yield from times(item, (*path, label))
@@ -74,7 +83,7 @@ def times(found: Any, path: tuple[str, ...] = ()) -> Iterator[tuple[str, float]]
                 yield from times(value, (*path, key))
             elif key.endswith(RATE) and value > 0:
                 yield ", ".join((*path, f"1e6 / {key}")), 1e6 / value
-            elif UNITS.intersection(key.split("_")):
+            elif key in COUNTS or UNITS.intersection(key.split("_")):
                 yield ", ".join((*path, key)), float(value)
 
 
@@ -108,7 +117,7 @@ def table(part: str, found: list[Row]) -> Table:
     ]
     slower = sum(row.verdict == "slower" for row in found)
     notes = (
-        f"{slower} of {len(found)} times are slower than before by more than the noise. *Before* and *after* are "
+        f"{slower} of {len(found)} are slower, or more, than before by more than the noise. *Before* and *after* are "
         "medians of the runs, *ratio* is after / before, and *noise* is the most by the least of the runs of one side, "
         "for the side where that is larger. A row without a ratio has a value of zero or below."
     )

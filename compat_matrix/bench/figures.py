@@ -31,6 +31,7 @@ WHAT = {
     "embeddings": "sentence-transformers: encode and a training step, padded and patched.",
     "packing": "Planners decide which examples share a row: fa2patch's, TRL's and axolotl's on the same lengths.",
     "collator": "DataCollatorWithFlattening: fa2patch's and Transformers' on the same examples.",
+    "compile": "Packed rows of many layouts in a compiled model: graphs, and time beside the eager model.",
     "gpu": "Models of published sizes with random weights.",
 }
 

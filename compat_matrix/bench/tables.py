@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Callable
 
-from . import collator_table, dry_table, embeddings_table, kernels_table, packing_table
+from . import collator_table, compile_table, dry_table, embeddings_table, kernels_table, packing_table
 from .table import Found, Table
 
 
@@ -235,5 +235,6 @@ MAKE: dict[str, Callable[[Found], list[Table]]] = {
     "embeddings": embeddings_table.tables,
     "packing": packing,
     "collator": collator_table.tables,
+    "compile": compile_table.tables,
     "gpu": gpu,
 }

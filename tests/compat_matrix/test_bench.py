@@ -14,6 +14,7 @@ from compat_matrix import environments, tiny_models
 from compat_matrix.bench import __main__ as bench
 from compat_matrix.bench import (
     collator,
+    compile,
     counting,
     figures,
     gpu,
@@ -28,6 +29,7 @@ from compat_matrix.bench import (
 from compat_matrix.check.rows import documents, pack
 
 PARTS = ("kernels", "overhead", "mixers", "training", "sharing", "collator")
+"""The parts that need seconds and no other environment."""
 
 
 @pytest.fixture
@@ -165,6 +167,22 @@ def test_both_collators_make_the_same_row_of_the_same_examples(case):
     assert set(ours) - set(theirs) == {"weights"} & set(collator.COLUMNS[case.columns])
     for name, expected in theirs.items():
         assert ours[name] == expected if isinstance(expected, int) else torch.equal(ours[name], expected), name
+
+
+def test_layouts_of_a_compiled_model_are_one_graph_and_an_error_is_named(monkeypatch):
+    rows = compile.batches(3, {})
+    assert len({tuple(row["input_ids"].shape) for row in rows}) == 3
+    monkeypatch.setattr(compile, "LAYERS", 1)
+    assert compile.whole(rows) == 2  # a whole row of the first length, and one of any length
+    monkeypatch.setattr(
+        compile, "steps", lambda model, rows: torch.compile(fails, fullgraph=True)(rows[0]["input_ids"])
+    )
+    assert compile.whole(rows) == "Unsupported"
+
+
+def fails(ids):
+    torch._dynamo.graph_break()
+    return ids
 
 
 def test_synchronisations_of_an_environment(tmp_path, monkeypatch):

@@ -47,6 +47,9 @@ def test_every_committed_result_that_holds_times_gives_rows_of_different_names()
         ([1.0, 1.3, 1.0], [1.2, 1.2, 1.2], ""),
         ([1.3, 1.2, 1.25], [1.0, 1.1, 1.05], "faster"),
         ([-1.0, 1.0, 1.0], [9.0, 9.0, 9.0], ""),
+        ([2, 2], [0, 0], "faster"),
+        ([0, 0], [1, 1], "slower"),
+        ([0, 1], [1, 0], ""),
     ],
 )
 def test_a_difference_counts_only_beyond_the_spread_of_one_sides_runs(before, after, verdict):

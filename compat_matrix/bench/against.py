@@ -72,6 +72,12 @@ class Sides:
         self._python(side, "-m", "compat_matrix.bench", "--parts", part, *given, *(["--quick"] if self.quick else []))
         return about.read(out / f"{part}.json")
 
+    def keep(self, part: str, commit: dict[str, Any], folder: Path) -> None:
+        """Write the latest result of now's side as ``python -m compat_matrix.bench`` would, with its commit."""
+        runs = sorted((self.folder / "runs").glob(f"*-{AFTER}/{part}.json"), key=lambda file: file.stat().st_mtime_ns)
+        for file in runs[-1:]:
+            about.write(folder / file.name, {**about.read(file), **commit})
+
     def _python(self, side: str, *arguments: str) -> str:
         bench = self.folder / "bench"
         given = environments.variables(bench)
@@ -97,6 +103,7 @@ def main(arguments: list[str] | None = None) -> int:
     add("--parts", nargs="+", choices=PARTS, default=("kernels", "overhead"), metavar="P", help=", ".join(PARTS))
     add("--rounds", type=int, default=3, help="runs of each side, at least 2; default 3")
     add("--out", type=Path, help="folder for against.json and against.md")
+    add("--keep", type=Path, help="folder for the last result of now's side, a JSON for each part")
     add("--environments", type=Path, default=ENVIRONMENTS, help="where environments are kept")
     add("--quick", action="store_true", help="only see that it runs: tiny, and few repeats")
     given = parser.parse_args(arguments)
@@ -111,6 +118,8 @@ def main(arguments: list[str] | None = None) -> int:
             parser.error(str(error))
         after = commits.here()
         found = all_parts(sides, given.parts, given.rounds)
+        for part in given.parts if given.keep else ():
+            sides.keep(part, after, given.keep)
     ends = f"before: {before[:12]}; after: {commits.named(after)}; {given.rounds} runs each"
     report(found, ends, Console() if sys.stdout.isatty() else Console(width=150))
     if given.out:

@@ -125,7 +125,7 @@ def test_one_run_of_a_side_and_an_unknown_commit_are_errors(capsys):
 
 @pytest.mark.slow
 def test_the_command_compares_the_files_of_now_with_head(tmp_path):
-    options = ["--parts", "overhead", "--rounds", "2", "--quick", "--out", str(tmp_path)]
+    options = ["--parts", "overhead", "--rounds", "2", "--quick", "--out", str(tmp_path), "--keep", str(tmp_path)]
     subprocess.run(
         [sys.executable, "-m", "compat_matrix.bench.against", "HEAD", *options], check=True, cwd=commits.ROOT
     )
@@ -134,4 +134,8 @@ def test_the_command_compares_the_files_of_now_with_head(tmp_path):
     assert {"position_ids, us_per_layer", "call, kernel_us", "forwards, layers 4, by_hand_us"} <= set(rows)
     assert all(len(row[side]) == 2 for row in rows.values() for side in ("before", "after"))
     assert found["before"]["commit"] == found["after"]["commit"]
+    kept = json.loads((tmp_path / "overhead.json").read_text())
+    assert (
+        kept["commit"] == found["after"]["commit"] and kept["call"]["kernel_us"] == rows["call, kernel_us"]["after"][-1]
+    )
     assert "| call, kernel_us |" in (tmp_path / "against.md").read_text()

@@ -30,6 +30,12 @@ def main(arguments: list[str] | None = None) -> int:
     )
     parser.add_argument("--families", nargs="+", metavar="F", help="architectures; default: all that a version has")
     parser.add_argument(
+        "--of-each-kind",
+        type=int,
+        metavar="N",
+        help="only N architectures of each kind: of one seam and one set of points in the committed evidence",
+    )
+    parser.add_argument(
         "--points", nargs="+", metavar="P", help="default: all, functions of compat_matrix/check/points"
     )
     parser.add_argument("--jobs", type=int, default=os.cpu_count() or 1, help="versions checked at a time")
@@ -71,6 +77,9 @@ def check(version: environments.Version, given: argparse.Namespace, packages: Pa
         packages: The folder that :func:`environments.only_our_packages` gives.
     """
     file = given.evidence / f"{version.name}.json"
+    if given.of_each_kind:
+        families = of_each_kind(EVIDENCE / file.name, given.of_each_kind)
+        given = argparse.Namespace(**{**vars(given), "families": families})
     known: dict[str, Any] = {}
     if file.exists() and (given.resume or given.families):
         with contextlib.suppress(Malformed):
@@ -95,6 +104,20 @@ def check(version: environments.Version, given: argparse.Namespace, packages: Pa
         if not given.points and (known or not given.families):
             shutil.copy(made, file)
         return read_file(made)
+
+
+def of_each_kind(evidence: Path, count: int) -> list[str]:
+    """Return the first architectures of each kind: of one state and seam, to which the same points apply.
+
+    Args:
+        evidence: The committed evidence of a version.
+        count: The number of architectures of each kind.
+    """
+    kinds: dict[Any, list[str]] = {}
+    for name, cell in read_file(evidence).cells.items():
+        points = {run: tuple(sorted(checked.not_applicable)) for run, checked in cell.checked.items()}
+        kinds.setdefault((cell.state, cell.seam, *sorted(points.items())), []).append(name)
+    return [name for names in kinds.values() for name in names[:count]]
 
 
 def _with_points(evidence: dict[str, Any]) -> dict[str, dict[str, Any]]:

@@ -44,13 +44,11 @@ TEXT_SIDES = (
 WITHOUT_ATTENTION = ("falcon_mamba", "mamba", "mamba2", "rwkv", "xlstm")
 """Language models without attention, which therefore claim no flash attention."""
 
-IN_DOUBLE_PRECISION = ("gemma4:picture", "jamba", "mixtral", "xlstm")
+IN_DOUBLE_PRECISION = ("gemma4:picture", "jamba", "xlstm")
 """Models checked in float64, because up to a thousandth of a float32 gradient is rounding, packed or not.
 
 xLSTM exponentiates sums of gates. Gemma 4's tower adds up small gradients of the places of patches. Jamba normalises
 what its mixers make of a token: float32 logits of its own padded batch differ by 1e-5 from those of documents alone.
-Mixtral's experts multiply another number of tokens in a packed row, which changes a float32 gradient by 1.5e-5 on some
-processors, and those of documents alone are 6e-6 off the same in float64.
 """
 
 MASKED = ":masked"

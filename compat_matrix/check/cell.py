@@ -31,10 +31,12 @@ class Cell:
     Attributes:
         family: The architecture.
         implementation: The ``attn_implementation``.
+        in_double: Whether models are float64 also if the family is not in ``IN_DOUBLE_PRECISION``.
     """
 
     family: str
     implementation: str
+    in_double: bool = False
 
     def model(self, dtype: torch.dtype | None = None, **changes: Any) -> Any:
         """Build the tiny model, with ``changes`` of its config."""
@@ -42,8 +44,9 @@ class Cell:
 
     @property
     def dtype(self) -> torch.dtype:
-        """The dtype of models: float32, or float64 for ``IN_DOUBLE_PRECISION``."""
-        return torch.float64 if self.family in tiny_models.IN_DOUBLE_PRECISION else torch.float32
+        """The dtype of models: float32, or float64 for ``IN_DOUBLE_PRECISION`` and with ``in_double``."""
+        double = self.in_double or self.family in tiny_models.IN_DOUBLE_PRECISION
+        return torch.float64 if double else torch.float32
 
     @property
     def of_gradients(self) -> dict[str, float]:

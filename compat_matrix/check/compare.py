@@ -13,10 +13,23 @@ GRADIENT_TOLERANCE = 5e-5
 """The same for gradients, which sum over all tokens, in another order if experts see another number of tokens."""
 
 
+class TooFar(AssertionError):
+    """Two results differ by more than a tolerance.
+
+    Attributes:
+        error: the difference, relative to the largest expected value.
+        tolerance: the largest accepted one.
+    """
+
+    def __init__(self, what: str, error: float, tolerance: float) -> None:
+        super().__init__(f"{what}: off by {error:.1e} of the scale, allowed {tolerance:.0e}")
+        self.error, self.tolerance = error, tolerance
+
+
 def assert_close(
     found: torch.Tensor, expected: torch.Tensor, what: str, tolerance: float = TOLERANCE, at_least: float = 1e-30
 ) -> None:
-    """Raise an AssertionError if ``found`` is not close to ``expected``.
+    """Raise :class:`TooFar` if ``found`` is not close to ``expected``, or AssertionError if its shape is another.
 
     Args:
         found, expected: Tensors of one shape.
@@ -29,7 +42,7 @@ def assert_close(
     scale = expected.abs().max().clamp(min=at_least)
     error = ((found - expected).abs().max() / scale).item()
     if not error <= tolerance:
-        raise AssertionError(f"{what}: off by {error:.1e} of the scale, allowed {tolerance:.0e}")
+        raise TooFar(what, error, tolerance)
 
 
 def assert_same_gradients(

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import os
 import traceback
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Callable
 
 IMPLEMENTATIONS = {"without": ("sdpa", "eager"), "with": ("flash_attention_2",)}
 """The implementations that are checked without flash-attn and with it (its stand-in on a CPU)."""
@@ -127,8 +128,42 @@ def _skipped(cell: Any, seam: list[str], first: bool) -> dict[str, str]:
     return skipped
 
 
-def _results(cell: Any, points: list[str], skipped: dict[str, str]) -> dict[str, Any]:
+ROUNDING = 10
+"""A point that a float32 model misses by at most this many tolerances may be float32's rounding."""
+
+
+def held(point: Callable[[Any], None], cell: Any) -> str:
+    """Run a point. If float32 misses a tolerance narrowly, it must hold in float64, with the same tolerance.
+
+    Rounding depends on the processor. Some mixtures' float32 gradients of documents alone are further from float64 than
+    the tolerance. What is computed wrong is wrong in float64, too.
+
+    Returns:
+        By how much float32 missed its tolerance, or an empty string.
+
+    Raises:
+        Exception: what the point raises in float32, if it does not hold.
+    """
     import torch
+
+    from .compare import TooFar
+
+    torch.manual_seed(0)
+    try:
+        point(cell)
+        return ""
+    except TooFar as far:
+        if cell.dtype == torch.float64 or not far.error <= ROUNDING * far.tolerance:
+            raise
+        try:
+            torch.manual_seed(0)
+            point(replace(cell, in_double=True))
+        except Exception:
+            raise far from None
+        return str(far)
+
+
+def _results(cell: Any, points: list[str], skipped: dict[str, str]) -> dict[str, Any]:
 
     from fa2patch.errors import message
 
@@ -146,9 +181,10 @@ def _results(cell: Any, points: list[str], skipped: dict[str, str]) -> dict[str,
             counts["n/a"][name] = media.ON_TEXT
             continue
         try:
-            torch.manual_seed(0)
-            run[name](cell)
+            rounding = held(run[name], cell)
             counts["ok"] += 1
+            if rounding:
+                counts.setdefault("in_double", {})[name] = rounding
         except NotApplicable as reason:
             counts["n/a"][name] = str(reason)
         except Exception as error:

@@ -11,7 +11,7 @@ import torch
 
 import fa2patch
 from compat_matrix import environments, run, tiny_models
-from compat_matrix.__main__ import check, failures
+from compat_matrix.__main__ import EVIDENCE, check, failures, of_each_kind
 from compat_matrix.check import found
 from compat_matrix.check.cell import Cell, NotApplicable, assert_unmoved
 from compat_matrix.check.compare import assert_close, assert_same_gradients
@@ -155,7 +155,12 @@ def test_cells_that_are_kept_say_which_points_they_were_run_with(monkeypatch, tm
 
     def run_with(points, families, name):
         given = argparse.Namespace(
-            evidence=tmp_path, environments=tmp_path, families=families, points=None, resume=False
+            evidence=tmp_path,
+            environments=tmp_path,
+            families=families,
+            of_each_kind=None,
+            points=None,
+            resume=False,
         )
         header = {**part(**{name: patched(ok=len(points))}), "points": points}
         monkeypatch.setattr(run, "evidence", lambda *_: merged(wanted, header, header))
@@ -167,6 +172,17 @@ def test_cells_that_are_kept_say_which_points_they_were_run_with(monkeypatch, tm
     assert {name: cell.state for name, cell in kept.cells.items()} == {"mistral": "ok", "llama": "ok"}
     run_with(["a", "b"], ["mistral"], "mistral")
     assert "points" not in (tmp_path / "4.46.3.json").read_text().partition("architectures")[2]
+
+
+def test_one_of_each_kind_has_every_seam_and_every_set_of_points():
+    cells = read_file(EVIDENCE / "5.23.0.json").cells
+    chosen = of_each_kind(EVIDENCE / "5.23.0.json", 1)
+    assert len(chosen) < len(cells) / 4
+    assert {cells[name].seam for name in chosen} == {cell.seam for cell in cells.values()}
+    applied = {
+        name: {run: set(checked.not_applicable) for run, checked in cells[name].checked.items()} for name in cells
+    }
+    assert all(applied[name] in [applied[one] for one in chosen] for name in cells)
 
 
 def test_refused_in_one_process_and_patched_in_the_other_is_a_failure(tmp_path):

@@ -169,8 +169,8 @@ class Documents(NamedTuple):
 
     def joined(self, pieces: Sequence[torch.Tensor]) -> torch.Tensor:
         """Join the calls' results ``[documents, length, ...]`` to ``[tokens, ...]`` in the order of the batch."""
-        flat = [piece.flatten(0, 1) for piece in pieces]
-        whole = flat[0] if len(flat) == 1 else torch.cat(flat)
+        flat = [piece if len(piece) == 1 else piece.flatten(0, 1)[None] for piece in pieces]
+        whole = (flat[0] if len(flat) == 1 else torch.cat(flat, 1))[0]
         if self.places is not None:
             whole = _Taken.apply(whole, self.places)  # type: ignore[no-untyped-call]
         return whole
@@ -184,8 +184,12 @@ class Documents(NamedTuple):
         return self.joined(pieces)
 
     def _split(self, states: torch.Tensor) -> Sequence[torch.Tensor]:
-        pieces = torch.split(states, [group.documents * group.length for group in self.groups])
-        return [piece.view(*group[:2], *piece.shape[1:]) for piece, group in zip(pieces, self.groups)]
+        sizes = [group.documents * group.length for group in self.groups]
+        pieces = states[None].split_with_sizes(sizes, 1)  # most calls have one document, and need no other shape
+        return [
+            piece if group.documents == 1 else piece.view(*group[:2], *piece.shape[2:])
+            for piece, group in zip(pieces, self.groups)
+        ]
 
     def _size(self) -> int:
         return sum(group.documents * group.length for group in self.groups)

@@ -9,12 +9,13 @@ import os
 import shutil
 import sys
 import tempfile
+from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from pathlib import Path
 from typing import Any
 
-from . import environments, run
-from .cells import STATES, Environment, score
+from . import commits, environments, run
+from .cells import STATES, Cell, Environment, score
 from .results import Malformed, read_file
 from .screen import BarColumn, Console, MofNCompleteColumn, Progress, Table, TextColumn, TimeElapsedColumn
 
@@ -41,7 +42,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--jobs", type=int, default=os.cpu_count() or 1, help="versions checked at a time")
     parser.add_argument("--environments", type=Path, default=ROOT / ".compat", help="where environments are kept")
     parser.add_argument("--evidence", type=Path, default=EVIDENCE, help="where a JSON for each version goes")
-    parser.add_argument("--resume", action="store_true", help="check again only what has no evidence, or failed")
+    parser.add_argument("--resume", action="store_true", help="check only what failed or has no evidence of this code")
     given = parser.parse_args(arguments)
     wanted = [environments.version(name) for name in given.versions or environments.versions()]
     given.evidence.mkdir(parents=True, exist_ok=True)
@@ -83,12 +84,13 @@ def check(version: environments.Version, given: argparse.Namespace, packages: Pa
     known: dict[str, Any] = {}
     if file.exists() and (given.resume or given.families):
         with contextlib.suppress(Malformed):
-            failed = [name for name, cell in read_file(file).cells.items() if cell.state == "fail"]
+            before = read_file(file)
             known = _with_points(json.loads(file.read_text(encoding="utf-8")))
             if given.resume and not given.families:
-                if not failed:
-                    return read_file(file)
-                given = argparse.Namespace(**{**vars(given), "families": failed})
+                left = left_over(before.cells, commits.of_code())
+                if not left:
+                    return before
+                given = argparse.Namespace(**{**vars(given), "families": left if len(left) < len(known) else None})
     options: list[str] = []
     for name, values in (("families", given.families or version.families), ("points", given.points)):
         if values:
@@ -101,9 +103,19 @@ def check(version: environments.Version, given: argparse.Namespace, packages: Pa
     with tempfile.TemporaryDirectory() as folder:
         made = Path(folder, file.name)
         made.write_text(run.text(found), encoding="utf-8")
-        if not given.points and (known or not given.families):
+        if not given.points and (known or not given.families or given.of_each_kind):
             shutil.copy(made, file)
-        return read_file(made)
+        return read_file(made, partial=bool(given.points))
+
+
+def left_over(cells: Mapping[str, Cell], code: dict[str, Any]) -> list[str]:
+    """Return the architectures that failed, or were checked with other code than ``code``, or with changes to it."""
+    now = (code["commit"] or "")[:12]
+    return [
+        name
+        for name, cell in cells.items()
+        if cell.state == "fail" or cell.made is None or (cell.made.commit, cell.made.dirty) != (now, False)
+    ]
 
 
 def of_each_kind(evidence: Path, count: int) -> list[str]:

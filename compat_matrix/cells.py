@@ -21,12 +21,21 @@ class Checked:
     Attributes:
         ok: The number of points that hold.
         not_applicable: The reason for each point that does not apply.
+        alone_fails: The error for each point that Transformers alone fails at, which leaves nothing to compare with.
         failures: The failure of each point that fails.
     """
 
     ok: int
     not_applicable: Mapping[str, str]
+    alone_fails: Mapping[str, str]
     failures: Mapping[str, str]
+
+    @property
+    def was_run(self) -> bool:
+        """Whether points were run: the model can be loaded, and Transformers alone computes one document."""
+        return bool(self.ok or self.failures) or not (
+            {*self.not_applicable} == {"load"} or {*self.alone_fails} == {"document"}
+        )
 
 
 @dataclass(frozen=True)
@@ -58,6 +67,31 @@ class Upstream:
 
 
 @dataclass(frozen=True)
+class Made:
+    """What a cell was made with.
+
+    Attributes:
+        commit: The commit that last changed the code that the cell depends on, in 12 digits; empty if unknown.
+        dirty: Whether that code differed from the commit; None if unknown.
+        torch: The version of torch.
+        when: The time at which the check began, such as ``2026-11-23T09:30:00+00:00``.
+        seconds: The run time.
+    """
+
+    commit: str
+    dirty: bool | None
+    torch: str
+    when: str
+    seconds: float
+
+    @property
+    def code(self) -> str:
+        """The commit in words."""
+        changes = {True: " with uncommitted changes", None: ", stated by hand"}.get(self.dirty, "")
+        return f"commit {self.commit}{changes}" if self.commit else "an unknown commit"
+
+
+@dataclass(frozen=True)
 class Cell:
     """One architecture in one environment.
 
@@ -68,6 +102,7 @@ class Cell:
         seam: The seams that the architecture was patched at.
         checked: The points of each ``attn_implementation``.
         alone: What Transformers alone does with each ``attn_implementation`` that was run; totals count the first.
+        made: What the cell was made with; None only for an absent cell.
     """
 
     state: str
@@ -76,6 +111,7 @@ class Cell:
     seam: tuple[str, ...] = ()
     checked: Mapping[str, Checked] = field(default_factory=dict)
     alone: tuple[Upstream, ...] = ()
+    made: Made | None = None
 
     @property
     def upstream(self) -> Upstream | None:
@@ -92,28 +128,23 @@ class Environment:
 
     Attributes:
         name: The environment's name, which is the file's too.
-        transformers, torch, python, wrapt: Version numbers.
+        transformers, python, wrapt: Version numbers.
         flash_attn: The version of flash-attn, ``stand-in`` or ``none``.
         device: ``cpu``, or the name of the GPU.
         kernel: The kernel that was checked.
-        date: The date of the check, ``YYYY-MM-DD``.
-        seconds: The run time.
         points: The points that were run.
         upstream_rows: The kinds of row that Transformers alone was run on.
         cells: The cells by architecture.
-        allowed_to_fail: Whether totals leave the environment out.
+        allowed_to_fail: Whether its failures are no failures of the matrix.
     """
 
     name: str
     transformers: str
-    torch: str
     python: str
     wrapt: str
     flash_attn: str
     device: str
     kernel: str
-    date: str
-    seconds: float
     points: tuple[str, ...]
     upstream_rows: tuple[str, ...]
     cells: Mapping[str, Cell]
@@ -123,6 +154,38 @@ class Environment:
     def order(self) -> tuple[Version, str]:
         """The sort key: the Transformers version, then the name."""
         return Version(self.transformers), self.name
+
+    @property
+    def counts(self) -> bool:
+        """Whether totals count it: not if it is allowed to fail, or another stack of a release that has its own."""
+        return not self.allowed_to_fail and self.name == self.transformers
+
+    @property
+    def made(self) -> tuple[Made, ...]:
+        """What its cells were made with, the newest first."""
+        found = (cell.made for cell in self.cells.values() if cell.made)
+        return tuple(sorted(found, key=lambda made: made.when, reverse=True))
+
+    @property
+    def codes(self) -> tuple[str, ...]:
+        """The code that made its cells, the newest first."""
+        return tuple(dict.fromkeys(made.code for made in self.made))
+
+    @property
+    def torch(self) -> str:
+        """The version of torch that checked its cells; several are joined by ``and``."""
+        return " and ".join(dict.fromkeys(made.torch for made in self.made))
+
+    @property
+    def dates(self) -> str:
+        """The day, or the first and the last day, on which its cells were checked."""
+        days = sorted(made.when[:10] for made in self.made)
+        return " to ".join(dict.fromkeys([days[0], days[-1]])) if days else ""
+
+    @property
+    def seconds(self) -> float:
+        """The sum of its cells' run times."""
+        return sum(made.seconds for made in self.made)
 
     @property
     def minor(self) -> tuple[int, int]:
@@ -175,8 +238,8 @@ class Results:
 
     @property
     def counted(self) -> tuple[Environment, ...]:
-        """The environments that totals count: those that are not allowed to fail."""
-        return tuple(environment for environment in self.environments if not environment.allowed_to_fail)
+        """The environments that totals count: one for each release."""
+        return tuple(environment for environment in self.environments if environment.counts)
 
     @property
     def architectures(self) -> tuple[str, ...]:
@@ -187,6 +250,12 @@ class Results:
     def upstream_rows(self) -> tuple[str, ...]:
         """The kinds of row of all environments, each once."""
         return tuple(dict.fromkeys(row for environment in self.environments for row in environment.upstream_rows))
+
+    @property
+    def code(self) -> str:
+        """The code of the newest cell: others are older."""
+        newest = [environment.made[0] for environment in self.environments if environment.made]
+        return max(newest, key=lambda made: made.when).code if newest else ""
 
     def score(self, *environments: Environment) -> Score:
         """Count the cells of these environments, over the architectures of all counted environments."""

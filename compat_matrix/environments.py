@@ -110,6 +110,16 @@ def versions() -> dict[str, Version]:
     return blocks
 
 
+def _releases() -> list[Version]:
+    """The blocks that are named as their release, in the file's order."""
+    return [block for block in versions().values() if block.name == block.transformers != MAIN]
+
+
+def newest() -> Version:
+    """Return the block of the newest release."""
+    return _releases()[-1]
+
+
 def version(name: str) -> Version:
     """Find or make the block for a release.
 
@@ -122,7 +132,7 @@ def version(name: str) -> Version:
     if name in known:
         return known[name]
     unknown: dict[str, Any] = {"seam": "", "other_seams": {}}
-    releases = [block for block in known.values() if block.name == block.transformers != MAIN]
+    releases = _releases()
     if name == MAIN:
         return replace(releases[-1], name=MAIN, transformers=MAIN, allowed_to_fail=True, **unknown)
     for block in releases:

@@ -43,14 +43,19 @@ def wanted(newest: str | None = None) -> list[str]:
 
 
 def failures(evidence: Path, names: list[str]) -> list[str]:
-    """List every cell that fails and every version without evidence, except versions that are allowed to fail."""
+    """List every cell that fails and every version without evidence.
+
+    A version that is allowed to fail is what comes next. Its failures are listed by the seam at which the newest
+    release's architectures are patched, and it may have no evidence, because it may not be installable on some days.
+    """
     from .results import Malformed, read_file
 
     lines = []
     for name in names:
-        if environments.version(name).allowed_to_fail:
-            continue
         file = evidence / f"{name}.json"
+        if environments.version(name).allowed_to_fail:
+            lines += [f"- {name}: {line}" for line in moved(file)]
+            continue
         if not file.exists():
             lines.append(f"- {name}: no evidence; its job failed before the check was done")
             continue
@@ -61,6 +66,34 @@ def failures(evidence: Path, names: list[str]) -> list[str]:
             continue
         lines += [f"- {name}: {what}: {cell.reason}" for what, cell in cells.items() if cell.state == "fail"]
     return lines
+
+
+def moved(file: Path) -> list[str]:
+    """One line for each seam that has failures in evidence of a version to come, or of torch to come.
+
+    A seam has moved if its architectures fail, or are patched at another one than in the newest release.
+    """
+    from .results import Malformed, read_file
+
+    if not file.exists():
+        return []
+    try:
+        cells = read_file(file).cells
+    except Malformed as error:
+        return [str(error)]
+    newest = environments.newest()
+    found: dict[str, dict[str, str]] = {}
+    for name, cell in cells.items():
+        seam, now = newest.seam_of(name), " and ".join(cell.seam)
+        if cell.state == "fail":
+            found.setdefault(seam, {})[name] = cell.reason
+        elif cell.state == "ok" and {*seam.split(" and ")} != {*cell.seam}:
+            found.setdefault(seam, {})[name] = f"patched at the seam {now}"
+    return [
+        f"the seam {seam} moved in {len(reasons)} architectures ({', '.join(list(reasons)[:5])}): "
+        f"{next(iter(reasons.values()))}"
+        for seam, reasons in found.items()
+    ]
 
 
 if __name__ == "__main__":

@@ -3,19 +3,23 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from packaging.version import InvalidVersion, Version
 
-from .cells import Cell, Checked, Environment, Results, Upstream
+from .cells import Cell, Checked, Environment, Made, Results, Upstream
+from .check.found import ALONE, ON_TEXT
 
-FORMAT = 2
+FORMAT = 3
 
-NOT_RUN = (["load"], ["alone"])
-"""What stands in the place of the points of an implementation that cannot be loaded, or fails on one document alone."""
+CORE = (
+    "every_layout", "inertness", "lengths", "no_dense_mask", "nothing_crosses", "packed_row", "packed_rows", "padding",
+    "refusals", "reverted",
+)  # fmt: skip
+"""The points of which each must hold, with at least one implementation, for a cell to be ok."""
 
 
 class Malformed(ValueError):
@@ -44,8 +48,12 @@ def read(folder: Path, wanted: Iterable[str] = ()) -> Results:
     )
 
 
-def read_file(file: Path) -> Environment:
+def read_file(file: Path, partial: bool = False) -> Environment:
     """Read one file of evidence.
+
+    Args:
+        file: The file.
+        partial: Whether points of :data:`CORE` may be missing, as after ``--points``.
 
     Raises:
         Malformed: The file is not evidence.
@@ -55,7 +63,7 @@ def read_file(file: Path) -> Environment:
     except ValueError as error:
         raise Malformed(f"{file}: expected JSON, found {error}") from None
     try:
-        return _environment(data, file.stem)
+        return _environment(data, file.stem, partial)
     except _Expected as expected:
         raise Malformed(f"{file}: expected {expected}") from None
 
@@ -64,14 +72,11 @@ class _Expected(Exception):
     pass
 
 
-def _environment(data: Any, stem: str) -> Environment:
+def _environment(data: Any, stem: str, partial: bool) -> Environment:
     if not isinstance(data, dict) or data.get("format") != FORMAT:
         found = data.get("format") if isinstance(data, dict) else type(data).__name__
         raise _Expected(f"format {FORMAT}, found {found}. Run python -m compat_matrix --versions {stem}")
-    texts = {
-        key: _take(data, key, str)
-        for key in ("name", "transformers", "torch", "python", "wrapt", "device", "kernel", "date")
-    }
+    texts = {key: _take(data, key, str) for key in ("name", "transformers", "python", "wrapt", "device", "kernel")}
     if texts["name"] != stem:
         raise _Expected(f"name to be the file's, {stem!r}, found {texts['name']!r}")
     try:
@@ -79,6 +84,9 @@ def _environment(data: Any, stem: str) -> Environment:
     except InvalidVersion as error:
         raise _Expected(f"transformers to be a version, found {error}") from None
     points, rows = tuple(_take(data, "points", list)), tuple(_take(data, "upstream_rows", list))
+    missing = sorted(set(CORE) - set(points))
+    if missing and not partial and texts["device"] == "cpu":
+        raise _Expected(f"points to have {', '.join(missing)}")
     cells = {
         name: _cell(_take(data["architectures"], name, dict, "architectures."), points, rows, f"architectures.{name}.")
         for name in _take(data, "architectures", dict)
@@ -86,7 +94,6 @@ def _environment(data: Any, stem: str) -> Environment:
     return Environment(
         **texts,
         flash_attn=data.get("flash_attn") or "none",
-        seconds=float(data.get("seconds") or 0),
         points=points,
         upstream_rows=rows,
         cells=cells,
@@ -96,22 +103,27 @@ def _environment(data: Any, stem: str) -> Environment:
 
 def _cell(data: dict[str, Any], points: tuple[str, ...], rows: tuple[str, ...], where: str) -> Cell:
     points = tuple(data.get("points", points))  # of a cell that is kept from an earlier run
+    made = _made(_take(data, "made", dict, where), where + "made.")
     alone = _alone(data.get("upstream") or {}, rows, where + "upstream.")
     state = next((state for state in ("error", "refused", "xfail") if state in data), None)
     checked = _checked(data, where) if state is None or "fa2patch" in data else {}
     if state is not None:
-        return replace(_not_ok(state, data, where), checked=checked, alone=alone)
+        return replace(_not_ok(state, data, where), checked=checked, alone=alone, made=made)
     seam, expected = tuple(_take(data, "seam", list, where)), data.get("expected_seam")
-    problems = [
-        f"{name}: {problem}"
-        for name, run in checked.items()
-        for problem in _problems(run, data["fa2patch"][name], points)
-    ]
-    if not any(run.ok for run in checked.values()):
-        problems.append("no point was found to hold")
+    problems = [f"{name}: {problem}" for name, run in checked.items() for problem in _problems(run, points)]
+    problems += _not_held(checked, points)
     if expected is not None and set(expected) != set(seam):
         problems.append(f"patched at the seam {', '.join(seam) or 'none'}, not {', '.join(expected)}")
-    return Cell("fail" if problems else "ok", "; ".join(problems), "", seam, checked, alone)
+    return Cell("fail" if problems else "ok", "; ".join(problems), "", seam, checked, alone, made)
+
+
+def _made(data: dict[str, Any], where: str) -> Made:
+    """What a cell was made with. Every cell must say it; a commit or a state that is unknown is null."""
+    missing = {"commit", "dirty"} - set(data)
+    if missing:
+        raise _Expected(f"{where}{sorted(missing)[0]}, found nothing")
+    texts = [_take(data, key, str, where) for key in ("torch", "when")]
+    return Made((data["commit"] or "")[:12], data["dirty"], *texts, float(_take(data, "seconds", (int, float), where)))
 
 
 def _not_ok(state: str, data: dict[str, Any], where: str) -> Cell:
@@ -138,24 +150,39 @@ def _checked(data: dict[str, Any], where: str) -> dict[str, Checked]:
         checked[name] = Checked(
             _take({"ok": 0, **counts}, "ok", int, where),
             dict(_take({"n/a": {}, **counts}, "n/a", dict, where)),
+            dict(_take({ALONE: {}, **counts}, ALONE, dict, where)),
             dict(_take({"fail": {}, **counts}, "fail", dict, where)),
         )
     return checked
 
 
-def _problems(run: Checked, counts: dict[str, Any], points: tuple[str, ...]) -> list[str]:
+def _problems(run: Checked, points: tuple[str, ...]) -> list[str]:
     """The reasons why one implementation is not ok."""
     problems = [f"{point}: {failure}" for point, failure in run.failures.items()]
-    if list(run.not_applicable) in NOT_RUN and set(counts) == {"n/a"}:
+    if not run.was_run:
         return problems
-    total = run.ok + len(run.not_applicable) + len(run.failures)
-    if total != len(points):
+    others = [*run.not_applicable, *run.alone_fails, *run.failures]
+    if run.ok + len(others) != len(points):
         problems.append(
-            f"{run.ok} ok, {len(run.not_applicable)} n/a and {len(run.failures)} failed of {len(points)} points "
-            "do not add up"
+            f"{run.ok} ok, {len(run.not_applicable)} n/a, {len(run.alone_fails)} failed alone and {len(run.failures)} "
+            f"failed of {len(points)} points do not add up"
         )
-    elif not {*run.not_applicable, *run.failures} <= set(points):
+    elif not set(others) <= set(points):
         problems.append("points that are not among those that were run")
+    return problems
+
+
+def _not_held(checked: Mapping[str, Checked], points: tuple[str, ...]) -> list[str]:
+    """The reasons why a cell is not ok although nothing fails: a core point that did not hold anywhere."""
+    runs = [run for run in checked.values() if run.was_run]
+    if not any(run.ok for run in runs):
+        return ["no point was found to hold"]
+    problems = []
+    for point in [point for point in points if point in CORE] or points:
+        others = [{**run.not_applicable, **run.alone_fails}.get(point, "") for run in runs]
+        failed = any(point in run.failures for run in runs)  # which is a reason of its own
+        if all(others) and not failed and set(others) != {ON_TEXT}:
+            problems.append(f"{point} held with no implementation: {others[0]}")
     return problems
 
 
@@ -173,8 +200,8 @@ def _alone(data: dict[str, Any], rows: tuple[str, ...], where: str) -> tuple[Ups
     return tuple(runs)
 
 
-def _take(data: Any, key: str, kind: type, where: str = "") -> Any:
+def _take(data: Any, key: str, kind: Any, where: str = "") -> Any:
     if not isinstance(data, dict) or not isinstance(data.get(key), kind):
         found = type(data[key]).__name__ if isinstance(data, dict) and key in data else "nothing"
-        raise _Expected(f"{where}{key} to be {kind.__name__}, found {found}")
+        raise _Expected(f"{where}{key} to be {getattr(kind, '__name__', 'a number')}, found {found}")
     return data[key]

@@ -7,8 +7,8 @@ import subprocess
 from pathlib import Path
 from typing import Any, Callable
 
-from . import environments
-from .check.found import ALONE, REFUSED_AND_PATCHED
+from . import commits, environments
+from .check.found import ALONE, DOCUMENT, REFUSED_AND_PATCHED
 from .results import FORMAT
 
 PARTS = ("without", "with")
@@ -35,12 +35,14 @@ def evidence(
         RuntimeError: The environment cannot be made, or one of the processes fails.
     """
     doing(f"preparing an environment with {', '.join(version.requirements)}")
+    code = commits.of_code()
     python = environments.make(version, folder.resolve())
     found = []
     for part in PARTS:
         doing(f"checking as {part} flash-attn")
         found.append(_part(python, packages, part, options))
-    return merged(version, *found)
+    changed = commits.of_code() != code
+    return merged(version, *found, code={**code, "dirty": True} if changed else code)
 
 
 def text(evidence: dict[str, Any]) -> str:
@@ -59,12 +61,20 @@ def _part(python: Path, packages: Path, part: str, options: tuple[str, ...]) -> 
     return dict(json.loads(done.stdout))
 
 
-def merged(version: environments.Version, without: dict[str, Any], with_flash: dict[str, Any]) -> dict[str, Any]:
-    """Merge the findings of the two processes, and add what versions.toml and xfail.toml say."""
+def merged(
+    version: environments.Version, without: dict[str, Any], with_flash: dict[str, Any], code: dict[str, Any]
+) -> dict[str, Any]:
+    """Merge the findings of the two processes, and add what versions.toml and xfail.toml say.
+
+    Args:
+        version: The version that was checked.
+        without, with_flash: The findings without flash-attn and with its stand-in.
+        code: ``commit`` and ``dirty`` of the code that was checked, which every cell says.
+    """
     architectures = {}
     for name in {**without["architectures"], **with_flash["architectures"]}:
         first, second = (part["architectures"].get(name, {}) for part in (without, with_flash))
-        cell = {**first, **second}
+        cell = {**first, **second, "made": _made(code, first, second)}
         for key in ("fa2patch", "upstream"):
             if key in first or key in second:
                 cell[key] = {**first.get(key, {}), **second.get(key, {})}
@@ -79,12 +89,17 @@ def merged(version: environments.Version, without: dict[str, Any], with_flash: d
             cell["error"] = f"seam {first['seam']} without flash-attn, {second['seam']} with it"
         expected = version.seam_of(name)
         cell = {**cell, "expected_seam": expected.split(" and ")} if expected else cell
-        architectures[name] = {**cell, **known_failure(name, version.transformers, cell)}
+        architectures[name] = {**cell, **known_failure(name, version.transformers, cell, without["points"])}
     header = {"format": FORMAT, "name": version.name, **without, "flash_attn": with_flash["flash_attn"]}
-    header["seconds"] = round(without["seconds"] + with_flash["seconds"], 1)
     if version.allowed_to_fail:
         header["allowed_to_fail"] = True
     return {**header, "architectures": architectures}
+
+
+def _made(code: dict[str, Any], *parts: dict[str, Any]) -> dict[str, Any]:
+    """What a cell was made with: both processes' seconds, the first one's time."""
+    made = [part["made"] for part in parts if part]
+    return {**code, **made[0], "seconds": round(sum(part["seconds"] for part in made), 1)}
 
 
 def _failing_alone(part: dict[str, Any]) -> dict[str, Any]:
@@ -92,25 +107,41 @@ def _failing_alone(part: dict[str, Any]) -> dict[str, Any]:
     outcomes = {implementation: [*rows.values()] for implementation, rows in part["upstream"].items()}
     if not all(rows and all(row.startswith("error: ") for row in rows) for rows in outcomes.values()):
         return {}
-    return {implementation: {"n/a": {ALONE: rows[0][len("error: ") :]}} for implementation, rows in outcomes.items()}
+    return {implementation: {ALONE: {DOCUMENT: rows[0][len("error: ") :]}} for implementation, rows in outcomes.items()}
 
 
-def known_failure(architecture: str, transformers: str, cell: dict[str, Any]) -> dict[str, str]:
-    """The reason and link that xfail.toml has for a cell; empty unless every failure in it is the known one.
+def known_failure(architecture: str, transformers: str, cell: dict[str, Any], points: list[str]) -> dict[str, str]:
+    """What xfail.toml says of a cell, as keys that are added to it. It is strict.
 
-    If no point was run, the failures are those of Transformers alone.
+    Returns:
+        ``xfail`` and ``link`` if every failure of the cell is the known one, in a point that the entry names; ``error``
+        if the entry names a point that was run, and none fails; else nothing, and the cell's own failures count.
+
+    Args:
+        architecture: The architecture.
+        transformers: The version of Transformers.
+        cell: The merged findings.
+        points: The points that were run.
     """
+    known = _entry(architecture, transformers)
+    if known is None or "refused" in cell or "error" in cell:
+        return {}
     runs = list(cell.get("fa2patch", {}).values())
-    failed = [what for run in runs for what in run.get("fail", {}).values()]
+    failed = [found for run in runs for found in run.get("fail", {}).items()]
     if not any(run.get("ok") for run in runs):
-        failed += [run["n/a"][ALONE] for run in runs if ALONE in run.get("n/a", {})]
+        failed += [found for run in runs for found in run.get(ALONE, {}).items()]
+    if not failed:
+        works = f"xfail.toml expects {known['error']!r}, and nothing fails. Remove the version from the entry"
+        return {"error": works} if {*known["points"]} & {*points, DOCUMENT} else {}
+    if all(point in known["points"] and known["error"] in what for point, what in failed):
+        return {"xfail": known["reason"], "link": known["link"]}
+    return {}
+
+
+def _entry(architecture: str, transformers: str) -> dict[str, Any] | None:
+    """The entry of xfail.toml for an architecture in a version."""
     for known in environments.tomllib.loads((environments.HERE / "xfail.toml").read_text())["xfail"]:
         minors = [minor for minor in known["versions"] if f"{transformers}.".startswith(f"{minor}.")]
-        if (
-            architecture in known["architectures"]
-            and minors
-            and failed
-            and all(known["error"] in what for what in failed)
-        ):
-            return {"xfail": known["reason"], "link": known["link"]}
-    return {}
+        if architecture in known["architectures"] and minors:
+            return dict(known)
+    return None

@@ -8,13 +8,12 @@ from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
 
-import torch
-
-from . import commits
+from .. import commits
 
 
 def header(command: str, device: str = "cpu") -> dict[str, Any]:
     """Return commit, device, versions, date and the command that repeats the measurement."""
+    import torch  # not above: tables are made without torch
     import transformers
 
     return {

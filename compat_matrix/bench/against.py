@@ -18,9 +18,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from .. import environments
+from .. import commits, environments
 from ..screen import BarColumn, Console, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
-from . import PARTS, about, commits, compared
+from . import PARTS, about, compared
 from .__main__ import ENVIRONMENTS
 from .table import Table
 

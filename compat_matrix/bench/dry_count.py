@@ -14,9 +14,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from .counting import DISPATCHED
-
-KINDS = ("kernel", "copies", "others", "reads")
-"""``copies`` move values without computing any. ``others`` are neither kernels, copies nor reads."""
+from .dry_table import KINDS
 
 COPIES = {
     "clone", "_to_copy", "copy_", "constant_pad_nd", "cat", "index", "index_select", "repeat_interleave", "index_copy",

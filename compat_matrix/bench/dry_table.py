@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
-from .dry_count import KINDS
 from .table import Found, Table
+
+KINDS = ("kernel", "copies", "others", "reads")
+"""``copies`` move values without computing any. ``others`` are neither kernels, copies nor reads."""
 
 HEAD = [
     "", "torch", "forward: kernel calls", "copies", "others", "backward: kernel calls", "copies", "others",

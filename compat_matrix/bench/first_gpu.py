@@ -21,9 +21,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from .. import commits
 from ..check.gpu import present_kernels
 from ..screen import BarColumn, Console, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
-from . import about, commits, gpu, gpu_goals
+from . import about, gpu, gpu_goals
 from .shapes import SHAPES
 
 COMMAND = "python -m compat_matrix.bench.first_gpu"

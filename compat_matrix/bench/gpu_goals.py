@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from . import commits
+from .. import commits
 from .table import Table
 
 SHARE, OVERHEAD = 0.97, 0.01

@@ -42,26 +42,28 @@ def main(arguments: list[str] | None = None) -> int:
     torch.set_num_threads(1)
     gc.freeze()
     gc.set_threshold(100_000, 50, 50)  # a fifth of the time went into garbage collection of tiny models
-    started = time.time()
     points = given.points or list(POINTS)
     cells = {}
     for architecture in given.families or tiny_models.architectures():
         if not tiny_models.is_present(architecture):
             continue
+        when, started = datetime.now(timezone.utc), time.perf_counter()
         cells[architecture] = found.cell(architecture, found.IMPLEMENTATIONS[given.flash_attn], points)
         if models.is_file(architecture):
             cells[architecture]["notes"] = models.notes(architecture, tiny_models.config_class(architecture))
+        cells[architecture]["made"] = {
+            "torch": torch.__version__,
+            "when": when.isoformat(timespec="seconds"),
+            "seconds": round(time.perf_counter() - started, 1),
+        }
         print(f"{architecture}: {cells[architecture]}", file=sys.stderr, flush=True)
     evidence = {
         "transformers": transformers.__version__,
-        "torch": torch.__version__,
         "python": platform.python_version(),
         "wrapt": metadata.version("wrapt"),
         "flash_attn": "stand-in" if given.flash_attn == "with" else None,
         "device": "cpu",
         "kernel": "reference",
-        "date": datetime.now(timezone.utc).date().isoformat(),
-        "seconds": round(time.time() - started, 1),
         "points": points,
         "upstream_rows": list(upstream.ROWS),
         "architectures": cells,

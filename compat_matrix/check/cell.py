@@ -24,6 +24,10 @@ class NotApplicable(Exception):
     """The family has no such feature in this version. The reason goes into the evidence."""
 
 
+class AloneFails(Exception):
+    """Transformers alone cannot compute what the point compares with. The reason goes into the evidence."""
+
+
 @dataclass
 class Cell:
     """One family with one attention implementation in the installed Transformers.

@@ -31,7 +31,13 @@ NO_SUCH_IMPLEMENTATION = (
 """Parts of the errors that Transformers raises if an architecture does not have an implementation."""
 
 ALONE = "alone"
-"""In the place of the points of an implementation with which Transformers alone fails on one document: its error."""
+"""The key of the points that compare with what Transformers alone cannot compute, each with its error."""
+
+ON_TEXT = "checked on rows of text"
+"""Why a point is not run on rows with pictures or sound."""
+
+DOCUMENT = "document"
+"""Stands for all points of an implementation with which Transformers alone fails on one document."""
 
 REFUSED_AND_PATCHED = "refused with one attn_implementation, patched with another"
 """The error of an architecture whose support depends on the implementation that it is loaded with."""
@@ -92,7 +98,7 @@ def cell(architecture: str, implementations: tuple[str, ...], points: list[str])
                 continue
             failure = media.failure_alone(cell)
             if failure:
-                result["fa2patch"][implementation] = {"n/a": {ALONE: failure}}
+                result["fa2patch"][implementation] = {ALONE: {DOCUMENT: failure}}
                 continue
         skipped = _skipped(cell, result["seam"], first=implementation == next(iter(loaded)))
         result["fa2patch"][implementation] = _results(cell, points, skipped)
@@ -168,7 +174,7 @@ def _results(cell: Any, points: list[str], skipped: dict[str, str]) -> dict[str,
     from fa2patch.errors import message
 
     from .. import tiny_models
-    from .cell import NotApplicable
+    from .cell import AloneFails, NotApplicable
     from .points import POINTS, media
 
     run = media.POINTS if tiny_models.has_media(cell.family) else POINTS
@@ -178,7 +184,7 @@ def _results(cell: Any, points: list[str], skipped: dict[str, str]) -> dict[str,
             counts["n/a"][name] = skipped[name]
             continue
         if name not in run:
-            counts["n/a"][name] = media.ON_TEXT
+            counts["n/a"][name] = ON_TEXT
             continue
         try:
             rounding = held(run[name], cell)
@@ -187,6 +193,8 @@ def _results(cell: Any, points: list[str], skipped: dict[str, str]) -> dict[str,
                 counts.setdefault("in_double", {})[name] = rounding
         except NotApplicable as reason:
             counts["n/a"][name] = str(reason)
+        except AloneFails as reason:
+            counts.setdefault(ALONE, {})[name] = str(reason)
         except Exception as error:
             frame = traceback.extract_tb(error.__traceback__)[-1]
             what = f"{type(error).__name__}: {message(error)} ({Path(frame.filename).name}:{frame.lineno})"

@@ -20,7 +20,8 @@ import torch
 import fa2patch
 from fa2patch import kernels
 
-from .. import tiny_models
+from .. import commits, tiny_models
+from ..results import FORMAT
 from .cell import Cell
 from .rows import alone, documents, pack
 
@@ -72,25 +73,30 @@ def evidence(architectures: list[str], device: str, kernel: str) -> dict[str, An
     """Check architectures with one kernel and return the findings in the format that ``results.read_file`` reads."""
     import transformers
 
-    started, has_flash_attn = time.time(), importlib.util.find_spec("flash_attn") is not None
+    has_flash_attn = importlib.util.find_spec("flash_attn") is not None
     implementations = ("sdpa", "flash_attention_2") if has_flash_attn else ("sdpa",)
     present = [name for name in architectures if tiny_models.is_present(name)]
     return {
-        "format": 2,
+        "format": FORMAT,
         "name": f"{transformers.__version__}-{kernel}",
         "transformers": transformers.__version__,
-        "torch": torch.__version__,
         "python": platform.python_version(),
         "wrapt": metadata.version("wrapt"),
         "flash_attn": metadata.version("flash_attn") if has_flash_attn else None,
         "device": torch.cuda.get_device_name() if device == "cuda" else device,
         "kernel": kernel,
-        "date": datetime.now(timezone.utc).date().isoformat(),
         "points": list(POINTS),
         "upstream_rows": [],
-        "architectures": {name: _cell(name, implementations, device, kernel) for name in present},
-        "seconds": round(time.time() - started, 1),
+        "architectures": {name: _made(name, implementations, device, kernel) for name in present},
     }
+
+
+def _made(*arguments: Any) -> dict[str, Any]:
+    """A cell with what it was made with."""
+    when, started = datetime.now(timezone.utc).isoformat(timespec="seconds"), time.perf_counter()
+    cell = _cell(*arguments)
+    seconds = round(time.perf_counter() - started, 1)
+    return {**cell, "made": {**commits.of_code(), "torch": torch.__version__, "when": when, "seconds": seconds}}
 
 
 def _cell(architecture: str, implementations: tuple[str, ...], device: str, kernel: str) -> dict[str, Any]:

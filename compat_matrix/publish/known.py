@@ -16,8 +16,6 @@ def known(results: Results) -> str:
     """
     found: dict[str, Any] = {}
     for environment in results.counted:
-        if environment.name != environment.transformers:
-            continue  # the environment has other packages of that time, or another wrapt
         runs = {name: cell.upstream for name, cell in environment.cells.items() if cell.upstream}
         found["{}.{}".format(*environment.minor)] = {
             "release": environment.transformers,

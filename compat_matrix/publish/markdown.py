@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Callable
 
 from fa2patch.cli.evidence import runs
 
-from ..cells import STATES, Cell, Environment, Results, Score
+from ..cells import STATES, Cell, Checked, Environment, Results, Score
 from . import links, sentences
 from .bands import Band, bands, split
 
 HERE = {"ok": "✓", "refused": "R", "xfail": "x", "fail": "**FAIL**"}
 ALONE = {"ok": "✓", "plain": "~", "leak": "✗", "error": "!", "unknown": "?"}
+OLDER = "°"
+"""Stands behind a cell that older code made than the newest cell's."""
+
 COLUMNS = 13
 """The largest number of versions side by side in MATRIX.md."""
 
@@ -48,6 +52,7 @@ def matrix(results: Results) -> str:
             f"{ALONE['plain']} right for one packed row but not for all kinds,",
             f"  {ALONE['leak']} leaks for one packed row, {ALONE['error']} raises an error for one packed row, "
             f"{ALONE['unknown']} not run.",
+            f"- {OLDER}: the cell was checked with older code than the newest cell. {sentences.code(results)}",
             *(
                 line
                 for band in bands(results.environments)
@@ -58,7 +63,8 @@ def matrix(results: Results) -> str:
             *_refused(results),
             *_reasons("Known failures", results, "xfail"),
             *_reasons("Failing", results, "fail"),
-            *_not_applicable(results),
+            *_points("What does not apply", results, lambda run: run.not_applicable),
+            *_points("What Transformers alone fails at", results, lambda run: run.alone_fails),
             "## Environments",
             "",
             *_environments(results.environments),
@@ -109,15 +115,15 @@ def _totals(results: Results) -> list[str]:
 
     rows = []
     for environment in results.environments:
-        label = (
-            f"{environment.name} (allowed to fail, not counted)" if environment.allowed_to_fail else environment.name
-        )
+        why = "allowed to fail" if environment.allowed_to_fail else "another stack of this release"
+        label = environment.name if environment.counts else f"{environment.name} ({why}, not counted)"
         rows.append(line(label, results.score(environment)))
     bold = [f"**{text}**" if text else "" for text in line("all", results.score(*results.counted))]
     return table(head, [*rows, bold])
 
 
 def _grid(results: Results, band: Band) -> list[str]:
+    newest = results.code
     names = [name for name in results.architectures if any(name in each.cells for each in band.environments)]
     return [
         "",
@@ -126,7 +132,7 @@ def _grid(results: Results, band: Band) -> list[str]:
         *table(
             ["", *(f"[{environment.name}](evidence/{environment.name}.json)" for environment in band.environments)],
             (
-                [_name(name, band.environments), *(_cell(each.cell(name)) for each in band.environments)]
+                [_name(name, band.environments), *(_cell(each.cell(name), newest) for each in band.environments)]
                 for name in names
             ),
         ),
@@ -140,10 +146,11 @@ def _name(name: str, environments: Sequence[Environment]) -> str:
     return f"[`{name}`]({links.cell(name, newest)})"
 
 
-def _cell(cell: Cell) -> str:
+def _cell(cell: Cell, newest: str) -> str:
     if cell.state == "absent":
         return ""
-    return f"{HERE[cell.state]} {ALONE[cell.upstream.state if cell.upstream else 'unknown']}"
+    older = f" {OLDER}" if cell.made is not None and cell.made.code != newest else ""
+    return f"{HERE[cell.state]} {ALONE[cell.upstream.state if cell.upstream else 'unknown']}{older}"
 
 
 def _refused(results: Results) -> list[str]:
@@ -188,12 +195,13 @@ def _where(results: Results, state: str) -> dict[tuple[str, str], dict[str, list
     return found
 
 
-def _not_applicable(results: Results) -> list[str]:
+def _points(title: str, results: Results, of: Callable[[Checked], Mapping[str, str]]) -> list[str]:
+    """Points that say nothing about fa2patch, with their reasons and architectures."""
     found: dict[tuple[str, str], set[str]] = {}
     for environment in results.environments:
         for name, cell in environment.cells.items():
             for run in cell.checked.values() if cell.state == "ok" else ():
-                for point, reason in run.not_applicable.items():
+                for point, reason in of(run).items():
                     found.setdefault((point, reason), set()).add(name)
     if not found:
         return []
@@ -201,16 +209,16 @@ def _not_applicable(results: Results) -> list[str]:
         [f"`{point}`", plain(reason), ", ".join(sorted(names)) if len(names) < 8 else f"{len(names)} architectures"]
         for (point, reason), names in sorted(found.items())
     )
-    return ["## What does not apply", "", *table(["point", "reason", "in some version of"], rows), ""]
+    return [f"## {title}", "", *table(["point", "reason", "in some version of"], rows), ""]
 
 
 def _environments(environments: Iterable[Environment]) -> list[str]:
-    head = ["", "Python", "torch", "wrapt", "flash-attn", "device", "kernel", "points", "date"]
+    head = ["", "Python", "torch", "wrapt", "flash-attn", "device", "kernel", "points", "code", "checked"]
     return table(
         head,
         (
             [each.name, each.python, each.torch, each.wrapt, each.flash_attn, each.device, each.kernel]
-            + [str(len(each.points)), each.date]
+            + [str(len(each.points)), ", ".join(each.codes), each.dates]
             for each in environments
         ),
     )

@@ -39,7 +39,8 @@ def page(results: Results) -> str:
             alone={state: alone.count(state) for state in UPSTREAM_STATES},
             kinds=[sentences.ROWS.get(row, row) for row in results.upstream_rows],
             points=points(),
-            dates=sorted({environment.date for environment in results.environments}),
+            days=sorted({made.when[:10] for environment in results.environments for made in environment.made}),
+            code=sentences.code(results),
             devices=sorted({environment.device for environment in results.environments}),
             gpu=gpu(results),
             missing=missing(results),
@@ -63,16 +64,22 @@ class _Once(dict[Any, int]):
 def data(results: Results) -> dict[str, Any]:
     """The data of the page's script.
 
-    A cell is two numbers, indices into ``cells`` (fa2patch) and ``runs`` (Transformers alone), or 0 where the version
-    does not have the architecture. Numbers in these tables are indices into ``texts``, except states and counts.
+    A cell is three numbers, indices into ``cells`` (fa2patch), ``runs`` (Transformers alone) and ``made``, or 0 where
+    the version does not have the architecture. Numbers in these tables are indices into ``texts``, except states,
+    counts, and whether older code made the cell.
     """
-    cells, runs, texts = _Once(), _Once(), _Once()
+    cells, runs, made, texts = _Once(), _Once(), _Once(), _Once()
+    newest = results.code
     architectures = [
         [
             name,
             int(name in SEEDS),
             [
-                [cells[_cell(each.cells[name], texts)], runs[_runs(each.cells[name].alone, texts)]]
+                [
+                    cells[_cell(each.cells[name], texts)],
+                    runs[_runs(each.cells[name].alone, texts)],
+                    made[_made(each.cells[name], newest, texts)],
+                ]
                 if name in each.cells
                 else 0
                 for each in results.environments
@@ -88,6 +95,7 @@ def data(results: Results) -> dict[str, Any]:
         "architectures": architectures,
         "cells": list(cells),
         "runs": list(runs),
+        "made": list(made),
         "texts": list(texts),
     }
 
@@ -101,11 +109,11 @@ def _cell(cell: Cell, texts: _Once) -> tuple[Any, ...]:
 
 
 def _checked(name: str, run: Checked, texts: _Once) -> tuple[Any, ...]:
-    skipped, failed = (
+    skipped, alone, failed = (
         tuple((texts[point], texts[reason]) for point, reason in reasons.items())
-        for reasons in (run.not_applicable, run.failures)
+        for reasons in (run.not_applicable, run.alone_fails, run.failures)
     )
-    return texts[name], run.ok, texts[sentences.held(run)], skipped, failed
+    return texts[name], run.ok, texts[sentences.held(run)], skipped, alone, failed
 
 
 def _runs(alone: tuple[Upstream, ...], texts: _Once) -> tuple[Any, ...]:
@@ -118,6 +126,10 @@ def _runs(alone: tuple[Upstream, ...], texts: _Once) -> tuple[Any, ...]:
         for run in alone
     )
     return UPSTREAM_STATES.index(state), runs
+
+
+def _made(cell: Cell, newest: str, texts: _Once) -> tuple[int, int]:
+    return texts[sentences.made(cell, newest)], int(cell.made is not None and cell.made.code != newest)
 
 
 def _minors(results: Results) -> dict[str, list[int]]:
@@ -138,10 +150,10 @@ def _environment(environment: Environment, starts_band: bool) -> dict[str, Any]:
         "torch": environment.torch.partition("+")[0],
         "label": " ".join(part for part in environment.name.split("-") if not part.startswith("py")),
         "band": starts_band,
-        "allowed": environment.allowed_to_fail,
+        "allowed": not environment.counts,
         "about": (
             f"Transformers {environment.transformers}, torch {environment.torch}, Python {environment.python}, "
             f"wrapt {environment.wrapt}, {flash.get(environment.flash_attn, f'flash-attn {environment.flash_attn}')}, "
-            f"on {environment.device} with the {environment.kernel} kernel, {environment.date}."
+            f"on {environment.device} with the {environment.kernel} kernel."
         ),
     }

@@ -5,7 +5,7 @@ from __future__ import annotations
 import textwrap
 
 from ..cells import Results
-from . import links
+from . import links, sentences
 
 _LEFT = {
     "refused": "it refuses {:,} with a reason",
@@ -20,7 +20,7 @@ def summary(results: Results) -> str:
     releases = {environment.transformers for environment in results.counted}
     said = [
         f"fa2patch isolates {total.states['ok']:,} of {total.present:,} checked combinations of model type and "
-        f"environment ({len(releases)} Transformers releases, {_devices(results)})",
+        f"Transformers release ({len(releases)} releases, {_devices(results)})",
         *(_LEFT[state].format(total.states[state]) for state in _LEFT if total.states[state]),
     ]
     alone = (
@@ -28,7 +28,7 @@ def summary(results: Results) -> str:
         f"{total.every_row:,} for every kind of packed row."
     )
     link = f"[Look up yours]({links.PAGE}) or read [the tables]({links.FOLDER}/MATRIX.md)."
-    return "\n".join([*wrapped(f"{'; '.join(said)}. {alone}"), link])
+    return "\n".join([*wrapped(f"{'; '.join(said)}. {alone} {sentences.code(results)}"), link])
 
 
 def wrapped(text: str) -> list[str]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from ..cells import Cell, Checked, Upstream
+from ..cells import Cell, Checked, Results, Upstream
 
 ROWS = {
     "one row": "one packed row",
@@ -22,6 +22,26 @@ _HERE = {
     "fail": "this fails with fa2patch",
 }
 _RESULTS = {"ok": "right for", "leak": "leaks for", "error": "raises an error for", "unknown": "not run for"}
+
+
+def code(results: Results) -> str:
+    """One sentence about the code that the cells were checked with."""
+    every = [made.code for environment in results.environments for made in environment.made]
+    unknown = sum(not made.commit for environment in results.environments for made in environment.made)
+    if unknown:
+        return f"{unknown:,} of {len(every):,} cells do not say which code made them."
+    older = sum(code != results.code for code in every)
+    if not older:
+        return f"All {len(every):,} cells were checked with the code of {results.code}."
+    return f"{older:,} of {len(every):,} cells were checked with older code than that of {results.code}."
+
+
+def made(cell: Cell, newest: str) -> str:
+    """When a cell was checked, and with which code."""
+    if cell.made is None:
+        return ""
+    older = f" That is older than {newest}." if cell.made.code != newest else ""
+    return f"Checked on {cell.made.when[:10]} with the code of {cell.made.code} and torch {cell.made.torch}.{older}"
 
 
 def verdict(cell: Cell) -> str:
@@ -49,9 +69,9 @@ def alone(cell: Cell) -> list[tuple[str, str]]:
 
 def held(run: Checked) -> str:
     """How many points of one implementation hold, without those that do not apply."""
-    if not run.ok and list(run.not_applicable) == ["load"]:
+    if not run.was_run and run.not_applicable:
         return "cannot be loaded this way in this environment"
-    if not run.ok and list(run.not_applicable) == ["alone"]:
+    if not run.was_run:
         return "not run, because Transformers alone fails on one document in float32"
     if run.failures:
         return f"{run.ok} of the {run.ok + len(run.failures)} points that were run hold"

@@ -20,7 +20,7 @@ def summary(results: Results) -> str:
     ``ok`` has the minors by the seams, ``refused`` and ``known failure`` have them by the reason. Ranges of minors are
     texts such as ``4.34-4.42``. The fourteen families come first.
     """
-    environments = [each for each in results.counted if each.name == each.transformers]
+    environments = results.counted
     minors = [_minor(environment) for environment in environments]
     names = [*(name for name in SEEDS if name in results.architectures)]
     names += [name for name in results.architectures if name not in SEEDS]

@@ -13,6 +13,7 @@ pytest.importorskip("click")
 pytest.importorskip("packaging")
 
 from click.testing import CliRunner
+from evidence import GOOD, evidence
 
 from compat_matrix import run
 from compat_matrix.environments import tomllib
@@ -23,8 +24,8 @@ from fa2patch.cli.extras import NEEDED
 ROOT = Path(__file__).parents[2]
 LLAMA = str(ROOT / "tests" / "own_configs" / "llama_3_1.json")
 ROWS = ["one row", "two rows"]
-OK = {"fa2patch": {"sdpa": {"ok": 1}}, "seam": ["interface"], "upstream": {"sdpa": dict.fromkeys(ROWS, "ok")}}
-LEAK = {**OK, "fa2patch": {"sdpa": {"fail": {"packed_row": "logits: off by 2.1"}}}}
+OK = {"fa2patch": {"sdpa": GOOD}, "seam": ["interface"], "upstream": {"sdpa": dict.fromkeys(ROWS, "ok")}}
+LEAK = {**OK, "fa2patch": {"sdpa": {**GOOD, "ok": GOOD["ok"] - 1, "fail": {"packed_row": "logits: off by 2.1"}}}}
 REFUSED = {"refused": "UnsupportedModel: alibi", "upstream": {"sdpa": dict.fromkeys(ROWS, "leak")}}
 
 
@@ -43,15 +44,13 @@ def finding(monkeypatch):
     asked = []
 
     def set_up(cells):
-        def evidence(version, folder, packages, *options, doing):
+        def found(version, folder, packages, *options, doing):
             doing("preparing")
             asked.append((version, sorted(os.listdir(packages)), options))
-            made = {"format": 2, "name": version.name, "transformers": "4.44.2", "torch": "2", "python": "3.11"}
-            made |= {"wrapt": "1", "device": "cpu", "kernel": "reference", "date": "2026-01-01"}
             named = {name: cell for end, cell in cells.items() for name in options if name.endswith(end)}
-            return {**made, "points": ["packed_row"], "upstream_rows": ROWS, "architectures": named}
+            return evidence(version.name, named, transformers="4.44.2", upstream_rows=ROWS)
 
-        monkeypatch.setattr(run, "evidence", evidence)
+        monkeypatch.setattr(run, "evidence", found)
         return asked
 
     return set_up

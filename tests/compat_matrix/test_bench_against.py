@@ -6,7 +6,8 @@ import sys
 
 import pytest
 
-from compat_matrix.bench import against, commits, compared
+from compat_matrix import commits
+from compat_matrix.bench import against, compared
 
 RESULT = {
     "part": "some", "date": "2026-01-01", "threads": 1, "repeats": 9,

@@ -8,14 +8,15 @@ import sys
 import numpy as np
 import pytest
 import torch
+from evidence import MADE, POINTS, evidence
 
 import fa2patch
 from compat_matrix import environments, run, tiny_models
-from compat_matrix.__main__ import EVIDENCE, check, failures, of_each_kind
+from compat_matrix.__main__ import EVIDENCE, check, failures, left_over, of_each_kind
 from compat_matrix.check import found
-from compat_matrix.check.cell import Cell, NotApplicable, assert_unmoved
+from compat_matrix.check.cell import AloneFails, Cell, NotApplicable, assert_unmoved
 from compat_matrix.check.compare import assert_close, assert_same_gradients
-from compat_matrix.check.points import POINTS
+from compat_matrix.check.points import POINTS as POINTS_BY_NAME
 from compat_matrix.results import read_file
 from compat_matrix.run import merged
 from fa2patch import Boundaries
@@ -28,11 +29,11 @@ CELLS = [("llama", "sdpa"), ("qwen2", "eager"), ("falcon", "sdpa"), ("llama4", "
 architectures = sys.modules["fa2patch.upstream.architectures"]
 
 
-@pytest.mark.parametrize("point", POINTS)
+@pytest.mark.parametrize("point", POINTS_BY_NAME)
 @pytest.mark.parametrize(("family", "implementation"), CELLS)
 def test_point(family, implementation, point):
     try:
-        POINTS[point](Cell(family, implementation))
+        POINTS_BY_NAME[point](Cell(family, implementation))
     except NotApplicable as reason:
         assert str(reason) == "no sliding window" or "changes nothing" in str(reason)
 
@@ -40,8 +41,8 @@ def test_point(family, implementation, point):
 def red(*points, family="llama"):
     for point in points:
         with pytest.raises(Exception) as caught:  # noqa: PT011
-            POINTS[point](Cell(family, "sdpa"))
-        assert not isinstance(caught.value, NotApplicable)
+            POINTS_BY_NAME[point](Cell(family, "sdpa"))
+        assert not isinstance(caught.value, (NotApplicable, AloneFails))
 
 
 def test_a_boundary_only_where_ids_are_zero_is_red(monkeypatch):
@@ -117,36 +118,36 @@ def test_every_version_has_a_block_and_a_release_without_one_the_defaults():
     assert environments.version("5.99.0").requirements[:2] == ["torch==2.13.0", "transformers==5.99.0"]
 
 
+ALL = len(POINTS)
+CODE = {"commit": "1" * 40, "dirty": False}
+KNOWN = "AttributeError: 'NoneType' object has no attribute 'shape' (modeling_llava.py:303)"
+
+
 def part(**architectures):
-    header = {
-        "transformers": "4.46.3",
-        "torch": "2",
-        "python": "3",
-        "wrapt": "2",
-        "device": "cpu",
-        "kernel": "reference",
-    }
-    lists = {"points": ["a", "b"], "upstream_rows": [], "date": "2026-01-01", "seconds": 1.0, "flash_attn": None}
-    return {**header, **lists, "architectures": architectures}
+    """What one of the two processes prints."""
+    made = {key: value for key, value in MADE.items() if key not in CODE}
+    return evidence("4.46.3", {name: {"made": made, **cell} for name, cell in architectures.items() if cell})
 
 
-def patched(ok=2, seam="function", **fail):
+def patched(ok=ALL, seam="function", **fail):
     return {"seam": [seam], "fa2patch": {"sdpa": {"ok": ok, "n/a": {}, "fail": fail}}, "upstream": {}}
 
 
 def in_matrix(tmp_path, first, second, **version):
     wanted = dataclasses.replace(environments.version("4.46.3"), seam="", other_seams={}, **version)
     file = tmp_path / "4.46.3.json"
-    file.write_text(json.dumps(merged(wanted, first, second)))
+    file.write_text(json.dumps(merged(wanted, first, second, CODE)))
     return failures(read_file(file))
 
 
 def test_a_failure_in_either_process_is_one(tmp_path):
     refused = {"refused": "UnsupportedModel: Mamba", "upstream": {}}
     assert in_matrix(tmp_path, part(llama=patched(), jamba=refused), part(llama=patched(), jamba=refused)) == []
-    assert "a: off" in in_matrix(tmp_path, part(llama=patched()), part(llama=patched(ok=1, a="off")))[0]
+    assert (
+        "padding: off" in in_matrix(tmp_path, part(llama=patched()), part(llama=patched(ok=ALL - 1, padding="off")))[0]
+    )
     assert "not function" not in str(in_matrix(tmp_path, part(llama=patched()), part(llama=patched())))
-    assert "do not add up" in in_matrix(tmp_path, part(llama=patched(ok=1)), part())[0]
+    assert "do not add up" in in_matrix(tmp_path, part(llama=patched(ok=ALL - 1)), part())[0]
     assert failures("uv failed") == ["uv failed"]
 
 
@@ -163,15 +164,25 @@ def test_cells_that_are_kept_say_which_points_they_were_run_with(monkeypatch, tm
             resume=False,
         )
         header = {**part(**{name: patched(ok=len(points))}), "points": points}
-        monkeypatch.setattr(run, "evidence", lambda *_: merged(wanted, header, header))
+        monkeypatch.setattr(run, "evidence", lambda *_: merged(wanted, header, header, CODE))
         return check(wanted, given, tmp_path)
 
     wanted = dataclasses.replace(environments.version("4.46.3"), seam="", other_seams={})
-    run_with(["a"], None, "mistral")
-    kept = run_with(["a", "b"], ["llama"], "llama")
+    run_with(POINTS[:-1], None, "mistral")
+    kept = run_with(POINTS, ["llama"], "llama")
     assert {name: cell.state for name, cell in kept.cells.items()} == {"mistral": "ok", "llama": "ok"}
-    run_with(["a", "b"], ["mistral"], "mistral")
+    run_with(POINTS, ["mistral"], "mistral")
     assert "points" not in (tmp_path / "4.46.3.json").read_text().partition("architectures")[2]
+
+
+def test_what_is_left_over_is_what_failed_and_what_other_code_made(tmp_path):
+    def made(**change):
+        return {"made": {**MADE, **change}, **patched()}
+
+    cells = {"here": made(), "there": made(commit="2" * 40), "changed": made(dirty=True), "unknown": made(commit=None)}
+    file = tmp_path / "4.46.3.json"
+    file.write_text(json.dumps(evidence("4.46.3", {**cells, "bad": {**made(), "error": "KeyError"}})))
+    assert left_over(read_file(file).cells, CODE) == ["there", "changed", "unknown", "bad"]
 
 
 def test_one_of_each_kind_has_every_seam_and_every_set_of_points():
@@ -229,8 +240,8 @@ def test_a_point_that_fails_is_a_failure_and_one_that_does_not_apply_says_why(mo
         raise NotApplicable("not in this version")
 
     for point in (off, raises, elsewhere):
-        monkeypatch.setitem(POINTS, point.__name__, point)
-    monkeypatch.setitem(POINTS, "holds", lambda cell: None)
+        monkeypatch.setitem(POINTS_BY_NAME, point.__name__, point)
+    monkeypatch.setitem(POINTS_BY_NAME, "holds", lambda cell: None)
     counts = found._results(Cell("llama", "sdpa"), ["off", "raises", "elsewhere", "holds"], {})
     assert (counts["ok"], counts["n/a"]) == (1, {"elsewhere": "not in this version"})
     assert {name: what.partition(" (")[0] for name, what in counts["fail"].items()} == {
@@ -264,18 +275,44 @@ def test_another_seam_than_expected_and_an_unexpected_refusal_are_failures(tmp_p
     assert (wanted.seam_of("llama"), wanted.seam_of("jamba")) == ("function", "refused")
     both = part(llama=patched(seam="interface"), phi={"refused": "UnsupportedModel: ...", "upstream": {}})
     file = tmp_path / "4.46.3.json"
-    file.write_text(json.dumps(merged(wanted, both, both)))
+    file.write_text(json.dumps(merged(wanted, both, both, CODE)))
     assert [what.split(":")[0] for what in failures(read_file(file))] == ["llama", "phi"]
 
 
-def test_a_known_failure_is_one_only_while_every_failure_is_that_one(tmp_path):
-    known = patched(ok=1, a="AttributeError: 'NoneType' object has no attribute 'shape' (modeling_llava.py:303)")
-    other = patched(ok=0, b="AssertionError: off", **known["fa2patch"]["sdpa"]["fail"])
-    assert in_matrix(tmp_path, part(llava=known), part(llava=known)) == []
-    assert in_matrix(tmp_path, part(llava=other), part(llava=other)) and in_matrix(tmp_path, part(llama=known), part())
-    alone = {"seam": ["method"], "fa2patch": {"sdpa": {"n/a": {"alone": known["fa2patch"]["sdpa"]["fail"]["a"]}}}}
-    assert in_matrix(tmp_path, part(llava=alone), part(llava={})) == []
+def test_a_known_failure_is_one_only_if_every_failure_is_that_one_in_a_point_that_is_named(tmp_path):
+    def of(name, **fail):
+        cell = patched(ok=len(POINTS) - len(fail), **fail)
+        return in_matrix(tmp_path, part(**{name: cell}), part(**{name: cell}))
+
+    assert of("llava", padding=KNOWN) == of("llava", padding=KNOWN, lengths=KNOWN) == []
+    assert of("llava", padding=KNOWN, lengths="AssertionError: off") and of("llama", padding=KNOWN)
+    assert of("llava", inertness=KNOWN), "xfail.toml names no such point"
+    assert "Remove the version from the entry" in of("llava")[0]
+    alone = {"seam": ["method"], "fa2patch": {"sdpa": {"alone": {"document": KNOWN}}}}
     assert "no point" in in_matrix(tmp_path, part(llama=alone), part(llama={}))[0]
+    assert "no point" in in_matrix(tmp_path, part(llava=alone), part(llava={}))[0], "one document is not named"
+
+
+def test_a_known_failure_of_transformers_alone(tmp_path):
+    error = "RuntimeError: Expected 3D (unbatched) or 4D (batched) input to conv2d"
+    alone = {"made": MADE, "seam": ["method"], "fa2patch": {"sdpa": {"alone": {"document": error}}}}
+    assert run.known_failure("pixtral:picture", "4.48.3", alone, POINTS)["link"].startswith("https://")
+    assert run.known_failure("pixtral:picture", "4.49.0", alone, POINTS) == {}
+    assert "error" in run.known_failure("pixtral:picture", "4.48.3", patched(), POINTS)
+
+
+def test_a_point_at_which_transformers_alone_fails_is_neither_held_nor_not_applicable(monkeypatch):
+    def fails(cell):
+        raise AloneFails("no position_ids")
+
+    monkeypatch.setitem(POINTS_BY_NAME, "fails", fails)
+    counts = found._results(Cell("llama", "sdpa"), ["fails"], {})
+    assert counts == {
+        "ok": 0,
+        "n/a": {},
+        "fail": {},
+        "alone": {"fails": "the unpatched model fails to generate: KeyError"},
+    }
 
 
 def test_an_implementation_with_which_transformers_alone_fails_is_not_run(monkeypatch):
@@ -284,7 +321,7 @@ def test_an_implementation_with_which_transformers_alone_fails_is_not_run(monkey
 
     monkeypatch.setattr(tiny_models.modeling("llava:picture").LlavaModel, "get_image_features", fails)
     cell = found.cell("llava:picture", ("sdpa",), ["packed_row", "refusals"])
-    assert list(cell["fa2patch"]["sdpa"]) == ["n/a"] and "KeyError" in cell["fa2patch"]["sdpa"]["n/a"]["alone"]
+    assert list(cell["fa2patch"]["sdpa"]) == ["alone"] and "KeyError" in cell["fa2patch"]["sdpa"]["alone"]["document"]
     assert cell["upstream"]["sdpa"]["one row"].startswith("error")
 
 

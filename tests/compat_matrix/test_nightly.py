@@ -2,16 +2,16 @@
 
 import json
 
+from evidence import GOOD, evidence
+
 from compat_matrix import environments, nightly
 
-OK = {"fa2patch": {"sdpa": {"ok": 1}}, "seam": ["interface"]}
-FAIL = {"fa2patch": {"sdpa": {"fail": {"packed_row": "off by 2.1"}}}, "seam": ["interface"]}
+OK = {"fa2patch": {"sdpa": GOOD}, "seam": ["interface"]}
+FAIL = {"fa2patch": {"sdpa": {**GOOD, "ok": GOOD["ok"] - 1, "fail": {"packed_row": "off"}}}, "seam": ["interface"]}
 
 
-def evidence(folder, name, **architectures):
-    made = {"format": 2, "name": name, "transformers": "5.0.0", "torch": "2", "python": "3.11", "wrapt": "1"}
-    made |= {"device": "cpu", "kernel": "reference", "date": "2026-01-01", "points": ["packed_row"]}
-    (folder / f"{name}.json").write_text(json.dumps({**made, "upstream_rows": [], "architectures": architectures}))
+def leave(folder, name, **architectures):
+    (folder / f"{name}.json").write_text(json.dumps(evidence(name, architectures, transformers="5.0.0")))
 
 
 def test_a_release_without_a_block_is_checked_once_it_is_out():
@@ -21,16 +21,27 @@ def test_a_release_without_a_block_is_checked_once_it_is_out():
     assert nightly.wanted("4.44.2") == nightly.wanted("5.99.0rc1") == nightly.wanted()
 
 
-def test_red_is_what_fails_and_what_left_nothing_but_not_main(tmp_path, capsys):
-    evidence(tmp_path, "5.0.0", llama=OK)
-    evidence(tmp_path, "5.1.0", llama=FAIL, qwen2=OK)
-    evidence(tmp_path, "main", llama=FAIL)
+def test_red_is_what_fails_and_what_left_nothing(tmp_path, capsys):
+    leave(tmp_path, "5.0.0", llama=OK)
+    leave(tmp_path, "5.1.0", llama=FAIL, qwen2=OK)
     assert nightly.main(["red", str(tmp_path), "--wanted", '["5.0.0", "main"]']) == 0
     capsys.readouterr()
     assert nightly.main(["red", str(tmp_path), "--wanted", '["5.0.0", "5.1.0", "5.2.0", "main"]']) == 1
     first, second = capsys.readouterr().out.splitlines()
     assert first.startswith("- 5.1.0: llama: ") and "packed_row" in first
     assert second.startswith("- 5.2.0: no evidence")
+
+
+def test_what_comes_next_names_the_seam_that_moved(tmp_path, capsys):
+    leave(tmp_path, "main", llama=FAIL, qwen2=FAIL, phi={**OK, "seam": ["method"]}, jamba={**OK, "seam": ["interface"]})
+    assert nightly.main(["red", str(tmp_path), "--wanted", '["main"]']) == 1
+    first, second = capsys.readouterr().out.splitlines()
+    assert (
+        first.startswith("- main: the seam interface moved in 3 architectures (llama, qwen2, phi): ") and "off" in first
+    )
+    assert (
+        second == "- main: the seam interface and mixer moved in 1 architectures (jamba): patched at the seam interface"
+    )
 
 
 def test_versions_are_printed_as_json(capsys):

@@ -123,7 +123,7 @@ def test_implementations_with_the_same_results_are_said_once():
     flash, leaks = {**ALL_ROWS, "two rows": "leak"}, dict.fromkeys(ALL_ROWS, "leak")
     cell = Cell(
         "ok",
-        checked={"sdpa": Checked(17, {"windows": "no sliding window"}, {}), "eager": Checked(0, {"load": "none"}, {})},
+        checked={"sdpa": Checked(17, {"windows": "none"}, {}, {}), "eager": Checked(0, {"load": "none"}, {}, {})},
         alone=(Upstream("flash_attention_2", flash), Upstream("sdpa", leaks), Upstream("eager", leaks)),
     )
     first, second = sentences.alone(cell)
@@ -134,7 +134,7 @@ def test_implementations_with_the_same_results_are_said_once():
         "all 17 points that were run hold",
         "cannot be loaded this way in this environment",
     ]
-    assert "Transformers alone fails" in sentences.held(Checked(0, {"alone": "KeyError"}, {}))
+    assert "Transformers alone fails" in sentences.held(Checked(0, {}, {"document": "KeyError"}, {}))
 
 
 BROWSERS = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable")

@@ -4,6 +4,7 @@ import json
 from html.parser import HTMLParser
 
 import pytest
+from evidence import GOOD, MADE, POINTS, evidence
 
 from compat_matrix.publish import __main__ as publish
 from compat_matrix.publish import links, tables
@@ -11,20 +12,19 @@ from compat_matrix.publish.bands import bands, split
 from compat_matrix.publish.markdown import gpu, matrix, spans
 from compat_matrix.publish.page import page
 from compat_matrix.publish.readme import summary
-from compat_matrix.results import Malformed, read
+from compat_matrix.results import CORE, Malformed, read, read_file
 
-POINTS = ["packed_row", "packed_rows", "windows"]
 MARKERS = {
     "README.md": ("matrix", "need", "integrations", "reads", "overhead"),
     "docs/kernels.md": ("kernels", "reads", "overhead"),
     "docs/long_rows.md": ("engines", "costs"),
 }
+HELD = len(CORE)
 ROWS = ["one row", "two rows", "mask of ones"]
 RIGHT = dict.fromkeys(ROWS, "ok")
 PLAIN = {**RIGHT, "two rows": "leak"}
 LEAKS = dict.fromkeys(ROWS, "leak")
 RAISES = dict.fromkeys(ROWS, "error: RuntimeError: shape '[1, 9]' is invalid: 8 < 9 </script>")
-GOOD = {"ok": 2, "n/a": {"windows": "no sliding window"}, "fail": {}}
 
 
 def checked(upstream=LEAKS, seam="interface", **implementations):
@@ -32,6 +32,11 @@ def checked(upstream=LEAKS, seam="interface", **implementations):
     return {**cell, "upstream": {"sdpa": LEAKS, "flash_attention_2": upstream}}
 
 
+def llama(**cell):
+    return {"architectures": {"llama": {"made": MADE, **cell}}}
+
+
+ONE_LESS = {**GOOD, "ok": HELD - 1}
 EVERY_STATE = {
     "llama": checked(RIGHT),
     "mamba": {"refused": "UnsupportedModel: MambaModel carries state, in a. Train it.", "upstream": {"sdpa": LEAKS}},
@@ -54,24 +59,8 @@ def root(tmp_path):
 @pytest.fixture
 def leave(root):
     def leave(name, architectures, /, folder="", **changes):
-        evidence = {
-            "format": 2,
-            "name": name,
-            "transformers": name.partition("-")[0],
-            "torch": "2.13.0+cpu",
-            "python": "3.11.7",
-            "wrapt": "2.1.1",
-            "flash_attn": "stand-in",
-            "device": "cpu",
-            "kernel": "reference",
-            "date": "2026-11-21",
-            "seconds": 6.1,
-            "points": POINTS,
-            "upstream_rows": ROWS,
-            "architectures": architectures,
-        }
         file = root / "compat_matrix/evidence" / folder / f"{name}.json"
-        file.write_text(json.dumps({**evidence, **changes}))
+        file.write_text(json.dumps(evidence(name, architectures, **{"upstream_rows": ROWS, **changes})))
         return file
 
     return leave
@@ -100,13 +89,24 @@ def test_every_state(leave, results):
 @pytest.mark.parametrize(
     ("broken", "reason"),
     [
-        (checked(sdpa={**GOOD, "ok": 1}), "do not add up"),
-        (checked(sdpa={**GOOD, "ok": 3}), "do not add up"),
+        (checked(sdpa=ONE_LESS), "do not add up"),
+        (checked(sdpa={**GOOD, "ok": HELD + 1}), "do not add up"),
         (checked(sdpa={"fail": {"load": "ImportError"}}), "load: ImportError"),
-        (checked(sdpa={**GOOD, "ok": 1, "fail": {"packed_row": "logits differ"}}), "sdpa: packed_row: logits differ"),
-        (checked(sdpa={**GOOD, "ok": 2, "n/a": {"made_up": "a reason"}}), "not among those that were run"),
+        (
+            checked(sdpa={**ONE_LESS, "fail": {"packed_row": "logits differ"}}),
+            "sdpa: packed_row: logits differ",
+        ),
+        (checked(sdpa={**GOOD, "n/a": {"made_up": "a reason"}}), "not among those that were run"),
         (checked(eager={"n/a": {"load": "no such thing here"}}), "no point"),
-        (checked(eager={"n/a": {"alone": "Transformers fails on one document"}}), "no point"),
+        (checked(eager={"alone": {"document": "Transformers fails on one document"}}), "no point"),
+        (
+            checked(eager={**ONE_LESS, "alone": {"padding": "KeyError"}}),
+            "padding held with no implementation",
+        ),
+        (
+            checked(eager={**ONE_LESS, "n/a": {"padding": "as said", "windows": ""}}),
+            "implementation: as said",
+        ),
         (checked(eager={"ok": 0, "n/a": dict.fromkeys(POINTS, "for a reason"), "fail": {}}), "no point"),
         (checked(seam="entry"), "patched at the seam entry, not interface"),
     ],
@@ -117,10 +117,51 @@ def test_anything_else_fails(leave, results, broken, reason):
     assert reason in only(results).reason
 
 
-@pytest.mark.parametrize("why", ["load", "alone"])
+@pytest.mark.parametrize("why", [{"n/a": {"load": "no sdpa in this version"}}, {"alone": {"document": "KeyError"}}])
 def test_an_implementation_that_cannot_be_run_is_no_failure(leave, results, why):
-    leave("5.0.0", {"llama": checked(sdpa={"n/a": {why: "no sdpa in this version"}})})
+    leave("5.0.0", {"llama": checked(sdpa=why)})
     assert only(results).state == "ok"
+
+
+def test_a_core_point_must_hold_with_one_implementation_or_be_of_text(leave, results):
+    elsewhere = {**ONE_LESS, "n/a": {"windows": "no sliding window", "padding": "run with sdpa, or eager"}}
+    leave("5.0.0", {"llama": checked(sdpa=elsewhere)})
+    assert only(results).state == "ok"
+    on_text = {**elsewhere, "n/a": {**elsewhere["n/a"], "padding": "checked on rows of text"}}
+    leave("5.0.0", {"llama": checked(eager=on_text)})
+    assert only(results).state == "ok"
+
+
+def test_evidence_without_a_core_point_is_none(leave, results):
+    file = leave("5.0.0", {"llama": checked()}, points=POINTS[1:])
+    with pytest.raises(Malformed, match=f"points to have {POINTS[0]}"):
+        results()
+    assert read_file(file, partial=True).cell("llama").state == "fail"  # its numbers do not add up
+
+
+def test_a_cell_says_what_made_it_and_older_code_is_marked(leave, results):
+    older = {**MADE, "commit": "2" * 40, "when": "2026-11-20T23:59:00+00:00"}
+    leave("5.0.0", {"llama": checked(), "phi": {**checked(), "made": {**older, "dirty": True, "torch": "2.4.1"}}})
+    leave("5.1.0", {"llama": checked(), "phi": {**checked(), "made": {**older, "commit": None, "dirty": None}}})
+    first, second = results().environments
+    assert (
+        first.codes == ("commit " + "1" * 12, "commit " + "2" * 12 + " with uncommitted changes")
+        and second.codes[1] == "an unknown commit"
+    )
+    assert (first.torch, first.dates) == ("2.13.0+cpu and 2.4.1", "2026-11-20 to 2026-11-21")
+    text = matrix(results())
+    assert "| ✓ ✗ | ✓ ✗ |" in text and "| ✓ ✗ ° | ✓ ✗ ° |" in text
+    assert "1 of 4 cells do not say which code made them." in text
+    assert "That is older than" in page(results())
+    leave("5.1.0", {"llama": checked()})
+    assert f"1 of 3 cells were checked with older code than that of commit {'1' * 12}" in matrix(results())
+
+
+def test_another_stack_of_a_release_is_shown_and_not_counted(leave, results):
+    leave("5.0.0", {"llama": checked()})
+    leave("5.0.0-wrapt1.16", {"llama": checked()})
+    assert results().score(*results().counted).states == {"ok": 1}
+    assert "5.0.0-wrapt1.16 (another stack of this release, not counted)" in matrix(results())
 
 
 def test_nothing_was_checked_is_not_ok(leave, results):
@@ -179,16 +220,19 @@ def test_what_is_allowed_to_fail_is_shown_and_not_counted(root, leave, results):
 @pytest.mark.parametrize(
     ("change", "expected"),
     [
-        ({"format": 1}, "format 2, found 1"),
-        ({"torch": None}, "torch to be str"),
+        ({"format": 2}, "format 3, found 2"),
+        ({"python": None}, "python to be str"),
         ({"transformers": "newest"}, "transformers to be a version"),
         ({"name": "5.1.0"}, "name to be the file's, '5.0.0'"),
         ({"architectures": {"llama": "ok"}}, "architectures.llama to be dict"),
-        ({"architectures": {"llama": {"seam": []}}}, "architectures.llama.fa2patch to be dict"),
-        ({"architectures": {"llama": {"seam": [], "fa2patch": {"eager": "ok"}}}}, "fa2patch.eager to be dict"),
-        ({"architectures": {"llama": {"xfail": "it is known"}}}, "architectures.llama.link to be str"),
-        ({"architectures": {"llama": {"xfail": "known", "link": "javascript:x"}}}, "link to be a web address"),
-        ({"architectures": {"llama": checked({"one row": "fine"})}}, "one row to be ok, leak or error"),
+        (llama(**{**checked(), "made": None}), "architectures.llama.made to be dict"),
+        (llama(**{**checked(), "made": {}}), "architectures.llama.made.commit, found nothing"),
+        (llama(**{**checked(), "made": {**MADE, "when": 1}}), "made.when to be str"),
+        (llama(seam=[]), "architectures.llama.fa2patch to be dict"),
+        (llama(seam=[], fa2patch={"eager": "ok"}), "fa2patch.eager to be dict"),
+        (llama(xfail="it is known"), "architectures.llama.link to be str"),
+        (llama(xfail="known", link="javascript:x"), "link to be a web address"),
+        (llama(**checked({"one row": "fine"})), "one row to be ok, leak or error"),
     ],
 )
 def test_malformed(root, leave, results, change, expected, capsys):
@@ -243,10 +287,10 @@ def test_readme_says_what_holds_in_two_sentences_and_one_link(root, leave, resul
     leave("5.1.0", {"llama": checked(PLAIN), "weird": EVERY_STATE["weird"]})
     *said, link = summary(results()).splitlines()
     assert " ".join(said) == (
-        "fa2patch isolates 4 of 7 checked combinations of model type and environment "
-        "(3 Transformers releases, on a CPU); it refuses 1 with a reason; "
+        "fa2patch isolates 4 of 7 checked combinations of model type and Transformers release "
+        "(3 releases, on a CPU); it refuses 1 with a reason; "
         "1 are known failures of Transformers; 1 fail. Transformers alone is right in 3 of them for one packed row, "
-        "and in 1 for every kind of packed row."
+        f"and in 1 for every kind of packed row. All 7 cells were checked with the code of commit {'1' * 12}."
     )
     assert links.PAGE in link and f"{links.FOLDER}/MATRIX.md" in link
     assert "\n".join([*said, link]) in tables.made(root)[root / "README.md"]

@@ -13,7 +13,7 @@ from fa2patch.upstream.find_models import models
 
 from ... import tiny_models
 from .. import reads
-from ..cell import Cell, NotApplicable, point
+from ..cell import AloneFails, Cell, NotApplicable, point
 from ..compare import assert_close
 from ..rows import alone, documents, pack, takes_cache
 
@@ -41,7 +41,7 @@ def generation(cell: Cell) -> None:
     try:
         before = [_generate(model, ids, mask, way) for way in ways]
     except Exception as error:  # 5.4's OlmoConfig does not pass its own validation
-        raise NotApplicable(f"the unpatched model fails to generate: {type(error).__name__}") from error
+        raise AloneFails(f"the unpatched model fails to generate: {type(error).__name__}") from error
     static = {"do_sample": False, "cache_implementation": "static"}
     if _works(cell.model(_exact(cell)), ids, mask, static):
         ways.append(static)  # tried last, because 4.38 leaves its static cache in the layers

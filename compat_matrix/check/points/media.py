@@ -19,7 +19,6 @@ from ..compare import GRADIENT_TOLERANCE, assert_close, assert_same_gradients
 from ..rows import gradients
 from .training import checkpoint
 
-ON_TEXT = "checked on rows of text"
 POINTS: dict[str, Callable[[Cell], None]] = {}
 
 Row = dict[str, Any]

@@ -14,7 +14,7 @@ from fa2patch.upstream.find_mixers import mixer_layers
 from fa2patch.upstream.find_models import models
 
 from ... import tiny_models
-from ..cell import Cell, NotApplicable, assert_unmoved, point
+from ..cell import AloneFails, Cell, NotApplicable, assert_unmoved, point
 from ..compare import assert_same_gradients
 from ..rows import alone, documents, gradients, loss_of, pack
 
@@ -143,7 +143,7 @@ def _as_near_as_alone(cell: Cell, model: Any, reference: Any) -> None:
     try:
         expected = alone(reference, docs).float()
     except Exception as error:
-        raise NotApplicable(f"the unpatched model fails on one document: {type(error).__name__}: {error}") from error
+        raise AloneFails(f"the unpatched model fails on one document: {type(error).__name__}: {error}") from error
     with torch.autocast("cpu", enabled=False):
         exact = alone(exact_model, docs)
     with fa2patch.apply(model):

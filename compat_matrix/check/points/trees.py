@@ -12,7 +12,7 @@ from fa2patch.errors import BadParents
 from fa2patch.probing.probe import outputs_and_embeddings
 
 from ... import tiny_models
-from ..cell import Cell, NotApplicable, assert_unmoved, point
+from ..cell import AloneFails, Cell, NotApplicable, assert_unmoved, point
 from ..compare import GRADIENT_TOLERANCE, assert_close, assert_same_gradients
 from ..rows import alone, documents, gradients, loss_of
 from .training import checkpoint, checkpointed_alone
@@ -79,7 +79,7 @@ def _require_refused(model: Any, batch: dict[str, Any]) -> None:
 
 
 def _unless_upstream_looks_ahead(check: Callable[[Cell], None]) -> Callable[[Cell], None]:
-    """Make a point not applicable if it fails and the unpatched model's tokens depend on later ones.
+    """Say that Transformers alone fails if a point fails and the unpatched model's tokens depend on later ones.
 
     That is seen in double precision, where it is no rounding: Mamba 2 up to 4.47 without its fast kernels is off by up
     to 1e-4 of the scale, so a prompt is another one before each completion.
@@ -91,9 +91,7 @@ def _unless_upstream_looks_ahead(check: Callable[[Cell], None]) -> Callable[[Cel
             check(cell)
         except (AssertionError, BadParents) as error:
             if _looks_ahead(cell):
-                raise NotApplicable(
-                    "tokens depend on later ones in the unpatched model, by more than rounding"
-                ) from error
+                raise AloneFails("tokens depend on later ones in the unpatched model, by more than rounding") from error
             raise
 
     return checked

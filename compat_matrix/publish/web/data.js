@@ -16,17 +16,17 @@ function lookUp(name, number) {
   const pairs = list => list.map(([key, value]) => [text(key), text(value)]);
   return {
     state: HERE[state], verdict: text(verdict), here: text(here), told: pairs(told), reason: text(reason),
-    link: text(link), alone: ALONE[alone],
-    checked: checked.map(([name, ok, held, skipped, failed]) =>
-      ({ name: text(name), ok, held: text(held), skipped: pairs(skipped), failed: pairs(failed) })),
+    link: text(link), alone: ALONE[alone], made: text(data.made[pair[2]][0]),
+    checked: checked.map(([name, ok, held, skipped, unable, failed]) =>
+      ({ name: text(name), ok, held: text(held), skipped: pairs(skipped), unable: pairs(unable), failed: pairs(failed) })),
     runs: runs.map(([name, rows]) => ({ name: text(name), rows: pairs(rows) })),
   };
 }
 
-// The two states of a cell without the rest, for the map.
+// The two states of a cell, and whether older code made it, for the map.
 function states(name, number) {
   const pair = architectures.get(name).pairs[number];
-  return pair ? { here: HERE[data.cells[pair[0]][0]], alone: ALONE[data.runs[pair[1]][0]] } : null;
+  return pair ? { here: HERE[data.cells[pair[0]][0]], alone: ALONE[data.runs[pair[1]][0]], older: data.made[pair[2]][1] } : null;
 }
 
 // Where a file of the repository is: beside this page in a clone, else in the repository on the web.

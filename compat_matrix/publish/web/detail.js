@@ -22,8 +22,8 @@ function cellPanel(name, number) {
     make("p", { class: "verdict " + cell.state }, cell.verdict),
     make("h3", {}, "With fa2patch"), ...withFa2patch(cell),
     make("h3", {}, "Transformers alone"), ...alone(cell),
-    make("h3", {}, "How it was checked"), make("p", {}, where.about),
-    where.allowed ? make("p", {}, "This environment is allowed to fail, and no total counts it.") : null,
+    make("h3", {}, "How it was checked"), make("p", {}, cell.made + " " + where.about),
+    where.allowed ? make("p", {}, "No total counts this environment.") : null,
     make("p", {}, make("a", { href: evidence(number) }, `Evidence: ${where.name}.json`), " · ",
       make("a", { href: stackAddress({ stack: where.name, torch: "", model: name }) }, "as my stack")),
   ].filter(part => part !== null);
@@ -43,6 +43,7 @@ function withFa2patch(cell) {
     return lines.length ? [what(lines)] : [];
   };
   parts.push(...said("failed", lines => fold(`What fails (${lines.length})`, list(lines))));
+  parts.push(...said("unable", lines => make("div", { class: "unable" }, fold(`What Transformers alone fails at (${lines.length})`, list(lines)))));
   parts.push(...said("skipped", lines => fold("What does not apply or was not run, and why", list(lines))));
   return parts;
 }

@@ -35,8 +35,8 @@ function paint() {
   for (const row of architectures.values()) row.states.forEach((state, number) => {
     if (!state) return;
     const { link, cell } = cells.get(key(row.name, number));
-    cell.className = column(environments[number], state[side]);
-    link.setAttribute("aria-label", `${row.name} in ${environments[number].name}: ${WORDS[side][state[side]]}`);
+    cell.className = column(environments[number], state[side], state.older && "older");
+    link.setAttribute("aria-label", `${row.name} in ${environments[number].name}: ${WORDS[side][state[side]]}${state.older ? ", checked with older code" : ""}`);
   });
 }
 

@@ -1,4 +1,4 @@
-"""The commit of this clone, and fa2patch as it was in another commit."""
+"""The commit of this clone, the commit that last changed what evidence depends on, and packages of other commits."""
 
 from __future__ import annotations
 
@@ -9,9 +9,22 @@ import tarfile
 from pathlib import Path
 from typing import Any
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[1]
 STATED = "FA2PATCH_COMMIT"
 """The environment variable that names the commit of a copy of the files without git's folder."""
+
+
+CODE = (
+    "fa2patch",
+    "compat_matrix/check",
+    "compat_matrix/user_models",
+    "compat_matrix/run.py",
+    "compat_matrix/tiny_*.py",
+    "compat_matrix/media_families.py",
+    ":(exclude)fa2patch/cli/evidence.json",
+    ":(exclude)fa2patch/upstream.json",
+)
+"""What a cell of the matrix depends on, as pathspecs of git's. The files that are left out are made from the cells."""
 
 
 class NoCommit(Exception):
@@ -26,6 +39,18 @@ def here() -> dict[str, Any]:
     try:
         commit = number("HEAD")
         return {"commit": commit, "dirty": bool(_git("status", "--porcelain"))}
+    except NoCommit:
+        return {"commit": os.environ.get(STATED) or None, "dirty": None}
+
+
+def of_code() -> dict[str, Any]:
+    """Return the commit that last changed :data:`CODE`, and whether these files differ from it. See :func:`here`.
+
+    Commits of evidence and documents after it leave the answer as it is.
+    """
+    try:
+        commit = _git("log", "-1", "--format=%H", "--", *CODE).decode().strip()
+        return {"commit": commit, "dirty": bool(_git("status", "--porcelain", "--", *CODE))}
     except NoCommit:
         return {"commit": os.environ.get(STATED) or None, "dirty": None}
 

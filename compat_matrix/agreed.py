@@ -1,0 +1,71 @@
+"""Compare fresh evidence with the committed, cell by cell: ``python -m compat_matrix.agreed FRESH``.
+
+A cell agrees if its state, its seam, its points and what Transformers alone does are the same. Texts of errors and what
+made the cells may differ, and architectures that were not checked afresh are left out.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+from . import environments
+from .cells import Cell
+from .results import Malformed, read_file
+
+COMMITTED = environments.HERE / "evidence"
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Print every difference; returns 1 if there is one, or nothing to compare."""
+    parser = argparse.ArgumentParser(prog="python -m compat_matrix.agreed", description=__doc__)
+    parser.add_argument("fresh", type=Path, help="folder with fresh evidence")
+    parser.add_argument("--committed", type=Path, default=COMMITTED, help="folder of the evidence that is compared")
+    given = parser.parse_args(arguments)
+    files = sorted(given.fresh.glob("*.json"))
+    try:
+        found = [line for file in files for line in differences(file, given.committed / file.name)]
+    except (Malformed, FileNotFoundError) as error:
+        parser.error(str(error))
+    if not files:
+        parser.error(f"{given.fresh}: expected evidence, found no JSON")
+    print("\n".join(found) or f"{len(files)} versions agree with what is committed.")
+    return int(bool(found))
+
+
+def differences(fresh: Path, committed: Path) -> Iterator[str]:
+    """Yield one line for each cell of ``fresh`` that differs from the same cell of ``committed``."""
+    before = read_file(committed).cells
+    for name, cell in read_file(fresh).cells.items():
+        if name not in before:
+            yield f"{fresh.stem}: {name}: not in the committed evidence"
+            continue
+        old, new = told(before[name]), told(cell)
+        for what in sorted({*old, *new}):
+            if old.get(what) != new.get(what):
+                said = f" ({cell.reason})" if what == "state" and cell.reason else ""
+                yield f"{fresh.stem}: {name}: {what}: committed {old.get(what)}, found {new.get(what)}{said}"
+
+
+def told(cell: Cell) -> dict[str, object]:
+    """What two cells must have in common, by the name that a difference is reported with."""
+    found: dict[str, object] = {"state": cell.state, "seam": sorted(cell.seam)}
+    for name, run in cell.checked.items():
+        found[f"{name}, points that hold"] = run.ok
+        for what, points in (
+            ("do not apply", run.not_applicable),
+            ("fail", run.failures),
+            ("fail alone", run.alone_fails),
+        ):
+            found[f"{name}, points that {what}"] = sorted(points)
+    for each in cell.alone:
+        found[f"{each.implementation}, Transformers alone"] = {
+            row: result.partition(":")[0] for row, result in each.rows.items()
+        }
+    return found
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,63 @@
+"""Fresh evidence is compared with the committed, cell by cell."""
+
+import json
+
+import pytest
+from evidence import GOOD, MADE, POINTS, evidence
+
+from compat_matrix import agreed
+
+ROWS = {"one row": "ok", "two rows": "leak"}
+CELL = {"seam": ["interface"], "fa2patch": {"sdpa": GOOD}, "upstream": {"sdpa": ROWS}}
+ONE_LESS = {**GOOD, "ok": GOOD["ok"] - 1}
+
+
+@pytest.fixture
+def compare(tmp_path, capsys):
+    """Return a function that compares a fresh cell with ``CELL`` and gives the exit code and the lines."""
+
+    def compare(fresh, name="llama"):
+        for folder, cells in (("fresh", {name: fresh}), ("committed", {"llama": CELL, "phi": CELL})):
+            (tmp_path / folder).mkdir(exist_ok=True)
+            made = evidence("5.0.0", cells, upstream_rows=list(ROWS))
+            (tmp_path / folder / "5.0.0.json").write_text(json.dumps(made))
+        code = agreed.main([str(tmp_path / "fresh"), "--committed", str(tmp_path / "committed")])
+        return code, capsys.readouterr().out.splitlines()
+
+    return compare
+
+
+def test_the_same_cell_agrees_whatever_made_it_and_whatever_its_errors_say(compare):
+    assert compare({**CELL, "made": {**MADE, "commit": "2" * 40, "seconds": 1}}) == (
+        0,
+        ["1 versions agree with what is committed."],
+    )
+    held = {**GOOD, "n/a": {"windows": "another reason"}}
+    assert compare({**CELL, "fa2patch": {"sdpa": held}})[0] == 0
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        ({"seam": ["method"]}, "seam: committed ['interface'], found ['method']"),
+        ({"upstream": {"sdpa": {**ROWS, "two rows": "ok"}}}, "sdpa, Transformers alone: committed"),
+        (
+            {"fa2patch": {"sdpa": {**ONE_LESS, "fail": {"padding": "off"}}}},
+            "state: committed ok, found fail (sdpa: padding",
+        ),
+        ({"fa2patch": {"sdpa": {**ONE_LESS, "alone": {"padding": "off"}}}}, "points that fail alone: committed []"),
+        ({"fa2patch": {"sdpa": {"ok": len(POINTS), "n/a": {}, "fail": {}}}}, "hold: committed 10, found 11"),
+    ],
+)
+def test_a_difference_is_named(compare, change, said):
+    code, lines = compare({**CELL, **change})
+    assert code == 1 and any(said in line for line in lines), lines
+    assert all(line.startswith("5.0.0: llama: ") for line in lines)
+
+
+def test_an_architecture_that_is_not_committed_and_an_empty_folder_are_errors(compare, tmp_path, capsys):
+    assert compare(CELL, "other") == (1, ["5.0.0: other: not in the committed evidence"])
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(SystemExit):
+        agreed.main([str(tmp_path / "empty")])
+    assert "found no JSON" in capsys.readouterr().err

@@ -57,7 +57,10 @@ def test_the_wheel_holds_the_whole_package_and_the_part_of_compat_matrix_that_th
     assert package <= held and "fa2patch/py.typed" in held
     rest = {name[len("fa2patch/compat_matrix/") :] for name in held - package}
     assert {name.split("/")[0] for name in rest} == {
-        *(f"{name}.py" for name in ("__init__", "cells", "environments", "media_families", "results", "run")),
+        *(
+            f"{name}.py"
+            for name in ("__init__", "cells", "commits", "environments", "media_families", "results", "run")
+        ),
         *(f"tiny_{name}.py" for name in ("configs", "media", "models", "overrides", "pictures")),
         *("versions.toml", "xfail.toml", "check", "user_models"),
     }
@@ -89,10 +92,10 @@ import sys
 from pathlib import Path
 from fa2patch.cli.commands import main
 from fa2patch.cli.compat import compat
-environments, run = compat("environments"), compat("run")
+environments, results, run = map(compat, ("environments", "results", "run"))
 environments.make = lambda version, folder: Path(sys.executable)  # in place of an environment that takes minutes
 check = run._part
-run._part = lambda *found: check(*found[:3], (*found[3], "--points", "packed_row"))
+run._part = lambda *found: check(*found[:3], (*found[3], "--points", *results.CORE))
 assert {fa2patch!r} == str(Path(environments.__file__).parents[1]), environments.__file__
 assert "compat_matrix" not in sys.modules
 main(["matrix", "--model", {model!r}, "--transformers", "5.23.0", "--format", "markdown"])

@@ -311,7 +311,7 @@ def test_a_point_at_which_transformers_alone_fails_is_neither_held_nor_not_appli
         "ok": 0,
         "n/a": {},
         "fail": {},
-        "alone": {"fails": "the unpatched model fails to generate: KeyError"},
+        "alone": {"fails": "no position_ids"},
     }
 
 

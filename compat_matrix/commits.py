@@ -13,7 +13,6 @@ ROOT = Path(__file__).parents[1]
 STATED = "FA2PATCH_COMMIT"
 """The environment variable that names the commit of a copy of the files without git's folder."""
 
-
 CODE = (
     "fa2patch",
     "compat_matrix/check",
@@ -21,6 +20,7 @@ CODE = (
     "compat_matrix/run.py",
     "compat_matrix/tiny_*.py",
     "compat_matrix/media_families.py",
+    "compat_matrix/xfail.toml",
     ":(exclude)fa2patch/cli/evidence.json",
     ":(exclude)fa2patch/upstream.json",
 )
@@ -31,28 +31,24 @@ class NoCommit(Exception):
     """git is missing, this folder is no clone, or it has no such commit. The message says which."""
 
 
-def here() -> dict[str, Any]:
+def here(*paths: str) -> dict[str, Any]:
     """Return ``commit``, the number of this clone's commit, and ``dirty``, whether the files differ from it.
 
     Without git's folder, ``commit`` is what :data:`STATED` says, and ``dirty`` is None, which means unknown.
+
+    Args:
+        paths: pathspecs of git's, which the answer is about: the commit that last changed them.
     """
     try:
-        commit = number("HEAD")
-        return {"commit": commit, "dirty": bool(_git("status", "--porcelain"))}
+        commit = _git("log", "-1", "--format=%H", "--", *paths).decode().strip()
+        return {"commit": commit or None, "dirty": bool(_git("status", "--porcelain", "--", *paths))}
     except NoCommit:
         return {"commit": os.environ.get(STATED) or None, "dirty": None}
 
 
 def of_code() -> dict[str, Any]:
-    """Return the commit that last changed :data:`CODE`, and whether these files differ from it. See :func:`here`.
-
-    Commits of evidence and documents after it leave the answer as it is.
-    """
-    try:
-        commit = _git("log", "-1", "--format=%H", "--", *CODE).decode().strip()
-        return {"commit": commit, "dirty": bool(_git("status", "--porcelain", "--", *CODE))}
-    except NoCommit:
-        return {"commit": os.environ.get(STATED) or None, "dirty": None}
+    """Return :func:`here` for :data:`CODE`. Commits of evidence and documents after it leave the answer as it is."""
+    return here(*CODE)
 
 
 def named(commit: dict[str, Any]) -> str:

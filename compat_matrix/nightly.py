@@ -84,11 +84,11 @@ def moved(file: Path) -> list[str]:
     newest = environments.newest()
     found: dict[str, dict[str, str]] = {}
     for name, cell in cells.items():
-        seam, now = newest.seam_of(name), " and ".join(cell.seam)
+        seam = newest.seam_of(name)
         if cell.state == "fail":
             found.setdefault(seam, {})[name] = cell.reason
         elif cell.state == "ok" and {*seam.split(" and ")} != {*cell.seam}:
-            found.setdefault(seam, {})[name] = f"patched at the seam {now}"
+            found.setdefault(seam, {})[name] = f"patched at the seam {' and '.join(cell.seam)}"
     return [
         f"the seam {seam} moved in {len(reasons)} architectures ({', '.join(list(reasons)[:5])}): "
         f"{next(iter(reasons.values()))}"

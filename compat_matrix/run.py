@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import subprocess
 from pathlib import Path
 from typing import Any, Callable
 
@@ -53,12 +52,7 @@ def text(evidence: dict[str, Any]) -> str:
 
 
 def _part(python: Path, packages: Path, part: str, options: tuple[str, ...]) -> dict[str, Any]:
-    command = [str(python), "-m", "compat_matrix.check", "--flash-attn", part, *options]
-    given = environments.variables(packages)
-    done = subprocess.run(command, cwd=packages, capture_output=True, text=True, env=given)
-    if done.returncode:
-        raise RuntimeError(done.stderr[-1500:])
-    return dict(json.loads(done.stdout))
+    return environments.printed(python, packages, "compat_matrix.check", "--flash-attn", part, *options)
 
 
 def merged(

@@ -45,7 +45,13 @@ def measure(progress: Progress, quick: bool = False, repeats: int = 9) -> Any:
         rows.append({**found, "whole_graphs": whole(rows_of_way)})
         progress.update(task, advance=1)
     model = {"layers": LAYERS, "hidden": HIDDEN, "backend": backend}
-    return {"layouts": layouts, **model, "repeats": repeats, "rows": rows, "sizes": sizes(rows_of_way)}
+    return {
+        "layouts": layouts,
+        **model,
+        "repeats": repeats,
+        "rows": rows,
+        "sizes": sizes(batches(layouts, WAYS["lengths"])),
+    }
 
 
 def batches(count: int, options: dict[str, Any]) -> list[dict[str, Any]]:

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import argparse
+import functools
 import gc
 import json
 import os
 import platform
 import sys
-import time
 import warnings
-from datetime import datetime, timezone
 from importlib import metadata
 from pathlib import Path
 
@@ -47,15 +46,10 @@ def main(arguments: list[str] | None = None) -> int:
     for architecture in given.families or tiny_models.architectures():
         if not tiny_models.is_present(architecture):
             continue
-        when, started = datetime.now(timezone.utc), time.perf_counter()
-        cells[architecture] = found.cell(architecture, found.IMPLEMENTATIONS[given.flash_attn], points)
+        check = functools.partial(found.cell, architecture, found.IMPLEMENTATIONS[given.flash_attn], points)
+        cells[architecture] = found.timed(check)
         if models.is_file(architecture):
             cells[architecture]["notes"] = models.notes(architecture, tiny_models.config_class(architecture))
-        cells[architecture]["made"] = {
-            "torch": torch.__version__,
-            "when": when.isoformat(timespec="seconds"),
-            "seconds": round(time.perf_counter() - started, 1),
-        }
         print(f"{architecture}: {cells[architecture]}", file=sys.stderr, flush=True)
     evidence = {
         "transformers": transformers.__version__,

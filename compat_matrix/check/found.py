@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import os
+import time
 import traceback
 from dataclasses import replace
+from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any, Callable
 
@@ -41,6 +43,17 @@ DOCUMENT = "document"
 
 REFUSED_AND_PATCHED = "refused with one attn_implementation, patched with another"
 """The error of an architecture whose support depends on the implementation that it is loaded with."""
+
+
+def timed(check: Callable[[], dict[str, Any]]) -> dict[str, Any]:
+    """Return the cell that a check makes, with the torch, the time and the seconds of the check as ``made``."""
+    import torch
+
+    when, started = datetime.now(timezone.utc), time.perf_counter()
+    made = check()
+    seconds = round(time.perf_counter() - started, 1)
+    about = {"torch": torch.__version__, "when": when.isoformat(timespec="seconds"), "seconds": seconds}
+    return {**made, "made": about}
 
 
 def cell(architecture: str, implementations: tuple[str, ...], points: list[str]) -> dict[str, Any]:

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import argparse
+import functools
 import importlib.util
 import json
 import os
 import platform
 import sys
-import time
 import warnings
-from datetime import datetime, timezone
 from importlib import metadata
 from pathlib import Path
 from typing import Any, Callable
@@ -23,6 +22,7 @@ from fa2patch import kernels
 from .. import commits, tiny_models
 from ..results import FORMAT
 from .cell import Cell
+from .found import timed
 from .rows import alone, documents, pack
 
 LENGTHS = (50, 130, 1, 77)
@@ -75,7 +75,10 @@ def evidence(architectures: list[str], device: str, kernel: str) -> dict[str, An
 
     has_flash_attn = importlib.util.find_spec("flash_attn") is not None
     implementations = ("sdpa", "flash_attention_2") if has_flash_attn else ("sdpa",)
-    present = [name for name in architectures if tiny_models.is_present(name)]
+    code, cells = commits.of_code(), {}
+    for name in filter(tiny_models.is_present, architectures):
+        cells[name] = timed(functools.partial(_cell, name, implementations, device, kernel))
+        cells[name]["made"].update(code)
     return {
         "format": FORMAT,
         "name": f"{transformers.__version__}-{kernel}",
@@ -87,16 +90,8 @@ def evidence(architectures: list[str], device: str, kernel: str) -> dict[str, An
         "kernel": kernel,
         "points": list(POINTS),
         "upstream_rows": [],
-        "architectures": {name: _made(name, implementations, device, kernel) for name in present},
+        "architectures": cells,
     }
-
-
-def _made(*arguments: Any) -> dict[str, Any]:
-    """A cell with what it was made with."""
-    when, started = datetime.now(timezone.utc).isoformat(timespec="seconds"), time.perf_counter()
-    cell = _cell(*arguments)
-    seconds = round(time.perf_counter() - started, 1)
-    return {**cell, "made": {**commits.of_code(), "torch": torch.__version__, "when": when, "seconds": seconds}}
 
 
 def _cell(architecture: str, implementations: tuple[str, ...], device: str, kernel: str) -> dict[str, Any]:

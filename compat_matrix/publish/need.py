@@ -183,6 +183,6 @@ def _with_fa2patch(results: Results) -> str:
     )
     return (
         f"**With fa2patch, all of these cases are right**: in {seeds['ok']:,} of {sum(seeds.values()):,} checked "
-        f"combinations of a family and an environment, and in {hybrids['ok']:,} of {sum(hybrids.values()):,} of a "
-        "hybrid and an environment."
+        f"combinations of a family and a release, and in {hybrids['ok']:,} of {sum(hybrids.values()):,} of a "
+        "hybrid and a release."
     )

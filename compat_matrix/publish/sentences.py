@@ -26,14 +26,15 @@ _RESULTS = {"ok": "right for", "leak": "leaks for", "error": "raises an error fo
 
 def code(results: Results) -> str:
     """One sentence about the code that the cells were checked with."""
-    every = [made.code for environment in results.environments for made in environment.made]
-    unknown = sum(not made.commit for environment in results.environments for made in environment.made)
+    every = [made for environment in results.environments for made in environment.made]
+    unknown = sum(not made.commit for made in every)
     if unknown:
         return f"{unknown:,} of {len(every):,} cells do not say which code made them."
-    older = sum(code != results.code for code in every)
+    newest = results.code
+    older = sum(made.code != newest for made in every)
     if not older:
-        return f"All {len(every):,} cells were checked with the code of {results.code}."
-    return f"{older:,} of {len(every):,} cells were checked with older code than that of {results.code}."
+        return f"All {len(every):,} cells were checked with the code of {newest}."
+    return f"{older:,} of {len(every):,} cells were checked with older code than that of {newest}."
 
 
 def made(cell: Cell, newest: str) -> str:

@@ -31,7 +31,10 @@ of 64 dimensions. ``python -m compat_matrix.bench --parts kernels`` shows what t
 """
 
 MOVING = 2
-"""The cost of moving tokens at all, in calls: seven small operators, whatever the number of tokens."""
+"""The cost of moving tokens at all, in calls, whatever their number.
+
+Measured likewise, forward only: documents of 9 and 7 tokens take 215 microseconds in one call, and 130 in two.
+"""
 
 MARGIN = 0.05
 """Tokens are moved to share calls only if this part of the cost is saved, as the numbers above are no exact ones."""

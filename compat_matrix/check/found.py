@@ -43,7 +43,7 @@ ALONE = "alone"
 """The key of the points that compare with what Transformers alone cannot compute, each with its error."""
 
 ON_TEXT = "checked on rows of text"
-"""Why a point is not run on rows with pictures or sound. The cell of the same model's text side has it."""
+"""Why a point is not run on rows with pictures or sound."""
 
 DOCUMENT = "document"
 """Stands for all points of an implementation with which Transformers alone fails on one document."""

@@ -9,7 +9,7 @@ from typing import Callable
 from fa2patch.cli.evidence import runs
 
 from ..cells import STATES, Cell, Checked, Environment, Results, Score
-from . import links, sentences
+from . import links, ran, sentences
 from .bands import Band, bands, split
 
 HERE = {"ok": "✓", "refused": "R", "xfail": "x", "fail": "**FAIL**"}
@@ -63,6 +63,12 @@ def matrix(results: Results) -> str:
             *_refused(results),
             *_reasons("Known failures", results, "xfail"),
             *_reasons("Failing", results, "fail"),
+            "## Which points were run",
+            "",
+            f"{ran.sentence(results)} compat_matrix/README.md says what a shared seam vouches for.",
+            "",
+            *table(*ran.table(results)),
+            "",
             *_points("What does not apply", results, lambda run: run.not_applicable),
             *_points("What Transformers alone fails at", results, lambda run: run.alone_fails),
             "## Environments",

@@ -15,14 +15,8 @@ from fa2patch.upstream.find_models import models
 
 from ... import tiny_models
 from ..cell import AloneFails, Cell, NotApplicable, assert_unmoved, point
-from ..compare import assert_same_gradients
+from ..compare import assert_as_near, assert_finite, assert_same_gradients
 from ..rows import alone, documents, gradients, loss_of, pack
-
-HALF_FACTOR, HALF_FLOOR = 2.0, 5e-3
-"""The accepted error of packed in bfloat16: this factor times that of alone, plus this part of the mean logit.
-
-Errors are means and not maxima, because rounding may also route a token to another expert.
-"""
 
 
 @point
@@ -139,7 +133,8 @@ def _projections(model: Any) -> list[str]:
 
 def _as_near_as_alone(cell: Cell, model: Any, reference: Any) -> None:
     docs = documents(5, 9, 2)
-    exact_model = copy.deepcopy(reference).float()  # copied before use, as RecurrentGemma keeps its last states
+    # copied before use, as RecurrentGemma keeps its last states
+    exact_model, unpatched = copy.deepcopy(reference).float(), copy.deepcopy(model)
     try:
         expected = alone(reference, docs).float()
     except Exception as error:
@@ -150,12 +145,6 @@ def _as_near_as_alone(cell: Cell, model: Any, reference: Any) -> None:
         found = model(**pack(docs)).logits[0]
         changed = [documents(5, seed=7)[0], *docs[1:]]
         assert_unmoved(cell, model(**pack(changed)).logits[0, 5:], found[5:])
-        packed_error, alone_error = (
-            (logits.float() - exact).abs().mean() / exact.abs().mean() for logits in (found, expected)
-        )
-        if not packed_error <= HALF_FACTOR * alone_error + HALF_FLOOR:
-            raise AssertionError(f"{packed_error:.1e} from float32 in the mean, alone {alone_error:.1e}")
+        assert_as_near(found, exact, expected, lambda: alone(unpatched, docs))
         loss_of(found, docs).backward()
-    made = gradients(model)
-    if not made or not all(torch.isfinite(gradient).all() for gradient in made.values()):
-        raise AssertionError("gradients are missing or not finite")
+    assert_finite(gradients(model))

@@ -1,0 +1,104 @@
+"""Every job of the GitHub workflows runs on a machine that has nothing installed, except those of ``NOT_HERE``.
+
+UV_TORCH_BACKEND is left out where pip has find-links: it names an index of torch's own, which a closed network lacks.
+"""
+
+import json
+import os
+import shutil
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("yaml")
+
+import yaml
+from github_jobs import ROOT, Machine, StepFailed
+
+import fa2patch
+
+pytestmark = pytest.mark.slow
+
+SMALLEST = "4.34.1"
+NOT_HERE = {
+    "gpu: gpu": "needs a GPU; tests of gpu_kernels and first_gpu run its commands on a CPU",
+    "pages: deploy": "publishes to GitHub Pages",
+    "release: publish": "publishes to PyPI",
+}
+"""Jobs that cannot be run here, with the reason."""
+
+VALUES = {
+    "tests: tests": {"matrix.python": "3.11"},
+    "matrix: versions": {"inputs.versions": ""},
+    "matrix: check": {"matrix.version": SMALLEST},
+    "matrix: report": {"needs.versions.outputs.versions": json.dumps([SMALLEST])},
+    "packing-matrix: matrix": {
+        "inputs.model": "tests/own_configs/llama_3_1.json",
+        "inputs.transformers": "4.44.2",
+        "inputs.pins": "peft==0.13.2",
+        "inputs.python": "",
+        "inputs.allow-refused": "false",
+    },
+    "release: build": {"github.ref_name": f"v{fa2patch.__version__}"},
+}
+"""What the expressions of each job's steps stand for."""
+
+VARIABLES = {"tests: tests": {"PYTEST_ADDOPTS": "tests/test_package.py tests/test_project.py"}}
+"""The job is README's test command, which .ci/run runs whole. Here it runs two files."""
+
+
+def dated(clone):
+    """Give the version a date in the changelog, as the commit of a release does."""
+    file = clone / "CHANGELOG.md"
+    file.write_text(file.read_text(encoding="utf-8").replace("(unreleased)", "(2026-11-23)", 1), encoding="utf-8")
+
+
+PREPARE = {"release: build": dated}
+"""What is changed in a job's clone."""
+
+LEFT_OUT = {"matrix: report": ["An issue that says so, or that it is over", "Red"]}
+"""Steps with a condition: they talk to GitHub, or run only if something is red."""
+
+
+def jobs():
+    for file in sorted((ROOT / ".github" / "workflows").glob("*.yml")):
+        for job in yaml.safe_load(file.read_text(encoding="utf-8"))["jobs"]:
+            yield f"{file.stem}: {job}"
+
+
+def run(where, folder, artifacts):
+    variables = dict(VARIABLES.get(where, {}))
+    if os.environ.get("PIP_FIND_LINKS"):
+        variables["UV_TORCH_BACKEND"] = None
+    machine = Machine(folder, artifacts, VALUES.get(where, {}), variables, PREPARE.get(where, Path.resolve))
+    return machine.run(*where.split(": ")), machine
+
+
+@pytest.fixture(scope="module")
+def artifacts(tmp_path_factory):
+    """What earlier jobs leave: the distribution of the release, and the evidence of one version."""
+    folder = tmp_path_factory.mktemp("jobs") / "artifacts"
+    run("release: build", folder.parent / "build", folder)
+    evidence = folder / f"evidence-{SMALLEST}"
+    evidence.mkdir()
+    shutil.copy(ROOT / "compat_matrix" / "evidence" / f"{SMALLEST}.json", evidence)
+    return folder
+
+
+def test_what_cannot_be_run_here_is_named():
+    assert {*NOT_HERE, *VALUES, *LEFT_OUT} <= {*jobs()}
+
+
+@pytest.mark.parametrize("where", [job for job in jobs() if job not in NOT_HERE])
+def test_every_step_of_a_job_runs_on_a_bare_machine(where, artifacts, tmp_path):
+    left_out, machine = run(where, tmp_path / "machine", artifacts)
+    assert left_out == LEFT_OUT.get(where, [])
+    if where == "matrix: versions":
+        (line,) = (tmp_path / "machine" / "output").read_text().splitlines()
+        assert SMALLEST in json.loads(line.partition("=")[2])
+
+
+def test_a_step_that_fails_is_seen(artifacts, tmp_path):
+    machine = Machine(tmp_path / "machine", artifacts, {"github.ref_name": "v0"})
+    with pytest.raises(StepFailed, match="expected the tag"):
+        machine.run("release", "build")

@@ -37,6 +37,7 @@ class Machine:
         values: What expressions such as ``inputs.model`` stand for.
         variables: Variables that replace those of the workflow; None removes one.
         prepare: Changes the clone before the first script.
+        tools: Folders of the programs that actions have installed.
     """
 
     folder: Path
@@ -44,6 +45,7 @@ class Machine:
     values: dict[str, str] = field(default_factory=dict)
     variables: dict[str, str | None] = field(default_factory=dict)
     prepare: Callable[[Path], object] = Path.resolve
+    tools: list[Path] = field(default_factory=list)
 
     def run(self, workflow: str, job: str) -> list[str]:
         """Run every step of a job and return the names of the steps that were left out because of their ``if``.
@@ -54,7 +56,7 @@ class Machine:
         """
         spec = yaml.safe_load((ROOT / ".github" / "workflows" / f"{workflow}.yml").read_text(encoding="utf-8"))
         settings = spec["jobs"][job]
-        for name in ("home", "tools", "temporary", "workspace"):
+        for name in ("home", "temporary", "workspace"):
             (self.folder / name).mkdir(parents=True)
         left_out = []
         for step in settings["steps"]:
@@ -108,7 +110,7 @@ class Machine:
             **kept,
             **caches,
             "HOME": str(self.folder / "home"),
-            "PATH": f"{self.folder / 'tools'}:{Path(sys.base_prefix) / 'bin'}:/usr/bin:/bin",
+            "PATH": ":".join([*(str(folder) for folder in self.tools), f"{sys.base_prefix}/bin", "/usr/bin", "/bin"]),
             "GITHUB_WORKSPACE": str(self._workspace),
             "GITHUB_OUTPUT": str(self.folder / "output"),
             "GITHUB_STEP_SUMMARY": str(self.folder / "summary.md"),
@@ -133,17 +135,19 @@ class Machine:
         self.prepare(target)
 
     def _python(self, given: dict[str, Any]) -> None:
-        """A Python that has pip and nothing else, as python, python3 and pip."""
+        """A Python that has pip and nothing else."""
         home = self.folder / "python"
         subprocess.run([str(Path(sys.base_prefix) / "bin" / "python3"), "-m", "venv", str(home)], check=True)
-        for tool in ("python", "python3", "pip"):
-            (self.folder / "tools" / tool).symlink_to(home / "bin" / tool)
+        self.tools.append(home / "bin")
 
     def _uv(self, given: dict[str, Any]) -> None:
         home = self.folder / "uv"
         subprocess.run([sys.executable, "-m", "venv", str(home)], check=True)
         subprocess.run([str(home / "bin" / "pip"), "install", "-q", "uv"], check=True)
-        (self.folder / "tools" / "uv").symlink_to(home / "bin" / "uv")
+        alone = self.folder / "tools"  # uv without the Python beside it
+        alone.mkdir()
+        (alone / "uv").symlink_to(home / "bin" / "uv")
+        self.tools.append(alone)
 
     def _upload(self, given: dict[str, Any]) -> None:
         target = self.artifacts / self.filled(given.get("name", "github-pages"))

@@ -93,7 +93,7 @@ class Machine:
             text=True,
         )
         if done.returncode:
-            raise StepFailed(f"{step.get('name', step['run'])}: exit code {done.returncode}\n{done.stdout[-3000:]}")
+            raise StepFailed(f"{step.get('name', step['run'])}: exit code {done.returncode}\n{_end(done.stdout)}")
 
     def _bare(self) -> dict[str, str]:
         """The variables of a step: GitHub's, and those by which pip and uv find packages here."""
@@ -164,3 +164,10 @@ class Machine:
         target = self._workspace / given["path"]
         for folder in self.artifacts.glob(given.get("pattern") or given["name"]):
             shutil.copytree(folder, target, dirs_exist_ok=True)
+
+
+def _end(printed: str) -> str:
+    """The lines with a warning or an error, and the last ones."""
+    lines = printed.splitlines()
+    told = [line for line in lines[:-40] if re.search(r"warning|error", line, re.IGNORECASE)]
+    return "\n".join([*told[-20:], *lines[-40:]])

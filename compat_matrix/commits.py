@@ -66,6 +66,15 @@ def number(reference: str) -> str:
     return _git("rev-parse", "--verify", f"{reference}^{{commit}}").decode().strip()
 
 
+def changed(commit: str) -> list[str]:
+    """Return the files of :data:`CODE` that differ between a commit and this clone's.
+
+    Raises:
+        NoCommit: there is no such commit.
+    """
+    return _git("diff", "--name-only", number(commit), "HEAD", "--", *CODE).decode().splitlines()
+
+
 def export(commit: str, package: str, folder: Path) -> None:
     """Write a package of this clone, as it was in a commit, into a folder.
 

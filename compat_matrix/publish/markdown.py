@@ -37,7 +37,8 @@ def matrix(results: Results) -> str:
             "",
             "The numbers are architectures. *Isolated*: every point that was run holds. *Refused*: `apply` raises an "
             "error with the reason.",
-            f"*All kinds*: {rows}.",
+            f"*All kinds*: {rows}. Rows with pictures or sound are of three of these kinds: the plain row, the mask of "
+            "ones and the default cache.",
             "",
             *_totals(results),
             "",

@@ -36,6 +36,7 @@ class Machine:
         artifacts: The folder that artifacts are uploaded to and downloaded from.
         values: What expressions such as ``inputs.model`` stand for.
         variables: Variables that replace those of the workflow; None removes one.
+        without: Names of steps that are left out.
         prepare: Changes the clone before the first script.
         tools: Folders of the programs that actions have installed.
     """
@@ -44,11 +45,12 @@ class Machine:
     artifacts: Path
     values: dict[str, str] = field(default_factory=dict)
     variables: dict[str, str | None] = field(default_factory=dict)
+    without: tuple[str, ...] = ()
     prepare: Callable[[Path], object] = Path.resolve
     tools: list[Path] = field(default_factory=list)
 
     def run(self, workflow: str, job: str) -> list[str]:
-        """Run every step of a job and return the names of the steps that were left out because of their ``if``.
+        """Run every step of a job. Return the names of those that were left out, or have a condition.
 
         Raises:
             StepFailed: A step fails.
@@ -60,7 +62,7 @@ class Machine:
             (self.folder / name).mkdir(parents=True)
         left_out = []
         for step in settings["steps"]:
-            if step.get("if", "always()") != "always()":
+            if step.get("if", "always()") != "always()" or step.get("name") in self.without:
                 left_out.append(step["name"])
             elif "uses" in step:
                 self._action(step["uses"].partition("@")[0], step.get("with", {}))

@@ -1,0 +1,67 @@
+"""A release needs cells of one commit, after which the code that they depend on did not change."""
+
+import json
+
+import pytest
+from evidence import GOOD, MADE, evidence
+
+from compat_matrix import commits, provenance
+
+CELL = {"seam": ["interface"], "fa2patch": {"sdpa": GOOD}, "upstream": {}}
+CLEAN = {"commit": MADE["commit"], "dirty": False}
+
+
+@pytest.fixture
+def checked(tmp_path, capsys, monkeypatch):
+    """Return a function that checks cells with these ``made``, as if these files had changed after their commit."""
+
+    def checked(*made, changed=(), present=CLEAN):
+        monkeypatch.setattr(provenance.environments, "versions", lambda: ["5.0.0", "main"])
+        monkeypatch.setattr(commits, "of_code", lambda: present)
+        monkeypatch.setattr(commits, "changed", lambda commit: list(changed))
+        cells = {f"llama{number}": {**CELL, "made": each} for number, each in enumerate(made)}
+        (tmp_path / "5.0.0.json").write_text(json.dumps(evidence("5.0.0", cells)))
+        code = provenance.main(["--evidence", str(tmp_path)])
+        return code, capsys.readouterr().out
+
+    return checked
+
+
+def test_cells_of_one_commit_without_a_change_after_it_are_accepted(checked):
+    assert checked(MADE, MADE) == (
+        0,
+        f"All 2 cells were made with the code of commit {'1' * 12}, which is the present code.\n",
+    )
+
+
+@pytest.mark.parametrize(
+    ("made", "said"),
+    [
+        ([MADE, {**MADE, "commit": "2" * 40}], "Expected cells of one commit, found 1 of commit 111111111111, 1 of"),
+        ([MADE, {**MADE, "dirty": True}], "1 of commit 111111111111 with uncommitted changes"),
+        ([{**MADE, "commit": None, "dirty": None}], "Some cells do not say which commit made them."),
+    ],
+)
+def test_cells_of_other_code_or_of_none_are_named(checked, made, said):
+    code, text = checked(*made)
+    assert code == 1 and said in text
+
+
+def test_a_change_after_the_commit_and_uncommitted_changes_are_named(checked):
+    code, text = checked(MADE, changed=["fa2patch/patch/plan.py"])
+    assert code == 1
+    assert "1 files that cells depend on changed after commit 111111111111: fa2patch/patch/plan.py." in text
+    code, text = checked(MADE, present={**CLEAN, "dirty": True})
+    assert code == 1 and "uncommitted changes" in text
+
+
+def test_a_version_without_evidence_is_named(checked, tmp_path):
+    checked(MADE)
+    (tmp_path / "5.0.0.json").rename(tmp_path / "4.57.6.json")
+    (tmp_path / "4.57.6.json").write_text(json.dumps(evidence("4.57.6", {"llama": CELL})))
+    assert provenance.main(["--evidence", str(tmp_path)]) == 1
+
+
+def test_the_commit_is_looked_up_in_this_clone():
+    assert provenance._after("0" * 12)[0].startswith("This clone does not have commit 000000000000")
+    assert commits.changed("HEAD") == []

@@ -57,9 +57,8 @@ class Upstream:
 
     @property
     def every_row(self) -> bool:
-        """Whether rows were run and all of them are ``ok``. Of rows with pictures or sound, three kinds are run."""
-        results = {*self.rows.values()} - {"unknown"}
-        return results == {"ok"}
+        """Whether there are rows and all of them are ``ok``."""
+        return bool(self.rows) and all(result == "ok" for result in self.rows.values())
 
     @property
     def state(self) -> str:

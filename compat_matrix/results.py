@@ -21,6 +21,12 @@ CORE = (
 )  # fmt: skip
 """The points of which each must hold, with at least one implementation, for a cell to be ok."""
 
+WITH_MEDIA = (":picture", ":sound")
+"""How the names of architectures end that are checked on rows with pictures or sound."""
+
+ROWS_WITH_MEDIA = ("one row", "mask of ones", "default cache")
+"""The kinds of row that exist with pictures or sound. ``check.upstream`` makes them."""
+
 
 class Malformed(ValueError):
     """A file is not evidence. The message names the file and what was expected."""
@@ -88,7 +94,12 @@ def _environment(data: Any, stem: str, partial: bool) -> Environment:
     if missing and not partial and texts["device"] == "cpu":
         raise _Expected(f"points to have {', '.join(missing)}")
     cells = {
-        name: _cell(_take(data["architectures"], name, dict, "architectures."), points, rows, f"architectures.{name}.")
+        name: _cell(
+            _take(data["architectures"], name, dict, "architectures."),
+            points,
+            tuple(row for row in rows if row in ROWS_WITH_MEDIA) if name.endswith(WITH_MEDIA) else rows,
+            f"architectures.{name}.",
+        )
         for name in _take(data, "architectures", dict)
     }
     return Environment(

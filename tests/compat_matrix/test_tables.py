@@ -192,6 +192,13 @@ def test_upstream(leave, results, upstream, state, one_row, every_row):
     assert (score.one_row, score.every_row, score.measured) == ({one_row: 1}, every_row, 1)
 
 
+def test_a_row_that_does_not_exist_with_pictures_does_not_count(leave, results):
+    three = {"one row": "ok", "mask of ones": "ok", "default cache": "ok"}
+    leave("5.0.0", {"llava:picture": checked(three), "llama": checked(three)}, upstream_rows=[*three, "two rows"])
+    found = results().environments[0]
+    assert found.cell("llava:picture").upstream.state == "ok" and found.cell("llama").upstream.state == "plain"
+
+
 def test_a_row_that_was_not_run_is_not_right(leave, results):
     leave("5.0.0", {"llama": checked({"one row": "ok"})})
     assert only(results).upstream.state == "plain"

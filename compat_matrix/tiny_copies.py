@@ -16,27 +16,32 @@ def of(module: torch.nn.Module) -> Callable[[], Any]:
     The module is pickled once, except its tensors, which every copy clones. A module that cannot be pickled is copied
     by ``copy.deepcopy``, for example if it holds a local function.
     """
-    module = copy.deepcopy(module)
     file = io.BytesIO()
     pickler = _Pickler(file)
     try:
         pickler.dump(module)
     except (pickle.PicklingError, AttributeError, TypeError):
-        return lambda: copy.deepcopy(module)
+        kept = copy.deepcopy(module)
+        return lambda: copy.deepcopy(kept)
     return lambda: _Unpickler(io.BytesIO(file.getvalue()), pickler.tensors).load()
 
 
 class _Pickler(pickle.Pickler):
-    """Keeps tensors beside the pickle, each under the number of its place."""
+    """Keeps copies of tensors beside the pickle, each under the number of the tensor's place."""
 
     def __init__(self, file: io.BytesIO) -> None:
         super().__init__(file, protocol=pickle.HIGHEST_PROTOCOL)
         self.tensors: dict[int, torch.Tensor] = {}
+        self.seen: list[torch.Tensor] = []  # kept, so that no other tensor gets the number of one of these
+        self.seen: list[torch.Tensor] = []  # kept, so that no other tensor gets the number of one of these
 
     def persistent_id(self, value: Any) -> int | None:
         if not isinstance(value, torch.Tensor):
             return None
-        self.tensors[id(value)] = value
+        if id(value) not in self.tensors:
+            self.tensors[id(value)] = copy.deepcopy(value)
+            self.seen.append(value)
+            self.seen.append(value)
         return id(value)
 
 

@@ -323,6 +323,9 @@ _made_before: dict[tuple[str, str, str], Callable[[], Any]] = {}
 LARGEST = 5_000_000
 """The largest number of parameters of a tiny model."""
 
+_checked: set[tuple[str, bool]] = set()
+"""The architectures whose size was checked: without changes of the config, and with the first changes."""
+
 
 def _build(architecture: str, implementation: str, changes: dict[str, Any]) -> Any:
     if architecture == "mistral" and implementation == "flash_attention_2" and _needs_a_window(modeling(architecture)):
@@ -333,7 +336,9 @@ def _build(architecture: str, implementation: str, changes: dict[str, Any]) -> A
         config._flash_attn_2_enabled = True  # 4.34 and 4.35
     elif hasattr(config, "_flash_attn_2_enabled"):
         config._flash_attn_2_enabled = False
-    _check_size(cls, config)
+    if (architecture, not changes) not in _checked:
+        _check_size(cls, config)
+        _checked.add((architecture, not changes))
     model = _load(cls, config, implementation).float()
     scale_up(model)
     return model.eval()

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Callable
 
@@ -26,6 +28,20 @@ class NotApplicable(Exception):
 
 class AloneFails(Exception):
     """Transformers alone cannot compute what the point compares with. The reason goes into the evidence."""
+
+
+@contextmanager
+def unless_alone_raises(alone: Callable[[], object]) -> Iterator[None]:
+    """Turn an error of what is checked into :class:`AloneFails` if ``alone``, without fa2patch, raises the same one."""
+    try:
+        yield
+    except Exception as error:
+        try:
+            alone()
+        except Exception as same:
+            if (type(same), str(same)) == (type(error), str(error)):
+                raise AloneFails(f"the unpatched model fails in training: {type(same).__name__}: {same}") from error
+        raise
 
 
 @dataclass

@@ -12,7 +12,7 @@ from fa2patch.errors import BadParents
 from fa2patch.probing.probe import outputs_and_embeddings
 
 from ... import tiny_models
-from ..cell import AloneFails, Cell, NotApplicable, assert_unmoved, point
+from ..cell import AloneFails, Cell, NotApplicable, assert_unmoved, point, unless_alone_raises
 from ..compare import GRADIENT_TOLERANCE, assert_close, assert_same_gradients
 from ..rows import alone, documents, gradients, loss_of
 from .training import checkpoint, checkpointed_alone
@@ -202,7 +202,8 @@ def shared_prompts_checkpointed(cell: Cell) -> None:
         model = cell.model(dtype)
         checkpoint(model, reentrant)
         model.train()
-        with fa2patch.apply(model):
+        unpatched = functools.partial(checkpointed_alone, cell, reentrant, tree.paths)
+        with fa2patch.apply(model), unless_alone_raises(unpatched):
             loss_of(tree.on_paths(model(**tree.batch).logits[0]), tree.paths).backward()
         found = gradients(model)
         try:

@@ -31,6 +31,12 @@ MAIN = "main"
 
 MAIN_SOURCE = "https://github.com/huggingface/transformers"
 
+TORCH_NEXT = "torch-next"
+"""The name of the newest release with a pre-release of the next torch, from the index that uv's ``UV_INDEX`` names."""
+
+NEXT = (MAIN, TORCH_NEXT)
+"""The names of what comes next. Both may fail."""
+
 
 @dataclass(frozen=True)
 class Version:
@@ -74,7 +80,7 @@ class Version:
     @property
     def stamp(self) -> str:
         """The text that identifies what an environment was made for; that of the next release expires after a day."""
-        today = [f"on {date.today()}"] if self.transformers == MAIN else []
+        today = [f"on {date.today()}"] if self.name in NEXT else []
         return "\n".join([*self.requirements, *today])
 
     def changed(self, pins: Iterable[str] = (), torch: str | None = None, python: str | None = None) -> Version:
@@ -126,7 +132,8 @@ def version(name: str) -> Version:
     Args:
         name: A block's name, which gives that block. A minor such as ``4.44`` gives the block of that minor. Another
             release takes the settings of its minor's block, else those of the newest release's. ``main`` is git main
-            if it can be reached, else the newest release or pre-release; it is allowed to fail.
+            if it can be reached, else the newest release or pre-release. ``torch-next`` is the newest release with the
+            next torch. Both are allowed to fail.
     """
     known = versions()
     if name in known:
@@ -135,6 +142,9 @@ def version(name: str) -> Version:
     releases = _releases()
     if name == MAIN:
         return replace(releases[-1], name=MAIN, transformers=MAIN, allowed_to_fail=True, **unknown)
+    if name == TORCH_NEXT:
+        pins = (*releases[-1].pins, _torch_after(releases[-1].torch))
+        return replace(releases[-1], name=TORCH_NEXT, pins=pins, allowed_to_fail=True, **unknown)
     for block in releases:
         if block.transformers.split(".")[:2] == name.split(".")[:2]:
             return block if name.count(".") == 1 else replace(block, name=name, transformers=name, **unknown)
@@ -194,6 +204,12 @@ def _next() -> str:
     if _output(["git", "ls-remote", MAIN_SOURCE, MAIN]):
         return f"transformers @ git+{MAIN_SOURCE}@{MAIN}"
     return "transformers>=5.0.0.dev0"  # a pre-release in the bound lets uv take pre-releases
+
+
+def _torch_after(number: str) -> str:
+    """The requirement for a torch after a release. A pre-release in the bound lets uv take pre-releases."""
+    major, minor = map(int, number.split(".")[:2])
+    return f"torch>={major}.{minor + 1}.0.dev0"
 
 
 def _python_of(home: Path) -> str:

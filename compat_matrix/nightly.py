@@ -19,27 +19,28 @@ def main(arguments: list[str] | None = None) -> int:
     commands = parser.add_subparsers(dest="command", required=True)
     versions = commands.add_parser("versions", help="print them as a JSON list")
     versions.add_argument("--newest", metavar="V", help="the newest release there is; added if it has no block")
+    versions.add_argument("--torch-next", action="store_true", help="and the newest release with the next torch")
     versions.add_argument("--only", nargs="*", metavar="V", help="these instead of all")
     red = commands.add_parser("red", help="print what is not ok, as Markdown; exits with 1 if anything is")
     red.add_argument("evidence", type=Path)
     red.add_argument("--wanted", type=json.loads, required=True, metavar="JSON", help="what `versions` printed")
     given = parser.parse_args(arguments)
     if given.command == "versions":
-        print(json.dumps(given.only or wanted(given.newest)))
+        print(json.dumps(given.only or wanted(given.newest, given.torch_next)))
         return 0
     found = failures(given.evidence, given.wanted)
     print("\n".join(found) or "Every cell is as it should be.")
     return 1 if found else 0
 
 
-def wanted(newest: str | None = None) -> list[str]:
-    """List every block, the newest release if it has no block, and ``main``."""
+def wanted(newest: str | None = None, torch_next: bool = False) -> list[str]:
+    """List every block, the newest release if it has no block, ``main``, and ``torch-next`` if it is wanted."""
     blocks = environments.versions()
     names = [name for name in blocks if name != environments.MAIN]
     known = {block.transformers for block in blocks.values()}
     if newest and newest not in known and not Version(newest).is_prerelease:
         names.append(newest)
-    return [*names, environments.MAIN]
+    return [*names, environments.MAIN, *([environments.TORCH_NEXT] if torch_next else [])]
 
 
 def failures(evidence: Path, names: list[str]) -> list[str]:

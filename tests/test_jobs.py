@@ -29,8 +29,8 @@ NOT_HERE = {
 
 VALUES = {
     "tests: tests": {"matrix.python": "3.11"},
-    "matrix: versions": {"inputs.versions": ""},
-    "matrix: check": {"matrix.version": SMALLEST},
+    "matrix: versions": {"inputs.versions": "", "vars.TORCH_NEXT_INDEX": "https://index.example"},
+    "matrix: check": {"matrix.version": SMALLEST, "vars.TORCH_NEXT_INDEX": ""},
     "matrix: report": {"needs.versions.outputs.versions": json.dumps([SMALLEST])},
     "packing-matrix: matrix": {
         "inputs.model": "tests/own_configs/llama_3_1.json",
@@ -102,7 +102,8 @@ def test_every_step_of_a_job_runs_on_a_bare_machine(where, artifacts, tmp_path):
     assert left_out == LEFT_OUT.get(where, [])
     if where == "matrix: versions":
         (line,) = (tmp_path / "machine" / "output").read_text().splitlines()
-        assert SMALLEST in json.loads(line.partition("=")[2])
+        wanted = json.loads(line.partition("=")[2])
+        assert SMALLEST in wanted and wanted[-1] == "torch-next"
 
 
 def test_a_step_that_fails_is_seen(artifacts, tmp_path):

@@ -21,6 +21,18 @@ def test_a_release_without_a_block_is_checked_once_it_is_out():
     assert nightly.wanted("4.44.2") == nightly.wanted("5.99.0rc1") == nightly.wanted()
 
 
+def test_the_next_torch_is_checked_where_an_index_of_it_is_named(capsys):
+    assert nightly.wanted(torch_next=True) == [*nightly.wanted(), "torch-next"]
+    assert nightly.main(["versions", "--torch-next", "--only"]) == 0
+    assert json.loads(capsys.readouterr().out)[-2:] == ["main", "torch-next"]
+    newest, following = environments.newest(), environments.version("torch-next")
+    assert following.allowed_to_fail and following.transformers == newest.transformers
+    major, minor = map(int, newest.torch.split(".")[:2])
+    assert f"torch>={major}.{minor + 1}.0.dev0" in following.requirements
+    assert not any(requirement.startswith("torch==") for requirement in following.requirements)
+    assert "on " in following.stamp and "on " not in newest.stamp
+
+
 def test_red_is_what_fails_and_what_left_nothing(tmp_path, capsys):
     leave(tmp_path, "5.0.0", llama=OK)
     leave(tmp_path, "5.1.0", llama=FAIL, qwen2=OK)
@@ -30,6 +42,12 @@ def test_red_is_what_fails_and_what_left_nothing(tmp_path, capsys):
     first, second = capsys.readouterr().out.splitlines()
     assert first.startswith("- 5.1.0: llama: ") and "packed_row" in first
     assert second.startswith("- 5.2.0: no evidence")
+
+
+def test_the_next_torch_names_the_seam_too(tmp_path, capsys):
+    leave(tmp_path, "torch-next", llama=FAIL)
+    assert nightly.main(["red", str(tmp_path), "--wanted", '["torch-next"]']) == 1
+    assert capsys.readouterr().out.startswith("- torch-next: the seam interface moved in 1 architectures (llama)")
 
 
 def test_what_comes_next_names_the_seam_that_moved(tmp_path, capsys):

@@ -304,7 +304,7 @@ def modeling(architecture: str) -> Any:
 
 def build(architecture: str, implementation: str = "eager", dtype: torch.dtype = torch.float32, **changes: Any) -> Any:
     """Build a tiny model in eval mode. Its weights are the same for every implementation."""
-    wanted = (architecture, implementation, repr(sorted(changes.items())))
+    wanted = (architecture, implementation, f"{sorted(changes.items())} {torch.get_default_dtype()}")
     if wanted not in _made_before:
         if len(_made_before) >= 64:
             _made_before.clear()

@@ -181,11 +181,15 @@ def held(point: Callable[[Any], None], cell: Any) -> str:
     except TooFar as far:
         if cell.dtype == torch.float64 or not far.error <= ROUNDING * far.tolerance:
             raise
+        default = torch.get_default_dtype()
+        torch.set_default_dtype(torch.float64)  # 4.36's masks are made in it
         try:
             torch.manual_seed(0)
             point(replace(cell, in_double=True))
         except Exception:
             raise far from None
+        finally:
+            torch.set_default_dtype(default)
         return str(far)
 
 

@@ -31,7 +31,7 @@ def mixer_layers(decoder: Model, attention: Sequence[Layer]) -> Iterator[Layer]:
     names = [layer.name for layer in attention]
     ways = [mixer.MASKS] if attention else [mixer.MASKS, mixer.OTHER_WAYS]
     done: set[str] = set()
-    for name in mixers(decoder):
+    for name in mixers(decoder, attention):
         parts = name.split(".")
         around = [".".join(parts[:end]) for end in range(len(parts), 0, -1)]
         around = [path for path in around if not any(f"{other}.".startswith(f"{path}.") for other in names)]
@@ -61,9 +61,15 @@ def _takes(module: torch.nn.Module, names: tuple[str, ...]) -> bool:
     return not inspecting.is_of_torch(owner) and mixer.is_handed(names, inspecting.forward_of(type(module)))
 
 
-def mixers(decoder: Model) -> dict[str, str]:
-    """Return the modules that carry state along the row outside attention, as names and the evidence for it."""
-    seams = {layer.name for layer in attention_layers(decoder)}  # the name of Kimi Linear's full attention matches too
+def mixers(decoder: Model, attention: Iterable[Layer] | None = None) -> dict[str, str]:
+    """Return the modules that carry state along the row outside attention, as names and the evidence for it.
+
+    Args:
+        decoder: the decoder.
+        attention: its attention layers; None looks for them.
+    """
+    attention = attention_layers(decoder) if attention is None else attention
+    seams = {layer.name for layer in attention}  # the name of Kimi Linear's full attention matches too
     named = {
         name: module
         for name, module in text_modules(decoder)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterator
 from typing import Any
 
@@ -14,9 +15,14 @@ from . import inspecting
 
 def is_transformers_model(module: object) -> bool:
     """Whether a module is a ``PreTrainedModel``; Transformers is not imported for this."""
+    cls: Any = type(module)
+    return _is_model_class(cls)
+
+
+@functools.lru_cache(maxsize=4096)
+def _is_model_class(cls: type) -> bool:
     return any(
-        cls.__name__ == "PreTrainedModel" and cls.__module__.split(".")[0] == "transformers"
-        for cls in type(module).__mro__
+        base.__name__ == "PreTrainedModel" and base.__module__.split(".")[0] == "transformers" for base in cls.__mro__
     )
 
 

@@ -10,8 +10,9 @@ import dis
 import functools
 import inspect
 import sys
+import weakref
 from collections.abc import Iterable, Iterator
-from types import CellType, CodeType
+from types import CellType, CodeType, FunctionType
 from typing import Any
 
 from .._types import Config, Function
@@ -120,12 +121,20 @@ def parameters(function: Function) -> list[inspect.Parameter]:
     Raises:
         TypeError, ValueError: the function has no signature that can be read.
     """
-    return list(inspect.signature(function).parameters.values())
+    if not isinstance(function, FunctionType) or "__signature__" in vars(function):
+        return list(inspect.signature(function).parameters.values())
+    if function not in _parameters:
+        _parameters[function] = tuple(inspect.signature(function).parameters.values())
+    return list(_parameters[function])
+
+
+_parameters: weakref.WeakKeyDictionary[Function, tuple[inspect.Parameter, ...]] = weakref.WeakKeyDictionary()
+"""The parameters of functions that were asked for before, because ``apply`` asks a hundred times."""
 
 
 def parameter_names(function: Function) -> list[str]:
     """Return the names of a function's :func:`parameters`."""
-    return list(inspect.signature(function).parameters)
+    return [parameter.name for parameter in parameters(function)]
 
 
 def upstream_parameters(function: Function) -> set[str]:

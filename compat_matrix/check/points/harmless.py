@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import sys
 from typing import Any
 
@@ -13,9 +14,10 @@ from fa2patch.upstream.find_models import models
 
 from ... import tiny_models
 from .. import reads
-from ..cell import AloneFails, Cell, NotApplicable, point
+from ..cell import AloneFails, Cell, NotApplicable, point, unless_alone_raises
 from ..compare import assert_close
 from ..rows import alone, documents, pack, takes_cache
+from .training import checkpointed_alone
 
 
 @point
@@ -198,7 +200,9 @@ def host_reads(cell: Cell) -> None:
         collate = fa2patch.DataCollatorWithFlattening(return_flash_attn_kwargs=True)
         lengths = dict(collate([{"input_ids": doc.tolist()} for doc in docs]))
         del lengths["labels"]
-        with fa2patch.apply(model, prove=False):  # the proof on the first batch runs it more than once
+        unpatched = functools.partial(checkpointed_alone, cell, True, docs)
+        # the proof on the first batch would run it more than once
+        with fa2patch.apply(model, prove=False), unless_alone_raises(unpatched):
             model(**pack(docs))
             for what, batch in {"position_ids": pack(docs), "lengths": lengths}.items():
                 with reads.counted() as count:

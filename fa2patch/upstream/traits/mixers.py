@@ -22,7 +22,7 @@ class Mixers(Trait):
 
     def finds(self, model: Looked) -> dict[str, str] | None:
         """The mixers that cannot be given the boundaries, by name; None if the model has no mixers at all."""
-        carrying = {} if model.apart else mixers(model.decoder)
+        carrying = {} if model.apart else mixers(model.decoder, model.attention)
         covered = tuple(f"{layer.name}." for layer in model.mixers)
         left = {name: what for name, what in carrying.items() if not f"{name}.".startswith(covered)}
         return left if carrying else None

@@ -119,7 +119,8 @@ def _cell(data: dict[str, Any], points: tuple[str, ...], rows: tuple[str, ...], 
     state = next((state for state in ("error", "refused", "xfail") if state in data), None)
     checked = _checked(data, where) if state is None or "fa2patch" in data else {}
     if state is not None:
-        return replace(_not_ok(state, data, where), checked=checked, alone=alone, made=made)
+        known = tuple(data.get("seam", ())) if state == "xfail" else ()
+        return replace(_not_ok(state, data, where), seam=known, checked=checked, alone=alone, made=made)
     seam, expected = tuple(_take(data, "seam", list, where)), data.get("expected_seam")
     problems = [f"{name}: {problem}" for name, run in checked.items() for problem in _problems(run, points)]
     problems += _not_held(checked, points)

@@ -22,6 +22,9 @@ ROOT = Path(__file__).parents[2]
 KEPT, PASSED_ON = ("LANG", "TERM", "TMPDIR"), ("PIP_", "UV_", "SSL_")
 """Variables that a step gets from this process, and the beginnings of others."""
 
+PYTHONS = sorted(Path.home().glob(".pyenv/versions/*/bin"))
+"""Pythons that uv finds here. It downloads others, as it does on GitHub."""
+
 
 class StepFailed(AssertionError):
     """A script exits with another code than 0. The message has the end of what it printed."""
@@ -112,7 +115,7 @@ class Machine:
             **kept,
             **caches,
             "HOME": str(self.folder / "home"),
-            "PATH": ":".join([*(str(folder) for folder in self.tools), f"{sys.base_prefix}/bin", "/usr/bin", "/bin"]),
+            "PATH": ":".join(map(str, [*self.tools, f"{sys.base_prefix}/bin", "/usr/bin", "/bin", *PYTHONS])),
             "GITHUB_WORKSPACE": str(self._workspace),
             "GITHUB_OUTPUT": str(self.folder / "output"),
             "GITHUB_STEP_SUMMARY": str(self.folder / "summary.md"),

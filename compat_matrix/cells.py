@@ -252,6 +252,11 @@ class Results:
         return tuple(dict.fromkeys(row for environment in self.environments for row in environment.upstream_rows))
 
     @property
+    def made(self) -> list[Made]:
+        """What each cell was made with."""
+        return [made for environment in self.environments for made in environment.made]
+
+    @property
     def code(self) -> str:
         """The code of the newest cell: others are older."""
         newest = [environment.made[0] for environment in self.environments if environment.made]

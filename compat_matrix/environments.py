@@ -35,7 +35,7 @@ TORCH_NEXT = "torch-next"
 """The name of the newest release with a pre-release of the next torch, from the index that uv's ``UV_INDEX`` names."""
 
 NEXT = (MAIN, TORCH_NEXT)
-"""The names of what comes next. Both may fail."""
+"""The names of what comes next, with which names begin if pins are added. Both may fail."""
 
 
 @dataclass(frozen=True)
@@ -80,7 +80,7 @@ class Version:
     @property
     def stamp(self) -> str:
         """The text that identifies what an environment was made for; that of the next release expires after a day."""
-        today = [f"on {date.today()}"] if self.name in NEXT else []
+        today = [f"on {date.today()}"] if self.name.startswith(NEXT) else []
         return "\n".join([*self.requirements, *today])
 
     def changed(self, pins: Iterable[str] = (), torch: str | None = None, python: str | None = None) -> Version:

@@ -25,23 +25,21 @@ def main(arguments: list[str] | None = None) -> int:
     except Malformed as error:
         parser.error(str(error))
     found = problems(results)
-    cells = sum(len(environment.cells) for environment in results.environments)
-    print(
-        "\n".join(found) or f"All {cells:,} cells were made with the code of {results.code}, which is the present code."
-    )
+    good = f"All {len(results.made):,} cells were made with the code of {results.code}, which is the present code."
+    print("\n".join(found) or good)
     return int(bool(found))
 
 
 def problems(results: Results) -> list[str]:
     """What is against it that the present code made all cells, in one sentence each."""
-    made = Counter(made.code for environment in results.environments for made in environment.made)
+    made = Counter(made.code for made in results.made)
     found = [f"There is no evidence of {name}." for name in results.missing if name != environments.MAIN]
     if len(made) > 1:
         counts = ", ".join(f"{count:,} of {code}" for code, count in made.items())
         found.append(f"Expected cells of one commit, found {counts}.")
     if commits.of_code()["dirty"] is not False:
         found.append("The code that cells depend on has uncommitted changes, or this folder is no clone.")
-    for commit in sorted({made.commit for environment in results.environments for made in environment.made}):
+    for commit in sorted({made.commit for made in results.made}):
         found += _after(commit)
     return found
 

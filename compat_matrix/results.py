@@ -12,6 +12,7 @@ from packaging.version import InvalidVersion, Version
 
 from .cells import Cell, Checked, Environment, Made, Results, Upstream
 from .check.found import ALONE, ON_TEXT
+from .tiny_configs import MEDIA
 
 FORMAT = 3
 
@@ -20,9 +21,6 @@ CORE = (
     "refusals", "reverted",
 )  # fmt: skip
 """The points of which each must hold, with at least one implementation, for a cell to be ok."""
-
-WITH_MEDIA = (":picture", ":sound")
-"""How the names of architectures end that are checked on rows with pictures or sound."""
 
 ROWS_WITH_MEDIA = ("one row", "mask of ones", "default cache")
 """The kinds of row that exist with pictures or sound. ``check.upstream`` makes them."""
@@ -97,7 +95,7 @@ def _environment(data: Any, stem: str, partial: bool) -> Environment:
         name: _cell(
             _take(data["architectures"], name, dict, "architectures."),
             points,
-            tuple(row for row in rows if row in ROWS_WITH_MEDIA) if name.endswith(WITH_MEDIA) else rows,
+            tuple(row for row in rows if row in ROWS_WITH_MEDIA) if name.endswith(MEDIA) else rows,
             f"architectures.{name}.",
         )
         for name in _take(data, "architectures", dict)

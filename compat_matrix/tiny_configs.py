@@ -7,6 +7,9 @@ from typing import Any
 
 VOCABULARY = 97
 
+MEDIA = (":picture", ":sound")
+"""How names end: ``llava:picture`` is Llava with pictures in its rows (``tiny_media``), ``llava`` is its text side."""
+
 SETTINGS: dict[str, Any] = {
     **dict.fromkeys(
         ["vocab_size", "vocab_size_per_layer_input", "text_vocab_size", "pronunciation_vocab_size", "shape_vocab_size"],

@@ -1,4 +1,4 @@
-"""Copies a module many times, in a tenth of the time of ``copy.deepcopy``."""
+"""Copies a module many times, in a fifth of the time of ``copy.deepcopy``."""
 
 from __future__ import annotations
 
@@ -33,14 +33,12 @@ class _Pickler(pickle.Pickler):
         super().__init__(file, protocol=pickle.HIGHEST_PROTOCOL)
         self.tensors: dict[int, torch.Tensor] = {}
         self.seen: list[torch.Tensor] = []  # kept, so that no other tensor gets the number of one of these
-        self.seen: list[torch.Tensor] = []  # kept, so that no other tensor gets the number of one of these
 
     def persistent_id(self, value: Any) -> int | None:
         if not isinstance(value, torch.Tensor):
             return None
         if id(value) not in self.tensors:
             self.tensors[id(value)] = copy.deepcopy(value)
-            self.seen.append(value)
             self.seen.append(value)
         return id(value)
 

@@ -20,12 +20,9 @@ from typing import Any
 import torch
 
 from . import tiny_copies
-from .tiny_configs import SETTINGS, VISION, VOCABULARY, made
+from .tiny_configs import MEDIA, SETTINGS, VISION, VOCABULARY, made
 from .tiny_overrides import OVERRIDES, RENAMED, SIDES
 from .user_models import models
-
-MEDIA = (":picture", ":sound")
-"""``llava:picture`` is Llava with pictures in its rows (``tiny_media``); ``llava`` is its text side."""
 
 WITH_MEDIA: dict[str, tuple[Callable[[str], Any], Callable[..., Any]]] = {}
 """For each of these families what finds its class and what makes its config. Importing ``tiny_media`` fills it."""

@@ -15,7 +15,7 @@ COLUMNS = {
     "ran": "run",
     "shared": "the shared seam vouches",
     "text": "not run on rows with pictures or sound",
-    "other": "does not apply",
+    "other": "not run for another reason, below",
 }
 """The columns of the table, by how a cell is counted."""
 

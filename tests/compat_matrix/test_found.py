@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from compat_matrix.check.cell import Cell
+from compat_matrix.check.cell import AloneFails, Cell, unless_alone_raises
 from compat_matrix.check.compare import TOLERANCE, TooFar
 from compat_matrix.check.found import ROUNDING, held
 
@@ -47,3 +47,22 @@ def test_a_family_in_float64_is_not_tried_again_nor_is_another_error():
 
     with pytest.raises(RuntimeError, match="float32"):
         held(fails, Cell("llama", "sdpa"))
+
+
+def raises(error):
+    def function():
+        raise error
+
+    return function
+
+
+def test_an_error_that_the_unpatched_model_raises_too_is_told_apart():
+    alone, told = raises(ValueError("no types")), "in training: ValueError: no types"
+    with pytest.raises(AloneFails, match=told), unless_alone_raises(alone):
+        raise ValueError("no types")
+
+
+@pytest.mark.parametrize("alone", [lambda: None, raises(KeyError("no types")), raises(ValueError("no ids"))])
+def test_an_error_that_only_the_patched_model_raises_fails(alone):
+    with pytest.raises(ValueError, match="no types"), unless_alone_raises(alone):
+        raise ValueError("no types")

@@ -31,6 +31,7 @@ def test_the_next_torch_is_checked_where_an_index_of_it_is_named(capsys):
     assert f"torch>={major}.{minor + 1}.0.dev0" in following.requirements
     assert not any(requirement.startswith("torch==") for requirement in following.requirements)
     assert "on " in following.stamp and "on " not in newest.stamp
+    assert "on " in environments.version("main").changed(pins=["peft==0.13.2"]).stamp, "pins change the name"
 
 
 def test_red_is_what_fails_and_what_left_nothing(tmp_path, capsys):

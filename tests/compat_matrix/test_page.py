@@ -13,7 +13,8 @@ from compat_matrix.cells import Cell, Checked, Upstream
 from compat_matrix.publish import links, sentences
 from compat_matrix.publish import page as page_module
 from compat_matrix.publish.points import points
-from compat_matrix.results import ROWS_WITH_MEDIA, WITH_MEDIA, read
+from compat_matrix.results import ROWS_WITH_MEDIA, read
+from compat_matrix.tiny_configs import MEDIA
 
 FOLDER = environments.HERE
 PAGE = FOLDER / "matrix.html"
@@ -57,7 +58,7 @@ def test_a_cell_shows_the_results_of_every_implementation(data):
         _, (_, runs) = cells[links.address(name, version)]
         found = {texts[implementation]: [texts[result] for _, result in rows] for implementation, rows in runs}
         runs = EVIDENCE[version]["architectures"][name]["upstream"]
-        kinds = ROWS_WITH_MEDIA if name.endswith(WITH_MEDIA) else sentences.ROWS
+        kinds = ROWS_WITH_MEDIA if name.endswith(MEDIA) else sentences.ROWS
         expected = {
             implementation: [rows.get(row, "unknown") for row in kinds] for implementation, rows in runs.items()
         }

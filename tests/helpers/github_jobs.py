@@ -102,18 +102,13 @@ class Machine:
 
     def _bare(self) -> dict[str, str]:
         """The variables of a step: GitHub's, and those by which pip and uv find packages here."""
-        kept = {
-            name: os.environ[name] for name in os.environ if name in KEPT or name.startswith(("PIP_", "SSL_", "UV_"))
-        }
-        caches = {
-            "UV_CACHE_DIR": str(self.artifacts.parent / "uv"),
-            "PIP_CACHE_DIR": str(self.artifacts.parent / "pip"),
-        }
+        kept = {name: value for name, value in os.environ.items() if name in KEPT or name.startswith(PASSED_ON)}
         if "PIP_FIND_LINKS" in kept:
-            caches["UV_FIND_LINKS"] = kept["PIP_FIND_LINKS"]
+            kept["UV_FIND_LINKS"] = kept["PIP_FIND_LINKS"]
         return {
             **kept,
-            **caches,
+            "UV_CACHE_DIR": str(self.artifacts.parent / "uv"),
+            "PIP_CACHE_DIR": str(self.artifacts.parent / "pip"),
             "HOME": str(self.folder / "home"),
             "PATH": ":".join(map(str, [*self.tools, f"{sys.base_prefix}/bin", "/usr/bin", "/bin", *PYTHONS])),
             "GITHUB_WORKSPACE": str(self._workspace),

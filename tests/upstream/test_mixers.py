@@ -15,6 +15,8 @@ from compat_matrix.check.rows import alone, documents, pack
 from fa2patch import errors
 from fa2patch.kernels.picks import BATCHES, DOCUMENTS, WHOLE_ROW
 from fa2patch.upstream import packed_batch
+from fa2patch.upstream.find_layers import attention_layers
+from fa2patch.upstream.find_mixers import mixers
 from fa2patch.upstream.find_models import models
 from fa2patch.upstream.seams import mixer, whole_row
 
@@ -352,3 +354,13 @@ def test_rows_of_one_token_need_no_boundaries_in_mixers():
     for handle in handles:
         handle.remove()
     model(**pack(documents(2, 3)))
+
+
+def test_attention_whose_class_sounds_like_a_mixer_is_none():
+    if not tiny_models.is_present("kimi_linear"):
+        pytest.skip("this Transformers has no Kimi Linear")
+    decoder = models(tiny_models.build("kimi_linear", "sdpa"))[-1]
+    attention = list(attention_layers(decoder))
+    carrying = mixers(decoder, attention)
+    assert carrying == mixers(decoder)
+    assert carrying and not {*carrying} & {layer.name for layer in attention}

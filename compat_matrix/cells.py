@@ -8,6 +8,8 @@ from dataclasses import dataclass, field
 
 from packaging.version import Version
 
+from . import commits
+
 STATES = ("ok", "refused", "xfail", "fail", "absent")
 UPSTREAM_STATES = ("ok", "plain", "leak", "error", "unknown")
 ONE_ROW = "one row"
@@ -87,8 +89,7 @@ class Made:
     @property
     def code(self) -> str:
         """The commit in words."""
-        changes = {True: " with uncommitted changes", None: ", stated by hand"}.get(self.dirty, "")
-        return f"commit {self.commit}{changes}" if self.commit else "an unknown commit"
+        return commits.named(vars(self))
 
 
 @dataclass(frozen=True)

@@ -6,6 +6,7 @@ import io
 import os
 import subprocess
 import tarfile
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +26,14 @@ CODE = (
     ":(exclude)fa2patch/upstream.json",
 )
 """What a cell of the matrix depends on, as pathspecs of git's. The files that are left out are made from the cells."""
+
+MADE = (
+    ":(exclude)compat_matrix/bench/results",
+    ":(exclude)compat_matrix/ecosystem/evidence",
+    ":(exclude)*.md",
+    ":(exclude)*.png",
+)
+"""What is made by measuring and from what was measured, as pathspecs that leave it out."""
 
 
 class NoCommit(Exception):
@@ -46,15 +55,23 @@ def here(*paths: str) -> dict[str, Any]:
         return {"commit": os.environ.get(STATED) or None, "dirty": None}
 
 
-def of_code() -> dict[str, Any]:
-    """Return :func:`here` for :data:`CODE`. Commits of evidence and documents after it leave the answer as it is."""
-    return here(*CODE)
+def of_code(*further: str) -> dict[str, Any]:
+    """Return :func:`here` for :data:`CODE`. Commits of evidence and documents after it leave the answer as it is.
+
+    Args:
+        further: pathspecs of what a measurement depends on beside that code.
+    """
+    return here(*CODE, *further, *MADE)
 
 
-def named(commit: dict[str, Any]) -> str:
-    """Return a commit in words, such as ``1a2b3c4d5e6f, with uncommitted changes``."""
-    changes = {True: ", with uncommitted changes", None: ", stated by hand"}.get(commit["dirty"], "")
-    return f"{commit['commit'][:12]}{changes}" if commit["commit"] else "an unknown commit"
+def named(commit: Mapping[str, Any]) -> str:
+    """Return a commit in words, such as ``commit 1a2b3c4d5e6f with uncommitted changes``.
+
+    Args:
+        commit: ``commit`` and ``dirty`` as :func:`here` returns them. Without ``commit``, it is unknown.
+    """
+    changes = {True: " with uncommitted changes", None: ", stated by hand"}.get(commit.get("dirty"), "")
+    return f"commit {commit['commit'][:12]}{changes}" if commit.get("commit") else "an unknown commit"
 
 
 def number(reference: str) -> str:

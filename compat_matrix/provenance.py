@@ -1,14 +1,18 @@
-"""Check that one commit made all cells, and that only documents changed after it.
+"""Check that all cells, stacks and benches were made with the present code, the cells with one commit.
 
 ``python -m compat_matrix.provenance``. A release needs it. Between releases MATRIX.md marks the cells of older code.
+The present code is :data:`commits.CODE`. Evidence, documents, tests and the tables' code may change after it was run.
 """
 
 from __future__ import annotations
 
 import argparse
+import json
 import sys
 from collections import Counter
+from collections.abc import Iterator, Mapping
 from pathlib import Path
+from typing import Any
 
 from . import commits, environments
 from .cells import Results
@@ -16,7 +20,7 @@ from .results import Malformed, read
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Print the commit of all cells, or everything that is against it; returns 1 if anything is."""
+    """Print how much the present code made, or everything that is against it; returns 1 if anything is."""
     parser = argparse.ArgumentParser(prog="python -m compat_matrix.provenance", description=__doc__)
     parser.add_argument("--evidence", type=Path, default=environments.HERE / "evidence", help="folder of the evidence")
     given = parser.parse_args(arguments)
@@ -24,8 +28,12 @@ def main(arguments: list[str] | None = None) -> int:
         results = read(given.evidence, environments.versions())
     except Malformed as error:
         parser.error(str(error))
-    found = problems(results)
-    good = f"All {len(results.made):,} cells were made with the code of {results.code}, which is the present code."
+    measured = dict(measurements())
+    found = problems(results) + of_measurements(measured)
+    good = (
+        f"All {len(results.made):,} cells were made with the code of {results.code}, which is the present code, and so "
+        f"were all {len(measured)} measurements of the bench and the ecosystem."
+    )
     print("\n".join(found) or good)
     return int(bool(found))
 
@@ -44,16 +52,46 @@ def problems(results: Results) -> list[str]:
     return found
 
 
+def measurements() -> Iterator[tuple[str, Mapping[str, Any]]]:
+    """Yield the name of each committed measurement of the bench and the ecosystem, with ``commit`` and ``dirty``."""
+    for file in sorted((environments.HERE / "bench" / "results").glob("*.json")):
+        yield f"bench {file.stem}", json.loads(file.read_text(encoding="utf-8"))
+    ecosystem = environments.HERE / "ecosystem" / "evidence"
+    for file in sorted(ecosystem.glob("*.json")):
+        for check, made in json.loads(file.read_text(encoding="utf-8"))["made"].items():
+            yield f"{file.stem} {check}", made
+    for row, found in json.loads((ecosystem / "integrations" / "tests.json").read_text(encoding="utf-8")).items():
+        yield f"integration {row}", found
+
+
+def of_measurements(measured: Mapping[str, Mapping[str, Any]]) -> list[str]:
+    """What is against it that the present code made these measurements, in one sentence for each commit."""
+    named: dict[tuple[str, bool | None], list[str]] = {}
+    for name, made in measured.items():
+        named.setdefault((made.get("commit") or "", made.get("dirty")), []).append(name)
+    found = []
+    for (commit, dirty), names in named.items():
+        against = _after(commit)
+        if commit and dirty is not False:
+            against.append("The code had uncommitted changes, or its commit was stated by hand.")
+        found += [f"{sentence} It concerns {_some(names)}." for sentence in against]
+    return found
+
+
+def _some(names: list[str]) -> str:
+    return ", ".join(names[:5]) + (f" and {len(names) - 5} more" if len(names) > 5 else "")
+
+
 def _after(commit: str) -> list[str]:
-    """What changed after a commit in the code that cells depend on, in no or one sentence."""
+    """What changed in the code that results depend on after the commit that they name, in no or one sentence."""
     if not commit:
-        return ["Some cells do not say which commit made them."]
+        return ["Some results do not say which commit made them."]
     try:
         changed = commits.changed(commit)
     except commits.NoCommit as error:
-        return [f"This clone does not have commit {commit}, which cells name: {error}"]
+        return [f"This clone does not have commit {commit}, which results name: {error}"]
     shown = ", ".join(changed[:5])
-    return [f"{len(changed)} files that cells depend on changed after commit {commit}: {shown}."] if changed else []
+    return [f"{len(changed)} files that results depend on changed after commit {commit}: {shown}."] if changed else []
 
 
 if __name__ == "__main__":

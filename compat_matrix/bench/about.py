@@ -18,7 +18,7 @@ def header(command: str, device: str = "cpu") -> dict[str, Any]:
 
     return {
         "command": command,
-        **commits.here(),
+        **commits.of_code("compat_matrix/bench"),
         "date": datetime.now(timezone.utc).date().isoformat(),
         "device": torch.cuda.get_device_name() if device == "cuda" else processor(),
         "threads": torch.get_num_threads(),

@@ -120,7 +120,7 @@ def main(arguments: list[str] | None = None) -> int:
         found = all_parts(sides, given.parts, given.rounds)
         for part in given.parts if given.keep else ():
             sides.keep(part, after, given.keep)
-    ends = f"before: {before[:12]}; after: {commits.named(after)}; {given.rounds} runs each"
+    ends = f"before: commit {before[:12]}; after: {commits.named(after)}; {given.rounds} runs each"
     report(found, ends, Console() if sys.stdout.isatty() else Console(width=150))
     if given.out:
         asked = f"{COMMAND} {given.ref} --parts {' '.join(given.parts)} --rounds {given.rounds}"

@@ -9,6 +9,7 @@ import argparse
 import sys
 from pathlib import Path
 
+from .. import commits
 from . import PARTS, about, tables
 from .table import Found
 
@@ -97,18 +98,19 @@ def page(results: dict[str, Found]) -> str:
 
 
 def measured_on(found: Found) -> str:
-    """Return one sentence with the date, device and versions of a result."""
+    """Return one sentence with the date, commit, device and versions of a result."""
+    made = f"{found['date']}, {commits.named(found)}"
     threads = "" if found["part"] in ("syncs", "gpu") else f", {found['threads']} thread"
     versions = f"Python {found['python']}, torch {found['torch']}"
     if found["part"] == "syncs":
         each = (f"{name} with torch {run['torch']}" for name, run in found["versions"].items())
-        return f"{found['date']}. Transformers {', '.join(each)}. A count, the same on any machine."
+        return f"{made}. Transformers {', '.join(each)}. A count, the same on any machine."
     if found["part"] == "dry":
-        return f"{found['date']}. torch {', '.join(found['torch_versions'])}. A count, the same on any machine."
+        return f"{made}. torch {', '.join(found['torch_versions'])}. A count, the same on any machine."
     if found["part"] == "packing":
         each = (f"{name} {number}" for name, number in found["versions"].items() if name != "transformers")
-        return f"{found['date']}, {found['device']}{threads}, {', '.join(each)}."
-    return f"{found['date']}, {found['device']}{threads}, {versions}, Transformers {found['transformers']}."
+        return f"{made}, {found['device']}{threads}, {', '.join(each)}."
+    return f"{made}, {found['device']}{threads}, {versions}, Transformers {found['transformers']}."
 
 
 if __name__ == "__main__":

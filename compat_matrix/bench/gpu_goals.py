@@ -35,7 +35,7 @@ def table(found: list[Goal], header: dict[str, Any]) -> Table:
     """Return the goals as a table that names commit, versions and device."""
     met = {True: "yes", False: "**no**", None: "not measured"}
     notes = (
-        f"Commit {commits.named(header)}; {header['device']}, torch {header['torch']}, Transformers "
+        f"Measured on {commits.named(header)}; {header['device']}, torch {header['torch']}, Transformers "
         f"{header['transformers']}."
     )
     return Table("Goals", ["", "found", "met"], [[goal.goal, goal.found, met[goal.met]] for goal in found], notes)

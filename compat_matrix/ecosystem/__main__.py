@@ -11,7 +11,7 @@ from datetime import date
 from pathlib import Path
 from typing import Any
 
-from .. import environments
+from .. import commits, environments
 from ..screen import Console, Table
 from . import distributed
 from .stacks import HERE, Stack, checked
@@ -72,18 +72,30 @@ def examined(stack: Stack, given: argparse.Namespace, packages: Path, console: C
             result = {"finding": {"ok": False, "error": str(error)[-1000:]}}
         found["checks"][script] = result["finding"]
         found["versions"] = {**found["versions"], **result.get("versions", {})}
+    evidence = merged(stack, before, found)
+    file.write_text(json.dumps(evidence, indent=1) + "\n", encoding="utf-8")
+    return evidence
+
+
+def merged(stack: Stack, before: dict[str, Any], found: dict[str, Any]) -> dict[str, Any]:
+    """Return the evidence of a stack.
+
+    Args:
+        stack: the stack.
+        before: earlier evidence, of which the checks that did not run now stay, each with what it was made with.
+        found: ``versions`` and ``checks`` of what ran now.
+    """
+    made = {**commits.of_code("compat_matrix/ecosystem", "tests/distributed"), "date": str(date.today())}
     checks = {**before.get("checks", {}), **found["checks"]}
-    evidence = {
+    return {
         "format": FORMAT,
         "stack": stack.name,
-        "date": str(date.today()),
         "seconds": round(sum(finding.get("seconds", 0) for finding in checks.values())),
         "versions": found["versions"],
         "variables": stack.variables,
+        "made": {**before.get("made", {}), **dict.fromkeys(found["checks"], made)},
         "checks": checks,
     }
-    file.write_text(json.dumps(evidence, indent=1) + "\n", encoding="utf-8")
-    return evidence
 
 
 def _in_one_process(

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 from xml.etree import ElementTree
 
-from .. import environments
+from .. import commits, environments
 from ..results import Malformed
 from .stacks import HERE, stacks
 
@@ -89,8 +89,7 @@ def ran(row: Row) -> dict[str, Any]:
         cases = read(report) if report.exists() else {}
     return {
         "command": row.command,
-        "commit": _git("rev-parse", "HEAD"),
-        "dirty": bool(_git("status", "--porcelain", "--untracked-files=no")),
+        **commits.of_code("compat_matrix/ecosystem", "tests"),
         "date": str(date.today()),
         "seconds": round(time.perf_counter() - started),
         "outcomes": dict(sorted(Counter(cases.values()).items())),
@@ -131,11 +130,6 @@ def releases(row: Row, names: Sequence[str]) -> list[str]:
             raise Malformed(f"stacks.toml: {name} runs tests of {row.name} and does not pin {row.package}")
         found.append(release)
     return list(dict.fromkeys(found))
-
-
-def _git(*arguments: str) -> str:
-    done = subprocess.run(["git", *arguments], cwd=ROOT, capture_output=True, text=True)
-    return done.stdout.strip()
 
 
 if __name__ == "__main__":

@@ -12,7 +12,7 @@ from typing import Any
 from .. import environments
 from ..publish import markdown
 from . import page_long_rows
-from .page_cells import number, word
+from .page_cells import number, stack_table, word
 from .page_distributed import TRAINED, two_processes
 from .page_fused import NAMED, fused_losses
 from .stacks import HERE, checked, stacks
@@ -67,9 +67,7 @@ def page(found: dict[str, Evidence]) -> str:
         "# With Trainer, TRL, PEFT, DDP, FSDP2 and DeepSpeed",
         f"    {COMMAND} [--stacks NAME ...]",
         TOLD["top"].strip(),
-        "\n".join(
-            markdown.table(["stack", "date", "packages"], ([n, e["date"], _versions(e)] for n, e in found.items()))
-        ),
+        stack_table(found, without=["wrapt"]),
         "## The loss curve, packed and padded",
         _curve(found),
         "## Everything else in one process",
@@ -87,10 +85,6 @@ def page(found: dict[str, Evidence]) -> str:
     if without:
         parts.append(f"Without evidence: {', '.join(without)}.")
     return "\n\n".join(parts) + "\n"
-
-
-def _versions(evidence: Evidence) -> str:
-    return ", ".join(f"{name} {number}" for name, number in evidence["versions"].items() if name not in ("wrapt",))
 
 
 def _checks(found: dict[str, Evidence], *names: str) -> Iterable[tuple[str, dict[str, Any]]]:

@@ -7,7 +7,7 @@ from typing import Any
 
 from ..publish import markdown
 from .distributed import split
-from .page_cells import number
+from .page_cells import number, stack_table
 
 Cell = dict[str, Any]
 Evidence = dict[str, Any]
@@ -69,16 +69,12 @@ def page(found: dict[str, Evidence], known: Iterable[str], command: str, told: d
     """
     reasons = Reasons()
     missing = [name for name in known if name not in found]
-    versions = (
-        [name, one["date"], ", ".join(f"{package} {number}" for package, number in one["versions"].items())]
-        for name, one in found.items()
-    )
     parts = [
         f"<!-- Made by {command}.page from evidence/*.json: do not edit. -->",
         "# Rows that several processes share",
         f"    {command} --stacks {' '.join(known)}",
         told["long_rows"].strip(),
-        "\n".join(markdown.table(["stack", "date", "packages"], versions)),
+        stack_table(found),
         *([f"Without evidence: {', '.join(missing)}."] if missing else []),
         *failures(found),
         "## With fa2patch",

@@ -114,7 +114,7 @@ def test_without_git_a_commit_is_what_was_stated(monkeypatch, tmp_path):
     monkeypatch.setenv("GIT_CEILING_DIRECTORIES", str(tmp_path.parent))
     assert commits.here() == {"commit": None, "dirty": None}
     monkeypatch.setenv(commits.STATED, "1234567890abcdef")
-    assert commits.named(commits.here()) == "1234567890ab, stated by hand"
+    assert commits.named(commits.here()) == "commit 1234567890ab, stated by hand"
 
 
 def test_one_run_of_a_side_and_an_unknown_commit_are_errors(capsys):

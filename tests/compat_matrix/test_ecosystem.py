@@ -3,6 +3,7 @@
 import json
 import subprocess
 import sys
+from datetime import date
 from pathlib import Path
 
 import pytest
@@ -103,10 +104,20 @@ def test_the_evidence_is_of_these_pins_and_complete(name):
         package, _, number = pin.partition("==")
         assert evidence["versions"].get(package) == number or package not in child.PACKAGES
     assert {*evidence["checks"]} == {*(CHECKS if stack.checks is None else stack.checks), *stack.distributed}
+    assert [*evidence["made"]] == [*evidence["checks"]]
     assert not runner.failures(evidence)
     assert stack.checks is not None or evidence["checks"]["curve"]["steps"] == 200
     skipped = {check for check, finding in evidence["checks"].items() if "skipped" in finding}
     assert skipped <= {"streaming", "dora", "qlora", "completion_collator", "own_padding_free", "own_packing"}
+
+
+def test_checks_that_do_not_run_again_keep_the_commit_that_made_them(monkeypatch):
+    old, new = ({"commit": number * 40, "dirty": False} for number in "12")
+    monkeypatch.setattr(runner.commits, "of_code", lambda *code: new)
+    before = {"made": {"curve": old, "lora": old}, "checks": {"curve": {"ok": True}, "lora": {"ok": False}}}
+    found = runner.merged(next(iter(STACKS.values())), before, {"versions": {}, "checks": {"lora": {"ok": True}}})
+    assert found["checks"] == {"curve": {"ok": True}, "lora": {"ok": True}}
+    assert found["made"] == {"curve": old, "lora": {**new, "date": str(date.today())}}
 
 
 def test_the_page_is_what_the_evidence_gives():

@@ -47,12 +47,14 @@ RUNS = {
     },
 }  # fmt: skip
 
+MADE = {"commit": "1" * 40, "dirty": False, "date": "2026-01-01"}
+
 
 def text_of(**changes):
     runs = copy.deepcopy(RUNS)
     for entry, change in changes.items():
         runs[entry].update(change)
-    found = {NAME: {"date": "2026-01-01", "versions": {"torch": "2.13.0"}, "checks": runs}}
+    found = {NAME: {"made": dict.fromkeys(runs, MADE), "versions": {"torch": "2.13.0"}, "checks": runs}}
     return page.pages(found)[page.LONG_ROWS]
 
 
@@ -74,6 +76,7 @@ def text_of(**changes):
         f"- {NAME}, right if documents lie whole: `jamba`",
         f"- {NAME}, upstream: `old`",
         f"| {NAME} | 2 | llama, ids | a layer's forward | 2,048 | 2,048 | 4,096 |",
+        f"| {NAME} | 2026-01-01 | commit 111111111111 | torch 2.13.0 |",
         "Without evidence: long-rows-4.57.6.",
         "    python -m compat_matrix.ecosystem --stacks long-rows-5.23.0 long-rows-4.57.6",
     ],

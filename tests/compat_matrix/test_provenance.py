@@ -9,16 +9,18 @@ from compat_matrix import commits, provenance
 
 CELL = {"seam": ["interface"], "fa2patch": {"sdpa": GOOD}, "upstream": {}}
 CLEAN = {"commit": MADE["commit"], "dirty": False}
+MEASURED = {"bench mixers": CLEAN, "trl-1.16.0 curve": CLEAN}
 
 
 @pytest.fixture
 def checked(tmp_path, capsys, monkeypatch):
     """Return a function that checks cells with these ``made``, as if these files had changed after their commit."""
 
-    def checked(*made, changed=(), present=CLEAN):
+    def checked(*made, changed=(), present=CLEAN, measured=MEASURED):
         monkeypatch.setattr(provenance.environments, "versions", lambda: ["5.0.0", "main"])
         monkeypatch.setattr(commits, "of_code", lambda: present)
         monkeypatch.setattr(commits, "changed", lambda commit: list(changed))
+        monkeypatch.setattr(provenance, "measurements", lambda: iter(measured.items()))
         cells = {f"llama{number}": {**CELL, "made": each} for number, each in enumerate(made)}
         (tmp_path / "5.0.0.json").write_text(json.dumps(evidence("5.0.0", cells)))
         code = provenance.main(["--evidence", str(tmp_path)])
@@ -30,7 +32,8 @@ def checked(tmp_path, capsys, monkeypatch):
 def test_cells_of_one_commit_without_a_change_after_it_are_accepted(checked):
     assert checked(MADE, MADE) == (
         0,
-        f"All 2 cells were made with the code of commit {'1' * 12}, which is the present code.\n",
+        f"All 2 cells were made with the code of commit {'1' * 12}, which is the present code, and so were all 2 "
+        "measurements of the bench and the ecosystem.\n",
     )
 
 
@@ -39,7 +42,7 @@ def test_cells_of_one_commit_without_a_change_after_it_are_accepted(checked):
     [
         ([MADE, {**MADE, "commit": "2" * 40}], "Expected cells of one commit, found 1 of commit 111111111111, 1 of"),
         ([MADE, {**MADE, "dirty": True}], "1 of commit 111111111111 with uncommitted changes"),
-        ([{**MADE, "commit": None, "dirty": None}], "Some cells do not say which commit made them."),
+        ([{**MADE, "commit": None, "dirty": None}], "Some results do not say which commit made them."),
     ],
 )
 def test_cells_of_other_code_or_of_none_are_named(checked, made, said):
@@ -50,9 +53,34 @@ def test_cells_of_other_code_or_of_none_are_named(checked, made, said):
 def test_a_change_after_the_commit_and_uncommitted_changes_are_named(checked):
     code, text = checked(MADE, changed=["fa2patch/patch/plan.py"])
     assert code == 1
-    assert "1 files that cells depend on changed after commit 111111111111: fa2patch/patch/plan.py." in text
+    assert "1 files that results depend on changed after commit 111111111111: fa2patch/patch/plan.py." in text
     code, text = checked(MADE, present={**CLEAN, "dirty": True})
     assert code == 1 and "uncommitted changes" in text
+
+
+@pytest.mark.parametrize(
+    ("made", "said"),
+    [
+        ({}, "Some results do not say which commit made them. It concerns bench startup."),
+        ({"commit": None, "dirty": None}, "Some results do not say which commit made them. It concerns bench startup."),
+        ({**CLEAN, "dirty": True}, "uncommitted changes, or its commit was stated by hand. It concerns bench startup."),
+        ({**CLEAN, "dirty": None}, "uncommitted changes, or its commit was stated by hand. It concerns bench startup."),
+    ],
+)
+def test_measurements_of_other_code_or_of_none_are_named(checked, made, said):
+    code, text = checked(MADE, measured={**MEASURED, "bench startup": made})
+    assert code == 1 and said in text
+
+
+def test_a_change_after_the_commit_of_a_measurement_is_named(checked):
+    code, text = checked(MADE, changed=["fa2patch/patch/plan.py"])
+    assert code == 1 and "patch/plan.py. It concerns bench mixers, trl-1.16.0 curve." in text
+
+
+def test_every_bench_check_and_integration_is_among_the_measurements():
+    names = [name for name, _ in provenance.measurements()]
+    assert len(names) == len({*names}) > 190
+    assert {"bench sharing", "long-rows-5.23.0 ulysses, 2 processes", "trl-1.16.0 curve", "integration trl"} <= {*names}
 
 
 def test_a_version_without_evidence_is_named(checked, tmp_path):

@@ -140,6 +140,7 @@ def markdown(results: Results) -> str:
     padded = rows.get(PADDING, {}).get("real_tokens_per_second")
     seeds = len(next(iter(rows.values()))["validation_losses"])
     clock = "Seconds of processor time, one thread." if first["device"] == "CPU" else "Seconds by the clock."
+    code = f"commit {results['commit']}, " if results.get("commit") else ""
     lines = [
         "<!-- Made by examples/reproduce_paper.py from results.json beside it: do not edit. -->",
         "",
@@ -147,7 +148,7 @@ def markdown(results: Results) -> str:
         "",
         f"    {results['command']}",
         "",
-        f"{results['date']}, {first['model_class']} with {first['parameters'] / 1e6:.1f} M parameters, "
+        f"{results['date']}, {code}{first['model_class']} with {first['parameters'] / 1e6:.1f} M parameters, "
         f"{first['device']}, float32 on a CPU, bfloat16 autocast on a GPU; "
         + ", ".join(f"{name} {number}" for name, number in results["versions"].items())
         + f". {settings['documents']:,} documents of up to {settings['max_length']} tokens, one epoch, mini-batches of "

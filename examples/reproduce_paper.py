@@ -128,6 +128,15 @@ def run_all(job: Job, arguments: argparse.Namespace, console: Console) -> list[R
         return list(pool.map(one, pairs))
 
 
+def commit() -> str | None:
+    """Return the commit of the clone that this file is in, with ``-dirty`` if files differ; None without a clone."""
+    command = ["git", "-C", str(Path(__file__).parent), "describe", "--always", "--exclude=*", "--abbrev=12", "--dirty"]
+    try:
+        return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
+    except (OSError, subprocess.CalledProcessError):
+        return None
+
+
 def main(argv: list[str] | None = None) -> None:
     """Run the experiment and write results, table and figures."""
     warnings.simplefilter("ignore")
@@ -142,6 +151,7 @@ def main(argv: list[str] | None = None) -> None:
     results = {
         "command": shlex.join(["python", "examples/reproduce_paper.py", *given]),
         "date": datetime.now(timezone.utc).date().isoformat(),
+        "commit": commit(),
         "versions": {name: version(name) for name in ("torch", "transformers", "accelerate")},
         "settings": {key: value for key, value in job.items() if key not in ("train", "validation")}
         | {"documents": len(job["train"]), "held_out": len(job["validation"])},

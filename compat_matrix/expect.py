@@ -1,6 +1,7 @@
-"""Write to versions.toml at which seam each architecture was patched, or that it was refused.
+"""Write what is expected of each cell: ``python -m compat_matrix.expect``.
 
-A cell whose seam changes later fails.
+The seam at which an architecture was patched, or that it was refused, goes to versions.toml, and a cell whose seam
+changes later fails. The cells of the evidence are judged by xfail.toml, so that an entry there needs no new run.
 """
 
 from __future__ import annotations
@@ -9,7 +10,7 @@ import json
 import sys
 from collections import Counter
 from pathlib import Path
-from typing import Callable
+from typing import Any, Callable
 
 try:
     import tomlkit
@@ -20,9 +21,12 @@ from . import environments, run
 from .cells import Environment
 from .results import read
 
+NOTHING_FAILS = "xfail.toml expects "
+"""How the error of a cell begins in which a known failure does not come."""
+
 
 def main() -> int:
-    """Update versions.toml from the evidence, then the expectations in the evidence."""
+    """Update versions.toml from the evidence, then what the evidence says of both files' expectations."""
     file, folder = environments.HERE / "versions.toml", environments.HERE / "evidence"
     document = tomlkit.parse(file.read_text(encoding="utf-8"))
     expecting(folder, lambda version, architecture: "")
@@ -36,8 +40,18 @@ def main() -> int:
     return 0
 
 
+def known_failures(found: dict[str, Any]) -> None:
+    """Judge the cells of a version's evidence by xfail.toml, in place. What the points found stays as it is."""
+    for name, cell in found["architectures"].items():
+        for key in ("xfail", "link"):
+            cell.pop(key, None)
+        if cell.get("error", "").startswith(NOTHING_FAILS):
+            del cell["error"]
+        cell.update(run.known_failure(name, found["transformers"], cell, cell.get("points", found["points"])))
+
+
 def expecting(folder: Path, seam_of: Callable[[str, str], str]) -> None:
-    """Write the expected seam of each architecture into the evidence of every version.
+    """Write what is expected of each architecture into the evidence of every version: its seam and known failures.
 
     Args:
         folder: The folder with the evidence.
@@ -50,6 +64,7 @@ def expecting(folder: Path, seam_of: Callable[[str, str], str]) -> None:
             expected = seam_of(found["name"], name)
             if expected:
                 cell["expected_seam"] = expected.split(" and ")
+        known_failures(found)
         file.write_text(run.text(found), encoding="utf-8")
 
 

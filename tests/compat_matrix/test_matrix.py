@@ -11,7 +11,7 @@ import torch
 from evidence import MADE, POINTS, evidence
 
 import fa2patch
-from compat_matrix import environments, run, tiny_models
+from compat_matrix import environments, expect, run, tiny_models
 from compat_matrix.__main__ import EVIDENCE, check, failures, left_over, of_each_kind
 from compat_matrix.check import found
 from compat_matrix.check.cell import AloneFails, Cell, NotApplicable, assert_unmoved
@@ -299,6 +299,22 @@ def test_a_known_failure_of_transformers_alone(tmp_path):
     assert run.known_failure("pixtral:picture", "4.48.3", alone, POINTS)["link"].startswith("https://")
     assert run.known_failure("pixtral:picture", "4.49.0", alone, POINTS) == {}
     assert "error" in run.known_failure("pixtral:picture", "4.48.3", patched(), POINTS)
+
+
+def test_evidence_is_judged_again_when_xfail_toml_changes():
+    def judged(name, version, **cell):
+        found = {"transformers": version, "points": POINTS, "architectures": {name: cell}}
+        expect.known_failures(found)
+        return found["architectures"][name]
+
+    fails, holds = patched(ok=len(POINTS) - 1, padding=KNOWN), patched()
+    known = judged("llava", "4.46.3", **fails)
+    assert known["xfail"] and known["link"] and judged("llava", "4.46.3", **known) == known
+    assert judged("llava", "4.48.3", **known) == fails, "the entry does not name this version"
+    works = judged("llava", "4.46.3", **holds)
+    assert works["error"].startswith(expect.NOTHING_FAILS) and judged("llava", "4.48.3", **works) == holds
+    broken = {**fails, "error": "patched although refused"}
+    assert judged("llava", "4.46.3", **broken) == broken
 
 
 def test_a_point_at_which_transformers_alone_fails_is_neither_held_nor_not_applicable(monkeypatch):

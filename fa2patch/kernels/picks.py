@@ -98,6 +98,24 @@ def _picked(name: str | int, device: str, index: int | None, *asked: Any) -> str
     return pick(kernel, Asked(*asked), torch.device(device if index is None else f"{device}:{index}")).kernel.name
 
 
+class Tried(NamedTuple):
+    """The verdict of a trial of a mixer.
+
+    Attributes:
+        sizes: the largest sizes that it was tried with.
+        able: whether the mixer keeps documents apart.
+        why: the reason if it does not.
+    """
+
+    sizes: tuple[int, ...]
+    able: bool
+    why: str
+
+    def holds_for(self, sizes: Sequence[int]) -> bool:
+        """Whether the verdict holds for calls of these sizes. What fails once is not tried again."""
+        return not self.able or all(size <= known for size, known in zip(sizes, self.sizes))
+
+
 class Picks:
     """The kernels of a patched model, chosen once for every kind of call. ``Patch.layers`` shows them.
 
@@ -112,7 +130,7 @@ class Picks:
         if self.given is not None:
             _given[id(self.given)] = self.given
         self._made: dict[tuple[Asked, torch.device], Pick] = {}
-        self._tried: WeakKeyDictionary[torch.nn.Module, dict[Hashable, tuple[bool, str]]] = WeakKeyDictionary()
+        self._tried: WeakKeyDictionary[torch.nn.Module, dict[Hashable, Tried]] = WeakKeyDictionary()
         self._of: WeakKeyDictionary[torch.nn.Module, Pick | Mixed] = WeakKeyDictionary()
 
     def __reduce__(self) -> tuple[type[Picks], tuple[str | Kernel]]:
@@ -126,20 +144,29 @@ class Picks:
         """Record what a mixer got of its last packed batch in one call, and why other ways were passed over."""
         self._of[module] = Mixed(portions, "; ".join(passed))
 
-    def tried(self, module: torch.nn.Module, kind: Hashable, trial: Callable[[], tuple[bool, str]]) -> tuple[bool, str]:
-        """Whether a mixer keeps documents apart in calls of this kind, and the reason if it does not.
+    def tried(
+        self,
+        module: torch.nn.Module,
+        kind: Hashable,
+        sizes: tuple[int, ...],
+        trial: Callable[[], tuple[bool, str]],
+    ) -> Tried:
+        """Whether a mixer keeps documents apart in calls of this kind and of these sizes, and the reason if not.
 
-        Each kind of call is tried once for each mixer, because two mixers of one class may have different parameters
-        and so call different kernels. If the trial raises, nothing is remembered.
+        Each kind of call is tried for each mixer, because two mixers of one class may have different parameters and so
+        call different kernels. It is tried again for larger sizes. If the trial raises, nothing is remembered.
 
         Args:
             module: the mixer.
             kind: a description of the call.
+            sizes: how large the call is. A smaller one needs no trial of its own.
             trial: returns whether the mixer keeps documents apart, and the reason if not.
         """
         known = self._tried.setdefault(module, {})
-        if kind not in known:
-            known[kind] = trial()
+        before = known.get(kind)
+        if before is None or not before.holds_for(sizes):
+            largest = sizes if before is None else tuple(map(max, sizes, before.sizes))
+            known[kind] = Tried(largest, *trial())
         return known[kind]
 
     def __call__(self, module: torch.nn.Module | None, asked: Asked, device: torch.device) -> Kernel:

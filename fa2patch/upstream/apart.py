@@ -30,6 +30,7 @@ class Documents:
         lengths: the documents' lengths in tokens. Empty documents are left out.
         batches: the numbers of the documents in each call of a module: one, unless they are in batches.
         calls: for each call the number of documents and the length of the longest.
+        sizes: the length of the longest call with several documents, and that of the longest document with padding.
     """
 
     def __init__(self, boundaries: Boundaries, shape: Sequence[int]) -> None:
@@ -40,13 +41,16 @@ class Documents:
             self.lengths = [self._tree.offsets[leaf] + self._tree.lengths[leaf] for leaf in self._tree.leaves]
         self.batches: Sequence[Sequence[int]] = [[at] for at in range(len(self.lengths))]
         self.calls = [(1, length) for length in self.lengths]
+        self.sizes = (0, 0)
         self._places: torch.Tensor | None = None
 
     @classmethod
     def whole(cls, shape: Sequence[int]) -> Documents:
         """The whole batch as if it were one document."""
         tokens = shape[0] * shape[1]
-        return cls(Boundaries(torch.tensor([0, tokens], dtype=torch.int32), tokens, None, (tokens,)), shape)
+        made = cls(Boundaries(torch.tensor([0, tokens], dtype=torch.int32), tokens, None, (tokens,)), shape)
+        made.sizes = (tokens, 0)
+        return made
 
     def in_batches(self, batches: Sequence[Sequence[int]], device: torch.device) -> Documents:
         """The same documents, computed in these batches. A batch is padded to its longest document with zeros.
@@ -58,6 +62,18 @@ class Documents:
         made = copy.copy(self)
         made.batches = batches
         made.calls = [(len(batch), max(self.lengths[at] for at in batch)) for batch in batches]
+        made.sizes = (
+            max((longest for count, longest in made.calls if count > 1), default=0),
+            max(
+                (
+                    self.lengths[at]
+                    for batch, (_, longest) in zip(batches, made.calls)
+                    for at in batch
+                    if self.lengths[at] < longest
+                ),
+                default=0,
+            ),
+        )
         starts, size = np.zeros(len(self), np.int64), 0
         for batch, (_, longest) in zip(batches, made.calls):
             for at in batch:

@@ -100,11 +100,12 @@ def _chosen(mixing: Mixing, mask: PackedMask, lengths: Sequence[str]) -> tuple[a
     if hidden is not None and mixer_trial.is_possible(module):
         kind = _kind_of_call(module, hidden)
         for way in mixing.ways(hidden.device, lengths):
-            able, why = mask.picks.tried(module, (way.name, kind), functools.partial(mixing.trial, way))
-            if able:
+            sizes = mixer_trial.sizes(way.documents)
+            verdict = mask.picks.tried(module, (way.name, kind), sizes, functools.partial(mixing.trial, way))
+            if verdict.able:
                 mask.picks.took(module, way.portions, failed)
                 return way.documents, way.more
-            failed.append(f"tried on this machine with {way.name}, it {why}")
+            failed.append(f"tried on this machine with {way.name}, it {verdict.why}")
     mask.picks.took(module, DOCUMENTS, failed)
     return mixing.one_by_one(), {}
 

@@ -1,6 +1,7 @@
 """Try on this machine whether a module computes documents in one call as it computes them one by one.
 
-The call has a whole row, or documents as a batch. The first packed row of each kind of call is tried.
+The call has a whole row, or documents as a batch. The first packed row of each kind of call is tried, and each later
+one with longer documents than were tried before.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ import numpy as np
 import torch
 
 from ...trying import computed_in, out_of_reach, says_nothing, without_gradients
+from ..apart import Documents
 
 Computes = Callable[[torch.Tensor, "torch.Tensor | None"], "list[torch.Tensor]"]
 """Computes the documents end to end ``[tokens, width]``, with what fills batches up, and returns the outputs that have
@@ -25,6 +27,15 @@ TOLERANCE = {torch.float32: 1e-3, torch.float64: 1e-3}
 LOOKED_AT = 8
 """The documents whose gradients are compared, at most. A parameter's gradient is a sum over documents, and in half
 precision a long sum is less exact than the comparison."""
+
+LONG_ENOUGH = 1024
+"""Tokens of a document or a call from which on longer ones need no trial of their own. Mixers compute in chunks of up
+to 256 tokens, and some are wrong only beyond a chunk, where tokens see later ones (Mamba 2 in 4.45)."""
+
+
+def sizes(documents: Documents) -> tuple[int, ...]:
+    """The sizes that a verdict holds up to: of the longest call, and of the longest document with padding."""
+    return tuple(min(size, LONG_ENOUGH) for size in documents.sizes)
 
 
 def is_possible(module: torch.nn.Module) -> bool:
@@ -99,11 +110,11 @@ class Trial:
 
 
 def _looked_at(batches: Sequence[Sequence[int]], lengths: Sequence[int]) -> list[int]:
-    """The documents whose gradients are compared: every second one of a call, those with the most padding first."""
-    padding = {
-        at: lengths[batch[0]] - lengths[at] for batch in batches if len(batch) > 1 for at in [*reversed(batch)][::2]
-    }
-    return sorted(padding, key=lambda at: -padding[at])[:LOOKED_AT]
+    """The documents whose gradients are compared: of every second one of a call, the longest and the most padded."""
+    padding = {at: lengths[batch[0]] - lengths[at] for batch in batches for at in batch[1::2]}
+    longest = sorted(padding, key=lambda at: -lengths[at])[: LOOKED_AT // 2]
+    most_padded = sorted({*padding} - {*longest}, key=lambda at: -padding[at])
+    return [*longest, *most_padded][:LOOKED_AT]
 
 
 def _tokens_of(chosen: Sequence[int], lengths: Sequence[int], device: torch.device) -> torch.Tensor:

@@ -235,6 +235,26 @@ def test_what_a_row_of_one_length_has_shown_says_nothing_of_padding():
 
 
 CHUNK = 8
+AHEAD = {
+    "beyond a chunk": lambda x: x.cumsum(1) - x.mean(1, keepdim=True) * (torch.arange(x.shape[1]) >= CHUNK)[:, None],
+    "inside a chunk, beyond the first": lambda x: torch.cat(
+        [x.cumsum(1)[:, :CHUNK], *(part.flip(1).cumsum(1) for part in x[:, CHUNK:].split(CHUNK, 1))], 1
+    ),
+    "a little": lambda x: x.cumsum(1) + 1e-5 * x.flip(1).cumsum(1),
+}
+"""Mixers that look at later tokens. Documents of whole chunks do not show it of the second one."""
+
+
+@pytest.mark.parametrize("mix", AHEAD.values(), ids=AHEAD)
+def test_a_mixer_that_looks_ahead_is_found_whatever_the_lengths_of_its_first_row(mix):
+    module = Changed(mix)
+    mask, hidden = packed((3 * CHUNK, 2 * CHUNK, 2 * CHUNK, CHUNK))
+    computed(module, mask, hidden)
+    made, reason = mask.picks.of(module)
+    assert made is BATCHES and "with documents in padded batches, it " in reason
+    assert {count for count, _ in module.shapes} == {1, 2}
+
+
 LONGER = {
     "a document of several chunks in a longer call": (
         lambda x: x.cumsum(1) - x.mean(1, keepdim=True) * (torch.arange(x.shape[1]) >= CHUNK)[:, None],

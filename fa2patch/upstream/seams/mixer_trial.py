@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 from typing import Callable
 
 import numpy as np
@@ -69,8 +70,8 @@ class Trial:
         """Whether the module keeps documents apart that it gets in one call, and the reason if it does not.
 
         Outputs and gradients must agree within :data:`TOLERANCE`. A document must send no gradient into others of its
-        call and into padding, and its output must not change by a bit when these change. Dropout is off during the
-        trial.
+        call and into padding, and its output must not change by a bit when these change. If calls are padded, the same
+        holds for the first part of a document and the tokens behind it. Dropout is off during the trial.
 
         Raises:
             Exception: an error that says nothing about the module (:func:`~fa2patch.trying.says_nothing`).
@@ -92,11 +93,17 @@ class Trial:
         found, expected = self.together(given, filling), self.one_by_one(given, None)
         if len(found) != len(expected) or not all(_close(*pair, near) for pair in zip(found, expected)):
             return "computes something else than on the documents one by one"
-        inside = _tokens_of(_looked_at(self.batches, self.lengths), self.lengths, given.device)
+        looked_at = _looked_at(self.batches, self.lengths)
+        documents = _tokens_of(looked_at, self.lengths, given.device)
+        inside = documents
+        if self.size > len(given):  # what stands behind a token must not matter where padding does
+            inside = _tokens_of(looked_at, self.lengths, given.device, parts=True)
         wanted = (given, filling, *_parameters(self.module))
         found_gradients, right = (_gradients(outputs, inside, wanted) for outputs in (found, expected))
-        if found_gradients[0][~inside].any():
+        if found_gradients[0][~documents].any():
             return "sends gradients from one document into another"
+        if found_gradients[0][~inside].any():
+            return "looks at later tokens of a document"
         if found_gradients[1].any():
             return "sends gradients into what fills a batch up"
         if not _all_close(found_gradients[:1], right[:1], near) or not _all_close(found_gradients[2:], right[2:], near):
@@ -117,11 +124,22 @@ def _looked_at(batches: Sequence[Sequence[int]], lengths: Sequence[int]) -> list
     return [*longest, *most_padded][:LOOKED_AT]
 
 
-def _tokens_of(chosen: Sequence[int], lengths: Sequence[int], device: torch.device) -> torch.Tensor:
-    """Which tokens belong to some of the documents, bool ``[tokens]``."""
-    flags = np.zeros(len(lengths), bool)
-    flags[list(chosen)] = True
-    return torch.from_numpy(np.repeat(flags, lengths)).to(device)
+def _tokens_of(
+    chosen: Sequence[int], lengths: Sequence[int], device: torch.device, parts: bool = False
+) -> torch.Tensor:
+    """Which tokens belong to some of the documents, bool ``[tokens]``.
+
+    Args:
+        chosen: the numbers of the documents.
+        lengths: the lengths of all documents.
+        device: the device of the result.
+        parts: whether only a first part of each document counts. The parts end at different places of a mixer's chunks.
+    """
+    flags, starts = np.zeros(sum(lengths), bool), [0, *accumulate(lengths)]
+    for at in chosen:
+        behind = 1 + 5 * at % max(1, lengths[at] // 2) if parts and lengths[at] > 1 else 0
+        flags[starts[at] : starts[at + 1] - behind] = True
+    return torch.from_numpy(flags).to(device)
 
 
 def _parameters(module: torch.nn.Module) -> Iterator[torch.nn.Parameter]:

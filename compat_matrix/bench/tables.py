@@ -208,14 +208,14 @@ def gpu(found: Found) -> list[Table]:
 def startup(found: Found) -> list[Table]:
     """Milliseconds of import and ``apply``."""
     rows = [
-        [name, *(f"{found[key][which]:.0f}" for which in ("min_ms", "median_ms"))]
+        [name, f"{found[key]['median_ms']:.0f}"]
         for key, name in (("import", "import fa2patch"), ("apply", f"fa2patch.apply, {found['layers']} layers"))
     ]
     notes = (
-        f"Milliseconds, measured {found['repeats']} times. Each import runs in a new process after `import torch`. The "
+        f"Medians of {found['repeats']} measurements. Each import runs in a new process after `import torch`. The "
         f"model is a Llama on the meta device. The import loads these packages: {', '.join(found['imported'])}."
     )
-    return [Table("Import and apply", ["", "least", "median"], rows, notes)]
+    return [Table("Import and apply", ["", "ms"], rows, notes)]
 
 
 def packing(found: Found) -> list[Table]:

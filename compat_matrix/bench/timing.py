@@ -33,7 +33,7 @@ def rounds(
 
 
 def summary(seconds: list[float]) -> dict[str, float]:
-    """Return the least time, as the cost of the work itself, and the median, in milliseconds."""
+    """Return the least time and the median in milliseconds. Tables show the median."""
     return {"min_ms": round(1e3 * min(seconds), 4), "median_ms": round(1e3 * statistics.median(seconds), 4)}
 
 

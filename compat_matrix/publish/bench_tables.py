@@ -36,8 +36,8 @@ def overhead() -> str:
         [found[way][f"us_per_{what}"] for way in ("position_ids", "lengths")] for what in ("layer", "forward")
     )
     said = (
-        f"On a CPU, `import fa2patch` takes {startup['import']['min_ms']:.0f} ms after `import torch`, and `apply` "
-        f"takes {startup['apply']['min_ms']:.0f} ms on {startup['layers']} layers. In each forward the patch takes "
+        f"On a CPU, `import fa2patch` takes {startup['import']['median_ms']:.0f} ms after `import torch`, and `apply` "
+        f"takes {startup['apply']['median_ms']:.0f} ms on {startup['layers']} layers. In each forward the patch takes "
         f"{forward[0]:.0f} µs, or {forward[1]:.0f} µs with lengths, and in each layer {layer[0]:.0f} µs, or "
         f"{layer[1]:.0f} µs with lengths."
     )

@@ -104,7 +104,7 @@ def test_goals_of_training(own, met):
     found = gpu_goals.goals(trained(own))
     assert [goal.met for goal in found] == [None, None, *met]
     table = gpu_goals.table(found, HEADER).as_markdown()
-    assert "Commit aaaaaaaaaaaa; a GPU, torch 2, Transformers 5." in table
+    assert "Measured on commit aaaaaaaaaaaa; a GPU, torch 2, Transformers 5." in table
 
 
 def test_without_results_every_goal_is_there_and_not_measured():
@@ -144,5 +144,7 @@ def test_a_toy_run_goes_through_every_stage_on_a_cpu_and_again_does_nothing(tmp_
     assert [goal["met"] for goal in found["goals"][:2]] == [True, True]
     assert str(tmp_path) not in json.dumps(found)
     monkeypatch.setattr(first_gpu.subprocess, "run", lambda *unused, **also: pytest.fail("it ran again"))
-    monkeypatch.setattr(first_gpu.about.commits, "here", lambda: {name: found[name] for name in ("commit", "dirty")})
+    monkeypatch.setattr(
+        first_gpu.about.commits, "here", lambda *paths: {name: found[name] for name in ("commit", "dirty")}
+    )
     assert first_gpu.main(arguments) == 0

@@ -7,7 +7,6 @@ The present code is :data:`commits.CODE`. Evidence, documents, tests and the tab
 from __future__ import annotations
 
 import argparse
-import json
 import sys
 from collections import Counter
 from collections.abc import Iterator, Mapping
@@ -15,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from . import commits, environments
+from .bench import about
 from .cells import Results
 from .results import Malformed, read
 
@@ -48,19 +48,19 @@ def problems(results: Results) -> list[str]:
     if commits.of_code()["dirty"] is not False:
         found.append("The code that cells depend on has uncommitted changes, or this folder is no clone.")
     for commit in sorted({made.commit for made in results.made}):
-        found += _after(commit)
+        found += _after(commit, "cells")
     return found
 
 
 def measurements() -> Iterator[tuple[str, Mapping[str, Any]]]:
     """Yield the name of each committed measurement of the bench and the ecosystem, with ``commit`` and ``dirty``."""
     for file in sorted((environments.HERE / "bench" / "results").glob("*.json")):
-        yield f"bench {file.stem}", json.loads(file.read_text(encoding="utf-8"))
+        yield f"bench {file.stem}", about.read(file)
     ecosystem = environments.HERE / "ecosystem" / "evidence"
     for file in sorted(ecosystem.glob("*.json")):
-        for check, made in json.loads(file.read_text(encoding="utf-8"))["made"].items():
+        for check, made in about.read(file)["made"].items():
             yield f"{file.stem} {check}", made
-    for row, found in json.loads((ecosystem / "integrations" / "tests.json").read_text(encoding="utf-8")).items():
+    for row, found in about.read(ecosystem / "integrations" / "tests.json").items():
         yield f"integration {row}", found
 
 
@@ -71,10 +71,10 @@ def of_measurements(measured: Mapping[str, Mapping[str, Any]]) -> list[str]:
         named.setdefault((made.get("commit") or "", made.get("dirty")), []).append(name)
     found = []
     for (commit, dirty), names in named.items():
-        against = _after(commit)
+        against = _after(commit, "measurements")
         if commit and dirty is not False:
             against.append("The code had uncommitted changes, or its commit was stated by hand.")
-        found += [f"{sentence} It concerns {_some(names)}." for sentence in against]
+        found += [f"{sentence} Affected: {_some(names)}." for sentence in against]
     return found
 
 
@@ -82,16 +82,16 @@ def _some(names: list[str]) -> str:
     return ", ".join(names[:5]) + (f" and {len(names) - 5} more" if len(names) > 5 else "")
 
 
-def _after(commit: str) -> list[str]:
-    """What changed in the code that results depend on after the commit that they name, in no or one sentence."""
+def _after(commit: str, what: str) -> list[str]:
+    """What changed in the measured code after the commit that cells or measurements name, in no or one sentence."""
     if not commit:
-        return ["Some results do not say which commit made them."]
+        return [f"Some {what} do not say which commit made them."]
     try:
         changed = commits.changed(commit)
     except commits.NoCommit as error:
-        return [f"This clone does not have commit {commit}, which results name: {error}"]
+        return [f"This clone does not have commit {commit}, which {what} name: {error}"]
     shown = ", ".join(changed[:5])
-    return [f"{len(changed)} files that results depend on changed after commit {commit}: {shown}."] if changed else []
+    return [f"{len(changed)} files that {what} depend on changed after commit {commit}: {shown}."] if changed else []
 
 
 if __name__ == "__main__":

@@ -62,22 +62,14 @@ class Documents:
         made = copy.copy(self)
         made.batches = batches
         made.calls = [(len(batch), max(self.lengths[at] for at in batch)) for batch in batches]
-        made.sizes = (
-            max((longest for count, longest in made.calls if count > 1), default=0),
-            max(
-                (
-                    self.lengths[at]
-                    for batch, (_, longest) in zip(batches, made.calls)
-                    for at in batch
-                    if self.lengths[at] < longest
-                ),
-                default=0,
-            ),
-        )
         starts, size = np.zeros(len(self), np.int64), 0
-        for batch, (_, longest) in zip(batches, made.calls):
+        shared = padded = 0
+        for batch, (count, longest) in zip(batches, made.calls):
+            shared = max(shared, longest if count > 1 else 0)
             for at in batch:
                 starts[at], size = size, size + longest
+                padded = max(padded, self.lengths[at] if self.lengths[at] < longest else 0)
+        made.sizes = shared, padded
         lengths = np.array(self.lengths)
         behind = starts - (np.cumsum(lengths) - lengths)  # how far each document moves
         places = np.arange(lengths.sum()) + np.repeat(behind, lengths)

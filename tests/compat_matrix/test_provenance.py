@@ -42,7 +42,7 @@ def test_cells_of_one_commit_without_a_change_after_it_are_accepted(checked):
     [
         ([MADE, {**MADE, "commit": "2" * 40}], "Expected cells of one commit, found 1 of commit 111111111111, 1 of"),
         ([MADE, {**MADE, "dirty": True}], "1 of commit 111111111111 with uncommitted changes"),
-        ([{**MADE, "commit": None, "dirty": None}], "Some results do not say which commit made them."),
+        ([{**MADE, "commit": None, "dirty": None}], "Some cells do not say which commit made them."),
     ],
 )
 def test_cells_of_other_code_or_of_none_are_named(checked, made, said):
@@ -53,7 +53,7 @@ def test_cells_of_other_code_or_of_none_are_named(checked, made, said):
 def test_a_change_after_the_commit_and_uncommitted_changes_are_named(checked):
     code, text = checked(MADE, changed=["fa2patch/patch/plan.py"])
     assert code == 1
-    assert "1 files that results depend on changed after commit 111111111111: fa2patch/patch/plan.py." in text
+    assert "1 files that cells depend on changed after commit 111111111111: fa2patch/patch/plan.py." in text
     code, text = checked(MADE, present={**CLEAN, "dirty": True})
     assert code == 1 and "uncommitted changes" in text
 
@@ -61,10 +61,13 @@ def test_a_change_after_the_commit_and_uncommitted_changes_are_named(checked):
 @pytest.mark.parametrize(
     ("made", "said"),
     [
-        ({}, "Some results do not say which commit made them. It concerns bench startup."),
-        ({"commit": None, "dirty": None}, "Some results do not say which commit made them. It concerns bench startup."),
-        ({**CLEAN, "dirty": True}, "uncommitted changes, or its commit was stated by hand. It concerns bench startup."),
-        ({**CLEAN, "dirty": None}, "uncommitted changes, or its commit was stated by hand. It concerns bench startup."),
+        ({}, "Some measurements do not say which commit made them. Affected: bench startup."),
+        (
+            {"commit": None, "dirty": None},
+            "Some measurements do not say which commit made them. Affected: bench startup.",
+        ),
+        ({**CLEAN, "dirty": True}, "uncommitted changes, or its commit was stated by hand. Affected: bench startup."),
+        ({**CLEAN, "dirty": None}, "uncommitted changes, or its commit was stated by hand. Affected: bench startup."),
     ],
 )
 def test_measurements_of_other_code_or_of_none_are_named(checked, made, said):
@@ -74,7 +77,7 @@ def test_measurements_of_other_code_or_of_none_are_named(checked, made, said):
 
 def test_a_change_after_the_commit_of_a_measurement_is_named(checked):
     code, text = checked(MADE, changed=["fa2patch/patch/plan.py"])
-    assert code == 1 and "patch/plan.py. It concerns bench mixers, trl-1.16.0 curve." in text
+    assert code == 1 and "patch/plan.py. Affected: bench mixers, trl-1.16.0 curve." in text
 
 
 def test_every_bench_check_and_integration_is_among_the_measurements():
@@ -91,5 +94,5 @@ def test_a_version_without_evidence_is_named(checked, tmp_path):
 
 
 def test_the_commit_is_looked_up_in_this_clone():
-    assert provenance._after("0" * 12)[0].startswith("This clone does not have commit 000000000000")
+    assert provenance._after("0" * 12, "cells")[0].startswith("This clone does not have commit 000000000000")
     assert commits.changed("HEAD") == []

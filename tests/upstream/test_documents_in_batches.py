@@ -103,11 +103,6 @@ def right(module, hidden, lengths):
     return torch.cat([Running.forward(module, piece) for piece in pieces], 1)
 
 
-def by_document(module, hidden, lengths):
-    """What a mixer computes on the documents one by one, ``[1, tokens, 8]``."""
-    return torch.cat([type(module).forward(module, piece) for piece in hidden.split(lengths, 1)], 1)
-
-
 def computed(module, mask, hidden):
     """The mixer's output for a packed row, with the number of calls once its trials are made."""
     forward = mixer.by_document(type(module).forward)
@@ -272,34 +267,37 @@ LONGER = {
         (9, 9, 9),
     ),
 }
-"""Mixers in chunks that are wrong only beyond a chunk, as Mamba 2 up to 4.45 and Nemotron-H up to 5.3 are."""
+"""Mixers in chunks that are wrong only beyond a chunk, as Mamba 2 in 4.45 and Nemotron-H in 5.3 are."""
 
 
 @pytest.mark.parametrize(("mix", "short", "longer"), LONGER.values(), ids=LONGER)
 def test_what_short_documents_have_shown_says_nothing_of_longer_ones(mix, short, longer):
     module, forward = Changed(mix), mixer.by_document(Changed.forward)
     mask, hidden = packed(short)
-    assert_close(forward(module, hidden, attention_mask=mask), by_document(module, hidden, short), "output")
+    assert_close(forward(module, hidden, attention_mask=mask), right(module, hidden, short), "output")
     assert mask.picks.of(module) == (BATCHES, "")
     other, hidden = packed(longer)
     other.picks = mask.picks
     output = forward(module, hidden, attention_mask=other)
-    assert_close(output, by_document(module, hidden, longer), "output")
+    assert_close(output, right(module, hidden, longer), "output")
     assert mask.picks.of(module).kernel is DOCUMENTS
 
 
 def test_a_trial_is_repeated_only_for_longer_documents_and_until_they_are_long_enough():
-    module, forward, trials = Running(), mixer.by_document(Running.forward), []
-    picks = packed((2, 1))[0].picks
-    known = ((5, 3, 7), (4, 3, 7), (5, 2, 6)), ((5, 3, 8), (3, 2, 1)), ((8, 6, 7),), ((1500, 1490), (3000, 2990))
-    for rows in known:
-        for at, lengths in enumerate(rows):
+    module, forward, picks = Running(), mixer.by_document(Running.forward), packed((2, 1))[0].picks
+    tried_then_known = (
+        ((5, 3, 7), (4, 3, 7), (5, 2, 6)),
+        ((5, 3, 8), (3, 2, 1)),
+        ((8, 6, 7),),
+        ((1500, 1490), (3000, 2990)),
+    )
+    for first, *known in tried_then_known:
+        for lengths in (first, *known):
             mask, hidden = packed(lengths)
             mask.picks = picks
             module.shapes.clear()
             forward(module, hidden, attention_mask=mask)
-            trials.append(len(module.shapes) > 1)
-            assert trials[-1] == (at == 0), lengths
+            assert (len(module.shapes) > 1) == (lengths is first), lengths
 
 
 def test_dropout_is_off_in_a_trial_and_on_behind_it():

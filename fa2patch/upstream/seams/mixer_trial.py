@@ -119,9 +119,8 @@ class Trial:
 def _looked_at(batches: Sequence[Sequence[int]], lengths: Sequence[int]) -> list[int]:
     """The documents whose gradients are compared: of every second one of a call, the longest and the most padded."""
     padding = {at: lengths[batch[0]] - lengths[at] for batch in batches for at in batch[1::2]}
-    longest = sorted(padding, key=lambda at: -lengths[at])[: LOOKED_AT // 2]
-    most_padded = sorted({*padding} - {*longest}, key=lambda at: -padding[at])
-    return [*longest, *most_padded][:LOOKED_AT]
+    longest, most_padded = (sorted(padding, key=lambda at: -of[at]) for of in (lengths, padding))
+    return [*dict.fromkeys([*longest[: LOOKED_AT // 2], *most_padded])][:LOOKED_AT]
 
 
 def _tokens_of(

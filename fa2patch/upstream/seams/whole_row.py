@@ -1,8 +1,8 @@
 """Pass a whole row to a mixer in one call if its kernels keep documents apart by ``seq_idx`` and ``cu_seq_lens_q``.
 
 The kernels of causal-conv1d, mamba-ssm and flash-linear-attention can do so. It depends on the version whether the
-keywords reach them, and many mixers accept the keywords and ignore them silently. Therefore each mixer is tried on the
-first packed row of each kind of call.
+keywords reach them, and many mixers accept the keywords and ignore them silently. Therefore each mixer is tried
+(``mixer_trial.py``) before it gets a whole row.
 """
 
 from __future__ import annotations

@@ -62,6 +62,7 @@ def main(arguments: list[str] | None = None) -> int:
             progress.update(task, advance=1)
             bad = failures(results[version.name])
             console.print(f"{version.name}: {'ok' if not bad else f'{len(bad)} failed'}")
+            say(version.name, bad, console)
     ordered = {version.name: results[version.name] for version in wanted}
     report(ordered, Console() if sys.stdout.isatty() else Console(width=190))
     counted = [version.name for version in wanted if not version.allowed_to_fail]
@@ -156,8 +157,14 @@ def report(results: dict[str, Environment | str], console: Console) -> None:
         table.add_row(name, *(str(found.states[state]) for state in STATES[:-1]), one, str(found.every_row))
     console.print(table)
     for name, evidence in results.items():
-        for failure in failures(evidence):
-            console.print(f"[red]{name}[/red] {failure}", highlight=False, soft_wrap=True, emoji=False)  # a:sound:
+        say(name, failures(evidence), console)
+
+
+def say(name: str, bad: list[str], console: Console) -> None:
+    """Print the failures of a version, each in a line of its own."""
+    for failure in bad:
+        console.print(name, style="red", end=" ")
+        console.print(failure, highlight=False, soft_wrap=True, markup=False, emoji=False)  # a:sound:
 
 
 if __name__ == "__main__":

@@ -6,6 +6,7 @@ changes later fails. The cells of the evidence are judged by xfail.toml, so that
 
 from __future__ import annotations
 
+import argparse
 import json
 import sys
 from collections import Counter
@@ -25,8 +26,9 @@ NOTHING_FAILS = "xfail.toml expects "
 """How the error of a cell begins in which a known failure does not come."""
 
 
-def main() -> int:
+def main(arguments: list[str] | None = None) -> int:
     """Update versions.toml from the evidence, then what the evidence says of both files' expectations."""
+    argparse.ArgumentParser(prog="python -m compat_matrix.expect", description=__doc__).parse_args(arguments)
     file, folder = environments.HERE / "versions.toml", environments.HERE / "evidence"
     document = tomlkit.parse(file.read_text(encoding="utf-8"))
     expecting(folder, lambda version, architecture: "")

@@ -31,6 +31,11 @@ def takes_cache(model: Any) -> bool:
     return any(p.name == "use_cache" or (p.kind is p.VAR_KEYWORD and not encodes) for p in parameters)
 
 
+def takes_positions(model: Any) -> bool:
+    """Whether an unpatched model's forward takes ``position_ids``. A patched one always does."""
+    return "position_ids" in inspect.signature(type(model).forward).parameters
+
+
 def alone(model: Any, docs: list[torch.Tensor], counts_itself: bool = False, **call: Any) -> torch.Tensor:
     """Run each document alone and return the logits ``[tokens, vocabulary]`` of all.
 

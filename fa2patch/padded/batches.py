@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, Callable
 
 import torch
@@ -43,15 +43,19 @@ class PaddedBatches:
         if of_model(self.base) is self:
             del self.base.__dict__[PADDING]
 
-    def computed(self, forward: Callable[[Any, Args, Call], Any], module: Any, args: Args, kwargs: Call) -> Any:
+    def computed(
+        self, forward: Callable[[Any, Args, Call], Any], module: Any, args: Args, kwargs: Call, names: Sequence[str]
+    ) -> Any:
         """Compute a batch: a padded one as one packed row, whose outputs are padded, and any other one as it is.
 
         Args:
             forward: The patched forward, as a function of the model and its arguments.
             module: The base model or, in data parallelism, a replica of it.
             args, kwargs: The arguments of the call.
+            names: The names of positional arguments.
         """
-        packed = "" if compiling() else _packed(module, args, kwargs, self.share_prompts)
+        readable = len(args) <= len(names) and not compiling()
+        packed = _packed(module, {**dict(zip(names, args)), **kwargs}, self.share_prompts) if readable else ""
         if isinstance(packed, str):
             self._say(packed)
             return forward(module, args, kwargs)
@@ -64,7 +68,7 @@ class PaddedBatches:
             self._said = True
             warnings.warn(
                 f"a batch of {type(self.base).__name__} is computed as it came, with its padding if it has any, and so "
-                f"are others like it: {why}. The results are right.",
+                f"are others like it: {why}. The results are those without fa2patch.",
                 StaysPadded,
                 stacklevel=3,
             )
@@ -82,14 +86,13 @@ def of_model(base: torch.nn.Module) -> PaddedBatches | None:
     return found
 
 
-def _packed(base: Any, args: Args, kwargs: Call, share: bool) -> tuple[Call, Layout] | str:
+def _packed(base: Any, call: Call, share: bool) -> tuple[Call, Layout] | str:
     """Return a padded batch's arguments as those of one packed row, with the layout.
 
     For other batches, return why they are computed padded, or an empty string if they have no padding.
     """
     patch: Patched | None = base.__dict__.get(MARK)
-    call = {**({"input_ids": args[0]} if args else {}), **kwargs}
-    if len(args) > 1 or patch is None or not _masked(call):
+    if patch is None or not _masked(call):
         return ""
     why = _why_padded(call) or ("a row is shared by several processes" if row_part(base, call) is not None else "")
     if why:
@@ -123,7 +126,8 @@ def _masked(call: Call) -> bool:
     """Whether a call has a mask, no cache and no boundaries of its own. No value is looked at."""
     piece = luggage.find(call.get("position_ids"), luggage.MASK)
     packed = passed(call, LENGTHS) or (piece is not None and piece.content is not None)
-    cached = call.get("past_key_values") is not None or call.get("use_cache") or call.get("cache_position") is not None
+    decodes = call.get("cache_position") is not None and call.get("use_cache") is not False
+    cached = call.get("past_key_values") is not None or call.get("use_cache") or decodes
     return not packed and not cached and call.get("attention_mask") is not None and bool(passed(call, TOKENS))
 
 
@@ -137,6 +141,8 @@ def _why_padded(call: Call) -> str:
         return "its attention_mask has another shape than its tokens"
     if given is not None and given.dim() != 2:
         return f"its position_ids have {given.dim()} dimensions, and [batch, length] was expected"
+    if call.get("cache_position") is not None:
+        return "a model around it made a cache_position, which counts places in padded rows"
     return "it was called with output_attentions=True" if call.get("output_attentions") else ""
 
 

@@ -207,7 +207,10 @@ class Run:
             if says_nothing(error) or isinstance(error, Fa2PatchError):
                 raise
             if self.tree.offsets[at] + self.spans[at].length > 1:
-                raise
+                raise PackingNotIsolated(
+                    f"the model computes {self.word} {self.number(at)} in the row, and not alone "
+                    f"({type(error).__name__}: {error}), so the two cannot be compared. Do its position_ids start at 0?"
+                ) from error
             return None  # some models fail on one token alone, for example Falcon's eager attention
         span = self.spans[at]
         return _largest(alone[0, -span.length :] - span.of(self.before)) / self.scale

@@ -16,7 +16,7 @@ import torch
 
 from .._compile import compiling
 from .._types import Args, Call, Function
-from ..documents.names import LABELS, LENGTHS, PARENTS
+from ..documents.names import CACHES, LABELS, LENGTHS, PARENTS
 from ..errors import PackingNotIsolated
 from ..trying import says_nothing
 from . import apart_models, dense, foreign, inspecting, luggage
@@ -50,7 +50,9 @@ def entered(original: Function) -> Function:
         if patch is None or batches_continuously(kwargs):
             return original(self, *args, **kwargs)
         padding = self.__dict__.get(PADDING)
-        return marked(self, args, kwargs) if padding is None else padding.computed(marked, self, args, kwargs)
+        if padding is None:
+            return marked(self, args, kwargs)
+        return padding.computed(marked, self, args, kwargs, calls.positional or ["input_ids"])
 
     foreign.ours(forward)
     if not calls.takes("position_ids"):  # OPT up to 4.45; Trainer drops columns that the signature lacks
@@ -114,12 +116,13 @@ def _handed_by_a_model_around(step: Step) -> PackedMask | None:
 
 
 def _was_found_dense(step: Step) -> bool:
-    """Whether an outer model has found the batch dense, or made a mask for every query."""
+    """Whether an outer model has found the batch dense, or made a mask for every query or for each kind of layer."""
     ids, mask = step.call.get("position_ids"), step.call.get("attention_mask")
     around = dense.found_around(step)
     if any(its_ids is ids and its_mask is mask for its_ids, its_mask in around):
         return True
-    return is_for_queries(mask) and (compiling() or bool(around))
+    made = is_for_queries(mask) or isinstance(mask, dict)  # flash attention's are [batch, length]: Gemma 3
+    return (bool(around) and made) or (compiling() and is_for_queries(mask))
 
 
 def _foreign_forward(step: Step) -> Function | None:
@@ -146,7 +149,8 @@ def look(step: Step, part: RowPart | None = None) -> PackedMask | None:
     made_inside = step.role.innermost and any(ids is None and mask is given for ids, mask in dense.found_around(step))
     training = step.module.training and torch.is_grad_enabled()
     one_per_token = step.role.predicts_the_next or step.role.innermost
-    found = packed_mask(call, patch, made_inside, training=training, part=part, may_be_packed=one_per_token)
+    always = _would_be_an_error(step)
+    found = packed_mask(call, patch, made_inside, training, part, may_be_packed=one_per_token, always=always)
     if found is not None and has_pictures(call):  # 5.10 to 5.16 pass lengths on to the vision tower, which has its own
         for name in LENGTHS:
             call.pop(name, None)
@@ -154,6 +158,16 @@ def look(step: Step, part: RowPart | None = None) -> PackedMask | None:
         patch.examine(step.module, call, found)
         call.pop(PARENTS, None)  # it means nothing to upstream's **kwargs
     return found
+
+
+def _would_be_an_error(step: Step) -> bool:
+    """Whether upstream raises for this batch if it is dense, because its forward takes no ``position_ids``.
+
+    DistilBERT's takes none up to 4.57. A call with a cache cannot be packed, so upstream raises its own error for it.
+    """
+    call = step.call
+    has_ids = call.get("position_ids") is not None
+    return has_ids and not (step.calls.takes("position_ids") or passed(call, CACHES))
 
 
 def _carries_itself(step: Step) -> bool:

@@ -30,11 +30,12 @@ def packed_mask(
     training: bool = False,
     part: RowPart | None = None,
     may_be_packed: bool = False,
+    always: bool = False,
 ) -> PackedMask | None:
     """Return the :class:`PackedMask` of a packed batch, or None for a dense batch.
 
-    A batch with one document in each row is packed only if ``cu_seq_lens_*`` are given, or if rows are split over
-    processes. For a packed batch without ``position_ids``, ``call["position_ids"]`` is set.
+    A batch with one document in each row is packed only if ``cu_seq_lens_*`` are given, if rows are split over
+    processes, or ``always``. For a packed batch without ``position_ids``, ``call["position_ids"]`` is set.
 
     Args:
         call: the arguments of the forward by name.
@@ -44,6 +45,7 @@ def packed_mask(
         part: the part of every row that this process holds; None if rows are whole.
         may_be_packed: whether the model gives the same outputs for one document if its row is computed packed. In a
             compiled graph such a row is always packed, because the graph cannot choose by what ids say.
+        always: whether rows with one document each are packed, too.
 
     Raises:
         PackedWithCache: the batch is packed and comes with a cache.
@@ -66,7 +68,7 @@ def packed_mask(
         found = in_graph(batch.position_ids.reshape(batch.shape))
     else:
         first = patch.found[positions.NAME].first
-        found = _recognised(rows, first, made_inside, training, split=part is not None)
+        found = _recognised(rows, first, made_inside, training, always or part is not None)
     if found is None:
         if part is not None:
             refuse_unsaid(call)
@@ -121,14 +123,17 @@ def _stays_in_the_graph(batch: Batch, call: Call, training: bool) -> bool:
     return not (asks or keeps_cache) and is_plain(batch.position_ids, None, batch.lengths.get("seq_idx"))
 
 
-def _recognised(batch: Batch, first_position: int, made_inside: bool, training: bool, split: bool) -> Boundaries | None:
+def _recognised(
+    batch: Batch, first_position: int, made_inside: bool, training: bool, always: bool
+) -> Boundaries | None:
     """The boundaries that position ids, ``seq_idx`` or a mask of document numbers give; None for a dense batch.
 
-    If rows are split over processes, no batch is dense, because upstream's code knows only a part of each row.
+    If ``always``, a batch with one document in each row has boundaries, too: if rows are split over processes, because
+    upstream's code knows only a part of each row, or if the model takes no position ids.
     """
     seq_idx, mask = batch.lengths.get("seq_idx"), batch.mask
     says_nothing = batch.position_ids is None and seq_idx is None and (mask is None or mask.dtype == torch.bool)
-    if batch.shape[1] == 1 or says_nothing:
+    if says_nothing or (batch.shape[1] == 1 and not always):
         return None
     return recognise(
         batch.shape,
@@ -137,7 +142,7 @@ def _recognised(batch: Batch, first_position: int, made_inside: bool, training: 
         attention_mask=mask,
         seq_idx=seq_idx,
         only_certain=made_inside,
-        always=split,
+        always=always,
         first_position=first_position,
         training=training,
     )

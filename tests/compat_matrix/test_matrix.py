@@ -12,7 +12,7 @@ from evidence import MADE, POINTS, evidence
 
 import fa2patch
 from compat_matrix import environments, expect, run, tiny_models
-from compat_matrix.__main__ import EVIDENCE, check, failures, left_over, of_each_kind
+from compat_matrix.__main__ import EVIDENCE, check, failures, left_over, main, of_each_kind
 from compat_matrix.check import found
 from compat_matrix.check.cell import AloneFails, Cell, NotApplicable, assert_unmoved
 from compat_matrix.check.compare import assert_close, assert_same_gradients
@@ -183,6 +183,23 @@ def test_what_is_left_over_is_what_failed_and_what_other_code_made(tmp_path):
     file = tmp_path / "4.46.3.json"
     file.write_text(json.dumps(evidence("4.46.3", {**cells, "bad": {**made(), "error": "KeyError"}})))
     assert left_over(read_file(file).cells, CODE) == ["there", "changed", "unknown", "bad"]
+
+
+def test_a_failure_is_printed_when_its_version_ends_and_again_behind_the_table(monkeypatch, tmp_path, capsys):
+    def without_a_release(*_):
+        raise OSError("expected [a, b]")
+
+    monkeypatch.setattr(run, "evidence", without_a_release)
+    assert main(["--versions", "4.46.3", "--evidence", str(tmp_path), "--environments", str(tmp_path)]) == 1
+    printed = capsys.readouterr()
+    assert "4.46.3 OSError: expected [a, b]" in printed.err and "4.46.3 OSError: expected [a, b]" in printed.out
+
+
+def test_expect_explains_itself_and_changes_nothing(monkeypatch, tmp_path, capsys):
+    monkeypatch.setattr(environments, "HERE", tmp_path)
+    with pytest.raises(SystemExit) as ended:
+        expect.main(["--help"])
+    assert ended.value.code == 0 and "versions.toml" in capsys.readouterr().out
 
 
 def test_one_of_each_kind_has_every_seam_and_every_set_of_points():

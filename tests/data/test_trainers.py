@@ -155,10 +155,11 @@ PADDED = torch.tensor([[1, 1, 1, 1, 1, 1], [1, 1, 1, 1, 1, 0]])
     [
         ({"attention_mask": GAPS}, "one run of ones"),
         ({"attention_mask": PADDED, "output_attentions": True}, "output_attentions=True"),
+        ({"attention_mask": PADDED, "cache_position": torch.arange(6)}, "made a cache_position"),
         ({"attention_mask": PADDED, "position_ids": torch.arange(6).expand(3, 2, 6)}, "position_ids have 3 dimensions"),
         ({"attention_mask": torch.zeros(2, 1, 6, 6)}, "attention_mask has 4 dimensions"),
     ],
-    ids=["gaps", "attentions", "three axes", "dense mask"],
+    ids=["gaps", "attentions", "cache position", "three axes", "dense mask"],
 )
 def test_a_batch_that_stays_padded_is_said_once(call: dict[str, Any], why: str) -> None:
     base = tiny_models.build("llama", "eager").model

@@ -73,6 +73,18 @@ def test_a_head_of_rows_is_given_padded_states() -> None:
         assert torch.allclose(parameter.grad, same.grad, atol=1e-6), name
 
 
+def test_arguments_may_come_by_position() -> None:
+    """ConvBERT's heads up to 4.57 call their base model so."""
+    model, batch = build(BertModel), padded(5, 9, 1, 3)
+    real = batch["attention_mask"].bool()
+    expected = model(**batch).last_hidden_state[real]
+    fa2patch.apply(model, padded_batches=True)
+    seen = tokens_of(model)
+    found = model(batch["input_ids"], batch["attention_mask"]).last_hidden_state[real]
+    assert seen == [18]
+    assert_close(found, expected, "states")
+
+
 @pytest.mark.parametrize("family", ["bert:masked", "gpt2", "gpt_neo", "llama", "opt", "roberta:masked"])
 def test_padding_on_the_left(family: str) -> None:
     """A model with a table of positions counts padding there, so its batch stays padded without position ids."""

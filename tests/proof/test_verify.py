@@ -188,22 +188,31 @@ def test_an_error_for_want_of_memory_is_raised_as_it_is(patched):
     assert fa2patch.verify(patched, batch=row(*LENGTHS)).ok
 
 
+def failing(model, error, tokens=1):
+    """Let a model raise an error for a row of so many tokens. Returns the hook's handle."""
+
+    def fail(module, ids):
+        if ids[0].numel() == tokens:
+            raise error
+
+    return model.model.embed_tokens.register_forward_pre_hook(fail)
+
+
 def test_a_document_of_one_token_that_a_model_cannot_compute_alone_is_passed_over_and_an_error_of_ours_is_not(patched):
-    def failing(error):
-        def fail(module, ids):
-            if ids[0].numel() == 1:
-                raise error
-
-        return patched.model.embed_tokens.register_forward_pre_hook(fail)
-
-    handle = failing(IndexError("as in Falcon's eager attention"))
+    handle = failing(patched, IndexError("as in Falcon's eager attention"))
     found = fa2patch.verify(patched, batch=row(*LENGTHS))
     handle.remove()
     assert [document.distance is None for document in found.documents] == [length == 1 for length in LENGTHS]
-    handle = failing(errors.BoundaryConflict("of ours"))
+    failing(patched, errors.BoundaryConflict("of ours"))
     with pytest.raises(errors.BoundaryConflict):
         fa2patch.verify(patched, batch=row(*LENGTHS))
-    handle.remove()
+
+
+def test_a_longer_document_that_a_model_cannot_compute_alone_is_named(patched):
+    failing(patched, IndexError("as in tables of rope up to 4.37"), tokens=LENGTHS[1])
+    said = r"document 2 in the row, and not alone \(IndexError: as in tables of rope"
+    with pytest.raises(errors.PackingNotIsolated, match=said):
+        fa2patch.verify(patched, batch=row(*LENGTHS))
 
 
 class LearnedPositions(torch.nn.Module):

@@ -55,6 +55,31 @@ def test_layers_that_share_keys_find_them(docs):
         assert_close(model(**pack(docs)).logits[0], alone(tiny_models.build("gemma3n_text", "eager"), docs), "logits")
 
 
+@present("gemma3")
+def test_a_padded_batch_whose_masks_are_a_dict_as_flash_attention_has_them(monkeypatch):
+    """The model around the base model makes masks ``[batch, length]`` for each kind of layer."""
+
+    def attend(module, query, key, value, attention_mask, **kwargs):
+        seen = torch.ones(query.shape[2], key.shape[2], dtype=torch.bool).tril()
+        seen = seen if attention_mask is None else seen & attention_mask[:, None, None, :].bool()
+        out = torch.nn.functional.scaled_dot_product_attention(
+            query, key, value, seen, scale=kwargs["scaling"], enable_gqa=True
+        )
+        return out.transpose(1, 2), None
+
+    masking_utils = pytest.importorskip("transformers.masking_utils")
+    makes = masking_utils.flash_attention_mask
+    monkeypatch.setitem(transformers.AttentionInterface._global_mapping, "two_dims", attend)
+    monkeypatch.setitem(transformers.AttentionMaskInterface._global_mapping, "two_dims", makes)
+    model = tiny_models.build("gemma3", "two_dims")
+    mask = torch.tensor([[0, 0, 0, 1, 1, 1, 1], [1] * 7])
+    batch = {"input_ids": torch.stack(documents(7, 7)).clamp(max=90), "attention_mask": mask}
+    batch["position_ids"] = (mask.cumsum(-1) - 1).masked_fill(mask == 0, 1)
+    before = model(**batch).logits[mask.bool()]
+    with fa2patch.apply(model):
+        assert torch.equal(model(**batch).logits[mask.bool()], before)
+
+
 @pytest.mark.parametrize("family", ["mixtral", "qwen2_moe", "jamba"])
 def test_experts_are_balanced_over_real_tokens_as_in_a_padded_batch(family, docs):
     if not tiny_models.is_present(family):

@@ -212,3 +212,65 @@ def test_modernbert_that_unpads_on_its_own_is_refused():
     model.config._attn_implementation = "flash_attention_2"
     with pytest.raises(errors.UnsupportedModel, match="takes padding out on its own"):
         fa2patch.apply(model)
+
+
+class TableOfTypes(transformers.BertModel):
+    """Like BERT up to 4.57, it cuts its table of token types to the length of the row."""
+
+    def forward(self, input_ids=None, attention_mask=None, token_type_ids=None, position_ids=None, **kwargs):
+        if token_type_ids is None:
+            token_type_ids = self.embeddings.token_type_ids[:, : input_ids.shape[1]].expand(input_ids.shape)
+        return super().forward(input_ids, attention_mask, token_type_ids, position_ids, **kwargs)
+
+
+def test_a_row_may_be_longer_than_a_table_of_token_types():
+    model, docs = small(TableOfTypes, max_position_embeddings=16), [doc % 9 for doc in documents(13, 16, 9)]
+    expected = torch.cat([model(doc[None]).last_hidden_state[0] for doc in docs])
+    with fa2patch.apply(model):
+        assert_close(model(**pack(docs)).last_hidden_state[0], expected, "states of a long row")
+        types = torch.cat([torch.ones_like(doc) for doc in docs])[None]
+        given = model(**pack(docs), token_type_ids=types).last_hidden_state[0]
+        assert not torch.allclose(given, expected), "token types of the batch are used"
+
+
+class OwnTable(torch.nn.Module):
+    """Embeddings that count positions along the row, as DistilBERT's up to 4.57."""
+
+    def __init__(self, config):
+        super().__init__()
+        self.word_embeddings = torch.nn.Embedding(32, config.hidden_size)
+        self.position_embeddings = torch.nn.Embedding(32, config.hidden_size)
+        self.register_buffer("position_ids", torch.arange(32)[None])
+
+    def forward(self, input_ids=None, **kwargs):
+        places = self.position_embeddings(self.position_ids[:, : input_ids.shape[1]])
+        return self.word_embeddings(input_ids) + places
+
+
+class CountsByItself(transformers.BertModel):
+    def __init__(self, config):
+        super().__init__(config)
+        self.embeddings = OwnTable(config)
+
+    def forward(self, input_ids=None, attention_mask=None):
+        return super().forward(input_ids=input_ids, attention_mask=attention_mask)
+
+
+@pytest.mark.parametrize("others", [0, 1], ids=["alone", "beside a patched BertModel"])
+@pytest.mark.parametrize("lengths", [(5,), (1,), (4, 3)])
+def test_position_ids_of_one_document_come_to_a_model_that_takes_none(lengths, others):
+    model, docs = small(CountsByItself), [doc % 9 for doc in documents(*lengths)]
+    patched = [fa2patch.apply(small(transformers.BertModel)) for _ in range(others)]
+    expected = torch.cat([model(doc[None]).last_hidden_state[0] for doc in docs])
+    fa2patch.apply(model)
+    assert_close(model(**pack(docs)).last_hidden_state[0], expected, "states")
+    width = max(lengths) + 2
+    ids, positions, mask = (torch.zeros(len(docs), width, dtype=torch.long) for _ in range(3))
+    for row, doc in enumerate(docs):
+        ids[row, : len(doc)], positions[row, : len(doc)], mask[row, : len(doc)] = doc, torch.arange(len(doc)), 1
+    padded = model(input_ids=ids, position_ids=positions, attention_mask=mask).last_hidden_state
+    assert_close(padded[mask.bool()], expected, "states of a padded batch")
+    other_ids = model(docs[0][None], position_ids=torch.arange(1, len(docs[0]) + 1)[None]).last_hidden_state[0]
+    assert not torch.allclose(other_ids, expected[: len(other_ids)])
+    for patch in patched:
+        patch.revert()

@@ -3,6 +3,6 @@
 from __future__ import annotations
 
 from ..cell import POINTS
-from . import harmless, isolation, media, media_dtypes, training, trees, windows
+from . import harmless, isolation, media, media_dtypes, padded, training, trees, windows
 
-__all__ = ["POINTS", "harmless", "isolation", "media", "media_dtypes", "training", "trees", "windows"]
+__all__ = ["POINTS", "harmless", "isolation", "media", "media_dtypes", "padded", "training", "trees", "windows"]

@@ -96,6 +96,8 @@ def inertness(cell: Cell) -> None:
     with fa2patch.apply(model):
         for batch, expected in zip(batches, before):
             found = _outcome(model, ids, batch)
+            if isinstance(expected, str) and "argument 'position_ids'" in expected:
+                continue  # only a patched model takes them: DistilBERT up to 4.57, OPT up to 4.45
             if isinstance(found, str) or isinstance(expected, str):
                 if found != expected:
                     raise AssertionError(f"a batch with {sorted(batch)} gave {found}, before {expected}")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 from typing import Any
 
 import torch
@@ -11,11 +10,17 @@ import fa2patch
 
 from ... import tiny_models
 from ...user_models import models
-from ..cell import Cell, NotApplicable, point
+from ..cell import Cell, NotApplicable, point, unless_alone_raises
 from ..compare import assert_close, assert_same_gradients
-from ..rows import alone, documents, gradients, loss_of, pack, takes_cache
+from ..rows import alone, documents, gradients, loss_of, pack, takes_cache, takes_positions
 
 LENGTHS = (5, 9, 1, 3, 7)
+LIMITS = ("max_position_embeddings", "n_positions", "n_ctx", "max_seq_len")
+"""The names under which configs have the length of the longest document."""
+LIMIT = 128
+"""The length of a row that counts as long for a model without a limit."""
+BELOW_MEDIA = 90
+"""The largest token id that stands for no picture in any tiny model."""
 
 
 @point
@@ -52,9 +57,12 @@ def packed_rows(cell: Cell) -> None:
 
 @point
 def every_layout(cell: Cell) -> None:
-    """Rows that upstream's rules get wrong: offsets, restarts above zero, documents of length 1 anywhere."""
+    """Rows that upstream's rules get wrong: offsets, restarts above zero, documents of length 1 anywhere.
+
+    A model that takes no ``position_ids`` without a patch is also given one document with them.
+    """
     reference, model = cell.reference(), cell.model()
-    counts = "position_ids" in inspect.signature(type(reference).forward).parameters
+    counts = takes_positions(reference)
     with fa2patch.apply(model):
         for positions in (
             [[7, 8, 9], [0, 1, 2]],
@@ -65,6 +73,7 @@ def every_layout(cell: Cell) -> None:
             [[2, 3, 4], [2, 3]],
             [[0, 1, 2], [0]],
             [[0, 1, 2], [0], [0, 1]],
+            *([] if counts else [[[0, 1, 2]], [[0]]]),
         ):
             if not counts and any(ids[0] for ids in positions):
                 continue  # OPT up to 4.45 cannot be told where a document's positions start
@@ -133,6 +142,25 @@ def lengths(cell: Cell) -> None:
         assert_close(model(**batch).logits[0], expected, "lengths alone")
         only = {"input_ids": batch["input_ids"], "seq_idx": batch["seq_idx"]}
         assert_close(model(**only).logits[0], expected, "seq_idx alone")
+
+
+@point
+def long_row(cell: Cell) -> None:
+    """Logits of a row that is longer than any document may be equal those of documents alone."""
+    longest = max(_limits(tiny_models.config_of(cell.family)), default=LIMIT)
+    docs = [doc.clamp(max=BELOW_MEDIA) for doc in documents(longest // 2, longest // 3, longest // 2)]
+    reference, model = cell.reference(), cell.model()
+    with unless_alone_raises(lambda: alone(reference, docs)):
+        expected = alone(reference, docs)
+    with fa2patch.apply(model):
+        assert_close(model(**pack(docs)).logits[0], expected, "logits of a long row")
+
+
+def _limits(config: Any) -> list[int]:
+    """What a config says of the longest document, in tokens."""
+    parts = [config, getattr(config, "text_config", None)]
+    found = [getattr(part, name, None) for part in parts for name in LIMITS]
+    return [limit for limit in found if isinstance(limit, int)]
 
 
 @point

@@ -25,6 +25,7 @@ from .row_length import RowLength
 from .row_positions import RowPositions
 from .row_values import RowValues
 from .scaled_embeddings import ScaledEmbeddings
+from .token_types import TokenTypes
 from .trait import Trait
 from .unreadable import Unreadable
 from .weighted_loss import WeightedLoss
@@ -43,6 +44,7 @@ TRAITS: tuple[Trait, ...] = (
     Directions(),
     Positions(),
     RowPositions(),
+    TokenTypes(),
     FusedFlash(),
     UnclaimedFlash(),
     Masks(),

@@ -114,7 +114,9 @@ OVERRIDES: dict[str, dict[str, Any]] = {
         "local_attention": 6,
         "layer_types": ["full_attention", "sliding_attention"],
     },
-    "zamba2": {"layers_block_type": ["mamba", "hybrid"]},
+    "zamba2": {"layers_block_type": ["mamba", "hybrid"], "chunk_size": 8},
+    "nemotron_h": {"ssm_state_size": 8, "chunk_size": 8},
+    "minimax": {"block_size": 8},
     "lfm2": {"layer_types": ["conv", "full_attention"], "full_attn_idxs": [1]},
     "lfm2_moe": {"layer_types": ["conv", "full_attention"]},
     "zamba": {

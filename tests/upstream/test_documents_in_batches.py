@@ -250,6 +250,22 @@ def test_a_mixer_that_looks_ahead_is_found_whatever_the_lengths_of_its_first_row
     assert {count for count, _ in module.shapes} == {1, 2}
 
 
+@pytest.mark.parametrize("others", [(), (CHUNK, CHUNK - 1)])
+def test_a_mixer_in_which_only_the_last_token_of_a_document_sees_padding_is_found(others):
+    """Zamba 2 up to 5.9: less than a trial's tolerance, and the first part of the document is one chunk."""
+
+    def mix(x):
+        behind = x[:, CHUNK:]
+        return x.cumsum(1) + torch.cat([0 * x[:, :CHUNK], 1e-5 * (behind + 1).flip(1).cumsum(1).flip(1)], 1)
+
+    lengths = (CHUNK + 2, CHUNK + 1, *others)
+    mask, hidden = packed(lengths)
+    module = Changed(mix)
+    output = computed(module, mask, hidden)
+    assert "with documents in padded batches, it " in mask.picks.of(module).why
+    assert torch.equal(output, right(module, hidden, lengths))
+
+
 LONGER = {
     "a document of several chunks in a longer call": (
         lambda x: x.cumsum(1) - x.mean(1, keepdim=True) * (torch.arange(x.shape[1]) >= CHUNK)[:, None],

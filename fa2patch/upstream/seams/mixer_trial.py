@@ -71,7 +71,7 @@ class Trial:
 
         Outputs and gradients must agree within :data:`TOLERANCE`. A document must send no gradient into others of its
         call and into padding, and its output must not change by a bit when these change. If calls are padded, the same
-        holds for the first part of a document and the tokens behind it. Dropout is off during the trial.
+        is asked of the first part of a document, too, and of the tokens behind it. Dropout is off during the trial.
 
         Raises:
             Exception: an error that says nothing about the module (:func:`~fa2patch.trying.says_nothing`).
@@ -95,25 +95,51 @@ class Trial:
             return "computes something else than on the documents one by one"
         looked_at = _looked_at(self.batches, self.lengths)
         documents = _tokens_of(looked_at, self.lengths, given.device)
-        inside = documents
+        kept = [documents]
         if self.size > len(given):  # what stands behind a token must not matter where padding does
-            inside = _tokens_of(looked_at, self.lengths, given.device, parts=True)
-        wanted = (given, filling, *_parameters(self.module))
-        found_gradients, right = (_gradients(outputs, inside, wanted) for outputs in (found, expected))
-        if found_gradients[0][~documents].any():
-            return "sends gradients from one document into another"
-        if found_gradients[0][~inside].any():
-            return "looks at later tokens of a document"
-        if found_gradients[1].any():
-            return "sends gradients into what fills a batch up"
-        if not _all_close(found_gradients[:1], right[:1], near) or not _all_close(found_gradients[2:], right[2:], near):
+            kept.insert(0, _tokens_of(looked_at, self.lengths, given.device, parts=True))
+        for inside in kept:
+            why = _reached(found, inside, documents, given, filling) or self._changed(found, inside, given, filling)
+            if why:
+                return why
+        wanted = (given, *_parameters(self.module))
+        gradients, right = (_gradients(outputs, documents, wanted) for outputs in (found, expected))
+        if not _all_close(gradients, right, near):
             return "has other gradients than on the documents one by one"
+        return ""
+
+    def _changed(
+        self, found: Sequence[torch.Tensor], inside: torch.Tensor, given: torch.Tensor, filling: torch.Tensor
+    ) -> str:
+        """Compute again with other states outside of some tokens, and say whether these tokens' outputs changed."""
         with without_gradients():
             others = torch.where(inside[:, None], given, given.flip(0) * 2 + 1)
             among_others = self.together(others, torch.ones_like(filling))
-        if not all(torch.equal(after[inside], before[inside]) for after, before in zip(among_others, found)):
-            return "changes a document when the others change"
-        return ""
+        same = all(torch.equal(after[inside], before[inside]) for after, before in zip(among_others, found))
+        return "" if same else "changes a document when the others change"
+
+
+def _reached(
+    found: Sequence[torch.Tensor],
+    inside: torch.Tensor,
+    documents: torch.Tensor,
+    given: torch.Tensor,
+    filling: torch.Tensor,
+) -> str:
+    """Say what else the outputs of some tokens send gradients to.
+
+    Args:
+        found: the outputs for each token.
+        inside: the tokens, bool ``[tokens]``.
+        documents: the tokens of their documents, bool ``[tokens]``.
+        given, filling: the hidden states, and what filled batches up.
+    """
+    to_states, to_filling = _gradients(found, inside, (given, filling), again=True)
+    if to_states[~documents].any():
+        return "sends gradients from one document into another"
+    if to_states[~inside].any():
+        return "looks at later tokens of a document"
+    return "sends gradients into what fills a batch up" if to_filling.any() else ""
 
 
 def _looked_at(batches: Sequence[Sequence[int]], lengths: Sequence[int]) -> list[int]:
@@ -152,11 +178,11 @@ def _parameters(module: torch.nn.Module) -> Iterator[torch.nn.Parameter]:
 
 
 def _gradients(
-    outputs: Sequence[torch.Tensor], inside: torch.Tensor, wanted: Sequence[torch.Tensor]
+    outputs: Sequence[torch.Tensor], inside: torch.Tensor, wanted: Sequence[torch.Tensor], again: bool = False
 ) -> list[torch.Tensor]:
-    """The gradients of the squared outputs of some tokens. Zeros stand for what has none."""
+    """The gradients of the squared outputs of some tokens, of which others may be taken ``again``. None gives zeros."""
     loss = torch.stack([output[inside].float().square().sum() for output in outputs]).sum()
-    found = torch.autograd.grad(loss, tuple(wanted), allow_unused=True)
+    found = torch.autograd.grad(loss, tuple(wanted), allow_unused=True, retain_graph=again)
     return [torch.zeros_like(one) if gradient is None else gradient for one, gradient in zip(wanted, found)]
 
 

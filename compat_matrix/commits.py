@@ -17,7 +17,7 @@ STATED = "FA2PATCH_COMMIT"
 CODE = (
     "fa2patch",
     "compat_matrix/check",
-    "compat_matrix/user_models",
+    "compat_matrix/user_models/models.py",
     "compat_matrix/run.py",
     "compat_matrix/tiny_*.py",
     "compat_matrix/media_families.py",
@@ -27,7 +27,7 @@ CODE = (
 """What a cell of the matrix depends on, as pathspecs of git's. The files that are left out are made from the cells.
 
 versions.toml and xfail.toml are not among them: they say what is expected of a cell, not what is found, and
-``compat_matrix.expect`` judges the cells again.
+``compat_matrix.expect`` judges the cells again. Neither are the modules that only a user's config.json is read with.
 """
 
 MADE = (

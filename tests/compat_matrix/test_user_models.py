@@ -132,6 +132,21 @@ def test_layers_are_the_shortest_beginning_with_every_kind():
     assert layers_of(num_hidden_layers=8, mlp_only_layers=[3])["mlp_only_layers"] == [3]
 
 
+@pytest.mark.parametrize(
+    "config, chunk",
+    [
+        ({"chunk_size": 128, "ssm_state_size": 128}, 8),
+        ({"chunk_size": 4, "mamba_d_state": 64}, 4),
+        ({"block_size": 256, "linear_attn_alpha_factor": 1}, 8),
+        ({"chunk_size": 128, "hidden_size": 64}, None),
+        ({"block_size": 64}, None),
+    ],
+)
+def test_documents_have_several_chunks_of_a_mixer(config, chunk):
+    cut = sizes.cut(Older, config)
+    assert [cut.get(name) for name in config if name in sizes.CHUNKS] == [chunk]
+
+
 def test_counts_that_are_structure_stay_and_names_without_meaning_for_sizes_too():
     kept = {"num_experts_per_tok": 1, "n_shared_experts": None, "tie_word_embeddings": True, "sliding_window": 512}
     cut = sizes.cut(Older, {"num_attention_heads": 8, "num_key_value_heads": 1, "attention_dropout": 0.1, **kept})

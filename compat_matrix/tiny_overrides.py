@@ -131,6 +131,18 @@ OVERRIDES: dict[str, dict[str, Any]] = {
     },
     "zaya": {"num_experts_per_tok": 1},
     "llama4": {"attention_chunk_size": 6, "floor_scale": 4, "no_rope_layers": [1, 0], "layer_types": None},
+    "ministral3": {
+        "rope_parameters": {
+            **dict.fromkeys(["beta_slow", "mscale", "mscale_all_dim"], 1.0),
+            "rope_type": "yarn",
+            "rope_theta": 1e4,
+            "factor": 32.0,
+            "beta_fast": 32.0,
+            "max_position_embeddings": 128,
+            "original_max_position_embeddings": 4,
+            "llama_4_scaling_beta": 0.5,
+        },
+    },
     "gpt_neo": {"attention_types": [[["global", "local"], 1]]},
 }
 """The settings, by architecture."""

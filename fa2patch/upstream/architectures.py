@@ -12,6 +12,7 @@ from .._compile import constant
 from .._types import Config
 from ..errors import BadArchitecture, UnknownArchitecture
 from ..kernels.options import Options
+from . import inspecting
 
 NAME = "registry"
 """The name of the trait, the key of a model's row in ``Patch.found``."""
@@ -95,17 +96,37 @@ def _hides_the_first_token(triangle: torch.Tensor) -> bool:
     return not triangle[0, 0, -1, 0]
 
 
-def _temperature(module: Any, q: torch.Tensor, into: torch.Tensor) -> torch.Tensor:
+def _llama4_temperature(module: Any, q: torch.Tensor, into: torch.Tensor) -> torch.Tensor:
     """Scale queries by the position in the document: layers without rope scale them by the position in the row."""
     if module.use_rope or not module.attn_temperature_tuning:
         return q
-    in_row = torch.arange(q.shape[1], device=q.device)
-    right, wrong = (
-        torch.log1p(torch.floor((tokens.float() + 1.0) / module.floor_scale)) * module.attn_scale + 1.0
-        for tokens in (into, in_row)
+    return _scaled(
+        q, into, lambda at: torch.log1p(torch.floor((at.float() + 1.0) / module.floor_scale)) * module.attn_scale + 1.0
     )
-    ratio: torch.Tensor = right / wrong
+
+
+def _ministral3_temperature(module: Any, q: torch.Tensor, into: torch.Tensor) -> torch.Tensor:
+    """Scale queries by the position in the document, where layers scale them by the position in the row (5.0 to 5.3).
+
+    Later layers take ``position_ids`` in the place of ``cache_position``.
+    """
+    if not _takes_cache_position(type(module)):
+        return q
+    rope = module.config.rope_parameters
+    beta, limit = rope["llama_4_scaling_beta"], rope["original_max_position_embeddings"]
+    return _scaled(q, into, lambda at: 1 + beta * torch.log1p(torch.floor(at / limit)))
+
+
+def _scaled(q: torch.Tensor, into: torch.Tensor, scale: Callable[[torch.Tensor], torch.Tensor]) -> torch.Tensor:
+    """Give queries the scale of their position in the document in the place of that of their position in the row."""
+    ratio = scale(into) / scale(torch.arange(q.shape[1], device=q.device))
     return q * ratio[:, :, None, None].to(q.dtype)
+
+
+@constant
+def _takes_cache_position(cls: type) -> bool:
+    """Whether the forward of a layer takes ``cache_position``, which counts tokens along the row."""
+    return inspecting.takes(inspecting.forward_of(cls), "cache_position")
 
 
 _NOTHING_SPECIAL = (
@@ -122,7 +143,8 @@ _rows = {
         Architecture("gpt_bigcode", adjust=_bigcode_scale),
         Architecture("gemma2", adjust=_gemma2),
         Architecture("gpt_neo", adjust=_gpt_neo_window),
-        Architecture("llama4_text", queries=_temperature),
+        Architecture("llama4_text", queries=_llama4_temperature),
+        Architecture("ministral3", queries=_ministral3_temperature),
         Architecture("phi", adjust=_phi_scale),
     )
 }

@@ -11,6 +11,7 @@ from compat_matrix import tiny_models
 from compat_matrix.check.compare import assert_close, assert_same_gradients
 from compat_matrix.check.rows import alone, documents, gradients, loss_of, pack
 from fa2patch import errors
+from fa2patch.upstream import architectures
 
 
 def present(name):
@@ -78,6 +79,63 @@ def test_a_padded_batch_whose_masks_are_a_dict_as_flash_attention_has_them(monke
     before = model(**batch).logits[mask.bool()]
     with fa2patch.apply(model):
         assert torch.equal(model(**batch).logits[mask.bool()], before)
+
+
+@present("ministral3")
+@pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
+def test_queries_of_ministral_3_are_scaled_by_the_position_in_the_document(docs, compiled, monkeypatch):
+    """As from 5.0 to 5.3, where a layer takes ``cache_position`` in the place of ``position_ids``."""
+    modeling = tiny_models.modeling("ministral3")
+    model = tiny_models.build("ministral3", "sdpa")
+    rows = [documents(5, 9), documents(8, 6, seed=1)]
+    batch = {name: torch.cat([pack(docs)[name] for docs in rows]) for name in pack(docs)}
+    expected, of_rows = alone(model, docs), torch.stack([alone(model, docs) for docs in rows])
+    if hasattr(modeling, "get_llama_4_attn_scale"):  # from 5.4 on
+        scale = modeling.get_llama_4_attn_scale
+
+        def along_the_row(positions, *settings):
+            return scale(torch.arange(positions.shape[-1])[None], *settings)
+
+        monkeypatch.setattr(modeling, "get_llama_4_attn_scale", along_the_row)
+        monkeypatch.setattr(architectures, "_takes_cache_position", lambda cls: True)
+    assert_close(alone(model, docs), expected, "logits of documents alone")
+    with fa2patch.apply(model):
+        run = torch.compile(model, backend="eager") if compiled else model
+        assert_close(run(**pack(docs)).logits[0], expected, "logits")
+        assert_close(run(**batch).logits, of_rows, "logits of two rows")
+
+
+@present("phi3")
+def test_longrope_whose_tables_are_made_for_the_row_is_refused_and_the_model_is_left_as_it_was(docs):
+    """As PhiMoE from 4.46 to 4.57, whose rotary module takes no ``position_ids``."""
+    factors = {name: [1.0 + i for i in range(4)] for name in ("short_factor", "long_factor")}
+    scaling = {"rope_type": "longrope", "type": "longrope", "rope_theta": 1e4, **factors}
+    known = tiny_models.parameters(tiny_models.config_class("phi3"))
+    name = "rope_parameters" if "rope_parameters" in known else "rope_scaling"
+    model = tiny_models.build("phi3", "sdpa", original_max_position_embeddings=16, **{name: scaling})
+
+    class ForTheRow(torch.nn.Module):
+        def forward(self, x, seq_len=None):
+            return x
+
+    rotary, model.model.rotary_emb = model.model.rotary_emb, ForTheRow()
+    with pytest.raises(errors.UnsupportedModel, match="found that it takes the row's length only"):
+        fa2patch.apply(model)
+    model.model.rotary_emb = rotary
+    with fa2patch.apply(model):
+        assert_close(model(**pack(docs)).logits[0], alone(model, docs), "logits")
+
+
+def test_a_layer_that_takes_cache_position_is_seen():
+    class UpTo53(torch.nn.Module):
+        def forward(self, hidden_states, attention_mask, cache_position=None, **kwargs):
+            pass
+
+    class From54(torch.nn.Module):
+        def forward(self, hidden_states, attention_mask, position_ids, **kwargs):
+            pass
+
+    assert architectures._takes_cache_position(UpTo53) and not architectures._takes_cache_position(From54)
 
 
 @pytest.mark.parametrize("family", ["mixtral", "qwen2_moe", "jamba"])

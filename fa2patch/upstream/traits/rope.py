@@ -15,7 +15,8 @@ from typing import Any
 import torch
 
 from ..._types import Function
-from .. import luggage
+from ...errors import UnsupportedModel
+from .. import inspecting, luggage
 from ..looked import Looked
 from ..rope import MODULES, NAME, Found, length_scaled
 from ..seams.layer_rotary import each_document
@@ -32,6 +33,15 @@ class Rope(Trait):
     def finds(self, model: Looked) -> Found | None:
         scaling = length_scaled(model.decoder.config)
         return None if scaling is None else Found(scaling, scaling.kind == "longrope" and bool(_modules(model)))
+
+    def refuses(self, model: Looked, found: Found) -> None:
+        for module in _modules(model) if found.rides else ():
+            if not inspecting.takes(inspecting.forward_of(type(module)), "position_ids"):  # PhiMoE from 4.46 to 4.57
+                raise UnsupportedModel(
+                    f"{type(model.decoder).__name__}: expected that {type(module).__name__} takes position_ids, found "
+                    "that it takes the row's length only. Rope scaling 'longrope' chooses factors by the length, so "
+                    "all documents of a row would get the row's. Use Transformers 5.0 or later, or train padded."
+                )
 
     def replaces(self, model: Looked, found: Found) -> Iterable[Site]:
         return [of_forward(module, by_document) for module in _modules(model)] if found.rides else []

@@ -28,10 +28,9 @@ ALSO = {
 """Sizes that a config class computes for the tiny models, but that a config.json states as numbers."""
 
 CHUNKS = {"chunk_size": ("mamba_d_state", "ssm_state_size", "state_size"), "block_size": ("linear_attn_alpha_factor",)}
-"""The tokens that a mixer computes at a time, each with arguments that only such a mixer has. They become
-:data:`CHUNK`, so that documents of the points have several chunks."""
+"""The tokens that a mixer computes at a time, each with arguments that only such a mixer has. At most as many stay as
+``mamba_chunk_size`` has in ``tiny_configs.SETTINGS``, so that documents of the points have several chunks."""
 
-CHUNK = 8
 KEY_VALUE_HEADS = ("num_key_value_heads", "num_kv_heads", "num_global_key_value_heads", "kv_n_heads")
 ENDINGS = {
     ("dropout", "pdrop", "dropout_rate", "dropout_prob", "layerdrop", "jitter_noise", "jitter_eps"): 0.0,
@@ -90,7 +89,7 @@ def _numbers(settings: dict[str, Any]) -> dict[str, Any]:
         elif name in ALSO and (name != "mamba_headdim" or "n_mamba_heads" in settings):
             changes[name] = ALSO[name]
         elif any(argument in settings for argument in CHUNKS.get(name, ())):
-            changes[name] = min(value, CHUNK)
+            changes[name] = min(value, tiny_configs.SETTINGS["mamba_chunk_size"])
         elif name not in changes and name in tiny_configs.SETTINGS and isinstance(value, (int, list)):
             changes[name] = tiny_configs.SETTINGS[name]
         for endings, ending_value in ENDINGS.items():

@@ -252,7 +252,7 @@ def test_a_mixer_that_looks_ahead_is_found_whatever_the_lengths_of_its_first_row
 
 @pytest.mark.parametrize("others", [(), (CHUNK, CHUNK - 1)])
 def test_a_mixer_in_which_only_the_last_token_of_a_document_sees_padding_is_found(others):
-    """Zamba 2 up to 5.9: less than a trial's tolerance, and the first part of the document is one chunk."""
+    """As Zamba 2 in 5.4 and 5.9: less than a trial's tolerance, and the first part of the document is one chunk."""
 
     def mix(x):
         behind = x[:, CHUNK:]

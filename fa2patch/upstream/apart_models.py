@@ -12,7 +12,6 @@ from typing import Any
 import torch
 
 from .._compile import uncompiled
-from ..documents.names import LENGTHS
 from ..kernels.picks import DOCUMENTS
 from . import apart, inspecting
 from .packed_mask import PackedMask
@@ -42,7 +41,6 @@ def _of_each(step: Step, mask: PackedMask) -> Any:
     for layer in step.patch.attention:
         mask.picks.took(step.module.get_submodule(layer.name), DOCUMENTS)
     rest, call = step.calls.arranged(step.args, step.call)
-    call = {name: value for name, value in call.items() if name not in LENGTHS}
     documents = apart.Documents(mask.boundaries, mask.shape)
 
     def each(*args: Any, **given: Any) -> Any:

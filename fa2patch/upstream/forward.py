@@ -187,9 +187,14 @@ def _handed(step: Step) -> Any:
 
 
 def _made(step: Step) -> Any:
-    """Call a model that has the mask as an argument."""
-    if step.mask is not None and step.role.innermost and step.patch.route.apart:
-        return apart_models.computed(step, step.mask)
+    """Call a model that has the mask as an argument.
+
+    Lengths end at the base model: its layers read the mask, and Cohere's in 4.47 raise where lengths are handed on.
+    """
+    if step.mask is not None and step.role.innermost:
+        step.call = {name: value for name, value in step.call.items() if name not in LENGTHS}
+        if step.patch.route.apart:
+            return apart_models.computed(step, step.mask)
     return step.calls.make(step.module, step.args, step.call)
 
 

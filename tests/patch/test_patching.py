@@ -18,6 +18,7 @@ from compat_matrix import tiny_models
 from compat_matrix.check.compare import assert_close
 from compat_matrix.check.rows import alone, documents, pack
 from fa2patch import errors
+from fa2patch.documents import names
 from fa2patch.kernels import attention
 from fa2patch.upstream import packed_mask
 
@@ -101,6 +102,27 @@ def test_the_base_model_alone_can_be_patched(docs):
     fa2patch.apply(base)
     found = model.lm_head(base(**pack(docs)).last_hidden_state)[0]
     assert_close(found, alone(tiny_models.build("llama", "eager"), docs), "logits")
+
+
+@pytest.mark.parametrize("padded", [False, True])
+def test_collator_lengths_end_at_the_base_model(model, docs, expected, padded):
+    """Cohere's base model in 4.47 takes them and hands them to its layers, which do not."""
+
+    def takes_no_lengths(layer, args, kwargs):
+        found = {*kwargs}.intersection(names.LENGTHS)
+        assert not found, f"forward() got unexpected keyword arguments {found}"
+
+    for layer in model.model.layers:
+        layer.register_forward_pre_hook(takes_no_lengths, with_kwargs=True)
+    fa2patch.apply(model, padded_batches=True)
+    if padded:
+        mask = torch.arange(max(LENGTHS)) < torch.tensor(LENGTHS)[:, None]
+        batch = {"input_ids": torch.nn.utils.rnn.pad_sequence(docs, batch_first=True), "attention_mask": mask.long()}
+        hidden = model.model(**batch).last_hidden_state[mask]
+    else:
+        ends = torch.tensor([0, *LENGTHS]).cumsum(0).int()
+        hidden = model.model(**pack(docs), cu_seq_lens_q=ends, cu_seq_lens_k=ends).last_hidden_state[0]
+    assert_close(model.lm_head(hidden), expected, "logits")
 
 
 def test_signatures_stay_as_they_were(model):

@@ -27,9 +27,6 @@ _RESULTS = {"ok": "right for", "leak": "leaks for", "error": "raises an error fo
 def code(results: Results) -> str:
     """One sentence about the code that the cells were checked with."""
     every = results.made
-    unknown = sum(not made.commit for made in every)
-    if unknown:
-        return f"{unknown:,} of {len(every):,} cells do not say which code made them."
     newest = results.code
     older = sum(made.code != newest for made in every)
     if not older:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from .. import environments
+from ..cells import Results
 from ..ecosystem import integrations
 from ..results import Malformed, read
 from . import bench_tables, integrations_table, kernel_table, long_rows_tables, need, readme
@@ -18,12 +19,14 @@ def made(root: Path) -> dict[Path, str]:
     """Return the path and the new text of every file that is made from the evidence.
 
     Raises:
-        Malformed: The evidence or the markers in README or the pages of docs are not as expected.
+        Malformed: The evidence or the markers in README or the pages of docs are not as expected, or a cell does not
+            say which commit made it.
     """
     folder = root / "compat_matrix"
     blocks = folder / "versions.toml"
     wanted = environments.tomllib.loads(blocks.read_text())["version"] if blocks.exists() else ()
     results = read(folder / "evidence", wanted)
+    require_commits(results)
     long_rows = {"engines": long_rows_tables.engines(), "costs": long_rows_tables.costs()}
     costs = {"reads": bench_tables.reads(), "overhead": bench_tables.overhead()}
     in_readme = {
@@ -41,6 +44,17 @@ def made(root: Path) -> dict[Path, str]:
         root / "fa2patch" / "upstream.json": known(results),
         root / "fa2patch" / "cli" / "evidence.json": summary(results),
     }
+
+
+def require_commits(results: Results) -> None:
+    """Raise :class:`Malformed` if a cell does not say which commit made it, because its age could not be shown."""
+    for environment in results.environments:
+        unsaid = [name for name, cell in environment.cells.items() if cell.made is not None and not cell.made.commit]
+        if unsaid:
+            raise Malformed(
+                f"{environment.name}: expected the commit that made each cell, found none in {len(unsaid)} of "
+                f"{len(environment.cells)}, such as {unsaid[0]}. Run python -m compat_matrix --resume in a clone"
+            )
 
 
 def between(file: Path, **texts: str) -> str:

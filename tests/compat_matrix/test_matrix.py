@@ -334,6 +334,14 @@ def test_evidence_is_judged_again_when_xfail_toml_changes():
     assert judged("llava", "4.46.3", **broken) == broken
 
 
+@pytest.mark.parametrize("file", sorted(EVIDENCE.glob("*.json")), ids=lambda file: file.stem)
+def test_committed_evidence_is_as_xfail_toml_judges_it(file):
+    written = file.read_text(encoding="utf-8")
+    found = json.loads(written)
+    expect.known_failures(found)
+    assert run.text(found) == written, "run python -m compat_matrix.expect"
+
+
 def test_a_point_at_which_transformers_alone_fails_is_neither_held_nor_not_applicable(monkeypatch):
     def fails(cell):
         raise AloneFails("no position_ids")

@@ -151,10 +151,17 @@ def test_a_cell_says_what_made_it_and_older_code_is_marked(leave, results):
     assert (first.torch, first.dates) == ("2.13.0+cpu and 2.4.1", "2026-11-20 to 2026-11-21")
     text = matrix(results())
     assert "| ✓ ✗ | ✓ ✗ |" in text and "| ✓ ✗ ° | ✓ ✗ ° |" in text
-    assert "1 of 4 cells do not say which code made them." in text
+    assert f"2 of 4 cells were checked with older code than that of commit {'1' * 12}" in text
     assert "That is older than" in page(results())
     leave("5.1.0", {"llama": checked()})
     assert f"1 of 3 cells were checked with older code than that of commit {'1' * 12}" in matrix(results())
+
+
+def test_a_cell_that_does_not_say_which_commit_made_it_is_not_published(root, leave, capsys):
+    leave("5.0.0", {"llama": checked(), "phi": {**checked(), "made": {**MADE, "commit": None, "dirty": None}}})
+    assert publish.main(["--root", str(root), "--check"]) == 1
+    said = capsys.readouterr().err
+    assert "5.0.0: expected the commit that made each cell, found none in 1 of 2, such as phi" in said
 
 
 def test_another_stack_of_a_release_is_shown_and_not_counted(leave, results):

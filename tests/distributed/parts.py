@@ -147,9 +147,14 @@ def alone(model: Any, batch: Batch) -> tuple[list[torch.Tensor], torch.Tensor]:
 
 def furthest(logits: torch.Tensor, batch: Batch, right: Sequence[torch.Tensor]) -> float:
     """Return the largest distance of a batch's logits from those of documents alone, relative to the largest logit."""
-    flat = logits.detach().flatten(0, 1)
+    flat = logits.flatten(0, 1)
+    return between([flat[places] for places in batch.places], right)
+
+
+def between(found: Sequence[torch.Tensor], right: Sequence[torch.Tensor]) -> float:
+    """Return the largest distance of each document's logits from the right ones, relative to the largest logit."""
     scale = max(float(one.detach().abs().max()) for one in right)
-    return max(float((flat[places] - one.detach()).abs().max()) for places, one in zip(batch.places, right)) / scale
+    return max(float((one - other).detach().abs().max()) for one, other in zip(found, right)) / scale
 
 
 def cell(found: str, said: str = "", off_by: float | None = None) -> Cell:

@@ -20,6 +20,7 @@ from parts import (
     Cell,
     alone,
     apart_from,
+    between,
     cell,
     features,
     finish,
@@ -39,7 +40,8 @@ STEPS = 3
 RATE = 0.005
 SHAKEN = 1e-9
 """How much the weights of a third model differ. A delta net computes in single precision, and its gradients of the
-third step are a thousandth apart if its weights differ so little. No bound is below what this model shows."""
+third step are a thousandth apart if its weights differ so little, and its logits some hundred-thousandths. No bound of
+gradients and logits is below what this model shows."""
 BOUNDS = {"loss": 1e-6, "logits": 1e-5, "gradients": 1e-5, "weights": 1e-5}
 """Relative to the largest value of the same tensor. Models are in double precision, but norms and tables of rotary
 embeddings are in single precision, and sums over processes are taken in another order."""
@@ -89,22 +91,27 @@ def moved(model: Any, batch: Batch) -> float:
 
 
 def trained(case: Case, models: Models) -> dict[str, Any]:
-    """Return the largest distances over all steps, the change by other documents, and the wrong gradients."""
+    """Return the largest distances over all steps, the change by other documents, and the wrong gradients.
+
+    ``bound`` is that of the logits.
+    """
     batch, model = case.batch(), models.load(case, split=True)
     reference, third = models.load(case, split=False), shaken(models.load(case, split=False))
     fa2patch.apply(model)
     optimizers = [torch.optim.SGD(one.parameters(), lr=RATE, foreach=False) for one in (model, reference, third)]
-    off: dict[str, Any] = {"moved": moved(model, batch), **dict.fromkeys(BOUNDS, 0.0)}
+    off: dict[str, Any] = {"moved": moved(model, batch), **dict.fromkeys(BOUNDS, 0.0), "bound": BOUNDS["logits"]}
     off["sharded"] = sharded(model, reference)
     for _ in range(STEPS):
         found = model(**batch.call, labels=batch.labels, use_cache=False)
         right, expected = alone(reference, batch)
-        for loss in (found.loss, expected, alone(third, batch)[1]):
+        near, nearly = alone(third, batch)
+        for loss in (found.loss, expected, nearly):
             loss.backward()
         gradients = apart(model, reference, "grad")
         bound = max(BOUNDS["gradients"], *apart(third, reference, "grad").values())
         off["loss"] = max(off["loss"], apart_from(found.loss.detach(), expected.detach()))
         off["logits"] = max(off["logits"], furthest(found.logits, batch, right))
+        off["bound"] = max(off["bound"], between(near, right))
         off["gradients"] = max(off["gradients"], *gradients.values())
         off["wrong"] = sorted(name for name, far in gradients.items() if far >= bound)
         if off["wrong"]:
@@ -151,7 +158,8 @@ def with_fa2patch(case: Case, models: Models) -> Cell:
         upstreams = _failure_alone(case, models)
         return cell("upstream", upstreams) if upstreams else cell("wrong", told(error))
     bound = ROUNDING if tiny_models.is_mixture(case.family) else 0.0
-    right = all(off[name] < most for name, most in BOUNDS.items() if name != "gradients")
+    bounds = {"loss": BOUNDS["loss"], "logits": off["bound"], "weights": BOUNDS["weights"]}
+    right = all(off[name] < most for name, most in bounds.items())
     right = right and not off["wrong"] and off["moved"] <= bound
     said = f"{off['sharded']}; " + ", ".join(f"{name} {off[name]:.1e}" for name in (*BOUNDS, "moved"))
     if off["wrong"] and off["moved"] <= bound and off["wrong"] == wrong_alone(case, models):

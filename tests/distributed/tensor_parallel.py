@@ -91,16 +91,16 @@ def moved(model: Any, batch: Batch) -> float:
 
 
 def trained(case: Case, models: Models) -> dict[str, Any]:
-    """Return the largest distances over all steps, the change by other documents, and the wrong gradients.
+    """Return the largest distances over all steps, the change by other documents, and what is wrong.
 
-    ``bound`` is that of the logits.
+    ``wrong`` names the gradients that are, and ``near`` says whether the logits of every step are within their bound.
     """
     batch, model = case.batch(), models.load(case, split=True)
     reference, third = models.load(case, split=False), shaken(models.load(case, split=False))
     fa2patch.apply(model)
     optimizers = [torch.optim.SGD(one.parameters(), lr=RATE, foreach=False) for one in (model, reference, third)]
-    off: dict[str, Any] = {"moved": moved(model, batch), **dict.fromkeys(BOUNDS, 0.0), "bound": BOUNDS["logits"]}
-    off["sharded"] = sharded(model, reference)
+    off: dict[str, Any] = {"moved": moved(model, batch), **dict.fromkeys(BOUNDS, 0.0)}
+    off.update(sharded=sharded(model, reference), near=True)
     for _ in range(STEPS):
         found = model(**batch.call, labels=batch.labels, use_cache=False)
         right, expected = alone(reference, batch)
@@ -110,8 +110,9 @@ def trained(case: Case, models: Models) -> dict[str, Any]:
         gradients = apart(model, reference, "grad")
         bound = max(BOUNDS["gradients"], *apart(third, reference, "grad").values())
         off["loss"] = max(off["loss"], apart_from(found.loss.detach(), expected.detach()))
-        off["logits"] = max(off["logits"], furthest(found.logits, batch, right))
-        off["bound"] = max(off["bound"], between(near, right))
+        logits = furthest(found.logits, batch, right)
+        off["logits"] = max(off["logits"], logits)
+        off["near"] = off["near"] and logits < max(BOUNDS["logits"], between(near, right))
         off["gradients"] = max(off["gradients"], *gradients.values())
         off["wrong"] = sorted(name for name, far in gradients.items() if far >= bound)
         if off["wrong"]:
@@ -158,8 +159,7 @@ def with_fa2patch(case: Case, models: Models) -> Cell:
         upstreams = _failure_alone(case, models)
         return cell("upstream", upstreams) if upstreams else cell("wrong", told(error))
     bound = ROUNDING if tiny_models.is_mixture(case.family) else 0.0
-    bounds = {"loss": BOUNDS["loss"], "logits": off["bound"], "weights": BOUNDS["weights"]}
-    right = all(off[name] < most for name, most in bounds.items())
+    right = off["near"] and all(off[name] < BOUNDS[name] for name in ("loss", "weights"))
     right = right and not off["wrong"] and off["moved"] <= bound
     said = f"{off['sharded']}; " + ", ".join(f"{name} {off[name]:.1e}" for name in (*BOUNDS, "moved"))
     if off["wrong"] and off["moved"] <= bound and off["wrong"] == wrong_alone(case, models):

@@ -54,8 +54,8 @@ def compared(
     dtype: torch.dtype = torch.float32,
     sizes: dict[str, int] = SIZES,
 ) -> dict[str, Any]:
-    """Return the least time of ``repeats`` rounds in milliseconds, and the median ratios of the packed time to
-    the others, and the kernels that computed the layers.
+    """Return the median time of ``repeats`` rounds in milliseconds, the median ratios of the packed time to the
+    others, and the kernels that computed the layers.
 
     ``padded_is`` says whether the unpatched model computes the padded batch right: the real tokens' logits must be
     those of the documents alone. A padded batch that fails has no time and no ratio.
@@ -89,7 +89,7 @@ def compared(
     if found["padded_is"].startswith("fails"):
         del rivals["padded"]
     taken = timing.rounds(rivals, repeats, warm_up=1, device=device)
-    found.update({f"{name}_ms": round(1e3 * min(seconds), 2) for name, seconds in taken.items()})
+    found.update({f"{name}_ms": round(1e3 * statistics.median(seconds), 2) for name, seconds in taken.items()})
     for name in [*rivals][1:]:
         ratios = [packed / other for packed, other in zip(taken["packed"], taken[name])]
         found[f"by_{name}"] = round(statistics.median(ratios), 3)

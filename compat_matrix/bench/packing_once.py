@@ -14,6 +14,7 @@ import logging
 import math
 import os
 import platform
+import statistics
 import sys
 import time
 import traceback
@@ -238,8 +239,8 @@ def _measured(planner: Planner, lengths: Any, budget: int, repeats: int) -> dict
         if grew is None and before is not None:
             grew = round((_resident("VmHWM") - before) / 1024, 1)
     weight = weighed(read(), lengths, budget)
-    least = {"seconds": round(min(seconds), 4), "cpu_seconds": round(min(processor), 4)}
-    return {**least, "repeats": len(seconds), "peak_mb": grew, **weight}
+    taken = {"seconds": round(statistics.median(seconds), 4), "cpu_seconds": round(statistics.median(processor), 4)}
+    return {**taken, "repeats": len(seconds), "peak_mb": grew, **weight}
 
 
 def _resident(name: str) -> Any:

@@ -10,8 +10,8 @@ Case = dict[str, Any]
 
 WHERE = "The lengths are drawn by `compat_matrix/bench/lengths.py`; *uniform* means 1 to 4096. "
 SPEED = (
-    "Each cell holds seconds of processor time (the least of 3 runs, or one run if it takes 3 s) and the growth of the "
-    "peak of resident memory in MB, measured in a process of its own. TRL packs tokens, here of one byte each; all "
+    "Each cell holds seconds of processor time (the median of 3 runs, or one run if it takes 3 s) and the growth of "
+    "the peak of resident memory in MB, measured in a process of its own. TRL packs tokens, here of one byte each; all "
     "others pack lengths. *.rows* makes the plan a Python list of arrays. *PackedBatchSampler* makes an epoch for 8 "
     "ranks, balanced by cost. *stream* takes the examples one by one."
 )

@@ -106,7 +106,7 @@ def mixers(found: Found) -> list[Table]:
         for run in found["rows"]
     ]
     notes = (
-        f"Milliseconds of forward and backward, the least of {found['repeats']} rounds taken in turns. The ratios are "
+        f"Milliseconds of forward and backward, the median of {found['repeats']} rounds taken in turns. The ratios are "
         "the packed time divided by the other, as medians over the rounds. *Padded* is the unpatched model on the "
         "documents in one batch, with zeros on the right and an attention mask. *Its logits* says whether the "
         "unpatched model then computes what it computes for the documents alone. *One by one* is one backward of all "

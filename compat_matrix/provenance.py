@@ -1,6 +1,7 @@
-"""Check that all cells, stacks and benches were made with the present code, the cells with one commit.
+"""Check that all cells and measurements were made with the present code, and the cells with one commit.
 
 ``python -m compat_matrix.provenance``. A release needs it. Between releases MATRIX.md marks the cells of older code.
+Measurements are those of the bench, of the ecosystem's stacks and integrations, and of the examples.
 The present code is :data:`commits.CODE`. Evidence, documents, tests and the tables' code may change after it was run.
 """
 
@@ -32,7 +33,7 @@ def main(arguments: list[str] | None = None) -> int:
     found = problems(results) + of_measurements(measured)
     good = (
         f"All {len(results.made):,} cells were made with the code of {results.code}, which is the present code, and so "
-        f"were all {len(measured)} measurements of the bench and the ecosystem."
+        f"were all {len(measured)} measurements of the bench, the ecosystem and the examples."
     )
     print("\n".join(found) or good)
     return int(bool(found))
@@ -53,7 +54,7 @@ def problems(results: Results) -> list[str]:
 
 
 def measurements() -> Iterator[tuple[str, Mapping[str, Any]]]:
-    """Yield the name of each committed measurement of the bench and the ecosystem, with ``commit`` and ``dirty``."""
+    """Yield the name of each committed measurement of bench, ecosystem and examples, with ``commit`` and ``dirty``."""
     for file in sorted((environments.HERE / "bench" / "results").glob("*.json")):
         yield f"bench {file.stem}", about.read(file)
     ecosystem = environments.HERE / "ecosystem" / "evidence"
@@ -62,6 +63,9 @@ def measurements() -> Iterator[tuple[str, Mapping[str, Any]]]:
             yield f"{file.stem} {check}", made
     for row, found in about.read(ecosystem / "integrations" / "tests.json").items():
         yield f"integration {row}", found
+    for file in sorted((environments.HERE.parent / "examples").rglob("results.json")):
+        commit = about.read(file).get("commit") or ""
+        yield f"examples {file.parent.name}", {"commit": commit.removesuffix("-dirty"), "dirty": "-dirty" in commit}
 
 
 def of_measurements(measured: Mapping[str, Mapping[str, Any]]) -> list[str]:

@@ -13,14 +13,11 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import shlex
 import subprocess
 import sys
 import tempfile
 import warnings
 from concurrent.futures import ThreadPoolExecutor
-from datetime import datetime, timezone
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -29,7 +26,7 @@ from paper_report import figure, findings, markdown, speed_of, summaries
 from paper_variants import VARIANTS
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
-from train_packed import DataError, Encoder, at_least, read_jsonl, split, standard_library
+from train_packed import DataError, Encoder, at_least, made_by, read_jsonl, split, standard_library
 
 QUICK = {"documents": 96, "held_out": 16, "seeds": [0], "max_length": 64, "row_length": 128, "evaluations": 2}
 
@@ -128,15 +125,6 @@ def run_all(job: Job, arguments: argparse.Namespace, console: Console) -> list[R
         return list(pool.map(one, pairs))
 
 
-def commit() -> str | None:
-    """Return the commit of the clone that this file is in, with ``-dirty`` if files differ; None without a clone."""
-    command = ["git", "-C", str(Path(__file__).parent), "describe", "--always", "--exclude=*", "--abbrev=12", "--dirty"]
-    try:
-        return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
-    except (OSError, subprocess.CalledProcessError):
-        return None
-
-
 def main(argv: list[str] | None = None) -> None:
     """Run the experiment and write results, table and figures."""
     warnings.simplefilter("ignore")
@@ -149,10 +137,7 @@ def main(argv: list[str] | None = None) -> None:
     runs = run_all(job, arguments, console)
     given = sys.argv[1:] if argv is None else argv
     results = {
-        "command": shlex.join(["python", "examples/reproduce_paper.py", *given]),
-        "date": datetime.now(timezone.utc).date().isoformat(),
-        "commit": commit(),
-        "versions": {name: version(name) for name in ("torch", "transformers", "accelerate")},
+        **made_by(["python", "examples/reproduce_paper.py", *given]),
         "settings": {key: value for key, value in job.items() if key not in ("train", "validation")}
         | {"documents": len(job["train"]), "held_out": len(job["validation"])},
         "summaries": summaries(runs),

@@ -21,12 +21,14 @@ import hashlib
 import json
 import os
 import platform
+import shlex
 import subprocess
 import sys
 import sysconfig
 import tempfile
 import warnings
 from collections.abc import Callable, Iterable, Iterator
+from datetime import datetime, timezone
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any, Union
@@ -306,7 +308,26 @@ def remarks(padded: Run, packed: Run, both: dict[str, Any]) -> str:
     )
 
 
-def plot(padded: Run, packed: Run, both: dict[str, Any], file: Path) -> None:
+def made_by(command: list[str]) -> dict[str, Any]:
+    """Return what results are dated with: the command, the date, the commit of this clone, and versions."""
+    return {
+        "command": shlex.join(command),
+        "date": datetime.now(timezone.utc).date().isoformat(),
+        "commit": commit(),
+        "versions": {name: version(name) for name in ("torch", "transformers", "accelerate")},
+    }
+
+
+def commit() -> str | None:
+    """Return the commit of the clone that this file is in, with ``-dirty`` if files differ; None without a clone."""
+    command = ["git", "-C", str(Path(__file__).parent), "describe", "--always", "--exclude=*", "--abbrev=12", "--dirty"]
+    try:
+        return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
+    except (OSError, subprocess.CalledProcessError):
+        return None
+
+
+def plot(padded: Run, packed: Run, both: dict[str, Any], made: dict[str, Any], file: Path) -> None:
     """Draw both validation curves over the steps, with throughput and memory beside them."""
     figure, (left, right) = plt.subplots(
         1, 2, figsize=(11, 4.2), dpi=160, gridspec_kw={"width_ratios": (1.2, 1)}, layout="constrained"
@@ -317,6 +338,9 @@ def plot(padded: Run, packed: Run, both: dict[str, Any], file: Path) -> None:
         axes.set_axisbelow(True)
     draw_curves(left, padded, packed, both)
     draw_bars(right, padded, packed, both)
+    code = f", commit {made['commit']}" if made["commit"] else ""
+    note = f"{made['command']}    {made['date']}{code}, transformers {made['versions']['transformers']}"
+    figure.supxlabel(note, x=0.005, ha="left", fontsize=8, color="#707784")
     figure.savefig(file)
     plt.close(figure)
 
@@ -447,14 +471,15 @@ def main(argv: list[str] | None = None) -> None:
     both = compare(padded, packed)
 
     arguments.output.mkdir(parents=True, exist_ok=True)
+    given = sys.argv[1:] if argv is None else argv
     results = {
+        **made_by(["python", "examples/train_packed.py", *given]),
         "settings": {key: value for key, value in job.items() if key not in ("train", "validation")},
-        "versions": {name: version(name) for name in ("torch", "transformers", "accelerate")},
         "comparison": both,
         "runs": [padded, packed],
     }
-    (arguments.output / "results.json").write_text(json.dumps(results, indent=1), encoding="utf-8")
-    plot(padded, packed, both, arguments.output / "curves.png")
+    (arguments.output / "results.json").write_text(json.dumps(results, indent=1) + "\n", encoding="utf-8")
+    plot(padded, packed, both, results, arguments.output / "curves.png")
     console.print(
         f"\n{padded['model_class']}, {padded['parameters'] / 1e6:.1f} M parameters, {padded['device']}, "
         + ", ".join(f"{name} {number}" for name, number in results["versions"].items())

@@ -33,7 +33,7 @@ def test_cells_of_one_commit_without_a_change_after_it_are_accepted(checked):
     assert checked(MADE, MADE) == (
         0,
         f"All 2 cells were made with the code of commit {'1' * 12}, which is the present code, and so were all 2 "
-        "measurements of the bench and the ecosystem.\n",
+        "measurements of the bench, the ecosystem and the examples.\n",
     )
 
 
@@ -80,10 +80,23 @@ def test_a_change_after_the_commit_of_a_measurement_is_named(checked):
     assert code == 1 and "patch/plan.py. Affected: bench mixers, trl-1.16.0 curve." in text
 
 
-def test_every_bench_check_and_integration_is_among_the_measurements():
+def test_every_bench_check_integration_and_experiment_is_among_the_measurements():
     names = [name for name, _ in provenance.measurements()]
     assert len(names) == len({*names}) > 190
     assert {"bench sharing", "long-rows-5.23.0 ulysses, 2 processes", "trl-1.16.0 curve", "integration trl"} <= {*names}
+    assert {"examples paper", "examples longer", "examples padded_and_packed"} <= {*names}
+
+
+@pytest.mark.parametrize(("commit", "dirty"), [("1" * 12, False), (f"{'1' * 12}-dirty", True), (None, False)])
+def test_the_commit_of_an_experiment_is_read_from_its_results(monkeypatch, tmp_path, commit, dirty):
+    monkeypatch.setattr(provenance.environments, "HERE", tmp_path / "compat_matrix")
+    file = tmp_path / "examples" / "paper" / "results.json"
+    integrations = tmp_path / "compat_matrix" / "ecosystem" / "evidence" / "integrations" / "tests.json"
+    for made, content in ((file, {"commit": commit}), (integrations, {})):
+        made.parent.mkdir(parents=True)
+        made.write_text(json.dumps(content))
+    expected = {"commit": "1" * 12 if commit else "", "dirty": dirty}
+    assert [*provenance.measurements()] == [("examples paper", expected)]
 
 
 def test_a_version_without_evidence_is_named(checked, tmp_path):

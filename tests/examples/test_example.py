@@ -71,7 +71,9 @@ def check(results: dict, steps: int, tolerance: float) -> None:
 
 
 def test_quick_run_trains_the_same_padded_and_packed(tmp_path: Path) -> None:
-    check(train(tmp_path, "--quick"), steps=8, tolerance=QUICK_TOLERANCE)
+    results = train(tmp_path, "--quick")
+    check(results, steps=8, tolerance=QUICK_TOLERANCE)
+    assert results["command"].endswith("--quick") and {"date", "commit", "versions"} <= {*results}
 
 
 @pytest.mark.slow

@@ -31,8 +31,8 @@ SMALL = 1e-4
 
 LOSS, GRADIENT, WEIGHT = 1e-6, 1e-5, 1e-5
 """The largest relative difference of a step's loss, and of gradients and final weights by their largest value. Models
-are in double precision, because in single precision the rounding of ten steps with mixers is as large as this. Norms
-and tables of rotary embeddings are in single precision all the same, and processes take sums in another order."""
+are in double precision if they can be, because in single precision the rounding of ten steps with mixers is as large as
+this. Norms and tables of rotary embeddings are in single precision all the same, and processes sum in another order."""
 
 SHARED = 12
 """Length of the prompt that the documents of a case share."""
@@ -245,14 +245,15 @@ def implementation(family: str) -> str:
     return "sdpa"
 
 
-def built(case: Case, implementation: str) -> Any:
-    return tiny_models.build(case.family, implementation, torch.float64, **case.config).train()
-
-
 def compared(case: Case, patched: bool) -> dict[str, Any]:
     docs = documents(case)
-    expected = right(case, docs, built(case, "eager"))
-    model = built(case, implementation(case.family))
+
+    def built(dtype: torch.dtype, attention: str = "eager") -> Any:
+        return tiny_models.build(case.family, attention, dtype, **case.config).train()
+
+    dtype = ulysses_rows.precision(built, docs)
+    expected = right(case, docs, built(dtype))
+    model = built(dtype, implementation(case.family))
     ulysses_rows.register(model, dist.get_world_size(), len(case.lengths))
     torch._dynamo.reset()
     with fa2patch.apply(model) if patched else contextlib.nullcontext():

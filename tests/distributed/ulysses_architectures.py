@@ -26,15 +26,6 @@ WHOLE = ((12, 20, 32), (32, 5, 27))
 """Document lengths of two rows of 64 tokens. Each of two processes has 32 tokens of every row."""
 
 
-def precision(cell: Cell, docs: list[torch.Tensor]) -> torch.dtype:
-    """Double precision if the architecture can be computed in it, because processes sum in another order."""
-    try:
-        rows.alone(cell.reference(torch.float64), docs)
-    except Exception:
-        return cell.dtype
-    return torch.float64
-
-
 def batch_of(lengths: tuple[tuple[int, ...], ...], docs: list[torch.Tensor]) -> dict[str, Any]:
     length = sum(lengths[0])
     ids = torch.cat([torch.arange(len(doc)) for doc in docs])
@@ -43,7 +34,7 @@ def batch_of(lengths: tuple[tuple[int, ...], ...], docs: list[torch.Tensor]) -> 
 
 def check(cell: Cell, lengths: tuple[tuple[int, ...], ...]) -> None:
     docs = rows.documents(*(length for row in lengths for length in row))
-    dtype = precision(cell, docs)
+    dtype = ulysses_rows.precision(cell.reference, docs, cell.dtype)
     reference, model = cell.reference(dtype), cell.model(dtype)
     try:
         expected = rows.alone(reference, docs)

@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
+from compat_matrix.check.rows import alone
 from compat_matrix.ecosystem.child import versions
 
 try:
@@ -66,6 +67,20 @@ def group() -> Any:
     if deepspeed is None:
         return dist.group.WORLD
     return parallel_state_sp.get_sequence_parallel_group()
+
+
+def precision(
+    build: Callable[[torch.dtype], Any], docs: list[torch.Tensor], otherwise: torch.dtype = torch.float32
+) -> torch.dtype:
+    """Double precision if an unpatched model can be computed in it, because processes sum in another order.
+
+    4.57's DeepSeek V3 cannot: its experts mix single with double precision.
+    """
+    try:
+        alone(build(torch.float64), docs)
+    except Exception:
+        return otherwise
+    return torch.float64
 
 
 def part(batch: dict[str, Any]) -> dict[str, Any]:

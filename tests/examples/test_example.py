@@ -81,6 +81,11 @@ def test_full_run_trains_the_same_padded_and_packed(tmp_path: Path) -> None:
     check(train(tmp_path), steps=200, tolerance=FULL_TOLERANCE)
 
 
+def test_what_is_committed_is_the_full_experiment() -> None:
+    folder = ROOT / "examples" / "padded_and_packed"
+    check(json.loads((folder / "results.json").read_text(encoding="utf-8")), steps=200, tolerance=FULL_TOLERANCE)
+
+
 def test_texts_of_the_standard_library(example: ModuleType) -> None:
     texts = example.standard_library()
     assert len(texts) > 3000

@@ -22,11 +22,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from made_by import made_by
 from paper_report import figure, findings, markdown, speed_of, summaries
 from paper_variants import VARIANTS
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
-from train_packed import DataError, Encoder, at_least, made_by, read_jsonl, split, standard_library
+from train_packed import DataError, Encoder, at_least, read_jsonl, split, standard_library
 
 QUICK = {"documents": 96, "held_out": 16, "seeds": [0], "max_length": 64, "row_length": 128, "evaluations": 2}
 

@@ -21,15 +21,12 @@ import hashlib
 import json
 import os
 import platform
-import shlex
 import subprocess
 import sys
 import sysconfig
 import tempfile
 import warnings
 from collections.abc import Callable, Iterable, Iterator
-from datetime import datetime, timezone
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any, Union
 
@@ -44,6 +41,7 @@ except ImportError as error:
 
 matplotlib.use("Agg")
 import matplotlib.pyplot as plt
+from made_by import made_by
 
 QUICK = {"steps": 8, "batch_size": 8, "eval_every": 4, "max_length": 256}
 END = "<|end|>"
@@ -306,25 +304,6 @@ def remarks(padded: Run, packed: Run, both: dict[str, Any]) -> str:
         f"{both['largest_validation_difference_at_step']}. Measured on packed batches, the packed model's "
         f"last validation loss differs by {own_layout:.1e}.\n"
     )
-
-
-def made_by(command: list[str]) -> dict[str, Any]:
-    """Return what results are dated with: the command, the date, the commit of this clone, and versions."""
-    return {
-        "command": shlex.join(command),
-        "date": datetime.now(timezone.utc).date().isoformat(),
-        "commit": commit(),
-        "versions": {name: version(name) for name in ("torch", "transformers", "accelerate")},
-    }
-
-
-def commit() -> str | None:
-    """Return the commit of the clone that this file is in, with ``-dirty`` if files differ; None without a clone."""
-    command = ["git", "-C", str(Path(__file__).parent), "describe", "--always", "--exclude=*", "--abbrev=12", "--dirty"]
-    try:
-        return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
-    except (OSError, subprocess.CalledProcessError):
-        return None
 
 
 def plot(padded: Run, packed: Run, both: dict[str, Any], made: dict[str, Any], file: Path) -> None:

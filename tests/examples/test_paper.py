@@ -201,20 +201,20 @@ def test_bad_option_is_named(examples, capsys, given, message):
 
 
 def test_the_table_names_the_commit(report):
-    import train_packed
+    import made_by
 
     results = json.loads((COMMITTED / "results.json").read_text(encoding="utf-8"))
     assert ", commit 123456789abc, LlamaForCausalLM" in report.markdown({**results, "commit": "123456789abc"})
     assert ", LlamaForCausalLM" in report.markdown({**results, "commit": None})
     head = subprocess.run(["git", "-C", str(ROOT), "rev-parse", "HEAD"], capture_output=True, text=True).stdout.strip()
-    assert (train_packed.commit() or "").removesuffix("-dirty") == head[:12]
+    assert (made_by.commit() or "").removesuffix("-dirty") == head[:12]
 
 
 def test_outside_a_clone_there_is_no_commit(report, monkeypatch):
-    import train_packed
+    import made_by
 
     monkeypatch.setenv("GIT_DIR", str(ROOT / "nowhere"))
-    assert train_packed.commit() is None
+    assert made_by.commit() is None
 
 
 @pytest.mark.slow

@@ -34,6 +34,9 @@ MAIN_SOURCE = "https://github.com/huggingface/transformers"
 TORCH_NEXT = "torch-next"
 """The name of the newest release with a pre-release of the next torch, from the index that uv's ``UV_INDEX`` names."""
 
+STAMP = "requirements"
+"""The file in an environment that says what it was made of. It is written when all is installed."""
+
 NEXT = (MAIN, TORCH_NEXT)
 """The names of what comes next, with which names begin if pins are added. Both may fail."""
 
@@ -152,17 +155,34 @@ def version(name: str) -> Version:
 
 
 def make(wanted: Version, folder: Path) -> Path:
-    """Return the Python of a version's environment, which is made if it does not exist or is out of date."""
+    """Return the Python of a version's environment, which is made if it does not exist or is out of date.
+
+    Threads and processes that share ``folder`` make their environments one after the other. None removes what another
+    is making, and none writes the same files of uv's cache as another.
+    """
     home = folder / wanted.name
     python = home / ("Scripts/python.exe" if os.name == "nt" else "bin/python")
-    stamp = home / "requirements"
-    if stamp.exists() and stamp.read_text() == wanted.stamp and _python_of(home) == wanted.python:
+    if _is_made(wanted, home):
         return python
+    from filelock import FileLock  # here, because versions are listed with a Python that has no further packages
+
+    folder.mkdir(parents=True, exist_ok=True)
+    with FileLock(folder / ".lock"):
+        if not _is_made(wanted, home):  # another may have made it in the meantime
+            _make(wanted, home, python)
+    return python
+
+
+def _is_made(wanted: Version, home: Path) -> bool:
+    stamp = home / STAMP
+    return stamp.exists() and stamp.read_text() == wanted.stamp and _python_of(home) == wanted.python
+
+
+def _make(wanted: Version, home: Path, python: Path) -> None:
     _uv("venv", "--clear", "--python", interpreter(wanted.python), str(home))
     requirements = [_next() if requirement == "transformers" else requirement for requirement in wanted.requirements]
     _uv("pip", "install", "--python", str(python), *_find_links(), *requirements)
-    stamp.write_text(wanted.stamp)
-    return python
+    (home / STAMP).write_text(wanted.stamp)
 
 
 def variables(packages: Path, **more: str) -> dict[str, str]:
@@ -270,6 +290,9 @@ def _uv(*arguments: str) -> None:
     if uv is None:
         raise SystemExit("compat_matrix makes its environments with uv, which was not found: pip install uv")
     done = subprocess.run([uv, *arguments], capture_output=True, text=True)
+    if done.returncode and "client cache" in done.stderr:
+        # seen once with uv 0.13.9: a temporary file of its cache was gone before uv had renamed it
+        done = subprocess.run([uv, *arguments], capture_output=True, text=True)
     if done.returncode:
         raise RuntimeError(_why(done.stderr) or f"uv {' '.join(arguments[:2])} failed:\n{done.stderr[-2000:]}")
 

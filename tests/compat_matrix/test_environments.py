@@ -1,8 +1,12 @@
 """The requirements of an environment, when it is made again, and which of our packages it sees."""
 
+import contextlib
 import os
 import subprocess
 import sys
+import time
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 
 import pytest
 
@@ -79,3 +83,55 @@ def test_a_package_that_is_missing_is_said(monkeypatch):
     monkeypatch.setattr(environments.importlib.util, "find_spec", lambda name: None)
     with pytest.raises(RuntimeError, match="fa2patch, found none: reinstall"), environments.only_our_packages():
         pass
+
+
+def test_environments_are_made_one_at_a_time_and_each_of_them_once(monkeypatch, tmp_path):
+    running, most, made = [0], [0], []
+
+    def uv(*arguments):
+        running[0] += 1
+        most[0] = max(most[0], running[0])
+        time.sleep(0.02)
+        if arguments[0] == "venv":
+            made.append(arguments[-1])
+            Path(arguments[-1]).mkdir(parents=True)
+            Path(arguments[-1], "pyvenv.cfg").write_text("version_info = 3.11.7\n")
+        running[0] -= 1
+
+    monkeypatch.setattr(environments, "_uv", uv)
+    wanted = [environments.version(name) for name in ("4.44.2", "4.57.6") * 2]
+    with ThreadPoolExecutor(len(wanted)) as pool:
+        pythons = list(pool.map(lambda version: environments.make(version, tmp_path / "new"), wanted))
+    assert most == [1]
+    assert sorted(made) == sorted({str(python.parents[1]) for python in pythons}) and len(made) == 2
+
+
+@pytest.mark.parametrize("failures, works", [(0, True), (1, True), (2, False)])
+def test_uv_is_run_once_more_when_it_fails_at_its_cache(monkeypatch, tmp_path, failures, works):
+    runs = []
+
+    def run(command, **settings):
+        runs.append(command)
+        failed = len(runs) <= failures
+        said = "error: Failed to write to the client cache\n  cause: failed to rename file" if failed else ""
+        return subprocess.CompletedProcess(command, int(failed), "", said)
+
+    monkeypatch.setattr(environments.subprocess, "run", run)
+    monkeypatch.setattr(environments.shutil, "which", lambda name: name)
+    with contextlib.nullcontext() if works else pytest.raises(RuntimeError, match="client cache"):
+        environments._uv("pip", "install", "six")
+    assert len(runs) == min(failures + 1, 2)
+
+
+def test_uv_is_not_run_again_for_a_release_that_does_not_exist(monkeypatch):
+    runs = []
+
+    def run(command, **settings):
+        runs.append(command)
+        return subprocess.CompletedProcess(command, 1, "", "because there is no version of transformers==4.99.0")
+
+    monkeypatch.setattr(environments.subprocess, "run", run)
+    monkeypatch.setattr(environments.shutil, "which", lambda name: name)
+    with pytest.raises(RuntimeError, match="the package index has no transformers==4.99.0"):
+        environments._uv("pip", "install", "transformers==4.99.0")
+    assert len(runs) == 1

@@ -164,7 +164,7 @@ def make(wanted: Version, folder: Path) -> Path:
     python = home / ("Scripts/python.exe" if os.name == "nt" else "bin/python")
     if _is_made(wanted, home):
         return python
-    from filelock import FileLock  # here, because versions are listed with a Python that has no further packages
+    from filelock import FileLock  # it comes with torch. Versions are also listed with a Python that has no packages
 
     folder.mkdir(parents=True, exist_ok=True)
     with FileLock(folder / ".lock"):

@@ -107,7 +107,7 @@ def test_environments_are_made_one_at_a_time_and_each_of_them_once(monkeypatch, 
 
 
 @pytest.mark.parametrize("failures, works", [(0, True), (1, True), (2, False)])
-def test_uv_is_run_once_more_when_it_fails_at_its_cache(monkeypatch, tmp_path, failures, works):
+def test_uv_is_run_once_more_when_it_fails_at_its_cache(monkeypatch, failures, works):
     runs = []
 
     def run(command, **settings):

@@ -106,32 +106,29 @@ def test_environments_are_made_one_at_a_time_and_each_of_them_once(monkeypatch, 
     assert sorted(made) == sorted({str(python.parents[1]) for python in pythons}) and len(made) == 2
 
 
-@pytest.mark.parametrize("failures, works", [(0, True), (1, True), (2, False)])
-def test_uv_is_run_once_more_when_it_fails_at_its_cache(monkeypatch, failures, works):
+GONE = "error: Failed to write to the client cache\n  cause: failed to rename file"
+UNPUBLISHED = "because there is no version of transformers==4.99.0"
+
+
+@pytest.mark.parametrize(
+    "errors, expected_runs, error",
+    [
+        ([], 1, None),
+        ([GONE], 2, None),
+        ([GONE, GONE], 2, "client cache"),
+        ([UNPUBLISHED], 1, "the package index has no transformers==4.99.0"),
+    ],
+)
+def test_uv_is_run_once_more_only_when_it_fails_at_its_cache(monkeypatch, errors, expected_runs, error):
     runs = []
 
     def run(command, **settings):
+        said = errors[len(runs)] if len(runs) < len(errors) else ""
         runs.append(command)
-        failed = len(runs) <= failures
-        said = "error: Failed to write to the client cache\n  cause: failed to rename file" if failed else ""
-        return subprocess.CompletedProcess(command, int(failed), "", said)
+        return subprocess.CompletedProcess(command, int(bool(said)), "", said)
 
     monkeypatch.setattr(environments.subprocess, "run", run)
     monkeypatch.setattr(environments.shutil, "which", lambda name: name)
-    with contextlib.nullcontext() if works else pytest.raises(RuntimeError, match="client cache"):
-        environments._uv("pip", "install", "six")
-    assert len(runs) == min(failures + 1, 2)
-
-
-def test_uv_is_not_run_again_for_a_release_that_does_not_exist(monkeypatch):
-    runs = []
-
-    def run(command, **settings):
-        runs.append(command)
-        return subprocess.CompletedProcess(command, 1, "", "because there is no version of transformers==4.99.0")
-
-    monkeypatch.setattr(environments.subprocess, "run", run)
-    monkeypatch.setattr(environments.shutil, "which", lambda name: name)
-    with pytest.raises(RuntimeError, match="the package index has no transformers==4.99.0"):
-        environments._uv("pip", "install", "transformers==4.99.0")
-    assert len(runs) == 1
+    with pytest.raises(RuntimeError, match=error) if error else contextlib.nullcontext():
+        environments._uv("pip", "install", "transformers")
+    assert len(runs) == expected_runs

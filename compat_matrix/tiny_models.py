@@ -49,6 +49,12 @@ xLSTM exponentiates sums of gates. Gemma 4's tower adds up small gradients of th
 what its mixers make of a token: float32 logits of its own padded batch differ by 1e-5 from those of documents alone.
 """
 
+REFUSED = ("inkling2_loop_text",)
+"""Language models that claim no flash attention and have a cell, so that a change of what is refused is seen.
+
+Inkling 2's layers also attend over earlier residual blocks, which are no tokens of the row.
+"""
+
 MASKED = ":masked"
 """``bert:masked`` is BERT as an encoder with its masked-LM head; ``bert`` is BERT as a decoder."""
 
@@ -120,8 +126,8 @@ def _auto() -> Any:
 def is_present(architecture: str) -> bool:
     """Whether the installed Transformers has an architecture that can be checked.
 
-    It must claim flash attention and must not be an encoder-decoder. A user's config.json, :data:`WITHOUT_ATTENTION`
-    and :data:`ENCODERS` need not claim flash attention.
+    It must claim flash attention and must not be an encoder-decoder. A user's config.json, :data:`WITHOUT_ATTENTION`,
+    :data:`REFUSED` and :data:`ENCODERS` need not claim flash attention.
     """
     try:
         cls = model_class(architecture)
@@ -131,10 +137,18 @@ def is_present(architecture: str) -> bool:
         if "Failed to import" in str(error):
             return False
         raise
-    if models.is_file(architecture) or architecture in (*WITHOUT_ATTENTION, *ENCODERS) or has_media(architecture):
+    if (
+        models.is_file(architecture)
+        or architecture in (*WITHOUT_ATTENTION, *REFUSED, *ENCODERS)
+        or has_media(architecture)
+    ):
         return not _is_encoder_decoder(cls)
     modeling = sys.modules[cls.__module__]
-    claims = any(getattr(cls, name, False) for name in ("_supports_flash_attn_2", "_supports_flash_attn"))
+    # since 5.24 Gemma 3 claims flash attention for its text alone: pictures need their mask
+    asked = cls.__mro__ if architecture in TEXT_SIDES else [cls]
+    claims = any(
+        getattr(each, name, False) for each in asked for name in ("_supports_flash_attn_2", "_supports_flash_attn")
+    )
     classes = [name for name in vars(modeling) if name.endswith("FlashAttention2") and "Vision" not in name]
     return bool(claims or classes) and not _is_encoder_decoder(cls)
 

@@ -64,6 +64,7 @@ OVERRIDES: dict[str, dict[str, Any]] = {
             "kimi_linear",
             "longcat_flash",
             "minicpm3",
+            "sarvam_mla",
             "youtu",
         ],
         LATENT,
@@ -144,5 +145,23 @@ OVERRIDES: dict[str, dict[str, Any]] = {
         },
     },
     "gpt_neo": {"attention_types": [[["global", "local"], 1]]},
+    "dory": {
+        "num_hidden_layers": 3,
+        **dict.fromkeys(["n_input_layers", "n_recurrent_layers", "n_output_layers"], 1),
+        "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
+        "initializer_range": 1.0,  # the model divides its scales by it, and scale_up draws them around 1
+    },
+    "inkling2_loop_text": {
+        "num_hidden_layers": 3,
+        "layer_types": ["hybrid_sliding", "hybrid", "hybrid_sliding"],
+        **dict.fromkeys(["n_layers_per_attn_res_block", "loop_layer_index_start"], 1),
+        "loop_layer_index_end": 2,
+        "swa_num_attention_heads": 4,
+        "swa_num_key_value_heads": 2,
+        **dict.fromkeys(["swa_head_dim", "d_rel", "loop_gate_rank"], 8),
+        "sliding_window_size": 6,
+        "rel_extent": 16,
+        "unpadded_vocab_size": 97,
+    },
 }
 """The settings, by architecture."""

@@ -6,21 +6,22 @@ import argparse
 import contextlib
 import json
 import os
-import shutil
 import sys
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor, as_completed
+from hashlib import sha256
 from pathlib import Path
-from typing import Any
+from typing import Any, Callable
 
-from . import commits, environments, run
-from .cells import STATES, Cell, Environment, score
-from .results import Malformed, read_file
+from . import environments, keys, plans, run
+from .cells import STATES, Environment, score
+from .results import EVIDENCE, Malformed, read_file
 from .screen import BarColumn, Console, MofNCompleteColumn, Progress, Table, TextColumn, TimeElapsedColumn
 
 ROOT = environments.HERE.parent
-EVIDENCE = environments.HERE / "evidence"
+NIGHTS = 7
+"""In how many nights the rotation runs every point of every cell."""
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -31,18 +32,17 @@ def main(arguments: list[str] | None = None) -> int:
     )
     parser.add_argument("--families", nargs="+", metavar="F", help="architectures; default: all that a version has")
     parser.add_argument(
-        "--of-each-kind",
-        type=int,
-        metavar="N",
-        help="only N architectures of each kind: of one seam and one set of points in the committed evidence",
-    )
-    parser.add_argument(
         "--points", nargs="+", metavar="P", help="default: all, functions of compat_matrix/check/points"
     )
-    parser.add_argument("--jobs", type=int, default=os.cpu_count() or 1, help="versions checked at a time")
+    parser.add_argument("--jobs", type=int, default=max(1, (os.cpu_count() or 2) // 2), help="versions at a time")
     parser.add_argument("--environments", type=Path, default=ROOT / ".compat", help="where environments are kept")
     parser.add_argument("--evidence", type=Path, default=EVIDENCE, help="where a JSON for each version goes")
-    parser.add_argument("--resume", action="store_true", help="check only what failed or has no evidence of this code")
+    parser.add_argument("--stale", action="store_true", help="check only cells that failed, are stale or are missing")
+    parser.add_argument("--all-points", action="store_true", help="let no architecture vouch for another one")
+    parser.add_argument(
+        "--rotation", type=int, metavar="K", choices=range(NIGHTS),
+        help=f"all points also for the K-th of {NIGHTS} parts of the architectures for which another one vouches",
+    )  # fmt: skip
     given = parser.parse_args(arguments)
     wanted = [environments.version(name) for name in given.versions or environments.versions()]
     given.evidence.mkdir(parents=True, exist_ok=True)
@@ -52,7 +52,10 @@ def main(arguments: list[str] | None = None) -> int:
     packages = environments.only_our_packages()
     with packages as path, Progress(*columns, console=console) as progress, ThreadPoolExecutor(given.jobs) as pool:
         task = progress.add_task("versions", total=len(wanted))
-        started = {pool.submit(check, version, given, path): version for version in wanted}
+        cells = progress.add_task("cells", total=None)
+        started = {
+            pool.submit(check, version, given, path, lambda: progress.advance(cells)): version for version in wanted
+        }
         for future in as_completed(started):
             version = started[future]
             try:
@@ -69,73 +72,66 @@ def main(arguments: list[str] | None = None) -> int:
     return 1 if any(failures(ordered[name]) for name in counted) else 0
 
 
-def check(version: environments.Version, given: argparse.Namespace, packages: Path) -> Environment:
-    """Check one version and return its evidence, which is written to a JSON file unless only part of it was checked.
+def check(
+    version: environments.Version, given: argparse.Namespace, packages: Path, checked: Callable[[], object]
+) -> Environment:
+    """Check one version and return its evidence. Each cell is written as soon as it is checked.
+
+    Nothing is written if only some points are run.
 
     Args:
         version: The version to check.
-        given: The parsed command line. With ``families`` or ``resume``, evidence that exists is kept for the rest; each
+        given: The parsed command line. With ``families`` or ``stale``, evidence that exists is kept for the rest; each
             cell that is kept says which points it was run with.
         packages: The folder that :func:`environments.only_our_packages` gives.
+        checked: Called when a cell is checked.
     """
     file = given.evidence / f"{version.name}.json"
-    if given.of_each_kind:
-        families = of_each_kind(EVIDENCE / file.name, given.of_each_kind)
-        given = argparse.Namespace(**{**vars(given), "families": families})
-    known: dict[str, Any] = {}
-    if file.exists() and (given.resume or given.families):
+    snapshots = plans.read().get(version.name, {})
+    families = given.families or version.families
+    cells: dict[str, Any] = {}
+    if file.exists() and (given.stale or given.families):
         with contextlib.suppress(Malformed):
             before = read_file(file)
-            known = _with_points(json.loads(file.read_text(encoding="utf-8")))
-            if given.resume and not given.families:
-                left = left_over(before.cells, commits.of_code())
-                if not left:
+            cells = run.unwritten(json.loads(file.read_text(encoding="utf-8")))
+            if given.stale:
+                known = families or list(dict.fromkeys([*snapshots, *before.cells]))
+                families = left_over(known, before, keys.Sources(packages))
+                if not families:
                     return before
-                given = argparse.Namespace(**{**vars(given), "families": left if len(left) < len(known) else None})
-    options: list[str] = []
-    for name, values in (("families", given.families or version.families), ("points", given.points)):
-        if values:
-            options += [f"--{name}", *values]
-    found = run.evidence(version, given.environments, packages, *options)
-    for cell in known.values():
-        if cell["points"] == found["points"]:
-            del cell["points"]
-    found["architectures"] = {**known, **found["architectures"]}
+    options = [] if not families else ["--families", *families]
+    options += ["--points", *given.points] if given.points else []
+    if not given.all_points and not given.points:
+        vouched = plans.vouchers(snapshots)
+        if given.rotation is not None:
+            vouched = {
+                name: voucher for name, voucher in vouched.items() if night(version.name, name) != given.rotation
+            }
+        options += ["--vouched", json.dumps(vouched)]
+
+    def keep(header: dict[str, Any], name: str, cell: dict[str, Any]) -> None:
+        checked()
+        cells[name] = cell
+        if not given.points:
+            beside = file.with_suffix(".part")
+            beside.write_text(run.text(run.written(header, cells)), encoding="utf-8")
+            beside.replace(file)  # a stop between two cells leaves the file whole
+
     with tempfile.TemporaryDirectory() as folder:
         made = Path(folder, file.name)
-        made.write_text(run.text(found), encoding="utf-8")
-        if not given.points and (known or not given.families or given.of_each_kind):
-            shutil.copy(made, file)
-        return read_file(made, partial=bool(given.points))
+        made.write_text(run.text(run.evidence(version, given.environments, packages, *options, keep=keep)), "utf-8")
+        return read_file(file if file.exists() and not given.points else made, partial=bool(given.points))
 
 
-def left_over(cells: Mapping[str, Cell], code: dict[str, Any]) -> list[str]:
-    """Return the architectures that failed, or were checked with other code than ``code``, or with changes to it."""
-    now = (code["commit"] or "")[:12]
-    return [
-        name
-        for name, cell in cells.items()
-        if cell.state == "fail" or cell.made is None or (cell.made.commit, cell.made.dirty) != (now, False)
-    ]
+def left_over(names: Iterable[str], before: Environment, sources: keys.Sources) -> list[str]:
+    """Return the architectures that have no cell, or one that failed or is stale, in this order."""
+    stale = keys.stale(before, sources)
+    return [name for name in names if name in stale or before.cell(name).state in ("fail", "absent")]
 
 
-def of_each_kind(evidence: Path, count: int) -> list[str]:
-    """Return the first architectures of each kind: of one state and seam, to which the same points apply.
-
-    Args:
-        evidence: The committed evidence of a version.
-        count: The number of architectures of each kind.
-    """
-    kinds: dict[Any, list[str]] = {}
-    for name, cell in read_file(evidence).cells.items():
-        points = {run: tuple(sorted(checked.not_applicable)) for run, checked in cell.checked.items()}
-        kinds.setdefault((cell.state, cell.seam, *sorted(points.items())), []).append(name)
-    return [name for names in kinds.values() for name in names[:count]]
-
-
-def _with_points(evidence: dict[str, Any]) -> dict[str, dict[str, Any]]:
-    """The cells of a version's evidence, each with the points that it was run with."""
-    return {name: {"points": evidence["points"], **cell} for name, cell in evidence["architectures"].items()}
+def night(version: str, architecture: str) -> int:
+    """The night of the rotation in which all points of a cell are run."""
+    return int(sha256(f"{version} {architecture}".encode()).hexdigest(), 16) % NIGHTS
 
 
 def failures(evidence: Environment | str) -> list[str]:

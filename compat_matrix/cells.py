@@ -78,6 +78,8 @@ class Made:
         torch: The version of torch.
         when: The time at which the check began, such as ``2026-11-23T09:30:00+00:00``.
         seconds: The run time.
+        key: The hashes of the code that the cell executed, by item (see ``keys``); None if it was made before cells had
+            keys.
     """
 
     commit: str
@@ -85,11 +87,12 @@ class Made:
     torch: str
     when: str
     seconds: float
+    key: Mapping[str, str] | None = None
 
     @property
     def code(self) -> str:
         """The commit in words."""
-        return commits.named(vars(self))
+        return commits.named({"commit": self.commit, "dirty": self.dirty})
 
 
 @dataclass(frozen=True)
@@ -136,6 +139,7 @@ class Environment:
         points: The points that were run.
         upstream_rows: The kinds of row that Transformers alone was run on.
         cells: The cells by architecture.
+        requirements: The Python and the requirements that it was made of; empty if the evidence does not say.
         allowed_to_fail: Whether its failures are no failures of the matrix.
     """
 
@@ -149,6 +153,7 @@ class Environment:
     points: tuple[str, ...]
     upstream_rows: tuple[str, ...]
     cells: Mapping[str, Cell]
+    requirements: tuple[str, ...] = ()
     allowed_to_fail: bool = False
 
     @property

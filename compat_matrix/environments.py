@@ -12,8 +12,8 @@ import shutil
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass, field, replace
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, replace
 from datetime import date
 from hashlib import sha256
 from pathlib import Path
@@ -52,8 +52,6 @@ class Version:
         wrapt: The version of wrapt; empty takes the newest.
         allowed_to_fail: Whether totals and exit codes leave the version out.
         families: The architectures that are checked; empty takes all that the release has.
-        seam: The seam at which architectures are expected to be patched; empty expects nothing.
-        other_seams: The architectures with another seam, or ``refused``, by that seam.
     """
 
     name: str
@@ -64,13 +62,6 @@ class Version:
     wrapt: str = ""
     allowed_to_fail: bool = False
     families: tuple[str, ...] = ()
-    seam: str = ""
-    other_seams: Mapping[str, tuple[str, ...]] = field(default_factory=dict, hash=False)
-
-    def seam_of(self, architecture: str) -> str:
-        """The expected seam of an architecture, or ``refused``; empty if nothing is expected."""
-        named = (seam for seam, architectures in self.other_seams.items() if architecture in architectures)
-        return next(named, self.seam)
 
     @property
     def requirements(self) -> list[str]:
@@ -79,6 +70,11 @@ class Version:
         pinned = {_package(pin) for pin in self.pins}
         own = [f"{name}=={number}" if number else name for name, number in numbers.items() if name not in pinned]
         return [*own, *self.pins]
+
+    @property
+    def stated(self) -> list[str]:
+        """What evidence says that its environment was made of: the Python and the requirements."""
+        return [f"python{self.python}", *self.requirements]
 
     @property
     def stamp(self) -> str:
@@ -141,17 +137,16 @@ def version(name: str) -> Version:
     known = versions()
     if name in known:
         return known[name]
-    unknown: dict[str, Any] = {"seam": "", "other_seams": {}}
     releases = _releases()
     if name == MAIN:
-        return replace(releases[-1], name=MAIN, transformers=MAIN, allowed_to_fail=True, **unknown)
+        return replace(releases[-1], name=MAIN, transformers=MAIN, allowed_to_fail=True)
     if name == TORCH_NEXT:
         pins = (*releases[-1].pins, _torch_after(releases[-1].torch))
-        return replace(releases[-1], name=TORCH_NEXT, pins=pins, allowed_to_fail=True, **unknown)
+        return replace(releases[-1], name=TORCH_NEXT, pins=pins, allowed_to_fail=True)
     for block in releases:
         if block.transformers.split(".")[:2] == name.split(".")[:2]:
-            return block if name.count(".") == 1 else replace(block, name=name, transformers=name, **unknown)
-    return replace(releases[-1], name=name, transformers=name, **unknown)
+            return block if name.count(".") == 1 else replace(block, name=name, transformers=name)
+    return replace(releases[-1], name=name, transformers=name)
 
 
 def make(wanted: Version, folder: Path) -> Path:
@@ -192,7 +187,9 @@ def variables(packages: Path, **more: str) -> dict[str, str]:
         packages: The folder that :func:`only_our_packages` gives.
         more: Further variables.
     """
-    return {**os.environ, **more, "PYTHONPATH": str(packages), "PYTHONNOUSERSITE": "1", "OMP_NUM_THREADS": "1"}
+    inherited = {name: value for name, value in os.environ.items() if name != "PYTHONDONTWRITEBYTECODE"}
+    # an environment's second process starts in half the time if the first one may keep its bytecode
+    return {**inherited, **more, "PYTHONPATH": str(packages), "PYTHONNOUSERSITE": "1", "OMP_NUM_THREADS": "1"}
 
 
 @contextlib.contextmanager

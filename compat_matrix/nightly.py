@@ -8,7 +8,7 @@ from pathlib import Path
 
 from packaging.version import Version
 
-from . import environments
+from . import environments, plans
 
 TITLE = "The matrix is red"
 
@@ -82,10 +82,10 @@ def moved(file: Path) -> list[str]:
         cells = read_file(file).cells
     except Malformed as error:
         return [str(error)]
-    newest = environments.newest()
+    newest = plans.read().get(environments.newest().name, {})
     found: dict[str, dict[str, str]] = {}
     for name, cell in cells.items():
-        seam = newest.seam_of(name)
+        seam = " and ".join(sorted(plans.seams(newest.get(name, {}))))
         if cell.state == "fail":
             found.setdefault(seam, {})[name] = cell.reason
         elif cell.state == "ok" and {*seam.split(" and ")} != {*cell.seam}:

@@ -6,15 +6,17 @@ import json
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Callable
 
 from packaging.version import InvalidVersion, Version
 
+from . import keys, known
 from .cells import Cell, Checked, Environment, Made, Results, Upstream
-from .check.found import ALONE, ON_TEXT
+from .check.found import ALONE, ON_TEXT, VOUCHED
 from .tiny_configs import MEDIA
 
 FORMAT = 3
+EVIDENCE = Path(__file__).parent / "evidence"
 
 CORE = (
     "every_layout", "inertness", "lengths", "no_dense_mask", "nothing_crosses", "packed_row", "packed_rows", "padding",
@@ -91,49 +93,71 @@ def _environment(data: Any, stem: str, partial: bool) -> Environment:
     missing = sorted(set(CORE) - set(points))
     if missing and not partial and texts["device"] == "cpu":
         raise _Expected(f"points to have {', '.join(missing)}")
+    table = _take({"code": {}, **data}, "code", dict)
     cells = {
         name: _cell(
             _take(data["architectures"], name, dict, "architectures."),
             points,
             tuple(row for row in rows if row in ROWS_WITH_MEDIA) if name.endswith(MEDIA) else rows,
             f"architectures.{name}.",
+            table,
+            known=lambda cell, points, name=name: known.judged(name, texts["transformers"], cell, points),
         )
         for name in _take(data, "architectures", dict)
     }
+    for name, cell in cells.items():
+        without = sorted(_vouchers(cell) - {name for name, each in cells.items() if each.state == "ok"})
+        if cell.state == "ok" and without and not partial:
+            cells[name] = replace(cell, state="fail", reason=f"{VOUCHED}{', '.join(without)}, which is not ok")
     return Environment(
         **texts,
         flash_attn=data.get("flash_attn") or "none",
         points=points,
         upstream_rows=rows,
         cells=cells,
+        requirements=tuple(data.get("requirements", ())),
         allowed_to_fail=bool(data.get("allowed_to_fail")),
     )
 
 
-def _cell(data: dict[str, Any], points: tuple[str, ...], rows: tuple[str, ...], where: str) -> Cell:
+def _vouchers(cell: Cell) -> set[str]:
+    """The architectures that vouch for points of a cell."""
+    reasons = (reason for run in cell.checked.values() for reason in run.not_applicable.values())
+    return {reason[len(VOUCHED) :] for reason in reasons if reason.startswith(VOUCHED)}
+
+
+def _cell(
+    data: dict[str, Any],
+    points: tuple[str, ...],
+    rows: tuple[str, ...],
+    where: str,
+    table: dict[str, Any],
+    known: Callable[[dict[str, Any], tuple[str, ...]], dict[str, str]],
+) -> Cell:
     points = tuple(data.get("points", points))  # of a cell that is kept from an earlier run
-    made = _made(_take(data, "made", dict, where), where + "made.")
+    data = {**data, **known(data, points)}
+    made = _made(_take(data, "made", dict, where), where + "made.", table)
     alone = _alone(data.get("upstream") or {}, rows, where + "upstream.")
     state = next((state for state in ("error", "refused", "xfail") if state in data), None)
     checked = _checked(data, where) if state is None or "fa2patch" in data else {}
     if state is not None:
         known = tuple(data.get("seam", ())) if state == "xfail" else ()
         return replace(_not_ok(state, data, where), seam=known, checked=checked, alone=alone, made=made)
-    seam, expected = tuple(_take(data, "seam", list, where)), data.get("expected_seam")
+    seam = tuple(_take(data, "seam", list, where))
     problems = [f"{name}: {problem}" for name, run in checked.items() for problem in _problems(run, points)]
     problems += _not_held(checked, points)
-    if expected is not None and set(expected) != set(seam):
-        problems.append(f"patched at the seam {', '.join(seam) or 'none'}, not {', '.join(expected)}")
     return Cell("fail" if problems else "ok", "; ".join(problems), "", seam, checked, alone, made)
 
 
-def _made(data: dict[str, Any], where: str) -> Made:
+def _made(data: dict[str, Any], where: str, table: dict[str, Any]) -> Made:
     """What a cell was made with. Every cell must say it; a commit or a state that is unknown is null."""
     missing = {"commit", "dirty"} - set(data)
     if missing:
         raise _Expected(f"{where}{sorted(missing)[0]}, found nothing")
     texts = [_take(data, key, str, where) for key in ("torch", "when")]
-    return Made((data["commit"] or "")[:12], data["dirty"], *texts, float(_take(data, "seconds", (int, float), where)))
+    seconds = float(_take(data, "seconds", (int, float), where))
+    key = keys.unpacked(table, [data["key"]])[0] if "key" in data else None
+    return Made((data["commit"] or "")[:12], data["dirty"], *texts, seconds, key)
 
 
 def _not_ok(state: str, data: dict[str, Any], where: str) -> Cell:
@@ -142,9 +166,6 @@ def _not_ok(state: str, data: dict[str, Any], where: str) -> Cell:
     if state == "error":
         return Cell("fail", reason)
     if state == "refused":
-        expected = data.get("expected_seam")
-        if expected not in (None, ["refused"]):
-            return Cell("fail", f"expected the {' and '.join(expected)} seam, found {reason}")
         return Cell("refused", reason)
     link = _take(data, "link", str, where)
     if not link.startswith(("https://", "http://")):
@@ -191,9 +212,13 @@ def _not_held(checked: Mapping[str, Checked], points: tuple[str, ...]) -> list[s
     for point in [point for point in points if point in CORE] or points:
         others = [{**run.not_applicable, **run.alone_fails}.get(point, "") for run in runs]
         failed = any(point in run.failures for run in runs)  # which is a reason of its own
-        if all(others) and not failed and set(others) != {ON_TEXT}:
+        if all(others) and not failed and set(others) != {ON_TEXT} and not all(map(_is_vouched_for, others)):
             problems.append(f"{point} held with no implementation: {others[0]}")
     return problems
+
+
+def _is_vouched_for(reason: str) -> bool:
+    return reason.startswith(VOUCHED)
 
 
 def _alone(data: dict[str, Any], rows: tuple[str, ...], where: str) -> tuple[Upstream, ...]:

@@ -1,17 +1,24 @@
-"""Checks one version in its environment: runs two processes and merges their findings."""
+"""Checks one version in its environment: runs two processes and merges their findings, cell by cell."""
 
 from __future__ import annotations
 
+import contextlib
 import json
+import queue
+import subprocess
+import threading
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, Callable
+from typing import IO, Any, Callable
 
-from . import commits, environments
+from . import commits, environments, keys
 from .check.found import ALONE, DOCUMENT, REFUSED_AND_PATCHED
 from .results import FORMAT
 
 PARTS = ("without", "with")
 """One process runs without flash-attn, one with its stand-in."""
+
+Found = dict[str, Any]
 
 
 def evidence(
@@ -20,7 +27,8 @@ def evidence(
     packages: Path,
     *options: str,
     doing: Callable[[str], None] = lambda what: None,
-) -> dict[str, Any]:
+    keep: Callable[[Found, str, Found], None] = lambda header, name, cell: None,
+) -> Found:
     """Check a version and return the findings in the format that ``results.read_file`` reads.
 
     Args:
@@ -29,6 +37,7 @@ def evidence(
         packages: The folder that ``environments.only_our_packages`` gives.
         options: Options for ``python -m compat_matrix.check``.
         doing: Called with what is done next.
+        keep: Called with each cell as soon as it is checked: what evidence says beside cells, its name and the cell.
 
     Raises:
         RuntimeError: The environment cannot be made, or one of the processes fails.
@@ -36,67 +45,145 @@ def evidence(
     doing(f"preparing an environment with {', '.join(version.requirements)}")
     code = commits.of_code()
     python = environments.make(version, folder.resolve())
-    found = []
-    for part in PARTS:
-        doing(f"checking as {part} flash-attn")
-        found.append(_part(python, packages, part, options))
-    changed = commits.of_code() != code
-    return merged(version, *found, code={**code, "dirty": True} if changed else code)
+    sources = keys.Sources(packages)
+    header: Found = {}
+    cells: dict[str, Found] = {}
+    for name, found in lines(python, packages, *options):
+        first, second = (found.get(part, {}) for part in PARTS)
+        if not name:
+            header = _header(version, first, second)
+            continue
+        now = commits.of_code()
+        cell = merged(first, second, {**code, "dirty": True} if now != code else code)
+        executed = [part["made"].pop("executed") for part in (first, second) if part and "executed" in part["made"]]
+        if executed:
+            cell["made"]["key"] = {item: known for each in executed for item, known in sources.key(each).items()}
+        cells[name] = cell
+        doing(f"{name} checked")
+        keep(header, name, cell)
+    return written(header, cells)
 
 
-def text(evidence: dict[str, Any]) -> str:
-    """Format the evidence of a version as JSON, with one line for each architecture."""
-    head = {name: value for name, value in evidence.items() if name != "architectures"}
-    cells = ",\n".join(f"  {json.dumps(name)}: {json.dumps(cell)}" for name, cell in evidence["architectures"].items())
-    return f'{json.dumps(head, indent=1)[:-2]},\n "architectures": {{\n{cells}\n }}\n}}\n'
+def plans(version: environments.Version, folder: Path, packages: Path, *options: str) -> dict[str, Found]:
+    """Return what ``apply`` finds in each architecture of a version, by ``attn_implementation``. See ``check.plan``."""
+    python = environments.make(version, folder.resolve())
+    options = options or (("--families", *version.families) if version.families else ())
+    # flash-attn's stand-in is there for all; that a seam is the same without it is found when the cells are run
+    return {
+        name: cells["with"] for name, cells in lines(python, packages, "--plans", *options, parts=("with",)) if name
+    }
 
 
-def _part(python: Path, packages: Path, part: str, options: tuple[str, ...]) -> dict[str, Any]:
-    return environments.printed(python, packages, "compat_matrix.check", "--flash-attn", part, *options)
+def lines(
+    python: Path, packages: Path, *options: str, parts: tuple[str, ...] = PARTS
+) -> Iterator[tuple[str, dict[str, Found]]]:
+    """Run ``compat_matrix.check`` in one process for each part, at the same time.
 
+    Yields:
+        first an empty name with what the processes say of the environment, by part, then each architecture with its
+        cells, as soon as all are there. A process that does not have the architecture gives none.
 
-def merged(
-    version: environments.Version, without: dict[str, Any], with_flash: dict[str, Any], code: dict[str, Any]
-) -> dict[str, Any]:
-    """Merge the findings of the two processes, and add what versions.toml and xfail.toml say.
-
-    Args:
-        version: The version that was checked.
-        without, with_flash: The findings without flash-attn and with its stand-in.
-        code: ``commit`` and ``dirty`` of the code that was checked, which every cell says.
+    Raises:
+        RuntimeError: One of the processes fails. The text is the end of what it wrote to the standard error.
     """
-    architectures = {}
-    for name in {**without["architectures"], **with_flash["architectures"]}:
-        first, second = (part["architectures"].get(name, {}) for part in (without, with_flash))
-        cell = {**first, **second, "made": _made(code, first, second)}
-        for key in ("fa2patch", "upstream"):
-            if key in first or key in second:
-                cell[key] = {**first.get(key, {}), **second.get(key, {})}
-        if "refused" in cell and "seam" in cell:
-            failing = _failing_alone(first if "refused" in first else second)
-            if failing:  # what cannot be computed without fa2patch need not be refused
-                del cell["refused"]
-                cell["fa2patch"].update(failing)
-            else:
-                cell.setdefault("error", f"{REFUSED_AND_PATCHED}: {cell['refused']}"[:400])
-        if first.get("seam", second.get("seam")) != second.get("seam", first.get("seam")):
-            cell["error"] = f"seam {first['seam']} without flash-attn, {second['seam']} with it"
-        expected = version.seam_of(name)
-        cell = {**cell, "expected_seam": expected.split(" and ")} if expected else cell
-        architectures[name] = {**cell, **known_failure(name, version.transformers, cell, without["points"])}
+    came: queue.Queue[tuple[str, str, Found | None]] = queue.Queue()
+    waiting: dict[str, dict[str, Found]] = {}
+    with contextlib.ExitStack() as stack:
+        for part in parts:
+            process = stack.enter_context(_Process(python, packages, part, *options))
+            threading.Thread(target=process.read, args=(came,), daemon=True).start()
+        running = len(parts)
+        while running:
+            part, name, cell = came.get()
+            if cell is None:
+                running -= 1
+                if name:
+                    raise RuntimeError(name)
+                continue
+            waiting.setdefault(name, {})[part] = cell
+            if len(waiting[name]) == len(parts):
+                yield name, waiting.pop(name)
+    yield from waiting.items()
+
+
+class _Process:
+    """A process of ``compat_matrix.check``, which is ended with the block."""
+
+    def __init__(self, python: Path, packages: Path, part: str, *options: str) -> None:
+        self.part = part
+        self.process = subprocess.Popen(
+            [str(python), "-m", "compat_matrix.check", "--flash-attn", part, *options],
+            cwd=packages, env=environments.variables(packages), text=True,
+            stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+        )  # fmt: skip
+
+    def read(self, came: queue.Queue[tuple[str, str, Found | None]]) -> None:
+        """Put each line into a queue, and at the end None, with the error as the name if the process fails."""
+        errors: list[str] = []
+        threading.Thread(target=_drain, args=(self.process.stderr, errors), daemon=True).start()
+        assert self.process.stdout is not None
+        for line in self.process.stdout:
+            said = json.loads(line)
+            name = said.get("architecture", "")
+            came.put((self.part, name, said["cell"] if name else said))
+        failed = self.process.wait()
+        came.put((self.part, "".join(errors)[-1500:] or f"it ended with {failed}" if failed else "", None))
+
+    def __enter__(self) -> _Process:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        if self.process.poll() is None:
+            self.process.terminate()
+            self.process.wait()
+
+
+def _drain(stream: IO[str] | None, into: list[str]) -> None:
+    assert stream is not None
+    for line in stream:
+        into.append(line)
+        del into[:-50]
+
+
+def _header(version: environments.Version, without: Found, with_flash: Found) -> Found:
     header = {"format": FORMAT, "name": version.name, **without, "flash_attn": with_flash["flash_attn"]}
+    header["requirements"] = version.stated
     if version.allowed_to_fail:
         header["allowed_to_fail"] = True
-    return {**header, "architectures": architectures}
+    return header
 
 
-def _made(code: dict[str, Any], *parts: dict[str, Any]) -> dict[str, Any]:
+def merged(first: Found, second: Found, code: Found) -> Found:
+    """Merge the cells of the two processes.
+
+    Args:
+        first, second: The cells without flash-attn and with its stand-in; empty if there is none.
+        code: ``commit`` and ``dirty`` of the code that was checked.
+    """
+    cell = {**first, **second, "made": _made(code, first, second)}
+    for key in ("fa2patch", "upstream"):
+        if key in first or key in second:
+            cell[key] = {**first.get(key, {}), **second.get(key, {})}
+    if "refused" in cell and "seam" in cell:
+        failing = _failing_alone(first if "refused" in first else second)
+        if failing:  # what cannot be computed without fa2patch need not be refused
+            del cell["refused"]
+            cell["fa2patch"].update(failing)
+        else:
+            cell.setdefault("error", f"{REFUSED_AND_PATCHED}: {cell['refused']}"[:400])
+    if first.get("seam", second.get("seam")) != second.get("seam", first.get("seam")):
+        cell["error"] = f"seam {first['seam']} without flash-attn, {second['seam']} with it"
+    return cell
+
+
+def _made(code: Found, *parts: Found) -> Found:
     """What a cell was made with: both processes' seconds, the first one's time."""
     made = [part["made"] for part in parts if part]
-    return {**code, **made[0], "seconds": round(sum(part["seconds"] for part in made), 1)}
+    about = {name: value for name, value in made[0].items() if name != "executed"}
+    return {**code, **about, "seconds": round(sum(part["seconds"] for part in made), 1)}
 
 
-def _failing_alone(part: dict[str, Any]) -> dict[str, Any]:
+def _failing_alone(part: Found) -> Found:
     """Each implementation's points, not run, if Transformers alone raises errors for every row with all of them."""
     outcomes = {implementation: [*rows.values()] for implementation, rows in part["upstream"].items()}
     if not all(rows and all(row.startswith("error: ") for row in rows) for rows in outcomes.values()):
@@ -104,38 +191,43 @@ def _failing_alone(part: dict[str, Any]) -> dict[str, Any]:
     return {implementation: {ALONE: {DOCUMENT: rows[0][len("error: ") :]}} for implementation, rows in outcomes.items()}
 
 
-def known_failure(architecture: str, transformers: str, cell: dict[str, Any], points: list[str]) -> dict[str, str]:
-    """What xfail.toml says of a cell, as keys that are added to it. It is strict.
+def written(header: Found, cells: dict[str, Found]) -> Found:
+    """Return evidence of these cells, whose keys are packed into one table.
 
-    Returns:
-        ``xfail`` and ``link`` if every failure of the cell is the known one, in a point that the entry names; ``error``
-        if the entry names a point that was run, and none fails; else nothing, and the cell's own failures count.
-
-    Args:
-        architecture: The architecture.
-        transformers: The version of Transformers.
-        cell: The merged findings.
-        points: The points that were run.
+    A cell that was run with other points than the header's says so itself.
     """
-    known = _entry(architecture, transformers)
-    if known is None or "refused" in cell or "error" in cell:
-        return {}
-    runs = list(cell.get("fa2patch", {}).values())
-    failed = [found for run in runs for found in run.get("fail", {}).items()]
-    if not any(run.get("ok") for run in runs):
-        failed += [found for run in runs for found in run.get(ALONE, {}).items()]
-    if not failed:
-        works = f"xfail.toml expects {known['error']!r}, and nothing fails. Remove the version from the entry"
-        return {"error": works} if {*known["points"]} & {*points, DOCUMENT} else {}
-    if all(point in known["points"] and known["error"] in what for point, what in failed):
-        return {"xfail": known["reason"], "link": known["link"]}
-    return {}
+    keyed = {name: cell["made"]["key"] for name, cell in cells.items() if "key" in cell["made"]}
+    table, numbers = keys.packed(keyed.values())
+    packed = dict(zip(keyed, numbers))
+    architectures = {}
+    for name, cell in cells.items():
+        key = {"key": packed[name]} if name in packed else {}
+        architectures[name] = {**cell, "made": {**cell["made"], **key}}
+        if cell.get("points") == header["points"]:
+            del architectures[name]["points"]
+    return {**header, "code": table, "architectures": architectures}
 
 
-def _entry(architecture: str, transformers: str) -> dict[str, Any] | None:
-    """The entry of xfail.toml for an architecture in a version."""
-    for known in environments.tomllib.loads((environments.HERE / "xfail.toml").read_text())["xfail"]:
-        minors = [minor for minor in known["versions"] if f"{transformers}.".startswith(f"{minor}.")]
-        if architecture in known["architectures"] and minors:
-            return dict(known)
-    return None
+def unwritten(evidence: Found) -> dict[str, Found]:
+    """Return the cells of evidence with their keys unpacked, each with the points that it was run with."""
+    found = {}
+    for name, cell in evidence["architectures"].items():
+        found[name] = {"points": evidence["points"], **cell}
+        if "key" in cell["made"]:
+            (key,) = keys.unpacked(evidence["code"], [cell["made"]["key"]])
+            found[name]["made"] = {**cell["made"], "key": key}
+    return found
+
+
+def text(evidence: Found) -> str:
+    """Format the evidence of a version as JSON, with one line for each architecture and each file of code."""
+    cells = evidence["architectures"]
+    blocks = {"code": evidence["code"], "architectures": cells} if "code" in evidence else {"architectures": cells}
+    head = {name: value for name, value in evidence.items() if name not in blocks}
+    body = ",\n".join(
+        f' "{block}": {{\n'
+        + ",\n".join(f"  {json.dumps(name)}: {json.dumps(line)}" for name, line in held.items())
+        + "\n }"
+        for block, held in blocks.items()
+    )
+    return f"{json.dumps(head, indent=1)[:-2]},\n{body}\n}}\n"

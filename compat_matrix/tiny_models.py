@@ -300,7 +300,12 @@ def with_layers(architecture: str, layers: int) -> dict[str, Any]:
 @functools.cache
 def is_mixture(architecture: str) -> bool:
     """Whether an architecture has experts. They multiply as many tokens as are routed to them, so rounding varies."""
-    return any(re.search(r"expert|moe|router", name, re.IGNORECASE) for name, _ in build(architecture).named_modules())
+    return has_experts(build(architecture))
+
+
+def has_experts(model: Any) -> bool:
+    """Whether a model has modules that are named as experts are."""
+    return any(re.search(r"expert|moe|router", name, re.IGNORECASE) for name, _ in model.named_modules())
 
 
 def _needs_a_window(modeling: Any) -> bool:
@@ -319,11 +324,17 @@ def build(architecture: str, implementation: str = "eager", dtype: torch.dtype =
     if wanted not in _made_before:
         if len(_made_before) >= 64:
             _made_before.clear()
-        _made_before[wanted] = tiny_copies.of(_build(architecture, implementation, changes))
+        _made_before[wanted] = tiny_copies.of(_filled(architecture, implementation, changes))
     model = _made_before[wanted]()
     model = model if dtype == torch.float32 else model.to(dtype)
     if dtype == torch.float64 and getattr(model, "_can_set_experts_implementation", bool)():
         model.set_experts_implementation("eager")  # torch's grouped_mm takes no float64
+    return model
+
+
+def _filled(architecture: str, implementation: str, changes: dict[str, Any]) -> Any:
+    model = unfilled(architecture, implementation, **changes)
+    scale_up(model)
     return model
 
 
@@ -338,7 +349,8 @@ _checked: set[tuple[str, bool]] = set()
 """The architectures whose size was checked: without changes of the config, and with the first changes."""
 
 
-def _build(architecture: str, implementation: str, changes: dict[str, Any]) -> Any:
+def unfilled(architecture: str, implementation: str, **changes: Any) -> Any:
+    """Build a tiny model in eval mode, with the weights that Transformers gives it."""
     if architecture == "mistral" and implementation == "flash_attention_2" and _needs_a_window(modeling(architecture)):
         changes = {"sliding_window": 4096, **changes}
     config = config_of(architecture, **changes)
@@ -351,7 +363,6 @@ def _build(architecture: str, implementation: str, changes: dict[str, Any]) -> A
         _check_size(cls, config)
         _checked.add((architecture, not changes))
     model = _load(cls, config, implementation).float()
-    scale_up(model)
     return model.eval()
 
 

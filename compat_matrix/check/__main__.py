@@ -1,29 +1,45 @@
-"""Check every architecture at every point in this environment and write one JSON. ``compat_matrix.run`` starts it."""
+"""Check every architecture in this environment and print one JSON a line. ``compat_matrix.run`` starts it.
+
+The first line is about the environment. Each further line is a cell, printed as soon as it is checked. A cell is
+checked in a process of its own, forked where the system can: caches are empty then, so that what the process executes
+is what the cell depends on (``executed``), and a crash costs one cell.
+"""
 
 from __future__ import annotations
 
-import argparse
-import functools
-import gc
-import json
-import os
-import platform
-import sys
-import warnings
-from importlib import metadata
-from pathlib import Path
+from . import executed
 
-from . import found
+executed.record()  # before anything of fa2patch is imported
+
+import argparse  # noqa: E402
+import functools  # noqa: E402
+import gc  # noqa: E402
+import json  # noqa: E402
+import os  # noqa: E402
+import platform  # noqa: E402
+import sys  # noqa: E402
+import warnings  # noqa: E402
+from importlib import metadata  # noqa: E402
+from typing import Any, Callable  # noqa: E402
+
+from . import found  # noqa: E402
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Run the command line and write the JSON to ``--output`` or stdout."""
+    """Run the command line and print the lines to stdout."""
     parser = argparse.ArgumentParser(prog="python -m compat_matrix.check", description=__doc__)
     parser.add_argument("--flash-attn", choices=sorted(found.IMPLEMENTATIONS), default="without")
     parser.add_argument("--families", nargs="*")
     parser.add_argument("--points", nargs="*")
-    parser.add_argument("--output", type=Path)
+    parser.add_argument("--plans", action="store_true", help="print what apply finds, and run nothing")
+    parser.add_argument(
+        "--vouched", type=json.loads, default={}, metavar="JSON", help="by architecture, who vouches for its points"
+    )
     given = parser.parse_args(arguments)
+    if given.plans:
+        executed.stop()
+    out = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)  # what libraries print to stdout must not come between the lines
     os.environ.update(HF_HUB_OFFLINE="1", TRANSFORMERS_VERBOSITY="error", TOKENIZERS_PARALLELISM="false", USE_TF="0")
     warnings.simplefilter("ignore")
     if given.flash_attn == "with":
@@ -35,23 +51,14 @@ def main(arguments: list[str] | None = None) -> int:
 
     from .. import tiny_models
     from ..user_models import models
-    from . import upstream
+    from . import plan, upstream
     from .points import POINTS
 
     torch.set_num_threads(1)
-    gc.freeze()
     gc.set_threshold(100_000, 50, 50)  # a fifth of the time went into garbage collection of tiny models
     points = given.points or list(POINTS)
-    cells = {}
-    for architecture in given.families or tiny_models.architectures():
-        if not tiny_models.is_present(architecture):
-            continue
-        check = functools.partial(found.cell, architecture, found.IMPLEMENTATIONS[given.flash_attn], points)
-        cells[architecture] = found.timed(check)
-        if models.is_file(architecture):
-            cells[architecture]["notes"] = models.notes(architecture, tiny_models.config_class(architecture))
-        print(f"{architecture}: {cells[architecture]}", file=sys.stderr, flush=True)
-    evidence = {
+    implementations = found.IMPLEMENTATIONS[given.flash_attn]
+    about = {
         "transformers": transformers.__version__,
         "python": platform.python_version(),
         "wrapt": metadata.version("wrapt"),
@@ -60,11 +67,55 @@ def main(arguments: list[str] | None = None) -> int:
         "kernel": "reference",
         "points": points,
         "upstream_rows": list(upstream.ROWS),
-        "architectures": cells,
     }
-    text = json.dumps(evidence, indent=1)
-    given.output.write_text(text + "\n") if given.output else print(text)
+    print(json.dumps(about), file=out, flush=True)
+    for architecture in given.families or tiny_models.architectures():
+        if not tiny_models.is_present(architecture):
+            continue
+        if given.plans:
+            cell: dict[str, Any] = plan.of(architecture, tuple(sum(found.IMPLEMENTATIONS.values(), ())))
+        else:
+            voucher = given.vouched.get(architecture, "")
+            cell = in_child(functools.partial(_cell, architecture, implementations, points, voucher))
+        if models.is_file(architecture):
+            cell["notes"] = models.notes(architecture, tiny_models.config_class(architecture))
+        print(json.dumps({"architecture": architecture, "cell": cell}), file=out, flush=True)
     return 0
+
+
+def _cell(architecture: str, implementations: tuple[str, ...], points: list[str], voucher: str) -> dict[str, Any]:
+    made = found.timed(functools.partial(found.cell, architecture, implementations, points, voucher))
+    made["made"]["executed"] = executed.executed()
+    return made
+
+
+def in_child(check: Callable[[], dict[str, Any]]) -> dict[str, Any]:
+    """Return what ``check`` returns in a forked process; in this one where the system cannot fork.
+
+    An error of the process itself, such as a crash, is the cell's ``error``.
+    """
+    if not hasattr(os, "fork"):
+        return check()
+    gc.collect()
+    gc.freeze()
+    reading, writing = os.pipe()
+    child = os.fork()
+    if not child:
+        try:
+            os.close(reading)
+            with os.fdopen(writing, "w") as pipe:
+                json.dump(check(), pipe)
+        finally:
+            os._exit(0)
+    os.close(writing)
+    with os.fdopen(reading) as pipe:
+        said = pipe.read()
+    _, status = os.waitpid(child, 0)
+    try:
+        return dict(json.loads(said))
+    except ValueError:
+        made = found.timed(lambda: {"error": f"the process of this cell ended with status {status} and no findings"})
+        return {**made, "made": {**made["made"], "executed": executed.executed()}}
 
 
 if __name__ == "__main__":

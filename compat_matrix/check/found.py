@@ -22,15 +22,15 @@ ONCE = (
 ``inertness`` and ``generation`` are not among them, because a model's masks differ with the implementation.
 """
 
-VOUCHED_FOR = ("lora", "rope_scaling", "host_reads")
-"""Points run for the first fourteen families only, if all layers of a model are at the interface seam.
+OF_EVERY_ARCHITECTURE = ("packed_row", "nothing_crosses", "refusals", "generation", "packed_row_with_a_cache")
+"""The points that are run for an architecture for which another one vouches, since all its layers are at the interface
+seam and ``apply`` finds the same in both (``compat_matrix.plans``).
 
-The seam gets q, k and v from the modeling file. Adapters and rope come before it, and the number of host reads depends
-on the patched call. So the point tests code that all architectures of the seam share.
+The seam gets q, k and v from the modeling file. What comes after it does not depend on the architecture.
 """
 
-BY_SEEDS = "the interface seam vouches for it: run for the first fourteen families"
-"""Why a point of :data:`VOUCHED_FOR` is not run."""
+VOUCHED = "vouched for by "
+"""How the reason begins why a point is not run; the architecture that vouches follows."""
 
 NO_SUCH_IMPLEMENTATION = (
     "scaled_dot_product",
@@ -66,13 +66,14 @@ def timed(check: Callable[[], dict[str, Any]]) -> dict[str, Any]:
     return {**made, "made": about}
 
 
-def cell(architecture: str, implementations: tuple[str, ...], points: list[str]) -> dict[str, Any]:
+def cell(architecture: str, implementations: tuple[str, ...], points: list[str], voucher: str = "") -> dict[str, Any]:
     """Check one architecture.
 
     Args:
         architecture: A model type, or the path of a config.json.
         implementations: The attention implementations to load it with.
         points: The names of the points.
+        voucher: The architecture that vouches for all points but :data:`OF_EVERY_ARCHITECTURE`; empty runs all.
 
     Returns:
         The findings as the evidence has them: ``fa2patch`` and ``upstream`` by implementation and the ``seam``, or
@@ -124,6 +125,8 @@ def cell(architecture: str, implementations: tuple[str, ...], points: list[str])
                 result["fa2patch"][implementation] = {ALONE: {DOCUMENT: failure}}
                 continue
         skipped = _skipped(cell, result["seam"], first=implementation == next(iter(loaded)))
+        if voucher:
+            skipped.update({name: VOUCHED + voucher for name in points if name not in OF_EVERY_ARCHITECTURE})
         result["fa2patch"][implementation] = _results(cell, points, skipped)
     if "refused" not in result:
         return result
@@ -151,10 +154,7 @@ def _skipped(cell: Any, seam: list[str], first: bool) -> dict[str, str]:
     if {*seam} - {"mixer"} != {"interface"} or cell.family.endswith(".json"):
         return {}
     again = not first or cell.implementation == "flash_attention_2"
-    skipped = dict.fromkeys(ONCE if again else (), "run with sdpa, or eager")
-    if seam == ["interface"] and cell.family not in tiny_models.SEEDS:
-        skipped.update(dict.fromkeys(VOUCHED_FOR, BY_SEEDS))
-    return skipped
+    return dict.fromkeys(ONCE if again else (), "run with sdpa, or eager")
 
 
 ROUNDING = 10

@@ -8,7 +8,7 @@ import sys
 import tempfile
 from collections.abc import Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Callable
 
@@ -121,10 +121,9 @@ def _of_version(
     doing: Callable[[environments.Version, str], None],
 ) -> list[Row]:
     try:
-        nothing_expected = replace(version, seam="", other_seams={})
         names = (model.architecture for model in models)
         evidence = run.evidence(
-            nothing_expected, folder, packages, "--families", *names, doing=lambda what: doing(version, what)
+            version, folder, packages, "--families", *names, doing=lambda what: doing(version, what)
         )
         cells = _cells(evidence)
     except Exception as error:

@@ -3,6 +3,17 @@
 from __future__ import annotations
 
 from ..cell import POINTS
-from . import harmless, isolation, media, media_dtypes, padded, training, trees, windows
+from . import caches, harmless, isolation, media, media_dtypes, padded, training, trees, windows
 
-__all__ = ["POINTS", "harmless", "isolation", "media", "media_dtypes", "padded", "training", "trees", "windows"]
+__all__ = [
+    "POINTS",
+    "caches",
+    "harmless",
+    "isolation",
+    "media",
+    "media_dtypes",
+    "padded",
+    "training",
+    "trees",
+    "windows",
+]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import functools
 import importlib
+import inspect
 from typing import Any
 
 import torch
@@ -16,7 +17,7 @@ from fa2patch.upstream.find_models import models
 
 from ... import tiny_models
 from ..cell import AloneFails, Cell, NotApplicable, assert_unmoved, point, unless_alone_raises
-from ..compare import assert_as_near, assert_finite, assert_same_gradients
+from ..compare import assert_as_near, assert_close, assert_finite, assert_same_gradients
 from ..rows import alone, documents, gradients, loss_of, pack
 
 
@@ -150,3 +151,26 @@ def _as_near_as_alone(cell: Cell, model: Any, reference: Any) -> None:
         assert_as_near(found, exact, expected, lambda: alone(unpatched, docs))
         loss_of(found, docs).backward()
     assert_finite(gradients(model))
+
+
+@point
+def router_loss(cell: Cell) -> None:
+    """The loss that balances experts, and the loss with it, are those of the padded batch."""
+    docs = documents(5, 9, 3)
+    reference, model = cell.reference(), cell.model()
+    if "output_router_logits" not in inspect.signature(type(model).forward).parameters:
+        raise NotApplicable("the forward returns no router logits")
+    padded = torch.zeros(len(docs), max(map(len, docs)), dtype=torch.long)
+    mask = torch.zeros_like(padded)
+    for row, doc in enumerate(docs):
+        padded[row, : len(doc)], mask[row, : len(doc)] = doc, 1
+    asked = {"output_router_logits": True, "use_cache": False}
+    labels = padded.masked_fill(mask == 0, -100)
+    expected = reference(input_ids=padded, attention_mask=mask, labels=labels, **asked)
+    if getattr(expected, "aux_loss", None) is None:
+        raise NotApplicable("this version computes no loss of its routers")
+    row = fa2patch.DataCollatorWithFlattening()([{"input_ids": doc.tolist()} for doc in docs])
+    with fa2patch.apply(model):
+        found = model(**row, **asked)
+    assert_close(found.aux_loss.detach(), expected.aux_loss.detach(), "router loss")
+    assert_close(found.loss.detach(), expected.loss.detach(), "loss")

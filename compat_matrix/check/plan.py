@@ -1,0 +1,93 @@
+"""What ``apply`` finds in a tiny model, as a snapshot that two versions of fa2patch can be compared by."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import re
+import types
+from collections import Counter
+from collections.abc import Mapping
+from hashlib import sha256
+from typing import Any
+
+from fa2patch.errors import Fa2PatchError, message
+from fa2patch.patch.plan import Plan, plan
+
+from .. import tiny_models
+from .cell import Cell
+
+NOT_OF_THE_MODEL = ("transformers_version", "_attn_implementation", "_attn_implementation_autoset", "_name_or_path")
+"""What configs hold beside the model."""
+
+
+def of(architecture: str, implementations: tuple[str, ...]) -> dict[str, Any]:
+    """Return the snapshots of an architecture by implementation. No forward is run.
+
+    A snapshot holds what :func:`told` says of the plan, or ``refused`` with fa2patch's error, or ``error`` with another
+    one. ``model`` is a hash of what the points are run on: the tiny config, the dtype, whether there are experts.
+    """
+    found = {}
+    for implementation in implementations:
+        try:
+            model = tiny_models.unfilled(architecture, implementation)
+        except Exception as error:
+            found[implementation] = {"error": f"{type(error).__name__}: {error}".splitlines()[0][:200]}
+            continue
+        found[implementation] = {"model": _model(architecture, model), **_planned(model)}
+    return found
+
+
+def _planned(model: Any) -> dict[str, Any]:
+    try:
+        return told(plan(model))
+    except Fa2PatchError as error:
+        return {"refused": f"{type(error).__name__}: {error.message}"}
+    except Exception as error:
+        return {"error": f"{type(error).__name__}: {message(error)}"[:200]}
+
+
+def _model(architecture: str, model: Any) -> str:
+    config = {name: value for name, value in model.config.to_diff_dict().items() if name not in NOT_OF_THE_MODEL}
+    dtype = str(Cell(architecture, "eager").dtype)
+    about = [config, dtype, tiny_models.first_position(model), tiny_models.has_experts(model)]
+    return sha256(json.dumps(about, sort_keys=True, default=str).encode()).hexdigest()[:8]
+
+
+def told(planned: Plan) -> dict[str, Any]:
+    """Return a plan in the types of JSON.
+
+    Returns:
+        ``layers``: how many layers there are of each kind of name, with the seam. ``sites``: what is replaced, and by
+        what. ``found``, ``route`` and ``roles`` as the plan has them.
+    """
+    layers = Counter(f"{re.sub(r'[0-9]+', 'N', layer.name)}: {layer.seam}" for layer in planned.layers)
+    return {
+        "layers": dict(layers),
+        "sites": [f"{_text(site.owner)}.{site.attribute}: {_text(site.make)}" for site in planned.sites],
+        "found": _text(planned.found),
+        "route": _text(planned.route),
+        "roles": [_text(role) for role in planned.roles],
+    }
+
+
+def _text(value: Any) -> Any:
+    """A value of a plan in the types of JSON. Of a data class, what is False, None or empty is left out."""
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        fields = {field.name: getattr(value, field.name) for field in dataclasses.fields(value)}
+        return {
+            name: _text(held) for name, held in fields.items() if held not in (None, False, "", (), {}, frozenset())
+        }
+    if hasattr(value, "_asdict"):
+        return {name: _text(held) for name, held in value._asdict().items() if held}
+    if isinstance(value, Mapping):
+        return {str(name): _text(held) for name, held in value.items()}
+    if isinstance(value, (set, frozenset)):
+        return sorted(map(_text, value), key=str)
+    if isinstance(value, (list, tuple)):
+        return [_text(held) for held in value]
+    if isinstance(value, types.ModuleType):
+        return value.__name__.rpartition(".")[2]
+    if hasattr(value, "__qualname__"):
+        return value.__qualname__
+    return value if isinstance(value, (str, int, float, bool, type(None))) else f"a {type(value).__name__}"

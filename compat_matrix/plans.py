@@ -1,0 +1,174 @@
+"""What ``apply`` finds in every cell, compared with the committed snapshots: ``python -m compat_matrix.plans``.
+
+Snapshots are made without a forward, for all environments, on every change of fa2patch. A cell whose snapshot is not
+the committed one must be run. They also say which architectures share a plan, so that one vouches for the others.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import sys
+from collections.abc import Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor, as_completed
+from pathlib import Path
+from typing import Any
+
+from . import environments, run
+from .screen import BarColumn, Console, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+PLANS = environments.HERE / "plans.json"
+COMMA = ",\n"
+
+Snapshots = dict[str, dict[str, Any]]
+"""By architecture, then by ``attn_implementation``: what ``check.plan.of`` returns."""
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Print what is found otherwise than before; returns 1 if anything is, and the snapshots are not written."""
+    parser = argparse.ArgumentParser(prog="python -m compat_matrix.plans", description=__doc__)
+    parser.add_argument("--versions", nargs="+", metavar="V", help="blocks of versions.toml, or releases; default: all")
+    parser.add_argument("--families", nargs="+", metavar="F", help="architectures; default: all that a version has")
+    parser.add_argument("--plans", type=Path, default=PLANS, help="file of the committed snapshots")
+    parser.add_argument("--write", action="store_true", help="write the snapshots that were made into that file")
+    parser.add_argument("--jobs", type=int, default=max(1, (os.cpu_count() or 2) // 2), help="versions at a time")
+    parser.add_argument("--environments", type=Path, default=environments.HERE.parent / ".compat")
+    given = parser.parse_args(arguments)
+    wanted = [environments.version(name) for name in given.versions or environments.versions()]
+    families = ["--families", *given.families] if given.families else []
+    columns = TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn()
+    console, wrong, count = Console(stderr=True), False, 0
+    known = read(given.plans)
+    packages, threads = environments.only_our_packages(), ThreadPoolExecutor(given.jobs)
+    with packages as path, Progress(*columns, console=console) as progress, threads as pool:
+        task = progress.add_task("plans", total=len(wanted))
+        started = {pool.submit(run.plans, version, given.environments, path, *families): version for version in wanted}
+        for future in as_completed(started):
+            version = started[future]
+            made = future.result()
+            count += len(made)
+            before = known.get(version.name, {})
+            found = list(differences(before, made, given.families))
+            for line in found:
+                print(f"{version.name}: {line}", flush=True)
+            known[version.name] = {**before, **made} if given.families else made
+            if given.write and found:
+                write(known, given.plans)
+            wrong = wrong or bool(found)
+            progress.update(task, advance=1)
+    print(
+        f"{count:,} architectures in {len(wanted)} environments; {'some are' if wrong else 'none is'} found otherwise."
+    )
+    return int(wrong and not given.write)
+
+
+def differences(before: Snapshots, now: Snapshots, only: Any = None) -> Iterator[str]:
+    """Yield one line for each architecture whose snapshots differ, with the first difference.
+
+    Args:
+        before: the committed snapshots.
+        now: the present ones.
+        only: the architectures that were made; empty means all.
+    """
+    for name in sorted({*now, *(() if only else before)}):
+        if name not in now or name not in before:
+            yield f"{name}: {'is new' if name in now else 'is gone'}"
+        elif before[name] != now[name]:
+            where, old, new = next(_differ(before[name], now[name]))
+            yield f"{name}: {where}: committed {_short(old)}, found {_short(new)}"
+
+
+def _differ(old: Any, new: Any, where: str = "") -> Iterator[tuple[str, Any, Any]]:
+    if isinstance(old, dict) and isinstance(new, dict):
+        for name in sorted({*old, *new}):
+            if old.get(name) != new.get(name):
+                yield from _differ(old.get(name), new.get(name), f"{where}.{name}".strip("."))
+    elif isinstance(old, list) and isinstance(new, list) and len(old) == len(new):
+        for place, both in enumerate(zip(old, new)):
+            if both[0] != both[1]:
+                yield from _differ(*both, f"{where}[{place}]")
+    elif old != new:
+        yield where, old, new
+
+
+def _short(value: Any) -> str:
+    text = "nothing" if value is None else json.dumps(value)
+    return text if len(text) <= 120 else f"{text[:117]}..."
+
+
+def read(file: Path = PLANS) -> dict[str, Snapshots]:
+    """Read the committed snapshots, by version; empty if there are none."""
+    if not file.exists():
+        return {}
+    data = json.loads(file.read_text(encoding="utf-8"))
+    table = data.pop("plans")
+
+    def snapshot(entry: list[Any]) -> dict[str, Any]:
+        place, *model = entry
+        return {**table[place], **({"model": model[0]} if model else {})}
+
+    return {
+        version: {
+            name: {implementation: snapshot(entry) for implementation, entry in entries.items()}
+            for name, entries in architectures.items()
+        }
+        for version, architectures in data.items()
+    }
+
+
+def write(snapshots: Mapping[str, Snapshots], file: Path = PLANS) -> None:
+    """Write the snapshots of all versions. Those that are the same stand there once."""
+    places: dict[str, int] = {}
+
+    def entry(snapshot: dict[str, Any]) -> list[Any]:
+        text = json.dumps({name: held for name, held in snapshot.items() if name != "model"})
+        return [places.setdefault(text, len(places)), *([snapshot["model"]] if "model" in snapshot else [])]
+
+    blocks = []
+    for version, architectures in snapshots.items():
+        lines = [
+            f"  {json.dumps(name)}: {json.dumps({each: entry(held) for each, held in plans.items()})}"
+            for name, plans in architectures.items()
+        ]
+        blocks.append(f" {json.dumps(version)}: {{\n{COMMA.join(lines)}\n }}")
+    blocks.append(f' "plans": [\n  {COMMA.join(places)}\n ]')
+    file.write_text(f"{{\n{COMMA.join(blocks)}\n}}\n", encoding="utf-8")
+
+
+def seams(snapshots: Mapping[str, Any]) -> set[str]:
+    """Return the seams of an architecture's layers, from its snapshots by ``attn_implementation``."""
+    layers = (layer for snapshot in snapshots.values() for layer in snapshot.get("layers", ()))
+    return {layer.rpartition(": ")[2] for layer in layers}
+
+
+def vouchers(snapshots: Snapshots) -> dict[str, str]:
+    """Return the architecture that vouches for each one with the same plan; those that vouch are left out.
+
+    The first of a plan vouches, in the order of the check, and only if all layers are at the interface seam.
+    """
+    first: dict[str, str] = {}
+    found = {}
+    for name, plans in snapshots.items():
+        shape = json.dumps({implementation: _shape(snapshot) for implementation, snapshot in plans.items()})
+        if seams(plans) == {"interface"} and first.setdefault(shape, name) != name:
+            found[name] = first[shape]
+    return found
+
+
+def _shape(snapshot: Mapping[str, Any]) -> dict[str, Any]:
+    """A snapshot without the names of modules, classes and layers."""
+    if "layers" not in snapshot:
+        return {"error": snapshot.get("error", snapshot.get("refused"))}
+    registry = {name: held for name, held in snapshot["found"]["registry"].items() if name != "model_type"}
+    return {
+        "layers": sorted({layer.rpartition(": ")[2] for layer in snapshot["layers"]}),
+        "sites": sorted({site.partition(".")[2] for site in snapshot["sites"]}),
+        "found": {**snapshot["found"], "registry": registry},
+        "route": snapshot["route"],
+        "roles": snapshot["roles"],
+    }
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,8 +1,8 @@
-"""Check that all cells and measurements were made with the present code, and the cells with one commit.
+"""Check that no cell is stale and that all measurements were made with the present code.
 
-``python -m compat_matrix.provenance``. A release needs it. Between releases MATRIX.md marks the cells of older code.
-Measurements are those of the bench, of the ecosystem's stacks and integrations, and of the examples.
-The present code is :data:`commits.CODE`. Evidence, documents, tests and the tables' code may change after it was run.
+``python -m compat_matrix.provenance``. A release needs it, a commit does not: evidence ages, and MATRIX.md says its
+age. A cell is stale if its key is (``compat_matrix.keys``). Measurements are those of the bench, of the ecosystem's
+stacks and integrations, and of the examples; :data:`commits.CODE` must not have changed after them.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from . import commits, environments
+from . import commits, environments, keys
 from .bench import about
 from .cells import Results
 from .results import Malformed, read
@@ -32,24 +32,25 @@ def main(arguments: list[str] | None = None) -> int:
     measured = dict(measurements())
     found = problems(results) + of_measurements(measured)
     good = (
-        f"All {len(results.made):,} cells were made with the code of {results.code}, which is the present code, and so "
-        f"were all {len(measured)} measurements of the bench, the ecosystem and the examples."
+        f"None of {len(results.made):,} cells is stale, and the present code made all {len(measured)} measurements of "
+        "the bench, the ecosystem and the examples."
     )
     print("\n".join(found) or good)
     return int(bool(found))
 
 
 def problems(results: Results) -> list[str]:
-    """What is against it that the present code made all cells, in one sentence each."""
-    made = Counter(made.code for made in results.made)
+    """What is against it that the cells are of the present code, in one sentence each."""
     found = [f"There is no evidence of {name}." for name in results.missing if name != environments.MAIN]
-    if len(made) > 1:
-        counts = ", ".join(f"{count:,} of {code}" for code, count in made.items())
-        found.append(f"Expected cells of one commit, found {counts}.")
-    if commits.of_code()["dirty"] is not False:
-        found.append("The code that cells depend on has uncommitted changes, or this folder is no clone.")
-    for commit in sorted({made.commit for made in results.made}):
-        found += _after(commit, "cells")
+    sources = keys.Sources(environments.HERE.parent)
+    for environment in results.environments:
+        stale = keys.stale(environment, sources)
+        if stale:
+            found.append(
+                f"{len(stale)} of {len(environment.cells)} cells of {environment.name} are stale: {_some([*stale])}."
+            )
+    for number, made in Counter(made.code for made in results.made if made.dirty is not False).items():
+        found.append(f"{made} cells were made with {number}.")
     return found
 
 

@@ -1,61 +1,62 @@
-"""A release needs cells of one commit, after which the code that they depend on did not change."""
+"""A release needs cells that are not stale, and measurements after which the code did not change."""
 
 import json
 
 import pytest
 from evidence import GOOD, MADE, evidence
 
-from compat_matrix import commits, provenance
+from compat_matrix import commits, environments, keys, provenance, run
 
 CELL = {"seam": ["interface"], "fa2patch": {"sdpa": GOOD}, "upstream": {}}
 CLEAN = {"commit": MADE["commit"], "dirty": False}
 MEASURED = {"bench mixers": CLEAN, "trl-1.16.0 curve": CLEAN}
+ITEM = "fa2patch/errors.py::"
+FRESH = {**MADE, "key": {ITEM: keys.Sources(environments.HERE.parent).hash(ITEM)}}
 
 
 @pytest.fixture
 def checked(tmp_path, capsys, monkeypatch):
     """Return a function that checks cells with these ``made``, as if these files had changed after their commit."""
 
-    def checked(*made, changed=(), present=CLEAN, measured=MEASURED):
-        monkeypatch.setattr(provenance.environments, "versions", lambda: ["5.0.0", "main"])
-        monkeypatch.setattr(commits, "of_code", lambda: present)
+    def checked(*made, changed=(), measured=MEASURED, requirements=None):
+        monkeypatch.setattr(provenance.environments, "versions", lambda: blocks)
         monkeypatch.setattr(commits, "changed", lambda commit: list(changed))
         monkeypatch.setattr(provenance, "measurements", lambda: iter(measured.items()))
         cells = {f"llama{number}": {**CELL, "made": each} for number, each in enumerate(made)}
-        (tmp_path / "5.0.0.json").write_text(json.dumps(evidence("5.0.0", cells)))
+        header = evidence("5.0.0", {}, requirements=wanted.stated if requirements is None else requirements)
+        (tmp_path / "5.0.0.json").write_text(run.text(run.written(header, cells)))
         code = provenance.main(["--evidence", str(tmp_path)])
         return code, capsys.readouterr().out
 
+    wanted = environments.version("5.0.0")
+    blocks = {"5.0.0": wanted, "main": environments.version("main")}
     return checked
 
 
-def test_cells_of_one_commit_without_a_change_after_it_are_accepted(checked):
-    assert checked(MADE, MADE) == (
+def test_cells_that_are_not_stale_are_accepted_whatever_commits_made_them(checked):
+    assert checked(FRESH, {**FRESH, "commit": "2" * 40}) == (
         0,
-        f"All 2 cells were made with the code of commit {'1' * 12}, which is the present code, and so were all 2 "
-        "measurements of the bench, the ecosystem and the examples.\n",
+        "None of 2 cells is stale, and the present code made all 2 measurements of the bench, the ecosystem and the "
+        "examples.\n",
     )
 
 
 @pytest.mark.parametrize(
     ("made", "said"),
     [
-        ([MADE, {**MADE, "commit": "2" * 40}], "Expected cells of one commit, found 1 of commit 111111111111, 1 of"),
-        ([MADE, {**MADE, "dirty": True}], "1 of commit 111111111111 with uncommitted changes"),
-        ([{**MADE, "commit": None, "dirty": None}], "Some cells do not say which commit made them."),
+        ({**FRESH, "key": {ITEM: "other"}}, "1 of 2 cells of 5.0.0 are stale: llama1."),
+        (MADE, "1 of 2 cells of 5.0.0 are stale: llama1."),
+        ({**FRESH, "dirty": True}, "1 cells were made with commit 111111111111 with uncommitted changes."),
+        ({**FRESH, "commit": None, "dirty": None}, "1 cells were made with an unknown commit."),
     ],
 )
-def test_cells_of_other_code_or_of_none_are_named(checked, made, said):
-    code, text = checked(*made)
+def test_cells_of_other_code_or_of_unknown_code_are_named(checked, made, said):
+    code, text = checked(FRESH, made)
     assert code == 1 and said in text
 
 
-def test_a_change_after_the_commit_and_uncommitted_changes_are_named(checked):
-    code, text = checked(MADE, changed=["fa2patch/patch/plan.py"])
-    assert code == 1
-    assert "1 files that cells depend on changed after commit 111111111111: fa2patch/patch/plan.py." in text
-    code, text = checked(MADE, present={**CLEAN, "dirty": True})
-    assert code == 1 and "uncommitted changes" in text
+def test_cells_of_another_environment_are_stale(checked):
+    assert checked(FRESH, requirements=["python3.11", "torch==1.0"])[0] == 1
 
 
 @pytest.mark.parametrize(
@@ -71,12 +72,12 @@ def test_a_change_after_the_commit_and_uncommitted_changes_are_named(checked):
     ],
 )
 def test_measurements_of_other_code_or_of_none_are_named(checked, made, said):
-    code, text = checked(MADE, measured={**MEASURED, "bench startup": made})
+    code, text = checked(FRESH, measured={**MEASURED, "bench startup": made})
     assert code == 1 and said in text
 
 
 def test_a_change_after_the_commit_of_a_measurement_is_named(checked):
-    code, text = checked(MADE, changed=["fa2patch/patch/plan.py"])
+    code, text = checked(FRESH, changed=["fa2patch/patch/plan.py"])
     assert code == 1 and "patch/plan.py. Affected: bench mixers, trl-1.16.0 curve." in text
 
 
@@ -100,7 +101,7 @@ def test_the_commit_of_an_experiment_is_read_from_its_results(monkeypatch, tmp_p
 
 
 def test_a_version_without_evidence_is_named(checked, tmp_path):
-    checked(MADE)
+    checked(FRESH)
     (tmp_path / "5.0.0.json").rename(tmp_path / "4.57.6.json")
     (tmp_path / "4.57.6.json").write_text(json.dumps(evidence("4.57.6", {"llama": CELL})))
     assert provenance.main(["--evidence", str(tmp_path)]) == 1

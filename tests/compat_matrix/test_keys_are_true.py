@@ -1,0 +1,134 @@
+"""A planted fault turns red cells that their keys call stale, and none that its key calls fresh."""
+
+import shutil
+
+import pytest
+
+from compat_matrix import environments, keys, run
+
+CELLS = ("llama", "jamba", "bert:masked", "llava:picture")
+POINTS = ("packed_row", "every_layout", "nothing_crosses", "refusals", "generation", "lengths")
+ROOT = environments.HERE.parent
+
+FAULTS = {
+    "a function of all: where documents start": (
+        "fa2patch/documents/starts.py", "real & ((previous < 0) | ~continues)", "real & (previous < 0)"),
+    "a function of all: attention": (
+        "fa2patch/kernels/formula.py", "for call in calls(layout, q, k, v)]", "for call in calls(layout, q, k * 2, v)]"),
+    "a function of all: the kernel that calls it": (
+        "fa2patch/kernels/reference.py", "return over_documents(q, k, v, boundaries, options)",
+        "return over_documents(q, k, v, boundaries, options) * 2"),
+    "a function of all: what documents' outputs are joined to": (
+        "fa2patch/upstream/packed_mask.py", "    def attend(", "    def attend_(",),
+    "a function of mixers: how outputs are joined": (
+        "fa2patch/upstream/apart.py", "return states.view(*self.shape, *states.shape[1:]) if by_rows else states",
+        "return 2 * states.view(*self.shape, *states.shape[1:]) if by_rows else states"),
+    "a function of mixers: one call": (
+        "fa2patch/upstream/seams/mixing.py", "outputs = documents.of_each(functools.partial(self.run, self.module, **more)",
+        "outputs = documents.of_each(functools.partial(self.run, self.module.train(), **{**more, 'x': 1})"),
+    "a function of pictures: how they are joined": (
+        "fa2patch/data/media.py", "def joined(", "def joined(*_): raise KeyError\ndef unjoined("),
+    "a function of pictures: the row": (
+        "fa2patch/data/multimodal.py", "def _of_one_row(value: Any) -> Any:",
+        "def _of_one_row(value: Any) -> Any:\n    raise KeyError"),
+    "a constant of all: the names of lengths": (
+        "fa2patch/documents/names.py", '"cu_seq_lens_q", "cu_seq_lens_k", "max', '"cu_seq_lens_x", "cu_seq_lens_y", "max'),
+    "a constant of all: the argument of masks": (
+        "fa2patch/upstream/packed_mask.py", 'MASK = "attention_mask"', 'MASK = "attention_masks"'),
+    "a constant of mixers: their names": (
+        "fa2patch/upstream/find_mixers.py", 'r"Mamba|Mixer2?$', 'r"Mambo|Fixer2?$'),
+    "a constant of what is registered": (
+        "fa2patch/upstream/seams/interface.py", 'EAGER = "eager_attention_forward"', 'EAGER = "eager_attention"'),
+    "a class body: an option's default": (
+        "fa2patch/kernels/options.py", "    causal: bool = True", "    causal: bool = False"),
+    "a class body: a trait's name": (
+        "fa2patch/upstream/traits/directions.py", "    name = NAME", '    name = "direction"'),
+    "a class body: an error's base": (
+        "fa2patch/errors.py", "class BadCuSeqlens(Fa2PatchError, ValueError):", "class BadCuSeqlens(BaseException):"),
+    "a class body: a method that is new and hides one": (
+        "fa2patch/kernels/reference.py", "    MULTIPLE = 1",
+        "    MULTIPLE = 1\n\n    def __call__(self, *given, **named):\n        return given[0]"),
+    "a decorator that is new": (
+        "fa2patch/documents/starts.py", "def changes(", "@__import__('functools').cache\ndef changes("),
+    "a decorator that is gone": (
+        "fa2patch/kernels/options.py", "@dataclass(frozen=True)\nclass Options", "class Options"),
+    "a new file that hides another": (
+        "fa2patch/documents/starts/__init__.py", None, "raise ImportError('hidden')\n"),
+    "a new file that a line imports": (
+        "fa2patch/documents/tokens.py", "from __future__ import annotations",
+        "from __future__ import annotations\nfrom . import new_file"),
+}  # fmt: skip
+"""File, text and fault. A file without a text is new. Each must turn at least one cell red."""
+
+HARMLESS = {
+    "a docstring": ("fa2patch/cli/doctor.py", '"""', '"""Other: '),
+    "a docstring of what is executed": ("fa2patch/documents/starts.py", '"""The grammar', '"""Another text'),
+    "a function of packing": ("fa2patch/packing/cutting.py", "    return ", "    return None or "),
+    "a comment": ("fa2patch/upstream/forward.py", "\n\n\n", "\n\n# here\n\n"),
+}
+"""Changes after which every cell is fresh."""
+
+
+@pytest.fixture(scope="module")
+def copied(tmp_path_factory):
+    """A copy of the code, an environment's Python, and the key of each cell."""
+    home = tmp_path_factory.mktemp("code")
+    ignored = shutil.ignore_patterns("__pycache__", "evidence", "bench", "ecosystem")
+    for package in ("fa2patch", "compat_matrix"):
+        shutil.copytree(ROOT / package, home / package, ignore=ignored)
+    python = environments.make(environments.newest(), ROOT / ".compat")
+    return home, python, {name: keys.Sources(home).key(made["executed"]) for name, _, made in checked(home, python)}
+
+
+def checked(home, python):
+    """Yield each cell: its name, what is red in it, and what it was made with."""
+    options = ("--families", *CELLS, "--points", *POINTS)
+    for name, parts in run.lines(python, home, *options, parts=("without",)):
+        if name:
+            cell = parts["without"]
+            red = {"error": cell["error"]} if "error" in cell else {"refused": cell["refused"]} if "refused" in cell else {}
+            for found in cell.get("fa2patch", {}).values():
+                red.update(found.get("fail", {}))
+            yield name, red, cell["made"]
+
+
+def planted(home, file, old, new):
+    path = home / file
+    if old is None:
+        path.parent.mkdir()
+        path.write_text(new)
+        return lambda: shutil.rmtree(path.parent)
+    source = path.read_text()
+    assert old in source, f"{file} has no {old!r}"
+    path.write_text(source.replace(old, new, 1))
+    return lambda: path.write_text(source)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("fault", FAULTS)
+def test_a_fault_turns_red_what_is_stale_and_nothing_that_is_fresh(copied, fault):
+    home, python, known = copied
+    assert set(known) == set(CELLS)
+    restore = planted(home, *FAULTS[fault])
+    try:
+        sources = keys.Sources(home)
+        stale = {name for name, key in known.items() if sources.changed(key)}
+        try:
+            red = {name for name, failures, _ in checked(home, python) if failures}
+        except RuntimeError:  # nothing can be imported any more
+            red = set(CELLS)
+    finally:
+        restore()
+    assert red and red <= stale, f"red: {sorted(red)}, stale: {sorted(stale)}"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("change", HARMLESS)
+def test_what_no_cell_executes_makes_none_stale(copied, change):
+    home, _, known = copied
+    restore = planted(home, *HARMLESS[change])
+    try:
+        sources = keys.Sources(home)
+        assert not any(sources.changed(key) for key in known.values())
+    finally:
+        restore()

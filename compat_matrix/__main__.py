@@ -14,7 +14,7 @@ from hashlib import sha256
 from pathlib import Path
 from typing import Any, Callable
 
-from . import environments, keys, plans, run
+from . import environments, keys, plans, run, sample
 from .cells import STATES, Environment, score
 from .results import EVIDENCE, Malformed, read_file
 from .screen import BarColumn, Console, MofNCompleteColumn, Progress, Table, TextColumn, TimeElapsedColumn
@@ -38,6 +38,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--environments", type=Path, default=ROOT / ".compat", help="where environments are kept")
     parser.add_argument("--evidence", type=Path, default=EVIDENCE, help="where a JSON for each version goes")
     parser.add_argument("--stale", action="store_true", help="check only cells that failed, are stale or are missing")
+    parser.add_argument("--sample", type=int, metavar="N", help="only N cells, chosen by what changed since they ran")
     parser.add_argument("--all-points", action="store_true", help="let no architecture vouch for another one")
     parser.add_argument(
         "--rotation", type=int, metavar="K", choices=range(NIGHTS),
@@ -46,6 +47,11 @@ def main(arguments: list[str] | None = None) -> int:
     given = parser.parse_args(arguments)
     wanted = [environments.version(name) for name in given.versions or environments.versions()]
     given.evidence.mkdir(parents=True, exist_ok=True)
+    given.chosen = None
+    if given.sample:
+        committed = [read_file(EVIDENCE / f"{version.name}.json") for version in wanted]
+        given.chosen = sample.chosen(committed, keys.Sources(ROOT), given.sample)
+        wanted = [version for version in wanted if version.name in dict(given.chosen)]
     console = Console(stderr=True)
     columns = TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn()
     results: dict[str, Environment | str] = {}
@@ -87,8 +93,11 @@ def check(
         checked: Called when a cell is checked.
     """
     file = given.evidence / f"{version.name}.json"
-    snapshots = plans.read().get(version.name, {})
+    planned = plans.read().get(version.name)
+    snapshots = planned.snapshots if planned else {}
     families = given.families or version.families
+    if given.chosen is not None:
+        families = [architecture for name, architecture in given.chosen if name == version.name]
     cells: dict[str, Any] = {}
     if file.exists() and (given.stale or given.families):
         with contextlib.suppress(Malformed):
@@ -101,8 +110,9 @@ def check(
                     return before
     options = [] if not families else ["--families", *families]
     options += ["--points", *given.points] if given.points else []
-    if not given.all_points and not given.points:
-        vouched = plans.vouchers(snapshots)
+    if not (given.all_points or given.points or given.chosen):
+        there = {*(families or snapshots), *cells}
+        vouched = {name: voucher for name, voucher in plans.vouchers(snapshots).items() if voucher in there}
         if given.rotation is not None:
             vouched = {
                 name: voucher for name, voucher in vouched.items() if night(version.name, name) != given.rotation

@@ -1,7 +1,8 @@
 """Compare fresh evidence with the committed, cell by cell: ``python -m compat_matrix.agreed FRESH``.
 
 A cell agrees if its state, its seam, its points and what Transformers alone does are the same. Texts of errors and what
-made the cells may differ, and architectures that were not checked afresh are left out.
+made the cells may differ; architectures that were not checked afresh, and points that one of both was not run with, are
+left out.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from pathlib import Path
 
 from . import environments
 from .cells import Cell
+from .check.found import VOUCHED
 from .results import Malformed, read_file
 
 COMMITTED = environments.HERE / "evidence"
@@ -42,29 +44,38 @@ def differences(fresh: Path, committed: Path) -> Iterator[str]:
         if name not in before:
             yield f"{fresh.stem}: {name}: not in the committed evidence"
             continue
-        old, new = told(before[name]), told(cell)
+        old, new = told(before[name], cell), told(cell, before[name])
         for what in sorted({*old, *new}):
             if old.get(what) != new.get(what):
                 said = f" ({cell.reason})" if what == "state" and cell.reason else ""
                 yield f"{fresh.stem}: {name}: {what}: committed {old.get(what)}, found {new.get(what)}{said}"
 
 
-def told(cell: Cell) -> dict[str, object]:
-    """What two cells must have in common, by the name that a difference is reported with."""
+def told(cell: Cell, other: Cell) -> dict[str, object]:
+    """What two cells must have in common, by the name that a difference is reported with.
+
+    Points are compared that were run for both: evidence may be older than a point, and a point may be vouched for.
+    """
     found: dict[str, object] = {"state": cell.state, "seam": sorted(cell.seam)}
-    for name, run in cell.checked.items():
-        found[f"{name}, points that hold"] = run.ok
-        for what, points in (
-            ("do not apply", run.not_applicable),
-            ("fail", run.failures),
-            ("fail alone", run.alone_fails),
-        ):
-            found[f"{name}, points that {what}"] = sorted(points)
+    for name in {*cell.checked} & {*other.checked}:
+        run, points = cell.checked[name], ran(cell, name) & ran(other, name)
+        without = {
+            "do not apply": {*run.not_applicable}, "fail": {*run.failures}, "fail alone": {*run.alone_fails},
+        }  # fmt: skip
+        without["hold"] = points.difference(*without.values()) if run.was_run else set()
+        for what, these in without.items():
+            found[f"{name}, points that {what}"] = sorted(these & points if run.was_run else these)
     for each in cell.alone:
         found[f"{each.implementation}, Transformers alone"] = {
             row: result.partition(":")[0] for row, result in each.rows.items()
         }
     return found
+
+
+def ran(cell: Cell, implementation: str) -> set[str]:
+    """The points of an implementation for which no other architecture vouches."""
+    reasons = cell.checked[implementation].not_applicable
+    return {point for point in cell.points if not reasons.get(point, "").startswith(VOUCHED)}
 
 
 if __name__ == "__main__":

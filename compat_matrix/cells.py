@@ -107,6 +107,7 @@ class Cell:
         checked: The points of each ``attn_implementation``.
         alone: What Transformers alone does with each ``attn_implementation`` that was run; totals count the first.
         made: What the cell was made with; None only for an absent cell.
+        points: The points that were asked for.
     """
 
     state: str
@@ -116,6 +117,7 @@ class Cell:
     checked: Mapping[str, Checked] = field(default_factory=dict)
     alone: tuple[Upstream, ...] = ()
     made: Made | None = None
+    points: tuple[str, ...] = ()
 
     @property
     def upstream(self) -> Upstream | None:

@@ -15,7 +15,7 @@ import argparse
 import ast
 import sys
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from hashlib import sha256
 from pathlib import Path
 from typing import Any
@@ -45,11 +45,16 @@ class Sources:
         self._items: dict[str, Items] = {}
         self._names: dict[str, dict[tuple[str, int], str]] = {}
 
-    def key(self, executed: Mapping[str, Any]) -> Items:
-        """Return the items of what a process has executed, as ``check.executed.executed`` returns it."""
+    def key(self, executed: Mapping[str, Any], without: Collection[str] = CONFIGS) -> Items:
+        """Return the items of what a process has executed.
+
+        Args:
+            executed: what ``check.executed.executed`` returns.
+            without: the files whose module level is left out.
+        """
         found = {}
         for file in executed["files"]:
-            if file not in CONFIGS:
+            if file not in without:
                 found[f"{file}::"] = self.hash(f"{file}::")
         for file, name, line in executed["functions"]:
             self._read(file)

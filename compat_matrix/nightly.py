@@ -82,7 +82,7 @@ def moved(file: Path) -> list[str]:
         cells = read_file(file).cells
     except Malformed as error:
         return [str(error)]
-    newest = plans.read().get(environments.newest().name, {})
+    newest = plans.read()[environments.newest().name].snapshots
     found: dict[str, dict[str, str]] = {}
     for name, cell in cells.items():
         seam = " and ".join(sorted(plans.seams(newest.get(name, {}))))

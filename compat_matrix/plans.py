@@ -12,10 +12,11 @@ import os
 import sys
 from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor, as_completed
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from . import environments, run
+from . import environments, keys, run
 from .screen import BarColumn, Console, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
 PLANS = environments.HERE / "plans.json"
@@ -25,53 +26,71 @@ Snapshots = dict[str, dict[str, Any]]
 """By architecture, then by ``attn_implementation``: what ``check.plan.of`` returns."""
 
 
+@dataclass
+class Planned:
+    """The snapshots of one version.
+
+    Attributes:
+        snapshots: by architecture, then by ``attn_implementation``.
+        key: the items of code that were executed for all of them.
+        made_of: the Python and the requirements of the environment.
+    """
+
+    snapshots: Snapshots
+    key: keys.Items
+    made_of: list[str]
+
+    def is_fresh(self, version: environments.Version, sources: keys.Sources) -> bool:
+        """Whether neither the code nor the environment is another one now."""
+        return self.made_of == version.stated and bool(self.key) and not sources.changed(self.key)
+
+
 def main(arguments: list[str] | None = None) -> int:
     """Print what is found otherwise than before; returns 1 if anything is, and the snapshots are not written."""
     parser = argparse.ArgumentParser(prog="python -m compat_matrix.plans", description=__doc__)
     parser.add_argument("--versions", nargs="+", metavar="V", help="blocks of versions.toml, or releases; default: all")
-    parser.add_argument("--families", nargs="+", metavar="F", help="architectures; default: all that a version has")
     parser.add_argument("--plans", type=Path, default=PLANS, help="file of the committed snapshots")
     parser.add_argument("--write", action="store_true", help="write the snapshots that were made into that file")
-    parser.add_argument("--jobs", type=int, default=max(1, (os.cpu_count() or 2) // 2), help="versions at a time")
+    parser.add_argument(
+        "--all", action="store_true", help="also versions of which no code that finds plans has changed"
+    )
+    parser.add_argument("--jobs", type=int, default=os.cpu_count() or 1, help="versions at a time")
     parser.add_argument("--environments", type=Path, default=environments.HERE.parent / ".compat")
     given = parser.parse_args(arguments)
-    wanted = [environments.version(name) for name in given.versions or environments.versions()]
-    families = ["--families", *given.families] if given.families else []
+    known, sources = read(given.plans), keys.Sources(environments.HERE.parent)
+    blocks = environments.versions().values()
+    named = [environments.version(name) for name in given.versions or ()]
+    wanted = named or [block for block in blocks if not block.allowed_to_fail]
+    fresh = [each for each in wanted if each.name in known and known[each.name].is_fresh(each, sources)]
+    left = [each for each in wanted if given.all or each not in fresh]
     columns = TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn()
-    console, wrong, count = Console(stderr=True), False, 0
-    known = read(given.plans)
+    wrong, count = False, 0
     packages, threads = environments.only_our_packages(), ThreadPoolExecutor(given.jobs)
-    with packages as path, Progress(*columns, console=console) as progress, threads as pool:
-        task = progress.add_task("plans", total=len(wanted))
-        started = {pool.submit(run.plans, version, given.environments, path, *families): version for version in wanted}
+    with packages as path, Progress(*columns, console=Console(stderr=True)) as progress, threads as pool:
+        task = progress.add_task("plans", total=len(left))
+        started = {pool.submit(run.plans, version, given.environments, path): version for version in left}
         for future in as_completed(started):
             version = started[future]
-            made = future.result()
+            made, key = future.result()
             count += len(made)
-            before = known.get(version.name, {})
-            found = list(differences(before, made, given.families))
-            for line in found:
+            before = known[version.name].snapshots if version.name in known else {}
+            for line in differences(before, made):
+                wrong = True
                 print(f"{version.name}: {line}", flush=True)
-            known[version.name] = {**before, **made} if given.families else made
-            if given.write and found:
+            known[version.name] = Planned(made, key, version.stated)
+            if given.write:
                 write(known, given.plans)
-            wrong = wrong or bool(found)
             progress.update(task, advance=1)
     print(
-        f"{count:,} architectures in {len(wanted)} environments; {'some are' if wrong else 'none is'} found otherwise."
+        f"{count:,} architectures in {len(left)} environments, {'some' if wrong else 'none'} found otherwise. In "
+        f"{len(wanted) - len(left)} environments no code changed that finds plans."
     )
     return int(wrong and not given.write)
 
 
-def differences(before: Snapshots, now: Snapshots, only: Any = None) -> Iterator[str]:
-    """Yield one line for each architecture whose snapshots differ, with the first difference.
-
-    Args:
-        before: the committed snapshots.
-        now: the present ones.
-        only: the architectures that were made; empty means all.
-    """
-    for name in sorted({*now, *(() if only else before)}):
+def differences(before: Snapshots, now: Snapshots) -> Iterator[str]:
+    """Yield one line for each architecture whose snapshots differ, with the first difference."""
+    for name in sorted({*now, *before}):
         if name not in now or name not in before:
             yield f"{name}: {'is new' if name in now else 'is gone'}"
         elif before[name] != now[name]:
@@ -97,43 +116,56 @@ def _short(value: Any) -> str:
     return text if len(text) <= 120 else f"{text[:117]}..."
 
 
-def read(file: Path = PLANS) -> dict[str, Snapshots]:
+def read(file: Path = PLANS) -> dict[str, Planned]:
     """Read the committed snapshots, by version; empty if there are none."""
     if not file.exists():
         return {}
     data = json.loads(file.read_text(encoding="utf-8"))
-    table = data.pop("plans")
+    table, code = data.pop("plans"), data.pop("code")
 
     def snapshot(entry: list[Any]) -> dict[str, Any]:
         place, *model = entry
         return {**table[place], **({"model": model[0]} if model else {})}
 
-    return {
-        version: {
+    found = {}
+    for version, said in data.items():
+        number, made_of = said.pop("key"), said.pop("made of")
+        snapshots = {
             name: {implementation: snapshot(entry) for implementation, entry in entries.items()}
-            for name, entries in architectures.items()
+            for name, entries in said.items()
         }
-        for version, architectures in data.items()
-    }
+        (key,) = keys.unpacked(code, [number])
+        found[version] = Planned(snapshots, key, made_of)
+    return found
 
 
-def write(snapshots: Mapping[str, Snapshots], file: Path = PLANS) -> None:
+def write(known: Mapping[str, Planned], file: Path = PLANS) -> None:
     """Write the snapshots of all versions. Those that are the same stand there once."""
+    order = [name for name in environments.versions() if name in known]
+    known = {name: known[name] for name in dict.fromkeys([*order, *known])}
     places: dict[str, int] = {}
 
     def entry(snapshot: dict[str, Any]) -> list[Any]:
         text = json.dumps({name: held for name, held in snapshot.items() if name != "model"})
         return [places.setdefault(text, len(places)), *([snapshot["model"]] if "model" in snapshot else [])]
 
+    def block(name: str, held: Mapping[str, Any]) -> str:
+        lines = COMMA.join(f"  {json.dumps(key)}: {json.dumps(value)}" for key, value in held.items())
+        return f" {json.dumps(name)}: {{\n{lines}\n }}"
+
+    code, numbers = keys.packed(planned.key for planned in known.values())
     blocks = []
-    for version, architectures in snapshots.items():
-        lines = [
-            f"  {json.dumps(name)}: {json.dumps({each: entry(held) for each, held in plans.items()})}"
-            for name, plans in architectures.items()
-        ]
-        blocks.append(f" {json.dumps(version)}: {{\n{COMMA.join(lines)}\n }}")
-    blocks.append(f' "plans": [\n  {COMMA.join(places)}\n ]')
-    file.write_text(f"{{\n{COMMA.join(blocks)}\n}}\n", encoding="utf-8")
+    for (version, planned), number in zip(known.items(), numbers):
+        entries = {
+            name: {implementation: entry(snapshot) for implementation, snapshot in snapshots.items()}
+            for name, snapshots in planned.snapshots.items()
+        }
+        blocks.append(block(version, {"made of": planned.made_of, "key": number, **entries}))
+    table = COMMA.join(f"  {text}" for text in places)
+    blocks += [f' "plans": [\n{table}\n ]', block("code", code)]
+    beside = file.with_suffix(".part")
+    beside.write_text(f"{{\n{COMMA.join(blocks)}\n}}\n", encoding="utf-8")
+    beside.replace(file)
 
 
 def seams(snapshots: Mapping[str, Any]) -> set[str]:

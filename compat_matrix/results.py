@@ -142,11 +142,11 @@ def _cell(
     checked = _checked(data, where) if state is None or "fa2patch" in data else {}
     if state is not None:
         known = tuple(data.get("seam", ())) if state == "xfail" else ()
-        return replace(_not_ok(state, data, where), seam=known, checked=checked, alone=alone, made=made)
+        return replace(_not_ok(state, data, where), seam=known, checked=checked, alone=alone, made=made, points=points)
     seam = tuple(_take(data, "seam", list, where))
     problems = [f"{name}: {problem}" for name, run in checked.items() for problem in _problems(run, points)]
     problems += _not_held(checked, points)
-    return Cell("fail" if problems else "ok", "; ".join(problems), "", seam, checked, alone, made)
+    return Cell("fail" if problems else "ok", "; ".join(problems), "", seam, checked, alone, made, points)
 
 
 def _made(data: dict[str, Any], where: str, table: dict[str, Any]) -> Made:

@@ -7,12 +7,12 @@ import json
 import queue
 import subprocess
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import IO, Any, Callable
 
 from . import commits, environments, keys
-from .check.found import ALONE, DOCUMENT, REFUSED_AND_PATCHED
+from .check.found import ALONE, DOCUMENT, EXECUTED, REFUSED_AND_PATCHED
 from .results import FORMAT
 
 PARTS = ("without", "with")
@@ -64,14 +64,25 @@ def evidence(
     return written(header, cells)
 
 
-def plans(version: environments.Version, folder: Path, packages: Path, *options: str) -> dict[str, Found]:
-    """Return what ``apply`` finds in each architecture of a version, by ``attn_implementation``. See ``check.plan``."""
+def plans(
+    version: environments.Version, folder: Path, packages: Path, families: Sequence[str] = ()
+) -> tuple[dict[str, Found], keys.Items]:
+    """Return what ``apply`` finds in each architecture of a version, and the key of that.
+
+    Args:
+        version, folder, packages: as for :func:`evidence`.
+        families: the architectures; empty takes all of the version.
+
+    Returns:
+        ``check.plan.of`` of each architecture, and the items that were executed for all of them.
+    """
     python = environments.make(version, folder.resolve())
-    options = options or (("--families", *version.families) if version.families else ())
+    families = families or version.families
+    options = ["--plans", *(["--families", *families] if families else [])]
     # flash-attn's stand-in is there for all; that a seam is the same without it is found when the cells are run
-    return {
-        name: cells["with"] for name, cells in lines(python, packages, "--plans", *options, parts=("with",)) if name
-    }
+    made = {name: cells["with"] for name, cells in lines(python, packages, *options, parts=("with",)) if name}
+    key = keys.Sources(packages).key(made.pop(EXECUTED), without=())
+    return made, key
 
 
 def lines(

@@ -20,7 +20,7 @@ import platform  # noqa: E402
 import sys  # noqa: E402
 import warnings  # noqa: E402
 from importlib import metadata  # noqa: E402
-from typing import Any, Callable  # noqa: E402
+from typing import Any, Callable, TextIO  # noqa: E402
 
 from . import found  # noqa: E402
 
@@ -31,13 +31,11 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--flash-attn", choices=sorted(found.IMPLEMENTATIONS), default="without")
     parser.add_argument("--families", nargs="*")
     parser.add_argument("--points", nargs="*")
-    parser.add_argument("--plans", action="store_true", help="print what apply finds, and run nothing")
+    parser.add_argument("--plans", action="store_true", help="print what apply finds, and run no point")
     parser.add_argument(
         "--vouched", type=json.loads, default={}, metavar="JSON", help="by architecture, who vouches for its points"
     )
     given = parser.parse_args(arguments)
-    if given.plans:
-        executed.stop()
     out = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)  # what libraries print to stdout must not come between the lines
     os.environ.update(HF_HUB_OFFLINE="1", TRANSFORMERS_VERBOSITY="error", TOKENIZERS_PARALLELISM="false", USE_TF="0")
@@ -51,10 +49,13 @@ def main(arguments: list[str] | None = None) -> int:
 
     from .. import tiny_models
     from ..user_models import models
-    from . import plan, upstream
-    from .points import POINTS
 
     torch.set_num_threads(1)
+    if given.plans:
+        return print_plans(given.families or tiny_models.architectures(), out)
+    from . import upstream
+    from .points import POINTS
+
     gc.set_threshold(100_000, 50, 50)  # a fifth of the time went into garbage collection of tiny models
     points = given.points or list(POINTS)
     implementations = found.IMPLEMENTATIONS[given.flash_attn]
@@ -72,14 +73,25 @@ def main(arguments: list[str] | None = None) -> int:
     for architecture in given.families or tiny_models.architectures():
         if not tiny_models.is_present(architecture):
             continue
-        if given.plans:
-            cell: dict[str, Any] = plan.of(architecture, tuple(sum(found.IMPLEMENTATIONS.values(), ())))
-        else:
-            voucher = given.vouched.get(architecture, "")
-            cell = in_child(functools.partial(_cell, architecture, implementations, points, voucher))
+        voucher = given.vouched.get(architecture, "")
+        cell = in_child(functools.partial(_cell, architecture, implementations, points, voucher))
         if models.is_file(architecture):
             cell["notes"] = models.notes(architecture, tiny_models.config_class(architecture))
         print(json.dumps({"architecture": architecture, "cell": cell}), file=out, flush=True)
+    return 0
+
+
+def print_plans(architectures: list[str], out: TextIO) -> int:
+    """Print the snapshots of each architecture in a line, and in the last line what was executed for all of them."""
+    from .. import tiny_media, tiny_models  # noqa: F401  # the first adds models of pictures and sound
+    from . import plan
+
+    implementations = [each for part in found.IMPLEMENTATIONS.values() for each in part]
+    print(json.dumps({}), file=out)
+    for architecture in filter(tiny_models.is_present, architectures):
+        print(json.dumps({"architecture": architecture, "cell": plan.of(architecture, implementations)}), file=out)
+        out.flush()
+    print(json.dumps({"architecture": found.EXECUTED, "cell": executed.executed()}), file=out, flush=True)
     return 0
 
 

@@ -32,6 +32,9 @@ The seam gets q, k and v from the modeling file. What comes after it does not de
 VOUCHED = "vouched for by "
 """How the reason begins why a point is not run; the architecture that vouches follows."""
 
+EXECUTED = "what was executed"
+"""The name of the line that tells, behind the plans, what was executed for all of them."""
+
 NO_SUCH_IMPLEMENTATION = (
     "scaled_dot_product",
     "does not support Flash Attention",

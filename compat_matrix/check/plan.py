@@ -7,7 +7,7 @@ import json
 import re
 import types
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from hashlib import sha256
 from typing import Any
 
@@ -21,7 +21,7 @@ NOT_OF_THE_MODEL = ("transformers_version", "_attn_implementation", "_attn_imple
 """What configs hold beside the model."""
 
 
-def of(architecture: str, implementations: tuple[str, ...]) -> dict[str, Any]:
+def of(architecture: str, implementations: Iterable[str]) -> dict[str, Any]:
     """Return the snapshots of an architecture by implementation. No forward is run.
 
     A snapshot holds what :func:`told` says of the plan, or ``refused`` with fa2patch's error, or ``error`` with another

@@ -6,6 +6,7 @@ import pytest
 from evidence import GOOD, MADE, POINTS, evidence
 
 from compat_matrix import agreed
+from compat_matrix.check.found import VOUCHED
 
 ROWS = {"one row": "ok", "two rows": "leak"}
 CELL = {"seam": ["interface"], "fa2patch": {"sdpa": GOOD}, "upstream": {"sdpa": ROWS}}
@@ -46,7 +47,7 @@ def test_the_same_cell_agrees_whatever_made_it_and_whatever_its_errors_say(compa
             "state: committed ok, found fail (sdpa: padding",
         ),
         ({"fa2patch": {"sdpa": {**ONE_LESS, "alone": {"padding": "off"}}}}, "points that fail alone: committed []"),
-        ({"fa2patch": {"sdpa": {"ok": len(POINTS), "n/a": {}, "fail": {}}}}, "hold: committed 10, found 11"),
+        ({"fa2patch": {"sdpa": {"ok": len(POINTS), "n/a": {}, "fail": {}}}}, "points that hold: committed"),
     ],
 )
 def test_a_difference_is_named(compare, change, said):
@@ -61,3 +62,11 @@ def test_an_architecture_that_is_not_committed_and_an_empty_folder_are_errors(co
     with pytest.raises(SystemExit):
         agreed.main([str(tmp_path / "empty")])
     assert "found no JSON" in capsys.readouterr().err
+
+
+def test_points_that_one_of_both_was_not_run_with_are_not_compared(compare):
+    vouched = {"windows": f"{VOUCHED}phi", "padding": f"{VOUCHED}phi"}
+    fewer = {"ok": len(POINTS) - 2, "n/a": vouched, "fail": {}}
+    assert compare({**CELL, "fa2patch": {"sdpa": fewer}, "points": POINTS})[0] == 1, "phi is not there to vouch"
+    newer = {"ok": len(POINTS), "n/a": {"windows": "no sliding window"}, "fail": {}}
+    assert compare({**CELL, "fa2patch": {"sdpa": newer}, "points": [*POINTS, "newer"]})[0] == 0

@@ -86,7 +86,13 @@ def checked(home, python):
     for name, parts in run.lines(python, home, *options, parts=("without",)):
         if name:
             cell = parts["without"]
-            red = {"error": cell["error"]} if "error" in cell else {"refused": cell["refused"]} if "refused" in cell else {}
+            red = (
+                {"error": cell["error"]}
+                if "error" in cell
+                else {"refused": cell["refused"]}
+                if "refused" in cell
+                else {}
+            )
             for found in cell.get("fa2patch", {}).values():
                 red.update(found.get("fail", {}))
             yield name, red, cell["made"]

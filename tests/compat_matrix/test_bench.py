@@ -102,8 +102,9 @@ def test_mini_batches_hold_the_padding_that_they_are_drawn_for(name, ratio, scal
 
 
 def test_rows_of_documents_hold_the_same_tokens():
-    rows = bench_times.rows_of(2048)
+    rows = bench_times.layouts()
     assert {sum(row) for row in rows.values()} == {2048} and all(min(row) > 0 for row in rows.values())
+    assert rows["2048 x 1"] == [1] * 2048
     assert workloads.cut([3, 4, 5], 8) == [3, 4, 1] and workloads.cut([3, 5, 5], 8) == [3, 5]
 
 

@@ -18,10 +18,8 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from rich.progress import track
-
 from .. import commits, environments
-from ..screen import Console
+from ..screen import Console, track
 from . import figures
 from .__main__ import PARTS
 

@@ -382,9 +382,14 @@ def in_words(some: list[str], every: list[str]) -> str:
 
 def measure(folder: Path, versions: Iterable[str] = TORCH) -> list[dict[str, Any]]:
     """Trace in each version's own environment, kept in ``folder``, and process; return the rows of the part."""
+    from ..screen import Console, track  # not above: the environments have no rich
+
+    runs = []
     with environments.only_our_packages() as packages:
-        pythons = ((environments.make(environment(version), folder.resolve())) for version in versions)
-        return merged([environments.printed(python, packages, "compat_matrix.bench.dry") for python in pythons])
+        for version in track(list(versions), "dry", console=Console(stderr=True)):
+            python = environments.make(environment(version), folder.resolve())
+            runs.append(environments.printed(python, packages, "compat_matrix.bench.dry"))
+    return merged(runs)
 
 
 def environment(version: str) -> environments.Version:

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from . import commits, environments, keys
-from .bench import about
+from .bench import figures
 from .cells import Results
 from .results import Malformed, read
 
@@ -57,15 +57,15 @@ def problems(results: Results) -> list[str]:
 def measurements() -> Iterator[tuple[str, Mapping[str, Any]]]:
     """Yield the name of each committed measurement of bench, ecosystem and examples, with ``commit`` and ``dirty``."""
     for file in sorted((environments.HERE / "bench" / "results").glob("*.json")):
-        yield f"bench {file.stem}", about.read(file)
+        yield f"bench {file.stem}", figures.read(file)
     ecosystem = environments.HERE / "ecosystem" / "evidence"
     for file in sorted(ecosystem.glob("*.json")):
-        for check, made in about.read(file)["made"].items():
+        for check, made in figures.read(file)["made"].items():
             yield f"{file.stem} {check}", made
-    for row, found in about.read(ecosystem / "integrations" / "tests.json").items():
+    for row, found in figures.read(ecosystem / "integrations" / "tests.json").items():
         yield f"integration {row}", found
     for file in sorted((environments.HERE.parent / "examples").rglob("results.json")):
-        commit = about.read(file).get("commit") or ""
+        commit = figures.read(file).get("commit") or ""
         yield f"examples {file.parent.name}", {"commit": commit.removesuffix("-dirty"), "dirty": "-dirty" in commit}
 
 

@@ -2,7 +2,7 @@
 
 try:
     from rich.console import Console
-    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, track
     from rich.table import Table
 except ModuleNotFoundError as error:
     raise SystemExit(
@@ -17,4 +17,5 @@ __all__ = [
     "Table",
     "TextColumn",
     "TimeElapsedColumn",
+    "track",
 ]

@@ -112,8 +112,7 @@ def test_the_matrix_works_from_an_installed_wheel(installed, tmp_path):
 
 @pytest.mark.parametrize(
     "name",
-    ["", ".suite", ".structure", ".ecosystem", ".bench"]
-    + [f".bench.{name}" for name in ("figures", "gpu", "against", "first_gpu")],
+    ["", ".suite", ".ecosystem", ".bench"] + [f".bench.{name}" for name in ("figures", "gpu", "against", "first_gpu")],
 )
 def test_a_command_of_a_clone_names_the_extra_that_it_lacks(name):
     code = (

@@ -1,24 +1,23 @@
-"""Measure on a CPU what packed rows cost and save: ``python -m compat_matrix.bench``. Takes about half an hour."""
+"""Measure on a CPU what packed rows cost and save: ``python -m compat_matrix.bench``. Takes about half an hour.
+
+Each part is a function of ``bench_*.py``, which pytest-benchmark runs. ``python -m pytest compat_matrix/bench/FILE``
+runs them with pytest-benchmark's own options, and writes no result file.
+"""
 
 from __future__ import annotations
 
 import argparse
-import importlib
-import os
 import sys
-import warnings
 from pathlib import Path
-from typing import Any
 
-from ..screen import BarColumn, Console, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
-from . import PARTS
+from .. import commits
+from . import figures
 
-RESULTS = Path(__file__).parent / "results"
-ENVIRONMENTS = Path(__file__).parents[2] / ".compat"
-OTHER_VERSIONS = {"syncs", "dry", "embeddings", "packing"}
-"""The parts that run in environments of other versions, which they make."""
-
-COMMAND = "python -m compat_matrix.bench"
+FILES = {
+    "bench_counts.py": ("calls", "startup", "syncs", "dry"),
+    "bench_times.py": ("overhead", "kernels", "training", "sharing", "embeddings", "packing"),
+}
+PARTS = {part: f"{file}::bench_{part}" for file, parts in FILES.items() for part in parts}
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -28,40 +27,22 @@ def main(arguments: list[str] | None = None) -> int:
         arguments: the command line; None reads ``sys.argv``.
 
     Returns:
-        The exit code, always 0.
+        The exit code: pytest's if a part failed.
     """
-    parser = argparse.ArgumentParser(prog=COMMAND, description=__doc__)
-    parser.add_argument("--parts", nargs="+", choices=PARTS, default=PARTS, metavar="P", help=", ".join(PARTS))
-    parser.add_argument("--out", type=Path, default=RESULTS, help="where a JSON for each part goes")
-    parser.add_argument("--environments", type=Path, default=ENVIRONMENTS, help="where environments are kept")
+    parser = argparse.ArgumentParser(prog="python -m compat_matrix.bench", description=__doc__)
+    parser.add_argument("--parts", nargs="+", choices=PARTS, default=list(PARTS), metavar="P", help=", ".join(PARTS))
+    parser.add_argument("--out", type=Path, default=figures.HERE / "results", help="where a JSON for each part goes")
+    parser.add_argument("--environments", type=Path, default=commits.ROOT / ".compat", help="where they are kept")
     parser.add_argument("--quick", action="store_true", help="only see that it runs: tiny, and few repeats")
     given = parser.parse_args(arguments)
-    os.environ.update(HF_HUB_OFFLINE="1", TRANSFORMERS_VERBOSITY="error")
-    warnings.simplefilter("ignore")
-    import torch
+    import pytest
 
-    from . import about, tables
-
-    torch.set_num_threads(1)
-    columns = TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn()
-    console = Console() if sys.stdout.isatty() else Console(width=150)
-    for part in given.parts:
-        with Progress(*columns, console=Console(stderr=True)) as progress:
-            found = measured(part, progress, given.environments, given.quick)
-        quick = " --quick" if given.quick else ""
-        header = about.header(f"{COMMAND} --parts {part}{quick}")
-        about.write(given.out / f"{part}.json", {"part": part, **header, **found})
-        for table in tables.of({part: about.read(given.out / f"{part}.json")}):
-            console.print(table.as_rich())
-    return 0
-
-
-def measured(part: str, progress: Progress, environments: Path, quick: bool) -> Any:
-    """Return a part's result. Its module is imported only here, because each part needs its own packages."""
-    measure = importlib.import_module(f".{part}", __package__).measure
-    if part in OTHER_VERSIONS:
-        return measure(progress, environments, quick=quick)
-    return measure(progress, quick)
+    options = [f"--out={given.out}", f"--environments={given.environments}", *(["--quick"] if given.quick else [])]
+    code = pytest.main([*(f"{figures.HERE / PARTS[part]}" for part in given.parts), *options])
+    for part in given.parts if not code else ():
+        found = figures.read(given.out / f"{part}.json")
+        figures.show(part, found["rows"], found["notes"])
+    return int(code)
 
 
 if __name__ == "__main__":

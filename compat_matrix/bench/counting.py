@@ -1,8 +1,8 @@
-"""Count device-to-host reads on a CPU, and attribute each to the code that asked for it.
+"""Count what a block asks for: reads from the device, operators, calls of Python functions. Counts are no timings.
 
-On a GPU each such read waits for all work that is queued there. The following are counted:
+A read waits on a GPU for all work that is queued there. On a CPU the following are counted as reads:
 
-- operators that dispatch a read: ``.item()``, ``int()``, ``bool()``, ``nonzero``, boolean indexing, ``masked_select``,
+- operators that dispatch one: ``.item()``, ``int()``, ``bool()``, ``nonzero``, boolean indexing, ``masked_select``,
   ``equal``, ``unique``, ``repeat_interleave`` without ``output_size``;
 - ``.cpu()``, ``.to("cpu")``, ``.tolist()``, ``.numpy()``. They dispatch no read on a CPU, so the methods themselves are
   replaced. Their results, and tensors computed from these alone, are on the host: ``.cpu().numpy()`` is one read;
@@ -45,6 +45,26 @@ _TRANSPARENT = ("torch", "contextlib", __name__)
 _HOST = "_bench_on_host"
 
 
+def calls(function: Callable[[], Any]) -> Counter[str]:
+    """Call a function and count the calls of Python functions in it, itself included, by ``module.function``.
+
+    Every step of a generator is a call. The sum of the values is the same on any machine with these versions.
+    """
+    found: Counter[str] = Counter()
+
+    def told(frame: Any, event: str, argument: Any) -> None:
+        if event == "call":
+            found[f"{_module(frame)}.{frame.f_code.co_name}"] += 1
+
+    before = sys.getprofile()
+    sys.setprofile(told)
+    try:
+        function()
+    finally:
+        sys.setprofile(before)
+    return found
+
+
 @dataclass
 class Count:
     """The reads within one block.
@@ -65,6 +85,26 @@ class Count:
     derived: int = 0
     where: Counter[str] = field(default_factory=Counter)
 
+    def note(self, name: str, packages: tuple[str, ...], frame: Any) -> None:
+        """Attribute a read to the innermost frame outside torch, or to a kernel or a CPU-only check around it."""
+        while frame is not None and _is_in(_module(frame), _TRANSPARENT):
+            frame = frame.f_back
+        around = frame
+        while around is not None:
+            if _is_in(_module(around), KERNELS):
+                self.kernel += 1
+                return
+            if (_module(around), around.f_code.co_name) in CPU_ONLY:
+                self.cpu_only += 1
+                return
+            around = around.f_back
+        if frame is not None and _is_in(_module(frame), packages):
+            self.reads += 1
+            self.where[f"{name} in {_module(frame)}.{frame.f_code.co_name}"] += 1
+
+
+_active: list[Count] = []
+
 
 @contextlib.contextmanager
 def counted(packages: tuple[str, ...] = ("fa2patch", "transformers")) -> Iterator[Count]:
@@ -77,31 +117,30 @@ def counted(packages: tuple[str, ...] = ("fa2patch", "transformers")) -> Iterato
     originals = {name: getattr(torch.Tensor, name) for name in CALLED}
 
     def note(name: str) -> None:
-        _attribute(count, name, packages, sys._getframe(2))
+        count.note(name, packages, sys._getframe(2))
 
     def reading(name: str) -> Any:
-        original = originals[name]
-
         def read(self: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
-            if name == "to" and not _to_host(args, kwargs):
-                return original(self, *args, **kwargs)
+            # only the string "cpu" counts, because on a GPU .to(x.device) copies nothing to the host
+            if name == "to" and not any(isinstance(to, str) and to == "cpu" for to in (*args, kwargs.get("device"))):
+                return originals[name](self, *args, **kwargs)
             if not _on_host(self):
                 note(name)
-            found = original(self, *args, **kwargs)
+            found = originals[name](self, *args, **kwargs)
             return _marked(found.view_as(found)) if isinstance(found, torch.Tensor) else found
 
         return read
 
     def profile(frame: Any, event: str, argument: Any) -> None:
-        if event == "call" and frame.f_code.co_name in DERIVING.get(_module(frame).partition(".")[0], ()):
-            count.derived += 1
+        if event == "call":
+            count.derived += frame.f_code.co_name in DERIVING.get(_module(frame).partition(".")[0], ())
 
     before = sys.getprofile()
     for name in CALLED:
         setattr(torch.Tensor, name, reading(name))
+    _active.append(count)
     try:
-        _active.append(count)
-        with _Dispatched(note):
+        with _Reads(note):
             sys.setprofile(profile)
             yield count
     finally:
@@ -123,10 +162,7 @@ def watched(kernel: Callable[..., Any]) -> Callable[..., Any]:
     return call
 
 
-_active: list[Count] = []
-
-
-class _Dispatched(TorchDispatchMode):
+class _Reads(TorchDispatchMode):
     def __init__(self, note: Any) -> None:
         super().__init__()
         self.note = note
@@ -147,11 +183,11 @@ class _Dispatched(TorchDispatchMode):
 
 
 def _flat(values: Any) -> Iterator[Any]:
+    if isinstance(values, dict):
+        values = list(values.values())
     if isinstance(values, (list, tuple)):
         for value in values:
             yield from _flat(value)
-    elif isinstance(values, dict):
-        yield from _flat(list(values.values()))
     else:
         yield values
 
@@ -163,11 +199,6 @@ def _boolean_index(name: str, args: Any) -> bool:
 
 def _unsized(func: Any, name: str, kwargs: Any) -> bool:
     return name == "repeat_interleave" and "Tensor" in func._overloadname and kwargs.get("output_size") is None
-
-
-def _to_host(args: Any, kwargs: Any) -> bool:
-    """Only the string "cpu" counts, because on a GPU ``.to(x.device)`` copies nothing to the host."""
-    return "cpu" in [value for value in (*args, kwargs.get("device")) if isinstance(value, str)]
 
 
 def _on_host(tensor: torch.Tensor) -> bool:
@@ -185,24 +216,3 @@ def _module(frame: Any) -> str:
 
 def _is_in(module: str, packages: tuple[str, ...]) -> bool:
     return any(module == package or module.startswith(f"{package}.") for package in packages)
-
-
-def _attribute(count: Count, name: str, packages: tuple[str, ...], frame: Any) -> None:
-    """Attribute a read to the innermost frame outside torch, or to a kernel or a CPU-only check around it."""
-    while frame is not None and _is_in(_module(frame), _TRANSPARENT):
-        frame = frame.f_back
-    if frame is None:
-        return
-    asked = f"{name} in {_module(frame)}.{frame.f_code.co_name}"
-    whose, around = _is_in(_module(frame), packages), frame
-    while around is not None:
-        if _is_in(_module(around), KERNELS):
-            count.kernel += 1
-            return
-        if (_module(around), around.f_code.co_name) in CPU_ONLY:
-            count.cpu_only += 1
-            return
-        around = around.f_back
-    if whose:
-        count.reads += 1
-        count.where[asked] += 1

@@ -1,24 +1,56 @@
-"""Part ``dry``: what every kernel's path dispatches beyond the kernel, traced without a device, by torch version.
+"""What every GPU kernel's path dispatches beyond the kernel, traced without a device, by version of torch.
 
-The counts are the same on any machine. Versions of torch with the same counts share a row.
+Nothing is computed: ``FakeTensorMode`` runs torch's own fake kernels, which give shapes. The tensors of a forward alone
+are fake CUDA tensors. Those of forward and backward are fake CPU tensors, because torch's autograd engine asks a CUDA
+tensor's device for its stream; the forward's counts are the same on both. fa2patch's own code runs around the call of
+a kernel. Where torch has no such kernel, an operator of torch that returns tensors of the right shape takes its place.
 
 FlexAttention's own kernels are not part of it. With torch 2.14.1, Inductor wrote the forward's Triton kernel for fake
-CUDA tensors once twelve functions of ``torch.cuda``, ``torch.accelerator`` and Triton's driver had been replaced, and
-Triton 3.8 compiled it for compute capability 9.0 without a device: nine kinds of layer with the masks of
-:mod:`fa2patch.kernels.flex`, with at most 157,312 of Hopper's 232,448 bytes of shared memory. Its backward could not be
-traced, because autograd asks a CUDA tensor's device for its stream. Replacements of so many private functions are not
-kept here.
+CUDA tensors once twelve private functions had been replaced, and Triton 3.8 compiled it for compute capability 9.0:
+nine kinds of layer, with at most 157,312 of Hopper's 232,448 bytes of shared memory. Its backward could not be traced.
+
+``python -m compat_matrix.bench.dry`` prints one JSON object for this torch. With ``--schemas``, the schemas of torch's
+attention operators are written into ``aten_schemas.json``, beside those of other versions.
+``tests/kernels/test_schemas.py`` holds fa2patch's calls against that file.
 """
 
 from __future__ import annotations
 
+import argparse
+import contextlib
+import importlib.util
 import json
+import logging
+import warnings
+from collections import Counter
+from collections.abc import Iterable, Iterator
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, Callable, NamedTuple
 
-from rich.progress import Progress
+import numpy as np
+import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from fa2patch.documents.boundaries import Boundaries
+from fa2patch.documents.spans import Spans, spans_of
+from fa2patch.documents.trees import Tree
+from fa2patch.kernels import asked_by
+from fa2patch.kernels import flex as flex_module
+from fa2patch.kernels.attention import packed_attention
+from fa2patch.kernels.efficient import Efficient
+from fa2patch.kernels.flash_attn import FlashAttn
+from fa2patch.kernels.flash_attn_3 import FlashAttn3
+from fa2patch.kernels.flash_attn_4 import FlashAttn4
+from fa2patch.kernels.flex import Flex
+from fa2patch.kernels.options import Options
+from fa2patch.kernels.protocol import Kernel
+from fa2patch.kernels.torch_varlen import TorchVarlen
+from fa2patch.kernels.varlen_func import PARAMETERS, Found
 
 from .. import environments
+from .counting import DISPATCHED
 
 TORCH = (
     "2.4.1", "2.5.1", "2.6.0", "2.7.1", "2.8.0", "2.9.1", "2.10.0", "2.11.0", "2.12.1", "2.13.0", "2.14.1", "2.15.0",
@@ -26,51 +58,374 @@ TORCH = (
 """The last release of each minor. Each environment takes about 5 GB, unless the package index has a build for CPUs."""
 
 TRANSFORMERS = "5.23.0"
+SCHEMAS = Path(__file__).with_name("aten_schemas.json")
+OPERATORS = (
+    "_flash_attention_forward", "_flash_attention_backward", "_efficient_attention_forward",
+    "_efficient_attention_backward",
+)  # fmt: skip
+
+# --- counting operators ---------------------------------------------------------------------------------------
+
+KINDS = ("kernel", "copies", "others", "reads")
+"""``copies`` move values without computing any. ``others`` are neither kernels, copies nor reads."""
+
+COPIES = {
+    "clone", "_to_copy", "copy_", "constant_pad_nd", "cat", "index", "index_select", "repeat_interleave", "index_copy",
+    "index_put", "index_put_", "slice_backward", "contiguous", "pin_memory",
+}  # fmt: skip
+ALLOCATES = ("empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided", "detach", "lift_fresh")
+OF_STAND_INS = "fa2patch_dry"
+"""The namespace of the operators in the place of kernels that are no operators of torch."""
 
 
-def measure(progress: Progress, folder: Path, versions: tuple[str, ...] = TORCH, quick: bool = False) -> Any:
-    """Trace in every version's own environment (kept in ``folder``) and process, and return the result of the part.
+@contextlib.contextmanager
+def counted() -> Iterator[Counter[str]]:
+    """Count the operators within the block by ``KINDS``. Views and allocations start nothing and are not counted."""
+    found: Counter[str] = Counter(dict.fromkeys(KINDS, 0))
 
-    Args:
-        quick: use this process's own torch alone.
+    class Counting(TorchDispatchMode):
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            kind = _kind(func, args, kwargs or {})
+            if kind:
+                found[kind] += 1
+            return func(*args, **(kwargs or {}))
+
+    with Counting():
+        yield found
+
+
+def _kind(func: Any, args: Any, kwargs: dict[str, Any]) -> str:
+    name, to = func.overloadpacket.__name__, kwargs.get("device")
+    if func.namespace == OF_STAND_INS or name in OPERATORS:
+        return "kernel"
+    leaves = name == "_to_copy" and to is not None and torch.device(to).type == "cpu" != args[0].device.type
+    if name in DISPATCHED or leaves:
+        return "reads"
+    if name in COPIES:
+        return "copies"
+    views = any(result.alias_info is not None and not result.alias_info.is_write for result in func._schema.returns)
+    return "" if views or name in ALLOCATES or func.namespace == "prim" else "others"
+
+
+# --- kernels, and fake functions where torch has none ---------------------------------------------------------
+
+_library = torch.library.Library(OF_STAND_INS, "DEF")
+_library.define("forward(Tensor q, Tensor k, Tensor v, Tensor[] more) -> (Tensor, Tensor)")
+_library.define(
+    "backward(Tensor grad, Tensor q, Tensor k, Tensor v, Tensor[] more) -> (Tensor, Tensor, Tensor, Tensor[])"
+)
+_library.define("block_mask(Tensor cu) -> Tensor")
+_library.impl(
+    "forward",
+    lambda q, k, v, more: (q.new_empty(*q.shape[:-1], v.shape[-1]), q.new_empty(q.shape[:-1], dtype=torch.float32)),
+    "Meta",
+)
+_library.impl(
+    "backward",
+    lambda grad, q, k, v, more: (*map(torch.empty_like, (q, k, v)), [torch.empty_like(x) for x in more]),
+    "Meta",
+)
+_library.impl("block_mask", torch.empty_like, "Meta")
+
+
+class _Attention(torch.autograd.Function):
+    """One operator forward and one backward, as the autograd functions of flash-attn and of FlexAttention."""
+
+    @staticmethod
+    def forward(ctx: Any, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, sinks: torch.Tensor | None) -> Any:
+        more = [] if sinks is None else [sinks]
+        ctx.save_for_backward(q, k, v, *more)
+        return getattr(torch.ops, OF_STAND_INS).forward(q, k, v, more)
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor, of_lse: torch.Tensor) -> Any:
+        q, k, v, *more = ctx.saved_tensors
+        *found, of_more = getattr(torch.ops, OF_STAND_INS).backward(grad, q, k, v, more)
+        return (*found, of_more[0] if of_more else None)
+
+
+def _varlen(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, **arguments: Any) -> torch.Tensor:
+    """``flash_attn_varlen_func``: q, k and v ``[tokens, heads, head dim]``, and the output in q's layout."""
+    sinks = next((arguments[name] for name in PARAMETERS["sinks"] if name in arguments), None)
+    output: torch.Tensor = _Attention.apply(q, k, v, sinks)[0]  # type: ignore[no-untyped-call]
+    return output
+
+
+def _flex(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, **arguments: Any) -> Any:
+    """``flex_attention``: q, k and v ``[1, heads, tokens, head dim]``. Its output has q's layout."""
+    laid = [x.transpose(1, 2) for x in (q, k, v)]
+    output, lse = (x.transpose(1, 2) for x in _Attention.apply(*laid, None))  # type: ignore[no-untyped-call]
+    if arguments.get("return_aux"):  # from torch 2.9 on, in the place of return_lse
+        return output, SimpleNamespace(lse=lse)
+    return (output, lse) if arguments.get("return_lse") else output
+
+
+def _block_mask(visible: Callable[..., Any], *unused: Any) -> Any:
+    """``create_block_mask``, compiled: one operator, made of the tensors that ``visible`` refers to."""
+    held = (cell.cell_contents for cell in visible.__closure__ or ())
+    return getattr(torch.ops, OF_STAND_INS).block_mask(next(x for x in held if isinstance(x, torch.Tensor)))
+
+
+def kernels() -> dict[str, tuple[Kernel, Callable[..., torch.Tensor]]]:
+    """The kernels that ``auto`` tries on a GPU, by name and best first, each with the same computation by hand.
+
+    By hand it is called as ``call(q, k, v, cu_seqlens, longest, scale)``, for documents without options.
     """
-    if quick:
-        from . import dry_once
 
-        found = dry_once.everything()
-        return {"torch_versions": [found["torch"]], "rows": merged([found])}
-    task = progress.add_task("dry", total=len(versions))
-    runs = []
-    with environments.only_our_packages() as packages:
-        for torch in versions:
-            python = environments.make(environment(torch), folder.resolve())
-            runs.append(environments.printed(python, packages, "compat_matrix.bench.dry_once"))
-            progress.update(task, advance=1)
-    return {"torch_versions": [run["torch"] for run in runs], "rows": merged(runs)}
+    def here(kernel: type[Kernel], **members: Any) -> Kernel:
+        made: Kernel = type(kernel.__name__, (kernel,), {"available": lambda self: (True, ""), **members})()
+        return made
+
+    def entry(kernel: type[Kernel]) -> Kernel:
+        names = frozenset(PARAMETERS[feature][0] for feature in kernel.FEATURES if feature in PARAMETERS)
+        return here(kernel, found=lambda self: Found(_varlen, names))
+
+    def flash(q: Any, k: Any, v: Any, cu: Any, longest: int, scale: float) -> Any:
+        operator = torch.ops.aten._flash_attention_forward.default
+        return operator(q, k, v, cu, cu, longest, longest, 0.0, True, False, scale=scale)[0]
+
+    def efficient(q: Any, k: Any, v: Any, cu: Any, longest: int, scale: float) -> Any:
+        operator, rows = torch.ops.aten._efficient_attention_forward.default, [x[None] for x in (q, k, v)]
+        return operator(*rows, None, cu, cu, longest, longest, 0.0, 1, True, scale=scale)[0].squeeze(0)
+
+    made: list[Any] = [
+        (entry(kernel), lambda q, k, v, *_: _varlen(q, k, v)) for kernel in (FlashAttn3, FlashAttn, FlashAttn4)
+    ]
+    made += [(here(TorchVarlen), flash), (here(Efficient), efficient)]
+    if importlib.util.find_spec("torch.nn.attention.flex_attention"):  # from torch 2.5 on
+        own = here(Flex, attend=lambda self, *given: flex_module.compute(_flex, _block_mask, *given))
+        made.append((own, lambda q, k, v, *_: _flex(*(x.transpose(0, 1)[None] for x in (q, k, v)))))
+    return {kernel.name: (kernel, call) for kernel, call in made}
 
 
-def environment(torch: str) -> environments.Version:
-    """The environment of a version of torch. Versions up to 2.2 need numpy 1."""
-    old = torch.startswith(("2.1.", "2.2."))
-    return environments.Version(f"torch-{torch}", TRANSFORMERS, "3.11", torch, pins=("numpy<2",) if old else ())
+# --- tracing --------------------------------------------------------------------------------------------------
+
+LENGTHS, PARENTS, SPANS, HEADS = (70, 50, 10, 90, 60), (-1, 0, 0, 2, 2), ((5, 15), (140, 150)), 8
+
+
+class Case(NamedTuple):
+    """A kind of layer, or of row.
+
+    Attributes:
+        key_heads, head_dim, value_dim: as in a layer; ``value_dim`` 0 is ``head_dim``.
+        window: the sliding window, or None.
+        sinks, trees, spans: whether the layer has sinks, and the row trees or spans.
+    """
+
+    key_heads: int = HEADS
+    head_dim: int = 64
+    value_dim: int = 0
+    window: int | None = None
+    sinks: bool = False
+    trees: bool = False
+    spans: bool = False
+
+
+CASES = {
+    "plain": Case(),
+    "grouped heads": Case(key_heads=2),
+    "window": Case(window=20),
+    "sinks": Case(sinks=True),
+    "MLA": Case(head_dim=192, value_dim=128),
+    "head dim 80": Case(head_dim=80),
+    "head dim 100": Case(head_dim=100),
+    "trees": Case(trees=True),
+    "spans": Case(spans=True),
+}
+
+
+def trace(kernel: Kernel, by_hand: Any, case: Case) -> dict[str, Any]:
+    """Count two layers of one row, and for a plain layer the kernel called by hand.
+
+    Returns:
+        By direction, the counts of the ``first`` layer, of a ``later`` one and of the ``bare`` kernel. A direction
+        that torch cannot trace has the reason ``why`` in the place of its counts, and so has a case that the kernel
+        does not support.
+    """
+    rows, sinks = _states(case, "cpu", False)
+    asked = asked_by(*rows, Options(window=case.window, sinks=sinks), case.trees, case.spans)
+    able, why = kernel.supports(asked._replace(device="cuda", gradients=True))
+    if not able:
+        return {"why": why}
+    forward = _tried(kernel, by_hand, case, "cuda", backward=False)
+    if "why" in forward:  # a build of torch for CPUs cannot run every fake kernel for CUDA
+        forward = _tried(kernel, by_hand, case, "cpu", backward=False)
+    return {"forward": forward, "backward": _tried(kernel, by_hand, case, "cpu", backward=True)}
+
+
+def _tried(kernel: Kernel, by_hand: Any, case: Case, device: str, backward: bool) -> dict[str, Any]:
+    try:
+        with FakeTensorMode(allow_non_fake_inputs=True), torch.set_grad_enabled(backward):
+            return _traced(kernel, by_hand, case, device, backward)
+    except Exception as error:  # torch raises errors of many types where it cannot trace
+        return {"why": f"{type(error).__name__}: {error}".splitlines()[0][:120]}
+
+
+def _traced(kernel: Kernel, by_hand: Any, case: Case, device: str, backward: bool) -> dict[str, Any]:
+    rows, sinks = _states(case, device, backward)
+    boundaries, options = _boundaries(case, device), Options(window=case.window, sinks=sinks)
+    leaves = [x for x in (*rows, sinks) if x is not None]
+
+    def layer() -> torch.Tensor:
+        return packed_attention(*rows, boundaries, options, kernel)
+
+    def bare() -> torch.Tensor:
+        flat = [x.flatten(0, 1) for x in rows]
+        found: torch.Tensor = by_hand(*flat, boundaries.cu_seqlens, boundaries.max_seqlen, case.head_dim**-0.5)
+        return found
+
+    found = {}
+    for name, call in {"first": layer, "later": layer, **({"bare": bare} if case == Case() else {})}.items():
+        with counted() as counts:
+            output = call()
+        if backward:
+            grad = torch.empty_like(output)
+            with counted() as counts:
+                torch.autograd.grad(output, leaves, grad)
+        found[name] = dict(counts)
+    return found
+
+
+def _states(case: Case, device: str, gradients: bool) -> tuple[list[torch.Tensor], torch.Tensor | None]:
+    sizes = ((HEADS, case.head_dim), (case.key_heads, case.head_dim), (case.key_heads, case.value_dim or case.head_dim))
+    made: Any = {"device": device, "dtype": torch.bfloat16, "requires_grad": gradients}
+    sinks = torch.empty(HEADS, **made) if case.sinks else None
+    return [torch.empty(1, sum(LENGTHS), *size, **made) for size in sizes], sinks
+
+
+def _boundaries(case: Case, device: str) -> Boundaries:
+    """The row's boundaries, with what the forward has read from the device before the first layer."""
+    ends = np.cumsum([0, *LENGTHS])
+    made: Any = {"dtype": torch.int32, "device": device}
+    parents = torch.empty(len(LENGTHS), **made) if case.trees else None
+    until = torch.empty(sum(LENGTHS), **made) if case.spans else None
+    boundaries = Boundaries(torch.empty(len(ends), **made), max(LENGTHS), None, LENGTHS, parents, until=until)
+    if case.trees:
+        boundaries.made[Tree] = Tree(LENGTHS, PARENTS, boundaries.cu_seqlens.device)
+    if case.spans:
+        seen = np.arange(sum(LENGTHS))
+        for start, stop in SPANS:
+            seen[start:stop] = stop - 1
+        boundaries.made[Spans] = spans_of(seen, ends)
+    return boundaries
+
+
+# --- rows -----------------------------------------------------------------------------------------------------
+
+COLUMNS = ("kernel calls", "copies", "others")
+
+
+def here() -> dict[str, Any]:
+    """Trace every kernel and case with this torch; return its version, and the cells of each case and kernel."""
+    cases = {case: {name: trace(*bare, CASES[case]) for name, bare in kernels().items()} for case in CASES}
+    cells = {
+        case: {name: _cells(found, cases["plain"][name]) for name, found in of.items()} for case, of in cases.items()
+    }
+    return {"torch": torch.__version__.partition("+")[0], "cases": cells}
+
+
+def _cells(found: dict[str, Any], plain: dict[str, Any]) -> dict[str, Any]:
+    """A row's numbers: what a later layer starts beyond what the kernel starts by itself, when called by hand."""
+    if "why" in found:
+        return {"forward: kernel calls": found["why"]}
+    cells: dict[str, Any] = {}
+    once, reads = {}, 0
+    for way in ("forward", "backward"):
+        if "why" in found[way]:
+            cells[f"{way}: kernel calls"] = f"not traced: {found[way]['why']}"
+            continue
+        first, later, bare = found[way]["first"], found[way]["later"], plain[way]["bare"]
+        beyond = (later["kernel"], later["copies"] - bare["copies"], later["others"] - bare["others"])
+        cells.update({f"{way}: {name}": count for name, count in zip(COLUMNS, beyond)})
+        reads += later["reads"] + first["reads"]
+        if way == "forward":
+            once["once per batch"] = sum(first[kind] - later[kind] for kind in KINDS)
+    return {**cells, **once, "reads": reads}
 
 
 def merged(runs: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """One row for each kernel, case and different result, with the versions of torch that have it.
+    """One row for each case and different numbers, with the kernels and the versions of torch that have them.
 
-    The counts of a batch's first layer are those of the newest of these versions.
+    What the batch's first layer adds may differ between these versions. It is that of the newest.
     """
-    rows: dict[str, dict[str, Any]] = {}
-    for run in runs:
-        for kernel, cases in run["kernels"].items():
-            for case, found in cases.items():
-                key = json.dumps([kernel, case, _of_each_layer(found)])
-                before = rows.get(key, {"torch": []})["torch"]
-                rows[key] = {"kernel": kernel, "case": case, "torch": [*before, run["torch"]], **found}
-    return list(rows.values())
+    every = [run["torch"] for run in runs]
+    rows = []
+    for case in runs[0]["cases"]:
+        by_cells: dict[str, tuple[list[str], dict[str, Any]]] = {}
+        for run in runs:
+            for kernel, cells in run["cases"][case].items():
+                key = json.dumps([kernel, {name: cells[name] for name in cells if name != "once per batch"}])
+                by_cells[key] = ([*by_cells.get(key, ([], {}))[0], run["torch"]], {"kernel": kernel, **cells})
+        lines: dict[str, dict[str, Any]] = {}
+        for versions, row in by_cells.values():
+            kernel, cells = row.pop("kernel"), {"torch": in_words(versions, every), **row}
+            line = lines.setdefault(json.dumps(cells), {"layer": f"{case}:", **cells})
+            line["layer"] += f"{'' if line['layer'].endswith(':') else ','} {kernel}"
+        rows += lines.values()
+    return rows
 
 
-def _of_each_layer(found: dict[str, Any]) -> dict[str, Any]:
-    ways = {way: found[way] for way in ("forward", "backward") if way in found}
-    kept = {way: {name: counts[name] for name in counts if name != "first"} for way, counts in ways.items()}
-    return {**kept, "why": found.get("why")}
+def in_words(some: list[str], every: list[str]) -> str:
+    """The versions in words: ``all``, or runs such as ``2.4 to 2.6``."""
+    runs: list[list[str]] = []
+    for version in some:
+        if runs and every.index(version) == every.index(runs[-1][-1]) + 1:
+            runs[-1].append(version)
+        else:
+            runs.append([version])
+    shorter = [[version.rpartition(".")[0] for version in run] for run in runs]
+    return "all" if some == every else ", ".join(" to ".join(dict.fromkeys((run[0], run[-1]))) for run in shorter)
+
+
+# --- in other versions ----------------------------------------------------------------------------------------
+
+
+def measure(folder: Path, versions: Iterable[str] = TORCH) -> list[dict[str, Any]]:
+    """Trace in each version's own environment, kept in ``folder``, and process; return the rows of the part."""
+    from ..screen import Console, track  # not above: the environments have no rich
+
+    runs = []
+    with environments.only_our_packages() as packages:
+        for version in track(list(versions), "dry", console=Console(stderr=True)):
+            python = environments.make(environment(version), folder.resolve())
+            runs.append(environments.printed(python, packages, "compat_matrix.bench.dry"))
+    return merged(runs)
+
+
+def environment(version: str) -> environments.Version:
+    """The environment of a version of torch. Versions up to 2.2 need numpy 1."""
+    old = version.startswith(("2.1.", "2.2."))
+    return environments.Version(f"torch-{version}", TRANSFORMERS, "3.11", version, pins=("numpy<2",) if old else ())
+
+
+def with_version(known: dict[str, list[str]], version: str, schemas: list[str]) -> dict[str, list[str]]:
+    """The versions by schema, with this version's schemas in the place of those known for it. Both are sorted."""
+
+    def number(text: str) -> tuple[int, ...]:
+        return tuple(map(int, text.split(".")))
+
+    found = {schema: {*known.get(schema, ())} - {version} for schema in {*known, *schemas}}
+    for schema in schemas:
+        found[schema].add(version)
+    ordered = {schema: sorted(versions, key=number) for schema, versions in found.items() if versions}
+    return dict(sorted(ordered.items(), key=lambda one: (one[0].partition("(")[0], number(one[1][0]))))
+
+
+def main() -> None:
+    """Print what is traced with this torch as one JSON object, or write its schemas."""
+    parser = argparse.ArgumentParser(prog="python -m compat_matrix.bench.dry", description=__doc__)
+    parser.add_argument("--schemas", action="store_true")
+    if parser.parse_args().schemas:
+        schemas = [str(getattr(torch.ops.aten, name).default._schema) for name in OPERATORS]
+        known = json.loads(SCHEMAS.read_text(encoding="utf-8"))
+        found = with_version(known, torch.__version__.partition("+")[0], schemas)
+        SCHEMAS.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
+        return
+    warnings.simplefilter("ignore")
+    logging.disable()  # torch logs a traceback for each error of a fake kernel
+    torch.set_num_threads(1)
+    print(json.dumps(here()))
+
+
+if __name__ == "__main__":
+    main()

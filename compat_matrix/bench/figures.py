@@ -1,17 +1,22 @@
-"""Write BENCH.md and the pictures from the committed results: ``python -m compat_matrix.bench.figures``.
+"""Result files, and what is made of them: ``python -m compat_matrix.bench.figures`` writes BENCH.md.
 
-``--check`` writes nothing. It fails if BENCH.md differs from what the results give; pictures are not compared.
+``--check`` writes nothing. It fails if BENCH.md is not what the results give, or if a sentence of the documents that
+quotes a result has other numbers. A result file holds its part's name, command, commit, date, device and versions,
+``what`` is measured, ``notes`` for the reader, and ``rows``: by column, a text or a number with its unit in the name.
 """
 
 from __future__ import annotations
 
 import argparse
+import json
+import platform
 import sys
+from collections.abc import Mapping
+from datetime import datetime, timezone
 from pathlib import Path
+from typing import Any
 
-from .. import commits
-from . import PARTS, about, tables
-from .table import Found
+from .. import commits, screen
 
 HERE = Path(__file__).parent
 COMMAND = "python -m compat_matrix.bench.figures"
@@ -19,26 +24,134 @@ OWED = (
     "There are no GPU figures yet. `python -m compat_matrix.bench.gpu --out FOLDER` makes "
     "FOLDER/gpu.json. Commit it as results/gpu.json."
 )
+ORDER = (
+    "calls",
+    "startup",
+    "overhead",
+    "syncs",
+    "dry",
+    "kernels",
+    "training",
+    "sharing",
+    "embeddings",
+    "packing",
+    "gpu",
+)
+"""The parts in the order of BENCH.md, each with a result file of its name. All but ``gpu`` run on a CPU."""
 
-WHAT = {
-    "startup": "The time to import fa2patch after torch, and to patch a large model.",
-    "syncs": "How often one forward waits for the device, and how often it derives boundaries, by layers.",
-    "dry": "What every GPU kernel's path dispatches beyond the kernel itself, traced without a GPU.",
-    "kernels": "The cost of attention within documents: the reference kernel and other ways.",
-    "overhead": "The time that the patch adds on the host, without the kernel.",
-    "mixers": "Packed rows of hybrid models compared with their documents run one by one.",
-    "training": "Training on the same mini-batches, padded and packed.",
-    "sharing": "One prompt with many completions: padded, packed, and packed with the prompt once.",
-    "embeddings": "sentence-transformers: encode and a training step, padded and patched.",
-    "packing": "Planners decide which examples share a row: fa2patch's, TRL's and axolotl's on the same lengths.",
-    "collator": "DataCollatorWithFlattening: fa2patch's and Transformers' on the same examples.",
-    "compile": "Packed rows of many layouts in a compiled model: graphs, and time beside the eager model.",
-    "gpu": "Models of published sizes with random weights.",
-}
+Result = dict[str, Any]
+
+
+def header(command: str, device: str = "cpu") -> dict[str, Any]:
+    """Return commit, device, versions, date and the command that repeats the measurement."""
+    import torch  # not above: the page is made without torch
+    import transformers
+
+    return {
+        "command": command,
+        **commits.of_code("compat_matrix/bench"),
+        "date": datetime.now(timezone.utc).date().isoformat(),
+        "device": torch.cuda.get_device_name() if device == "cuda" else processor(),
+        "threads": torch.get_num_threads(),
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "transformers": transformers.__version__,
+    }
+
+
+def processor() -> str:
+    """Return the processor's name from ``/proc/cpuinfo``, or from ``platform`` where that file is missing."""
+    file = Path("/proc/cpuinfo")
+    lines = file.read_text(encoding="utf-8").splitlines() if file.exists() else []
+    named = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
+    return named[0] if named else platform.processor() or platform.machine()
+
+
+def write(file: Path, found: Result) -> None:
+    """Write a result as indented JSON and create the folder if needed."""
+    file.parent.mkdir(parents=True, exist_ok=True)
+    file.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
+
+
+def read(file: Path) -> Result:
+    """Read a result file."""
+    return dict(json.loads(file.read_text(encoding="utf-8")))
+
+
+def committed(part: str) -> Result:
+    """Read a part's committed result."""
+    return read(HERE / "results" / f"{part}.json")
+
+
+def cells(rows: list[Mapping[str, Any]]) -> list[list[str]]:
+    """Return a table's head and its lines: every column of any row, numbers with three digits or more."""
+    head = list(dict.fromkeys(name for row in rows for name in row))
+    return [head, *([_shown(row.get(name, "")) for name in head] for row in rows)]
+
+
+def _shown(value: Any) -> str:
+    if isinstance(value, float):
+        return f"{value:,.{2 if abs(value) < 10 else 1 if abs(value) < 100 else 0}f}"
+    return f"{value:,}" if isinstance(value, int) else str(value)
+
+
+def markdown(rows: list[Mapping[str, Any]]) -> str:
+    """Return rows as a table of Markdown."""
+    head, *lines = cells(rows)
+    return "\n".join(f"| {' | '.join(line)} |" for line in (head, ["---", *["---:"] * (len(head) - 1)], *lines))
+
+
+def show(title: str, rows: list[Mapping[str, Any]], notes: str = "") -> None:
+    """Print rows as a table, with the notes below it."""
+    head, *lines = cells(rows)
+    table = screen.Table(title=title, caption=notes or None, title_justify="left", caption_justify="left")
+    for place, name in enumerate(head):
+        table.add_column(name, justify="right" if place else "left")
+    for line in lines:
+        table.add_row(*line)
+    screen.Console(width=None if sys.stdout.isatty() else 150).print(table)
+
+
+def page(results: Mapping[str, Result]) -> str:
+    """Return the text of BENCH.md."""
+    parts = [f"<!-- Made by {COMMAND} from results/*.json: do not edit. -->", "# What packed rows cost and save"]
+    for part in ORDER:
+        if part in results:
+            found = results[part]
+            parts += [f"## {part}", f"{found['what']}\n\n    {found['command']}", _measured_on(found)]
+            parts += [markdown(found["rows"]), found["notes"]]
+        elif part == "gpu":
+            parts += ["## gpu", OWED]
+    return "\n\n".join(part for part in parts if part) + "\n"
+
+
+def _measured_on(found: Result) -> str:
+    on = f"{found['device']}, {found['threads']} thread{'s' * (found['threads'] > 1)}, Python {found['python']}"
+    on = f"{on}, torch {found['torch']}, Transformers {found['transformers']}"
+    return f"{found['date']}, {commits.named(found)}, {found.get('on', on)}."
+
+
+def quotes(results: Mapping[str, Result]) -> dict[str, str]:
+    """Return by file the sentence of the documents that quotes results, with the results' numbers."""
+    times = {row["prompt, completions"]: row for row in results["sharing"]["rows"]}
+    packed, padded = (
+        [f"{times[of][f'{way} / shared']:.1f}" for of in ("512, 8", "2,048, 16")] for way in ("packed", "padded")
+    )
+    plans = results["packing"]["rows"]
+    more = max(float(row["rows / fewest"]) for row in plans) - 1
+    return {
+        "docs/shared.md": f"a prompt of 512 tokens and 8 completions takes {packed[0]} times as long packed without "
+        f"sharing, and {padded[0]} times as long padded; with a prompt of 2,048 tokens and 16 completions, {packed[1]} "
+        f"and {padded[1]} times",
+        "docs/packing.md": f"A million lengths take at most {max(row['processor, s'] for row in plans):.2f} seconds of "
+        f"processor time, and at most {more:.1%} more rows than the fewest that could hold them",
+        "README.md": "On a CPU, training reaches "
+        f"{' and '.join(row['share of it'] for row in results['training']['rows'])} of the throughput",
+    }
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Write BENCH.md and the pictures, or compare BENCH.md with the results.
+    """Write BENCH.md, or compare it and the quotes with the results.
 
     Args:
         arguments: the command line; None reads ``sys.argv``.
@@ -47,70 +160,22 @@ def main(arguments: list[str] | None = None) -> int:
         The exit code: 1 if ``--check`` finds a difference.
     """
     parser = argparse.ArgumentParser(prog=COMMAND, description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
-    parser.add_argument("--check", action="store_true", help="write nothing; fail if BENCH.md is not as it would be")
-    parser.add_argument("--folder", type=Path, default=HERE, help="of BENCH.md, bench.png and results/")
+    parser.add_argument("--check", action="store_true", help="write nothing; fail if a number is not the results'")
+    parser.add_argument("--folder", type=Path, default=HERE, help="of BENCH.md and results/")
     given = parser.parse_args(arguments)
-    results = read(given.folder / "results")
+    files = sorted((given.folder / "results").glob("*.json"))
+    results = {file.stem: found for file in files if not (found := read(file)).get("toy")}
     file, text = given.folder / "BENCH.md", page(results)
-    if given.check:
-        if file.exists() and file.read_text(encoding="utf-8") == text:
-            return 0
-        print(f"{file.name} is not what the results say. Run {COMMAND} and commit it.", file=sys.stderr)
-        return 1
-    file.write_bytes(text.encode())
-    print(f"wrote {file.name}")
-    from . import plots
-
-    if all(part in results for part in ("syncs", "kernels", "training")):
-        plots.cpu(results, given.folder / "bench.png")
-        print("wrote bench.png")
-    if "gpu" in results:
-        plots.gpu(results["gpu"], given.folder / "gpu.png")
-        print("wrote gpu.png")
-    return 0
-
-
-def read(folder: Path) -> dict[str, Found]:
-    """Read the results in the folder, by part. Results of toy runs are left out."""
-    found = {}
-    for part in (*PARTS, "gpu"):
-        file = folder / f"{part}.json"
-        if file.exists():
-            result = about.read(file)
-            if not result.get("toy"):
-                found[part] = result
-    return found
-
-
-def page(results: dict[str, Found]) -> str:
-    """Return the text of BENCH.md."""
-    lines = [f"<!-- Made by {COMMAND} from results/*.json: do not edit. -->", "# What packed rows cost and save"]
-    if all(part in results for part in ("syncs", "kernels", "training")):
-        lines.append("![Reads per forward, attention by documents, training throughput](bench.png)")
-    for part, found in results.items():
-        lines += [f"## {part}", f"{WHAT[part]}\n\n    {found['command']}", measured_on(found)]
-        lines += [table.as_markdown() for table in tables.of({part: found})]
-        if part == "gpu":
-            lines.append("![Throughput and memory](gpu.png)")
-    if "gpu" not in results:
-        lines += ["## gpu", OWED]
-    return "\n\n".join(lines) + "\n"
-
-
-def measured_on(found: Found) -> str:
-    """Return one sentence with the date, commit, device and versions of a result."""
-    made = f"{found['date']}, {commits.named(found)}"
-    threads = "" if found["part"] in ("syncs", "gpu") else f", {found['threads']} thread"
-    versions = f"Python {found['python']}, torch {found['torch']}"
-    if found["part"] == "syncs":
-        each = (f"{name} with torch {run['torch']}" for name, run in found["versions"].items())
-        return f"{made}. Transformers {', '.join(each)}. A count, the same on any machine."
-    if found["part"] == "dry":
-        return f"{made}. torch {', '.join(found['torch_versions'])}. A count, the same on any machine."
-    if found["part"] == "packing":
-        each = (f"{name} {number}" for name, number in found["versions"].items() if name != "transformers")
-        return f"{made}, {found['device']}{threads}, {', '.join(each)}."
-    return f"{made}, {found['device']}{threads}, {versions}, Transformers {found['transformers']}."
+    if not given.check:
+        file.write_bytes(text.encode())
+        print(f"wrote {file.name}")
+        return 0
+    wrong = [] if file.exists() and file.read_text(encoding="utf-8") == text else [f"{file.name}: run {COMMAND}"]
+    for name, sentence in quotes(results).items():
+        if sentence not in " ".join((commits.ROOT / name).read_text(encoding="utf-8").split()):
+            wrong.append(f"{name}: expected the sentence {sentence!r}")
+    print("".join(f"{each}. It is not what the results say.\n" for each in wrong), end="", file=sys.stderr)
+    return int(bool(wrong))
 
 
 if __name__ == "__main__":

@@ -12,10 +12,7 @@ without git's folder, set FA2PATCH_COMMIT to the commit, which the results name.
 from __future__ import annotations
 
 import argparse
-import os
-import subprocess
 import sys
-import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -23,9 +20,9 @@ from typing import Any
 
 from .. import commits
 from ..check.gpu import present_kernels
-from ..screen import BarColumn, Console, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
-from . import about, gpu, gpu_goals
-from .shapes import SHAPES
+from . import figures, gpu
+from .gpu import Job
+from .workloads import SHAPES
 
 COMMAND = "python -m compat_matrix.bench.first_gpu"
 SECONDS = {"kernels": 100, "models": 130, "training": 270, "hybrids": 40}
@@ -33,51 +30,9 @@ SECONDS = {"kernels": 100, "models": 130, "training": 270, "hybrids": 40}
 
 FAMILIES = ("llama", "mistral", "qwen2", "gemma2", "qwen2_moe", "falcon", "phi3", "gpt_oss", "deepseek_v3", "bamba")
 OVERLAY_FAMILIES = FAMILIES[:4]
-ALONE = {"USE_TF": "0", "USE_JAX": "0", "USE_FLAX": "0", "HF_HUB_OFFLINE": "1", "TRANSFORMERS_VERBOSITY": "error"}
-OUT_OF_TIME = 3
-TRACEBACK = "Traceback (most recent call last)"
 
-
-@dataclass(frozen=True)
-class Job:
-    """A process of a stage.
-
-    Attributes:
-        command: its arguments behind ``python -m``.
-        result: the JSON file that it writes.
-        stops: whether it stops by itself if it is told its ``--seconds``, and goes on when it is run again.
-        path: a folder that comes first on the path, or None.
-    """
-
-    stage: str
-    name: str
-    command: list[str]
-    result: Path
-    stops: bool = True
-    path: Path | None = None
-
-    def run(self, seconds: float) -> dict[str, Any]:
-        """Run the process and return what is known about it; its ``done`` says whether it need not be run again."""
-        command = [*self.command, *(["--seconds", f"{max(seconds, 1):.0f}"] if self.stops else [])]
-        path = [*([self.path.resolve()] if self.path else []), commits.ROOT, os.environ.get("PYTHONPATH", "")]
-        given = {**os.environ, **ALONE, "PYTHONPATH": os.pathsep.join(str(part) for part in path if str(part))}
-        started = time.monotonic()
-        try:
-            limit = seconds + (30 if self.stops else 0)
-            done = subprocess.run(
-                [sys.executable, "-m", *command], capture_output=True, text=True, env=given, timeout=max(limit, 1)
-            )
-        except subprocess.TimeoutExpired:
-            return {"done": False, "seconds": round(time.monotonic() - started, 1)}
-        found: dict[str, Any] = {
-            "done": done.returncode != OUT_OF_TIME,
-            "seconds": round(time.monotonic() - started, 1),
-        }
-        if not self.result.exists() or done.returncode not in (0, 1, OUT_OF_TIME) or TRACEBACK in done.stderr:
-            found["error"] = ([line for line in done.stderr.splitlines() if line.strip()] or ["it said nothing"])[-1][
-                :300
-            ]
-        return found
+Results = dict[str, dict[str, Any]]
+"""The result files of all stages, by stage and job."""
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -102,58 +57,60 @@ def main(arguments: list[str] | None = None) -> int:
     given = parser.parse_args(arguments)
     if gpu.is_without_device(given, parser):
         return 2
-    header = about.header(f"{COMMAND} --out FOLDER{' --device cpu --toy' if given.toy else ''}", given.device)
-    other = of_another_commit(given.out, header)
+    header = figures.header(f"{COMMAND} --out FOLDER{' --device cpu --toy' if given.toy else ''}", given.device)
+    able = present_kernels(given.device)
+    kernels = [name for name in able if name != "reference"] or able
+    training = training_options(given, kernels[0])
+    planned = [*jobs(given, training, kernels)]
+    other = gpu.made_otherwise(planned, given.out, header)
     if other:
         parser.error(f"--out: {other.parent} holds results of another commit ({other.name}): take another folder")
-    planned = list(jobs(given))
-    records = run_all(planned, given, header)
+    records = gpu.run_all(planned, given.out, header, SECONDS, given.seconds)
     done = len(records) == len(planned)
-    results: gpu_goals.Results = {job.stage: {} for job in planned}
+    results: Results = {stage: {} for stage in SECONDS}
     for job in planned:
-        if job.result.exists():
-            results[job.stage][job.name] = about.read(job.result)
-    goals = gpu_goals.goals(results)
+        if job.result.exists() and job.stage != "training":
+            results[job.stage][job.name] = figures.read(job.result)
+    results["training"]["training"] = gpu.merged(training, records)
+    figures.write(training.out / "gpu.json", results["training"]["training"])
+    met = goals(results)
     failed = {name: record["error"] for name, record in records.items() if "error" in record}
-    found = {**header, "toy": given.toy, "done": done, "goals": [vars(goal) for goal in goals], "failed": failed}
-    about.write(given.out / "first_gpu.json", {**found, "missing": gpu.missing(), "jobs": records, "results": results})
-    console = Console(width=150)
-    console.print(gpu_goals.table(goals, header).as_rich())
-    for name, why in {**failed, **gpu_goals.absent(results)}.items():
-        console.print(f"{name}: {why}", highlight=False, markup=False)
-    if not done:
-        console.print(f"time is over: {len(records)} of {len(planned)} are done, run the same command again")
-    return 0 if done else OUT_OF_TIME
+    found = {**header, "toy": given.toy, "done": done, "goals": [vars(goal) for goal in met], "failed": failed}
+    figures.write(
+        given.out / "first_gpu.json", {**found, "missing": gpu.missing(), "jobs": records, "results": results}
+    )
+    figures.show("Goals", *table(met, header))
+    absent = [one["missing"] for one in results["hybrids"].values()]
+    for name, why in [*failed.items(), *(one for packages in absent for one in packages.items())]:
+        print(f"{name}: {why}")
+    return 0 if done else gpu.OUT_OF_TIME
 
 
-def of_another_commit(out: Path, header: dict[str, Any]) -> Path | None:
-    """Return a record of a job that ran at another commit, with other versions or on another device, or None."""
-    same = ("commit", "dirty", "torch", "transformers", "device")
-    for file in sorted((out / "jobs").glob("*.json")):
-        record = about.read(file)
-        if any(record[key] != header[key] for key in same):
-            return file
-    return None
+def training_options(given: argparse.Namespace, kernel: str) -> argparse.Namespace:
+    """Return the options of ``gpu``. The variants that the goals are about come first: time may run out."""
+    names = gpu.variants(given.device, given.toy)
+    padded = [name for name in names if name.startswith("padded:")][-1]
+    first = [padded, f"fa2patch:{kernel}+lengths", f"by-hand:{kernel}", f"fa2patch:{kernel}"]
+    ordered = [*first, *(name for name in names if name not in first)]
+    command = ["--out", str(given.out / "training"), "--device", given.device, "--shapes", *given.shapes]
+    command += (
+        ["--steps", "2", "--warm-up", "1", "--toy"] if given.toy else ["--steps", "20", "--variant-seconds", "45"]
+    )
+    return gpu.options().parse_args([*command, "--variants", *(ordered[:3] if given.toy else ordered)])
 
 
-def jobs(given: argparse.Namespace) -> Iterator[Job]:
-    """Yield the processes of all stages in order."""
-    out, device = given.out.resolve(), ["--device", given.device]
-    toy = ["--toy"] if given.toy else []
-    able = present_kernels(given.device)
-    fast = [name for name in able if name != "reference"] or able
-    for kernel in fast:
-        file = out / "kernels" / f"{kernel}.json"
-        yield Job(
-            "kernels", kernel, ["compat_matrix.bench.gpu_kernels", kernel, "--out", str(file), *device, *toy], file
-        )
-    yield from _models(given, out / "models", fast)
-    yield _training(given, out / "training", fast[0])
-    file = out / "hybrids.json"
-    yield Job("hybrids", "hybrids", ["compat_matrix.bench.gpu_hybrids", "--out", str(file), *device, *toy], file)
+def jobs(given: argparse.Namespace, training: argparse.Namespace, kernels: list[str]) -> Iterator[Job]:
+    """Yield the processes of all stages in order. ``kernels`` are those that can run here, best first."""
+    out, once = given.out.resolve(), "compat_matrix.bench.gpu_once"
+    more = ["--device", given.device, *(["--toy"] if given.toy else [])]
+    for kernel in kernels:
+        yield Job("kernels", kernel, [once, "kernel", kernel, *more], out / "kernels" / f"{kernel}.json")
+    yield from models(given, out / "models", kernels)
+    yield from gpu.planned(training)
+    yield Job("hybrids", "hybrids", [once, "hybrids", *more], out / "hybrids.json")
 
 
-def _models(given: argparse.Namespace, out: Path, kernels: list[str]) -> Iterator[Job]:
+def models(given: argparse.Namespace, out: Path, kernels: list[str]) -> Iterator[Job]:
     """The best kernel first, in every release; the other kernels in the installed release only."""
     import transformers
 
@@ -163,57 +120,87 @@ def _models(given: argparse.Namespace, out: Path, kernels: list[str]) -> Iterato
     wanted += [(transformers.__version__, None, kernel) for kernel in kernels[1:]]
     for release, path, kernel in wanted:
         families = FAMILIES[:1] if given.toy else OVERLAY_FAMILIES if path else FAMILIES
+        command = ["compat_matrix.check.gpu", "--families", *families, "--kernels", kernel, "--device", given.device]
         name = f"{release}-{kernel}"
-        command = ["compat_matrix.check.gpu", "--families", *families, "--kernels", kernel]
-        command += ["--device", given.device, "--evidence", str(out)]
         yield Job("models", name, command, out / f"{name}.json", stops=False, path=path)
 
 
-def _training(given: argparse.Namespace, out: Path, kernel: str) -> Job:
-    """The variants that the goals are about come first, so that they are there if time runs out."""
-    names = gpu.variants(given.device, given.toy)
-    padded = [name for name in names if name.startswith("padded:")][-1]
-    first = [padded, f"fa2patch:{kernel}+lengths", f"by-hand:{kernel}", f"fa2patch:{kernel}"]
-    ordered = [*first, *(name for name in names if name not in first)]
-    steps = ["--steps", "2", "--warm-up", "1", "--toy"] if given.toy else ["--steps", "20", "--variant-seconds", "45"]
-    command = [
-        "compat_matrix.bench.gpu",
-        "--out",
-        str(out),
-        "--device",
-        given.device,
-        "--shapes",
-        *given.shapes,
-        *steps,
+# --- goals ----------------------------------------------------------------------------------------------------
+
+SHARE, OVERHEAD = 0.97, 0.01
+MEMORY = {"FLAN-like": 0.20, "OrcaMath-like": 0.06}
+"""The least part of the padded peak of memory that packed training saves."""
+
+
+@dataclass(frozen=True)
+class Goal:
+    """A goal, what was found, and whether that meets it; None if nothing was measured."""
+
+    goal: str
+    found: str
+    met: bool | None
+
+
+def goals(results: Results) -> list[Goal]:
+    """Return all goals, also those that nothing was measured for."""
+    cases = {
+        f"{kernel}: {name}": case["ok"]
+        for kernel, result in results.get("kernels", {}).items()
+        for name, case in result["cases"].items()
+        if "refused" not in case
+    }
+    models = {
+        f"{name}: {family}": "error" not in cell
+        and not any(counts["fail"] for counts in cell.get("fa2patch", {}).values())
+        for name, result in results.get("models", {}).items()
+        for family, cell in result["architectures"].items()
+    }
+    found = [
+        _all_right("every kernel equals the reference, gradients too", "cases", cases),
+        _all_right("tiny models are right with every kernel", "models", models),
     ]
-    command += ["--variants", *(ordered[:3] if given.toy else ordered)]
-    return Job("training", "training", command, out / "gpu.json")
+    shapes = results.get("training", {}).get("training", {}).get("shapes", {})
+    for shape, runs in (shapes or {"training": {"distributions": dict.fromkeys(MEMORY, {"variants": {}})}}).items():
+        for distribution, run in runs["distributions"].items():
+            good = {name: variant for name, variant in run["variants"].items() if "error" not in variant}
+            found += _of_a_distribution(f"{shape}, {distribution}", MEMORY[distribution], good)
+    return found
 
 
-def run_all(planned: list[Job], given: argparse.Namespace, header: dict[str, Any]) -> dict[str, Any]:
-    """Run the jobs without a record until time is up; return the records of all that are done, by stage and name."""
-    until = time.monotonic() + given.seconds
-    records: dict[str, Any] = {}
-    columns = TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn()
-    with Progress(*columns, console=Console(stderr=True)) as progress:
-        task = progress.add_task("first_gpu", total=len(planned))
-        for place, job in enumerate(planned):
-            progress.update(task, description=f"{job.stage}: {job.name}")
-            file = given.out / "jobs" / f"{job.stage}--{job.name}.json"
-            if file.exists():
-                record = about.read(file)
-            else:
-                left = [other.stage for other in planned[place + 1 :] if other.stage != job.stage]
-                later = sum(SECONDS[stage] for stage in {*left})
-                beside = sum(other.stage == job.stage for other in planned[place:])
-                mine = until - time.monotonic() - later * given.seconds / sum(SECONDS.values())
-                record = job.run(mine / beside if job.stops else mine) if mine > 5 else {"done": False}
-                if record["done"]:
-                    about.write(file, {**header, **record})
-            if record["done"]:
-                records[f"{job.stage}, {job.name}"] = record
-            progress.update(task, advance=1)
-    return records
+def table(found: list[Goal], header: dict[str, Any]) -> tuple[list[dict[str, Any]], str]:
+    """Return the goals as rows of a table, and its notes, which name commit, versions and device."""
+    met = {True: "yes", False: "**no**", None: "not measured"}
+    on = f"{header['device']}, torch {header['torch']}, Transformers {header['transformers']}"
+    rows = [{"": goal.goal, "found": goal.found, "met": met[goal.met]} for goal in found]
+    return rows, f"Measured on {commits.named(header)}; {on}."
+
+
+def _all_right(goal: str, what: str, ran: dict[str, bool]) -> Goal:
+    wrong = [name for name, ok in ran.items() if not ok]
+    said = f"{len(ran) - len(wrong)} of {len(ran)} {what}{'; wrong: ' if wrong else ''}{', '.join(wrong[:5])}"
+    return Goal(goal, said, not wrong) if ran else Goal(goal, "", None)
+
+
+def _of_a_distribution(where: str, saved: float, variants: dict[str, Any]) -> Iterator[Goal]:
+    """All goals are about packed batches with their lengths, computed by the kernel that runs by hand too."""
+    kernel = next((name.partition(":")[2] for name in variants if name.startswith("by-hand:")), "")
+    padded = [variants[name] for name in variants if name.startswith("padded:")]
+    own, bare = (variants.get(name, {}) for name in (f"fa2patch:{kernel}+lengths", f"by-hand:{kernel}"))
+    share = own.get("share_of_limit")
+    yield _goal(f"{where}: at least {SHARE:.0%} of the padding limit", share, share and share >= SHARE, "{:.1%}")
+    rates = [variant.get("real_tokens_per_second") for variant in (bare, own)]
+    over = rates[0] / rates[1] - 1 if all(rates) else None
+    yield _goal(f"{where}: at most {OVERHEAD:.0%} over the bare kernel", over, (over or 0) <= OVERHEAD, "{:+.2%}")
+    waits = own.get("synchronisations_per_forward")
+    yield _goal(f"{where}: no synchronisation in a forward", waits, waits == 0, "{:g}")
+    least = min((variant["peak_bytes"] for variant in padded), default=None)
+    less = 1 - own["peak_bytes"] / least if own and least else None
+    goal = f"{where}: peak memory at least {saved:.0%} below padded"
+    yield _goal(goal, less, (less or 0) >= saved, "{:.1%} below")
+
+
+def _goal(goal: str, found: float | None, met: bool | None, shown: str) -> Goal:
+    return Goal(goal, "", None) if found is None else Goal(goal, shown.format(found), bool(met))
 
 
 if __name__ == "__main__":

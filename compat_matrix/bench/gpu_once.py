@@ -1,130 +1,286 @@
-"""One variant of one model in a separate process, so that its peak memory can be measured: JOB.json RESULT.json.
+"""What a GPU is measured with, in a process of its own: ``kernel NAME``, ``hybrids`` or ``training SHAPE VARIANT``.
 
-``python -m compat_matrix.bench.gpu`` starts it and describes the variants.
+``kernel`` compares one kernel with the reference; an illegal access on a GPU ends everything that comes after it.
+``hybrids`` holds hybrids with the kernels of flash-linear-attention and mamba-ssm to the points of
+:mod:`compat_matrix.check.gpu`, and times a packed row beside its documents one by one and in a padded batch; without a
+package its models are recorded as missing. ``training`` trains one variant of :mod:`compat_matrix.bench.gpu`, so that
+its peak of memory can be measured. The file is written after each case, model or distribution, and what it has is not
+run again.
 """
 
 from __future__ import annotations
 
+import argparse
+import functools
+import importlib
 import itertools
-import json
 import os
 import re
+import statistics
 import sys
 import time
 import warnings
 from collections import Counter
+from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any, Callable
+from typing import Any
 
 import torch
 
 import fa2patch
+from fa2patch import kernels
 
-from . import about, shapes, training
-from .kernels import ready
-from .lengths import DISTRIBUTIONS
-from .models import BY_HAND, ByHand
+from .. import tiny_models
+from ..check import gpu
+from ..check.kernels import Case, cases, compared, refusal
+from ..check.rows import documents, pack
+from . import figures, workloads
 
-Job = dict[str, Any]
-TOY_SCALE = 0.02
-DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
+TOY_EVERY = 10
+"""A toy run takes one case of so many."""
 
-
-def run(job: Job) -> dict[str, Any]:
-    """Train one model on every distribution of the job. Its weights keep changing, which does not affect speed."""
-    started = time.perf_counter()
-    kind, _, name = job["variant"].partition(":")
-    name, _, lengths = name.partition("+")
-    by_hand = ByHand(_kernel(name)) if kind == "by-hand" else None
-    if by_hand is not None:
-        by_hand.register()
-    implementation = {"by-hand": BY_HAND, "fa2patch": "sdpa"}.get(kind, name)
-    model = build(job, implementation)
-    if kind == "fa2patch":
-        fa2patch.apply(model, kernel=name)
-    optimizer = OPTIMIZERS[job["optimizer"]](model.parameters(), job["device"])
-    trained = _Trained(model, optimizer, job["device"], by_hand)
-    found: dict[str, Any] = {}
-    for place, distribution in enumerate(job["distributions"]):
-        share = job["seconds"] * (place + 1) / len(job["distributions"]) - (time.perf_counter() - started)
-        drawn = _batches(job, distribution)
-        batches = [_layout(kind, lengths)(batch) for batch in drawn]
-        found[distribution] = {
-            **trained.timed(batches, job["warm_up"], share),
-            "real_tokens": [sum(map(len, batch)) for batch in drawn[job["warm_up"] :]],
-            "padded_tokens": [len(batch) * max(map(len, batch)) for batch in drawn[job["warm_up"] :]],
-            **(trained.synchronisations(batches[: job["sync_steps"]]) if job["device"] == "cuda" else {}),
-        }
-    return {
-        **about.header("", job["device"]),
-        "settings": job["settings"],
-        "parameters": sum(parameter.numel() for parameter in model.parameters()),
-        "layers": model.config.num_hidden_layers,
-        "distributions": found,
-    }
-
-
-def build(job: Job, implementation: str) -> Any:
-    """Build the model with random weights, on the job's device and in its dtype, with gradient checkpointing."""
-    from transformers import AutoModelForCausalLM
-
-    torch.manual_seed(0)
-    config = shapes.config(job["shape"], job["layers"], job["toy"])
-    default = torch.get_default_dtype()
-    torch.set_default_dtype(DTYPES[job["dtype"]])
-    try:
-        with torch.device(job["device"]):
-            model = AutoModelForCausalLM.from_config(config, attn_implementation=implementation)
-    finally:
-        torch.set_default_dtype(default)
-    model = model.to(DTYPES[job["dtype"]]).train()
-    model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
-    return model
-
-
-def _adamw(parameters: Any, device: str) -> torch.optim.Optimizer:
-    return torch.optim.AdamW(parameters, lr=1e-5, fused=device == "cuda")
-
-
-OPTIMIZERS: dict[str, Callable[[Any, str], torch.optim.Optimizer]] = {
-    "adamw": _adamw,
-    "sgd": lambda parameters, device: torch.optim.SGD(parameters, lr=1e-5),
+FAMILIES = {
+    "fla": ("qwen3_next",),
+    "mamba_ssm": ("mamba2", "bamba", "jamba", "falcon_h1"),
+    "causal_conv1d": ("lfm2",),
 }
-"""AdamW's states have the weights' dtype: a bfloat16 weight takes 8 bytes with its gradient and states. SGD takes 4."""
+"""The hybrids whose mixers take their kernels from a package, by the package's import name."""
+
+LENGTHS = {
+    "16 x 64": (64,) * 16,
+    "64 x 16": (16,) * 64,
+    "256 x 4": (4,) * 256,
+    "1 to 256": (256, 1, 128, 30, 200, 90, 7, 60, 33, 150, 69),
+}
+"""Document lengths of rows with about a thousand tokens, by their name in the result."""
+
+SIZES = {**gpu.BIG, "max_position_embeddings": 512}
+NEAR = 1e-3
+"""How far, relative to the largest logit, a padded batch may be from the documents alone."""
 
 
-def _kernel(name: str) -> Any:
-    return next(kernel for kernel in fa2patch.kernels.ORDER if kernel.name == name)
+def main(arguments: list[str] | None = None) -> int:
+    """Measure what the file does not have; returns 3 if time ran out before the last."""
+    parser = argparse.ArgumentParser(prog="python -m compat_matrix.bench.gpu_once", description=__doc__)
+    add = parser.add_argument
+    add("what", nargs="+", metavar="WHAT", help="kernel NAME, hybrids, or training SHAPE VARIANT")
+    add("--out", type=Path, required=True, help="the JSON file")
+    add("--seconds", type=float, default=60, help="start nothing later, and end a variant's steps")
+    training_options(parser)
+    given = parser.parse_args(arguments)
+    os.environ.update(HF_HUB_OFFLINE="1", TRANSFORMERS_VERBOSITY="error")
+    warnings.simplefilter("ignore")
+    if given.device == "cpu":
+        torch.set_num_threads(1)
+    header, (what, *names) = figures.header("", given.device), given.what
+    if what == "kernel":
+        wanted = dict(list(cases().items())[:: TOY_EVERY if given.toy else 1])
+        runs = {name: functools.partial(result, *names, case, given.device) for name, case in wanted.items()}
+        return going_on(given, {"kernel": names[0], **header}, "cases", runs)
+    if what == "training":
+        return train(given, header, *names)
+    known = {"fla": FAMILIES["fla"]} if given.toy else FAMILIES
+    why = {package: lacking(package) for package in known}
+    lacks = {package: reason for package, reason in why.items() if reason}
+    families = [family for package in known for family in known[package] if given.toy or not why[package]]
+    models = {family: functools.partial(measured, family, given.device, given.toy) for family in families}
+    return going_on(given, {**header, "missing": lacks}, "families", models)
 
 
-def _layout(kind: str, lengths: str) -> Callable[[list[list[int]]], dict[str, Any]]:
-    if kind == "padded":
-        return training.padded
-    return lambda batch: {**training.packed(batch, bool(lengths)), "cuts": [len(document) for document in batch]}
+def going_on(given: argparse.Namespace, header: Any, what: str, runs: Mapping[str, Callable[[], Any]]) -> int:
+    """Run what the file does not have, and write it after each; returns 3 if time ran out before the last."""
+    until = time.monotonic() + given.seconds
+    found = figures.read(given.out)[what] if given.out.exists() else {}
+    for name in [name for name in runs if name not in found]:
+        if time.monotonic() > until:
+            return 3
+        found[name] = runs[name]()
+        figures.write(given.out, {**header, what: found})
+    figures.write(given.out, {**header, what: found})
+    return 0
 
 
-def _batches(job: Job, distribution: str) -> list[list[list[int]]]:
-    """Every variant gets the same documents."""
-    drawn = DISTRIBUTIONS[distribution].scaled(TOY_SCALE if job["toy"] else 1)
-    lengths = training.draw(drawn, job["steps"] + job["warm_up"], job["batch"], job["seed"])
-    return training.documents(lengths, shapes.config(job["shape"], toy=job["toy"]).vocab_size, job["seed"])
+def result(name: str, case: Case, device: str) -> dict[str, Any]:
+    """Return the relative errors of a case and whether all are small enough, or why there are none."""
+    kernel = kernels.named(name)
+    why = refusal(kernel, case, device)
+    if why:
+        return {"refused": why}
+    torch.manual_seed(0)
+    try:
+        errors = compared(kernel, case, device)
+    except Exception as error:  # kernels raise errors of many types
+        return {"ok": False, "error": f"{type(error).__name__}: {error}"[:300]}
+    relative = {name: float(f"{error.relative:.2e}") for name, error in errors.items()}
+    return {"ok": all(error.ok for error in errors.values()), "relative_errors": relative}
 
 
-class _Trained:
-    def __init__(self, model: Any, optimizer: Any, device: str, by_hand: ByHand | None) -> None:
-        self.model, self.optimizer, self.device, self.by_hand = model, optimizer, device, by_hand
+def lacking(package: str) -> str:
+    """Return why a package cannot be used; empty if it can. Builds for another torch fail when they are imported."""
+    try:
+        importlib.import_module(package)
+    except Exception as error:  # a broken build raises errors of many types
+        return f"{type(error).__name__}: {error}".splitlines()[0]
+    return ""
 
-    def timed(self, batches: list[dict[str, Any]], warm_up: int, seconds: float) -> dict[str, Any]:
-        """Train until the batches or the seconds are used up; return step times, losses and peak memory."""
+
+def measured(family: str, device: str, toy: bool) -> dict[str, Any]:
+    """Return the points and the times of a model."""
+    points = gpu.evidence([family], device, "reference" if device == "cpu" else "auto")["architectures"]
+    found: dict[str, Any] = {"points": points.get(family, "this Transformers has no such model"), "rows": {}}
+    for name, lengths in ({"3 short": (9, 1, 7)} if toy else LENGTHS).items() if points else ():
+        try:
+            found["rows"][name] = times(family, lengths, 1 if toy else 9, device)
+        except Exception as error:  # kernels raise errors of many types
+            found["rows"][name] = {"error": f"{type(error).__name__}: {error}"[:300]}
+    return found
+
+
+def times(family: str, lengths: tuple[int, ...], rounds: int, device: str) -> dict[str, Any]:
+    """Return the median times of forward and backward in milliseconds, of rounds in turns, and the layers' kernels.
+
+    ``by_...`` are the median ratios of the packed time to the others. ``padded_is`` says whether the unpatched model
+    computes the padded batch right: the real tokens' logits must be those of the documents alone. A padded batch that
+    fails has no time and no ratio.
+    """
+    known = tiny_models.parameters(tiny_models.config_class(family))
+    changes: dict[str, Any] = {name: size for name, size in SIZES.items() if name in known}
+    patched, alone = (tiny_models.build(family, dtype=torch.bfloat16, **changes).train().to(device) for _ in range(2))
+    patch = fa2patch.apply(patched)
+    docs = [doc.to(device) for doc in documents(*lengths)]
+    row = {name: tensor.to(device) for name, tensor in pack(documents(*lengths)).items()}
+    pad = torch.nn.utils.rnn.pad_sequence
+    batch = {
+        "input_ids": pad(docs, batch_first=True),
+        "attention_mask": pad([torch.ones_like(doc) for doc in docs], batch_first=True),
+    }
+    real = batch["attention_mask"].bool()
+
+    def loss(model: Any, kept: Any = ..., **inputs: Any) -> torch.Tensor:
+        total: torch.Tensor = model(**inputs, use_cache=False).logits[kept].square().sum()
+        return total
+
+    rivals: dict[str, Callable[[], Any]] = {
+        "packed": lambda: loss(patched, **row).backward(),
+        "one_by_one": lambda: sum(loss(alone, input_ids=doc[None]) for doc in docs).backward(),  # type: ignore[union-attr]
+        "a_backward_each": lambda: [loss(alone, input_ids=doc[None]).backward() for doc in docs],
+        "padded": lambda: loss(alone, real, **batch).backward(),
+    }
+    found: dict[str, Any] = {"padded_is": judged(alone, docs, batch)}
+    if found["padded_is"].startswith("fails"):
+        del rivals["padded"]
+    taken: dict[str, list[float]] = {name: [] for name in rivals}
+    for turn in range(rounds + 1):  # the first one is not timed
+        for name, rival in rivals.items():
+            started = time.perf_counter()
+            rival()
+            torch.cuda.synchronize() if device == "cuda" else None
+            taken[name] += [time.perf_counter() - started] if turn else []
+    found.update({f"{name}_ms": round(1e3 * statistics.median(seconds), 2) for name, seconds in taken.items()})
+    for name in [*rivals][1:]:
+        ratios = [packed / other for packed, other in zip(taken["packed"], taken[name])]
+        found[f"by_{name}"] = round(statistics.median(ratios), 3)
+    return {**found, "kernels": sorted({str(layer.kernel) for layer in patch.layers})}
+
+
+@torch.no_grad()
+def judged(model: Any, docs: list[torch.Tensor], batch: dict[str, torch.Tensor]) -> str:
+    """Return ``"right"``, how far off the model's logits of a padded batch are, or its error."""
+    try:
+        found = model(**batch, use_cache=False).logits[batch["attention_mask"].bool()]
+    except Exception as error:  # a model's own padded computation may fail in any way
+        return f"fails: {type(error).__name__}"
+    expected = torch.cat([model(input_ids=doc[None], use_cache=False).logits[0] for doc in docs])
+    off = float((found - expected).abs().max() / expected.abs().max())
+    return "right" if off <= NEAR else f"off by {off:.0e}"
+
+
+# --- training -------------------------------------------------------------------------------------------------
+
+SETTINGS = ("device", "toy", "distributions", "layers", "optimizer", "dtype", "batch", "steps", "warm_up", "seed")
+TOY_SCALE = 0.02
+
+
+def training_options(parser: argparse.ArgumentParser) -> None:
+    """Add the options of training, which are those of ``python -m compat_matrix.bench.gpu``, too."""
+    add = parser.add_argument
+    add("--device", default="cuda", choices=("cuda", "cpu"), help="cpu: with --toy only")
+    add("--toy", action="store_true", help="tiny models and documents, only to see that it runs; not for figures")
+    known = workloads.DISTRIBUTIONS
+    add("--distributions", nargs="+", choices=known, default=list(known), metavar="D")
+    add("--layers", type=int, help="fewer than the model has")
+    add("--optimizer", default="adamw", choices=("adamw", "sgd"))
+    add("--dtype", default="bfloat16", choices=("bfloat16", "float32"))
+    add("--batch", type=int, default=4, help="documents in a mini-batch")
+    add("--steps", type=int, default=30, help="timed steps of each distribution, at most")
+    add("--warm-up", type=int, default=3, help="steps before these")
+    add("--sync-steps", type=int, default=20, help="steps in which synchronisations are counted")
+    add("--seed", type=int, default=0)
+
+
+def train(given: argparse.Namespace, header: dict[str, Any], shape: str, variant: str) -> int:
+    """Train one variant on every distribution. Running out of GPU memory is a result, too."""
+    try:
+        found = {**header, **Training(given, shape, variant).found()}
+    except torch.cuda.OutOfMemoryError as error:
+        found = {"error": f"out of memory: {str(error).splitlines()[0]}"[:300]}
+    figures.write(given.out, {**found, "settings": {name: getattr(given, name) for name in SETTINGS}})
+    return 0
+
+
+class Training:
+    """One variant of a model, which trains. Its weights keep changing, which does not affect speed."""
+
+    def __init__(self, given: argparse.Namespace, shape: str, variant: str) -> None:
+        self.started, self.given, self.device = time.perf_counter(), given, given.device
+        self.shape, (self.kind, _, name) = shape, variant.partition(":")
+        name, _, lengths = name.partition("+")
+        self.lengths = bool(lengths)
+        self.by_hand = workloads.ByHand(kernels.named(name)) if self.kind == "by-hand" else None
+        self.model = build(given, shape, {"by-hand": workloads.BY_HAND, "fa2patch": "sdpa"}.get(self.kind, name))
+        if self.kind == "fa2patch":
+            fa2patch.apply(self.model, kernel=name)
+        # AdamW's states have the weights' dtype: a bfloat16 weight takes 8 bytes with its gradient and states, SGD's 4
+        adamw = given.optimizer == "adamw"
+        made, more = (torch.optim.AdamW, {"fused": self.device == "cuda"}) if adamw else (torch.optim.SGD, {})
+        self.optimizer = made(self.model.parameters(), lr=1e-5, **more)  # type: ignore[operator]
+
+    def found(self) -> dict[str, Any]:
+        """Train on every distribution and return all results."""
+        names = self.given.distributions
+        found = {name: self.on(name, self.given.seconds * place / len(names)) for place, name in enumerate(names, 1)}
+        parameters = sum(parameter.numel() for parameter in self.model.parameters())
+        return {"parameters": parameters, "layers": self.model.config.num_hidden_layers, "distributions": found}
+
+    def on(self, distribution: str, seconds: float) -> dict[str, Any]:
+        """Train on a distribution until so many seconds after the start."""
+        docs = mini_batches(self.given, self.shape, distribution)
+        padded = self.kind == "padded"
+        made = [workloads.padded(each) if padded else workloads.packed(each, self.lengths) for each in docs]
+        batches = [(batch, [*map(len, each)]) for batch, each in zip(made, docs)]
+        timed = [cuts for _, cuts in batches[self.given.warm_up :]]
+        return {
+            **self.timed(batches, self.given.warm_up, self.started + seconds),
+            "real_tokens": [sum(cuts) for cuts in timed],
+            "padded_tokens": [len(cuts) * max(cuts) for cuts in timed],
+            **(self.synchronisations(batches[: self.given.sync_steps]) if self.device == "cuda" else {}),
+        }
+
+    def timed(self, batches: list[Any], warm_up: int, until: float) -> dict[str, Any]:
+        """Train until the batches or the time is used up; return step times, losses and peak memory."""
         cuda = self.device == "cuda"
         if cuda:
             torch.cuda.empty_cache()
             torch.cuda.reset_peak_memory_stats()
-        until, marks, losses = time.perf_counter() + seconds, [], []
-        for step, batch in enumerate(batches):
+        marks, losses = [], []
+        for step, (batch, cuts) in enumerate(batches):
             if step == warm_up:
                 marks.append(self._mark())
-            losses.append(self._step(batch))
+            loss = self.model(**self._moved(batch, cuts), use_cache=False).loss
+            loss.backward()
+            self.optimizer.step()
+            self.optimizer.zero_grad(set_to_none=True)
+            losses.append(loss.detach())
             if step >= warm_up:
                 marks.append(self._mark())
             if step > warm_up and step % 4 == 0:  # without it the host would run ahead of the GPU and miss the limit
@@ -134,33 +290,10 @@ class _Trained:
         if cuda:
             torch.cuda.synchronize()
         return {
-            "step_seconds": [self._between(a, b) for a, b in zip(marks, marks[1:])],
-            "peak_bytes": torch.cuda.max_memory_allocated() if cuda else _peak_of_process(),
+            "step_seconds": [a.elapsed_time(b) / 1e3 if cuda else b - a for a, b in zip(marks, marks[1:])],
+            "peak_bytes": torch.cuda.max_memory_allocated() if cuda else peak_of_process(),
             "losses": [round(float(loss), 5) for loss in losses],
         }
-
-    def _step(self, batch: dict[str, Any]) -> torch.Tensor:
-        loss = self._forward(batch)
-        loss.backward()
-        self.optimizer.step()
-        self.optimizer.zero_grad(set_to_none=True)
-        return loss.detach()
-
-    def _forward(self, batch: dict[str, Any]) -> torch.Tensor:
-        moved = self._moved(batch)
-        return self.model(**moved, use_cache=False).loss
-
-    def _moved(self, batch: dict[str, Any]) -> dict[str, Any]:
-        moved = {
-            name: value.to(self.device) if isinstance(value, torch.Tensor) else value
-            for name, value in batch.items()
-            if name != "cuts"
-        }
-        if self.by_hand is not None:
-            made = ready(batch["cuts"])
-            made.cu_seqlens = made.cu_seqlens.to(self.device)
-            self.by_hand.boundaries = made
-        return moved
 
     def _mark(self) -> Any:
         if self.device != "cuda":
@@ -169,18 +302,19 @@ class _Trained:
         event.record()
         return event
 
-    def _between(self, first: Any, second: Any) -> float:
-        return first.elapsed_time(second) / 1e3 if self.device == "cuda" else second - first
+    def _moved(self, batch: dict[str, Any], cuts: list[int]) -> dict[str, Any]:
+        if self.by_hand is not None:
+            self.by_hand.boundaries = made = workloads.boundaries_of(cuts)
+            made.cu_seqlens = made.cu_seqlens.to(self.device)
+        return {k: x.to(self.device) if isinstance(x, torch.Tensor) else x for k, x in batch.items()}
 
-    def synchronisations(self, batches: list[dict[str, Any]]) -> dict[str, Any]:
+    def synchronisations(self, batches: list[Any]) -> dict[str, Any]:
         """Warnings of torch's sync debug mode, of the forward and of the backward, which recomputes it, apart."""
         places: dict[str, Counter[str]] = {"forward": Counter(), "backward": Counter()}
-        for batch in batches:
-            moved = self._moved(batch)
-            with _warned(places["forward"]):
-                loss = self.model(**moved, use_cache=False).loss
-            with _warned(places["backward"]):
-                loss.backward()
+        for batch, cuts in batches:
+            moved = self._moved(batch, cuts)
+            loss = warned(places["forward"], lambda moved=moved: self.model(**moved, use_cache=False).loss)
+            warned(places["backward"], loss.backward)
             self.optimizer.zero_grad(set_to_none=True)
         return {
             "synchronisations": {
@@ -190,55 +324,57 @@ class _Trained:
         }
 
 
-class _warned(warnings.catch_warnings):  # noqa: N801 (used as a function)
-    """Count synchronisation warnings within the block, by the file and line that torch attributes them to."""
-
-    def __init__(self, places: Counter[str]) -> None:
-        super().__init__(record=True)
-        self.places = places
-
-    def __enter__(self) -> Any:
-        self.seen = super().__enter__()
+def warned(places: Counter[str], call: Any) -> Any:
+    """Call and count the warnings of synchronisation by the file and line that torch attributes them to."""
+    with warnings.catch_warnings(record=True) as seen:
         warnings.simplefilter("always")
         torch.cuda.set_sync_debug_mode("warn")
-        return self.seen
-
-    def __exit__(self, *raised: Any) -> None:
-        torch.cuda.set_sync_debug_mode("default")
-        for warning in self.seen or ():
-            if "synchroniz" in str(warning.message):
-                self.places[place(warning.filename, warning.lineno)] += 1
-        super().__exit__(*raised)
+        try:
+            return call()
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+            places.update(place(one.filename, one.lineno) for one in seen if "synchroniz" in str(one.message))
 
 
 def place(file: str, number: int) -> str:
     """Return ``package/module.py:12``, without this machine's path to its packages."""
     parts = re.split(r"(?:site|dist)-packages/", file.replace(os.sep, "/"))
-    inside = parts[-1] if len(parts) > 1 else "/".join(parts[-1].split("/")[-2:])
-    return f"{inside}:{number}"
+    return f"{parts[-1] if len(parts) > 1 else '/'.join(parts[-1].split('/')[-2:])}:{number}"
 
 
-def _peak_of_process() -> int:
+def peak_of_process() -> int:
+    """Return this process's peak of resident memory in bytes; 0 where there is no /proc."""
     status = Path("/proc/self/status")
     lines = status.read_text(encoding="utf-8").splitlines() if status.exists() else []
     return next((int(line.split()[1]) * 1024 for line in lines if line.startswith("VmHWM")), 0)
 
 
-def main() -> None:
-    """Run the job of the first file and write the result to the second. Running out of GPU memory is a result too."""
-    job_file, result_file = map(Path, itertools.islice(sys.argv, 1, 3))
-    os.environ.update(HF_HUB_OFFLINE="1", TRANSFORMERS_VERBOSITY="error")
-    warnings.simplefilter("ignore")
-    job = about.read(job_file)
-    if job["device"] == "cpu":
-        torch.set_num_threads(1)
+def build(given: argparse.Namespace, shape: str, implementation: str) -> Any:
+    """Build the model with random weights on the device and in the dtype, with gradient checkpointing."""
+    from transformers import AutoModelForCausalLM
+
+    torch.manual_seed(0)
+    config, dtype = workloads.config(shape, given.layers, given.toy), getattr(torch, given.dtype)
+    default = torch.get_default_dtype()
+    torch.set_default_dtype(dtype)
     try:
-        found = run(job)
-    except torch.cuda.OutOfMemoryError as error:
-        found = {"error": f"out of memory: {str(error).splitlines()[0]}"[:300], "settings": job["settings"]}
-    about.write(result_file, found)
-    print(json.dumps({"written": result_file.name}))
+        with torch.device(given.device):
+            model = AutoModelForCausalLM.from_config(config, attn_implementation=implementation)
+    finally:
+        torch.set_default_dtype(default)
+    model = model.to(dtype).train()
+    model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    return model
+
+
+def mini_batches(given: argparse.Namespace, shape: str, distribution: str) -> list[list[list[int]]]:
+    """Return the documents of every mini-batch. Every variant gets the same."""
+    drawn = workloads.DISTRIBUTIONS[distribution].scaled(TOY_SCALE if given.toy else 1)
+    lengths = workloads.mini_batches(drawn, given.steps + given.warm_up, given.batch, given.seed)
+    words = workloads.config(shape, toy=given.toy).vocab_size
+    docs = iter(workloads.documents([*itertools.chain(*lengths)], words, given.seed))
+    return [[*itertools.islice(docs, len(batch))] for batch in lengths]
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

@@ -1,31 +1,92 @@
-"""Part ``syncs``: device-to-host reads and derivations of boundaries in one forward, by layers, version and variant."""
+"""Count reads and derivations in one forward, with this environment's Transformers: the rows of part ``syncs``.
+
+Models are loaded with ``flash_attention_2``, in bfloat16 and train mode, with labels; the row holds five documents.
+"""
 
 from __future__ import annotations
 
-from pathlib import Path
+import argparse
+import json
+import os
+import warnings
 from typing import Any
 
-from rich.progress import Progress
+import torch
 
-from .. import environments
+from ..check import stand_in
+from .counting import Count, counted, watched
 
-VERSIONS = ("4.44.2", "4.57.6", "5.23.0")
-ARCHITECTURES = ("llama", "mistral", "qwen2")
-LAYERS = (2, 4, 8, 16, 32)
-QUICK_LAYERS = (2, 4)
+DOCUMENTS = (7, 5, 1, 9, 6)
+WAYS = ("upstream", "upstream, lengths", "fa2patch", "fa2patch, lengths")
 
 
-def measure(progress: Progress, folder: Path, versions: tuple[str, ...] = VERSIONS, quick: bool = False) -> Any:
-    """Count in every version's own environment (kept in ``folder``) and process, and return the result of the part."""
-    from .syncs_once import DOCUMENTS
+def forward(architecture: str, layers: int, way: str, checkpointed: bool = False) -> Count | None:
+    """Return the counts of one forward, or None if this version's forward does not take the collator's lengths.
 
-    asked = ["--layers", *map(str, QUICK_LAYERS if quick else LAYERS)]
-    asked += ["--architectures", *ARCHITECTURES[: 1 if quick else 3]]
-    task = progress.add_task("syncs", total=len(versions))
-    found: dict[str, Any] = {}
-    with environments.only_our_packages() as packages:
-        for name in versions:
-            python = environments.make(environments.version(name), folder.resolve())
-            found[name] = environments.printed(python, packages, "compat_matrix.bench.syncs_once", *asked)
-            progress.update(task, advance=1)
-    return {"documents": list(DOCUMENTS), "versions": found}
+    Args:
+        way: one of ``WAYS``.
+        checkpointed: enable gradient checkpointing and count the backward too, which computes every layer again.
+    """
+    import fa2patch  # after the stand-in for flash-attn
+
+    from .. import tiny_models
+
+    changes = tiny_models.with_layers(architecture, layers)
+    model = tiny_models.build(architecture, "flash_attention_2", torch.bfloat16, **changes).train()
+    if way.startswith("fa2patch"):
+        fa2patch.apply(model)
+    if checkpointed:
+        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    model(**row(False), use_cache=False)  # some checks are made only once per model
+    try:
+        with counted() as count:
+            loss = model(**row("lengths" in way), use_cache=False).loss
+            if checkpointed:
+                loss.backward()
+    except TypeError as error:
+        if "unexpected keyword argument" not in str(error):
+            raise
+        return None
+    return count
+
+
+def row(lengths: bool) -> dict[str, Any]:
+    """Return the collator's batch of the documents, with or without their lengths."""
+    import fa2patch
+
+    from ..check import rows
+
+    collate = fa2patch.DataCollatorWithFlattening(return_flash_attn_kwargs=lengths)
+    return collate([{"input_ids": ids.tolist()} for ids in rows.documents(*DOCUMENTS)])
+
+
+def of(architecture: str, way: str, layers: list[int]) -> dict[str, Any]:
+    """Return the part's row of an architecture and a way."""
+    counts = {number: forward(architecture, number, way) for number in layers}
+    most = layers[-1]
+    row: dict[str, Any] = {"model": architecture, "way": way}
+    row.update({f"{n} layers": "refused" if c is None else c.reads + c.arguments for n, c in counts.items()})
+    last, step = counts[most], forward(architecture, most, way, checkpointed=True)
+    if last is not None and step is not None:
+        row.update({"at the kernel's call": last.arguments, "derivations": last.derived})
+        row.update({"a step with checkpointing": step.reads + step.arguments, "its derivations": step.derived})
+    return row
+
+
+def main(arguments: list[str] | None = None) -> None:
+    """Count all architectures, layer counts and ways, and print one JSON object."""
+    parser = argparse.ArgumentParser(prog="python -m compat_matrix.bench.syncs", description=__doc__)
+    parser.add_argument("--architectures", nargs="+", default=["llama"])
+    parser.add_argument("--layers", nargs="+", type=int, default=[2, 4])
+    given = parser.parse_args(arguments)
+    os.environ.update(HF_HUB_OFFLINE="1", TRANSFORMERS_VERBOSITY="error")
+    warnings.simplefilter("ignore")
+    torch.set_num_threads(1)
+    stand_in.flash_attn_varlen_func = watched(stand_in.flash_attn_varlen_func)
+    stand_in.install()
+    rows = [of(architecture, way, given.layers) for architecture in given.architectures for way in WAYS]
+    print(json.dumps({"torch": torch.__version__, "rows": rows}))
+
+
+if __name__ == "__main__":
+    main()

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from ..bench import about, figures, tables
-from ..bench.table import Found
+from ..bench import figures
 from .markdown import table
 from .readme import wrapped
 
@@ -20,33 +19,25 @@ ARCHITECTURE = "llama"
 
 def reads() -> str:
     """The table of reads from the device in one forward, by release and with or without the lengths."""
-    versions = _result("syncs")["versions"]
-    most = max(next(iter(versions.values()))["counts"][ARCHITECTURE]["fa2patch"], key=int)
-    counts = {name: run["counts"][ARCHITECTURE] for name, run in versions.items()}
-    rows = [[shown, *(_reads(counts[name][way][most]) for name in counts)] for way, shown in WAYS.items()]
-    head = [f"reads in a forward of {most} layers", *counts]
+    found = [row for row in figures.committed("syncs")["rows"] if row["model"] == ARCHITECTURE]
+    most = [column for column in found[0] if column.endswith(" layers")][-1]
+    counts = {(row["way"], row["Transformers"]): str(row[most]) for row in found}
+    releases = list(dict.fromkeys(row["Transformers"] for row in found))
+    rows = [[shown, *(counts[way, release] for release in releases)] for way, shown in WAYS.items()]
     lengths = "*With lengths*: batches with the collator's `return_flash_attn_kwargs=True`."
-    return "\n".join([*table(head, rows), "", *wrapped(f"{lengths} *Refused*: that forward takes no such arguments.")])
+    notes = wrapped(f"{lengths} *Refused*: that forward takes no such arguments.")
+    return "\n".join([*table([f"reads in a forward of {most}", *releases], rows), "", *notes])
 
 
 def overhead() -> str:
     """Sentences about the time that the patch takes: of the import, of ``apply``, per layer and per forward."""
-    startup, found = _result("startup"), _result("overhead")
-    layer, forward = (
-        [found[way][f"us_per_{what}"] for way in ("position_ids", "lengths")] for what in ("layer", "forward")
-    )
+    imported, applied = figures.committed("startup")["rows"]
+    ids, lengths = figures.committed("overhead")["rows"]
+    after, layers = imported["what"].split()[-1], applied["what"].partition(", ")[2]
     said = (
-        f"On a CPU, `import fa2patch` takes {startup['import']['median_ms']:.0f} ms after `import torch`, and `apply` "
-        f"takes {startup['apply']['median_ms']:.0f} ms on {startup['layers']} layers. In each forward the patch takes "
-        f"{forward[0]:.0f} µs, or {forward[1]:.0f} µs with lengths, and in each layer {layer[0]:.0f} µs, or "
-        f"{layer[1]:.0f} µs with lengths."
+        f"On a CPU, `import fa2patch` takes {imported['ms']:.0f} ms after `import {after}`, and `apply` takes "
+        f"{applied['ms']:.0f} ms on {layers}. In each forward the patch takes {ids['µs per forward']:.0f} µs, or "
+        f"{lengths['µs per forward']:.0f} µs with lengths, and in each layer {ids['µs per layer']:.0f} µs, or "
+        f"{lengths['µs per layer']:.0f} µs with lengths."
     )
     return "\n".join(wrapped(said))
-
-
-def _result(part: str) -> Found:
-    return about.read(figures.HERE / "results" / f"{part}.json")
-
-
-def _reads(counts: Found) -> str:
-    return "refused" if "refused" in counts else str(tables.total_reads(counts))

@@ -1,46 +1,19 @@
-"""The benchmark counts and computes what it claims. No test depends on how long anything takes."""
+"""The bench counts and computes what it claims. No test depends on how long anything takes."""
 
-import importlib.util
-import json
+import shutil
+import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 import torch
-from rich.progress import Progress
 
 import fa2patch
-from compat_matrix import environments, tiny_models
+from compat_matrix import commits, tiny_models
 from compat_matrix.bench import __main__ as bench
-from compat_matrix.bench import (
-    collator,
-    compile,
-    counting,
-    figures,
-    gpu,
-    gpu_once,
-    kernels,
-    lengths,
-    plots,
-    syncs,
-    syncs_once,
-    tables,
-)
+from compat_matrix.bench import against, bench_times, counting, figures, syncs, workloads
 from compat_matrix.check.rows import documents, pack
-
-PARTS = ("kernels", "overhead", "mixers", "training", "sharing", "collator")
-"""The parts that need seconds and no other environment."""
-
-
-@pytest.fixture
-def as_it_was(monkeypatch):
-    """Restore the environment variables and the number of threads that the benchmark sets."""
-    for name in ("HF_HUB_OFFLINE", "TRANSFORMERS_VERBOSITY"):
-        monkeypatch.setenv(name, "")
-    threads = torch.get_num_threads()
-    yield
-    torch.set_num_threads(threads)
-
+from compat_matrix.publish import bench_tables, tables
 
 # --- counting -------------------------------------------------------------------------------------------------
 
@@ -69,19 +42,7 @@ def test_a_read_is_counted_once(name):
     read, expected = READS[name]
     with counting.counted(packages=(__name__,)) as count:
         read(torch.tensor([1.0, 2.0, 3.0]))
-    assert count.reads == expected, count.where
-
-
-class Layer(torch.nn.Module):
-    def forward(self, x):
-        return x * x.max().item() if x.min() > 0 else x
-
-
-def test_a_model_of_known_reads():
-    model = torch.nn.Sequential(*(Layer() for _ in range(5)))
-    with counting.counted(packages=(__name__,)) as count:
-        model(torch.ones(3))
-    assert (count.reads, sum(count.where.values())) == (10, 10)
+    assert count.reads == expected == sum(count.where.values()), count.where
 
 
 def test_reads_of_others_are_not_counted_and_afterwards_nothing_is():
@@ -100,181 +61,119 @@ def test_tensors_that_a_kernel_wants_as_numbers_are_counted():
     assert count.arguments == 3
 
 
+def test_calls_of_python_functions_are_counted():
+    def inner():
+        return len([1])
+
+    def outer():
+        return [inner() for _ in range(3)]
+
+    found = counting.calls(outer)
+    here = f"{__name__}."
+    assert (found[f"{here}outer"], found[f"{here}inner"], sys.getprofile()) == (1, 3, None)
+    assert counting.calls(outer) == found
+
+
 @pytest.mark.parametrize("given, reads, derived", [("position_ids", 1, 1), ("lengths", 0, 0)])
 @pytest.mark.parametrize("layers", [1, 5])
 def test_fa2patch_reads_once_whatever_the_layers_and_not_at_all_with_lengths(layers, given, reads, derived):
     model = tiny_models.build("llama", "sdpa", num_hidden_layers=layers)
-    batch = syncs_once.row(given == "lengths")
+    batch = syncs.row(given == "lengths")
     with fa2patch.apply(model, kernel="reference"), counting.counted() as count:
         model(**batch, use_cache=False)
     assert (count.reads, count.derived, count.arguments) == (reads, derived, 0), count.where
 
 
-# --- lengths --------------------------------------------------------------------------------------------------
+def test_a_packed_row_and_the_collators_agree():
+    """The row in which reads are counted is the one that the points pack."""
+    expected = pack(documents(*syncs.DOCUMENTS))
+    assert all(torch.equal(syncs.row(False)[name], value) for name, value in expected.items())
 
 
-@pytest.mark.parametrize("distribution, ratio", [(lengths.FLAN, 2.066), (lengths.ORCAMATH, 1.448)])
-def test_padding_ratios(distribution, ratio):
-    """The expected ratios are of one shuffle. The mean over all mini-batches differs from them in the fourth digit."""
-    assert lengths.expected_padding_ratio(distribution.draw(20_000, seed=0), 4) == pytest.approx(ratio, abs=1e-3)
+# --- workloads ------------------------------------------------------------------------------------------------
 
 
-def test_padding_ratio_is_what_mini_batches_hold():
-    assert lengths.padding_ratio([[1, 3], [2, 2]]) == (6 + 4) / 8
-    assert lengths.expected_padding_ratio([1, 3], 2) == pytest.approx(6 / 4)
-    assert lengths.expected_padding_ratio([1, 2, 3], 2) == pytest.approx((2 + 3 + 3) / 3 / 2)
+@pytest.mark.parametrize("name, ratio", [("FLAN-like", 2.066), ("OrcaMath-like", 1.448)])
+@pytest.mark.parametrize("scale", [1, 0.25])
+def test_mini_batches_hold_the_padding_that_they_are_drawn_for(name, ratio, scale):
+    drawn = workloads.mini_batches(workloads.DISTRIBUTIONS[name].scaled(scale), 20_000)
+    assert workloads.padding_ratio(drawn) == pytest.approx(ratio, abs=0.02)
+    assert workloads.padding_ratio([[1, 3], [2, 2]]) == (6 + 4) / 8
 
 
-def test_scaled_documents_keep_the_ratio():
-    small = lengths.FLAN.scaled(0.25).draw(20_000)
-    assert lengths.expected_padding_ratio(small, 4) == pytest.approx(2.066, abs=5e-3)
+def test_rows_of_documents_hold_the_same_tokens():
+    rows = bench_times.layouts()
+    assert {sum(row) for row in rows.values()} == {2048} and all(min(row) > 0 for row in rows.values())
+    assert rows["2048 x 1"] == [1] * 2048
+    assert workloads.cut([3, 4, 5], 8) == [3, 4, 1] and workloads.cut([3, 5, 5], 8) == [3, 5]
 
 
-def test_scores_are_what_a_masked_kernel_keeps():
-    for drawn in ([5, 3, 1], lengths.filled(lengths.FLAN.scaled(0.02), 64)):
-        document = torch.repeat_interleave(torch.arange(len(drawn)), torch.tensor(drawn))
-        assert lengths.scores(drawn) == int((document[:, None] == document).sum())
+# --- the command ----------------------------------------------------------------------------------------------
 
 
-def test_layouts_hold_the_same_tokens_and_fewer_scores_the_shorter_documents_are():
-    rows = kernels.layouts(2048)
-    assert {sum(row) for row in rows.values()} == {2048}
-    equal = [lengths.scores(row) for name, row in rows.items() if " x " in name]
-    assert equal == [2048**2 // 2**power for power in range(12)]
+def columns(rows):
+    return list(dict.fromkeys(name for row in rows for name in row))
 
 
-# --- parts ----------------------------------------------------------------------------------------------------
+FAST = ("overhead", "training", "sharing", "embeddings", "packing")
+SLOW = tuple(part for part in bench.PARTS if part not in FAST)
 
 
-def test_quick_parts_give_well_formed_json(tmp_path, as_it_was, capsys):
-    assert bench.main(["--parts", *PARTS, "--quick", "--out", str(tmp_path)]) == 0
-    assert "Training, padded and packed" in capsys.readouterr().out
-    found = {part: json.loads((tmp_path / f"{part}.json").read_text()) for part in PARTS}
-    for part, result in found.items():
-        assert result["command"] == f"python -m compat_matrix.bench --parts {part} --quick"
-        assert {"date", "device", "threads", "python", "torch", "transformers"} <= set(result)
-    for row in found["kernels"]["rows"]:
-        assert all(rival["away_from_reference"] < 1e-4 for rival in row["causal"].values())
-    for run in found["training"]["runs"]:
-        assert {rival["optimizer_steps"] for rival in run["rivals"].values()} == {2}
-        assert all(rival["largest_loss_difference"] < 1e-4 for rival in run["rivals"].values())
-    assert {row["kind"] for row in found["collator"]["rows"]} == set(collator.KINDS)
-
-
-@pytest.mark.parametrize("case", [case for case in collator.CASES if case.tokens < 2048], ids=str)
-def test_both_collators_make_the_same_row_of_the_same_examples(case):
-    ours, theirs = (collate() for collate in collator.rivals(case).values())
-    assert set(ours) - set(theirs) == {"weights"} & set(collator.COLUMNS[case.columns])
-    for name, expected in theirs.items():
-        assert ours[name] == expected if isinstance(expected, int) else torch.equal(ours[name], expected), name
-
-
-def test_layouts_of_a_compiled_model_are_one_graph_and_an_error_is_named(monkeypatch):
-    rows = compile.batches(3, {})
-    assert len({tuple(row["input_ids"].shape) for row in rows}) == 3
-    monkeypatch.setattr(compile, "LAYERS", 1)
-    assert compile.whole(rows) == 2  # a whole row of the first length, and one of any length
-    monkeypatch.setattr(
-        compile, "steps", lambda model, rows: torch.compile(fails, fullgraph=True)(rows[0]["input_ids"])
+@pytest.mark.parametrize("parts", [FAST, pytest.param(SLOW, marks=pytest.mark.slow)], ids=["fast", "slow"])
+def test_every_part_makes_the_columns_that_are_committed(parts, tmp_path):
+    """The parts in other environments run in this test's own."""
+    code = (
+        "import sys, pathlib; from compat_matrix import environments; from compat_matrix.bench.__main__ import main; "
+        "environments.make = lambda *unused: pathlib.Path(sys.executable); sys.exit(main(sys.argv[1:]))"
     )
-    assert compile.whole(rows) == "Unsupported"
-
-
-def fails(ids):
-    torch._dynamo.graph_break()
-    return ids
-
-
-def test_synchronisations_of_an_environment(tmp_path, monkeypatch):
-    """The child process runs in this test's own environment."""
-    monkeypatch.setattr(environments, "make", lambda *unused: Path(sys.executable))
-    with Progress(disable=True) as progress:
-        found = syncs.measure(progress, tmp_path, ("5.23.0",), quick=True)
-    counts = found["versions"]["5.23.0"]["counts"]["llama"]
-    assert [tables.total_reads(counts["fa2patch"][layers]) for layers in "24"] == [1, 1]
-    assert [tables.total_reads(counts["fa2patch, lengths"][layers]) for layers in "24"] == [0, 0]
-    two, four = (counts["upstream"][layers]["derived"] for layers in "24")
-    assert four in (two, 2 * two)
-    assert tables.of({"syncs": found})[0].rows
-
-
-# --- gpu ------------------------------------------------------------------------------------------------------
-
-TOY = ["--device", "cpu", "--toy", "--steps", "2", "--warm-up", "1", "--shapes", "Mistral-7B"]
-
-
-def test_gpu_toy_on_a_cpu_goes_on_where_it_was_and_gives_no_figures(tmp_path, as_it_was, monkeypatch):
-    started = []
-
-    def once(settings, file, limit):
-        started.append(settings["variant"])
-        gpu.about.write(file, gpu_once.run(settings))
-
-    monkeypatch.setattr(gpu, "once", once)
-    variants = ["padded:sdpa", "fa2patch:reference", "fa2patch:reference+lengths", "by-hand:reference"]
-    if importlib.util.find_spec("transformers.masking_utils") is None:
-        variants.pop()
-    arguments = [*TOY, "--out", str(tmp_path / "results")]
-    assert gpu.main([*arguments, "--variants", *variants[:2]]) == 0
-    assert gpu.main([*arguments, "--variants", *variants]) == 0
-    assert started == variants
-    with pytest.raises(SystemExit):
-        gpu.main([*arguments, "--seed", "1"])
-    found = json.loads((tmp_path / "results" / "gpu.json").read_text())
-    assert found["toy"] is True
-    for run in found["shapes"]["Mistral-7B"]["distributions"].values():
-        assert list(run["variants"]) == variants
-        losses = [variant["last_loss"] for variant in run["variants"].values()]
-        assert max(losses) - min(losses) < 0.05  # the rounding of bfloat16
-    assert figures.read(tmp_path / "results") == {}
-    assert figures.OWED in figures.page({})
-
-
-def test_gpu_needs_a_gpu_or_says_toy(tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    assert gpu.main(["--out", str(tmp_path)]) == 2
-    with pytest.raises(SystemExit):
-        gpu.main(["--out", str(tmp_path), "--device", "cpu"])
-    assert "found none" in capsys.readouterr().err
-
-
-def test_a_place_names_no_machine():
-    assert gpu_once.place("/somewhere/lib/site-packages/torch/nn/functional.py", 3) == "torch/nn/functional.py:3"
-    assert gpu_once.place("/a/clone/fa2patch/boundaries.py", 3) == "fa2patch/boundaries.py:3"
+    command = [sys.executable, "-c", code, "--quick", "--out", str(tmp_path), "--parts", *parts]
+    done = subprocess.run(command, cwd=commits.ROOT, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout[-3000:]
+    found = {part: figures.read(tmp_path / f"{part}.json") for part in parts}
+    for part, made in found.items():
+        kept = figures.committed(part)
+        assert made["command"] == f"python -m compat_matrix.bench --parts {part} --quick"
+        layers = {"8 layers", "16 layers", "32 layers"}  # a quick run has fewer
+        assert set(columns(made["rows"])) == set(columns(kept["rows"])) - layers, part
+        assert set(made) - {"on"} == set(kept) - {"on"}
+    for row in found["syncs"]["rows"] if "syncs" in found else ():
+        if row["way"].startswith("fa2patch"):
+            assert [row["2 layers"], row["4 layers"], row["derivations"]] == [int("lengths" not in row["way"])] * 3
+    for row in found["training"]["rows"] if "training" in found else ():
+        assert float(row["largest loss difference"]) < 1e-4
 
 
 # --- figures --------------------------------------------------------------------------------------------------
 
 
-def test_the_committed_page_is_what_the_committed_results_say():
+def test_the_committed_page_and_the_documents_say_what_the_results_say():
     assert figures.main(["--check"]) == 0
 
 
-def test_check_detects_drift(tmp_path, monkeypatch, capsys):
-    results = figures.read(figures.HERE / "results")
-    for part, result in results.items():
-        gpu.about.write(tmp_path / "results" / f"{part}.json", result)
-    monkeypatch.setattr(plots, "cpu", lambda *unused: None)
-    monkeypatch.setattr(plots, "gpu", lambda *unused: None)
+def changed(folder, part, change):
+    file = folder / "results" / f"{part}.json"
+    found = figures.read(file)
+    change(found["rows"])
+    figures.write(file, found)
+
+
+def test_check_detects_drift_of_the_page_and_of_a_quoted_number(tmp_path, capsys):
+    shutil.copytree(figures.HERE / "results", tmp_path / "results")
     arguments = ["--folder", str(tmp_path)]
-    assert figures.main([*arguments, "--check"]) == 1
-    assert figures.main(arguments) == 0
-    assert figures.main([*arguments, "--check"]) == 0
-    results["training"]["runs"][0]["limit"] += 1
-    gpu.about.write(tmp_path / "results" / "training.json", results["training"])
-    assert figures.main([*arguments, "--check"]) == 1
-    assert "is not what the results say" in capsys.readouterr().err
-
-
-def test_a_gpus_results_become_a_table_and_a_picture(tmp_path):
-    variant = {"real_tokens_per_second": 10.0, "peak_bytes": 2e9, "ratio_to_padded": 1.0, "share_of_limit": 0.5}
-    run = {"limit": 2.0, "steps": 1, "variants": {"padded:sdpa": variant, "fa2patch:x": variant, "y": {"error": "no"}}}
-    shape = {"layers": 2, "parameters": 10, "distributions": {"FLAN-like": run}}
-    settings = {"dtype": "bfloat16", "optimizer": "adamw", "batch": 4, "device": "a GPU"}
-    found = {"part": "gpu", **settings, "shapes": {"Llama-2-7B": shape}}
-    assert "| FLAN-like, fa2patch:x | 10 | 1.00 | 2.00 | 50% | 2.0 |  |" in tables.gpu(found)[0].as_markdown()
-    plots.gpu(found, tmp_path / "gpu.png")
-    assert (tmp_path / "gpu.png").stat().st_size
+    assert figures.main([*arguments, "--check"]) == 1, "there is no page"
+    assert figures.main(arguments) == 0 and figures.main([*arguments, "--check"]) == 0
+    changed(tmp_path, "kernels", lambda rows: rows[0].update(padded=99.0))
+    assert figures.main([*arguments, "--check"]) == 1 and "BENCH.md" in capsys.readouterr().err
+    for part, column, file in (
+        ("sharing", "padded / shared", "shared.md"),
+        ("packing", "processor, s", "packing.md"),
+        ("training", "share of it", "README.md"),
+    ):
+        changed(tmp_path, part, lambda rows, column=column: rows[-1].update({column: 0.9 if "," in column else "90%"}))
+        if part == "sharing":
+            changed(tmp_path, part, lambda rows: rows[-1].update({"padded / shared": 99.0}))
+        assert figures.main(arguments) == 0 and figures.main([*arguments, "--check"]) == 1
+        assert file in capsys.readouterr().err
 
 
 def test_nothing_committed_names_a_machine():
@@ -283,7 +182,92 @@ def test_nothing_committed_names_a_machine():
         assert str(figures.HERE.parents[1]) not in text and str(Path.home()) + "/" not in text, file
 
 
-def test_a_packed_row_and_the_collators_agree():
-    """The row in which reads are counted is the one that the points pack."""
-    expected = pack(documents(*syncs_once.DOCUMENTS))
-    assert all(torch.equal(syncs_once.row(False)[name], value) for name, value in expected.items())
+def test_reads_are_shown_with_and_without_lengths_on_both_sides():
+    rows = [line.strip("| ").split(" | ") for line in bench_tables.reads().splitlines() if line.startswith("|")]
+    cells = {row[0]: dict(zip(rows[0], row)) for row in rows[2:]}
+    assert list(cells) == list(bench_tables.WAYS.values())
+    given = cells["Transformers, with lengths"]
+    assert (given["4.44.2"], given["4.57.6"], given["5.23.0"]) == ("refused", "0", "1")
+    assert set(list(cells["fa2patch, with lengths"].values())[1:]) == {"0"}
+
+
+def test_readme_and_the_page_about_kernels_have_both():
+    said = " ".join(bench_tables.overhead().split())
+    for row in figures.committed("overhead")["rows"]:
+        assert f"{row['µs per layer']:.0f} µs" in said and f"{row['µs per forward']:.0f} µs" in said
+    blocks = {"reads": bench_tables.reads(), "overhead": bench_tables.overhead()}
+    for file in (commits.ROOT / "README.md", commits.ROOT / "docs" / "kernels.md"):
+        assert tables.between(file, **blocks) == file.read_text(encoding="utf-8")
+
+
+# --- against another commit -----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "timed", "verdict"),
+    [
+        ([1.0, 1.1, 1.05], [1.3, 1.2, 1.25], True, "slower"),
+        ([1.0, 1.1, 1.05], [1.1, 1.0, 1.1], True, ""),
+        ([1.0, 1.3, 1.0], [1.2, 1.2, 1.2], True, ""),
+        ([1.3, 1.2, 1.25], [1.0, 1.1, 1.05], True, "faster"),
+        ([-1.0, 1.0, 1.0], [9.0, 9.0, 9.0], True, ""),
+        ([2, 2], [0, 0], False, "fewer"),
+        ([0, 0], [1, 1], False, "more"),
+        ([7, 7], [7, 7], False, ""),
+    ],
+)
+def test_a_time_differs_only_beyond_the_spread_of_one_sides_runs(before, after, timed, verdict):
+    assert against.judged(before, after, timed)["verdict"] == verdict
+
+
+def test_times_rates_and_counts_are_compared_and_ratios_are_not():
+    def run(calls, ms, rate):
+        return [
+            {"what": "a", "range": f"{ms} to 9", "calls": calls, "its time, ms": ms, "tokens/s": rate, "ratio": 2.0}
+        ]
+
+    rows = against.compared([run(5, 1.0, 1e3), run(5, 1.1, 1e3)], [run(6, 2.0, 2e3), run(6, 2.2, 2e3)])
+    said = {row[""]: row["verdict"] for row in rows}
+    assert said == {"a, calls": "more", "a, its time, ms": "slower", "a, 1e6 / tokens/s": "faster"}
+
+
+def test_sides_take_turns():
+    assert against.order(3) == ["before", "after", "after", "before", "before", "after"]
+
+
+def test_a_commit_is_exported_as_it_was(tmp_path):
+    commits.export("HEAD", "fa2patch", tmp_path)
+    shown = subprocess.run(["git", "-C", commits.ROOT, "show", "HEAD:fa2patch/errors.py"], capture_output=True)
+    assert (tmp_path / "fa2patch" / "errors.py").read_bytes() == shown.stdout
+    assert len(commits.here()["commit"]) == 40
+
+
+def test_without_git_a_commit_is_what_was_stated(monkeypatch, tmp_path):
+    monkeypatch.setattr(commits, "ROOT", tmp_path)
+    monkeypatch.delenv(commits.STATED, raising=False)
+    monkeypatch.setenv("GIT_CEILING_DIRECTORIES", str(tmp_path.parent))
+    assert commits.here() == {"commit": None, "dirty": None}
+    monkeypatch.setenv(commits.STATED, "1234567890abcdef")
+    assert commits.named(commits.here()) == "commit 1234567890ab, stated by hand"
+
+
+def test_one_run_of_a_side_and_an_unknown_commit_are_errors(capsys):
+    for arguments, said in ((["HEAD", "--rounds", "1"], "at least 2"), (["no-such-commit"], "git rev-parse failed")):
+        with pytest.raises(SystemExit):
+            against.main(arguments)
+        assert said in capsys.readouterr().err
+
+
+@pytest.mark.slow
+def test_a_function_that_is_called_once_more_is_found(tmp_path, monkeypatch, capsys):
+    """The command, on a copy of fa2patch in which every packed forward calls one more function for each layer."""
+    shutil.copytree(commits.ROOT / "fa2patch", tmp_path / "fa2patch", ignore=against.CACHES)
+    file = tmp_path / "fa2patch" / "kernels" / "attention.py"
+    text = file.read_text()
+    assert text.count("\ndef packed_attention(") == 1
+    extra = "\n\n_called = packed_attention\n\n\ndef packed_attention(*a, **k):\n    return _called(*a, **k)\n"
+    file.write_text(text + extra)
+    monkeypatch.setattr(against.shutil, "copytree", lambda old, new, **_: shutil.move(tmp_path / "fa2patch", new))
+    assert against.main(["HEAD", "--parts", "calls", "--rounds", "2", "--quick"]) == 0
+    lines = [line for line in capsys.readouterr().out.splitlines() if "each layer" in line]
+    assert len(lines) == 2 and all(" more " in line for line in lines), lines

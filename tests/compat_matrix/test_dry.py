@@ -1,13 +1,11 @@
 """The dry run traces every kernel's path without a device, and counts what its table says."""
 
 import functools
-import json
 
 import pytest
 import torch
 
-from compat_matrix.bench import __main__ as bench
-from compat_matrix.bench import dry, dry_count, dry_kernels, dry_once, dry_table
+from compat_matrix.bench import dry, figures
 
 KERNELS = ("flash_attn_3", "flash_attn", "flash_attn_4", "torch_varlen", "efficient", "flex")
 
@@ -15,10 +13,8 @@ KERNELS = ("flash_attn_3", "flash_attn", "flash_attn_4", "torch_varlen", "effici
 @functools.cache
 def traced(name, case):
     """The counts of a kernel and a case."""
-    return dry_once.trace(dry_kernels.kernels()[name], dry_once.CASES[case])
+    return dry.trace(*dry.kernels()[name], dry.CASES[case])
 
-
-# --- counting -------------------------------------------------------------------------------------------------
 
 OPERATORS = {
     "a view": (lambda x: x.transpose(0, 1)[None].flatten(0, 1), {}),
@@ -38,12 +34,9 @@ OPERATORS = {
 def test_an_operator_is_counted_by_its_kind(name):
     call, expected = OPERATORS[name]
     states = torch.ones(2, 3)
-    with dry_count.counted() as found:
+    with dry.counted() as found:
         call(states)
     assert {kind: count for kind, count in found.items() if count} == expected
-
-
-# --- tracing --------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("case", ["plain", "grouped heads", "window", "head dim 80"])
@@ -55,9 +48,8 @@ def test_an_ordinary_layer_starts_its_kernel_and_nothing_else(name, case):
         return
     for way in ("forward", "backward"):
         if "why" in found[way]:
-            assert (
-                name == "efficient" and way == "backward" and "meta__efficient_attention_backward" in found[way]["why"]
-            )
+            assert (name, way) == ("efficient", "backward")
+            assert "meta__efficient_attention_backward" in found[way]["why"]
         elif (name, case) == ("efficient", "grouped heads"):
             assert found[way]["later"]["copies"] == 2, "k and v are repeated"
         else:
@@ -70,7 +62,7 @@ def test_values_of_another_head_dimension_are_copied_only_where_the_kernel_needs
     assert later["copies"] == (2 if name in ("flash_attn", "torch_varlen") else 0)
 
 
-@pytest.mark.parametrize("case", dry_once.CASES)
+@pytest.mark.parametrize("case", dry.CASES)
 @pytest.mark.parametrize("name", KERNELS)
 def test_no_layer_reads_from_the_device(name, case):
     found = traced(name, case)
@@ -79,20 +71,29 @@ def test_no_layer_reads_from_the_device(name, case):
             assert isinstance(counts, str) or counts["reads"] == 0
 
 
-# --- the part -------------------------------------------------------------------------------------------------
+def test_this_torch_finds_what_is_committed():
+    """The committed rows of this torch's minor, kernel by kernel, and those that it traces now."""
+    minor = ".".join(torch.__version__.split(".")[:2])
+    every = [version.rpartition(".")[0] for version in dry.TORCH]
+    kept = {}
+    for row in figures.committed("dry")["rows"]:
+        runs = [run.split(" to ") for run in row["torch"].split(", ")]
+        places = [range(every.index(run[0]), every.index(run[-1]) + 1) for run in runs if run != ["all"]]
+        if row["torch"] == "all" or any(every.index(minor) in place for place in places):
+            case, _, names = row["layer"].partition(": ")
+            cells = {name: cell for name, cell in row.items() if name not in ("layer", "torch", "once per batch")}
+            kept.update({(case, name): cells for name in names.split(", ")})
+    made = {(case, name): cells for case, of in dry.here()["cases"].items() for name, cells in of.items()}
+    assert kept == {at: {n: c for n, c in cells.items() if n != "once per batch"} for at, cells in made.items()}
 
-COUNTS = dict.fromkeys(dry_count.KINDS, 0)
 
-
-def run(torch_version, copies, first=0):
-    counts = {"first": {**COUNTS, "copies": first}, "later": {**COUNTS, "kernel": 1, "copies": copies}, "bare": COUNTS}
-    return {"torch": torch_version, "kernels": {"fast": {"plain": {"forward": counts, "backward": counts}}}}
+def run(version, copies, first=0):
+    return {"torch": version, "cases": {"plain": {"fast": {"forward: copies": copies, "once per batch": first}}}}
 
 
 def test_versions_with_the_same_counts_share_a_row_whatever_the_first_layer_does():
     rows = dry.merged([run("2.4.1", 1), run("2.5.1", 0, first=1), run("2.6.0", 0, first=3)])
-    assert [row["torch"] for row in rows] == [["2.4.1"], ["2.5.1", "2.6.0"]]
-    assert rows[1]["forward"]["first"]["copies"] == 3
+    assert [row["torch"] for row in rows] == ["2.4", "2.5 to 2.6"] and rows[1]["once per batch"] == 3
 
 
 @pytest.mark.parametrize(
@@ -106,19 +107,4 @@ def test_versions_with_the_same_counts_share_a_row_whatever_the_first_layer_does
     ids=str,
 )
 def test_versions_in_words(some, words):
-    assert dry_table.versions(some, ["2.4.1", "2.5.1", "2.10.0", "2.11.0"]) == words
-
-
-def test_the_part_writes_a_table_of_this_torch(tmp_path, monkeypatch, capsys):
-    for name in ("HF_HUB_OFFLINE", "TRANSFORMERS_VERBOSITY"):
-        monkeypatch.setenv(name, "")
-    threads = torch.get_num_threads()
-    try:
-        assert bench.main(["--parts", "dry", "--quick", "--out", str(tmp_path)]) == 0
-    finally:
-        torch.set_num_threads(threads)
-    found = json.loads((tmp_path / "dry.json").read_text())
-    assert {(row["kernel"], row["case"]) for row in found["rows"]} == {(k, c) for k in KERNELS for c in dry_once.CASES}
-    assert "Operators of a layer beyond its kernel" in capsys.readouterr().out
-    (table,) = dry_table.tables(found)
-    assert all(len(row) == len(table.head) for row in table.rows)
+    assert dry.in_words(some, ["2.4.1", "2.5.1", "2.10.0", "2.11.0"]) == words

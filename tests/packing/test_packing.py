@@ -2,7 +2,6 @@
 
 import itertools
 import json
-import os
 import subprocess
 import sys
 from collections import Counter
@@ -16,7 +15,6 @@ from torch.utils.data import DataLoader, IterableDataset
 
 import fa2patch
 from compat_matrix import tiny_models
-from compat_matrix.bench import figures, tables
 from compat_matrix.check import rows
 from fa2patch import packing
 from fa2patch.packing import PackedBatchSampler, PackingError, plan, strategies, stream
@@ -661,61 +659,3 @@ def test_trainer_takes_the_sampler_and_goes_on_where_it_was(tmp_path):
     assert sorted(itertools.chain.from_iterable(rows[steps:])) == tokens and rows[:steps] != rows[steps:]
     again, _ = train(resume=True, save_strategy="no")
     assert again == rows[len(rows) - len(again) :] and len(again) < steps
-
-
-# --- the benchmark's part -------------------------------------------------------------------------------------
-
-
-def test_the_benchmarks_count_refuses_wrong_rows():
-    from compat_matrix.bench import packing_once
-
-    lengths = np.array([3, 1, 2, 2])
-    rows = packing_once.our_rows_as_a_list(lengths, 4)()()
-    found = packing_once.weighed(rows, lengths, 4)
-    assert (found["rows"], found["lower_bound"], found["fill"]) == (2, 2, 1.0)
-    for wrong in ([[0, 1], [2]], [[0, 1], [2, 2, 3]], [[0, 1, 2], [3]]):
-        with pytest.raises(AssertionError):
-            packing_once.weighed(packing_once._of_lists(lengths, wrong), lengths, 4)
-
-
-@pytest.mark.skipif(not hasattr(os, "fork"), reason="the benchmark forks")
-def test_the_benchmarks_cases_of_fa2patch():
-    from compat_matrix.bench import packing_once
-
-    lengths = packing_once.draw("FLAN-like", 4000)
-    cases = []
-    for name, make in packing_once.planners(lengths, 4096):
-        if name.startswith("fa2patch"):
-            found = packing_once.case(make, lengths, 4096, repeats=2)
-            assert "error" not in found, found["error"]
-            cases.append({"planner": name, "distribution": "FLAN-like", "examples": 4000, "max_tokens": 4096, **found})
-    by_name = {case["planner"]: case for case in cases}
-    ours, dealt = by_name["fa2patch best_fit_decreasing"], by_name["fa2patch PackedBatchSampler, 8 ranks"]
-    assert ours["rows"] == len(plan(lengths, 4096)) and dealt["rows"] % 8 == 0
-    assert dealt["cost"]["mean"] < ours["cost"]["mean"]
-    peer = {**cases[0], "planner": "a peer"}
-    del peer["rows"]
-    named = {"planners": [*by_name, "a peer"], "attention_cost": 2e-5}
-    made = tables.of({"packing": {**named, "cases": [*cases, {**peer, "not_run": "for time"}]}})
-    titles = ("seconds of processor time, MB", "how full rows are", "balance of ranks")
-    assert [table.title for table in made] == [f"4,000 examples: {title}" for title in titles]
-    assert all(len(table.rows) == len(cases) and table.notes.endswith("Not run: for time.") for table in made)
-
-
-def test_what_the_committed_comparison_shows():
-    """No other planner needs fewer rows, or, with budgets up to 8192, balances ranks better by cost."""
-    found = json.loads((figures.HERE / "results" / "packing.json").read_text())
-    assert not [case for case in found["cases"] if "error" in case]
-    lists = {(case["distribution"], case["examples"], case["max_tokens"]) for case in found["cases"]}
-    assert len(lists) == 24
-    for of in lists:
-        cases = {
-            case["planner"]: case
-            for case in found["cases"]
-            if (case["distribution"], case["examples"], case["max_tokens"]) == of and "rows" in case
-        }
-        ours = cases["fa2patch best_fit_decreasing"]
-        dealt = cases["fa2patch PackedBatchSampler, 8 ranks"]
-        for name, case in cases.items():
-            assert ours["rows"] <= case["rows"], (of, name)
-            assert of[2] > 8192 or dealt["cost"]["mean"] <= case["cost"]["mean"], (of, name)

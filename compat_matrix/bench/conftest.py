@@ -1,0 +1,108 @@
+"""What a bench is given: rivals timed in turns by pytest-benchmark, the rows of its result, the command's options."""
+
+from __future__ import annotations
+
+import inspect
+import os
+import statistics
+import time
+import warnings
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, Callable
+
+import pytest
+import torch
+
+from .. import commits
+from . import figures
+
+
+class Rows(list):  # type: ignore[type-arg]
+    """The rows of a part's result; ``on`` says what was measured on, where device and versions do not say it all."""
+
+    on = ""
+
+
+class Taken(dict):  # type: ignore[type-arg]
+    """The seconds of each rival, round by round."""
+
+    def ms(self, name: str) -> float:
+        """Return a rival's median time in milliseconds."""
+        return round(1e3 * statistics.median(self[name]), 4)
+
+    def ratio(self, name: str, other: str) -> float:
+        """Return the median over the rounds of a rival's time divided by another's in the same round."""
+        return round(statistics.median(a / b for a, b in zip(self[name], self[other])), 4)
+
+
+FOUND = pytest.StashKey["dict[str, tuple[str, Rows]]"]()
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    """Add the options of ``python -m compat_matrix.bench``."""
+    add = parser.getgroup("fa2patch").addoption
+    add("--quick", action="store_true", help="only see that it runs: tiny, and few repeats")
+    add("--out", type=Path, help="folder that a result file of each part goes to; without it, none is written")
+    add("--environments", type=Path, default=commits.ROOT / ".compat", help="where environments are kept")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Use one thread and no network."""
+    os.environ.update(HF_HUB_OFFLINE="1", TRANSFORMERS_VERBOSITY="error")
+    torch.set_num_threads(1)
+    config.stash[FOUND] = {}
+
+
+def pytest_sessionfinish(session: pytest.Session, exitstatus: int) -> None:
+    """Write a result file for each part, if all benches passed. A bench's docstring says what it is, and its notes."""
+    out, quick = (session.config.getoption(name) for name in ("--out", "--quick"))
+    for part, (text, rows) in session.config.stash[FOUND].items() if out and not exitstatus else ():
+        what, _, notes = inspect.cleandoc(text).partition("\n\n")
+        command = f"python -m compat_matrix.bench --parts {part}{' --quick' if quick else ''}"
+        on = {"on": rows.on} if rows.on else {}
+        words = {"what": what, "notes": " ".join(notes.split())}
+        found = {"part": part, **figures.header(command), **on, **words, "rows": list(rows)}
+        figures.write(out / f"{part}.json", found)
+
+
+@pytest.fixture
+def quick(request: pytest.FixtureRequest) -> bool:
+    """Whether a bench is run only to see that it runs."""
+    return bool(request.config.getoption("--quick"))
+
+
+@pytest.fixture
+def folder(request: pytest.FixtureRequest) -> Path:
+    """The folder of environments."""
+    return Path(request.config.getoption("--environments")).resolve()
+
+
+@pytest.fixture
+def rows(request: pytest.FixtureRequest) -> Rows:
+    """The rows of this bench's part, to which each of its parameters adds some."""
+    part = request.function.__name__[len("bench_") :]
+    return request.config.stash[FOUND].setdefault(part, (request.function.__doc__, Rows()))[1]
+
+
+@pytest.fixture
+def turns(benchmark: Any, quick: bool) -> Callable[..., Taken]:
+    """A function that calls rivals in turns, A, B, A, B, so that other load on the machine affects all of them."""
+    warnings.simplefilter("ignore")
+
+    def timed(rivals: Mapping[str, Callable[[], Any]], rounds: int, warm_up: int = 1) -> Taken:
+        first, *others = rivals
+        rounds = 1 if quick else rounds
+        taken = Taken({name: [] for name in others})
+
+        def before() -> None:
+            for name in others:
+                started = time.perf_counter()
+                rivals[name]()
+                taken[name].append(time.perf_counter() - started)
+
+        benchmark.pedantic(rivals[first], setup=before, rounds=rounds, warmup_rounds=warm_up)
+        found = {name: seconds[-rounds:] for name, seconds in taken.items()}
+        return Taken({first: list(benchmark.stats.stats.data), **found})
+
+    return timed

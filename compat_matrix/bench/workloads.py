@@ -1,0 +1,196 @@
+"""What is measured: lengths of documents, batches that hold them, and models with random weights."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+
+import fa2patch
+from fa2patch.documents.boundaries import Boundaries
+from fa2patch.documents.recognition import boundaries
+from fa2patch.kernels.options import Options
+
+Batch = dict[str, Any]
+
+# --- lengths --------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Distribution:
+    """A lognormal distribution of document lengths.
+
+    The two below are tuned so that mini-batches of four hold about as much padding as the published speed-ups of
+    padding-free training require (2.0 for FLAN, 1.4 for OrcaMath). They are consistent with those numbers but are not
+    measurements of those data sets. Apart from the cut-off, the padding depends on ``sigma`` alone, so ``scaled``
+    keeps it.
+
+    Attributes:
+        mean: mean length in tokens, before the cut-off.
+        longest: lengths are clipped to this many tokens.
+    """
+
+    name: str
+    mean: float
+    sigma: float
+    longest: int = 4096
+
+    def draw(self, count: int, seed: int = 0) -> list[int]:
+        """Draw ``count`` lengths of at least one token."""
+        centre = np.log(self.mean) - self.sigma**2 / 2
+        drawn = np.random.default_rng(seed).lognormal(centre, self.sigma, count)
+        return [int(length) for length in np.clip(np.rint(drawn), 1, self.longest)]
+
+    def scaled(self, factor: float) -> Distribution:
+        """Return the distribution of documents ``factor`` times as long, for training on a CPU."""
+        return Distribution(self.name, self.mean * factor, self.sigma, max(1, round(self.longest * factor)))
+
+
+DISTRIBUTIONS = {
+    each.name: each for each in (Distribution("FLAN-like", 300, 0.9), Distribution("OrcaMath-like", 400, 0.4))
+}
+FLAN = DISTRIBUTIONS["FLAN-like"]
+
+
+def cut(lengths: Sequence[int], tokens: int) -> list[int]:
+    """Return the first lengths, which add up to ``tokens``; the last one is cut to fit."""
+    ends = np.minimum(np.cumsum(lengths), tokens)
+    return [int(length) for length in np.diff(ends, prepend=0) if length]
+
+
+def mini_batches(distribution: Distribution, steps: int, batch: int = 4, seed: int = 0) -> list[list[int]]:
+    """Draw the lengths of every mini-batch. Each document has at least two tokens, so that it has a target."""
+    drawn = [max(2, length) for length in distribution.draw(steps * batch, seed)]
+    return [drawn[start : start + batch] for start in range(0, len(drawn), batch)]
+
+
+def padding_ratio(batches: Sequence[Sequence[int]]) -> float:
+    """Return padded tokens per real token: what packing can gain where cost is linear in tokens."""
+    return sum(len(batch) * max(batch) for batch in batches) / sum(map(sum, batches))
+
+
+# --- batches --------------------------------------------------------------------------------------------------
+
+
+def documents(lengths: Sequence[int], vocabulary: int = 512, seed: int = 1) -> list[list[int]]:
+    """Return documents of random tokens with these lengths."""
+    generator = torch.Generator().manual_seed(seed)
+    return [torch.randint(3, vocabulary, (length,), generator=generator).tolist() for length in lengths]
+
+
+def padded(docs: Sequence[Sequence[int]]) -> Batch:
+    """Return a row for each document, padded to the longest. Nothing predicts a first token: its label is -100."""
+    rows = [torch.tensor(document) for document in docs]
+    ids = torch.nn.utils.rnn.pad_sequence(rows, batch_first=True)
+    mask = torch.nn.utils.rnn.pad_sequence([torch.ones_like(row) for row in rows], batch_first=True)
+    labels = ids.masked_fill(mask == 0, -100)
+    labels[:, 0] = -100
+    return {"input_ids": ids, "attention_mask": mask, "labels": labels}
+
+
+def packed(docs: Sequence[Sequence[int]], lengths: bool = False) -> Batch:
+    """Return the collator's packed batch of the documents, with or without their lengths."""
+    collate = fa2patch.DataCollatorWithFlattening(return_flash_attn_kwargs=lengths)
+    return collate([{"input_ids": list(document)} for document in docs])
+
+
+def shared(prompt: list[int], completions: list[list[int]]) -> Batch:
+    """Return the row with the prompt once. Each completion's segment starts with the prompt's last token."""
+    segments = [prompt[:-1], *([prompt[-1], *completion] for completion in completions)]
+    starts = [0, *[len(prompt) - 1] * len(completions)]
+    ends = torch.tensor([0, *map(len, segments)]).cumsum(0).int()
+    ids = torch.tensor([token for segment in segments for token in segment])[None]
+    labels = ids.clone()
+    labels[0, : len(prompt) - 1] = -100
+    labels[0, ends[:-1].long()] = -100
+    return {
+        "input_ids": ids,
+        "labels": labels,
+        "position_ids": torch.cat([torch.arange(at, at + len(s)) for at, s in zip(starts, segments)])[None],
+        **dict.fromkeys(("cu_seq_lens_q", "cu_seq_lens_k"), ends),
+        **dict.fromkeys(("max_length_q", "max_length_k"), max(map(len, segments))),
+        "segment_parents": torch.tensor([-1, *[0] * len(completions)], dtype=torch.int32),
+    }
+
+
+def boundaries_of(lengths: Sequence[int]) -> Boundaries:
+    """Return the boundaries of documents of these lengths, on a CPU."""
+    return boundaries(torch.cat([torch.arange(length) for length in lengths])[None])
+
+
+# --- models ---------------------------------------------------------------------------------------------------
+
+SHAPES: dict[str, dict[str, Any]] = {
+    name: {
+        "model_type": kind, "hidden_size": 4096, "intermediate_size": inner, "num_hidden_layers": layers,
+        "num_attention_heads": 32, "num_key_value_heads": key_heads, "vocab_size": words, **more,
+    }
+    for name, kind, inner, layers, key_heads, words, more in (
+        ("Llama-2-7B", "llama", 11008, 32, 32, 32000, {}),
+        ("Mistral-7B", "mistral", 14336, 32, 8, 32000, {"sliding_window": 4096}),
+        ("Granite-8B-code", "llama", 14336, 36, 8, 49152, {"tie_word_embeddings": True}),
+    )
+}  # fmt: skip
+"""Configurations of published models. Nothing is downloaded."""
+
+TOY = {"hidden_size": 64, "intermediate_size": 96, "num_attention_heads": 4, "vocab_size": 97, "num_hidden_layers": 2}
+"""The sizes of a toy model, which shows within seconds on a CPU that everything runs."""
+
+
+def config(shape: str, layers: int | None = None, toy: bool = False) -> Any:
+    """Return the Transformers config of a shape, optionally with fewer layers or as a toy."""
+    from transformers import AutoConfig
+
+    numbers = {**SHAPES[shape], "max_position_embeddings": 4096, "use_cache": False}
+    if toy:
+        groups = numbers["num_attention_heads"] // numbers["num_key_value_heads"]
+        numbers.update(TOY, num_key_value_heads=max(1, TOY["num_attention_heads"] // groups))
+    return AutoConfig.for_model(**{**numbers, **({"num_hidden_layers": layers} if layers else {})})
+
+
+def small_llama(layers: int, hidden: int, implementation: str = "sdpa") -> Any:
+    """Build a float32 Llama in train mode: heads of 32 dimensions, half as many key heads, the same weights always."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    torch.manual_seed(0)
+    heads = hidden // 32
+    config = LlamaConfig(
+        vocab_size=512,
+        hidden_size=hidden,
+        intermediate_size=hidden * 8 // 3 // 16 * 16,
+        num_hidden_layers=layers,
+        num_attention_heads=heads,
+        num_key_value_heads=max(1, heads // 2),
+        max_position_embeddings=4096,
+        use_cache=False,
+    )
+    return LlamaForCausalLM._from_config(config, attn_implementation=implementation).train()
+
+
+BY_HAND = "fa2patch_bench_by_hand"
+
+
+class ByHand:
+    """The lowest possible cost of a packed batch: every layer calls ``kernel`` with precomputed boundaries.
+
+    It registers itself with Transformers' registries of attention and mask functions (4.53 on) under ``BY_HAND``, and
+    adds nothing else. Set ``boundaries`` and load a model with that attention. It can compute no other batch.
+    """
+
+    def __init__(self, kernel: Any, of: Boundaries | None = None) -> None:
+        from transformers import AttentionInterface, AttentionMaskInterface
+
+        self.kernel, self.boundaries = kernel, of
+        AttentionInterface.register(BY_HAND, self.attend)
+        AttentionMaskInterface.register(BY_HAND, lambda *unused, **ignored: None)
+
+    def attend(
+        self, module: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: Any, **options: Any
+    ) -> tuple[torch.Tensor, None]:
+        """Compute attention of q, k and v ``[1, heads, length, dim]``; return ``[1, length, heads, dim]`` and None."""
+        q, k, v = (states.transpose(1, 2).flatten(0, 1) for states in (query, key, value))
+        asked = Options(scale=options.get("scaling"), window=options.get("sliding_window"))
+        return self.kernel(q, k, v, self.boundaries, asked)[None], None

@@ -1,1 +1,0 @@
-"""Measure how a package is built: ``python -m compat_matrix.structure``."""

@@ -70,9 +70,7 @@ def _totals(results: Results) -> Iterator[list[str]]:
     def line(label: str, *environments: Environment) -> list[str]:
         found = results.score(*environments)
         alone = [found.one_row[result] for result in ("ok", "leak", "error")]
-        return [label, *(str(number) for number in (*(found.states[state] for state in STATES), *alone))] + [
-            str(found.every_row)
-        ]
+        return [label, *map(str, [*(found.states[state] for state in STATES), *alone, found.every_row])]
 
     for environment in results.environments:
         why = "allowed to fail" if environment.allowed_to_fail else "another stack of this release"
@@ -172,14 +170,11 @@ def _points(results: Results, of: Callable[[Checked], Mapping[str, str]]) -> lis
             for run in cell.checked.values() if cell.state == "ok" else ():
                 for point, reason in of(run).items():
                     found.setdefault((point, reason), set()).add(name)
-    return [
-        [
-            f"`{point}`",
-            words.plain(reason),
-            ", ".join(sorted(names)) if len(names) < 8 else f"{len(names)} architectures",
-        ]
-        for (point, reason), names in sorted(found.items())
-    ]
+    shown = {
+        key: ", ".join(sorted(names)) if len(names) < 8 else f"{len(names)} architectures"
+        for key, names in found.items()
+    }
+    return [[f"`{point}`", words.plain(reason), names] for (point, reason), names in sorted(shown.items())]
 
 
 def page(results: Results) -> str:
@@ -225,30 +220,33 @@ def data(results: Results) -> dict[str, Any]:
     """Return the data of the page's script.
 
     A cell is three numbers, indices into ``cells`` (fa2patch), ``runs`` (Transformers alone) and ``made``, or 0 where
-    the version does not have the architecture. Numbers in these tables are indices into ``texts``, except states,
-    counts, and whether older code made the cell.
+    the version does not have the architecture. In these tables, texts are indices into ``texts``; states, counts, and
+    whether older code made the cell are numbers of their own.
     """
-    cells, runs, made, texts = _Once(), _Once(), _Once(), _Once()
-    newest = results.code
+    cells, runs, made, texts, newest = _Once(), _Once(), _Once(), _Once(), results.code
+
+    def numbered(value: Any) -> Any:
+        if isinstance(value, (list, tuple)):
+            return tuple(map(numbered, value))
+        return texts[value] if isinstance(value, str) else value
 
     def numbers(cell: Cell) -> list[int]:
-        age = texts[words.made(cell, newest)], int(words.is_older(cell, newest))
-        return [cells[_cell(cell, texts)], runs[_runs(cell.alone, texts)], made[age]]
+        age = words.made(cell, newest), int(words.is_older(cell, newest))
+        return [cells[numbered(_cell(cell))], runs[numbered(_runs(cell.alone))], made[numbered(age)]]
 
-    architectures = [
-        [
-            name,
-            int(name in SEEDS),
-            [numbers(each.cells[name]) if name in each.cells else 0 for each in results.environments],
-        ]
-        for name in results.architectures
-    ]
     starts = [band[0] for band in words.bands(results.environments)]
     return {
+        "architectures": [
+            [
+                name,
+                int(name in SEEDS),
+                [numbers(each.cells[name]) if name in each.cells else 0 for each in results.environments],
+            ]
+            for name in results.architectures
+        ],
         "folder": words.FOLDER,
         "environments": [_environment(each, each in starts) for each in results.environments],
         "minors": _minors(results.environments),
-        "architectures": architectures,
         "cells": list(cells),
         "runs": list(runs),
         "made": list(made),
@@ -256,29 +254,21 @@ def data(results: Results) -> dict[str, Any]:
     }
 
 
-def _cell(cell: Cell, texts: _Once) -> tuple[Any, ...]:
-    checked = tuple(
-        (texts[name], run.ok, texts[words.held(run)])
-        + tuple(
-            tuple((texts[point], texts[reason]) for point, reason in reasons.items())
-            for reasons in (run.not_applicable, run.alone_fails, run.failures)
-        )
+def _cell(cell: Cell) -> list[Any]:
+    checked = [
+        [name, run.ok, words.held(run)]
+        + [[*reasons.items()] for reasons in (run.not_applicable, run.alone_fails, run.failures)]
         for name, run in cell.checked.items()
-    )
-    said = [texts[text] for text in (words.verdict(cell), words.with_fa2patch(cell))]
-    told = tuple((texts[names], texts[text]) for names, text in words.alone(cell))
-    return STATES.index(cell.state), *said, told, texts[cell.reason], texts[cell.link], checked
+    ]
+    said = words.verdict(cell), words.with_fa2patch(cell), words.alone(cell)
+    return [STATES.index(cell.state), *said, cell.reason, cell.link, checked]
 
 
-def _runs(alone: tuple[Upstream, ...], texts: _Once) -> tuple[Any, ...]:
-    runs = (
-        (
-            texts[run.implementation],
-            tuple((texts[words.ROWS.get(row, row)], texts[result]) for row, result in run.rows.items()),
-        )
-        for run in alone
-    )
-    return UPSTREAM_STATES.index(alone[0].state if alone else "unknown"), tuple(runs)
+def _runs(alone: tuple[Upstream, ...]) -> list[Any]:
+    runs = [
+        [run.implementation, [(words.ROWS.get(row, row), result) for row, result in run.rows.items()]] for run in alone
+    ]
+    return [UPSTREAM_STATES.index(alone[0].state if alone else "unknown"), runs]
 
 
 def _minors(environments: Iterable[Environment]) -> dict[str, list[int]]:

@@ -78,36 +78,16 @@ CASES = (
 _WORDS = {"ok": "right", "leak": "**leaks**", "error": "an error"}
 
 
-_LEGEND = """\
-- **leaks**: examples see each other, and nothing is raised.
-- no cache: `use_cache=False`, which Trainer sets itself from 5.0 on (before, only with gradient checkpointing).
-- slow: `flash_attention_2` reads from the GPU in every layer, unless the batch has `cu_seq_lens_*` (from 4.47
-  on); `sdpa` and `eager` build a mask of the row's length squared.
-- Without a build of flash-attn only `sdpa` and `eager` are left, so packing without leaks is not possible up to
-  4.52."""
-
-
 def table(results: Results) -> str:
     """Return the table with the sentences around it, as Markdown."""
     columns = words.bands(results.counted, STARTS)
-    lines = words.table(
-        ["your case", *map(words.label, columns)],
-        ([case.title, *(cell(case, band, results) for band in columns)] for case in CASES),
-    )
     families, hybrids = (
         Counter(each.cell(name).state for each in results.counted for name in names if name in each.cells)
         for names in (SEEDS, mixers(results))
     )
-    told = words.wrapped(
-        "What your Transformers does alone, with `position_ids` that restart at each example. The first five rows are "
-        f"about {', '.join(SEEDS.values())}."
-    )
-    right = words.wrapped(
-        f"**With fa2patch, all of these cases are right**: in {families['ok']:,} of {sum(families.values()):,} checked "
-        f"combinations of a family and a release, and in {hybrids['ok']:,} of {sum(hybrids.values()):,} of a "
-        "hybrid and a release."
-    )
-    return "\n\n".join([told, lines, right, _LEGEND])
+    rows = ([case.title, *(cell(case, band, results) for band in columns)] for case in CASES)
+    head = ["your case", *map(words.label, columns)]
+    return words.rendered("need.md.jinja", names=SEEDS.values(), head=head, rows=rows, of=(families, hybrids)).rstrip()
 
 
 def cell(case: Case, environments: Iterable[Environment], results: Results) -> str:

@@ -15,28 +15,6 @@ from . import words
 LONG = "long-rows-"
 """How the names of the stacks start whose evidence is on LONG_ROWS.md. All others are on ECOSYSTEM.md."""
 
-SINGLE = {
-    "accumulation": "gradient accumulation",
-    "checkpointing": "checkpointing, both modes",
-    "lengths": "the collator's lengths",
-    "verified": "`verify`",
-    "streaming": "streaming",
-    "evaluation": "evaluation in training",
-    "predict": "`predict`",
-    "resume": "resuming",
-    "lora": "LoRA",
-    "dora": "DoRA",
-    "qlora": "QLoRA",
-}
-FUSED = {
-    "liger_on_the_class": "Liger, on the class",
-    "liger_on_the_object": "Liger, on the object",
-    "cut_cross_entropy": "cut-cross-entropy, its torch path",
-    "trl_fused_head": "TRL's `add_fused_lm_head`",
-    "trainer_with_liger": "Trainer's `use_liger_kernel`",
-    "sft_with_its_fused_head": "SFTTrainer",
-    "run_with_liger": "`fa2patch run --collate` of a script with Liger",
-}
 ENGINES = {
     "ulysses": "DeepSpeed's Ulysses",
     "ulysses_engine loop": "accelerate's `sp_size`",
@@ -97,8 +75,6 @@ def text_of(page: str, found: dict[str, Evidence], known: list[str]) -> str:
         failed=[f"{name}, {check}: {one.get('error', 'off')}" for name, check, one in _checks(found) if not one["ok"]],
         stacks=_stack_table(found),
         checks=lambda *names: [(stack, one) for stack, check, one in _checks(found) if check in names and one["ok"]],
-        single=SINGLE,
-        fused=FUSED,
         cell=_cell,
         batch=_batch,
         engines=ENGINES,

@@ -49,7 +49,7 @@ def rendered(template: str, **context: Any) -> str:
         lstrip_blocks=True,
     )
     templates.policies["json.dumps_kwargs"] = {"separators": (",", ":"), "ensure_ascii": False}
-    templates.filters.update(plain=plain, number=number)
+    templates.filters.update(plain=plain, number=number, wrapped=wrapped)
     templates.globals.update(table=table)
     return templates.get_template(template).render(**context).rstrip("\n") + "\n"
 

@@ -275,9 +275,12 @@ def test_a_failure_is_on_the_page_of_long_rows():
     )
     row = "| packed rows by ids | right (3e-06) with 2 processes; **wrong** (0.5) with 4 processes | right (2e-07) |  |"
     assert row in off and f"**failed**: {NAME}, ulysses, 4 processes: off" in off
-    leaking = {"llama": {"crossing": {"found": "WRONG", "said": "logits"}}}
+    leaking = {
+        "llama": {"crossing": {"found": "WRONG"}},
+        "phi": {"crossing": {"found": "refused"}, "whole": {"found": "WRONG"}},
+    }
     text = long_rows(ulysses_architectures={"ok": False, "architectures": leaking})
-    assert f"| {NAME} | 0 | 0 | 0 | 0 | 1 |" in text and f"- {NAME}, **wrong**: `llama`" in text
+    assert f"| {NAME} | 0 | 0 | 0 | 0 | 2 |" in text and f"- {NAME}, **wrong**: `llama`, `phi`" in text
 
 
 def test_every_script_of_the_stacks_is_of_an_engine_or_about_architectures():

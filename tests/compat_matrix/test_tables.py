@@ -153,6 +153,7 @@ def test_a_cell_says_what_made_it_and_its_age_is_published(root, leave, results)
     page = matrix.page(results())
     assert said in text and said in page and said in " ".join(blocks.summary(results()).split())
     assert f"Checked on 2026-11-20 with the code of commit {'2' * 12}" in page and "That is older than" in page
+    assert {older for _, older in matrix.data(results())["made"]} == {0, 1}, "the map marks what is older"
     publish.main(["--root", str(root)])
     assert publish.main(["--root", str(root), "--check"]) == 0, "cells of older code are published with their age"
 

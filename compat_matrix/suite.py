@@ -9,6 +9,7 @@ import sys
 import tempfile
 import time
 from collections import Counter
+from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -102,16 +103,11 @@ def run(name: str, given: argparse.Namespace, packages: Path, at: Callable[[int]
         packages: The folder that ``environments.only_our_packages`` gives.
         at: Called with the progress in percent.
     """
-    stack = stacks().get(name)
-    wanted = (stack.environment if stack else environments.version(name)).changed(PINS)
-    python = environments.make(wanted, given.environments.resolve())
-    settings = environments.variables(packages, **(stack.variables if stack else {}), HF_HUB_OFFLINE="1")
     begun = time.perf_counter()
+    arguments = [*(["-k", given.k] if given.k else []), *(str(path.resolve()) for path in given.tests)]
     with tempfile.TemporaryDirectory(prefix="fa2patch-") as folder:
         report = Path(folder, "report.xml")
-        command = [str(python), "-m", "pytest", "-q", "-p", "no:cacheprovider", f"--junitxml={report}"]
-        command += [*(["-k", given.k] if given.k else []), *(str(path.resolve()) for path in given.tests)]
-        code, said = _told(command, packages, settings, at)
+        code, said = started(name, arguments, report, given.environments, packages, at)
         seconds = time.perf_counter() - begun
         if not report.exists():
             return Result(failed=(f"pytest ended with {code} and without a report: {said[-1500:]}",), seconds=seconds)
@@ -119,6 +115,27 @@ def run(name: str, given: argparse.Namespace, packages: Path, at: Callable[[int]
     if not result.failed and (code or not result.passed):
         return Result(0, result.skipped, (f"pytest ended with {code}, and no test passed",), seconds)
     return result
+
+
+def started(
+    name: str, arguments: Iterable[str], report: Path, folder: Path, packages: Path, at: Callable[[int], None]
+) -> tuple[int, str]:
+    """Run pytest in an environment, which is made if it does not exist; returns its exit code and its output.
+
+    Args:
+        name: A block of versions.toml or of ecosystem/stacks.toml, or a release.
+        arguments: Further arguments of pytest's.
+        report: The file for its JUnit XML report.
+        folder: The folder of the environments.
+        packages: The folder that ``environments.only_our_packages`` gives.
+        at: Called with the progress in percent.
+    """
+    stack = stacks().get(name)
+    wanted = (stack.environment if stack else environments.version(name)).changed(PINS)
+    python = environments.make(wanted, folder.resolve())
+    settings = environments.variables(packages, **(stack.variables if stack else {}), HF_HUB_OFFLINE="1")
+    command = [str(python), "-m", "pytest", "-q", "-p", "no:cacheprovider", f"--junitxml={report}", *arguments]
+    return _told(command, packages, settings, at)
 
 
 def _told(command: list[str], folder: Path, variables: dict[str, str], at: Callable[[int], None]) -> tuple[int, str]:
@@ -136,20 +153,51 @@ def _told(command: list[str], folder: Path, variables: dict[str, str], at: Calla
     return process.returncode, "".join(lines)
 
 
-def read(report: Path, seconds: float = 0.0) -> Result:
-    """Read pytest's JUnit XML report."""
-    passed, skipped, failed = 0, Counter[str](), []
+@dataclass(frozen=True)
+class Case:
+    """One test of a report.
+
+    Attributes:
+        name: The test's name with its parameters.
+        module: Its module.
+        outcome: ``passed``, ``skipped``, ``failure`` or ``error``.
+        said: The reason of a skip, or the error.
+        seconds: The run time.
+        properties: What the test recorded with pytest's ``record_property``.
+    """
+
+    name: str
+    module: str
+    outcome: str
+    said: str
+    seconds: float
+    properties: dict[str, str]
+
+
+def cases(report: Path) -> Iterator[Case]:
+    """Read every test of pytest's JUnit XML report."""
     for case in ElementTree.parse(report).iter("testcase"):
         found = {child.tag: child for child in case if child.tag in ("failure", "error", "skipped")}
-        wrong = found.get("failure", found.get("error"))
-        if wrong is not None:
-            lines = ((wrong.text or "") if wrong.tag == "error" else (wrong.get("message") or "")).strip().split("\n")
-            name = "::".join(part for part in (case.get("classname"), case.get("name")) if part)
-            failed.append(f"{name}: {lines[-1 if wrong.tag == 'error' else 0][:300]}")
-        elif "skipped" in found:
-            skipped[found["skipped"].get("message") or "no reason"] += 1
-        else:
+        outcome = next((kind for kind in ("failure", "error", "skipped") if kind in found), "passed")
+        told = (found[outcome].get("message") or "") if found else ""
+        if outcome == "error":  # whose message says only where it happened
+            told = (found[outcome].text or "").strip().split("\n")[-1]
+        properties = {one.get("name", ""): one.get("value", "") for one in case.iter("property")}
+        seconds = float(case.get("time", 0))
+        yield Case(case.get("name", ""), case.get("classname", ""), outcome, told.strip(), seconds, properties)
+
+
+def read(report: Path, seconds: float = 0.0) -> Result:
+    """Count the tests of pytest's report."""
+    passed, skipped, failed = 0, Counter[str](), []
+    for case in cases(report):
+        if case.outcome == "passed":
             passed += 1
+        elif case.outcome == "skipped":
+            skipped[case.said or "no reason"] += 1
+        else:
+            said = case.said.partition("\n")[0][:300]
+            failed.append(f"{'::'.join(part for part in (case.module, case.name) if part)}: {said}")
     return Result(passed, skipped, tuple(failed), seconds)
 
 

@@ -1,5 +1,8 @@
+import json
 import os
+import platform
 import sys
+from importlib import metadata
 
 os.environ.update(HF_HUB_OFFLINE="1", TOKENIZERS_PARALLELISM="false")
 
@@ -7,6 +10,29 @@ import pytest
 import torch
 
 pytest_plugins = ["fa2patch.testing"]
+PACKAGES = (
+    "torch", "transformers", "accelerate", "peft", "trl", "datasets", "deepspeed", "bitsandbytes", "wrapt", "numpy",
+    "liger-kernel", "cut-cross-entropy", "triton",
+)  # fmt: skip
+
+
+@pytest.fixture(scope="session", autouse=True)
+def versions(record_testsuite_property):
+    """A report says which packages it was made with. ``compat_matrix.ecosystem`` keeps that."""
+    record_testsuite_property("python", platform.python_version())
+    for package in PACKAGES:
+        try:
+            record_testsuite_property(package, metadata.version(package))
+        except metadata.PackageNotFoundError:
+            continue
+
+
+@pytest.fixture
+def finding(record_property):
+    """What a test found, for its report. ``compat_matrix.ecosystem`` keeps it as evidence."""
+    found = {}
+    yield found
+    record_property("finding", json.dumps(found))
 
 
 @pytest.fixture(autouse=True)

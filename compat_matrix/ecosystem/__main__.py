@@ -1,4 +1,8 @@
-"""Train through the packages around Transformers, in real versions: ``python -m compat_matrix.ecosystem``."""
+"""Runs tests with other packages, in real releases, and writes what they found: ``python -m compat_matrix.ecosystem``.
+
+A name is a stack, whose tests run in its environment, or a row of README's table of integrations, whose slow tests run
+here and start what they need. pytest's report is the evidence. ``python -m compat_matrix.publish`` makes the pages.
+"""
 
 from __future__ import annotations
 
@@ -7,128 +11,144 @@ import json
 import subprocess
 import sys
 import tempfile
+from collections import Counter
 from datetime import date
 from pathlib import Path
-from typing import Any
+from typing import Any, Callable
+from xml.etree import ElementTree
 
-from .. import commits, environments
-from ..screen import Console, Table
-from . import distributed
-from .stacks import HERE, Stack, checked
+from .. import commits, environments, suite
+from ..screen import BarColumn, Console, Progress, TextColumn, TimeElapsedColumn
+from .stacks import EVIDENCE, HERE, INTEGRATIONS, Row, Stack, rows, stack_of, stacks
 
 ROOT = HERE.parents[1]
-EVIDENCE = HERE / "evidence"
-FORMAT = 1
+Found = dict[str, Any]
+Outcomes = dict[str, list[str]]
+"""Tests by outcome, each with what it said."""
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Run the checks of the chosen stacks, write their evidence and print a summary.
+    """Run the chosen stacks and rows, write their evidence and print a line for each.
 
     Args:
         arguments: the command line; None reads ``sys.argv``.
 
     Returns:
-        The exit code: 1 if any check failed.
+        The exit code: 1 if a test failed.
     """
-    known = checked()
+    known: dict[str, Stack | Row] = {**{name: stack for name, stack in stacks().items() if stack.tests}, **rows()}
     parser = argparse.ArgumentParser(prog="python -m compat_matrix.ecosystem", description=__doc__)
-    parser.add_argument("--stacks", nargs="+", choices=known, metavar="S", default=[*known], help=", ".join(known))
-    parser.add_argument("--checks", nargs="+", metavar="C", help="default: all; the others' evidence is kept")
+    parser.add_argument("names", nargs="*", metavar="NAME", help=f"default: all of {', '.join(known)}")
     parser.add_argument("--environments", type=Path, default=ROOT / ".compat", help="where environments are kept")
-    parser.add_argument("--evidence", type=Path, default=EVIDENCE, help="where a JSON for each stack goes")
+    parser.add_argument("--evidence", type=Path, default=EVIDENCE, help="the folder of the evidence")
     given = parser.parse_args(arguments)
-    given.evidence.mkdir(parents=True, exist_ok=True)
-    console = Console(stderr=True)
-    found: dict[str, Any] = {}
-    with environments.only_our_packages() as packages:
-        for number, name in enumerate(given.stacks, 1):
-            console.print(f"{name} ({number} of {len(given.stacks)})", highlight=False)
+    unknown = [name for name in given.names if name not in known]
+    if unknown:
+        parser.error(f"expected stacks or rows, found {', '.join(unknown)}. Known are {', '.join(known)}")
+    failed = False
+    columns = TextColumn("{task.description}"), BarColumn(), TextColumn("{task.percentage:.0f}%"), TimeElapsedColumn()
+    with environments.only_our_packages() as packages, Progress(*columns, console=Console(stderr=True)) as progress:
+        for name in given.names or known:
+            task = progress.add_task(name, total=100)
+
+            def at(percent: int, task: Any = task) -> None:
+                progress.update(task, completed=percent)
+
             try:
-                found[name] = examined(known[name], given, packages, console)
-            except Exception as error:
-                found[name] = {"error": f"{type(error).__name__}: {error}"}
-    report(found, Console() if sys.stdout.isatty() else Console(width=150))
-    return 1 if any(failures(one) for one in found.values()) else 0
+                one = known[name]
+                outcomes = of_stack(one, given, packages, at) if isinstance(one, Stack) else of_row(one, given)
+            except RuntimeError as error:
+                outcomes = {"failure": [str(error)]}
+            at(100)
+            bad = [said for kind in ("failure", "error") for said in outcomes.get(kind, ())]
+            counts = ", ".join(f"{len(tests)} {kind}" for kind, tests in sorted(outcomes.items())) or "no test"
+            print("\n  ".join([f"{name}: {counts}", *bad]), flush=True)
+            failed = failed or bool(bad) or "passed" not in outcomes
+    return int(failed)
 
 
-def examined(stack: Stack, given: argparse.Namespace, packages: Path, console: Console) -> dict[str, Any]:
-    """Run the checks of one stack, merge them with earlier evidence if only some were asked for, and write the file."""
-    python = environments.make(stack.environment, given.environments.resolve())
-    file = given.evidence / f"{stack.name}.json"
-    wanted = given.checks or []
-    before = json.loads(file.read_text(encoding="utf-8")) if wanted and file.exists() else {}
-    variables = environments.variables(packages, **stack.variables, HF_HUB_OFFLINE="1")
-    scripts = [script for script in stack.distributed if not wanted or script in wanted]
-    single = [check for check in wanted if check not in stack.distributed]
-    found: dict[str, Any] = {"checks": {}, "versions": before.get("versions", {})}
-    in_one_process = single if wanted else stack.checks
-    if in_one_process is None or in_one_process:
-        found = _in_one_process(stack, python, packages, variables, [*(in_one_process or ())])
-    for script in scripts:
-        try:
-            result = distributed.launched(script, python, variables)
-        except RuntimeError as error:
-            console.print(f"{script} FAILED: {error}", highlight=False, markup=False)
-            result = {"finding": {"ok": False, "error": str(error)[-1000:]}}
-        found["checks"][script] = result["finding"]
-        found["versions"] = {**found["versions"], **result.get("versions", {})}
-    evidence = merged(stack, before, found)
-    file.write_text(json.dumps(evidence, indent=1) + "\n", encoding="utf-8")
-    return evidence
+def of_stack(stack: Stack, given: argparse.Namespace, packages: Path, at: Callable[[int], None]) -> Outcomes:
+    """Run the tests of a stack in its environment, write its evidence, and return the tests by outcome."""
+    chosen = [str(ROOT / word) if word.startswith("tests/") else word for word in stack.tests]
+    with tempfile.TemporaryDirectory(prefix="fa2patch-") as folder:
+        report = Path(folder, "report.xml")
+        every = ["-m", "slow or not slow", *chosen]
+        code, said = suite.started(stack.name, every, report, given.environments, packages, at)
+        if not report.exists():
+            raise RuntimeError(f"pytest ended with {code} and without a report: {said[-1500:]}")
+        cases, versions = [*suite.cases(report)], _versions(report)
+    checks = {check_of(case.name): finding(case) for case in cases if "finding" in case.properties}
+    found = {"stack": stack.name, "versions": versions, "variables": stack.variables}
+    found |= {"made": dict.fromkeys(checks, _made()), "checks": checks}
+    _write(given.evidence / f"{stack.name}.json", found)
+    return _by_outcome(cases)
 
 
-def merged(stack: Stack, before: dict[str, Any], found: dict[str, Any]) -> dict[str, Any]:
-    """Return the evidence of a stack.
+def of_row(row: Row, given: argparse.Namespace) -> Outcomes:
+    """Run the slow tests of a row, write how they ended, and return the tests by outcome."""
+    with tempfile.TemporaryDirectory(prefix="fa2patch-") as folder:
+        report = Path(folder, "report.xml")
+        command = [sys.executable, "-m", "pytest", "-q", "-m", "slow", *row.tests, f"--junitxml={report}"]
+        done = subprocess.run(command, cwd=ROOT, stdout=subprocess.PIPE, text=True)
+        if not report.exists():
+            raise RuntimeError(f"pytest ended with {done.returncode} and without a report: {done.stdout[-1500:]}")
+        cases = [*suite.cases(report)]
+    file = given.evidence / INTEGRATIONS.relative_to(EVIDENCE)
+    found = json.loads(file.read_text(encoding="utf-8")) if file.exists() else {}
+    found[row.name] = of_tests(row, cases)
+    _write(file, {name: found[name] for name in rows() if name in found})
+    return _by_outcome(cases)
 
-    Args:
-        stack: the stack.
-        before: earlier evidence, of which the checks that did not run now stay, each with what it was made with.
-        found: ``versions`` and ``checks`` of what ran now.
-    """
-    made = {**commits.of_code("compat_matrix/ecosystem", "tests/distributed"), "date": str(date.today())}
-    checks = {**before.get("checks", {}), **found["checks"]}
+
+def of_tests(row: Row, cases: list[suite.Case]) -> Found:
+    """Return what is kept of a row's tests."""
+    tests = {case.name: case.outcome for case in cases}
+    used = {stack_of(test) for test in tests}
     return {
-        "format": FORMAT,
-        "stack": stack.name,
-        "seconds": round(sum(finding.get("seconds", 0) for finding in checks.values())),
-        "versions": found["versions"],
-        "variables": stack.variables,
-        "made": {**before.get("made", {}), **dict.fromkeys(found["checks"], made)},
-        "checks": checks,
+        "command": row.command,
+        **_made(),
+        "seconds": round(sum(case.seconds for case in cases)),
+        "outcomes": dict(sorted(Counter(tests.values()).items())),
+        "stacks": [name for name in stacks() if name in used],
+        "tests": tests,
     }
 
 
-def _in_one_process(
-    stack: Stack, python: Path, packages: Path, variables: dict[str, str], wanted: list[str]
-) -> dict[str, Any]:
-    with tempfile.TemporaryDirectory(prefix="fa2patch-") as folder:  # checkpoints are written there too
-        out = Path(folder, "found.json")
-        command = [str(python), "-m", "compat_matrix.ecosystem.child", stack.name, str(out), *wanted]
-        done = subprocess.run(command, cwd=packages, env={**variables, "TMPDIR": folder})
-        if done.returncode or not out.exists():
-            raise RuntimeError(f"the checks of {stack.name} ended with {done.returncode}")
-        return dict(json.loads(out.read_text(encoding="utf-8")))
+def check_of(test: str) -> str:
+    """Return the name in the evidence of a test: its parameter, such as ``trainer zero2``, or its own name."""
+    name, _, parameter = test.partition("[")
+    return parameter.rstrip("]") or name.removeprefix("test_")
 
 
-def failures(evidence: dict[str, Any]) -> list[str]:
-    """Return the names of the checks that neither passed nor were skipped."""
-    if "error" in evidence:
-        return [evidence["error"]]
-    return [name for name, finding in evidence["checks"].items() if not finding.get("ok") and "skipped" not in finding]
+def finding(case: suite.Case) -> Found:
+    """Return what is kept of a stack's test: whether it holds, the numbers that it recorded, and why it does not."""
+    if case.outcome == "skipped":
+        return {"skipped": case.said}
+    holds = case.outcome == "passed"
+    found = {**json.loads(case.properties["finding"]), "ok": holds, "seconds": round(case.seconds, 1)}
+    return found if holds else {**found, "error": case.said[:1000]}
 
 
-def report(found: dict[str, Any], console: Console) -> None:
-    """Print how many checks passed in each stack, which do not apply, and which failed."""
-    table = Table("stack", "held", "does not apply", "failed", "seconds", title="fa2patch with the ecosystem")
-    for name, evidence in found.items():
-        if "error" in evidence:
-            table.add_row(name, "-", "-", evidence["error"], "-")
-            continue
-        skipped = [check for check, finding in evidence["checks"].items() if "skipped" in finding]
-        failed = failures(evidence)
-        held = len(evidence["checks"]) - len(skipped) - len(failed)
-        table.add_row(name, str(held), ", ".join(skipped), ", ".join(failed), f"{evidence['seconds']:.0f}")
-    console.print(table)
+def _versions(report: Path) -> dict[str, str]:
+    """Return the versions of packages that the report names. tests/conftest.py records them."""
+    properties = ElementTree.parse(report).iterfind(".//testsuite/properties/property")
+    return {one.attrib["name"]: one.attrib["value"] for one in properties}
+
+
+def _made() -> Found:
+    return {**commits.of_code("compat_matrix/ecosystem", "tests"), "date": str(date.today())}
+
+
+def _by_outcome(cases: list[suite.Case]) -> Outcomes:
+    found: Outcomes = {}
+    for case in cases:
+        found.setdefault(case.outcome, []).append(f"{case.name}: {case.said.partition(chr(10))[0][:300]}")
+    return found
+
+
+def _write(file: Path, found: Found) -> None:
+    file.parent.mkdir(parents=True, exist_ok=True)
+    file.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
 
 
 if __name__ == "__main__":

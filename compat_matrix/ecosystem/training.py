@@ -1,31 +1,77 @@
-"""Make a Trainer or an SFTTrainer of the installed version with the same call for all versions."""
+"""What tests in stacks train with: documents, a tokenizer, a tiny Llama, collators, and a trainer of any release."""
 
 from __future__ import annotations
 
+import ast
+import functools
 import inspect
+import sysconfig
 import tempfile
-from collections.abc import Sequence
+import zlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
+from torch.nn.utils.rnn import pad_sequence
 
 import fa2patch
 
 from ..tiny_models import scale_up
-from . import text
-from .collators import Noted
 
+END, PAD = "<|end|>", "<|pad|>"
+CHARACTERS = 400
+"""Of a document at most, which are about a third as many tokens."""
+
+LONGEST = 128
+"""Tokens of a document at most."""
+
+BATCH = 8
+IGNORED = -100
 RENAMED = {"eval_strategy": "evaluation_strategy", "max_length": "max_seq_length", "use_cpu": "no_cuda"}
 """Current names of arguments, and their names in old versions."""
 
-BATCH = 8
-LONGEST = 128
+Features = Sequence[Mapping[str, Any]]
+Batch = dict[str, Any]
+
+
+def texts(count: int) -> list[str]:
+    """Return unique docstrings of the standard library's top modules, ordered by hash to mix modules and lengths."""
+    found: dict[str, None] = {}
+    for file in sorted(Path(sysconfig.get_paths()["stdlib"]).glob("*.py")):
+        found.update(dict.fromkeys(_docstrings(file)))
+    ordered = sorted(found, key=lambda text: zlib.crc32(text.encode()))  # unlike hash, the same in every process
+    if len(ordered) < count:
+        raise RuntimeError(f"looked for {count} docstrings in the standard library, found {len(ordered)}")
+    return ordered[:count]
+
+
+def _docstrings(file: Path) -> Iterator[str]:
+    for node in ast.walk(ast.parse(file.read_bytes())):
+        if isinstance(node, (ast.Module, ast.ClassDef, ast.FunctionDef)):
+            text = (ast.get_docstring(node) or "")[:CHARACTERS].strip()
+            if len(text) > 8:
+                yield text
+
+
+def tokenizer_of(texts: list[str]) -> Any:
+    """Train a byte-level BPE of 512 tokens and return it as a ``PreTrainedTokenizerFast``."""
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+    from transformers import PreTrainedTokenizerFast
+
+    made = Tokenizer(models.BPE())
+    made.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    made.decoder = decoders.ByteLevel()
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    options = {"special_tokens": [END, PAD], "initial_alphabet": alphabet, "show_progress": False}
+    made.train_from_iterator(texts, trainers.BpeTrainer(vocab_size=512, **options))
+    return PreTrainedTokenizerFast(
+        tokenizer_object=made, eos_token=END, pad_token=PAD, model_input_names=["input_ids", "attention_mask"]
+    )
 
 
 def tiny_llama(vocabulary: int = 512, **config: Any) -> Any:
-    """Build an untrained Llama of two layers. Its weights are fixed and so large that every token affects later
-    ones.
-    """
+    """Build an untrained Llama of two layers, with fixed weights so large that every token affects later ones."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
     torch.manual_seed(0)
@@ -39,8 +85,70 @@ def tiny_llama(vocabulary: int = 512, **config: Any) -> Any:
     return model
 
 
+def tokens(features: Features) -> list[dict[str, list[int]]]:
+    """Return the token ids and labels of each example, with the first label ignored, because nothing predicts it.
+
+    Without this, Trainer 4.46 to 4.57 counts it among the tokens by which a padded batch's loss is divided.
+    """
+    kept = [{"input_ids": [*one["input_ids"]], "labels": [*one.get("labels", one["input_ids"])]} for one in features]
+    for one in kept:
+        one["labels"][0] = IGNORED
+    return kept
+
+
+def padded(features: Features) -> Batch:
+    """Collate one row for each example, padded to the longest."""
+    return rows(tokens(features))
+
+
+def rows(examples: Features) -> Batch:
+    """Pad examples that have ``input_ids`` and ``labels`` to the longest."""
+    ids = [torch.tensor(one["input_ids"]) for one in examples]
+    labels = [torch.tensor(one["labels"]) for one in examples]
+    return {
+        "input_ids": pad_sequence(ids, batch_first=True),
+        "labels": pad_sequence(labels, batch_first=True, padding_value=IGNORED),
+        "attention_mask": pad_sequence([torch.ones_like(row) for row in ids], batch_first=True),
+    }
+
+
+def packed(features: Features, **options: Any) -> Batch:
+    """Collate all examples into one row with fa2patch's collator."""
+    return fa2patch.DataCollatorWithFlattening(**options)(tokens(features))
+
+
+def packed_in_two_rows(features: Features) -> Batch:
+    """Collate half of the examples into each of two rows. The mask is zero on the shorter one's padding."""
+    halves = [packed(half) for half in (features[::2], features[1::2]) if half]
+    halves = [{**row, "attention_mask": torch.ones_like(row["input_ids"])} for row in halves]
+    padding = {"input_ids": 0, "position_ids": 0, "attention_mask": 0, "labels": IGNORED}
+    return {
+        name: pad_sequence([row[name][0] for row in halves], batch_first=True, padding_value=fill)
+        for name, fill in padding.items()
+    }
+
+
+class Noted:
+    """A collator that records the examples it was given.
+
+    Attributes:
+        seen: a checksum of each batch's token ids.
+        last: the last batch.
+    """
+
+    def __init__(self, collate: Callable[[Features], Batch]) -> None:
+        self.collate = collate
+        self.seen: list[int] = []
+        self.last: Batch = {}
+
+    def __call__(self, features: Features) -> Batch:
+        self.seen.append(zlib.crc32(repr([list(one["input_ids"]) for one in features]).encode()))
+        self.last = self.collate(features)
+        return self.last
+
+
 class Stage:
-    """What a stack's checks share: the data, the tokenizer, and how a trainer is made.
+    """What tests in a stack share: the data, the tokenizer, and how a trainer is made.
 
     Attributes:
         trl: whether the trainer is TRL's SFTTrainer.
@@ -51,9 +159,9 @@ class Stage:
     def __init__(self, trl: bool) -> None:
         self.trl = trl
         self.folder = tempfile.TemporaryDirectory(prefix="fa2patch-")
-        texts = text.documents(904)
-        self.tokenizer = text.tokenizer(texts)
-        self.train, self.held_out = texts[:880], texts[880:]
+        found = texts(904)
+        self.tokenizer = tokenizer_of(found)
+        self.train, self.held_out = found[:880], found[880:]
 
     def examples(self, texts: Sequence[str]) -> list[dict[str, list[int]]]:
         """Tokenize texts and cut each to ``LONGEST`` tokens."""
@@ -71,11 +179,14 @@ class Stage:
         """Make a trainer over ``train``.
 
         Args:
+            model: the model.
+            collator: the collator.
             held_out: whether it gets the held-out documents for evaluation.
             kind: the trainer's class, if not the default.
             options: arguments of TrainingArguments by their current names, or ``train_dataset``, or ``callbacks``,
                 whose attribute ``trainer`` is set.
         """
+        from transformers import Trainer, TrainingArguments
         from transformers.trainer_callback import PrinterCallback
 
         data = options.pop("train_dataset", None) or self.dataset(self.train)
@@ -89,45 +200,39 @@ class Stage:
             **options,
         }  # fmt: skip
         sets = {"train_dataset": data, "eval_dataset": self.dataset(self.held_out) if held_out else None}
-        make = self._sft if self.trl else self._plain
-        trainer = make(model, collator, given, sets, kind)
+        if self.trl:
+            trainer = self._sft(given, kind)(model=model, data_collator=collator, **sets)
+        else:
+            arguments = TrainingArguments(**_spelled(TrainingArguments, given))
+            trainer = (kind or Trainer)(model=model, args=arguments, data_collator=collator, **sets)
         trainer.remove_callback(PrinterCallback)
         for callback in callbacks:
             callback.trainer = trainer
             trainer.add_callback(callback)
         return trainer
 
-    def _plain(self, model: Any, collator: Any, given: dict[str, Any], sets: dict[str, Any], kind: Any) -> Any:
-        from transformers import Trainer, TrainingArguments
-
-        arguments = TrainingArguments(**_spelled(TrainingArguments, given))
-        return (kind or Trainer)(model=model, args=arguments, data_collator=collator, **sets)
-
-    def _sft(self, model: Any, collator: Any, given: dict[str, Any], sets: dict[str, Any], kind: Any) -> Any:
+    def _sft(self, given: dict[str, Any], kind: Any) -> Any:
+        """Return what makes an SFTTrainer. TRL's own arguments went to the trainer before there was an SFTConfig."""
         import trl
         from transformers import TrainingArguments
 
-        trainer = kind or trl.SFTTrainer
         config = getattr(trl, "SFTConfig", TrainingArguments)
         own = {"dataset_text_field": "text", "max_length": LONGEST}
         takes = inspect.signature(trl.SFTTrainer.__init__).parameters
         named = "processing_class" if "processing_class" in takes else "tokenizer"
-        here = _spelled(config, {**own, **given} if config is not TrainingArguments else given)
-        there = _spelled(trl.SFTTrainer, own) if config is TrainingArguments else {}
-        return trainer(
-            model=model, args=config(**here), data_collator=collator, **{named: self.tokenizer}, **there, **sets
-        )
+        old = config is TrainingArguments
+        there = _spelled(trl.SFTTrainer, own) if old else {}
+        arguments = config(**_spelled(config, given if old else {**own, **given}))
+        return functools.partial(kind or trl.SFTTrainer, args=arguments, **{named: self.tokenizer}, **there)
 
     def run(self, model: Any, collate: Any, *, patched: bool, steps: int, **options: Any) -> dict[str, Any]:
-        """Train a model; return its losses step by step, its mini-batches, the trainer, the model and the last
-        batch.
-        """
+        """Train a model; return its losses step by step, its mini-batches, trainer, model and last batch."""
         if patched:
             fa2patch.apply(model)
         collator = Noted(collate)
         trainer = self.trainer(model, collator, max_steps=steps, **options)
         trainer.train()
-        losses = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
+        losses = losses_of(trainer)
         if len(losses) != steps:
             raise RuntimeError(f"looked for the losses of {steps} steps in the trainer's log, found {len(losses)}")
         return {"losses": losses, "seen": collator.seen, "trainer": trainer, "model": model, "batch": collator.last}
@@ -138,15 +243,18 @@ def _spelled(callable_: Any, given: dict[str, Any]) -> dict[str, Any]:
     return {name if name in takes else RENAMED.get(name, name): value for name, value in given.items()}
 
 
+def losses_of(trainer: Any) -> list[float]:
+    """Return the losses that a trainer logged."""
+    return [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
+
+
 def weights(model: Any) -> dict[str, torch.Tensor]:
     """Return copies of a model's weights by name."""
     return {name: value.detach().clone() for name, value in model.state_dict().items()}
 
 
 def furthest(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> float:
-    """Return the largest difference between two models' weights, relative to the tensor's largest weight in
-    ``other``.
-    """
+    """Return the largest difference of two models' weights, relative to the largest of the same tensor in ``other``."""
     if one.keys() != other.keys():
         raise RuntimeError(f"weights of other names: {sorted(one.keys() ^ other.keys())[:4]}")
     return max(float((one[name] - other[name]).abs().max() / other[name].abs().max().clamp(min=1e-9)) for name in one)
@@ -157,3 +265,11 @@ def largest_relative_difference(losses: Sequence[float], reference: Sequence[flo
     if len(losses) != len(reference):
         raise RuntimeError(f"{len(losses)} losses against {len(reference)}")
     return max(abs(a - b) / abs(b) for a, b in zip(losses, reference))
+
+
+def compared(run: Mapping[str, Any], reference: Mapping[str, Any]) -> dict[str, float]:
+    """Return how far two results of :meth:`Stage.run` are apart, in their losses and in their models' weights."""
+    return {
+        "largest_relative_difference": largest_relative_difference(run["losses"], reference["losses"]),
+        "weights_off_by": furthest(weights(run["model"]), weights(reference["model"])),
+    }

@@ -1,4 +1,7 @@
-"""Write README's blocks, the matrix pages, docs' tables and the package's JSON files, or ``--check`` them."""
+"""Write README's blocks, the pages, docs' tables and the package's JSON files from the evidence, or ``--check`` them.
+
+Cells of older code than the present are accepted: what is published says how old they are.
+"""
 
 from __future__ import annotations
 
@@ -7,8 +10,9 @@ import sys
 from pathlib import Path
 
 from .. import environments
-from ..results import Malformed
-from .tables import made
+from ..cells import Results
+from ..results import Malformed, read
+from . import blocks, matrix, need, package, stacks
 
 COMMAND = "python -m compat_matrix.publish"
 
@@ -34,6 +38,66 @@ def main(arguments: list[str] | None = None) -> int:
             file.write_bytes(files[file].encode())
             print(f"wrote {name}")
     return 1 if given.check and drifted else 0
+
+
+def made(root: Path) -> dict[Path, str]:
+    """Return the path and the new text of every file that is made from the evidence.
+
+    Raises:
+        Malformed: The evidence or the markers in README or the pages of docs are not as expected, or a cell does not
+            say which commit made it.
+    """
+    folder = root / "compat_matrix"
+    listed = folder / "versions.toml"
+    wanted = environments.tomllib.loads(listed.read_text())["version"] if listed.exists() else ()
+    results = read(folder / "evidence", wanted)
+    require_commits(results)
+    costs = {"reads": blocks.reads(), "overhead": blocks.overhead()}
+    in_readme = {
+        "matrix": blocks.summary(results),
+        "need": need.table(results),
+        "integrations": stacks.integrations(),
+        **costs,
+    }
+    in_long_rows = {"engines": blocks.engines(), "costs": blocks.costs()}
+    return {
+        root / "README.md": between(root / "README.md", **in_readme),
+        root / "docs" / "kernels.md": between(root / "docs" / "kernels.md", kernels=blocks.kernel_table(), **costs),
+        root / "docs" / "long_rows.md": between(root / "docs" / "long_rows.md", **in_long_rows),
+        folder / "MATRIX.md": matrix.tables(results),
+        folder / "matrix.html": matrix.page(results),
+        **stacks.pages(folder / "ecosystem"),
+        root / "fa2patch" / "upstream.json": package.upstream(results),
+        root / "fa2patch" / "cli" / "evidence.json": package.summary(results),
+    }
+
+
+def require_commits(results: Results) -> None:
+    """Raise :class:`Malformed` if a cell does not say which commit made it, because its age could not be shown."""
+    for environment in results.environments:
+        unsaid = [name for name, cell in environment.cells.items() if cell.made is not None and not cell.made.commit]
+        if unsaid:
+            raise Malformed(
+                f"{environment.name}: expected the commit that made each cell, found none in {len(unsaid)} of "
+                f"{len(environment.cells)}, such as {unsaid[0]}. Run python -m compat_matrix --resume in a clone"
+            )
+
+
+def between(file: Path, **texts: str) -> str:
+    """Return the text of a file with each of ``texts`` put between the markers of its name.
+
+    Raises:
+        Malformed: A marker is missing or appears twice.
+    """
+    text = file.read_text(encoding="utf-8")
+    for name, inner in texts.items():
+        begin, end = f"<!-- {name}:begin -->", f"<!-- {name}:end -->"
+        parts = text.split(begin)
+        rest = parts[-1].split(end)
+        if len(parts) != 2 or len(rest) != 2:
+            raise Malformed(f"{file}: expected {begin} and {end}, once each")
+        text = f"{parts[0]}{begin}\n{inner}\n{end}{rest[1]}"
+    return text
 
 
 if __name__ == "__main__":

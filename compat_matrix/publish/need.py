@@ -9,9 +9,7 @@ from dataclasses import dataclass
 from fa2patch.cli.evidence import runs
 
 from ..cells import Environment, Results
-from . import markdown
-from .bands import bands, span
-from .readme import wrapped
+from . import words
 
 STARTS = ((4, 34), (4, 44), (4, 53), (5, 0))
 """The first minor of each column of the table: within a column, nearly every case has one result."""
@@ -80,37 +78,16 @@ CASES = (
 _WORDS = {"ok": "right", "leak": "**leaks**", "error": "an error"}
 
 
-_LEGEND = (
-    "- **leaks**: examples see each other, and nothing is raised.",
-    "- no cache: `use_cache=False`, which Trainer sets itself from 5.0 on (before, only with gradient checkpointing).",
-    "- slow: `flash_attention_2` reads from the GPU in every layer, unless the batch has `cu_seq_lens_*` (from 4.47",
-    "  on); `sdpa` and `eager` build a mask of the row's length squared.",
-    "- Without a build of flash-attn only `sdpa` and `eager` are left, so packing without leaks is not possible up to",
-    "  4.52.",
-)
-
-
 def table(results: Results) -> str:
-    """The table with the sentences around it, as Markdown."""
-    columns = bands(results.counted, STARTS)
-    lines = markdown.table(
-        ["your case", *(band.label for band in columns)],
-        ([case.title, *(cell(case, band.environments, results) for band in columns)] for case in CASES),
+    """Return the table with the sentences around it, as Markdown."""
+    columns = words.bands(results.counted, STARTS)
+    families, hybrids = (
+        Counter(each.cell(name).state for each in results.counted for name in names if name in each.cells)
+        for names in (SEEDS, mixers(results))
     )
-    return "\n".join(
-        [
-            *wrapped(
-                "What your Transformers does alone, with `position_ids` that restart at each example. The first five "
-                f"rows are about {', '.join(SEEDS.values())}."
-            ),
-            "",
-            *lines,
-            "",
-            *wrapped(_with_fa2patch(results)),
-            "",
-            *_LEGEND,
-        ]
-    )
+    rows = ([case.title, *(cell(case, band, results) for band in columns)] for case in CASES)
+    head = ["your case", *map(words.label, columns)]
+    return words.rendered("need.md.jinja", names=SEEDS.values(), head=head, rows=rows, of=(families, hybrids)).rstrip()
 
 
 def cell(case: Case, environments: Iterable[Environment], results: Results) -> str:
@@ -172,17 +149,4 @@ def _where(found: list[tuple[str, tuple[int, int], str]], name: str, result: str
 
 def _spans(minors: list[tuple[int, int]], having: set[tuple[int, int]]) -> str:
     """Some of these minors, neighbours joined, for example ``4.44-4.46, 4.48`` with an en dash."""
-    return ", ".join(span(*run) for run in runs(minors, having))
-
-
-def _with_fa2patch(results: Results) -> str:
-    """What fa2patch does with the same families and with the hybrids."""
-    seeds, hybrids = (
-        Counter(each.cell(name).state for each in results.counted for name in names if name in each.cells)
-        for names in (SEEDS, mixers(results))
-    )
-    return (
-        f"**With fa2patch, all of these cases are right**: in {seeds['ok']:,} of {sum(seeds.values()):,} checked "
-        f"combinations of a family and a release, and in {hybrids['ok']:,} of {sum(hybrids.values()):,} of a "
-        "hybrid and a release."
-    )
+    return ", ".join(words.span(*run) for run in runs(minors, having))

@@ -14,8 +14,9 @@ import transformers
 
 from compat_matrix import long_rows
 from compat_matrix.long_rows import DECODERS, Decoder
-from compat_matrix.publish import long_rows_tables
+from compat_matrix.publish import blocks
 
+ROOT = Path(__file__).parents[2]
 HEADS = {"all": (8, 8, 16, 16), "grouped": (8, 2, 16, 16), "one key head": (4, 1, 8, 8), "latent": (4, 4, 24, 16)}
 """Query heads, key heads, and widths of key and value heads."""
 
@@ -23,42 +24,27 @@ COUNT = """
 import json, os, sys
 import torch, torch.distributed as dist
 from fa2patch.upstream.parts import collectives, exchange
+from traffic import traffic
 
 torch.set_num_threads(1)
 dist.init_process_group("gloo")
-name, processes, rank = collectives.named(dist.group.WORLD), dist.get_world_size(), dist.get_rank()
-sent = []
-swap, gather = dist.all_to_all_single, dist.all_gather
-
-def counted_swap(received, pieces, **more):
-    kept = pieces[rank].numel() * pieces.element_size()
-    sent.append(pieces.numel() * pieces.element_size() - kept)
-    return swap(received, pieces, **more)
-
-def counted_gather(parts, own, **more):
-    sent.append(own.numel() * own.element_size() * (processes - 1))
-    return gather(parts, own, **more)
-
-dist.all_to_all_single, dist.all_gather = counted_swap, counted_gather
+name, processes = collectives.named(dist.group.WORLD), dist.get_world_size()
 found = {}
 for case, (heads, keys, width, value_width) in json.loads(sys.argv[1]).items():
-    sent.clear()
-    q, k, v = (
-        torch.randn(2, 6, n, d, requires_grad=True, dtype=torch.bfloat16)
-        for n, d in ((heads, width), (keys, width), (keys, value_width))
-    )
-    to = exchange.to_heads((q, k, v), processes, name)
-    assert to[0].shape == (2, 6 * processes, heads // processes, width)
-    output = to[0][..., :value_width] + to[2].repeat_interleave(to[0].shape[2] // to[2].shape[2], 2) + to[1].sum()
-    back = exchange.to_tokens(output, processes, name)
-    forward = sum(sent)
-    sent.clear()
-    back.sum().backward()
-    found[case] = [forward, sum(sent)]
-sent.clear()
-collectives.whole_rows(torch.arange(12).view(2, 6), name, processes)
-found["ids"] = sum(sent)
-if rank == 0:
+    shapes = (heads, width), (keys, width), (keys, value_width)
+    q, k, v = (torch.randn(2, 6, n, d, requires_grad=True, dtype=torch.bfloat16) for n, d in shapes)
+    with traffic() as forward:
+        to = exchange.to_heads((q, k, v), processes, name)
+        assert to[0].shape == (2, 6 * processes, heads // processes, width)
+        output = to[0][..., :value_width] + to[2].repeat_interleave(to[0].shape[2] // to[2].shape[2], 2) + to[1].sum()
+        back = exchange.to_tokens(output, processes, name)
+    with traffic() as backward:
+        back.sum().backward()
+    found[case] = [sum(one.sent.values()) for one in (forward, backward)]
+with traffic() as ids:
+    collectives.whole_rows(torch.arange(12).view(2, 6), name, processes)
+found["ids"] = sum(ids.sent.values())
+if dist.get_rank() == 0:
     print(json.dumps(found), flush=True)
 dist.barrier()
 sys.stdout.flush()
@@ -71,7 +57,8 @@ def test_processes_send_as_many_bytes_as_on_paper(processes, tmp_path):
     (tmp_path / "count.py").write_text(COUNT)
     launch = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(processes)]
     command = [sys.executable, *launch, str(tmp_path / "count.py"), json.dumps(HEADS)]
-    variables = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2]), "OMP_NUM_THREADS": "1"}
+    paths = os.pathsep.join([str(ROOT), str(ROOT / "tests" / "distributed")])
+    variables = {**os.environ, "PYTHONPATH": paths, "OMP_NUM_THREADS": "1"}
     done = subprocess.run(command, capture_output=True, text=True, timeout=300, env=variables)
     assert done.returncode == 0, done.stderr[-3000:]
     found = json.loads(done.stdout.splitlines()[-1])
@@ -129,10 +116,10 @@ def test_checkpointing_keeps_inputs_and_computes_forwards_again():
 
 def test_the_first_way_that_fits_is_named():
     model = DECODERS["8B"]
-    assert long_rows_tables.engine(model, 2**10, 8) == "ZeRO-3"
-    assert long_rows_tables.engine(model, 2**18, 8) == "ZeRO-3, Ulysses over 4, checkpointing, loss in chunks"
-    assert long_rows_tables.engine(model, 2**24, 8) == "does not fit"
-    assert long_rows_tables.engine(DECODERS["70B"], 2**10, 8) == "weights and optimizer do not fit"
+    assert blocks.engine(model, 2**10, 8) == "ZeRO-3"
+    assert blocks.engine(model, 2**18, 8) == "ZeRO-3, Ulysses over 4, checkpointing, loss in chunks"
+    assert blocks.engine(model, 2**24, 8) == "does not fit"
+    assert blocks.engine(DECODERS["70B"], 2**10, 8) == "weights and optimizer do not fit"
 
 
 @pytest.mark.parametrize(
@@ -140,4 +127,4 @@ def test_the_first_way_that_fits_is_named():
     [(2**19, "0.5 MiB"), (320 * 2**20, "320 MiB"), (5 * 2**30, "5.0 GiB"), (3136 * 2**30, "3,136 GiB")],
 )
 def test_sizes(number, said):
-    assert long_rows_tables.size(number) == said
+    assert blocks.size(number) == said

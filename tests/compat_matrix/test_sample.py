@@ -17,11 +17,13 @@ class Changed(keys.Sources):
 
 
 def environment(name, **cells):
-    header = (name, name, "3.11", "2.5", "none", "cpu", "reference", (), ())
-    return Environment(*header, {
-        architecture: Cell("ok", "", "", (seam,), {"sdpa": Checked(9, {}, {}, {})}, (), Made(*MADE, dict.fromkeys(items, "then")))
+    """Evidence in which each architecture has a seam, and items in its key."""
+    points = {"sdpa": Checked(9, {}, {}, {})}
+    made = {
+        architecture: Cell("ok", "", "", (seam,), points, (), Made(*MADE, dict.fromkeys(items, "then")))
         for architecture, (seam, *items) in cells.items()
-    })  # fmt: skip
+    }
+    return Environment(name, name, "3.11", "2.5", "none", "cpu", "reference", (), (), made)
 
 
 OLD = environment("4.36.2", llama=("method", "a", "b"), phi=("method", "a"))

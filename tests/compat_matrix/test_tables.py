@@ -6,12 +6,9 @@ from html.parser import HTMLParser
 import pytest
 from evidence import GOOD, MADE, POINTS, evidence
 
+from compat_matrix import environments
 from compat_matrix.publish import __main__ as publish
-from compat_matrix.publish import links, tables
-from compat_matrix.publish.bands import bands, split
-from compat_matrix.publish.markdown import gpu, matrix, spans
-from compat_matrix.publish.page import page
-from compat_matrix.publish.readme import summary
+from compat_matrix.publish import blocks, matrix, words
 from compat_matrix.results import CORE, Malformed, read, read_file
 
 MARKERS = {
@@ -19,12 +16,14 @@ MARKERS = {
     "docs/kernels.md": ("kernels", "reads", "overhead"),
     "docs/long_rows.md": ("engines", "costs"),
 }
-HELD = len(CORE)
 ROWS = ["one row", "two rows", "mask of ones"]
 RIGHT = dict.fromkeys(ROWS, "ok")
 PLAIN = {**RIGHT, "two rows": "leak"}
 LEAKS = dict.fromkeys(ROWS, "leak")
 RAISES = dict.fromkeys(ROWS, "error: RuntimeError: shape '[1, 9]' is invalid: 8 < 9 </script>")
+ONE_LESS = {**GOOD, "ok": len(CORE) - 1}
+OLDER = {**MADE, "commit": "2" * 40, "when": "2026-11-20T23:59:00+00:00"}
+NO_COMMIT = {**MADE, "commit": None, "dirty": None}
 
 
 def checked(upstream=LEAKS, seam="interface", **implementations):
@@ -36,7 +35,6 @@ def llama(**cell):
     return {"architectures": {"llama": {"made": MADE, **cell}}}
 
 
-ONE_LESS = {**GOOD, "ok": HELD - 1}
 EVERY_STATE = {
     "llama": checked(RIGHT),
     "mamba": {"refused": "UnsupportedModel: MambaModel carries state, in a. Train it.", "upstream": {"sdpa": LEAKS}},
@@ -47,9 +45,8 @@ EVERY_STATE = {
 
 @pytest.fixture
 def root(tmp_path):
-    (tmp_path / "compat_matrix/evidence/gpu").mkdir(parents=True)
-    (tmp_path / "fa2patch").mkdir()
-    (tmp_path / "docs").mkdir()
+    for folder in ("compat_matrix/evidence/gpu", "fa2patch", "docs"):
+        (tmp_path / folder).mkdir(parents=True)
     for file, names in MARKERS.items():
         blocks = "".join(f"<!-- {name}:begin -->\n<!-- {name}:end -->\n" for name in names)
         (tmp_path / file).write_text(f"before\n{blocks}after\n")
@@ -71,8 +68,19 @@ def results(root):
     return lambda: read(root / "compat_matrix/evidence")
 
 
-def only(results, architecture="llama"):
-    return results().environments[0].cell(architecture)
+@pytest.fixture
+def llama_of(leave, results):
+    """Return a function that reads this cell of one architecture in one version."""
+
+    def llama_of(cell):
+        leave("5.0.0", {"llama": cell})
+        return results().environments[0].cell("llama")
+
+    return llama_of
+
+
+def test_what_is_committed_is_what_the_evidence_says():
+    assert publish.main(["--check"]) == 0
 
 
 def test_every_state(leave, results):
@@ -81,8 +89,7 @@ def test_every_state(leave, results):
     first, second = results().environments
     states = {name: first.cell(name).state for name in results().architectures}
     assert states == {"llama": "ok", "mamba": "refused", "weird": "xfail", "broken": "fail"}
-    assert first.cell("weird").link.endswith("/1")
-    assert second.cell("mamba").state == "absent"
+    assert first.cell("weird").link.endswith("/1") and second.cell("mamba").state == "absent"
     assert results().score(second).states == {"ok": 1, "absent": 3}
 
 
@@ -90,46 +97,38 @@ def test_every_state(leave, results):
     ("broken", "reason"),
     [
         (checked(sdpa=ONE_LESS), "do not add up"),
-        (checked(sdpa={**GOOD, "ok": HELD + 1}), "do not add up"),
+        (checked(sdpa={**GOOD, "ok": len(CORE) + 1}), "do not add up"),
         (checked(sdpa={"fail": {"load": "ImportError"}}), "load: ImportError"),
-        (
-            checked(sdpa={**ONE_LESS, "fail": {"packed_row": "logits differ"}}),
-            "sdpa: packed_row: logits differ",
-        ),
+        (checked(sdpa={**ONE_LESS, "fail": {"packed_row": "logits differ"}}), "sdpa: packed_row: logits differ"),
         (checked(sdpa={**GOOD, "n/a": {"made_up": "a reason"}}), "not among those that were run"),
         (checked(eager={"n/a": {"load": "no such thing here"}}), "no point"),
         (checked(eager={"alone": {"document": "Transformers fails on one document"}}), "no point"),
-        (
-            checked(eager={**ONE_LESS, "alone": {"padding": "KeyError"}}),
-            "padding held with no implementation",
-        ),
-        (
-            checked(eager={**ONE_LESS, "n/a": {"padding": "as said", "windows": ""}}),
-            "implementation: as said",
-        ),
+        (checked(eager={**ONE_LESS, "alone": {"padding": "KeyError"}}), "padding held with no implementation"),
+        (checked(eager={**ONE_LESS, "n/a": {"padding": "as said", "windows": ""}}), "implementation: as said"),
         (checked(eager={"ok": 0, "n/a": dict.fromkeys(POINTS, "for a reason"), "fail": {}}), "no point"),
         (checked(seam="entry"), "patched at the seam entry, not interface"),
+        ({"seam": [], "fa2patch": {}}, "no point"),
     ],
 )
-def test_anything_else_fails(leave, results, broken, reason):
-    leave("5.0.0", {"llama": broken})
-    assert only(results).state == "fail"
-    assert reason in only(results).reason
+def test_anything_else_fails(llama_of, broken, reason):
+    assert llama_of(broken).state == "fail" and reason in llama_of(broken).reason
 
 
-@pytest.mark.parametrize("why", [{"n/a": {"load": "no sdpa in this version"}}, {"alone": {"document": "KeyError"}}])
-def test_an_implementation_that_cannot_be_run_is_no_failure(leave, results, why):
-    leave("5.0.0", {"llama": checked(sdpa=why)})
-    assert only(results).state == "ok"
+ELSEWHERE = {**ONE_LESS, "n/a": {"windows": "no sliding window", "padding": "run with sdpa, or eager"}}
 
 
-def test_a_core_point_must_hold_with_one_implementation_or_be_of_text(leave, results):
-    elsewhere = {**ONE_LESS, "n/a": {"windows": "no sliding window", "padding": "run with sdpa, or eager"}}
-    leave("5.0.0", {"llama": checked(sdpa=elsewhere)})
-    assert only(results).state == "ok"
-    on_text = {**elsewhere, "n/a": {**elsewhere["n/a"], "padding": "checked on rows of text"}}
-    leave("5.0.0", {"llama": checked(eager=on_text)})
-    assert only(results).state == "ok"
+@pytest.mark.parametrize(
+    "good",
+    [
+        checked(sdpa={"n/a": {"load": "no sdpa in this version"}}),
+        checked(sdpa={"alone": {"document": "KeyError"}}),
+        checked(sdpa=ELSEWHERE),
+        checked(eager={**ELSEWHERE, "n/a": {**ELSEWHERE["n/a"], "padding": "checked on rows of text"}}),
+    ],
+    ids=["not loaded", "no document alone", "holds with another", "on text"],
+)
+def test_what_cannot_be_run_is_no_failure_and_a_core_point_holds_with_one_implementation(llama_of, good):
+    assert llama_of(good).state == "ok"
 
 
 def test_evidence_without_a_core_point_is_none(leave, results):
@@ -139,62 +138,65 @@ def test_evidence_without_a_core_point_is_none(leave, results):
     assert read_file(file, partial=True).cell("llama").state == "fail"  # its numbers do not add up
 
 
-def test_a_cell_says_what_made_it_and_older_code_is_marked(leave, results):
-    older = {**MADE, "commit": "2" * 40, "when": "2026-11-20T23:59:00+00:00"}
-    leave("5.0.0", {"llama": checked(), "phi": {**checked(), "made": {**older, "dirty": True, "torch": "2.4.1"}}})
-    leave("5.1.0", {"llama": checked(), "phi": {**checked(), "made": {**older, "commit": None, "dirty": None}}})
-    first, second = results().environments
-    assert (
-        first.codes == ("commit " + "1" * 12, "commit " + "2" * 12 + " with uncommitted changes")
-        and second.codes[1] == "an unknown commit"
-    )
+def test_a_cell_says_what_made_it_and_its_age_is_published(root, leave, results):
+    leave("5.0.0", {"llama": checked(), "phi": {**checked(), "made": {**OLDER, "dirty": True, "torch": "2.4.1"}}})
+    leave("5.1.0", {"llama": checked(), "phi": {**checked(), "made": OLDER}})
+    first, _ = results().environments
+    assert first.codes == (f"commit {'1' * 12}", f"commit {'2' * 12} with uncommitted changes")
     assert (first.torch, first.dates) == ("2.13.0+cpu and 2.4.1", "2026-11-20 to 2026-11-21")
-    text = matrix(results())
+    text = matrix.tables(results())
     assert "| ✓ ✗ | ✓ ✗ |" in text and "| ✓ ✗ ° | ✓ ✗ ° |" in text
-    assert f"2 of 4 cells were checked with older code than that of commit {'1' * 12}" in text
-    assert "That is older than" in page(results())
-    leave("5.1.0", {"llama": checked()})
-    assert f"1 of 3 cells were checked with older code than that of commit {'1' * 12}" in matrix(results())
+    said = (
+        "All 4 cells were checked from 2026-11-20 to 2026-11-21. 2 of them were checked with older code than that of "
+        f"commit {'1' * 12}; each cell names its commit."
+    )
+    page = matrix.page(results())
+    assert said in text and said in page and said in " ".join(blocks.summary(results()).split())
+    assert f"Checked on 2026-11-20 with the code of commit {'2' * 12}" in page and "That is older than" in page
+    assert {older for _, older in matrix.data(results())["made"]} == {0, 1}, "the map marks what is older"
+    publish.main(["--root", str(root)])
+    assert publish.main(["--root", str(root), "--check"]) == 0, "cells of older code are published with their age"
 
 
 def test_a_cell_that_does_not_say_which_commit_made_it_is_not_published(root, leave, capsys):
-    leave("5.0.0", {"llama": checked(), "phi": {**checked(), "made": {**MADE, "commit": None, "dirty": None}}})
+    leave("5.0.0", {"llama": checked(), "phi": {**checked(), "made": NO_COMMIT}})
     assert publish.main(["--root", str(root), "--check"]) == 1
     said = capsys.readouterr().err
     assert "5.0.0: expected the commit that made each cell, found none in 1 of 2, such as phi" in said
 
 
-def test_another_stack_of_a_release_is_shown_and_not_counted(leave, results):
-    leave("5.0.0", {"llama": checked()})
+def test_another_stack_of_a_release_and_what_may_fail_are_shown_and_not_counted(root, leave, results):
+    leave("5.0.0", {"llama": checked(RIGHT)})
+    before = results().score(*results().counted)
     leave("5.0.0-wrapt1.16", {"llama": checked()})
-    assert results().score(*results().counted).states == {"ok": 1}
-    assert "5.0.0-wrapt1.16 (another stack of this release, not counted)" in matrix(results())
-
-
-def test_nothing_was_checked_is_not_ok(leave, results):
-    leave("5.0.0", {"llama": {"seam": [], "fa2patch": {}}})
-    assert only(results).state == "fail"
+    leave("main", {"newest": {"error": "moved"}}, transformers="5.24.0.dev0", allowed_to_fail=True)
+    assert results().score(*results().counted) == before and before.states == {"ok": 1}
+    text = matrix.tables(results())
+    assert "5.0.0-wrapt1.16 (another stack of this release, not counted)" in text
+    assert "main (allowed to fail, not counted)" in text and "newest" in matrix.page(results())
+    assert " fail" not in publish.made(root)[root / "README.md"]
 
 
 def test_nothing_is_ok_without_its_json(root, leave, results):
     leave("5.0.0", {"llama": checked()})
     gone = leave("5.1.0", {"llama": checked(), "granite": checked()})
-    assert "granite" in matrix(results())
+    assert "granite" in matrix.tables(results())
     gone.unlink()
-    assert "granite" not in matrix(results())
-    assert results().score(*results().counted).states == {"ok": 1}
+    assert "granite" not in matrix.tables(results()) and results().score(*results().counted).states == {"ok": 1}
     (root / "compat_matrix/versions.toml").write_text('[version."5.0.0"]\n[version."5.1.0"]\n')
-    said = {file.name for file, text in tables.made(root).items() if "Version 5.1.0 has not been checked yet." in text}
+    said = {file.name for file, text in publish.made(root).items() if "Version 5.1.0 has not been checked yet." in text}
     assert said == {"MATRIX.md", "matrix.html"}
 
 
 @pytest.mark.parametrize(
     ("upstream", "state", "one_row", "every_row"),
-    [(RIGHT, "ok", "ok", 1), (PLAIN, "plain", "ok", 0), (LEAKS, "leak", "leak", 0), (RAISES, "error", "error", 0)],
-)
-def test_upstream(leave, results, upstream, state, one_row, every_row):
-    leave("5.0.0", {"llama": checked(upstream)})
-    assert only(results).upstream.state == state
+    [
+        (RIGHT, "ok", "ok", 1), (PLAIN, "plain", "ok", 0), (LEAKS, "leak", "leak", 0), (RAISES, "error", "error", 0),
+        ({"one row": "ok"}, "plain", "ok", 0),
+    ],
+)  # fmt: skip
+def test_upstream(llama_of, results, upstream, state, one_row, every_row):
+    assert llama_of(checked(upstream)).upstream.state == state
     score = results().score(*results().environments)
     assert (score.one_row, score.every_row, score.measured) == ({one_row: 1}, every_row, 1)
 
@@ -206,29 +208,15 @@ def test_a_row_that_does_not_exist_with_pictures_does_not_count(leave, results):
     assert found.cell("llava:picture").upstream.state == "ok" and found.cell("llama").upstream.state == "plain"
 
 
-def test_a_row_that_was_not_run_is_not_right(leave, results):
-    leave("5.0.0", {"llama": checked({"one row": "ok"})})
-    assert only(results).upstream.state == "plain"
-
-
 def test_versions_are_in_their_order(leave, results):
     for name in ("5.10.4", "5.2.0", "4.57.6-wrapt1.16", "4.57.6", "4.34.1"):
         leave(name, {"llama": checked()})
-    names = [environment.name for environment in results().environments]
-    assert names == ["4.34.1", "4.57.6", "4.57.6-wrapt1.16", "5.2.0", "5.10.4"]
-    assert [band.label for band in bands(results().environments)] == ["4.34", "4.57", "5.2–5.10"]
-    assert [len(part.environments) for part in split(bands(results().environments)[2], 1)] == [1, 1]
-    assert spans(results().environments, ["4.34.1", "4.57.6", "5.10.4"]) == "4.34.1 to 4.57.6, 5.10.4"
-
-
-def test_what_is_allowed_to_fail_is_shown_and_not_counted(root, leave, results):
-    leave("5.0.0", {"llama": checked(RIGHT)})
-    before = results().score(*results().counted)
-    leave("main", {"newest": {"error": "moved"}}, transformers="5.24.0.dev0", allowed_to_fail=True)
-    assert results().score(*results().counted) == before
-    assert "main (allowed to fail, not counted)" in matrix(results())
-    assert "newest" in page(results())
-    assert " fail" not in tables.made(root)[root / "README.md"]
+    found = results().environments
+    assert [each.name for each in found] == ["4.34.1", "4.57.6", "4.57.6-wrapt1.16", "5.2.0", "5.10.4"]
+    bands = words.bands(found)
+    assert [words.label(band) for band in bands] == ["4.34", "4.57", "5.2–5.10"]
+    assert [len(part) for part in matrix.split(bands[2], 1)] == [1, 1]
+    assert words.spans(found, ["4.34.1", "4.57.6", "5.10.4"]) == "4.34.1 to 4.57.6, 5.10.4"
 
 
 @pytest.mark.parametrize(
@@ -250,18 +238,13 @@ def test_what_is_allowed_to_fail_is_shown_and_not_counted(root, leave, results):
     ],
 )
 def test_malformed(root, leave, results, change, expected, capsys):
-    file = leave("5.0.0", {}, **change)
-    with pytest.raises(Malformed) as caught:
-        results()
-    assert str(file) in str(caught.value) and expected in str(caught.value)
-    assert publish.main(["--root", str(root)]) == 1
-    assert expected in capsys.readouterr().err
-
-
-def test_no_json_and_no_evidence(leave, results):
     with pytest.raises(Malformed, match="expected evidence"):
         results()
-    leave("5.0.0", {}).write_text("{")
+    file = leave("5.0.0", {}, **change)
+    assert publish.main(["--root", str(root)]) == 1
+    said = capsys.readouterr().err
+    assert str(file) in said and expected in said
+    file.write_text("{")
     with pytest.raises(Malformed, match=r"5\.0\.0\.json: expected JSON"):
         results()
 
@@ -269,55 +252,60 @@ def test_no_json_and_no_evidence(leave, results):
 def test_drift_is_caught(root, leave, capsys):
     leave("5.0.0", EVERY_STATE)
     run = ["--root", str(root)]
-    assert publish.main([*run, "--check"]) == 1
-    assert not (root / "compat_matrix/MATRIX.md").exists()
-    assert publish.main(run) == 0
-    assert publish.main([*run, "--check"]) == 0
-    assert (root / "README.md").read_text().startswith("before\n")
-    assert (root / "README.md").read_text().endswith("after\n")
+    assert publish.main([*run, "--check"]) == 1 and not (root / "compat_matrix/MATRIX.md").exists()
+    assert (publish.main(run), publish.main([*run, "--check"])) == (0, 0)
+    readme = (root / "README.md").read_text()
+    assert readme.startswith("before\n") and readme.endswith("after\n")
     capsys.readouterr()
-    pages = "README.md", "docs/kernels.md", "docs/long_rows.md", "compat_matrix/MATRIX.md", "compat_matrix/matrix.html"
-    for name in (*pages, "fa2patch/cli/evidence.json"):
-        good = (root / name).read_text()
-        (root / name).write_text(good.replace("1", "2").replace('"5.0"', '"5.9"'))
+    for file in publish.made(root):
+        good = file.read_text()
+        file.write_text(good.replace("1", "2").replace('"5.0"', '"5.9"'))
         assert publish.main([*run, "--check"]) == 1
         said = capsys.readouterr().err
-        assert name in said and publish.COMMAND in said
-        (root / name).write_text(good)
+        assert str(file.relative_to(root)) in said and publish.COMMAND in said
+        file.write_text(good)
     leave("5.0.0", {**EVERY_STATE, "llama": checked(seam="entry")})
     assert publish.main([*run, "--check"]) == 1
-
-
-def test_readme_without_markers(root, leave):
-    leave("5.0.0", EVERY_STATE)
     (root / "README.md").write_text("nothing\n")
     with pytest.raises(Malformed, match="matrix:begin"):
-        tables.made(root)
+        publish.made(root)
 
 
-def test_readme_says_what_holds_in_two_sentences_and_one_link(root, leave, results):
+def test_readme_says_what_holds_in_a_few_sentences_and_one_link(root, leave, results):
     leave("4.42.4", {"llama": checked(LEAKS), "other": EVERY_STATE["broken"]})
     leave("5.0.0", {"llama": checked(RIGHT), "other": checked(PLAIN), "mamba": EVERY_STATE["mamba"]})
     leave("5.1.0", {"llama": checked(PLAIN), "weird": EVERY_STATE["weird"]})
-    *said, link = summary(results()).splitlines()
+    *said, link = blocks.summary(results()).splitlines()
     assert " ".join(said) == (
-        "fa2patch isolates 4 of 7 checked combinations of model type and Transformers release "
-        "(3 releases, on a CPU); it refuses 1 with a reason; "
-        "1 are known failures of Transformers; 1 fail. Transformers alone is right in 3 of them for one packed row, "
-        f"and in 1 for every kind of packed row. All 7 cells were checked with the code of commit {'1' * 12}."
+        "When last checked, fa2patch isolated 4 of 7 combinations of model type and Transformers release (3 releases, "
+        "on a CPU); it refused 1 with a reason; 1 were known failures of Transformers; 1 failed. Transformers alone "
+        "was right in 3 of them for one packed row, and in 1 for every kind of packed row. All 7 cells were checked on "
+        f"2026-11-21 with the code of commit {'1' * 12}."
     )
-    assert links.PAGE in link and f"{links.FOLDER}/MATRIX.md" in link
-    assert "\n".join([*said, link]) in tables.made(root)[root / "README.md"]
+    assert words.PAGE in link and f"{words.FOLDER}/MATRIX.md" in link
+    assert "\n".join([*said, link]) in publish.made(root)[root / "README.md"]
 
 
-def test_gpu_evidence_is_claimed_only_where_it_is(root, leave, results):
+def test_gpu_evidence_is_claimed_only_where_it_is(leave, results):
     leave("5.0.0", EVERY_STATE)
-    assert gpu(results()) == "No GPU evidence exists yet."
     leave("5.0.0", {"llama": checked()}, folder="gpu")
-    assert gpu(results()) == "No GPU evidence exists yet."
+    assert words.gpu(results()) == "No GPU evidence exists yet."
     leave("5.0.0", {"llama": checked()}, folder="gpu", device="NVIDIA H100", kernel="flash_attn")
-    assert gpu(results()) == "GPU evidence: 5.0.0 on NVIDIA H100, 1 of 1 ok."
-    assert all("NVIDIA H100" in text for text in (matrix(results()), page(results())))
+    assert words.gpu(results()) == "GPU evidence: 5.0.0 on NVIDIA H100, 1 of 1 ok."
+    assert all("NVIDIA H100" in text for text in (matrix.tables(results()), matrix.page(results())))
+
+
+def test_readmes_figures_of_the_bench_are_those_of_its_results():
+    rows = [line.strip("| ").split(" | ") for line in blocks.reads().splitlines() if line.startswith("|")]
+    assert rows[0][1:] == list(blocks.bench("syncs")["versions"])
+    cells = {row[0]: dict(zip(rows[0], row)) for row in rows[2:]}
+    assert list(cells) == list(blocks.WAYS.values())
+    given = cells["Transformers, with lengths"]
+    assert (given["4.44.2"], given["4.57.6"], given[environments.newest().name]) == ("refused", "0", "1")
+    assert set(list(cells["fa2patch, with lengths"].values())[1:]) == {"0"}
+    found, said = blocks.bench("overhead"), " ".join(blocks.overhead().split())
+    for way in ("position_ids", "lengths"):
+        assert all(f"{found[way][f'us_per_{what}']:.0f} µs" in said for what in ("layer", "forward"))
 
 
 VOID = {"meta", "input", "link", "img", "br", "hr", "col"}
@@ -343,22 +331,17 @@ class Page(HTMLParser):
         self.text.setdefault(self.open[-1] if self.open else "", []).append(data)
 
 
-def test_the_page_is_well_formed_and_fetches_nothing(leave, results):
+def test_the_page_is_well_formed_and_fetches_nothing_and_is_the_same_each_time(root, leave, results):
     leave("5.0.0", {**EVERY_STATE, "raises": checked(RAISES)})
+    assert publish.made(root) == publish.made(root)
     parsed = Page()
-    parsed.feed(page(results()))
+    parsed.feed(matrix.page(results()))
     parsed.close()
     assert parsed.open == []
-    style, (words, data, script) = "".join(parsed.text["style"]), parsed.text["script"]
-    assert set(json.loads(words)["here"]) == {"ok", "refused", "xfail", "fail"}
+    style, (told, data, script) = "".join(parsed.text["style"]), parsed.text["script"]
+    assert set(json.loads(told)["here"]) == {"ok", "refused", "xfail", "fail"}
     assert not any(word in style for word in ("http", "url(", "@import"))
     assert not any(word in script for word in ("http", "fetch(", "XMLHttpRequest", "import(", "innerHTML"))
     held = json.loads(data)
     assert [name for name, _, _ in held["architectures"]] == ["broken", "llama", "mamba", "raises", "weird"]
     assert {EVERY_STATE["weird"]["link"], RAISES["one row"], "no sliding window"} <= set(held["texts"])
-
-
-def test_the_same_evidence_gives_the_same_files(root, leave):
-    leave("5.0.0", EVERY_STATE)
-    leave("5.1.0", {**EVERY_STATE, "raises": checked(RAISES)})
-    assert tables.made(root) == tables.made(root)

@@ -14,8 +14,7 @@ import torch
 import torch.distributed as dist
 
 import fa2patch
-from compat_matrix.ecosystem.collators import packed, padded
-from compat_matrix.ecosystem.training import Stage, largest_relative_difference, tiny_llama
+from compat_matrix.ecosystem.training import Stage, largest_relative_difference, packed, padded, tiny_llama
 
 STEPS = 4
 BOUND = 1e-3

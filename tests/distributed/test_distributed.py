@@ -2,19 +2,15 @@
 
 import importlib.util
 import json
-import os
 import subprocess
-import sys
-from pathlib import Path
 
 import pytest
 import torch
 import transformers
+from torchrun import command, launched, variables
 
-from compat_matrix.ecosystem import distributed, stacks
+from compat_matrix.ecosystem.stacks import DISTRIBUTED, split, stacks
 
-ROOT = Path(__file__).parents[2]
-VARIABLES = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
 needs_fsdp2 = pytest.mark.skipif(
     importlib.util.find_spec("torch.distributed.fsdp._fully_shard") is None, reason="FSDP2 came with torch 2.6"
 )
@@ -23,8 +19,7 @@ needs_deepspeed = pytest.mark.skipif(importlib.util.find_spec("deepspeed") is No
 
 @needs_fsdp2
 def test_ddp_and_fsdp2_quickly():
-    command = distributed.command(sys.executable, "raw", "--quick")
-    done = subprocess.run(command, capture_output=True, text=True, timeout=300, env=VARIABLES)
+    done = subprocess.run(command("raw", "--quick"), capture_output=True, text=True, timeout=300, env=variables())
     assert done.returncode == 0, done.stdout + done.stderr[-3000:]
     finding = json.loads(done.stdout.splitlines()[-1])
     assert finding["ok"] and {"DDP, plain", "FSDP2, reentrant"} <= finding.keys()
@@ -35,10 +30,7 @@ def test_ddp_and_fsdp2_quickly():
 )
 def test_ulysses_quickly():
     """Without DeepSpeed too: what it registers is looked at, and the rows are split as it splits them."""
-    finding = distributed.launched(
-        "ulysses_architectures llama gpt_oss jamba bert:masked", Path(sys.executable), VARIABLES
-    )
-    found = finding["finding"]["architectures"]
+    found = launched("ulysses_architectures llama gpt_oss jamba bert:masked")["architectures"]
     assert [one["crossing"]["found"] for one in found.values()] == ["right", "right", "refused", "right"], found
     assert found["jamba"]["whole"]["found"] == "right"
 
@@ -50,20 +42,24 @@ def needs(entry):
     return needs_deepspeed if "zero" in entry or "ulysses" in entry else ()
 
 
-ENTRIES = dict.fromkeys(entry for stack in stacks.stacks().values() for entry in stack.distributed)
+PREFIX, SUFFIX = DISTRIBUTED.split("{}")
+ENTRIES = dict.fromkeys(
+    test[len(PREFIX) : -len(SUFFIX)] for stack in stacks().values() for test in stack.tests if test.startswith(PREFIX)
+)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("entry", [pytest.param(entry, marks=needs(entry)) for entry in ENTRIES])
-def test_what_the_stacks_run(entry):
-    finding = distributed.launched(entry, Path(sys.executable), VARIABLES)["finding"]
-    assert finding["ok"], finding
+def test_a_script_in_several_processes(entry, finding):
+    """The stacks run it, each in its environment: stacks.toml names the scripts."""
+    finding.update(launched(entry))
+    assert finding["ok"]
 
 
 def test_every_script_about_long_rows_is_in_a_stack():
-    scripts = {distributed.split(entry)[0].split()[0] for entry in ENTRIES}
+    processes = {split(entry) for entry in ENTRIES}
+    scripts = {script.split()[0] for script, _ in processes}
     assert {"ulysses", "ulysses_engine", "ulysses_architectures", "tensor_parallel", "split_rows"} <= scripts
-    processes = {distributed.split(entry) for entry in ENTRIES}
     assert {("ulysses", 4), ("tensor_parallel", 4), ("split_rows torch", 2)} <= processes
 
 
@@ -82,7 +78,7 @@ def test_every_script_about_long_rows_is_in_a_stack():
 )
 def test_rows_of_groups_of_two_processes(script, processes):
     entry = f"{script}, {processes} processes"
-    finding = distributed.launched(entry, Path(sys.executable), VARIABLES)["finding"]
+    finding = launched(entry)
     assert finding["ok"] and finding["processes"] == processes, finding
 
 
@@ -94,7 +90,7 @@ def test_rows_of_groups_of_two_processes(script, processes):
 def test_fsdp_on_gpus(engine):
     """The test uses two processes, or one if there is only one GPU."""
     processes = min(2, torch.cuda.device_count())
-    command = distributed.command(sys.executable, f"fsdp_gpu {engine}", processes=processes)
-    done = subprocess.run(command, capture_output=True, text=True, timeout=900, env=VARIABLES)
+    launch = command(f"fsdp_gpu {engine}", processes=processes)
+    done = subprocess.run(launch, capture_output=True, text=True, timeout=900, env=variables())
     assert done.returncode == 0, done.stdout + done.stderr[-3000:]
     assert json.loads(done.stdout.splitlines()[-1])["ok"]

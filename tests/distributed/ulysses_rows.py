@@ -16,7 +16,6 @@ import torch.distributed as dist
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from compat_matrix.check.rows import alone
-from compat_matrix.ecosystem.child import versions
 
 try:
     import deepspeed
@@ -135,7 +134,7 @@ def run(main: Callable[[], dict[str, Any]], out: str) -> None:
         deepspeed.init_distributed("gloo", verbose=False)
     finding = main()
     if dist.get_rank() == 0:
-        Path(out).write_text(json.dumps({"versions": versions(), "finding": finding}))
+        Path(out).write_text(json.dumps(finding))
     dist.barrier()
     sys.stdout.flush()
     os._exit(0)  # under load, shutting down gloo's threads sometimes aborts the process

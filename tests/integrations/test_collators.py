@@ -36,7 +36,7 @@ def sources_of_trl(release: str, folder: Path) -> Path:
 @pytest.mark.slow
 @pytest.mark.parametrize("stack", SDISTS)
 def test_trls_own_tests_pass_with_the_import_changed(stack: str, tmp_path: Path) -> None:
-    file = str(sources_of_trl(str(stacks()[stack].trl), tmp_path))
+    file = str(sources_of_trl(str(stacks()[stack].pins["trl"]), tmp_path))
     for package in ("trl", "fa2patch"):  # TRL's own class shows that the tests run here
         found: dict[str, Any] = run_in(stack, SCRIPTS / "trl_collator_tests.py", file, package)
         assert found["failed"] == {}
@@ -47,7 +47,7 @@ def test_trls_own_tests_pass_with_the_import_changed(stack: str, tmp_path: Path)
 @pytest.mark.parametrize("stack", ["trl-0.7.11", "trl-0.9.6", "trl-0.12.2", "trl-0.19.1"])
 def test_the_completion_collator_is_trls(stack: str) -> None:
     found = run_in(stack, SCRIPTS / "completion_only_with_trl.py")
-    assert found["trl"] == stacks()[stack].trl
+    assert found["trl"] == stacks()[stack].pins["trl"]
     assert found["batches"] >= 160
     assert found["differ"] == []
     assert found["refused"] == []

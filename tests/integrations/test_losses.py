@@ -67,7 +67,7 @@ def test_sfttrainers_fused_head_is_refused_by_document_and_trainers_loss_is_righ
 @pytest.mark.slow
 @pytest.mark.parametrize("stack", ["losses-4.44.2"])
 def test_fused_losses_of_old_releases_are_right_or_refused(stack: str) -> None:
-    """Liger 0.3.0 and cut-cross-entropy 24.11.4; test_fused_losses.py in tests/never_silent runs the newest ones."""
+    """Liger 0.3.0 and cut-cross-entropy 24.11.4; tests/stacks/test_fused_losses.py runs with the newest ones."""
     for cases in run_in(stack, SCRIPTS / "fused_losses.py", *FUSED).values():
         assert len(cases) == 8
         for case, said in cases.items():

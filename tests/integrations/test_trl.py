@@ -24,7 +24,7 @@ def runs(stack: str, kind: str) -> dict[str, Any]:
     jobs = [f"{variant}:{number}:{','.join(ways)}" for variant, (number, ways) in variants(stack, kind).items()]
     script = "trl_groups.py" if kind in ("grpo", "rloo") else "trl_pairs.py"
     found = run_in(stack, SCRIPTS / script, kind, *jobs)
-    assert found.pop("trl") == stacks()[stack].trl
+    assert found.pop("trl") == stacks()[stack].pins["trl"]
     return found
 
 

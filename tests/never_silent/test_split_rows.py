@@ -1,17 +1,15 @@
 """Sequence parallelism splits rows; what replaces attention shows it. The last test uses two processes."""
 
 import importlib.util
-import os
-import sys
 from pathlib import Path
 
 import pytest
 import torch
 import transformers
+from torchrun import launched
 
 import fa2patch
 from compat_matrix import tiny_models
-from compat_matrix.ecosystem import distributed
 from fa2patch.errors import PackingNotIsolated
 from fa2patch.upstream.parts.engines import row_part
 
@@ -134,6 +132,5 @@ def test_one_graph_and_another_where_somebody_comes_in_between(model, monkeypatc
     importlib.util.find_spec("torch.distributed.tensor.experimental") is None, reason="came with torch 2.5"
 )
 def test_two_processes_with_half_of_each_row():
-    variables = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
-    finding = distributed.launched("context_parallel", Path(sys.executable), variables)["finding"]
+    finding = launched("context_parallel")
     assert finding["ok"], finding

@@ -17,9 +17,16 @@ import torch
 import transformers
 
 import fa2patch
-from compat_matrix.ecosystem.checks.fused import restored
-from compat_matrix.ecosystem.collators import padded, tokens
-from compat_matrix.ecosystem.training import Stage, furthest, largest_relative_difference, tiny_llama, weights
+from compat_matrix.ecosystem.fused import restored
+from compat_matrix.ecosystem.training import (
+    Stage,
+    furthest,
+    largest_relative_difference,
+    padded,
+    tiny_llama,
+    tokens,
+    weights,
+)
 
 STEPS = 4
 

@@ -1,0 +1,182 @@
+"""Losses that other packages compute in a replaced forward, on a packed row: Liger's, cut-cross-entropy's, TRL's head.
+
+A case must either match the loss and gradients of the documents run alone with Transformers' own loss, or be refused by
+an error of fa2patch. Every token is a label, including each document's first, so that a loss which learns those is off.
+"""
+
+from __future__ import annotations
+
+import functools
+import types
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+
+import fa2patch
+
+from .training import furthest, tiny_llama
+
+BOUND = 1e-4
+"""Relative bound on the loss, and on each gradient by its largest value. Fused kernels add up in chunks."""
+
+LOSS_ALONE = {"rope": False, "rms_norm": False, "swiglu": False}
+"""Liger's fused loss without its other kernels, which change nothing here and take minutes under the interpreter."""
+
+Gradients = dict[str, torch.Tensor]
+
+
+def documents() -> list[torch.Tensor]:
+    """Return four documents of random token ids."""
+    generator = torch.Generator().manual_seed(0)
+    return [torch.randint(3, 500, (length,), generator=generator) for length in (5, 1, 9, 3)]
+
+
+def batches(by_document: bool) -> dict[str, dict[str, Any]]:
+    """Return one packed batch twice, with position ids only and with lengths."""
+    features = [{"input_ids": one.tolist(), "labels": one.tolist()} for one in documents()]
+    options: dict[str, Any] = {"loss_weights": "document"} if by_document else {"separator_id": None}
+    found = {}
+    for name, lengths in (("ids", False), ("lengths", True)):
+        collate = fa2patch.DataCollatorWithFlattening(return_flash_attn_kwargs=lengths, **options)
+        found[name] = dict(collate(features))
+        if not by_document:
+            found[name]["labels"] = found[name]["input_ids"].clone()
+    return found
+
+
+def expected(adapters: bool, by_document: bool) -> tuple[torch.Tensor, Gradients]:
+    """Return the loss and gradients of the documents run alone, by the unpatched model."""
+    model = tiny_llama()
+    model = (_adapted(model) if adapters else model).train()
+    losses, counts = [], []
+    for one in documents():
+        if len(one) > 1:
+            logits = model(input_ids=one[None]).logits[0, :-1]
+            losses.append(torch.nn.functional.cross_entropy(logits, one[1:]))
+            counts.append(1 if by_document else len(one) - 1)
+    return _with_gradients(model, sum(loss * count for loss, count in zip(losses, counts)) / sum(counts))
+
+
+def _with_gradients(model: Any, loss: Any) -> tuple[torch.Tensor, Gradients]:
+    loss.backward()
+    return loss.detach(), {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+
+
+def _adapted(model: Any) -> Any:
+    import peft
+
+    torch.manual_seed(0)
+    options = {"r": 2, "target_modules": ["q_proj", "v_proj"], "task_type": "CAUSAL_LM", "init_lora_weights": False}
+    return peft.get_peft_model(model, peft.LoraConfig(**options))
+
+
+@contextmanager
+def restored() -> Iterator[None]:
+    """Restore Llama's forward after the block."""
+    from transformers import LlamaForCausalLM
+
+    before = vars(LlamaForCausalLM)["forward"]
+    try:
+        yield
+    finally:
+        LlamaForCausalLM.forward = before
+
+
+def judged(run: Callable[[], Any], wrong: Callable[[Any], str]) -> str:
+    """Return ``right``, ``refused: ...`` or what ``wrong`` says of the result. Llama's forward is restored."""
+    try:
+        with restored():
+            return wrong(run()) or "right"
+    except fa2patch.Fa2PatchError as error:
+        return f"refused: {type(error).__name__}"
+
+
+def cases(name: str, by_document: bool = False) -> dict[str, str]:
+    """Judge a replaced forward in all cases: before and after ``apply``, with and without LoRA, ids and lengths.
+
+    Args:
+        name: one of ``REPLACED``.
+        by_document: whether every document has the same weight in the loss, instead of every token.
+    """
+    found = {}
+    for adapters in (False, True):
+        right, gradients = expected(adapters, by_document)
+
+        def wrong(result: tuple[torch.Tensor, Gradients], right: Any = right, gradients: Any = gradients) -> str:
+            loss, off = float(result[0]), furthest(result[1], gradients)
+            if not abs(loss / float(right) - 1) <= BOUND:
+                return f"loss {loss:.4f} for {float(right):.4f}"
+            return "" if off <= BOUND else f"gradients off by {off:.0e}"
+
+        for order in ("before apply", "after apply"):
+            for told, batch in batches(by_document).items():
+                step = functools.partial(_step, name, order, adapters, batch)
+                found[f"{order}, {told}{', LoRA' if adapters else ''}"] = judged(step, wrong)
+    return found
+
+
+def _step(name: str, order: str, adapters: bool, batch: dict[str, Any]) -> tuple[torch.Tensor, Gradients]:
+    model = tiny_llama()
+    patch = None
+    try:
+        if order == "after apply":
+            patch = fa2patch.apply(model)
+        REPLACED[name](model)
+        outer = _adapted(model) if adapters else model
+        if order == "before apply":
+            patch = fa2patch.apply(outer)
+        outer.train()
+        if name != "trl_fused_head":
+            return _with_gradients(outer, outer(**batch).loss)
+        output = outer(**batch, fused_lm_head=True)  # whose log-probabilities SFTTrainer makes its loss of
+        return _with_gradients(outer, -output.log_probs.sum() / output.label_mask.sum())
+    finally:
+        if patch is not None:
+            patch.revert()
+
+
+def _liger_on_the_class(model: Any) -> None:
+    from liger_kernel.transformers import apply_liger_kernel_to_llama
+
+    apply_liger_kernel_to_llama(**LOSS_ALONE)
+
+
+def _liger_on_the_object(model: Any) -> None:
+    from liger_kernel.transformers import apply_liger_kernel_to_llama
+
+    apply_liger_kernel_to_llama(model=model, **LOSS_ALONE)
+
+
+def _cut_cross_entropy(model: Any) -> None:
+    """Set the package's torch path on the object, as ``cce_patch`` sets its own (no release can do that yet)."""
+    model.forward = types.MethodType(_cut, model)
+
+
+def _cut(self: Any, input_ids: Any = None, labels: Any = None, **kwargs: Any) -> Any:
+    from cut_cross_entropy import linear_cross_entropy
+    from transformers.modeling_outputs import CausalLMOutputWithPast
+
+    hidden = self.model(input_ids=input_ids, **{**kwargs, "use_cache": False})[0]
+    if labels is None:  # as Liger's forwards do
+        return CausalLMOutputWithPast(logits=self.lm_head(hidden))
+    # torch.compile wraps one line of torch here; which labels it learns shows without a compiler
+    with torch.compiler.set_stance("force_eager"):
+        loss = linear_cross_entropy(hidden, self.lm_head.weight, labels, shift=True, impl="torch_compile")
+    return CausalLMOutputWithPast(loss=loss)
+
+
+def _trl_fused_head(model: Any) -> None:
+    from trl.trainer.utils import add_fused_lm_head
+
+    add_fused_lm_head(model)
+
+
+REPLACED: dict[str, Callable[[Any], None]] = {
+    "liger_on_the_class": _liger_on_the_class,
+    "liger_on_the_object": _liger_on_the_object,
+    "cut_cross_entropy": _cut_cross_entropy,
+    "trl_fused_head": _trl_fused_head,
+}
+"""What replaces the forward of a model."""

@@ -1,0 +1,156 @@
+"""Makes the blocks of README and docs: what was found, what the patch costs, kernels, and long rows on paper."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from fa2patch import kernels
+
+from .. import long_rows
+from ..bench import figures
+from ..cells import Results
+from ..long_rows import DECODERS, Decoder
+from .words import FOLDER, PAGE, age, table, wrapped
+
+_LEFT = {
+    "refused": "it refused {:,} with a reason",
+    "xfail": "{:,} were known failures of Transformers",
+    "fail": "{:,} failed",
+}
+WAYS = {
+    "upstream": "Transformers",
+    "upstream, lengths": "Transformers, with lengths",
+    "fa2patch": "fa2patch",
+    "fa2patch, lengths": "fa2patch, with lengths",
+}
+"""The names shown for the ways of the part ``syncs`` of the bench."""
+
+ARCHITECTURE = "llama"
+
+ROWS = {"16k": 2**14, "64k": 2**16, "256k": 2**18, "1M": 2**20}
+"""Tokens of a long row."""
+
+PROCESSES = (2, 4, 8, 16, 32)
+GPUS = (8, 32)
+BUDGET = 64 * 2**30
+"""Bytes of a GPU of 80 GiB that the counted tensors may take. A fifth is left for what is not counted."""
+
+
+def summary(results: Results) -> str:
+    """Return what was found and how old that is, in a few sentences, and where everything can be read."""
+    total = results.score(*results.counted)
+    releases = {environment.transformers for environment in results.counted}
+    devices = sorted({environment.device for environment in results.counted})
+    where = "a CPU" if devices == ["cpu"] else ", ".join(devices)
+    said = [
+        f"When last checked, fa2patch isolated {total.states['ok']:,} of {total.present:,} combinations of model type "
+        f"and Transformers release ({len(releases)} releases, on {where})",
+        *(text.format(total.states[state]) for state, text in _LEFT.items() if total.states[state]),
+    ]
+    alone = (
+        f"Transformers alone was right in {total.one_row['ok']:,} of them for one packed row, and in "
+        f"{total.every_row:,} for every kind of packed row."
+    )
+    told = wrapped(f"{'; '.join(said)}. {alone} {age(results)}")
+    return f"{told}\n[Look up yours]({PAGE}) or read [the tables]({FOLDER}/MATRIX.md)."
+
+
+def reads() -> str:
+    """Return the table of reads from the device in one forward, by release and with or without the lengths."""
+    found = [row for row in figures.committed("syncs")["rows"] if row["model"] == ARCHITECTURE]
+    most = [column for column in found[0] if column.endswith(" layers")][-1]
+    counts = {(row["way"], row["Transformers"]): str(row[most]) for row in found}
+    releases = list(dict.fromkeys(row["Transformers"] for row in found))
+    rows = [[shown, *(counts[way, release] for release in releases)] for way, shown in WAYS.items()]
+    told = wrapped(
+        "*With lengths*: batches with the collator's `return_flash_attn_kwargs=True`. *Refused*: that forward takes no "
+        "such arguments."
+    )
+    return f"{table([f'reads in a forward of {most}', *releases], rows)}\n\n{told}"
+
+
+def overhead() -> str:
+    """Return sentences about the time that the patch takes: of the import, of ``apply``, per layer and per forward."""
+    imported, applied = figures.committed("startup")["rows"]
+    ids, lengths = figures.committed("overhead")["rows"]
+    after, layers = imported["what"].split()[-1], applied["what"].partition(", ")[2]
+    return wrapped(
+        f"On a CPU, `import fa2patch` takes {imported['ms']:.0f} ms after `import {after}`, and `apply` takes "
+        f"{applied['ms']:.0f} ms on {layers}. In each forward the patch takes {ids['µs per forward']:.0f} µs, or "
+        f"{lengths['µs per forward']:.0f} µs with lengths, and in each layer {ids['µs per layer']:.0f} µs, or "
+        f"{lengths['µs per layer']:.0f} µs with lengths."
+    )
+
+
+def kernel_table() -> str:
+    """Return what every kernel can do at best; ``fa2patch kernels`` shows what it can do on a machine."""
+    rows = (
+        [
+            f'`"{row["name"]}"`',
+            row["what"],
+            row["needs"],
+            ", ".join(row["dtypes"] or ["any"]),
+            str(row["head_dim"] or "any"),
+            ", ".join(row["features"]),
+        ]
+        for row in kernels.rows()
+    )
+    return table(["kernel", "what", "needs", "dtypes", "head dim up to", "features"], rows)
+
+
+def costs() -> str:
+    """Return the table of bytes for an 8B model, by length of a row and number of processes."""
+    head = ["row", "processes", "tokens of a process", "a layer sends", "a step sends", "activations"]
+    return table([*head, "with checkpointing", "logits"], _costs(DECODERS["8B"]))
+
+
+def _costs(model: Decoder) -> Iterator[list[str]]:
+    for name in ("64k", "256k", "1M"):
+        for processes in PROCESSES:
+            tokens = ROWS[name] // processes
+            found = (
+                long_rows.bytes_sent_by_a_layer(tokens, processes, model.heads, model.key_heads, model.head_dim),
+                long_rows.bytes_sent_by_a_step(model, tokens, processes),
+                long_rows.bytes_of_activations(model, tokens, checkpointing=False),
+                long_rows.bytes_of_activations(model, tokens),
+                long_rows.bytes_of_logits(model, tokens),
+            )
+            yield [name, str(processes), f"{tokens:,}", *map(size, found)]
+
+
+def engines() -> str:
+    """Return the table of what fits, by length of a row, size of the model and number of GPUs."""
+    rows = (
+        [name, model, *(engine(decoder, tokens, count) for count in GPUS)]
+        for name, tokens in ROWS.items()
+        for model, decoder in DECODERS.items()
+    )
+    return table(["row", "model", *(f"{count} GPUs" for count in GPUS)], rows)
+
+
+def engine(model: Decoder, tokens: int, gpus: int) -> str:
+    """Return the first of the ways to train with rows of ``tokens`` that fits; fewer processes for a row come first."""
+    left = BUDGET - long_rows.bytes_of_states(model, gpus)
+    if left < 0:
+        return "weights and optimizer do not fit"
+    for processes in (1, *PROCESSES):
+        if processes > gpus or model.heads % processes:
+            continue
+        own = tokens / processes
+        kept, logits = long_rows.bytes_of_activations(model, own), long_rows.bytes_of_logits(model, own)
+        ways = {
+            "": long_rows.bytes_of_activations(model, own, checkpointing=False) + logits,
+            "checkpointing": kept + logits,
+            "checkpointing, loss in chunks": kept,
+        }
+        for way, needed in ways.items():
+            if needed <= left:
+                ulysses = f"Ulysses over {processes}" if processes > 1 else ""
+                return ", ".join(filter(None, ["ZeRO-3", ulysses, way]))
+    return "does not fit"
+
+
+def size(number: float) -> str:
+    """Return bytes as a number of MiB or GiB with two digits or more."""
+    value, unit = (number / 2**30, "GiB") if number >= 2**30 else (number / 2**20, "MiB")
+    return f"{value:,.0f} {unit}" if value >= 10 else f"{value:.1f} {unit}"

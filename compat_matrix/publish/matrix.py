@@ -1,0 +1,298 @@
+"""Makes MATRIX.md and matrix.html, which show every cell. The templates are in ``templates`` and ``web``."""
+
+from __future__ import annotations
+
+import ast
+import re
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, Callable
+
+from markupsafe import Markup
+
+from ..cells import STATES, UPSTREAM_STATES, Cell, Checked, Environment, Results, Upstream
+from ..check.found import ON_TEXT, VOUCHED
+from . import words
+from .need import SEEDS
+
+HERE = {"ok": "✓", "refused": "R", "xfail": "x", "fail": "**FAIL**"}
+ALONE = {"ok": "✓", "plain": "~", "leak": "✗", "error": "!", "unknown": "?"}
+OLDER = "°"
+"""Stands behind a cell that older code made than the newest cell's."""
+
+COLUMNS = 13
+"""The largest number of versions side by side in MATRIX.md."""
+
+WHY = {VOUCHED: "shared", "the interface seam vouches": "shared", ON_TEXT: "text"}
+"""How a reason is counted for which a point was not run. Any other is one of the architecture's or of the version's."""
+
+_FLASH = {"stand-in": "a stand-in for flash-attn with the same signature", "none": "no flash-attn"}
+_WEB = Path(__file__).parent / "web"
+_SCRIPTS = ("data.js", "stack.js", "address.js", "detail.js", "grid.js", "main.js")
+_POINTS = Path(__file__).parents[1] / "check" / "points"
+
+Where = dict[tuple[str, str], dict[str, list[str]]]
+"""Names of environments, by reason and link and then by architecture."""
+
+
+def tables(results: Results) -> str:
+    """Return the text of MATRIX.md: totals, every cell, reasons and environments."""
+    return words.rendered(
+        "MATRIX.md.jinja",
+        results=results,
+        words=words,
+        signs={"here": HERE, "alone": ALONE, "older": OLDER},
+        rows="; ".join(words.ROWS.get(row, row) for row in results.upstream_rows),
+        totals=_totals(results),
+        parts=[part for band in words.bands(results.environments) for part in split(band, COLUMNS)],
+        grid=lambda part: _grid(results, part),
+        refused=_refused(results),
+        known=_reasons(results, "xfail"),
+        failing=_reasons(results, "fail"),
+        loaded=_loaded(results),
+        runs=_runs_of_points(results),
+        without={
+            "What does not apply": _points(results, lambda run: run.not_applicable),
+            "What Transformers alone fails at": _points(results, lambda run: run.alone_fails),
+        },
+    )
+
+
+def split(band: Sequence[Environment], columns: int) -> list[Sequence[Environment]]:
+    """Split a band evenly into as few as possible with at most ``columns`` environments each."""
+    parts = -(-len(band) // columns)
+    ends = [round(part * len(band) / parts) for part in range(parts + 1)]
+    return [band[start:end] for start, end in zip(ends, ends[1:])]
+
+
+def _totals(results: Results) -> Iterator[list[str]]:
+    def line(label: str, *environments: Environment) -> list[str]:
+        found = results.score(*environments)
+        alone = [found.one_row[result] for result in ("ok", "leak", "error")]
+        return [label, *map(str, [*(found.states[state] for state in STATES), *alone, found.every_row])]
+
+    for environment in results.environments:
+        why = "allowed to fail" if environment.allowed_to_fail else "another stack of this release"
+        yield line(f"{environment.name}{'' if environment.counts else f' ({why}, not counted)'}", environment)
+    yield [f"**{text}**" for text in line("all", *results.counted)]
+
+
+def _grid(results: Results, part: Sequence[Environment]) -> tuple[list[str], list[list[str]]]:
+    """Return the head and the rows of the table of a part's cells."""
+    rows, newest_code = [], results.code
+    for name in results.architectures:
+        having = [environment for environment in part if name in environment.cells]
+        if having:
+            newest = max(having, key=lambda each: (each.order[0], each.name == each.transformers)).name
+            rows.append([_linked(name, newest), *(_sign(each.cell(name), newest_code) for each in part)])
+    return ["", *(f"[{each.name}](evidence/{each.name}.json)" for each in part)], rows
+
+
+def _linked(name: str, environment: str) -> str:
+    return f"[`{name}`]({words.PAGE}#{words.address(name, environment)})"
+
+
+def _sign(cell: Cell, newest: str) -> str:
+    if cell.state == "absent":
+        return ""
+    older = f" {OLDER}" if words.is_older(cell, newest) else ""
+    return f"{HERE[cell.state]} {ALONE[cell.upstream.state if cell.upstream else 'unknown']}{older}"
+
+
+def _where(results: Results, state: str) -> Where:
+    found: Where = {}
+    for name in results.architectures:
+        for environment in results.environments:
+            cell = environment.cell(name)
+            if cell.state == state:
+                found.setdefault((cell.reason, cell.link), {}).setdefault(name, []).append(environment.name)
+    return found
+
+
+def _refused(results: Results) -> list[tuple[str, list[str]]]:
+    """Return the refused cells, grouped by the common part of their reasons."""
+    found: dict[str, list[str]] = {}
+    for (reason, _), cells in _where(results, "refused").items():
+        sentence = reason.split(". ")[0].rstrip(".")
+        common = re.sub(r"^(\w+: )?\w+:? ", "", sentence).split(", in ")[0]
+        detail = sentence.partition(common)[2].lstrip(", ")
+        for name, there in cells.items():
+            where = f"{_linked(name, there[-1])} {words.spans(results.environments, there)}"
+            found.setdefault(common, []).append(f"{where}{detail and ': '}{words.plain(detail)}")
+    return [(common, sorted(entries)) for common, entries in sorted(found.items())]
+
+
+def _reasons(results: Results, state: str) -> list[str]:
+    """Return each reason once, with its architectures and versions."""
+    lines = []
+    for (reason, link), where in sorted(_where(results, state).items()):
+        names = (
+            f"{_linked(name, there[-1])} {words.spans(results.environments, there)}" for name, there in where.items()
+        )
+        lines.append(f"{'; '.join(names)}: {words.plain(reason)}{f' ([why]({link}))' if link else ''}")
+    return lines
+
+
+def _isolated(results: Results) -> list[Cell]:
+    return [cell for each in results.counted for cell in each.cells.values() if cell.state == "ok"]
+
+
+def _loaded(results: Results) -> dict[str, int]:
+    """Return in how many isolated cells points held with each ``attn_implementation``, and how many cells there are."""
+    cells = _isolated(results)
+    return {"all": len(cells), **Counter(name for cell in cells for name, run in cell.checked.items() if run.ok)}
+
+
+def _runs_of_points(results: Results) -> Iterator[list[str]]:
+    """Yield each point with the number of isolated cells that ran it, and of those that did not, by the reason."""
+    found: dict[str, Counter[str]] = {}
+    for environment in results.counted:
+        for point in environment.points:
+            cells = (cell for cell in environment.cells.values() if cell.state == "ok" and point in cell.points)
+            kinds = (_how(cell, point) for cell in cells)
+            found.setdefault(point, Counter()).update(kinds)
+    for point, counts in sorted(found.items()):
+        yield [f"`{point}`", *(f"{counts[column]:,}" for column in ("ran", "shared", "text", "other"))]
+
+
+def _how(cell: Cell, point: str) -> str:
+    reasons = [{**run.not_applicable, **run.alone_fails}.get(point) for run in cell.checked.values() if run.was_run]
+    if None in reasons:
+        return "ran"
+    return next((WHY[begun] for reason in reasons for begun in WHY if reason.startswith(begun)), "other")
+
+
+def _points(results: Results, of: Callable[[Checked], Mapping[str, str]]) -> list[list[str]]:
+    """Return points that say nothing about fa2patch, with their reasons and architectures."""
+    found: dict[tuple[str, str], set[str]] = {}
+    for environment in results.environments:
+        for name, cell in environment.cells.items():
+            for run in cell.checked.values() if cell.state == "ok" else ():
+                for point, reason in of(run).items():
+                    found.setdefault((point, reason), set()).add(name)
+    shown = {
+        key: ", ".join(sorted(names)) if len(names) < 8 else f"{len(names)} architectures"
+        for key, names in found.items()
+    }
+    return [[f"`{point}`", words.plain(reason), names] for (point, reason), names in sorted(shown.items())]
+
+
+def page(results: Results) -> str:
+    """Return the text of matrix.html, which loads nothing from the network."""
+    total = results.score(*results.counted)
+    alone = [cell.upstream.state for each in results.counted for cell in each.cells.values() if cell.upstream]
+    return words.rendered(
+        "page.html.jinja",
+        results=results,
+        words=words,
+        total=total,
+        here={state: total.states[state] for state in STATES},
+        alone={state: alone.count(state) for state in UPSTREAM_STATES},
+        kinds=[words.ROWS.get(row, row) for row in results.upstream_rows],
+        points=points(),
+        devices=sorted({environment.device for environment in results.environments}),
+        style=Markup((_WEB / "page.css").read_text(encoding="utf-8")),
+        script=Markup("\n".join((_WEB / name).read_text(encoding="utf-8") for name in _SCRIPTS)),
+        data=data(results),
+    )
+
+
+def points() -> dict[str, str]:
+    """Return the points' names and the first line of their docstrings, sorted by name, without importing torch."""
+    found = {}
+    files = sorted(_POINTS.glob("*.py"), key=lambda file: not file.name.startswith("media"))
+    for file in files:  # what is said of rows of text is kept, where rows with pictures have a point of the same name
+        for node in ast.parse(file.read_text(encoding="utf-8")).body:
+            if isinstance(node, ast.FunctionDef) and any(ast.unparse(name) == "point" for name in node.decorator_list):
+                found[node.name] = (ast.get_docstring(node) or "").split("\n\n")[0].replace("``", "")
+    return dict(sorted(found.items()))
+
+
+class _Once(dict[Any, int]):
+    """Numbers distinct values in order of appearance; thousands of cells share few reasons."""
+
+    def __missing__(self, key: Any) -> int:
+        self[key] = len(self)
+        return self[key]
+
+
+def data(results: Results) -> dict[str, Any]:
+    """Return the data of the page's script.
+
+    A cell is three numbers, indices into ``cells`` (fa2patch), ``runs`` (Transformers alone) and ``made``, or 0 where
+    the version does not have the architecture. In these tables, texts are indices into ``texts``; states, counts, and
+    whether older code made the cell are numbers of their own.
+    """
+    cells, runs, made, texts, newest = _Once(), _Once(), _Once(), _Once(), results.code
+
+    def numbered(value: Any) -> Any:
+        if isinstance(value, (list, tuple)):
+            return tuple(map(numbered, value))
+        return texts[value] if isinstance(value, str) else value
+
+    def numbers(cell: Cell) -> list[int]:
+        age = words.made(cell, newest), int(words.is_older(cell, newest))
+        return [cells[numbered(_cell(cell))], runs[numbered(_runs(cell.alone))], made[numbered(age)]]
+
+    starts = [band[0] for band in words.bands(results.environments)]
+    return {
+        "architectures": [
+            [
+                name,
+                int(name in SEEDS),
+                [numbers(each.cells[name]) if name in each.cells else 0 for each in results.environments],
+            ]
+            for name in results.architectures
+        ],
+        "folder": words.FOLDER,
+        "environments": [_environment(each, each in starts) for each in results.environments],
+        "minors": _minors(results.environments),
+        "cells": list(cells),
+        "runs": list(runs),
+        "made": list(made),
+        "texts": list(texts),
+    }
+
+
+def _cell(cell: Cell) -> list[Any]:
+    checked = [
+        [name, run.ok, words.held(run)]
+        + [[*reasons.items()] for reasons in (run.not_applicable, run.alone_fails, run.failures)]
+        for name, run in cell.checked.items()
+    ]
+    said = words.verdict(cell), words.with_fa2patch(cell), words.alone(cell)
+    return [STATES.index(cell.state), *said, cell.reason, cell.link, checked]
+
+
+def _runs(alone: tuple[Upstream, ...]) -> list[Any]:
+    runs = [
+        [run.implementation, [(words.ROWS.get(row, row), result) for row, result in run.rows.items()]] for run in alone
+    ]
+    return [UPSTREAM_STATES.index(alone[0].state if alone else "unknown"), runs]
+
+
+def _minors(environments: Iterable[Environment]) -> dict[str, list[int]]:
+    """Return the numbers of the environments of each minor; the one that is named as the release comes first."""
+    found: dict[str, list[int]] = {}
+    for number, environment in enumerate(environments):
+        if not environment.allowed_to_fail:
+            numbers = found.setdefault("{}.{}".format(*environment.minor), [])
+            numbers.insert(0 if environment.name == environment.transformers else len(numbers), number)
+    return found
+
+
+def _environment(environment: Environment, starts_band: bool) -> dict[str, Any]:
+    return {
+        "name": environment.name,
+        "release": environment.transformers,
+        "torch": environment.torch.partition("+")[0],
+        "label": " ".join(part for part in environment.name.split("-") if not part.startswith("py")),
+        "band": starts_band,
+        "allowed": not environment.counts,
+        "about": (
+            f"Transformers {environment.transformers}, torch {environment.torch}, Python {environment.python}, "
+            f"wrapt {environment.wrapt}, {_FLASH.get(environment.flash_attn, f'flash-attn {environment.flash_attn}')}, "
+            f"on {environment.device} with the {environment.kernel} kernel."
+        ),
+    }

@@ -1,0 +1,79 @@
+"""Makes the two JSON files of the evidence that come with the package."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from typing import Any
+
+from fa2patch.cli.evidence import ranges
+
+from ..cells import Environment, Results
+from ..tiny_models import OUT_OF_SCOPE
+from . import words
+from .need import SEEDS
+
+
+def upstream(results: Results) -> str:
+    """Return fa2patch/upstream.json, what Transformers alone does in each minor, for ``fa2patch doctor``.
+
+    Each has the release, the number of architectures measured, in how many of them each kind of row is right, and which
+    architectures leak or fail on the plain row, are right on every row, or are refused by fa2patch.
+    """
+    lines = []
+    for environment in results.counted:
+        runs = {name: cell.upstream for name, cell in environment.cells.items() if cell.upstream}
+        facts = {
+            "release": environment.transformers,
+            "measured": len(runs),
+            "rows": {row: sum(run.rows.get(row) == "ok" for run in runs.values()) for row in environment.upstream_rows},
+            "leak": sorted(name for name, run in runs.items() if run.one_row == "leak"),
+            "error": sorted(name for name, run in runs.items() if run.one_row == "error"),
+            "every_row": sorted(name for name, run in runs.items() if run.every_row),
+            "refused": sorted(name for name, cell in environment.cells.items() if cell.state == "refused"),
+        }
+        lines.append(f" {json.dumps(_minor(environment))}: {json.dumps(facts)}")
+    return "{\n" + ",\n".join(lines) + "\n}\n"
+
+
+def summary(results: Results) -> str:
+    """Return fa2patch/cli/evidence.json, for ``fa2patch architectures`` and ``fa2patch matrix``.
+
+    It has the minors that were checked and, for each architecture, in which of them it is what. ``ok`` has the minors
+    by the seams, ``refused`` and ``known failure`` have them by the reason. Ranges of minors are texts such as
+    ``4.34-4.42``. The fourteen families come first.
+    """
+    environments = results.counted
+    minors = [_minor(environment) for environment in environments]
+    families = [name for name in SEEDS if name in results.architectures]
+    names = [*families, *(name for name in results.architectures if name not in SEEDS)]
+    rows = [f"  {json.dumps(name)}: {json.dumps(_states(environments, minors, name))}" for name in names]
+    head = {
+        "releases": {minor: environment.transformers for minor, environment in zip(minors, environments)},
+        "families": families,
+        "out of scope": OUT_OF_SCOPE,
+    }
+    lines = [f" {json.dumps(key)}: {json.dumps(value)}," for key, value in head.items()]
+    return "\n".join(["{", *lines, ' "architectures": {', ",\n".join(rows), " }", "}", ""])
+
+
+def _states(environments: Sequence[Environment], minors: Sequence[str], name: str) -> dict[str, Any]:
+    found: dict[str, dict[str, list[str]]] = {}
+    for environment, minor in zip(environments, minors):
+        cell = environment.cell(name)
+        if cell.state != "absent":
+            state = {"xfail": "known failure", "fail": "failing"}.get(cell.state, cell.state)
+            key = " and ".join(cell.seam) if cell.state == "ok" else _short(cell.reason)
+            found.setdefault(state, {}).setdefault(key, []).append(minor)
+    return {state: {key: ranges(minors, within) for key, within in keys.items()} for state, keys in found.items()}
+
+
+def _short(reason: str) -> str:
+    """Return the first sentence of a reason, without the name of the error's class."""
+    sentence = " ".join(reason.split()).partition(". ")[0].rstrip(".")
+    kind, colon, rest = sentence.partition(": ")
+    return rest if colon and kind.isidentifier() else sentence
+
+
+def _minor(environment: Environment) -> str:
+    return words.label([environment])

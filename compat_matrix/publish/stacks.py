@@ -1,0 +1,224 @@
+"""Makes ECOSYSTEM.md, LONG_ROWS.md and README's table of integrations from the evidence of other packages' stacks."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from .. import commits
+from ..ecosystem.stacks import EVIDENCE, INTEGRATIONS, releases, rows, split, stacks
+from ..results import Malformed
+from . import words
+
+LONG = "long-rows-"
+"""How the names of the stacks start whose evidence is on LONG_ROWS.md. All others are on ECOSYSTEM.md."""
+
+ENGINES = {
+    "ulysses": "DeepSpeed's Ulysses",
+    "ulysses_engine loop": "accelerate's `sp_size`",
+    "ulysses_engine trainer": "Trainer's `sp_size`",
+    "tensor_parallel": "tensor parallelism",
+    "split_rows torch": "torch's `context_parallel`",
+    "split_rows accelerate": "accelerate's `cp_size`",
+    "split_rows Trainer": "Trainer's `cp_size`",
+    "split_rows ring_flash_attn": "ring_flash_attn",
+}
+IDS = ("packed rows by ids", "documents that cross the border")
+FEATURES = {
+    "ids": IDS,
+    "lengths": ("packed rows by lengths",),
+    "seq_idx": ("packed rows by `seq_idx`",),
+    "window": ("windows",),
+    "one key head": ("fewer key heads than processes",),
+    "mixers": ("mixers, documents cut",),
+    "qwen2": ("Qwen2",),
+    "labels": ("labels of first tokens",),
+}
+"""The rows of the tables of LONG_ROWS.md that a script's feature stands for, where they have other names."""
+
+OUTCOMES = ("right", "right if documents lie whole", "refused", "upstream", "wrong")
+"""What can become of an architecture under Ulysses."""
+
+Evidence = dict[str, Any]
+Cells = dict[str, dict[str, list[tuple[int, dict[str, Any]]]]]
+"""By engine and feature: the number of processes and the cell of each run."""
+
+
+def pages(folder: Path) -> dict[Path, str]:
+    """Return the text of both pages, by file. Stacks without evidence are named on them."""
+    known = [stack.name for stack in stacks().values() if stack.tests]
+    files = {name: EVIDENCE / f"{name}.json" for name in known}
+    found = {name: json.loads(file.read_text(encoding="utf-8")) for name, file in files.items() if file.exists()}
+    return {
+        folder / f"{page}.md": text_of(page, found, [name for name in known if name.startswith(LONG) == is_long])
+        for page, is_long in (("ECOSYSTEM", False), ("LONG_ROWS", True))
+    }
+
+
+def text_of(page: str, found: dict[str, Evidence], known: list[str]) -> str:
+    """Return the text of one page.
+
+    Args:
+        page: ``ECOSYSTEM`` or ``LONG_ROWS``.
+        found: the evidence by stack; what belongs to the other page is left out.
+        known: the names of all stacks of this page.
+    """
+    found = {name: found[name] for name in known if name in found}
+    reasons: dict[str, int] = {}
+    return words.rendered(
+        f"{page}.md.jinja",
+        found=found,
+        known=known,
+        missing=[name for name in known if name not in found],
+        failed=[f"{name}, {check}: {one.get('error', 'off')}" for name, check, one in _checks(found) if not one["ok"]],
+        stacks=_stack_table(found),
+        checks=lambda *names: [(stack, one) for stack, check, one in _checks(found) if check in names and one["ok"]],
+        cell=_cell,
+        batch=_batch,
+        engines=ENGINES,
+        tables=lambda kind: _tables(found, kind, reasons),
+        reasons=reasons,
+        outcomes=OUTCOMES,
+        architectures={name: _architectures(evidence) for name, evidence in found.items()},
+        split=split,
+    )
+
+
+def _checks(found: dict[str, Evidence]) -> Iterator[tuple[str, str, Evidence]]:
+    """Yield stacks, checks and findings, where a check applies."""
+    for stack, evidence in found.items():
+        for check, finding in evidence["checks"].items():
+            if "skipped" not in finding:
+                yield stack, check, {**finding, "check": check}
+
+
+def _stack_table(found: dict[str, Evidence]) -> str:
+    lines = []
+    for name, evidence in found.items():
+        made = [*evidence["made"].values()]
+        dates, code = sorted({one["date"] for one in made}), sorted({*map(commits.named, made)})
+        packages = ", ".join(f"{package} {release}" for package, release in evidence["versions"].items())
+        lines.append([name, ", ".join(dates), ", ".join(code), packages])
+    return words.table(["stack", "date", "made with", "packages"], lines)
+
+
+def _cell(finding: Evidence | None) -> str:
+    if finding is None or "skipped" in finding:
+        return "" if finding is None else "–"
+    if not finding["ok"]:
+        return "**failed**"
+    differences = [*_differences(finding)]
+    return f"ok ({words.number(max(differences))})" if differences else "ok"
+
+
+def _differences(finding: Evidence) -> Iterator[float]:
+    wanted = ("weights_off_by",) if "resumed_at" in finding else ("largest_relative_difference", "logits_off_by")
+    for name, value in finding.items():
+        if name in wanted:
+            yield value
+        elif isinstance(value, dict) and name not in ("alone", "losses"):
+            yield from _differences(value)
+
+
+def _batch(batch: dict[str, str]) -> str:
+    shapes = {name: shape[shape.find("[") :] if "[" in shape else "" for name, shape in batch.items()}
+    return ", ".join(f"{name} {shape}".strip() for name, shape in shapes.items())
+
+
+def _tables(found: dict[str, Evidence], kind: str, reasons: dict[str, int]) -> dict[str, str]:
+    """Return a table of features and engines for each stack. ``kind`` is ``table`` or ``alone``."""
+    made = {}
+    for stack, evidence in found.items():
+        cells = by_engine(evidence, kind)
+        features = dict.fromkeys(feature for of_engine in cells.values() for feature in of_engine)
+        lines = [[feature, *(_said(one.get(feature, []), reasons) for one in cells.values())] for feature in features]
+        made[stack] = words.table(["", *(ENGINES[engine] for engine in cells)], lines)
+    return made
+
+
+def by_engine(evidence: Evidence, kind: str) -> Cells:
+    """Collect the cells of a stack. An engine that was not run there has none, and no column."""
+    cells: Cells = {}
+    for engine in ENGINES:
+        for entry, finding in evidence["checks"].items():
+            script, processes = split(entry)
+            if script == engine or script.startswith(f"{engine} "):
+                for feature, cell in _features(script, finding, kind):
+                    cells.setdefault(engine, {}).setdefault(feature, []).append((processes, cell))
+    return cells
+
+
+def _features(script: str, finding: Evidence, kind: str) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Yield the rows of a finding and their cells. Ten steps of training by accelerate or Trainer stand for several."""
+    if not script.startswith("ulysses_engine"):
+        for name, cell in finding.get(kind, {}).items():
+            yield from ((feature, cell) for feature in FEATURES.get(name, (name,)))
+    elif "alone" in finding:
+        yield from ((feature, finding["alone"]) for feature in IDS if kind == "alone")
+    elif kind == "table" and "loss" in finding:
+        cell = {"found": "right" if finding["ok"] else "wrong", "off_by": max(finding["loss"], finding["weight"])}
+        yield from ((feature, cell) for feature in IDS)
+        yield f"ten steps with ZeRO-{script[-1]}", {**cell, "gradients_times": finding["gradients_times"]}
+        yield "verify", {"found": "right" if finding["verify"].startswith("isolated") else "wrong"}
+
+
+def _said(runs: list[tuple[int, dict[str, Any]]], reasons: dict[str, int]) -> str:
+    """Return the text of a cell. What holds for every run is said once, with the largest number."""
+    groups: dict[str, list[tuple[int, dict[str, Any]]]] = {}
+    for processes, cell in runs:
+        groups.setdefault(cell["found"].lower(), []).append((processes, cell))
+    texts = []
+    for word, of_word in groups.items():
+        cells = [cell for _, cell in of_word]
+        text = f"**{word}**" if word in ("wrong", "leaks") else word
+        if word in ("refused", "upstream", "error", "wrong") and cells[0].get("said"):
+            reason = cells[0]["said"].partition("\n")[0].replace("off_by is", "The number is")
+            reason = reason if len(reason) <= 400 else f"{reason[:400]} …"
+            text += f" [{reasons.setdefault(reason, len(reasons) + 1)}]"
+        largest = max((one for cell in cells for one in _off(cell.get("off_by"))), default=None)
+        if largest is not None:
+            text += f" ({f'{largest:.2g}' if largest > 1e-3 else words.number(largest)})"
+        times = max(cell.get("gradients_times", 1) for cell in cells)
+        text += f", gradients × {times}" if times > 1 else ""
+        where = " and ".join(str(processes) for processes, _ in of_word)
+        texts.append(f"{text} with {where} processes" if len(groups) > 1 else text)
+    return "; ".join(texts)
+
+
+def _off(value: Any) -> list[float]:
+    """Return the numbers of an ``off_by``: a number, several by name, or None."""
+    return [*value.values()] if isinstance(value, dict) else [] if value is None else [value]
+
+
+def _architectures(evidence: Evidence) -> dict[str, list[str]]:
+    """Return the architectures by what became of them under Ulysses."""
+    groups: dict[str, list[str]] = {outcome: [] for outcome in OUTCOMES}
+    for name, one in evidence["checks"].get("ulysses_architectures", {}).get("architectures", {}).items():
+        first, *more = [run["found"].lower() for run in one.values()]
+        whole = first == "refused" and "right" in more
+        groups["wrong" if "wrong" in (first, *more) else OUTCOMES[1] if whole else first].append(name)
+    return groups
+
+
+def integrations() -> str:
+    """Return README's table: what runs with which releases of a package, and the command that shows it.
+
+    Raises:
+        Malformed: The tests of a row were not run, or not all of them passed.
+    """
+    found = json.loads(INTEGRATIONS.read_text(encoding="utf-8"))
+    head = ["with", "releases", "what runs", "tests", "`python -m pytest -m slow`"]
+    return words.table(head, (_integration(row, found.get(name)) for name, row in rows().items()))
+
+
+def _integration(row: Any, run: Evidence | None) -> list[str]:
+    if run is None or set(run["outcomes"]) != {"passed"} or run["command"] != row.command:
+        raise Malformed(
+            f"{INTEGRATIONS.name}: expected the passed tests of {row.command}, found {run and run['outcomes']}. Run "
+            f"python -m compat_matrix.ecosystem {row.name}"
+        )
+    page = f"[{row.title}]({words.DOCS}/{row.page})"
+    numbers = ", ".join(releases(row, run["stacks"]))
+    return [page, numbers, row.what, f"{run['outcomes']['passed']} passed", f"`{row.chosen}`"]

@@ -1,0 +1,221 @@
+"""What all tables and pages say in the same words: addresses, ranges of versions, ages, and sentences about a cell."""
+
+from __future__ import annotations
+
+import textwrap
+from bisect import bisect_right
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+import jinja2
+
+from fa2patch.cli.evidence import runs
+
+from ..cells import Cell, Checked, Environment, Results, Upstream
+
+REPOSITORY = "https://github.com/fa2patch/fa2patch"
+FOLDER = f"{REPOSITORY}/blob/main/compat_matrix"
+DOCS = "https://fa2patch.github.io/fa2patch"
+PAGE = f"{DOCS}/matrix.html"
+
+ROWS = {
+    "one row": "one packed row",
+    "two rows": "two packed rows in a batch",
+    "first document of one token": "a packed row that starts with a document of one token",
+    "mask of ones": "a packed row with an attention mask of ones",
+    "default cache": "a packed row with the default cache",
+}
+"""What each kind of packed row is called in a sentence, by its name in the evidence."""
+
+STARTS = ((4, 34), (4, 43), (4, 48), (4, 53), (5, 0))
+"""The first minor of each band, within which the attention code kept its structure.
+
+In order: an attention class for each implementation; one flash function for all models; one attention interface for
+all models; one module that makes masks; version 5.
+"""
+
+_RESULTS = {"ok": "right for", "leak": "leaks for", "error": "raises an error for", "unknown": "not run for"}
+
+
+def rendered(template: str, **context: Any) -> str:
+    """Return what a template of this folder gives. Only HTML is escaped."""
+    here = Path(__file__).parent
+    templates = jinja2.Environment(
+        loader=jinja2.FileSystemLoader([here / "templates", here / "web"]),
+        autoescape=jinja2.select_autoescape(["html.jinja"]),
+        undefined=jinja2.StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+    )
+    templates.policies["json.dumps_kwargs"] = {"separators": (",", ":"), "ensure_ascii": False}
+    templates.filters.update(plain=plain, number=number, wrapped=wrapped)
+    templates.globals.update(table=table)
+    return templates.get_template(template).render(**context).rstrip("\n") + "\n"
+
+
+def table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+    """Return a Markdown table."""
+    lines = [head, ["---"] * len(head), *rows]
+    return "\n".join(f"| {' | '.join(text.replace('|', chr(92) + '|') for text in line)} |" for line in lines)
+
+
+def wrapped(text: str) -> str:
+    """Break a paragraph into lines as long as README's."""
+    return textwrap.fill(text, 145, break_long_words=False, break_on_hyphens=False)
+
+
+def plain(text: str) -> str:
+    """Return the text of an exception on one line, with Markdown's markup escaped."""
+    text = " ".join(text.split())
+    for mark in ("\\", "<", "*", "_", "`", "["):
+        text = text.replace(mark, "\\" + mark)
+    return text
+
+
+def number(value: float | None) -> str:
+    """Return a small difference with one digit."""
+    return "" if value is None else "0" if value == 0 else f"{value:.0e}"
+
+
+def listed(words: Iterable[str], joint: str = "and") -> str:
+    """Join words with commas and ``joint``."""
+    *first, last = words
+    return f"{', '.join(first)} {joint} {last}" if first else last
+
+
+def address(architecture: str, environment: str) -> str:
+    """Return the part of a cell's address after ``#``, for example ``llama-4.43.4``."""
+    return f"{architecture}-{environment}"
+
+
+def span(first: tuple[int, int], last: tuple[int, int]) -> str:
+    """Return a range of minors, for example ``4.34-4.42`` with an en dash; one minor is named once."""
+    return "\N{EN DASH}".join(f"{major}.{minor}" for major, minor in dict.fromkeys((first, last)))
+
+
+def label(band: Sequence[Environment]) -> str:
+    """Return a band's minors as :func:`span` does."""
+    return span(band[0].minor, band[-1].minor)
+
+
+def bands(
+    environments: Iterable[Environment], starts: Sequence[tuple[int, int]] = STARTS
+) -> list[tuple[Environment, ...]]:
+    """Group environments by the first minor of their band, the oldest first. Bands without environments are left out.
+
+    Args:
+        environments: the environments of all bands, the oldest first.
+        starts: the first minor of each band. An older environment is in the first band.
+    """
+    found: dict[int, list[Environment]] = {}
+    for environment in environments:
+        found.setdefault(max(bisect_right(starts, environment.minor), 1), []).append(environment)
+    return [tuple(found[start]) for start in sorted(found)]
+
+
+def spans(environments: Sequence[Environment], names: Iterable[str]) -> str:
+    """Return names of environments with neighbours joined, for example ``4.34.1 to 4.42.4, 5.0.0``."""
+    found = runs([environment.name for environment in environments], set(names))
+    return ", ".join(" to ".join(dict.fromkeys(run)) for run in found)
+
+
+def age(results: Results) -> str:
+    """Return one sentence about the age of all cells.
+
+    It names the first and the last day, not a number of days, so that the same evidence gives the same text every day.
+    """
+    every, newest = results.made, results.code
+    days = sorted({made.when[:10] for made in every})
+    when = f"on {days[0]}" if len(days) == 1 else f"from {days[0]} to {days[-1]}"
+    older = sum(made.code != newest for made in every)
+    if not older:
+        return f"All {len(every):,} cells were checked {when} with the code of {newest}."
+    return (
+        f"All {len(every):,} cells were checked {when}. {older:,} of them were checked with older code than that of "
+        f"{newest}; each cell names its commit."
+    )
+
+
+def gpu(results: Results) -> str:
+    """Return one sentence about the evidence from GPUs."""
+    said = []
+    for environment in results.gpu:
+        states = [cell.state for cell in environment.cells.values()]
+        said.append(f"{environment.name} on {environment.device}, {states.count('ok')} of {len(states)} ok")
+    return f"GPU evidence: {'; '.join(said)}." if said else "No GPU evidence exists yet."
+
+
+def is_older(cell: Cell, newest: str) -> bool:
+    """Return whether a cell was made with other code than the newest cell, whose code is ``newest``."""
+    return cell.made is not None and cell.made.code != newest
+
+
+def made(cell: Cell, newest: str) -> str:
+    """Return when a cell was checked, and with which code."""
+    if cell.made is None:
+        return ""
+    older = f" That is older than {newest}." if is_older(cell, newest) else ""
+    return f"Checked on {cell.made.when[:10]} with the code of {cell.made.code} and torch {cell.made.torch}.{older}"
+
+
+def verdict(cell: Cell) -> str:
+    """Return one sentence about a cell: fa2patch, then Transformers alone."""
+    here = {
+        "ok": "fa2patch isolates the documents",
+        "refused": "fa2patch refuses this model and gives the reason",
+        "xfail": "This is a known failure of Transformers, with and without fa2patch",
+        "fail": "This fails with fa2patch",
+    }[cell.state]
+    return f"{here}; {_alone(cell.upstream)}."
+
+
+def with_fa2patch(cell: Cell) -> str:
+    """Return one sentence about a cell with fa2patch, with the reason if it is not isolated."""
+    if cell.state != "ok":
+        word = {"refused": "refused, because", "xfail": "known failure:", "fail": "fails:"}[cell.state]
+        return f"{word} {cell.reason}"
+    loaded = [name for name, run in cell.checked.items() if run.ok]
+    return f"isolated. Every point that was run holds, with the model loaded as {listed(loaded)}."
+
+
+def alone(cell: Cell) -> list[tuple[str, str]]:
+    """Return implementations and one sentence about them without fa2patch; those with the same results are joined."""
+    found: dict[tuple[tuple[str, str], ...], list[str]] = {}
+    for run in cell.alone:
+        results = tuple((row, result.partition(":")[0]) for row, result in run.rows.items())
+        found.setdefault(results, []).append(run.implementation)
+    return [(listed(names, "or"), _results(dict(results))) for results, names in found.items()]
+
+
+def held(run: Checked) -> str:
+    """Return how many points of one implementation hold, without those that do not apply."""
+    if not run.was_run and run.not_applicable:
+        return "cannot be loaded this way in this environment"
+    if not run.was_run:
+        return "not run, because Transformers alone fails on one document in float32"
+    if run.failures:
+        return f"{run.ok} of the {run.ok + len(run.failures)} points that were run hold"
+    return f"all {run.ok} points that were run hold" if run.ok else "no point was run"
+
+
+def _results(results: dict[str, str]) -> str:
+    """Return a sentence, such as "right for one packed row; leaks for a packed row with the default cache"."""
+    by: dict[str, list[str]] = {}
+    for row, result in results.items():
+        by.setdefault(result, []).append(ROWS.get(row, row))
+    if len(by) == 1:
+        return f"{_RESULTS[next(iter(by))]} all {len(results)} kinds of packed row."
+    return "; ".join(f"{word} {listed(by[result])}" for result, word in _RESULTS.items() if result in by) + "."
+
+
+def _alone(run: Upstream | None) -> str:
+    if run is None or run.state == "unknown":
+        return "Transformers alone was not run"
+    words = {
+        "ok": f"is right for all {len(run.rows)} kinds of packed row",
+        "plain": "is right for one packed row, but not for every kind",
+        "leak": "leaks, even for one packed row",
+        "error": "raises an error for one packed row",
+    }
+    return f"Transformers alone, loaded as {run.implementation}, {words[run.state]}"

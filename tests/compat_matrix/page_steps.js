@@ -1,0 +1,40 @@
+// What test_page.py does in a browser. What it sees is left as JSON in the last element of the page.
+const said = {}, tick = () => new Promise(done => setTimeout(done, 30));
+const words = id => document.getElementById(id).textContent.replaceAll("\u200b", "");
+const go = async hash => { location.hash = hash; await tick(); };
+const type = async (id, value) => { const field = document.getElementById(id); field.value = value;
+  field.dispatchEvent(new Event("input", { bubbles: true })); await tick(); };
+(async () => {
+  await go("#llama-4.43.4");
+  said.cell = [words("panel-title"), words("panel-body")];
+  said.folded = [...document.querySelectorAll("#panel details")].map(fold => [fold.open, fold.textContent]);
+  said.evidence = [...document.querySelectorAll("#panel a")].map(link => link.getAttribute("href"));
+  document.querySelector("a[href='#mistral-5.23.0']").click(); await tick();
+  said.clicked = [location.hash, words("panel-title")];
+  said.focus = document.activeElement.id;
+  history.back(); await tick(); await tick();
+  said.back = [location.hash, words("panel-title")];
+  document.getElementById("close").click(); await tick();
+  said.closed = [location.hash, document.getElementById("panel").hidden];
+  await go("#nonsense");
+  said.unknown = words("unknown");
+  await go("#granite-4.34.1");
+  said.absent = words("unknown");
+  await go("#stack=4.46.1&torch=2.5&model=qwen2");
+  said.stack = words("answer");
+  await type("stack", "4.36.2"); await type("torch", "2.1.0"); await type("model", "mistral");
+  said.typed = [location.hash, words("answer")];
+  await type("torch", "2.1.2+cu121");
+  said.exact = words("answer");
+  await type("stack", "4.33.0");
+  said.old = words("answer");
+  await type("model", "Qwen/Qwen2.5-7B");
+  said.similar = words("answer");
+  said.width = innerWidth;
+  said.wide = document.documentElement.scrollWidth - document.documentElement.clientWidth;
+  said.links = document.querySelectorAll("#map td a").length;
+})().catch(error => { said.error = String(error.stack || error); }).finally(() => {
+  const out = document.createElement("pre");
+  [out.id, out.textContent] = ["said", JSON.stringify(said)];
+  document.body.append(out);
+});

@@ -1,0 +1,16 @@
+import importlib.util
+
+import pytest
+
+from compat_matrix.ecosystem.training import Stage
+
+
+@pytest.fixture(scope="session")
+def stage():
+    """What trains here: SFTTrainer if TRL is installed, else Trainer."""
+    trl = importlib.util.find_spec("trl") is not None
+    if trl:
+        import datasets
+
+        datasets.disable_progress_bars()
+    return Stage(trl)

@@ -4,6 +4,7 @@ import shutil
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -267,7 +268,8 @@ def test_a_function_that_is_called_once_more_is_found(tmp_path, monkeypatch, cap
     assert text.count("\ndef packed_attention(") == 1
     extra = "\n\n_called = packed_attention\n\n\ndef packed_attention(*a, **k):\n    return _called(*a, **k)\n"
     file.write_text(text + extra)
-    monkeypatch.setattr(against.shutil, "copytree", lambda old, new, **_: shutil.move(tmp_path / "fa2patch", new))
+    copied = SimpleNamespace(copytree=lambda old, new, **more: shutil.copytree(file.parents[1], new, **more))
+    monkeypatch.setattr(against, "shutil", copied)
     assert against.main(["HEAD", "--parts", "calls", "--rounds", "2", "--quick"]) == 0
     lines = [line for line in capsys.readouterr().out.splitlines() if "each layer" in line]
     assert len(lines) == 2 and all(" more " in line for line in lines), lines

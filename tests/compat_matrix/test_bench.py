@@ -14,7 +14,8 @@ from compat_matrix import commits, tiny_models
 from compat_matrix.bench import __main__ as bench
 from compat_matrix.bench import against, bench_times, counting, figures, syncs, workloads
 from compat_matrix.check.rows import documents, pack
-from compat_matrix.publish import bench_tables, tables
+from compat_matrix.publish import blocks
+from compat_matrix.publish import __main__ as publish
 
 # --- counting -------------------------------------------------------------------------------------------------
 
@@ -184,21 +185,21 @@ def test_nothing_committed_names_a_machine():
 
 
 def test_reads_are_shown_with_and_without_lengths_on_both_sides():
-    rows = [line.strip("| ").split(" | ") for line in bench_tables.reads().splitlines() if line.startswith("|")]
+    rows = [line.strip("| ").split(" | ") for line in blocks.reads().splitlines() if line.startswith("|")]
     cells = {row[0]: dict(zip(rows[0], row)) for row in rows[2:]}
-    assert list(cells) == list(bench_tables.WAYS.values())
+    assert list(cells) == list(blocks.WAYS.values())
     given = cells["Transformers, with lengths"]
     assert (given["4.44.2"], given["4.57.6"], given["5.23.0"]) == ("refused", "0", "1")
     assert set(list(cells["fa2patch, with lengths"].values())[1:]) == {"0"}
 
 
 def test_readme_and_the_page_about_kernels_have_both():
-    said = " ".join(bench_tables.overhead().split())
+    said = " ".join(blocks.overhead().split())
     for row in figures.committed("overhead")["rows"]:
         assert f"{row['µs per layer']:.0f} µs" in said and f"{row['µs per forward']:.0f} µs" in said
-    blocks = {"reads": bench_tables.reads(), "overhead": bench_tables.overhead()}
+    made = {"reads": blocks.reads(), "overhead": blocks.overhead()}
     for file in (commits.ROOT / "README.md", commits.ROOT / "docs" / "kernels.md"):
-        assert tables.between(file, **blocks) == file.read_text(encoding="utf-8")
+        assert publish.between(file, **made) == file.read_text(encoding="utf-8")
 
 
 # --- against another commit -----------------------------------------------------------------------------------

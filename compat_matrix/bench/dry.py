@@ -25,7 +25,7 @@ TORCH = (
 )  # fmt: skip
 """The last release of each minor. Each environment takes about 5 GB, unless the package index has a build for CPUs."""
 
-TRANSFORMERS = "5.23.0"
+TRANSFORMERS = environments.newest().transformers
 
 
 def measure(progress: Progress, folder: Path, versions: tuple[str, ...] = TORCH, quick: bool = False) -> Any:

@@ -9,7 +9,7 @@ from rich.progress import Progress
 
 from .. import environments
 
-VERSIONS = ("4.44.2", "4.57.6", "5.23.0")
+VERSIONS = ("4.44.2", "4.57.6", environments.newest().name)
 ARCHITECTURES = ("llama", "mistral", "qwen2")
 LAYERS = (2, 4, 8, 16, 32)
 QUICK_LAYERS = (2, 4)

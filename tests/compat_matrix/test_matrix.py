@@ -15,7 +15,7 @@ from compat_matrix.check import found
 from compat_matrix.check.cell import AloneFails, Cell, NotApplicable, assert_unmoved
 from compat_matrix.check.compare import assert_close, assert_same_gradients
 from compat_matrix.check.points import POINTS as POINTS_BY_NAME
-from compat_matrix.results import read, read_file
+from compat_matrix.results import read_file
 from compat_matrix.run import merged
 from fa2patch import Boundaries
 from fa2patch.documents import device, recognition, starts, stated

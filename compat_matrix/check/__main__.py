@@ -29,7 +29,6 @@ def main(arguments: list[str] | None = None) -> int:
     """Run the command line and print the lines to stdout."""
     parser = argparse.ArgumentParser(prog="python -m compat_matrix.check", description=__doc__)
     parser.add_argument("--flash-attn", choices=sorted(found.IMPLEMENTATIONS), default="without")
-    parser.add_argument("--list", action="store_true", help="only list the architectures that would be checked")
     parser.add_argument("--families", nargs="*")
     parser.add_argument("--points", nargs="*")
     parser.add_argument("--plans", action="store_true", help="print what apply finds, and run no point")
@@ -57,9 +56,6 @@ def main(arguments: list[str] | None = None) -> int:
     from . import upstream
     from .points import POINTS
 
-    if given.list:
-        print(json.dumps({"architectures": tiny_models.architectures()}))
-        return 0
     gc.set_threshold(100_000, 50, 50)  # a fifth of the time went into garbage collection of tiny models
     points = given.points or list(POINTS)
     implementations = found.IMPLEMENTATIONS[given.flash_attn]

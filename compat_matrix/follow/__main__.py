@@ -1,8 +1,8 @@
 """Follow a release of Transformers: ``python -m compat_matrix.follow X.Y.Z``. Exits with 1 if it or a cell is red.
 
-It adds the release's block to versions.toml, makes its environment, and writes RELEASE.md: what is new since the
-release before, and what a person must decide. Then it checks every architecture, makes the tables, and leaves one
-commit to look at. After a stop it goes on where it was.
+It adds the release's block to versions.toml, makes its environment and its plans, and writes RELEASE.md: what is new
+since the release before, and what a person must decide. Then it checks every architecture, makes the tables, and leaves
+one commit to look at. After a stop it goes on where it was.
 """
 
 from __future__ import annotations
@@ -18,7 +18,6 @@ from packaging.version import Version
 
 from .. import __main__ as matrix
 from .. import environments, plans
-from ..publish import __main__ as publish
 from ..results import read_file
 from . import newest, sources, watch
 from .changes import Changes, Seen, compared
@@ -53,8 +52,7 @@ def main(arguments: list[str] | None = None) -> int:
     if given.no_run:
         return int(bool(found.reds))
     failed = check(given.release, given.environments)
-    newest.main(["--write"])
-    publish.main([])
+    write_tables()
     if not given.no_commit:
         commit(given.release, found)
     return int(bool(found.reds or failed))
@@ -83,28 +81,30 @@ def add_block(release: str) -> None:
 
 
 def look(release: str, folder: Path) -> Changes:
-    """Make the environments of a release and of the one before, write what changed to RELEASE.md, and return it."""
+    """Make a release's environment and plans, write what changed since the one before to RELEASE.md, and return it."""
     before = watch.before(release)
-    checked = []
-    with environments.only_our_packages() as packages:
-        for name in (before, release):
-            python = environments.make(environments.version(name), folder.resolve())
-            listed = environments.printed(python, packages, "compat_matrix.check", "--list")
-            checked.append(list(listed["architectures"]))
+    plans.main(["--versions", before, release, "--environments", str(folder), "--write"])
+    planned = plans.read()
     old, new = (sources.read(sources.of_release(name, folder)) for name in (before, release))
     seen = Seen.read()
     found = compared(old, new, seen)
     seen.learn(new)
     seen.write()
-    PAGE.write_text(page(found, (checked[0], checked[1])), encoding="utf-8")
+    PAGE.write_text(page(found, (planned[before].snapshots, planned[release].snapshots)), encoding="utf-8")
     return found
 
 
 def check(release: str, folder: Path) -> bool:
-    """Make the plans of a release, then check its cells that are not fresh; return whether any fails."""
-    options = ["--versions", release, "--environments", str(folder)]
-    plans.main([*options, "--write"])
-    return bool(matrix.main([*options, "--stale"]))
+    """Check the cells of a release that are not fresh; return whether any fails."""
+    return bool(matrix.main(["--versions", release, "--environments", str(folder), "--stale"]))
+
+
+def write_tables() -> None:
+    """Write the texts that name the newest release, and what is made from the evidence."""
+    from ..publish import __main__ as publish  # it needs the extra ``matrix``, which the page does not
+
+    newest.main(["--write"])
+    publish.main([])
 
 
 def commit(release: str, found: Changes) -> None:

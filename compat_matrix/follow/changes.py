@@ -163,19 +163,14 @@ def compared(before: Sources, after: Sources, seen: Seen, as_then: bool = False)
 
 @functools.cache
 def spelled(root: Path = environments.HERE.parent / "fa2patch") -> dict[str, str]:
-    """The names that fa2patch's sources spell as texts or look up as attributes, each with the first place.
+    """The names that fa2patch's sources spell, each with the first place. It looks everything of Transformers up so.
 
     The names of arguments stand in ``documents/names.py``, which therefore comes first.
     """
     found: dict[str, str] = {}
     for file in sorted(root.rglob("*.py"), key=lambda file: (file.name != "names.py", file)):
-        nodes = list(ast.walk(ast.parse(file.read_text(encoding="utf-8"))))
-        imports = [alias for node in nodes if isinstance(node, ast.Import) for alias in node.names]
-        modules = {alias.asname or alias.name for alias in imports if not alias.name.startswith("transformers")}
-        for node in nodes:
-            name = node.value if isinstance(node, ast.Constant) else getattr(node, "attr", None)
-            if isinstance(node, ast.Attribute) and getattr(node.value, "id", "") in modules:
-                continue  # functools.cache is no name of Transformers
+        for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
+            name = node.value if isinstance(node, ast.Constant) else None
             if isinstance(name, str) and name.isidentifier() and len(name) > 2:
                 found.setdefault(name, f"{file.relative_to(root).as_posix()}:{getattr(node, 'lineno', 0)}")
     return found
@@ -206,10 +201,9 @@ def _spread(
 
 
 def _keywords(before: Sources, after: Sources) -> Iterator[Red]:
-    had = frozenset(name for names in before.keywords.values() for name in names)
-    for cls, fields in after.keywords.items():
-        for name in sorted(fields - had) if before.keywords else ():
-            yield Red("keyword", name, f"in `{cls}`")
+    had, has = (frozenset().union(*each.keywords.values()) for each in (before, after))
+    for name in sorted(has - had) if before.keywords else ():
+        yield Red("keyword", name, f"in {_listed([cls for cls, fields in after.keywords.items() if name in fields])}")
 
 
 def _like_boundaries(after: Sources, new: frozenset[str]) -> Iterator[Red]:

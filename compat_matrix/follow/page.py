@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 
+from ..plans import Snapshots, differences
 from ..tiny_models import OUT_OF_SCOPE
 from .changes import RULES, Changes, Red
 from .sources import File, folder
@@ -15,12 +16,12 @@ MOST = 12
 _CAUSAL = "MODEL_FOR_CAUSAL_LM_MAPPING_NAMES"
 
 
-def page(found: Changes, checked: tuple[Sequence[str], Sequence[str]] | None = None) -> str:
+def page(found: Changes, planned: tuple[Snapshots, Snapshots] | None = None) -> str:
     """The page.
 
     Args:
         found: What changed.
-        checked: The architectures that the matrix finds in the two environments, if they were made.
+        planned: What ``apply`` finds in the architectures of both, if their environments were made.
     """
     before, after = found.before.release, found.after.release
     parts = [f"# Transformers {after}, beside {before}", verdict(found)]
@@ -29,8 +30,8 @@ def page(found: Changes, checked: tuple[Sequence[str], Sequence[str]] | None = N
     if found.accepted:
         parts.append("Accepted in seen.json: " + _names(red.name for red in found.accepted) + ".")
     parts.append(_counts(found))
-    if checked:
-        parts.append(_matrix(*checked))
+    if planned:
+        parts.append(_plans(*planned))
     parts += [*_models(found), *_arguments(found), *_functions(found), *_sizes(found)]
     return "\n\n".join(parts) + "\n"
 
@@ -74,13 +75,18 @@ def _common(found: Changes) -> list[str]:
     return sorted(found.before.modeling.keys() & found.after.modeling.keys())
 
 
-def _matrix(before: Sequence[str], after: Sequence[str]) -> str:
-    new, gone = ([name for name in one if name not in other] for one, other in ((after, before), (before, after)))
-    lines = ["## Architectures that the matrix checks", "", f"{len(after)}; {len(before)} before."]
-    lines += [f"- New: {_names(new, 99)}."] if new else []
+def _plans(before: Snapshots, after: Snapshots) -> str:
+    """What ``apply`` finds in the architectures of the matrix, beside what it found before."""
+    new, gone = after.keys() - before.keys(), before.keys() - after.keys()
+    both = {name: after[name] for name in before.keys() & after.keys()}
+    differ = list(differences({name: before[name] for name in both}, both))
+    lines = ["## Architectures of the matrix", "", f"{len(after)}; {len(before)} before."]
+    lines += [f"- New: {_names(sorted(new), 99)}."] if new else []
     if gone:
-        why = "They are gone, or no longer claim flash attention: see tiny_models.is_present."
-        lines += [f"- **No longer found: {_names(gone, 99)}.** {why}"]
+        why = "They are gone, or claim no flash attention any more: see `tiny_models.is_present`."
+        lines.append(f"- **No longer found: {_names(sorted(gone), 99)}.** {why}")
+    lines.append(f"- `apply` finds something else in {len(differ)} of the {len(both)} of both releases.")
+    lines += [f"  - {line}" for line in differ[:MOST]]
     return "\n".join(lines)
 
 

@@ -31,18 +31,16 @@ class File:
         unpacked: The classes of keywords that its forwards unpack into their ``**kwargs``.
         keywords: The fields of each ``TypedDict``, by the class.
         functions: The arguments of its module-level functions, by the function.
-        defined: The names of its classes and functions.
-        names: These, and every name that is an argument or is set.
+        defined: The names of its classes, functions and methods.
         tables: The auto classes' tables: a class's name by the model type, by the table's name.
     """
 
     text: str
     forwards: dict[str, dict[str, str]]
-    unpacked: frozenset[str]
+    unpacked: set[str]
     keywords: dict[str, tuple[str, ...]]
     functions: dict[str, tuple[str, ...]]
-    defined: frozenset[str]
-    names: frozenset[str]
+    defined: set[str]
     tables: dict[str, dict[str, str]]
 
 
@@ -51,7 +49,7 @@ class Sources:
     """The sources of one Transformers.
 
     Attributes:
-        release: The version that they say, such as ``5.24.0`` or ``5.25.0.dev0``.
+        release: The version that they say, such as ``5.22.2`` or ``5.22.0.dev0``.
         files: The modeling files and the library's modules that concern models, by their paths in the package.
         folders: The folders of models.
     """
@@ -102,8 +100,13 @@ class Sources:
 
     @functools.cached_property
     def modeled(self) -> dict[str, frozenset[str]]:
-        """The modeling files that define a name, take it as an argument or set it, by the name."""
-        return _places({path: file.names for path, file in self.modeling.items()})
+        """The modeling files that have a class or a function of a name, or a forward with it, by the name."""
+        return _places(
+            {
+                path: {*file.defined, *(name for taken in file.forwards.values() for name in taken)}
+                for path, file in self.modeling.items()
+            }
+        )
 
     @functools.cached_property
     def library(self) -> dict[str, frozenset[str]]:
@@ -116,7 +119,7 @@ class Sources:
         return {name: folder(path) for path, file in self.modeling.items() for name in file.defined}
 
 
-def _places(names: dict[str, frozenset[str]]) -> dict[str, frozenset[str]]:
+def _places(names: dict[str, set[str]]) -> dict[str, frozenset[str]]:
     found: dict[str, set[str]] = {}
     for path, held in names.items():
         for name in held:
@@ -158,7 +161,7 @@ def of_release(release: str, folder: Path) -> Path:
     """The sources of a release: those of its environment if that was made, else they are installed beside it.
 
     Args:
-        release: A release, such as ``5.24.0``.
+        release: A release, such as ``5.22.2``.
         folder: The folder with the environments.
 
     Raises:
@@ -175,60 +178,27 @@ def of_release(release: str, folder: Path) -> Path:
 @functools.lru_cache(maxsize=1024)
 def _parsed(text: str) -> File:
     """A file by its text: most files of two releases are the same."""
-    lines = text.splitlines()
-    forwards, keywords, functions, tables = {}, {}, {}, {}
-    defined: set[str] = set()
-    names: set[str] = set()
-    unpacked: set[str] = set()
-    tree = ast.parse(text)
-    for node in _statements(tree.body):
+    lines, tree = text.splitlines(), ast.parse(text)
+    found = File(text, {}, set(), {}, {}, set(), {})
+    for node in tree.body:
         if isinstance(node, ast.ClassDef):
-            defined.add(node.name)
+            found.defined.add(node.name)
             if any(isinstance(base, ast.Name) and base.id == "TypedDict" for base in node.bases):
-                inner = (each.target for each in node.body if isinstance(each, ast.AnnAssign))
-                keywords[node.name] = tuple(each.id for each in inner if isinstance(each, ast.Name))
+                fields = (each.target for each in node.body if isinstance(each, ast.AnnAssign))
+                found.keywords[node.name] = tuple(each.id for each in fields if isinstance(each, ast.Name))
             for function in node.body:
-                if isinstance(function, ast.FunctionDef) and function.name == "forward":
-                    forwards[node.name] = {**_from_kwargs(function, lines), **_arguments(function)}
-                    if function.args.kwarg and function.args.kwarg.annotation:
-                        unpacked.update(re.findall(r"\w+Kwargs", ast.unparse(function.args.kwarg.annotation)))
+                if isinstance(function, ast.FunctionDef):
+                    found.defined.add(function.name)
+                    if function.name == "forward":
+                        found.forwards[node.name] = {**_from_kwargs(function, lines), **_arguments(function)}
+                        if function.args.kwarg and function.args.kwarg.annotation:
+                            found.unpacked.update(re.findall(r"\w+Kwargs", ast.unparse(function.args.kwarg.annotation)))
         elif isinstance(node, ast.FunctionDef):
-            defined.add(node.name)
-            names.update(_arguments(node))
-        elif isinstance(node, (ast.Assign, ast.AnnAssign)):
-            targets = node.targets if isinstance(node, ast.Assign) else [node.target]
-            names.update(each.id if isinstance(each, ast.Name) else each.attr for each in _named(targets))
-    for statement in tree.body:
-        if isinstance(statement, ast.FunctionDef):
-            functions[statement.name] = tuple(_arguments(statement))
-        elif isinstance(statement, ast.Assign) and getattr(statement.targets[0], "id", "").endswith("MAPPING_NAMES"):
-            tables[ast.unparse(statement.targets[0])] = dict(_rows(statement.value))
-    return File(
-        text,
-        forwards,
-        frozenset(unpacked),
-        keywords,
-        functions,
-        frozenset(defined),
-        frozenset(defined | names),
-        tables,
-    )
-
-
-def _statements(body: list[ast.stmt]) -> Iterator[ast.stmt]:
-    """Every statement, without a walk over expressions, which would take four times as long."""
-    for statement in body:
-        yield statement
-        for inner in ("body", "orelse", "finalbody", "handlers"):
-            yield from _statements(getattr(statement, inner, []))
-
-
-def _named(targets: list[ast.expr]) -> Iterator[ast.Name | ast.Attribute]:
-    for target in targets:
-        if isinstance(target, (ast.Name, ast.Attribute)):
-            yield target
-        elif isinstance(target, ast.Tuple):
-            yield from _named(target.elts)
+            found.defined.add(node.name)
+            found.functions[node.name] = tuple(_arguments(node))
+        elif isinstance(node, ast.Assign) and getattr(node.targets[0], "id", "").endswith("MAPPING_NAMES"):
+            found.tables[ast.unparse(node.targets[0])] = dict(_rows(node.value))
+    return found
 
 
 def _arguments(function: ast.FunctionDef) -> dict[str, str]:

@@ -1,6 +1,6 @@
 """The watch: what a Transformers changed, from its sources alone, in a minute. Exits with 1 if it is red.
 
-``python -m compat_matrix.follow.watch 5.24.0`` compares a release with the one before it in versions.toml, and
+``python -m compat_matrix.follow.watch X.Y.Z`` compares a release with the one before it in versions.toml, and
 ``--sources FOLDER`` any sources, such as a checkout of main, with the newest release. ``--history`` reads all releases
 and writes what the watch would have said of each to HISTORY.md, and every argument to seen.json.
 """

@@ -164,7 +164,7 @@ def test_the_committed_file_says_that_5_24_renamed_every_cache():
 
 
 VERSIONS = (
-    '[defaults]\npython = "3.11"\ntorch = "2.13.0"\npins = []\n\n[version."9.1.0"]\nseam = "interface"\n\n# Stacks.\n'
+    '[defaults]\npython = "3.11"\ntorch = "2.13.0"\npins = []\n\n[version."9.1.0"]\ntorch = "2.9.1"\n\n# Stacks.\n'
 )
 
 
@@ -174,7 +174,7 @@ def test_a_release_gets_the_block_of_the_one_before(monkeypatch, tmp_path):
     file.write_text(VERSIONS)
     follow.add_block("9.2.0")
     assert [*environments.versions()] == ["9.1.0", "9.2.0"] and environments.newest().name == "9.2.0"
-    assert environments.versions()["9.2.0"].seam == "interface" and file.read_text().endswith("\n\n# Stacks.\n")
+    assert environments.versions()["9.2.0"].torch == "2.9.1" and file.read_text().endswith("\n\n# Stacks.\n")
     follow.add_block("9.2.0")
     follow.add_block("9.2.1")
     assert [*environments.versions()] == ["9.1.0", "9.2.1"], "one patch release of a minor"

@@ -1,4 +1,4 @@
-"""Check fa2patch in any number of Transformers versions: ``python -m compat_matrix --versions 4.43.4 5.23.0``."""
+"""Check fa2patch in any number of Transformers versions: ``python -m compat_matrix --versions 4.43.4 newest``."""
 
 from __future__ import annotations
 

@@ -26,6 +26,9 @@ else:
 
 HERE = Path(__file__).parent
 
+NEWEST = "newest"
+"""The name that stands for the newest release, so that no command needs its number."""
+
 MAIN = "main"
 """The name of the next release, which can be given in place of a release."""
 
@@ -115,38 +118,40 @@ def versions() -> dict[str, Version]:
     return blocks
 
 
-def _releases() -> list[Version]:
-    """The blocks that are named as their release, in the file's order."""
+def releases() -> list[Version]:
+    """The blocks that are named as their release, the oldest first. The last is the newest release everywhere."""
     return [block for block in versions().values() if block.name == block.transformers != MAIN]
 
 
 def newest() -> Version:
     """Return the block of the newest release."""
-    return _releases()[-1]
+    return releases()[-1]
 
 
 def version(name: str) -> Version:
     """Find or make the block for a release.
 
     Args:
-        name: A block's name, which gives that block. A minor such as ``4.44`` gives the block of that minor. Another
-            release takes the settings of its minor's block, else those of the newest release's. ``main`` is git main
-            if it can be reached, else the newest release or pre-release. ``torch-next`` is the newest release with the
-            next torch. Both are allowed to fail.
+        name: A block's name, which gives that block. ``newest`` gives that of the newest release. A minor such as
+            ``4.44`` gives the block of that minor. Another release takes the settings of its minor's block, else those
+            of the newest release's. ``main`` is git main if it can be reached, else the newest release or pre-release.
+            ``torch-next`` is the newest release with the next torch. Both are allowed to fail.
     """
     known = versions()
+    if name == NEWEST:
+        return newest()
     if name in known:
         return known[name]
-    releases = _releases()
+    ours = releases()
     if name == MAIN:
-        return replace(releases[-1], name=MAIN, transformers=MAIN, allowed_to_fail=True)
+        return replace(ours[-1], name=MAIN, transformers=MAIN, allowed_to_fail=True)
     if name == TORCH_NEXT:
-        pins = (*releases[-1].pins, _torch_after(releases[-1].torch))
-        return replace(releases[-1], name=TORCH_NEXT, pins=pins, allowed_to_fail=True)
-    for block in releases:
+        pins = (*ours[-1].pins, _torch_after(ours[-1].torch))
+        return replace(ours[-1], name=TORCH_NEXT, pins=pins, allowed_to_fail=True)
+    for block in ours:
         if block.transformers.split(".")[:2] == name.split(".")[:2]:
             return block if name.count(".") == 1 else replace(block, name=name, transformers=name)
-    return replace(releases[-1], name=name, transformers=name)
+    return replace(ours[-1], name=name, transformers=name)
 
 
 def make(wanted: Version, folder: Path) -> Path:
@@ -178,6 +183,15 @@ def _make(wanted: Version, home: Path, python: Path) -> None:
     requirements = [_next() if requirement == "transformers" else requirement for requirement in wanted.requirements]
     _uv("pip", "install", "--python", str(python), *_find_links(), *requirements)
     (home / STAMP).write_text(wanted.stamp)
+
+
+def install(folder: Path, requirement: str) -> None:
+    """Install one package into a folder, without what it requires, to read its sources.
+
+    Raises:
+        RuntimeError: The package index has no such package.
+    """
+    _uv("pip", "install", "--python", sys.executable, "--no-deps", "--target", str(folder), *_find_links(), requirement)
 
 
 def variables(packages: Path, **more: str) -> dict[str, str]:

@@ -20,7 +20,7 @@ from . import environments
 from .ecosystem.stacks import stacks
 from .screen import BarColumn, Console, Progress, TextColumn, TimeElapsedColumn
 
-VERSIONS = ("4.36.2", "4.43.4", "4.48.3", "4.57.6", "5.23.0")
+VERSIONS = ("4.36.2", "4.43.4", "4.48.3", "4.57.6", environments.newest().name)
 """One version for each way in which Transformers computes attention, with the newest of both majors."""
 
 PINS = ("pytest", "packaging")

@@ -98,7 +98,7 @@ check = run._part
 run._part = lambda *found: check(*found[:3], (*found[3], "--points", *results.CORE))
 assert {fa2patch!r} == str(Path(environments.__file__).parents[1]), environments.__file__
 assert "compat_matrix" not in sys.modules
-main(["matrix", "--model", {model!r}, "--transformers", "5.23.0", "--format", "markdown"])
+main(["matrix", "--model", {model!r}, "--transformers", environments.newest().name, "--format", "markdown"])
 """
 
 

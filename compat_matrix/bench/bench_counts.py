@@ -115,7 +115,7 @@ def bench_startup(rows: list[Any], quick: bool, benchmark: Any) -> None:
 
 # --- reads from the device, by version of Transformers --------------------------------------------------------
 
-VERSIONS = ("4.44.2", "4.57.6", "5.23.0")
+VERSIONS = ("4.44.2", "4.57.6", environments.newest().name)
 
 
 @pytest.mark.parametrize("version", VERSIONS)

@@ -57,7 +57,7 @@ TORCH = (
 )  # fmt: skip
 """The last release of each minor. Each environment takes about 5 GB, unless the package index has a build for CPUs."""
 
-TRANSFORMERS = "5.23.0"
+TRANSFORMERS = environments.newest().transformers
 SCHEMAS = Path(__file__).with_name("aten_schemas.json")
 OPERATORS = (
     "_flash_attention_forward", "_flash_attention_backward", "_efficient_attention_forward",

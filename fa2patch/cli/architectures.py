@@ -14,6 +14,9 @@ from .models import MASKED, did_you_mean, model_types, named
 from .output import as_json_option, new_console, new_table, plain
 
 _QUIRKS = {"adjust": "options adjusted", "queries": "queries scaled", "refuse": "some configs refused"}
+NOT_CHECKED = "not checked"
+"""The state of every architecture in a version without evidence."""
+
 LEGEND = (
     "attention: every layer gets the documents' boundaries at its seam. mixers: layers that carry state along the row "
     "run document by document, or get the boundaries. Isolated in: the minors whose evidence shows it. "
@@ -53,21 +56,25 @@ def architectures(model: str | None, as_json: bool) -> None:
 def rows(version: str) -> Iterator[dict[str, Any]]:
     """One dict for each architecture of a Transformers version that there is evidence of.
 
-    A version without evidence is described by the newest one that has some.
+    In a version without evidence every state is ``not checked``, and the reason says what the newest version that was
+    checked had.
 
     Returns:
-        Dicts with ``model_type``, ``family`` (one of the fourteen), ``state`` (``ok``, ``refused``, ``known failure``
-        or ``failing``), ``seam``, ``does``, ``isolated_in`` and ``reason``, and ``evidence`` with all minors by state
-        and by seam or reason.
+        Dicts with ``model_type``, ``family`` (one of the fourteen), ``state`` (``ok``, ``refused``, ``known failure``,
+        ``failing`` or ``not checked``), ``seam``, ``does``, ``isolated_in`` and ``reason``, and ``evidence`` with all
+        minors by state and by seam or reason.
     """
     installed, minor = set(model_types()), evidence.minor_of(version)
-    if minor not in evidence.minors():
+    checked = minor in evidence.minors()
+    if not checked:
         minor = evidence.minors()[-1]
     for name, states in evidence.architectures().items():
         state, what = evidence.state_in(minor, states)
         if name.partition(":")[0] not in installed or state == "absent":
             continue
         isolated = [each for each in evidence.minors() if evidence.state_in(each, states)[0] == "ok"]
+        if not checked:
+            state, what = NOT_CHECKED, f"In {minor}: {_said(state, what)}"
         yield {
             "model_type": name,
             "family": name in evidence.evidence()["families"],
@@ -112,8 +119,7 @@ def _show_all(found: list[dict[str, Any]], rest: list[str], version: str) -> Non
         if row["state"] == "ok":
             table.add_row(name, row["seam"], ", ".join(row["does"]), row["isolated_in"])
         else:
-            said = f"[yellow]{row['state']}: {plain(row['reason'])}[/yellow]"
-            table.add_row(name, "-", said, row["isolated_in"] or "-")
+            table.add_row(name, "-", f"[yellow]{plain(_state(row))}[/yellow]", row["isolated_in"] or "-")
     console.print(f"[bold]Transformers {version}[/bold]: {_counted(found, version)}")
     console.print(table)
     console.print(LEGEND)
@@ -126,22 +132,37 @@ def _show_all(found: list[dict[str, Any]], rest: list[str], version: str) -> Non
 
 
 def _counted(found: list[dict[str, Any]], version: str) -> str:
+    if evidence.minor_of(version) not in evidence.minors():
+        return (
+            f"No architecture was checked in this release. The newest one with evidence is {evidence.minors()[-1]}: "
+            "what was found there is shown. fa2patch verify NAME shows what fa2patch does with a model here."
+        )
     ok = sum(row["state"] == "ok" for row in found)
-    last = evidence.minors()[-1]
-    of = "" if evidence.minor_of(version) in evidence.minors() else f" (no evidence of it: shown is {last})"
-    return f"{ok} of {len(found)} architectures with evidence are isolated{of}. The fourteen families are first."
+    return f"{ok} of {len(found)} architectures with evidence are isolated. The fourteen families are first."
+
+
+def _state(row: dict[str, Any]) -> str:
+    """What is known of an architecture in the installed version."""
+    if row["state"] == NOT_CHECKED:
+        return f"{NOT_CHECKED} here. {row['reason']}"
+    return "isolated" if row["state"] == "ok" else f"{row['state']}: {row['reason']}"
+
+
+def _said(state: str, what: str) -> str:
+    """What the evidence says of an architecture, by its state and the seam or the reason."""
+    return f"isolated at the seam {what}" if state == "ok" else f"{state}: {what}"
 
 
 def _show_one(row: dict[str, Any], version: str) -> None:
     console = new_console()
     does = f" ({', '.join(row['does'])})" if row["does"] else ""
     family = ", one of the fourteen families" if row["family"] else ""
-    state = "isolated" if row["state"] == "ok" else f"{row['state']}: {row['reason']}"
-    console.print(f"[bold]{row['model_type']}[/bold]{family}, in Transformers {version}: {plain(state)}{does}")
-    for name, found in row["evidence"].items():
+    console.print(f"[bold]{row['model_type']}[/bold]{family}, in Transformers {version}: {plain(_state(row))}{does}")
+    for state, found in row["evidence"].items():
         for what, ranges in found.items():
-            said = f"isolated at the seam {what}" if name == "ok" else f"{name}: {what}"
-            console.print(f"  {ranges}: {plain(said)}")
+            console.print(f"  {ranges}: {plain(_said(state, what))}")
+    if row["state"] == NOT_CHECKED:
+        console.print(f"fa2patch verify {row['model_type'].partition(':')[0]} shows what fa2patch does with it here.")
 
 
 def _without_evidence(name: str, version: str) -> str:

@@ -80,6 +80,8 @@ def show_doctor(console: Console, found: dict[str, Any]) -> None:
         )
         if known["leak"]:
             console.print(f"Even one plain row leaks in: {', '.join(known['leak'])}.")
+    if found["defects"] and not known:
+        console.print(f"Defects known up to {found['evidence_ends']}; whether this release has them was not checked:")
     for defect in found["defects"]:
         console.print(f"[yellow]•[/yellow] {plain(defect)}")
     for advice in found["advice"]:

@@ -42,20 +42,25 @@ class Defect:
     """A defect of Transformers that concerns packed rows.
 
     Attributes:
-        first, last: The first and the last minor version that has it.
+        first, last: The first and the last minor version that has it. Without a last one, no version was seen to mend
+            it.
         what: The sentence that ``doctor`` shows.
     """
 
     first: tuple[int, int]
-    last: tuple[int, int]
+    last: tuple[int, int] | None
     what: str
+
+    def is_in(self, version: tuple[int, int]) -> bool:
+        """Whether a minor version has it, as far as is known."""
+        return self.first <= version and (self.last is None or version <= self.last)
 
 
 DEFECTS = (
     Defect((4, 34), (4, 43), "position_ids are used for rotary positions only: every packed row leaks."),
     Defect((4, 44), (4, 53), "ids that never decrease are taken for one document: [0, 0, 1, ...] leaks."),
     Defect((4, 53), (4, 53), "packing is looked for only where the batch is one row: two packed rows leak."),
-    Defect((4, 55), (5, 23), "packing is looked for only where the batch is one row: two packed rows leak."),
+    Defect((4, 55), None, "packing is looked for only where the batch is one row: two packed rows leak."),
     Defect((4, 54), (4, 54), "a dense batch of two rows of T tokens without position_ids gets cu_seqlens [0, T]."),
     Defect((4, 34), (4, 55), "the flash route's sliding window is one token wider than eager attention's."),
     Defect((4, 42), (4, 43), "Gemma 2's flash attention has no sliding window."),
@@ -74,7 +79,8 @@ def examine() -> dict[str, Any]:
         ``gpus``, ``packages`` (the version and the problem of each), ``kernels``, ``seam`` (of the tiny Llama),
         ``alone`` (the verified tiny Llama without fa2patch, with the cache that it makes by default),
         ``alone_without_cache``, ``why`` (why these differ; empty if they do not), ``patched``, ``known`` (other
-        architectures in this minor; None without evidence), ``defects`` and ``advice``.
+        architectures in this minor; None without evidence), ``evidence_ends`` (the newest minor with evidence),
+        ``defects`` and ``advice``.
     """
     found: dict[str, Any] = {
         "python": platform.python_version(),
@@ -86,8 +92,10 @@ def examine() -> dict[str, Any]:
     }
     found |= _tried()
     version = _minor(found["packages"]["transformers"]["version"])
-    found["known"] = upstream().get(f"{version[0]}.{version[1]}") if version else None
-    found["defects"] = [defect.what for defect in DEFECTS if version and defect.first <= version <= defect.last]
+    known = upstream()
+    found["known"] = known.get(f"{version[0]}.{version[1]}") if version else None
+    found["evidence_ends"] = list(known)[-1]
+    found["defects"] = [defect.what for defect in DEFECTS if version and defect.is_in(version)]
     found["ok"] = found["patched"]["state"] == "isolated"
     found["advice"] = list(_advice(found))
     return found
@@ -178,8 +186,13 @@ def _advice(found: dict[str, Any]) -> Iterator[str]:
     packages = found["packages"]
     if found["patched"]["state"] != "isolated":
         yield f"fa2patch does not work here: {found['patched'].get('reason')}"
-    if packages["transformers"]["version"] and found["known"] is None:
-        yield "No evidence of this Transformers comes with fa2patch: hold your model against it with `fa2patch verify`."
+    installed = packages["transformers"]["version"]
+    if installed and found["known"] is None:
+        yield (
+            f"Transformers {installed} was not checked with fa2patch: the evidence ends with {found['evidence_ends']}. "
+            "Only the tiny Llama above was tried here. Check your own model: `fa2patch verify MODEL`, or at all points "
+            f"`fa2patch matrix --model MODEL --transformers {installed}`."
+        )
     flash = [kernel for kernel in found["kernels"] if kernel["name"].startswith(("flash_attn", "torch_varlen"))]
     if found["gpus"] and not any(kernel["usable"] for kernel in flash):
         yield "A GPU without a flash kernel: see the reasons above. Upgrade torch to 2.4, or pip install flash-attn."

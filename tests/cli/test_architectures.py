@@ -52,9 +52,33 @@ def test_a_model_that_an_older_version_refuses_says_why(monkeypatch):
     assert "refused" in run("architectures")
 
 
-def test_a_version_without_evidence_is_described_by_the_newest(monkeypatch):
+@pytest.fixture
+def unchecked(monkeypatch):
+    """A release without evidence; returns the newest minor that has some."""
     monkeypatch.setattr(sys.modules["transformers"], "__version__", "9.9.0")
-    assert rows() and f"no evidence of it: shown is {evidence.minors()[-1]}" in " ".join(run("architectures").split())
+    return evidence.minors()[-1]
+
+
+def test_nothing_is_called_isolated_in_a_version_without_evidence(unchecked, monkeypatch):
+    found = rows()
+    assert {row["state"] for row in found} == {"not checked"} and not any(row["seam"] or row["does"] for row in found)
+    assert all(f"In {unchecked}" in row["reason"] for row in found)
+    monkeypatch.setenv("COLUMNS", "250")
+    shown = " ".join(run("architectures").split())
+    assert f"No architecture was checked in this release. The newest one with evidence is {unchecked}" in shown
+    assert f"not checked here. In {unchecked}: isolated at the seam" in shown
+
+
+def test_one_of_them_in_a_version_without_evidence(unchecked):
+    shown = " ".join(run("architectures", "llama").split())
+    assert f"in Transformers 9.9.0: not checked here. In {unchecked}: isolated at the seam interface" in shown
+    assert "fa2patch verify llama shows what fa2patch does with it here" in shown
+    assert "Transformers 9.9.0: isolated" not in shown
+
+
+def test_one_that_is_new_in_a_version_without_evidence(unchecked, monkeypatch):
+    monkeypatch.setattr("fa2patch.cli.architectures.model_types", lambda: ["brand_new"])
+    assert "brand_new: there is no evidence of it" in run("architectures", "brand_new")
 
 
 def test_one_of_them():

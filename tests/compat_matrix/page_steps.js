@@ -9,7 +9,7 @@ const type = async (id, value) => { const field = document.getElementById(id); f
   said.cell = [words("panel-title"), words("panel-body")];
   said.folded = [...document.querySelectorAll("#panel details")].map(fold => [fold.open, fold.textContent]);
   said.evidence = [...document.querySelectorAll("#panel a")].map(link => link.getAttribute("href"));
-  document.querySelector("a[href='#mistral-5.23.0']").click(); await tick();
+  document.querySelector("a[href='#mistral-NEWEST']").click(); await tick();
   said.clicked = [location.hash, words("panel-title")];
   said.focus = document.activeElement.id;
   history.back(); await tick(); await tick();

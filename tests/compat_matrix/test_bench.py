@@ -14,8 +14,8 @@ from compat_matrix import commits, tiny_models
 from compat_matrix.bench import __main__ as bench
 from compat_matrix.bench import against, bench_times, counting, figures, syncs, workloads
 from compat_matrix.check.rows import documents, pack
-from compat_matrix.publish import blocks
 from compat_matrix.publish import __main__ as publish
+from compat_matrix.publish import blocks
 
 # --- counting -------------------------------------------------------------------------------------------------
 

@@ -17,7 +17,6 @@ from compat_matrix.publish import need
 
 FOLDER = environments.HERE
 EVIDENCE = [json.loads(file.read_text()) for file in (FOLDER / "evidence").glob("*.json")]
-NEWEST = "{}.{}".format(*Version(environments.newest().transformers).release)
 README = (FOLDER.parent / "README.md").read_text()
 WORDS = {"right": "ok", "**leaks**": "leak", "an error": "error"}
 
@@ -58,7 +57,8 @@ def said(text):
 @pytest.mark.parametrize("number", range(len(need.CASES)), ids=[case.title for case in need.CASES])
 def test_the_table_says_what_the_evidence_says(number):
     case = need.CASES[number]
-    assert [column[0] for column in columns()] == ["4.34–4.43", "4.44–4.52", "4.53–4.57", f"5.0–{NEWEST}"]
+    minor = "{}.{}".format(*max(Version(held["transformers"]) for held in EVIDENCE).release)
+    assert [column[0] for column in columns()] == ["4.34–4.43", "4.44–4.52", "4.53–4.57", f"5.0–{minor}"]
     for label, *texts in columns():
         main, exceptions = said(texts[number])
         if case.untested:

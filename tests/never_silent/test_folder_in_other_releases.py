@@ -9,7 +9,7 @@ import pytest
 from compat_matrix import environments
 
 ROOT = Path(__file__).parents[2]
-RELEASES = ("4.36.2", "4.43.4", "4.46.3", "4.48.3", "4.57.6", "5.23.0")
+RELEASES = ("4.36.2", "4.43.4", "4.46.3", "4.48.3", "4.57.6", environments.newest().name)
 TOOLS = ("pytest==8.4.2", "hypothesis==6.135.26", "rich")
 
 

@@ -205,14 +205,15 @@ def test_compiled(llama: Any) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("release", ["4.36.2", "4.40.2", "4.44.2", "4.48.3", "4.52.4", "4.57.6", "5.0.0", "5.23.0"])
+@pytest.mark.parametrize("release", ["4.36.2", "4.40.2", "4.44.2", "4.48.3", "4.52.4", "4.57.6", "5.0.0", "newest"])
 def test_other_releases(release: str) -> None:
-    python = environments.make(environments.version(release), ROOT / ".compat")
+    wanted = environments.version(release)
+    python = environments.make(wanted, ROOT / ".compat")
     with environments.only_our_packages() as packages:
         variables = {**os.environ, "PYTHONPATH": str(packages), "HF_HUB_OFFLINE": "1"}
         script = [str(python), str(ROOT / "tests/helpers/classification_cases.py")]
         done = subprocess.run(script, env=variables, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr[-3000:]
     found = json.loads(done.stdout.splitlines()[-1])
-    assert found["transformers"] == release
+    assert found["transformers"] == wanted.transformers
     assert len(found["held"]) >= 20

@@ -1,0 +1,1 @@
+"""What a release of Transformers changed, read in its sources, and how the repository follows it."""

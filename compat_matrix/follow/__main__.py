@@ -1,0 +1,127 @@
+"""Follow a release of Transformers: ``python -m compat_matrix.follow X.Y.Z``. Exits with 1 if it or a cell is red.
+
+It adds the release's block to versions.toml, makes its environment and its plans, and writes RELEASE.md: what is new
+since the release before, and what a person must decide. Then it checks every architecture, makes the tables, and leaves
+one commit to look at. After a stop it goes on where it was.
+"""
+
+from __future__ import annotations
+
+import argparse
+import re
+import subprocess
+import sys
+from collections import Counter
+from pathlib import Path
+
+from packaging.version import Version
+
+from .. import __main__ as matrix
+from .. import environments, plans
+from ..results import read_file
+from . import newest, sources, watch
+from .changes import Changes, Seen, compared
+from .page import page, verdict
+
+ROOT = environments.HERE.parent
+PAGE = Path(__file__).with_name("RELEASE.md")
+WRITTEN = (
+    "README.md",
+    "docs",
+    "tests/constraints.txt",
+    "compat_matrix",
+    "fa2patch/cli/evidence.json",
+    "fa2patch/upstream.json",
+)
+"""What the commit holds."""
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Run the command line."""
+    parser = argparse.ArgumentParser(prog="python -m compat_matrix.follow", description=__doc__)
+    parser.add_argument("release", help="its number")
+    parser.add_argument("--environments", type=Path, default=ROOT / ".compat", help="where environments are kept")
+    parser.add_argument("--no-run", action="store_true", help="stop after the page")
+    parser.add_argument("--no-commit", action="store_true", help="leave everything uncommitted")
+    given = parser.parse_args(arguments)
+    if not (given.no_commit or given.no_run) and _git("status", "--porcelain", "--", *WRITTEN):
+        parser.error("expected no changes in what the commit will hold: commit them first, or give --no-commit")
+    add_block(given.release)
+    found = look(given.release, given.environments)
+    print(PAGE.read_text(encoding="utf-8"))
+    if given.no_run:
+        return int(bool(found.reds))
+    failed = check(given.release, given.environments)
+    write_tables()
+    if not given.no_commit:
+        commit(given.release, found)
+    return int(bool(found.reds or failed))
+
+
+def add_block(release: str) -> None:
+    """Add a release to versions.toml, behind the newest one and with its settings, if it has no block.
+
+    The release of a minor that has a block takes its place: one patch release of each minor is checked.
+
+    Raises:
+        SystemExit: A newer release has a block.
+    """
+    if release in environments.versions():
+        return
+    last = environments.newest().name
+    if Version(release) < Version(last):
+        raise SystemExit(f"{release} is older than {last}, the newest release. Add its block to versions.toml by hand")
+    file = environments.HERE / "versions.toml"
+    text = file.read_text(encoding="utf-8")
+    block = re.search(rf'^\[version\."{re.escape(last)}"\]\n(?:[^\[\n].*\n)*', text, re.M)
+    assert block is not None
+    added = block[0].replace(f'"{last}"', f'"{release}"', 1)
+    same_minor = Version(release).release[:2] == Version(last).release[:2]
+    file.write_text(text.replace(block[0], added if same_minor else block[0] + added), encoding="utf-8")
+
+
+def look(release: str, folder: Path) -> Changes:
+    """Make a release's environment and plans, write what changed since the one before to RELEASE.md, and return it."""
+    before = watch.before(release)
+    plans.main(["--versions", before, release, "--environments", str(folder), "--write"])
+    planned = plans.read()
+    old, new = (sources.read(sources.of_release(name, folder)) for name in (before, release))
+    seen = Seen.read()
+    found = compared(old, new, seen)
+    seen.learn(new)
+    seen.write()
+    PAGE.write_text(page(found, (planned[before].snapshots, planned[release].snapshots)), encoding="utf-8")
+    return found
+
+
+def check(release: str, folder: Path) -> bool:
+    """Check the cells of a release that are not fresh; return whether any fails."""
+    return bool(matrix.main(["--versions", release, "--environments", str(folder), "--stale"]))
+
+
+def write_tables() -> None:
+    """Write the texts that name the newest release, and what is made from the evidence."""
+    from ..publish import __main__ as publish  # it needs the extra ``matrix``, which the page does not
+
+    newest.main(["--write"])
+    publish.main([])
+
+
+def commit(release: str, found: Changes) -> None:
+    """Commit everything, with the page's verdict and the cells' counts in the message."""
+    cells = read_file(environments.HERE / "evidence" / f"{release}.json").cells
+    states = Counter(cell.state for cell in cells.values())
+    counted = ", ".join(f"{count} {state}" for state, count in states.most_common())
+    failing = [f"- {name}: {cell.reason}"[:160] for name, cell in cells.items() if cell.state == "fail"]
+    subject = f"Transformers {release}: {counted} of {len(cells)} cells{', RED' if found.reds else ''}"
+    body = "\n".join([verdict(found).replace("*", ""), *failing, "", "What is new: compat_matrix/follow/RELEASE.md"])
+    _git("add", "--", *WRITTEN)
+    _git("commit", "-m", subject, "-m", body)
+
+
+def _git(*arguments: str) -> str:
+    return subprocess.run(["git", "-C", str(ROOT), *arguments], check=True, capture_output=True, text=True).stdout
+
+
+if __name__ == "__main__":
+    sys.exit(main())

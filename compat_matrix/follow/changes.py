@@ -1,0 +1,242 @@
+"""Compares two Transformers by their sources, and says which changes a person must decide about.
+
+Every release has new arguments: most belong to one new model. What fa2patch must know is red, by the five rules of
+:data:`RULES`. ``seen.json`` holds every argument of a forward by the release that had it first, those that were general
+(in :data:`SPREAD` folders of models) by the release in which they became so, and what a person accepted.
+"""
+
+from __future__ import annotations
+
+import ast
+import functools
+import json
+import re
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from packaging.version import Version
+
+from .. import environments
+from .sources import Sources, folder
+
+SEEN = Path(__file__).with_name("seen.json")
+
+SPREAD = 10
+"""The number of folders of models from which on an argument is general: code for any model may pass it.
+
+From 4.34 to 5.24, nine arguments spread over so many folders in one release. Five folders are too few: that is what one
+family of new models shares.
+"""
+
+_BOUNDARIES = re.compile(r"cu_?seq|seq_?idx|seq_?len|(^|_)docs?(_|$)|document|segment|packed|packing|boundar")
+
+RULES = {
+    "spreads": (
+        f"an argument that forwards of {SPREAD} folders or more gained, and that was in fewer before",
+        "Read what it holds. If it is a cache, a mask, positions or boundaries, fa2patch must recognise it. Its test "
+        "reads the name from a signature.",
+    ),
+    "replaces": (
+        "an argument that no forward had before stands where one was that fa2patch relies on",
+        "fa2patch still looks for the old name there. Let it recognise what the argument holds.",
+    ),
+    "keyword": (
+        "a keyword that every forward accepts is new",
+        "Any trainer may pass it. If it says where documents are, documents/stated.py or names.py must read it.",
+    ),
+    "boundaries": (
+        "an argument that no forward had before is called like boundaries of documents",
+        "If it says where documents begin, read it or refuse it. A packed row must never be computed without it.",
+    ),
+    "gone": (
+        "a name that fa2patch relies on is gone from the library, or from most of the modeling files that had it",
+        "Find what took its place, and what fa2patch does where it looks the name up.",
+    ),
+}
+"""What makes a release red, each with what to do then."""
+
+
+@dataclass(frozen=True)
+class Red:
+    """One thing that a person must decide about.
+
+    Attributes:
+        rule: A key of :data:`RULES`.
+        name: The argument or the name.
+        where: The places, in words.
+    """
+
+    rule: str
+    name: str
+    where: str
+
+
+@dataclass
+class Seen:
+    """What ``seen.json`` holds.
+
+    Attributes:
+        since: The arguments of forwards, by the release that had them first.
+        general: Those that were in :data:`SPREAD` folders, by the release in which they first were.
+        accepted: Names that a person accepted, with the reason, by the release that they were red in.
+    """
+
+    since: dict[str, list[str]] = field(default_factory=dict)
+    general: dict[str, list[str]] = field(default_factory=dict)
+    accepted: dict[str, dict[str, str]] = field(default_factory=dict)
+
+    @classmethod
+    def read(cls, file: Path = SEEN) -> Seen:
+        return cls(**json.loads(file.read_text(encoding="utf-8")))
+
+    def write(self, file: Path = SEEN) -> None:
+        """Write the file, with one line for each release."""
+        parts = []
+        for part, rows in vars(self).items():
+            lines = [f"  {json.dumps(release)}: {json.dumps(found)}" for release, found in rows.items() if found]
+            parts.append(f' "{part}": {{\n' + ",\n".join(lines) + "\n }" if lines else f' "{part}": {{}}')
+        file.write_text("{\n" + ",\n".join(parts) + "\n}\n", encoding="utf-8")
+
+    def before(self, release: str) -> tuple[frozenset[str], frozenset[str]]:
+        """The arguments that any release before this one had, and those that were general."""
+        had, general = (
+            frozenset(name for each, names in rows.items() if Version(each) < Version(release) for name in names)
+            for rows in (self.since, self.general)
+        )
+        return had, general
+
+    def learn(self, sources: Sources) -> None:
+        """Add the arguments of a release. Releases are learnt in their order."""
+        had, general = self.before(sources.release)
+        wide = {name for name, folders in sources.takers.items() if len(folders) >= SPREAD}
+        self.since[sources.release] = sorted({*sources.takers} - had)
+        self.general[sources.release] = sorted(wide - general)
+
+
+@dataclass(frozen=True)
+class Changes:
+    """What changed from one Transformers to another.
+
+    Attributes:
+        before, after: The two.
+        relied: The names that fa2patch's sources spell, each with the first place.
+        gained, lost: The forwards of both that gained or lost an argument, by the argument.
+        new: The arguments that no forward of an earlier release had.
+        reds: What a person must decide about, without what was accepted.
+        accepted: What was accepted.
+    """
+
+    before: Sources
+    after: Sources
+    relied: Mapping[str, str]
+    gained: Mapping[str, list[tuple[str, str]]]
+    lost: Mapping[str, list[tuple[str, str]]]
+    new: frozenset[str]
+    reds: tuple[Red, ...]
+    accepted: tuple[Red, ...]
+
+
+def compared(before: Sources, after: Sources, seen: Seen, as_then: bool = False) -> Changes:
+    """Compare two Transformers.
+
+    Args:
+        before, after: Their sources.
+        seen: What is known of all releases; what it says of ``after`` and later ones is left out.
+        as_then: Whether what a person accepted is left out, too.
+    """
+    gained, lost = _moved(before, after), _moved(after, before)
+    had, general = seen.before(after.release)
+    had |= before.takers.keys()
+    new, relied = frozenset(after.takers.keys() - had), spelled()
+    reds = [*_spread(before, after, gained, general), *_keywords(before, after), *_like_boundaries(after, new)]
+    reds += _replacing(gained, lost, new, relied, {red.name for red in reds})
+    reds += _gone(before, after, relied)
+    accepted = {} if as_then else seen.accepted.get(after.release, {})
+    return Changes(
+        before, after, relied, gained, lost, new,
+        tuple(red for red in reds if red.name not in accepted),
+        tuple(red for red in reds if red.name in accepted),
+    )  # fmt: skip
+
+
+@functools.cache
+def spelled(root: Path = environments.HERE.parent / "fa2patch") -> dict[str, str]:
+    """The names that fa2patch's sources spell, each with the first place. It looks everything of Transformers up so.
+
+    The names of arguments stand in ``documents/names.py``, which therefore comes first.
+    """
+    found: dict[str, str] = {}
+    for file in sorted(root.rglob("*.py"), key=lambda file: (file.name != "names.py", file)):
+        for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
+            name = node.value if isinstance(node, ast.Constant) else None
+            if isinstance(name, str) and name.isidentifier() and len(name) > 2:
+                found.setdefault(name, f"{file.relative_to(root).as_posix()}:{getattr(node, 'lineno', 0)}")
+    return found
+
+
+def _moved(before: Sources, after: Sources) -> dict[str, list[tuple[str, str]]]:
+    """The forwards of both that take an argument only in ``after``, by the argument."""
+    found: dict[str, list[tuple[str, str]]] = {}
+    for key, taken in after.forwards.items():
+        for name in taken.keys() - before.forwards.get(key, taken).keys():
+            found.setdefault(name, []).append(key)
+    return found
+
+
+def _folders(places: list[tuple[str, str]]) -> set[str]:
+    return {folder(path) for path, _ in places}
+
+
+def _spread(
+    before: Sources, after: Sources, gained: Mapping[str, list[tuple[str, str]]], general: frozenset[str]
+) -> Iterator[Red]:
+    for name, places in sorted(gained.items()):
+        had = len(before.takers.get(name, ()))
+        if len(_folders(places)) >= SPREAD and had < SPREAD and name not in general:
+            where = f"{len(places)} forwards of {len(_folders(places))} folders gained it; {had} folders had it"
+            annotations = Counter(after.forwards[place][name] for place in places)
+            yield Red("spreads", name, f"{where}. Annotated `{annotations.most_common(1)[0][0] or 'nothing'}`")
+
+
+def _keywords(before: Sources, after: Sources) -> Iterator[Red]:
+    had, has = (frozenset().union(*each.keywords.values()) for each in (before, after))
+    for name in sorted(has - had) if before.keywords else ():
+        yield Red("keyword", name, f"in {_listed([cls for cls, fields in after.keywords.items() if name in fields])}")
+
+
+def _like_boundaries(after: Sources, new: frozenset[str]) -> Iterator[Red]:
+    for name in sorted(filter(_BOUNDARIES.search, new)):
+        yield Red("boundaries", name, f"in {_listed(sorted(after.takers[name]))}")
+
+
+def _replacing(
+    gained: Mapping[str, list[tuple[str, str]]],
+    lost: Mapping[str, list[tuple[str, str]]],
+    new: frozenset[str],
+    relied: Mapping[str, str],
+    told: set[str],
+) -> Iterator[Red]:
+    """Arguments that are new where one is gone, in at least half of their forwards, if no other name explains it."""
+    explained = {place for name in told for place in gained.get(name, ())}
+    for name in sorted(new & gained.keys() - told):
+        places = {*gained[name]} - explained
+        gone = Counter(old for old, at in lost.items() if old in relied for place in at if place in places)
+        for old, count in gone.most_common(1):
+            if 2 * count >= len(places):
+                yield Red("replaces", name, f"for `{old}`, in {_listed(sorted(_folders([*places])))}")
+
+
+def _gone(before: Sources, after: Sources, relied: Mapping[str, str]) -> Iterator[Red]:
+    for name, place in sorted(relied.items()):
+        had, has = (len(each.modeled.get(name, ())) for each in (before, after))
+        if name in before.library and name not in after.library:
+            yield Red("gone", name, f"gone from `{sorted(before.library[name])[0]}`. fa2patch: `{place}`")
+        elif had >= SPREAD and 2 * has < had:
+            yield Red("gone", name, f"in {has} modeling files; {had} had it. fa2patch: `{place}`")
+
+
+def _listed(names: list[str], most: int = 4) -> str:
+    more = f" and {len(names) - most} more" if len(names) > most else ""
+    return ", ".join(f"`{name}`" for name in names[:most]) + more

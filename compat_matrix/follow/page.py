@@ -1,0 +1,200 @@
+"""Writes what changed as a page of Markdown that a person reads in a minute: what is new first, counts, then names."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+
+from ..plans import Snapshots, differences
+from ..tiny_models import OUT_OF_SCOPE
+from .changes import RULES, Changes, Red
+from .sources import File, folder
+
+MOST = 12
+"""The most rows of a table of names. The rest is counted."""
+
+_CAUSAL = "MODEL_FOR_CAUSAL_LM_MAPPING_NAMES"
+
+
+def page(found: Changes, planned: tuple[Snapshots, Snapshots] | None = None) -> str:
+    """The page.
+
+    Args:
+        found: What changed.
+        planned: What ``apply`` finds in the architectures of both, if their environments were made.
+    """
+    before, after = found.before.release, found.after.release
+    parts = [f"# Transformers {after}, beside {before}", verdict(found)]
+    if found.reds:
+        parts.append(_decide(found))
+    if found.accepted:
+        parts.append("Accepted in seen.json: " + _names(red.name for red in found.accepted) + ".")
+    parts.append(_counts(found))
+    if planned:
+        parts.append(_plans(*planned))
+    parts += [*_models(found), *_arguments(found), *_functions(found), *_sizes(found)]
+    return "\n\n".join(parts) + "\n"
+
+
+def verdict(found: Changes) -> str:
+    """One line: red with the names, or green."""
+    if not found.reds:
+        return "**Green:** nothing that fa2patch must know is new."
+    names = dict.fromkeys(red.name for red in found.reds)
+    return f"**RED: {_names(names)}.** A person must decide, before fa2patch says that it supports this release."
+
+
+def _decide(found: Changes) -> str:
+    lines = ["## What must be decided"]
+    for rule, (meaning, remedy) in RULES.items():
+        reds = [red for red in found.reds if red.rule == rule]
+        if reds:
+            lines += ["", f"**{rule}**: {meaning}. {remedy}", ""]
+            lines += [f"- `{red.name}`: {red.where}{_spelled(found, red)}" for red in reds]
+    command = f"python -m compat_matrix.follow.watch {found.after.release} --accept NAME --because WHY"
+    return "\n".join([*lines, "", f"`{command}` accepts a name: it writes the reason to seen.json."])
+
+
+def _spelled(found: Changes, red: Red) -> str:
+    place = found.relied.get(red.name)
+    return f". fa2patch spells it in `{place}`" if place and red.rule != "gone" else ""
+
+
+def _counts(found: Changes) -> str:
+    both = found.before.forwards.keys() & found.after.forwards.keys()
+    moved = {place for moves in (found.gained, found.lost) for places in moves.values() for place in places}
+    changed = [path for path in _common(found) if found.before.files[path].text != found.after.files[path].text]
+    return (
+        f"{len(found.after.folders - found.before.folders)} new folders of models, {len(changed)} of "
+        f"{len(_common(found))} modeling files changed; {len(moved)} of {len(both)} forwards changed their arguments: "
+        f"{len(found.gained)} names gained, {len(found.lost)} lost, {len(found.new)} of them never seen before."
+    )
+
+
+def _common(found: Changes) -> list[str]:
+    return sorted(found.before.modeling.keys() & found.after.modeling.keys())
+
+
+def _plans(before: Snapshots, after: Snapshots) -> str:
+    """What ``apply`` finds in the architectures of the matrix, beside what it found before."""
+    new, gone = after.keys() - before.keys(), before.keys() - after.keys()
+    both = {name: after[name] for name in before.keys() & after.keys()}
+    differ = list(differences({name: before[name] for name in both}, both))
+    lines = ["## Architectures of the matrix", "", f"{len(after)}; {len(before)} before."]
+    lines += [f"- New: {_names(sorted(new), 99)}."] if new else []
+    if gone:
+        why = "They are gone, or claim no flash attention any more: see `tiny_models.is_present`."
+        lines.append(f"- **No longer found: {_names(sorted(gone), 99)}.** {why}")
+    lines.append(f"- `apply` finds something else in {len(differ)} of the {len(both)} of both releases.")
+    lines += [f"  - {line}" for line in differ[:MOST]]
+    return "\n".join(lines)
+
+
+def _models(found: Changes) -> list[str]:
+    """New and removed model types, and what they map to."""
+    new, gone = (_types(found.after) - _types(found.before), _types(found.before) - _types(found.after))
+    tables = {name: rows for name, rows in found.after.tables.items() if name.startswith("MODEL_")}
+    lines = ["## Model types", ""]
+    for name in sorted(new):
+        classes = dict.fromkeys(rows[name] for rows in tables.values() if name in rows)
+        homes = {found.after.homes.get(cls) for cls in classes} - {None}
+        elsewhere = bool(homes) and not any((found.after.homes.get(cls) or name) in _own(name) for cls in classes)
+        said = f", of the folder {_names(sorted(map(str, homes)))}" if elsewhere else ""
+        causal = " (a causal LM)" if name in tables.get(_CAUSAL, {}) else ""
+        because = f"; not checked: {OUT_OF_SCOPE[name]}" if name in OUT_OF_SCOPE else ""
+        lines.append(f"- `{name}`{causal}: {_names(classes, 3) or 'a configuration without a model'}{said}{because}")
+    moved = sorted(
+        f"`{name}`: `{had[name]}`, now `{rows[name]}`"
+        for table, rows in tables.items()
+        for had in [found.before.tables.get(table, {})]
+        for name in had.keys() & rows.keys()
+        if had[name] != rows[name]
+    )
+    lines += [f"- gone: {_names(sorted(gone), 99)}"] if gone else []
+    lines += [f"- other class: {text}" for text in dict.fromkeys(moved)]
+    return ["\n".join(lines)] if len(lines) > 2 else []
+
+
+def _types(sources: object) -> set[str]:
+    return {name for table, rows in sources.tables.items() if table == "CONFIG_MAPPING_NAMES" for name in rows}  # type: ignore[attr-defined]
+
+
+def _own(name: str) -> set[str]:
+    """The folders that may be a model type's own: ``llava_text`` is in ``llava``."""
+    words = name.replace("-", "_").split("_")
+    return {"_".join(words[: count + 1]) for count in range(len(words))}
+
+
+def _arguments(found: Changes) -> list[str]:
+    """The arguments that forwards of both gained or lost, the most frequent first, and those of new models."""
+    lines = ["## Arguments of forwards", "", "| argument | gained in | lost in | |", "| --- | --- | --- | --- |"]
+    names = sorted(
+        {*found.gained, *found.lost},
+        key=lambda name: (-len(found.gained.get(name, ())) - len(found.lost.get(name, ())), name),
+    )
+    for name in names[:MOST]:
+        gained, lost = (_where(moves.get(name, [])) for moves in (found.gained, found.lost))
+        notes = ["never seen before"] if name in found.new else []
+        notes += [f"fa2patch: `{found.relied[name]}`"] if name in found.relied else []
+        lines.append(f"| `{name}` | {gained} | {lost} | {'; '.join(notes)} |")
+    rest = [] if len(names) <= MOST else [f"{len(names) - MOST} more names moved in {_fewer(found, names[MOST:])}."]
+    own = sorted(found.new - found.gained.keys())
+    rest += [f"Only in new classes, never seen before: {_names(own, 40)}."] if own else []
+    table = ["\n".join(lines)] if names else []
+    return [*table, *rest]
+
+
+def _where(places: Sequence[tuple[str, str]]) -> str:
+    folders = sorted({folder(path) for path, _ in places})
+    if len(folders) > 3:
+        return f"{len(places)} forwards, {len(folders)} folders"
+    return f"{len(places)}: {', '.join(folders)}" if places else ""
+
+
+def _fewer(found: Changes, names: Sequence[str]) -> str:
+    most = max(len(moves.get(name, ())) for name in names for moves in (found.gained, found.lost))
+    return f"{most} forwards or fewer each"
+
+
+def _functions(found: Changes) -> list[str]:
+    """The library's functions that fa2patch spells and whose arguments changed."""
+    lines = []
+    for path, file in found.after.files.items():
+        had = found.before.files.get(path)
+        if path in found.after.modeling or had is None:
+            continue
+        for name in sorted(file.functions.keys() & had.functions.keys() & found.relied.keys()):
+            new, old = ([each for each in one if each not in other] for one, other in _both(file, had, name))
+            if new or old:
+                said = [f"new {_names(new)}"] if new else []
+                said += [f"gone {_names(old)}"] if old else []
+                lines.append(f"- `{path}`, `{name}`: {'; '.join(said)}. fa2patch: `{found.relied[name]}`")
+    return ["\n".join(["## Functions of the library that fa2patch names", "", *lines])] if lines else []
+
+
+def _both(file: File, had: File, name: str) -> tuple[tuple[Sequence[str], Sequence[str]], ...]:
+    now, then = file.functions[name], had.functions[name]
+    return (now, then), (then, now)
+
+
+def _sizes(found: Changes) -> list[str]:
+    """The folders whose modeling files changed most, in lines."""
+    added: Counter[str] = Counter()
+    removed: Counter[str] = Counter()
+    for path in _common(found):
+        now, then = (Counter(each.files[path].text.splitlines()) for each in (found.after, found.before))
+        added[folder(path)] += sum((now - then).values())
+        removed[folder(path)] += sum((then - now).values())
+    both: Mapping[str, int] = added + removed
+    top = sorted(both, key=lambda name: (-both[name], name))[:MOST]
+    if not top:
+        return []
+    lines = [f"`{name}` +{added[name]} -{removed[name]}" for name in top]
+    lead = f"## Modeling sources\n\n{sum(added.values())} lines are new and {sum(removed.values())} gone in "
+    return [f"{lead}{len(both)} folders that were there before. Most in: {', '.join(lines)}."]
+
+
+def _names(names: Iterable[str], most: int = 8) -> str:
+    every = [f"`{name}`" for name in names]
+    more = f" and {len(every) - most} more" if len(every) > most else ""
+    return ", ".join(every[:most]) + more

@@ -1,0 +1,229 @@
+"""Reads the sources of a Transformers without importing it: its forwards, its names and its mapping tables.
+
+Sources are a folder: an installed package, an unpacked sdist or wheel, or a git checkout.
+"""
+
+from __future__ import annotations
+
+import ast
+import functools
+import re
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from .. import environments
+
+_NOT_TORCH = re.compile(r"modeling_(tf|flax)_|/convert_|^models/deprecated/")
+_READ = re.compile(
+    r"^models/auto/\w+\.py$|^models/.*/modeling_\w+\.py$|^utils/generic\.py$|^((integrations|loss)/)?\w+\.py$"
+)
+
+
+@dataclass(frozen=True)
+class File:
+    """One source file.
+
+    Attributes:
+        text: Its text.
+        forwards: The arguments of each class's ``forward``, by the class: each name with its annotation, empty if it
+            has none. The keys that a forward reads from its ``**kwargs`` count as arguments.
+        unpacked: The classes of keywords that its forwards unpack into their ``**kwargs``.
+        keywords: The fields of each ``TypedDict``, by the class.
+        functions: The arguments of its module-level functions, by the function.
+        defined: The names of its classes, functions and methods.
+        tables: The auto classes' tables: a class's name by the model type, by the table's name.
+    """
+
+    text: str
+    forwards: dict[str, dict[str, str]]
+    unpacked: set[str]
+    keywords: dict[str, tuple[str, ...]]
+    functions: dict[str, tuple[str, ...]]
+    defined: set[str]
+    tables: dict[str, dict[str, str]]
+
+
+@dataclass(frozen=True)
+class Sources:
+    """The sources of one Transformers.
+
+    Attributes:
+        release: The version that they say, such as ``5.22.2`` or ``5.22.0.dev0``.
+        files: The modeling files and the library's modules that concern models, by their paths in the package.
+        folders: The folders of models.
+    """
+
+    release: str
+    files: dict[str, File]
+    folders: frozenset[str]
+
+    @functools.cached_property
+    def modeling(self) -> dict[str, File]:
+        """The modeling files."""
+        return {path: file for path, file in self.files.items() if "/modeling_" in path and "models/auto/" not in path}
+
+    @functools.cached_property
+    def forwards(self) -> dict[tuple[str, str], dict[str, str]]:
+        """The arguments of every forward of a modeling file, by the file and the class."""
+        return {(path, cls): taken for path, file in self.modeling.items() for cls, taken in file.forwards.items()}
+
+    @functools.cached_property
+    def takers(self) -> dict[str, frozenset[str]]:
+        """The folders of models whose forwards take an argument, by the argument."""
+        found: dict[str, frozenset[str]] = {}
+        for (path, _), taken in self.forwards.items():
+            for name in taken:
+                found[name] = found.get(name, frozenset()) | {folder(path)}
+        return found
+
+    @functools.cached_property
+    def keywords(self) -> dict[str, frozenset[str]]:
+        """The fields of the library's classes of keywords that forwards unpack, by the class."""
+        unpacked = {cls for file in self.modeling.values() for cls in file.unpacked}
+        return {
+            cls: frozenset(fields)
+            for path, file in self.files.items()
+            if path not in self.modeling
+            for cls, fields in file.keywords.items()
+            if cls in unpacked
+        }
+
+    @functools.cached_property
+    def tables(self) -> dict[str, dict[str, str]]:
+        """The auto classes' tables."""
+        found: dict[str, dict[str, str]] = {}
+        for file in self.files.values():
+            for name, rows in file.tables.items():
+                found.setdefault(name, {}).update(rows)
+        return found
+
+    @functools.cached_property
+    def modeled(self) -> dict[str, frozenset[str]]:
+        """The modeling files that have a class or a function of a name, or a forward with it, by the name."""
+        return _places(
+            {
+                path: {*file.defined, *(name for taken in file.forwards.values() for name in taken)}
+                for path, file in self.modeling.items()
+            }
+        )
+
+    @functools.cached_property
+    def library(self) -> dict[str, frozenset[str]]:
+        """The other files that have a class or a function of a name, by the name."""
+        return _places({path: file.defined for path, file in self.files.items() if path not in self.modeling})
+
+    @functools.cached_property
+    def homes(self) -> dict[str, str]:
+        """The folder whose modeling file has a class, by the class."""
+        return {name: folder(path) for path, file in self.modeling.items() for name in file.defined}
+
+
+def _places(names: dict[str, set[str]]) -> dict[str, frozenset[str]]:
+    found: dict[str, set[str]] = {}
+    for path, held in names.items():
+        for name in held:
+            found.setdefault(name, set()).add(path)
+    return {name: frozenset(paths) for name, paths in found.items()}
+
+
+def folder(path: str) -> str:
+    """The folder of a modeling file, such as ``llama``."""
+    return path.split("/")[-2]
+
+
+def read(home: Path, read_file: Callable[[int], None] = lambda count: None) -> Sources:
+    """Read the sources below a folder.
+
+    Args:
+        home: The package, or a folder that has it as ``transformers`` or ``src/transformers``.
+        read_file: Called after each file with the number of all.
+
+    Raises:
+        FileNotFoundError: The folder has no Transformers.
+    """
+    candidates = (home, home / "transformers", home / "src" / "transformers", *home.glob("*/src/transformers"))
+    package = next((each for each in candidates if (each / "modeling_utils.py").exists()), None)
+    if package is None:
+        raise FileNotFoundError(f"{home}: expected the sources of Transformers, found no modeling_utils.py")
+    said = re.search(r'^__version__ = "(.+)"', (package / "__init__.py").read_text(encoding="utf-8"), re.M)
+    paths = {path.relative_to(package).as_posix(): path for path in sorted(package.rglob("*.py"))}
+    paths = {name: path for name, path in paths.items() if _READ.search(name) and not _NOT_TORCH.search(name)}
+    files = {}
+    for name, path in paths.items():
+        files[name] = _parsed(path.read_text(encoding="utf-8"))
+        read_file(len(paths))
+    models = frozenset(each.parent.name for each in (package / "models").glob("*/__init__.py"))
+    return Sources(said[1] if said else "", files, models)
+
+
+def of_release(release: str, folder: Path) -> Path:
+    """The sources of a release: those of its environment if that was made, else they are installed beside it.
+
+    Args:
+        release: A release, such as ``5.22.2``.
+        folder: The folder with the environments.
+
+    Raises:
+        RuntimeError: The package index has no such release.
+    """
+    for package in folder.glob(f"{release}/lib/python*/site-packages/transformers"):
+        return package
+    home = folder / "sources" / release
+    if not (home / "transformers").exists():
+        environments.install(home, f"transformers=={release}")
+    return home
+
+
+@functools.lru_cache(maxsize=1024)
+def _parsed(text: str) -> File:
+    """A file by its text: most files of two releases are the same."""
+    lines, tree = text.splitlines(), ast.parse(text)
+    found = File(text, {}, set(), {}, {}, set(), {})
+    for node in tree.body:
+        if isinstance(node, ast.ClassDef):
+            found.defined.add(node.name)
+            if any(isinstance(base, ast.Name) and base.id == "TypedDict" for base in node.bases):
+                fields = (each.target for each in node.body if isinstance(each, ast.AnnAssign))
+                found.keywords[node.name] = tuple(each.id for each in fields if isinstance(each, ast.Name))
+            for function in node.body:
+                if isinstance(function, ast.FunctionDef):
+                    found.defined.add(function.name)
+                    if function.name == "forward":
+                        found.forwards[node.name] = {**_from_kwargs(function, lines), **_arguments(function)}
+                        if function.args.kwarg and function.args.kwarg.annotation:
+                            found.unpacked.update(re.findall(r"\w+Kwargs", ast.unparse(function.args.kwarg.annotation)))
+        elif isinstance(node, ast.FunctionDef):
+            found.defined.add(node.name)
+            found.functions[node.name] = tuple(_arguments(node))
+        elif isinstance(node, ast.Assign) and getattr(node.targets[0], "id", "").endswith("MAPPING_NAMES"):
+            found.tables[ast.unparse(node.targets[0])] = dict(_rows(node.value))
+    return found
+
+
+def _arguments(function: ast.FunctionDef) -> dict[str, str]:
+    taken = (*function.args.posonlyargs, *function.args.args, *function.args.kwonlyargs)
+    return {each.arg: ast.unparse(each.annotation) if each.annotation else "" for each in taken if each.arg != "self"}
+
+
+def _from_kwargs(forward: ast.FunctionDef, lines: list[str]) -> dict[str, str]:
+    """The keys that a forward reads from its ``**kwargs``."""
+    if forward.args.kwarg is None:
+        return {}
+    body = "\n".join(lines[forward.lineno - 1 : forward.end_lineno])
+    read = rf"""\b{forward.args.kwarg.arg}(?:\.(?:get|pop)\(|\[)\s*["'](\w+)["']"""
+    return dict.fromkeys(re.findall(read, body), "")
+
+
+def _rows(table: ast.expr) -> Iterator[tuple[str, str]]:
+    """The rows of a table of the auto classes: pairs in a list, or a dict."""
+    for node in ast.walk(table):
+        pairs: list[tuple[ast.expr | None, ast.expr]] = []
+        if isinstance(node, ast.Tuple) and len(node.elts) == 2:
+            pairs = [(node.elts[0], node.elts[1])]
+        elif isinstance(node, ast.Dict):
+            pairs = list(zip(node.keys, node.values))
+        for key, value in pairs:
+            first = value.elts[0] if isinstance(value, ast.Tuple) and value.elts else value
+            if isinstance(key, ast.Constant) and isinstance(first, ast.Constant):
+                yield str(key.value), str(first.value)

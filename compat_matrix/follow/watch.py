@@ -1,0 +1,133 @@
+"""The watch: what a Transformers changed, from its sources alone, in a minute. Exits with 1 if it is red.
+
+``python -m compat_matrix.follow.watch X.Y.Z`` compares a release with the one before it in versions.toml, and
+``--sources FOLDER`` any sources, such as a checkout of main, with the newest release. ``--history`` reads all releases
+and writes what the watch would have said of each to HISTORY.md, and every argument to seen.json.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+
+from packaging.version import Version
+
+from .. import environments
+from ..screen import BarColumn, Console, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+from . import sources
+from .changes import RULES, Changes, Seen, compared
+from .page import page
+
+HISTORY = Path(__file__).with_name("HISTORY.md")
+COMMAND = "python -m compat_matrix.follow.watch"
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Run the command line; returns 1 if what is looked at is red."""
+    parser = argparse.ArgumentParser(prog=COMMAND, description=__doc__)
+    parser.add_argument("release", nargs="?", help="a release; default: the newest of versions.toml")
+    parser.add_argument("--sources", type=Path, help="a folder with sources, which are looked at in place of a release")
+    parser.add_argument("--against", metavar="V", help="the release that it is compared with")
+    parser.add_argument("--environments", type=Path, default=environments.HERE.parent / ".compat")
+    parser.add_argument("--output", type=Path, help="where the page goes; default: the standard output")
+    parser.add_argument("--accept", nargs="+", metavar="NAME", default=[], help="names that are red no longer")
+    parser.add_argument("--because", metavar="WHY", help="what fa2patch does with them, or why it need not")
+    parser.add_argument("--history", action="store_true", help="read all releases; write HISTORY.md and seen.json")
+    given = parser.parse_args(arguments)
+    if bool(given.accept) != bool(given.because):
+        parser.error("--accept and --because go together: expected names and the reason")
+    if given.history:
+        history(given.environments)
+        return 0
+    release = given.release or environments.newest().name
+    against = given.against or (environments.newest().name if given.sources else before(release))
+    with _progress() as progress:
+        old = _read(against, sources.of_release(against, given.environments), progress)
+        home = given.sources or sources.of_release(release, given.environments)
+        new = _read(str(given.sources or release), home, progress)
+    found = compared(old, new, Seen.read())
+    if given.accept:
+        accept(found, given.accept, given.because)
+        found = compared(old, new, Seen.read())
+    text = page(found)
+    given.output.write_text(text, encoding="utf-8") if given.output else print(text, end="")
+    return 1 if found.reds else 0
+
+
+def before(release: str) -> str:
+    """The release of versions.toml before this one.
+
+    Raises:
+        SystemExit: There is none.
+    """
+    older = [block.name for block in environments.releases() if Version(block.name) < Version(release)]
+    if not older:
+        raise SystemExit(f"versions.toml has no release before {release}. Name one with --against")
+    return older[-1]
+
+
+def accept(found: Changes, names: Sequence[str], because: str) -> None:
+    """Write to seen.json that names are red no longer in a release.
+
+    Raises:
+        SystemExit: A name is not red.
+    """
+    red = {each.name for each in found.reds}
+    if {*names} - red:
+        raise SystemExit(f"not red in {found.after.release}: {', '.join(sorted({*names} - red))}. Red: {sorted(red)}")
+    seen = Seen.read()
+    seen.accepted.setdefault(found.after.release, {}).update(dict.fromkeys(names, because))
+    seen.write()
+
+
+def history(folder: Path) -> None:
+    """Read all releases in their order, and write what the watch would have said of each, and what was seen."""
+    seen, rows = Seen(accepted=Seen.read().accepted), []
+    old = None
+    with _progress() as progress:
+        task = progress.add_task("releases", total=len(environments.releases()))
+        for block in environments.releases():
+            new = sources.read(sources.of_release(block.name, folder))
+            if old is not None:
+                rows.append(_row(compared(old, new, seen, as_then=True)))
+            seen.learn(new)
+            old = new
+            progress.update(task, advance=1)
+    seen.write()
+    rules = [f"- **{rule}**: {meaning}." for rule, (meaning, _) in RULES.items()]
+    lines = [
+        "# What the watch would have said of each release",
+        f"Each minor of Transformers beside the one before it, by their sources alone. Made by `{COMMAND} --history`.",
+        "\n".join(rules),
+        "\n".join(
+            ["| release | new folders | forwards changed | new arguments | red |", "| --- " * 5 + "|", *rows[::-1]]
+        ),
+    ]
+    HISTORY.write_text("\n\n".join(lines) + "\n", encoding="utf-8")
+
+
+def _row(found: Changes) -> str:
+    moved = {place for moves in (found.gained, found.lost) for places in moves.values() for place in places}
+    by_rule = {rule: [red.name for red in found.reds if red.rule == rule] for rule in RULES}
+    red = "; ".join(f"{rule}: {', '.join(f'`{name}`' for name in names)}" for rule, names in by_rule.items() if names)
+    folders = len(found.after.folders - found.before.folders)
+    return f"| {found.after.release} | {folders} | {len(moved)} | {len(found.new)} | {red or '–'} |"
+
+
+def _read(name: str, home: Path, progress: Progress) -> sources.Sources:
+    task = progress.add_task(name)
+    return sources.read(home, lambda count: progress.update(task, advance=1, total=count))
+
+
+@contextmanager
+def _progress() -> Iterator[Progress]:
+    columns = TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn()
+    with Progress(*columns, console=Console(stderr=True)) as progress:
+        yield progress
+
+
+if __name__ == "__main__":
+    sys.exit(main())

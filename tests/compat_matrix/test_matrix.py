@@ -155,7 +155,7 @@ def test_cells_are_written_one_by_one_and_say_with_which_points_they_were_run(mo
     """An earlier run had fewer points. What is merged into its file does not change what was checked then."""
     version, file = environments.version("4.46.3"), tmp_path / "4.46.3.json"
     given = argparse.Namespace(
-        evidence=tmp_path, environments=tmp_path, points=None, stale=False, all_points=True, rotation=None
+        evidence=tmp_path, environments=tmp_path, points=None, stale=False, all_points=True, rotation=None, chosen=None
     )
 
     def run_with(points, families, *names, stops=False):

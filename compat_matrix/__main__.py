@@ -41,7 +41,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--sample", type=int, metavar="N", help="only N cells, chosen by what changed since they ran")
     parser.add_argument("--all-points", action="store_true", help="let no architecture vouch for another one")
     parser.add_argument(
-        "--rotation", type=int, metavar="K", choices=range(NIGHTS),
+        "--rotation", type=int, metavar="K", choices=range(1, NIGHTS + 1),
         help=f"all points also for the K-th of {NIGHTS} parts of the architectures for which another one vouches",
     )  # fmt: skip
     given = parser.parse_args(arguments)
@@ -141,7 +141,7 @@ def left_over(names: Iterable[str], before: Environment, sources: keys.Sources) 
 
 def night(version: str, architecture: str) -> int:
     """The night of the rotation in which all points of a cell are run."""
-    return int(sha256(f"{version} {architecture}".encode()).hexdigest(), 16) % NIGHTS
+    return int(sha256(f"{version} {architecture}".encode()).hexdigest(), 16) % NIGHTS + 1
 
 
 def failures(evidence: Environment | str) -> list[str]:

@@ -102,7 +102,7 @@ def test_the_docs_extra_has_what_conf_py_imports():
 
 def test_scripts_of_ours_exist():
     called = {file for _, script in SCRIPTS for file in re.findall(r"bash (\S+)", script)}
-    assert called == {".ci/tag", ".ci/wheel"} and all((ROOT / file).is_file() for file in called)
+    assert called == {".ci/run", ".ci/tag", ".ci/wheel"} and all((ROOT / file).is_file() for file in called)
 
 
 FORMS = {file.stem: yaml.safe_load(file.read_text()) for file in (ROOT / ".github" / "ISSUE_TEMPLATE").glob("*.yml")}

@@ -18,7 +18,7 @@ _RANGE = re.compile(r"(\b4\.34 to )\d+\.\d+\b")
 """How texts say which releases are supported."""
 
 _PIN = re.compile(r'(?m)^(transformers==)[\d.]+(; python_version >= "3\.11")$')
-"""The line of tests/constraints.txt with what the tests run with."""
+"""The line of tests/constraints.txt with what the tests run with. A comment behind it says why it is held back."""
 
 
 def main(arguments: list[str] | None = None) -> int:

@@ -52,7 +52,7 @@ def main(arguments: list[str] | None = None) -> int:
 
     torch.set_num_threads(1)
     if given.plans:
-        return print_plans(given.families or tiny_models.architectures(), out)
+        return print_plans(given.families, out)
     from . import upstream
     from .points import POINTS
 
@@ -81,14 +81,14 @@ def main(arguments: list[str] | None = None) -> int:
     return 0
 
 
-def print_plans(architectures: list[str], out: TextIO) -> int:
+def print_plans(families: list[str] | None, out: TextIO) -> int:
     """Print the snapshots of each architecture in a line, and in the last line what was executed for all of them."""
     from .. import tiny_media, tiny_models  # noqa: F401  # the first adds models of pictures and sound
     from . import plan
 
     implementations = [each for part in found.IMPLEMENTATIONS.values() for each in part]
     print(json.dumps({}), file=out)
-    for architecture in filter(tiny_models.is_present, architectures):
+    for architecture in filter(tiny_models.is_present, families or tiny_models.architectures()):
         print(json.dumps({"architecture": architecture, "cell": plan.of(architecture, implementations)}), file=out)
         out.flush()
     print(json.dumps({"architecture": found.EXECUTED, "cell": executed.executed()}), file=out, flush=True)

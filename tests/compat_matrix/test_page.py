@@ -91,7 +91,7 @@ def test_a_minor_stands_for_its_environments_its_release_first(data):
 
 
 def test_every_point_of_the_evidence_is_explained():
-    assert set(matrix.points()) == {point for held in EVIDENCE.values() for point in held["points"]}
+    assert set(matrix.points()) >= {point for held in EVIDENCE.values() for point in held["points"]}
     assert all(matrix.points().values())
 
 

@@ -6,7 +6,6 @@ from html.parser import HTMLParser
 import pytest
 from evidence import GOOD, MADE, POINTS, evidence
 
-from compat_matrix import environments
 from compat_matrix.publish import __main__ as publish
 from compat_matrix.publish import blocks, matrix, words
 from compat_matrix.results import CORE, Malformed, read, read_file
@@ -27,7 +26,7 @@ NO_COMMIT = {**MADE, "commit": None, "dirty": None}
 
 
 def checked(upstream=LEAKS, seam="interface", **implementations):
-    cell = {"seam": [seam], "expected_seam": ["interface"], "fa2patch": {"eager": GOOD, **implementations}}
+    cell = {"seam": [seam], "fa2patch": {"eager": GOOD, **implementations}}
     return {**cell, "upstream": {"sdpa": LEAKS, "flash_attention_2": upstream}}
 
 
@@ -106,7 +105,6 @@ def test_every_state(leave, results):
         (checked(eager={**ONE_LESS, "alone": {"padding": "KeyError"}}), "padding held with no implementation"),
         (checked(eager={**ONE_LESS, "n/a": {"padding": "as said", "windows": ""}}), "implementation: as said"),
         (checked(eager={"ok": 0, "n/a": dict.fromkeys(POINTS, "for a reason"), "fail": {}}), "no point"),
-        (checked(seam="entry"), "patched at the seam entry, not interface"),
         ({"seam": [], "fa2patch": {}}, "no point"),
     ],
 )
@@ -293,19 +291,6 @@ def test_gpu_evidence_is_claimed_only_where_it_is(leave, results):
     leave("5.0.0", {"llama": checked()}, folder="gpu", device="NVIDIA H100", kernel="flash_attn")
     assert words.gpu(results()) == "GPU evidence: 5.0.0 on NVIDIA H100, 1 of 1 ok."
     assert all("NVIDIA H100" in text for text in (matrix.tables(results()), matrix.page(results())))
-
-
-def test_readmes_figures_of_the_bench_are_those_of_its_results():
-    rows = [line.strip("| ").split(" | ") for line in blocks.reads().splitlines() if line.startswith("|")]
-    assert rows[0][1:] == list(blocks.bench("syncs")["versions"])
-    cells = {row[0]: dict(zip(rows[0], row)) for row in rows[2:]}
-    assert list(cells) == list(blocks.WAYS.values())
-    given = cells["Transformers, with lengths"]
-    assert (given["4.44.2"], given["4.57.6"], given[environments.newest().name]) == ("refused", "0", "1")
-    assert set(list(cells["fa2patch, with lengths"].values())[1:]) == {"0"}
-    found, said = blocks.bench("overhead"), " ".join(blocks.overhead().split())
-    for way in ("position_ids", "lengths"):
-        assert all(f"{found[way][f'us_per_{what}']:.0f} µs" in said for what in ("layer", "forward"))
 
 
 VOID = {"meta", "input", "link", "img", "br", "hr", "col"}

@@ -28,6 +28,8 @@ const type = async (id, value) => { const field = document.getElementById(id); f
   said.exact = words("answer");
   await type("stack", "4.33.0");
   said.old = words("answer");
+  await type("stack", "v99.1");
+  said.newer = words("answer");
   await type("model", "Qwen/Qwen2.5-7B");
   said.similar = words("answer");
   said.width = innerWidth;

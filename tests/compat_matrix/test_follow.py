@@ -205,8 +205,8 @@ def test_a_stale_text_is_found_and_written(monkeypatch, tmp_path, capsys):
 
 MEASURED = (
     "/evidence/", "/results", "/MATRIX.md", "/matrix.html", "/BENCH.md", "/ECOSYSTEM.md", "/LONG_ROWS.md", "/TABLE.md",
-    "/HISTORY.md", "/RELEASE.md", "/seen.json", "/evidence.json", "/upstream.json", "/versions.toml", "/plans.json", "/CHANGELOG.md",
-    ".svg",
+    "/HISTORY.md", "/RELEASE.md", "/seen.json", "/evidence.json", "/upstream.json", "/versions.toml", "/CHANGELOG.md",
+    "/plans.json", ".svg",
 )  # fmt: skip
 """Files that say what was measured or seen with a release, and the one that says which is the newest."""
 

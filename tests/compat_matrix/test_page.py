@@ -167,6 +167,7 @@ def test_the_page_in_a_browser(tmp_path):
     assert "checked with torch 2.1.2, not with torch 2.1.0" in said["typed"][1] and "torch2.1" in said["typed"][1]
     assert "not with torch" not in said["exact"] and "4.36.2-py3.9-torch2.1" in said["exact"]
     assert f"Transformers 4.33.0 was not checked. The minor versions 4.34 to {MINOR} were." in said["old"]
+    assert "newer than" in said["newer"] and "Nothing is known of it here" in said["newer"]
     assert "No model type “Qwen/Qwen2.5-7B”" in said["similar"] and said["similar"].endswith("qwen2")
     assert said["width"] < 600 and said["wide"] == 0, "the page itself scrolls sideways"
     assert said["links"] == len(CELLS)

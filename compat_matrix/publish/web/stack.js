@@ -5,8 +5,9 @@ function environmentOf(release, torch) {
   const named = environments.findIndex(each => each.name === release);
   const numbers = data.minors[(/^v?(\d+\.\d+)(\D|$)/.exec(release) || [])[1]];
   if (named < 0 && !numbers) {
-    const known = Object.keys(data.minors);
-    return { notes: [`Transformers ${release} was not checked. The minor versions ${known[0]} to ${known[known.length - 1]} were.`] };
+    const known = Object.keys(data.minors), last = known[known.length - 1];
+    if (isNewer(release, last)) return { notes: [`Transformers ${release} is newer than ${last}, the last minor version that was checked. Nothing is known of it here. The documentation's page "My Transformers is newer than yours" says what fa2patch checks itself, and how to check your model.`] };
+    return { notes: [`Transformers ${release} was not checked. The minor versions ${known[0]} to ${last} were.`] };
   }
   const candidates = numbers && !release.includes("-") ? numbers : [named];
   const number = closest(candidates, torch), notes = [];
@@ -17,6 +18,12 @@ function environmentOf(release, torch) {
     : `Transformers ${asked} itself was not checked. These are the results of ${found.release}, the checked release of the same minor version.`);
   if (torch && !sameTorch(torch, found.torch)) notes.push(`This was checked with torch ${found.torch}, not with torch ${torch}.`);
   return { number, notes };
+}
+
+// Whether a release such as v6.0.1 is behind a minor version such as 5.23.
+function isNewer(release, minor) {
+  const [asked, last] = [release.replace(/^v/, ""), minor].map(text => text.split(".").map(Number));
+  return asked[0] > last[0] || (asked[0] === last[0] && asked[1] > last[1]);
 }
 
 // The environment with this torch, else one with the same minor of it, else the first.

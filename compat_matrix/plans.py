@@ -46,7 +46,11 @@ class Planned:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Print what is found otherwise than before; returns 1 if anything is, and the snapshots are not written."""
+    """Print what is found otherwise than before.
+
+    Returns:
+        1 if the plans of a version cannot be made, or if some are found otherwise and are not written; else 0.
+    """
     parser = argparse.ArgumentParser(prog="python -m compat_matrix.plans", description=__doc__)
     parser.add_argument("--versions", nargs="+", metavar="V", help="blocks of versions.toml, or releases; default: all")
     parser.add_argument("--plans", type=Path, default=PLANS, help="file of the committed snapshots")
@@ -64,14 +68,20 @@ def main(arguments: list[str] | None = None) -> int:
     fresh = [each for each in wanted if each.name in known and known[each.name].is_fresh(each, sources)]
     left = [each for each in wanted if given.all or each not in fresh]
     columns = TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn()
-    wrong, count = False, 0
+    wrong, broken, count = False, False, 0
     packages, threads = environments.only_our_packages(), ThreadPoolExecutor(given.jobs)
     with packages as path, Progress(*columns, console=Console(stderr=True)) as progress, threads as pool:
         task = progress.add_task("plans", total=len(left))
         started = {pool.submit(run.plans, version, given.environments, path): version for version in left}
         for future in as_completed(started):
             version = started[future]
-            made, key = future.result()
+            progress.update(task, advance=1)
+            try:
+                made, key = future.result()
+            except Exception as error:  # the other versions' plans are kept
+                broken = True
+                print(f"{version.name}: {type(error).__name__}: {error}", flush=True)
+                continue
             count += len(made)
             before = known[version.name].snapshots if version.name in known else {}
             for line in differences(before, made):
@@ -80,12 +90,11 @@ def main(arguments: list[str] | None = None) -> int:
             known[version.name] = Planned(made, key, version.stated)
             if given.write:
                 write(known, given.plans)
-            progress.update(task, advance=1)
     print(
         f"{count:,} architectures in {len(left)} environments, {'some' if wrong else 'none'} found otherwise. In "
         f"{len(wanted) - len(left)} environments no code changed that finds plans."
     )
-    return int(wrong and not given.write)
+    return int(broken or (wrong and not given.write))
 
 
 def differences(before: Snapshots, now: Snapshots) -> Iterator[str]:

@@ -14,7 +14,7 @@ from hashlib import sha256
 from pathlib import Path
 from typing import Any, Callable
 
-from . import environments, keys, plans, run, sample
+from . import environments, keys, plans, run, sample, stale
 from .cells import STATES, Environment, score
 from .results import EVIDENCE, Malformed, read_file
 from .screen import BarColumn, Console, MofNCompleteColumn, Progress, Table, TextColumn, TimeElapsedColumn
@@ -141,8 +141,8 @@ def check(
 
 def left_over(names: Iterable[str], before: Environment, sources: keys.Sources) -> list[str]:
     """Return the architectures that have no cell, or one that failed or is stale, in this order."""
-    stale = keys.stale(before, sources)
-    return [name for name in names if name in stale or before.cell(name).state in ("fail", "absent")]
+    old = stale.cells(before, sources)
+    return [name for name in names if name in old or before.cell(name).state in ("fail", "absent")]
 
 
 def night(version: str, architecture: str) -> int:

@@ -1,4 +1,4 @@
-"""The key of a cell: hashes of the code that the cell executed. ``python -m compat_matrix.keys`` says what is stale.
+"""The key of a cell: hashes of the code that the cell executed. ``python -m compat_matrix.stale`` says what is stale.
 
 An item is a function, by file and qualified name, or a file's module level: its statements with all class bodies, and
 decorators, names and parameters of its functions. Comments, docstrings, annotations of parameters and line numbers do
@@ -11,16 +11,11 @@ A key does not hold the tables of tiny configs (:data:`CONFIGS`), because most n
 
 from __future__ import annotations
 
-import argparse
 import ast
-import sys
-from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from hashlib import sha256
 from pathlib import Path
 from typing import Any
-
-from . import environments
 
 Items = dict[str, str]
 """Hashes by item. An item is named ``file::qualified.name``, or ``file::`` for the module level of a file."""
@@ -158,50 +153,3 @@ def unpacked(table: Mapping[str, Mapping[str, list[str]]], numbers: Iterable[str
         bits = int(number, 16)
         found.append({item: known for place, (item, known) in enumerate(pairs) if bits >> place & 1})
     return found
-
-
-def stale(environment: Any, sources: Sources) -> dict[str, list[str]]:
-    """Return the cells of an environment that are stale, each with the items that are others now.
-
-    Args:
-        environment: evidence, as ``results.read_file`` returns it.
-        sources: the present sources.
-    """
-    wanted = environments.version(environment.name).stated
-    other = [f"versions.toml: {environment.name}"] if list(environment.requirements) != wanted else []
-    found = {}
-    for name, cell in environment.cells.items():
-        against = ([NO_KEY] if cell.made is None or cell.made.key is None else sources.changed(cell.made.key)) + other
-        if against:
-            found[name] = against
-    return found
-
-
-def main(arguments: list[str] | None = None) -> int:
-    """Print how many cells are stale, in each environment and because of which items."""
-    from .results import EVIDENCE, read
-
-    parser = argparse.ArgumentParser(prog="python -m compat_matrix.keys", description=__doc__.partition("\n")[0])
-    parser.add_argument("--evidence", type=Path, default=EVIDENCE, help="folder of the evidence")
-    parser.add_argument("--cells", action="store_true", help="name every stale cell")
-    given = parser.parse_args(arguments)
-    sources = Sources(environments.HERE.parent)
-    results = read(given.evidence)
-    reasons: Counter[str] = Counter()
-    total = 0
-    for environment in results.environments:
-        found = stale(environment, sources)
-        total += len(found)
-        reasons.update(item for items in found.values() for item in items)
-        if found:
-            print(f"{environment.name}: {len(found)} of {len(environment.cells)} cells are stale")
-        if given.cells:
-            print("".join(f"  {name}: {', '.join(items[:3])}\n" for name, items in found.items()), end="")
-    for item, count in reasons.most_common(20):
-        print(f"{count:6,} because of {item}")
-    print(f"{total:,} of {sum(len(environment.cells) for environment in results.environments):,} cells are stale.")
-    return 0
-
-
-if __name__ == "__main__":
-    sys.exit(main())

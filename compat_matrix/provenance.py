@@ -1,7 +1,7 @@
 """Check that no cell is stale and that all measurements were made with the present code.
 
 ``python -m compat_matrix.provenance``. A release needs it, a commit does not: evidence ages, and MATRIX.md says its
-age. A cell is stale if its key is (``compat_matrix.keys``). Measurements are those of the bench, of the ecosystem's
+age. A cell is stale if its key is (``compat_matrix.stale``). Measurements are those of the bench, of the ecosystem's
 stacks and integrations, and of the examples; :data:`commits.CODE` must not have changed after them.
 """
 
@@ -44,13 +44,11 @@ def problems(results: Results) -> list[str]:
     found = [f"There is no evidence of {name}." for name in results.missing if name != environments.MAIN]
     sources = keys.Sources(environments.HERE.parent)
     for environment in results.environments:
-        stale = keys.stale(environment, sources)
-        if stale:
-            found.append(
-                f"{len(stale)} of {len(environment.cells)} cells of {environment.name} are stale: {_some([*stale])}."
-            )
-    for number, made in Counter(made.code for made in results.made if made.dirty is not False).items():
-        found.append(f"{made} cells were made with {number}.")
+        old = list(stale.cells(environment, sources))
+        if old:
+            found.append(f"{len(old)} of {len(environment.cells)} cells of {environment.name} are stale: {_some(old)}.")
+    for code, count in Counter(made.code for made in results.made if made.dirty is not False).items():
+        found.append(f"{count} cells were made with {code}.")
     return found
 
 

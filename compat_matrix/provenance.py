@@ -14,7 +14,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from . import commits, environments, keys
+from . import commits, environments, keys, stale
 from .bench import figures
 from .cells import Results
 from .results import Malformed, read

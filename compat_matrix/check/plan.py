@@ -48,7 +48,11 @@ def _planned(model: Any) -> dict[str, Any]:
 
 
 def _model(architecture: str, model: Any) -> str:
-    config = {name: value for name, value in model.config.to_diff_dict().items() if name not in NOT_OF_THE_MODEL}
+    try:
+        settings = model.config.to_diff_dict()
+    except Exception:  # it makes the class without arguments, which some of 5.4's do not allow
+        settings = model.config.to_dict()
+    config = {name: value for name, value in settings.items() if name not in NOT_OF_THE_MODEL}
     dtype = str(Cell(architecture, "eager").dtype)
     about = [config, dtype, tiny_models.first_position(model), tiny_models.has_experts(model)]
     return sha256(json.dumps(about, sort_keys=True, default=str).encode()).hexdigest()[:8]

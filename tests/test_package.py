@@ -62,7 +62,7 @@ def test_the_wheel_holds_the_whole_package_and_the_part_of_compat_matrix_that_th
             for name in ("__init__", "cells", "commits", "environments", "media_families", "results", "run")
         ),
         *(f"tiny_{name}.py" for name in ("configs", "copies", "media", "models", "overrides", "pictures")),
-        *("versions.toml", "xfail.toml", "check", "user_models"),
+        *("versions.toml", "xfail.toml", "check", "user_models", "keys.py", "known.py"),
     }
     assert {name.rpartition(".")[2] for name in rest} == {"py", "toml"}
 
@@ -94,8 +94,8 @@ from fa2patch.cli.commands import main
 from fa2patch.cli.compat import compat
 environments, results, run = map(compat, ("environments", "results", "run"))
 environments.make = lambda version, folder: Path(sys.executable)  # in place of an environment that takes minutes
-check = run._part
-run._part = lambda *found: check(*found[:3], (*found[3], "--points", *results.CORE))
+lines = run.lines
+run.lines = lambda *given, **named: lines(*given, "--points", *results.CORE, **named)
 assert {fa2patch!r} == str(Path(environments.__file__).parents[1]), environments.__file__
 assert "compat_matrix" not in sys.modules
 main(["matrix", "--model", {model!r}, "--transformers", environments.newest().name, "--format", "markdown"])

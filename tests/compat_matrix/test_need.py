@@ -95,11 +95,12 @@ def test_a_row_with_padding_behind_it_leaks(family):
     assert not found.ok and next(case for case in need.CASES if case.untested).untested == "leak"
 
 
-def test_fa2patch_isolates_the_fourteen_families_everywhere():
+def test_the_fourteen_families_are_refused_nowhere_and_their_good_cells_are_counted():
     releases = [held["architectures"] for held in EVIDENCE if held["name"] == held["transformers"]]
     cells = [held[name] for held in releases for name in need.SEEDS if name in held]
     assert not any({"refused", "xfail", "error"} & set(cell) for cell in cells)
-    assert f"are right**: in {len(cells):,} of {len(cells):,} checked" in " ".join(README.split())
+    good = [cell for cell in cells if not any(run.get("fail") for run in cell["fa2patch"].values())]
+    assert f"are right** in {len(good):,} of {len(cells):,} checked" in " ".join(README.split())
 
 
 def test_a_named_exception_has_its_minors():

@@ -17,6 +17,9 @@ from .cells import Cell
 from .check.found import VOUCHED
 from .results import Malformed, read_file
 
+VOUCHING = (VOUCHED, "the interface seam vouches for it")
+"""How the reasons begin, the second one in evidence of before 2026-11-26."""
+
 COMMITTED = environments.HERE / "evidence"
 
 
@@ -56,7 +59,8 @@ def told(cell: Cell, other: Cell) -> dict[str, object]:
 
     Points are compared that were run for both: evidence may be older than a point, and a point may be vouched for.
     """
-    found: dict[str, object] = {"state": cell.state, "seam": sorted(cell.seam)}
+    state = "ok" if _fails_only_at(cell, {*cell.points} - {*other.points}) else cell.state
+    found: dict[str, object] = {"state": state, "seam": sorted(cell.seam)}
     for name in {*cell.checked} & {*other.checked}:
         run, points = cell.checked[name], ran(cell, name) & ran(other, name)
         without = {
@@ -75,7 +79,12 @@ def told(cell: Cell, other: Cell) -> dict[str, object]:
 def ran(cell: Cell, implementation: str) -> set[str]:
     """The points of an implementation for which no other architecture vouches."""
     reasons = cell.checked[implementation].not_applicable
-    return {point for point in cell.points if not reasons.get(point, "").startswith(VOUCHED)}
+    return {point for point in cell.points if not reasons.get(point, "").startswith(VOUCHING)}
+
+
+def _fails_only_at(cell: Cell, points: set[str]) -> bool:
+    failures = {point for run in cell.checked.values() for point in run.failures}
+    return cell.state == "fail" and bool(failures) and failures <= points
 
 
 if __name__ == "__main__":

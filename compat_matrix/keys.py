@@ -22,8 +22,6 @@ Items = dict[str, str]
 
 CONFIGS = ("compat_matrix/tiny_overrides.py", "compat_matrix/tiny_configs.py", "compat_matrix/media_families.py")
 
-NO_KEY = "made before cells had keys"
-
 _LEFT_OUT = ("ctx", "kind", "returns", "type_comment", "type_params")
 _FUNCTIONS = (ast.FunctionDef, ast.AsyncFunctionDef)
 

@@ -7,7 +7,7 @@ import json
 import queue
 import subprocess
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import IO, Any, Callable
 
@@ -48,7 +48,8 @@ def evidence(
     sources = keys.Sources(packages)
     header: Found = {}
     cells: dict[str, Found] = {}
-    for name, found in lines(python, packages, *options):
+    processes = {part: ["compat_matrix.check", "--flash-attn", part, *options] for part in PARTS}
+    for name, found in lines(python, packages, processes):
         first, second = (found.get(part, {}) for part in PARTS)
         if not name:
             header = _header(version, first, second)
@@ -78,21 +79,26 @@ def plans(
     """
     python = environments.make(version, folder.resolve())
     families = families or version.families
-    options = ["--plans", *(["--families", *families] if families else [])]
-    # flash-attn's stand-in is there for all; that a seam is the same without it is found when the cells are run
-    made = {name: cells["with"] for name, cells in lines(python, packages, *options, parts=("with",)) if name}
+    options = ["--families", *families] if families else []
+    snapshots = lines(python, packages, {"plans": ["compat_matrix.check.plans", *options]})
+    made = {name: found["plans"] for name, found in snapshots}
     key = keys.Sources(packages).key(made.pop(EXECUTED), without=())
     return made, key
 
 
 def lines(
-    python: Path, packages: Path, *options: str, parts: tuple[str, ...] = PARTS
+    python: Path, packages: Path, processes: Mapping[str, Sequence[str]]
 ) -> Iterator[tuple[str, dict[str, Found]]]:
-    """Run ``compat_matrix.check`` in one process for each part, at the same time.
+    """Run modules in processes of a version's Python, at the same time, and merge the lines that they print.
+
+    Args:
+        python: The version's Python.
+        packages: The folder that ``environments.only_our_packages`` gives.
+        processes: The module and its options, by the name of a process.
 
     Yields:
-        first an empty name with what the processes say of the environment, by part, then each architecture with its
-        cells, as soon as all are there. A process that does not have the architecture gives none.
+        each architecture with its cells by process, as soon as all are there; an empty name stands for the
+        environment. A process that does not have the architecture gives none.
 
     Raises:
         RuntimeError: One of the processes fails. The text is the end of what it wrote to the standard error.
@@ -100,10 +106,10 @@ def lines(
     came: queue.Queue[tuple[str, str, Found | None]] = queue.Queue()
     waiting: dict[str, dict[str, Found]] = {}
     with contextlib.ExitStack() as stack:
-        for part in parts:
-            process = stack.enter_context(_Process(python, packages, part, *options))
+        for part, module in processes.items():
+            process = stack.enter_context(_Process(python, packages, part, module))
             threading.Thread(target=process.read, args=(came,), daemon=True).start()
-        running = len(parts)
+        running = len(processes)
         while running:
             part, name, cell = came.get()
             if cell is None:
@@ -112,18 +118,18 @@ def lines(
                     raise RuntimeError(name)
                 continue
             waiting.setdefault(name, {})[part] = cell
-            if len(waiting[name]) == len(parts):
+            if len(waiting[name]) == len(processes):
                 yield name, waiting.pop(name)
     yield from waiting.items()
 
 
 class _Process:
-    """A process of ``compat_matrix.check``, which is ended with the block."""
+    """A process of a module, which is ended with the block."""
 
-    def __init__(self, python: Path, packages: Path, part: str, *options: str) -> None:
+    def __init__(self, python: Path, packages: Path, part: str, module: Sequence[str]) -> None:
         self.part = part
         self.process = subprocess.Popen(
-            [str(python), "-m", "compat_matrix.check", "--flash-attn", part, *options],
+            [str(python), "-m", *module],
             cwd=packages, env=environments.variables(packages), text=True,
             stdout=subprocess.PIPE, stderr=subprocess.PIPE,
         )  # fmt: skip

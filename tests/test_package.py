@@ -52,7 +52,7 @@ def test_the_wheel_holds_the_whole_package_and_the_part_of_compat_matrix_that_th
     package = {
         file.relative_to(ROOT).as_posix()
         for file in (ROOT / "fa2patch").rglob("*")
-        if file.is_file() and "__pycache__" not in file.parts
+        if file.is_file() and file.suffix != ".pyc"
     }
     assert package <= held and "fa2patch/py.typed" in held
     rest = {name[len("fa2patch/compat_matrix/") :] for name in held - package}
@@ -95,7 +95,9 @@ from fa2patch.cli.compat import compat
 environments, results, run = map(compat, ("environments", "results", "run"))
 environments.make = lambda version, folder: Path(sys.executable)  # in place of an environment that takes minutes
 lines = run.lines
-run.lines = lambda *given, **named: lines(*given, "--points", *results.CORE, **named)
+run.lines = lambda python, packages, processes: lines(
+    python, packages, {{part: [*module, "--points", *results.CORE] for part, module in processes.items()}}
+)
 assert {fa2patch!r} == str(Path(environments.__file__).parents[1]), environments.__file__
 assert "compat_matrix" not in sys.modules
 main(["matrix", "--model", {model!r}, "--transformers", environments.newest().name, "--format", "markdown"])

@@ -12,17 +12,17 @@ from . import executed
 executed.record()  # before anything of fa2patch is imported
 
 import argparse  # noqa: E402
+import contextlib  # noqa: E402
 import functools  # noqa: E402
 import gc  # noqa: E402
 import json  # noqa: E402
 import os  # noqa: E402
 import platform  # noqa: E402
 import sys  # noqa: E402
-import warnings  # noqa: E402
 from importlib import metadata  # noqa: E402
-from typing import Any, Callable, TextIO  # noqa: E402
+from typing import Any, Callable  # noqa: E402
 
-from . import found  # noqa: E402
+from . import found, process  # noqa: E402
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -31,31 +31,22 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--flash-attn", choices=sorted(found.IMPLEMENTATIONS), default="without")
     parser.add_argument("--families", nargs="*")
     parser.add_argument("--points", nargs="*")
-    parser.add_argument("--plans", action="store_true", help="print what apply finds, and run no point")
     parser.add_argument(
         "--vouched", type=json.loads, default={}, metavar="JSON", help="by architecture, who vouches for its points"
     )
     given = parser.parse_args(arguments)
-    out = os.fdopen(os.dup(1), "w")
-    os.dup2(2, 1)  # what libraries print to stdout must not come between the lines
-    os.environ.update(HF_HUB_OFFLINE="1", TRANSFORMERS_VERBOSITY="error", TOKENIZERS_PARALLELISM="false", USE_TF="0")
-    warnings.simplefilter("ignore")
-    if given.flash_attn == "with":
-        from . import stand_in
-
-        stand_in.install()
+    out = process.lines(stand_in=given.flash_attn == "with")
     import torch
     import transformers
 
     from .. import tiny_models
     from ..user_models import models
-
-    torch.set_num_threads(1)
-    if given.plans:
-        return print_plans(given.families, out)
     from . import upstream
     from .points import POINTS
 
+    with contextlib.suppress(ImportError):  # a version's environment may have none
+        import peft  # noqa: F401  # else every cell's process would import it
+    torch.set_num_threads(1)
     gc.set_threshold(100_000, 50, 50)  # a fifth of the time went into garbage collection of tiny models
     points = given.points or list(POINTS)
     implementations = found.IMPLEMENTATIONS[given.flash_attn]
@@ -78,20 +69,6 @@ def main(arguments: list[str] | None = None) -> int:
         if models.is_file(architecture):
             cell["notes"] = models.notes(architecture, tiny_models.config_class(architecture))
         print(json.dumps({"architecture": architecture, "cell": cell}), file=out, flush=True)
-    return 0
-
-
-def print_plans(families: list[str] | None, out: TextIO) -> int:
-    """Print the snapshots of each architecture in a line, and in the last line what was executed for all of them."""
-    from .. import tiny_media, tiny_models  # noqa: F401  # the first adds models of pictures and sound
-    from . import plan
-
-    implementations = [each for part in found.IMPLEMENTATIONS.values() for each in part]
-    print(json.dumps({}), file=out)
-    for architecture in filter(tiny_models.is_present, families or tiny_models.architectures()):
-        print(json.dumps({"architecture": architecture, "cell": plan.of(architecture, implementations)}), file=out)
-        out.flush()
-    print(json.dumps({"architecture": found.EXECUTED, "cell": executed.executed()}), file=out, flush=True)
     return 0
 
 

@@ -64,6 +64,9 @@ def main(arguments: list[str] | None = None) -> int:
         help=f"releases, or blocks of versions.toml or ecosystem/stacks.toml; default: {' '.join(VERSIONS)}",
     )  # fmt: skip
     parser.add_argument("-k", default="", metavar="EXPRESSION", help="only the tests that it matches, as for pytest")
+    parser.add_argument(
+        "-m", default="not slow", metavar="MARKERS", help="only tests with these markers, as for pytest"
+    )
     parser.add_argument("--environments", type=Path, default=environments.HERE.parent / ".compat")
     given = parser.parse_args(arguments)
     console, out = Console(stderr=True), Console(soft_wrap=True, highlight=False, markup=False)
@@ -104,7 +107,7 @@ def run(name: str, given: argparse.Namespace, packages: Path, at: Callable[[int]
         at: Called with the progress in percent.
     """
     begun = time.perf_counter()
-    arguments = [*(["-k", given.k] if given.k else []), *(str(path.resolve()) for path in given.tests)]
+    arguments = ["-m", given.m, *(["-k", given.k] if given.k else []), *(str(path.resolve()) for path in given.tests)]
     with tempfile.TemporaryDirectory(prefix="fa2patch-") as folder:
         report = Path(folder, "report.xml")
         code, said = started(name, arguments, report, given.environments, packages, at)

@@ -104,6 +104,7 @@ main(["matrix", "--model", {model!r}, "--transformers", environments.newest().na
 """
 
 
+@pytest.mark.slow
 def test_the_matrix_works_from_an_installed_wheel(installed, tmp_path):
     code = FROM_THE_WHEEL.format(fa2patch=str(installed / "fa2patch"), model=str(LLAMA))
     code = f"import sys; sys.path.insert(0, {str(installed)!r})\n{code}"

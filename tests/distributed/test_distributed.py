@@ -25,6 +25,7 @@ def test_ddp_and_fsdp2_quickly():
     assert finding["ok"] and {"DDP, plain", "FSDP2, reentrant"} <= finding.keys()
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(
     not hasattr(transformers.modeling_utils, "ALL_ATTENTION_FUNCTIONS"), reason="Ulysses needs Transformers 4.51"
 )

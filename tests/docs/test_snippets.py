@@ -14,6 +14,7 @@ import subprocess
 import sys
 import warnings
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -116,7 +117,13 @@ def names():
     names.clear()
 
 
-@pytest.mark.parametrize("snippet", RUN, ids=[snippet.name for snippet in RUN])
+def _param(snippet: Snippet) -> Any:
+    """A page's snippet is slow, because the pages have so many. README's are run on every change."""
+    marks = [] if snippet.name.startswith("README") else [pytest.mark.slow]
+    return pytest.param(snippet, id=snippet.name, marks=marks)
+
+
+@pytest.mark.parametrize("snippet", map(_param, RUN))
 def test_runs(snippet: Snippet, home: Path, names, tmp_path, monkeypatch):
     make_models(snippet, home)
     for entry in home.iterdir():

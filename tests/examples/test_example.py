@@ -70,6 +70,7 @@ def check(results: dict, steps: int, tolerance: float) -> None:
     assert packed["training_memory_bytes"] < padded["training_memory_bytes"]
 
 
+@pytest.mark.slow
 def test_quick_run_trains_the_same_padded_and_packed(tmp_path: Path) -> None:
     results = train(tmp_path, "--quick")
     check(results, steps=8, tolerance=QUICK_TOLERANCE)
@@ -86,6 +87,7 @@ def test_what_is_committed_is_the_full_experiment() -> None:
     check(json.loads((folder / "results.json").read_text(encoding="utf-8")), steps=200, tolerance=FULL_TOLERANCE)
 
 
+@pytest.mark.slow
 def test_texts_of_the_standard_library(example: ModuleType) -> None:
     texts = example.standard_library()
     assert len(texts) > 3000

@@ -153,6 +153,7 @@ def test_preferences_are_learnt_as_from_each_document_alone(example, monkeypatch
     assert packed == pytest.approx(train(dpo, tmp_path), rel=10 * SAME), "sums of log-probabilities are large"
 
 
+@pytest.mark.slow
 def test_completions_of_one_prompt_are_learnt_as_from_padded_batches(example, monkeypatch, tmp_path, capsys):
     grpo = example("grpo")
     shared = train(grpo, tmp_path)

@@ -36,6 +36,7 @@ def differences(text: str) -> list[float]:
     return [float(number) for number in re.findall(r"difference (\S+?),?\s", text)]
 
 
+@pytest.mark.slow
 def test_the_example_of_a_kernel() -> None:
     text = printed("own_kernel.py")
     assert max(differences(text)) < 1e-5 and len(differences(text)) == 2
@@ -43,11 +44,13 @@ def test_the_example_of_a_kernel() -> None:
     assert "with gradients: kernel='dense-mask' cannot compute this layer: it has no backward" in text
 
 
+@pytest.mark.slow
 def test_the_example_of_a_trait() -> None:
     without, having = differences(printed("own_trait.py"))
     assert without > 0.01 and having < 1e-5
 
 
+@pytest.mark.slow
 def test_the_example_of_a_registry_row() -> None:
     text = printed("own_architecture.py")
     assert differences(text)[0] < 1e-5

@@ -43,6 +43,7 @@ def test_two_processes_have_the_losses_of_one(length):
     assert float(steps[-1][1]) < float(steps[0][1]), "something is learnt"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("options", "said"),
     [

@@ -21,6 +21,7 @@ runpy.run_path({script!r}, run_name="__main__")
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("script", "missing", "install"),
     [
@@ -40,6 +41,7 @@ def test_one_line_says_what_to_install(script, missing, install):
     assert done.returncode == 1 and len(lines) == 1 and lines[0].endswith(install), done.stderr
 
 
+@pytest.mark.slow
 def test_fsdp_without_torchrun_says_how_to_start_it():
     done = subprocess.run([sys.executable, str(EXAMPLES / "fsdp.py")], capture_output=True, text=True, timeout=120)
     assert done.returncode == 1 and "torchrun --nproc-per-node 2 fsdp.py" in done.stderr.strip().splitlines()[-1]

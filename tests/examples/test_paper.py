@@ -124,6 +124,7 @@ def test_sample_selection_keeps_to_the_tokens_of_an_average_mini_batch(variants,
     assert 100 <= len(mini_batches) < 130, "about as many as 400 documents in fours"
 
 
+@pytest.mark.slow
 def test_every_variant_trains_one_epoch(runs):
     for name, run in runs.items():
         assert run["optimizer_steps"] == -(-run["mini_batches"] // 2), name

@@ -467,6 +467,7 @@ class TestNothingPacked:
         assert "TRL" in str(warning.message) and "DataCollatorWithFlattening" in str(warning.message)
         assert not self.warned(model, joined)
 
+    @pytest.mark.slow
     def test_a_compiled_model_warns_once_and_no_batch_makes_a_graph_of_its_own(self, model, docs):
         graphs = []
 

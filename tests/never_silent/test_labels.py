@@ -95,7 +95,7 @@ COMPILED = [("torch.compile", way) for way in WAYS] + [("model.compile", way) fo
 """``model.compile()`` differs only in how the model is called."""
 
 
-@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
+@pytest.mark.parametrize("backend", ["eager", pytest.param("aot_eager", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("how, way", COMPILED)
 def test_compiled(how, way, backend):
     def run():
@@ -107,6 +107,7 @@ def test_compiled(how, way, backend):
     right_or_refused(run, alone(llama(**ONE_LAYER)))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("backend", ["eager", "aot_eager"])
 @pytest.mark.parametrize("way", SEEN)
 def test_compiled_a_layer_that_missed_the_boundaries_is_an_error(way, backend):
@@ -171,6 +172,7 @@ def test_a_subclass(cls, way):
         right_or_refused(lambda first=first: run(first), expected)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("cls", [MyModel, OwnLoss, Wrapped])
 def test_a_subclass_compiled(cls):
     def run():

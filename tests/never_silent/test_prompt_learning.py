@@ -265,6 +265,7 @@ def test_revert_leaves_no_trace_in_peft():
     assert spaces() == before, "a model that is gone"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("order", ORDERS)
 def test_compiled(order):
     model = torch.compile(adapted("PromptTuningConfig", order), backend="eager")

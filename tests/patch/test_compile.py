@@ -41,7 +41,7 @@ def on_the_interface_seam(family):
     return model
 
 
-@pytest.mark.parametrize("family", ["llama", "gemma2"])
+@pytest.mark.parametrize("family", ["llama", pytest.param("gemma2", marks=pytest.mark.slow)])
 def test_twenty_layouts_make_two_graphs_without_a_break(graphs, family):
     seen, backend = graphs
     model = on_the_interface_seam(family)
@@ -66,6 +66,7 @@ def test_the_kernel_in_the_graph_is_the_one_that_was_picked(graphs):
     assert any("_flash_attention_forward" in str(node.target) for node in seen[-1].graph.nodes)
 
 
+@pytest.mark.slow
 def test_gradients_through_the_compilers_own_autograd():
     """Documents are isolated bit for bit with AOTAutograd, too, which torch.compile's compiling backends use."""
     torch._dynamo.reset()
@@ -87,11 +88,15 @@ def test_gradients_through_the_compilers_own_autograd():
 @pytest.mark.parametrize(
     ("spoilt", "message"),
     [
-        ({"max_length_q": 5, "max_length_k": 5}, "hold a longer document"),
         ({"cu_seq_lens_q": torch.tensor([0, 4, 10, 14], dtype=torch.int32)}, "must rise from 0"),
-        ({"cu_seq_lens_q": torch.tensor([0, 10, 15], dtype=torch.int32), "max_length_q": 10}, "restart inside"),
+        pytest.param({"max_length_q": 5, "max_length_k": 5}, "hold a longer document", marks=pytest.mark.slow),
+        pytest.param(
+            {"cu_seq_lens_q": torch.tensor([0, 10, 15], dtype=torch.int32), "max_length_q": 10},
+            "restart inside",
+            marks=pytest.mark.slow,
+        ),
     ],
-    ids=["longest", "ends", "restart"],
+    ids=["ends", "longest", "restart"],
 )
 def test_lengths_that_lie_raise_inside_a_graph_too(graphs, spoilt, message):
     _, backend = graphs
@@ -104,7 +109,7 @@ def test_lengths_that_lie_raise_inside_a_graph_too(graphs, spoilt, message):
         compiled(**given)
 
 
-@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
+@pytest.mark.parametrize("backend", ["eager", pytest.param("aot_eager", marks=pytest.mark.slow)])
 def test_lengths_that_fall_raise_inside_a_graph_too(backend):
     """The lengths are otherwise valid: ends, starts and the longest document are those of the batch."""
     torch._dynamo.reset()
@@ -121,6 +126,7 @@ def without_lengths(*lengths):
     return {name: value for name, value in batch(*lengths).items() if not name.startswith(("cu_", "max_"))}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("fullgraph", [True, False])
 @pytest.mark.parametrize("family", ["llama", "gemma2"])
 def test_thirty_layouts_make_two_graphs_from_position_ids_alone(graphs, family, fullgraph):
@@ -133,6 +139,7 @@ def test_thirty_layouts_make_two_graphs_from_position_ids_alone(graphs, family, 
     assert len(seen) <= 2, "the first layout, and one graph for all others"
 
 
+@pytest.mark.slow
 def test_the_kernel_in_a_graph_from_position_ids_alone_gets_the_longest_length(graphs):
     _, backend = graphs
     with stand_in_aten.installed() as calls:
@@ -145,7 +152,7 @@ def test_the_kernel_in_a_graph_from_position_ids_alone_gets_the_longest_length(g
             assert torch.equal(found, model(**without_lengths(*lengths)).logits)
 
 
-@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
+@pytest.mark.parametrize("backend", ["eager", pytest.param("aot_eager", marks=pytest.mark.slow)])
 def test_gradients_stay_in_their_document_in_a_graph_from_position_ids_alone(backend):
     torch._dynamo.reset()
     model = on_the_interface_seam("llama")
@@ -187,6 +194,7 @@ def test_a_compiled_call_with_one_document_gives_what_it_gave_before(graphs, mor
         torch.testing.assert_close(held[0].logits, held[1].logits, rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.slow
 def test_rows_and_masks_that_the_operator_does_not_read_break_the_graph_and_the_numbers_hold(graphs):
     _, backend = graphs
     model = on_the_interface_seam("llama")

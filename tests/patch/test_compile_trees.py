@@ -29,7 +29,7 @@ def trees(count):
     return [tree for tree in made if len(tree[0]) >= 2 and sum(tree[0]) > 2][:count]
 
 
-@pytest.mark.parametrize("family", ["llama", "gemma2"])
+@pytest.mark.parametrize("family", ["llama", pytest.param("gemma2", marks=pytest.mark.slow)])
 def test_twelve_trees_make_two_graphs_without_a_break(graphs, family):
     seen, backend = graphs
     model = patched(family)
@@ -40,6 +40,7 @@ def test_twelve_trees_make_two_graphs_without_a_break(graphs, family):
     assert len(seen) <= 2, "the first tree, and one graph for all others"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("fullgraph", [True, False])
 def test_keys_are_gathered_without_a_break(graphs, fullgraph):
     seen, backend = graphs
@@ -51,6 +52,7 @@ def test_keys_are_gathered_without_a_break(graphs, fullgraph):
     assert len(seen) <= 2, "the first tree, and one graph for all others"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("backend", ["eager", "aot_eager"])
 def test_torch_varlen_in_a_graph_gets_gathered_keys(backend):
     torch._dynamo.reset()

@@ -303,6 +303,7 @@ def test_work_is_bounded(patched):
     assert [document.gradient is not None for document in found.documents] == [True] + [False] * 18 + [True]
 
 
+@pytest.mark.slow
 def test_half_precision_and_wrappers(patched):
     peft = pytest.importorskip("peft")
     assert fa2patch.verify(torch.compile(copy.deepcopy(patched), backend="eager"), max_documents=1).ok
@@ -387,6 +388,7 @@ def test_a_suite_of_ones_own_asserts_it(assert_isolated, model):
     assert assert_isolated(model, batch=two_rows()).ok
 
 
+@pytest.mark.slow
 def test_distributed_and_sharded_models():
     pytest.importorskip("torch.distributed.fsdp._fully_shard", reason="FSDP2 came with torch 2.6")
     script = Path(__file__).with_name("sharded_verify.py")

@@ -64,12 +64,14 @@ def test_curve(stage, finding):
     assert largest(finding, "packed", "two_rows") < BOUND < largest(finding, "packed_alone", "two_rows_alone")
 
 
+@pytest.mark.slow
 def test_the_first_steps_of_the_curve(stage):
     found = curve(stage, steps=4)
     assert largest(found, "packed", "two_rows") < 5e-5 and found["same_mini_batches"]
     assert found["two_rows_alone"]["largest_relative_difference"] > 1e-2
 
 
+@pytest.mark.slow
 def test_the_curve_leaks_where_nothing_is_patched(stage, monkeypatch):
     monkeypatch.setattr(fa2patch, "apply", lambda model: None)
     found = curve(stage, steps=3)
@@ -126,6 +128,7 @@ def test_checkpointing(stage, finding, steps=10):
         assert on
 
 
+@pytest.mark.slow
 def test_lengths(stage, finding, steps=10):
     """The collator's lengths and ``seq_idx``, which Llama's own forward up to 4.44 does not take."""
     with_lengths = functools.partial(packed, return_flash_attn_kwargs=True, return_seq_idx=True)

@@ -82,7 +82,7 @@ def test_a_padded_batch_whose_masks_are_a_dict_as_flash_attention_has_them(monke
 
 
 @present("ministral3")
-@pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
+@pytest.mark.parametrize("compiled", [False, pytest.param(True, marks=pytest.mark.slow)], ids=["eager", "compiled"])
 def test_queries_of_ministral_3_are_scaled_by_the_position_in_the_document(docs, compiled, monkeypatch):
     """As from 5.0 to 5.3, where a layer takes ``cache_position`` in the place of ``position_ids``."""
     modeling = tiny_models.modeling("ministral3")
@@ -201,6 +201,7 @@ class TestLocalLayersOfGptNeo:
                 loss_of(found, docs).backward()
                 assert_same_gradients(gradients(patched), gradients_of(reference), 5e-5, floor=0.01)
 
+    @pytest.mark.slow
     def test_the_window_is_in_a_compiled_graph(self, docs):
         reference, model = self.models("eager")
         expected = alone(reference, docs)
@@ -218,6 +219,7 @@ class TestPromptsInOneRow:
         with fa2patch.apply(model), pytest.raises(errors.PackedWithCache, match="documents one by one"):
             model.generate(**pack(docs), max_new_tokens=2)
 
+    @pytest.mark.slow
     @pytest.mark.skipif(not hasattr(transformers.LlamaForCausalLM, "generate_batch"), reason="no continuous batching")
     def test_continuous_batching_goes_on_as_it_did(self, docs):
         prompts = [doc.tolist() for doc in docs]

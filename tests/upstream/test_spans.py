@@ -204,6 +204,7 @@ def test_spans_are_read_at_most_once(family, monkeypatch):
     assert len(spans) <= 1  # none for the reference on a CPU, if no layer has a window
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("family", FAMILIES)
 def test_a_compiled_model_computes_spans(family):
     model, docs = cases.build(family), cases.documents(family)

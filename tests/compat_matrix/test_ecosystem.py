@@ -113,6 +113,7 @@ def test_quick():
 """
 
 
+@pytest.mark.slow
 def test_a_run_of_a_stack_becomes_its_evidence(tmp_path, monkeypatch, capsys):
     (tmp_path / "test_them.py").write_text(REPORT)
     (tmp_path / "conftest.py").write_text((ROOT / "tests" / "conftest.py").read_text())

@@ -120,6 +120,7 @@ def test_training_goes_on_where_it_was_and_keeps_errors(tmp_path, monkeypatch):
     assert figures.OWED in figures.page({})
 
 
+@pytest.mark.slow
 def test_an_error_of_a_process_is_its_last_line_and_a_timeout_is_not_done(tmp_path):
     job = gpu.Job(
         "training",

@@ -52,7 +52,8 @@ os._exit(0)
 """
 
 
-@pytest.mark.parametrize("processes", [2, pytest.param(4, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("processes", [2, 4])
 def test_processes_send_as_many_bytes_as_on_paper(processes, tmp_path):
     (tmp_path / "count.py").write_text(COUNT)
     launch = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(processes)]

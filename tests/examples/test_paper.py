@@ -137,6 +137,7 @@ def test_every_variant_trains_one_epoch(runs):
     assert runs[OFFLINE]["mini_batches"] < runs[ONLINE]["mini_batches"] / 2
 
 
+@pytest.mark.slow
 def test_online_mini_batches_are_the_padded_run(runs):
     padded, packed = runs[PADDING], runs[ONLINE]
     for key in ("checksum", "targets", "rows", "optimizer_steps"):

@@ -431,6 +431,7 @@ def test_a_verification_that_is_interrupted_leaves_the_model_as_it_was(model):
 # Compiled (last, because the compiler's objects make every collection slow)
 
 
+@pytest.mark.slow
 def test_what_is_compiled_already_follows_apply_and_revert(docs):
     torch._dynamo.reset()
     model = tiny_models.build("llama", "sdpa", num_hidden_layers=1)

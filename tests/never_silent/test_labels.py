@@ -91,12 +91,15 @@ def test_an_error_that_says_too_little_does_not_pass():
 # Compiled
 
 
+QUICK = [("torch.compile", "position_ids"), ("torch.compile", "all lengths")]
 COMPILED = [("torch.compile", way) for way in WAYS] + [("model.compile", way) for way in SEEN]
 """``model.compile()`` differs only in how the model is called."""
 
 
 @pytest.mark.parametrize("backend", ["eager", pytest.param("aot_eager", marks=pytest.mark.slow)])
-@pytest.mark.parametrize("how, way", COMPILED)
+@pytest.mark.parametrize(
+    "how, way", [*QUICK, *(pytest.param(*each, marks=pytest.mark.slow) for each in COMPILED if each not in QUICK)]
+)
 def test_compiled(how, way, backend):
     def run():
         model = llama(**ONE_LAYER)
@@ -255,7 +258,10 @@ def of_tokens(model, docs, labels):
 
 
 @pytest.mark.parametrize("derived", [False, True], ids=["itself", "a subclass"])
-@pytest.mark.parametrize("way, compiled", [("position_ids", False), ("all lengths", False), ("position_ids", True)])
+@pytest.mark.parametrize(
+    "way, compiled",
+    [("position_ids", False), ("all lengths", False), pytest.param("position_ids", True, marks=pytest.mark.slow)],
+)
 @pytest.mark.parametrize("name", ["GPT2ForTokenClassification", "LlamaForTokenClassification"])
 def test_a_token_classifier_keeps_first_labels(name, way, compiled, derived):
     """Some versions choose the loss of a Llama's tagger by the class name alone, which the subclass keeps."""
@@ -303,7 +309,7 @@ def takes_shift_labels():
     return "shift_labels" in inspect.signature(losses.ForCausalLMLoss).parameters
 
 
-LONG_AND_SHORT = [(way, False) for way in WAYS] + [(way, True) for way in SEEN]
+LONG_AND_SHORT = [(way, False) for way in WAYS] + [pytest.param(way, True, marks=pytest.mark.slow) for way in SEEN]
 
 
 @pytest.mark.parametrize("way, compiled", LONG_AND_SHORT)

@@ -426,7 +426,13 @@ def on_llama():
     return report
 
 
-@pytest.mark.parametrize("imports", [("fa2patch", "transformers"), ("transformers", "fa2patch")], ids="-".join)
+@pytest.mark.parametrize(
+    "imports",
+    [
+        pytest.param(("fa2patch", "transformers"), id="fa2patch-transformers"),
+        pytest.param(("transformers", "fa2patch"), id="transformers-fa2patch", marks=pytest.mark.slow),
+    ],
+)
 @pytest.mark.parametrize("order", ORDERS, ids=" - ".join)
 def test_in_a_fresh_process_a_real_models_namespaces_are_as_found(on_llama, imports, order):
     steps, differences, same = on_llama(imports)[order]

@@ -52,6 +52,7 @@ def test_twenty_layouts_make_two_graphs_without_a_break(graphs, family):
     assert len(seen) <= 2, "the first layout, and one graph for all others"
 
 
+@pytest.mark.slow
 def test_the_kernel_in_the_graph_is_the_one_that_was_picked(graphs):
     seen, backend = graphs
     with stand_in_aten.installed() as calls:
@@ -152,7 +153,8 @@ def test_the_kernel_in_a_graph_from_position_ids_alone_gets_the_longest_length(g
             assert torch.equal(found, model(**without_lengths(*lengths)).logits)
 
 
-@pytest.mark.parametrize("backend", ["eager", pytest.param("aot_eager", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
 def test_gradients_stay_in_their_document_in_a_graph_from_position_ids_alone(backend):
     torch._dynamo.reset()
     model = on_the_interface_seam("llama")
@@ -171,6 +173,7 @@ def test_gradients_stay_in_their_document_in_a_graph_from_position_ids_alone(bac
     torch._dynamo.reset()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("more", [{"output_attentions": True}, {"use_cache": True}, {"attention_mask": True}])
 def test_a_compiled_call_with_one_document_gives_what_it_gave_before(graphs, more):
     _, backend = graphs

@@ -144,8 +144,11 @@ def _cell(
         known = tuple(data.get("seam", ())) if state == "xfail" else ()
         return replace(_not_ok(state, data, where), seam=known, checked=checked, alone=alone, made=made, points=points)
     seam = tuple(_take(data, "seam", list, where))
-    problems = [f"{name}: {problem}" for name, run in checked.items() for problem in _problems(run, points)]
-    problems += _not_held(checked, points)
+    found: dict[str, list[str]] = {}
+    for name, run in checked.items():
+        for problem in _problems(run, points):
+            found.setdefault(problem, []).append(name)
+    problems = [f"{', '.join(names)}: {problem}" for problem, names in found.items()] + _not_held(checked, points)
     return Cell("fail" if problems else "ok", "; ".join(problems), "", seam, checked, alone, made, points)
 
 

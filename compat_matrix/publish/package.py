@@ -40,8 +40,8 @@ def summary(results: Results) -> str:
     """Return fa2patch/cli/evidence.json, for ``fa2patch architectures`` and ``fa2patch matrix``.
 
     It has the minors that were checked and, for each architecture, in which of them it is what. ``ok`` has the minors
-    by the seams, ``refused`` and ``known failure`` have them by the reason. Ranges of minors are texts such as
-    ``4.34-4.42``. The fourteen families come first.
+    by the seams, ``failing`` by the points that fail, ``refused`` and ``known failure`` by the reason. Ranges of minors
+    are texts such as ``4.34-4.42``. The fourteen families come first.
     """
     environments = results.counted
     minors = [_minor(environment) for environment in environments]
@@ -63,7 +63,11 @@ def _states(environments: Sequence[Environment], minors: Sequence[str], name: st
         cell = environment.cell(name)
         if cell.state != "absent":
             state = {"xfail": "known failure", "fail": "failing"}.get(cell.state, cell.state)
-            key = " and ".join(cell.seam) if cell.state == "ok" else _short(cell.reason)
+            failing = dict.fromkeys(point for run in cell.checked.values() for point in run.failures)
+            if cell.state == "ok":
+                key = " and ".join(cell.seam)
+            else:
+                key = (cell.state == "fail" and ", ".join(failing)) or _short(cell.reason)
             found.setdefault(state, {}).setdefault(key, []).append(minor)
     return {state: {key: ranges(minors, within) for key, within in keys.items()} for state, keys in found.items()}
 

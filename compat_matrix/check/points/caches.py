@@ -35,7 +35,7 @@ def packed_row_with_a_cache(cell: Cell) -> None:
                 model(**pack(docs), **given)
             except errors.Fa2PatchError:
                 continue
-            raise AssertionError(f"a packed row with a {kind} cache as {next(iter(given))} gave no error")
+            raise AssertionError(f"a packed row with {next(iter(given))} ({kind}) gave no error")
     if not tiny_models.is_encoder(cell.family):
         _generates_nothing_wrong(model, docs)
 

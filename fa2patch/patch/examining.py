@@ -41,7 +41,7 @@ DOCUMENTS, BRANCHES = "documents", "branches"
 """What is proven: that documents do not see each other, and that segments that continue the same one do not."""
 
 _numbers = itertools.count(1)
-_by_number: weakref.WeakValueDictionary[int, Examined] = weakref.WeakValueDictionary()
+_by_number: weakref.WeakValueDictionary[str, Examined] = weakref.WeakValueDictionary()
 
 
 @dataclass
@@ -53,14 +53,15 @@ class Examination:
         unproven: what of :data:`DOCUMENTS` and :data:`BRANCHES` the next packed batch that has it must prove.
         structure: the result of :func:`~fa2patch.probing.proving.structure` when the model was last looked at.
         under_way: whether the model is being run in order to examine it. Such packed batches are not examined.
-        number: a number by which a compiled graph looks up the patch.
+        number: by which a compiled graph looks up the patch. It is a text, because dynamo may make an int that differs
+            between models a symbol of the graph, which is no argument of a ``constant`` function.
     """
 
     prove: bool | str
     unproven: frozenset[str]
     structure: int
     under_way: bool = False
-    number: int = field(default_factory=lambda: next(_numbers))
+    number: str = field(default_factory=lambda: str(next(_numbers)))
 
     @contextlib.contextmanager
     def paused(self) -> Iterator[None]:
@@ -170,7 +171,7 @@ def _proven(patch: Examined, due: frozenset[str], module: Model, call: Call, mas
 
 
 @constant
-def _examined(number: int, tree: bool) -> str:
+def _examined(number: str, tree: bool) -> str:
     """The message of the error that :func:`examine` finds while a graph is captured; empty if there is none.
 
     The batch has no values during the capture, so an example batch is proven instead.
@@ -193,7 +194,7 @@ def _examined(number: int, tree: bool) -> str:
 
 
 @constant
-def capture_unpacked(number: int) -> bool:
+def capture_unpacked(number: str) -> bool:
     """Warn once if a graph is captured for training batches without document information.
 
     A graph cannot count batches: a count that it reads would make a new graph for every batch. So the warning comes

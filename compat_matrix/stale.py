@@ -1,17 +1,20 @@
 """Says how many cells are stale, and because of which code: ``python -m compat_matrix.stale``.
 
 A cell is stale if an item of its key is another one now (see ``keys``), if it has no key, or if versions.toml asks for
-another environment. Evidence ages; only a release needs cells that are not stale.
+another environment. Evidence ages; only a release needs cells that are not stale. ``--commit`` says how many cells a
+commit alone makes stale.
 """
 
 from __future__ import annotations
 
 import argparse
+import functools
 import sys
+import tempfile
 from collections import Counter
 from pathlib import Path
 
-from . import environments
+from . import commits, environments
 from .cells import Environment
 from .keys import Sources
 from .results import EVIDENCE, read
@@ -37,16 +40,46 @@ def cells(environment: Environment, sources: Sources) -> dict[str, list[str]]:
     return found
 
 
+def by_commit(environment: Environment, commit: str) -> dict[str, list[str]]:
+    """Return the cells with a key that a commit makes stale, each with the items that the commit changes.
+
+    Args:
+        environment: the evidence.
+        commit: its name.
+
+    Raises:
+        NoCommit: there is no such commit.
+    """
+    before, after = (_sources(name) for name in (f"{commit}^", commit))
+    keyed = {name: cell.made.key for name, cell in environment.cells.items() if cell.made and cell.made.key}
+    changed = {name: [item for item in key if before.hash(item) != after.hash(item)] for name, key in keyed.items()}
+    return {name: items for name, items in changed.items() if items}
+
+
+@functools.lru_cache(maxsize=4)
+def _sources(commit: str) -> Sources:
+    """The sources of a commit. Everything is read here, because the files are gone afterwards."""
+    with tempfile.TemporaryDirectory() as folder:
+        home = Path(folder)
+        for package in ("fa2patch", "compat_matrix"):
+            commits.export(commit, package, home)
+        found = Sources(home)
+        for file in home.rglob("*.py"):
+            found.hash(f"{file.relative_to(home).as_posix()}::")
+    return found
+
+
 def main(arguments: list[str] | None = None) -> int:
     """Print how many cells are stale, in each environment and because of which items."""
     parser = argparse.ArgumentParser(prog="python -m compat_matrix.stale", description=__doc__)
     parser.add_argument("--evidence", type=Path, default=EVIDENCE, help="folder of the evidence")
     parser.add_argument("--cells", action="store_true", help="name every stale cell")
+    parser.add_argument("--commit", help="only what this commit changed, for the cells that have a key")
     given = parser.parse_args(arguments)
     sources, total, reasons = Sources(environments.HERE.parent), 0, Counter[str]()
     results = read(given.evidence)
     for environment in results.environments:
-        found = cells(environment, sources)
+        found = by_commit(environment, given.commit) if given.commit else cells(environment, sources)
         total += len(found)
         reasons.update(item for items in found.values() for item in items)
         if found:
@@ -55,7 +88,9 @@ def main(arguments: list[str] | None = None) -> int:
             print(f"  {name}: {', '.join(items[:3])}")
     for item, count in reasons.most_common(20):
         print(f"{count:6,} because of {item}")
-    print(f"{total:,} of {len(results.made):,} cells are stale.")
+    keyed = sum(made.key is not None for made in results.made)
+    counted = f"{keyed:,} cells that have a key" if given.commit else f"{len(results.made):,} cells"
+    print(f"{total:,} of {counted} are stale.")
     return 0
 
 

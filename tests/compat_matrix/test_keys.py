@@ -6,10 +6,11 @@ import subprocess
 import sys
 from pathlib import Path
 from textwrap import dedent
+from types import SimpleNamespace
 
 import pytest
 
-from compat_matrix import environments, keys
+from compat_matrix import commits, environments, keys, stale
 
 MODULE = dedent('''
     """A module."""
@@ -135,6 +136,41 @@ def test_a_folder_that_hides_a_file_and_a_file_that_is_gone_are_changes(sources,
     (tmp_path / "fa2patch" / "module" / "__init__.py").unlink()
     (tmp_path / "fa2patch" / "module.py").unlink()
     assert keys.Sources(tmp_path).changed(key)
+
+
+def test_a_commit_makes_stale_what_executes_what_it_changed(sources, tmp_path, monkeypatch):
+    def git(*words):
+        subprocess.run(["git", *words], cwd=tmp_path, check=True, capture_output=True)
+
+    def committed(text):
+        (tmp_path / "fa2patch" / "module.py").write_text(text)
+        git("add", ".")
+        git("-c", "user.name=a", "-c", "user.email=a@b", "commit", "-m", "more")
+
+    (tmp_path / "compat_matrix").mkdir(exist_ok=True)
+    (tmp_path / "compat_matrix" / "__init__.py").write_text("")
+    git("init")
+    committed(MODULE)
+    line = next(number for number, text in enumerate(MODULE.splitlines(), 1) if text.startswith("def outer"))
+    keyed = {
+        "calls": sources.key({"files": ["fa2patch/module.py"], "functions": [["fa2patch/module.py", "outer", line]]}),
+        "imports": sources.key({"files": ["fa2patch/module.py"], "functions": []}),
+        "neither": sources.key({"files": [], "functions": []}),
+    }
+    cells = {name: SimpleNamespace(made=SimpleNamespace(key=key)) for name, key in keyed.items()}
+    monkeypatch.setattr(commits, "ROOT", tmp_path)
+
+    def stale_now():
+        stale._sources.cache_clear()
+        return set(stale.by_commit(SimpleNamespace(cells=cells), "HEAD"))
+
+    committed(MODULE.replace("inner() + second", "second"))
+    assert stale_now() == {"calls"}
+    committed(MODULE.replace("inner() + second", "second").replace("LIMIT = 3", "LIMIT = 4"))
+    assert stale_now() == {"calls", "imports"}
+    committed(MODULE)
+    committed(f"# moved\n\n{MODULE}")
+    assert stale_now() == set()
 
 
 def test_tables_of_tiny_configs_are_no_part_of_a_key(sources):

@@ -25,8 +25,7 @@ FAULTS = {
         "fa2patch/upstream/apart.py", "return states.view(*self.shape, *states.shape[1:]) if by_rows else states",
         "return 2 * states.view(*self.shape, *states.shape[1:]) if by_rows else states"),
     "a function of mixers: one call": (
-        "fa2patch/upstream/seams/mixing.py", "functools.partial(self.run, self.module, **more)",
-        "functools.partial(self.run, self.module, **more, x=1)"),
+        "fa2patch/upstream/seams/mixing.py", "self.args, self.kwargs)", "self.args, {})"),
     "a function of pictures: how they are joined": (
         "fa2patch/data/media.py", "def joined(", "def joined(*_): raise KeyError\ndef unjoined("),
     "a function of pictures: the row": (
@@ -36,16 +35,17 @@ FAULTS = {
         "fa2patch/documents/names.py", '("cu_seq_lens_q", "cu_seq_lens_k",', '("cu_seq_lens_x", "cu_seq_lens_y",'),
     "a constant of all: the argument of masks": (
         "fa2patch/upstream/packed_mask.py", 'MASK = "attention_mask"', 'MASK = "attention_masks"'),
-    "a constant of mixers: their names": (
-        "fa2patch/upstream/find_mixers.py", 'r"Mamba|Mixer2?$', 'r"Mambo|Fixer2?$'),
+    "a constant of mixers: the argument that reaches them": (
+        "fa2patch/upstream/seams/mixer.py", 'MASKS = ("attention_mask", "mask", "conv_mask")', 'MASKS = ("masks",)'),
     "a constant of what is registered": (
-        "fa2patch/upstream/seams/interface.py", 'EAGER = "eager_attention_forward"', 'EAGER = "eager_attention"'),
-    "a class body: an option's default": (
-        "fa2patch/kernels/options.py", "    causal: bool = True", "    causal: bool = False"),
-    "a class body: a trait's name": (
-        "fa2patch/upstream/traits/directions.py", "    name = NAME", '    name = "direction"'),
-    "a class body: an error's base": (
-        "fa2patch/errors.py", "class BadCuSeqlens(Fa2PatchError, ValueError):", "class BadCuSeqlens(BaseException):"),
+        "fa2patch/upstream/seams/interface.py", '("ALL_ATTENTION_FUNCTIONS",)', '("ALL_ATTENTION",)'),
+    "a class body: a field's default": (
+        "fa2patch/upstream/packed_mask.py", "    window: int | None = None", "    window: int | None = 2"),
+    "a class body: another field's default": (
+        "fa2patch/documents/boundaries.py", "    parents: torch.Tensor | None = None",
+        "    parents: torch.Tensor | None = torch.zeros(1)"),
+    "a class body: a line that is gone": (
+        "fa2patch/kernels/reference.py", "    DEVICES = DTYPES = MAX_HEAD_DIM = None\n", ""),
     "a class body: a method that is new and hides one": (
         "fa2patch/kernels/reference.py", "    MULTIPLE = 1",
         "    MULTIPLE = 1\n\n    def __call__(self, *given, **named):\n        return given[0]"),

@@ -3,6 +3,7 @@
 It can be run alone, too: ``python tests/compat_matrix/test_recount.py`` prints the counts.
 """
 
+import functools
 import json
 import re
 import sys
@@ -28,12 +29,17 @@ def files():
         yield json.loads(file.read_text(encoding="utf-8"))
 
 
+@functools.cache
+def known_failures():
+    return tomllib.loads((ROOT / "compat_matrix" / "xfail.toml").read_text())["xfail"]
+
+
 def is_known(name, version, cell):
     """Whether xfail.toml knows every failure of a cell. A cell without failures is not known to fail."""
     failed = [what for run in cell["fa2patch"].values() for what in run.get("fail", {}).items()]
     if not any(run.get("ok") for run in cell["fa2patch"].values()):
         failed += [what for run in cell["fa2patch"].values() for what in run.get("alone", {}).items()]
-    for entry in tomllib.loads((ROOT / "compat_matrix" / "xfail.toml").read_text())["xfail"]:
+    for entry in known_failures():
         of = name in entry["architectures"] and any(f"{version}.".startswith(f"{each}.") for each in entry["versions"])
         if of and failed and all(point in entry["points"] and entry["error"] in what for point, what in failed):
             return True

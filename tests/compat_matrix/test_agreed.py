@@ -7,6 +7,7 @@ from evidence import GOOD, MADE, POINTS, evidence
 
 from compat_matrix import agreed
 from compat_matrix.check.found import VOUCHED
+from compat_matrix.results import read_file
 
 ROWS = {"one row": "ok", "two rows": "leak"}
 CELL = {"seam": ["interface"], "fa2patch": {"sdpa": GOOD}, "upstream": {"sdpa": ROWS}}
@@ -70,3 +71,15 @@ def test_points_that_one_of_both_was_not_run_with_are_not_compared(compare):
     assert compare({**CELL, "fa2patch": {"sdpa": fewer}, "points": POINTS})[0] == 1, "phi is not there to vouch"
     newer = {"ok": len(POINTS), "n/a": {"windows": "no sliding window"}, "fail": {}}
     assert compare({**CELL, "fa2patch": {"sdpa": newer}, "points": [*POINTS, "newer"]})[0] == 0
+
+
+def test_a_committed_cell_that_failed_only_by_the_one_that_vouches_agrees_with_its_own_points(tmp_path):
+    vouched = {"ok": len(POINTS) - 1, "n/a": {"windows": f"{VOUCHED}phi"}, "fail": {}}
+    broken = {**GOOD, "ok": GOOD["ok"] - 1, "fail": {"packed_row": "wrong"}}
+    cells = {"llama": {**CELL, "fa2patch": {"sdpa": vouched}}, "phi": {**CELL, "fa2patch": {"sdpa": broken}}}
+    for name, held in {"committed": cells, "fresh": {"llama": CELL}}.items():
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "5.0.0.json").write_text(json.dumps(evidence("5.0.0", held, upstream_rows=list(ROWS))))
+    fresh, committed = (tmp_path / name / "5.0.0.json" for name in ("fresh", "committed"))
+    assert read_file(committed).cells["llama"].state == "fail"
+    assert list(agreed.differences(fresh, committed)) == []

@@ -83,9 +83,16 @@ def _caches(model: Any) -> Iterator[tuple[str, dict[str, Any]]]:
 
 
 def _returned(model: Any) -> tuple[str, Any]:
-    """The name and value of the cache that a model returns and its forward takes; an empty name if there is none."""
+    """The name and value of the cache that a model returns and its forward takes; an empty name if there is none.
+
+    Raises:
+        AloneFails: the model, which is not patched, fails.
+    """
     caching = {"use_cache": True} if takes_cache(model) else {}
-    output = model(documents(3)[0][None], **caching)
+    try:
+        output = model(documents(3)[0][None], **caching)
+    except Exception as error:
+        raise AloneFails(f"the unpatched model fails: {type(error).__name__}: {error}"[:160]) from error
     taken = inspect.signature(type(model).forward).parameters
     for name, value in output.items():
         if name in taken and value is not None and not isinstance(value, torch.Tensor):

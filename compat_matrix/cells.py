@@ -77,7 +77,7 @@ class Made:
         dirty: Whether that code differed from the commit; None if unknown.
         torch: The version of torch.
         when: The time at which the check began, such as ``2026-11-23T09:30:00+00:00``.
-        seconds: How long one core would have taken.
+        seconds: The processor's seconds; of cells from before 2026-11-26, the clock's.
         key: The hashes of the code that the cell executed, by item (see ``keys``); None if it was made before cells had
             keys.
     """

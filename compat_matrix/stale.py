@@ -78,6 +78,11 @@ def main(arguments: list[str] | None = None) -> int:
     given = parser.parse_args(arguments)
     sources, total, reasons = Sources(environments.HERE.parent), 0, Counter[str]()
     results = read(given.evidence)
+    try:
+        if given.commit:
+            commits.number(f"{given.commit}^")
+    except commits.NoCommit as error:
+        parser.error(f"--commit: expected a commit that has one before it: {error}")
     for environment in results.environments:
         found = by_commit(environment, given.commit) if given.commit else cells(environment, sources)
         total += len(found)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any, Callable
 
 import torch
@@ -9,7 +11,7 @@ import torch
 import fa2patch
 
 from .. import tiny_media, tiny_models
-from .cell import Cell
+from .cell import AloneFails, Cell
 from .rows import documents, pack
 
 DTYPES = (torch.float32, torch.bfloat16)
@@ -25,6 +27,15 @@ ROWS: dict[str, Callable[[], dict[str, Any]]] = {
     "default cache": lambda: _row(LENGTHS, use_cache=None),
 }
 """Functions that make the forward arguments of five everyday packed batches."""
+
+
+@contextmanager
+def alone_computes() -> Iterator[None]:
+    """Turn any error of the unpatched model, of which the block computes something, into :class:`AloneFails`."""
+    try:
+        yield
+    except Exception as error:
+        raise AloneFails(f"the unpatched model fails: {type(error).__name__}: {error}"[:160]) from error
 
 
 def _row(lengths: tuple[int, ...], **more: Any) -> dict[str, Any]:

@@ -8,7 +8,7 @@ from typing import Any
 
 from fa2patch.cli.evidence import ranges
 
-from ..cells import Environment, Results
+from ..cells import Cell, Environment, Results
 from ..tiny_models import OUT_OF_SCOPE
 from . import words
 from .need import SEEDS
@@ -63,13 +63,16 @@ def _states(environments: Sequence[Environment], minors: Sequence[str], name: st
         cell = environment.cell(name)
         if cell.state != "absent":
             state = {"xfail": "known failure", "fail": "failing"}.get(cell.state, cell.state)
-            failing = dict.fromkeys(point for run in cell.checked.values() for point in run.failures)
-            if cell.state == "ok":
-                key = " and ".join(cell.seam)
-            else:
-                key = (cell.state == "fail" and ", ".join(failing)) or _short(cell.reason)
-            found.setdefault(state, {}).setdefault(key, []).append(minor)
+            found.setdefault(state, {}).setdefault(_what(cell), []).append(minor)
     return {state: {key: ranges(minors, within) for key, within in keys.items()} for state, keys in found.items()}
+
+
+def _what(cell: Cell) -> str:
+    """The seams of a cell that is ok, the points that fail of one that fails, and the reason of any other."""
+    if cell.state == "ok":
+        return " and ".join(cell.seam)
+    failing = dict.fromkeys(point for run in cell.checked.values() for point in run.failures)
+    return (", ".join(failing) if cell.state == "fail" else "") or _short(cell.reason)
 
 
 def _short(reason: str) -> str:

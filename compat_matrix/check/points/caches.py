@@ -13,9 +13,10 @@ import fa2patch
 from fa2patch import errors
 
 from ... import tiny_models
-from ..cell import AloneFails, Cell, NotApplicable, point
+from ..cell import Cell, NotApplicable, point
 from ..compare import TOLERANCE, assert_close
 from ..rows import documents, pack, takes_cache, takes_positions
+from ..upstream import alone_computes
 
 
 @point
@@ -89,10 +90,8 @@ def _returned(model: Any) -> tuple[str, Any]:
         AloneFails: the model, which is not patched, fails.
     """
     caching = {"use_cache": True} if takes_cache(model) else {}
-    try:
+    with alone_computes():
         output = model(documents(3)[0][None], **caching)
-    except Exception as error:
-        raise AloneFails(f"the unpatched model fails: {type(error).__name__}: {error}"[:160]) from error
     taken = inspect.signature(type(model).forward).parameters
     for name, value in output.items():
         if name in taken and value is not None and not isinstance(value, torch.Tensor):
@@ -111,10 +110,8 @@ def padded_rows_with_a_cache(cell: Cell) -> None:
         name, _ = _returned(model)
     if not name:
         raise NotApplicable("the model returns no cache that its forward takes")
-    try:
+    with alone_computes():
         expected = _two_steps(cell.model(), name)
-    except Exception as error:
-        raise AloneFails(f"the unpatched model fails: {type(error).__name__}: {error}"[:160]) from error
     with fa2patch.apply(model):
         for step, both in enumerate(zip(_two_steps(model, name), expected)):
             if not torch.equal(*both):

@@ -30,6 +30,7 @@ NOT_HERE = {
 
 VALUES = {
     "tests: tests": {"matrix.python": "3.11"},
+    "tests: changed": {"github.event.pull_request.base.sha || github.event.before": "HEAD"},
     "matrix: versions": {"inputs.versions": "", "vars.TORCH_NEXT_INDEX": "https://index.example"},
     "matrix: check": {"matrix.version": SMALLEST, "vars.TORCH_NEXT_INDEX": ""},
     "matrix: report": {"needs.versions.outputs.versions": json.dumps([SMALLEST])},

@@ -80,7 +80,7 @@ def plans(
     python = environments.make(version, folder.resolve())
     families = families or version.families
     options = ["--families", *families] if families else []
-    snapshots = lines(python, packages, {"plans": ["compat_matrix.check.plans", *options]})
+    snapshots = lines(python, packages, {"plans": ["compat_matrix.check", "--plans", *options]})
     made = {name: found["plans"] for name, found in snapshots}
     key = keys.Sources(packages).key(made.pop(EXECUTED), without=())
     return made, key

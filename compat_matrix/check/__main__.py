@@ -3,6 +3,9 @@
 The first line is about the environment. Each further line is a cell, printed as soon as it is checked. A cell is
 checked in a process of its own, forked where the system can: caches are empty then, so that what the process executes
 is what the cell depends on (``executed``), and a crash costs one cell.
+
+With ``--plans`` each line is what ``apply`` finds in an architecture. No forward is run. The last line tells what was
+executed for all of them.
 """
 
 from __future__ import annotations
@@ -19,10 +22,12 @@ import json  # noqa: E402
 import os  # noqa: E402
 import platform  # noqa: E402
 import sys  # noqa: E402
+import warnings  # noqa: E402
+from collections.abc import Iterable  # noqa: E402
 from importlib import metadata  # noqa: E402
-from typing import Any, Callable  # noqa: E402
+from typing import Any, Callable, TextIO  # noqa: E402
 
-from . import found, process  # noqa: E402
+from . import found  # noqa: E402
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -34,8 +39,12 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument(
         "--vouched", type=json.loads, default={}, metavar="JSON", help="by architecture, who vouches for its points"
     )
+    parser.add_argument("--plans", action="store_true", help="find plans instead of checking")
     given = parser.parse_args(arguments)
-    out = process.lines(stand_in=given.flash_attn == "with")
+    # plans are found with the stand-in for all; that a seam is the same without it is found when the cells are run
+    out = _lines(stand_in=given.plans or given.flash_attn == "with")
+    if given.plans:
+        return _print_plans(given.families, out)
     import torch
     import transformers
 
@@ -69,6 +78,35 @@ def main(arguments: list[str] | None = None) -> int:
         if models.is_file(architecture):
             cell["notes"] = models.notes(architecture, tiny_models.config_class(architecture))
         print(json.dumps({"architecture": architecture, "cell": cell}), file=out, flush=True)
+    return 0
+
+
+def _lines(stand_in: bool) -> TextIO:
+    """The file of the lines, which is the standard output. What libraries print there goes to standard error.
+
+    Args:
+        stand_in: whether flash-attn's stand-in is put in place of flash-attn. fa2patch must not be imported yet.
+    """
+    out = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)
+    os.environ.update(HF_HUB_OFFLINE="1", TRANSFORMERS_VERBOSITY="error", TOKENIZERS_PARALLELISM="false", USE_TF="0")
+    warnings.simplefilter("ignore")
+    if stand_in:
+        from .stand_in import install
+
+        install()
+    return out
+
+
+def _print_plans(families: Iterable[str] | None, out: TextIO) -> int:
+    from .. import tiny_media, tiny_models  # noqa: F401  # the first adds models of pictures and sound
+    from . import plan
+
+    implementations = [each for part in found.IMPLEMENTATIONS.values() for each in part]
+    for architecture in filter(tiny_models.is_present, families or tiny_models.architectures()):
+        said = {"architecture": architecture, "cell": plan.of(architecture, implementations)}
+        print(json.dumps(said), file=out, flush=True)
+    print(json.dumps({"architecture": found.EXECUTED, "cell": executed.executed()}), file=out, flush=True)
     return 0
 
 

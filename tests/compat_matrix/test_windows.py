@@ -9,9 +9,9 @@ import transformers
 
 import fa2patch
 from compat_matrix import tiny_models
-from compat_matrix.check import reach, window_kinds
+from compat_matrix.check import window_kinds
 from compat_matrix.check.cell import Cell, NotApplicable
-from compat_matrix.check.points import POINTS
+from compat_matrix.check.points import POINTS, windows
 from fa2patch import Boundaries
 from fa2patch.upstream import packed_mask
 
@@ -114,14 +114,14 @@ def test_a_model_without_a_window_has_none():
 
 def test_a_block_s_reach_is_what_its_attention_sees():
     model = tiny_models.build("mistral", sliding_window=4)
-    expected = reach.of(window_kinds.KINDS["sliding_window"].sees, 4)
+    expected = windows.defined(window_kinds.KINDS["sliding_window"], 4)
     assert [int(row.sum()) for row in expected] == [1, 2, 3, *[4] * 9]
-    assert all((seen == expected).all() for seen in reach.packed(model).values())
-    assert reach.packed(model).keys() == {"model.layers.0", "model.layers.1"}
+    assert all((seen == expected).all() for seen in windows.reach_packed(model).values())
+    assert windows.reach_packed(model).keys() == {"model.layers.0", "model.layers.1"}
 
 
 def test_chunks_and_windows_hide_what_they_say():
     chunk, both = window_kinds.KINDS["attention_chunk_size"], window_kinds.KINDS["local_attention"]
-    assert [int(row.sum()) for row in reach.of(chunk.sees, 5)] == [1, 2, 3, 4, 5, 1, 2, 3, 4, 5, 1, 2]
-    assert [int(row.sum()) for row in reach.of(both.sees, 4)] == [3, 4, *[5] * 8, 4, 3]
+    assert [int(row.sum()) for row in windows.defined(chunk, 5)] == [1, 2, 3, 4, 5, 1, 2, 3, 4, 5, 1, 2]
+    assert [int(row.sum()) for row in windows.defined(both, 4)] == [3, 4, *[5] * 8, 4, 3]
     assert (chunk.hides(12, 11), chunk.hides(12, 12), both.hides(12, 20, encoder=True)) == (True, False, True)

@@ -1,19 +1,27 @@
-"""The point that compares windows, chunks and local layers of packed rows with the model's definition."""
+"""The point that compares windows, chunks and local layers of packed rows with the model's definition.
+
+Gradients measure which tokens of its input each block of a model depends on: its reach.
+"""
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any, Callable
 
 import torch
 
 import fa2patch
 
 from ... import tiny_models
-from .. import reach, window_kinds
+from .. import window_kinds
 from ..cell import Cell, NotApplicable, point
 from ..compare import TOLERANCE, assert_close
 from ..rows import alone, documents, pack
 from ..window_kinds import Kind, Way
+
+Reach = dict[str, torch.Tensor]
+"""Booleans ``[query, key]`` for each block, by its name."""
 
 LONGEST = 12
 WIDE = 96
@@ -81,32 +89,100 @@ def _held(cell: Cell, kind: Kind, name: str, way: Way) -> bool:
 
 def _of_eager(cell: Cell, kind: Kind, changes: dict[str, Any], what: str) -> tuple[int, list[str]]:
     """How many tokens more than defined this version's eager code sees, and the blocks that have a window."""
-    models = [cell.reference(**changes, **{kind.name: size}) for size in (SMALL, WIDE)]
-    small, wide = map(reach.alone, models)
-    bounded = [name for name in small if not torch.equal(small[name], wide[name])]
+    model, bounded = _bounded(cell.reference, reach_alone, kind, changes)
     for excess in (0, 1, -1):
-        if all(torch.equal(small[name], _defined(models[0], name, kind, SMALL + excess)) for name in bounded):
-            return excess, bounded
-    shown = {name: small[name].int().tolist() for name in bounded}
+        if all(torch.equal(seen, _defined(model, name, kind, SMALL + excess)) for name, seen in bounded.items()):
+            return excess, list(bounded)
+    shown = {name: seen.int().tolist() for name, seen in bounded.items()}
     raise AssertionError(f"{what} of {SMALL}: eager code sees what no definition says: {shown}")
 
 
 def _of_packed(cell: Cell, kind: Kind, changes: dict[str, Any], what: str) -> list[str]:
     """The blocks that have a window in packed rows; raises an AssertionError if one differs from the definition."""
-    models = [cell.model(**changes, **{kind.name: size}) for size in (SMALL, WIDE)]
-    small, wide = map(reach.packed, models)
-    bounded = [name for name in small if not torch.equal(small[name], wide[name])]
-    for name in bounded:
-        if not torch.equal(small[name], _defined(models[0], name, kind, SMALL)):
-            raise AssertionError(f"{what} of {SMALL}: {name} sees {small[name].int().tolist()} in packed rows")
-    return bounded
+    model, bounded = _bounded(cell.model, reach_packed, kind, changes)
+    for name, seen in bounded.items():
+        if not torch.equal(seen, _defined(model, name, kind, SMALL)):
+            raise AssertionError(f"{what} of {SMALL}: {name} sees {seen.int().tolist()} in packed rows")
+    return list(bounded)
+
+
+def _bounded(
+    build: Callable[..., Any], measured: Callable[[Any], Reach], kind: Kind, changes: dict[str, Any]
+) -> tuple[Any, Reach]:
+    """A model with a small window, and the reach of its blocks that reach further with a wide one."""
+    model, other = (build(**changes, **{kind.name: size}) for size in (SMALL, WIDE))
+    small, wide = measured(model), measured(other)
+    return model, {name: seen for name, seen in small.items() if not torch.equal(seen, wide[name])}
 
 
 def _defined(model: Any, block: str, kind: Kind, size: int) -> torch.Tensor:
-    return reach.of(kind.sees, size, reach.spread(model, block))
+    """The reach by definition. Convolutions in a block, besides its attention, extend it (Zaya's are before keys)."""
+    inside = model.get_submodule(block).modules()
+    return defined(kind, size, sum(each.kernel_size[0] - 1 for each in inside if isinstance(each, torch.nn.Conv1d)))
+
+
+def defined(kind: Kind, size: int, spread: int = 0) -> torch.Tensor:
+    """The reach that a definition gives to a document, if convolutions before the attention look ``spread`` back."""
+    places, back = range(LONGEST), range(spread + 1)
+    return torch.tensor([[any(kind.sees(query, key + s, size) for s in back) for key in places] for query in places])
+
+
+def reach_alone(model: Any) -> Reach:
+    """The reach of every block for a document alone in the unpatched model."""
+    with _watched(model) as seen:
+        alone(model, documents(LONGEST))
+    return {name: _depends(*states, start=0) for name, states in seen.items()}
+
+
+def reach_packed(model: Any) -> Reach:
+    """The reach of every block for the second document of a packed row."""
+    with fa2patch.apply(model), _watched(model) as seen:
+        model(**pack(documents(3, LONGEST, 2)))
+    return {name: _depends(*states, start=3) for name, states in seen.items()}
 
 
 def _alone_same_route(model: Any, doc: torch.Tensor) -> torch.Tensor:
     cu = torch.tensor([0, len(doc)], dtype=torch.int32)
     given = {"cu_seq_lens_q": cu, "cu_seq_lens_k": cu, "max_length_q": len(doc), "max_length_k": len(doc)}
     return model(input_ids=doc[None], **given).logits[0]
+
+
+@contextmanager
+def _watched(model: Any) -> Iterator[dict[str, tuple[torch.Tensor, torch.Tensor]]]:
+    """Give the input and output of the first call of every block, by name.
+
+    Blocks are the members of module lists. States are ``[..., 1, tokens, width]``, because Gemma 3n has four streams.
+    """
+    seen: dict[str, tuple[torch.Tensor, torch.Tensor]] = {}
+    lists = [name for name, module in model.named_modules() if isinstance(module, torch.nn.ModuleList)]
+    blocks = [(f"{name}.{i}", block) for name in lists for i, block in model.get_submodule(name).named_children()]
+
+    def note(name: str) -> Any:
+        def hook(module: Any, args: Any, kwargs: Any, output: Any) -> None:
+            states = args[0] if args else kwargs.get("hidden_states")
+            out = output[0] if isinstance(output, tuple) else output
+            whole = all(isinstance(x, torch.Tensor) and x.dim() >= 3 and x.requires_grad for x in (states, out))
+            if whole and states.shape == out.shape and states.shape[-3] == 1 and name not in seen:
+                seen[name] = states, out
+
+        return hook
+
+    handles = [block.register_forward_hook(note(name), with_kwargs=True) for name, block in blocks]
+    try:
+        yield seen
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+def _depends(states: torch.Tensor, output: torch.Tensor, start: int) -> torch.Tensor:
+    """Booleans ``[i, j]``: whether output token ``start + i`` has a gradient to input token ``start + j``."""
+    direction = torch.randn(output.shape[-1], generator=torch.Generator().manual_seed(0)).to(output.dtype)
+    rows = []
+    for query in range(start, start + LONGEST):
+        scalar = (output[..., query, :] @ direction).sum()
+        (gradient,) = torch.autograd.grad(scalar, states, retain_graph=True, allow_unused=True)
+        if gradient is None:
+            gradient = torch.zeros_like(states)
+        rows.append(gradient[..., start : start + LONGEST, :].flatten(0, -3).any(-1).any(0))
+    return torch.stack(rows)

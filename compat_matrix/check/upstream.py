@@ -30,12 +30,12 @@ ROWS: dict[str, Callable[[], dict[str, Any]]] = {
 
 
 @contextmanager
-def alone_computes() -> Iterator[None]:
+def alone_computes(what: str = "") -> Iterator[None]:
     """Turn any error of the unpatched model, of which the block computes something, into :class:`AloneFails`."""
     try:
         yield
     except Exception as error:
-        raise AloneFails(f"the unpatched model fails: {type(error).__name__}: {error}"[:160]) from error
+        raise AloneFails(f"the unpatched model fails{what}: {type(error).__name__}: {error}"[:300]) from error
 
 
 def _row(lengths: tuple[int, ...], **more: Any) -> dict[str, Any]:
@@ -65,11 +65,10 @@ def _with_media(cell: Cell) -> dict[str, str]:
         return {"one row": f"error: {type(error).__name__}: {error.message}"[:160]}
     for name in [name for name in row if name == "labels" or name.startswith(("cu_seq", "max_length"))]:
         del row[name]
-    found = {"default cache": _outcome(cell, row)}
-    row["use_cache"] = False
-    found["one row"] = _outcome(cell, row)
-    row["attention_mask"] = torch.ones_like(row["input_ids"])
-    return {"one row": found["one row"], "mask of ones": _outcome(cell, row), **found}
+    uncached = {**row, "use_cache": False}
+    masked = {**uncached, "attention_mask": torch.ones_like(row["input_ids"])}
+    rows = {"one row": uncached, "mask of ones": masked, "default cache": row}
+    return {name: _outcome(cell, call) for name, call in rows.items()}
 
 
 def _outcome(cell: Cell, call: dict[str, Any]) -> str:

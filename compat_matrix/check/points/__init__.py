@@ -3,17 +3,6 @@
 from __future__ import annotations
 
 from ..cell import POINTS
-from . import caches, harmless, isolation, media, media_dtypes, padded, training, trees, windows
+from . import caches, harmless, isolation, media, training, trees, windows  # noqa: F401
 
-__all__ = [
-    "POINTS",
-    "caches",
-    "harmless",
-    "isolation",
-    "media",
-    "media_dtypes",
-    "padded",
-    "training",
-    "trees",
-    "windows",
-]
+__all__ = ["POINTS"]

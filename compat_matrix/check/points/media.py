@@ -17,7 +17,7 @@ from ... import tiny_media
 from ..cell import Cell, NotApplicable, assert_unmoved
 from ..compare import GRADIENT_TOLERANCE, assert_close, assert_same_gradients
 from ..rows import gradients
-from .training import checkpoint
+from .training import as_near_as_alone, checkpoint
 
 POINTS: dict[str, Callable[[Cell], None]] = {}
 
@@ -78,7 +78,6 @@ def failure_alone(cell: Cell, checkpointed: bool = False) -> str:
     try:
         if checkpointed:
             checkpoint(model, reentrant=False)
-            model.train()
         alone(model, tiny_media.document(cell.family, 3, "it", 2, seed=1)).sum().backward()
     except Exception as error:
         kind = str(cell.dtype).partition(".")[2]
@@ -100,9 +99,10 @@ def of_each(row: Row, values: torch.Tensor) -> list[torch.Tensor]:
     return list(values.split(row["cu_seq_lens_q"].diff().tolist()))
 
 
-def loss_of(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
-    """The sum of the next-token losses of one document."""
-    return torch.nn.functional.cross_entropy(logits[:-1].float(), labels[1:], reduction="sum")
+def loss_of(row: Row, logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+    """The sum of the next-token losses inside documents, from logits ``[tokens, vocabulary]`` of a row."""
+    pieces = zip(of_each(row, logits), of_each(row, labels[0]))
+    return sum(torch.nn.functional.cross_entropy(piece[:-1].float(), own[1:], reduction="sum") for piece, own in pieces)
 
 
 @point
@@ -111,19 +111,19 @@ def packed_row(cell: Cell) -> None:
     docs, reference, model = documents(cell), cell.reference(), cell.model()
     row, labels = packed(model, docs)
     learned = (labels != -100).sum()
-    expected = [alone(reference, doc) for doc in docs]
-    total = sum(loss_of(*both) for both in zip(expected, of_each(row, labels[0]))) / learned
+    expected = torch.cat([alone(reference, doc) for doc in docs])
+    total = loss_of(row, expected, labels) / learned
     total.backward()
     with fa2patch.apply(model):
         found = model(**row, use_cache=False).logits[0]
-        assert_close(found, torch.cat(expected), "logits")
+        assert_close(found, expected, "logits")
         bare = {name: value for name, value in row.items() if not name.startswith(("cu_seq", "max_length"))}
-        assert_close(model(**bare).logits[0], torch.cat(expected), "logits, position_ids alone")
+        assert_close(model(**bare).logits[0], expected, "logits, position_ids alone")
         if _ignores_labels(reference, docs[1]):
             loss = model(**{**row, "labels": labels}, use_cache=False).loss
             assert_close(loss.detach(), total.detach(), "loss")
         else:
-            loss = sum(loss_of(*both) for both in zip(of_each(row, found), of_each(row, labels[0]))) / learned
+            loss = loss_of(row, found, labels) / learned
         loss.backward()
     assert_same_gradients(gradients(model), gradients(reference), GRADIENT_TOLERANCE, 0.01)
 
@@ -207,13 +207,42 @@ def checkpointing(cell: Cell) -> None:
     checkpoint(model, reentrant=False)
     row, labels = packed(model, docs)
     reference.train()
-    model.train()
     torch.manual_seed(0)
-    sum(loss_of(alone(reference, doc), own) for doc, own in zip(docs, of_each(row, labels[0]))).backward()
+    loss_of(row, torch.cat([alone(reference, doc) for doc in docs]), labels).backward()
     with fa2patch.apply(model):
-        logits = model(**row, use_cache=False).logits[0]
-        sum(loss_of(*both) for both in zip(of_each(row, logits), of_each(row, labels[0]))).backward()
+        loss_of(row, model(**row, use_cache=False).logits[0], labels).backward()
     assert_same_gradients(gradients(model), gradients(reference), GRADIENT_TOLERANCE, 0.01)
+
+
+@point
+def half_precision(cell: Cell) -> None:
+    """A packed row in a bfloat16 model is about as close to float32 as documents alone, and is isolated."""
+    _as_near_as_alone(cell, cell.model(torch.bfloat16), cell.reference(torch.bfloat16), documents(cell))
+
+
+@point
+def autocast(cell: Cell) -> None:
+    """The same holds for a float32 model under autocast to bfloat16."""
+    docs = documents(cell)
+    with torch.autocast("cpu", torch.bfloat16):
+        _as_near_as_alone(cell, cell.model(), cell.reference(), docs)
+
+
+def _as_near_as_alone(cell: Cell, model: Any, reference: Any, docs: list[tiny_media.Document]) -> None:
+    def computed_alone(model: Any) -> torch.Tensor:
+        return torch.cat([alone(model, _cast(doc, model.dtype)) for doc in docs])
+
+    row, labels = packed(model, [_cast(doc, model.dtype) for doc in docs])
+    row["use_cache"] = False
+    ids = row["input_ids"].clone()
+    ids[0, :2] = torch.tensor([11, 12])
+    changed, first = {**row, "input_ids": ids}, int(row["cu_seq_lens_q"][1])
+    as_near_as_alone(cell, model, reference, row, changed, first, computed_alone, lambda x: loss_of(row, x, labels))
+
+
+def _cast(doc: tiny_media.Document, dtype: torch.dtype) -> tiny_media.Document:
+    """A document with pictures or sound in a dtype, as a processor's output is cast by ``.to(dtype)``."""
+    return {name: value.to(dtype) if value.is_floating_point() else value for name, value in doc.items()}
 
 
 @point

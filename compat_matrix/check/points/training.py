@@ -6,7 +6,7 @@ import copy
 import functools
 import importlib
 import inspect
-from typing import Any
+from typing import Any, Callable
 
 import torch
 
@@ -16,7 +16,7 @@ from fa2patch.upstream.find_mixers import mixer_layers
 from fa2patch.upstream.find_models import models
 
 from ... import tiny_models
-from ..cell import AloneFails, Cell, NotApplicable, assert_unmoved, point, unless_alone_raises
+from ..cell import Cell, NotApplicable, assert_unmoved, point, unless_alone_raises
 from ..compare import assert_as_near, assert_close, assert_finite, assert_same_gradients
 from ..rows import alone, documents, gradients, loss_of, pack
 from ..upstream import alone_computes
@@ -39,7 +39,6 @@ def checkpointing(cell: Cell) -> None:
     for reentrant, backwards in every if cell.family in tiny_models.SEEDS else every[::3]:
         model = cell.model()
         checkpoint(model, reentrant)
-        model.train()
         unpatched = functools.partial(checkpointed_alone, cell, reentrant, first)
         with fa2patch.apply(model), unless_alone_raises(unpatched):
             losses = [loss_of(model(**pack(docs)).logits[0], docs) for docs in (first, second)]
@@ -55,12 +54,12 @@ def checkpointing(cell: Cell) -> None:
 def checkpointed_alone(cell: Cell, reentrant: bool, docs: list[torch.Tensor]) -> dict[str, torch.Tensor]:
     model = cell.reference()
     checkpoint(model, reentrant)
-    model.train()
     loss_of(alone(model, docs, use_cache=False), docs).backward()
     return gradients(model)
 
 
 def checkpoint(model: Any, reentrant: bool) -> None:
+    model.train()
     model.enable_input_require_grads()
     try:
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": reentrant})
@@ -137,20 +136,42 @@ def _projections(model: Any) -> list[str]:
 
 def _as_near_as_alone(cell: Cell, model: Any, reference: Any) -> None:
     docs = documents(5, 9, 2)
+    changed = [documents(5, seed=7)[0], *docs[1:]]
+    rows = pack(docs), pack(changed)
+    as_near_as_alone(cell, model, reference, *rows, 5, lambda model: alone(model, docs), lambda x: loss_of(x, docs))
+
+
+def as_near_as_alone(
+    cell: Cell,
+    model: Any,
+    reference: Any,
+    row: dict[str, Any],
+    changed: dict[str, Any],
+    first: int,
+    computed_alone: Callable[[Any], torch.Tensor],
+    loss: Callable[[torch.Tensor], torch.Tensor],
+) -> None:
+    """Raise unless a packed row is about as close to float32 as documents alone, is isolated and can be learned from.
+
+    Args:
+        cell: What is checked.
+        model, reference: The model that is patched, and the one that computes documents alone.
+        row, changed: The packed row, and the same with other tokens in the first document.
+        first: The length of the first document.
+        computed_alone: Returns a model's logits of the documents alone.
+        loss: Returns the loss of the row's logits.
+    """
     # copied before use, as RecurrentGemma keeps its last states
     exact_model, unpatched = copy.deepcopy(reference).float(), copy.deepcopy(model)
-    try:
-        expected = alone(reference, docs).float()
-    except Exception as error:
-        raise AloneFails(f"the unpatched model fails on one document: {type(error).__name__}: {error}") from error
+    with alone_computes(" on one document"):
+        expected = computed_alone(reference)
     with torch.autocast("cpu", enabled=False):
-        exact = alone(exact_model, docs)
+        exact = computed_alone(exact_model)
     with fa2patch.apply(model):
-        found = model(**pack(docs)).logits[0]
-        changed = [documents(5, seed=7)[0], *docs[1:]]
-        assert_unmoved(cell, model(**pack(changed)).logits[0, 5:], found[5:])
-        assert_as_near(found, exact, expected, lambda: alone(unpatched, docs))
-        loss_of(found, docs).backward()
+        found = model(**row).logits[0]
+        assert_unmoved(cell, model(**changed).logits[0, first:], found[first:])
+        assert_as_near(found, exact, expected, lambda: computed_alone(unpatched))
+        loss(found).backward()
     assert_finite(gradients(model))
 
 
@@ -161,10 +182,8 @@ def router_loss(cell: Cell) -> None:
     reference, model = cell.reference(), cell.model()
     if "output_router_logits" not in inspect.signature(type(model).forward).parameters:
         raise NotApplicable("the forward returns no router logits")
-    padded = torch.zeros(len(docs), max(map(len, docs)), dtype=torch.long)
-    mask = torch.zeros_like(padded)
-    for row, doc in enumerate(docs):
-        padded[row, : len(doc)], mask[row, : len(doc)] = doc, 1
+    padded = torch.nn.utils.rnn.pad_sequence(docs, batch_first=True)
+    mask = torch.nn.utils.rnn.pad_sequence([torch.ones_like(doc) for doc in docs], batch_first=True)
     asked = {"output_router_logits": True, "use_cache": False}
     labels = padded.masked_fill(mask == 0, -100)
     with alone_computes():

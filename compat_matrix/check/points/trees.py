@@ -22,7 +22,10 @@ PARENTS = (-1, 0, 0, 2, 2, -1, 5, 5)
 
 LENGTHS = (9, 5, 4, 1, 6, 3, 7, 2)
 
-_PATHS = ((0, 1), (0, 2, 3), (0, 2, 4), (5, 6), (5, 7))
+_UP_TO = ((0,), (0, 1), (0, 2), (0, 2, 3), (0, 2, 4), (5,), (5, 6), (5, 7))
+"""Each segment's path."""
+
+_PATHS = [path for path in _UP_TO if path[-1] not in PARENTS]
 
 
 class _Tree:
@@ -156,32 +159,21 @@ def _alone(reference: Any, tree: _Tree) -> tuple[torch.Tensor, torch.Tensor]:
 
 def _nothing_reaches_siblings(cell: Cell, model: Any, tree: _Tree) -> None:
     """Other tokens in the segment that is continued twice change its descendants only; gradients likewise."""
-    changed = 2
-    ends = torch.tensor([0, *LENGTHS]).cumsum(0).tolist()
-    seen_by = [i for i, path in enumerate(_paths_of_segments()) if changed in path]
-    inside = torch.zeros(sum(LENGTHS), dtype=torch.bool)
-    for segment in seen_by:
-        inside[ends[segment] : ends[segment + 1]] = True
+    changed, sending = 2, 4
+    segments = torch.arange(len(LENGTHS)).repeat_interleave(torch.tensor(LENGTHS))
+    inside = torch.tensor([changed in path for path in _UP_TO])[segments]
     other = tree.batch["input_ids"].clone()
-    other[0, ends[changed] : ends[changed + 1]] = documents(LENGTHS[changed], seed=9)[0]
+    other[0, segments == changed] = documents(LENGTHS[changed], seed=9)[0]
     before, leaf = outputs_and_embeddings(model, model, tree.batch)
     after = model(**{**tree.batch, "input_ids": other}).logits
     assert_unmoved(cell, after[0, ~inside], before[0, ~inside])
     if torch.equal(after[0, inside], before[0, inside]):
         raise AssertionError("other tokens in a segment change nothing in what continues it")
-    last = _paths_of_segments()[4]
-    (gradient,) = torch.autograd.grad(before[0, ends[4] : ends[5]].float().square().sum(), leaf)
+    (gradient,) = torch.autograd.grad(before[0, segments == sending].float().square().sum(), leaf)
     for segment in range(len(LENGTHS)):
-        reached = bool(gradient[0, ends[segment] : ends[segment + 1]].any())
-        if reached != (segment in last):
-            raise AssertionError(f"segment 4 sends {'a' if reached else 'no'} gradient to segment {segment}")
-
-
-def _paths_of_segments() -> list[tuple[int, ...]]:
-    paths: list[tuple[int, ...]] = []
-    for segment, parent in enumerate(PARENTS):
-        paths.append((segment,) if parent < 0 else (*paths[parent], segment))
-    return paths
+        reached = bool(gradient[0, segments == segment].any())
+        if reached != (segment in _UP_TO[sending]):
+            raise AssertionError(f"segment {sending} sends {'a' if reached else 'no'} gradient to segment {segment}")
 
 
 @point
@@ -201,7 +193,6 @@ def shared_prompts_checkpointed(cell: Cell) -> None:
     for reentrant in (True, False):
         model = cell.model(dtype)
         checkpoint(model, reentrant)
-        model.train()
         unpatched = functools.partial(checkpointed_alone, cell, reentrant, tree.paths)
         with fa2patch.apply(model), unless_alone_raises(unpatched):
             loss_of(tree.on_paths(model(**tree.batch).logits[0]), tree.paths).backward()

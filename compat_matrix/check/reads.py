@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
+from unittest import mock
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -14,7 +15,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from fa2patch.upstream import packed_batch
 
 READS = ("_local_scalar_dense", "nonzero", "masked_select", "is_nonzero", "equal")
-PACKAGE = "fa2patch"
 
 
 @dataclass
@@ -33,6 +33,20 @@ class Count:
     derived: int = 0
     where: list[str] = field(default_factory=list)
 
+    def note(self, name: str) -> None:
+        """Count a read if the innermost Python frame outside torch, contextlib and this file is fa2patch's."""
+        frame: Any = sys._getframe(1)
+        while frame is not None:
+            module = frame.f_globals.get("__name__", "")
+            package = module.split(".")[0]
+            if package == "fa2patch" and module != __name__:
+                self.views += name == "numpy"
+                self.total += name != "numpy"
+                self.where.append(f"{name} in {module}:{frame.f_lineno}")
+            if module != __name__ and package not in ("torch", "contextlib"):
+                return
+            frame = frame.f_back
+
 
 class _Reads(TorchDispatchMode):
     def __init__(self, count: Count) -> None:
@@ -41,72 +55,48 @@ class _Reads(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         name = func.overloadpacket.__name__
-        boolean = name.startswith("index") and any(
-            isinstance(index, torch.Tensor) and index.dtype == torch.bool
-            for arg in args
-            if isinstance(arg, (list, tuple))
-            for index in arg
-        )
-        if name in READS or boolean:
-            _attribute(self.count, name)
+        listed = [each for arg in args if isinstance(arg, (list, tuple)) for each in arg]
+        boolean = any(isinstance(each, torch.Tensor) and each.dtype == torch.bool for each in listed)
+        if name in READS or (name.startswith("index") and boolean):
+            self.count.note(name)
         return func(*args, **(kwargs or {}))
-
-
-def _attribute(count: Count, name: str, view: bool = False) -> None:
-    """Count the read if the innermost Python frame outside torch, contextlib and this file is fa2patch's."""
-    frame: Any = sys._getframe(1)
-    while frame is not None:
-        module = frame.f_globals.get("__name__", "")
-        if module != __name__ and module.split(".")[0] not in ("torch", "contextlib"):
-            if module.split(".")[0] == PACKAGE:
-                if view:
-                    count.views += 1
-                else:
-                    count.total += 1
-                count.where.append(f"{name} in {module}:{frame.f_lineno}")
-            return
-        frame = frame.f_back
 
 
 @contextmanager
 def counted() -> Iterator[Count]:
     """Count reads within the block. ``tolist`` is replaced, because on a CPU tensor it dispatches no operation."""
-    count = Count()
-    originals = {"tolist": torch.Tensor.tolist, "numpy": torch.Tensor.numpy}
-    recognise = packed_batch.recognise
+    count, recognise = Count(), packed_batch.recognise
 
     def recognised(*args: Any, **kwargs: Any) -> Any:
         count.derived += 1
         return recognise(*args, **kwargs)
 
     def counting(name: str) -> Any:
+        original = getattr(torch.Tensor, name)
+
         def read(self: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
-            _attribute(count, name, view=name == "numpy")
-            return originals[name](self, *args, **kwargs)
+            count.note(name)
+            return original(self, *args, **kwargs)
 
         return read
 
-    torch.Tensor.tolist, torch.Tensor.numpy = counting("tolist"), counting("numpy")
-    packed_batch.recognise = recognised
-    try:
-        with _Reads(count):
-            yield count
-    finally:
-        torch.Tensor.tolist, torch.Tensor.numpy = originals["tolist"], originals["numpy"]
-        packed_batch.recognise = recognise
+    replaced = {name: counting(name) for name in ("tolist", "numpy")}
+    deriving = mock.patch.object(packed_batch, "recognise", recognised)
+    with mock.patch.multiple(torch.Tensor, **replaced), deriving, _Reads(count):
+        yield count
 
 
-@dataclass
-class Squares:
-    """The tensors that :func:`largest_square` found, each as its operation and shape."""
+class Squares(TorchDispatchMode):
+    """Records every tensor made within the block whose last two dimensions are both ``length``.
 
-    found: list[str] = field(default_factory=list)
+    Attributes:
+        found: The operation and the shape of each of them.
+    """
 
-
-class _Squares(TorchDispatchMode):
-    def __init__(self, length: int, seen: Squares) -> None:
+    def __init__(self, length: int) -> None:
         super().__init__()
-        self.length, self.seen = length, seen
+        self.length = length
+        self.found: list[str] = []
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
@@ -114,13 +104,5 @@ class _Squares(TorchDispatchMode):
             return result  # the operation returns a view or works in place: no tensor was made
         for tensor in result if isinstance(result, (list, tuple)) else [result]:
             if isinstance(tensor, torch.Tensor) and tuple(tensor.shape[-2:]) == (self.length, self.length):
-                self.seen.found.append(f"{func.overloadpacket.__name__} {list(tensor.shape)}")
+                self.found.append(f"{func.overloadpacket.__name__} {list(tensor.shape)}")
         return result
-
-
-@contextmanager
-def largest_square(length: int) -> Iterator[Squares]:
-    """Record every tensor made within the block whose last two dimensions are both ``length``."""
-    seen = Squares()
-    with _Squares(length, seen):
-        yield seen

@@ -21,7 +21,8 @@ from fa2patch import kernels
 
 from .. import commits, tiny_models
 from ..results import FORMAT
-from .cell import Cell
+from .cell import Cell, assert_unmoved
+from .compare import assert_as_near
 from .found import timed
 from .rows import alone, documents, pack
 
@@ -32,9 +33,6 @@ BIG = {
     "head_dim": 64,
 }
 """Sizes with heads of 64 dimensions, which flash-attn is built for."""
-
-SLACK = 5e-3
-"""Error accepted in addition to twice that of the documents alone, because kernels round in another order."""
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -138,18 +136,12 @@ def _on(model: Any, batch: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
 @torch.no_grad()
 def near_float32(architecture: str, model: Any, kernel: str) -> None:
     """A packed row is about as close to the float32 model as the documents are when they run alone."""
-    docs = documents(*LENGTHS)
-    exact = alone(
-        Cell(architecture, "eager").reference(**big(architecture)).to(model.device),
-        [doc.to(model.device) for doc in docs],
-    )
-    single = alone(model, [doc.to(model.device) for doc in docs])
+    docs = [doc.to(model.device) for doc in documents(*LENGTHS)]
+    exact = alone(Cell(architecture, "eager").reference(**big(architecture)).to(model.device), docs)
+    single = alone(model, docs)
     with fa2patch.apply(model, kernel=kernel):
         found = model(**_on(model, pack(docs))).logits[0]
-    scale = exact.abs().mean()
-    packed, separate = ((logits.float() - exact).abs().mean() / scale for logits in (found, single))
-    if not packed <= 2 * separate + SLACK:
-        raise AssertionError(f"off by {packed:.1e} of the scale; documents alone: {separate:.1e}")
+    assert_as_near(found, exact, single)
 
 
 @torch.no_grad()
@@ -159,9 +151,7 @@ def nothing_forward(architecture: str, model: Any, kernel: str) -> None:
     other = [documents(LENGTHS[0], seed=7)[0], *docs[1:]]
     with fa2patch.apply(model, kernel=kernel):
         before, after = (model(**_on(model, pack(rows))).logits[0, LENGTHS[0] :] for rows in (docs, other))
-    moved = (before - after).abs().max() / before.abs().max()
-    if moved > (1e-2 if tiny_models.is_mixture(architecture) else 0):
-        raise AssertionError(f"a changed document moved another one's logits by {moved:.1e} of the scale")
+    assert_unmoved(Cell(architecture, "sdpa"), after, before)
 
 
 def nothing_backward(architecture: str, model: Any, kernel: str) -> None:

@@ -36,13 +36,9 @@ EXECUTED = "what was executed"
 """The name of the line that tells, behind the plans, what was executed for all of them."""
 
 NO_SUCH_IMPLEMENTATION = (
-    "scaled_dot_product",
-    "does not support Flash Attention",
-    "FlashAttention cannot",
-    "FlashAttention4",
-    "does not support the specified flash attention",
-    "kernels` is",
-)
+    "scaled_dot_product", "does not support Flash Attention", "FlashAttention cannot", "FlashAttention4",
+    "does not support the specified flash attention", "kernels` is",
+)  # fmt: skip
 """Parts of the errors that Transformers raises if an architecture does not have an implementation."""
 
 ALONE = "alone"
@@ -112,10 +108,8 @@ def cell(architecture: str, implementations: tuple[str, ...], points: list[str],
             result["refused"] = f"{type(error).__name__}: {error.message}"
             continue
         except Exception as error:
-            return {
-                **result,
-                "error": f"{implementation}: {type(error).__name__}: {fa2patch.errors.message(error)}"[:400],
-            }
+            reason = f"{implementation}: {type(error).__name__}: {fa2patch.errors.message(error)}"
+            return {**result, "error": reason[:400]}
         if tiny_models.has_media(architecture):
             try:
                 fa2patch.DataCollatorForMultimodalFlattening(model)
@@ -152,9 +146,8 @@ def _skipped(cell: Any, seam: list[str], first: bool) -> dict[str, str]:
     """The points that are not run, with the reason."""
     from .. import tiny_models
 
-    if tiny_models.has_media(cell.family):
-        return {}
-    if {*seam} - {"mixer"} != {"interface"} or cell.family.endswith(".json"):
+    of_interface = {*seam} - {"mixer"} == {"interface"}
+    if not of_interface or tiny_models.has_media(cell.family) or cell.family.endswith(".json"):
         return {}
     again = not first or cell.implementation == "flash_attention_2"
     return dict.fromkeys(ONCE if again else (), "run with sdpa, or eager")
@@ -200,7 +193,6 @@ def held(point: Callable[[Any], None], cell: Any) -> str:
 
 
 def _results(cell: Any, points: list[str], skipped: dict[str, str]) -> dict[str, Any]:
-
     from fa2patch.errors import message
 
     from .. import tiny_models

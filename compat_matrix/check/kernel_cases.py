@@ -20,10 +20,7 @@ Spans = Sequence["tuple[int, int]"]
 
 
 def documents(
-    lengths: Sequence[int],
-    device: str = "cpu",
-    parents: Sequence[int] | None = None,
-    spans: Spans | None = None,
+    lengths: Sequence[int], device: str = "cpu", parents: Sequence[int] | None = None, spans: Spans | None = None
 ) -> Boundaries:
     """Return boundaries for documents of these lengths, or for segments with parents, or with spans of tokens."""
     of_segments = None if parents is None else torch.tensor(parents, dtype=torch.int32, device=device)

@@ -79,9 +79,8 @@ def _text(value: Any) -> Any:
     """A value of a plan in the types of JSON. Of a data class, what is False, None or empty is left out."""
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         fields = {field.name: getattr(value, field.name) for field in dataclasses.fields(value)}
-        return {
-            name: _text(held) for name, held in fields.items() if held not in (None, False, "", (), {}, frozenset())
-        }
+        empty = (None, False, "", (), {}, frozenset())
+        return {name: _text(held) for name, held in fields.items() if held not in empty}
     if hasattr(value, "_asdict"):
         return {name: _text(held) for name, held in value._asdict().items() if held}
     if isinstance(value, Mapping):

@@ -18,11 +18,9 @@ from fa2patch.kernels.formula import Call, attend
 from fa2patch.kernels.options import Options
 
 _QUESTIONS = (
-    "is_flash_attn_available",
-    "is_flash_attn_2_available",
-    "is_flash_attn_greater_or_equal_2_10",
+    "is_flash_attn_available", "is_flash_attn_2_available", "is_flash_attn_greater_or_equal_2_10",
     "is_flash_attn_greater_or_equal",
-)
+)  # fmt: skip
 
 CALLS: list[dict[str, Any]] = []
 """Some arguments of every varlen call, for tests that inspect them."""

@@ -46,10 +46,10 @@ def installed(padded: bool = False) -> Iterator[list[dict[str, Any]]]:
         yield CALLS
 
 
-def _pieces(cu: torch.Tensor, cu_k: torch.Tensor) -> Iterator[tuple[slice, slice]]:
+def _pieces(cu: torch.Tensor, cu_k: torch.Tensor) -> list[tuple[slice, slice]]:
     """The queries and the keys of every document that has both."""
-    queries, keys = _documents(cu), _documents(cu_k)
-    yield from ((mine, seen) for mine, seen in zip(queries, keys) if mine.start < mine.stop and seen.start < seen.stop)
+    pairs = zip(_documents(cu), _documents(cu_k))
+    return [(mine, seen) for mine, seen in pairs if mine.start < mine.stop and seen.start < seen.stop]
 
 
 def _documents(cu: torch.Tensor) -> list[slice]:
@@ -77,20 +77,16 @@ def _weights(
     return logits, logits.logsumexp(-1)
 
 
-def _lse_dtype(q: torch.Tensor) -> torch.dtype:
-    return torch.promote_types(q.dtype, torch.float32)
-
-
 def _flash_forward(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, cu: torch.Tensor, cu_k: torch.Tensor, max_q: int, max_k: int,
-    dropout: float, causal: bool, debug: bool, *, scale: float | None = None, window_size_left: int | None = None,
-    window_size_right: int | None = None, **unused: Any,
-) -> tuple[torch.Tensor, ...]:  # fmt: skip
+    q, k, v, cu, cu_k, max_q, max_k, dropout, causal, debug, *, scale=None, window_size_left=None,
+    window_size_right=None, **unused,
+):  # fmt: skip
     assert dropout == 0 and cu.dtype == torch.int32 and all(x.stride(-1) == 1 for x in (q, k, v))
     assert int(cu.diff().max()) <= max_q and int(cu_k.diff().max()) <= max_k, "a document longer than the longest"
     CALLS.append({"cu": cu, "max": max_q, "left": window_size_left, "right": window_size_right})
     scale = q.shape[-1] ** -0.5 if scale is None else scale
-    output, lse = torch.empty_like(q), q.new_empty(q.shape[1], q.shape[0], dtype=_lse_dtype(q))
+    lse = q.new_empty(q.shape[1], q.shape[0], dtype=torch.promote_types(q.dtype, torch.float32))
+    output = torch.empty_like(q)
     for at, keys in _pieces(cu, cu_k):
         logits, sums = _weights(q[at], k[keys], scale, causal, window_size_left, window_size_right)
         values = v[keys].double().repeat_interleave(q.shape[1] // k.shape[1], 1)
@@ -103,11 +99,9 @@ def _flash_forward(
 
 
 def _flash_backward(
-    grad: torch.Tensor, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, output: torch.Tensor, lse: torch.Tensor,
-    cu: torch.Tensor, cu_k: torch.Tensor, max_q: int, max_k: int, dropout: float, causal: bool, state: torch.Tensor,
-    unused: torch.Tensor, *, scale: float | None = None, window_size_left: int | None = None,
-    window_size_right: int | None = None,
-) -> tuple[torch.Tensor, ...]:  # fmt: skip
+    grad, q, k, v, output, lse, cu, cu_k, max_q, max_k, dropout, causal, state, unused, *, scale=None,
+    window_size_left=None, window_size_right=None,
+):  # fmt: skip
     scale, groups = q.shape[-1] ** -0.5 if scale is None else scale, q.shape[1] // k.shape[1]
     grads = [torch.zeros_like(x) for x in (q, k, v)]
     for at, seen in _pieces(cu, cu_k):
@@ -126,10 +120,7 @@ def _flash_backward(
     return tuple(grads)
 
 
-def _padded_forward(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, cu: torch.Tensor, cu_k: torch.Tensor, max_q: int, *more: Any,
-    **options: Any,
-) -> tuple[torch.Tensor, ...]:  # fmt: skip
+def _padded_forward(q, k, v, cu, cu_k, max_q, *more, **options):
     output, lse, *rest = _flash_forward(q, k, v, cu, cu_k, max_q, *more, **options)
     padded = lse.new_full((len(cu) - 1, q.shape[1], max_q), float("inf"))
     for row, at in zip(padded, _documents(cu)):
@@ -137,36 +128,27 @@ def _padded_forward(
     return output, padded, *rest
 
 
-def _padded_backward(
-    grad: torch.Tensor, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, output: torch.Tensor, lse: torch.Tensor,
-    cu: torch.Tensor, cu_k: torch.Tensor, max_q: int, *more: Any, **options: Any,
-) -> tuple[torch.Tensor, ...]:  # fmt: skip
+def _padded_backward(grad, q, k, v, output, lse, cu, cu_k, max_q, *more, **options):
     assert lse.shape == (len(cu) - 1, q.shape[1], max_q)
     rows = [row[:, : at.stop - at.start] for row, at in zip(lse, _documents(cu))]
     return _flash_backward(grad, q, k, v, output, torch.cat(rows, 1), cu, cu_k, max_q, *more, **options)
 
 
-def _efficient_forward(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, bias: None, cu: torch.Tensor, cu_k: torch.Tensor, max_q: int,
-    max_k: int, dropout: float, mask: int, lse: bool = False, *, scale: float | None = None, **unused: Any,
-) -> tuple[Any, ...]:  # fmt: skip
+def _efficient_forward(q, k, v, bias, cu, cu_k, max_q, max_k, dropout, mask, lse=False, *, scale=None, **unused):
     assert q.shape[2] == k.shape[2], "the CUTLASS kernel wants as many key as query heads"
-    output, sums, *_ = _flash_forward(
-        q[0], k[0], v[0], cu, cu_k, max_q, max_k, dropout, _causal(mask, cu, cu_k), False, scale=scale
-    )
+    causal = _causal(mask, cu, cu_k)
+    output, sums, *_ = _flash_forward(q[0], k[0], v[0], cu, cu_k, max_q, max_k, dropout, causal, False, scale=scale)
     empty = torch.empty((), dtype=torch.int64)
     return output[None], sums[None], empty, empty, max_q, max_k
 
 
 def _efficient_backward(
-    grad: torch.Tensor, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, bias: None, output: torch.Tensor,
-    cu: torch.Tensor, cu_k: torch.Tensor, max_q: int, max_k: int, lse: torch.Tensor, dropout: float, seed: torch.Tensor,
-    offset: torch.Tensor, mask: int, of_bias: bool, *, scale: float | None = None, **unused: Any,
-) -> tuple[Any, ...]:  # fmt: skip
-    grads = _flash_backward(
-        grad[0], q[0], k[0], v[0], output[0], lse[0], cu, cu_k, max_q, max_k, 0.0, _causal(mask, cu, cu_k), seed,
-        offset, scale=scale,
-    )  # fmt: skip
+    grad, q, k, v, bias, output, cu, cu_k, max_q, max_k, lse, dropout, seed, offset, mask, of_bias, *, scale=None,
+    **unused,
+):  # fmt: skip
+    rows = (x[0] for x in (grad, q, k, v, output, lse))
+    causal = _causal(mask, cu, cu_k)
+    grads = _flash_backward(*rows, cu, cu_k, max_q, max_k, 0.0, causal, seed, offset, scale=scale)
     return (*(x[None] for x in grads), torch.empty(0))
 
 

@@ -81,17 +81,11 @@ FAMILIES = {
         "LlavaNextForConditionalGeneration", pictures.crops, text="mistral", vision="clip_vision_model", config=_LLAVA
     ),
     "llava_onevision:picture": Family(
-        "LlavaOnevisionForConditionalGeneration",
-        pictures.crops,
-        text="qwen2",
-        vision="siglip_vision_model",
-        towers={"vision_config": _SIGLIP},
-        config=_LLAVA,
+        "LlavaOnevisionForConditionalGeneration", pictures.crops, text="qwen2", vision="siglip_vision_model",
+        towers={"vision_config": _SIGLIP}, config=_LLAVA,
     ),
     "idefics2:picture": Family(
-        "Idefics2ForConditionalGeneration",
-        pictures.masked,
-        text="mistral",
+        "Idefics2ForConditionalGeneration", pictures.masked, text="mistral",
         towers={
             "vision_config": {"num_hidden_layers": 1, "image_size": 28, "patch_size": 7},
             "perceiver_config": {"resampler_n_latents": 4, "resampler_depth": 1, "resampler_n_heads": 4,

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+import inspect
 import re
 from typing import Any
 
@@ -55,6 +57,16 @@ VISION = {
     "projector_input_dim": 32, "projector_output_dim": 32, "deepstack_visual_indexes": [0],
     "fullatt_block_indexes": [0],
 }  # fmt: skip
+
+
+@functools.cache
+def parameters(cls: Any) -> dict[str, Any]:
+    """The parameters of a config class and its bases, by name."""
+    found: dict[str, Any] = {}
+    for base in reversed(getattr(cls, "__mro__", ())):
+        if "__init__" in vars(base) and base is not object:
+            found.update(inspect.signature(base.__init__).parameters)
+    return found
 
 
 def made(cls: Any, settings: dict[str, Any]) -> Any:

@@ -49,14 +49,11 @@ def config_of(family: str, **changes: Any) -> Any:
     settings = {**TOKENS, **told.config}
     own = {n: value for n, value in settings.items() if n in known or n in vars(cls()) or n in told.config}
     if "text_config" not in known:
-        return tiny_configs.made(
-            cls, {**tiny_models._small(cls), **own, **_FLAT.get(architecture, {}), **parts, **changes}
-        )
+        flat = _FLAT.get(architecture, {})
+        return tiny_configs.made(cls, {**tiny_models._small(cls), **own, **flat, **parts, **changes})
     text_class = kinds[told.text] if told.text else _class_of(cls, "text_config")
-    special = tiny_overrides.OVERRIDES.get(told.text or architecture, {})
+    special = {**tiny_overrides.OVERRIDES.get(told.text or architecture, {}), **_TEXT.get(architecture, {})}
     text = {name: value for name, value in special.items() if name in tiny_models.parameters(text_class)}
-    mine = _TEXT.get(architecture, {})
-    text.update({name: value for name, value in mine.items() if name in tiny_models.parameters(text_class)})
     text = {**tiny_models._small(text_class), **text, **changes}
     parts["text_config"] = tiny_configs.made(text_class, text)
     padding = {"pad_token_id": tiny_configs.SETTINGS["pad_token_id"]}  # 5.0's Llama 4 reads it, and its config has none

@@ -11,7 +11,6 @@ import contextlib
 import copy
 import functools
 import importlib
-import inspect
 import re
 import sys
 from collections.abc import Callable
@@ -21,7 +20,7 @@ from unittest import mock
 import torch
 
 from . import tiny_copies
-from .tiny_configs import MEDIA, SETTINGS, VISION, VOCABULARY, made
+from .tiny_configs import MEDIA, SETTINGS, VISION, VOCABULARY, made, parameters
 from .tiny_overrides import OVERRIDES, RENAMED, SIDES
 from .user_models import models
 
@@ -97,11 +96,8 @@ def architectures() -> list[str]:
     They are decoders that claim flash attention, language models without attention, text sides, encoders, and models
     with pictures or sound in their rows.
     """
-    names = {*_auto().MODEL_FOR_CAUSAL_LM_MAPPING_NAMES, *TEXT_SIDES, *WITHOUT_ATTENTION, *ENCODERS, *WITH_MEDIA} - {
-        *SEEDS,
-        *OUT_OF_SCOPE,
-    }
-    return [*filter(is_present, SEEDS), *sorted(filter(is_present, names))]
+    names = {*_auto().MODEL_FOR_CAUSAL_LM_MAPPING_NAMES, *TEXT_SIDES, *WITHOUT_ATTENTION, *ENCODERS, *WITH_MEDIA}
+    return [*filter(is_present, SEEDS), *sorted(filter(is_present, names - {*SEEDS, *OUT_OF_SCOPE}))]
 
 
 def first_position(model: Any) -> int:
@@ -138,18 +134,14 @@ def is_present(architecture: str) -> bool:
         if "Failed to import" in str(error):
             return False
         raise
-    if (
-        models.is_file(architecture)
-        or architecture in (*WITHOUT_ATTENTION, *REFUSED, *ENCODERS)
-        or has_media(architecture)
-    ):
+    need_not_claim = architecture in (*WITHOUT_ATTENTION, *REFUSED, *ENCODERS) or has_media(architecture)
+    if models.is_file(architecture) or need_not_claim:
         return not _is_encoder_decoder(cls)
     modeling = sys.modules[cls.__module__]
     # since 5.24 Gemma 3 claims flash attention for its text alone: pictures need their mask
     asked = cls.__mro__ if architecture in TEXT_SIDES else [cls]
-    claims = any(
-        getattr(each, name, False) for each in asked for name in ("_supports_flash_attn_2", "_supports_flash_attn")
-    )
+    flags = ("_supports_flash_attn_2", "_supports_flash_attn")
+    claims = any(getattr(each, name, False) for each in asked for name in flags)
     classes = [name for name in vars(modeling) if name.endswith("FlashAttention2") and "Vision" not in name]
     return bool(claims or classes) and not _is_encoder_decoder(cls)
 
@@ -173,9 +165,8 @@ def model_class(architecture: str) -> Any:
         names = {}
         for mapping in ("MODEL_FOR_VISION_2_SEQ_MAPPING_NAMES", "MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES"):
             names.update(getattr(_auto(), mapping, {}))
-        name = names[
-            "llava" if architecture == "pixtral" and "pixtral" in _auto().CONFIG_MAPPING_NAMES else architecture
-        ]
+        around_pixtral = architecture == "pixtral" and "pixtral" in _auto().CONFIG_MAPPING_NAMES
+        name = names["llava" if around_pixtral else architecture]
     elif architecture.endswith(MASKED):
         name = _auto().MODEL_FOR_MASKED_LM_MAPPING_NAMES[architecture[: -len(MASKED)]]
     else:
@@ -207,32 +198,16 @@ def config_class(architecture: str) -> Any:
 
 def _small(cls: Any) -> dict[str, Any]:
     settings: dict[str, Any] = {name: SETTINGS[name] for name in ("pad_token_id", "bos_token_id", "eos_token_id")}
+    noise = ("dropout", "pdrop", "dropout_rate", "dropout_prob", "jitter_noise")
     for name, parameter in parameters(cls).items():
         if name in SETTINGS and parameter.default is not False:
             settings[name] = SETTINGS[name]
-        elif (
-            name.endswith(("dropout", "pdrop", "dropout_rate", "dropout_prob", "jitter_noise"))
-            and parameter.default is not None
-        ):
+        elif name.endswith(noise) and parameter.default is not None:
             settings[name] = 0.0
-    settings.update(_one_layer_of_each_kind(cls))
-    return settings
-
-
-@functools.cache
-def parameters(cls: Any) -> dict[str, Any]:
-    """The parameters of a config class and its bases, by name."""
-    found: dict[str, Any] = {}
-    for base in reversed(cls.__mro__):
-        if "__init__" in vars(base) and base is not object:
-            found.update(inspect.signature(base.__init__).parameters)
-    return found
-
-
-def _one_layer_of_each_kind(cls: Any) -> dict[str, Any]:
-    """Cut a pattern, such as five sliding layers and a full one, down to one layer of each kind."""
     kinds = _kinds_of_layers(cls)
-    return {"layer_types": list(kinds), "num_hidden_layers": len(kinds)} if len(kinds) > 1 else {}
+    if len(kinds) > 1:  # of a pattern, such as five sliding layers and a full one, one layer of each kind
+        settings.update(layer_types=list(kinds), num_hidden_layers=len(kinds))
+    return settings
 
 
 @functools.cache
@@ -325,17 +300,13 @@ def build(architecture: str, implementation: str = "eager", dtype: torch.dtype =
     if wanted not in _made_before:
         if len(_made_before) >= 64:
             _made_before.clear()
-        _made_before[wanted] = tiny_copies.of(_filled(architecture, implementation, changes))
+        model = unfilled(architecture, implementation, **changes)
+        scale_up(model)
+        _made_before[wanted] = tiny_copies.of(model)
     model = _made_before[wanted]()
     model = model if dtype == torch.float32 else model.to(dtype)
     if dtype == torch.float64 and getattr(model, "_can_set_experts_implementation", bool)():
         model.set_experts_implementation("eager")  # torch's grouped_mm takes no float64
-    return model
-
-
-def _filled(architecture: str, implementation: str, changes: dict[str, Any]) -> Any:
-    model = unfilled(architecture, implementation, **changes)
-    scale_up(model)
     return model
 
 
@@ -363,8 +334,7 @@ def unfilled(architecture: str, implementation: str, **changes: Any) -> Any:
     if (architecture, not changes) not in _checked:
         _check_size(cls, config)
         _checked.add((architecture, not changes))
-    model = _load(cls, config, implementation).float()
-    return model.eval()
+    return _load(cls, config, implementation).float().eval()
 
 
 def _check_size(cls: Any, config: Any) -> None:

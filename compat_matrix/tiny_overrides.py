@@ -29,18 +29,13 @@ MROPE = {
 """Rotary embeddings of frames, height and width."""
 
 RENAMED = (
-    "activation_sparsity_pattern",
-    "full_attn_idxs",
-    "layers_block_type",
-    "layer_types",
-    "rope_parameters",
+    "activation_sparsity_pattern", "full_attn_idxs", "layers_block_type", "layer_types", "rope_parameters",
     "use_mamba_kernels",
-)
+)  # fmt: skip
 """Arguments that some versions do not have. Configs there would keep them as attributes without effect."""
 
 OVERRIDES: dict[str, dict[str, Any]] = {
-    "mistral": {"sliding_window": None},
-    "mixtral": {"sliding_window": None},
+    **dict.fromkeys(["mistral", "mixtral", "phi3", "starcoder2"], {"sliding_window": None}),
     "granite": {"attention_multiplier": 0.3, "residual_multiplier": 0.7, "logits_scaling": 2.0},
     "dbrx": {
         "attn_config": {"kv_n_heads": 2, "clip_qkv": 8.0, "rope_theta": 10000.0},
@@ -49,33 +44,15 @@ OVERRIDES: dict[str, dict[str, Any]] = {
     "falcon": {"new_decoder_architecture": True, "alibi": False, "bias": False, "parallel_attn": True},
     "olmo": {"clip_qkv": 8.0},
     "phi": {"partial_rotary_factor": 0.5},
-    "phi3": {"sliding_window": None},
-    "qwen2": {"use_sliding_window": False},
-    "qwen2_moe": {"use_sliding_window": False},
+    **dict.fromkeys(["qwen2", "qwen2_moe"], {"use_sliding_window": False}),
     "stablelm": {"partial_rotary_factor": 0.5, "use_qkv_bias": True},
-    "starcoder2": {"sliding_window": None},
-    **dict.fromkeys(
-        [
-            "axk1",
-            "bailing_hybrid",
-            "deepseek_v2",
-            "deepseek_v3",
-            "glm4_moe_lite",
-            "kimi_linear",
-            "longcat_flash",
-            "minicpm3",
-            "sarvam_mla",
-            "youtu",
-        ],
-        LATENT,
-    ),
+    **dict.fromkeys(["axk1", "bailing_hybrid", "deepseek_v2", "deepseek_v3", "glm4_moe_lite"], LATENT),
+    **dict.fromkeys(["kimi_linear", "longcat_flash", "minicpm3", "sarvam_mla", "youtu"], LATENT),
     **dict.fromkeys(["qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe"], MROPE),
     **dict.fromkeys(
         ["gemma3n_text", "gemma4_text", "gemma4_unified_text"],
         {
-            "activation_sparsity_pattern": [0.5, 0.0] * 2,
-            "num_kv_shared_layers": 2,
-            "num_hidden_layers": 4,
+            "activation_sparsity_pattern": [0.5, 0.0] * 2, "num_kv_shared_layers": 2, "num_hidden_layers": 4,
             "layer_types": ["sliding_attention", "full_attention"] * 2,
         },
     ),
@@ -85,13 +62,8 @@ OVERRIDES: dict[str, dict[str, Any]] = {
     "rwkv": {"attention_hidden_size": 32, "context_length": 128},
     "xlstm": {
         "hidden_size": 64,  # its states are rounded up to 64
-        "qk_dim_factor": 1.0,
-        "num_blocks": 2,
-        "num_heads": 2,
-        "chunk_size": 16,
-        "sequence_kernel": "native_sequence__native",
-        "chunkwise_kernel": "chunkwise--native_autograd",
-        "autocast_kernel_dtype": "float32",
+        "qk_dim_factor": 1.0, "num_blocks": 2, "num_heads": 2, "chunk_size": 16, "autocast_kernel_dtype": "float32",
+        "sequence_kernel": "native_sequence__native", "chunkwise_kernel": "chunkwise--native_autograd",
         "step_kernel": "native",
     },
     "bamba": {"attn_layer_indices": [1]},
@@ -100,19 +72,14 @@ OVERRIDES: dict[str, dict[str, Any]] = {
     **dict.fromkeys(["xmod", "xmod:masked"], {"default_language": "en_XX"}),
     "deberta:masked": {"relative_attention": True, "pos_att_type": ["c2p", "p2c"]},
     "deberta-v2:masked": {
-        "relative_attention": True,
-        "pos_att_type": ["c2p", "p2c"],
-        "position_buckets": 8,
-        "norm_rel_ebd": "layer_norm",
+        "relative_attention": True, "pos_att_type": ["c2p", "p2c"], "position_buckets": 8, "norm_rel_ebd": "layer_norm",
     },
     "mpnet:masked": {"pad_token_id": 1},
     "distilbert:masked": {"dim": 32, "hidden_dim": 48},
     "esmc:masked": {"num_key_value_heads": 4},
     "esm:masked": {"token_dropout": True, "mask_token_id": MASK_TOKEN, "position_embedding_type": "rotary"},
     "modernbert:masked": {
-        "num_hidden_layers": 2,
-        "global_attn_every_n_layers": 2,
-        "local_attention": 6,
+        "num_hidden_layers": 2, "global_attn_every_n_layers": 2, "local_attention": 6,
         "layer_types": ["full_attention", "sliding_attention"],
     },
     "zamba2": {"layers_block_type": ["mamba", "hybrid"], "chunk_size": 8},
@@ -121,9 +88,7 @@ OVERRIDES: dict[str, dict[str, Any]] = {
     "lfm2": {"layer_types": ["conv", "full_attention"], "full_attn_idxs": [1]},
     "lfm2_moe": {"layer_types": ["conv", "full_attention"]},
     "zamba": {
-        "use_mamba_kernels": False,
-        "layers_block_type": ["mamba", "mamba", "hybrid", "mamba"],
-        "num_hidden_layers": 4,
+        "use_mamba_kernels": False, "layers_block_type": ["mamba", "mamba", "hybrid", "mamba"], "num_hidden_layers": 4,
     },
     "gpt_neox": {"rotary_pct": 0.5},
     "cohere_compass_text": {
@@ -134,13 +99,8 @@ OVERRIDES: dict[str, dict[str, Any]] = {
     "llama4": {"attention_chunk_size": 6, "floor_scale": 4, "no_rope_layers": [1, 0], "layer_types": None},
     "ministral3": {
         "rope_parameters": {
-            **dict.fromkeys(["beta_slow", "mscale", "mscale_all_dim"], 1.0),
-            "rope_type": "yarn",
-            "rope_theta": 1e4,
-            "factor": 32.0,
-            "beta_fast": 32.0,
-            "max_position_embeddings": 128,
-            "original_max_position_embeddings": 4,
+            **dict.fromkeys(["beta_slow", "mscale", "mscale_all_dim"], 1.0), "rope_type": "yarn", "rope_theta": 1e4,
+            "factor": 32.0, "beta_fast": 32.0, "max_position_embeddings": 128, "original_max_position_embeddings": 4,
             "llama_4_scaling_beta": 0.5,
         },
     },
@@ -152,16 +112,10 @@ OVERRIDES: dict[str, dict[str, Any]] = {
         "initializer_range": 1.0,  # the model divides its scales by it, and scale_up draws them around 1
     },
     "inkling2_loop_text": {
-        "num_hidden_layers": 3,
-        "layer_types": ["hybrid_sliding", "hybrid", "hybrid_sliding"],
-        **dict.fromkeys(["n_layers_per_attn_res_block", "loop_layer_index_start"], 1),
-        "loop_layer_index_end": 2,
-        "swa_num_attention_heads": 4,
-        "swa_num_key_value_heads": 2,
-        **dict.fromkeys(["swa_head_dim", "d_rel", "loop_gate_rank"], 8),
-        "sliding_window_size": 6,
-        "rel_extent": 16,
-        "unpadded_vocab_size": 97,
+        "num_hidden_layers": 3, "layer_types": ["hybrid_sliding", "hybrid", "hybrid_sliding"],
+        **dict.fromkeys(["n_layers_per_attn_res_block", "loop_layer_index_start"], 1), "loop_layer_index_end": 2,
+        **dict.fromkeys(["swa_head_dim", "d_rel", "loop_gate_rank"], 8), "swa_num_attention_heads": 4,
+        "swa_num_key_value_heads": 2, "sliding_window_size": 6, "rel_extent": 16, "unpadded_vocab_size": 97,
     },
-}
+}  # fmt: skip
 """The settings, by architecture."""

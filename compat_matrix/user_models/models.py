@@ -97,10 +97,8 @@ def shrunk(config_class: Any, config: dict[str, Any]) -> dict[str, Any]:
 
 def fitted(config_class: Any, config: dict[str, Any]) -> dict[str, Any]:
     """The arguments of ``config_class`` for the user's config at full size, in this version's spelling."""
-    config = _flat_or_nested(config_class, config)
-    spelled = layers.respelt(config_class, rope.respelt(config_class, config))
-    known = _known(config_class)
-    return {name: value for name, value in spelled.items() if name in known and name not in _unheeded(config_class)}
+    taken = _known(config_class) - _unheeded(config_class)
+    return {name: value for name, value in _spelled(config_class, config).items() if name in taken}
 
 
 def notes(path: str | Path, config_class: Any) -> list[str]:
@@ -111,8 +109,7 @@ def notes(path: str | Path, config_class: Any) -> list[str]:
 
 def dropped(config_class: Any, config: dict[str, Any]) -> list[str]:
     """The sorted keys of the config that the installed Transformers does not know or that are left out here."""
-    config = _flat_or_nested(config_class, config)
-    spelled = layers.respelt(config_class, rope.respelt(config_class, config))
+    spelled = _spelled(config_class, config)
     unknown = {*spelled} - {*fitted(config_class, config)} - _unheeded(config_class)
     found = [name for name in unknown if not name.startswith("_") and spelled[name] is not None]
     for name, value in spelled.items():
@@ -120,6 +117,10 @@ def dropped(config_class: Any, config: dict[str, Any]) -> list[str]:
         if hasattr(inner, "model_type"):
             found += [f"{name}.{key}" for key in dropped(inner, value)]
     return sorted(found)
+
+
+def _spelled(cls: Any, config: dict[str, Any]) -> dict[str, Any]:
+    return layers.respelt(cls, rope.respelt(cls, _flat_or_nested(cls, config)))
 
 
 def _known(cls: Any) -> set[str]:
@@ -176,7 +177,7 @@ def _nested(cls: Any, name: str, value: dict[str, Any]) -> dict[str, Any]:
 def _flat_or_nested(cls: Any, config: dict[str, Any]) -> dict[str, Any]:
     """Nest or flatten the text side of a vision-language config as this version needs it (Qwen2-VL has had both)."""
     apart = "text_config" in sizes.defaults(cls)
-    if apart == isinstance(config.get("text_config"), dict) or not ({"vision_config"} & {*config}):
+    if apart == isinstance(config.get("text_config"), dict) or "vision_config" not in config:
         return config
     if not apart:
         rest = {name: value for name, value in config.items() if name != "text_config"}

@@ -76,32 +76,25 @@ def explanations(rows: Sequence[Row]) -> list[str]:
     """Why cells are not ok and what was left out of configs; versions with the same text share a line."""
     said: dict[str, list[str]] = {}
     for row in rows:
-        if row.reason:
-            said.setdefault(f"{row.model.name} {row.state}: {' '.join(row.reason.split())}", []).append(
-                row.version.name
-            )
-        for note in row.notes:
-            said.setdefault(f"{row.model.name}: {note}", []).append(row.version.name)
+        reasons = [f"{row.model.name} {row.state}: {' '.join(row.reason.split())}"] if row.reason else []
+        for what in [*reasons, *(f"{row.model.name}: {note}" for note in row.notes)]:
+            said.setdefault(what, []).append(row.version.name)
     return [f"{', '.join(versions)}: {what}" for what, versions in said.items()]
 
 
 def labels(rows: Sequence[Row]) -> dict[str, str]:
     """The label of each environment, by name: its release if that is unique, else its name."""
     releases = {row.version.name: row.version.transformers for row in rows}
-    return {
-        name: release if list(releases.values()).count(release) == 1 else name for name, release in releases.items()
-    }
+    all_of_them = list(releases.values())
+    return {name: release if all_of_them.count(release) == 1 else name for name, release in releases.items()}
 
 
 def _by_model(rows: Sequence[Row]) -> list[tuple[str, list[Row]]]:
-    models = dict.fromkeys(row.model for row in rows)
-    return [
-        (
-            model.name if model.name == model.kind else f"{model.name} ({model.kind})",
-            [r for r in rows if r.model == model],
-        )
-        for model in models
-    ]
+    found = []
+    for model in dict.fromkeys(row.model for row in rows):
+        name = model.name if model.name == model.kind else f"{model.name} ({model.kind})"
+        found.append((name, [row for row in rows if row.model == model]))
+    return found
 
 
 def _state(row: Row) -> str:

@@ -44,14 +44,10 @@ def _older(cls: Any, parameters: dict[str, Any]) -> dict[str, Any]:
     if all(isinstance(value, dict) for value in parameters.values()):  # one for each kind of layer
         local = parameters.get("sliding_attention", {})
         parameters = parameters.get("full_attention") or next(iter(parameters.values()))
-    settings: dict[str, Any] = {}
-    scaling = dict(parameters)
-    for name in ("rope_theta", "partial_rotary_factor", "original_max_position_embeddings"):
-        value = scaling.get(name)
-        if name in takes and value is not None:
-            settings[name] = value
-    for name in ("rope_theta", "partial_rotary_factor"):
-        scaling.pop(name, None)
+    apart = ("rope_theta", "partial_rotary_factor")
+    told = {name: parameters.get(name) for name in (*apart, "original_max_position_embeddings")}
+    settings = {name: value for name, value in told.items() if name in takes and value is not None}
+    scaling = {name: value for name, value in parameters.items() if name not in apart}
     if local.get("rope_theta") is not None:
         settings["rope_local_base_freq"] = local["rope_theta"]
     plain = scaling.get("rope_type", scaling.get("type", "default")) == "default" and "mrope_section" not in scaling

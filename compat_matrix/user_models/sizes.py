@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 from typing import Any
 
 from .. import tiny_configs
@@ -45,13 +44,12 @@ LIMIT = 64
 
 def defaults(cls: Any) -> dict[str, Any]:
     """The arguments of a config class and its bases, with their defaults; None for those without one."""
-    found: dict[str, Any] = {}
-    for base in reversed(getattr(cls, "__mro__", ())):
-        if "__init__" in vars(base) and base is not object:
-            for name, parameter in inspect.signature(base.__init__).parameters.items():
-                if name != "self" and parameter.kind not in (parameter.VAR_KEYWORD, parameter.VAR_POSITIONAL):
-                    found[name] = None if parameter.default is parameter.empty else parameter.default
-    return found
+    named = {name: each for name, each in tiny_configs.parameters(cls).items() if name != "self"}
+    return {
+        name: None if each.default is each.empty else each.default
+        for name, each in named.items()
+        if each.kind not in (each.VAR_KEYWORD, each.VAR_POSITIONAL)
+    }
 
 
 def cut(cls: Any, settings: dict[str, Any]) -> dict[str, Any]:
@@ -108,16 +106,13 @@ def _rope(settings: dict[str, Any], changes: dict[str, Any]) -> dict[str, Any]:
     """Shorten the lists with one number per pair of head dimensions, and the length from which scaling starts."""
     found: dict[str, Any] = {}
     head = changes.get("qk_rope_head_dim") or changes.get("head_dim") or 8
-    scaled = {
-        name: settings[name] for name in ("rope_scaling", "rope_parameters") if isinstance(settings.get(name), dict)
-    }
-    for name, value in scaled.items():
-        parts = value.values() if all(isinstance(part, dict) for part in value.values()) else ()
-        share = value.get("partial_rotary_factor") or settings.get("partial_rotary_factor") or 1.0
-        if parts:
-            found[name] = {key: _one_rope(part, int(head * share) // 2) for key, part in value.items()}
-        else:
-            found[name] = _one_rope(value, int(head * share) // 2)
+    for name in ("rope_scaling", "rope_parameters"):
+        value = settings.get(name)
+        if not isinstance(value, dict):
+            continue
+        pairs = int(head * (value.get("partial_rotary_factor") or settings.get("partial_rotary_factor") or 1.0)) // 2
+        by_kind = value and all(isinstance(part, dict) for part in value.values())
+        found[name] = {k: _one_rope(v, pairs) for k, v in value.items()} if by_kind else _one_rope(value, pairs)
     if isinstance(settings.get("original_max_position_embeddings"), int):
         found["original_max_position_embeddings"] = LIMIT
     return found

@@ -191,6 +191,12 @@ def config_of(architecture: str, **changes: Any) -> Any:
     return made(cls, {**_small(cls), **_overrides(architecture, cls), **changes})
 
 
+def text_config_of(architecture: str) -> Any:
+    """The tiny config of an architecture, or its text side if it has one."""
+    config = config_of(architecture)
+    return getattr(config, "text_config", config)
+
+
 def config_class(architecture: str) -> Any:
     """The config class of an architecture."""
     return model_class(architecture).config_class
@@ -258,8 +264,7 @@ def _vision(kinds: Any, kind: str | None, cls: Any) -> Any:
 
 def with_layers(architecture: str, layers: int) -> dict[str, Any]:
     """Config changes that give an architecture ``layers`` layers, whose kinds repeat in order; empty if unknown."""
-    config = config_of(architecture)
-    config = getattr(config, "text_config", config)
+    config = text_config_of(architecture)
     names = [name for name in ("num_hidden_layers", "n_layers", "n_layer", "num_layers") if name in vars(config)]
     if not names:
         return {}

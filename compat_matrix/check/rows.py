@@ -57,6 +57,19 @@ def alone(model: Any, docs: list[torch.Tensor], counts_itself: bool = False, **c
     return torch.cat([model(input_ids=doc[None], **more, **call).logits[0] for doc, more in zip(docs, positions)])
 
 
+def output_or_error(model: Any, **given: Any) -> Any:
+    """What a forward returns, or the text of its error, because some unpatched models fail on some batches."""
+    try:
+        return model(**given)
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+
+
+def without_lengths(row: dict[str, Any]) -> dict[str, Any]:
+    """A packed row whose documents only its ids tell."""
+    return {name: value for name, value in row.items() if not name.startswith(("cu_seq", "max_length"))}
+
+
 def _shares_keys(model: Any) -> bool:
     """Whether some layers take earlier layers' keys and values from the cache, and compute others without a cache."""
     return bool(getattr(getattr(model.config, "text_config", model.config), "num_kv_shared_layers", 0))

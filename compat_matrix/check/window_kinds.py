@@ -98,7 +98,7 @@ def of(architecture: str) -> list[Kind]:
     Raises:
         UnknownWindow: The config has a name that sounds like a window and is in no table of this file.
     """
-    config = text_config(architecture)
+    config = tiny_models.text_config_of(architecture)
     takes = tiny_models.parameters(type(config))
     names = {name.lstrip("_") for name in {*vars(config), *takes} if _SOUNDS_LIKE_ONE.search(name)}
     unknown = [name for name in sorted(names - KINDS.keys() - LAYERS - NO_WINDOWS.keys()) if spoken_of(name, config)]
@@ -109,12 +109,6 @@ def of(architecture: str) -> list[Kind]:
         )
     kinds = KINDS if tiny_models.is_encoder(architecture) else {**KINDS, **DECODERS}
     return [kind for name, kind in kinds.items() if name in takes]
-
-
-def text_config(architecture: str, **changes: Any) -> Any:
-    """The tiny config of an architecture, or its text side if it has one."""
-    config = tiny_models.config_of(architecture, **changes)
-    return getattr(config, "text_config", config)
 
 
 @dataclass(frozen=True)
@@ -135,7 +129,7 @@ class Way:
 
 def ways(architecture: str) -> dict[str, Way]:
     """Return every way that the config of an architecture has, by name."""
-    config = text_config(architecture)
+    config = tiny_models.text_config_of(architecture)
     takes = tiny_models.parameters(type(config))
     on: dict[str, Any] = {"use_sliding_window": True} if "use_sliding_window" in takes else {}
     found: dict[str, Way] = {}

@@ -16,7 +16,7 @@ from ... import tiny_models
 from .. import reads
 from ..cell import AloneFails, Cell, NotApplicable, point, unless_alone_raises
 from ..compare import assert_close
-from ..rows import alone, documents, pack, takes_cache
+from ..rows import alone, documents, output_or_error, pack, takes_cache
 from .training import checkpointed_alone
 
 
@@ -88,14 +88,14 @@ def inertness(cell: Cell) -> None:
     ]
     if cell.implementation == "eager":
         batches.append({"output_attentions": True})
-    before = [_outcome(model, ids, batch) for batch in batches]
+    before = [output_or_error(model, input_ids=ids, **batch) for batch in batches]
     with fa2patch.apply(model):
         for batch, expected in zip(batches, before):
-            found = _outcome(model, ids, batch)
+            found = output_or_error(model, input_ids=ids, **batch)
             if isinstance(expected, str) and "argument 'position_ids'" in expected:
                 continue  # only a patched model takes them: DistilBERT up to 4.57, OPT up to 4.45
             if isinstance(found, str) or isinstance(expected, str):
-                if found != expected:
+                if found != expected:  # the flash Mistral of some versions refuses padding on the right
                     raise AssertionError(f"a batch with {sorted(batch)} gave {found}, before {expected}")
                 continue
             if not torch.equal(found.logits, expected.logits):
@@ -103,14 +103,6 @@ def inertness(cell: Cell) -> None:
             weights = (getattr(output, "attentions", None) or () for output in (found, expected))
             if batch.get("output_attentions") and not all(map(torch.equal, *weights)):
                 raise AssertionError("other attention weights")
-
-
-def _outcome(model: Any, ids: torch.Tensor, batch: dict[str, Any]) -> Any:
-    """The output or the error, because the flash Mistral of some versions refuses padding on the right."""
-    try:
-        return model(input_ids=ids, **batch)
-    except Exception as error:
-        return f"{type(error).__name__}: {error}"
 
 
 @point

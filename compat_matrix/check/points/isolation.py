@@ -209,8 +209,7 @@ def rope_scaling(cell: Cell) -> None:
 def _scalings(family: str, kind: str, limit: int) -> list[dict[str, Any]]:
     if kind == "longrope" and models.kind(family) != "phi3":
         return []
-    pairs = tiny_models.config_of(family)
-    pairs = getattr(pairs, "text_config", pairs)
+    pairs = tiny_models.text_config_of(family)
     names = [name for name in ("rope_parameters", "rope_scaling") if name in tiny_models.parameters(type(pairs))]
     if not names:
         return []

@@ -16,7 +16,7 @@ from fa2patch.documents.media import MEDIA
 from ... import tiny_media
 from ..cell import Cell, NotApplicable, assert_unmoved
 from ..compare import GRADIENT_TOLERANCE, assert_close, assert_same_gradients
-from ..rows import gradients
+from ..rows import gradients, output_or_error, without_lengths
 from .training import as_near_as_alone, checkpoint
 
 POINTS: dict[str, Callable[[Cell], None]] = {}
@@ -117,8 +117,7 @@ def packed_row(cell: Cell) -> None:
     with fa2patch.apply(model):
         found = model(**row, use_cache=False).logits[0]
         assert_close(found, expected, "logits")
-        bare = {name: value for name, value in row.items() if not name.startswith(("cu_seq", "max_length"))}
-        assert_close(model(**bare).logits[0], expected, "logits, position_ids alone")
+        assert_close(model(**without_lengths(row)).logits[0], expected, "logits, position_ids alone")
         if _ignores_labels(reference, docs[1]):
             loss = model(**{**row, "labels": labels}, use_cache=False).loss
             assert_close(loss.detach(), total.detach(), "loss")
@@ -136,11 +135,10 @@ def packed_rows(cell: Cell) -> None:
         [tiny_media.document(cell.family, 3, "it", 2, seed=1), text(cell, 5, seed=2)],
         [text(cell, 5, seed=3), tiny_media.document(cell.family, 1, "it", 4, seed=4)],
     )
-    rows = [packed(model, docs)[0] for docs in (first, second)]
-    kept = [name for name in rows[0] if not name.startswith(("cu_seq", "max_length"))]
+    rows = [without_lengths(packed(model, docs)[0]) for docs in (first, second)]
     batch = {
-        name: torch.cat([row[name] for row in rows], dim=rows[0][name].dim() - 2 if name == "position_ids" else 0)
-        for name in kept
+        name: torch.cat([row[name] for row in rows], dim=value.dim() - 2 if name == "position_ids" else 0)
+        for name, value in rows[0].items()
     }
     expected = torch.stack([torch.cat([alone(reference, doc) for doc in docs]) for docs in (first, second)])
     with fa2patch.apply(model):
@@ -254,24 +252,15 @@ def inertness(cell: Cell) -> None:
     doc = tiny_media.document(cell.family, 3, "it", 2, seed=1)
     two = {name: torch.cat([value, value]) for name, value in doc.items()}
     for what, given in {"a document": doc, "two documents": two}.items():
-        before = _computed(cell.model(), given)
+        before = output_or_error(cell.model(), **given, use_cache=False)
         model = cell.model()  # 4.48's Qwen2-VL keeps what it counted in its first forward
         with fa2patch.apply(model):
-            after = _computed(model, given)
+            after = output_or_error(model, **given, use_cache=False)
         if isinstance(before, str) or isinstance(after, str):
             if before != after or what == "a document":
                 raise AssertionError(f"{what}: {before if isinstance(before, str) else 'logits'}, patched: {after}")
-        elif not torch.equal(after, before):
+        elif not torch.equal(after.logits, before.logits):
             raise AssertionError(f"{what}: other logits")
-
-
-def _computed(model: Any, given: dict[str, Any]) -> torch.Tensor | str:
-    """The logits, or the error."""
-    try:
-        logits: torch.Tensor = model(**given, use_cache=False).logits
-    except Exception as error:
-        return f"{type(error).__name__}: {error}"
-    return logits
 
 
 @point

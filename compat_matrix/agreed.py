@@ -13,22 +13,19 @@ from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
-from . import environments
 from .cells import Cell
 from .check.found import VOUCHED
-from .results import Malformed, read_file
+from .results import EVIDENCE, Malformed, read_file
 
 VOUCHING = (VOUCHED, "the interface seam vouches for it")
 """How the reasons begin, the second one in evidence of before 2026-11-26."""
-
-COMMITTED = environments.HERE / "evidence"
 
 
 def main(arguments: list[str] | None = None) -> int:
     """Print every difference; returns 1 if there is one, or nothing to compare."""
     parser = argparse.ArgumentParser(prog="python -m compat_matrix.agreed", description=__doc__)
     parser.add_argument("fresh", type=Path, help="folder with fresh evidence")
-    parser.add_argument("--committed", type=Path, default=COMMITTED, help="folder of the evidence that is compared")
+    parser.add_argument("--committed", type=Path, default=EVIDENCE, help="folder of the evidence that is compared")
     given = parser.parse_args(arguments)
     files = sorted(given.fresh.glob("*.json"))
     try:
@@ -67,16 +64,13 @@ def told(cell: Cell, other: Cell) -> dict[str, object]:
     found: dict[str, object] = {"state": state, "seam": sorted(cell.seam)}
     for name in {*cell.checked} & {*other.checked}:
         run, points = cell.checked[name], ran(cell, name) & ran(other, name)
-        without = {
-            "do not apply": {*run.not_applicable}, "fail": {*run.failures}, "fail alone": {*run.alone_fails},
-        }  # fmt: skip
+        without = {"do not apply": {*run.not_applicable}, "fail": {*run.failures}, "fail alone": {*run.alone_fails}}
         without["hold"] = points.difference(*without.values()) if run.was_run else set()
         for what, these in without.items():
             found[f"{name}, points that {what}"] = sorted(these & points if run.was_run else these)
     for each in cell.alone:
-        found[f"{each.implementation}, Transformers alone"] = {
-            row: result.partition(":")[0] for row, result in each.rows.items()
-        }
+        rows = {row: result.partition(":")[0] for row, result in each.rows.items()}
+        found[f"{each.implementation}, Transformers alone"] = rows
     return found
 
 

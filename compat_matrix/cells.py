@@ -5,10 +5,14 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
+from typing import TypeVar
 
 from packaging.version import Version
 
 from . import commits
+
+Key = TypeVar("Key")
+Value = TypeVar("Value")
 
 STATES = ("ok", "refused", "xfail", "fail", "absent")
 UPSTREAM_STATES = ("ok", "plain", "leak", "error", "unknown")
@@ -130,15 +134,12 @@ ABSENT = Cell("absent")
 
 @dataclass(frozen=True)
 class Environment:
-    """The evidence of one environment, read from one file.
+    """The evidence of one environment, read from one file of the same name.
 
     Attributes:
-        name: The environment's name, which is the file's too.
         transformers, python, wrapt: Version numbers.
         flash_attn: The version of flash-attn, ``stand-in`` or ``none``.
         device: ``cpu``, or the name of the GPU.
-        kernel: The kernel that was checked.
-        points: The points that were run.
         upstream_rows: The kinds of row that Transformers alone was run on.
         cells: The cells by architecture.
         requirements: The Python and the requirements that it was made of; empty if the evidence does not say.
@@ -160,7 +161,7 @@ class Environment:
 
     @property
     def order(self) -> tuple[Version, str]:
-        """The sort key: the Transformers version, then the name."""
+        """The sort key."""
         return Version(self.transformers), self.name
 
     @property
@@ -191,11 +192,6 @@ class Environment:
         return " to ".join(dict.fromkeys([days[0], days[-1]])) if days else ""
 
     @property
-    def seconds(self) -> float:
-        """The sum of its cells' run times."""
-        return sum(made.seconds for made in self.made)
-
-    @property
     def minor(self) -> tuple[int, int]:
         """The major and minor number of the Transformers version."""
         return Version(self.transformers).major, Version(self.transformers).minor
@@ -207,13 +203,7 @@ class Environment:
 
 @dataclass(frozen=True)
 class Score:
-    """Counts of cells.
-
-    Attributes:
-        states: The number of cells by state.
-        one_row: The number of cells by what Transformers alone gives on the plain row.
-        every_row: The number of cells in which Transformers alone is right on every row.
-    """
+    """Counts of cells: by state, by what Transformers alone gives on the plain row, and where every row is right."""
 
     states: Counter[str]
     one_row: Counter[str]
@@ -237,12 +227,12 @@ class Results:
     Attributes:
         environments: The environments with evidence in the main folder.
         gpu: Environments whose device is not the CPU.
+        missing: Names of environments that are wanted and have no evidence.
     """
 
     environments: tuple[Environment, ...]
     gpu: tuple[Environment, ...] = ()
     missing: tuple[str, ...] = ()
-    """Names of environments that are wanted and have no evidence."""
 
     @property
     def counted(self) -> tuple[Environment, ...]:
@@ -267,8 +257,7 @@ class Results:
     @property
     def code(self) -> str:
         """The code of the newest cell: others are older."""
-        newest = [environment.made[0] for environment in self.environments if environment.made]
-        return max(newest, key=lambda made: made.when).code if newest else ""
+        return max(self.made, key=lambda made: made.when).code if self.made else ""
 
     def score(self, *environments: Environment) -> Score:
         """Count the cells of these environments, over the architectures of all counted environments."""
@@ -276,16 +265,21 @@ class Results:
         return score(environment.cell(name) for environment in environments for name in architectures)
 
 
+def _names(environments: Iterable[Environment]) -> tuple[str, ...]:
+    return tuple(sorted({name for environment in environments for name in environment.cells}))
+
+
 def score(cells: Iterable[Cell]) -> Score:
     """Count cells."""
     cells = list(cells)
     upstream = [cell.upstream for cell in cells if cell.upstream]
-    return Score(
-        Counter(cell.state for cell in cells),
-        Counter(run.one_row for run in upstream),
-        sum(run.every_row for run in upstream),
-    )
+    states, one_row = Counter(cell.state for cell in cells), Counter(run.one_row for run in upstream)
+    return Score(states, one_row, sum(run.every_row for run in upstream))
 
 
-def _names(environments: Iterable[Environment]) -> tuple[str, ...]:
-    return tuple(sorted({name for environment in environments for name in environment.cells}))
+def grouped(pairs: Iterable[tuple[Key, Value]]) -> dict[Key, list[Value]]:
+    """Group values by their keys. Both stay in the order in which they come."""
+    found: dict[Key, list[Value]] = {}
+    for key, value in pairs:
+        found.setdefault(key, []).append(value)
+    return found

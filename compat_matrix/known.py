@@ -16,14 +16,8 @@ def judged(architecture: str, transformers: str, cell: Mapping[str, Any], points
     Returns:
         ``xfail`` and ``link`` if every failure of the cell is the known one, in a point that the entry names; ``error``
         if the entry names a point that was run, and none fails; else nothing, and the cell's own failures count.
-
-    Args:
-        architecture: The architecture.
-        transformers: The version of Transformers.
-        cell: The merged findings.
-        points: The points that were run.
     """
-    known = _entry(architecture, transformers)
+    known = next((each for each in _entries() if _is_about(each, architecture, transformers)), None)
     if known is None or "refused" in cell or "error" in cell:
         return {}
     runs = list(cell.get("fa2patch", {}).values())
@@ -38,13 +32,9 @@ def judged(architecture: str, transformers: str, cell: Mapping[str, Any], points
     return {}
 
 
-def _entry(architecture: str, transformers: str) -> dict[str, Any] | None:
-    """The entry of xfail.toml for an architecture in a version."""
-    for known in _entries():
-        minors = [minor for minor in known["versions"] if f"{transformers}.".startswith(f"{minor}.")]
-        if architecture in known["architectures"] and minors:
-            return dict(known)
-    return None
+def _is_about(entry: Mapping[str, Any], architecture: str, transformers: str) -> bool:
+    of_version = any(f"{transformers}.".startswith(f"{minor}.") for minor in entry["versions"])
+    return of_version and architecture in entry["architectures"]
 
 
 @functools.cache

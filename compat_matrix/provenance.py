@@ -16,14 +16,14 @@ from typing import Any
 
 from . import commits, environments, keys, stale
 from .bench import figures
-from .cells import Results
-from .results import Malformed, read
+from .cells import Results, grouped
+from .results import EVIDENCE, Malformed, read
 
 
 def main(arguments: list[str] | None = None) -> int:
     """Print how much the present code made, or everything that is against it; returns 1 if anything is."""
     parser = argparse.ArgumentParser(prog="python -m compat_matrix.provenance", description=__doc__)
-    parser.add_argument("--evidence", type=Path, default=environments.HERE / "evidence", help="folder of the evidence")
+    parser.add_argument("--evidence", type=Path, default=EVIDENCE, help="folder of the evidence")
     given = parser.parse_args(arguments)
     try:
         results = read(given.evidence, environments.versions())
@@ -69,32 +69,31 @@ def measurements() -> Iterator[tuple[str, Mapping[str, Any]]]:
 
 def of_measurements(measured: Mapping[str, Mapping[str, Any]]) -> list[str]:
     """What is against it that the present code made these measurements, in one sentence for each commit."""
-    named: dict[tuple[str, bool | None], list[str]] = {}
-    for name, made in measured.items():
-        named.setdefault((made.get("commit") or "", made.get("dirty")), []).append(name)
+    named = grouped(((made.get("commit") or "", made.get("dirty")), name) for name, made in measured.items())
     found = []
     for (commit, dirty), names in named.items():
-        against = _after(commit, "measurements")
+        against = _after(commit)
         if commit and dirty is not False:
             against.append("The code had uncommitted changes, or its commit was stated by hand.")
         found += [f"{sentence} Affected: {_some(names)}." for sentence in against]
     return found
 
 
-def _some(names: list[str]) -> str:
-    return ", ".join(names[:5]) + (f" and {len(names) - 5} more" if len(names) > 5 else "")
-
-
-def _after(commit: str, what: str) -> list[str]:
-    """What changed in the measured code after the commit that cells or measurements name, in no or one sentence."""
+def _after(commit: str) -> list[str]:
+    """What changed in the measured code after the commit that measurements name, in no or one sentence."""
     if not commit:
-        return [f"Some {what} do not say which commit made them."]
+        return ["Some measurements do not say which commit made them."]
     try:
         changed = commits.changed(commit)
     except commits.NoCommit as error:
-        return [f"This clone does not have commit {commit}, which {what} name: {error}"]
-    shown = ", ".join(changed[:5])
-    return [f"{len(changed)} files that {what} depend on changed after commit {commit}: {shown}."] if changed else []
+        return [f"This clone does not have commit {commit}, which measurements name: {error}"]
+    if not changed:
+        return []
+    return [f"{len(changed)} files that measurements depend on changed after commit {commit}: {_some(changed)}."]
+
+
+def _some(names: list[str]) -> str:
+    return ", ".join(names[:5]) + (f" and {len(names) - 5} more" if len(names) > 5 else "")
 
 
 if __name__ == "__main__":

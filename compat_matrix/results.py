@@ -6,12 +6,12 @@ import json
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, Callable
+from typing import Any
 
 from packaging.version import InvalidVersion, Version
 
 from . import keys, known
-from .cells import Cell, Checked, Environment, Made, Results, Upstream
+from .cells import Cell, Checked, Environment, Made, Results, Upstream, grouped
 from .check.found import ALONE, ON_TEXT, VOUCHED
 from .tiny_configs import MEDIA
 
@@ -42,24 +42,19 @@ def read(folder: Path, wanted: Iterable[str] = ()) -> Results:
     Raises:
         Malformed: One of the files is not evidence, or the folder has none.
     """
-    here = sorted(map(read_file, folder.glob("*.json")), key=lambda environment: environment.order)
-    gpu = sorted(map(read_file, folder.glob("gpu/*.json")), key=lambda environment: environment.order)
+    here, there = (
+        sorted(map(read_file, folder.glob(files)), key=lambda environment: environment.order)
+        for files in ("*.json", "gpu/*.json")
+    )
     if not here:
         raise Malformed(f"{folder}: expected evidence, found no JSON. Run python -m compat_matrix")
+    gpu = [environment for environment in (*here, *there) if environment.device != "cpu"]
     names = {environment.name for environment in here}
-    return Results(
-        tuple(here),
-        tuple(environment for environment in (*here, *gpu) if environment.device != "cpu"),
-        tuple(name for name in wanted if name not in names),
-    )
+    return Results(tuple(here), tuple(gpu), tuple(name for name in wanted if name not in names))
 
 
 def read_file(file: Path, partial: bool = False) -> Environment:
-    """Read one file of evidence.
-
-    Args:
-        file: The file.
-        partial: Whether points of :data:`CORE` may be missing, as after ``--points``.
+    """Read one file of evidence. If it is ``partial``, points of :data:`CORE` may be missing, as after ``--points``.
 
     Raises:
         Malformed: The file is not evidence.
@@ -68,14 +63,19 @@ def read_file(file: Path, partial: bool = False) -> Environment:
         data = json.loads(file.read_text(encoding="utf-8"))
     except ValueError as error:
         raise Malformed(f"{file}: expected JSON, found {error}") from None
-    try:
-        return _environment(data, file.stem, partial)
-    except _Expected as expected:
-        raise Malformed(f"{file}: expected {expected}") from None
+    return read_data(data, file.stem, partial, str(file))
 
 
 class _Expected(Exception):
     pass
+
+
+def read_data(data: Any, name: str, partial: bool = False, where: str = "evidence") -> Environment:
+    """Read what a file of this name would hold, as :func:`read_file` does. Errors name ``where`` it is."""
+    try:
+        return _environment(data, name, partial)
+    except _Expected as expected:
+        raise Malformed(f"{where}: expected {expected}") from None
 
 
 def _environment(data: Any, stem: str, partial: bool) -> Environment:
@@ -94,20 +94,18 @@ def _environment(data: Any, stem: str, partial: bool) -> Environment:
     if missing and not partial and texts["device"] == "cpu":
         raise _Expected(f"points to have {', '.join(missing)}")
     table = _take({"code": {}, **data}, "code", dict)
-    cells = {
-        name: _cell(
-            _take(data["architectures"], name, dict, "architectures."),
-            points,
-            tuple(row for row in rows if row in ROWS_WITH_MEDIA) if name.endswith(MEDIA) else rows,
-            f"architectures.{name}.",
-            table,
-            known=lambda cell, points, name=name: known.judged(name, texts["transformers"], cell, points),
-        )
-        for name in _take(data, "architectures", dict)
-    }
-    for name, cell in cells.items():
-        without = sorted(_vouchers(cell) - {name for name, each in cells.items() if each.state == "ok"})
-        if cell.state == "ok" and without and not partial:
+    cells = {}
+    for name in _take(data, "architectures", dict):
+        cell = _take(data["architectures"], name, dict, "architectures.")
+        cell = {"points": points, **cell}  # a cell that is kept from an earlier run says with which points
+        cell.update(known.judged(name, texts["transformers"], cell, cell["points"]))
+        these = tuple(row for row in rows if row in ROWS_WITH_MEDIA) if name.endswith(MEDIA) else rows
+        cells[name] = _cell(cell, these, f"architectures.{name}.", table)
+    for name, cell in cells.items() if not partial else ():
+        reasons = (reason for run in cell.checked.values() for reason in run.not_applicable.values())
+        vouchers = {reason[len(VOUCHED) :] for reason in reasons if _is_vouched_for(reason)}
+        without = sorted(each for each in vouchers if each not in cells or cells[each].state != "ok")
+        if cell.state == "ok" and without:
             cells[name] = replace(cell, state="fail", reason=f"{VOUCHED}{', '.join(without)}, which is not ok")
     return Environment(
         **texts,
@@ -120,43 +118,26 @@ def _environment(data: Any, stem: str, partial: bool) -> Environment:
     )
 
 
-def _vouchers(cell: Cell) -> set[str]:
-    """The architectures that vouch for points of a cell."""
-    reasons = (reason for run in cell.checked.values() for reason in run.not_applicable.values())
-    return {reason[len(VOUCHED) :] for reason in reasons if reason.startswith(VOUCHED)}
-
-
-def _cell(
-    data: dict[str, Any],
-    points: tuple[str, ...],
-    rows: tuple[str, ...],
-    where: str,
-    table: dict[str, Any],
-    known: Callable[[dict[str, Any], tuple[str, ...]], dict[str, str]],
-) -> Cell:
-    points = tuple(data.get("points", points))  # of a cell that is kept from an earlier run
-    data = {**data, **known(data, points)}
+def _cell(data: dict[str, Any], rows: tuple[str, ...], where: str, table: dict[str, Any]) -> Cell:
+    points = tuple(data["points"])
     made = _made(_take(data, "made", dict, where), where + "made.", table)
     alone = _alone(data.get("upstream") or {}, rows, where + "upstream.")
     state = next((state for state in ("error", "refused", "xfail") if state in data), None)
     checked = _checked(data, where) if state is None or "fa2patch" in data else {}
     if state is not None:
-        known = tuple(data.get("seam", ())) if state == "xfail" else ()
-        return replace(_not_ok(state, data, where), seam=known, checked=checked, alone=alone, made=made, points=points)
+        seam = tuple(data.get("seam", ())) if state == "xfail" else ()
+        return replace(_not_ok(state, data, where), seam=seam, checked=checked, alone=alone, made=made, points=points)
     seam = tuple(_take(data, "seam", list, where))
-    found: dict[str, list[str]] = {}
-    for name, run in checked.items():
-        for problem in _problems(run, points):
-            found.setdefault(problem, []).append(name)
+    found = grouped((problem, name) for name, run in checked.items() for problem in _problems(run, points))
     problems = [f"{', '.join(names)}: {problem}" for problem, names in found.items()] + _not_held(checked, points)
     return Cell("fail" if problems else "ok", "; ".join(problems), "", seam, checked, alone, made, points)
 
 
 def _made(data: dict[str, Any], where: str, table: dict[str, Any]) -> Made:
     """What a cell was made with. Every cell must say it; a commit or a state that is unknown is null."""
-    missing = {"commit", "dirty"} - set(data)
-    if missing:
-        raise _Expected(f"{where}{sorted(missing)[0]}, found nothing")
+    for name in ("commit", "dirty"):
+        if name not in data:
+            raise _Expected(f"{where}{name}, found nothing")
     texts = [_take(data, key, str, where) for key in ("torch", "when")]
     seconds = float(_take(data, "seconds", (int, float), where))
     key = keys.unpacked(table, [data["key"]])[0] if "key" in data else None
@@ -180,13 +161,9 @@ def _checked(data: dict[str, Any], where: str) -> dict[str, Checked]:
     """The points of each implementation."""
     checked = {}
     for name in _take(data, "fa2patch", dict, where):
-        counts = _take(data["fa2patch"], name, dict, f"{where}fa2patch.")
-        checked[name] = Checked(
-            _take({"ok": 0, **counts}, "ok", int, where),
-            dict(_take({"n/a": {}, **counts}, "n/a", dict, where)),
-            dict(_take({ALONE: {}, **counts}, ALONE, dict, where)),
-            dict(_take({"fail": {}, **counts}, "fail", dict, where)),
-        )
+        counts = {"ok": 0, "n/a": {}, ALONE: {}, "fail": {}, **_take(data["fa2patch"], name, dict, f"{where}fa2patch.")}
+        reasons = (_take(counts, kind, dict, where) for kind in ("n/a", ALONE, "fail"))
+        checked[name] = Checked(_take(counts, "ok", int, where), *reasons)
     return checked
 
 

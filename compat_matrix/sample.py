@@ -18,12 +18,8 @@ def chosen(environments: Iterable[Environment], sources: keys.Sources, count: in
 
     First come cells that together execute every changed item that any cell executes, those with the rarest item first.
     Then come cells of the kinds that have the fewest chosen cells: of one state and seam, to which the same points
-    apply. The oldest and the newest environment are asked in turns, so that no age is left out.
-
-    Args:
-        environments: the evidence to choose from.
-        sources: the present sources.
-        count: how many cells to choose; more if the changed items need them.
+    apply. The oldest and the newest environment are asked in turns, so that no age is left out. There are more cells
+    than ``count`` if the changed items need them.
     """
     cells = {(each.name, name): cell for each in _from_both_ends(environments) for name, cell in each.cells.items()}
     changed = {place: _changed(cell, sources) for place, cell in cells.items()}
@@ -32,11 +28,9 @@ def chosen(environments: Iterable[Environment], sources: keys.Sources, count: in
     missing = set(users)
     for item, _ in sorted(users.items(), key=lambda pair: (pair[1], pair[0])):
         if item in missing:
-            place = max(
-                (place for place, items in changed.items() if item in items), key=lambda p: len(changed[p] & missing)
-            )
-            found.append(place)
-            missing -= changed[place]
+            having = [place for place, items in changed.items() if item in items]
+            found.append(max(having, key=lambda place: len(changed[place] & missing)))
+            missing -= changed[found[-1]]
     kinds = Counter(_kind(cells[place]) for place in found)
     for _ in range(count - len(found)):
         left = [place for place in cells if place not in found]

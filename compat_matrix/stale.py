@@ -23,12 +23,7 @@ NO_KEY = "it was made before cells had keys"
 
 
 def cells(environment: Environment, sources: Sources) -> dict[str, list[str]]:
-    """Return the cells of an environment that are stale, each with the items that are others now.
-
-    Args:
-        environment: the evidence.
-        sources: the present sources.
-    """
+    """Return the cells of an environment that are stale, each with the items that are others in the present sources."""
     wanted = environments.version(environment.name).stated
     other = [f"versions.toml: {environment.name}"] if list(environment.requirements) != wanted else []
     found = {}
@@ -42,10 +37,6 @@ def cells(environment: Environment, sources: Sources) -> dict[str, list[str]]:
 
 def by_commit(environment: Environment, commit: str) -> dict[str, list[str]]:
     """Return the cells with a key that a commit makes stale, each with the items that the commit changes.
-
-    Args:
-        environment: the evidence.
-        commit: its name.
 
     Raises:
         NoCommit: there is no such commit.

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import json
 import os
 import sys
-import tempfile
 from collections.abc import Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import dataclass, field
@@ -125,18 +123,10 @@ def _of_version(
         evidence = run.evidence(
             version, folder, packages, "--families", *names, doing=lambda what: doing(version, what)
         )
-        cells = _cells(evidence)
+        cells = results.read_data(evidence, evidence["name"]).cells
     except Exception as error:
         return [Row(model, version, "error", f"{type(error).__name__}: {error}") for model in models]
     return [_row(model, version, cells.get(model.architecture, ABSENT), evidence) for model in models]
-
-
-def _cells(evidence: dict[str, Any]) -> Any:
-    with tempfile.TemporaryDirectory() as folder:
-        file = Path(folder) / f"{evidence['name']}.json"
-        file.write_text(json.dumps(evidence), encoding="utf-8")
-        environment = results.read_file(file)
-    return {name: environment.cell(name) for name in evidence["architectures"]}
 
 
 def _row(model: Model, version: environments.Version, cell: Cell, evidence: dict[str, Any]) -> Row:

@@ -7,17 +7,15 @@ import contextlib
 import json
 import os
 import sys
-import tempfile
 from collections.abc import Iterable
-from concurrent.futures import ThreadPoolExecutor, as_completed
 from hashlib import sha256
 from pathlib import Path
 from typing import Any, Callable
 
-from . import environments, keys, plans, run, sample, stale
+from . import diffable, environments, keys, plans, run, sample, stale
 from .cells import STATES, Environment, score
-from .results import EVIDENCE, Malformed, read_file
-from .screen import BarColumn, Console, MofNCompleteColumn, Progress, Table, TextColumn, TimeElapsedColumn
+from .results import EVIDENCE, Malformed, read_data, read_file
+from .screen import Console, Table, bars, done
 
 ROOT = environments.HERE.parent
 NIGHTS = 7
@@ -56,26 +54,19 @@ def main(arguments: list[str] | None = None) -> int:
         committed = [read_file(EVIDENCE / f"{version.name}.json") for version in wanted]
         given.chosen = sample.chosen(committed, keys.Sources(ROOT), given.sample)
         wanted = [version for version in wanted if version.name in dict(given.chosen)]
-    console = Console(stderr=True)
-    columns = TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn()
     results: dict[str, Environment | str] = {}
-    packages = environments.only_our_packages()
-    with packages as path, Progress(*columns, console=console) as progress, ThreadPoolExecutor(given.jobs) as pool:
+    with environments.only_our_packages() as packages, bars() as progress:
         task = progress.add_task("versions", total=len(wanted))
         cells = progress.add_task("cells", total=None)
-        started = {
-            pool.submit(check, version, given, path, lambda: progress.advance(cells)): version for version in wanted
-        }
-        for future in as_completed(started):
-            version = started[future]
-            try:
-                results[version.name] = future.result()
-            except Exception as error:
-                results[version.name] = f"{type(error).__name__}: {error}"
-            progress.update(task, advance=1)
-            bad = failures(results[version.name])
-            console.print(f"{version.name}: {'ok' if not bad else f'{len(bad)} failed'}")
-            say(version.name, bad, console)
+        for version, found in done(
+            lambda version: check(version, given, packages, lambda: progress.advance(cells)), wanted, given.jobs
+        ):
+            found = f"{type(found).__name__}: {found}" if isinstance(found, Exception) else found
+            results[version.name] = found
+            progress.advance(task)
+            bad = failures(found)
+            progress.console.print(f"{version.name}: {'ok' if not bad else f'{len(bad)} failed'}")
+            say(version.name, bad, progress.console)
     ordered = {version.name: results[version.name] for version in wanted}
     report(ordered, Console() if sys.stdout.isatty() else Console(width=190))
     if given.sample:
@@ -118,25 +109,21 @@ def check(
     options += ["--points", *given.points] if given.points else []
     if not (given.all_points or given.points or given.chosen):
         there = {*(families or snapshots), *cells}
-        vouched = {name: voucher for name, voucher in plans.vouchers(snapshots).items() if voucher in there}
+        vouched = {name: by for name, by in plans.vouchers(snapshots).items() if by in there}
         if given.rotation is not None:
-            vouched = {
-                name: voucher for name, voucher in vouched.items() if night(version.name, name) != given.rotation
-            }
+            vouched = {name: by for name, by in vouched.items() if night(version.name, name) != given.rotation}
         options += ["--vouched", json.dumps(vouched)]
 
     def keep(header: dict[str, Any], name: str, cell: dict[str, Any]) -> None:
         checked()
         cells[name] = cell
         if not given.points:
-            beside = file.with_suffix(".part")
-            beside.write_text(run.text(run.written(header, cells)), encoding="utf-8")
-            beside.replace(file)  # a stop between two cells leaves the file whole
+            diffable.write(file, run.text(run.written(header, cells)))
 
-    with tempfile.TemporaryDirectory() as folder:
-        made = Path(folder, file.name)
-        made.write_text(run.text(run.evidence(version, given.environments, packages, *options, keep=keep)), "utf-8")
-        return read_file(file if file.exists() and not given.points else made, partial=bool(given.points))
+    found = run.evidence(version, given.environments, packages, *options, keep=keep)
+    if file.exists() and not given.points:
+        return read_file(file)
+    return read_data(found, version.name, partial=bool(given.points))
 
 
 def left_over(names: Iterable[str], before: Environment, sources: keys.Sources) -> list[str]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import io
 import os
 import subprocess
-import tarfile
+import zipfile
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -101,13 +101,8 @@ def export(commit: str, package: str, folder: Path) -> None:
     Raises:
         NoCommit: there is no such commit, or it has no such package.
     """
-    with tarfile.open(fileobj=io.BytesIO(_git("archive", commit, "--", package))) as members:
-        for member in members:
-            content = members.extractfile(member) if member.isfile() else None
-            if content is not None:
-                file = folder / member.name
-                file.parent.mkdir(parents=True, exist_ok=True)
-                file.write_bytes(content.read())
+    with zipfile.ZipFile(io.BytesIO(_git("archive", "--format=zip", commit, "--", package))) as archive:
+        archive.extractall(folder)
 
 
 def _git(*arguments: str) -> bytes:

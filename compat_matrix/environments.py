@@ -49,7 +49,6 @@ class Version:
     """One block of versions.toml, which says what an environment is made of.
 
     Attributes:
-        name: The block's name.
         transformers, python, torch: Version numbers.
         pins: Further requirements. A pin of torch, Transformers or wrapt replaces the number given here.
         wrapt: The version of wrapt; empty takes the newest.
@@ -110,12 +109,15 @@ def _package(requirement: str) -> str:
 
 def versions() -> dict[str, Version]:
     """Read every block of versions.toml, by name, in the file's order."""
-    file = tomllib.loads((HERE / "versions.toml").read_text())
-    blocks = {}
-    for name, block in file["version"].items():
-        settings = {"transformers": name, **file["defaults"], **block}
-        blocks[name] = Version(name, **{**settings, "pins": tuple(settings["pins"])})
-    return blocks
+    found = blocks(HERE / "versions.toml", "version")
+    return {name: Version(name, **{"transformers": name, **block}) for name, block in found.items()}
+
+
+def blocks(file: Path, kind: str) -> dict[str, dict[str, Any]]:
+    """Read blocks of a file, by name, each with what the file's defaults say."""
+    read = tomllib.loads(file.read_text(encoding="utf-8"))
+    found = {name: {**read["defaults"], **block} for name, block in read[kind].items()}
+    return {name: {**block, "pins": tuple(block["pins"])} for name, block in found.items()}
 
 
 def releases() -> list[Version]:
@@ -195,12 +197,7 @@ def install(folder: Path, requirement: str) -> None:
 
 
 def variables(packages: Path, **more: str) -> dict[str, str]:
-    """Return the environment variables of a process in an environment.
-
-    Args:
-        packages: The folder that :func:`only_our_packages` gives.
-        more: Further variables.
-    """
+    """Return the environment variables of a process in an environment, with more of them."""
     inherited = {name: value for name, value in os.environ.items() if name != "PYTHONDONTWRITEBYTECODE"}
     # an environment's second process starts in half the time if the first one may keep its bytecode
     return {**inherited, **more, "PYTHONPATH": str(packages), "PYTHONNOUSERSITE": "1", "OMP_NUM_THREADS": "1"}
@@ -263,12 +260,6 @@ def interpreter(python: str) -> str:
 
 def printed(python: Path, packages: Path, module: str, *arguments: str) -> dict[str, Any]:
     """Run a module in an environment and return the JSON object that it prints.
-
-    Args:
-        python: the environment's Python.
-        packages: the folder of :func:`only_our_packages`.
-        module: the module's name.
-        arguments: its command line.
 
     Raises:
         RuntimeError: the module fails; the text is the end of what it wrote to the standard error.

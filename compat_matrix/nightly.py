@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import argparse
 import json
+from collections.abc import Mapping
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from packaging.version import Version
 
 from . import environments
 
-TITLE = "The matrix is red"
+if TYPE_CHECKING:
+    from .cells import Cell
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -49,52 +52,50 @@ def failures(evidence: Path, names: list[str]) -> list[str]:
     A version that is allowed to fail is what comes next. Its failures are listed by the seam at which the newest
     release's architectures are patched, and it may have no evidence, because it may not be installable on some days.
     """
-    from .results import Malformed, read_file
-
     lines = []
     for name in names:
-        file = evidence / f"{name}.json"
-        if environments.version(name).allowed_to_fail:
-            lines += [f"- {name}: {line}" for line in moved(file)]
-            continue
+        file, allowed_to_fail = evidence / f"{name}.json", environments.version(name).allowed_to_fail
         if not file.exists():
-            lines.append(f"- {name}: no evidence; its job failed before the check was done")
-            continue
-        try:
-            cells = read_file(file).cells
-        except Malformed as error:
-            lines.append(f"- {name}: {error}")
-            continue
-        lines += [f"- {name}: {what}: {cell.reason}" for what, cell in cells.items() if cell.state == "fail"]
+            said = [] if allowed_to_fail else ["no evidence; its job failed before the check was done"]
+        else:
+            said = _failing(file, allowed_to_fail)
+        lines += [f"- {name}: {line}" for line in said]
     return lines
 
 
-def moved(file: Path) -> list[str]:
-    """One line for each seam that has failures in evidence of a version to come, or of torch to come.
+def _failing(file: Path, allowed_to_fail: bool) -> list[str]:
+    from .results import Malformed, read_file  # it needs packages that listing the versions must do without
 
-    A seam has moved if its architectures fail, or are patched at another one than in the newest release.
-    """
-    from . import plans  # which needs packages that listing the versions must do without
-    from .results import Malformed, read_file
-
-    if not file.exists():
-        return []
     try:
         cells = read_file(file).cells
     except Malformed as error:
         return [str(error)]
+    if allowed_to_fail:
+        return moved(cells)
+    return [f"{name}: {cell.reason}" for name, cell in cells.items() if cell.state == "fail"]
+
+
+def moved(cells: Mapping[str, Cell]) -> list[str]:
+    """One line for each seam that has failures in cells of a version to come, or of torch to come.
+
+    A seam has moved if its architectures fail, or are patched at another one than in the newest release.
+    """
+    from . import plans
+
     newest = plans.read()[environments.newest().name].snapshots
     found: dict[str, dict[str, str]] = {}
     for name, cell in cells.items():
-        seam = " and ".join(sorted(plans.seams(newest.get(name, {}))))
+        seams = plans.seams(newest.get(name, {}))
+        of_seam = found.setdefault(" and ".join(sorted(seams)), {})
         if cell.state == "fail":
-            found.setdefault(seam, {})[name] = cell.reason
-        elif cell.state == "ok" and {*seam.split(" and ")} != {*cell.seam}:
-            found.setdefault(seam, {})[name] = f"patched at the seam {' and '.join(cell.seam)}"
+            of_seam[name] = cell.reason
+        elif cell.state == "ok" and seams != {*cell.seam}:
+            of_seam[name] = f"patched at the seam {' and '.join(cell.seam)}"
     return [
         f"the seam {seam} moved in {len(reasons)} architectures ({', '.join(list(reasons)[:5])}): "
         f"{next(iter(reasons.values()))}"
         for seam, reasons in found.items()
+        if reasons
     ]
 
 

@@ -11,16 +11,14 @@ import json
 import os
 import sys
 from collections.abc import Iterator, Mapping
-from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from . import environments, keys, run
-from .screen import BarColumn, Console, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+from . import diffable, environments, keys, run
+from .screen import bars, done
 
 PLANS = environments.HERE / "plans.json"
-COMMA = ",\n"
 
 Snapshots = dict[str, dict[str, Any]]
 """By architecture, then by ``attn_implementation``: what ``check.plan.of`` returns."""
@@ -28,13 +26,7 @@ Snapshots = dict[str, dict[str, Any]]
 
 @dataclass
 class Planned:
-    """The snapshots of one version.
-
-    Attributes:
-        snapshots: by architecture, then by ``attn_implementation``.
-        key: the items of code that were executed for all of them.
-        made_of: the Python and the requirements of the environment.
-    """
+    """The snapshots of one version, the items of code that were executed for them, and what its environment is of."""
 
     snapshots: Snapshots
     key: keys.Items
@@ -53,35 +45,27 @@ def main(arguments: list[str] | None = None) -> int:
     """
     parser = argparse.ArgumentParser(prog="python -m compat_matrix.plans", description=__doc__)
     parser.add_argument("--versions", nargs="+", metavar="V", help="blocks of versions.toml, or releases; default: all")
-    parser.add_argument("--plans", type=Path, default=PLANS, help="file of the committed snapshots")
-    parser.add_argument("--write", action="store_true", help="write the snapshots that were made into that file")
-    parser.add_argument(
-        "--all", action="store_true", help="also versions of which no code that finds plans has changed"
-    )
+    parser.add_argument("--write", action="store_true", help="write the snapshots that were made into plans.json")
+    parser.add_argument("--all", action="store_true", help="also versions of which no code that finds plans changed")
     parser.add_argument("--jobs", type=int, default=os.cpu_count() or 1, help="versions at a time")
     parser.add_argument("--environments", type=Path, default=environments.HERE.parent / ".compat")
     given = parser.parse_args(arguments)
-    known, sources = read(given.plans), keys.Sources(environments.HERE.parent)
+    known, sources = read(), keys.Sources(environments.HERE.parent)
     blocks = environments.versions().values()
     named = [environments.version(name) for name in given.versions or ()]
     wanted = named or [block for block in blocks if not block.allowed_to_fail]
     fresh = [each for each in wanted if each.name in known and known[each.name].is_fresh(each, sources)]
     left = [each for each in wanted if given.all or each not in fresh]
-    columns = TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn()
     wrong, broken, count = False, False, 0
-    packages, threads = environments.only_our_packages(), ThreadPoolExecutor(given.jobs)
-    with packages as path, Progress(*columns, console=Console(stderr=True)) as progress, threads as pool:
+    with environments.only_our_packages() as packages, bars() as progress:
         task = progress.add_task("plans", total=len(left))
-        started = {pool.submit(run.plans, version, given.environments, path): version for version in left}
-        for future in as_completed(started):
-            version = started[future]
-            progress.update(task, advance=1)
-            try:
-                made, key = future.result()
-            except Exception as error:  # the other versions' plans are kept
+        for version, found in done(lambda each: run.plans(each, given.environments, packages), left, given.jobs):
+            progress.advance(task)
+            if isinstance(found, Exception):  # the other versions' plans are kept
                 broken = True
-                print(f"{version.name}: {type(error).__name__}: {error}", flush=True)
+                print(f"{version.name}: {type(found).__name__}: {found}", flush=True)
                 continue
+            made, key = found
             count += len(made)
             before = known[version.name].snapshots if version.name in known else {}
             for line in differences(before, made):
@@ -89,7 +73,7 @@ def main(arguments: list[str] | None = None) -> int:
                 print(f"{version.name}: {line}", flush=True)
             known[version.name] = Planned(made, key, version.stated)
             if given.write:
-                write(known, given.plans)
+                write(known)
     print(
         f"{count:,} architectures in {len(left)} environments, {'some' if wrong else 'none'} found otherwise. In "
         f"{len(wanted) - len(left)} environments no code changed that finds plans."
@@ -158,23 +142,16 @@ def write(known: Mapping[str, Planned], file: Path = PLANS) -> None:
         text = json.dumps({name: held for name, held in snapshot.items() if name != "model"})
         return [places.setdefault(text, len(places)), *([snapshot["model"]] if "model" in snapshot else [])]
 
-    def block(name: str, held: Mapping[str, Any]) -> str:
-        lines = COMMA.join(f"  {json.dumps(key)}: {json.dumps(value)}" for key, value in held.items())
-        return f" {json.dumps(name)}: {{\n{lines}\n }}"
-
     code, numbers = keys.packed(planned.key for planned in known.values())
-    blocks = []
+    found: dict[str, Any] = {}
     for (version, planned), number in zip(known.items(), numbers):
         entries = {
             name: {implementation: entry(snapshot) for implementation, snapshot in snapshots.items()}
             for name, snapshots in planned.snapshots.items()
         }
-        blocks.append(block(version, {"made of": planned.made_of, "key": number, **entries}))
-    table = COMMA.join(f"  {text}" for text in places)
-    blocks += [f' "plans": [\n{table}\n ]', block("code", code)]
-    beside = file.with_suffix(".part")
-    beside.write_text(f"{{\n{COMMA.join(blocks)}\n}}\n", encoding="utf-8")
-    beside.replace(file)
+        found[version] = {"made of": planned.made_of, "key": number, **entries}
+    found |= {"plans": [*map(json.loads, places)], "code": code}
+    diffable.write(file, diffable.dumped(found, 2) + "\n")
 
 
 def seams(snapshots: Mapping[str, Any]) -> set[str]:

@@ -6,12 +6,13 @@ import contextlib
 import json
 import queue
 import subprocess
+import tempfile
 import threading
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import IO, Any, Callable
 
-from . import commits, environments, keys
+from . import commits, diffable, environments, keys
 from .check.found import ALONE, DOCUMENT, EXECUTED, REFUSED_AND_PATCHED
 from .results import FORMAT
 
@@ -19,6 +20,8 @@ PARTS = ("without", "with")
 """One process runs without flash-attn, one with its stand-in."""
 
 Found = dict[str, Any]
+Line = tuple[str, str, "Found | None"]
+"""What came from a process: its name, the architecture and the cell."""
 
 
 def evidence(
@@ -34,7 +37,7 @@ def evidence(
     Args:
         version: The version to check.
         folder: The folder with the environments.
-        packages: The folder that ``environments.only_our_packages`` gives.
+        packages: That of ``environments.only_our_packages``.
         options: Options for ``python -m compat_matrix.check``.
         doing: Called with what is done next.
         keep: Called with each cell as soon as it is checked: what evidence says beside cells, its name and the cell.
@@ -65,21 +68,10 @@ def evidence(
     return written(header, cells)
 
 
-def plans(
-    version: environments.Version, folder: Path, packages: Path, families: Sequence[str] = ()
-) -> tuple[dict[str, Found], keys.Items]:
-    """Return what ``apply`` finds in each architecture of a version, and the key of that.
-
-    Args:
-        version, folder, packages: as for :func:`evidence`.
-        families: the architectures; empty takes all of the version.
-
-    Returns:
-        ``check.plan.of`` of each architecture, and the items that were executed for all of them.
-    """
+def plans(version: environments.Version, folder: Path, packages: Path) -> tuple[dict[str, Found], keys.Items]:
+    """Return ``check.plan.of`` of each architecture of a version, and the items that were executed for all of them."""
     python = environments.make(version, folder.resolve())
-    families = families or version.families
-    options = ["--families", *families] if families else []
+    options = ["--families", *version.families] if version.families else []
     snapshots = lines(python, packages, {"plans": ["compat_matrix.check", "--plans", *options]})
     made = {name: found["plans"] for name, found in snapshots}
     key = keys.Sources(packages).key(made.pop(EXECUTED), without=())
@@ -92,8 +84,7 @@ def lines(
     """Run modules in processes of a version's Python, at the same time, and merge the lines that they print.
 
     Args:
-        python: The version's Python.
-        packages: The folder that ``environments.only_our_packages`` gives.
+        python, packages: The version's Python, and the folder of ``environments.only_our_packages``.
         processes: The module and its options, by the name of a process.
 
     Yields:
@@ -103,12 +94,19 @@ def lines(
     Raises:
         RuntimeError: One of the processes fails. The text is the end of what it wrote to the standard error.
     """
-    came: queue.Queue[tuple[str, str, Found | None]] = queue.Queue()
+    came: queue.Queue[Line] = queue.Queue()
     waiting: dict[str, dict[str, Found]] = {}
     with contextlib.ExitStack() as stack:
         for part, module in processes.items():
-            process = stack.enter_context(_Process(python, packages, part, module))
-            threading.Thread(target=process.read, args=(came,), daemon=True).start()
+            errors = stack.enter_context(tempfile.TemporaryFile("w+", errors="replace"))
+            process = subprocess.Popen(
+                [str(python), "-m", *module],
+                cwd=packages, env=environments.variables(packages), text=True, stdout=subprocess.PIPE, stderr=errors,
+            )  # fmt: skip
+            reader = threading.Thread(target=_read, args=(process, errors, part, came))
+            reader.start()
+            stack.callback(reader.join)
+            stack.callback(process.terminate)  # which is the first of both
         running = len(processes)
         while running:
             part, name, cell = came.get()
@@ -123,43 +121,16 @@ def lines(
     yield from waiting.items()
 
 
-class _Process:
-    """A process of a module, which is ended with the block."""
-
-    def __init__(self, python: Path, packages: Path, part: str, module: Sequence[str]) -> None:
-        self.part = part
-        self.process = subprocess.Popen(
-            [str(python), "-m", *module],
-            cwd=packages, env=environments.variables(packages), text=True,
-            stdout=subprocess.PIPE, stderr=subprocess.PIPE,
-        )  # fmt: skip
-
-    def read(self, came: queue.Queue[tuple[str, str, Found | None]]) -> None:
-        """Put each line into a queue, and at the end None, with the error as the name if the process fails."""
-        errors: list[str] = []
-        threading.Thread(target=_drain, args=(self.process.stderr, errors), daemon=True).start()
-        assert self.process.stdout is not None
-        for line in self.process.stdout:
-            said = json.loads(line)
-            name = said.get("architecture", "")
-            came.put((self.part, name, said["cell"] if name else said))
-        failed = self.process.wait()
-        came.put((self.part, "".join(errors)[-1500:] or f"it ended with {failed}" if failed else "", None))
-
-    def __enter__(self) -> _Process:
-        return self
-
-    def __exit__(self, *exception: object) -> None:
-        if self.process.poll() is None:
-            self.process.terminate()
-            self.process.wait()
-
-
-def _drain(stream: IO[str] | None, into: list[str]) -> None:
-    assert stream is not None
-    for line in stream:
-        into.append(line)
-        del into[:-50]
+def _read(process: subprocess.Popen[str], errors: IO[str], part: str, came: queue.Queue[Line]) -> None:
+    """Put each line into a queue, and at the end None, with the error as the name if the process fails."""
+    for line in process.stdout or ():
+        said = json.loads(line)
+        name = said.get("architecture", "")
+        came.put((part, name, said["cell"] if name else said))
+    failed = process.wait()
+    errors.seek(0)
+    why = errors.read()[-1500:] or f"it ended with {failed}"
+    came.put((part, why if failed else "", None))
 
 
 def _header(version: environments.Version, without: Found, with_flash: Found) -> Found:
@@ -238,13 +209,4 @@ def unwritten(evidence: Found) -> dict[str, Found]:
 
 def text(evidence: Found) -> str:
     """Format the evidence of a version as JSON, with one line for each architecture and each file of code."""
-    cells = evidence["architectures"]
-    blocks = {"code": evidence["code"], "architectures": cells} if "code" in evidence else {"architectures": cells}
-    head = {name: value for name, value in evidence.items() if name not in blocks}
-    body = ",\n".join(
-        f' "{block}": {{\n'
-        + ",\n".join(f"  {json.dumps(name)}: {json.dumps(line)}" for name, line in held.items())
-        + "\n }"
-        for block, held in blocks.items()
-    )
-    return f"{json.dumps(head, indent=1)[:-2]},\n{body}\n}}\n"
+    return diffable.dumped(evidence, 9, code=2, architectures=2) + "\n"

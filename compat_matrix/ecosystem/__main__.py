@@ -8,17 +8,16 @@ from __future__ import annotations
 
 import argparse
 import json
-import subprocess
 import sys
-import tempfile
 from collections import Counter
 from datetime import date
 from pathlib import Path
 from typing import Any, Callable
-from xml.etree import ElementTree
 
 from .. import commits, environments, suite
-from ..screen import BarColumn, Console, Progress, TextColumn, TimeElapsedColumn
+from ..bench import figures
+from ..cells import grouped
+from ..screen import bars
 from .stacks import EVIDENCE, HERE, INTEGRATIONS, Row, Stack, rows, stack_of, stacks
 
 ROOT = HERE.parents[1]
@@ -28,14 +27,7 @@ Outcomes = dict[str, list[str]]
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Run the chosen stacks and rows, write their evidence and print a line for each.
-
-    Args:
-        arguments: the command line; None reads ``sys.argv``.
-
-    Returns:
-        The exit code: 1 if a test failed.
-    """
+    """Run the chosen stacks and rows, write their evidence and print a line for each; returns 1 if a test failed."""
     known: dict[str, Stack | Row] = {**{name: stack for name, stack in stacks().items() if stack.tests}, **rows()}
     parser = argparse.ArgumentParser(prog="python -m compat_matrix.ecosystem", description=__doc__)
     parser.add_argument("names", nargs="*", metavar="NAME", help=f"default: all of {', '.join(known)}")
@@ -46,8 +38,7 @@ def main(arguments: list[str] | None = None) -> int:
     if unknown:
         parser.error(f"expected stacks or rows, found {', '.join(unknown)}. Known are {', '.join(known)}")
     failed = False
-    columns = TextColumn("{task.description}"), BarColumn(), TextColumn("{task.percentage:.0f}%"), TimeElapsedColumn()
-    with environments.only_our_packages() as packages, Progress(*columns, console=Console(stderr=True)) as progress:
+    with environments.only_our_packages() as packages, bars() as progress:
         for name in given.names or known:
             task = progress.add_task(name, total=100)
 
@@ -56,7 +47,7 @@ def main(arguments: list[str] | None = None) -> int:
 
             try:
                 one = known[name]
-                outcomes = of_stack(one, given, packages, at) if isinstance(one, Stack) else of_row(one, given)
+                outcomes = of_stack(one, given, packages, at) if isinstance(one, Stack) else of_row(one, given, at)
             except RuntimeError as error:
                 outcomes = {"failure": [str(error)]}
             at(100)
@@ -70,33 +61,23 @@ def main(arguments: list[str] | None = None) -> int:
 def of_stack(stack: Stack, given: argparse.Namespace, packages: Path, at: Callable[[int], None]) -> Outcomes:
     """Run the tests of a stack in its environment, write its evidence, and return the tests by outcome."""
     chosen = [str(ROOT / word) if word.startswith("tests/") else word for word in stack.tests]
-    with tempfile.TemporaryDirectory(prefix="fa2patch-") as folder:
-        report = Path(folder, "report.xml")
-        every = ["-m", "slow or not slow", *chosen]
-        code, said = suite.started(stack.name, every, report, given.environments, packages, at)
-        if not report.exists():
-            raise RuntimeError(f"pytest ended with {code} and without a report: {said[-1500:]}")
-        cases, versions = [*suite.cases(report)], _versions(report)
-    checks = {check_of(case.name): finding(case) for case in cases if "finding" in case.properties}
-    found = {"stack": stack.name, "versions": versions, "variables": stack.variables}
+    every = ["-m", "slow or not slow", *chosen]
+    report = suite.in_environment(stack.name, every, given.environments, packages, at)
+    checks = {check_of(case.name): finding(case) for case in report.cases if "finding" in case.properties}
+    found = {"stack": stack.name, "versions": report.properties, "variables": stack.variables}
     found |= {"made": dict.fromkeys(checks, _made()), "checks": checks}
-    _write(given.evidence / f"{stack.name}.json", found)
-    return _by_outcome(cases)
+    figures.write(given.evidence / f"{stack.name}.json", found)
+    return _by_outcome(report.cases)
 
 
-def of_row(row: Row, given: argparse.Namespace) -> Outcomes:
+def of_row(row: Row, given: argparse.Namespace, at: Callable[[int], None]) -> Outcomes:
     """Run the slow tests of a row, write how they ended, and return the tests by outcome."""
-    with tempfile.TemporaryDirectory(prefix="fa2patch-") as folder:
-        report = Path(folder, "report.xml")
-        command = [sys.executable, "-m", "pytest", "-q", "-m", "slow", *row.tests, f"--junitxml={report}"]
-        done = subprocess.run(command, cwd=ROOT, stdout=subprocess.PIPE, text=True)
-        if not report.exists():
-            raise RuntimeError(f"pytest ended with {done.returncode} and without a report: {done.stdout[-1500:]}")
-        cases = [*suite.cases(report)]
+    command = [sys.executable, "-m", "pytest", "-m", "slow", *row.tests]
+    cases = suite.reported(command, ROOT, None, at).cases
     file = given.evidence / INTEGRATIONS.relative_to(EVIDENCE)
-    found = json.loads(file.read_text(encoding="utf-8")) if file.exists() else {}
+    found = figures.read(file) if file.exists() else {}
     found[row.name] = of_tests(row, cases)
-    _write(file, {name: found[name] for name in rows() if name in found})
+    figures.write(file, {name: found[name] for name in rows() if name in found})
     return _by_outcome(cases)
 
 
@@ -129,26 +110,12 @@ def finding(case: suite.Case) -> Found:
     return found if holds else {**found, "error": case.said[:1000]}
 
 
-def _versions(report: Path) -> dict[str, str]:
-    """Return the versions of packages that the report names. tests/conftest.py records them."""
-    properties = ElementTree.parse(report).iterfind(".//testsuite/properties/property")
-    return {one.attrib["name"]: one.attrib["value"] for one in properties}
-
-
 def _made() -> Found:
     return {**commits.of_code("compat_matrix/ecosystem", "tests"), "date": str(date.today())}
 
 
 def _by_outcome(cases: list[suite.Case]) -> Outcomes:
-    found: Outcomes = {}
-    for case in cases:
-        found.setdefault(case.outcome, []).append(f"{case.name}: {case.said.partition(chr(10))[0][:300]}")
-    return found
-
-
-def _write(file: Path, found: Found) -> None:
-    file.parent.mkdir(parents=True, exist_ok=True)
-    file.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
+    return grouped((case.outcome, f"{case.name}: {case.said.partition(chr(10))[0][:300]}") for case in cases)
 
 
 if __name__ == "__main__":

@@ -94,11 +94,9 @@ def judged(run: Callable[[], Any], wrong: Callable[[Any], str]) -> str:
 
 
 def cases(name: str, by_document: bool = False) -> dict[str, str]:
-    """Judge a replaced forward in all cases: before and after ``apply``, with and without LoRA, ids and lengths.
+    """Judge one of ``REPLACED`` in all cases: before and after ``apply``, with and without LoRA, ids and lengths.
 
-    Args:
-        name: one of ``REPLACED``.
-        by_document: whether every document has the same weight in the loss, instead of every token.
+    If it is ``by_document``, every document has the same weight in the loss, instead of every token.
     """
     found = {}
     for adapters in (False, True):

@@ -21,7 +21,6 @@ class Stack:
     """One block of stacks.toml.
 
     Attributes:
-        environment: what its environment is made of.
         variables: environment variables of its processes.
         tests: what pytest is given to run in it: files, tests, and ``-k``. Without any, only tests of the rows use it.
     """
@@ -47,7 +46,6 @@ class Row:
     """One row of integrations.toml.
 
     Attributes:
-        name: a short name, by which the command line chooses rows.
         package: the package whose releases the table lists, as a pin of stacks.toml names it.
         what: what runs, in words.
         tests: the files of tests, and pytest's ``-k`` if only some of them belong to the row.
@@ -75,14 +73,11 @@ class Row:
 
 def stacks() -> dict[str, Stack]:
     """Return every block by name, in the file's order."""
-    file = environments.tomllib.loads((HERE / "stacks.toml").read_text(encoding="utf-8"))
     found = {}
-    for name, block in file["stack"].items():
-        settings = {**file["defaults"], **block}
-        variables, distributed = settings.pop("variables", {}), settings.pop("distributed", ())
-        tests = (*settings.pop("tests"), *map(DISTRIBUTED.format, distributed))
-        wanted = environments.Version(name, **{**settings, "pins": tuple(settings["pins"])})
-        found[name] = Stack(wanted, variables, tests)
+    for name, block in environments.blocks(HERE / "stacks.toml", "stack").items():
+        variables, distributed = block.pop("variables", {}), block.pop("distributed", ())
+        tests = (*block.pop("tests"), *map(DISTRIBUTED.format, distributed))
+        found[name] = Stack(environments.Version(name, **block), variables, tests)
     return found
 
 

@@ -179,8 +179,6 @@ class Stage:
         """Make a trainer over ``train``.
 
         Args:
-            model: the model.
-            collator: the collator.
             held_out: whether it gets the held-out documents for evaluation.
             kind: the trainer's class, if not the default.
             options: arguments of TrainingArguments by their current names, or ``train_dataset``, or ``callbacks``,

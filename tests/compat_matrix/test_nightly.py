@@ -2,6 +2,7 @@
 
 import json
 
+import pytest
 from evidence import GOOD, evidence
 
 from compat_matrix import environments, nightly
@@ -45,22 +46,14 @@ def test_red_is_what_fails_and_what_left_nothing(tmp_path, capsys):
     assert second.startswith("- 5.2.0: no evidence")
 
 
-def test_the_next_torch_names_the_seam_too(tmp_path, capsys):
-    leave(tmp_path, "torch-next", llama=FAIL)
-    assert nightly.main(["red", str(tmp_path), "--wanted", '["torch-next"]']) == 1
-    assert capsys.readouterr().out.startswith("- torch-next: the seam interface moved in 1 architectures (llama)")
-
-
-def test_what_comes_next_names_the_seam_that_moved(tmp_path, capsys):
-    leave(tmp_path, "main", llama=FAIL, qwen2=FAIL, phi={**OK, "seam": ["method"]}, jamba={**OK, "seam": ["interface"]})
-    assert nightly.main(["red", str(tmp_path), "--wanted", '["main"]']) == 1
+@pytest.mark.parametrize("name", ["main", "torch-next"])
+def test_what_comes_next_names_the_seam_that_moved(tmp_path, capsys, name):
+    leave(tmp_path, name, llama=FAIL, qwen2=FAIL, phi={**OK, "seam": ["method"]}, jamba=OK)
+    assert nightly.main(["red", str(tmp_path), "--wanted", f'["{name}"]']) == 1
     first, second = capsys.readouterr().out.splitlines()
-    assert (
-        first.startswith("- main: the seam interface moved in 3 architectures (llama, qwen2, phi): ") and "off" in first
-    )
-    assert (
-        second == "- main: the seam interface and mixer moved in 1 architectures (jamba): patched at the seam interface"
-    )
+    moved = f"- {name}: the seam interface"
+    assert first.startswith(f"{moved} moved in 3 architectures (llama, qwen2, phi): ") and "off" in first
+    assert second == f"{moved} and mixer moved in 1 architectures (jamba): patched at the seam interface"
 
 
 def test_versions_are_printed_as_json(capsys):

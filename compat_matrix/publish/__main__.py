@@ -53,15 +53,10 @@ def made(root: Path) -> dict[Path, str]:
     results = read(folder / "evidence", wanted)
     require_commits(results)
     costs = {"reads": blocks.reads(), "overhead": blocks.overhead()}
-    in_readme = {
-        "matrix": blocks.summary(results),
-        "need": need.table(results),
-        "integrations": stacks.integrations(),
-        **costs,
-    }
+    in_readme = {"matrix": blocks.summary(results), "need": need.table(results), "integrations": stacks.integrations()}
     in_long_rows = {"engines": blocks.engines(), "costs": blocks.costs()}
     return {
-        root / "README.md": between(root / "README.md", **in_readme),
+        root / "README.md": between(root / "README.md", **in_readme, **costs),
         root / "docs" / "kernels.md": between(root / "docs" / "kernels.md", kernels=blocks.kernel_table(), **costs),
         root / "docs" / "long_rows.md": between(root / "docs" / "long_rows.md", **in_long_rows),
         folder / "MATRIX.md": matrix.tables(results),

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from itertools import product
 
 from fa2patch import kernels
 
@@ -84,38 +84,28 @@ def overhead() -> str:
 
 def kernel_table() -> str:
     """Return what every kernel can do at best; ``fa2patch kernels`` shows what it can do on a machine."""
-    rows = (
-        [
-            f'`"{row["name"]}"`',
-            row["what"],
-            row["needs"],
-            ", ".join(row["dtypes"] or ["any"]),
-            str(row["head_dim"] or "any"),
-            ", ".join(row["features"]),
-        ]
-        for row in kernels.rows()
-    )
+    rows = []
+    for row in kernels.rows():
+        can = ", ".join(row["dtypes"] or ["any"]), str(row["head_dim"] or "any"), ", ".join(row["features"])
+        rows.append([f'`"{row["name"]}"`', row["what"], row["needs"], *can])
     return table(["kernel", "what", "needs", "dtypes", "head dim up to", "features"], rows)
 
 
 def costs() -> str:
     """Return the table of bytes for an 8B model, by length of a row and number of processes."""
+    model, rows = DECODERS["8B"], []
+    for name, processes in product(("64k", "256k", "1M"), PROCESSES):
+        tokens = ROWS[name] // processes
+        found = (
+            long_rows.bytes_sent_by_a_layer(tokens, processes, model.heads, model.key_heads, model.head_dim),
+            long_rows.bytes_sent_by_a_step(model, tokens, processes),
+            long_rows.bytes_of_activations(model, tokens, checkpointing=False),
+            long_rows.bytes_of_activations(model, tokens),
+            long_rows.bytes_of_logits(model, tokens),
+        )
+        rows.append([name, str(processes), f"{tokens:,}", *map(size, found)])
     head = ["row", "processes", "tokens of a process", "a layer sends", "a step sends", "activations"]
-    return table([*head, "with checkpointing", "logits"], _costs(DECODERS["8B"]))
-
-
-def _costs(model: Decoder) -> Iterator[list[str]]:
-    for name in ("64k", "256k", "1M"):
-        for processes in PROCESSES:
-            tokens = ROWS[name] // processes
-            found = (
-                long_rows.bytes_sent_by_a_layer(tokens, processes, model.heads, model.key_heads, model.head_dim),
-                long_rows.bytes_sent_by_a_step(model, tokens, processes),
-                long_rows.bytes_of_activations(model, tokens, checkpointing=False),
-                long_rows.bytes_of_activations(model, tokens),
-                long_rows.bytes_of_logits(model, tokens),
-            )
-            yield [name, str(processes), f"{tokens:,}", *map(size, found)]
+    return table([*head, "with checkpointing", "logits"], rows)
 
 
 def engines() -> str:

@@ -11,7 +11,7 @@ from typing import Any, Callable
 
 from markupsafe import Markup
 
-from ..cells import STATES, UPSTREAM_STATES, Cell, Checked, Environment, Results, Upstream
+from ..cells import STATES, UPSTREAM_STATES, Cell, Checked, Environment, Results, Upstream, grouped
 from ..check.found import ON_TEXT, VOUCHED
 from . import words
 from .need import SEEDS
@@ -31,9 +31,6 @@ _FLASH = {"stand-in": "a stand-in for flash-attn with the same signature", "none
 _WEB = Path(__file__).parent / "web"
 _SCRIPTS = ("data.js", "stack.js", "address.js", "detail.js", "grid.js", "main.js")
 _POINTS = Path(__file__).parents[1] / "check" / "points"
-
-Where = dict[tuple[str, str], dict[str, list[str]]]
-"""Names of environments, by reason and link and then by architecture."""
 
 
 def tables(results: Results) -> str:
@@ -100,13 +97,14 @@ def _sign(cell: Cell, newest: str) -> str:
     return f"{HERE[cell.state]} {ALONE[cell.upstream.state if cell.upstream else 'unknown']}{older}"
 
 
-def _where(results: Results, state: str) -> Where:
-    found: Where = {}
+def _where(results: Results, state: str) -> dict[tuple[str, str], list[str]]:
+    """Return architectures with their environments, by the reason and the link that they have this state for."""
+    found: dict[tuple[str, str], list[str]] = {}
     for name in results.architectures:
-        for environment in results.environments:
-            cell = environment.cell(name)
-            if cell.state == state:
-                found.setdefault((cell.reason, cell.link), {}).setdefault(name, []).append(environment.name)
+        cells = [(each.cell(name), each.name) for each in results.environments]
+        for why, there in grouped(((cell.reason, cell.link), at) for cell, at in cells if cell.state == state).items():
+            where = f"{_linked(name, there[-1])} {words.spans(results.environments, there)}"
+            found.setdefault(why, []).append(where)
     return found
 
 
@@ -117,30 +115,21 @@ def _refused(results: Results) -> list[tuple[str, list[str]]]:
         sentence = reason.split(". ")[0].rstrip(".")
         common = re.sub(r"^(\w+: )?\w+:? ", "", sentence).split(", in ")[0]
         detail = sentence.partition(common)[2].lstrip(", ")
-        for name, there in cells.items():
-            where = f"{_linked(name, there[-1])} {words.spans(results.environments, there)}"
-            found.setdefault(common, []).append(f"{where}{detail and ': '}{words.plain(detail)}")
+        found.setdefault(common, []).extend(f"{where}{detail and ': '}{words.plain(detail)}" for where in cells)
     return [(common, sorted(entries)) for common, entries in sorted(found.items())]
 
 
 def _reasons(results: Results, state: str) -> list[str]:
     """Return each reason once, with its architectures and versions."""
-    lines = []
-    for (reason, link), where in sorted(_where(results, state).items()):
-        names = (
-            f"{_linked(name, there[-1])} {words.spans(results.environments, there)}" for name, there in where.items()
-        )
-        lines.append(f"{'; '.join(names)}: {words.plain(reason)}{f' ([why]({link}))' if link else ''}")
-    return lines
-
-
-def _isolated(results: Results) -> list[Cell]:
-    return [cell for each in results.counted for cell in each.cells.values() if cell.state == "ok"]
+    return [
+        f"{'; '.join(where)}: {words.plain(reason)}{f' ([why]({link}))' if link else ''}"
+        for (reason, link), where in sorted(_where(results, state).items())
+    ]
 
 
 def _loaded(results: Results) -> dict[str, int]:
     """Return in how many isolated cells points held with each ``attn_implementation``, and how many cells there are."""
-    cells = _isolated(results)
+    cells = [cell for each in results.counted for cell in each.cells.values() if cell.state == "ok"]
     return {"all": len(cells), **Counter(name for cell in cells for name, run in cell.checked.items() if run.ok)}
 
 
@@ -150,8 +139,7 @@ def _runs_of_points(results: Results) -> Iterator[list[str]]:
     for environment in results.counted:
         for point in environment.points:
             cells = (cell for cell in environment.cells.values() if cell.state == "ok" and point in cell.points)
-            kinds = (_how(cell, point) for cell in cells)
-            found.setdefault(point, Counter()).update(kinds)
+            found.setdefault(point, Counter()).update(_how(cell, point) for cell in cells)
     for point, counts in sorted(found.items()):
         yield [f"`{point}`", *(f"{counts[column]:,}" for column in ("ran", "shared", "text", "other"))]
 
@@ -165,17 +153,19 @@ def _how(cell: Cell, point: str) -> str:
 
 def _points(results: Results, of: Callable[[Checked], Mapping[str, str]]) -> list[list[str]]:
     """Return points that say nothing about fa2patch, with their reasons and architectures."""
-    found: dict[tuple[str, str], set[str]] = {}
-    for environment in results.environments:
-        for name, cell in environment.cells.items():
-            for run in cell.checked.values() if cell.state == "ok" else ():
-                for point, reason in of(run).items():
-                    found.setdefault((point, reason), set()).add(name)
-    shown = {
-        key: ", ".join(sorted(names)) if len(names) < 8 else f"{len(names)} architectures"
-        for key, names in found.items()
-    }
-    return [[f"`{point}`", words.plain(reason), names] for (point, reason), names in sorted(shown.items())]
+    found = grouped(
+        (why, name)
+        for environment in results.environments
+        for name, cell in environment.cells.items()
+        for run in (cell.checked.values() if cell.state == "ok" else ())
+        for why in of(run).items()
+    )
+    lines = []
+    for (point, reason), names in sorted(found.items()):
+        names = sorted({*names})
+        shown = ", ".join(names) if len(names) < 8 else f"{len(names)} architectures"
+        lines.append([f"`{point}`", words.plain(reason), shown])
+    return lines
 
 
 def page(results: Results) -> str:
@@ -235,19 +225,16 @@ def data(results: Results) -> dict[str, Any]:
         age = words.made(cell, newest), int(words.is_older(cell, newest))
         return [cells[numbered(_cell(cell))], runs[numbered(_runs(cell.alone))], made[numbered(age)]]
 
-    starts = [band[0] for band in words.bands(results.environments)]
+    every = results.environments
+    starts = [band[0] for band in words.bands(every)]
     return {
         "architectures": [
-            [
-                name,
-                int(name in SEEDS),
-                [numbers(each.cells[name]) if name in each.cells else 0 for each in results.environments],
-            ]
+            [name, int(name in SEEDS), [numbers(each.cells[name]) if name in each.cells else 0 for each in every]]
             for name in results.architectures
         ],
         "folder": words.FOLDER,
-        "environments": [_environment(each, each in starts) for each in results.environments],
-        "minors": _minors(results.environments),
+        "environments": [_environment(each, each in starts) for each in every],
+        "minors": _minors(every),
         "cells": list(cells),
         "runs": list(runs),
         "made": list(made),
@@ -266,9 +253,7 @@ def _cell(cell: Cell) -> list[Any]:
 
 
 def _runs(alone: tuple[Upstream, ...]) -> list[Any]:
-    runs = [
-        [run.implementation, [(words.ROWS.get(row, row), result) for row, result in run.rows.items()]] for run in alone
-    ]
+    runs = [(run.implementation, [(words.ROWS.get(row, row), run.rows[row]) for row in run.rows]) for run in alone]
     return [UPSTREAM_STATES.index(alone[0].state if alone else "unknown"), runs]
 
 

@@ -32,14 +32,12 @@ SEEDS = {
 }
 """The fourteen families that the table is about, and the name shown for each."""
 
-OLD = ("gpt_neo", "gptj", "gpt_bigcode")
-"""Families whose flash attention never gets ``position_ids``."""
-
 MIXERS = ()
 """In place of names: all architectures with mixers."""
 
-_NAMED = 4
-"""The largest number of families that a cell of the table names."""
+
+Outcome = tuple[str, tuple[int, int], str]
+"""An architecture, a minor, and ``ok``, ``leak`` or ``error``."""
 
 
 @dataclass(frozen=True)
@@ -73,7 +71,8 @@ CASES = (
     # 4.44.2, 4.52.4, 4.53.3, 4.54.1, 4.57.6, 5.0.0 and 5.23.0.
     Case("padding behind the examples, with its mask", tuple(SEEDS), untested="leak"),
     Case("hybrids (Mamba, Jamba, Qwen3-Next)", MIXERS),
-    Case("GPT-Neo, GPT-J, GPT-BigCode: flash attention", OLD, _FLASH),
+    # Their flash attention never gets position_ids.
+    Case("GPT-Neo, GPT-J, GPT-BigCode: flash attention", ("gpt_neo", "gptj", "gpt_bigcode"), _FLASH),
 )
 _WORDS = {"ok": "right", "leak": "**leaks**", "error": "an error"}
 
@@ -104,10 +103,8 @@ def cell(case: Case, environments: Iterable[Environment], results: Results) -> s
     return "; ".join([f"{_WORDS[main]}{slow}", *others])
 
 
-def outcomes(
-    case: Case, environments: Iterable[Environment], results: Results
-) -> list[tuple[str, tuple[int, int], str]]:
-    """The results of a case that are in the evidence, each as architecture, minor and ``ok``, ``leak`` or ``error``."""
+def outcomes(case: Case, environments: Iterable[Environment], results: Results) -> list[Outcome]:
+    """The results of a case that are in the evidence."""
     names = case.architectures or mixers(results)
     return [
         (name, environment.minor, run.rows[row].partition(":")[0])
@@ -127,19 +124,19 @@ def mixers(results: Results) -> tuple[str, ...]:
     )
 
 
-def _exception(found: list[tuple[str, tuple[int, int], str]], result: str) -> str:
+def _exception(found: list[Outcome], result: str) -> str:
     """For example ``right in 4.54``, ``**leaks** in Falcon`` or ``an error in 8 of 14 model types``."""
     minors = sorted({minor for _, minor, _ in found})
     having = {minor for _, minor, other in found if other == result}
     if not having & {minor for _, minor, other in found if other != result}:
         return f"{_WORDS[result]} in {_spans(minors, having)}"
     families = dict.fromkeys(name for name, _, other in found if other == result)
-    if len(families) > _NAMED:
+    if len(families) > 4:
         return f"{_WORDS[result]} in {len(families)} of {len({name for name, _, _ in found})} model types"
     return f"{_WORDS[result]} in {', '.join(_where(found, name, result) for name in families)}"
 
 
-def _where(found: list[tuple[str, tuple[int, int], str]], name: str, result: str) -> str:
+def _where(found: list[Outcome], name: str, result: str) -> str:
     """The name of a family, with the minors if it has another result in others."""
     minors = sorted({minor for other, minor, _ in found if other == name})
     having = {minor for other, minor, at in found if (other, at) == (name, result)}

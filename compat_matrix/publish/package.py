@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from typing import Any
 
 from fa2patch.cli.evidence import ranges
 
+from .. import diffable
 from ..cells import Cell, Environment, Results
 from ..tiny_models import OUT_OF_SCOPE
 from . import words
@@ -20,10 +20,10 @@ def upstream(results: Results) -> str:
     Each has the release, the number of architectures measured, in how many of them each kind of row is right, and which
     architectures leak or fail on the plain row, are right on every row, or are refused by fa2patch.
     """
-    lines = []
+    found = {}
     for environment in results.counted:
         runs = {name: cell.upstream for name, cell in environment.cells.items() if cell.upstream}
-        facts = {
+        found[_minor(environment)] = {
             "release": environment.transformers,
             "measured": len(runs),
             "rows": {row: sum(run.rows.get(row) == "ok" for run in runs.values()) for row in environment.upstream_rows},
@@ -32,8 +32,7 @@ def upstream(results: Results) -> str:
             "every_row": sorted(name for name, run in runs.items() if run.every_row),
             "refused": sorted(name for name, cell in environment.cells.items() if cell.state == "refused"),
         }
-        lines.append(f" {json.dumps(_minor(environment))}: {json.dumps(facts)}")
-    return "{\n" + ",\n".join(lines) + "\n}\n"
+    return diffable.dumped(found, 1) + "\n"
 
 
 def summary(results: Results) -> str:
@@ -47,14 +46,13 @@ def summary(results: Results) -> str:
     minors = [_minor(environment) for environment in environments]
     families = [name for name in SEEDS if name in results.architectures]
     names = [*families, *(name for name in results.architectures if name not in SEEDS)]
-    rows = [f"  {json.dumps(name)}: {json.dumps(_states(environments, minors, name))}" for name in names]
-    head = {
+    found = {
         "releases": {minor: environment.transformers for minor, environment in zip(minors, environments)},
         "families": families,
         "out of scope": OUT_OF_SCOPE,
+        "architectures": {name: _states(environments, minors, name) for name in names},
     }
-    lines = [f" {json.dumps(key)}: {json.dumps(value)}," for key, value in head.items()]
-    return "\n".join(["{", *lines, ' "architectures": {', ",\n".join(rows), " }", "}", ""])
+    return diffable.dumped(found, 1, architectures=2) + "\n"
 
 
 def _states(environments: Sequence[Environment], minors: Sequence[str], name: str) -> dict[str, Any]:
@@ -72,14 +70,11 @@ def _what(cell: Cell) -> str:
     if cell.state == "ok":
         return " and ".join(cell.seam)
     failing = dict.fromkeys(point for run in cell.checked.values() for point in run.failures)
-    return (", ".join(failing) if cell.state == "fail" else "") or _short(cell.reason)
-
-
-def _short(reason: str) -> str:
-    """Return the first sentence of a reason, without the name of the error's class."""
-    sentence = " ".join(reason.split()).partition(". ")[0].rstrip(".")
+    if cell.state == "fail" and failing:
+        return ", ".join(failing)
+    sentence = " ".join(cell.reason.split()).partition(". ")[0].rstrip(".")
     kind, colon, rest = sentence.partition(": ")
-    return rest if colon and kind.isidentifier() else sentence
+    return rest if colon and kind.isidentifier() else sentence  # without the name of the error's class
 
 
 def _minor(environment: Environment) -> str:

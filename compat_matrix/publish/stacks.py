@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 from .. import commits
+from ..bench import figures
+from ..cells import grouped
 from ..ecosystem.stacks import EVIDENCE, INTEGRATIONS, releases, rows, split, stacks
 from ..results import Malformed
 from . import words
@@ -50,7 +51,7 @@ def pages(folder: Path) -> dict[Path, str]:
     """Return the text of both pages, by file. Stacks without evidence are named on them."""
     known = [stack.name for stack in stacks().values() if stack.tests]
     files = {name: EVIDENCE / f"{name}.json" for name in known}
-    found = {name: json.loads(file.read_text(encoding="utf-8")) for name, file in files.items() if file.exists()}
+    found = {name: figures.read(file) for name, file in files.items() if file.exists()}
     return {
         folder / f"{page}.md": text_of(page, found, [name for name in known if name.startswith(LONG) == is_long])
         for page, is_long in (("ECOSYSTEM", False), ("LONG_ROWS", True))
@@ -58,13 +59,7 @@ def pages(folder: Path) -> dict[Path, str]:
 
 
 def text_of(page: str, found: dict[str, Evidence], known: list[str]) -> str:
-    """Return the text of one page.
-
-    Args:
-        page: ``ECOSYSTEM`` or ``LONG_ROWS``.
-        found: the evidence by stack; what belongs to the other page is left out.
-        known: the names of all stacks of this page.
-    """
+    """Return the text of one page, ``ECOSYSTEM`` or ``LONG_ROWS``, whose stacks are those that are ``known``."""
     found = {name: found[name] for name in known if name in found}
     reasons: dict[str, int] = {}
     return words.rendered(
@@ -140,14 +135,16 @@ def _tables(found: dict[str, Evidence], kind: str, reasons: dict[str, int]) -> d
 
 def by_engine(evidence: Evidence, kind: str) -> Cells:
     """Collect the cells of a stack. An engine that was not run there has none, and no column."""
-    cells: Cells = {}
+    cells = {}
     for engine in ENGINES:
-        for entry, finding in evidence["checks"].items():
-            script, processes = split(entry)
-            if script == engine or script.startswith(f"{engine} "):
-                for feature, cell in _features(script, finding, kind):
-                    cells.setdefault(engine, {}).setdefault(feature, []).append((processes, cell))
-    return cells
+        cells[engine] = grouped(
+            (feature, (processes, cell))
+            for entry, finding in evidence["checks"].items()
+            for script, processes in [split(entry)]
+            if f"{script} ".startswith(f"{engine} ")
+            for feature, cell in _features(script, finding, kind)
+        )
+    return {engine: found for engine, found in cells.items() if found}
 
 
 def _features(script: str, finding: Evidence, kind: str) -> Iterator[tuple[str, dict[str, Any]]]:
@@ -166,9 +163,7 @@ def _features(script: str, finding: Evidence, kind: str) -> Iterator[tuple[str, 
 
 def _said(runs: list[tuple[int, dict[str, Any]]], reasons: dict[str, int]) -> str:
     """Return the text of a cell. What holds for every run is said once, with the largest number."""
-    groups: dict[str, list[tuple[int, dict[str, Any]]]] = {}
-    for processes, cell in runs:
-        groups.setdefault(cell["found"].lower(), []).append((processes, cell))
+    groups = grouped((cell["found"].lower(), (processes, cell)) for processes, cell in runs)
     texts = []
     for word, of_word in groups.items():
         cells = [cell for _, cell in of_word]
@@ -208,17 +203,14 @@ def integrations() -> str:
     Raises:
         Malformed: The tests of a row were not run, or not all of them passed.
     """
-    found = json.loads(INTEGRATIONS.read_text(encoding="utf-8"))
-    head = ["with", "releases", "what runs", "tests", "`python -m pytest -m slow`"]
-    return words.table(head, (_integration(row, found.get(name)) for name, row in rows().items()))
-
-
-def _integration(row: Any, run: Evidence | None) -> list[str]:
-    if run is None or set(run["outcomes"]) != {"passed"} or run["command"] != row.command:
-        raise Malformed(
-            f"{INTEGRATIONS.name}: expected the passed tests of {row.command}, found {run and run['outcomes']}. Run "
-            f"python -m compat_matrix.ecosystem {row.name}"
-        )
-    page = f"[{row.title}]({words.DOCS}/{row.page})"
-    numbers = ", ".join(releases(row, run["stacks"]))
-    return [page, numbers, row.what, f"{run['outcomes']['passed']} passed", f"`{row.chosen}`"]
+    found, lines = figures.read(INTEGRATIONS), []
+    for name, row in rows().items():
+        run = found.get(name)
+        if run is None or set(run["outcomes"]) != {"passed"} or run["command"] != row.command:
+            raise Malformed(
+                f"{INTEGRATIONS.name}: expected the passed tests of {row.command}, found {run and run['outcomes']}. "
+                f"Run python -m compat_matrix.ecosystem {name}"
+            )
+        numbers, passed = ", ".join(releases(row, run["stacks"])), f"{run['outcomes']['passed']} passed"
+        lines.append([f"[{row.title}]({words.DOCS}/{row.page})", numbers, row.what, passed, f"`{row.chosen}`"])
+    return words.table(["with", "releases", "what runs", "tests", "`python -m pytest -m slow`"], lines)

@@ -12,10 +12,9 @@ import jinja2
 
 from fa2patch.cli.evidence import runs
 
-from ..cells import Cell, Checked, Environment, Results, Upstream
+from ..cells import Cell, Checked, Environment, Results, Upstream, grouped
 
-REPOSITORY = "https://github.com/fa2patch/fa2patch"
-FOLDER = f"{REPOSITORY}/blob/main/compat_matrix"
+FOLDER = "https://github.com/fa2patch/fa2patch/blob/main/compat_matrix"
 DOCS = "https://fa2patch.github.io/fa2patch"
 PAGE = f"{DOCS}/matrix.html"
 
@@ -99,19 +98,9 @@ def label(band: Sequence[Environment]) -> str:
     return span(band[0].minor, band[-1].minor)
 
 
-def bands(
-    environments: Iterable[Environment], starts: Sequence[tuple[int, int]] = STARTS
-) -> list[tuple[Environment, ...]]:
-    """Group environments by the first minor of their band, the oldest first. Bands without environments are left out.
-
-    Args:
-        environments: the environments of all bands, the oldest first.
-        starts: the first minor of each band. An older environment is in the first band.
-    """
-    found: dict[int, list[Environment]] = {}
-    for environment in environments:
-        found.setdefault(max(bisect_right(starts, environment.minor), 1), []).append(environment)
-    return [tuple(found[start]) for start in sorted(found)]
+def bands(environments: Iterable[Environment], starts: Sequence[tuple[int, int]] = STARTS) -> list[list[Environment]]:
+    """Group environments, the oldest first, by the first minor of their band. What is older is in the first band."""
+    return [*grouped((max(bisect_right(starts, each.minor), 1), each) for each in environments).values()]
 
 
 def spans(environments: Sequence[Environment], names: Iterable[str]) -> str:
@@ -126,8 +115,8 @@ def age(results: Results) -> str:
     It names the first and the last day, not a number of days, so that the same evidence gives the same text every day.
     """
     every, newest = results.made, results.code
-    days = sorted({made.when[:10] for made in every})
-    when = f"on {days[0]}" if len(days) == 1 else f"from {days[0]} to {days[-1]}"
+    first, last = (of(made.when[:10] for made in every) for of in (min, max))
+    when = f"on {first}" if first == last else f"from {first} to {last}"
     older = sum(made.code != newest for made in every)
     if not older:
         return f"All {len(every):,} cells were checked {when} with the code of {newest}."
@@ -181,10 +170,10 @@ def with_fa2patch(cell: Cell) -> str:
 
 def alone(cell: Cell) -> list[tuple[str, str]]:
     """Return implementations and one sentence about them without fa2patch; those with the same results are joined."""
-    found: dict[tuple[tuple[str, str], ...], list[str]] = {}
-    for run in cell.alone:
-        results = tuple((row, result.partition(":")[0]) for row, result in run.rows.items())
-        found.setdefault(results, []).append(run.implementation)
+    found = grouped(
+        (tuple((row, result.partition(":")[0]) for row, result in run.rows.items()), run.implementation)
+        for run in cell.alone
+    )
     return [(listed(names, "or"), _results(dict(results))) for results, names in found.items()]
 
 
@@ -201,9 +190,7 @@ def held(run: Checked) -> str:
 
 def _results(results: dict[str, str]) -> str:
     """Return a sentence, such as "right for one packed row; leaks for a packed row with the default cache"."""
-    by: dict[str, list[str]] = {}
-    for row, result in results.items():
-        by.setdefault(result, []).append(ROWS.get(row, row))
+    by = grouped((result, ROWS.get(row, row)) for row, result in results.items())
     if len(by) == 1:
         return f"{_RESULTS[next(iter(by))]} all {len(results)} kinds of packed row."
     return "; ".join(f"{word} {listed(by[result])}" for result, word in _RESULTS.items() if result in by) + "."

@@ -12,13 +12,14 @@ import functools
 import json
 import re
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from packaging.version import Version
 
-from .. import environments
+from .. import diffable, environments
+from ..cells import grouped
 from .sources import Sources, folder
 
 SEEN = Path(__file__).with_name("seen.json")
@@ -58,15 +59,13 @@ RULES = {
 """What makes a release red, each with what to do then."""
 
 
+Moves = dict[str, list[tuple[str, str]]]
+"""The forwards that gained or lost an argument, by the argument."""
+
+
 @dataclass(frozen=True)
 class Red:
-    """One thing that a person must decide about.
-
-    Attributes:
-        rule: A key of :data:`RULES`.
-        name: The argument or the name.
-        where: The places, in words.
-    """
+    """One thing that a person must decide about: the key of the rule, the argument, and the places in words."""
 
     rule: str
     name: str
@@ -93,11 +92,8 @@ class Seen:
 
     def write(self, file: Path = SEEN) -> None:
         """Write the file, with one line for each release."""
-        parts = []
-        for part, rows in vars(self).items():
-            lines = [f"  {json.dumps(release)}: {json.dumps(found)}" for release, found in rows.items() if found]
-            parts.append(f' "{part}": {{\n' + ",\n".join(lines) + "\n }" if lines else f' "{part}": {{}}')
-        file.write_text("{\n" + ",\n".join(parts) + "\n}\n", encoding="utf-8")
+        rows = {part: {release: names for release, names in held.items() if names} for part, held in vars(self).items()}
+        file.write_text(diffable.dumped(rows, 2) + "\n", encoding="utf-8")
 
     def before(self, release: str) -> tuple[frozenset[str], frozenset[str]]:
         """The arguments that any release before this one had, and those that were general."""
@@ -122,7 +118,7 @@ class Changes:
     Attributes:
         before, after: The two.
         relied: The names that fa2patch's sources spell, each with the first place.
-        gained, lost: The forwards of both that gained or lost an argument, by the argument.
+        gained, lost: What the forwards of both gained and lost.
         new: The arguments that no forward of an earlier release had.
         reds: What a person must decide about, without what was accepted.
         accepted: What was accepted.
@@ -131,18 +127,18 @@ class Changes:
     before: Sources
     after: Sources
     relied: Mapping[str, str]
-    gained: Mapping[str, list[tuple[str, str]]]
-    lost: Mapping[str, list[tuple[str, str]]]
+    gained: Moves
+    lost: Moves
     new: frozenset[str]
     reds: tuple[Red, ...]
     accepted: tuple[Red, ...]
 
 
 def compared(before: Sources, after: Sources, seen: Seen, as_then: bool = False) -> Changes:
-    """Compare two Transformers.
+    """Compare the sources of two Transformers.
 
     Args:
-        before, after: Their sources.
+        before, after: The sources.
         seen: What is known of all releases; what it says of ``after`` and later ones is left out.
         as_then: Whether what a person accepted is left out, too.
     """
@@ -176,26 +172,27 @@ def spelled(root: Path = environments.HERE.parent / "fa2patch") -> dict[str, str
     return found
 
 
-def _moved(before: Sources, after: Sources) -> dict[str, list[tuple[str, str]]]:
+def _moved(before: Sources, after: Sources) -> Moves:
     """The forwards of both that take an argument only in ``after``, by the argument."""
-    found: dict[str, list[tuple[str, str]]] = {}
-    for key, taken in after.forwards.items():
-        for name in taken.keys() - before.forwards.get(key, taken).keys():
-            found.setdefault(name, []).append(key)
-    return found
+    both = before.forwards.keys() & after.forwards.keys()
+    return grouped(
+        (name, place)
+        for place, taken in after.forwards.items()
+        if place in both
+        for name in taken.keys() - before.forwards[place].keys()
+    )
 
 
-def _folders(places: list[tuple[str, str]]) -> set[str]:
-    return {folder(path) for path, _ in places}
+def folders(places: Iterable[tuple[str, str]]) -> list[str]:
+    """The folders of forwards, sorted."""
+    return sorted({folder(path) for path, _ in places})
 
 
-def _spread(
-    before: Sources, after: Sources, gained: Mapping[str, list[tuple[str, str]]], general: frozenset[str]
-) -> Iterator[Red]:
+def _spread(before: Sources, after: Sources, gained: Moves, general: frozenset[str]) -> Iterator[Red]:
     for name, places in sorted(gained.items()):
         had = len(before.takers.get(name, ()))
-        if len(_folders(places)) >= SPREAD and had < SPREAD and name not in general:
-            where = f"{len(places)} forwards of {len(_folders(places))} folders gained it; {had} folders had it"
+        if len(folders(places)) >= SPREAD and had < SPREAD and name not in general:
+            where = f"{len(places)} forwards of {len(folders(places))} folders gained it; {had} folders had it"
             annotations = Counter(after.forwards[place][name] for place in places)
             yield Red("spreads", name, f"{where}. Annotated `{annotations.most_common(1)[0][0] or 'nothing'}`")
 
@@ -203,20 +200,16 @@ def _spread(
 def _keywords(before: Sources, after: Sources) -> Iterator[Red]:
     had, has = (frozenset().union(*each.keywords.values()) for each in (before, after))
     for name in sorted(has - had) if before.keywords else ():
-        yield Red("keyword", name, f"in {_listed([cls for cls, fields in after.keywords.items() if name in fields])}")
+        yield Red("keyword", name, f"in {listed([cls for cls, fields in after.keywords.items() if name in fields])}")
 
 
 def _like_boundaries(after: Sources, new: frozenset[str]) -> Iterator[Red]:
     for name in sorted(filter(_BOUNDARIES.search, new)):
-        yield Red("boundaries", name, f"in {_listed(sorted(after.takers[name]))}")
+        yield Red("boundaries", name, f"in {listed(sorted(after.takers[name]))}")
 
 
 def _replacing(
-    gained: Mapping[str, list[tuple[str, str]]],
-    lost: Mapping[str, list[tuple[str, str]]],
-    new: frozenset[str],
-    relied: Mapping[str, str],
-    told: set[str],
+    gained: Moves, lost: Moves, new: frozenset[str], relied: Mapping[str, str], told: set[str]
 ) -> Iterator[Red]:
     """Arguments that are new where one is gone, in at least half of their forwards, if no other name explains it."""
     explained = {place for name in told for place in gained.get(name, ())}
@@ -225,7 +218,7 @@ def _replacing(
         gone = Counter(old for old, at in lost.items() if old in relied for place in at if place in places)
         for old, count in gone.most_common(1):
             if 2 * count >= len(places):
-                yield Red("replaces", name, f"for `{old}`, in {_listed(sorted(_folders([*places])))}")
+                yield Red("replaces", name, f"for `{old}`, in {listed(folders(places))}")
 
 
 def _gone(before: Sources, after: Sources, relied: Mapping[str, str]) -> Iterator[Red]:
@@ -237,6 +230,8 @@ def _gone(before: Sources, after: Sources, relied: Mapping[str, str]) -> Iterato
             yield Red("gone", name, f"in {has} modeling files; {had} had it. fa2patch: `{place}`")
 
 
-def _listed(names: list[str], most: int = 4) -> str:
-    more = f" and {len(names) - most} more" if len(names) > most else ""
-    return ", ".join(f"`{name}`" for name in names[:most]) + more
+def listed(names: Iterable[str], most: int = 4) -> str:
+    """Names in a sentence. The rest is counted."""
+    every = [f"`{name}`" for name in names]
+    more = f" and {len(every) - most} more" if len(every) > most else ""
+    return ", ".join(every[:most]) + more

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 
 from ..plans import Snapshots, differences
 from ..tiny_models import OUT_OF_SCOPE
-from .changes import RULES, Changes, Red
-from .sources import File, folder
+from .changes import RULES, Changes, Red, folders, listed
+from .sources import folder
 
 MOST = 12
 """The most rows of a table of names. The rest is counted."""
@@ -17,18 +17,13 @@ _CAUSAL = "MODEL_FOR_CAUSAL_LM_MAPPING_NAMES"
 
 
 def page(found: Changes, planned: tuple[Snapshots, Snapshots] | None = None) -> str:
-    """The page.
-
-    Args:
-        found: What changed.
-        planned: What ``apply`` finds in the architectures of both, if their environments were made.
-    """
+    """The page. ``planned`` is what ``apply`` finds in the architectures of both, if their environments were made."""
     before, after = found.before.release, found.after.release
     parts = [f"# Transformers {after}, beside {before}", verdict(found)]
     if found.reds:
         parts.append(_decide(found))
     if found.accepted:
-        parts.append("Accepted in seen.json: " + _names(red.name for red in found.accepted) + ".")
+        parts.append("Accepted in seen.json: " + listed((red.name for red in found.accepted), 8) + ".")
     parts.append(_counts(found))
     if planned:
         parts.append(_plans(*planned))
@@ -41,7 +36,7 @@ def verdict(found: Changes) -> str:
     if not found.reds:
         return "**Green:** nothing that fa2patch must know is new."
     names = dict.fromkeys(red.name for red in found.reds)
-    return f"**RED: {_names(names)}.** A person must decide, before fa2patch says that it supports this release."
+    return f"**RED: {listed(names, 8)}.** A person must decide, before fa2patch says that it supports this release."
 
 
 def _decide(found: Changes) -> str:
@@ -81,10 +76,10 @@ def _plans(before: Snapshots, after: Snapshots) -> str:
     both = {name: after[name] for name in before.keys() & after.keys()}
     differ = list(differences({name: before[name] for name in both}, both))
     lines = ["## Architectures of the matrix", "", f"{len(after)}; {len(before)} before."]
-    lines += [f"- New: {_names(sorted(new), 99)}."] if new else []
+    lines += [f"- New: {listed(sorted(new), 99)}."] if new else []
     if gone:
         why = "They are gone, or claim no flash attention any more: see `tiny_models.is_present`."
-        lines.append(f"- **No longer found: {_names(sorted(gone), 99)}.** {why}")
+        lines.append(f"- **No longer found: {listed(sorted(gone), 99)}.** {why}")
     lines.append(f"- `apply` finds something else in {len(differ)} of the {len(both)} of both releases.")
     lines += [f"  - {line}" for line in differ[:MOST]]
     return "\n".join(lines)
@@ -92,17 +87,18 @@ def _plans(before: Snapshots, after: Snapshots) -> str:
 
 def _models(found: Changes) -> list[str]:
     """New and removed model types, and what they map to."""
-    new, gone = (_types(found.after) - _types(found.before), _types(found.before) - _types(found.after))
+    had, has = (each.tables.get("CONFIG_MAPPING_NAMES", {}).keys() for each in (found.before, found.after))
+    new, gone = has - had, had - has
     tables = {name: rows for name, rows in found.after.tables.items() if name.startswith("MODEL_")}
     lines = ["## Model types", ""]
     for name in sorted(new):
         classes = dict.fromkeys(rows[name] for rows in tables.values() if name in rows)
         homes = {found.after.homes.get(cls) for cls in classes} - {None}
         elsewhere = bool(homes) and not any((found.after.homes.get(cls) or name) in _own(name) for cls in classes)
-        said = f", of the folder {_names(sorted(map(str, homes)))}" if elsewhere else ""
+        said = f", of the folder {listed(sorted(map(str, homes)), 8)}" if elsewhere else ""
         causal = " (a causal LM)" if name in tables.get(_CAUSAL, {}) else ""
         because = f"; not checked: {OUT_OF_SCOPE[name]}" if name in OUT_OF_SCOPE else ""
-        lines.append(f"- `{name}`{causal}: {_names(classes, 3) or 'a configuration without a model'}{said}{because}")
+        lines.append(f"- `{name}`{causal}: {listed(classes, 3) or 'a configuration without a model'}{said}{because}")
     moved = sorted(
         f"`{name}`: `{had[name]}`, now `{rows[name]}`"
         for table, rows in tables.items()
@@ -110,13 +106,9 @@ def _models(found: Changes) -> list[str]:
         for name in had.keys() & rows.keys()
         if had[name] != rows[name]
     )
-    lines += [f"- gone: {_names(sorted(gone), 99)}"] if gone else []
+    lines += [f"- gone: {listed(sorted(gone), 99)}"] if gone else []
     lines += [f"- other class: {text}" for text in dict.fromkeys(moved)]
     return ["\n".join(lines)] if len(lines) > 2 else []
-
-
-def _types(sources: object) -> set[str]:
-    return {name for table, rows in sources.tables.items() if table == "CONFIG_MAPPING_NAMES" for name in rows}  # type: ignore[attr-defined]
 
 
 def _own(name: str) -> set[str]:
@@ -137,23 +129,21 @@ def _arguments(found: Changes) -> list[str]:
         notes = ["never seen before"] if name in found.new else []
         notes += [f"fa2patch: `{found.relied[name]}`"] if name in found.relied else []
         lines.append(f"| `{name}` | {gained} | {lost} | {'; '.join(notes)} |")
-    rest = [] if len(names) <= MOST else [f"{len(names) - MOST} more names moved in {_fewer(found, names[MOST:])}."]
+    rest = []
+    if names[MOST:]:
+        most = max(len(moves.get(name, ())) for name in names[MOST:] for moves in (found.gained, found.lost))
+        rest = [f"{len(names) - MOST} more names moved in {most} forwards or fewer each."]
     own = sorted(found.new - found.gained.keys())
-    rest += [f"Only in new classes, never seen before: {_names(own, 40)}."] if own else []
+    rest += [f"Only in new classes, never seen before: {listed(own, 40)}."] if own else []
     table = ["\n".join(lines)] if names else []
     return [*table, *rest]
 
 
 def _where(places: Sequence[tuple[str, str]]) -> str:
-    folders = sorted({folder(path) for path, _ in places})
-    if len(folders) > 3:
-        return f"{len(places)} forwards, {len(folders)} folders"
-    return f"{len(places)}: {', '.join(folders)}" if places else ""
-
-
-def _fewer(found: Changes, names: Sequence[str]) -> str:
-    most = max(len(moves.get(name, ())) for name in names for moves in (found.gained, found.lost))
-    return f"{most} forwards or fewer each"
+    named = folders(places)
+    if len(named) > 3:
+        return f"{len(places)} forwards, {len(named)} folders"
+    return f"{len(places)}: {', '.join(named)}" if places else ""
 
 
 def _functions(found: Changes) -> list[str]:
@@ -164,17 +154,12 @@ def _functions(found: Changes) -> list[str]:
         if path in found.after.modeling or had is None:
             continue
         for name in sorted(file.functions.keys() & had.functions.keys() & found.relied.keys()):
-            new, old = ([each for each in one if each not in other] for one, other in _both(file, had, name))
-            if new or old:
-                said = [f"new {_names(new)}"] if new else []
-                said += [f"gone {_names(old)}"] if old else []
-                lines.append(f"- `{path}`, `{name}`: {'; '.join(said)}. fa2patch: `{found.relied[name]}`")
+            now, then = file.functions[name], had.functions[name]
+            new, gone = ([each for each in these if each not in those] for these, those in ((now, then), (then, now)))
+            said = "; ".join(f"{word} {listed(names, 8)}" for word, names in (("new", new), ("gone", gone)) if names)
+            if said:
+                lines.append(f"- `{path}`, `{name}`: {said}. fa2patch: `{found.relied[name]}`")
     return ["\n".join(["## Functions of the library that fa2patch names", "", *lines])] if lines else []
-
-
-def _both(file: File, had: File, name: str) -> tuple[tuple[Sequence[str], Sequence[str]], ...]:
-    now, then = file.functions[name], had.functions[name]
-    return (now, then), (then, now)
 
 
 def _sizes(found: Changes) -> list[str]:
@@ -192,9 +177,3 @@ def _sizes(found: Changes) -> list[str]:
     lines = [f"`{name}` +{added[name]} -{removed[name]}" for name in top]
     lead = f"## Modeling sources\n\n{sum(added.values())} lines are new and {sum(removed.values())} gone in "
     return [f"{lead}{len(both)} folders that were there before. Most in: {', '.join(lines)}."]
-
-
-def _names(names: Iterable[str], most: int = 8) -> str:
-    every = [f"`{name}`" for name in names]
-    more = f" and {len(every) - most} more" if len(every) > most else ""
-    return ", ".join(every[:most]) + more

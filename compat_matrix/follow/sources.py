@@ -8,11 +8,12 @@ from __future__ import annotations
 import ast
 import functools
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
 from .. import environments
+from ..cells import grouped
 
 _NOT_TORCH = re.compile(r"modeling_(tf|flax)_|/convert_|^models/deprecated/")
 _READ = re.compile(
@@ -71,11 +72,7 @@ class Sources:
     @functools.cached_property
     def takers(self) -> dict[str, frozenset[str]]:
         """The folders of models whose forwards take an argument, by the argument."""
-        found: dict[str, frozenset[str]] = {}
-        for (path, _), taken in self.forwards.items():
-            for name in taken:
-                found[name] = found.get(name, frozenset()) | {folder(path)}
-        return found
+        return _places((name, folder(path)) for (path, _), taken in self.forwards.items() for name in taken)
 
     @functools.cached_property
     def keywords(self) -> dict[str, frozenset[str]]:
@@ -102,16 +99,17 @@ class Sources:
     def modeled(self) -> dict[str, frozenset[str]]:
         """The modeling files that have a class or a function of a name, or a forward with it, by the name."""
         return _places(
-            {
-                path: {*file.defined, *(name for taken in file.forwards.values() for name in taken)}
-                for path, file in self.modeling.items()
-            }
+            (name, path)
+            for path, file in self.modeling.items()
+            for names in (file.defined, *file.forwards.values())
+            for name in names
         )
 
     @functools.cached_property
     def library(self) -> dict[str, frozenset[str]]:
         """The other files that have a class or a function of a name, by the name."""
-        return _places({path: file.defined for path, file in self.files.items() if path not in self.modeling})
+        others = self.files.keys() - self.modeling.keys()
+        return _places((name, path) for path in others for name in self.files[path].defined)
 
     @functools.cached_property
     def homes(self) -> dict[str, str]:
@@ -119,12 +117,8 @@ class Sources:
         return {name: folder(path) for path, file in self.modeling.items() for name in file.defined}
 
 
-def _places(names: dict[str, set[str]]) -> dict[str, frozenset[str]]:
-    found: dict[str, set[str]] = {}
-    for path, held in names.items():
-        for name in held:
-            found.setdefault(name, set()).add(path)
-    return {name: frozenset(paths) for name, paths in found.items()}
+def _places(pairs: Iterable[tuple[str, str]]) -> dict[str, frozenset[str]]:
+    return {name: frozenset(places) for name, places in grouped(pairs).items()}
 
 
 def folder(path: str) -> str:
@@ -158,11 +152,7 @@ def read(home: Path, read_file: Callable[[int], None] = lambda count: None) -> S
 
 
 def of_release(release: str, folder: Path) -> Path:
-    """The sources of a release: those of its environment if that was made, else they are installed beside it.
-
-    Args:
-        release: A release, such as ``5.22.2``.
-        folder: The folder with the environments.
+    """The sources of a release: those in the folder of environments if its was made, else they are installed there.
 
     Raises:
         RuntimeError: The package index has no such release.

@@ -9,16 +9,16 @@ from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from pathlib import Path
 
 from packaging.version import Version
 
 from .. import environments
-from ..screen import BarColumn, Console, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+from ..cells import grouped
+from ..screen import Progress, bars
 from . import sources
-from .changes import RULES, Changes, Seen, compared
+from .changes import RULES, Changes, Seen, compared, listed
 from .page import page
 
 HISTORY = Path(__file__).with_name("HISTORY.md")
@@ -44,7 +44,7 @@ def main(arguments: list[str] | None = None) -> int:
         return 0
     release = given.release or environments.newest().name
     against = given.against or (environments.newest().name if given.sources else before(release))
-    with _progress() as progress:
+    with bars() as progress:
         old = _read(against, sources.of_release(against, given.environments), progress)
         home = given.sources or sources.of_release(release, given.environments)
         new = _read(str(given.sources or release), home, progress)
@@ -87,7 +87,7 @@ def history(folder: Path) -> None:
     """Read all releases in their order, and write what the watch would have said of each, and what was seen."""
     seen, rows = Seen(accepted=Seen.read().accepted), []
     old = None
-    with _progress() as progress:
+    with bars() as progress:
         task = progress.add_task("releases", total=len(environments.releases()))
         for block in environments.releases():
             new = sources.read(sources.of_release(block.name, folder))
@@ -98,21 +98,20 @@ def history(folder: Path) -> None:
             progress.update(task, advance=1)
     seen.write()
     rules = [f"- **{rule}**: {meaning}." for rule, (meaning, _) in RULES.items()]
-    lines = [
+    head = ["| release | new folders | forwards changed | new arguments | red |", "| --- " * 5 + "|"]
+    parts = [
         "# What the watch would have said of each release",
         f"Each minor of Transformers beside the one before it, by their sources alone. Made by `{COMMAND} --history`.",
         "\n".join(rules),
-        "\n".join(
-            ["| release | new folders | forwards changed | new arguments | red |", "| --- " * 5 + "|", *rows[::-1]]
-        ),
+        "\n".join([*head, *rows[::-1]]),
     ]
-    HISTORY.write_text("\n\n".join(lines) + "\n", encoding="utf-8")
+    HISTORY.write_text("\n\n".join(parts) + "\n", encoding="utf-8")
 
 
 def _row(found: Changes) -> str:
     moved = {place for moves in (found.gained, found.lost) for places in moves.values() for place in places}
-    by_rule = {rule: [red.name for red in found.reds if red.rule == rule] for rule in RULES}
-    red = "; ".join(f"{rule}: {', '.join(f'`{name}`' for name in names)}" for rule, names in by_rule.items() if names)
+    by_rule = grouped((red.rule, red.name) for rule in RULES for red in found.reds if red.rule == rule)
+    red = "; ".join(f"{rule}: {listed(names, len(names))}" for rule, names in by_rule.items() if names)
     folders = len(found.after.folders - found.before.folders)
     return f"| {found.after.release} | {folders} | {len(moved)} | {len(found.new)} | {red or '–'} |"
 
@@ -120,13 +119,6 @@ def _row(found: Changes) -> str:
 def _read(name: str, home: Path, progress: Progress) -> sources.Sources:
     task = progress.add_task(name)
     return sources.read(home, lambda count: progress.update(task, advance=1, total=count))
-
-
-@contextmanager
-def _progress() -> Iterator[Progress]:
-    columns = TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn()
-    with Progress(*columns, console=Console(stderr=True)) as progress:
-        yield progress
 
 
 if __name__ == "__main__":

@@ -13,6 +13,7 @@ from compat_matrix.follow.changes import RULES, SPREAD, Seen, compared
 ROOT = Path(__file__).parents[2]
 FOLDERS = [f"model_{number}" for number in range(SPREAD + 2)]
 FORWARD = "hidden_states, attention_mask: Tensor | None = None, past_key_values: Cache | None = None"
+EVERY = dict.fromkeys(FOLDERS, FORWARD)
 KEYWORDS = "class TransformersKwargs(TypedDict, total=False):\n    seq_idx: int\n    {}: int\n"
 
 
@@ -43,7 +44,7 @@ def made(folder, release, forwards=None, keywords="cu_seq_lens_q", library="clas
 
 @pytest.fixture
 def before(tmp_path):
-    return made(tmp_path, "9.1.0", dict.fromkeys(FOLDERS, FORWARD))
+    return made(tmp_path, "9.1.0", EVERY)
 
 
 def seen(*releases):
@@ -66,14 +67,29 @@ def test_a_forward_is_read_with_its_annotations_and_what_it_takes_from_its_kwarg
     assert before.tables["MODEL_FOR_CAUSAL_LM_MAPPING_NAMES"]["model_3"] == "Model_3ForCausalLM"
 
 
-def test_a_rename_in_all_models_is_red_by_the_new_name_and_by_the_old(before, tmp_path):
-    after = made(tmp_path, "9.2.0", dict.fromkeys(FOLDERS, FORWARD.replace("past_key_values", "cache")))
-    assert reds(before, after) == {("spreads", "cache"), ("gone", "past_key_values")}
+@pytest.mark.parametrize(
+    ("change", "expected"),
+    [
+        (
+            {"forwards": dict.fromkeys(FOLDERS, FORWARD.replace("past_key_values", "cache"))},
+            {("spreads", "cache"), ("gone", "past_key_values")},
+        ),
+        ({"forwards": EVERY, "keywords": "cu_seq_lens_q: int\n    row_ends"}, {("keyword", "row_ends")}),
+        ({"forwards": EVERY, "library": "class AnotherConverter: ..."}, {("gone", "AttentionMaskConverter")}),
+        *(
+            ({"forwards": {**EVERY, "brand_new": f"{FORWARD}, {name} = None"}}, {("boundaries", name)})
+            for name in ("cu_seqlens", "document_ids", "packed_seq_lengths", "seq_lens")
+        ),
+    ],
+    ids=["renamed in all", "keyword of all", "function that fa2patch names", *["like boundaries"] * 4],
+)
+def test_what_is_red(before, tmp_path, change, expected):
+    assert reds(before, made(tmp_path, "9.2.0", **change)) == expected
 
 
 def test_a_name_that_few_models_had_is_red_when_it_becomes_general(tmp_path):
     """``cache`` was an argument of Flaubert long before 5.24 gave it to every model."""
-    some = {**dict.fromkeys(FOLDERS, FORWARD), "flaubert": "input_ids, cache = None"}
+    some = {**EVERY, "flaubert": "input_ids, cache = None"}
     before = made(tmp_path, "9.1.0", some)
     all_of_them = {name: taken.replace("past_key_values", "cache") for name, taken in some.items()}
     after = made(tmp_path, "9.2.0", all_of_them)
@@ -83,42 +99,24 @@ def test_a_name_that_few_models_had_is_red_when_it_becomes_general(tmp_path):
 def test_what_is_general_already_is_not_red_again(before, tmp_path):
     after = made(tmp_path, "9.2.0", dict.fromkeys(FOLDERS, FORWARD + ", noise = None"))
     assert reds(before, after) == {("spreads", "noise")}
-    without = made(tmp_path, "9.3.0", dict.fromkeys(FOLDERS, FORWARD))
+    without = made(tmp_path, "9.3.0", EVERY)
     again = made(tmp_path, "9.4.0", dict.fromkeys(FOLDERS, FORWARD + ", noise = None"))
     assert reds(without, again, seen(before, after, without)) == set()
 
 
 def test_a_new_models_own_arguments_are_not_red(before, tmp_path):
-    after = made(
-        tmp_path, "9.2.0", {**dict.fromkeys(FOLDERS, FORWARD), "brand_new": FORWARD + ", pitch = None, tempo = None"}
-    )
+    after = made(tmp_path, "9.2.0", {**EVERY, "brand_new": FORWARD + ", pitch = None, tempo = None"})
     found = compared(before, after, seen(before))
     assert not found.reds and found.new == {"pitch", "tempo"}
-
-
-@pytest.mark.parametrize("name", ["cu_seqlens", "document_ids", "packed_seq_lengths", "seq_lens"])
-def test_what_is_called_like_boundaries_is_red_in_a_single_new_model(before, tmp_path, name):
-    after = made(tmp_path, "9.2.0", {**dict.fromkeys(FOLDERS, FORWARD), "brand_new": f"{FORWARD}, {name} = None"})
-    assert reds(before, after) == {("boundaries", name)}
 
 
 def test_a_rename_in_one_model_is_red_if_fa2patch_relies_on_the_old_name(before, tmp_path):
     for old, red in (("past_key_values", True), ("hidden_states_of_nobody", False)):
         taken = FORWARD.replace("past_key_values", old)
-        first = made(tmp_path / old, "9.1.0", {**dict.fromkeys(FOLDERS, FORWARD), "one": taken})
-        after = {**dict.fromkeys(FOLDERS, FORWARD), "one": taken.replace(old, "memory_of_tokens")}
+        first = made(tmp_path / old, "9.1.0", {**EVERY, "one": taken})
+        after = {**EVERY, "one": taken.replace(old, "memory_of_tokens")}
         found = reds(first, made(tmp_path / old, "9.2.0", after))
         assert found == ({("replaces", "memory_of_tokens")} if red else set())
-
-
-def test_a_new_keyword_of_every_forward_is_red(before, tmp_path):
-    after = made(tmp_path, "9.2.0", dict.fromkeys(FOLDERS, FORWARD), keywords="cu_seq_lens_q: int\n    row_ends")
-    assert reds(before, after) == {("keyword", "row_ends")}
-
-
-def test_a_function_that_fa2patch_names_is_red_when_it_is_gone(before, tmp_path):
-    after = made(tmp_path, "9.2.0", dict.fromkeys(FOLDERS, FORWARD), library="class AnotherConverter: ...")
-    assert reds(before, after) == {("gone", "AttentionMaskConverter")}
 
 
 @pytest.fixture

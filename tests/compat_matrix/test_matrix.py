@@ -44,21 +44,45 @@ def red(*points, family="llama"):
         assert not isinstance(caught.value, (NotApplicable, AloneFails))
 
 
-def test_a_boundary_only_where_ids_are_zero_is_red(monkeypatch):
-    monkeypatch.setattr(recognition, "is_plain", lambda *given: False)
-    monkeypatch.setattr(starts, "changes", lambda ids, real, previous, step: real & (ids == 0))
-    red("every_layout")
+def falling(ids, real, previous, step):
+    left = np.take_along_axis(ids, np.maximum(previous, 0), axis=1)
+    return real & ((previous < 0) | (ids < left))
 
 
-def test_a_boundary_only_where_ids_fall_is_red(monkeypatch):
+NOT_PLAIN = (recognition, "is_plain", lambda *given: False)
+PROMPTS = ("shared_prompts", "shared_prompts_checkpointed")
+CHAIN = (stated, "require_tree", lambda cu, *rest: torch.arange(-1, len(cu) - 2, dtype=torch.int32))
+"""Every segment continues the one before it."""
 
-    def falling(ids, real, previous, step):
-        left = np.take_along_axis(ids, np.maximum(previous, 0), axis=1)
-        return real & ((previous < 0) | (ids < left))
+NO_TREE = (stated, "require_tree", lambda cu, *rest: torch.full_like(cu[1:], -1))
+FAULTS = {
+    "a boundary only where ids are zero": (
+        [NOT_PLAIN, (starts, "changes", lambda ids, real, previous, step: real & (ids == 0))], "llama", "every_layout",
+    ),
+    "a boundary only where ids fall": (
+        [NOT_PLAIN, (starts, "changes", falling)], "llama", "packed_row", "every_layout",
+    ),
+    "a sibling that is seen": ([CHAIN], "llama", *PROMPTS),
+    "a sibling that is seen by a mixer": ([CHAIN], "jamba", *PROMPTS),
+    "a parent that is not seen": ([NO_TREE], "llama", *PROMPTS),
+    "a parent that is not seen by a mixer": ([NO_TREE], "jamba", *PROMPTS),
+    "a refusal that is not made": (
+        [
+            (mixers.Mixers, "finds", lambda self, model: None),
+            (attention.AttentionLayers, "refuses", lambda self, model, found: None),
+            (Looked, "mixers", ()),
+        ],
+        "jamba", "packed_row", "nothing_crosses",
+    ),
+}  # fmt: skip
 
-    monkeypatch.setattr(recognition, "is_plain", lambda *given: False)
-    monkeypatch.setattr(starts, "changes", falling)
-    red("packed_row", "every_layout")
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_a_fault_is_red(monkeypatch, fault):
+    changes, family, *points = FAULTS[fault]
+    for change in changes:
+        monkeypatch.setattr(*change)
+    red(*points, family=family)
 
 
 def test_one_document_for_the_whole_row_is_red(monkeypatch):
@@ -71,19 +95,6 @@ def test_one_document_for_the_whole_row_is_red(monkeypatch):
 
     monkeypatch.setattr(packed_mask.PackedMask, "attend", leaking)
     red("packed_row", "packed_rows", "padding", "lengths", "nothing_crosses", "checkpointing", "half_precision")
-
-
-@pytest.mark.parametrize("family", ["llama", "jamba"])
-def test_a_sibling_that_is_seen_is_red(monkeypatch, family):
-    """Every segment continues the one before it."""
-    monkeypatch.setattr(stated, "require_tree", lambda cu, *rest: torch.arange(-1, len(cu) - 2, dtype=torch.int32))
-    red("shared_prompts", "shared_prompts_checkpointed", family=family)
-
-
-@pytest.mark.parametrize("family", ["llama", "jamba"])
-def test_a_parent_that_is_not_seen_is_red(monkeypatch, family):
-    monkeypatch.setattr(stated, "require_tree", lambda cu, *rest: torch.full_like(cu[1:], -1))
-    red("shared_prompts", "shared_prompts_checkpointed", family=family)
 
 
 def test_position_ids_dropped_on_the_way_are_red(monkeypatch):
@@ -100,13 +111,6 @@ def test_position_ids_dropped_on_the_way_are_red(monkeypatch):
 def test_a_row_without_its_quirk_is_red(monkeypatch):
     monkeypatch.setitem(architectures._rows, "llama4_text", fa2patch.Architecture("llama4_text"))
     red("packed_row", "every_layout", family="llama4")
-
-
-def test_a_refusal_that_is_not_made_is_red(monkeypatch):
-    monkeypatch.setattr(mixers.Mixers, "finds", lambda self, model: None)
-    monkeypatch.setattr(attention.AttentionLayers, "refuses", lambda self, model, found: None)
-    monkeypatch.setattr(Looked, "mixers", ())
-    red("packed_row", "nothing_crosses", family="jamba")
 
 
 def test_every_version_has_a_block_and_a_release_without_one_the_defaults():
@@ -255,24 +259,29 @@ def test_refused_with_one_implementation_and_patched_with_another_is_a_failure(m
     assert found.REFUSED_AND_PATCHED in failure and "it cannot be" in failure
 
 
-def test_a_point_that_fails_is_a_failure_and_one_that_does_not_apply_says_why(monkeypatch):
-    def off(cell):
-        raise AssertionError("logits: off by 1")
+def test_a_point_that_fails_is_a_failure_and_one_that_does_not_apply_or_fails_alone_says_why(monkeypatch):
+    def raising(error):
+        def point(cell):
+            raise error
 
-    def raises(cell):
-        raise KeyError("no such thing")
+        return point
 
-    def elsewhere(cell):
-        raise NotApplicable("not in this version")
-
-    for point in (off, raises, elsewhere):
-        monkeypatch.setitem(POINTS_BY_NAME, point.__name__, point)
+    errors = {
+        "off": AssertionError("logits: off by 1"),
+        "raises": KeyError("no such thing"),
+        "elsewhere": NotApplicable("not in this version"),
+        "fails": AloneFails("no position_ids"),
+    }
+    for name, error in errors.items():
+        monkeypatch.setitem(POINTS_BY_NAME, name, raising(error))
     monkeypatch.setitem(POINTS_BY_NAME, "holds", lambda cell: None)
-    counts = found._results(Cell("llama", "sdpa"), ["off", "raises", "elsewhere", "holds"], {})
-    assert (counts["ok"], counts["n/a"]) == (1, {"elsewhere": "not in this version"})
-    assert {name: what.partition(" (")[0] for name, what in counts["fail"].items()} == {
-        "off": "AssertionError: logits: off by 1",
-        "raises": "KeyError: 'no such thing'",
+    counts = found._results(Cell("llama", "sdpa"), [*errors, "holds"], {})
+    counts["fail"] = {name: what.partition(" (")[0] for name, what in counts["fail"].items()}
+    assert counts == {
+        "ok": 1,
+        "n/a": {"elsewhere": "not in this version"},
+        "fail": {"off": "AssertionError: logits: off by 1", "raises": "KeyError: 'no such thing'"},
+        "alone": {"fails": "no position_ids"},
     }
 
 
@@ -316,20 +325,6 @@ def test_a_known_failure_of_transformers_alone(tmp_path):
     assert "error" in known.judged("pixtral:picture", "4.48.3", patched(), POINTS)
 
 
-def test_a_point_at_which_transformers_alone_fails_is_neither_held_nor_not_applicable(monkeypatch):
-    def fails(cell):
-        raise AloneFails("no position_ids")
-
-    monkeypatch.setitem(POINTS_BY_NAME, "fails", fails)
-    counts = found._results(Cell("llama", "sdpa"), ["fails"], {})
-    assert counts == {
-        "ok": 0,
-        "n/a": {},
-        "fail": {},
-        "alone": {"fails": "no position_ids"},
-    }
-
-
 def test_an_implementation_with_which_transformers_alone_fails_is_not_run(monkeypatch):
     def fails(*args, **kwargs):
         raise KeyError("position_ids")
@@ -340,23 +335,19 @@ def test_an_implementation_with_which_transformers_alone_fails_is_not_run(monkey
     assert cell["upstream"]["sdpa"]["one row"].startswith("error")
 
 
-def test_boundaries_derived_in_every_layer_are_red(monkeypatch):
+@pytest.mark.parametrize(
+    ("point", "in_every_layer"),
+    [
+        ("host_reads", lambda mask, q: device.read(mask.boundaries.cu_seqlens)),
+        ("no_dense_mask", lambda mask, q: q.new_zeros(q.shape[1], q.shape[1])),
+    ],
+)
+def test_boundaries_or_a_mask_of_the_rows_length_squared_in_every_layer_are_red(monkeypatch, point, in_every_layer):
     attend = packed_mask.PackedMask.attend
 
-    def deriving(self, module, q, k, v, options):
-        device.read(self.boundaries.cu_seqlens)
+    def more(self, module, q, k, v, options):
+        in_every_layer(self, q)
         return attend(self, module, q, k, v, options)
 
-    monkeypatch.setattr(packed_mask.PackedMask, "attend", deriving)
-    red("host_reads")
-
-
-def test_a_mask_of_the_rows_length_squared_is_red(monkeypatch):
-    attend = packed_mask.PackedMask.attend
-
-    def masking(self, module, q, k, v, options):
-        q.new_zeros(q.shape[1], q.shape[1])
-        return attend(self, module, q, k, v, options)
-
-    monkeypatch.setattr(packed_mask.PackedMask, "attend", masking)
-    red("no_dense_mask")
+    monkeypatch.setattr(packed_mask.PackedMask, "attend", more)
+    red(point)

@@ -8,23 +8,27 @@ A read waits on a GPU for all work that is queued there. On a CPU the following 
   replaced. Their results, and tensors computed from these alone, are on the host: ``.cpu().numpy()`` is one read;
 - a tensor passed to a kernel as ``max_seqlen``: the kernel's front end needs a number and reads it (``arguments``).
 
-Two kinds are counted apart. ``kernel``: reads of a stand-in or the reference, which loop on the host; a GPU kernel
-takes ``cu_seqlens`` as a tensor. ``cpu_only``: checks that fa2patch makes only of tensors on a CPU; on other devices
-the same condition is a device-side assertion, which does not wait. Copies from the host to the device are not counted.
+Reads of a stand-in or the reference, which loop on the host, are counted apart (``kernel``); a GPU kernel takes
+``cu_seqlens`` as a tensor. Copies from the host to the device are not counted. Neither are checks that fa2patch makes
+only of tensors on a CPU: on other devices the same condition is a device-side assertion, which does not wait.
 """
 
 from __future__ import annotations
 
 import contextlib
 import functools
+import itertools
 import sys
+import traceback
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any, Callable
+from unittest import mock
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_flatten
 
 DISPATCHED = {
     "_local_scalar_dense", "is_nonzero", "nonzero", "nonzero_numpy", "masked_select", "equal", "_unique", "_unique2",
@@ -72,7 +76,6 @@ class Count:
     Attributes:
         reads: reads that code of the chosen packages asked for.
         kernel: reads inside a kernel.
-        cpu_only: reads that fa2patch makes only on a CPU.
         arguments: tensors that were passed to a kernel as ``max_seqlen``.
         derived: how often boundaries were derived from position ids.
         where: the number of ``reads`` by operator and function.
@@ -80,27 +83,21 @@ class Count:
 
     reads: int = 0
     kernel: int = 0
-    cpu_only: int = 0
     arguments: int = 0
     derived: int = 0
     where: Counter[str] = field(default_factory=Counter)
 
-    def note(self, name: str, packages: tuple[str, ...], frame: Any) -> None:
-        """Attribute a read to the innermost frame outside torch, or to a kernel or a CPU-only check around it."""
-        while frame is not None and _is_in(_module(frame), _TRANSPARENT):
-            frame = frame.f_back
-        around = frame
-        while around is not None:
-            if _is_in(_module(around), KERNELS):
-                self.kernel += 1
-                return
-            if (_module(around), around.f_code.co_name) in CPU_ONLY:
-                self.cpu_only += 1
-                return
-            around = around.f_back
-        if frame is not None and _is_in(_module(frame), packages):
+    def note(self, name: str, packages: tuple[str, ...]) -> None:
+        """Attribute a read to the innermost frame outside torch, or to a kernel around it."""
+        every = ((_module(frame), frame.f_code.co_name) for frame, _ in traceback.walk_stack(sys._getframe()))
+        stack = [*itertools.dropwhile(lambda at: _is_in(at[0], _TRANSPARENT), every)]
+        if not stack or not CPU_ONLY.isdisjoint(stack):
+            return
+        if any(_is_in(module, KERNELS) for module, _ in stack):
+            self.kernel += 1
+        elif _is_in(stack[0][0], packages):
             self.reads += 1
-            self.where[f"{name} in {_module(frame)}.{frame.f_code.co_name}"] += 1
+            self.where[f"{name} in {'.'.join(stack[0])}"] += 1
 
 
 _active: list[Count] = []
@@ -114,19 +111,15 @@ def counted(packages: tuple[str, ...] = ("fa2patch", "transformers")) -> Iterato
         packages: the packages whose reads are counted in ``Count.reads``.
     """
     count = Count()
-    originals = {name: getattr(torch.Tensor, name) for name in CALLED}
 
-    def note(name: str) -> None:
-        count.note(name, packages, sys._getframe(2))
-
-    def reading(name: str) -> Any:
+    def reading(name: str, original: Any) -> Any:
         def read(self: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
             # only the string "cpu" counts, because on a GPU .to(x.device) copies nothing to the host
             if name == "to" and not any(isinstance(to, str) and to == "cpu" for to in (*args, kwargs.get("device"))):
-                return originals[name](self, *args, **kwargs)
+                return original(self, *args, **kwargs)
             if not _on_host(self):
-                note(name)
-            found = originals[name](self, *args, **kwargs)
+                count.note(name, packages)
+            found = original(self, *args, **kwargs)
             return _marked(found.view_as(found)) if isinstance(found, torch.Tensor) else found
 
         return read
@@ -136,18 +129,15 @@ def counted(packages: tuple[str, ...] = ("fa2patch", "transformers")) -> Iterato
             count.derived += frame.f_code.co_name in DERIVING.get(_module(frame).partition(".")[0], ())
 
     before = sys.getprofile()
-    for name in CALLED:
-        setattr(torch.Tensor, name, reading(name))
-    _active.append(count)
-    try:
-        with _Reads(note):
-            sys.setprofile(profile)
+    methods = {name: reading(name, getattr(torch.Tensor, name)) for name in CALLED}
+    with mock.patch.multiple(torch.Tensor, **methods), _Reads(lambda name: count.note(name, packages)):
+        _active.append(count)
+        sys.setprofile(profile)
+        try:
             yield count
-    finally:
-        sys.setprofile(before)
-        _active.remove(count)
-        for name in CALLED:
-            setattr(torch.Tensor, name, originals[name])
+        finally:
+            sys.setprofile(before)
+            _active.remove(count)
 
 
 def watched(kernel: Callable[..., Any]) -> Callable[..., Any]:
@@ -163,51 +153,41 @@ def watched(kernel: Callable[..., Any]) -> Callable[..., Any]:
 
 
 class _Reads(TorchDispatchMode):
-    def __init__(self, note: Any) -> None:
+    def __init__(self, note: Callable[[str], None]) -> None:
         super().__init__()
         self.note = note
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        name = func.overloadpacket.__name__
-        tensors = [value for value in _flat((args, kwargs)) if isinstance(value, torch.Tensor)]
-        on_host = bool(tensors) and all(map(_on_host, tensors))
+        name, on_host = func.overloadpacket.__name__, _on_host((args, kwargs))
         if not on_host and (name in DISPATCHED or _boolean_index(name, args) or _unsized(func, name, kwargs)):
             self.note(name)
         found = func(*args, **kwargs)
-        if on_host and not func._schema.is_mutable:
-            for value in _flat(found):
-                if isinstance(value, torch.Tensor):
-                    _marked(value)
-        return found
+        return _marked(found) if on_host and not func._schema.is_mutable else found
 
 
-def _flat(values: Any) -> Iterator[Any]:
-    if isinstance(values, dict):
-        values = list(values.values())
-    if isinstance(values, (list, tuple)):
-        for value in values:
-            yield from _flat(value)
-    else:
-        yield values
+def _tensors(values: Any) -> list[torch.Tensor]:
+    return [leaf for leaf in tree_flatten(values)[0] if isinstance(leaf, torch.Tensor)]
 
 
 def _boolean_index(name: str, args: Any) -> bool:
-    indices = _flat(args[1]) if name in ("index", "index_put", "index_put_", "_index_put_impl_") else ()
-    return any(isinstance(index, torch.Tensor) and index.dtype in (torch.bool, torch.uint8) for index in indices)
+    indices = _tensors(args[1]) if name in ("index", "index_put", "index_put_", "_index_put_impl_") else ()
+    return any(index.dtype in (torch.bool, torch.uint8) for index in indices)
 
 
 def _unsized(func: Any, name: str, kwargs: Any) -> bool:
     return name == "repeat_interleave" and "Tensor" in func._overloadname and kwargs.get("output_size") is None
 
 
-def _on_host(tensor: torch.Tensor) -> bool:
-    return getattr(tensor, _HOST, False)
+def _on_host(values: Any) -> bool:
+    tensors = _tensors(values)
+    return bool(tensors) and all(getattr(tensor, _HOST, False) for tensor in tensors)
 
 
-def _marked(tensor: torch.Tensor) -> torch.Tensor:
-    setattr(tensor, _HOST, True)
-    return tensor
+def _marked(values: Any) -> Any:
+    for tensor in _tensors(values):
+        setattr(tensor, _HOST, True)
+    return values
 
 
 def _module(frame: Any) -> str:

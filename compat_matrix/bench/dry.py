@@ -5,9 +5,7 @@ are fake CUDA tensors. Those of forward and backward are fake CPU tensors, becau
 tensor's device for its stream; the forward's counts are the same on both. fa2patch's own code runs around the call of
 a kernel. Where torch has no such kernel, an operator of torch that returns tensors of the right shape takes its place.
 
-FlexAttention's own kernels are not part of it. With torch 2.14.1, Inductor wrote the forward's Triton kernel for fake
-CUDA tensors once twelve private functions had been replaced, and Triton 3.8 compiled it for compute capability 9.0:
-nine kinds of layer, with at most 157,312 of Hopper's 232,448 bytes of shared memory. Its backward could not be traced.
+FlexAttention's own kernels are not part of it.
 
 ``python -m compat_matrix.bench.dry`` prints one JSON object for this torch. With ``--schemas``, the schemas of torch's
 attention operators are written into ``aten_schemas.json``, beside those of other versions.
@@ -19,6 +17,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import importlib.util
+import itertools
 import json
 import logging
 import warnings
@@ -110,22 +109,13 @@ def _kind(func: Any, args: Any, kwargs: dict[str, Any]) -> str:
 # --- kernels, and fake functions where torch has none ---------------------------------------------------------
 
 _library = torch.library.Library(OF_STAND_INS, "DEF")
-_library.define("forward(Tensor q, Tensor k, Tensor v, Tensor[] more) -> (Tensor, Tensor)")
-_library.define(
-    "backward(Tensor grad, Tensor q, Tensor k, Tensor v, Tensor[] more) -> (Tensor, Tensor, Tensor, Tensor[])"
-)
-_library.define("block_mask(Tensor cu) -> Tensor")
-_library.impl(
-    "forward",
-    lambda q, k, v, more: (q.new_empty(*q.shape[:-1], v.shape[-1]), q.new_empty(q.shape[:-1], dtype=torch.float32)),
-    "Meta",
-)
-_library.impl(
-    "backward",
-    lambda grad, q, k, v, more: (*map(torch.empty_like, (q, k, v)), [torch.empty_like(x) for x in more]),
-    "Meta",
-)
-_library.impl("block_mask", torch.empty_like, "Meta")
+_library.define("made(Tensor[] like) -> Tensor[]")
+_library.impl("made", lambda like: [torch.empty_like(x) for x in like], "Meta")
+
+
+def _made(*like: torch.Tensor) -> list[torch.Tensor]:
+    """Start one operator, which stands for a kernel: it returns tensors of these shapes."""
+    return list(getattr(torch.ops, OF_STAND_INS).made(like))
 
 
 class _Attention(torch.autograd.Function):
@@ -133,15 +123,13 @@ class _Attention(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, sinks: torch.Tensor | None) -> Any:
-        more = [] if sinks is None else [sinks]
-        ctx.save_for_backward(q, k, v, *more)
-        return getattr(torch.ops, OF_STAND_INS).forward(q, k, v, more)
+        ctx.save_for_backward(q, k, v, *([] if sinks is None else [sinks]))
+        return tuple(_made(q.new_empty(*q.shape[:-1], v.shape[-1]), q.new_empty(q.shape[:-1], dtype=torch.float32)))
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor, of_lse: torch.Tensor) -> Any:
-        q, k, v, *more = ctx.saved_tensors
-        *found, of_more = getattr(torch.ops, OF_STAND_INS).backward(grad, q, k, v, more)
-        return (*found, of_more[0] if of_more else None)
+        found = _made(*ctx.saved_tensors)
+        return (*found, *[None] * (4 - len(found)))
 
 
 def _varlen(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, **arguments: Any) -> torch.Tensor:
@@ -163,7 +151,7 @@ def _flex(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, **arguments: Any) -
 def _block_mask(visible: Callable[..., Any], *unused: Any) -> Any:
     """``create_block_mask``, compiled: one operator, made of the tensors that ``visible`` refers to."""
     held = (cell.cell_contents for cell in visible.__closure__ or ())
-    return getattr(torch.ops, OF_STAND_INS).block_mask(next(x for x in held if isinstance(x, torch.Tensor)))
+    return _made(next(x for x in held if isinstance(x, torch.Tensor)))[0]
 
 
 def kernels() -> dict[str, tuple[Kernel, Callable[..., torch.Tensor]]]:
@@ -351,30 +339,26 @@ def merged(runs: list[dict[str, Any]]) -> list[dict[str, Any]]:
     every = [run["torch"] for run in runs]
     rows = []
     for case in runs[0]["cases"]:
-        by_cells: dict[str, tuple[list[str], dict[str, Any]]] = {}
+        same: dict[str, list[Any]] = {}  # by kernel and numbers: the versions, and the cells of the newest
         for run in runs:
             for kernel, cells in run["cases"][case].items():
                 key = json.dumps([kernel, {name: cells[name] for name in cells if name != "once per batch"}])
-                by_cells[key] = ([*by_cells.get(key, ([], {}))[0], run["torch"]], {"kernel": kernel, **cells})
-        lines: dict[str, dict[str, Any]] = {}
-        for versions, row in by_cells.values():
-            kernel, cells = row.pop("kernel"), {"torch": in_words(versions, every), **row}
-            line = lines.setdefault(json.dumps(cells), {"layer": f"{case}:", **cells})
-            line["layer"] += f"{'' if line['layer'].endswith(':') else ','} {kernel}"
-        rows += lines.values()
+                versions = [*same.get(key, [[]])[0], run["torch"]]
+                same[key] = [versions, kernel, cells]
+        names: dict[str, list[str]] = {}
+        for versions, kernel, cells in same.values():
+            names.setdefault(json.dumps({"torch": in_words(versions, every), **cells}), []).append(kernel)
+        rows += [{"layer": f"{case}: {', '.join(of)}", **json.loads(cells)} for cells, of in names.items()]
     return rows
 
 
 def in_words(some: list[str], every: list[str]) -> str:
     """The versions in words: ``all``, or runs such as ``2.4 to 2.6``."""
-    runs: list[list[str]] = []
-    for version in some:
-        if runs and every.index(version) == every.index(runs[-1][-1]) + 1:
-            runs[-1].append(version)
-        else:
-            runs.append([version])
-    shorter = [[version.rpartition(".")[0] for version in run] for run in runs]
-    return "all" if some == every else ", ".join(" to ".join(dict.fromkeys((run[0], run[-1]))) for run in shorter)
+    if some == every:
+        return "all"
+    runs = itertools.groupby(some, lambda version: every.index(version) - some.index(version))
+    minors = [[version.rpartition(".")[0] for version in run] for _, run in runs]
+    return ", ".join(" to ".join(dict.fromkeys((run[0], run[-1]))) for run in minors)
 
 
 # --- in other versions ----------------------------------------------------------------------------------------
@@ -387,28 +371,20 @@ def measure(folder: Path, versions: Iterable[str] = TORCH) -> list[dict[str, Any
     runs = []
     with environments.only_our_packages() as packages:
         for version in track(list(versions), "dry", console=Console(stderr=True)):
-            python = environments.make(environment(version), folder.resolve())
+            wanted = environments.Version(f"torch-{version}", TRANSFORMERS, "3.11", version, pins=())
+            python = environments.make(wanted, folder.resolve())
             runs.append(environments.printed(python, packages, "compat_matrix.bench.dry"))
     return merged(runs)
 
 
-def environment(version: str) -> environments.Version:
-    """The environment of a version of torch. Versions up to 2.2 need numpy 1."""
-    old = version.startswith(("2.1.", "2.2."))
-    return environments.Version(f"torch-{version}", TRANSFORMERS, "3.11", version, pins=("numpy<2",) if old else ())
-
-
 def with_version(known: dict[str, list[str]], version: str, schemas: list[str]) -> dict[str, list[str]]:
     """The versions by schema, with this version's schemas in the place of those known for it. Both are sorted."""
-
-    def number(text: str) -> tuple[int, ...]:
-        return tuple(map(int, text.split(".")))
-
-    found = {schema: {*known.get(schema, ())} - {version} for schema in {*known, *schemas}}
-    for schema in schemas:
-        found[schema].add(version)
-    ordered = {schema: sorted(versions, key=number) for schema, versions in found.items() if versions}
-    return dict(sorted(ordered.items(), key=lambda one: (one[0].partition("(")[0], number(one[1][0]))))
+    pairs = [(schema, other) for schema, others in known.items() for other in others if other != version]
+    pairs += [(schema, version) for schema in schemas]
+    found: dict[str, list[str]] = {}
+    for schema, of in sorted(pairs, key=lambda one: (one[0].partition("(")[0], *map(int, one[1].split(".")))):
+        found.setdefault(schema, []).append(of)
+    return found
 
 
 def main() -> None:

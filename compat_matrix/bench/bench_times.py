@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import itertools
 import statistics
 import time
+from functools import partial
 from typing import Any, Callable
 
 import numpy as np
@@ -18,22 +18,9 @@ from fa2patch import packing
 from fa2patch.kernels.options import Options
 from fa2patch.kernels.reference import Reference
 
+from . import workloads
 from .bench_counts import forwards
-from .workloads import (
-    DISTRIBUTIONS,
-    FLAN,
-    Batch,
-    Distribution,
-    boundaries_of,
-    cut,
-    documents,
-    mini_batches,
-    packed,
-    padded,
-    padding_ratio,
-    shared,
-    small_llama,
-)
+from .workloads import DISTRIBUTIONS, FLAN, Batch, Distribution, documents, packed, padded, small_llama
 
 Attention = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
 """Maps q, k and v ``[tokens, heads, dim]`` to an output of q's shape."""
@@ -56,7 +43,7 @@ def bench_overhead(rows: list[Any], turns: Any, way: str) -> None:
     short, long = (np.subtract(taken[n, way], taken[n, "by hand"]) * 1e6 for n in (2, 32))
     each = (long - short) / 30
     row: dict[str, Any] = {"batches": way}
-    for what, found in {"µs per layer": each, "µs per forward": short - 2 * each}.items():
+    for what, found in (("µs per layer", each), ("µs per forward", short - 2 * each)):
         first, middle, last = np.percentile(found, (25, 50, 75)).round(1).tolist()
         row.update({what: middle, f"{what}, range": f"{first} to {last}"})
     rows.append(row)
@@ -77,10 +64,10 @@ def layouts() -> dict[str, list[int]]:
     two = drawn.choice([4, TOKENS // 8], TOKENS, p=[0.9, 0.1])
     return {
         **{f"{count} x {TOKENS // count}": [TOKENS // count] * count for count in counts},
-        FLAN.name: cut(FLAN.draw(TOKENS), TOKENS),
-        "FLAN-like, a tenth": cut(FLAN.scaled(0.1).draw(TOKENS), TOKENS),
-        "uniform, 1 to 64": cut(uniform.tolist(), TOKENS),
-        f"4 or {TOKENS // 8}": cut(two.tolist(), TOKENS),
+        FLAN.name: workloads.cut(FLAN.draw(TOKENS), TOKENS),
+        "FLAN-like, a tenth": workloads.cut(FLAN.scaled(0.1).draw(TOKENS), TOKENS),
+        "uniform, 1 to 64": workloads.cut(uniform.tolist(), TOKENS),
+        f"4 or {TOKENS // 8}": workloads.cut(two.tolist(), TOKENS),
     }
 
 
@@ -89,7 +76,8 @@ def attentions(lengths: list[int]) -> dict[str, Attention]:
 
     There is no *batched* without equal lengths, and no *padded* that would hold :data:`MOST_PADDING` times the tokens.
     """
-    kernel, where, longest, shape = Reference(), boundaries_of(lengths), max(lengths), (len(lengths), max(lengths))
+    kernel, where, longest = Reference(), workloads.boundaries_of(lengths), max(lengths)
+    shape = len(lengths), longest
     places = torch.cat([torch.arange(length) + row * longest for row, length in enumerate(lengths)])
 
     def attended(*states: torch.Tensor) -> torch.Tensor:
@@ -128,19 +116,19 @@ def bench_kernels(rows: list[Any], turns: Any, quick: bool, name: str, backward:
     (documents of equal length only) and *padded* call SDPA by hand, *padded* with padding and unpadding; *reference to
     best* is the reference's time as a multiple of the best of these three.
     """
-    lengths = cut(layouts()[name], 64 if quick else TOKENS)
+    lengths = workloads.cut(layouts()[name], 64 if quick else TOKENS)
     drawn = torch.Generator().manual_seed(0)
     states = [torch.randn(sum(lengths), heads, DIM, generator=drawn) for heads in (HEADS, KEY_HEADS, KEY_HEADS)]
     states = [x.requires_grad_(backward) for x in states]
     ways = attentions(lengths)
     expected = ways["reference"](*states)
 
-    def call(way: Attention) -> Callable[[], Any]:
-        torch.testing.assert_close(way(*states), expected, atol=1e-4, rtol=0)
-        gradient = torch.ones_like(expected)
-        return lambda: torch.autograd.grad(way(*states), states, gradient) if backward else way(*states)
+    def call(way: Attention) -> Any:
+        return torch.autograd.grad(way(*states), states, torch.ones_like(expected)) if backward else way(*states)
 
-    taken = turns({way: call(computed) for way, computed in ways.items()}, 9, warm_up=2)
+    for way in ways.values():
+        torch.testing.assert_close(way(*states), expected, atol=1e-4, rtol=0)
+    taken = turns({name: partial(call, way) for name, way in ways.items()}, 9, warm_up=2)
     ratios = {way: taken.ratio(way, "reference") for way in ways if way != "reference"}
     row = {"documents": name, "pass": "fwd + bwd" if backward else "forward", "reference, ms": taken.ms("reference")}
     columns = {way: ratios.get(way, "") for way in ("one by one", "batched", "padded")}
@@ -180,9 +168,8 @@ def bench_training(rows: list[Any], turns: Any, quick: bool, name: str) -> None:
     """
     steps, scale, size = (1, 0.03, (1, 64)) if quick else (60, 0.25, (4, 256))
     warm_up = 2  # allocators and the optimizer's states
-    lengths = mini_batches(DISTRIBUTIONS[name].scaled(scale), steps + warm_up)
-    tokens = iter(documents([*itertools.chain(*lengths)]))
-    docs = [[*itertools.islice(tokens, len(batch))] for batch in lengths]
+    lengths = workloads.mini_batches(DISTRIBUTIONS[name].scaled(scale), steps + warm_up)
+    docs = workloads.filled(lengths)
     rivals = {
         "fa2patch": Trainee([packed(batch) for batch in docs], *size, patched=True),
         "padded": Trainee([padded(batch) for batch in docs], *size),
@@ -192,7 +179,7 @@ def bench_training(rows: list[Any], turns: Any, quick: bool, name: str) -> None:
     timed = lengths[warm_up:]
     seconds = {rival: sum(of) for rival, of in taken.items()}
     ratios = {rival: seconds["padded"] / of for rival, of in seconds.items()}
-    limit = padding_ratio(timed)
+    limit = workloads.padding_ratio(timed)
     losses = zip(rivals["fa2patch"].losses, rivals["padded"].losses)
     rows.append({
         "lengths": name,
@@ -218,23 +205,26 @@ def bench_sharing(rows: list[Any], turns: Any, quick: bool, prompt: int, complet
     lengths = [32 + round(at * 224 / (completions - 1)) for at in range(completions)]
     asked, *answers = documents([prompt, *lengths])
     sequences = [asked + answer for answer in answers]
-    batches = {"shared": shared(asked, answers), "packed": packed(sequences, lengths=True), "padded": padded(sequences)}
+    row = packing.share(sequences, prompts=[prompt] * completions, least=1)
+    batches = {"shared": {**row.batch, "labels": row.labels}, "packed": packed(sequences, lengths=True)}
+    batches["padded"] = padded(sequences)
     batches["padded"]["labels"][:, :prompt] = -100
     for start in batches["packed"]["cu_seq_lens_q"].tolist()[:-1]:
         batches["packed"]["labels"][0, start : start + prompt] = -100
     unpatched, patched = (small_llama(*size) for _ in range(2))
     fa2patch.apply(patched)
 
-    def step(model: Any, batch: Batch) -> Callable[[], Any]:
-        return lambda: (model(**batch, use_cache=False).loss.backward(), model.zero_grad())
+    def step(name: str) -> None:
+        model = unpatched if name == "padded" else patched
+        model(**batches[name], use_cache=False).loss.backward()
+        model.zero_grad()
 
-    runs = {name: step(unpatched if name == "padded" else patched, batch) for name, batch in batches.items()}
-    taken = turns(runs, 5)
+    taken = turns({name: partial(step, name) for name in batches}, 5)
     names = ("padded", "packed", "shared")
-    row: dict[str, Any] = {"prompt, completions": shown}
-    row.update({f"{name}: tokens": batches[name]["input_ids"].numel() for name in names})
-    row.update({f"{name}, ms": taken.ms(name) for name in names})
-    rows.append({**row, **{f"{name} / shared": taken.ratio(name, "shared") for name in names[:2]}})
+    tokens = {f"{name}: tokens": batches[name]["input_ids"].numel() for name in names}
+    ms = {f"{name}, ms": taken.ms(name) for name in names}
+    ratios = {f"{name} / shared": taken.ratio(name, "shared") for name in names[:2]}
+    rows.append({"prompt, completions": shown, **tokens, **ms, **ratios})
 
 
 # --- embeddings -----------------------------------------------------------------------------------------------
@@ -255,24 +245,22 @@ def bench_embeddings(rows: list[Any], turns: Any, quick: bool, name: str, traini
     lengths = TEXTS[name].draw(count)[: size if training else count]
     docs = documents(lengths if training else sorted(lengths))
     step = size // 2 if training else size
-    made = [padded(docs[at : at + step]) for at in range(0, len(docs), step)]
-    batches = [{key: batch[key] for key in ("input_ids", "attention_mask")} for batch in made]
+    batches = [padded(docs[at : at + step]) for at in range(0, len(docs), step)]
+    for batch in batches:
+        del batch["labels"]
     torch.manual_seed(0)
     width = 32 if quick else 256
     sizes = {"hidden_size": width, "intermediate_size": 4 * width, "num_attention_heads": width // 32}
     rivals = [BertModel(BertConfig(vocab_size=512, num_hidden_layers=4, **sizes)).train(training) for _ in range(2)]
     fa2patch.apply(rivals[1], padded_batches=True)
 
-    def run(model: Any) -> Callable[[], Any]:
-        def call() -> None:
-            with torch.set_grad_enabled(training):
-                outputs = [model(**batch).last_hidden_state.mean() for batch in batches]
-            if training:
-                sum(outputs).backward()
+    def run(model: Any) -> None:
+        with torch.set_grad_enabled(training):
+            outputs = [model(**batch).last_hidden_state.mean() for batch in batches]
+        if training:
+            sum(outputs).backward()
 
-        return call
-
-    taken = turns({"patched": run(rivals[1]), "padded": run(rivals[0])}, 7)
+    taken = turns({"patched": partial(run, rivals[1]), "padded": partial(run, rivals[0])}, 7)
     tokens = sum(batch["input_ids"].numel() for batch in batches)
     row = {"texts": f"{name}, {'training step' if training else 'encode'}", "padded: tokens": tokens}
     row |= {"patched: tokens": sum(lengths), "saved": f"{1 - sum(lengths) / tokens:.0%}"}

@@ -93,7 +93,7 @@ def turns(benchmark: Any, quick: bool) -> Callable[..., Taken]:
     def timed(rivals: Mapping[str, Callable[[], Any]], rounds: int, warm_up: int = 1) -> Taken:
         first, *others = rivals
         rounds = 1 if quick else rounds
-        taken = Taken({name: [] for name in others})
+        taken: dict[str, list[float]] = {name: [] for name in others}
 
         def before() -> None:
             for name in others:

@@ -52,15 +52,13 @@ def forward(architecture: str, layers: int, way: str, checkpointed: bool = False
 
 def row(lengths: bool) -> dict[str, Any]:
     """Return the collator's batch of the documents, with or without their lengths."""
-    import fa2patch
-
     from ..check import rows
+    from .workloads import packed
 
-    collate = fa2patch.DataCollatorWithFlattening(return_flash_attn_kwargs=lengths)
-    return collate([{"input_ids": ids.tolist()} for ids in rows.documents(*DOCUMENTS)])
+    return packed([ids.tolist() for ids in rows.documents(*DOCUMENTS)], lengths)
 
 
-def of(architecture: str, way: str, layers: list[int]) -> dict[str, Any]:
+def of(architecture: str, way: str, layers: tuple[int, ...]) -> dict[str, Any]:
     """Return the part's row of an architecture and a way."""
     counts = {number: forward(architecture, number, way) for number in layers}
     most = layers[-1]
@@ -76,15 +74,15 @@ def of(architecture: str, way: str, layers: list[int]) -> dict[str, Any]:
 def main(arguments: list[str] | None = None) -> None:
     """Count all architectures, layer counts and ways, and print one JSON object."""
     parser = argparse.ArgumentParser(prog="python -m compat_matrix.bench.syncs", description=__doc__)
-    parser.add_argument("--architectures", nargs="+", default=["llama"])
-    parser.add_argument("--layers", nargs="+", type=int, default=[2, 4])
-    given = parser.parse_args(arguments)
+    parser.add_argument("--quick", action="store_true", help="only see that it runs: one model of few layers")
+    quick = parser.parse_args(arguments).quick
+    models, layers = (("llama",), (2, 4)) if quick else (("llama", "mistral", "qwen2"), (2, 4, 8, 16, 32))
     os.environ.update(HF_HUB_OFFLINE="1", TRANSFORMERS_VERBOSITY="error")
     warnings.simplefilter("ignore")
     torch.set_num_threads(1)
     stand_in.flash_attn_varlen_func = watched(stand_in.flash_attn_varlen_func)
     stand_in.install()
-    rows = [of(architecture, way, given.layers) for architecture in given.architectures for way in WAYS]
+    rows = [of(model, way, layers) for model in models for way in WAYS]
     print(json.dumps({"torch": torch.__version__, "rows": rows}))
 
 

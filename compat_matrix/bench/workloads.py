@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -81,6 +82,12 @@ def documents(lengths: Sequence[int], vocabulary: int = 512, seed: int = 1) -> l
     return [torch.randint(3, vocabulary, (length,), generator=generator).tolist() for length in lengths]
 
 
+def filled(lengths: Sequence[Sequence[int]], vocabulary: int = 512) -> list[list[list[int]]]:
+    """Return the documents of mini-batches of these lengths."""
+    drawn = iter(documents([*itertools.chain(*lengths)], vocabulary))
+    return [[*itertools.islice(drawn, len(batch))] for batch in lengths]
+
+
 def padded(docs: Sequence[Sequence[int]]) -> Batch:
     """Return a row for each document, padded to the longest. Nothing predicts a first token: its label is -100."""
     rows = [torch.tensor(document) for document in docs]
@@ -97,25 +104,6 @@ def packed(docs: Sequence[Sequence[int]], lengths: bool = False) -> Batch:
     return collate([{"input_ids": list(document)} for document in docs])
 
 
-def shared(prompt: list[int], completions: list[list[int]]) -> Batch:
-    """Return the row with the prompt once. Each completion's segment starts with the prompt's last token."""
-    segments = [prompt[:-1], *([prompt[-1], *completion] for completion in completions)]
-    starts = [0, *[len(prompt) - 1] * len(completions)]
-    ends = torch.tensor([0, *map(len, segments)]).cumsum(0).int()
-    ids = torch.tensor([token for segment in segments for token in segment])[None]
-    labels = ids.clone()
-    labels[0, : len(prompt) - 1] = -100
-    labels[0, ends[:-1].long()] = -100
-    return {
-        "input_ids": ids,
-        "labels": labels,
-        "position_ids": torch.cat([torch.arange(at, at + len(s)) for at, s in zip(starts, segments)])[None],
-        **dict.fromkeys(("cu_seq_lens_q", "cu_seq_lens_k"), ends),
-        **dict.fromkeys(("max_length_q", "max_length_k"), max(map(len, segments))),
-        "segment_parents": torch.tensor([-1, *[0] * len(completions)], dtype=torch.int32),
-    }
-
-
 def boundaries_of(lengths: Sequence[int]) -> Boundaries:
     """Return the boundaries of documents of these lengths, on a CPU."""
     return boundaries(torch.cat([torch.arange(length) for length in lengths])[None])
@@ -124,18 +112,16 @@ def boundaries_of(lengths: Sequence[int]) -> Boundaries:
 # --- models ---------------------------------------------------------------------------------------------------
 
 SHAPES: dict[str, dict[str, Any]] = {
-    name: {
-        "model_type": kind, "hidden_size": 4096, "intermediate_size": inner, "num_hidden_layers": layers,
-        "num_attention_heads": 32, "num_key_value_heads": key_heads, "vocab_size": words, **more,
-    }
-    for name, kind, inner, layers, key_heads, words, more in (
-        ("Llama-2-7B", "llama", 11008, 32, 32, 32000, {}),
-        ("Mistral-7B", "mistral", 14336, 32, 8, 32000, {"sliding_window": 4096}),
-        ("Granite-8B-code", "llama", 14336, 36, 8, 49152, {"tie_word_embeddings": True}),
-    )
-}  # fmt: skip
-"""Configurations of published models. Nothing is downloaded."""
+    "Llama-2-7B": {"num_key_value_heads": 32, "intermediate_size": 11008},
+    "Mistral-7B": {"model_type": "mistral", "sliding_window": 4096},
+    "Granite-8B-code": {"num_hidden_layers": 36, "vocab_size": 49152, "tie_word_embeddings": True},
+}
+"""Configurations of published models, as far as they differ from ``COMMON``. Nothing is downloaded."""
 
+COMMON = {
+    "model_type": "llama", "vocab_size": 32000, "hidden_size": 4096, "intermediate_size": 14336, "use_cache": False,
+    "num_hidden_layers": 32, "num_attention_heads": 32, "num_key_value_heads": 8, "max_position_embeddings": 4096,
+}  # fmt: skip
 TOY = {"hidden_size": 64, "intermediate_size": 96, "num_attention_heads": 4, "vocab_size": 97, "num_hidden_layers": 2}
 """The sizes of a toy model, which shows within seconds on a CPU that everything runs."""
 
@@ -144,7 +130,7 @@ def config(shape: str, layers: int | None = None, toy: bool = False) -> Any:
     """Return the Transformers config of a shape, optionally with fewer layers or as a toy."""
     from transformers import AutoConfig
 
-    numbers = {**SHAPES[shape], "max_position_embeddings": 4096, "use_cache": False}
+    numbers = {**COMMON, **SHAPES[shape]}
     if toy:
         groups = numbers["num_attention_heads"] // numbers["num_key_value_heads"]
         numbers.update(TOY, num_key_value_heads=max(1, TOY["num_attention_heads"] // groups))
@@ -157,16 +143,9 @@ def small_llama(layers: int, hidden: int, implementation: str = "sdpa") -> Any:
 
     torch.manual_seed(0)
     heads = hidden // 32
-    config = LlamaConfig(
-        vocab_size=512,
-        hidden_size=hidden,
-        intermediate_size=hidden * 8 // 3 // 16 * 16,
-        num_hidden_layers=layers,
-        num_attention_heads=heads,
-        num_key_value_heads=max(1, heads // 2),
-        max_position_embeddings=4096,
-        use_cache=False,
-    )
+    sizes = {"hidden_size": hidden, "intermediate_size": hidden * 8 // 3 // 16 * 16, "num_hidden_layers": layers}
+    sizes.update(num_attention_heads=heads, num_key_value_heads=max(1, heads // 2))
+    config = LlamaConfig(vocab_size=512, max_position_embeddings=4096, use_cache=False, **sizes)
     return LlamaForCausalLM._from_config(config, attn_implementation=implementation).train()
 
 

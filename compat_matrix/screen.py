@@ -8,6 +8,7 @@ from typing import Callable, TypeVar
 
 try:
     from rich.console import Console
+    from rich.markdown import Markdown
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, track
     from rich.table import Table
 except ModuleNotFoundError as error:
@@ -15,7 +16,7 @@ except ModuleNotFoundError as error:
         f"compat_matrix needs {error.name}, which is not installed. In a clone: pip install -e '.[matrix]'"
     ) from None
 
-__all__ = ["Console", "Progress", "Table", "bars", "done", "track"]
+__all__ = ["Console", "Markdown", "Progress", "Table", "bars", "done", "track"]
 
 Item = TypeVar("Item")
 Found = TypeVar("Found")

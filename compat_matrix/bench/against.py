@@ -21,7 +21,7 @@ from typing import Any
 from .. import commits, environments
 from ..screen import Console, track
 from . import figures
-from .__main__ import PARTS
+from .figures import PARTS
 
 COMMAND = "python -m compat_matrix.bench.against"
 SIDES = ("before", "after")
@@ -37,14 +37,7 @@ sys.exit(main(sys.argv[2:]))
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Compare the chosen parts and print a table for each.
-
-    Args:
-        arguments: the command line; None reads ``sys.argv``.
-
-    Returns:
-        The exit code: 1 if a run failed. More calls and longer times are no failures.
-    """
+    """Compare the chosen parts and print a table for each; returns 1 if a run failed, whatever the counts and times."""
     parser = argparse.ArgumentParser(prog=COMMAND, description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     add = parser.add_argument
     add("ref", metavar="REF", help="the commit, branch or tag that is compared with the files of now")
@@ -60,16 +53,12 @@ def main(arguments: list[str] | None = None) -> int:
         try:
             before = commits.number(given.ref)
             commits.export(before, "fa2patch", Path(folder, "before"))
-            # a copy as well, because imports look into every file beside a package, which counts
-            shutil.copytree(commits.ROOT / "fa2patch", Path(folder, "after", "fa2patch"), ignore=CACHES)
         except commits.NoCommit as error:
             parser.error(str(error))
+        # a copy as well, because imports look into every file beside a package, which counts
+        shutil.copytree(commits.ROOT / "fa2patch", Path(folder, "after", "fa2patch"), ignore=CACHES)
         for side in track(order(given.rounds), "against", console=Console(stderr=True)):
-            found = run(Path(folder, side).resolve(), given)
-            if isinstance(found, str):
-                print(f"{side}: {found}", file=sys.stderr)
-                return 1
-            runs[side].append(found)
+            runs[side].append(run(Path(folder, side).resolve(), given))
     print(f"before: commit {before[:12]}; after: {commits.named(commits.here())}; {given.rounds} runs each")
     for part in given.parts:
         figures.show(part, compared(*([of[part] for of in runs[side]] for side in SIDES)))
@@ -81,8 +70,8 @@ def order(rounds: int) -> list[str]:
     return [side for turn in range(rounds) for side in (SIDES if turn % 2 == 0 else SIDES[::-1])]
 
 
-def run(packages: Path, given: argparse.Namespace) -> dict[str, Rows] | str:
-    """Run the parts once on the fa2patch in a folder; return their rows, or the end of what a failed process said."""
+def run(packages: Path, given: argparse.Namespace) -> dict[str, Rows]:
+    """Run the parts once on the fa2patch in a folder and return their rows; a failed run ends the command."""
     with tempfile.TemporaryDirectory() as out:
         command = [sys.executable, "-c", _RUN, str(packages), "--parts", *given.parts, "--out", out]
         command += ["--environments", str(given.environments.resolve()), *(["--quick"] if given.quick else [])]
@@ -90,7 +79,7 @@ def run(packages: Path, given: argparse.Namespace) -> dict[str, Rows] | str:
         variables = {**environments.variables(packages), "PYTHONPATH": path}
         done = subprocess.run(command, cwd=out, capture_output=True, text=True, env=variables)
         if done.returncode:
-            return f"{done.stdout[-1500:]}\n{done.stderr[-1500:]}"
+            sys.exit(f"{packages.name}: {done.stdout[-1500:]}\n{done.stderr[-1500:]}")
         return {part: figures.read(Path(out, f"{part}.json"))["rows"] for part in given.parts}
 
 
@@ -126,14 +115,8 @@ def judged(before: list[float], after: list[float], timed: bool) -> dict[str, An
     verdict = ""
     if positive or not timed:
         verdict = more if last > first * noise else less if last * noise < first else ""
-    ratio = round(last / first, 3) if positive else ""
-    return {
-        "before": first,
-        "after": last,
-        "ratio": ratio,
-        "noise": round(noise, 3) if timed else "",
-        "verdict": verdict,
-    }
+    shown = {"ratio": round(last / first, 3) if positive else "", "noise": round(noise, 3) if timed else ""}
+    return {"before": first, "after": last, **shown, "verdict": verdict}
 
 
 if __name__ == "__main__":

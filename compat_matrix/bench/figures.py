@@ -24,26 +24,14 @@ OWED = (
     "There are no GPU figures yet. `python -m compat_matrix.bench.gpu --out FOLDER` makes "
     "FOLDER/gpu.json. Commit it as results/gpu.json."
 )
-ORDER = (
-    "calls",
-    "startup",
-    "overhead",
-    "syncs",
-    "dry",
-    "kernels",
-    "training",
-    "sharing",
-    "embeddings",
-    "packing",
-    "gpu",
-)
-"""The parts in the order of BENCH.md, each with a result file of its name. All but ``gpu`` run on a CPU."""
+PARTS = ["calls", "startup", "overhead", "syncs", "dry", "kernels", "training", "sharing", "embeddings", "packing"]
+"""What is measured on a CPU, in the order of BENCH.md: a result file and a function ``bench_...`` for each."""
 
 Result = dict[str, Any]
 
 
 def header(command: str, device: str = "cpu") -> dict[str, Any]:
-    """Return commit, device, versions, date and the command that repeats the measurement."""
+    """Return the command that repeats the measurement, and the commit, date, device and versions."""
     import torch  # not above: the page is made without torch
     import transformers
 
@@ -83,12 +71,6 @@ def committed(part: str) -> Result:
     return read(HERE / "results" / f"{part}.json")
 
 
-def cells(rows: list[Mapping[str, Any]]) -> list[list[str]]:
-    """Return a table's head and its lines: every column of any row, numbers with three digits or more."""
-    head = list(dict.fromkeys(name for row in rows for name in row))
-    return [head, *([_shown(row.get(name, "")) for name in head] for row in rows)]
-
-
 def _shown(value: Any) -> str:
     if isinstance(value, float):
         return f"{value:,.{2 if abs(value) < 10 else 1 if abs(value) < 100 else 0}f}"
@@ -96,32 +78,25 @@ def _shown(value: Any) -> str:
 
 
 def markdown(rows: list[Mapping[str, Any]]) -> str:
-    """Return rows as a table of Markdown."""
-    head, *lines = cells(rows)
+    """Return rows as a table of Markdown: every column of any row, numbers with three digits or more."""
+    head = list(dict.fromkeys(name for row in rows for name in row))
+    lines = [[_shown(row.get(name, "")) for name in head] for row in rows]
     return "\n".join(f"| {' | '.join(line)} |" for line in (head, ["---", *["---:"] * (len(head) - 1)], *lines))
 
 
 def show(title: str, rows: list[Mapping[str, Any]], notes: str = "") -> None:
     """Print rows as a table, with the notes below it."""
-    head, *lines = cells(rows)
-    table = screen.Table(title=title, caption=notes or None, title_justify="left", caption_justify="left")
-    for place, name in enumerate(head):
-        table.add_column(name, justify="right" if place else "left")
-    for line in lines:
-        table.add_row(*line)
-    screen.Console(width=None if sys.stdout.isatty() else 150).print(table)
+    text = screen.Markdown(f"## {title}\n\n{markdown(rows)}\n\n{notes}")
+    screen.Console(width=None if sys.stdout.isatty() else 150).print(text)
 
 
 def page(results: Mapping[str, Result]) -> str:
     """Return the text of BENCH.md."""
     parts = [f"<!-- Made by {COMMAND} from results/*.json: do not edit. -->", "# What packed rows cost and save"]
-    for part in ORDER:
-        if part in results:
-            found = results[part]
-            parts += [f"## {part}", f"{found['what']}\n\n    {found['command']}", _measured_on(found)]
-            parts += [markdown(found["rows"]), found["notes"]]
-        elif part == "gpu":
-            parts += ["## gpu", OWED]
+    for part, found in ((part, results[part]) for part in [*PARTS, "gpu"] if part in results):
+        parts += [f"## {part}", f"{found['what']}\n\n    {found['command']}", _measured_on(found)]
+        parts += [markdown(found["rows"]), found["notes"]]
+    parts += [] if "gpu" in results else ["## gpu", OWED]
     return "\n\n".join(part for part in parts if part) + "\n"
 
 
@@ -151,14 +126,7 @@ def quotes(results: Mapping[str, Result]) -> dict[str, str]:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Write BENCH.md, or compare it and the quotes with the results.
-
-    Args:
-        arguments: the command line; None reads ``sys.argv``.
-
-    Returns:
-        The exit code: 1 if ``--check`` finds a difference.
-    """
+    """Write BENCH.md, or compare it and the quotes with the results; returns 1 if ``--check`` finds a difference."""
     parser = argparse.ArgumentParser(prog=COMMAND, description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument("--check", action="store_true", help="write nothing; fail if a number is not the results'")
     parser.add_argument("--folder", type=Path, default=HERE, help="of BENCH.md and results/")

@@ -22,7 +22,7 @@ from .. import commits
 from ..check.gpu import present_kernels
 from . import figures, gpu
 from .gpu import Job
-from .workloads import SHAPES
+from .gpu_once import OUT_OF_TIME
 
 COMMAND = "python -m compat_matrix.bench.first_gpu"
 SECONDS = {"kernels": 100, "models": 130, "training": 270, "hybrids": 40}
@@ -38,76 +38,55 @@ Results = dict[str, dict[str, Any]]
 def main(arguments: list[str] | None = None) -> int:
     """Run what is not done, write first_gpu.json and print the goals.
 
-    Args:
-        arguments: the command line; None reads ``sys.argv``.
-
     Returns:
         The exit code: 0 when everything is done, 2 without a CUDA device, 3 when time ran out.
     """
-    parser = argparse.ArgumentParser(
-        prog=COMMAND, description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    add = parser.add_argument
-    add("--out", type=Path, required=True, help="folder that the JSON files go to")
-    add("--device", default="cuda", choices=("cuda", "cpu"), help="cpu: with --toy only")
-    add("--toy", action="store_true", help="tiny, only to see that every stage runs; not for figures")
-    add("--overlays", type=Path, help="folder with other releases of Transformers, one in each folder")
-    add("--shapes", nargs="+", choices=SHAPES, default=["Llama-2-7B"], metavar="S", help=", ".join(SHAPES))
-    add("--seconds", type=float, default=sum(SECONDS.values()), help="in all; default %(default).0f")
-    given = parser.parse_args(arguments)
-    if gpu.is_without_device(given, parser):
-        return 2
+    parser = gpu.options(COMMAND, __doc__)
+    parser.add_argument("--overlays", type=Path, help="folder with other releases of Transformers, one in each folder")
+    parser.set_defaults(shapes=["Llama-2-7B"], steps=20, variant_seconds=45, seconds=sum(SECONDS.values()))
+    given = gpu.parsed(parser, arguments)
     header = figures.header(f"{COMMAND} --out FOLDER{' --device cpu --toy' if given.toy else ''}", given.device)
     able = present_kernels(given.device)
     kernels = [name for name in able if name != "reference"] or able
-    training = training_options(given, kernels[0])
-    planned = [*jobs(given, training, kernels)]
-    other = gpu.made_otherwise(planned, given.out, header)
-    if other:
-        parser.error(f"--out: {other.parent} holds results of another commit ({other.name}): take another folder")
+    given.variants = in_order(given.variants, kernels[0])
+    if given.toy:
+        given.steps, given.warm_up, given.variants = 2, 1, given.variants[:3]
+    planned = jobs(given, kernels)
+    gpu.require_same(parser, planned, given.out, header)
     records = gpu.run_all(planned, given.out, header, SECONDS, given.seconds)
-    done = len(records) == len(planned)
     results: Results = {stage: {} for stage in SECONDS}
     for job in planned:
         if job.result.exists() and job.stage != "training":
             results[job.stage][job.name] = figures.read(job.result)
-    results["training"]["training"] = gpu.merged(training, records)
-    figures.write(training.out / "gpu.json", results["training"]["training"])
-    met = goals(results)
+    results["training"]["training"] = gpu.merged(given, header, records)
+    done, met = len(records) == len(planned), goals(results)
     failed = {name: record["error"] for name, record in records.items() if "error" in record}
     found = {**header, "toy": given.toy, "done": done, "goals": [vars(goal) for goal in met], "failed": failed}
-    figures.write(
-        given.out / "first_gpu.json", {**found, "missing": gpu.missing(), "jobs": records, "results": results}
-    )
+    found.update(missing=gpu.missing(), jobs=records, results=results)
+    figures.write(given.out / "first_gpu.json", found)
     figures.show("Goals", *table(met, header))
     absent = [one["missing"] for one in results["hybrids"].values()]
     for name, why in [*failed.items(), *(one for packages in absent for one in packages.items())]:
         print(f"{name}: {why}")
-    return 0 if done else gpu.OUT_OF_TIME
+    return 0 if done else OUT_OF_TIME
 
 
-def training_options(given: argparse.Namespace, kernel: str) -> argparse.Namespace:
-    """Return the options of ``gpu``. The variants that the goals are about come first: time may run out."""
-    names = gpu.variants(given.device, given.toy)
-    padded = [name for name in names if name.startswith("padded:")][-1]
-    first = [padded, f"fa2patch:{kernel}+lengths", f"by-hand:{kernel}", f"fa2patch:{kernel}"]
-    ordered = [*first, *(name for name in names if name not in first)]
-    command = ["--out", str(given.out / "training"), "--device", given.device, "--shapes", *given.shapes]
-    command += (
-        ["--steps", "2", "--warm-up", "1", "--toy"] if given.toy else ["--steps", "20", "--variant-seconds", "45"]
-    )
-    return gpu.options().parse_args([*command, "--variants", *(ordered[:3] if given.toy else ordered)])
+def in_order(variants: list[str], kernel: str) -> list[str]:
+    """Return the variants of training with those that the goals are about first: time may run out."""
+    padded = [name for name in variants if name.startswith("padded:")][-1:]
+    first = [*padded, f"fa2patch:{kernel}+lengths", f"by-hand:{kernel}", f"fa2patch:{kernel}"]
+    return sorted(variants, key=lambda name: first.index(name) if name in first else len(first))
 
 
-def jobs(given: argparse.Namespace, training: argparse.Namespace, kernels: list[str]) -> Iterator[Job]:
-    """Yield the processes of all stages in order. ``kernels`` are those that can run here, best first."""
-    out, once = given.out.resolve(), "compat_matrix.bench.gpu_once"
-    more = ["--device", given.device, *(["--toy"] if given.toy else [])]
-    for kernel in kernels:
-        yield Job("kernels", kernel, [once, "kernel", kernel, *more], out / "kernels" / f"{kernel}.json")
-    yield from models(given, out / "models", kernels)
-    yield from gpu.planned(training)
-    yield Job("hybrids", "hybrids", [once, "hybrids", *more], out / "hybrids.json")
+def jobs(given: argparse.Namespace, kernels: list[str]) -> list[Job]:
+    """Return the processes of all stages in order. ``kernels`` are those that can run here, best first."""
+    out, more = given.out.resolve(), ["--device", given.device, *(["--toy"] if given.toy else [])]
+    return [
+        *(Job("kernels", one, ["kernel", one, *more], out / "kernels" / f"{one}.json") for one in kernels),
+        *models(given, out / "models", kernels),
+        *gpu.planned(given),
+        Job("hybrids", "hybrids", ["hybrids", *more], out / "hybrids.json"),
+    ]
 
 
 def models(given: argparse.Namespace, out: Path, kernels: list[str]) -> Iterator[Job]:
@@ -120,9 +99,8 @@ def models(given: argparse.Namespace, out: Path, kernels: list[str]) -> Iterator
     wanted += [(transformers.__version__, None, kernel) for kernel in kernels[1:]]
     for release, path, kernel in wanted:
         families = FAMILIES[:1] if given.toy else OVERLAY_FAMILIES if path else FAMILIES
-        command = ["compat_matrix.check.gpu", "--families", *families, "--kernels", kernel, "--device", given.device]
-        name = f"{release}-{kernel}"
-        yield Job("models", name, command, out / f"{name}.json", stops=False, path=path)
+        command, name = ["models", kernel, *families, "--device", given.device], f"{release}-{kernel}"
+        yield Job("models", name, command, out / f"{name}.json", path=path)
 
 
 # --- goals ----------------------------------------------------------------------------------------------------

@@ -1,19 +1,17 @@
-"""What a GPU is measured with, in a process of its own: ``kernel NAME``, ``hybrids`` or ``training SHAPE VARIANT``.
+"""What a GPU is measured with, in a process of its own: the WHAT of ``python -m compat_matrix.bench.gpu_once WHAT``.
 
-``kernel`` compares one kernel with the reference; an illegal access on a GPU ends everything that comes after it.
-``hybrids`` holds hybrids with the kernels of flash-linear-attention and mamba-ssm to the points of
-:mod:`compat_matrix.check.gpu`, and times a packed row beside its documents one by one and in a padded batch; without a
-package its models are recorded as missing. ``training`` trains one variant of :mod:`compat_matrix.bench.gpu`, so that
-its peak of memory can be measured. The file is written after each case, model or distribution, and what it has is not
-run again.
+``kernel NAME`` compares one kernel with the reference; an illegal access on a GPU ends everything that comes after it.
+``models KERNEL FAMILY ...`` writes the evidence of :mod:`compat_matrix.check.gpu`. ``hybrids`` holds hybrids with the
+kernels of flash-linear-attention and mamba-ssm to the same points, and times a packed row beside its documents one by
+one and in a padded batch; without a package its models are recorded as missing. ``training SHAPE VARIANT`` trains one
+variant of :mod:`compat_matrix.bench.gpu`, so that its peak of memory can be measured. The file is written after each
+case, model or variant, and what it has is not run again.
 """
 
 from __future__ import annotations
 
 import argparse
-import functools
 import importlib
-import itertools
 import os
 import re
 import statistics
@@ -22,6 +20,7 @@ import time
 import warnings
 from collections import Counter
 from collections.abc import Callable, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -33,9 +32,10 @@ from fa2patch import kernels
 from .. import tiny_models
 from ..check import gpu
 from ..check.kernels import Case, cases, compared, refusal
-from ..check.rows import documents, pack
+from ..check.rows import alone, documents, pack
 from . import figures, workloads
 
+OUT_OF_TIME = 3
 TOY_EVERY = 10
 """A toy run takes one case of so many."""
 
@@ -54,7 +54,6 @@ LENGTHS = {
 }
 """Document lengths of rows with about a thousand tokens, by their name in the result."""
 
-SIZES = {**gpu.BIG, "max_position_embeddings": 512}
 NEAR = 1e-3
 """How far, relative to the largest logit, a padded batch may be from the documents alone."""
 
@@ -62,10 +61,9 @@ NEAR = 1e-3
 def main(arguments: list[str] | None = None) -> int:
     """Measure what the file does not have; returns 3 if time ran out before the last."""
     parser = argparse.ArgumentParser(prog="python -m compat_matrix.bench.gpu_once", description=__doc__)
-    add = parser.add_argument
-    add("what", nargs="+", metavar="WHAT", help="kernel NAME, hybrids, or training SHAPE VARIANT")
-    add("--out", type=Path, required=True, help="the JSON file")
-    add("--seconds", type=float, default=60, help="start nothing later, and end a variant's steps")
+    parser.add_argument("what", nargs="+", metavar="WHAT", help="such as kernel NAME, or hybrids")
+    parser.add_argument("--out", type=Path, required=True, help="the JSON file")
+    parser.add_argument("--seconds", type=float, default=60, help="start nothing later, and end a variant's steps")
     training_options(parser)
     given = parser.parse_args(arguments)
     os.environ.update(HF_HUB_OFFLINE="1", TRANSFORMERS_VERBOSITY="error")
@@ -73,18 +71,23 @@ def main(arguments: list[str] | None = None) -> int:
     if given.device == "cpu":
         torch.set_num_threads(1)
     header, (what, *names) = figures.header("", given.device), given.what
+    if what == "training":
+        figures.write(given.out, {**header, **trained(given, *names)})
+        return 0
     if what == "kernel":
         wanted = dict(list(cases().items())[:: TOY_EVERY if given.toy else 1])
-        runs = {name: functools.partial(result, *names, case, given.device) for name, case in wanted.items()}
+        runs = {name: partial(result, *names, case, given.device) for name, case in wanted.items()}
         return going_on(given, {"kernel": names[0], **header}, "cases", runs)
-    if what == "training":
-        return train(given, header, *names)
+    if what == "models":
+        kernel, *families = names
+        runs = {name: partial(cell, name, given.device, kernel) for name in filter(tiny_models.is_present, families)}
+        return going_on(given, gpu.evidence([], given.device, kernel), "architectures", runs)
     known = {"fla": FAMILIES["fla"]} if given.toy else FAMILIES
     why = {package: lacking(package) for package in known}
-    lacks = {package: reason for package, reason in why.items() if reason}
     families = [family for package in known for family in known[package] if given.toy or not why[package]]
-    models = {family: functools.partial(measured, family, given.device, given.toy) for family in families}
-    return going_on(given, {**header, "missing": lacks}, "families", models)
+    runs = {family: partial(measured, family, given.device, given.toy) for family in families}
+    lacks = {package: reason for package, reason in why.items() if reason}
+    return going_on(given, {**header, "missing": lacks}, "families", runs)
 
 
 def going_on(given: argparse.Namespace, header: Any, what: str, runs: Mapping[str, Callable[[], Any]]) -> int:
@@ -93,7 +96,7 @@ def going_on(given: argparse.Namespace, header: Any, what: str, runs: Mapping[st
     found = figures.read(given.out)[what] if given.out.exists() else {}
     for name in [name for name in runs if name not in found]:
         if time.monotonic() > until:
-            return 3
+            return OUT_OF_TIME
         found[name] = runs[name]()
         figures.write(given.out, {**header, what: found})
     figures.write(given.out, {**header, what: found})
@@ -115,6 +118,14 @@ def result(name: str, case: Case, device: str) -> dict[str, Any]:
     return {"ok": all(error.ok for error in errors.values()), "relative_errors": relative}
 
 
+def cell(family: str, device: str, kernel: str) -> Any:
+    """Return what the points find in a model; None if this Transformers has no such model."""
+    return gpu.evidence([family], device, kernel)["architectures"].get(family)
+
+
+# --- hybrids --------------------------------------------------------------------------------------------------
+
+
 def lacking(package: str) -> str:
     """Return why a package cannot be used; empty if it can. Builds for another torch fail when they are imported."""
     try:
@@ -126,8 +137,8 @@ def lacking(package: str) -> str:
 
 def measured(family: str, device: str, toy: bool) -> dict[str, Any]:
     """Return the points and the times of a model."""
-    points = gpu.evidence([family], device, "reference" if device == "cpu" else "auto")["architectures"]
-    found: dict[str, Any] = {"points": points.get(family, "this Transformers has no such model"), "rows": {}}
+    points = cell(family, device, "reference" if device == "cpu" else "auto")
+    found: dict[str, Any] = {"points": points or "this Transformers has no such model", "rows": {}}
     for name, lengths in ({"3 short": (9, 1, 7)} if toy else LENGTHS).items() if points else ():
         try:
             found["rows"][name] = times(family, lengths, 1 if toy else 9, device)
@@ -143,17 +154,14 @@ def times(family: str, lengths: tuple[int, ...], rounds: int, device: str) -> di
     computes the padded batch right: the real tokens' logits must be those of the documents alone. A padded batch that
     fails has no time and no ratio.
     """
-    known = tiny_models.parameters(tiny_models.config_class(family))
-    changes: dict[str, Any] = {name: size for name, size in SIZES.items() if name in known}
-    patched, alone = (tiny_models.build(family, dtype=torch.bfloat16, **changes).train().to(device) for _ in range(2))
+    patched, single = (
+        tiny_models.build(family, dtype=torch.bfloat16, **gpu.big(family)).train().to(device) for _ in range(2)
+    )
     patch = fa2patch.apply(patched)
     docs = [doc.to(device) for doc in documents(*lengths)]
     row = {name: tensor.to(device) for name, tensor in pack(documents(*lengths)).items()}
-    pad = torch.nn.utils.rnn.pad_sequence
-    batch = {
-        "input_ids": pad(docs, batch_first=True),
-        "attention_mask": pad([torch.ones_like(doc) for doc in docs], batch_first=True),
-    }
+    made = workloads.padded([doc.tolist() for doc in docs])
+    batch = {name: made[name].to(device) for name in ("input_ids", "attention_mask")}
     real = batch["attention_mask"].bool()
 
     def loss(model: Any, kept: Any = ..., **inputs: Any) -> torch.Tensor:
@@ -162,11 +170,11 @@ def times(family: str, lengths: tuple[int, ...], rounds: int, device: str) -> di
 
     rivals: dict[str, Callable[[], Any]] = {
         "packed": lambda: loss(patched, **row).backward(),
-        "one_by_one": lambda: sum(loss(alone, input_ids=doc[None]) for doc in docs).backward(),  # type: ignore[union-attr]
-        "a_backward_each": lambda: [loss(alone, input_ids=doc[None]).backward() for doc in docs],
-        "padded": lambda: loss(alone, real, **batch).backward(),
+        "one_by_one": lambda: sum(loss(single, input_ids=doc[None]) for doc in docs).backward(),  # type: ignore[union-attr]
+        "a_backward_each": lambda: [loss(single, input_ids=doc[None]).backward() for doc in docs],
+        "padded": lambda: loss(single, real, **batch).backward(),
     }
-    found: dict[str, Any] = {"padded_is": judged(alone, docs, batch)}
+    found: dict[str, Any] = {"padded_is": judged(single, docs, batch)}
     if found["padded_is"].startswith("fails"):
         del rivals["padded"]
     taken: dict[str, list[float]] = {name: [] for name in rivals}
@@ -190,15 +198,16 @@ def judged(model: Any, docs: list[torch.Tensor], batch: dict[str, torch.Tensor])
         found = model(**batch, use_cache=False).logits[batch["attention_mask"].bool()]
     except Exception as error:  # a model's own padded computation may fail in any way
         return f"fails: {type(error).__name__}"
-    expected = torch.cat([model(input_ids=doc[None], use_cache=False).logits[0] for doc in docs])
+    expected = alone(model, docs)
     off = float((found - expected).abs().max() / expected.abs().max())
     return "right" if off <= NEAR else f"off by {off:.0e}"
 
 
 # --- training -------------------------------------------------------------------------------------------------
 
-SETTINGS = ("device", "toy", "distributions", "layers", "optimizer", "dtype", "batch", "steps", "warm_up", "seed")
 TOY_SCALE = 0.02
+SYNC_STEPS = 20
+"""Steps in which synchronisations are counted."""
 
 
 def training_options(parser: argparse.ArgumentParser) -> None:
@@ -206,34 +215,31 @@ def training_options(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add("--device", default="cuda", choices=("cuda", "cpu"), help="cpu: with --toy only")
     add("--toy", action="store_true", help="tiny models and documents, only to see that it runs; not for figures")
-    known = workloads.DISTRIBUTIONS
-    add("--distributions", nargs="+", choices=known, default=list(known), metavar="D")
     add("--layers", type=int, help="fewer than the model has")
     add("--optimizer", default="adamw", choices=("adamw", "sgd"))
-    add("--dtype", default="bfloat16", choices=("bfloat16", "float32"))
-    add("--batch", type=int, default=4, help="documents in a mini-batch")
     add("--steps", type=int, default=30, help="timed steps of each distribution, at most")
     add("--warm-up", type=int, default=3, help="steps before these")
-    add("--sync-steps", type=int, default=20, help="steps in which synchronisations are counted")
-    add("--seed", type=int, default=0)
 
 
-def train(given: argparse.Namespace, header: dict[str, Any], shape: str, variant: str) -> int:
+def trained(given: argparse.Namespace, shape: str, variant: str) -> dict[str, Any]:
     """Train one variant on every distribution. Running out of GPU memory is a result, too."""
+    names, started = workloads.DISTRIBUTIONS, time.perf_counter()
     try:
-        found = {**header, **Training(given, shape, variant).found()}
+        training = Training(given, shape, variant)
+        until = {name: started + given.seconds * place / len(names) for place, name in enumerate(names, 1)}
+        found = {name: training.on(name, until[name]) for name in names}
     except torch.cuda.OutOfMemoryError as error:
-        found = {"error": f"out of memory: {str(error).splitlines()[0]}"[:300]}
-    figures.write(given.out, {**found, "settings": {name: getattr(given, name) for name in SETTINGS}})
-    return 0
+        return {"error": f"out of memory: {str(error).splitlines()[0]}"[:300]}
+    parameters = sum(parameter.numel() for parameter in training.model.parameters())
+    return {"parameters": parameters, "layers": training.model.config.num_hidden_layers, "distributions": found}
 
 
 class Training:
     """One variant of a model, which trains. Its weights keep changing, which does not affect speed."""
 
     def __init__(self, given: argparse.Namespace, shape: str, variant: str) -> None:
-        self.started, self.given, self.device = time.perf_counter(), given, given.device
-        self.shape, (self.kind, _, name) = shape, variant.partition(":")
+        self.given, self.shape, self.cuda = given, shape, given.device == "cuda"
+        self.kind, _, name = variant.partition(":")
         name, _, lengths = name.partition("+")
         self.lengths = bool(lengths)
         self.by_hand = workloads.ByHand(kernels.named(name)) if self.kind == "by-hand" else None
@@ -242,37 +248,31 @@ class Training:
             fa2patch.apply(self.model, kernel=name)
         # AdamW's states have the weights' dtype: a bfloat16 weight takes 8 bytes with its gradient and states, SGD's 4
         adamw = given.optimizer == "adamw"
-        made, more = (torch.optim.AdamW, {"fused": self.device == "cuda"}) if adamw else (torch.optim.SGD, {})
+        made, more = (torch.optim.AdamW, {"fused": self.cuda}) if adamw else (torch.optim.SGD, {})
         self.optimizer = made(self.model.parameters(), lr=1e-5, **more)  # type: ignore[operator]
 
-    def found(self) -> dict[str, Any]:
-        """Train on every distribution and return all results."""
-        names = self.given.distributions
-        found = {name: self.on(name, self.given.seconds * place / len(names)) for place, name in enumerate(names, 1)}
-        parameters = sum(parameter.numel() for parameter in self.model.parameters())
-        return {"parameters": parameters, "layers": self.model.config.num_hidden_layers, "distributions": found}
-
-    def on(self, distribution: str, seconds: float) -> dict[str, Any]:
-        """Train on a distribution until so many seconds after the start."""
-        docs = mini_batches(self.given, self.shape, distribution)
+    def on(self, distribution: str, until: float) -> dict[str, Any]:
+        """Train on a distribution until a time. Every variant gets the same documents."""
+        drawn = workloads.DISTRIBUTIONS[distribution].scaled(TOY_SCALE if self.given.toy else 1)
+        lengths = workloads.mini_batches(drawn, self.given.steps + self.given.warm_up)
+        docs = workloads.filled(lengths, workloads.config(self.shape, toy=self.given.toy).vocab_size)
         padded = self.kind == "padded"
         made = [workloads.padded(each) if padded else workloads.packed(each, self.lengths) for each in docs]
-        batches = [(batch, [*map(len, each)]) for batch, each in zip(made, docs)]
-        timed = [cuts for _, cuts in batches[self.given.warm_up :]]
+        batches = [*zip(made, lengths)]
+        timed = lengths[self.given.warm_up :]
         return {
-            **self.timed(batches, self.given.warm_up, self.started + seconds),
+            **self.timed(batches, until),
             "real_tokens": [sum(cuts) for cuts in timed],
             "padded_tokens": [len(cuts) * max(cuts) for cuts in timed],
-            **(self.synchronisations(batches[: self.given.sync_steps]) if self.device == "cuda" else {}),
+            **({"synchronisations": self.synchronisations(batches[:SYNC_STEPS])} if self.cuda else {}),
         }
 
-    def timed(self, batches: list[Any], warm_up: int, until: float) -> dict[str, Any]:
-        """Train until the batches or the time is used up; return step times, losses and peak memory."""
-        cuda = self.device == "cuda"
-        if cuda:
+    def timed(self, batches: list[Any], until: float) -> dict[str, Any]:
+        """Train until the batches or the time is used up; return step times, losses and peak memory (of a GPU)."""
+        warm_up, marks, losses = self.given.warm_up, [], []
+        if self.cuda:
             torch.cuda.empty_cache()
             torch.cuda.reset_peak_memory_stats()
-        marks, losses = [], []
         for step, (batch, cuts) in enumerate(batches):
             if step == warm_up:
                 marks.append(self._mark())
@@ -284,19 +284,19 @@ class Training:
             if step >= warm_up:
                 marks.append(self._mark())
             if step > warm_up and step % 4 == 0:  # without it the host would run ahead of the GPU and miss the limit
-                torch.cuda.synchronize() if cuda else None
+                torch.cuda.synchronize() if self.cuda else None
                 if time.perf_counter() > until:
                     break
-        if cuda:
+        if self.cuda:
             torch.cuda.synchronize()
         return {
-            "step_seconds": [a.elapsed_time(b) / 1e3 if cuda else b - a for a, b in zip(marks, marks[1:])],
-            "peak_bytes": torch.cuda.max_memory_allocated() if cuda else peak_of_process(),
+            "step_seconds": [a.elapsed_time(b) / 1e3 if self.cuda else b - a for a, b in zip(marks, marks[1:])],
+            "peak_bytes": torch.cuda.max_memory_allocated() if self.cuda else 0,
             "losses": [round(float(loss), 5) for loss in losses],
         }
 
     def _mark(self) -> Any:
-        if self.device != "cuda":
+        if not self.cuda:
             return time.perf_counter()
         event = torch.cuda.Event(enable_timing=True)
         event.record()
@@ -305,8 +305,8 @@ class Training:
     def _moved(self, batch: dict[str, Any], cuts: list[int]) -> dict[str, Any]:
         if self.by_hand is not None:
             self.by_hand.boundaries = made = workloads.boundaries_of(cuts)
-            made.cu_seqlens = made.cu_seqlens.to(self.device)
-        return {k: x.to(self.device) if isinstance(x, torch.Tensor) else x for k, x in batch.items()}
+            made.cu_seqlens = made.cu_seqlens.to(self.given.device)
+        return {k: x.to(self.given.device) if isinstance(x, torch.Tensor) else x for k, x in batch.items()}
 
     def synchronisations(self, batches: list[Any]) -> dict[str, Any]:
         """Warnings of torch's sync debug mode, of the forward and of the backward, which recomputes it, apart."""
@@ -317,10 +317,8 @@ class Training:
             warned(places["backward"], loss.backward)
             self.optimizer.zero_grad(set_to_none=True)
         return {
-            "synchronisations": {
-                when: {"per_step": sum(counter.values()) / len(batches), "where": dict(counter.most_common(8))}
-                for when, counter in places.items()
-            }
+            when: {"per_step": sum(counter.values()) / len(batches), "where": dict(counter.most_common(8))}
+            for when, counter in places.items()
         }
 
 
@@ -342,38 +340,17 @@ def place(file: str, number: int) -> str:
     return f"{parts[-1] if len(parts) > 1 else '/'.join(parts[-1].split('/')[-2:])}:{number}"
 
 
-def peak_of_process() -> int:
-    """Return this process's peak of resident memory in bytes; 0 where there is no /proc."""
-    status = Path("/proc/self/status")
-    lines = status.read_text(encoding="utf-8").splitlines() if status.exists() else []
-    return next((int(line.split()[1]) * 1024 for line in lines if line.startswith("VmHWM")), 0)
-
-
 def build(given: argparse.Namespace, shape: str, implementation: str) -> Any:
-    """Build the model with random weights on the device and in the dtype, with gradient checkpointing."""
+    """Build the model with random bfloat16 weights on the device, with gradient checkpointing."""
     from transformers import AutoModelForCausalLM
 
     torch.manual_seed(0)
-    config, dtype = workloads.config(shape, given.layers, given.toy), getattr(torch, given.dtype)
-    default = torch.get_default_dtype()
-    torch.set_default_dtype(dtype)
-    try:
-        with torch.device(given.device):
-            model = AutoModelForCausalLM.from_config(config, attn_implementation=implementation)
-    finally:
-        torch.set_default_dtype(default)
-    model = model.to(dtype).train()
+    config = workloads.config(shape, given.layers, given.toy)
+    with torch.device(given.device):
+        model = AutoModelForCausalLM.from_config(config, attn_implementation=implementation)
+    model = model.to(torch.bfloat16).train()
     model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
     return model
-
-
-def mini_batches(given: argparse.Namespace, shape: str, distribution: str) -> list[list[list[int]]]:
-    """Return the documents of every mini-batch. Every variant gets the same."""
-    drawn = workloads.DISTRIBUTIONS[distribution].scaled(TOY_SCALE if given.toy else 1)
-    lengths = workloads.mini_batches(drawn, given.steps + given.warm_up, given.batch, given.seed)
-    words = workloads.config(shape, toy=given.toy).vocab_size
-    docs = iter(workloads.documents([*itertools.chain(*lengths)], words, given.seed))
-    return [[*itertools.islice(docs, len(batch))] for batch in lengths]
 
 
 if __name__ == "__main__":

@@ -55,22 +55,25 @@ def test_nothing_starts_when_time_is_over(tmp_path):
     assert run_all([told("training", "t", ran, most=45, start=45)], tmp_path, 50) == {} and ran == []
 
 
-def test_results_of_another_commit_or_of_other_settings_are_not_mixed_in(tmp_path):
-    job = gpu.Job("kernels", "a", ["module", "--steps", "3"], tmp_path / "a.json")
+def test_results_of_another_commit_or_of_other_settings_are_not_mixed_in(tmp_path, capsys):
+    job = gpu.Job("kernels", "a", ["kernel", "--steps", "3"], tmp_path / "a.json")
     figures.write(job.record(tmp_path), {**HEADER, "done": True, "command": job.command})
-    assert gpu.made_otherwise([job], tmp_path, HEADER) is None
-    assert gpu.made_otherwise([], tmp_path, {**HEADER, "commit": "b" * 40}).name == "kernels--a.json"
-    other = gpu.Job("kernels", "a", ["module", "--steps", "4"], tmp_path / "a.json")
-    assert gpu.made_otherwise([other], tmp_path, HEADER).name == "kernels--a.json"
+    parser = argparse.ArgumentParser()
+    gpu.require_same(parser, [job], tmp_path, HEADER)
+    other = gpu.Job("kernels", "a", ["kernel", "--steps", "4"], tmp_path / "a.json")
+    for jobs, header in (([], {**HEADER, "commit": "b" * 40}), ([other], HEADER)):
+        with pytest.raises(SystemExit):
+            gpu.require_same(parser, jobs, tmp_path, header)
+        assert "another commit or setting (kernels--a.json)" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("command", [gpu, first_gpu])
 def test_it_needs_a_gpu_or_says_toy(command, tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    assert command.main(["--out", str(tmp_path)]) == 2
-    with pytest.raises(SystemExit):
-        command.main(["--out", str(tmp_path), "--device", "cpu"])
-    assert "found none" in capsys.readouterr().err
+    for more, said in (([], "found none"), (["--device", "cpu"], "goes with --toy")):
+        with pytest.raises(SystemExit) as error:
+            command.main(["--out", str(tmp_path), *more])
+        assert error.value.code == 2 and said in capsys.readouterr().err
 
 
 def test_overlays_are_checked_with_the_best_kernel_and_come_first_on_the_path(tmp_path):
@@ -93,7 +96,7 @@ def test_training_goes_on_where_it_was_and_keeps_errors(tmp_path, monkeypatch):
         ran.append(self.name)
         if "broken" in self.name:
             return {"done": True, "command": self.command, "error": "ValueError: no such variant"}
-        code = gpu_once.main([*self.command[1:], "--out", str(self.result), "--seconds", "90"])
+        code = gpu_once.main([*self.command, "--out", str(self.result), "--seconds", "90"])
         return {"done": code == 0, "command": self.command}
 
     monkeypatch.setattr(gpu.Job, "run", here)
@@ -108,7 +111,7 @@ def test_training_goes_on_where_it_was_and_keeps_errors(tmp_path, monkeypatch):
         torch.set_num_threads(threads)
     assert ran == [f"Mistral-7B, {variant}" for variant in variants]
     with pytest.raises(SystemExit):
-        gpu.main([*arguments, "--variants", *variants, "--seed", "1"])
+        gpu.main([*arguments, "--variants", *variants, "--layers", "1"])
     found = figures.read(tmp_path / "gpu.json")
     assert found["toy"] is True and found["commit"]
     for run in found["shapes"]["Mistral-7B"]["distributions"].values():
@@ -122,12 +125,7 @@ def test_training_goes_on_where_it_was_and_keeps_errors(tmp_path, monkeypatch):
 
 @pytest.mark.slow
 def test_an_error_of_a_process_is_its_last_line_and_a_timeout_is_not_done(tmp_path):
-    job = gpu.Job(
-        "training",
-        "x",
-        ["compat_matrix.bench.gpu_once", "kernel", "no-such-kernel", "--device", "cpu"],
-        tmp_path / "x.json",
-    )
+    job = gpu.Job("training", "x", ["kernel", "no-such-kernel", "--device", "cpu"], tmp_path / "x.json")
     found = job.run(100)
     assert found["done"] and found["error"].endswith("errors.html#unknownkernel")
     assert job.run(-40)["done"] is False

@@ -59,7 +59,7 @@ def test_the_wheel_holds_the_whole_package_and_the_part_of_compat_matrix_that_th
     assert {name.split("/")[0] for name in rest} == {
         *(
             f"{name}.py"
-            for name in ("__init__", "cells", "commits", "environments", "media_families", "results", "run")
+            for name in ("__init__", "cells", "commits", "diffable", "environments", "media_families", "results", "run")
         ),
         *(f"tiny_{name}.py" for name in ("configs", "copies", "media", "models", "overrides", "pictures")),
         *("versions.toml", "xfail.toml", "check", "user_models", "keys.py", "known.py"),

@@ -175,8 +175,8 @@ def test_without_click_one_line_says_what_to_install():
     ("command", "missing"),
     [
         (["kernels"], "rich"),
-        (["doctor"], "rich"),
-        (["matrix", "--model", LLAMA, "--transformers", "4.44"], "packaging"),
+        pytest.param(["doctor"], "rich", marks=pytest.mark.slow),
+        pytest.param(["matrix", "--model", LLAMA, "--transformers", "4.44"], "packaging", marks=pytest.mark.slow),
     ],
 )
 def test_without_another_package_of_the_extra_one_line_says_what_to_install(command, missing):

@@ -122,7 +122,8 @@ FAST = ("overhead", "training", "sharing", "embeddings", "packing")
 SLOW = tuple(part for part in bench.PARTS if part not in FAST)
 
 
-@pytest.mark.parametrize("parts", [FAST, pytest.param(SLOW, marks=pytest.mark.slow)], ids=["fast", "slow"])
+@pytest.mark.slow
+@pytest.mark.parametrize("parts", [FAST, SLOW], ids=["fast", "slow"])
 def test_every_part_makes_the_columns_that_are_committed(parts, tmp_path):
     """The parts in other environments run in this test's own."""
     code = (

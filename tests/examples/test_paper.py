@@ -147,6 +147,7 @@ def test_online_mini_batches_are_the_padded_run(runs):
     assert packed["validation_loss_packed"] == pytest.approx(packed["validation_loss"], rel=1e-5)
 
 
+@pytest.mark.slow
 def test_without_ids_the_same_mini_batches_train_another_model(runs):
     assert runs[LEAKY]["checksum"] == runs[ONLINE]["checksum"]
     assert abs(runs[LEAKY]["validation_loss"] / runs[ONLINE]["validation_loss"] - 1) > 1e-4

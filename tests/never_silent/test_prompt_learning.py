@@ -312,6 +312,7 @@ assert not bound()
 """
 
 
+@pytest.mark.slow
 def test_peft_may_be_imported_after_apply():
     done = subprocess.run([sys.executable, "-W", "ignore", "-c", LATER], capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr[-3000:]

@@ -119,7 +119,8 @@ def test_lengths_that_lie_raise_inside_a_graph_too(graphs, spoilt, message):
         compiled(**given)
 
 
-@pytest.mark.parametrize("backend", ["eager", pytest.param("aot_eager", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
 def test_lengths_that_fall_raise_inside_a_graph_too(backend):
     """The lengths are otherwise valid: ends, starts and the longest document are those of the batch."""
     torch._dynamo.reset()

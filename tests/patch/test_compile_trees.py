@@ -73,8 +73,8 @@ def test_torch_varlen_in_a_graph_gets_gathered_keys(backend):
     ("spoilt", "message"),
     [
         ({"segment_parents": torch.tensor([-1, 0, 2], dtype=torch.int32)}, "the number of an earlier one"),
-        ({"position_ids": torch.arange(15)[None]}, "do not go on"),
-        ({"labels": torch.ones(1, 15, dtype=torch.int64)}, "has a label"),
+        pytest.param({"position_ids": torch.arange(15)[None]}, "do not go on", marks=pytest.mark.slow),
+        pytest.param({"labels": torch.ones(1, 15, dtype=torch.int64)}, "has a label", marks=pytest.mark.slow),
     ],
     ids=["parents", "ids", "labels"],
 )

@@ -160,6 +160,7 @@ def test_a_pickled_model_is_patched(model, docs, expected):
     assert_close(logits(loaded, docs), expected, "the loaded model")
 
 
+@pytest.mark.slow
 def test_a_model_loaded_in_a_fresh_process_is_patched(model, docs, expected, tmp_path):
     fa2patch.apply(model)
     torch.save((model, pack(docs)), tmp_path / "model.pt")

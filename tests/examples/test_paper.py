@@ -153,6 +153,7 @@ def test_without_ids_the_same_mini_batches_train_another_model(runs):
     assert abs(runs[LEAKY]["validation_loss"] / runs[ONLINE]["validation_loss"] - 1) > 1e-4
 
 
+@pytest.mark.slow
 def test_claims_are_computed(report, runs):
     held = {found["claim"]: found["holds"] for found in report.findings(list(runs.values()))}
     assert len(held) == 5

@@ -426,11 +426,12 @@ def on_llama():
     return report
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "imports",
     [
         pytest.param(("fa2patch", "transformers"), id="fa2patch-transformers"),
-        pytest.param(("transformers", "fa2patch"), id="transformers-fa2patch", marks=pytest.mark.slow),
+        pytest.param(("transformers", "fa2patch"), id="transformers-fa2patch"),
     ],
 )
 @pytest.mark.parametrize("order", ORDERS, ids=" - ".join)

@@ -95,16 +95,13 @@ def test_gradients_through_the_compilers_own_autograd():
     torch._dynamo.reset()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("spoilt", "message"),
     [
         ({"cu_seq_lens_q": torch.tensor([0, 4, 10, 14], dtype=torch.int32)}, "must rise from 0"),
-        pytest.param({"max_length_q": 5, "max_length_k": 5}, "hold a longer document", marks=pytest.mark.slow),
-        pytest.param(
-            {"cu_seq_lens_q": torch.tensor([0, 10, 15], dtype=torch.int32), "max_length_q": 10},
-            "restart inside",
-            marks=pytest.mark.slow,
-        ),
+        ({"max_length_q": 5, "max_length_k": 5}, "hold a longer document"),
+        ({"cu_seq_lens_q": torch.tensor([0, 10, 15], dtype=torch.int32), "max_length_q": 10}, "restart inside"),
     ],
     ids=["ends", "longest", "restart"],
 )

@@ -580,7 +580,7 @@ OPTIONS = {
 @pytest.mark.parametrize(
     ("kind", "options"),
     [
-        *((kind, {}) for kind in COLLATORS),
+        *(pytest.param(kind, {}, marks=[] if kind == "default" else pytest.mark.slow) for kind in COLLATORS),
         *(pytest.param("seq2seq", options, marks=pytest.mark.slow) for options in OPTIONS.values()),
     ],
     ids=[*COLLATORS, *OPTIONS],
@@ -620,6 +620,7 @@ class Streamed(torch.utils.data.IterableDataset):
         return iter(self.features)
 
 
+@pytest.mark.slow
 def test_collate_goes_through_accelerates_dispatcher(hooked, folder):
     """The dispatcher slices every tensor of a streamed batch by rows, which would break lengths."""
 

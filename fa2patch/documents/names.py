@@ -29,8 +29,5 @@ IGNORED_LABEL = -100
 COUNTED_LABEL = 2**31 - 1
 """The one label of a document in ``labels`` that count documents. It is no token, so a loss that uses it fails."""
 
-CACHES = ("past_key_values", "past_key_value", "cache_params", "state")
-"""Arguments that hold a cache or a state of earlier tokens."""
-
 GRIDS = {"image_grid_thw": "pixel_values", "video_grid_thw": "pixel_values_videos"}
 """Maps each argument with picture sizes to the argument with the pictures."""

@@ -13,7 +13,7 @@ from .._compile import compiling
 from .._types import Args, Call
 from ..documents.names import LENGTHS, TOKENS
 from ..errors import StaysPadded
-from ..upstream import luggage, rope
+from ..upstream import caches, luggage, rope
 from ..upstream.calls import passed
 from ..upstream.parts.engines import row_part
 from ..upstream.step import MARK, PADDING, Patched
@@ -127,7 +127,7 @@ def _masked(call: Call) -> bool:
     piece = luggage.find(call.get("position_ids"), luggage.MASK)
     packed = passed(call, LENGTHS) or (piece is not None and piece.content is not None)
     decodes = call.get("cache_position") is not None and call.get("use_cache") is not False
-    cached = call.get("past_key_values") is not None or call.get("use_cache") or decodes
+    cached = caches.held(call) or call.get("use_cache") or decodes
     return not packed and not cached and call.get("attention_mask") is not None and bool(passed(call, TOKENS))
 
 

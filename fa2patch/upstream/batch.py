@@ -11,8 +11,9 @@ from .._compile import compiling
 from .._types import Call
 from ..documents.checks import check_cu_seqlens, check_position_ids
 from ..documents.media import MEDIA
-from ..documents.names import CACHES, LENGTHS, PARENTS, TOKENS
+from ..documents.names import LENGTHS, PARENTS, TOKENS
 from ..errors import BadCuSeqlens, BadParents, PackingNotIsolated
+from . import caches
 from .calls import batch_shape, passed
 from .step import Patched
 from .traits import mixers
@@ -47,7 +48,7 @@ def read_batch(call: Call, patch: Patched) -> Batch | None:
         return None  # GPT-2 accepts one row of ids without a batch dimension
     shape, device = batch_shape(call)
     _check_lengths(lengths, device)
-    given, cached = call.get("attention_mask"), bool(passed(call, CACHES))
+    given, cached = call.get("attention_mask"), bool(caches.held(call))
     mask = _two_dimensional(given, shape, cached)
     says_outright = cached or (is_for_queries(given) and not (lengths or mixers.NAME in patch.found))
     if given is not None and mask is None and says_outright:

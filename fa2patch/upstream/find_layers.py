@@ -138,7 +138,7 @@ def _may_look_around(block: torch.nn.Module) -> bool:
         return True
     inside = {type(module) for module in block.modules() if module is not block}
     return any(
-        "attention" in cls.__name__.lower() or mixer.is_handed(mixer.MASKS, cls.forward)
+        "attention" in cls.__name__.lower() or mixer.takes_mask(cls.forward)
         for cls in inside
         if not inspecting.is_of_torch(cls)
     )

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Iterator, Sequence
+from typing import Callable
 
 import torch
 
-from .._types import Model
-from . import inspecting
+from .._types import Function, Model
+from . import caches, inspecting
 from .find_layers import Layer, attention_layers
 from .find_models import text_modules
 from .seams import mixer
@@ -26,10 +27,10 @@ def mixer_layers(decoder: Model, attention: Sequence[Layer]) -> Iterator[Layer]:
     """Yield the layers through which :func:`mixers` can be given the boundaries.
 
     Such a layer is the mixer, or the nearest module around it, whose forward takes a mask and that holds no attention
-    layer. In a model without attention, it may also take one of ``mixer.OTHER_WAYS`` instead of a mask.
+    layer. In a model without attention, it may also take a ``cache_position`` or a cache instead of a mask.
     """
     names = [layer.name for layer in attention]
-    ways = [mixer.MASKS] if attention else [mixer.MASKS, mixer.OTHER_WAYS]
+    ways = [mixer.takes_mask] if attention else [mixer.takes_mask, mixer.takes_positions, mixer.takes_cache]
     done: set[str] = set()
     for name in mixers(decoder, attention):
         parts = name.split(".")
@@ -48,17 +49,17 @@ def carrier(decoder: Model, found: Iterable[Layer]) -> str:
     The packed mask replaces this argument. It is ``"attention_mask"`` if no argument reaches them all.
     """
     given, found = inspecting.upstream_parameters(type(decoder).forward), list(found)
-    states = ("cache_params", "state")  # xLSTM's decoder takes cache_params, its layers take state
-    ways = {"attention_mask": mixer.MASKS, "cache_position": ("cache_position",), **dict.fromkeys(states, states)}
-    for name, at_layers in ways.items():
-        if name in given and all(_takes(layer.module, at_layers) for layer in found):
+    cached = caches.parameters(type(decoder).forward)  # xLSTM's decoder takes a cache, its layers take state
+    ways = {"attention_mask": mixer.takes_mask, "cache_position": mixer.takes_positions}
+    for name, taken in {**ways, **dict.fromkeys(cached, mixer.takes_cache)}.items():
+        if name in given and all(_takes(layer.module, taken) for layer in found):
             return name
     return "attention_mask"
 
 
-def _takes(module: torch.nn.Module, names: tuple[str, ...]) -> bool:
+def _takes(module: torch.nn.Module, taken: Callable[[Function], bool]) -> bool:
     owner = inspecting.defining(type(module), "forward")
-    return not inspecting.is_of_torch(owner) and mixer.is_handed(names, inspecting.forward_of(type(module)))
+    return not inspecting.is_of_torch(owner) and taken(inspecting.forward_of(type(module)))
 
 
 def mixers(decoder: Model, attention: Iterable[Layer] | None = None) -> dict[str, str]:

@@ -16,10 +16,11 @@ import torch
 
 from .._compile import compiling
 from .._types import Args, Call, Function
-from ..documents.names import CACHES, LABELS, LENGTHS, PARENTS
+from ..documents import other_names
+from ..documents.names import LABELS, LENGTHS, PARENTS, TOKENS
 from ..errors import PackingNotIsolated
 from ..trying import says_nothing
-from . import apart_models, dense, foreign, inspecting, luggage
+from . import apart_models, caches, dense, foreign, inspecting, luggage
 from .batch import has_pictures, is_for_queries
 from .calls import Calls, batch_shape, passed
 from .packed_batch import packed_mask
@@ -63,7 +64,7 @@ def entered(original: Function) -> Function:
 
 def batches_continuously(kwargs: Call) -> bool:
     """Whether the call comes from ``generate_batch``, which packs prompts itself and has its own paged cache."""
-    return "PagedAttentionCache" in type(kwargs.get("cache")).__name__
+    return any(caches.is_paged(value) for value in kwargs.values())
 
 
 def _computed(step: Step) -> Any:
@@ -139,7 +140,10 @@ def look(step: Step, part: RowPart | None = None) -> PackedMask | None:
     Boundaries that an outer model has attached to ``position_ids`` are taken from there. Otherwise they are derived
     from the arguments. If this process holds only a part of every row, they are those of the whole rows.
     """
-    call, patch = step.call, step.patch
+    patch, around = step.patch, step.role.outermost
+    if around:
+        step.call = other_names.read(step.call, step.calls.names, _shape(step.call))
+    call = step.call
     piece = luggage.find(call.get("position_ids"), luggage.MASK)
     if piece is not None and (piece.content is None or piece.content.shape == batch_shape(call)[0]):
         piece.delivered = True
@@ -151,6 +155,8 @@ def look(step: Step, part: RowPart | None = None) -> PackedMask | None:
     one_per_token = step.role.predicts_the_next or step.role.innermost
     always = _would_be_an_error(step)
     found = packed_mask(call, patch, made_inside, training, part, may_be_packed=one_per_token, always=always)
+    if found is None and around and not caches.held(call):
+        other_names.require_none(call, step.calls.names, _shape(call), training)
     if found is not None and has_pictures(call):  # 5.10 to 5.16 pass lengths on to the vision tower, which has its own
         for name in LENGTHS:
             call.pop(name, None)
@@ -160,6 +166,12 @@ def look(step: Step, part: RowPart | None = None) -> PackedMask | None:
     return found
 
 
+def _shape(call: Call) -> tuple[int, int]:
+    """``(batch, length)`` of a forward's tokens; no tokens if there are none, or in one dimension (GPT-2)."""
+    tokens: Any = next(iter(passed(call, TOKENS).values()), None)
+    return (tokens.shape[0], tokens.shape[1]) if getattr(tokens, "ndim", 0) > 1 else (0, 0)
+
+
 def _would_be_an_error(step: Step) -> bool:
     """Whether upstream raises for this batch if it is dense, because its forward takes no ``position_ids``.
 
@@ -167,7 +179,7 @@ def _would_be_an_error(step: Step) -> bool:
     """
     call = step.call
     has_ids = call.get("position_ids") is not None
-    return has_ids and not (step.calls.takes("position_ids") or passed(call, CACHES))
+    return has_ids and not (step.calls.takes("position_ids") or caches.held(call))
 
 
 def _carries_itself(step: Step) -> bool:

@@ -50,7 +50,7 @@ def before(module: Any, args: Args, kwargs: Call) -> Any:
         return None
     step = Step(module, patch, module.__dict__[ROLE], calls, args, call, by_hook=True)
     step.mask = look(step)
-    if not (isinstance(call.get("position_ids"), torch.Tensor) and calls.takes("position_ids")):
+    if not (isinstance(step.call.get("position_ids"), torch.Tensor) and calls.takes("position_ids")):
         return None
     for trait, found in patch.acting:
         trait.before(step, found)

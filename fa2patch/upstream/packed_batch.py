@@ -8,13 +8,12 @@ from .._compile import compiling
 from .._types import Call, Model
 from ..documents.boundaries import Boundaries, largest
 from ..documents.counted import in_graph, is_plain
-from ..documents.names import CACHES, PARENTS
+from ..documents.names import PARENTS
 from ..documents.recognition import recognise
 from ..documents.stated import from_cu_seqlens
 from ..errors import BadParents, PackedWithCache, PackedWithDenseMask, PackingNotIsolated
-from . import rope
+from . import caches, rope
 from .batch import Batch, has_pictures, read_batch
-from .calls import passed
 from .find_models import models
 from .packed_mask import PackedMask
 from .parts.row_part import RowPart
@@ -74,6 +73,8 @@ def packed_mask(
             refuse_unsaid(call)
         return None
     _refuse_what_cannot_be_packed(call, batch.mask)
+    if batch.mask is not None:  # router losses weigh a token by its number in the mask
+        call["attention_mask"] = (batch.mask != 0).to(batch.mask.dtype)
     if batch.position_ids is None:
         refuse_uncounted_pictures(patch.model, call)
         counted = found.positions_of(rows.shape).to(batch.device)
@@ -118,7 +119,7 @@ def _stays_in_the_graph(batch: Batch, call: Call, training: bool) -> bool:
     """
     if not compiling() or in_graph is None or batch.shape[0] != 1 or batch.shape[1] == 1:
         return False
-    asks = call.get("attention_mask") is not None or passed(call, CACHES) or call.get("output_attentions")
+    asks = call.get("attention_mask") is not None or caches.held(call) or call.get("output_attentions")
     keeps_cache = not training and call.get("use_cache") is not False
     return not (asks or keeps_cache) and is_plain(batch.position_ids, None, batch.lengths.get("seq_idx"))
 
@@ -168,7 +169,7 @@ def _refuse_what_cannot_be_packed(call: Call, mask: torch.Tensor | None) -> None
             f"a packed batch came with an attention_mask {found}: expected none, or [batch, length] with zeros for "
             "padding. Leave it out: position_ids already say where documents start."
         )
-    held = passed(call, CACHES)
+    held = caches.held(call)
     if held:
         raise PackedWithCache(
             f"a packed batch came with {next(iter(held))}. What a cache holds belongs to no one document of the row. "

@@ -10,7 +10,7 @@ import torch
 
 from .._compile import compiling
 from ..documents.boundaries import Boundaries
-from ..errors import PackingNotIsolated
+from ..errors import BadParents, PackingNotIsolated
 from ..kernels import Picks, asked_by
 from ..kernels.attention import packed_attention
 from ..kernels.options import Options
@@ -92,6 +92,11 @@ class PackedMask(TensorManners):
             options = replace(options, causal=True)  # the mask says who sees later tokens; PaliGemma's layers say: all
             if options.window is not None:
                 require_within(options.window, documents)
+        if documents.parents is not None and not options.causal:
+            raise BadParents(
+                f"segment_parents came to a {type(module).__name__} whose tokens see later tokens too (is_causal is "
+                "False): a prompt would see what continues it. Give every sequence as a document of its own."
+            )
         asked = asked_by(q, k, v, options, documents.parents is not None, documents.until is not None)
         output = packed_attention(q, k, v, documents, options, self.picks(module, asked, q.device))
         return output if self.part is None else self.part.own_tokens(output)

@@ -18,18 +18,17 @@ from typing import Any
 import torch
 
 from ..._types import Function
-from ...documents.names import CACHES
-from .. import inspecting
+from .. import caches, inspecting
 from ..packed_mask import find
 from . import scores
 
 MASKS = ("attention_mask", "mask")
 
 _HARMLESS = {
-    *MASKS, *CACHES, "head_mask", "layer_head_mask", "encoder_hidden_states", "encoder_attention_mask",
+    *MASKS, "head_mask", "layer_head_mask", "encoder_hidden_states", "encoder_attention_mask",
     "output_attentions", "use_cache", "position_ids", "cache_position",
 }  # fmt: skip
-"""Optional arguments that add nothing to the scores of a packed batch."""
+"""Optional arguments, beside caches, that add nothing to the scores of a packed batch."""
 
 
 def is_formula(forward: Function) -> bool:
@@ -55,12 +54,12 @@ def says_more(module: torch.nn.Module) -> bool:
     unknown meaning, and a product that is not ``torch.matmul``.
     """
     forward = inspecting.forward_of(type(module))
-    names = inspecting.names_read(forward)
+    names, harmless = inspecting.names_read(forward), {*_HARMLESS, *caches.parameters(forward)}
     optional = (each for each in inspecting.parameters(inspect.unwrap(forward)) if each.default is not each.empty)
     return (
         bool(module._parameters)
         or any(_adds(child, type(module).__module__) for child in module.children())
-        or any(each.name not in _HARMLESS for each in optional)
+        or any(each.name not in harmless for each in optional)
         or "bmm" in names
     )
 

@@ -18,12 +18,11 @@ import torch
 from ..._compile import uncompiled
 from ..._types import Args, Call, Function
 from ...documents.boundaries import Boundaries
-from ...documents.names import CACHES, LENGTHS
+from ...documents.names import LENGTHS
 from ...errors import PackedWithCache, PackingNotIsolated
 from ...kernels.picks import DOCUMENTS
 from ...trying import computed_in
-from .. import apart, inspecting
-from ..calls import passed
+from .. import apart, caches, inspecting
 from ..packed_mask import PackedMask, find
 from . import mixer_trial, whole_row
 from .mixing import Mixing
@@ -31,13 +30,20 @@ from .mixing import Mixing
 MASKS = ("attention_mask", "mask", "conv_mask")
 """Names of the mask argument through which a mixer is given the boundaries."""
 
-OTHER_WAYS = ("cache_position", "cache_params", "state")
-"""Arguments for the boundaries if no layer takes a mask (RWKV, Mamba up to 4.44), in order of preference."""
+
+def takes_mask(forward: Function) -> bool:
+    """Whether a ``forward`` takes a mask, or ``*args``, which may hold one."""
+    return inspecting.takes_any_position(forward) or any(inspecting.takes(forward, name) for name in MASKS)
 
 
-def is_handed(names: tuple[str, ...], forward: Function) -> bool:
-    """Whether a ``forward`` takes an argument of one of these names, or ``*args``, which may hold one."""
-    return inspecting.takes_any_position(forward) or any(inspecting.takes(forward, name) for name in names)
+def takes_positions(forward: Function) -> bool:
+    """Whether a ``forward`` takes what Mamba up to 4.44 hands to its layers instead of a mask, or ``*args``."""
+    return inspecting.takes_any_position(forward) or inspecting.takes(forward, "cache_position")
+
+
+def takes_cache(forward: Function) -> bool:
+    """Whether a ``forward`` takes a cache or a state, which RWKV and xLSTM hand to their layers, or ``*args``."""
+    return inspecting.takes_any_position(forward) or caches.takes_one(forward)
 
 
 def by_document(original: Function) -> Function:
@@ -56,7 +62,7 @@ def by_document(original: Function) -> Function:
         if mask is None:
             return original(self, *args, **kwargs)
         named = {**dict(zip(names, args)), **kwargs}
-        held = [name for name, value in passed(named, CACHES).items() if value is not mask]
+        held = [name for name, value in caches.held(named).items() if value is not mask]
         if held:
             raise PackedWithCache(
                 f"{type(self).__name__} was handed {held[0]} with a packed batch. What a cache holds belongs to no one "

@@ -1,0 +1,117 @@
+"""Caches and states of earlier tokens among a forward's arguments, known by what they are.
+
+The argument has had many names, and in 5.24 a new one, ``cache``. The names of older releases count too, because
+their states may be flat lists of tensors (RWKV's), which nothing else tells from other arguments.
+"""
+
+from __future__ import annotations
+
+import inspect
+import sys
+import typing
+from collections.abc import Iterator, Mapping
+from enum import Enum
+from typing import Any
+
+import torch
+
+from .._types import Call, Function
+from . import inspecting
+
+_OLD_NAMES = ("past_key_values", "past_key_value", "layer_past", "cache_params", "state")
+"""Names of a cache or a state in releases whose annotations name tuples of tensors, or nothing."""
+
+_PLAIN = (torch.Tensor, bool, int, float, str)
+"""What is no cache. A graph that is being captured knows its own numbers by these types, and nothing else of them."""
+
+_DEPTH = 4
+"""How deep a state is looked for in an object. xLSTM's is in an attribute, a dict of layers and a tuple."""
+
+
+def held(call: Call) -> Call:
+    """Return the arguments of a forward that hold a cache or a state of earlier tokens."""
+    return {
+        name: value for name, value in call.items() if value is not None and (name in _OLD_NAMES or is_cache(value))
+    }
+
+
+def is_cache(value: object) -> bool:
+    """Whether a value is a cache of keys and values, or an object that carries states of earlier tokens.
+
+    A cache has ``update`` and ``get_seq_length``. Up to 4.47 it may be a tuple of tuples of tensors, one for each
+    layer. Mamba's and xLSTM's caches have neither method in some releases: they are objects with floating-point tensors
+    in their attributes. Outputs of other models (``encoder_outputs``) are mappings or flat tuples, and no caches.
+    """
+    if value is None or isinstance(value, _PLAIN):
+        return False
+    if isinstance(value, (tuple, list)):
+        return bool(value) and all(isinstance(layer, (tuple, list)) and _has_states(layer, 1) for layer in value)
+    if has_methods_of_a_cache(value):  # a module, in 4.46 to 4.48
+        return True
+    if isinstance(value, (Mapping, torch.nn.Module, type)) or hasattr(value, "__torch_function__"):
+        return False
+    return _has_states(getattr(value, "__dict__", {}), _DEPTH)
+
+
+def has_methods_of_a_cache(value: object) -> bool:
+    """Whether an object, or a class, takes keys and values and knows how many tokens they are of."""
+    return callable(getattr(value, "update", None)) and callable(getattr(value, "get_seq_length", None))
+
+
+def is_paged(value: object) -> bool:
+    """Whether a value is the cache of ``generate_batch``, whose blocks hold the tokens of several requests."""
+    plain = value is None or isinstance(value, _PLAIN)
+    return not plain and callable(getattr(value, "update", None)) and callable(getattr(value, "free_blocks", None))
+
+
+def parameters(forward: Function) -> list[str]:
+    """Return the names of a forward's parameters that take a cache, below decorators.
+
+    They are recognised by their annotation: a class that is neither a tensor nor a container of torch or Python.
+    """
+    function = inspect.unwrap(forward)
+    return [each.name for each in inspecting.parameters(function) if _takes_a_cache(each, function)]
+
+
+def takes_one(forward: Function) -> bool:
+    """Whether a forward has a parameter that takes a cache."""
+    return bool(parameters(forward))
+
+
+def _takes_a_cache(parameter: inspect.Parameter, function: Function) -> bool:
+    if parameter.name in _OLD_NAMES:
+        return True
+    if parameter.default is not None or parameter.annotation is parameter.empty:  # a cache is optional everywhere
+        return False
+    return any(_is_class_of_caches(each) for each in _classes(parameter.annotation, function))
+
+
+def _classes(annotation: Any, function: Function) -> Iterator[type]:
+    """The classes that an annotation names, below ``Optional`` and ``Union``."""
+    if isinstance(annotation, str):
+        try:
+            annotation = eval(annotation, sys.modules[function.__module__].__dict__)
+        except Exception:  # a name that only type checkers import
+            return
+    arguments = typing.get_args(annotation)
+    if isinstance(annotation, type) and not arguments:
+        yield annotation
+    for each in arguments:
+        yield from _classes(each, function)
+
+
+def _is_class_of_caches(cls: type) -> bool:
+    if has_methods_of_a_cache(cls):
+        return True
+    own = cls.__module__.partition(".")[0] not in ("torch", "builtins", "typing", "types", "collections", "numpy")
+    return own and not issubclass(cls, (torch.Tensor, Mapping, tuple, list, torch.nn.Module, Enum))
+
+
+def _has_states(value: object, depth: int) -> bool:
+    """Whether a tensor of floating-point numbers is in a value, or in a container in it, down to a depth."""
+    if isinstance(value, torch.Tensor):
+        return value.is_floating_point() and value.dim() > 1
+    if depth == 0:
+        return False
+    inside = value.values() if isinstance(value, dict) else value if isinstance(value, (tuple, list)) else ()
+    return any(_has_states(each, depth - 1) for each in inside)

@@ -1,0 +1,200 @@
+"""Caches by whatever name this version gives them: a packed row with one is refused, other calls are as unpatched.
+
+The argument's name is read from the forward's signature: it is the one that the model also returns.
+"""
+
+from __future__ import annotations
+
+import inspect
+
+import pytest
+import torch
+from small_models import DOCS, assert_says_enough, class_of, config_of, llama, of_family, small, told
+from unpatched import ones_and_zeros, tokens
+
+import fa2patch
+from compat_matrix.check.compare import assert_close
+from compat_matrix.check.rows import takes_positions
+from fa2patch.upstream import caches
+
+QUICK = ("jamba", "mamba2")
+"""A hybrid and a model without attention. The other ones are slow, because each takes seconds to build and run."""
+
+MORE = ("bamba", "falcon_h1", "zamba", "zamba2", "recurrent_gemma", "lfm2", "qwen3_next", "mamba")
+HYBRIDS = [*QUICK, *(pytest.param(name, marks=pytest.mark.slow) for name in MORE)]
+
+LEFT = ["00111111", "11111111", "00001111"]
+
+
+def name_of_the_cache(model):
+    """The argument that takes what the model returns as its cache; skip the test if there is none."""
+    with torch.no_grad():
+        returned = model(DOCS[0][None], use_cache=True)
+    taken = inspect.signature(type(model).forward).parameters
+    found = [name for name, value in returned.items() if name in taken and not isinstance(value, torch.Tensor)]
+    if not found:
+        pytest.skip("this version returns no cache here")
+    return found[0]
+
+
+def filled(model, name):
+    with torch.no_grad():
+        return model(DOCS[0][None], use_cache=True)[name]
+
+
+def left_padded(model):
+    mask = ones_and_zeros(LEFT)
+    ids = torch.where(mask == 1, tokens(*mask.shape), 0)
+    counted = {"position_ids": (mask.cumsum(-1) - 1).clamp(min=0)} if takes_positions(model) else {}
+    return {"input_ids": ids, "attention_mask": mask, **counted}
+
+
+@pytest.mark.parametrize("training", [False, True], ids=["eval", "training"])
+@pytest.mark.parametrize("way", ["position_ids", "all lengths", "seq_idx"])
+@pytest.mark.parametrize("family", ["llama", "gemma", "gpt2", *HYBRIDS])
+def test_a_packed_row_with_a_cache_is_refused(family, way, training):
+    model = small(*of_family(family))
+    name = name_of_the_cache(model)
+    cache = filled(model, name)
+    fa2patch.apply(model)
+    with pytest.raises(fa2patch.errors.PackedWithCache, match=name) as caught:
+        model.train(training)(**told(DOCS, way), **{name: cache})
+    assert_says_enough(caught.value)
+
+
+@pytest.mark.parametrize("name", ["past_key_values", "cache", "memory_of_earlier_tokens"])
+def test_a_cache_is_known_under_any_name(name):
+    """A forward with ``**kwargs`` takes any name, and hands it on to layers that may know it."""
+    model = llama()
+    cache = filled(model, name_of_the_cache(model))
+    fa2patch.apply(model)
+    if not any(each.kind is each.VAR_KEYWORD for each in inspect.signature(type(model).forward).parameters.values()):
+        pytest.skip("this version's forward takes no other names")
+    with pytest.raises(fa2patch.errors.PackedWithCache, match=name):
+        model(**told(DOCS, "position_ids"), **{name: cache})
+
+
+class Bare:
+    """A cache without methods, as Mamba's in 4.39 and xLSTM's."""
+
+    def __init__(self):
+        self.states = {0: (torch.zeros(1, 4, 3), torch.zeros(1, 4, 5))}
+
+
+class Updated:
+    """A cache of remote code, which is no subclass of ``Cache``."""
+
+    def update(self, keys, values, layer):
+        return keys, values
+
+    def get_seq_length(self, layer=0):
+        return 0
+
+
+PAIR = (torch.zeros(1, 2, 3, 4), torch.zeros(1, 2, 3, 4))
+
+WHAT_IT_IS = {
+    "an object with states": (Bare(), True),
+    "an object with the methods of a cache": (Updated(), True),
+    "a tuple of tuples": ((PAIR, PAIR), True),
+    "a tensor": (PAIR[0], False),
+    "pictures of several sizes": ([torch.zeros(1, 3, 8, 8), torch.zeros(1, 3, 4, 4)], False),
+    "outputs of an encoder": ((torch.zeros(1, 5, 8), (torch.zeros(1, 5, 8),)), False),
+    "a mapping": ({"last_hidden_state": torch.zeros(1, 5, 8)}, False),
+    "an empty tuple": ((), False),
+    "a module": (torch.nn.Linear(2, 2), False),
+    "a text": ("cache", False),
+    "lists of numbers": ([[1, 2], [3]], False),
+}
+
+
+@pytest.mark.parametrize("what", WHAT_IT_IS)
+def test_a_cache_is_known_by_what_it_is(what):
+    value, expected = WHAT_IT_IS[what]
+    assert caches.is_cache(value) is expected
+
+
+@pytest.mark.parametrize("padded_batches", [False, True])
+@pytest.mark.parametrize("family", ["llama", "gemma", *HYBRIDS])
+def test_left_padded_rows_and_the_step_after_them(family, padded_batches):
+    """Computed packed or not, the logits of the next token are those of the unpatched model."""
+    model, reference = small(*of_family(family)), small(*of_family(family))
+    name = name_of_the_cache(reference)
+    batch = left_padded(model)
+
+    @torch.no_grad()
+    def two_steps(model):
+        first = model(**batch, use_cache=True)
+        mask = torch.cat([batch["attention_mask"], torch.ones(len(LEFT), 1, dtype=torch.long)], dim=1)
+        counted = {"position_ids": mask.cumsum(-1)[:, -1:] - 1} if takes_positions(model) else {}
+        second = model(tokens(len(LEFT), 1), attention_mask=mask, use_cache=True, **counted, **{name: first[name]})
+        return first.logits[:, -1], second.logits[:, -1]
+
+    try:
+        expected = two_steps(reference)
+    except (RuntimeError, ValueError, TypeError, IndexError, AttributeError) as error:
+        pytest.skip(f"the unpatched model cannot go on so: {error}")
+    fa2patch.apply(model, padded_batches=padded_batches)
+    for one, other in zip(two_steps(model), expected):
+        if padded_batches:
+            assert_close(one, other, "logits")
+        else:
+            assert torch.equal(one, other)
+
+
+@pytest.mark.parametrize("padded_batches", [False, True])
+@pytest.mark.parametrize("use_cache", [None, True, "left out"])
+def test_left_padded_rows_that_fill_a_cache_of_the_caller(use_cache, padded_batches):
+    """The caller's empty cache holds the padded rows afterwards, so that its next step is right."""
+    dynamic = class_of("DynamicCache")
+    model, reference = llama(), llama()
+    name = name_of_the_cache(reference)
+    batch, more = left_padded(model), {} if use_cache == "left out" else {"use_cache": use_cache}
+
+    def filling(model):
+        cache = dynamic(config=model.config) if "config" in inspect.signature(dynamic).parameters else dynamic()
+        with torch.no_grad():
+            logits = model(**batch, **more, **{name: cache}).logits
+        return logits, cache.get_seq_length()
+
+    expected, length = filling(reference)
+    fa2patch.apply(model, padded_batches=padded_batches)
+    logits, held = filling(model)
+    seen = batch["attention_mask"].bool()
+    assert torch.equal(logits[seen], expected[seen])
+    assert held == length
+
+
+@pytest.mark.parametrize("settings", [{}, {"prefill_chunk_size": 3}, {"cache_implementation": "static"}], ids=str)
+@pytest.mark.parametrize("implementation", ["sdpa", "eager"])
+@pytest.mark.parametrize("family", HYBRIDS)
+def test_hybrids_generate_as_unpatched(family, implementation, settings):
+    cls, config = of_family(family)
+    reference, model = small(cls, config, implementation), small(cls, config, implementation)
+    mask = ones_and_zeros(LEFT)
+    given = {"input_ids": torch.where(mask == 1, tokens(*mask.shape), 0), "attention_mask": mask}
+    wanted = {"max_new_tokens": 4, "min_new_tokens": 4, "pad_token_id": 0, "do_sample": False, **settings}
+    try:
+        expected = reference.generate(**given, **wanted)
+    except Exception as error:
+        pytest.skip(f"the unpatched model cannot generate so: {error}")
+    fa2patch.apply(model)
+    assert torch.equal(model.generate(**given, **wanted), expected)
+
+
+@pytest.mark.parametrize("family", ["xlstm", "rwkv", "mamba", "mamba2", "falcon_mamba"])
+def test_models_without_attention_are_right_and_need_no_cache(family):
+    """Their boundaries travel in the place of an argument that reaches each layer, whatever it is called."""
+    model, reference = small(*of_family(family)), small(*of_family(family))
+    with torch.no_grad():
+        expected = torch.cat([reference(doc[None], use_cache=False).logits[0] for doc in DOCS])
+    fa2patch.apply(model)
+    with torch.no_grad():
+        assert_close(model(**told(DOCS, "position_ids")).logits[0], expected, "logits", 1e-4)
+
+
+def test_a_config_that_asks_for_a_cache_does_not_count():
+    """``config.use_cache`` is True in nearly every model, and packed training leaves the cache out."""
+    model = small(class_of("LlamaForCausalLM"), config_of("llama", use_cache=True)).train()
+    fa2patch.apply(model)
+    model(**told(DOCS, "position_ids"))

@@ -216,8 +216,13 @@ class Patch:
     def __deepcopy__(self, memo: dict[int, Any]) -> Patch:
         copied = Patch.__new__(Patch)
         memo[id(self)] = copied
-        rehooked = [(memo[id(module)], name, copy.deepcopy(bound, memo)) for module, name, bound in self.rehooked]
-        copied.__setstate__({**self.__dict__, "model": memo.get(id(self.model), self.model), "rehooked": rehooked})
+        inside = [memo[id(model)] for model in models(self.model) if id(model) in memo]  # of the base model alone, too
+        rehooked = [
+            (memo[id(module)], name, copy.deepcopy(bound, memo))
+            for module, name, bound in self.rehooked
+            if id(module) in memo
+        ]
+        copied.__setstate__({**self.__dict__, "model": inside[0] if inside else self.model, "rehooked": rehooked})
         return copied
 
     def __setstate__(self, state: dict[str, Any]) -> None:

@@ -21,7 +21,7 @@ CODE = (
     "compat_matrix/run.py",
     "compat_matrix/tiny_*.py",
     "compat_matrix/media_families.py",
-    ":(exclude)fa2patch/cli/evidence.json",
+    ":(exclude)fa2patch/evidence.json",
     ":(exclude)fa2patch/upstream.json",
 )
 """What a cell of the matrix depends on, as pathspecs of git's. The files that are left out are made from the cells.

@@ -48,8 +48,8 @@ def out_of_reach(device: torch.device) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def without_gradients() -> Iterator[None]:
-    """``torch.no_grad`` for a forward inside the caller's, which may run under autocast.
+def autocast_uncached() -> Iterator[None]:
+    """Let a forward inside the caller's, which may run under autocast, cast weights for itself alone.
 
     Autocast keeps the casts of weights for all forwards in its context. One that was made here would have no gradient,
     and the caller's forward would use it.
@@ -57,10 +57,16 @@ def without_gradients() -> Iterator[None]:
     kept = torch.is_autocast_cache_enabled()
     torch.set_autocast_cache_enabled(False)
     try:
-        with torch.no_grad():
-            yield
+        yield
     finally:
         torch.set_autocast_cache_enabled(kept)
+
+
+@contextlib.contextmanager
+def without_gradients() -> Iterator[None]:
+    """``torch.no_grad`` with :func:`autocast_uncached`."""
+    with autocast_uncached(), torch.no_grad():
+        yield
 
 
 def computed_in(states: torch.Tensor) -> torch.dtype:

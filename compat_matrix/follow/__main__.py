@@ -30,7 +30,7 @@ WRITTEN = (
     "docs",
     "tests/constraints.txt",
     "compat_matrix",
-    "fa2patch/cli/evidence.json",
+    "fa2patch/evidence.json",
     "fa2patch/upstream.json",
 )
 """What the commit holds."""

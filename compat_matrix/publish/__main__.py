@@ -63,7 +63,7 @@ def made(root: Path) -> dict[Path, str]:
         folder / "matrix.html": matrix.page(results),
         **stacks.pages(folder / "ecosystem"),
         root / "fa2patch" / "upstream.json": package.upstream(results),
-        root / "fa2patch" / "cli" / "evidence.json": package.summary(results),
+        root / "fa2patch" / "evidence.json": package.summary(results),
     }
 
 

@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from fa2patch.cli.evidence import runs
+from fa2patch.evidence import runs
 
 from ..cells import Environment, Results
 from . import words

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from fa2patch.cli.evidence import ranges
+from fa2patch.evidence import ranges
 
 from .. import diffable
 from ..cells import Cell, Environment, Results
@@ -36,7 +36,7 @@ def upstream(results: Results) -> str:
 
 
 def summary(results: Results) -> str:
-    """Return fa2patch/cli/evidence.json, for ``fa2patch architectures`` and ``fa2patch matrix``.
+    """Return fa2patch/evidence.json, for ``fa2patch architectures`` and ``fa2patch matrix``.
 
     It has the minors that were checked and, for each architecture, in which of them it is what. ``ok`` has the minors
     by the seams, ``failing`` by the points that fail, ``refused`` and ``known failure`` by the reason. Ranges of minors

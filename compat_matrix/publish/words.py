@@ -10,7 +10,7 @@ from typing import Any
 
 import jinja2
 
-from fa2patch.cli.evidence import runs
+from fa2patch.evidence import runs
 
 from ..cells import Cell, Checked, Environment, Results, Upstream, grouped
 

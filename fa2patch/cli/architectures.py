@@ -9,7 +9,7 @@ from typing import Any
 
 import click
 
-from . import evidence
+from .. import evidence
 from .models import MASKED, did_you_mean, model_types, named
 from .output import as_json_option, new_console, new_table, plain
 

@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING
 
 import click
 
-from . import evidence, hub
+from .. import evidence
+from . import hub
 from .compat import compat
 from .models import resolve
 from .output import OutFile, new_console

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+import threading
 import warnings
 import weakref
 from collections.abc import Iterator
@@ -40,6 +41,9 @@ class Examined(Patched, Protocol):
 DOCUMENTS, BRANCHES = "documents", "branches"
 """What is proven: that documents do not see each other, and that segments that continue the same one do not."""
 
+_lock = threading.RLock()
+"""Held while a model is examined, so that no other thread uses numbers that are still to be proven."""
+
 _numbers = itertools.count(1)
 _by_number: weakref.WeakValueDictionary[str, Examined] = weakref.WeakValueDictionary()
 
@@ -50,7 +54,9 @@ class Examination:
 
     Attributes:
         prove: the ``prove`` argument of ``apply``.
-        unproven: what of :data:`DOCUMENTS` and :data:`BRANCHES` the next packed batch that has it must prove.
+        must: whether packed batches must be proven.
+        proven: what of :data:`DOCUMENTS` and :data:`BRANCHES` was proven, each with the model's mode.
+        batches: the number of packed batches that must have been proven.
         structure: the result of :func:`~fa2patch.probing.proving.structure` when the model was last looked at.
         under_way: whether the model is being run in order to examine it. Such packed batches are not examined.
         number: by which a compiled graph looks up the patch. It is a text, because dynamo may make an int that differs
@@ -58,8 +64,10 @@ class Examination:
     """
 
     prove: bool | str
-    unproven: frozenset[str]
+    must: bool
     structure: int
+    proven: set[tuple[str, int]] = field(default_factory=set)
+    batches: int = 0
     under_way: bool = False
     number: str = field(default_factory=lambda: str(next(_numbers)))
 
@@ -81,8 +89,7 @@ def begun(patch: Examined, prove: bool | str) -> Examination:
         prove: the ``prove`` argument of ``apply``.
     """
     has_to_be = prove is True or (prove == "unknown" and bool(proving.unknown(patch.model)))
-    unproven = frozenset((DOCUMENTS, BRANCHES) if has_to_be else ())
-    return known(patch, Examination(prove, unproven, proving.structure(patch.model)))
+    return known(patch, Examination(prove, has_to_be, proving.structure(patch.model)))
 
 
 def copied(patch: Examined, examination: Examination) -> Examination:
@@ -90,7 +97,7 @@ def copied(patch: Examined, examination: Examination) -> Examination:
 
     The copy has other modules, and some do not exist yet. They are looked at on the copy's first packed batch.
     """
-    return known(patch, Examination(examination.prove, examination.unproven, 0))
+    return known(patch, Examination(examination.prove, examination.must, 0))
 
 
 def known(patch: Examined, examination: Examination) -> Examination:
@@ -102,8 +109,9 @@ def known(patch: Examined, examination: Examination) -> Examination:
 def examine(patch: Examined, module: Model, call: Call, mask: PackedMask) -> None:
     """Examine a model before it computes a packed batch: renew the patch of changed modules, and prove the batch.
 
-    A batch is proven only if a proof is due and the batch has two documents or more. The first batch in which segments
-    continue the same one is proven besides, as a module may know documents and no parents. A sharded model is proven
+    A batch is proven only if a proof is due and the batch has two documents or more: the first such batch in a mode,
+    the first in which segments continue the same one, as a module may know documents and no parents, and then batches
+    2, 4, 8, ..., because what a value inside foreign code decides may change without a sign. A sharded model is proven
     only with ``prove=True``; otherwise :class:`NothingProven` is warned.
 
     Args:
@@ -126,9 +134,19 @@ def examine(patch: Examined, module: Model, call: Call, mask: PackedMask) -> Non
     if examination.under_way or getattr(module, "_is_replica", False) or not patch.active:
         return
     if proving.structure(patch.model) != examination.structure:
-        patch.renew()
+        with _lock:
+            if proving.structure(patch.model) != patch.examination.structure:
+                patch.renew()
         examination = patch.examination
-    due = _due(examination.unproven, mask.boundaries)
+    if not examination.must:
+        return
+    with _lock:  # another thread's batch may be what is being proven
+        _examine(patch, module, call, mask)
+
+
+def _examine(patch: Examined, module: Model, call: Call, mask: PackedMask) -> None:
+    examination = patch.examination
+    due = _due(examination, module, mask.boundaries)
     if not due:
         return
     if mask.part is not None:
@@ -139,9 +157,9 @@ def examine(patch: Examined, module: Model, call: Call, mask: PackedMask) -> Non
             "fa2patch.verify(model, batch=batch) on every rank, then fa2patch.apply(model, prove=False)."
         )
     if proving.is_sharded(patch.model) and examination.prove is not True:
-        examination.unproven = frozenset()
+        examination.must = False
         warnings.warn(
-            f"{type(patch.model).__name__} holds a module that fa2patch does not know, "
+            f"{type(patch.model).__name__} holds what fa2patch does not know, "
             f"{proving.unknown(patch.model)}, and is sharded, so that one rank cannot prove it by itself. Call "
             "fa2patch.verify(model, batch=batch) on every rank, or fa2patch.apply(model, prove=False).",
             NothingProven,
@@ -151,23 +169,33 @@ def examine(patch: Examined, module: Model, call: Call, mask: PackedMask) -> Non
     _proven(patch, due, module, call, mask)
 
 
-def _due(unproven: frozenset[str], boundaries: Boundaries) -> frozenset[str]:
-    """What is unproven and can be proven by a batch. Nothing is read from the device if there is nothing."""
-    if not unproven or (boundaries.parents is None and DOCUMENTS not in unproven):
-        return frozenset()
+def _due(examination: Examination, module: Model, boundaries: Boundaries) -> set[tuple[str, int]]:
+    """What a batch must prove, each with the model's mode. The device is read only if something may be due."""
+    examination.batches += 1
+    again = examination.batches & (examination.batches - 1) == 0
+    mode = proving.mode(module)
+    if not again and (DOCUMENTS, mode) in examination.proven and boundaries.parents is None:
+        return set()
     roots = [length for length in boundaries.lengths if length]
     held = []
     if boundaries.tree is not None:
         roots = [at for at, parent in enumerate(boundaries.tree.parents) if parent < 0 and boundaries.tree.lengths[at]]
         held += [BRANCHES] if len(boundaries.tree.leaves) > len(roots) else []
     held += [DOCUMENTS] if len(roots) > 1 else []
-    return unproven.intersection(held)
+    return {(what, mode) for what in held if again or (what, mode) not in examination.proven}
 
 
-def _proven(patch: Examined, due: frozenset[str], module: Model, call: Call, mask: PackedMask) -> None:
-    with patch.examination.paused():
-        proving.prove(module, call, mask)
-    patch.examination.unproven -= due
+def _proven(patch: Examined, due: set[tuple[str, int]], module: Model, call: Call, mask: PackedMask) -> None:
+    with patch.examination.paused() if proving.is_sharded(patch.model) else contextlib.nullcontext():
+        try:
+            proving.prove(module, call, mask)
+        except proving.Unseen:
+            try:
+                with patch.examination.paused():
+                    proving.prove(module, call, mask, itself=True)
+            except proving.Unseen as error:
+                raise PackingNotIsolated(error.message) from None
+    patch.examination.proven |= due
 
 
 @constant
@@ -183,9 +211,9 @@ def _examined(number: str, tree: bool) -> str:
         try:
             if proving.structure(patch.model) != patch.examination.structure:
                 patch.renew()
-            if patch.examination.unproven:
+            if patch.examination.must:
                 call, mask = proving.example_of(patch.model, patch, tree)
-                due = _due(patch.examination.unproven, mask.boundaries)
+                due = _due(patch.examination, patch.model, mask.boundaries)
                 if due:
                     _proven(patch, due, patch.model, call, mask)
         except Fa2PatchError as error:

@@ -24,11 +24,15 @@ _HOOKS = ("_forward_hooks", "_forward_hooks_with_kwargs")
 
 
 @contextlib.contextmanager
-def left_as_it_was(model: Model) -> Iterator[None]:
+def left_as_it_was(model: Model, evaluates: bool = True) -> Iterator[None]:
     """Put a model in eval mode with gradients enabled, and restore it afterwards, also after an error.
 
     Attributes, buffers, hooks and gradients of its modules and the random state are restored. The values of parameters
     are not saved.
+
+    Args:
+        model: the model.
+        evaluates: whether it is put in eval mode.
     """
     modules = [module for module in model.modules() if isinstance(module, torch.nn.Module)]
     attributes = [dict(vars(module)) for module in modules]
@@ -43,7 +47,8 @@ def left_as_it_was(model: Model) -> Iterator[None]:
         if isinstance(model, torch.nn.parallel.DistributedDataParallel):
             stack.enter_context(model.no_sync())  # otherwise the reducer waits for gradients that never come
         try:
-            model.eval()
+            if evaluates:
+                model.eval()
             yield
         finally:
             with torch.no_grad():

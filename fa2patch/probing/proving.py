@@ -11,7 +11,8 @@ In a tree of segments this is done at each depth (:mod:`.exchanges`), so that a 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+import dataclasses
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -19,8 +20,8 @@ import torch
 from .._types import Call, Model
 from ..documents.trees import Tree
 from ..errors import PackingNotIsolated
-from ..trying import computed_in, without_gradients
-from ..upstream.find_layers import attention_layers
+from ..trying import autocast_uncached, computed_in, out_of_reach, without_gradients
+from ..upstream import hooks, inspecting
 from ..upstream.find_models import models
 from ..upstream.packed_batch import packed_mask
 from ..upstream.packed_mask import PackedMask
@@ -29,60 +30,70 @@ from . import locate
 from .batches import example, is_sharded
 from .exchanges import exchanges
 from .probe import ROUNDING, is_mixture, left_as_it_was
+from .replica import replica
+from .unknown import HOOKS, below_ours, unknown, unknown_modules
 
-__all__ = ["example_of", "is_sharded", "prove", "structure", "unknown"]
-
-KNOWN = ("torch", "transformers", "fa2patch")
-"""Packages whose modules need no proof, because ``apply`` has checked what they do with a row."""
+__all__ = ["Unseen", "example_of", "is_sharded", "mode", "prove", "structure", "unknown"]
 
 
 def structure(model: Model) -> int:
-    """A number that changes when a module is added or removed, changes its class, or gets a forward of its own.
+    """A number that changes when modules, their classes, the forwards that run or their hooks change.
 
-    It is computed for every packed batch, so it must be cheap.
+    It is computed for every packed batch, so it must be cheap. What fa2patch itself has put there does not count.
     """
     seen = [model]
-    replaced = []
+    functions: list[Any] = []
     for module in seen:  # the list grows during the loop
         held = module.__dict__
         if "forward" in held:
-            replaced.append((id(module), id(held["forward"])))
+            functions.append(held["forward"])
+        for table in HOOKS:
+            functions.extend(hook for hook in held.get(table, {}).values() if hook not in (hooks.before, hooks.after))
         if held["_modules"]:
             seen.extend(child for child in held["_modules"].values() if child is not None)
-    return hash((tuple(map(id, seen)), tuple(map(id, map(type, seen))), tuple(replaced)))
+    classes: list[Any] = [*map(type, seen)]
+    functions.extend(below_ours(cls.forward) for cls in dict.fromkeys(classes))
+    codes = (id(inspecting.code_called(function)) for function in functions)  # ids of functions may come again
+    return hash((tuple(map(id, seen)), tuple(map(id, classes)), tuple(map(id, functions)), tuple(codes)))
 
 
-def unknown(model: Model) -> str:
-    """Name and class of the first module that is unknown; empty if there is none.
-
-    A module is unknown if it, or its own forward, is not in :data:`KNOWN`. So is an attention layer that computes
-    attention by itself: such models do not claim flash attention, and nothing says that only attention mixes tokens.
-    """
-    for name, module in model.named_modules():
-        held = module.__dict__.get("forward")
-        for made in (type(module), getattr(held, "__func__", held)):
-            home = getattr(made, "__module__", None) or ""
-            if made is not None and home.partition(".")[0] not in KNOWN:
-                return f"{name or 'the model itself'} ({home}.{getattr(made, '__qualname__', type(made).__name__)})"
-    own = (layer for layer in attention_layers(models(model)[-1]) if layer.seam == "formula")
-    return next(
-        (f"{layer.name} ({type(layer.module).__name__}, which computes attention by itself)" for layer in own), ""
-    )
+def mode(model: Model) -> int:
+    """A number that changes with the mode of any module, with what is trained, and with gradients on or off."""
+    training = tuple(module.training for module in model.modules())
+    trained = tuple(parameter.requires_grad for parameter in model.parameters())
+    return hash((training, trained, torch.is_grad_enabled()))
 
 
-def prove(model: Model, call: Call, mask: PackedMask) -> None:
-    """Prove that the documents of a packed batch do not see each other. The model is left as it was.
+class Unseen(PackingNotIsolated):
+    """Other embeddings changed nothing, not even where they were exchanged, so that nothing is proven."""
+
+
+def prove(model: Model, call: Call, mask: PackedMask, itself: bool = False) -> None:
+    """Prove that the documents of a packed batch do not see each other, in the mode in which they are computed.
+
+    The batch is run with other input embeddings in some documents. The outputs of the others must not change, and, with
+    gradients enabled, they must send none to the exchanged embeddings. A replica is run, so that other threads may
+    compute with the model meanwhile; a model that is sharded is run itself.
 
     Args:
         model: the model that was called.
         call: its arguments by name, with labels, because a forward of other code may require them.
         mask: the packed mask.
+        itself: whether the model itself is run, as a sharded one is. Another thread must not use it meanwhile.
 
     Raises:
-        PackingNotIsolated: a document changes if other documents do. The error names the module.
+        Unseen: a forward of other code calls the model itself, and not what it is handed.
+        PackingNotIsolated: documents see each other. The error names the module.
     """
-    run = _Run(model, call, mask)
-    with left_as_it_was(model), without_gradients():
+    gradients = torch.is_grad_enabled()
+    with contextlib.ExitStack() as stack:
+        if itself or is_sharded(model):
+            stack.enter_context(left_as_it_was(model, evaluates=False))
+            run = _Run(model, model, call, mask)
+        else:
+            run = _Run(replica(model, unknown_modules(model)), model, call, mask)
+        stack.enter_context(out_of_reach(mask.device))
+        stack.enter_context(without_gradients() if not gradients else autocast_uncached())
         before = run.outputs(None)
         for exchanged in run.exchanges():
             after = run.outputs(exchanged)
@@ -90,7 +101,15 @@ def prove(model: Model, call: Call, mask: PackedMask) -> None:
             if moved > run.bound:
                 again = run.outputs(None)  # measures the noise of a nondeterministic kernel
                 if moved > 2 * _moved(before, again, torch.ones_like(exchanged)) + run.bound:
-                    raise PackingNotIsolated(run.finding(exchanged))
+                    raise PackingNotIsolated(run.finding(exchanged, "changed"))
+            if gradients and run.gradient(after, exchanged) > run.bound:
+                raise PackingNotIsolated(run.finding(exchanged, "sent them a gradient"))
+            if not _moved(before, after, exchanged) > 0:
+                raise Unseen(
+                    f"{type(model).__name__} must be proven to keep documents apart, and other embeddings in every "
+                    "second document changed nothing, not even there: it takes its embeddings from where they cannot "
+                    "be seen. Call fa2patch.verify(model, batch=batch), then fa2patch.apply(model, prove=False)."
+                )
 
 
 def example_of(model: Model, patch: Patched, tree: bool) -> tuple[Call, PackedMask]:
@@ -108,11 +127,20 @@ def example_of(model: Model, patch: Patched, tree: bool) -> tuple[Call, PackedMa
 
 
 class _Run:
-    """Runs of one packed batch in which the input embeddings of some tokens are exchanged."""
+    """Runs of one packed batch in which the input embeddings of some tokens are exchanged.
 
-    def __init__(self, model: Model, call: Call, mask: PackedMask) -> None:
-        self.model, self.call, self.shape, self.device = model, call, mask.shape, mask.device
+    Args:
+        model: the model that is run, the replica.
+        original: the model that was called.
+        call: its arguments by name.
+        mask: the packed mask of the batch.
+    """
+
+    def __init__(self, model: Model, original: Model, call: Call, mask: PackedMask) -> None:
+        self.model, self.original = model, original
+        self.call, self.shape, self.device = call, mask.shape, mask.device
         self.decoder = models(model)[-1]
+        self.leaf: torch.Tensor | None = None
         self.is_tree = mask.boundaries.tree is not None
         self.tree = mask.boundaries.tree or Tree(mask.boundaries.lengths, [-1] * len(mask.boundaries), mask.device)
         rounds = is_mixture(model) or hasattr(model, "hf_quantizer")
@@ -129,10 +157,14 @@ class _Run:
     def outputs(self, exchanged: torch.Tensor | None) -> list[torch.Tensor]:
         """The outputs per token of the base model, and projections of the model's, each ``[batch, length, numbers]``.
 
+        Every run draws the same random numbers. ``leaf`` is then what the model was given as input embeddings.
+
         Args:
             exchanged: bool ``[batch, length]``, the tokens whose embeddings are exchanged; None for no token.
         """
         found: list[torch.Tensor] = []
+        self.leaf = None
+        torch.manual_seed(0)
         handle = self.decoder.register_forward_hook(lambda *given: found.extend(self._of_tokens(given[-1])))
         try:
             with self._exchanging(exchanged) as call:
@@ -146,33 +178,71 @@ class _Run:
         """The call with other embeddings for some tokens: each vector is rolled by one and scaled by 1.25."""
 
         def other(embedded: torch.Tensor) -> torch.Tensor:
-            if exchanged is None or embedded.shape[:2] != self.shape:
+            if embedded.shape[:2] != self.shape:
                 return embedded
-            return torch.where(exchanged[..., None].to(embedded.device), embedded.roll(1, -1) * 1.25, embedded)
+            if exchanged is not None:
+                embedded = torch.where(exchanged[..., None].to(embedded.device), embedded.roll(1, -1) * 1.25, embedded)
+            if not torch.is_grad_enabled() or self.leaf is not None:
+                return embedded
+            self.leaf = embedded.detach().requires_grad_()
+            return self.leaf * 1  # some models change embeddings in place
 
         call = dict(self.call)
         if isinstance(call.get("position_ids"), torch.Tensor):
             call["position_ids"] = call["position_ids"].clone()  # ERNIE-M adds to them in place
         if call.get("inputs_embeds") is not None:
             call["inputs_embeds"] = other(call["inputs_embeds"])
-        handle = self.decoder.get_input_embeddings().register_forward_hook(lambda *given: other(given[-1]))
+        embedding = self.decoder.get_input_embeddings()
+        handle = embedding.register_forward_hook(lambda *given: other(given[-1]), prepend=True)  # others may mix tokens
         try:
             yield call
         finally:
             handle.remove()
 
     def _of_tokens(self, output: Any) -> list[torch.Tensor]:
-        values = output.values() if hasattr(output, "values") else output if isinstance(output, tuple) else [output]
-        return [
-            value
-            for value in values
-            if isinstance(value, torch.Tensor) and value.is_floating_point() and value.shape[:2] == self.shape
-        ]
+        """What an output of any form holds for each token, or for its document, ``[batch, length, numbers]``."""
+        found = []
+        for value in filter(torch.Tensor.is_floating_point, _tensors(output)):
+            if value.shape[:2] == self.shape:
+                found.append(value.reshape(*self.shape, -1))
+            elif value.dim() and len(value) == len(self.tree.lengths):
+                lengths = torch.tensor(self.tree.lengths, device=value.device)
+                found.append(value.flatten(1).repeat_interleave(lengths, 0).reshape(*self.shape, -1))
+        return found
 
-    def finding(self, exchanged: torch.Tensor) -> str:
-        """The message of the error: what leaks, and in which module first."""
+    def gradient(self, outputs: list[torch.Tensor], exchanged: torch.Tensor) -> float:
+        """The largest gradient from the outputs of other tokens to exchanged embeddings, relative to the largest."""
+        if self.leaf is None:
+            return 0.0  # the caller finds that nothing was exchanged either
+        generator = torch.Generator().manual_seed(0)
+        total = torch.zeros((), device=self.device)
+        for values in outputs:
+            if values.requires_grad:
+                weights = torch.randn(values.shape, generator=generator).to(values.device)
+                kept = (~exchanged)[..., None].to(values.device)
+                total = total + (values.float() * weights * kept).sum().to(self.device)
+        if not total.requires_grad:
+            return 0.0
+        found: torch.Tensor | None
+        if any(parameter.requires_grad for parameter in self.model.parameters()):
+            (found,) = torch.autograd.grad(total, self.leaf, allow_unused=True)
+        else:  # reentrant checkpoints refuse autograd.grad
+            torch.autograd.backward([total])
+            found = self.leaf.grad
+        if found is None:
+            return 0.0
+        crossing = found.float().abs() * exchanged[..., None].to(found.device)
+        return float(crossing.max() / found.float().abs().max().clamp(min=1e-30))
+
+    def finding(self, exchanged: torch.Tensor, how: str) -> str:
+        """The message of the error: what leaks, and in which module first.
+
+        Args:
+            exchanged: the tokens that were exchanged.
+            how: what showed it.
+        """
         name = self._first(exchanged)
-        found = unknown(self.model)
+        found = unknown(self.original)
         where = "in which module could not be seen"
         if name is not None:
             module = self.decoder.get_submodule(name)
@@ -182,9 +252,9 @@ class _Run:
         if self.is_tree:
             batch, every_second, others = "batch of such segments", "segment and what continues it", "other segments"
         return (
-            f"{type(self.model).__name__} holds a module that fa2patch does not know, {found or 'none by its class'}, "
-            f"so its first packed {batch} was run with other tokens in every second {every_second}, and {others} "
-            f"changed; {where}. Nothing was computed. Take that module out, let it look at one token at a time, "
+            f"{type(self.model).__name__} holds what fa2patch does not know, {found or 'nothing by its class'}, "
+            f"so this packed {batch} was run with other tokens in every second {every_second}, and {others} "
+            f"{how}; {where}. Nothing was computed. Take that module out, let it look at one token at a time, "
             "or train this model padded."
         )
 
@@ -204,6 +274,21 @@ class _Run:
         return None
 
 
+def _tensors(output: Any) -> Iterator[torch.Tensor]:
+    """The tensors in an output: a tensor, a container of such, or an object with such attributes."""
+    if isinstance(output, torch.Tensor):
+        yield output
+        return
+    if isinstance(output, Mapping):
+        inside: Iterable[Any] = output.values()
+    elif isinstance(output, (list, tuple)):
+        inside = output
+    else:
+        inside = vars(output).values() if dataclasses.is_dataclass(output) else ()
+    for each in inside:
+        yield from _tensors(each)
+
+
 def _projected(values: torch.Tensor) -> torch.Tensor:
     """Four random projections of each token's vector, so that logits over the vocabulary need not be kept."""
     generator = torch.Generator().manual_seed(0)
@@ -214,7 +299,7 @@ def _projected(values: torch.Tensor) -> torch.Tensor:
 def _moved(ones: list[torch.Tensor], others: list[torch.Tensor], tokens: torch.Tensor) -> float:
     """The largest change at some tokens, relative to the largest value."""
     moved = 0.0
-    for one, other in zip(ones, others):
+    for one, other in ((one.detach(), other.detach()) for one, other in zip(ones, others)):
         scale = one.nan_to_num().abs().max().clamp(min=1e-30)
         same = (one == other) | (one.isnan() & other.isnan()) | ~tokens[..., None].to(one.device)
         change = torch.where(same, 0.0, (one - other).abs()).max() / scale

@@ -11,7 +11,7 @@ pytest.importorskip("rich")
 
 from click.testing import CliRunner
 
-from fa2patch.cli import evidence
+from fa2patch import evidence
 from fa2patch.cli.commands import main
 from fa2patch.kernels import ORDER
 

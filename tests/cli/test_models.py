@@ -10,7 +10,8 @@ pytest.importorskip("rich")
 
 from click.testing import CliRunner
 
-from fa2patch.cli import evidence, hub, models
+from fa2patch import evidence
+from fa2patch.cli import hub, models
 from fa2patch.cli.commands import main
 from fa2patch.patch.applying import OLDEST
 from fa2patch.proof import doctor

@@ -46,6 +46,8 @@ def layers_tokens(model: Any) -> list[int]:
 
     layers = next(m for m in model.modules() if isinstance(m, torch.nn.ModuleList))
     layers[0].register_forward_pre_hook(note, with_kwargs=True)
+    if fa2patch.status(model):
+        fa2patch.apply(model, prove=False)  # the hook only looks, and a proof would run it
     return found
 
 

@@ -69,6 +69,8 @@ def layers_tokens(model: Any) -> list[int]:
         lambda module, args, kwargs: seen.append((args[0] if args else kwargs["hidden_states"])[..., 0].numel()),
         with_kwargs=True,
     )
+    if fa2patch.status(model):
+        fa2patch.apply(model, prove=False)  # the hook only looks, and a proof would run it
     return seen
 
 

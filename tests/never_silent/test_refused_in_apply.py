@@ -154,7 +154,7 @@ class TestADecoderWhoseTokensSeeLaterOnes:
         extra = {"input_ids": pack(docs)["input_ids"]} if name == "gemma4_text" else {"inputs_embeds": embedded}
         handle = model.get_input_embeddings().register_forward_hook(lambda *_: embedded)
         try:
-            with fa2patch.apply(model):
+            with fa2patch.apply(model, prove=False):  # the hook gives the same embeddings in each run
                 model(position_ids=ids, **extra).logits[0, 7:10].square().sum().backward()
         finally:
             handle.remove()

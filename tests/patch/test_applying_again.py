@@ -81,15 +81,15 @@ def test_a_kernel_object_switches_too(model, docs, counting):
 
 def test_prove_and_architecture_are_switched(model, docs):
     patch = fa2patch.apply(model)
-    assert not patch.examination.unproven
+    assert not patch.examination.must
     fa2patch.apply(model, prove=True)
-    assert patch.examination.unproven
+    assert patch.examination.must and not patch.examination.proven
     model(**pack(docs))
-    assert patch.examination.unproven == {"branches"}  # in this batch no segments continue the same one
+    assert {what for what, _ in patch.examination.proven} == {"documents"}  # no segments continue the same one
     fa2patch.apply(model, architecture="mistral")
     assert patch.architecture.model_type == "mistral" and patch.examination.prove is True
     fa2patch.apply(model, prove=False)
-    assert patch.examination.prove is False and not patch.examination.unproven
+    assert patch.examination.prove is False and not patch.examination.must
 
 
 @pytest.mark.parametrize(

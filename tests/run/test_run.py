@@ -412,6 +412,8 @@ def layers_tokens(model):
         lambda layer, args, kwargs: seen.append((args[0] if args else kwargs["hidden_states"])[..., 0].numel()),
         with_kwargs=True,
     )
+    if fa2patch.status(model):
+        fa2patch.apply(model, prove=False)  # the hook only looks, and a proof would run it
     ids = torch.tensor([[0, 0, 5, 6], [4, 5, 6, 7]])
     model(input_ids=ids, attention_mask=(ids != 0).long(), use_cache=False)
     return sum(seen)
@@ -547,6 +549,8 @@ def losses(trainer):
     shapes = []
     embedding = trainer.model.get_input_embeddings()
     handle = embedding.register_forward_hook(lambda module, args, output: shapes.append(tuple(output.shape[:2])))
+    if fa2patch.status(trainer.model):
+        fa2patch.apply(trainer.model, prove=False)  # the hook only looks, and a proof would run it
     trainer.train()
     handle.remove()
     return [entry["loss"] for entry in trainer.state.log_history if "loss" in entry], shapes

@@ -22,7 +22,7 @@ States = dict[str, dict[str, str]]
 @functools.cache
 def evidence() -> dict[str, Any]:
     """The content of the file."""
-    text = resources.files("fa2patch.cli").joinpath("evidence.json").read_text(encoding="utf-8")
+    text = resources.files("fa2patch").joinpath("evidence.json").read_text(encoding="utf-8")
     return dict(json.loads(text))
 
 
@@ -65,6 +65,19 @@ def state_in(minor: str, states: States) -> tuple[str, str]:
 def minors_with(states: States) -> list[str]:
     """The minors in which an architecture is there, the oldest first."""
     return [minor for minor in minors() if state_in(minor, states)[0] != "absent"]
+
+
+def isolates(model_type: str, version: str) -> bool:
+    """Whether every cell of an architecture in this minor of Transformers is isolated, and there is one.
+
+    Args:
+        model_type: the ``model_type`` of the model's config.
+        version: the version of Transformers.
+    """
+    cells = (states for name, states in architectures().items() if name.partition(":")[0] == model_type)
+    found = [state_in(minor_of(version), states)[0] for states in cells]
+    found = [state for state in found if state != "absent"]
+    return bool(found) and set(found) == {"ok"}
 
 
 def runs(names: Iterable[T], wanted: Collection[T]) -> list[tuple[T, T]]:

@@ -1,0 +1,108 @@
+"""A copy of a model's modules around the same parameters, which runs while other threads compute with the model."""
+
+from __future__ import annotations
+
+import functools
+import types
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+
+from .._types import Model
+
+_TABLES = (
+    "_parameters", "_buffers", "_modules", "_non_persistent_buffers_set", "_forward_hooks", "_forward_pre_hooks",
+    "_forward_hooks_with_kwargs", "_forward_hooks_always_called", "_forward_pre_hooks_with_kwargs", "_backward_hooks",
+    "_backward_pre_hooks",
+)  # fmt: skip
+
+
+def replica(model: Model, unknown: Iterable[torch.nn.Module] = ()) -> Model:
+    """Return a copy of a model that shares its parameters, and has modules, hooks and buffers of its own.
+
+    The copy is in the same mode, and none of its parameters asks for a gradient, so that a backward leaves none. A
+    module that was compiled is the one below it. Parameters that are all zero in ``unknown`` modules get small random
+    values in the copy: a gate that begins at zero hides what it will let through.
+
+    Args:
+        model: the model.
+        unknown: modules in it.
+    """
+    copies: dict[int, torch.nn.Module] = {}
+    made: Model = _copied(model, copies)
+    for module in list(copies.values()):
+        for name, value in list(vars(module).items()):
+            vars(module)[name] = _rebound(value, copies)
+    _open(made, [copies[id(module)] for module in unknown if id(module) in copies])
+    _freeze(made)
+    return made
+
+
+def _copied(module: Any, copies: dict[int, torch.nn.Module]) -> Any:
+    if id(module) in copies:
+        return copies[id(module)]
+    below = vars(module)["_modules"].get("_orig_mod")
+    if below is not None and isinstance(module, torch._dynamo.eval_frame.OptimizedModule):
+        copies[id(module)] = made = _copied(below, copies)
+        return made
+    cls: Any = type(module)
+    made = cls.__new__(cls)
+    vars(made).update(vars(module))
+    copies[id(module)] = made
+    for name in _TABLES:
+        if name in vars(made):
+            vars(made)[name] = vars(made)[name].copy()
+    for name, child in vars(made)["_modules"].items():
+        vars(made)["_modules"][name] = child if child is None else _copied(child, copies)
+    for name, buffer in vars(made)["_buffers"].items():
+        vars(made)["_buffers"][name] = buffer if buffer is None else buffer.detach().clone()
+    vars(made).update(_is_replica=True, _compiled_call_impl=None)
+    return made
+
+
+def _rebound(value: Any, copies: dict[int, torch.nn.Module]) -> Any:
+    """An attribute's value with the copy of a module in the place of the module."""
+    if isinstance(value, torch.nn.Module):
+        return copies.get(id(value), value)
+    if isinstance(value, types.MethodType):
+        return types.MethodType(value.__func__, _rebound(value.__self__, copies))
+    if type(value) is functools.partial:
+        args = [_rebound(each, copies) for each in value.args]
+        keywords = {name: _rebound(each, copies) for name, each in value.keywords.items()}
+        return functools.partial(_rebound(value.func, copies), *args, **keywords)
+    if type(value) in (list, tuple) and any(isinstance(each, torch.nn.Module) for each in value):
+        return type(value)(_rebound(each, copies) for each in value)
+    return value
+
+
+@torch.no_grad()
+def _open(model: Model, unknown: Iterable[torch.nn.Module]) -> None:
+    """Replace the parameters in some modules of a copy that are all zero."""
+    generator = torch.Generator().manual_seed(0)
+    opened: dict[int, torch.nn.Parameter] = {}
+    for module in (inner for outer in unknown for inner in outer.modules()):
+        for parameter in module._parameters.values():
+            if parameter is None or id(parameter) in opened or not _is_zero(parameter):
+                continue
+            values = torch.randn(parameter.shape, generator=generator) * 0.1
+            opened[id(parameter)] = torch.nn.Parameter(values.to(parameter), requires_grad=parameter.requires_grad)
+    for module in model.modules():
+        for name, parameter in module._parameters.items():
+            if id(parameter) in opened:
+                module._parameters[name] = opened[id(parameter)]
+
+
+def _freeze(model: Model) -> None:
+    """Let a copy's parameters be the same numbers without a gradient, except those of other packages' classes."""
+    frozen: dict[int, torch.nn.Parameter] = {}
+    for module in model.modules():
+        for name, parameter in module._parameters.items():
+            if type(parameter) is torch.nn.Parameter and parameter.requires_grad:
+                again = torch.nn.Parameter(parameter.detach(), requires_grad=False)
+                module._parameters[name] = frozen.setdefault(id(parameter), again)
+
+
+def _is_zero(parameter: torch.Tensor) -> bool:
+    plain = parameter.is_floating_point() and parameter.device.type != "meta" and parameter.layout == torch.strided
+    return plain and parameter.numel() > 0 and not bool(parameter.any())

@@ -1,0 +1,167 @@
+"""Which modules of a model may mix tokens in a way that ``apply`` cannot see.
+
+The code of torch and Transformers is known, as it came. Code is known by the file that defines it: a ``__module__``
+says nothing, because ``functools.wraps`` copies it. Of torch's own modules, those are known that look at one token at a
+time.
+"""
+
+from __future__ import annotations
+
+import functools
+import sys
+import types
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from .. import evidence
+from .._types import Model
+from ..upstream import inspecting
+from ..upstream.find_layers import attention_layers
+from ..upstream.find_mixers import mixers
+from ..upstream.find_models import models, text_modules
+from ..upstream.step import MARK, PADDING, ROLE
+
+KNOWN = ("torch", "transformers", "fa2patch", "accelerate")
+"""Packages whose code needs no proof. Accelerate's forwards and hooks move tensors between devices."""
+
+HOOKS = {
+    "_forward_pre_hooks": "a forward pre-hook",
+    "_forward_hooks": "a forward hook",
+    "_backward_pre_hooks": "a backward pre-hook",
+    "_backward_hooks": "a backward hook",
+}
+"""The tables of a module's hooks, and what each holds."""
+
+_nn = torch.nn
+_BY_TOKEN = (
+    _nn.Linear, _nn.Bilinear, _nn.Embedding, _nn.Identity, _nn.Dropout, _nn.AlphaDropout, _nn.FeatureAlphaDropout,
+    _nn.Module, _nn.Sequential, _nn.ModuleList, _nn.ModuleDict, _nn.ParameterList, _nn.ParameterDict,
+    _nn.ReLU, _nn.RReLU, _nn.ReLU6, _nn.GELU, _nn.SiLU, _nn.Mish, _nn.ELU, _nn.CELU, _nn.SELU, _nn.LeakyReLU, _nn.PReLU,
+    _nn.Sigmoid, _nn.LogSigmoid, _nn.Tanh, _nn.Tanhshrink, _nn.Hardtanh, _nn.Hardswish, _nn.Hardsigmoid,
+    _nn.Hardshrink, _nn.Softplus, _nn.Softshrink, _nn.Softsign, _nn.Threshold,
+    _nn.CrossEntropyLoss, _nn.BCEWithLogitsLoss, _nn.MSELoss,
+)  # fmt: skip
+"""Torch's modules that look at one token at a time, and losses, which come after what a document's tokens are."""
+
+_ALONG_THE_LAST = (_nn.Softmax, _nn.LogSoftmax, _nn.Softmin, _nn.GLU)
+_OF_SHAPE = tuple(kind for kind in (_nn.LayerNorm, getattr(_nn, "RMSNorm", None)) if kind is not None)
+
+_OURS = {MARK, ROLE, PADDING}
+
+
+def unknown(model: Model) -> str:
+    """What is unknown in a model, with its name and where it is defined; empty if there is nothing.
+
+    That is, in this order: a module's class, its own forward, a hook or another function that it holds, whose code is
+    not in :data:`KNOWN`; a module of torch's that looks along the row, outside layers that are patched; an attention
+    layer that computes attention by itself, because such models do not claim flash attention; an architecture, or a
+    release of Transformers, that the compatibility matrix has not found isolated.
+    """
+    return next(_unknown(model), "")
+
+
+def unknown_modules(model: Model) -> list[torch.nn.Module]:
+    """The modules whose class or own forward is unknown."""
+    return [module for module in model.modules() if not all(map(is_known, _forwards(module)))]
+
+
+def _unknown(model: Model) -> Iterator[str]:
+    for name, module in model.named_modules():
+        shown = name or "the model itself"
+        for function in _forwards(module):
+            if not is_known(function):
+                yield f"{shown} ({described(function)})"
+        for what, function in _others(module):
+            if not is_known(function):
+                yield f"{what} of {shown} ({described(function)})"
+    decoder = models(model)[-1]
+    layers = list(attention_layers(decoder))
+    inside = tuple(f"{name}." for name in [*mixers(decoder, layers), *(layer.name for layer in layers)])
+    for name, module in text_modules(decoder):
+        if _looks_along_the_row(module) and not f"{name}.".startswith(inside):
+            yield f"{name} (torch's {type(module).__name__}, which may look at other tokens)"
+    for layer in layers:
+        if layer.seam == "formula":
+            yield f"{layer.name} ({type(layer.module).__name__}, which computes attention by itself)"
+    model_type, version = getattr(model.config, "model_type", ""), sys.modules["transformers"].__version__
+    if not evidence.isolates(model_type, version):
+        yield f"the architecture {model_type!r}, of which there is no evidence in Transformers {version}"
+
+
+def _forwards(module: torch.nn.Module) -> Iterator[Any]:
+    """The forward of a module's class, and one that was set on the object."""
+    yield type(module).forward
+    if "forward" in vars(module):
+        yield vars(module)["forward"]
+
+
+def _others(module: torch.nn.Module) -> Iterator[tuple[str, Any]]:
+    """The hooks of a module, and other functions that its attributes hold (an activation), each with what it is."""
+    held = vars(module)
+    for table, what in HOOKS.items():
+        for hook in held.get(table, {}).values():
+            yield what, hook
+    for name, value in held.items():
+        if name not in _OURS and name != "forward" and callable(value) and not isinstance(value, (_nn.Module, type)):
+            yield f"the attribute {name}", value
+
+
+def is_known(function: Any) -> bool:
+    """Whether a function, and each one that it wraps, is of a package in :data:`KNOWN` or is compiled code."""
+    while isinstance(function, (functools.partial, types.MethodType)):
+        function = function.func if isinstance(function, functools.partial) else function.__func__
+    code = inspecting.code_called(function)
+    if code is None:
+        return isinstance(function, (types.BuiltinFunctionType, types.MethodWrapperType)) or _is_operator(function)
+    if not code.co_filename.startswith(_folders()):
+        return False
+    below = getattr(function, "__wrapped__", None)
+    return below is None or is_known(below)
+
+
+def below_ours(function: Any) -> Any:
+    """The function below what fa2patch has put around it."""
+    while hasattr(function, "__wrapped__"):
+        code = inspecting.own_code(function)
+        if code is None or not code.co_filename.startswith(_folder("fa2patch")):
+            break
+        function = function.__wrapped__
+    return function
+
+
+def _is_operator(function: Any) -> bool:
+    """Whether this is an operator of torch (``torch.ops``), whose class is torch's."""
+    return type(function).__module__.startswith("torch.")
+
+
+@functools.cache
+def _folder(package: str) -> str:
+    file = getattr(sys.modules[package], "__file__", None) or ""
+    return f"{Path(file).parent}/"
+
+
+def _folders() -> tuple[str, ...]:
+    return tuple(_folder(package) for package in KNOWN if package in sys.modules)
+
+
+def described(function: Any) -> str:
+    """Where a function or an object says that it is defined, for an error."""
+    while isinstance(function, (functools.partial, types.MethodType)):
+        function = function.func if isinstance(function, functools.partial) else function.__func__
+    named = function if hasattr(function, "__qualname__") else type(function)
+    return f"{getattr(named, '__module__', None) or '?'}.{named.__qualname__}".replace(".forward", "")
+
+
+def _looks_along_the_row(module: torch.nn.Module) -> bool:
+    """Whether a module of torch's own may look at other tokens than the one it computes."""
+    owner = inspecting.defining(type(module), "forward")
+    if not inspecting.is_of_torch(owner) or owner in _BY_TOKEN:
+        return False
+    if issubclass(owner, _ALONG_THE_LAST):
+        return getattr(module, "dim", -1) != -1
+    if issubclass(owner, _OF_SHAPE):
+        return len(module.normalized_shape) > 1  # type: ignore[arg-type]
+    return True

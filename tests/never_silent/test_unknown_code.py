@@ -1,0 +1,423 @@
+"""Code that is neither torch's nor Transformers', wherever it is put: it is found, and what mixes tokens is refused."""
+
+from __future__ import annotations
+
+import copy
+import functools
+import sys
+import threading
+import types
+
+import pytest
+import torch
+import transformers
+from small_models import (
+    DOCS,
+    alone,
+    assert_says_enough,
+    called,
+    labels_of,
+    llama,
+    of_family,
+    right_or_refused,
+    small,
+    told,
+)
+
+import fa2patch
+from compat_matrix.check.compare import assert_close
+from fa2patch import errors
+from fa2patch.probing.unknown import unknown
+
+
+def mixed(values):
+    return values - values.mean(1, keepdim=True)
+
+
+def of_tuple(change, output):
+    return (change(output[0]), *output[1:]) if isinstance(output, tuple) else change(output)
+
+
+class MixingActivation:
+    """A plain callable in the place of an activation."""
+
+    def __call__(self, values):
+        return torch.nn.functional.silu(mixed(values))
+
+
+def forward_hook(model):
+    model.model.layers[0].mlp.register_forward_hook(lambda module, given, output: mixed(output))
+
+
+def pre_hook(model):
+    model.model.layers[0].mlp.register_forward_pre_hook(lambda module, given: (mixed(given[0]),))
+
+
+def hook_on_a_layer(model):
+    add = lambda values: values + 0.5 * values.cumsum(1)  # noqa: E731
+    model.model.layers[0].register_forward_hook(lambda module, given, output: of_tuple(add, output))
+
+
+def hook_on_the_embedding(model):
+    model.get_input_embeddings().register_forward_hook(lambda module, given, output: mixed(output))
+
+
+def hook_on_the_last_norm(model):
+    model.model.norm.register_forward_hook(lambda module, given, output: mixed(output))
+
+
+def hook_with_keywords(model):
+    model.model.layers[0].mlp.register_forward_hook(
+        lambda module, given, named, output: mixed(output), with_kwargs=True
+    )
+
+
+def backward_hook(model):
+    model.model.layers[0].mlp.register_full_backward_hook(lambda module, into, out: (mixed(into[0]),))
+
+
+def own_forward(model):
+    mlp = model.model.layers[0].mlp
+    mlp.forward = types.MethodType(lambda self, hidden: mixed(type(self).forward(self, hidden)), mlp)
+
+
+def wrapped_forward(model):
+    """``functools.wraps`` copies the ``__module__`` of Transformers' function."""
+    mlp = model.model.layers[0].mlp
+    inner = mlp.forward
+    mlp.forward = functools.wraps(inner)(lambda *given, **named: mixed(inner(*given, **named)))
+
+
+def plain_activation(model):
+    mlp = model.model.layers[0].mlp
+    del mlp.act_fn
+    mlp.act_fn = MixingActivation()
+
+
+def function_as_activation(model):
+    mlp = model.model.layers[0].mlp
+    del mlp.act_fn
+    mlp.act_fn = functools.partial(lambda scale, values: scale * torch.nn.functional.silu(mixed(values)), 2.0)
+
+
+def pooling_of_torch(model):
+    layer = model.model.layers[0]
+    layer.mlp = torch.nn.Sequential(layer.mlp, torch.nn.AvgPool2d((3, 1), 1, (1, 0)))
+
+
+def softmax_of_torch(model):
+    layer = model.model.layers[0]
+    layer.mlp = torch.nn.Sequential(layer.mlp, torch.nn.Softmax(dim=1))
+
+
+def norm_of_torch(model):
+    layer = model.model.layers[0]
+    size = (sum(map(len, DOCS)), model.config.hidden_size)
+    layer.mlp = torch.nn.Sequential(layer.mlp, torch.nn.LayerNorm(size, elementwise_affine=False))
+
+
+MIXING = [
+    forward_hook, pre_hook, hook_on_a_layer, hook_on_the_embedding, hook_on_the_last_norm, hook_with_keywords,
+    own_forward, wrapped_forward, plain_activation, function_as_activation, pooling_of_torch, softmax_of_torch,
+    norm_of_torch,
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("after", ["before apply", "after apply", "after a packed batch"])
+@pytest.mark.parametrize("mix", MIXING)
+def test_what_mixes_tokens_is_refused(mix, after):
+    model = llama()
+    if after == "before apply":
+        mix(model)
+    fa2patch.apply(model)
+    if after == "after a packed batch":
+        model(**told(DOCS, "position_ids"))
+    if after != "before apply":
+        mix(model)
+    for _ in range(2):
+        with pytest.raises(errors.PackingNotIsolated) as caught:
+            model(**told(DOCS, "position_ids"))
+        assert_says_enough(caught.value)
+
+
+@pytest.mark.parametrize("prove", [True, "unknown"])
+def test_a_hook_on_gradients_alone_is_refused_in_training(prove):
+    model = llama().train()
+    backward_hook(model)
+    fa2patch.apply(model, prove=prove)
+    with pytest.raises(errors.PackingNotIsolated, match="gradient"):
+        model(**told(DOCS, "position_ids", labels=labels_of(DOCS)))
+    with torch.no_grad():
+        model(**told(DOCS, "position_ids"))  # nobody asks for a gradient
+
+
+@pytest.mark.parametrize("name", ["LlamaMLP", "LlamaRMSNorm"])
+def test_a_forward_replaced_on_the_class_is_refused(name, monkeypatch):
+    cls = getattr(transformers.models.llama.modeling_llama, name)
+    inner = cls.forward
+    model = llama()
+    fa2patch.apply(model)
+    model(**told(DOCS, "position_ids"))
+    monkeypatch.setattr(cls, "forward", lambda self, *given: mixed(inner(self, *given)))
+    with pytest.raises(errors.PackingNotIsolated):
+        model(**told(DOCS, "position_ids"))
+
+
+def double(values):
+    return 2 * values
+
+
+HARMLESS = {
+    "a forward hook": lambda model: model.model.layers[0].mlp.register_forward_hook(lambda m, given, out: double(out)),
+    "a hook that only looks": lambda model: model.register_forward_hook(lambda module, given, output: None),
+    "a pre-hook": lambda model: model.model.norm.register_forward_pre_hook(lambda module, given: (double(given[0]),)),
+    "a function as activation": lambda model: vars(model.model.layers[0].mlp).update(
+        act_fn=(model.model.layers[0].mlp._modules.pop("act_fn"), torch.tanh)[1]
+    ),
+}
+
+
+@pytest.mark.parametrize("training", [False, True], ids=["eval", "training"])
+@pytest.mark.parametrize("what", HARMLESS)
+def test_what_is_harmless_is_proven_and_computed(what, training):
+    def made():
+        model = llama().train(training)
+        HARMLESS[what](model)
+        return model
+
+    model = made()
+    fa2patch.apply(model)
+    for _ in range(3):
+        found = called(model, model, told(DOCS, "position_ids", labels=labels_of(DOCS, 7)))
+        assert right_or_refused(lambda found=found: found, alone(made())) == "right"
+
+
+@pytest.mark.parametrize("family", ["llama", "gpt2", "bert:masked", "mamba2", "mixtral", "falcon", "gemma", "phi3"])
+def test_models_as_they_came_need_no_proof(family):
+    model = small(*of_family(family))
+    found = unknown(model)
+    assert not found or "no evidence" in found
+    with fa2patch.apply(model):
+        assert unknown(model) == found
+
+
+# What the proof must see
+
+
+class OnlyInTraining(torch.nn.Module):
+    def __init__(self, inner):
+        super().__init__()
+        self.inner = inner
+
+    def forward(self, hidden):
+        output = self.inner(hidden)
+        return mixed(output) if self.training else output
+
+
+class Gate(torch.nn.Module):
+    """An adapter whose gate is zero at first, so that it lets nothing through but gradients."""
+
+    def __init__(self, inner):
+        super().__init__()
+        self.inner, self.gate = inner, torch.nn.Parameter(torch.zeros(()))
+
+    def forward(self, hidden):
+        output = self.inner(hidden)
+        return output + self.gate * output.cumsum(1)
+
+
+class Switch(torch.nn.Module):
+    def __init__(self, inner):
+        super().__init__()
+        self.inner, self.on = inner, False
+
+    def forward(self, hidden):
+        output = self.inner(hidden)
+        return mixed(output) if self.on else output
+
+
+class OneWay(torch.autograd.Function):
+    """Computes nothing, and mixes gradients."""
+
+    @staticmethod
+    def forward(ctx, values):
+        return values.view_as(values)
+
+    @staticmethod
+    def backward(ctx, gradient):
+        return mixed(gradient)
+
+
+class MixesGradients(torch.nn.Module):
+    def __init__(self, inner):
+        super().__init__()
+        self.inner = inner
+
+    def forward(self, hidden):
+        return OneWay.apply(self.inner(hidden))
+
+
+def with_mlp(kind):
+    model = llama()
+    model.model.layers[0].mlp = kind(model.model.layers[0].mlp)
+    return model.eval()
+
+
+@pytest.mark.parametrize("kind", [OnlyInTraining, Gate, MixesGradients])
+def test_what_shows_only_in_training_is_refused_there(kind):
+    model = with_mlp(kind).train()
+    fa2patch.apply(model)
+    with pytest.raises(errors.PackingNotIsolated):
+        model(**told(DOCS, "position_ids", labels=labels_of(DOCS)))
+
+
+def test_a_mode_that_comes_later_is_proven_too():
+    model = with_mlp(OnlyInTraining)
+    fa2patch.apply(model)
+    with torch.no_grad():
+        model(**told(DOCS, "position_ids"))
+    model.train()
+    with pytest.raises(errors.PackingNotIsolated):
+        model(**told(DOCS, "position_ids"))
+    model.eval()
+    model.model.layers[0].mlp.train()  # of one module alone
+    with pytest.raises(errors.PackingNotIsolated):
+        model(**told(DOCS, "position_ids"))
+
+
+def test_what_begins_to_mix_is_found_at_the_next_power_of_two():
+    model = with_mlp(Switch)
+    fa2patch.apply(model)
+    for _ in range(5):
+        model(**told(DOCS, "position_ids"))
+    model.model.layers[0].mlp.on = True
+    found = []
+    for number in range(6, 9):
+        try:
+            model(**told(DOCS, "position_ids"))
+        except errors.PackingNotIsolated:
+            found.append(number)
+    assert found == [8]
+
+
+def test_a_forward_that_takes_the_place_of_another_one_is_noticed():
+    """It may lie at the same address."""
+    model = llama()
+    mlp = model.model.layers[0].mlp
+    mlp.forward = types.MethodType(lambda self, hidden: type(self).forward(self, hidden), mlp)
+    fa2patch.apply(model)
+    model(**told(DOCS, "position_ids"))
+    del mlp.forward
+    mlp.forward = types.MethodType(lambda self, hidden: mixed(type(self).forward(self, hidden)), mlp)
+    with pytest.raises(errors.PackingNotIsolated):
+        model(**told(DOCS, "position_ids"))
+
+
+# Heads of one's own
+
+
+class Reward(transformers.LlamaPreTrainedModel):
+    """A head of one's own, whose forward returns values in one of many forms."""
+
+    def __init__(self, config, form):
+        super().__init__(config)
+        self.model = transformers.LlamaModel(config)
+        self.score = torch.nn.Linear(config.hidden_size, 1, bias=False)
+        self.form = form
+        self.post_init()
+
+    def forward(self, input_ids=None, attention_mask=None, position_ids=None, **more):
+        hidden = self.model(
+            input_ids=input_ids, attention_mask=attention_mask, position_ids=position_ids, use_cache=False, **more
+        )[0]
+        return FORMS[self.form][0](self.score(hidden).squeeze(-1))
+
+
+FORMS = {
+    "a tensor": (lambda values: values, lambda output: output),
+    "a dict": (lambda values: {"values": values}, lambda output: output["values"]),
+    "a tuple": (lambda values: (values,), lambda output: output[0]),
+    "a list": (lambda values: [values], lambda output: output[0]),
+    "nested": (lambda values: {"rewards": [values, {"of": values}]}, lambda output: output["rewards"][0]),
+}
+
+
+def reward(form, mixing=False):
+    torch.manual_seed(0)
+    model = Reward(llama().config, form)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.dim() > 1:
+                parameter.mul_(8)
+    if mixing:
+        model.score.register_forward_hook(lambda module, given, output: mixed(output))
+    return model.eval()
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_a_head_may_return_values_in_any_form(form):
+    model, get = reward(form), FORMS[form][1]
+    with torch.no_grad():
+        expected = torch.cat([get(reward(form)(doc[None]))[0] for doc in DOCS])
+        fa2patch.apply(model)
+        assert_close(get(model(**told(DOCS, "position_ids")))[0], expected, "values")
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_a_head_that_mixes_is_refused_in_any_form(form):
+    model = reward(form, mixing=True)
+    fa2patch.apply(model)
+    with pytest.raises(errors.PackingNotIsolated):
+        model(**told(DOCS, "position_ids"))
+
+
+# Threads
+
+
+def test_threads_wait_for_the_proof_and_compute_as_without_it():
+    class Harmless(torch.nn.Module):
+        def __init__(self, inner):
+            super().__init__()
+            self.inner = inner
+
+        def forward(self, hidden):
+            return self.inner(hidden)
+
+    batches = [DOCS, [doc.flip(0) for doc in DOCS]]
+    expected = [alone(llama(), docs).logits for docs in batches]
+    switching = sys.getswitchinterval()
+    sys.setswitchinterval(1e-5)
+    try:
+        for _ in range(5):
+            model = with_mlp(Harmless)
+            fa2patch.apply(model)
+            together, found, failed = threading.Barrier(2), {}, []
+
+            def work(number, model=model, together=together, found=found, failed=failed):
+                together.wait()
+                try:
+                    with torch.no_grad():
+                        for _ in range(3):
+                            found[number] = model(**told(batches[number], "position_ids")).logits[0]
+                            assert_close(found[number], expected[number], "logits")
+                except BaseException as error:
+                    failed.append(error)
+
+            threads = [threading.Thread(target=work, args=(number,)) for number in range(2)]
+            for thread in threads:
+                thread.start()
+            for thread in threads:
+                thread.join()
+            assert not failed, failed
+    finally:
+        sys.setswitchinterval(switching)
+
+
+def test_a_copy_of_a_model_is_proven_by_itself():
+    model = llama()
+    fa2patch.apply(model)
+    other = copy.deepcopy(model)
+    forward_hook(other)
+    model(**told(DOCS, "position_ids"))
+    with pytest.raises(errors.PackingNotIsolated):
+        other(**told(DOCS, "position_ids"))

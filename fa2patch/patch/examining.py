@@ -194,7 +194,7 @@ def _proven(patch: Examined, due: set[tuple[str, int]], module: Model, call: Cal
                 with patch.examination.paused():
                     proving.prove(module, call, mask, itself=True)
             except proving.Unseen as error:
-                raise PackingNotIsolated(error.message) from None
+                raise PackingNotIsolated(str(error)) from None
     patch.examination.proven |= due
 
 

@@ -64,7 +64,7 @@ def mode(model: Model) -> int:
     return hash((training, trained, torch.is_grad_enabled()))
 
 
-class Unseen(PackingNotIsolated):
+class Unseen(Exception):
     """Other embeddings changed nothing, not even where they were exchanged, so that nothing is proven."""
 
 

@@ -123,7 +123,9 @@ MIXING = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize("after", ["before apply", "after apply", "after a packed batch"])
+@pytest.mark.parametrize(
+    "after", ["before apply", pytest.param("after apply", marks=pytest.mark.slow), "after a packed batch"]
+)
 @pytest.mark.parametrize("mix", MIXING)
 def test_what_mixes_tokens_is_refused(mix, after):
     model = llama()
@@ -196,7 +198,8 @@ def test_what_is_harmless_is_proven_and_computed(what, training):
 def test_models_as_they_came_need_no_proof(family):
     model = small(*of_family(family))
     found = unknown(model)
-    assert not found or "no evidence" in found
+    by_itself = "computes attention by itself"  # BERT up to 4.57
+    assert not found or "no evidence" in found or by_itself in found
     with fa2patch.apply(model):
         assert unknown(model) == found
 

@@ -117,6 +117,8 @@ def outputs_and_embeddings(model: Model, inner: Model, call: Call) -> tuple[torc
     split = model if isinstance(model, WholeRows) else None
 
     def keep(module: torch.nn.Module, args: Args, output: torch.Tensor) -> torch.Tensor:
+        if module is not embedding:  # a proof's replica
+            return output
         whole = output.detach() if split is None else split.gathered(output.detach())
         leaves.append(whole.requires_grad_())
         own = leaves[-1] if split is None else split.part.own(leaves[-1], 1)

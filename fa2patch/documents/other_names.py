@@ -52,7 +52,7 @@ def read(call: Call, taken: Container[str], shape: tuple[int, int]) -> Call:
         BadCuSeqlens: lengths are not those of the batch's documents.
     """
     found: Call = {}
-    left = dict(call)
+    read_from: set[str] = set()
     for name, given in call.items():
         if given is None or name in taken or name in LENGTHS:
             continue
@@ -64,8 +64,8 @@ def read(call: Call, taken: Container[str], shape: tuple[int, int]) -> Call:
             if key in found or call.get(key) is not None:
                 raise BoundaryConflict(f"{name} and another argument both state {key}. Pass only one of them.")
             found[key] = value
-            left.pop(name, None)
-    return {**left, **found}
+            read_from.add(name)
+    return {**{name: value for name, value in call.items() if name not in read_from}, **found} if found else call
 
 
 def _statements(name: str, given: object) -> Iterator[tuple[str, object]]:

@@ -140,9 +140,9 @@ def look(step: Step, part: RowPart | None = None) -> PackedMask | None:
     Boundaries that an outer model has attached to ``position_ids`` are taken from there. Otherwise they are derived
     from the arguments. If this process holds only a part of every row, they are those of the whole rows.
     """
-    patch, around = step.patch, step.role.outermost
+    patch, around, shape = step.patch, step.role.outermost, _shape(step.call)
     if around:
-        step.call = other_names.read(step.call, step.calls.names, _shape(step.call))
+        step.call = other_names.read(step.call, step.calls.names, shape)
     call = step.call
     piece = luggage.find(call.get("position_ids"), luggage.MASK)
     if piece is not None and (piece.content is None or piece.content.shape == batch_shape(call)[0]):
@@ -156,7 +156,7 @@ def look(step: Step, part: RowPart | None = None) -> PackedMask | None:
     always = _would_be_an_error(step)
     found = packed_mask(call, patch, made_inside, training, part, may_be_packed=one_per_token, always=always)
     if found is None and around and not caches.held(call):
-        other_names.require_none(call, step.calls.names, _shape(call), training)
+        other_names.require_none(call, step.calls.names, shape, training)
     if found is not None and has_pictures(call):  # 5.10 to 5.16 pass lengths on to the vision tower, which has its own
         for name in LENGTHS:
             call.pop(name, None)

@@ -23,6 +23,7 @@ from ..errors import PackingNotIsolated
 from ..trying import autocast_uncached, computed_in, out_of_reach, without_gradients
 from ..upstream import hooks, inspecting
 from ..upstream.find_models import models
+from ..upstream.known_code import below_ours
 from ..upstream.packed_batch import packed_mask
 from ..upstream.packed_mask import PackedMask
 from ..upstream.step import Patched
@@ -31,7 +32,7 @@ from .batches import example, is_sharded
 from .exchanges import exchanges
 from .probe import ROUNDING, is_mixture, left_as_it_was
 from .replica import replica
-from .unknown import HOOKS, below_ours, unknown, unknown_modules
+from .unknown import HOOKS, unknown, unknown_modules
 
 __all__ = ["Unseen", "example_of", "is_sharded", "mode", "prove", "structure", "unknown"]
 

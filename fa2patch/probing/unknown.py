@@ -1,17 +1,13 @@
 """Which modules of a model may mix tokens in a way that ``apply`` cannot see.
 
-The code of torch and Transformers is known, as it came. Code is known by the file that defines it: a ``__module__``
-says nothing, because ``functools.wraps`` copies it. Of torch's own modules, those are known that look at one token at a
-time.
+The code of torch and Transformers is known, as it came (:mod:`~fa2patch.upstream.known_code`). Of torch's own modules,
+those are known that look at one token at a time.
 """
 
 from __future__ import annotations
 
-import functools
 import sys
-import types
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -22,10 +18,8 @@ from ..upstream import inspecting
 from ..upstream.find_layers import attention_layers
 from ..upstream.find_mixers import mixers
 from ..upstream.find_models import models, text_modules
+from ..upstream.known_code import described, is_known
 from ..upstream.step import MARK, PADDING, ROLE
-
-KNOWN = ("torch", "transformers", "fa2patch", "accelerate")
-"""Packages whose code needs no proof. Accelerate's forwards and hooks move tensors between devices."""
 
 HOOKS = {
     "_forward_pre_hooks": "a forward pre-hook",
@@ -56,7 +50,7 @@ def unknown(model: Model) -> str:
     """What is unknown in a model, with its name and where it is defined; empty if there is nothing.
 
     That is, in this order: a module's class, its own forward, a hook or another function that it holds, whose code is
-    not in :data:`KNOWN`; a module of torch's that looks along the row, outside layers that are patched; an attention
+    not known; a module of torch's that looks along the row, outside layers that are patched; an attention
     layer that computes attention by itself, because such models do not claim flash attention; an architecture, or a
     release of Transformers, that the compatibility matrix has not found isolated.
     """
@@ -107,52 +101,6 @@ def _others(module: torch.nn.Module) -> Iterator[tuple[str, Any]]:
     for name, value in held.items():
         if name not in _OURS and name != "forward" and callable(value) and not isinstance(value, (_nn.Module, type)):
             yield f"the attribute {name}", value
-
-
-def is_known(function: Any) -> bool:
-    """Whether a function, and each one that it wraps, is of a package in :data:`KNOWN` or is compiled code."""
-    while isinstance(function, (functools.partial, types.MethodType)):
-        function = function.func if isinstance(function, functools.partial) else function.__func__
-    code = inspecting.code_called(function)
-    if code is None:
-        return isinstance(function, (types.BuiltinFunctionType, types.MethodWrapperType)) or _is_operator(function)
-    if not code.co_filename.startswith(_folders()):
-        return False
-    below = getattr(function, "__wrapped__", None)
-    return below is None or is_known(below)
-
-
-def below_ours(function: Any) -> Any:
-    """The function below what fa2patch has put around it."""
-    while hasattr(function, "__wrapped__"):
-        code = inspecting.own_code(function)
-        if code is None or not code.co_filename.startswith(_folder("fa2patch")):
-            break
-        function = function.__wrapped__
-    return function
-
-
-def _is_operator(function: Any) -> bool:
-    """Whether this is an operator of torch (``torch.ops``), whose class is torch's."""
-    return type(function).__module__.startswith("torch.")
-
-
-@functools.cache
-def _folder(package: str) -> str:
-    file = getattr(sys.modules[package], "__file__", None) or ""
-    return f"{Path(file).parent}/"
-
-
-def _folders() -> tuple[str, ...]:
-    return tuple(_folder(package) for package in KNOWN if package in sys.modules)
-
-
-def described(function: Any) -> str:
-    """Where a function or an object says that it is defined, for an error."""
-    while isinstance(function, (functools.partial, types.MethodType)):
-        function = function.func if isinstance(function, functools.partial) else function.__func__
-    named = function if hasattr(function, "__qualname__") else type(function)
-    return f"{getattr(named, '__module__', None) or '?'}.{named.__qualname__}".replace(".forward", "")
 
 
 def _looks_along_the_row(module: torch.nn.Module) -> bool:

@@ -10,8 +10,9 @@ from typing import Any
 import torch
 
 from .._types import Function, Model
-from . import inspecting
+from . import find_masks, inspecting
 from .find_models import models, text_modules
+from .known_code import is_of_model
 from .seams import formula, function, fused, interface, method, mixer
 from .site import Site, of_forward
 
@@ -58,10 +59,41 @@ def attention_layers(decoder: Model) -> Iterator[Layer]:
         found = seams[cls]
         if found is not None:
             layers.append(Layer(name, *found, module=module))
-    if any(layer.seam == "formula" and formula.says_more(layer.module) for layer in layers):
+    if layers and (find_masks.of_the_user(decoder) or any(_only_by_document(layer, decoder) for layer in layers)):
         site = of_forward(decoder, _as_it_is)
         layers = [Layer(layer.name, "document", site, module=layer.module) for layer in layers]
     yield from layers
+
+
+def _only_by_document(layer: Layer, decoder: Model) -> bool:
+    """Whether no kernel can compute what a layer does: more than a mask says, or attention of the user's own."""
+    if layer.seam == "formula" and formula.says_more(layer.module):
+        return True
+    modeling = inspecting.defining(type(layer.module), "forward").__module__
+    config = getattr(layer.module, "config", None) or decoder.config
+    functions = _of_dense_batches(layer, getattr(config, "_attn_implementation", None))
+    return not all(is_of_model(function, modeling) for function in functions if function is not None)
+
+
+def _of_dense_batches(layer: Layer, implementation: str | None) -> Iterator[Any]:
+    """The functions that compute a layer's attention in a dense batch, and the ``forward`` that computes packed ones.
+
+    None stands for one that is missing.
+    """
+    owner, attribute = layer.site.owner, layer.site.attribute
+    if implementation == "sdpa":
+        yield torch.nn.functional.scaled_dot_product_attention
+    if layer.seam == "interface":
+        table = getattr(owner, attribute)
+        yield table[implementation] if implementation in table else getattr(owner, interface.EAGER, None)
+    elif attribute != "forward":
+        yield getattr(owner, attribute).get(implementation)
+    else:
+        yield getattr(owner, attribute)
+        if isinstance(layer.site.make, method.OnFlashClass):
+            yield inspecting.forward_of(layer.site.make.flash)
+        if implementation == function.FLASH:
+            yield from (getattr(each.owner, function.NAME, None) for each in (layer.site, *layer.others))
 
 
 def _as_it_is(original: Function) -> Function:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from . import inspecting
+from . import find_masks, inspecting
 from .find_mixers import carrier
 from .looked import Looked
 from .packed_mask import MASK
@@ -25,6 +25,6 @@ def route_of(model: Looked, sites: Iterable[Site]) -> Route:
     return Route(
         MASK if model.attention else carrier(model.decoder, model.mixers),
         "position_ids" not in inspecting.upstream_parameters(type(model.decoder).forward),
-        len(model.entered) > 1 and any(masks.calls(outermost, site.attribute) for site in methods),
+        len(model.entered) > 1 and any(find_masks.calls(outermost, site.attribute) for site in methods),
         model.apart,
     )

@@ -99,6 +99,19 @@ def methods_called(method: object) -> list[str]:
     ]
 
 
+def stored(method: object, attribute: str) -> set[object]:
+    """Return the constants that a method assigns to an attribute; not what it computes (``...`` stands for that)."""
+    code = code_of(method)
+    if code is None:
+        return set()
+    found: set[object] = set()
+    instructions = list(dis.get_instructions(code))
+    for value, _, then in zip(instructions, instructions[1:], instructions[2:]):
+        if then.opname == "STORE_ATTR" and then.argval == attribute:
+            found.add(value.argval if value.opname == "LOAD_CONST" else ...)
+    return found
+
+
 def _looks_up_a_method(instruction: dis.Instruction) -> bool:
     """Whether an instruction loads a method. Since Python 3.12, the lowest bit of ``LOAD_ATTR`` says so."""
     if sys.version_info >= (3, 12):

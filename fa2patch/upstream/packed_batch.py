@@ -88,8 +88,8 @@ def packed_mask(
         if part is not None:
             scaled.scaling.check_part(longest)
     longest = rows.shape[1] if longest is None else longest
-    ids, real = call["position_ids"], batch.mask
-    return PackedMask(found, patch.picks, batch.shape, longest, ids, patch.found, real=real, part=part)
+    ids, real, both = call["position_ids"], batch.mask, patch.found[directions.NAME].both
+    return PackedMask(found, patch.picks, batch.shape, longest, ids, patch.found, real=real, part=part, both_ways=both)
 
 
 def _stated(batch: Batch, patch: Patched) -> Boundaries:

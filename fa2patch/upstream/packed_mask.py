@@ -43,6 +43,7 @@ class PackedMask(TensorManners):
         real: the batch's 2-D attention mask ``[batch, length]``, which is 0 for padding; None if it has none.
         part: the part of every row that this process holds; None if rows are whole. ``shape`` and ``position_ids``
             are then those of the part.
+        both_ways: whether a layer let tokens see later ones when the model was patched.
         layer: the attention layer being computed. Only the function and method seams set it.
         calls: the layers that were given the boundaries, in order; None for an unknown layer or in a compiled graph.
     """
@@ -57,6 +58,7 @@ class PackedMask(TensorManners):
     outright: bool = False
     real: torch.Tensor | None = field(default=None, repr=False)
     part: RowPart | None = None
+    both_ways: bool = True
     layer: torch.nn.Module | None = field(default=None, repr=False)
     calls: list[torch.nn.Module | None] = field(default_factory=list, repr=False)
 
@@ -76,6 +78,11 @@ class PackedMask(TensorManners):
             ``[batch, length, query heads, value head dim]``.
         """
         self.given(module)
+        if not self.both_ways and getattr(module, "is_causal", True) is False:
+            raise PackingNotIsolated(
+                f"{type(module).__name__} has is_causal=False, and had it not when the model was patched: labels and "
+                "masks were planned for a causal model. Call fa2patch.apply(model) again."
+            )
         quirks = self.found.get(architectures.NAME)
         if quirks is not None and quirks.adjust is not None:
             options = quirks.adjust(module, options)

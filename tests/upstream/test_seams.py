@@ -18,7 +18,7 @@ from fa2patch.patch.plan import plan
 from fa2patch.upstream import forward
 from fa2patch.upstream.seams import function, interface, method
 from fa2patch.upstream.site import Site
-from fa2patch.upstream.traits import masks
+from fa2patch.upstream.traits import directions, masks
 
 MODELING = {"interface": modeling_interface, "function": modeling_function, "method": modeling_method}
 IMPLEMENTATIONS = ("eager", "sdpa", "flash_attention_2")
@@ -262,7 +262,8 @@ CAUSAL = [
 @pytest.mark.parametrize("seam, of_layer, said, causal", CAUSAL)
 def test_a_layer_looks_both_ways_where_it_or_its_call_says_so(seam, of_layer, said, causal, docs):
     """The gradient of a token in a document's middle shows which tokens it sees."""
-    fa2patch.apply(model := build(seam, "flash_attention_2"))
+    patch = fa2patch.apply(model := build(seam, "flash_attention_2"))
+    patch.found[directions.NAME] = patch.found[directions.NAME]._replace(both=True)  # as in an encoder
     for layer in model.model.layers:
         if of_layer is not ABSENT:
             layer.is_causal = of_layer

@@ -21,6 +21,7 @@ from ...binding import ABSENT
 from ...errors import PackingNotIsolated
 from ...kernels.options import Options
 from .. import inspecting
+from ..known_code import require_of_model
 from ..packed_mask import PackedMask, find
 from . import fused
 
@@ -98,6 +99,7 @@ def routed_table(original: dict[str, Function]) -> dict[str, Function]:
             if mask is None:
                 return function(*args, **kwargs)
             module = args[0] if isinstance(args[0], torch.nn.Module) else None
+            require_of_model(function, module)
             of_layer = replace(mask, layer=module)
             if fuses:
                 return fused.computed(flash, module, of_layer, kwargs)

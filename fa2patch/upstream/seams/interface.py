@@ -19,6 +19,7 @@ from ...documents.names import LABELS, LENGTHS
 from ...errors import PackingNotIsolated
 from ...kernels.options import Options
 from ..inspecting import reads_name
+from ..known_code import require_of_model
 from ..packed_mask import PackedMask
 from ..site import Site
 
@@ -57,7 +58,10 @@ def any_registered() -> tuple[Function, ...]:
 
 
 def routed(original: Function) -> Function:
-    """Return an attention function that computes packed batches and calls ``original`` for dense batches."""
+    """Return an attention function that computes packed batches and calls ``original`` for dense batches.
+
+    It raises :class:`PackingNotIsolated` for a packed batch if ``original`` is the user's own.
+    """
 
     @functools.wraps(original)
     def attention(
@@ -66,6 +70,7 @@ def routed(original: Function) -> Function:
         mask = args[0] if args else kwargs.get("attention_mask")
         if not isinstance(mask, PackedMask):
             return original(module, query, key, value, *args, **kwargs)
+        require_of_model(original, module)
         q, k, v = (states.transpose(1, 2) for states in (query, key, value))
         return mask.attend(module, q, k, v, _options(module, kwargs)), None
 

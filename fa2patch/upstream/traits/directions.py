@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 from ..._types import Config, Model
 from ...errors import LayerNotPatchable, UnsupportedModel
 from .. import inspecting
+from ..known_code import is_known
 from ..looked import Looked
 from ..seams.scores import is_causal
 from .trait import Trait
@@ -96,6 +97,12 @@ def contradiction(entered: Sequence[Any], layers: Sequence[Any]) -> str:
         entered: the models whose ``forward`` a call goes through.
         layers: the modules of the attention layers.
     """
+    turned = next((layer for layer in layers if is_turned(layer)), None)
+    if turned is not None and _masks_come_from_upstream(entered[-1]):
+        return (
+            f"{type(turned).__name__} makes layers with is_causal=True, and this one has is_causal=False, while the "
+            f"masks that {type(entered[-1]).__name__} makes still hide later tokens"
+        )
     asked = {bool(getattr(layer, "is_causal", True)): layer for layer in layers}
     for model in entered:
         said = _causal_masks(model)
@@ -106,6 +113,20 @@ def contradiction(entered: Sequence[Any], layers: Sequence[Any]) -> str:
                 f"and its {type(layer).__name__} has is_causal={not said}"
             )
     return ""
+
+
+def is_turned(layer: Any) -> bool:
+    """Whether a causal layer's ``is_causal`` was set to False after it was made (LLM2Vec's way)."""
+    made = inspecting.defining(type(layer), "__init__").__init__  # type: ignore[misc]
+    return getattr(layer, "is_causal", True) is False and inspecting.stored(made, "is_causal") == {True}
+
+
+def _masks_come_from_upstream(decoder: Any) -> bool:
+    """Whether known code makes a decoder's masks for causal attention, so that tokens see no later ones."""
+    forward = type(decoder).forward
+    methods = (getattr(type(decoder), name, None) for name in inspecting.names_read(forward) if _LATER.search(name))
+    makes = [method for method in methods if method is not None]
+    return _causal_masks(decoder) is not False and all(map(is_known, [forward, *makes]))
 
 
 def unsaid(model: Looked) -> str:

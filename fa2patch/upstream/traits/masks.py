@@ -1,53 +1,24 @@
-"""Functions that make 4-D masks: they are replaced, so that a packed batch keeps its packed mask.
-
-The functions are:
-
-- 4.34: ``Model._prepare_decoder_attention_mask`` (Falcon: ``_prepare_attn_mask``)
-- 4.35 on: ``_prepare_4d_*`` in the modeling module
-- 4.38 to 4.52: ``Model._update_causal_mask``, and on a GPU ``AttentionMaskConverter`` as well
-- ``Model.get_extended_attention_mask`` of encoders (up to 4.57), which makes a causal mask if they are decoders
-- 4.53 on: ``create_*_mask`` in the modeling module
-"""
+"""Functions that make 4-D masks (``find_masks.py``) are replaced, so that a packed batch keeps its packed mask."""
 
 from __future__ import annotations
 
 import functools
-import re
-import sys
 from collections.abc import Iterable
 from dataclasses import replace
 from itertools import chain
-from types import ModuleType
 from typing import Any
 
-import torch
-
+from ..._compile import constant
 from ..._types import Config, Function
-from ...errors import UnsupportedModel
+from ...errors import PackingNotIsolated, UnsupportedModel
 from .. import blocks, inspecting
+from ..find_masks import FUNCTIONS, METHODS, TWO_MASKS, makers, registered
+from ..known_code import described
 from ..looked import Looked
 from ..packed_mask import PackedMask, find
 from ..site import Site
 from . import directions, spans
 from .trait import Trait
-
-TWO_MASKS = "_update_attention_mask"
-"""ModernBERT's method (4.48 to 5.0), which returns a mask for global and one for local layers.
-
-Its local layers pass their window on themselves, so the packed mask needs none.
-"""
-
-METHODS = (
-    "_update_causal_mask",
-    "_prepare_decoder_attention_mask",
-    "_prepare_attn_mask",
-    "_update_linear_attn_mask",
-    "_update_mamba_mask",
-    "get_extended_attention_mask",
-    TWO_MASKS,
-)
-FUNCTIONS = re.compile(r"create_\w*masks?(_mapping|_for_generate|_for_vision_model)?|_prepare_4d_\w+")
-UNMASK = "_unmask_unattended"
 
 MERGE = "_merge_input_ids_with_image_features"
 """A method that puts pictures into the row. PaliGemma's (4.41 to 4.44) also makes the mask and the position ids."""
@@ -69,40 +40,8 @@ class Masks(Trait):
                 )
 
     def replaces(self, model: Looked, found: Any) -> Iterable[Site]:
-        return [site for inner in model.entered for site in sites(type(inner))]
-
-
-def sites(base_model: type) -> list[Site]:
-    """The sites of all functions that make masks for this class of models, or for a class that it inherits from."""
-    own = [cls for cls in base_model.__mro__ if issubclass(cls, torch.nn.Module)]  # not a mix-in of all models
-    owners: list[tuple[type | ModuleType, str]] = [
-        (cls, name)
-        for name in METHODS
-        for cls in base_model.__mro__
-        if name in vars(cls) and _makes_one(vars(cls)[name]) and (cls in own or calls(base_model, name))
-    ]
-    modules = dict.fromkeys(sys.modules[cls.__module__] for cls in base_model.__mro__ if "forward" in vars(cls))
-    for module in modules:
-        owners += [
-            (module, name) for name, value in vars(module).items() if FUNCTIONS.fullmatch(name) and callable(value)
-        ]
-        converter = vars(module).get("AttentionMaskConverter")
-        if converter is not None and UNMASK in vars(converter):
-            owners.append((converter, UNMASK))
-    return [Site(owner, name, let_through) for owner, name in owners]
-
-
-def calls(model: type, name: str) -> bool:
-    """Whether the ``forward`` of a class of models calls a method or a function of this name."""
-    return any(inspecting.reads_name(forward, name) for forward in inspecting.forwards_that_run(model))
-
-
-def _makes_one(method: Function) -> bool:
-    """Whether a method returns one mask.
-
-    OPT's in 4.46 and 4.47 returns two, and makes them with functions that are replaced.
-    """
-    return not inspecting.takes(method, "input_shape") or method.__name__ != METHODS[0]
+        owners = (owner for inner in model.entered for owner in makers(type(inner)))
+        return [Site(owner, name, let_through) for owner, name in owners]
 
 
 def let_through(original: Function) -> Function:
@@ -128,6 +67,7 @@ def let_through(original: Function) -> Function:
         if mask is None or passes_on:
             return original(*args, **kwargs)
         given = {**dict(zip(names, args)), **kwargs}
+        _require_upstreams(given.get("config"))
         told = blocks.blocks_of(original, given)
         mask = spans.seen(mask, told)
         if told is not None and original.__name__ in METHODS:
@@ -150,6 +90,22 @@ def let_through(original: Function) -> Function:
         return mask
 
     return make_mask
+
+
+def _require_upstreams(config: Config | None) -> None:
+    """Raise :class:`PackingNotIsolated` if a dense batch's mask would be made by the user's registered function."""
+    own = _registered(getattr(config, "_attn_implementation", None))
+    if own:
+        raise PackingNotIsolated(
+            f"masks are made by {own}, which was not there when the model was patched, and which a packed mask would "
+            "replace. Call fa2patch.apply(model) again: then each document is computed by itself, with your function."
+        )
+
+
+@constant
+def _registered(implementation: object) -> str:
+    found = registered(implementation)
+    return "" if found is None else described(found)
 
 
 def _hands_blocks_on(function: Function) -> bool:

@@ -1,0 +1,308 @@
+"""Attention of the user's own: packed rows are computed with it, or refused, and never with a kernel in its place."""
+
+from __future__ import annotations
+
+import functools
+import sys
+
+import pytest
+import torch
+import transformers
+from small_models import (
+    DOCS,
+    alone,
+    assert_says_enough,
+    called,
+    labels_of,
+    llama,
+    of_family,
+    right_or_refused,
+    small,
+    told,
+)
+
+import fa2patch
+from fa2patch import errors
+from fa2patch.upstream import find_masks, inspecting
+from fa2patch.upstream.seams import interface
+
+modeling = sys.modules[transformers.LlamaForCausalLM.__module__]
+REGISTRY = getattr(sys.modules["transformers.modeling_utils"], interface.REGISTRIES[0], None)
+HAS_REGISTRY = REGISTRY is not None and hasattr(modeling, interface.REGISTRIES[0])
+registry_only = pytest.mark.skipif(not HAS_REGISTRY, reason="Llama's attention is not looked up in a dictionary here")
+classes_only = pytest.mark.skipif(HAS_REGISTRY, reason="Llama's attention is looked up in a dictionary here")
+
+
+def blunt(module, query, key, value, attention_mask, *args, **kwargs):
+    """Attention with scores of half the size."""
+    groups = query.shape[1] // key.shape[1]
+    key, value = (states.repeat_interleave(groups, 1) for states in (key, value))
+    scores = query @ key.transpose(2, 3) * 0.5 * kwargs.get("scaling", query.shape[-1] ** -0.5)
+    length = query.shape[2]
+    later = torch.ones(length, length, dtype=torch.bool).triu(1)
+    weights = scores.masked_fill(later, float("-inf")).softmax(-1).nan_to_num()
+    return (weights @ value).transpose(1, 2).contiguous(), None
+
+
+def wrapping(inner):
+    """A wrapper that keeps the name and the module of what it wraps."""
+
+    @functools.wraps(inner)
+    def half(module, query, *args, **kwargs):
+        return inner(module, query * 0.5, *args, **kwargs)
+
+    return half
+
+
+def registered(monkeypatch):
+    monkeypatch.setitem(getattr(REGISTRY, "_global_mapping", REGISTRY), "blunt", blunt)
+    return "blunt"
+
+
+def in_place_of_sdpa(monkeypatch):
+    monkeypatch.setitem(getattr(REGISTRY, "_global_mapping", REGISTRY), "sdpa", wrapping(REGISTRY["sdpa"]))
+    return "sdpa"
+
+
+def in_place_of_eager(monkeypatch):
+    monkeypatch.setattr(modeling, interface.EAGER, wrapping(getattr(modeling, interface.EAGER)))
+    return "eager"
+
+
+def in_place_of_torchs(monkeypatch):
+    inner = torch.nn.functional.scaled_dot_product_attention
+    monkeypatch.setattr(
+        torch.nn.functional,
+        "scaled_dot_product_attention",
+        lambda query, *args, **kwargs: inner(query * 0.5, *args, **kwargs),
+    )
+    return "sdpa"
+
+
+WAYS = [
+    *(pytest.param(way, marks=registry_only) for way in (registered, in_place_of_sdpa, in_place_of_eager)),
+    in_place_of_torchs,
+]
+
+
+def row(**more):
+    return told(DOCS, "position_ids", **{"labels": labels_of(DOCS, 7), **more})
+
+
+def with_implementation(model, implementation):
+    model.config._attn_implementation = implementation
+    return model
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_a_function_from_before_apply_computes_each_document(way, monkeypatch):
+    plain = alone(llama())
+    implementation = way(monkeypatch)
+    expected = alone(with_implementation(llama(), implementation))
+    if torch.allclose(plain.logits, expected.logits, atol=1e-3):
+        pytest.skip("Llama does not call this function here")
+    model = with_implementation(llama(), implementation)
+    fa2patch.apply(model)
+    for _ in range(2):
+        assert right_or_refused(lambda: called(model, model, row()), expected) == "right"
+
+
+@registry_only
+@pytest.mark.parametrize("way", [registered, in_place_of_sdpa, in_place_of_eager])
+def test_a_function_from_after_apply_is_refused_until_the_next_apply(way, monkeypatch):
+    model = llama()
+    fa2patch.apply(model)
+    model(**row())
+    with_implementation(model, way(monkeypatch))
+    expected = alone(with_implementation(llama(), model.config._attn_implementation))
+    first = right_or_refused(lambda: called(model, model, row()), expected)
+    assert first != "right" or way is in_place_of_eager  # such a wrapper is around the replacement, up to 4.57
+    fa2patch.apply(model)
+    assert right_or_refused(lambda: called(model, model, row()), expected) == "right"
+
+
+@registry_only
+def test_a_compiled_model_refuses_it_too(monkeypatch):
+    model = llama()
+    fa2patch.apply(model)
+    with_implementation(model, registered(monkeypatch))
+    with pytest.raises(errors.PackingNotIsolated, match="attention with"):
+        torch.compile(model, backend="eager")(**row())
+
+
+@registry_only
+def test_dense_calls_keep_the_function(monkeypatch):
+    implementation = registered(monkeypatch)
+    expected = alone(with_implementation(llama(), implementation))
+    model = with_implementation(llama(), implementation)
+    fa2patch.apply(model)
+    assert torch.equal(alone(model).logits, expected.logits)
+
+
+def no_rotary(self, hidden_states, attention_mask=None, position_ids=None, **kwargs):
+    """Attention that computes everything itself, as replacements of a class's forward do."""
+    rows, length, _ = hidden_states.shape
+    q, k, v = (
+        projection(hidden_states).view(rows, length, -1, self.head_dim).transpose(1, 2)
+        for projection in (self.q_proj, self.k_proj, self.v_proj)
+    )
+    k, v = (states.repeat_interleave(q.shape[1] // k.shape[1], 1) for states in (k, v))
+    output = torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True)
+    output = self.o_proj(output.transpose(1, 2).reshape(rows, length, -1))
+    return (output, None) if HAS_REGISTRY else (output, None, None)
+
+
+def test_a_forward_of_the_users_own_on_the_class(monkeypatch):
+    model = llama(use_cache=False)
+    plain = alone(model)
+    cls = type(model.model.layers[0].self_attn)
+    monkeypatch.setattr(cls, "forward", no_rotary)
+    expected = alone(model)
+    assert not torch.allclose(plain.logits, expected.logits, atol=1e-3)
+
+    def run():
+        fa2patch.apply(model)
+        return called(model, model, row())
+
+    assert right_or_refused(run, expected) == "right"
+
+
+@classes_only
+@pytest.mark.parametrize("attribute", ["forward", "_flash_attention_forward"])
+def test_a_flash_class_of_the_users_own_computes_no_packed_row_of_another_class(attribute, monkeypatch):
+    flash = modeling.LlamaFlashAttention2
+    inner = getattr(flash, attribute, None)
+    if inner is None:
+        pytest.skip("the flash class has no such method here")
+    monkeypatch.setattr(flash, attribute, lambda *args, **kwargs: pytest.fail("this function is not asked for"))
+    expected = alone(llama())
+    model = llama()
+    fa2patch.apply(model)
+    assert right_or_refused(lambda: called(model, model, row()), expected) == "right"
+
+
+def test_a_function_in_a_models_own_dictionary(monkeypatch):
+    """Gemma 2 in 4.47 has a dictionary of its own."""
+    model = small(*of_family("gemma2"))
+    home = sys.modules[type(model.model.layers[0].self_attn).__module__]
+    table = getattr(home, "GEMMA2_ATTENTION_FUNCTION", None)
+    if table is None:
+        pytest.skip("Gemma 2 has no dictionary of its own here")
+    implementation = model.config._attn_implementation
+    plain = alone(model)
+    monkeypatch.setitem(
+        table,
+        implementation,
+        lambda config, query, *rest, inner=table[implementation], **named: inner(config, query * 0.5, *rest, **named),
+    )
+    expected = alone(model)
+    assert not torch.allclose(plain.logits, expected.logits, atol=1e-3)
+    fa2patch.apply(model)
+    assert right_or_refused(lambda: called(model, model, row()), expected) == "right"
+
+
+# Masks of the user's own: here each document's first two tokens see each other, as in a prefix
+
+
+def prefix_mask(length, dtype):
+    seen = torch.ones(length, length, dtype=torch.bool).tril()
+    seen[:2, :2] = True
+    return torch.zeros(length, length, dtype=dtype).masked_fill(~seen, torch.finfo(dtype).min)[None, None]
+
+
+def mask_in_the_dictionary(model, monkeypatch):
+    masking = sys.modules.get("transformers.masking_utils")
+    table = getattr(masking, find_masks.REGISTRIES[0], None)
+    if table is None:
+        pytest.skip("masks are not made by a function in a dictionary here")
+    names = inspecting.parameter_names(table["eager"])
+
+    def make(*args, **kwargs):
+        given = {**dict(zip(names, args)), **kwargs}
+        return prefix_mask(given["kv_length"], torch.float32)
+
+    monkeypatch.setitem(getattr(table, "_global_mapping", table), "eager", make)
+
+
+def mask_of_a_subclass(model, monkeypatch):
+    """The way of LLM2Vec and of prefix language models."""
+    name = "_update_causal_mask"
+    if not hasattr(type(model.model), name):
+        pytest.skip("masks are not made by a method here")
+
+    class Prefix(type(model.model)):
+        def _update_causal_mask(self, *args, **kwargs):
+            embedded = next(each for each in (*args, *kwargs.values()) if getattr(each, "ndim", 0) == 3)
+            return prefix_mask(embedded.shape[1], embedded.dtype)
+
+    model.model.__class__ = Prefix
+
+
+def mask_of_the_module(model, monkeypatch):
+    name = next(
+        (name for name in ("create_causal_mask", "_prepare_4d_causal_attention_mask") if hasattr(modeling, name)), ""
+    )
+    if not name:
+        pytest.skip("masks are made by a method here")
+
+    def make(*args, **kwargs):
+        embedded = next(each for each in (*args, *kwargs.values()) if getattr(each, "ndim", 0) == 3)
+        return prefix_mask(embedded.shape[1], embedded.dtype)
+
+    monkeypatch.setattr(modeling, name, make)
+
+
+@pytest.mark.parametrize("way", [mask_in_the_dictionary, mask_of_a_subclass, mask_of_the_module])
+def test_masks_of_the_users_own_are_those_of_each_document(way, monkeypatch):
+    def made():
+        return small(transformers.LlamaForCausalLM, llama().config, "eager")
+
+    plain, model, reference = alone(made()), made(), made()
+    for each in (model, reference):
+        way(each, monkeypatch)
+    expected = alone(reference)
+    assert not torch.allclose(plain.logits, expected.logits, atol=1e-3)
+
+    def run():
+        fa2patch.apply(model)
+        return called(model, model, row())
+
+    assert right_or_refused(run, expected) == "right"
+
+
+def test_a_registered_mask_from_after_apply_is_refused_until_the_next_apply(monkeypatch):
+    model = small(transformers.LlamaForCausalLM, llama().config, "eager")
+    fa2patch.apply(model)
+    model(**row())
+    mask_in_the_dictionary(model, monkeypatch)
+    with pytest.raises(errors.PackingNotIsolated, match=r"(?s)masks are made by .*apply\(model\) again") as caught:
+        model(**row())
+    assert_says_enough(caught.value)
+    fa2patch.apply(model)
+    expected = alone(small(transformers.LlamaForCausalLM, llama().config, "eager"))
+    assert right_or_refused(lambda: called(model, model, row()), expected) == "right"
+
+
+@pytest.mark.parametrize("when", ["before apply", "after apply", "after a packed batch"])
+@pytest.mark.parametrize("implementation", ["sdpa", "eager"])
+def test_is_causal_of_the_layers_is_what_padded_training_goes_by(implementation, when):
+    """LLM2Vec sets ``is_causal = False``, which up to 4.47 means nothing to eager attention and sdpa."""
+
+    def turned(model):
+        for layer in model.model.layers:
+            layer.self_attn.is_causal = False
+        return model
+
+    expected = alone(turned(small(transformers.LlamaForCausalLM, llama().config, implementation)))
+    model = small(transformers.LlamaForCausalLM, llama().config, implementation)
+    if when == "before apply":
+        turned(model)
+
+    def run():
+        fa2patch.apply(model)
+        if when == "after a packed batch":
+            model(**row())
+        turned(model)
+        return called(model, model, row())
+
+    right_or_refused(run, expected)

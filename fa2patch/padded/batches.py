@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Mapping, Sequence
-from typing import Any, Callable
+from typing import Any, Callable, NamedTuple
 
 import torch
 from numpy.typing import NDArray
 
 from .._compile import compiling
 from .._types import Args, Call
+from ..documents.media import MEDIA
 from ..documents.names import LENGTHS, TOKENS
 from ..errors import StaysPadded
 from ..upstream import caches, luggage, rope
@@ -18,9 +19,32 @@ from ..upstream.calls import passed
 from ..upstream.parts.engines import row_part
 from ..upstream.step import MARK, PADDING, Patched
 from ..upstream.traits import directions, positions
+from . import heads
 from .common_prefixes import Segments, shared_segments
 from .layouts import Layout, packed_row
 from .rows import read_rows
+
+
+class Padding(NamedTuple):
+    """What is known of a batch's padding: whether there is any on the left and on the right, and who predicts labels.
+
+    Attributes:
+        left, right: whether a row has padding on that side.
+        predicts: whether a token of padding predicts a label.
+    """
+
+    left: bool
+    right: bool
+    predicts: bool
+
+
+class _Packed(NamedTuple):
+    """A padded batch as one packed row: its arguments, where its tokens are, bool ``[batch, length]``, and padding."""
+
+    call: Call
+    layout: Layout
+    real: torch.Tensor
+    padding: Padding
 
 
 class PaddedBatches:
@@ -35,13 +59,20 @@ class PaddedBatches:
     """
 
     def __init__(self, base: torch.nn.Module, share_prompts: bool = False) -> None:
-        self.base, self.share_prompts, self._said = base, share_prompts, False
+        self.base, self.share_prompts = base, share_prompts
+        self._said: set[str] = set()
+        self._tried: dict[Any, int] = {}
+        self._reads: set[Any] = set()
         base.__dict__[PADDING] = self
+        outermost = base.__dict__[MARK].model
+        if outermost is not base:
+            outermost.__dict__[PADDING] = heads.Around()
 
     def remove(self) -> None:
-        """Let padded batches be computed padded again."""
+        """Let padded batches be computed padded again. The model must still be patched."""
         if of_model(self.base) is self:
-            del self.base.__dict__[PADDING]
+            self.base.__dict__[MARK].model.__dict__.pop(PADDING, None)
+            self.base.__dict__.pop(PADDING, None)
 
     def computed(
         self, forward: Callable[[Any, Args, Call], Any], module: Any, args: Args, kwargs: Call, names: Sequence[str]
@@ -55,17 +86,42 @@ class PaddedBatches:
             names: The names of positional arguments.
         """
         readable = len(args) <= len(names) and not compiling()
-        packed = _packed(module, {**dict(zip(names, args)), **kwargs}, self.share_prompts) if readable else ""
+        head = heads.head_of(module) if readable else None
+        packed = _packed(module, {**dict(zip(names, args)), **kwargs}, self.share_prompts, head) if readable else ""
+        if head is not None and not isinstance(packed, str):
+            packed = self._unless_read(packed, head)
         if isinstance(packed, str):
             self._say(packed)
             return forward(module, args, kwargs)
-        call, layout = packed
-        return _padded(layout, forward(module, (), call))
+        output = forward(module, (), packed.call)
+        return _padded(packed.layout, output, head is not None and head.noise)
+
+    def _unless_read(self, packed: _Packed, head: heads.HeadCall) -> _Packed | str:
+        """A packed batch, or why it stays padded: the head around the base model reads hidden states of padding.
+
+        That is tried with the first batch of a kind, and with batches 2, 4, 8, ... of it. Arguments, modes and padding
+        make a kind: with ``start_positions``, for example, a head computes a loss over the row.
+        """
+        if head.tried:
+            head.real = packed.real
+            return packed
+        given = frozenset(passed(head.call, head.call))
+        kind = (packed.padding, given, head.module.training, torch.is_grad_enabled())
+        if kind not in self._reads:
+            self._tried[kind] = times = self._tried.get(kind, 0) + 1
+            if times & (times - 1) == 0 and _read(packed, head):
+                self._reads.add(kind)
+        if kind not in self._reads:
+            return packed
+        name = type(head.module).__name__
+        if packed.padding.predicts:
+            return f"the loss of {name} counts labels that only padding predicts. To leave them out, give them -100"
+        return f"{name} reads hidden states of padding, and a packed row has none"
 
     def _say(self, why: str) -> None:
-        """Warn the first time that there is a reason."""
-        if why and not self._said:
-            self._said = True
+        """Warn the first time that there is this reason."""
+        if why and why not in self._said:
+            self._said.add(why)
             warnings.warn(
                 f"a batch of {type(self.base).__name__} is computed as it came, with its padding if it has any, and so "
                 f"are others like it: {why}. The results are those without fa2patch.",
@@ -86,8 +142,15 @@ def of_model(base: torch.nn.Module) -> PaddedBatches | None:
     return found
 
 
-def _packed(base: Any, call: Call, share: bool) -> tuple[Call, Layout] | str:
-    """Return a padded batch's arguments as those of one packed row, with the layout.
+def _read(packed: _Packed, head: heads.HeadCall) -> bool:
+    """Whether a head reads hidden states of padding. Where it cannot be tried, labels that padding predicts decide."""
+    if not heads.can_be_tried(head):
+        return packed.padding.predicts
+    return heads.reads_padding(head, packed.layout.cells.device)
+
+
+def _packed(base: Any, call: Call, share: bool, head: heads.HeadCall | None) -> _Packed | str:
+    """Return a padded batch as one packed row.
 
     For other batches, return why they are computed padded, or an empty string if they have no padding.
     """
@@ -98,17 +161,27 @@ def _packed(base: Any, call: Call, share: bool) -> tuple[Call, Layout] | str:
     if why:
         return why
     mask, tokens = call.pop("attention_mask"), next(iter(passed(call, TOKENS).values()))
-    given = call.get("position_ids")
-    if given is not None:
-        call["position_ids"] = given = given.expand(mask.shape)
+    call = {name: _for_each_row(value, mask.shape) for name, value in call.items()}
+    why = _of_other_shape(call, mask.shape)
+    if why:
+        return why
+    given, real, first = call.get("position_ids"), mask != 0, patch.found[positions.NAME].first
     compared = _compared(call, mask.shape) if share and may_share(patch.found) else []
-    rows = read_rows(mask, given, compared)
+    no = real.new_zeros(())
+    predicts = heads.padding_predicts(head, real) if head is not None else no
+    otherwise = _counted_otherwise(call, real, first) if given is None and first else no
+    rows = read_rows(mask, given, compared, [predicts, otherwise])
     if rows is None:
         return "each row of its mask must be zeros around one run of ones, on which its position ids count up"
     if rows.lengths.max() == 1:  # then outputs with one entry per row look like those per token
         return ""
-    if given is None and rows.starts.any() and patch.found[positions.NAME].by_column:
-        return "it is padded on the left without position_ids, and its model counts padding then"
+    right = bool((rows.starts + rows.lengths < mask.shape[1]).any())
+    padding = Padding(bool(rows.starts.any()), right, rows.said[0])
+    why = _why_left(base, patch, call) if padding.left else ""
+    if why:
+        return why
+    if rows.said[1]:
+        return f"its model counts as positions the ids that are not {first - 1}, and its mask shows other tokens"
     if rows.common is not None and may_share(patch.found, rows.lengths):
         segments = shared_segments(rows.common, rows.lengths)
     else:
@@ -118,8 +191,47 @@ def _packed(base: Any, call: Call, share: bool) -> tuple[Call, Layout] | str:
     described, layout = packed_row(mask.shape, rows.starts, rows.lengths, segments, tokens.device)
     packed = {name: layout.packed(v) if _per_token(v, mask.shape) else v for name, v in call.items()}
     if given is None:
-        packed["position_ids"] = described["position_ids"] + patch.found[positions.NAME].first
-    return {**described, **packed}, layout
+        packed["position_ids"] = described["position_ids"] + first
+    return _Packed({**described, **packed}, layout, real, padding)
+
+
+def _why_left(base: Any, patch: Patched, call: Call) -> str:
+    """Why a call that is padded on the left is not packed; empty if it can be."""
+    found = patch.found[positions.NAME]
+    by_column = found.by_column or (found.first and call.get("input_ids") is None)  # RoBERTa counts ids, if it has any
+    if by_column and call.get("position_ids") is None:
+        return "it is padded on the left without position_ids, and its model counts padding then"
+    if isinstance(getattr(base, "pooler", None), torch.nn.Module):
+        return "it is padded on the left, and its pooler reads each row's first token, which is padding"
+    return ""
+
+
+def _for_each_row(value: Any, shape: torch.Size) -> Any:
+    """A value for each token that is given once for all rows, ``[1, length, ...]``, as one for each row's tokens."""
+    if isinstance(value, torch.Tensor) and value.dim() > 1 and tuple(value.shape[:2]) == (1, shape[1]):
+        return value.expand(shape[0], *value.shape[1:])
+    return value
+
+
+def _of_other_shape(call: Call, shape: torch.Size) -> str:
+    """The argument of a call that is broadcast over rows or tokens, of which a packed row has others; or empty."""
+    for name, value in call.items():
+        several = isinstance(value, torch.Tensor) and value.numel() > 1
+        if several and not _per_token(value, shape) and name not in MEDIA:
+            return f"its {name} has the shape {list(value.shape)}, and [batch, length] was expected"
+    return ""
+
+
+def _counted_otherwise(call: Call, real: torch.Tensor, first: int) -> torch.Tensor:
+    """Whether a model that counts positions from ids counts a real token otherwise than by its place in its row.
+
+    RoBERTa and its kin count the ids that are not padding's, which may be a real token's, too.
+    """
+    ids = call.get("input_ids")
+    if ids is None:
+        return real.new_zeros(())
+    seen, real = ids != first - 1, real.to(ids.device)
+    return ((seen.cumsum(1) * seen != real.cumsum(1)) & real).any()
 
 
 def _masked(call: Call) -> bool:
@@ -172,9 +284,9 @@ def _per_token(value: Any, shape: torch.Size) -> bool:
     return isinstance(value, torch.Tensor) and value.shape[:2] == shape
 
 
-def _padded(layout: Layout, output: Any) -> Any:
+def _padded(layout: Layout, output: Any, noise: bool) -> Any:
     if isinstance(output, tuple):
-        return layout.padded(output)
+        return layout.padded(output, noise)
     for name, value in list(output.items()):
-        output[name] = layout.padded(value)
+        output[name] = layout.padded(value, noise)
     return output

@@ -67,8 +67,9 @@ def apply(
             subclass, a wrapper around a layer, a hook), or if the matrix has no evidence of it.
         padded_batches: whether padded batches are computed packed too. The layers then compute no padding, and the head
             gets hidden states ``[batch, length, hidden]`` with zeros for padding. A head that makes one vector for each
-            row (``BertForSequenceClassification``) can be used only so. For a new patch, it is True if ``model`` holds
-            a tokenizer, as the models of sentence-transformers do, because these make padded batches themselves.
+            row (``BertForSequenceClassification``) can be used only so. If the head reads hidden states of padding, the
+            batch stays padded. For a new patch, it is True if ``model`` holds a tokenizer, as the models of
+            sentence-transformers do, because these make padded batches themselves.
 
     Returns:
         The model's :class:`Patch`.

@@ -21,8 +21,14 @@ def pack_padded_batches(model: Model, share_prompts: bool = False) -> PaddedBatc
     gaps in the mask, with an empty row, with one token in each row, with a cache (``generate``, ``use_cache=True``),
     with ``output_attentions=True``, with position ids on several axes, under ``torch.compile``, under sequence
     parallelism, or without such a mask, as packed batches are. So is a batch that is padded left and has no position
-    ids, in a model with a table of positions (BERT, GPT-2), because such a model counts padding there. A
-    model that computes a batch with a mask and without a cache in this way warns once, with ``StaysPadded``.
+    ids, in a model with a table of positions (BERT, GPT-2), because such a model counts padding there. So is one of
+    which something reads padding: the head around the base model (a softmax over the row, labels that padding
+    predicts), a pooler of a row's first token where that is padding, or a count of position ids. A model that computes
+    a batch with a mask and without a cache in this way warns once for each reason, with ``StaysPadded``.
+
+    Whether a head reads padding is tried: with the first batch of a kind and with batches 2, 4, 8, ... of it, its
+    model is run twice more without gradients, with other hidden states of padding. Whatever is around the model is not
+    tried, but a gradient that comes to padding from there is an error in the backward.
 
     With ``share_prompts``, the first tokens in which rows are equal are computed once, for example the prompt of
     several completions, and all rows get their hidden states. Batches without padding are packed too if rows share

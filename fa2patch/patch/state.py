@@ -187,13 +187,13 @@ class Patch:
     def revert(self) -> None:
         """Remove the patch from this model. Reverting twice is a no-op."""
         with LOCK:
+            padding = of_model(models(self.model)[-1])
+            if padding is not None:
+                padding.remove()
             for module in self.model.modules():
                 if module.__dict__.get(MARK) is self:
                     del module.__dict__[MARK], module.__dict__[ROLE]
                     hooks.remove(module)
-            padding = of_model(models(self.model)[-1])
-            if padding is not None:
-                padding.remove()
             for module, name, bound in self.rehooked:
                 module.__dict__[name] = bound
             self.rehooked.clear()

@@ -34,7 +34,7 @@ from .probe import ROUNDING, is_mixture, left_as_it_was
 from .replica import replica
 from .unknown import HOOKS, unknown, unknown_modules
 
-__all__ = ["Unseen", "example_of", "is_sharded", "mode", "prove", "structure", "unknown"]
+__all__ = ["Unseen", "example_of", "is_sharded", "mode", "prove", "structure", "tensors", "unknown"]
 
 
 def structure(model: Model) -> int:
@@ -203,7 +203,7 @@ class _Run:
     def _of_tokens(self, output: Any) -> list[torch.Tensor]:
         """What an output of any form holds for each token, or for its document, ``[batch, length, numbers]``."""
         found = []
-        for value in filter(torch.Tensor.is_floating_point, _tensors(output)):
+        for value in filter(torch.Tensor.is_floating_point, tensors(output)):
             if value.shape[:2] == self.shape:
                 found.append(value.reshape(*self.shape, -1))
             elif value.dim() and len(value) == len(self.tree.lengths):
@@ -275,7 +275,7 @@ class _Run:
         return None
 
 
-def _tensors(output: Any) -> Iterator[torch.Tensor]:
+def tensors(output: Any) -> Iterator[torch.Tensor]:
     """The tensors in an output: a tensor, a container of such, or an object with such attributes."""
     if isinstance(output, torch.Tensor):
         yield output
@@ -287,7 +287,7 @@ def _tensors(output: Any) -> Iterator[torch.Tensor]:
     else:
         inside = vars(output).values() if dataclasses.is_dataclass(output) else ()
     for each in inside:
-        yield from _tensors(each)
+        yield from tensors(each)
 
 
 def _projected(values: torch.Tensor) -> torch.Tensor:

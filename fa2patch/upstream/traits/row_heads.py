@@ -42,8 +42,8 @@ class HeadOfRows(Trait):
     def refuses(self, model: Looked, found: str) -> None:
         raise UnsupportedModel(
             f"{model} {found}, and a packed row holds many documents. Nothing was patched. Train it padded: "
-            "fa2patch.apply(model, padded_batches=True) computes its padded batches packed. Or train it without that "
-            "head."
+            "fa2patch.apply(model, padded_batches=True) computes its padded batches packed, unless the head reads "
+            "padding, too (a softmax over the row, as for question answering). Or train it without that head."
         )
 
     def before(self, step: Step, found: str) -> None:

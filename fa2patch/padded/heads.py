@@ -1,0 +1,176 @@
+"""Whether the head around a base model reads hidden states of padding, which nobody computes in a packed row.
+
+A head is known by what it does: its model is run with zeros in the place of these hidden states and with random
+numbers. If a loss or an output of real tokens differs, padding is read. What a batch asks for (its arguments, labels on
+padding, padding on the left) decides whether it is, so each kind of batch is tried.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any, Callable
+
+import torch
+
+from .._compile import compiling
+from .._types import Args, Call, Model
+from ..documents.names import IGNORED_LABEL, LABELS
+from ..probing.batches import is_sharded
+from ..probing.proving import tensors
+from ..probing.replica import replica
+from ..trying import out_of_reach, without_gradients
+from ..upstream.calls import passed
+from ..upstream.step import MARK, ROLE
+from ..upstream.traits.first_labels import kept_logits
+
+
+@dataclass(eq=False)
+class HeadCall:
+    """A call of the outermost model, while it is computed.
+
+    Attributes:
+        module: the model.
+        args, kwargs: its arguments.
+        names: the names of positional arguments.
+        tried: whether this is one of the runs that find out what the head reads.
+        noise: whether hidden states of padding are random numbers in this run.
+        real: bool ``[batch, length]``, the real tokens, once the base model has computed them packed.
+    """
+
+    module: Model
+    args: Args
+    kwargs: Call
+    names: list[str]
+    tried: bool = False
+    noise: bool = False
+    real: torch.Tensor | None = None
+
+    @property
+    def call(self) -> Call:
+        """The arguments by name."""
+        return {**dict(zip(self.names, self.args)), **self.kwargs}
+
+
+class _Running(threading.local):
+    """The calls of outermost models that this thread is computing. They carry no boundaries."""
+
+    def __init__(self) -> None:
+        self.calls: list[HeadCall] = []
+
+
+_running = _Running()
+
+
+class Around:
+    """Lets a base model know that its padded batch came through the outermost model. It has no state to copy."""
+
+    def computed(
+        self, forward: Callable[[Any, Args, Call], Any], module: Any, args: Args, kwargs: Call, names: list[str]
+    ) -> Any:
+        """Compute a batch. The arguments are those of :meth:`fa2patch.padded.batches.PaddedBatches.computed`."""
+        within = None if compiling() else _running.calls
+        if within is None or (within and within[-1].module is module):  # super().forward, or a run that is tried
+            return forward(module, args, kwargs)
+        with _computing(HeadCall(module, args, kwargs, names)):
+            return forward(module, args, kwargs)
+
+
+@contextlib.contextmanager
+def _computing(call: HeadCall) -> Iterator[None]:
+    _running.calls.append(call)
+    try:
+        yield
+    finally:
+        _running.calls.pop()
+
+
+def head_of(base: torch.nn.Module) -> HeadCall | None:
+    """The call of the outermost model that a base model's call belongs to; None if it was called by itself."""
+    found = _running.calls[-1] if _running.calls else None
+    same_patch = found is not None and vars(found.module).get(MARK) is base.__dict__.get(MARK)
+    return found if same_patch else None
+
+
+def padding_predicts(head: HeadCall, real: torch.Tensor) -> torch.Tensor:
+    """Whether a token of padding predicts a label, a bool tensor without dimensions.
+
+    Args:
+        head: the call with the labels.
+        real: bool ``[batch, length]``, the real tokens.
+    """
+    found = real.new_zeros(())
+    for name, labels in passed(head.call, LABELS).items():
+        if not isinstance(labels, torch.Tensor) or labels.shape[:2] != real.shape:
+            continue
+        counted = (labels.to(real.device) != IGNORED_LABEL).reshape(*real.shape, -1).any(-1)
+        if name == "labels" and vars(head.module)[ROLE].predicts_the_next:
+            found = found | (counted[:, 1:] & ~real[:, :-1]).any()
+        else:
+            found = found | (counted & ~real).any()
+    return found
+
+
+def can_be_tried(head: HeadCall) -> bool:
+    """Whether a model may be run again. Ranks of a sharded model would have to do so together."""
+    return vars(head.module)[MARK].examination.prove is not False and not is_sharded(head.module)
+
+
+def reads_padding(head: HeadCall, device: torch.device) -> bool:
+    """Run a head's model again with other hidden states of padding, and say whether anything real changes.
+
+    A copy of its modules is run without gradients, so that the call that is under way is left as it is.
+
+    Args:
+        head: the call.
+        device: the device of the batch.
+    """
+    model = replica(head.module)
+    with out_of_reach(device), without_gradients():
+        zeros, noise = _run(model, head, False), _run(model, head, True)
+        if zeros is None or noise is None:
+            return True
+        moved = _moved(zeros, noise)
+        if not moved:
+            return False
+        again = _run(model, head, False)  # measures the noise of a nondeterministic kernel
+        return again is None or moved > 2 * _moved(zeros, again)
+
+
+def _run(model: Model, head: HeadCall, noise: bool) -> list[torch.Tensor] | None:
+    """The loss and the outputs of real tokens; None if the base model did not compute the batch packed."""
+    torch.manual_seed(0)
+    kwargs = dict(head.kwargs)
+    if isinstance(kwargs.get("position_ids"), torch.Tensor):
+        kwargs["position_ids"] = kwargs["position_ids"].clone()  # ERNIE-M adds to them in place
+    run = HeadCall(model, head.args, kwargs, head.names, tried=True, noise=noise)
+    with _computing(run):
+        output = model.forward(*head.args, **kwargs)
+    if run.real is None:
+        return None
+    kept = kept_logits(head.call)
+    masks = [run.real, run.real if kept is None else run.real[:, kept], run.real.flatten()]
+    return [_of_real_tokens(value, masks) for value in tensors(output)]
+
+
+def _of_real_tokens(value: torch.Tensor, masks: list[torch.Tensor]) -> torch.Tensor:
+    """The part of an output that belongs to real tokens; all of it if it has no entry for each token."""
+    for mask in masks:
+        if value.shape[: mask.dim()] == mask.shape:
+            return value[mask.to(value.device)]
+    return value
+
+
+def _moved(ones: list[torch.Tensor], others: list[torch.Tensor]) -> float:
+    """The largest difference, relative to the largest value of the tensor in which it is."""
+    moved = 0.0
+    for one, other in zip(ones, others):
+        if one.shape != other.shape:
+            return float("inf")
+        differ = (one != other) & ~(one.isnan() & other.isnan())
+        if differ.any():
+            change = (one.double() - other.double())[differ].abs().max() / one.double().abs().max().clamp(min=1e-30)
+            moved = max(moved, float(change) if torch.isfinite(change) else float("inf"))
+    return moved

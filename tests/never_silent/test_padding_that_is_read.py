@@ -1,0 +1,414 @@
+"""``padded_batches=True`` where a head, a loss or an argument reads padding, which a packed row does not have.
+
+The result must be that of padded training, loss and gradients: computed packed, or padded with a warning. Where a loss
+of one's own reads padding, its backward is an error.
+"""
+
+from __future__ import annotations
+
+import copy
+import warnings
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from small_models import assert_says_enough, class_of, config_of, small, with_gradients
+from torch.nn.functional import cross_entropy
+
+import fa2patch
+from compat_matrix import tiny_models
+from compat_matrix.check.compare import GRADIENT_TOLERANCE, assert_close, assert_same_gradients
+from fa2patch.documents import device
+from fa2patch.errors import PackingNotIsolated, StaysPadded
+
+SIZES = {
+    "vocab_size": 97, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "max_position_embeddings": 64, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2,
+    "hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0, "num_labels": 3,
+}  # fmt: skip
+
+OTHER_SIZES: dict[str, dict[str, Any]] = {
+    "GPT2": {
+        "n_positions": 64,
+        "n_embd": 32,
+        "n_layer": 2,
+        "n_head": 4,
+        "resid_pdrop": 0,
+        "embd_pdrop": 0,
+        "attn_pdrop": 0,
+    },
+    "DistilBert": {"dim": 32, "n_layers": 2, "n_heads": 4, "hidden_dim": 48},
+    "Roberta": {"pad_token_id": 1},
+    "XLMRoberta": {"pad_token_id": 1},
+    "MPNet": {"pad_token_id": 1},
+    "ModernBert": {"reference_compile": False},
+    "Electra": {"embedding_size": 32},
+}
+
+PAD, IGNORED = 2, -100
+WIDTH = 8
+
+
+def model_of(family: str, head: str, **more: Any) -> Any:
+    """A small model of a family; skip the test if this version does not have it."""
+    labels = {"num_labels": 2} if "Question" in head else {}
+    config = class_of(f"{family}Config")(**{**SIZES, **labels, **OTHER_SIZES.get(family, {}), **more})
+    return small(class_of(f"{family}{head}"), config)
+
+
+def batch_of(left: bool = False, pad: int = PAD, counted: bool = False, lengths: tuple[int, ...] = (3, 6)) -> Any:
+    """Padded rows of these lengths."""
+    column, sizes = torch.arange(WIDTH), torch.tensor(lengths)[:, None]
+    mask = (column >= WIDTH - sizes if left else column < sizes).long()
+    ids = torch.randint(3, 97, mask.shape, generator=torch.Generator().manual_seed(3))
+    batch = {"input_ids": torch.where(mask == 1, ids, pad), "attention_mask": mask}
+    if counted:
+        batch["position_ids"] = (mask.cumsum(1) - 1).clamp(min=0)
+    return batch
+
+
+def as_labels(batch: Any, first: bool = True) -> torch.Tensor:
+    """The ids as labels, without padding; ``first`` tells whether a row's first token has one."""
+    real = batch["attention_mask"].bool()
+    kept = real if first else real & (real.cumsum(1) > 1)
+    labels: torch.Tensor = batch["input_ids"].masked_fill(~kept, IGNORED)
+    return labels
+
+
+def results(model: Any, batch: Any) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
+    """The outputs of real tokens and of rows, and the gradients of the loss or of a sum of these outputs."""
+    model.zero_grad()
+    output, real = model(**batch), batch["attention_mask"].bool()
+    found = {name: value for name, value in output.items() if isinstance(value, torch.Tensor)}
+    of_real = {name: value[real] if value.shape[:2] == real.shape else value for name, value in found.items()}
+    loss = output.loss if output.get("loss") is not None else sum(value.sin().sum() for value in of_real.values())
+    return {name: value.detach() for name, value in of_real.items()}, with_gradients(model, loss)[1]
+
+
+def stays_padded(model: Any, batch: Any, **options: Any) -> bool:
+    """Require the results of the unpatched model, and return whether a warning said that the batch stays padded."""
+    expected, gradients = results(copy.deepcopy(model), batch)
+    fa2patch.apply(model, padded_batches=True, **options)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        found, others = results(model, batch)
+    assert found.keys() == expected.keys()
+    for name, value in expected.items():
+        assert_close(found[name], value, name)
+    assert_same_gradients(others, gradients, GRADIENT_TOLERANCE, 0.01)
+    said = [str(each.message) for each in caught if isinstance(each.message, StaysPadded)]
+    assert len(said) <= 1, said
+    return bool(said)
+
+
+SPANS = {"start_positions": torch.tensor([1, 2]), "end_positions": torch.tensor([2, 4])}
+
+QUESTIONS = ["Bert", "Roberta", "DistilBert", "Llama"]
+OTHERS = ["Electra", "ModernBert", "Qwen2", "GPT2", "MPNet", "XLMRoberta", "Mistral"]
+FAMILIES = [*QUESTIONS, *(pytest.param(name, marks=pytest.mark.slow) for name in OTHERS)]
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_softmax_over_the_row_counts_padding(family: str) -> None:
+    assert stays_padded(model_of(family, "ForQuestionAnswering"), {**batch_of(), **SPANS})
+
+
+def test_without_a_loss_over_the_row_question_answering_is_packed() -> None:
+    assert not stays_padded(model_of("Bert", "ForQuestionAnswering"), batch_of())
+
+
+def test_what_a_call_asks_for_decides() -> None:
+    """The first batches have no loss, so that nothing reads padding; the next one has, and so has every other one."""
+    model = model_of("Bert", "ForQuestionAnswering")
+    reference = copy.deepcopy(model)
+    fa2patch.apply(model, padded_batches=True)
+    for _ in range(3):
+        model(**batch_of())
+    batch = {**batch_of(), **SPANS}
+    with pytest.warns(StaysPadded, match="BertForQuestionAnswering reads hidden states of padding"):
+        assert_close(model(**batch).loss, reference(**batch).loss, "loss")
+    with torch.no_grad():
+        assert_close(model(**batch).loss, reference(**batch).loss, "loss without gradients")
+    assert_close(model.train()(**batch).loss, reference.train()(**batch).loss, "loss in training")
+
+
+CAUSAL = ["Llama", "GPT2"]
+
+
+@pytest.mark.parametrize("training", [False, pytest.param(True, marks=pytest.mark.slow)], ids=["eval", "training"])
+@pytest.mark.parametrize("family", CAUSAL)
+def test_the_last_token_of_padding_predicts_the_first_real_one(family: str, training: bool) -> None:
+    model, batch = model_of(family, "LMHeadModel" if family == "GPT2" else "ForCausalLM"), batch_of(True, counted=True)
+    assert stays_padded(model.train(training), {**batch, "labels": as_labels(batch)})
+
+
+@pytest.mark.parametrize("left", [False, True], ids=["right", "left"])
+@pytest.mark.parametrize("family", CAUSAL)
+def test_labels_that_real_tokens_predict_are_packed(family: str, left: bool) -> None:
+    model, batch = model_of(family, "LMHeadModel" if family == "GPT2" else "ForCausalLM"), batch_of(left, counted=True)
+    assert not stays_padded(model, {**batch, "labels": as_labels(batch, first=not left)})
+
+
+HEADS = {
+    "a causal LM": ("Llama", "ForCausalLM", {}),
+    "a masked LM": ("Bert", "ForMaskedLM", {}),
+    "a token classifier": ("Bert", "ForTokenClassification", {"num_labels": 97}),
+}
+
+
+@pytest.mark.parametrize("left", [False, True], ids=["right", "left"])
+@pytest.mark.parametrize("head", HEADS)
+def test_labels_on_padding(head: str, left: bool) -> None:
+    family, name, more = HEADS[head]
+    batch = batch_of(left, counted=True)
+    assert stays_padded(model_of(family, name, **more), {**batch, "labels": batch["input_ids"]})
+
+
+@pytest.mark.parametrize("left", [False, True], ids=["right", "left"])
+@pytest.mark.parametrize("head", [name for name in HEADS if name != "a causal LM"])
+def test_labels_of_real_tokens(head: str, left: bool) -> None:
+    family, name, more = HEADS[head]
+    batch = batch_of(left, counted=True)
+    assert not stays_padded(model_of(family, name, **more), {**batch, "labels": as_labels(batch)})
+
+
+def test_labels_on_padding_that_a_head_leaves_out_are_packed() -> None:
+    """Electra's discriminator counts the tokens of the mask only, so its labels on padding say nothing."""
+    batch = batch_of()
+    assert not stays_padded(model_of("Electra", "ForPreTraining"), {**batch, "labels": batch["input_ids"] % 2})
+
+
+def test_a_later_batch_with_labels_on_padding() -> None:
+    """Labels are looked at in each batch, in the one read that a forward makes."""
+    model = model_of("Llama", "ForCausalLM")
+    reference = copy.deepcopy(model)
+    fa2patch.apply(model, padded_batches=True)
+    batch = batch_of()
+    for _ in range(5):
+        model(**batch, labels=as_labels(batch))
+    with pytest.warns(StaysPadded, match="labels that only padding predicts"):
+        found = model(**batch, labels=batch["input_ids"]).loss
+    assert_close(found, reference(**batch, labels=batch["input_ids"]).loss, "loss")
+
+
+def test_labels_need_no_read_of_their_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, batch = model_of("Llama", "ForCausalLM"), batch_of()
+    fa2patch.apply(model, padded_batches=True, prove=False)
+    read, reads = device.read, []
+    monkeypatch.setattr(device, "read", lambda tensor: reads.append(tensor.shape) or read(tensor))
+    model(**batch)
+    without = len(reads)
+    model(**batch, labels=as_labels(batch))
+    assert len(reads) == 2 * without > 0
+
+
+TYPES = (torch.arange(WIDTH) > 2).long()
+
+SHAPES = {"[1, length]": TYPES[None], "[rows, 1]": torch.tensor([[0], [1]]), "[length]": TYPES}
+
+
+@pytest.mark.parametrize("lengths", [(3, 6), (3, 5)], ids=["other", "equal"])
+@pytest.mark.parametrize("shape", SHAPES)
+def test_token_type_ids_that_are_broadcast(shape: str, lengths: tuple[int, ...]) -> None:
+    """With as many real tokens as a row is long, a shape that was made for a row fits the packed row too."""
+    batch = {**batch_of(lengths=lengths), "token_type_ids": SHAPES[shape]}
+    padded = stays_padded(model_of("Bert", "Model"), batch)
+    assert padded == (shape != "[1, length]")
+
+
+FILLERS = {"a real token with the pad's id": (1, 1), "padding without it": (7, 9)}
+
+
+@pytest.mark.parametrize("left", [False, True], ids=["right", "left"])
+@pytest.mark.parametrize("what", FILLERS)
+def test_roberta_counts_the_ids_that_are_not_the_pads(what: str, left: bool) -> None:
+    filler, real = FILLERS[what]
+    batch = batch_of(left, pad=filler)
+    batch["input_ids"][1, 3] = real
+    padded = stays_padded(model_of("Roberta", "ForMaskedLM"), batch)
+    assert padded == (left or filler == 1)
+
+
+def test_roberta_with_ordinary_padding_is_packed() -> None:
+    assert not stays_padded(model_of("Roberta", "ForMaskedLM"), batch_of(pad=1))
+    assert not stays_padded(model_of("Roberta", "ForMaskedLM"), batch_of(True, pad=1))
+
+
+def test_roberta_with_embeddings_counts_padding_on_the_left() -> None:
+    model, batch = model_of("Roberta", "ForMaskedLM"), batch_of(True, pad=1)
+    batch["inputs_embeds"] = model.get_input_embeddings()(batch.pop("input_ids")).detach()
+    assert stays_padded(model, batch)
+
+
+CLASSIFIERS = [
+    "Bert",
+    "Roberta",
+    *(pytest.param(name, marks=pytest.mark.slow) for name in ("DistilBert", "XLMRoberta")),
+]
+
+
+@pytest.mark.parametrize("family", CLASSIFIERS)
+def test_a_classifier_of_the_first_token(family: str) -> None:
+    """Where rows are padded on the left, it reads padding."""
+    pad = OTHER_SIZES.get(family, {}).get("pad_token_id", 0)
+    labels = {"labels": torch.tensor([0, 2])}
+    assert not stays_padded(model_of(family, "ForSequenceClassification"), {**batch_of(pad=pad), **labels})
+    assert stays_padded(model_of(family, "ForSequenceClassification"), {**batch_of(True, pad=pad), **labels})
+
+
+def test_a_pooler_with_positions_reads_padding_on_the_left() -> None:
+    assert not stays_padded(model_of("Bert", "Model"), batch_of(counted=True))
+    assert stays_padded(model_of("Bert", "Model"), batch_of(True, counted=True))
+
+
+@pytest.mark.parametrize("left", [False, True], ids=["right", "left"])
+def test_a_classifier_of_the_last_token(left: bool) -> None:
+    batch = {**batch_of(left, pad=0, counted=True), "labels": torch.tensor([0, 2])}
+    assert not stays_padded(model_of("Llama", "ForSequenceClassification"), batch)
+
+
+def test_a_classifier_that_takes_padding_for_the_last_token() -> None:
+    """It looks for the pad's id, and this batch is padded with another."""
+    batch = {**batch_of(pad=7), "labels": torch.tensor([0, 2])}
+    assert stays_padded(model_of("Llama", "ForSequenceClassification"), batch)
+
+
+def test_heads_of_rows_are_packed() -> None:
+    batch = {**batch_of(pad=0), "labels": torch.tensor([0, 1])}
+    assert not stays_padded(model_of("Bert", "ForNextSentencePrediction"), batch)
+    model = model_of("Bert", "ForMultipleChoice")
+    choices = {name: value[:, None].expand(2, 2, WIDTH).contiguous() for name, value in batch_of(pad=0).items()}
+    choices["input_ids"][:, 1, 2] = 50
+    expected = copy.deepcopy(model)(**choices, labels=torch.tensor([0, 1])).loss
+    fa2patch.apply(model, padded_batches=True)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", StaysPadded)
+        assert_close(model(**choices, labels=torch.tensor([0, 1])).loss, expected, "loss")
+
+
+@pytest.mark.parametrize(
+    "family", ["mixtral", *(pytest.param(name, marks=pytest.mark.slow) for name in ("qwen2_moe", "olmoe"))]
+)
+def test_router_losses_are_those_of_padding(family: str) -> None:
+    """Releases that give their router loss no mask count padding in it: their batches stay padded."""
+    config = config_of(family, output_router_logits=True, router_aux_loss_coef=1.0)
+    model = small(tiny_models.model_class(family), config)
+    batch = batch_of(pad=0)
+    stays_padded(model, {**batch, "labels": as_labels(batch)})
+
+
+class Pooling(torch.nn.Module):
+    """A user's own head around a base model, which fa2patch does not look at."""
+
+    def __init__(self, base: Any, masked: bool) -> None:
+        super().__init__()
+        self.base, self.masked = base, masked
+
+    def forward(self, **batch: Any) -> torch.Tensor:
+        states = self.base(**batch).last_hidden_state
+        if not self.masked:
+            return states.mean(1).sin()
+        mask = batch["attention_mask"][..., None]
+        mean: torch.Tensor = (states * mask).sum(1) / mask.sum(1)
+        return mean.sin()
+
+
+@pytest.mark.parametrize("masked", [True, False])
+def test_a_head_of_ones_own_that_pools_rows(masked: bool) -> None:
+    base = model_of("Llama", "Model")
+    model, reference = Pooling(base, masked), Pooling(copy.deepcopy(base), masked)
+    fa2patch.apply(model, padded_batches=True)
+    reference(**batch_of()).sum().backward()
+    loss = model(**batch_of()).sum()
+    if not masked:
+        with pytest.raises(PackingNotIsolated, match="depends on hidden states of padding") as caught:
+            loss.backward()
+        assert_says_enough(caught.value)
+        return
+    loss.backward()
+    for (name, one), other in zip(model.named_parameters(), reference.parameters()):
+        assert_close(one.grad, other.grad, name, GRADIENT_TOLERANCE)
+
+
+def test_logits_of_padding_in_a_loss_of_ones_own() -> None:
+    model, batch = model_of("Llama", "ForCausalLM"), batch_of(True, counted=True)
+    fa2patch.apply(model, padded_batches=True)
+    logits, labels = model(**batch).logits, as_labels(batch)
+    with pytest.raises(PackingNotIsolated, match="give -100 to labels on padding"):
+        cross_entropy(logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten()).backward()
+    labels = as_labels(batch, first=False)
+    cross_entropy(model(**batch).logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten()).backward()
+
+
+def test_overflow_is_the_gradient_scalers_matter() -> None:
+    """A loss scaled beyond the largest number gives gradients that are no numbers, also where a mask is zero."""
+    model, batch = model_of("Llama", "Model"), batch_of()
+    fa2patch.apply(model, padded_batches=True)
+    masked = model(**batch).last_hidden_state * batch["attention_mask"][..., None]
+    (masked.sum() * float("inf")).backward()
+
+
+class LargestOfTheRow(transformers.BertPreTrainedModel):
+    """Remote code that takes the maximum over a row. A gradient goes to padding only where it is the largest."""
+
+    def __init__(self, config: Any) -> None:
+        super().__init__(config)
+        self.bert = transformers.BertModel(config, add_pooling_layer=False)
+        self.score = torch.nn.Linear(config.hidden_size, 3)
+        self.post_init()
+
+    def forward(self, input_ids=None, attention_mask=None, position_ids=None, labels=None, **kwargs):  # type: ignore[no-untyped-def]
+        states = self.bert(input_ids, attention_mask=attention_mask, position_ids=position_ids)[0]
+        logits = self.score(states.max(1).values)
+        loss = None if labels is None else cross_entropy(logits, labels)
+        return transformers.modeling_outputs.SequenceClassifierOutput(loss=loss, logits=logits)
+
+
+@pytest.mark.parametrize("gradients", [True, False])
+def test_a_maximum_over_the_row(gradients: bool) -> None:
+    model, batch = small(LargestOfTheRow, transformers.BertConfig(**SIZES)), batch_of()
+    with torch.set_grad_enabled(gradients):
+        expected = copy.deepcopy(model)(**batch).logits
+        fa2patch.apply(model, padded_batches=True)
+        with pytest.warns(StaysPadded, match="LargestOfTheRow reads hidden states of padding"):
+            assert_close(model(**batch).logits, expected, "logits")
+
+
+def test_a_model_that_is_not_to_be_proven_raises_in_the_backward() -> None:
+    model, batch = model_of("Bert", "ForQuestionAnswering"), {**batch_of(), **SPANS}
+    fa2patch.apply(model, padded_batches=True, prove=False)
+    with pytest.raises(PackingNotIsolated, match="depends on hidden states of padding"):
+        model(**batch).loss.backward()
+    batch = batch_of()
+    causal = model_of("Llama", "ForCausalLM")
+    assert stays_padded(causal, {**batch, "labels": batch["input_ids"]}, prove=False)
+
+
+def test_dropout_and_the_random_state_are_as_without_a_trial() -> None:
+    batch = batch_of()
+    batch["labels"] = as_labels(batch)
+    losses = []
+    for prove in (False, None):
+        model = model_of("Llama", "ForCausalLM", attention_dropout=0.5).train()
+        fa2patch.apply(model, padded_batches=True, prove=prove)
+        torch.manual_seed(5)
+        losses += [model(**batch).loss, torch.rand(())]
+    assert torch.equal(losses[0], losses[2])
+    assert torch.equal(losses[1], losses[3])
+
+
+def test_a_copy_tries_its_own_head_and_nothing_is_left_after_revert() -> None:
+    model, batch = model_of("Bert", "ForQuestionAnswering"), {**batch_of(), **SPANS}
+    before = dict(model.__dict__), dict(model.bert.__dict__)
+    expected = copy.deepcopy(model)(**batch).loss
+    fa2patch.apply(model, padded_batches=True)
+    copied = copy.deepcopy(model)
+    fa2patch.revert(model)
+    assert (model.__dict__.keys(), model.bert.__dict__.keys()) == tuple(held.keys() for held in before)
+    with pytest.warns(StaysPadded):
+        assert_close(copied(**batch).loss, expected, "loss")
+    fa2patch.revert(copied)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", StaysPadded)
+        assert_close(copied(**batch).loss, expected, "loss")

@@ -138,8 +138,8 @@ class PaddedBatches:
 
 def of_model(base: torch.nn.Module) -> PaddedBatches | None:
     """What makes a base model compute padded batches packed, or None. A copy of a model has a copy of it."""
-    found: PaddedBatches | None = base.__dict__.get(PADDING)
-    return found
+    found = base.__dict__.get(PADDING)
+    return found if isinstance(found, PaddedBatches) else None
 
 
 def _read(packed: _Packed, head: heads.HeadCall) -> bool:
@@ -231,7 +231,8 @@ def _counted_otherwise(call: Call, real: torch.Tensor, first: int) -> torch.Tens
     if ids is None:
         return real.new_zeros(())
     seen, real = ids != first - 1, real.to(ids.device)
-    return ((seen.cumsum(1) * seen != real.cumsum(1)) & real).any()
+    differ: torch.Tensor = (seen.cumsum(1) * seen != real.cumsum(1)) & real
+    return differ.any()
 
 
 def _masked(call: Call) -> bool:

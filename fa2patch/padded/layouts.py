@@ -67,7 +67,7 @@ class Layout:
         of_cells = states if self.token is None else states.index_select(0, self.token.to(states.device))
         spread = empty.index_copy(0, self.cells.to(states.device), of_cells)
         if spread.requires_grad and len(self.padding):
-            spread.register_hook(functools.partial(_require_unread, self.padding))
+            spread.register_hook(functools.partial(_require_unread, self.padding))  # type: ignore[no-untyped-call]
         return spread
 
 

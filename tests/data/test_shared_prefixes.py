@@ -278,9 +278,9 @@ def test_under_peft_and_checkpointing(model: Any) -> None:
 def test_reads_of_the_device(model: Any, monkeypatch: pytest.MonkeyPatch, share: bool, of_the_row: str) -> None:
     """However many rows there are, one by the causal LM, which looks for documents in the mask; one for the rows and
     what they have in common; and one of the packed row's boundaries, by the kernel or for a tree's segments."""
-    fa2patch.apply(model)
+    fa2patch.apply(model, prove=False)
     pack_padded_batches(model, share)
-    model(**batch_of(), use_cache=False)  # the first packed batch is proven
+    model(**batch_of(), use_cache=False)  # a kernel is tried before its first use
     seen: list[tuple[str, int]] = []
     read = device.read
 
@@ -298,5 +298,5 @@ def test_reads_of_the_device(model: Any, monkeypatch: pytest.MonkeyPatch, share:
             model(**batch, use_cache=False)
         rows = len(batch["input_ids"])
         assert [reader for reader, _ in seen] == ["_read", "read_rows", of_the_row]
-        assert seen[1][1] == 2 * rows + 1 + (rows**2 if share else 0)
+        assert seen[1][1] == 2 * rows + 3 + (rows**2 if share else 0)
         assert count.total == 0, count.where

@@ -20,7 +20,7 @@ import fa2patch
 from compat_matrix import tiny_models
 from compat_matrix.check.compare import GRADIENT_TOLERANCE, assert_close, assert_same_gradients
 from fa2patch.documents import device
-from fa2patch.errors import PackingNotIsolated, StaysPadded
+from fa2patch.errors import LayerNotPatchable, PackingNotIsolated, StaysPadded
 
 SIZES = {
     "vocab_size": 97, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4,
@@ -89,7 +89,10 @@ def results(model: Any, batch: Any) -> tuple[dict[str, torch.Tensor], dict[str, 
 def stays_padded(model: Any, batch: Any, **options: Any) -> bool:
     """Require the results of the unpatched model, and return whether a warning said that the batch stays padded."""
     expected, gradients = results(copy.deepcopy(model), batch)
-    fa2patch.apply(model, padded_batches=True, **options)
+    try:
+        fa2patch.apply(model, padded_batches=True, **options)
+    except LayerNotPatchable as error:  # GPT-2 up to 4.46
+        pytest.skip(f"this version's model is refused: {error.message[:60]}")
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         found, others = results(model, batch)

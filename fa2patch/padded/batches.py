@@ -13,7 +13,7 @@ from .._compile import compiling
 from .._types import Args, Call
 from ..documents.media import MEDIA
 from ..documents.names import LENGTHS, TOKENS
-from ..errors import StaysPadded
+from ..errors import BadBatch, StaysPadded
 from ..upstream import caches, luggage, rope
 from ..upstream.calls import passed
 from ..upstream.parts.engines import row_part
@@ -60,6 +60,7 @@ class PaddedBatches:
 
     def __init__(self, base: torch.nn.Module, share_prompts: bool = False) -> None:
         self.base, self.share_prompts = base, share_prompts
+        self._pools = False
         self._said: set[str] = set()
         self._tried: dict[Any, int] = {}
         self._reads: set[Any] = set()
@@ -90,10 +91,15 @@ class PaddedBatches:
         packed = _packed(module, {**dict(zip(names, args)), **kwargs}, self.share_prompts, head) if readable else ""
         if head is not None and not isinstance(packed, str):
             packed = self._unless_read(packed, head)
+        if self._pools and not isinstance(packed, str):
+            packed = "its base model makes a vector of each row by itself, and a packed row holds several"
         if isinstance(packed, str):
             self._say(packed)
             return forward(module, args, kwargs)
         output = forward(module, (), packed.call)
+        if _pools_rows(output, len(packed.real)):
+            self._pools = True
+            return self.computed(forward, module, args, kwargs, names)
         return _padded(packed.layout, output, head is not None and head.noise)
 
     def _unless_read(self, packed: _Packed, head: heads.HeadCall) -> _Packed | str:
@@ -250,7 +256,14 @@ def _why_padded(call: Call) -> str:
     if not isinstance(mask, torch.Tensor) or mask.dim() != 2:
         found = f"has {mask.dim()} dimensions" if isinstance(mask, torch.Tensor) else f"is a {type(mask).__name__}"
         return f"its attention_mask {found}, and [batch, length] was expected"
-    if next(iter(passed(call, TOKENS).values())).shape[:2] != mask.shape:
+    shape = next(iter(passed(call, TOKENS).values())).shape[:2]
+    if len(shape) == 2 and mask.shape[1] > shape[1]:
+        raise BadBatch(
+            f"attention_mask: expected {list(shape)}, one for each token, found {list(mask.shape)} and no cache of "
+            "earlier tokens. With padded_batches=True a padded batch fills a cache only if it is asked for: pass "
+            "use_cache=True with the earlier tokens."
+        )
+    if shape != mask.shape:
         return "its attention_mask has another shape than its tokens"
     if given is not None and given.dim() != 2:
         return f"its position_ids have {given.dim()} dimensions, and [batch, length] was expected"
@@ -283,6 +296,13 @@ def _compared(call: Call, shape: torch.Size) -> list[torch.Tensor]:
 
 def _per_token(value: Any, shape: torch.Size) -> bool:
     return isinstance(value, torch.Tensor) and value.shape[:2] == shape
+
+
+def _pools_rows(output: Any, rows: int) -> bool:
+    """Whether a base model made a vector of the packed row: its trait has taken that out, or it is in a tuple."""
+    if not isinstance(output, tuple):
+        return "pooler_output" in output and output["pooler_output"] is None
+    return rows > 1 and any(isinstance(each, torch.Tensor) and each.dim() == 2 and len(each) == 1 for each in output)
 
 
 def _padded(layout: Layout, output: Any, noise: bool) -> Any:

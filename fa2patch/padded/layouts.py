@@ -52,7 +52,7 @@ class Layout:
         if not isinstance(value, torch.Tensor) or value.dim() < 2:
             return value
         tokens = len(self.at)
-        if tuple(value.shape[:2]) == (1, tokens):
+        if value.dim() > 2 and tuple(value.shape[:2]) == (1, tokens):  # [1, n] is one row's vector
             return self._spread(value[0], noise).view(*self.shape, *value.shape[2:])
         if value.shape[0] == tokens:  # router logits [tokens, experts]
             return self._spread(value, noise)

@@ -7,6 +7,7 @@ of one's own reads padding, its backward is an error.
 from __future__ import annotations
 
 import copy
+import inspect
 import warnings
 from typing import Any
 
@@ -20,7 +21,7 @@ import fa2patch
 from compat_matrix import tiny_models
 from compat_matrix.check.compare import GRADIENT_TOLERANCE, assert_close, assert_same_gradients
 from fa2patch.documents import device
-from fa2patch.errors import LayerNotPatchable, PackingNotIsolated, StaysPadded
+from fa2patch.errors import BadBatch, LayerNotPatchable, PackingNotIsolated, StaysPadded
 
 SIZES = {
     "vocab_size": 97, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4,
@@ -299,6 +300,73 @@ def test_router_losses_are_those_of_padding(family: str) -> None:
     model = small(tiny_models.model_class(family), config)
     batch = batch_of(pad=0)
     stays_padded(model, {**batch, "labels": as_labels(batch)})
+
+
+def test_a_pooled_vector_is_no_row_of_tokens() -> None:
+    """One row with as many real tokens as a vector has numbers."""
+    mask = (torch.arange(40) < SIZES["hidden_size"]).long()[None]
+    batch = {"input_ids": torch.arange(3, 43)[None], "attention_mask": mask}
+    assert not stays_padded(model_of("Bert", "Model"), batch)
+
+
+def test_a_base_model_that_pools_the_last_column() -> None:
+    config = class_of("SiglipTextConfig")(**{**SIZES, "projection_size": 32, "num_labels": 2}, attention_dropout=0.0)
+    model, batch = small(class_of("SiglipTextModel"), config), batch_of()
+    expected = copy.deepcopy(model)(**batch).pooler_output
+    try:
+        fa2patch.apply(model, padded_batches=True)
+    except fa2patch.Fa2PatchError as error:
+        return assert_says_enough(error)
+    with pytest.warns(StaysPadded, match="makes a vector of each row by itself"):
+        assert_close(model(**batch).pooler_output, expected, "pooled")
+    assert_close(model(**batch).pooler_output, expected, "pooled")
+
+
+def test_the_step_after_a_padded_batch_that_filled_no_cache() -> None:
+    """Its mask is longer than its tokens. The token alone would be computed, without those before it."""
+    model, batch = model_of("Llama", "ForCausalLM"), batch_of()
+    fa2patch.apply(model, padded_batches=True)
+    longer = torch.cat([batch["attention_mask"], torch.ones(2, 1).long()], 1)
+    model(**batch)
+    with pytest.raises(BadBatch, match=r"found \[2, 9\] and no cache of earlier tokens.*use_cache=True") as caught:
+        model(input_ids=torch.tensor([[5], [6]]), attention_mask=longer)
+    assert_says_enough(caught.value)
+
+
+def test_logits_of_the_last_tokens() -> None:
+    """Some of the last logits of rows that are padded on the right are of padding."""
+    model, name = model_of("Llama", "ForCausalLM"), "num_logits_to_keep"
+    taken = inspect.signature(type(model).forward).parameters
+    name = "logits_to_keep" if "logits_to_keep" in taken else name
+    if name not in taken:
+        pytest.skip("this version computes all logits")
+    assert not stays_padded(model, {**batch_of(True, counted=True), name: 2})
+    reference, batch = copy.deepcopy(model), {**batch_of(), name: 4}
+    fa2patch.apply(model, padded_batches=True)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", StaysPadded)
+        found, real = model(**batch).logits, batch["attention_mask"][:, -4:].bool()
+    assert_close(found[real], reference(**batch).logits[real], "logits")
+
+
+@pytest.mark.parametrize("way", ["inference mode", "autocast"])
+def test_the_callers_mode_is_the_trials(way: str) -> None:
+    model, batch = model_of("Llama", "ForCausalLM"), batch_of()
+    batch["labels"] = batch["input_ids"]
+    reference = copy.deepcopy(model)
+    fa2patch.apply(model, padded_batches=True)
+    if way == "inference mode":
+        with torch.inference_mode(), pytest.warns(StaysPadded):
+            assert_close(model(**batch).loss, reference(**batch).loss, "loss")
+        return
+    batch["labels"] = as_labels(batch)
+    fa2patch.apply(reference, padded_batches=True, prove=False)
+    gradients = []
+    for each in (model, reference):
+        with torch.autocast("cpu", torch.bfloat16):
+            loss = each(**batch).loss
+        gradients.append(with_gradients(each, loss)[1])
+    assert_same_gradients(*gradients)
 
 
 class Pooling(torch.nn.Module):

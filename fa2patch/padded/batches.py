@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import warnings
 from collections.abc import Mapping, Sequence
 from typing import Any, Callable, NamedTuple
@@ -23,6 +24,9 @@ from . import heads
 from .common_prefixes import Segments, shared_segments
 from .layouts import Layout, packed_row
 from .rows import read_rows
+
+_lock = threading.RLock()
+"""Held while a head is tried, so that no other thread uses what is still to be found."""
 
 
 class Padding(NamedTuple):
@@ -113,12 +117,13 @@ class PaddedBatches:
             return packed
         given = frozenset(passed(head.call, head.call))
         kind = (packed.padding, given, head.module.training, torch.is_grad_enabled())
-        if kind not in self._reads:
-            self._tried[kind] = times = self._tried.get(kind, 0) + 1
-            if times & (times - 1) == 0 and _read(packed, head):
-                self._reads.add(kind)
-        if kind not in self._reads:
-            return packed
+        with _lock:
+            if kind not in self._reads:
+                self._tried[kind] = times = self._tried.get(kind, 0) + 1
+                if times & (times - 1) == 0 and _read(packed, head):
+                    self._reads.add(kind)
+            if kind not in self._reads:
+                return packed
         name = type(head.module).__name__
         if packed.padding.predicts:
             return f"the loss of {name} counts labels that only padding predicts. To leave them out, give them -100"

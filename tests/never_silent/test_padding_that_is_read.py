@@ -9,6 +9,7 @@ from __future__ import annotations
 import copy
 import inspect
 import warnings
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
@@ -367,6 +368,23 @@ def test_the_callers_mode_is_the_trials(way: str) -> None:
             loss = each(**batch).loss
         gradients.append(with_gradients(each, loss)[1])
     assert_same_gradients(*gradients)
+
+
+def test_threads_wait_for_what_is_found() -> None:
+    """Only one of them tries the head; the others must not compute meanwhile as if it read no padding."""
+    model, batch = model_of("Bert", "ForQuestionAnswering"), {**batch_of(), **SPANS}
+    expected = model(**batch).loss.detach()
+    fa2patch.apply(model, padded_batches=True)
+
+    def loss(_: int) -> torch.Tensor:
+        with torch.no_grad():
+            found: torch.Tensor = model(**batch).loss
+            return found
+
+    with warnings.catch_warnings(), ThreadPoolExecutor(4) as pool:
+        warnings.simplefilter("ignore", StaysPadded)
+        for found in pool.map(loss, range(12)):
+            assert_close(found, expected, "loss")
 
 
 class Pooling(torch.nn.Module):

@@ -16,6 +16,10 @@ PAGE = "https://fa2patch.github.io/fa2patch/errors.html"
 class _Documented(BaseException):
     """An error or warning whose text ends in the address of its class's section in the documentation."""
 
+    def __init__(self, *args: object, message: str | None = None) -> None:
+        """A DataLoader raises a worker's error again with its text as ``message``, as there is such an attribute."""
+        super().__init__(*(args if message is None else (message,)))
+
     @property
     def message(self) -> str:
         """The text without the address."""

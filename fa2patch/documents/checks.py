@@ -36,6 +36,18 @@ def check_position_ids(position_ids: Any, shape: tuple[int, int] | None = None) 
         )
 
 
+def require_no_wrap(dtype: torch.dtype, largest: int) -> None:
+    """Raise :class:`BadPositionIds` if ids of several documents reach the largest number of a small dtype.
+
+    Behind it, the ids of a longer document begin again, as if another one started.
+    """
+    if dtype != torch.int64 and torch.iinfo(dtype).bits < 32 and largest == torch.iinfo(dtype).max:
+        raise BadPositionIds(
+            f"position_ids: expected a dtype that holds the ids of the longest document, found {dtype} and ids up to "
+            f"{largest}, which is its largest number: longer documents would restart behind it. Make the ids as int64."
+        )
+
+
 def check_cu_seqlens(cu_seqlens: Any) -> None:
     """Raise :class:`BadCuSeqlens` unless this is a dense integer tensor with at least two elements."""
     if is_integers(cu_seqlens) and cu_seqlens.numel() > 1:

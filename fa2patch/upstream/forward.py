@@ -143,6 +143,7 @@ def look(step: Step, part: RowPart | None = None) -> PackedMask | None:
     patch, around, shape = step.patch, step.role.outermost, _shape(step.call)
     if around:
         step.call = other_names.read(step.call, step.calls.names, shape)
+        _with_a_batch_dimension(step.call, shape)
     call = step.call
     piece = luggage.find(call.get("position_ids"), luggage.MASK)
     if piece is not None and (piece.content is None or piece.content.shape == batch_shape(call)[0]):
@@ -170,6 +171,13 @@ def _shape(call: Call) -> tuple[int, int]:
     """``(batch, length)`` of a forward's tokens; no tokens if there are none, or in one dimension (GPT-2)."""
     tokens: Any = next(iter(passed(call, TOKENS).values()), None)
     return (tokens.shape[0], tokens.shape[1]) if getattr(tokens, "ndim", 0) > 1 else (0, 0)
+
+
+def _with_a_batch_dimension(call: Call, shape: tuple[int, int]) -> None:
+    """Turn ``position_ids`` ``[length]`` into ``[1, length]``, as models make them: many index ids by the row."""
+    ids = call.get("position_ids")
+    if isinstance(ids, torch.Tensor) and ids.dim() == 1 and len(ids) == shape[1]:
+        call["position_ids"] = ids[None]
 
 
 def _would_be_an_error(step: Step) -> bool:

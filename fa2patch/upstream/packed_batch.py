@@ -57,6 +57,7 @@ def packed_mask(
     if batch is None or rows is None:
         return None
     found: Boundaries | None
+    first = patch.found[positions.NAME].first
     if "cu_seq_lens_q" in batch.lengths:
         found = _stated(rows, patch)
         if part is not None and batch.position_ids is not None:
@@ -64,9 +65,8 @@ def packed_mask(
             from_cu_seqlens(cu, found.max_seqlen, batch.shape, position_ids=batch.position_ids)
     elif may_be_packed and part is None and not made_inside and _stays_in_the_graph(batch, call, training):
         assert in_graph is not None and batch.position_ids is not None
-        found = in_graph(batch.position_ids.reshape(batch.shape))
+        found = in_graph(batch.position_ids.reshape(batch.shape), first)
     else:
-        first = patch.found[positions.NAME].first
         found = _recognised(rows, first, made_inside, training, always or part is not None)
     if found is None:
         if part is not None:
@@ -78,7 +78,7 @@ def packed_mask(
     if batch.position_ids is None:
         refuse_uncounted_pictures(patch.model, call)
         counted = found.positions_of(rows.shape).to(batch.device)
-        call["position_ids"] = (counted if part is None else part.own(counted)) + patch.found[positions.NAME].first
+        call["position_ids"] = (counted if part is None else part.own(counted)) + first
     longest, scaled = found.positions, patch.found.get(rope.NAME)
     if scaled is not None:
         if longest is None:

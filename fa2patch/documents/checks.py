@@ -36,12 +36,17 @@ def check_position_ids(position_ids: Any, shape: tuple[int, int] | None = None) 
         )
 
 
-def require_no_wrap(dtype: torch.dtype, largest: int) -> None:
-    """Raise :class:`BadPositionIds` if ids of several documents reach the largest number of a small dtype.
+def require_no_wrap(dtype: torch.dtype, largest: int, counted: int) -> None:
+    """Raise :class:`BadPositionIds` if a document of a packed row has as many tokens as its ids' dtype can count.
 
-    Behind it, the ids of a longer document begin again, as if another one started.
+    Behind that, the ids of a longer document begin again, as if another one started.
+
+    Args:
+        dtype: the dtype of the ids.
+        largest: the largest id.
+        counted: the tokens of the longest document, and the position id of its first token.
     """
-    if dtype != torch.int64 and torch.iinfo(dtype).bits < 32 and largest == torch.iinfo(dtype).max:
+    if torch.iinfo(dtype).bits < 32 and largest == torch.iinfo(dtype).max < counted:
         raise BadPositionIds(
             f"position_ids: expected a dtype that holds the ids of the longest document, found {dtype} and ids up to "
             f"{largest}, which is its largest number: longer documents would restart behind it. Make the ids as int64."

@@ -48,16 +48,17 @@ def documents_of(ids: torch.Tensor, device: torch.device, always: bool, first_po
         starts = np.ones(numbers.shape, dtype=bool)
         starts[:, 1:] = (numbers[:, 1:] != numbers[:, :-1] + 1) | (numbers[:, 1:] <= numbers[:, :-1])  # int64 wraps
         packed, last = np.count_nonzero(starts) > len(starts), int(numbers.max())
-        if packed:
-            require_no_wrap(dtype, last)
         if packed and numbers.min() < first_position:
             starts[:, 1:] |= behind_padding(numbers[:, 1:], numbers[:, :-1], starts[:, :-1], first_position)
-        return from_starts(starts, device, last + 1) if packed or always else None
+        made = from_starts(starts, device, last + 1) if packed or always else None
+        if made is not None and packed:
+            require_no_wrap(dtype, last, made.max_seqlen + first_position)
+        return made
     ends, found = _on_device(ids)
     documents, longest, least, last = devices.read(found).tolist()
     packed = documents > ids.shape[0]
     if packed:
-        require_no_wrap(dtype, last)
+        require_no_wrap(dtype, last, longest + first_position)
     if packed and least < first_position:  # so few batches have such ids that another read costs less than looking
         ends, found = _on_device(ids, first_position)
         documents, longest, *_ = devices.read(found).tolist()

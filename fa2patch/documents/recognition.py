@@ -126,12 +126,14 @@ def recognise(
         _require_dense(said, said.mask, only_certain)
         return None
     starts = _starts(said, only_certain, first_position, training)
-    if position_ids is not None and _packed(starts):
-        require_no_wrap(position_ids.dtype, int(said.axes.max()))
-    if not (always or _packed(starts)):
+    packed = _packed(starts)
+    if not (always or packed):
         return None
     positions = int(said.axes.max()) + 1 if len(said.axes) else None
-    return from_starts(_with_padding(starts, said.real), device, positions)
+    found = from_starts(_with_padding(starts, said.real), device, positions)
+    if packed and position_ids is not None:
+        require_no_wrap(position_ids.dtype, int(said.axes.max()), found.max_seqlen + first_position)
+    return found
 
 
 def _read(

@@ -21,6 +21,7 @@ from small_models import (
     of_family,
     right_or_refused,
     small,
+    told,
 )  # fmt: skip
 from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 
@@ -188,6 +189,30 @@ def test_padding_of_roberta_is_one_below_its_first_position(pad):
     torch.testing.assert_close(found, torch.cat(from_zero), rtol=1e-4, atol=1e-4)
 
 
+@pytest.mark.parametrize("says", ["all lengths", "seq_idx", "document numbers in the mask"])
+@pytest.mark.parametrize("name", ["RobertaForMaskedLM", "XLMRobertaForMaskedLM", "MPNetForMaskedLM", "EsmForMaskedLM"])
+def test_a_token_with_the_number_of_padding_has_its_position(name, says):
+    """A document alone gives such a token the position of padding, and the tokens behind it count on without it."""
+    cls, pad = class_of(name), 1
+    config = cls.config_class(
+        vocab_size=97, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4,
+        max_position_embeddings=64, pad_token_id=pad, position_embedding_type="absolute", emb_layer_norm_before=False,
+    )  # fmt: skip
+    docs = documents(6, 4, 5)
+    docs[0][2] = docs[1][0] = docs[2][3] = docs[2][4] = pad
+    model = small(cls, config)
+    model.get_input_embeddings().weight.data[pad] = 1.0
+    with torch.no_grad():
+        expected = [model(doc[None], attention_mask=torch.ones_like(doc)[None]).logits[0] for doc in docs]
+    try:
+        fa2patch.apply(model)
+    except fa2patch.UnsupportedModel:
+        pytest.skip(f"{name} is refused in {transformers.__version__}")
+    batch = told(docs, says)
+    batch.pop("position_ids", None)
+    torch.testing.assert_close(model(**batch).logits[0].detach(), torch.cat(expected), rtol=1e-4, atol=1e-4)
+
+
 @pytest.mark.parametrize("ids", [[[-1, 0, 1, 2, 3]], [[-3, -2, -1, 0, 1]], [[-1, 0, 1, 2], [0, 1, 2, 3]]], ids=str)
 def test_rows_of_one_document_stay_dense(ids):
     ids = torch.tensor(ids)
@@ -232,8 +257,8 @@ def test_a_device_is_read_again_only_for_such_ids(monkeypatch):
 @pytest.mark.parametrize("masked", [False, True], ids=["ids", "with a mask"])
 @pytest.mark.parametrize(("dtype", "longest"), [(torch.uint8, 255), (torch.int8, 127), (torch.int16, 32767)], ids=str)
 def test_ids_that_wrapped_are_refused(dtype, longest, masked):
-    ids = torch.arange(longest + 5).to(dtype)[None] if longest < 300 else torch.tensor([[32766, 32767, -32768, -32767]])
-    ids, mask = ids.to(dtype), torch.ones(ids.shape, dtype=torch.long) if masked else None
+    ids = torch.arange(longest + 5).to(dtype)[None]
+    mask = torch.ones(ids.shape, dtype=torch.long) if masked else None
     given = {"position_ids": ids, "attention_mask": mask}
     refused(lambda: recognise(ids.shape, ids.device, **given), "Make the ids as int64", BadPositionIds)
     shorter = ids[:, : (ids == longest).nonzero()[0, 1] + 1]
@@ -411,6 +436,14 @@ def test_a_loss_mask_holds_zeros_and_ones(wrong):
     )
 
 
+def test_weights_of_ones_own_are_no_weights_of_documents():
+    """The loss would be divided by the number of tokens with a label, and not by the sum of the weights."""
+    batch = fa2patch.DataCollatorWithFlattening(loss_weights="document")([{"input_ids": [5, 6, 7]}])
+    assert patched()(**batch).loss.isfinite()
+    batch["labels"] = batch["loss_labels"]
+    refused(lambda: patched()(**batch), "came with labels of tokens", fa2patch.errors.BadBatch)
+
+
 # Streams
 
 EXAMPLES = [{"input_ids": [number + 3] * (number % 5 + 2)} for number in range(40)]
@@ -513,6 +546,16 @@ def test_what_can_be_read_again_has_many_epochs(made):
     rows = stream(made(), max_tokens=16, buffer=5, length=lambda one: one if isinstance(one, int) else 6)
     first = list(rows)
     assert list(rows) == first and list(rows) == first
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_an_error_is_the_same_in_a_worker(workers):
+    """A DataLoader makes a worker's error again. It calls the class of one that has a message otherwise."""
+    fork = {"multiprocessing_context": "fork"} if workers else {}
+    loader = DataLoader([{"input_ids": [5]}, {"input_ids": []}], 2, num_workers=workers, collate_fn=collate, **fork)
+    refused(lambda: next(iter(loader)), "example 1: no token.*errors.html#collatorerror", CollatorError)
+    for kind in (CollatorError, PackingError, fa2patch.errors.NotAModel, fa2patch.errors.UnknownKernel):
+        assert str(kind(message="found 5")) == str(kind("found 5")) and kind(message="found 5").args == ("found 5",)
 
 
 # A sampler that goes on in the middle of an epoch

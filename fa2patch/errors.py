@@ -133,7 +133,7 @@ class CannotRun(Fa2PatchError):
 
 
 class NothingProven(_Documented, UserWarning):
-    """A sharded model holds an unknown module, and one rank alone cannot prove that it keeps documents apart."""
+    """A sharded model holds an unknown module, which one rank alone cannot prove; or a kernel's revision is unknown."""
 
 
 class NothingPacked(_Documented, UserWarning):

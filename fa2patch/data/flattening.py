@@ -252,8 +252,8 @@ def concatenate(key: str, arrays: Sequence[Array]) -> Array:
     if whole.dtype.kind != "f":
         return whole
     for index, array in enumerate(arrays):
-        rounded = array[array != array.astype(np.float32).astype(np.int64)] if array.dtype.kind == "i" else ()
-        if len(rounded):
+        rounded = array[array != array.astype(np.float32).astype(array.dtype)]  # NaN is not itself, and is no integer
+        if array.dtype.kind == "i" and len(rounded):
             raise CollatorError(
                 f"example {index}: {key} holds the integer {rounded[0]}, other examples hold floats, and float32 "
                 "would round it. Give all examples integers."
@@ -316,7 +316,7 @@ def _shown(index: int, flat: Flat) -> Array | None:
     """Take the ``attention_mask`` out of the columns and return which tokens it shows; None if it shows all of them."""
     mask = flat.columns.pop("attention_mask", None)
     shown = None if mask is None else mask == 1
-    if shown is not None and np.count_nonzero(shown) != np.count_nonzero(mask):
+    if mask is not None and ((mask != 0) & (mask != 1)).any():
         raise CollatorError(
             f"example {index}: attention_mask holds other numbers than 0 and 1. Pass packed documents as one "
             "example each, or say where they start by position_ids."

@@ -14,6 +14,7 @@ import re
 import warnings
 from pathlib import Path
 
+from ..errors import NothingProven
 from ..trying import says_nothing
 from .varlen_func import Found, VarlenFunc, entry, once
 
@@ -77,6 +78,7 @@ def _of_hub(source: str) -> object:
             f"kernel='hub:{repository}' names no revision: what its branch main holds today was loaded. It may be "
             "another build tomorrow, and nobody has tried it with fa2patch. Expected a revision: "
             f"kernel='hub:{repository}@revision', with a commit of the repository.",
+            NothingProven,
             stacklevel=2,
         )
     return loaded

@@ -155,6 +155,7 @@ def look(step: Step, part: RowPart | None = None) -> PackedMask | None:
     training = step.module.training and torch.is_grad_enabled()
     one_per_token = step.role.predicts_the_next or step.role.innermost
     always = _would_be_an_error(step)
+    as_given = dict(call)  # for a proof, which runs it again: position ids that are made below may seem to restart
     found = packed_mask(call, patch, made_inside, training, part, may_be_packed=one_per_token, always=always)
     if found is None and around and not caches.held(call):
         other_names.require_none(call, step.calls.names, shape, training)
@@ -162,7 +163,7 @@ def look(step: Step, part: RowPart | None = None) -> PackedMask | None:
         for name in LENGTHS:
             call.pop(name, None)
     if found is not None:
-        patch.examine(step.module, call, found)
+        patch.examine(step.module, as_given, found)
         call.pop(PARENTS, None)  # it means nothing to upstream's **kwargs
     return found
 

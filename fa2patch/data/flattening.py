@@ -41,7 +41,9 @@ def integer(name: str, value: Any) -> int:
 def given(index: int, feature: Mapping[str, Any]) -> dict[str, Any]:
     """Return the items of an example whose value is not None."""
     if not isinstance(feature, (dict, Mapping)):  # dict is asked first: an abstract class takes longer to answer
-        raise CollatorError(f"example {index}: expected a mapping, found {type(feature).__name__}.")
+        rows = " A row of packing.stream is a list of examples: join the lists of a batch, or set batch_size=None."
+        advice = rows if isinstance(feature, list) else ""
+        raise CollatorError(f"example {index}: expected a mapping, found {type(feature).__name__}.{advice}")
     return {key: value for key, value in feature.items() if value is not None}
 
 

@@ -305,6 +305,65 @@ def test_ids_without_a_batch_dimension_give_the_same_loss_and_gradients():
     torch.testing.assert_close(loss.detach(), expected.loss, rtol=1e-4, atol=1e-5)
 
 
+# Forms of arguments
+
+ROW = pack(THREE)
+IDS, POSITIONS, NUMBERS = ROW["input_ids"], ROW["position_ids"], numbers(THREE, 0)
+CU = torch.tensor([0, 5, 6, 10], dtype=torch.int32)
+BLOCKS = (NUMBERS[0, :, None] == NUMBERS[0]).tril()[None, None]
+
+
+class Sub(torch.Tensor):
+    """A subclass that does nothing."""
+
+
+FORMS = {
+    "int32": ("right", {"position_ids": POSITIONS.int()}),
+    "uint8": ("right", {"position_ids": POSITIONS.to(torch.uint8)}),
+    "floats": ("BadPositionIds", {"position_ids": POSITIONS.float()}),
+    "not contiguous": ("right", {"position_ids": POSITIONS.repeat(2, 1).T.contiguous().T[:1]}),
+    "a subclass": ("right", {"position_ids": POSITIONS.as_subclass(Sub)}),
+    "tokens of a subclass": ("right", {"input_ids": IDS.as_subclass(Sub), "position_ids": POSITIONS}),
+    "on meta": ("BadPositionIds", {"position_ids": POSITIONS.to("meta")}),
+    "from 1": ("right", {"position_ids": POSITIONS + 1}),
+    "no tokens": ("BadPositionIds", {"input_ids": IDS[:, :0], "position_ids": POSITIONS[:, :0]}),
+    "no rows": ("BadPositionIds", {"input_ids": IDS[:0], "position_ids": POSITIONS[:0]}),
+    "a list of ends": ("BadCuSeqlens", {"cu_seq_lens_q": CU.tolist()}),
+    "int64 ends of keys": ("right", {"cu_seq_lens_k": CU.long(), "max_length_k": 5}),
+    "repeated ends": ("right", {"cu_seq_lens_q": torch.tensor([0, 0, 5, 6, 6, 10, 10]), "max_length_q": 5}),
+    "tensors of lengths": ("right", {"cu_seq_lens_q": CU, "max_length_q": torch.tensor([5])}),
+    "too short": ("BadCuSeqlens", {"cu_seq_lens_q": CU, "max_length_q": 4}),
+    "uint8 ends": ("right", {"cu_seq_lens_q": CU.to(torch.uint8), "max_length_q": 5}),
+    "ends that wrapped": ("BadCuSeqlens", {"cu_seq_lens_q": torch.tensor([0, 6, 4], dtype=torch.uint8)}),
+    "coarser ends": ("BoundaryConflict", {"cu_seq_lens_q": torch.tensor([0, 6, 10]), "position_ids": POSITIONS}),
+    "seq_idx": ("right", {"seq_idx": NUMBERS.int()}),
+    "seq_idx of 0 and 1": ("right", {"seq_idx": NUMBERS % 2}),
+    "seq_idx of half precision": ("BadCuSeqlens", {"seq_idx": NUMBERS.half()}),
+    "seq_idx against ids": ("BoundaryConflict", {"seq_idx": NUMBERS * 0, "position_ids": POSITIONS}),
+    "document numbers": ("right", {"attention_mask": NUMBERS + 1}),
+    "document numbers, bfloat16": ("right", {"attention_mask": (NUMBERS + 1).bfloat16()}),
+    "document numbers 1 and 2": ("right", {"attention_mask": NUMBERS % 2 + 1}),
+    "blocks": ("right", {"attention_mask": BLOCKS, "position_ids": POSITIONS}),
+    "ones": ("right", {"attention_mask": torch.ones_like(IDS), "position_ids": POSITIONS}),
+    "bool ones": ("right", {"attention_mask": torch.ones_like(IDS, dtype=torch.bool), "position_ids": POSITIONS}),
+    "float ones": ("right", {"attention_mask": torch.ones(IDS.shape), "position_ids": POSITIONS}),
+    "weights asked for": ("PackingNotIsolated", {"position_ids": POSITIONS, "output_attentions": True}),
+}
+"""Arguments beside the tokens, and the verdict."""
+
+
+@pytest.mark.parametrize("name", FORMS)
+def test_a_form_of_arguments_is_right_or_refused(name):
+    verdict, given = FORMS[name]
+
+    def run():
+        found = patched()(**{"input_ids": IDS, **given}, use_cache=False).logits[0].detach()
+        return Result(found.as_subclass(torch.Tensor))
+
+    expected = Result(alone(llama(), THREE).logits)
+    assert right_or_refused(run, expected) == (verdict if verdict == "right" else f"refused: {verdict}")
+
+
 # Collators
 
 collate = fa2patch.DataCollatorWithFlattening()
@@ -533,6 +592,15 @@ def test_what_can_be_read_once_has_no_second_epoch(name):
     rows = stream(ONCE[name](), max_tokens=16, buffer=5)
     assert sum(map(len, rows)) == 40
     refused(lambda: list(rows), "only once, as a generator", PackingError)
+
+
+@pytest.mark.parametrize("size", [1, 2])
+def test_rows_are_collated_one_by_one_or_joined(size):
+    """Trainer makes batches of rows. Each row is a list of examples already."""
+    rows = stream(EXAMPLES, max_tokens=16, buffer=5)
+    refused(lambda: next(iter(DataLoader(rows, size, collate_fn=collate))), "join the lists of a batch", CollatorError)
+    joined = DataLoader(rows, size, collate_fn=lambda batch: collate([*itertools.chain.from_iterable(batch)]))
+    assert sum(len(lengths_of(batch)) for batch in joined) == 40
 
 
 def test_an_epoch_that_was_broken_off_does_not_go_on_without_what_had_waited():

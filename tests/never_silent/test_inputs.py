@@ -361,7 +361,13 @@ def test_a_form_of_arguments_is_right_or_refused(name):
         return Result(found.as_subclass(torch.Tensor))
 
     expected = Result(alone(llama(), THREE).logits)
-    assert right_or_refused(run, expected) == (verdict if verdict == "right" else f"refused: {verdict}")
+    try:
+        found = right_or_refused(run, expected)
+    except (IndexError, ValueError) as error:  # up to 4.36, ids of uint8 choose like a mask; 4-D masks have two forms
+        with pytest.raises(type(error)):
+            llama()(**{"input_ids": IDS, **given})
+        pytest.skip(f"{transformers.__version__} without the patch fails in the same way: {error}")
+    assert found == (verdict if verdict == "right" else f"refused: {verdict}")
 
 
 # Collators

@@ -16,6 +16,10 @@ PAGE = "https://fa2patch.github.io/fa2patch/errors.html"
 class _Documented(BaseException):
     """An error or warning whose text ends in the address of its class's section in the documentation."""
 
+    def __init__(self, *args: object, message: str | None = None) -> None:
+        """A DataLoader raises a worker's error again with its text as ``message``, as there is such an attribute."""
+        super().__init__(*(args if message is None else (message,)))
+
     @property
     def message(self) -> str:
         """The text without the address."""
@@ -129,7 +133,7 @@ class CannotRun(Fa2PatchError):
 
 
 class NothingProven(_Documented, UserWarning):
-    """A sharded model holds an unknown module, and one rank alone cannot prove that it keeps documents apart."""
+    """A sharded model holds an unknown module, which one rank alone cannot prove; or a kernel's revision is unknown."""
 
 
 class NothingPacked(_Documented, UserWarning):

@@ -24,6 +24,7 @@ from .flattening import (
     Flat,
     counted,
     document_lengths,
+    ends,
     integer,
     numbers_of_parts,
     read_all,
@@ -52,8 +53,8 @@ class DataCollatorWithFlattening:
             count up from ``position_ids_start``, and all other columns are 0.
         pad_token_id: ``input_ids`` of the padding.
         loss_masks: Columns that select the tokens in the loss, such as TRL's ``("completion_mask",
-            "assistant_masks")``. The label is -100 where any of them is 0. These columns are not returned, and
-            columns that the examples do not have are ignored.
+            "assistant_masks")``. The label is -100 where any of them is 0, and they hold nothing but 0 and 1. These
+            columns are not returned, and columns that the examples do not have are ignored.
         document_labels: ``labels`` (or ``label``, ``label_ids``) holds one class, number or list of numbers per
             document instead of one label per token, for sequence classification.
         loss_weights: With ``"document"``, every document has the same weight in the loss of a patched causal LM,
@@ -130,8 +131,9 @@ class DataCollatorWithFlattening:
             CollatorError: There are no examples, an example is empty, ``input_ids`` are missing, a key is in only
                 some of the examples or is not one number per token (such as a class label), position ids hide where
                 an example starts while neither ``cu_seq_lens_*`` nor ``seq_idx`` is returned, ``seq_lengths`` are
-                not the documents' lengths, ``document_labels`` is set and the labels are not one per document,
-                ``return_tensors`` is unknown, or ``separator_id`` is not an integer.
+                not the documents' lengths, ``document_labels`` is set and the labels are not one per document, a column
+                of ``loss_masks`` holds other numbers than 0 and 1, a float is too large for float32, ``return_tensors``
+                is unknown, or ``separator_id`` is not an integer.
         """
         framework = self.framework(return_tensors)
         separator = self.separator_id if separator_id is None else integer("separator_id", separator_id)
@@ -214,7 +216,7 @@ class DataCollatorWithFlattening:
         columns = dict(flat.columns)
         if not self.document_labels and "labels" not in columns:
             columns["labels"] = columns["input_ids"].copy()
-        learned = [columns.pop(name) != 0 for name in self.loss_masks if name in columns]
+        learned = [_of_tokens(name, columns.pop(name), flat.lengths) for name in self.loss_masks if name in columns]
         if learned:
             columns["labels"] = np.where(np.all(learned, axis=0), columns["labels"], IGNORED_LABEL)
         return Flat(columns, flat.lengths)
@@ -230,3 +232,16 @@ class DataCollatorWithFlattening:
             padding["position_ids"] = counted([length], self.position_ids_start)
         row = {key: np.concatenate([values, padding[key]]) for key, values in flat.columns.items()}
         return row, [*flat.lengths, length]
+
+
+def _of_tokens(name: str, values: Array, lengths: Sequence[int]) -> Array:
+    """Return which tokens a loss mask selects. A fraction would give its token the whole weight."""
+    selected: Array = values == 1
+    (wrong,) = np.nonzero(~selected & (values != 0))
+    if len(wrong):
+        example = int(np.searchsorted(ends(lengths), wrong[0], side="right"))
+        raise CollatorError(
+            f"example {example}: the loss mask {name} holds {values[wrong[0]]}. Expected 0 and 1, because a mask "
+            "selects the tokens in the loss, and tokens have no other weights. Round it, or leave it out of loss_masks."
+        )
+    return selected

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from ..errors import CollatorError
-from .flattening import Array, Columns, as_numbers, given, require_same_keys
+from .flattening import Array, Columns, as_numbers, concatenate, given, require_same_keys
 
 TARGETS = ("labels", "label", "label_ids")
 """Column names under which datasets store one label per document."""
@@ -49,5 +49,5 @@ def one_per_document(targets: Sequence[Columns], documents: Sequence[int]) -> Ar
                     "Expected one number for each document, or in all examples equally many numbers for each."
                 )
         arrays = single
-    joined = np.concatenate(arrays)
-    return joined.astype(np.float32 if joined.dtype.kind == "f" or joined.ndim == 2 else np.int64)
+    joined = concatenate("labels", [array if array.dtype.kind == "f" else array.astype(np.int64) for array in arrays])
+    return joined.astype(np.float32 if joined.ndim == 2 else joined.dtype, copy=False)

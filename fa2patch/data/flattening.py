@@ -41,7 +41,9 @@ def integer(name: str, value: Any) -> int:
 def given(index: int, feature: Mapping[str, Any]) -> dict[str, Any]:
     """Return the items of an example whose value is not None."""
     if not isinstance(feature, (dict, Mapping)):  # dict is asked first: an abstract class takes longer to answer
-        raise CollatorError(f"example {index}: expected a mapping, found {type(feature).__name__}.")
+        rows = " A row of packing.stream is a list of examples: join the lists of a batch, or set batch_size=None."
+        advice = rows if isinstance(feature, list) else ""
+        raise CollatorError(f"example {index}: expected a mapping, found {type(feature).__name__}.{advice}")
     return {key: value for key, value in feature.items() if value is not None}
 
 
@@ -80,7 +82,7 @@ def read_all(features: Iterable[Mapping[str, Any]], position_ids_start: int = 0)
     if not examples:
         raise CollatorError("expected at least one example, found an empty batch.")
     require_same_keys(examples)
-    columns = {key: concatenate([example[key] for example in examples]) for key in examples[0]}
+    columns = {key: concatenate(key, [example[key] for example in examples]) for key in examples[0]}
     return Flat(columns, [len(example["input_ids"]) for example in examples])
 
 
@@ -90,8 +92,9 @@ def read(index: int, feature: Mapping[str, Any], position_ids_start: int = 0) ->
     ``seq_lengths`` is replaced by ``position_ids`` that restart at ``position_ids_start`` in each document.
 
     Raises:
-        CollatorError: ``input_ids`` are missing, a column is not one number per token, a column is made by the
-            collator, ``seq_lengths`` are wrong, or no token is visible in the ``attention_mask``.
+        CollatorError: ``input_ids`` are missing, a column is not one number per token or does not fit float32, a
+            column is made by the collator, ``seq_lengths`` are wrong, no token is visible in the ``attention_mask``, or
+            ``position_ids`` do not say what documents are without the tokens that it hides.
     """
     return _checked(index, given(index, feature), None, position_ids_start).columns
 
@@ -124,24 +127,31 @@ def _checked(index: int, found: dict[str, Any], lengths: Mapping[str, list[int]]
         if tokens and key in arrays and arrays[key].dtype != np.int64:
             raise CollatorError(f"example {index}: {key} must be integers, found floats.")
     flat = Flat(arrays, parts["input_ids"])
-    if "seq_lengths" in found:
-        of_documents = as_array(index, "seq_lengths", found["seq_lengths"])
-        _set_positions(index, flat, of_documents, parts.get("seq_lengths", [len(of_documents)]), start)
-    return _without_masked(index, flat)
+    documents = _stated(index, flat, found["seq_lengths"], parts) if "seq_lengths" in found else None
+    shown = _shown(index, flat)
+    if shown is not None:
+        if documents is not None:  # they count hidden tokens, positions do not
+            documents = _lengths_of(shown, documents)
+        elif "position_ids" in arrays:
+            _require_documents(index, flat, shown, start)
+        flat = Flat({key: values[shown] for key, values in flat.columns.items()}, _lengths_of(shown, flat.lengths))
+    if documents is not None:
+        _set_positions(index, flat, [length for length in documents if length], start)
+    return flat
 
 
 def as_numbers(index: int, key: str, value: Any, what: str = "one number per token") -> Array:
-    """Return booleans, integers or floats of any shape as an array.
+    """Return booleans, integers or floats of any shape as an array. Floats are returned as float32.
 
     Raises:
-        CollatorError: The value holds anything else, or an integer does not fit into int64.
+        CollatorError: The value holds anything else, or a number does not fit into int64 or float32.
     """
     if isinstance(value, torch.Tensor):
         if value.device.type == "meta" or value.layout != torch.strided or value.is_nested:
             kind = "on the meta device" if value.device.type == "meta" else f"of layout {value.layout}"
             raise CollatorError(f"example {index}: {key} must be {what}, found a tensor {kind}.")
         value = value.detach().cpu()
-        value = (value.float() if value.is_floating_point() else value).numpy()
+        value = (value.float() if value.is_floating_point() and value.element_size() < 4 else value).numpy()
     try:
         array = np.asarray(value)
     except (TypeError, ValueError) as error:
@@ -153,7 +163,15 @@ def as_numbers(index: int, key: str, value: Any, what: str = "one number per tok
         )
     if array.dtype == np.uint64 and array.size and array.max() > np.iinfo(np.int64).max:
         raise CollatorError(f"example {index}: {key} must fit into int64, found {array.max()}.")
-    return array
+    return _as_float32(index, key, array) if array.dtype.kind == "f" else array
+
+
+def _as_float32(index: int, key: str, array: Array) -> Array:
+    with np.errstate(over="ignore"):  # said below
+        made = array.astype(np.float32, copy=False)
+    if made is not array and np.isinf(made).any() and not np.isinf(array[np.isinf(made)]).all():
+        raise CollatorError(f"example {index}: {key} must fit into float32, found {np.abs(array).max()}.")
+    return made
 
 
 def as_array(index: int, key: str, value: Any, copy: bool = True) -> Array:
@@ -226,10 +244,23 @@ def starts(lengths: Sequence[int]) -> Array:
     return np.array([0, *accumulate(lengths[:-1])], dtype=np.int64)
 
 
-def concatenate(arrays: Sequence[Array]) -> Array:
-    """Concatenate int64 and float32 columns; the result is float32 if any of them is."""
+def concatenate(key: str, arrays: Sequence[Array]) -> Array:
+    """Concatenate int64 and float32 columns; the result is float32 if any of them is.
+
+    Raises:
+        CollatorError: An integer would be rounded, because other examples hold floats.
+    """
     whole = np.concatenate(arrays)
-    return whole.astype(np.float32, copy=False) if whole.dtype.kind == "f" else whole
+    if whole.dtype.kind != "f":
+        return whole
+    for index, array in enumerate(arrays):
+        rounded = array[array != array.astype(np.float32).astype(array.dtype)]  # NaN is not itself, and is no integer
+        if array.dtype.kind == "i" and len(rounded):
+            raise CollatorError(
+                f"example {index}: {key} holds the integer {rounded[0]}, other examples hold floats, and float32 "
+                "would round it. Give all examples integers."
+            )
+    return whole.astype(np.float32, copy=False)
 
 
 def counted(lengths: Sequence[int], start: int) -> Array:
@@ -238,22 +269,27 @@ def counted(lengths: Sequence[int], start: int) -> Array:
     return np.concatenate([longest[:length] for length in lengths])
 
 
-def _set_positions(index: int, flat: Flat, documents: Array, counts: Sequence[int], start: int) -> None:
-    """Set the ``position_ids`` of documents with these lengths, or compare them with those that are there.
-
-    Args:
-        index: The index of the example, for errors.
-        flat: The examples, with masked tokens.
-        documents: The lengths of the documents of all examples.
-        counts: The number of documents of each example.
-        start: The first position id of each document.
-    """
-    if documents.dtype != np.int64 or not _add_up(documents, counts, flat.lengths):
+def _stated(index: int, flat: Flat, value: Any, parts: Mapping[str, list[int]]) -> list[int]:
+    """Return ``seq_lengths``: the lengths of the documents of all examples, with masked tokens."""
+    documents = as_array(index, "seq_lengths", value)
+    if documents.dtype != np.int64 or not _add_up(documents, parts.get("seq_lengths", [len(documents)]), flat.lengths):
         raise CollatorError(
             f"example {index}: seq_lengths must be its documents' lengths, positive integers that add up to its "
             f"{sum(flat.lengths)} tokens; found {documents.tolist()}."
         )
     stated: list[int] = documents.tolist()
+    return stated
+
+
+def _set_positions(index: int, flat: Flat, stated: list[int], start: int) -> None:
+    """Set the ``position_ids`` of documents with these lengths, or compare them with those that are there.
+
+    Args:
+        index: The index of the example, for errors.
+        flat: The examples, without masked tokens.
+        stated: The lengths of the documents of all examples.
+        start: The first position id of each document.
+    """
     if "position_ids" not in flat.columns:
         flat.columns["position_ids"] = counted(stated, start)
         return
@@ -278,20 +314,46 @@ def numbers_of_parts(parts: Sequence[int], wholes: Sequence[int]) -> list[int]:
     return numbers
 
 
-def _without_masked(index: int, flat: Flat) -> Flat:
+def _shown(index: int, flat: Flat) -> Array | None:
+    """Take the ``attention_mask`` out of the columns and return which tokens it shows; None if it shows all of them."""
     mask = flat.columns.pop("attention_mask", None)
-    hint = " that its attention_mask shows" if mask is not None and len(mask) else ""
-    if mask is not None and all(flat.lengths):
-        shown = mask == 1
-        tokens = np.count_nonzero(shown)
-        if tokens != np.count_nonzero(mask):
-            raise CollatorError(
-                f"example {index}: attention_mask holds other numbers than 0 and 1. Pass packed documents as one "
-                "example each, or say where they start by position_ids."
-            )
-        if tokens < len(mask):
-            lengths = np.add.reduceat(shown, starts(flat.lengths), dtype=np.int64).tolist()
-            flat = Flat({key: values[shown] for key, values in flat.columns.items()}, lengths)
-    if not all(flat.lengths):
+    shown = None if mask is None else mask == 1
+    if mask is not None and ((mask != 0) & (mask != 1)).any():
+        raise CollatorError(
+            f"example {index}: attention_mask holds other numbers than 0 and 1. Pass packed documents as one "
+            "example each, or say where they start by position_ids."
+        )
+    if not all(flat.lengths) or (shown is not None and not np.logical_or.reduceat(shown, starts(flat.lengths)).all()):
+        hint = " that its attention_mask shows" if shown is not None and len(shown) else ""
         raise CollatorError(f"example {index}: no token{hint}. Remove empty examples from the dataset.")
-    return flat
+    return None if shown is None or shown.all() else shown
+
+
+def _lengths_of(shown: Array, lengths: Sequence[int]) -> list[int]:
+    """Return how many tokens are shown of each of the parts that have these lengths."""
+    found: list[int] = np.add.reduceat(shown, starts(lengths), dtype=np.int64).tolist()
+    return found
+
+
+def _require_documents(index: int, flat: Flat, shown: Array, start: int) -> None:
+    """Require that position ids say the same documents without the tokens that the mask hides.
+
+    Behind hidden tokens, a document goes on from the last one that is shown, or another one starts. If ids have counted
+    hidden tokens too, they jump there. If the hidden tokens are another document's first ones, ids may seem to go on.
+    """
+    ids, token = flat.columns["position_ids"], np.arange(len(shown))
+    (at,) = np.nonzero(shown)
+    example = np.searchsorted(ends(flat.lengths), at, side="right")
+    behind = (np.diff(at) > 1) & (np.diff(example) == 0)
+    left, right = at[:-1][behind], at[1:][behind]
+    run = np.maximum.accumulate(np.where(np.diff(ids, prepend=ids[0]) == 1, 0, token))  # first token of a run of ids
+    first = np.isin(ids, (0, start))
+    same = (ids[right] == ids[left] + 1) & ~((run[right] > left) & first[run[right]])
+    wrong = np.flatnonzero(~(same | first[right]))
+    if len(wrong):
+        one, other = left[wrong[0]], right[wrong[0]]
+        raise CollatorError(
+            f"example {index}: position_ids are {ids[one]} before and {ids[other]} behind tokens that the "
+            "attention_mask hides, so without these it is not known whether a document goes on or another one starts. "
+            f"Let ids go on to {ids[one] + 1} or restart at {start} there, or pass seq_lengths instead of position_ids."
+        )

@@ -36,6 +36,23 @@ def check_position_ids(position_ids: Any, shape: tuple[int, int] | None = None) 
         )
 
 
+def require_no_wrap(dtype: torch.dtype, largest: int, counted: int) -> None:
+    """Raise :class:`BadPositionIds` if a document of a packed row has as many tokens as its ids' dtype can count.
+
+    Behind that, the ids of a longer document begin again, as if another one started.
+
+    Args:
+        dtype: the dtype of the ids.
+        largest: the largest id.
+        counted: the tokens of the longest document, and the position id of its first token.
+    """
+    if torch.iinfo(dtype).bits < 32 and largest == torch.iinfo(dtype).max < counted:
+        raise BadPositionIds(
+            f"position_ids: expected a dtype that holds the ids of the longest document, found {dtype} and ids up to "
+            f"{largest}, which is its largest number: longer documents would restart behind it. Make the ids as int64."
+        )
+
+
 def check_cu_seqlens(cu_seqlens: Any) -> None:
     """Raise :class:`BadCuSeqlens` unless this is a dense integer tensor with at least two elements."""
     if is_integers(cu_seqlens) and cu_seqlens.numel() > 1:

@@ -15,9 +15,9 @@ from .._compile import uncompiled
 from ..errors import BadPositionIds, BoundaryConflict
 from . import device as devices
 from .boundaries import Boundaries, from_starts
-from .checks import added_to_logits, check_mask, check_position_ids, check_readable, check_seq_idx
+from .checks import added_to_logits, check_mask, check_position_ids, check_readable, check_seq_idx, require_no_wrap
 from .counted import documents_of, is_plain
-from .starts import Flags, Ids, axes_of, changes, previous_real, starts_of
+from .starts import Flags, Ids, axes_of, behind_padding, changes, previous_real, starts_of
 
 
 def boundaries(position_ids: torch.Tensor) -> Boundaries:
@@ -117,18 +117,23 @@ def recognise(
         check_position_ids(position_ids, shape)
     if position_ids is not None and is_plain(position_ids, attention_mask, seq_idx) and device.type != "meta":
         check_readable("position_ids", position_ids, BadPositionIds)
-        return documents_of(_rows(position_ids).expand(shape), device, always)
+        return documents_of(_rows(position_ids).expand(shape), device, always, first_position)
     said = _read(shape, device, position_ids, attention_mask, seq_idx)
     if said is None:
         return None
     if said.mask is not None and said.mask.min() < 0:
+        _require_told_apart(said.mask)
         _require_dense(said, said.mask, only_certain)
         return None
     starts = _starts(said, only_certain, first_position, training)
-    if not (always or _packed(starts)):
+    packed = _packed(starts)
+    if not (always or packed):
         return None
     positions = int(said.axes.max()) + 1 if len(said.axes) else None
-    return from_starts(_with_padding(starts, said.real), device, positions)
+    found = from_starts(_with_padding(starts, said.real), device, positions)
+    if packed and position_ids is not None:
+        require_no_wrap(position_ids.dtype, int(said.axes.max()), found.max_seqlen + first_position)
+    return found
 
 
 def _read(
@@ -163,16 +168,41 @@ def _rows(position_ids: torch.Tensor) -> torch.Tensor:
     return position_ids.reshape(-1, position_ids.shape[-1])
 
 
+_MERGED = -(2**40)
+"""What stands in the place of document numbers that their dtype cannot tell from others. float32 holds it."""
+
+
 def whole_numbers(mask: torch.Tensor) -> torch.Tensor:
-    """A mask with -1 in the place of fractions, NaN, infinities and numbers of 2**31 or more."""
+    """A mask with -1 in the place of fractions, NaN, infinities and numbers of 2**31 or more.
+
+    :data:`_MERGED` is in the place of numbers that may have been other ones before they were stored: from 256 on in
+    bfloat16, 2048 in float16 and 2**24 in float32, as there every second number becomes its neighbour; and the 0 behind
+    254 and 255 in uint8.
+    """
+    if mask.dtype == torch.uint8:
+        wrapped = (mask[:, 1:] == 0) & (mask[:, :-1] == 255) & (mask == 254).any()
+        return mask.long().masked_fill(torch.nn.functional.pad(wrapped, (1, 0)), _MERGED)
     if not mask.is_floating_point():
         return mask
+    merged_from = 2 / torch.finfo(mask.dtype).eps
     mask = mask.float() if mask.element_size() < 4 else mask  # torch 2.1 has no floor for half precision on a CPU
-    return torch.where((mask == mask.floor()) & (mask.abs() < 2**31), mask, -1)
+    whole = torch.where((mask == mask.floor()) & (mask.abs() < 2**31), mask, -1)
+    return torch.where(whole >= merged_from, _MERGED, whole)
 
 
 def _packed(starts: Flags) -> bool:
     return bool((starts.sum(axis=1) > 1).any())
+
+
+def _require_told_apart(mask: Ids) -> None:
+    if (mask == _MERGED).any():
+        row, token = np.argwhere(mask == _MERGED)[0]
+        raise BoundaryConflict(
+            f"attention_mask: expected document numbers that its dtype can tell apart, found one at row {row}, token "
+            f"{token}, that may have been another number before it was stored: in half precision every second number "
+            "becomes its neighbour from 256 (bfloat16) or 2048 (float16) on, and uint8 begins again behind 255. Make "
+            "the numbers as int64, or pass position_ids that restart."
+        )
 
 
 def _require_dense(said: _Said, mask: Ids, only_certain: bool) -> None:
@@ -205,6 +235,10 @@ def _starts(said: _Said, only_certain: bool = False, first_position: int = 0, tr
         _no_doubt(doubtful, said.axes)
     if training and not outright:
         _no_jump(jumps, said.axes, first_position)
+    if not outright and _packed(starts):
+        nearest, ids = np.maximum(said.previous, 0), said.axes[0]
+        left, left_starts = (np.take_along_axis(values, nearest, axis=1) for values in (ids, starts))
+        starts |= said.real & (said.previous >= 0) & behind_padding(ids, left, left_starts, first_position)
     return next(iter(outright.values()), starts)
 
 

@@ -44,6 +44,22 @@ def starts_of(axes: Ids, real: Flags, previous: Ids, first_position: int) -> tup
     return np.where(with_images, restarting, starts), doubtful, jumps & ~with_images
 
 
+def behind_padding(ids: Array, left: Array, left_starts: Array, first_position: int) -> Array:
+    """Where a document starts behind an id that is one below its first position, although ids go on from it.
+
+    Such an id is padding: ``attention_mask.cumsum(-1) - 1`` gives -1 to what is padded left, and RoBERTa's own count
+    gives 1 where its documents start at 2. An id that itself goes on from another one is none, and 0 is none either:
+    collators begin there whatever the model.
+
+    Args:
+        ids, left: the ids of some tokens, and of the tokens to their left.
+        left_starts: whether the latter start documents.
+        first_position: the position id of a document's first token.
+    """
+    found: Array = (ids == first_position) & (left == first_position - 1) & (left != 0) & left_starts
+    return found
+
+
 def restarts(ids: Array, left: Array) -> Array:
     """Where time, height and width (arrays or tensors ``[3, batch, length]``) restart.
 

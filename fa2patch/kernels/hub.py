@@ -1,7 +1,8 @@
 """Flash attention from the Hugging Face kernels hub (the package ``kernels``), or from a local build for it.
 
 ``auto`` does not use it, because it downloads and runs code. Its names are ``"hub"``, ``"hub:org/name"``,
-``"hub:org/name@revision"`` and ``"hub:/a/local/folder"``.
+``"hub:org/name@revision"``, ``"hub:/a/local/folder"`` and ``"hub:./a/local/folder"``. Only what begins like a path is
+one: a folder ``org/name`` in the working directory must not take the place of the repository.
 """
 
 from __future__ import annotations
@@ -9,19 +10,24 @@ from __future__ import annotations
 import importlib
 import importlib.util
 import inspect
+import re
+import warnings
 from pathlib import Path
 
+from ..errors import NothingProven
 from ..trying import says_nothing
 from .varlen_func import Found, VarlenFunc, entry, once
 
 DEFAULT = "kernels-community/flash-attn2"
+
+_REPOSITORY = re.compile(r"\w[\w.-]*/\w[\w.-]*(@.+)?")
 
 
 class Hub(VarlenFunc):
     """A build from the hub. ``DEVICES`` is None, because the device types depend on the build.
 
     Attributes:
-        source: ``"org/name"``, ``"org/name@revision"`` or a folder.
+        source: ``"org/name"``, ``"org/name@revision"``, or a folder that begins with ``/`` or ``./``.
     """
 
     name = "hub"
@@ -48,16 +54,31 @@ class Hub(VarlenFunc):
 def _found(source: str) -> Found:
     if importlib.util.find_spec("kernels") is None:
         return Found(None, reason="the package kernels is not installed")
-    return entry(_loaded(source))
+    if Path(source).is_absolute() or source.startswith("./"):
+        return entry(_in_folder(Path(source)))
+    if not _REPOSITORY.fullmatch(source):
+        return Found(
+            None, reason=f"expected org/name, org/name@revision, or a folder that begins with / or ./, found {source!r}"
+        )
+    return entry(_of_hub(source))
 
 
-def _loaded(source: str) -> object:
-    package = importlib.import_module("kernels")
-    folder = Path(source)
-    if folder.is_dir():
-        parameters = inspect.signature(package.get_local_kernel).parameters
-        named = {"package_name": folder.name.replace("-", "_")} if "package_name" in parameters else {}
-        trusted = {"trust_remote_code": True} if "trust_remote_code" in parameters else {}
-        return package.get_local_kernel(folder, **named, **trusted)
+def _in_folder(folder: Path) -> object:
+    """The build in a local folder. It is not said that code may be trusted which the folder wants from the hub."""
+    load = importlib.import_module("kernels").get_local_kernel
+    named = "package_name" in inspect.signature(load).parameters
+    return load(folder, **({"package_name": folder.name.replace("-", "_")} if named else {}))
+
+
+def _of_hub(source: str) -> object:
     repository, _, revision = source.partition("@")
-    return package.get_kernel(repository, revision=revision or "main")
+    loaded = importlib.import_module("kernels").get_kernel(repository, revision=revision or "main")
+    if not revision:
+        warnings.warn(
+            f"kernel='hub:{repository}' names no revision: what its branch main holds today was loaded. It may be "
+            "another build tomorrow, and nobody has tried it with fa2patch. Expected a revision: "
+            f"kernel='hub:{repository}@revision', with a commit of the repository.",
+            NothingProven,
+            stacklevel=2,
+        )
+    return loaded

@@ -127,7 +127,7 @@ class PackedBatchSampler(Sampler[list[int]]):
         self._asked: dict[str, Any] = {"max_tokens": max_tokens, "strategy": strategy, "too_long": too_long}
         self._attention_cost = costs.check_attention_cost(attention_cost)
         self._batch_size, self._seed, self._window, self._drop_last = batch_size, seed, window, drop_last
-        self._resume = self._step = 0
+        self._resume = self._step = self._first = 0
         self.dropped = plan(self.lengths, batch_size=batch_size, seed=None, **self._asked).dropped
         self._made: tuple[int, Epoch] | None = None
 
@@ -147,14 +147,20 @@ class PackedBatchSampler(Sampler[list[int]]):
         return self._rows.left_out
 
     def __len__(self) -> int:
-        """Number of steps in this epoch, the same on every rank; with ``rank="all"``, number of rows."""
-        rows = len(self._rows.offsets) - 1
+        """Number of steps of an iteration, the same on every rank; with ``rank="all"``, number of rows.
+
+        An iteration that goes on at a loaded state has only the rest of the epoch, and Trainer knows the last step by
+        this number. It is that of the iteration that has begun last, or of the next one if a state has been loaded or
+        an epoch set since.
+        """
+        rows = len(self._rows.offsets) - 1 - self._first * self.num_replicas
         return rows if self.rank == ALL_RANKS else rows // self.num_replicas
 
     def __iter__(self) -> Iterator[list[int]]:
         rows = self._rows
         first, every = (0, 1) if isinstance(self.rank, str) else (self.rank, self.num_replicas)
-        self._step, self._resume = self._resume, 0
+        self._step = self._first = self._resume
+        self._resume = 0
         for row in range(first + self._step * self.num_replicas, len(rows.offsets) - 1, every):
             self._step = row // self.num_replicas + 1
             yield rows.row(row)
@@ -163,7 +169,7 @@ class PackedBatchSampler(Sampler[list[int]]):
         """Set the epoch. Call this before each epoch, or every epoch has the same order."""
         if epoch != self.epoch:
             self.epoch = epoch
-            self._resume = self._step = 0
+            self._resume = self._step = self._first = 0
 
     def costs(self) -> npt.NDArray[np.float64]:
         """Return the cost of each row of this epoch, ``[steps, ranks]``, in tokens."""
@@ -195,7 +201,7 @@ class PackedBatchSampler(Sampler[list[int]]):
                 "examples. Make the sampler with the same arguments, or start a new epoch."
             )
         self.epoch = int(state["epoch"])
-        self._resume = self._step = int(state["step"])
+        self._resume = self._step = self._first = int(state["step"])
 
     @property
     def _fingerprint(self) -> int:

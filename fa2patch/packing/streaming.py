@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import inspect
+import sys
 from bisect import bisect_right, insort
 from collections.abc import Callable, Iterable, Iterator
+from itertools import chain, islice
 from typing import Any
 
-from torch.utils.data import IterableDataset
+from torch.utils.data import IterableDataset, get_worker_info
 
 from ..errors import PackingError
 from . import cutting
@@ -43,6 +46,7 @@ class Stream(IterableDataset[list[Any]]):
         self.max_tokens, self.buffer = check_budget(max_tokens), buffer
         self._examples, self._too_long, self._length = examples, too_long, length
         self.dropped = self.truncated = 0
+        self._had_some = False
 
     def __iter__(self) -> Iterator[list[Any]]:
         self.dropped = self.truncated = 0
@@ -58,8 +62,21 @@ class Stream(IterableDataset[list[Any]]):
         if hasattr(self._examples, "set_epoch"):
             self._examples.set_epoch(epoch)
 
+    def _arriving(self) -> Iterator[Any]:
+        """The examples, which must be there in every epoch, and in one worker of a DataLoader only."""
+        own = getattr(type(self._examples), "__iter__", None)
+        # an __iter__ in Python may return the object itself and begin again; that of a generator, map or file does not
+        if self._had_some and not inspect.isfunction(own) and iter(self._examples) is self._examples:
+            raise PackingError(_READ_ONCE)
+        worker, empty = get_worker_info(), True
+        for example in self._examples if worker is None else _of_one_worker(self._examples, worker.num_workers):
+            self._had_some, empty = True, False
+            yield example
+        if self._had_some and empty:
+            raise PackingError(_READ_ONCE)
+
     def _pieces(self) -> Iterator[tuple[Any, int]]:
-        for number, example in enumerate(self._examples):
+        for number, example in enumerate(self._arriving()):
             length = int(self._length(example))
             if length < 1:
                 raise PackingError(f"example {number} of the stream has no tokens. Filter empty examples out.")
@@ -78,6 +95,43 @@ class Stream(IterableDataset[list[Any]]):
             _, starts, stops = found.cuts
             for start, stop in zip(starts.tolist(), stops.tolist()):
                 yield cutting.part(example, start, stop, length), stop - start
+
+
+_READ_ONCE = (
+    "the examples of the stream have been iterated before, and they can be read only once, as a generator can: a "
+    "second epoch would be empty, or begin where the first one ended. Pass an object that can be iterated again: a "
+    "list, a dataset, or one with an __iter__ that makes a new generator."
+)
+
+
+def _of_one_worker(examples: Iterable[Any], workers: int) -> Iterator[Any]:
+    """The examples in one of the workers of a DataLoader. Each worker has a copy of them.
+
+    A worker knows which one it is by ``get_worker_info``, so examples that do not call it are the same in all workers.
+    They call it where they begin, as those of ``datasets`` and ``webdataset`` do, so the first example shows it.
+
+    Raises:
+        PackingError: There are several workers, and the examples do not ask which one this is.
+    """
+    asked, before = [], sys.getprofile()
+
+    def profile(frame: Any, event: str, _: Any) -> None:
+        if event == "call" and frame.f_code is get_worker_info.__code__:
+            asked.append(frame.f_code)
+
+    sys.setprofile(profile)
+    try:
+        rest = iter(examples)
+        first = list(islice(rest, 1))
+    finally:
+        sys.setprofile(before)
+    if first and workers > 1 and not asked:
+        raise PackingError(
+            f"the stream is read by {workers} workers of a DataLoader, and its examples do not call "
+            "torch.utils.data.get_worker_info: each worker would give all of them. Pass num_workers=1 or 0, or "
+            "examples that give each worker a part of its own, as an IterableDataset of datasets with shards does."
+        )
+    yield from chain(first, rest)
 
 
 class _Waiting:
@@ -136,12 +190,14 @@ def stream(
         rows = fa2patch.packing.stream(dataset, max_tokens=8192)
         loader = DataLoader(rows, batch_size=None, collate_fn=fa2patch.DataCollatorWithFlattening())
 
-    :mod:`fa2patch.packing` describes how packing to a budget affects training. Ranks and workers must iterate
-    over different parts of the data (``datasets.distributed.split_dataset_by_node``). Ranks may end after different
-    numbers of rows, so set ``max_steps``.
+    :mod:`fa2patch.packing` describes how packing to a budget affects training. Ranks must iterate over different parts
+    of the data (``datasets.distributed.split_dataset_by_node``). They may end after different numbers of rows, so set
+    ``max_steps``. Several workers of a DataLoader are an error, unless the examples ask
+    ``torch.utils.data.get_worker_info`` which part is theirs, as an ``IterableDataset`` of ``datasets`` does.
 
     Args:
-        examples: Mappings with ``input_ids``, or sequences of tokens. Every iteration iterates over them again.
+        examples: Mappings with ``input_ids``, or sequences of tokens. Every iteration iterates over them again, so a
+            generator serves for one epoch only.
         max_tokens: Maximum number of tokens in a row.
         buffer: Maximum number of waiting examples. A larger buffer fills rows better: with 1000 and 20 examples per
             row, rows are within 1 % of full.
@@ -149,7 +205,8 @@ def stream(
         length: Function that returns the number of tokens of an example.
 
     Raises:
-        PackingError: An option is invalid. While iterating: an example has no tokens, or an example is longer than
-            ``max_tokens`` and ``too_long="error"``.
+        PackingError: An option is invalid. While iterating: an example has no tokens, or is longer than ``max_tokens``
+            and ``too_long="error"``; several workers would read the same examples; or the examples can be read only
+            once, and this is not the first time.
     """
     return Stream(examples, max_tokens, buffer, too_long=too_long, length=length)

@@ -143,6 +143,7 @@ def look(step: Step, part: RowPart | None = None) -> PackedMask | None:
     patch, around, shape = step.patch, step.role.outermost, _shape(step.call)
     if around:
         step.call = other_names.read(step.call, step.calls.names, shape)
+        _with_a_batch_dimension(step.call, shape)
     call = step.call
     piece = luggage.find(call.get("position_ids"), luggage.MASK)
     if piece is not None and (piece.content is None or piece.content.shape == batch_shape(call)[0]):
@@ -154,6 +155,7 @@ def look(step: Step, part: RowPart | None = None) -> PackedMask | None:
     training = step.module.training and torch.is_grad_enabled()
     one_per_token = step.role.predicts_the_next or step.role.innermost
     always = _would_be_an_error(step)
+    as_given = dict(call)  # for a proof, which runs it again: position ids that are made below may seem to restart
     found = packed_mask(call, patch, made_inside, training, part, may_be_packed=one_per_token, always=always)
     if found is None and around and not caches.held(call):
         other_names.require_none(call, step.calls.names, shape, training)
@@ -161,7 +163,7 @@ def look(step: Step, part: RowPart | None = None) -> PackedMask | None:
         for name in LENGTHS:
             call.pop(name, None)
     if found is not None:
-        patch.examine(step.module, call, found)
+        patch.examine(step.module, as_given, found)
         call.pop(PARENTS, None)  # it means nothing to upstream's **kwargs
     return found
 
@@ -170,6 +172,13 @@ def _shape(call: Call) -> tuple[int, int]:
     """``(batch, length)`` of a forward's tokens; no tokens if there are none, or in one dimension (GPT-2)."""
     tokens: Any = next(iter(passed(call, TOKENS).values()), None)
     return (tokens.shape[0], tokens.shape[1]) if getattr(tokens, "ndim", 0) > 1 else (0, 0)
+
+
+def _with_a_batch_dimension(call: Call, shape: tuple[int, int]) -> None:
+    """Turn ``position_ids`` ``[length]`` into ``[1, length]``, as models make them: many index ids by the row."""
+    ids = call.get("position_ids")
+    if isinstance(ids, torch.Tensor) and ids.dim() == 1 and len(ids) == shape[1]:
+        call["position_ids"] = ids[None]
 
 
 def _would_be_an_error(step: Step) -> bool:

@@ -57,6 +57,7 @@ def packed_mask(
     if batch is None or rows is None:
         return None
     found: Boundaries | None
+    first = patch.found[positions.NAME].first
     if "cu_seq_lens_q" in batch.lengths:
         found = _stated(rows, patch)
         if part is not None and batch.position_ids is not None:
@@ -64,9 +65,8 @@ def packed_mask(
             from_cu_seqlens(cu, found.max_seqlen, batch.shape, position_ids=batch.position_ids)
     elif may_be_packed and part is None and not made_inside and _stays_in_the_graph(batch, call, training):
         assert in_graph is not None and batch.position_ids is not None
-        found = in_graph(batch.position_ids.reshape(batch.shape))
+        found = in_graph(batch.position_ids.reshape(batch.shape), first)
     else:
-        first = patch.found[positions.NAME].first
         found = _recognised(rows, first, made_inside, training, always or part is not None)
     if found is None:
         if part is not None:
@@ -78,7 +78,9 @@ def packed_mask(
     if batch.position_ids is None:
         refuse_uncounted_pictures(patch.model, call)
         counted = found.positions_of(rows.shape).to(batch.device)
-        call["position_ids"] = (counted if part is None else part.own(counted)) + patch.found[positions.NAME].first
+        counted = counted if part is None else part.own(counted)
+        tokens = call.get("input_ids") if first and part is None else None
+        call["position_ids"] = counted + first if tokens is None else _without_padding(counted, tokens, first)
     longest, scaled = found.positions, patch.found.get(rope.NAME)
     if scaled is not None:
         if longest is None:
@@ -147,6 +149,22 @@ def _recognised(
         first_position=first_position,
         training=training,
     )
+
+
+def _without_padding(counted: torch.Tensor, tokens: torch.Tensor, first: int) -> torch.Tensor:
+    """Position ids as RoBERTa and its kin count them from ``input_ids``: a padding token has the id of its own number.
+
+    A real token may be one. Those behind it then count on without it.
+
+    Args:
+        counted: each token's place in its document, ``[batch, length]``.
+        tokens: ``input_ids``.
+        first: the position of a document's first token, one above the padding token.
+    """
+    real = (tokens != first - 1).flatten().long()
+    before = real.cumsum(0) - real
+    starts = torch.arange(len(real), device=real.device) - counted.flatten()
+    return (first - 1 + (before - before[starts] + 1) * real).view(counted.shape)
 
 
 def refuse_uncounted_pictures(model: Model, call: Call) -> None:

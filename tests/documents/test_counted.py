@@ -40,23 +40,23 @@ def test_documents_are_those_of_one_look_at_each_token(ids):
         ends, numbers = counted._on_device(tensor)
         assert found.cu_seqlens.tolist() == ends[: len(expected)].tolist() == expected
         assert found.lengths == tuple(lengths) and (found.max_seqlen, numbers[1]) == (max(lengths), max(lengths))
-        assert numbers[0] == len(lengths) and numbers[2] == max(map(max, rows))
+        assert numbers[0] == len(lengths) and numbers[2:].tolist() == [min(map(min, rows)), max(map(max, rows))]
         packed = recognise(tensor.shape, tensor.device, position_ids=tensor)
         assert (packed is None) == (len(lengths) == len(rows))
         assert boundaries(tensor).cu_seqlens.tolist() == expected
 
 
-def test_another_device_is_read_once_and_three_numbers_are_read(monkeypatch):
+def test_another_device_is_read_once_and_four_numbers_are_read(monkeypatch):
     """The meta device has no values; they are put in where the host reads them."""
     read = []
 
     def reading(tensor):
         read.append(tuple(tensor.shape))
-        return torch.tensor([3, 5, 4]).numpy()
+        return torch.tensor([3, 5, 0, 4]).numpy()
 
     monkeypatch.setattr(device, "read", reading)
     found = counted.documents_of(torch.empty(1, 12, dtype=torch.int64, device="meta"), torch.device("meta"), False)
-    assert read == [(3,)]
+    assert read == [(4,)]
     assert (len(found), found.max_seqlen, found.positions) == (3, 5, 5)
     assert (
         counted.documents_of(torch.empty(3, 4, dtype=torch.int64, device="meta"), torch.device("meta"), False) is None

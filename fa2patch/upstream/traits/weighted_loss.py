@@ -14,7 +14,8 @@ import torch
 
 from ..._types import Call
 from ...documents.checks import described
-from ...documents.names import FEWER_LOGITS, LABELS, LOSS_LABELS, LOSS_WEIGHTS
+from ...documents.device import require
+from ...documents.names import COUNTED_LABEL, FEWER_LOGITS, IGNORED_LABEL, LABELS, LOSS_LABELS, LOSS_WEIGHTS
 from ...errors import BadBatch
 from .. import inspecting
 from ..calls import passed
@@ -108,6 +109,12 @@ def _require_labels(step: Step) -> None:
         raise BadBatch(
             f"loss_weights: expected one for each of loss_labels {list(labels.shape)}, {described(weights)}."
         )
+    require(
+        ((call["labels"] == IGNORED_LABEL) | (call["labels"] == COUNTED_LABEL)).all(),
+        BadBatch,
+        f"{_MEANT}, came with labels of tokens: expected labels that count documents, because the weighted losses are "
+        "divided by the number of documents. Weights of tokens of your own are not supported: leave them out.",
+    )
     fewer = passed(call, FEWER_LOGITS)
     if any(kept is not None and not (isinstance(kept, int) and kept == 0) for kept in fewer.values()):
         raise BadBatch(f"{_MEANT}, need all logits, but {', '.join(fewer)} was passed. Leave it out.")

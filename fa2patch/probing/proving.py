@@ -144,6 +144,7 @@ class _Run:
         self.leaf: torch.Tensor | None = None
         self.is_tree = mask.boundaries.tree is not None
         self.tree = mask.boundaries.tree or Tree(mask.boundaries.lengths, [-1] * len(mask.boundaries), mask.device)
+        self.pooled = _pooled(self.tree, mask)
         rounds = is_mixture(model) or hasattr(model, "hf_quantizer")
         weight = next((p for p in model.parameters() if p.is_floating_point()), torch.empty(0))
         dtype = computed_in(weight)
@@ -176,13 +177,13 @@ class _Run:
 
     @contextlib.contextmanager
     def _exchanging(self, exchanged: torch.Tensor | None) -> Iterator[Call]:
-        """The call with other embeddings for some tokens: each vector is rolled by one and scaled by 1.25."""
+        """The call with other embeddings for some tokens: see :func:`_another`."""
 
         def other(embedded: torch.Tensor) -> torch.Tensor:
             if embedded.shape[:2] != self.shape:
                 return embedded
             if exchanged is not None:
-                embedded = torch.where(exchanged[..., None].to(embedded.device), embedded.roll(1, -1) * 1.25, embedded)
+                embedded = torch.where(exchanged[..., None].to(embedded.device), _another(embedded), embedded)
             if not torch.is_grad_enabled() or self.leaf is not None:
                 return embedded
             self.leaf = embedded.detach().requires_grad_()
@@ -206,9 +207,11 @@ class _Run:
         for value in filter(torch.Tensor.is_floating_point, _tensors(output)):
             if value.shape[:2] == self.shape:
                 found.append(value.reshape(*self.shape, -1))
-            elif value.dim() and len(value) == len(self.tree.lengths):
+            elif value.dim() and len(value) == len(self.pooled):
                 lengths = torch.tensor(self.tree.lengths, device=value.device)
-                found.append(value.flatten(1).repeat_interleave(lengths, 0).reshape(*self.shape, -1))
+                flat = value.flatten(1)
+                each = flat.new_zeros(len(lengths), flat.shape[1]).index_copy(0, self.pooled.to(value.device), flat)
+                found.append(each.repeat_interleave(lengths, 0).reshape(*self.shape, -1))
         return found
 
     def gradient(self, outputs: list[torch.Tensor], exchanged: torch.Tensor) -> float:
@@ -273,6 +276,22 @@ class _Run:
             if name is not None or number > 8:
                 return name
         return None
+
+
+def _pooled(tree: Tree, mask: PackedMask) -> torch.Tensor:
+    """The numbers of the documents that a head pools, which are those with real tokens."""
+    lengths = torch.tensor(tree.lengths)
+    starts = lengths.cumsum(0) - lengths
+    held = lengths > 0
+    if mask.real is not None:
+        held &= mask.real.flatten().cpu()[starts.clamp(max=mask.real.numel() - 1)] != 0
+    return held.nonzero().flatten()
+
+
+def _another(embedded: torch.Tensor) -> torch.Tensor:
+    """Other embeddings: each is rolled by one and scaled by 1.25. A zero vector, as padding's often is, rises."""
+    rising = torch.linspace(-1, 1, embedded.shape[-1], device=embedded.device).to(embedded)
+    return torch.where((embedded == 0).all(-1, keepdim=True), rising, embedded.roll(1, -1) * 1.25)
 
 
 def _tensors(output: Any) -> Iterator[torch.Tensor]:

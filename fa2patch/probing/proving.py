@@ -105,7 +105,8 @@ def prove(model: Model, call: Call, mask: PackedMask, itself: bool = False) -> N
                     raise PackingNotIsolated(run.finding(exchanged, "changed"))
             if gradients and run.gradient(after, exchanged) > run.bound:
                 raise PackingNotIsolated(run.finding(exchanged, "sent them a gradient"))
-            if not _moved(before, after, exchanged) > 0:
+            shown = exchanged & run.real  # a padding's embedding may be zero, and no head pools padding
+            if shown.any() and not _moved(before, after, shown) > 0:
                 raise Unseen(
                     f"{type(model).__name__} must be proven to keep documents apart, and other embeddings in every "
                     "second document changed nothing, not even there: it takes its embeddings from where they cannot "
@@ -144,6 +145,7 @@ class _Run:
         self.leaf: torch.Tensor | None = None
         self.is_tree = mask.boundaries.tree is not None
         self.tree = mask.boundaries.tree or Tree(mask.boundaries.lengths, [-1] * len(mask.boundaries), mask.device)
+        self.real = torch.tensor(True) if mask.real is None else mask.real.to(self.device) != 0
         self.pooled = _pooled(self.tree, mask)
         rounds = is_mixture(model) or hasattr(model, "hf_quantizer")
         weight = next((p for p in model.parameters() if p.is_floating_point()), torch.empty(0))
@@ -177,13 +179,13 @@ class _Run:
 
     @contextlib.contextmanager
     def _exchanging(self, exchanged: torch.Tensor | None) -> Iterator[Call]:
-        """The call with other embeddings for some tokens: see :func:`_another`."""
+        """The call with other embeddings for some tokens: each vector is rolled by one and scaled by 1.25."""
 
         def other(embedded: torch.Tensor) -> torch.Tensor:
             if embedded.shape[:2] != self.shape:
                 return embedded
             if exchanged is not None:
-                embedded = torch.where(exchanged[..., None].to(embedded.device), _another(embedded), embedded)
+                embedded = torch.where(exchanged[..., None].to(embedded.device), embedded.roll(1, -1) * 1.25, embedded)
             if not torch.is_grad_enabled() or self.leaf is not None:
                 return embedded
             self.leaf = embedded.detach().requires_grad_()
@@ -286,12 +288,6 @@ def _pooled(tree: Tree, mask: PackedMask) -> torch.Tensor:
     if mask.real is not None:
         held &= mask.real.flatten().cpu()[starts.clamp(max=mask.real.numel() - 1)] != 0
     return held.nonzero().flatten()
-
-
-def _another(embedded: torch.Tensor) -> torch.Tensor:
-    """Other embeddings: each is rolled by one and scaled by 1.25. A zero vector, as padding's often is, rises."""
-    rising = torch.linspace(-1, 1, embedded.shape[-1], device=embedded.device).to(embedded)
-    return torch.where((embedded == 0).all(-1, keepdim=True), rising, embedded.roll(1, -1) * 1.25)
 
 
 def _tensors(output: Any) -> Iterator[torch.Tensor]:

@@ -109,6 +109,32 @@ def test_a_classifiers_padding_has_no_label_and_no_row() -> None:
         assert_close(found.loss.detach(), cross_entropy(expected, torch.arange(3)), "loss")
 
 
+def test_a_classifier_of_shared_prompts_has_no_row_for_padding() -> None:
+    model = small(class_of("LlamaForSequenceClassification"), config_of("llama", num_labels=3))
+    pair = pairs(1)[0]
+    docs = [torch.tensor(pair["prompt_input_ids"] + pair[f"{side}_input_ids"]) for side in ("chosen", "rejected")]
+    expected = torch.cat([model(input_ids=doc[None]).logits for doc in docs]).detach()
+    fa2patch.apply(model, prove=False)
+    batch = DataCollatorForPreferenceFlattening(share_prompts=True, pad_to_multiple_of=16)([pair])
+    batch.pop("labels")
+    assert_close(model(**batch).logits.detach(), expected, "logits")
+
+
+@pytest.mark.parametrize("name", ["LlamaForCausalLM", "LlamaForSequenceClassification"])
+def test_padding_of_zero_embeddings_is_not_taken_for_a_model_that_ignores_them(name: str) -> None:
+    """The proof gives every second document other embeddings, and here this is the padding alone."""
+    model = small(class_of(name), config_of("llama"))
+    with torch.no_grad():
+        model.get_input_embeddings().weight[0] = 0
+    ids = DOCS[0]
+    expected = model(input_ids=ids[None]).logits.detach()
+    fa2patch.apply(model, prove=True)
+    options = {"document_labels": True} if "Sequence" in name else {}
+    collate = fa2patch.DataCollatorWithFlattening(pad_to_multiple_of=16, **options)
+    found = model(**collate([{"input_ids": ids.tolist()}])).logits.detach()
+    assert_close(found.flatten()[: expected.numel()], expected.flatten(), "logits")
+
+
 # Another label is ignored
 
 

@@ -1,6 +1,6 @@
-"""Router losses that are not given the mask (Mixtral's in 4.36 and 4.37): they would count padding.
+"""Router losses that are not given the mask (Mixtral's in 4.37): they would count padding.
 
-In the versions after these, a model hands its mask on to the function that computes the loss.
+From 4.38 on, a model hands its mask on to the function that computes the loss. In 4.36 the loss is a constant.
 """
 
 from __future__ import annotations

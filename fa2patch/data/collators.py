@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from ..documents.names import IGNORED_LABEL
+from ..documents.names import IGNORED_LABEL, REAL
 from ..errors import CollatorError
 from . import loss_weights
 from .document_labels import one_per_document, without_targets
@@ -50,7 +50,8 @@ class DataCollatorWithFlattening:
         position_ids_start: Position id of every document's first token (2 for RoBERTa and related models).
         pad_to_multiple_of: Pad the row to a multiple of this many tokens. The padding is a document of its own:
             the boundaries, ``seq_idx`` and ``max_length_*`` include it. Its labels are -100, its position ids
-            count up from ``position_ids_start``, and all other columns are 0.
+            count up from ``position_ids_start``, and all other columns are 0. ``real_tokens`` tell a patched model
+            which tokens are padding: its router losses do not count them.
         pad_token_id: ``input_ids`` of the padding.
         loss_masks: Columns that select the tokens in the loss, such as TRL's ``("completion_mask",
             "assistant_masks")``. The label is -100 where any of them is 0, and they hold nothing but 0 and 1. These
@@ -123,9 +124,10 @@ class DataCollatorWithFlattening:
             ``cu_seq_lens_q`` and ``cu_seq_lens_k``: int32 ``[documents + 1]``, equal. ``max_length_q`` and
             ``max_length_k``: int. Other keys: ``[1, T]``, int64 (from integers and booleans) or float32. With
             ``document_labels``, ``labels`` is int64 or float32 ``[documents]``, or float32 ``[documents, numbers]``,
-            without an entry for the padding; if ``pad_to_multiple_of`` is set too, ``attention_mask`` is int64
-            ``[1, T]``, 0 in the padding. With ``loss_weights``: ``labels`` have one entry for each document, no token;
-            ``loss_labels``, int64 ``[1, T]``, are the labels, and ``loss_weights``, float32 ``[1, T]``, their weights.
+            without an entry for the padding. With ``pad_to_multiple_of``, ``real_tokens`` is int64 ``[1, T]``, 0 in
+            the padding and 1 elsewhere, also if a row needs none. With ``loss_weights``: ``labels`` have one entry for
+            each document, no token; ``loss_labels``, int64 ``[1, T]``, are the labels, and ``loss_weights``, float32
+            ``[1, T]``, their weights.
 
         Raises:
             CollatorError: There are no examples, an example is empty, ``input_ids`` are missing, a key is in only
@@ -180,8 +182,8 @@ class DataCollatorWithFlattening:
                 labels[starts(documents)] = separator
             labels[tokens:] = IGNORED_LABEL
             labels = labels[None]
-        elif self.pad_to_multiple_of is not None:
-            row["attention_mask"] = (np.arange(len(row["input_ids"])) < tokens).astype(np.int64)
+        if self.pad_to_multiple_of is not None:  # every batch of a loader has the same keys
+            row[REAL] = (np.arange(len(row["input_ids"])) < tokens).astype(np.int64)
         return self._in_order(row, labels, documents), max(documents)
 
     def _in_order(self, row: Columns, labels: Array | None, documents: list[int]) -> Columns:

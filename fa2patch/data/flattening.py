@@ -12,7 +12,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from ..documents.names import LENGTHS
+from ..documents.names import LENGTHS, REAL
 from ..documents.recognition import boundaries
 from ..errors import CollatorError
 from .joining import joined
@@ -111,7 +111,7 @@ def _checked(index: int, found: dict[str, Any], lengths: Mapping[str, list[int]]
     """
     if "input_ids" not in found:
         raise CollatorError(f"example {index}: input_ids missing, found {', '.join(map(str, found)) or 'no keys'}.")
-    for key in LENGTHS:
+    for key in (*LENGTHS, REAL):
         if key in found:
             raise CollatorError(f"example {index}: {key} is made by the collator. Remove it from the examples.")
     arrays = {key: as_array(index, key, found[key], lengths is None) for key in found if key != "seq_lengths"}

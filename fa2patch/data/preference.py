@@ -28,7 +28,7 @@ class DataCollatorForPreferenceFlattening:
     """Concatenate the two documents of every preference pair into one row without padding.
 
     For n examples, documents 1 to n are prompt + chosen and documents n + 1 to 2n are prompt + rejected, both in the
-    order of the examples. The padding that ``pad_to_multiple_of`` adds is one more document.
+    order of the examples. The padding that ``pad_to_multiple_of`` adds is one more document, as ``real_tokens`` say.
 
     With ``share_prompts``, the tokens of a prompt that both of its documents begin with are in the row once, as a
     segment that both continue. The last of these tokens belongs to each document's own segment, where it predicts the
@@ -140,7 +140,11 @@ def _ids(index: int, example: Mapping[str, Any], part: str) -> Array:
 
 
 def per_document_logps(
-    logits: torch.Tensor, labels: torch.Tensor, documents: Boundaries | torch.Tensor
+    logits: torch.Tensor,
+    labels: torch.Tensor,
+    documents: Boundaries | torch.Tensor,
+    real_tokens: torch.Tensor | None = None,
+    ignore_index: int = IGNORED_LABEL,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Sum the log-probabilities of the labels over each document of a packed batch.
 
@@ -153,13 +157,17 @@ def per_document_logps(
         documents: The batch's ``position_ids``, or its :class:`fa2patch.Boundaries`. With
             ``Boundaries(batch["cu_seq_lens_q"], batch["max_length_q"])``, boundaries are not read from the device. A
             batch with shared prompts needs ``parents=batch["segment_parents"]`` too, which is read once.
+        real_tokens: The batch's ``real_tokens``, which collators with ``pad_to_multiple_of`` return: ``[batch,
+            length]``, 0 in the padding. Documents of padding have no sum. It is read once.
+        ignore_index: A label that is ignored, too, as ``DataCollatorForCompletionOnlyLM`` takes it.
 
     Returns:
         The sums, float32 ``[documents]`` (float64 for float64 logits), and the numbers of tokens in them, int64
         ``[documents]``. A sum divided by its number is the mean that IPO uses.
 
     Raises:
-        BadBatch: The shapes do not match, or the first token of a segment with a parent has a label.
+        BadBatch: The shapes do not match, the first token of a segment with a parent has a label, or the last document
+            has no label and there are no ``real_tokens``, so that it may be padding.
         BadPositionIds: ``documents`` are not valid position ids.
     """
     if logits.dim() != 3 or tuple(labels.shape) != tuple(logits.shape[:2]):
@@ -167,25 +175,43 @@ def per_document_logps(
             f"expected logits [batch, length, vocabulary] and labels [batch, length], found {list(logits.shape)} and "
             f"{list(labels.shape)}."
         )
-    if not isinstance(documents, Boundaries) and documents.numel() != labels.numel():
-        raise BadBatch(f"expected position_ids {list(labels.shape)}, found {list(documents.shape)}.")
+    for name, numbers in (("position_ids", documents), ("real_tokens", real_tokens)):
+        if isinstance(numbers, torch.Tensor) and numbers.numel() != labels.numel():
+            raise BadBatch(f"expected {name} {list(labels.shape)}, found {list(numbers.shape)}.")
     found = documents if isinstance(documents, Boundaries) else boundaries(documents)
     cu = found.cu_seqlens.to(logits.device, torch.int64)
     token = torch.arange(labels.numel(), device=logits.device)
     document = document_of(cu, len(token))
     flat = labels.flatten().to(logits.device)
-    learned = (flat != IGNORED_LABEL) & (token != cu[document])
+    learned = (flat != IGNORED_LABEL) & (flat != ignore_index) & (token != cu[document])
     (at,) = learned.nonzero(as_tuple=True)
     chosen = logits.flatten(0, 1)[at - 1]
     chosen = chosen if chosen.dtype == torch.float64 else chosen.float()
     logps = -torch.nn.functional.cross_entropy(chosen, flat[at], reduction="none")
     sums = logps.new_zeros(len(found)).index_add(0, document[at], logps)
     counts = torch.zeros_like(cu[1:]).index_add(0, document[at], torch.ones_like(at))
-    if found.parents is None:
+    starts = cu[:-1]
+    if found.parents is not None:
+        padded = torch.nn.functional.pad(flat, (0, 1), value=IGNORED_LABEL)
+        require_no_first_labels(padded[:, None], starts, found.parents)
+        assert found.tree is not None
+        starts = starts[found.tree.leaves]
+        sums, counts = _along_paths(sums, found), _along_paths(counts, found)
+    if real_tokens is None:
+        _require_a_last_label(counts)
         return sums, counts
-    padded = torch.nn.functional.pad(flat, (0, 1), value=IGNORED_LABEL)
-    require_no_first_labels(padded[:, None], cu[:-1], found.parents)
-    return _along_paths(sums, found), _along_paths(counts, found)
+    real = real_tokens.flatten().to(starts.device)[starts.clamp(max=len(flat) - 1)] != 0
+    return sums[real], counts[real]
+
+
+def _require_a_last_label(counts: torch.Tensor) -> None:
+    """Refuse a last document without labels: it is padding, or a completion of which nothing was kept."""
+    if not int(counts[-1]):
+        raise BadBatch(
+            f"per_document_logps: the last of {len(counts)} documents has no label, so it may be the padding of "
+            "pad_to_multiple_of, which is no document. Pass real_tokens: batch['real_tokens'] as the collator made "
+            "them, or torch.ones_like(labels) if the row has no padding."
+        )
 
 
 def _along_paths(of_segments: torch.Tensor, boundaries: Boundaries) -> torch.Tensor:

@@ -11,6 +11,13 @@ PARENTS = "segment_parents"
 LENGTHS = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k", "seq_idx", PARENTS)
 """Keywords of Transformers' DataCollatorWithFlattening (``return_flash_attn_kwargs``, ``return_seq_idx``), and ours."""
 
+REAL = "real_tokens"
+"""Keyword for the row's real tokens, ``[batch, length]``: 0 in the padding of ``pad_to_multiple_of``, else 1.
+
+It is no ``attention_mask``, because Transformers' own code takes a row with a mask for one document, and because a mask
+is a source of boundaries: with two sources, more is read from the device, and a graph of torch.compile breaks.
+"""
+
 LABELS = ("labels", "shift_labels")
 """Arguments that hold the tokens to predict. ``shift_labels`` are already shifted to where they are predicted."""
 
@@ -25,6 +32,9 @@ FEWER_LOGITS = ("logits_to_keep", "num_logits_to_keep")
 
 IGNORED_LABEL = -100
 """The label of a token without a loss (``ignore_index`` of ``torch.nn.CrossEntropyLoss``)."""
+
+IGNORE_INDEX = "ignore_index"
+"""Argument of Transformers' loss functions (4.46 on) with the label that has no loss, if it is another one."""
 
 COUNTED_LABEL = 2**31 - 1
 """The one label of a document in ``labels`` that count documents. It is no token, so a loss that uses it fails."""

@@ -11,7 +11,7 @@ import torch
 from .._types import Call, Model
 from ..documents.checks import described, is_integers
 from ..documents.media import MEDIA, MediaRow
-from ..documents.names import LABELS, LENGTHS, LOSS_LABELS, LOSS_WEIGHTS, PARENTS
+from ..documents.names import LABELS, LENGTHS, LOSS_LABELS, LOSS_WEIGHTS, PARENTS, REAL
 from ..documents.recognition import recognise
 from ..documents.stated import from_cu_seqlens
 from ..documents.trees import Tree
@@ -125,6 +125,7 @@ def checked(batch: Any, device: torch.device) -> Call:
     if given.get(LOSS_LABELS) is not None:  # labels count documents
         given["labels"] = given.pop(LOSS_LABELS)
         given.pop(LOSS_WEIGHTS, None)
+    given.pop(REAL, None)  # the padding is looked at like any other document
     ids = given.get("input_ids")
     if (
         not isinstance(ids, torch.Tensor)

@@ -105,7 +105,8 @@ def prove(model: Model, call: Call, mask: PackedMask, itself: bool = False) -> N
                     raise PackingNotIsolated(run.finding(exchanged, "changed"))
             if gradients and run.gradient(after, exchanged) > run.bound:
                 raise PackingNotIsolated(run.finding(exchanged, "sent them a gradient"))
-            if not _moved(before, after, exchanged) > 0:
+            shown = exchanged & run.real  # a padding's embedding may be zero, and no head pools padding
+            if shown.any() and not _moved(before, after, shown) > 0:
                 raise Unseen(
                     f"{type(model).__name__} must be proven to keep documents apart, and other embeddings in every "
                     "second document changed nothing, not even there: it takes its embeddings from where they cannot "
@@ -144,6 +145,8 @@ class _Run:
         self.leaf: torch.Tensor | None = None
         self.is_tree = mask.boundaries.tree is not None
         self.tree = mask.boundaries.tree or Tree(mask.boundaries.lengths, [-1] * len(mask.boundaries), mask.device)
+        self.real = torch.tensor(True) if mask.real is None else mask.real.to(self.device) != 0
+        self.pooled = _pooled(self.tree, mask)
         rounds = is_mixture(model) or hasattr(model, "hf_quantizer")
         weight = next((p for p in model.parameters() if p.is_floating_point()), torch.empty(0))
         dtype = computed_in(weight)
@@ -206,9 +209,11 @@ class _Run:
         for value in filter(torch.Tensor.is_floating_point, tensors(output)):
             if value.shape[:2] == self.shape:
                 found.append(value.reshape(*self.shape, -1))
-            elif value.dim() and len(value) == len(self.tree.lengths):
+            elif value.dim() and len(value) == len(self.pooled):
                 lengths = torch.tensor(self.tree.lengths, device=value.device)
-                found.append(value.flatten(1).repeat_interleave(lengths, 0).reshape(*self.shape, -1))
+                flat = value.flatten(1)
+                each = flat.new_zeros(len(lengths), flat.shape[1]).index_copy(0, self.pooled.to(value.device), flat)
+                found.append(each.repeat_interleave(lengths, 0).reshape(*self.shape, -1))
         return found
 
     def gradient(self, outputs: list[torch.Tensor], exchanged: torch.Tensor) -> float:
@@ -273,6 +278,16 @@ class _Run:
             if name is not None or number > 8:
                 return name
         return None
+
+
+def _pooled(tree: Tree, mask: PackedMask) -> torch.Tensor:
+    """The numbers of the documents that a head pools, which are those with real tokens."""
+    lengths = torch.tensor(tree.lengths)
+    starts = lengths.cumsum(0) - lengths
+    held = lengths > 0
+    if mask.real is not None:
+        held &= mask.real.flatten().cpu()[starts.clamp(max=mask.real.numel() - 1)] != 0
+    return held.nonzero().flatten()
 
 
 def tensors(output: Any) -> Iterator[torch.Tensor]:

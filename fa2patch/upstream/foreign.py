@@ -16,7 +16,7 @@ import torch
 
 from .._compile import compiling, constant
 from .._types import Call, Function, Model
-from ..documents.names import LABELS, LENGTHS, LOSS_LABELS
+from ..documents.names import LABELS, LENGTHS, LOSS_LABELS, REAL
 from ..errors import PackingNotIsolated
 from . import inspecting
 from .calls import Calls, passed
@@ -120,7 +120,7 @@ def explain_rejected(model: Any, call: Call, error: TypeError) -> None:
         error: what the forward raised.
     """
     takes = calls_of(model).takes
-    unknown = [name for name in passed(call, (*LENGTHS, LOSS_LABELS)) if not takes(name)]
+    unknown = [name for name in passed(call, (*LENGTHS, REAL, LOSS_LABELS)) if not takes(name)]
     if unknown and not on_top(model):
         raise PackingNotIsolated(
             f"the forward of this {type(model).__name__} was replaced after fa2patch.apply by one that does not take "

@@ -17,14 +17,15 @@ import torch
 from .._compile import compiling
 from .._types import Args, Call, Function
 from ..documents import other_names
-from ..documents.names import LABELS, LENGTHS, PARENTS, TOKENS
-from ..errors import PackingNotIsolated
+from ..documents.checks import described
+from ..documents.names import LABELS, LENGTHS, PARENTS, REAL, TOKENS
+from ..errors import BadBatch, PackingNotIsolated
 from ..trying import says_nothing
 from . import apart_models, caches, dense, foreign, inspecting, luggage
 from .batch import has_pictures, is_for_queries
 from .calls import Calls, batch_shape, passed
 from .packed_batch import packed_mask
-from .packed_mask import PackedMask, find
+from .packed_mask import MASK, PackedMask, find
 from .parts.engines import row_part
 from .parts.row_part import RowPart
 from .reached import require_every_layer
@@ -145,6 +146,7 @@ def look(step: Step, part: RowPart | None = None) -> PackedMask | None:
         step.call = other_names.read(step.call, step.calls.names, shape)
         _with_a_batch_dimension(step.call, shape)
     call = step.call
+    real = real_tokens(call, shape)
     piece = luggage.find(call.get("position_ids"), luggage.MASK)
     if piece is not None and (piece.content is None or piece.content.shape == batch_shape(call)[0]):
         piece.delivered = True
@@ -163,9 +165,34 @@ def look(step: Step, part: RowPart | None = None) -> PackedMask | None:
         for name in LENGTHS:
             call.pop(name, None)
     if found is not None:
-        patch.examine(step.module, as_given, found)
+        if real is not None:
+            given = call.get(MASK)  # zeros and ones, as packed_mask leaves it
+            found.real = real = real if given is None else given * real.to(given)
+        patch.examine(step.module, as_given if real is None else {**as_given, REAL: real}, found)
         call.pop(PARENTS, None)  # it means nothing to upstream's **kwargs
+        if real is not None and step.calls.takes(MASK):
+            call[MASK] = real
     return found
+
+
+def real_tokens(call: Call, shape: tuple[int, int]) -> torch.Tensor | None:
+    """Take what a collator says of its padding out of a call: ``[batch, length]``, 0 in the padding; or None.
+
+    Boundaries are not derived from it: the padding is a document already. It becomes the mask that router losses weigh
+    tokens by.
+
+    Raises:
+        BadBatch: there is not one number for each token.
+    """
+    real = call.pop(REAL, None)
+    if real is None:
+        return None
+    if not isinstance(real, torch.Tensor) or tuple(real.shape) != shape:
+        raise BadBatch(
+            f"{REAL}: expected a tensor {list(shape)}, 0 in the padding and 1 elsewhere, found {described(real)}. Pass "
+            "it as the collator made it, or leave it out if the row has no padding."
+        )
+    return real
 
 
 def _shape(call: Call) -> tuple[int, int]:

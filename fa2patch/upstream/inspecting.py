@@ -160,6 +160,12 @@ def takes(function: Function, name: str) -> bool:
     return any(parameter.name == name for parameter in _readable_parameters(function))
 
 
+def default_of(function: Function, name: str, otherwise: Any) -> Any:
+    """Return the default of a function's parameter, ``otherwise`` if it has no such parameter or no default."""
+    found = (p.default for p in _readable_parameters(function) if p.name == name and p.default is not p.empty)
+    return next(found, otherwise)
+
+
 def takes_any_keyword(function: Function) -> bool:
     """Whether a function takes ``**kwargs``."""
     return any(parameter.kind is parameter.VAR_KEYWORD for parameter in _readable_parameters(function))

@@ -40,7 +40,8 @@ class PackedMask(TensorManners):
             layer, and 0 is no window.
         outright: whether a model around the text side made a mask for every query. Functions of the text side that make
             masks then hand it on without a window (PaliGemma 2 in 4.53 to 4.57).
-        real: the batch's 2-D attention mask ``[batch, length]``, which is 0 for padding; None if it has none.
+        real: ``[batch, length]``, 0 for padding, from the batch's 2-D attention mask or ``real_tokens``; None if it has
+            neither.
         part: the part of every row that this process holds; None if rows are whole. ``shape`` and ``position_ids``
             are then those of the part.
         both_ways: whether a layer let tokens see later ones when the model was patched.

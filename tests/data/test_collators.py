@@ -345,6 +345,7 @@ class TestPadding:
             "max_length_q": 3,
             "max_length_k": 3,
             "w": [[0.5] * 6 + [0.0] * 2],
+            "real_tokens": [[1, 1, 1, 1, 1, 1, 0, 0]],
         }
 
     def test_without_labels_is_not_learned(self) -> None:
@@ -357,7 +358,9 @@ class TestPadding:
     @pytest.mark.parametrize("multiple", [1, 2, 3, 6])
     def test_not_added_to_a_full_row(self, multiple: int) -> None:
         options = {"return_flash_attn_kwargs": True, "return_seq_idx": True}
-        assert_same(collate(LABELLED, pad_to_multiple_of=multiple, **options), collate(LABELLED, **options))
+        full = collate(LABELLED, pad_to_multiple_of=multiple, **options)
+        assert full.pop("real_tokens").tolist() == [[1] * 6]  # every batch of a loader has the same keys
+        assert_same(full, collate(LABELLED, **options))
 
     def test_counts_what_the_mask_left(self) -> None:
         example = {"input_ids": [1, 2, 0, 0], "attention_mask": [1, 1, 0, 0]}
@@ -420,6 +423,7 @@ class TestPadding:
         ([{"input_ids": [1.5, 2.0]}], "example 0: input_ids must be integers, found floats."),
         ([{"input_ids": [1], "labels": [1.0]}], "example 0: labels must be integers, found floats."),
         ([{"input_ids": [1], "seq_idx": [0]}], "example 0: seq_idx is made by the collator."),
+        ([{"input_ids": [1], "real_tokens": [1]}], "example 0: real_tokens is made by the collator."),
     ],
 )
 def test_errors(features: Any, message: str) -> None:

@@ -131,11 +131,12 @@ class TestDocumentLabels:
     def test_none_to_give(self) -> None:
         assert "labels" not in collate([{"input_ids": [1, 2]}, {"input_ids": [3]}], document_labels=True)
 
-    def test_padding_is_masked_and_has_no_label(self) -> None:
+    def test_padding_is_told_and_has_no_label(self) -> None:
         features = [{"input_ids": [1, 2], "label": 1}, {"input_ids": [3], "label": 0}]
         batch = collate(features, document_labels=True, pad_to_multiple_of=4)
         assert batch["labels"].tolist() == [1, 0]
-        assert batch["attention_mask"].tolist() == [[1, 1, 1, 0]]
+        assert batch["real_tokens"].tolist() == [[1, 1, 1, 0]]
+        assert "attention_mask" not in batch
         assert boundaries(batch["position_ids"]).lengths == (2, 1, 1)
 
     @pytest.mark.parametrize(

@@ -36,6 +36,15 @@ def test_ulysses_quickly():
     assert found["jamba"]["whole"]["found"] == "right"
 
 
+@pytest.mark.slow
+@pytest.mark.skipif(
+    not hasattr(transformers.modeling_utils, "ALL_ATTENTION_FUNCTIONS"), reason="Ulysses needs Transformers 4.51"
+)
+def test_a_parts_router_loss():
+    found = launched("router_parts")
+    assert found["ok"], found
+
+
 def needs(entry):
     """What an entry of stacks.toml needs."""
     if entry == "raw":

@@ -143,14 +143,6 @@ def test_trainers_count_documents_over_batches_of_different_sizes() -> None:
         assert_same(with_gradients(model, sum(losses)), expected)
 
 
-def test_a_batch_without_labels_has_a_loss_of_zero() -> None:
-    model = llama()
-    fa2patch.apply(model)
-    loss, gradients = with_gradients(model, model(**weighted()(features(DOCS[:1], without=0))).loss)
-    assert float(loss) == 0
-    assert all(float(one.abs().max()) == 0 for one in gradients.values())
-
-
 def test_the_output_keeps_its_logits() -> None:
     model = llama()
     expected = alone(model).logits

@@ -10,11 +10,12 @@ import types
 import pytest
 import torch
 import transformers
-from small_models import DOCS, WAYS, alone, assert_close, llama, told
+from small_models import DOCS, WAYS, alone, assert_close, assert_says_enough, llama, told
 
 import fa2patch
 
 TOKENS = torch.cat(DOCS)
+LENGTHS = [len(doc) for doc in DOCS]
 STARTS = [0, *torch.tensor([len(doc) for doc in DOCS]).cumsum(0).tolist()[:-1]]
 IGNORED = -100
 
@@ -66,6 +67,48 @@ def test_the_logits_that_predict_a_label(first):
     expected = predicted(learned)
     found = packed_loss(labels, kept)
     assert_close(found, expected, f"loss {found} ({expected})")
+
+
+GAPS = {
+    "no gap": list(range(3, 17)),
+    "a document is left out": [at for at in range(18) if at != 5],
+    "ends are left out": [0, 1, 2, 6, 7, 8, 9, 15, 16],
+    "an end and two starts are left out": [2, 3, 10, 11, 16, 17],
+}
+
+
+@pytest.mark.parametrize("first", [True, False], ids=["first labels too", "no first labels"])
+@pytest.mark.parametrize("case", GAPS)
+def test_the_kept_tokens_own_labels(case, first):
+    """The labels are cut by the tensor that chooses the logits. A gap of it does not join two documents."""
+    at = torch.tensor(GAPS[case])
+    labels = TOKENS.clone()
+    labels[STARTS] = labels[STARTS] if first else IGNORED
+    logits, document = alone(llama()).logits, torch.repeat_interleave(torch.arange(len(DOCS)), torch.tensor(LENGTHS))
+    inside = document[at[1:]] == document[at[:-1]]
+    expected = torch.nn.functional.cross_entropy(logits[at[:-1]][inside], TOKENS[at[1:]][inside])
+    found = packed_loss(labels[at][None], fewer(mask=at))
+    assert_close(found, expected, f"loss {found} ({expected})")
+
+
+def test_a_label_behind_a_gap_that_no_token_has_is_an_error():
+    at = torch.tensor(GAPS["ends are left out"])
+    labels = TOKENS[at] - 1
+    with pytest.raises(fa2patch.errors.BadBatch, match="leaves out the end of a document.*Keep every") as raised:
+        packed_loss(labels[None], fewer(mask=at))
+    assert_says_enough(raised.value)
+    labels[3] = labels[7] = IGNORED
+    assert packed_loss(labels[None], fewer(mask=at)).isfinite()
+
+
+def test_labels_behind_a_gap_of_embeddings_are_an_error():
+    at = torch.tensor(GAPS["ends are left out"])
+    kept, model = fewer(mask=at), llama()
+    fa2patch.apply(model)
+    batch = told(DOCS, "position_ids", labels=TOKENS[at][None])
+    batch["inputs_embeds"] = model.get_input_embeddings()(batch.pop("input_ids"))
+    with pytest.raises(fa2patch.errors.BadBatch, match="leaves out the end of a document"):
+        model(**batch, **kept, use_cache=False)
 
 
 def test_labels_and_logits_of_other_numbers_are_an_error():

@@ -7,10 +7,13 @@ from typing import Any
 
 import torch
 
+from ..._compile import compiling
 from ..._types import Call, Model
 from ...documents.boundaries import Boundaries
 from ...documents.checks import described
-from ...documents.names import FEWER_LOGITS, IGNORED_LABEL, LABELS
+from ...documents.device import Check, require_all
+from ...documents.names import FEWER_LOGITS, IGNORE_INDEX, IGNORED_LABEL, LABELS, TOKENS
+from ...documents.tokens import document_of
 from ...documents.tree_checks import require_no_first_labels
 from ...errors import BadBatch, PackingNotIsolated
 from .. import inspecting
@@ -38,8 +41,26 @@ class FirstLabels(Trait):
         kept = kept_logits(step.call)
         if part is not None:
             _require_shifted(step.module, given, kept)
-        inside = {name: inside_documents(labels, documents, name, shape, kept, part) for name, labels in given.items()}
-        step.call = {**step.call, **inside}
+        of_loss = _ignored_by(step.module) if given else IGNORED_LABEL
+        # Some models do not hand ignore_index on to their loss, which then ignores another label.
+        asked = step.call.pop(IGNORE_INDEX, None) if step.calls.takes(IGNORE_INDEX) else None
+        ids = step.call.get(TOKENS[0])
+        for name, labels in given.items():
+            labels = _replaced(labels, of_loss if asked is None else asked, IGNORED_LABEL)
+            inside = inside_documents(labels, documents, name, shape, kept, part, ids)
+            step.call[name] = _replaced(inside, IGNORED_LABEL, of_loss)
+
+
+def _ignored_by(model: Model) -> int:
+    """The label that a model's loss function ignores by default. A graph cannot look at functions: -100 there."""
+    loss = None if compiling() else _loss_function(model)
+    return IGNORED_LABEL if loss is None else int(inspecting.default_of(loss, IGNORE_INDEX, IGNORED_LABEL))
+
+
+def _replaced(labels: Any, one: int, by: int) -> Any:
+    if one == by or not isinstance(labels, torch.Tensor):
+        return labels
+    return labels.masked_fill(labels == one, by)
 
 
 def _require_shifted(model: Model, given: Call, kept: object) -> None:
@@ -110,6 +131,7 @@ def inside_documents(
     shape: tuple[int, int],
     kept: slice | torch.Tensor | None,
     part: RowPart | None = None,
+    ids: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Labels in which every document's first token has the label -100.
 
@@ -124,14 +146,16 @@ def inside_documents(
         shape: ``(batch, length)`` of the batch.
         kept: The tokens whose logits are computed, as an index of a row.
         part: the part of every row that the labels are of; None if rows are whole.
+        ids: the batch's ``input_ids``, if it has any. They tell what labels behind a gap of ``kept`` mean.
 
     Raises:
-        BadBatch: ``labels`` is no tensor, does not have one label for each token, or holds probabilities; or the first
-            token of a segment with a parent has a label.
+        BadBatch: ``labels`` is no tensor, does not have one label for each token, or holds probabilities; the first
+            token of a segment with a parent has a label; or it is not known which token a label behind a gap of
+            ``kept`` is.
     """
     tokens = shape[0] * shape[1]
     if kept is not None and isinstance(labels, torch.Tensor) and labels.dim() == 2 and tuple(labels.shape) != shape:
-        return _inside_of_fewer(labels, documents, name, shape, kept)
+        return _inside_of_fewer(labels, documents, name, shape, kept, ids)
     if not isinstance(labels, torch.Tensor) or not _one_for_each(labels, shape):
         raise BadBatch(
             f"{name}: expected a tensor [{shape[0]}, {shape[1]}], one for each token (or integers of more dimensions "
@@ -164,7 +188,12 @@ def _crossing(documents: Boundaries, name: str, tokens: int) -> torch.Tensor:
 
 
 def _inside_of_fewer(
-    labels: torch.Tensor, documents: Boundaries, name: str, shape: tuple[int, int], kept: slice | torch.Tensor
+    labels: torch.Tensor,
+    documents: Boundaries,
+    name: str,
+    shape: tuple[int, int],
+    kept: slice | torch.Tensor,
+    ids: torch.Tensor | None,
 ) -> torch.Tensor:
     """:func:`inside_documents` of labels that were cut to the logits that are computed.
 
@@ -185,7 +214,36 @@ def _inside_of_fewer(
         )
     if name == "labels":
         last = torch.nn.functional.pad(last[:, :-1], (1, 0), value=True)
-    return labels.masked_fill(last, IGNORED_LABEL)
+    labels = labels.masked_fill(last, IGNORED_LABEL)
+    return labels if name != "labels" or isinstance(kept, slice) else _without_gaps(labels, documents, shape, kept, ids)
+
+
+def _without_gaps(
+    labels: torch.Tensor, documents: Boundaries, shape: tuple[int, int], kept: torch.Tensor, ids: torch.Tensor | None
+) -> torch.Tensor:
+    """Labels without those that a token of another document would predict, because the tokens between are not kept.
+
+    There are two ways to cut labels. If they are the kept tokens' own labels, the label behind such a gap is another
+    document's. ms-swift gives each kept token but the last one the label of the token behind it in the row, which
+    belongs to the same document. The ids tell which of the two it is.
+    """
+    at = torch.arange(shape[1], device=labels.device)[kept.to(labels.device)]
+    document = document_of(documents.cu_seqlens.to(labels.device), shape[0] * shape[1]).view(shape)[:, at]
+    behind = (document[:, 1:] != document[:, :-1]) & (labels[:, 1:] != IGNORED_LABEL)
+    if ids is None:
+        own = other = torch.zeros_like(behind)
+    else:
+        ids = ids.to(labels.device)
+        own, other = labels[:, 1:] == ids[:, (at[:-1] + 1).clamp(max=shape[1] - 1)], labels[:, 1:] == ids[:, at[1:]]
+    require_all([Check((~behind | own | other).all(), BadBatch, _UNKNOWN_GAP)])
+    return labels.masked_fill(torch.nn.functional.pad(behind & ~own, (1, 0)), IGNORED_LABEL)
+
+
+_UNKNOWN_GAP = (
+    "labels: logits_to_keep leaves out the end of a document, and the next label is neither the token behind the last "
+    "kept one nor the next kept token, so it is not known whether it crosses documents. Keep every document's last "
+    "token, or set the label of each document's first kept token to -100."
+)
 
 
 def _one_for_each(labels: torch.Tensor, shape: tuple[int, int]) -> bool:

@@ -20,6 +20,7 @@ from .pooling import PooledHeads
 from .positions import Positions
 from .registry import Registered
 from .rope import Rope
+from .router_loss import RouterLoss
 from .row_heads import FirstTokenHeads, RowHeads
 from .row_length import RowLength
 from .row_positions import RowPositions
@@ -50,6 +51,7 @@ TRAITS: tuple[Trait, ...] = (
     Masks(),
     WeightedLoss(),
     FirstLabels(),
+    RouterLoss(),
     RowValues(),
     PooledHeads(),
     Axes(),

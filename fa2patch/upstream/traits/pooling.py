@@ -135,8 +135,7 @@ def _pooled_tokens(boundaries: Boundaries, ids: torch.Tensor, pad: int | None) -
     lengths = torch.tensor(boundaries.lengths)
     ends = lengths.cumsum(0).to(ids.device)
     lengths = lengths.to(ids.device)
-    last = boundaries.tree.leaves if boundaries.tree is not None else [i for i, n in enumerate(boundaries.lengths) if n]
-    of_documents = torch.tensor(last, device=ids.device)
+    of_documents = torch.tensor(_last_segments(boundaries), device=ids.device)
     if pad is None:
         return (ends - 1)[of_documents]
     tokens = ids.numel()
@@ -146,11 +145,18 @@ def _pooled_tokens(boundaries: Boundaries, ids: torch.Tensor, pad: int | None) -
     return torch.zeros_like(ends).scatter_reduce(0, document, at, "amax")[of_documents]
 
 
+def _last_segments(boundaries: Boundaries) -> list[int]:
+    """The segment in which each document ends, of those that have tokens."""
+    if boundaries.tree is not None:
+        return boundaries.tree.leaves
+    return [number for number, length in enumerate(boundaries.lengths) if length]
+
+
 def _of_real_documents(tokens: torch.Tensor, boundaries: Boundaries, given: object) -> torch.Tensor:
     """The pooled tokens without those of documents that a 2-D mask marks as padding."""
-    if not isinstance(given, torch.Tensor) or given.dim() != 2 or boundaries.tree is not None:
+    if not isinstance(given, torch.Tensor) or given.dim() != 2:
         return tokens
-    starts = torch.tensor([0, *(length for length in boundaries.lengths if length)])[:-1].cumsum(0)
+    starts = torch.tensor([0, *boundaries.lengths])[:-1].cumsum(0)[_last_segments(boundaries)]
     return tokens[given.flatten()[starts.to(given.device)].to(tokens.device) != 0]
 
 

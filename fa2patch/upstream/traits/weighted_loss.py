@@ -15,7 +15,15 @@ import torch
 from ..._types import Call
 from ...documents.checks import described
 from ...documents.device import require
-from ...documents.names import COUNTED_LABEL, FEWER_LOGITS, IGNORED_LABEL, LABELS, LOSS_LABELS, LOSS_WEIGHTS
+from ...documents.names import (
+    COUNTED_LABEL,
+    FEWER_LOGITS,
+    IGNORE_INDEX,
+    IGNORED_LABEL,
+    LABELS,
+    LOSS_LABELS,
+    LOSS_WEIGHTS,
+)
 from ...errors import BadBatch
 from .. import inspecting
 from ..calls import passed
@@ -45,7 +53,7 @@ class Weighted:
         logits = (logits if logits.dtype == torch.float64 else logits.float())[:, :-1]
         labels, weights = self.labels[:, 1:].to(logits.device), self.weights[:, 1:].to(logits)
         losses = torch.nn.functional.cross_entropy(logits.flatten(0, 1), labels.flatten(), reduction="none")
-        items = weights.sum().clamp(min=1) if self.items is None else self.items  # no document may have a label
+        items = weights.sum() if self.items is None else self.items  # without labels: NaN, as in padded training
         return (losses * weights.flatten()).sum() / torch.as_tensor(items, device=logits.device)
 
 
@@ -120,6 +128,11 @@ def _require_labels(step: Step) -> None:
         raise BadBatch(f"{_MEANT}, need all logits, but {', '.join(fewer)} was passed. Leave it out.")
     if call.get("shift_labels") is not None or (step.mask is not None and step.mask.part is not None):
         raise BadBatch(f"{_MEANT}, need whole rows, but this process has a part of each. Leave loss_weights out.")
+    if call.get(IGNORE_INDEX) not in (None, IGNORED_LABEL):
+        raise BadBatch(
+            f"{_MEANT}, came with ignore_index={call[IGNORE_INDEX]}: the collator made weights where labels are not "
+            f"{IGNORED_LABEL}. Leave ignore_index out, and give the collator labels of {IGNORED_LABEL} instead."
+        )
     if _adds_router_loss(step, call):
         raise BadBatch(
             f"{_MEANT}, came to {type(step.module).__name__} with output_router_logits=True, which adds the router's "

@@ -119,7 +119,9 @@ def _packed(base: Any, call: Call, share: bool) -> tuple[Call, Layout] | str:
     packed = {name: layout.packed(v) if _per_token(v, mask.shape) else v for name, v in call.items()}
     if given is None:
         packed["position_ids"] = described["position_ids"] + patch.found[positions.NAME].first
-    return {**described, **packed}, layout
+    call = {**described, **packed}
+    call["position_ids"] = luggage.attach(call["position_ids"], luggage.Piece(luggage.PADDING, True))
+    return call, layout
 
 
 def _masked(call: Call) -> bool:

@@ -16,6 +16,7 @@ from .._types import Call, Model
 from ..documents.boundaries import Boundaries
 from ..errors import Fa2PatchError, NothingProven, PackingNotIsolated
 from ..probing import proving
+from ..upstream import around, luggage
 from ..upstream.dense import warn_unpacked
 from ..upstream.packed_mask import PackedMask
 from ..upstream.step import Patched
@@ -121,8 +122,8 @@ def examine(patch: Examined, module: Model, call: Call, mask: PackedMask) -> Non
         mask: the packed mask of the batch.
 
     Raises:
-        PackingNotIsolated: documents see each other in a module that fa2patch does not know. While a graph is captured,
-            this error replaces the following ones.
+        PackingNotIsolated: documents see each other in a module that fa2patch does not know, or a model around this one
+            is not patched. While a graph is captured, this error replaces the following ones.
         LayerNotPatchable, UnsupportedModel: the model's modules have changed, and it can no longer be patched.
     """
     examination = patch.examination
@@ -131,7 +132,11 @@ def examine(patch: Examined, module: Model, call: Call, mask: PackedMask) -> Non
         if found:
             raise PackingNotIsolated(found)
         return
-    if examination.under_way or getattr(module, "_is_replica", False) or not patch.active:
+    if examination.under_way:
+        return
+    if luggage.take(call.get("position_ids"), luggage.PADDING) is None:
+        around.require_patched(patch)
+    if getattr(module, "_is_replica", False) or not patch.active:
         return
     if proving.structure(patch.model) != examination.structure:
         with _lock:
@@ -209,6 +214,7 @@ def _examined(number: str, tree: bool) -> str:
         return ""
     with paused():
         try:
+            around.require_patched(patch)
             if proving.structure(patch.model) != patch.examination.structure:
                 patch.renew()
             if patch.examination.must:

@@ -20,14 +20,13 @@ from ..documents import other_names
 from ..documents.names import LABELS, LENGTHS, PARENTS, TOKENS
 from ..errors import PackingNotIsolated
 from ..trying import says_nothing
-from . import apart_models, caches, dense, foreign, inspecting, luggage
+from . import apart_models, caches, dense, foreign, inspecting, luggage, reached
 from .batch import has_pictures, is_for_queries
 from .calls import Calls, batch_shape, passed
 from .packed_batch import packed_mask
 from .packed_mask import PackedMask, find
 from .parts.engines import row_part
 from .parts.row_part import RowPart
-from .reached import require_every_layer
 from .step import MARK, PADDING, ROLE, Step
 from .traits import pooling
 
@@ -224,11 +223,15 @@ def _sent_inside(step: Step, mask: PackedMask) -> Any:
 
 
 def _placed(step: Step, mask: PackedMask) -> Any:
-    """Call a model with the mask as an argument, and require that every layer was given the boundaries."""
+    """Call a model with the mask as an argument, and require that every layer is given the boundaries."""
     step.patch.unpacked = None
     step.call[step.patch.route.carrier] = mask
     if not step.calls.takes("position_ids"):
         del step.call["position_ids"]
+    return reached.computed(_with_mask, step, mask)
+
+
+def _with_mask(step: Step) -> Any:
     try:
         output = _made(step)
     except TypeError as error:
@@ -243,7 +246,6 @@ def _placed(step: Step, mask: PackedMask) -> Any:
             _require_delivered(step)
         raise
     _require_delivered(step)
-    require_every_layer(step.module, step.patch, mask)
     return output
 
 

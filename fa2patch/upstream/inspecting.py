@@ -11,11 +11,14 @@ import functools
 import inspect
 import sys
 import weakref
-from collections.abc import Iterable, Iterator
-from types import CellType, CodeType, FunctionType
+from collections.abc import Iterable, Iterator, Mapping
+from types import CellType, CodeType, FrameType, FunctionType
 from typing import Any
 
-from .._types import Config, Function
+import torch
+
+from .._compile import traced
+from .._types import Call, Config, Function
 
 
 def code_of(function: object) -> CodeType | None:
@@ -214,3 +217,42 @@ def forwards_that_run(cls: type) -> Iterator[Function]:
 def text_config(config: Config) -> Config:
     """Return the config of a model's text side, or the config itself if it has no such part."""
     return config.get_text_config() if hasattr(config, "get_text_config") else config
+
+
+def running() -> Iterator[FrameType]:
+    """Yield the frames of this thread, the innermost first, without this function's own."""
+    frame = sys._getframe().f_back
+    while frame is not None:
+        yield frame
+        frame = frame.f_back
+
+
+def variables_of(frame: FrameType) -> Call:
+    """Return a frame's variables, and what its ``**kwargs`` hold."""
+    return _with_keywords(frame.f_code, frame.f_locals)
+
+
+def _with_keywords(code: CodeType, variables: Mapping[str, Any]) -> Call:
+    if not code.co_flags & inspect.CO_VARKEYWORDS:
+        return dict(variables)
+    at = code.co_argcount + code.co_kwonlyargcount + bool(code.co_flags & inspect.CO_VARARGS)
+    keywords = variables.get(code.co_varnames[at])
+    return {**variables, **(keywords if isinstance(keywords, dict) else {})}
+
+
+def modules_called() -> Iterator[tuple[Any, Call]]:
+    """Yield the modules whose calls are running in this thread, the innermost first, each with the call's variables.
+
+    While a graph is captured, the calls that are traced are among them.
+    """
+    for frame in running():
+        tracing = traced(frame)
+        code = frame.f_code if tracing is None else tracing[0]
+        if not code.co_argcount or not (code is _CALL or code.co_name == "forward"):
+            continue  # reading a frame's variables takes time
+        variables = frame.f_locals if tracing is None else tracing[1]
+        yield variables.get(code.co_varnames[0]), _with_keywords(code, variables)
+
+
+_CALL = torch.nn.Module._call_impl.__code__
+"""The code through which a module is called, unless its forward is called itself."""

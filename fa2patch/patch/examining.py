@@ -45,6 +45,14 @@ DOCUMENTS, BRANCHES = "documents", "branches"
 _lock = threading.RLock()
 """Held while a model is examined, so that no other thread uses numbers that are still to be proven."""
 
+
+class _Thread(threading.local):
+    """Whether this thread runs a model in order to prove a batch. What it is given there is no user's batch."""
+
+    proves = False
+
+
+_thread = _Thread()
 _numbers = itertools.count(1)
 _by_number: weakref.WeakValueDictionary[str, Examined] = weakref.WeakValueDictionary()
 
@@ -132,7 +140,7 @@ def examine(patch: Examined, module: Model, call: Call, mask: PackedMask) -> Non
         if found:
             raise PackingNotIsolated(found)
         return
-    if examination.under_way:
+    if examination.under_way or _thread.proves:
         return
     if luggage.take(call.get("position_ids"), luggage.PADDING) is None:
         around.require_patched(patch)
@@ -191,16 +199,24 @@ def _due(examination: Examination, module: Model, boundaries: Boundaries) -> set
 
 
 def _proven(patch: Examined, due: set[tuple[str, int]], module: Model, call: Call, mask: PackedMask) -> None:
-    with patch.examination.paused() if proving.is_sharded(patch.model) else contextlib.nullcontext():
-        try:
-            proving.prove(module, call, mask)
-        except proving.Unseen:
-            try:
-                with patch.examination.paused():
-                    proving.prove(module, call, mask, itself=True)
-            except proving.Unseen as error:
-                raise PackingNotIsolated(str(error)) from None
+    before, _thread.proves = _thread.proves, True
+    try:
+        with patch.examination.paused() if proving.is_sharded(patch.model) else contextlib.nullcontext():
+            _prove(patch, module, call, mask)
+    finally:
+        _thread.proves = before
     patch.examination.proven |= due
+
+
+def _prove(patch: Examined, module: Model, call: Call, mask: PackedMask) -> None:
+    try:
+        proving.prove(module, call, mask)
+    except proving.Unseen:
+        try:
+            with patch.examination.paused():
+                proving.prove(module, call, mask, itself=True)
+        except proving.Unseen as error:
+            raise PackingNotIsolated(str(error)) from None
 
 
 @constant

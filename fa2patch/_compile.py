@@ -71,14 +71,17 @@ def transforming() -> bool:
     return torch._C._functorch.peek_interpreter_stack() is not None
 
 
-def traced(frame: FrameType) -> tuple[CodeType, dict[str, Any]] | None:
-    """The code that dynamo traces in a frame of its own, with that code's variables; None for any other frame.
-
-    A call that is traced has no frame. A variable that is no module, constant or dict is dynamo's object for it.
-    """
+def tracing_code() -> CodeType | None:
+    """The code of the frames in which dynamo traces a call; None before it is imported. A traced call has no frame."""
     dynamo = sys.modules.get("torch._dynamo.symbolic_convert")
-    if dynamo is None or frame.f_code is not dynamo.InstructionTranslatorBase.run.__code__:
-        return None
+    return None if dynamo is None else dynamo.InstructionTranslatorBase.run.__code__
+
+
+def traced(frame: FrameType) -> tuple[CodeType, dict[str, Any]]:
+    """The code that dynamo traces in a frame of :func:`tracing_code`, with that code's variables.
+
+    A variable that is no module, constant or dict is dynamo's object for it.
+    """
     tracer = frame.f_locals["self"]
     return tracer.f_code, {name: _traced_value(tracer, value) for name, value in tracer.symbolic_locals.items()}
 

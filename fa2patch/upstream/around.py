@@ -46,8 +46,8 @@ def _looks_at_tokens_alone(model: Any) -> bool:
 
 def _models_called(patch: Patched) -> Iterator[tuple[Any, Call]]:
     """The models without this patch that are running, the innermost first, each with the arguments of its call."""
-    for module, given in inspecting.modules_called():
+    for module, code, variables in inspecting.modules_called():
         if is_transformers_model(module):
             model = module._modules.get("_orig_mod", module)  # torch.compile(model) is of the model's class, too
             if vars(model).get(MARK) is not patch:
-                yield model, given
+                yield model, inspecting.with_keywords(code, variables)

@@ -133,7 +133,7 @@ def _has_labels(code: CodeType) -> bool:
     """Whether a caller runs this code, and labels were given to it or to a function that it has called."""
     given = False
     for frame in inspecting.running():
-        given = given or bool(passed(inspecting.variables_of(frame), LABELS))
+        given = given or bool(passed(inspecting.with_keywords(frame.f_code, frame.f_locals), LABELS))
         if frame.f_code is code:
             return given
     return False

@@ -23,6 +23,7 @@ from ..trying import says_nothing
 from . import apart_models, caches, dense, foreign, inspecting, luggage, reached
 from .batch import has_pictures, is_for_queries
 from .calls import Calls, batch_shape, passed
+from .find_models import models
 from .packed_batch import packed_mask
 from .packed_mask import PackedMask, find
 from .parts.engines import row_part
@@ -251,4 +252,13 @@ def _with_mask(step: Step) -> Any:
 
 def _require_delivered(step: Step) -> None:
     for piece in step.pieces:
+        if piece.delivered:
+            continue
+        gone = next((inner for inner in models(step.module) if MARK not in vars(inner)), None)
+        if gone is not None:
+            raise PackingNotIsolated(
+                f"{type(step.module).__name__} is patched, but the {type(gone).__name__} inside it is not any more: it "
+                "was reverted through a model that shares it, such as copy.copy(model). Call fa2patch.apply(model) "
+                "again."
+            )
         luggage.require_delivered(piece, step.module)

@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 
-from .._compile import traced
+from .._compile import traced, tracing_code
 from .._types import Call, Config, Function
 
 
@@ -227,12 +227,8 @@ def running() -> Iterator[FrameType]:
         frame = frame.f_back
 
 
-def variables_of(frame: FrameType) -> Call:
-    """Return a frame's variables, and what its ``**kwargs`` hold."""
-    return _with_keywords(frame.f_code, frame.f_locals)
-
-
-def _with_keywords(code: CodeType, variables: Mapping[str, Any]) -> Call:
+def with_keywords(code: CodeType, variables: Mapping[str, Any]) -> Call:
+    """Return the variables of a call of this code, and what its ``**kwargs`` hold."""
     if not code.co_flags & inspect.CO_VARKEYWORDS:
         return dict(variables)
     at = code.co_argcount + code.co_kwonlyargcount + bool(code.co_flags & inspect.CO_VARARGS)
@@ -240,19 +236,23 @@ def _with_keywords(code: CodeType, variables: Mapping[str, Any]) -> Call:
     return {**variables, **(keywords if isinstance(keywords, dict) else {})}
 
 
-def modules_called() -> Iterator[tuple[Any, Call]]:
-    """Yield the modules whose calls are running in this thread, the innermost first, each with the call's variables.
+def modules_called() -> Iterator[tuple[Any, CodeType, Mapping[str, Any]]]:
+    """Yield the modules whose calls are running in this thread, the innermost first, with the code and its variables.
 
-    While a graph is captured, the calls that are traced are among them.
+    While a graph is captured, the calls that are traced are among them. Reading the variables of a frame takes time, so
+    only those of a module's call and of functions that are defined as ``forward`` are read.
     """
-    for frame in running():
-        tracing = traced(frame)
-        code = frame.f_code if tracing is None else tracing[0]
-        if not code.co_argcount or not (code is _CALL or code.co_name == "forward"):
-            continue  # reading a frame's variables takes time
-        variables = frame.f_locals if tracing is None else tracing[1]
-        yield variables.get(code.co_varnames[0]), _with_keywords(code, variables)
+    tracing, frame = tracing_code(), sys._getframe().f_back
+    while frame is not None:
+        code = frame.f_code
+        if code is tracing:
+            code, variables = traced(frame)
+            if _calls_a_module(code):
+                yield variables.get(code.co_varnames[0]), code, variables
+        elif _calls_a_module(code):
+            yield frame.f_locals.get(code.co_varnames[0]), code, frame.f_locals
+        frame = frame.f_back
 
 
-_CALL = torch.nn.Module._call_impl.__code__
-"""The code through which a module is called, unless its forward is called itself."""
+def _calls_a_module(code: CodeType) -> bool:
+    return code is torch.nn.Module._call_impl.__code__ or (code.co_name == "forward" and code.co_argcount > 0)

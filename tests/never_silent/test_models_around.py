@@ -130,6 +130,18 @@ def test_a_reverted_head_leaves_the_other_one_patched(reverted):
         assert torch.equal(one(**packed()).logits, plain(**packed()).logits)
 
 
+def test_a_shallow_copy_whose_original_is_reverted():
+    """Its base model is the original's, which is not patched any more."""
+    model = llama()
+    fa2patch.apply(model)
+    other = copy.copy(model)
+    fa2patch.revert(model)
+    with pytest.raises(PackingNotIsolated, match=r"inside it is not any more.*fa2patch\.apply\(model\) again"):
+        other(**packed(labels=OPEN))
+    fa2patch.apply(other)
+    assert right_or_refused(lambda: called(other, other, packed(labels=OPEN)), alone(llama())) == "right"
+
+
 def test_a_superseded_patch_that_is_reverted_leaves_padded_batches_packed():
     model = llama()
     first = fa2patch.apply(model.model, padded_batches=True)

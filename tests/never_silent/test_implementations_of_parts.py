@@ -6,6 +6,7 @@ import copy
 from typing import Any
 
 import pytest
+import torch
 from small_models import DOCS, Result, alone, called, labels_of, of_family, right_or_refused, small, told
 
 import fa2patch
@@ -87,3 +88,19 @@ def test_an_implementation_of_a_part(family, way, when):
         called(model, model, packed())
         way(model)
     assert right_or_refused(lambda: called(model, model, packed()), expected) == "right"
+
+
+def test_an_implementation_that_takes_padding_out_by_itself_is_set_after_apply():
+    """ModernBERT's up to 5.0, whose rows have another shape then. Later ones are right."""
+    cls, config = of_family("modernbert:masked")
+    expected = Result(alone(small(cls, config)).logits)
+    model = small(cls, config)
+    fa2patch.apply(model, prove=False)
+    model.config._attn_implementation = "flash_attention_2"
+
+    def run():
+        with torch.no_grad():
+            return Result(model(**told(DOCS, "position_ids")).logits[0])
+
+    verdict = right_or_refused(run, expected)
+    assert verdict in ("right", "refused: UnsupportedModel")

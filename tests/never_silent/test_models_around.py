@@ -131,11 +131,13 @@ def test_a_reverted_head_leaves_the_other_one_patched(reverted):
 
 
 def test_a_shallow_copy_whose_original_is_reverted():
-    """Its base model is the original's, which is not patched any more."""
-    model = llama()
+    """Its base model is the original's, which is not patched any more, and so it is not either."""
+    model, third = llama(), llama()
     fa2patch.apply(model)
+    fa2patch.apply(third)  # keeps the replaced forward on the class
     other = copy.copy(model)
     fa2patch.revert(model)
+    assert fa2patch.status(other) is None
     with pytest.raises(PackingNotIsolated, match=r"inside it is not any more.*fa2patch\.apply\(model\) again"):
         other(**packed(labels=OPEN))
     fa2patch.apply(other)

@@ -17,6 +17,8 @@ from typing import Any, Callable
 
 import wrapt
 
+from ._compile import between_compilations
+
 ABSENT = object()
 """Stands for the original value if the owner did not have the attribute."""
 
@@ -88,7 +90,10 @@ def bind(owner: Any, attribute: str, make: Callable[[Any], Any], user: Any) -> B
 
 
 def release(user: Any) -> None:
-    """Remove a user from every binding and undo the bindings that have no users left."""
+    """Remove a user from every binding and undo the bindings that have no users left.
+
+    While a graph is being compiled, in any thread, they are undone as soon as that is done.
+    """
     with LOCK:
         for binding in _bindings:
             binding.users.discard(user)
@@ -114,7 +119,17 @@ def used_by(user: Any) -> list[Binding]:
         return [binding for binding in _bindings if user in binding.users]
 
 
+def users() -> set[Any]:
+    """Everything that uses a binding."""
+    with LOCK:
+        return {user for binding in _bindings for user in binding.users}
+
+
 def _undo_unused() -> None:
+    between_compilations(_undo)
+
+
+def _undo() -> None:
     with LOCK:
         unused = [binding for binding in reversed(_bindings) if not list(binding.users)]
         for binding in unused:

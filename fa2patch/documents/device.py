@@ -8,11 +8,31 @@ import torch
 from numpy.typing import NDArray
 
 from .._compile import compiling
+from ..errors import PackingNotIsolated
 
 
 def read(tensor: torch.Tensor) -> NDArray[Any]:
-    """The tensor's values on the host. Every read of boundaries from the device goes through this function."""
-    return tensor.detach().cpu().numpy()
+    """The tensor's values on the host. Every read of boundaries from the device goes through this function.
+
+    Raises:
+        PackingNotIsolated: the tensor has no values, or several, because it stands for those of other batches.
+    """
+    try:
+        return tensor.detach().cpu().numpy()
+    except Exception as error:
+        if _has_values(tensor):
+            raise
+        raise PackingNotIsolated(
+            "a batch says where documents start, and its values cannot be read here: its tensors stand for others "
+            f"({type(error).__name__} of a {type(tensor).__name__}), as under FakeTensorMode, aot_function and "
+            "torch.func.vmap over batches. Take the patch off for this: fa2patch.revert(model). torch.compile looks at "
+            "every batch."
+        ) from error
+
+
+def _has_values(tensor: torch.Tensor) -> bool:
+    wrapped = torch._C._functorch.is_functorch_wrapped_tensor(tensor)
+    return type(tensor) in (torch.Tensor, torch.nn.Parameter) and not wrapped
 
 
 def assert_async(held: torch.Tensor, message: str) -> None:

@@ -132,7 +132,7 @@ def _notice(name: str, says: torch.Tensor | None, training: bool) -> None:
     )
     if training:
         devices.require(~says, BoundaryConflict, message.replace("{", "{{").replace("}", "}}"))
-    elif says.device.type == "cpu" and not compiling() and bool(says):
+    elif says.device.type == "cpu" and not compiling() and bool(devices.read(says)):
         warnings.warn(message, NothingPacked, stacklevel=4)
 
 

@@ -203,7 +203,9 @@ def _packed(base: Any, call: Call, share: bool, head: heads.HeadCall | None) -> 
     packed = {name: layout.packed(v) if _per_token(v, mask.shape) else v for name, v in call.items()}
     if given is None:
         packed["position_ids"] = described["position_ids"] + first
-    return _Packed({**described, **packed}, layout, real, padding)
+    call = {**described, **packed}
+    call["position_ids"] = luggage.attach(call["position_ids"], luggage.Piece(luggage.PADDING, True))
+    return _Packed(call, layout, real, padding)
 
 
 def _why_left(base: Any, patch: Patched, call: Call) -> str:

@@ -13,12 +13,12 @@ import torch
 
 from .. import kernels
 from .._types import Function
-from ..binding import LOCK, release
+from ..binding import LOCK, release, used_by
 from ..errors import BadArgument, LayerNotPatchable, UnsupportedNumPy, UnsupportedTransformers
 from ..upstream import foreign, inspecting
 from ..upstream.find_models import models
 from ..upstream.step import MARK
-from . import padding, peft_models
+from . import padding, peft_models, tracers
 from .plan import plan
 from .state import Patch
 from .unwrap import transformers_model
@@ -122,6 +122,7 @@ def _install(patch: Patch) -> None:
             for site in patch.plan.sites:
                 site.bind(patch)
             peft_models.watch(patch)
+            tracers.watch(patch)
         except BaseException:
             release(patch)
             raise
@@ -154,7 +155,7 @@ def status(model: object) -> Patch | None:
         NotAModel: there is no Transformers model in ``model``.
     """
     patch: Patch | None = transformers_model(model).__dict__.get(MARK)
-    return patch
+    return patch if patch is not None and used_by(patch) else None  # copy.copy(model) keeps the mark of a reverted one
 
 
 def _with_replaced_forward(patch: Patch) -> Iterator[Any]:

@@ -16,6 +16,7 @@ from .._types import Call, Model
 from ..documents.boundaries import Boundaries
 from ..errors import Fa2PatchError, NothingProven, PackingNotIsolated
 from ..probing import proving
+from ..upstream import around, luggage
 from ..upstream.dense import warn_unpacked
 from ..upstream.packed_mask import PackedMask
 from ..upstream.step import Patched
@@ -44,6 +45,14 @@ DOCUMENTS, BRANCHES = "documents", "branches"
 _lock = threading.RLock()
 """Held while a model is examined, so that no other thread uses numbers that are still to be proven."""
 
+
+class _Thread(threading.local):
+    """Whether this thread runs a model in order to prove a batch. What it is given there is no user's batch."""
+
+    proves = False
+
+
+_thread = _Thread()
 _numbers = itertools.count(1)
 _by_number: weakref.WeakValueDictionary[str, Examined] = weakref.WeakValueDictionary()
 
@@ -121,8 +130,8 @@ def examine(patch: Examined, module: Model, call: Call, mask: PackedMask) -> Non
         mask: the packed mask of the batch.
 
     Raises:
-        PackingNotIsolated: documents see each other in a module that fa2patch does not know. While a graph is captured,
-            this error replaces the following ones.
+        PackingNotIsolated: documents see each other in a module that fa2patch does not know, or a model around this one
+            is not patched. While a graph is captured, this error replaces the following ones.
         LayerNotPatchable, UnsupportedModel: the model's modules have changed, and it can no longer be patched.
     """
     examination = patch.examination
@@ -131,7 +140,11 @@ def examine(patch: Examined, module: Model, call: Call, mask: PackedMask) -> Non
         if found:
             raise PackingNotIsolated(found)
         return
-    if examination.under_way or getattr(module, "_is_replica", False) or not patch.active:
+    if examination.under_way or _thread.proves:
+        return
+    if luggage.take(call.get("position_ids"), luggage.PADDING) is None:
+        around.require_patched(patch)
+    if getattr(module, "_is_replica", False) or not patch.active:
         return
     if proving.structure(patch.model) != examination.structure:
         with _lock:
@@ -186,16 +199,24 @@ def _due(examination: Examination, module: Model, boundaries: Boundaries) -> set
 
 
 def _proven(patch: Examined, due: set[tuple[str, int]], module: Model, call: Call, mask: PackedMask) -> None:
-    with patch.examination.paused() if proving.is_sharded(patch.model) else contextlib.nullcontext():
-        try:
-            proving.prove(module, call, mask)
-        except proving.Unseen:
-            try:
-                with patch.examination.paused():
-                    proving.prove(module, call, mask, itself=True)
-            except proving.Unseen as error:
-                raise PackingNotIsolated(str(error)) from None
+    before, _thread.proves = _thread.proves, True
+    try:
+        with patch.examination.paused() if proving.is_sharded(patch.model) else contextlib.nullcontext():
+            _prove(patch, module, call, mask)
+    finally:
+        _thread.proves = before
     patch.examination.proven |= due
+
+
+def _prove(patch: Examined, module: Model, call: Call, mask: PackedMask) -> None:
+    try:
+        proving.prove(module, call, mask)
+    except proving.Unseen:
+        try:
+            with patch.examination.paused():
+                proving.prove(module, call, mask, itself=True)
+        except proving.Unseen as error:
+            raise PackingNotIsolated(str(error)) from None
 
 
 @constant
@@ -209,6 +230,7 @@ def _examined(number: str, tree: bool) -> str:
         return ""
     with paused():
         try:
+            around.require_patched(patch)
             if proving.structure(patch.model) != patch.examination.structure:
                 patch.renew()
             if patch.examination.must:

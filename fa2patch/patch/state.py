@@ -8,7 +8,7 @@ from typing import Any
 
 from .. import kernels
 from .._types import Call, Model
-from ..binding import LOCK, release, used_by
+from ..binding import LOCK, release, used_by, users
 from ..padded.batches import of_model
 from ..upstream import architectures, foreign, hooks
 from ..upstream.architectures import Architecture
@@ -19,7 +19,7 @@ from ..upstream.packed_mask import PackedMask
 from ..upstream.route import Route
 from ..upstream.step import MARK, ROLE, Acting
 from ..upstream.traits.order import by_name
-from . import examining, peft_models
+from . import examining, peft_models, tracers
 from .plan import Plan, plan
 
 
@@ -60,6 +60,7 @@ class Patch:
         unpacked: the number of training batches without document information; None stops the count.
         padded_batches: the argument of ``apply``; None if it was not given.
         vouched: whether the last packed batch reached every layer in ``attention``.
+        skips: whether a packed batch has missed a layer, so that the layers that run are recorded.
         named: the ``architecture`` argument of ``apply``.
         rehooked: the instance attributes ``forward`` and ``_old_forward`` that were replaced: object, name and the
             value before.
@@ -83,7 +84,7 @@ class Patch:
         self.examination = examining.begun(self, prove)
 
     def _take(self, planned: Plan) -> None:
-        self.plan, self.vouched = planned, False
+        self.plan, self.vouched, self.skips = planned, False, False
         self.acting: tuple[tuple[Acting, Any], ...] = tuple(
             (by_name(name), found) for name, found in planned.found.items() if by_name(name).acts
         )
@@ -163,6 +164,9 @@ class Patch:
         if foreign.replaced_on(self.model):
             self.rehooked.append((self.model, "forward", self.model.__dict__["forward"]))
             self.model.__dict__["forward"] = foreign.entered_first(self.model, entered)
+        for other in _patches():  # apply(model.model) came before apply(model): then one revert must be enough
+            if other is not self and other.model in models(self.model):
+                other.revert()
 
     @property
     def active(self) -> bool:
@@ -185,19 +189,25 @@ class Patch:
         return tuple(found(layer) for layer in self.attention)
 
     def revert(self) -> None:
-        """Remove the patch from this model. Reverting twice is a no-op."""
+        """Remove the patch from this model. Reverting twice is a no-op.
+
+        If the model shares its base model with another one that is patched, the base model stays patched for that one.
+        """
         with LOCK:
+            own = {module for module in self.model.modules() if module.__dict__.get(MARK) is self}
             padding = of_model(models(self.model)[-1])
-            if padding is not None:
+            if padding is not None and padding.base in own:
                 padding.remove()
-            for module in self.model.modules():
-                if module.__dict__.get(MARK) is self:
-                    del module.__dict__[MARK], module.__dict__[ROLE]
-                    hooks.remove(module)
+            for module in own:
+                del module.__dict__[MARK], module.__dict__[ROLE]
+                hooks.remove(module)
             for module, name, bound in self.rehooked:
                 module.__dict__[name] = bound
             self.rehooked.clear()
             release(self)
+            for other in _patches():
+                if other.active and not own.isdisjoint(models(other.model)):
+                    other.mark()
 
     def __enter__(self) -> Patch:
         return self
@@ -232,3 +242,9 @@ class Patch:
         for site in self.plan.sites:
             site.bind(self)
         peft_models.watch(self)
+        tracers.watch(self)
+
+
+def _patches() -> list[Patch]:
+    """The patches in this process that are not reverted."""
+    return [user for user in users() if isinstance(user, Patch)]

@@ -21,7 +21,7 @@ from .._types import Call, Model
 from ..documents.trees import Tree
 from ..errors import PackingNotIsolated
 from ..trying import autocast_uncached, computed_in, out_of_reach, without_gradients
-from ..upstream import hooks, inspecting
+from ..upstream import hooks, inspecting, reached
 from ..upstream.find_models import models
 from ..upstream.known_code import below_ours
 from ..upstream.packed_batch import packed_mask
@@ -37,6 +37,9 @@ from .unknown import HOOKS, unknown, unknown_modules
 __all__ = ["Unseen", "example_of", "is_sharded", "mode", "prove", "structure", "tensors", "unknown"]
 
 
+_OUR_HOOKS = (hooks.before, hooks.after, reached.runs)
+
+
 def structure(model: Model) -> int:
     """A number that changes when modules, their classes, the forwards that run or their hooks change.
 
@@ -49,7 +52,7 @@ def structure(model: Model) -> int:
         if "forward" in held:
             functions.append(held["forward"])
         for table in HOOKS:
-            functions.extend(hook for hook in held.get(table, {}).values() if hook not in (hooks.before, hooks.after))
+            functions.extend(hook for hook in held.get(table, {}).values() if hook not in _OUR_HOOKS)
         if held["_modules"]:
             seen.extend(child for child in held["_modules"].values() if child is not None)
     classes: list[Any] = [*map(type, seen)]

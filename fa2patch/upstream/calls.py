@@ -45,11 +45,7 @@ class Calls:
             PackingNotIsolated: positional arguments have no known names, or a tracer such as ``torch.jit.trace`` runs.
         """
         if not compiling() and torch._C._get_tracing_state() is not None:
-            raise PackingNotIsolated(
-                "torch.jit.trace (or torch.onnx.export, or TensorBoard's add_graph) is recording a patched model: what "
-                "it records of this batch, its documents or that it has none, would be done with every later batch. "
-                "Take the patch off first: fa2patch.revert(model). torch.compile looks at every batch."
-            )
+            refuse_recording("torch.jit.trace (or torch.onnx.export, or TensorBoard's add_graph)")
         rest = args[len(self.positional) :]
         if len(rest) > 1 or (rest and self.positional):
             raise PackingNotIsolated(
@@ -74,6 +70,19 @@ class Calls:
         """Call the original."""
         rest, call = self.arranged(args, call)
         return self.original(model, *rest, **call)
+
+
+def refuse_recording(what: str) -> None:
+    """Raise :class:`PackingNotIsolated` because a forward is being recorded.
+
+    Args:
+        what: what records it, as the beginning of a sentence.
+    """
+    raise PackingNotIsolated(
+        f"{what} is recording a patched model: what it records of this batch, its documents or that it has none, would "
+        "be done with every later batch. Take the patch off first: fa2patch.revert(model). torch.compile looks at "
+        "every batch."
+    )
 
 
 def passed(call: Call, names: Iterable[str]) -> Call:

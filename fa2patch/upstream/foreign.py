@@ -131,12 +131,9 @@ def explain_rejected(model: Any, call: Call, error: TypeError) -> None:
 
 def _has_labels(code: CodeType) -> bool:
     """Whether a caller runs this code, and labels were given to it or to a function that it has called."""
-    given, frame = False, inspect.currentframe()
-    while frame is not None:
-        keywords = inspect.getargvalues(frame).keywords
-        held = {**frame.f_locals, **(frame.f_locals.get(keywords) or {} if keywords else {})}
-        given = given or bool(passed(held, LABELS))
+    given = False
+    for frame in inspecting.running():
+        given = given or bool(passed(inspecting.with_keywords(frame.f_code, frame.f_locals), LABELS))
         if frame.f_code is code:
             return given
-        frame = frame.f_back
     return False

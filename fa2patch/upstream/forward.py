@@ -21,14 +21,14 @@ from ..documents.checks import described
 from ..documents.names import LABELS, LENGTHS, PARENTS, REAL, TOKENS
 from ..errors import BadBatch, PackingNotIsolated
 from ..trying import says_nothing
-from . import apart_models, caches, dense, foreign, inspecting, luggage
+from . import apart_models, caches, dense, foreign, inspecting, luggage, reached
 from .batch import has_pictures, is_for_queries
 from .calls import Calls, batch_shape, passed
+from .find_models import models
 from .packed_batch import packed_mask
 from .packed_mask import MASK, PackedMask, find
 from .parts.engines import row_part
 from .parts.row_part import RowPart
-from .reached import require_every_layer
 from .step import MARK, PADDING, ROLE, Step
 from .traits import pooling
 
@@ -260,11 +260,15 @@ def _sent_inside(step: Step, mask: PackedMask) -> Any:
 
 
 def _placed(step: Step, mask: PackedMask) -> Any:
-    """Call a model with the mask as an argument, and require that every layer was given the boundaries."""
+    """Call a model with the mask as an argument, and require that every layer is given the boundaries."""
     step.patch.unpacked = None
     step.call[step.patch.route.carrier] = mask
     if not step.calls.takes("position_ids"):
         del step.call["position_ids"]
+    return reached.computed(_with_mask, step, mask)
+
+
+def _with_mask(step: Step) -> Any:
     try:
         output = _made(step)
     except TypeError as error:
@@ -279,10 +283,18 @@ def _placed(step: Step, mask: PackedMask) -> Any:
             _require_delivered(step)
         raise
     _require_delivered(step)
-    require_every_layer(step.module, step.patch, mask)
     return output
 
 
 def _require_delivered(step: Step) -> None:
     for piece in step.pieces:
+        if piece.delivered:
+            continue
+        gone = next((inner for inner in models(step.module) if MARK not in vars(inner)), None)
+        if gone is not None:
+            raise PackingNotIsolated(
+                f"{type(step.module).__name__} is patched, but the {type(gone).__name__} inside it is not any more: it "
+                "was reverted through a model that shares it, such as copy.copy(model). Call fa2patch.apply(model) "
+                "again."
+            )
         luggage.require_delivered(piece, step.module)

@@ -11,11 +11,14 @@ import functools
 import inspect
 import sys
 import weakref
-from collections.abc import Iterable, Iterator
-from types import CellType, CodeType, FunctionType
+from collections.abc import Iterable, Iterator, Mapping
+from types import CellType, CodeType, FrameType, FunctionType
 from typing import Any
 
-from .._types import Config, Function
+import torch
+
+from .._compile import traced, tracing_code
+from .._types import Call, Config, Function
 
 
 def code_of(function: object) -> CodeType | None:
@@ -233,3 +236,42 @@ def forwards_that_run(cls: type) -> Iterator[Function]:
 def text_config(config: Config) -> Config:
     """Return the config of a model's text side, or the config itself if it has no such part."""
     return config.get_text_config() if hasattr(config, "get_text_config") else config
+
+
+def running() -> Iterator[FrameType]:
+    """Yield the frames of this thread, the innermost first, without this function's own."""
+    frame = sys._getframe().f_back
+    while frame is not None:
+        yield frame
+        frame = frame.f_back
+
+
+def with_keywords(code: CodeType, variables: Mapping[str, Any]) -> Call:
+    """Return the variables of a call of this code, and what its ``**kwargs`` hold."""
+    if not code.co_flags & inspect.CO_VARKEYWORDS:
+        return dict(variables)
+    at = code.co_argcount + code.co_kwonlyargcount + bool(code.co_flags & inspect.CO_VARARGS)
+    keywords = variables.get(code.co_varnames[at])
+    return {**variables, **(keywords if isinstance(keywords, dict) else {})}
+
+
+def modules_called() -> Iterator[tuple[Any, CodeType, Mapping[str, Any]]]:
+    """Yield the modules whose calls are running in this thread, the innermost first, with the code and its variables.
+
+    While a graph is captured, the calls that are traced are among them. Reading the variables of a frame takes time, so
+    only those of a module's call and of functions that are defined as ``forward`` are read.
+    """
+    tracing, frame = tracing_code(), sys._getframe().f_back
+    while frame is not None:
+        code = frame.f_code
+        if code is tracing:
+            code, variables = traced(frame)
+            if _calls_a_module(code):
+                yield variables.get(code.co_varnames[0]), code, variables
+        elif _calls_a_module(code):
+            yield frame.f_locals.get(code.co_varnames[0]), code, frame.f_locals
+        frame = frame.f_back
+
+
+def _calls_a_module(code: CodeType) -> bool:
+    return code is torch.nn.Module._call_impl.__code__ or (code.co_name == "forward" and code.co_argcount > 0)

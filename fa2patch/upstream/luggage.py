@@ -28,6 +28,9 @@ POOLED = "pooled"
 POSITIONS = "positions"
 """On ``input_ids`` or ``inputs_embeds``: the position ids, for embeddings that take none."""
 
+PADDING = "padding"
+"""On ``position_ids``: that the row was a padded batch, so that models around this one see padded hidden states."""
+
 _ATTRIBUTE = "_fa2patch"
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from .._compile import compiling
+from .._compile import compiling, recording, transforming
 from .._types import Call, Model
 from ..documents.boundaries import Boundaries, largest
 from ..documents.counted import in_graph, is_plain
@@ -14,6 +14,7 @@ from ..documents.stated import from_cu_seqlens
 from ..errors import BadParents, PackedWithCache, PackedWithDenseMask, PackingNotIsolated
 from . import caches, rope
 from .batch import Batch, has_pictures, read_batch
+from .calls import refuse_recording
 from .find_models import models
 from .packed_mask import PackedMask
 from .parts.row_part import RowPart
@@ -56,6 +57,7 @@ def packed_mask(
     rows = batch if part is None else of_whole_rows(batch, part, call)
     if batch is None or rows is None:
         return None
+    _refuse_recorders(batch, made_inside)
     found: Boundaries | None
     first = patch.found[positions.NAME].first
     if "cu_seq_lens_q" in batch.lengths:
@@ -73,6 +75,7 @@ def packed_mask(
             refuse_unsaid(call)
         return None
     _refuse_what_cannot_be_packed(call, batch.mask)
+    _refuse_transforms()
     if batch.mask is not None:  # router losses weigh a token by its number in the mask
         call["attention_mask"] = (batch.mask != 0).to(batch.mask.dtype)
     if batch.position_ids is None:
@@ -197,4 +200,18 @@ def _refuse_what_cannot_be_packed(call: Call, mask: torch.Tensor | None) -> None
         raise PackingNotIsolated(
             "output_attentions=True was asked of a packed batch: flash attention makes no weights to return. "
             "Leave it out, or pass documents one by one."
+        )
+
+
+def _refuse_recorders(batch: Batch, made_inside: bool) -> None:
+    if not (made_inside or compiling()) and batch.says_something and recording():
+        refuse_recording("make_fx (or aot_function, or what is made of them)")
+
+
+def _refuse_transforms() -> None:
+    if not compiling() and transforming():
+        raise PackingNotIsolated(
+            "a packed batch came inside a transform of torch.func (vmap, grad, or what aot_function uses), which its "
+            "kernels do not take part in. Call loss.backward(), pass documents one by one, or take the patch off: "
+            "fa2patch.revert(model)."
         )

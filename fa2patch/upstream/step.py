@@ -60,6 +60,7 @@ class Patched(Protocol):
         acting: the traits that do something in a forward, each with what it has found.
         unpacked: the number of training batches without document information; None stops the count.
         vouched: whether a packed batch has been seen to reach every layer.
+        skips: whether a packed batch has been seen to reach fewer layers.
     """
 
     model: Model
@@ -67,6 +68,7 @@ class Patched(Protocol):
     acting: tuple[tuple[Acting, Any], ...]
     unpacked: int | None
     vouched: bool
+    skips: bool
 
     @property
     def found(self) -> dict[str, Any]:

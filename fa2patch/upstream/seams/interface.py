@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 
+from ..._compile import compiling
 from ..._types import Call, Function
 from ...documents.names import LABELS, LENGTHS
 from ...errors import PackingNotIsolated
@@ -85,9 +86,12 @@ class Overlay:
         self._routed: dict[Any, Function] = {}
 
     def _route(self, function: Function) -> Function:
-        if function not in self._routed:
-            self._routed[function] = routed(function)
-        return self._routed[function]
+        if function in self._routed:
+            return self._routed[function]
+        route = routed(function)
+        if not compiling():  # a graph would add it again in every call, also where the real dictionary is back
+            self._routed[function] = route
+        return route
 
     def __getitem__(self, name: str) -> Function:
         return self._route(self._registry[name])

@@ -61,8 +61,11 @@ class FormulaMask(PackedMask):
 
 
 def is_causal(layer: Any) -> bool:
-    """Whether the queries of such a layer see no later keys. A layer that does not say so is an encoder's."""
-    return bool(getattr(layer, "is_causal", getattr(layer, "is_decoder", False)))
+    """Whether the queries of such a layer see no later keys. A layer that does not say so is an encoder's.
+
+    BioGPT's says only that it is a decoder's (up to 4.47): its ``is_causal`` is False, and nothing reads it.
+    """
+    return bool(getattr(layer, "is_causal", False) or getattr(layer, "is_decoder", False))
 
 
 def matmul(first: Any, second: Any) -> Any:

@@ -11,6 +11,7 @@ from ..find_layers import blocks_without, claims_flash_attention
 from ..looked import Looked
 from ..seams import interface, method
 from ..site import Site
+from ..step import Step
 from .trait import Trait
 
 
@@ -76,18 +77,29 @@ class BrokenFlashClass(Trait):
 
 
 class FusedFlash(Trait):
-    """Refuse flash attention where its function unpads by itself and takes no boundaries (ModernBERT, 4.48 to 5.0)."""
+    """Refuse flash attention where its function unpads by itself and takes no boundaries (ModernBERT, 4.48 to 5.0).
+
+    The implementation may be another one after ``apply``, so a packed batch is refused, too.
+    """
 
     name = "fused flash"
 
     def finds(self, model: Looked) -> bool | None:
-        fused = any(layer.fused for layer in model.attention)
-        return True if fused and model.model.config._attn_implementation == "flash_attention_2" else None
+        return True if any(layer.fused for layer in model.attention) else None
 
     def refuses(self, model: Looked, found: Any) -> None:
+        _refuse_unpadding(model.decoder)
+
+    def before(self, step: Step, found: Any) -> None:
+        if step.mask is not None:
+            _refuse_unpadding(step.module)
+
+
+def _refuse_unpadding(model: Model) -> None:
+    if model.config._attn_implementation == "flash_attention_2":
         raise UnsupportedModel(
-            f"{type(model.decoder).__name__} with flash_attention_2 takes padding out on its own in this version of "
-            "Transformers, and nothing that it is handed says where documents start. Nothing was patched. Load it with "
+            f"{type(model).__name__} with flash_attention_2 takes padding out on its own in this version of "
+            "Transformers, and nothing that it is handed says where documents start. Load it with "
             'attn_implementation="sdpa": fa2patch has its packed rows computed by flash attention all the same.'
         )
 

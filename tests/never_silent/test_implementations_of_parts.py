@@ -1,0 +1,106 @@
+"""Parts of a model have attention implementations of their own: a dict, a part's config, a layer's config."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from small_models import DOCS, Result, alone, called, labels_of, of_family, right_or_refused, small, told
+
+import fa2patch
+
+FAMILIES = ("llava", "qwen2_vl", "gemma3", "mistral3")
+"""Models with a text side and a tower, each with a config of its own."""
+
+
+def made(family):
+    return small(*of_family(family), implementation="eager")
+
+
+def packed():
+    return told(DOCS, "position_ids", labels=labels_of(DOCS, 7), use_cache=False)
+
+
+def expected_of(family) -> Result:
+    return alone(made(family))
+
+
+def parts_of(model) -> dict[str, Any]:
+    """The configs of a model's parts by their names."""
+    names = getattr(model.config, "sub_configs", None) or {"text_config": None, "vision_config": None}
+    return {name: part for name in names if (part := getattr(model.config, name, None)) is not None}
+
+
+def sdpa_in_the_tower(model):
+    _require_setting(model)
+    model.set_attn_implementation({name: "eager" if "text" in name else "sdpa" for name in parts_of(model)})
+
+
+def sdpa_in_the_text(model):
+    _require_setting(model)
+    model.set_attn_implementation({name: "sdpa" if "text" in name else "eager" for name in parts_of(model)})
+
+
+def sdpa_outside(model):
+    _require_setting(model)
+    model.set_attn_implementation({"": "sdpa"})
+
+
+def in_the_text_config(model):
+    for name, part in parts_of(model).items():
+        part._attn_implementation = "sdpa" if "text" in name else "eager"
+
+
+def a_dict_in_the_config(model):
+    model.config._attn_implementation = {"": "sdpa", **{name: "sdpa" for name in parts_of(model)}}
+
+
+def in_one_layers_config(model):
+    layer = next(module for name, module in model.named_modules() if "vision" not in name and hasattr(module, "q_proj"))
+    if not hasattr(layer, "config"):
+        pytest.skip("a layer has no config in this version")
+    layer.config = copy.copy(layer.config)
+    layer.config._attn_implementation = "sdpa"
+
+
+def _require_setting(model):
+    if not hasattr(model, "set_attn_implementation"):
+        pytest.skip("this Transformers cannot set implementations of parts")
+
+
+WAYS = (
+    sdpa_in_the_tower, sdpa_in_the_text, sdpa_outside, in_the_text_config, a_dict_in_the_config, in_one_layers_config,
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("when", ["before", "after"])
+@pytest.mark.parametrize("way", WAYS, ids=lambda way: way.__name__.replace("_", " "))
+@pytest.mark.parametrize("family", FAMILIES)
+def test_an_implementation_of_a_part(family, way, when):
+    model = made(family)
+    expected = alone(model)
+    if when == "before":
+        way(model)
+    fa2patch.apply(model, prove=False)
+    if when == "after":
+        called(model, model, packed())
+        way(model)
+    assert right_or_refused(lambda: called(model, model, packed()), expected) == "right"
+
+
+def test_an_implementation_that_takes_padding_out_by_itself_is_set_after_apply():
+    """ModernBERT's up to 5.0, whose rows have another shape then. Later ones are right."""
+    cls, config = of_family("modernbert:masked")
+    expected = Result(alone(small(cls, config)).logits)
+    model = small(cls, config)
+    fa2patch.apply(model, prove=False)
+    model.config._attn_implementation = "flash_attention_2"
+
+    def run():
+        with torch.no_grad():
+            return Result(model(**told(DOCS, "position_ids")).logits[0])
+
+    verdict = right_or_refused(run, expected)
+    assert verdict in ("right", "refused: UnsupportedModel")

@@ -1,0 +1,137 @@
+"""A patch that ends while a graph is being compiled: originals are put back, and the compilation does not notice."""
+
+from __future__ import annotations
+
+import gc
+import threading
+import time
+
+import pytest
+import torch
+import torch._dynamo
+from small_models import DOCS, class_of, llama
+
+import fa2patch
+from fa2patch import _compile
+from fa2patch.binding import bind, release
+
+
+class Owner(torch.nn.Module):
+    def forward(self, x):
+        return x + 1
+
+
+class User:
+    """What needs a binding. Bindings hold it weakly."""
+
+
+STOCK = vars(Owner)["forward"]
+
+
+def ours(original):
+    def forward(self, x):
+        return original(self, x)
+
+    return forward
+
+
+def is_back(seconds=5):
+    """Whether the original is back, or comes back soon: another thread may put it there."""
+    end = time.monotonic() + seconds
+    while vars(Owner)["forward"] is not STOCK and time.monotonic() < end:
+        time.sleep(0.01)
+    return vars(Owner)["forward"] is STOCK
+
+
+@pytest.fixture
+def users():
+    """One user of a binding of ``Owner.forward``, in a list that can be emptied."""
+    torch._dynamo.reset()
+    held = [User()]
+    bind(Owner, "forward", ours, held[0])
+    yield held
+    for user in held:
+        release(user)
+    assert is_back()
+
+
+def released(users):
+    release(users[0])
+
+
+def collected(users):
+    while users:
+        user = users.pop()
+        user.itself = user
+        del user
+    gc.collect()
+
+
+@pytest.mark.parametrize("ends", [released, collected])
+def test_what_this_thread_compiles(users, ends):
+    seen = []
+
+    def backend(graph, inputs):
+        ends(users)
+        seen.append(vars(Owner)["forward"])
+        return graph
+
+    module = Owner()
+    compiled = torch.compile(lambda x: module(x) * 2, backend=backend)
+    assert torch.equal(compiled(torch.ones(2)), torch.full((2,), 4.0))
+    assert seen[0] is not STOCK and is_back()
+    assert torch.equal(compiled(torch.ones(2)), torch.full((2,), 4.0))
+
+
+@pytest.mark.parametrize("ends", [released, collected])
+def test_what_another_thread_compiles(users, ends):
+    inside, done = threading.Event(), threading.Event()
+
+    def backend(graph, inputs):
+        inside.set()
+        done.wait(10)
+        return graph
+
+    module, found = Owner(), []
+
+    def compile_it():
+        found.append(torch.compile(lambda x: module(x) * 2, backend=backend)(torch.ones(2)))
+
+    thread = threading.Thread(target=compile_it)
+    thread.start()
+    assert inside.wait(60)
+    ends(users)
+    assert vars(Owner)["forward"] is not STOCK
+    done.set()
+    thread.join(60)
+    assert torch.equal(found[0], torch.full((2,), 4.0)) and is_back()
+
+
+def test_without_a_compilation_they_are_back_at_once(users):
+    released(users)
+    assert vars(Owner)["forward"] is STOCK
+
+
+def test_dynamo_has_the_lock_that_is_asked_for():
+    torch._dynamo.reset()
+    assert _compile._lock_of_dynamo() is not None
+
+
+@pytest.mark.slow  # ten seconds; the tests above show the same of a module of their own
+def test_a_patched_model_is_collected_while_another_one_compiles():
+    torch._dynamo.reset()
+    garbage, model, plain = [llama()], llama(), llama()
+    fa2patch.apply(garbage[0])
+    forward = class_of("LlamaForCausalLM").forward
+    garbage[0].itself = garbage[0].__dict__
+    ids = torch.cat(DOCS)[None]
+
+    def backend(graph, inputs):
+        garbage.clear()
+        gc.collect()
+        return graph.forward
+
+    with torch.no_grad():
+        found = torch.compile(model, backend=backend)(input_ids=ids).logits
+        assert torch.equal(found, plain(input_ids=ids).logits)
+    assert class_of("LlamaForCausalLM").forward is not forward

@@ -1,0 +1,171 @@
+"""What records a forward once for every later batch would keep the documents of the first one: an error."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from small_models import DOCS, alone, labels_of, llama, told
+
+import fa2patch
+from compat_matrix.check.compare import assert_close
+from fa2patch.errors import Fa2PatchError
+
+SAYS = r"fa2patch\.revert\(model\)|torch\.compile"
+
+
+def batch(docs=DOCS):
+    row = told(docs, "position_ids")
+    return row["input_ids"], row["position_ids"]
+
+
+def logits_of(model):
+    return lambda ids, positions: model(input_ids=ids, position_ids=positions, use_cache=False)[0]
+
+
+def applied():
+    model = llama()
+    fa2patch.apply(model)
+    return model
+
+
+def refused(record):
+    with pytest.raises(Fa2PatchError, match=SAYS):
+        record()
+
+
+@pytest.mark.parametrize("mode", ["real", "fake", "symbolic"])
+@pytest.mark.parametrize("docs", [DOCS, DOCS[2:3]], ids=["packed", "one document"])
+def test_make_fx(mode, docs):
+    from torch.fx.experimental.proxy_tensor import make_fx
+
+    with torch.no_grad():
+        refused(lambda: make_fx(logits_of(applied()), tracing_mode=mode)(*batch(docs)))
+
+
+@pytest.mark.parametrize("way", ["seq_idx", "document numbers in the mask", "all lengths"])
+def test_make_fx_of_other_statements(way):
+    from torch.fx.experimental.proxy_tensor import make_fx
+
+    model, given = applied(), told(DOCS, way)
+    tensors = {name: value for name, value in given.items() if torch.is_tensor(value)}
+    rest = {name: value for name, value in given.items() if name not in tensors}
+    with torch.no_grad():
+        refused(lambda: make_fx(lambda given: model(**given, **rest, use_cache=False)[0])(tensors))
+
+
+def test_make_fx_before_dispatch():
+    from torch.fx.experimental.proxy_tensor import make_fx
+
+    with torch.no_grad():
+        refused(lambda: make_fx(logits_of(applied()), pre_dispatch=True)(*batch()))
+
+
+def test_make_fx_of_the_base_model():
+    from torch.fx.experimental.proxy_tensor import make_fx
+
+    model = applied()
+    with torch.no_grad():
+        refused(lambda: make_fx(lambda i, p: model.model(input_ids=i, position_ids=p, use_cache=False)[0])(*batch()))
+
+
+def test_aot_function():
+    from functorch.compile import aot_function, nop
+
+    refused(lambda: aot_function(logits_of(applied()), fw_compiler=nop)(*batch()))
+
+
+def test_symbolic_trace():
+    refused(lambda: torch.fx.symbolic_trace(applied(), concrete_args={"use_cache": False}))
+
+
+def test_transformers_own_symbolic_trace():
+    fx = pytest.importorskip("transformers.utils.fx")
+    refused(lambda: fx.symbolic_trace(applied(), input_names=["input_ids", "position_ids"], disable_check=True))
+
+
+def test_a_fake_mode():
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    model, given = applied(), batch()
+    with torch.no_grad(), FakeTensorMode(allow_non_fake_inputs=True) as mode:
+        fake = [mode.from_tensor(each) for each in given]
+        refused(lambda: logits_of(model)(*fake))
+
+
+def test_vmap_over_batches():
+    model = applied()
+    ids, positions = (torch.cat([each, each.flip(1)]) for each in batch())
+    with torch.no_grad():
+        refused(lambda: torch.func.vmap(lambda i, p: logits_of(model)(i[None], p[None]))(ids, positions))
+
+
+def test_vmap_over_weights():
+    model = applied()
+    weights = {name: torch.stack([weight, weight]) for name, weight in model.named_parameters()}
+    given = dict(zip(("input_ids", "position_ids"), batch()))
+
+    def logits(weights):
+        return torch.func.functional_call(model, weights, (), {**given, "use_cache": False})[0]
+
+    with torch.no_grad():
+        refused(lambda: torch.func.vmap(logits, randomness="different")(weights))
+        found = logits(dict(model.named_parameters()))[0]
+    assert_close(found, alone(llama()).logits, "logits")
+
+
+def test_a_gradient_of_torch_func():
+    model = applied()
+    given = dict(zip(("input_ids", "position_ids", "labels"), (*batch(), labels_of(DOCS))))
+
+    def loss(weights):
+        return torch.func.functional_call(model, weights, (), {**given, "use_cache": False})[0]
+
+    refused(lambda: torch.func.grad(loss)(dict(model.named_parameters())))
+
+
+def test_export():
+    """Strict or not, it is a graph that looks at every batch, or an error of ours."""
+    model = applied()
+
+    class Logits(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.model = model
+
+        def forward(self, ids, positions):
+            return logits_of(self.model)(ids, positions)
+
+    other = batch([DOCS[2][:4], DOCS[0], DOCS[2]])
+    with torch.no_grad():
+        try:
+            exported = torch.export.export(Logits(), batch(), strict=False)
+        except Fa2PatchError:
+            return
+        found = exported.module()(*other)[0]
+    assert_close(found, alone(llama(), [DOCS[2][:4], DOCS[0], DOCS[2]]).logits, "logits")
+
+
+def test_what_says_nothing_of_documents_is_recorded_as_before():
+    from torch.fx.experimental.proxy_tensor import make_fx
+
+    model, plain = applied(), llama()
+    ids = torch.cat(DOCS)[None]
+
+    def run(model):
+        return lambda ids: model(input_ids=ids, use_cache=False)[0]
+
+    with torch.no_grad():
+        try:
+            expected = make_fx(run(plain))(ids)(ids.flip(1))
+        except Exception as error:
+            pytest.skip(f"upstream cannot be recorded: {type(error).__name__}")
+        assert torch.equal(make_fx(run(model))(ids)(ids.flip(1)), expected)
+
+
+def test_training_that_is_recorded():
+    from torch.fx.experimental.proxy_tensor import make_fx
+
+    model = applied().train()
+    ids, positions = batch()
+    labels = labels_of(DOCS)
+    refused(lambda: make_fx(lambda i, p, t: model(input_ids=i, position_ids=p, labels=t)[0])(ids, positions, labels))

@@ -1,0 +1,186 @@
+"""A layer that a forward has skipped is not one that was missed (``layerdrop``); one that was missed still is."""
+
+from __future__ import annotations
+
+import copy
+import itertools
+
+import pytest
+import torch
+from small_models import DOCS, Result, alone, called, class_of, labels_of, llama, right_or_refused, small, told
+
+import fa2patch
+from fa2patch.errors import Fa2PatchError, PackingNotIsolated
+
+LAYERS = 4
+SIZES = {
+    "vocab_size": 97,
+    "max_position_embeddings": 64,
+    "layerdrop": 0.5,
+    "pad_token_id": 0,
+    "activation_dropout": 0.0,
+}
+DROPPING = {
+    "OPT": {"hidden_size": 32, "word_embed_proj_dim": 32, "ffn_dim": 48, "num_hidden_layers": LAYERS,
+            "num_attention_heads": 4, "dropout": 0.0, "attention_dropout": 0.0},
+    "BioGpt": {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": LAYERS, "num_attention_heads": 4,
+               "hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0},
+    "XGLM": {"d_model": 32, "ffn_dim": 48, "num_layers": LAYERS, "attention_heads": 4, "dropout": 0.0,
+             "attention_dropout": 0.0},
+}  # fmt: skip
+"""Models with ``layerdrop``, without other dropout."""
+
+
+def packed():
+    return told(DOCS, "position_ids", labels=labels_of(DOCS, 7), use_cache=False)
+
+
+@pytest.fixture(autouse=True)
+def drawn(monkeypatch):
+    """Let every forward skip the same layers, the second and the fourth. Each draws one number for a layer."""
+    numbers, rand = itertools.cycle([0.9, 0.1]), torch.rand
+
+    def drawn_or_random(*args, **kwargs):
+        return torch.tensor(next(numbers)) if args == ([],) else rand(*args, **kwargs)
+
+    monkeypatch.setattr(torch, "rand", drawn_or_random)
+
+
+def dropping(name):
+    """A model in training that skips layers, and has no other dropout."""
+    return small(class_of(f"{name}ForCausalLM"), class_of(f"{name}Config")(**SIZES, **DROPPING[name])).train()
+
+
+def blocks(model):
+    return next(module for module in model.modules() if isinstance(module, torch.nn.ModuleList))
+
+
+class Counted:
+    """Counts the blocks that run."""
+
+    def __init__(self, model):
+        self.ran = 0
+        for block in blocks(model):
+            block.register_forward_pre_hook(self)
+
+    def __call__(self, module, args):
+        self.ran += 1
+
+
+def applied(model):
+    try:
+        return fa2patch.apply(model, prove=False)
+    except Fa2PatchError as error:
+        pytest.skip(f"refused by apply: {error.message[:80]}")
+
+
+@pytest.mark.parametrize("name", DROPPING)
+def test_layerdrop(name):
+    model = dropping(name)
+    counted = Counted(model)
+    expected = alone(model)
+    assert 0 < counted.ran < len(DOCS) * LAYERS
+    if name == "XGLM":  # up to 4.49 its loss has a padding token behind every row
+        expected = Result(expected.logits)
+    applied(model)
+    for _ in range(2):
+        assert right_or_refused(lambda: called(model, model, packed()), expected) == "right"
+
+
+def test_every_layer_is_skipped():
+    model = dropping("OPT")
+    model.model.decoder.layerdrop = 1.0
+    expected = alone(model)
+    applied(model)
+    assert right_or_refused(lambda: called(model, model, packed()), expected) == "right"
+
+
+def test_layerdrop_with_checkpointing():
+    model = dropping("OPT")
+    expected = alone(model)
+    applied(model)
+    model.gradient_checkpointing_enable()
+    assert right_or_refused(lambda: called(model, model, packed()), expected) == "right"
+
+
+def test_nothing_stays_on_the_layers():
+    model = dropping("OPT")
+    before = [list(module._forward_pre_hooks) for module in blocks(model).modules()]
+    with applied(model):
+        model(**packed())
+        assert [list(module._forward_pre_hooks) for module in blocks(model).modules()] == before
+
+
+class Gate(torch.nn.Module):
+    """A block that a user's own code skips."""
+
+    def __init__(self, block):
+        super().__init__()
+        self.block, self.on = block, True
+
+    def __getattr__(self, name):  # layer_type, attention_type: upstream reads them from a block
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            return getattr(self._modules["block"], name)
+
+    def forward(self, hidden, *args, **kwargs):
+        if self.on:
+            return self.block(hidden, *args, **kwargs)
+        return hidden if self.bare else (hidden,)
+
+
+def gated():
+    model = llama(use_cache=False)
+    layers = model.model.layers
+    with torch.no_grad():
+        output = {}
+        layers[0].register_forward_hook(lambda module, args, found: output.update(bare=torch.is_tensor(found)))
+        model(DOCS[0][None])
+    for at, block in enumerate(layers):
+        layers[at] = Gate(block)
+        layers[at].bare = output["bare"]
+    return model
+
+
+@pytest.mark.parametrize("mode", ["train", "eval"])
+def test_a_block_that_a_users_own_code_skips(mode):
+    model = gated()
+    getattr(model, mode)()
+    fa2patch.apply(model, prove=False)
+    for on in (True, False, True):
+        model.model.layers[1].on = on
+        plain = copy.deepcopy(model)
+        fa2patch.revert(plain)
+        expected = alone(plain)
+        assert right_or_refused(lambda: called(model, model, packed()), expected) == "right"
+
+
+def past_every_seam(model, layer):
+    """Give an attention layer a forward that mixes tokens by itself."""
+    outputs = []
+    handle = layer.register_forward_hook(lambda module, args, found: outputs.append(len(found)))
+    model(DOCS[0][None])
+    handle.remove()
+
+    def forward(hidden_states, *args, **kwargs):
+        return (layer.o_proj(hidden_states.cumsum(1)), *[None] * (outputs[0] - 1))
+
+    layer.forward = forward
+
+
+@pytest.mark.parametrize("before", ["nothing was skipped", "a layer was skipped"])
+def test_a_layer_that_was_missed_is_named(before):
+    """Also in a model that skips layers, in the block that runs."""
+    model = gated()
+    patch = fa2patch.apply(model, prove=False)
+    if before == "a layer was skipped":
+        model.model.layers[0].on = False
+        model(**packed())
+        assert patch.skips
+    layer = model.model.layers[1].block.self_attn
+    past_every_seam(model, layer)
+    patch.renew = lambda: None  # the patch would notice the new forward; here it only counts
+    patch.examination.structure = fa2patch.probing.proving.structure(model)
+    with pytest.raises(PackingNotIsolated, match=r"only \d were given.*layers\.1\.block\.self_attn"):
+        model(**packed())

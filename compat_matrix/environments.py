@@ -144,8 +144,9 @@ def version(name: str) -> Version:
     if name == MAIN:
         return replace(ours[-1], name=MAIN, transformers=MAIN, allowed_to_fail=True)
     if name == TORCH_NEXT:
-        pins = (*ours[-1].pins, _torch_after(ours[-1].torch))
-        return replace(ours[-1], name=TORCH_NEXT, pins=pins, allowed_to_fail=True)
+        major, minor = map(int, ours[-1].torch.split(".")[:2])
+        after = f"torch>={major}.{minor + 1}.0.dev0"  # a pre-release in the bound lets uv take pre-releases
+        return replace(ours[-1], name=TORCH_NEXT, pins=(*ours[-1].pins, after), allowed_to_fail=True)
     for block in ours:
         if block.transformers.split(".")[:2] == name.split(".")[:2]:
             return block if name.count(".") == 1 else replace(block, name=name, transformers=name)
@@ -221,12 +222,6 @@ def _next() -> str:
     if _output(["git", "ls-remote", MAIN_SOURCE, MAIN]):
         return f"transformers @ git+{MAIN_SOURCE}@{MAIN}"
     return "transformers>=5.0.0.dev0"  # a pre-release in the bound lets uv take pre-releases
-
-
-def _torch_after(number: str) -> str:
-    """The requirement for a torch after a release. A pre-release in the bound lets uv take pre-releases."""
-    major, minor = map(int, number.split(".")[:2])
-    return f"torch>={major}.{minor + 1}.0.dev0"
 
 
 def _python_of(home: Path) -> str:

@@ -230,7 +230,8 @@ def judged(architecture: str, transformers: str, cell: Mapping[str, Any], points
         ``xfail`` and ``link`` if every failure of the cell is the known one, in a point that the entry names; ``error``
         if the entry names a point that was run, and none fails; else nothing, and the cell's own failures count.
     """
-    known = next((each for each in _entries() if _is_about(each, architecture, transformers)), None)
+    about = (each for each in _entries() if architecture in each["architectures"])
+    known = next((e for e in about if any(f"{transformers}.".startswith(f"{v}.") for v in e["versions"])), None)
     if known is None or "refused" in cell or "error" in cell:
         return {}
     runs = list(cell.get("fa2patch", {}).values())
@@ -243,11 +244,6 @@ def judged(architecture: str, transformers: str, cell: Mapping[str, Any], points
     if all(point in known["points"] and known["error"] in what for point, what in failed):
         return {"xfail": known["reason"], "link": known["link"]}
     return {}
-
-
-def _is_about(entry: Mapping[str, Any], architecture: str, transformers: str) -> bool:
-    of_version = any(f"{transformers}.".startswith(f"{minor}.") for minor in entry["versions"])
-    return of_version and architecture in entry["architectures"]
 
 
 @functools.cache

@@ -22,13 +22,9 @@ ONE_ROW = "one row"
 
 @dataclass(frozen=True)
 class Checked:
-    """The points of one ``attn_implementation`` of a cell.
+    """The points of one ``attn_implementation`` of a cell: how many hold, and the reasons of the others.
 
-    Attributes:
-        ok: The number of points that hold.
-        not_applicable: The reason for each point that does not apply.
-        alone_fails: The error for each point that Transformers alone fails at, which leaves nothing to compare with.
-        failures: The failure of each point that fails.
+    ``alone_fails`` are those that Transformers alone fails at, which leaves nothing to compare with.
     """
 
     ok: int
@@ -46,12 +42,7 @@ class Checked:
 
 @dataclass(frozen=True)
 class Upstream:
-    """The same packed rows through Transformers alone.
-
-    Attributes:
-        implementation: The ``attn_implementation`` that was run.
-        rows: The result of each kind of row: ``ok``, ``leak``, ``error: what it raised`` or ``unknown``.
-    """
+    """The same packed rows through Transformers alone: ``ok``, ``leak``, ``error: what it raised`` or ``unknown``."""
 
     implementation: str
     rows: Mapping[str, str]
@@ -74,16 +65,13 @@ class Upstream:
 
 @dataclass(frozen=True)
 class Made:
-    """What a cell was made with.
+    """What a cell was made with, and when its check began.
 
     Attributes:
         commit: The commit that last changed the code that the cell depends on, in 12 digits; empty if unknown.
         dirty: Whether that code differed from the commit; None if unknown.
-        torch: The version of torch.
-        when: The time at which the check began, such as ``2026-11-23T09:30:00+00:00``.
         seconds: The processor's seconds; of cells from before 2026-11-26, the clock's.
-        key: The hashes of the code that the cell executed, by item (see ``keys``); None if it was made before cells had
-            keys.
+        key: The hashes of the code that the cell executed, by item; None if it was made before cells had keys.
     """
 
     commit: str
@@ -104,13 +92,11 @@ class Cell:
     """One architecture in one environment.
 
     Attributes:
-        state: One of :data:`STATES`.
-        reason: Why the cell is not ok; empty if it is.
+        reason: Why the state, one of :data:`STATES`, is not ok.
         link: Where a known failure is reported; else empty.
-        seam: The seams that the architecture was patched at.
         checked: The points of each ``attn_implementation``.
         alone: What Transformers alone does with each ``attn_implementation`` that was run; totals count the first.
-        made: What the cell was made with; None only for an absent cell.
+        made: None only for an absent cell.
         points: The points that were asked for.
     """
 
@@ -137,11 +123,9 @@ class Environment:
     """The evidence of one environment, read from one file of the same name.
 
     Attributes:
-        transformers, python, wrapt: Version numbers.
         flash_attn: The version of flash-attn, ``stand-in`` or ``none``.
         device: ``cpu``, or the name of the GPU.
         upstream_rows: The kinds of row that Transformers alone was run on.
-        cells: The cells by architecture.
         requirements: The Python and the requirements that it was made of; empty if the evidence does not say.
         allowed_to_fail: Whether its failures are no failures of the matrix.
     """
@@ -222,13 +206,7 @@ class Score:
 
 @dataclass(frozen=True)
 class Results:
-    """All evidence, the oldest Transformers first.
-
-    Attributes:
-        environments: The environments with evidence in the main folder.
-        gpu: Environments whose device is not the CPU.
-        missing: Names of environments that are wanted and have no evidence.
-    """
+    """All evidence, the oldest Transformers first: in ``gpu`` of other devices; what is ``missing`` is wanted."""
 
     environments: tuple[Environment, ...]
     gpu: tuple[Environment, ...] = ()

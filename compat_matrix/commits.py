@@ -26,8 +26,8 @@ CODE = (
 )
 """What a cell of the matrix depends on, as pathspecs of git's. The files that are left out are made from the cells.
 
-versions.toml and xfail.toml are not among them: they say what is expected of a cell, not what is found, and
-``compat_matrix.expect`` judges the cells again. Neither are the modules that only a user's config.json is read with.
+versions.toml and xfail.toml are not among them: they say what is expected of a cell, not what is found. Neither are the
+modules that only a user's config.json is read with.
 """
 
 MADE = (
@@ -44,35 +44,24 @@ class NoCommit(Exception):
 
 
 def here(*paths: str) -> dict[str, Any]:
-    """Return ``commit``, the number of this clone's commit, and ``dirty``, whether the files differ from it.
+    """Return ``commit``, the one that last changed these paths of git's, and ``dirty``, whether they differ from it.
 
     Without git's folder, ``commit`` is what :data:`STATED` says, and ``dirty`` is None, which means unknown.
-
-    Args:
-        paths: pathspecs of git's, which the answer is about: the commit that last changed them.
     """
     try:
-        commit = _git("log", "-1", "--format=%H", "--", *paths).decode().strip()
-        return {"commit": commit or None, "dirty": bool(_git("status", "--porcelain", "--", *paths))}
+        commit = git("log", "-1", "--format=%H", "--", *paths).decode().strip()
+        return {"commit": commit or None, "dirty": bool(git("status", "--porcelain", "--", *paths))}
     except NoCommit:
         return {"commit": os.environ.get(STATED) or None, "dirty": None}
 
 
 def of_code(*further: str) -> dict[str, Any]:
-    """Return :func:`here` for :data:`CODE`. Commits of evidence and documents after it leave the answer as it is.
-
-    Args:
-        further: pathspecs of what a measurement depends on beside that code.
-    """
+    """Return :func:`here` for :data:`CODE` and further paths. Later commits of evidence or documents change nothing."""
     return here(*CODE, *further, *MADE)
 
 
 def named(commit: Mapping[str, Any]) -> str:
-    """Return a commit in words, such as ``commit 1a2b3c4d5e6f with uncommitted changes``.
-
-    Args:
-        commit: ``commit`` and ``dirty`` as :func:`here` returns them. Without ``commit``, it is unknown.
-    """
+    """Return what :func:`here` returned in words, such as ``commit 1a2b3c4d5e6f with uncommitted changes``."""
     changes = {True: " with uncommitted changes", None: ", stated by hand"}.get(commit.get("dirty"), "")
     return f"commit {commit['commit'][:12]}{changes}" if commit.get("commit") else "an unknown commit"
 
@@ -83,7 +72,7 @@ def number(reference: str) -> str:
     Raises:
         NoCommit: there is no such commit.
     """
-    return _git("rev-parse", "--verify", f"{reference}^{{commit}}").decode().strip()
+    return git("rev-parse", "--verify", f"{reference}^{{commit}}").decode().strip()
 
 
 def changed(commit: str) -> list[str]:
@@ -92,7 +81,7 @@ def changed(commit: str) -> list[str]:
     Raises:
         NoCommit: there is no such commit.
     """
-    return _git("diff", "--name-only", number(commit), "HEAD", "--", *CODE).decode().splitlines()
+    return git("diff", "--name-only", number(commit), "HEAD", "--", *CODE).decode().splitlines()
 
 
 def export(commit: str, package: str, folder: Path) -> None:
@@ -101,11 +90,12 @@ def export(commit: str, package: str, folder: Path) -> None:
     Raises:
         NoCommit: there is no such commit, or it has no such package.
     """
-    with zipfile.ZipFile(io.BytesIO(_git("archive", "--format=zip", commit, "--", package))) as archive:
+    with zipfile.ZipFile(io.BytesIO(git("archive", "--format=zip", commit, "--", package))) as archive:
         archive.extractall(folder)
 
 
-def _git(*arguments: str) -> bytes:
+def git(*arguments: str) -> bytes:
+    """Return what git prints of this clone; NoCommit if it fails."""
     try:
         done = subprocess.run(["git", "-C", str(ROOT), *arguments], capture_output=True)
     except OSError as error:

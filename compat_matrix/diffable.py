@@ -1,8 +1,9 @@
-"""Writes JSON whose changes a person reads: one line for each entry."""
+"""Writes JSON and tables of Markdown whose changes a person reads: one line for each entry."""
 
 from __future__ import annotations
 
 import json
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -10,11 +11,7 @@ from typing import Any
 def dumped(value: Any, levels: int, depth: int = 0, **others: int) -> str:
     """Return JSON with a line of its own for each entry of the first levels. What is deeper is in its entry's line.
 
-    Args:
-        value: what is written.
-        levels: the number of levels.
-        depth: how deep the value lies.
-        others: the numbers of levels for entries of these names, where they are others.
+    Entries named in ``others`` have other numbers of levels.
     """
     if not levels or not value or not isinstance(value, (dict, list)):
         return json.dumps(value)
@@ -25,6 +22,12 @@ def dumped(value: Any, levels: int, depth: int = 0, **others: int) -> str:
         entries = [dumped(each, levels - 1, depth + 1) for each in value]
     inside, begin, end = "\n" + " " * (depth + 1), *("{}" if isinstance(value, dict) else "[]")
     return f"{begin}{inside}{f',{inside}'.join(entries)}\n{' ' * depth}{end}"
+
+
+def table(head: Sequence[str], rows: Iterable[Sequence[str]], numbers: bool = False) -> str:
+    """Return a table of Markdown. With ``numbers``, all columns but the first are aligned to the right."""
+    lines = [head, ["---", *["---:" if numbers else "---"] * (len(head) - 1)], *rows]
+    return "\n".join(f"| {' | '.join(text.replace('|', chr(92) + '|') for text in line)} |" for line in lines)
 
 
 def write(file: Path, text: str) -> None:

@@ -49,9 +49,8 @@ class Version:
     """One block of versions.toml, which says what an environment is made of.
 
     Attributes:
-        transformers, python, torch: Version numbers.
         pins: Further requirements. A pin of torch, Transformers or wrapt replaces the number given here.
-        wrapt: The version of wrapt; empty takes the newest.
+        wrapt: Empty takes the newest.
         allowed_to_fail: Whether totals and exit codes leave the version out.
         families: The architectures that are checked; empty takes all that the release has.
     """
@@ -81,8 +80,7 @@ class Version:
     @property
     def stamp(self) -> str:
         """The text that identifies what an environment was made for; that of the next release expires after a day."""
-        today = [f"on {date.today()}"] if self.name.startswith(NEXT) else []
-        return "\n".join([*self.requirements, *today])
+        return "\n".join([*self.requirements, *([f"on {date.today()}"] if self.name.startswith(NEXT) else [])])
 
     def changed(self, pins: Iterable[str] = (), torch: str | None = None, python: str | None = None) -> Version:
         """Return this version with other pins, torch or Python. If it differs, its name gets a suffix.
@@ -131,13 +129,11 @@ def newest() -> Version:
 
 
 def version(name: str) -> Version:
-    """Find or make the block for a release.
+    """Find the block of this name, or make one.
 
-    Args:
-        name: A block's name, which gives that block. ``newest`` gives that of the newest release. A minor such as
-            ``4.44`` gives the block of that minor. Another release takes the settings of its minor's block, else those
-            of the newest release's. ``main`` is git main if it can be reached, else the newest release or pre-release.
-            ``torch-next`` is the newest release with the next torch. Both are allowed to fail.
+    ``newest`` is that of the newest release, and a minor such as ``4.44`` that of the minor. Another release takes the
+    settings of its minor's block, else those of the newest release's. ``main`` is git main if it can be reached, else
+    the newest release or pre-release. ``torch-next`` is the newest release with the next torch. Both may fail.
     """
     known = versions()
     if name == NEWEST:
@@ -148,8 +144,9 @@ def version(name: str) -> Version:
     if name == MAIN:
         return replace(ours[-1], name=MAIN, transformers=MAIN, allowed_to_fail=True)
     if name == TORCH_NEXT:
-        pins = (*ours[-1].pins, _torch_after(ours[-1].torch))
-        return replace(ours[-1], name=TORCH_NEXT, pins=pins, allowed_to_fail=True)
+        major, minor = map(int, ours[-1].torch.split(".")[:2])
+        after = f"torch>={major}.{minor + 1}.0.dev0"  # a pre-release in the bound lets uv take pre-releases
+        return replace(ours[-1], name=TORCH_NEXT, pins=(*ours[-1].pins, after), allowed_to_fail=True)
     for block in ours:
         if block.transformers.split(".")[:2] == name.split(".")[:2]:
             return block if name.count(".") == 1 else replace(block, name=name, transformers=name)
@@ -188,11 +185,7 @@ def _make(wanted: Version, home: Path, python: Path) -> None:
 
 
 def install(folder: Path, requirement: str) -> None:
-    """Install one package into a folder, without what it requires, to read its sources.
-
-    Raises:
-        RuntimeError: The package index has no such package.
-    """
+    """Install one package into a folder, without what it requires, to read its sources. Else RuntimeError says why."""
     _uv("pip", "install", "--python", sys.executable, "--no-deps", "--target", str(folder), *_find_links(), requirement)
 
 
@@ -209,9 +202,6 @@ def only_our_packages() -> Iterator[Path]:
 
     Processes in an environment always import this package as ``compat_matrix``, also if it is installed as
     ``fa2patch.compat_matrix``. They can thus import it before fa2patch, as the stand-in for flash-attn must be.
-
-    Raises:
-        RuntimeError: fa2patch is not found.
     """
     spec = importlib.util.find_spec("fa2patch")
     if spec is None or not spec.submodule_search_locations:
@@ -232,12 +222,6 @@ def _next() -> str:
     if _output(["git", "ls-remote", MAIN_SOURCE, MAIN]):
         return f"transformers @ git+{MAIN_SOURCE}@{MAIN}"
     return "transformers>=5.0.0.dev0"  # a pre-release in the bound lets uv take pre-releases
-
-
-def _torch_after(number: str) -> str:
-    """The requirement for a torch after a release. A pre-release in the bound lets uv take pre-releases."""
-    major, minor = map(int, number.split(".")[:2])
-    return f"torch>={major}.{minor + 1}.0.dev0"
 
 
 def _python_of(home: Path) -> str:
@@ -296,12 +280,7 @@ def _uv(*arguments: str) -> None:
         # seen once with uv 0.13.9: a temporary file of its cache was gone before uv had renamed it
         done = subprocess.run([uv, *arguments], capture_output=True, text=True)
     if done.returncode:
-        raise RuntimeError(_why(done.stderr) or f"uv {' '.join(arguments[:2])} failed:\n{done.stderr[-2000:]}")
-
-
-def _why(said: str) -> str:
-    """The reason in one sentence if uv found no release of this number; else empty."""
-    missing = re.search(r"no version of ([\w.-]+==[\w.+!-]+)", " ".join(said.split()))
-    if missing is None:
-        return ""
-    return f"the package index has no {missing[1]}. Ask for a release that was published"
+        missing = re.search(r"no version of ([\w.-]+==[\w.+!-]+)", " ".join(done.stderr.split()))
+        if missing:
+            raise RuntimeError(f"the package index has no {missing[1]}. Ask for a release that was published")
+        raise RuntimeError(f"uv {' '.join(arguments[:2])} failed:\n{done.stderr[-2000:]}")

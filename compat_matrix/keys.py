@@ -39,12 +39,7 @@ class Sources:
         self._names: dict[str, dict[tuple[str, int], str]] = {}
 
     def key(self, executed: Mapping[str, Any], without: Collection[str] = CONFIGS) -> Items:
-        """Return the items of what a process has executed.
-
-        Args:
-            executed: what ``check.executed.executed`` returns.
-            without: the files whose module level is left out.
-        """
+        """Return the items of what ``check.executed`` says of a process, but not the module level of some files."""
         found = {}
         for file in executed["files"]:
             if file not in without:

@@ -21,17 +21,7 @@ STATES = 16
 
 @dataclass(frozen=True)
 class Decoder:
-    """The sizes of a Llama-like model.
-
-    Attributes:
-        layers: the number of layers.
-        hidden: the width of the residual stream.
-        intermediate: the width of the MLP.
-        heads: the number of query heads.
-        key_heads: the number of key heads, and of value heads.
-        head_dim: the width of a head.
-        vocabulary: the number of tokens, with an embedding and a head of their own.
-    """
+    """The sizes of a Llama-like model, whose embedding and head are two."""
 
     layers: int
     hidden: int
@@ -62,16 +52,8 @@ def bytes_sent_by_a_layer(
     """The bytes that one process sends in one forward of one attention layer. A backward sends as many.
 
     Queries, keys and values are swapped before attention, and its output behind it. Of each, a process keeps one part
-    of ``processes``. Key and value heads that are fewer than the processes are sent to several of them.
-
-    Args:
-        tokens: the tokens of the process: rows times length of a row, divided by ``processes``.
-        processes: the number of processes that share a row.
-        heads: the number of query heads.
-        key_heads: the number of key heads, and of value heads.
-        head_dim: the width of a query or key head.
-        value_dim: the width of a value head; 0: ``head_dim``.
-        itemsize: the bytes of a number; 2 for bfloat16.
+    of ``processes``. Key and value heads that are fewer than the processes are sent to several of them. ``tokens`` are
+    those of the process. A ``value_dim`` of 0 is ``head_dim``.
     """
     value_dim = value_dim or head_dim
     width = heads * (head_dim + value_dim) + max(key_heads, processes) * (head_dim + value_dim)

@@ -1,18 +1,19 @@
-"""Reads and checks the evidence, one JSON file for each environment."""
+"""Reads and checks the evidence, one JSON file for each environment, and judges it by xfail.toml."""
 
 from __future__ import annotations
 
+import functools
 import json
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from packaging.version import InvalidVersion, Version
 
-from . import keys, known
+from . import environments, keys
 from .cells import Cell, Checked, Environment, Made, Results, Upstream, grouped
-from .check.found import ALONE, ON_TEXT, VOUCHED
+from .check.found import ALONE, DOCUMENT, ON_TEXT, VOUCHED
 from .tiny_configs import MEDIA
 
 FORMAT = 3
@@ -98,7 +99,7 @@ def _environment(data: Any, stem: str, partial: bool) -> Environment:
     for name in _take(data, "architectures", dict):
         cell = _take(data["architectures"], name, dict, "architectures.")
         cell = {"points": points, **cell}  # a cell that is kept from an earlier run says with which points
-        cell.update(known.judged(name, texts["transformers"], cell, cell["points"]))
+        cell.update(judged(name, texts["transformers"], cell, cell["points"]))
         these = tuple(row for row in rows if row in ROWS_WITH_MEDIA) if name.endswith(MEDIA) else rows
         cells[name] = _cell(cell, these, f"architectures.{name}.", table)
     for name, cell in cells.items() if not partial else ():
@@ -220,3 +221,31 @@ def _take(data: Any, key: str, kind: Any, where: str = "") -> Any:
         found = type(data[key]).__name__ if isinstance(data, dict) and key in data else "nothing"
         raise _Expected(f"{where}{key} to be {getattr(kind, '__name__', 'a number')}, found {found}")
     return data[key]
+
+
+def judged(architecture: str, transformers: str, cell: Mapping[str, Any], points: Sequence[str]) -> dict[str, str]:
+    """Return what xfail.toml says of a cell, as keys that are added to it. It is strict.
+
+    Returns:
+        ``xfail`` and ``link`` if every failure of the cell is the known one, in a point that the entry names; ``error``
+        if the entry names a point that was run, and none fails; else nothing, and the cell's own failures count.
+    """
+    about = (each for each in _entries() if architecture in each["architectures"])
+    known = next((e for e in about if any(f"{transformers}.".startswith(f"{v}.") for v in e["versions"])), None)
+    if known is None or "refused" in cell or "error" in cell:
+        return {}
+    runs = list(cell.get("fa2patch", {}).values())
+    failed = [found for run in runs for found in run.get("fail", {}).items()]
+    if not any(run.get("ok") for run in runs):
+        failed += [found for run in runs for found in run.get(ALONE, {}).items()]
+    if not failed:
+        works = f"xfail.toml expects {known['error']!r}, and nothing fails. Remove the version from the entry"
+        return {"error": works} if {*known["points"]} & {*points, DOCUMENT} else {}
+    if all(point in known["points"] and known["error"] in what for point, what in failed):
+        return {"xfail": known["reason"], "link": known["link"]}
+    return {}
+
+
+@functools.cache
+def _entries() -> list[dict[str, Any]]:
+    return list(environments.tomllib.loads((environments.HERE / "xfail.toml").read_text())["xfail"])

@@ -35,9 +35,7 @@ def evidence(
     """Check a version and return the findings in the format that ``results.read_file`` reads.
 
     Args:
-        version: The version to check.
-        folder: The folder with the environments.
-        packages: That of ``environments.only_our_packages``.
+        folder, packages: The folders of the environments and of ``environments.only_our_packages``.
         options: Options for ``python -m compat_matrix.check``.
         doing: Called with what is done next.
         keep: Called with each cell as soon as it is checked: what evidence says beside cells, its name and the cell.
@@ -81,11 +79,7 @@ def plans(version: environments.Version, folder: Path, packages: Path) -> tuple[
 def lines(
     python: Path, packages: Path, processes: Mapping[str, Sequence[str]]
 ) -> Iterator[tuple[str, dict[str, Found]]]:
-    """Run modules in processes of a version's Python, at the same time, and merge the lines that they print.
-
-    Args:
-        python, packages: The version's Python, and the folder of ``environments.only_our_packages``.
-        processes: The module and its options, by the name of a process.
+    """Run modules, given with their options, in processes at the same time, and merge the lines that they print.
 
     Yields:
         each architecture with its cells by process, as soon as all are there; an empty name stands for the
@@ -142,11 +136,9 @@ def _header(version: environments.Version, without: Found, with_flash: Found) ->
 
 
 def merged(first: Found, second: Found, code: Found) -> Found:
-    """Merge the cells of the two processes.
+    """Merge the cells of both processes, without flash-attn and with it, which are empty if there is none.
 
-    Args:
-        first, second: The cells without flash-attn and with its stand-in; empty if there is none.
-        code: ``commit`` and ``dirty`` of the code that was checked.
+    ``code`` is the ``commit`` and ``dirty`` of what was checked.
     """
     cell = {**first, **second, "made": _made(code, first, second)}
     for key in ("fa2patch", "upstream"):

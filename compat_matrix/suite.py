@@ -32,12 +32,7 @@ _PERCENT = re.compile(r"\[ *(\d+)%\]\s*$")
 
 @dataclass(frozen=True)
 class Result:
-    """The result of one version's tests.
-
-    Attributes:
-        skipped: The number of tests that were skipped, by reason.
-        failed: The name and the error of each test that failed, or why the run broke off.
-    """
+    """The result of one version's tests: skips are counted by reason, ``failed`` may also say why a run broke off."""
 
     passed: int = 0
     skipped: Counter[str] = field(default_factory=Counter)
@@ -87,10 +82,7 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def run(name: str, given: argparse.Namespace, packages: Path, at: Callable[[int], None]) -> Result:
-    """Run the tests in one version's environment, in a separate process.
-
-    A run in which no test passed counts as failed, because a test that was not run is not ok.
-    """
+    """Run the tests in one version's environment. If none passed, the run failed: a test that was not run is not ok."""
     begun = time.perf_counter()
     arguments = ["-m", given.m, *(["-k", given.k] if given.k else []), *(str(path.resolve()) for path in given.tests)]
     report = in_environment(name, arguments, given.environments, packages, at)
@@ -107,7 +99,6 @@ class Case:
     """One test of a report.
 
     Attributes:
-        name: The test's name with its parameters.
         outcome: ``passed``, ``skipped``, ``failure`` or ``error``.
         said: The reason of a skip, or the error.
         properties: What the test recorded with pytest's ``record_property``.
@@ -138,13 +129,9 @@ class Report:
 def in_environment(
     name: str, arguments: Iterable[str], folder: Path, packages: Path, at: Callable[[int], None]
 ) -> Report:
-    """Run pytest in an environment, which is made if it does not exist.
+    """Run pytest in the environment of a release, or of a block of versions.toml or ecosystem/stacks.toml.
 
-    Args:
-        name: A block of versions.toml or of ecosystem/stacks.toml, or a release.
-        arguments: Arguments of pytest's.
-        folder, packages: The folders of the environments and of ``environments.only_our_packages``.
-        at: Called with the progress in percent.
+    ``at`` is called with the progress in percent.
     """
     stack = stacks().get(name)
     wanted = (stack.environment if stack else environments.version(name)).changed(PINS)
@@ -156,11 +143,7 @@ def in_environment(
 def reported(
     command: Sequence[str], folder: Path, variables: Mapping[str, str] | None, at: Callable[[int], None]
 ) -> Report:
-    """Run a command that runs pytest, in a folder, and read pytest's JUnit XML report.
-
-    Raises:
-        RuntimeError: There is no report. The text is the end of what the command printed.
-    """
+    """Run a command that runs pytest, in a folder, and read pytest's JUnit XML report. Without one: RuntimeError."""
     lines = []
     with tempfile.TemporaryDirectory(prefix="fa2patch-") as home:
         report = Path(home, "report.xml")

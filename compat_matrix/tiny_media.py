@@ -20,11 +20,7 @@ from .tiny_pictures import Document
 
 
 def model_class(family: str) -> Any:
-    """The model class of a family.
-
-    Raises:
-        AttributeError: The installed Transformers does not have it.
-    """
+    """The model class of a family; an AttributeError if the installed Transformers does not have it."""
     transformers = importlib.import_module("transformers")
     cls = getattr(transformers, FAMILIES[family].cls)
     vision = FAMILIES[family].vision

@@ -154,8 +154,7 @@ def _is_encoder_decoder(cls: Any) -> bool:
 def model_class(architecture: str) -> Any:
     """The causal LM class of an architecture, or its vision-language or masked-LM class.
 
-    Raises:
-        KeyError, AttributeError: The installed Transformers does not have it.
+    It is a KeyError or an AttributeError if the installed Transformers does not have it.
     """
     if has_media(architecture):
         return WITH_MEDIA[architecture][0](architecture)
@@ -175,12 +174,7 @@ def model_class(architecture: str) -> Any:
 
 
 def config_of(architecture: str, **changes: Any) -> Any:
-    """Make a tiny config in the installed Transformers.
-
-    Args:
-        architecture: A model type, or the path of a config.json.
-        changes: Arguments for the language model's part of the config.
-    """
+    """Make a tiny config of a model type or a config.json. ``changes`` are for the language model's part of it."""
     if has_media(architecture):
         return WITH_MEDIA[architecture][1](architecture, **changes)
     cls = config_class(architecture)

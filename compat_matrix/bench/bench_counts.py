@@ -15,8 +15,8 @@ import fa2patch
 from fa2patch.kernels.reference import Reference
 
 from .. import environments
+from ..check.reads import calls
 from . import dry
-from .counting import calls
 from .workloads import BY_HAND, Batch, ByHand, boundaries_of, packed, small_llama
 
 DOCUMENTS = (9, 7)
@@ -25,7 +25,7 @@ MORE_MODULES = 2000
 
 _IMPORT = """
 import json, sys, time, torch, transformers
-from compat_matrix.bench.counting import calls
+from compat_matrix.check.reads import calls
 before = set(sys.modules)
 started = time.perf_counter()
 counts = calls(lambda: __import__("fa2patch")) if {counting} else __import__("fa2patch") and {{}}
@@ -57,8 +57,7 @@ def row(lengths: bool) -> Batch:
 def forwards(layers: int, more_modules: int = 0) -> dict[str, Callable[[], Any]]:
     """Return forwards of one row: with the kernel called by hand, and patched, from ids and with lengths.
 
-    Args:
-        more_modules: how many modules that compute nothing the patched model holds in addition.
+    The patched model may hold more modules, which compute nothing.
     """
     kernel = Reference()
     ByHand(kernel, boundaries_of(DOCUMENTS))

@@ -17,7 +17,6 @@ from __future__ import annotations
 import argparse
 import contextlib
 import importlib.util
-import itertools
 import json
 import logging
 import warnings
@@ -32,6 +31,7 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from fa2patch import evidence
 from fa2patch.documents.boundaries import Boundaries
 from fa2patch.documents.spans import Spans, spans_of
 from fa2patch.documents.trees import Tree
@@ -49,7 +49,7 @@ from fa2patch.kernels.torch_varlen import TorchVarlen
 from fa2patch.kernels.varlen_func import PARAMETERS, Found
 
 from .. import environments
-from .counting import DISPATCHED
+from ..check.reads import DISPATCHED
 
 TORCH = (
     "2.4.1", "2.5.1", "2.6.0", "2.7.1", "2.8.0", "2.9.1", "2.10.0", "2.11.0", "2.12.1", "2.13.0", "2.14.1", "2.15.0",
@@ -192,13 +192,7 @@ LENGTHS, PARENTS, SPANS, HEADS = (70, 50, 10, 90, 60), (-1, 0, 0, 2, 2), ((5, 15
 
 
 class Case(NamedTuple):
-    """A kind of layer, or of row.
-
-    Attributes:
-        key_heads, head_dim, value_dim: as in a layer; ``value_dim`` 0 is ``head_dim``.
-        window: the sliding window, or None.
-        sinks, trees, spans: whether the layer has sinks, and the row trees or spans.
-    """
+    """A kind of layer, or of row. ``value_dim`` 0 is ``head_dim``."""
 
     key_heads: int = HEADS
     head_dim: int = 64
@@ -354,11 +348,9 @@ def merged(runs: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 def in_words(some: list[str], every: list[str]) -> str:
     """The versions in words: ``all``, or runs such as ``2.4 to 2.6``."""
-    if some == every:
-        return "all"
-    runs = itertools.groupby(some, lambda version: every.index(version) - some.index(version))
-    minors = [[version.rpartition(".")[0] for version in run] for _, run in runs]
-    return ", ".join(" to ".join(dict.fromkeys((run[0], run[-1]))) for run in minors)
+    minors = [version.rpartition(".")[0] for version in every]
+    found = evidence.runs(minors, {version.rpartition(".")[0] for version in some})
+    return "all" if some == every else ", ".join(" to ".join(dict.fromkeys(run)) for run in found)
 
 
 # --- in other versions ----------------------------------------------------------------------------------------

@@ -16,7 +16,7 @@ from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
 
-from .. import commits, screen
+from .. import commits, diffable, screen
 
 HERE = Path(__file__).parent
 COMMAND = "python -m compat_matrix.bench.figures"
@@ -80,8 +80,7 @@ def _shown(value: Any) -> str:
 def markdown(rows: list[Mapping[str, Any]]) -> str:
     """Return rows as a table of Markdown: every column of any row, numbers with three digits or more."""
     head = list(dict.fromkeys(name for row in rows for name in row))
-    lines = [[_shown(row.get(name, "")) for name in head] for row in rows]
-    return "\n".join(f"| {' | '.join(line)} |" for line in (head, ["---", *["---:"] * (len(head) - 1)], *lines))
+    return diffable.table(head, ([_shown(row.get(name, "")) for name in head] for row in rows), numbers=True)
 
 
 def show(title: str, rows: list[Mapping[str, Any]], notes: str = "") -> None:

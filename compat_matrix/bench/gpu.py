@@ -44,14 +44,10 @@ START = 45
 
 @dataclass(frozen=True)
 class Job:
-    """A process of a stage.
+    """A process of a stage, ``python -m compat_matrix.bench.gpu_once`` with a command and the JSON that it writes.
 
-    Attributes:
-        command: its arguments behind ``python -m compat_matrix.bench.gpu_once``, without paths.
-        result: the JSON file that it writes.
-        most: the most seconds that it is told, beside those of its start; None for its part of the stage's time.
-        start: the seconds that it may take to start.
-        path: a folder that comes first on the path, or None.
+    It may take ``start`` seconds to start, and is told ``most`` beside these; None for its part of the stage's time.
+    The folder ``path`` comes first on its path.
     """
 
     stage: str
@@ -91,8 +87,7 @@ def run_all(
 ) -> dict[str, Any]:
     """Run the jobs without a record until time is up; return the records of all that are done, by stage and name.
 
-    Args:
-        shares: the share of each stage. What a stage does not use goes to the next one.
+    ``shares`` are those of the stages. What a stage does not use goes to the next one.
     """
     until = time.monotonic() + seconds
     records: dict[str, Any] = {}

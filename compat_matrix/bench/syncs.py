@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from ..check import stand_in
-from .counting import Count, counted, watched
+from ..check.reads import Count, counted, watched
 
 DOCUMENTS = (7, 5, 1, 9, 6)
 WAYS = ("upstream", "upstream, lengths", "fa2patch", "fa2patch, lengths")
@@ -23,9 +23,7 @@ WAYS = ("upstream", "upstream, lengths", "fa2patch", "fa2patch, lengths")
 def forward(architecture: str, layers: int, way: str, checkpointed: bool = False) -> Count | None:
     """Return the counts of one forward, or None if this version's forward does not take the collator's lengths.
 
-    Args:
-        way: one of ``WAYS``.
-        checkpointed: enable gradient checkpointing and count the backward too, which computes every layer again.
+    With checkpointing the backward counts too, which computes every layer again.
     """
     import fa2patch  # after the stand-in for flash-attn
 

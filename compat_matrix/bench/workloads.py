@@ -22,16 +22,12 @@ Batch = dict[str, Any]
 
 @dataclass(frozen=True)
 class Distribution:
-    """A lognormal distribution of document lengths.
+    """A lognormal distribution of document lengths in tokens, clipped to the longest.
 
     The two below are tuned so that mini-batches of four hold about as much padding as the published speed-ups of
     padding-free training require (2.0 for FLAN, 1.4 for OrcaMath). They are consistent with those numbers but are not
     measurements of those data sets. Apart from the cut-off, the padding depends on ``sigma`` alone, so ``scaled``
     keeps it.
-
-    Attributes:
-        mean: mean length in tokens, before the cut-off.
-        longest: lengths are clipped to this many tokens.
     """
 
     name: str

@@ -20,11 +20,9 @@ import functools  # noqa: E402
 import gc  # noqa: E402
 import json  # noqa: E402
 import os  # noqa: E402
-import platform  # noqa: E402
 import sys  # noqa: E402
 import warnings  # noqa: E402
 from collections.abc import Iterable  # noqa: E402
-from importlib import metadata  # noqa: E402
 from typing import Any, Callable, TextIO  # noqa: E402
 
 from . import found  # noqa: E402
@@ -46,7 +44,6 @@ def main(arguments: list[str] | None = None) -> int:
     if given.plans:
         return _print_plans(given.families, out)
     import torch
-    import transformers
 
     from .. import tiny_models
     from ..user_models import models
@@ -59,16 +56,8 @@ def main(arguments: list[str] | None = None) -> int:
     gc.set_threshold(100_000, 50, 50)  # a fifth of the time went into garbage collection of tiny models
     points = given.points or list(POINTS)
     implementations = found.IMPLEMENTATIONS[given.flash_attn]
-    about = {
-        "transformers": transformers.__version__,
-        "python": platform.python_version(),
-        "wrapt": metadata.version("wrapt"),
-        "flash_attn": "stand-in" if given.flash_attn == "with" else None,
-        "device": "cpu",
-        "kernel": "reference",
-        "points": points,
-        "upstream_rows": list(upstream.ROWS),
-    }
+    flash = "stand-in" if given.flash_attn == "with" else None
+    about = found.header(flash, "cpu", "reference", points, list(upstream.ROWS))
     print(json.dumps(about), file=out, flush=True)
     for architecture in given.families or tiny_models.architectures():
         if not tiny_models.is_present(architecture):

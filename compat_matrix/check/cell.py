@@ -46,13 +46,7 @@ def unless_alone_raises(alone: Callable[[], object]) -> Iterator[None]:
 
 @dataclass
 class Cell:
-    """One family with one attention implementation in the installed Transformers.
-
-    Attributes:
-        family: The architecture.
-        implementation: The ``attn_implementation``.
-        in_double: Whether models are float64 also if the family is not in ``IN_DOUBLE_PRECISION``.
-    """
+    """One family with one attention implementation in the installed Transformers, in float64 if it is ``in_double``."""
 
     family: str
     implementation: str

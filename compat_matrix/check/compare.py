@@ -20,12 +20,7 @@ Errors are means and not maxima, because rounding may also route a token to anot
 
 
 class TooFar(AssertionError):
-    """Two results differ by more than a tolerance.
-
-    Attributes:
-        error: the difference, relative to the largest expected value.
-        tolerance: the largest accepted one.
-    """
+    """Two results differ by more than a tolerance. Both numbers are relative to the largest expected value."""
 
     def __init__(self, what: str, error: float, tolerance: float) -> None:
         super().__init__(f"{what}: off by {error:.1e} of the scale, allowed {tolerance:.0e}")
@@ -37,11 +32,7 @@ def assert_close(
 ) -> None:
     """Raise :class:`TooFar` if ``found`` is not close to ``expected``, or AssertionError if its shape is another.
 
-    Args:
-        found, expected: Tensors of one shape.
-        what: The name of the value in the error.
-        tolerance: The largest accepted error, relative to the largest value of ``expected``.
-        at_least: The smallest scale that the error is divided by.
+    The tolerance is relative to the largest value of ``expected``, or to ``at_least`` if that is larger.
     """
     if found.shape != expected.shape:
         raise AssertionError(f"{what}: shape {list(found.shape)}, expected {list(expected.shape)}")
@@ -86,10 +77,7 @@ def assert_same_gradients(
 ) -> None:
     """Raise an AssertionError if gradients, given by parameter name, are not close.
 
-    Args:
-        found, expected: Gradients by the name of their parameter.
-        tolerance: The largest accepted error, relative to the gradient's largest value.
-        floor: The smallest scale, relative to the largest value of all gradients.
+    The tolerance is relative to the gradient's largest value, which counts as ``floor`` times that of all at least.
     """
     if found.keys() != expected.keys():
         raise AssertionError(f"gradients: other parameters: {sorted(found.keys() ^ expected.keys())[:4]}")

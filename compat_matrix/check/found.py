@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import os
+import platform
 import time
 import traceback
 from dataclasses import replace
 from datetime import datetime, timezone
+from importlib import metadata
 from pathlib import Path
 from typing import Any, Callable
 
@@ -54,6 +56,17 @@ REFUSED_AND_PATCHED = "refused with one attn_implementation, patched with anothe
 """The error of an architecture whose support depends on the implementation that it is loaded with."""
 
 
+def header(flash_attn: str | None, device: str, kernel: str, points: list[str], rows: list[str]) -> dict[str, Any]:
+    """Return what evidence says of its environment, beside the cells."""
+    import transformers
+
+    return {
+        "transformers": transformers.__version__, "python": platform.python_version(),
+        "wrapt": metadata.version("wrapt"), "flash_attn": flash_attn, "device": device, "kernel": kernel,
+        "points": points, "upstream_rows": rows,
+    }  # fmt: skip
+
+
 def timed(check: Callable[[], dict[str, Any]]) -> dict[str, Any]:
     """Return the cell that a check makes, with the torch, the time and a core's seconds of the check as ``made``."""
     import torch
@@ -66,17 +79,10 @@ def timed(check: Callable[[], dict[str, Any]]) -> dict[str, Any]:
 
 
 def cell(architecture: str, implementations: tuple[str, ...], points: list[str], voucher: str = "") -> dict[str, Any]:
-    """Check one architecture.
+    """Check an architecture, a model type or a config.json, at points for which no other one vouches.
 
-    Args:
-        architecture: A model type, or the path of a config.json.
-        implementations: The attention implementations to load it with.
-        points: The names of the points.
-        voucher: The architecture that vouches for all points but :data:`OF_EVERY_ARCHITECTURE`; empty runs all.
-
-    Returns:
-        The findings as the evidence has them: ``fa2patch`` and ``upstream`` by implementation and the ``seam``, or
-        why it is ``refused``, or an ``error``.
+    The findings are as the evidence has them: ``fa2patch`` and ``upstream`` by implementation and the ``seam``, or why
+    it is ``refused``, or an ``error``.
     """
     import fa2patch
 

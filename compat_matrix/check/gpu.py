@@ -7,7 +7,6 @@ import functools
 import importlib.util
 import json
 import os
-import platform
 import sys
 import warnings
 from importlib import metadata
@@ -23,7 +22,7 @@ from .. import commits, tiny_models
 from ..results import FORMAT
 from .cell import Cell, assert_unmoved
 from .compare import assert_as_near
-from .found import timed
+from .found import header, timed
 from .rows import alone, documents, pack
 
 LENGTHS = (50, 130, 1, 77)
@@ -69,27 +68,16 @@ def present_kernels(device: str) -> list[str]:
 
 def evidence(architectures: list[str], device: str, kernel: str) -> dict[str, Any]:
     """Check architectures with one kernel and return the findings in the format that ``results.read_file`` reads."""
-    import transformers
-
     has_flash_attn = importlib.util.find_spec("flash_attn") is not None
     implementations = ("sdpa", "flash_attention_2") if has_flash_attn else ("sdpa",)
     code, cells = commits.of_code(), {}
     for name in filter(tiny_models.is_present, architectures):
         cells[name] = timed(functools.partial(_cell, name, implementations, device, kernel))
         cells[name]["made"].update(code)
-    return {
-        "format": FORMAT,
-        "name": f"{transformers.__version__}-{kernel}",
-        "transformers": transformers.__version__,
-        "python": platform.python_version(),
-        "wrapt": metadata.version("wrapt"),
-        "flash_attn": metadata.version("flash_attn") if has_flash_attn else None,
-        "device": torch.cuda.get_device_name() if device == "cuda" else device,
-        "kernel": kernel,
-        "points": list(POINTS),
-        "upstream_rows": [],
-        "architectures": cells,
-    }
+    flash = metadata.version("flash_attn") if has_flash_attn else None
+    name = torch.cuda.get_device_name() if device == "cuda" else device
+    about = header(flash, name, kernel, list(POINTS), [])
+    return {"format": FORMAT, "name": f"{about['transformers']}-{kernel}", **about, "architectures": cells}
 
 
 def _cell(architecture: str, implementations: tuple[str, ...], device: str, kernel: str) -> dict[str, Any]:

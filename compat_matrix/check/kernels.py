@@ -42,14 +42,9 @@ SLACK = {torch.float32: 5e-3}
 
 @dataclass(frozen=True)
 class Case:
-    """One call of a kernel.
+    """One call of a kernel, with a name of :data:`FEATURES` and one of :data:`LAYOUTS`.
 
-    Attributes:
-        feature: a name in :data:`FEATURES`.
-        layout: a name in :data:`LAYOUTS`; ``tree`` and ``spans`` need four documents.
-        groups: query heads for each key head.
-        dim, value_dim: head dimension of q and k, and of v.
-        lengths: of the documents.
+    ``tree`` and ``spans`` need four documents. There are ``groups`` query heads for each key head.
     """
 
     feature: str = "plain"

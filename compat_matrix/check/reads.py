@@ -1,89 +1,201 @@
-"""Counts what must not grow: host reads of tensors, and tensors of the row's length squared."""
+"""Count what a block asks for: reads from the device, calls of Python functions, tensors of the row's length squared.
+
+A read waits on a GPU for all work that is queued there. On a CPU the following are counted as reads:
+
+- operators that dispatch one: ``.item()``, ``int()``, ``bool()``, ``nonzero``, boolean indexing, ``masked_select``,
+  ``equal``, ``unique``, ``repeat_interleave`` without ``output_size``;
+- ``.cpu()``, ``.to("cpu")``, ``.tolist()``, ``.numpy()``. They dispatch no read on a CPU, so the methods themselves are
+  replaced. Their results, and tensors computed from these alone, are on the host: ``.cpu().numpy()`` is one read;
+- a tensor passed to a kernel as ``max_seqlen``: the kernel's front end needs a number and reads it (``arguments``).
+
+Reads of a stand-in or the reference, which loop on the host, are counted apart (``kernel``); a GPU kernel takes
+``cu_seqlens`` as a tensor. Copies from the host to the device are not counted. Neither are checks that fa2patch makes
+only of tensors on a CPU: on other devices the same condition is a device-side assertion, which does not wait.
+"""
 
 from __future__ import annotations
 
+import contextlib
+import functools
+import itertools
 import sys
+import traceback
+from collections import Counter
 from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Callable
 from unittest import mock
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_flatten
 
-from fa2patch.upstream import packed_batch
+DISPATCHED = {
+    "_local_scalar_dense", "is_nonzero", "nonzero", "nonzero_numpy", "masked_select", "equal", "_unique", "_unique2",
+    "unique_dim", "unique_consecutive", "unique_dim_consecutive",
+}  # fmt: skip
+CALLED = ("cpu", "to", "tolist", "numpy")
+KERNELS = ("compat_matrix.check.stand_in", "fa2patch.kernels")
+CPU_ONLY = {("fa2patch.documents.device", "require"), ("fa2patch.documents.stated", "_require_ends")}
+"""Functions that read on a CPU and call ``aten::_assert_async`` elsewhere."""
 
-READS = ("_local_scalar_dense", "nonzero", "masked_select", "is_nonzero", "equal")
+DERIVING = {
+    "fa2patch": {"recognise"},
+    "transformers": {"prepare_fa2_from_position_ids", "prepare_fa_kwargs_from_position_ids"},
+}
+"""Functions of each package that derive boundaries from position ids."""
+
+_TRANSPARENT = ("torch", "contextlib", __name__)
+_HOST = "_bench_on_host"
+
+
+def calls(function: Callable[[], Any]) -> Counter[str]:
+    """Call a function and count the calls of Python functions in it, itself included, by ``module.function``.
+
+    Every step of a generator is a call. The sum of the values is the same on any machine with these versions.
+    """
+    found: Counter[str] = Counter()
+
+    def told(frame: Any, event: str, argument: Any) -> None:
+        if event == "call":
+            found[f"{_module(frame)}.{frame.f_code.co_name}"] += 1
+
+    before = sys.getprofile()
+    sys.setprofile(told)
+    try:
+        function()
+    finally:
+        sys.setprofile(before)
+    return found
 
 
 @dataclass
 class Count:
-    """The host reads of fa2patch's own code.
+    """The reads within one block.
 
     Attributes:
-        total: The number of reads that wait for the device.
-        views: The number of calls of ``.numpy()``. They do not wait on a CPU; elsewhere they follow a copy that does.
-        derived: How often boundaries were derived from ids.
-        where: The operation, module and line of each read.
+        reads: reads that code of the chosen packages asked for.
+        kernel: reads inside a kernel.
+        arguments: tensors that were passed to a kernel as ``max_seqlen``.
+        derived: how often boundaries were derived from position ids.
+        where: the number of ``reads`` by operator and function.
     """
 
-    total: int = 0
-    views: int = 0
+    reads: int = 0
+    kernel: int = 0
+    arguments: int = 0
     derived: int = 0
-    where: list[str] = field(default_factory=list)
+    where: Counter[str] = field(default_factory=Counter)
 
-    def note(self, name: str) -> None:
-        """Count a read if the innermost Python frame outside torch, contextlib and this file is fa2patch's."""
-        frame: Any = sys._getframe(1)
-        while frame is not None:
-            module = frame.f_globals.get("__name__", "")
-            package = module.split(".")[0]
-            if package == "fa2patch" and module != __name__:
-                self.views += name == "numpy"
-                self.total += name != "numpy"
-                self.where.append(f"{name} in {module}:{frame.f_lineno}")
-            if module != __name__ and package not in ("torch", "contextlib"):
-                return
-            frame = frame.f_back
+    def note(self, name: str, packages: tuple[str, ...]) -> None:
+        """Attribute a read to the innermost frame outside torch, or to a kernel around it."""
+        every = ((_module(frame), frame.f_code.co_name) for frame, _ in traceback.walk_stack(sys._getframe()))
+        stack = [*itertools.dropwhile(lambda at: _is_in(at[0], _TRANSPARENT), every)]
+        if not stack or not CPU_ONLY.isdisjoint(stack):
+            return
+        if any(_is_in(module, KERNELS) for module, _ in stack):
+            self.kernel += 1
+        elif _is_in(stack[0][0], packages):
+            self.reads += 1
+            self.where[f"{name} in {'.'.join(stack[0])}"] += 1
 
 
-class _Reads(TorchDispatchMode):
-    def __init__(self, count: Count) -> None:
-        super().__init__()
-        self.count = count
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        name = func.overloadpacket.__name__
-        listed = [each for arg in args if isinstance(arg, (list, tuple)) for each in arg]
-        boolean = any(isinstance(each, torch.Tensor) and each.dtype == torch.bool for each in listed)
-        if name in READS or (name.startswith("index") and boolean):
-            self.count.note(name)
-        return func(*args, **(kwargs or {}))
+_active: list[Count] = []
 
 
-@contextmanager
-def counted() -> Iterator[Count]:
-    """Count reads within the block. ``tolist`` is replaced, because on a CPU tensor it dispatches no operation."""
-    count, recognise = Count(), packed_batch.recognise
+@contextlib.contextmanager
+def counted(packages: tuple[str, ...] = ("fa2patch", "transformers")) -> Iterator[Count]:
+    """Count reads, and derivations of boundaries, within the block.
 
-    def recognised(*args: Any, **kwargs: Any) -> Any:
-        count.derived += 1
-        return recognise(*args, **kwargs)
+    Args:
+        packages: the packages whose reads are counted in ``Count.reads``.
+    """
+    count = Count()
 
-    def counting(name: str) -> Any:
-        original = getattr(torch.Tensor, name)
-
+    def reading(name: str, original: Any) -> Any:
         def read(self: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
-            count.note(name)
-            return original(self, *args, **kwargs)
+            # only the string "cpu" counts, because on a GPU .to(x.device) copies nothing to the host
+            if name == "to" and not any(isinstance(to, str) and to == "cpu" for to in (*args, kwargs.get("device"))):
+                return original(self, *args, **kwargs)
+            if not _on_host(self):
+                count.note(name, packages)
+            found = original(self, *args, **kwargs)
+            return _marked(found.view_as(found)) if isinstance(found, torch.Tensor) else found
 
         return read
 
-    replaced = {name: counting(name) for name in ("tolist", "numpy")}
-    deriving = mock.patch.object(packed_batch, "recognise", recognised)
-    with mock.patch.multiple(torch.Tensor, **replaced), deriving, _Reads(count):
-        yield count
+    def profile(frame: Any, event: str, argument: Any) -> None:
+        if event == "call":
+            count.derived += frame.f_code.co_name in DERIVING.get(_module(frame).partition(".")[0], ())
+
+    before = sys.getprofile()
+    methods = {name: reading(name, getattr(torch.Tensor, name)) for name in CALLED}
+    with mock.patch.multiple(torch.Tensor, **methods), _Reads(lambda name: count.note(name, packages)):
+        _active.append(count)
+        sys.setprofile(profile)
+        try:
+            yield count
+        finally:
+            sys.setprofile(before)
+            _active.remove(count)
+
+
+def watched(kernel: Callable[..., Any]) -> Callable[..., Any]:
+    """Wrap a kernel so that tensors passed as ``max_seqlen_q`` and ``max_seqlen_k`` are counted."""
+
+    @functools.wraps(kernel)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        for count in _active:
+            count.arguments += sum(isinstance(kwargs.get(f"max_seqlen_{of}"), torch.Tensor) for of in "qk")
+        return kernel(*args, **kwargs)
+
+    return call
+
+
+class _Reads(TorchDispatchMode):
+    def __init__(self, note: Callable[[str], None]) -> None:
+        super().__init__()
+        self.note = note
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        name, on_host = func.overloadpacket.__name__, _on_host((args, kwargs))
+        if not on_host and (name in DISPATCHED or _boolean_index(name, args) or _unsized(func, name, kwargs)):
+            self.note(name)
+        found = func(*args, **kwargs)
+        return _marked(found) if on_host and not func._schema.is_mutable else found
+
+
+def _tensors(values: Any) -> list[torch.Tensor]:
+    return [leaf for leaf in tree_flatten(values)[0] if isinstance(leaf, torch.Tensor)]
+
+
+def _boolean_index(name: str, args: Any) -> bool:
+    indices = _tensors(args[1]) if name in ("index", "index_put", "index_put_", "_index_put_impl_") else ()
+    return any(index.dtype in (torch.bool, torch.uint8) for index in indices)
+
+
+def _unsized(func: Any, name: str, kwargs: Any) -> bool:
+    return name == "repeat_interleave" and "Tensor" in func._overloadname and kwargs.get("output_size") is None
+
+
+def _on_host(values: Any) -> bool:
+    tensors = _tensors(values)
+    return bool(tensors) and all(getattr(tensor, _HOST, False) for tensor in tensors)
+
+
+def _marked(values: Any) -> Any:
+    for tensor in _tensors(values):
+        setattr(tensor, _HOST, True)
+    return values
+
+
+def _module(frame: Any) -> str:
+    return str(frame.f_globals.get("__name__", ""))
+
+
+def _is_in(module: str, packages: tuple[str, ...]) -> bool:
+    return any(module == package or module.startswith(f"{package}.") for package in packages)
 
 
 class Squares(TorchDispatchMode):

@@ -37,13 +37,9 @@ def takes_positions(model: Any) -> bool:
 
 
 def alone(model: Any, docs: list[torch.Tensor], counts_itself: bool = False, **call: Any) -> torch.Tensor:
-    """Run each document alone and return the logits ``[tokens, vocabulary]`` of all.
+    """Run each document alone, with further arguments, and return the logits ``[tokens, vocabulary]`` of all.
 
-    Args:
-        model: The model, patched or not.
-        docs: Documents of token ids ``[length]``.
-        counts_itself: Never pass ``position_ids``. They are otherwise passed to models that do not count from 0.
-        call: Further arguments of the forward.
+    Unless it ``counts_itself``, a model that does not count from 0 is given ``position_ids``.
     """
     if not takes_cache(model):
         call.pop("use_cache", None)

@@ -36,12 +36,9 @@ def _half_to_each_side(query: int, key: int, size: int) -> bool:
 
 @dataclass(frozen=True)
 class Kind:
-    """A config argument that hides tokens of a query's own document.
+    """A config argument that hides tokens of a query's own document, by its definition.
 
-    Attributes:
-        name: The name of the argument, whose value is a number of tokens.
-        sees: The definition.
-        sizes: The values to try: a token itself, less than a document, as much as the longest document, more.
+    The sizes to try, in tokens, are a token itself, less than a document, as much as the longest document, and more.
     """
 
     name: str

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import argparse
 import re
-import subprocess
 import sys
 from collections import Counter
 from pathlib import Path
@@ -17,7 +16,7 @@ from pathlib import Path
 from packaging.version import Version
 
 from .. import __main__ as matrix
-from .. import environments, plans
+from .. import commits, environments, plans
 from ..results import read_file
 from . import newest, sources, watch
 from .changes import Changes, Seen, compared
@@ -44,7 +43,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--no-run", action="store_true", help="stop after the page")
     parser.add_argument("--no-commit", action="store_true", help="leave everything uncommitted")
     given = parser.parse_args(arguments)
-    if not (given.no_commit or given.no_run) and _git("status", "--porcelain", "--", *WRITTEN):
+    if not (given.no_commit or given.no_run) and commits.git("status", "--porcelain", "--", *WRITTEN):
         parser.error("expected no changes in what the commit will hold: commit them first, or give --no-commit")
     add_block(given.release)
     found = look(given.release, given.environments)
@@ -62,9 +61,6 @@ def add_block(release: str) -> None:
     """Add a release to versions.toml, behind the newest one and with its settings, if it has no block.
 
     The release of a minor that has a block takes its place: one patch release of each minor is checked.
-
-    Raises:
-        SystemExit: A newer release has a block.
     """
     if release in environments.versions():
         return
@@ -115,12 +111,8 @@ def commit(release: str, found: Changes) -> None:
     failing = [f"- {name}: {cell.reason}"[:160] for name, cell in cells.items() if cell.state == "fail"]
     subject = f"Transformers {release}: {counted} of {len(cells)} cells{', RED' if found.reds else ''}"
     body = "\n".join([verdict(found).replace("*", ""), *failing, "", "What is new: compat_matrix/follow/RELEASE.md"])
-    _git("add", "--", *WRITTEN)
-    _git("commit", "-m", subject, "-m", body)
-
-
-def _git(*arguments: str) -> str:
-    return subprocess.run(["git", "-C", str(ROOT), *arguments], check=True, capture_output=True, text=True).stdout
+    commits.git("add", "--", *WRITTEN)
+    commits.git("commit", "-m", subject, "-m", body)
 
 
 if __name__ == "__main__":

@@ -74,13 +74,7 @@ class Red:
 
 @dataclass
 class Seen:
-    """What ``seen.json`` holds.
-
-    Attributes:
-        since: The arguments of forwards, by the release that had them first.
-        general: Those that were in :data:`SPREAD` folders, by the release in which they first were.
-        accepted: Names that a person accepted, with the reason, by the release that they were red in.
-    """
+    """What ``seen.json`` holds, each by release: its new arguments, those then general, and what was ``accepted``."""
 
     since: dict[str, list[str]] = field(default_factory=dict)
     general: dict[str, list[str]] = field(default_factory=dict)
@@ -113,15 +107,9 @@ class Seen:
 
 @dataclass(frozen=True)
 class Changes:
-    """What changed from one Transformers to another.
+    """What changed from one Transformers to another: in forwards of both, and arguments that no earlier one had.
 
-    Attributes:
-        before, after: The two.
-        relied: The names that fa2patch's sources spell, each with the first place.
-        gained, lost: What the forwards of both gained and lost.
-        new: The arguments that no forward of an earlier release had.
-        reds: What a person must decide about, without what was accepted.
-        accepted: What was accepted.
+    ``relied`` are the names that fa2patch's sources spell, with their first places. ``reds`` are without ``accepted``.
     """
 
     before: Sources
@@ -135,13 +123,7 @@ class Changes:
 
 
 def compared(before: Sources, after: Sources, seen: Seen, as_then: bool = False) -> Changes:
-    """Compare the sources of two Transformers.
-
-    Args:
-        before, after: The sources.
-        seen: What is known of all releases; what it says of ``after`` and later ones is left out.
-        as_then: Whether what a person accepted is left out, too.
-    """
+    """Compare two Transformers. What was seen in ``after`` or later is left out, ``as_then`` also what was accepted."""
     gained, lost = _moved(before, after), _moved(after, before)
     had, general = seen.before(after.release)
     had |= before.takers.keys()

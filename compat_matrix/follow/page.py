@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Mapping, Sequence
 
+from .. import diffable
 from ..plans import Snapshots, differences
 from ..tiny_models import OUT_OF_SCOPE
 from .changes import RULES, Changes, Red, folders, listed
@@ -119,7 +120,7 @@ def _own(name: str) -> set[str]:
 
 def _arguments(found: Changes) -> list[str]:
     """The arguments that forwards of both gained or lost, the most frequent first, and those of new models."""
-    lines = ["## Arguments of forwards", "", "| argument | gained in | lost in | |", "| --- | --- | --- | --- |"]
+    lines = []
     names = sorted(
         {*found.gained, *found.lost},
         key=lambda name: (-len(found.gained.get(name, ())) - len(found.lost.get(name, ())), name),
@@ -128,15 +129,15 @@ def _arguments(found: Changes) -> list[str]:
         gained, lost = (_where(moves.get(name, [])) for moves in (found.gained, found.lost))
         notes = ["never seen before"] if name in found.new else []
         notes += [f"fa2patch: `{found.relied[name]}`"] if name in found.relied else []
-        lines.append(f"| `{name}` | {gained} | {lost} | {'; '.join(notes)} |")
+        lines.append([f"`{name}`", gained, lost, "; ".join(notes)])
     rest = []
     if names[MOST:]:
         most = max(len(moves.get(name, ())) for name in names[MOST:] for moves in (found.gained, found.lost))
         rest = [f"{len(names) - MOST} more names moved in {most} forwards or fewer each."]
     own = sorted(found.new - found.gained.keys())
     rest += [f"Only in new classes, never seen before: {listed(own, 40)}."] if own else []
-    table = ["\n".join(lines)] if names else []
-    return [*table, *rest]
+    head = ["argument", "gained in", "lost in", ""]
+    return [*(["## Arguments of forwards", diffable.table(head, lines)] if names else []), *rest]
 
 
 def _where(places: Sequence[tuple[str, str]]) -> str:

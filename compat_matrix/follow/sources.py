@@ -26,7 +26,6 @@ class File:
     """One source file.
 
     Attributes:
-        text: Its text.
         forwards: The arguments of each class's ``forward``, by the class: each name with its annotation, empty if it
             has none. The keys that a forward reads from its ``**kwargs`` count as arguments.
         unpacked: The classes of keywords that its forwards unpack into their ``**kwargs``.
@@ -52,7 +51,6 @@ class Sources:
     Attributes:
         release: The version that they say, such as ``5.22.2`` or ``5.22.0.dev0``.
         files: The modeling files and the library's modules that concern models, by their paths in the package.
-        folders: The folders of models.
     """
 
     release: str
@@ -127,14 +125,9 @@ def folder(path: str) -> str:
 
 
 def read(home: Path, read_file: Callable[[int], None] = lambda count: None) -> Sources:
-    """Read the sources below a folder.
+    """Read the package below a folder, which may be ``transformers`` or ``src/transformers`` there.
 
-    Args:
-        home: The package, or a folder that has it as ``transformers`` or ``src/transformers``.
-        read_file: Called after each file with the number of all.
-
-    Raises:
-        FileNotFoundError: The folder has no Transformers.
+    ``read_file`` is called after each file with the number of all.
     """
     candidates = (home, home / "transformers", home / "src" / "transformers", *home.glob("*/src/transformers"))
     package = next((each for each in candidates if (each / "modeling_utils.py").exists()), None)
@@ -152,11 +145,7 @@ def read(home: Path, read_file: Callable[[int], None] = lambda count: None) -> S
 
 
 def of_release(release: str, folder: Path) -> Path:
-    """The sources of a release: those in the folder of environments if its was made, else they are installed there.
-
-    Raises:
-        RuntimeError: The package index has no such release.
-    """
+    """The sources of a release: those in the folder of environments if its was made, else they are installed there."""
     for package in folder.glob(f"{release}/lib/python*/site-packages/transformers"):
         return package
     home = folder / "sources" / release

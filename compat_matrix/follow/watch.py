@@ -14,7 +14,7 @@ from pathlib import Path
 
 from packaging.version import Version
 
-from .. import environments
+from .. import diffable, environments
 from ..cells import grouped
 from ..screen import Progress, bars
 from . import sources
@@ -58,11 +58,7 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def before(release: str) -> str:
-    """The release of versions.toml before this one.
-
-    Raises:
-        SystemExit: There is none.
-    """
+    """The release of versions.toml before this one."""
     older = [block.name for block in environments.releases() if Version(block.name) < Version(release)]
     if not older:
         raise SystemExit(f"versions.toml has no release before {release}. Name one with --against")
@@ -70,11 +66,7 @@ def before(release: str) -> str:
 
 
 def accept(found: Changes, names: Sequence[str], because: str) -> None:
-    """Write to seen.json that names are red no longer in a release.
-
-    Raises:
-        SystemExit: A name is not red.
-    """
+    """Write to seen.json that names, which must be red, are so no longer in a release."""
     red = {each.name for each in found.reds}
     if {*names} - red:
         raise SystemExit(f"not red in {found.after.release}: {', '.join(sorted({*names} - red))}. Red: {sorted(red)}")
@@ -98,22 +90,22 @@ def history(folder: Path) -> None:
             progress.update(task, advance=1)
     seen.write()
     rules = [f"- **{rule}**: {meaning}." for rule, (meaning, _) in RULES.items()]
-    head = ["| release | new folders | forwards changed | new arguments | red |", "| --- " * 5 + "|"]
+    head = ["release", "new folders", "forwards changed", "new arguments", "red"]
     parts = [
         "# What the watch would have said of each release",
         f"Each minor of Transformers beside the one before it, by their sources alone. Made by `{COMMAND} --history`.",
         "\n".join(rules),
-        "\n".join([*head, *rows[::-1]]),
+        diffable.table(head, rows[::-1]),
     ]
     HISTORY.write_text("\n\n".join(parts) + "\n", encoding="utf-8")
 
 
-def _row(found: Changes) -> str:
+def _row(found: Changes) -> list[str]:
     moved = {place for moves in (found.gained, found.lost) for places in moves.values() for place in places}
     by_rule = grouped((red.rule, red.name) for rule in RULES for red in found.reds if red.rule == rule)
     red = "; ".join(f"{rule}: {listed(names, len(names))}" for rule, names in by_rule.items() if names)
     folders = len(found.after.folders - found.before.folders)
-    return f"| {found.after.release} | {folders} | {len(moved)} | {len(found.new)} | {red or '–'} |"
+    return [found.after.release, *map(str, (folders, len(moved), len(found.new))), red or "–"]
 
 
 def _read(name: str, home: Path, progress: Progress) -> sources.Sources:

@@ -9,8 +9,9 @@ from fa2patch import kernels
 from .. import long_rows
 from ..bench import figures
 from ..cells import Results
+from ..diffable import table
 from ..long_rows import DECODERS, Decoder
-from .words import FOLDER, PAGE, age, table, wrapped
+from .words import FOLDER, PAGE, age, wrapped
 
 _LEFT = {
     "refused": "it refused {:,} with a reason",

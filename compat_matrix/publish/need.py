@@ -15,21 +15,10 @@ STARTS = ((4, 34), (4, 44), (4, 53), (5, 0))
 """The first minor of each column of the table: within a column, nearly every case has one result."""
 
 SEEDS = {
-    "llama": "Llama",
-    "mistral": "Mistral",
-    "mixtral": "Mixtral",
-    "falcon": "Falcon",
-    "phi": "Phi",
-    "phi3": "Phi-3",
-    "qwen2": "Qwen2",
-    "qwen2_moe": "Qwen2MoE",
-    "gemma": "Gemma",
-    "stablelm": "StableLM",
-    "starcoder2": "StarCoder2",
-    "olmo": "OLMo",
-    "dbrx": "DBRX",
-    "granite": "Granite",
-}
+    "llama": "Llama", "mistral": "Mistral", "mixtral": "Mixtral", "falcon": "Falcon", "phi": "Phi", "phi3": "Phi-3",
+    "qwen2": "Qwen2", "qwen2_moe": "Qwen2MoE", "gemma": "Gemma", "stablelm": "StableLM", "starcoder2": "StarCoder2",
+    "olmo": "OLMo", "dbrx": "DBRX", "granite": "Granite",
+}  # fmt: skip
 """The fourteen families that the table is about, and the name shown for each."""
 
 MIXERS = ()

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from .. import commits
+from .. import commits, diffable
 from ..bench import figures
 from ..cells import grouped
 from ..ecosystem.stacks import EVIDENCE, INTEGRATIONS, releases, rows, split, stacks
@@ -96,7 +96,7 @@ def _stack_table(found: dict[str, Evidence]) -> str:
         dates, code = sorted({one["date"] for one in made}), sorted({*map(commits.named, made)})
         packages = ", ".join(f"{package} {release}" for package, release in evidence["versions"].items())
         lines.append([name, ", ".join(dates), ", ".join(code), packages])
-    return words.table(["stack", "date", "made with", "packages"], lines)
+    return diffable.table(["stack", "date", "made with", "packages"], lines)
 
 
 def _cell(finding: Evidence | None) -> str:
@@ -129,7 +129,7 @@ def _tables(found: dict[str, Evidence], kind: str, reasons: dict[str, int]) -> d
         cells = by_engine(evidence, kind)
         features = dict.fromkeys(feature for of_engine in cells.values() for feature in of_engine)
         lines = [[feature, *(_said(one.get(feature, []), reasons) for one in cells.values())] for feature in features]
-        made[stack] = words.table(["", *(ENGINES[engine] for engine in cells)], lines)
+        made[stack] = diffable.table(["", *(ENGINES[engine] for engine in cells)], lines)
     return made
 
 
@@ -213,4 +213,4 @@ def integrations() -> str:
             )
         numbers, passed = ", ".join(releases(row, run["stacks"])), f"{run['outcomes']['passed']} passed"
         lines.append([f"[{row.title}]({words.DOCS}/{row.page})", numbers, row.what, passed, f"`{row.chosen}`"])
-    return words.table(["with", "releases", "what runs", "tests", "`python -m pytest -m slow`"], lines)
+    return diffable.table(["with", "releases", "what runs", "tests", "`python -m pytest -m slow`"], lines)

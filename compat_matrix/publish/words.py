@@ -12,6 +12,7 @@ import jinja2
 
 from fa2patch.evidence import runs
 
+from .. import diffable
 from ..cells import Cell, Checked, Environment, Results, Upstream, grouped
 
 FOLDER = "https://github.com/fa2patch/fa2patch/blob/main/compat_matrix"
@@ -49,14 +50,8 @@ def rendered(template: str, **context: Any) -> str:
     )
     templates.policies["json.dumps_kwargs"] = {"separators": (",", ":"), "ensure_ascii": False}
     templates.filters.update(plain=plain, number=number, wrapped=wrapped)
-    templates.globals.update(table=table)
+    templates.globals.update(table=diffable.table)
     return templates.get_template(template).render(**context).rstrip("\n") + "\n"
-
-
-def table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
-    """Return a Markdown table."""
-    lines = [head, ["---"] * len(head), *rows]
-    return "\n".join(f"| {' | '.join(text.replace('|', chr(92) + '|') for text in line)} |" for line in lines)
 
 
 def wrapped(text: str) -> str:

@@ -6,12 +6,12 @@ import os
 import sys
 from collections.abc import Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Callable
+from typing import Callable
 
 from .. import environments, results, run
-from ..cells import ABSENT, Cell
+from ..cells import ABSENT, Cell, grouped
 from .models import BadConfig, find, is_file, read
 
 
@@ -32,27 +32,16 @@ class Model:
 
 @dataclass(frozen=True)
 class Row:
-    """One model in one version.
-
-    Attributes:
-        state: One of ``cells.STATES``, or ``error`` if nothing could be checked.
-        reason: Why the state is not ``ok``.
-        upstream: One of ``cells.UPSTREAM_STATES``: what Transformers alone does.
-        upstream_rows: The result of Transformers alone for each kind of row.
-        notes: What a reader should know about the model that was checked.
-    """
+    """One model in one version: its cell, whose state is ``error`` if nothing could be checked, and notes about it."""
 
     model: Model
     version: environments.Version
-    state: str
-    reason: str = ""
-    upstream: str = "unknown"
-    upstream_rows: dict[str, str] = field(default_factory=dict)
+    cell: Cell
     notes: tuple[str, ...] = ()
 
     def is_bad(self, allow_refused: bool) -> bool:
         """Whether the row makes the command fail."""
-        return self.state in ("fail", "error", "xfail") or (self.state == "refused" and not allow_refused)
+        return self.cell.state in ("fail", "error", "xfail") or (self.cell.state == "refused" and not allow_refused)
 
 
 def model(given: str) -> Model:
@@ -94,8 +83,6 @@ def rows(
     """Check every model in every version.
 
     Args:
-        models: The models to check.
-        versions: The versions to check them in.
         folder: The folder with the environments.
         jobs: How many versions are checked at a time.
         done: Called with each version that is finished and its rows.
@@ -125,31 +112,18 @@ def _of_version(
         )
         cells = results.read_data(evidence, evidence["name"]).cells
     except Exception as error:
-        return [Row(model, version, "error", f"{type(error).__name__}: {error}") for model in models]
-    return [_row(model, version, cells.get(model.architecture, ABSENT), evidence) for model in models]
-
-
-def _row(model: Model, version: environments.Version, cell: Cell, evidence: dict[str, Any]) -> Row:
-    upstream = cell.upstream
-    return Row(
-        model,
-        version,
-        cell.state,
-        cell.reason,
-        upstream.state if upstream else "unknown",
-        dict(upstream.rows) if upstream else {},
-        tuple(evidence["architectures"].get(model.architecture, {}).get("notes", ())),
-    )
+        return [Row(model, version, Cell("error", f"{type(error).__name__}: {error}")) for model in models]
+    notes = {name: tuple(found.get("notes", ())) for name, found in evidence["architectures"].items()}
+    named = ((model, model.architecture) for model in models)
+    return [Row(model, version, cells.get(name, ABSENT), notes.get(name, ())) for model, name in named]
 
 
 def nowhere(rows: Iterable[Row]) -> list[str]:
     """One message, with advice, for each model that none of the versions has."""
-    states: dict[Model, set[str]] = {}
-    for row in rows:
-        states.setdefault(row.model, set()).add(row.state)
+    states = grouped((row.model, row.cell.state) for row in rows)
     return [
         f"{model.name}: looked for a causal LM of model type {model.kind!r}, found none in these versions. Ask for "
         "the versions that have it, or check the spelling: it is the config's model_type, such as qwen3_moe."
         for model, found in states.items()
-        if found == {"absent"}
+        if {*found} == {"absent"}
     ]

@@ -169,8 +169,9 @@ def _nested(cls: Any, name: str, value: dict[str, Any]) -> dict[str, Any]:
     if not hasattr(inner, "model_type"):
         return sizes.of_dict(value)
     settings = shrunk(inner, value)
-    if name != "text_config":
-        settings.update(sizes.of_a_tower(inner, settings))
+    if name != "text_config":  # a vision or audio side
+        known = {*sizes.defaults(inner), *settings}
+        settings.update({key: size for key, size in tiny_configs.VISION.items() if key in known})
     return {"model_type": inner.model_type, **settings}
 
 

@@ -6,6 +6,8 @@ import json
 from collections.abc import Sequence
 from typing import Any
 
+from ..cells import Upstream, grouped
+from ..diffable import table as table_of
 from .matrix import Row
 
 ALONE = {"ok": "ok", "plain": "only the plain row", "leak": "LEAKS", "error": "fails", "unknown": "not run"}
@@ -17,11 +19,9 @@ COLOURS = {"ok": "green", "refused": "yellow", "absent": "dim"}
 def markdown(rows: Sequence[Row]) -> str:
     """A Markdown table of models by versions, followed by the reasons."""
     versions = [labels(rows)[name] for name in dict.fromkeys(row.version.name for row in rows)]
-    lines = ["| model | " + " | ".join(versions) + " |", "| --- " * (len(versions) + 1) + "|"]
-    for name, cells in _by_model(rows):
-        lines.append(f"| {name} | " + " | ".join(f"{_state(row)}{_alone(row, ' / alone: ')}" for row in cells) + " |")
-    reasons = [f"- {reason}" for reason in explanations(rows)]
-    return "\n".join([*lines, "", LEGEND, *([""] if reasons else []), *reasons])
+    said = ([name, *(_state(row) + _alone(row, " / alone: ") for row in of)] for name, of in _by_model(rows))
+    reasons = "\n".join(f"- {reason}" for reason in explanations(rows))
+    return "\n\n".join(filter(None, [table_of(["model", *versions], said), LEGEND, reasons]))
 
 
 LEGEND = "First with fa2patch, then Transformers alone on the same packed rows."
@@ -37,9 +37,8 @@ def table(rows: Sequence[Row]) -> Any:
     for number, name in enumerate(["model", *versions]):
         made.add_column(name, overflow="fold", no_wrap=number == 0)
     for name, cells in _by_model(rows):
-        shown = [Text(_state(row), COLOURS.get(row.state, "bold red")).append(_alone(row, "\nalone: "), "default")
-                 for row in cells]  # fmt: skip
-        made.add_row(Text(name), *shown)
+        states = ((row, Text(_state(row), COLOURS.get(row.cell.state, "bold red"))) for row in cells)
+        made.add_row(Text(name), *(text.append(_alone(row, "\nalone: "), "default") for row, text in states))
     return made
 
 
@@ -59,10 +58,10 @@ def as_json(rows: Sequence[Row], ok: bool) -> str:
                     "model_type": row.model.kind,
                     "environment": row.version.name,
                     "transformers": row.version.transformers,
-                    "fa2patch": row.state,
-                    "reason": row.reason,
-                    "upstream": row.upstream,
-                    "upstream_rows": row.upstream_rows,
+                    "fa2patch": row.cell.state,
+                    "reason": row.cell.reason,
+                    "upstream": _upstream(row).state,
+                    "upstream_rows": dict(_upstream(row).rows),
                     "notes": list(row.notes),
                 }
                 for row in rows
@@ -74,12 +73,12 @@ def as_json(rows: Sequence[Row], ok: bool) -> str:
 
 def explanations(rows: Sequence[Row]) -> list[str]:
     """Why cells are not ok and what was left out of configs; versions with the same text share a line."""
-    said: dict[str, list[str]] = {}
+    said = []
     for row in rows:
-        reasons = [f"{row.model.name} {row.state}: {' '.join(row.reason.split())}"] if row.reason else []
-        for what in [*reasons, *(f"{row.model.name}: {note}" for note in row.notes)]:
-            said.setdefault(what, []).append(row.version.name)
-    return [f"{', '.join(versions)}: {what}" for what, versions in said.items()]
+        if row.cell.reason:
+            said.append((f"{row.model.name} {row.cell.state}: {' '.join(row.cell.reason.split())}", row.version.name))
+        said += [(f"{row.model.name}: {note}", row.version.name) for note in row.notes]
+    return [f"{', '.join(versions)}: {what}" for what, versions in grouped(said).items()]
 
 
 def labels(rows: Sequence[Row]) -> dict[str, str]:
@@ -90,16 +89,18 @@ def labels(rows: Sequence[Row]) -> dict[str, str]:
 
 
 def _by_model(rows: Sequence[Row]) -> list[tuple[str, list[Row]]]:
-    found = []
-    for model in dict.fromkeys(row.model for row in rows):
-        name = model.name if model.name == model.kind else f"{model.name} ({model.kind})"
-        found.append((name, [row for row in rows if row.model == model]))
-    return found
+    models = grouped((row.model, row) for row in rows)
+    return [(m.name if m.name == m.kind else f"{m.name} ({m.kind})", cells) for m, cells in models.items()]
 
 
 def _state(row: Row) -> str:
-    return {"absent": "-", "ok": "ok", "refused": "refused"}.get(row.state, row.state.upper())
+    state = row.cell.state
+    return {"absent": "-", "ok": "ok", "refused": "refused"}.get(state, state.upper())
+
+
+def _upstream(row: Row) -> Upstream:
+    return row.cell.upstream or Upstream("", {})
 
 
 def _alone(row: Row, before: str) -> str:
-    return "" if row.state in ("absent", "error") else before + ALONE[row.upstream]
+    return "" if row.cell.state in ("absent", "error") else before + ALONE[_upstream(row).state]

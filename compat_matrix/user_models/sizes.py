@@ -68,11 +68,6 @@ def of_dict(settings: dict[str, Any]) -> dict[str, Any]:
     return {**settings, **_numbers(settings)}
 
 
-def of_a_tower(cls: Any, settings: dict[str, Any]) -> dict[str, Any]:
-    """The changes that make the config of a vision or audio side small."""
-    return {name: value for name, value in tiny_configs.VISION.items() if name in {*defaults(cls), *settings}}
-
-
 def _numbers(settings: dict[str, Any]) -> dict[str, Any]:
     changes: dict[str, Any] = {}
     for name, value in settings.items():

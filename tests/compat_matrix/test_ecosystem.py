@@ -7,12 +7,12 @@ from pathlib import Path
 
 import pytest
 import torch
+from stage import packed, padded, tiny_llama
 
 import fa2patch
 from compat_matrix import environments, suite
 from compat_matrix.ecosystem import __main__ as runner
 from compat_matrix.ecosystem.stacks import DISTRIBUTED, EVIDENCE, INTEGRATIONS, Row, releases, rows, stack_of, stacks
-from compat_matrix.ecosystem.training import packed, padded, tiny_llama
 from compat_matrix.publish import stacks as pages
 from compat_matrix.results import Malformed
 

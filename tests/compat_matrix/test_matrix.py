@@ -10,13 +10,13 @@ import torch
 from evidence import MADE, POINTS, evidence
 
 import fa2patch
-from compat_matrix import environments, keys, known, run, tiny_models
+from compat_matrix import environments, keys, run, tiny_models
 from compat_matrix.__main__ import check, failures, left_over, main
 from compat_matrix.check import found
 from compat_matrix.check.cell import AloneFails, Cell, NotApplicable, assert_unmoved
 from compat_matrix.check.compare import assert_close, assert_same_gradients
 from compat_matrix.check.points import POINTS as POINTS_BY_NAME
-from compat_matrix.results import read_file
+from compat_matrix.results import judged, read_file
 from compat_matrix.run import merged
 from fa2patch import Boundaries
 from fa2patch.documents import device, recognition, starts, stated
@@ -323,9 +323,9 @@ def test_a_known_failure_is_one_only_if_every_failure_is_that_one_in_a_point_tha
 def test_a_known_failure_of_transformers_alone(tmp_path):
     error = "RuntimeError: Expected 3D (unbatched) or 4D (batched) input to conv2d"
     alone = {"made": MADE, "seam": ["method"], "fa2patch": {"sdpa": {"alone": {"document": error}}}}
-    assert known.judged("pixtral:picture", "4.48.3", alone, POINTS)["link"].startswith("https://")
-    assert known.judged("pixtral:picture", "4.49.0", alone, POINTS) == {}
-    assert "error" in known.judged("pixtral:picture", "4.48.3", patched(), POINTS)
+    assert judged("pixtral:picture", "4.48.3", alone, POINTS)["link"].startswith("https://")
+    assert judged("pixtral:picture", "4.49.0", alone, POINTS) == {}
+    assert "error" in judged("pixtral:picture", "4.48.3", patched(), POINTS)
 
 
 def test_an_implementation_with_which_transformers_alone_fails_is_not_run(monkeypatch):

@@ -15,12 +15,12 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from stage import tiny_llama
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 from torch.distributed.tensor.experimental import context_parallel
 
 import fa2patch
-from compat_matrix.ecosystem.training import tiny_llama
 
 LENGTHS = {"one document": (32,), "cut between documents": (8, 16, 8), "cut inside of documents": (5, 20, 7)}
 

@@ -12,9 +12,9 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from stage import Stage, largest_relative_difference, packed, padded, tiny_llama
 
 import fa2patch
-from compat_matrix.ecosystem.training import Stage, largest_relative_difference, packed, padded, tiny_llama
 
 STEPS = 4
 BOUND = 1e-3

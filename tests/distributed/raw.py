@@ -15,11 +15,11 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from stage import packed, padded, tiny_llama
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
 import fa2patch
-from compat_matrix.ecosystem.training import packed, padded, tiny_llama
 
 STEPS = 3
 NEAR = 1e-5

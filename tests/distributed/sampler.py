@@ -19,10 +19,10 @@ from typing import Any
 import numpy as np
 import torch
 import torch.distributed as dist
+from stage import tiny_llama
 from torch.utils.data import DataLoader
 
 import fa2patch
-from compat_matrix.ecosystem.training import tiny_llama
 from fa2patch.packing import PackedBatchSampler, PackingError
 
 GROUP = 2

@@ -16,8 +16,8 @@ import torch.distributed as dist
 from accelerate import Accelerator, DataLoaderConfiguration, DeepSpeedPlugin, ParallelismConfig, PartialState
 from accelerate.utils import DeepSpeedSequenceParallelConfig
 from sampler import BUDGET, EPOCHS, EXAMPLES, GROUP, LENGTHS, finish, gathered, groups, loader, refused, rows
+from stage import tiny_llama
 
-from compat_matrix.ecosystem.training import tiny_llama
 from fa2patch.packing import PackedBatchSampler
 
 PADDING = len(EXAMPLES)

@@ -16,10 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import TrainerCallback
-
-import fa2patch
-from compat_matrix.ecosystem.training import (
+from stage import (
     Stage,
     furthest,
     largest_relative_difference,
@@ -28,6 +25,9 @@ from compat_matrix.ecosystem.training import (
     tiny_llama,
     weights,
 )
+from transformers import TrainerCallback
+
+import fa2patch
 
 CONFIGS = Path(__file__).parents[2] / "examples" / "configs"
 STEPS = 6

@@ -16,12 +16,12 @@ import torch
 import torch.distributed as dist
 import transformers
 import ulysses_rows
+from stage import furthest, weights
 from traffic import Traffic, traffic
 
 import fa2patch
 from compat_matrix import tiny_models
 from compat_matrix.check import rows
-from compat_matrix.ecosystem.training import furthest, weights
 from compat_matrix.long_rows import bytes_sent_by_a_forward, bytes_sent_by_a_layer
 from fa2patch.patch.padding import pack_padded_batches
 

@@ -23,10 +23,10 @@ import transformers
 import ulysses_rows
 from accelerate import Accelerator, DeepSpeedPlugin, ParallelismConfig, PartialState
 from accelerate.utils import DeepSpeedSequenceParallelConfig
+from stage import furthest, tiny_llama, weights
 
 import fa2patch
 from compat_matrix.check import rows
-from compat_matrix.ecosystem.training import furthest, tiny_llama, weights
 
 STEPS, LENGTH, RATE, EPSILON = 10, 64, 1e-3, 1e-4
 LOSS, WEIGHT = 1e-6, 1e-5

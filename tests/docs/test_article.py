@@ -10,9 +10,9 @@ import pytest
 import torch
 import transformers
 from snippets import ROOT, snippets
+from stage import tiny_llama
 
 import fa2patch
-from compat_matrix.ecosystem.training import tiny_llama
 
 EXAMPLES = {
     "fe1439b75bf491edbceb94a0c06dd125cedaeb167a4db7333b7e292d0f8df027": "# Example using DataCollatorWithFlattening",

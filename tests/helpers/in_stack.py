@@ -32,7 +32,8 @@ def printed_in(
     wanted = stacks()[stack]
     python = environments.make(wanted.environment.changed(packages), ROOT / ".compat")
     with environments.only_our_packages() as ours:
-        given = {**os.environ, **wanted.variables, "PYTHONPATH": str(ours), "HF_HUB_OFFLINE": "1", **variables}
+        path = os.pathsep.join((str(ours), str(ROOT / "tests" / "helpers")))
+        given = {**os.environ, **wanted.variables, "PYTHONPATH": path, "HF_HUB_OFFLINE": "1", **variables}
         done = subprocess.run([str(python), *arguments], env=given, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr[-3000:]
     found: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])

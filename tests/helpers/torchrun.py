@@ -13,14 +13,16 @@ from typing import Any
 
 from compat_matrix.ecosystem.stacks import split
 
-ROOT = Path(__file__).parents[2]
+HELPERS = Path(__file__).parent
+ROOT = HELPERS.parents[1]
 LIMIT = 1800
 """Seconds. The longest script runs every architecture, and takes six minutes on a machine with nothing else to do."""
 
 
 def variables() -> dict[str, str]:
     """Return the environment variables of a script. In a stack, PYTHONPATH has fa2patch and compat_matrix already."""
-    return {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": os.environ.get("PYTHONPATH") or str(ROOT)}
+    path = os.pathsep.join((os.environ.get("PYTHONPATH") or str(ROOT), str(HELPERS)))
+    return {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": path}
 
 
 def command(script: str, *arguments: str, processes: int = 2) -> list[str]:

@@ -5,11 +5,11 @@ import pickle
 import warnings
 
 import pytest
+import stand_in_aten
 import torch
 
 import fa2patch
 from compat_matrix import tiny_models
-from compat_matrix.check import stand_in_aten
 from compat_matrix.check.kernel_cases import HEADS, LENGTHS, documents, states
 from compat_matrix.check.rows import documents as some_documents
 from compat_matrix.check.rows import pack

@@ -4,10 +4,11 @@ import random
 from dataclasses import replace
 
 import pytest
+import stand_in_aten
 import torch
 from definition_cases import SPECIAL, attend_with, error_of_flex, errors_of, kernel_or_operator, options_of
 
-from compat_matrix.check import stand_in, stand_in_aten
+from compat_matrix.check import stand_in
 from compat_matrix.check.kernel_cases import DIM, documents, states
 from fa2patch import kernels
 from fa2patch.errors import KernelWrong, PackingNotIsolated

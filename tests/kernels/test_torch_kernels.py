@@ -6,9 +6,9 @@ from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
+import stand_in_aten
 import torch
 
-from compat_matrix.check import stand_in_aten
 from compat_matrix.check.kernel_cases import (
     DIM,
     HEADS,

@@ -4,11 +4,11 @@ import random
 from types import SimpleNamespace
 
 import pytest
+import stand_in_aten
 import torch
 from definition_cases import SPECIAL, attend_with, error_of_flex, errors_of, kernel_or_operator, options_of
 from tree_cases import a_tree
 
-from compat_matrix.check import stand_in_aten
 from compat_matrix.check.kernel_cases import DIM, brute_force, documents, largest_errors, states, with_gradients
 from fa2patch import kernels
 from fa2patch.documents.boundaries import Boundaries

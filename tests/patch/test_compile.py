@@ -3,12 +3,12 @@
 import random
 
 import pytest
+import stand_in_aten
 import torch
 from compiled import assert_like_eager
 
 import fa2patch
 from compat_matrix import tiny_models
-from compat_matrix.check import stand_in_aten
 from compat_matrix.check.rows import documents
 from fa2patch import _compile
 from fa2patch.documents.stated import from_cu_seqlens

@@ -3,13 +3,13 @@
 import random
 
 import pytest
+import stand_in_aten
 import torch
 from compiled import assert_like_eager
 from tree_cases import a_tree, tree_batch
 
 import fa2patch
 from compat_matrix import tiny_models
-from compat_matrix.check import stand_in_aten
 from fa2patch.kernels import reference_op
 
 pytestmark = pytest.mark.skipif(reference_op.attend is None, reason=f"torch {torch.__version__} has no custom_op")

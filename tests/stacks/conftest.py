@@ -1,8 +1,7 @@
 import importlib.util
 
 import pytest
-
-from compat_matrix.ecosystem.training import Stage
+from stage import Stage
 
 
 @pytest.fixture(scope="session")

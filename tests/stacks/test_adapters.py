@@ -4,9 +4,7 @@ import inspect
 
 import pytest
 import torch
-
-import fa2patch
-from compat_matrix.ecosystem.training import (
+from stage import (
     compared,
     furthest,
     packed,
@@ -15,6 +13,8 @@ from compat_matrix.ecosystem.training import (
     tiny_llama,
     weights,
 )  # fmt: skip
+
+import fa2patch
 
 pytestmark = pytest.mark.slow
 BOUND = 1e-3

@@ -11,10 +11,10 @@ from pathlib import Path
 
 import pytest
 import torch
+from replaced_forwards import LOSS_ALONE, cases, judged
+from stage import largest_relative_difference, losses_of, rows, tiny_llama
 
 import fa2patch
-from compat_matrix.ecosystem.fused import LOSS_ALONE, cases, judged
-from compat_matrix.ecosystem.training import largest_relative_difference, losses_of, rows, tiny_llama
 
 pytestmark = pytest.mark.slow
 SCRIPT = Path(__file__).with_name("trains_with_liger.py")

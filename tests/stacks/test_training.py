@@ -9,9 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
-
-import fa2patch
-from compat_matrix.ecosystem.training import (
+from stage import (
     BATCH,
     IGNORED,
     LONGEST,
@@ -27,6 +25,8 @@ from compat_matrix.ecosystem.training import (
     tokens,
     weights,
 )  # fmt: skip
+
+import fa2patch
 
 BOUND = 1e-3
 """Relative difference of the loss at every step, in float32. Rounding in the logs (four digits) is a fiftieth of it."""

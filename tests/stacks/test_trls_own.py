@@ -4,9 +4,9 @@ import inspect
 
 import pytest
 import torch
+from stage import IGNORED, compared, losses_of, tiny_llama
 
 import fa2patch
-from compat_matrix.ecosystem.training import IGNORED, compared, losses_of, tiny_llama
 from fa2patch.probing.batches import spans_of
 
 pytestmark = pytest.mark.slow

@@ -566,10 +566,10 @@ def test_the_largest_id_is_told_without_a_read():
 
     ids = torch.tensor([[0, 1, 2, 0, 1]])
     told = known_ids.known(ids, 2)
-    with reads._Reads(reads.Count()) as mode:
+    with reads.counted(packages=("fa2patch", __name__)) as count:
         assert max(5, told[:, -1].max().item()) + 1 == 6
         assert max(1, told[:, -1].max().item() + 1) == 3
-        assert not mode.count.where
+        assert not count.where
     table = torch.arange(3.0)
     assert type(table[told]) is torch.Tensor and torch.equal(table[told], table[ids])
     assert torch.equal(told[:, 1:], ids[:, 1:]) and type(told + 1) is torch.Tensor

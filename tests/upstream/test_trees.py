@@ -6,7 +6,7 @@ from tree_cases import tree_batch
 
 import fa2patch
 from compat_matrix import tiny_models
-from compat_matrix.bench import counting
+from compat_matrix.check import reads
 from fa2patch.documents.trees import Tree
 from fa2patch.errors import BadBatch, BadParents, PackingNotIsolated
 
@@ -150,6 +150,6 @@ def test_a_packed_row_without_parents_is_computed_as_before():
 def test_a_tree_is_read_once_whatever_the_layers(family, layers):
     model = patched(family, **tiny_models.with_layers(family, layers))
     batch = tree_batch(LENGTHS, PARENTS)
-    with counting.counted(packages=("fa2patch",)) as count:
+    with reads.counted(packages=("fa2patch",)) as count:
         model(**batch)
     assert (count.reads, count.kernel) == (0, 1), count.where  # by the first layer

@@ -171,9 +171,9 @@ def _passes_on(saved: Any) -> Any:
 def host_reads(cell: Cell) -> None:
     """The host reads of fa2patch's code do not grow with the layers, and there are none with the collator's lengths.
 
-    A forward and a recomputing backward are counted. A view of host memory on a CPU stands for one synchronisation on a
-    GPU, except in the checks of the collator's lengths, which are assertions on the device there. The first packed
-    batch is not counted: mixers are tried on it.
+    Where a mixer or the whole model computes documents apart, the lengths themselves are read once. A forward and a
+    recomputing backward are counted. The checks of the collator's lengths are not, since they are assertions on the
+    device elsewhere. Neither is the first packed batch: mixers are tried on it.
     """
     docs = documents(5, 9, 1)
     counts = {}
@@ -192,18 +192,19 @@ def host_reads(cell: Cell) -> None:
         del lengths["labels"]
         unpatched = functools.partial(checkpointed_alone, cell, True, docs)
         # the proof on the first batch would run it more than once
-        with fa2patch.apply(model, prove=False), unless_alone_raises(unpatched):
+        with fa2patch.apply(model, prove=False) as patch, unless_alone_raises(unpatched):
+            apart = not {"mixer", "document"}.isdisjoint(layer.seam for layer in patch.layers)
             model(**pack(docs))
             for what, batch in {"position_ids": pack(docs), "lengths": lengths}.items():
-                with reads.counted() as count:
+                with reads.counted(packages=("fa2patch",)) as count:
                     model(**batch).logits.sum().backward()
-                counts[what, depth] = {"reads": count.total, "views": count.views, "derived": count.derived}
+                counts[what, depth] = {"reads": count.reads, "kernel": count.kernel, "derived": count.derived}
     if any(counts[what, 2] != counts[what, 3] for what in ("position_ids", "lengths")):
         raise AssertionError(f"reads grow with the layers: {counts}")
-    if counts["lengths", 2]["reads"] or counts["lengths", 2]["derived"]:
+    if counts["lengths", 2]["reads"] > apart or counts["lengths", 2]["derived"]:
         raise AssertionError(f"reads with the collator's lengths: {counts}")
-    if counts["position_ids", 2] != {"reads": 0, "views": 1, "derived": 1}:
-        raise AssertionError(f"position_ids are looked at once, through a view of host memory on a CPU: {counts}")
+    if counts["position_ids", 2] != {"reads": 1, "kernel": 0, "derived": 1}:
+        raise AssertionError(f"position_ids are read once: {counts}")
 
 
 @point

@@ -153,13 +153,8 @@ def as_near_as_alone(
 ) -> None:
     """Raise unless a packed row is about as close to float32 as documents alone, is isolated and can be learned from.
 
-    Args:
-        cell: What is checked.
-        model, reference: The model that is patched, and the one that computes documents alone.
-        row, changed: The packed row, and the same with other tokens in the first document.
-        first: The length of the first document.
-        computed_alone: Returns a model's logits of the documents alone.
-        loss: Returns the loss of the row's logits.
+    The row is ``changed`` in the first document, of length ``first``. ``computed_alone`` returns a model's logits of
+    the documents alone, and ``loss`` the loss of the row's.
     """
     # copied before use, as RecurrentGemma keeps its last states
     exact_model, unpatched = copy.deepcopy(reference).float(), copy.deepcopy(model)

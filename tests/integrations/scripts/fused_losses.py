@@ -1,6 +1,6 @@
 """Fused losses of other packages on packed rows, by token and by document: ``fused_losses.py NAME ...``.
 
-The names are those of compat_matrix.ecosystem.fused.REPLACED, followed by "by document" for batches of
+The names are those of tests/helpers/replaced_forwards.py's REPLACED, followed by "by document" for batches of
 ``loss_weights="document"``. Prints a JSON object: the cases of each name, each "right", "refused: ERROR" or how far
 off.
 """
@@ -12,8 +12,7 @@ import sys
 import warnings
 
 import torch
-
-from compat_matrix.ecosystem.fused import cases
+from replaced_forwards import cases
 
 if __name__ == "__main__":
     torch.set_num_threads(1)

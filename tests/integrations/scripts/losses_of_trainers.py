@@ -15,10 +15,8 @@ import warnings
 
 import torch
 import transformers
-
-import fa2patch
-from compat_matrix.ecosystem.fused import restored
-from compat_matrix.ecosystem.training import (
+from replaced_forwards import restored
+from stage import (
     Stage,
     furthest,
     largest_relative_difference,
@@ -27,6 +25,8 @@ from compat_matrix.ecosystem.training import (
     tokens,
     weights,
 )
+
+import fa2patch
 
 STEPS = 4
 

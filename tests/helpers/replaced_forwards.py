@@ -13,10 +13,9 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
+from stage import furthest, tiny_llama
 
 import fa2patch
-
-from .training import furthest, tiny_llama
 
 BOUND = 1e-4
 """Relative bound on the loss, and on each gradient by its largest value. Fused kernels add up in chunks."""

@@ -16,8 +16,7 @@ import torch
 from torch.nn.utils.rnn import pad_sequence
 
 import fa2patch
-
-from ..tiny_models import scale_up
+from compat_matrix.tiny_models import scale_up
 
 END, PAD = "<|end|>", "<|pad|>"
 CHARACTERS = 400

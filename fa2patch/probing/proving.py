@@ -205,9 +205,11 @@ class _Run:
         for value in filter(torch.Tensor.is_floating_point, _tensors(output)):
             if value.shape[:2] == self.shape:
                 found.append(value.reshape(*self.shape, -1))
-            elif value.dim() and len(value) == len(self.tree.lengths):
+            elif value.dim() and len(value) == len(self.tree.leaves):
                 lengths = torch.tensor(self.tree.lengths, device=value.device)
-                found.append(value.flatten(1).repeat_interleave(lengths, 0).reshape(*self.shape, -1))
+                of_segments = value.new_zeros(len(lengths), value.flatten(1).shape[1])
+                of_segments[self.tree.leaves] = value.flatten(1)  # a document ends in a leaf of its own
+                found.append(of_segments.repeat_interleave(lengths, 0).reshape(*self.shape, -1))
         return found
 
     def gradient(self, outputs: list[torch.Tensor], exchanged: torch.Tensor) -> float:

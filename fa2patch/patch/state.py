@@ -18,6 +18,7 @@ from ..upstream.forward import entered
 from ..upstream.packed_mask import PackedMask
 from ..upstream.route import Route
 from ..upstream.step import MARK, ROLE, Acting
+from ..upstream.traits import noisy_embeddings
 from ..upstream.traits.order import by_name
 from . import examining, peft_models
 from .plan import Plan, plan
@@ -155,14 +156,17 @@ class Patch:
     def mark(self) -> None:
         """Set marks and hooks on the models that a call goes through.
 
-        If other code has put a ``forward`` on the outermost model's object, ours is put around it.
+        If other code has put a ``forward`` on the outermost model's object, ours is put around it. So it is around
+        what adds noise to the embeddings.
         """
         for model, role in zip(models(self.model), self.plan.roles):
             model.__dict__.update({MARK: self, ROLE: role})
             hooks.register(model)
+        noisy_embeddings.take_apart(self.model)
         if foreign.replaced_on(self.model):
             self.rehooked.append((self.model, "forward", self.model.__dict__["forward"]))
             self.model.__dict__["forward"] = foreign.entered_first(self.model, entered)
+        examining.look(self)
 
     @property
     def active(self) -> bool:
@@ -188,6 +192,7 @@ class Patch:
         """Remove the patch from this model. Reverting twice is a no-op."""
         with LOCK:
             for module in self.model.modules():
+                noisy_embeddings.put_back(module)
                 if module.__dict__.get(MARK) is self:
                     del module.__dict__[MARK], module.__dict__[ROLE]
                     hooks.remove(module)

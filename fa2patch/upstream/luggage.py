@@ -28,6 +28,9 @@ POOLED = "pooled"
 POSITIONS = "positions"
 """On ``input_ids`` or ``inputs_embeds``: the position ids, for embeddings that take none."""
 
+EMBEDDED = "embedded"
+"""On ``input_ids``: the :class:`Boundaries` and the shape of the batch, for noise on the embeddings."""
+
 _ATTRIBUTE = "_fa2patch"
 
 
@@ -72,7 +75,7 @@ def require_delivered(piece: Piece | None, model: Model) -> None:
     """Raise :class:`PackingNotIsolated` if no code took the piece during the model's forward."""
     if piece is None or piece.delivered:
         return
-    tensor = "input ids" if piece.kind in (POOLED, POSITIONS) else "position_ids"
+    tensor = "input ids" if piece.kind in (POOLED, POSITIONS, EMBEDDED) else "position_ids"
     raise PackingNotIsolated(
         f"{type(model).__name__} found this batch packed and handed its documents on with the {tensor}, but they did "
         f"not arrive where they are needed: something inside the model copies the {tensor} or makes others (a hook, "

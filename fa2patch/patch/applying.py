@@ -18,7 +18,7 @@ from ..errors import BadArgument, LayerNotPatchable, UnsupportedNumPy, Unsupport
 from ..upstream import foreign, inspecting
 from ..upstream.find_models import models
 from ..upstream.step import MARK
-from . import padding, peft_models
+from . import padding, peft_models, trainer_labels
 from .plan import plan
 from .state import Patch
 from .unwrap import transformers_model
@@ -121,6 +121,7 @@ def _install(patch: Patch) -> None:
             for site in patch.plan.sites:
                 site.bind(patch)
             peft_models.watch(patch)
+            trainer_labels.watch(patch)
         except BaseException:
             release(patch)
             raise

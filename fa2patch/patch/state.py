@@ -20,7 +20,7 @@ from ..upstream.route import Route
 from ..upstream.step import MARK, ROLE, Acting
 from ..upstream.traits import noisy_embeddings
 from ..upstream.traits.order import by_name
-from . import examining, peft_models
+from . import examining, peft_models, trainer_labels
 from .plan import Plan, plan
 
 
@@ -237,3 +237,4 @@ class Patch:
         for site in self.plan.sites:
             site.bind(self)
         peft_models.watch(self)
+        trainer_labels.watch(self)

@@ -28,6 +28,9 @@ POOLED = "pooled"
 POSITIONS = "positions"
 """On ``input_ids`` or ``inputs_embeds``: the position ids, for embeddings that take none."""
 
+GIVEN = "given"
+"""On labels of a Trainer's batch: those that it was given, before some of them were ignored."""
+
 EMBEDDED = "embedded"
 """On ``input_ids``: the :class:`Boundaries` and the shape of the batch, for noise on the embeddings."""
 

@@ -94,6 +94,37 @@ def with_forward(model):
     table.forward = noised
 
 
+class Noisy(torch.nn.Embedding):
+    """An embedding that adds noise by itself."""
+
+    def forward(self, ids):
+        output = super().forward(ids)
+        return returns_noise(self, (ids,), output)
+
+
+def with_class(model):
+    model.get_input_embeddings().__class__ = Noisy
+
+
+class Around(torch.nn.Module):
+    """A module around the embedding."""
+
+    def __init__(self, inner):
+        super().__init__()
+        self.inner = inner
+
+    @property
+    def weight(self):
+        return self.inner.weight
+
+    def forward(self, ids):
+        return returns_noise(self, (ids,), self.inner(ids))
+
+
+def with_module(model):
+    model.set_input_embeddings(Around(model.get_input_embeddings()))
+
+
 WAYS = {
     "upstream": with_upstreams_hook,
     "normal": with_hook(returns_noise),
@@ -103,6 +134,8 @@ WAYS = {
     "another function": with_hook(draws_in_another_function),
     "object": with_hook(Drawing(ALPHA)),
     "forward": with_forward,
+    "class": with_class,
+    "module": with_module,
 }
 
 
@@ -234,6 +267,21 @@ def test_copies_pickles_and_revert():
     assert_of_each_document(sizes(pickle.loads(pickle.dumps(model)), pack(DOCS)), expected)
     fa2patch.revert(model)
     assert list(model.get_input_embeddings()._forward_hooks.values()) == [upstreams_hook()]
+
+
+@pytest.mark.parametrize("way", ["forward", "class", "module"])
+def test_copies_and_revert_of_forwards(way):
+    model = made()
+    WAYS[way](model)
+    before = dict(vars(model.get_input_embeddings()))
+    fa2patch.apply(model)
+    if way != "forward":  # that one is bound to the first model
+        assert_of_each_document(sizes(copy.deepcopy(model), pack(DOCS)), alone(WAYS[way]))
+        assert_of_each_document(sizes(pickle.loads(pickle.dumps(model)), pack(DOCS)), alone(WAYS[way]))
+    fa2patch.revert(model)
+    after = vars(model.get_input_embeddings())
+    assert after.keys() == before.keys()
+    assert after.get("forward") is before.get("forward")
 
 
 def test_who_registered_the_hook_can_remove_it():

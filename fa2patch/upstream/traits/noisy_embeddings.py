@@ -1,7 +1,7 @@
 """Noise on the embeddings (NEFTune) is scaled by a row's length: in a packed row, by each document's own length.
 
-Such code is a forward hook of the embedding, or a forward that was set on it. It is known by drawing random numbers,
-and is called for documents of one length at a time. The documents reach it as luggage on ``input_ids``.
+Such code is a forward hook of the embedding, or its forward if that is not torch's. It is known by drawing random
+numbers, and is called for documents of one length at a time. The documents reach it as luggage on ``input_ids``.
 """
 
 from __future__ import annotations
@@ -109,6 +109,8 @@ def put_back(module: torch.nn.Module) -> None:
     for table, key, function in list(_noise(module)):
         if isinstance(function, ByDocument):
             table[key] = function.function
+            if getattr(function.function, "__func__", None) is type(module).forward:
+                del table[key]
 
 
 def _noise(embedding: torch.nn.Module | None) -> Iterator[tuple[Any, Any, Any]]:
@@ -118,9 +120,8 @@ def _noise(embedding: torch.nn.Module | None) -> Iterator[tuple[Any, Any, Any]]:
     for key, hook in embedding._forward_hooks.items():
         if inspecting.draws(hook):
             yield embedding._forward_hooks, key, hook
-    own = vars(embedding).get("forward")
-    if own is not None and inspecting.draws(own):
-        yield vars(embedding), "forward", own
+    if inspecting.draws(embedding.forward):
+        yield vars(embedding), "forward", embedding.forward
 
 
 def _tensors(values: Iterable[Any]) -> Iterator[torch.Tensor]:

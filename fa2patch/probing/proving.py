@@ -25,7 +25,7 @@ from ..upstream import hooks, inspecting
 from ..upstream.find_models import models
 from ..upstream.packed_batch import packed_mask
 from ..upstream.packed_mask import PackedMask
-from ..upstream.step import MARK, Patched
+from ..upstream.step import MARK, ROLE, Patched
 from . import alone, locate
 from .batches import example, is_sharded
 from .exchanges import exchanges
@@ -149,6 +149,7 @@ class _Run:
         dtype = computed_in(weight)
         self.bound = ROUNDING.get(dtype, 1e-2) if rounds else 0.0
         self.mask = mask
+        self.pools = vars(original)[ROLE].pools
         self.near = float("inf") if rounds else NEAR.get(dtype, NEAR_IN_HALF)
 
     def exchanges(self) -> Iterator[torch.Tensor]:
@@ -179,21 +180,22 @@ class _Run:
         if found is None or self.near == float("inf"):
             return 0.0
         call, row, tokens = found
-        with alone.ConstantDraws():  # type: ignore[no-untyped-call]
-            try:
-                mask = packed_mask(call, vars(self.original)[MARK])
-                assert mask is not None, "its length was stated"
-                by_itself = _Run(self.model, self.original, call, mask)
-                expected = by_itself.outputs(None)
-            except Exception:  # code that cannot compute this document, or not without its labels
-                return 0.0
-            here, again = self.outputs(None), self.outputs(None, seed=1)
+        try:
+            mask = packed_mask(call, vars(self.original)[MARK])
+            assert mask is not None, "its length was stated"
+            by_itself = _Run(self.model, self.original, call, mask)
+            expected = by_itself.outputs(None, constant_draws=True)
+        except Exception:  # code that cannot compute this document, or not without its labels
+            return 0.0
+        here, again = (self.outputs(None, seed, constant_draws=True) for seed in (0, 1))
         if _moved(here, again, torch.ones(self.shape, dtype=torch.bool)) > 0:
             return 0.0
         inside = [values[row : row + 1, tokens] for values in here]
         return _moved(inside, expected, torch.ones(by_itself.shape, dtype=torch.bool))
 
-    def outputs(self, exchanged: torch.Tensor | None, seed: int = 0) -> list[torch.Tensor]:
+    def outputs(
+        self, exchanged: torch.Tensor | None, seed: int = 0, constant_draws: bool = False
+    ) -> list[torch.Tensor]:
         """The outputs per token of the base model, and projections of the model's, each ``[batch, length, numbers]``.
 
         Every run draws the same random numbers. ``leaf`` is then what the model was given as input embeddings.
@@ -201,13 +203,15 @@ class _Run:
         Args:
             exchanged: bool ``[batch, length]``, the tokens whose embeddings are exchanged; None for no token.
             seed: the seed of the random numbers.
+            constant_draws: whether they are constants, as far as they can be.
         """
         found: list[torch.Tensor] = []
         self.leaf = None
         torch.manual_seed(seed)
         handle = self.decoder.register_forward_hook(lambda *given: found.extend(self._of_tokens(given[-1])))
         try:
-            with self._exchanging(exchanged) as call:
+            draws = alone.ConstantDraws() if constant_draws else contextlib.nullcontext()  # type: ignore[no-untyped-call]
+            with self._exchanging(exchanged) as call, draws:
                 output = self.model(**call)
         finally:
             handle.remove()
@@ -243,7 +247,7 @@ class _Run:
         """What an output of any form holds for each token, or for its document, ``[batch, length, numbers]``."""
         found = []
         for value in filter(torch.Tensor.is_floating_point, _tensors(output)):
-            if value.shape[:2] == self.shape:
+            if value.shape[:2] == self.shape and not (self.pools and value.dim() == 2):
                 found.append(value.reshape(*self.shape, -1))
             elif value.dim() and len(value) == len(self.tree.leaves):
                 lengths = torch.tensor(self.tree.lengths, device=value.device)

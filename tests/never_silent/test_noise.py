@@ -2,6 +2,7 @@
 
 import copy
 import functools
+import inspect
 import pickle
 
 import pytest
@@ -314,3 +315,28 @@ def test_hooks_that_draw_nothing_are_left_alone():
 ])  # fmt: skip
 def test_what_draws(hook, expected):
     assert inspecting.draws(hook) is expected
+
+
+def test_trainers_option(tmp_path):
+    """Trainer registers the hook when training begins, and removes it at the end."""
+    pytest.importorskip("accelerate")
+    takes = inspect.signature(transformers.TrainingArguments).parameters
+    if "neftune_noise_alpha" not in takes:
+        pytest.skip(f"Trainer of Transformers {transformers.__version__} has no NEFTune")
+    model, found = made(), []
+    fa2patch.apply(model)
+
+    class Seeing(transformers.Trainer):
+        def compute_loss(self, model, inputs, *args, **kwargs):
+            given = {name: inputs[name] for name in ("input_ids", "position_ids")}
+            found.extend(sizes(model, given, [DOCS[0]] * 5))
+            return super().compute_loss(model, inputs, *args, **kwargs)
+
+    arguments = transformers.TrainingArguments(
+        str(tmp_path), max_steps=1, per_device_train_batch_size=5, report_to=[], save_strategy="no", disable_tqdm=True,
+        neftune_noise_alpha=ALPHA, **({"use_cpu": True} if "use_cpu" in takes else {"no_cuda": True}),
+    )  # fmt: skip
+    collate = fa2patch.DataCollatorWithFlattening()
+    Seeing(model, arguments, train_dataset=[{"input_ids": DOCS[2]}] * 5, data_collator=collate).train()
+    assert_of_each_document(found, alone(with_upstreams_hook))
+    assert not model.get_input_embeddings()._forward_hooks

@@ -340,3 +340,21 @@ def test_trainers_option(tmp_path):
     Seeing(model, arguments, train_dataset=[{"input_ids": DOCS[2]}] * 5, data_collator=collate).train()
     assert_of_each_document(found, alone(with_upstreams_hook))
     assert not model.get_input_embeddings()._forward_hooks
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("way", ["upstream", "forward"])
+def test_compiled(way):
+    """The lengths of documents have no values while a graph is captured."""
+    torch._dynamo.reset()
+    model, seen = made(num_hidden_layers=1), []
+    WAYS[way](model)
+    fa2patch.apply(model)
+    model.model.layers[0].register_forward_pre_hook(lambda module, args: seen.append(args[0].detach().clone()))
+    batch = pack(DOCS)
+    torch.compile(model.train(), backend="eager")(**batch)
+    noise = seen[-1] - model.get_input_embeddings().weight[batch["input_ids"]].detach()
+    pieces = noise[0].split([len(doc) for doc in DOCS])
+    found = [float(piece.std()) * piece.numel() ** 0.5 / ALPHA for piece in pieces]
+    assert_of_each_document(found, alone(WAYS[way]))
+    torch._dynamo.reset()

@@ -73,7 +73,7 @@ class ByDocument:
         riding = (luggage.take(tensor, luggage.EMBEDDED) for tensor in _tensors([*args, *kwargs.values()]))
         documents = next((each for each in riding if each is not None), None)
         if documents is not None:
-            return self._of_each(Documents(*documents), args, kwargs)
+            return self._of_each(documents, args, kwargs)
         if compiling():
             return self.function(*args, **kwargs)
         version = _version(args)
@@ -82,7 +82,8 @@ class ByDocument:
         return output
 
     @uncompiled
-    def _of_each(self, documents: Documents, args: Any, kwargs: Any) -> Any:
+    def _of_each(self, riding: Any, args: Any, kwargs: Any) -> Any:
+        documents = Documents(*riding)  # in a graph, lengths have no values
         of_length: dict[int, list[int]] = {}
         for number, length in enumerate(documents.lengths):
             of_length.setdefault(length, []).append(number)

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import sys
 import threading
 import weakref
 from types import ModuleType
@@ -24,7 +25,7 @@ ABSENT = object()
 
 LOCK = threading.RLock()
 _bindings: list[Binding] = []
-_awaited: set[tuple[str, Callable[[ModuleType], None]]] = set()
+_waiting: dict[tuple[str, Callable[[ModuleType, Any], None]], weakref.WeakSet[Any]] = {}
 
 
 class Binding:
@@ -100,17 +101,26 @@ def release(user: Any) -> None:
         _undo_unused()
 
 
-def when_imported(module: str, then: Callable[[ModuleType], None]) -> None:
-    """Call ``then`` with the module once it is imported. The same pair of arguments is registered only once."""
+def when_imported(module: str, then: Callable[[ModuleType, Any], None], user: Any) -> None:
+    """Call ``then`` with a module and a user: now, or once the module is imported if the user has bindings then.
+
+    A user without bindings counts as gone, so it must have some before this is called.
+    """
     with LOCK:
-        if (module, then) not in _awaited:
-            _awaited.add((module, then))
+        if module in sys.modules:
+            then(sys.modules[module], user)
+            return
+        if (module, then) not in _waiting:
+            _waiting[module, then] = weakref.WeakSet()
             wrapt.register_post_import_hook(functools.partial(_arrived, module, then), module)
+        _waiting[module, then].add(user)
 
 
-def _arrived(name: str, then: Callable[[ModuleType], None], module: ModuleType) -> None:
-    _awaited.discard((name, then))
-    then(module)
+def _arrived(name: str, then: Callable[[ModuleType, Any], None], module: ModuleType) -> None:
+    with LOCK:
+        for user in _waiting.pop((name, then), ()):
+            if used_by(user):
+                then(module, user)
 
 
 def used_by(user: Any) -> list[Binding]:

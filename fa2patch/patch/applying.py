@@ -18,7 +18,7 @@ from ..errors import BadArgument, LayerNotPatchable, UnsupportedNumPy, Unsupport
 from ..upstream import foreign, inspecting
 from ..upstream.find_models import models
 from ..upstream.step import MARK
-from . import padding, peft_models, tracers
+from . import padding, peft_models, tracers, trainer_labels
 from .plan import plan
 from .state import Patch
 from .unwrap import transformers_model
@@ -123,6 +123,7 @@ def _install(patch: Patch) -> None:
                 site.bind(patch)
             peft_models.watch(patch)
             tracers.watch(patch)
+            trainer_labels.watch(patch)
         except BaseException:
             release(patch)
             raise

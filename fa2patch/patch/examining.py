@@ -101,6 +101,11 @@ def begun(patch: Examined, prove: bool | str) -> Examination:
     return known(patch, Examination(prove, has_to_be, proving.structure(patch.model)))
 
 
+def look(patch: Examined) -> None:
+    """Take the structure of a model as the one that was planned, after fa2patch itself has changed it."""
+    patch.examination.structure = proving.structure(patch.model)
+
+
 def copied(patch: Examined, examination: Examination) -> Examination:
     """The examination of a copied patch.
 

@@ -9,8 +9,6 @@ one there after ``disable_adapter``, mixed precision wraps it). ``__call__`` che
 from __future__ import annotations
 
 import functools
-import sys
-import weakref
 from types import ModuleType
 from typing import Any
 
@@ -18,7 +16,7 @@ import torch
 
 from .._compile import compiling
 from .._types import Args, Call, Function
-from ..binding import ABSENT, LOCK, bind, used_by, when_imported
+from ..binding import ABSENT, bind, when_imported
 from ..documents.names import LENGTHS
 from ..documents.recognition import recognise
 from ..errors import PackingNotIsolated
@@ -27,8 +25,6 @@ from ..upstream.find_models import is_transformers_model
 from ..upstream.step import MARK, Patched
 
 MODULE = "peft.peft_model"
-_patches: weakref.WeakSet[Patched] = weakref.WeakSet()
-"""The patches of this process, kept because PEFT may be imported after a patch was made."""
 
 
 def watch(patch: Patched) -> None:
@@ -37,19 +33,7 @@ def watch(patch: Patched) -> None:
     If PEFT is not imported yet, the checks start with its import. Call this function after the patch's sites are bound,
     because a patch without bindings counts as reverted.
     """
-    with LOCK:
-        _patches.add(patch)
-        if MODULE in sys.modules:
-            _bind(sys.modules[MODULE], patch)
-        else:
-            when_imported(MODULE, _imported)
-
-
-def _imported(module: ModuleType) -> None:
-    with LOCK:
-        for patch in list(_patches):
-            if used_by(patch):
-                _bind(module, patch)
+    when_imported(MODULE, _bind, patch)
 
 
 def _bind(module: ModuleType, patch: Patched) -> None:

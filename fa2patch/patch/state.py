@@ -18,8 +18,9 @@ from ..upstream.forward import entered
 from ..upstream.packed_mask import PackedMask
 from ..upstream.route import Route
 from ..upstream.step import MARK, ROLE, Acting
+from ..upstream.traits import noisy_embeddings
 from ..upstream.traits.order import by_name
-from . import examining, peft_models, tracers
+from . import examining, peft_models, tracers, trainer_labels
 from .plan import Plan, plan
 
 
@@ -156,17 +157,20 @@ class Patch:
     def mark(self) -> None:
         """Set marks and hooks on the models that a call goes through.
 
-        If other code has put a ``forward`` on the outermost model's object, ours is put around it.
+        If other code has put a ``forward`` on the outermost model's object, ours is put around it. So it is around
+        what adds noise to the embeddings.
         """
         for model, role in zip(models(self.model), self.plan.roles):
             model.__dict__.update({MARK: self, ROLE: role})
             hooks.register(model)
+        noisy_embeddings.take_apart(self.model)
         if foreign.replaced_on(self.model):
             self.rehooked.append((self.model, "forward", self.model.__dict__["forward"]))
             self.model.__dict__["forward"] = foreign.entered_first(self.model, entered)
         for other in _patches():  # apply(model.model) came before apply(model): then one revert must be enough
             if other is not self and other.model in models(self.model):
                 other.revert()
+        examining.look(self)
 
     @property
     def active(self) -> bool:
@@ -195,6 +199,8 @@ class Patch:
         """
         with LOCK:
             own = {module for module in self.model.modules() if module.__dict__.get(MARK) is self}
+            for module in self.model.modules():
+                noisy_embeddings.put_back(module)
             padding = of_model(models(self.model)[-1])
             if padding is not None and padding.base in own:
                 padding.remove()
@@ -243,6 +249,7 @@ class Patch:
             site.bind(self)
         peft_models.watch(self)
         tracers.watch(self)
+        trainer_labels.watch(self)
 
 
 def _patches() -> list[Patch]:

@@ -18,6 +18,9 @@ ROUNDING = {torch.float64: 1e-12, torch.float32: 1e-5}
 Other dtypes (half precision) use 1e-2.
 """
 
+NEAR, NEAR_IN_HALF = {torch.float64: 1e-9, torch.float32: 1e-4}, 5e-2
+"""The largest distance between a document packed and alone, relative to the largest output."""
+
 _EXPERTS = re.compile(r"expert|moe|router", re.IGNORECASE)
 
 _HOOKS = ("_forward_hooks", "_forward_hooks_with_kwargs")

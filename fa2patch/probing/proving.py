@@ -26,11 +26,11 @@ from ..upstream.find_models import models
 from ..upstream.known_code import below_ours
 from ..upstream.packed_batch import packed_mask
 from ..upstream.packed_mask import PackedMask
-from ..upstream.step import Patched
-from . import locate
+from ..upstream.step import MARK, ROLE, Patched
+from . import alone, locate
 from .batches import example, is_sharded
 from .exchanges import exchanges
-from .probe import ROUNDING, is_mixture, left_as_it_was
+from .probe import NEAR, NEAR_IN_HALF, ROUNDING, is_mixture, left_as_it_was
 from .replica import replica
 from .unknown import HOOKS, unknown, unknown_modules
 
@@ -115,6 +115,7 @@ def prove(model: Model, call: Call, mask: PackedMask, itself: bool = False) -> N
                     "second document changed nothing, not even there: it takes its embeddings from where they cannot "
                     "be seen. Call fa2patch.verify(model, batch=batch), then fa2patch.apply(model, prove=False)."
                 )
+        run.require_as_alone()
 
 
 def example_of(model: Model, patch: Patched, tree: bool) -> tuple[Call, PackedMask]:
@@ -154,6 +155,9 @@ class _Run:
         weight = next((p for p in model.parameters() if p.is_floating_point()), torch.empty(0))
         dtype = computed_in(weight)
         self.bound = ROUNDING.get(dtype, 1e-2) if rounds else 0.0
+        self.mask = mask
+        self.pools = vars(original)[ROLE].pools
+        self.near = float("inf") if rounds else NEAR.get(dtype, NEAR_IN_HALF)
 
     def exchanges(self) -> Iterator[torch.Tensor]:
         """The sets of tokens to exchange, bool ``[batch, length]``: see :mod:`.exchanges`."""
@@ -161,20 +165,60 @@ class _Run:
         for chosen in exchanges(self.tree):
             yield torch.tensor(chosen).repeat_interleave(lengths).view(self.shape).to(self.device)
 
-    def outputs(self, exchanged: torch.Tensor | None) -> list[torch.Tensor]:
+    def require_as_alone(self) -> None:
+        """Raise :class:`PackingNotIsolated` if a document's outputs are others than in a row of its own."""
+        far = self.from_alone()
+        if far > self.near:
+            raise PackingNotIsolated(
+                f"{type(self.model).__name__} holds what fa2patch does not know, "
+                f"{unknown(self.original) or 'nothing by its class'}, and a document of this packed batch has other "
+                f"outputs than in a row of its own, by {far:.1e} of the largest, also with the same random numbers: "
+                "something reads the length of the row, as noise does that is scaled by it. Nothing was computed. Take "
+                "it out, or train this model padded."
+            )
+
+    def from_alone(self) -> float:
+        """How far a document's outputs are from those in a row of its own, relative to the largest; 0 if unknown.
+
+        It is unknown if something draws random numbers that cannot be made constant, as a kernel with dropout does, and
+        if the document cannot be run by itself.
+        """
+        found = alone.document_of(self.call, self.mask)
+        if found is None or self.near == float("inf"):
+            return 0.0
+        call, row, tokens = found
+        try:
+            mask = packed_mask(call, vars(self.original)[MARK])
+            assert mask is not None, "its length was stated"
+            by_itself = _Run(self.model, self.original, call, mask)
+            expected = by_itself.outputs(None, constant_draws=True)
+        except Exception:  # code that cannot compute this document, or not without its labels
+            return 0.0
+        here, again = (self.outputs(None, seed, constant_draws=True) for seed in (0, 1))
+        if _moved(here, again, torch.ones(self.shape, dtype=torch.bool)) > 0:
+            return 0.0
+        inside = [values[row : row + 1, tokens] for values in here]
+        return _moved(inside, expected, torch.ones(by_itself.shape, dtype=torch.bool))
+
+    def outputs(
+        self, exchanged: torch.Tensor | None, seed: int = 0, constant_draws: bool = False
+    ) -> list[torch.Tensor]:
         """The outputs per token of the base model, and projections of the model's, each ``[batch, length, numbers]``.
 
         Every run draws the same random numbers. ``leaf`` is then what the model was given as input embeddings.
 
         Args:
             exchanged: bool ``[batch, length]``, the tokens whose embeddings are exchanged; None for no token.
+            seed: the seed of the random numbers.
+            constant_draws: whether they are constants, as far as they can be.
         """
         found: list[torch.Tensor] = []
         self.leaf = None
-        torch.manual_seed(0)
+        torch.manual_seed(seed)
         handle = self.decoder.register_forward_hook(lambda *given: found.extend(self._of_tokens(given[-1])))
         try:
-            with self._exchanging(exchanged) as call:
+            draws = alone.ConstantDraws() if constant_draws else contextlib.nullcontext()  # type: ignore[no-untyped-call]
+            with self._exchanging(exchanged) as call, draws:
                 output = self.model(**call)
         finally:
             handle.remove()
@@ -210,7 +254,7 @@ class _Run:
         """What an output of any form holds for each token, or for its document, ``[batch, length, numbers]``."""
         found = []
         for value in filter(torch.Tensor.is_floating_point, tensors(output)):
-            if value.shape[:2] == self.shape:
+            if value.shape[:2] == self.shape and not (self.pools and value.dim() == 2):
                 found.append(value.reshape(*self.shape, -1))
             elif value.dim() and len(value) == len(self.pooled):
                 lengths = torch.tensor(self.tree.lengths, device=value.device)
@@ -284,13 +328,13 @@ class _Run:
 
 
 def _pooled(tree: Tree, mask: PackedMask) -> torch.Tensor:
-    """The numbers of the documents that a head pools, which are those with real tokens."""
+    """The numbers of the segments in which the documents that a head pools end: those with real tokens."""
+    ends = torch.tensor(tree.leaves, dtype=torch.int64)
+    if mask.real is None:
+        return ends
     lengths = torch.tensor(tree.lengths)
-    starts = lengths.cumsum(0) - lengths
-    held = lengths > 0
-    if mask.real is not None:
-        held &= mask.real.flatten().cpu()[starts.clamp(max=mask.real.numel() - 1)] != 0
-    return held.nonzero().flatten()
+    starts = (lengths.cumsum(0) - lengths)[ends]
+    return ends[mask.real.flatten().cpu()[starts] != 0]
 
 
 def tensors(output: Any) -> Iterator[torch.Tensor]:

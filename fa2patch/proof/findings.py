@@ -10,14 +10,11 @@ from .._types import Call
 from ..documents.names import IGNORED_LABEL
 from ..patch.applying import status
 from ..probing import locate
-from ..probing.probe import ROUNDING, is_mixture, outputs
+from ..probing.probe import NEAR, NEAR_IN_HALF, ROUNDING, is_mixture, outputs
 from ..probing.whole_rows import WholeRows
 from .compared import Run
 from .result import Document, Verification
 from .unshared import named, unshared
-
-NEAR = {torch.float64: 1e-9, torch.float32: 1e-4}
-"""The largest distance between packed and alone, relative to the largest output; 5e-2 in half precision."""
 
 _OTHER = {"document": "", "segment": ", which it does not continue"}
 _ALONE = {"document": "it is", "segment": "its path is"}
@@ -61,7 +58,7 @@ def _document(run: Run, at: int) -> Document:
 
 def _bounds(run: Run) -> tuple[float, float]:
     """The largest change and the largest distance that are accepted."""
-    return ROUNDING.get(run.dtype, 1e-2) if is_mixture(run.inner) else 0.0, NEAR.get(run.dtype, 5e-2)
+    return ROUNDING.get(run.dtype, 1e-2) if is_mixture(run.inner) else 0.0, NEAR.get(run.dtype, NEAR_IN_HALF)
 
 
 def _finding(run: Run, bound: float, near: float) -> Finding:

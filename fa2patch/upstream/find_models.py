@@ -33,10 +33,7 @@ def models(model: Model) -> list[Any]:
     ``transformer``. For a vision-language model they include the text side, but never a vision tower. Where no model
     holds the embedding, ``base_model_prefix`` names the inner model.
     """
-    try:
-        embedding = model.get_input_embeddings()
-    except (AttributeError, NotImplementedError):
-        embedding = None
+    embedding = embedding_of(model)
     path = [
         module
         for module in model.modules()
@@ -64,16 +61,22 @@ def text_modules(decoder: Model) -> Iterator[tuple[str, torch.nn.Module]]:
         yield name, module
 
 
+def embedding_of(model: Model) -> torch.nn.Module | None:
+    """Return the module that embeds a model's token ids, or whatever its input is; None if the model names none."""
+    try:
+        embedding: torch.nn.Module | None = model.get_input_embeddings()
+    except (AttributeError, NotImplementedError):
+        return None
+    return embedding
+
+
 def token_embeddings(model: Model) -> torch.Tensor:
     """Return the weights of a model's token embeddings, ``[vocabulary, hidden]``.
 
     Raises:
         NotAModel: there are none. Image and audio models embed patches or frames, with a convolution or a linear layer.
     """
-    try:
-        embedding = model.get_input_embeddings()
-    except (AttributeError, NotImplementedError):
-        embedding = None
+    embedding = embedding_of(model)
     weight = getattr(embedding, "weight", None)
     of_values = isinstance(embedding, (torch.nn.Linear, torch.nn.modules.conv._ConvNd))
     if not isinstance(weight, torch.Tensor) or of_values:

@@ -46,6 +46,47 @@ def called_code_reads(function: object, name: str) -> bool:
     return code is not None and name in code.co_names
 
 
+DRAWS = frozenset((
+    "bernoulli", "bernoulli_", "cauchy_", "dropout", "exponential_", "log_normal_", "multinomial", "normal", "normal_",
+    "poisson", "rand", "rand_like", "randint", "randn", "randn_like", "random_", "rsample", "sample", "trunc_normal_",
+    "uniform_",
+))  # fmt: skip
+"""Names of torch's functions and methods that draw random numbers."""
+
+
+def draws(function: object) -> bool:
+    """Whether a function's code draws random numbers, or that of a function that it wraps, holds or calls by its name.
+
+    Functions of torch are not looked into.
+    """
+    seen: set[CodeType] = set()
+    waiting = [function]
+    while waiting:
+        one = inspect.unwrap(waiting.pop())  # type: ignore[arg-type]
+        while isinstance(one, functools.partial):
+            one = one.func
+        one = getattr(one, "__func__", one)
+        code = code_called(one)
+        if code is None or code in seen or getattr(one, "__module__", "").partition(".")[0] == "torch":
+            continue
+        seen.add(code)
+        names = {name for each in _with_nested(code) for name in each.co_names}
+        if names & DRAWS:
+            return True
+        called = getattr(one, "__globals__", {})
+        waiting += [value for value in enclosed(one) if callable(value)]
+        waiting += [called[name] for name in names if isinstance(called.get(name), FunctionType)]
+    return False
+
+
+def _with_nested(code: CodeType) -> Iterator[CodeType]:
+    """A function's code, and that of the functions that are defined in it."""
+    yield code
+    for value in code.co_consts:
+        if isinstance(value, CodeType):
+            yield from _with_nested(value)
+
+
 def enclosed(function: object) -> list[object]:
     """Return the values that a function holds in its closure, without cells that are still empty."""
     cells = getattr(function, "__closure__", None) or ()

@@ -31,6 +31,12 @@ POSITIONS = "positions"
 PADDING = "padding"
 """On ``position_ids``: that the row was a padded batch, so that models around this one see padded hidden states."""
 
+GIVEN = "given"
+"""On labels of a Trainer's batch: those that it was given, before some of them were ignored."""
+
+EMBEDDED = "embedded"
+"""On ``input_ids``: the :class:`Boundaries` and the shape of the batch, for noise on the embeddings."""
+
 _ATTRIBUTE = "_fa2patch"
 
 
@@ -75,7 +81,7 @@ def require_delivered(piece: Piece | None, model: Model) -> None:
     """Raise :class:`PackingNotIsolated` if no code took the piece during the model's forward."""
     if piece is None or piece.delivered:
         return
-    tensor = "input ids" if piece.kind in (POOLED, POSITIONS) else "position_ids"
+    tensor = "input ids" if piece.kind in (POOLED, POSITIONS, EMBEDDED) else "position_ids"
     raise PackingNotIsolated(
         f"{type(model).__name__} found this batch packed and handed its documents on with the {tensor}, but they did "
         f"not arrive where they are needed: something inside the model copies the {tensor} or makes others (a hook, "

@@ -15,6 +15,7 @@ from .encoders import CrossAttention, EncoderDecoder, NoTokenIds
 from .first_labels import FirstLabels
 from .masks import Masks
 from .mixers import Mixers
+from .noisy_embeddings import NoisyEmbeddings
 from .pooler_output import PoolerOutput
 from .pooling import PooledHeads
 from .positions import Positions
@@ -56,6 +57,7 @@ TRAITS: tuple[Trait, ...] = (
     PooledHeads(),
     Axes(),
     ScaledEmbeddings(),
+    NoisyEmbeddings(),
     Rope(),
     RowLength(),
     NoCache(),

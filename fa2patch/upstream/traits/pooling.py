@@ -3,20 +3,28 @@
 The forward of a ``...ForSequenceClassification`` gets a batch with one row per document. Each row holds only the token
 that is pooled. The forward scores, pools and computes the loss as for any other batch. The packed batch travels as
 luggage on these tokens to the base model, which computes it and returns the hidden states of the pooled tokens only.
+
+Which token is pooled differs: up to 4.48 the one before the first padding token (in BLOOM, Falcon and MPT of 4.34 the
+number of other tokens decides), later the last one that is no padding. If the padding token also stands inside of
+documents, these are different tokens. So the forward itself is asked: it is run around a base model that returns the
+places of the tokens.
 """
 
 from __future__ import annotations
 
+import inspect
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
-from ..._types import Call, Model
+from ..._compile import uncompiled
+from ..._types import Call, Function, Model
 from ...documents.boundaries import Boundaries
 from ...documents.names import TOKENS
 from ...errors import BadBatch, PackingNotIsolated
 from .. import inspecting, luggage
+from ..apart import Documents
 from ..calls import passed
 from ..packed_mask import PackedMask
 from ..step import Step
@@ -25,8 +33,8 @@ from .trait import Trait
 POOLED = "pooled_logits"
 """The variable that holds the result of pooling in the forwards of all Transformers versions."""
 
-_LAST_TOKEN = {"sequence_lengths", "sequence_length", "last_non_pad_token"}
-"""Variables that hold the pooled token's index in the forwards of all Transformers versions."""
+_TRIED = (0.0, 3.0, 1.0, 2.0)
+"""Places of a row's tokens for which the mean, the least, the largest and the first are not the last."""
 
 
 @dataclass(eq=False)
@@ -64,10 +72,57 @@ class Pooled:
 
 def pools_documents(model: Model) -> bool:
     """Whether a model's forward pools the last token of each row, so that it can pool each document instead."""
-    for forward in inspecting.forwards_that_run(type(model)):
-        if inspecting.has_variable(forward, POOLED):
-            return any(inspecting.has_variable(forward, name) for name in _LAST_TOKEN)
-    return False
+    forward = _pooling_forward(model)
+    if forward is None:
+        return False
+    ids = torch.full((1, len(_TRIED)), (_padding(model) or 0) + 1)
+    try:
+        found = _pooled(forward, model, ids, torch.tensor([_TRIED]))
+    except Exception:  # code that does more than pool; what it then raises can be anything
+        return False
+    return found.tolist() == [_TRIED[-1]]
+
+
+def _pooling_forward(model: Model) -> Function | None:
+    """The forward in which a model's head pools, below its decorators; None if there is none."""
+    forwards = inspecting.forwards_that_run(type(model))
+    return next((inspect.unwrap(forward) for forward in forwards if inspecting.has_variable(forward, POOLED)), None)
+
+
+def _padding(model: Model) -> int | None:
+    token: int | None = inspecting.text_config(model.config).pad_token_id
+    return token
+
+
+def _pooled(forward: Function, model: Model, ids: torch.Tensor, places: torch.Tensor) -> torch.Tensor:
+    """The places that a head's forward pools, float32 ``[rows]``, from ids and places ``[rows, length]``."""
+    pooled: torch.Tensor = forward(_StandIn(model, places[..., None]), input_ids=ids)[0]
+    return pooled[:, 0]
+
+
+class _StandIn:
+    """Stands in for a model in the forward of its head: the base model returns each token's place in the row.
+
+    The head's other modules hand on what they are given. Everything else is the model's own.
+    """
+
+    def __init__(self, model: Model, places: torch.Tensor) -> None:
+        self._model, self._places = model, places
+
+    def __getattr__(self, name: str) -> Any:
+        own = getattr(self._model, name)
+        return self._called if isinstance(own, torch.nn.Module) else own
+
+    def _called(self, given: Any = None, *args: Any, **kwargs: Any) -> Any:
+        is_hidden = isinstance(given, torch.Tensor) and given.is_floating_point()
+        return given if is_hidden else _Output((self._places,))
+
+
+class _Output(tuple[torch.Tensor]):
+    """A base model's output, a tuple or an object with attributes, of which only the hidden states are not None."""
+
+    def __getattr__(self, name: str) -> torch.Tensor | None:
+        return self[0] if name == "last_hidden_state" else None
 
 
 class PooledHeads(Trait):
@@ -101,8 +156,8 @@ def by_document(model: Model, call: Call, mask: PackedMask) -> tuple[dict[str, A
             ``pad_token_id``.
     """
     name, whole = next(iter(passed(call, TOKENS).items()))
-    pad = inspecting.text_config(model.config).pad_token_id
-    tokens = _pooled_tokens(mask.boundaries, whole, pad if name == "input_ids" else None)
+    pad = _padding(model)
+    tokens = _pooled_tokens(model, mask, whole, pad if name == "input_ids" else None)
     tokens = _of_real_documents(tokens, mask.boundaries, call.get("attention_mask"))
     if pad is None and len(tokens) > 1:
         raise BadBatch(
@@ -127,22 +182,25 @@ def ridden(call: Call) -> Pooled | None:
     return next((ride for ride in rides if ride is not None), None)
 
 
-def _pooled_tokens(boundaries: Boundaries, ids: torch.Tensor, pad: int | None) -> torch.Tensor:
-    """The index of each document's last token that is not ``pad``, as in Transformers since 4.50.
+@uncompiled
+def _pooled_tokens(model: Model, mask: PackedMask, whole: torch.Tensor, pad: int | None) -> torch.Tensor:
+    """The index of the token that the head pools in each document, int64 ``[documents]``, in the rows laid end to end.
 
-    In a tree it is looked for in the leaf, which has a token of its own.
+    The head's forward sees the documents padded. If it pools padding (some do for a document that begins with that
+    token), the document's last token takes its place. So it does where there are no ids to look for padding in.
     """
-    lengths = torch.tensor(boundaries.lengths)
-    ends = lengths.cumsum(0).to(ids.device)
-    lengths = lengths.to(ids.device)
-    of_documents = torch.tensor(_last_segments(boundaries), device=ids.device)
-    if pad is None:
-        return (ends - 1)[of_documents]
-    tokens = ids.numel()
-    document = torch.repeat_interleave(torch.arange(len(lengths), device=ids.device), lengths, output_size=tokens)
-    at = torch.arange(tokens, device=ids.device)
-    at = torch.where(ids.flatten() != pad, at, (ends - lengths)[document])
-    return torch.zeros_like(ends).scatter_reduce(0, document, at, "amax")[of_documents]
+    documents, device = Documents(mask.boundaries, mask.shape), whole.device
+    counted = torch.tensor(documents.lengths)
+    lengths, ends = counted.to(device), counted.cumsum(0).to(device)
+    last = lengths - 1
+    forward = _pooling_forward(model)
+    if pad is not None and forward is not None:
+        places = torch.arange(max(documents.lengths), device=device).expand(len(documents), -1)
+        inside = places < lengths[:, None]
+        rows = whole.new_full(inside.shape, pad).masked_scatter(inside, documents.end_to_end(whole))
+        last = torch.minimum(_pooled(forward, model, rows, places.float()).long(), last)
+    tokens = torch.arange(whole.shape[0] * whole.shape[1], device=device).view(mask.shape)
+    return documents.end_to_end(tokens)[ends - lengths + last]
 
 
 def _last_segments(boundaries: Boundaries) -> list[int]:

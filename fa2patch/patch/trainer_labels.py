@@ -1,0 +1,142 @@
+"""Labels that Trainer uses outside of the model: those that cross a boundary are ignored there, too.
+
+The model ignores them by itself (:mod:`fa2patch.upstream.traits.first_labels`). But Trainer counts labels before a
+forward (``num_items_in_batch``), and keeps them from the model if the loss is computed outside of it: label smoothing,
+``compute_loss_func``, a ``compute_loss`` of one's own. Metrics get its labels, too.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import functools
+import weakref
+from collections.abc import Mapping
+from types import ModuleType
+from typing import Any
+
+import torch
+
+from .._types import Call, Function, Model
+from ..binding import bind, when_imported
+from ..documents import other_names
+from ..documents.names import LABELS, LOSS_LABELS, TOKENS
+from ..errors import Fa2PatchError, NotAModel
+from ..upstream import inspecting, luggage
+from ..upstream.calls import batch_shape, passed
+from ..upstream.packed_batch import packed_mask
+from ..upstream.parts.engines import row_part
+from ..upstream.step import MARK, ROLE, Patched
+from ..upstream.traits.first_labels import inside_documents, kept_logits
+from .unwrap import transformers_model
+
+MODULE = "transformers.trainer"
+
+_leave_first_out: weakref.WeakKeyDictionary[Any, bool] = weakref.WeakKeyDictionary()
+"""For each Trainer, whether its count leaves out the first label of each row."""
+
+
+def watch(patch: Patched) -> None:
+    """Look at the labels of every Trainer that trains a patched model, until the patch is released.
+
+    If Trainer is not imported yet, this starts with its import. Call it after the patch's sites are bound.
+    """
+    when_imported(MODULE, _bind, patch)
+
+
+def _bind(module: ModuleType, patch: Patched) -> None:
+    trainer = getattr(module, "Trainer", None)
+    for name, make in {"_prepare_inputs": _prepared, "_get_num_items_in_batch": _counted}.items():
+        if trainer is not None and name in vars(trainer):
+            bind(trainer, name, make, patch)
+
+
+def _prepared(original: Function) -> Function:
+    """Replacement for the method through which every batch goes, in training and in evaluation."""
+
+    @functools.wraps(original)
+    def _prepare_inputs(self: Any, *args: Any, **kwargs: Any) -> Any:
+        return without_first_labels(self.model, original(self, *args, **kwargs))
+
+    return _prepare_inputs
+
+
+def _counted(original: Function) -> Function:
+    """Replacement for the method that counts labels. Releases from 4.46 to 4.56 count in another one, all labels.
+
+    Padded training is the measure. Up to 5.9 it counts the first label of every document, although nothing predicts it,
+    and so must packed rows. From 5.10 on it leaves the first label of every row out.
+    """
+
+    @functools.wraps(original)
+    def _get_num_items_in_batch(self: Any, batch_samples: Any, *args: Any, **kwargs: Any) -> Any:
+        def number(batches: Any) -> Any:
+            return original(self, batches, *args, **kwargs)
+
+        if _patch_of(self.model) is not None and self not in _leave_first_out:
+            row = torch.ones(1000, 2, dtype=torch.int64)  # several: the number may be divided by that of the devices
+            without = row.masked_fill(torch.tensor([True, False]), -100)
+            _leave_first_out[self] = bool(number([{"labels": row}]) == number([{"labels": without}]))
+        if _leave_first_out.get(self):
+            return number([without_first_labels(self.model, batch) for batch in batch_samples])
+        return number([_as_given(batch) for batch in batch_samples])
+
+    return _get_num_items_in_batch
+
+
+def without_first_labels(model: Any, batch: Any) -> Any:
+    """A Trainer's batch in which labels that cross a boundary are -100. A dense batch is returned as it is.
+
+    So is a batch that is malformed: the forward says what is wrong, if it gets these very columns.
+
+    Args:
+        model: the Trainer's model.
+        batch: its batch, with the arguments of the model's forward by name.
+    """
+    call = dict(batch) if isinstance(batch, Mapping) else {}
+    patch = _patch_of(model) if passed(call, LABELS) and passed(call, TOKENS) else None
+    if patch is None or call.get(LOSS_LABELS) is not None:  # then labels count documents
+        return batch
+    with contextlib.suppress(Fa2PatchError):
+        inside = _inside_documents(patch, call)
+        if inside:
+            made = copy.copy(batch)
+            made.update(inside)
+            return made
+    return batch
+
+
+def _inside_documents(patch: Patched, call: Call) -> Call:
+    """The labels of a packed batch without those that cross a boundary, with the given ones as luggage."""
+    model = patch.model
+    role = model.__dict__[ROLE]
+    if role.pools or not role.predicts_the_next or row_part(model, call) is not None:
+        return {}
+    shape, _ = batch_shape(call)
+    mask = packed_mask(other_names.read(call, inspecting.parameter_names(type(model).forward), shape), patch)
+    if mask is None:
+        return {}
+    return {
+        name: luggage.attach(
+            inside_documents(labels, mask.boundaries, name, shape, kept_logits(call)),
+            luggage.Piece(luggage.GIVEN, labels),
+        )
+        for name, labels in passed(call, LABELS).items()
+    }
+
+
+def _as_given(batch: Any) -> Any:
+    """A batch with the labels from before :func:`without_first_labels`. An evaluation counts them after it."""
+    call = dict(batch) if isinstance(batch, Mapping) else {}
+    pieces = {name: luggage.find(call.get(name), luggage.GIVEN) for name in LABELS}
+    found = {name: piece.content for name, piece in pieces.items() if piece is not None}
+    return {**call, **found} if found else batch
+
+
+def _patch_of(model: Any) -> Patched | None:
+    try:
+        inner: Model = transformers_model(model)
+    except NotAModel:
+        return None
+    patch: Patched | None = inner.__dict__.get(MARK)
+    return patch

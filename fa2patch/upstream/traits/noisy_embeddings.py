@@ -1,0 +1,139 @@
+"""Noise on the embeddings (NEFTune) is scaled by a row's length: in a packed row, by each document's own length.
+
+Such code is a forward hook of the embedding, or its forward if that is not torch's. It is known by drawing random
+numbers, and is called for documents of one length at a time. The documents reach it as luggage on ``input_ids``.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+import torch
+
+from ..._compile import compiling, uncompiled
+from ..._types import Model
+from .. import inspecting, luggage
+from ..apart import Documents
+from ..find_models import embedding_of
+from ..looked import Looked
+from ..step import Step
+from .trait import Trait
+
+
+class NoisyEmbeddings(Trait):
+    """Hand the documents to noise on the embeddings."""
+
+    name = "noisy embeddings"
+
+    def finds(self, model: Looked) -> bool | None:
+        return True if list(_noise(embedding_of(model.model))) else None
+
+    def before(self, step: Step, found: Any) -> None:
+        ids = step.call.get("input_ids")
+        if step.mask is None or step.role.pools or ids is None:
+            return
+        step.mask.require_whole_rows("noise on its embeddings that is scaled by the length of a document")
+        for noise in self._of(step):
+            noise.added = False
+        piece = luggage.find(ids, luggage.EMBEDDED)
+        if piece is None:
+            piece = luggage.Piece(luggage.EMBEDDED, (step.mask.boundaries, step.mask.shape))
+            step.call["input_ids"] = luggage.attach(ids, piece)
+        step.kept[self.name] = piece
+
+    def after(self, step: Step, found: Any, output: Any) -> Any:
+        piece = step.kept.get(self.name)  # GPT-2 makes other ids, which is right as long as no noise is added
+        if piece is not None and (compiling() or any(noise.added for noise in self._of(step))):
+            luggage.require_delivered(piece, step.module)
+        return output
+
+    def _of(self, step: Step) -> list[ByDocument]:
+        held = _noise(embedding_of(step.module))
+        return [function for _, _, function in held if isinstance(function, ByDocument)]
+
+
+class ByDocument:
+    """Adds noise to the embeddings of a packed row document by document, by a function that adds it to a row.
+
+    Args:
+        function: a forward hook or a forward of an embedding.
+
+    Attributes:
+        added: whether it has added noise to a whole row since this was set to False.
+    """
+
+    def __init__(self, function: Any) -> None:
+        functools.update_wrapper(self, function)
+        self.function = function
+        self.added = False
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        riding = (luggage.take(tensor, luggage.EMBEDDED) for tensor in _tensors([*args, *kwargs.values()]))
+        documents = next((each for each in riding if each is not None), None)
+        if documents is not None:
+            return self._of_each(documents, args, kwargs)
+        if compiling():
+            return self.function(*args, **kwargs)
+        version = _version(args)
+        output = self.function(*args, **kwargs)
+        self.added = (output is not None and output is not args[-1]) or _version(args) != version
+        return output
+
+    @uncompiled
+    def _of_each(self, riding: Any, args: Any, kwargs: Any) -> Any:
+        documents = Documents(*riding)  # in a graph, lengths have no values
+        of_length: dict[int, list[int]] = {}
+        for number, length in enumerate(documents.lengths):
+            of_length.setdefault(length, []).append(number)
+        device = next(_tensors([*args, *kwargs.values()])).device
+        documents = documents.in_batches(list(of_length.values()), device)
+        outputs = []
+        for given in documents.split(list(args)):
+            *others, last = given
+            last = last.clone()  # a part of the row, which cannot be changed in place
+            output = self.function(*others, last, **kwargs)
+            outputs.append(last if output is None else output)
+        return documents.join(outputs)
+
+
+def take_apart(model: Model) -> None:
+    """Let noise on a model's embeddings see one document at a time."""
+    for table, key, function in list(_noise(embedding_of(model))):
+        if not isinstance(function, ByDocument):
+            table[key] = ByDocument(function)
+
+
+def put_back(module: torch.nn.Module) -> None:
+    """Undo :func:`take_apart`."""
+    for table, key, function in list(_noise(module)):
+        if isinstance(function, ByDocument):
+            table[key] = function.function
+            if getattr(function.function, "__func__", None) is type(module).forward:
+                del table[key]
+
+
+def _noise(embedding: torch.nn.Module | None) -> Iterator[tuple[Any, Any, Any]]:
+    """What adds noise in a module: the table and the key that hold it, and the function."""
+    if embedding is None:
+        return
+    for key, hook in embedding._forward_hooks.items():
+        if inspecting.draws(hook):
+            yield embedding._forward_hooks, key, hook
+    if inspecting.draws(embedding.forward):
+        yield vars(embedding), "forward", embedding.forward
+
+
+def _tensors(values: Iterable[Any]) -> Iterator[torch.Tensor]:
+    """The tensors among arguments, and in tuples among them."""
+    for value in values:
+        if isinstance(value, torch.Tensor):
+            yield value
+        elif isinstance(value, tuple):
+            yield from _tensors(value)
+
+
+def _version(args: Any) -> int:
+    """How often the last argument was changed in place."""
+    return int(args[-1]._version) if args and isinstance(args[-1], torch.Tensor) else 0

@@ -1,0 +1,141 @@
+"""Code that nobody knows and that reads the length of the row is refused: packed, a document would differ from itself.
+
+Other documents' tokens do not show it. Noise that does not depend on the length, such as dropout, is no reason.
+"""
+
+import pytest
+import torch
+from small_models import assert_says_enough, class_of, config_of, documents, llama, small
+
+import fa2patch
+from compat_matrix.check.rows import pack
+
+DOCS = documents(6, 24, 6, 12)
+
+
+def noise(values):
+    """NEFTune's rule, at any place."""
+    scale = 10 / (values.shape[1] * values.shape[2]) ** 0.5
+    return values + torch.empty_like(values).uniform_(-scale, scale)
+
+
+def first_layer(model):
+    def before(module, args):
+        return (noise(args[0]), *args[1:])
+
+    model.model.layers[0].register_forward_pre_hook(before)
+
+
+def in_a_layer(model):
+    model.model.layers[1].mlp.register_forward_hook(lambda module, args, output: noise(output))
+
+
+def without_chance(model):
+    model.model.norm.register_forward_hook(lambda module, args, output: output * (1 + 1 / output.shape[1]))
+
+
+def on_logits(model):
+    model.lm_head.register_forward_hook(lambda module, args, output: noise(output))
+
+
+class Scaled:
+    def forward(self, hidden):
+        return super().forward(hidden) * hidden.shape[1] ** -0.5
+
+
+def own_class(model):
+    mlp = model.model.layers[1].mlp
+    mlp.__class__ = type("Ours", (Scaled, type(mlp)), {})
+
+
+def only_in_training(model):
+    def hook(module, args, output):
+        return noise(output) if module.training else output
+
+    model.model.layers[0].mlp.register_forward_hook(hook)
+
+
+READ_IT = (first_layer, in_a_layer, without_chance, on_logits, own_class, only_in_training)
+
+
+@pytest.mark.parametrize("changed", READ_IT)
+def test_refused(changed):
+    model = llama()
+    changed(model)
+    fa2patch.apply(model)
+    with pytest.raises(fa2patch.errors.PackingNotIsolated, match="length of the row") as caught:
+        model.train()(**pack(DOCS))
+    assert_says_enough(caught.value)
+
+
+@pytest.mark.parametrize("batch", ["two of one length", "several rows", "padding at the end"])
+def test_other_batches(batch):
+    model = llama()
+    in_a_layer(model)
+    fa2patch.apply(model)
+    docs = documents(8, 8, 5, 11)
+    given = pack(docs[:2])
+    if batch == "several rows":
+        given = {name: torch.cat([row, pack(docs[2:])[name]]) for name, row in given.items()}
+    elif batch == "padding at the end":
+        given = {**pack(docs[:3]), "attention_mask": torch.tensor([[1] * 16 + [0] * 5])}
+    with pytest.raises(fa2patch.errors.PackingNotIsolated, match="length of the row"):
+        model.train()(**given)
+
+
+def dropout(model):
+    model.model.layers[0].mlp.register_forward_hook(
+        lambda module, args, output: torch.nn.functional.dropout(output, 0.3)
+    )
+
+
+def noise_of_one_size(model):
+    model.model.layers[0].mlp.register_forward_hook(
+        lambda module, args, output: output + torch.randn_like(output) + torch.rand(output.shape)
+    )
+
+
+def choices(model):
+    """What it draws cannot be made constant, so that nothing can be said."""
+    model.model.layers[0].mlp.register_forward_hook(
+        lambda module, args, output: output * torch.randint(1, 3, output.shape)
+    )
+
+
+def nothing(model):
+    model.model.layers[0].mlp.register_forward_hook(lambda module, args, output: 2 * output)
+
+
+@pytest.mark.parametrize("changed", [dropout, noise_of_one_size, choices, nothing])
+@pytest.mark.parametrize("training", [True, False])
+def test_not_refused(changed, training):
+    model = llama()
+    changed(model)
+    fa2patch.apply(model)
+    model.train(training)(**pack(DOCS), labels=pack(DOCS)["input_ids"])
+
+
+def test_dropout_of_attention_is_not_refused():
+    """Kernels draw it by themselves."""
+    model = small(class_of("LlamaForCausalLM"), config_of("llama", attention_dropout=0.3))
+    fa2patch.apply(model, prove=True)
+    model.train()(**pack(DOCS))
+
+
+def test_a_classifier_is_looked_at_too():
+    model = llama(class_of("LlamaForSequenceClassification"), num_labels=3)
+    in_a_layer(model)
+    fa2patch.apply(model)
+    with pytest.raises(fa2patch.errors.PackingNotIsolated, match="length of the row"):
+        model.train()(**pack(DOCS), labels=torch.tensor([0, 1, 2, 0]))
+
+
+def test_the_random_state_is_left_alone():
+    model = llama()
+    nothing(model)
+    fa2patch.apply(model)
+    torch.manual_seed(5)
+    expected = torch.rand(3)
+    torch.manual_seed(5)
+    model.train()(**pack(DOCS))
+    assert torch.equal(torch.rand(3), expected)

@@ -1,0 +1,247 @@
+"""Trainer's own use of labels: it counts them before a forward, and computes losses outside of the model.
+
+Rows that were packed beforehand come through a collator that masks nothing. What Trainer logs must then be what it logs
+for the documents padded in the same version.
+"""
+
+import inspect
+
+import pytest
+import torch
+import transformers
+from small_models import documents, llama
+
+import fa2patch
+from compat_matrix.check.rows import pack
+
+pytest.importorskip("accelerate")
+
+LENGTHS = (5, 4, 7)
+ROWS = [documents(*LENGTHS, seed=seed) for seed in range(4)]
+
+TOLERANCE = 1e-3
+"""Trainer logs four digits. Labels across boundaries, or their number, change the loss by more than 10 %."""
+
+
+def padded(docs):
+    length = max(LENGTHS)
+    ids, labels = torch.zeros(len(docs), length, dtype=torch.int64), torch.full((len(docs), length), -100)
+    mask = torch.zeros_like(ids)
+    for row, doc in enumerate(docs):
+        ids[row, : len(doc)], labels[row, : len(doc)], mask[row, : len(doc)] = doc, doc, 1
+    return {"input_ids": ids, "attention_mask": mask, "labels": labels}
+
+
+def of_padded(features):
+    """Collate rows of three documents as a padded batch."""
+    return padded([doc for feature in features for doc in feature["input_ids"].split(list(LENGTHS))])
+
+
+def of_packed(features):
+    """Collate as Transformers' default collator does: rows are stacked, and no label is masked."""
+    return {name: torch.stack([feature[name] for feature in features]) for name in features[0]}
+
+
+def rows():
+    made = []
+    for docs in ROWS:
+        row = {name: values[0] for name, values in pack(docs).items()}
+        made.append({**row, "labels": row["input_ids"].clone()})
+    return made
+
+
+def arguments(tmp_path, **options):
+    cls = transformers.TrainingArguments
+    takes = inspect.signature(cls).parameters
+    cpu = {"use_cpu": True} if "use_cpu" in takes else {"no_cuda": True}
+    common = {
+        "output_dir": str(tmp_path), "report_to": [], "disable_tqdm": True, "save_strategy": "no", "max_steps": 1,
+        "logging_steps": 1, "per_device_train_batch_size": 2, "per_device_eval_batch_size": 2, "optim": "sgd",
+        "gradient_accumulation_steps": 2, "max_grad_norm": 1e9, "remove_unused_columns": False,
+    }  # fmt: skip
+    if any(name not in takes for name in options):
+        pytest.skip(f"Trainer of Transformers {transformers.__version__} takes no {', '.join(options)}")
+    return cls(**{**common, **cpu, **options})
+
+
+def logged(trainer):
+    trainer.train()
+    return next(float(entry["loss"]) for entry in trainer.state.log_history if "loss" in entry)
+
+
+def trainer_of(collate, tmp_path, patched, kind=transformers.Trainer, options=None, **more):
+    model = llama()
+    trainer = kind(
+        model, arguments(tmp_path, **(options or {})), train_dataset=rows(), eval_dataset=rows(), data_collator=collate,
+        **more,
+    )  # fmt: skip
+    if patched:
+        fa2patch.apply(model)
+    return trainer
+
+
+def assert_as_padded(found, expected):
+    assert abs(found - expected) <= TOLERANCE * abs(expected), (found, expected)
+
+
+def compared(tmp_path, run=logged, **more):
+    assert_as_padded(
+        run(trainer_of(of_packed, tmp_path, True, **more)), run(trainer_of(of_padded, tmp_path, False, **more))
+    )
+
+
+def test_the_number_of_labels(tmp_path):
+    compared(tmp_path)
+
+
+def test_the_number_of_labels_on_one_batch(tmp_path):
+    compared(tmp_path, options={"gradient_accumulation_steps": 1})
+
+
+def test_the_weights_after_a_step(tmp_path):
+    def moved(trainer):
+        trainer.train()
+        return float((trainer.model.lm_head.weight - llama().lm_head.weight).detach().norm())
+
+    compared(tmp_path, moved, options={"learning_rate": 0.1})
+
+
+def test_label_smoothing(tmp_path):
+    compared(tmp_path, options={"label_smoothing_factor": 0.3})
+
+
+def shifted_loss(logits, labels):
+    return torch.nn.functional.cross_entropy(logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten(), reduction="mean")
+
+
+class OwnLoss(transformers.Trainer):
+    """A Trainer that computes the loss by itself, as many people write it."""
+
+    def compute_loss(self, model, inputs, return_outputs=False, **kwargs):
+        labels = inputs.pop("labels")
+        outputs = model(**inputs)
+        loss = shifted_loss(outputs.logits, labels)
+        return (loss, outputs) if return_outputs else loss
+
+
+def test_a_loss_of_ones_own(tmp_path):
+    compared(tmp_path, kind=OwnLoss)
+
+
+def test_a_loss_of_ones_own_in_evaluation(tmp_path):
+    compared(tmp_path, lambda trainer: trainer.evaluate()["eval_loss"], kind=OwnLoss)
+
+
+def test_compute_loss_func(tmp_path):
+    if "compute_loss_func" not in inspect.signature(transformers.Trainer).parameters:
+        pytest.skip(f"Trainer of Transformers {transformers.__version__} takes no compute_loss_func")
+
+    def loss(outputs, labels, num_items_in_batch=None):
+        total = torch.nn.functional.cross_entropy(
+            outputs.logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten(), reduction="sum"
+        )
+        return total / num_items_in_batch
+
+    compared(tmp_path, compute_loss_func=loss)
+
+
+def test_the_loss_of_an_evaluation(tmp_path):
+    compared(tmp_path, lambda trainer: trainer.evaluate()["eval_loss"])
+
+
+def test_labels_of_metrics(tmp_path):
+    """Metrics get the logits and labels of whole rows. Labels across boundaries do not count in them."""
+
+    def accuracy(prediction):
+        logits, labels = torch.tensor(prediction.predictions), torch.tensor(prediction.label_ids)
+        found, counted = logits[:, :-1].argmax(-1), labels[:, 1:] != -100
+        return {"counted": float(counted.sum()), "right": float((found == labels[:, 1:])[counted].sum())}
+
+    def run(trainer):
+        found = trainer.evaluate()
+        return found["eval_counted"] + 1000 * found["eval_right"]
+
+    compared(tmp_path, run, compute_metrics=accuracy)
+
+
+def test_labels_that_are_shifted_beforehand(tmp_path):
+    """``shift_labels`` are counted as they are, by releases that know them."""
+    takes = inspect.signature(transformers.LlamaForCausalLM.forward).parameters.values()
+    if not any(parameter.kind is parameter.VAR_KEYWORD for parameter in takes):
+        pytest.skip(f"Llama of Transformers {transformers.__version__} takes no shift_labels")
+
+    def with_shifted(features):
+        batch = of_packed(features)
+        return {**batch, "shift_labels": torch.nn.functional.pad(batch["labels"][:, 1:], (0, 1), value=-100)}
+
+    found = logged(trainer_of(with_shifted, tmp_path, True))
+    assert_as_padded(found, logged(trainer_of(of_padded, tmp_path, False)))
+
+
+def test_rows_that_say_it_by_lengths(tmp_path):
+    """Also under another framework's name."""
+
+    def with_lengths(features):
+        batch = of_packed(features)
+        ends = torch.tensor([*LENGTHS] * len(features)).cumsum(0)
+        del batch["position_ids"]
+        return {**batch, "cu_seqlens": torch.nn.functional.pad(ends, (1, 0)).to(torch.int32)}
+
+    found = logged(trainer_of(with_lengths, tmp_path, True))
+    assert_as_padded(found, logged(trainer_of(of_padded, tmp_path, False)))
+
+
+@pytest.mark.parametrize("options", [{}, {"label_smoothing_factor": 0.3}], ids=["plain", "smoothed"])
+def test_dense_batches_are_as_before(tmp_path, options):
+    found, expected = (logged(trainer_of(of_padded, tmp_path, patched, options=options)) for patched in (True, False))
+    assert found == expected
+
+
+def test_our_collator_is_as_before(tmp_path):
+    """Its labels are masked already, so Trainer counts what is predicted."""
+    collate = fa2patch.DataCollatorWithFlattening()
+    given = [{"input_ids": doc} for docs in ROWS for doc in docs]
+    model = llama()
+    fa2patch.apply(model)
+    options = {"per_device_train_batch_size": 6, "gradient_accumulation_steps": 2}
+    trainer = transformers.Trainer(model, arguments(tmp_path, **options), train_dataset=given, data_collator=collate)
+    found = logged(trainer)
+    expected = shifted_mean(llama(), [doc for docs in ROWS for doc in docs])
+    assert_as_padded(found, expected)
+
+
+def shifted_mean(model, docs):
+    losses = [shifted_loss(model(input_ids=doc[None]).logits, doc[None]) * (len(doc) - 1) for doc in docs]
+    return float(sum(losses).detach()) / sum(len(doc) - 1 for doc in docs)
+
+
+def test_a_trainer_of_another_model_is_left_alone(tmp_path):
+    other = llama()
+    fa2patch.apply(other)
+    trainer = trainer_of(of_packed, tmp_path, False)
+    batch = of_packed(rows()[:2])
+    assert torch.equal(trainer._prepare_inputs(batch)["labels"], batch["labels"])
+    fa2patch.apply(trainer.model)
+    assert int((trainer._prepare_inputs(batch)["labels"] == -100).sum()) == 2 * len(LENGTHS)
+    fa2patch.revert(trainer.model)
+    assert torch.equal(trainer._prepare_inputs(batch)["labels"], batch["labels"])
+
+
+def test_columns_that_never_reach_the_model_are_no_error(tmp_path):
+    """A Trainer of one's own may take them out. If they reach the model, its forward says what is wrong with them."""
+    trainer = trainer_of(of_packed, tmp_path, True)
+    batch = {**of_packed(rows()[:2]), "seq_lengths": torch.tensor([3])}
+    assert torch.equal(trainer._prepare_inputs(batch)["labels"], batch["labels"])
+    with pytest.raises(fa2patch.Fa2PatchError):
+        trainer.model(**batch)
+    without = {name: value for name, value in batch.items() if name == "labels"}
+    assert torch.equal(trainer._prepare_inputs(without)["labels"], batch["labels"])
+
+
+def test_revert_leaves_no_trace():
+    before = dict(vars(transformers.Trainer))
+    model = llama()
+    fa2patch.apply(model)
+    assert vars(transformers.Trainer)["_prepare_inputs"] is not before["_prepare_inputs"]
+    fa2patch.revert(model)
+    assert dict(vars(transformers.Trainer)) == before

@@ -280,7 +280,10 @@ def _uv(*arguments: str) -> None:
         # seen once with uv 0.13.9: a temporary file of its cache was gone before uv had renamed it
         done = subprocess.run([uv, *arguments], capture_output=True, text=True)
     if done.returncode:
-        missing = re.search(r"no version of ([\w.-]+==[\w.+!-]+)", " ".join(done.stderr.split()))
-        if missing:
-            raise RuntimeError(f"the package index has no {missing[1]}. Ask for a release that was published")
-        raise RuntimeError(f"uv {' '.join(arguments[:2])} failed:\n{done.stderr[-2000:]}")
+        raise RuntimeError(_why(done.stderr) or f"uv {' '.join(arguments[:2])} failed:\n{done.stderr[-2000:]}")
+
+
+def _why(said: str) -> str:
+    """The reason in one sentence if uv found no release of this number; else empty."""
+    missing = re.search(r"no version of ([\w.-]+==[\w.+!-]+)", " ".join(said.split()))
+    return f"the package index has no {missing[1]}. Ask for a release that was published" if missing else ""

@@ -92,7 +92,10 @@ def _traced_value(tracer: Any, variable: Any) -> Any:
         return lazy.value
     held = vars(variable if lazy is None else lazy.vt)
     if "pre_existing_contents" in held:  # a cell, of a variable that a closure uses
-        return _traced_value(tracer, tracer.output.side_effects.load_cell(variable))
+        try:
+            return _traced_value(tracer, tracer.output.side_effects.load_cell(variable))
+        except Exception:  # dynamo's own, for a variable that has no value yet
+            return variable
     if "module_key" in held:
         return tracer.output.get_submodule(held["module_key"])
     if isinstance(held.get("items"), dict):

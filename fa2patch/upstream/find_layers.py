@@ -70,7 +70,7 @@ def _only_by_document(layer: Layer, decoder: Model) -> bool:
     if layer.seam == "formula" and formula.says_more(layer.module):
         return True
     modeling = inspecting.defining(type(layer.module), "forward").__module__
-    config = getattr(layer.module, "config", None) or decoder.config
+    config = getattr(layer.module, "config", None) or getattr(decoder, "config", None)
     functions = _of_dense_batches(layer, getattr(config, "_attn_implementation", None))
     return not all(is_of_model(function, modeling) for function in functions if function is not None)
 

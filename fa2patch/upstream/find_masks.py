@@ -87,7 +87,8 @@ def of_the_user(model: Model) -> Any:
         on_the_object = vars(model).get(name)
         if on_the_object is not None and not is_known(on_the_object):
             return on_the_object
-    return registered(getattr(model.config, "_attn_implementation", None))
+    config = getattr(model, "config", None)  # a layer by itself has none
+    return registered(getattr(config, "_attn_implementation", None))
 
 
 def registered(implementation: object) -> Any:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import functools
+import sys
 from collections.abc import Iterator
 from typing import Any
 
@@ -15,15 +15,8 @@ from . import inspecting
 
 def is_transformers_model(module: object) -> bool:
     """Whether a module is a ``PreTrainedModel``; Transformers is not imported for this."""
-    cls: Any = type(module)
-    return _is_model_class(cls)
-
-
-@functools.lru_cache(maxsize=4096)
-def _is_model_class(cls: type) -> bool:
-    return any(
-        base.__name__ == "PreTrainedModel" and base.__module__.split(".")[0] == "transformers" for base in cls.__mro__
-    )
+    modeling = sys.modules.get("transformers.modeling_utils")
+    return modeling is not None and issubclass(type(module), modeling.PreTrainedModel)
 
 
 def models(model: Model) -> list[Any]:

@@ -171,12 +171,12 @@ def _passes_on(saved: Any) -> Any:
 def host_reads(cell: Cell) -> None:
     """The host reads of fa2patch's code do not grow with the layers, and there are none with the collator's lengths.
 
-    Where a mixer or the whole model computes documents apart, the lengths themselves are read once. A forward and a
-    recomputing backward are counted. The checks of the collator's lengths are not, since they are assertions on the
-    device elsewhere. Neither is the first packed batch: mixers are tried on it.
+    Where a mixer, embeddings or the whole model compute documents apart, the lengths themselves are read once. A
+    forward and a recomputing backward are counted. The checks of the collator's lengths are not, since they are
+    assertions on the device elsewhere. Neither is the first packed batch: mixers are tried on it.
     """
     docs = documents(5, 9, 1)
-    counts = {}
+    counts, where = {}, {}
     for depth in (2, 3):
         try:
             model = cell.model(**tiny_models.with_layers(cell.family, depth))
@@ -194,15 +194,17 @@ def host_reads(cell: Cell) -> None:
         # the proof on the first batch would run it more than once
         with fa2patch.apply(model, prove=False) as patch, unless_alone_raises(unpatched):
             apart = not {"mixer", "document"}.isdisjoint(layer.seam for layer in patch.layers)
+            apart |= "scaled embeddings" in patch.found  # ESM's embeddings look at one document at a time
             model(**pack(docs))
             for what, batch in {"position_ids": pack(docs), "lengths": lengths}.items():
                 with reads.counted(packages=("fa2patch",)) as count:
                     model(**batch).logits.sum().backward()
                 counts[what, depth] = {"reads": count.reads, "kernel": count.kernel, "derived": count.derived}
+                where[what] = count.where
     if any(counts[what, 2] != counts[what, 3] for what in ("position_ids", "lengths")):
         raise AssertionError(f"reads grow with the layers: {counts}")
     if counts["lengths", 2]["reads"] > apart or counts["lengths", 2]["derived"]:
-        raise AssertionError(f"reads with the collator's lengths: {counts}")
+        raise AssertionError(f"reads with the collator's lengths: {counts}, {dict(where['lengths'])}")
     if counts["position_ids", 2] != {"reads": 1, "kernel": 0, "derived": 1}:
         raise AssertionError(f"position_ids are read once: {counts}")
 

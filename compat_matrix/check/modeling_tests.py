@@ -1,0 +1,100 @@
+"""Transformers' own modeling tests for a few architectures, plain or patched: run by ``compat_matrix.upstream_tests``.
+
+The tests are those of ``tests/test_modeling_common.py`` in Transformers' source distribution. What they need of an
+architecture (a tiny config, inputs, its classes) comes from :mod:`compat_matrix.tiny_models`, because the source
+distribution has no tests of single architectures.
+"""
+
+from __future__ import annotations
+
+import copy
+import os
+import unittest
+from typing import Any
+
+import torch
+from transformers import PreTrainedModel
+from transformers.models.auto import modeling_auto
+
+import fa2patch
+from compat_matrix import tiny_models
+from compat_matrix.upstream_tests import PATCHED
+from tests import test_modeling_common as common  # type: ignore[import-not-found]
+
+FAMILIES = (
+    "llama", "mistral", "mixtral", "qwen2", "gemma2", "phi3", "granite", "stablelm", "starcoder2", "olmo",
+    "bert:masked", "lfm2",
+)  # fmt: skip
+
+_HEADS = ("", "FOR_CAUSAL_LM_", "FOR_MASKED_LM_", "FOR_SEQUENCE_CLASSIFICATION_", "FOR_TOKEN_CLASSIFICATION_")
+
+counted = {"patched": 0, "refused": 0}
+
+
+class Tester:
+    """What the common tests ask of an architecture's tester."""
+
+    is_training, batch_size, seq_length = True, 3, 7
+
+    def __init__(self, family: str) -> None:
+        self.config = tiny_models.config_of(family)
+        self.hidden_size, self.num_hidden_layers = self.config.hidden_size, self.config.num_hidden_layers
+        self.num_attention_heads = self.config.num_attention_heads
+
+    def get_config(self) -> Any:
+        """A config of its own for each test."""
+        return copy.deepcopy(self.config)
+
+    def prepare_config_and_inputs_for_common(self) -> tuple[Any, dict[str, torch.Tensor]]:
+        """A config, and tokens ``[batch, length]`` with a mask without zeros."""
+        ids = torch.randint(3, self.config.vocab_size, (self.batch_size, self.seq_length))
+        return self.get_config(), {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
+
+
+def classes_of(config: Any) -> tuple[type, ...]:
+    """The classes of an architecture that Transformers' tables of models have."""
+    tables = (getattr(modeling_auto, f"MODEL_{head}MAPPING") for head in _HEADS)
+    found = (table.get(type(config), None) for table in tables)
+    return tuple(dict.fromkeys(cls for cls in found if isinstance(cls, type)))
+
+
+def patched_first(model: PreTrainedModel, *args: Any, **kwargs: Any) -> Any:
+    """Patch an outermost model at its first call, and call it."""
+    if "_tried" not in vars(model) and not _inside:
+        vars(model)["_tried"] = True
+        try:
+            fa2patch.apply(model)
+            counted["patched"] += 1
+        except fa2patch.Fa2PatchError:
+            counted["refused"] += 1
+    _inside.append(model)
+    try:
+        return torch.nn.Module.__call__(model, *args, **kwargs)
+    finally:
+        _inside.pop()
+
+
+_inside: list[PreTrainedModel] = []
+
+if os.environ.get(PATCHED):
+    PreTrainedModel.__call__ = patched_first
+
+
+def _tests_of(family: str) -> type:
+    def set_up(self: Any) -> None:
+        torch.manual_seed(0)
+        self.model_tester = Tester(family)
+
+    classes = classes_of(tiny_models.config_of(family))
+    return type(f"Test_{family.replace(':', '_')}", (common.ModelTesterMixin, unittest.TestCase), {
+        "all_model_classes": classes, "setUp": set_up, "pipeline_model_mapping": {},
+    })  # fmt: skip
+
+
+globals().update({cls.__name__: cls for cls in map(_tests_of, filter(tiny_models.is_present, FAMILIES))})
+
+
+def test_what_was_patched(record_testsuite_property: Any) -> None:
+    """Record how many models were patched before their first call, and how many were refused."""
+    for name, count in counted.items():
+        record_testsuite_property(name, count)

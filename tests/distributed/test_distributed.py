@@ -18,6 +18,7 @@ needs_deepspeed = pytest.mark.skipif(importlib.util.find_spec("deepspeed") is No
 
 
 @needs_fsdp2
+@pytest.mark.slow  # two processes, each of which imports Transformers: 20 s
 def test_ddp_and_fsdp2_quickly():
     done = subprocess.run(command("raw", "--quick"), capture_output=True, text=True, timeout=300, env=variables())
     assert done.returncode == 0, done.stdout + done.stderr[-3000:]

@@ -27,9 +27,19 @@ FEWER_MASKS = ["no padding", "right", "several rows, right, of one and two token
 
 WAYS = {"greedy": {}, "sampling": {"do_sample": True, "temperature": 0.9, "top_k": 20}, "beam": {"num_beams": 3}}
 
-TRIED = [(way, mask) for way in WAYS for mask in (MASKS if way == "greedy" else FEWER_MASKS)]
-
 CACHES = {"dynamic": {}, "off": {"use_cache": False}, "static": {"cache_implementation": "static"}}
+
+OFTEN = [("dynamic", way, mask) for way in WAYS for mask in (MASKS if way == "greedy" else FEWER_MASKS)] + [
+    (cache, "greedy", mask) for cache in ("off", "static") for mask in FEWER_MASKS
+]
+RARELY = [
+    (cache, way, mask)
+    for cache in ("off", "static")
+    for way in WAYS
+    for mask in (MASKS if way == "greedy" else FEWER_MASKS)
+    if (cache, way, mask) not in OFTEN
+]
+TRIED = OFTEN + [pytest.param(*each, marks=pytest.mark.slow) for each in RARELY]
 
 
 def batch(mask):
@@ -44,8 +54,7 @@ def generated(model, inputs, **settings):
     return {"tokens": found["sequences"], "scores": torch.stack(found["scores"])}
 
 
-@pytest.mark.parametrize("way, mask", TRIED)
-@pytest.mark.parametrize("cache", CACHES)
+@pytest.mark.parametrize("cache, way, mask", TRIED)
 @pytest.mark.parametrize("architecture", PRESENT)
 def test_generates_as_unpatched(architecture, way, cache, mask):
     require_as_unpatched(architecture, lambda model, _: generated(model, batch(mask), **WAYS[way], **CACHES[cache]))

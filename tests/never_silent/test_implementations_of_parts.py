@@ -11,7 +11,7 @@ from small_models import DOCS, Result, alone, called, labels_of, of_family, righ
 
 import fa2patch
 
-FAMILIES = ("llava", "qwen2_vl", "gemma3", "mistral3")
+FAMILIES = ("gemma3", *(pytest.param(each, marks=pytest.mark.slow) for each in ("llava", "qwen2_vl", "mistral3")))
 """Models with a text side and a tower, each with a config of its own."""
 
 

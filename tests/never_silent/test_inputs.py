@@ -541,7 +541,7 @@ def given_by(rows, workers):
     return Counter(example["input_ids"][0] for row in loader for example in row)
 
 
-@pytest.mark.parametrize("workers", [0, 1, 2])
+@pytest.mark.parametrize("workers", [0, 2, pytest.param(1, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("name", ["list", "generator", "whole", "shared", "nested"])
 def test_workers_give_every_example_once_or_say_so(name, workers):
     made = {
@@ -622,7 +622,7 @@ def test_what_can_be_read_again_has_many_epochs(made):
     assert list(rows) == first and list(rows) == first
 
 
-@pytest.mark.parametrize("workers", [0, 1])
+@pytest.mark.parametrize("workers", [0, pytest.param(1, marks=pytest.mark.slow)])
 def test_an_error_is_the_same_in_a_worker(workers):
     """A DataLoader makes a worker's error again. It calls the class of one that has a message otherwise."""
     fork = {"multiprocessing_context": "fork"} if workers else {}

@@ -122,6 +122,7 @@ def test_a_function_from_after_apply_is_refused_until_the_next_apply(way, monkey
 
 
 @registry_only
+@pytest.mark.slow
 def test_a_compiled_model_refuses_it_too(monkeypatch):
     model = llama()
     fa2patch.apply(model)

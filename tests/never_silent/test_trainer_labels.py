@@ -95,10 +95,12 @@ def test_the_number_of_labels(tmp_path):
     compared(tmp_path)
 
 
+@pytest.mark.slow
 def test_the_number_of_labels_on_one_batch(tmp_path):
     compared(tmp_path, options={"gradient_accumulation_steps": 1})
 
 
+@pytest.mark.slow
 def test_the_weights_after_a_step(tmp_path):
     def moved(trainer):
         trainer.train()
@@ -107,6 +109,7 @@ def test_the_weights_after_a_step(tmp_path):
     compared(tmp_path, moved, options={"learning_rate": 0.1})
 
 
+@pytest.mark.slow
 def test_label_smoothing(tmp_path):
     compared(tmp_path, options={"label_smoothing_factor": 0.3})
 
@@ -129,6 +132,7 @@ def test_a_loss_of_ones_own(tmp_path):
     compared(tmp_path, kind=OwnLoss)
 
 
+@pytest.mark.slow
 def test_a_loss_of_ones_own_in_evaluation(tmp_path):
     compared(tmp_path, lambda trainer: trainer.evaluate()["eval_loss"], kind=OwnLoss)
 
@@ -150,6 +154,7 @@ def test_the_loss_of_an_evaluation(tmp_path):
     compared(tmp_path, lambda trainer: trainer.evaluate()["eval_loss"])
 
 
+@pytest.mark.slow
 def test_labels_of_metrics(tmp_path):
     """Metrics get the logits and labels of whole rows. Labels across boundaries do not count in them."""
 
@@ -179,6 +184,7 @@ def test_labels_that_are_shifted_beforehand(tmp_path):
     assert_as_padded(found, logged(trainer_of(of_padded, tmp_path, False)))
 
 
+@pytest.mark.slow
 def test_rows_that_say_it_by_lengths(tmp_path):
     """Also under another framework's name."""
 
@@ -192,12 +198,15 @@ def test_rows_that_say_it_by_lengths(tmp_path):
     assert_as_padded(found, logged(trainer_of(of_padded, tmp_path, False)))
 
 
-@pytest.mark.parametrize("options", [{}, {"label_smoothing_factor": 0.3}], ids=["plain", "smoothed"])
+@pytest.mark.parametrize(
+    "options", [{}, pytest.param({"label_smoothing_factor": 0.3}, marks=pytest.mark.slow)], ids=["plain", "smoothed"]
+)
 def test_dense_batches_are_as_before(tmp_path, options):
     found, expected = (logged(trainer_of(of_padded, tmp_path, patched, options=options)) for patched in (True, False))
     assert found == expected
 
 
+@pytest.mark.slow
 def test_our_collator_is_as_before(tmp_path):
     """Its labels are masked already, so Trainer counts what is predicted."""
     collate = fa2patch.DataCollatorWithFlattening()

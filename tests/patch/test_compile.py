@@ -52,6 +52,7 @@ def test_twenty_layouts_make_two_graphs_without_a_break(graphs, family):
     assert len(seen) <= 2, "the first layout, and one graph for all others"
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not hasattr(torch._dynamo.config, "allow_unspec_int_on_nn_module"), reason="ints are constants")
 def test_a_second_model_is_compiled_where_dynamo_makes_symbols_of_ints():
     with torch._dynamo.config.patch(allow_unspec_int_on_nn_module=True):

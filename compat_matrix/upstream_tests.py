@@ -1,4 +1,4 @@
-"""Transformers' own modeling tests, plain and patched: ``python -m compat_matrix.upstream_tests 5.24.0``.
+"""Transformers' own modeling tests, plain and patched: ``python -m compat_matrix.upstream_tests X.Y.Z``.
 
 A test that passes plain and not patched is a regression, and the command then returns 1. The tests come with the source
 distribution of the release, which pip downloads. What they import and it lacks is stood in for by empty classes.

@@ -115,7 +115,11 @@ def test_the_matrix_works_from_an_installed_wheel(installed, tmp_path):
 
 @pytest.mark.parametrize(
     "name",
-    ["", ".suite", ".ecosystem", ".bench"] + [f".bench.{name}" for name in ("figures", "gpu", "against", "first_gpu")],
+    ["", ".bench"]
+    + [
+        pytest.param(name, marks=pytest.mark.slow)
+        for name in (".suite", ".ecosystem", ".bench.figures", ".bench.gpu", ".bench.against", ".bench.first_gpu")
+    ],
 )
 def test_a_command_of_a_clone_names_the_extra_that_it_lacks(name):
     code = (

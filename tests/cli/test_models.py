@@ -108,7 +108,9 @@ def test_the_class_that_a_config_names_is_loaded(folder):
     assert json.loads(shown[shown.index("{") :])["model"] == "BertForMaskedLM"
 
 
-@pytest.mark.parametrize("name", ["llama", "dbrx", "modernbert", "qwen2_vl"])
+@pytest.mark.parametrize(
+    "name", ["llama", *(pytest.param(each, marks=pytest.mark.slow) for each in ("dbrx", "modernbert", "qwen2_vl"))]
+)
 def test_status_takes_a_model_type(name):
     shown = run("status", name, "--json")
     found = json.loads(shown[shown.index("{") :])

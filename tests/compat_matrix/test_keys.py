@@ -184,6 +184,7 @@ def test_keys_are_packed_without_loss():
     assert table["a.py"][""] == ["1", "3"]
 
 
+@pytest.mark.slow
 def test_a_process_records_what_it_calls_what_it_imports_and_what_dynamo_traces(tmp_path):
     """Threads too; a function that is only defined does not count."""
     for package in ("fa2patch", "compat_matrix"):

@@ -29,7 +29,9 @@ architectures = sys.modules["fa2patch.upstream.architectures"]
 
 
 @pytest.mark.parametrize("point", POINTS_BY_NAME)
-@pytest.mark.parametrize(("family", "implementation"), CELLS)
+@pytest.mark.parametrize(
+    ("family", "implementation"), [*CELLS[:2], *(pytest.param(*each, marks=pytest.mark.slow) for each in CELLS[2:])]
+)
 def test_point(family, implementation, point):
     if point == "reverted":
         gc.collect()  # a forgotten model of another test that is collected meanwhile would change a namespace

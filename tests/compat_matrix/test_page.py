@@ -134,6 +134,7 @@ BROWSERS = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stab
 STEPS = Path(__file__).with_name("page_steps.js")
 
 
+@pytest.mark.slow
 def test_the_page_in_a_browser(tmp_path):
     browser = next(filter(None, map(shutil.which, BROWSERS)), None)
     if browser is None:

@@ -186,6 +186,7 @@ class TestContract:
         assert "pad_to_multiple_of=8" in repr(collator)
         assert pickle.loads(pickle.dumps(collator)) == collator
 
+    @pytest.mark.slow
     def test_workers(self) -> None:
         collator = DataCollatorWithFlattening(return_flash_attn_kwargs=True, return_seq_idx=True)
         loader = torch.utils.data.DataLoader(

@@ -107,7 +107,7 @@ def test_a_forward_replaced_on_the_object(replace, order, how, way):
 
 @pytest.mark.parametrize("way", BATCHES)
 @pytest.mark.parametrize("how", CALLS)
-@pytest.mark.parametrize("order", ["before apply", "after apply"])
+@pytest.mark.parametrize("order", ["before apply", pytest.param("after apply", marks=pytest.mark.slow)])
 def test_a_forward_replaced_on_the_class(order, how, way):
     cls, model, reference = transformers.LlamaForCausalLM, llama(), llama()
     expected = alone(with_adapters(reference) if how == "PEFT" else reference)

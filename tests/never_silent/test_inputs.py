@@ -600,6 +600,7 @@ def test_what_can_be_read_once_has_no_second_epoch(name):
     refused(lambda: list(rows), "only once, as a generator", PackingError)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("size", [1, 2])
 def test_rows_are_collated_one_by_one_or_joined(size):
     """Trainer makes batches of rows. Each row is a list of examples already."""

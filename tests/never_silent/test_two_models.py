@@ -18,7 +18,13 @@ def applied(family: str) -> Any:
         return str(error)
 
 
-@pytest.mark.parametrize("family", tiny_models.architectures())
+FAMILIES = tiny_models.architectures()
+
+
+@pytest.mark.parametrize(
+    "family",
+    [*FAMILIES[::4], *(pytest.param(each, marks=pytest.mark.slow) for each in FAMILIES if each not in FAMILIES[::4])],
+)
 def test_a_second_model_of_a_class_is_found_to_be_as_the_first(family: str) -> None:
     if not tiny_models.is_present(family):
         pytest.skip(f"this Transformers has no {family}")

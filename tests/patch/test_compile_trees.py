@@ -29,7 +29,8 @@ def trees(count):
     return [tree for tree in made if len(tree[0]) >= 2 and sum(tree[0]) > 2][:count]
 
 
-@pytest.mark.parametrize("family", ["llama", pytest.param("gemma2", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("family", ["llama", "gemma2"])
 def test_twelve_trees_make_two_graphs_without_a_break(graphs, family):
     seen, backend = graphs
     model = patched(family)

@@ -38,7 +38,14 @@ def test_every_one_is_taken():
 
 
 @pytest.mark.parametrize("point", [name for name in POINTS if name not in ("generation", "reverted")])
-@pytest.mark.parametrize("family", [name for name in TYPICAL if name in TAKEN])
+@pytest.mark.parametrize(
+    "family",
+    [
+        name if name == "bert:masked" else pytest.param(name, marks=pytest.mark.slow)
+        for name in TYPICAL
+        if name in TAKEN
+    ],
+)
 def test_point(family, point):
     try:
         POINTS[point](Cell(family, "sdpa"))

@@ -157,7 +157,8 @@ class _Run:
         self.bound = ROUNDING.get(dtype, 1e-2) if rounds else 0.0
         self.mask = mask
         self.pools = vars(original)[ROLE].pools
-        self.near = float("inf") if rounds else NEAR.get(dtype, NEAR_IN_HALF)
+        exact = torch.float32 if dtype == torch.float64 else dtype  # xLSTM computes in float32 inside of float64
+        self.near = float("inf") if rounds else NEAR.get(exact, NEAR_IN_HALF)
 
     def exchanges(self) -> Iterator[torch.Tensor]:
         """The sets of tokens to exchange, bool ``[batch, length]``: see :mod:`.exchanges`."""

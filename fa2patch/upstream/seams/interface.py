@@ -63,6 +63,7 @@ def routed(original: Function) -> Function:
 
     It raises :class:`PackingNotIsolated` for a packed batch if ``original`` is the user's own.
     """
+    asked: set[str] = set()  # modules whose layers may be computed; asking takes ten calls
 
     @functools.wraps(original)
     def attention(
@@ -71,7 +72,12 @@ def routed(original: Function) -> Function:
         mask = args[0] if args else kwargs.get("attention_mask")
         if not isinstance(mask, PackedMask):
             return original(module, query, key, value, *args, **kwargs)
-        require_of_model(original, module)
+        home = type(module).__module__
+        if compiling():
+            require_of_model(original, module)
+        elif home not in asked:
+            require_of_model(original, module)
+            asked.add(home)
         q, k, v = (states.transpose(1, 2) for states in (query, key, value))
         return mask.attend(module, q, k, v, _options(module, kwargs)), None
 

@@ -6,6 +6,7 @@ numbers are constants in these runs, so that noise of one size is one number and
 
 from __future__ import annotations
 
+from itertools import accumulate
 from typing import Any
 
 import torch
@@ -47,7 +48,7 @@ def document_of(call: Call, mask: PackedMask) -> tuple[Call, int, slice] | None:
     lengths, (rows, length) = mask.boundaries.lengths, mask.shape
     if passed(call, MEDIA) or mask.boundaries.tree is not None:
         return None
-    starts = [sum(lengths[:number]) for number in range(len(lengths))]
+    starts = [0, *accumulate(lengths)]
     real = torch.ones(rows * length, dtype=torch.bool) if mask.real is None else mask.real.flatten().cpu() != 0
     candidates = [(n, start) for n, start in zip(lengths, starts) if n and bool(real[start : start + n].all())]
     if not candidates:

@@ -302,8 +302,8 @@ def modules_called() -> Iterator[tuple[Any, CodeType, Mapping[str, Any]]]:
     While a graph is captured, the calls that are traced are among them. Reading the variables of a frame takes time, so
     only those of a module's call and of functions that are defined as ``forward`` are read.
     """
-    tracing, frame = tracing_code(), sys._getframe().f_back
-    while frame is not None:
+    tracing = tracing_code()
+    for frame in running():
         code = frame.f_code
         if code is tracing:
             code, variables = traced(frame)
@@ -311,7 +311,6 @@ def modules_called() -> Iterator[tuple[Any, CodeType, Mapping[str, Any]]]:
                 yield variables.get(code.co_varnames[0]), code, variables
         elif _calls_a_module(code):
             yield frame.f_locals.get(code.co_varnames[0]), code, frame.f_locals
-        frame = frame.f_back
 
 
 def _calls_a_module(code: CodeType) -> bool:

@@ -15,16 +15,14 @@ from collections import Counter
 from pathlib import Path
 
 from . import environments
-from .screen import Console, bars
-from .suite import Report, reported
+from .screen import Console, Progress, bars
+from .suite import PINS, Report, reported
 
 ABSENT = {"exporters/test_export.py": "ExportTesterMixin", "generation/test_utils.py": "GenerationTesterMixin"}
 """Modules that the common tests import and a source distribution lacks, each with the class that they take of it."""
 
 PATCHED = "FA2PATCH_UPSTREAM_PATCHED"
 """The variable that has every model patched before its first call."""
-
-PINS = ("pytest", "parameterized", "packaging")
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -34,7 +32,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--environments", type=Path, default=environments.HERE.parent / ".compat")
     parser.add_argument("-k", default="", metavar="EXPRESSION", help="only the tests that it matches, as for pytest")
     given = parser.parse_args(arguments)
-    wanted = environments.version(given.release).changed(PINS)
+    wanted = environments.version(given.release).changed((*PINS, "parameterized"))
     python = environments.make(wanted, given.environments.resolve())
     out = Console(soft_wrap=True, highlight=False, markup=False)
     with environments.only_our_packages() as packages, tempfile.TemporaryDirectory() as folder, bars() as progress:
@@ -71,14 +69,14 @@ def _tests_of(release: str, folder: Path) -> Path:
     return tests.parent
 
 
-def _run(python: Path, packages: Path, tests: Path, matching: str, how: str, progress: object) -> Report:
-    task = progress.add_task(how or "plain", total=100)  # type: ignore[attr-defined]
+def _run(python: Path, packages: Path, tests: Path, matching: str, how: str, progress: Progress) -> Report:
+    task = progress.add_task(how or "plain", total=100)
     variables = environments.variables(packages, HF_HUB_OFFLINE="1", **{PATCHED: how})
     variables["PYTHONPATH"] += f":{tests}"
     file = packages / "compat_matrix" / "check" / "modeling_tests.py"
     only = ["-k", matching] if matching else []
     command = [str(python), "-m", "pytest", "-p", "no:cacheprovider", "--import-mode=importlib", *only, str(file)]
-    return reported(command, packages, variables, lambda percent: progress.update(task, completed=percent))  # type: ignore[attr-defined]
+    return reported(command, packages, variables, lambda percent: progress.update(task, completed=percent))
 
 
 if __name__ == "__main__":

@@ -89,6 +89,15 @@ def row(**more):
     return told(DOCS, "position_ids", **{"labels": labels_of(DOCS, 7), **more})
 
 
+def computed_packed(model):
+    fa2patch.apply(model)
+    return called(model, model, row())
+
+
+def made(implementation):
+    return small(transformers.LlamaForCausalLM, llama().config, implementation)
+
+
 def with_implementation(model, implementation):
     model.config._attn_implementation = implementation
     return model
@@ -117,8 +126,7 @@ def test_a_function_from_after_apply_is_refused_until_the_next_apply(way, monkey
     expected = alone(with_implementation(llama(), model.config._attn_implementation))
     first = right_or_refused(lambda: called(model, model, row()), expected)
     assert first != "right" or way is in_place_of_eager  # such a wrapper is around the replacement, up to 4.57
-    fa2patch.apply(model)
-    assert right_or_refused(lambda: called(model, model, row()), expected) == "right"
+    assert right_or_refused(lambda: computed_packed(model), expected) == "right"
 
 
 @registry_only
@@ -161,11 +169,7 @@ def test_a_forward_of_the_users_own_on_the_class(monkeypatch):
     expected = alone(model)
     assert not torch.allclose(plain.logits, expected.logits, atol=1e-3)
 
-    def run():
-        fa2patch.apply(model)
-        return called(model, model, row())
-
-    assert right_or_refused(run, expected) == "right"
+    assert right_or_refused(lambda: computed_packed(model), expected) == "right"
 
 
 @classes_only
@@ -178,8 +182,7 @@ def test_a_flash_class_of_the_users_own_computes_no_packed_row_of_another_class(
     monkeypatch.setattr(flash, attribute, lambda *args, **kwargs: pytest.fail("this function is not asked for"))
     expected = alone(llama())
     model = llama()
-    fa2patch.apply(model)
-    assert right_or_refused(lambda: called(model, model, row()), expected) == "right"
+    assert right_or_refused(lambda: computed_packed(model), expected) == "right"
 
 
 def test_a_function_in_a_models_own_dictionary(monkeypatch):
@@ -198,8 +201,7 @@ def test_a_function_in_a_models_own_dictionary(monkeypatch):
     )
     expected = alone(model)
     assert not torch.allclose(plain.logits, expected.logits, atol=1e-3)
-    fa2patch.apply(model)
-    assert right_or_refused(lambda: called(model, model, row()), expected) == "right"
+    assert right_or_refused(lambda: computed_packed(model), expected) == "right"
 
 
 # Masks of the user's own: here each document's first two tokens see each other, as in a prefix
@@ -255,24 +257,17 @@ def mask_of_the_module(model, monkeypatch):
 
 @pytest.mark.parametrize("way", [mask_in_the_dictionary, mask_of_a_subclass, mask_of_the_module])
 def test_masks_of_the_users_own_are_those_of_each_document(way, monkeypatch):
-    def made():
-        return small(transformers.LlamaForCausalLM, llama().config, "eager")
-
-    plain, model, reference = alone(made()), made(), made()
+    plain, model, reference = alone(made("eager")), made("eager"), made("eager")
     for each in (model, reference):
         way(each, monkeypatch)
     expected = alone(reference)
     assert not torch.allclose(plain.logits, expected.logits, atol=1e-3)
 
-    def run():
-        fa2patch.apply(model)
-        return called(model, model, row())
-
-    assert right_or_refused(run, expected) == "right"
+    assert right_or_refused(lambda: computed_packed(model), expected) == "right"
 
 
 def test_a_registered_mask_from_after_apply_is_refused_until_the_next_apply(monkeypatch):
-    model = small(transformers.LlamaForCausalLM, llama().config, "eager")
+    model = made("eager")
     fa2patch.apply(model)
     model(**row())
     mask_in_the_dictionary(model, monkeypatch)
@@ -280,7 +275,7 @@ def test_a_registered_mask_from_after_apply_is_refused_until_the_next_apply(monk
         model(**row())
     assert_says_enough(caught.value)
     fa2patch.apply(model)
-    expected = alone(small(transformers.LlamaForCausalLM, llama().config, "eager"))
+    expected = alone(made("eager"))
     assert right_or_refused(lambda: called(model, model, row()), expected) == "right"
 
 
@@ -294,8 +289,8 @@ def test_is_causal_of_the_layers_is_what_padded_training_goes_by(implementation,
             layer.self_attn.is_causal = False
         return model
 
-    expected = alone(turned(small(transformers.LlamaForCausalLM, llama().config, implementation)))
-    model = small(transformers.LlamaForCausalLM, llama().config, implementation)
+    expected = alone(turned(made(implementation)))
+    model = made(implementation)
     if when == "before apply":
         turned(model)
 

@@ -267,6 +267,8 @@ def with_layers(architecture: str, layers: int) -> dict[str, Any]:
         kinds = vars(config).get(name)
         if isinstance(kinds, (list, tuple)) and kinds:
             changes[name] = [kinds[index % len(kinds)] for index in range(layers)]
+    if vars(config).get("num_kv_shared_layers"):  # Gemma 4 of 5.24 refuses layers that share what no layer makes
+        changes["num_kv_shared_layers"] = 0
     if "attention_types" in vars(config):
         changes["attention_types"] = [[["global", "local"], layers // 2]]
     return changes

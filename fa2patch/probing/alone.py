@@ -39,7 +39,9 @@ class ConstantDraws(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 
 def document_of(call: Call, mask: PackedMask) -> tuple[Call, int, slice] | None:
-    """The shortest document of a batch as a batch of its own.
+    """A short document of a batch as a batch of its own, one that does not begin its row if there is one.
+
+    The first document of a row has the same places in the row when it is alone.
 
     Returns:
         The arguments, the document's row and its tokens there; None for pictures, whose parts are not known, for trees,
@@ -53,7 +55,7 @@ def document_of(call: Call, mask: PackedMask) -> tuple[Call, int, slice] | None:
     candidates = [(n, start) for n, start in zip(lengths, starts) if n and bool(real[start : start + n].all())]
     if not candidates:
         return None
-    size, start = min(candidates)
+    size, start = min(candidates, key=lambda candidate: (candidate[1] % length == 0, *candidate))
     row, at = divmod(start, length)
     tokens = slice(at, at + size)
 

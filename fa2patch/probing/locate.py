@@ -11,6 +11,7 @@ from typing import Any, Callable
 import torch
 
 from .._types import Args, Call, Model
+from ..upstream import inspecting
 from ..upstream.find_layers import attention_layers
 from ..upstream.find_mixers import mixers
 from ..upstream.find_models import models
@@ -60,6 +61,8 @@ class Watch:
         """Record the calls of all modules inside this context."""
         handles = []
         for name, module in self.inner.named_modules():
+            if inspecting.is_scripted(module):  # the module around it is named
+                continue
             opened: list[_Seen] = []
             handles.append(module.register_forward_pre_hook(self._into(name, opened), with_kwargs=True))
             handles.append(module.register_forward_hook(self._out(opened)))

@@ -32,7 +32,7 @@ from .batches import example, is_sharded
 from .exchanges import exchanges
 from .probe import NEAR, NEAR_IN_HALF, ROUNDING, is_mixture, left_as_it_was
 from .replica import replica
-from .unknown import HOOKS, unknown, unknown_modules
+from .unknown import EVERYWHERE, HOOKS, replaceable, unknown, unknown_modules
 
 __all__ = ["Unseen", "example_of", "is_sharded", "mode", "prove", "structure", "tensors", "unknown"]
 
@@ -56,7 +56,12 @@ def structure(model: Model) -> int:
         if held["_modules"]:
             seen.extend(child for child in held["_modules"].values() if child is not None)
     classes: list[Any] = [*map(type, seen)]
-    functions.extend(below_ours(cls.forward) for cls in dict.fromkeys(classes))
+    kinds = dict.fromkeys(classes)
+    for cls in kinds:
+        functions += (below_ours(getattr(cls, "forward", None)), cls.__call__)
+    functions.extend(function for _, function in replaceable(kinds))
+    for _, table in EVERYWHERE:
+        functions.extend(table.values())
     codes = (id(inspecting.code_called(function)) for function in functions)  # ids of functions may come again
     return hash((tuple(map(id, seen)), tuple(map(id, classes)), tuple(map(id, functions)), tuple(codes)))
 

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import functools
 import types
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch
 
 from .._types import Model
+from ..upstream.inspecting import is_scripted
 
 _TABLES = (
     "_parameters", "_buffers", "_modules", "_non_persistent_buffers_set", "_forward_hooks", "_forward_pre_hooks",
@@ -42,6 +43,9 @@ def replica(model: Model, unknown: Iterable[torch.nn.Module] = ()) -> Model:
 def _copied(module: Any, copies: dict[int, torch.nn.Module]) -> Any:
     if id(module) in copies:
         return copies[id(module)]
+    if is_scripted(module):  # torch holds its parts, and its parameters are left as they are
+        copies[id(module)] = module
+        return module
     below = vars(module)["_modules"].get("_orig_mod")
     if below is not None and isinstance(module, torch._dynamo.eval_frame.OptimizedModule):
         copies[id(module)] = made = _copied(below, copies)
@@ -81,13 +85,13 @@ def _open(model: Model, unknown: Iterable[torch.nn.Module]) -> None:
     """Replace the parameters in some modules of a copy that are all zero."""
     generator = torch.Generator().manual_seed(0)
     opened: dict[int, torch.nn.Parameter] = {}
-    for module in (inner for outer in unknown for inner in outer.modules()):
+    for module in (inner for outer in unknown for inner in _own(outer)):
         for parameter in module._parameters.values():
             if parameter is None or id(parameter) in opened or not _is_zero(parameter):
                 continue
             values = torch.randn(parameter.shape, generator=generator) * 0.1
             opened[id(parameter)] = torch.nn.Parameter(values.to(parameter), requires_grad=parameter.requires_grad)
-    for module in model.modules():
+    for module in _own(model):
         for name, parameter in module._parameters.items():
             if id(parameter) in opened:
                 module._parameters[name] = opened[id(parameter)]
@@ -96,11 +100,16 @@ def _open(model: Model, unknown: Iterable[torch.nn.Module]) -> None:
 def _freeze(model: Model) -> None:
     """Let a copy's parameters be the same numbers without a gradient, except those of other packages' classes."""
     frozen: dict[int, torch.nn.Parameter] = {}
-    for module in model.modules():
+    for module in _own(model):
         for name, parameter in module._parameters.items():
             if type(parameter) is torch.nn.Parameter and parameter.requires_grad:
                 again = torch.nn.Parameter(parameter.detach(), requires_grad=False)
                 module._parameters[name] = frozen.setdefault(id(parameter), again)
+
+
+def _own(model: torch.nn.Module) -> Iterator[torch.nn.Module]:
+    """The modules of a copy that are copies themselves."""
+    return (module for module in model.modules() if not is_scripted(module))
 
 
 def _is_zero(parameter: torch.Tensor) -> bool:

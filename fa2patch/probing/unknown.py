@@ -7,7 +7,7 @@ those are known that look at one token at a time.
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch
@@ -28,6 +28,9 @@ HOOKS = {
     "_backward_hooks": "a backward hook",
 }
 """The tables of a module's hooks, and what each holds."""
+
+EVERYWHERE = tuple((what, getattr(torch.nn.modules.module, f"_global{table}")) for table, what in HOOKS.items())
+"""The tables of torch's hooks of all modules, each after what it holds."""
 
 _nn = torch.nn
 _BY_TOKEN = (
@@ -50,7 +53,8 @@ def unknown(model: Model) -> str:
     """What is unknown in a model, with its name and where it is defined; empty if there is nothing.
 
     That is, in this order: a module's class, its own forward, a hook or another function that it holds, whose code is
-    not known; a module of torch's that looks along the row, outside layers that are patched; an attention
+    not known, or that is scripted; a hook of all modules; a function of Transformers' modeling code that was replaced;
+    a module of torch's that looks along the row, outside layers that are patched; an attention
     layer that computes attention by itself, because such models do not claim flash attention; an architecture, or a
     release of Transformers, that the compatibility matrix has not found isolated.
     """
@@ -58,19 +62,19 @@ def unknown(model: Model) -> str:
 
 
 def unknown_modules(model: Model) -> list[torch.nn.Module]:
-    """The modules whose class or own forward is unknown."""
-    return [module for module in model.modules() if not all(map(is_known, _forwards(module)))]
+    """The modules whose class or own forward is unknown, but for scripted ones, where nothing can be changed."""
+    own = (module for module in model.modules() if not inspecting.is_scripted(module))
+    return [module for module in own if not all(map(is_known, _forwards(module)))]
 
 
 def _unknown(model: Model) -> Iterator[str]:
     for name, module in model.named_modules():
-        shown = name or "the model itself"
-        for function in _forwards(module):
-            if not is_known(function):
-                yield f"{shown} ({described(function)})"
-        for what, function in _others(module):
-            if not is_known(function):
-                yield f"{what} of {shown} ({described(function)})"
+        yield from _of_module(name or "the model itself", module)
+    for what, table in EVERYWHERE:
+        yield from (f"{what} of all modules ({described(hook)})" for hook in table.values() if not is_known(hook))
+    for name, function in replaceable(type(module) for module in model.modules()):
+        if not is_known(function):
+            yield f"{name} ({described(function)})"
     decoder = models(model)[-1]
     layers = list(attention_layers(decoder))
     inside = tuple(f"{name}." for name in [*mixers(decoder, layers), *(layer.name for layer in layers)])
@@ -85,9 +89,34 @@ def _unknown(model: Model) -> Iterator[str]:
         yield f"the architecture {model_type!r}, of which there is no evidence in Transformers {version}"
 
 
+def _of_module(name: str, module: torch.nn.Module) -> Iterator[str]:
+    if inspecting.is_scripted(module):
+        yield f"{name} (TorchScript)"
+        return
+    for function in _forwards(module):
+        if not is_known(function):
+            yield f"{name} ({described(function)})"
+    for what, function in _others(module):
+        if not is_known(function):
+            yield f"{what} of {name} ({described(function)})"
+
+
+def replaceable(classes: Iterable[type]) -> Iterator[tuple[str, Any]]:
+    """The functions in the place of those that Transformers' files of these classes define, each with its name.
+
+    A file's forwards look its functions up by their names, so that other packages replace them there.
+    """
+    for home in {cls.__module__ for cls in classes}:
+        if home.startswith("transformers."):
+            names = vars(sys.modules[home])
+            yield from ((f"{home}.{name}", names[name]) for name in inspecting.functions_defined(home) if name in names)
+
+
 def _forwards(module: torch.nn.Module) -> Iterator[Any]:
-    """The forward of a module's class, and one that was set on the object."""
+    """The forward of a module's class, a call of its own that goes around it, and a forward set on the object."""
     yield type(module).forward
+    if type(module).__call__ is not _nn.Module.__call__:
+        yield type(module).__call__
     if "forward" in vars(module):
         yield vars(module)["forward"]
 

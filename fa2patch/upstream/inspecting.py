@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dis
 import functools
+import importlib.util
 import inspect
 import sys
 import weakref
@@ -30,6 +31,20 @@ def code_of(function: object) -> CodeType | None:
 def own_code(function: object) -> CodeType | None:
     """Return the code of a function itself, of the outermost decorator if it has any; None if it has no code."""
     return getattr(function, "__code__", None)
+
+
+def is_scripted(module: object) -> bool:
+    """Whether a module's code is TorchScript. Torch runs it by itself, and its hooks and forward cannot be changed."""
+    return isinstance(module, torch.jit.ScriptModule)
+
+
+@functools.cache
+def functions_defined(module: str) -> tuple[str, ...]:
+    """The names of the functions that a module's file defines at its top level, as its code says."""
+    spec = importlib.util.find_spec(module)
+    code = spec.loader.get_code(module) if spec is not None and hasattr(spec.loader, "get_code") else None
+    constants = () if code is None else code.co_consts
+    return tuple(one.co_name for one in constants if isinstance(one, CodeType) and one.co_flags & inspect.CO_NEWLOCALS)
 
 
 def code_called(function: object) -> CodeType | None:

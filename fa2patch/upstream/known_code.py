@@ -24,7 +24,7 @@ SPLITTERS = ("deepspeed", "ring_flash_attn")
 
 def is_known(function: Any) -> bool:
     """Whether a function, and each one that it wraps, is of a package in :data:`KNOWN` or is compiled code."""
-    return _is_below(function, _folders(KNOWN))
+    return _is_below(function, (*_folders(KNOWN), functools.__file__))  # a decorator of functools says nothing itself
 
 
 def is_of_model(function: Any, modeling: str) -> bool:
@@ -79,12 +79,11 @@ def below_ours(function: Any) -> Any:
 
 def _is_below(function: Any, places: tuple[str, ...]) -> bool:
     function = _plain(function)
-    code = inspecting.code_called(function)
-    if code is None:
+    code, below = inspecting.code_called(function), getattr(function, "__wrapped__", None)
+    if code is None and below is None:
         return isinstance(function, (types.BuiltinFunctionType, types.MethodWrapperType)) or _is_operator(function)
-    if not code.co_filename.startswith(places):
+    if code is not None and not code.co_filename.startswith(places):
         return False
-    below = getattr(function, "__wrapped__", None)
     return below is None or _is_below(below, places)
 
 

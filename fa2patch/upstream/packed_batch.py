@@ -74,7 +74,7 @@ def packed_mask(
         if part is not None:
             refuse_unsaid(call)
         return None
-    _refuse_what_cannot_be_packed(call, batch.mask)
+    _refuse_what_cannot_be_packed(call, batch.mask, training)
     _refuse_transforms()
     if batch.mask is not None:  # router losses weigh a token by its number in the mask
         call["attention_mask"] = (batch.mask != 0).to(batch.mask.dtype)
@@ -182,7 +182,7 @@ def refuse_uncounted_pictures(model: Model, call: Call) -> None:
         )
 
 
-def _refuse_what_cannot_be_packed(call: Call, mask: torch.Tensor | None) -> None:
+def _refuse_what_cannot_be_packed(call: Call, mask: torch.Tensor | None, training: bool) -> None:
     given = call.get("attention_mask")
     if given is not None and mask is None:
         found = f"{list(given.shape)}" if isinstance(given, torch.Tensor) else type(given).__name__
@@ -195,6 +195,11 @@ def _refuse_what_cannot_be_packed(call: Call, mask: torch.Tensor | None) -> None
         raise PackedWithCache(
             f"a packed batch came with {next(iter(held))}. What a cache holds belongs to no one document of the row. "
             "Leave the cache out (use_cache=False), or pass documents one by one."
+        )
+    if call.get("use_cache") and not training:  # generate() takes a row whose cache is missing for one token alone
+        raise PackedWithCache(
+            "a packed batch came with use_cache=True, and what a cache holds belongs to no one document of the row. "
+            "Leave it out, or generate from documents one by one."
         )
     if call.get("output_attentions"):
         raise PackingNotIsolated(

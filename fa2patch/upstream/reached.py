@@ -12,6 +12,7 @@ import torch
 from .._compile import compiling
 from .._types import Model
 from ..errors import PackingNotIsolated
+from . import inspecting
 from .find_layers import Layer
 from .find_models import models
 from .packed_mask import PackedMask
@@ -86,7 +87,7 @@ def _inside_block(step: Step, layer: Layer) -> list[torch.nn.Module]:
     parts = layer.name.split(".")
     end = next((at for at, part in enumerate(parts, 1) if part.isdigit()), len(parts))
     block: torch.nn.Module = models(step.module)[-1].get_submodule(".".join(parts[:end]))
-    return list(block.modules())[1:]
+    return [module for module in list(block.modules())[1:] if not inspecting.is_scripted(module)]
 
 
 def _misses(step: Step, mask: PackedMask, ran: set[int] | None) -> bool:

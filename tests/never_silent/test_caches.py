@@ -193,6 +193,18 @@ def test_models_without_attention_are_right_and_need_no_cache(family):
         assert_close(model(**told(DOCS, "position_ids")).logits[0], expected, "logits", 1e-4)
 
 
+@pytest.mark.parametrize("family", ["llama", "minimax", "mamba", "rwkv", "xlstm"])
+def test_a_call_that_will_look_for_the_cache_is_refused(family):
+    """``generate`` takes a row whose cache is missing for one token alone, in models that make the cache themselves."""
+    model = small(*of_family(family))
+    fa2patch.apply(model)
+    batch = told(DOCS, "position_ids")
+    with torch.no_grad(), pytest.raises(fa2patch.errors.PackedWithCache, match="use_cache=True") as caught:
+        model(**batch, use_cache=True)
+    assert_says_enough(caught.value)
+    model.train()(**batch, use_cache=True)
+
+
 def test_a_config_that_asks_for_a_cache_does_not_count():
     """``config.use_cache`` is True in nearly every model, and packed training leaves the cache out."""
     model = small(class_of("LlamaForCausalLM"), config_of("llama", use_cache=True)).train()

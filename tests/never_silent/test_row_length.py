@@ -55,7 +55,14 @@ def only_in_training(model):
     model.model.layers[0].mlp.register_forward_hook(hook)
 
 
-READ_IT = (first_layer, in_a_layer, without_chance, on_logits, own_class, only_in_training)
+def place(model):
+    """The first document of a row has the same places when it is alone."""
+    model.model.layers[0].mlp.register_forward_hook(
+        lambda module, args, output: output + 0.1 * torch.arange(output.shape[1])[None, :, None]
+    )
+
+
+READ_IT = (first_layer, in_a_layer, without_chance, on_logits, own_class, only_in_training, place)
 
 
 @pytest.mark.parametrize("changed", READ_IT)

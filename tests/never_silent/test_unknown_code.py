@@ -116,10 +116,32 @@ def norm_of_torch(model):
     layer.mlp = torch.nn.Sequential(layer.mlp, torch.nn.LayerNorm(size, elementwise_affine=False))
 
 
+def call_of_its_class(model):
+    """The forward is the class's; the call goes around it."""
+    mlp = model.model.layers[0].mlp
+    mlp.__class__ = type(
+        "Called", (type(mlp),), {"__call__": lambda self, hidden: mixed(super(type(self), self).__call__(hidden))}
+    )
+
+
+class Scripted(torch.nn.Module):
+    def __init__(self, size):
+        super().__init__()
+        self.linear = torch.nn.Linear(size, size)
+
+    def forward(self, hidden):
+        output = self.linear(hidden)
+        return output - output.mean(1, keepdim=True)
+
+
+def scripted(model):
+    model.model.layers[0].mlp = torch.jit.script(Scripted(model.config.hidden_size))
+
+
 MIXING = [
     forward_hook, pre_hook, hook_on_a_layer, hook_on_the_embedding, hook_on_the_last_norm, hook_with_keywords,
     own_forward, wrapped_forward, plain_activation, function_as_activation, pooling_of_torch, softmax_of_torch,
-    norm_of_torch,
+    norm_of_torch, call_of_its_class, scripted,
 ]  # fmt: skip
 
 
@@ -163,6 +185,74 @@ def test_a_forward_replaced_on_the_class_is_refused(name, monkeypatch):
     monkeypatch.setattr(cls, "forward", lambda self, *given: mixed(inner(self, *given)))
     with pytest.raises(errors.PackingNotIsolated):
         model(**told(DOCS, "position_ids"))
+
+
+def on_every_forward(hooks):
+    return hooks.register_module_forward_hook(
+        lambda module, given, output: mixed(output) if isinstance(module, torch.nn.Linear) else None
+    )
+
+
+def before_every_forward(hooks):
+    return hooks.register_module_forward_pre_hook(
+        lambda module, given: (mixed(given[0]),) if isinstance(module, torch.nn.Linear) else None
+    )
+
+
+def on_every_gradient(hooks):
+    return hooks.register_module_full_backward_hook(
+        lambda module, into, out: (mixed(into[0]),) if isinstance(module, torch.nn.Linear) else None
+    )
+
+
+@pytest.mark.parametrize("after", [False, True], ids=["before apply", "after a packed batch"])
+@pytest.mark.parametrize("register", [on_every_forward, before_every_forward, on_every_gradient])
+def test_a_hook_of_all_modules_is_refused(register, after):
+    model = llama().train()
+    if after:
+        fa2patch.apply(model)
+        model(**told(DOCS, "position_ids"))
+    handle = register(torch.nn.modules.module)
+    try:
+        if not after:
+            fa2patch.apply(model)
+        with pytest.raises(errors.PackingNotIsolated, match="of all modules"):
+            model(**told(DOCS, "position_ids", labels=labels_of(DOCS)))
+    finally:
+        handle.remove()
+    model(**told(DOCS, "position_ids", labels=labels_of(DOCS)))
+
+
+@pytest.mark.parametrize("after", [False, True], ids=["before apply", "after a packed batch"])
+def test_a_function_replaced_in_a_modeling_file_is_refused(after, monkeypatch):
+    """Other packages put their rotary embedding there."""
+    modeling = transformers.models.llama.modeling_llama
+    inner = modeling.apply_rotary_pos_emb
+
+    def mixing(query, key, *given, **named):
+        query, key = inner(query, key, *given, **named)
+        return query, key * (1 + key.mean(-2, keepdim=True))
+
+    model = llama()
+    if after:
+        fa2patch.apply(model)
+        model(**told(DOCS, "position_ids"))
+    monkeypatch.setattr(modeling, "apply_rotary_pos_emb", mixing)
+    if not after:
+        fa2patch.apply(model)
+    with pytest.raises(errors.PackingNotIsolated, match="apply_rotary_pos_emb"):
+        model(**told(DOCS, "position_ids"))
+
+
+def test_a_harmless_function_in_a_modeling_file_is_computed(monkeypatch):
+    modeling = transformers.models.llama.modeling_llama
+    inner = modeling.apply_rotary_pos_emb
+    model = llama()
+    monkeypatch.setattr(modeling, "apply_rotary_pos_emb", lambda *given, **named: inner(*given, **named))
+    expected = alone(model)
+    fa2patch.apply(model)
+    found = called(model, model, told(DOCS, "position_ids", labels=labels_of(DOCS, 7)))
+    assert right_or_refused(lambda: found, expected) == "right"
 
 
 def double(values):

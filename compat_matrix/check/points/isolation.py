@@ -9,6 +9,7 @@ import torch
 
 import fa2patch
 from fa2patch.upstream import find_models
+from fa2patch.upstream.traits.positions import first_position
 
 from ... import tiny_models
 from ...user_models import models
@@ -66,7 +67,7 @@ def every_layout(cell: Cell) -> None:
     A model that takes no ``position_ids`` without a patch is also given one document with them.
     """
     reference, model = cell.reference(), cell.model()
-    counts = takes_positions(reference)
+    counts, first = takes_positions(reference), first_position(find_models.models(model)[-1])
     with fa2patch.apply(model):
         for positions in [
             [[7, 8, 9], [0, 1, 2]], [[0, 1, 2], [1, 2, 3]], [[0, 1, 2], [5, 6, 7]], [[0], [0, 1, 2]],
@@ -75,6 +76,8 @@ def every_layout(cell: Cell) -> None:
         ]:  # fmt: skip
             if not counts and any(ids[0] for ids in positions):
                 continue  # OPT up to 4.45 cannot be told where a document's positions start
+            if any(0 < ids[0] < first for ids in positions):
+                continue  # that is the number of padding in RoBERTa's kin
             docs = documents(*map(len, positions))
             ids = torch.tensor([sum(positions, [])])
             given = [{"position_ids": torch.tensor([own])} if counts else {} for own in positions]

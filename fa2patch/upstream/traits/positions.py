@@ -68,7 +68,7 @@ class Positions(Trait):
 def first_position(decoder: Model) -> int:
     """The position of a document's first token if a batch has no position ids: 0, but 2 in RoBERTa and its kin."""
     for _, module in text_modules(decoder):
-        table = module._modules.get("position_embeddings")
+        table = getattr(module, "position_embeddings", None)
         counts = inspecting.reads_name(inspecting.forward_of(type(module)), "padding_idx")  # ERNIE-M's do not
         padding = getattr(table, "padding_idx", None)  # I-BERT's table is no torch.nn.Embedding
         if padding is not None and counts:

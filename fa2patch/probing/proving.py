@@ -27,7 +27,7 @@ from ..upstream.known_code import below_ours
 from ..upstream.packed_batch import packed_mask
 from ..upstream.packed_mask import PackedMask
 from ..upstream.step import MARK, ROLE, Patched
-from . import alone, locate
+from . import locate, one_document
 from .batches import example, is_sharded
 from .exchanges import exchanges
 from .probe import NEAR, NEAR_IN_HALF, ROUNDING, is_mixture, left_as_it_was
@@ -189,7 +189,7 @@ class _Run:
         It is unknown if something draws random numbers that cannot be made constant, as a kernel with dropout does, and
         if the document cannot be run by itself.
         """
-        found = alone.document_of(self.call, self.mask)
+        found = one_document.document_of(self.call, self.mask)
         if found is None or self.near == float("inf"):
             return 0.0
         call, row, tokens = found
@@ -223,7 +223,7 @@ class _Run:
         torch.manual_seed(seed)
         handle = self.decoder.register_forward_hook(lambda *given: found.extend(self._of_tokens(given[-1])))
         try:
-            draws = alone.ConstantDraws() if constant_draws else contextlib.nullcontext()  # type: ignore[no-untyped-call]
+            draws = one_document.ConstantDraws() if constant_draws else contextlib.nullcontext()  # type: ignore[no-untyped-call]
             with self._exchanging(exchanged) as call, draws:
                 output = self.model(**call)
         finally:

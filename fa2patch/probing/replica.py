@@ -107,7 +107,7 @@ def _freeze(model: Model) -> None:
                 module._parameters[name] = frozen.setdefault(id(parameter), again)
 
 
-def _own(model: torch.nn.Module) -> Iterator[torch.nn.Module]:
+def _own(model: torch.nn.Module | Model) -> Iterator[torch.nn.Module]:
     """The modules of a copy that are copies themselves."""
     return (module for module in model.modules() if not is_scripted(module))
 

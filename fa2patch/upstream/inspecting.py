@@ -42,7 +42,8 @@ def is_scripted(module: object) -> bool:
 def functions_defined(module: str) -> tuple[str, ...]:
     """The names of the functions that a module's file defines at its top level, as its code says."""
     spec = importlib.util.find_spec(module)
-    code = spec.loader.get_code(module) if spec is not None and hasattr(spec.loader, "get_code") else None
+    code_of_file = getattr(getattr(spec, "loader", None), "get_code", lambda name: None)
+    code = code_of_file(module)
     constants = () if code is None else code.co_consts
     return tuple(one.co_name for one in constants if isinstance(one, CodeType) and one.co_flags & inspect.CO_NEWLOCALS)
 

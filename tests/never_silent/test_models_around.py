@@ -38,8 +38,8 @@ def sharing(one, other):
     return one, other
 
 
-def refused(call):
-    with pytest.raises(PackingNotIsolated, match=r"is not patched.*fa2patch\.apply\(model\)"):
+def refused(call, harm="computes a loss from"):
+    with pytest.raises(PackingNotIsolated, match=rf"is not patched and {harm}.*fa2patch\.apply\(model\)"):
         call()
 
 
@@ -74,7 +74,7 @@ def test_a_head_of_rows_around_a_patched_trunk(name):
     model = head(name, num_labels=3)
     trunk = getattr(model, model.base_model_prefix, None) or model.transformer
     fa2patch.apply(trunk)
-    refused(lambda: model(**packed()))
+    refused(lambda: model(**packed()), "has a head")
 
 
 def test_a_dense_batch_with_labels_is_as_before():
@@ -105,7 +105,7 @@ def test_a_classifier_on_the_trunk_of_a_patched_causal_lm():
     one, other = sharing(llama(), head("LlamaForSequenceClassification", num_labels=3))
     expected = classified(copy.deepcopy(other))
     fa2patch.apply(one)
-    refused(lambda: other(**packed()))
+    refused(lambda: other(**packed()), "has a head")
     fa2patch.apply(other)
     with torch.no_grad():
         assert_close(other(**packed()).logits, expected, "logits")

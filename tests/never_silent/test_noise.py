@@ -220,9 +220,16 @@ def test_other_families(family):
         assert_of_each_document(found, alone(with_upstreams_hook))
 
 
-def test_padded_batches_that_are_computed_packed():
+@pytest.mark.parametrize("hook", [None, changes_in_place, returns_noise], ids=["upstream", "in place", "returned"])
+def test_padded_batches_that_are_computed_packed(hook):
+    def add(model):
+        if hook is None:
+            with_upstreams_hook(model)
+        else:
+            model.get_input_embeddings().register_forward_hook(hook)
+
     model = made()
-    with_upstreams_hook(model)
+    add(model)
     fa2patch.apply(model, padded_batches=True)
     length = max(map(len, DOCS))
     batch = {name: torch.zeros(len(DOCS), length, dtype=torch.int64) for name in ("input_ids", "attention_mask")}
@@ -234,9 +241,20 @@ def test_padded_batches_that_are_computed_packed():
     noise = seen[-1][1] - table.weight[seen[-1][0]].detach()
     assert noise.shape[:2] == (1, sum(map(len, DOCS)))
     pieces = noise[0].split([len(doc) for doc in DOCS])
-    assert_of_each_document(
-        [float(piece.std()) * piece.numel() ** 0.5 / ALPHA for piece in pieces], alone(with_upstreams_hook)
-    )
+    assert_of_each_document([float(piece.std()) * piece.numel() ** 0.5 / ALPHA for piece in pieces], alone(add))
+
+
+@pytest.mark.parametrize("hook", [changes_in_place, returns_noise])
+def test_ids_that_lost_their_documents_on_the_way(hook):
+    model = made()
+    table = model.get_input_embeddings()
+    table.register_forward_pre_hook(lambda module, args: (args[0].clone(),))
+    table.register_forward_hook(hook)
+    fa2patch.apply(model, prove=False)
+    with pytest.raises(fa2patch.errors.PackingNotIsolated) as caught:
+        model.train()(**pack(DOCS))
+    assert_says_enough(caught.value)
+    model.eval()(**pack(DOCS))  # no noise
 
 
 def test_dense_batches_keep_the_noise_of_their_row():

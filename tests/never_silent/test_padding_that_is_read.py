@@ -474,6 +474,28 @@ def test_a_model_that_is_not_to_be_proven_raises_in_the_backward() -> None:
     assert stays_padded(causal, {**batch, "labels": batch["input_ids"]}, prove=False)
 
 
+class Jitter(torch.nn.Module):
+    """Returns other numbers in every call, as a nondeterministic kernel does."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls = 0
+
+    def forward(self, values: torch.Tensor) -> torch.Tensor:
+        self.calls += 1
+        return values * (1 + 1e-6 * (self.calls % 3))
+
+
+def test_what_a_head_changes_by_itself_does_not_count() -> None:
+    batch = batch_of()
+    model = model_of("Llama", "ForTokenClassification")
+    model.score = torch.nn.Sequential(model.score, Jitter())
+    fa2patch.apply(model, padded_batches=True)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", StaysPadded)
+        model(**batch, labels=as_labels(batch).clamp(max=2))
+
+
 def test_dropout_and_the_random_state_are_as_without_a_trial() -> None:
     batch = batch_of()
     batch["labels"] = as_labels(batch)

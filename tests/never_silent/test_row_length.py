@@ -122,6 +122,22 @@ def test_not_refused(changed, training):
     model.train(training)(**pack(DOCS), labels=pack(DOCS)["input_ids"])
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64])
+def test_what_rounds_is_not_refused(dtype):
+    model = llama().to(dtype)
+    nothing(model)
+    fa2patch.apply(model)
+    model(**pack(DOCS))
+
+
+def test_what_computes_in_less_than_its_weights_is_not_refused():
+    """As xLSTM does."""
+    model = llama().double()
+    model.model.layers[0].mlp.register_forward_hook(lambda module, args, output: (output / 3).float().double())
+    fa2patch.apply(model)
+    model(**pack(DOCS))
+
+
 def test_dropout_of_attention_is_not_refused():
     """Kernels draw it by themselves."""
     model = small(class_of("LlamaForCausalLM"), config_of("llama", attention_dropout=0.3))

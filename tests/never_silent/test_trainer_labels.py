@@ -237,6 +237,14 @@ def test_a_trainer_of_another_model_is_left_alone(tmp_path):
     assert torch.equal(trainer._prepare_inputs(batch)["labels"], batch["labels"])
 
 
+def test_a_trainer_of_a_model_that_is_not_transformers_is_left_alone(tmp_path):
+    fa2patch.apply(llama())
+    trainer = trainer_of(of_packed, tmp_path, False)
+    trainer.model = torch.nn.Linear(2, 2)
+    batch = of_packed(rows()[:2])
+    assert torch.equal(trainer._prepare_inputs(batch)["labels"], batch["labels"])
+
+
 def test_columns_that_never_reach_the_model_are_no_error(tmp_path):
     """A Trainer of one's own may take them out. If they reach the model, its forward says what is wrong with them."""
     trainer = trainer_of(of_packed, tmp_path, True)

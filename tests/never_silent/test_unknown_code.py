@@ -164,6 +164,17 @@ def test_what_mixes_tokens_is_refused(mix, after):
         assert_says_enough(caught.value)
 
 
+def test_a_function_is_found_under_any_name():
+    """BERT's activation has a name that comes after ``forward`` in the alphabet."""
+    model = small(*of_family("bert:masked"))
+    intermediate = model.bert.encoder.layer[0].intermediate
+    vars(intermediate)["_modules"].pop("intermediate_act_fn", None)
+    vars(intermediate)["intermediate_act_fn"] = MixingActivation()
+    fa2patch.apply(model)
+    with pytest.raises(errors.PackingNotIsolated, match="intermediate_act_fn"):
+        model(**told(DOCS, "position_ids"))
+
+
 @pytest.mark.parametrize("prove", [True, "unknown"])
 def test_a_hook_on_gradients_alone_is_refused_in_training(prove):
     model = llama().train()

@@ -40,7 +40,7 @@ KINDS = {
     "sliding_window": "qwen2",
     "window_size": "gpt_neo",
     "attention_window_size": "recurrent_gemma",
-    "attention_chunk_size": "llama4",
+    "attention_chunk_size": "llama4_text",
     "local_attention": "modernbert:masked",
 }
 

@@ -1,5 +1,6 @@
 """Packed rows with pictures or sound of any model, joined by the table of keys."""
 
+import functools
 import pickle
 
 import pytest
@@ -22,8 +23,16 @@ def needs(family):
     return pytest.mark.skipif(family not in PRESENT, reason=f"this Transformers has no {family}")
 
 
+@functools.cache
+def failure_alone(family):
+    return media.failure_alone(Cell(family, "sdpa"))
+
+
 @pytest.fixture(params=PRESENT)
 def cell(request):
+    failure = failure_alone(request.param)
+    if failure:
+        pytest.skip(failure)  # Llama 4 in 5.0, 5.1 and 5.24: compat_matrix/xfail.toml
     return Cell(request.param, "sdpa")
 
 

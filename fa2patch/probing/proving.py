@@ -41,9 +41,11 @@ _OUR_HOOKS = (hooks.before, hooks.after, reached.runs)
 
 
 def structure(model: Model) -> int:
-    """A number that changes when modules, their classes, the forwards that run or their hooks change.
+    """A number that changes when modules, their classes, the code that they run or its hooks change.
 
-    It is computed for every packed batch, so it must be cheap. What fa2patch itself has put there does not count.
+    That is forwards, calls of classes, functions that Transformers' files define for them, and hooks, those of all
+    modules too. It is computed for every packed batch, so it must be cheap. What fa2patch itself has put there does
+    not count.
     """
     seen = [model]
     functions: list[Any] = []
@@ -62,7 +64,8 @@ def structure(model: Model) -> int:
     functions.extend(function for _, function in replaceable(kinds))
     for _, table in EVERYWHERE:
         functions.extend(table.values())
-    codes = (id(inspecting.code_called(function)) for function in functions)  # ids of functions may come again
+    # ids of functions may come again; most functions have code themselves, and asking for it calls nothing
+    codes = (id(getattr(each, "__code__", None) or inspecting.code_called(each)) for each in functions)
     return hash((tuple(map(id, seen)), tuple(map(id, classes)), tuple(map(id, functions)), tuple(codes)))
 
 

@@ -106,7 +106,7 @@ def replaceable(classes: Iterable[type]) -> Iterator[tuple[str, Any]]:
 
     A file's forwards look its functions up by their names, so that other packages replace them there.
     """
-    for home in {cls.__module__ for cls in classes}:
+    for home in dict.fromkeys(cls.__module__ for cls in classes):
         if home.startswith("transformers."):
             names = vars(sys.modules[home])
             yield from ((f"{home}.{name}", names[name]) for name in inspecting.functions_defined(home) if name in names)

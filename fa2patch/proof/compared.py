@@ -54,8 +54,8 @@ class Run:
         self.model, self.inner = model, inner
         self.labels = batch.get("labels")
         self.batch = {name: value for name, value in batch.items() if name not in LABELS}
-        packed = self.batch.get("use_cache") and status(inner) is not None
-        if packed or inspecting.takes(type(inner).forward, "state"):
+        asks = bool(self.batch.get("use_cache")) and status(inner) is not None  # a patched model refuses to make one
+        if asks or inspecting.takes(type(inner).forward, "state"):
             self.batch["use_cache"] = False  # as in training: RWKV's cache overwrites what its backward needs
         self.spans = spans
         self.tree = Tree([span.length for span in spans], [span.parent for span in spans], torch.device("cpu"))

@@ -28,6 +28,7 @@ class Layer:
         site: the attribute through which the layer is given the boundaries.
         others: more attributes that this seam needs replaced.
         module: the layer. A plan drops it, because the patch is copied with its model.
+        of_class: the seam that its class offers, if the layer goes document by document for another reason.
     """
 
     name: str
@@ -35,6 +36,12 @@ class Layer:
     site: Site
     others: tuple[Site, ...] = ()
     module: Any = field(default=None, compare=False, repr=False)
+    of_class: str = ""
+
+    @property
+    def by_itself(self) -> bool:
+        """Whether the layer's class computes attention by itself, as most encoders' do, and follows the mask."""
+        return (self.of_class or self.seam) in ("formula", "document")
 
     @property
     def fused(self) -> bool:
@@ -61,7 +68,7 @@ def attention_layers(decoder: Model) -> Iterator[Layer]:
             layers.append(Layer(name, *found, module=module))
     if layers and (find_masks.of_the_user(decoder) or any(_only_by_document(layer, decoder) for layer in layers)):
         site = of_forward(decoder, _as_it_is)
-        layers = [Layer(layer.name, "document", site, module=layer.module) for layer in layers]
+        layers = [Layer(layer.name, "document", site, module=layer.module, of_class=layer.seam) for layer in layers]
     yield from layers
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import copy
 import inspect
 from collections.abc import Iterator
@@ -71,8 +70,11 @@ def _caches(model: Any) -> Iterator[tuple[str, dict[str, Any]]]:
     yield "filled", {name: cache}
     empty = copy.deepcopy(cache)
     if callable(getattr(empty, "reset", None)) and not isinstance(getattr(empty, "key_cache", None), list):
-        with contextlib.suppress(AttributeError):  # Mamba 2's of 4.45 fails in it
+        try:
             empty.reset()  # of a DynamicCache up to 4.53 it leaves the layers' lengths as they are
+        except AttributeError:  # Mamba 2's of 4.45 fails in it
+            pass
+        else:
             yield "emptied", {name: empty}
     with_static = {"cache_implementation": "static", "return_dict_in_generate": True, "max_new_tokens": 2}
     try:

@@ -77,7 +77,7 @@ def every_layout(cell: Cell) -> None:
             if not counts and any(ids[0] for ids in positions):
                 continue  # OPT up to 4.45 cannot be told where a document's positions start
             if any(0 < ids[0] < first for ids in positions):
-                continue  # that is the number of padding in RoBERTa's kin
+                continue  # RoBERTa and its kin give padding this number
             docs = documents(*map(len, positions))
             ids = torch.tensor([sum(positions, [])])
             given = [{"position_ids": torch.tensor([own])} if counts else {} for own in positions]

@@ -83,7 +83,7 @@ def sees_both_ways(model: Looked) -> bool:
         layer.fused
         or not (
             is_causal(layer.module)
-            if layer.seam in ("formula", "document")
+            if layer.by_itself
             else getattr(layer.module, "is_causal", getattr(layer.module, "is_decoder", True))
         )
         for layer in model.attention
@@ -136,7 +136,7 @@ def unsaid(model: Looked) -> str:
     """
     for layer in model.attention:
         says = hasattr(layer.module, "is_causal") or hasattr(layer.module, "is_decoder")
-        if layer.seam in ("formula", "document") and not says:
+        if layer.by_itself and not says:
             name = next(filter(_LATER.search, _names_in(model.decoder)), "")
             if name:
                 return (

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any, NamedTuple
 
 import torch
@@ -35,9 +36,25 @@ def _has_values(tensor: torch.Tensor) -> bool:
     return type(tensor) in (torch.Tensor, torch.nn.Parameter) and not wrapped
 
 
+LONGEST = 254
+"""The characters that the message of an assertion on a CUDA device may have: torch raises an error for more."""
+
+CUT = "... The same batch on a CPU says all."
+
+
 def assert_async(held: torch.Tensor, message: str) -> None:
-    """Assert on the device, without a synchronisation."""
+    """Assert on the device, without a synchronisation. The message has at most :data:`LONGEST` characters."""
     torch.ops.aten._assert_async.msg(held, message)
+
+
+def fitting(messages: Iterable[str]) -> str:
+    """Return the text of one assertion for several messages: all of them, or what fits of their first sentences."""
+    different = list(dict.fromkeys(messages))
+    whole = " Or: ".join(different)
+    if len(whole) <= LONGEST:
+        return whole
+    first = " Or: ".join(message.partition(". ")[0].rstrip(".") + "." for message in different)
+    return first if len(first) <= LONGEST else first[: LONGEST - len(CUT)] + CUT
 
 
 def require(held: torch.Tensor, error: type[Exception], message: str, *numbers: int) -> None:
@@ -52,12 +69,7 @@ def require(held: torch.Tensor, error: type[Exception], message: str, *numbers: 
         message: its text, with ``{}`` in the place of each number.
         numbers: the numbers in the text.
     """
-    if compiling():  # a number in the message would become a constant of the graph
-        assert_async(held, message.replace("{}", "(what was given)"))
-    elif held.device.type != "cpu":
-        assert_async(held, message.format(*numbers))
-    elif not bool(read(held)):
-        raise error(message.format(*numbers))
+    require_all([Check(held, error, message, numbers)])
 
 
 class Check(NamedTuple):
@@ -75,10 +87,14 @@ def require_all(checks: list[Check]) -> None:
     On other devices, and in a compiled graph on every device, all conditions are one assertion, because each assertion
     is a launch. Its text names all conditions.
     """
-    if not compiling() and checks[0].held.device.type == "cpu":
+    if compiling():  # a number in the message would become a constant of the graph
+        texts = [check.message.format(*["(given)"] * len(check.numbers)) for check in checks]
+    elif checks[0].held.device.type != "cpu":
+        texts = [check.message.format(*check.numbers) for check in checks]
+    else:
         for check in checks:
-            require(check.held, check.error, check.message, *check.numbers)
+            if not bool(read(check.held)):
+                raise check.error(check.message.format(*check.numbers))
         return
-    held = torch.stack([check.held for check in checks]).all()
-    text = " Or: ".join(check.message for check in checks)
-    require(held, Exception, text, *(number for check in checks for number in check.numbers))
+    held = [check.held for check in checks]
+    assert_async(torch.stack(held).all() if len(held) > 1 else held[0], fitting(texts))

@@ -118,8 +118,8 @@ def _agreement(
     yield Check(
         starts[:, 0].all(),
         BadCuSeqlens,
-        "cu_seq_lens hold a document that runs on from one row of {} tokens into the next. "
-        "A document starts at the first token of every row.",
+        "a document of cu_seq_lens runs on into the next row. At the first token of every row, of {} tokens, a "
+        "document must start.",
         (shape[1],),
     )
     real = None if attention_mask is None else attention_mask.to(cu.device) != 0

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
-from functools import lru_cache
+from functools import cache, lru_cache
+from types import FunctionType
 from typing import TYPE_CHECKING, Any, Callable
 
 import torch
@@ -58,8 +59,11 @@ class Flex(Kernel):
         scale: float,
     ) -> torch.Tensor:
         """Call the compiled functions."""
-        flex, create_block_mask = _compiled()
-        return compute(flex, create_block_mask, q, k, v, boundaries, options, scale)
+        layout = (q.device, options.causal, options.window, boundaries.tree is None, boundaries.until is None)
+        states = (q.dtype, *q.shape[1:], *v.shape[1:], torch.is_grad_enabled(), scale, options.softcap)
+        without = (options.alibi_slopes is None, options.sinks is None)
+        flex = _compiled("flex_attention", (*layout, *states, *without))
+        return compute(flex, _compiled("create_block_mask", layout), q, k, v, boundaries, options, scale)
 
 
 def compute(
@@ -146,10 +150,20 @@ def _scored(
     return scored
 
 
-@lru_cache(maxsize=1)
-def _compiled() -> tuple[Callable[..., Any], Callable[..., Any]]:
-    module = importlib.import_module("torch.nn.attention.flex_attention")
-    return torch.compile(module.flex_attention), torch.compile(module.create_block_mask)
+@cache
+def _compiled(name: str, kind: tuple[Any, ...]) -> Callable[..., Any]:
+    """The compiled function of torch for calls of one kind, which differ in nothing but lengths.
+
+    Dynamo compiles one code object for eight kinds of calls at most, and then runs it uncompiled, with a score for
+    every two tokens of the row. So each kind has a code object of its own.
+    """
+    function = getattr(importlib.import_module("torch.nn.attention.flex_attention"), name)
+
+    def call(*given: Any, **more: Any) -> Any:
+        return function(*given, **more)
+
+    code = call.__code__.replace(co_name=f"{name}_{_compiled.cache_info().misses}")
+    return torch.compile(FunctionType(code, call.__globals__, name, None, call.__closure__))
 
 
 @constant

@@ -1,6 +1,8 @@
 """The kernels that come with torch: aten's operators, computed by a stand-in, and FlexAttention's real forward."""
 
+import functools
 import importlib
+import itertools
 import warnings
 from dataclasses import replace
 from types import SimpleNamespace
@@ -213,3 +215,18 @@ def test_flex_compiled_equals_the_definition():
         found = Flex().attend(q, k, v, documents(lengths), options, 0.25)
         truth = brute_force(*(x.double() for x in (q, k, v)), lengths, options)
         assert largest_errors([found], [truth])[0] < 1e-5
+
+
+def test_flex_is_compiled_for_more_kinds_of_calls_than_dynamo_compiles_one_function_for(monkeypatch, flex, caplog):
+    """Beyond dynamo's limit, FlexAttention would run uncompiled: slow, and with a score for every two tokens."""
+    compiled = functools.partial(torch.compile, backend="eager")
+    monkeypatch.setattr(flex_module.torch, "compile", compiled)
+    flex_module._compiled.cache_clear()
+    for causal, softcap, dtype in itertools.product((True, False), (None, 2.0, 3.0), (torch.float32, torch.float64)):
+        q, k, v = (x.detach() for x in states(dtype=dtype))
+        options = Options(causal=causal, softcap=softcap)
+        found = Flex().attend(q, k, v, documents(LENGTHS), options, DIM**-0.5)
+        truth = brute_force(*(x.double() for x in (q, k, v)), LENGTHS, options)
+        assert largest_errors([found], [truth])[0] < 1e-5
+    flex_module._compiled.cache_clear()
+    assert [record.message for record in caplog.records if "limit" in record.message] == []

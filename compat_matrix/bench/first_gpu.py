@@ -25,7 +25,7 @@ from .gpu import Job
 from .gpu_once import OUT_OF_TIME
 
 COMMAND = "python -m compat_matrix.bench.first_gpu"
-SECONDS = {"kernels": 100, "models": 130, "training": 270, "hybrids": 40}
+SECONDS = {"kernels": 90, "models": 90, "training": 270, "hybrids": 90}
 """The share of each stage. What a stage does not use goes to the next one."""
 
 FAMILIES = ("llama", "mistral", "qwen2", "gemma2", "qwen2_moe", "falcon", "phi3", "gpt_oss", "deepseek_v3", "bamba")
@@ -43,7 +43,9 @@ def main(arguments: list[str] | None = None) -> int:
     """
     parser = gpu.options(COMMAND, __doc__)
     parser.add_argument("--overlays", type=Path, help="folder with other releases of Transformers, one in each folder")
-    parser.set_defaults(shapes=["Llama-2-7B"], steps=20, variant_seconds=45, seconds=sum(SECONDS.values()))
+    parser.set_defaults(
+        shapes=["Llama-2-7B"], documents=16, steps=12, variant_seconds=45, seconds=sum(SECONDS.values())
+    )
     given = gpu.parsed(parser, arguments)
     header = figures.header(f"{COMMAND} --out FOLDER{' --device cpu --toy' if given.toy else ''}", given.device)
     able = present_kernels(given.device)

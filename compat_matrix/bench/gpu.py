@@ -186,7 +186,13 @@ def missing() -> dict[str, str]:
 def planned(given: argparse.Namespace) -> list[Job]:
     """Return a process for each shape and variant."""
     settings = ["--device", given.device, "--optimizer", given.optimizer, "--steps", str(given.steps)]
-    settings += ["--warm-up", str(given.warm_up), *(["--toy"] if given.toy else [])]
+    settings += [
+        "--documents",
+        str(given.documents),
+        "--warm-up",
+        str(given.warm_up),
+        *(["--toy"] if given.toy else []),
+    ]
     settings += ["--layers", str(given.layers)] if given.layers else []
     most, start = given.variant_seconds, 0 if given.toy else START
     made = []
@@ -207,7 +213,7 @@ def merged(given: argparse.Namespace, header: Mapping[str, Any], records: Mappin
         shape, _, variant = job.name.partition(", ")
         if job.result.exists() or "error" in record:
             runs[shape][variant] = record if "error" in record else figures.read(job.result)
-    notes = f"bfloat16, {given.optimizer}, gradient checkpointing, mini-batches of four documents."
+    notes = f"bfloat16, {given.optimizer}, gradient checkpointing, mini-batches of {given.documents} documents."
     for shape, of in runs.items():
         good = {name: run for name, run in of.items() if "error" not in run}
         if good:

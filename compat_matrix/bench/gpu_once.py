@@ -28,6 +28,7 @@ import torch
 
 import fa2patch
 from fa2patch import kernels
+from fa2patch.kernels.options import Options
 
 from .. import tiny_models
 from ..check import gpu
@@ -77,7 +78,8 @@ def main(arguments: list[str] | None = None) -> int:
     if what == "kernel":
         wanted = dict(list(cases().items())[:: TOY_EVERY if given.toy else 1])
         runs = {name: partial(result, *names, case, given.device) for name, case in wanted.items()}
-        return going_on(given, {"kernel": names[0], **header}, "cases", runs)
+        speeds = {} if given.device == "cpu" else speed(kernels.named(names[0]))
+        return going_on(given, {"kernel": names[0], **header, "speed": speeds}, "cases", runs)
     if what == "models":
         kernel, *families = names
         runs = {name: partial(cell, name, given.device, kernel) for name in filter(tiny_models.is_present, families)}
@@ -116,6 +118,36 @@ def result(name: str, case: Case, device: str) -> dict[str, Any]:
         return {"ok": False, "error": f"{type(error).__name__}: {error}"[:300]}
     relative = {name: float(f"{error.relative:.2e}") for name, error in errors.items()}
     return {"ok": all(error.ok for error in errors.values()), "relative_errors": relative}
+
+
+SPEEDS = {"1,300 tokens": (900, 250, 100, 50), "16,384 tokens": (1024,) * 16, "16,384 tokens, short": (64,) * 256}
+"""Documents of the rows that kernels are timed on: one that the host is slower for than the GPU, and two large ones."""
+
+
+def speed(kernel: kernels.Kernel, calls: int = 30) -> dict[str, dict[str, float]]:
+    """Return microseconds of a forward and backward of an attention layer at 7B: of the host, until the GPU is done."""
+    found: dict[str, dict[str, float]] = {}
+    for name, lengths in SPEEDS.items():
+        boundaries = workloads.boundaries_of(lengths)
+        boundaries.cu_seqlens = boundaries.cu_seqlens.cuda()
+        q, k, v = (torch.randn(sum(lengths), 32, 128, device="cuda", dtype=torch.bfloat16) for _ in range(3))
+        states = [tensor.requires_grad_() for tensor in (q, k, v)]
+
+        def call(states: list[torch.Tensor] = states, boundaries: Any = boundaries) -> None:
+            output = kernel(states[0], states[1], states[2], boundaries, Options())
+            torch.autograd.grad(output, states, output)
+
+        for _ in range(5):
+            call()
+        torch.cuda.synchronize()
+        started = time.perf_counter()
+        for _ in range(calls):
+            call()
+        host = time.perf_counter() - started
+        torch.cuda.synchronize()
+        done = time.perf_counter() - started
+        found[name] = {"host_us": round(1e6 * host / calls, 1), "done_us": round(1e6 * done / calls, 1)}
+    return found
 
 
 def cell(family: str, device: str, kernel: str) -> Any:
@@ -217,6 +249,7 @@ def training_options(parser: argparse.ArgumentParser) -> None:
     add("--toy", action="store_true", help="tiny models and documents, only to see that it runs; not for figures")
     add("--layers", type=int, help="fewer than the model has")
     add("--optimizer", default="adamw", choices=("adamw", "sgd"))
+    add("--documents", type=int, default=4, help="documents of a mini-batch; few leave a fast GPU waiting for the host")
     add("--steps", type=int, default=30, help="timed steps of each distribution, at most")
     add("--warm-up", type=int, default=3, help="steps before these")
 
@@ -254,7 +287,9 @@ class Training:
     def on(self, distribution: str, until: float) -> dict[str, Any]:
         """Train on a distribution until a time. Every variant gets the same documents."""
         drawn = workloads.DISTRIBUTIONS[distribution].scaled(TOY_SCALE if self.given.toy else 1)
-        lengths = workloads.mini_batches(drawn, self.given.steps + self.given.warm_up)
+        lengths = workloads.mini_batches(drawn, self.given.steps + self.given.warm_up, self.given.documents)
+        largest = max(range(len(lengths)), key=lambda step: len(lengths[step]) * max(lengths[step]))
+        lengths.insert(0, lengths.pop(largest))  # so that no timed step waits for memory
         docs = workloads.filled(lengths, workloads.config(self.shape, toy=self.given.toy).vocab_size)
         padded = self.kind == "padded"
         made = [workloads.padded(each) if padded else workloads.packed(each, self.lengths) for each in docs]
@@ -331,7 +366,9 @@ def warned(places: Counter[str], call: Any) -> Any:
             return call()
         finally:
             torch.cuda.set_sync_debug_mode("default")
-            places.update(place(one.filename, one.lineno) for one in seen if "synchroniz" in str(one.message))
+            places.update(
+                place(one.filename, one.lineno) for one in seen if "called a synchronizing" in str(one.message)
+            )
 
 
 def place(file: str, number: int) -> str:

@@ -29,7 +29,7 @@ LENGTHS = (50, 130, 1, 77)
 BIG = {
     **dict.fromkeys(["hidden_size", "n_embd", "d_model", "intermediate_size"], 256),
     **dict.fromkeys(["max_position_embeddings", "n_positions", "max_seq_len"], 512),
-    "head_dim": 64,
+    **{"head_dim": 64, "mamba_n_heads": 8, "mamba_d_head": 64},
 }
 """Sizes with heads of 64 dimensions, which flash-attn is built for."""
 
@@ -83,11 +83,19 @@ def evidence(architectures: list[str], device: str, kernel: str) -> dict[str, An
 def _cell(architecture: str, implementations: tuple[str, ...], device: str, kernel: str) -> dict[str, Any]:
     changes = big(architecture)
     cell: dict[str, Any] = {"fa2patch": {}, "seam": []}
-    for implementation in implementations:
+    for implementation in (*implementations, "eager"):
+        if implementation == "eager" and cell["seam"]:
+            continue  # it is for models that have no other
         counts: dict[str, Any] = {"ok": 0, "n/a": {}, "fail": {}}
         cell["fa2patch"][implementation] = counts
         try:
             model = tiny_models.build(architecture, implementation, torch.bfloat16, **changes).to(device)
+        except Exception as error:  # Transformers has other errors in other releases
+            if implementation == "eager":
+                return {"error": f"{type(error).__name__}: {error}"[:400]}
+            counts["n/a"]["all"] = f"Transformers: {error}"[:400]
+            continue
+        try:
             patch = fa2patch.apply(model, kernel=kernel)
         except fa2patch.errors.UnsupportedModel as error:
             return {"refused": f"{type(error).__name__}: {error.message}"}
@@ -99,6 +107,8 @@ def _cell(architecture: str, implementations: tuple[str, ...], device: str, kern
             try:
                 point(architecture, model, kernel)
                 counts["ok"] += 1
+            except UnpatchedFails as error:
+                counts["n/a"][name] = str(error)[:400]
             except fa2patch.errors.KernelUnavailable as error:
                 wrong = isinstance(error, fa2patch.errors.KernelWrong)
                 counts["fail" if wrong else "n/a"][name] = error.message[:400]
@@ -121,12 +131,19 @@ def _on(model: Any, batch: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     return {name: tensor.to(model.device) for name, tensor in batch.items()}
 
 
+class UnpatchedFails(Exception):
+    """The model fails without fa2patch, so there is nothing to compare with."""
+
+
 @torch.no_grad()
 def near_float32(architecture: str, model: Any, kernel: str) -> None:
     """A packed row is about as close to the float32 model as the documents are when they run alone."""
     docs = [doc.to(model.device) for doc in documents(*LENGTHS)]
     exact = alone(Cell(architecture, "eager").reference(**big(architecture)).to(model.device), docs)
-    single = alone(model, docs)
+    try:
+        single = alone(model, docs)
+    except Exception as error:  # any error of Transformers
+        raise UnpatchedFails(f"unpatched: {type(error).__name__}: {error}") from error
     with fa2patch.apply(model, kernel=kernel):
         found = model(**_on(model, pack(docs))).logits[0]
     assert_as_near(found, exact, single)

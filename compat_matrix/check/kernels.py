@@ -126,9 +126,7 @@ def compared(kernel: kernels.Kernel, case: Case, device: str) -> dict[str, Error
         off, plain = (float((tensor.double() - tensors[-1].double()).abs().max()) for tensor in tensors[:-1])
         largest = float(tensors[-1].detach().abs().max())
         slack = SLACK.get(case.dtype, 1e-3)
-        if (
-            name == "dsinks"
-        ):  # a sum over all tokens: its rounding alone can be more than the slack
+        if name == "dsinks":  # a sum over all tokens: its rounding alone can be more than the slack
             slack = max(slack, torch.finfo(case.dtype).eps / 2 * largest)
         errors[name] = Error(off, 2 * plain + slack, largest)
     return errors

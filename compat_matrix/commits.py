@@ -12,7 +12,7 @@ from typing import Any
 
 ROOT = Path(__file__).parents[1]
 STATED = "FA2PATCH_COMMIT"
-"""The environment variable that names the commit of a copy of the files without git's folder."""
+"""The environment variable that names the commit of a copy of the files without git's folder, or with an older one."""
 
 CODE = (
     "fa2patch",
@@ -46,13 +46,16 @@ class NoCommit(Exception):
 def here(*paths: str) -> dict[str, Any]:
     """Return ``commit``, the one that last changed these paths of git's, and ``dirty``, whether they differ from it.
 
-    Without git's folder, ``commit`` is what :data:`STATED` says, and ``dirty`` is None, which means unknown.
+    If :data:`STATED` says a commit, it is that one, and ``dirty`` is None, which means unknown. Without it and without
+    git's folder, both are None.
     """
+    if os.environ.get(STATED):
+        return {"commit": os.environ[STATED], "dirty": None}
     try:
         commit = git("log", "-1", "--format=%H", "--", *paths).decode().strip()
         return {"commit": commit or None, "dirty": bool(git("status", "--porcelain", "--", *paths))}
     except NoCommit:
-        return {"commit": os.environ.get(STATED) or None, "dirty": None}
+        return {"commit": None, "dirty": None}
 
 
 def of_code(*further: str) -> dict[str, Any]:

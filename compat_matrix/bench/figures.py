@@ -20,10 +20,9 @@ from .. import commits, diffable, screen
 
 HERE = Path(__file__).parent
 COMMAND = "python -m compat_matrix.bench.figures"
-OWED = (
-    "There are no GPU figures yet. `python -m compat_matrix.bench.gpu --out FOLDER` makes "
-    "FOLDER/gpu.json. Commit it as results/gpu.json."
-)
+GPU = "first_gpu"
+"""What the names of results of a GPU begin with; ``python -m compat_matrix.bench.first_gpu`` makes them."""
+
 PARTS = ["calls", "startup", "overhead", "syncs", "dry", "kernels", "training", "sharing", "embeddings", "packing"]
 """What is measured on a CPU, in the order of BENCH.md: a result file and a function ``bench_...`` for each."""
 
@@ -91,11 +90,14 @@ def show(title: str, rows: list[Mapping[str, Any]], notes: str = "") -> None:
 
 def page(results: Mapping[str, Result]) -> str:
     """Return the text of BENCH.md."""
+    from . import gpu_page  # which makes its tables with this module
+
     parts = [f"<!-- Made by {COMMAND} from results/*.json: do not edit. -->", "# What packed rows cost and save"]
-    for part, found in ((part, results[part]) for part in [*PARTS, "gpu"] if part in results):
+    for part, found in ((part, results[part]) for part in PARTS if part in results):
         parts += [f"## {part}", f"{found['what']}\n\n    {found['command']}", _measured_on(found)]
         parts += [markdown(found["rows"]), found["notes"]]
-    parts += [] if "gpu" in results else ["## gpu", OWED]
+    for name, found in results.items():
+        parts += [f"## {name}", gpu_page.page(found)] if name.startswith(GPU) else []
     return "\n\n".join(part for part in parts if part) + "\n"
 
 
@@ -105,23 +107,40 @@ def _measured_on(found: Result) -> str:
     return f"{found['date']}, {commits.named(found)}, {found.get('on', on)}."
 
 
-def quotes(results: Mapping[str, Result]) -> dict[str, str]:
-    """Return by file the sentence of the documents that quotes results, with the results' numbers."""
+def quotes(results: Mapping[str, Result]) -> list[tuple[str, str]]:
+    """Return files and the sentences there that quote results, with the results' numbers."""
     times = {row["prompt, completions"]: row for row in results["sharing"]["rows"]}
     packed, padded = (
         [f"{times[of][f'{way} / shared']:.1f}" for of in ("512, 8", "2,048, 16")] for way in ("packed", "padded")
     )
+    on_gpu = results["first_gpu_16_documents"]["results"]["training"]["training"]["rows"]
+    flan, orca = (row["to padded"] for row in on_gpu if ", fa2patch:" in row[""])
     plans = results["packing"]["rows"]
     more = max(float(row["rows / fewest"]) for row in plans) - 1
-    return {
-        "docs/shared.md": f"a prompt of 512 tokens and 8 completions takes {packed[0]} times as long packed without "
-        f"sharing, and {padded[0]} times as long padded; with a prompt of 2,048 tokens and 16 completions, {packed[1]} "
-        f"and {padded[1]} times",
-        "docs/packing.md": f"A million lengths take at most {max(row['processor, s'] for row in plans):.2f} seconds of "
-        f"processor time, and at most {more:.1%} more rows than the fewest that could hold them",
-        "README.md": "On a CPU, training reaches "
-        f"{' and '.join(row['share of it'] for row in results['training']['rows'])} of the throughput",
-    }
+    share = " and ".join(row["share of it"] for row in results["training"]["rows"])
+    return [
+        ("README.md", f"On a CPU, training reaches {share} of the throughput"),
+        (
+            "README.md",
+            f"{flan:.2f} times the throughput with lengths like FLAN's and {orca:.2f} times with lengths like",
+        ),
+        (
+            "docs/kernels.md",
+            f"{flan:.2f} times the throughput of padded batches with flash-attn for lengths like FLAN's",
+        ),
+        ("docs/kernels.md", f"and {orca:.2f} times for lengths like OrcaMath's"),
+        (
+            "docs/shared.md",
+            f"a prompt of 512 tokens and 8 completions takes {packed[0]} times as long packed without sharing, and "
+            f"{padded[0]} times as long padded; with a prompt of 2,048 tokens and 16 completions, {packed[1]} and "
+            f"{padded[1]} times",
+        ),
+        (
+            "docs/packing.md",
+            f"A million lengths take at most {max(row['processor, s'] for row in plans):.2f} seconds of processor "
+            f"time, and at most {more:.1%} more rows than the fewest that could hold them",
+        ),
+    ]
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -138,7 +157,7 @@ def main(arguments: list[str] | None = None) -> int:
         print(f"wrote {file.name}")
         return 0
     wrong = [] if file.exists() and file.read_text(encoding="utf-8") == text else [f"{file.name}: run {COMMAND}"]
-    for name, sentence in quotes(results).items():
+    for name, sentence in quotes(results):
         if sentence not in " ".join((commits.ROOT / name).read_text(encoding="utf-8").split()):
             wrong.append(f"{name}: expected the sentence {sentence!r}")
     print("".join(f"{each}. It is not what the results say.\n" for each in wrong), end="", file=sys.stderr)

@@ -3,7 +3,8 @@
 Four stages run in this order: every kernel against the reference; tiny models in this Transformers and in the releases
 of ``--overlays``; training at size by ``compat_matrix.bench.gpu``; hybrids with the kernels of flash-linear-attention
 and mamba-ssm. What is done is not run again, so repeat the command until it returns 0. It returns 3 when time ran out.
-Each time it writes FOLDER/first_gpu.json, which holds all results and the goals, and prints the table of goals.
+Each time it writes FOLDER/first_gpu.json, which holds all results and the goals, and first_gpu.md, the page that shows
+them, and prints the table of goals.
 
 A folder of ``--overlays`` is named by a release of Transformers and comes first on the path. In a copy of the files
 without git's folder, set FA2PATCH_COMMIT to the commit, which the results name.
@@ -20,7 +21,7 @@ from typing import Any
 
 from .. import commits
 from ..check.gpu import present_kernels
-from . import figures, gpu
+from . import figures, gpu, gpu_page
 from .gpu import Job
 from .gpu_once import OUT_OF_TIME
 
@@ -66,6 +67,7 @@ def main(arguments: list[str] | None = None) -> int:
     found = {**header, "toy": given.toy, "done": done, "goals": [vars(goal) for goal in met], "failed": failed}
     found.update(missing=gpu.missing(), jobs=records, results=results)
     figures.write(given.out / "first_gpu.json", found)
+    (given.out / "first_gpu.md").write_text(f"# A GPU's first run\n\n{gpu_page.page(found)}\n", encoding="utf-8")
     figures.show("Goals", *table(met, header))
     absent = [one["missing"] for one in results["hybrids"].values()]
     for name, why in [*failed.items(), *(one for packages in absent for one in packages.items())]:
@@ -149,9 +151,8 @@ def goals(results: Results) -> list[Goal]:
 
 def table(found: list[Goal], header: dict[str, Any]) -> tuple[list[dict[str, Any]], str]:
     """Return the goals as rows of a table, and its notes, which name commit, versions and device."""
-    met = {True: "yes", False: "**no**", None: "not measured"}
     on = f"{header['device']}, torch {header['torch']}, Transformers {header['transformers']}"
-    rows = [{"": goal.goal, "found": goal.found, "met": met[goal.met]} for goal in found]
+    rows = [{"": goal.goal, "found": goal.found, "met": gpu_page.MET[goal.met]} for goal in found]
     return rows, f"Measured on {commits.named(header)}; {on}."
 
 

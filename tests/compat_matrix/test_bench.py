@@ -255,6 +255,9 @@ def test_without_git_a_commit_is_what_was_stated(monkeypatch, tmp_path):
     assert commits.here() == {"commit": None, "dirty": None}
     monkeypatch.setenv(commits.STATED, "1234567890abcdef")
     assert commits.named(commits.here()) == "commit 1234567890ab, stated by hand"
+    monkeypatch.undo()
+    monkeypatch.setenv(commits.STATED, "1234567890abcdef")  # a copy may have the git folder of an older commit
+    assert commits.here() == {"commit": "1234567890abcdef", "dirty": None}
 
 
 def test_one_run_of_a_side_and_an_unknown_commit_are_errors(capsys):

@@ -118,9 +118,7 @@ def test_training_goes_on_where_it_was_and_keeps_errors(tmp_path, monkeypatch):
         assert list(run["variants"]) == variants and run["variants"].pop("broken:sdpa")["error"]
         losses = [variant["last_loss"] for variant in run["variants"].values()]
         assert max(losses) - min(losses) < 0.05  # the rounding of bfloat16
-    page = figures.page({"gpu": found})
-    assert "Mistral-7B, FLAN-like, broken:sdpa | ValueError: no such variant |" in page
-    assert figures.OWED in figures.page({})
+    assert "Mistral-7B, FLAN-like, broken:sdpa | ValueError: no such variant |" in figures.markdown(found["rows"])
 
 
 @pytest.mark.slow
@@ -201,6 +199,9 @@ def test_a_toy_run_goes_through_every_stage_on_a_cpu_and_again_does_nothing(tmp_
     assert all(found["results"].values()) and found["commit"] and found["device"]
     assert [goal["met"] for goal in found["goals"][:2]] == [True, True]
     assert str(tmp_path) not in json.dumps(found)
+    page = (tmp_path / "first_gpu.md").read_text()
+    assert "**Kernels.**" in page and "| reference | 4 of 4 |" in page and "| 3 right |" in page
+    assert page.count("fa2patch:reference+lengths") == 2 and "- fla: ModuleNotFoundError" in page
     monkeypatch.setattr(gpu.subprocess, "run", lambda *unused, **also: pytest.fail("it ran again"))
     monkeypatch.setattr(figures.commits, "here", lambda *paths: {name: found[name] for name in ("commit", "dirty")})
     assert first_gpu.main(arguments) == 0

@@ -16,7 +16,9 @@ from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
 
-from .. import commits, diffable, screen
+from .. import commits, screen
+from . import gpu_page
+from .tables import markdown
 
 HERE = Path(__file__).parent
 COMMAND = "python -m compat_matrix.bench.figures"
@@ -70,18 +72,6 @@ def committed(part: str) -> Result:
     return read(HERE / "results" / f"{part}.json")
 
 
-def _shown(value: Any) -> str:
-    if isinstance(value, float):
-        return f"{value:,.{2 if abs(value) < 10 else 1 if abs(value) < 100 else 0}f}"
-    return f"{value:,}" if isinstance(value, int) else str(value)
-
-
-def markdown(rows: list[Mapping[str, Any]]) -> str:
-    """Return rows as a table of Markdown: every column of any row, numbers with three digits or more."""
-    head = list(dict.fromkeys(name for row in rows for name in row))
-    return diffable.table(head, ([_shown(row.get(name, "")) for name in head] for row in rows), numbers=True)
-
-
 def show(title: str, rows: list[Mapping[str, Any]], notes: str = "") -> None:
     """Print rows as a table, with the notes below it."""
     text = screen.Markdown(f"## {title}\n\n{markdown(rows)}\n\n{notes}")
@@ -90,8 +80,6 @@ def show(title: str, rows: list[Mapping[str, Any]], notes: str = "") -> None:
 
 def page(results: Mapping[str, Result]) -> str:
     """Return the text of BENCH.md."""
-    from . import gpu_page  # which makes its tables with this module
-
     parts = [f"<!-- Made by {COMMAND} from results/*.json: do not edit. -->", "# What packed rows cost and save"]
     for part, found in ((part, results[part]) for part in PARTS if part in results):
         parts += [f"## {part}", f"{found['what']}\n\n    {found['command']}", _measured_on(found)]

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from compat_matrix.bench import figures, first_gpu, gpu, gpu_once
+from compat_matrix.bench.tables import markdown
 from compat_matrix.check import kernels as checked
 
 HEADER = {"commit": "a" * 40, "dirty": False, "torch": "2", "transformers": "5", "device": "a GPU"}
@@ -118,7 +119,7 @@ def test_training_goes_on_where_it_was_and_keeps_errors(tmp_path, monkeypatch):
         assert list(run["variants"]) == variants and run["variants"].pop("broken:sdpa")["error"]
         losses = [variant["last_loss"] for variant in run["variants"].values()]
         assert max(losses) - min(losses) < 0.05  # the rounding of bfloat16
-    assert "Mistral-7B, FLAN-like, broken:sdpa | ValueError: no such variant |" in figures.markdown(found["rows"])
+    assert "Mistral-7B, FLAN-like, broken:sdpa | ValueError: no such variant |" in markdown(found["rows"])
 
 
 @pytest.mark.slow

@@ -217,7 +217,8 @@ def test_errors_of_examples() -> None:
 
 def test_needs_neither_transformers_nor_trl() -> None:
     code = (
-        "import sys, fa2patch.data.completion_only as c; c.DataCollatorForCompletionOnlyLM([7])([[7, 1]]); "
+        "import sys, fa2patch.data.collators, fa2patch.data.completion_only as c; "
+        "c.DataCollatorForCompletionOnlyLM([7])([[7, 1]]); "
         "sys.exit(not {'transformers', 'trl'}.isdisjoint(sys.modules))"
     )
     subprocess.run([sys.executable, "-c", code], check=True)

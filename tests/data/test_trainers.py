@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
 import sys
 import warnings
 from types import SimpleNamespace
@@ -20,15 +19,10 @@ from fa2patch.padded.batches import PaddedBatches, of_model
 from fa2patch.preference import trainer_class
 
 
-def test_no_trl() -> None:
-    code = (
-        "import sys; sys.modules['trl'] = None\n"
-        "import fa2patch.errors\n"
-        "try: fa2patch.packed_trainer()\n"
-        "except fa2patch.errors.Fa2PatchError as e: sys.exit('pip install trl' not in str(e))\n"
-        "sys.exit(1)"
-    )
-    subprocess.run([sys.executable, "-c", code], check=True)
+def test_no_trl(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "trl", None)
+    with pytest.raises(fa2patch.errors.Fa2PatchError, match="pip install trl"):
+        fa2patch.packed_trainer()
 
 
 class Trainer:

@@ -17,7 +17,7 @@ from compat_matrix import tiny_models
 from fa2patch.errors import BadBatch
 from fa2patch.packing import PackingError, Shared, share
 
-DRAWN = settings(deadline=None, derandomize=True, database=None, max_examples=300)
+DRAWN = settings(deadline=None, derandomize=True, database=None, max_examples=100)
 SEQUENCES = st.lists(st.lists(st.integers(0, 2), min_size=1, max_size=9), min_size=1, max_size=14)
 SYSTEM, FIRST, SECOND = [5, 6, 7, 8, 9], [20, 21, 22], [30, 31]
 NESTED = [

@@ -537,8 +537,12 @@ class InANestedGenerator:
 def given_by(rows, workers):
     """Count how often a DataLoader gives each example."""
     fork = {"multiprocessing_context": "fork"} if workers else {}
-    loader = DataLoader(rows, batch_size=None, num_workers=workers, **fork)
-    return Counter(example["input_ids"][0] for row in loader for example in row)
+    loaded = iter(DataLoader(rows, batch_size=None, num_workers=workers, **fork))
+    try:
+        return Counter(example["input_ids"][0] for row in loaded for example in row)
+    finally:
+        if workers:
+            loaded._shutdown_workers()  # an error holds the iterator; workers that are ended late are waited for
 
 
 @pytest.mark.parametrize("workers", [0, 2, pytest.param(1, marks=pytest.mark.slow)])

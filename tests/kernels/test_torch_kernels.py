@@ -218,16 +218,15 @@ def test_flex_compiled_equals_the_definition():
 
 def test_flex_is_compiled_for_more_kinds_of_calls_than_dynamo_compiles_one_function_for(monkeypatch, flex, caplog):
     """Beyond dynamo's limit, FlexAttention would run uncompiled: slow, and with a score for every two tokens."""
-    limits = torch._dynamo.config
-    monkeypatch.setattr(limits, "recompile_limit" if hasattr(limits, "recompile_limit") else "cache_size_limit", 2)
-    compiled = functools.partial(torch.compile, backend="eager")
-    monkeypatch.setattr(flex_module.torch, "compile", compiled)
+    limit = "recompile_limit" if hasattr(torch._dynamo.config, "recompile_limit") else "cache_size_limit"
+    monkeypatch.setattr(flex_module.torch, "compile", functools.partial(torch.compile, backend="eager"))
     flex_module._compiled.cache_clear()
-    for causal, softcap in ((True, None), (False, None), (True, 2.0)):
-        q, k, v = (x.detach() for x in states(dtype=torch.float32))
-        options = Options(causal=causal, softcap=softcap)
-        found = Flex().attend(q, k, v, documents(LENGTHS), options, DIM**-0.5)
-        truth = brute_force(*(x.double() for x in (q, k, v)), LENGTHS, options)
-        assert largest_errors([found], [truth])[0] < 1e-5
+    with torch._dynamo.config.patch(**{limit: 2}):
+        for causal, softcap in ((True, None), (False, None), (True, 2.0)):
+            q, k, v = (x.detach() for x in states(dtype=torch.float32))
+            options = Options(causal=causal, softcap=softcap)
+            found = Flex().attend(q, k, v, documents(LENGTHS), options, DIM**-0.5)
+            truth = brute_force(*(x.double() for x in (q, k, v)), LENGTHS, options)
+            assert largest_errors([found], [truth])[0] < 1e-5
     flex_module._compiled.cache_clear()
     assert [record.message for record in caplog.records if "limit" in record.message] == []

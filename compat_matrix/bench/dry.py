@@ -39,9 +39,7 @@ from fa2patch.kernels import asked_by
 from fa2patch.kernels import flex as flex_module
 from fa2patch.kernels.attention import packed_attention
 from fa2patch.kernels.efficient import Efficient
-from fa2patch.kernels.flash_attn import FlashAttn
-from fa2patch.kernels.flash_attn_3 import FlashAttn3
-from fa2patch.kernels.flash_attn_4 import FlashAttn4
+from fa2patch.kernels.flash_attn import FlashAttn, FlashAttn3, FlashAttn4
 from fa2patch.kernels.flex import Flex
 from fa2patch.kernels.options import Options
 from fa2patch.kernels.protocol import Kernel

@@ -13,8 +13,7 @@ from .. import evidence
 from . import hub
 from .compat import compat
 from .models import resolve
-from .output import OutFile, new_console
-from .progress import shown
+from .output import OutFile, new_console, shown
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

@@ -1,4 +1,4 @@
-"""What the commands share: their group, options, and where and how they print."""
+"""What the commands share: their group, options, where and how they print, and how they show progress."""
 
 from __future__ import annotations
 
@@ -13,6 +13,9 @@ from . import extras
 if TYPE_CHECKING:
     from rich.console import Console
     from rich.table import Table
+import contextlib
+from collections.abc import Iterator, Sequence
+from typing import Protocol
 
 as_json_option = click.option("--json", "as_json", is_flag=True, help="For machines: JSON on stdout.")
 remote_option = click.option(
@@ -79,3 +82,30 @@ def new_console() -> Console:
     from rich.console import Console
 
     return Console(width=None if sys.stdout.isatty() else int(os.environ.get("COLUMNS", "120")), highlight=False)
+
+
+class Shows(Protocol):
+    """Shows what is being done for one of the names."""
+
+    def __call__(self, name: str, what: str, ended: bool = False) -> None:
+        """Show ``what``; ``ended`` says that nothing follows for this name."""
+
+
+@contextlib.contextmanager
+def shown(names: Sequence[str]) -> Iterator[Shows]:
+    """A context that shows the progress of several pieces of work, which may run in threads."""
+    if not sys.stderr.isatty():
+        yield lambda name, what, ended=False: click.echo(f"{name}: {what}", err=True)
+        return
+    from rich.console import Console
+    from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
+
+    columns = (SpinnerColumn(), TextColumn("{task.description}", markup=False), TimeElapsedColumn())
+    with Progress(*columns, console=Console(stderr=True)) as progress:
+        tasks = {name: progress.add_task(f"{name}: waits", total=1, start=False) for name in names}
+
+        def show(name: str, what: str, ended: bool = False) -> None:
+            progress.start_task(tasks[name])
+            progress.update(tasks[name], description=f"{name}: {what}", completed=int(ended))
+
+        yield show

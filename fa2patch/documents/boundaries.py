@@ -1,4 +1,4 @@
-"""The boundaries of the documents of one batch, and the position ids that they give."""
+"""The boundaries of the documents of one batch, and the position ids and numbers of documents that they give."""
 
 from __future__ import annotations
 
@@ -12,10 +12,8 @@ import torch
 from .._compile import compiling
 from . import device
 from .spans import Spans, spans_of
-from .starts import Flags
-from .tokens import document_of
-from .trees import Tree
-from .trees_op import paths
+from .starts import Flags, document_of
+from .trees import Tree, paths
 
 
 class Keys(NamedTuple):

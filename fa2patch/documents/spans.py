@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 
 from ..errors import PackingNotIsolated
 from .device import require
-from .tokens import document_of
+from .starts import document_of
 
 
 class Spans(NamedTuple):

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, Callable
 import torch
 
 from .._compile import constant, uncompiled
-from ..documents.tokens import document_of
+from ..documents.starts import document_of
 from .protocol import HALF, Kernel
 
 if TYPE_CHECKING:

@@ -15,7 +15,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from ..documents.tokens import document_of
+from ..documents.starts import document_of
 
 if TYPE_CHECKING:
     from ..documents.boundaries import Boundaries

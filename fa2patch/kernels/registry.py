@@ -1,17 +1,16 @@
-"""The kernels by name, and the order in which ``kernel="auto"`` tries them."""
+"""The kernels by name, the order in which ``kernel="auto"`` tries them, and the table of all of them."""
 
 from __future__ import annotations
 
 from functools import lru_cache
+from typing import Any
 
 from ..errors import BadArgument, KernelUnavailable, UnknownKernel
 from .efficient import Efficient
-from .flash_attn import FlashAttn
-from .flash_attn_3 import FlashAttn3
-from .flash_attn_4 import FlashAttn4
+from .flash_attn import FlashAttn, FlashAttn3, FlashAttn4
 from .flex import Flex
 from .hub import Hub
-from .protocol import Kernel, capability
+from .protocol import FEATURES, Kernel, capability
 from .reference import Reference
 from .torch_varlen import TorchVarlen
 
@@ -114,3 +113,32 @@ def check_name(name: str | Kernel) -> None:
     able, reason = kernel.available()
     if not able:
         raise KernelUnavailable(f"kernel={kernel.name!r} cannot run here: {reason}. Use kernel='auto'.")
+
+
+def rows() -> list[dict[str, Any]]:
+    """Describe every kernel as a dict of JSON values, in the order in which ``auto`` tries them.
+
+    Kernels that are used by name only come last.
+
+    Returns:
+        For each kernel ``name``, ``what``, ``needs``, ``usable`` (whether ``auto`` can use it on this machine),
+        ``reason`` (why not), ``devices``, ``dtypes``, ``head_dim`` (the largest, or None), ``features`` (of the best
+        build) and ``here`` (features of the installed build).
+    """
+    return [_row(kernel) for kernel in every_kernel()]
+
+
+def _row(kernel: Kernel) -> dict[str, Any]:
+    able, reason = (False, "asked for by name only") if kernel not in order() else kernel.available()
+    return {
+        "name": kernel.name,
+        "what": kernel.what,
+        "needs": kernel.needs,
+        "usable": able,
+        "reason": reason,
+        "devices": list(kernel.DEVICES) if kernel.DEVICES is not None else None,
+        "dtypes": [str(x).replace("torch.", "") for x in kernel.DTYPES] if kernel.DTYPES is not None else None,
+        "head_dim": kernel.MAX_HEAD_DIM,
+        "features": [name for name in FEATURES if name in kernel.FEATURES],
+        "here": [name for name in FEATURES if able and name in kernel.features()],
+    }

@@ -14,7 +14,7 @@ import torch
 
 from .._compile import compiling
 from ..documents.boundaries import Keys
-from ..documents.tokens import document_of
+from ..documents.starts import document_of
 from .cascade import Cascade, Part, parts_of
 from .protocol import Kernel
 

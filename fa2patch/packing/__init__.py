@@ -9,9 +9,8 @@ strategy ``mini_batches`` to keep the number of steps, or tune the budget, accum
 """
 
 from ..errors import PackingError
-from .costs import ATTENTION_COST, example_costs, imbalance
 from .plans import Plan, plan
-from .samplers import PackedBatchSampler
+from .samplers import ATTENTION_COST, PackedBatchSampler, example_costs, imbalance
 from .sharing import Shared, share
 from .strategies import STRATEGIES
 from .streaming import Stream, stream

@@ -1,7 +1,8 @@
-"""Batch sampler for DataLoader that gives each rank one packed row per step."""
+"""Batch sampler for DataLoader that gives each rank one packed row per step, and what a row costs."""
 
 from __future__ import annotations
 
+import math
 import zlib
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
@@ -11,12 +12,43 @@ import numpy.typing as npt
 from torch.utils.data import Sampler
 
 from ..errors import PackingError
-from . import costs, epochs
+from . import epochs
 from .cutting import as_lengths
 from .epochs import Epoch
 from .plans import plan
 from .replicas import ALL_RANKS, place
 from .strategies import Ints
+
+ATTENTION_COST = 1 / (12 * 4096)
+"""Default cost of attention over a document of l tokens, per l**2: 1 / (12 x hidden size).
+
+The unit is the cost of everything else for one token. A forward takes 2 x 12 x layers x hidden**2 operations per token,
+and causal attention takes 2 x layers x hidden x l per token on average (arXiv 2001.08361, section 2.1). The backward
+takes twice as many of both. The hidden size is 4096, as in models of 7-8B.
+"""
+
+
+def example_costs(lengths: Ints, attention_cost: float = ATTENTION_COST) -> npt.NDArray[np.float64]:
+    """Return ``lengths + attention_cost * lengths**2``, ``[examples]``. A row's cost is the sum over its documents."""
+    return lengths + attention_cost * np.square(lengths, dtype=np.float64)
+
+
+def check_attention_cost(attention_cost: object) -> float:
+    """Return the option as a float, or raise :class:`PackingError` unless it is finite and at least 0."""
+    if isinstance(attention_cost, (int, float)) and math.isfinite(attention_cost) and attention_cost >= 0:
+        return float(attention_cost)
+    raise PackingError(f"attention_cost: expected a number from 0 (tokens only), found {attention_cost!r}.")
+
+
+def imbalance(costs: npt.NDArray[np.float64]) -> float:
+    """Return the ratio of a step's highest cost to its mean cost, averaged over steps.
+
+    1.0 is perfectly balanced. A synchronous step takes as long as its costliest rank.
+
+    Args:
+        costs: ``[steps, ranks]``.
+    """
+    return float((costs.max(axis=1) / costs.mean(axis=1)).mean()) if costs.size else 1.0
 
 
 class PackedBatchSampler(Sampler[list[int]]):
@@ -111,7 +143,7 @@ class PackedBatchSampler(Sampler[list[int]]):
         strategy: str = "best_fit_decreasing",
         too_long: str = "error",
         batch_size: int | None = None,
-        attention_cost: float = costs.ATTENTION_COST,
+        attention_cost: float = ATTENTION_COST,
         window: int = 64,
         drop_last: bool = False,
     ) -> None:
@@ -125,7 +157,7 @@ class PackedBatchSampler(Sampler[list[int]]):
             raise PackingError(f"window: expected at least one step, found {window}.")
         self.epoch = 0
         self._asked: dict[str, Any] = {"max_tokens": max_tokens, "strategy": strategy, "too_long": too_long}
-        self._attention_cost = costs.check_attention_cost(attention_cost)
+        self._attention_cost = check_attention_cost(attention_cost)
         self._batch_size, self._seed, self._window, self._drop_last = batch_size, seed, window, drop_last
         self._resume = self._step = self._first = 0
         self.dropped = plan(self.lengths, batch_size=batch_size, seed=None, **self._asked).dropped
@@ -211,7 +243,7 @@ class PackedBatchSampler(Sampler[list[int]]):
 
     @property
     def _example_costs(self) -> npt.NDArray[np.float64]:
-        return costs.example_costs(self.lengths, self._attention_cost)
+        return example_costs(self.lengths, self._attention_cost)
 
     @property
     def _rows(self) -> Epoch:

@@ -14,9 +14,8 @@ from ..upstream.find_models import models
 from ..upstream.find_route import route_of
 from ..upstream.forward import entered
 from ..upstream.looked import Looked
-from ..upstream.route import Route
 from ..upstream.site import Site, of_forward
-from ..upstream.step import Role
+from ..upstream.step import Role, Route
 from ..upstream.traits import directions, first_labels, pooling
 from ..upstream.traits.order import traits
 

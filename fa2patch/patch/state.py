@@ -16,8 +16,7 @@ from ..upstream.find_layers import Layer
 from ..upstream.find_models import models
 from ..upstream.forward import entered
 from ..upstream.packed_mask import PackedMask
-from ..upstream.route import Route
-from ..upstream.step import MARK, ROLE, Acting
+from ..upstream.step import MARK, ROLE, Acting, Route
 from ..upstream.traits import noisy_embeddings
 from ..upstream.traits.order import by_name
 from . import examining, peft_models, tracers, trainer_labels

@@ -1,4 +1,7 @@
-"""What the runs of ``verify`` say about a model: whether it isolates documents, and which module does not."""
+"""What the runs of ``verify`` say about a model: whether it isolates documents, and which module does not.
+
+With shared prompts, they also say whether segments see what they continue.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +17,6 @@ from ..probing.probe import NEAR, NEAR_IN_HALF, ROUNDING, is_mixture, outputs
 from ..probing.whole_rows import WholeRows
 from .compared import Run
 from .result import Document, Verification
-from .unshared import named, unshared
 
 _OTHER = {"document": "", "segment": ", which it does not continue"}
 _ALONE = {"document": "it is", "segment": "its path is"}
@@ -134,3 +136,32 @@ def _crossing_labels(run: Run) -> str:
         f"labels: the last token of {run.word} {crossing[0] - 1} predicts the first of {run.word} {crossing[0]}. Set "
         f"the first label of every {run.word} to -100, as DataCollatorWithFlattening does"
     )
+
+
+def named(run: Run, at: int) -> str:
+    """A span as findings name it: ``"document 2"``, or ``"segment 2"`` in a batch with parents."""
+    return f"{run.word} {run.number(at)}"
+
+
+def unshared(run: Run, bound: float) -> tuple[str, int]:
+    """What is wrong, in words, and the first segment that does not depend on an ancestor; empty if all do.
+
+    A window, or a state that forgets, may keep a segment from an ancestor rightly. So the path alone decides: nothing
+    is said of a segment that does not depend on the ancestor there either.
+
+    Args:
+        run: the runs, compared.
+        bound: the largest change that counts as none.
+    """
+    for (at, ancestor), change in run.followed.items():
+        if change <= bound and run.dependence_alone(at, ancestor)[0] - change > bound:
+            return f"{named(run, at)} does not depend on {_ancestor(run, at, ancestor)}", at
+    for (at, ancestor), gradient in run.reached.items():
+        if gradient == 0 and run.dependence_alone(at, ancestor)[1] > 0:
+            return f"{named(run, at)} sends no gradient to {_ancestor(run, at, ancestor)}", at
+    return "", -1
+
+
+def _ancestor(run: Run, at: int, ancestor: int) -> str:
+    near = run.spans[at].parent == ancestor
+    return f"its parent, {named(run, ancestor)}" if near else f"{named(run, ancestor)}, which it continues"

@@ -1,10 +1,15 @@
-"""Meets the models of a program under ``fa2patch run``: patches each once, and prints what was done."""
+"""Meets the models of a program under ``fa2patch run``: patches each once, and prints what was done.
+
+Text is not packed for a model that reads other things, too.
+"""
 
 from __future__ import annotations
 
 import contextlib
 import weakref
 from typing import Any
+
+import torch
 
 from ..binding import release
 from ..errors import Fa2PatchError, KernelUnavailable, NotAModel, UnknownKernel
@@ -13,10 +18,11 @@ from ..patch.applying import apply, status
 from ..patch.state import Patch
 from ..patch.unwrap import transformers_model
 from ..trying import says_nothing
+from ..upstream import inspecting
+from ..upstream.find_layers import attention_layers
 from ..upstream.find_models import is_transformers_model, models
 from .saying import say
 from .start import Options
-from .texts import reads_no_text
 
 
 class Meeting:
@@ -97,3 +103,26 @@ class Meeting:
         """Print what was done, unless the options ask for quiet."""
         if not self.options.quiet:
             say(what)
+
+
+def reads_no_text(model: Any) -> str:
+    """The reason why text is not packed for a model; empty if it is.
+
+    It is empty for an encoder-decoder too, which ``apply`` refuses with its own message.
+    """
+    if getattr(model.config, "is_encoder_decoder", False):
+        return ""
+    seen = {getattr(layer.module, "is_causal", None) for layer in attention_layers(models(model)[-1])}
+    if seen == {False} and _embeds_tokens_only(model):
+        return ""
+    if False in seen:
+        return "its attention looks both ways, and not at text alone"
+    return "" if seen == {True} or model.can_generate() else "it generates no text"
+
+
+def _embeds_tokens_only(model: Any) -> bool:
+    try:
+        embedding = model.get_input_embeddings()
+    except (AttributeError, NotImplementedError):
+        return False
+    return isinstance(embedding, torch.nn.Embedding) and not inspecting.takes(model.forward, "pixel_values")

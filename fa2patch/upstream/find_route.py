@@ -8,8 +8,8 @@ from . import find_masks, inspecting
 from .find_mixers import carrier
 from .looked import Looked
 from .packed_mask import MASK
-from .route import Route
 from .site import Site
+from .step import Route
 from .traits import masks
 
 

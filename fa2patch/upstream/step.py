@@ -11,7 +11,23 @@ from . import luggage
 from .calls import Calls
 from .find_layers import Layer
 from .packed_mask import PackedMask
-from .route import Route
+
+
+class Route(NamedTuple):
+    """How the boundaries pass through the forwards of one model.
+
+    Attributes:
+        carrier: the forward argument that is replaced by the :class:`PackedMask`.
+        stops_ids: whether the decoder takes no ``position_ids`` (Mamba, RWKV, OPT up to 4.45).
+        makes_masks: whether the outermost model makes masks for the models inside it (Gemma 3 up to 4.52).
+        apart: whether the decoder computes each document by itself.
+    """
+
+    carrier: str
+    stops_ids: bool
+    makes_masks: bool
+    apart: bool = False
+
 
 MARK = "_fa2patch"
 """Name of the instance attribute that marks a patched model. It holds the model's ``Patch``."""

@@ -189,7 +189,7 @@ def test_no_package_index_has_this_release(monkeypatch):
 
 
 def test_progress_is_plain_lines_where_there_is_no_terminal(capsys):
-    from fa2patch.cli.progress import shown
+    from fa2patch.cli.output import shown
 
     with shown(["4.57.6"]) as shows:
         shows("4.57.6", "preparing an environment")
@@ -198,7 +198,7 @@ def test_progress_is_plain_lines_where_there_is_no_terminal(capsys):
 
 
 def test_progress_is_one_changing_line_on_a_terminal(monkeypatch, capsys):
-    from fa2patch.cli.progress import shown
+    from fa2patch.cli.output import shown
 
     monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
     with shown(["4.57.6"]) as shows:

@@ -56,7 +56,7 @@ FAULTS = {
     "a new file that hides another": (
         "fa2patch/documents/starts/__init__.py", None, "raise ImportError('hidden')\n"),
     "a new file that a line imports": (
-        "fa2patch/documents/tokens.py", "from __future__ import annotations",
+        "fa2patch/documents/starts.py", "from __future__ import annotations",
         "from __future__ import annotations\nfrom . import new_file"),
 }  # fmt: skip
 """File, text and fault. A file without a text is new. Each must turn at least one cell red."""

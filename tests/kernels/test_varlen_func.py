@@ -24,9 +24,7 @@ from compat_matrix.check.kernel_cases import (
 from fa2patch import kernels
 from fa2patch.errors import KernelUnavailable
 from fa2patch.kernels import varlen_func
-from fa2patch.kernels.flash_attn import FlashAttn
-from fa2patch.kernels.flash_attn_3 import FlashAttn3
-from fa2patch.kernels.flash_attn_4 import FlashAttn4
+from fa2patch.kernels.flash_attn import FlashAttn, FlashAttn3, FlashAttn4
 from fa2patch.kernels.hub import Hub
 from fa2patch.kernels.options import Options
 

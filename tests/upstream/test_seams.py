@@ -562,10 +562,10 @@ def test_an_unknown_tensor_for_attention_is_named_with_what_to_do():
 def test_the_largest_id_is_told_without_a_read():
     """The reads are those of the flash classes of 4.34 to 4.47. Other operations on the ids give plain tensors."""
     from compat_matrix.check import reads
-    from fa2patch.upstream.seams import known_ids
+    from fa2patch.upstream.seams import method
 
     ids = torch.tensor([[0, 1, 2, 0, 1]])
-    told = known_ids.known(ids, 2)
+    told = method.known_ids(ids, 2)
     with reads.counted(packages=("fa2patch", __name__)) as count:
         assert max(5, told[:, -1].max().item()) + 1 == 6
         assert max(1, told[:, -1].max().item() + 1) == 3
@@ -577,7 +577,7 @@ def test_the_largest_id_is_told_without_a_read():
 
 
 def test_classes_that_read_are_told_from_those_that_do_not():
-    from fa2patch.upstream.seams import known_ids
+    from fa2patch.upstream.seams import method
 
-    assert known_ids.reads_them(lambda self, ids: ids[:, -1].max().item())
-    assert not known_ids.reads_them(lambda self, ids: ids[:, -1].max())
+    assert method._reads_ids(lambda self, ids: ids[:, -1].max().item())
+    assert not method._reads_ids(lambda self, ids: ids[:, -1].max())

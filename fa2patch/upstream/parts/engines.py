@@ -13,18 +13,23 @@ from collections.abc import Iterator
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
 from ..._compile import compiling, constant
 from ..._types import Call, Function, Model
 from ...errors import PackingNotIsolated
+from ...upstream import inspecting
+from ..parts import collectives
 from ..seams.interface import any_registered, registered
-from . import ulysses
 from .row_part import RowPart
 
 FLASH = "_flash_attention_forward"
 
+PACKAGE = "deepspeed.runtime.sequence_parallel"
+_CLASS = "UlyssesSPAttentionHF"
+
 _SPLITTERS = {
-    ulysses.PACKAGE: "DeepSpeed's sequence parallelism (sp_size)",
+    PACKAGE: "DeepSpeed's sequence parallelism (sp_size)",
     "ring_flash_attn": "ring attention (ring_flash_attn)",
     "torch.distributed": "context parallelism (cp_size, torch's context_parallel)",
 }
@@ -43,7 +48,7 @@ def row_part(model: Model, call: Call) -> RowPart | None:
     sdpa = torch.nn.functional.scaled_dot_product_attention
     implementation = getattr(model.config, "_attn_implementation", None)
     splitter = _splitter(sdpa, implementation)
-    if splitter == _SPLITTERS[ulysses.PACKAGE]:
+    if splitter == _SPLITTERS[PACKAGE]:
         found = _ulysses_part(implementation, model.training)
         if found is not None:
             return RowPart(*found) if found else None
@@ -63,7 +68,7 @@ def _ulysses_part(implementation: object, training: bool) -> tuple[Any, ...] | N
     attention = _ulysses(implementation)
     if attention is None:
         return None
-    part = ulysses.part_of(attention, training)
+    part = part_of(attention, training)
     return () if part is None else (part.number, part.of, part.group)
 
 
@@ -72,7 +77,7 @@ def _ulysses(implementation: object) -> Any:
 
     It may be registered for another implementation than this model's, which then gets parts of rows too.
     """
-    held = (ulysses.attention_of(function) for function in (registered(implementation), *any_registered()))
+    held = (attention_of(function) for function in (registered(implementation), *any_registered()))
     return next((one for one in held if one is not None), None)
 
 
@@ -117,3 +122,24 @@ def _shards(call: Call) -> bool:
             if placement.is_shard(along % tokens.dim()) and tokens.device_mesh.size(axis) > 1:
                 return True
     return False
+
+
+def attention_of(function: Function | None) -> Any:
+    """The ``UlyssesSPAttentionHF`` behind an attention function, or None."""
+    held = inspecting.enclosed(function)
+    return next((value for value in held if any(cls.__name__ == _CLASS for cls in type(value).__mro__)), None)
+
+
+def part_of(attention: Any, training: bool) -> RowPart | None:
+    """The part that this process holds; None if rows are whole.
+
+    Args:
+        attention: the ``UlyssesSPAttentionHF``.
+        training: whether the model is in training mode. With ``disable_in_eval``, which accelerate sets, rows are
+            whole in evaluation.
+    """
+    group = attention.process_group
+    processes = dist.get_world_size(group)
+    if processes == 1 or (getattr(attention, "disable_in_eval", False) and not training):
+        return None
+    return RowPart(dist.get_rank(group), processes, collectives.named(group))

@@ -10,7 +10,43 @@ import torch
 from ...documents.parts import Part
 from ...errors import PackingNotIsolated
 from ...kernels.options import Options
-from . import collectives, exchange
+from . import collectives
+
+
+def to_heads(states: tuple[torch.Tensor, ...], processes: int, group: str) -> tuple[torch.Tensor, ...]:
+    """Give up heads for tokens.
+
+    Args:
+        states: queries, keys and values ``[batch, length of the part, heads, dim]``, with a multiple of ``processes``
+            heads, or a divisor of it. The latter are sent to several processes.
+        processes: the number of processes.
+        group: the name of their process group.
+
+    Returns:
+        The same ``[batch, length of the row, heads / processes, dim]``, with at least one head.
+    """
+    batch, length = states[0].shape[:2]
+    widths, pieces = [], []
+    for state in states:
+        heads, dim = state.shape[2:]
+        if heads < processes:
+            state = state.repeat_interleave(processes // heads, dim=2)
+        widths.append((max(heads // processes, 1), dim))
+        pieces.append(state.reshape(batch, length, processes, -1))
+    sent = torch.cat(pieces, dim=-1).permute(2, 0, 1, 3)  # [processes, batch, length, width]
+    received = collectives.exchange(sent, group).permute(1, 0, 2, 3).reshape(batch, processes * length, -1)
+    split = torch.split(received, [heads * dim for heads, dim in widths], dim=-1)
+    return tuple(x.reshape(*x.shape[:2], *width) for x, width in zip(split, widths))
+
+
+def to_tokens(states: torch.Tensor, processes: int, group: str) -> torch.Tensor:
+    """Give the heads back: ``[batch, length of the row, heads / processes, dim]`` becomes what attention returns,
+    ``[batch, length of the part, heads, dim]``.
+    """
+    batch, length, heads, dim = states.shape
+    pieces = states.reshape(batch, processes, length // processes, heads * dim).transpose(0, 1)
+    received = collectives.exchange(pieces, group)  # [processes, batch, length of the part, width]
+    return received.permute(1, 2, 0, 3).reshape(batch, length // processes, processes * heads, dim)
 
 
 @dataclass(frozen=True)
@@ -47,9 +83,9 @@ class RowPart(Part):
                 f"{keys}. Use fewer processes for a row."
             )
         sinks, slopes = (x if x is None else self.own(x, 0) for x in (options.sinks, options.alibi_slopes))
-        q, k, v = exchange.to_heads((q, k, v), self.of, self.group)
+        q, k, v = to_heads((q, k, v), self.of, self.group)
         return q, k, v, replace(options, sinks=sinks, alibi_slopes=slopes)
 
     def own_tokens(self, output: torch.Tensor) -> torch.Tensor:
         """The attention output of this process's tokens and all heads, from that of all tokens and its heads."""
-        return exchange.to_tokens(output, self.of, self.group)
+        return to_tokens(output, self.of, self.group)

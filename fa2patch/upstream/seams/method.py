@@ -24,7 +24,48 @@ from ..._types import Call, Config, Function
 from ...binding import ABSENT
 from .. import inspecting, rope
 from ..packed_mask import PackedMask, find
-from . import function, known_ids, layer_rotary
+from . import function, layer_rotary
+
+
+def _reads_ids(forward: Function) -> bool:
+    """Whether a flash class's ``forward`` reads a tensor's value with ``.item()``."""
+    return inspecting.reads_name(forward, "item")
+
+
+def known_ids(position_ids: torch.Tensor, largest: int) -> torch.Tensor:
+    """Return the same ids, for which ``[:, -1].max().item()`` is ``largest``, without a read from the device.
+
+    Flash classes of Mistral, Mixtral, Qwen2, Qwen2MoE, StarCoder2 (4.34 to 4.45) and Phi-3 (to 4.47) size their rotary
+    table with it, in every layer.
+    """
+    try:
+        told = position_ids.as_subclass(_Known)
+    except RuntimeError:  # torch 2.1 makes no subclass under a dispatch mode; the ids are read then
+        return position_ids
+    told.largest = largest
+    return told
+
+
+class _Known(torch.Tensor):
+    largest: int
+    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
+
+    def __getitem__(self, index: Any) -> Any:
+        if isinstance(index, tuple) and index == (slice(None), -1):
+            return _Largest(self.largest)
+        return super().__getitem__(index)
+
+
+class _Largest:
+    def __init__(self, value: int) -> None:
+        self._value = value
+
+    def max(self) -> _Largest:
+        return self
+
+    def item(self) -> int:
+        return self._value
+
 
 WINDOW_FLAG = "_flash_supports_window_size"
 """Says whether flash-attn takes a window. Modeling files of 4.34 to 4.42 lack the name where flash-attn is missing."""
@@ -153,7 +194,7 @@ def on_flash_class(original: Function, owner: type, flash: type) -> Function:
     flash_forward = original if issubclass(owner, flash) else inspecting.forward_of(flash)
     flash_forward = getattr(flash_forward, _ORIGINAL, flash_forward)
     parameters, takes_any = inspecting.parameter_names(flash_forward), inspecting.takes_any_keyword(flash_forward)
-    reads_ids, casts = known_ids.reads_them(flash_forward), _casts_wrongly(flash_forward)
+    reads_ids, casts = _reads_ids(flash_forward), _casts_wrongly(flash_forward)
 
     def named(given: Call, mask: PackedMask) -> str:
         """The flash class's argument for the mask. DistilBERT's has the name under which the mask came."""
@@ -173,7 +214,7 @@ def on_flash_class(original: Function, owner: type, flash: type) -> Function:
         if "padding_mask" in parameters:
             call["padding_mask"] = mask_of_layer
         if reads_ids and type(call.get("position_ids")) is torch.Tensor and not compiling():
-            call["position_ids"] = known_ids.known(call["position_ids"], mask.positions - 1)
+            call["position_ids"] = known_ids(call["position_ids"], mask.positions - 1)
         computed = _leaving_dtypes_alone(flash_forward) if casts else flash_forward
         return computed(Layer(self, flash, mask), **call)
 

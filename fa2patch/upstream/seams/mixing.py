@@ -1,4 +1,7 @@
-"""One call of a mixer with a packed batch, and the ways in which the mixer may be given several documents at once."""
+"""One call of a mixer with a packed batch, and the ways in which the mixer may be given several documents at once.
+
+A mixer that looks at later tokens is refused for shared prompts.
+"""
 
 from __future__ import annotations
 
@@ -6,14 +9,17 @@ import functools
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
+from weakref import WeakSet
 
 import torch
 
 from ..._types import Args, Call, Function
 from ...documents.boundaries import Boundaries
+from ...errors import BadParents
 from ...kernels.picks import BATCHES, WHOLE_ROW, Portions
+from ...trying import without_gradients
 from .. import apart, near_lengths
-from . import looks_back, mixer_trial, whole_row
+from . import mixer_trial, whole_row
 
 
 class Way(NamedTuple):
@@ -81,7 +87,7 @@ class Mixing:
     def computed(self, documents: apart.Documents, more: Call) -> Any:
         """Compute the documents in their calls, with further keywords, and join the outputs."""
         outputs = documents.of_each(functools.partial(self.run, self.module, **more), self.args, self.kwargs)
-        looks_back.require(self.module, documents, self.hidden, outputs)
+        _require_no_look_back(self.module, documents, self.hidden, outputs)
         return documents.join([output[0] for output in outputs] if self.hands_on else outputs)
 
     def trial(self, way: Way) -> tuple[bool, str]:
@@ -113,3 +119,45 @@ class Mixing:
         columns = [*zip(*documents.of_each(run, self.args, self.kwargs))]
         found = [documents.tokens_of(column) for column in (columns[:1] if self.hands_on else columns)]
         return [states for states in found if states is not None and states.is_floating_point()]
+
+
+NEAR = {torch.float64: 1e-6, torch.float32: 1e-3}
+"""Largest difference by dtype, relative to the largest value; 3e-2 in half precision."""
+
+_LOOK_BACK: WeakSet[torch.nn.Module] = WeakSet()
+"""Mixers that have been checked."""
+
+
+@without_gradients()
+def _require_no_look_back(
+    module: torch.nn.Module, documents: apart.Documents, hidden: torch.Tensor | None, outputs: Sequence[Any]
+) -> None:
+    """Raise :class:`BadParents` if a shared segment's outputs depend on what follows it.
+
+    Args:
+        module: the mixer.
+        documents: the documents that it was run on.
+        hidden: its hidden states ``[batch, length, width]``, or None if they are not known.
+        outputs: its output for each call.
+    """
+    found = documents.shared()
+    if found is None or module in _LOOK_BACK:
+        return
+    one, tokens, other = found
+    if hidden is not None:
+        paths = torch.split(documents.end_to_end(hidden), documents.lengths)
+        behind, beside = (paths[at][tokens.stop :] for at in (one, other))
+        if torch.equal(behind, beside):
+            return  # two equal paths show nothing
+    states = documents.tokens_of([output[0] if isinstance(output, tuple) else output for output in outputs])
+    if states is None:
+        return  # joining the outputs is an error
+    paths = torch.split(states, documents.lengths)
+    first, second = paths[one][tokens], paths[other][tokens]
+    if (first - second).abs().max() > NEAR.get(first.dtype, 3e-2) * first.abs().max():
+        raise BadParents(
+            f"segment_parents: {type(module).__name__} looks at later tokens, so a prompt would be another one before "
+            "each of its completions. Give this model every sequence as a document of its own."
+        )
+    if hidden is not None:
+        _LOOK_BACK.add(module)

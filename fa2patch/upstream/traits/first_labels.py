@@ -13,7 +13,7 @@ from ...documents.boundaries import Boundaries
 from ...documents.checks import described
 from ...documents.device import Check, require_all
 from ...documents.names import FEWER_LOGITS, IGNORE_INDEX, IGNORED_LABEL, LABELS, TOKENS
-from ...documents.tokens import document_of
+from ...documents.starts import document_of
 from ...documents.tree_checks import require_no_first_labels
 from ...errors import BadBatch, PackingNotIsolated
 from .. import inspecting

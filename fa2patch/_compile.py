@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import _thread
 import contextlib
+import itertools
 import sys
+import weakref
 from collections.abc import Iterator
 from types import CodeType, FrameType
 from typing import Any, Callable, TypeVar
@@ -31,6 +33,27 @@ def constant(function: F) -> F:
     """
     function._dynamo_marked_constant = True  # type: ignore[attr-defined]
     return function
+
+
+_numbers = itertools.count(1)
+_numbered: weakref.WeakValueDictionary[str, Any] = weakref.WeakValueDictionary()
+
+
+def number(held: Any) -> str:
+    """The number of an object, with which a ``constant`` function of a graph gets it from :func:`numbered`.
+
+    The number is a text, because dynamo may make an int that differs between models a symbol of the graph, which is no
+    argument of such a function. The object is not kept alive.
+    """
+    known = next((given for given, each in _numbered.items() if each is held), None)
+    given = str(next(_numbers)) if known is None else known
+    _numbered[given] = held
+    return given
+
+
+def numbered(given: str) -> Any:
+    """The object that has a number."""
+    return _numbered[given]
 
 
 _paused = False

@@ -7,13 +7,11 @@ import sys
 from collections.abc import Sequence
 from typing import Any
 
-import torch
-
 from ..errors import BadArgument, Fa2PatchError, NotAModel
 from ..kernels import Kernel
 from ..patch.applying import apply, status
 from ..patch.state import Patch
-from ..upstream.find_models import is_transformers_model
+from ..upstream.find_models import outermost_models
 
 _NAMES = ("lightning.pytorch", "pytorch_lightning")
 """The names under which Lightning is imported. They are different modules, with a class ``Callback`` each."""
@@ -109,7 +107,7 @@ class LightningCallback(*_BASES):  # type: ignore[misc]
 
     def _patch(self, module: Any) -> dict[str, Any]:
         """Patch those models of the module that were not patched by this callback yet, and return all of its models."""
-        found = _transformers_models(module)
+        found = outermost_models(module)
         for name, model in found.items():
             asked = self.models is None or any(_within(name, wanted) for wanted in self.models)
             if asked and (status(model) is None or status(model) not in self.patches.values()):
@@ -124,15 +122,6 @@ class LightningCallback(*_BASES):  # type: ignore[misc]
                 f"{name} of this {type(module).__name__}: {error.message} If it is to stay as it is, name the other "
                 "models: LightningCallback(models=[...])."
             ) from error
-
-
-def _transformers_models(module: torch.nn.Module) -> dict[str, Any]:
-    """The Transformers models in a module that are in no other one, by name."""
-    found: dict[str, Any] = {}
-    for name, inner in module.named_modules():
-        if is_transformers_model(inner) and not any(_within(name, outer) for outer in found):
-            found[name] = inner
-    return found
 
 
 def _within(name: str, outer: str) -> bool:

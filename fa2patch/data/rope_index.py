@@ -10,7 +10,7 @@ import torch
 from ..documents.names import GRIDS
 from ..errors import CollatorError
 from ..upstream import inspecting
-from ..upstream.find_models import is_transformers_model, models
+from ..upstream.find_models import models, outermost_models
 from ..upstream.traits.axes import takes_text_axis
 from .flattening import Columns
 from .without_weights import WithoutWeights
@@ -105,16 +105,20 @@ def path_of(model: Any) -> list[Any]:
         model: A model, wrapped or not, or its config, from which a model without weights is built.
 
     Raises:
-        CollatorError: It is neither.
+        CollatorError: It is neither, or holds several models.
     """
     return models(_unwrapped(model) if isinstance(model, torch.nn.Module) else _empty(model))
 
 
 def _unwrapped(model: torch.nn.Module) -> Any:
-    found = next((module for module in model.modules() if is_transformers_model(module)), None)
-    if found is None:
-        raise CollatorError(f"model: expected a Transformers model or its config, found {type(model).__name__}.")
-    return found
+    found = outermost_models(model)
+    if len(found) != 1:
+        names = "".join(f", {name} ({type(inner).__name__})" for name, inner in found.items())
+        raise CollatorError(
+            f"model: expected a Transformers model or its config, found {len(found)} of them in this "
+            f"{type(model).__name__}{names}. Hand over the one that reads these batches."
+        )
+    return next(iter(found.values()))
 
 
 def _empty(config: object) -> Any:

@@ -14,7 +14,7 @@ from ..errors import BadArgument, Fa2PatchError, StaysPadded
 from ..padded.batches import PaddedBatches
 from ..patch.applying import apply
 from ..patch.padding import pack_padded_batches
-from ..upstream.find_models import is_transformers_model
+from ..upstream.find_models import outermost_models
 
 
 class PackedModels(NamedTuple):
@@ -71,16 +71,7 @@ def held_models(value: object) -> Iterator[Model]:
         value = list(value.values())
     for one in value if isinstance(value, (list, tuple)) else [value]:
         if isinstance(one, torch.nn.Module):
-            yield from _outermost(one)
-
-
-def _outermost(module: torch.nn.Module) -> Iterator[Model]:
-    if is_transformers_model(module):
-        model: Any = module
-        yield model
-    else:
-        for child in module.children():
-            yield from _outermost(child)
+            yield from outermost_models(one).values()
 
 
 def packed_trainer(base: type[Any] | None = None, share_prompts: bool = True) -> type[Any]:

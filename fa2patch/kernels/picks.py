@@ -6,11 +6,11 @@ import itertools
 import warnings
 from collections.abc import Hashable, Sequence
 from typing import Any, Callable, NamedTuple
-from weakref import WeakKeyDictionary, WeakValueDictionary
+from weakref import WeakKeyDictionary
 
 import torch
 
-from .._compile import compiling, constant
+from .._compile import compiling, constant, number, numbered
 from ..errors import KernelUnavailable, KernelWrong
 from .flex import Flex
 from .protocol import HALF, Asked, Kernel
@@ -87,14 +87,18 @@ def pick(name: str | Kernel, asked: Asked, device: torch.device, try_it: bool = 
     raise kind(f"kernel={shown!r} cannot compute this layer: {reason}. Use kernel='auto'.")
 
 
-_given: WeakValueDictionary[int, Kernel] = WeakValueDictionary()
-"""Kernel objects that were passed to ``apply``, by a number that a compiled graph can hold."""
-
-
 @constant
-def _picked(name: str | int, device: str, index: int | None, *asked: Any) -> str:
-    """Choose a kernel during a graph capture; the kernel's name becomes a constant of the graph."""
-    kernel = _given[name] if isinstance(name, int) else name
+def _picked(name: str, given: str, device: str, index: int | None, *asked: Any) -> str:
+    """Choose a kernel during a graph capture; the kernel's name becomes a constant of the graph.
+
+    Args:
+        name: the kernel's name.
+        given: the number of the kernel object that was passed to ``apply``; empty if it was a name.
+        device: the kind of device.
+        index: its number, or None.
+        asked: the fields of what the call needs.
+    """
+    kernel = numbered(given) if given else name
     return pick(kernel, Asked(*asked), torch.device(device if index is None else f"{device}:{index}")).kernel.name
 
 
@@ -127,8 +131,7 @@ class Picks:
     def __init__(self, kernel: str | Kernel) -> None:
         self.given = kernel if isinstance(kernel, Kernel) else None
         self.name = kernel.name if isinstance(kernel, Kernel) else kernel
-        if self.given is not None:
-            _given[id(self.given)] = self.given
+        self._number = "" if self.given is None else number(self.given)
         self._made: dict[tuple[Asked, torch.device], Pick] = {}
         self._tried: WeakKeyDictionary[torch.nn.Module, dict[Hashable, Tried]] = WeakKeyDictionary()
         self._of: WeakKeyDictionary[torch.nn.Module, Pick | Mixed] = WeakKeyDictionary()
@@ -178,10 +181,8 @@ class Picks:
             device: the device of q, k and v.
         """
         if compiling():
-            if self.given is not None:
-                _picked(id(self.given), device.type, device.index, *asked)
-                return self.given
-            return named(_picked(self.name, device.type, device.index, *asked))
+            picked = _picked(self.name, self._number, device.type, device.index, *asked)
+            return named(picked) if self.given is None else self.given
         kind = (asked, device)
         if kind not in self._made:
             self._made[kind] = pick(self.given or self.name, asked, device)

@@ -3,19 +3,18 @@
 from __future__ import annotations
 
 import contextlib
-import itertools
 import threading
 import warnings
-import weakref
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Protocol
 
-from .._compile import compiling, constant, paused
+from .._compile import compiling, constant, number, numbered, paused
 from .._types import Call, Model
 from ..documents.boundaries import Boundaries
 from ..errors import Fa2PatchError, NothingProven, PackingNotIsolated
 from ..probing import proving
+from ..probing.structure import Structure
 from ..upstream import around, luggage
 from ..upstream.dense import warn_unpacked
 from ..upstream.packed_mask import PackedMask
@@ -53,8 +52,6 @@ class _Thread(threading.local):
 
 
 _thread = _Thread()
-_numbers = itertools.count(1)
-_by_number: weakref.WeakValueDictionary[str, Examined] = weakref.WeakValueDictionary()
 
 
 @dataclass
@@ -66,19 +63,18 @@ class Examination:
         must: whether packed batches must be proven.
         proven: what of :data:`DOCUMENTS` and :data:`BRANCHES` was proven, each with the model's mode.
         batches: the number of packed batches that must have been proven.
-        structure: the result of :func:`~fa2patch.probing.proving.structure` when the model was last looked at.
+        structure: the model's structure when it was last looked at; None before that.
         under_way: whether the model is being run in order to examine it. Such packed batches are not examined.
-        number: by which a compiled graph looks up the patch. It is a text, because dynamo may make an int that differs
-            between models a symbol of the graph, which is no argument of a ``constant`` function.
+        number: by which a compiled graph looks up the patch.
     """
 
     prove: bool | str
     must: bool
-    structure: int
+    structure: Structure | None = None
     proven: set[tuple[str, int]] = field(default_factory=set)
     batches: int = 0
     under_way: bool = False
-    number: str = field(default_factory=lambda: str(next(_numbers)))
+    number: str = ""
 
     @contextlib.contextmanager
     def paused(self) -> Iterator[None]:
@@ -98,12 +94,24 @@ def begun(patch: Examined, prove: bool | str) -> Examination:
         prove: the ``prove`` argument of ``apply``.
     """
     has_to_be = prove is True or (prove == "unknown" and bool(proving.unknown(patch.model)))
-    return known(patch, Examination(prove, has_to_be, proving.structure(patch.model)))
+    return known(patch, Examination(prove, has_to_be))
 
 
 def look(patch: Examined) -> None:
     """Take the structure of a model as the one that was planned, after fa2patch itself has changed it."""
-    patch.examination.structure = proving.structure(patch.model)
+    patch.examination.structure = Structure(patch.model)
+
+
+def _has_changed(patch: Examined) -> bool:
+    """Whether the model is another one than was last looked at. A change by fa2patch itself is looked at here."""
+    kept = patch.examination.structure
+    if kept is not None and not kept.is_as_kept():
+        now = Structure(patch.model)
+        if now.number == kept.number:
+            patch.examination.structure = kept = now
+        else:
+            return True
+    return kept is None
 
 
 def copied(patch: Examined, examination: Examination) -> Examination:
@@ -111,12 +119,12 @@ def copied(patch: Examined, examination: Examination) -> Examination:
 
     The copy has other modules, and some do not exist yet. They are looked at on the copy's first packed batch.
     """
-    return known(patch, Examination(examination.prove, examination.must, 0))
+    return known(patch, Examination(examination.prove, examination.must))
 
 
 def known(patch: Examined, examination: Examination) -> Examination:
     """Register a patch under its examination's number, for compiled graphs. Returns the examination."""
-    _by_number[examination.number] = patch
+    examination.number = number(patch)
     return examination
 
 
@@ -151,9 +159,9 @@ def examine(patch: Examined, module: Model, call: Call, mask: PackedMask) -> Non
         around.require_patched(patch)
     if getattr(module, "_is_replica", False) or not patch.active:
         return
-    if proving.structure(patch.model) != examination.structure:
+    if _has_changed(patch):
         with _lock:
-            if proving.structure(patch.model) != patch.examination.structure:
+            if _has_changed(patch):
                 patch.renew()
         examination = patch.examination
     if not examination.must:
@@ -225,18 +233,18 @@ def _prove(patch: Examined, module: Model, call: Call, mask: PackedMask) -> None
 
 
 @constant
-def _examined(number: str, tree: bool) -> str:
+def _examined(given: str, tree: bool) -> str:
     """The message of the error that :func:`examine` finds while a graph is captured; empty if there is none.
 
     The batch has no values during the capture, so an example batch is proven instead.
     """
-    patch = _by_number[number]
+    patch: Examined = numbered(given)
     if patch.examination.under_way:
         return ""
     with paused():
         try:
             around.require_patched(patch)
-            if proving.structure(patch.model) != patch.examination.structure:
+            if _has_changed(patch):
                 patch.renew()
             if patch.examination.must:
                 call, mask = proving.example_of(patch.model, patch, tree)
@@ -249,19 +257,19 @@ def _examined(number: str, tree: bool) -> str:
 
 
 @constant
-def capture_unpacked(number: str) -> bool:
+def capture_unpacked(given: str) -> bool:
     """Warn once if a graph is captured for training batches without document information.
 
     A graph cannot count batches: a count that it reads would make a new graph for every batch. So the warning comes
     with the first such graph.
 
     Args:
-        number: the number of the patch's examination.
+        given: the number of the patch's examination.
 
     Returns:
         False, because a constant of a graph needs a value.
     """
-    patch = _by_number[number]
+    patch: Examined = numbered(given)
     if patch.unpacked is not None:
         warn_unpacked(patch, "a graph was compiled for training batches that do not say")
     return False

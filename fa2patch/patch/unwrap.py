@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import torch
 
 from .._types import Model
 from ..errors import NotAModel
-from ..upstream.find_models import is_transformers_model
+from ..upstream.find_models import is_transformers_model, outermost_models
 
 _NAMES = ("_orig_mod", "module", "pretrained_model", "model")
 """Attributes in which wrappers hold the model inside."""
@@ -59,23 +58,14 @@ def _inside(seen: Any) -> torch.nn.Module | None:
     found = next((inner for inner in wrapped if isinstance(inner, torch.nn.Module)), None)
     if found is not None or not isinstance(seen, torch.nn.Module):
         return found
-    held = {id(inner): (name, inner) for name, inner in _outermost(seen)}
+    held = outermost_models(seen)
     if len(held) > 1:
-        names = ", ".join(f"{name} ({type(inner).__name__})" for name, inner in held.values())
+        names = ", ".join(f"{name} ({type(inner).__name__})" for name, inner in held.items())
         raise NotAModel(
             f"expected one Transformers model, found {len(held)} in this {type(seen).__name__}: {names}. Call "
             "fa2patch.apply for each of them, with padded_batches=True if their batches are padded."
         )
-    return next((inner for _, inner in held.values()), None)
-
-
-def _outermost(module: torch.nn.Module, name: str = "") -> Iterator[tuple[str, torch.nn.Module]]:
-    """The Transformers models in a module that are in no other one, with their names."""
-    if is_transformers_model(module):
-        yield name, module
-        return
-    for part, child in module.named_children():
-        yield from _outermost(child, f"{name}.{part}" if name else part)
+    return next(iter(held.values()), None)
 
 
 def _not_of_torch(seen: object) -> str:

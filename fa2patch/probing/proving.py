@@ -21,9 +21,7 @@ from .._types import Call, Model
 from ..documents.trees import Tree
 from ..errors import PackingNotIsolated
 from ..trying import autocast_uncached, computed_in, out_of_reach, without_gradients
-from ..upstream import hooks, inspecting, reached
 from ..upstream.find_models import models
-from ..upstream.known_code import below_ours
 from ..upstream.packed_batch import packed_mask
 from ..upstream.packed_mask import PackedMask
 from ..upstream.step import MARK, ROLE, Patched
@@ -32,41 +30,9 @@ from .batches import example, is_sharded
 from .exchanges import exchanges
 from .probe import NEAR, NEAR_IN_HALF, ROUNDING, is_mixture, left_as_it_was
 from .replica import replica
-from .unknown import EVERYWHERE, HOOKS, replaceable, unknown, unknown_modules
+from .unknown import unknown, unknown_modules
 
-__all__ = ["Unseen", "example_of", "is_sharded", "mode", "prove", "structure", "tensors", "unknown"]
-
-
-_OUR_HOOKS = (hooks.before, hooks.after, reached.runs)
-
-
-def structure(model: Model) -> int:
-    """A number that changes when modules, their classes, the code that they run or its hooks change.
-
-    That is forwards, calls of classes, functions that Transformers' files define for them, and hooks, those of all
-    modules too. It is computed for every packed batch, so it must be cheap. What fa2patch itself has put there does
-    not count.
-    """
-    seen = [model]
-    functions: list[Any] = []
-    for module in seen:  # the list grows during the loop
-        held = module.__dict__
-        if "forward" in held:
-            functions.append(held["forward"])
-        for table in HOOKS:
-            functions.extend(hook for hook in held.get(table, {}).values() if hook not in _OUR_HOOKS)
-        if held["_modules"]:
-            seen.extend(child for child in held["_modules"].values() if child is not None)
-    classes: list[Any] = [*map(type, seen)]
-    kinds = dict.fromkeys(classes)
-    for cls in kinds:
-        functions += (below_ours(getattr(cls, "forward", None)), cls.__call__)
-    functions.extend(function for _, function in replaceable(kinds))
-    for _, table in EVERYWHERE:
-        functions.extend(table.values())
-    # ids of functions may come again; most functions have code themselves, and asking for it calls nothing
-    codes = (id(getattr(each, "__code__", None) or inspecting.code_called(each)) for each in functions)
-    return hash((tuple(map(id, seen)), tuple(map(id, classes)), tuple(map(id, functions)), tuple(codes)))
+__all__ = ["Unseen", "example_of", "is_sharded", "mode", "prove", "tensors", "unknown"]
 
 
 def mode(model: Model) -> int:

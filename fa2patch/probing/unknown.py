@@ -72,9 +72,10 @@ def _unknown(model: Model) -> Iterator[str]:
         yield from _of_module(name or "the model itself", module)
     for what, table in EVERYWHERE:
         yield from (f"{what} of all modules ({described(hook)})" for hook in table.values() if not is_known(hook))
-    for name, function in replaceable(type(module) for module in model.modules()):
+    for home, name in replaceable(type(module) for module in model.modules()):
+        function = vars(sys.modules[home])[name]
         if not is_known(function):
-            yield f"{name} ({described(function)})"
+            yield f"{home}.{name} ({described(function)})"
     decoder = models(model)[-1]
     layers = list(attention_layers(decoder))
     inside = tuple(f"{name}." for name in [*mixers(decoder, layers), *(layer.name for layer in layers)])
@@ -101,15 +102,14 @@ def _of_module(name: str, module: torch.nn.Module) -> Iterator[str]:
             yield f"{what} of {name} ({described(function)})"
 
 
-def replaceable(classes: Iterable[type]) -> Iterator[tuple[str, Any]]:
-    """The functions in the place of those that Transformers' files of these classes define, each with its name.
+def replaceable(classes: Iterable[type]) -> Iterator[tuple[str, str]]:
+    """The functions that Transformers' files of these classes define: the file's module, and the function's name there.
 
     A file's forwards look its functions up by their names, so that other packages replace them there.
     """
     for home in dict.fromkeys(cls.__module__ for cls in classes):
         if home.startswith("transformers."):
-            names = vars(sys.modules[home])
-            yield from ((f"{home}.{name}", names[name]) for name in inspecting.functions_defined(home) if name in names)
+            yield from ((home, name) for name in inspecting.functions_defined(home) if name in vars(sys.modules[home]))
 
 
 def _forwards(module: torch.nn.Module) -> Iterator[Any]:

@@ -19,6 +19,15 @@ def is_transformers_model(module: object) -> bool:
     return modeling is not None and issubclass(type(module), modeling.PreTrainedModel)
 
 
+def outermost_models(module: torch.nn.Module) -> dict[str, Any]:
+    """Return the Transformers models in a module that are in no other one, by name; one that is there twice, once."""
+    found: dict[str, Any] = {}
+    for name, inner in module.named_modules():
+        if is_transformers_model(inner) and not any(name.startswith(f"{around}.") or not around for around in found):
+            found[name] = inner
+    return found
+
+
 def models(model: Model) -> list[Any]:
     """Return the models whose ``forward`` a call goes through, the outermost first, the one with the layer loop last.
 

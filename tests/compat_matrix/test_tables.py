@@ -78,6 +78,7 @@ def llama_of(leave, results):
     return llama_of
 
 
+@pytest.mark.slow  # `.ci/run` runs the command itself
 def test_what_is_committed_is_what_the_evidence_says():
     assert publish.main(["--check"]) == 0
 

@@ -331,3 +331,10 @@ def test_a_model_without_several_axes_has_another_collator(model):
         DataCollatorForMultimodalFlattening(model)
     with pytest.raises(CollatorError, match="DataCollatorWithFlattening is for it"):
         DataCollatorForMultimodalFlattening(tiny_models.build("llama"))
+
+
+def test_of_several_models_in_a_module_none_is_taken_in_silence():
+    holder = torch.nn.Module()
+    holder.policy, holder.reward = tiny_models.build("llama"), tiny_models.build("qwen2")
+    with pytest.raises(CollatorError, match=r"found 2 of them in this Module, policy \(LlamaForCausalLM\), reward"):
+        DataCollatorForMultimodalFlattening(holder)

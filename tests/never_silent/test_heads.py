@@ -83,7 +83,7 @@ def called_through(how, model, batch):
 
 
 REPLACED = [on_the_object, as_a_closure, as_a_partial, as_an_object, under_other_names, through_the_class_s]
-CALLS = ("model(...)", "model.forward(...)", "PEFT")
+CALLS = ("model(...)", "model.forward(...)", pytest.param("PEFT", marks=pytest.mark.slow))  # PEFT calls model(...)
 
 
 @pytest.mark.parametrize("way", BATCHES)

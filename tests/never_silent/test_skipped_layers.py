@@ -11,6 +11,7 @@ from small_models import DOCS, Result, alone, called, class_of, labels_of, llama
 
 import fa2patch
 from fa2patch.errors import Fa2PatchError, PackingNotIsolated
+from fa2patch.patch import examining
 
 LAYERS = 4
 SIZES = {
@@ -181,7 +182,7 @@ def test_a_layer_that_was_missed_is_named(before):
     layer = model.model.layers[1].block.self_attn
     past_every_seam(model, layer)
     patch.renew = lambda: None  # the patch would notice the new forward; here it only counts
-    patch.examination.structure = fa2patch.probing.proving.structure(model)
+    examining.look(patch)
     attended = len(blocks(model)) - 1 - (before == "a layer was skipped")
     for _ in range(2):
         with pytest.raises(

@@ -38,9 +38,9 @@ def test_every_version_gets_a_line_with_its_counts_and_the_reasons_of_what_was_s
     "file, said",
     [
         (GOOD + "\n\ndef test_bad():\n    assert 2 + 2 == 5, 'sums'\n", "test_some::test_bad: AssertionError: sums"),
-        ("import no_such_package\n", "no_such_package"),
+        pytest.param("import no_such_package\n", "no_such_package", marks=pytest.mark.slow),
         ("import os\n\n\ndef test_crash():\n    os._exit(7)\n", "pytest ended with 7 and without a report"),
-        (OUT, "no test passed"),
+        pytest.param(OUT, "no test passed", marks=pytest.mark.slow),
         ("", "no test passed"),
     ],
     ids=["fails", "is not imported", "breaks off", "is skipped", "is not there"],

@@ -16,7 +16,11 @@ from fa2patch.upstream.find_layers import attention_layers
 from fa2patch.upstream.find_mixers import mixers
 
 PRESENT = [name for name in tiny_media.FAMILIES if tiny_models.is_present(name) and tiny_media.is_expanded(name)]
-NAMES = ("packed_row", "nothing_crosses", "inertness", "refusals")
+NAMES = [
+    "packed_row",
+    "nothing_crosses",
+    *(pytest.param(name, marks=pytest.mark.slow) for name in ("inertness", "refusals")),
+]
 
 
 def needs(family):

@@ -93,7 +93,9 @@ def instead(monkeypatch: pytest.MonkeyPatch, collator: Callable) -> None:
     monkeypatch.setattr(fa2patch, "apply", lambda model: None)
 
 
-@pytest.mark.parametrize("name", ["trainer", "peft_lora", "accelerate_loop"])
+@pytest.mark.parametrize(
+    "name", ["trainer", *(pytest.param(name, marks=pytest.mark.slow) for name in ("peft_lora", "accelerate_loop"))]
+)
 def test_trains_as_with_padding(example, name, monkeypatch, tmp_path):
     packed = train(example(name), tmp_path)
     assert len(packed) == STEPS and packed[-1] < packed[0], "something is learnt"

@@ -216,6 +216,7 @@ def test_flex_compiled_equals_the_definition():
         assert largest_errors([found], [truth])[0] < 1e-5
 
 
+@pytest.mark.slow
 def test_flex_is_compiled_for_more_kinds_of_calls_than_dynamo_compiles_one_function_for(monkeypatch, flex, caplog):
     """Beyond dynamo's limit, FlexAttention would run uncompiled: slow, and with a score for every two tokens."""
     limit = "recompile_limit" if hasattr(torch._dynamo.config, "recompile_limit") else "cache_size_limit"

@@ -19,7 +19,7 @@ from compat_matrix.check import rows
 from fa2patch import packing
 from fa2patch.packing import PackedBatchSampler, PackingError, plan, strategies, stream
 
-DRAWN = settings(deadline=None, derandomize=True, database=None, max_examples=60)
+DRAWN = settings(deadline=None, derandomize=True, database=None, max_examples=40)
 
 BUDGETED = sorted(packing.STRATEGIES)
 DECREASING = ("best_fit_decreasing", "first_fit_decreasing")

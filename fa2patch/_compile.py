@@ -40,13 +40,13 @@ _numbered: weakref.WeakValueDictionary[str, Any] = weakref.WeakValueDictionary()
 
 
 def number(held: Any) -> str:
-    """The number of an object, with which a ``constant`` function of a graph gets it from :func:`numbered`.
+    """Give an object a new number, with which a ``constant`` function of a graph gets it from :func:`numbered`.
 
-    The number is a text, because dynamo may make an int that differs between models a symbol of the graph, which is no
-    argument of such a function. The object is not kept alive.
+    A graph that was captured with an older number of the object is captured again. The number is a text, because dynamo
+    may make an int that differs between models a symbol of the graph, which is no argument of such a function. The
+    object is not kept alive.
     """
-    known = next((given for given, each in _numbered.items() if each is held), None)
-    given = str(next(_numbers)) if known is None else known
+    given = str(next(_numbers))
     _numbered[given] = held
     return given
 

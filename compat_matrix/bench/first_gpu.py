@@ -7,7 +7,7 @@ Each time it writes FOLDER/first_gpu.json, which holds all results and the goals
 them, and prints the table of goals.
 
 A folder of ``--overlays`` is named by a release of Transformers and comes first on the path. In a copy of the files
-without git's folder, set FA2PATCH_COMMIT to the commit, which the results name.
+without git's folder, or with an older one, set FA2PATCH_COMMIT to the commit, which the results name.
 """
 
 from __future__ import annotations
@@ -69,8 +69,7 @@ def main(arguments: list[str] | None = None) -> int:
     figures.write(given.out / "first_gpu.json", found)
     (given.out / "first_gpu.md").write_text(f"# A GPU's first run\n\n{gpu_page.page(found)}\n", encoding="utf-8")
     figures.show("Goals", *table(met, header))
-    absent = [one["missing"] for one in results["hybrids"].values()]
-    for name, why in [*failed.items(), *(one for packages in absent for one in packages.items())]:
+    for name, why in gpu_page.reasons(found):
         print(f"{name}: {why}")
     return 0 if done else OUT_OF_TIME
 

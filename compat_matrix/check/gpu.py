@@ -29,7 +29,9 @@ LENGTHS = (50, 130, 1, 77)
 BIG = {
     **dict.fromkeys(["hidden_size", "n_embd", "d_model", "intermediate_size"], 256),
     **dict.fromkeys(["max_position_embeddings", "n_positions", "max_seq_len"], 512),
-    **{"head_dim": 64, "mamba_n_heads": 8, "mamba_d_head": 64},
+    "head_dim": 64,
+    "mamba_n_heads": 8,
+    "mamba_d_head": 64,
 }
 """Sizes with heads of 64 dimensions, which flash-attn is built for."""
 

@@ -12,7 +12,7 @@ from fa2patch import kernels
 from fa2patch.kernels.options import Options
 from fa2patch.kernels.reference import Reference
 
-from .kernel_cases import Spans, brute_force, documents, states, with_gradients
+from .kernel_cases import Spans, brute_force, documents, largest_errors, states, with_gradients
 
 HEADS = 4
 LENGTHS = (1, 200, 77, 130)
@@ -121,15 +121,9 @@ def compared(kernel: kernels.Kernel, case: Case, device: str) -> dict[str, Error
     found = with_gradients(lambda: kernel(q, k, v, boundaries, options), given)
     if found[0].dtype != case.dtype:
         raise AssertionError(f"expected an output of {case.dtype}, found {found[0].dtype}")
-    errors = {}
-    for name, *tensors in zip(NAMES, found, rounded, truth):
-        off, plain = (float((tensor.double() - tensors[-1].double()).abs().max()) for tensor in tensors[:-1])
-        largest = float(tensors[-1].detach().abs().max())
-        slack = SLACK.get(case.dtype, 1e-3)
-        if name == "dsinks":  # a sum over all tokens: its rounding alone can be more than the slack
-            slack = max(slack, torch.finfo(case.dtype).eps / 2 * largest)
-        errors[name] = Error(off, 2 * plain + slack, largest)
-    return errors
+    slack = SLACK.get(case.dtype, 1e-3)
+    errors = zip(NAMES, largest_errors(found, truth), largest_errors(rounded, truth), truth)
+    return {name: Error(off, 2 * plain + slack, float(true.detach().abs().max())) for name, off, plain, true in errors}
 
 
 def cases() -> dict[str, Case]:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import sys
+from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 import click
 
@@ -13,9 +15,6 @@ from . import extras
 if TYPE_CHECKING:
     from rich.console import Console
     from rich.table import Table
-import contextlib
-from collections.abc import Iterator, Sequence
-from typing import Protocol
 
 as_json_option = click.option("--json", "as_json", is_flag=True, help="For machines: JSON on stdout.")
 remote_option = click.option(

@@ -59,7 +59,7 @@ class Flex(Kernel):
         scale: float,
     ) -> torch.Tensor:
         """Call the compiled functions."""
-        layout = (q.device, options.causal, options.window, boundaries.tree is None, boundaries.until is None)
+        layout = (q.device, options.causal, options.window, boundaries.parents is None, boundaries.until is None)
         states = (q.dtype, *q.shape[1:], *v.shape[1:], torch.is_grad_enabled(), scale, options.softcap)
         without = (options.alibi_slopes is None, options.sinks is None)
         flex = _compiled("flex_attention", (*layout, *states, *without))

@@ -7,7 +7,7 @@ the sum of the squared document lengths. Short documents share a call (:mod:`.gr
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from itertools import starmap
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -16,14 +16,12 @@ import torch
 import torch.nn.functional as F
 
 from .._compile import uncompiled
+from ..documents.trees import Tree
 from .grouping import Documents, documents_of
 
 if TYPE_CHECKING:
     from ..documents.boundaries import Boundaries
     from .options import Options
-from collections.abc import Sequence
-
-from ..documents.trees import Tree
 
 
 class Paths(NamedTuple):

@@ -153,3 +153,9 @@ def test_a_compiled_model_switches(model, docs, counting):
         assert not counting.calls
         fa2patch.apply(compiled, kernel="counting")
         assert torch.equal(compiled(**pack(docs)).logits, expected) and counting.calls
+
+
+def test_a_graph_that_was_captured_before_is_captured_again(model):
+    """A graph holds the number of the examination, so that another argument ``prove`` reaches compiled models too."""
+    number = fa2patch.apply(model).examination.number
+    assert fa2patch.apply(model, prove=True).examination.number != number

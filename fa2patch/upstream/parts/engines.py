@@ -18,9 +18,9 @@ import torch.distributed as dist
 from ..._compile import compiling, constant
 from ..._types import Call, Function, Model
 from ...errors import PackingNotIsolated
-from ...upstream import inspecting
-from ..parts import collectives
+from .. import inspecting
 from ..seams.interface import any_registered, registered
+from . import collectives
 from .row_part import RowPart
 
 FLASH = "_flash_attention_forward"

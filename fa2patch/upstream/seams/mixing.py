@@ -1,6 +1,6 @@
 """One call of a mixer with a packed batch, and the ways in which the mixer may be given several documents at once.
 
-A mixer that looks at later tokens is refused for shared prompts.
+A mixer that looks at later tokens (ConvBERT) is refused for shared prompts: a prompt would see what continues it.
 """
 
 from __future__ import annotations

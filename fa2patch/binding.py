@@ -18,7 +18,7 @@ from typing import Any, Callable
 
 import wrapt
 
-from ._compile import between_compilations
+from ._torch import between_compilations
 
 ABSENT = object()
 """Stands for the original value if the owner did not have the attribute."""

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
-from .._compile import compiling
+from .._torch import compiling
 from . import device
 from .spans import Spans, spans_of
 from .starts import Flags, document_of

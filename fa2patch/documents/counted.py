@@ -13,7 +13,7 @@ from typing import Callable
 import numpy as np
 import torch
 
-from .._compile import unbacked_size
+from .._torch import HAS_OPERATORS, unbacked_size
 from . import device as devices
 from .boundaries import Boundaries, from_starts
 from .checks import require_no_wrap
@@ -96,7 +96,7 @@ It is called with the ids and the position id of a document's first token. The n
 length are sizes that the graph does not know. ``positions`` is None.
 """
 
-if hasattr(torch.library, "custom_op"):
+if HAS_OPERATORS:
 
     @torch.library.custom_op(
         "fa2patch::documents",

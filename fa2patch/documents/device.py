@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import torch
 from numpy.typing import NDArray
 
-from .._compile import compiling
+from .._torch import compiling
 from ..errors import PackingNotIsolated
 
 

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from .._compile import compiling
+from .._torch import compiling
 from .._types import Call
 from ..errors import BadCuSeqlens, BoundaryConflict, NothingPacked
 from . import device as devices

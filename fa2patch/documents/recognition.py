@@ -11,7 +11,7 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 import torch
 
-from .._compile import uncompiled
+from .._torch import uncompiled
 from ..errors import BadPositionIds, BoundaryConflict
 from . import device as devices
 from .boundaries import Boundaries, from_starts

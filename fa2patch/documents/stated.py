@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 import torch
 
-from .._compile import compiling
+from .._torch import compiling
 from ..errors import BadCuSeqlens, BoundaryConflict
 from . import device
 from .boundaries import Boundaries, largest

@@ -14,7 +14,7 @@ from typing import Callable, NamedTuple
 import numpy as np
 import torch
 
-from .._compile import unbacked_size, uncompiled
+from .._torch import HAS_OPERATORS, unbacked_size, uncompiled
 from . import device
 
 
@@ -165,7 +165,7 @@ paths: Callable[[torch.Tensor, torch.Tensor, int], Paths] = _made
 """Called as ``paths(cu_seqlens, parents, tokens)``, with int32 ``[segments + 1]``, int32 ``[segments]`` and the number
 of tokens. Returns ``Tree.keys`` without the longest length, and ``Tree.positions``. It reads from the device once."""
 
-if hasattr(torch.library, "custom_op"):  # from torch 2.4 on; before that the graph of a compiled model breaks here
+if HAS_OPERATORS:  # from torch 2.4 on; before that the graph of a compiled model breaks here
     paths = torch.library.custom_op(
         "fa2patch::paths",
         _made,

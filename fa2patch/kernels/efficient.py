@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from .._compile import uncompiled
+from .._torch import uncompiled
 from .protocol import HALF, Kernel
 
 if TYPE_CHECKING:

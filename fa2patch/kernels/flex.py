@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, Callable
 
 import torch
 
-from .._compile import constant, uncompiled
+from .._torch import constant, uncompiled
 from ..documents.starts import document_of
 from .protocol import HALF, Kernel
 

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 import torch.nn.functional as F
 
-from .._compile import uncompiled
+from .._torch import uncompiled
 from ..documents.trees import Tree
 from .grouping import Documents, documents_of
 

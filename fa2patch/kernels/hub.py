@@ -14,8 +14,8 @@ import re
 import warnings
 from pathlib import Path
 
+from .._torch import is_no_verdict
 from ..errors import NothingProven
-from ..trying import says_nothing
 from .varlen_func import Found, VarlenFunc, entry, once
 
 DEFAULT = "kernels-community/flash-attn2"
@@ -46,7 +46,7 @@ class Hub(VarlenFunc):
         try:
             return once(_found, self.source)
         except Exception as error:  # no network, no such repository, no build for this torch, a broken one
-            if says_nothing(error):
+            if is_no_verdict(error):
                 raise
             return Found(None, reason=f"{self.source} does not load ({type(error).__name__}: {error})")
 

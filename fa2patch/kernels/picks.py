@@ -10,7 +10,7 @@ from weakref import WeakKeyDictionary
 
 import torch
 
-from .._compile import compiling, constant, number, numbered
+from .._torch import compiling, constant, number, numbered
 from ..errors import KernelUnavailable, KernelWrong
 from .flex import Flex
 from .protocol import HALF, Asked, Kernel

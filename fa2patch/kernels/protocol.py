@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 import torch.nn.functional as F
 
-from .._compile import constant
+from .._torch import constant
 from ..errors import KernelUnavailable
 from .spans import with_spans
 

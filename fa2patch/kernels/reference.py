@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from .._compile import compiling, uncompiled
+from .._torch import compiling, uncompiled
 from . import cpu_flash, reference_op
 from .cascade import Cascade, parts_of
 from .formula import over_documents

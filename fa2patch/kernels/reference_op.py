@@ -11,6 +11,7 @@ from typing import Any, Callable
 
 import torch
 
+from .._torch import HAS_OPERATORS
 from ..documents.boundaries import Boundaries
 from .formula import attention_weights, calls, heads_first, layout_of, over_documents
 from .options import Options
@@ -70,7 +71,7 @@ _INPUTS = (
 )
 """The schema is written out, because torch 2.4 cannot infer it from annotations that are strings."""
 
-if hasattr(torch.library, "custom_op"):
+if HAS_OPERATORS:
 
     @torch.library.custom_op("fa2patch::reference", mutates_args=(), schema=f"({_INPUTS}) -> Tensor")
     def _forward(

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Callable
 
 import torch
 
-from .._compile import compiling, uncompiled
+from .._torch import compiling, uncompiled
 from ..documents.boundaries import Boundaries, Keys
 from ..documents.device import require
 from ..errors import PackingNotIsolated

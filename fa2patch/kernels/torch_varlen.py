@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
-from .._compile import compiling
+from .._torch import compiling
 from ..documents.boundaries import Keys
 from ..documents.starts import document_of
 from .cascade import Cascade, Part, parts_of

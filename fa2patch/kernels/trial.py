@@ -11,8 +11,8 @@ from functools import cache
 
 import torch
 
+from .._torch import is_no_verdict, outside_the_forward
 from ..documents.boundaries import Boundaries
-from ..trying import out_of_reach, says_nothing
 from .options import Options
 from .protocol import Asked, Kernel
 from .reference import Reference
@@ -43,7 +43,7 @@ def passes(kernel: Kernel, asked: Asked, device: torch.device) -> tuple[bool, st
     gradients.
 
     Raises:
-        Exception: an error that is no verdict (:func:`~fa2patch.trying.says_nothing`). It is not remembered.
+        Exception: an error that is no verdict (:func:`~fa2patch._torch.is_no_verdict`). It is not remembered.
     """
     if type(kernel) is Reference:
         return True, ""
@@ -67,10 +67,10 @@ def _tried(kernel: Kernel, asked: Asked, device: torch.device) -> tuple[bool, st
 
 def _verdict(kernel: Kernel, asked: Asked, device: torch.device) -> tuple[bool, str]:
     try:
-        with out_of_reach(device), torch.autocast(device.type, enabled=False):
+        with outside_the_forward(device), torch.autocast(device.type, enabled=False):
             return _compared(kernel, asked, device)
     except Exception as error:  # kernels raise errors of many types
-        if says_nothing(error):
+        if is_no_verdict(error):
             raise  # the cache keeps no exceptions, so the next call tries again
         return False, f"tried on this machine it fails: {type(error).__name__}: {error}".splitlines()[0]
 

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, Callable, NamedTuple
 
 import torch
 
-from ..trying import says_nothing
+from .._torch import is_no_verdict
 from .protocol import Kernel
 
 if TYPE_CHECKING:
@@ -71,7 +71,7 @@ def in_package(module: str) -> Found:
             return Found(None, reason=f"the package {module} is not installed")
         return Found(None, reason=f"the package {module} does not import ({type(error).__name__}: {error})")
     except Exception as error:  # a broken build raises whatever its loader raises
-        if says_nothing(error):
+        if is_no_verdict(error):
             raise
         return Found(None, reason=f"the package {module} does not import ({type(error).__name__}: {error})")
 

@@ -10,7 +10,7 @@ from typing import Any, Callable, NamedTuple
 import torch
 from numpy.typing import NDArray
 
-from .._compile import compiling
+from .._torch import compiling
 from .._types import Args, Call
 from ..documents.media import MEDIA
 from ..documents.names import LENGTHS, TOKENS

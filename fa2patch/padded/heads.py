@@ -15,13 +15,12 @@ from typing import Any, Callable
 
 import torch
 
-from .._compile import compiling
+from .._torch import compiling, outside_the_forward, without_gradients
 from .._types import Args, Call, Model
 from ..documents.names import IGNORED_LABEL, LABELS
 from ..probing.batches import is_sharded
 from ..probing.proving import tensors
 from ..probing.replica import replica
-from ..trying import out_of_reach, without_gradients
 from ..upstream.calls import passed
 from ..upstream.step import MARK, ROLE
 from ..upstream.traits.first_labels import kept_logits
@@ -128,7 +127,7 @@ def reads_padding(head: HeadCall, device: torch.device) -> bool:
         device: the device of the batch.
     """
     model = replica(head.module)
-    with out_of_reach(device), without_gradients():
+    with outside_the_forward(device), without_gradients():
         zeros, noise = _run(model, head, False), _run(model, head, True)
         if zeros is None or noise is None:
             return True

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Protocol
 
-from .._compile import compiling, constant, number, numbered, paused
+from .._torch import compiling, constant, number, numbered, paused
 from .._types import Call, Model
 from ..documents.boundaries import Boundaries
 from ..errors import Fa2PatchError, NothingProven, PackingNotIsolated

@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from .._compile import compiling
+from .._torch import compiling
 from .._types import Args, Call, Function
 from ..binding import ABSENT, bind, when_imported
 from ..documents.names import LENGTHS

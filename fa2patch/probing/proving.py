@@ -17,10 +17,10 @@ from typing import Any
 
 import torch
 
+from .._torch import autocast_uncached, computed_in, outside_the_forward, without_gradients
 from .._types import Call, Model
 from ..documents.trees import Tree
 from ..errors import PackingNotIsolated
-from ..trying import autocast_uncached, computed_in, out_of_reach, without_gradients
 from ..upstream.find_models import models
 from ..upstream.packed_batch import packed_mask
 from ..upstream.packed_mask import PackedMask
@@ -70,7 +70,7 @@ def prove(model: Model, call: Call, mask: PackedMask, itself: bool = False) -> N
             run = _Run(model, model, call, mask)
         else:
             run = _Run(replica(model, unknown_modules(model)), model, call, mask)
-        stack.enter_context(out_of_reach(mask.device))
+        stack.enter_context(outside_the_forward(mask.device))
         stack.enter_context(without_gradients() if not gradients else autocast_uncached())
         before = run.outputs(None)
         for exchanged in run.exchanges():

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import torch
 
+from .._torch import is_no_verdict
 from .._types import Call, Model
 from ..documents.media import MediaRow
 from ..documents.names import LABELS, LENGTHS
@@ -15,7 +16,6 @@ from ..errors import Fa2PatchError, PackingNotIsolated
 from ..patch.applying import status
 from ..probing.batches import PER_TOKEN, Span, text_tokens
 from ..probing.probe import dtypes_saved, gradient, outputs, outputs_and_embeddings
-from ..trying import says_nothing
 from ..upstream import inspecting
 from ..upstream.find_models import token_embeddings
 
@@ -109,7 +109,7 @@ class Run:
                 with torch.no_grad():
                     self.model(**self.batch, labels=self.labels)
         except Exception as error:
-            if says_nothing(error) or isinstance(error, Fa2PatchError):
+            if is_no_verdict(error) or isinstance(error, Fa2PatchError):
                 raise
             raise PackingNotIsolated(
                 f"the model cannot compute this batch ({type(error).__name__}: {error}). Are all token ids and labels "
@@ -205,7 +205,7 @@ class Run:
             with torch.no_grad():
                 alone = outputs(self.model, self.alone_call(at))
         except Exception as error:
-            if says_nothing(error) or isinstance(error, Fa2PatchError):
+            if is_no_verdict(error) or isinstance(error, Fa2PatchError):
                 raise
             if self.tree.offsets[at] + self.spans[at].length > 1:
                 raise PackingNotIsolated(

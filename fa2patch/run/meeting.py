@@ -11,13 +11,13 @@ from typing import Any
 
 import torch
 
+from .._torch import is_no_verdict
 from ..binding import release
 from ..errors import Fa2PatchError, KernelUnavailable, NotAModel, UnknownKernel
 from ..padded.batches import of_model
 from ..patch.applying import apply, status
 from ..patch.state import Patch
 from ..patch.unwrap import transformers_model
-from ..trying import says_nothing
 from ..upstream import inspecting
 from ..upstream.find_layers import attention_layers
 from ..upstream.find_models import is_transformers_model, models
@@ -84,7 +84,7 @@ class Meeting:
             say(f"{name} left alone: {error.message}")
             return
         except Exception as error:
-            if says_nothing(error):
+            if is_no_verdict(error):
                 with contextlib.suppress(NotAModel):
                     self.met.discard(transformers_model(model))
                 raise

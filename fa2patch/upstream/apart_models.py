@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from .._compile import uncompiled
+from .._torch import uncompiled
 from ..kernels.picks import DOCUMENTS
 from . import apart, inspecting
 from .packed_mask import PackedMask

@@ -8,7 +8,7 @@ from weakref import WeakKeyDictionary
 
 import torch
 
-from .._compile import constant
+from .._torch import constant
 from .._types import Config
 from ..errors import BadArchitecture, UnknownArchitecture
 from ..kernels.options import Options

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from .._compile import compiling
+from .._torch import compiling
 from .._types import Call
 from ..documents.checks import check_cu_seqlens, check_position_ids
 from ..documents.media import MEDIA

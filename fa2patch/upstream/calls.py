@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from .._compile import compiling
+from .._torch import compiling
 from .._types import Args, Call, Function, Model
 from ..documents.names import LENGTHS, TOKENS
 from ..errors import BadBatch, PackingNotIsolated

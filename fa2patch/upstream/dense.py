@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from .._compile import compiling
+from .._torch import compiling
 from .._types import Model
 from ..documents.names import LENGTHS
 from ..errors import NothingPacked, PackingNotIsolated

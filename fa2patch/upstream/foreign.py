@@ -14,7 +14,7 @@ from typing import Any, Callable
 
 import torch
 
-from .._compile import compiling, constant
+from .._torch import compiling, constant
 from .._types import Call, Function, Model
 from ..documents.names import LABELS, LENGTHS, LOSS_LABELS, REAL
 from ..errors import PackingNotIsolated

@@ -14,13 +14,12 @@ from typing import Any
 
 import torch
 
-from .._compile import compiling
+from .._torch import compiling, is_no_verdict
 from .._types import Args, Call, Function
 from ..documents import other_names
 from ..documents.checks import described
 from ..documents.names import LABELS, LENGTHS, PARENTS, REAL, TOKENS
 from ..errors import BadBatch, PackingNotIsolated
-from ..trying import says_nothing
 from . import apart_models, caches, dense, foreign, inspecting, luggage, reached
 from .batch import has_pictures, is_for_queries
 from .calls import Calls, batch_shape, passed
@@ -279,7 +278,7 @@ def _with_mask(step: Step) -> Any:
             f"layer of it is not patched any more ({error}). See fa2patch.status(model).layers; please report it."
         ) from error
     except Exception as error:
-        if step.role.pools and not says_nothing(error):  # upstream may fail on input ids that lost the packed row
+        if step.role.pools and not is_no_verdict(error):  # upstream may fail on input ids that lost the packed row
             _require_delivered(step)
         raise
     _require_delivered(step)

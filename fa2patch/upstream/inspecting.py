@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 
-from .._compile import traced, tracing_code
+from .._torch import traced, tracing_code
 from .._types import Call, Config, Function
 
 

@@ -11,7 +11,7 @@ import types
 from pathlib import Path
 from typing import Any
 
-from .._compile import constant
+from .._torch import constant
 from ..errors import PackingNotIsolated
 from . import inspecting
 

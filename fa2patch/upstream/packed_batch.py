@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from .._compile import compiling, recording, transforming
+from .._torch import compiling, recording, transforming
 from .._types import Call, Model
 from ..documents.boundaries import Boundaries, largest
 from ..documents.counted import in_graph, is_plain
@@ -138,8 +138,8 @@ def _recognised(
     upstream's code knows only a part of each row, or if the model takes no position ids.
     """
     seq_idx, mask = batch.lengths.get("seq_idx"), batch.mask
-    says_nothing = batch.position_ids is None and seq_idx is None and (mask is None or mask.dtype == torch.bool)
-    if says_nothing or (batch.shape[1] == 1 and not always):
+    is_no_verdict = batch.position_ids is None and seq_idx is None and (mask is None or mask.dtype == torch.bool)
+    if is_no_verdict or (batch.shape[1] == 1 and not always):
         return None
     return recognise(
         batch.shape,

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from .._compile import compiling
+from .._torch import autocast_dtype, compiling
 from ..documents.boundaries import Boundaries
 from ..errors import BadParents, PackingNotIsolated
 from ..kernels import Picks, asked_by
@@ -163,24 +163,11 @@ def compute_dtype(module: torch.nn.Module | None, q: torch.Tensor, k: torch.Tens
         return v.dtype if v.dtype in half else half.pop()
     if q.dtype != torch.float32:
         return q.dtype
-    device = q.device.type
-    if _autocast_enabled(device):
-        return _autocast_dtype(device)
+    by_autocast = autocast_dtype(q.device.type)
+    if by_autocast is not None:
+        return by_autocast
     quantized: torch.dtype | None = getattr(getattr(module, "config", None), "_pre_quantization_dtype", None)
     if quantized is not None:
         return quantized
     weights: Iterable[torch.Tensor] = module.parameters() if module is not None else ()
     return next((weight.dtype for weight in weights if weight.dim() >= 2 and weight.dtype in _COMPUTED), q.dtype)
-
-
-def _autocast_enabled(device: str) -> bool:
-    try:
-        return torch.is_autocast_enabled(device)
-    except TypeError:  # before torch 2.4 the function takes no device and means the GPU
-        return torch.is_autocast_cpu_enabled() if device == "cpu" else torch.is_autocast_enabled()
-
-
-def _autocast_dtype(device: str) -> torch.dtype:
-    if hasattr(torch, "get_autocast_dtype"):
-        return torch.get_autocast_dtype(device)
-    return torch.get_autocast_cpu_dtype() if device == "cpu" else torch.get_autocast_gpu_dtype()

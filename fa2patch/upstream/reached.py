@@ -9,7 +9,7 @@ from typing import Any, Callable
 
 import torch
 
-from .._compile import compiling
+from .._torch import compiling
 from .._types import Model
 from ..errors import PackingNotIsolated
 from . import inspecting

@@ -12,7 +12,7 @@ import torch._dynamo
 from small_models import DOCS, class_of, llama
 
 import fa2patch
-from fa2patch import _compile
+from fa2patch import _torch
 from fa2patch.binding import bind, release
 
 
@@ -114,7 +114,7 @@ def test_without_a_compilation_they_are_back_at_once(users):
 
 def test_dynamo_has_the_lock_that_is_asked_for():
     torch._dynamo.reset()
-    assert _compile._lock_of_dynamo() is not None
+    assert _torch._lock_of_dynamo() is not None
 
 
 @pytest.mark.slow  # ten seconds; the tests above show the same of a module of their own

@@ -10,7 +10,7 @@ from compiled import assert_like_eager
 import fa2patch
 from compat_matrix import tiny_models
 from compat_matrix.check.rows import documents
-from fa2patch import _compile
+from fa2patch import _torch
 from fa2patch.documents.stated import from_cu_seqlens
 from fa2patch.errors import BadCuSeqlens, PackingNotIsolated
 from fa2patch.kernels import reference_op
@@ -229,4 +229,4 @@ def test_numbers_are_in_the_message_where_they_are_known(monkeypatch):
     cu = torch.tensor([0, 4, 10], dtype=torch.int32)
     with pytest.raises(BadCuSeqlens, match="max_length is 5, but"):
         from_cu_seqlens(cu, 5, (1, 10))
-    assert not _compile.compiling()
+    assert not _torch.compiling()

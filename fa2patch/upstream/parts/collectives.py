@@ -11,7 +11,7 @@ from typing import Any, Callable
 import torch
 import torch.distributed as dist
 
-from ..._compile import uncompiled
+from ..._torch import HAS_OPERATORS, uncompiled
 
 _groups: dict[str, Any] = {}
 
@@ -67,7 +67,7 @@ whole_rows: Callable[[torch.Tensor, str, int], torch.Tensor] = _whole_rows
 """Called as ``whole_rows(values, group, processes)``: gather the parts ``[..., length]`` to whole rows. It has no
 gradient."""
 
-if hasattr(torch.library, "custom_op"):
+if HAS_OPERATORS:
     exchange = _op = torch.library.custom_op(
         "fa2patch::exchange", _exchanged, mutates_args=(), schema="(Tensor pieces, str group) -> Tensor"
     )

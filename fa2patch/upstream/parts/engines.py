@@ -15,7 +15,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from ..._compile import compiling, constant
+from ..._torch import compiling, constant
 from ..._types import Call, Function, Model
 from ...errors import PackingNotIsolated
 from .. import inspecting

@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from ..._compile import compiling
+from ..._torch import compiling
 from ..._types import Call, Function
 from ...documents.names import LABELS, LENGTHS
 from ...errors import PackingNotIsolated

@@ -19,7 +19,7 @@ from typing import Any
 
 import torch
 
-from ..._compile import compiling, constant
+from ..._torch import compiling, constant
 from ..._types import Call, Config, Function
 from ...binding import ABSENT
 from .. import inspecting, rope

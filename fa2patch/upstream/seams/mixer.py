@@ -15,13 +15,12 @@ from typing import Any
 
 import torch
 
-from ..._compile import uncompiled
+from ..._torch import computed_in, uncompiled
 from ..._types import Args, Call, Function
 from ...documents.boundaries import Boundaries
 from ...documents.names import LENGTHS
 from ...errors import PackedWithCache, PackingNotIsolated
 from ...kernels.picks import DOCUMENTS
-from ...trying import computed_in
 from .. import apart, caches, inspecting
 from ..packed_mask import PackedMask, find
 from . import mixer_trial, whole_row

@@ -15,7 +15,7 @@ from typing import Callable
 import numpy as np
 import torch
 
-from ...trying import computed_in, out_of_reach, says_nothing, without_gradients
+from ..._torch import computed_in, is_no_verdict, outside_the_forward, without_gradients
 from ..apart import Documents
 
 Computes = Callable[[torch.Tensor, "torch.Tensor | None"], "list[torch.Tensor]"]
@@ -74,14 +74,14 @@ class Trial:
         is asked of the first part of a document, too, and of the tokens behind it. Dropout is off during the trial.
 
         Raises:
-            Exception: an error that says nothing about the module (:func:`~fa2patch.trying.says_nothing`).
+            Exception: an error that says nothing about the module (:func:`~fa2patch._torch.is_no_verdict`).
         """
-        kept = out_of_reach(self.states.device), _without_dropout(self.module), _buffers_kept(self.module)
+        kept = outside_the_forward(self.states.device), _without_dropout(self.module), _buffers_kept(self.module)
         try:
             with kept[0], kept[1], kept[2] as written:
                 why = self._difference() or written()
         except Exception as error:  # unknown keywords or a kernel that does not build
-            if says_nothing(error):
+            if is_no_verdict(error):
                 raise
             why = f"fails: {type(error).__name__}: {error}".splitlines()[0]
         return not why, why

@@ -13,11 +13,11 @@ from weakref import WeakSet
 
 import torch
 
+from ..._torch import without_gradients
 from ..._types import Args, Call, Function
 from ...documents.boundaries import Boundaries
 from ...errors import BadParents
 from ...kernels.picks import BATCHES, WHOLE_ROW, Portions
-from ...trying import without_gradients
 from .. import apart, near_lengths
 from . import mixer_trial, whole_row
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from ..._compile import compiling
+from ..._torch import compiling
 from ..._types import Call, Model
 from ...documents.boundaries import Boundaries
 from ...documents.checks import described

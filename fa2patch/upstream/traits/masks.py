@@ -8,7 +8,7 @@ from dataclasses import replace
 from itertools import chain
 from typing import Any
 
-from ..._compile import constant
+from ..._torch import constant
 from ..._types import Config, Function
 from ...errors import PackingNotIsolated, UnsupportedModel
 from .. import blocks, inspecting

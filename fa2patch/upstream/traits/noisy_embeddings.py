@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from ..._compile import compiling, uncompiled
+from ..._torch import compiling, uncompiled
 from ..._types import Model
 from .. import inspecting, luggage
 from ..apart import Documents

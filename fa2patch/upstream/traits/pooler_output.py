@@ -6,7 +6,7 @@ from typing import Any, Callable
 
 import torch
 
-from ..._compile import uncompiled
+from ..._torch import uncompiled
 from ..._types import Model
 from ...documents.boundaries import Boundaries
 from .. import apart

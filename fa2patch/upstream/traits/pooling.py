@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 
-from ..._compile import uncompiled
+from ..._torch import uncompiled
 from ..._types import Call, Function, Model
 from ...documents.boundaries import Boundaries
 from ...documents.names import TOKENS

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from ..._compile import uncompiled
+from ..._torch import uncompiled
 from ..._types import Call, Function, Model
 from ...documents.boundaries import Boundaries
 from .. import apart, inspecting, luggage

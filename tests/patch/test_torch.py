@@ -5,7 +5,7 @@ import errno
 import pytest
 import torch
 
-from fa2patch.trying import out_of_reach, says_nothing
+from fa2patch._torch import is_no_verdict, outside_the_forward
 
 
 def raised_by(attempt):
@@ -50,11 +50,11 @@ def meanwhile(other):
     ids=repr,
 )
 def test_no_memory_and_interruptions_are_no_verdicts(error):
-    assert says_nothing(error)
+    assert is_no_verdict(error)
 
 
 def test_what_torch_calls_it_by_now_is_known():
-    assert says_nothing(getattr(torch, "OutOfMemoryError", torch.cuda.OutOfMemoryError)("no more"))
+    assert is_no_verdict(getattr(torch, "OutOfMemoryError", torch.cuda.OutOfMemoryError)("no more"))
 
 
 @pytest.mark.parametrize(
@@ -72,7 +72,7 @@ def test_what_torch_calls_it_by_now_is_known():
     ids=repr,
 )
 def test_all_else_is_a_verdict(error):
-    assert not says_nothing(error)
+    assert not is_no_verdict(error)
 
 
 @pytest.mark.parametrize("device", ["cpu", "mps", "meta"])
@@ -80,12 +80,12 @@ def test_what_is_tried_draws_no_random_numbers_and_gets_gradients(device):
     """The CPU's random state is left unchanged on every device."""
     before = torch.get_rng_state()
     leaf = torch.ones(2, requires_grad=True)
-    with torch.inference_mode(), out_of_reach(torch.device(device)):
+    with torch.inference_mode(), outside_the_forward(torch.device(device)):
         torch.rand(3)
         output = leaf * 2
         assert not output.is_inference() and output.requires_grad
     assert torch.equal(torch.get_rng_state(), before)
-    with torch.no_grad(), out_of_reach(torch.device("cpu")):
+    with torch.no_grad(), outside_the_forward(torch.device("cpu")):
         assert (leaf * 2).requires_grad
 
 
@@ -94,5 +94,5 @@ def test_what_is_tried_is_not_handed_to_hooks_around_it():
         raise AssertionError("saved by a trial")
 
     leaf = torch.ones(2, requires_grad=True)
-    with torch.autograd.graph.saved_tensors_hooks(fail, fail), out_of_reach(torch.device("cpu")):
+    with torch.autograd.graph.saved_tensors_hooks(fail, fail), outside_the_forward(torch.device("cpu")):
         torch.autograd.grad((leaf * leaf).sum(), leaf)

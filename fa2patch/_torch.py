@@ -1,9 +1,14 @@
-"""Marks and queries for torch.compile that do not import its compiler, which takes a second."""
+"""What differs between versions of torch: torch.compile, autocast, and forwards inside a forward that runs.
+
+The compiler is not imported for any question about it, because that takes a second. An operator whose arguments differ
+between versions is looked at by the kernel that calls it.
+"""
 
 from __future__ import annotations
 
 import _thread
 import contextlib
+import errno
 import itertools
 import sys
 import weakref
@@ -14,6 +19,9 @@ from typing import Any, Callable, TypeVar
 import torch
 
 F = TypeVar("F", bound=Callable[..., Any])
+
+HAS_OPERATORS = hasattr(torch.library, "custom_op")
+"""Whether operators of one's own keep a graph whole: torch 2.4 on. Before, the graph breaks at each of them."""
 
 
 def uncompiled(function: F) -> F:
@@ -177,3 +185,80 @@ def _lock_of_dynamo() -> Any:
     """The lock that is held while a graph is compiled; None if there is none, as before the compiler is imported."""
     homes = (sys.modules.get(f"torch._dynamo.{name}") for name in ("convert_frame", "eval_frame"))  # the latter in 2.1
     return next((lock for lock in (getattr(home, "compile_lock", None) for home in homes) if lock is not None), None)
+
+
+def _out_of_memory() -> tuple[type[BaseException], ...]:
+    kinds = (getattr(home, "OutOfMemoryError", None) for home in (torch, torch.cuda))  # the former from 2.5 on
+    return tuple(kind for kind in kinds if isinstance(kind, type))
+
+
+_INTERRUPTED: tuple[type[BaseException], ...] = (MemoryError, InterruptedError, *_out_of_memory())
+_NO_MEMORY = ("out of memory", "can't allocate memory", "not enough memory", "_STATUS_ALLOC_FAILED")
+"""Messages of CUDA, ROCm, MPS and XPU, of torch's CPU allocator, and of cuBLAS and related libraries. Triton's "out of
+resource: shared memory" is not among them: it depends on the kernel's size, so another try would fail as well."""
+
+
+def is_no_verdict(error: BaseException) -> bool:
+    """Whether an error says nothing about what was tried: memory ran out, or the run was interrupted.
+
+    The caller must raise such an error again and must not remember it as a result, because another try may succeed.
+    An error whose ``__cause__`` is such an error is treated the same way.
+    """
+    if not isinstance(error, Exception) or isinstance(error, _INTERRUPTED):
+        return True
+    if isinstance(error, OSError) and error.errno == errno.ENOMEM:
+        return True
+    if isinstance(error, RuntimeError) and any(words in str(error) for words in _NO_MEMORY):
+        return True
+    return error.__cause__ is not None and is_no_verdict(error.__cause__)
+
+
+@contextlib.contextmanager
+def outside_the_forward(device: torch.device) -> Iterator[None]:
+    """Enable gradients and isolate the code inside from the forward that is running.
+
+    The forward's inference mode and its checkpoint's saved-tensor hooks do not apply inside. Its random number
+    generators (CPU, and CUDA if ``device`` is one) are restored afterwards.
+    """
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(torch.random.fork_rng([device] if device.type == "cuda" else []))
+        stack.enter_context(torch.inference_mode(False))
+        stack.enter_context(torch.enable_grad())
+        stack.enter_context(torch.autograd.graph.saved_tensors_hooks(lambda x: x, lambda x: x))
+        yield
+
+
+@contextlib.contextmanager
+def autocast_uncached() -> Iterator[None]:
+    """Let a forward inside the caller's, which may run under autocast, cast weights for itself alone.
+
+    Autocast keeps the casts of weights for all forwards in its context. One that was made here would have no gradient,
+    and the caller's forward would use it.
+    """
+    kept = torch.is_autocast_cache_enabled()
+    torch.set_autocast_cache_enabled(False)
+    try:
+        yield
+    finally:
+        torch.set_autocast_cache_enabled(kept)
+
+
+@contextlib.contextmanager
+def without_gradients() -> Iterator[None]:
+    """``torch.no_grad`` with :func:`autocast_uncached`."""
+    with autocast_uncached(), torch.no_grad():
+        yield
+
+
+def computed_in(states: torch.Tensor) -> torch.dtype:
+    """The dtype of products with these states, which autocast may change. An empty product shows it."""
+    return torch.nn.functional.linear(states.new_empty(0, 1), states.new_empty(1, 1)).dtype
+
+
+def autocast_dtype(device: str) -> torch.dtype | None:
+    """The dtype of autocast on a type of device; None if it is off there."""
+    if hasattr(torch, "get_autocast_dtype"):
+        return torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else None
+    if device == "cpu":  # before torch 2.4 the functions take no device, and mean the GPU
+        return torch.get_autocast_cpu_dtype() if torch.is_autocast_cpu_enabled() else None
+    return torch.get_autocast_gpu_dtype() if torch.is_autocast_enabled() else None

@@ -2,9 +2,10 @@
 
     python examples/extend/own_trait.py
 
-No token sees another document through such a vector, so a check for leaks finds nothing. The numbers are wrong all the
-same: in a packed row only the first document gets its vector. A trait says how the feature is found, what is replaced
-for it, and that the documents must ride to it on ``position_ids``.
+No token sees another document through such a vector. The numbers are wrong all the same: in a packed row only the first
+document gets its vector. fa2patch does not know the module, so it computes a document alone as well, and raises an
+error. A trait says how the feature is found, what is replaced for it, and that the documents must ride to it on
+``position_ids``.
 """
 
 from __future__ import annotations
@@ -14,10 +15,11 @@ from collections.abc import Iterable
 from typing import Any, Callable
 
 import torch
-from rows import CONFIG, alone, difference, documents, model_of
+from rows import CONFIG, alone, difference, documents, model_of, packed
 from transformers import LlamaForCausalLM, LlamaModel
 
 import fa2patch
+from fa2patch.errors import PackingNotIsolated
 from fa2patch.traits import Looked, Site, Step, Trait, documents_of, of_forward, register_trait
 
 
@@ -92,7 +94,10 @@ def main() -> None:
     model, docs = model_of(StartForCausalLM, CONFIG), documents()
     expected = alone(model, docs)
     with fa2patch.apply(model):
-        print(f"without the trait: difference {difference(model, docs, expected):.1e}")
+        try:
+            model(**packed(docs))
+        except PackingNotIsolated as error:
+            print(f"without the trait: {error.message}")
     register_trait(StartVectors())
     with fa2patch.apply(model):
         print(f"with the trait: difference {difference(model, docs, expected):.1e}")

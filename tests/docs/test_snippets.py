@@ -6,7 +6,6 @@ import contextlib
 import functools
 import importlib.metadata
 import io
-import json
 import os
 import re
 import shlex
@@ -18,26 +17,20 @@ from typing import Any
 
 import pytest
 import torch
-import transformers
 from packaging.requirements import Requirement
 from snippets import ROOT, Snippet, pages, snippets
+from tiny_hub import make_data, make_models
 
 import fa2patch
-from compat_matrix import tiny_models
 from compat_matrix.ecosystem.stacks import Stack, stacks
 
 SNIPPETS = [snippet for page in pages() for snippet in snippets(page)]
-KINDS = {"ModernBERT": "modernbert:masked", "LFM2": "lfm2", "Qwen2-VL": "qwen2_vl"}
-"""Architectures by a part of a model's name. All other names get a Llama. The weights are random."""
-
 APART = "flash-attn"
 """What is not installed here: the stand-in of compat_matrix computes it, in a process of its own."""
 
 ON_A_CPU = {"ACCELERATE_USE_CPU": "true", "OMP_NUM_THREADS": "1"}
 DEEPSPEED_ON_A_CPU = {"DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1"}
 """What accelerate and DeepSpeed are told in the place of a GPU. The first variable would switch DeepSpeed off."""
-
-TEXTS = [f"Question: what is {n} and {n}?\nAnswer: {' '.join(['it is', str(2 * n)] * (n % 5 + 1))}." for n in range(64)]
 
 
 def here(needs: tuple[str, ...]) -> bool:
@@ -60,53 +53,8 @@ RUN = [snippet for snippet in SNIPPETS if not snippet.not_run and not snippet.fi
 def home(tmp_path_factory) -> Path:
     """A folder with the data that the pages load. The models are added as they are needed."""
     home = tmp_path_factory.mktemp("home")
-    lines = [{"prompt": text.partition("Answer:")[0], "completion": text.partition("Answer:")[2]} for text in TEXTS]
-    write(home / "train.jsonl", lines)
-    asked = [{"instruction": line["prompt"], "output": line["completion"]} for line in lines]
-    write(home / "lucasmccabe-lmi/CodeAlpaca-20k/train.jsonl", asked)
-    tokenizer = tiny_tokenizer()
-    write(home / "path/to/my/dataset", [{"input_ids": tokenizer(text)["input_ids"]} for text in TEXTS])
+    make_data(home)
     return home
-
-
-def make_models(snippet: Snippet, home: Path) -> None:
-    """Make the models that a snippet loads, in folders of their names."""
-    code = "".join([snippet.setup, snippet.code, *(code for _, code in snippet.files)])
-    for name in re.findall(r"(?:from_pretrained\(\s*|\bname = )\"([\w./-]+)\"", code):
-        if not (home / name).exists():
-            tokenizer = tiny_tokenizer()
-            tiny_model(name, len(tokenizer)).save_pretrained(home / name)
-            tokenizer.save_pretrained(home / name)
-
-
-def write(file: Path, lines: list[dict[str, object]]) -> None:
-    file.parent.mkdir(parents=True, exist_ok=True)
-    file.write_text("".join(json.dumps(line) + "\n" for line in lines))
-
-
-def tiny_tokenizer():
-    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
-
-    made = Tokenizer(models.BPE())
-    made.pre_tokenizer, made.decoder = pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel()
-    trainer = trainers.BpeTrainer(
-        vocab_size=400, special_tokens=["<s>", "</s>", "<pad>"], initial_alphabet=pre_tokenizers.ByteLevel.alphabet()
-    )
-    made.train_from_iterator(TEXTS, trainer)
-    special = {"bos_token": "<s>", "eos_token": "</s>", "pad_token": "<pad>"}
-    returned = ["input_ids", "attention_mask"]  # as Qwen's and Llama's; 4.x would add token_type_ids
-    return transformers.PreTrainedTokenizerFast(tokenizer_object=made, model_input_names=returned, **special)
-
-
-def tiny_model(name: str, words: int):
-    kind = next((kind for part, kind in KINDS.items() if part in name), None)
-    if kind is not None:
-        return tiny_models.build(kind, "sdpa", vocab_size=words)
-    config = transformers.LlamaConfig(
-        vocab_size=words, hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4,
-        num_key_value_heads=2, max_position_embeddings=512, bos_token_id=0, eos_token_id=1, pad_token_id=2,
-    )  # fmt: skip
-    return transformers.LlamaForCausalLM(config)
 
 
 @pytest.fixture
@@ -125,7 +73,7 @@ def _param(snippet: Snippet) -> Any:
 
 @pytest.mark.parametrize("snippet", map(_param, RUN))
 def test_runs(snippet: Snippet, home: Path, names, tmp_path, monkeypatch):
-    make_models(snippet, home)
+    make_models("".join([snippet.setup, snippet.code, *(code for _, code in snippet.files)]), home)
     for entry in home.iterdir():
         (tmp_path / entry.name).symlink_to(entry)
     monkeypatch.chdir(tmp_path)

@@ -46,8 +46,9 @@ def test_the_example_of_a_kernel() -> None:
 
 @pytest.mark.slow
 def test_the_example_of_a_trait() -> None:
-    without, having = differences(printed("own_trait.py"))
-    assert without > 0.01 and having < 1e-5
+    text = printed("own_trait.py")
+    assert "without the trait: StartForCausalLM holds what fa2patch does not know" in text
+    assert max(differences(text)) < 1e-5
 
 
 @pytest.mark.slow

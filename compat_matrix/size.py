@@ -11,6 +11,7 @@ import ast
 import io
 import subprocess
 import tarfile
+import tokenize
 from collections import Counter, defaultdict
 from collections.abc import Iterator
 from pathlib import PurePosixPath
@@ -60,6 +61,7 @@ def counted(files: dict[str, str]) -> Counter[str]:
             if node is not None
             for line in lines[node.lineno - 1 : node.end_lineno]
         )
+        tokens = tokenize.generate_tokens(io.StringIO(text).readline)
         imports = [node for node in nodes if isinstance(node, (ast.Import, ast.ImportFrom))]
         functions = [node for node in nodes if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef))]
         found.update(
@@ -70,7 +72,7 @@ def counted(files: dict[str, str]) -> Counter[str]:
                 "lines of code": len(lines) - said - comments - blank,
                 "lines of docstrings": said,
                 "lines of imports": sum(map(_lines, imports)),
-                "comments": text.count("  # ") + comments,
+                "comments": sum(token.type == tokenize.COMMENT for token in tokens),
                 f"functions over {LONG} lines": sum(_lines(one) - _lines(_docstring(one)) > LONG for one in functions),
                 "functions": len(functions),
                 "classes": sum(isinstance(node, ast.ClassDef) for node in nodes),

@@ -42,7 +42,7 @@ if TYPE_CHECKING:
     from .data.collators import DataCollatorWithFlattening
     from .data.completion_only import DataCollatorForCompletionOnlyLM
     from .data.multimodal import DataCollatorForMultimodalFlattening
-    from .data.trainers import packed_trainer
+    from .data.packed_trainer import packed_trainer
     from .proof.result import Verification
     from .proof.verify import verify
 else:
@@ -53,7 +53,7 @@ else:
         "LightningCallback": "callbacks.lightning",
         "TrainerCallback": "callbacks.trainer",
         "Verification": "proof.result",
-        "packed_trainer": "data.trainers",
+        "packed_trainer": "data.packed_trainer",
         "verify": "proof.verify",
     }
 

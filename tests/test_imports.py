@@ -47,7 +47,8 @@ def test_a_lazy_name_works_without_an_import_of_its_own() -> None:
         "import fa2patch\n"
         "class Trainer:\n"
         "    'A stand-in for TRL.'\n"
-        "assert fa2patch.preference.trainer_class(Trainer).__mro__[1] is Trainer\n"
+        "assert fa2patch.packed_trainer(Trainer).__mro__[1] is Trainer\n"
+        "assert fa2patch.preference.__name__ == 'fa2patch.preference'\n"
         "assert 'preference' in dir(fa2patch) and 'preference' in fa2patch.__all__\n"
     )
     subprocess.run([sys.executable, "-c", code], check=True, timeout=120)

@@ -13,22 +13,22 @@ from typing import Any
 import numpy as np
 import torch
 
-from ..documents.names import IGNORED_LABEL, REAL
+from ..documents.names import COUNTED_LABEL, IGNORED_LABEL, LOSS_LABELS, LOSS_WEIGHTS, REAL
 from ..errors import CollatorError
-from . import loss_weights
-from .document_labels import one_per_document, without_targets
-from .flattening import (
+from .columns import (
     IDS,
     Array,
     Columns,
     Flat,
-    counted,
+    as_numbers,
+    concatenate,
     document_lengths,
     ends,
     integer,
-    numbers_of_parts,
-    read_all,
-    require_visible_starts,
+    present,
+    read_examples,
+    require_same_keys,
+    restarting,
     starts,
 )
 
@@ -92,7 +92,8 @@ class DataCollatorWithFlattening:
             raise CollatorError(f"loss_masks: expected names of columns, found {self.loss_masks!r}. Put it in a list.")
         if self.loss_masks and self.document_labels:
             raise CollatorError("loss_masks choose among labels of tokens: leave them out with document_labels=True.")
-        loss_weights.check(self.loss_weights)
+        if self.loss_weights not in (None, "document"):
+            raise CollatorError(f"loss_weights: expected 'document' or None, found {self.loss_weights!r}.")
         if self.loss_weights and self.document_labels:
             raise CollatorError("loss_weights are of labels of tokens: leave them out with document_labels=True.")
 
@@ -165,18 +166,21 @@ class DataCollatorWithFlattening:
         """Return everything in the batch that is a tensor, as arrays that share no memory, and the longest document."""
         targets: list[Columns] = []
         if self.document_labels:
-            features, targets = without_targets(features)
-        flat = self._complete(read_all(features, self.position_ids_start))
+            features, targets = _split_labels(features)
+        flat = read_examples(features, self.position_ids_start)
         tokens = sum(flat.lengths)
+        self._add_labels(flat)
         row, lengths = self._padded(flat)
-        stated = "position_ids" in row
-        documents = document_lengths(row["position_ids"], lengths) if stated else lengths
-        if not stated:
-            row["position_ids"] = counted(lengths, self.position_ids_start)
-        labels = one_per_document(targets, numbers_of_parts(documents, lengths)) if targets else None
-        if stated and not (self.return_flash_attn_kwargs or self.return_seq_idx):
-            require_visible_starts(row["position_ids"], lengths)
-        if not self.document_labels:
+        if "position_ids" in row:
+            documents = document_lengths(row["position_ids"], lengths)
+            if not (self.return_flash_attn_kwargs or self.return_seq_idx):
+                _require_visible_starts(row["position_ids"], lengths)
+        else:
+            documents = lengths
+            row["position_ids"] = restarting(lengths, self.position_ids_start)
+        if self.document_labels:
+            labels = _labels_of_documents(targets, documents, lengths)
+        else:
             labels = row["labels"]
             if separator is not None:
                 labels[starts(documents)] = separator
@@ -186,14 +190,29 @@ class DataCollatorWithFlattening:
             row[REAL] = (np.arange(len(row["input_ids"])) < tokens).astype(np.int64)
         return self._in_order(row, labels, documents), max(documents)
 
-    def _in_order(self, row: Columns, labels: Array | None, documents: list[int]) -> Columns:
-        """Return the arrays of the batch in upstream's order.
+    def _add_labels(self, flat: Flat) -> None:
+        """Add the ``labels``, unless they are of documents, and apply the loss masks."""
+        columns = flat.columns
+        if not self.document_labels and "labels" not in columns:
+            columns["labels"] = columns["input_ids"].copy()
+        selected = [_selected(name, columns.pop(name), flat.lengths) for name in self.loss_masks if name in columns]
+        if selected:
+            columns["labels"] = np.where(np.all(selected, axis=0), columns["labels"], IGNORED_LABEL)
 
-        Args:
-            row: The columns, ``[T]``.
-            labels: The labels as they are returned.
-            documents: The tokens of each document.
-        """
+    def _padded(self, flat: Flat) -> tuple[Columns, list[int]]:
+        """Return the columns with the padding, and the tokens of each example and of the padding, if there is any."""
+        length = -sum(flat.lengths) % self.pad_to_multiple_of if self.pad_to_multiple_of else 0
+        if not length:
+            return flat.columns, flat.lengths
+        padding: Columns = {key: np.zeros(length, dtype=values.dtype) for key, values in flat.columns.items()}
+        padding["input_ids"] = np.full(length, self.pad_token_id, dtype=np.int64)
+        if "position_ids" in padding:
+            padding["position_ids"] = restarting([length], self.position_ids_start)
+        row = {key: np.concatenate([values, padding[key]]) for key, values in flat.columns.items()}
+        return row, [*flat.lengths, length]
+
+    def _in_order(self, row: Columns, labels: Array | None, documents: list[int]) -> Columns:
+        """Return the arrays of the batch in upstream's order, from columns ``[T]`` and the documents' lengths."""
         arrays = {"input_ids": row["input_ids"][None]}
         if labels is not None:
             arrays["labels"] = labels
@@ -206,37 +225,49 @@ class DataCollatorWithFlattening:
             arrays["cu_seq_lens_k"] = arrays["cu_seq_lens_q"].copy()
         arrays.update({key: values[None] for key, values in row.items() if key not in IDS})
         if self.loss_weights:
-            weighted = loss_weights.by_document(row["labels"], documents)
-            made = [key for key in weighted if key in arrays and key not in IDS]
-            if made:
-                raise CollatorError(f"{made[0]} is made by the collator. Remove it from the examples.")
-            arrays.update({key: values[None] for key, values in weighted.items()})
+            for key, values in document_weights(row["labels"], documents).items():
+                if key in arrays and key not in IDS:
+                    raise CollatorError(f"{key} is made by the collator. Remove it from the examples.")
+                arrays[key] = values[None]
         return arrays
 
-    def _complete(self, flat: Flat) -> Flat:
-        """Add the ``labels``, unless they are of documents, and apply the loss masks."""
-        columns = dict(flat.columns)
-        if not self.document_labels and "labels" not in columns:
-            columns["labels"] = columns["input_ids"].copy()
-        learned = [_of_tokens(name, columns.pop(name), flat.lengths) for name in self.loss_masks if name in columns]
-        if learned:
-            columns["labels"] = np.where(np.all(learned, axis=0), columns["labels"], IGNORED_LABEL)
-        return Flat(columns, flat.lengths)
 
-    def _padded(self, flat: Flat) -> tuple[Columns, list[int]]:
-        """Return the columns with the padding, and the tokens of each example and of the padding, if there is any."""
-        length = -sum(flat.lengths) % self.pad_to_multiple_of if self.pad_to_multiple_of else 0
-        if not length:
-            return flat.columns, flat.lengths
-        padding: Columns = {key: np.zeros(length, dtype=values.dtype) for key, values in flat.columns.items()}
-        padding["input_ids"] = np.full(length, self.pad_token_id, dtype=np.int64)
-        if "position_ids" in padding:
-            padding["position_ids"] = counted([length], self.position_ids_start)
-        row = {key: np.concatenate([values, padding[key]]) for key, values in flat.columns.items()}
-        return row, [*flat.lengths, length]
+def document_weights(labels: Array, lengths: Sequence[int]) -> Columns:
+    """Return ``labels`` that count documents, ``loss_labels`` and ``loss_weights``, each ``[tokens]``.
+
+    A patched model computes the loss from the other two. Trainer divides it by the number of ``labels`` in a step:
+    there is one for each document that has any label, at its first token in the loss.
+
+    Args:
+        labels: int64 ``[tokens]``, -100 outside the loss. The first label of each document does not count.
+        lengths: The lengths of the documents, in tokens.
+    """
+    first = starts(lengths)
+    learned = labels != IGNORED_LABEL
+    learned[first] = False
+    counts = np.add.reduceat(learned, first, dtype=np.int64)
+    (at,) = np.nonzero(learned)
+    counted = np.full_like(labels, IGNORED_LABEL)
+    counted[at[(counts.cumsum() - counts)[counts > 0]]] = COUNTED_LABEL
+    weights = np.zeros(len(labels), dtype=np.float32)
+    weights[at] = np.repeat(1 / np.maximum(counts, 1), counts)
+    return {"labels": counted, LOSS_LABELS: np.where(learned, labels, IGNORED_LABEL), LOSS_WEIGHTS: weights}
 
 
-def _of_tokens(name: str, values: Array, lengths: Sequence[int]) -> Array:
+def _require_visible_starts(position_ids: Array, lengths: Sequence[int]) -> None:
+    """Raise :class:`CollatorError` if the position ids of an example continue those of the example before it."""
+    first = ends(lengths)[:-1]
+    left, right = position_ids[first - 1], position_ids[first]
+    hidden = np.flatnonzero(right == left + 1)
+    if len(hidden):
+        at = hidden[0]
+        raise CollatorError(
+            f"position_ids go on from {left[at]} to {right[at]} where example {at + 1} (or the padding) "
+            "starts, which hides that start. Let them restart, or set return_flash_attn_kwargs=True."
+        )
+
+
+def _selected(name: str, values: Array, lengths: Sequence[int]) -> Array:
     """Return which tokens a loss mask selects. A fraction would give its token the whole weight."""
     selected: Array = values == 1
     (wrong,) = np.nonzero(~selected & (values != 0))
@@ -247,3 +278,43 @@ def _of_tokens(name: str, values: Array, lengths: Sequence[int]) -> Array:
             "selects the tokens in the loss, and tokens have no other weights. Round it, or leave it out of loss_masks."
         )
     return selected
+
+
+def _split_labels(features: Iterable[Mapping[str, Any]]) -> tuple[list[dict[str, Any]], list[Columns]]:
+    """Split examples into their columns and their document labels, ``{"labels": ...}`` or ``{}``."""
+    columns, targets = [], []
+    for index, feature in enumerate(features):
+        found = present(index, feature)
+        names = [name for name in ("labels", "label", "label_ids") if name in found]
+        if len(names) > 1:
+            raise CollatorError(f"example {index}: labels under more than one name: {', '.join(names)}. Keep one.")
+        values = [as_numbers(index, name, found.pop(name), "one label per document") for name in names]
+        targets.append({"labels": values[0]} if values else {})
+        columns.append(found)
+    return columns, targets
+
+
+def _labels_of_documents(targets: Sequence[Columns], documents: Sequence[int], lengths: Sequence[int]) -> Array | None:
+    """Return labels ``[documents]`` or ``[documents, numbers]``, or None if no example has any.
+
+    Args:
+        targets: The labels of each example, as :func:`_split_labels` returns them.
+        documents: The tokens of each document.
+        lengths: The tokens of each example, and of the padding, if there is any. It has no labels.
+    """
+    if not any(targets):
+        return None
+    require_same_keys(targets)
+    counts = np.diff(np.searchsorted(ends(documents), ends(lengths)), prepend=-1).tolist()  # documents of each example
+    arrays = [np.atleast_1d(target["labels"]) for target in targets]
+    if any(len(array) != count for array, count in zip(arrays, counts)):
+        # If an example has one document, its list of numbers holds several targets of that document.
+        arrays = [array[None] if count == 1 else array for array, count in zip(arrays, counts)]
+        for index, (array, count) in enumerate(zip(arrays, counts)):
+            if len(array) != count or array.ndim != 2 or array.shape[1:] != arrays[0].shape[1:]:
+                raise CollatorError(
+                    f"example {index}: labels of shape {targets[index]['labels'].shape} for {count} documents. "
+                    "Expected one number for each document, or in all examples equally many numbers for each."
+                )
+    joined = concatenate("labels", [array if array.dtype.kind == "f" else array.astype(np.int64) for array in arrays])
+    return joined.astype(np.float32 if joined.ndim == 2 else joined.dtype, copy=False)

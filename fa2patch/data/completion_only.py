@@ -14,63 +14,13 @@ import torch
 
 from ..documents.names import IGNORED_LABEL
 from ..errors import CollatorError
-from . import loss_weights as weights
-from .collators import DataCollatorWithFlattening
-from .flattening import Array, Columns, integer, read_all
-from .padding import as_encoding, padded
-
-Span = tuple[int, int]
-"""The first token of a template, and the token behind its last one."""
-
-
-def of_ids(ids: Array, template: Sequence[int]) -> list[Span]:
-    """Return the spans of a template's token ids in ``ids``, int64 ``[tokens]``, in order."""
-    length = len(template)
-    windows = np.lib.stride_tricks.sliding_window_view(ids, length) if len(ids) >= length else ids[:0, None]
-    return [(int(at), int(at) + length) for at in np.flatnonzero((windows == template).all(axis=1))]
-
-
-def of_text(
-    ids: Array, template: str, token_ids: Sequence[int], text: str, decode: Callable[[Array], str]
-) -> list[Span]:
-    """Return the spans of a template given as text, in order.
-
-    A tokenizer may split a template into different tokens in another context. If the text holds the template more often
-    than the ids hold ``token_ids``, it is searched for in the text. A token that overlaps it belongs to it.
-
-    Args:
-        ids: int64 ``[tokens]``.
-        template: The text to search for.
-        token_ids: The template as token ids.
-        text: The decoded ``ids``.
-        decode: Returns the text of token ids.
-    """
-    spans = of_ids(ids, token_ids)
-    if text.count(template) <= len(spans):
-        return spans
-    spans, at = [], text.find(template)
-    while at >= 0:
-        end = at + len(template)
-        spans.append((_up_to(ids, at, False, decode), _up_to(ids, end, True, decode)))
-        at = text.find(template, end)
-    return spans
-
-
-def _up_to(ids: Array, characters: int, inside: bool, decode: Callable[[Array], str]) -> int:
-    """Count the tokens of the first ``characters``; ``inside`` counts a token that crosses the end of them too."""
-    low, high = 0, len(ids)
-    while low < high:
-        middle = (low + high + (not inside)) // 2
-        made = len(decode(ids[:middle]))
-        if inside:
-            low, high = (low, middle) if made >= characters else (middle + 1, high)
-        else:
-            low, high = (middle, high) if made <= characters else (low, middle - 1)
-    return low
-
+from .collators import DataCollatorWithFlattening, document_weights
+from .columns import Array, Columns, integer, read_examples
 
 Template = Union[str, Sequence[int]]
 Example = Union[Mapping[str, Any], Sequence[int]]
+Span = tuple[int, int]
+"""The first token of a template, and the token behind its last one."""
 
 
 class DataCollatorForCompletionOnlyLM:
@@ -209,12 +159,12 @@ class DataCollatorForCompletionOnlyLM:
     def _batch(self, features: Iterable[Example], framework: str) -> MutableMapping[str, Any]:
         if not isinstance(features, Iterable):
             raise CollatorError(f"expected a list of examples, found {type(features).__name__}.")
-        named = [one if isinstance(one, Mapping) else {"input_ids": one} for one in features]
-        examples = read_all(named, self.position_ids_start).examples()
+        mappings = [one if isinstance(one, Mapping) else {"input_ids": one} for one in features]
+        examples = read_examples(mappings, self.position_ids_start).examples()
         for index, example in enumerate(examples):
             example["labels"] = self._labels(index, example)
         batch = self._row(examples, framework) if self.padding_free else self._padded(examples, framework)
-        return batch if self.tokenizer is None else as_encoding(batch)
+        return batch if self.tokenizer is None else _as_encoding(batch)
 
     def _row(self, examples: Sequence[Columns], framework: str) -> dict[str, Any]:
         batch = self._flatten()(examples, framework)
@@ -263,8 +213,8 @@ class DataCollatorForCompletionOnlyLM:
 
     def _spans(self, ids: Array, template: Template, token_ids: list[int], text: str) -> list[Span]:
         if isinstance(template, str):
-            return of_text(ids, template, token_ids, text, self._decode)
-        return of_ids(ids, token_ids)
+            return _spans_of_text(ids, template, token_ids, text, self._decode)
+        return _spans_of_ids(ids, token_ids)
 
     def _decode(self, ids: Array) -> str:
         text: str = self.tokenizer.decode(ids.tolist(), clean_up_tokenization_spaces=False)
@@ -281,11 +231,84 @@ class DataCollatorForCompletionOnlyLM:
 
     def _padded(self, examples: Sequence[Columns], framework: str) -> dict[str, Any]:
         columns = [{"attention_mask": np.ones_like(one["input_ids"]), **one} for one in examples]
-        fill = {"input_ids": getattr(self.tokenizer, "pad_token_id", None), "labels": self._ignored}
-        left = getattr(self.tokenizer, "padding_side", "right") == "left"
-        batch = padded(columns, fill, self.pad_to_multiple_of or 1, left)
+        lengths = [len(one["input_ids"]) for one in columns]
+        multiple, pad = self.pad_to_multiple_of or 1, getattr(self.tokenizer, "pad_token_id", None)
+        width = -(-max(lengths) // multiple) * multiple
+        if pad is None and min(lengths) < width:
+            raise CollatorError("padding_free=False needs a tokenizer with a pad_token_id. Set tokenizer.pad_token.")
+        left, fill = getattr(self.tokenizer, "padding_side", "right") == "left", {"labels": self._ignored}
+        fill["input_ids"] = 0 if pad is None else pad
+
+        def filled(key: str, values: Array) -> Array:
+            missing = width - len(values)
+            sides = (missing, 0) if left else (0, missing)
+            return np.pad(values, sides, constant_values=fill.get(key, 0))
+
+        keys = [*dict.fromkeys(["input_ids", "attention_mask", "labels", *columns[0]])]
+        batch = {key: np.stack([filled(key, one[key]) for one in columns]) for key in keys}
         if self.loss_weights:
             shape = batch["labels"].shape
-            weighted = weights.by_document(batch["labels"].flatten(), [shape[1]] * shape[0])
+            weighted = document_weights(batch["labels"].flatten(), [shape[1]] * shape[0])
             batch.update({key: values.reshape(shape) for key, values in weighted.items()})
         return batch if framework == "np" else {key: torch.from_numpy(values) for key, values in batch.items()}
+
+
+def _as_encoding(batch: dict[str, Any]) -> MutableMapping[str, Any]:
+    """Return the batch as a ``BatchEncoding``, which has ``to(device)``; as it is if there is no Transformers.
+
+    A batch with lengths holds integers, which ``to`` rejects up to Transformers 4.42. It stays a dict.
+    """
+    if any(isinstance(value, int) for value in batch.values()):
+        return batch
+    try:
+        from transformers import BatchEncoding
+    except ImportError:
+        return batch
+    encoding: MutableMapping[str, Any] = BatchEncoding(batch)
+    return encoding
+
+
+def _spans_of_ids(ids: Array, template: Sequence[int]) -> list[Span]:
+    """Return the spans of a template's token ids in ``ids``, int64 ``[tokens]``, in order."""
+    length = len(template)
+    windows = np.lib.stride_tricks.sliding_window_view(ids, length) if len(ids) >= length else ids[:0, None]
+    return [(int(at), int(at) + length) for at in np.flatnonzero((windows == template).all(axis=1))]
+
+
+def _spans_of_text(
+    ids: Array, template: str, token_ids: Sequence[int], text: str, decode: Callable[[Array], str]
+) -> list[Span]:
+    """Return the spans of a template given as text, in order.
+
+    A tokenizer may split a template into different tokens in another context. If the text holds the template more often
+    than the ids hold ``token_ids``, it is searched for in the text. A token that overlaps it belongs to it.
+
+    Args:
+        ids: int64 ``[tokens]``.
+        template: The text to search for.
+        token_ids: The template as token ids.
+        text: The decoded ``ids``.
+        decode: Returns the text of token ids.
+    """
+    spans = _spans_of_ids(ids, token_ids)
+    if text.count(template) <= len(spans):
+        return spans
+    spans, at = [], text.find(template)
+    while at >= 0:
+        end = at + len(template)
+        spans.append((_up_to(ids, at, False, decode), _up_to(ids, end, True, decode)))
+        at = text.find(template, end)
+    return spans
+
+
+def _up_to(ids: Array, characters: int, inside: bool, decode: Callable[[Array], str]) -> int:
+    """Count the tokens of the first ``characters``; ``inside`` counts a token that crosses the end of them too."""
+    low, high = 0, len(ids)
+    while low < high:
+        middle = (low + high + (not inside)) // 2
+        made = len(decode(ids[:middle]))
+        if inside:
+            low, high = (low, middle) if made >= characters else (middle + 1, high)
+        else:
+            low, high = (middle, high) if made <= characters else (low, middle - 1)
+    return low

@@ -13,12 +13,9 @@ from ..documents.names import GRIDS, IGNORED_LABEL
 from ..errors import CollatorError
 from ..upstream import inspecting
 from .collators import DataCollatorWithFlattening
-from .flattening import Columns, given, read, require_same_keys
-from .media import Table, joined, require_alike, require_the_same_keys, split
-from .placeholders import Placeholders
-from .rope_index import TYPES, RopeIndex, path_of
-
-_MADE_HERE = ("position_ids", "seq_lengths", "rope_deltas")
+from .columns import Columns, require_same_keys
+from .multimodal_model import TYPES, Placeholders, RopeIndex, path_of
+from .processor_outputs import join_media, read_output, require_alike, require_joins, require_the_same_keys
 
 
 class DataCollatorForMultimodalFlattening:
@@ -55,9 +52,10 @@ class DataCollatorForMultimodalFlattening:
         loss_masks: Sequence[str] = (),
         keys: Mapping[str, str] | None = None,
     ) -> None:
+        require_joins(keys or {})
         path = path_of(model)
-        grids = [name for name in GRIDS if any(inspecting.takes(inner.forward, name) for inner in path)]
-        self._rope, self._placeholders, self._table = RopeIndex(path), Placeholders(path), Table(keys or {}, grids)
+        self._rope, self._placeholders, self._joins = RopeIndex(path), Placeholders(path), dict(keys or {})
+        self._grids = [name for name in GRIDS if any(inspecting.takes(inner.forward, name) for inner in path)]
         if not self._placeholders:
             raise CollatorError(
                 f"model: expected one with pictures or sound, whose config has their placeholder (image_token_id, "
@@ -102,32 +100,18 @@ class DataCollatorForMultimodalFlattening:
         """
         if not isinstance(features, Iterable) or isinstance(features, Mapping):
             raise CollatorError(f"expected a list of examples, found {type(features).__name__}.")
-        examples, media, all_keys = [], [], []
-        for index, feature in enumerate(features):
-            found = given(index, feature)
-            for name in _MADE_HERE:
-                if name in found:
-                    raise CollatorError(
-                        f"example {index}: {name} is made by the collator. Remove it from the examples."
-                    )
-            own, keys = split(index, found, self._table)
-            found = {name: _of_one_row(value) for name, value in found.items()}
-            _require_columns(index, found)
-            examples.append(read(index, found))
-            media.append(own)
-            all_keys.append(keys)
-        self._placeholders.check(examples, media, all_keys)
-        require_the_same_keys(all_keys)
-        require_alike(media, all_keys)
-        axes: list[torch.Tensor] = []
-        if self._rope.several_axes:
-            axes = [self._rope.positions(index, *both) for index, both in enumerate(zip(examples, media))]
-        self._complete(examples)
-        batch = self._flatten(examples)
+        examples = [read_output(*each, self._joins, self._grids) for each in enumerate(features)]
+        self._placeholders.check(examples)
+        require_the_same_keys(examples)
+        require_alike(examples)
+        axes = [self._rope.positions(*each) for each in enumerate(examples)] if self._rope.several_axes else []
+        columns = [example.columns for example in examples]
+        self._complete(columns)
+        batch = self._flatten(columns)
         if axes:
             batch["position_ids"] = self._on_axes(batch["position_ids"][None], torch.cat(axes, dim=-1))
-        own, parts = joined(media, all_keys)
-        return MediaRow({**batch, **own}, parts)
+        media, parts = join_media(examples)
+        return MediaRow({**batch, **media}, parts)
 
     def _on_axes(self, text: torch.Tensor, found: torch.Tensor) -> torch.Tensor:
         """Position ids ``[4 or 3, 1, T]`` from those of text ``[1, 1, T]`` and of time, height and width."""
@@ -147,27 +131,3 @@ class DataCollatorForMultimodalFlattening:
         for columns in examples:
             ids = columns["input_ids"]
             columns.setdefault("labels", np.where(self._placeholders.at(ids), IGNORED_LABEL, ids))
-
-
-def _of_one_row(value: Any) -> Any:
-    """Turn ``[1, n]``, as a processor returns it, into ``[n]``."""
-    if isinstance(value, (torch.Tensor, np.ndarray)):
-        return value[0] if value.ndim == 2 and len(value) == 1 else value
-    if isinstance(value, (list, tuple)) and len(value) == 1 and isinstance(value[0], (list, tuple, np.ndarray)):
-        return value[0]
-    return value
-
-
-def _require_columns(index: int, found: Mapping[str, Any]) -> None:
-    """Raise :class:`CollatorError` for tensors and arrays that are not for each token, and whose meaning is unknown."""
-    ids: Any = found.get("input_ids")
-    for name, value in found.items():
-        shape = getattr(value, "shape", None)
-        if name in ("input_ids", "labels", "attention_mask") or shape is None or not hasattr(ids, "__len__"):
-            continue
-        if tuple(shape) != (len(ids),):
-            raise CollatorError(
-                f"example {index}: {name} has shape {list(shape)}, which is not one number for each of {len(ids)} "
-                f"tokens, and the collator does not know what it means. Say it, as keys={{{name!r}: 'each'}} does "
-                "for one entry for each picture, or remove it."
-            )

@@ -17,7 +17,7 @@ from ..documents.tree_checks import require_no_first_labels
 from ..errors import BadBatch, CollatorError
 from ..packing.prefixes import common
 from .collators import DataCollatorWithFlattening
-from .flattening import Array, Columns, as_array, as_numbers, counted, given, integer, require_same_keys
+from .columns import Array, Columns, as_array, as_numbers, integer, present, require_same_keys, restarting
 
 _REFERENCE = ("ref_chosen_logps", "ref_rejected_logps")
 _TRUNCATION = ("keep_start", "keep_end")
@@ -90,7 +90,7 @@ class DataCollatorForPreferenceFlattening:
         Raises:
             CollatorError: A column is missing or invalid, or a document has no tokens.
         """
-        examples = [given(index, feature) for index, feature in enumerate(features)]
+        examples = [present(index, feature) for index, feature in enumerate(features)]
         require_same_keys([{key: None for key in _REFERENCE if key in example} for example in examples])
         chosen = [self._document(*each, "chosen") for each in enumerate(examples)]
         rejected = [self._document(*each, "rejected") for each in enumerate(examples)]
@@ -112,11 +112,11 @@ class DataCollatorForPreferenceFlattening:
         )
 
     def _document(self, index: int, example: Mapping[str, Any], side: str) -> Columns:
-        ids = _ids(index, example, side)
+        ids = _token_ids(index, example, side)
         if f"{side}_labels" in example:
             labels = as_array(index, f"{side}_labels", example[f"{side}_labels"])
         else:
-            prompt = _ids(index, example, "prompt")
+            prompt = _token_ids(index, example, "prompt")
             labels = np.concatenate([np.full_like(prompt, IGNORED_LABEL), ids])
             ids = np.concatenate([prompt, ids])
         if self.max_length is not None:
@@ -127,7 +127,7 @@ class DataCollatorForPreferenceFlattening:
         return {"input_ids": ids, "labels": labels}
 
 
-def _ids(index: int, example: Mapping[str, Any], part: str) -> Array:
+def _token_ids(index: int, example: Mapping[str, Any], part: str) -> Array:
     for key in (f"{part}_input_ids", f"{part}_ids"):
         if key in example:
             ids = as_array(index, key, example[key])
@@ -239,7 +239,7 @@ def flatten_pairs(
     parents: list[int] = []
 
     def add(document: Columns, part: slice, parent: int) -> None:
-        counts = counted([len(document["input_ids"])], flatten.position_ids_start)
+        counts = restarting([len(document["input_ids"])], flatten.position_ids_start)
         segments.append({name: values[part] for name, values in {**document, "position_ids": counts}.items()})
         parents.append(parent)
 

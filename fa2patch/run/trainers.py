@@ -14,7 +14,7 @@ from typing import Any
 
 from .._types import Function
 from ..binding import bind
-from ..data.trainers import PackedModels, held_models, pack_models
+from ..data.packed_trainer import PACKS, PackedModels, held_models, pack_models
 from ..errors import NotAModel
 from ..patch.applying import status
 from ..patch.padding import pack_padded_batches
@@ -133,13 +133,13 @@ class Trainers:
 
 
 def packs(trainer: Any) -> bool:
-    """Whether a trainer is one of :data:`PADS`, and is not packed already by :func:`fa2patch.preference.trainer_class`.
+    """Whether a trainer is one of :data:`PADS`, and is not packed already by :func:`fa2patch.packed_trainer`.
 
     A subclass counts. TRL has some of its trainers in ``trl.experimental`` in newer releases.
     """
-    classes = type(trainer).__mro__
-    ours = any(getattr(vars(cls).get("__init__"), "__module__", "") == pack_models.__module__ for cls in classes)
-    return not ours and any(cls.__name__ in PADS and cls.__module__.partition(".")[0] == "trl" for cls in classes)
+    return not hasattr(trainer, PACKS) and any(
+        cls.__name__ in PADS and cls.__module__.partition(".")[0] == "trl" for cls in type(trainer).__mro__
+    )
 
 
 def _one_name_each(found: PackedModels) -> list[str]:

@@ -27,10 +27,11 @@ FAULTS = {
     "a function of mixers: one call": (
         "fa2patch/upstream/seams/mixing.py", "self.args, self.kwargs)", "self.args, {})"),
     "a function of pictures: how they are joined": (
-        "fa2patch/data/media.py", "def joined(", "def joined(*_): raise KeyError\ndef unjoined("),
+        "fa2patch/data/processor_outputs.py", "def join_media(",
+        "def join_media(*_): raise KeyError\ndef unjoined("),
     "a function of pictures: the row": (
-        "fa2patch/data/multimodal.py", "def _of_one_row(value: Any) -> Any:",
-        "def _of_one_row(value: Any) -> Any:\n    raise KeyError"),
+        "fa2patch/data/processor_outputs.py", "def _without_row(value: Any) -> Any:",
+        "def _without_row(value: Any) -> Any:\n    raise KeyError"),
     "a constant of all: the names of lengths": (
         "fa2patch/documents/names.py", '("cu_seq_lens_q", "cu_seq_lens_k",', '("cu_seq_lens_x", "cu_seq_lens_y",'),
     "a constant of all: the argument of masks": (

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import fa2patch
-from fa2patch.data import flattening
+from fa2patch.data import columns as module
 from fa2patch.errors import CollatorError
 
 LENGTHS = (3, 1, 2, 5)
@@ -53,7 +53,7 @@ def called(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     calls: list[str] = []
 
     def counted(name: str) -> Any:
-        function = getattr(flattening, name)
+        function = getattr(module, name)
 
         def count(*arguments: Any) -> Any:
             calls.append(name)
@@ -62,7 +62,7 @@ def called(monkeypatch: pytest.MonkeyPatch) -> list[str]:
         return count
 
     for name in ("as_numbers", "boundaries"):
-        monkeypatch.setattr(flattening, name, counted(name))
+        monkeypatch.setattr(module, name, counted(name))
     return calls
 
 

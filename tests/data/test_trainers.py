@@ -13,10 +13,9 @@ import transformers
 
 import fa2patch
 from compat_matrix import tiny_models
-from fa2patch.data.trainers import pack_models
+from fa2patch.data.packed_trainer import pack_models
 from fa2patch.errors import BadArgument, StaysPadded, UnsupportedModel
 from fa2patch.padded.batches import PaddedBatches, of_model
-from fa2patch.preference import trainer_class
 
 
 def test_no_trl(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -69,7 +68,8 @@ def layers_tokens(model: Any) -> list[int]:
 
 
 def test_the_older_name() -> None:
-    assert trainer_class is fa2patch.packed_trainer
+    with pytest.warns(FutureWarning, match=r"trainer_class is now fa2patch\.packed_trainer"):
+        assert issubclass(fa2patch.preference.trainer_class(Trainer, share_prompts=False), Trainer)
 
 
 def test_model_and_reference_are_packed() -> None:

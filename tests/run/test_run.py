@@ -445,14 +445,14 @@ def test_a_model_that_a_trl_trainer_holds_and_cannot_pack_is_named_even_quietly(
     )
 
 
-@pytest.mark.parametrize("how", ["no pack", "another trainer", "packed by trainer_class"])
+@pytest.mark.parametrize("how", ["no pack", "another trainer", "packed by packed_trainer"])
 def test_other_batches_stay_as_they_are(hooked, folder, capsys, how):
     hooked(pack=how != "no pack")
     cls = {"another trainer": WithReference}.get(how, GRPOTrainer)
-    if how == "packed by trainer_class":
-        cls = fa2patch.preference.trainer_class(cls, share_prompts=False)
+    if how == "packed by packed_trainer":
+        cls = fa2patch.packed_trainer(cls, share_prompts=False)
     trainer = trainer_of(AutoModelForCausalLM.from_pretrained(folder), folder, cls=cls)
-    assert layers_tokens(trainer.model) == (6 if how == "packed by trainer_class" else 8)
+    assert layers_tokens(trainer.model) == (6 if how == "packed by packed_trainer" else 8)
     assert not any("packed" in line for line in lines(capsys))
 
 

@@ -27,7 +27,7 @@ import torch
 import transformers
 from trl_noting import WORDS, config, liger, model, run, text, tokenizer, trl_class
 
-from fa2patch.preference import trainer_class
+from fa2patch import packed_trainer
 
 GROUP, BATCH, ACCUMULATED, LONGEST = 4, 8, 2, 24
 SYSTEM = " ".join((WORDS * 3)[:24])
@@ -157,7 +157,7 @@ def make(kind: str, variant: str, steps: int, how: str, generated: list[Any]) ->
     words = tokenizer()
     base = trl_class(f"{kind.upper()}Trainer")
     if how in ("packed", "shared"):
-        base = trainer_class(base, share_prompts=how == "shared")
+        base = packed_trainer(base, share_prompts=how == "shared")
     old = "rloo_k" in inspect.signature(trl_class(f"{kind.upper()}Config")).parameters
     if old:
         return rloo_with_policies(base, variant, steps, words, generated)

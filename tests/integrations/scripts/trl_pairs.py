@@ -17,7 +17,7 @@ import torch
 import transformers
 from trl_noting import config, liger, model, run, text, tokenizer, trl_class
 
-from fa2patch.preference import trainer_class
+from fa2patch import packed_trainer
 
 NAMES = {"dpo": "DPO", "kto": "KTO", "orpo": "ORPO", "cpo": "CPO", "reward": "Reward", "prm": "PRM"}
 HEADS = {"reward": transformers.LlamaForSequenceClassification, "prm": transformers.LlamaForTokenClassification}
@@ -70,7 +70,7 @@ def make(kind: str, variant: str, steps: int, how: str, generated: list[Any]) ->
         given["ref_model"] = model(1, len(words))
     cls = trl_class(f"{name}Trainer")
     if how in ("packed", "shared"):
-        cls = trainer_class(cls, share_prompts=how == "shared")
+        cls = packed_trainer(cls, share_prompts=how == "shared")
     return cls(
         model=policy, args=args, train_dataset=examples(kind, 40, 0), eval_dataset=examples(kind, 8, 1),
         processing_class=words, **given,

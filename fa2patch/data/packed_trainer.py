@@ -16,6 +16,9 @@ from ..patch.applying import apply
 from ..patch.padding import pack_padded_batches
 from ..upstream.find_models import outermost_models
 
+PACKS = "_fa2patch_packs"
+"""The class attribute of what :func:`packed_trainer` returns. ``fa2patch run`` leaves such trainers alone."""
+
 
 class PackedModels(NamedTuple):
     """The models of a trainer, by the names of its attributes.
@@ -115,13 +118,13 @@ def packed_trainer(base: type[Any] | None = None, share_prompts: bool = True) ->
         parent.__setattr__(self, name, value)
         found = PackedModels({}, {})
         _pack(name, value, share_prompts, found)
-        _say(found.padded, parent)
+        _raise_or_warn(found.padded, parent)
 
-    members = {"__init__": __init__, "__setattr__": __setattr__, "__doc__": packed_trainer.__doc__}
+    members = {"__init__": __init__, "__setattr__": __setattr__, "__doc__": packed_trainer.__doc__, PACKS: True}
     return type(f"Packed{parent.__name__}", (parent,), members)
 
 
-def _say(padded: Mapping[str, Fa2PatchError], trainer: type[Any]) -> None:
+def _raise_or_warn(padded: Mapping[str, Fa2PatchError], trainer: type[Any]) -> None:
     """Raise the error about the model that is trained, and warn about the others."""
     for where, error in padded.items():
         if where == "model":
@@ -146,7 +149,3 @@ def _refuse_packed_rows(trainer: Any, parent: type[Any]) -> None:
             "where texts start, so they would see each other. Use packing_strategy='bfd', or 'bfd_split' if long texts "
             f"are to be cut, with {name} itself and a model that fa2patch.apply has patched."
         )
-
-
-trainer_class = packed_trainer
-"""The first name of ``packed_trainer``, which is no longer only for preferences; in ``fa2patch.preference``."""

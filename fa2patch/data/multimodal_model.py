@@ -1,4 +1,4 @@
-"""The tokens at whose places a model puts pictures, films and sound, and how many of them an example must have."""
+"""What a model says of its pictures and sound: their placeholders among the tokens, and their position ids."""
 
 from __future__ import annotations
 
@@ -9,13 +9,17 @@ from typing import Any
 import numpy as np
 import torch
 
-from ..documents.media import FILM, PICTURE, PLACEHOLDERS, SOUND, Key
+from ..documents.media import FILM, PICTURE, PLACEHOLDERS, SOUND
 from ..documents.names import GRIDS
 from ..errors import CollatorError
 from ..upstream import inspecting
-from .flattening import Array, Columns
-from .media import Media, entries
-from .without_weights import WithoutWeights
+from ..upstream.find_models import models, outermost_models
+from ..upstream.traits.axes import takes_text_axis
+from .columns import Array
+from .processor_outputs import Example, Media, entries
+
+TYPES = "mm_token_type_ids"
+"""The kind of every token: text, picture or film."""
 
 _PACKS = "pack_image_features"
 _HEARS = "_get_feat_extract_output_lengths"
@@ -30,25 +34,95 @@ _SIZES = (_PLACES, "image_sizes", "spatial_shapes", "image_grid_thw", "video_gri
 _KINDS = {"pictures": (PICTURE, FILM), "sound": (SOUND,)}
 """Pictures and films are counted together, because some processors write a film's frames as pictures."""
 
+_HEARD, _FROM_FILM = "feature_attention_mask", "use_audio_in_video"
+"""Arguments of Qwen2.5-Omni: which frames of a sound are not filled in, and whether sound belongs to its film."""
+
+_SPELLED = {"video_second_per_grid": "second_per_grids"}
+"""Keys that ``get_rope_index`` takes under another name."""
+
+_MAPPINGS = (
+    "MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING",
+    "MODEL_FOR_VISION_2_SEQ_MAPPING",
+    "MODEL_FOR_MULTIMODAL_LM_MAPPING",
+    "MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING",
+    "MODEL_FOR_CAUSAL_LM_MAPPING",
+    "MODEL_MAPPING",
+)
+
+
+def path_of(model: Any) -> list[Any]:
+    """The models that a call of a model goes through, the outermost first.
+
+    Args:
+        model: A model, wrapped or not, or its config, from which a model without weights is built.
+
+    Raises:
+        CollatorError: It is neither, or holds several models.
+    """
+    return models(_unwrapped(model) if isinstance(model, torch.nn.Module) else _empty(model))
+
+
+def _unwrapped(model: torch.nn.Module) -> Any:
+    found = outermost_models(model)
+    if len(found) != 1:
+        names = "".join(f", {name} ({type(inner).__name__})" for name, inner in found.items())
+        raise CollatorError(
+            f"model: expected a Transformers model or its config, found {len(found)} of them in this "
+            f"{type(model).__name__}{names}. Hand over the one that reads these batches."
+        )
+    return next(iter(found.values()))
+
+
+def _empty(config: object) -> Any:
+    """Build a model of this config on the meta device."""
+    from transformers.models.auto import modeling_auto
+
+    for name in _MAPPINGS:
+        mapping: Any = getattr(modeling_auto, name, {})
+        cls = mapping.get(type(config), None)
+        if isinstance(cls, type):
+            with torch.device("meta"):
+                model = cls(config)
+            return model
+    raise CollatorError(
+        f"model: expected a Transformers model, or the config of one with pictures or sound, found "
+        f"{type(config).__name__}. If it is such a config, hand over the model."
+    )
+
+
+class WithoutWeights:
+    """A module's class, config and plain attributes, with which methods that read no weights are called.
+
+    It is small when pickled.
+    """
+
+    def __init__(self, module: Any) -> None:
+        self.cls, self.config = type(module), module.config
+        self._plain = {name: value for name, value in vars(module).items() if isinstance(value, (int, float, str))}
+
+    def build(self) -> Any:
+        """Return an object of the class that has these attributes and no weights."""
+        built: Any = object.__new__(self.cls)
+        torch.nn.Module.__init__(built)
+        built.__dict__.update(self._plain, config=self.config)
+        return built
+
 
 class Placeholders:
     """The placeholders of a model. It keeps the model's config and classes, and no weights.
 
     Args:
-        path: the models that a call goes through, the outermost first.
-
-    Attributes:
-        ids: token ids for each of ``"pictures"`` and ``"sound"``; empty lists if the model has none.
+        path: The models that a call goes through, the outermost first.
     """
 
     def __init__(self, path: Sequence[Any]) -> None:
         self._config = path[0].config
         configs = [self._config, *(getattr(self._config, f"{part}_config", None) for part in ("vision", "audio"))]
-        names = {what: [name for kind in kinds for name in PLACEHOLDERS[kind]] for what, kinds in _KINDS.items()}
-        found = {what: {getattr(each, name, None) for each in configs for name in names[what]} for what in names}
-        self.ids = {what: sorted(token for token in tokens if isinstance(token, int)) for what, tokens in found.items()}
-        self._packs = _with(path, _PACKS)
-        self._hears = _with(path, _HEARS)
+        self._ids: dict[str, list[int]] = {}  # for each of "pictures" and "sound"; empty if the model has none
+        for what, kinds in _KINDS.items():
+            tokens = {getattr(each, name, None) for each in configs for kind in kinds for name in PLACEHOLDERS[kind]}
+            self._ids[what] = sorted(token for token in tokens if isinstance(token, int))
+        self._packs, self._hears = (_innermost_with(path, method) for method in (_PACKS, _HEARS))
         towers = {type(module) for module in path[0].modules() if not any(module is model for model in path)}
         self._any_size = any(inspecting.takes(cls.forward, "image_sizes") for cls in towers)  # Pixtral's tower
 
@@ -70,14 +144,14 @@ class Placeholders:
 
     def __bool__(self) -> bool:
         """Whether the model takes pictures or sound."""
-        return any(self.ids.values())
+        return any(self._ids.values())
 
     def at(self, ids: Array, what: str = "") -> Array:
         """Return a bool for each token id: whether it is a placeholder, of ``"pictures"`` or ``"sound"`` if given."""
-        tokens = self.ids[what] if what else [token for tokens in self.ids.values() for token in tokens]
+        tokens = self._ids[what] if what else [token for tokens in self._ids.values() for token in tokens]
         return np.isin(ids, tokens)
 
-    def check(self, examples: Sequence[Columns], media: Sequence[Media], keys: Sequence[Mapping[str, Key]]) -> None:
+    def check(self, examples: Sequence[Example]) -> None:
         """Raise :class:`CollatorError` if an example does not have the placeholders that its pictures and sound need.
 
         The number is known from grids and sizes. Without them every picture must have as many as those of the other
@@ -85,19 +159,19 @@ class Placeholders:
         """
         for what, kinds in _KINDS.items():
             each: dict[int, tuple[int, int]] = {}
-            for index, (columns, own, of) in enumerate(zip(examples, media, keys)):
-                mine = {name: value for name, value in own.items() if of[name].of in kinds}
+            for index, (columns, media, keys) in enumerate(examples):
+                mine = {name: value for name, value in media.items() if keys[name].of in kinds}
                 found = int(self.at(columns["input_ids"], what).sum())
                 expected = self._expected(index, what, mine) if mine else 0
                 if expected is None:
-                    each[index] = found, max(entries(mine[name], of[name]) for name in mine)
+                    each[index] = found, max(entries(mine[name], keys[name]) for name in mine)
                 if found == 0 and mine or expected not in (None, found):
                     raise CollatorError(
                         f"example {index}: expected {'some' if expected is None else expected} placeholders of {what} "
                         f"in input_ids, as {', '.join(mine) or 'no ' + what} says, found {found}. Was it truncated, or "
                         "is a picture or sound missing? Leave it out, or keep the document whole."
                     )
-            if not any(name in own for own in media for name in _SIZES) or what == "sound":
+            if what == "sound" or not any(name in example.media for example in examples for name in _SIZES):
                 _require_one_number(what, each)
 
     def _expected(self, index: int, what: str, own: Media) -> int | None:
@@ -122,7 +196,7 @@ class Placeholders:
         if "audio_embed_sizes" in own:
             return int(own["audio_embed_sizes"].sum())
         if "feature_attention_mask" in own and self._hears is not None:
-            count = getattr(self._hears.made(), _HEARS)
+            count = getattr(self._hears.build(), _HEARS)
             lengths = count(own["feature_attention_mask"].long().sum(-1))
             return int(lengths[1].sum()) if isinstance(lengths, tuple) else None
         return None
@@ -146,7 +220,7 @@ class Placeholders:
             given = {"vision_feature_select_strategy": strategy, "image_newline": torch.zeros(1)}
             options = {name: value for name, value in given.items() if name in taken}
             features = [torch.zeros(count, tokens, 1) for count in crops]
-            packed = pack(self._packs.made(), image_features=features, image_sizes=sizes, **options)
+            packed = pack(self._packs.build(), image_features=features, image_sizes=sizes, **options)
         except (AttributeError, IndexError, RuntimeError, TypeError, ValueError) as error:
             raise CollatorError(
                 f"example {index}: {self._packs.cls.__name__}.{_PACKS} does not count the placeholders of its pictures "
@@ -174,7 +248,65 @@ def _require_one_number(what: str, found: Mapping[int, tuple[int, int]]) -> None
             )
 
 
-def _with(path: Sequence[Any], name: str) -> WithoutWeights | None:
+def _innermost_with(path: Sequence[Any], method: str) -> WithoutWeights | None:
     """The innermost model that has a method of its own; those around it call that one."""
-    found = [module for module in path[0].modules() if hasattr(type(module), name)]
+    found = [module for module in path[0].modules() if hasattr(type(module), method)]
     return WithoutWeights(found[-1]) if found else None
+
+
+class RopeIndex:
+    """The ``get_rope_index`` of a model's class, if it has one. It keeps the model's config and no weights.
+
+    Args:
+        path: The models that a call goes through, the outermost first.
+
+    Attributes:
+        several_axes: Whether the model has a ``get_rope_index``.
+        text_axis: Whether the model takes a fourth axis of position ids, for text.
+        takes_types: Whether the model takes :data:`TYPES`.
+    """
+
+    def __init__(self, path: Sequence[Any]) -> None:
+        counting = next((inner for inner in path if hasattr(inner, "get_rope_index")), None)
+        self.several_axes = counting is not None
+        self._counting = WithoutWeights(path[0] if counting is None else counting)
+        self.text_axis = takes_text_axis(path[-1])
+        self.takes_types = any(inspecting.takes(inner.forward, TYPES) for inner in path)
+
+    def positions(self, index: int, example: Example) -> torch.Tensor:
+        """Return the time, height and width ids of one document, int64 ``[3, 1, n]``.
+
+        Raises:
+            CollatorError: ``get_rope_index`` fails, or takes token types that are missing.
+        """
+        columns, media, _ = example
+        ids = torch.from_numpy(columns["input_ids"])[None]
+        if not any(name in media for name in (*GRIDS, _HEARD)):
+            return torch.arange(ids.shape[1]).expand(3, 1, -1)
+        count = self._counting.build().get_rope_index
+        takes = inspecting.parameter_names(count)
+        given: dict[str, Any] = {_SPELLED.get(name, name): value for name, value in media.items()}
+        if _HEARD in media:
+            given["audio_seqlens"] = media[_HEARD].long().sum(-1)
+        if _FROM_FILM in given:
+            given[_FROM_FILM] = bool(given[_FROM_FILM])
+        call = {name: value for name, value in given.items() if name in takes and name not in columns}
+        if TYPES in takes:
+            if TYPES not in columns:
+                raise CollatorError(
+                    f"example {index}: {TYPES} missing, by which {self._counting.cls.__name__} counts the "
+                    f"positions of pictures; found {', '.join(columns)}. Keep it: the processor returns it."
+                )
+            call[TYPES] = torch.from_numpy(columns[TYPES])[None].int()
+        try:
+            positions: torch.Tensor = count(input_ids=ids, attention_mask=torch.ones_like(ids), **call)[0]
+        except (IndexError, RuntimeError, StopIteration, TypeError, ValueError) as error:
+            raise CollatorError(
+                f"example {index}: {self._counting.cls.__name__}.get_rope_index does not count its positions "
+                f"({type(error).__name__}: {error}). Its grids must be those of its placeholders, in their order."
+            ) from error
+        if tuple(positions.shape[1:]) != (1, ids.shape[1]):
+            raise CollatorError(
+                f"example {index}: get_rope_index gave positions {list(positions.shape)} for {ids.shape[1]} tokens."
+            )
+        return positions[-3:].long()

@@ -1,0 +1,355 @@
+"""Examples as columns: one int64 or float32 number per token, without masked tokens."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import accumulate
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from ..documents.names import LENGTHS, REAL
+from ..documents.recognition import boundaries
+from ..errors import CollatorError
+
+Array = npt.NDArray[Any]
+Columns = dict[str, Array]
+
+IDS = ("input_ids", "labels", "position_ids")
+
+
+@dataclass
+class Flat:
+    """The columns of examples end to end, without masked tokens.
+
+    Attributes:
+        columns: int64 or float32 arrays ``[tokens]`` of all examples.
+        lengths: The tokens of each example.
+    """
+
+    columns: Columns
+    lengths: list[int]
+
+    def examples(self) -> list[Columns]:
+        """Return the columns of each example, as views."""
+        parts = [slice(end - length, end) for length, end in zip(self.lengths, accumulate(self.lengths))]
+        return [{key: values[part] for key, values in self.columns.items()} for part in parts]
+
+
+def integer(name: str, value: Any) -> int:
+    """Return an option as an int.
+
+    Raises:
+        CollatorError: It is not an integer, or not below 2**62 in size: positions counted up from it must fit int64.
+    """
+    try:
+        number = operator.index(value)
+    except TypeError:
+        raise CollatorError(f"{name}: expected an integer, found {value!r}.") from None
+    if abs(number) >= 2**62:
+        raise CollatorError(f"{name}: expected an integer of at most 62 bits, found {number}.")
+    return number
+
+
+def present(index: int, feature: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the items of an example whose value is not None."""
+    if not isinstance(feature, (dict, Mapping)):  # dict is asked first: an abstract class takes longer to answer
+        rows = " A row of packing.stream is a list of examples: join the lists of a batch, or set batch_size=None."
+        advice = rows if isinstance(feature, list) else ""
+        raise CollatorError(f"example {index}: expected a mapping, found {type(feature).__name__}.{advice}")
+    return {key: value for key, value in feature.items() if value is not None}
+
+
+# --- reading examples ------------------------------------------------------------------------------------------------
+
+
+def read_examples(features: Iterable[Mapping[str, Any]], position_ids_start: int = 0) -> Flat:
+    """Return the columns of all examples end to end, in new arrays. Each is read as :func:`read_example` says.
+
+    Raises:
+        CollatorError: There are no examples, one cannot be read, or a key is in only some of them.
+    """
+    features = list(features)
+    try:
+        found = _end_to_end([present(*each) for each in enumerate(features)]) if features else None
+        if found is not None:
+            return _checked(0, *found, position_ids_start)
+    except CollatorError:
+        pass  # The examples are read one by one, because an error names the first wrong one.
+    examples = [read_example(index, feature, position_ids_start) for index, feature in enumerate(features)]
+    if not examples:
+        raise CollatorError("expected at least one example, found an empty batch.")
+    require_same_keys(examples)
+    columns = {key: concatenate(key, [example[key] for example in examples]) for key in examples[0]}
+    return Flat(columns, [len(example["input_ids"]) for example in examples])
+
+
+def read_example(index: int, feature: Mapping[str, Any], position_ids_start: int = 0) -> Columns:
+    """Return an example's columns without masked tokens, each int64 or float32 ``[tokens]``.
+
+    ``seq_lengths`` is replaced by ``position_ids`` that restart at ``position_ids_start`` in each document.
+
+    Raises:
+        CollatorError: ``input_ids`` are missing, a column is not one number per token or does not fit float32, a
+            column is made by the collator, ``seq_lengths`` are wrong, no token is visible in the ``attention_mask``, or
+            ``position_ids`` do not say what documents are without the tokens that it hides.
+    """
+    return _checked(index, present(index, feature), None, position_ids_start).columns
+
+
+def _end_to_end(examples: Sequence[Mapping[str, Any]]) -> tuple[dict[str, Any], dict[str, list[int]]] | None:
+    """Join the values of each key, so that one look at a batch is enough.
+
+    A call of NumPy costs about as much for a batch as for an example, so a batch whose examples are alike is converted
+    and checked as if it were one long example.
+
+    Returns:
+        For each key a new array or tensor of all values, and the number of values of each example. None if the numbers
+        might not become what they become example by example: the keys, containers or dtypes differ.
+    """
+    values: dict[str, Any] = {}
+    lengths = {}
+    try:
+        for key in examples[0]:
+            parts: list[Any] = [example[key] for example in examples]
+            kinds = set(map(type, parts))
+            if len(kinds) > 1 or not kinds <= {list, tuple, np.ndarray, torch.Tensor}:
+                return None
+            tensors = torch.Tensor in kinds
+            parts = parts if tensors else [np.asarray(part) for part in parts]
+            if len({part.dtype for part in parts}) > 1:
+                return None
+            values[key] = torch.cat(parts) if tensors else np.concatenate(parts)
+            lengths[key] = [part.shape[0] for part in parts]
+    except (KeyError, RuntimeError, TypeError, ValueError):
+        return None  # a key that one example lacks, lists in lists, shapes or devices that differ
+    return (values, lengths) if all(len(example) == len(values) for example in examples) else None
+
+
+def _checked(index: int, found: dict[str, Any], lengths: Mapping[str, list[int]] | None, start: int) -> Flat:
+    """Check and convert an example, or all examples end to end.
+
+    Args:
+        index: The index of the example, for errors.
+        found: The values of each key.
+        lengths: The number of values of each key in each example, as :func:`_end_to_end` returns them; None for an
+            example as it is. An error then names a wrong example.
+        start: The first position id of each document of ``seq_lengths``.
+    """
+    if "input_ids" not in found:
+        raise CollatorError(f"example {index}: input_ids missing, found {', '.join(map(str, found)) or 'no keys'}.")
+    for key in (*LENGTHS, REAL):
+        if key in found:
+            raise CollatorError(f"example {index}: {key} is made by the collator. Remove it from the examples.")
+    arrays = {key: as_array(index, key, found[key], lengths is None) for key in found if key != "seq_lengths"}
+    tokens = len(arrays["input_ids"])
+    parts = {key: [len(values)] for key, values in arrays.items()} if lengths is None else lengths
+    for key, values in arrays.items():
+        if parts[key] != parts["input_ids"]:
+            raise CollatorError(
+                f"example {index}: {key} has length {len(values)}, but input_ids has length {tokens}. "
+                "Every key needs one number per token."
+            )
+    for key in IDS:
+        if tokens and key in arrays and arrays[key].dtype != np.int64:
+            raise CollatorError(f"example {index}: {key} must be integers, found floats.")
+    flat = Flat(arrays, parts["input_ids"])
+    documents = _seq_lengths(index, flat, found["seq_lengths"], parts) if "seq_lengths" in found else None
+    visible = _visible(index, flat)
+    if visible is not None:
+        if documents is not None:  # they count hidden tokens, positions do not
+            documents = _visible_lengths(visible, documents)
+        elif "position_ids" in arrays:
+            _require_documents(index, flat, visible, start)
+        kept = {key: values[visible] for key, values in flat.columns.items()}
+        flat = Flat(kept, _visible_lengths(visible, flat.lengths))
+    if documents is not None:
+        _set_positions(index, flat, [length for length in documents if length], start)
+    return flat
+
+
+def _seq_lengths(index: int, flat: Flat, value: Any, parts: Mapping[str, list[int]]) -> list[int]:
+    """Return ``seq_lengths``: the lengths of the documents of all examples, with masked tokens."""
+    documents = as_array(index, "seq_lengths", value)
+    counts = parts.get("seq_lengths", [len(documents)])
+    positive = documents.dtype == np.int64 and all(counts) and documents.min() >= 1
+    if not positive or not np.array_equal(np.add.reduceat(documents, starts(counts)), flat.lengths):
+        raise CollatorError(
+            f"example {index}: seq_lengths must be its documents' lengths, positive integers that add up to its "
+            f"{sum(flat.lengths)} tokens; found {documents.tolist()}."
+        )
+    lengths: list[int] = documents.tolist()
+    return lengths
+
+
+def _set_positions(index: int, flat: Flat, documents: list[int], start: int) -> None:
+    """Set the ``position_ids`` of documents with these lengths, or compare them with those that are there."""
+    if "position_ids" not in flat.columns:
+        flat.columns["position_ids"] = restarting(documents, start)
+        return
+    found = document_lengths(flat.columns["position_ids"], flat.lengths)
+    if found != documents:
+        raise CollatorError(
+            f"example {index}: seq_lengths says {documents}, position_ids says {found}. "
+            "Let both describe the same documents, or pass only one of them."
+        )
+
+
+def _visible(index: int, flat: Flat) -> Array | None:
+    """Take the ``attention_mask`` out of the columns and return which tokens it shows; None if it shows all of them."""
+    mask = flat.columns.pop("attention_mask", None)
+    visible = None if mask is None else mask == 1
+    if mask is not None and ((mask != 0) & (mask != 1)).any():
+        raise CollatorError(
+            f"example {index}: attention_mask holds other numbers than 0 and 1. Pass packed documents as one "
+            "example each, or say where they start by position_ids."
+        )
+    empty = not all(flat.lengths)
+    if empty or (visible is not None and not np.logical_or.reduceat(visible, starts(flat.lengths)).all()):
+        hint = " that its attention_mask shows" if visible is not None and len(visible) else ""
+        raise CollatorError(f"example {index}: no token{hint}. Remove empty examples from the dataset.")
+    return None if visible is None or visible.all() else visible
+
+
+def _visible_lengths(visible: Array, lengths: Sequence[int]) -> list[int]:
+    """Return how many tokens are visible of each of the parts that have these lengths."""
+    found: list[int] = np.add.reduceat(visible, starts(lengths), dtype=np.int64).tolist()
+    return found
+
+
+def _require_documents(index: int, flat: Flat, visible: Array, start: int) -> None:
+    """Require that position ids say the same documents without the tokens that the mask hides.
+
+    Behind hidden tokens, a document goes on from the last visible one, or another one starts. If ids have counted
+    hidden tokens too, they jump there. If the hidden tokens are another document's first ones, ids may seem to go on.
+    """
+    ids, token = flat.columns["position_ids"], np.arange(len(visible))
+    (at,) = np.nonzero(visible)
+    example = np.searchsorted(ends(flat.lengths), at, side="right")
+    behind = (np.diff(at) > 1) & (np.diff(example) == 0)
+    left, right = at[:-1][behind], at[1:][behind]
+    run = np.maximum.accumulate(np.where(np.diff(ids, prepend=ids[0]) == 1, 0, token))  # first token of a run of ids
+    first = np.isin(ids, (0, start))
+    same = (ids[right] == ids[left] + 1) & ~((run[right] > left) & first[run[right]])
+    wrong = np.flatnonzero(~(same | first[right]))
+    if len(wrong):
+        one, other = left[wrong[0]], right[wrong[0]]
+        raise CollatorError(
+            f"example {index}: position_ids are {ids[one]} before and {ids[other]} behind tokens that the "
+            "attention_mask hides, so without these it is not known whether a document goes on or another one starts. "
+            f"Let ids go on to {ids[one] + 1} or restart at {start} there, or pass seq_lengths instead of position_ids."
+        )
+
+
+# --- one column ------------------------------------------------------------------------------------------------------
+
+
+def as_array(index: int, key: str, value: Any, copy: bool = True) -> Array:
+    """Return an int64 or float32 array ``[length]``, a new one unless ``copy`` is False.
+
+    Raises:
+        CollatorError: The value is not one number per token, or ``key`` is one of :data:`IDS` and holds booleans.
+    """
+    array = as_numbers(index, key, value)
+    if array.dtype.kind == "b" and key in IDS:
+        raise CollatorError(f"example {index}: {key} must be integers, found booleans.")
+    if array.ndim == 0 and key == "labels":
+        raise CollatorError(
+            f"example {index}: labels is the single number {array}. A packed row needs token-level labels, "
+            "one per token of input_ids; for one label per document set document_labels=True."
+        )
+    if array.ndim != 1:
+        raise CollatorError(f"example {index}: {key} must be one number per token, found shape {array.shape}.")
+    return array.astype(np.float32 if array.dtype.kind == "f" else np.int64, copy=copy)
+
+
+def as_numbers(index: int, key: str, value: Any, what: str = "one number per token") -> Array:
+    """Return booleans, integers or floats of any shape as an array. Floats are returned as float32.
+
+    Raises:
+        CollatorError: The value holds anything else, or a number does not fit into int64 or float32.
+    """
+    if isinstance(value, torch.Tensor):
+        if value.device.type == "meta" or value.layout != torch.strided or value.is_nested:
+            kind = "on the meta device" if value.device.type == "meta" else f"of layout {value.layout}"
+            raise CollatorError(f"example {index}: {key} must be {what}, found a tensor {kind}.")
+        value = value.detach().cpu()
+        value = (value.float() if value.is_floating_point() and value.element_size() < 4 else value).numpy()
+    try:
+        array = np.asarray(value)
+    except (TypeError, ValueError) as error:
+        raise CollatorError(f"example {index}: {key} is not {what} ({error}).") from error
+    if array.dtype.kind not in "biuf":
+        raise CollatorError(
+            f"example {index}: {key} holds no plain numbers ({type(value).__name__} of {array.dtype}). "
+            f"Remove what is not {what} from the examples."
+        )
+    if array.dtype == np.uint64 and array.size and array.max() > np.iinfo(np.int64).max:
+        raise CollatorError(f"example {index}: {key} must fit into int64, found {array.max()}.")
+    if array.dtype.kind != "f":
+        return array
+    with np.errstate(over="ignore"):  # said below
+        single = array.astype(np.float32, copy=False)
+    if single is not array and np.isinf(single).any() and not np.isinf(array[np.isinf(single)]).all():
+        raise CollatorError(f"example {index}: {key} must fit into float32, found {np.abs(array).max()}.")
+    return single
+
+
+def concatenate(key: str, arrays: Sequence[Array]) -> Array:
+    """Concatenate int64 and float32 columns; the result is float32 if any of them is.
+
+    Raises:
+        CollatorError: An integer would be rounded, because other examples hold floats.
+    """
+    whole = np.concatenate(arrays)
+    if whole.dtype.kind != "f":
+        return whole
+    for index, array in enumerate(arrays):
+        rounded = array[array != array.astype(np.float32).astype(array.dtype)]  # NaN is not itself, and is no integer
+        if array.dtype.kind == "i" and len(rounded):
+            raise CollatorError(
+                f"example {index}: {key} holds the integer {rounded[0]}, other examples hold floats, and float32 "
+                "would round it. Give all examples integers."
+            )
+    return whole.astype(np.float32, copy=False)
+
+
+def require_same_keys(examples: Sequence[Mapping[str, Any]]) -> None:
+    """Raise :class:`CollatorError` if a key is in only some of the examples."""
+    for key in sorted(set().union(*examples), key=str):
+        without = [index for index, example in enumerate(examples) if key not in example]
+        if without:
+            raise CollatorError(
+                f"{key} is in only some examples: example {without[0]} is without it ({len(without)} of "
+                f"{len(examples)} are). Give it to all of them or to none."
+            )
+
+
+# --- lengths ---------------------------------------------------------------------------------------------------------
+
+
+def document_lengths(position_ids: Array, lengths: Sequence[int]) -> list[int]:
+    """Return the tokens of each document in int64 ``position_ids`` ``[tokens]``; a document ends with its example."""
+    found = boundaries(torch.from_numpy(position_ids)).lengths
+    lengths_found: list[int] = np.diff(np.union1d(ends(found), ends(lengths)), prepend=0).tolist()
+    return lengths_found
+
+
+def ends(lengths: Sequence[int]) -> Array:
+    """Return the end of each of the parts that have these lengths, int64 ``[parts]``."""
+    return np.array(list(accumulate(lengths)), dtype=np.int64)
+
+
+def starts(lengths: Sequence[int]) -> Array:
+    """Return the start of each of the parts that have these lengths, int64 ``[parts]``."""
+    return np.array([0, *accumulate(lengths[:-1])], dtype=np.int64)
+
+
+def restarting(lengths: Sequence[int], start: int) -> Array:
+    """Return position ids int64 ``[tokens]`` that count up from ``start`` in each document."""
+    longest = np.arange(start, start + max(lengths), dtype=np.int64)
+    return np.concatenate([longest[:length] for length in lengths])

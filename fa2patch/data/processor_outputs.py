@@ -1,0 +1,262 @@
+"""Pictures, films and sound, as processors return them: those of several examples become those of one row."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+
+from ..documents.media import JOINS, ZEROS, Key, meaning
+from ..documents.names import GRIDS
+from ..errors import CollatorError
+from .columns import Columns, present, read_example
+
+Media = dict[str, torch.Tensor]
+"""The keys of one example that the table of :mod:`fa2patch.documents.media` has, as tensors."""
+
+TOKEN = "token"
+"""What the option ``keys`` says of a column with one number per token."""
+
+SHAPES = {"audio_attention_mask": "audio_input_features"}
+"""The key whose first two dimensions an optional mask has."""
+
+_MADE_HERE = ("position_ids", "seq_lengths", "rope_deltas")
+
+
+class Example(NamedTuple):
+    """One example of a processor.
+
+    Attributes:
+        columns: One number per token, without masked tokens.
+        media: Its pictures, films and sound.
+        keys: What each of these means.
+    """
+
+    columns: Columns
+    media: Media
+    keys: dict[str, Key]
+
+
+def require_joins(keys: object) -> None:
+    """Raise :class:`CollatorError` unless ``keys`` maps keys to :data:`~fa2patch.documents.media.JOINS` or TOKEN."""
+    known = (*JOINS, TOKEN)
+    if not isinstance(keys, Mapping):
+        raise CollatorError(f"keys: expected a mapping from keys to one of {', '.join(known)}, found {keys!r}.")
+    for name, join in keys.items():
+        if join not in known:
+            raise CollatorError(f"keys[{name!r}]: expected one of {', '.join(known)}, found {join!r}.")
+
+
+def read_output(index: int, feature: Mapping[str, Any], joins: Mapping[str, str], grids: Collection[str]) -> Example:
+    """Read what a processor returned for one example.
+
+    Args:
+        index: The example's index in the batch, for errors.
+        feature: The example.
+        joins: What the user says of keys that the table lacks or means otherwise.
+        grids: The grids that the model's forward takes. Pictures without them are an error.
+
+    Raises:
+        CollatorError: A value is no array of numbers, a column has not one number per token, or pictures and what
+            describes them do not belong together.
+    """
+    found = present(index, feature)
+    for name in _MADE_HERE:
+        if name in found:
+            raise CollatorError(f"example {index}: {name} is made by the collator. Remove it from the examples.")
+    keys = {name: key for name in found if (key := _key(name, found, joins)) is not None}
+    media = {name: _tensor(index, name, found.pop(name)) for name in keys}
+    keys = {name: key for name, key in keys.items() if key.join != "drop"}
+    _check_grids(index, media, grids)
+    counts = {
+        name: entries(media[name], key)
+        for name, key in keys.items()
+        if key.of and key.join in ("each", "padded", "in row")
+    }
+    for kind in {keys[name].of for name in counts}:
+        of_kind = {name: count for name, count in counts.items() if keys[name].of == kind and name not in GRIDS}
+        if len(set(of_kind.values())) > 1:
+            raise CollatorError(
+                f"example {index}: {', '.join(f'{name} has {count}' for name, count in of_kind.items())} {kind}s. Pass "
+                "what the processor returned for this example."
+            )
+    columns = {name: _without_row(value) for name, value in found.items()}
+    _require_columns(index, columns)
+    return Example(read_example(index, columns), {name: media[name] for name in keys}, keys)
+
+
+def _key(name: str, example: Mapping[str, Any], joins: Mapping[str, str]) -> Key | None:
+    """What a key of an example means; None for a column with one number per token."""
+    if name not in joins:
+        return meaning(name, example)
+    return None if joins[name] == TOKEN else Key(name, "", joins[name], "", optional=True)
+
+
+def _without_row(value: Any) -> Any:
+    """Turn ``[1, n]``, as a processor returns it, into ``[n]``."""
+    if isinstance(value, (torch.Tensor, np.ndarray)):
+        return value[0] if value.ndim == 2 and len(value) == 1 else value
+    if isinstance(value, (list, tuple)) and len(value) == 1 and isinstance(value[0], (list, tuple, np.ndarray)):
+        return value[0]
+    return value
+
+
+def _require_columns(index: int, found: Mapping[str, Any]) -> None:
+    """Raise :class:`CollatorError` for tensors and arrays that are not for each token, and whose meaning is unknown."""
+    ids: Any = found.get("input_ids")
+    for name, value in found.items():
+        shape = getattr(value, "shape", None)
+        if name in ("input_ids", "labels", "attention_mask") or shape is None or not hasattr(ids, "__len__"):
+            continue
+        if tuple(shape) != (len(ids),):
+            raise CollatorError(
+                f"example {index}: {name} has shape {list(shape)}, which is not one number for each of {len(ids)} "
+                f"tokens, and the collator does not know what it means. Say it, as keys={{{name!r}: 'each'}} does "
+                "for one entry for each picture, or remove it."
+            )
+
+
+def entries(value: torch.Tensor, key: Key) -> int:
+    """The number of pictures, films or sounds that a tensor has an entry for."""
+    return value.shape[1] if key.join == "in row" and value.dim() > 1 else len(value) if value.dim() else 1
+
+
+def _check_grids(index: int, own: Media, needed: Collection[str]) -> None:
+    for grid, patches in GRIDS.items():
+        if (grid in own) != (patches in own) and (grid in own or grid in needed):
+            there, missing = (grid, patches) if grid in own else (patches, grid)
+            raise CollatorError(f"example {index}: {there} without {missing}. Keep both, as the processor gives them.")
+        if grid not in own:
+            continue
+        if own[grid].dim() != 2 or own[grid].shape[1] != 3 or own[grid].is_floating_point():
+            raise CollatorError(
+                f"example {index}: {grid} must be integers [pictures, 3], found {own[grid].dtype} "
+                f"{list(own[grid].shape)}."
+            )
+        expected = int(own[grid].prod(dim=1).sum())
+        if len(own[patches]) != expected:
+            raise CollatorError(
+                f"example {index}: {grid} says {expected} patches, {patches} holds {len(own[patches])}. Pass what "
+                "the processor returned for this example, a row for each patch."
+            )
+
+
+def _tensor(index: int, name: str, value: Any) -> torch.Tensor:
+    try:
+        return value if isinstance(value, torch.Tensor) else torch.as_tensor(np.asarray(value))
+    except (TypeError, ValueError) as error:
+        raise CollatorError(f"example {index}: {name} is no array of numbers ({error}).") from error
+
+
+def require_the_same_keys(examples: Sequence[Example]) -> None:
+    """Raise :class:`CollatorError` if examples with pictures (or films, or sound) describe them by different keys."""
+    first: dict[str, tuple[int, set[str]]] = {}
+    for index, (_, _, keys) in enumerate(examples):
+        for kind in {key.of for key in keys.values()} - {""}:
+            needed = {
+                name for name, key in keys.items() if key.of == kind and not key.optional and key.join != "positions"
+            }
+            at, others = first.setdefault(kind, (index, needed))
+            for name in sorted(needed ^ others):
+                have, lack = (index, at) if name in needed else (at, index)
+                raise CollatorError(
+                    f"example {lack}: {kind} without {name}, which example {have} has. Use one processor with the same "
+                    "options for all."
+                )
+
+
+def require_alike(examples: Sequence[Example]) -> None:
+    """Raise :class:`CollatorError` if the model would compute an example otherwise beside the others.
+
+    Phi-4-multimodal projects sound by other weights in a forward that has pictures.
+    """
+    media = [example.media for example in examples]
+    for index, (_, own, keys) in enumerate(examples):
+        for name, key in keys.items():
+            if key.apart == ZEROS:
+                _require_masks_alike(name, media)
+                continue
+            beside = next((at for at, other in enumerate(media) if key.apart and key.apart in other), None)
+            if beside is not None and key.apart not in own:
+                raise CollatorError(
+                    f"example {index}: {name} without {key.apart}, which example {beside} has. This model computes "
+                    "sound otherwise in a forward with pictures, so the two do not go into one row. Put examples with "
+                    "sound alone, and those with pictures, into batches of their own."
+                )
+
+
+def _require_masks_alike(name: str, media: Sequence[Media]) -> None:
+    masks = {index: own[name] for index, own in enumerate(media) if name in own}
+    shapes = {mask.shape[1:] for mask in masks.values()}
+    full = [index for index, mask in masks.items() if bool(mask.all())]
+    if full and (len(shapes) > 1 or len(full) < len(masks)):
+        raise CollatorError(
+            f"example {full[0]}: its {name} is 1 everywhere, and that of the row would not be. Where every patch is "
+            "seen, this model's encoder computes attention in one direction, else in both, so the example would not be "
+            "computed as alone. Put pictures of one size into a row, or the example into a batch of its own."
+        )
+
+
+def join_media(examples: Sequence[Example]) -> tuple[Media, dict[str, tuple[int, list[int]]]]:
+    """Join the pictures, films and sound of all examples for one row.
+
+    Returns:
+        The row's keys, and their :attr:`~fa2patch.documents.media.MediaRow.parts`.
+
+    Raises:
+        CollatorError: entries of one key have different shapes, or differ and must be the same.
+    """
+    row: Media = {}
+    whose: dict[str, tuple[int, list[int]]] = {}
+    for name, key in {name: key for example in examples for name, key in example.keys.items()}.items():
+        if key.join == "positions":
+            continue
+        media = [_with_mask(name, key, example.media) for example in examples]
+        parts = [own[name] for own in media if name in own]
+        if key.join == "same":
+            if any(not torch.equal(part, parts[0]) for part in parts) or len(parts) < len(media):
+                raise CollatorError(f"{name}: expected the same value in all examples of a row. Batch alike examples.")
+            row[name] = parts[0]
+        else:
+            row[name] = _concatenated(name, key, parts)
+            along = 1 if key.join == "in row" else 0
+            sizes = [(own[name].shape[along] if own[name].dim() else 1) if name in own else 0 for own in media]
+            whose[name] = along, sizes
+    return row, whose
+
+
+def _with_mask(name: str, key: Key, own: Media) -> Media:
+    """An example's media, with a mask of ones where a processor left it out.
+
+    Phi-4-multimodal's leaves it out for a single sound, which is never filled.
+    """
+    like = SHAPES.get(name, "")
+    if not key.optional or like not in own or name in own:
+        return own
+    return {**own, name: torch.ones(own[like].shape[:2], dtype=torch.bool)}
+
+
+def _concatenated(name: str, key: Key, parts: Sequence[torch.Tensor]) -> torch.Tensor:
+    along = 1 if key.join == "in row" else 0
+    parts = [part if part.dim() else part[None] for part in parts]
+    sizes = {part.dim() for part in parts}
+    if key.join == "in row" and (min(sizes) < 2 or any(len(part) != 1 for part in parts)):
+        raise CollatorError(f"{name}: expected [1, n, ...] in every example, found {[list(p.shape) for p in parts]}.")
+    if len(sizes) == 1 and key.join in ("padded", "in row"):
+        largest = [max(part.shape[dim] for part in parts) for dim in range(parts[0].dim())]
+        parts = [_filled(part, largest, along) for part in parts]
+    shapes = {(*part.shape[:along], *part.shape[along + 1 :]) for part in parts}
+    if len(shapes) > 1:
+        raise CollatorError(
+            f"{name}: examples hold entries of shapes {sorted(shapes)}, which do not go into one row. Let the "
+            "processor give entries of one shape, or put these examples into different batches."
+        )
+    return torch.cat(list(parts), dim=along)
+
+
+def _filled(part: torch.Tensor, largest: Sequence[int], along: int) -> torch.Tensor:
+    """Fill a tensor with zeros to the largest size of each dimension, except along which it is joined."""
+    missing = [0 if dim == along else largest[dim] - part.shape[dim] for dim in range(part.dim())]
+    return torch.nn.functional.pad(part, [side for fill in reversed(missing) for side in (0, fill)])

@@ -5,12 +5,11 @@ from __future__ import annotations
 from typing import Any
 
 from .documents.boundaries import Boundaries
-from .upstream import luggage
-from .upstream.looked import Looked
-from .upstream.site import Site, of_forward
+from .upstream import attached
+from .upstream.facts import Site, of_forward
+from .upstream.pipeline import TRAITS, register_trait, traits
 from .upstream.step import Step
-from .upstream.traits.order import TRAITS, register_trait, traits
-from .upstream.traits.trait import Trait
+from .upstream.trait import Looked, Trait
 
 __all__ = [
     "TRAITS", "Looked", "Site", "Step", "Trait", "documents_of", "of_forward", "register_trait", "traits",
@@ -23,5 +22,5 @@ def documents_of(position_ids: Any) -> Boundaries | None:
     Returns:
         The boundaries, which then count as delivered. None for a dense batch.
     """
-    found: Boundaries | None = luggage.take(position_ids, luggage.DOCUMENTS)
+    found: Boundaries | None = attached.take(position_ids, attached.DOCUMENTS)
     return found

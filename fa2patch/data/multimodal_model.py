@@ -14,7 +14,7 @@ from ..documents.names import GRIDS
 from ..errors import CollatorError
 from ..upstream import inspecting
 from ..upstream.find_models import models, outermost_models
-from ..upstream.traits.axes import takes_text_axis
+from ..upstream.positions import takes_text_axis
 from .columns import Array
 from .processor_outputs import Example, Media, entries
 

@@ -15,11 +15,10 @@ from .._types import Args, Call
 from ..documents.media import MEDIA
 from ..documents.names import LENGTHS, TOKENS
 from ..errors import BadBatch, StaysPadded
-from ..upstream import caches, luggage, rope
+from ..upstream import attached, caches, directions, positions, rope
 from ..upstream.calls import passed
 from ..upstream.parts.engines import row_part
 from ..upstream.step import MARK, PADDING, Patched
-from ..upstream.traits import directions, positions
 from . import heads
 from .common_prefixes import Segments, shared_segments
 from .layouts import Layout, packed_row
@@ -176,7 +175,7 @@ def _packed(base: Any, call: Call, share: bool, head: heads.HeadCall | None) -> 
     why = _of_other_shape(call, mask.shape)
     if why:
         return why
-    given, real, first = call.get("position_ids"), mask != 0, patch.found[positions.NAME].first
+    given, real, first = call.get("position_ids"), mask != 0, patch.found[positions.POSITIONS].first
     compared = _compared(call, mask.shape) if share and may_share(patch.found) else []
     no = real.new_zeros(())
     predicts = heads.padding_predicts(head, real) if head is not None else no
@@ -204,13 +203,13 @@ def _packed(base: Any, call: Call, share: bool, head: heads.HeadCall | None) -> 
     if given is None:
         packed["position_ids"] = described["position_ids"] + first
     call = {**described, **packed}
-    call["position_ids"] = luggage.attach(call["position_ids"], luggage.Piece(luggage.PADDING, True))
+    call["position_ids"] = attached.attach(call["position_ids"], attached.Piece(attached.PADDING, True))
     return _Packed(call, layout, real, padding)
 
 
 def _why_left(base: Any, patch: Patched, call: Call) -> str:
     """Why a call that is padded on the left is not packed; empty if it can be."""
-    found = patch.found[positions.NAME]
+    found = patch.found[positions.POSITIONS]
     by_column = found.by_column or (found.first and call.get("input_ids") is None)  # RoBERTa counts ids, if it has any
     if by_column and call.get("position_ids") is None:
         return "it is padded on the left without position_ids, and its model counts padding then"
@@ -250,7 +249,7 @@ def _counted_otherwise(call: Call, real: torch.Tensor, first: int) -> torch.Tens
 
 def _masked(call: Call) -> bool:
     """Whether a call has a mask, no cache and no boundaries of its own. No value is looked at."""
-    piece = luggage.find(call.get("position_ids"), luggage.MASK)
+    piece = attached.find(call.get("position_ids"), attached.MASK)
     packed = passed(call, LENGTHS) or (piece is not None and piece.content is not None)
     decodes = call.get("cache_position") is not None and call.get("use_cache") is not False
     cached = caches.held(call) or call.get("use_cache") or decodes

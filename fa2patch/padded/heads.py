@@ -22,8 +22,8 @@ from ..probing.batches import is_sharded
 from ..probing.proving import tensors
 from ..probing.replica import replica
 from ..upstream.calls import passed
+from ..upstream.labels import kept_logits
 from ..upstream.step import MARK, ROLE
-from ..upstream.traits.first_labels import kept_logits
 
 
 @dataclass(eq=False)

@@ -15,8 +15,8 @@ from ..documents.boundaries import Boundaries
 from ..errors import Fa2PatchError, NothingProven, PackingNotIsolated
 from ..probing import proving
 from ..probing.structure import Structure
-from ..upstream import around, luggage
-from ..upstream.dense import warn_unpacked
+from ..upstream import attached, heads
+from ..upstream.forward import warn_unpacked
 from ..upstream.packed_mask import PackedMask
 from ..upstream.step import Patched
 
@@ -155,8 +155,8 @@ def examine(patch: Examined, module: Model, call: Call, mask: PackedMask) -> Non
         return
     if examination.under_way or _thread.proves:
         return
-    if luggage.take(call.get("position_ids"), luggage.PADDING) is None:
-        around.require_patched(patch)
+    if attached.take(call.get("position_ids"), attached.PADDING) is None:
+        heads.require_patched(patch)
     if getattr(module, "_is_replica", False) or not patch.active:
         return
     if _has_changed(patch):
@@ -243,7 +243,7 @@ def _examined(given: str, tree: bool) -> str:
         return ""
     with paused():
         try:
-            around.require_patched(patch)
+            heads.require_patched(patch)
             if _has_changed(patch):
                 patch.renew()
             if patch.examination.must:

@@ -7,17 +7,16 @@ from typing import Any
 
 from .._types import Model
 from ..documents.names import LENGTHS
-from ..upstream import inspecting
+from ..upstream import directions, heads, inspecting, labels
 from ..upstream.architectures import is_registered, lookup, row_of
+from ..upstream.facts import Site, of_forward
 from ..upstream.find_layers import Layer
 from ..upstream.find_models import models
 from ..upstream.find_route import route_of
 from ..upstream.forward import entered
-from ..upstream.looked import Looked
-from ..upstream.site import Site, of_forward
+from ..upstream.pipeline import traits
 from ..upstream.step import Role, Route
-from ..upstream.traits import directions, first_labels, pooling
-from ..upstream.traits.order import traits
+from ..upstream.trait import Looked
 
 
 @dataclass(frozen=True)
@@ -81,8 +80,8 @@ def _role(looked: Looked, model: Model, sees_both_ways: bool) -> Role:
     return Role(
         outermost=model is looked.model,
         innermost=innermost,
-        predicts_the_next=first_labels.predicts_the_next(model, sees_both_ways),
-        pools=not innermost and pooling.pools_documents(model),
+        predicts_the_next=labels.predicts_the_next(model, sees_both_ways),
+        pools=not innermost and heads.pools_documents(model),
         lengths=frozenset(LENGTHS).intersection(
             *(inspecting.accepted(forward, LENGTHS) for forward in inspecting.forwards_that_run(type(model)))
         ),

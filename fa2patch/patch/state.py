@@ -10,15 +10,14 @@ from .. import kernels
 from .._types import Call, Model
 from ..binding import LOCK, release, used_by, users
 from ..padded.batches import of_model
-from ..upstream import architectures, foreign, hooks
+from ..upstream import architectures, embeddings, foreign, hooks
 from ..upstream.architectures import Architecture
 from ..upstream.find_layers import Layer
 from ..upstream.find_models import models
 from ..upstream.forward import entered
 from ..upstream.packed_mask import PackedMask
+from ..upstream.pipeline import by_name
 from ..upstream.step import MARK, ROLE, Acting, Route
-from ..upstream.traits import noisy_embeddings
-from ..upstream.traits.order import by_name
 from . import examining, peft_models, tracers, trainer_labels
 from .plan import Plan, plan
 
@@ -162,7 +161,7 @@ class Patch:
         for model, role in zip(models(self.model), self.plan.roles):
             model.__dict__.update({MARK: self, ROLE: role})
             hooks.register(model)
-        noisy_embeddings.take_apart(self.model)
+        embeddings.take_apart(self.model)
         if foreign.replaced_on(self.model):
             self.rehooked.append((self.model, "forward", self.model.__dict__["forward"]))
             self.model.__dict__["forward"] = foreign.entered_first(self.model, entered)
@@ -199,7 +198,7 @@ class Patch:
         with LOCK:
             own = {module for module in self.model.modules() if module.__dict__.get(MARK) is self}
             for module in self.model.modules():
-                noisy_embeddings.put_back(module)
+                embeddings.put_back(module)
             padding = of_model(models(self.model)[-1])
             if padding is not None and padding.base in own:
                 padding.remove()

@@ -1,6 +1,6 @@
 """Labels that Trainer uses outside of the model: those that cross a boundary are ignored there, too.
 
-The model ignores them by itself (:mod:`fa2patch.upstream.traits.first_labels`). But Trainer counts labels before a
+The model ignores them by itself (:mod:`fa2patch.upstream.labels`). But Trainer counts labels before a
 forward (``num_items_in_batch``), and keeps them from the model if the loss is computed outside of it: label smoothing,
 ``compute_loss_func``, a ``compute_loss`` of one's own. Metrics get its labels, too.
 """
@@ -22,12 +22,12 @@ from ..binding import bind, when_imported
 from ..documents import other_names
 from ..documents.names import LABELS, LOSS_LABELS, TOKENS
 from ..errors import Fa2PatchError, NotAModel
-from ..upstream import inspecting, luggage
+from ..upstream import attached, inspecting
 from ..upstream.calls import batch_shape, passed
+from ..upstream.labels import inside_documents, kept_logits
 from ..upstream.packed_batch import packed_mask
 from ..upstream.parts.engines import row_part
 from ..upstream.step import MARK, ROLE, Patched
-from ..upstream.traits.first_labels import inside_documents, kept_logits
 from .unwrap import transformers_model
 
 MODULE = "transformers.trainer"
@@ -117,9 +117,9 @@ def _inside_documents(patch: Patched, call: Call) -> Call:
     if mask is None:
         return {}
     return {
-        name: luggage.attach(
+        name: attached.attach(
             inside_documents(labels, mask.boundaries, name, shape, kept_logits(call)),
-            luggage.Piece(luggage.GIVEN, labels),
+            attached.Piece(attached.GIVEN, labels),
         )
         for name, labels in passed(call, LABELS).items()
     }
@@ -128,7 +128,7 @@ def _inside_documents(patch: Patched, call: Call) -> Call:
 def _as_given(batch: Any) -> Any:
     """A batch with the labels from before :func:`without_first_labels`. An evaluation counts them after it."""
     call = dict(batch) if isinstance(batch, Mapping) else {}
-    pieces = {name: luggage.find(call.get(name), luggage.GIVEN) for name in LABELS}
+    pieces = {name: attached.find(call.get(name), attached.GIVEN) for name in LABELS}
     found = {name: piece.content for name, piece in pieces.items() if piece is not None}
     return {**call, **found} if found else batch
 

@@ -15,7 +15,7 @@ from ..upstream import inspecting
 from ..upstream.find_layers import attention_layers
 from ..upstream.find_mixers import mixers
 from ..upstream.find_models import models
-from ..upstream.traits.positions import position_embeddings
+from ..upstream.positions import position_embeddings
 from .whole_rows import WholeRows
 
 PROJECTIONS = 4

@@ -11,11 +11,11 @@ from typing import Any
 import torch
 
 from .._types import Model
-from ..upstream import hooks, inspecting, reached
+from ..upstream import forward, hooks, inspecting
 from ..upstream.known_code import below_ours
 from .unknown import EVERYWHERE, HOOKS, replaceable
 
-_OUR_HOOKS = (hooks.before, hooks.after, reached.runs)
+_OUR_HOOKS = (hooks.before, hooks.after, forward.runs)
 _of_class, _code = attrgetter("forward", "__call__"), attrgetter("__code__")
 
 

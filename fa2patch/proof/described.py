@@ -16,11 +16,11 @@ from ..kernels import Asked, Kernel, Pick, Picks, pick
 from ..patch.applying import apply
 from ..patch.state import Patch
 from ..patch.unwrap import transformers_model
+from ..upstream import refusals
+from ..upstream.facts import Site
 from ..upstream.find_layers import Layer
 from ..upstream.find_models import models
 from ..upstream.packed_mask import PackedMask
-from ..upstream.site import Site
-from ..upstream.traits import cache
 
 _AUTO = (
     "AutoModelForCausalLM", "AutoModelForImageTextToText", "AutoModelForVision2Seq", "AutoModelForMaskedLM",
@@ -152,7 +152,7 @@ def rehearsed(patch: Patch, mode: FakeTensorMode, device: str) -> tuple[dict[str
     mask = PackedMask(documents, picks, shape, 5, ids, patch.found)
     try:
         with mode, torch.no_grad():
-            decoder(input_ids=ids, position_ids=ids, attention_mask=mask, use_cache=cache.NAME not in patch.found)
+            decoder(input_ids=ids, position_ids=ids, attention_mask=mask, use_cache=refusals.CACHE not in patch.found)
     except Fa2PatchError:
         raise
     except Exception as error:

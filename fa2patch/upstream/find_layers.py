@@ -11,10 +11,10 @@ import torch
 
 from .._types import Function, Model
 from . import find_masks, inspecting
+from .facts import Site, of_forward
 from .find_models import models, text_modules
 from .known_code import is_of_model
 from .seams import formula, function, fused, interface, method, mixer
-from .site import Site, of_forward
 
 
 @dataclass(frozen=True)

@@ -10,10 +10,10 @@ import torch
 
 from .._types import Function, Model
 from . import caches, inspecting
+from .facts import of_forward
 from .find_layers import Layer, attention_layers
 from .find_models import text_modules
 from .seams import mixer
-from .site import of_forward
 
 _NAMES = re.compile(
     r"Mamba|Mixer2?$|RecurrentBlock|Rwkv|Retention|ShortConv|DeltaNet|DeltaAttention|LightningAttention|LinearAttention"

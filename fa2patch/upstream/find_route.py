@@ -4,13 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from . import find_masks, inspecting
+from . import find_masks, inspecting, masks
+from .facts import Site
 from .find_mixers import carrier
-from .looked import Looked
 from .packed_mask import MASK
-from .site import Site
 from .step import Route
-from .traits import masks
+from .trait import Looked
 
 
 def route_of(model: Looked, sites: Iterable[Site]) -> Route:

@@ -2,34 +2,38 @@
 
 The forwards of the models that a call goes through are replaced on the classes that define them. An instance without
 our mark runs its original forward. The first model that a batch reaches finds the boundaries and hands the
-:class:`PackedMask` to the models inside it (see ``luggage.py``). The base model, which loops over the layers, passes it
+:class:`PackedMask` to the models inside it (``attached.py``). The base model, which loops over the layers, passes it
 in place of the attention mask.
 """
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import inspect
-from typing import Any
+import threading
+import warnings
+from collections.abc import Iterator, Sequence
+from typing import Any, Callable
 
 import torch
 
 from .._torch import compiling, is_no_verdict
-from .._types import Args, Call, Function
+from .._types import Args, Call, Function, Model
 from ..documents import other_names
 from ..documents.checks import described
 from ..documents.names import LABELS, LENGTHS, PARENTS, REAL, TOKENS
-from ..errors import BadBatch, PackingNotIsolated
-from . import apart_models, caches, dense, foreign, inspecting, luggage, reached
-from .batch import has_pictures, is_for_queries
-from .calls import Calls, batch_shape, passed
+from ..errors import BadBatch, NothingPacked, PackingNotIsolated
+from . import attached, caches, foreign, heads, inspecting
+from .calls import Calls, batch_shape, has_pictures, is_for_queries, passed
+from .find_layers import Layer
 from .find_models import models
 from .packed_batch import packed_mask
 from .packed_mask import MASK, PackedMask, find
 from .parts.engines import row_part
 from .parts.row_part import RowPart
-from .step import MARK, PADDING, ROLE, Step
-from .traits import pooling
+from .seams import document
+from .step import MARK, PADDING, ROLE, Patched, Step
 
 
 def entered(original: Function) -> Function:
@@ -38,9 +42,9 @@ def entered(original: Function) -> Function:
 
     def marked(self: Any, args: Args, kwargs: Call) -> Any:
         patch, role, call = self.__dict__[MARK], self.__dict__[ROLE], calls.named(args, kwargs)
-        if pooling.is_riding(call) and not role.innermost:  # through super(), in a class patched for another model
+        if heads.is_riding(call) and not role.innermost:  # through super(), in a class patched for another model
             return original(self, *args, **kwargs)
-        ride = pooling.ridden(call)
+        ride = heads.ridden(call)
         if ride is not None:
             return ride.pooled(_computed(Step(self, patch, role, calls, args, {**call, **ride.whole})))
         return _computed(Step(self, patch, role, calls, args, call))
@@ -73,7 +77,7 @@ def _computed(step: Step) -> Any:
     for trait, found in step.patch.acting:
         trait.before(step, found)
     if step.mask is None:
-        output = dense.computed(step)
+        output = computed_dense(step)
     elif step.handed:
         output = _handed(step)
     elif step.places:
@@ -89,7 +93,7 @@ def _recognise(step: Step) -> None:
     """Find the boundaries of this batch: an outer model has handed them on, or this model looks for them."""
     role, call = step.role, step.call
     if role.innermost and not compiling():
-        dense.reached.times += 1
+        thread.times += 1
     part = row_part(step.module, call) if role.outermost or role.innermost else None
     step.mask = _handed_by_a_model_around(step)
     step.handed = step.mask is not None
@@ -119,7 +123,7 @@ def _handed_by_a_model_around(step: Step) -> PackedMask | None:
 def _was_found_dense(step: Step) -> bool:
     """Whether an outer model has found the batch dense, or made a mask for every query or for each kind of layer."""
     ids, mask = step.call.get("position_ids"), step.call.get("attention_mask")
-    around = dense.found_around(step)
+    around = found_around(step)
     if any(its_ids is ids and its_mask is mask for its_ids, its_mask in around):
         return True
     made = is_for_queries(mask) or isinstance(mask, dict)  # flash attention's are [batch, length]: Gemma 3
@@ -129,7 +133,7 @@ def _was_found_dense(step: Step) -> bool:
 def _foreign_forward(step: Step) -> Function | None:
     """The foreign forward that handed this batch to the model without running the pre-hook, or None."""
     role = step.role
-    if role.outermost == role.innermost or luggage.find(step.call.get("position_ids"), luggage.MASK) is not None:
+    if role.outermost == role.innermost or attached.find(step.call.get("position_ids"), attached.MASK) is not None:
         return None
     return foreign.on_top_of_ours(step.module if role.outermost else step.patch.model)
 
@@ -146,13 +150,13 @@ def look(step: Step, part: RowPart | None = None) -> PackedMask | None:
         _with_a_batch_dimension(step.call, shape)
     call = step.call
     real = real_tokens(call, shape)
-    piece = luggage.find(call.get("position_ids"), luggage.MASK)
+    piece = attached.find(call.get("position_ids"), attached.MASK)
     if piece is not None and (piece.content is None or piece.content.shape == batch_shape(call)[0]):
         piece.delivered = True
         found: PackedMask | None = piece.content
         return found
     given = call.get("attention_mask")
-    made_inside = step.role.innermost and any(ids is None and mask is given for ids, mask in dense.found_around(step))
+    made_inside = step.role.innermost and any(ids is None and mask is given for ids, mask in found_around(step))
     training = step.module.training and torch.is_grad_enabled()
     one_per_token = step.role.predicts_the_next or step.role.innermost
     always = _would_be_an_error(step)
@@ -241,7 +245,7 @@ def _made(step: Step) -> Any:
     if step.mask is not None and step.role.innermost:
         step.call = {name: value for name, value in step.call.items() if name not in LENGTHS}
         if step.patch.route.apart:
-            return apart_models.computed(step, step.mask)
+            return document.computed(step, step.mask)
     return step.calls.make(step.module, step.args, step.call)
 
 
@@ -250,7 +254,7 @@ def _sent_inside(step: Step, mask: PackedMask) -> Any:
 
     A subclass's ``**kwargs`` may hand collator lengths to a ``super().forward`` that does not accept them.
     """
-    step.attach("position_ids", luggage.Piece(luggage.MASK, mask))
+    step.attach("position_ids", attached.Piece(attached.MASK, mask))
     accepted = step.role.lengths
     step.call = {name: value for name, value in step.call.items() if name not in LENGTHS or name in accepted}
     output = step.calls.make(step.module, step.args, step.call)
@@ -264,7 +268,7 @@ def _placed(step: Step, mask: PackedMask) -> Any:
     step.call[step.patch.route.carrier] = mask
     if not step.calls.takes("position_ids"):
         del step.call["position_ids"]
-    return reached.computed(_with_mask, step, mask)
+    return reaching_every_layer(_with_mask, step, mask)
 
 
 def _with_mask(step: Step) -> Any:
@@ -296,4 +300,235 @@ def _require_delivered(step: Step) -> None:
                 "was reverted through a model that shares it, such as copy.copy(model). Call fa2patch.apply(model) "
                 "again."
             )
-        luggage.require_delivered(piece, step.module)
+        attached.require_delivered(piece, step.module)
+
+
+SAY_AFTER = 16
+"""The number of training batches without document information after which a warning is given."""
+
+
+class _Thread(threading.local):
+    """What this thread has done. It is used for comparisons only and carries no boundaries.
+
+    Attributes:
+        times: how often a base model's patched forward was entered.
+        inside: ``(patch, position_ids, attention_mask)`` of each dense batch being computed, the outermost first.
+    """
+
+    times = 0
+
+    def __init__(self) -> None:
+        self.inside: list[Any] = []
+
+
+thread = _Thread()
+
+
+def found_around(step: Step) -> list[tuple[Any, Any]]:
+    """Return ``(position_ids, attention_mask)`` of each dense batch that an outer model of this patch is computing."""
+    if compiling():
+        return []
+    return [(ids, mask) for patch, ids, mask in thread.inside if patch is step.patch]
+
+
+def computed_dense(step: Step) -> Any:
+    """Compute a dense batch, and let inner models know that it was found dense.
+
+    Raises:
+        PackingNotIsolated: the batch did not pass through the base model's patched forward.
+    """
+    if compiling():
+        if _says_nothing(step):
+            step.patch.capture_unpacked()
+        if isinstance(step.call.get("position_ids"), torch.Tensor) and not step.role.innermost:
+            step.call["position_ids"] = attached.attach(step.call["position_ids"], attached.Piece(attached.MASK, None))
+        return step.calls.make(step.module, step.args, step.call)
+    before = thread.times
+    if not found_around(step):
+        _count_unpacked(step)
+    with _being_computed(step):
+        output = step.calls.make(step.module, step.args, step.call)
+    if not step.role.innermost and thread.times == before and _runs_eagerly(step.module):
+        raise PackingNotIsolated(
+            "a batch did not come through the base model's patched forward: somebody has replaced it after "
+            "fa2patch.apply. See fa2patch.status(model); apply fa2patch last."
+        )
+    return output
+
+
+def _runs_eagerly(model: Model) -> bool:
+    """Whether the base model's forward is known to run as Python. One that is compiled by itself counts no entries."""
+    own = ("forward", "_orig_mod", "_compiled_call_impl")
+    inner = models(model)[1:]
+    return not any(vars(base).get(name) or base._modules.get(name) for base in inner for name in own)
+
+
+def _count_unpacked(step: Step) -> None:
+    """Count training batches without document information and warn once, because joined rows look the same."""
+    patch = step.patch
+    if patch.unpacked is None or not _says_nothing(step):
+        return
+    patch.unpacked += 1
+    if patch.unpacked == SAY_AFTER:
+        warn_unpacked(patch, f"{SAY_AFTER} training batches have come and none said")
+
+
+def _says_nothing(step: Step) -> bool:
+    """Whether this is a training batch without document information."""
+    if not (step.module.training and torch.is_grad_enabled()):
+        return False
+    return not passed(step.call, ("position_ids", *LENGTHS))
+
+
+def warn_unpacked(patch: Patched, seen: str) -> None:
+    """Warn that training batches come without document information, and stop the count.
+
+    Args:
+        patch: the model's patch.
+        seen: the batches that were seen, as the beginning of a sentence that ends in where documents start.
+    """
+    patch.unpacked = None
+    warnings.warn(
+        f"fa2patch.apply(model) is on, but {seen} where documents "
+        "start (position_ids, cu_seq_lens_*, seq_idx). If examples were joined in these rows (TRL up to 0.19 does "
+        "so: packing=True, and padding_free=True without flash attention), they attend to each other. Collate with "
+        "fa2patch.DataCollatorWithFlattening; fa2patch.verify(model, batch=batch) says what a batch holds.",
+        NothingPacked,
+        stacklevel=2,
+    )
+
+
+@contextlib.contextmanager
+def _being_computed(step: Step) -> Iterator[None]:
+    """Record that a dense batch is being computed, so that inner models do not take it for a packed batch."""
+    thread.inside.append((step.patch, step.call.get("position_ids"), step.call.get("attention_mask")))
+    try:
+        yield
+    finally:
+        thread.inside.pop()
+
+
+class _Running(threading.local):
+    """What this thread is computing. ``ran`` holds the ``id`` of each module that has run, if that is recorded."""
+
+    ran: set[int] | None = None
+
+
+_running = _Running()
+
+
+def runs(module: Any, args: Any) -> None:
+    """Forward pre-hook: record that a module runs."""
+    if _running.ran is not None:
+        _running.ran.add(id(module))
+
+
+def reaching_every_layer(compute: Callable[[Step], Any], step: Step, mask: PackedMask) -> Any:
+    """Compute a packed batch, and require that every layer that runs is given its boundaries.
+
+    Not every layer of a model runs in each forward (``layerdrop``). Hooks tell which blocks ran, and hooks everywhere
+    would take time in every model. So they are used from the first forward on that has missed a layer, which is
+    reaching_every_layer once more.
+
+    Args:
+        compute: calls the model.
+        step: the forward that passes the packed mask on.
+        mask: the packed mask.
+
+    Raises:
+        PackingNotIsolated: a layer has run and was not given the boundaries.
+    """
+    if compiling():
+        output = compute(step)
+        if _misses(step, mask, None):
+            _refuse_missed(step, mask, None)
+        return output
+    if not step.patch.skips:
+        output = compute(step)
+        if not _misses(step, mask, None):
+            return output
+        step.patch.skips = True
+        mask.calls.clear()
+        del output
+    output, ran = _recorded(compute, step)
+    if _misses(step, mask, ran):
+        _refuse_missed(step, mask, ran)
+    return output
+
+
+def _recorded(compute: Callable[[Step], Any], step: Step) -> tuple[Any, set[int]]:
+    """Compute, and return the output and the ``id`` of each module that ran."""
+    before = _running.ran
+    with contextlib.ExitStack() as stack:
+        for module in {module for layer in step.patch.attention for module in _inside_block(step, layer)}:
+            stack.callback(module.register_forward_pre_hook(runs).remove)
+        stack.callback(setattr, _running, "ran", before)
+        ran: set[int] = set()
+        _running.ran = ran
+        return compute(step), ran
+
+
+def _inside_block(step: Step, layer: Layer) -> list[torch.nn.Module]:
+    """The modules inside the block that holds a layer. If one of them runs, the block does more than hand states on.
+
+    Other code may compute a block's attention past its layer, so that it does not show whether the layer runs.
+    """
+    parts = layer.name.split(".")
+    end = next((at for at, part in enumerate(parts, 1) if part.isdigit()), len(parts))
+    block: torch.nn.Module = models(step.module)[-1].get_submodule(".".join(parts[:end]))
+    return [module for module in list(block.modules())[1:] if not inspecting.is_scripted(module)]
+
+
+def _misses(step: Step, mask: PackedMask, ran: set[int] | None) -> bool:
+    """Whether a layer was not given this batch's boundaries.
+
+    The number of layers is compared in every forward. Eagerly, the layers themselves are compared too, until a packed
+    batch has reached them all.
+    """
+    patch, layers = step.patch, _needing(step, mask, ran)
+    missed = len(mask.calls) < len(layers)
+    if not compiling():
+        known = None not in mask.calls  # 4.47's and 4.48's GPT-NeoX does not pass the layer to its function
+        missed = missed or (known and not patch.vouched and bool(_not_given(layers, mask, step.module)))
+        patch.vouched = not missed and ran is None and mask.shape[1] > 1
+    return missed
+
+
+def _needing(step: Step, mask: PackedMask, ran: set[int] | None) -> tuple[Layer, ...]:
+    """The layers that need boundaries: all, or those whose blocks ran.
+
+    Rows of one token need none in mixers, and LFM2 of 5.10 passes none.
+    """
+    layers = step.patch.attention
+    if mask.shape[1] == 1:
+        layers = tuple(layer for layer in layers if layer.seam != "mixer")
+    if ran is None:
+        return layers
+    return tuple(layer for layer in layers if any(id(module) in ran for module in _inside_block(step, layer)))
+
+
+def _refuse_missed(step: Step, mask: PackedMask, ran: set[int] | None) -> None:
+    layers = _needing(step, mask, ran)
+    names = _not_given(layers, mask, step.module)
+    why = "Their attention was replaced after fa2patch.apply: apply fa2patch last."
+    if ran is None:
+        why = (
+            "Either their attention was replaced after fa2patch.apply: apply fa2patch last. Or the model has skipped "
+            "them (layerdrop), which a compiled graph cannot tell: switch that off, or do not compile."
+        )
+    raise PackingNotIsolated(
+        f"of {len(layers)} attention layers only {len(layers) - len(names)} were given the "
+        f"boundaries of this packed batch; not {', '.join(names[:4])}{', ...' if len(names) > 4 else ''}. {why} See "
+        "fa2patch.status(model).layers."
+    )
+
+
+def _not_given(layers: Sequence[Layer], mask: PackedMask, model: Model) -> list[str]:
+    """The names and classes of the layers that were not given the boundaries.
+
+    They are looked up in the model that was called, because a ``DataParallel`` replica carries the original's patch.
+    """
+    given = {id(module) for module in mask.calls}
+    decoder = models(model)[-1]
+    modules = [(layer.name, decoder.get_submodule(layer.name)) for layer in layers]
+    return [f"{name} ({type(module).__name__})" for name, module in modules if id(module) not in given]

@@ -10,10 +10,9 @@ from typing import Any
 import torch
 
 from .._types import Args, Call
-from . import foreign, luggage
+from . import attached, foreign, heads
 from .forward import batches_continuously, look
 from .step import MARK, ROLE, Step
-from .traits import pooling, row_values
 
 
 def register(module: torch.nn.Module) -> None:
@@ -46,7 +45,7 @@ def before(module: Any, args: Args, kwargs: Call) -> Any:
         return None
     calls = foreign.calls_of(module)
     call = calls.named(args, kwargs)
-    if pooling.is_riding(call):
+    if heads.is_riding(call):
         return None
     step = Step(module, patch, module.__dict__[ROLE], calls, args, call, by_hook=True)
     step.mask = look(step)
@@ -54,7 +53,7 @@ def before(module: Any, args: Args, kwargs: Call) -> Any:
         return None
     for trait, found in patch.acting:
         trait.before(step, found)
-    step.attach("position_ids", luggage.Piece(luggage.MASK, step.mask))
+    step.attach("position_ids", attached.Piece(attached.MASK, step.mask))
     return calls.arranged(args, step.call)
 
 
@@ -66,10 +65,10 @@ def after(module: Any, args: Args, kwargs: Call, output: Any) -> None:
     """
     if foreign.on_top(module):
         return
-    piece = luggage.find(kwargs.get("position_ids"), luggage.MASK)
+    piece = attached.find(kwargs.get("position_ids"), attached.MASK)
     if piece is None or piece.content is None:
         return
-    luggage.require_delivered(piece, module)
+    attached.require_delivered(piece, module)
     role = module.__dict__[ROLE]
     if role.outermost:
-        row_values.refuse_outputs_of_rows(module, output, kwargs, piece.content, role.predicts_the_next)
+        heads.refuse_outputs_of_rows(module, output, kwargs, piece.content, role.predicts_the_next)

@@ -12,15 +12,13 @@ from ..documents.names import PARENTS
 from ..documents.recognition import recognise
 from ..documents.stated import from_cu_seqlens
 from ..errors import BadParents, PackedWithCache, PackedWithDenseMask, PackingNotIsolated
-from . import caches, rope
-from .batch import Batch, has_pictures, read_batch
-from .calls import refuse_recording
+from . import caches, directions, positions, rope
+from .calls import Batch, has_pictures, read_batch, refuse_recording
 from .find_models import models
 from .packed_mask import PackedMask
 from .parts.row_part import RowPart
 from .parts.whole_rows import of_whole_rows, refuse_unsaid
 from .step import Patched
-from .traits import directions, positions
 
 
 def packed_mask(
@@ -53,13 +51,13 @@ def packed_mask(
         PackingNotIsolated: the batch cannot be computed packed, for example while a CUDA graph is captured.
         BadBatch, BadPositionIds, BadCuSeqlens, BoundaryConflict: the arguments are malformed or contradict each other.
     """
-    batch = read_batch(call, patch)
+    batch = read_batch(call, "mixers" in patch.found)
     rows = batch if part is None else of_whole_rows(batch, part, call)
     if batch is None or rows is None:
         return None
     _refuse_recorders(batch, made_inside)
     found: Boundaries | None
-    first = patch.found[positions.NAME].first
+    first = patch.found[positions.POSITIONS].first
     if "cu_seq_lens_q" in batch.lengths:
         found = _stated(rows, patch)
         if part is not None and batch.position_ids is not None:
@@ -138,8 +136,8 @@ def _recognised(
     upstream's code knows only a part of each row, or if the model takes no position ids.
     """
     seq_idx, mask = batch.lengths.get("seq_idx"), batch.mask
-    is_no_verdict = batch.position_ids is None and seq_idx is None and (mask is None or mask.dtype == torch.bool)
-    if is_no_verdict or (batch.shape[1] == 1 and not always):
+    says_nothing = batch.position_ids is None and seq_idx is None and (mask is None or mask.dtype == torch.bool)
+    if says_nothing or (batch.shape[1] == 1 and not always):
         return None
     return recognise(
         batch.shape,

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple, Protocol
 
 from .._types import Args, Call, Model
 from ..kernels import Picks
-from . import luggage
+from . import attached
 from .calls import Calls
 from .find_layers import Layer
 from .packed_mask import PackedMask
@@ -134,23 +134,23 @@ class Step:
     handed: bool = False
     places: bool = False
     by_hook: bool = False
-    pieces: list[luggage.Piece] = field(default_factory=list)
+    pieces: list[attached.Piece] = field(default_factory=list)
     kept: dict[str, Any] = field(default_factory=dict)
 
-    def attach(self, argument: str, piece: luggage.Piece) -> None:
+    def attach(self, argument: str, piece: attached.Piece) -> None:
         """Attach a piece to an argument. After the forward it is an error if no code has taken it.
 
         A subclass whose ``super().forward`` is patched, too, comes here twice. A piece that nobody has taken stays.
         """
-        riding = luggage.find(self.call[argument], piece.kind)
+        riding = attached.find(self.call[argument], piece.kind)
         if riding is not None and riding.content is piece.content and not riding.delivered:
             return
-        self.call[argument] = luggage.attach(self.call[argument], piece)
+        self.call[argument] = attached.attach(self.call[argument], piece)
         self.pieces.append(piece)
 
     def send_documents(self) -> None:
         """Attach the boundaries to ``position_ids``, for a module that computes each document separately."""
         if self.mask is None or not self.places or not self.calls.takes("position_ids"):
             return
-        if not any(piece.kind == luggage.DOCUMENTS for piece in self.pieces):
-            self.attach("position_ids", luggage.Piece(luggage.DOCUMENTS, self.mask.boundaries))
+        if not any(piece.kind == attached.DOCUMENTS for piece in self.pieces):
+            self.attach("position_ids", attached.Piece(attached.DOCUMENTS, self.mask.boundaries))

@@ -20,9 +20,8 @@ from compat_matrix.results import judged, read_file
 from compat_matrix.run import merged
 from fa2patch import Boundaries
 from fa2patch.documents import device, recognition, starts, stated
-from fa2patch.upstream import forward, packed_mask
-from fa2patch.upstream.looked import Looked
-from fa2patch.upstream.traits import attention, mixers
+from fa2patch.upstream import forward, packed_mask, refusals
+from fa2patch.upstream.trait import Looked
 
 CELLS = [("llama", "sdpa"), ("qwen2", "eager"), ("falcon", "sdpa"), ("llama4", "sdpa")]
 architectures = sys.modules["fa2patch.upstream.architectures"]
@@ -73,8 +72,8 @@ FAULTS = {
     "a parent that is not seen by a mixer": ([NO_TREE], "jamba", *PROMPTS),
     "a refusal that is not made": (
         [
-            (mixers.Mixers, "finds", lambda self, model: None),
-            (attention.AttentionLayers, "refuses", lambda self, model, found: None),
+            (refusals.Mixers, "finds", lambda self, model: None),
+            (refusals.AttentionLayers, "refuses", lambda self, model, found: None),
             (Looked, "mixers", ()),
         ],
         "jamba", "packed_row", "nothing_crosses",

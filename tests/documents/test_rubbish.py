@@ -13,7 +13,7 @@ from compat_matrix.check.compare import assert_close
 from compat_matrix.check.rows import alone, documents, pack
 from fa2patch import errors
 from fa2patch.proof.doctor import tiny_llama
-from fa2patch.upstream import dense
+from fa2patch.upstream import forward as patched_forward
 
 LENGTHS = (4, 5, 1)
 DOCS = documents(*LENGTHS)
@@ -71,7 +71,7 @@ def expected():
 @pytest.fixture(autouse=True)
 def nothing_is_left_inside():
     yield
-    assert dense.reached.inside == []
+    assert patched_forward.thread.inside == []
 
 
 def refused(call, match, error=errors.Fa2PatchError):

@@ -21,7 +21,7 @@ from fa2patch.kernels import registry
 from fa2patch.kernels.attention import packed_attention
 from fa2patch.kernels.reference import Reference
 from fa2patch.traits import Trait, register_trait
-from fa2patch.upstream.traits import order
+from fa2patch.upstream import pipeline
 
 EXAMPLES = Path(__file__).parents[2] / "examples" / "extend"
 
@@ -98,7 +98,7 @@ class Transposed(Counting):
 @pytest.fixture(autouse=True)
 def nothing_stays_registered(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(registry, "_registered", [])
-    monkeypatch.setattr(order, "_registered", [])
+    monkeypatch.setattr(pipeline, "_registered", [])
 
 
 def with_lengths(docs: list[torch.Tensor]) -> dict[str, object]:
@@ -232,7 +232,7 @@ def test_a_registered_trait_is_replaced_by_one_of_its_name() -> None:
     first, second = Noting(), Noting()
     register_trait(first)
     register_trait(second)
-    assert order.traits()[-1] is second and first not in order.traits()
+    assert pipeline.traits()[-1] is second and first not in pipeline.traits()
 
 
 class OurName(Trait):
@@ -245,9 +245,9 @@ class OurName(Trait):
 def test_what_is_no_trait_is_refused(trait: object) -> None:
     with pytest.raises(errors.BadArgument):
         register_trait(trait)  # type: ignore[arg-type]
-    assert order._registered == []
+    assert pipeline._registered == []
 
 
 def test_names_of_traits_are_unique() -> None:
-    names = [trait.name for trait in order.TRAITS]
+    names = [trait.name for trait in pipeline.TRAITS]
     assert len(names) == len(set(names))

@@ -15,7 +15,7 @@ from compat_matrix.check.compare import assert_close, assert_same_gradients
 from compat_matrix.check.rows import alone, documents, gradients, loss_of, pack
 from fa2patch import errors
 from fa2patch.proof.doctor import tiny_llama
-from fa2patch.upstream import dense
+from fa2patch.upstream import forward
 
 LENGTHS = (5, 9, 1, 3)
 
@@ -44,7 +44,7 @@ def nothing_is_left_of_other_tests():
     """A forgotten model keeps its class's bindings until it is collected, so an unpatched model would look patched."""
     gc.collect()
     yield
-    assert dense.reached.inside == []
+    assert forward.thread.inside == []
 
 
 def logits(model, docs):
@@ -80,7 +80,7 @@ def in_threads(*works):
     def run(index, work):
         barrier.wait()
         try:
-            results[index] = [work() for _ in range(3)], list(dense.reached.inside)
+            results[index] = [work() for _ in range(3)], list(forward.thread.inside)
         except BaseException as error:
             results[index] = error
 
@@ -384,7 +384,7 @@ def test_an_interrupted_forward_leaves_the_patch_usable(model, docs, batch, wher
     with pytest.raises(interruption, match="in the middle"):
         model(**call)
     handle.remove()
-    assert dense.reached.inside == []
+    assert forward.thread.inside == []
     assert {layer.state for layer in patch.layers} == {"applied"}
     assert_close(logits(model, docs), alone(tiny_llama(), docs), "the next forward's logits")
 
@@ -398,7 +398,7 @@ def test_an_interrupted_recompute_leaves_the_patch_usable(model, docs):
         loss.backward()
     handle.remove()
     model.zero_grad()
-    assert dense.reached.inside == []
+    assert forward.thread.inside == []
     assert_same_gradients(trained(model, docs), expected_gradients(docs))
 
 
@@ -453,7 +453,7 @@ class TestNothingPacked:
     """TRL 0.19 joins examples without position ids if the model is not named flash_attention_2."""
 
     @staticmethod
-    def warned(model, batch, times=dense.SAY_AFTER):
+    def warned(model, batch, times=forward.SAY_AFTER):
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
             for _ in range(times):
@@ -463,7 +463,7 @@ class TestNothingPacked:
     def test_training_on_rows_that_say_nothing_warns_once(self, model, docs):
         fa2patch.apply(model.train())
         joined = {"input_ids": torch.cat(docs)[None], "attention_mask": torch.ones(1, sum(LENGTHS))}
-        assert not self.warned(model, joined, dense.SAY_AFTER - 1)
+        assert not self.warned(model, joined, forward.SAY_AFTER - 1)
         [warning] = self.warned(model, joined)
         assert "TRL" in str(warning.message) and "DataCollatorWithFlattening" in str(warning.message)
         assert not self.warned(model, joined)
@@ -483,7 +483,7 @@ class TestNothingPacked:
         [warning] = self.warned(compiled, joined, 2)
         assert "a graph was compiled for training batches" in str(warning.message)
         made = len(graphs)
-        assert made and not self.warned(compiled, joined, 2 * dense.SAY_AFTER)
+        assert made and not self.warned(compiled, joined, 2 * forward.SAY_AFTER)
         assert len(graphs) == made
 
     def test_a_packed_batch_says_that_all_is_well(self, model, docs):

@@ -22,7 +22,7 @@ from small_models import (
 import fa2patch
 from compat_matrix.check.compare import assert_close
 from compat_matrix.check.rows import documents
-from fa2patch.upstream import batch
+from fa2patch.upstream import calls
 
 # A 4-D mask
 
@@ -197,7 +197,7 @@ def test_two_tokens_may_be_two_documents_and_one_token_is_none(monkeypatch):
 
     model, reference = llama(), llama()
     fa2patch.apply(model)
-    monkeypatch.setattr(batch, "_refuse_capture", refuse)
+    monkeypatch.setattr(calls, "_refuse_capture", refuse)
     one = {"input_ids": DOCS[1][None], "position_ids": torch.tensor([[0]])}
     assert torch.equal(model(**one).logits, reference(**one).logits)
     with pytest.raises(fa2patch.errors.PackingNotIsolated, match="captured"):

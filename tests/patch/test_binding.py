@@ -16,9 +16,8 @@ from fake_models import modeling_function, modeling_interface, modeling_method
 
 from fa2patch import binding
 from fa2patch.binding import ABSENT, bind, release, used_by
-from fa2patch.upstream import forward
+from fa2patch.upstream import forward, masks, positions
 from fa2patch.upstream.seams import function, interface, method
-from fa2patch.upstream.traits import masks, rope
 
 
 class User:
@@ -291,7 +290,7 @@ FACTORIES = {
         ),
         modeling_function.FakeSdpaAttention.forward,
     ),
-    "rotary": (rope.by_document, modeling_method.FakeRotary.forward),
+    "rotary": (positions.rotated_by_document, modeling_method.FakeRotary.forward),
 }
 
 

@@ -218,11 +218,11 @@ def test_rows_and_masks_that_the_operator_does_not_read_break_the_graph_and_the_
 
 def test_a_cuda_graph_is_not_captured_around_a_packed_batch(monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
-    from fa2patch.upstream import batch
+    from fa2patch.upstream import calls
 
     with pytest.raises(PackingNotIsolated, match="a CUDA graph is being captured"):
-        batch._refuse_capture(torch.device("cuda"))
-    batch._refuse_capture(torch.device("cpu"))
+        calls._refuse_capture(torch.device("cuda"))
+    calls._refuse_capture(torch.device("cpu"))
 
 
 def test_numbers_are_in_the_message_where_they_are_known(monkeypatch):

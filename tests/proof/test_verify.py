@@ -13,7 +13,7 @@ import fa2patch
 from fa2patch import errors
 from fa2patch.probing.probe import dtypes_saved
 from fa2patch.proof.doctor import tiny_llama
-from fa2patch.upstream.traits import first_labels
+from fa2patch.upstream import labels
 
 LENGTHS = (4, 6, 1, 5)
 
@@ -251,7 +251,7 @@ def test_labels_that_cross_are_masked_as_in_a_padded_run(patched):
 
 
 def test_labels_that_cross_are_reported_where_nobody_masks_them(patched, monkeypatch):
-    monkeypatch.setattr(first_labels, "inside_documents", lambda labels, *rest: labels)
+    monkeypatch.setattr(labels, "inside_documents", lambda given, *rest: given)
     batch = row(4, 6, 3)
     found = fa2patch.verify(patched, batch={**batch, "labels": batch["input_ids"]}, strict=False)
     assert not found.ok and "labels: the last token of document 1 predicts the first of document 2" in found.reason

@@ -13,8 +13,7 @@ from fa2patch import errors
 from fa2patch.documents.boundaries import Boundaries
 from fa2patch.kernels.reference import Reference
 from fa2patch.proof.doctor import tiny_llama
-from fa2patch.upstream import apart
-from fa2patch.upstream.traits import first_labels
+from fa2patch.upstream import apart, labels
 
 NESTED = [(9, -1), (5, 0), (1, 0), (4, 2), (7, 0), (6, -1), (3, 5), (2, -1)]
 """Three trees in a row: one of depth 3 with a segment of one token, one with a single branch, a root alone."""
@@ -248,7 +247,7 @@ def test_labels_of_trees(patched, monkeypatch):
     assert fa2patch.verify(patched, batch=labelled(s6=7)).ok  # a root's first label is masked
     with pytest.raises(errors.BadBatch, match="first token of a segment with a parent has a label"):
         fa2patch.verify(patched, batch=labelled(s2=7))
-    monkeypatch.setattr(first_labels, "inside_documents", lambda labels, *rest: labels)
+    monkeypatch.setattr(labels, "inside_documents", lambda given, *rest: given)
     found = fa2patch.verify(patched, batch=labelled(s6=7), strict=False)
     assert (
         "labels: the last token of segment 5 predicts the first of segment 6. Set the first label of every segment"

@@ -15,10 +15,9 @@ from compat_matrix.check.compare import assert_close, assert_same_gradients
 from compat_matrix.check.rows import alone, documents, gradients, loss_of, pack
 from fa2patch import binding, errors
 from fa2patch.patch.plan import plan
-from fa2patch.upstream import forward
+from fa2patch.upstream import directions, forward, masks
+from fa2patch.upstream.facts import Site
 from fa2patch.upstream.seams import function, interface, method
-from fa2patch.upstream.site import Site
-from fa2patch.upstream.traits import directions, masks
 
 MODELING = {"interface": modeling_interface, "function": modeling_function, "method": modeling_method}
 IMPLEMENTATIONS = ("eager", "sdpa", "flash_attention_2")

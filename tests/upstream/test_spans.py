@@ -12,10 +12,10 @@ from compat_matrix.check.compare import assert_close
 from fa2patch import errors
 from fa2patch.documents import device
 from fa2patch.documents.boundaries import Boundaries
-from fa2patch.upstream.blocks import Blocks
+from fa2patch.upstream import masks
+from fa2patch.upstream.masks import Blocks
 from fa2patch.upstream.packed_mask import PackedMask
 from fa2patch.upstream.parts.row_part import RowPart
-from fa2patch.upstream.traits import masks, spans
 
 FAMILIES = [
     pytest.param(family, marks=pytest.mark.skipif(not cases.is_present(family), reason=transformers.__version__))
@@ -219,9 +219,9 @@ def test_a_compiled_model_computes_spans(family):
 def test_rows_that_are_split_over_processes_are_refused_if_they_have_spans():
     documents = Boundaries(torch.tensor([0, 3, 8], dtype=torch.int32), 5)
     mask = PackedMask(documents, None, (1, 4), 5, part=RowPart(0, 2, "group"))
-    assert spans.seen(mask, Blocks(torch.full((1, 4), -1), None)) is mask
+    assert masks.with_spans(mask, Blocks(torch.full((1, 4), -1), None)) is mask
     with pytest.raises(errors.PackingNotIsolated, match="sequence parallelism .* see each other in both directions"):
-        spans.seen(mask, Blocks(torch.zeros(1, 4, dtype=torch.long), None))
+        masks.with_spans(mask, Blocks(torch.zeros(1, 4, dtype=torch.long), None))
 
 
 def test_a_function_that_says_something_unknown_is_refused():

@@ -9,7 +9,7 @@ import torch
 
 import fa2patch
 from fa2patch.upstream import find_models
-from fa2patch.upstream.traits.positions import first_position
+from fa2patch.upstream.positions import first_position
 
 from ... import tiny_models
 from ...user_models import models

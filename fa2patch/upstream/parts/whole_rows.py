@@ -11,8 +11,7 @@ from ...documents.names import PARENTS
 from ...documents.recognition import whole_numbers
 from ...documents.starts import axes_of
 from ...errors import PackingNotIsolated
-from ..batch import Batch, has_pictures
-from ..calls import passed
+from ..calls import Batch, has_pictures, passed
 from .row_part import RowPart
 
 

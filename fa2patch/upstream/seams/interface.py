@@ -19,10 +19,10 @@ from ..._types import Call, Function
 from ...documents.names import LABELS, LENGTHS
 from ...errors import PackingNotIsolated
 from ...kernels.options import Options
+from ..facts import Site
 from ..inspecting import reads_name
 from ..known_code import require_of_model
 from ..packed_mask import PackedMask
-from ..site import Site
 
 REGISTRIES = ("ALL_ATTENTION_FUNCTIONS",)
 """Names of the dictionary of attention functions. A release that renames it adds a name here."""

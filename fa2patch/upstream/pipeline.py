@@ -6,31 +6,27 @@ file in this folder and one line here. :func:`register_trait` adds a user's own 
 
 from __future__ import annotations
 
-from ...errors import BadArgument
-from .attention import AttentionLayers, BrokenFlashClass, FusedFlash, UnclaimedFlash
-from .axes import Axes
-from .cache import NoCache
+from ..errors import BadArgument
 from .directions import Directions
-from .encoders import CrossAttention, EncoderDecoder, NoTokenIds
-from .first_labels import FirstLabels
+from .embeddings import NoisyEmbeddings, ScaledEmbeddings, TokenTypes
+from .heads import FirstTokenHeads, PooledHeads, PoolerOutput, RowHeads, RowValues
+from .labels import FirstLabels, RouterLoss, WeightedLoss
 from .masks import Masks
-from .mixers import Mixers
-from .noisy_embeddings import NoisyEmbeddings
-from .pooler_output import PoolerOutput
-from .pooling import PooledHeads
-from .positions import Positions
-from .registry import Registered
-from .rope import Rope
-from .router_loss import RouterLoss
-from .row_heads import FirstTokenHeads, RowHeads
-from .row_length import RowLength
-from .row_positions import RowPositions
-from .row_values import RowValues
-from .scaled_embeddings import ScaledEmbeddings
-from .token_types import TokenTypes
+from .positions import Axes, Positions, Rope, RowLength, RowPositions
+from .refusals import (
+    AttentionLayers,
+    BrokenFlashClass,
+    CrossAttention,
+    EncoderDecoder,
+    FusedFlash,
+    Mixers,
+    NoCache,
+    NoTokenIds,
+    Registered,
+    UnclaimedFlash,
+    Unreadable,
+)
 from .trait import Trait
-from .unreadable import Unreadable
-from .weighted_loss import WeightedLoss
 
 TRAITS: tuple[Trait, ...] = (
     NoTokenIds(),

@@ -12,14 +12,17 @@ from typing import Any
 
 import torch
 
-from ..._torch import compiling, uncompiled
-from ..._types import Model
-from .. import inspecting, luggage
-from ..apart import Documents
-from ..find_models import embedding_of
-from ..looked import Looked
-from ..step import Step
-from .trait import Trait
+from .._torch import compiling, uncompiled
+from .._types import Call, Function, Model
+from ..documents.boundaries import Boundaries
+from . import apart, attached, inspecting
+from .apart import Documents
+from .calls import batch_shape
+from .facts import Site, of_forward
+from .find_models import embedding_of, text_modules
+from .packed_mask import find
+from .step import Step
+from .trait import Looked, Trait
 
 
 class NoisyEmbeddings(Trait):
@@ -37,16 +40,16 @@ class NoisyEmbeddings(Trait):
         step.mask.require_whole_rows("noise on its embeddings that is scaled by the length of a document")
         for noise in self._of(step):
             noise.added = False
-        piece = luggage.find(ids, luggage.EMBEDDED)
+        piece = attached.find(ids, attached.EMBEDDED)
         if piece is None:
-            piece = luggage.Piece(luggage.EMBEDDED, (step.mask.boundaries, step.mask.shape))
-            step.call["input_ids"] = luggage.attach(ids, piece)
+            piece = attached.Piece(attached.EMBEDDED, (step.mask.boundaries, step.mask.shape))
+            step.call["input_ids"] = attached.attach(ids, piece)
         step.kept[self.name] = piece
 
     def after(self, step: Step, found: Any, output: Any) -> Any:
         piece = step.kept.get(self.name)  # GPT-2 makes other ids, which is right as long as no noise is added
         if piece is not None and (compiling() or any(noise.added for noise in self._of(step))):
-            luggage.require_delivered(piece, step.module)
+            attached.require_delivered(piece, step.module)
         return output
 
     def _of(self, step: Step) -> list[ByDocument]:
@@ -70,7 +73,7 @@ class ByDocument:
         self.added = False
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        riding = (luggage.take(tensor, luggage.EMBEDDED) for tensor in _tensors([*args, *kwargs.values()]))
+        riding = (attached.take(tensor, attached.EMBEDDED) for tensor in _tensors([*args, *kwargs.values()]))
         documents = next((each for each in riding if each is not None), None)
         if documents is not None:
             return self._of_each(documents, args, kwargs)
@@ -137,3 +140,74 @@ def _tensors(values: Iterable[Any]) -> Iterator[torch.Tensor]:
 def _version(args: Any) -> int:
     """How often the last argument was changed in place."""
     return int(args[-1]._version) if args and isinstance(args[-1], torch.Tensor) else 0
+
+
+class ScaledEmbeddings(Trait):
+    """Replace the forward of embeddings with token dropout. The documents reach it as luggage on ``position_ids``."""
+
+    name = "scaled embeddings"
+
+    def finds(self, model: Looked) -> bool | None:
+        return True if _scaled(model.decoder) and not model.apart else None
+
+    def replaces(self, model: Looked, found: Any) -> Iterable[Site]:
+        return [of_forward(module, scaled_by_document) for module in _scaled(model.decoder)]
+
+    def before(self, step: Step, found: Any) -> None:
+        if step.mask is not None:
+            step.mask.require_whole_rows("embeddings that are scaled by the mask tokens of a document")
+        step.send_documents()
+
+
+def _scaled(decoder: Model) -> list[torch.nn.Module]:
+    return [module for _, module in text_modules(decoder) if "token_dropout" in vars(module)]
+
+
+def scaled_by_document(original: Function) -> Function:
+    """Replacement for the ``forward`` of such embeddings: each document is scaled by its own mask tokens.
+
+    Some versions pass them no mask. There the documents come as luggage on ``position_ids``.
+    """
+    names = inspecting.parameter_names(original)[1:]
+
+    @functools.wraps(original)
+    def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
+        call = {**dict(zip(names, args)), **kwargs}
+        mask = find(call.values())
+        riding = attached.take(call.get("position_ids"), attached.DOCUMENTS)
+        documents = mask.boundaries if mask is not None else riding
+        if documents is None:
+            return original(self, *args, **kwargs)
+        if "attention_mask" in names:  # versions up to 4.53 require it
+            call["attention_mask"] = torch.ones_like(call["position_ids"])
+        if call.get("inputs_embeds") is None:  # a single lookup, so that hooks on the table see the whole row
+            call["inputs_embeds"] = self.word_embeddings(call["input_ids"])
+        return _each_scaled(functools.partial(original, self), call, documents)
+
+    return forward
+
+
+@uncompiled
+def _each_scaled(embed: Function, call: Call, documents: Boundaries) -> Any:
+    """Embeddings ``[batch, length, hidden]``, computed document by document."""
+    each = apart.Documents(documents, call["position_ids"].shape)
+    return each.join(each.of_each(embed, (), call))
+
+
+_TYPES = "token_type_ids"
+
+
+class TokenTypes(Trait):
+    """Give the zeros of such a table, ``[batch, length]``, with a packed batch that has no token types."""
+
+    name = "token types"
+
+    def finds(self, model: Looked) -> bool | None:
+        tables = any(_TYPES in module._buffers for module in model.decoder.modules())
+        takes = _TYPES in inspecting.upstream_parameters(type(model.decoder).forward)
+        return True if tables and takes else None
+
+    def before(self, step: Step, found: Any) -> None:
+        if step.mask is not None and step.role.innermost and step.call.get(_TYPES) is None:
+            shape, device = batch_shape(step.call)
+            step.call[_TYPES] = torch.zeros(shape, dtype=torch.long, device=device)

@@ -11,11 +11,11 @@ from typing import Any
 
 import torch
 
-from .._torch import uncompiled
-from ..kernels.picks import DOCUMENTS
-from . import apart, inspecting
-from .packed_mask import PackedMask
-from .step import Step
+from ..._torch import uncompiled
+from ...kernels.picks import DOCUMENTS
+from .. import apart, inspecting
+from ..packed_mask import PackedMask
+from ..step import Step
 
 
 def computed(step: Step, mask: PackedMask) -> Any:

@@ -12,13 +12,12 @@ import sys
 from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
-from ..._types import Config, Model
-from ...errors import LayerNotPatchable, UnsupportedModel
-from .. import inspecting
-from ..known_code import is_known
-from ..looked import Looked
-from ..seams.scores import is_causal
-from .trait import Trait
+from .._types import Config, Model
+from ..errors import LayerNotPatchable, UnsupportedModel
+from . import inspecting
+from .known_code import is_known
+from .seams.scores import is_causal
+from .trait import Looked, Trait
 
 NAME = "directions"
 """The trait's name, the key of its :class:`Found` in ``Patch.found``."""

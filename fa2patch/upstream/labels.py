@@ -2,25 +2,38 @@
 
 from __future__ import annotations
 
+import inspect
 import sys
+from dataclasses import dataclass
+from types import FunctionType
 from typing import Any
 
 import torch
 
-from ..._torch import compiling
-from ..._types import Call, Model
-from ...documents.boundaries import Boundaries
-from ...documents.checks import described
-from ...documents.device import Check, require_all
-from ...documents.names import FEWER_LOGITS, IGNORE_INDEX, IGNORED_LABEL, LABELS, TOKENS
-from ...documents.starts import document_of
-from ...documents.tree_checks import require_no_first_labels
-from ...errors import BadBatch, PackingNotIsolated
-from .. import inspecting
-from ..calls import batch_shape, passed
-from ..parts.row_part import RowPart
-from ..step import Step
-from .trait import Trait
+from .._torch import compiling
+from .._types import Call, Model
+from ..documents.boundaries import Boundaries
+from ..documents.checks import described
+from ..documents.device import Check, require, require_all
+from ..documents.names import (
+    COUNTED_LABEL,
+    FEWER_LOGITS,
+    IGNORE_INDEX,
+    IGNORED_LABEL,
+    LABELS,
+    LOSS_LABELS,
+    LOSS_WEIGHTS,
+    TOKENS,
+)
+from ..documents.starts import document_of
+from ..documents.tree_checks import require_no_first_labels
+from ..errors import BadBatch, PackingNotIsolated
+from . import inspecting
+from .calls import batch_shape, passed
+from .packed_mask import MASK
+from .parts.row_part import RowPart
+from .step import Step
+from .trait import Looked, Trait
 
 _LOSSES = "transformers.loss.loss_utils"
 _SHIFTED = "ForCausalLMLoss"
@@ -250,3 +263,162 @@ def _one_for_each(labels: torch.Tensor, shape: tuple[int, int]) -> bool:
     if labels.dim() <= 2:
         return labels.numel() == shape[0] * shape[1]
     return tuple(labels.shape[:2]) == shape and not labels.is_floating_point()
+
+
+_ITEMS = "num_items_in_batch"
+_MEANT = 'loss_labels, which DataCollator...(loss_weights="document") makes'
+
+
+@dataclass(eq=False)
+class Weighted:
+    """What a weighted loss is computed from.
+
+    Attributes:
+        labels: int64 ``[batch, length]``, -100 outside the loss.
+        weights: float32 ``[batch, length]``, 0 outside the loss.
+        items: the number of documents in the step, from Trainer; None for those in this batch.
+    """
+
+    labels: torch.Tensor
+    weights: torch.Tensor
+    items: Any
+
+    def loss(self, logits: torch.Tensor) -> torch.Tensor:
+        """Return the sum of the weighted losses of the tokens, divided by the number of documents."""
+        logits = (logits if logits.dtype == torch.float64 else logits.float())[:, :-1]
+        labels, weights = self.labels[:, 1:].to(logits.device), self.weights[:, 1:].to(logits)
+        losses = torch.nn.functional.cross_entropy(logits.flatten(0, 1), labels.flatten(), reduction="none")
+        items = weights.sum() if self.items is None else self.items  # without labels: NaN, as in padded training
+        return (losses * weights.flatten()).sum() / torch.as_tensor(items, device=logits.device)
+
+
+class WeightedLoss(Trait):
+    """Compute the loss of a batch with ``loss_labels`` from the model's logits."""
+
+    name = "weighted loss"
+
+    def before(self, step: Step, found: Any) -> None:
+        call = step.call
+        if call.get(LOSS_LABELS) is None:
+            return
+        _require_logits(step)
+        if step.by_hook:  # a foreign forward: what it calls in the end is ours, or refuses
+            return
+        _require_labels(step)
+        step.kept[self.name] = Weighted(call[LOSS_LABELS], call[LOSS_WEIGHTS], call.get(_ITEMS))
+        taken = (*LABELS, LOSS_LABELS, LOSS_WEIGHTS, _ITEMS)
+        step.call = {name: value for name, value in call.items() if name not in taken}
+
+    def after(self, step: Step, found: Any, output: Any) -> Any:
+        weighted = step.kept.get(self.name)
+        if weighted is None:
+            return output
+        logits = output[0] if isinstance(output, tuple) else output.get("logits")
+        if not isinstance(logits, torch.Tensor) or logits.shape[:-1] != weighted.labels.shape:
+            raise BadBatch(
+                f"{_MEANT}, need logits {[*weighted.labels.shape, 'vocabulary']}, but {type(step.module).__name__} "
+                f"returned {described(logits)}. {_INSTEAD}"
+            )
+        loss = weighted.loss(logits)
+        return (loss, *output) if isinstance(output, tuple) else type(output)(**{**output, "loss": loss})
+
+
+_INSTEAD = (
+    "Losses that another package computes without logits (cut-cross-entropy, TRL's fused head, Liger's applied after "
+    'fa2patch) count tokens: leave loss_weights="document" out, or leave that loss out and call fa2patch.apply(model) '
+    "last."
+)
+
+
+def _require_logits(step: Step) -> None:
+    """Refuse a model that is not a causal LM, or that another package's forward called past the causal LM."""
+    role, model = step.role, type(step.module).__name__
+    learns = role.predicts_the_next and not role.innermost
+    if not learns or (step.by_hook and not step.calls.takes(LOSS_LABELS)):
+        raise BadBatch(f"{_MEANT}, came to {model}, which does not compute a causal LM's loss from them. {_INSTEAD}")
+    if step.call.get("fused_lm_head"):
+        raise BadBatch(f"{_MEANT}, came to {model} with fused_lm_head=True. {_INSTEAD}")
+
+
+def _require_labels(step: Step) -> None:
+    """Refuse arguments with which the loss would be another one than the documents' mean."""
+    call, labels, weights = step.call, step.call[LOSS_LABELS], step.call.get(LOSS_WEIGHTS)
+    if call.get("labels") is None:
+        raise BadBatch(
+            f"{_MEANT}, came without labels. label_smoothing_factor and compute_loss_func take them out, and "
+            "compute another loss. Leave these two out."
+        )
+    if not isinstance(weights, torch.Tensor) or weights.shape != labels.shape or call["labels"].shape != labels.shape:
+        raise BadBatch(
+            f"loss_weights: expected one for each of loss_labels {list(labels.shape)}, {described(weights)}."
+        )
+    require(
+        ((call["labels"] == IGNORED_LABEL) | (call["labels"] == COUNTED_LABEL)).all(),
+        BadBatch,
+        f"{_MEANT}, came with labels of tokens: expected labels that count documents, because the weighted losses are "
+        "divided by the number of documents. Weights of tokens of your own are not supported: leave them out.",
+    )
+    fewer = passed(call, FEWER_LOGITS)
+    if any(kept is not None and not (isinstance(kept, int) and kept == 0) for kept in fewer.values()):
+        raise BadBatch(f"{_MEANT}, need all logits, but {', '.join(fewer)} was passed. Leave it out.")
+    if call.get("shift_labels") is not None or (step.mask is not None and step.mask.part is not None):
+        raise BadBatch(f"{_MEANT}, need whole rows, but this process has a part of each. Leave loss_weights out.")
+    if call.get(IGNORE_INDEX) not in (None, IGNORED_LABEL):
+        raise BadBatch(
+            f"{_MEANT}, came with ignore_index={call[IGNORE_INDEX]}: the collator made weights where labels are not "
+            f"{IGNORED_LABEL}. Leave ignore_index out, and give the collator labels of {IGNORED_LABEL} instead."
+        )
+    if _adds_router_loss(step, call):
+        raise BadBatch(
+            f"{_MEANT}, came to {type(step.module).__name__} with output_router_logits=True, which adds the router's "
+            "own loss. Set model.config.output_router_logits = False."
+        )
+
+
+def _adds_router_loss(step: Step, call: Call) -> bool:
+    asked = call.get("output_router_logits")
+    config = inspecting.text_config(step.module.config)
+    return bool(getattr(config, "output_router_logits", False) if asked is None else asked)
+
+
+LOGITS = "router_logits"
+"""The field of the base model's output that every causal LM with a router loss reads."""
+
+
+class RouterLoss(Trait):
+    """Hand the causal LM the router logits of real tokens only."""
+
+    name = "router loss"
+
+    def finds(self, model: Looked) -> bool | None:
+        around = [forward for each in model.entered[:-1] for forward in inspecting.forwards_that_run(type(each))]
+        reads = [forward for forward in around if inspecting.reads_name(forward, LOGITS)]
+        weighs = any(inspecting.takes(function, MASK) for forward in reads for function in _called(forward))
+        return True if reads and not weighs else None
+
+    def after(self, step: Step, found: Any, output: Any) -> Any:
+        if step.mask is None or step.mask.real is None or not step.role.innermost:
+            return output
+        real = step.mask.real.flatten() != 0
+        if isinstance(output, tuple):  # return_dict=False
+            return tuple(_of_real(value, real) for value in output)
+        for name, value in list(output.items()):
+            output[name] = _of_real(value, real)
+        return output
+
+
+def _called(forward: Any) -> list[FunctionType]:
+    """The functions of a modeling module that a forward may call."""
+    known = inspect.unwrap(forward).__globals__
+    return [known[name] for name in inspecting.names_read(forward) if isinstance(known.get(name), FunctionType)]
+
+
+def _of_real(value: Any, real: torch.Tensor) -> Any:
+    """Each layer's router logits ``[tokens, experts]`` of real tokens, from those of all; other values as they are."""
+    if not isinstance(value, tuple) or not all(_for_each(layer, real) for layer in value):
+        return value
+    return tuple(layer[real.to(layer.device)] for layer in value)
+
+
+def _for_each(layer: Any, real: torch.Tensor) -> bool:
+    return isinstance(layer, torch.Tensor) and layer.dim() == 2 and len(layer) == len(real)

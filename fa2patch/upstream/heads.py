@@ -1,0 +1,486 @@
+"""Heads that compute one vector or one softmax over a whole row. They are refused, or given padded rows."""
+
+from __future__ import annotations
+
+import inspect
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any, Callable
+
+import torch
+
+from .._torch import uncompiled
+from .._types import Call, Function, Model
+from ..documents.boundaries import Boundaries
+from ..documents.names import FEWER_LOGITS, LABELS, LENGTHS, LOSS_LABELS, TOKENS
+from ..errors import BadBatch, PackingNotIsolated, UnsupportedModel
+from . import apart, attached, inspecting, labels
+from .apart import Documents
+from .calls import passed
+from .find_models import is_transformers_model
+from .packed_mask import PackedMask
+from .step import MARK, Patched, Step
+from .trait import Looked, Trait
+
+_ROW_ARGUMENTS = (
+    "start_positions", "end_positions", "mc_token_ids", "mc_labels", "next_sentence_label", "sentence_order_label",
+)  # fmt: skip
+"""Arguments with a position in each row, or a label for each row."""
+
+_CHOICES = "num_choices"
+"""The variable for the number of rows of one question in the forwards of all Transformers versions."""
+
+_COMPARES = "logits_per_text"
+"""The variable for the similarity of texts and images in the forwards of CLIP and similar models."""
+
+_CLASSIFIES = "problem_type"
+"""The config entry by which a forward chooses the loss for one label per row. Token classifiers do not read it."""
+
+_READS_ALL = re.compile("SequenceClassification|CausalLM|LMHead|MaskedLM|TokenClassification")
+
+
+class HeadOfRows(Trait):
+    """Refuse a head that computes one result per row, and packed batches for such a head.
+
+    Where padded batches are computed packed, the head is given padded hidden states, and its model is not refused.
+    """
+
+    of_head = True
+
+    def refuses(self, model: Looked, found: str) -> None:
+        raise UnsupportedModel(
+            f"{model} {found}, and a packed row holds many documents. Nothing was patched. Train it padded: "
+            "fa2patch.apply(model, padded_batches=True) computes its padded batches packed, unless the head reads "
+            "padding, too (a softmax over the row, as for question answering). Or train it without that head."
+        )
+
+    def before(self, step: Step, found: str) -> None:
+        if step.mask is not None and not step.role.innermost:
+            raise PackingNotIsolated(
+                f"{type(step.module).__name__} {found}, and was handed a packed batch of "
+                f"{len(step.mask.boundaries)} documents. Hand it padded batches: they are computed packed inside."
+            )
+
+
+class FirstTokenHeads(HeadOfRows):
+    """A head that reads the pooler's vector of a row's first token (next sentence prediction, choices)."""
+
+    name = "first token heads"
+
+    def finds(self, model: Looked) -> str | None:
+        head = inspecting.defining(type(model.model), "forward")  # a subclass may define no forward of its own
+        pooler = getattr(model.decoder, "pooler", None)
+        pooled = model.model is not model.decoder and isinstance(pooler, torch.nn.Module)
+        if not pooled or _READS_ALL.search(head.__name__):
+            return None
+        return f"reads one vector per row, made of its first token by {type(pooler).__name__}"
+
+
+class RowHeads(HeadOfRows):
+    """A head whose ``forward`` computes one result per row."""
+
+    name = "row heads"
+
+    def finds(self, model: Looked) -> str | None:
+        return of_whole_rows(model.model) or None
+
+
+def of_whole_rows(model: Model) -> str:
+    """The sign in a model's ``forward`` that it computes one result per row, as a text for an error; empty if none.
+
+    A head that pools a row's last token does not count: :mod:`.pooling` makes it pool each document.
+    """
+    for cls, forward in inspecting.forwards(type(model)):
+        taken = [name for name in _ROW_ARGUMENTS if inspecting.takes(forward, name)]
+        if taken:
+            return f"takes {taken[0]}, which says one thing of each row"
+        if inspecting.has_variable(forward, _CHOICES):
+            return f"pools one vector per row, to score choices in {cls.__name__}.forward"
+        if inspecting.has_variable(forward, _COMPARES):
+            return f"pools one vector per row, to compare texts with images or sounds in {cls.__name__}.forward"
+        pools = inspecting.has_variable(forward, POOLED) or inspecting.reads_name(forward, _CLASSIFIES)
+        if pools and not pools_documents(model):
+            return f"pools one vector per row, in another way than by its last token ({cls.__name__}.forward)"
+    return ""
+
+
+_OF_MEDIA = re.compile(
+    r"pixel|image|video|audio|vision|grid|feature|patch|aspect|rope_deltas|second_per|logits_to_keep"
+)
+_OF_THE_BATCH = ("num_items_in_batch", "cache_position")
+
+
+class RowValues(Trait):
+    """Refuse a packed batch if an argument or an output of the model has one value per row."""
+
+    name = "row values"
+
+    def before(self, step: Step, found: Any) -> None:
+        if step.mask is not None and not (step.role.pools or step.role.innermost):
+            # FirstLabels has looked at the labels of a model that predicts the next token.
+            looked_at = LABELS if step.role.predicts_the_next else ()
+            others = {name: value for name, value in step.call.items() if name not in looked_at}
+            refuse_arguments_of_rows(step.module, others, step.mask)
+
+    def after(self, step: Step, found: Any, output: Any) -> Any:
+        role = step.role
+        if step.mask is not None and role.outermost and not (step.handed or role.innermost or role.pools):
+            refuse_outputs_of_rows(step.module, output, step.call, step.mask, role.predicts_the_next)
+        return output
+
+
+def refuse_arguments_of_rows(model: Model, call: Call, mask: PackedMask) -> None:
+    """Refuse arguments that have one value per row.
+
+    Examples are ``start_positions`` of a question-answering head and ``mc_token_ids`` of a multiple-choice head. It is
+    not called for heads that pool documents.
+
+    Args:
+        model: the model that is called.
+        call: its arguments by name.
+        mask: the packed mask.
+
+    Raises:
+        PackingNotIsolated: an argument has one value per row.
+    """
+    for name, value in call.items():
+        if _OF_MEDIA.search(name) or name in (*_OF_THE_BATCH, *LENGTHS) or not isinstance(value, torch.Tensor):
+            continue
+        if value.dtype.is_floating_point or value.dim() not in (1, 2) or value.shape[-1] == mask.shape[1]:
+            continue
+        if value.shape[0] == mask.shape[0]:
+            raise PackingNotIsolated(
+                f"{type(model).__name__} was handed {name} {list(value.shape)} with a packed batch of "
+                f"{_documents(mask)}: a value for each row says nothing of "
+                "documents. Expected tensors with a value for each token. Train this model padded."
+            )
+
+
+def refuse_outputs_of_rows(model: Model, output: Any, call: Call, mask: PackedMask, predicts_the_next: bool) -> None:
+    """Refuse outputs that have one vector or one number per row.
+
+    Only shapes are compared. Outputs per token, per document or for the whole batch pass. Nothing is checked if there
+    are no more documents than rows, or if the call asks for fewer logits (``logits_to_keep``). In a compiled graph that
+    does not know the number of documents, there may be more.
+
+    Args:
+        model: the model that was called.
+        output: its output.
+        call: its arguments by name.
+        mask: the packed mask.
+        predicts_the_next: whether the model predicts next tokens. It may then return ``[batch, length - 1]``, a value
+            for each of them (TRL's fused head does).
+
+    Raises:
+        PackingNotIsolated: an output has one value per row.
+    """
+    one_each = not mask.boundaries.uncounted and len(mask.boundaries) <= mask.shape[0]
+    if one_each or passed(call, FEWER_LOGITS):
+        return
+    named = output.items() if hasattr(output, "items") else enumerate(output if isinstance(output, tuple) else [output])
+    for name, value in named:
+        if not isinstance(value, torch.Tensor) or not value.dtype.is_floating_point or "loss" in str(name):
+            continue
+        of_tokens = [mask.shape, (mask.shape[0], mask.shape[1] - 1)][: 1 + predicts_the_next]
+        of_rows = value.dim() in (1, 2) and value.shape[0] == mask.shape[0] and tuple(value.shape) not in of_tokens
+        if of_rows and not (value.dim() == 1 and name == 0):  # the first entry of a tuple may be a loss
+            raise PackingNotIsolated(
+                f"{type(model).__name__} returned {name} {list(value.shape)}, one for each row, for a packed batch of "
+                f"{_documents(mask)}: its head pools whole rows. Train this "
+                "model padded, or pool the last hidden states document by document."
+            )
+
+
+def _documents(mask: PackedMask) -> str:
+    number = "an unknown number of" if mask.boundaries.uncounted else len(mask.boundaries)
+    return f"{number} documents in {mask.shape[0]} rows"
+
+
+POOLED = "pooled_logits"
+"""The variable that holds the result of pooling in the forwards of all Transformers versions."""
+
+_TRIED = (0.0, 3.0, 1.0, 2.0)
+"""Places of a row's tokens for which the mean, the least, the largest and the first are not the last."""
+
+
+@dataclass(eq=False)
+class Pooled:
+    """A packed batch that travels as luggage from a pooling head to the base model.
+
+    Attributes:
+        whole: ``input_ids`` or ``inputs_embeds`` of the packed batch, under that name.
+        tokens: int64 ``[documents]``, the index of each pooled token in the rows laid end to end.
+        shape: ``(batch, length)`` of the packed batch.
+    """
+
+    whole: dict[str, torch.Tensor]
+    tokens: torch.Tensor
+    shape: tuple[int, int]
+
+    def pooled(self, output: Any) -> Any:
+        """The base model's output with the hidden states of the pooled tokens only, ``[documents, 1, hidden]``.
+
+        Raises:
+            PackingNotIsolated: the hidden states do not have the packed batch's shape.
+        """
+        hidden = output[0]
+        if tuple(hidden.shape[:2]) != self.shape:
+            raise PackingNotIsolated(
+                f"expected hidden states {list(self.shape)} + [hidden] of the base model, found {list(hidden.shape)}: "
+                "which of them are documents' last tokens is not known. Train this model padded."
+            )
+        chosen = hidden.flatten(0, 1)[self.tokens.to(hidden.device)][:, None]
+        if isinstance(output, tuple):
+            return (chosen, *output[1:])
+        output[next(iter(output.keys()))] = chosen
+        return output
+
+
+def pools_documents(model: Model) -> bool:
+    """Whether a model's forward pools the last token of each row, so that it can pool each document instead."""
+    forward = _pooling_forward(model)
+    if forward is None:
+        return False
+    ids = torch.full((1, len(_TRIED)), (_padding(model) or 0) + 1)
+    try:
+        found = _pooled(forward, model, ids, torch.tensor([_TRIED]))
+    except Exception:  # code that does more than pool; what it then raises can be anything
+        return False
+    return found.tolist() == [_TRIED[-1]]
+
+
+def _pooling_forward(model: Model) -> Function | None:
+    """The forward in which a model's head pools, below its decorators; None if there is none."""
+    forwards = inspecting.forwards_that_run(type(model))
+    return next((inspect.unwrap(forward) for forward in forwards if inspecting.has_variable(forward, POOLED)), None)
+
+
+def _padding(model: Model) -> int | None:
+    token: int | None = inspecting.text_config(model.config).pad_token_id
+    return token
+
+
+def _pooled(forward: Function, model: Model, ids: torch.Tensor, places: torch.Tensor) -> torch.Tensor:
+    """The places that a head's forward pools, float32 ``[rows]``, from ids and places ``[rows, length]``."""
+    pooled: torch.Tensor = forward(_StandIn(model, places[..., None]), input_ids=ids)[0]
+    return pooled[:, 0]
+
+
+class _StandIn:
+    """Stands in for a model in the forward of its head: the base model returns each token's place in the row.
+
+    The head's other modules hand on what they are given. Everything else is the model's own.
+    """
+
+    def __init__(self, model: Model, places: torch.Tensor) -> None:
+        self._model, self._places = model, places
+
+    def __getattr__(self, name: str) -> Any:
+        own = getattr(self._model, name)
+        return self._called if isinstance(own, torch.nn.Module) else own
+
+    def _called(self, given: Any = None, *args: Any, **kwargs: Any) -> Any:
+        is_hidden = isinstance(given, torch.Tensor) and given.is_floating_point()
+        return given if is_hidden else _Output((self._places,))
+
+
+class _Output(tuple[torch.Tensor]):
+    """A base model's output, a tuple or an object with attributes, of which only the hidden states are not None."""
+
+    def __getattr__(self, name: str) -> torch.Tensor | None:
+        return self[0] if name == "last_hidden_state" else None
+
+
+class PooledHeads(Trait):
+    """Give a pooling head one row of one token per document, with the packed batch as luggage."""
+
+    name = "pooled heads"
+
+    def before(self, step: Step, found: Any) -> None:
+        if step.mask is not None and step.places and step.role.pools:
+            step.mask.require_whole_rows("a head that pools the last token of each document")
+            step.call, piece = pooled_by_document(step.module, step.call, step.mask)
+            step.pieces.append(piece)
+
+
+def pooled_by_document(model: Model, call: Call, mask: PackedMask) -> tuple[dict[str, Any], attached.Piece]:
+    """Rewrite the call of a pooling head: one row of one token per document.
+
+    Documents of padding are left out.
+
+    Args:
+        model: the model with the head.
+        call: its arguments by name.
+        mask: the packed mask.
+
+    Returns:
+        The new arguments, with tokens ``[documents, 1]`` or embeddings ``[documents, 1, hidden]``, and the piece of
+        luggage on them.
+
+    Raises:
+        BadBatch: there is not one label per document, or there are several documents and the config has no
+            ``pad_token_id``.
+    """
+    name, whole = next(iter(passed(call, TOKENS).items()))
+    pad = _padding(model)
+    tokens = _pooled_tokens(model, mask, whole, pad if name == "input_ids" else None)
+    tokens = _of_real_documents(tokens, mask.boundaries, call.get("attention_mask"))
+    if pad is None and len(tokens) > 1:
+        raise BadBatch(
+            f"{type(model).__name__} has no pad_token_id in its config, and pools no more than one vector without. "
+            "Set model.config.pad_token_id to an id that no document ends in."
+        )
+    ride = attached.Piece(attached.POOLED, Pooled({name: whole}, tokens, mask.shape))
+    call = {**call, name: attached.attach(whole.flatten(0, 1)[tokens][:, None], ride)}
+    if call.get("labels") is not None:
+        call["labels"] = _one_per_document(call["labels"], len(tokens))
+    return call, ride
+
+
+def is_riding(call: Call) -> bool:
+    """Whether a packed batch rides on a forward's arguments."""
+    return any(attached.find(call.get(name), attached.POOLED) is not None for name in TOKENS)
+
+
+def ridden(call: Call) -> Pooled | None:
+    """Take the packed batch that rides on a base model's arguments; None if there is none."""
+    rides = (attached.take(call.get(name), attached.POOLED) for name in TOKENS)
+    return next((ride for ride in rides if ride is not None), None)
+
+
+@uncompiled
+def _pooled_tokens(model: Model, mask: PackedMask, whole: torch.Tensor, pad: int | None) -> torch.Tensor:
+    """The index of the token that the head pools in each document, int64 ``[documents]``, in the rows laid end to end.
+
+    The head's forward sees the documents padded. If it pools padding (some do for a document that begins with that
+    token), the document's last token takes its place. So it does where there are no ids to look for padding in.
+    """
+    documents, device = Documents(mask.boundaries, mask.shape), whole.device
+    counted = torch.tensor(documents.lengths)
+    lengths, ends = counted.to(device), counted.cumsum(0).to(device)
+    last = lengths - 1
+    forward = _pooling_forward(model)
+    if pad is not None and forward is not None:
+        places = torch.arange(max(documents.lengths), device=device).expand(len(documents), -1)
+        inside = places < lengths[:, None]
+        rows = whole.new_full(inside.shape, pad).masked_scatter(inside, documents.end_to_end(whole))
+        last = torch.minimum(_pooled(forward, model, rows, places.float()).long(), last)
+    tokens = torch.arange(whole.shape[0] * whole.shape[1], device=device).view(mask.shape)
+    return documents.end_to_end(tokens)[ends - lengths + last]
+
+
+def _last_segments(boundaries: Boundaries) -> list[int]:
+    """The segment in which each document ends, of those that have tokens."""
+    if boundaries.tree is not None:
+        return boundaries.tree.leaves
+    return [number for number, length in enumerate(boundaries.lengths) if length]
+
+
+def _of_real_documents(tokens: torch.Tensor, boundaries: Boundaries, given: object) -> torch.Tensor:
+    """The pooled tokens without those of documents that a 2-D mask marks as padding."""
+    if not isinstance(given, torch.Tensor) or given.dim() != 2:
+        return tokens
+    starts = torch.tensor([0, *boundaries.lengths])[:-1].cumsum(0)[_last_segments(boundaries)]
+    return tokens[given.flatten()[starts.to(given.device)].to(tokens.device) != 0]
+
+
+def _one_per_document(labels: object, documents: int) -> torch.Tensor:
+    found = f"{list(labels.shape)}" if isinstance(labels, torch.Tensor) else type(labels).__name__
+    if isinstance(labels, torch.Tensor):
+        flat = labels[0] if labels.dim() > 1 and labels.shape[0] == 1 and documents != 1 else labels
+        if flat.dim() and len(flat) == documents:
+            return flat
+    raise BadBatch(
+        f"labels: expected one for each of the batch's {documents} documents, [{documents}] or [1, {documents}], or "
+        f"[{documents}, num_labels]; found {found}. DataCollatorWithFlattening(document_labels=True) makes them."
+    )
+
+
+class PoolerOutput(Trait):
+    """Run the base model's pooler on each document."""
+
+    name = "pooler output"
+
+    def before(self, step: Step, found: Any) -> None:
+        if step.mask is not None and isinstance(getattr(step.module, "pooler", None), torch.nn.Module):
+            step.mask.require_whole_rows(
+                "a pooler of each document's first token (add_pooling_layer=False leaves it out)"
+            )
+
+    def after(self, step: Step, found: Any, output: Any) -> Any:
+        if step.mask is None or step.handed or not step.role.innermost:
+            return output
+        return pool_documents(step.module, output, step.mask)
+
+
+def pool_documents(model: Model, output: Any, mask: PackedMask) -> Any:
+    """The output of a base model, with a ``pooler_output`` for each document of a packed batch.
+
+    Args:
+        model: the base model. If it has no ``pooler`` module, ``pooler_output`` becomes None.
+        output: the model's output or a tuple, with hidden states ``[batch, length, hidden]`` first.
+        mask: the packed mask.
+
+    Returns:
+        The output with ``pooler_output`` ``[documents, hidden]`` instead of ``[batch, hidden]``. A run of padding
+        counts as a document.
+    """
+    pooler = getattr(model, "pooler", None)
+    in_tuple = isinstance(output, tuple)
+    if not isinstance(pooler, torch.nn.Module):
+        if not in_tuple and getattr(output, "pooler_output", None) is not None:
+            output["pooler_output"] = None
+    elif in_tuple:
+        return (output[0], _pooler_output(_pooling(model), output[0], mask.boundaries), *output[2:])
+    elif getattr(output, "pooler_output", None) is not None:
+        output["pooler_output"] = _pooler_output(_pooling(model), output[0], mask.boundaries)
+    return output
+
+
+def _pooling(model: Model) -> Callable[..., torch.Tensor]:
+    """The function of a document ``[1, length, hidden]`` that gives its vector. ALBERT's pooler is a linear layer."""
+    pooler: Callable[..., torch.Tensor] = getattr(model, "pooler")  # noqa: B009 (mypy does not know the attribute)
+    if not isinstance(pooler, torch.nn.Linear):
+        return pooler
+    activation = getattr(model, "pooler_activation", torch.nn.Identity())
+    return lambda piece: activation(pooler(piece[:, 0]))
+
+
+@uncompiled
+def _pooler_output(pooling: Callable[..., torch.Tensor], hidden: torch.Tensor, documents: Boundaries) -> torch.Tensor:
+    pieces = apart.Documents(documents, hidden.shape).split(hidden)
+    return torch.cat([pooling(piece) for piece in pieces])
+
+
+def require_patched(patch: Patched) -> None:
+    """Raise :class:`PackingNotIsolated` if an unpatched model around this one may mix documents of a packed batch.
+
+    A causal LM without labels does not: its head computes every token by itself.
+
+    Args:
+        patch: the patch of the model that has found a batch packed.
+    """
+    for model, given in _models_called(patch):
+        labels = next(iter(passed(given, (*LABELS, LOSS_LABELS))), None)
+        if labels is None and _looks_at_tokens_alone(model):
+            continue
+        harm = f"computes a loss from {labels}, in which documents predict each other" if labels else "has a head"
+        raise PackingNotIsolated(
+            f"this {type(patch.model).__name__} is patched and found a batch packed, but {type(model).__name__}, "
+            f"around it, is not patched and {harm}. Patch the model that is called: fa2patch.apply(model) with that "
+            f"{type(model).__name__}."
+        )
+
+
+def _looks_at_tokens_alone(model: Any) -> bool:
+    return labels.predicts_the_next(model, False) and not of_whole_rows(model)
+
+
+def _models_called(patch: Patched) -> Iterator[tuple[Any, Call]]:
+    """The models without this patch that are running, the innermost first, each with the arguments of its call."""
+    for module, code, variables in inspecting.modules_called():
+        if is_transformers_model(module):
+            model = module._modules.get("_orig_mod", module)  # torch.compile(model) is of the model's class, too
+            if vars(model).get(MARK) is not patch:
+                yield model, inspecting.with_keywords(code, variables)

@@ -1,0 +1,306 @@
+"""Blocks of tokens that see each other in both directions, as a function that makes masks is told of them.
+
+The functions are:
+
+- 4.45 to 4.57: PaliGemma's ``_update_causal_mask``. With labels, all tokens see the tokens of type 0, which are the
+  prefix with the picture. Without labels, all tokens see each other.
+- 4.50 to 4.52: Gemma 3's ``_update_causal_mask``. Each run of tokens of type 1 is a picture. In the first of these
+  versions, all pictures of a row see each other.
+- 4.53 to 5.9: functions with ``or_mask_function``, a closure over the numbers of blocks. In 5.23, sliding
+  layers have it.
+- 5.10 on: functions with ``block_sequence_ids``, the numbers of blocks
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterable
+from dataclasses import replace
+from itertools import chain
+from typing import Any, NamedTuple
+
+import torch
+
+from .._torch import constant
+from .._types import Call, Config, Function
+from ..documents.boundaries import Boundaries, largest
+from ..documents.spans import last_seen
+from ..errors import PackingNotIsolated, UnsupportedModel
+from . import directions, inspecting
+from .facts import Site
+from .find_masks import FUNCTIONS, METHODS, TWO_MASKS, makers, registered
+from .known_code import described
+from .packed_mask import PackedMask, find
+from .trait import Looked, Trait
+
+TYPES = "token_type_ids"
+MEDIA_TYPES = "mm_token_type_ids"
+"""The name of the types of Gemma 4's tokens."""
+
+ADDED = "or_mask_function"
+CUT = "and_mask_function"
+NUMBERS = "block_sequence_ids"
+
+_NUMBERED = "image_group_ids"
+"""The name that Gemma 3 and the closures up to 5.4 give to the numbers of the pictures' blocks."""
+
+_HELD = (NUMBERS, "group_ids", _NUMBERED)
+"""The names that closures give to them, the newest first."""
+
+_BY_DISTANCE = "tokens_per_image"
+"""A variable of 4.53's closure: tokens of type 1 that are no farther apart see each other, in several pictures too."""
+
+_COMPARED = "token_type_mask"
+"""A variable of Gemma 3's ``_update_causal_mask``, which compares the types of two tokens."""
+
+
+class Blocks(NamedTuple):
+    """The blocks of a batch.
+
+    Attributes:
+        numbers: integers ``[batch or 1, length]``. Neighbours with the same number of 0 or more see each other.
+        said: the object that said so. A second function that is given the same one is told of the same blocks.
+        prefixes: whether all tokens of a document see its block, which then must begin the document.
+    """
+
+    numbers: torch.Tensor
+    said: object
+    prefixes: bool = False
+
+
+def blocks_of(function: Function, given: Call) -> Blocks | None:
+    """The blocks that a function which makes masks is told of; None for a causal mask, or where all layers look ahead.
+
+    Args:
+        function: the function.
+        given: its arguments by name.
+
+    Raises:
+        PackingNotIsolated: it lets tokens see later ones in a way that is not known.
+    """
+    added = given.get(ADDED)
+    if added is not None:
+        found = _of_closure(added)
+        if found is not None and (given.get(CUT) is None or window_of(given) is not None):
+            return found
+        if not directions.adds_the_later_ones(given.get("config")):  # else all layers look ahead, as apply has checked
+            raise _unknown(function, ADDED)
+    if given.get(NUMBERS) is not None:
+        return Blocks(given[NUMBERS], given[NUMBERS])
+    types = given.get(TYPES)
+    if inspecting.has_variable(function, _COMPARED):
+        numbered = inspecting.has_variable(function, _NUMBERED)
+        return None if types is None else Blocks(_pictures(types) if numbered else types - 1, types)
+    if inspecting.has_variable(function, TYPES) and inspecting.has_variable(function, "is_training"):
+        return _prefix(given, types)
+    for name in (TYPES, MEDIA_TYPES):
+        if given.get(name) is not None and largest(given[name]) > 0:
+            raise _unknown(function, name)
+    return None
+
+
+def _of_closure(added: object) -> Blocks | None:
+    held = inspecting.enclosed_by_name(added)
+    types, numbers = held.get(TYPES), next((held[name] for name in _HELD if name in held), None)
+    if _BY_DISTANCE in held and isinstance(types, torch.Tensor):
+        return Blocks(types - 1, types)
+    return Blocks(numbers, numbers) if isinstance(numbers, torch.Tensor) else None
+
+
+def window_of(given: Call) -> int | None:
+    """The sliding window, in tokens, that a function adds to a mask with blocks; None if it adds none."""
+    window = inspecting.enclosed_by_name(given.get(CUT)).get("sliding_window")
+    return window if isinstance(window, int) else None
+
+
+def _pictures(types: torch.Tensor) -> torch.Tensor:
+    """A number for each run of tokens of type 1, and -1 for other tokens."""
+    inside = types == 1
+    first = inside & ~torch.nn.functional.pad(inside, (1, 0))[:, :-1]
+    return torch.where(inside, first.long().cumsum(1) - 1, -1)
+
+
+def _prefix(given: Call, types: Any) -> Blocks:
+    training = given.get("is_training")
+    if training is None:
+        training = given["self"].training
+    if training and types is not None:
+        return Blocks(torch.where(types == 0, 0, -1), types, prefixes=True)
+    everything = torch.zeros(1, 1, dtype=torch.int64)
+    return Blocks(everything, None)
+
+
+def _unknown(function: Function, name: str) -> PackingNotIsolated:
+    return PackingNotIsolated(
+        f"{function.__name__} was called with {name}: in this model some tokens see later ones, and what this version "
+        "of Transformers lets them see is not known. Pack text only, or train padded. Please report the model."
+    )
+
+
+class _KnownSpans(NamedTuple):
+    """The last blocks that a batch's masks were made of, and the boundaries with their spans."""
+
+    said: object
+    boundaries: Boundaries
+
+
+def with_spans(mask: PackedMask, blocks: Blocks | None) -> PackedMask:
+    """A packed mask with the spans of some blocks, cut at the ends of documents. They are made once for each batch.
+
+    Args:
+        mask: the packed mask.
+        blocks: what a function that makes masks was told; None returns the mask as it is.
+
+    Raises:
+        PackingNotIsolated: the blocks are no spans, or spans cannot be computed in this batch.
+    """
+    if blocks is None:
+        _require_agreement(mask)
+        return mask
+    found = mask.boundaries
+    if mask.part is not None or found.parents is not None:
+        _refuse_blocks(mask, blocks)
+        return mask
+    known = found.made.get(_KnownSpans)
+    if known is None or known.said is not blocks.said:
+        until = last_seen(blocks.numbers, found.cu_seqlens, mask.shape, mask.real, blocks.prefixes)
+        known = found.made[_KnownSpans] = _KnownSpans(blocks.said, replace(found, until=until, made={}))
+    return replace(mask, boundaries=known.boundaries)
+
+
+def _require_agreement(mask: PackedMask) -> None:
+    """Raise if no mask says who sees whom in a model whose masks and layers differ without such a statement."""
+    found = mask.found.get(directions.NAME)
+    if found is not None and found.contradiction and mask.boundaries.until is None:
+        raise PackingNotIsolated(
+            f"{found.contradiction}, and the batch has no token_type_ids, which say which tokens see each other. Pass "
+            "them as the processor gives them (for training: with the suffix)."
+        )
+
+
+def _refuse_blocks(mask: PackedMask, blocks: Blocks) -> None:
+    """Raise for blocks in rows that are split over processes, or that share prompts. This reads them once."""
+    if largest(blocks.numbers) < 0:
+        return
+    mask.require_whole_rows("tokens that see each other in both directions (a picture, or a prefix)")
+    raise PackingNotIsolated(
+        "a row with shared prompts (segment_parents) holds tokens that see each other in both directions (a picture, "
+        "or a prefix), which is not computed. Give every sequence a document of its own."
+    )
+
+
+def refuse_spans(mask: PackedMask, what: str) -> None:
+    """Raise :class:`PackingNotIsolated` if a batch has spans, beside something that cuts documents."""
+    if mask.boundaries.until is not None:
+        raise PackingNotIsolated(
+            f"tokens that see each other in both directions came to layers with {what}, which cut documents. Pack text "
+            "only, or train padded."
+        )
+
+
+MERGE = "_merge_input_ids_with_image_features"
+"""A method that puts pictures into the row. PaliGemma's (4.41 to 4.44) also makes the mask and the position ids."""
+
+
+class Masks(Trait):
+    """Replace the functions that make masks for the models that a call goes through."""
+
+    name = "masks"
+
+    def refuses(self, model: Looked, found: Any) -> None:
+        for cls in map(type, model.entered):
+            merge = getattr(cls, MERGE, None)
+            if merge is not None and inspecting.takes(merge, TYPES):
+                raise UnsupportedModel(
+                    f"{cls.__name__} makes the mask of its prefix while it merges pictures into the row, and makes "
+                    "position ids of its own there. Nothing was patched. Upgrade Transformers (PaliGemma is packed "
+                    "from 4.45 on), or train this model padded."
+                )
+
+    def replaces(self, model: Looked, found: Any) -> Iterable[Site]:
+        owners = (owner for inner in model.entered for owner in makers(type(inner)))
+        return [Site(owner, name, let_through) for owner, name in owners]
+
+
+def let_through(original: Function) -> Function:
+    """Replacement for a function that makes masks: it returns the packed mask that is among its arguments.
+
+    The packed mask gets the spans that the function is told of (:func:`blocks_of`), and the sliding
+    window or the chunks that the function would have put into its mask. This is necessary for Qwen2MoE in 5.x, whose
+    attention layers do not pass their window on to flash attention.
+
+    Args:
+        original: the function that is replaced. It is called if there is no packed mask.
+
+    Returns:
+        The replacement. It raises :class:`PackingNotIsolated` if tokens would see later ones in a way that is not known
+        or cannot be computed.
+    """
+    names = inspecting.parameter_names(original)
+    passes_on = _hands_blocks_on(original)
+
+    @functools.wraps(original)
+    def make_mask(*args: Any, **kwargs: Any) -> Any:
+        mask = find(chain(args, kwargs.values()))
+        if mask is None or passes_on:
+            return original(*args, **kwargs)
+        given = {**dict(zip(names, args)), **kwargs}
+        _require_upstreams(given.get("config"))
+        told = blocks_of(original, given)
+        mask = with_spans(mask, told)
+        if told is not None and original.__name__ in METHODS:
+            return replace(mask, outright=True)
+        if told is not None and window_of(given) is not None:
+            return replace(mask, window=window_of(given))
+        if original.__name__ == TWO_MASKS:
+            return mask, mask
+        if "chunked" in original.__name__:
+            return _chunked(mask, given["config"])
+        if "chunked_attention_mask" in names:  # Llama 4 in 4.51 and 4.52 makes two masks
+            return mask, _chunked(mask, given["self"].config)
+        if "sliding_window" in original.__name__ and mask.outright:
+            return replace(mask, window=0)
+        if "sliding_window" in original.__name__:
+            window = getattr(given.get("config"), "sliding_window", None) or None
+            if window and directions.is_two_sided(original, given["config"]):
+                window = directions.reach(window)
+            return replace(mask, window=window)
+        return mask
+
+    return make_mask
+
+
+def _require_upstreams(config: Config | None) -> None:
+    """Raise :class:`PackingNotIsolated` if a dense batch's mask would be made by the user's registered function."""
+    own = _registered(getattr(config, "_attn_implementation", None))
+    if own:
+        raise PackingNotIsolated(
+            f"masks are made by {own}, which was not there when the model was patched, and which a packed mask would "
+            "replace. Call fa2patch.apply(model) again: then each document is computed by itself, with your function."
+        )
+
+
+@constant
+def _registered(implementation: object) -> str:
+    found = registered(implementation)
+    return "" if found is None else described(found)
+
+
+def _hands_blocks_on(function: Function) -> bool:
+    """Whether a function of a modeling module has its masks made by others there, which are told of blocks.
+
+    In 5.0 it is given ``token_type_ids`` (Gemma 4: ``mm_token_type_ids``). In 5.23 it is given the numbers of blocks,
+    and in Gemma 4 only the mask of sliding layers has them.
+    """
+    told = (TYPES, MEDIA_TYPES, NUMBERS)
+    given = any(inspecting.has_variable(function, name) for name in told) or inspecting.has_constant(function, ADDED)
+    own = "masking_utils" not in function.__module__  # its functions are replaced in modeling modules only
+    return given and own and any(FUNCTIONS.fullmatch(name) for name in inspecting.names_read(function))
+
+
+def _chunked(mask: PackedMask, config: Config) -> PackedMask:
+    if mask.rows[1] <= config.attention_chunk_size:
+        return mask  # no document is longer than its row
+    refuse_spans(mask, "chunks (attention_chunk_size)")
+    rows = mask.rows
+    return replace(mask, boundaries=mask.boundaries.chunked(config.attention_chunk_size, rows[0] * rows[1]))

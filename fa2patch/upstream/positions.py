@@ -1,0 +1,304 @@
+"""Positions: the position of a document's first token, and whether position ids reach the position embeddings."""
+
+from __future__ import annotations
+
+import functools
+import re
+from collections.abc import Iterable
+from itertools import chain
+from typing import Any, NamedTuple
+
+import torch
+
+from .._types import Config, Function, Model
+from ..documents.names import TOKENS
+from ..errors import UnsupportedModel
+from . import attached, inspecting
+from .calls import batch_shape, passed
+from .facts import Site, of_forward
+from .find_models import text_modules
+from .packed_mask import MASK, PackedMask
+from .rope import MODULES, length_scaled
+from .rope import NAME as ROPE
+from .rope import Found as RopeFound
+from .seams.layer_rotary import each_document
+from .step import Step
+from .trait import Looked, Trait
+
+POSITIONS = "positions"
+"""The trait's name, the key of its :class:`PositionsFound` in ``Patch.found``."""
+
+_POSITIONS = re.compile(r"(^|_)(position|positions|pos|wpe|rotary|rope)(_|$)")
+
+
+class PositionsFound(NamedTuple):
+    """A model's positions.
+
+    Attributes:
+        first: the position of a document's first token if a batch has no position ids.
+        unreachable: the module or parameter that embeds positions in a model that reads no position ids; empty if
+            there is none.
+        by_column: whether the model embeds a token's place in the row if a batch has no position ids. In a row that is
+            padded left, that is not the token's place in its document.
+    """
+
+    first: int
+    unreachable: str
+    by_column: bool
+
+
+class Positions(Trait):
+    """Make positions restart with each document, and refuse a model in which they cannot."""
+
+    name = POSITIONS
+
+    def finds(self, model: Looked) -> PositionsFound:
+        counting = model.apart or position_embeddings(model.decoder) or along_the_row(model.decoder)
+        first = first_position(model.decoder)
+        by_column = not (counting or first) and embeds_positions(model.decoder)
+        return PositionsFound(first, "" if counting else unreachable_positions(model.decoder), by_column)
+
+    def refuses(self, model: Looked, found: PositionsFound) -> None:
+        if found.unreachable:
+            raise UnsupportedModel(
+                f"{type(model.decoder).__name__}.forward reads no position_ids in this version of Transformers, and "
+                f"positions are embedded in {found.unreachable}: they would count on from one document into the next. "
+                "Nothing was patched. Upgrade Transformers, or train this model "
+                "padded."
+            )
+
+    def replaces(self, model: Looked, found: PositionsFound) -> Iterable[Site]:
+        return [of_forward(module, counted_by_position_ids) for module in position_embeddings(model.decoder)]
+
+
+def first_position(decoder: Model) -> int:
+    """The position of a document's first token if a batch has no position ids: 0, but 2 in RoBERTa and its kin."""
+    for _, module in text_modules(decoder):
+        table = getattr(module, "position_embeddings", None)
+        counts = inspecting.reads_name(inspecting.forward_of(type(module)), "padding_idx")  # ERNIE-M's do not
+        padding = getattr(table, "padding_idx", None)  # I-BERT's table is no torch.nn.Embedding
+        if padding is not None and counts:
+            return int(padding) + 1
+    return 0
+
+
+def embeds_positions(decoder: Model) -> bool:
+    """Whether a decoder has a table of positions (BERT, GPT-2); rotary positions have none."""
+    named = decoder.named_modules()
+    return any(
+        isinstance(module, torch.nn.Embedding) and _POSITIONS.search(name.rsplit(".", 1)[-1]) for name, module in named
+    )
+
+
+def unreachable_positions(decoder: Model) -> str:
+    """The name of what embeds positions in a decoder whose forward reads no position ids; empty if there is none.
+
+    Such a decoder counts positions along the row.
+    """
+    if _may_read_ids(decoder):
+        return ""
+    names = [name for name, _ in (*decoder.named_modules(), *decoder.named_parameters())]
+    return next((name for name in names if _POSITIONS.search(name.rsplit(".", 1)[-1])), "")
+
+
+def _may_read_ids(decoder: Model) -> bool:
+    """Whether a decoder's forward may read position ids: by name, out of ``**kwargs``, or behind an unreadable wrapper.
+
+    ``**kwargs`` alone is not enough: Bart in 5.x passes them to attention layers, which ignore the ids, and not to its
+    embeddings.
+    """
+    inherited = (forward for _, forward in inspecting.forwards(type(decoder)))
+    for forward in (decoder.forward, *inherited):
+        if inspecting.code_of(forward) is None or inspecting.takes(forward, "position_ids"):
+            return True
+        if inspecting.takes_any_keyword(forward):
+            if inspecting.has_constant(forward, "position_ids") or inspecting.takes_any_position(forward):
+                return True
+            if inspecting.reads_name(forward, "forward"):
+                continue  # it calls super().forward: the parent class decides
+        return False
+    return False
+
+
+def position_embeddings(decoder: Model) -> list[torch.nn.Embedding]:
+    """The position embeddings that take the mask and count its ones (OPT, BioGPT)."""
+    return [
+        module for _, module in text_modules(decoder) if isinstance(module, torch.nn.Embedding) and _counts_mask(module)
+    ]
+
+
+def _counts_mask(embedding: torch.nn.Embedding) -> bool:
+    first = inspecting.parameters(embedding.forward)[0]
+    behind_args = first.kind is first.VAR_POSITIONAL and hasattr(embedding, "offset")  # a wrapper of other code
+    return first.name == MASK or behind_args
+
+
+def counted_by_position_ids(original: Function) -> Function:
+    """Replacement for the ``forward`` of such an embedding: a packed batch's ``position_ids`` are embedded."""
+
+    @functools.wraps(original)
+    def forward(self: Any, attention_mask: Any, *args: Any, **kwargs: Any) -> Any:
+        if not isinstance(attention_mask, PackedMask):
+            return original(self, attention_mask, *args, **kwargs)
+        return torch.nn.Embedding.forward(self, attention_mask.position_ids + self.offset)
+
+    return forward
+
+
+_TABLE = "position_ids"
+
+
+class RowPositions(Trait):
+    """Give such embeddings the position ids of a packed batch."""
+
+    name = "row positions"
+
+    def finds(self, model: Looked) -> bool | None:
+        return True if along_the_row(model.decoder) and not model.apart else None
+
+    def replaces(self, model: Looked, found: Any) -> Iterable[Site]:
+        return [of_forward(module, with_position_ids) for module in along_the_row(model.decoder)]
+
+    def before(self, step: Step, found: Any) -> None:
+        if step.mask is not None and step.role.innermost:
+            for name in passed(step.call, TOKENS):
+                step.attach(name, attached.Piece(attached.POSITIONS, step.mask.position_ids))
+
+
+def along_the_row(decoder: Model) -> list[Any]:
+    """The modules of a decoder with a buffer ``position_ids``, which their forward reads and does not take."""
+    if _TABLE in inspecting.upstream_parameters(type(decoder).forward):
+        return []
+    return [
+        module
+        for _, module in list(decoder.named_modules())[1:]
+        if _TABLE in module._buffers
+        and inspecting.reads_name(inspecting.forward_of(type(module)), _TABLE)
+        and not inspecting.takes(inspecting.forward_of(type(module)), _TABLE)
+    ]
+
+
+class _WithIds:
+    """Stands in for the embeddings during one packed call. Its table holds the batch's ids, ``[batch, length]``."""
+
+    def __init__(self, module: torch.nn.Module, position_ids: torch.Tensor) -> None:
+        self._module, self.position_ids = module, position_ids
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._module, name)
+
+
+def with_position_ids(original: Function) -> Function:
+    """Return the replacement for the ``forward`` of such embeddings."""
+
+    @functools.wraps(original)
+    def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
+        riding = [attached.take(value, attached.POSITIONS) for value in chain(args, kwargs.values())]
+        ids = next((each for each in riding if each is not None), None)
+        return original(self if ids is None else _WithIds(self, ids), *args, **kwargs)
+
+    return forward
+
+
+class Rope(Trait):
+    """Replace the rotary modules of longrope. Dynamic NTK is checked when a packed batch is recognised."""
+
+    name = ROPE
+
+    def finds(self, model: Looked) -> RopeFound | None:
+        scaling = length_scaled(model.decoder.config)
+        return None if scaling is None else RopeFound(scaling, scaling.kind == "longrope" and bool(_modules(model)))
+
+    def refuses(self, model: Looked, found: RopeFound) -> None:
+        for module in _modules(model) if found.rides else ():
+            if not inspecting.takes(inspecting.forward_of(type(module)), "position_ids"):  # PhiMoE from 4.46 to 4.57
+                raise UnsupportedModel(
+                    f"{type(model.decoder).__name__}: expected that {type(module).__name__} takes position_ids, found "
+                    "that it takes the row's length only. Rope scaling 'longrope' chooses factors by the length, so "
+                    "all documents of a row would get the row's. Use Transformers 5.0 or later, or train padded."
+                )
+
+    def replaces(self, model: Looked, found: RopeFound) -> Iterable[Site]:
+        return [of_forward(module, rotated_by_document) for module in _modules(model)] if found.rides else []
+
+    def before(self, step: Step, found: RopeFound) -> None:
+        split = step.mask is not None and step.mask.part is not None  # no document is then longer than the limit
+        if found.rides and not split:
+            step.send_documents()
+
+
+def _modules(model: Looked) -> list[torch.nn.Module]:
+    return [module for name, module in model.decoder.named_children() if name in MODULES]
+
+
+def rotated_by_document(original: Function) -> Function:
+    """Replacement for a rotary module's ``forward(x, position_ids)`` that computes each document by itself."""
+
+    @functools.wraps(original)
+    def forward(self: Any, x: torch.Tensor, position_ids: Any = None, **kwargs: Any) -> Any:
+        documents = attached.take(position_ids, attached.DOCUMENTS)
+        if documents is None:
+            return original(self, x, position_ids, **kwargs)
+        return each_document(functools.partial(original, self), x, position_ids, documents, kwargs)
+
+    return forward
+
+
+class Axes(Trait):
+    """Drop the text axis of four-axis position ids where the decoder takes three axes."""
+
+    name = "axes"
+
+    def before(self, step: Step, found: Any) -> None:
+        ids = step.call.get("position_ids")
+        if ids is not None and not step.by_hook:
+            step.call["position_ids"] = without_text_axis(step.module, step.calls.original, ids)
+
+
+def takes_text_axis(decoder: Model) -> bool:
+    """Whether a decoder takes position ids ``[4, batch, length]`` with the text axis first. Most do from 4.54 on.
+
+    The forward of such a decoder compares the number of axes with 4. There is no other sign: the other decoders use
+    the first three of four axes and raise no error.
+    """
+    return inspecting.has_constant(type(decoder).forward, 4)
+
+
+def without_text_axis(model: Model, forward: Function, position_ids: Any) -> Any:
+    """Position ids without the text axis, if they have four axes and the decoder takes three; otherwise unchanged.
+
+    Args:
+        model: the decoder.
+        forward: its forward before it was patched.
+        position_ids: ``[4, batch, length]`` with the text axis first, or anything else.
+    """
+    if not isinstance(position_ids, torch.Tensor) or position_ids.dim() != 3 or len(position_ids) != 4:
+        return position_ids
+    loops = isinstance(model._modules.get("layers"), torch.nn.ModuleList)
+    takes_four = inspecting.has_constant(forward, 4)
+    return position_ids[1:] if loops and _rotates_by_three(model.config) and not takes_four else position_ids
+
+
+def _rotates_by_three(config: Config) -> bool:
+    settings = [getattr(config, name, None) for name in ("rope_scaling", "rope_parameters")]
+    return any(len(found["mrope_section"]) == 3 for found in settings if found and "mrope_section" in found)
+
+
+class RowLength(Trait):
+    """Tell the decoder the places of a part's tokens in the row, from which it computes the size.
+
+    Position ids of a part may be larger than its length.
+    """
+
+    name = "row length"
+
+    def finds(self, model: Looked) -> bool | None:
+        rotary = (module for name, module in model.decoder.named_children() if name in MODULES)
+        return True if any(inspecting.takes(module.forward, "seq_len") for module in rotary) else None
+
+    def before(self, step: Step, found: Any) -> None:
+        part = None if step.mask is None else step.mask.part
+        if part is None or not step.role.innermost or not step.calls.takes("cache_position"):
+            return
+        (_, length), device = batch_shape(step.call)
+        step.call["cache_position"] = torch.arange(length, device=device) + part.number * length

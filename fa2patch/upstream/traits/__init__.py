@@ -1,1 +1,0 @@
-"""Features of models that packed rows touch. One file describes one feature."""

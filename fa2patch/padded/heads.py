@@ -17,6 +17,7 @@ import torch
 
 from .._torch import compiling, outside_the_forward, without_gradients
 from .._types import Args, Call, Model
+from ..comparison import distance
 from ..documents.names import IGNORED_LABEL, LABELS
 from ..probing.batches import is_sharded
 from ..probing.proving import tensors
@@ -131,11 +132,11 @@ def reads_padding(head: HeadCall, device: torch.device) -> bool:
         zeros, noise = _run(model, head, False), _run(model, head, True)
         if zeros is None or noise is None:
             return True
-        moved = _moved(zeros, noise)
+        moved = distance(noise, zeros)
         if not moved:
             return False
         again = _run(model, head, False)  # measures the noise of a nondeterministic kernel
-        return again is None or moved > 2 * _moved(zeros, again)
+        return again is None or moved > 2 * distance(again, zeros)
 
 
 def _run(model: Model, head: HeadCall, noise: bool) -> list[torch.Tensor] | None:
@@ -160,16 +161,3 @@ def _of_real_tokens(value: torch.Tensor, masks: list[torch.Tensor]) -> torch.Ten
         if value.shape[: mask.dim()] == mask.shape:
             return value[mask.to(value.device)]
     return value
-
-
-def _moved(ones: list[torch.Tensor], others: list[torch.Tensor]) -> float:
-    """The largest difference, relative to the largest value of the tensor in which it is."""
-    moved = 0.0
-    for one, other in zip(ones, others):
-        if one.shape != other.shape:
-            return float("inf")
-        differ = (one != other) & ~(one.isnan() & other.isnan())
-        if differ.any():
-            change = (one.double() - other.double())[differ].abs().max() / one.double().abs().max().clamp(min=1e-30)
-            moved = max(moved, float(change) if torch.isfinite(change) else float("inf"))
-    return moved

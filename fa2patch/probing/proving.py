@@ -19,6 +19,7 @@ import torch
 
 from .._torch import autocast_uncached, computed_in, outside_the_forward, without_gradients
 from .._types import Call, Model
+from ..comparison import distance
 from ..documents.trees import Tree
 from ..errors import PackingNotIsolated
 from ..upstream.find_models import models
@@ -75,15 +76,15 @@ def prove(model: Model, call: Call, mask: PackedMask, itself: bool = False) -> N
         before = run.outputs(None)
         for exchanged in run.exchanges():
             after = run.outputs(exchanged)
-            moved = _moved(before, after, ~exchanged)
+            moved = distance(after, before, ~exchanged)
             if moved > run.bound:
                 again = run.outputs(None)  # measures the noise of a nondeterministic kernel
-                if moved > 2 * _moved(before, again, torch.ones_like(exchanged)) + run.bound:
+                if moved > 2 * distance(again, before) + run.bound:
                     raise PackingNotIsolated(run.finding(exchanged, "changed"))
             if gradients and run.gradient(after, exchanged) > run.bound:
                 raise PackingNotIsolated(run.finding(exchanged, "sent them a gradient"))
             shown = exchanged & run.real  # a padding's embedding may be zero, and no head pools padding
-            if shown.any() and not _moved(before, after, shown) > 0:
+            if shown.any() and not distance(after, before, shown) > 0:
                 raise Unseen(
                     f"{type(model).__name__} must be proven to keep documents apart, and other embeddings in every "
                     "second document changed nothing, not even there: it takes its embeddings from where they cannot "
@@ -170,10 +171,11 @@ class _Run:
         except Exception:  # code that cannot compute this document, or not without its labels
             return 0.0
         here, again = (self.outputs(None, seed, constant_draws=True) for seed in (0, 1))
-        if _moved(here, again, torch.ones(self.shape, dtype=torch.bool)) > 0:
+        if distance(again, here) > 0:
             return 0.0
         inside = [values[row : row + 1, tokens] for values in here]
-        return _moved(inside, expected, torch.ones(by_itself.shape, dtype=torch.bool))
+        pairs = [(one, other) for one, other in zip(expected, inside) if one.shape == other.shape]
+        return max((distance([one], [other]) for one, other in pairs), default=0.0)
 
     def outputs(
         self, exchanged: torch.Tensor | None, seed: int = 0, constant_draws: bool = False
@@ -332,14 +334,3 @@ def _projected(values: torch.Tensor) -> torch.Tensor:
     generator = torch.Generator().manual_seed(0)
     directions = torch.randn(values.shape[-1], 4, generator=generator).to(values)
     return values @ directions
-
-
-def _moved(ones: list[torch.Tensor], others: list[torch.Tensor], tokens: torch.Tensor) -> float:
-    """The largest change at some tokens, relative to the largest value."""
-    moved = 0.0
-    for one, other in ((one.detach(), other.detach()) for one, other in zip(ones, others)):
-        scale = one.nan_to_num().abs().max().clamp(min=1e-30)
-        same = (one == other) | (one.isnan() & other.isnan()) | ~tokens[..., None].to(one.device)
-        change = torch.where(same, 0.0, (one - other).abs()).max() / scale
-        moved = max(moved, float(change) if torch.isfinite(change) else float("inf"))
-    return moved

@@ -16,12 +16,11 @@ from .._types import Function
 from ..binding import LOCK, release, used_by
 from ..errors import BadArgument, LayerNotPatchable, UnsupportedNumPy, UnsupportedTransformers
 from ..upstream import foreign, inspecting
-from ..upstream.find_models import models
+from ..upstream.find_models import models, transformers_model
 from ..upstream.step import MARK
 from . import padding, peft_models, tracers, trainer_labels
 from .plan import plan
 from .state import Patch
-from .unwrap import transformers_model
 
 OLDEST = (4, 34)
 """The first minor version of Transformers with flash attention in its modeling files."""

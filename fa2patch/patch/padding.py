@@ -7,9 +7,8 @@ import torch
 from .._types import Model
 from ..errors import NotAModel, UnsupportedModel
 from ..padded.batches import PaddedBatches, of_model
-from ..upstream.find_models import models
+from ..upstream.find_models import makes_its_batches, models, transformers_model
 from ..upstream.step import MARK
-from .unwrap import makes_its_batches, transformers_model
 
 
 def pack_padded_batches(model: Model, share_prompts: bool = False) -> PaddedBatches:

@@ -24,11 +24,11 @@ from ..documents.names import LABELS, LOSS_LABELS, TOKENS
 from ..errors import Fa2PatchError, NotAModel
 from ..upstream import attached, inspecting
 from ..upstream.calls import batch_shape, passed
+from ..upstream.find_models import transformers_model
 from ..upstream.labels import inside_documents, kept_logits
 from ..upstream.packed_batch import packed_mask
 from ..upstream.parts.engines import row_part
 from ..upstream.step import MARK, ROLE, Patched
-from .unwrap import transformers_model
 
 MODULE = "transformers.trainer"
 

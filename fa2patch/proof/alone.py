@@ -7,8 +7,8 @@ from typing import Any, Union
 
 from .._types import Call, Model
 from ..errors import Fa2PatchError
-from ..patch.unwrap import transformers_model
 from ..upstream import inspecting
+from ..upstream.find_models import transformers_model
 from .result import Verification
 from .verify import verify
 

@@ -15,11 +15,10 @@ from ..errors import Fa2PatchError
 from ..kernels import Asked, Kernel, Pick, Picks, pick
 from ..patch.applying import apply
 from ..patch.state import Patch
-from ..patch.unwrap import transformers_model
 from ..upstream import refusals
 from ..upstream.facts import Site
 from ..upstream.find_layers import Layer
-from ..upstream.find_models import models
+from ..upstream.find_models import models, transformers_model
 from ..upstream.packed_mask import PackedMask
 
 _AUTO = (

@@ -9,11 +9,10 @@ from .._types import Model
 from ..documents.names import PARENTS
 from ..errors import BadBatch, PackingNotIsolated
 from ..patch.applying import status
-from ..patch.unwrap import makes_its_batches, transformers_model
 from ..probing import whole_rows
 from ..probing.batches import checked, example, same_on_every_rank, spans_of
 from ..probing.probe import left_as_it_was
-from ..upstream.find_models import models, token_embeddings
+from ..upstream.find_models import makes_its_batches, models, token_embeddings, transformers_model
 from .compared import Run
 from .findings import verification
 from .result import Verification

@@ -16,7 +16,7 @@ from ..data.collators import DataCollatorWithFlattening
 from ..documents.names import IGNORED_LABEL
 from ..errors import NotAModel
 from ..patch.applying import status
-from ..patch.unwrap import transformers_model
+from ..upstream.find_models import transformers_model
 from .saying import say
 
 STANDARD = (

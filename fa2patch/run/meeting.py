@@ -17,10 +17,9 @@ from ..errors import Fa2PatchError, KernelUnavailable, NotAModel, UnknownKernel
 from ..padded.batches import of_model
 from ..patch.applying import apply, status
 from ..patch.state import Patch
-from ..patch.unwrap import transformers_model
 from ..upstream import inspecting
 from ..upstream.find_layers import attention_layers
-from ..upstream.find_models import is_transformers_model, models
+from ..upstream.find_models import is_transformers_model, models, transformers_model
 from .saying import say
 from .start import Options
 

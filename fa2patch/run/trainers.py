@@ -18,7 +18,7 @@ from ..data.packed_trainer import PACKS, PackedModels, held_models, pack_models
 from ..errors import NotAModel
 from ..patch.applying import status
 from ..patch.padding import pack_padded_batches
-from ..patch.unwrap import transformers_model
+from ..upstream.find_models import transformers_model
 from . import collate
 from .constructed import Constructed
 from .meeting import Meeting

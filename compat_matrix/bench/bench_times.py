@@ -15,7 +15,7 @@ from transformers import BertConfig, BertModel
 
 import fa2patch
 from fa2patch import packing
-from fa2patch.kernels.options import Options
+from fa2patch.kernels import Options
 from fa2patch.kernels.reference import Reference
 
 from . import workloads

@@ -35,16 +35,12 @@ from fa2patch import evidence
 from fa2patch.documents.boundaries import Boundaries
 from fa2patch.documents.spans import Spans, spans_of
 from fa2patch.documents.trees import Tree
-from fa2patch.kernels import asked_by
+from fa2patch.kernels import Options, asked_by, packed_attention
 from fa2patch.kernels import flex as flex_module
-from fa2patch.kernels.attention import packed_attention
-from fa2patch.kernels.efficient import Efficient
-from fa2patch.kernels.flash_attn import FlashAttn, FlashAttn3, FlashAttn4
+from fa2patch.kernels.aten import Efficient, TorchVarlen
 from fa2patch.kernels.flex import Flex
-from fa2patch.kernels.options import Options
 from fa2patch.kernels.protocol import Kernel
-from fa2patch.kernels.torch_varlen import TorchVarlen
-from fa2patch.kernels.varlen_func import PARAMETERS, Found
+from fa2patch.kernels.varlen import PARAMETERS, EntryPoint, FlashAttn, FlashAttn3, FlashAttn4
 
 from .. import environments
 from ..check.reads import DISPATCHED
@@ -164,7 +160,7 @@ def kernels() -> dict[str, tuple[Kernel, Callable[..., torch.Tensor]]]:
 
     def entry(kernel: type[Kernel]) -> Kernel:
         names = frozenset(PARAMETERS[feature][0] for feature in kernel.FEATURES if feature in PARAMETERS)
-        return here(kernel, found=lambda self: Found(_varlen, names))
+        return here(kernel, found=lambda self: EntryPoint(_varlen, names))
 
     def flash(q: Any, k: Any, v: Any, cu: Any, longest: int, scale: float) -> Any:
         operator = torch.ops.aten._flash_attention_forward.default

@@ -28,7 +28,7 @@ import torch
 
 import fa2patch
 from fa2patch import kernels
-from fa2patch.kernels.options import Options
+from fa2patch.kernels import Options
 
 from .. import tiny_models
 from ..check import gpu

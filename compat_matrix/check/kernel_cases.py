@@ -9,7 +9,7 @@ from typing import Callable
 import torch
 
 from fa2patch.documents.boundaries import Boundaries
-from fa2patch.kernels.options import Options
+from fa2patch.kernels import Options
 
 LENGTHS = (1, 5, 3, 8)
 HEADS, DIM = 4, 8

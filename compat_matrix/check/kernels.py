@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from fa2patch import kernels
-from fa2patch.kernels.options import Options
+from fa2patch.kernels import Options
 from fa2patch.kernels.reference import Reference
 
 from .kernel_cases import Spans, brute_force, documents, largest_errors, states, with_gradients

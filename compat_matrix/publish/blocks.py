@@ -86,7 +86,7 @@ def overhead() -> str:
 def kernel_table() -> str:
     """Return what every kernel can do at best; ``fa2patch kernels`` shows what it can do on a machine."""
     rows = []
-    for row in kernels.rows():
+    for row in kernels.kernel_rows():
         can = ", ".join(row["dtypes"] or ["any"]), str(row["head_dim"] or "any"), ", ".join(row["features"])
         rows.append([f'`"{row["name"]}"`', row["what"], row["needs"], *can])
     return table(["kernel", "what", "needs", "dtypes", "head dim up to", "features"], rows)

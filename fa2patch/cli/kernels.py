@@ -13,9 +13,9 @@ from .output import as_json_option, new_console, new_table, plain
 @as_json_option
 def kernels(as_json: bool) -> None:
     """Show the kernels in the order that "auto" tries them, what each can do, and whether it can run here."""
-    from ..kernels import rows
+    from ..kernels import kernel_rows
 
-    found = rows()
+    found = kernel_rows()
     if as_json:
         click.echo(json.dumps(found, indent=1))
         return

@@ -1,25 +1,37 @@
-"""Kernels, which compute variable-length attention. Each is a class in a file of its own."""
+"""Kernels, which compute variable-length attention, and the choice among them."""
 
-from .options import Options
-from .picks import Pick, Picks, pick
-from .protocol import FEATURES, Asked, Kernel, asked_by
-from .registry import BY_NAME_ONLY, NAMES, ORDER, check_name, named, order, register_kernel, rows
+from .picks import (
+    BY_NAME_ONLY,
+    NAMES,
+    ORDER,
+    Pick,
+    Picks,
+    check_name,
+    kernel_rows,
+    named,
+    order,
+    packed_attention,
+    pick,
+    register_kernel,
+)
+from .protocol import FEATURES, Asked, Kernel, Options, asked_by
 
 __all__ = [
     "BY_NAME_ONLY",
     "FEATURES",
     "NAMES",
     "ORDER",
-    "Options",
     "Asked",
     "Kernel",
+    "Options",
     "Pick",
     "Picks",
     "asked_by",
     "check_name",
     "named",
     "order",
+    "packed_attention",
     "pick",
     "register_kernel",
-    "rows",
+    "kernel_rows",
 ]

@@ -10,17 +10,14 @@ import importlib
 import importlib.util
 from functools import cache, lru_cache
 from types import FunctionType
-from typing import TYPE_CHECKING, Any, Callable
+from typing import Any, Callable
 
 import torch
 
 from .._torch import constant, uncompiled
+from ..documents.boundaries import Boundaries
 from ..documents.starts import document_of
-from .protocol import HALF, Kernel
-
-if TYPE_CHECKING:
-    from ..documents.boundaries import Boundaries
-    from .options import Options
+from .protocol import HALF, Kernel, Options
 
 
 class Flex(Kernel):
@@ -37,7 +34,7 @@ class Flex(Kernel):
 
     def available(self) -> tuple[bool, str]:
         """Whether torch has FlexAttention, a device for it and Triton, and the reason if not."""
-        return _available()
+        return _runs()
 
     def takes(self, head_dim: int, value_dim: int) -> bool:
         """Always, but torch 2.5 takes no larger head dimension of v."""
@@ -50,13 +47,7 @@ class Flex(Kernel):
 
     @uncompiled
     def attend(
-        self,
-        q: torch.Tensor,
-        k: torch.Tensor,
-        v: torch.Tensor,
-        boundaries: Boundaries,
-        options: Options,
-        scale: float,
+        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, boundaries: Boundaries, options: Options, scale: float
     ) -> torch.Tensor:
         """Call the compiled functions."""
         layout = (q.device, options.causal, options.window, boundaries.parents is None, boundaries.until is None)
@@ -66,22 +57,49 @@ class Flex(Kernel):
         return compute(flex, _compiled("create_block_mask", layout), q, k, v, boundaries, options, scale)
 
 
+@lru_cache(maxsize=1)
+def _runs() -> tuple[bool, str]:
+    try:
+        if importlib.util.find_spec("torch.nn.attention.flex_attention") is None:
+            return False, f"torch {torch.__version__} has no FlexAttention"
+    except ModuleNotFoundError:
+        return False, f"torch {torch.__version__} has no FlexAttention"
+    if not torch.cuda.is_available() and not (hasattr(torch, "xpu") and torch.xpu.is_available()):
+        return False, "torch finds no CUDA or XPU device"
+    return (True, "") if importlib.util.find_spec("triton") else (False, "the package triton is not installed")
+
+
+@constant
+def _takes_powers_only() -> bool:
+    return hasattr(importlib.import_module("torch.nn.attention.flex_attention"), "_supported_head_dim")
+
+
+@cache
+def _compiled(name: str, kind: tuple[Any, ...]) -> Callable[..., Any]:
+    """The compiled function of torch for calls of one kind, which differ in nothing but lengths.
+
+    Dynamo compiles one code object for eight kinds of calls at most, and then runs it uncompiled, with a score for
+    every two tokens of the row. So each kind has a code object of its own.
+    """
+    function = getattr(importlib.import_module("torch.nn.attention.flex_attention"), name)
+
+    def call(*given: Any, **more: Any) -> Any:
+        return function(*given, **more)
+
+    code = call.__code__.replace(co_name=f"{name}_{_compiled.cache_info().misses}")
+    return torch.compile(FunctionType(code, call.__globals__, name, None, call.__closure__))
+
+
 def compute(
     flex: Callable[..., Any], create_block_mask: Callable[..., Any], q: torch.Tensor, k: torch.Tensor, v: torch.Tensor,
     boundaries: Boundaries, options: Options, scale: float,
 ) -> torch.Tensor:  # fmt: skip
-    """Compute the attention of :meth:`Flex.attend` with given functions of torch.
-
-    Args:
-        flex: ``flex_attention``, compiled or not.
-        create_block_mask: ``create_block_mask``, compiled or not.
-    """
+    """Compute the attention of :meth:`Flex.attend` with functions of torch that are compiled, or not."""
     kind = ("flex", options.causal, options.window)
     if kind not in boundaries.made:
         tokens, device = q.shape[0], q.device
-        boundaries.made[kind] = create_block_mask(
-            _visible(boundaries, tokens, options.causal, options.window), None, None, tokens, tokens, device
-        )
+        visible = _visible(boundaries, tokens, options.causal, options.window)
+        boundaries.made[kind] = create_block_mask(visible, None, None, tokens, tokens, device)
     q, k, v = (x.transpose(0, 1)[None] for x in (q, k, v))
     asked = {
         "score_mod": _scored(options.softcap, options.alibi_slopes, boundaries, q.shape[2]),
@@ -148,36 +166,3 @@ def _scored(
         return score
 
     return scored
-
-
-@cache
-def _compiled(name: str, kind: tuple[Any, ...]) -> Callable[..., Any]:
-    """The compiled function of torch for calls of one kind, which differ in nothing but lengths.
-
-    Dynamo compiles one code object for eight kinds of calls at most, and then runs it uncompiled, with a score for
-    every two tokens of the row. So each kind has a code object of its own.
-    """
-    function = getattr(importlib.import_module("torch.nn.attention.flex_attention"), name)
-
-    def call(*given: Any, **more: Any) -> Any:
-        return function(*given, **more)
-
-    code = call.__code__.replace(co_name=f"{name}_{_compiled.cache_info().misses}")
-    return torch.compile(FunctionType(code, call.__globals__, name, None, call.__closure__))
-
-
-@constant
-def _takes_powers_only() -> bool:
-    return hasattr(importlib.import_module("torch.nn.attention.flex_attention"), "_supported_head_dim")
-
-
-@lru_cache(maxsize=1)
-def _available() -> tuple[bool, str]:
-    try:
-        if importlib.util.find_spec("torch.nn.attention.flex_attention") is None:
-            return False, f"torch {torch.__version__} has no FlexAttention"
-    except ModuleNotFoundError:
-        return False, f"torch {torch.__version__} has no FlexAttention"
-    if not torch.cuda.is_available() and not (hasattr(torch, "xpu") and torch.xpu.is_available()):
-        return False, "torch finds no CUDA or XPU device"
-    return (True, "") if importlib.util.find_spec("triton") else (False, "the package triton is not installed")

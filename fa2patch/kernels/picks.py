@@ -1,22 +1,203 @@
-"""The choice of a kernel for each layer of a patched model, and its reason."""
+"""Which kernel computes a layer: ``packed_attention``, the kernels by name and in order, the choice and its reason."""
 
 from __future__ import annotations
 
 import itertools
 import warnings
 from collections.abc import Hashable, Sequence
+from functools import lru_cache
 from typing import Any, Callable, NamedTuple
 from weakref import WeakKeyDictionary
 
 import torch
 
 from .._torch import compiling, constant, number, numbered
-from ..errors import KernelUnavailable, KernelWrong
+from ..documents.boundaries import Boundaries
+from ..errors import BadArgument, KernelUnavailable, KernelWrong, PackingNotIsolated, UnknownKernel
+from .aten import Efficient, TorchVarlen
 from .flex import Flex
-from .protocol import HALF, Asked, Kernel
+from .protocol import FEATURES, HALF, Asked, Kernel, Options, asked_by, capability
 from .reference import Reference
-from .registry import named, order
 from .trial import passes
+from .varlen import FlashAttn, FlashAttn3, FlashAttn4, Hub
+
+
+def packed_attention(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    boundaries: Boundaries,
+    options: Options,
+    kernel: str | Kernel = "auto",
+) -> torch.Tensor:
+    """Compute attention in which no token sees, or sends a gradient to, another document.
+
+    Args:
+        q: ``[batch, length, query heads, head dim]``.
+        k: ``[batch, length, key heads, head dim]``; key heads divide query heads.
+        v: ``[batch, length, key heads, value head dim]``. q, k and v have one dtype.
+        boundaries: boundaries of the documents over the ``batch * length`` tokens.
+        options: scale, window and so on.
+        kernel: ``"auto"``, the name of a kernel, or a kernel.
+
+    Returns:
+        A contiguous tensor ``[batch, length, query heads, value head dim]`` of q's dtype.
+
+    Raises:
+        PackingNotIsolated: q, k and v differ in batch or length (a key/value cache holds other tokens), or their
+            numbers of heads do not fit.
+        UnknownKernel: no kernel has this name.
+        KernelUnavailable: the kernel cannot compute this (:class:`KernelWrong`: it fails its trial).
+    """
+    if q.shape[:2] != k.shape[:2] or k.shape[:2] != v.shape[:2]:
+        raise PackingNotIsolated(
+            f"packed attention needs queries and keys of the same tokens; found {list(q.shape[:2])} queries and "
+            f"{list(k.shape[:2])} keys [batch, length]. Pass no key/value cache with a packed batch."
+        )
+    if q.shape[2] % k.shape[2] or k.shape[2] != v.shape[2]:
+        raise PackingNotIsolated(
+            f"found {q.shape[2]} query, {k.shape[2]} key and {v.shape[2]} value heads: expected as many key as value "
+            "heads, and a multiple of them as query heads."
+        )
+    if isinstance(kernel, str):
+        asked = asked_by(q, k, v, options, boundaries.parents is not None, boundaries.until is not None)
+        kernel = pick(kernel, asked, q.device).kernel
+    rows = q.shape[:2]
+    if q.is_meta:
+        return q.new_empty(*rows, q.shape[2], v.shape[3])
+    output = kernel(q.flatten(0, 1), k.flatten(0, 1), v.flatten(0, 1), boundaries, options)
+    return output.view(*rows, q.shape[2], v.shape[3])
+
+
+ORDER: tuple[Kernel, ...] = (
+    FlashAttn3(), FlashAttn(), FlashAttn4(), TorchVarlen(), Efficient(), Flex(), Reference(),
+)  # fmt: skip
+"""The built-in kernels that ``auto`` tries, best first. Those made for the device come first. The last one supports
+everything."""
+
+BY_NAME_ONLY: tuple[Kernel, ...] = (Hub(),)
+"""The built-in kernels that ``auto`` does not try."""
+
+NAMES = ("auto", *(kernel.name for kernel in (*ORDER, *BY_NAME_ONLY)))
+"""The built-in values of ``apply(model, kernel=...)``."""
+
+_registered: list[tuple[Kernel, str | None]] = []
+
+
+def order() -> tuple[Kernel, ...]:
+    """The kernels that ``auto`` tries on the current device, best first.
+
+    They are :data:`ORDER`, with the kernels made for the device in front, and those registered with ``before``.
+    """
+    here = capability()
+    kernels = sorted(ORDER, key=lambda kernel: here is None or here[0] not in kernel.MADE_FOR)
+    for kernel, before in _registered:
+        if before is not None:
+            at = [i for i, other in enumerate(kernels) if other.name == before]
+            kernels.insert(at[0] if at else len(kernels) - 1, kernel)  # `before` may have left auto since
+    return tuple(kernels)
+
+
+def every_kernel() -> tuple[Kernel, ...]:
+    """All kernels: the ones that ``auto`` tries, then the ones that are used by name only."""
+    return (*order(), *BY_NAME_ONLY, *(kernel for kernel, before in _registered if before is None))
+
+
+def register_kernel(kernel: Kernel, *, before: str | None = None) -> None:
+    """Add a kernel, so that ``apply(model, kernel=kernel.name)`` finds it.
+
+    Like every kernel, it is compared with the reference before its first use and is not used if it is wrong. It
+    replaces a registered kernel of the same name.
+
+    Args:
+        kernel: an instance of a subclass of :class:`~fa2patch.kernels.Kernel`.
+        before: ``kernel="auto"`` tries the new kernel before the kernel of this name. None leaves it out of ``auto``.
+
+    Raises:
+        BadArgument: ``kernel`` is not a :class:`Kernel` with a name, or its name is one of fa2patch's own.
+        UnknownKernel: ``auto`` does not try a kernel called ``before``.
+    """
+    if not isinstance(kernel, Kernel) or not isinstance(getattr(kernel, "name", None), str):
+        raise BadArgument(f"register_kernel: expected an instance of a Kernel with a name, found {kernel!r}.")
+    if kernel.name in NAMES or kernel.name.startswith("hub:"):
+        raise BadArgument(f"register_kernel: fa2patch has a kernel {kernel.name!r}. Choose another name.")
+    others = [(other, place) for other, place in _registered if other.name != kernel.name]
+    tried = [*(other.name for other in ORDER), *(other.name for other, place in others if place is not None)]
+    if before is not None and before not in tried:
+        raise UnknownKernel(f"before={before!r}: expected one that auto tries, {', '.join(map(repr, tried))}, or None.")
+    _registered[:] = [*others, (kernel, before)]
+
+
+def named(name: str | Kernel) -> Kernel:
+    """Return the kernel of this name, which may be ``"hub:..."`` but not ``"auto"``. A kernel is returned as it is.
+
+    Raises:
+        UnknownKernel: no kernel has this name.
+    """
+    if isinstance(name, Kernel):
+        return name
+    if isinstance(name, str) and name.startswith("hub:") and name != "hub:":
+        return _of_hub(name[len("hub:") :])
+    kernels = every_kernel()
+    for kernel in kernels:
+        if kernel.name == name:
+            return kernel
+    names = ", ".join(repr(kernel.name) for kernel in kernels)
+    raise UnknownKernel(f"kernel={name!r}: expected one of 'auto', {names}, or 'hub:org/name'.")
+
+
+@lru_cache(maxsize=8)
+def _of_hub(source: str) -> Kernel:
+    """Return the same kernel object for a source each time, because results of trials are cached by kernel."""
+    return Hub(source)
+
+
+def check_name(name: str | Kernel) -> None:
+    """Check that a kernel exists and can run on this machine.
+
+    Args:
+        name: ``"auto"``, the name of a kernel, or a kernel.
+
+    Raises:
+        UnknownKernel: no kernel has this name.
+        KernelUnavailable: the kernel cannot run on this machine.
+    """
+    if name == "auto":
+        return
+    kernel = named(name)
+    able, reason = kernel.available()
+    if not able:
+        raise KernelUnavailable(f"kernel={kernel.name!r} cannot run here: {reason}. Use kernel='auto'.")
+
+
+def kernel_rows() -> list[dict[str, Any]]:
+    """Describe every kernel as a dict of JSON values, in the order in which ``auto`` tries them.
+
+    Kernels that are used by name only come last.
+
+    Returns:
+        For each kernel ``name``, ``what``, ``needs``, ``usable`` (whether ``auto`` can use it on this machine),
+        ``reason`` (why not), ``devices``, ``dtypes``, ``head_dim`` (the largest, or None), ``features`` (of the best
+        build) and ``here`` (features of the installed build).
+    """
+    made = []
+    for kernel in every_kernel():
+        able, reason = kernel.available() if kernel in order() else (False, "asked for by name only")
+        made.append(
+            {
+                "name": kernel.name,
+                "what": kernel.what,
+                "needs": kernel.needs,
+                "usable": able,
+                "reason": reason,
+                "devices": None if kernel.DEVICES is None else list(kernel.DEVICES),
+                "dtypes": None if kernel.DTYPES is None else [str(x).replace("torch.", "") for x in kernel.DTYPES],
+                "head_dim": kernel.MAX_HEAD_DIM,
+                "features": [name for name in FEATURES if name in kernel.FEATURES],
+                "here": [name for name in FEATURES if able and name in kernel.features()],
+            }
+        )
+    return made
 
 
 class Pick(NamedTuple):

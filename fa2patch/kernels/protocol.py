@@ -1,19 +1,22 @@
-"""The base class of kernels, and the description of a call that a kernel must support."""
+"""What a kernel is: its base class, the options of a layer, and the description of a call that a kernel must support.
+
+Spans (tokens of a picture, which see each other in both directions) are computed for most kernels by a second call: the
+first one is causal for all tokens; in the second, each span's queries see all keys of their document up to the span's
+end, which are gathered, and the results take the place of the first call's.
+"""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, NamedTuple
+from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
 
-from .._torch import constant
-from ..errors import KernelUnavailable
-from .spans import with_spans
-
-if TYPE_CHECKING:
-    from ..documents.boundaries import Boundaries
-    from .options import Options
+from .._torch import compiling, constant, uncompiled
+from ..documents.boundaries import Boundaries, Keys
+from ..documents.device import require
+from ..errors import KernelUnavailable, PackingNotIsolated
 
 FEATURES = ("window", "softcap", "sinks", "alibi", "dropout", "deterministic", "trees", "spans")
 """Features beyond plain attention. ``deterministic`` means a deterministic backward and is torch's global switch;
@@ -21,6 +24,39 @@ FEATURES = ("window", "softcap", "sinks", "alibi", "dropout", "deterministic", "
 other in both directions in a document that is causal otherwise, such as those of a picture."""
 
 HALF = (torch.float16, torch.bfloat16)
+
+
+@dataclass(frozen=True)
+class Options:
+    """The options of an attention layer besides q, k and v.
+
+    Attributes:
+        scale: factor of the logits; None means ``head_dim ** -0.5``.
+        causal: whether a query sees no later key.
+        window: sliding window W in tokens: a query at i sees only keys j with ``|i - j| < W``. None is no window. (As
+            in eager attention and in Transformers' flash path since 4.56; up to 4.55 that path saw one token more.)
+        softcap: logits become ``softcap * tanh(logits / softcap)``; None leaves them unchanged.
+        dropout: probability with which attention weights are dropped.
+        sinks: ``[query heads]`` logits of a virtual key without a value (GPT-OSS), or None.
+        alibi_slopes: float ``[query heads]``; ``-slope * |i - j|`` is added to the logits. None adds nothing.
+
+    Raises:
+        PackingNotIsolated: ``window`` is less than 1.
+    """
+
+    scale: float | None = None
+    causal: bool = True
+    window: int | None = None
+    softcap: float | None = None
+    dropout: float = 0.0
+    sinks: torch.Tensor | None = None
+    alibi_slopes: torch.Tensor | None = None
+
+    def __post_init__(self) -> None:
+        if self.window is not None and self.window < 1:
+            raise PackingNotIsolated(
+                f"a sliding window of {self.window} tokens shows a query nothing; None is no window."
+            )
 
 
 class Asked(NamedTuple):
@@ -89,7 +125,7 @@ class Kernel:
         GATHERS: whether :meth:`attend` gets k and v of a tree gathered: those of each segment's path, end to end, with
             the ends of ``boundaries.keys``.
         MASKS: whether :meth:`attend` computes spans itself, from ``boundaries.until``. For other kernels it is called a
-            second time, for the queries of the spans (:mod:`.spans`).
+            second time, for the queries of the spans.
         BACKWARD: whether the kernel has a backward. Without one it computes only calls that need no gradients.
         alike: the head dimensions of q and of v that are padded to one although :meth:`takes` says that they may
             differ, because a build failed its trial with them.
@@ -148,9 +184,11 @@ class Kernel:
 
     def padded(self, head_dim: int, value_dim: int) -> tuple[int, int]:
         """The head dimensions to which q and k, and v, are padded with zeros."""
+        if self.MULTIPLE == 1:
+            return head_dim, value_dim
         dims = self.rounded(head_dim), self.rounded(value_dim)
         differ = self.takes(*dims) and (head_dim, value_dim) not in self.alike
-        return dims if self.MULTIPLE == 1 or differ else (max(dims), max(dims))
+        return dims if differ else (max(dims), max(dims))
 
     def __call__(
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, boundaries: Boundaries, options: Options
@@ -174,27 +212,22 @@ class Kernel:
         if not able:
             raise KernelUnavailable(f"kernel={self.name!r} cannot run here: {reason}.")
         scale = q.shape[-1] ** -0.5 if options.scale is None else options.scale
-        keys = boundaries.keys(q.shape[0]).tokens if self.GATHERS else None
-        if keys is not None:
+        if self.GATHERS and boundaries.parents is not None:
+            keys = boundaries.keys(q.shape[0]).tokens
+            assert keys is not None, "it has parents"
             k, v = k.index_select(0, keys), v.index_select(0, keys)
         value_dim = v.shape[-1]
         dim, of_values = self.padded(q.shape[-1], value_dim)
         q, k, v = _to_dim(q, dim), _to_dim(k, dim), _to_dim(v, of_values)
         output = self.attend(q, k, v, boundaries, options, scale)
         if boundaries.until is not None and options.causal and not self.MASKS:
-            output = with_spans(self.attend, output, q, k, v, boundaries, options, scale)
+            output = _with_spans(self, output, q, k, v, boundaries, options, scale)
         if output.shape[-1] != value_dim:
             output = output[..., :value_dim]
         return output.contiguous()  # some models call .view on the output of attention
 
     def attend(
-        self,
-        q: torch.Tensor,
-        k: torch.Tensor,
-        v: torch.Tensor,
-        boundaries: Boundaries,
-        options: Options,
-        scale: float,
+        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, boundaries: Boundaries, options: Options, scale: float
     ) -> torch.Tensor:
         """Compute the attention for ``__call__``, with padded head dimensions.
 
@@ -218,3 +251,53 @@ def capability() -> tuple[int, int] | None:
 def _to_dim(states: torch.Tensor, dim: int) -> torch.Tensor:
     """Pad the last dimension with zeros; the same tensor if there is nothing to pad."""
     return states if states.shape[-1] == dim else F.pad(states, (0, dim - states.shape[-1]))
+
+
+@dataclass(eq=False)
+class _SpanBoundaries(Boundaries):
+    """The boundaries of the second call: of each span's queries, and of its keys, which have been gathered."""
+
+    of_keys: Keys | None = None
+
+    def keys(self, tokens: int) -> Keys:
+        assert self.of_keys is not None
+        return self.of_keys
+
+
+@uncompiled
+def _with_spans(
+    kernel: Kernel, output: torch.Tensor, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, boundaries: Boundaries,
+    options: Options, scale: float,
+) -> torch.Tensor:  # fmt: skip
+    """Compute the queries of the spans again, and put them into the output of the first call."""
+    spans = boundaries.spans
+    if spans is None or not spans.counts:
+        return output
+    if _SpanBoundaries not in boundaries.made:
+        device = output.device
+        ends, key_ends = (torch.tensor([0, *n]).cumsum(0).to(device, torch.int32) for n in spans[2:])
+        of_keys = Keys(None, key_ends, max(spans.key_counts))
+        queries = _SpanBoundaries(ends, spans.longest, None, spans.counts, of_keys=of_keys)
+        boundaries.made[_SpanBoundaries] = queries, *(torch.from_numpy(tokens).to(device) for tokens in spans[:2])
+    queries, at, seen = boundaries.made[_SpanBoundaries]
+    states = q.index_select(0, at), k.index_select(0, seen), v.index_select(0, seen)
+    # a window hides nothing of a span from its queries: require_within has refused a shorter one
+    found = kernel.attend(*states, queries, replace(options, causal=False), scale)
+    return output.index_copy(0, at, found.to(output.dtype))
+
+
+def require_within(window: int, boundaries: Boundaries) -> None:
+    """Raise :class:`PackingNotIsolated` if a span is longer than a sliding window of so many tokens.
+
+    Upstream's releases differ in what such a window hides inside a span.
+    """
+    message = (
+        "a picture (or a prefix) whose tokens see each other in both directions is longer than the sliding window of "
+        "{} tokens, and releases of Transformers differ in what that hides. Use smaller pictures or shorter prefixes, "
+        "or train padded."
+    )
+    if boundaries.until is not None and compiling():
+        token = torch.arange(boundaries.until.shape[0], device=boundaries.until.device)
+        require(((boundaries.until - token) < window).all(), PackingNotIsolated, message, window)
+    elif boundaries.spans is not None and boundaries.spans.longest > window:
+        raise PackingNotIsolated(message.format(window))

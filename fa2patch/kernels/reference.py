@@ -1,21 +1,25 @@
-"""The reference, which every other kernel is compared with. It runs :mod:`.formula` on every device and dtype."""
+"""The reference, which every other kernel is compared with: :mod:`.reference_math` on every device and dtype.
+
+While a graph is captured, it is the operator ``fa2patch::reference``, so that a compiled model has no graph break. This
+needs ``torch.library.custom_op``, which torch has from 2.4 on. With older versions the graph breaks at each layer.
+"""
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Iterator
 from dataclasses import replace
-from typing import TYPE_CHECKING
+from typing import Any, Callable
 
 import torch
+import torch.nn.functional as F
 
-from .._torch import compiling, uncompiled
-from . import cpu_flash, reference_op
-from .cascade import Cascade, parts_of
-from .formula import over_documents
-from .protocol import FEATURES, Kernel
-
-if TYPE_CHECKING:
-    from ..documents.boundaries import Boundaries
-    from .options import Options
+from .._torch import HAS_OPERATORS, compiling, uncompiled
+from ..documents.boundaries import Boundaries
+from .aten import CpuFlash
+from .cascade import Cascade, levels_of
+from .protocol import FEATURES, Kernel, Options
+from .reference_math import attention_weights, divided, heads_first, over_documents
 
 
 class Reference(Kernel):
@@ -38,17 +42,11 @@ class Reference(Kernel):
         return True, ""
 
     def attend(
-        self,
-        q: torch.Tensor,
-        k: torch.Tensor,
-        v: torch.Tensor,
-        boundaries: Boundaries,
-        options: Options,
-        scale: float,
+        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, boundaries: Boundaries, options: Options, scale: float
     ) -> torch.Tensor:
         """Run the operator while a graph is captured, else the formula."""
-        if compiling() and reference_op.attend is not None:
-            return reference_op.attend(q, k, v, boundaries, options, scale)
+        if compiling() and operator is not None:
+            return operator(q, k, v, boundaries, options, scale)
         return _eagerly(q, k, v, boundaries, replace(options, scale=scale))
 
 
@@ -56,19 +54,130 @@ class Reference(Kernel):
 def _eagerly(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, boundaries: Boundaries, options: Options
 ) -> torch.Tensor:
-    if boundaries.tree is None or not _cascades(q, k, v, options):
+    if boundaries.tree is None or not CpuFlash.takes(q, k, v, options):
         return over_documents(q, k, v, boundaries, options)
     assert options.scale is not None
-    flash = cpu_flash.CpuFlash(boundaries.tree.lengths, options.scale)
+    flash = CpuFlash(boundaries.tree.lengths, options.scale)
     output: torch.Tensor = Cascade.apply(  # type: ignore[no-untyped-call]
-        q, k, v, options.sinks, parts_of(boundaries), flash
+        q, k, v, options.sinks, True, levels_of(boundaries), flash
     )
     return output
 
 
-def _cascades(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, options: Options) -> bool:
-    """Whether a tree's attention can be computed by torch's flash attention for CPUs, without copies of keys."""
-    special = (options.window, options.softcap, options.alibi_slopes)
-    plain = all(option is None for option in special) and not options.dropout and q.shape[-1] == v.shape[-1]
-    heads = cpu_flash.GROUPED or q.shape[1] == k.shape[1]
-    return plain and heads and q.device.type == "cpu" and cpu_flash.AVAILABLE
+def _differentiated(
+    grad: torch.Tensor, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, boundaries: Boundaries, options: Options
+) -> list[torch.Tensor]:
+    """The gradients of q, k, v, and of sinks and slopes if given. Autograd does not reach into an operator."""
+    groups = q.shape[1] // k.shape[1]
+    assert options.scale is not None, "it is one of the operator's inputs"
+    pieces: list[list[torch.Tensor]] = [[], [], []]
+    extras_given = [x for x in (options.sinks, options.alibi_slopes) if x is not None]
+    of_extras = [x.new_zeros(x.shape, dtype=torch.promote_types(q.dtype, torch.float32)) for x in extras_given]
+    layout, each_call = divided(q, k, v, boundaries, options)
+    for call, of_output in zip(each_call, layout.gradients(grad)):
+        query, key, value = heads_first(call, groups)
+        weights, distance, capped = attention_weights(query, key, options, call.last)
+        query, key, value, of_output = (x.to(weights.dtype) for x in (query, key, value, of_output.transpose(1, 2)))
+        kept = F.dropout(torch.ones_like(weights), options.dropout) if options.dropout else None
+        of_value = (weights if kept is None else weights * kept).transpose(2, 3) @ of_output
+        of_weights = of_output @ value.transpose(2, 3)
+        of_weights = of_weights if kept is None else of_weights * kept
+        drawn = (of_weights * weights).sum(-1, keepdim=True)
+        of_logits = weights * (of_weights - drawn)
+        extras = iter(of_extras)
+        if options.sinks is not None:
+            next(extras).sub_(((1 - weights.sum(-1)) * drawn[..., 0]).sum((0, 2)))
+        if options.alibi_slopes is not None:
+            next(extras).sub_((of_logits * distance.abs()).sum((0, 2, 3)))
+        of_logits = (of_logits if capped is None else of_logits * (1 - capped.square())) * options.scale
+        for made, found in zip(pieces, (of_logits @ key, of_logits.transpose(2, 3) @ query, of_value)):
+            made.append(found.transpose(1, 2))
+    whole = [layout.joined(pieces[0]), *map(layout.summed, pieces[1:])]
+    whole[1:] = [x.view(x.shape[0], -1, groups, x.shape[2]).sum(2) for x in whole[1:]]
+    of_given = [found.to(given.dtype) for found, given in zip(of_extras, extras_given)]
+    return [x.to(q.dtype).contiguous() for x in whole] + of_given
+
+
+@contextlib.contextmanager
+def _seeded(seed: torch.Tensor | None, device: torch.device) -> Iterator[None]:
+    """Seed dropout, because the backward recomputes the weights and must drop the same ones."""
+    if seed is None:
+        yield
+        return
+    with torch.random.fork_rng([device] if device.type == "cuda" else []):
+        torch.manual_seed(int(seed))
+        yield
+
+
+_INPUTS = (
+    "Tensor q, Tensor k, Tensor v, Tensor cu_seqlens, Tensor? parents, Tensor? until, Tensor? sinks, "
+    "Tensor? alibi_slopes, Tensor? seed, float scale, bool causal, int? window, float? softcap, float dropout"
+)
+"""The inputs of the operator and, behind the gradient of its output, of its backward.
+
+The schema is written out, because torch 2.4 cannot infer it from annotations that are strings.
+"""
+_SEED = 5
+"""The place of the seed among the inputs behind q, k and v."""
+
+
+def _carried(
+    cu_seqlens: torch.Tensor, parents: torch.Tensor | None, until: torch.Tensor | None, sinks: torch.Tensor | None,
+    slopes: torch.Tensor | None, seed: torch.Tensor | None, *numbers: Any,
+) -> tuple[Boundaries, Options]:  # fmt: skip
+    """The boundaries and the options of the operator's inputs behind q, k and v."""
+    options = replace(Options(*numbers), sinks=sinks, alibi_slopes=slopes)
+    return Boundaries(cu_seqlens, 0, parents=parents, until=until), options
+
+
+operator: Callable[..., torch.Tensor] | None = None
+"""Called as ``operator(q, k, v, boundaries, options, scale)``, like ``Reference.attend``; None before torch 2.4."""
+
+if HAS_OPERATORS:
+
+    @torch.library.custom_op("fa2patch::reference", mutates_args=(), schema=f"({_INPUTS}) -> Tensor")
+    def _forward(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *more: Any) -> torch.Tensor:
+        with _seeded(more[_SEED], q.device):
+            return over_documents(q, k, v, *_carried(*more))
+
+    @_forward.register_fake
+    def _(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *unused: Any) -> torch.Tensor:
+        return q.new_empty(q.shape[0], q.shape[1], v.shape[2])
+
+    @torch.library.custom_op(
+        "fa2patch::reference_backward", mutates_args=(), schema=f"(Tensor grad, {_INPUTS}) -> Tensor[]"
+    )
+    def _backward(
+        grad: torch.Tensor, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *more: Any
+    ) -> list[torch.Tensor]:
+        with _seeded(more[_SEED], q.device):
+            return _differentiated(grad, q, k, v, *_carried(*more))
+
+    @_backward.register_fake
+    def _(grad: torch.Tensor, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *more: Any) -> list[torch.Tensor]:
+        states = [x.new_empty(x.shape) for x in (q, k, v)]
+        return states + [torch.empty_like(x) for x in more[3:5] if x is not None]  # sinks and slopes
+
+    def _save(ctx: Any, inputs: tuple[Any, ...], output: torch.Tensor) -> None:
+        ctx.save_for_backward(*inputs[:9])
+        ctx.numbers = inputs[9:]
+
+    def _gradients(ctx: Any, grad: torch.Tensor) -> tuple[Any, ...]:
+        found = iter(_backward(grad, *ctx.saved_tensors, *ctx.numbers))
+        of_states = [next(found) for _ in range(3)]
+        of_extras = [None if x is None else next(found) for x in ctx.saved_tensors[6:8]]
+        return (*of_states, None, None, None, *of_extras, None, *(None for _ in ctx.numbers))
+
+    _forward.register_autograd(_gradients, setup_context=_save)
+
+    def _operator(
+        q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, boundaries: Boundaries, options: Options, scale: float
+    ) -> torch.Tensor:
+        seed = torch.randint(2**31, (), device=q.device) if options.dropout else None
+        attended: torch.Tensor = _forward(
+            q, k, v, boundaries.cu_seqlens, boundaries.parents, boundaries.until, options.sinks, options.alibi_slopes,
+            seed, scale, options.causal, options.window, options.softcap, options.dropout,
+        )  # fmt: skip
+        return attended
+
+    operator = _operator

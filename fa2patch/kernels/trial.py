@@ -14,8 +14,7 @@ import torch
 from .._torch import is_no_verdict, outside_the_forward
 from ..comparison import distance
 from ..documents.boundaries import Boundaries
-from .options import Options
-from .protocol import Asked, Kernel
+from .protocol import Asked, Kernel, Options
 from .reference import Reference
 
 LENGTHS = (1, 70, 5, 133, 64)

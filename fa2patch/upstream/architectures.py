@@ -11,7 +11,7 @@ import torch
 from .._torch import constant
 from .._types import Config
 from ..errors import BadArchitecture, UnknownArchitecture
-from ..kernels.options import Options
+from ..kernels import Options
 from . import inspecting
 
 NAME = "registry"

@@ -50,7 +50,7 @@ def require_of_model(function: Any, layer: Any) -> None:
             f"{type(layer).__name__} computes attention with {own}, which was not there when the model was patched, "
             "and which a kernel would replace. Call fa2patch.apply(model) again: then each document of a packed batch "
             'is computed by itself, with your function. For speed, load the model with attn_implementation="sdpa", or '
-            "make your function a kernel (fa2patch.kernels.register)."
+            "make your function a kernel (fa2patch.kernels.register_kernel)."
         )
 
 

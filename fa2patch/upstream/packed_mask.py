@@ -12,10 +12,8 @@ from .._torch import autocast_dtype, compiling
 from .._types import Args, Function
 from ..documents.boundaries import Boundaries
 from ..errors import BadParents, PackingNotIsolated
-from ..kernels import Picks, asked_by
-from ..kernels.attention import packed_attention
-from ..kernels.options import Options
-from ..kernels.spans import require_within
+from ..kernels import Options, Picks, asked_by, packed_attention
+from ..kernels.protocol import require_within
 from . import architectures, rope
 from .parts.row_part import RowPart
 

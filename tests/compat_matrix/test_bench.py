@@ -271,7 +271,7 @@ def test_one_run_of_a_side_and_an_unknown_commit_are_errors(capsys):
 def test_a_function_that_is_called_once_more_is_found(tmp_path, monkeypatch, capsys):
     """The command, on a copy of fa2patch in which every packed forward calls one more function for each layer."""
     shutil.copytree(commits.ROOT / "fa2patch", tmp_path / "fa2patch", ignore=against.CACHES)
-    file = tmp_path / "fa2patch" / "kernels" / "attention.py"
+    file = tmp_path / "fa2patch" / "kernels" / "picks.py"
     text = file.read_text()
     assert text.count("\ndef packed_attention(") == 1
     extra = "\n\n_called = packed_attention\n\n\ndef packed_attention(*a, **k):\n    return _called(*a, **k)\n"

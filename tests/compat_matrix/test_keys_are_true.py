@@ -15,7 +15,7 @@ FAULTS = {
     "a function of all: where documents start": (
         "fa2patch/documents/starts.py", "real & ((previous < 0) | ~continues)", "real & (previous < 0)"),
     "a function of all: attention": (
-        "fa2patch/kernels/formula.py", "in calls(layout, q, k, v)]", "in calls(layout, q, k * 2, v)]"),
+        "fa2patch/kernels/reference_math.py", "layout.keys(k), layout.keys(v)", "layout.keys(k * 2), layout.keys(v)"),
     "a function of all: the kernel that calls it": (
         "fa2patch/kernels/reference.py", "return over_documents(q, k, v, boundaries, options)",
         "return over_documents(q, k, v, boundaries, options) * 2"),
@@ -53,7 +53,7 @@ FAULTS = {
     "a decorator that is new": (
         "fa2patch/documents/starts.py", "def changes(", "@__import__('functools').cache\ndef changes("),
     "a decorator that is gone": (
-        "fa2patch/kernels/options.py", "@dataclass(frozen=True)\nclass Options", "class Options"),
+        "fa2patch/kernels/protocol.py", "@dataclass(frozen=True)\nclass Options", "class Options"),
     "a new file that hides another": (
         "fa2patch/documents/starts/__init__.py", None, "raise ImportError('hidden')\n"),
     "a new file that a line imports": (

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 import fa2patch
 from fa2patch.documents.recognition import recognise
 from fa2patch.documents.stated import from_cu_seqlens
-from fa2patch.kernels.attention import Options, packed_attention
+from fa2patch.kernels import Options, packed_attention
 
 CPU = torch.device("cpu")
 DRAWN = {"derandomize": True, "database": None, "deadline": None, "suppress_health_check": list(HealthCheck)}

@@ -17,8 +17,7 @@ from compat_matrix import tiny_models
 from compat_matrix.check.compare import assert_close
 from compat_matrix.check.rows import alone, documents, pack
 from fa2patch import errors, kernels
-from fa2patch.kernels import registry
-from fa2patch.kernels.attention import packed_attention
+from fa2patch.kernels import packed_attention, picks
 from fa2patch.kernels.reference import Reference
 from fa2patch.traits import Trait, register_trait
 from fa2patch.upstream import pipeline
@@ -97,7 +96,7 @@ class Transposed(Counting):
 
 @pytest.fixture(autouse=True)
 def nothing_stays_registered(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(registry, "_registered", [])
+    monkeypatch.setattr(picks, "_registered", [])
     monkeypatch.setattr(pipeline, "_registered", [])
 
 
@@ -182,7 +181,7 @@ def test_kernels_are_tried_in_the_order_in_which_they_were_put() -> None:
     names = [kernel.name for kernel in kernels.order()]
     assert names[-3:] == ["doubling", "counting", "reference"]
     assert kernels.named("for eval").name == "for eval"
-    assert [row["name"] for row in kernels.rows()][-1] == "for eval"
+    assert [row["name"] for row in kernels.kernel_rows()][-1] == "for eval"
     kernels.register_kernel(Counting())  # registered again, in another place
     assert "counting" not in {kernel.name for kernel in kernels.order()} and kernels.named("counting")
 
@@ -197,7 +196,7 @@ def test_kernels_are_tried_in_the_order_in_which_they_were_put() -> None:
 def test_what_is_no_kernel_is_refused(kernel: object, before: str | None, error: type[Exception]) -> None:
     with pytest.raises(error):
         kernels.register_kernel(kernel, before=before)  # type: ignore[arg-type]
-    assert registry._registered == []
+    assert picks._registered == []
 
 
 class Noting(Trait):

@@ -5,9 +5,8 @@ import torch
 
 from compat_matrix.check.kernel_cases import DIM, brute_force, documents, largest_errors, states, with_gradients
 from fa2patch import kernels
-from fa2patch.kernels import reference_op
+from fa2patch.kernels import Options, reference
 from fa2patch.kernels.flex import compute
-from fa2patch.kernels.options import Options
 
 SPECIAL = {"plain": {}, "window": {"window": 4}, "softcap": {"softcap": 2.0}, "alibi": {"alibi_slopes": 0.3}}
 
@@ -46,9 +45,9 @@ def kernel_or_operator(name, options, kernel_named, **asked):
     It is None if the kernel does not support what is asked with these options. What a kernel lacks is in its table.
     """
     if name == "operator":
-        if reference_op.attend is None:
+        if reference.operator is None:
             pytest.skip(f"torch {torch.__version__} has no custom_op")
-        return lambda q, k, v, boundaries: reference_op.attend(q, k, v, boundaries, options, options.scale)
+        return lambda q, k, v, boundaries: reference.operator(q, k, v, boundaries, options, options.scale)
     kernel = kernel_named(name)
     able, _ = kernel.supports(kernels.asked_by(*states(), options, **asked))
     return attend_with(kernel, options) if able else None

@@ -15,9 +15,7 @@ from unittest import mock
 
 import torch
 
-from fa2patch.kernels import efficient, torch_varlen
-from fa2patch.kernels.efficient import Efficient
-from fa2patch.kernels.torch_varlen import TorchVarlen
+from fa2patch.kernels.aten import Efficient, TorchVarlen
 
 CALLS: list[dict[str, Any]] = []
 """Some arguments of every forward, for tests that inspect them."""
@@ -36,13 +34,12 @@ def installed(padded: bool = False) -> Iterator[list[dict[str, Any]]]:
     library.impl("_flash_attention_backward", _padded_backward if padded else _flash_backward, "CPU")
     library.impl("_efficient_attention_forward", _efficient_forward, "CPU")
     library.impl("_efficient_attention_backward", _efficient_backward, "CPU")
-    everywhere = {"DEVICES": None, "DTYPES": None}
+    everywhere = {"DEVICES": None, "DTYPES": None, "available": lambda self: (True, "")}
     CALLS.clear()
     with contextlib.ExitStack() as stack:
         stack.callback(library._destroy)
-        for kernel, module in ((TorchVarlen, torch_varlen), (Efficient, efficient)):
+        for kernel in (TorchVarlen, Efficient):
             stack.enter_context(mock.patch.multiple(kernel, **everywhere))
-            stack.enter_context(mock.patch.object(module, "_available", lambda: (True, "")))
         yield CALLS
 
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from fa2patch import kernels
-from fa2patch.kernels import flex, picks, protocol, registry, varlen_func
+from fa2patch.kernels import flex, picks, protocol, varlen
 from fa2patch.kernels.reference import Reference
 
 AMPERE, HOPPER, BLACKWELL, CONSUMER = (8, 0), (9, 0), (10, 0), (12, 0)
@@ -21,7 +21,7 @@ def on(monkeypatch):
     """Return a function that sets the current device's compute capability; None is no NVIDIA device."""
 
     def put(capability):
-        for module in (protocol, registry):
+        for module in (protocol, picks):
             monkeypatch.setattr(module, "capability", lambda: capability)
 
     return put
@@ -30,10 +30,8 @@ def on(monkeypatch):
 @pytest.fixture
 def everything_is_here(monkeypatch):
     """Every kernel is available, and none is tried."""
-    found = varlen_func.Found(
-        lambda: None, frozenset(name for names in varlen_func.PARAMETERS.values() for name in names)
-    )
-    monkeypatch.setattr(varlen_func, "once", lambda find, source: found)
+    found = varlen.EntryPoint(lambda: None, frozenset(name for names in varlen.PARAMETERS.values() for name in names))
+    monkeypatch.setattr(varlen.VarlenFunc, "found", lambda self: found)
     monkeypatch.setattr(picks, "passes", lambda kernel, asked, device: (True, ""))
     for kernel in kernels.ORDER:
         monkeypatch.setattr(type(kernel), "available", lambda self: (True, ""))
@@ -61,8 +59,8 @@ def test_a_registered_kernel_stays_before_the_one_that_it_was_put_before(on, mon
     class Own(Reference):
         name = "own"
 
-    monkeypatch.setattr(registry, "_registered", [])
-    registry.register_kernel(Own(), before="flash_attn_4")
+    monkeypatch.setattr(picks, "_registered", [])
+    picks.register_kernel(Own(), before="flash_attn_4")
     for capability in (HOPPER, BLACKWELL):
         on(capability)
         names = [kernel.name for kernel in kernels.order()]
@@ -109,9 +107,9 @@ def test_what_runs_on_a_device(everything_is_here, monkeypatch, device, expected
 
 def test_flex_is_available_on_an_xpu(monkeypatch):
     monkeypatch.setattr(flex.importlib.util, "find_spec", lambda name: True)
-    assert flex._available.__wrapped__() == (False, "torch finds no CUDA or XPU device")
+    assert flex._runs.__wrapped__() == (False, "torch finds no CUDA or XPU device")
     monkeypatch.setattr(torch.xpu, "is_available", lambda: True)
-    assert flex._available.__wrapped__() == (True, "")
+    assert flex._runs.__wrapped__() == (True, "")
 
 
 # The warning

@@ -10,8 +10,7 @@ from compat_matrix.check.kernel_cases import documents, states
 from compat_matrix.check.kernels import FEATURES, HEADS, LENGTHS, PARENTS, Case, compared, refusal
 from fa2patch import kernels
 from fa2patch.errors import PackingNotIsolated
-from fa2patch.kernels.attention import packed_attention
-from fa2patch.kernels.options import Options
+from fa2patch.kernels import Options, packed_attention
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")]
 

@@ -9,8 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from compat_matrix.check.kernel_cases import HEADS, documents, states
-from fa2patch.kernels import grouping
-from fa2patch.kernels.options import Options
+from fa2patch.kernels import Options, grouping
 from fa2patch.kernels.reference import Reference
 
 WIDTH = 512

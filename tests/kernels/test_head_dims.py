@@ -5,8 +5,7 @@ import torch
 
 from compat_matrix.check.kernel_cases import HEADS, documents
 from fa2patch import kernels
-from fa2patch.kernels import flex, trial
-from fa2patch.kernels.options import Options
+from fa2patch.kernels import Options, flex, trial
 from fa2patch.kernels.protocol import Kernel
 from fa2patch.kernels.reference import Reference
 

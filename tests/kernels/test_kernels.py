@@ -20,8 +20,7 @@ from compat_matrix.check.kernel_cases import (
 )
 from fa2patch.documents.boundaries import Boundaries
 from fa2patch.errors import Fa2PatchError, PackingNotIsolated, UnknownKernel
-from fa2patch.kernels.attention import packed_attention
-from fa2patch.kernels.options import Options
+from fa2patch.kernels import Options, packed_attention
 from fa2patch.kernels.reference import Reference
 
 # The reference against the definition

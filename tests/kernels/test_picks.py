@@ -15,9 +15,7 @@ from compat_matrix.check.rows import documents as some_documents
 from compat_matrix.check.rows import pack
 from fa2patch import kernels
 from fa2patch.errors import KernelUnavailable, KernelWrong, UnknownKernel
-from fa2patch.kernels import picks, registry, trial
-from fa2patch.kernels.attention import packed_attention
-from fa2patch.kernels.options import Options
+from fa2patch.kernels import Options, packed_attention, picks, trial
 from fa2patch.kernels.reference import Reference
 
 CPU = torch.device("cpu")
@@ -203,7 +201,7 @@ def test_a_kernel_that_fails_its_trial_is_passed_over_and_named(monkeypatch):
             raise RuntimeError("no kernel image is available\nfor execution on the device")
 
     monkeypatch.setattr(trial, "Reference", type("Truth", (Reference,), {}))
-    monkeypatch.setattr(registry, "ORDER", (Broken(), Scripted(FAULTS["one document"]), Reference()))
+    monkeypatch.setattr(picks, "ORDER", (Broken(), Scripted(FAULTS["one document"]), Reference()))
     found = kernels.pick("auto", asks(), CPU)
     assert found.kernel.name == "reference"
     first, second = found.why.split("; ")
@@ -230,7 +228,7 @@ class Unlucky(Scripted):
 def test_an_error_that_is_no_verdict_is_raised_and_the_next_use_tries_again(monkeypatch, error):
     kernel = Unlucky(error)
     monkeypatch.setattr(trial, "Reference", type("Truth", (Reference,), {}))
-    monkeypatch.setattr(registry, "ORDER", (kernel, Reference()))
+    monkeypatch.setattr(picks, "ORDER", (kernel, Reference()))
     chosen = picks.Picks("auto")
     with pytest.raises(type(error)) as raised:
         chosen(None, asks(), CPU)
@@ -382,7 +380,7 @@ def test_in_a_graph_a_layer_that_asks_for_something_else_is_picked_for_anew(monk
 
     wanted = (asks(), asks_other(what))
     monkeypatch.setattr(picks, "passes", lambda *given: (True, ""))
-    monkeypatch.setattr(registry, "ORDER", tuple(Only(asked, f"for {i}") for i, asked in enumerate(wanted)))
+    monkeypatch.setattr(picks, "ORDER", tuple(Only(asked, f"for {i}") for i, asked in enumerate(wanted)))
     chosen, found = picks.Picks("auto"), []
 
     def layers(states):
@@ -445,7 +443,7 @@ def test_the_reference_on_a_gpu_warns_once(monkeypatch):
 
 
 def test_a_row_of_the_table_for_every_kernel():
-    rows = {row["name"]: row for row in kernels.rows()}
+    rows = {row["name"]: row for row in kernels.kernel_rows()}
     assert list(rows) == list(kernels.NAMES[1:])
     assert rows["reference"]["usable"] and rows["reference"]["here"] == list(kernels.FEATURES)
     assert rows["torch_varlen"]["features"] == ["window", "sinks", "dropout", "deterministic", "trees", "spans"]

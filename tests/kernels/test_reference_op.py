@@ -4,11 +4,10 @@ import pytest
 import torch
 
 from compat_matrix.check.kernel_cases import DIM, HEADS, LENGTHS, documents, largest_errors, states, with_gradients
-from fa2patch.kernels import reference_op
-from fa2patch.kernels.options import Options
+from fa2patch.kernels import Options, reference
 from fa2patch.kernels.reference import Reference
 
-pytestmark = pytest.mark.skipif(reference_op.attend is None, reason=f"torch {torch.__version__} has no custom_op")
+pytestmark = pytest.mark.skipif(reference.operator is None, reason=f"torch {torch.__version__} has no custom_op")
 
 
 def extras(sinks, alibi, dtype=torch.float64):
@@ -27,7 +26,7 @@ def test_the_operator_equals_the_reference(causal, window, softcap, alibi, sinks
     q, k, v = states(groups=groups, value_dim=6)
     options = Options(causal=causal, window=window, softcap=softcap, **extras(sinks, alibi))
     given = [x for x in (q, k, v, options.sinks, options.alibi_slopes) if x is not None]
-    found = with_gradients(lambda: reference_op.attend(q, k, v, documents(LENGTHS), options, DIM**-0.5), given)
+    found = with_gradients(lambda: reference.operator(q, k, v, documents(LENGTHS), options, DIM**-0.5), given)
     truth = with_gradients(lambda: Reference()(q, k, v, documents(LENGTHS), options), given)
     assert max(largest_errors(found, truth)) < 1e-12
 
@@ -40,7 +39,7 @@ def test_the_backward_drops_what_the_forward_dropped(special):
 
     def output(*given):
         torch.manual_seed(5)
-        return reference_op.attend(*given, documents(LENGTHS), options, 0.3)
+        return reference.operator(*given, documents(LENGTHS), options, 0.3)
 
     moves = [torch.randn_like(x) for x in (q, k, v)]
     by_hand = torch.autograd.grad(output(q, k, v).square().sum(), [q, k, v])
@@ -48,13 +47,13 @@ def test_the_backward_drops_what_the_forward_dropped(special):
     step = 1e-6
     ahead, behind = (output(*(x + s * m for x, m in zip((q, k, v), moves))).square().sum() for s in (step, -step))
     assert abs((ahead - behind) / (2 * step) - slope) < 1e-4 * abs(slope)
-    assert not torch.equal(output(q, k, v), reference_op.attend(q, k, v, documents(LENGTHS), Options(**special), 0.3))
+    assert not torch.equal(output(q, k, v), reference.operator(q, k, v, documents(LENGTHS), Options(**special), 0.3))
 
 
 def test_every_layer_drops_other_weights():
     """120 calls, as many as a large model has layers, drop different weights: no seed is drawn twice."""
     q, k, v = (x.detach() for x in states())
-    drawn = [reference_op.attend(q, k, v, documents(LENGTHS), Options(dropout=0.4), 0.3) for _ in range(120)]
+    drawn = [reference.operator(q, k, v, documents(LENGTHS), Options(dropout=0.4), 0.3) for _ in range(120)]
     assert len({tuple(output.flatten().tolist()) for output in drawn}) == len(drawn)
 
 
@@ -85,7 +84,7 @@ def test_torch_accepts_the_operator(sinks, spans):
 
 def test_heads_without_a_group_and_half_precision():
     q, k, v = states(dtype=torch.bfloat16, groups=HEADS)
-    found = with_gradients(lambda: reference_op.attend(q, k, v, documents(LENGTHS), Options(), DIM**-0.5), [q, k, v])
+    found = with_gradients(lambda: reference.operator(q, k, v, documents(LENGTHS), Options(), DIM**-0.5), [q, k, v])
     truth = with_gradients(lambda: Reference()(q, k, v, documents(LENGTHS), Options()), [q, k, v])
     assert [x.dtype for x in found] == [torch.bfloat16] * 4
     for error, tensor in zip(largest_errors(found, truth), truth):

@@ -8,10 +8,8 @@ import torch
 
 from compat_matrix.bench import dry
 from compat_matrix.check.kernel_cases import documents, states, with_gradients
-from fa2patch.kernels import asked_by, efficient, protocol, torch_varlen
-from fa2patch.kernels.efficient import Efficient
-from fa2patch.kernels.options import Options
-from fa2patch.kernels.torch_varlen import TorchVarlen
+from fa2patch.kernels import Options, asked_by, aten, protocol
+from fa2patch.kernels.aten import Efficient, TorchVarlen
 
 SCHEMAS = json.loads(dry.SCHEMAS.read_text(encoding="utf-8"))
 VERSIONS = sorted({v for versions in SCHEMAS.values() for v in versions}, key=lambda v: [*map(int, v.split("."))])
@@ -72,15 +70,15 @@ def in_version(monkeypatch):
 
         for name in schemas:
             monkeypatch.setattr(torch.ops.aten, name, operator(name))
-        torch_varlen._arguments.cache_clear()
-        monkeypatch.setattr(torch_varlen, "_available", lambda: (True, ""))
-        monkeypatch.setattr(efficient, "_available", efficient._available.__wrapped__)
+        aten._arguments.cache_clear()
+        monkeypatch.setattr(aten, "_flash_runs", lambda: (True, ""))
+        monkeypatch.setattr(aten, "_efficient_runs", aten._efficient_runs.__wrapped__)
         monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
         monkeypatch.setattr(protocol, "capability", lambda: (8, 0))
         return calls
 
     yield put
-    torch_varlen._arguments.cache_clear()
+    aten._arguments.cache_clear()
 
 
 def supported(kernel, options, trees=False):
@@ -104,7 +102,7 @@ def test_torch_varlen_calls_what_the_version_has(in_version, version, window, si
     q, k, v = states(LENGTHS, groups=2)
     logits = torch.zeros(q.shape[1], dtype=q.dtype, requires_grad=True) if sinks else None
     options = Options(window=window, sinks=logits)
-    has_windows = "window_size_left" in torch_varlen._arguments("_flash_attention_forward")
+    has_windows = "window_size_left" in aten._arguments("_flash_attention_forward")
     assert supported(TorchVarlen(), options, trees) == (has_windows or not (window or sinks))
     if not supported(TorchVarlen(), options, trees):
         return

@@ -12,10 +12,10 @@ from compat_matrix.check import stand_in
 from compat_matrix.check.kernel_cases import DIM, documents, states
 from fa2patch import kernels
 from fa2patch.errors import KernelWrong, PackingNotIsolated
-from fa2patch.kernels.flash_attn import FlashAttn
-from fa2patch.kernels.options import Options
+from fa2patch.kernels import Options
+from fa2patch.kernels.protocol import require_within
 from fa2patch.kernels.reference import Reference
-from fa2patch.kernels.spans import require_within
+from fa2patch.kernels.varlen import FlashAttn
 
 LENGTHS = (6, 1, 9, 4)
 SPANS = {
@@ -41,7 +41,7 @@ class OnStandIn(FlashAttn):
     DEVICES = DTYPES = None
 
     def found(self):
-        return kernels.varlen_func.entry(stand_in)
+        return kernels.varlen.EntryPoint.of(stand_in)
 
 
 def kernel_named(name):

@@ -22,13 +22,11 @@ from compat_matrix.check.kernel_cases import (
     states,
     with_gradients,
 )
-from fa2patch.kernels import Asked, torch_varlen
+from fa2patch.kernels import Asked, Options, aten
 from fa2patch.kernels import flex as flex_module
-from fa2patch.kernels.efficient import Efficient
+from fa2patch.kernels.aten import Efficient, TorchVarlen
 from fa2patch.kernels.flex import Flex, compute
-from fa2patch.kernels.options import Options
 from fa2patch.kernels.reference import Reference
-from fa2patch.kernels.torch_varlen import TorchVarlen
 
 
 @pytest.fixture
@@ -115,7 +113,7 @@ def test_the_call_fits_the_schema_of_this_torch():
     """The stand-in accepts any arguments, so the names are compared with the schemas of torch's operators."""
     forward, backward = (
         {argument.name for argument in getattr(torch.ops.aten, name).default._schema.arguments}
-        for name in (torch_varlen._FORWARD, torch_varlen._BACKWARD)
+        for name in (aten._FLASH, aten._FLASH_BACKWARD)
     )
     if "window_size_left" in forward:
         assert {"scale", "window_size_left", "window_size_right"} <= forward & backward
@@ -123,7 +121,7 @@ def test_the_call_fits_the_schema_of_this_torch():
 
 
 def test_torch_without_windows_is_not_asked_for_them(monkeypatch):
-    monkeypatch.setattr(torch_varlen, "_arguments", lambda operator: frozenset({"cum_seq_q", "max_q", "scale"}))
+    monkeypatch.setattr(aten, "_arguments", lambda operator: frozenset({"cum_seq_q", "max_q", "scale"}))
     asked = Asked("cuda", torch.bfloat16, 4, 4, 64, 64, True, ("window",))
     assert TorchVarlen().supports(asked) == (False, "it has no window")
     assert TorchVarlen().supports(asked._replace(features=("sinks",))) == (False, "it has no sinks")

@@ -12,11 +12,10 @@ from tree_cases import a_tree
 from compat_matrix.check.kernel_cases import DIM, brute_force, documents, largest_errors, states, with_gradients
 from fa2patch import kernels
 from fa2patch.documents.boundaries import Boundaries
-from fa2patch.documents.trees import Tree
+from fa2patch.documents.trees import Level, Tree
 from fa2patch.errors import KernelUnavailable
-from fa2patch.kernels import cpu_flash
-from fa2patch.kernels.cascade import Part, parts_of
-from fa2patch.kernels.options import Options
+from fa2patch.kernels import Options, aten
+from fa2patch.kernels.cascade import levels_of
 from fa2patch.kernels.reference import Reference
 
 PROMPTS = (6, 3, 5, 1), (-1, 0, 0, 0)
@@ -113,8 +112,8 @@ def test_the_cascade_copies_no_keys(monkeypatch):
         calls.append((query.shape[2], key.shape[2], key.untyped_storage().data_ptr()))
         return operator(query, key, value, *rest, **more)
 
-    fake = SimpleNamespace(aten=SimpleNamespace(**{cpu_flash._FORWARD: SimpleNamespace(default=counted)}))
-    monkeypatch.setattr(cpu_flash, "torch", SimpleNamespace(**{**vars(torch), "ops": fake}))
+    fake = SimpleNamespace(aten=SimpleNamespace(**{aten._CPU_FLASH: SimpleNamespace(default=counted)}))
+    monkeypatch.setattr(aten, "torch", SimpleNamespace(**{**vars(torch), "ops": fake}))
     lengths, parents = PROMPTS
     q, k, v = (x.detach() for x in states(lengths))
     Reference()(q, k, v, documents(lengths, parents=parents), Options())
@@ -153,7 +152,7 @@ def test_the_trial_finds_a_kernel_that_aligns_queries_with_the_first_keys():
     q, k, v = (x.detach().float() for x in states())
     cpu = torch.device("cpu")
     assert kernels.pick(TopLeft(), kernels.asked_by(q, k, v, Options()), cpu).why == ""
-    with pytest.raises(kernels.registry.KernelUnavailable, match="its outputs are off by"):
+    with pytest.raises(KernelUnavailable, match="its outputs are off by"):
         kernels.pick(TopLeft(), kernels.asked_by(q, k, v, Options(), trees=True), cpu)
 
 
@@ -170,12 +169,12 @@ def test_what_a_tree_says_of_its_paths(seed):
         assert tree.continues[segment].nonzero().flatten().tolist() == sorted(tree.path(segment))
         assert set(tree.descendants(segment)) == {s for s in range(len(lengths)) if segment in tree.path(s)[:-1]}
     seen = [set() for _ in tokens]
-    parts = parts_of(documents(lengths, parents=parents))
-    assert parts[0] == Part(slice(None), parts[0].cu_seqlens, max(lengths), tuple(lengths), True)
-    for part in parts[1:]:
-        of_part = torch.arange(sum(lengths))[part.tokens]
-        assert len(set(of_part.tolist())) == len(of_part)
-        for segment, queries in enumerate(of_part.split(list(part.counts))):
+    levels = levels_of(documents(lengths, parents=parents))
+    assert levels[0] == Level(slice(None), levels[0].cu_seqlens, max(lengths), tuple(lengths))
+    for level in levels[1:]:
+        of_level = torch.arange(sum(lengths))[level.tokens]
+        assert len(set(of_level.tolist())) == len(of_level)
+        for segment, queries in enumerate(of_level.split(list(level.counts))):
             for token in queries.tolist():
                 seen[token].add(segment)
     of_token = [segment for segment, length in enumerate(lengths) for _ in range(length)]
@@ -205,11 +204,11 @@ def test_chunks_of_a_tree_are_chunks_of_its_paths(seed, size):
 @pytest.mark.parametrize(("groups", "expected"), [(1, True), (2, False)])
 def test_torch_before_2_13_gets_no_fewer_heads_of_keys(monkeypatch, groups, expected):
     """torch 2.4 writes past the gradients of the keys if they have fewer heads."""
-    monkeypatch.setattr(cpu_flash, "GROUPED", False)
+    monkeypatch.setattr(aten, "CPU_FLASH_GROUPED", False)
     lengths, parents = PROMPTS
     called = []
-    forward = cpu_flash.CpuFlash.forward
-    monkeypatch.setattr(cpu_flash.CpuFlash, "forward", lambda *given: called.append(1) or forward(*given))
+    forward = aten.CpuFlash.forward
+    monkeypatch.setattr(aten.CpuFlash, "forward", lambda *given: called.append(1) or forward(*given))
     attend = attend_with(Reference(), Options(scale=0.5))
     assert errors_of(attend, lengths, Options(scale=0.5), groups=groups, parents=parents) < 1e-12
     assert bool(called) is expected

@@ -23,10 +23,8 @@ from compat_matrix.check.kernel_cases import (
 )
 from fa2patch import kernels
 from fa2patch.errors import KernelUnavailable
-from fa2patch.kernels import varlen_func
-from fa2patch.kernels.flash_attn import FlashAttn, FlashAttn3, FlashAttn4
-from fa2patch.kernels.hub import Hub
-from fa2patch.kernels.options import Options
+from fa2patch.kernels import Options, varlen
+from fa2patch.kernels.varlen import FlashAttn, FlashAttn3, FlashAttn4, Hub
 
 
 def asks(features=(), device="cuda", dtype=torch.bfloat16, dim=64, value_dim=None):
@@ -73,7 +71,7 @@ def install(monkeypatch):
     """Return a function that installs a package with the given varlen function. None means not installed."""
 
     def forget():
-        varlen_func.found_once.clear()
+        varlen.entry_points.clear()
 
     def put(function, name="flash_attn", **attributes):
         module = None
@@ -431,7 +429,7 @@ def test_a_package_whose_import_ran_out_of_memory_is_imported_again(install, mon
             raise outcome
         return outcome
 
-    monkeypatch.setattr(varlen_func, "importlib", SimpleNamespace(util=importlib.util, import_module=imported))
+    monkeypatch.setattr(varlen, "importlib", SimpleNamespace(util=importlib.util, import_module=imported))
     with pytest.raises(RuntimeError, match="out of memory"):
         kernels.check_name("flash_attn")
     kernels.check_name("flash_attn")
@@ -451,6 +449,6 @@ def test_the_hub_is_never_auto_and_says_why_it_is_not_there(install, monkeypatch
     with pytest.raises(KernelUnavailable, match=r"kernel='hub:a/b' cannot run here: a/b does not load \(OSError: no"):
         kernels.check_name("hub:a/b")
     monkeypatch.setitem(sys.modules, "kernels", None)
-    varlen_func.found_once.clear()
+    varlen.entry_points.clear()
     with pytest.raises(KernelUnavailable, match="the package kernels is not installed"):
         kernels.check_name("hub")

@@ -12,7 +12,7 @@ from small_models import assert_says_enough, llama
 
 import fa2patch
 from fa2patch import kernels
-from fa2patch.kernels import registry, varlen_func
+from fa2patch.kernels import picks, varlen
 
 
 def local_until_0_13(calls):
@@ -40,15 +40,15 @@ def loaded(request, monkeypatch, tmp_path):
     package.get_local_kernel = request.param(calls)
     package.get_kernel = lambda repo_id, revision=None: calls.append(("hub", repo_id, revision)) or build()
     monkeypatch.setitem(sys.modules, "kernels", package)
-    monkeypatch.setattr(varlen_func, "found_once", {})
-    registry._of_hub.cache_clear()
+    monkeypatch.setattr(varlen, "entry_points", {})
+    picks._of_hub.cache_clear()
     here = tmp_path / "here"
     for name in ("kernels-community/flash-attn2", "org/name", "org/name@v1", "name", "~/x"):
         (here / name).mkdir(parents=True)
     (tmp_path / "beside").mkdir()
     monkeypatch.chdir(here)
     yield calls
-    registry._of_hub.cache_clear()
+    picks._of_hub.cache_clear()
 
 
 @pytest.mark.parametrize("kernel", ["hub", "hub:kernels-community/flash-attn2", "hub:org/name", "hub:org/name@v1"])

@@ -9,7 +9,7 @@ from compat_matrix.check.compare import assert_close
 from compat_matrix.check.rows import alone, documents, pack
 from fa2patch import errors
 from fa2patch.binding import used_by
-from fa2patch.kernels import registry
+from fa2patch.kernels import picks
 from fa2patch.kernels.reference import Reference
 
 LENGTHS = (5, 9, 1, 3)
@@ -28,7 +28,7 @@ class Counting(Reference):
 
 @pytest.fixture
 def counting(monkeypatch):
-    monkeypatch.setattr(registry, "_registered", [(Counting(), None)])
+    monkeypatch.setattr(picks, "_registered", [(Counting(), None)])
     monkeypatch.setattr(Counting, "calls", 0)
     return Counting
 

@@ -13,9 +13,9 @@ from compat_matrix.check.rows import documents
 from fa2patch import _torch
 from fa2patch.documents.stated import from_cu_seqlens
 from fa2patch.errors import BadCuSeqlens, PackingNotIsolated
-from fa2patch.kernels import reference_op
+from fa2patch.kernels import reference
 
-pytestmark = pytest.mark.skipif(reference_op.attend is None, reason=f"torch {torch.__version__} has no custom_op")
+pytestmark = pytest.mark.skipif(reference.operator is None, reason=f"torch {torch.__version__} has no custom_op")
 
 COLLATE = fa2patch.DataCollatorWithFlattening(return_flash_attn_kwargs=True)
 

@@ -10,9 +10,9 @@ from tree_cases import a_tree, tree_batch
 
 import fa2patch
 from compat_matrix import tiny_models
-from fa2patch.kernels import reference_op
+from fa2patch.kernels import reference
 
-pytestmark = pytest.mark.skipif(reference_op.attend is None, reason=f"torch {torch.__version__} has no custom_op")
+pytestmark = pytest.mark.skipif(reference.operator is None, reason=f"torch {torch.__version__} has no custom_op")
 
 
 def patched(family):

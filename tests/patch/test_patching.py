@@ -17,9 +17,8 @@ import fa2patch
 from compat_matrix import tiny_models
 from compat_matrix.check.compare import assert_close
 from compat_matrix.check.rows import alone, documents, pack
-from fa2patch import errors
+from fa2patch import errors, kernels
 from fa2patch.documents import names
-from fa2patch.kernels import attention
 from fa2patch.upstream import packed_mask
 
 LENGTHS = (5, 9, 1, 3)
@@ -344,9 +343,9 @@ class TestRefusals:
             errors.UnknownKernel, "'auto', 'flash_attn_3', 'flash_attn', .*'reference'", model, kernel="flash-attention"
         )
         monkeypatch.setitem(sys.modules, "flash_attn", None)
-        sys.modules["fa2patch.kernels.varlen_func"].found_once.clear()
+        sys.modules["fa2patch.kernels.varlen"].entry_points.clear()
         self.check(errors.KernelUnavailable, "flash_attn", model, kernel="flash_attn")
-        sys.modules["fa2patch.kernels.varlen_func"].found_once.clear()
+        sys.modules["fa2patch.kernels.varlen"].entry_points.clear()
 
     def test_old_transformers(self, model, monkeypatch):
         monkeypatch.setattr(sys.modules["transformers"], "__version__", "4.33.3")
@@ -389,4 +388,4 @@ def test_moving_or_casting_a_layers_inputs_leaves_the_boundaries_right(docs):
 @pytest.mark.parametrize("options", [{"window": 0}, {"window": -1}])
 def test_a_window_that_shows_nothing_is_refused(options):
     with pytest.raises(errors.PackingNotIsolated, match="None is no window"):
-        attention.Options(**options)
+        kernels.Options(**options)

@@ -192,18 +192,18 @@ def test_a_mixer_that_does_not_follow_paths_is_named(monkeypatch, wrongly):
 
 def test_a_parent_that_gets_no_gradient_is_found(patched, monkeypatch):
     """The values are right, and only the gradient to the keys of parents is lost."""
-    from fa2patch.kernels import cpu_flash
+    from fa2patch.kernels import aten
 
-    if not cpu_flash.AVAILABLE:
+    if not aten.CPU_FLASH:
         pytest.skip("this torch has no flash attention for CPUs")
-    backward = cpu_flash.CpuFlash.backward
+    backward = aten.CpuFlash.backward
 
-    def without_parents(self, grad, q, k, v, output, lse, part, kept, *of_keys):
-        if part.causal:
-            return backward(self, grad, q, k, v, output, lse, part, kept, *of_keys)
+    def without_parents(self, grad, q, k, v, output, lse, level, causal, *more):
+        if causal:
+            return backward(self, grad, q, k, v, output, lse, level, causal, *more)
         return torch.zeros_like(q)
 
-    monkeypatch.setattr(cpu_flash.CpuFlash, "backward", without_parents)
+    monkeypatch.setattr(aten.CpuFlash, "backward", without_parents)
     found = fa2patch.verify(patched, batch=TREE, strict=False)
     assert not found.ok and found.reason.startswith("segment 2 sends no gradient to its parent, segment 1")
     assert all(one.moved == one.gradient == 0 and one.distance < 1e-5 for one in found.documents)

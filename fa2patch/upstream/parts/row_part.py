@@ -9,7 +9,7 @@ import torch
 
 from ...documents.parts import Part
 from ...errors import PackingNotIsolated
-from ...kernels.options import Options
+from ...kernels import Options
 from . import collectives
 
 

@@ -19,7 +19,7 @@ import torch
 from ..._types import Call, Function
 from ...binding import ABSENT
 from ...errors import PackingNotIsolated
-from ...kernels.options import Options
+from ...kernels import Options
 from .. import inspecting
 from ..known_code import require_of_model
 from ..packed_mask import PackedMask, find

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from ..._types import Call, Function
-from ...kernels.options import Options
+from ...kernels import Options
 from .. import inspecting
 from ..packed_mask import PackedMask
 

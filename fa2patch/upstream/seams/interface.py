@@ -18,7 +18,7 @@ from ..._torch import compiling
 from ..._types import Call, Function
 from ...documents.names import LABELS, LENGTHS
 from ...errors import PackingNotIsolated
-from ...kernels.options import Options
+from ...kernels import Options
 from ..facts import Site
 from ..inspecting import reads_name
 from ..known_code import require_of_model

@@ -16,7 +16,7 @@ from torch.nn import functional
 
 from ..._types import Args, Call, Function
 from ...errors import PackingNotIsolated
-from ...kernels.options import Options
+from ...kernels import Options
 from ..packed_mask import PackedMask
 
 _SOFTMAX = (functional.softmax, torch.softmax, torch.Tensor.softmax)

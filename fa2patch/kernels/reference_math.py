@@ -1,4 +1,4 @@
-"""Attention by its definition, a few documents at a time, in pure torch.
+"""The mathematics of the reference: attention by its definition, a few documents at a time, in pure torch.
 
 Plain attention over a document is one call of ``scaled_dot_product_attention``, which has a flash kernel on a CPU too.
 Windows, softcap, ALiBi, sinks and dropout are computed by the plain formula, in float32 or float64. The cost grows with
@@ -7,25 +7,22 @@ the sum of the squared document lengths. Short documents share a call (:mod:`.gr
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
-from itertools import starmap
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
 
 from .._torch import uncompiled
+from ..documents.boundaries import Boundaries
 from ..documents.trees import Tree
 from .grouping import Documents, documents_of
-
-if TYPE_CHECKING:
-    from ..documents.boundaries import Boundaries
-    from .options import Options
+from .protocol import Options
 
 
-class Paths(NamedTuple):
-    """The counterpart of :class:`.grouping.Documents` for a tree.
+class TreeLayout(NamedTuple):
+    """The counterpart of :class:`.grouping.Documents` for a tree: one call for each segment.
 
     Attributes:
         tree: the segments and what each continues.
@@ -86,46 +83,30 @@ class Call(NamedTuple):
 def over_documents(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, boundaries: Boundaries, options: Options
 ) -> torch.Tensor:
-    """Compute attention within documents.
+    """Attention within documents, ``[tokens, query heads, value dim]``, from q, k and v as a kernel gets them.
 
-    Args:
-        q: ``[tokens, query heads, head dim]``.
-        k: ``[tokens, key heads, head dim]``.
-        v: ``[tokens, key heads, value dim]``.
-        boundaries: boundaries of the documents; their lengths are read on the host.
-
-    Returns:
-        ``[tokens, query heads, value dim]``.
+    The documents' lengths are read on the host.
     """
-    options = _with_extras_in(torch.promote_types(q.dtype, torch.float32), options)
-    layout = layout_of(q, boundaries, options)
-    outputs = [attend(call, options).transpose(1, 2) for call in calls(layout, q, k, v)]
+    layout, each_call = divided(q, k, v, boundaries, options)
+    # sinks and slopes in the dtype in which their gradients are added up over the calls
+    exact = torch.promote_types(q.dtype, torch.float32)
+    sinks, slopes = (x if x is None else x.to(exact) for x in (options.sinks, options.alibi_slopes))
+    if sinks is not None or slopes is not None:
+        options = replace(options, sinks=sinks, alibi_slopes=slopes)
+    outputs = [attend(call, options).transpose(1, 2) for call in each_call]
     return layout.joined(outputs) if outputs else q.new_zeros(*q.shape[:2], v.shape[2])
 
 
-def _with_extras_in(dtype: torch.dtype, options: Options) -> Options:
-    """The options with sinks and slopes in this dtype, in which their gradients are added up over the calls."""
-    extras = {"sinks": options.sinks, "alibi_slopes": options.alibi_slopes}
-    given = {name: values.to(dtype) for name, values in extras.items() if values is not None}
-    return replace(options, **given) if given else options  # type: ignore[arg-type]
-
-
-def layout_of(q: torch.Tensor, boundaries: Boundaries, options: Options) -> Documents | Paths:
-    """How the documents, or the segments of a tree, are divided into calls.
-
-    Args:
-        q: ``[tokens, query heads, head dim]``.
-        boundaries: boundaries of the documents; their lengths are read on the host.
-        options: the layer's options.
-    """
+def divided(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, boundaries: Boundaries, options: Options
+) -> tuple[Documents | TreeLayout, list[Call]]:
+    """How the documents, or the segments of a tree, are divided into calls, and these calls."""
+    layout: Documents | TreeLayout
     if boundaries.tree is not None:
-        return Paths(boundaries.tree)
-    return documents_of(boundaries, q.shape[1] * q.shape[2], options.causal)
-
-
-def calls(layout: Documents | Paths, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> Iterator[Call]:
-    """The calls of a layout with their states, from q, k and v of :func:`over_documents`."""
-    return starmap(Call, zip(layout.queries(q), layout.keys(k), layout.keys(v), layout.last))
+        layout = TreeLayout(boundaries.tree)
+    else:
+        layout = documents_of(boundaries, q.shape[1] * q.shape[2], options.causal)
+    return layout, list(map(Call, layout.queries(q), layout.keys(k), layout.keys(v), layout.last))
 
 
 _SHARES_KEYS = "enable_gqa" in (F.scaled_dot_product_attention.__doc__ or "")
@@ -141,14 +122,14 @@ def heads_first(call: Call, groups: int) -> tuple[torch.Tensor, torch.Tensor, to
 
 
 def attend(call: Call, options: Options) -> torch.Tensor:
-    """Compute the attention of the documents of a call, or of their last queries to all of their keys.
+    """The attention of the documents of a call, or of their last queries to all of their keys.
 
     Returns:
         ``[documents, query heads, queries, value dim]`` of the values' dtype.
     """
     length, groups = call.keys.shape[1], call.queries.shape[2] // call.keys.shape[2]
     windowed = options.window is not None and options.window < length
-    special = windowed or options.dropout  # reference_op's backward repeats the dropout; sdpa's backends draw others
+    special = windowed or options.dropout  # the operator's backward repeats the dropout; sdpa's backends draw others
     if not special and options.softcap is None and options.sinks is None and options.alibi_slopes is None:
         shares = _SHARES_KEYS and groups > 1
         asked = {**_visible(call, options), "scale": options.scale, **({"enable_gqa": True} if shares else {})}
@@ -167,7 +148,7 @@ def _visible(call: Call, options: Options) -> dict[str, Any]:
     if call.last is not None:
         return {"attn_mask": torch.arange(length, device=device) <= call.last[:, None, :, None]}
     if options.causal and 1 < queries < length:
-        return {"attn_mask": distances(queries, length, device) >= 0}
+        return {"attn_mask": _distances(queries, length, device) >= 0}
     return {"is_causal": options.causal and queries > 1}
 
 
@@ -192,7 +173,7 @@ def attention_weights(
     if options.softcap is not None:
         capped = torch.tanh(logits / options.softcap)
         logits = options.softcap * capped
-    distance = distances(query.shape[2], key.shape[2], query.device)
+    distance = _distances(query.shape[2], key.shape[2], query.device)
     if options.alibi_slopes is not None:
         logits = logits - options.alibi_slopes.to(precision)[:, None, None] * distance.abs()
     hidden = torch.zeros_like(distance, dtype=torch.bool)
@@ -209,7 +190,7 @@ def attention_weights(
     return torch.cat([logits, sink], dim=-1).softmax(dim=-1)[..., :-1], distance, capped
 
 
-def distances(queries: int, keys: int, device: torch.device) -> torch.Tensor:
+def _distances(queries: int, keys: int, device: torch.device) -> torch.Tensor:
     """``query index - key index``, int64 ``[queries, keys]``. The last query is at the last key."""
     index = torch.arange(keys, device=device)
     return index[keys - queries :, None] - index

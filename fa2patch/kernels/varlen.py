@@ -1,0 +1,252 @@
+"""``flash_attn_varlen_func``, the entry point of FlashAttention 2, 3, 4 and of the hub's builds of them.
+
+Its signature shows which features a build has. Meanings of the arguments: flash_attn/flash_attn_interface.py (2.8),
+hopper/flash_attn_interface.py (3), flash_attn/cute/interface.py (4).
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import inspect
+import re
+import warnings
+from pathlib import Path
+from typing import Any, Callable, NamedTuple
+
+import torch
+
+from .._torch import is_no_verdict
+from ..documents.boundaries import Boundaries
+from ..errors import NothingProven
+from .protocol import Kernel, Options
+
+PARAMETERS = {
+    "window": ("window_size",),
+    "softcap": ("softcap",),
+    "sinks": ("learnable_sink", "s_aux"),
+    "alibi": ("alibi_slopes",),
+    "dropout": ("dropout_p",),
+    "deterministic": ("deterministic",),
+}
+"""Maps each feature to the names that its parameter has in different builds."""
+
+
+class EntryPoint(NamedTuple):
+    """The entry point of a build.
+
+    Attributes:
+        function: ``flash_attn_varlen_func``, or None if there is none.
+        parameters: the names of its parameters.
+        reason: why there is none; empty if there is one.
+    """
+
+    function: Callable[..., Any] | None
+    parameters: frozenset[str] = frozenset()
+    reason: str = ""
+
+    @classmethod
+    def of(cls, module: Any) -> EntryPoint:
+        """The entry point of an imported module. AttributeError says that it has none."""
+        function = module.flash_attn_varlen_func
+        return cls(function, frozenset(inspect.signature(function).parameters))
+
+    def name_of(self, feature: str) -> str | None:
+        """The parameter for a feature in :data:`PARAMETERS`; None if this build has none."""
+        return next((name for name in PARAMETERS[feature] if name in self.parameters), None)
+
+
+entry_points: dict[str, EntryPoint] = {}
+"""What was found, by its source. torch.compile reads a dictionary, but would trace into ``cache``."""
+
+
+class VarlenFunc(Kernel):
+    """Base class of kernels that call ``flash_attn_varlen_func``. ``cu_seqlens`` are neither read nor copied.
+
+    Attributes:
+        source: where the build is from: the module that holds the entry point.
+    """
+
+    source: str
+
+    def find(self) -> EntryPoint:
+        """Import the module and find its entry point."""
+        try:
+            if importlib.util.find_spec(self.source) is None:
+                return EntryPoint(None, reason=f"the package {self.source} is not installed")
+            return EntryPoint.of(importlib.import_module(self.source))
+        except Exception as error:  # a broken build raises whatever its loader raises
+            if is_no_verdict(error):
+                raise
+            missing = error.name if isinstance(error, ModuleNotFoundError) else None
+            if missing is not None and f"{self.source}.".startswith(f"{missing}."):
+                return EntryPoint(None, reason=f"the package {self.source} is not installed")
+            reason = f"the package {self.source} does not import ({type(error).__name__}: {error})"
+            return EntryPoint(None, reason=reason)
+
+    def found(self) -> EntryPoint:
+        """What :meth:`find` returned the first time. Exceptions are not kept, so the next call tries again."""
+        if self.source not in entry_points:
+            entry_points[self.source] = self.find()
+        return entry_points[self.source]
+
+    def available(self) -> tuple[bool, str]:
+        """Whether the build has an entry point, and the reason if not."""
+        found = self.found()
+        return found.function is not None, found.reason
+
+    def features(self) -> frozenset[str]:
+        """The features that the entry point has a parameter for; trees and spans, as it takes keys of other lengths."""
+        return frozenset({"trees", "spans", *(feature for feature in PARAMETERS if self.found().name_of(feature))})
+
+    def attend(
+        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, boundaries: Boundaries, options: Options, scale: float
+    ) -> torch.Tensor:
+        """Call the entry point."""
+        found = self.found()
+        assert found.function is not None, "available() was asked"
+        extras: dict[str, Any] = {}
+        if options.window is not None:
+            reach = options.window - 1
+            extras["window_size"] = (reach, 0 if options.causal else reach)
+        if options.softcap is not None:
+            extras["softcap"] = options.softcap
+        if options.sinks is not None:
+            extras[found.name_of("sinks") or ""] = options.sinks
+        if options.alibi_slopes is not None:
+            extras["alibi_slopes"] = options.alibi_slopes.float()
+        if options.dropout:
+            extras["dropout_p"] = options.dropout
+        if found.name_of("deterministic"):
+            extras["deterministic"] = torch.are_deterministic_algorithms_enabled()
+        keys = boundaries.keys(q.shape[0])
+        output = found.function(
+            q,
+            k,
+            v,
+            cu_seqlens_q=boundaries.cu_seqlens,
+            cu_seqlens_k=keys.cu_seqlens,
+            max_seqlen_q=boundaries.max_seqlen,
+            max_seqlen_k=keys.max_seqlen,
+            softmax_scale=scale,
+            causal=options.causal,
+            **extras,
+        )
+        attended: torch.Tensor = output[0] if isinstance(output, tuple) else output  # some also return the log-sum-exp
+        return attended
+
+
+class FlashAttn(VarlenFunc):
+    """FlashAttention 2. Its signature shows what older versions lack: windows before 2.3, softcap before 2.6."""
+
+    name = "flash_attn"
+    what = "FlashAttention 2"
+    needs = "pip install flash-attn (2.1 to 2.8)"
+    source = "flash_attn"
+    CAPABILITY = (8, float("inf"))
+    FEATURES = frozenset({"window", "softcap", "alibi", "dropout", "deterministic", "trees", "spans"})
+
+
+class FlashAttn3(VarlenFunc):
+    """FlashAttention 3, for Hopper, built from flash-attention's ``hopper`` folder. It has no dropout and no alibi."""
+
+    name = "flash_attn_3"
+    what = "FlashAttention 3"
+    needs = "flash_attn_interface, built from source"
+    source = "flash_attn_interface"
+    CAPABILITY = (8, 9)
+    MADE_FOR = (9,)
+    FEATURES = frozenset({"window", "softcap", "deterministic", "trees", "spans"})
+
+    def takes(self, head_dim: int, value_dim: int) -> bool:
+        """As in hopper/flash_api.cpp: MLA's dimensions, and small ones of q with v's up to those of the backward."""
+        return (128 < head_dim <= 192 and 96 < value_dim <= 128) or (head_dim <= 64 and value_dim <= 256)
+
+
+class FlashAttn4(VarlenFunc):
+    """FlashAttention 4, for Hopper and Blackwell, written in CuTe's Python and compiled at first use. Pre-release only.
+
+    It has attention sinks, but no dropout or alibi. On Hopper FlashAttention 3 and 2 come before it as long as it is a
+    pre-release.
+    """
+
+    name = "flash_attn_4"
+    what = "FlashAttention 4"
+    needs = "pip install --pre flash-attn-4"
+    source = "flash_attn.cute"
+    CAPABILITY = (9, 12)
+    MADE_FOR = (10, 11, 12)
+    FEATURES = frozenset({"window", "softcap", "sinks", "deterministic", "trees", "spans"})
+
+    def takes(self, head_dim: int, value_dim: int) -> bool:
+        """What flash_attn/cute/interface.py takes on every device: MLA's dimensions, and any up to 128."""
+        return (head_dim, value_dim) == (192, 128) or max(head_dim, value_dim) <= 128
+
+
+_REPOSITORY = re.compile(r"\w[\w.-]*/\w[\w.-]*(@.+)?")
+
+
+class Hub(VarlenFunc):
+    """A build from the Hugging Face kernels hub (the package ``kernels``), or a local build for it.
+
+    ``auto`` does not use it, because it downloads and runs code. Its names are ``"hub"``, ``"hub:org/name"``,
+    ``"hub:org/name@revision"``, ``"hub:/a/local/folder"`` and ``"hub:./a/local/folder"``. Only what begins like a path
+    is one: a folder ``org/name`` in the working directory must not take the place of the repository. ``DEVICES`` is
+    None, because the device types depend on the build.
+
+    Attributes:
+        source: ``"org/name"``, ``"org/name@revision"``, or a folder that begins with ``/`` or ``./``.
+    """
+
+    name = "hub"
+    what = "a build of the Hugging Face kernels hub"
+    needs = "pip install kernels; kernel='hub:org/name' downloads it"
+    source = "kernels-community/flash-attn2"
+    DEVICES = None
+    FEATURES = frozenset({"window", "softcap", "sinks", "alibi", "dropout", "deterministic", "trees", "spans"})
+
+    def __init__(self, source: str = "") -> None:
+        if source:
+            self.source, self.name = source, f"hub:{source}"
+
+    def found(self) -> EntryPoint:
+        """The entry point of the build, which the first call downloads. A failure to do so is not kept."""
+        try:
+            return super().found()
+        except Exception as error:  # no network, no such repository, no build for this torch, a broken one
+            if is_no_verdict(error):
+                raise
+            return EntryPoint(None, reason=f"{self.source} does not load ({type(error).__name__}: {error})")
+
+    def find(self) -> EntryPoint:
+        """Load the build."""
+        if importlib.util.find_spec("kernels") is None:
+            return EntryPoint(None, reason="the package kernels is not installed")
+        if Path(self.source).is_absolute() or self.source.startswith("./"):
+            return EntryPoint.of(_in_folder(Path(self.source)))
+        if not _REPOSITORY.fullmatch(self.source):
+            expected = "expected org/name, org/name@revision, or a folder that begins with / or ./"
+            return EntryPoint(None, reason=f"{expected}, found {self.source!r}")
+        return EntryPoint.of(_downloaded(self.source))
+
+
+def _in_folder(folder: Path) -> object:
+    """The build in a local folder. It is not said that code may be trusted which the folder wants from the hub."""
+    load = importlib.import_module("kernels").get_local_kernel
+    if "package_name" in inspect.signature(load).parameters:  # by the version of kernels
+        return load(folder, package_name=folder.name.replace("-", "_"))
+    return load(folder)
+
+
+def _downloaded(source: str) -> object:
+    repository, _, revision = source.partition("@")
+    loaded = importlib.import_module("kernels").get_kernel(repository, revision=revision or "main")
+    if not revision:
+        warnings.warn(
+            f"kernel='hub:{repository}' names no revision: what its branch main holds today was loaded. It may be "
+            "another build tomorrow, and nobody has tried it with fa2patch. Expected a revision: "
+            f"kernel='hub:{repository}@revision', with a commit of the repository.",
+            NothingProven,
+            stacklevel=2,
+        )
+    return loaded

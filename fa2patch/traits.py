@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
+import warnings
 from typing import Any
 
 from .documents.boundaries import Boundaries
+from .patch.plan import TRAITS, register_trait, traits
 from .upstream import attached
 from .upstream.facts import Site, of_forward
-from .upstream.pipeline import TRAITS, register_trait, traits
 from .upstream.step import Step
-from .upstream.trait import Looked, Trait
+from .upstream.trait import ModelLayers, Trait
 
 __all__ = [
-    "TRAITS", "Looked", "Site", "Step", "Trait", "documents_of", "of_forward", "register_trait", "traits",
+    "TRAITS", "ModelLayers", "Site", "Step", "Trait", "documents_of", "of_forward", "register_trait", "traits",
 ]  # fmt: skip
 
 
@@ -24,3 +25,10 @@ def documents_of(position_ids: Any) -> Boundaries | None:
     """
     found: Boundaries | None = attached.take(position_ids, attached.DOCUMENTS)
     return found
+
+
+def __getattr__(name: str) -> Any:
+    if name == "Looked":
+        warnings.warn("fa2patch.traits.Looked is called ModelLayers.", FutureWarning, stacklevel=2)
+        return ModelLayers
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -13,6 +13,7 @@ from typing import Any
 
 from fa2patch.errors import Fa2PatchError, message
 from fa2patch.patch.plan import Plan, plan
+from fa2patch.upstream.facts import Facts
 
 from .. import tiny_models
 from .cell import Cell
@@ -63,16 +64,44 @@ def told(planned: Plan) -> dict[str, Any]:
 
     Returns:
         ``layers``: how many layers there are of each kind of name, with the seam. ``sites``: what is replaced, and by
-        what. ``found``, ``route`` and ``roles`` as the plan has them.
+        what. ``found``: the facts and what the traits found. ``route``: the facts of how boundaries reach the layers.
     """
     layers = Counter(f"{re.sub(r'[0-9]+', 'N', layer.name)}: {layer.seam}" for layer in planned.layers)
+    facts = planned.facts
+    route = {
+        "carrier": facts.carrier,
+        "stops_ids": facts.stops_ids,
+        "makes_masks": facts.makes_masks,
+        "apart": facts.by_document,
+    }
     return {
         "layers": dict(layers),
         "sites": [f"{_text(site.owner)}.{site.attribute}: {_text(site.make)}" for site in planned.sites],
-        "found": _text(planned.found),
-        "route": _text(planned.route),
+        "found": {**_known(facts), **{trait.name: _text(found) for trait, found in planned.traits}},
+        "route": {name: held for name, held in route.items() if held},
         "roles": [_text(role) for role in planned.roles],
     }
+
+
+def _known(facts: Facts) -> dict[str, Any]:
+    """Return what tells models apart."""
+    directions = {"both": facts.both_ways, "contradiction": facts.contradiction, "told": facts.told_of_types}
+    positions = {"first": facts.first_position, "by_column": facts.by_column}
+    known = {
+        "registry": _text(facts.architecture),
+        "directions": {name: held for name, held in directions.items() if held},
+        "positions": {name: held for name, held in positions.items() if held},
+    }
+    if facts.has_mixers:
+        known["mixers"] = {}
+    if facts.row_positions:
+        known["row positions"] = True
+    if facts.rope is not None:
+        rides = {"rides": True} if facts.rope_by_document else {}
+        known["rope"] = {"scaling": _text(facts.rope), **rides}
+    if not facts.keeps_cache:
+        known["cache"] = True
+    return known
 
 
 def _text(value: Any) -> Any:

@@ -20,7 +20,7 @@ from transformers import LlamaForCausalLM, LlamaModel
 
 import fa2patch
 from fa2patch.errors import PackingNotIsolated
-from fa2patch.traits import Looked, Site, Step, Trait, documents_of, of_forward, register_trait
+from fa2patch.traits import ModelLayers, Site, Step, Trait, documents_of, of_forward, register_trait
 
 
 class StartVector(torch.nn.Module):
@@ -77,11 +77,11 @@ class StartVectors(Trait):
 
     name = "start vectors"
 
-    def finds(self, model: Looked) -> Any:
+    def finds(self, model: ModelLayers) -> Any:
         """True for a model that holds a start vector. Where it is None, the rest is not called."""
         return True if any(isinstance(module, StartVector) for module in model.decoder.modules()) else None
 
-    def replaces(self, model: Looked, found: Any) -> Iterable[Site]:
+    def replaces(self, model: ModelLayers, found: Any) -> Iterable[Site]:
         """The vector's forward. A site's function must be one that pickle finds by its name."""
         return [of_forward(m, of_each_document) for m in model.decoder.modules() if isinstance(m, StartVector)]
 

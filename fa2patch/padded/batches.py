@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any, Callable, NamedTuple
 
 import torch
@@ -15,8 +15,9 @@ from .._types import Args, Call
 from ..documents.media import MEDIA
 from ..documents.names import LENGTHS, TOKENS
 from ..errors import BadBatch, StaysPadded
-from ..upstream import attached, caches, directions, positions, rope
+from ..upstream import attached, caches
 from ..upstream.calls import passed
+from ..upstream.facts import Facts
 from ..upstream.parts.engines import row_part
 from ..upstream.step import MARK, PADDING, Patched
 from . import heads
@@ -175,8 +176,8 @@ def _packed(base: Any, call: Call, share: bool, head: heads.HeadCall | None) -> 
     why = _of_other_shape(call, mask.shape)
     if why:
         return why
-    given, real, first = call.get("position_ids"), mask != 0, patch.found[positions.POSITIONS].first
-    compared = _compared(call, mask.shape) if share and may_share(patch.found) else []
+    given, real, first = call.get("position_ids"), mask != 0, patch.facts.first_position
+    compared = _compared(call, mask.shape) if share and may_share(patch.facts) else []
     no = real.new_zeros(())
     predicts = heads.padding_predicts(head, real) if head is not None else no
     otherwise = _counted_otherwise(call, real, first) if given is None and first else no
@@ -192,7 +193,7 @@ def _packed(base: Any, call: Call, share: bool, head: heads.HeadCall | None) -> 
         return why
     if rows.said[1]:
         return f"its model counts as positions the ids that are not {first - 1}, and its mask shows other tokens"
-    if rows.common is not None and may_share(patch.found, rows.lengths):
+    if rows.common is not None and may_share(patch.facts, rows.lengths):
         segments = shared_segments(rows.common, rows.lengths)
     else:
         segments = Segments.alone(rows.lengths.tolist())
@@ -209,8 +210,10 @@ def _packed(base: Any, call: Call, share: bool, head: heads.HeadCall | None) -> 
 
 def _why_left(base: Any, patch: Patched, call: Call) -> str:
     """Why a call that is padded on the left is not packed; empty if it can be."""
-    found = patch.found[positions.POSITIONS]
-    by_column = found.by_column or (found.first and call.get("input_ids") is None)  # RoBERTa counts ids, if it has any
+    facts = patch.facts
+    by_column = facts.by_column or (
+        facts.first_position and call.get("input_ids") is None
+    )  # RoBERTa counts ids, if it has any
     if by_column and call.get("position_ids") is None:
         return "it is padded on the left without position_ids, and its model counts padding then"
     if isinstance(getattr(base, "pooler", None), torch.nn.Module):
@@ -278,19 +281,18 @@ def _why_padded(call: Call) -> str:
     return "it was called with output_attentions=True" if call.get("output_attentions") else ""
 
 
-def may_share(found: Mapping[str, Any], lengths: NDArray[Any] | None = None) -> bool:
+def may_share(facts: Facts, lengths: NDArray[Any] | None = None) -> bool:
     """Whether a model's rows may share the tokens in which they begin.
 
     Args:
-        found: What the traits have found, by name.
+        facts: what is known of the model.
         lengths: The rows' numbers of tokens; None if they are not known yet.
     """
-    scaled = found.get(rope.NAME)
-    if found[directions.NAME].both:  # a shared token would have to see several rows' later tokens
+    if facts.both_ways:  # a shared token would have to see several rows' later tokens
         return False
-    if lengths is None or scaled is None or scaled.scaling.kind != "longrope":
+    if lengths is None or facts.rope is None or facts.rope.kind != "longrope":
         return True
-    return len(set((lengths > scaled.scaling.limit).tolist())) == 1  # a prompt is rotated by each row's length
+    return len(set((lengths > facts.rope.limit).tolist())) == 1  # a prompt is rotated by each row's length
 
 
 def _compared(call: Call, shape: torch.Size) -> list[torch.Tensor]:

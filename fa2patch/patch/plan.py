@@ -1,22 +1,77 @@
-"""The plan for a model: a loop over the traits."""
+"""What ``apply`` asks of a model, in order, and the plan that is made of the answers."""
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, Callable
 
 from .._types import Model
 from ..documents.names import LENGTHS
-from ..upstream import directions, heads, inspecting, labels
+from ..errors import BadArgument
+from ..upstream import directions, embeddings, heads, inspecting, labels, masks, positions, refusals
 from ..upstream.architectures import is_registered, lookup, row_of
-from ..upstream.facts import Site, of_forward
+from ..upstream.facts import Facts, Role, Site, of_forward
 from ..upstream.find_layers import Layer
+from ..upstream.find_mixers import carrier
 from ..upstream.find_models import models
-from ..upstream.find_route import route_of
 from ..upstream.forward import entered
-from ..upstream.pipeline import traits
-from ..upstream.step import Role, Route
-from ..upstream.trait import Looked
+from ..upstream.packed_mask import MASK
+from ..upstream.trait import ModelLayers, Trait
+
+LOOKS: tuple[Callable[[ModelLayers, Facts], Iterable[Site] | None], ...] = (
+    refusals.kind,
+    refusals.unreadable_code,
+    heads.look,
+    refusals.registered,
+    refusals.mixers,
+    refusals.attention,
+    directions.look,
+    positions.look,
+    refusals.unclaimed_flash,
+    masks.look,
+    positions.look_at_rope,
+)
+"""What is asked of every model: each function fills in facts, and returns the sites to replace or refuses the model.
+
+The first refusal is the error that the user sees.
+"""
+
+TRAITS: tuple[Trait, ...] = (
+    refusals.FusedFlash(),
+    embeddings.TokenTypes(),
+    labels.RouterLoss(),
+    embeddings.ScaledEmbeddings(),
+    embeddings.NoisyEmbeddings(),
+    positions.RowLength(),
+)
+"""What only some models have, in the order in which a forward calls ``before`` (``after`` in reverse).
+
+A new trait is a class in a file of ``upstream/`` and one line here. :func:`register_trait` adds a user's own.
+"""
+
+_registered: list[Trait] = []
+
+
+def register_trait(trait: Trait) -> None:
+    """Add a trait for all models that are patched from now on. A registered trait of the same name is replaced.
+
+    Args:
+        trait: an instance of a subclass of :class:`Trait`. Its name must differ from the names of fa2patch's traits.
+
+    Raises:
+        BadArgument: ``trait`` is no trait with a name, or fa2patch has a trait of this name.
+    """
+    if not isinstance(trait, Trait) or not isinstance(getattr(trait, "name", None), str):
+        raise BadArgument(f"register_trait: expected a Trait with a name, found {trait!r}.")
+    if any(own.name == trait.name for own in TRAITS):
+        raise BadArgument(f"register_trait: fa2patch has a trait {trait.name!r} of its own. Choose another name.")
+    _registered[:] = [*(other for other in _registered if other.name != trait.name), trait]
+
+
+def traits() -> tuple[Trait, ...]:
+    """The traits of fa2patch, then the registered traits."""
+    return (*TRAITS, *_registered)
 
 
 @dataclass(frozen=True)
@@ -24,20 +79,18 @@ class Plan:
     """What ``apply`` would do to a model.
 
     Attributes:
-        found: the result of :meth:`Trait.finds` by trait name, for the traits that the model has.
+        facts: what is known of the model.
+        traits: the traits that it has, each with the result of :meth:`Trait.finds`.
         layers: the layers that must be given the boundaries, without their modules.
         sites: the attributes to replace.
-        route: how the boundaries get through the model's forwards.
         roles: the role of each model that a call goes through, the outermost first.
-        padded: whether it is made for padded batches that are computed packed.
     """
 
-    found: dict[str, Any]
+    facts: Facts
+    traits: tuple[tuple[Trait, Any], ...]
     layers: tuple[Layer, ...]
     sites: tuple[Site, ...]
-    route: Route
     roles: tuple[Role, ...]
-    padded: bool = False
 
 
 def plan(model: Model, architecture: str | None = None, padded: bool = False) -> Plan:
@@ -53,34 +106,40 @@ def plan(model: Model, architecture: str | None = None, padded: bool = False) ->
         UnknownArchitecture, UnsupportedModel, LayerNotPatchable: the model cannot be patched.
     """
     config = models(model)[-1].config
-    row = lookup(architecture) if architecture is not None else row_of(config)
-    looked = Looked(model, row, vouched=architecture is not None or is_registered(config))
-    found: dict[str, Any] = {}
-    sites = [of_forward(inner, entered) for inner in looked.entered]
+    facts = Facts(lookup(architecture) if architecture is not None else row_of(config), padded)
+    looked_at = ModelLayers(model, vouched=architecture is not None or is_registered(config))
+    sites = [of_forward(inner, entered) for inner in looked_at.entered]
+    for look in LOOKS:
+        sites += look(looked_at, facts) or ()
+    found: list[tuple[Trait, Any]] = []
     for trait in traits():
-        what = trait.finds(looked)
+        what = trait.finds(looked_at)
         if what is None:
             continue
         if not (padded and trait.of_head):
-            trait.refuses(looked, what)
-        found[trait.name] = what
-        sites += trait.replaces(looked, what)
+            trait.refuses(looked_at, what)
+        found.append((trait, what))
+        sites += trait.replaces(looked_at, what)
+    decoder = looked_at.decoder
+    facts.carrier = MASK if looked_at.attention else carrier(decoder, looked_at.mixers)
+    facts.stops_ids = "position_ids" not in inspecting.upstream_parameters(type(decoder).forward)
+    facts.keeps_cache = bool(getattr(decoder.config, "num_kv_shared_layers", 0))
+    facts.by_document = looked_at.by_document
     return Plan(
-        found,
-        tuple(replace(layer, module=None) for layer in looked.layers),
+        facts,
+        tuple(found),
+        tuple(replace(layer, module=None) for layer in looked_at.layers),
         tuple(dict.fromkeys(sites)),
-        route_of(looked, sites),
-        tuple(_role(looked, inner, found[directions.NAME].both) for inner in looked.entered),
-        padded,
+        tuple(_role(looked_at, inner, facts.both_ways) for inner in looked_at.entered),
     )
 
 
-def _role(looked: Looked, model: Model, sees_both_ways: bool) -> Role:
-    innermost = model is looked.decoder
+def _role(looked_at: ModelLayers, model: Model, both_ways: bool) -> Role:
+    innermost = model is looked_at.decoder
     return Role(
-        outermost=model is looked.model,
+        outermost=model is looked_at.model,
         innermost=innermost,
-        predicts_the_next=labels.predicts_the_next(model, sees_both_ways),
+        predicts_the_next=labels.predicts_the_next(model, both_ways),
         pools=not innermost and heads.pools_documents(model),
         lengths=frozenset(LENGTHS).intersection(
             *(inspecting.accepted(forward, LENGTHS) for forward in inspecting.forwards_that_run(type(model)))

@@ -10,14 +10,14 @@ from .. import kernels
 from .._types import Call, Model
 from ..binding import LOCK, release, used_by, users
 from ..padded.batches import of_model
-from ..upstream import architectures, embeddings, foreign, hooks
+from ..upstream import embeddings, foreign, hooks
 from ..upstream.architectures import Architecture
 from ..upstream.find_layers import Layer
 from ..upstream.find_models import models
 from ..upstream.forward import entered
 from ..upstream.packed_mask import PackedMask
-from ..upstream.pipeline import by_name
-from ..upstream.step import MARK, ROLE, Acting, Route
+from ..upstream.step import MARK, ROLE, Acting
+from ..upstream.trait import Trait
 from . import examining, peft_models, tracers, trainer_labels
 from .plan import Plan, plan
 
@@ -54,7 +54,9 @@ class Patch:
         kernel: the name of the kernel that was asked for.
         picks: the kernel chosen for each layer.
         plan: what was found in the model, and what is replaced for it.
-        acting: the traits that do something in a forward, each with what it has found.
+        facts: what is known of the model.
+        before: the traits that do something before a forward, in order, each with what it has found.
+        after: those that do something after it.
         examination: the state of the examination on packed batches.
         unpacked: the number of training batches without document information; None stops the count.
         padded_batches: the argument of ``apply``; None if it was not given.
@@ -83,26 +85,24 @@ class Patch:
         self.examination = examining.begun(self, prove)
 
     def _take(self, planned: Plan) -> None:
-        self.plan, self.vouched, self.skips = planned, False, False
-        self.acting: tuple[tuple[Acting, Any], ...] = tuple(
-            (by_name(name), found) for name, found in planned.found.items() if by_name(name).acts
+        self.plan, self.facts, self.vouched, self.skips = planned, planned.facts, False, False
+        acting = [(trait, found, type(trait)) for trait, found in planned.traits]
+        self.before: tuple[tuple[Acting, Any], ...] = tuple(
+            (trait, found) for trait, found, cls in acting if cls.before is not Trait.before
+        )
+        self.after: tuple[tuple[Acting, Any], ...] = tuple(
+            (trait, found) for trait, found, cls in acting[::-1] if cls.after is not Trait.after
         )
 
     @property
     def architecture(self) -> Architecture:
         """The model's row of the registry."""
-        row: Architecture = self.found[architectures.NAME]
-        return row
+        return self.facts.architecture
 
     @property
     def found(self) -> dict[str, Any]:
         """What each trait has found, by trait name."""
-        return self.plan.found
-
-    @property
-    def route(self) -> Route:
-        """How the boundaries get through the model's forwards."""
-        return self.plan.route
+        return {trait.name: found for trait, found in self.plan.traits}
 
     @property
     def attention(self) -> tuple[Layer, ...]:
@@ -112,7 +112,7 @@ class Patch:
     @property
     def for_padded_batches(self) -> bool:
         """Whether the model's head takes no packed batches, so that only padded batches are computed packed."""
-        return any(by_name(name).of_head for name in self.found)
+        return bool(self.facts.row_head) or any(trait.of_head for trait, _ in self.plan.traits)
 
     def examine(self, module: Model, call: Call, mask: PackedMask) -> None:
         """See :func:`fa2patch.patch.examining.examine`."""
@@ -138,7 +138,7 @@ class Patch:
                 was.
         """
         named = self.named if named is None else named
-        planned = plan(self.model, named, self.plan.padded if padded is None else padded)
+        planned = plan(self.model, named, self.facts.padded if padded is None else padded)
         with LOCK:
             for site in planned.sites:
                 site.bind(self)

@@ -15,7 +15,6 @@ from ..errors import Fa2PatchError
 from ..kernels import Asked, Kernel, Pick, Picks, pick
 from ..patch.applying import apply
 from ..patch.state import Patch
-from ..upstream import refusals
 from ..upstream.facts import Site
 from ..upstream.find_layers import Layer
 from ..upstream.find_models import models, transformers_model
@@ -148,10 +147,10 @@ def rehearsed(patch: Patch, mode: FakeTensorMode, device: str) -> tuple[dict[str
     decoder, picks, shape = models(patch.model)[-1], Rehearsal(patch.picks.given or patch.kernel, device), (1, 8)
     ids, problem = torch.zeros(shape, dtype=torch.int64), ""
     documents = Boundaries(torch.tensor([0, 3, 8], dtype=torch.int32), 5, 5, (3, 5))
-    mask = PackedMask(documents, picks, shape, 5, ids, patch.found)
+    mask = PackedMask(documents, picks, shape, 5, ids, patch.facts)
     try:
         with mode, torch.no_grad():
-            decoder(input_ids=ids, position_ids=ids, attention_mask=mask, use_cache=refusals.CACHE not in patch.found)
+            decoder(input_ids=ids, position_ids=ids, attention_mask=mask, use_cache=patch.facts.keeps_cache)
     except Fa2PatchError:
         raise
     except Exception as error:

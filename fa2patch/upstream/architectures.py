@@ -14,9 +14,6 @@ from ..errors import BadArchitecture, UnknownArchitecture
 from ..kernels import Options
 from . import inspecting
 
-NAME = "registry"
-"""The name of the trait, the key of a model's row in ``Patch.found``."""
-
 
 @dataclass(frozen=True)
 class Architecture:

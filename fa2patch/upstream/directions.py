@@ -10,17 +10,15 @@ import importlib
 import re
 import sys
 from collections.abc import Iterator, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 from .._types import Config, Model
 from ..errors import LayerNotPatchable, UnsupportedModel
 from . import inspecting
+from .facts import Facts
 from .known_code import is_known
 from .seams.scores import is_causal
-from .trait import Looked, Trait
-
-NAME = "directions"
-"""The trait's name, the key of its :class:`Found` in ``Patch.found``."""
+from .trait import ModelLayers
 
 _MAKES = re.compile(r"create_\w*mask\w*")
 _LATER = re.compile(r"causal|tril|triu|future|decoder_attention_mask|_prepare_attn_mask")
@@ -28,45 +26,22 @@ _ADDS = "or_mask_function"
 _FLAG = "use_bidirectional_attention"
 
 
-class Found(NamedTuple):
-    """The directions in which a model's tokens see each other.
-
-    Attributes:
-        both: whether a layer lets tokens see later tokens, as in an encoder.
-        contradiction: how the masks and the layers differ; empty if they agree.
-        told: whether the masks may be told of tokens that see each other (PaliGemma in 5.x). In such a call they say
-            outright who sees whom, and in any other call a contradiction is an error.
-        unsaid: why it is not known whether the model is causal; empty if it is.
-    """
-
-    both: bool
-    contradiction: str
-    told: bool = False
-    unsaid: str = ""
-
-
-class Directions(Trait):
+def look(model: ModelLayers, facts: Facts) -> None:
     """Refuse a model whose masks and layers contradict each other."""
-
-    name = NAME
-
-    def finds(self, model: Looked) -> Found:
-        layers = [layer.module for layer in model.attention]
-        told = any(_is_told(one) for one in model.entered)
-        return Found(sees_both_ways(model), contradiction(model.entered, layers), told, unsaid(model))
-
-    def refuses(self, model: Looked, found: Found) -> None:
-        if found.unsaid:
-            raise LayerNotPatchable(
-                f"{found.unsaid}. Nothing was patched. Train this model padded, and please report it with the "
-                "Transformers version."
-            )
-        if found.contradiction and not found.told:
-            raise UnsupportedModel(
-                f"{found.contradiction}: eager attention would go by the one, every other by the other, and what is "
-                "right is not known. Nothing was patched. Change the config so that they agree, or train this model "
-                "padded."
-            )
+    not_said = unsaid(model)
+    if not_said:
+        raise LayerNotPatchable(
+            f"{not_said}. Nothing was patched. Train this model padded, and please report it with the Transformers "
+            "version."
+        )
+    facts.both_ways = sees_both_ways(model)
+    facts.contradiction = contradiction(model.entered, [layer.module for layer in model.attention])
+    facts.told_of_types = any(map(_is_told, model.entered))
+    if facts.contradiction and not facts.told_of_types:
+        raise UnsupportedModel(
+            f"{facts.contradiction}: eager attention would go by the one, every other by the other, and what is right "
+            "is not known. Nothing was patched. Change the config so that they agree, or train this model padded."
+        )
 
 
 def _is_told(model: Model) -> bool:
@@ -76,7 +51,7 @@ def _is_told(model: Model) -> bool:
     return makes and inspecting.takes(forward, "token_type_ids")
 
 
-def sees_both_ways(model: Looked) -> bool:
+def sees_both_ways(model: ModelLayers) -> bool:
     """Whether an attention layer lets tokens see later tokens."""
     return any(
         layer.fused
@@ -128,7 +103,7 @@ def _masks_come_from_upstream(decoder: Any) -> bool:
     return _causal_masks(decoder) is not False and all(map(is_known, [forward, *makes]))
 
 
-def unsaid(model: Looked) -> str:
+def unsaid(model: ModelLayers) -> str:
     """Why it is not known whether a model is causal; empty if its layers say so, or nothing makes causal masks.
 
     Layers that compute attention by themselves follow the mask, and most of them are encoders'.

@@ -1,8 +1,4 @@
-"""Noise on the embeddings (NEFTune) is scaled by a row's length: in a packed row, by each document's own length.
-
-Such code is a forward hook of the embedding, or its forward if that is not torch's. It is known by drawing random
-numbers, and is called for documents of one length at a time. The documents reach it as luggage on ``input_ids``.
-"""
+"""Embeddings that depend on a row: noise (NEFTune), a scale by the number of mask tokens (ESM), token types."""
 
 from __future__ import annotations
 
@@ -22,15 +18,19 @@ from .facts import Site, of_forward
 from .find_models import embedding_of, text_modules
 from .packed_mask import find
 from .step import Step
-from .trait import Looked, Trait
+from .trait import ModelLayers, Trait
 
 
 class NoisyEmbeddings(Trait):
-    """Hand the documents to noise on the embeddings."""
+    """Hand the documents to noise on the embeddings (NEFTune), which is scaled by a row's length.
+
+    Such code is a forward hook of the embedding, or its forward if that is not torch's. It is known by drawing random
+    numbers, and is called for documents of one length at a time. The documents are attached to ``input_ids``.
+    """
 
     name = "noisy embeddings"
 
-    def finds(self, model: Looked) -> bool | None:
+    def finds(self, model: ModelLayers) -> bool | None:
         return True if list(_noise(embedding_of(model.model))) else None
 
     def before(self, step: Step, found: Any) -> None:
@@ -143,14 +143,14 @@ def _version(args: Any) -> int:
 
 
 class ScaledEmbeddings(Trait):
-    """Replace the forward of embeddings with token dropout. The documents reach it as luggage on ``position_ids``."""
+    """Scale embeddings with token dropout (ESM) document by document. These are attached to ``position_ids``."""
 
     name = "scaled embeddings"
 
-    def finds(self, model: Looked) -> bool | None:
-        return True if _scaled(model.decoder) and not model.apart else None
+    def finds(self, model: ModelLayers) -> bool | None:
+        return True if _scaled(model.decoder) and not model.by_document else None
 
-    def replaces(self, model: Looked, found: Any) -> Iterable[Site]:
+    def replaces(self, model: ModelLayers, found: Any) -> Iterable[Site]:
         return [of_forward(module, scaled_by_document) for module in _scaled(model.decoder)]
 
     def before(self, step: Step, found: Any) -> None:
@@ -166,7 +166,7 @@ def _scaled(decoder: Model) -> list[torch.nn.Module]:
 def scaled_by_document(original: Function) -> Function:
     """Replacement for the ``forward`` of such embeddings: each document is scaled by its own mask tokens.
 
-    Some versions pass them no mask. There the documents come as luggage on ``position_ids``.
+    Some versions pass them no mask. There the documents come on ``position_ids``.
     """
     names = inspecting.parameter_names(original)[1:]
 
@@ -198,11 +198,15 @@ _TYPES = "token_type_ids"
 
 
 class TokenTypes(Trait):
-    """Give the zeros of such a table, ``[batch, length]``, with a packed batch that has no token types."""
+    """Give zeros ``[batch, length]`` with a packed batch that has no token types.
+
+    BERT and its kin up to 4.57 and ConvBERT have a table of zeros, with one for each position, and cut it to the length
+    of the row, which may be longer than the table.
+    """
 
     name = "token types"
 
-    def finds(self, model: Looked) -> bool | None:
+    def finds(self, model: ModelLayers) -> bool | None:
         tables = any(_TYPES in module._buffers for module in model.decoder.modules())
         takes = _TYPES in inspecting.upstream_parameters(type(model.decoder).forward)
         return True if tables and takes else None

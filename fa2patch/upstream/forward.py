@@ -24,7 +24,7 @@ from ..documents import other_names
 from ..documents.checks import described
 from ..documents.names import LABELS, LENGTHS, PARENTS, REAL, TOKENS
 from ..errors import BadBatch, NothingPacked, PackingNotIsolated
-from . import attached, caches, foreign, heads, inspecting
+from . import attached, caches, foreign, heads, inspecting, labels, positions
 from .calls import Calls, batch_shape, has_pictures, is_for_queries, passed
 from .find_layers import Layer
 from .find_models import models
@@ -74,8 +74,9 @@ def batches_continuously(kwargs: Call) -> bool:
 def _computed(step: Step) -> Any:
     """Run the stages after the call has been read."""
     _recognise(step)
-    for trait, found in step.patch.acting:
-        trait.before(step, found)
+    prepare(step)
+    if (step.places or step.handed) and not step.patch.facts.keeps_cache:
+        _without_a_cache(step)
     if step.mask is None:
         output = computed_dense(step)
     elif step.handed:
@@ -84,9 +85,25 @@ def _computed(step: Step) -> Any:
         output = _placed(step, step.mask)
     else:
         output = _sent_inside(step, step.mask)
-    for trait, found in reversed(step.patch.acting):
+    for trait, found in step.patch.after:
         output = trait.after(step, found, output)
-    return output
+    return labels.after(step, heads.after(step, output))
+
+
+def prepare(step: Step) -> None:
+    """Check or change the call before a forward: first what every model has, then the traits of this one."""
+    labels.before(step)
+    heads.before(step)
+    positions.before(step)
+    for trait, found in step.patch.before:
+        trait.before(step, found)
+
+
+def _without_a_cache(step: Step) -> None:
+    """Training needs no cache, and its entries do not belong to a single document."""
+    # a model around the innermost one may not take use_cache (Qwen3.5 in 5.10)
+    if "use_cache" in step.calls.names or "use_cache" in step.call:
+        step.call["use_cache"] = False
 
 
 def _recognise(step: Step) -> None:
@@ -117,7 +134,7 @@ def _handed_by_a_model_around(step: Step) -> PackedMask | None:
     """The packed mask among this call's arguments, where an outer model put it."""
     given = step.call.get("attention_mask")
     masks = given.values() if isinstance(given, dict) else [given]
-    return find([*masks, step.call.get(step.patch.route.carrier)])
+    return find([*masks, step.call.get(step.patch.facts.carrier)])
 
 
 def _was_found_dense(step: Step) -> bool:
@@ -225,9 +242,9 @@ def _carries_itself(step: Step) -> bool:
     """Whether an outer model must pass the mask itself, because ``position_ids`` do not reach the base model."""
     # Gemma 3: the causal LM makes masks for its inner model, which is handed the packed mask instead;
     # the **kwargs of Falcon's and Phi's token classifiers pass position_ids to no other module
-    role, route, calls = step.role, step.patch.route, step.calls
+    role, facts, calls = step.role, step.patch.facts, step.calls
     swallows = "position_ids" not in calls.names and not role.predicts_the_next
-    return not role.outermost or route.makes_masks or route.stops_ids or swallows or not calls.takes("position_ids")
+    return not role.outermost or facts.makes_masks or facts.stops_ids or swallows or not calls.takes("position_ids")
 
 
 def _handed(step: Step) -> Any:
@@ -244,7 +261,7 @@ def _made(step: Step) -> Any:
     """
     if step.mask is not None and step.role.innermost:
         step.call = {name: value for name, value in step.call.items() if name not in LENGTHS}
-        if step.patch.route.apart:
+        if step.patch.facts.by_document:
             return document.computed(step, step.mask)
     return step.calls.make(step.module, step.args, step.call)
 
@@ -265,7 +282,7 @@ def _sent_inside(step: Step, mask: PackedMask) -> Any:
 def _placed(step: Step, mask: PackedMask) -> Any:
     """Call a model with the mask as an argument, and require that every layer is given the boundaries."""
     step.patch.unpacked = None
-    step.call[step.patch.route.carrier] = mask
+    step.call[step.patch.facts.carrier] = mask
     if not step.calls.takes("position_ids"):
         del step.call["position_ids"]
     return reaching_every_layer(_with_mask, step, mask)

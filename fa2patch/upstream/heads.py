@@ -1,4 +1,16 @@
-"""Heads that compute one vector or one softmax over a whole row. They are refused, or given padded rows."""
+"""Heads: what is computed of a row, a packed batch needs for each document.
+
+The forward of a ``...ForSequenceClassification`` gets a batch with one row per document. Each row holds only the token
+that is pooled. The forward scores, pools and computes the loss as for any other batch. The packed batch is attached to
+these tokens, and the base model takes it from there, computes it and returns the hidden states of the pooled tokens.
+
+Which token is pooled differs: up to 4.48 the one before the first padding token (in BLOOM, Falcon and MPT of 4.34 the
+number of other tokens decides), later the last one that is no padding. If the padding token also stands inside of
+documents, these are different tokens. So the forward itself is asked: it is run around a base model that returns the
+places of the tokens.
+
+Heads that compute one vector or one softmax over a whole row are refused, or given padded rows.
+"""
 
 from __future__ import annotations
 
@@ -18,10 +30,11 @@ from ..errors import BadBatch, PackingNotIsolated, UnsupportedModel
 from . import apart, attached, inspecting, labels
 from .apart import Documents
 from .calls import passed
+from .facts import Facts
 from .find_models import is_transformers_model
 from .packed_mask import PackedMask
 from .step import MARK, Patched, Step
-from .trait import Looked, Trait
+from .trait import ModelLayers
 
 _ROW_ARGUMENTS = (
     "start_positions", "end_positions", "mc_token_ids", "mc_labels", "next_sentence_label", "sentence_order_label",
@@ -40,50 +53,62 @@ _CLASSIFIES = "problem_type"
 _READS_ALL = re.compile("SequenceClassification|CausalLM|LMHead|MaskedLM|TokenClassification")
 
 
-class HeadOfRows(Trait):
-    """Refuse a head that computes one result per row, and packed batches for such a head.
-
-    Where padded batches are computed packed, the head is given padded hidden states, and its model is not refused.
-    """
-
-    of_head = True
-
-    def refuses(self, model: Looked, found: str) -> None:
+def look(model: ModelLayers, facts: Facts) -> None:
+    """Refuse a head that computes one result per row, unless it is given padded hidden states."""
+    facts.row_head = _reads_first_tokens(model) or of_whole_rows(model.model)
+    if facts.row_head and not facts.padded:
         raise UnsupportedModel(
-            f"{model} {found}, and a packed row holds many documents. Nothing was patched. Train it padded: "
+            f"{model} {facts.row_head}, and a packed row holds many documents. Nothing was patched. Train it padded: "
             "fa2patch.apply(model, padded_batches=True) computes its padded batches packed, unless the head reads "
             "padding, too (a softmax over the row, as for question answering). Or train it without that head."
         )
 
-    def before(self, step: Step, found: str) -> None:
-        if step.mask is not None and not step.role.innermost:
-            raise PackingNotIsolated(
-                f"{type(step.module).__name__} {found}, and was handed a packed batch of "
-                f"{len(step.mask.boundaries)} documents. Hand it padded batches: they are computed packed inside."
-            )
+
+def _reads_first_tokens(model: ModelLayers) -> str:
+    """How a head reads the pooler's vector of a row's first token (next sentence prediction, choices); or empty."""
+    head = inspecting.defining(type(model.model), "forward")  # a subclass may define no forward of its own
+    pooler = getattr(model.decoder, "pooler", None)
+    pooled = model.model is not model.decoder and isinstance(pooler, torch.nn.Module)
+    if not pooled or _READS_ALL.search(head.__name__):
+        return ""
+    return f"reads one vector per row, made of its first token by {type(pooler).__name__}"
 
 
-class FirstTokenHeads(HeadOfRows):
-    """A head that reads the pooler's vector of a row's first token (next sentence prediction, choices)."""
+def before(step: Step) -> None:
+    """Refuse what has one value per row, and give a pooling head one row of one token per document."""
+    mask, role = step.mask, step.role
+    if mask is None:
+        return
+    if isinstance(getattr(step.module, "pooler", None), torch.nn.Module):
+        mask.require_whole_rows("a pooler of each document's first token (add_pooling_layer=False leaves it out)")
+    if role.innermost:
+        return
+    if step.patch.facts.row_head:
+        raise PackingNotIsolated(
+            f"{type(step.module).__name__} {step.patch.facts.row_head}, and was handed a packed batch of "
+            f"{len(mask.boundaries)} documents. Hand it padded batches: they are computed packed inside."
+        )
+    if not role.pools:
+        # labels.before has looked at the labels of a model that predicts the next token.
+        looked_at = LABELS if role.predicts_the_next else ()
+        others = {name: value for name, value in step.call.items() if name not in looked_at}
+        refuse_arguments_of_rows(step.module, others, mask)
+    elif step.places:
+        mask.require_whole_rows("a head that pools the last token of each document")
+        step.call, piece = pooled_by_document(step.module, step.call, mask)
+        step.pieces.append(piece)
 
-    name = "first token heads"
 
-    def finds(self, model: Looked) -> str | None:
-        head = inspecting.defining(type(model.model), "forward")  # a subclass may define no forward of its own
-        pooler = getattr(model.decoder, "pooler", None)
-        pooled = model.model is not model.decoder and isinstance(pooler, torch.nn.Module)
-        if not pooled or _READS_ALL.search(head.__name__):
-            return None
-        return f"reads one vector per row, made of its first token by {type(pooler).__name__}"
-
-
-class RowHeads(HeadOfRows):
-    """A head whose ``forward`` computes one result per row."""
-
-    name = "row heads"
-
-    def finds(self, model: Looked) -> str | None:
-        return of_whole_rows(model.model) or None
+def after(step: Step, output: Any) -> Any:
+    """Pool each document instead of each row, and refuse outputs that have one value per row."""
+    mask, role = step.mask, step.role
+    if mask is None or step.handed:
+        return output
+    if role.innermost:
+        return pool_documents(step.module, output, mask)
+    if role.outermost and not role.pools:
+        refuse_outputs_of_rows(step.module, output, step.call, mask, role.predicts_the_next)
+    return output
 
 
 def of_whole_rows(model: Model) -> str:
@@ -109,25 +134,6 @@ _OF_MEDIA = re.compile(
     r"pixel|image|video|audio|vision|grid|feature|patch|aspect|rope_deltas|second_per|logits_to_keep"
 )
 _OF_THE_BATCH = ("num_items_in_batch", "cache_position")
-
-
-class RowValues(Trait):
-    """Refuse a packed batch if an argument or an output of the model has one value per row."""
-
-    name = "row values"
-
-    def before(self, step: Step, found: Any) -> None:
-        if step.mask is not None and not (step.role.pools or step.role.innermost):
-            # FirstLabels has looked at the labels of a model that predicts the next token.
-            looked_at = LABELS if step.role.predicts_the_next else ()
-            others = {name: value for name, value in step.call.items() if name not in looked_at}
-            refuse_arguments_of_rows(step.module, others, step.mask)
-
-    def after(self, step: Step, found: Any, output: Any) -> Any:
-        role = step.role
-        if step.mask is not None and role.outermost and not (step.handed or role.innermost or role.pools):
-            refuse_outputs_of_rows(step.module, output, step.call, step.mask, role.predicts_the_next)
-        return output
 
 
 def refuse_arguments_of_rows(model: Model, call: Call, mask: PackedMask) -> None:
@@ -206,7 +212,7 @@ _TRIED = (0.0, 3.0, 1.0, 2.0)
 
 @dataclass(eq=False)
 class Pooled:
-    """A packed batch that travels as luggage from a pooling head to the base model.
+    """A packed batch that is attached to the pooled tokens, for the base model.
 
     Attributes:
         whole: ``input_ids`` or ``inputs_embeds`` of the packed batch, under that name.
@@ -292,18 +298,6 @@ class _Output(tuple[torch.Tensor]):
         return self[0] if name == "last_hidden_state" else None
 
 
-class PooledHeads(Trait):
-    """Give a pooling head one row of one token per document, with the packed batch as luggage."""
-
-    name = "pooled heads"
-
-    def before(self, step: Step, found: Any) -> None:
-        if step.mask is not None and step.places and step.role.pools:
-            step.mask.require_whole_rows("a head that pools the last token of each document")
-            step.call, piece = pooled_by_document(step.module, step.call, step.mask)
-            step.pieces.append(piece)
-
-
 def pooled_by_document(model: Model, call: Call, mask: PackedMask) -> tuple[dict[str, Any], attached.Piece]:
     """Rewrite the call of a pooling head: one row of one token per document.
 
@@ -315,8 +309,8 @@ def pooled_by_document(model: Model, call: Call, mask: PackedMask) -> tuple[dict
         mask: the packed mask.
 
     Returns:
-        The new arguments, with tokens ``[documents, 1]`` or embeddings ``[documents, 1, hidden]``, and the piece of
-        luggage on them.
+        The new arguments, with tokens ``[documents, 1]`` or embeddings ``[documents, 1, hidden]``, and the piece
+        that is attached to them.
 
     Raises:
         BadBatch: there is not one label per document, or there are several documents and the config has no
@@ -395,23 +389,6 @@ def _one_per_document(labels: object, documents: int) -> torch.Tensor:
         f"labels: expected one for each of the batch's {documents} documents, [{documents}] or [1, {documents}], or "
         f"[{documents}, num_labels]; found {found}. DataCollatorWithFlattening(document_labels=True) makes them."
     )
-
-
-class PoolerOutput(Trait):
-    """Run the base model's pooler on each document."""
-
-    name = "pooler output"
-
-    def before(self, step: Step, found: Any) -> None:
-        if step.mask is not None and isinstance(getattr(step.module, "pooler", None), torch.nn.Module):
-            step.mask.require_whole_rows(
-                "a pooler of each document's first token (add_pooling_layer=False leaves it out)"
-            )
-
-    def after(self, step: Step, found: Any, output: Any) -> Any:
-        if step.mask is None or step.handed or not step.role.innermost:
-            return output
-        return pool_documents(step.module, output, step.mask)
 
 
 def pool_documents(model: Model, output: Any, mask: PackedMask) -> Any:

@@ -11,7 +11,7 @@ import torch
 
 from .._types import Args, Call
 from . import attached, foreign, heads
-from .forward import batches_continuously, look
+from .forward import batches_continuously, look, prepare
 from .step import MARK, ROLE, Step
 
 
@@ -37,7 +37,7 @@ def remove(module: torch.nn.Module) -> None:
 def before(module: Any, args: Args, kwargs: Call) -> Any:
     """Forward pre-hook: prepare a batch for a foreign forward.
 
-    The traits act on the batch (for example, on labels that cross documents), and its boundaries are attached to
+    The stages act on the batch (for example, on labels that cross documents), and its boundaries are attached to
     ``position_ids``. Nothing changes if the forward is ours, or if there are no ``position_ids`` that it takes.
     """
     patch = module.__dict__.get(MARK)
@@ -51,8 +51,7 @@ def before(module: Any, args: Args, kwargs: Call) -> Any:
     step.mask = look(step)
     if not (isinstance(step.call.get("position_ids"), torch.Tensor) and calls.takes("position_ids")):
         return None
-    for trait, found in patch.acting:
-        trait.before(step, found)
+    prepare(step)
     step.attach("position_ids", attached.Piece(attached.MASK, step.mask))
     return calls.arranged(args, step.call)
 

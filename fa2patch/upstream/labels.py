@@ -1,10 +1,17 @@
-"""First labels: without a change, a document's last token would predict the first token of the next document."""
+"""Labels and losses of a packed batch: labels across boundaries, a loss weighted by document, router losses.
+
+As in padded training, a document's first token is never predicted.
+
+In a batch of ``loss_weights="document"`` every document has the same weight. A trainer knows only ``labels``, and
+Trainer divides the loss by how many of them there are in a step, over accumulated batches and processes. So ``labels``
+hold one label for each document, which makes this the number of documents. The tokens to predict are in
+``loss_labels``, and their weights, which add up to 1 in each document, in ``loss_weights``.
+"""
 
 from __future__ import annotations
 
 import inspect
 import sys
-from dataclasses import dataclass
 from types import FunctionType
 from typing import Any
 
@@ -30,38 +37,42 @@ from ..documents.tree_checks import require_no_first_labels
 from ..errors import BadBatch, PackingNotIsolated
 from . import inspecting
 from .calls import batch_shape, passed
-from .packed_mask import MASK
+from .packed_mask import MASK, PackedMask
 from .parts.row_part import RowPart
-from .step import Step
-from .trait import Looked, Trait
+from .step import Step, Weighted
+from .trait import ModelLayers, Trait
 
 _LOSSES = "transformers.loss.loss_utils"
 _SHIFTED = "ForCausalLMLoss"
 
 
-class FirstLabels(Trait):
-    """Ignore labels across a boundary. As in padded training, a document's first token is never predicted."""
+def before(step: Step) -> None:
+    """Take the tokens and weights of a weighted loss, and ignore labels across a boundary."""
+    if step.call.get(LOSS_LABELS) is not None:
+        _take_weighted(step)
+    if step.mask is not None and step.role.predicts_the_next and not (step.role.pools or step.role.innermost):
+        _ignore_first(step, step.mask)
 
-    name = "first labels"
 
-    def before(self, step: Step, found: Any) -> None:
-        role = step.role
-        if step.mask is None or role.pools or role.innermost or not role.predicts_the_next:
-            return
-        shape, _ = batch_shape(step.call)
-        documents, part = step.mask.boundaries, step.mask.part
-        given = passed(step.call, LABELS)
-        kept = kept_logits(step.call)
-        if part is not None:
-            _require_shifted(step.module, given, kept)
-        of_loss = _ignored_by(step.module) if given else IGNORED_LABEL
-        # Some models do not hand ignore_index on to their loss, which then ignores another label.
-        asked = step.call.pop(IGNORE_INDEX, None) if step.calls.takes(IGNORE_INDEX) else None
-        ids = step.call.get(TOKENS[0])
-        for name, labels in given.items():
-            labels = _replaced(labels, of_loss if asked is None else asked, IGNORED_LABEL)
-            inside = inside_documents(labels, documents, name, shape, kept, part, ids)
-            step.call[name] = _replaced(inside, IGNORED_LABEL, of_loss)
+def after(step: Step, output: Any) -> Any:
+    """Add the weighted loss to a causal LM's output."""
+    return output if step.weighted is None else _with_weighted_loss(step, step.weighted, output)
+
+
+def _ignore_first(step: Step, mask: PackedMask) -> None:
+    """Ignore labels across a boundary. Without that, a document's last token would predict the next one's first."""
+    shape, _ = batch_shape(step.call)
+    given, kept = passed(step.call, LABELS), kept_logits(step.call)
+    if mask.part is not None:
+        _require_shifted(step.module, given, kept)
+    of_loss = _ignored_by(step.module) if given else IGNORED_LABEL
+    # Some models do not hand ignore_index on to their loss, which then ignores another label.
+    asked = step.call.pop(IGNORE_INDEX, None) if step.calls.takes(IGNORE_INDEX) else None
+    ids = step.call.get(TOKENS[0])
+    for name, labels in given.items():
+        labels = _replaced(labels, of_loss if asked is None else asked, IGNORED_LABEL)
+        inside = inside_documents(labels, mask.boundaries, name, shape, kept, mask.part, ids)
+        step.call[name] = _replaced(inside, IGNORED_LABEL, of_loss)
 
 
 def _ignored_by(model: Model) -> int:
@@ -269,58 +280,31 @@ _ITEMS = "num_items_in_batch"
 _MEANT = 'loss_labels, which DataCollator...(loss_weights="document") makes'
 
 
-@dataclass(eq=False)
-class Weighted:
-    """What a weighted loss is computed from.
-
-    Attributes:
-        labels: int64 ``[batch, length]``, -100 outside the loss.
-        weights: float32 ``[batch, length]``, 0 outside the loss.
-        items: the number of documents in the step, from Trainer; None for those in this batch.
-    """
-
-    labels: torch.Tensor
-    weights: torch.Tensor
-    items: Any
-
-    def loss(self, logits: torch.Tensor) -> torch.Tensor:
-        """Return the sum of the weighted losses of the tokens, divided by the number of documents."""
-        logits = (logits if logits.dtype == torch.float64 else logits.float())[:, :-1]
-        labels, weights = self.labels[:, 1:].to(logits.device), self.weights[:, 1:].to(logits)
-        losses = torch.nn.functional.cross_entropy(logits.flatten(0, 1), labels.flatten(), reduction="none")
-        items = weights.sum() if self.items is None else self.items  # without labels: NaN, as in padded training
-        return (losses * weights.flatten()).sum() / torch.as_tensor(items, device=logits.device)
+def _take_weighted(step: Step) -> None:
+    """Take what a weighted loss is computed from out of the call, so that the model computes no loss itself."""
+    call = step.call
+    _require_logits(step)
+    if step.by_hook:  # a foreign forward: what it calls in the end is ours, or refuses
+        return
+    _require_labels(step)
+    step.weighted = Weighted(call[LOSS_LABELS], call[LOSS_WEIGHTS], call.get(_ITEMS))
+    taken = (*LABELS, LOSS_LABELS, LOSS_WEIGHTS, _ITEMS)
+    step.call = {name: value for name, value in call.items() if name not in taken}
 
 
-class WeightedLoss(Trait):
-    """Compute the loss of a batch with ``loss_labels`` from the model's logits."""
-
-    name = "weighted loss"
-
-    def before(self, step: Step, found: Any) -> None:
-        call = step.call
-        if call.get(LOSS_LABELS) is None:
-            return
-        _require_logits(step)
-        if step.by_hook:  # a foreign forward: what it calls in the end is ours, or refuses
-            return
-        _require_labels(step)
-        step.kept[self.name] = Weighted(call[LOSS_LABELS], call[LOSS_WEIGHTS], call.get(_ITEMS))
-        taken = (*LABELS, LOSS_LABELS, LOSS_WEIGHTS, _ITEMS)
-        step.call = {name: value for name, value in call.items() if name not in taken}
-
-    def after(self, step: Step, found: Any, output: Any) -> Any:
-        weighted = step.kept.get(self.name)
-        if weighted is None:
-            return output
-        logits = output[0] if isinstance(output, tuple) else output.get("logits")
-        if not isinstance(logits, torch.Tensor) or logits.shape[:-1] != weighted.labels.shape:
-            raise BadBatch(
-                f"{_MEANT}, need logits {[*weighted.labels.shape, 'vocabulary']}, but {type(step.module).__name__} "
-                f"returned {described(logits)}. {_INSTEAD}"
-            )
-        loss = weighted.loss(logits)
-        return (loss, *output) if isinstance(output, tuple) else type(output)(**{**output, "loss": loss})
+def _with_weighted_loss(step: Step, weighted: Weighted, output: Any) -> Any:
+    logits = output[0] if isinstance(output, tuple) else output.get("logits")
+    if not isinstance(logits, torch.Tensor) or logits.shape[:-1] != weighted.labels.shape:
+        raise BadBatch(
+            f"{_MEANT}, need logits {[*weighted.labels.shape, 'vocabulary']}, but {type(step.module).__name__} "
+            f"returned {described(logits)}. {_INSTEAD}"
+        )
+    logits = (logits if logits.dtype == torch.float64 else logits.float())[:, :-1]
+    labels, weights = weighted.labels[:, 1:].to(logits.device), weighted.weights[:, 1:].to(logits)
+    losses = torch.nn.functional.cross_entropy(logits.flatten(0, 1), labels.flatten(), reduction="none")
+    items = weights.sum() if weighted.items is None else weighted.items  # without labels: NaN, as in padded training
+    loss = (losses * weights.flatten()).sum() / torch.as_tensor(items, device=logits.device)
+    return (loss, *output) if isinstance(output, tuple) else type(output)(**{**output, "loss": loss})
 
 
 _INSTEAD = (
@@ -386,11 +370,14 @@ LOGITS = "router_logits"
 
 
 class RouterLoss(Trait):
-    """Hand the causal LM the router logits of real tokens only."""
+    """Hand the causal LM the router logits of real tokens only (Mixtral in 4.37, whose loss would count padding).
+
+    From 4.38 on, a model hands its mask on to the function that computes the loss. In 4.36 the loss is a constant.
+    """
 
     name = "router loss"
 
-    def finds(self, model: Looked) -> bool | None:
+    def finds(self, model: ModelLayers) -> bool | None:
         around = [forward for each in model.entered[:-1] for forward in inspecting.forwards_that_run(type(each))]
         reads = [forward for forward in around if inspecting.reads_name(forward, LOGITS)]
         weighs = any(inspecting.takes(function, MASK) for forward in reads for function in _called(forward))

@@ -1,6 +1,6 @@
-"""Blocks of tokens that see each other in both directions, as a function that makes masks is told of them.
+"""Functions that make masks are replaced, so that a packed batch keeps its packed mask with their windows and blocks.
 
-The functions are:
+Blocks are tokens that see each other in both directions (a picture, or a prefix). These functions are told of them:
 
 - 4.45 to 4.57: PaliGemma's ``_update_causal_mask``. With labels, all tokens see the tokens of type 0, which are the
   prefix with the picture. Without labels, all tokens see each other.
@@ -14,7 +14,6 @@ The functions are:
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterable
 from dataclasses import replace
 from itertools import chain
 from typing import Any, NamedTuple
@@ -26,12 +25,12 @@ from .._types import Call, Config, Function
 from ..documents.boundaries import Boundaries, largest
 from ..documents.spans import last_seen
 from ..errors import PackingNotIsolated, UnsupportedModel
-from . import directions, inspecting
-from .facts import Site
-from .find_masks import FUNCTIONS, METHODS, TWO_MASKS, makers, registered
+from . import directions, find_masks, inspecting
+from .facts import Facts, Site
+from .find_masks import FUNCTIONS, METHODS, TWO_MASKS, registered
 from .known_code import described
 from .packed_mask import PackedMask, find
-from .trait import Looked, Trait
+from .trait import ModelLayers
 
 TYPES = "token_type_ids"
 MEDIA_TYPES = "mm_token_type_ids"
@@ -170,11 +169,10 @@ def with_spans(mask: PackedMask, blocks: Blocks | None) -> PackedMask:
 
 def _require_agreement(mask: PackedMask) -> None:
     """Raise if no mask says who sees whom in a model whose masks and layers differ without such a statement."""
-    found = mask.found.get(directions.NAME)
-    if found is not None and found.contradiction and mask.boundaries.until is None:
+    if mask.facts.contradiction and mask.boundaries.until is None:
         raise PackingNotIsolated(
-            f"{found.contradiction}, and the batch has no token_type_ids, which say which tokens see each other. Pass "
-            "them as the processor gives them (for training: with the suffix)."
+            f"{mask.facts.contradiction}, and the batch has no token_type_ids, which say which tokens see each other. "
+            "Pass them as the processor gives them (for training: with the suffix)."
         )
 
 
@@ -202,24 +200,22 @@ MERGE = "_merge_input_ids_with_image_features"
 """A method that puts pictures into the row. PaliGemma's (4.41 to 4.44) also makes the mask and the position ids."""
 
 
-class Masks(Trait):
+def look(model: ModelLayers, facts: Facts) -> list[Site]:
     """Replace the functions that make masks for the models that a call goes through."""
-
-    name = "masks"
-
-    def refuses(self, model: Looked, found: Any) -> None:
-        for cls in map(type, model.entered):
-            merge = getattr(cls, MERGE, None)
-            if merge is not None and inspecting.takes(merge, TYPES):
-                raise UnsupportedModel(
-                    f"{cls.__name__} makes the mask of its prefix while it merges pictures into the row, and makes "
-                    "position ids of its own there. Nothing was patched. Upgrade Transformers (PaliGemma is packed "
-                    "from 4.45 on), or train this model padded."
-                )
-
-    def replaces(self, model: Looked, found: Any) -> Iterable[Site]:
-        owners = (owner for inner in model.entered for owner in makers(type(inner)))
-        return [Site(owner, name, let_through) for owner, name in owners]
+    for cls in map(type, model.entered):
+        merge = getattr(cls, MERGE, None)
+        if merge is not None and inspecting.takes(merge, TYPES):
+            raise UnsupportedModel(
+                f"{cls.__name__} makes the mask of its prefix while it merges pictures into the row, and makes "
+                "position ids of its own there. Nothing was patched. Upgrade Transformers (PaliGemma is packed "
+                "from 4.45 on), or train this model padded."
+            )
+    makers = [maker for inner in model.entered for maker in find_masks.makers(type(inner))]
+    outermost = type(model.model)
+    facts.makes_masks = len(model.entered) > 1 and any(
+        find_masks.calls(outermost, name) for owner, name in makers if owner in outermost.__mro__
+    )
+    return [Site(owner, name, let_through) for owner, name in makers]
 
 
 def let_through(original: Function) -> Function:

@@ -12,7 +12,7 @@ from ..documents.names import PARENTS
 from ..documents.recognition import recognise
 from ..documents.stated import from_cu_seqlens
 from ..errors import BadParents, PackedWithCache, PackedWithDenseMask, PackingNotIsolated
-from . import caches, directions, positions, rope
+from . import caches
 from .calls import Batch, has_pictures, read_batch, refuse_recording
 from .find_models import models
 from .packed_mask import PackedMask
@@ -51,13 +51,14 @@ def packed_mask(
         PackingNotIsolated: the batch cannot be computed packed, for example while a CUDA graph is captured.
         BadBatch, BadPositionIds, BadCuSeqlens, BoundaryConflict: the arguments are malformed or contradict each other.
     """
-    batch = read_batch(call, "mixers" in patch.found)
+    facts = patch.facts
+    batch = read_batch(call, facts.has_mixers)
     rows = batch if part is None else of_whole_rows(batch, part, call)
     if batch is None or rows is None:
         return None
     _refuse_recorders(batch, made_inside)
     found: Boundaries | None
-    first = patch.found[positions.POSITIONS].first
+    first = facts.first_position
     if "cu_seq_lens_q" in batch.lengths:
         found = _stated(rows, patch)
         if part is not None and batch.position_ids is not None:
@@ -82,17 +83,16 @@ def packed_mask(
         counted = counted if part is None else part.own(counted)
         tokens = call.get("input_ids") if first and part is None else None
         call["position_ids"] = counted + first if tokens is None else _without_padding(counted, tokens, first)
-    longest, scaled = found.positions, patch.found.get(rope.NAME)
+    longest, scaled = found.positions, facts.rope
     if scaled is not None:
         if longest is None:
             longest = largest(call["position_ids"] if part is None else found.positions_of(rows.shape)) + 1
-        scaled.scaling.check(longest)
-        scaled.scaling.check_tree(found.tree)
+        scaled.check(longest)
+        scaled.check_tree(found.tree)
         if part is not None:
-            scaled.scaling.check_part(longest)
+            scaled.check_part(longest)
     longest = rows.shape[1] if longest is None else longest
-    ids, real, both = call["position_ids"], batch.mask, patch.found[directions.NAME].both
-    return PackedMask(found, patch.picks, batch.shape, longest, ids, patch.found, real=real, part=part, both_ways=both)
+    return PackedMask(found, patch.picks, batch.shape, longest, call["position_ids"], facts, real=batch.mask, part=part)
 
 
 def _stated(batch: Batch, patch: Patched) -> Boundaries:
@@ -106,12 +106,12 @@ def _stated(batch: Batch, patch: Patched) -> Boundaries:
         attention_mask=batch.mask,
         parents=batch.lengths.get(PARENTS),
     )
-    if found.parents is not None and patch.found[directions.NAME].both:
+    if found.parents is not None and patch.facts.both_ways:
         raise BadParents(
             "segment_parents came to a model whose tokens see later tokens too: a prompt would see what continues it. "
             "Give this model every sequence as a document of its own."
         )
-    return found.padding_apart(batch.mask) if batch.mask is not None and patch.found[directions.NAME].both else found
+    return found.padding_apart(batch.mask) if batch.mask is not None and patch.facts.both_ways else found
 
 
 def _stays_in_the_graph(batch: Batch, call: Call, training: bool) -> bool:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -14,7 +14,7 @@ from ..documents.boundaries import Boundaries
 from ..errors import BadParents, PackingNotIsolated
 from ..kernels import Options, Picks, asked_by, packed_attention
 from ..kernels.protocol import require_within
-from . import architectures, rope
+from .facts import Facts
 from .parts.row_part import RowPart
 
 MASK = "attention_mask"
@@ -38,7 +38,7 @@ class PackedMask:
         shape: ``(batch, length)``, like a 2-D mask. Models read it to reshape the mask or to slice keys.
         position_ids: the batch's position ids, for models that derive positions from the mask (OPT up to 4.45).
         positions: largest position id + 1, the length that a table of rotary embeddings needs.
-        found: what the traits have found in the model.
+        facts: what is known of the model.
         window: the sliding window of the mask that the model made for these layers, in tokens. None leaves it to the
             layer, and 0 is no window.
         outright: whether a model around the text side made a mask for every query. Functions of the text side that make
@@ -47,7 +47,6 @@ class PackedMask:
             neither.
         part: the part of every row that this process holds; None if rows are whole. ``shape`` and ``position_ids``
             are then those of the part.
-        both_ways: whether a layer let tokens see later ones when the model was patched.
         layer: the attention layer being computed. Only the function and method seams set it.
         calls: the layers that were given the boundaries, in order; None for an unknown layer or in a compiled graph.
     """
@@ -57,12 +56,11 @@ class PackedMask:
     shape: tuple[int, int]
     positions: int
     position_ids: torch.Tensor | None = field(default=None, repr=False)
-    found: Mapping[str, Any] = field(default_factory=dict, repr=False)
+    facts: Facts = field(default_factory=Facts, repr=False)
     window: int | None = None
     outright: bool = False
     real: torch.Tensor | None = field(default=None, repr=False)
     part: RowPart | None = None
-    both_ways: bool = True
     layer: torch.nn.Module | None = field(default=None, repr=False)
     calls: list[torch.nn.Module | None] = field(default_factory=list, repr=False)
 
@@ -82,15 +80,15 @@ class PackedMask:
             ``[batch, length, query heads, value head dim]``.
         """
         self.given(module)
-        if not self.both_ways and getattr(module, "is_causal", True) is False:
+        if not self.facts.both_ways and getattr(module, "is_causal", True) is False:
             raise PackingNotIsolated(
                 f"{type(module).__name__} has is_causal=False, and had it not when the model was patched: labels and "
                 "masks were planned for a causal model. Call fa2patch.apply(model) again."
             )
-        quirks = self.found.get(architectures.NAME)
-        if quirks is not None and quirks.adjust is not None:
+        quirks = self.facts.architecture
+        if quirks.adjust is not None:
             options = quirks.adjust(module, options)
-        if quirks is not None and quirks.queries is not None:
+        if quirks.queries is not None:
             q = quirks.queries(module, q, self._counted())
         if self.window is not None:  # eager attention has its window in the mask only
             options = replace(options, window=self.window or None)
@@ -133,12 +131,6 @@ class PackedMask:
         """Positions that count from 0 along each document, int64 ``[batch, length]``."""
         positions = self.boundaries.positions_of(self.rows)
         return positions if self.part is None else self.part.own(positions)
-
-    @property
-    def rope(self) -> rope.LengthScaled | None:
-        """The model's length-dependent rope scaling, or None."""
-        known: rope.Found | None = self.found.get(rope.NAME)
-        return known.scaling if known is not None else None
 
     def given(self, module: torch.nn.Module | None) -> None:
         """Record that a layer has been given the boundaries. This is checked after the forward."""

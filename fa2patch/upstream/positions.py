@@ -1,12 +1,11 @@
-"""Positions: the position of a document's first token, and whether position ids reach the position embeddings."""
+"""Positions restart with each document: position ids, their axes, embeddings of positions, and rope."""
 
 from __future__ import annotations
 
 import functools
 import re
-from collections.abc import Iterable
 from itertools import chain
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
@@ -15,60 +14,71 @@ from ..documents.names import TOKENS
 from ..errors import UnsupportedModel
 from . import attached, inspecting
 from .calls import batch_shape, passed
-from .facts import Site, of_forward
+from .facts import Facts, Site, of_forward
 from .find_models import text_modules
 from .packed_mask import MASK, PackedMask
 from .rope import MODULES, length_scaled
-from .rope import NAME as ROPE
-from .rope import Found as RopeFound
 from .seams.layer_rotary import each_document
 from .step import Step
-from .trait import Looked, Trait
-
-POSITIONS = "positions"
-"""The trait's name, the key of its :class:`PositionsFound` in ``Patch.found``."""
+from .trait import ModelLayers, Trait
 
 _POSITIONS = re.compile(r"(^|_)(position|positions|pos|wpe|rotary|rope)(_|$)")
 
 
-class PositionsFound(NamedTuple):
-    """A model's positions.
-
-    Attributes:
-        first: the position of a document's first token if a batch has no position ids.
-        unreachable: the module or parameter that embeds positions in a model that reads no position ids; empty if
-            there is none.
-        by_column: whether the model embeds a token's place in the row if a batch has no position ids. In a row that is
-            padded left, that is not the token's place in its document.
-    """
-
-    first: int
-    unreachable: str
-    by_column: bool
-
-
-class Positions(Trait):
+def look(model: ModelLayers, facts: Facts) -> list[Site]:
     """Make positions restart with each document, and refuse a model in which they cannot."""
+    decoder = model.decoder
+    counting, along = position_embeddings(decoder), along_the_row(decoder)
+    reads = model.by_document or counting or along
+    facts.first_position = first_position(decoder)
+    facts.by_column = not (reads or facts.first_position) and embeds_positions(decoder)
+    facts.row_positions = bool(along) and not model.by_document
+    unreachable = "" if reads else unreachable_positions(decoder)
+    if unreachable:
+        raise UnsupportedModel(
+            f"{type(decoder).__name__}.forward reads no position_ids in this version of Transformers, and positions "
+            f"are embedded in {unreachable}: they would count on from one document into the next. Nothing was patched. "
+            "Upgrade Transformers, or train this model padded."
+        )
+    sites = [of_forward(module, counted_by_position_ids) for module in counting]
+    return sites + [of_forward(module, with_position_ids) for module in along if facts.row_positions]
 
-    name = POSITIONS
 
-    def finds(self, model: Looked) -> PositionsFound:
-        counting = model.apart or position_embeddings(model.decoder) or along_the_row(model.decoder)
-        first = first_position(model.decoder)
-        by_column = not (counting or first) and embeds_positions(model.decoder)
-        return PositionsFound(first, "" if counting else unreachable_positions(model.decoder), by_column)
+def look_at_rope(model: ModelLayers, facts: Facts) -> list[Site]:
+    """Find a scaling that depends on the length, and replace the rotary modules of longrope.
 
-    def refuses(self, model: Looked, found: PositionsFound) -> None:
-        if found.unreachable:
+    Rope must see the document's length, not the row's. Dynamic NTK scales by the longest sequence seen so far, and
+    Transformers keeps that scaling for the sequences after it, so a packed batch with a document longer than
+    ``max_position_embeddings`` is refused when it comes. Longrope chooses one of two sets of factors by the length, and
+    is computed document by document. Versions up to 4.47 pass the row's length to some rotary modules as ``seq_len``.
+    """
+    facts.rope = length_scaled(model.decoder.config)
+    rotary = [module for name, module in model.decoder.named_children() if name in MODULES]
+    facts.rope_by_document = facts.rope is not None and facts.rope.kind == "longrope" and bool(rotary)
+    if not facts.rope_by_document:
+        return []
+    for module in rotary:
+        if not inspecting.takes(inspecting.forward_of(type(module)), "position_ids"):  # PhiMoE from 4.46 to 4.57
             raise UnsupportedModel(
-                f"{type(model.decoder).__name__}.forward reads no position_ids in this version of Transformers, and "
-                f"positions are embedded in {found.unreachable}: they would count on from one document into the next. "
-                "Nothing was patched. Upgrade Transformers, or train this model "
-                "padded."
+                f"{type(model.decoder).__name__}: expected that {type(module).__name__} takes position_ids, found "
+                "that it takes the row's length only. Rope scaling 'longrope' chooses factors by the length, so "
+                "all documents of a row would get the row's. Use Transformers 5.0 or later, or train padded."
             )
+    return [of_forward(module, rotated_by_document) for module in rotary]
 
-    def replaces(self, model: Looked, found: PositionsFound) -> Iterable[Site]:
-        return [of_forward(module, counted_by_position_ids) for module in position_embeddings(model.decoder)]
+
+def before(step: Step) -> None:
+    """Give the modules that need them the position ids of a packed batch, or its documents."""
+    ids, facts, mask = step.call.get("position_ids"), step.patch.facts, step.mask
+    if ids is not None and not step.by_hook:
+        step.call["position_ids"] = without_text_axis(step.module, step.calls.original, ids)
+    if mask is None:
+        return
+    if facts.row_positions and step.role.innermost:  # neither the model nor its embeddings take position ids
+        for name in passed(step.call, TOKENS):
+            step.attach(name, attached.Piece(attached.POSITIONS, mask.position_ids))
+    if facts.rope_by_document and mask.part is None:  # in a part, no document is longer than the limit
+        step.send_documents()
 
 
 def first_position(decoder: Model) -> int:
@@ -148,23 +158,6 @@ def counted_by_position_ids(original: Function) -> Function:
 _TABLE = "position_ids"
 
 
-class RowPositions(Trait):
-    """Give such embeddings the position ids of a packed batch."""
-
-    name = "row positions"
-
-    def finds(self, model: Looked) -> bool | None:
-        return True if along_the_row(model.decoder) and not model.apart else None
-
-    def replaces(self, model: Looked, found: Any) -> Iterable[Site]:
-        return [of_forward(module, with_position_ids) for module in along_the_row(model.decoder)]
-
-    def before(self, step: Step, found: Any) -> None:
-        if step.mask is not None and step.role.innermost:
-            for name in passed(step.call, TOKENS):
-                step.attach(name, attached.Piece(attached.POSITIONS, step.mask.position_ids))
-
-
 def along_the_row(decoder: Model) -> list[Any]:
     """The modules of a decoder with a buffer ``position_ids``, which their forward reads and does not take."""
     if _TABLE in inspecting.upstream_parameters(type(decoder).forward):
@@ -200,37 +193,6 @@ def with_position_ids(original: Function) -> Function:
     return forward
 
 
-class Rope(Trait):
-    """Replace the rotary modules of longrope. Dynamic NTK is checked when a packed batch is recognised."""
-
-    name = ROPE
-
-    def finds(self, model: Looked) -> RopeFound | None:
-        scaling = length_scaled(model.decoder.config)
-        return None if scaling is None else RopeFound(scaling, scaling.kind == "longrope" and bool(_modules(model)))
-
-    def refuses(self, model: Looked, found: RopeFound) -> None:
-        for module in _modules(model) if found.rides else ():
-            if not inspecting.takes(inspecting.forward_of(type(module)), "position_ids"):  # PhiMoE from 4.46 to 4.57
-                raise UnsupportedModel(
-                    f"{type(model.decoder).__name__}: expected that {type(module).__name__} takes position_ids, found "
-                    "that it takes the row's length only. Rope scaling 'longrope' chooses factors by the length, so "
-                    "all documents of a row would get the row's. Use Transformers 5.0 or later, or train padded."
-                )
-
-    def replaces(self, model: Looked, found: RopeFound) -> Iterable[Site]:
-        return [of_forward(module, rotated_by_document) for module in _modules(model)] if found.rides else []
-
-    def before(self, step: Step, found: RopeFound) -> None:
-        split = step.mask is not None and step.mask.part is not None  # no document is then longer than the limit
-        if found.rides and not split:
-            step.send_documents()
-
-
-def _modules(model: Looked) -> list[torch.nn.Module]:
-    return [module for name, module in model.decoder.named_children() if name in MODULES]
-
-
 def rotated_by_document(original: Function) -> Function:
     """Replacement for a rotary module's ``forward(x, position_ids)`` that computes each document by itself."""
 
@@ -242,17 +204,6 @@ def rotated_by_document(original: Function) -> Function:
         return each_document(functools.partial(original, self), x, position_ids, documents, kwargs)
 
     return forward
-
-
-class Axes(Trait):
-    """Drop the text axis of four-axis position ids where the decoder takes three axes."""
-
-    name = "axes"
-
-    def before(self, step: Step, found: Any) -> None:
-        ids = step.call.get("position_ids")
-        if ids is not None and not step.by_hook:
-            step.call["position_ids"] = without_text_axis(step.module, step.calls.original, ids)
 
 
 def takes_text_axis(decoder: Model) -> bool:
@@ -292,7 +243,7 @@ class RowLength(Trait):
 
     name = "row length"
 
-    def finds(self, model: Looked) -> bool | None:
+    def finds(self, model: ModelLayers) -> bool | None:
         rotary = (module for name, module in model.decoder.named_children() if name in MODULES)
         return True if any(inspecting.takes(module.forward, "seq_len") for module in rotary) else None
 

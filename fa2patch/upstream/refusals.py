@@ -1,8 +1,8 @@
-"""Encoder-decoders, decoders that attend to an encoder's states, and models of images or sound. All are refused."""
+"""Models that cannot be trained packed. Each function looks at one thing that speaks against it, and raises for it."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -10,54 +10,106 @@ import torch
 from .._types import Model
 from ..errors import LayerNotPatchable, UnsupportedModel
 from . import inspecting
-from .architectures import NAME as REGISTRY
-from .architectures import Architecture, row_of
-from .facts import Site
+from .architectures import row_of
+from .facts import Facts, Site
 from .find_layers import blocks_without, claims_flash_attention
-from .find_mixers import mixers
+from .find_mixers import mixers as mixers_of
 from .find_models import takes_no_token_ids, text_modules, token_embeddings
 from .seams import interface, method
 from .step import Step
-from .trait import Looked, Trait
+from .trait import ModelLayers, Trait
 
 ENCODED = "encoder_hidden_states"
 
 
-class EncoderDecoder(Trait):
-    """Refuse a model whose config says that it is an encoder-decoder."""
-
-    name = "encoder-decoder"
-
-    def finds(self, model: Looked) -> bool | None:
-        return True if getattr(model.model.config, "is_encoder_decoder", False) else None
-
-    def refuses(self, model: Looked, found: Any) -> None:
+def kind(model: ModelLayers, facts: Facts) -> None:
+    """Refuse encoders of images and sound, and encoder-decoders."""
+    if takes_no_token_ids(model.model):
+        token_embeddings(model.model)  # raises the error that verify raises, too
+    if getattr(model.model.config, "is_encoder_decoder", False):
         raise UnsupportedModel(
             f"{model} is an encoder-decoder: fa2patch packs decoder-only language models. Train it padded."
         )
 
 
-class NoTokenIds(Trait):
-    """Refuse a model that takes no token ids, such as an image or audio encoder."""
+def unreadable_code(model: ModelLayers, facts: Facts) -> None:
+    """Refuse a class whose ``forward`` is not a function (a ``partialmethod``, a callable object)."""
+    for cls in dict.fromkeys(type(module) for module in model.entered[0].modules()):
+        forward = inspecting.forward_of(cls)
+        if not inspecting.is_of_torch(cls) and inspecting.code_of(forward) is None:
+            raise LayerNotPatchable(
+                "looked at every module's forward for what it takes and does: expected functions, found that "
+                f"{cls.__module__}.{cls.__qualname__}.forward is a {type(forward).__name__}. Nothing was patched. "
+                "Write it as a method (def forward(self, ...): ...), or train this model padded."
+            )
 
-    name = "no token ids"
 
-    def finds(self, model: Looked) -> bool | None:
-        return True if takes_no_token_ids(model.model) else None
+def registered(model: ModelLayers, facts: Facts) -> None:
+    """Refuse a config that its row of the registry refuses."""
+    config = model.model.config
+    for row, of in ((facts.architecture, model.decoder.config), (row_of(config), config)):
+        reason = row.refuse(of) if row.refuse is not None else None
+        if reason:
+            raise UnsupportedModel(f"{model} cannot be trained packed: {reason}.")
 
-    def refuses(self, model: Looked, found: Any) -> None:
-        token_embeddings(model.model)  # raises the error that verify raises, too
+
+def mixers(model: ModelLayers, facts: Facts) -> list[Site]:
+    """Replace every mixer or the layer around it, and refuse a model with one that cannot be given the boundaries."""
+    carrying = {} if model.by_document else mixers_of(model.decoder, model.attention)
+    facts.has_mixers = bool(carrying)
+    covered = tuple(f"{layer.name}." for layer in model.mixers)
+    left = {name: what for name, what in carrying.items() if not f"{name}.".startswith(covered)}
+    if left:
+        (name, what), *others = left.items()
+        raise UnsupportedModel(
+            f"{type(model.decoder).__name__} carries state along the row outside attention, in {what} at {name}"
+            f"{f' and {len(others)} more places' if others else ''}. Nothing that it is handed could tell it where "
+            "documents start, so they would leak there. Nothing was patched. Train this model padded."
+        )
+    return [layer.site for layer in model.mixers] if carrying else []
 
 
-class CrossAttention(Trait):
-    """Refuse a decoder whose blocks attend to an encoder's states."""
+def attention(model: ModelLayers, facts: Facts) -> list[Site]:
+    """Replace each attention layer's seam, and refuse a decoder with layers that cannot be given the boundaries."""
+    _require_layers(model)
+    _refuse_cross_attention(model)
+    _refuse_broken_flash_classes(model)
+    return [site for layer in model.attention for site in (layer.site, *layer.others) if layer.seam != "document"]
 
-    name = "cross attention"
 
-    def finds(self, model: Looked) -> str | None:
-        return attention_to_an_encoder(model.decoder, [layer.name for layer in model.attention]) or None
+def _require_layers(model: ModelLayers) -> None:
+    """Refuse a decoder without layers that can be given the boundaries, or with a block that lacks one.
 
-    def refuses(self, model: Looked, found: str) -> None:
+    A block counts only if its siblings have such a layer and it may look at other tokens itself.
+    """
+    layers = list(model.layers)
+    without = blocks_without(model.decoder, layers)
+    if layers and not without:
+        return
+    blocks = ", ".join(f"{name} ({cls})" for name, cls in list(without.items())[:4]) or "no layer at all"
+    foreign = _foreign_forward(model.decoder)
+    do = "Train this model padded, and please report it with the Transformers version."
+    if foreign:
+        do = f"{foreign}: train with what that package offers, or load the model without it."
+    raise LayerNotPatchable(
+        f"{type(model.decoder).__name__}: looked in every layer for attention with a seam (a module-level "
+        f"{interface.REGISTRIES[0]}, or a ...FlashAttention2 class) and found {len(layers)} such layers; without "
+        f"one: {blocks}. Nothing was patched. {do}"
+    )
+
+
+def _foreign_forward(decoder: Model) -> str:
+    """Name the first class of Transformers whose forward another package has replaced; empty if there is none."""
+    for cls in dict.fromkeys(type(module) for module in decoder.modules()):
+        home = str(getattr(cls.forward, "__module__", ""))
+        if cls.__module__.startswith("transformers.") and home.split(".")[0] not in ("transformers", "torch", ""):
+            return f"The forward of {cls.__name__} is not Transformers' own but that of {home}"
+    return ""
+
+
+def _refuse_cross_attention(model: ModelLayers) -> None:
+    found = attention_to_an_encoder(model.decoder, [layer.name for layer in model.attention])
+    if found:
         raise UnsupportedModel(
             f"{type(model.decoder).__name__} attends to an encoder's states: {found}. fa2patch packs decoder-only "
             "language models. Nothing was patched. Train this model padded."
@@ -76,7 +128,10 @@ def attention_to_an_encoder(decoder: Model, attention: Sequence[str]) -> str:
         attention: the names of its attention layers.
     """
     for name, block in text_modules(decoder):
-        if name in attention or not _takes(type(block)):
+        takes = not inspecting.is_of_torch(type(block)) and inspecting.takes(
+            inspecting.forward_of(type(block)), ENCODED
+        )
+        if name in attention or not takes:
             continue
         inside = [layer[len(name) + 1 :] for layer in attention if layer.startswith(f"{name}.")]
         if len(inside) > 1 and not any(isinstance(part, torch.nn.ModuleList) for part in _between(block, inside)):
@@ -84,109 +139,39 @@ def attention_to_an_encoder(decoder: Model, attention: Sequence[str]) -> str:
     return ""
 
 
-def _between(block: torch.nn.Module, inside: list[str]) -> list[torch.nn.Module]:
+def _between(block: torch.nn.Module, inside: list[str]) -> Iterator[torch.nn.Module]:
     """The modules between a block and the attention layers in it."""
     paths = {".".join(name.split(".")[:end]) for name in inside for end in range(1, name.count(".") + 1)}
-    return [block.get_submodule(path) for path in sorted(paths)]
+    return map(block.get_submodule, sorted(paths))
 
 
-def _takes(cls: type) -> bool:
-    return not inspecting.is_of_torch(cls) and inspecting.takes(inspecting.forward_of(cls), ENCODED)
-
-
-class Unreadable(Trait):
-    """Refuse a class whose ``forward`` is not a function (a ``partialmethod``, a callable object)."""
-
-    name = "unreadable"
-
-    def finds(self, model: Looked) -> str | None:
-        for cls in dict.fromkeys(type(module) for module in model.entered[0].modules()):
-            forward = inspecting.forward_of(cls)
-            if not inspecting.is_of_torch(cls) and inspecting.code_of(forward) is None:
-                return f"{cls.__module__}.{cls.__qualname__}.forward is a {type(forward).__name__}"
-        return None
-
-    def refuses(self, model: Looked, found: str) -> None:
-        raise LayerNotPatchable(
-            f"looked at every module's forward for what it takes and does: expected functions, found that {found}. "
-            "Nothing was patched. Write it as a method (def forward(self, ...): ...), or train this model padded."
-        )
-
-
-class Registered(Trait):
-    """Refuse a config that the row refuses. The packed mask applies the row's quirks in every attention layer."""
-
-    name = REGISTRY
-
-    def finds(self, model: Looked) -> Architecture:
-        return model.architecture
-
-    def refuses(self, model: Looked, found: Architecture) -> None:
-        config = model.model.config
-        for row, of in ((found, model.decoder.config), (row_of(config), config)):
-            reason = row.refuse(of) if row.refuse is not None else None
-            if reason:
-                raise UnsupportedModel(f"{model} cannot be trained packed: {reason}.")
-
-
-class AttentionLayers(Trait):
-    """Refuse a decoder without layers that can be given the boundaries, or with a block that lacks one.
-
-    A block counts only if its siblings have such a layer and it may look at other tokens itself.
-    """
-
-    name = "attention"
-
-    def refuses(self, model: Looked, found: Any) -> None:
-        layers = list(model.layers)
-        without = blocks_without(model.decoder, layers)
-        if layers and not without:
-            return
-        blocks = ", ".join(f"{name} ({cls})" for name, cls in list(without.items())[:4]) or "no layer at all"
-        foreign = _foreign_forward(model.decoder)
-        do = "Train this model padded, and please report it with the Transformers version."
-        if foreign:
-            do = f"{foreign}: train with what that package offers, or load the model without it."
-        raise LayerNotPatchable(
-            f"{type(model.decoder).__name__}: looked in every layer for attention with a seam (a module-level "
-            f"{interface.REGISTRIES[0]}, or a ...FlashAttention2 class) and found {len(layers)} such layers; without "
-            f"one: {blocks}. Nothing was patched. {do}"
-        )
-
-    def replaces(self, model: Looked, found: Any) -> Iterable[Site]:
-        return [site for layer in model.attention for site in (layer.site, *layer.others) if layer.seam != "document"]
-
-
-def _foreign_forward(decoder: Model) -> str:
-    """Name the first class of Transformers whose forward another package has replaced; empty if there is none."""
-    for cls in dict.fromkeys(type(module) for module in decoder.modules()):
-        home = str(getattr(cls.forward, "__module__", ""))
-        if cls.__module__.startswith("transformers.") and home.split(".")[0] not in ("transformers", "torch", ""):
-            return f"The forward of {cls.__name__} is not Transformers' own but that of {home}"
-    return ""
-
-
-class BrokenFlashClass(Trait):
+def _refuse_broken_flash_classes(model: ModelLayers) -> None:
     """Refuse a layer whose flash class calls a method that the layer does not have (ESM in 4.54 and 4.55)."""
+    for layer in model.attention:
+        make = layer.site.make
+        if not isinstance(make, method.OnFlashClass):
+            continue
+        missing = method.missing(make.flash, layer.module)
+        if missing:
+            raise LayerNotPatchable(
+                f"{type(model.decoder).__name__}: packed rows would be computed by the class for flash attention of "
+                f"{layer.name} ({type(layer.module).__name__}), whose {make.flash.__name__} calls self.{missing}, and "
+                "this version of Transformers has no such method. Nothing was patched. Upgrade Transformers, or train "
+                "this model padded."
+            )
 
-    name = "broken flash class"
 
-    def finds(self, model: Looked) -> str | None:
-        for layer in model.attention:
-            make = layer.site.make
-            if isinstance(make, method.OnFlashClass):
-                name = method.missing(make.flash, layer.module)
-                if name:
-                    return (
-                        f"{layer.name} ({type(layer.module).__name__}), whose {make.flash.__name__} calls self.{name}"
-                    )
-        return None
+def unclaimed_flash(model: ModelLayers, facts: Facts) -> None:
+    """Refuse a model that does not claim to support flash attention.
 
-    def refuses(self, model: Looked, found: str) -> None:
-        raise LayerNotPatchable(
-            f"{type(model.decoder).__name__}: packed rows would be computed by the class for flash attention of "
-            f"{found}, and this version of Transformers has no such method. Nothing was patched. Upgrade Transformers, "
-            "or train this model padded."
+    A model without ``_supports_flash_attn`` passes if a layer has another seam than the interface, or if its
+    architecture is registered or was named in ``apply``.
+    """
+    if model.attention and not (model.vouched or claims_flash_attention(model.model, model.attention)):
+        raise UnsupportedModel(
+            f"{model} does not claim flash attention (_supports_flash_attn): its attention may look at more than "
+            "boundaries can say. Nothing was patched. If it is ordinary attention, say so: "
+            f"fa2patch.register(fa2patch.Architecture({model.decoder.config.model_type!r}))."
         )
 
 
@@ -198,10 +183,10 @@ class FusedFlash(Trait):
 
     name = "fused flash"
 
-    def finds(self, model: Looked) -> bool | None:
+    def finds(self, model: ModelLayers) -> bool | None:
         return True if any(layer.fused for layer in model.attention) else None
 
-    def refuses(self, model: Looked, found: Any) -> None:
+    def refuses(self, model: ModelLayers, found: Any) -> None:
         _refuse_unpadding(model.decoder)
 
     def before(self, step: Step, found: Any) -> None:
@@ -216,74 +201,3 @@ def _refuse_unpadding(model: Model) -> None:
             "Transformers, and nothing that it is handed says where documents start. Load it with "
             'attn_implementation="sdpa": fa2patch has its packed rows computed by flash attention all the same.'
         )
-
-
-class UnclaimedFlash(Trait):
-    """Refuse a model that does not claim to support flash attention.
-
-    A model without ``_supports_flash_attn`` passes if a layer has another seam than the interface, or if its
-    architecture is registered or was named in ``apply``.
-    """
-
-    name = "unclaimed flash"
-
-    def finds(self, model: Looked) -> bool | None:
-        said = model.vouched or claims_flash_attention(model.model, model.attention)
-        return None if said or not model.attention else True
-
-    def refuses(self, model: Looked, found: Any) -> None:
-        raise UnsupportedModel(
-            f"{model} does not claim flash attention (_supports_flash_attn): its attention may look at more than "
-            "boundaries can say. Nothing was patched. If it is ordinary attention, say so: "
-            f"fa2patch.register(fa2patch.Architecture({model.decoder.config.model_type!r}))."
-        )
-
-
-MIXERS = "mixers"
-"""The trait's name, a key of ``Patch.found`` if the model has mixers."""
-
-
-class Mixers(Trait):
-    """Replace every mixer or the layer around it, and refuse a model with a mixer that cannot be given boundaries."""
-
-    name = MIXERS
-
-    def finds(self, model: Looked) -> dict[str, str] | None:
-        """The mixers that cannot be given the boundaries, by name; None if the model has no mixers at all."""
-        carrying = {} if model.apart else mixers(model.decoder, model.attention)
-        covered = tuple(f"{layer.name}." for layer in model.mixers)
-        left = {name: what for name, what in carrying.items() if not f"{name}.".startswith(covered)}
-        return left if carrying else None
-
-    def refuses(self, model: Looked, found: dict[str, str]) -> None:
-        if found:
-            (name, what), *others = found.items()
-            raise UnsupportedModel(
-                f"{type(model.decoder).__name__} carries state along the row outside attention, in {what} at {name}"
-                f"{f' and {len(others)} more places' if others else ''}. Nothing that it is handed could tell it where "
-                "documents start, so they would leak there. Nothing was patched. Train this model padded."
-            )
-
-    def replaces(self, model: Looked, found: Any) -> Iterable[Site]:
-        return [layer.site for layer in model.mixers]
-
-
-CACHE = "cache"
-"""The trait's name, a key of ``Patch.found`` if packed batches are computed without a cache."""
-
-
-class NoCache(Trait):
-    """A packed batch is computed with ``use_cache=False``.
-
-    Gemma 3n keeps its cache: its later layers read the keys and values of earlier layers from it.
-    """
-
-    name = CACHE
-
-    def finds(self, model: Looked) -> bool | None:
-        return None if getattr(model.decoder.config, "num_kv_shared_layers", 0) else True
-
-    def before(self, step: Step, found: Any) -> None:
-        # a model around the innermost one may not take use_cache (Qwen3.5 in 5.10)
-        if (step.places or step.handed) and ("use_cache" in step.calls.names or "use_cache" in step.call):
-            step.call["use_cache"] = False

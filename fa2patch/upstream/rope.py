@@ -4,14 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 from .._types import Config
 from ..documents.trees import Tree
 from ..errors import PackingNotIsolated
-
-NAME = "rope"
-"""The trait's name, which is the key of :class:`Found` in ``Patch.found``."""
 
 MODULES = ("rotary_emb", "maybe_rotary")
 """Names of rotary modules."""
@@ -73,18 +70,6 @@ class LengthScaled:
                 "sequences that share a prompt some are longer and some are not: the prompt would be needed twice. "
                 "Give such sequences as documents of their own."
             )
-
-
-class Found(NamedTuple):
-    """What is known of a model's rope.
-
-    Attributes:
-        scaling: the length-dependent scaling.
-        rides: whether the documents must ride on ``position_ids`` to the decoder's rotary modules.
-    """
-
-    scaling: LengthScaled
-    rides: bool
 
 
 def length_scaled(config: Config) -> LengthScaled | None:

@@ -1,33 +1,19 @@
-"""The state of one model's forward of one batch, for the stages of :mod:`fa2patch.upstream.forward`."""
+"""The state of one model's forward of one batch, and what a forward sees of the patch."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, Protocol
 
+import torch
+
 from .._types import Args, Call, Model
 from ..kernels import Picks
 from . import attached
 from .calls import Calls
+from .facts import Facts, Role
 from .find_layers import Layer
 from .packed_mask import PackedMask
-
-
-class Route(NamedTuple):
-    """How the boundaries pass through the forwards of one model.
-
-    Attributes:
-        carrier: the forward argument that is replaced by the :class:`PackedMask`.
-        stops_ids: whether the decoder takes no ``position_ids`` (Mamba, RWKV, OPT up to 4.45).
-        makes_masks: whether the outermost model makes masks for the models inside it (Gemma 3 up to 4.52).
-        apart: whether the decoder computes each document by itself.
-    """
-
-    carrier: str
-    stops_ids: bool
-    makes_masks: bool
-    apart: bool = False
-
 
 MARK = "_fa2patch"
 """Name of the instance attribute that marks a patched model. It holds the model's ``Patch``."""
@@ -39,60 +25,25 @@ PADDING = "_fa2patch_padding"
 """Name of the instance attribute of a base model that computes padded batches packed. It holds what packs them."""
 
 
-class Role(NamedTuple):
-    """The role of a model among the models that a call goes through.
-
-    Attributes:
-        outermost: whether no other model is around it.
-        innermost: whether it is the base model, which loops over the layers.
-        predicts_the_next: whether a label is predicted by the token before it.
-        pools: whether its head pools the last token of each row. Packed batches are pooled for each document.
-        lengths: the collator lengths that its ``forward`` and each one that runs through ``super()`` accept.
-    """
-
-    outermost: bool
-    innermost: bool
-    predicts_the_next: bool = False
-    pools: bool = False
-    lengths: frozenset[str] = frozenset()
-
-
 class Acting(Protocol):
-    """A trait, as a forward uses it."""
+    """A trait, as a forward uses it: see :class:`fa2patch.traits.Trait`."""
 
-    def before(self, step: Step, found: Any) -> None:
-        """Called before the forward."""
+    def before(self, step: Step, found: Any) -> None: ...  # noqa: D102
 
-    def after(self, step: Step, found: Any, output: Any) -> Any:
-        """Called after the forward with its output."""
+    def after(self, step: Step, found: Any, output: Any) -> Any: ...  # noqa: D102
 
 
 class Patched(Protocol):
-    """A patch, as a forward uses it: see :class:`fa2patch.Patch`.
-
-    Attributes:
-        model: the Transformers model.
-        picks: the kernels that were picked.
-        acting: the traits that do something in a forward, each with what it has found.
-        unpacked: the number of training batches without document information; None stops the count.
-        vouched: whether a packed batch has been seen to reach every layer.
-        skips: whether a packed batch has been seen to reach fewer layers.
-    """
+    """A patch, as a forward uses it: see :class:`fa2patch.Patch`."""
 
     model: Model
     picks: Picks
-    acting: tuple[tuple[Acting, Any], ...]
+    facts: Facts
+    before: tuple[tuple[Acting, Any], ...]
+    after: tuple[tuple[Acting, Any], ...]
     unpacked: int | None
     vouched: bool
     skips: bool
-
-    @property
-    def found(self) -> dict[str, Any]:
-        """What each trait has found, by its name."""
-
-    @property
-    def route(self) -> Route:
-        """The way that boundaries take through the model."""
 
     @property
     def attention(self) -> tuple[Layer, ...]:
@@ -103,6 +54,20 @@ class Patched(Protocol):
 
     def capture_unpacked(self) -> None:
         """Called when a training batch without document information is captured in a graph."""
+
+
+class Weighted(NamedTuple):
+    """What a weighted loss is computed from.
+
+    Attributes:
+        labels: int64 ``[batch, length]``, -100 outside the loss.
+        weights: float32 ``[batch, length]``, 0 outside the loss.
+        items: the number of documents in the step, from Trainer; None for those in this batch.
+    """
+
+    labels: torch.Tensor
+    weights: torch.Tensor
+    items: Any
 
 
 @dataclass(eq=False)
@@ -120,7 +85,8 @@ class Step:
         handed: whether an outer model has passed the packed mask as an argument.
         places: whether this step passes the packed mask as an argument.
         by_hook: whether a foreign forward is called and this step belongs to a forward pre-hook.
-        pieces: the luggage that this step has attached. It must be taken before its forward returns.
+        pieces: what this step has attached to tensors. It must be taken before its forward returns.
+        weighted: what the weighted loss of this batch is computed from; None for any other loss.
         kept: what a trait's ``before`` keeps for its ``after``, by the trait's name.
     """
 
@@ -135,6 +101,7 @@ class Step:
     places: bool = False
     by_hook: bool = False
     pieces: list[attached.Piece] = field(default_factory=list)
+    weighted: Weighted | None = None
     kept: dict[str, Any] = field(default_factory=dict)
 
     def attach(self, argument: str, piece: attached.Piece) -> None:

@@ -1,4 +1,4 @@
-"""A model and its parts, which the traits inspect in ``apply``."""
+"""The base class of traits, and what they look at: a model with its layers."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ from functools import cached_property
 from typing import Any
 
 from .._types import Model
-from .architectures import Architecture
 from .facts import Site
 from .find_layers import Layer, attention_layers
 from .find_mixers import mixer_layers
@@ -15,21 +14,20 @@ from .find_models import models
 from .step import Step
 
 
-class Looked:
-    """A Transformers model and its parts. Layers are looked up once, on first access.
+class ModelLayers:
+    """A Transformers model and its layers, which are looked up once, on first access.
 
     Args:
         model: the Transformers model.
-        architecture: its row of the registry.
-        vouched: whether the row is registered for the model type, or was named in ``apply``.
+        vouched: whether its row is registered for the model type, or was named in ``apply``.
 
     Attributes:
         entered: the models whose ``forward`` a call goes through, the outermost first.
         decoder: the innermost of them, which loops over the layers.
     """
 
-    def __init__(self, model: Model, architecture: Architecture, vouched: bool) -> None:
-        self.model, self.architecture, self.vouched = model, architecture, vouched
+    def __init__(self, model: Model, vouched: bool) -> None:
+        self.model, self.vouched = model, vouched
         self.entered: tuple[Any, ...] = tuple(models(model))
         self.decoder: Model = self.entered[-1]
 
@@ -44,7 +42,7 @@ class Looked:
         return tuple(mixer_layers(self.decoder, self.attention))
 
     @property
-    def apart(self) -> bool:
+    def by_document(self) -> bool:
         """Whether the base model computes each document by itself."""
         return any(layer.seam == "document" for layer in self.attention)
 
@@ -58,11 +56,11 @@ class Looked:
 
 
 class Trait:
-    """One feature of a model that packed rows touch.
+    """One feature that some models have and packed rows touch.
 
-    ``apply`` goes through the traits in the order of ``TRAITS``. It asks each one whether the model has it, whether the
-    model must be refused, and which attributes must be replaced. Every forward of a patched model then calls
-    :meth:`before` and :meth:`after` of the traits that were found. A subclass overrides the methods that it needs.
+    ``apply`` asks each trait whether the model has it, whether the model must be refused, and which attributes must be
+    replaced. Every forward of a patched model then calls :meth:`before` and :meth:`after` of those that were found. A
+    subclass overrides the methods that it needs.
 
     Attributes:
         name: the trait's key in ``Patch.found``.
@@ -74,7 +72,7 @@ class Trait:
     name: str
     of_head: bool = False
 
-    def finds(self, model: Looked) -> Any:
+    def finds(self, model: ModelLayers) -> Any:
         """Look for the trait in a model.
 
         Returns:
@@ -83,10 +81,10 @@ class Trait:
         """
         return True
 
-    def refuses(self, model: Looked, found: Any) -> None:
+    def refuses(self, model: ModelLayers, found: Any) -> None:
         """Raise an :class:`~fa2patch.errors.Fa2PatchError` if a model with this trait cannot be patched."""
 
-    def replaces(self, model: Looked, found: Any) -> Iterable[Site]:
+    def replaces(self, model: ModelLayers, found: Any) -> Iterable[Site]:
         """The attributes that must be replaced."""
         return ()
 
@@ -96,9 +94,3 @@ class Trait:
     def after(self, step: Step, found: Any, output: Any) -> Any:
         """Check or change the output after a model's forward, and return it."""
         return output
-
-    @property
-    def acts(self) -> bool:
-        """Whether the trait overrides :meth:`before` or :meth:`after`."""
-        cls = type(self)
-        return cls.before is not Trait.before or cls.after is not Trait.after

@@ -21,7 +21,7 @@ from compat_matrix.run import merged
 from fa2patch import Boundaries
 from fa2patch.documents import device, recognition, starts, stated
 from fa2patch.upstream import forward, packed_mask, refusals
-from fa2patch.upstream.trait import Looked
+from fa2patch.upstream.trait import ModelLayers
 
 CELLS = [("llama", "sdpa"), ("qwen2", "eager"), ("falcon", "sdpa"), ("llama4", "sdpa")]
 architectures = sys.modules["fa2patch.upstream.architectures"]
@@ -72,9 +72,9 @@ FAULTS = {
     "a parent that is not seen by a mixer": ([NO_TREE], "jamba", *PROMPTS),
     "a refusal that is not made": (
         [
-            (refusals.Mixers, "finds", lambda self, model: None),
-            (refusals.AttentionLayers, "refuses", lambda self, model, found: None),
-            (Looked, "mixers", ()),
+            (refusals, "mixers_of", lambda *given: {}),
+            (refusals, "_require_layers", lambda model: None),
+            (ModelLayers, "mixers", ()),
         ],
         "jamba", "packed_row", "nothing_crosses",
     ),

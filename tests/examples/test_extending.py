@@ -19,8 +19,8 @@ from compat_matrix.check.rows import alone, documents, pack
 from fa2patch import errors, kernels
 from fa2patch.kernels import packed_attention, picks
 from fa2patch.kernels.reference import Reference
+from fa2patch.patch import plan as planning
 from fa2patch.traits import Trait, register_trait
-from fa2patch.upstream import pipeline
 
 EXAMPLES = Path(__file__).parents[2] / "examples" / "extend"
 
@@ -97,7 +97,7 @@ class Transposed(Counting):
 @pytest.fixture(autouse=True)
 def nothing_stays_registered(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(picks, "_registered", [])
-    monkeypatch.setattr(pipeline, "_registered", [])
+    monkeypatch.setattr(planning, "_registered", [])
 
 
 def with_lengths(docs: list[torch.Tensor]) -> dict[str, object]:
@@ -231,22 +231,22 @@ def test_a_registered_trait_is_replaced_by_one_of_its_name() -> None:
     first, second = Noting(), Noting()
     register_trait(first)
     register_trait(second)
-    assert pipeline.traits()[-1] is second and first not in pipeline.traits()
+    assert planning.traits()[-1] is second and first not in planning.traits()
 
 
 class OurName(Trait):
     """A trait whose name is taken."""
 
-    name = "rope"
+    name = "fused flash"
 
 
 @pytest.mark.parametrize("trait", ["noting", Noting, Trait(), OurName()])
 def test_what_is_no_trait_is_refused(trait: object) -> None:
     with pytest.raises(errors.BadArgument):
         register_trait(trait)  # type: ignore[arg-type]
-    assert pipeline._registered == []
+    assert planning._registered == []
 
 
 def test_names_of_traits_are_unique() -> None:
-    names = [trait.name for trait in pipeline.TRAITS]
+    names = [trait.name for trait in planning.TRAITS]
     assert len(names) == len(set(names))

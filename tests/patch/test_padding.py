@@ -186,8 +186,8 @@ def test_an_object_with_a_tokenizer_makes_padded_batches() -> None:
 def test_it_is_implied_for_a_model_that_was_patched_by_itself_before() -> None:
     embedder = Embedder(build(BertModel))
     seen = tokens_of(embedder)
-    assert not fa2patch.apply(embedder[0]).plan.padded
-    assert not fa2patch.apply(torch.nn.Sequential(embedder[0])).plan.padded
+    assert not fa2patch.apply(embedder[0]).facts.padded
+    assert not fa2patch.apply(torch.nn.Sequential(embedder[0])).facts.padded
     fa2patch.apply(embedder, prove=False)  # the hook only looks
     embedder(padded(5, 9, 1, 3))
     assert seen == [18]

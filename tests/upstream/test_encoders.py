@@ -145,13 +145,13 @@ def test_roberta_counts_from_behind_its_padding_s_position():
     batch = collate([{"input_ids": doc.tolist()} for doc in docs])
     del batch["labels"]
     with fa2patch.apply(model) as patch:
-        assert patch.found["positions"].first == 2
+        assert patch.facts.first_position == 2
         assert_close(model(**batch).logits[0], expected, "ids from 2")
         seq_idx = {name: batch[name] for name in ("input_ids", "seq_idx")}
         assert_close(model(**seq_idx).logits[0], expected, "no ids: counted from 2")
         from_zero = model(input_ids=batch["input_ids"], position_ids=batch["position_ids"] - 2).logits[0]
         assert (from_zero - expected).abs().max() > 1e-2 * expected.abs().max()
-    assert fa2patch.apply(tiny_models.build("bert:masked")).found["positions"].first == 0
+    assert fa2patch.apply(tiny_models.build("bert:masked")).facts.first_position == 0
 
 
 @pytest.mark.parametrize("implementation", ["eager", "sdpa"])

@@ -15,7 +15,7 @@ from compat_matrix.check.compare import assert_close, assert_same_gradients
 from compat_matrix.check.rows import alone, documents, gradients, loss_of, pack
 from fa2patch import binding, errors
 from fa2patch.patch.plan import plan
-from fa2patch.upstream import directions, forward, masks
+from fa2patch.upstream import forward, masks
 from fa2patch.upstream.facts import Site
 from fa2patch.upstream.seams import function, interface, method
 
@@ -262,7 +262,7 @@ CAUSAL = [
 def test_a_layer_looks_both_ways_where_it_or_its_call_says_so(seam, of_layer, said, causal, docs):
     """The gradient of a token in a document's middle shows which tokens it sees."""
     patch = fa2patch.apply(model := build(seam, "flash_attention_2"))
-    patch.found[directions.NAME] = patch.found[directions.NAME]._replace(both=True)  # as in an encoder
+    patch.facts.both_ways = True  # as in an encoder
     for layer in model.model.layers:
         if of_layer is not ABSENT:
             layer.is_causal = of_layer

@@ -13,6 +13,7 @@ from fa2patch import errors
 from fa2patch.documents import device
 from fa2patch.documents.boundaries import Boundaries
 from fa2patch.upstream import masks
+from fa2patch.upstream.facts import Facts
 from fa2patch.upstream.masks import Blocks
 from fa2patch.upstream.packed_mask import PackedMask
 from fa2patch.upstream.parts.row_part import RowPart
@@ -314,6 +315,6 @@ def test_a_model_that_makes_its_prefix_mask_while_it_merges_pictures_is_refused(
         def _merge_input_ids_with_image_features(self, image_features):
             raise AssertionError("it is not called")
 
-    masks.Masks().refuses(SimpleNamespace(entered=(Llava(),)), True)
+    masks.look(SimpleNamespace(model=Llava(), entered=(Llava(),)), Facts())
     with pytest.raises(errors.UnsupportedModel, match="Old makes the mask of its prefix .* Upgrade Transformers"):
-        masks.Masks().refuses(SimpleNamespace(entered=(Llava(), Old())), True)
+        masks.look(SimpleNamespace(model=Llava(), entered=(Llava(), Old())), Facts())

@@ -150,7 +150,7 @@ def reverted(cell: Cell) -> None:
                 except (errors.LayerNotPatchable, errors.UnsupportedModel):
                     # the code of such layers and embeddings must be seen, and theirs hides it
                     by_code = {layer.seam for layer in first.layers} & {"formula", "document"}
-                    if not by_code and "row positions" not in first.found:
+                    if not by_code and not first.facts.row_positions:
                         raise
                 finally:
                     setattr(owner, attribute, saved)

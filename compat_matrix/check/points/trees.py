@@ -124,7 +124,7 @@ def shared_prompts(cell: Cell) -> None:
     reference, model, near = cell.reference(dtype), cell.model(dtype), _of_gradients(cell, dtype)
     tree = _Tree(model)
     with fa2patch.apply(model) as patch:
-        if patch.found["directions"].both or tiny_models.is_encoder(cell.family):
+        if patch.facts.both_ways or tiny_models.is_encoder(cell.family):
             return _require_refused(model, tree.batch)
         expected, of_embeddings = _alone(reference, tree)
         found, leaf = outputs_and_embeddings(model, model, tree.batch)
@@ -186,7 +186,7 @@ def shared_prompts_checkpointed(cell: Cell) -> None:
     if not reference.supports_gradient_checkpointing:
         raise NotApplicable("this version of the architecture has no gradient checkpointing")
     with fa2patch.apply(reference) as patch:
-        if patch.found["directions"].both or tiny_models.is_encoder(cell.family):
+        if patch.facts.both_ways or tiny_models.is_encoder(cell.family):
             raise NotApplicable("a tree of segments is refused, because tokens see later tokens")
     loss_of(alone(reference, tree.paths, use_cache=False), tree.paths).backward()
     expected = gradients(reference)

@@ -27,7 +27,7 @@ class OfLayer:
         if names[:2] == ["query", "key"]:
             return self._of_old_falcon(x, *args, **kwargs)
         call = dict(zip(names[1:], args), **kwargs)
-        scaled = mask.rope
+        scaled = mask.facts.rope
         if scaled is not None and scaled.kind == "longrope":
             position_ids = call.pop("position_ids")
             return each_document(self._module, x, position_ids, mask.boundaries, call)
@@ -38,7 +38,7 @@ class OfLayer:
     def _of_old_falcon(self, query: Any, key: Any, past_length: int, position_ids: Any) -> Any:
         """Call Falcon's module of 4.34 and 4.35. It sizes and scales its table by the row's plus the cache's length."""
         beyond = self._mask.positions - query.shape[1]
-        return self._module(query, key, beyond if self._mask.rope is not None else max(0, beyond), position_ids)
+        return self._module(query, key, beyond if self._mask.facts.rope is not None else max(0, beyond), position_ids)
 
 
 def each_document(

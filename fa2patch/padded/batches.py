@@ -18,8 +18,8 @@ from ..errors import BadBatch, StaysPadded
 from ..upstream import attached, caches
 from ..upstream.calls import passed
 from ..upstream.facts import Facts
-from ..upstream.parts.engines import row_part
 from ..upstream.step import MARK, PADDING, Patched
+from ..upstream.ulysses import row_part
 from . import heads
 from .common_prefixes import Segments, shared_segments
 from .layouts import Layout, packed_row

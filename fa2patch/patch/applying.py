@@ -174,7 +174,7 @@ def _held_under(module: torch.nn.Module, original: Function) -> list[str]:
     is ``forward`` if that is the class's own (Transformers 5.0 and 5.1 leave it there after ``output_attentions``).
     """
     own = module.__dict__.get("forward")
-    if foreign.HOOKED in module.__dict__ and inspecting.called_code_reads(own, foreign.HOOKED):
+    if foreign.HOOKED in module.__dict__ and foreign.HOOKED in getattr(inspecting.code_called(own), "co_names", ()):
         return [foreign.HOOKED]
     return ["forward"] if own is not None and getattr(own, "__func__", None) is original else []
 

@@ -27,8 +27,8 @@ from ..upstream.calls import batch_shape, passed
 from ..upstream.find_models import transformers_model
 from ..upstream.labels import inside_documents, kept_logits
 from ..upstream.packed_batch import packed_mask
-from ..upstream.parts.engines import row_part
 from ..upstream.step import MARK, ROLE, Patched
+from ..upstream.ulysses import row_part
 
 MODULE = "transformers.trainer"
 

@@ -12,7 +12,7 @@ import torch
 
 from .._types import Model
 from ..upstream import forward, hooks, inspecting
-from ..upstream.known_code import below_ours
+from ..upstream.inspecting import below_ours
 from .unknown import EVERYWHERE, HOOKS, replaceable
 
 _OUR_HOOKS = (hooks.before, hooks.after, forward.runs)

@@ -1,6 +1,6 @@
 """Which modules of a model may mix tokens in a way that ``apply`` cannot see.
 
-The code of torch and Transformers is known, as it came (:mod:`~fa2patch.upstream.known_code`). Of torch's own modules,
+The code of torch and Transformers is known, as it came (:mod:`~fa2patch.upstream.inspecting`). Of torch's own modules,
 those are known that look at one token at a time.
 """
 
@@ -18,7 +18,7 @@ from ..upstream import inspecting
 from ..upstream.find_layers import attention_layers
 from ..upstream.find_mixers import mixers
 from ..upstream.find_models import models, text_modules
-from ..upstream.known_code import described, is_known
+from ..upstream.inspecting import is_known, where_defined
 from ..upstream.step import MARK, PADDING, ROLE
 
 HOOKS = {
@@ -71,11 +71,11 @@ def _unknown(model: Model) -> Iterator[str]:
     for name, module in model.named_modules():
         yield from _of_module(name or "the model itself", module)
     for what, table in EVERYWHERE:
-        yield from (f"{what} of all modules ({described(hook)})" for hook in table.values() if not is_known(hook))
+        yield from (f"{what} of all modules ({where_defined(hook)})" for hook in table.values() if not is_known(hook))
     for home, name in replaceable(type(module) for module in model.modules()):
         function = vars(sys.modules[home])[name]
         if not is_known(function):
-            yield f"{home}.{name} ({described(function)})"
+            yield f"{home}.{name} ({where_defined(function)})"
     decoder = models(model)[-1]
     layers = list(attention_layers(decoder))
     inside = tuple(f"{name}." for name in [*mixers(decoder, layers), *(layer.name for layer in layers)])
@@ -96,10 +96,10 @@ def _of_module(name: str, module: torch.nn.Module) -> Iterator[str]:
         return
     for function in _forwards(module):
         if not is_known(function):
-            yield f"{name} ({described(function)})"
+            yield f"{name} ({where_defined(function)})"
     for what, function in _others(module):
         if not is_known(function):
-            yield f"{what} of {name} ({described(function)})"
+            yield f"{what} of {name} ({where_defined(function)})"
 
 
 def replaceable(classes: Iterable[type]) -> Iterator[tuple[str, str]]:

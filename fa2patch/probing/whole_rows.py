@@ -12,8 +12,8 @@ import torch.distributed as dist
 
 from .._types import Call, Model
 from ..documents.names import IGNORED_LABEL, LABELS
-from ..upstream.parts import collectives, engines
-from ..upstream.parts.row_part import RowPart
+from ..upstream import ulysses
+from ..upstream.ulysses import RowPart
 from .batches import PER_TOKEN
 
 
@@ -53,7 +53,7 @@ class WholeRows(torch.nn.Module):
     def summed(self, gradient: torch.Tensor) -> torch.Tensor:
         """The sum of the processes' gradients with respect to one tensor that all of them hold."""
         gradient = gradient.contiguous()
-        dist.all_reduce(gradient, group=collectives.group_of(self.part.group))
+        dist.all_reduce(gradient, group=ulysses.group_of(self.part.group))
         return gradient
 
     def _own(self, batch: Call) -> Call:
@@ -73,7 +73,7 @@ class WholeRows(torch.nn.Module):
         """The mean loss of all parts' tokens."""
         count = (labels != IGNORED_LABEL).sum()
         sums = torch.stack([torch.where(count > 0, loss.detach() * count, 0.0), count.to(loss.dtype)])
-        dist.all_reduce(sums, group=collectives.group_of(self.part.group))
+        dist.all_reduce(sums, group=ulysses.group_of(self.part.group))
         return sums[0] / sums[1]
 
 
@@ -81,7 +81,7 @@ class _Gather(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, values: torch.Tensor, dim: int, part: RowPart) -> torch.Tensor:
         ctx.dim, ctx.part = dim, part
-        return collectives.whole_rows(values.movedim(dim, -1), part.group, part.of).movedim(-1, dim)
+        return ulysses.whole_rows(values.movedim(dim, -1), part.group, part.of).movedim(-1, dim)
 
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[Any, ...]:
@@ -138,6 +138,6 @@ def of(model: Model, inner: Model, patched: bool) -> Iterator[Any]:
     Raises:
         PackingNotIsolated: an engine that cannot be taken splits rows.
     """
-    with engines.evaluation_split_too(inner):
-        part = engines.row_part(inner, {})
+    with ulysses.evaluation_split_too():
+        part = ulysses.row_part(inner, {})
         yield model if part is None else WholeRows(model, part, counts_labels=not patched)

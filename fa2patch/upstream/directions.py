@@ -16,7 +16,7 @@ from .._types import Config, Model
 from ..errors import LayerNotPatchable, UnsupportedModel
 from . import inspecting
 from .facts import Facts
-from .known_code import is_known
+from .inspecting import is_known
 from .seams.scores import is_causal
 from .trait import ModelLayers
 
@@ -154,7 +154,7 @@ def is_two_sided(function: object, config: Config) -> bool:
     In 5.x a function for causal masks also makes such masks if ``config.is_causal`` is False.
     """
     turned = inspecting.has_constant(function, "is_causal") and not getattr(config, "is_causal", True)
-    return turned or "bidirectional" in inspecting.defined_as(function)
+    return turned or "bidirectional" in getattr(inspecting.code_of(function), "co_name", "")
 
 
 def reach(window: int) -> int:

@@ -13,7 +13,7 @@ from .._types import Function, Model
 from . import find_masks, inspecting
 from .facts import Site, of_forward
 from .find_models import models, text_modules
-from .known_code import is_of_model
+from .inspecting import is_of_model
 from .seams import formula, function, fused, interface, method, mixer
 
 

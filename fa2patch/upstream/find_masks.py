@@ -20,7 +20,7 @@ import torch
 
 from .._types import Function, Model
 from . import inspecting
-from .known_code import is_known, is_of_model
+from .inspecting import is_known, is_of_model
 
 TWO_MASKS = "_update_attention_mask"
 """ModernBERT's method (4.48 to 5.0), which returns a mask for global and one for local layers.
@@ -39,8 +39,6 @@ METHODS = (
 )
 FUNCTIONS = re.compile(r"create_\w*masks?(_mapping|_for_generate|_for_vision_model)?|_prepare_4d_\w+")
 UNMASK = "_unmask_unattended"
-REGISTRIES = ("ALL_MASK_ATTENTION_FUNCTIONS",)
-"""Names of the dictionary of functions that make masks, by ``config._attn_implementation``."""
 
 
 def makers(base_model: type) -> list[tuple[type | ModuleType, str]]:
@@ -93,9 +91,7 @@ def of_the_user(model: Model) -> Any:
 
 def registered(implementation: object) -> Any:
     """The user's function in the dictionary of functions that make masks; None for Transformers' own, or for none."""
-    masking = sys.modules.get("transformers.masking_utils")
-    tables = (getattr(masking, name, {}) for name in REGISTRIES)
-    found = next((table[implementation] for table in tables if implementation in table), None)
+    found = inspecting.registered("transformers.masking_utils", inspecting.MASK_FUNCTIONS).get(implementation)
     return None if found is None or is_known(found) else found
 
 

@@ -16,7 +16,7 @@ import torch
 
 from .._torch import compiling, constant
 from .._types import Call, Function, Model
-from ..documents.names import LABELS, LENGTHS, LOSS_LABELS, REAL
+from ..documents.names import LENGTHS, LOSS_LABELS, REAL
 from ..errors import PackingNotIsolated
 from . import inspecting
 from .calls import Calls, passed
@@ -89,10 +89,11 @@ def on_top_of_ours(model: Model) -> Function | None:
 
 
 def refuse_bypassed(model: Model, forward: Function) -> None:
-    """Raise :class:`PackingNotIsolated` if a foreign forward was given labels with a packed batch.
+    """Raise :class:`PackingNotIsolated` if a foreign forward that was called past the pre-hook has led here.
 
-    The pre-hook did not run for that forward, so its labels may cross documents. A base model that is called by itself
-    has no labels and is not refused. While compiling, labels are not looked for and every such batch is refused.
+    What it does with labels is not known, nor whether it was given any. A base model that is called by itself is not
+    refused, nor one that forwards of Transformers and accelerate hand their arguments on to. A graph shows no callers,
+    so that every such batch is refused there.
 
     Args:
         model: the patched model.
@@ -101,7 +102,8 @@ def refuse_bypassed(model: Model, forward: Function) -> None:
     function = getattr(forward, "__func__", forward)
     if not compiling():
         code = inspecting.code_called(function)
-        if code is not None and not _has_labels(code):
+        led_here = code is None or any(frame.f_code is code for frame in inspecting.running())
+        if not led_here or inspecting.is_known(function):
             return
     raise PackingNotIsolated(
         f"the forward of this {type(model).__name__} was replaced after fa2patch.apply, by "
@@ -127,13 +129,3 @@ def explain_rejected(model: Any, call: Call, error: TypeError) -> None:
             f"{unknown[0]}, and was called as model.forward(...), past fa2patch. Call fa2patch.apply(model) again, "
             "after what replaces the forward."
         ) from error
-
-
-def _has_labels(code: CodeType) -> bool:
-    """Whether a caller runs this code, and labels were given to it or to a function that it has called."""
-    given = False
-    for frame in inspecting.running():
-        given = given or bool(passed(inspecting.with_keywords(frame.f_code, frame.f_locals), LABELS))
-        if frame.f_code is code:
-            return given
-    return False

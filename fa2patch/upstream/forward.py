@@ -30,10 +30,9 @@ from .find_layers import Layer
 from .find_models import models
 from .packed_batch import packed_mask
 from .packed_mask import MASK, PackedMask, find
-from .parts.engines import row_part
-from .parts.row_part import RowPart
 from .seams import document
 from .step import MARK, PADDING, ROLE, Patched, Step
+from .ulysses import RowPart, row_part
 
 
 def entered(original: Function) -> Function:

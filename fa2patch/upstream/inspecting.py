@@ -1,4 +1,4 @@
-"""Questions about functions and classes of Transformers, answered from signatures and code objects.
+"""Questions about functions and classes: their signatures, their code objects, and whose code it is.
 
 For code that cannot be read (a C function, a ``partialmethod``), every yes-or-no question is answered with no. Except
 where a docstring says otherwise, a function is looked at below the decorators that keep ``__wrapped__``.
@@ -12,24 +12,26 @@ import importlib.util
 import inspect
 import sys
 import weakref
-from collections.abc import Iterable, Iterator, Mapping
-from types import CellType, CodeType, FrameType, FunctionType
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
+from types import BuiltinFunctionType, CellType, CodeType, FrameType, FunctionType, MethodWrapperType
 from typing import Any
 
 import torch
 
-from .._torch import traced, tracing_code
+from .._torch import constant, traced, tracing_code
 from .._types import Call, Config, Function
+from ..errors import PackingNotIsolated
 
 
 def code_of(function: object) -> CodeType | None:
-    """Return the code of a function, or None if it has no code."""
+    """The code of a function, or None if it has no code."""
     code = own_code(inspect.unwrap(function)) if callable(function) else None
     return code if isinstance(code, CodeType) else None
 
 
 def own_code(function: object) -> CodeType | None:
-    """Return the code of a function itself, of the outermost decorator if it has any; None if it has no code."""
+    """The code of a function itself, of the outermost decorator if it has any; None if it has no code."""
     return getattr(function, "__code__", None)
 
 
@@ -48,18 +50,19 @@ def functions_defined(module: str) -> tuple[str, ...]:
     return tuple(one.co_name for one in constants if isinstance(one, CodeType) and one.co_flags & inspect.CO_NEWLOCALS)
 
 
+def plain(function: Any) -> Any:
+    """The function below partials and bound methods."""
+    while True:
+        inside = function.func if isinstance(function, functools.partial) else getattr(function, "__func__", None)
+        if inside is None:
+            return function
+        function = inside
+
+
 def code_called(function: object) -> CodeType | None:
-    """Return the code that a call runs first: of a function, below a partial, or of an object's ``__call__``."""
-    while isinstance(function, functools.partial):
-        function = function.func
-    function = getattr(function, "__func__", function)
+    """The code that a call runs first: of a function that is :func:`plain`, or of an object's ``__call__``."""
+    function = plain(function)
     return own_code(function) or own_code(getattr(type(function), "__call__", None))  # noqa: B004
-
-
-def called_code_reads(function: object, name: str) -> bool:
-    """Whether :func:`code_called` uses a global name or an attribute of this name."""
-    code = code_called(function)
-    return code is not None and name in code.co_names
 
 
 DRAWS = frozenset((
@@ -78,10 +81,7 @@ def draws(function: object) -> bool:
     seen: set[CodeType] = set()
     waiting = [function]
     while waiting:
-        one = inspect.unwrap(waiting.pop())  # type: ignore[arg-type]
-        while isinstance(one, functools.partial):
-            one = one.func
-        one = getattr(one, "__func__", one)
+        one = plain(inspect.unwrap(waiting.pop()))  # type: ignore[arg-type]
         code = code_called(one)
         if code is None or code in seen or getattr(one, "__module__", "").partition(".")[0] == "torch":
             continue
@@ -90,7 +90,7 @@ def draws(function: object) -> bool:
         if names & DRAWS:
             return True
         called = getattr(one, "__globals__", {})
-        waiting += [value for value in enclosed(one) if callable(value)]
+        waiting += [value for value in enclosed(one).values() if callable(value)]
         waiting += [called[name] for name in names if isinstance(called.get(name), FunctionType)]
     return False
 
@@ -103,18 +103,15 @@ def _with_nested(code: CodeType) -> Iterator[CodeType]:
             yield from _with_nested(value)
 
 
-def enclosed(function: object) -> list[object]:
-    """Return the values that a function holds in its closure, without cells that are still empty."""
-    cells = getattr(function, "__closure__", None) or ()
-    return [cell.cell_contents for cell in cells if cell != CellType()]
+def enclosed(function: object) -> dict[str, object]:
+    """The values that a function holds in its closure, by the names of its variables, without those still to come."""
+    names, cells = getattr(own_code(function), "co_freevars", ()), getattr(function, "__closure__", None) or ()
+    return {name: cell.cell_contents for name, cell in zip(names, cells) if cell != CellType()}
 
 
-def enclosed_by_name(function: object) -> dict[str, object]:
-    """Return the values that a function holds in its closure, by the names of its variables."""
-    code, cells = own_code(function), getattr(function, "__closure__", None) or ()
-    if code is None:
-        return {}
-    return {name: cell.cell_contents for name, cell in zip(code.co_freevars, cells) if cell != CellType()}
+def names_read(function: object) -> tuple[str, ...]:
+    """The global names and attributes that a function's code uses, in the order of their first use."""
+    return getattr(code_of(function), "co_names", ())
 
 
 def reads_name(function: object, name: str) -> bool:
@@ -122,32 +119,18 @@ def reads_name(function: object, name: str) -> bool:
     return name in names_read(function)
 
 
-def names_read(function: object) -> tuple[str, ...]:
-    """Return the global names and attributes that a function's code uses, in the order of their first use."""
-    code = code_of(function)
-    return code.co_names if code is not None else ()
-
-
 def has_constant(function: object, value: object) -> bool:
     """Whether a function's code contains this constant."""
-    code = code_of(function)
-    return code is not None and value in code.co_consts
+    return value in getattr(code_of(function), "co_consts", ())
 
 
 def has_variable(function: object, name: str) -> bool:
     """Whether a function has a local variable or an argument of this name."""
-    code = code_of(function)
-    return code is not None and name in code.co_varnames
-
-
-def defined_as(function: object) -> str:
-    """Return the name in a function's ``def`` statement, or ``""`` if it has no code."""
-    code = code_of(function)
-    return code.co_name if code is not None else ""
+    return name in getattr(code_of(function), "co_varnames", ())
 
 
 def methods_called(method: object) -> list[str]:
-    """Return the names of the methods that a method calls on its object, in the order of its code."""
+    """The names of the methods that a method calls on its object, in the order of its code."""
     code = code_of(method)
     if code is None or not code.co_varnames:
         return []
@@ -160,16 +143,16 @@ def methods_called(method: object) -> list[str]:
 
 
 def stored(method: object, attribute: str) -> set[object]:
-    """Return the constants that a method assigns to an attribute; not what it computes (``...`` stands for that)."""
+    """The constants that a method assigns to an attribute; not what it computes (``...`` stands for that)."""
     code = code_of(method)
     if code is None:
         return set()
-    found: set[object] = set()
     instructions = list(dis.get_instructions(code))
-    for value, _, then in zip(instructions, instructions[1:], instructions[2:]):
-        if then.opname == "STORE_ATTR" and then.argval == attribute:
-            found.add(value.argval if value.opname == "LOAD_CONST" else ...)
-    return found
+    return {
+        value.argval if value.opname == "LOAD_CONST" else ...
+        for value, _, then in zip(instructions, instructions[1:], instructions[2:])
+        if then.opname == "STORE_ATTR" and then.argval == attribute
+    }
 
 
 def _looks_up_a_method(instruction: dis.Instruction) -> bool:
@@ -179,17 +162,8 @@ def _looks_up_a_method(instruction: dis.Instruction) -> bool:
     return instruction.opname == "LOAD_METHOD"
 
 
-def global_of(function: Function, name: str) -> Any:
-    """Return what a function finds under a global name. Decorators are not looked below.
-
-    Raises:
-        KeyError: the function's module has no such name.
-    """
-    return function.__globals__[name]
-
-
 def parameters(function: Function) -> list[inspect.Parameter]:
-    """Return the parameters of a function as its callers see them, with ``self`` if it is not bound.
+    """The parameters of a function as its callers see them, with ``self`` if it is not bound.
 
     Raises:
         TypeError, ValueError: the function has no signature that can be read.
@@ -206,12 +180,12 @@ _parameters: weakref.WeakKeyDictionary[Function, tuple[inspect.Parameter, ...]] 
 
 
 def parameter_names(function: Function) -> list[str]:
-    """Return the names of a function's :func:`parameters`."""
+    """The names of a function's :func:`parameters`."""
     return [parameter.name for parameter in parameters(function)]
 
 
 def upstream_parameters(function: Function) -> set[str]:
-    """Return the parameter names of the innermost function, below our replacement and other decorators."""
+    """The parameter names of the innermost function, below our replacement and other decorators."""
     return set(parameter_names(inspect.unwrap(function)))
 
 
@@ -221,7 +195,7 @@ def takes(function: Function, name: str) -> bool:
 
 
 def default_of(function: Function, name: str, otherwise: Any) -> Any:
-    """Return the default of a function's parameter, ``otherwise`` if it has no such parameter or no default."""
+    """The default of a function's parameter, ``otherwise`` if it has no such parameter or no default."""
     found = (p.default for p in _readable_parameters(function) if p.name == name and p.default is not p.empty)
     return next(found, otherwise)
 
@@ -237,7 +211,7 @@ def takes_any_position(function: Function) -> bool:
 
 
 def accepted(function: Function, names: Iterable[str]) -> list[str]:
-    """Return those of these names that are keywords of a function. The signature is read once, as that takes time."""
+    """Those of these names that are keywords of a function. The signature is read once, as that takes time."""
     parameters = _readable_parameters(function)
     taken = {parameter.name for parameter in parameters}
     any_name = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters)
@@ -263,12 +237,12 @@ def is_of_torch(cls: type) -> bool:
 
 
 def defining(cls: type, attribute: str) -> type:
-    """Return the class that defines an attribute: ``cls`` or one of its bases."""
+    """The class that defines an attribute: ``cls`` or one of its bases."""
     return next(base for base in cls.__mro__ if attribute in vars(base))
 
 
 def forward_of(cls: type) -> Any:
-    """Return the ``forward`` that a class has or inherits, as the class that defines it holds it."""
+    """The ``forward`` that a class has or inherits, as the class that defines it holds it."""
     return vars(defining(cls, "forward"))["forward"]
 
 
@@ -291,8 +265,24 @@ def forwards_that_run(cls: type) -> Iterator[Function]:
 
 
 def text_config(config: Config) -> Config:
-    """Return the config of a model's text side, or the config itself if it has no such part."""
+    """The config of a model's text side, or the config itself if it has no such part."""
     return config.get_text_config() if hasattr(config, "get_text_config") else config
+
+
+ATTENTION_FUNCTIONS = ("ALL_ATTENTION_FUNCTIONS",)
+"""Names of Transformers' dictionary of attention functions. A release that renames it adds a name here."""
+
+MASK_FUNCTIONS = ("ALL_MASK_ATTENTION_FUNCTIONS",)
+"""Names of Transformers' dictionary of functions that make masks."""
+
+
+def registered(module: str, names: Sequence[str]) -> Mapping[Any, Function]:
+    """Transformers' dictionary of functions by ``attn_implementation``, which a module has under one of these names.
+
+    It is empty in a release that has none, and before the module is imported.
+    """
+    held = vars(sys.modules[module]) if module in sys.modules else {}
+    return next((held[name] for name in names if name in held), {})
 
 
 def running() -> Iterator[FrameType]:
@@ -304,7 +294,7 @@ def running() -> Iterator[FrameType]:
 
 
 def with_keywords(code: CodeType, variables: Mapping[str, Any]) -> Call:
-    """Return the variables of a call of this code, and what its ``**kwargs`` hold."""
+    """The variables of a call of this code, and what its ``**kwargs`` hold."""
     if not code.co_flags & inspect.CO_VARKEYWORDS:
         return dict(variables)
     at = code.co_argcount + code.co_kwonlyargcount + bool(code.co_flags & inspect.CO_VARARGS)
@@ -331,3 +321,88 @@ def modules_called() -> Iterator[tuple[Any, CodeType, Mapping[str, Any]]]:
 
 def _calls_a_module(code: CodeType) -> bool:
     return code is torch.nn.Module._call_impl.__code__ or (code.co_name == "forward" and code.co_argcount > 0)
+
+
+# Whose code it is. A ``__module__`` does not say so, because functools.wraps copies it: the file that defines it does.
+
+KNOWN = ("torch", "transformers", "fa2patch", "accelerate")
+"""Packages whose code needs no proof. Accelerate's forwards and hooks move tensors between devices."""
+
+SPLITTERS = ("deepspeed", "ring_flash_attn")
+"""Packages whose attention functions split rows over processes, which ``ulysses.py`` looks for."""
+
+
+def is_known(function: Any) -> bool:
+    """Whether a function, and each one that it wraps, is of a package in :data:`KNOWN` or is compiled code."""
+    return _is_below(function, (*_folders(KNOWN), functools.__file__))  # a decorator of functools says nothing itself
+
+
+def is_of_model(function: Any, modeling: str) -> bool:
+    """Whether a function is known, splits rows, or is defined where a model is, as remote code's own attention is.
+
+    Args:
+        function: the function.
+        modeling: the name of the module that defines the model's layers.
+    """
+    home = getattr(sys.modules.get(modeling), "__file__", None)
+    return _is_below(function, (*_folders((*KNOWN, *SPLITTERS)), *([home] if home else [])))
+
+
+def require_of_model(function: Any, layer: Any) -> None:
+    """Raise if a layer's dense batches are computed by attention of the user's own, which packed ones would drop.
+
+    Raises:
+        PackingNotIsolated: the function is not :func:`is_of_model`.
+    """
+    own = _of_the_user(function, type(layer).__module__)
+    if own:
+        raise PackingNotIsolated(
+            f"{type(layer).__name__} computes attention with {own}, which was not there when the model was patched, "
+            "and which a kernel would replace. Call fa2patch.apply(model) again: then each document of a packed batch "
+            'is computed by itself, with your function. For speed, load the model with attn_implementation="sdpa", or '
+            "make your function a kernel (fa2patch.kernels.register_kernel)."
+        )
+
+
+@constant
+def _of_the_user(function: Any, modeling: str) -> str:
+    """Where a function is defined that is not :func:`is_of_model`; empty if it is."""
+    return "" if is_of_model(function, modeling) else where_defined(function)
+
+
+def where_defined(function: Any) -> str:
+    """Where a function or an object says that it is defined, for an error."""
+    function = plain(function)
+    named = function if hasattr(function, "__qualname__") else type(function)
+    return f"{getattr(named, '__module__', None) or '?'}.{named.__qualname__}".replace(".forward", "")
+
+
+def below_ours(function: Any) -> Any:
+    """The function below what fa2patch has put around it."""
+    while hasattr(function, "__wrapped__"):
+        code = own_code(function)
+        if code is None or not code.co_filename.startswith(_folder("fa2patch")):
+            break
+        function = function.__wrapped__
+    return function
+
+
+def _is_below(function: Any, places: tuple[str, ...]) -> bool:
+    function = plain(function)
+    code, below = code_called(function), getattr(function, "__wrapped__", None)
+    if code is None and below is None:  # compiled code, or an operator of torch (torch.ops)
+        compiled = isinstance(function, (BuiltinFunctionType, MethodWrapperType))
+        return compiled or type(function).__module__.startswith("torch.")
+    if code is not None and not code.co_filename.startswith(places):
+        return False
+    return below is None or _is_below(below, places)
+
+
+@functools.cache
+def _folder(package: str) -> str:
+    file = getattr(sys.modules[package], "__file__", None) or ""
+    return f"{Path(file).parent}/"
+
+
+def _folders(packages: tuple[str, ...]) -> tuple[str, ...]:
+    return tuple([_folder(package) for package in packages if package in sys.modules])

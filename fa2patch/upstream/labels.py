@@ -38,9 +38,9 @@ from ..errors import BadBatch, PackingNotIsolated
 from . import inspecting
 from .calls import batch_shape, passed
 from .packed_mask import MASK, PackedMask
-from .parts.row_part import RowPart
 from .step import Step, Weighted
 from .trait import ModelLayers, Trait
+from .ulysses import RowPart
 
 _LOSSES = "transformers.loss.loss_utils"
 _SHIFTED = "ForCausalLMLoss"

@@ -28,7 +28,7 @@ from ..errors import PackingNotIsolated, UnsupportedModel
 from . import directions, find_masks, inspecting
 from .facts import Facts, Site
 from .find_masks import FUNCTIONS, METHODS, TWO_MASKS, registered
-from .known_code import described
+from .inspecting import where_defined
 from .packed_mask import PackedMask, find
 from .trait import ModelLayers
 
@@ -99,7 +99,7 @@ def blocks_of(function: Function, given: Call) -> Blocks | None:
 
 
 def _of_closure(added: object) -> Blocks | None:
-    held = inspecting.enclosed_by_name(added)
+    held = inspecting.enclosed(added)
     types, numbers = held.get(TYPES), next((held[name] for name in _HELD if name in held), None)
     if _BY_DISTANCE in held and isinstance(types, torch.Tensor):
         return Blocks(types - 1, types)
@@ -108,7 +108,7 @@ def _of_closure(added: object) -> Blocks | None:
 
 def window_of(given: Call) -> int | None:
     """The sliding window, in tokens, that a function adds to a mask with blocks; None if it adds none."""
-    window = inspecting.enclosed_by_name(given.get(CUT)).get("sliding_window")
+    window = inspecting.enclosed(given.get(CUT)).get("sliding_window")
     return window if isinstance(window, int) else None
 
 
@@ -279,7 +279,7 @@ def _require_upstreams(config: Config | None) -> None:
 @constant
 def _registered(implementation: object) -> str:
     found = registered(implementation)
-    return "" if found is None else described(found)
+    return "" if found is None else where_defined(found)
 
 
 def _hands_blocks_on(function: Function) -> bool:

@@ -16,9 +16,8 @@ from . import caches
 from .calls import Batch, has_pictures, read_batch, refuse_recording
 from .find_models import models
 from .packed_mask import PackedMask
-from .parts.row_part import RowPart
-from .parts.whole_rows import of_whole_rows, refuse_unsaid
 from .step import Patched
+from .ulysses import RowPart, of_whole_rows, refuse_unsaid
 
 
 def packed_mask(

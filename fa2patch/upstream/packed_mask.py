@@ -15,7 +15,7 @@ from ..errors import BadParents, PackingNotIsolated
 from ..kernels import Options, Picks, asked_by, packed_attention
 from ..kernels.protocol import require_within
 from .facts import Facts
-from .parts.row_part import RowPart
+from .ulysses import RowPart
 
 MASK = "attention_mask"
 """The forward argument that every version passes to every attention layer."""

@@ -15,7 +15,7 @@ from .facts import Facts, Site
 from .find_layers import blocks_without, claims_flash_attention
 from .find_mixers import mixers as mixers_of
 from .find_models import takes_no_token_ids, text_modules, token_embeddings
-from .seams import interface, method
+from .seams import method
 from .step import Step
 from .trait import ModelLayers, Trait
 
@@ -93,8 +93,8 @@ def _require_layers(model: ModelLayers) -> None:
         do = f"{foreign}: train with what that package offers, or load the model without it."
     raise LayerNotPatchable(
         f"{type(model.decoder).__name__}: looked in every layer for attention with a seam (a module-level "
-        f"{interface.REGISTRIES[0]}, or a ...FlashAttention2 class) and found {len(layers)} such layers; without "
-        f"one: {blocks}. Nothing was patched. {do}"
+        f"{inspecting.ATTENTION_FUNCTIONS[0]}, or a ...FlashAttention2 class) and found {len(layers)} such layers; "
+        f"without one: {blocks}. Nothing was patched. {do}"
     )
 
 

@@ -39,7 +39,7 @@ FAULTS = {
     "a constant of mixers: the argument that reaches them": (
         "fa2patch/upstream/seams/mixer.py", 'MASKS = ("attention_mask", "mask", "conv_mask")', 'MASKS = ("masks",)'),
     "a constant of what is registered": (
-        "fa2patch/upstream/seams/interface.py", '("ALL_ATTENTION_FUNCTIONS",)', '("ALL_ATTENTION",)'),
+        "fa2patch/upstream/inspecting.py", '("ALL_ATTENTION_FUNCTIONS",)', '("ALL_ATTENTION",)'),
     "a class body: a field's default": (
         "fa2patch/upstream/packed_mask.py", "    window: int | None = None", "    window: int | None = 2"),
     "a class body: another field's default": (

@@ -23,26 +23,26 @@ HEADS = {"all": (8, 8, 16, 16), "grouped": (8, 2, 16, 16), "one key head": (4, 1
 COUNT = """
 import json, os, sys
 import torch, torch.distributed as dist
-from fa2patch.upstream.parts import collectives, exchange
+from fa2patch.upstream import ulysses
 from traffic import traffic
 
 torch.set_num_threads(1)
 dist.init_process_group("gloo")
-name, processes = collectives.named(dist.group.WORLD), dist.get_world_size()
+name, processes = ulysses.named(dist.group.WORLD), dist.get_world_size()
 found = {}
 for case, (heads, keys, width, value_width) in json.loads(sys.argv[1]).items():
     shapes = (heads, width), (keys, width), (keys, value_width)
     q, k, v = (torch.randn(2, 6, n, d, requires_grad=True, dtype=torch.bfloat16) for n, d in shapes)
     with traffic() as forward:
-        to = exchange.to_heads((q, k, v), processes, name)
+        to = ulysses.to_heads((q, k, v), processes, name)
         assert to[0].shape == (2, 6 * processes, heads // processes, width)
         output = to[0][..., :value_width] + to[2].repeat_interleave(to[0].shape[2] // to[2].shape[2], 2) + to[1].sum()
-        back = exchange.to_tokens(output, processes, name)
+        back = ulysses.to_tokens(output, processes, name)
     with traffic() as backward:
         back.sum().backward()
     found[case] = [sum(one.sent.values()) for one in (forward, backward)]
 with traffic() as ids:
-    collectives.whole_rows(torch.arange(12).view(2, 6), name, processes)
+    ulysses.whole_rows(torch.arange(12).view(2, 6), name, processes)
 found["ids"] = sum(ids.sent.values())
 if dist.get_rank() == 0:
     print(json.dumps(found), flush=True)

@@ -23,12 +23,12 @@ from small_models import (
 
 import fa2patch
 from fa2patch import errors
-from fa2patch.upstream import find_masks, inspecting
+from fa2patch.upstream import inspecting
 from fa2patch.upstream.seams import interface
 
 modeling = sys.modules[transformers.LlamaForCausalLM.__module__]
-REGISTRY = getattr(sys.modules["transformers.modeling_utils"], interface.REGISTRIES[0], None)
-HAS_REGISTRY = REGISTRY is not None and hasattr(modeling, interface.REGISTRIES[0])
+REGISTRY = getattr(sys.modules["transformers.modeling_utils"], inspecting.ATTENTION_FUNCTIONS[0], None)
+HAS_REGISTRY = REGISTRY is not None and hasattr(modeling, inspecting.ATTENTION_FUNCTIONS[0])
 registry_only = pytest.mark.skipif(not HAS_REGISTRY, reason="Llama's attention is not looked up in a dictionary here")
 classes_only = pytest.mark.skipif(HAS_REGISTRY, reason="Llama's attention is looked up in a dictionary here")
 
@@ -215,7 +215,7 @@ def prefix_mask(length, dtype):
 
 def mask_in_the_dictionary(model, monkeypatch):
     masking = sys.modules.get("transformers.masking_utils")
-    table = getattr(masking, find_masks.REGISTRIES[0], None)
+    table = getattr(masking, inspecting.MASK_FUNCTIONS[0], None)
     if table is None:
         pytest.skip("masks are not made by a function in a dictionary here")
     names = inspecting.parameter_names(table["eager"])

@@ -11,7 +11,7 @@ from torchrun import launched
 import fa2patch
 from compat_matrix import tiny_models
 from fa2patch.errors import PackingNotIsolated
-from fa2patch.upstream.parts.engines import row_part
+from fa2patch.upstream.ulysses import row_part
 
 ROOT = Path(__file__).parents[2]
 CALL = {"input_ids": torch.ones(1, 4, dtype=torch.long), "position_ids": torch.tensor([[0, 1, 6, 7]])}

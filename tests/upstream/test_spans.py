@@ -16,7 +16,7 @@ from fa2patch.upstream import masks
 from fa2patch.upstream.facts import Facts
 from fa2patch.upstream.masks import Blocks
 from fa2patch.upstream.packed_mask import PackedMask
-from fa2patch.upstream.parts.row_part import RowPart
+from fa2patch.upstream.ulysses import RowPart
 
 FAMILIES = [
     pytest.param(family, marks=pytest.mark.skipif(not cases.is_present(family), reason=transformers.__version__))

@@ -21,7 +21,7 @@ from ...binding import ABSENT
 from ...errors import PackingNotIsolated
 from ...kernels import Options
 from .. import inspecting
-from ..known_code import require_of_model
+from ..inspecting import require_of_model
 from ..packed_mask import PackedMask, find
 from . import fused
 

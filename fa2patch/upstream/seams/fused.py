@@ -39,7 +39,7 @@ def computed(function: Function, module: Any, mask: PackedMask, given: Call) -> 
     qkv: torch.Tensor = given[FUSED]
     cos, sin = given.get("position_embeddings") or module.rotary_emb(qkv, position_ids=given["position_ids"])
     q, k, v = qkv.transpose(3, 1).unbind(dim=2)
-    rotate = inspecting.global_of(function, "apply_rotary_pos_emb")
+    rotate = function.__globals__["apply_rotary_pos_emb"]
     q, k = rotate(q, k, cos, sin)
     reach = given["local_attention"][0]
     options = Options(

@@ -7,7 +7,6 @@ the layer's modeling module. The function that is found still computes every bat
 from __future__ import annotations
 
 import functools
-import sys
 from collections.abc import Iterator
 from types import ModuleType
 from typing import Any
@@ -20,12 +19,8 @@ from ...documents.names import LABELS, LENGTHS
 from ...errors import PackingNotIsolated
 from ...kernels import Options
 from ..facts import Site
-from ..inspecting import reads_name
-from ..known_code import require_of_model
+from ..inspecting import ATTENTION_FUNCTIONS, reads_name, require_of_model
 from ..packed_mask import PackedMask
-
-REGISTRIES = ("ALL_ATTENTION_FUNCTIONS",)
-"""Names of the dictionary of attention functions. A release that renames it adds a name here."""
 
 EAGER = "eager_attention_forward"
 
@@ -37,25 +32,11 @@ _KNOWN_TENSORS = {
 
 def seam_of(modeling: ModuleType, forward: Function) -> tuple[Site, tuple[Site, ...]] | None:
     """What is replaced where a layer's ``forward`` looks up its function in the dictionary; None where it does not."""
-    name = next((name for name in REGISTRIES if name in vars(modeling) and reads_name(forward, name)), None)
+    name = next((name for name in ATTENTION_FUNCTIONS if name in vars(modeling) and reads_name(forward, name)), None)
     if name is None:
         return None
     eager = (Site(modeling, EAGER, routed),) if hasattr(modeling, EAGER) else ()
     return Site(modeling, name, Overlay), eager
-
-
-def registered(name: object) -> Function | None:
-    """The function that Transformers has for an ``attn_implementation``, or None."""
-    modeling = sys.modules.get("transformers.modeling_utils")
-    tables = (getattr(modeling, registry, {}) for registry in REGISTRIES)
-    return next((table[name] for table in tables if isinstance(name, str) and name in table), None)
-
-
-def any_registered() -> tuple[Function, ...]:
-    """Every attention function that Transformers has."""
-    modeling = sys.modules.get("transformers.modeling_utils")
-    tables = (getattr(modeling, registry, {}) for registry in REGISTRIES)
-    return tuple(table[name] for table in tables for name in table)
 
 
 def routed(original: Function) -> Function:

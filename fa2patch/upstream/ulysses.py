@@ -1,0 +1,336 @@
+"""Rows that are split over processes: Ulysses (DeepSpeed's sequence parallelism) is taken, other engines are refused.
+
+A part looks like a whole row. With context parallelism it holds the head and the tail of a row, with ids such as
+0, 1, 6, 7. With Ulysses it may end inside a document. Such a split is recognised by a replaced attention function, by
+DTensor's dispatcher, or by the placements of the tokens.
+
+The exchange is ours, and the engine is DeepSpeed's. Its attention module is not called: boundaries are made once in a
+forward, and the module gathers ids in every layer. It hands no boundaries to a kernel. Sinks and ALiBi slopes must be
+shared out with the heads. Queries, keys and values go in one exchange. MLA's values have another width than its keys.
+Seams that do not go through the dictionary of attention functions get the exchange too.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Callable
+
+import torch
+import torch.distributed as dist
+
+from .._torch import HAS_OPERATORS, compiling, constant, uncompiled
+from .._types import Call, Function, Model
+from ..documents.names import PARENTS
+from ..documents.parts import Part
+from ..documents.recognition import whole_numbers
+from ..documents.starts import axes_of
+from ..errors import PackingNotIsolated
+from ..kernels import Options
+from . import inspecting
+from .calls import Batch, has_pictures, passed
+
+_groups: dict[str, Any] = {}
+"""Process groups by their ``group_name``, because operators take no objects."""
+
+
+def named(group: Any) -> str:
+    """Register a process group; return its name."""
+    _groups[group.group_name] = group
+    return str(group.group_name)
+
+
+def group_of(name: str) -> Any:
+    """The process group of this name."""
+    return _groups[name]
+
+
+# What processes send each other, as operators that keep a compiled model's graph whole
+
+
+def _exchanged(pieces: torch.Tensor, group: str) -> torch.Tensor:
+    pieces = pieces.contiguous()
+    received = torch.empty_like(pieces)
+    dist.all_to_all_single(received, pieces, group=_groups[group])
+    return received
+
+
+class _Exchange(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, pieces: torch.Tensor, group: str) -> torch.Tensor:
+        ctx.group = group
+        return _exchanged(pieces, group)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor, None]:
+        return _exchanged(gradients[0], ctx.group), None
+
+
+@uncompiled
+def _differentiable(pieces: torch.Tensor, group: str) -> torch.Tensor:
+    received: torch.Tensor = _Exchange.apply(pieces, group)  # type: ignore[no-untyped-call]
+    return received
+
+
+@uncompiled
+def _whole_rows(values: torch.Tensor, group: str, processes: int) -> torch.Tensor:
+    values = values.contiguous()
+    parts = [torch.empty_like(values) for _ in range(processes)]
+    dist.all_gather(parts, values, group=_groups[group])
+    return torch.cat(parts, dim=-1)
+
+
+exchange: Callable[[torch.Tensor, str], torch.Tensor] = _differentiable
+"""Called as ``exchange(pieces, group)``: send the n-th piece along the first dim to the n-th process, and receive one
+of each. The gradient takes the way back."""
+
+whole_rows: Callable[[torch.Tensor, str, int], torch.Tensor] = _whole_rows
+"""Called as ``whole_rows(values, group, processes)``: gather the parts ``[..., length]`` to whole rows. It has no
+gradient."""
+
+if HAS_OPERATORS:
+    exchange = _op = torch.library.custom_op(
+        "fa2patch::exchange", _exchanged, mutates_args=(), schema="(Tensor pieces, str group) -> Tensor"
+    )
+    _op.register_fake(lambda pieces, group: pieces.new_empty(pieces.shape))
+    _op.register_autograd(
+        lambda ctx, gradient: (exchange(gradient, ctx.group), None),
+        setup_context=lambda ctx, inputs, output: setattr(ctx, "group", inputs[1]),
+    )
+    whole_rows = torch.library.custom_op(
+        "fa2patch::whole_rows",
+        _whole_rows,
+        mutates_args=(),
+        schema="(Tensor values, str group, int processes) -> Tensor",
+    )
+    whole_rows.register_fake(
+        lambda values, group, processes: values.new_empty(*values.shape[:-1], values.shape[-1] * processes)
+    )
+
+
+def to_heads(states: tuple[torch.Tensor, ...], processes: int, group: str) -> tuple[torch.Tensor, ...]:
+    """Give up heads for tokens.
+
+    Args:
+        states: queries, keys and values ``[batch, length of the part, heads, dim]``, with a multiple of ``processes``
+            heads, or a divisor of it. The latter are sent to several processes.
+        processes: the number of processes.
+        group: the name of their process group.
+
+    Returns:
+        The same ``[batch, length of the row, heads / processes, dim]``, with at least one head.
+    """
+    batch, length = states[0].shape[:2]
+    widths, pieces = [], []
+    for state in states:
+        heads, dim = state.shape[2:]
+        if heads < processes:
+            state = state.repeat_interleave(processes // heads, dim=2)
+        widths.append((max(heads // processes, 1), dim))
+        pieces.append(state.reshape(batch, length, processes, -1))
+    sent = torch.cat(pieces, dim=-1).permute(2, 0, 1, 3)  # [processes, batch, length, width]
+    received = exchange(sent, group).permute(1, 0, 2, 3).reshape(batch, processes * length, -1)
+    split = torch.split(received, [heads * dim for heads, dim in widths], dim=-1)
+    return tuple(x.reshape(*x.shape[:2], *width) for x, width in zip(split, widths))
+
+
+def to_tokens(states: torch.Tensor, processes: int, group: str) -> torch.Tensor:
+    """Give the heads back: ``[batch, length of the row, heads / processes, dim]`` becomes what attention returns,
+    ``[batch, length of the part, heads, dim]``.
+    """
+    batch, length, heads, dim = states.shape
+    pieces = states.reshape(batch, processes, length // processes, heads * dim).transpose(0, 1)
+    received = exchange(pieces, group)  # [processes, batch, length of the part, width]
+    return received.permute(1, 2, 0, 3).reshape(batch, length // processes, processes * heads, dim)
+
+
+@dataclass(frozen=True)
+class RowPart(Part):
+    """The part of every row that this process holds, and what it takes to compute attention with it.
+
+    Attributes:
+        group: the name of the process group that shares the rows.
+    """
+
+    group: str = ""
+
+    def gathered(self, values: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        """The whole rows' values of integers ``[batch, length]`` that every process of the group has a part of.
+
+        They are gathered once, in int64.
+        """
+        own = torch.stack([value.to(torch.int64) for value in values])
+        return list(whole_rows(own, self.group, self.of).unbind())
+
+    def all_tokens(
+        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, options: Options
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, Options]:
+        """Queries, keys, values and options of all tokens and this process's heads, from those of its tokens.
+
+        Raises:
+            PackingNotIsolated: the heads cannot be shared out.
+        """
+        heads, keys = q.shape[2], k.shape[2]
+        if heads % self.of or (keys % self.of and self.of % keys):
+            raise PackingNotIsolated(
+                f"sequence parallelism over {self.of} processes shares out heads: expected query heads that "
+                f"{self.of} divides, and key heads that {self.of} divides or that divide {self.of}; found {heads} and "
+                f"{keys}. Use fewer processes for a row."
+            )
+        sinks, slopes = (x if x is None else self.own(x, 0) for x in (options.sinks, options.alibi_slopes))
+        q, k, v = to_heads((q, k, v), self.of, self.group)
+        return q, k, v, replace(options, sinks=sinks, alibi_slopes=slopes)
+
+    def own_tokens(self, output: torch.Tensor) -> torch.Tensor:
+        """The attention output of this process's tokens and all heads, from that of all tokens and its heads."""
+        return to_tokens(output, self.of, self.group)
+
+
+def of_whole_rows(batch: Batch | None, part: RowPart, call: Call) -> Batch:
+    """What a batch says of the whole rows of which this process holds a part. It is gathered once.
+
+    Nothing is gathered if the collator's lengths are given, which must be those of the whole rows, and there is neither
+    a mask nor a tree.
+
+    Raises:
+        PackingNotIsolated: the call does not say where documents are in the whole rows.
+    """
+    if batch is None or (batch.position_ids is None and not {"cu_seq_lens_q", "seq_idx"} & batch.lengths.keys()):
+        refuse_unsaid(call)
+    assert batch is not None
+    if has_pictures(call):
+        raise PackingNotIsolated(
+            "sequence parallelism (sp_size) splits rows over processes, and this batch has pictures, which are merged "
+            "into whole rows. Train text, or train without sequence parallelism."
+        )
+    lengths = dict(batch.lengths)
+    given = [] if batch.position_ids is None else [axis.expand(batch.shape) for axis in axes_of(batch.position_ids)]
+    if batch.mask is None and PARENTS not in lengths and "cu_seq_lens_q" in lengths:
+        return replace(batch, shape=part.rows(batch.shape), position_ids=None)
+    more = [] if batch.mask is None else [whole_numbers(batch.mask)]
+    more += [lengths["seq_idx"].expand(batch.shape)] if "seq_idx" in lengths else []
+    whole = part.gathered([*given, *more])
+    if "seq_idx" in lengths:
+        lengths["seq_idx"] = whole.pop()
+    mask = None if batch.mask is None else whole.pop()
+    ids = None if not whole else whole[0] if len(whole) == 1 else torch.stack(whole)
+    return replace(batch, shape=part.rows(batch.shape), position_ids=ids, mask=mask, lengths=lengths)
+
+
+def refuse_unsaid(call: Call) -> None:
+    """Raise :class:`PackingNotIsolated` for a call that does not say where documents are in the whole rows."""
+    raise PackingNotIsolated(
+        "sequence parallelism (sp_size) splits rows over processes: expected position_ids for this part of every row, "
+        "or seq_idx, or cu_seq_lens_q of the whole rows, no cache, and no mask but one of zeros, ones and document "
+        f"numbers; found {', '.join(sorted(passed(call, call)))}. Add position_ids before rows are split."
+    )
+
+
+# Which engine splits rows
+
+_PACKAGE = "deepspeed.runtime.sequence_parallel"
+_CLASS = "UlyssesSPAttentionHF"
+
+_SPLITTERS = {
+    _PACKAGE: "DeepSpeed's sequence parallelism (sp_size)",
+    "ring_flash_attn": "ring attention (ring_flash_attn)",
+    "torch.distributed": "context parallelism (cp_size, torch's context_parallel)",
+}
+"""Packages that replace the attention function when rows are split, with their names for users."""
+
+
+def row_part(model: Model, call: Call) -> RowPart | None:
+    """The part of every row that this process holds under Ulysses; None if rows are whole.
+
+    Nothing is read from a device. In a compiled graph the check runs once. The attention function is an argument of
+    the check, so that replacing the function makes a new graph.
+
+    Raises:
+        PackingNotIsolated: another engine splits rows.
+    """
+    splitter = _splitter(torch.nn.functional.scaled_dot_product_attention)
+    if splitter == _SPLITTERS[_PACKAGE]:
+        found = _ulysses_part(model.training)
+        if found is not None:
+            return RowPart(*found) if found else None
+    if not splitter and not compiling() and _shards(call):
+        splitter = "a sharding of the tokens along the row (DTensor)"
+    if splitter:
+        raise PackingNotIsolated(
+            f"{splitter} is on: this process holds only a part of every row, so documents that are cut would be "
+            "computed wrong. Train without it, or revert the patch and train padded."
+        )
+    return None
+
+
+@contextlib.contextmanager
+def evaluation_split_too() -> Iterator[None]:
+    """Split rows in evaluation as in training inside this context."""
+    attention = _ulysses()
+    left_out = getattr(attention, "disable_in_eval", None)
+    if left_out:
+        attention.disable_in_eval = False
+    try:
+        yield
+    finally:
+        if left_out:
+            attention.disable_in_eval = left_out
+
+
+@constant
+def _ulysses_part(training: bool) -> tuple[Any, ...] | None:
+    """The fields of the :class:`RowPart` that Ulysses gives this process, none of them if rows are whole; or None.
+
+    With ``disable_in_eval``, which accelerate sets, rows are whole in evaluation.
+    """
+    attention = _ulysses()
+    if attention is None:
+        return None
+    group = attention.process_group
+    processes = dist.get_world_size(group)
+    if processes == 1 or (getattr(attention, "disable_in_eval", False) and not training):
+        return ()
+    return dist.get_rank(group), processes, named(group)
+
+
+def _ulysses() -> Any:
+    """The ``UlyssesSPAttentionHF`` that splits rows, or None. It may be registered for another model's implementation,
+    and this one then gets parts of rows too.
+    """
+    held = (value for function in _registered() for value in inspecting.enclosed(function).values())
+    return next((value for value in held if any(cls.__name__ == _CLASS for cls in type(value).__mro__)), None)
+
+
+def _registered() -> list[Function]:
+    table = inspecting.registered("transformers.modeling_utils", inspecting.ATTENTION_FUNCTIONS)
+    return list(map(table.__getitem__, table))
+
+
+@constant
+def _splitter(sdpa: Function) -> str:
+    utilities = sys.modules.get("transformers.modeling_flash_attention_utils")  # where ring_flash_attn puts its own
+    flash = getattr(utilities, "_flash_attention_forward", None)
+    for function in (sdpa, *_registered(), flash):
+        module = f"{getattr(function, '__module__', '')}."
+        for package, name in _SPLITTERS.items():
+            if module.startswith(f"{package}."):
+                return name
+    return _SPLITTERS["torch.distributed"] if _dispatches_parts() else ""
+
+
+def _dispatches_parts() -> bool:
+    """Whether DTensor has a handler for flash attention, which torch installs while context parallelism is on."""
+    dtensor = getattr(sys.modules.get("torch.distributed.tensor"), "DTensor", None)
+    handlers = getattr(getattr(dtensor, "_op_dispatcher", None), "_custom_op_handlers", {})
+    return torch.ops.aten._scaled_dot_product_flash_attention.default in handlers
+
+
+def _shards(call: Call) -> bool:
+    for name, along in (("input_ids", 1), ("inputs_embeds", 1), ("position_ids", -1)):
+        tokens: Any = call.get(name)
+        for axis, placement in enumerate(getattr(tokens, "placements", ())):
+            if placement.is_shard(along % tokens.dim()) and tokens.device_mesh.size(axis) > 1:
+                return True
+    return False

@@ -45,11 +45,11 @@ def run(kernel: str, collate: bool, pack: bool, quiet: bool, command: tuple[str,
     SCRIPT.
     """
     from ..errors import Fa2PatchError
-    from ..run.start import Options, start
+    from ..run.start import RunOptions, start
 
     if command[0].startswith("-") and command[0] not in ("-m", "-"):
         raise click.NoSuchOption(command[0])
     try:
-        start(command, Options(kernel, collate, quiet, pack))
+        start(command, RunOptions(kernel, collate, quiet, pack))
     except Fa2PatchError as error:
         raise click.UsageError(str(error)) from None

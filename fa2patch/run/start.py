@@ -24,7 +24,7 @@ STARTUP = Path(__file__).parent / "startup"
 
 
 @dataclass(frozen=True)
-class Options:
+class RunOptions:
     """The options of ``fa2patch run``.
 
     Attributes:
@@ -40,7 +40,7 @@ class Options:
     pack: bool = True
 
     @classmethod
-    def inherited(cls) -> Options:
+    def inherited(cls) -> RunOptions:
         """Read the options that this process was started with."""
         return cls(**json.loads(os.environ.get(VARIABLE, "{}")))
 
@@ -82,7 +82,7 @@ def _flags() -> list[str]:
     return [*flags, *(["-u"] if getattr(sys.stdout, "write_through", False) else [])]
 
 
-def environment(options: Options, inherited: Mapping[str, str]) -> dict[str, str]:
+def environment(options: RunOptions, inherited: Mapping[str, str]) -> dict[str, str]:
     """The environment variables that the command is started with."""
     others = [entry for entry in inherited.get("PYTHONPATH", "").split(os.pathsep) if entry and entry != str(STARTUP)]
     path = os.pathsep.join([str(STARTUP), *others])
@@ -90,7 +90,7 @@ def environment(options: Options, inherited: Mapping[str, str]) -> dict[str, str
     return {**inherited, "PYTHONPATH": path, VARIABLE: json.dumps(asdict(options)), WHERE: here}
 
 
-def start(arguments: Sequence[str], options: Options) -> None:
+def start(arguments: Sequence[str], options: RunOptions) -> None:
     """Replace this process with the command. This function does not return.
 
     Raises:
@@ -112,3 +112,10 @@ def start(arguments: Sequence[str], options: Options) -> None:
     if os.name == "nt":  # Windows' exec starts another process and ends this one before the other is done
         sys.exit(subprocess.run(line, env=variables).returncode)
     os.execve(line[0], line, variables)
+
+
+def say(what: str) -> None:
+    """Print a line on stderr, on rank 0 only."""
+    rank = os.environ.get("RANK", os.environ.get("LOCAL_RANK", "0"))
+    if rank in ("0", "") and sys.stderr is not None:
+        print(f"fa2patch: {what}", file=sys.stderr, flush=True)

@@ -44,7 +44,7 @@ from compat_matrix import environments, tiny_models
 from compat_matrix.user_models import matrix
 from fa2patch.cli import commands as cli
 from fa2patch.errors import KernelUnavailable, UnknownKernel
-from fa2patch.run import collate, hook, meeting
+from fa2patch.run import flattening, patcher
 from fa2patch.run import start as run
 
 HERE = Path(__file__).parent
@@ -65,8 +65,8 @@ def folder(tmp_path_factory):
 @pytest.fixture
 def hooked():
     """Return a function that switches the hook on in this process. It is switched off after the test."""
-    yield lambda **options: hook.on(run.Options(**options))
-    hook.off()
+    yield lambda **options: patcher.on(run.RunOptions(**options))
+    patcher.off()
 
 
 def lines(capsys):
@@ -78,7 +78,7 @@ def lines(capsys):
 
 def started(*arguments, options=None, **more):
     """Run a command as ``fa2patch run`` would start it, without the second that its own imports take."""
-    variables = run.environment(options or run.Options(), {**os.environ, **more.pop("env", {})})
+    variables = run.environment(options or run.RunOptions(), {**os.environ, **more.pop("env", {})})
     return subprocess.run(run.command(arguments), env=variables, capture_output=True, text=True, timeout=600, **more)
 
 
@@ -155,9 +155,9 @@ def bare(tmp_path):
 
 
 def test_a_python_of_another_environment_is_as_without_it(bare, tmp_path):
-    variables = run.environment(run.Options(), os.environ)
+    variables = run.environment(run.RunOptions(), os.environ)
     (tmp_path / "sitecustomize.py").write_text("WHOSE = 'mine'")
-    hidden = run.environment(run.Options(), {**os.environ, "PYTHONPATH": str(tmp_path)})
+    hidden = run.environment(run.RunOptions(), {**os.environ, "PYTHONPATH": str(tmp_path)})
     for python in (bare, *other_pythons()):
         ours, alone = plainly_with(python, "-c", LOOKS, env=variables), plainly_with(python, "-c", LOOKS)
         assert alone.returncode == 0 and sys.executable not in alone.stdout, alone.stderr
@@ -171,7 +171,7 @@ def test_a_python_of_another_environment_is_as_without_it(bare, tmp_path):
 def test_a_python_of_the_same_environment_waits_for_transformers(bare):
     code = "import sys; print('fa2patch_startup' in sys.modules)"
     for python, expected in ((sys.executable, "True\n"), (bare, "False\n")):
-        found = plainly_with(python, "-c", code, env=run.environment(run.Options(), os.environ))
+        found = plainly_with(python, "-c", code, env=run.environment(run.RunOptions(), os.environ))
         assert found.stdout == expected, found.stderr
 
 
@@ -233,9 +233,9 @@ def test_what_is_no_file_but_an_installed_command_is_that_command(monkeypatch, t
 
 
 def test_the_environment_reaches_further_processes_once():
-    once = run.environment(run.Options("reference", True), {"PYTHONPATH": f"a{os.pathsep}b", "OTHER": "kept"})
+    once = run.environment(run.RunOptions("reference", True), {"PYTHONPATH": f"a{os.pathsep}b", "OTHER": "kept"})
     assert once["PYTHONPATH"].split(os.pathsep) == [str(run.STARTUP), "a", "b"] and once["OTHER"] == "kept"
-    assert run.environment(run.Options("reference", True), once) == once
+    assert run.environment(run.RunOptions("reference", True), once) == once
     assert once[run.WHERE].endswith(os.path.realpath(sys.prefix))
     assert json.loads(once[run.VARIABLE]) == {"kernel": "reference", "collate": True, "quiet": False, "pack": True}
 
@@ -249,15 +249,15 @@ def test_options_end_where_the_script_begins(monkeypatch):
         assert done.exit_code == 0, done.output
         return asked.pop()
 
-    assert line("a.py") == (("a.py",), run.Options())
+    assert line("a.py") == (("a.py",), run.RunOptions())
     assert line("--kernel", "flex", "--collate", "--quiet", "a.py", "--kernel", "x", "-h") == (
         ("a.py", "--kernel", "x", "-h"),
-        run.Options("flex", True, True),
+        run.RunOptions("flex", True, True),
     )
-    assert line("--no-pack", "a.py") == (("a.py",), run.Options(pack=False))
+    assert line("--no-pack", "a.py") == (("a.py",), run.RunOptions(pack=False))
     assert line("--collate", "-m", "trl", "--quiet", "--help") == (
         ("-m", "trl", "--quiet", "--help"),
-        run.Options(collate=True),
+        run.RunOptions(collate=True),
     )
     for wrong, said in ((["--colate", "a.py"], "--colate"), ([], "SCRIPT")):
         done = CliRunner().invoke(cli.main, ["run", *wrong])
@@ -269,7 +269,7 @@ def test_what_cannot_work_is_said_before_anything_starts(monkeypatch):
     assert done.exit_code == 2 and "bogus" in done.output
     monkeypatch.setattr(run.sys, "flags", SimpleNamespace(ignore_environment=1, no_site=0))
     with pytest.raises(run.CannotRun, match="-I, -E or -S.*fa2patch.apply"):
-        run.start(["a.py"], run.Options())
+        run.start(["a.py"], run.RunOptions())
 
 
 # --- models are patched as they are made -----------------------------------------------------------------------------
@@ -291,7 +291,7 @@ def test_models_are_patched_as_they_are_made_named_once_and_reverted_in_the_end(
     assert all(fa2patch.status(model) is not None for model in made)
     trainer_of(made[0], folder)
     assert lines(capsys) == []
-    hook.off()
+    patcher.off()
     assert all(fa2patch.status(model) is None for model in made)
     assert {name: vars(PreTrainedModel)[name] for name in before} == before
     assert vars(Trainer)["__init__"] is before_init and vars(Trainer)["call_model_init"] is before_model_init
@@ -308,14 +308,14 @@ def test_a_model_that_apply_fails_on_is_named_and_one_that_there_was_no_memory_f
     def failing(model, kernel):
         raise outcomes.pop(0)
 
-    monkeypatch.setattr(meeting, "apply", failing)
+    monkeypatch.setattr(patcher, "apply", failing)
     hooked()
-    met = meeting.Meeting(run.Options())
+    met = patcher.Patcher(run.RunOptions())
     with pytest.raises(MemoryError):
-        met.meet(model)
+        met.patch(model)
     assert not lines(capsys)
-    met.meet(model)
-    met.meet(model)
+    met.patch(model)
+    met.patch(model)
     (said,) = lines(capsys)
     assert "left alone: fa2patch.apply failed, please report it: ZeroDivisionError: of ours" in said
 
@@ -340,7 +340,7 @@ def test_others_are_left_alone_and_named_even_quietly(hooked, capsys, cls, confi
     assert re.search(reason, line)
     assert fa2patch.status(model) is None
     state = vars(type(model))
-    hook.off()
+    patcher.off()
     assert vars(type(model)) == state
 
 
@@ -461,7 +461,7 @@ def test_collate_says_nothing_of_a_trainer_whose_batches_are_packed_in_its_model
     model = AutoModelForCausalLM.from_pretrained(folder)
     trainer = trainer_of(model, folder, DataCollatorForSeq2Seq(tokenizer_of(folder)), cls=GRPOTrainer)
     trainer.get_train_dataloader()
-    hook.off()
+    patcher.off()
     assert not any("--collate" in line for line in lines(capsys))
 
 
@@ -477,7 +477,7 @@ class Holder:
 def holders(monkeypatch):
     """Make a module of that class known, as one of a package that is watched."""
     name = "package_of_holders"
-    monkeypatch.setitem(hook.WATCHED, name, "holders:Holder")
+    monkeypatch.setitem(patcher.WATCHED, name, "holders:Holder")
     monkeypatch.setitem(sys.modules, name, SimpleNamespace(__name__=name, Holder=Holder))
 
 
@@ -488,7 +488,7 @@ def test_an_object_that_makes_its_models_batches_is_patched_as_a_whole(holders, 
     (line,) = lines(capsys)
     assert "Special patched: 2 attention layers" in line and line.endswith("Its padded batches are computed packed.")
     assert layers_tokens(held.model) == 6
-    hook.off()
+    patcher.off()
     assert vars(Holder)["__init__"] is before and layers_tokens(held.model) == 8
 
 
@@ -601,7 +601,7 @@ def test_collate_trains_step_by_step_as_the_padded_run(hooked, folder, capsys, k
         model = AutoModelForCausalLM.from_pretrained(folder)
         trainer = trainer_of(model, folder, COLLATORS[kind](tokenizer_of(folder)), features, **options)
         found = losses(trainer), trainer.state.global_step, trainer.evaluate()["eval_loss"]
-        assert not isinstance(trainer.data_collator, collate.Flattening)
+        assert not isinstance(trainer.data_collator, flattening.Flattening)
         return found
 
     (padded, shapes), steps, evaluated = trained()
@@ -672,7 +672,7 @@ def test_collate_leaves_alone_what_may_look_at_rows(hooked, folder, capsys, coll
     model = AutoModelForCausalLM.from_pretrained(folder)
     _, shapes = losses(trainer_of(model, folder, collator(tokenizer_of(folder)), **options))
     assert any(rows > 1 for rows, _ in shapes)
-    hook.off()
+    patcher.off()
     said = [line for line in lines(capsys) if "patched" not in line]
     assert len(said) == 1 and re.search(f"trains padded, as it would without --collate: .*{why}", said[0]), said
 
@@ -680,9 +680,9 @@ def test_collate_leaves_alone_what_may_look_at_rows(hooked, folder, capsys, coll
 def test_collate_says_of_what_else_it_will_not_flatten(hooked, folder, monkeypatch):
     tokenizer = tokenizer_of(folder)
     trainer = trainer_of(LlamaForCausalLM(tiny_models.config_of("llama")), folder, DataCollatorForSeq2Seq(tokenizer))
-    assert "not patched" in collate.why_not(trainer)
+    assert "not patched" in flattening.why_trainer_stays_padded(trainer)
     fa2patch.apply(trainer.model)
-    assert collate.why_not(trainer) == ""
+    assert flattening.why_trainer_stays_padded(trainer) == ""
     for name, value, why in (
         ("data_collator", DataCollatorForSeq2Seq(tokenizer, return_tensors="np"), "return_tensors='np'"),
         ("model", torch.nn.Linear(1, 1), "no Transformers model"),
@@ -690,7 +690,7 @@ def test_collate_says_of_what_else_it_will_not_flatten(hooked, folder, monkeypat
     ):
         with monkeypatch.context() as patched:
             patched.setattr(trainer, name, value)
-            assert why in collate.why_not(trainer)
+            assert why in flattening.why_trainer_stays_padded(trainer)
     stream = type("Stream", (torch.utils.data.IterableDataset,), {"__iter__": lambda self: iter(())})()
     for accelerator, options, why in (
         ({"split_batches": True}, {"world_size": 2}, "split_batches"),
@@ -704,7 +704,7 @@ def test_collate_says_of_what_else_it_will_not_flatten(hooked, folder, monkeypat
             patched.setattr(trainer, "accelerator", SimpleNamespace(**accelerator))
             patched.setattr(trainer, "args", SimpleNamespace(n_gpu=1, **options))
             patched.setattr(trainer, "train_dataset", stream)
-            found = collate.why_not(trainer)
+            found = flattening.why_trainer_stays_padded(trainer)
             assert (why in found) if why else not found
 
 
@@ -726,8 +726,8 @@ def test_a_batch_that_would_train_otherwise_stays_padded(capsys, change, why):
     good = {"input_ids": [[1, 2, 0], [4, 5, 6]], "attention_mask": [[1, 1, 0], [1, 1, 1]],
             "labels": [[1, 2, -100], [4, 5, 6]]}  # fmt: skip
     padded = {key: torch.tensor(value) for key, value in {**good, **change}.items() if value is not None}
-    flattening = collate.Flattening(lambda features: padded, keep_first=False, lengths=True)
-    assert flattening([]) is padded and flattening([]) is padded
+    collate = flattening.Flattening(lambda features: padded, keep_first=False, lengths=True)
+    assert collate([]) is padded and collate([]) is padded
     (line,) = lines(capsys)
     assert "a batch stays padded" in line and why in line
 
@@ -741,7 +741,7 @@ def test_a_flattened_batch_holds_the_padded_ones_real_tokens(keep_first):
         "token_type_ids": [[0, 1, 0], [0, 1, 1]],
     }
     tensors = {key: torch.tensor(value) for key, value in padded.items()}
-    batch = collate.Flattening(lambda features: tensors, keep_first, lengths=True)([])
+    batch = flattening.Flattening(lambda features: tensors, keep_first, lengths=True)([])
     first = [1, 4] if keep_first else [-100, -100]
     assert {key: value.tolist() if isinstance(value, torch.Tensor) else value for key, value in batch.items()} == {
         "input_ids": [[1, 2, 4, 5, 6]],
@@ -756,7 +756,7 @@ def test_a_flattened_batch_holds_the_padded_ones_real_tokens(keep_first):
 
 
 def test_a_flattening_collator_goes_to_workers(folder):
-    made = collate.Flattening(DataCollatorForSeq2Seq(tokenizer_of(folder)), keep_first=True, lengths=False)
+    made = flattening.Flattening(DataCollatorForSeq2Seq(tokenizer_of(folder)), keep_first=True, lengths=False)
     features = features_of([[3, 4], [5, 6, 7]])
     there, here = pickle.loads(pickle.dumps(made))(features), made(features)
     assert {*there} == {*here} == {"input_ids", "labels", "position_ids"}
@@ -773,11 +773,11 @@ def test_left_padded_rows_stay_padded(hooked, folder, capsys):
 
 def test_collate_without_a_trainer_says_that_it_did_nothing(hooked, capsys):
     hooked(collate=True)
-    hook.off()
+    patcher.off()
     assert lines(capsys) == []
     hooked(collate=True)
     AutoModelForCausalLM.from_config(tiny_models.config_of("llama"))
-    hook.off()
+    patcher.off()
     assert "--collate has changed nothing: no Trainer" in lines(capsys)[-1]
 
 

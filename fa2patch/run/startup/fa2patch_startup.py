@@ -15,7 +15,7 @@ HERE = os.path.dirname(os.path.abspath(__file__))
 PACKAGES = {module.partition(".")[0] for module in WATCHED}
 
 
-class _Waiting:
+class _ImportWatch:
     """An import finder that finds nothing and stays on ``sys.meta_path`` until one of the packages is imported.
 
     It must see the first of them. While sentence-transformers imports Transformers, its own modules are half imported.
@@ -36,9 +36,9 @@ class _Waiting:
 def _imported(module: object) -> None:
     try:
         _fa2patch()
-        from fa2patch.run import hook
+        from fa2patch.run import patcher
 
-        hook.imported(module)
+        patcher.imported(module)
     except Exception as error:
         _failed(error)
 
@@ -65,9 +65,9 @@ def _failed(error: Exception) -> None:
 
 @atexit.register  # registered first, so atexit calls it last
 def _off() -> None:
-    hook = sys.modules.get("fa2patch.run.hook")
-    if hook is not None:
-        hook.off()
+    patcher = sys.modules.get("fa2patch.run.patcher")
+    if patcher is not None:
+        patcher.off()
 
 
-sys.meta_path.insert(0, _Waiting())
+sys.meta_path.insert(0, _ImportWatch())

@@ -2,7 +2,7 @@
 
 Every training step must give the same result as padded training. The padding collator therefore still makes every
 batch, and only then are the tokens dropped that the mask hides. No code but the model's may look at rows in between.
-:func:`why_not` checks that for a Trainer, :func:`unlike` for a batch.
+:func:`why_trainer_stays_padded` and :func:`why_batch_stays_padded` check that.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from ..documents.names import IGNORED_LABEL
 from ..errors import NotAModel
 from ..patch.applying import status
 from ..upstream.find_models import transformers_model
-from .saying import say
+from .start import say
 
 STANDARD = (
     "DataCollatorWithPadding", "DataCollatorForSeq2Seq", "DataCollatorForLanguageModeling", "DefaultDataCollator",
@@ -46,7 +46,7 @@ def replaced(trainer: Any, methods: Iterable[str]) -> str:
     return ""
 
 
-def why_not(trainer: Any) -> str:
+def why_trainer_stays_padded(trainer: Any) -> str:
     """The reason why the training batches of this Trainer stay padded; empty if they can be flattened.
 
     Batches can be flattened if a standard collator makes them, if only a patched model that predicts the next token
@@ -104,7 +104,7 @@ def _dispatched(trainer: Any) -> bool:
 
 
 def flattening(trainer: Any) -> Flattening:
-    """The flattening collator for a Trainer; :func:`why_not` must have returned an empty string for it.
+    """The flattening collator for a Trainer; which does not stay padded.
 
     Up to 5.9, Trainer divides the loss by the number of all labels that are not -100. That counts a row's first label,
     although no token predicts it. First labels are kept there so that the loss equals that of padded training; the
@@ -131,7 +131,7 @@ class Flattening:
     def __call__(self, features: list[Any]) -> Mapping[str, Any]:
         """Return one row ``[1, T]`` of the batch's real tokens, or the padded batch ``[B, L]`` if they would differ."""
         padded: Mapping[str, Any] = self.padding(features)
-        why = unlike(padded)
+        why = why_batch_stays_padded(padded)
         if why:
             self._say(why)
             return padded
@@ -149,7 +149,7 @@ class Flattening:
         self.said = True
 
 
-def unlike(padded: Mapping[str, Any]) -> str:
+def why_batch_stays_padded(padded: Mapping[str, Any]) -> str:
     """The reason why a padded batch would train differently if it were flattened; empty if it would not.
 
     Rows must be padded on the right: with padding on the left, the last padding token learns to predict the first real

@@ -1,0 +1,359 @@
+"""Patches every model of a program under ``fa2patch run``: as it is made, or when what holds or trains it is made.
+
+``startup/fa2patch_watched.py`` names the classes that are watched, and the kinds. There is one part here for each kind.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import sys
+import traceback
+import weakref
+from collections.abc import Iterator
+from types import ModuleType
+from typing import Any, Callable
+
+import torch
+import wrapt
+
+from .._torch import is_no_verdict
+from .._types import Function
+from ..binding import ABSENT, bind, release
+from ..data.packed_trainer import PACKS, held_models, pack_models
+from ..errors import Fa2PatchError, KernelUnavailable, NotAModel, UnknownKernel
+from ..padded.batches import of_model
+from ..patch.applying import apply, status
+from ..patch.padding import pack_padded_batches
+from ..patch.state import Patch
+from ..upstream import inspecting
+from ..upstream.find_layers import attention_layers
+from ..upstream.find_models import embedding_of, is_transformers_model, models, transformers_model
+from . import flattening
+from .start import RunOptions, say
+from .startup.fa2patch_watched import WATCHED
+
+PACKED_TRAINERS = (
+    "DPOTrainer", "KTOTrainer", "ORPOTrainer", "CPOTrainer", "RewardTrainer", "PRMTrainer", "GRPOTrainer",
+    "RLOOTrainer",
+)  # fmt: skip
+"""TRL's trainers whose padded batches are computed packed: those in which losses and metrics were compared.
+
+They look at the rows of their batches, so a collator cannot pack these. Batches of other trainers stay padded, unless
+``--collate`` flattens them.
+"""
+
+_patcher: Patcher | None = None
+
+
+def on(options: RunOptions) -> Patcher:
+    """Patch the models that this process makes from now on. A patcher that is already on is switched off first."""
+    global _patcher
+    off()
+    _patcher = Patcher(options)
+    for name in WATCHED:
+        wrapt.register_post_import_hook(_patcher.watch, name)
+    return _patcher
+
+
+def imported(module: Any) -> None:
+    """Handle the import of a watched module in a process that ``fa2patch run`` has started."""
+    global _patcher
+    if _patcher is None:
+        _patcher = Patcher(RunOptions.inherited())
+    _patcher.watch(module)
+
+
+def off() -> None:
+    """Switch the patcher off, if there is one. It cannot be switched on again."""
+    if _patcher is not None:
+        _patcher.off()
+
+
+class Patcher:
+    """What is replaced in this process when the watched modules are imported, and the models that were patched.
+
+    All replaced methods belong to this object (``binding.bind``).
+    """
+
+    def __init__(self, options: RunOptions) -> None:
+        self.options, self.active = options, True
+        self._seen: weakref.WeakSet[Any] = weakref.WeakSet()  # models that were patched or left alone
+        self._patches: weakref.WeakSet[Patch] = weakref.WeakSet()
+        self._packing: weakref.WeakSet[Any] = weakref.WeakSet()  # trainers
+        self._told: weakref.WeakSet[Any] = weakref.WeakSet()  # trainers of which a line about --collate was printed
+        self._patched = self._trained = False
+        self._model_classes: tuple[Any, ...] = ()
+        self._holders: tuple[Any, ...] = ()
+
+    def watch(self, module: ModuleType) -> None:
+        """Replace methods of the class for which a module is watched."""
+        kind, _, name = WATCHED[module.__name__].partition(":")
+        cls = getattr(module, name, None)
+        if not self.active or cls is None:  # newer releases keep the module of an older one for its name only
+            return
+        if kind == "models":
+            self._model_classes += (cls,)
+            for method in ("from_pretrained", "_from_config"):
+                bind(cls, method, self._making, self)
+        elif kind == "trainers":
+            self._watch_constructors(cls, self._trainer_constructed)
+            bind(cls, "call_model_init", self._making_for_trainer, self)
+            if self.options.collate:
+                bind(cls, "get_train_dataloader", self._loading, self)
+        else:
+            self._holders += (cls,)
+            self._watch_constructors(cls, self._holder_constructed)
+
+    def off(self) -> None:
+        """Undo the replacements and revert all patches."""
+        if not self.active:
+            return
+        self.active = False
+        release(self)
+        for patch in list(self._patches):
+            patch.revert()
+        if self.options.collate and self._patched and not self._trained:
+            say(
+                "--collate has changed nothing: no Trainer has trained here, and a loop of one's own may look at rows "
+                "and masks. There, give the loader fa2patch.DataCollatorWithFlattening()."
+            )
+
+    def patch(self, model: Any) -> None:
+        """Patch a model that was not seen before, or print why it is left alone.
+
+        Raises:
+            UnknownKernel, KernelUnavailable: The requested kernel does not exist or cannot run here.
+        """
+        if model not in self._seen and status(model) is None:
+            self._seen.add(model)
+            self._patch(model)
+
+    def _patch(self, model: Any) -> None:
+        """Patch a model, or what holds one and makes its batches, or print why it is left alone."""
+        name = type(model).__name__
+        try:
+            why = reads_no_text(model) if is_transformers_model(model) else ""
+            if why:
+                say(f"{name} left alone: {why}. Call fa2patch.apply(model) if its batches are packed all the same.")
+                return
+            patch = apply(model, kernel=self.options.kernel)
+        except (UnknownKernel, KernelUnavailable):
+            raise
+        except Fa2PatchError as error:
+            say(f"{name} left alone: {error.message}")
+            return
+        except Exception as error:
+            if is_no_verdict(error):
+                with contextlib.suppress(NotAModel):
+                    self._seen.discard(transformers_model(model))
+                raise
+            say(f"{name} left alone: fa2patch.apply failed, please report it: {type(error).__name__}: {error}")
+            return
+        self._patches.add(patch)
+        self._patched = True
+        seams = " and ".join(sorted({layer.seam for layer in patch.attention}))
+        packs = of_model(models(patch.model)[-1]) is not None
+        padding = " Its padded batches are computed packed." if packs else ""
+        self._say_unless_quiet(
+            f"{name} patched: {len(patch.attention)} attention layers, {seams} seam, kernel {patch.kernel}.{padding}"
+        )
+
+    def _say_unless_quiet(self, what: str) -> None:
+        if not self.options.quiet:
+            say(what)
+
+    # --- models: what class methods of PreTrainedModel return to the program ------------------------------------------
+
+    def _making(self, original: classmethod[Any, Any, Any]) -> classmethod[Any, Any, Any]:
+        """Patch what ``from_pretrained`` and ``_from_config`` return. ``from_config`` ends in them, too.
+
+        Constructors of models are not replaced, because their end cannot be seen from outside: a base model's last step
+        runs inside the causal LM's constructor, a subclass adds modules after it, and loading constructs models without
+        weights. A model made by calling its class is patched when a Trainer gets it.
+        """
+        make: Function = original.__func__
+
+        @functools.wraps(make)
+        def making(cls: Any, *args: Any, **kwargs: Any) -> Any:
+            made = make(cls, *args, **kwargs)
+            model = made[0] if isinstance(made, tuple) else made  # a tuple: output_loading_info=True
+            if self.active and isinstance(model, self._model_classes) and not self._is_a_part():
+                self.patch(model)
+            return made
+
+        return classmethod(making)
+
+    def _is_a_part(self) -> bool:
+        """Whether the caller's model goes to a constructor, as a vision tower does, or to a further call of making."""
+        making, owners = sys._getframe(1), (*self._model_classes, *self._holders)
+        return any(
+            frame.f_code is making.f_code
+            or (frame.f_code.co_name == "__init__" and isinstance(frame.f_locals.get("self"), owners))
+            for frame, _ in traceback.walk_stack(making.f_back)
+        )
+
+    # --- constructors of trainers and holders -------------------------------------------------------------------------
+
+    def _watch_constructors(self, base: Any, then: Callable[[Any, bool], None]) -> None:
+        """Call a function with each object of a class and of its subclasses, also of those that are defined later.
+
+        It is called after each constructor that the object passes through, with whether that was the outermost one: the
+        constructor of a subclass goes on after that of its base.
+        """
+        patcher = self
+        under_way: set[int] = set()  # ids of objects that are constructed
+
+        def watch(cls: Any) -> None:
+            if "__init__" in vars(cls):
+                bind(cls, "__init__", constructing, patcher)
+
+        def constructing(original: Function) -> Function:
+            @functools.wraps(original)
+            def __init__(self: Any, *args: Any, **kwargs: Any) -> None:  # _is_a_part looks for this name and `self`
+                outermost = id(self) not in under_way
+                under_way.add(id(self))
+                try:
+                    original(self, *args, **kwargs)
+                finally:
+                    if outermost:
+                        under_way.discard(id(self))
+                if patcher.active:
+                    then(self, outermost)
+
+            return __init__
+
+        def following(original: Any) -> Any:
+            def __init_subclass__(cls: Any, /, **kwargs: Any) -> None:
+                if original is ABSENT:
+                    super(base, cls).__init_subclass__(**kwargs)
+                else:
+                    original.__get__(None, cls)(**kwargs)
+                watch(cls)
+
+            return classmethod(__init_subclass__)
+
+        bind(base, "__init_subclass__", following, self)
+        for cls in _with_subclasses(base):
+            watch(cls)
+
+    def _holder_constructed(self, holder: Any, outermost: bool) -> None:
+        if outermost:
+            with contextlib.suppress(NotAModel):  # apply says why
+                self._seen.add(transformers_model(holder))
+            self._patch(holder)
+
+    # --- trainers -----------------------------------------------------------------------------------------------------
+
+    def _trainer_constructed(self, trainer: Any, outermost: bool) -> None:
+        self._patch_inside(getattr(trainer, "model", None))
+        if outermost and self.options.pack and _pads(trainer):
+            self._pack(trainer)
+        elif outermost and self.options.collate:
+            own_loader = flattening.replaced(trainer, ["get_train_dataloader"])
+            if own_loader:
+                self._leave_padded(trainer, own_loader)
+
+    def _patch_inside(self, model: Any) -> None:
+        with contextlib.suppress(NotAModel):
+            self.patch(transformers_model(model))
+
+    def _making_for_trainer(self, original: Function) -> Function:
+        @functools.wraps(original)
+        def call_model_init(trainer: Any, *args: Any, **kwargs: Any) -> Any:
+            model = original(trainer, *args, **kwargs)
+            if self.active:
+                self._patch_inside(model)
+                if trainer in self._packing and status(model) is not None:
+                    pack_padded_batches(model, share_prompts=True)
+            return model
+
+        return call_model_init
+
+    def _pack(self, trainer: Any) -> None:
+        """Make all models of a trainer compute its padded batches packed, and print what was done."""
+        for value in list(vars(trainer).values()):
+            for model in held_models(value):
+                self.patch(model)
+        found = pack_models(trainer)
+        self._packing.add(trainer)
+        name = type(trainer).__name__
+        first: dict[int, str] = {}  # several attributes may hold one model, as model and model_wrapped do
+        for attribute, hooks in found.packed.items():
+            first.setdefault(id(hooks), attribute)
+        if first:
+            self._say_unless_quiet(
+                f"{name} makes padded batches, and computes them packed, with what rows begin with in common once: "
+                f"{', '.join(first.values())}. Losses and metrics stay those of padded batches; --no-pack leaves them "
+                "padded."
+            )
+        for error in {error.message: error for error in found.padded.values()}.values():
+            attributes = ", ".join(where for where, other in found.padded.items() if other.message == error.message)
+            say(f"{name} computes padded batches of {attributes} padded: {error.message}")
+
+    def _loading(self, original: Function) -> Function:
+        @functools.wraps(original)
+        def get_train_dataloader(trainer: Any) -> Any:
+            if trainer in self._packing:
+                self._trained = True
+                return original(trainer)
+            why = flattening.why_trainer_stays_padded(trainer)
+            if why:
+                self._leave_padded(trainer, why)
+                return original(trainer)
+            padding = trainer.data_collator
+            if trainer not in self._told:
+                self._say_unless_quiet(
+                    f"{type(trainer).__name__} trains on what its {flattening.name(padding)} gives laid end to end, "
+                    "without the padding; the same mini-batches, the same steps. Evaluation stays padded."
+                )
+            self._told.add(trainer)
+            self._trained = True
+            trainer.data_collator = flattening.flattening(trainer)
+            try:
+                return original(trainer)
+            finally:
+                trainer.data_collator = padding
+
+        return get_train_dataloader
+
+    def _leave_padded(self, trainer: Any, why: str) -> None:
+        self._trained = True
+        if trainer not in self._told:
+            self._told.add(trainer)
+            say(f"{type(trainer).__name__} trains padded, as it would without --collate: {why}.")
+
+
+def _with_subclasses(cls: Any) -> Iterator[Any]:
+    yield cls
+    for subclass in cls.__subclasses__():
+        yield from _with_subclasses(subclass)
+
+
+def _pads(trainer: Any) -> bool:
+    """Whether a trainer is one of :data:`PACKED_TRAINERS`, and was not made by :func:`fa2patch.packed_trainer`.
+
+    A subclass counts. TRL has some of its trainers in ``trl.experimental`` in newer releases.
+    """
+    known = (cls for cls in type(trainer).__mro__ if cls.__name__ in PACKED_TRAINERS)
+    return not hasattr(trainer, PACKS) and any(cls.__module__.partition(".")[0] == "trl" for cls in known)
+
+
+def reads_no_text(model: Any) -> str:
+    """The reason why text is not packed for a model; empty if it is.
+
+    It is empty for an encoder-decoder too, which ``apply`` refuses with its own message.
+    """
+    if getattr(model.config, "is_encoder_decoder", False):
+        return ""
+    seen = {getattr(layer.module, "is_causal", None) for layer in attention_layers(models(model)[-1])}
+    if seen == {False} and _embeds_tokens_only(model):
+        return ""
+    if False in seen:
+        return "its attention looks both ways, and not at text alone"
+    return "" if seen == {True} or model.can_generate() else "it generates no text"
+
+
+def _embeds_tokens_only(model: Any) -> bool:
+    embedding = embedding_of(model)
+    return isinstance(embedding, torch.nn.Embedding) and not inspecting.takes(model.forward, "pixel_values")

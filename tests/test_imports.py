@@ -33,7 +33,8 @@ def test_importing_fa2patch_loads_only_what_apply_needs() -> None:
     code = (
         "import sys, fa2patch\n"
         "rooms = {name.split('.')[1] for name in sys.modules if name.startswith('fa2patch.')}\n"
-        "assert not rooms & {'data', 'packing', 'proof', 'cli', 'run', 'callbacks'}, rooms\n"
+        "assert not rooms & {'data', 'packing', 'cli', 'run', 'callbacks'}, rooms\n"
+        "assert 'fa2patch.proof.verify' not in sys.modules\n"
         "assert set(fa2patch.__all__) <= set(dir(fa2patch))\n"
         "for name in (*fa2patch.__all__, 'preference', 'testing', 'traits'):\n"
         "    assert getattr(fa2patch, name) is not None\n"

@@ -66,8 +66,8 @@ def _file(found: Model) -> str:
 
 def _loaded(found: Model, dtype: torch.dtype, attention: str | None, trust: bool) -> Any:
     from ..errors import NotAModel
-    from ..proof.described import class_of
     from ..upstream.find_models import token_embeddings
+    from .preview import class_of
 
     more = {"attn_implementation": attention} if attention else {}
     try:
@@ -114,7 +114,7 @@ def fake(found: Model, attention: str | None, trust: bool, dtype: torch.dtype | 
     Raises:
         click.BadParameter: Transformers cannot make it.
     """
-    from ..proof.described import without_weights
+    from .preview import without_weights
 
     masked = found.name.endswith(MASKED)
     config, then = config_of(found, trust), "at full size, without weights."

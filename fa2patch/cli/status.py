@@ -41,7 +41,7 @@ def status(
     """
     from ..errors import Fa2PatchError, KernelUnavailable, UnknownKernel
     from ..kernels import check_name
-    from ..proof.described import described
+    from .preview import preview
 
     precision, attention = checked.dtype(dtype), checked.attention(attn_implementation)
     try:
@@ -53,7 +53,7 @@ def status(
     said = argument.said(then)
     click.echo(said, err=True)
     try:
-        found = described(made, mode, kernel)
+        found = preview(made, mode, kernel)
     except Fa2PatchError as error:
         _show_refused(type(made).__name__, said, error, as_json)
         sys.exit(1)

@@ -17,7 +17,7 @@ from .output import as_json_option, attention_option, new_console, new_table, pl
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from ..proof.alone import Alone, Found
+    from .diagnosis import Found, Unpatched
 
 
 @click.command()
@@ -56,8 +56,8 @@ def verify(
     """
     import torch
 
-    from ..probing.batches import example
-    from ..proof.alone import alone, is_isolated
+    from ..proof.inputs import example
+    from .diagnosis import is_isolated, verify_unpatched
 
     precision, where = checked.dtype(dtype) or torch.float32, checked.device(device)
     attention, given = checked.attention(attn_implementation), _batch(batch) if batch else None
@@ -71,7 +71,7 @@ def verify(
     click.echo(said, err=True)
     ready = ready.to(where)
     call = {**(example(where, ready) if given is None else given), **({} if cache is None else {"use_cache": cache})}
-    unpatched = alone(ready, call, max_documents)
+    unpatched = verify_unpatched(ready, call, max_documents)
     ours = _patched(ready, call, max_documents, unpatched)
     ok = is_isolated(ours)
     if as_json:
@@ -84,13 +84,13 @@ def verify(
     sys.exit(0 if ok else 1)
 
 
-def _show(name: str, unpatched: Alone, ours: Found) -> None:
+def _show(name: str, unpatched: Unpatched, ours: Found) -> None:
     console = new_console()
     _show_alone(console, name, unpatched)
     _show_verification(console, f"{name}, with fa2patch", ours)
 
 
-def _patched(model: Any, batch: dict[str, Any], documents: int | None, unpatched: Alone) -> Found:
+def _patched(model: Any, batch: dict[str, Any], documents: int | None, unpatched: Unpatched) -> Found:
     """The verification of a model with fa2patch, or its error as text. The model is patched then."""
     from ..errors import Fa2PatchError
     from ..patch.applying import apply
@@ -120,7 +120,7 @@ def _show_refused(said: str, refused: Refused, as_json: bool) -> None:
         new_console().print(f"[bold]{refused.model}[/bold]: [yellow]refused[/yellow]: {plain(str(refused))}")
 
 
-def _show_alone(console: Console, name: str, unpatched: Alone) -> None:
+def _show_alone(console: Console, name: str, unpatched: Unpatched) -> None:
     title = f"{name}, Transformers alone"
     if unpatched.without_cache is None or unpatched.without_cache == unpatched.by_default:
         both = "" if unpatched.without_cache is None else ", with and without a cache"

@@ -19,9 +19,9 @@ from .._torch import compiling, outside_the_forward, without_gradients
 from .._types import Args, Call, Model
 from ..comparison import distance
 from ..documents.names import IGNORED_LABEL, LABELS
-from ..probing.batches import is_sharded
-from ..probing.proving import tensors
-from ..probing.replica import replica
+from ..proof.inputs import is_sharded
+from ..proof.proving import tensors
+from ..proof.replica import replica
 from ..upstream.calls import passed
 from ..upstream.labels import kept_logits
 from ..upstream.step import MARK, ROLE

@@ -13,8 +13,9 @@ from .._torch import compiling, constant, number, numbered, paused
 from .._types import Call, Model
 from ..documents.boundaries import Boundaries
 from ..errors import Fa2PatchError, NothingProven, PackingNotIsolated
-from ..probing import proving
-from ..probing.structure import Structure
+from ..proof import proving
+from ..proof.inputs import is_sharded
+from ..proof.unknown import Structure, unknown
 from ..upstream import attached, heads
 from ..upstream.forward import warn_unpacked
 from ..upstream.packed_mask import PackedMask
@@ -93,7 +94,7 @@ def begun(patch: Examined, prove: bool | str) -> Examination:
         patch: the model's patch.
         prove: the ``prove`` argument of ``apply``.
     """
-    has_to_be = prove is True or (prove == "unknown" and bool(proving.unknown(patch.model)))
+    has_to_be = prove is True or (prove == "unknown" and bool(unknown(patch.model)))
     return known(patch, Examination(prove, has_to_be))
 
 
@@ -178,15 +179,15 @@ def _examine(patch: Examined, module: Model, call: Call, mask: PackedMask) -> No
     if mask.part is not None:
         raise PackingNotIsolated(
             f"{type(patch.model).__name__} must prove that its modules keep documents apart (prove="
-            f"{examination.prove!r}; fa2patch does not know {proving.unknown(patch.model) or 'nothing in it'}), and "
+            f"{examination.prove!r}; fa2patch does not know {unknown(patch.model) or 'nothing in it'}), and "
             "sequence parallelism (sp_size) splits rows over processes, so that none can prove it by itself. Call "
             "fa2patch.verify(model, batch=batch) on every rank, then fa2patch.apply(model, prove=False)."
         )
-    if proving.is_sharded(patch.model) and examination.prove is not True:
+    if is_sharded(patch.model) and examination.prove is not True:
         examination.must = False
         warnings.warn(
             f"{type(patch.model).__name__} holds what fa2patch does not know, "
-            f"{proving.unknown(patch.model)}, and is sharded, so that one rank cannot prove it by itself. Call "
+            f"{unknown(patch.model)}, and is sharded, so that one rank cannot prove it by itself. Call "
             "fa2patch.verify(model, batch=batch) on every rank, or fa2patch.apply(model, prove=False).",
             NothingProven,
             stacklevel=2,
@@ -214,7 +215,7 @@ def _due(examination: Examination, module: Model, boundaries: Boundaries) -> set
 def _proven(patch: Examined, due: set[tuple[str, int]], module: Model, call: Call, mask: PackedMask) -> None:
     before, _thread.proves = _thread.proves, True
     try:
-        with patch.examination.paused() if proving.is_sharded(patch.model) else contextlib.nullcontext():
+        with patch.examination.paused() if is_sharded(patch.model) else contextlib.nullcontext():
             _prove(patch, module, call, mask)
     finally:
         _thread.proves = before

@@ -13,8 +13,8 @@ from click.testing import CliRunner
 from tree_cases import rows_of_segments
 
 import fa2patch
+from fa2patch.cli import diagnosis
 from fa2patch.cli.commands import main
-from fa2patch.proof import doctor
 
 CONFIG = str(Path(__file__).parents[1] / "own_configs" / "llama_3_1.json")
 
@@ -62,7 +62,7 @@ def test_verify_shows_segments_and_what_they_continue(tmp_path):
 
 
 def test_verify_takes_weights_and_a_batch_that_torch_saved(tmp_path, rows):
-    doctor.tiny_llama().save_pretrained(tmp_path / "model")
+    diagnosis.tiny_llama().save_pretrained(tmp_path / "model")
     batch = {name: torch.tensor(value) for name, value in json.loads(rows.read_text()).items()}
     torch.save(batch, tmp_path / "rows.pt")
     found = as_json(run("verify", tmp_path / "model", "--batch", tmp_path / "rows.pt", "--max-documents", 1, "--json"))
@@ -112,7 +112,7 @@ def test_doctor_tries_it(tmp_path):
 
 
 def test_doctor_exits_with_1_where_a_patched_model_leaks(monkeypatch):
-    monkeypatch.setattr(doctor, "_state", lambda found: {"state": "leaks", "reason": "here"})
+    monkeypatch.setattr(diagnosis, "_state", lambda found: {"state": "leaks", "reason": "here"})
     result = run("doctor")
     assert result.exit_code == 1 and "fa2patch does not work here: here" in result.output
 
@@ -125,7 +125,7 @@ def test_doctor_says_it_when_a_package_does_not_import(monkeypatch, tmp_path):
         "Metadata-Version: 2.1\nName: flash-attn\nVersion: 2.5"
     )
     monkeypatch.syspath_prepend(str(tmp_path))
-    assert doctor._package("flash-attn") == {
+    assert diagnosis._package("flash-attn") == {
         "version": "2.5",
         "problem": "does not import: ImportError: undefined symbol",
     }
@@ -133,13 +133,13 @@ def test_doctor_says_it_when_a_package_does_not_import(monkeypatch, tmp_path):
 
 @pytest.mark.parametrize("version, defects", [((4, 43), 3), ((4, 54), 4), ((5, 23), 1)])
 def test_every_version_has_its_own_defects(version, defects):
-    assert sum(defect.is_in(version) for defect in doctor.DEFECTS) == defects
+    assert sum(defect.is_in(version) for defect in diagnosis.DEFECTS) == defects
 
 
 def test_doctor_says_what_it_does_not_know_of_a_release_without_evidence(monkeypatch):
-    monkeypatch.setattr(doctor.metadata, "version", lambda name: "9.9.0" if name == "transformers" else "1.0")
-    last = list(doctor.upstream())[-1]
-    found = doctor.examine()
+    monkeypatch.setattr(diagnosis.metadata, "version", lambda name: "9.9.0" if name == "transformers" else "1.0")
+    last = list(diagnosis.upstream())[-1]
+    found = diagnosis.examine()
     assert found["known"] is None and found["evidence_ends"] == last
     shown = " ".join(run("doctor").output.split())
     assert f"Transformers 9.9.0 was not checked with fa2patch: the evidence ends with {last}" in shown
@@ -148,28 +148,30 @@ def test_doctor_says_what_it_does_not_know_of_a_release_without_evidence(monkeyp
 
 
 def test_doctor_says_nothing_of_it_where_there_is_evidence(monkeypatch):
-    last = list(doctor.upstream())[-1]
-    real = doctor.metadata.version
-    monkeypatch.setattr(doctor.metadata, "version", lambda name: f"{last}.9" if name == "transformers" else real(name))
+    last = list(diagnosis.upstream())[-1]
+    real = diagnosis.metadata.version
+    monkeypatch.setattr(
+        diagnosis.metadata, "version", lambda name: f"{last}.9" if name == "transformers" else real(name)
+    )
     shown = run("doctor").output
     assert "was not checked with fa2patch" not in shown and "Defects known up to" not in shown
 
 
 def test_what_the_matrix_knows_comes_along():
-    known = doctor.upstream()
+    known = diagnosis.upstream()
     assert {"4.34", "4.43", "4.57", "5.0"} <= set(known)
     assert "gptj" in known["4.57"]["leak"] and known["4.57"]["rows"]["one row"] > 40
 
 
 def test_status_tells_what_apply_would_do_and_does_nothing(tmp_path):
-    doctor.tiny_llama().config.save_pretrained(tmp_path)
+    diagnosis.tiny_llama().config.save_pretrained(tmp_path)
     result = run("status", tmp_path, "--json")
     found = as_json(result)
     assert result.exit_code == 0 and [layer["name"] for layer in found["layers"]] == [
         "layers.0.self_attn",
         "layers.1.self_attn",
     ]
-    assert fa2patch.status(doctor.tiny_llama()) is None
+    assert fa2patch.status(diagnosis.tiny_llama()) is None
     assert "would be" in run("status", tmp_path).output and run("status", tmp_path / "config.json").exit_code == 0
 
 

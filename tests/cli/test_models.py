@@ -11,10 +11,9 @@ pytest.importorskip("rich")
 from click.testing import CliRunner
 
 from fa2patch import evidence
-from fa2patch.cli import hub, models
+from fa2patch.cli import diagnosis, hub, models
 from fa2patch.cli.commands import main
 from fa2patch.patch.applying import OLDEST
-from fa2patch.proof import doctor
 
 
 def run(*arguments):
@@ -90,7 +89,7 @@ def test_nothing_is_suggested_for_something_else():
 def test_verify_says_what_it_made(folder):
     said = run("verify", "gpt2")
     assert said.startswith("gpt2: a model type; checks a tiny model with random weights. --pretrained loads")
-    doctor.tiny_llama().save_pretrained(folder)
+    diagnosis.tiny_llama().save_pretrained(folder)
     assert "a folder with weights; loads its weights." in run("verify", folder)
 
 

@@ -27,7 +27,7 @@ from small_models import (
 import fa2patch
 from compat_matrix.check.compare import assert_close
 from fa2patch import errors
-from fa2patch.probing.unknown import unknown
+from fa2patch.proof.unknown import unknown
 
 
 def mixed(values):

@@ -15,7 +15,7 @@ from torch import nn
 import fa2patch
 from compat_matrix import tiny_models
 from fa2patch.patch import examining
-from fa2patch.probing.structure import Structure
+from fa2patch.proof.unknown import Structure
 
 
 def of_modeling(model: Any) -> dict[str, Any]:

@@ -8,7 +8,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 import fa2patch
-from fa2patch.proof.doctor import tiny_llama
+from fa2patch.cli.diagnosis import tiny_llama
 
 
 def rows(documents):

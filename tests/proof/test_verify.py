@@ -11,8 +11,8 @@ import torch
 
 import fa2patch
 from fa2patch import errors
-from fa2patch.probing.probe import dtypes_saved
-from fa2patch.proof.doctor import tiny_llama
+from fa2patch.cli.diagnosis import tiny_llama
+from fa2patch.proof.running import dtypes_saved
 from fa2patch.upstream import labels
 
 LENGTHS = (4, 6, 1, 5)

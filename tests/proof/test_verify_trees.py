@@ -10,9 +10,9 @@ from tree_cases import rows_of_segments
 import fa2patch
 from compat_matrix import tiny_models
 from fa2patch import errors
+from fa2patch.cli.diagnosis import tiny_llama
 from fa2patch.documents.boundaries import Boundaries
 from fa2patch.kernels.reference import Reference
-from fa2patch.proof.doctor import tiny_llama
 from fa2patch.upstream import apart, labels
 
 NESTED = [(9, -1), (5, 0), (1, 0), (4, 2), (7, 0), (6, -1), (3, 5), (2, -1)]

@@ -7,7 +7,7 @@ import torch
 from stage import IGNORED, compared, losses_of, tiny_llama
 
 import fa2patch
-from fa2patch.probing.batches import spans_of
+from fa2patch.proof.inputs import spans_of
 
 pytestmark = pytest.mark.slow
 BOUND = 1e-3

@@ -5,16 +5,16 @@ import torch
 import transformers
 
 from compat_matrix import tiny_models
-from fa2patch.probing.batches import example
-from fa2patch.proof import doctor
-from fa2patch.proof.alone import alone, is_isolated
+from fa2patch.cli import diagnosis
+from fa2patch.cli.diagnosis import is_isolated, verify_unpatched
+from fa2patch.proof.inputs import example
 
 NEWEST = tuple(int(number) for number in transformers.__version__.split(".")[:2]) >= (5, 0)
 new = pytest.mark.skipif(not NEWEST, reason="earlier versions leak both ways as sdpa")
 
 
 def of(model, **more):
-    return alone(model, {**example(torch.device("cpu"), model), **more})
+    return verify_unpatched(model, {**example(torch.device("cpu"), model), **more})
 
 
 @new
@@ -39,13 +39,13 @@ def test_a_model_that_makes_no_cache_is_taken_one_way():
 
 def test_an_error_is_text():
     model = tiny_models.build("llama", "sdpa")
-    found = alone(model, {"input_ids": torch.zeros(1, 8, dtype=torch.int64)})
+    found = verify_unpatched(model, {"input_ids": torch.zeros(1, 8, dtype=torch.int64)})
     assert found.by_default.startswith("BadBatch") and not found.why
 
 
 def test_doctor_says_what_verify_says():
-    model = doctor.tiny_llama()
-    found, examined = of(model), doctor.examine()
+    model = diagnosis.tiny_llama()
+    found, examined = of(model), diagnosis.examine()
     assert (examined["alone"]["state"] == "isolated") == is_isolated(found.by_default)
     assert (examined["alone_without_cache"]["state"] == "isolated") == is_isolated(found.without_cache)
     assert examined["why"] == found.why and examined["patched"]["state"] == "isolated"

@@ -1,4 +1,4 @@
-"""The runs that ``verify`` compares: the batch, the batch with other tokens in one document, each document alone.
+"""What ``verify`` measures: the batch, the batch with other tokens in one document, each document alone.
 
 With ``segment_parents``, segments take the place of documents. Alone, a segment is run at the end of its path.
 """
@@ -9,19 +9,20 @@ import torch
 
 from .._torch import is_no_verdict
 from .._types import Call, Model
+from ..comparison import gradients
 from ..documents.media import MediaRow
 from ..documents.names import LABELS, LENGTHS
 from ..documents.trees import Tree
 from ..errors import Fa2PatchError, PackingNotIsolated
-from ..patch.applying import status
-from ..probing.batches import PER_TOKEN, Span, text_tokens
-from ..probing.probe import dtypes_saved, gradient, outputs, outputs_and_embeddings
 from ..upstream import inspecting
 from ..upstream.find_models import token_embeddings
+from .inputs import Span, on_its_own, text_tokens
+from .running import dtypes_saved, near, outputs, outputs_and_embeddings
+from .split_rows import WholeRows
 
 
-class Run:
-    """The runs of one model on one batch that :func:`fa2patch.verify` compares, and how much they differ.
+class Measurements:
+    """How much the documents of one batch depend on each other, and how far they are from what they are alone.
 
     A document, segment or run of padding is named by its index in ``spans``. Changes and distances are relative to
     ``scale``.
@@ -29,6 +30,7 @@ class Run:
     Attributes:
         model: the model, which may be wrapped.
         inner: the Transformers model inside it.
+        patched: whether it is patched.
         batch: the batch without labels.
         labels: its labels, or None.
         spans: the documents, or segments, and runs of padding in it.
@@ -50,14 +52,16 @@ class Run:
         PackingNotIsolated: the model cannot compute the batch, or its outputs are all zero or not finite.
     """
 
-    def __init__(self, model: Model, inner: Model, batch: Call, spans: list[Span], max_documents: int | None) -> None:
-        self.model, self.inner = model, inner
+    def __init__(
+        self, model: Model, inner: Model, patched: bool, batch: Call, spans: list[Span], max_documents: int | None
+    ) -> None:
+        self.model, self.inner, self.patched = model, inner, patched
         self.labels = batch.get("labels")
         self.batch = {name: value for name, value in batch.items() if name not in LABELS}
-        asks = bool(self.batch.get("use_cache")) and status(inner) is not None  # a patched model refuses to make one
+        asks = bool(self.batch.get("use_cache")) and patched  # a patched model refuses to make one
         if asks or inspecting.takes(type(inner).forward, "state"):
             self.batch["use_cache"] = False  # as in training: RWKV's cache overwrites what its backward needs
-        self.spans = spans
+        self.spans, self.shape = spans, batch["input_ids"].shape
         self.tree = Tree([span.length for span in spans], [span.parent for span in spans], torch.device("cpu"))
         self.word = "segment" if any(span.parent >= 0 for span in spans) else "document"
         real = [at for at, span in enumerate(spans) if span.real]
@@ -73,8 +77,8 @@ class Run:
         self.followed: dict[tuple[int, int], float] = {}
         self.reached: dict[tuple[int, int], float] = {}
 
-    def compare(self) -> None:
-        """Exchange and run alone one document after another, and record the differences.
+    def measure(self) -> None:
+        """Exchange and run alone one document after another.
 
         Raises:
             PackingNotIsolated: the outputs of a document do not depend on its own tokens.
@@ -127,7 +131,7 @@ class Run:
             )
         return scale
 
-    def exchanged_call(self, at: int) -> Call:
+    def with_other_tokens(self, at: int) -> Call:
         """The batch with other tokens in one span."""
         ids: torch.Tensor = self.batch["input_ids"].clone()
         old = self.spans[at].of(ids)
@@ -142,7 +146,7 @@ class Run:
     def _exchanged(self, at: int) -> tuple[torch.Tensor, float]:
         """The outputs with other tokens in one document, and the largest gradient to what is not on its path."""
         span = self.spans[at]
-        output, leaf = outputs_and_embeddings(self.model, self.inner, self.exchanged_call(at))
+        output, leaf = outputs_and_embeddings(self.model, self.inner, self.with_other_tokens(at))
         found = self._gradient(span.of(output), leaf)
         inside = _largest(span.of(found))
         if span.real and not inside > 0:
@@ -159,8 +163,8 @@ class Run:
 
     def _gradient(self, own: torch.Tensor, leaf: torch.Tensor) -> torch.Tensor:
         """The gradient of a random sum of outputs."""
-        directions = torch.randn(own.shape, generator=self.generator).to(own.device, torch.float32)
-        return gradient(self.model, (own.float() * directions).sum(), leaf)
+        (found,) = gradients([own], [leaf])
+        return self.model.summed(found) if isinstance(self.model, WholeRows) else found
 
     def _check_power(self, at: int, after: torch.Tensor) -> None:
         span = self.spans[at]
@@ -170,40 +174,25 @@ class Run:
                 "outputs, so nothing can be said about others'. Are the model's weights loaded?"
             )
 
-    def alone_call(self, at: int, batch: Call | None = None) -> Call:
-        """The forward arguments for one document alone, or for a segment's path, with a mask of ones.
-
-        A patched model gets ``cu_seq_lens_*`` instead of the mask, so that a kernel computes the document. As a dense
-        batch it would run upstream's code, where Gemma 2's sdpa has no softcap and GPT-2's flash attention no float32.
+    def alone(self, at: int, batch: Call | None = None) -> Call:
+        """The arguments for one document alone, or for a segment's path, with a mask of ones if nothing is patched.
 
         Args:
             at: the document or segment.
             batch: the batch that its tokens are taken from; None for the batch as it is.
         """
-        span, path = self.spans[at], [self.spans[one] for one in self.tree.path(at)]
-        length = sum(one.length for one in path)
-        call: Call = {}
-        for name, value in (self.batch if batch is None else batch).items():
-            if name in LENGTHS or name in self.media.parts:
-                continue
-            if name in PER_TOKEN and isinstance(value, torch.Tensor):
-                row = span.row if value.shape[-2:-1] not in ((), (1,)) else 0
-                value = value[None] if value.dim() == 1 else value
-                value = torch.cat([value[..., row : row + 1, one.start : one.stop] for one in path], dim=-1)
-            call[name] = value
-        call.update(self.media.of(at))
-        if status(self.inner) is None:
-            call["attention_mask"] = torch.ones_like(call["input_ids"])
-        else:
-            call.pop("attention_mask", None)
-            cu = torch.tensor([0, length], dtype=torch.int32, device=call["input_ids"].device)
-            call.update(cu_seq_lens_q=cu, cu_seq_lens_k=cu, max_length_q=length, max_length_k=length)
-        return call
+        path = [self.spans[one] for one in self.tree.path(at)]
+        given = {name: value for name, value in (batch or self.batch).items() if name not in self.media.parts}
+        call = {**on_its_own(given, path, self.shape), **self.media.of(at)}
+        if self.patched:
+            return call
+        call = {name: value for name, value in call.items() if name not in LENGTHS}
+        return {**call, "attention_mask": torch.ones_like(call["input_ids"])}
 
     def _distance(self, at: int) -> float | None:
         try:
             with torch.no_grad():
-                alone = outputs(self.model, self.alone_call(at))
+                alone = outputs(self.model, self.alone(at))
         except Exception as error:
             if is_no_verdict(error) or isinstance(error, Fa2PatchError):
                 raise
@@ -216,6 +205,33 @@ class Run:
         span = self.spans[at]
         return _largest(alone[0, -span.length :] - span.of(self.before)) / self.scale
 
+    def distance_bound(self) -> float:
+        """The largest distance that is accepted.
+
+        A layer may compute in float32 inside of float64 and save nothing of it for a backward. Then a document is as
+        far from itself in a batch whose rows all hold it, where nothing but rounding differs. This is measured where
+        float64's bound is not held. The bound is never larger than that of float32.
+        """
+        bound = near(self.dtype)
+        far = [at for at, distance in self.distances.items() if distance is not None and distance > bound]
+        if self.dtype != torch.float64 or self.media.parts:
+            return bound
+        return min(near(torch.float32), max([bound, *(10 * self._rounding(at) for at in far)]))
+
+    def _rounding(self, at: int) -> float:
+        """How far the outputs of a document alone are from those in a batch of about as many tokens that repeats it."""
+        call, size = self.alone(at), self.tree.offsets[at] + self.spans[at].length
+        rows = max(2, self.shape.numel() // size)
+        repeated = {
+            name: torch.cat([value] * rows, -2) if isinstance(value, torch.Tensor) and value.dim() > 1 else value
+            for name, value in call.items()
+        }
+        if self.patched:
+            ends = torch.arange(rows + 1, dtype=torch.int32, device=call["input_ids"].device) * size
+            repeated.update(cu_seq_lens_q=ends, cu_seq_lens_k=ends)
+        with torch.no_grad():
+            return _largest(outputs(self.model, repeated) - outputs(self.model, call)) / self.scale
+
     def dependence_alone(self, at: int, ancestor: int) -> tuple[float, float]:
         """How a segment at the end of its path alone depends on an ancestor.
 
@@ -223,11 +239,11 @@ class Run:
             The change of its outputs with other tokens in the ancestor, and the largest gradient to the ancestor.
         """
         length, start = self.spans[at].length, self.tree.offsets[ancestor]
-        output, leaf = outputs_and_embeddings(self.model, self.inner, self.alone_call(at))
+        output, leaf = outputs_and_embeddings(self.model, self.inner, self.alone(at))
         own = output[0, -length:]
         found = self._gradient(own, leaf)
         with torch.no_grad():
-            after = outputs(self.model, self.alone_call(at, self.exchanged_call(ancestor)))
+            after = outputs(self.model, self.alone(at, self.with_other_tokens(ancestor)))
         change = _largest(after[0, -length:] - own) / self.scale
         return change, _largest(found[0, start : start + self.spans[ancestor].length])
 

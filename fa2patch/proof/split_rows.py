@@ -14,7 +14,7 @@ from .._types import Call, Model
 from ..documents.names import IGNORED_LABEL, LABELS
 from ..upstream import ulysses
 from ..upstream.ulysses import RowPart
-from .batches import PER_TOKEN
+from .inputs import PER_TOKEN
 
 
 class WholeRows(torch.nn.Module):
@@ -125,7 +125,7 @@ def _with_one_more(batch: Call, shape: torch.Size, more: int) -> Call:
 
 
 @contextlib.contextmanager
-def of(model: Model, inner: Model, patched: bool) -> Iterator[Any]:
+def whole(model: Model, inner: Model, patched: bool) -> Iterator[Any]:
     """Give a model that takes whole rows. It is the model itself if no engine splits rows in training.
 
     Evaluation is split like training inside this context, also if the engine was told to leave it out.

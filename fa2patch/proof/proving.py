@@ -3,9 +3,11 @@
 ``apply`` knows the modules of torch and Transformers. It cannot see whether other modules (remote code, subclasses,
 wrappers around a layer, a forward set on an object) mix tokens along the row. The proof runs the batch again with other
 input embeddings in every second document. A change in the documents between them is a leak. Without a change this takes
-three forwards without gradients.
+three forwards without gradients. In a tree of segments this is done at each depth, so that a leak between siblings is
+seen too.
 
-In a tree of segments this is done at each depth (:mod:`.exchanges`), so that a leak between siblings is seen too.
+Other documents' tokens show nothing of code that reads the length of the row: noise that is scaled by it (NEFTune), a
+mean. So one document is run in a row of its own, too.
 """
 
 from __future__ import annotations
@@ -16,24 +18,24 @@ from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from .._torch import autocast_uncached, computed_in, outside_the_forward, without_gradients
 from .._types import Call, Model
-from ..comparison import distance
+from ..comparison import distance, random_sum
+from ..documents.media import MEDIA
 from ..documents.trees import Tree
 from ..errors import PackingNotIsolated
+from ..upstream.calls import passed
 from ..upstream.find_models import models
 from ..upstream.packed_batch import packed_mask
 from ..upstream.packed_mask import PackedMask
 from ..upstream.step import MARK, ROLE, Patched
-from . import locate, one_document
-from .batches import example, is_sharded
-from .exchanges import exchanges
-from .probe import NEAR, NEAR_IN_HALF, ROUNDING, is_mixture, left_as_it_was
+from . import locate
+from .inputs import Span, example, is_sharded, on_its_own, parities, spans_between
 from .replica import replica
+from .running import Embeddings, is_mixture, left_as_it_was, near, rounding
 from .unknown import unknown, unknown_modules
-
-__all__ = ["Unseen", "example_of", "is_sharded", "mode", "prove", "tensors", "unknown"]
 
 
 def mode(model: Model) -> int:
@@ -68,21 +70,21 @@ def prove(model: Model, call: Call, mask: PackedMask, itself: bool = False) -> N
     with contextlib.ExitStack() as stack:
         if itself or is_sharded(model):
             stack.enter_context(left_as_it_was(model, evaluates=False))
-            run = _Run(model, model, call, mask)
+            run = _Runs(model, model, call, mask)
         else:
-            run = _Run(replica(model, unknown_modules(model)), model, call, mask)
+            run = _Runs(replica(model, unknown_modules(model)), model, call, mask)
         stack.enter_context(outside_the_forward(mask.device))
         stack.enter_context(without_gradients() if not gradients else autocast_uncached())
         before = run.outputs(None)
-        for exchanged in run.exchanges():
+        for exchanged in run.sets_to_exchange():
             after = run.outputs(exchanged)
             moved = distance(after, before, ~exchanged)
             if moved > run.bound:
                 again = run.outputs(None)  # measures the noise of a nondeterministic kernel
                 if moved > 2 * distance(again, before) + run.bound:
-                    raise PackingNotIsolated(run.finding(exchanged, "changed"))
+                    raise PackingNotIsolated(run.leak(exchanged, "changed"))
             if gradients and run.gradient(after, exchanged) > run.bound:
-                raise PackingNotIsolated(run.finding(exchanged, "sent them a gradient"))
+                raise PackingNotIsolated(run.leak(exchanged, "sent them a gradient"))
             shown = exchanged & run.real  # a padding's embedding may be zero, and no head pools padding
             if shown.any() and not distance(after, before, shown) > 0:
                 raise Unseen(
@@ -90,7 +92,15 @@ def prove(model: Model, call: Call, mask: PackedMask, itself: bool = False) -> N
                     "second document changed nothing, not even there: it takes its embeddings from where they cannot "
                     "be seen. Call fa2patch.verify(model, batch=batch), then fa2patch.apply(model, prove=False)."
                 )
-        run.require_as_alone()
+        far = run.from_alone()
+        if far > run.near:
+            raise PackingNotIsolated(
+                f"{type(run.model).__name__} holds what fa2patch does not know, "
+                f"{unknown(model) or 'nothing by its class'}, and a document of this packed batch has other outputs "
+                f"than in a row of its own, by {far:.1e} of the largest, also with the same random numbers: something "
+                "reads the length of the row, as noise does that is scaled by it. Nothing was computed. Take it out, "
+                "or train this model padded."
+            )
 
 
 def example_of(model: Model, patch: Patched, tree: bool) -> tuple[Call, PackedMask]:
@@ -107,7 +117,7 @@ def example_of(model: Model, patch: Patched, tree: bool) -> tuple[Call, PackedMa
     return call, mask
 
 
-class _Run:
+class _Runs:
     """Runs of one packed batch in which the input embeddings of some tokens are exchanged.
 
     Args:
@@ -115,65 +125,64 @@ class _Run:
         original: the model that was called.
         call: its arguments by name.
         mask: the packed mask of the batch.
+
+    Attributes:
+        leaf: what the model was given as input embeddings in the last run; None without gradients.
+        bound: the largest change that is accepted.
+        near: the largest distance from a document alone that is accepted.
     """
 
     def __init__(self, model: Model, original: Model, call: Call, mask: PackedMask) -> None:
-        self.model, self.original = model, original
-        self.call, self.shape, self.device = call, mask.shape, mask.device
+        self.model, self.original, self.call, self.mask = model, original, call, mask
+        self.shape, self.device = mask.shape, mask.device
         self.decoder = models(model)[-1]
         self.leaf: torch.Tensor | None = None
         self.is_tree = mask.boundaries.tree is not None
         self.tree = mask.boundaries.tree or Tree(mask.boundaries.lengths, [-1] * len(mask.boundaries), mask.device)
         self.real = torch.tensor(True) if mask.real is None else mask.real.to(self.device) != 0
         self.pooled = _pooled(self.tree, mask)
-        rounds = is_mixture(model) or hasattr(model, "hf_quantizer")
-        weight = next((p for p in model.parameters() if p.is_floating_point()), torch.empty(0))
-        dtype = computed_in(weight)
-        self.bound = ROUNDING.get(dtype, 1e-2) if rounds else 0.0
-        self.mask = mask
         self.pools = vars(original)[ROLE].pools
-        exact = torch.float32 if dtype == torch.float64 else dtype  # xLSTM computes in float32 inside of float64
-        self.near = float("inf") if rounds else NEAR.get(exact, NEAR_IN_HALF)
+        rounds = is_mixture(model) or hasattr(model, "hf_quantizer")
+        dtype = computed_in(next((p for p in model.parameters() if p.is_floating_point()), torch.empty(0)))
+        self.bound = rounding(dtype) if rounds else 0.0
+        # xLSTM computes in float32 inside of float64, and without gradients nothing shows it
+        self.near = float("inf") if rounds else near(torch.float32 if dtype == torch.float64 else dtype)
 
-    def exchanges(self) -> Iterator[torch.Tensor]:
-        """The sets of tokens to exchange, bool ``[batch, length]``: see :mod:`.exchanges`."""
+    def sets_to_exchange(self) -> Iterator[torch.Tensor]:
+        """The sets of tokens to exchange, bool ``[batch, length]``."""
         lengths = torch.tensor(self.tree.lengths)
-        for chosen in exchanges(self.tree):
+        for chosen in parities(self.tree):
             yield torch.tensor(chosen).repeat_interleave(lengths).view(self.shape).to(self.device)
-
-    def require_as_alone(self) -> None:
-        """Raise :class:`PackingNotIsolated` if a document's outputs are others than in a row of its own."""
-        far = self.from_alone()
-        if far > self.near:
-            raise PackingNotIsolated(
-                f"{type(self.model).__name__} holds what fa2patch does not know, "
-                f"{unknown(self.original) or 'nothing by its class'}, and a document of this packed batch has other "
-                f"outputs than in a row of its own, by {far:.1e} of the largest, also with the same random numbers: "
-                "something reads the length of the row, as noise does that is scaled by it. Nothing was computed. Take "
-                "it out, or train this model padded."
-            )
 
     def from_alone(self) -> float:
         """How far a document's outputs are from those in a row of its own, relative to the largest; 0 if unknown.
 
-        It is unknown if something draws random numbers that cannot be made constant, as a kernel with dropout does, and
-        if the document cannot be run by itself.
+        It is unknown for pictures, whose parts are not known, for trees, if something draws random numbers that cannot
+        be made constant, as a kernel with dropout does, and if the document cannot be run by itself.
         """
-        found = one_document.document_of(self.call, self.mask)
-        if found is None or self.near == float("inf"):
+        if passed(self.call, MEDIA) or self.is_tree or self.near == float("inf"):
             return 0.0
-        call, row, tokens = found
+        real = self.real.cpu().expand(self.shape)
+        whole = [span for span in self._spans() if span.of(real).all()]
+        if not whole:
+            return 0.0
+        # short, and not the first of its row, which has the same places in the row when it is alone
+        document = min(whole, key=lambda span: (span.start == 0, span.length, span.row, span.start))
+        call = dict(self.call)
+        labels = call.get("labels")
+        if labels is not None and tuple(labels.shape[:2]) != self.shape:  # one for each document
+            del call["labels"]
         try:
-            mask = packed_mask(call, vars(self.original)[MARK])
+            own = on_its_own(call, [document], self.shape)
+            mask = packed_mask(own, vars(self.original)[MARK])
             assert mask is not None, "its length was stated"
-            by_itself = _Run(self.model, self.original, call, mask)
-            expected = by_itself.outputs(None, constant_draws=True)
+            expected = _Runs(self.model, self.original, own, mask).outputs(None, constant_draws=True)
         except Exception:  # code that cannot compute this document, or not without its labels
             return 0.0
         here, again = (self.outputs(None, seed, constant_draws=True) for seed in (0, 1))
         if distance(again, here) > 0:
             return 0.0
-        inside = [values[row : row + 1, tokens] for values in here]
+        inside = [document.of(values)[None] for values in here]
         pairs = [(one, other) for one, other in zip(expected, inside) if one.shape == other.shape]
         return max((distance([one], [other]) for one, other in pairs), default=0.0)
 
@@ -182,7 +191,7 @@ class _Run:
     ) -> list[torch.Tensor]:
         """The outputs per token of the base model, and projections of the model's, each ``[batch, length, numbers]``.
 
-        Every run draws the same random numbers. ``leaf`` is then what the model was given as input embeddings.
+        Every run draws the same random numbers.
 
         Args:
             exchanged: bool ``[batch, length]``, the tokens whose embeddings are exchanged; None for no token.
@@ -190,42 +199,27 @@ class _Run:
             constant_draws: whether they are constants, as far as they can be.
         """
         found: list[torch.Tensor] = []
-        self.leaf = None
         torch.manual_seed(seed)
         handle = self.decoder.register_forward_hook(lambda *given: found.extend(self._of_tokens(given[-1])))
         try:
-            draws = one_document.ConstantDraws() if constant_draws else contextlib.nullcontext()  # type: ignore[no-untyped-call]
-            with self._exchanging(exchanged) as call, draws:
-                output = self.model(**call)
+            with _ConstantDraws() if constant_draws else contextlib.nullcontext():  # type: ignore[no-untyped-call]
+                output = self._run(exchanged)
         finally:
             handle.remove()
         return found if self.model is self.decoder else [*found, *map(_projected, self._of_tokens(output))]
 
-    @contextlib.contextmanager
-    def _exchanging(self, exchanged: torch.Tensor | None) -> Iterator[Call]:
-        """The call with other embeddings for some tokens: each vector is rolled by one and scaled by 1.25."""
-
-        def other(embedded: torch.Tensor) -> torch.Tensor:
-            if embedded.shape[:2] != self.shape:
-                return embedded
-            if exchanged is not None:
-                embedded = torch.where(exchanged[..., None].to(embedded.device), embedded.roll(1, -1) * 1.25, embedded)
-            if not torch.is_grad_enabled() or self.leaf is not None:
-                return embedded
-            self.leaf = embedded.detach().requires_grad_()
-            return self.leaf * 1  # some models change embeddings in place
-
+    def _run(self, exchanged: torch.Tensor | None) -> Any:
+        """The output of the model with other embeddings for some tokens. Sets ``leaf``."""
+        embeddings = Embeddings(exchanged, self.shape)
         call = dict(self.call)
         if isinstance(call.get("position_ids"), torch.Tensor):
             call["position_ids"] = call["position_ids"].clone()  # ERNIE-M adds to them in place
         if call.get("inputs_embeds") is not None:
-            call["inputs_embeds"] = other(call["inputs_embeds"])
-        embedding = self.decoder.get_input_embeddings()
-        handle = embedding.register_forward_hook(lambda *given: other(given[-1]), prepend=True)  # others may mix tokens
-        try:
-            yield call
-        finally:
-            handle.remove()
+            call["inputs_embeds"] = embeddings.given(call["inputs_embeds"])
+        with embeddings.of(self.decoder, before_hooks=True):
+            output = self.model(**call)
+        self.leaf = embeddings.leaf
+        return output
 
     def _of_tokens(self, output: Any) -> list[torch.Tensor]:
         """What an output of any form holds for each token, or for its document, ``[batch, length, numbers]``."""
@@ -242,17 +236,9 @@ class _Run:
 
     def gradient(self, outputs: list[torch.Tensor], exchanged: torch.Tensor) -> float:
         """The largest gradient from the outputs of other tokens to exchanged embeddings, relative to the largest."""
-        if self.leaf is None:
-            return 0.0  # the caller finds that nothing was exchanged either
-        generator = torch.Generator().manual_seed(0)
-        total = torch.zeros((), device=self.device)
-        for values in outputs:
-            if values.requires_grad:
-                weights = torch.randn(values.shape, generator=generator).to(values.device)
-                kept = (~exchanged)[..., None].to(values.device)
-                total = total + (values.float() * weights * kept).sum().to(self.device)
-        if not total.requires_grad:
-            return 0.0
+        total = random_sum(outputs, ~exchanged)
+        if self.leaf is None or total is None:
+            return 0.0  # without a leaf, the caller finds that nothing was exchanged either
         found: torch.Tensor | None
         if any(parameter.requires_grad for parameter in self.model.parameters()):
             (found,) = torch.autograd.grad(total, self.leaf, allow_unused=True)
@@ -264,15 +250,14 @@ class _Run:
         crossing = found.float().abs() * exchanged[..., None].to(found.device)
         return float(crossing.max() / found.float().abs().max().clamp(min=1e-30))
 
-    def finding(self, exchanged: torch.Tensor, how: str) -> str:
+    def leak(self, exchanged: torch.Tensor, how: str) -> str:
         """The message of the error: what leaks, and in which module first.
 
         Args:
             exchanged: the tokens that were exchanged.
             how: what showed it.
         """
-        name = self._first(exchanged)
-        found = unknown(self.original)
+        name = self._first_module(exchanged)
         where = "in which module could not be seen"
         if name is not None:
             module = self.decoder.get_submodule(name)
@@ -282,26 +267,50 @@ class _Run:
         if self.is_tree:
             batch, every_second, others = "batch of such segments", "segment and what continues it", "other segments"
         return (
-            f"{type(self.model).__name__} holds what fa2patch does not know, {found or 'nothing by its class'}, "
+            f"{type(self.model).__name__} holds what fa2patch does not know, "
+            f"{unknown(self.original) or 'nothing by its class'}, "
             f"so this packed {batch} was run with other tokens in every second {every_second}, and {others} "
             f"{how}; {where}. Nothing was computed. Take that module out, let it look at one token at a time, "
             "or train this model padded."
         )
 
-    def _first(self, exchanged: torch.Tensor) -> str | None:
+    def _first_module(self, exchanged: torch.Tensor) -> str | None:
         """The name of the first module whose output changes for an unexchanged document although its input does not."""
-        for number, length in enumerate(self.tree.lengths):
-            row, start = divmod(self.tree.span(number)[0], self.shape[1])
-            if not length or bool(exchanged[row, start]):
-                continue
-            one, other = (locate.Watch(self.decoder, self.shape, row, start, start + length) for _ in range(2))
-            for watch, tokens in ((one, None), (other, exchanged)):
-                with watch.watching(), self._exchanging(tokens) as call:
-                    self.model(**call)
+        others = (span for span in self._spans() if not exchanged[span.row, span.start])
+        for _, span in zip(range(9), others):
+            one, other = (
+                locate.watched(lambda tokens=tokens: self._run(tokens), self.decoder, self.shape, span)  # type: ignore[misc]
+                for tokens in (None, exchanged)
+            )
             name = locate.first_difference(one, other, self.bound)
-            if name is not None or number > 8:
+            if name is not None:
                 return name
         return None
+
+    def _spans(self) -> list[Span]:
+        return spans_between(self.mask.boundaries, self.shape[1], None)
+
+
+class _ConstantDraws(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Inside, what draws from a range or a distribution gets one of its values, for every element the same.
+
+    So noise of one size is one number and not another in every run.
+    """
+
+    VALUES = {
+        "uniform_": (0.0, 1.0), "normal_": (0.0, 1.0), "bernoulli_": (1.0, 1.0), "rand": (0.0, 1.0),
+        "rand_like": (0.0, 1.0), "randn": (0.0, 1.0), "randn_like": (0.0, 1.0),
+    }  # fmt: skip
+    """What torch's operators draw from without arguments. A dropout (``bernoulli_``) then keeps everything."""
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        output = function(*args, **(kwargs or {}))
+        name = function.overloadpacket.__name__
+        if name not in self.VALUES:
+            return output  # others that draw are known by two runs that differ
+        given: list[float] = list(args[1:3]) if name in ("uniform_", "normal_") else []
+        least, most = (*given, *self.VALUES[name][len(given) :])
+        return output.fill_(least + 0.75 * (most - least))
 
 
 def _pooled(tree: Tree, mask: PackedMask) -> torch.Tensor:

@@ -12,11 +12,8 @@ import torch
 from .._types import Model
 from ..upstream.inspecting import is_scripted
 
-_TABLES = (
-    "_parameters", "_buffers", "_modules", "_non_persistent_buffers_set", "_forward_hooks", "_forward_pre_hooks",
-    "_forward_hooks_with_kwargs", "_forward_hooks_always_called", "_forward_pre_hooks_with_kwargs", "_backward_hooks",
-    "_backward_pre_hooks",
-)  # fmt: skip
+_TABLES = tuple(name for name, held in vars(torch.nn.Module()).items() if isinstance(held, (dict, set)))
+"""What torch keeps of a module in containers: its parameters, buffers, modules and hooks."""
 
 
 def replica(model: Model, unknown: Iterable[torch.nn.Module] = ()) -> Model:
@@ -25,10 +22,6 @@ def replica(model: Model, unknown: Iterable[torch.nn.Module] = ()) -> Model:
     The copy is in the same mode, and none of its parameters asks for a gradient, so that a backward leaves none. A
     module that was compiled is the one below it. Parameters that are all zero in ``unknown`` modules get small random
     values in the copy: a gate that begins at zero hides what it will let through.
-
-    Args:
-        model: the model.
-        unknown: modules in it.
     """
     copies: dict[int, torch.nn.Module] = {}
     made: Model = _copied(model, copies)
@@ -51,9 +44,8 @@ def _copied(module: Any, copies: dict[int, torch.nn.Module]) -> Any:
         copies[id(module)] = made = _copied(below, copies)
         return made
     cls: Any = type(module)
-    made = cls.__new__(cls)
+    copies[id(module)] = made = cls.__new__(cls)
     vars(made).update(vars(module))
-    copies[id(module)] = made
     for name in _TABLES:
         if name in vars(made):
             vars(made)[name] = vars(made)[name].copy()
@@ -82,19 +74,17 @@ def _rebound(value: Any, copies: dict[int, torch.nn.Module]) -> Any:
 
 @torch.no_grad()
 def _open(model: Model, unknown: Iterable[torch.nn.Module]) -> None:
-    """Replace the parameters in some modules of a copy that are all zero."""
+    """Replace the parameters in some modules of a copy that are all zero, wherever the copy has them."""
     generator = torch.Generator().manual_seed(0)
     opened: dict[int, torch.nn.Parameter] = {}
     for module in (inner for outer in unknown for inner in _own(outer)):
         for parameter in module._parameters.values():
-            if parameter is None or id(parameter) in opened or not _is_zero(parameter):
-                continue
-            values = torch.randn(parameter.shape, generator=generator) * 0.1
-            opened[id(parameter)] = torch.nn.Parameter(values.to(parameter), requires_grad=parameter.requires_grad)
+            if parameter is not None and id(parameter) not in opened and _is_zero(parameter):
+                values = torch.randn(parameter.shape, generator=generator) * 0.1
+                opened[id(parameter)] = torch.nn.Parameter(values.to(parameter), requires_grad=parameter.requires_grad)
     for module in _own(model):
         for name, parameter in module._parameters.items():
-            if id(parameter) in opened:
-                module._parameters[name] = opened[id(parameter)]
+            module._parameters[name] = opened.get(id(parameter), parameter)
 
 
 def _freeze(model: Model) -> None:

@@ -1,21 +1,24 @@
-"""Packed batches for ``verify`` and other checks: the user's or an example, and the documents in them."""
+"""The batch that is proven: the user's or an example, its documents, and one document of it alone."""
 
 from __future__ import annotations
 
 import re
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
 from .._types import Call, Model
+from ..documents.boundaries import Boundaries
 from ..documents.checks import described, is_integers
 from ..documents.media import MEDIA, MediaRow
-from ..documents.names import LABELS, LENGTHS, LOSS_LABELS, LOSS_WEIGHTS, PARENTS, REAL
+from ..documents.names import LABELS, LENGTHS, LOSS_LABELS, LOSS_WEIGHTS, PARENTS, REAL, TOKENS
 from ..documents.recognition import recognise
 from ..documents.stated import from_cu_seqlens
 from ..documents.trees import Tree
 from ..errors import BadBatch
+from ..upstream.calls import passed
 from ..upstream.find_models import models
 
 EXAMPLE = (7, 12, 1, 5)
@@ -37,9 +40,7 @@ class Span:
     """A document, a segment or a run of padding in a batch: tokens ``start`` to ``stop`` (exclusive) of a row.
 
     Attributes:
-        row: the row's index.
-        start: the index of the first token in the row.
-        stop: the index behind the last token in the row.
+        row, start, stop: where it is.
         real: False for padding.
         parent: the index of the span that it continues, in the list of the batch's spans; -1 for none.
     """
@@ -64,25 +65,13 @@ def text_tokens(inner: Model) -> torch.Tensor:
     """The ids below 50,000 of tokens that are text, int64 ``[tokens]``.
 
     Ids that a config names for padding, images, video or audio are left out.
-
-    Args:
-        inner: a Transformers model.
     """
     config = getattr(models(inner)[-1], "config", inner.config)
     size = getattr(config, "vocab_size", None) or inner.get_input_embeddings().weight.shape[0]
-    special = _special(config, inner)
-    return torch.tensor([token for token in range(min(size, 50_000)) if token not in special])
-
-
-def _special(config: Any, inner: Model) -> set[int]:
-    """The ids that the configs of a model name for padding, pictures, films or sound."""
     parts = (getattr(inner.config, f"{part}_config", None) for part in ("vision", "audio"))
-    return {
-        value
-        for one in (config, inner.config, *parts)
-        for name, value in getattr(one, "__dict__", {}).items()
-        if _NOT_TEXT.search(name) and isinstance(value, int)
-    }
+    named = [pair for one in (config, inner.config, *parts) for pair in getattr(one, "__dict__", {}).items()]
+    special = {value for name, value in named if _NOT_TEXT.search(name) and isinstance(value, int)}
+    return torch.tensor([token for token in range(min(size, 50_000)) if token not in special])
 
 
 def example(device: torch.device, inner: Model, tree: bool = False) -> Call:
@@ -108,11 +97,7 @@ def example(device: torch.device, inner: Model, tree: bool = False) -> Call:
 
 
 def checked(batch: Any, device: torch.device) -> Call:
-    """Check a batch and move its tensors to a device.
-
-    Args:
-        batch: what a collator returns: a mapping from names of forward arguments to values.
-        device: the model's device.
+    """Check what a collator returned, and move its tensors to a device.
 
     Raises:
         BadBatch: it is no mapping with strings as keys, has no integer ``input_ids`` ``[batch, length]``, or has a
@@ -127,41 +112,39 @@ def checked(batch: Any, device: torch.device) -> Call:
         given.pop(LOSS_WEIGHTS, None)
     given.pop(REAL, None)  # the padding is looked at like any other document
     ids = given.get("input_ids")
-    if (
-        not isinstance(ids, torch.Tensor)
-        or ids.dim() != 2
-        or ids.dtype not in (torch.int64, torch.int32)
-        or not len(ids)
-    ):
+    integers = (torch.int64, torch.int32)
+    if not isinstance(ids, torch.Tensor) or ids.dtype not in integers or ids.dim() != 2 or not len(ids):
         raise BadBatch(f"batch['input_ids']: expected integers [batch, length], found {described(ids)}.")
     _check_parents(given)
     parts = batch.parts if isinstance(batch, MediaRow) else {}
     for name, value in given.items():
-        if not isinstance(name, str):
-            raise BadBatch(f"batch: expected the names of a forward's arguments as keys, found {name!r}.")
-        if name in LABELS and value is not None and (not isinstance(value, torch.Tensor) or value.shape != ids.shape):
-            found = f"{list(value.shape)}" if isinstance(value, torch.Tensor) else type(value).__name__
-            raise BadBatch(f"batch[{name!r}]: expected a tensor {list(ids.shape)}, found {found}.")
-        if not isinstance(value, torch.Tensor):
-            continue
-        if value.device.type == "meta" or value.layout != torch.strided:
-            raise BadBatch(
-                f"batch[{name!r}]: expected a dense tensor with values, found one of layout {value.layout} on "
-                f"{value.device.type}."
-            )
-        if name not in (*PER_TOKEN, *LENGTHS, *parts):
-            what = "It knows which pictures and sound are whose, and a copy of it as a plain dict does not."
-            raise BadBatch(
-                f"batch[{name!r}]: a document's part of it is not known. Verify token batches: {', '.join(PER_TOKEN)} "
-                "and the collator's lengths; or pass the very object that fa2patch.DataCollatorForMultimodalFlattening "
-                f"returned. {what if name in MEDIA else ''}".rstrip()
-            )
-        if name in PER_TOKEN and (not value.dim() or value.shape[-1] != ids.shape[1]):
-            raise BadBatch(
-                f"batch[{name!r}]: expected one for each of {ids.shape[1]} tokens, found {list(value.shape)}."
-            )
-        given[name] = value.to(device)
+        _check_value(name, value, ids, parts)
+        given[name] = value.to(device) if isinstance(value, torch.Tensor) else value
     return MediaRow(given, parts) if parts else given
+
+
+def _check_value(name: Any, value: Any, ids: torch.Tensor, parts: dict[str, Any]) -> None:
+    if not isinstance(name, str):
+        raise BadBatch(f"batch: expected the names of a forward's arguments as keys, found {name!r}.")
+    if name in LABELS and value is not None and (not isinstance(value, torch.Tensor) or value.shape != ids.shape):
+        found = f"{list(value.shape)}" if isinstance(value, torch.Tensor) else type(value).__name__
+        raise BadBatch(f"batch[{name!r}]: expected a tensor {list(ids.shape)}, found {found}.")
+    if not isinstance(value, torch.Tensor):
+        return
+    if value.device.type == "meta" or value.layout != torch.strided:
+        raise BadBatch(
+            f"batch[{name!r}]: expected a dense tensor with values, found one of layout {value.layout} on "
+            f"{value.device.type}."
+        )
+    if name not in (*PER_TOKEN, *LENGTHS, *parts):
+        what = "It knows which pictures and sound are whose, and a copy of it as a plain dict does not."
+        raise BadBatch(
+            f"batch[{name!r}]: a document's part of it is not known. Verify token batches: {', '.join(PER_TOKEN)} "
+            "and the collator's lengths; or pass the very object that fa2patch.DataCollatorForMultimodalFlattening "
+            f"returned. {what if name in MEDIA else ''}".rstrip()
+        )
+    if name in PER_TOKEN and (not value.dim() or value.shape[-1] != ids.shape[1]):
+        raise BadBatch(f"batch[{name!r}]: expected one for each of {ids.shape[1]} tokens, found {list(value.shape)}.")
 
 
 def _check_parents(batch: Call) -> None:
@@ -204,18 +187,77 @@ def spans_of(batch: Call) -> list[Span]:
             "remove_unused_columns=False), cu_seq_lens_q, seq_idx or a mask of document numbers. Pack with "
             "fa2patch.DataCollatorWithFlattening."
         )
+    return spans_between(found, shape[1], mask)
+
+
+def spans_between(boundaries: Boundaries, length: int, mask: torch.Tensor | None) -> list[Span]:
+    """The spans of rows of this length. ``mask`` is 0 for padding, ``[batch, length]``, or None without any."""
     spans: list[Span] = []
-    parents = [-1] * len(found) if found.tree is None else found.tree.parents
+    parents = [-1] * len(boundaries) if boundaries.tree is None else boundaries.tree.parents
+    real = None if mask is None else (mask != 0).cpu()
     numbers, at = [], 0
-    for length, parent in zip(found.lengths, parents):
-        row, start = divmod(at, shape[1])
-        at += length
+    for size, parent in zip(boundaries.lengths, parents):
+        row, start = divmod(at, length)
+        at += size
         numbers.append(len(spans))
-        if length:  # a document of given lengths may end in padding
-            real = length if mask is None else int((mask[row, start : start + length] != 0).sum())
+        if size:  # a document of given lengths may end in padding
+            tokens = size if real is None else int(real[row, start : start + size].sum())
             continued = numbers[parent] if parent >= 0 else -1
-            spans.append(Span(row, start, start + (real or length), real > 0, continued))
+            spans.append(Span(row, start, start + (tokens or size), tokens > 0, continued))
     return spans
+
+
+def on_its_own(call: Call, path: Sequence[Span], shape: torch.Size | tuple[int, int]) -> Call:
+    """The arguments for one document alone, or for the segments of one path, whose lengths are stated.
+
+    Without a mask and with lengths, a kernel computes it. As a dense batch it would run upstream's code, where Gemma
+    2's sdpa has no softcap and GPT-2's flash attention no float32.
+
+    Args:
+        call: the arguments by name of the batch.
+        path: the document, or the segments from the root on, which are in one row.
+        shape: ``(batch, length)`` of the batch.
+    """
+    rows, length = shape
+
+    def of(value: Any) -> Any:
+        if not isinstance(value, torch.Tensor):
+            return value
+        value = value[None] if value.shape == (length,) else value
+        for dim in (1, value.dim() - 1):  # the latter: position ids on several axes, [axes, batch, length]
+            if value.dim() > 1 and value.shape[dim] == length and value.shape[dim - 1] in (1, rows):
+                row = value.narrow(dim - 1, path[0].row if value.shape[dim - 1] == rows else 0, 1)
+                return torch.cat([row.narrow(dim, span.start, span.length) for span in path], dim)
+        return value
+
+    (tokens, *_) = passed(call, TOKENS).values()
+    size = sum(span.length for span in path)
+    ends = torch.tensor([0, size], dtype=torch.int32, device=tokens.device)
+    stated = {"cu_seq_lens_q": ends, "cu_seq_lens_k": ends, "max_length_q": size, "max_length_k": size}
+    return {**{name: of(value) for name, value in call.items() if name not in (*LENGTHS, "attention_mask")}, **stated}
+
+
+def parities(tree: Tree) -> Iterator[list[bool]]:
+    """The sets of segments that are exchanged together, each as whether a segment is in it.
+
+    Of the segments that continue the same one, the even ones are exchanged in one run and the odd ones in another, with
+    all that continues them. This is done at each depth: first for the roots, so for whole trees, then for their
+    children. So two neighbours are kept apart in one run at least, and what is not exchanged sees nothing that is. Runs
+    that exchange everything or nothing are left out. Documents are roots without children.
+    """
+    segments = [segment for segment, length in enumerate(tree.lengths) if length]
+    born: dict[int, int] = {}
+    place = [0] * len(tree.lengths)
+    for segment in segments:
+        parent = tree.parents[segment]
+        place[segment] = born[parent] = born.get(parent, -1) + 1
+    for depth in range(max(len(tree.path(segment)) for segment in segments)):
+        for parity in (0, 1):
+            chosen = [
+                len(path) > depth and place[path[depth]] % 2 == parity for path in map(tree.path, range(len(place)))
+            ]
+            if len({chosen[segment] for segment in segments}) == 2:
+                yield chosen
 
 
 def is_sharded(inner: Model) -> bool:
@@ -226,17 +268,10 @@ def is_sharded(inner: Model) -> bool:
     return sharded or any(type(module).__name__ == "FullyShardedDataParallel" for module in inner.modules())
 
 
-def same_on_every_rank(inner: Model, spans: list[Span]) -> None:
-    """Check that every rank of a sharded model has the same number of spans, and the same tree of them if there is one.
+def require_same_on_every_rank(inner: Model, spans: list[Span]) -> None:
+    """Raise :class:`BadBatch` if the ranks of a sharded model have other numbers of spans, or other trees of them.
 
-    Otherwise its ranks wait forever.
-
-    Args:
-        inner: the Transformers model.
-        spans: the spans of this rank's batch.
-
-    Raises:
-        BadBatch: the numbers or the trees differ.
+    They would wait for each other forever.
     """
     if not is_sharded(inner):
         return

@@ -1,4 +1,4 @@
-"""Runs of a model that leave its mode, gradients, buffers, hooks and the random state as they were."""
+"""Runs of a model that leave it as it was, with a leaf as its input embeddings, and how much they may differ."""
 
 from __future__ import annotations
 
@@ -10,20 +10,29 @@ import torch
 
 from .._types import Args, Call, Model
 from ..errors import PackingNotIsolated
-from .whole_rows import WholeRows
+from .split_rows import WholeRows
 
-ROUNDING = {torch.float64: 1e-12, torch.float32: 1e-5}
-"""How much the number of tokens in a grouped expert matmul may change the result, relative to the largest value.
-
-Other dtypes (half precision) use 1e-2.
-"""
-
-NEAR, NEAR_IN_HALF = {torch.float64: 1e-9, torch.float32: 1e-4}, 5e-2
-"""The largest distance between a document packed and alone, relative to the largest output."""
+_ROUNDING, _ROUNDING_IN_HALF = {torch.float64: 1e-12, torch.float32: 1e-5}, 1e-2
+_NEAR, _NEAR_IN_HALF = {torch.float64: 1e-9, torch.float32: 1e-4}, 5e-2
 
 _EXPERTS = re.compile(r"expert|moe|router", re.IGNORECASE)
 
 _HOOKS = ("_forward_hooks", "_forward_hooks_with_kwargs")
+
+
+def rounding(dtype: torch.dtype) -> float:
+    """How much the number of tokens in a grouped expert matmul may change a result, relative to the largest value."""
+    return _ROUNDING.get(dtype, _ROUNDING_IN_HALF)
+
+
+def near(dtype: torch.dtype) -> float:
+    """The largest distance between a document packed and alone, relative to the largest output."""
+    return _NEAR.get(dtype, _NEAR_IN_HALF)
+
+
+def is_mixture(model: Model) -> bool:
+    """Whether a model has experts, judged by the names of its modules."""
+    return any(_EXPERTS.search(name) for name, _ in model.named_modules())
 
 
 @contextlib.contextmanager
@@ -69,17 +78,62 @@ def left_as_it_was(model: Model, evaluates: bool = True) -> Iterator[None]:
                 parameter.grad = gradient
 
 
-def is_mixture(model: Model) -> bool:
-    """Whether a model has experts, judged by the names of its modules."""
-    return any(_EXPERTS.search(name) for name, _ in model.named_modules())
+class Embeddings:
+    """Hands a model other input embeddings for some tokens, as a leaf that gradients reach if they are enabled.
+
+    Args:
+        exchanged: bool ``[batch, length]``, the tokens whose vectors are rolled by one and scaled by 1.25; None for no
+            token.
+        shape: ``(batch, length)`` of the embeddings that are meant; None for any.
+        split: the model that splits the rows, if one does: the leaf is then of whole rows.
+
+    Attributes:
+        leaf: what the model was given first; None before that.
+    """
+
+    def __init__(
+        self,
+        exchanged: torch.Tensor | None = None,
+        shape: tuple[int, int] | None = None,
+        split: WholeRows | None = None,
+    ) -> None:
+        self.exchanged, self.shape, self.split = exchanged, shape, split
+        self.leaf: torch.Tensor | None = None
+
+    def given(self, embedded: torch.Tensor) -> torch.Tensor:
+        """What a model is given in the place of its embeddings ``[batch, length, width]``."""
+        if self.shape is not None and embedded.shape[:2] != self.shape:
+            return embedded
+        if self.exchanged is not None:
+            tokens = self.exchanged[..., None].to(embedded.device)
+            embedded = torch.where(tokens, embedded.roll(1, -1) * 1.25, embedded)
+        if not torch.is_grad_enabled() or self.leaf is not None:
+            return embedded
+        embedded = embedded.detach()
+        self.leaf = (embedded if self.split is None else self.split.gathered(embedded)).requires_grad_()
+        own = self.leaf if self.split is None else self.split.part.own(self.leaf, 1)
+        return own * 1  # some models change embeddings in place
+
+    @contextlib.contextmanager
+    def of(self, model: Model, before_hooks: bool) -> Iterator[None]:
+        """Replace what the embedding of a model returns inside this context, before or after what its hooks make of it.
+
+        Hooks may mix tokens. Those of tensor parallelism make a plain tensor of a part of one.
+        """
+        embedding = model.get_input_embeddings()
+
+        def hook(module: torch.nn.Module, args: Args, output: torch.Tensor) -> torch.Tensor:
+            return self.given(output) if module is embedding else output  # a replica has a copy of this hook
+
+        handle = embedding.register_forward_hook(hook, prepend=before_hooks)
+        try:
+            yield
+        finally:
+            handle.remove()
 
 
 def outputs(model: Model, call: Call) -> torch.Tensor:
-    """Run a model and return its output for each token.
-
-    Args:
-        model: the model, which may be wrapped.
-        call: the arguments by name, among them ``input_ids``.
+    """Run a model, which may be wrapped, and return its output for each token.
 
     Returns:
         Logits ``[batch, length, vocabulary]``, or the last hidden states if there are none, or the first entry of an
@@ -115,26 +169,12 @@ def outputs_and_embeddings(model: Model, inner: Model, call: Call) -> tuple[torc
     Raises:
         PackingNotIsolated: the model returns no values per token, or its input embeddings cannot be seen.
     """
-    leaves: list[torch.Tensor] = []
-
     split = model if isinstance(model, WholeRows) else None
-
-    def keep(module: torch.nn.Module, args: Args, output: torch.Tensor) -> torch.Tensor:
-        if module is not embedding:  # a proof's replica
-            return output
-        whole = output.detach() if split is None else split.gathered(output.detach())
-        leaves.append(whole.requires_grad_())
-        own = leaves[-1] if split is None else split.part.own(leaves[-1], 1)
-        return own * 1  # some models change embeddings in place
-
-    embedding = inner.get_input_embeddings()
-    handle = embedding.register_forward_hook(keep)
-    try:
+    embeddings = Embeddings(split=split)
+    with embeddings.of(inner, before_hooks=False):
         found = outputs(model, call)
-    finally:
-        handle.remove()
-    if leaves:
-        return found, leaves[0]
+    if embeddings.leaf is not None:
+        return found, embeddings.leaf
     if split is not None:
         raise PackingNotIsolated(
             f"{type(inner).__name__} takes its input embeddings from nowhere that can be seen, and its rows are split "
@@ -142,7 +182,7 @@ def outputs_and_embeddings(model: Model, inner: Model, call: Call) -> tuple[torc
         )
     # a compiled model does not see the new hook
     with torch.no_grad():
-        leaf = embedding(call["input_ids"]).detach()
+        leaf = inner.get_input_embeddings()(call["input_ids"]).detach()
     leaf.requires_grad_()
     given = {name: value for name, value in call.items() if name != "input_ids"}
     output = getattr(model(**given, inputs_embeds=leaf * 1), "logits", None)
@@ -170,15 +210,3 @@ def dtypes_saved() -> Iterator[set[torch.dtype]]:
 
     with torch.autograd.graph.saved_tensors_hooks(keep, lambda saved: saved):
         yield seen
-
-
-def gradient(model: Model, total: torch.Tensor, leaf: torch.Tensor) -> torch.Tensor:
-    """The gradient of a sum of a model's outputs with respect to the leaf of :func:`outputs_and_embeddings`.
-
-    Args:
-        model: the model, which may be wrapped.
-        total: the sum, a tensor without dimensions.
-        leaf: the leaf.
-    """
-    (found,) = torch.autograd.grad(total, leaf)
-    return model.summed(found) if isinstance(model, WholeRows) else found

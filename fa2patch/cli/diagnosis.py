@@ -1,4 +1,4 @@
-"""``fa2patch doctor``: the installed packages, how packed rows work with them, and advice.
+"""What ``fa2patch doctor`` finds: the installed packages, how packed rows work with them alone and patched, and advice.
 
 A tiny Llama is built and verified, both unpatched and patched. Facts about other architectures in this version come
 from the evidence of the compat matrix (``upstream.json``).
@@ -13,16 +13,28 @@ import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 from importlib import metadata, resources
-from typing import Any
+from typing import Any, Union
 
 import torch
 
 from .. import kernels
-from .._types import Model
+from .._types import Call, Model
 from ..errors import Fa2PatchError
 from ..patch.applying import apply
-from ..probing.batches import example
-from .alone import Found, alone, tried
+from ..proof.inputs import example
+from ..proof.result import Verification
+from ..proof.verify import verify
+from ..upstream import inspecting
+from ..upstream.find_models import transformers_model
+
+Found = Union[Verification, str]
+"""A verification, or the error that kept it from being made, as text."""
+
+_WHY = (
+    "Loaded as {}, this model looks for documents in position_ids only if the forward makes no cache. It makes one "
+    "unless it is called with use_cache=False, because config.use_cache is True."
+)
+"""Why a model isolates documents without a cache only, with its attention implementation."""
 
 PACKAGES = (
     "transformers", "wrapt", "flash-attn", "flash-attn-3", "flash-attn-4", "kernels", "accelerate", "peft", "trl",
@@ -153,7 +165,7 @@ def _tried() -> dict[str, Any]:
         failed = {"state": "error", "reason": reason}
         return {"seam": None, "alone": failed, "alone_without_cache": failed, "why": "", "patched": failed}
     batch = example(torch.device("cpu"), model)
-    unpatched = alone(model, batch)
+    unpatched = verify_unpatched(model, batch)
     without = unpatched.by_default if unpatched.without_cache is None else unpatched.without_cache
     found: dict[str, Any] = {
         "seam": None,
@@ -164,10 +176,59 @@ def _tried() -> dict[str, Any]:
     try:
         with apply(model) as patch:
             found["seam"] = " and ".join(sorted({layer.seam for layer in patch.layers}))
-            found["patched"] = _state(tried(model, batch))
+            found["patched"] = _state(verified(model, batch))
     except Fa2PatchError as error:
         found["patched"] = {"state": "refused", "reason": str(error)}
     return found
+
+
+@dataclass(frozen=True)
+class Unpatched:
+    """What an unpatched model does with a packed batch.
+
+    Attributes:
+        by_default: The finding for the batch as it is. If it has no ``use_cache``, the config decides.
+        without_cache: The finding with ``use_cache=False``; None if that is how the batch is computed anyway.
+        why: Why the two differ; empty if they do not.
+    """
+
+    by_default: Found
+    without_cache: Found | None
+    why: str
+
+
+def verify_unpatched(model: Model, batch: Call, max_documents: int | None = None) -> Unpatched:
+    """Verify an unpatched model on a packed batch, both with its default cache and without one.
+
+    Args:
+        model: An unpatched Transformers model, or a wrapper around one.
+        batch: As for :func:`~fa2patch.verify`. With ``use_cache`` in it, only that way is taken.
+        max_documents: As for :func:`~fa2patch.verify`.
+    """
+    inner = transformers_model(model)
+    by_default = verified(model, batch, max_documents)
+    says_so = bool(getattr(inspecting.text_config(inner.config), "use_cache", False))
+    if "use_cache" in batch or not says_so or not inspecting.takes(type(inner).forward, "use_cache"):
+        return Unpatched(by_default, None, "")
+    without = verified(model, {**batch, "use_cache": False}, max_documents)
+    differ = is_isolated(without) and not is_isolated(by_default)
+    implementation = getattr(inner.config, "_attn_implementation", None) or "it is"
+    return Unpatched(by_default, without, _WHY.format(implementation) if differ else "")
+
+
+def verified(model: Model, batch: Call, max_documents: int | None = None) -> Found:
+    """The verification of a model on a batch, or the error that it raises, as text."""
+    try:
+        return verify(model, batch=batch, strict=False, max_documents=max_documents)
+    except Fa2PatchError as error:
+        return f"{type(error).__name__}: {error}"
+    except Exception as error:
+        return f"{type(error).__name__}: {error}".splitlines()[0]
+
+
+def is_isolated(found: Found) -> bool:
+    """Whether a finding is a verification that is ok."""
+    return not isinstance(found, str) and found.ok
 
 
 def _state(found: Found) -> dict[str, Any]:

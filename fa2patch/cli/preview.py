@@ -159,7 +159,7 @@ def rehearsed(patch: Patch, mode: FakeTensorMode, device: str) -> tuple[dict[str
     return {name: picked for name, picked in found.items() if picked is not None}, problem
 
 
-def described(model: Model, mode: FakeTensorMode, kernel: str = "auto") -> dict[str, Any]:
+def preview(model: Model, mode: FakeTensorMode, kernel: str = "auto") -> dict[str, Any]:
     """Describe, as JSON-compatible data, what ``apply(model, kernel=kernel)`` would replace and which kernels it uses.
 
     Args:

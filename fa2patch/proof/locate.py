@@ -1,0 +1,182 @@
+"""The first module of a model in which two runs differ, for the tokens of one document."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass, field
+from typing import Any, Callable
+
+import torch
+
+from .._types import Args, Call, Model
+from ..upstream import inspecting
+from ..upstream.find_layers import attention_layers
+from ..upstream.find_mixers import mixers
+from ..upstream.find_models import models
+from ..upstream.positions import position_embeddings
+from .inputs import Span
+from .split_rows import WholeRows
+
+PROJECTIONS = 4
+"""The number of random projections that are kept of each token's vector. A change of any component changes them."""
+
+
+@dataclass
+class _ModuleCall:
+    """One call of a module: fingerprints of the watched tokens in its inputs and outputs."""
+
+    name: str
+    into: list[torch.Tensor]
+    out: list[torch.Tensor] = field(default_factory=list)
+
+
+def watched(
+    run: Callable[[], Any], inner: Model, shape: tuple[int, ...], span: Span, split: WholeRows | None = None
+) -> list[_ModuleCall]:
+    """Run a model and return the calls of its modules, with fingerprints of some tokens, in the order they ended.
+
+    Args:
+        run: runs the model.
+        inner: a Transformers model. Modules are named as in it.
+        shape: ``(batch, length)`` of the call.
+        span: the tokens.
+        split: gives whole rows, if rows are split over processes. Modules then see this process's part of them.
+    """
+    shape = shape if split is None else (shape[0], -(-shape[1] // split.part.of))
+    ended: list[_ModuleCall] = []
+    handles = []
+
+    def prints(values: Any) -> list[torch.Tensor]:
+        return _fingerprints(values, shape, span, split)
+
+    def watch(name: str, module: torch.nn.Module) -> None:
+        begun: list[_ModuleCall] = []
+
+        def before(module: torch.nn.Module, args: Args, kwargs: Call) -> None:
+            # cache_position counts along the row, so a document alone never has the same
+            given = [value for key, value in kwargs.items() if "mask" not in key and key != "cache_position"]
+            begun.append(_ModuleCall(name, prints([args, given])))
+
+        def after(module: torch.nn.Module, args: Args, output: Any) -> None:
+            call = begun.pop()
+            call.out = prints(output)
+            ended.append(call)
+
+        handles.append(module.register_forward_pre_hook(before, with_kwargs=True))
+        handles.append(module.register_forward_hook(after))
+
+    try:
+        for name, module in inner.named_modules():
+            if not inspecting.is_scripted(module):  # the module around it is named
+                watch(name, module)
+        run()
+    finally:
+        for handle in handles:
+            handle.remove()
+    return ended
+
+
+def _fingerprints(values: Any, shape: tuple[int, ...], span: Span, split: WholeRows | None) -> list[torch.Tensor]:
+    if isinstance(values, torch.Tensor):
+        if hasattr(values, "to_local"):  # a DTensor inside a tensor-parallel layer: this process has a part of it
+            values = values.to_local()
+        own = _of_tokens(values.detach(), shape, span, split)
+        if own is None:
+            return []
+        generator = torch.Generator().manual_seed(own.shape[1])
+        directions = torch.randn(own.shape[1], PROJECTIONS, generator=generator, dtype=torch.float64)
+        exact = own.to(torch.float64)
+        return [torch.cat([exact @ directions.to(own.device), exact.norm(dim=1, keepdim=True)], dim=1).cpu()]
+    if isinstance(values, dict):
+        values = list(values.values())
+    if isinstance(values, (list, tuple)):
+        return [found for value in values for found in _fingerprints(value, shape, span, split)]
+    return []
+
+
+def _of_tokens(
+    values: torch.Tensor, shape: tuple[int, ...], span: Span, split: WholeRows | None
+) -> torch.Tensor | None:
+    """The span's part of a tensor, ``[tokens, features]``; None if the tensor has no values per token."""
+    batch, length = shape
+    if values.dim() == 1 and batch == 1:
+        values = values[None]
+    if values.dim() < 2:
+        return None
+    if values.shape[0] == batch * length and values.shape[:2] != shape:
+        values = values.reshape(batch, length, -1)
+    if values.shape[0] not in (1, batch):
+        return None
+    axis = next((axis for axis in range(1, values.dim()) if values.shape[axis] == length), None)
+    if axis is None and length < values.shape[-1] <= length + 16 and values.dim() == 3:
+        axis = 2  # a convolution pads its input by its kernel's size and cuts its output later
+    if axis is None:
+        return None
+    row = values[span.row if values.shape[0] == batch else 0].movedim(axis - 1, 0)
+    own = (row if split is None else split.gathered(row, 0))[span.start : span.stop]
+    return own.reshape(own.shape[0], -1)
+
+
+def first_difference(one: list[_ModuleCall], other: list[_ModuleCall], bound: float) -> str | None:
+    """The name of the first module whose output differs between two runs although its input is the same.
+
+    Modules are compared in the order in which their calls ended, so an inner module comes before an outer one. A module
+    that is called more often in one run is passed over: inside a mixer it gets one document at a time.
+
+    Args:
+        one, other: the runs, as :func:`watched` returned them.
+        bound: the largest difference that counts as the same, relative to a vector's norm.
+
+    Returns:
+        The name. If every module that differs also has a different input, the first module that differs. None if no
+        module differs.
+    """
+    times = [Counter(call.name for call in calls) for calls in (one, other)]
+    paired: dict[tuple[str, int], list[_ModuleCall]] = {}
+    for calls in (one, other):
+        seen: Counter[str] = Counter()
+        for call in calls:
+            seen[call.name] += 1
+            paired.setdefault((call.name, seen[call.name]), []).append(call)
+    pairs = [pair for (name, _), pair in paired.items() if times[0][name] == times[1][name]]
+    changed = [pair for pair in pairs if _differ(pair[0].out, pair[1].out, bound)]
+    own = (mine.name for mine, theirs in changed if not _differ(mine.into, theirs.into, bound))
+    return next(own, changed[0][0].name if changed else None)
+
+
+def _differ(ones: list[torch.Tensor], others: list[torch.Tensor], bound: float) -> bool:
+    return any(
+        one.shape == other.shape and bool(((one - other).abs() > bound * one[:, -1:].abs()).any())
+        for one, other in zip(ones, others)
+    )
+
+
+def meaning(inner: Model, name: str, patched: bool, tree: bool = False) -> str:
+    """The likely reason why a module lets documents see each other, as a text for an error.
+
+    Args:
+        inner: the Transformers model.
+        name: the module's name in it.
+        patched: whether the model is patched.
+        tree: whether the batch has segments with parents.
+    """
+    module: Any = inner.get_submodule(name)
+    decoder = models(inner)[-1]
+    cls, own = type(module).__name__, "path" if tree else "document"
+    if any(module is layer.module for layer in attention_layers(decoder)) or "attention" in cls.lower():
+        if tree:
+            return "its attention does not follow segment_parents; its kernel is wrong, or something has replaced it"
+        after = "; it was patched, and something has replaced its attention since" if patched else ""
+        return f"attention computed without boundaries{after}"
+    carrying = mixers(module) if name else {}
+    if carrying:
+        found = next(iter(carrying.values())).replace(" (by its name)", "")
+        carried = "along the row, not along each path" if tree else "from document to document"
+        return f"{found} carries state {carried}: this is a hybrid model"
+    if "rotary" in cls.lower():
+        return f"rotary positions scaled by the row's length, not the {own}'s"
+    if any(module is embedding for embedding in position_embeddings(decoder)) or "position" in cls.lower():
+        return f"positions counted from the mask, or along the row: they do not restart with a {own}"
+    if tree:
+        return "what it returns for a segment does not come from its path alone"
+    return "what it returns for one document depends on another"

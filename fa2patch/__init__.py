@@ -4,7 +4,7 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 from .documents.boundaries import Boundaries
-from .documents.recognition import boundaries
+from .documents.find import boundaries
 from .errors import Fa2PatchError
 from .patch.applying import apply, revert, status
 from .patch.state import Patch

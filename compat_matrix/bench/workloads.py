@@ -12,7 +12,7 @@ import torch
 
 import fa2patch
 from fa2patch.documents.boundaries import Boundaries
-from fa2patch.documents.recognition import boundaries
+from fa2patch.documents.find import boundaries
 from fa2patch.kernels import Options
 
 Batch = dict[str, Any]

@@ -12,8 +12,8 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from ..documents.find import boundaries
 from ..documents.names import LENGTHS, REAL
-from ..documents.recognition import boundaries
 from ..errors import CollatorError
 
 Array = npt.NDArray[Any]

@@ -8,8 +8,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from ..documents.media import MediaRow
-from ..documents.names import GRIDS, IGNORED_LABEL
+from ..documents.names import GRIDS, IGNORED_LABEL, MediaRow
 from ..errors import CollatorError
 from ..upstream import inspecting
 from .collators import DataCollatorWithFlattening

@@ -9,8 +9,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from ..documents.media import FILM, PICTURE, PLACEHOLDERS, SOUND
-from ..documents.names import GRIDS
+from ..documents.names import FILM, GRIDS, PICTURE, PLACEHOLDERS, SOUND
 from ..errors import CollatorError
 from ..upstream import inspecting
 from ..upstream.find_models import models, outermost_models

@@ -10,10 +10,10 @@ import numpy as np
 import torch
 
 from ..documents.boundaries import Boundaries
+from ..documents.find import boundaries
 from ..documents.names import IGNORED_LABEL, PARENTS
-from ..documents.recognition import boundaries
 from ..documents.starts import document_of
-from ..documents.tree_checks import require_no_first_labels
+from ..documents.stated import require_no_first_labels
 from ..errors import BadBatch, CollatorError
 from ..packing.prefixes import common
 from .collators import DataCollatorWithFlattening

@@ -8,13 +8,12 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
-from ..documents.media import JOINS, ZEROS, Key, meaning
-from ..documents.names import GRIDS
+from ..documents.names import GRIDS, JOINS, ZEROS, Key, meaning
 from ..errors import CollatorError
 from .columns import Columns, present, read_example
 
 Media = dict[str, torch.Tensor]
-"""The keys of one example that the table of :mod:`fa2patch.documents.media` has, as tensors."""
+"""The keys of one example that the table of :mod:`fa2patch.documents.names` has, as tensors."""
 
 TOKEN = "token"
 """What the option ``keys`` says of a column with one number per token."""
@@ -40,7 +39,7 @@ class Example(NamedTuple):
 
 
 def require_joins(keys: object) -> None:
-    """Raise :class:`CollatorError` unless ``keys`` maps keys to :data:`~fa2patch.documents.media.JOINS` or TOKEN."""
+    """Raise :class:`CollatorError` unless ``keys`` maps keys to :data:`~fa2patch.documents.names.JOINS` or TOKEN."""
     known = (*JOINS, TOKEN)
     if not isinstance(keys, Mapping):
         raise CollatorError(f"keys: expected a mapping from keys to one of {', '.join(known)}, found {keys!r}.")
@@ -203,7 +202,7 @@ def join_media(examples: Sequence[Example]) -> tuple[Media, dict[str, tuple[int,
     """Join the pictures, films and sound of all examples for one row.
 
     Returns:
-        The row's keys, and their :attr:`~fa2patch.documents.media.MediaRow.parts`.
+        The row's keys, and their :attr:`~fa2patch.documents.names.MediaRow.parts`.
 
     Raises:
         CollatorError: entries of one key have different shapes, or differ and must be the same.

@@ -12,8 +12,7 @@ from numpy.typing import NDArray
 
 from .._torch import compiling
 from .._types import Args, Call
-from ..documents.media import MEDIA
-from ..documents.names import LENGTHS, TOKENS
+from ..documents.names import LENGTHS, MEDIA, TOKENS
 from ..errors import BadBatch, StaysPadded
 from ..upstream import attached, caches
 from ..upstream.calls import passed

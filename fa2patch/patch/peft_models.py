@@ -17,8 +17,8 @@ import torch
 from .._torch import compiling
 from .._types import Args, Call, Function
 from ..binding import ABSENT, bind, when_imported
+from ..documents.find import recognise
 from ..documents.names import LENGTHS
-from ..documents.recognition import recognise
 from ..errors import PackingNotIsolated
 from ..upstream import foreign, inspecting
 from ..upstream.find_models import is_transformers_model

@@ -12,9 +12,8 @@ import torch
 from .._types import Call, Model
 from ..documents.boundaries import Boundaries
 from ..documents.checks import described, is_integers
-from ..documents.media import MEDIA, MediaRow
-from ..documents.names import LABELS, LENGTHS, LOSS_LABELS, LOSS_WEIGHTS, PARENTS, REAL, TOKENS
-from ..documents.recognition import recognise
+from ..documents.find import recognise
+from ..documents.names import LABELS, LENGTHS, LOSS_LABELS, LOSS_WEIGHTS, MEDIA, PARENTS, REAL, TOKENS, MediaRow
 from ..documents.stated import from_cu_seqlens
 from ..documents.trees import Tree
 from ..errors import BadBatch

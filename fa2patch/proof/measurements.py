@@ -10,8 +10,7 @@ import torch
 from .._torch import is_no_verdict
 from .._types import Call, Model
 from ..comparison import gradients
-from ..documents.media import MediaRow
-from ..documents.names import LABELS, LENGTHS
+from ..documents.names import LABELS, LENGTHS, MediaRow
 from ..documents.trees import Tree
 from ..errors import Fa2PatchError, PackingNotIsolated
 from ..upstream import inspecting

@@ -23,7 +23,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from .._torch import autocast_uncached, computed_in, outside_the_forward, without_gradients
 from .._types import Call, Model
 from ..comparison import distance, random_sum
-from ..documents.media import MEDIA
+from ..documents.names import MEDIA
 from ..documents.trees import Tree
 from ..errors import PackingNotIsolated
 from ..upstream.calls import passed

@@ -11,8 +11,7 @@ import torch
 from .._torch import compiling
 from .._types import Args, Call, Function, Model
 from ..documents.checks import check_cu_seqlens, check_position_ids
-from ..documents.media import MEDIA
-from ..documents.names import LENGTHS, PARENTS, TOKENS
+from ..documents.names import LENGTHS, MEDIA, PARENTS, TOKENS
 from ..errors import BadBatch, BadCuSeqlens, BadParents, PackingNotIsolated
 from . import caches, inspecting
 

@@ -33,7 +33,7 @@ from ..documents.names import (
     TOKENS,
 )
 from ..documents.starts import document_of
-from ..documents.tree_checks import require_no_first_labels
+from ..documents.stated import require_no_first_labels
 from ..errors import BadBatch, PackingNotIsolated
 from . import inspecting
 from .calls import batch_shape, passed

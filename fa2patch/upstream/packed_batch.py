@@ -7,9 +7,8 @@ import torch
 from .._torch import compiling, recording, transforming
 from .._types import Call, Model
 from ..documents.boundaries import Boundaries, largest
-from ..documents.counted import in_graph, is_plain
+from ..documents.find import in_graph, is_plain, recognise
 from ..documents.names import PARENTS
-from ..documents.recognition import recognise
 from ..documents.stated import from_cu_seqlens
 from ..errors import BadParents, PackedWithCache, PackedWithDenseMask, PackingNotIsolated
 from . import caches

@@ -19,7 +19,7 @@ from compat_matrix.check.points import POINTS as POINTS_BY_NAME
 from compat_matrix.results import judged, read_file
 from compat_matrix.run import merged
 from fa2patch import Boundaries
-from fa2patch.documents import device, recognition, starts, stated
+from fa2patch.documents import device, find, starts, stated
 from fa2patch.upstream import forward, packed_mask, refusals
 from fa2patch.upstream.trait import ModelLayers
 
@@ -53,7 +53,7 @@ def falling(ids, real, previous, step):
     return real & ((previous < 0) | (ids < left))
 
 
-NOT_PLAIN = (recognition, "is_plain", lambda *given: False)
+NOT_PLAIN = (find, "is_plain", lambda *given: False)
 PROMPTS = ("shared_prompts", "shared_prompts_checkpointed")
 CHAIN = (stated, "require_tree", lambda cu, *rest: torch.arange(-1, len(cu) - 2, dtype=torch.int32))
 """Every segment continues the one before it."""

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from fa2patch.data.collators import DataCollatorWithFlattening
-from fa2patch.documents.recognition import boundaries
+from fa2patch.documents.find import boundaries
 from fa2patch.errors import CollatorError, Fa2PatchError
 
 PLAIN = [{"input_ids": [5, 6, 7]}, {"input_ids": [8]}, {"input_ids": [9, 10]}]

@@ -10,7 +10,7 @@ import torch
 import transformers
 
 from fa2patch.data.collators import DataCollatorWithFlattening
-from fa2patch.documents.recognition import boundaries
+from fa2patch.documents.find import boundaries
 from fa2patch.errors import CollatorError
 
 MASKS = ("completion_mask", "assistant_masks")

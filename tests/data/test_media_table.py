@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-from fa2patch.documents.media import JOINS, KEYS
+from fa2patch.documents.names import JOINS, KEYS
 
 PAGE = Path(__file__).parents[2] / "docs" / "pictures.md"
 BEGIN, END = "<!-- keys:begin -->\n", "<!-- keys:end -->"

@@ -11,7 +11,7 @@ import fa2patch
 from compat_matrix import tiny_models
 from compat_matrix.check.compare import assert_close
 from fa2patch import DataCollatorForMultimodalFlattening
-from fa2patch.documents.recognition import recognise
+from fa2patch.documents.find import recognise
 from fa2patch.documents.stated import from_cu_seqlens
 from fa2patch.errors import BadPositionIds, BoundaryConflict, CollatorError, PackingNotIsolated
 from fa2patch.upstream.positions import takes_text_axis

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 import fa2patch
 from fa2patch.documents import device, stated
 from fa2patch.documents.boundaries import Boundaries, largest, positions_of
-from fa2patch.documents.recognition import recognise
+from fa2patch.documents.find import recognise
 from fa2patch.documents.stated import from_cu_seqlens
 from fa2patch.errors import BadCuSeqlens, BadPositionIds, BoundaryConflict, Fa2PatchError
 

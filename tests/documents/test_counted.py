@@ -5,8 +5,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fa2patch.documents import counted, device
-from fa2patch.documents.recognition import boundaries, recognise
+from fa2patch.documents import device, find
+from fa2patch.documents.find import boundaries, recognise
 
 IDS = st.one_of(
     st.lists(st.integers(1, 6), min_size=1, max_size=8).map(lambda lengths: [i for n in lengths for i in range(n)]),
@@ -36,8 +36,8 @@ def test_documents_are_those_of_one_look_at_each_token(ids):
         tensor = torch.tensor(rows)
         expected = by_hand(rows)
         lengths = [b - a for a, b in zip(expected, expected[1:])]
-        found = counted.documents_of(tensor, tensor.device, always=True)
-        ends, numbers = counted._on_device(tensor)
+        found = find.from_positions(tensor, tensor.device, always=True)
+        ends, numbers = find._on_device(tensor)
         assert found.cu_seqlens.tolist() == ends[: len(expected)].tolist() == expected
         assert found.lengths == tuple(lengths) and (found.max_seqlen, numbers[1]) == (max(lengths), max(lengths))
         assert numbers[0] == len(lengths) and numbers[2:].tolist() == [min(map(min, rows)), max(map(max, rows))]
@@ -55,15 +55,13 @@ def test_another_device_is_read_once_and_four_numbers_are_read(monkeypatch):
         return torch.tensor([3, 5, 0, 4]).numpy()
 
     monkeypatch.setattr(device, "read", reading)
-    found = counted.documents_of(torch.empty(1, 12, dtype=torch.int64, device="meta"), torch.device("meta"), False)
+    found = find.from_positions(torch.empty(1, 12, dtype=torch.int64, device="meta"), torch.device("meta"), False)
     assert read == [(4,)]
     assert (len(found), found.max_seqlen, found.positions) == (3, 5, 5)
-    assert (
-        counted.documents_of(torch.empty(3, 4, dtype=torch.int64, device="meta"), torch.device("meta"), False) is None
-    )
+    assert find.from_positions(torch.empty(3, 4, dtype=torch.int64, device="meta"), torch.device("meta"), False) is None
 
 
-@pytest.mark.skipif(counted.in_graph is None, reason=f"torch {torch.__version__} has no custom_op")
+@pytest.mark.skipif(find.in_graph is None, reason=f"torch {torch.__version__} has no custom_op")
 def test_torch_accepts_the_operator():
     ids = torch.tensor([[0, 1, 0, 1, 2, 0]])
     torch.library.opcheck(torch.ops.fa2patch.documents.default, (ids,), test_utils=("test_schema", "test_faketensor"))

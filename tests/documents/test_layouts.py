@@ -7,7 +7,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 import fa2patch
-from fa2patch.documents.recognition import recognise
+from fa2patch.documents.find import recognise
 from fa2patch.documents.stated import from_cu_seqlens
 from fa2patch.kernels import Options, packed_attention
 

@@ -27,8 +27,8 @@ from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 
 import fa2patch
 from compat_matrix.check.rows import documents, pack
-from fa2patch.documents import counted
-from fa2patch.documents.recognition import recognise
+from fa2patch.documents import find
+from fa2patch.documents.find import recognise
 from fa2patch.errors import BadPositionIds, CollatorError
 from fa2patch.packing import PackedBatchSampler, PackingError, stream
 from fa2patch.preference import DataCollatorForPreferenceFlattening
@@ -239,19 +239,19 @@ def test_every_way_finds_the_same_padding(ids):
     masked = recognise(tensor.shape, tensor.device, position_ids=tensor, attention_mask=mask, always=True)
     assert masked.cu_seqlens.tolist() == ends
     if len(lengths) > 1:
-        found, _ = counted._on_device(tensor, 0)
+        found, _ = find._on_device(tensor, 0)
         assert found[: len(ends)].tolist() == ends
-    if counted.in_graph is not None:
-        assert counted.in_graph(tensor, 0).cu_seqlens.tolist() == ends
+    if find.in_graph is not None:
+        assert find.in_graph(tensor, 0).cu_seqlens.tolist() == ends
 
 
 def test_a_device_is_read_again_only_for_such_ids(monkeypatch):
     """The meta device has no values; they are put in where the host reads them."""
     answers = [torch.tensor(found) for found in ([3, 5, -1, 4], [4, 5, -1, 4], [3, 5, 0, 4])]
-    monkeypatch.setattr(counted.devices, "read", lambda tensor: answers.pop(0).numpy())
+    monkeypatch.setattr(find.devices, "read", lambda tensor: answers.pop(0).numpy())
     ids = torch.empty(1, 12, dtype=torch.int64, device="meta")
-    assert len(counted.documents_of(ids, ids.device, False)) == 4
-    assert len(counted.documents_of(ids, ids.device, False)) == 3 and not answers
+    assert len(find.from_positions(ids, ids.device, False)) == 4
+    assert len(find.from_positions(ids, ids.device, False)) == 3 and not answers
 
 
 @pytest.mark.parametrize("masked", [False, True], ids=["ids", "with a mask"])

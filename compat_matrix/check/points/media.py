@@ -11,7 +11,7 @@ from typing import Any, Callable
 import torch
 
 import fa2patch
-from fa2patch.documents.media import MEDIA
+from fa2patch.documents.names import MEDIA
 
 from ... import tiny_media
 from ..cell import Cell, NotApplicable, assert_unmoved

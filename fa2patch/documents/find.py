@@ -1,0 +1,382 @@
+"""Finds where documents start in a batch, with torch and numpy only.
+
+A document starts at the first token of every row and wherever ``p[i] != p[i-1] + 1`` (rule 2 of CONTRIBUTING.md).
+``cu_seq_lens_*`` (:mod:`.stated`), then ``seq_idx``, then a 2-D mask of document numbers take precedence over
+``position_ids``.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+from typing import Callable
+
+import numpy as np
+import torch
+
+from .._torch import HAS_OPERATORS, unbacked_size, uncompiled
+from ..errors import BadPositionIds, BoundaryConflict
+from . import device as devices
+from .boundaries import Boundaries, from_starts
+from .checks import added_to_logits, check_mask, check_position_ids, check_readable, check_seq_idx, require_no_wrap
+from .starts import Flags, Ids, axes_of, behind_padding, changes, previous_real, starts_of
+
+
+def boundaries(position_ids: torch.Tensor) -> Boundaries:
+    """Find the boundaries of the documents that ``position_ids`` describe.
+
+    A document starts at the first token of every row and wherever an id is not its left neighbour's plus one. With four
+    axes, the first axis (text) is used. With three axes (time, height, width), image tokens do not count up: in a row
+    that has such tokens, a document starts where time goes back to 0 or all three axes are 0.
+
+    Args:
+        position_ids: integers ``[length]``, ``[batch, length]`` or ``[axes, batch, length]`` (mRoPE).
+
+    Returns:
+        :class:`Boundaries` over the ``batch * length`` tokens, row after row.
+
+    Raises:
+        BadPositionIds: the ids are not an integer tensor of such a shape, or are empty; or ids on three axes neither
+            restart nor continue as a model counts them.
+    """
+    check_position_ids(position_ids)
+    batch, length = (1, *position_ids.shape)[-2:]
+    found = recognise((batch, length), position_ids.device, position_ids=position_ids, always=True)
+    assert found is not None, "it is asked for always"
+    return found
+
+
+@uncompiled
+def recognise(
+    shape: tuple[int, int],
+    device: torch.device,
+    *,
+    position_ids: torch.Tensor | None = None,
+    attention_mask: torch.Tensor | None = None,
+    seq_idx: torch.Tensor | None = None,
+    only_certain: bool = False,
+    first_position: int = 0,
+    training: bool = False,
+    always: bool = False,
+) -> Boundaries | None:
+    """Find the boundaries of a packed batch, with one read from the device.
+
+    Ids of masked tokens are ignored. After padding, a document starts where the ids restart at 0 or ``first_position``.
+    Any other jump there is treated as a filler, as Transformers' ``generate`` writes it, and the document continues.
+
+    Args:
+        shape: ``(batch, length)``.
+        device: the device of the returned ``cu_seqlens``.
+        position_ids: integers ``[length]``, ``[batch or 1, length]`` or ``[axes, batch or 1, length]``.
+        attention_mask: ``[batch, length]``: zeros are padding; 1, 1, 2, 2, ... are document numbers.
+        seq_idx: integers ``[length]`` or ``[batch or 1, length]``; the number changes from document to document.
+        only_certain: with three axes, treat ambiguous tokens as continuing instead of raising an error.
+        first_position: the position id of a document's first token in models that do not count from 0.
+        training: whether a jump after padding to another position than 0 or ``first_position`` is an error.
+        always: whether to return boundaries also if no row holds more than one document.
+
+    Returns:
+        Boundaries in which each run of padding is a document of its own. None if no row holds more than one document,
+        unless ``always`` is set; such a batch is dense.
+
+    Raises:
+        BadPositionIds: ``position_ids`` have a wrong dtype or shape, or ids on three axes neither restart nor continue
+            as a model counts them.
+        BadCuSeqlens: ``seq_idx`` has a wrong dtype or shape.
+        BoundaryConflict: two sources contradict each other; padding is inside a document of a packed row; the mask of
+            a packed row holds other values than zeros, ones and document numbers; or, in training, ids jump after
+            padding and neither ``seq_idx`` nor document numbers say whether a document starts.
+    """
+    if position_ids is not None:
+        check_position_ids(position_ids, shape)
+    if position_ids is not None and is_plain(position_ids, attention_mask, seq_idx) and device.type != "meta":
+        check_readable("position_ids", position_ids, BadPositionIds)
+        return from_positions(position_ids.reshape(-1, shape[1]).expand(shape), device, always, first_position)
+    given = _read(shape, device, position_ids, attention_mask, seq_idx)
+    if given is None:
+        return None
+    if given.mask is not None and given.mask.min() < 0:
+        _require_dense(given, given.mask, only_certain)
+        return None
+    starts = _starts(given, only_certain, first_position, training)
+    packed = _packed(starts)
+    if not (always or packed):
+        return None
+    positions = int(given.axes.max()) + 1 if len(given.axes) else None
+    found = from_starts(_with_padding(starts, given.real), device, positions)
+    if packed and position_ids is not None:
+        require_no_wrap(position_ids.dtype, int(given.axes.max()), found.max_seqlen + first_position)
+    return found
+
+
+def _read(
+    shape: tuple[int, int],
+    device: torch.device,
+    position_ids: torch.Tensor | None,
+    attention_mask: torch.Tensor | None,
+    seq_idx: torch.Tensor | None,
+) -> _Given | None:
+    """Check what was given and read it from the device, once; None if nothing was given."""
+    if position_ids is not None:
+        check_readable("position_ids", position_ids, BadPositionIds)
+    if seq_idx is not None:
+        check_seq_idx(seq_idx, shape)
+    if attention_mask is not None:
+        check_mask(attention_mask, shape)
+        check_readable("attention_mask", attention_mask, BoundaryConflict)
+        attention_mask = whole_numbers(attention_mask)
+    given = {"mask": attention_mask, "seq_idx": seq_idx}
+    present = {name: ids.expand(shape) for name, ids in given.items() if ids is not None}
+    axes = [] if position_ids is None else [axis.expand(shape) for axis in axes_of(position_ids)]
+    if not present and not axes:
+        return None
+    if device.type == "meta":
+        raise BadPositionIds("position_ids: expected those of a batch with values, found one on the meta device.")
+    read = devices.read(torch.stack([ids.detach().to(device, torch.int64) for ids in (*present.values(), *axes)]))
+    return _Given(shape, read[len(present) :], **dict(zip(present, read)))
+
+
+@dataclass(eq=False)
+class _Given:
+    """What a batch says of its documents, on the host: int64 arrays ``[batch, length]``, or None.
+
+    Attributes:
+        axes: the position ids, int64 ``[axes, batch, length]``; no axes if there are none.
+        real: bool ``[batch, length]``: tokens that the mask does not hide.
+        previous: for each token the index of the nearest real token to its left, or -1.
+    """
+
+    shape: tuple[int, int]
+    axes: Ids
+    mask: Ids | None = None
+    seq_idx: Ids | None = None
+    real: Flags = field(init=False)
+    previous: Ids = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.real = np.ones(self.shape, dtype=bool) if self.mask is None else self.mask != 0
+        self.previous = previous_real(self.real)
+
+
+_MERGED = -(2**40)
+"""What stands in the place of document numbers that their dtype cannot tell from others. float32 holds it."""
+
+
+def whole_numbers(mask: torch.Tensor) -> torch.Tensor:
+    """A mask with -1 in the place of fractions, NaN, infinities and numbers of 2**31 or more.
+
+    :data:`_MERGED` is in the place of numbers that may have been other ones before they were stored: from 256 on in
+    bfloat16, 2048 in float16 and 2**24 in float32, as there every second number becomes its neighbour; and the 0 behind
+    254 and 255 in uint8.
+    """
+    if mask.dtype == torch.uint8:
+        wrapped = (mask[:, 1:] == 0) & (mask[:, :-1] == 255) & (mask == 254).any()
+        return mask.long().masked_fill(torch.nn.functional.pad(wrapped, (1, 0)), _MERGED)
+    if not mask.is_floating_point():
+        return mask
+    merged_from = 2 / torch.finfo(mask.dtype).eps
+    mask = mask.float() if mask.element_size() < 4 else mask  # torch 2.1 has no floor for half precision on a CPU
+    whole = torch.where((mask == mask.floor()) & (mask.abs() < 2**31), mask, -1)
+    return torch.where(whole >= merged_from, _MERGED, whole)
+
+
+def _packed(starts: Flags) -> bool:
+    return bool((starts.sum(axis=1) > 1).any())
+
+
+def _first(wrong: Flags) -> str:
+    row, token = np.argwhere(wrong)[0]
+    return f"row {row}, token {token}"
+
+
+def _require_dense(given: _Given, mask: Ids, only_certain: bool) -> None:
+    """Refuse a packed batch with negative numbers in its mask, because such a mask is added to logits."""
+    if (mask == _MERGED).any():
+        raise BoundaryConflict(
+            "attention_mask: expected document numbers that its dtype can tell apart, found one at "
+            f"{_first(mask == _MERGED)}, that may have been another number before it was stored: in half precision "
+            "every second number becomes its neighbour from 256 (bfloat16) or 2048 (float16) on, and uint8 begins "
+            "again behind 255. Make the numbers as int64, or pass position_ids that restart."
+        )
+    if mask.max() > 1 or _packed(_starts(replace(given, mask=None), only_certain)):
+        raise BoundaryConflict(added_to_logits(f"something else at {_first(mask < 0)}"))
+
+
+def _starts(given: _Given, only_certain: bool = False, first_position: int = 0, training: bool = False) -> Flags:
+    """First tokens of documents, bool ``[batch, length]``; none if nothing says where documents start.
+
+    Explicit statements win over ``position_ids``. A contradiction between two sources is an error.
+    """
+    stated = _stated_starts(given)
+    if not len(given.axes):
+        return next(iter(stated.values()), np.zeros_like(given.real))
+    starts, doubtful, jumps = starts_of(given.axes, given.real, given.previous, first_position)
+    for source, theirs in stated.items():
+        _no_conflict(starts & ~theirs, f"position_ids restart inside what {source} calls one document")
+    if stated:
+        return next(iter(stated.values()))
+    if not only_certain:
+        _no_doubt(doubtful, given.axes)
+    if training:
+        _no_jump(jumps, given.axes[0], first_position)
+    if _packed(starts):
+        nearest, ids = np.maximum(given.previous, 0), given.axes[0]
+        left, left_starts = (np.take_along_axis(values, nearest, axis=1) for values in (ids, starts))
+        starts |= given.real & (given.previous >= 0) & behind_padding(ids, left, left_starts, first_position)
+    return starts
+
+
+def _stated_starts(given: _Given) -> dict[str, Flags]:
+    """The first tokens of documents by each source that states them outright."""
+    stated: dict[str, Flags] = {}
+    if given.seq_idx is not None:
+        stated["seq_idx"] = changes(given.seq_idx, given.real, given.previous, step=0)
+    if given.mask is not None and given.mask.max() > 1:
+        numbers = changes(given.mask, given.real, given.previous, step=0)
+        stated["the attention_mask of document numbers"] = numbers
+    if len(stated) == 2:
+        (first, one), (second, other) = stated.items()
+        _no_conflict(one != other, f"{first} and {second} begin different documents")
+    return stated
+
+
+def _with_padding(starts: Flags, real: Flags) -> Flags:
+    """The first tokens of documents and of runs of padding. Padding inside a document is an error."""
+    turns = np.ones_like(real)
+    turns[:, 1:] = real[:, 1:] != real[:, :-1]
+    holes = turns & real & ~starts
+    if holes.any():
+        raise BoundaryConflict(
+            f"the attention_mask hides tokens inside a document of a packed row (it goes on at {_first(holes)}). "
+            "Padding may only stand between documents: drop the hidden tokens, or restart position_ids there."
+        )
+    return starts | (turns & ~real)
+
+
+def _no_doubt(doubtful: Flags, axes: Ids) -> None:
+    if doubtful.any():
+        row, token = np.argwhere(doubtful)[0]
+        found = [axes[:, row, at].tolist() for at in (token - 1, token)]
+        raise BadPositionIds(
+            "position_ids: expected time, height and width as a model's get_rope_index counts them in each document, "
+            f"which starts at 0. Found {found[0]} and then {found[1]} at row {row}, token {token}: that may be a "
+            "document's start, or not. Say where documents start by cu_seq_lens_q, or by ids [4, batch, length] with "
+            "the tokens' own count in front (fa2patch.DataCollatorForMultimodalFlattening gives both)."
+        )
+
+
+def _no_jump(jumps: Flags, ids: Ids, first_position: int) -> None:
+    if jumps.any():
+        raise BoundaryConflict(
+            f"position_ids jump to {ids[jumps][0]} behind padding ({_first(jumps)}): that may be a document's start, "
+            "or a filler. Expected ids that go on from the last real token, or restart at "
+            f"{first_position}. Say where documents start by cu_seq_lens_q, seq_idx or an attention_mask of document "
+            "numbers, or let ids restart there."
+        )
+
+
+def _no_conflict(conflicts: Flags, what: str) -> None:
+    if conflicts.any():
+        raise BoundaryConflict(
+            f"{what}: at {_first(conflicts)}. Let both describe the same documents, or pass only one of them."
+        )
+
+
+def is_plain(
+    position_ids: torch.Tensor | None, attention_mask: torch.Tensor | None, seq_idx: torch.Tensor | None
+) -> bool:
+    """Whether position ids on one axis are all that a batch says of its documents."""
+    if position_ids is None or attention_mask is not None or seq_idx is not None:
+        return False
+    return position_ids.dim() < 3 or position_ids.shape[0] == 1
+
+
+def from_positions(ids: torch.Tensor, device: torch.device, always: bool, first_position: int = 0) -> Boundaries | None:
+    """Find the documents of a batch that holds nothing but position ids on one axis, as a collator's do.
+
+    On a CPU, NumPy looks for first tokens. On other devices, the device does so, and the host reads four numbers,
+    whatever the length of the rows; once more if ids in a packed row are padding.
+
+    Args:
+        ids: position ids, integers ``[batch, length]``.
+        device: the device of the returned ``cu_seqlens``.
+        always: whether to return boundaries also if every row is one document.
+        first_position: the position id of a document's first token. Lower ids of a packed row may be padding.
+
+    Raises:
+        BadPositionIds: documents may be longer than the ids' dtype can count.
+    """
+    dtype = ids.dtype
+    ids = ids.detach().to(device, torch.int64)
+    if device.type == "cpu":
+        numbers = devices.read(ids)
+        starts = np.ones(numbers.shape, dtype=bool)
+        starts[:, 1:] = (numbers[:, 1:] != numbers[:, :-1] + 1) | (numbers[:, 1:] <= numbers[:, :-1])  # int64 wraps
+        packed, last = np.count_nonzero(starts) > len(starts), int(numbers.max())
+        if packed and numbers.min() < first_position:
+            starts[:, 1:] |= behind_padding(numbers[:, 1:], numbers[:, :-1], starts[:, :-1], first_position)
+        made = from_starts(starts, device, last + 1) if packed or always else None
+        if made is not None and packed:
+            require_no_wrap(dtype, last, made.max_seqlen + first_position)
+        return made
+    ends, found = _on_device(ids)
+    documents, longest, least, last = devices.read(found).tolist()
+    packed = documents > ids.shape[0]
+    if packed:
+        require_no_wrap(dtype, last, longest + first_position)
+    if packed and least < first_position:  # so few batches have such ids that another read costs less than looking
+        ends, found = _on_device(ids, first_position)
+        documents, longest, *_ = devices.read(found).tolist()
+    return Boundaries(ends[: documents + 1], longest, last + 1) if packed or always else None
+
+
+def _on_device(ids: torch.Tensor, first_position: int | None = None) -> tuple[torch.Tensor, torch.Tensor]:
+    """Find the documents of int64 ids ``[batch, length]`` without a read; ``first_position`` if an id is below it.
+
+    Returns:
+        int32 ``[tokens + 1]``, the documents' ends, the last of which is repeated; and int64 ``[4]``: the number of
+        documents, the longest document's length, the smallest and the largest id.
+    """
+    tokens = ids.numel()
+    starts = torch.ones_like(ids, dtype=torch.bool)
+    starts[:, 1:] = (ids.diff() != 1) | (ids[:, 1:] <= ids[:, :-1])
+    if first_position is not None:
+        starts[:, 1:] |= behind_padding(ids[:, 1:], ids[:, :-1], starts[:, :-1], first_position)
+    number = starts.flatten().cumsum(0)
+    token = torch.arange(tokens, device=ids.device)
+    ends = torch.full((tokens + 2,), tokens, device=ids.device)
+    ends = ends.scatter(0, torch.where(starts.flatten(), number - 1, tokens + 1), token)[:-1]  # others to a place apart
+    return ends.to(torch.int32), torch.stack([number[-1], ends.diff().max(), *torch.aminmax(ids)])
+
+
+in_graph: Callable[[torch.Tensor, int], Boundaries] | None = None
+"""The boundaries of the documents of position ids ``[batch, length]`` in a graph being captured; None before torch 2.4,
+where the graph breaks.
+
+It is called with the ids and the position id of a document's first token. The number of documents and the longest
+length are sizes that the graph does not know. ``positions`` is None.
+"""
+
+if HAS_OPERATORS:
+
+    @torch.library.custom_op(
+        "fa2patch::documents",
+        mutates_args=(),
+        schema="(Tensor position_ids, int first_position=0) -> (Tensor cu_seqlens, Tensor longest)",
+    )
+    def _documents(position_ids: torch.Tensor, first_position: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return ``cu_seqlens`` and an empty tensor ``[max_seqlen, 0]``: a size need not be read from a tensor."""
+        found = from_positions(position_ids, position_ids.device, True, first_position)
+        assert found is not None, "it is asked for always"
+        cu = found.cu_seqlens.clone()
+        return cu, cu.new_empty(found.max_seqlen, 0)
+
+    @_documents.register_fake
+    def _(position_ids: torch.Tensor, first_position: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
+        cu = position_ids.new_empty(unbacked_size(2), dtype=torch.int32)
+        return cu, cu.new_empty(unbacked_size(1), 0)
+
+    def _in_graph(position_ids: torch.Tensor, first_position: int) -> Boundaries:
+        cu, longest = _documents(position_ids, first_position)
+        return Boundaries(cu, longest.shape[0], uncounted=True)
+
+    in_graph = _in_graph

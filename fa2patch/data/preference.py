@@ -14,8 +14,9 @@ from ..documents.find import boundaries
 from ..documents.names import IGNORED_LABEL, PARENTS
 from ..documents.starts import document_of
 from ..documents.stated import require_no_first_labels
+from ..documents.trees import prefix_tree
 from ..errors import BadBatch, CollatorError
-from ..packing.prefixes import common
+from ..packing.sharing import in_common
 from .collators import DataCollatorWithFlattening
 from .columns import Array, Columns, as_array, as_numbers, integer, present, require_same_keys, restarting
 
@@ -235,32 +236,20 @@ def flatten_pairs(
     Returns:
         The collator's batch and ``segment_parents``.
     """
-    segments: list[Columns] = []
-    parents: list[int] = []
-
-    def add(document: Columns, part: slice, parent: int) -> None:
-        counts = restarting([len(document["input_ids"])], flatten.position_ids_start)
-        segments.append({name: values[part] for name, values in {**document, "position_ids": counts}.items()})
-        parents.append(parent)
-
-    prompts = []  # for each pair the number of tokens that are shared, and their segment
-    for one, other in zip(chosen, rejected):
-        shared, prompt = _in_common(one, other), -1
-        if shared:
-            prompt = len(segments)
-            add(one, slice(shared), -1)
-        add(one, slice(shared, None), prompt)
-        prompts.append((shared, prompt))
-    for document, (shared, prompt) in zip(rejected, prompts):
-        add(document, slice(shared, None), prompt)
-    batch = flatten(segments)
-    paddings = len(batch["cu_seq_lens_q"]) - 1 - len(segments)
+    documents, pairs = [*chosen, *rejected], len(chosen)
+    lengths = [len(document["input_ids"]) for document in documents]
+    side_by_side: list[tuple[int, int]] = []  # the last token that both share belongs to each of them
+    for pair, (one, other) in enumerate(zip(chosen, rejected)):
+        side_by_side += [(pair, 0), (pairs + pair, max(in_common(_prompt(one), _prompt(other)) - 1, 0))]
+    segments, parts = prefix_tree(lengths, side_by_side, range(len(documents))).segments, []
+    for each in segments:
+        columns = {**documents[each.sequence]}
+        columns["position_ids"] = restarting([lengths[each.sequence]], flatten.position_ids_start)
+        parts.append({name: values[each.start : each.stop] for name, values in columns.items()})
+    batch = flatten(parts)
+    parents = [each.parent for each in segments]
+    paddings = len(batch["cu_seq_lens_q"]) - 1 - len(parents)
     return {**batch, PARENTS: torch.tensor(parents + [-1] * paddings, dtype=torch.int32)}
-
-
-def _in_common(one: Columns, other: Columns) -> int:
-    """Return how many tokens two documents share: those of the prompt that both begin with, less the last one."""
-    return max(common(_prompt(one), _prompt(other)) - 1, 0)
 
 
 def _prompt(document: Columns) -> Any:

@@ -18,8 +18,7 @@ from .._types import Call
 from ..errors import BadCuSeqlens, BoundaryConflict, NothingPacked
 from . import device as devices
 from .checks import described, is_integers
-from .media import MEDIA
-from .names import LABELS, LENGTHS, LOSS_LABELS, LOSS_WEIGHTS
+from .names import LABELS, LENGTHS, LOSS_LABELS, LOSS_WEIGHTS, MEDIA
 
 _SAME = {
     **dict.fromkeys(("cu_seqlens", "cu_seq_lens", "cu_seqlens_q", "cumulative_seqlens_q"), "cu_seq_lens_q"),

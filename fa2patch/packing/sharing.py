@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -9,17 +10,14 @@ from typing import Any
 import numpy as np
 import torch
 
+from ..documents.names import IGNORED_LABEL
+from ..documents.trees import Prefixes, prefix_tree
 from ..errors import PackingError
-from .prefixes import Segment, segments
-from .sequences import checked_least, limits_of, token_ids
 from .strategies import Ints
 
 LEAST = 16
 """The default of ``least``. A segment more costs each layer about as much as a few tokens. On a CPU, prefixes that
 saved 2 tokens made a step slower, 4 and 8 changed little, and 16 made it 4 to 6 % faster."""
-
-IGNORED_LABEL = -100
-"""The label of a token without a loss."""
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -149,51 +147,117 @@ def share(
         PackingError: There are no sequences, a sequence is empty or is not ``[length]`` integers, or an option is
             invalid.
     """
-    arrays = token_ids(sequences)
+    arrays = _token_ids(sequences)
     lengths = [len(array) for array in arrays]
-    limits = lengths if prompts is None else limits_of(prompts, lengths)
-    made = segments(lengths, [array[:limit] for array, limit in zip(arrays, limits)], checked_least(least))
-    return _shared(arrays, made, None if prompts is None else limits)
+    limits = lengths if prompts is None else _limits_of(prompts, lengths)
+    least = _checked_least(least)
+    shareable = [array[:limit] for array, limit in zip(arrays, limits)]
+    keys = [tokens.astype(">i8").tobytes() for tokens in shareable]  # bytes sort as their tokens, fast
+    order = sorted(range(len(keys)), key=keys.__getitem__)  # those with a common prefix are neighbours
+    # the last token that sequences share belongs to each of them
+    shared = [max(in_common(shareable[one], shareable[other]) - 1, 0) for one, other in zip(order, order[1:])]
+    prefixes = prefix_tree(lengths, zip(order, [0, *shared]), range(len(lengths)), least)
+    return _shared(arrays, prefixes, None if prompts is None else limits)
 
 
-def _shared(arrays: Sequence[Ints], made: Sequence[Segment], prompts: Sequence[int] | None) -> Shared:
+def in_common(one: Ints, other: Ints) -> int:
+    """Return the number of tokens that two sequences begin with in common."""
+    length = min(len(one), len(other))
+    differs = one[:length] != other[:length]
+    return int(differs.argmax()) if differs.any() else length
+
+
+def _shared(arrays: Sequence[Ints], prefixes: Prefixes, prompts: Sequence[int] | None) -> Shared:
     """The row of the segments that the sequences ``arrays`` were divided into."""
-    ids = np.concatenate([arrays[each.sequence][each.start : each.stop] for each in made])
-    ends = np.cumsum([0, *(each.stop - each.start for each in made)], dtype=np.int64)
+    segments, tree = prefixes.segments, prefixes.tree
+    ids = np.concatenate([arrays[each.sequence][each.start : each.stop] for each in segments])
+    ends = np.cumsum([0, *tree.lengths], dtype=np.int64)
+    labels = ids.copy()
+    labels[ends[:-1]] = IGNORED_LABEL
     before = np.arange(-1, len(ids) - 1, dtype=np.int64)
-    before[ends[:-1]] = [ends[each.parent + 1] - 1 if each.parent >= 0 else at for at, each in zip(ends, made)]
-    positions = np.concatenate([np.arange(each.start, each.stop, dtype=np.int64) for each in made])
-    cu, longest = torch.from_numpy(ends.astype(np.int32)), int(np.diff(ends).max())
+    for at, each in zip(ends.tolist(), segments):
+        before[at] = ends[each.parent + 1] - 1 if each.parent >= 0 else at
+        of_prompt = 0 if prompts is None else min(prompts[each.sequence], each.stop) - each.start
+        labels[at : at + max(of_prompt, 0)] = IGNORED_LABEL
+    cu, longest = torch.from_numpy(ends.astype(np.int32)), max(tree.lengths)
     batch = {
         "input_ids": torch.from_numpy(ids)[None],
-        "position_ids": torch.from_numpy(positions)[None],
+        "position_ids": tree.positions[None],
         "cu_seq_lens_q": cu,
         "cu_seq_lens_k": cu,
         "max_length_q": longest,
         "max_length_k": longest,
-        "segment_parents": torch.tensor([each.parent for each in made], dtype=torch.int32),
+        "segment_parents": torch.tensor(tree.parents, dtype=torch.int32),
     }
-    labels = torch.from_numpy(_labels(ids, ends, made, prompts))[None]
-    places = torch.from_numpy(_places(ends, made))
-    return Shared(batch, labels, tuple(map(len, arrays)), places, torch.from_numpy(before))
+    lengths = tuple(map(len, arrays))
+    return Shared(batch, torch.from_numpy(labels)[None], lengths, prefixes.places(lengths), torch.from_numpy(before))
 
 
-def _labels(ids: Ints, ends: Ints, made: Sequence[Segment], prompts: Sequence[int] | None) -> Ints:
-    """The row's labels: see :class:`Shared`."""
-    labels: Ints = ids.copy()
-    labels[ends[:-1]] = IGNORED_LABEL
-    if prompts is not None:
-        for at, each in zip(ends.tolist(), made):
-            of_prompt = min(prompts[each.sequence], each.stop) - each.start
-            labels[at : at + max(of_prompt, 0)] = IGNORED_LABEL
-    return labels
+def _token_ids(sequences: Any) -> list[Ints]:
+    """Return the token ids of each sequence, int64 ``[length]``.
+
+    Raises:
+        PackingError: There are no sequences, or one is empty or is not integers ``[length]``.
+    """
+    try:
+        given = None if isinstance(sequences, (str, bytes)) else list(sequences)
+    except TypeError:
+        given = None
+    if not given:
+        found = "none" if given == [] else repr(sequences)
+        raise PackingError(f"share: expected at least one sequence of token ids, found {found}.")
+    return [_ids(index, sequence) for index, sequence in enumerate(given)]
 
 
-def _places(ends: Ints, made: Sequence[Segment]) -> Ints:
-    """Where the sequences' tokens are in the row, one sequence after the other."""
-    paths: list[Ints] = []
-    for start, stop, each in zip(ends, ends[1:], made):
-        own = np.arange(start, stop, dtype=np.int64)
-        paths.append(own if each.parent < 0 else np.concatenate([paths[each.parent], own]))
-    found: Ints = np.concatenate([path for path, each in zip(paths, made) if each.leaf])
-    return found
+def _ids(index: int, sequence: Any) -> Ints:
+    try:
+        found = np.asarray(sequence.detach().cpu() if isinstance(sequence, torch.Tensor) else sequence)
+        shape, dtype = list(found.shape), found.dtype
+    except (TypeError, ValueError, RuntimeError) as error:
+        raise PackingError(f"sequence {index}: expected token ids [length], found {error}.") from error
+    if shape == [0]:
+        raise PackingError(f"sequence {index}: no tokens. Leave it out.")
+    if len(shape) != 1 or dtype.kind not in "iu":
+        raise PackingError(
+            f"sequence {index}: expected token ids, integers [length] without padding, found "
+            f"{type(sequence).__name__} of {dtype} {shape}."
+        )
+    return found.astype(np.int64)
+
+
+def _limits_of(prompts: Any, lengths: Sequence[int]) -> list[int]:
+    """Return the option ``prompts``: the number of tokens of each sequence that may be shared.
+
+    Raises:
+        PackingError: There is not one integer from 0 to its length for each sequence.
+    """
+    try:
+        limits = [operator.index(each) for each in prompts]
+    except TypeError as error:
+        raise PackingError(f"prompts: expected one integer for each sequence, found {prompts!r}.") from error
+    if len(limits) != len(lengths):
+        raise PackingError(
+            f"prompts: expected one number for each of {len(lengths)} sequences, found {len(limits)}. Repeat a "
+            "prompt's length for each of its completions."
+        )
+    for index, (limit, length) in enumerate(zip(limits, lengths)):
+        if not 0 <= limit <= length:
+            raise PackingError(
+                f"prompts: sequence {index} has {length} tokens, so its prompt has 0 to {length}, found {limit}."
+            )
+    return limits
+
+
+def _checked_least(least: Any) -> int:
+    """Return the option ``least``.
+
+    Raises:
+        PackingError: It is not an integer of 1 or more.
+    """
+    try:
+        number = operator.index(least)
+    except TypeError as error:
+        raise PackingError(f"least: expected a number of tokens, 1 or more, found {least!r}.") from error
+    if number < 1:
+        raise PackingError(f"least: expected a number of tokens, 1 or more, found {number}. 1 shares every prefix.")
+    return number

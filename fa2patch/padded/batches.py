@@ -20,9 +20,7 @@ from ..upstream.facts import Facts
 from ..upstream.step import MARK, PADDING, Patched
 from ..upstream.ulysses import row_part
 from . import heads
-from .common_prefixes import Segments, shared_segments
-from .layouts import Layout, packed_row
-from .rows import read_rows
+from .rows import Layout, packed_row, read_rows, shared_prefixes, unshared
 
 _lock = threading.RLock()
 """Held while a head is tried, so that no other thread uses what is still to be found."""
@@ -193,12 +191,12 @@ def _packed(base: Any, call: Call, share: bool, head: heads.HeadCall | None) -> 
     if rows.said[1]:
         return f"its model counts as positions the ids that are not {first - 1}, and its mask shows other tokens"
     if rows.common is not None and may_share(patch.facts, rows.lengths):
-        segments = shared_segments(rows.common, rows.lengths)
+        prefixes = shared_prefixes(rows.common, rows.lengths)
     else:
-        segments = Segments.alone(rows.lengths.tolist())
-    if rows.full and not segments.shared:
+        prefixes = unshared(rows.lengths.tolist())
+    if rows.full and not prefixes.shared:
         return ""
-    described, layout = packed_row(mask.shape, rows.starts, rows.lengths, segments, tokens.device)
+    described, layout = packed_row(mask.shape, rows, prefixes, tokens.device)
     packed = {name: layout.packed(v) if _per_token(v, mask.shape) else v for name, v in call.items()}
     if given is None:
         packed["position_ids"] = described["position_ids"] + first

@@ -8,8 +8,9 @@ import numpy as np
 import pytest
 import torch
 
-from fa2patch.padded import common_prefixes as subject
-from fa2patch.padded.common_prefixes import LEAST, Segments, common_prefixes, shared_segments
+from fa2patch.documents.trees import Prefixes
+from fa2patch.padded import rows as subject
+from fa2patch.padded.rows import LEAST, common_prefixes, shared_prefixes, unshared
 
 
 def rows_of(generator: random.Random) -> list[list[int]]:
@@ -28,13 +29,13 @@ def in_common(rows: list[list[int]]) -> np.ndarray:
     return common_prefixes([batch]).numpy()
 
 
-def spelled(rows: list[list[int]], found: Segments) -> list[list[int]]:
+def spelled(rows: list[list[int]], found: Prefixes) -> list[list[int]]:
     """Each row's tokens, read along its path."""
     texts = []
     for row in range(len(rows)):
-        path = [found.segments[number] for number in found.path(row)]
+        path = [found.segments[number] for number in found.tree.path(found.last[row])]
         assert [each.start for each in path] == [0, *(each.stop for each in path[:-1])]
-        whole = [token for each in path for token in rows[each.row][each.start : each.stop]]
+        whole = [token for each in path for token in rows[each.sequence][each.start : each.stop]]
         assert len(whole) - (path[-1].stop - path[-1].start) < len(rows[row])
         texts.append(whole[: len(rows[row])])
     return texts
@@ -44,7 +45,7 @@ def trie_size(rows: list[list[int]]) -> int:
     return len({tuple(row[: at + 1]) for row in rows for at in range(len(row))})
 
 
-def tokens(found: Segments) -> int:
+def tokens(found: Prefixes) -> int:
     return sum(each.stop - each.start for each in found.segments)
 
 
@@ -52,14 +53,14 @@ def tokens(found: Segments) -> int:
 def test_against_a_trie(seed: int) -> None:
     rows = rows_of(random.Random(seed))
     lengths = np.array([len(row) for row in rows])
-    found = shared_segments(in_common(rows), lengths, least=1)
+    found = shared_prefixes(in_common(rows), lengths, least=1)
     assert all(each.start < each.stop for each in found.segments)
     assert all(each.parent < number for number, each in enumerate(found.segments))
     assert spelled(rows, found) == rows
     assert tokens(found) == trie_size(rows)
     assert found.shared == (trie_size(rows) < lengths.sum())
     for least in (4, LEAST):
-        frugal = shared_segments(in_common(rows), lengths, least)
+        frugal = shared_prefixes(in_common(rows), lengths, least)
         assert spelled(rows, frugal) == rows
         assert all(each.start < each.stop for each in frugal.segments)
         for number, each in enumerate(frugal.segments):
@@ -77,7 +78,7 @@ def test_nested_prompts() -> None:
         [*system, *second, 6, 6, 7],
         [*system, *second, 8],
     ]
-    found = shared_segments(in_common(rows), np.array([len(row) for row in rows]))
+    found = shared_prefixes(in_common(rows), np.array([len(row) for row in rows]))
     assert [each.parent for each in found.segments] == [-1, 0, 1, 1, 0, 4, 4, 4]
     assert [each.stop - each.start for each in found.segments] == [20, 20, 2, 3, 30, 3, 3, 1]
     assert found.last == [2, 3, 5, 6, 7]
@@ -85,7 +86,7 @@ def test_nested_prompts() -> None:
 
 def test_rows_that_are_equal_or_begin_others_cost_nothing() -> None:
     rows = [[1, 2, 3], [1, 2], [1, 2, 3], [1], [9]]
-    found = shared_segments(in_common(rows), np.array([3, 2, 3, 1, 1]))
+    found = shared_prefixes(in_common(rows), np.array([3, 2, 3, 1, 1]))
     assert found.segments == [(0, 0, 3, -1), (4, 0, 1, -1)]
     assert found.last == [0, 0, 0, 0, 1]
     assert found.shared
@@ -93,8 +94,8 @@ def test_rows_that_are_equal_or_begin_others_cost_nothing() -> None:
 
 def test_nothing_in_common() -> None:
     lengths = np.array([2, 3])
-    found = shared_segments(np.array([[9, 0], [0, 9]]), lengths)
-    assert found == Segments.alone([2, 3])
+    found = shared_prefixes(np.array([[9, 0], [0, 9]]), lengths)
+    assert found == unshared([2, 3])
     assert not found.shared
 
 

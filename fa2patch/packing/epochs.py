@@ -1,4 +1,4 @@
-"""The rows of all ranks in an epoch, in the order of its steps."""
+"""The rows of all ranks in an epoch, in the order of its steps. The ranks of a step have similar costs."""
 
 from __future__ import annotations
 
@@ -6,12 +6,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
+import numpy.typing as npt
 
-from . import dealing
-from .dealing import Floats
 from .plans import Plan
 from .strategies import Ints, by_key
 
+Floats = npt.NDArray[np.float64]
 _NONE = np.empty(0, np.int64)
 
 
@@ -59,13 +59,13 @@ def packed(
     full, last = rows[: len(rows) - taken], [plan[row] for row in rows[len(rows) - taken :].tolist()]
     if not ordered:
         of_rows = np.add.reduceat(costs[plan.indices], plan.offsets[:-1]) if len(plan) else costs[:0]
-        full = full[dealing.alike(of_rows[full], ranks, window, rng).ravel()]
+        full = full[alike(of_rows[full], ranks, window, rng).ravel()]
     indices, counts = _taken(plan, full)
     if not rest or drop_last:
         return Epoch(indices, _offsets(counts), _NONE, np.sort(np.concatenate([_NONE, *last])))
-    parts = dealing.shared_out(np.concatenate(last), costs, ranks) if taken == rest and not ordered else []
+    parts = shared_out(np.concatenate(last), costs, ranks) if taken == rest and not ordered else []
     if not parts or max(int(plan.lengths[part].sum()) for part in parts) > plan.max_tokens:
-        parts = dealing.spread(last, costs, taken - rest + ranks)
+        parts = spread(last, costs, taken - rest + ranks)
     again = [parts[number % len(parts)] for number in range(-len(parts) % ranks)]
     ends = [*parts, *again]
     counts = np.concatenate([counts, [len(part) for part in ends]])
@@ -108,7 +108,7 @@ def mini_batches(costs: Floats, batch_size: int, ranks: int, seed: Sequence[int]
 
 def _dealt(batches: Ints, costs: Floats, ranks: int, rng: np.random.Generator) -> Ints:
     """Return the row of each example ``[batches, n]``, flattened. Ranks are permuted at random in each batch."""
-    rank_of = dealing.cheapest_share(costs[batches], ranks)
+    rank_of = cheapest_share(costs[batches], ranks)
     names = rng.permuted(np.tile(np.arange(ranks), (len(batches), 1)), axis=1)
     rank_of = np.take_along_axis(names, rank_of, axis=1)
     found: Ints = (rank_of + ranks * np.arange(len(batches))[:, None]).ravel()
@@ -124,3 +124,73 @@ def _taken(plan: Plan, rows: Ints) -> tuple[Ints, Ints]:
 
 def _offsets(counts: Ints) -> Ints:
     return np.append(0, np.cumsum(counts))
+
+
+def alike(costs: Floats, ranks: int, window: int, rng: np.random.Generator) -> Ints:
+    """Return row numbers ``[steps, ranks]`` such that the rows of a step have similar costs.
+
+    Rows are shuffled and divided into windows of ``window`` steps. Each window is sorted by cost, and neighbours share
+    a step. The order of all steps, and of the ranks in a step, is random.
+
+    Args:
+        costs: Cost of each row, ``[rows]``. The number of rows must be a multiple of ``ranks``.
+    """
+    drawn = rng.permutation(len(costs))
+    among = [drawn[start : start + window * ranks] for start in range(0, len(drawn), window * ranks)]
+    by_cost = [rows[np.argsort(costs[rows], kind="stable")] for rows in among]
+    steps = np.concatenate([*by_cost, drawn[:0]]).reshape(-1, ranks)
+    return rng.permuted(steps[rng.permutation(len(steps))], axis=1)
+
+
+def cheapest_share(costs: Floats, ranks: int) -> Ints:
+    """Return the rank of each example, ``[batches, n]``.
+
+    The costliest example comes first, and each goes to the rank with the lowest cost so far. With at least as many
+    examples as ranks, every rank gets one.
+
+    Args:
+        costs: Cost of each example, ``[batches, n]``.
+    """
+    batches = np.arange(len(costs))
+    load = np.zeros((len(costs), ranks))
+    rank_of = np.empty(costs.shape, np.int64)
+    for nth in np.argsort(-costs, axis=1, kind="stable").T:
+        least = load.argmin(axis=1)
+        rank_of[batches, nth] = least
+        load[batches, least] += costs[batches, nth]
+    return rank_of
+
+
+def shared_out(examples: Ints, costs: Floats, ranks: int) -> list[Ints]:
+    """Return the examples of each rank, balanced by cost, or an empty list if there are fewer examples than ranks.
+
+    Args:
+        examples: Indices of the examples to share out.
+        costs: Cost of each example of the dataset.
+    """
+    if len(examples) < ranks:
+        return []
+    rank_of = cheapest_share(costs[examples][None], ranks)[0]
+    return [examples[rank_of == rank] for rank in range(ranks)]
+
+
+def spread(rows: Sequence[Ints], costs: Floats, into: int) -> list[Ints]:
+    """Divide rows into ``into`` rows, keeping the order, by repeatedly cutting the costliest divisible row in two.
+
+    There are fewer than ``into`` rows if there are fewer examples.
+
+    Args:
+        rows: Indices of the examples of each row.
+        costs: Cost of each example of the dataset.
+    """
+    parts = list(rows)
+    while len(parts) < into:
+        divisible = [place for place, part in enumerate(parts) if len(part) > 1]
+        if not divisible:
+            break
+        place = max(divisible, key=lambda at: float(costs[parts[at]].sum()))
+        part = parts[place]
+        until = np.cumsum(costs[part])
+        middle = int(np.abs(2 * until[:-1] - until[-1]).argmin()) + 1
+        parts[place : place + 1] = [part[:middle], part[middle:]]
+    return parts

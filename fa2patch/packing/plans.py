@@ -1,8 +1,8 @@
-"""``plan``, which packs lengths into rows, and the :class:`Plan` that it returns."""
+"""``plan``, which packs lengths into rows, the :class:`Plan` that it returns, and examples that are cut."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence, Sized
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any, overload
@@ -11,7 +11,6 @@ import numpy as np
 import numpy.typing as npt
 
 from ..errors import PackingError
-from . import cutting
 from .strategies import STRATEGIES, Ints, Ints32, Strategy, by_key, mini_batches
 
 MINI_BATCHES = "mini_batches"
@@ -113,7 +112,7 @@ class Plan(Sequence[Ints]):
             PackingError: The length of an example is not the one that was planned.
         """
         cuts = self.pieces(row).tolist()
-        return [cutting.part(dataset[index], start, stop, int(self.lengths[index])) for index, start, stop in cuts]
+        return [cut_out(dataset[index], start, stop, int(self.lengths[index])) for index, start, stop in cuts]
 
 
 def plan(
@@ -157,10 +156,10 @@ def plan(
         PackingError: An example is longer than the budget and ``too_long="error"``, lengths are not positive integers,
             the strategy or policy is unknown, or ``max_tokens`` or ``batch_size`` is invalid for the strategy.
     """
-    given = cutting.as_lengths(lengths)
+    given = as_lengths(lengths)
     rng = None if seed is None or strategy == "in_order" else np.random.default_rng(seed)
     fill, limit = _strategy(strategy, max_tokens, batch_size)
-    pieces = cutting.cut(given, 2**31 if fill is mini_batches else limit, too_long)
+    pieces = cut(given, 2**31 if fill is mini_batches else limit, too_long)
     return _plan(given, pieces, fill, limit, rng)
 
 
@@ -175,13 +174,13 @@ def _strategy(strategy: str, max_tokens: int | None, batch_size: int | None) -> 
         return mini_batches, batch_size
     if strategy not in STRATEGIES:
         raise PackingError(f"strategy: expected one of {', '.join([*STRATEGIES, MINI_BATCHES])}, found {strategy!r}.")
-    budget = cutting.check_budget(max_tokens)
+    budget = check_budget(max_tokens)
     if batch_size is not None:
         raise PackingError(f"batch_size: only mini_batches take it, found {batch_size} with {strategy}.")
     return STRATEGIES[strategy], budget
 
 
-def _plan(given: Ints, pieces: cutting.Pieces, fill: Strategy, limit: int, rng: np.random.Generator | None) -> Plan:
+def _plan(given: Ints, pieces: Pieces, fill: Strategy, limit: int, rng: np.random.Generator | None) -> Plan:
     rows, offsets = _rows(pieces.lengths.astype(np.int32), fill, limit, rng)
     tokens = np.add.reduceat(pieces.lengths[rows], offsets[:-1]) if len(rows) else np.empty(0, np.int64)
     budget = int(tokens.max(initial=1)) if fill is mini_batches else limit
@@ -208,3 +207,111 @@ def _rows(lengths: Ints32, fill: Strategy, limit: int, rng: np.random.Generator 
     del row_of
     rows = order if drawn is None else drawn[order]
     return rows.astype(np.int64), np.append(0, np.cumsum(counts))
+
+
+POLICIES = ("error", "drop", "truncate", "split")
+
+
+@dataclass(frozen=True)
+class Pieces:
+    """The pieces of examples that are packed. A piece is the tokens ``[start:stop]`` of its example.
+
+    Attributes:
+        lengths: Tokens of each piece, ``[pieces]``.
+        cuts: The example, the start and the stop of each piece, ``[pieces]`` each. None if nothing is cut or dropped.
+        dropped: Indices of the examples that are left out.
+        truncated: Indices of the examples whose end is left out.
+    """
+
+    lengths: Ints
+    cuts: tuple[Ints, Ints, Ints] | None
+    dropped: Ints
+    truncated: Ints
+
+
+def as_lengths(lengths: Any) -> Ints:
+    """Return lengths as an int64 array ``[examples]``, without a copy if they are one already."""
+    try:
+        found = np.asarray(lengths)
+    except (TypeError, ValueError) as error:
+        raise PackingError(f"lengths: expected one number per example, found {type(lengths).__name__}.") from error
+    if found.ndim == 1 and not len(found):
+        return np.empty(0, np.int64)
+    if found.ndim != 1 or found.dtype.kind not in "iu":
+        raise PackingError(f"lengths: expected integers [examples], found {found.dtype} {list(found.shape)}.")
+    if len(found) >= 2**31:
+        raise PackingError(f"lengths: expected fewer than 2**31 examples, found {len(found)}. Plan them in parts.")
+    if found.min() < 1 or int(found.max()) >= 2**31:
+        wrong = int(np.flatnonzero((found < 1) | (found >= 2**31))[0])
+        raise PackingError(
+            f"lengths: expected from 1 to 2**31 - 1 tokens in every example, found {found[wrong]} in example {wrong}. "
+            "Remove empty examples from the dataset."
+        )
+    return found.astype(np.int64, copy=False)
+
+
+def check_budget(max_tokens: object) -> int:
+    """Return the option as an int, if it is one from 1 to 2**31 - 1."""
+    if isinstance(max_tokens, (int, np.integer)) and not isinstance(max_tokens, bool) and 1 <= max_tokens < 2**31:
+        return int(max_tokens)
+    raise PackingError(f"max_tokens: expected a positive number of tokens, found {max_tokens!r}.")
+
+
+def check_policy(too_long: str) -> None:
+    """Refuse a policy that is none of :data:`POLICIES`."""
+    if too_long not in POLICIES:
+        raise PackingError(f"too_long: expected one of {', '.join(POLICIES)}, found {too_long!r}.")
+
+
+def cut(lengths: Ints, max_tokens: int, too_long: str) -> Pieces:
+    """Apply the policy to all examples longer than ``max_tokens``."""
+    check_policy(too_long)
+    longer = np.flatnonzero(lengths > max_tokens)
+    none = np.empty(0, np.int64)
+    if not len(longer):
+        return Pieces(lengths, None, none, none)
+    if too_long == "error":
+        raise PackingError(
+            f"{len(longer)} of {len(lengths)} examples are longer than max_tokens={max_tokens}: the first is example "
+            f"{longer[0]} of {lengths[longer[0]]} tokens. Raise max_tokens, or choose too_long='split', 'truncate' or "
+            "'drop'."
+        )
+    if too_long == "drop":
+        kept = np.flatnonzero(lengths <= max_tokens)
+        return Pieces(lengths[kept], (kept, np.zeros_like(kept), lengths[kept]), longer, none)
+    if too_long == "truncate":
+        shorter = np.minimum(lengths, max_tokens)
+        return Pieces(shorter, (np.arange(len(lengths)), np.zeros_like(lengths), shorter), none, longer)
+    counts = -(-lengths // max_tokens)
+    of = np.repeat(np.arange(len(lengths)), counts)
+    start = (np.arange(len(of)) - np.repeat(np.cumsum(counts) - counts, counts)) * max_tokens
+    stop = np.minimum(start + max_tokens, lengths[of])
+    return Pieces(stop - start, (of, start, stop), none, none)
+
+
+def cut_out(example: Any, start: int, stop: int, length: int) -> Any:
+    """Return the tokens ``[start:stop]`` of an example with ``length`` tokens.
+
+    In a mapping, every value with ``length`` items is cut, and other values are kept whole.
+    """
+    if not isinstance(example, Mapping):
+        _require_length(example, length)
+        return example[start:stop]
+    if "input_ids" in example:
+        _require_length(example["input_ids"], length)
+    if (start, stop) == (0, length):
+        return example
+    return {key: value[start:stop] if _length(value) == length else value for key, value in example.items()}
+
+
+def _require_length(tokens: object, length: int) -> None:
+    if _length(tokens) != length:
+        raise PackingError(
+            f"an example was planned as {length} tokens, but has {_length(tokens)}. Plan again, with the "
+            "lengths of this dataset's examples."
+        )
+
+
+def _length(value: object) -> int | None:
+    single = isinstance(value, str) or getattr(value, "ndim", 1) == 0  # a tensor without dimensions has __len__ too
+    return len(value) if isinstance(value, Sized) and not single else None

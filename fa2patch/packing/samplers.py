@@ -13,9 +13,8 @@ from torch.utils.data import Sampler
 
 from ..errors import PackingError
 from . import epochs
-from .cutting import as_lengths
 from .epochs import Epoch
-from .plans import plan
+from .plans import as_lengths, plan
 from .replicas import ALL_RANKS, place
 from .strategies import Ints
 

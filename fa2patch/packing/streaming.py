@@ -12,9 +12,7 @@ from typing import Any
 from torch.utils.data import IterableDataset, get_worker_info
 
 from ..errors import PackingError
-from . import cutting
-from .cutting import as_lengths, check_budget, check_policy
-from .plans import plan
+from .plans import as_lengths, check_budget, check_policy, cut, cut_out, plan
 
 
 def token_count(example: Any) -> int:
@@ -88,13 +86,13 @@ class Stream(IterableDataset[list[Any]]):
                     f"example {number} of the stream has {length} tokens, but max_tokens is {self.max_tokens}. Raise "
                     "it, or choose too_long='split', 'truncate' or 'drop'."
                 )
-            found = cutting.cut(as_lengths([length]), self.max_tokens, self._too_long)
+            found = cut(as_lengths([length]), self.max_tokens, self._too_long)
             self.dropped += len(found.dropped)
             self.truncated += len(found.truncated)
             assert found.cuts is not None, "the example is longer than max_tokens"
             _, starts, stops = found.cuts
             for start, stop in zip(starts.tolist(), stops.tolist()):
-                yield cutting.part(example, start, stop, length), stop - start
+                yield cut_out(example, start, stop, length), stop - start
 
 
 _READ_ONCE = (

@@ -212,12 +212,10 @@ def packed_row(shape: torch.Size, rows: Rows, prefixes: Prefixes, place: torch.d
     real, shared = at, []
     if prefixes.shared:
         real = np.concatenate([start + np.arange(length) for start, length in zip(first, rows.lengths)])
-        shared = [real, prefixes.places(rows.lengths).numpy()]
+        shared = [torch.from_numpy(real), prefixes.places(rows.lengths)]
     padding = np.setdiff1d(np.arange(shape[0] * shape[1]), real, assume_unique=True)
-    numbers = [at, tree.positions.numpy(), padding, *shared]  # copied to the device at once
-    of_row, position_ids, of_padding, *both = torch.split(
-        torch.from_numpy(np.concatenate(numbers)).to(place), [len(each) for each in numbers]
-    )
+    numbers = [torch.from_numpy(at), tree.positions, torch.from_numpy(padding), *shared]
+    of_row, position_ids, of_padding, *both = torch.cat(numbers).to(place).split([len(each) for each in numbers])
     cells, token = both or (of_row, None)
     cu = torch.tensor([0, *tree.lengths]).cumsum(0, dtype=torch.int32).to(place)
     call: Call = {"position_ids": position_ids[None], "cu_seq_lens_q": cu, "cu_seq_lens_k": cu}

@@ -65,7 +65,7 @@ FAULTS = {
 HARMLESS = {
     "a docstring": ("fa2patch/cli/doctor.py", '"""', '"""Other: '),
     "a docstring of what is executed": ("fa2patch/documents/starts.py", '"""The grammar', '"""Another text'),
-    "a function of packing": ("fa2patch/packing/cutting.py", "    return ", "    return None or "),
+    "a function of packing": ("fa2patch/packing/plans.py", "    return ", "    return None or "),
     "a comment": ("fa2patch/upstream/forward.py", "\n\n\n", "\n\n# here\n\n"),
 }
 """Changes after which every cell is fresh."""

@@ -212,10 +212,11 @@ def packed_row(shape: torch.Size, rows: Rows, prefixes: Prefixes, place: torch.d
     real, shared = at, []
     if prefixes.shared:
         real = np.concatenate([start + np.arange(length) for start, length in zip(first, rows.lengths)])
-        shared = [torch.from_numpy(real), prefixes.places(rows.lengths)]
+        shared = [torch.from_numpy(real), prefixes.places(rows.lengths.tolist())]
     padding = np.setdiff1d(np.arange(shape[0] * shape[1]), real, assume_unique=True)
     numbers = [torch.from_numpy(at), tree.positions, torch.from_numpy(padding), *shared]
-    of_row, position_ids, of_padding, *both = torch.cat(numbers).to(place).split([len(each) for each in numbers])
+    on_device = torch.cat(numbers).to(place)
+    of_row, position_ids, of_padding, *both = torch.split(on_device, [len(each) for each in numbers])
     cells, token = both or (of_row, None)
     cu = torch.tensor([0, *tree.lengths]).cumsum(0, dtype=torch.int32).to(place)
     call: Call = {"position_ids": position_ids[None], "cu_seq_lens_q": cu, "cu_seq_lens_k": cu}

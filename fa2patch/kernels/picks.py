@@ -272,12 +272,7 @@ def pick(name: str | Kernel, asked: Asked, device: torch.device, try_it: bool = 
 def _picked(name: str, given: str, device: str, index: int | None, *asked: Any) -> str:
     """Choose a kernel during a graph capture; the kernel's name becomes a constant of the graph.
 
-    Args:
-        name: the kernel's name.
-        given: the number of the kernel object that was passed to ``apply``; empty if it was a name.
-        device: the kind of device.
-        index: its number, or None.
-        asked: the fields of what the call needs.
+    ``given`` is the number of the kernel object that was passed to ``apply``; empty if it was a name.
     """
     kernel = numbered(given) if given else name
     return pick(kernel, Asked(*asked), torch.device(device if index is None else f"{device}:{index}")).kernel.name

@@ -99,9 +99,9 @@ def asked_by(
         trees,
         spans,
     )
-    features = tuple(name for name, is_needed in zip(FEATURES, needed) if is_needed)
+    features = tuple([name for name, is_needed in zip(FEATURES, needed) if is_needed])
     heads, dims = (q.shape[-2], k.shape[-2]), (q.shape[-1], v.shape[-1])
-    gradients = torch.is_grad_enabled() and any(states.requires_grad for states in (q, k, v))
+    gradients = torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad)
     return Asked(q.device.type, q.dtype, *heads, *dims, options.causal, features, gradients)
 
 

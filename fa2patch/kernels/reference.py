@@ -19,7 +19,7 @@ from ..documents.boundaries import Boundaries
 from .aten import CpuFlash
 from .cascade import Cascade, levels_of
 from .protocol import FEATURES, Kernel, Options
-from .reference_math import attention_weights, divided, heads_first, over_documents
+from .reference_math import Call, attention_weights, divided, heads_first, over_documents
 
 
 class Reference(Kernel):
@@ -69,33 +69,39 @@ def _differentiated(
 ) -> list[torch.Tensor]:
     """The gradients of q, k, v, and of sinks and slopes if given. Autograd does not reach into an operator."""
     groups = q.shape[1] // k.shape[1]
-    assert options.scale is not None, "it is one of the operator's inputs"
-    pieces: list[list[torch.Tensor]] = [[], [], []]
-    extras_given = [x for x in (options.sinks, options.alibi_slopes) if x is not None]
-    of_extras = [x.new_zeros(x.shape, dtype=torch.promote_types(q.dtype, torch.float32)) for x in extras_given]
+    extras = [x for x in (options.sinks, options.alibi_slopes) if x is not None]
+    of_extras = [x.new_zeros(x.shape, dtype=torch.promote_types(q.dtype, torch.float32)) for x in extras]
     layout, each_call = divided(q, k, v, boundaries, options)
-    for call, of_output in zip(each_call, layout.gradients(grad)):
-        query, key, value = heads_first(call, groups)
-        weights, distance, capped = attention_weights(query, key, options, call.last)
-        query, key, value, of_output = (x.to(weights.dtype) for x in (query, key, value, of_output.transpose(1, 2)))
-        kept = F.dropout(torch.ones_like(weights), options.dropout) if options.dropout else None
-        of_value = (weights if kept is None else weights * kept).transpose(2, 3) @ of_output
-        of_weights = of_output @ value.transpose(2, 3)
-        of_weights = of_weights if kept is None else of_weights * kept
-        drawn = (of_weights * weights).sum(-1, keepdim=True)
-        of_logits = weights * (of_weights - drawn)
-        extras = iter(of_extras)
-        if options.sinks is not None:
-            next(extras).sub_(((1 - weights.sum(-1)) * drawn[..., 0]).sum((0, 2)))
-        if options.alibi_slopes is not None:
-            next(extras).sub_((of_logits * distance.abs()).sum((0, 2, 3)))
-        of_logits = (of_logits if capped is None else of_logits * (1 - capped.square())) * options.scale
-        for made, found in zip(pieces, (of_logits @ key, of_logits.transpose(2, 3) @ query, of_value)):
-            made.append(found.transpose(1, 2))
-    whole = [layout.joined(pieces[0]), *map(layout.summed, pieces[1:])]
+    of_calls = zip(each_call, layout.gradients(grad))
+    pieces = [_of_call(call, of_output, groups, options, of_extras) for call, of_output in of_calls]
+    queries, keys, values = zip(*pieces)
+    whole = [layout.joined(queries), layout.summed(keys), layout.summed(values)]
     whole[1:] = [x.view(x.shape[0], -1, groups, x.shape[2]).sum(2) for x in whole[1:]]
-    of_given = [found.to(given.dtype) for found, given in zip(of_extras, extras_given)]
+    of_given = [found.to(given.dtype) for found, given in zip(of_extras, extras)]
     return [x.to(q.dtype).contiguous() for x in whole] + of_given
+
+
+def _of_call(
+    call: Call, of_output: torch.Tensor, groups: int, options: Options, of_extras: list[torch.Tensor]
+) -> list[torch.Tensor]:
+    """The gradients of a call's q, and of its k and v for each query head. Those of sinks and slopes are added up."""
+    assert options.scale is not None, "it is one of the operator's inputs"
+    query, key, value = heads_first(call, groups)
+    weights, distance, capped = attention_weights(query, key, options, call.last)
+    query, key, value, of_output = (x.to(weights.dtype) for x in (query, key, value, of_output.transpose(1, 2)))
+    kept = F.dropout(torch.ones_like(weights), options.dropout) if options.dropout else None
+    of_value = (weights if kept is None else weights * kept).transpose(2, 3) @ of_output
+    of_weights = of_output @ value.transpose(2, 3)
+    of_weights = of_weights if kept is None else of_weights * kept
+    drawn = (of_weights * weights).sum(-1, keepdim=True)
+    of_logits = weights * (of_weights - drawn)
+    extras = iter(of_extras)
+    if options.sinks is not None:
+        next(extras).sub_(((1 - weights.sum(-1)) * drawn[..., 0]).sum((0, 2)))
+    if options.alibi_slopes is not None:
+        next(extras).sub_((of_logits * distance.abs()).sum((0, 2, 3)))
+    of_logits = (of_logits if capped is None else of_logits * (1 - capped.square())) * options.scale
+    return [x.transpose(1, 2) for x in (of_logits @ key, of_logits.transpose(2, 3) @ query, of_value)]
 
 
 @contextlib.contextmanager

@@ -87,12 +87,12 @@ def over_documents(
 
     The documents' lengths are read on the host.
     """
-    layout, each_call = divided(q, k, v, boundaries, options)
-    # sinks and slopes in the dtype in which their gradients are added up over the calls
-    exact = torch.promote_types(q.dtype, torch.float32)
-    sinks, slopes = (x if x is None else x.to(exact) for x in (options.sinks, options.alibi_slopes))
+    sinks, slopes = options.sinks, options.alibi_slopes
     if sinks is not None or slopes is not None:
+        exact = torch.promote_types(q.dtype, torch.float32)  # in it, their gradients are added up over the calls
+        sinks, slopes = (x if x is None else x.to(exact) for x in (sinks, slopes))
         options = replace(options, sinks=sinks, alibi_slopes=slopes)
+    layout, each_call = divided(q, k, v, boundaries, options)
     outputs = [attend(call, options).transpose(1, 2) for call in each_call]
     return layout.joined(outputs) if outputs else q.new_zeros(*q.shape[:2], v.shape[2])
 

@@ -1,4 +1,4 @@
-"""Every kernel that can run on this GPU, with every feature that it claims: ``python -m pytest -m gpu``."""
+"""Every kernel that can run on this GPU, with every feature that it claims, and whole models: ``pytest -m gpu``."""
 
 import pytest
 import torch
@@ -9,7 +9,7 @@ from compat_matrix.check import gpu
 from compat_matrix.check.kernel_cases import documents, states
 from compat_matrix.check.kernels import FEATURES, HEADS, LENGTHS, PARENTS, Case, compared, refusal
 from fa2patch import kernels
-from fa2patch.errors import PackingNotIsolated
+from fa2patch.errors import KernelUnavailable, KernelWrong, PackingNotIsolated
 from fa2patch.kernels import Options, packed_attention
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")]
@@ -67,8 +67,7 @@ def test_a_kernel_isolates_documents(kernel, feature):
 def test_other_head_dimensions(kernel, dim, value_dim):
     rows = states(LENGTHS, dtype=torch.bfloat16, groups=2, dim=dim, value_dim=value_dim, device="cuda", heads=HEADS)
     able_or_skip(kernel, rows, Options())
-    able, reason = kernels.pick(kernel.name, kernels.asked_by(*rows, Options()), rows[0].device).kernel is kernel, ""
-    assert able, reason
+    assert kernels.pick(kernel.name, kernels.asked_by(*rows, Options()), rows[0].device).kernel is kernel
 
 
 @pytest.mark.parametrize("feature", FEATURES)
@@ -142,3 +141,35 @@ def test_a_captured_graph_is_refused():
         torch.cuda.graph(torch.cuda.CUDAGraph()),
     ):
         model(**batch)
+
+
+@pytest.mark.parametrize("name", [kernel.name for kernel in kernels.ORDER])
+@pytest.mark.parametrize("point", gpu.POINTS)
+@pytest.mark.parametrize("family", tiny_models.SEEDS)
+def test_a_model_at_a_point(family, point, name):
+    able, reason = kernels.named(name).available()
+    if not able:
+        pytest.skip(reason)
+    if not tiny_models.is_present(family):
+        pytest.skip(f"{family} is not in this Transformers")
+    model = tiny_models.build(family, "sdpa", torch.bfloat16, **gpu.big(family)).cuda()
+    try:
+        gpu.POINTS[point](family, model, name)
+    except KernelWrong:
+        raise
+    except KernelUnavailable as error:
+        pytest.skip(str(error))
+
+
+def test_one_synchronisation_per_forward_and_none_with_lengths():
+    batch = lengthy(50, 130, 1, 77)
+    del batch["labels"]
+    model = tiny_models.build("llama", "sdpa", torch.bfloat16, **gpu.big("llama")).cuda()
+    with fa2patch.apply(model) as patch:
+        model(**batch)
+        assert "reference" not in {layer.kernel for layer in patch.layers}
+        torch.cuda.set_sync_debug_mode("error")
+        try:
+            model.model(**batch)
+        finally:
+            torch.cuda.set_sync_debug_mode("default")

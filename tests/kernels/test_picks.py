@@ -1,4 +1,4 @@
-"""The choice of a layer's kernel, the reason for it, and the trial before a kernel's first use."""
+"""The choice of a layer's kernel and the reason for it: what kernels support, on which device, and the warnings."""
 
 import copy
 import pickle
@@ -7,55 +7,28 @@ import warnings
 import pytest
 import stand_in_aten
 import torch
+from definition_cases import asks
+from scripted_kernels import OTHERS, Scripted, asks_other
 
 import fa2patch
 from compat_matrix import tiny_models
-from compat_matrix.check.kernel_cases import HEADS, LENGTHS, documents, states
+from compat_matrix.check.kernel_cases import HEADS, documents, states
 from compat_matrix.check.rows import documents as some_documents
 from compat_matrix.check.rows import pack
 from fa2patch import kernels
-from fa2patch.errors import KernelUnavailable, KernelWrong, UnknownKernel
-from fa2patch.kernels import Options, packed_attention, picks, trial
+from fa2patch.errors import KernelUnavailable, UnknownKernel
+from fa2patch.kernels import Options, flex, picks, protocol, varlen
 from fa2patch.kernels.reference import Reference
 
 CPU = torch.device("cpu")
+AMPERE, HOPPER, BLACKWELL, CONSUMER = (8, 0), (9, 0), (10, 0), (12, 0)
 
 
-def asks(features=(), device="cpu", dtype=torch.bfloat16, dim=64, value_dim=None, key_heads=HEADS, causal=True):
-    return kernels.Asked(device, dtype, HEADS, key_heads, dim, value_dim or dim, causal, tuple(features))
+CUDA = torch.device("cuda", 0)
 
 
-class Scripted(Reference):
-    """The reference, with boundaries and options changed by ``wrong``."""
-
-    name = "scripted"
-    FEATURES = Reference.FEATURES
-
-    def __init__(self, wrong=lambda options: options, available=(True, "")):
-        self.wrong, self.is_available = wrong, available
-
-    def available(self):
-        return self.is_available
-
-    def attend(self, q, k, v, boundaries, options, scale):
-        return super().attend(q, k, v, *self.wrong(boundaries, options), scale)
-
-
-NO_VERDICTS = [
-    torch.cuda.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB"),
-    MemoryError(),
-    RuntimeError("CUDA error: out of memory"),
-    KeyboardInterrupt(),
-]
-VERDICTS = [
-    RuntimeError("no kernel image is available for execution on the device"),
-    ValueError("out of memory is what this argument is called"),
-    type("OutOfResources", (Exception,), {})(
-        "out of resource: shared memory, Required: 264192, Hardware limit: 232448"
-    ),
-]
-
-# The choice
+def asks_cuda(features=(), dtype=torch.bfloat16):
+    return asks(features, "cuda", dtype)
 
 
 def test_auto_takes_the_reference_on_a_cpu():
@@ -94,9 +67,9 @@ def test_a_name_is_known_by_its_letters():
         assert kernels.named("".join(list(kernel.name))) is kernel
 
 
-@pytest.mark.parametrize("name", ["auto", "reference"])
-def test_names_that_run_everywhere_pass(name):
-    kernels.check_name(name)
+def test_names_that_run_everywhere_pass():
+    for name in ("auto", "reference"):
+        kernels.check_name(name)
 
 
 def test_a_named_kernel_that_cannot_compute_a_layer_says_why():
@@ -140,193 +113,15 @@ def test_what_a_call_asks_for():
         torch.use_deterministic_algorithms(False)
 
 
-# The trial
-
-
-FAULTS = {
-    "one document": lambda boundaries, options: (documents((sum(boundaries.lengths),)), options),
-    "documents end a token late": lambda boundaries, options: (documents((2, 70, 5, 133, 63)), options),
-    "a window one wider": lambda boundaries, options: (boundaries, replaced(options, window=options.window + 1)),
-    "no softcap": lambda boundaries, options: (boundaries, replaced(options, softcap=None)),
-    "no sinks": lambda boundaries, options: (boundaries, replaced(options, sinks=options.sinks * 0)),
-    "no slopes": lambda boundaries, options: (boundaries, replaced(options, alibi_slopes=None)),
-    "both ways": lambda boundaries, options: (boundaries, replaced(options, causal=False)),
-}
-
-
-def replaced(options, **changes):
-    from dataclasses import replace
-
-    return replace(options, **changes)
-
-
-@pytest.mark.parametrize("dtype", trial.BOUNDS, ids=str)
-@pytest.mark.parametrize("fault", FAULTS.values(), ids=FAULTS)
-def test_a_kernel_that_computes_something_else_is_not_used(monkeypatch, fault, dtype):
-    wrong = Scripted(fault)
-    monkeypatch.setattr(trial, "Reference", type("Truth", (Reference,), {}))
-    asked = asks(["window", "softcap", "sinks", "alibi"], dtype=dtype, key_heads=2)
-    able, reason = trial.passes(wrong, asked, CPU)
-    assert not able
-    assert reason.startswith("tried on this machine, its outputs are off by ")
-    assert trial.passes(Scripted(lambda *given: given), asked, CPU) == (True, "")
-
-
-def test_a_kernel_that_takes_the_usual_scale_for_granted_is_not_used(monkeypatch):
-    class Usual(Scripted):
-        def attend(self, q, k, v, boundaries, options, scale):
-            return super().attend(q, k, v, boundaries, options, q.shape[-1] ** -0.5)
-
-    monkeypatch.setattr(trial, "Reference", type("Truth", (Reference,), {}))
-    able, reason = trial.passes(Usual(lambda *given: given), asks(), CPU)
-    assert not able and "its outputs are off by " in reason
-
-
-def test_a_kernel_whose_gradients_alone_are_wrong_is_not_used(monkeypatch):
-    class Forgetful(Scripted):
-        def attend(self, q, k, v, boundaries, options, scale):
-            right = super().attend(q, k, v, boundaries, options, scale)
-            leaking = super().attend(q, k, v, boundaries, replaced(options, window=None), scale)
-            return leaking + (right - leaking).detach()
-
-    monkeypatch.setattr(trial, "Reference", type("Truth", (Reference,), {}))
-    able, reason = trial.passes(Forgetful(lambda *given: given), asks(["window"]), CPU)
-    assert not able
-    assert "its gradients of " in reason
-
-
-def test_a_kernel_that_fails_its_trial_is_passed_over_and_named(monkeypatch):
-    class Broken(Scripted):
-        def attend(self, *unused):
-            raise RuntimeError("no kernel image is available\nfor execution on the device")
-
-    monkeypatch.setattr(trial, "Reference", type("Truth", (Reference,), {}))
-    monkeypatch.setattr(picks, "ORDER", (Broken(), Scripted(FAULTS["one document"]), Reference()))
-    found = kernels.pick("auto", asks(), CPU)
-    assert found.kernel.name == "reference"
-    first, second = found.why.split("; ")
-    assert first == "scripted: tried on this machine it fails: RuntimeError: no kernel image is available"
-    assert second.startswith("scripted: tried on this machine, its outputs are off by ")
-    with pytest.raises(KernelWrong, match="kernel='scripted' cannot compute this layer: tried on this"):
-        kernels.pick("scripted", asks(), CPU)
-
-
-class Unlucky(Scripted):
-    """A kernel that raises each of these errors in turn, then computes."""
-
-    def __init__(self, *errors):
-        super().__init__(lambda *given: given)
-        self.errors = list(errors)
-
-    def attend(self, q, k, v, boundaries, options, scale):
-        if self.errors:
-            raise self.errors.pop(0)
-        return super().attend(q, k, v, boundaries, options, scale)
-
-
-@pytest.mark.parametrize("error", NO_VERDICTS, ids=repr)
-def test_an_error_that_is_no_verdict_is_raised_and_the_next_use_tries_again(monkeypatch, error):
-    kernel = Unlucky(error)
-    monkeypatch.setattr(trial, "Reference", type("Truth", (Reference,), {}))
-    monkeypatch.setattr(picks, "ORDER", (kernel, Reference()))
-    chosen = picks.Picks("auto")
-    with pytest.raises(type(error)) as raised:
-        chosen(None, asks(), CPU)
-    assert raised.value is error
-    assert chosen(None, asks(), CPU) is kernel
-
-
-@pytest.mark.parametrize("error", VERDICTS, ids=repr)
-def test_an_error_that_is_a_verdict_is_remembered(monkeypatch, error):
-    kernel = Unlucky(error)
-    monkeypatch.setattr(trial, "Reference", type("Truth", (Reference,), {}))
-    for _ in range(2):
-        able, reason = trial.passes(kernel, asks(), CPU)
-        assert not able and reason.startswith(f"tried on this machine it fails: {type(error).__name__}: ")
-
-
-def test_a_trial_leaves_no_trace_in_the_forward_around_it():
-    """A trial changes neither outputs, gradients nor random numbers in inference mode, autocast or a checkpoint."""
-    with stand_in_aten.installed() as calls:
-        rows = [tensor.detach().float()[None].requires_grad_() for tensor in states()]
-
-        def attend(q, k, v):
-            trial._tried.cache_clear()
-            return packed_attention(q, k, v, documents(LENGTHS), Options(), "torch_varlen")
-
-        before = torch.get_rng_state()
-        plain = attend(*rows)
-        assert torch.equal(before, torch.get_rng_state())
-        with torch.inference_mode():
-            assert torch.equal(attend(*rows), plain)
-        with torch.autocast("cpu", torch.bfloat16):
-            assert torch.equal(attend(*rows), plain)
-        with torch.no_grad():
-            assert torch.equal(attend(*rows), plain)
-        checkpointed = torch.utils.checkpoint.checkpoint(attend, *rows, use_reentrant=False)
-        assert torch.equal(checkpointed, plain)
-        trial._tried.cache_clear()
-        found = torch.autograd.grad(checkpointed.square().sum(), rows)
-        expected = torch.autograd.grad(plain.square().sum(), rows)
-        assert all(torch.equal(a, b) for a, b in zip(found, expected))
-        assert {call["max"] for call in calls} == {max(LENGTHS), max(trial.LENGTHS)}
-
-
-def test_what_a_kernel_is_handed_in_its_trial(monkeypatch):
-    handed = []
-
-    class Asking(Scripted):
-        def __call__(self, q, k, v, boundaries, options):
-            handed.append((q, k, v, boundaries, options))
-            return super().__call__(q, k, v, boundaries, options)
-
-    monkeypatch.setattr(trial, "Reference", type("Truth", (Reference,), {}))
-    asked = asks(kernels.FEATURES[:4], key_heads=2, value_dim=32, causal=False)
-    assert trial.passes(Asking(lambda *given: given), asked, CPU) == (True, "")
-    ((q, k, v, boundaries, options),) = handed
-    tokens = sum(trial.LENGTHS)
-    assert [tuple(x.shape) for x in (q, k, v)] == [(tokens, 4, 64), (tokens, 2, 64), (tokens, 2, 32)]
-    assert {x.dtype for x in (q, k, v, options.sinks)} == {asked.dtype}
-    assert boundaries.lengths == trial.LENGTHS == tuple(boundaries.cu_seqlens.diff().tolist())
-    assert boundaries.cu_seqlens.dtype == torch.int32 and boundaries.max_seqlen == max(trial.LENGTHS)
-    assert (options.window, options.softcap, options.causal) == (trial.WINDOW, trial.SOFTCAP, False)
-    assert options.scale == trial.SCALE / 8 != 1 / 8 and options.dropout == 0
-    assert options.sinks.shape == options.alibi_slopes.shape == (4,)
-    assert options.alibi_slopes.dtype == torch.float32 and 0 < options.alibi_slopes.max() <= trial.SLOPE
-
-
-def test_a_trial_computes_in_the_dtype_that_was_asked_for_also_in_autocast(monkeypatch):
-    class Sensitive(Scripted):
-        def attend(self, q, k, v, boundaries, options, scale):
-            assert (torch.ones(1, 1) @ torch.ones(1, 1)).dtype == torch.float32
-            return super().attend(q, k, v, boundaries, options, scale)
-
-    monkeypatch.setattr(trial, "Reference", type("Truth", (Reference,), {}))
-    with torch.autocast("cpu", torch.bfloat16):
-        assert trial.passes(Sensitive(lambda *given: given), asks(dtype=torch.float32), CPU) == (True, "")
-
-
-def test_one_trial_for_every_kind_of_call():
-    trial._tried.cache_clear()
-    with stand_in_aten.installed() as calls:
-        for _ in range(3):
-            kernels.pick("torch_varlen", asks(), CPU)
-            kernels.pick("torch_varlen", asks(["dropout"]), CPU)
-        assert len(calls) == 1
-        kernels.pick("torch_varlen", asks(["window"]), CPU)
-        assert len(calls) == 2
+def test_a_row_of_the_table_for_every_kernel():
+    rows = {row["name"]: row for row in kernels.kernel_rows()}
+    assert list(rows) == list(kernels.NAMES[1:])
+    assert rows["reference"]["usable"] and rows["reference"]["here"] == list(kernels.FEATURES)
+    assert rows["torch_varlen"]["features"] == ["window", "sinks", "dropout", "deterministic", "trees", "spans"]
+    assert all(row["reason"] or row["usable"] for row in rows.values())
 
 
 # A layer that asks for something else gets its own choice
-
-OTHERS = {
-    "device": "cuda", "dtype": torch.float16, "heads": 8, "key_heads": 2, "head_dim": 128, "value_dim": 32,
-    "causal": False, "gradients": False, **{feature: (feature,) for feature in kernels.FEATURES},
-}  # fmt: skip
-
-
-def asks_other(what):
-    return asks()._replace(**{"features" if what in kernels.FEATURES else what: OTHERS[what]})
 
 
 def test_every_field_of_what_is_asked_has_a_case():
@@ -351,19 +146,6 @@ def test_another_device_of_the_same_type_is_picked_for_anew(monkeypatch):
     for device in (*devices, *devices):
         chosen(None, asks(device="cuda"), device)
     assert made == devices
-
-
-@pytest.mark.parametrize("what", [what for what in OTHERS if what not in ("dropout", "gradients")])
-def test_what_asks_for_something_else_has_a_trial_of_its_own(monkeypatch, what):
-    tried, kernel, other = [], Scripted(), asks_other(what)
-    monkeypatch.setattr(trial, "Reference", type("Truth", (Reference,), {}))
-    monkeypatch.setattr(trial, "_compared", lambda kernel, asked, device: tried.append(asked) or (True, ""))
-    for asked in (asks(), asks(), other, other):
-        trial.passes(kernel, asked, CPU)
-    assert tried == [asks(), other]
-    trial.passes(kernel, other, torch.device("cpu", 0))
-    trial.passes(Scripted(), other, CPU)
-    assert tried == [asks(), other, other, other]
 
 
 @pytest.mark.parametrize("what", [what for what in OTHERS if what != "device"])
@@ -393,15 +175,216 @@ def test_in_a_graph_a_layer_that_asks_for_something_else_is_picked_for_anew(monk
     assert found == ["for 0", "for 1"]
 
 
-# A patched model
+# Devices
 
 
 @pytest.fixture
-def model():
-    return tiny_models.build("llama", "eager")
+def on(monkeypatch):
+    """Return a function that sets the current device's compute capability; None is no NVIDIA device."""
+
+    def put(capability):
+        for module in (protocol, picks):
+            monkeypatch.setattr(module, "capability", lambda: capability)
+
+    return put
 
 
-def test_status_tells_what_was_picked_and_why(model):
+@pytest.fixture
+def everything_is_here(monkeypatch):
+    """Every kernel is available, and none is tried."""
+    found = varlen.EntryPoint(lambda: None, frozenset(name for names in varlen.PARAMETERS.values() for name in names))
+    monkeypatch.setattr(varlen.VarlenFunc, "found", lambda self: found)
+    monkeypatch.setattr(picks, "passes", lambda kernel, asked, device: (True, ""))
+    for kernel in kernels.ORDER:
+        monkeypatch.setattr(type(kernel), "available", lambda self: (True, ""))
+
+
+@pytest.mark.parametrize(
+    ("capability", "expected"),
+    [
+        *((capability, ["flash_attn_3", "flash_attn", "flash_attn_4"]) for capability in (None, AMPERE, HOPPER)),
+        *((capability, ["flash_attn_4", "flash_attn_3", "flash_attn"]) for capability in (BLACKWELL, CONSUMER)),
+    ],
+    ids=str,
+)
+def test_a_kernel_that_was_made_for_the_device_is_tried_first(on, capability, expected):
+    on(capability)
+    names = [kernel.name for kernel in kernels.order()]
+    assert names[:3] == expected
+    assert names[3:] == ["torch_varlen", "efficient", "flex", "reference"]
+
+
+def test_a_registered_kernel_stays_before_the_one_that_it_was_put_before(on, monkeypatch):
+    class Own(Reference):
+        name = "own"
+
+    monkeypatch.setattr(picks, "_registered", [])
+    picks.register_kernel(Own(), before="flash_attn_4")
+    for capability in (HOPPER, BLACKWELL):
+        on(capability)
+        names = [kernel.name for kernel in kernels.order()]
+        assert names.index("own") == names.index("flash_attn_4") - 1
+
+
+@pytest.mark.parametrize(
+    ("capability", "expected"),
+    [(AMPERE, "flash_attn_3"), (HOPPER, "flash_attn_3"), (BLACKWELL, "flash_attn_4"), ((7, 5), "torch_varlen")],
+    ids=str,
+)
+def test_auto_takes_what_has_code_for_the_device(on, everything_is_here, capability, expected):
+    on(capability)
+    assert kernels.pick("auto", asks_cuda(), CUDA).kernel.name == expected
+
+
+def test_a_kernel_without_code_for_the_device_says_so(on, everything_is_here):
+    on(BLACKWELL)
+    able, reason = kernels.named("flash_attn_3").supports(asks_cuda())
+    assert (able, reason) == (False, "it has no code for compute capability 10.0")
+    on(AMPERE)
+    assert kernels.named("flash_attn_4").supports(asks_cuda()) == (False, "it has no code for compute capability 8.0")
+
+
+def test_numbers_of_rocm_are_no_compute_capability(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (9, 4))
+    assert protocol.capability() == (9, 4)
+    monkeypatch.setattr(torch.version, "hip", "6.4")
+    assert protocol.capability() is None
+
+
+@pytest.mark.parametrize(
+    ("device", "expected"), [("cuda", "torch_varlen"), ("xpu", "flex"), ("mps", "reference"), ("npu", "reference")]
+)
+def test_what_runs_on_a_device(everything_is_here, monkeypatch, device, expected):
+    for kernel in kernels.ORDER[:3]:
+        monkeypatch.setattr(type(kernel), "available", lambda self: (False, "not installed"))
+    asked = asks(device=device)
+    able = [kernel.name for kernel in kernels.ORDER if kernel.available()[0] and kernel.supports(asked)[0]]
+    assert able[0] == expected
+
+
+def test_flex_is_available_on_an_xpu(monkeypatch):
+    monkeypatch.setattr(flex.importlib.util, "find_spec", lambda name: True)
+    assert flex._runs.__wrapped__() == (False, "torch finds no CUDA or XPU device")
+    monkeypatch.setattr(torch.xpu, "is_available", lambda: True)
+    assert flex._runs.__wrapped__() == (True, "")
+
+
+# The warning
+
+
+@pytest.mark.parametrize("device", ["cuda", "xpu", "mps"])
+def test_the_reference_on_an_accelerator_warns_once(monkeypatch, device):
+    monkeypatch.setattr(picks, "pick", lambda *given: kernels.Pick(kernels.ORDER[-1], "flash_attn: not installed"))
+    chosen = picks.Picks("auto")
+    with pytest.warns(
+        UserWarning, match=r"'reference', which is right and slow on a GPU \(flash_attn: not installed\)"
+    ):
+        chosen(None, asks(device=device), torch.device(device))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        chosen(None, asks(device=device), torch.device(device))
+        picks.Picks("auto")(None, asks(), CPU)
+        picks.Picks("reference")(None, asks(device=device), torch.device(device))
+
+
+@pytest.mark.parametrize("feature", ["window", "sinks"])
+def test_float32_that_loses_a_fast_kernel_is_told_what_to_do(everything_is_here, feature):
+    chosen = picks.Picks("auto")
+    with pytest.warns(UserWarning) as caught:
+        assert chosen(None, asks_cuda([feature], dtype=torch.float32), CUDA).name == "flex"
+    (warning,) = caught
+    said = str(warning.message)
+    assert "torch_varlen: it needs float16 or bfloat16, found float32" in said
+    assert "Load the model in bfloat16, or use torch.autocast, for " in said and "torch_varlen" in said
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        chosen(None, asks_cuda([feature]), CUDA)
+        chosen(None, asks_cuda(dtype=torch.float32), CUDA)
+
+
+def test_flex_that_is_the_best_there_is_does_not_warn(everything_is_here, monkeypatch):
+    for name in ("flash_attn_3", "flash_attn", "flash_attn_4"):
+        monkeypatch.setattr(type(kernels.named(name)), "available", lambda self: (False, "not installed"))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert picks.Picks("auto")(None, asks_cuda(["softcap"]), CUDA).name == "flex"
+
+
+# Head dimensions: each is padded only where the kernel takes no other
+
+
+def handed(name, head_dim, value_dim):
+    """The head dimensions of q, k and v that a kernel's ``attend`` is handed, and the tensors."""
+    seen = []
+
+    class Watched(type(kernels.named(name))):
+        def available(self):
+            return True, ""
+
+        def attend(self, q, k, v, boundaries, options, scale):
+            seen.extend((q, k, v))
+            return v.new_zeros(q.shape[0], q.shape[1], v.shape[2])
+
+    q, k = (torch.zeros(10, HEADS, head_dim) for _ in range(2))
+    v = torch.zeros(10, HEADS, value_dim)
+    output = Watched()(q, k, v, documents((4, 6)), Options())
+    assert output.shape == v.shape and output.is_contiguous()
+    untouched = [given is got for given, got in zip((q, k, v), seen)]
+    dims = tuple(x.shape[-1] for x in seen)
+    assert untouched == [given.shape[-1] == got.shape[-1] for given, got in zip((q, k, v), seen)]
+    return dims
+
+
+@pytest.mark.parametrize(
+    ("name", "given", "expected"),
+    [
+        ("flash_attn", (192, 128), (192, 192)),
+        ("flash_attn", (80, 80), (80, 80)),
+        ("flash_attn", (100, 60), (104, 104)),
+        ("torch_varlen", (192, 128), (192, 192)),
+        ("flash_attn_3", (192, 128), (192, 128)),
+        ("flash_attn_3", (189, 121), (192, 128)),
+        ("flash_attn_3", (160, 128), (160, 128)),
+        ("flash_attn_3", (192, 64), (192, 192)),
+        ("flash_attn_3", (64, 128), (64, 128)),
+        ("flash_attn_3", (96, 64), (96, 96)),
+        ("flash_attn_4", (192, 128), (192, 128)),
+        ("flash_attn_4", (96, 64), (96, 64)),
+        ("flash_attn_4", (192, 96), (192, 192)),
+        ("efficient", (192, 128), (192, 128)),
+        ("efficient", (100, 60), (104, 64)),
+        ("efficient", (60, 100), (64, 104)),
+        ("reference", (13, 7), (13, 7)),
+    ],
+    ids=str,
+)
+def test_a_kernel_is_handed_the_head_dimensions_that_it_takes(name, given, expected):
+    assert handed(name, *given) == (expected[0], *expected)
+
+
+@pytest.mark.parametrize(
+    ("powers", "given", "expected"),
+    [
+        (False, (192, 128), (192, 128)),
+        (False, (100, 60), (104, 64)),
+        (False, (8, 6), (16, 16)),
+        (True, (192, 128), (256, 128)),
+        (True, (80, 80), (128, 128)),
+        (True, (64, 128), (128, 128)),
+    ],
+    ids=str,
+)
+def test_flex_is_handed_powers_of_two_where_torch_takes_no_other(monkeypatch, powers, given, expected):
+    monkeypatch.setattr(flex, "_takes_powers_only", lambda: powers)
+    assert handed("flex", *given) == (expected[0], *expected)
+
+
+# A patched model
+
+
+def test_status_tells_what_was_picked_and_why():
+    model = tiny_models.build("llama", "eager")
     patch = fa2patch.apply(model)
     assert {(layer.kernel, layer.why) for layer in patch.layers} == {(None, "")}
     model(**pack(some_documents(3, 5)))
@@ -428,23 +411,3 @@ def test_gemma_2_does_not_go_to_a_kernel_without_softcap():
             assert all("torch_varlen: it has no softcap" in layer.why for layer in patch.layers)
         with fa2patch.apply(model, kernel="torch_varlen"), pytest.raises(KernelUnavailable, match="it has no softcap"):
             model(**pack(some_documents(3, 5)))
-
-
-def test_the_reference_on_a_gpu_warns_once(monkeypatch):
-    chosen = picks.Picks("auto")
-    monkeypatch.setattr(picks, "pick", lambda *given: kernels.Pick(Reference(), "flash_attn: not installed"))
-    with pytest.warns(UserWarning, match=r"right and slow on a GPU \(flash_attn: not installed\)"):
-        chosen(None, asks(device="cuda"), torch.device("cuda"))
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        chosen(None, asks(device="cuda"), torch.device("cuda"))
-        picks.Picks("auto")(None, asks(), CPU)
-        picks.Picks("reference")(None, asks(device="cuda"), torch.device("cuda"))
-
-
-def test_a_row_of_the_table_for_every_kernel():
-    rows = {row["name"]: row for row in kernels.kernel_rows()}
-    assert list(rows) == list(kernels.NAMES[1:])
-    assert rows["reference"]["usable"] and rows["reference"]["here"] == list(kernels.FEATURES)
-    assert rows["torch_varlen"]["features"] == ["window", "sinks", "dropout", "deterministic", "trees", "spans"]
-    assert all(row["reason"] or row["usable"] for row in rows.values())

@@ -1,28 +1,47 @@
-"""Trees of segments: every kernel that takes them equals the definition with a mask of all tokens."""
+"""Trees of segments, and spans (a picture's tokens): every kernel that takes them equals the definition with a mask."""
 
 import random
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
 import stand_in_aten
 import torch
-from definition_cases import SPECIAL, attend_with, error_of_flex, errors_of, kernel_or_operator, options_of
+from definition_cases import SPECIAL, error_of_flex, errors_of, kernel_or_operator, options_of
 from tree_cases import a_tree
 
+from compat_matrix.check import stand_in
 from compat_matrix.check.kernel_cases import DIM, brute_force, documents, largest_errors, states, with_gradients
 from fa2patch import kernels
 from fa2patch.documents.boundaries import Boundaries
 from fa2patch.documents.trees import Level, Tree
-from fa2patch.errors import KernelUnavailable
+from fa2patch.errors import KernelUnavailable, KernelWrong, PackingNotIsolated
 from fa2patch.kernels import Options, aten
 from fa2patch.kernels.cascade import levels_of
+from fa2patch.kernels.protocol import require_within
 from fa2patch.kernels.reference import Reference
+from fa2patch.kernels.varlen import EntryPoint, FlashAttn
 
 PROMPTS = (6, 3, 5, 1), (-1, 0, 0, 0)
 TURNS = (4, 3, 5, 2, 7), (-1, 0, 1, 2, 1)
-SEVERAL = (2, 5, 3, 4, 1, 6), (-1, -1, 1, 0, 1, 0)
-ALONE = (3, 4), (-1, -1)
-TREES = {"a prompt": PROMPTS, "turns": TURNS, "several prompts": SEVERAL, "no parents": ALONE}
+TREES = {
+    "a prompt": PROMPTS,
+    "turns": TURNS,
+    "several prompts": ((2, 5, 3, 4, 1, 6), (-1, -1, 1, 0, 1, 0)),
+    "no parents": ((3, 4), (-1, -1)),
+}
+LENGTHS = (6, 1, 9, 4)
+SPANS = {
+    "inside": ((2, 5),),
+    "side by side": ((7, 10), (10, 14)),
+    "at both ends": ((0, 2), (13, 16)),
+    "across a boundary": ((13, 16), (16, 18)),
+    "a whole document": ((16, 20), (6, 7)),
+    "none": (),
+}
+LAYOUTS = {name: (lengths, {"parents": parents}) for name, (lengths, parents) in TREES.items()}
+LAYOUTS.update({f"spans {name}": (LENGTHS, {"spans": spans}) for name, spans in SPANS.items()})
+CPU = torch.device("cpu")
 
 
 @pytest.fixture(autouse=True)
@@ -31,37 +50,38 @@ def aten_on_a_cpu():
         yield
 
 
+class OnStandIn(FlashAttn):
+    """flash-attn with the stand-in's entry point, on a CPU and in every precision."""
+
+    DEVICES = DTYPES = None
+
+    def found(self):
+        return EntryPoint.of(stand_in)
+
+
+def kernel_named(name):
+    return OnStandIn() if name == "flash_attn" else kernels.named(name)
+
+
 @pytest.mark.parametrize("value_dim", [DIM, 6], ids=["one head dim", "another value head dim"])
 @pytest.mark.parametrize("sinks", [False, True], ids=["no sinks", "sinks"])
 @pytest.mark.parametrize("special", SPECIAL.values(), ids=SPECIAL)
-@pytest.mark.parametrize("tree", TREES.values(), ids=TREES)
-@pytest.mark.parametrize("name", ["reference", "operator", "torch_varlen", "efficient"])
-def test_a_kernel_equals_the_definition(name, tree, special, sinks, value_dim):
-    options = options_of(special, sinks)
-    attend = kernel_or_operator(name, options, kernels.named, trees=True)
-    if attend is None:  # softcap and alibi
+@pytest.mark.parametrize("layout", LAYOUTS.values(), ids=LAYOUTS)
+@pytest.mark.parametrize("name", ["reference", "operator", "flash_attn", "torch_varlen", "efficient"])
+def test_a_kernel_equals_the_definition(name, layout, special, sinks, value_dim):
+    (lengths, more), options = layout, options_of(special, sinks)
+    attend = kernel_or_operator(name, options, kernel_named, trees="parents" in more, spans="spans" in more)
+    if attend is None:  # softcap, alibi and sinks
         assert name != "reference" and (special or sinks)
         return
-    lengths, parents = tree
-    assert errors_of(attend, lengths, options, value_dim, parents=parents) < 1e-12
+    assert errors_of(attend, options, lengths, value_dim=value_dim, **more) < 1e-12
 
 
 @pytest.mark.parametrize("special", SPECIAL.values(), ids=SPECIAL)
-@pytest.mark.parametrize("tree", TREES.values(), ids=TREES)
-def test_flex_attention_equals_the_definition(tree, special):
-    lengths, parents = tree
-    assert error_of_flex(lengths, options_of(special, sinks=False), parents=parents) < 1e-6
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("seed", range(2000))
-def test_random_trees(seed):
-    check_random_tree(seed)
-
-
-@pytest.mark.parametrize("seed", range(40))
-def test_some_random_trees(seed):
-    check_random_tree(seed)
+@pytest.mark.parametrize("layout", LAYOUTS.values(), ids=LAYOUTS)
+def test_flex_attention_equals_the_definition(layout, special):
+    lengths, more = layout
+    assert error_of_flex(options_of(special, sinks=False), lengths, **more) < 1e-6
 
 
 def check_random_tree(seed):
@@ -71,9 +91,34 @@ def check_random_tree(seed):
     name = drawn.choice(["plain", "window", "softcap"])
     special = {"window": {"window": drawn.randint(1, 9)}, "softcap": {"softcap": 2.0}}.get(name, {})
     options = options_of(special, sinks=drawn.random() < 0.5)
-    for kernel in (Reference(), kernels.named("torch_varlen")):
-        if name != "softcap" or isinstance(kernel, Reference):
-            assert errors_of(attend_with(kernel, options), lengths, options, parents=parents) < 1e-11
+    for kernel in ("reference", "torch_varlen"):
+        if name != "softcap" or kernel == "reference":
+            assert errors_of(kernel_named(kernel), options, lengths, parents=parents) < 1e-11
+
+
+def check_random_spans(seed):
+    """Random spans, with a random option, are computed right by the reference and by the kernels of two calls."""
+    drawn = random.Random(seed)
+    lengths = [drawn.randint(1, 12) for _ in range(drawn.randint(1, 5))]
+    spans, at = [], 0
+    for length in lengths:
+        cuts = sorted({at, at + length, *(drawn.randint(at, at + length) for _ in range(drawn.randint(0, 4)))})
+        spans += [span for span in zip(cuts, cuts[1:]) if drawn.random() < 0.5]
+        at += length
+    longest = max((stop - start for start, stop in spans), default=1)
+    special = {"window": drawn.randint(longest, longest + 4)} if drawn.random() < 0.5 else {}
+    options = options_of(special, sinks=False)
+    for name in ("reference", "flash_attn", "torch_varlen"):
+        assert errors_of(kernel_named(name), options, lengths, spans=spans) < 1e-11, name
+
+
+@pytest.mark.parametrize("check", [check_random_tree, check_random_spans], ids=["trees", "spans"])
+@pytest.mark.parametrize("seed", [*range(40), *(pytest.param(n, marks=pytest.mark.slow) for n in range(40, 2000))])
+def test_random_ones(check, seed):
+    check(seed)
+
+
+# Trees
 
 
 def test_a_branch_does_not_move_by_a_bit_when_its_sibling_changes():
@@ -132,7 +177,7 @@ def test_a_kernel_that_does_not_know_trees_is_not_used():
     asked = kernels.asked_by(*states(), Options(), trees=True)
     assert Old().supports(asked) == (False, "it has no trees")
     with pytest.raises(KernelUnavailable, match="it has no trees"):
-        kernels.pick(Old(), asked, torch.device("cpu"))
+        kernels.pick(Old(), asked, CPU)
 
 
 def test_the_trial_finds_a_kernel_that_aligns_queries_with_the_first_keys():
@@ -150,16 +195,15 @@ def test_the_trial_finds_a_kernel_that_aligns_queries_with_the_first_keys():
             return super().attend(q, torch.cat(cut), torch.cat(values), plain, options, scale)
 
     q, k, v = (x.detach().float() for x in states())
-    cpu = torch.device("cpu")
-    assert kernels.pick(TopLeft(), kernels.asked_by(q, k, v, Options()), cpu).why == ""
+    assert kernels.pick(TopLeft(), kernels.asked_by(q, k, v, Options()), CPU).why == ""
     with pytest.raises(KernelUnavailable, match="its outputs are off by"):
-        kernels.pick(TopLeft(), kernels.asked_by(q, k, v, Options(), trees=True), cpu)
+        kernels.pick(TopLeft(), kernels.asked_by(q, k, v, Options(), trees=True), CPU)
 
 
 @pytest.mark.parametrize("seed", range(30))
 def test_what_a_tree_says_of_its_paths(seed):
     lengths, parents = a_tree(random.Random(seed))
-    tree = Tree(lengths, parents, torch.device("cpu"))
+    tree = Tree(lengths, parents, CPU)
     tokens = torch.arange(sum(lengths))
     walked = [tree.along(tokens, segment) for segment in range(len(lengths))]
     assert torch.equal(torch.cat(walked), tree.keys[0])
@@ -208,6 +252,42 @@ def test_torch_before_2_13_gets_no_fewer_heads_of_keys(monkeypatch, groups, expe
     called = []
     forward = aten.CpuFlash.forward
     monkeypatch.setattr(aten.CpuFlash, "forward", lambda *given: called.append(1) or forward(*given))
-    attend = attend_with(Reference(), Options(scale=0.5))
-    assert errors_of(attend, lengths, Options(scale=0.5), groups=groups, parents=parents) < 1e-12
+    assert errors_of(Reference(), Options(scale=0.5), lengths, groups=groups, parents=parents) < 1e-12
     assert bool(called) is expected
+
+
+# Spans
+
+
+def test_a_kernel_that_computes_no_span_is_not_used():
+    class Forgets(Reference):
+        """A kernel that claims spans and does not look at them."""
+
+        name = "forgets"
+        MASKS = False
+
+        def attend(self, q, k, v, boundaries, options, scale):
+            if not options.causal:  # the second call
+                return q.new_zeros(q.shape[0], q.shape[1], v.shape[2])
+            return super().attend(q, k, v, replace(boundaries, until=None, made={}), options, scale)
+
+    q, k, v = states()
+    assert kernels.pick(Forgets(), kernels.asked_by(q, k, v, Options()), CPU).why == ""
+    with pytest.raises(KernelWrong, match="outputs are off"):
+        kernels.pick(Forgets(), kernels.asked_by(q, k, v, Options(), spans=True), CPU)
+
+
+def test_a_span_longer_than_the_window_is_refused():
+    boundaries = documents(LENGTHS, spans=SPANS["inside"])
+    require_within(3, boundaries)
+    with pytest.raises(PackingNotIsolated, match="longer than the sliding window of 2 tokens"):
+        require_within(2, boundaries)
+
+
+def test_nothing_crosses_a_boundary_between_two_spans():
+    spans = SPANS["across a boundary"]
+    q, k, v = states(LENGTHS)
+    for name in ("reference", "flash_attn", "torch_varlen"):
+        output = kernel_named(name)(q, k, v, documents(LENGTHS, spans=spans), Options())
+        for x in torch.autograd.grad(output[7:16].sum(), (q, k, v)):
+            assert not x[:7].any() and not x[16:].any() and x[7:16].abs().sum() > 0

@@ -3,12 +3,12 @@
 import functools
 import importlib
 import warnings
-from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
 import stand_in_aten
 import torch
+from definition_cases import asks, error_of_flex, errors_of, sinks_of
 
 from compat_matrix.check.kernel_cases import (
     DIM,
@@ -22,11 +22,12 @@ from compat_matrix.check.kernel_cases import (
     states,
     with_gradients,
 )
-from fa2patch.kernels import Asked, Options, aten
+from fa2patch.kernels import Options, aten
 from fa2patch.kernels import flex as flex_module
 from fa2patch.kernels.aten import Efficient, TorchVarlen
 from fa2patch.kernels.flex import Flex, compute
-from fa2patch.kernels.reference import Reference
+
+of_both = pytest.mark.parametrize("kernel", [TorchVarlen(), Efficient()], ids=["torch_varlen", "efficient"])
 
 
 @pytest.fixture
@@ -41,25 +42,26 @@ def calls():
 @pytest.mark.parametrize("window", WINDOWS.values(), ids=WINDOWS)
 @pytest.mark.parametrize("causal", [True, False], ids=["causal", "both ways"])
 def test_torch_varlen_equals_the_definition(calls, causal, window, sinks, groups, value_dim):
-    q, k, v = states(groups=groups, value_dim=value_dim)
-    logits = torch.tensor([0.5, -1.0, 2.0, 4.0], dtype=torch.float64).requires_grad_() if sinks else None
-    options = Options(causal=causal, window=window, sinks=logits, scale=0.7)
-    given = [x for x in (q, k, v, logits) if x is not None]
-    found = with_gradients(lambda: TorchVarlen()(q, k, v, documents(LENGTHS), options), given)
-    truth = with_gradients(lambda: brute_force(q, k, v, LENGTHS, options), given)
-    assert max(largest_errors(found, truth)) < 1e-12
+    options = Options(causal=causal, window=window, sinks=sinks_of(sinks), scale=0.7)
+    assert errors_of(TorchVarlen(), options, groups=groups, value_dim=value_dim) < 1e-12
     reach = None if window is None else window - 1
-    assert calls[0] == {
-        "cu": calls[0]["cu"], "max": max(LENGTHS), "left": reach, "right": 0 if reach is not None and causal else reach,
-    }  # fmt: skip
+    right = 0 if reach is not None and causal else reach
+    assert calls[0] == {"cu": calls[0]["cu"], "max": max(LENGTHS), "left": reach, "right": right}
+
+
+@pytest.mark.parametrize("groups", [1, 4], ids=["MHA", "MQA"])
+@pytest.mark.parametrize("dims", [(DIM, DIM), (DIM, 6), (12, 12)], ids=str)
+@pytest.mark.parametrize("causal", [True, False], ids=["causal", "both ways"])
+def test_efficient_equals_the_definition(calls, causal, dims, groups):
+    options = Options(causal=causal, scale=0.7)
+    assert errors_of(Efficient(), options, groups=groups, dim=dims[0], value_dim=dims[1]) < 1e-12
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
 def test_torch_varlen_with_sinks_in_half_precision(calls, dtype):
-    q, k, v = states(dtype=dtype, groups=2)
-    sinks = torch.tensor([0.5, -1.0, 2.0, 4.0], dtype=dtype).requires_grad_()
-    given = [q, k, v, sinks]
-    found = with_gradients(lambda: TorchVarlen()(q, k, v, documents(LENGTHS), Options(sinks=sinks)), given)
+    given = [*states(dtype=dtype, groups=2), sinks_of(dtype=dtype)]
+    options = Options(sinks=given[3])
+    found = with_gradients(lambda: TorchVarlen()(*given[:3], documents(LENGTHS), options), given)
     assert [x.dtype for x in found] == [dtype] * 5
     exact = [doubled(x) for x in given]
     truth = with_gradients(lambda: brute_force(*exact[:3], LENGTHS, Options(sinks=exact[3])), exact)
@@ -70,31 +72,11 @@ def test_torch_varlen_with_sinks_in_half_precision(calls, dtype):
 @pytest.mark.parametrize("parents", [None, (-1, -1, 1, 1, 3)], ids=["documents", "trees"])
 @pytest.mark.parametrize("sinks", [False, True], ids=["no sinks", "sinks"])
 def test_torch_varlen_takes_a_log_sum_exp_that_is_padded(sinks, parents):
-    lengths = (4, 6, 1, 3, 5)
-    q, k, v = states(lengths, groups=2)
-    logits = torch.tensor([0.5, -1.0, 2.0, 4.0], dtype=torch.float64).requires_grad_() if sinks else None
-    segments = replace(
-        documents(lengths), parents=None if parents is None else torch.tensor(parents, dtype=torch.int32)
-    )
-    given = [x for x in (q, k, v, logits) if x is not None]
     with stand_in_aten.installed(padded=True):
-        found = with_gradients(lambda: TorchVarlen()(q, k, v, segments, Options(sinks=logits)), given)
-    truth = with_gradients(lambda: Reference()(q, k, v, segments, Options(sinks=logits)), given)
-    assert max(largest_errors(found, truth)) < 1e-12
+        assert errors_of(TorchVarlen(), Options(sinks=sinks_of(sinks)), (4, 6, 1, 3, 5), parents=parents) < 1e-12
 
 
-@pytest.mark.parametrize("groups", [1, 4], ids=["MHA", "MQA"])
-@pytest.mark.parametrize("dims", [(DIM, DIM), (DIM, 6), (12, 12)], ids=str)
-@pytest.mark.parametrize("causal", [True, False], ids=["causal", "both ways"])
-def test_efficient_equals_the_definition(calls, causal, dims, groups):
-    q, k, v = states(groups=groups, dim=dims[0], value_dim=dims[1])
-    options = Options(causal=causal, scale=0.7)
-    found = with_gradients(lambda: Efficient()(q, k, v, documents(LENGTHS), options), [q, k, v])
-    truth = with_gradients(lambda: brute_force(q, k, v, LENGTHS, options), [q, k, v])
-    assert max(largest_errors(found, truth)) < 1e-12
-
-
-@pytest.mark.parametrize("kernel", [TorchVarlen(), Efficient()], ids=["torch_varlen", "efficient"])
+@of_both
 def test_boundaries_are_handed_over_as_they_are(calls, kernel):
     boundaries = documents(LENGTHS)
     kernel(*states(), boundaries, Options())
@@ -102,30 +84,18 @@ def test_boundaries_are_handed_over_as_they_are(calls, kernel):
     assert boundaries._lengths is None, "the lengths were read from the device"
 
 
-@pytest.mark.parametrize("kernel", [TorchVarlen(), Efficient()], ids=["torch_varlen", "efficient"])
+@of_both
 def test_transposed_states_are_taken(calls, kernel):
     rows = [torch.randn(HEADS, DIM, sum(LENGTHS), dtype=torch.float64).permute(2, 0, 1) for _ in range(3)]
     output = kernel(*rows, documents(LENGTHS), Options())
     assert largest_errors([output], [brute_force(*rows, LENGTHS, Options())])[0] < 1e-12
 
 
-def test_the_call_fits_the_schema_of_this_torch():
-    """The stand-in accepts any arguments, so the names are compared with the schemas of torch's operators."""
-    forward, backward = (
-        {argument.name for argument in getattr(torch.ops.aten, name).default._schema.arguments}
-        for name in (aten._FLASH, aten._FLASH_BACKWARD)
-    )
-    if "window_size_left" in forward:
-        assert {"scale", "window_size_left", "window_size_right"} <= forward & backward
-    assert {"query", "key", "value", "cum_seq_q", "cum_seq_k", "max_q", "max_k", "dropout_p", "is_causal"} <= forward
-
-
 def test_torch_without_windows_is_not_asked_for_them(monkeypatch):
     monkeypatch.setattr(aten, "_arguments", lambda operator: frozenset({"cum_seq_q", "max_q", "scale"}))
-    asked = Asked("cuda", torch.bfloat16, 4, 4, 64, 64, True, ("window",))
-    assert TorchVarlen().supports(asked) == (False, "it has no window")
-    assert TorchVarlen().supports(asked._replace(features=("sinks",))) == (False, "it has no sinks")
-    assert TorchVarlen().supports(asked._replace(features=("dropout",))) == (True, "")
+    for feature, expected in (("window", (False, "it has no window")), ("sinks", (False, "it has no sinks"))):
+        assert TorchVarlen().supports(asks([feature], device="cuda")) == expected
+    assert TorchVarlen().supports(asks(["dropout"], device="cuda")) == (True, "")
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="a CUDA device is here")
@@ -153,14 +123,10 @@ def flex():
 @pytest.mark.parametrize("window", [None, 1, 4])
 @pytest.mark.parametrize("causal", [True, False], ids=["causal", "both ways"])
 def test_flex_equals_the_definition(flex, causal, window, softcap, alibi, sinks, groups):
-    q, k, v = (x.detach() for x in states(dtype=torch.float32, groups=groups, value_dim=DIM))
     slopes = torch.tensor([0.5, 0.1, 1.0, 0.0]) if alibi else None
     logits = torch.tensor([0.5, -1.0, 2.0, 4.0]) if sinks else None
     options = Options(causal=causal, window=window, softcap=softcap, alibi_slopes=slopes, sinks=logits)
-    found = compute(*flex, q, k, v, documents(LENGTHS), options, DIM**-0.5)
-    assert found.is_contiguous()
-    truth = brute_force(*(x.double() for x in (q, k, v)), LENGTHS, options)
-    assert largest_errors([found], [truth])[0] < 1e-5
+    assert error_of_flex(options, dtype=torch.float32, groups=groups) < 1e-5
 
 
 def test_flex_makes_one_block_mask_for_a_batch_and_kind_of_layer(flex):

@@ -1,9 +1,10 @@
-"""The reference compared with one softmax over the whole row with an additive mask, and its cost."""
+"""The reference and its operator compared with attention's definition, its cost, and ``packed_attention``."""
 
 import itertools
 
 import pytest
 import torch
+from definition_cases import errors_of, operator, sinks_of, slopes_of
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from compat_matrix.check.kernel_cases import (
@@ -20,8 +21,22 @@ from compat_matrix.check.kernel_cases import (
 )
 from fa2patch.documents.boundaries import Boundaries
 from fa2patch.errors import Fa2PatchError, PackingNotIsolated, UnknownKernel
-from fa2patch.kernels import Options, packed_attention
+from fa2patch.kernels import Options, packed_attention, reference
 from fa2patch.kernels.reference import Reference
+
+SPECIALS = {
+    "plain": {},
+    "both ways": {"causal": False},
+    "window": {"window": 3},
+    "softcap": {"softcap": 2.0},
+    "alibi": {"alibi_slopes": torch.tensor([0.5, 0.1, 1.0, 0.0])},
+    "sinks": {"sinks": torch.tensor([0.5, -1.0, 2.0, 4.0])},
+}
+of_each_special = pytest.mark.parametrize("special", SPECIALS.values(), ids=SPECIALS)
+of_both_formulas = pytest.mark.parametrize(
+    "special", [{}, {"window": 3}], ids=["scaled_dot_product_attention", "plain formula"]
+)
+has_operator = pytest.mark.skipif(reference.operator is None, reason=f"torch {torch.__version__} has no custom_op")
 
 # The reference against the definition
 
@@ -46,8 +61,8 @@ TOLERANCES = {torch.float64: 1e-12, torch.float32: 1e-5, torch.bfloat16: 6e-2}
 @pytest.mark.parametrize("case", CASES.values(), ids=CASES)
 def test_the_reference_equals_the_definition(case, groups, value_dim, dtype):
     q, k, v = states(dtype=dtype, groups=groups, value_dim=value_dim)
-    slopes = torch.tensor([0.5, 0.1, 1.0, 0.0], dtype=max_precision(dtype)).requires_grad_() if case["alibi"] else None
-    sinks = torch.tensor([0.5, -1.0, 2.0, 4.0], dtype=dtype).requires_grad_() if case["sinks"] else None
+    slopes = slopes_of(case["alibi"], torch.promote_types(dtype, torch.float32))
+    sinks = sinks_of(case["sinks"], dtype)
     plain = {name: case[name] for name in ("causal", "window", "softcap")}
     options = Options(**plain, alibi_slopes=slopes, sinks=sinks)
     given = [tensor for tensor in (q, k, v, slopes, sinks) if tensor is not None]
@@ -64,26 +79,9 @@ def test_the_reference_equals_the_definition(case, groups, value_dim, dtype):
         assert error <= TOLERANCES[dtype] * max(1.0, tensor.abs().max().item())
 
 
-def max_precision(dtype):
-    return torch.promote_types(dtype, torch.float32)
-
-
 @pytest.mark.parametrize("special", [{}, {"softcap": 3.0}], ids=["scaled_dot_product_attention", "plain formula"])
 def test_the_scale_is_used(special):
-    q, k, v = states()
-    options = Options(scale=0.9, **special)
-    found = with_gradients(lambda: Reference()(q, k, v, documents(LENGTHS), options), [q, k, v])
-    truth = with_gradients(lambda: brute_force(q, k, v, LENGTHS, options), [q, k, v])
-    assert max(largest_errors(found, truth)) < 1e-12
-
-
-def test_head_dimensions_are_handed_to_the_reference_as_they_are(monkeypatch):
-    """Padding them with zeros would make every product more expensive."""
-    seen = []
-    monkeypatch.setattr(Reference, "attend", lambda self, q, k, v, *rest: seen.append((q, k, v)) or v)
-    given = states(value_dim=6)
-    Reference()(*given, documents(LENGTHS), Options())
-    assert all(a is b for a, b in zip(seen[0], given))
+    assert errors_of(Reference(), Options(scale=0.9, **special)) < 1e-12
 
 
 @pytest.mark.parametrize("special", [{}, {"softcap": 3.0}, {"window": 2}, {"window": 1}], ids=str)
@@ -102,17 +100,8 @@ def test_no_documents_give_no_tokens():
 
 # Documents are isolated
 
-SPECIALS = {
-    "plain": {},
-    "both ways": {"causal": False},
-    "window": {"window": 3},
-    "softcap": {"softcap": 2.0},
-    "alibi": {"alibi_slopes": torch.tensor([0.5, 0.1, 1.0, 0.0])},
-    "sinks": {"sinks": torch.tensor([0.5, -1.0, 2.0, 4.0])},
-}
 
-
-@pytest.mark.parametrize("special", SPECIALS.values(), ids=SPECIALS)
+@of_each_special
 @pytest.mark.parametrize("changed", range(len(LENGTHS)))
 def test_changing_one_document_leaves_the_others_bit_identical(special, changed):
     q, k, v = states(dtype=torch.float32)
@@ -125,7 +114,7 @@ def test_changing_one_document_leaves_the_others_bit_identical(special, changed)
         assert torch.equal(before[document], after[document]) == (document != changed)
 
 
-@pytest.mark.parametrize("special", SPECIALS.values(), ids=SPECIALS)
+@of_each_special
 @pytest.mark.parametrize("source", range(len(LENGTHS)))
 def test_no_gradient_crosses_a_boundary(special, source):
     q, k, v = states(dtype=torch.float32)
@@ -139,7 +128,7 @@ def test_no_gradient_crosses_a_boundary(special, source):
             assert LENGTHS[document] == 1 or all(piece.any() for piece in pieces)
 
 
-@pytest.mark.parametrize("special", SPECIALS.values(), ids=SPECIALS)
+@of_each_special
 @pytest.mark.parametrize("lengths", [LENGTHS, (5,) * 7], ids=["mixed", "equal"])
 def test_a_packed_document_equals_itself_alone(special, lengths):
     q, k, v = states(lengths, dtype=torch.float32)
@@ -155,7 +144,7 @@ def test_a_packed_document_equals_itself_alone(special, lengths):
 # Dropout
 
 
-@pytest.mark.parametrize("special", [{}, {"window": 3}], ids=["scaled_dot_product_attention", "plain formula"])
+@of_both_formulas
 def test_dropout_follows_the_seed(special):
     q, k, v = states(dtype=torch.float32)
     outputs = []
@@ -168,7 +157,7 @@ def test_dropout_follows_the_seed(special):
     assert not torch.equal(outputs[0], whole)
 
 
-@pytest.mark.parametrize("special", [{}, {"window": 3}], ids=["scaled_dot_product_attention", "plain formula"])
+@of_both_formulas
 def test_dropout_keeps_the_expectation(special):
     heads = 20_000
     lengths = (1, 4)
@@ -179,6 +168,74 @@ def test_dropout_keeps_the_expectation(special):
     assert (error.abs() < 6 * dropped.std(1) / heads**0.5 + 1e-6).all()
     assert (dropped.std(1) > 0.01).all()
     assert 0.2 < (dropped[0] == 0).all(-1).float().mean() < 0.3
+
+
+# The operator
+
+
+@has_operator
+@pytest.mark.parametrize("groups", [1, 2], ids=["MHA", "GQA"])
+@pytest.mark.parametrize("sinks", [False, True], ids=["no sinks", "sinks"])
+@pytest.mark.parametrize("alibi", [False, True], ids=["no alibi", "alibi"])
+@pytest.mark.parametrize("softcap", [None, 2.0])
+@pytest.mark.parametrize("window", [None, 1, 4])
+@pytest.mark.parametrize("causal", [True, False], ids=["causal", "both ways"])
+def test_the_operator_equals_the_reference(causal, window, softcap, alibi, sinks, groups):
+    q, k, v = states(groups=groups, value_dim=6)
+    options = Options(
+        causal=causal, window=window, softcap=softcap, alibi_slopes=slopes_of(alibi), sinks=sinks_of(sinks)
+    )
+    given = [x for x in (q, k, v, options.sinks, options.alibi_slopes) if x is not None]
+    found = with_gradients(lambda: operator(q, k, v, documents(LENGTHS), options), given)
+    truth = with_gradients(lambda: Reference()(q, k, v, documents(LENGTHS), options), given)
+    assert max(largest_errors(found, truth)) < 1e-12
+
+
+@has_operator
+def test_heads_without_a_group_and_half_precision():
+    q, k, v = states(dtype=torch.bfloat16, groups=HEADS)
+    found = with_gradients(lambda: operator(q, k, v, documents(LENGTHS), Options()), [q, k, v])
+    truth = with_gradients(lambda: Reference()(q, k, v, documents(LENGTHS), Options()), [q, k, v])
+    assert [x.dtype for x in found] == [torch.bfloat16] * 4
+    for error, tensor in zip(largest_errors(found, truth), truth):
+        assert error <= 6e-2 * max(1.0, tensor.abs().max().item())
+
+
+@has_operator
+@pytest.mark.parametrize("special", [{}, {"window": 3, "softcap": 2.0}], ids=str)
+def test_the_backward_drops_what_the_forward_dropped(special):
+    """The derivative along a direction equals a finite difference with the same seed."""
+    q, k, v = states()
+    options = Options(scale=0.3, dropout=0.4, **special)
+
+    def output(*given):
+        torch.manual_seed(5)
+        return operator(*given, documents(LENGTHS), options)
+
+    moves = [torch.randn_like(x) for x in (q, k, v)]
+    by_hand = torch.autograd.grad(output(q, k, v).square().sum(), [q, k, v])
+    slope = sum((a * b).sum() for a, b in zip(by_hand, moves))
+    step = 1e-6
+    ahead, behind = (output(*(x + s * m for x, m in zip((q, k, v), moves))).square().sum() for s in (step, -step))
+    assert abs((ahead - behind) / (2 * step) - slope) < 1e-4 * abs(slope)
+    assert not torch.equal(output(q, k, v), operator(q, k, v, documents(LENGTHS), Options(scale=0.3, **special)))
+
+
+@has_operator
+def test_every_layer_drops_other_weights():
+    """120 calls, as many as a large model has layers, drop different weights: no seed is drawn twice."""
+    q, k, v = (x.detach() for x in states())
+    drawn = [operator(q, k, v, documents(LENGTHS), Options(scale=0.3, dropout=0.4)) for _ in range(120)]
+    assert len({tuple(output.flatten().tolist()) for output in drawn}) == len(drawn)
+
+
+@has_operator
+@pytest.mark.parametrize("spans", [None, [(2, 4)]], ids=["no spans", "spans"])
+@pytest.mark.parametrize("sinks", [False, True], ids=["no sinks", "sinks"])
+def test_torch_accepts_the_operator(sinks, spans):
+    made, states_of = documents((1, 3), spans=spans), states((1, 3), groups=2, value_dim=6)
+    tensors = (made.cu_seqlens, None, made.until, sinks_of(sinks), slopes_of(sinks), None)
+    torch.library.opcheck(torch.ops.fa2patch.reference.default, (*states_of, *tensors, 0.3, True, 2, 2.0, 0.0))
 
 
 # Cost
@@ -205,7 +262,7 @@ class Scores(TorchDispatchMode):
         return made
 
 
-@pytest.mark.parametrize("special", SPECIALS.values(), ids=SPECIALS)
+@of_each_special
 @pytest.mark.parametrize(
     "lengths",
     [(1, 60, 130, 33), (16,) * 12, (192,), (1,) * 192],
@@ -232,7 +289,7 @@ def test_a_backward_makes_nothing_of_the_row_squared():
 # packed_attention
 
 
-@pytest.mark.parametrize("special", SPECIALS.values(), ids=SPECIALS)
+@of_each_special
 def test_packed_attention_flattens_rows_and_gives_them_back(special):
     lengths = (3, 5, 1, 7)
     q, k, v = (tensor.detach() for tensor in states(lengths, groups=2, value_dim=6))
@@ -244,7 +301,7 @@ def test_packed_attention_flattens_rows_and_gives_them_back(special):
     assert torch.equal(output.flatten(0, 1), Reference()(q, k, v, documents(lengths), Options(**special)))
 
 
-@pytest.mark.parametrize("special", SPECIALS.values(), ids=SPECIALS)
+@of_each_special
 @pytest.mark.parametrize("lengths", [(8, 8), (16,), (4, 4, 8)], ids=str)
 def test_packed_attention_is_contiguous_also_for_transposed_states(special, lengths):
     rows = [torch.randn(1, HEADS, 16, DIM).transpose(1, 2) for _ in range(3)]
@@ -256,7 +313,7 @@ def test_packed_attention_is_contiguous_also_for_transposed_states(special, leng
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64], ids=str)
-@pytest.mark.parametrize("special", SPECIALS.values(), ids=SPECIALS)
+@of_each_special
 def test_packed_attention_keeps_the_dtype(special, dtype):
     if dtype == torch.float16 and not half_on_cpu():
         pytest.skip("this torch has no float16 attention on a CPU")

@@ -41,11 +41,7 @@ class Calls:
         return self.takes_any or name in self.names
 
     def named(self, args: Args, kwargs: Call) -> Call:
-        """Return the arguments by name. If the function takes only ``*args``, one positional argument is ``input_ids``.
-
-        Raises:
-            PackingNotIsolated: positional arguments have no known names, or a tracer such as ``torch.jit.trace`` runs.
-        """
+        """Return the arguments by name. If the function takes only ``*args``, one argument is ``input_ids``."""
         if not compiling() and torch._C._get_tracing_state() is not None:
             refuse_recording("torch.jit.trace (or torch.onnx.export, or TensorBoard's add_graph)")
         rest = args[len(self.positional) :]
@@ -60,9 +56,7 @@ class Calls:
     def arranged(self, args: Args, call: Call) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """Return the arguments as the original takes them, without collator lengths that it does not accept.
 
-        Args:
-            args: the positional arguments of the call. They show whether ``input_ids`` came through ``*args``.
-            call: the arguments by name.
+        ``args`` are the positional arguments of the call. They show whether ``input_ids`` came through ``*args``.
         """
         call = {name: value for name, value in call.items() if name not in LENGTHS or self.takes(name)}
         rest = (call.pop("input_ids"),) if len(args) > len(self.positional) else ()
@@ -75,11 +69,7 @@ class Calls:
 
 
 def refuse_recording(what: str) -> None:
-    """Raise :class:`PackingNotIsolated` because a forward is being recorded.
-
-    Args:
-        what: what records it, as the beginning of a sentence.
-    """
+    """Raise :class:`PackingNotIsolated` because ``what`` is recording a forward."""
     raise PackingNotIsolated(
         f"{what} is recording a patched model: what it records of this batch, its documents or that it has none, would "
         "be done with every later batch. Take the patch off first: fa2patch.revert(model). torch.compile looks at "
@@ -93,12 +83,7 @@ def passed(call: Call, names: Iterable[str]) -> Call:
 
 
 def batch_shape(call: Call) -> tuple[tuple[int, int], torch.device]:
-    """Return ``(batch, length)`` and the device of a forward's inputs.
-
-    Raises:
-        BadBatch: the tokens are not a tensor ``[batch, length, ...]``.
-        PackingNotIsolated: there are neither ``input_ids`` nor ``inputs_embeds``.
-    """
+    """Return ``(batch, length)`` and the device of a forward's inputs."""
     for name, given in passed(call, TOKENS).items():
         if not isinstance(given, torch.Tensor) or given.dim() < 2:
             found = f"{list(given.shape)}" if isinstance(given, torch.Tensor) else type(given).__name__
@@ -165,11 +150,7 @@ def _refuse_capture(device: torch.device) -> None:
 
 
 def _check_lengths(lengths: dict[str, Any], device: torch.device) -> None:
-    """Check the collator's lengths and move them to a device. Lengths of keys stand in for those of queries.
-
-    Raises:
-        BadCuSeqlens: they are not integers, or are on the meta device and the tokens are not.
-    """
+    """Check the collator's lengths and move them to a device. Lengths of keys stand in for those of queries."""
     for name in ("cu_seq_lens_q", "cu_seq_lens_k"):
         if name in lengths:
             check_cu_seqlens(lengths[name])

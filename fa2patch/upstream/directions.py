@@ -65,12 +65,7 @@ def sees_both_ways(model: ModelLayers) -> bool:
 
 
 def contradiction(entered: Sequence[Any], layers: Sequence[Any]) -> str:
-    """How a model's masks and its attention layers differ; empty if they agree or the masks cannot be read.
-
-    Args:
-        entered: the models whose ``forward`` a call goes through.
-        layers: the modules of the attention layers.
-    """
+    """How a model's masks and the modules of its attention layers differ; empty if they agree or it cannot be read."""
     turned = next((layer for layer in layers if is_turned(layer)), None)
     if turned is not None and _masks_come_from_upstream(entered[-1]):
         return (
@@ -160,11 +155,7 @@ def is_two_sided(function: object, config: Config) -> bool:
 def reach(window: int) -> int:
     """The smallest distance at which a two-sided sliding window of Transformers hides two tokens from each other.
 
-    Args:
-        window: ``config.sliding_window``, in tokens.
-
-    Returns:
-        ``window``, or one more in versions whose window includes that distance.
+    It is ``config.sliding_window``, or one more in versions whose window includes that distance.
     """
     masking = importlib.import_module("transformers.masking_utils")
     overlay = getattr(masking, "sliding_window_bidirectional_overlay", None)

@@ -58,10 +58,7 @@ class NoisyEmbeddings(Trait):
 
 
 class ByDocument:
-    """Adds noise to the embeddings of a packed row document by document, by a function that adds it to a row.
-
-    Args:
-        function: a forward hook or a forward of an embedding.
+    """Adds noise to the embeddings of a packed row document by document, by a hook or a forward that adds it to a row.
 
     Attributes:
         added: whether it has added noise to a whole row since this was set to False.

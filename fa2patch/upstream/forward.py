@@ -1,9 +1,9 @@
-"""The forward of a patched model, in stages: read the call, recognise, traits before, call, traits after.
+"""The forward of a patched model, read down: name the arguments, recognise, prepare, call, finish.
 
 The forwards of the models that a call goes through are replaced on the classes that define them. An instance without
 our mark runs its original forward. The first model that a batch reaches finds the boundaries and hands the
 :class:`PackedMask` to the models inside it (``attached.py``). The base model, which loops over the layers, passes it
-in place of the attention mask.
+in place of the attention mask, and every layer that ran must have been given it.
 """
 
 from __future__ import annotations
@@ -13,8 +13,8 @@ import functools
 import inspect
 import threading
 import warnings
-from collections.abc import Iterator, Sequence
-from typing import Any, Callable
+from collections.abc import Sequence
+from typing import Any
 
 import torch
 
@@ -74,12 +74,10 @@ def _computed(step: Step) -> Any:
     """Run the stages after the call has been read."""
     _recognise(step)
     prepare(step)
-    if (step.places or step.handed) and not step.patch.facts.keeps_cache:
-        _without_a_cache(step)
     if step.mask is None:
         output = computed_dense(step)
     elif step.handed:
-        output = _handed(step)
+        output = _handed(step, step.mask)
     elif step.places:
         output = _placed(step, step.mask)
     else:
@@ -94,14 +92,16 @@ def prepare(step: Step) -> None:
     labels.before(step)
     heads.before(step)
     positions.before(step)
+    _turn_cache_off(step)
     for trait, found in step.patch.before:
         trait.before(step, found)
 
 
-def _without_a_cache(step: Step) -> None:
+def _turn_cache_off(step: Step) -> None:
     """Training needs no cache, and its entries do not belong to a single document."""
+    packed = (step.places or step.handed) and not step.patch.facts.keeps_cache
     # a model around the innermost one may not take use_cache (Qwen3.5 in 5.10)
-    if "use_cache" in step.calls.names or "use_cache" in step.call:
+    if packed and ("use_cache" in step.calls.names or "use_cache" in step.call):
         step.call["use_cache"] = False
 
 
@@ -197,11 +197,7 @@ def look(step: Step, part: RowPart | None = None) -> PackedMask | None:
 def real_tokens(call: Call, shape: tuple[int, int]) -> torch.Tensor | None:
     """Take what a collator says of its padding out of a call: ``[batch, length]``, 0 in the padding; or None.
 
-    Boundaries are not derived from it: the padding is a document already. It becomes the mask that router losses weigh
-    tokens by.
-
-    Raises:
-        BadBatch: there is not one number for each token.
+    The padding is a document already. This becomes the mask that router losses weigh tokens by.
     """
     real = call.pop(REAL, None)
     if real is None:
@@ -246,22 +242,14 @@ def _carries_itself(step: Step) -> bool:
     return not role.outermost or facts.makes_masks or facts.stops_ids or swallows or not calls.takes("position_ids")
 
 
-def _handed(step: Step) -> Any:
-    """Call a model that was given the mask by an outer model."""
-    if step.call.get("position_ids") is None and "position_ids" in step.calls.names and step.mask is not None:
-        step.call["position_ids"] = step.mask.position_ids
-    return _made(step)
-
-
-def _made(step: Step) -> Any:
-    """Call a model that has the mask as an argument.
-
-    Lengths end at the base model: its layers read the mask, and Cohere's in 4.47 raise where lengths are handed on.
-    """
-    if step.mask is not None and step.role.innermost:
+def _handed(step: Step, mask: PackedMask) -> Any:
+    """Call a model that has the mask as an argument."""
+    if step.handed and step.call.get("position_ids") is None and "position_ids" in step.calls.names:
+        step.call["position_ids"] = mask.position_ids
+    if step.role.innermost:  # its layers read the mask, and Cohere's in 4.47 raise where lengths are handed on
         step.call = {name: value for name, value in step.call.items() if name not in LENGTHS}
         if step.patch.facts.by_document:
-            return document.computed(step, step.mask)
+            return document.computed(step, mask)
     return step.calls.make(step.module, step.args, step.call)
 
 
@@ -284,12 +272,12 @@ def _placed(step: Step, mask: PackedMask) -> Any:
     step.call[step.patch.facts.carrier] = mask
     if not step.calls.takes("position_ids"):
         del step.call["position_ids"]
-    return reaching_every_layer(_with_mask, step, mask)
+    return _reaching_every_layer(step, mask)
 
 
-def _with_mask(step: Step) -> Any:
+def _with_mask(step: Step, mask: PackedMask) -> Any:
     try:
-        output = _made(step)
+        output = _handed(step, mask)
     except TypeError as error:
         if PackedMask.__name__ not in str(error):
             raise
@@ -329,9 +317,11 @@ class _Thread(threading.local):
     Attributes:
         times: how often a base model's patched forward was entered.
         inside: ``(patch, position_ids, attention_mask)`` of each dense batch being computed, the outermost first.
+        ran: the ``id`` of each module that has run, if that is recorded.
     """
 
     times = 0
+    ran: set[int] | None = None
 
     def __init__(self) -> None:
         self.inside: list[Any] = []
@@ -348,11 +338,7 @@ def found_around(step: Step) -> list[tuple[Any, Any]]:
 
 
 def computed_dense(step: Step) -> Any:
-    """Compute a dense batch, and let inner models know that it was found dense.
-
-    Raises:
-        PackingNotIsolated: the batch did not pass through the base model's patched forward.
-    """
+    """Compute a dense batch as without fa2patch, and let inner models know that it was found dense."""
     if compiling():
         if _says_nothing(step):
             step.patch.capture_unpacked()
@@ -362,8 +348,11 @@ def computed_dense(step: Step) -> Any:
     before = thread.times
     if not found_around(step):
         _count_unpacked(step)
-    with _being_computed(step):
+    thread.inside.append((step.patch, step.call.get("position_ids"), step.call.get("attention_mask")))
+    try:
         output = step.calls.make(step.module, step.args, step.call)
+    finally:
+        thread.inside.pop()
     if not step.role.innermost and thread.times == before and _runs_eagerly(step.module):
         raise PackingNotIsolated(
             "a batch did not come through the base model's patched forward: somebody has replaced it after "
@@ -397,12 +386,7 @@ def _says_nothing(step: Step) -> bool:
 
 
 def warn_unpacked(patch: Patched, seen: str) -> None:
-    """Warn that training batches come without document information, and stop the count.
-
-    Args:
-        patch: the model's patch.
-        seen: the batches that were seen, as the beginning of a sentence that ends in where documents start.
-    """
+    """Warn that training batches come without document information, and stop the count. ``seen`` begins the text."""
     patch.unpacked = None
     warnings.warn(
         f"fa2patch.apply(model) is on, but {seen} where documents "
@@ -414,74 +398,38 @@ def warn_unpacked(patch: Patched, seen: str) -> None:
     )
 
 
-@contextlib.contextmanager
-def _being_computed(step: Step) -> Iterator[None]:
-    """Record that a dense batch is being computed, so that inner models do not take it for a packed batch."""
-    thread.inside.append((step.patch, step.call.get("position_ids"), step.call.get("attention_mask")))
-    try:
-        yield
-    finally:
-        thread.inside.pop()
-
-
-class _Running(threading.local):
-    """What this thread is computing. ``ran`` holds the ``id`` of each module that has run, if that is recorded."""
-
-    ran: set[int] | None = None
-
-
-_running = _Running()
-
-
 def runs(module: Any, args: Any) -> None:
     """Forward pre-hook: record that a module runs."""
-    if _running.ran is not None:
-        _running.ran.add(id(module))
+    if thread.ran is not None:
+        thread.ran.add(id(module))
 
 
-def reaching_every_layer(compute: Callable[[Step], Any], step: Step, mask: PackedMask) -> Any:
+def _reaching_every_layer(step: Step, mask: PackedMask) -> Any:
     """Compute a packed batch, and require that every layer that runs is given its boundaries.
 
     Not every layer of a model runs in each forward (``layerdrop``). Hooks tell which blocks ran, and hooks everywhere
     would take time in every model. So they are used from the first forward on that has missed a layer, which is
-    reaching_every_layer once more.
-
-    Args:
-        compute: calls the model.
-        step: the forward that passes the packed mask on.
-        mask: the packed mask.
-
-    Raises:
-        PackingNotIsolated: a layer has run and was not given the boundaries.
+    computed once more.
     """
-    if compiling():
-        output = compute(step)
-        if _misses(step, mask, None):
-            _refuse_missed(step, mask, None)
-        return output
-    if not step.patch.skips:
-        output = compute(step)
+    if compiling() or not step.patch.skips:
+        output = _with_mask(step, mask)
         if not _misses(step, mask, None):
             return output
+        if compiling():
+            _refuse_missed(step, mask, None)
         step.patch.skips = True
         mask.calls.clear()
         del output
-    output, ran = _recorded(compute, step)
-    if _misses(step, mask, ran):
-        _refuse_missed(step, mask, ran)
-    return output
-
-
-def _recorded(compute: Callable[[Step], Any], step: Step) -> tuple[Any, set[int]]:
-    """Compute, and return the output and the ``id`` of each module that ran."""
-    before = _running.ran
+    ran: set[int] = set()
     with contextlib.ExitStack() as stack:
         for module in {module for layer in step.patch.attention for module in _inside_block(step, layer)}:
             stack.callback(module.register_forward_pre_hook(runs).remove)
-        stack.callback(setattr, _running, "ran", before)
-        ran: set[int] = set()
-        _running.ran = ran
-        return compute(step), ran
+        stack.callback(setattr, thread, "ran", thread.ran)
+        thread.ran = ran
+        output = _with_mask(step, mask)
+    if _misses(step, mask, ran):
+        _refuse_missed(step, mask, ran)
+    return output
 
 
 def _inside_block(step: Step, layer: Layer) -> list[torch.nn.Module]:

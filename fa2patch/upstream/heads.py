@@ -137,19 +137,7 @@ _OF_THE_BATCH = ("num_items_in_batch", "cache_position")
 
 
 def refuse_arguments_of_rows(model: Model, call: Call, mask: PackedMask) -> None:
-    """Refuse arguments that have one value per row.
-
-    Examples are ``start_positions`` of a question-answering head and ``mc_token_ids`` of a multiple-choice head. It is
-    not called for heads that pool documents.
-
-    Args:
-        model: the model that is called.
-        call: its arguments by name.
-        mask: the packed mask.
-
-    Raises:
-        PackingNotIsolated: an argument has one value per row.
-    """
+    """Refuse arguments with one value per row, such as ``start_positions`` and ``mc_token_ids``."""
     for name, value in call.items():
         if _OF_MEDIA.search(name) or name in (*_OF_THE_BATCH, *LENGTHS) or not isinstance(value, torch.Tensor):
             continue
@@ -166,20 +154,10 @@ def refuse_arguments_of_rows(model: Model, call: Call, mask: PackedMask) -> None
 def refuse_outputs_of_rows(model: Model, output: Any, call: Call, mask: PackedMask, predicts_the_next: bool) -> None:
     """Refuse outputs that have one vector or one number per row.
 
-    Only shapes are compared. Outputs per token, per document or for the whole batch pass. Nothing is checked if there
-    are no more documents than rows, or if the call asks for fewer logits (``logits_to_keep``). In a compiled graph that
-    does not know the number of documents, there may be more.
-
-    Args:
-        model: the model that was called.
-        output: its output.
-        call: its arguments by name.
-        mask: the packed mask.
-        predicts_the_next: whether the model predicts next tokens. It may then return ``[batch, length - 1]``, a value
-            for each of them (TRL's fused head does).
-
-    Raises:
-        PackingNotIsolated: an output has one value per row.
+    Only shapes are compared. Outputs per token, per document or for the whole batch pass; so does one per
+    predicted token, ``[batch, length - 1]`` (TRL's fused head). Nothing is checked if there are no more
+    documents than rows, or if the call asks for fewer logits. In a compiled graph that does not know the number of
+    documents, there may be more.
     """
     one_each = not mask.boundaries.uncounted and len(mask.boundaries) <= mask.shape[0]
     if one_each or passed(call, FEWER_LOGITS):
@@ -225,11 +203,7 @@ class Pooled:
     shape: tuple[int, int]
 
     def pooled(self, output: Any) -> Any:
-        """The base model's output with the hidden states of the pooled tokens only, ``[documents, 1, hidden]``.
-
-        Raises:
-            PackingNotIsolated: the hidden states do not have the packed batch's shape.
-        """
+        """The base model's output with the hidden states of the pooled tokens only, ``[documents, 1, hidden]``."""
         hidden = output[0]
         if tuple(hidden.shape[:2]) != self.shape:
             raise PackingNotIsolated(
@@ -299,22 +273,11 @@ class _Output(tuple[torch.Tensor]):
 
 
 def pooled_by_document(model: Model, call: Call, mask: PackedMask) -> tuple[dict[str, Any], attached.Piece]:
-    """Rewrite the call of a pooling head: one row of one token per document.
-
-    Documents of padding are left out.
-
-    Args:
-        model: the model with the head.
-        call: its arguments by name.
-        mask: the packed mask.
+    """Rewrite the call of a pooling head: one row of one token per document that is no padding.
 
     Returns:
-        The new arguments, with tokens ``[documents, 1]`` or embeddings ``[documents, 1, hidden]``, and the piece
-        that is attached to them.
-
-    Raises:
-        BadBatch: there is not one label per document, or there are several documents and the config has no
-            ``pad_token_id``.
+        The new arguments, with tokens ``[documents, 1]`` or embeddings ``[documents, 1, hidden]``, and what is attached
+        to them.
     """
     name, whole = next(iter(passed(call, TOKENS).items()))
     pad = _padding(model)
@@ -392,16 +355,10 @@ def _one_per_document(labels: object, documents: int) -> torch.Tensor:
 
 
 def pool_documents(model: Model, output: Any, mask: PackedMask) -> Any:
-    """The output of a base model, with a ``pooler_output`` for each document of a packed batch.
+    """The output of a base model, with ``pooler_output`` ``[documents, hidden]`` instead of ``[batch, hidden]``.
 
-    Args:
-        model: the base model. If it has no ``pooler`` module, ``pooler_output`` becomes None.
-        output: the model's output or a tuple, with hidden states ``[batch, length, hidden]`` first.
-        mask: the packed mask.
-
-    Returns:
-        The output with ``pooler_output`` ``[documents, hidden]`` instead of ``[batch, hidden]``. A run of padding
-        counts as a document.
+    Hidden states ``[batch, length, hidden]`` come first in it. A run of padding counts as a document. If the model has
+    no ``pooler`` module, ``pooler_output`` becomes None.
     """
     pooler = getattr(model, "pooler", None)
     in_tuple = isinstance(output, tuple)
@@ -433,10 +390,9 @@ def _pooler_output(pooling: Callable[..., torch.Tensor], hidden: torch.Tensor, d
 def require_patched(patch: Patched) -> None:
     """Raise :class:`PackingNotIsolated` if an unpatched model around this one may mix documents of a packed batch.
 
-    A causal LM without labels does not: its head computes every token by itself.
-
-    Args:
-        patch: the patch of the model that has found a batch packed.
+    ``apply(model.model)`` patches a trunk without its head, and two heads may share a trunk of which one is patched.
+    Nothing of fa2patch runs in the other head, which shifts labels across documents or pools whole rows. It is seen
+    from inside, on the stack of the trunk's call. A causal LM without labels computes every token by itself.
     """
     for model, given in _models_called(patch):
         labels = next(iter(passed(given, (*LABELS, LOSS_LABELS))), None)

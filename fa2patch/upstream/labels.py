@@ -112,10 +112,6 @@ def predicts_the_next(model: Model, sees_both_ways: bool) -> bool:
 
     If the model's forward uses a loss function of Transformers, that function decides. Otherwise the attention must be
     causal and the head must have one output per vocabulary entry.
-
-    Args:
-        model: the model whose forward takes the labels.
-        sees_both_ways: whether an attention layer lets tokens see later tokens.
     """
     loss = _loss_function(model)
     if getattr(loss, "__module__", None) == _LOSSES:
@@ -168,14 +164,9 @@ def inside_documents(
         documents: the batch's boundaries. With ``part``, they are those of the whole rows.
         name: ``"labels"``, or ``"shift_labels"``, in which each label stands at the token that predicts it.
         shape: ``(batch, length)`` of the batch.
-        kept: The tokens whose logits are computed, as an index of a row.
+        kept: the tokens whose logits are computed, as an index of a row.
         part: the part of every row that the labels are of; None if rows are whole.
         ids: the batch's ``input_ids``, if it has any. They tell what labels behind a gap of ``kept`` mean.
-
-    Raises:
-        BadBatch: ``labels`` is no tensor, does not have one label for each token, or holds probabilities; the first
-            token of a segment with a parent has a label; or it is not known which token a label behind a gap of
-            ``kept`` is.
     """
     tokens = shape[0] * shape[1]
     if kept is not None and isinstance(labels, torch.Tensor) and labels.dim() == 2 and tuple(labels.shape) != shape:

@@ -68,15 +68,7 @@ class Blocks(NamedTuple):
 
 
 def blocks_of(function: Function, given: Call) -> Blocks | None:
-    """The blocks that a function which makes masks is told of; None for a causal mask, or where all layers look ahead.
-
-    Args:
-        function: the function.
-        given: its arguments by name.
-
-    Raises:
-        PackingNotIsolated: it lets tokens see later ones in a way that is not known.
-    """
+    """The blocks that a function which makes masks is told of; None for none, or where all layers look ahead."""
     added = given.get(ADDED)
     if added is not None:
         found = _of_closure(added)
@@ -144,15 +136,7 @@ class _KnownSpans(NamedTuple):
 
 
 def with_spans(mask: PackedMask, blocks: Blocks | None) -> PackedMask:
-    """A packed mask with the spans of some blocks, cut at the ends of documents. They are made once for each batch.
-
-    Args:
-        mask: the packed mask.
-        blocks: what a function that makes masks was told; None returns the mask as it is.
-
-    Raises:
-        PackingNotIsolated: the blocks are no spans, or spans cannot be computed in this batch.
-    """
+    """A packed mask with the spans of some blocks, cut at the ends of documents. They are made once for each batch."""
     if blocks is None:
         _require_agreement(mask)
         return mask
@@ -168,7 +152,7 @@ def with_spans(mask: PackedMask, blocks: Blocks | None) -> PackedMask:
 
 
 def _require_agreement(mask: PackedMask) -> None:
-    """Raise if no mask says who sees whom in a model whose masks and layers differ without such a statement."""
+    """Raise if no mask says who sees whom in a model whose masks and layers differ without it."""
     if mask.facts.contradiction and mask.boundaries.until is None:
         raise PackingNotIsolated(
             f"{mask.facts.contradiction}, and the batch has no token_type_ids, which say which tokens see each other. "
@@ -188,7 +172,7 @@ def _refuse_blocks(mask: PackedMask, blocks: Blocks) -> None:
 
 
 def refuse_spans(mask: PackedMask, what: str) -> None:
-    """Raise :class:`PackingNotIsolated` if a batch has spans, beside something that cuts documents."""
+    """Raise if a batch has spans, beside something that cuts documents."""
     if mask.boundaries.until is not None:
         raise PackingNotIsolated(
             f"tokens that see each other in both directions came to layers with {what}, which cut documents. Pack text "
@@ -221,16 +205,9 @@ def look(model: ModelLayers, facts: Facts) -> list[Site]:
 def let_through(original: Function) -> Function:
     """Replacement for a function that makes masks: it returns the packed mask that is among its arguments.
 
-    The packed mask gets the spans that the function is told of (:func:`blocks_of`), and the sliding
-    window or the chunks that the function would have put into its mask. This is necessary for Qwen2MoE in 5.x, whose
-    attention layers do not pass their window on to flash attention.
-
-    Args:
-        original: the function that is replaced. It is called if there is no packed mask.
-
-    Returns:
-        The replacement. It raises :class:`PackingNotIsolated` if tokens would see later ones in a way that is not known
-        or cannot be computed.
+    The packed mask gets the spans of :func:`blocks_of`, and the sliding window or the chunks that the function would
+    have put into its mask. Qwen2MoE in 5.x needs that: its attention layers do not pass their window on to flash
+    attention.
     """
     names = inspecting.parameter_names(original)
     passes_on = _hands_blocks_on(original)

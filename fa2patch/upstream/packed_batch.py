@@ -42,12 +42,6 @@ def packed_mask(
         may_be_packed: whether the model gives the same outputs for one document if its row is computed packed. In a
             compiled graph such a row is always packed, because the graph cannot choose by what ids say.
         always: whether rows with one document each are packed, too.
-
-    Raises:
-        PackedWithCache: the batch is packed and comes with a cache.
-        PackedWithDenseMask: the batch is packed and its ``attention_mask`` is not ``[batch, length]``.
-        PackingNotIsolated: the batch cannot be computed packed, for example while a CUDA graph is captured.
-        BadBatch, BadPositionIds, BadCuSeqlens, BoundaryConflict: the arguments are malformed or contradict each other.
     """
     facts = patch.facts
     batch = read_batch(call, facts.has_mixers)
@@ -153,12 +147,8 @@ def _recognised(
 def _without_padding(counted: torch.Tensor, tokens: torch.Tensor, first: int) -> torch.Tensor:
     """Position ids as RoBERTa and its kin count them from ``input_ids``: a padding token has the id of its own number.
 
-    A real token may be one. Those behind it then count on without it.
-
-    Args:
-        counted: each token's place in its document, ``[batch, length]``.
-        tokens: ``input_ids``.
-        first: the position of a document's first token, one above the padding token.
+    A real token may be one. Those behind it then count on without it. ``counted`` is each token's place in its
+    document, ``first`` the position of a document's first token, one above the padding token.
     """
     real = (tokens != first - 1).flatten().long()
     before = real.cumsum(0) - real

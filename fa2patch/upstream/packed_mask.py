@@ -111,11 +111,7 @@ class PackedMask:
         return output if self.part is None else self.part.own_tokens(output)
 
     def require_whole_rows(self, what: str) -> None:
-        """Raise :class:`PackingNotIsolated` if this process holds only a part of every row.
-
-        Args:
-            what: the part of the model that needs whole documents, for the error.
-        """
+        """Raise :class:`PackingNotIsolated` if rows are split over processes. ``what`` needs whole documents."""
         if self.part is not None:
             raise PackingNotIsolated(
                 f"sequence parallelism (sp_size) splits rows over {self.part.of} processes, and the model has {what}, "

@@ -216,13 +216,7 @@ def takes_text_axis(decoder: Model) -> bool:
 
 
 def without_text_axis(model: Model, forward: Function, position_ids: Any) -> Any:
-    """Position ids without the text axis, if they have four axes and the decoder takes three; otherwise unchanged.
-
-    Args:
-        model: the decoder.
-        forward: its forward before it was patched.
-        position_ids: ``[4, batch, length]`` with the text axis first, or anything else.
-    """
+    """Position ids without the text axis, if they have four axes ``[4, batch, length]`` and the decoder takes three."""
     if not isinstance(position_ids, torch.Tensor) or position_ids.dim() != 3 or len(position_ids) != 4:
         return position_ids
     loops = isinstance(model._modules.get("layers"), torch.nn.ModuleList)

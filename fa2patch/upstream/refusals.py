@@ -122,10 +122,6 @@ def attention_to_an_encoder(decoder: Model, attention: Sequence[str]) -> str:
     A block attends to an encoder if its forward takes ``encoder_hidden_states`` and it holds more than one attention
     layer, with no list of blocks in between. The first sign is not enough: blocks of GPT-2 and BERT always take these
     states, and have a second attention layer only if the config asks for it.
-
-    Args:
-        decoder: the model that loops over the layers.
-        attention: the names of its attention layers.
     """
     for name, block in text_modules(decoder):
         takes = not inspecting.is_of_torch(type(block)) and inspecting.takes(

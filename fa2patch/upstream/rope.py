@@ -27,11 +27,7 @@ class LengthScaled:
     limit: int
 
     def check(self, positions: int) -> None:
-        """Raise :class:`PackingNotIsolated` if dynamic scaling would stretch the row's documents together.
-
-        Args:
-            positions: largest position id + 1.
-        """
+        """Raise if dynamic scaling would stretch a row's documents together. ``positions``: largest id + 1."""
         if self.kind == "dynamic" and positions > self.limit:
             raise PackingNotIsolated(
                 f"rope scaling 'dynamic' stretches positions by the longest sequence, so documents of one row would "
@@ -40,11 +36,7 @@ class LengthScaled:
             )
 
     def check_part(self, positions: int) -> None:
-        """Raise :class:`PackingNotIsolated` if longrope would need the length of documents that are split.
-
-        Args:
-            positions: largest position id + 1 of the whole rows.
-        """
+        """Raise if longrope would need the length of documents that are split. ``positions`` are of the whole rows."""
         if self.kind == "longrope" and positions > self.limit:
             raise PackingNotIsolated(
                 f"rope scaling 'longrope' has other factors for documents longer than {self.limit} tokens, the longest "
@@ -53,11 +45,7 @@ class LengthScaled:
             )
 
     def check_tree(self, tree: Tree | None) -> None:
-        """Raise :class:`PackingNotIsolated` if longrope would need two sets of factors for one shared segment.
-
-        Args:
-            tree: the batch's segments, or None.
-        """
+        """Raise if longrope would need two sets of factors for one shared segment."""
         if tree is None or self.kind != "longrope":
             return
         root_of = {leaf: tree.path(leaf)[0] for leaf in tree.leaves}

@@ -34,9 +34,6 @@ def class_of(config: Any, masked: bool = False, trust_remote_code: bool = False)
         config: A Transformers config.
         masked: Whether the masked-LM class is wanted, where a model type has a causal one too.
         trust_remote_code: Whether the config's own modeling code may be used.
-
-    Raises:
-        ValueError: Transformers has no such class.
     """
     transformers = importlib.import_module("transformers")
     if trust_remote_code and getattr(config, "auto_map", None):
@@ -60,17 +57,8 @@ def without_weights(
 ) -> tuple[Model, FakeTensorMode]:
     """Build a model from its config with fake tensors, which need no weights and no memory.
 
-    Args:
-        config: A Transformers config.
-        attn_implementation, trust_remote_code: As for ``from_pretrained``.
-        dtype: The dtype of the weights. None takes the config's dtype, else bfloat16.
-        masked: See :func:`class_of`.
-
-    Returns:
-        The model in eval mode, and the mode that its fake tensors belong to.
-
-    Raises:
-        Exception: What Transformers raises if it cannot build the model.
+    It is in eval mode, and the mode that its fake tensors belong to comes with it. Without a dtype, its weights have
+    the config's, else bfloat16.
     """
     cls = class_of(config, masked, trust_remote_code)
     said = vars(config).get("dtype") or vars(config).get("torch_dtype") or "bfloat16"
@@ -111,12 +99,7 @@ class _Nothing(Kernel):
 
 
 class Rehearsal(Picks):
-    """Picks that record the kernel of each layer on a device and compute nothing.
-
-    Attributes:
-        device: The device type, for example ``"cuda"``.
-        picked: The pick of each layer, by the ``id`` of its module.
-    """
+    """Picks that record each layer's kernel on a type of device, by the ``id`` of its module, and compute nothing."""
 
     def __init__(self, name: str | Kernel, device: str) -> None:
         super().__init__(name)
@@ -132,17 +115,8 @@ class Rehearsal(Picks):
 def rehearsed(patch: Patch, mode: FakeTensorMode, device: str) -> tuple[dict[str, Pick], str]:
     """Run a packed batch through a patched model of fake tensors and record the kernel of each layer.
 
-    Args:
-        patch: The patched model.
-        mode: The mode of its fake tensors.
-        device: The device type that the kernels are picked for.
-
-    Returns:
-        The pick of each layer that the forward reached, by the layer's name, and the error that kept it from the
-        others (else empty). Some models read tensor values, such as a mixture's routing, and fake tensors have none.
-
-    Raises:
-        KernelUnavailable: The named kernel cannot compute a layer.
+    Returns the pick of each layer that the forward reached, by the layer's name, and the error that kept it from the
+    others (else empty). Some models read tensor values, such as a mixture's routing, and fake tensors have none.
     """
     decoder, picks, shape = models(patch.model)[-1], Rehearsal(patch.picks.given or patch.kernel, device), (1, 8)
     ids, problem = torch.zeros(shape, dtype=torch.int64), ""

@@ -76,14 +76,8 @@ def text_tokens(inner: Model) -> torch.Tensor:
 def example(device: torch.device, inner: Model, tree: bool = False) -> Call:
     """A packed batch of one row with random text tokens, the same in each call.
 
-    Args:
-        device: the device of the batch.
-        inner: a Transformers model.
-        tree: whether the documents become segments, with the parents in :data:`EXAMPLE_PARENTS`.
-
-    Returns:
-        ``input_ids`` and ``position_ids``, int64 ``[1, length]``, with documents of the lengths in :data:`EXAMPLE`. For
-        a tree, also ``cu_seq_lens_q`` and ``segment_parents``.
+    It holds ``input_ids`` and ``position_ids``, int64 ``[1, length]``, with documents of the lengths :data:`EXAMPLE`.
+    In a tree these are segments, and ``cu_seq_lens_q`` and ``segment_parents`` come with them.
     """
     vocabulary = text_tokens(inner)
     drawn = torch.randint(len(vocabulary), (1, sum(EXAMPLE)), generator=torch.Generator().manual_seed(0))
@@ -210,12 +204,7 @@ def on_its_own(call: Call, path: Sequence[Span], shape: torch.Size | tuple[int, 
     """The arguments for one document alone, or for the segments of one path, whose lengths are stated.
 
     Without a mask and with lengths, a kernel computes it. As a dense batch it would run upstream's code, where Gemma
-    2's sdpa has no softcap and GPT-2's flash attention no float32.
-
-    Args:
-        call: the arguments by name of the batch.
-        path: the document, or the segments from the root on, which are in one row.
-        shape: ``(batch, length)`` of the batch.
+    2's sdpa has no softcap and GPT-2's flash attention no float32. ``shape`` is ``(batch, length)`` of the batch.
     """
     rows, length = shape
 

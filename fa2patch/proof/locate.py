@@ -33,14 +33,9 @@ class _ModuleCall:
 def watched(
     run: Callable[[], Any], inner: Model, shape: tuple[int, ...], span: Span, split: WholeRows | None = None
 ) -> list[_ModuleCall]:
-    """Run a model and return the calls of its modules, with fingerprints of some tokens, in the order they ended.
+    """Run a model on a batch ``(batch, length)`` and return the calls of its modules, in the order they ended.
 
-    Args:
-        run: runs the model.
-        inner: a Transformers model. Modules are named as in it.
-        shape: ``(batch, length)`` of the call.
-        span: the tokens.
-        split: gives whole rows, if rows are split over processes. Modules then see this process's part of them.
+    With ``split``, rows are split over processes, and modules see this process's part of them.
     """
     shape = shape if split is None else (shape[0], -(-shape[1] // split.part.of))
     ended: list[_ModuleCall] = []
@@ -121,15 +116,9 @@ def first_difference(one: list[_ModuleCall], other: list[_ModuleCall], bound: fl
     """The name of the first module whose output differs between two runs although its input is the same.
 
     Modules are compared in the order in which their calls ended, so an inner module comes before an outer one. A module
-    that is called more often in one run is passed over: inside a mixer it gets one document at a time.
-
-    Args:
-        one, other: the runs, as :func:`watched` returned them.
-        bound: the largest difference that counts as the same, relative to a vector's norm.
-
-    Returns:
-        The name. If every module that differs also has a different input, the first module that differs. None if no
-        module differs.
+    that is called more often in one run is passed over: inside a mixer it gets one document at a time. Differences up
+    to ``bound``, relative to a vector's norm, count as none. If every module that differs also has a different input,
+    it is the first one that differs; None if none differs.
     """
     times = [Counter(call.name for call in calls) for calls in (one, other)]
     paired: dict[tuple[str, int], list[_ModuleCall]] = {}
@@ -152,14 +141,7 @@ def _differ(ones: list[torch.Tensor], others: list[torch.Tensor], bound: float) 
 
 
 def meaning(inner: Model, name: str, patched: bool, tree: bool = False) -> str:
-    """The likely reason why a module lets documents see each other, as a text for an error.
-
-    Args:
-        inner: the Transformers model.
-        name: the module's name in it.
-        patched: whether the model is patched.
-        tree: whether the batch has segments with parents.
-    """
+    """The likely reason why a module of a model lets documents, or the segments of a tree, see each other."""
     module: Any = inner.get_submodule(name)
     decoder = models(inner)[-1]
     cls, own = type(module).__name__, "path" if tree else "document"

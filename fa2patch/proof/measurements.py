@@ -27,11 +27,7 @@ class Measurements:
     ``scale``.
 
     Attributes:
-        model: the model, which may be wrapped.
-        inner: the Transformers model inside it.
-        patched: whether it is patched.
         batch: the batch without labels.
-        labels: its labels, or None.
         spans: the documents, or segments, and runs of padding in it.
         tree: the spans and what each continues. A document is a root without children.
         word: what the spans are called, ``"segment"`` if one of them has a parent, else ``"document"``.
@@ -174,11 +170,9 @@ class Measurements:
             )
 
     def alone(self, at: int, batch: Call | None = None) -> Call:
-        """The arguments for one document alone, or for a segment's path, with a mask of ones if nothing is patched.
+        """The arguments for one document of a batch alone, or for a segment's path; None for the batch as it is.
 
-        Args:
-            at: the document or segment.
-            batch: the batch that its tokens are taken from; None for the batch as it is.
+        An unpatched model gets a mask of ones in the place of lengths.
         """
         path = [self.spans[one] for one in self.tree.path(at)]
         given = {name: value for name, value in (batch or self.batch).items() if name not in self.media.parts}
@@ -232,11 +226,7 @@ class Measurements:
             return _largest(outputs(self.model, repeated) - outputs(self.model, call)) / self.scale
 
     def dependence_alone(self, at: int, ancestor: int) -> tuple[float, float]:
-        """How a segment at the end of its path alone depends on an ancestor.
-
-        Returns:
-            The change of its outputs with other tokens in the ancestor, and the largest gradient to the ancestor.
-        """
+        """How the outputs of a segment at the end of its path alone change with an ancestor, and the gradient to it."""
         length, start = self.spans[at].length, self.tree.offsets[ancestor]
         output, leaf = outputs_and_embeddings(self.model, self.inner, self.alone(at))
         own = output[0, -length:]

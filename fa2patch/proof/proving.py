@@ -60,7 +60,7 @@ def prove(model: Model, call: Call, mask: PackedMask, itself: bool = False) -> N
         model: the model that was called.
         call: its arguments by name, with labels, because a forward of other code may require them.
         mask: the packed mask.
-        itself: whether the model itself is run, as a sharded one is. Another thread must not use it meanwhile.
+        itself: whether the model itself is run. Another thread must not use it meanwhile.
 
     Raises:
         Unseen: a forward of other code calls the model itself, and not what it is handed.
@@ -104,13 +104,7 @@ def prove(model: Model, call: Call, mask: PackedMask, itself: bool = False) -> N
 
 
 def example_of(model: Model, patch: Patched, tree: bool) -> tuple[Call, PackedMask]:
-    """The arguments and the packed mask of an example batch, for use while a graph is captured.
-
-    Args:
-        model: the Transformers model.
-        patch: its patch.
-        tree: whether two segments of the batch continue the same one. Another one continues none in any case.
-    """
+    """The arguments and the packed mask of an example batch, for use while a graph is captured."""
     call = example(model.get_input_embeddings().weight.device, model, tree)
     mask = packed_mask(call, patch)
     assert mask is not None, "the example holds several documents"
@@ -120,16 +114,8 @@ def example_of(model: Model, patch: Patched, tree: bool) -> tuple[Call, PackedMa
 class _Runs:
     """Runs of one packed batch in which the input embeddings of some tokens are exchanged.
 
-    Args:
-        model: the model that is run, the replica.
-        original: the model that was called.
-        call: its arguments by name.
-        mask: the packed mask of the batch.
-
-    Attributes:
-        leaf: what the model was given as input embeddings in the last run; None without gradients.
-        bound: the largest change that is accepted.
-        near: the largest distance from a document alone that is accepted.
+    ``model`` is the one that is run, the replica, and ``original`` the one that was called. ``leaf`` is what the model
+    was given as input embeddings in the last run.
     """
 
     def __init__(self, model: Model, original: Model, call: Call, mask: PackedMask) -> None:
@@ -191,12 +177,7 @@ class _Runs:
     ) -> list[torch.Tensor]:
         """The outputs per token of the base model, and projections of the model's, each ``[batch, length, numbers]``.
 
-        Every run draws the same random numbers.
-
-        Args:
-            exchanged: bool ``[batch, length]``, the tokens whose embeddings are exchanged; None for no token.
-            seed: the seed of the random numbers.
-            constant_draws: whether they are constants, as far as they can be.
+        Runs with one seed draw the same random numbers, or constants, as far as they can be.
         """
         found: list[torch.Tensor] = []
         torch.manual_seed(seed)
@@ -251,12 +232,7 @@ class _Runs:
         return float(crossing.max() / found.float().abs().max().clamp(min=1e-30))
 
     def leak(self, exchanged: torch.Tensor, how: str) -> str:
-        """The message of the error: what leaks, and in which module first.
-
-        Args:
-            exchanged: the tokens that were exchanged.
-            how: what showed it.
-        """
+        """The message of the error: what leaks, how it showed, and in which module first."""
         name = self._first_module(exchanged)
         where = "in which module could not be seen"
         if name is not None:

@@ -49,9 +49,11 @@ _BY_TOKEN = (
 _ALONG_THE_LAST = (_nn.Softmax, _nn.LogSoftmax, _nn.Softmin, _nn.GLU)
 _OF_SHAPE = tuple(kind for kind in (_nn.LayerNorm, getattr(_nn, "RMSNorm", None)) if kind is not None)
 
-_OUR_ATTRIBUTES = {MARK, ROLE, PADDING}
+_NO_FUNCTIONS = {MARK, ROLE, PADDING, "forward"}
+"""Attributes of a module that are ours, and the one that :func:`_forwards` gives."""
+
 _OUR_HOOKS = (hooks.before, hooks.after, forward.runs)
-_of_class, _code = attrgetter("forward", "__call__"), attrgetter("__code__")
+_of_class, _code_of = attrgetter("forward", "__call__"), attrgetter("__code__")
 
 
 def unknown(model: Model) -> str:
@@ -73,14 +75,11 @@ def unknown_modules(model: Model) -> list[torch.nn.Module]:
 
 
 def _unknown(model: Model) -> Iterator[str]:
-    for name, module in model.named_modules():
-        yield from _of_module(name or "the model itself", module)
-    for what, table in EVERYWHERE:
-        yield from (f"{what} of all modules ({where_defined(hook)})" for hook in table.values() if not is_known(hook))
-    for home, name in replaceable(type(module) for module in model.modules()):
-        function = vars(sys.modules[home])[name]
-        if not is_known(function):
-            yield f"{home}.{name} ({where_defined(function)})"
+    for name, function in _code(model):
+        if function is None:
+            yield f"{name} (TorchScript)"
+        elif not is_known(function):
+            yield f"{name} ({where_defined(function)})"
     decoder = models(model)[-1]
     layers = list(attention_layers(decoder))
     inside = tuple(f"{name}." for name in [*mixers(decoder, layers), *(layer.name for layer in layers)])
@@ -95,16 +94,25 @@ def _unknown(model: Model) -> Iterator[str]:
         yield f"the architecture {model_type!r}, of which there is no evidence in Transformers {version}"
 
 
-def _of_module(name: str, module: torch.nn.Module) -> Iterator[str]:
-    if inspecting.is_scripted(module):
-        yield f"{name} (TorchScript)"
-        return
-    for function in _forwards(module):
-        if not is_known(function):
-            yield f"{name} ({where_defined(function)})"
-    for what, function in _others(module):
-        if not is_known(function):
-            yield f"{what} of {name} ({where_defined(function)})"
+def _code(model: Model) -> Iterator[tuple[str, Any]]:
+    """The functions that a model's modules run, each after what it is; None for a scripted module."""
+    for name, module in model.named_modules():
+        name = name or "the model itself"
+        if inspecting.is_scripted(module):
+            yield name, None
+            continue
+        yield from ((name, function) for function in _forwards(module))
+        held = vars(module)
+        for table, what in HOOKS.items():
+            yield from ((f"{what} of {name}", hook) for hook in held.get(table, {}).values())
+        for attribute, value in held.items():  # an activation, for example
+            if attribute in _NO_FUNCTIONS or not callable(value) or isinstance(value, (_nn.Module, type)):
+                continue
+            yield f"the attribute {attribute} of {name}", value
+    for what, everywhere in EVERYWHERE:
+        yield from ((f"{what} of all modules", hook) for hook in everywhere.values())
+    for home, name in replaceable(type(module) for module in model.modules()):
+        yield f"{home}.{name}", vars(sys.modules[home])[name]
 
 
 def replaceable(classes: Iterable[type]) -> Iterator[tuple[str, str]]:
@@ -126,22 +134,6 @@ def _forwards(module: torch.nn.Module) -> Iterator[Any]:
         yield vars(module)["forward"]
 
 
-def _others(module: torch.nn.Module) -> Iterator[tuple[str, Any]]:
-    """The hooks of a module, and other functions that its attributes hold (an activation), each with what it is."""
-    held = vars(module)
-    for table, what in HOOKS.items():
-        for hook in held.get(table, {}).values():
-            yield what, hook
-    for name, value in held.items():
-        if (
-            name not in _OUR_ATTRIBUTES
-            and name != "forward"
-            and callable(value)
-            and not isinstance(value, (_nn.Module, type))
-        ):
-            yield f"the attribute {name}", value
-
-
 def _looks_along_the_row(module: torch.nn.Module) -> bool:
     """Whether a module of torch's own may look at other tokens than the one it computes."""
     owner = inspecting.defining(type(module), "forward")
@@ -161,21 +153,21 @@ class Structure:
     Python's for any. The modules are kept alive until the next look, so that no other object gets the id of one.
 
     Attributes:
-        number: the result of :func:`number_of`, by which a look tells fa2patch's own changes from others.
+        number: changes with modules, their classes, the code that they run and its hooks. What fa2patch itself has put
+            there does not count.
     """
 
     def __init__(self, model: Model) -> None:
         modules: list[torch.nn.Module] = list(model.modules())
         held = [vars(module) for module in modules]
         kinds = [cls for cls in dict.fromkeys(map(type, modules)) if hasattr(cls, "forward")]  # TorchScript has none
-        tables = [each["_modules"] for each in held]
+        children = [each["_modules"] for each in held]
         hooked = [each[name] for each in held for name in HOOKS if name in each] + [table for _, table in EVERYWHERE]
         names = [(vars(sys.modules[home]), name) for home, name in replaceable(kinds)]
-        self.number = number_of(model)
         self._modules, self._classes = modules, list(map(type, modules))
         self._held, self._forwards = held, [each.get("forward") for each in held]
-        self._empty = [table for table in (*tables, *hooked) if not table]
-        self._tables = [table for table in (*tables, *hooked) if table]
+        self._empty = [table for table in (*children, *hooked) if not table]
+        self._tables = [table for table in (*children, *hooked) if table]
         self._entries = [dict(table.items()) for table in self._tables]
         self._kinds, self._of_kinds = kinds, list(map(_of_class, kinds))
         self._spaces, self._names = [space for space, _ in names], [name for _, name in names]
@@ -184,7 +176,17 @@ class Structure:
         inside += [entry for entries in self._entries for entry in entries.values()]
         plain = (getattr(each, "__func__", each) for each in inside)  # a method holds a function
         self._with_code = list(dict.fromkeys(each for each in plain if isinstance(each, FunctionType)))
-        self._codes = list(map(_code, self._with_code))
+        self._codes = list(map(_code_of, self._with_code))
+        self.number = self._number(children, hooked)
+
+    def _number(self, children: list[Any], hooked: list[Any]) -> int:
+        hooks = [hook for table in hooked for hook in table.values() if hook not in _OUR_HOOKS]
+        of_kinds = [each for forward, call in self._of_kinds for each in (below_ours(forward), call)]
+        functions = [each for each in self._forwards if each is not None] + hooks + of_kinds + self._functions
+        # ids of functions may come again; most functions have code themselves, and asking for it calls nothing
+        codes = [getattr(each, "__code__", None) or inspecting.code_called(each) for each in functions]
+        inside = [child for table in children for child in table.values()]
+        return hash(tuple(map(id, (*self._modules, *inside, *self._classes, *functions, *codes))))
 
     def __reduce__(self) -> tuple[Any, ...]:
         """A pickled model is looked at again."""
@@ -199,33 +201,5 @@ class Structure:
             and list(map(dict.get, self._held, repeat("forward"))) == self._forwards
             and list(map(_of_class, self._kinds)) == self._of_kinds
             and list(map(dict.get, self._spaces, self._names)) == self._functions
-            and list(map(_code, self._with_code)) == self._codes
+            and list(map(_code_of, self._with_code)) == self._codes
         )
-
-
-def number_of(model: Model) -> int:
-    """A number that changes when modules, their classes, the code that they run or its hooks change.
-
-    That is forwards, calls of classes, functions that Transformers' files define for them, and hooks, those of all
-    modules too. What fa2patch itself has put there does not count.
-    """
-    seen = [model]
-    functions: list[Any] = []
-    for module in seen:  # the list grows during the loop
-        held = module.__dict__
-        if "forward" in held:
-            functions.append(held["forward"])
-        for table in HOOKS:
-            functions.extend(hook for hook in held.get(table, {}).values() if hook not in _OUR_HOOKS)
-        if held["_modules"]:
-            seen.extend(child for child in held["_modules"].values() if child is not None)
-    classes: list[Any] = [*map(type, seen)]
-    kinds = dict.fromkeys(classes)
-    for cls in kinds:
-        functions += (below_ours(getattr(cls, "forward", None)), cls.__call__)
-    functions.extend(vars(sys.modules[home])[name] for home, name in replaceable(kinds))
-    for _, table in EVERYWHERE:
-        functions.extend(table.values())
-    # ids of functions may come again; most functions have code themselves, and asking for it calls nothing
-    codes = (id(getattr(each, "__code__", None) or inspecting.code_called(each)) for each in functions)
-    return hash((tuple(map(id, seen)), tuple(map(id, classes)), tuple(map(id, functions)), tuple(codes)))

@@ -152,12 +152,8 @@ def _finding(measured: Measurements, bound: float, near: float) -> _Finding:
 def _located(measured: Measurements, at: int, call: Call, bound: float, what: str) -> _Finding:
     """The first module in which a document is computed differently in ``call`` than in the batch.
 
-    Args:
-        measured: the measurements.
-        at: the document.
-        call: the batch with other tokens, or the document alone: a segment at the end of its path.
-        bound: the largest difference that counts as the same.
-        what: the finding in words.
+    ``call`` is the batch with other tokens, or the document alone: a segment at the end of its path. ``what`` is the
+    finding in words, to which the module is added.
     """
     span, shape = measured.spans[at], tuple(call["input_ids"].shape)
     there = span if shape == measured.shape else Span(0, shape[1] - span.length, shape[1], True)

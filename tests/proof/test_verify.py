@@ -10,6 +10,7 @@ import pytest
 import torch
 
 import fa2patch
+from compat_matrix import tiny_models
 from fa2patch import errors
 from fa2patch.cli.diagnosis import tiny_llama
 from fa2patch.proof.running import dtypes_saved
@@ -233,6 +234,42 @@ def test_positions_that_do_not_restart_are_named(patched):
     assert all(document.moved == document.gradient == 0 for document in found.documents)
     assert found.first_leak == "model.layers.0.mlp.1" and found.leak_class == "LearnedPositions"
     assert "not computed as when it is alone" in found.reason and "do not restart" in found.reason
+
+
+class InFloat32(torch.nn.Module):
+    """Adds a product in float32, of which nothing is saved for a backward."""
+
+    def __init__(self, inner, size):
+        super().__init__()
+        self.inner = inner
+        self.weight = torch.nn.Parameter(torch.randn(size, size, generator=torch.Generator().manual_seed(1)))
+
+    @torch.no_grad()
+    def product(self, states):
+        return (states.float() @ self.weight.float()).to(states)
+
+    def forward(self, states):
+        return self.inner(states) + self.product(states)
+
+
+def test_what_computes_in_less_than_its_weights_is_measured_and_what_does_not_keeps_its_bound():
+    """Float32's rounding inside of float64 is no fault, and a fault as small as it is found where nothing rounds so."""
+    model = tiny_models.build("gpt2", "eager").double()
+    size = model.config.hidden_size
+    with fa2patch.apply(model):
+        assert fa2patch.verify(model).distance_bound == 1e-9
+    mlp = model.transformer.h[0].mlp
+    model.transformer.h[0].mlp = InFloat32(mlp, size).double()
+    with fa2patch.apply(model):
+        found = fa2patch.verify(model)
+        assert found.ok and max(one.distance for one in found.documents) > 1e-9 and found.distance_bound <= 1e-4
+    positions = LearnedPositions(size).double()
+    positions.table.weight.data.mul_(1e-6)
+    model.transformer.h[0].mlp = torch.nn.Sequential(mlp, positions)
+    fa2patch.apply(model)
+    found = fa2patch.verify(model, strict=False)
+    assert found.distance_bound == 1e-9 and 1e-9 < max(one.distance for one in found.documents) < 1e-4
+    assert not found.ok and "not computed as when it is alone" in found.reason
 
 
 def test_rounding_counts_as_nothing_in_a_mixture_of_experts_only(patched):

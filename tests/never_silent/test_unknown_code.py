@@ -23,19 +23,12 @@ from small_models import (
     small,
     told,
 )
+from unknown_modules import Around, mixed
 
 import fa2patch
 from compat_matrix.check.compare import assert_close
 from fa2patch import errors
 from fa2patch.proof.unknown import unknown
-
-
-def mixed(values):
-    return values - values.mean(1, keepdim=True)
-
-
-def of_tuple(change, output):
-    return (change(output[0]), *output[1:]) if isinstance(output, tuple) else change(output)
 
 
 class MixingActivation:
@@ -45,80 +38,66 @@ class MixingActivation:
         return torch.nn.functional.silu(mixed(values))
 
 
+def mlp_of(model):
+    return model.model.layers[0].mlp
+
+
+def on_output(module, given, output):
+    return mixed(output)
+
+
 def forward_hook(model):
-    model.model.layers[0].mlp.register_forward_hook(lambda module, given, output: mixed(output))
-
-
-def pre_hook(model):
-    model.model.layers[0].mlp.register_forward_pre_hook(lambda module, given: (mixed(given[0]),))
+    mlp_of(model).register_forward_hook(on_output)
 
 
 def hook_on_a_layer(model):
-    add = lambda values: values + 0.5 * values.cumsum(1)  # noqa: E731
-    model.model.layers[0].register_forward_hook(lambda module, given, output: of_tuple(add, output))
+    def hook(module, given, output):
+        states = output[0] if isinstance(output, tuple) else output
+        states = states + 0.5 * states.cumsum(1)
+        return (states, *output[1:]) if isinstance(output, tuple) else states
 
-
-def hook_on_the_embedding(model):
-    model.get_input_embeddings().register_forward_hook(lambda module, given, output: mixed(output))
-
-
-def hook_on_the_last_norm(model):
-    model.model.norm.register_forward_hook(lambda module, given, output: mixed(output))
+    model.model.layers[0].register_forward_hook(hook)
 
 
 def hook_with_keywords(model):
-    model.model.layers[0].mlp.register_forward_hook(
-        lambda module, given, named, output: mixed(output), with_kwargs=True
-    )
+    mlp_of(model).register_forward_hook(lambda module, given, named, output: mixed(output), with_kwargs=True)
 
 
 def backward_hook(model):
-    model.model.layers[0].mlp.register_full_backward_hook(lambda module, into, out: (mixed(into[0]),))
+    mlp_of(model).register_full_backward_hook(lambda module, into, out: (mixed(into[0]),))
 
 
 def own_forward(model):
-    mlp = model.model.layers[0].mlp
+    mlp = mlp_of(model)
     mlp.forward = types.MethodType(lambda self, hidden: mixed(type(self).forward(self, hidden)), mlp)
 
 
 def wrapped_forward(model):
     """``functools.wraps`` copies the ``__module__`` of Transformers' function."""
-    mlp = model.model.layers[0].mlp
+    mlp = mlp_of(model)
     inner = mlp.forward
     mlp.forward = functools.wraps(inner)(lambda *given, **named: mixed(inner(*given, **named)))
 
 
-def plain_activation(model):
-    mlp = model.model.layers[0].mlp
-    del mlp.act_fn
-    mlp.act_fn = MixingActivation()
+def activation(function):
+    def put(model):
+        del mlp_of(model).act_fn
+        mlp_of(model).act_fn = function
+
+    return put
 
 
-def function_as_activation(model):
-    mlp = model.model.layers[0].mlp
-    del mlp.act_fn
-    mlp.act_fn = functools.partial(lambda scale, values: scale * torch.nn.functional.silu(mixed(values)), 2.0)
+def behind_the_mlp(make):
+    def put(model):
+        layer = model.model.layers[0]
+        layer.mlp = torch.nn.Sequential(layer.mlp, make((sum(map(len, DOCS)), model.config.hidden_size)))
 
-
-def pooling_of_torch(model):
-    layer = model.model.layers[0]
-    layer.mlp = torch.nn.Sequential(layer.mlp, torch.nn.AvgPool2d((3, 1), 1, (1, 0)))
-
-
-def softmax_of_torch(model):
-    layer = model.model.layers[0]
-    layer.mlp = torch.nn.Sequential(layer.mlp, torch.nn.Softmax(dim=1))
-
-
-def norm_of_torch(model):
-    layer = model.model.layers[0]
-    size = (sum(map(len, DOCS)), model.config.hidden_size)
-    layer.mlp = torch.nn.Sequential(layer.mlp, torch.nn.LayerNorm(size, elementwise_affine=False))
+    return put
 
 
 def call_of_its_class(model):
     """The forward is the class's; the call goes around it."""
-    mlp = model.model.layers[0].mlp
+    mlp = mlp_of(model)
     mlp.__class__ = type(
         "Called", (type(mlp),), {"__call__": lambda self, hidden: mixed(super(type(self), self).__call__(hidden))}
     )
@@ -138,17 +117,31 @@ def scripted(model):
     model.model.layers[0].mlp = torch.jit.script(Scripted(model.config.hidden_size))
 
 
-MIXING = [
-    forward_hook, pre_hook, hook_on_a_layer, hook_on_the_embedding, hook_on_the_last_norm, hook_with_keywords,
-    own_forward, wrapped_forward, plain_activation, function_as_activation, pooling_of_torch, softmax_of_torch,
-    norm_of_torch, call_of_its_class, scripted,
-]  # fmt: skip
+MIXING = {
+    "forward_hook": forward_hook,
+    "pre_hook": lambda model: mlp_of(model).register_forward_pre_hook(lambda module, given: (mixed(given[0]),)),
+    "hook_on_a_layer": hook_on_a_layer,
+    "hook_on_the_embedding": lambda model: model.get_input_embeddings().register_forward_hook(on_output),
+    "hook_on_the_last_norm": lambda model: model.model.norm.register_forward_hook(on_output),
+    "hook_with_keywords": hook_with_keywords,
+    "own_forward": own_forward,
+    "wrapped_forward": wrapped_forward,
+    "plain_activation": activation(MixingActivation()),
+    "function_as_activation": activation(
+        functools.partial(lambda scale, values: scale * torch.nn.functional.silu(mixed(values)), 2.0)
+    ),
+    "pooling_of_torch": behind_the_mlp(lambda size: torch.nn.AvgPool2d((3, 1), 1, (1, 0))),
+    "softmax_of_torch": behind_the_mlp(lambda size: torch.nn.Softmax(dim=1)),
+    "norm_of_torch": behind_the_mlp(lambda size: torch.nn.LayerNorm(size, elementwise_affine=False)),
+    "call_of_its_class": call_of_its_class,
+    "scripted": scripted,
+}
 
 
 @pytest.mark.parametrize(
     "after", ["before apply", pytest.param("after apply", marks=pytest.mark.slow), "after a packed batch"]
 )
-@pytest.mark.parametrize("mix", MIXING)
+@pytest.mark.parametrize("mix", MIXING.values(), ids=MIXING)
 def test_what_mixes_tokens_is_refused(mix, after):
     model = llama()
     if after == "before apply":
@@ -308,36 +301,18 @@ def test_models_as_they_came_need_no_proof(family):
 # What the proof must see
 
 
-class OnlyInTraining(torch.nn.Module):
-    def __init__(self, inner):
-        super().__init__()
-        self.inner = inner
-
-    def forward(self, hidden):
-        output = self.inner(hidden)
-        return mixed(output) if self.training else output
+def only_in_training(inner):
+    return Around(inner, lambda self, states: mixed(self.inner(states)) if self.training else self.inner(states))
 
 
-class Gate(torch.nn.Module):
+def gate(inner):
     """An adapter whose gate is zero at first, so that it lets nothing through but gradients."""
-
-    def __init__(self, inner):
-        super().__init__()
-        self.inner, self.gate = inner, torch.nn.Parameter(torch.zeros(()))
-
-    def forward(self, hidden):
-        output = self.inner(hidden)
-        return output + self.gate * output.cumsum(1)
+    zero = torch.nn.Parameter(torch.zeros(()))
+    return Around(inner, lambda self, states: (output := self.inner(states)) + self.gate * output.cumsum(1), gate=zero)
 
 
-class Switch(torch.nn.Module):
-    def __init__(self, inner):
-        super().__init__()
-        self.inner, self.on = inner, False
-
-    def forward(self, hidden):
-        output = self.inner(hidden)
-        return mixed(output) if self.on else output
+def switch(inner):
+    return Around(inner, lambda self, states: (mixed if self.on else torch.clone)(self.inner(states)), on=False)
 
 
 class OneWay(torch.autograd.Function):
@@ -352,13 +327,8 @@ class OneWay(torch.autograd.Function):
         return mixed(gradient)
 
 
-class MixesGradients(torch.nn.Module):
-    def __init__(self, inner):
-        super().__init__()
-        self.inner = inner
-
-    def forward(self, hidden):
-        return OneWay.apply(self.inner(hidden))
+def mixes_gradients(inner):
+    return Around(inner, lambda self, states: OneWay.apply(self.inner(states)))
 
 
 def with_mlp(kind):
@@ -367,7 +337,7 @@ def with_mlp(kind):
     return model.eval()
 
 
-@pytest.mark.parametrize("kind", [OnlyInTraining, Gate, MixesGradients])
+@pytest.mark.parametrize("kind", [only_in_training, gate, mixes_gradients])
 def test_what_shows_only_in_training_is_refused_there(kind):
     model = with_mlp(kind).train()
     fa2patch.apply(model)
@@ -376,7 +346,7 @@ def test_what_shows_only_in_training_is_refused_there(kind):
 
 
 def test_a_mode_that_comes_later_is_proven_too():
-    model = with_mlp(OnlyInTraining)
+    model = with_mlp(only_in_training)
     fa2patch.apply(model)
     with torch.no_grad():
         model(**told(DOCS, "position_ids"))
@@ -390,7 +360,7 @@ def test_a_mode_that_comes_later_is_proven_too():
 
 
 def test_what_begins_to_mix_is_found_at_the_next_power_of_two():
-    model = with_mlp(Switch)
+    model = with_mlp(switch)
     fa2patch.apply(model)
     for _ in range(5):
         model(**told(DOCS, "position_ids"))
@@ -479,21 +449,13 @@ def test_a_head_that_mixes_is_refused_in_any_form(form):
 
 
 def test_threads_wait_for_the_proof_and_compute_as_without_it():
-    class Harmless(torch.nn.Module):
-        def __init__(self, inner):
-            super().__init__()
-            self.inner = inner
-
-        def forward(self, hidden):
-            return self.inner(hidden)
-
     batches = [DOCS, [doc.flip(0) for doc in DOCS]]
     expected = [alone(llama(), docs).logits for docs in batches]
     switching = sys.getswitchinterval()
     sys.setswitchinterval(1e-5)
     try:
         for _ in range(5):
-            model = with_mlp(Harmless)
+            model = with_mlp(lambda mlp: Around(mlp, lambda self, states: self.inner(states)))
             fa2patch.apply(model)
             together, found, failed = threading.Barrier(2), {}, []
 

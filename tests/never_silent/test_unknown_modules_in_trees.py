@@ -5,8 +5,8 @@ import random
 import pytest
 import torch
 from small_models import DOCS, assert_says_enough, llama, told
-from test_unknown_modules import MIXING, Harmless, wrapped_mlp
 from tree_cases import rows_of_segments
+from unknown_modules import MIXING, Around, harmless, wrapped_mlp
 
 import fa2patch
 from fa2patch.documents.trees import Tree
@@ -19,22 +19,20 @@ NESTED = [(5, -1), (4, 0), (3, 1), (2, 0), (1, -1), (2, 4)]
 CPU = torch.device("cpu")
 
 
-class FromTokenTo(torch.nn.Module):
-    """An MLP that shows one token of the row to the tokens from ``first`` to ``last``."""
+def shown_to(inner, token, first, last):
+    """Shows one token of the row to the tokens from ``first`` to ``last``."""
 
-    def __init__(self, inner, token, first, last):
-        super().__init__()
-        self.inner, self.token, self.shown_to = inner, token, slice(first, last)
-
-    def forward(self, hidden):
+    def compute(self, hidden):
         hidden = hidden.clone()
-        hidden[:, self.shown_to] += 8 * hidden[:, self.token : self.token + 1]
+        hidden[:, first:last] += 8 * hidden[:, token : token + 1]
         return self.inner(hidden)
+
+    return Around(inner, compute)
 
 
 def shows(token, first, last):
     model = llama()
-    wrapped_mlp(model, lambda inner: FromTokenTo(inner, token, first, last))
+    wrapped_mlp(model, lambda inner: shown_to(inner, token, first, last))
     fa2patch.apply(model)
     return model
 
@@ -86,29 +84,26 @@ def test_a_module_that_shows_a_parent_to_what_continues_it_is_no_leak(row, token
 @pytest.mark.parametrize("row", [SIBLINGS, CHAINS, NESTED, [(3, -1), (2, 0)]])
 def test_what_is_proven_harmless_is_computed(row):
     model = llama()
-    wrapped_mlp(model, Harmless)
+    wrapped_mlp(model, harmless)
     fa2patch.apply(model)
     for _ in range(2):
         assert torch.isfinite(model(**rows_of_segments(row)).logits).all()
     assert fa2patch.verify(model, batch=rows_of_segments(row)).ok
 
 
-class AlongTrees(torch.nn.Module):
-    """An MLP that knows where position ids are 0 and adds up from there: documents are apart, and branches are not."""
+def along_trees(inner):
+    """Knows where position ids are 0 and adds up from there: documents are apart, and branches are not."""
 
-    def __init__(self, inner):
-        super().__init__()
-        self.inner, self.starts = inner, []
-
-    def forward(self, hidden):
+    def compute(self, hidden):
         ends = [*self.starts[1:], hidden.shape[1]]
-        pieces = [hidden[:, start:end].cumsum(1) / 8 for start, end in zip(self.starts, ends)]
-        return self.inner(torch.cat(pieces, 1))
+        return self.inner(torch.cat([hidden[:, a:b].cumsum(1) / 8 for a, b in zip(self.starts, ends)], 1))
+
+    return Around(inner, compute, starts=[])
 
 
 def test_the_first_tree_is_proven_also_after_a_batch_of_documents():
     model = llama()
-    wrapped_mlp(model, AlongTrees)
+    wrapped_mlp(model, along_trees)
     mlp = model.model.layers[1].mlp
     model.register_forward_pre_hook(
         lambda module, args, kwargs: setattr(mlp, "starts", (kwargs["position_ids"][0] == 0).nonzero()[:, 0].tolist()),
@@ -136,7 +131,7 @@ def test_one_document_in_segments_proves_nothing_about_others():
 def test_a_compiled_tree_is_proven_on_an_example():
     torch._dynamo.reset()
     model = llama()
-    wrapped_mlp(model, Harmless)
+    wrapped_mlp(model, harmless)
     patch = fa2patch.apply(model)
     batch = rows_of_segments([(10, -1), (8, 0), (9, 0)])
     compiled = torch.compile(model, backend="eager")(**batch).logits

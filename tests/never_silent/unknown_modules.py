@@ -1,0 +1,84 @@
+"""Modules that nobody knows, around a model's own, and what they do: for the tests of unknown code."""
+
+from __future__ import annotations
+
+import torch
+from small_models import DOCS
+
+
+def mixed(values):
+    return values - values.mean(1, keepdim=True)
+
+
+class Around(torch.nn.Module):
+    """A module around another one. ``compute(self, states)`` is what it returns."""
+
+    def __init__(self, inner, compute, **held):
+        super().__init__()
+        self.inner, self.compute = inner, compute
+        for name, value in held.items():
+            setattr(self, name, value)
+
+    def forward(self, states):
+        return self.compute(self, states)
+
+
+def cumulative(inner):
+    """Adds up the row's tokens, and so sees other documents."""
+    return Around(inner, lambda self, states: self.inner(states.cumsum(1) / states.shape[1]))
+
+
+def harmless(inner):
+    """Looks at one token at a time."""
+    return Around(inner, lambda self, states: 2 * self.inner(states))
+
+
+def shows_the_second(inner):
+    """Shows the second document's first token to all others, and no other document to the second."""
+    second = len(DOCS[0])
+    return Around(inner, lambda self, states: self.inner(states + 8 * states[:, second : second + 1]))
+
+
+def wrapped_mlp(model, kind=cumulative):
+    model.model.layers[1].mlp = kind(model.model.layers[1].mlp)
+    return "layers.1.mlp"
+
+
+class AddsUp:
+    """The same as :func:`cumulative` as a subclass of the model's own MLP."""
+
+    def forward(self, hidden):
+        return super().forward(hidden.cumsum(1) / hidden.shape[1])
+
+
+def subclassed_mlp(model):
+    mlp = model.model.layers[1].mlp
+    mlp.__class__ = type("OurMLP", (AddsUp, type(mlp)), {})
+    return "layers.1.mlp"
+
+
+class WithAttention(torch.nn.Module):
+    """A layer preceded by torch's own attention, which sees the whole row."""
+
+    def __init__(self, inner, size):
+        super().__init__()
+        self.inner = inner
+        torch.manual_seed(2)
+        self.more = torch.nn.MultiheadAttention(size, 4, batch_first=True)
+
+    def forward(self, hidden, *args, **kwargs):
+        return self.inner(hidden + 8 * self.more(hidden, hidden, hidden, need_weights=False)[0], *args, **kwargs)
+
+    def __getattr__(self, name):  # models read a layer's attributes
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            return getattr(super().__getattr__("inner"), name)
+
+
+def attention_around_a_layer(model):
+    model.model.layers[1] = WithAttention(model.model.layers[1], model.config.hidden_size)
+    return "layers.1"
+
+
+MIXING = [wrapped_mlp, subclassed_mlp, attention_around_a_layer]

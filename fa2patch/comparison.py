@@ -55,10 +55,12 @@ def random_sum(outputs: Sequence[torch.Tensor], tokens: torch.Tensor | None = No
         outputs: the outputs.
         tokens: bool, with the outputs' first dimensions: what is summed. None sums all.
     """
-    drawn = torch.Generator().manual_seed(0)
+    drawn: dict[torch.device, torch.Generator] = {}  # on the device: outputs of a long row have many numbers
     total = None
     for values in outputs:
-        weights = torch.randn(values.shape, generator=drawn).to(values.device)
+        device = values.device
+        generator = drawn.setdefault(device, torch.Generator(device).manual_seed(0))
+        weights = torch.randn(values.shape, generator=generator, device=device)
         if values.requires_grad:
             kept = values.float() if tokens is None else torch.where(_over(tokens, values), values.float(), 0.0)
             part = (kept * weights).sum()

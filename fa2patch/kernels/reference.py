@@ -72,10 +72,10 @@ def _differentiated(
     extras = [x for x in (options.sinks, options.alibi_slopes) if x is not None]
     of_extras = [x.new_zeros(x.shape, dtype=torch.promote_types(q.dtype, torch.float32)) for x in extras]
     layout, each_call = divided(q, k, v, boundaries, options)
-    of_calls = zip(each_call, layout.gradients(grad))
+    of_calls = zip(each_call, layout.split(grad))
     pieces = [_of_call(call, of_output, groups, options, of_extras) for call, of_output in of_calls]
     queries, keys, values = zip(*pieces)
-    whole = [layout.joined(queries), layout.summed(keys), layout.summed(values)]
+    whole = [layout.join(queries), layout.summed(keys), layout.summed(values)]
     whole[1:] = [x.view(x.shape[0], -1, groups, x.shape[2]).sum(2) for x in whole[1:]]
     of_given = [found.to(given.dtype) for found, given in zip(of_extras, extras)]
     return [x.to(q.dtype).contiguous() for x in whole] + of_given

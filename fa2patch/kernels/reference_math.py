@@ -35,7 +35,7 @@ class TreeLayout(NamedTuple):
         """No query sees a later key."""
         return (None,) * len(self.tree.lengths)
 
-    def queries(self, states: torch.Tensor) -> Sequence[torch.Tensor]:
+    def split(self, states: torch.Tensor) -> Sequence[torch.Tensor]:
         """Split states ``[tokens, ...]`` into those of each segment, ``[1, length, ...]``."""
         return [piece[None] for piece in torch.split(states, list(self.tree.lengths))]
 
@@ -43,13 +43,9 @@ class TreeLayout(NamedTuple):
         """The states ``[tokens, ...]`` of each segment's path, the root first: ``[1, length of the path, ...]``."""
         return [self.tree.along(states, segment)[None] for segment in range(len(self.tree.lengths))]
 
-    def joined(self, pieces: Sequence[torch.Tensor]) -> torch.Tensor:
+    def join(self, pieces: Sequence[torch.Tensor]) -> torch.Tensor:
         """Join the segments' results ``[1, length, ...]`` to ``[tokens, ...]``."""
         return torch.cat([piece[0] for piece in pieces])
-
-    def gradients(self, grad: torch.Tensor) -> Sequence[torch.Tensor]:
-        """The gradients of what :meth:`joined` joins, from that of its result."""
-        return self.queries(grad)
 
     def summed(self, pieces: Sequence[torch.Tensor]) -> torch.Tensor:
         """The gradient of the states that :meth:`keys` splits. A segment is on the paths of all that continue it."""
@@ -94,7 +90,7 @@ def over_documents(
         options = replace(options, sinks=sinks, alibi_slopes=slopes)
     layout, each_call = divided(q, k, v, boundaries, options)
     outputs = [attend(call, options).transpose(1, 2) for call in each_call]
-    return layout.joined(outputs) if outputs else q.new_zeros(*q.shape[:2], v.shape[2])
+    return layout.join(outputs) if outputs else q.new_zeros(*q.shape[:2], v.shape[2])
 
 
 def divided(
@@ -106,7 +102,7 @@ def divided(
         layout = TreeLayout(boundaries.tree)
     else:
         layout = documents_of(boundaries, q.shape[1] * q.shape[2], options.causal)
-    return layout, list(map(Call, layout.queries(q), layout.keys(k), layout.keys(v), layout.last))
+    return layout, list(map(Call, layout.split(q), layout.keys(k), layout.keys(v), layout.last))
 
 
 _SHARES_KEYS = "enable_gqa" in (F.scaled_dot_product_attention.__doc__ or "")

@@ -11,12 +11,12 @@ import torch
 from .._torch import compiling, uncompiled
 from .._types import Call, Function, Model
 from ..documents.boundaries import Boundaries
-from . import apart, attached, inspecting
-from .apart import Documents
+from . import attached, inspecting
 from .calls import batch_shape
 from .facts import Site, of_forward
 from .find_models import embedding_of, text_modules
 from .packed_mask import find
+from .splitting import Documents
 from .step import Step
 from .trait import ModelLayers, Trait
 
@@ -187,7 +187,7 @@ def scaled_by_document(original: Function) -> Function:
 @uncompiled
 def _each_scaled(embed: Function, call: Call, documents: Boundaries) -> Any:
     """Embeddings ``[batch, length, hidden]``, computed document by document."""
-    each = apart.Documents(documents, call["position_ids"].shape)
+    each = Documents(documents, call["position_ids"].shape)
     return each.join(each.of_each(embed, (), call))
 
 

@@ -27,12 +27,12 @@ from .._types import Call, Function, Model
 from ..documents.boundaries import Boundaries
 from ..documents.names import FEWER_LOGITS, LABELS, LENGTHS, LOSS_LABELS, TOKENS
 from ..errors import BadBatch, PackingNotIsolated, UnsupportedModel
-from . import apart, attached, inspecting, labels
-from .apart import Documents
+from . import attached, inspecting, labels
 from .calls import passed
 from .facts import Facts
 from .find_models import is_transformers_model
 from .packed_mask import PackedMask
+from .splitting import Documents
 from .step import MARK, Patched, Step
 from .trait import ModelLayers
 
@@ -383,7 +383,7 @@ def _pooling(model: Model) -> Callable[..., torch.Tensor]:
 
 @uncompiled
 def _pooler_output(pooling: Callable[..., torch.Tensor], hidden: torch.Tensor, documents: Boundaries) -> torch.Tensor:
-    pieces = apart.Documents(documents, hidden.shape).split(hidden)
+    pieces = Documents(documents, hidden.shape).split(hidden)
     return torch.cat([pooling(piece) for piece in pieces])
 
 

@@ -22,10 +22,11 @@ FAULTS = {
     "a method of all that is gone": (
         "fa2patch/upstream/packed_mask.py", "    def attend(", "    def attend_("),
     "a function of mixers: how outputs are joined": (
-        "fa2patch/upstream/apart.py", "return states.view(*self.shape, *states.shape[1:]) if by_rows else states",
-        "return 2 * states.view(*self.shape, *states.shape[1:]) if by_rows else states"),
+        "fa2patch/upstream/splitting.py",
+        "return states.view(*self.shape, *states.shape[1:]) if self._in_rows(outputs) else states",
+        "return 2 * states.view(*self.shape, *states.shape[1:]) if self._in_rows(outputs) else states"),
     "a function of mixers: one call": (
-        "fa2patch/upstream/seams/mixing.py", "self.args, self.kwargs)", "self.args, {})"),
+        "fa2patch/upstream/seams/mixer.py", "**way.more), args, kwargs)", "**way.more), args, {})"),
     "a function of pictures: how they are joined": (
         "fa2patch/data/processor_outputs.py", "def join_media(",
         "def join_media(*_): raise KeyError\ndef unjoined("),

@@ -2,7 +2,6 @@
 
 import itertools
 
-import numpy as np
 import pytest
 import torch
 from hypothesis import given
@@ -24,37 +23,70 @@ SPECIALS = {
 }
 
 
-def cost(groups, causal):
-    """Return what these calls cost by the numbers of the module."""
-    masks = 0 if causal else grouping.MASK * sum(group.lengths is not None for group in groups)
-    lengths = np.repeat([group.length for group in groups], [group.documents for group in groups])
-    return len(groups) + masks + WIDTH * (grouping.TOKEN * lengths + grouping.SCORE * lengths**2.0).sum()
+ROWS = [
+    (6,) * 8, (5, 9, 1, 3, 7), (6, 2) * 4, (150, *(2, 3, 1) * 7), (1,) * 6, (200, 90, 3), (8192, *range(20, 50)) * 3,
+    tuple(range(1, 400, 3)),
+]  # fmt: skip
+TOKENS, SCORES = (16384, 1), (grouping.SCORES, 2)
+
+
+# Which documents share a call
+
+
+def assert_bounded(lengths, batches, most, power, pads):
+    """Every document is in one batch, and padding is bounded."""
+    assert sorted(at for batch in batches for at in batch) == [*range(len(lengths))]
+    for batch in batches:
+        real, longest = sum(lengths[at] for at in batch), lengths[batch[0]]
+        assert longest == max(lengths[at] for at in batch)
+        assert longest * len(batch) - real <= (grouping.A_CALL + grouping.SHARE * real if pads else 0)
+        assert len(batch) == 1 or len(batch) * longest**power <= most
+
+
+@pytest.mark.parametrize("pads", [True, False])
+@pytest.mark.parametrize("size", [TOKENS, SCORES], ids=["tokens", "scores"])
+def test_every_document_is_in_one_batch_and_padding_is_bounded(size, pads):
+    for lengths in ROWS:
+        assert_bounded(lengths, grouping.batches(lengths, *size, pads), *size, pads)
+
+
+@pytest.mark.parametrize(
+    ("lengths", "calls"),
+    [((16,) * 64, 1), ((4,) * 256, 1), ((64, 60) * 8, 1), ((8192, *(20,) * 200), 2), ((256, 100), 2), ((8192,) * 4, 2)],
+)
+def test_documents_of_near_length_share_a_call(lengths, calls):
+    assert len(grouping.batches(lengths, *TOKENS)) == calls
+
+
+def test_batches_follow_from_lengths_alone():
+    """A recomputed forward must make the same ones."""
+    grouping.batches.cache_clear()
+    assert grouping.batches((3, 5, 3, 5), *TOKENS) == [[1, 3, 0, 2]]
 
 
 @given(st.lists(st.integers(0, 700), min_size=1, max_size=60).filter(any), st.booleans())
-def test_every_token_is_computed_with_its_own_document_and_at_no_higher_cost(lengths, causal):
-    plan = grouping.plan(tuple(lengths), WIDTH, causal)
-    real = [length for length in lengths if length]
-    of_token = np.repeat(np.arange(len(real)), real)
-    order = np.arange(sum(real)) if plan.order is None else plan.order
-    places = np.arange(sum(real)) if plan.places is None else plan.places
-    assert (order[places] == np.arange(sum(real))).all()
-    at = 0
-    for count, length, own in plan.groups:
-        of_call = order[at : at + count * length].reshape(count, length)
-        assert (of_token[of_call] == of_token[of_call[:, :1]]).all()
-        own = np.full(count, length) if own is None else own
-        assert (np.diff(of_call) == (np.arange(1, length) < own[:, None])).all()  # then its last token, repeated
-        assert count == 1 or count * length**2 <= grouping.SCORES_AT_ONCE
-        at += count * length
-    assert at == len(order)
-    alone = [grouping.Group(1, length, None) for length in real]
-    assert cost(plan.groups, causal) <= cost(alone, causal)
+def test_attention_moves_tokens_only_where_that_saves_calls(lengths, causal):
+    made = grouping.documents_of(documents(tuple(lengths)), WIDTH, causal)
+    assert made.lengths == tuple(length for length in lengths if length)
+    assert_bounded(made.lengths, made.batches, *SCORES, True)
+    alone, masks = len(made.lengths), sum(last is not None for last in made.last)
+    assert masks == (0 if causal else sum(len({made.lengths[at] for at in batch}) > 1 for batch in made.batches))
+    moved = 0 if made.places is None else 2 + sum(lengths) * WIDTH / grouping.MOVED
+    assert len(made.shapes) + masks + moved <= alone
+    numbers = torch.arange(sum(lengths))
+    pieces = made.split(numbers + 1)
+    assert [piece.shape for piece in pieces] == made.shapes
+    assert torch.equal(made.join(pieces), numbers + 1)
+    of_token = torch.repeat_interleave(torch.tensor(lengths))
+    for batch, piece in zip(made.batches, pieces):
+        for at, row in zip(batch, piece):  # a document's tokens, and zeros behind them
+            assert (row != 0).sum() == made.lengths[at] and row[: made.lengths[at]].all()
+            assert len(of_token[row[: made.lengths[at]] - 1].unique()) == 1
 
 
 def test_a_long_document_makes_short_ones_no_longer():
-    plan = grouping.plan((2048, *(4,) * 300, 2000), WIDTH, True)
-    assert plan.groups == ((1, 2048, None), (300, 4, None), (1, 2000, None)) and plan.order is None
+    made = grouping.documents_of(documents((2048, *(4,) * 300, 2000)), WIDTH, True)
+    assert made.shapes == [(1, 2048), (300, 4), (1, 2000)] and made.places is None
 
 
 @pytest.mark.parametrize(
@@ -76,9 +108,10 @@ def test_many_short_documents_take_few_calls(monkeypatch, lengths, calls):
 @pytest.mark.parametrize("special", SPECIALS.values(), ids=SPECIALS)
 @pytest.mark.parametrize("broken", [1, 3, 8])
 def test_numbers_that_overflow_stay_in_their_document(special, broken):
-    """Copies of a document's last token stand beside other documents, and 0 * inf is no number."""
+    """Padding stands beside other documents, and 0 * inf is no number."""
     q, k, v = states(MIXED, dtype=torch.float32)
-    assert grouping.plan(MIXED, q.shape[1] * q.shape[2], special.get("causal", True)).order is not None
+    made = grouping.documents_of(documents(MIXED), q.shape[1] * q.shape[2], special.get("causal", True))
+    assert made.places is not None
     with torch.no_grad():
         for tensor in (q, k, v):
             tensor.split(MIXED)[broken].fill_(float("inf"))

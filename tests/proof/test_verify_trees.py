@@ -13,7 +13,8 @@ from fa2patch import errors
 from fa2patch.cli.diagnosis import tiny_llama
 from fa2patch.documents.boundaries import Boundaries
 from fa2patch.kernels.reference import Reference
-from fa2patch.upstream import apart, labels
+from fa2patch.upstream import labels
+from fa2patch.upstream.splitting import Documents
 
 NESTED = [(9, -1), (5, 0), (1, 0), (4, 2), (7, 0), (6, -1), (3, 5), (2, -1)]
 """Three trees in a row: one of depth 3 with a segment of one token, one with a single branch, a root alone."""
@@ -173,7 +174,7 @@ def test_a_module_that_mixes_along_the_row_is_named(patched, way):
 @pytest.mark.parametrize("wrongly", ["the row", "each segment"])
 def test_a_mixer_that_does_not_follow_paths_is_named(monkeypatch, wrongly):
     """A hybrid's mixers are called with something else than each path."""
-    made = apart.Documents.__init__
+    made = Documents.__init__
 
     def make(self, boundaries, shape):
         if boundaries.parents is not None:
@@ -182,7 +183,7 @@ def test_a_mixer_that_does_not_follow_paths_is_named(monkeypatch, wrongly):
             boundaries = whole if wrongly == "the row" else replace(boundaries, parents=None, made={})
         made(self, boundaries, shape)
 
-    monkeypatch.setattr(apart.Documents, "__init__", make)
+    monkeypatch.setattr(Documents, "__init__", make)
     found = fa2patch.verify(built("jamba"), batch=TREE, strict=False)
     assert not found.ok and found.first_leak.startswith("model.layers.0")  # in 4.43.4 the layer around the mixer
     leak, alone = "depend on segment 2, which it does not continue", "is not computed as when its path is alone"

@@ -12,9 +12,11 @@ from compat_matrix.check.compare import GRADIENT_TOLERANCE, assert_close, assert
 from compat_matrix.check.rows import alone, documents, gradients, loss_of, pack
 from fa2patch.documents import device
 from fa2patch.documents.boundaries import Boundaries
+from fa2patch.kernels import grouping
 from fa2patch.kernels.picks import BATCHES, DOCUMENTS
-from fa2patch.upstream import apart, near_lengths, packed_batch
-from fa2patch.upstream.seams import mixer, whole_row
+from fa2patch.upstream import packed_batch
+from fa2patch.upstream.seams import mixer, mixer_calls
+from fa2patch.upstream.splitting import Documents
 
 ROWS = {
     "of one length": (6,) * 8,
@@ -118,47 +120,18 @@ def built(family):
     return model
 
 
-# Which documents share a call
-
-
-@pytest.mark.parametrize("lengths", [*ROWS.values(), (8192, *range(20, 50)) * 3, tuple(range(1, 400, 3))])
-@pytest.mark.parametrize("pads", [True, False])
-def test_every_document_is_in_one_batch_and_padding_is_bounded(lengths, pads):
-    batches = near_lengths.batches(lengths, pads)
-    assert sorted(at for batch in batches for at in batch) == [*range(len(lengths))]
-    for batch in batches:
-        real, longest = sum(lengths[at] for at in batch), lengths[batch[0]]
-        assert longest == max(lengths[at] for at in batch)
-        allowed = near_lengths.A_CALL + near_lengths.SHARE * real if pads else 0
-        assert longest * len(batch) - real <= allowed
-        assert longest * len(batch) <= max(near_lengths.LARGEST, longest)
-
-
-@pytest.mark.parametrize(
-    ("lengths", "calls"),
-    [((16,) * 64, 1), ((4,) * 256, 1), ((64, 60) * 8, 1), ((8192, *(20,) * 200), 2), ((256, 100), 2), ((8192,) * 4, 2)],
-)
-def test_documents_of_near_length_share_a_call(lengths, calls):
-    assert len(near_lengths.batches(lengths, True)) == calls
-
-
-def test_batches_follow_from_lengths_alone():
-    """A recomputed forward must make the same ones."""
-    assert near_lengths.batches((3, 5, 3, 5), True) == near_lengths.batches((3, 5, 3, 5), True) == [[1, 3, 0, 2]]
-
-
 # What a batch holds
 
 
 @pytest.mark.parametrize("lengths", [*ROWS.values(), (4, 0, 3, 0), (0, 6)], ids=[*ROWS, "empty ones", "an empty first"])
 def test_documents_come_back_from_batches_as_they_were(lengths):
     cu = torch.tensor([0, *lengths]).cumsum(0).int()
-    each = apart.Documents(Boundaries(cu, max(lengths)), (1, sum(lengths)))
-    batches = each.in_batches(near_lengths.batches(each.lengths, True), cu.device)
+    each = Documents(Boundaries(cu, max(lengths)), (1, sum(lengths)))
+    batches = each.in_batches(grouping.batches(tuple(each.lengths), mixer_calls.LARGEST), cu.device)
     for value in (torch.randn(1, sum(lengths), 3), torch.arange(sum(lengths))[None]):
         portions = batches.split(value)
-        assert [portion.shape[:2] for portion in portions] == batches.calls
-        assert sum(portion.shape[:2].numel() for portion in portions) == batches.size
+        assert [portion.shape[:2] for portion in portions] == batches.calls.shapes
+        assert sum(portion.shape[:2].numel() for portion in portions) == batches.calls.size
         assert torch.equal(batches.join(portions), value)
         assert torch.equal(batches.join([portion.flatten(0, 1) for portion in portions]), value[0])
         kept = torch.cat([portion[portion != 0] for portion in portions]).sort().values
@@ -166,7 +139,7 @@ def test_documents_come_back_from_batches_as_they_were(lengths):
 
 
 def test_what_fills_a_batch_up_is_zero_and_sends_nothing_back():
-    each = apart.Documents(Boundaries(torch.tensor([0, 3, 5], dtype=torch.int32), 3), (1, 5))
+    each = Documents(Boundaries(torch.tensor([0, 3, 5], dtype=torch.int32), 3), (1, 5))
     batches = each.in_batches([[0, 1]], torch.device("cpu"))
     states = torch.randn(1, 5, 2, requires_grad=True)
     (batch,) = batches.split(states)
@@ -181,7 +154,7 @@ def test_what_fills_a_batch_up_is_zero_and_sends_nothing_back():
 @pytest.mark.parametrize("lengths", ROWS.values(), ids=ROWS)
 def test_a_mixer_computes_batches_as_documents_one_by_one(lengths):
     mask, hidden = packed(lengths)
-    module, calls = Running(), near_lengths.batches(lengths, True)
+    module, calls = Running(), grouping.batches(tuple(lengths), mixer_calls.LARGEST)
     found, expected = (hidden.clone().requires_grad_() for _ in range(2))
     output = computed(module, mask, found)
     assert module.shapes == [(len(batch), lengths[batch[0]]) for batch in calls]
@@ -389,7 +362,7 @@ def test_nothing_is_read_where_a_whole_row_is_taken_and_lengths_once_for_batches
             pieces = projected.split(torch.bincount(seq_idx[0]).tolist(), 1)
             return torch.cat([piece.cumsum(1) for piece in pieces], 1)
 
-    monkeypatch.setattr(whole_row, "NEVER_ON", ())
+    monkeypatch.setattr(mixer_calls, "NO_KERNELS", ())
     mask, hidden = packed((5, 4, 5))
     layers, forward = [WithLengths(), WithLengths()], mixer.by_document(WithLengths.forward)
     reads = []
@@ -405,10 +378,13 @@ def test_nothing_is_read_where_a_whole_row_is_taken_and_lengths_once_for_batches
     assert len(reads) == (0 if takes == "a whole row" else 1)
 
 
-def test_what_a_whole_row_is_handed_is_made_once_for_all_layers():
+def test_what_a_whole_row_is_handed_is_made_once_for_all_layers(monkeypatch):
     boundaries = Boundaries(torch.tensor([0, 2, 5], dtype=torch.int32), 3)
-    first, second = (whole_row.keywords(("seq_idx",), boundaries, 5) for _ in range(2))
-    assert first["seq_idx"] is second["seq_idx"] and first["seq_idx"].tolist() == [[0, 0, 1, 1, 1]]
+    monkeypatch.setattr(mixer_calls, "NO_KERNELS", ())
+    first, second = (
+        next(mixer_calls.Mixing(None, None, (), {}, boundaries, (1, 5), False).ways(("seq_idx",))) for _ in range(2)
+    )
+    assert first.more["seq_idx"] is second.more["seq_idx"] and first.more["seq_idx"].tolist() == [[0, 0, 1, 1, 1]]
 
 
 # Models

@@ -18,7 +18,7 @@ from fa2patch.upstream import packed_batch
 from fa2patch.upstream.find_layers import attention_layers
 from fa2patch.upstream.find_mixers import mixers
 from fa2patch.upstream.find_models import models
-from fa2patch.upstream.seams import mixer, whole_row
+from fa2patch.upstream.seams import mixer, mixer_calls
 
 LENGTHS = (5, 9, 1, 3, 7)
 HYBRIDS = [name for name in ("qwen3_next", "mamba", "rwkv", "lfm2", "falcon_h1") if tiny_models.is_present(name)]
@@ -84,7 +84,7 @@ def mask():
 
 @pytest.fixture
 def any_device(monkeypatch):
-    monkeypatch.setattr(whole_row, "NEVER_ON", ())
+    monkeypatch.setattr(mixer_calls, "NO_KERNELS", ())
 
 
 def row():

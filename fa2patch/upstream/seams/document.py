@@ -13,8 +13,9 @@ import torch
 
 from ..._torch import uncompiled
 from ...kernels.picks import DOCUMENTS
-from .. import apart, inspecting
+from .. import inspecting
 from ..packed_mask import PackedMask
+from ..splitting import Documents
 from ..step import Step
 
 
@@ -41,7 +42,7 @@ def _of_each(step: Step, mask: PackedMask) -> Any:
     for layer in step.patch.attention:
         mask.picks.took(step.module.get_submodule(layer.name), DOCUMENTS)
     rest, call = step.calls.arranged(step.args, step.call)
-    documents = apart.Documents(mask.boundaries, mask.shape)
+    documents = Documents(mask.boundaries, mask.shape)
 
     def each(*args: Any, **given: Any) -> Any:
         if given.get("inputs_embeds") is not None:
@@ -51,7 +52,7 @@ def _of_each(step: Step, mask: PackedMask) -> Any:
     return _joined(documents, documents.of_each(each, rest, call))
 
 
-def _joined(documents: apart.Documents, outputs: Sequence[Any]) -> Any:
+def _joined(documents: Documents, outputs: Sequence[Any]) -> Any:
     """Join the documents' outputs: values for each token along the row, others (``pooler_output``) along dim 0."""
     first = outputs[0]
     if isinstance(first, torch.Tensor):

@@ -8,8 +8,9 @@ import torch
 
 from ..._types import Call, Function
 from ...documents.boundaries import Boundaries
-from .. import apart, inspecting
+from .. import inspecting
 from ..packed_mask import PackedMask
+from ..splitting import Documents
 
 
 class OfLayer:
@@ -58,5 +59,5 @@ def each_document(
         kwargs: further keywords for ``rotary``. ``seq_len`` is dropped.
     """
     kwargs = {name: value for name, value in kwargs.items() if name != "seq_len"}
-    each = apart.Documents(documents, position_ids.shape)
+    each = Documents(documents, position_ids.shape)
     return each.join([rotary(x, position_ids=ids, **kwargs) for ids in each.split(position_ids)])

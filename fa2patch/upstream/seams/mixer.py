@@ -1,9 +1,12 @@
 """The mixer seam: a mixer (Mamba, gated delta net, short convolution, ...) runs on each document separately.
 
-Its state and its convolution then start anew at every boundary, in forward and backward, with any kernel. Documents of
-near length share a call as a batch (``near_lengths.py``), if a trial on this machine has shown that the mixer computes
-them so as one by one (``mixer_trial.py``). Modules that treat each token alone (norms, projections around the mixer,
-experts) still run on the whole row. So does a mixer that is found to keep documents apart by itself (``whole_row.py``).
+Its state and its convolution then start anew at every boundary, in forward and backward, with any kernel. Modules that
+treat each token alone (norms, projections around the mixer, experts) still run on the whole row.
+
+A mixer is given several documents at once only if a trial on this machine has shown that this is right
+(:mod:`.mixer_calls`): the whole row with the collator's lengths, or documents of near length as a batch. The kernels of
+causal-conv1d, mamba-ssm and flash-linear-attention keep documents apart by lengths. It depends on the version whether
+the keywords reach them, and many mixers accept the keywords and ignore them.
 """
 
 from __future__ import annotations
@@ -12,22 +15,26 @@ import functools
 from collections.abc import Sequence
 from itertools import chain
 from typing import Any
+from weakref import WeakSet
 
 import torch
 
-from ..._torch import computed_in, uncompiled
+from ..._torch import computed_in, uncompiled, without_gradients
 from ..._types import Args, Call, Function
 from ...documents.boundaries import Boundaries
 from ...documents.names import LENGTHS
-from ...errors import PackedWithCache, PackingNotIsolated
+from ...errors import BadParents, PackedWithCache, PackingNotIsolated
 from ...kernels.picks import DOCUMENTS
-from .. import apart, caches, inspecting
+from .. import caches, inspecting
 from ..packed_mask import PackedMask, find
-from . import mixer_trial, whole_row
-from .mixing import Mixing
+from ..splitting import Documents
+from .mixer_calls import Mixing, Way, verdict
 
 MASKS = ("attention_mask", "mask", "conv_mask")
 """Names of the mask argument through which a mixer is given the boundaries."""
+
+SAYS_DOCUMENTS = ("seq_idx", "cu_seq_lens_q")
+KEYWORDS = (*SAYS_DOCUMENTS, "cu_seq_lens_k", "max_length_q", "max_length_k")
 
 
 def takes_mask(forward: Function) -> bool:
@@ -48,12 +55,11 @@ def takes_cache(forward: Function) -> bool:
 def by_document(original: Function) -> Function:
     """Return the replacement for a mixer class's ``forward``, which computes packed batches document by document.
 
-    The replacement passes the whole row, or several documents as a batch, if a trial has shown that this is right. It
-    raises
-    :class:`PackedWithCache` if a cache or state comes with a packed batch, and :class:`PackingNotIsolated` if the
-    mixer's output does not have one entry for each token.
+    It raises :class:`PackedWithCache` if a cache or state comes with a packed batch, and :class:`PackingNotIsolated` if
+    the mixer's output does not have one entry for each token.
     """
-    names, lengths = inspecting.parameter_names(original)[1:], whole_row.accepted(original)
+    names, lengths = inspecting.parameter_names(original)[1:], tuple(inspecting.accepted(original, KEYWORDS))
+    lengths = lengths if any(name in lengths for name in SAYS_DOCUMENTS) else ()
 
     @functools.wraps(original)
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
@@ -90,29 +96,12 @@ def _computed(
         hands_on: whether the second output is the next layer's state, so that the mask is returned in its place.
     """
     kwargs = {name: value for name, value in kwargs.items() if name not in LENGTHS}
-    place, hidden = _hidden(args, kwargs, mask.shape)
-    boundaries = _own_documents(module, mask)
-    mixing = Mixing(original, module, args, kwargs, place, hidden, boundaries, mask.shape, hands_on)
-    documents, more = _chosen(mixing, mask, lengths)
-    output = mixing.computed(documents, more)
+    mixing = Mixing(original, module, args, kwargs, _own_documents(module, mask), mask.shape, hands_on)
+    way = _chosen(mixing, mask, lengths)
+    outputs = way.documents.of_each(functools.partial(original, module, **way.more), args, kwargs)
+    _require_no_look_back(mixing, way.documents, outputs)
+    output = way.documents.join([output[0] for output in outputs] if hands_on else outputs)
     return (output, mask) if hands_on else output
-
-
-def _chosen(mixing: Mixing, mask: PackedMask, lengths: Sequence[str]) -> tuple[apart.Documents, Call]:
-    """The documents in the calls of the first way that is right, and further keywords. The choice is recorded."""
-    module, hidden = mixing.module, mixing.hidden
-    failed: list[str] = []
-    if hidden is not None and mixer_trial.is_possible(module):
-        kind = _kind_of_call(module, hidden)
-        for way in mixing.ways(hidden.device, lengths):
-            sizes = mixer_trial.sizes(way.documents)
-            verdict = mask.picks.tried(module, (way.name, kind), sizes, functools.partial(mixing.trial, way))
-            if verdict.able:
-                mask.picks.took(module, way.portions, failed)
-                return way.documents, way.more
-            failed.append(f"tried on this machine with {way.name}, it {verdict.why}")
-    mask.picks.took(module, DOCUMENTS, failed)
-    return mixing.one_by_one(), {}
 
 
 def _own_documents(module: torch.nn.Module, mask: PackedMask) -> Boundaries:
@@ -134,17 +123,69 @@ def _own_documents(module: torch.nn.Module, mask: PackedMask) -> Boundaries:
     return own
 
 
-def _kind_of_call(module: torch.nn.Module, hidden: torch.Tensor) -> tuple[Any, ...]:
-    """What selects a mixer's kernels: device, dtypes, training.
+def _chosen(mixing: Mixing, mask: PackedMask, lengths: Sequence[str]) -> Way:
+    """The first way that a trial has shown to be right, else the documents one by one. The choice is recorded."""
+    module, failed = mixing.module, list[str]()
+    kind = _kind_of_call(mixing)
 
-    Inference mode counts, too: tensors that were made in it cannot be saved for a trial's backward.
+    def is_right(way: Way) -> bool:
+        if kind is None or way.portions is DOCUMENTS:
+            return way.portions is DOCUMENTS
+        trial = functools.partial(verdict, mixing, way)
+        tried = mask.picks.tried(module, (way.name, *kind), way.sizes, trial)
+        if not tried.able:
+            failed.append(f"tried on this machine with {way.name}, it {tried.why}")
+        return tried.able
+
+    way = next(filter(is_right, mixing.ways(lengths)))
+    mask.picks.took(module, way.portions, failed)
+    return way
+
+
+def _kind_of_call(mixing: Mixing) -> tuple[Any, ...] | None:
+    """What selects a mixer's kernels: device, dtypes, training. None if no trial can be made.
+
+    Inference mode counts, too: tensors that were made in it cannot be saved for a trial's backward. DeepSpeed's ZeRO-3
+    would take a trial's backward for the training's.
     """
+    module, hidden = mixing.module, mixing.hidden
+    if hidden is None or any(hasattr(parameter, "ds_id") for parameter in module.parameters()):
+        return None
     return hidden.device, hidden.dtype, computed_in(hidden), module.training, torch.is_inference_mode_enabled()
 
 
-def _hidden(args: Args, kwargs: Call, shape: tuple[int, int]) -> tuple[Any, torch.Tensor | None]:
-    """The place or name of the hidden states ``[batch, length, width]`` among a mixer's arguments, and the states."""
-    for place, value in chain(enumerate(args), kwargs.items()):
-        if isinstance(value, torch.Tensor) and value.is_floating_point() and value.shape[:-1] == shape:
-            return place, value
-    return None, None
+_LOOK_BACK: WeakSet[torch.nn.Module] = WeakSet()
+"""Mixers that have been checked."""
+
+
+@without_gradients()
+def _require_no_look_back(mixing: Mixing, documents: Documents, outputs: Sequence[Any]) -> None:
+    """Raise :class:`BadParents` if a shared segment's outputs depend on what follows it (ConvBERT).
+
+    A prompt would be another one before each of its completions. A mixer has no attribute that says so.
+
+    Args:
+        mixing: the call.
+        documents: the documents in their calls.
+        outputs: the mixer's output for each call.
+    """
+    found, module, hidden = documents.shared(), mixing.module, mixing.hidden
+    if found is None or module in _LOOK_BACK:
+        return
+    one, tokens, other = found
+    if hidden is not None:
+        paths = torch.split(documents.end_to_end(hidden), documents.lengths)
+        if torch.equal(*(paths[at][tokens.stop :] for at in (one, other))):
+            return  # two equal paths show nothing
+    states = documents.tokens_of([output[0] if isinstance(output, tuple) else output for output in outputs])
+    if states is None:
+        return  # joining the outputs is an error
+    first, second = (torch.split(states, documents.lengths)[at][tokens] for at in (one, other))
+    near = {torch.float64: 1e-6, torch.float32: 1e-3}.get(first.dtype, 3e-2)
+    if (first - second).abs().max() > near * first.abs().max():
+        raise BadParents(
+            f"segment_parents: {type(module).__name__} looks at later tokens, so a prompt would be another one before "
+            "each of its completions. Give this model every sequence as a document of its own."
+        )
+    if hidden is not None:
+        _LOOK_BACK.add(module)

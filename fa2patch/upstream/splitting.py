@@ -1,0 +1,159 @@
+"""Split the tensors of a packed batch into documents, and join what was computed of each document.
+
+One call computes a document, or several of near length as a batch (:meth:`Documents.in_batches`).
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Sequence
+from itertools import accumulate
+from typing import Any
+
+import torch
+
+from .._types import Call, Function
+from ..documents.boundaries import Boundaries
+from ..errors import PackingNotIsolated
+from ..kernels.grouping import Batches
+from .packed_mask import PackedMask
+
+
+class Documents:
+    """The documents of a batch, one by one. With a tree of segments, they are its paths from a root to a leaf.
+
+    Args:
+        boundaries: the batch's boundaries.
+        shape: ``(batch, length)`` of the batch.
+
+    Attributes:
+        lengths: the documents' lengths in tokens. Empty documents are left out.
+        calls: the documents in the calls that compute them.
+    """
+
+    def __init__(self, boundaries: Boundaries, shape: Sequence[int]) -> None:
+        self.shape, self._tree = tuple(shape[:2]), boundaries.tree
+        if self._tree is None:
+            self.lengths = [length for length in boundaries.lengths if length]
+        else:
+            self.lengths = [self._tree.offsets[leaf] + self._tree.lengths[leaf] for leaf in self._tree.leaves]
+        self.calls = Batches(self.lengths)
+
+    def __len__(self) -> int:
+        return len(self.lengths)
+
+    def in_batches(self, batches: Sequence[Sequence[int]], device: torch.device) -> Documents:
+        """The same documents, computed in these batches (:class:`~fa2patch.kernels.grouping.Batches`)."""
+        made = copy.copy(self)
+        made.calls = Batches(self.lengths, batches, device)
+        return made
+
+    def end_to_end(self, value: torch.Tensor) -> torch.Tensor:
+        """A tensor with the batch's tokens, laid out by documents: ``[batch or 1, length, ...]`` to ``[tokens, ...]``.
+
+        Tokens that several paths of a tree share are repeated on each of them.
+        """
+        rows = value.expand(self.shape[0], *value.shape[1:]).flatten(0, 1)
+        if self._tree is None:
+            return rows
+        return torch.cat([self._tree.along(rows, leaf) for leaf in self._tree.leaves])
+
+    def split(self, value: Any) -> Sequence[Any]:
+        """Return an argument for each call: tensors with the batch's tokens are split to ``[count, longest, ...]``.
+
+        A packed mask becomes None. Other values are the same for every call.
+
+        Args:
+            value: the argument for the whole batch.
+        """
+        number = len(self.calls.shapes)
+        if isinstance(value, PackedMask):
+            return [None] * number
+        if isinstance(value, (tuple, list)):
+            columns = [self.split(each) for each in value]
+            return [tuple(column[i] for column in columns) for i in range(number)]
+        if not isinstance(value, torch.Tensor) or value.dim() < 2 or value.shape[1] != self.shape[1]:
+            return [value] * number
+        return self.calls.split(self.end_to_end(value))
+
+    def of_each(self, function: Function, args: Sequence[Any], kwargs: Call) -> list[Any]:
+        """Return a function's output for each call, with its part of the arguments (:meth:`split`)."""
+        in_order, by_name = self.split(list(args)), self.split(list(kwargs.values()))
+        return [function(*given, **dict(zip(kwargs, named))) for given, named in zip(in_order, by_name)]
+
+    def tokens_of(self, outputs: Sequence[Any]) -> torch.Tensor | None:
+        """The documents end to end ``[tokens, ...]``, from the calls' outputs; None if these are not for each token.
+
+        Args:
+            outputs: a tensor ``[count, longest, ...]`` or ``[count * longest, ...]`` for each call.
+        """
+        if self._in_rows(outputs):
+            return self.calls.join(outputs)
+        flat = zip(outputs, self.calls.sizes)
+        if all(isinstance(each, torch.Tensor) and each.shape[:1] == (size,) for each, size in flat):
+            return self.calls.join([each[None] for each in outputs])
+        return None
+
+    def _in_rows(self, outputs: Sequence[Any]) -> bool:
+        """Whether these are tensors ``[count, longest, ...]``."""
+        calls = zip(outputs, self.calls.shapes)
+        return all(isinstance(each, torch.Tensor) and each.shape[:2] == call for each, call in calls)
+
+    def join(self, outputs: Sequence[Any]) -> Any:
+        """Join the calls' outputs, ``[count, longest, ...]`` to ``[batch, length, ...]``, ``[tokens, ...]`` end to end.
+
+        What several paths share is taken from the first of them. If a module returns several outputs, those after the
+        first that are not for each token (a last state) become None.
+
+        Args:
+            outputs: a module's output for each call.
+
+        Raises:
+            PackingNotIsolated: the first output does not have one entry for each token.
+        """
+        if isinstance(outputs[0], tuple):
+            first, *others = zip(*outputs)
+            return (self.join(first), *(self._whole(other) for other in others))
+        whole = self._whole(outputs)
+        if whole is None:
+            found = f"{type(outputs[0]).__name__} {list(getattr(outputs[0], 'shape', []))}"
+            raise PackingNotIsolated(
+                f"a module returned something that is not for each token ({found}): computed document by document, "
+                "there is one for each of them. Train this model padded, and please report it."
+            )
+        return whole
+
+    def _whole(self, outputs: Sequence[Any]) -> torch.Tensor | None:
+        """What :meth:`tokens_of` returns, in the order of the batch and, if the outputs were so, in its shape."""
+        states = self.tokens_of(outputs)
+        if states is None:
+            return None
+        tree = self._tree
+        if tree is not None:
+            starts = [0, *accumulate(self.lengths)]
+            first = {segment: at for at in reversed(range(len(tree.leaves))) for segment in tree.path(tree.leaves[at])}
+            states = torch.cat(
+                [
+                    states.narrow(0, starts[first[segment]] + tree.offsets[segment], length)
+                    for segment, length in enumerate(tree.lengths)
+                    if length
+                ]
+            )
+        return states.view(*self.shape, *states.shape[1:]) if self._in_rows(outputs) else states
+
+    def shared(self) -> tuple[int, slice, int] | None:
+        """The first segment that two paths share: a path's number, the segment's tokens on it, and the other's number.
+
+        None if no two paths share a segment.
+        """
+        taken_from: dict[int, int] = {}
+        tree = self._tree
+        if tree is None:
+            return None
+        for at, leaf in enumerate(tree.leaves):
+            for segment in reversed(tree.path(leaf)):
+                if segment in taken_from:
+                    start = tree.offsets[segment]
+                    return taken_from[segment], slice(start, start + tree.lengths[segment]), at
+                taken_from[segment] = at
+        return None

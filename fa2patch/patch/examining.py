@@ -23,11 +23,7 @@ from ..upstream.step import Patched
 
 
 class Examined(Patched, Protocol):
-    """A patch, as an examination uses it.
-
-    Attributes:
-        examination: what has been looked at.
-    """
+    """A patch, as an examination uses it."""
 
     examination: Examination
 
@@ -45,14 +41,8 @@ DOCUMENTS, BRANCHES = "documents", "branches"
 _lock = threading.RLock()
 """Held while a model is examined, so that no other thread uses numbers that are still to be proven."""
 
-
-class _Thread(threading.local):
-    """Whether this thread runs a model in order to prove a batch. What it is given there is no user's batch."""
-
-    proves = False
-
-
-_thread = _Thread()
+_thread = threading.local()
+"""``proves`` is True while this thread runs a model in order to prove a batch: what it is given is no user's batch."""
 
 
 @dataclass
@@ -78,24 +68,26 @@ class Examination:
     number: str = ""
 
     @contextlib.contextmanager
-    def paused(self) -> Iterator[None]:
-        """Examine no packed batches inside this context."""
-        before, self.under_way = self.under_way, True
+    def paused(self, on: bool = True) -> Iterator[None]:
+        """Examine no packed batches inside this context, if it is on."""
+        before, self.under_way = self.under_way, self.under_way or on
         try:
             yield
         finally:
             self.under_way = before
 
 
-def begun(patch: Examined, prove: bool | str) -> Examination:
-    """A new examination of a model that has just been planned.
+def begun(patch: Examined, prove: bool | str, must: bool | None = None) -> Examination:
+    """A new examination of a model that has just been planned, or of a copy, which is looked at on its first batch.
 
     Args:
-        patch: the model's patch.
+        patch: the model's patch. Compiled graphs look it up by the examination's number.
         prove: the ``prove`` argument of ``apply``.
+        must: whether packed batches must be proven; None looks whether the model holds what is unknown.
     """
-    has_to_be = prove is True or (prove == "unknown" and bool(unknown(patch.model)))
-    return known(patch, Examination(prove, has_to_be))
+    if must is None:
+        must = prove is True or (prove == "unknown" and bool(unknown(patch.model)))
+    return Examination(prove, must, number=number(patch))
 
 
 def look(patch: Examined) -> None:
@@ -106,27 +98,13 @@ def look(patch: Examined) -> None:
 def _has_changed(patch: Examined) -> bool:
     """Whether the model is another one than was last looked at. A change by fa2patch itself is looked at here."""
     kept = patch.examination.structure
-    if kept is not None and not kept.is_as_kept():
-        now = Structure(patch.model)
-        if now.number == kept.number:
-            patch.examination.structure = kept = now
-        else:
-            return True
-    return kept is None
-
-
-def copied(patch: Examined, examination: Examination) -> Examination:
-    """The examination of a copied patch.
-
-    The copy has other modules, and some do not exist yet. They are looked at on the copy's first packed batch.
-    """
-    return known(patch, Examination(examination.prove, examination.must))
-
-
-def known(patch: Examined, examination: Examination) -> Examination:
-    """Register a patch under its examination's number, for compiled graphs. Returns the examination."""
-    examination.number = number(patch)
-    return examination
+    if kept is None or kept.is_as_kept():
+        return kept is None
+    now = Structure(patch.model)
+    if now.number != kept.number:
+        return True
+    patch.examination.structure = now
+    return False
 
 
 def examine(patch: Examined, module: Model, call: Call, mask: PackedMask) -> None:
@@ -154,7 +132,7 @@ def examine(patch: Examined, module: Model, call: Call, mask: PackedMask) -> Non
         if found:
             raise PackingNotIsolated(found)
         return
-    if examination.under_way or _thread.proves:
+    if examination.under_way or getattr(_thread, "proves", False):
         return
     if attached.take(call.get("position_ids"), attached.PADDING) is None:
         heads.require_patched(patch)
@@ -172,28 +150,28 @@ def examine(patch: Examined, module: Model, call: Call, mask: PackedMask) -> Non
 
 
 def _examine(patch: Examined, module: Model, call: Call, mask: PackedMask) -> None:
-    examination = patch.examination
+    examination, name = patch.examination, type(patch.model).__name__
     due = _due(examination, module, mask.boundaries)
     if not due:
         return
     if mask.part is not None:
         raise PackingNotIsolated(
-            f"{type(patch.model).__name__} must prove that its modules keep documents apart (prove="
-            f"{examination.prove!r}; fa2patch does not know {unknown(patch.model) or 'nothing in it'}), and "
-            "sequence parallelism (sp_size) splits rows over processes, so that none can prove it by itself. Call "
-            "fa2patch.verify(model, batch=batch) on every rank, then fa2patch.apply(model, prove=False)."
+            f"{name} must prove that its modules keep documents apart (prove={examination.prove!r}; fa2patch does not "
+            f"know {unknown(patch.model) or 'nothing in it'}), and sequence parallelism (sp_size) splits rows "
+            "over processes, so that none can prove it by itself. Call fa2patch.verify(model, batch=batch) on every "
+            "rank, then fa2patch.apply(model, prove=False)."
         )
     if is_sharded(patch.model) and examination.prove is not True:
         examination.must = False
         warnings.warn(
-            f"{type(patch.model).__name__} holds what fa2patch does not know, "
-            f"{unknown(patch.model)}, and is sharded, so that one rank cannot prove it by itself. Call "
-            "fa2patch.verify(model, batch=batch) on every rank, or fa2patch.apply(model, prove=False).",
+            f"{name} holds what fa2patch does not know, {unknown(patch.model)}, and is sharded, so that one "
+            "rank cannot prove it by itself. Call fa2patch.verify(model, batch=batch) on every rank, or "
+            "fa2patch.apply(model, prove=False).",
             NothingProven,
             stacklevel=2,
         )
         return
-    _proven(patch, due, module, call, mask)
+    _prove(patch, due, module, call, mask)
 
 
 def _due(examination: Examination, module: Model, boundaries: Boundaries) -> set[tuple[str, int]]:
@@ -212,25 +190,21 @@ def _due(examination: Examination, module: Model, boundaries: Boundaries) -> set
     return {(what, mode) for what in held if again or (what, mode) not in examination.proven}
 
 
-def _proven(patch: Examined, due: set[tuple[str, int]], module: Model, call: Call, mask: PackedMask) -> None:
-    before, _thread.proves = _thread.proves, True
+def _prove(patch: Examined, due: set[tuple[str, int]], module: Model, call: Call, mask: PackedMask) -> None:
+    """Prove a batch on a replica of the model, or on the model itself if the replica does not see the whole forward."""
+    before, _thread.proves = getattr(_thread, "proves", False), True
     try:
-        with patch.examination.paused() if is_sharded(patch.model) else contextlib.nullcontext():
-            _prove(patch, module, call, mask)
+        try:
+            with patch.examination.paused(is_sharded(patch.model)):
+                proving.prove(module, call, mask)
+        except proving.Unseen:
+            with patch.examination.paused():
+                proving.prove(module, call, mask, itself=True)
+    except proving.Unseen as error:
+        raise PackingNotIsolated(str(error)) from None
     finally:
         _thread.proves = before
     patch.examination.proven |= due
-
-
-def _prove(patch: Examined, module: Model, call: Call, mask: PackedMask) -> None:
-    try:
-        proving.prove(module, call, mask)
-    except proving.Unseen:
-        try:
-            with patch.examination.paused():
-                proving.prove(module, call, mask, itself=True)
-        except proving.Unseen as error:
-            raise PackingNotIsolated(str(error)) from None
 
 
 @constant
@@ -251,7 +225,7 @@ def _examined(given: str, tree: bool) -> str:
                 call, mask = proving.example_of(patch.model, patch, tree)
                 due = _due(patch.examination, patch.model, mask.boundaries)
                 if due:
-                    _proven(patch, due, patch.model, call, mask)
+                    _prove(patch, due, patch.model, call, mask)
         except Fa2PatchError as error:
             return error.message
     return ""
@@ -262,13 +236,7 @@ def capture_unpacked(given: str) -> bool:
     """Warn once if a graph is captured for training batches without document information.
 
     A graph cannot count batches: a count that it reads would make a new graph for every batch. So the warning comes
-    with the first such graph.
-
-    Args:
-        given: the number of the patch's examination.
-
-    Returns:
-        False, because a constant of a graph needs a value.
+    with the first such graph. False is returned because a constant of a graph needs a value.
     """
     patch: Examined = numbered(given)
     if patch.unpacked is not None:

@@ -242,7 +242,7 @@ class Patch:
     def __setstate__(self, state: dict[str, Any]) -> None:
         """Bind the sites for a copied or unpickled patch too, so that its model is patched."""
         self.__dict__.update(state)
-        self.examination = examining.copied(self, self.examination)
+        self.examination = examining.begun(self, self.examination.prove, self.examination.must)
         for site in self.plan.sites:
             site.bind(self)
         peft_models.watch(self)

@@ -42,41 +42,16 @@ class Model(Protocol):
     loss_function: Any
     _modules: dict[str, Any]
 
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Run the forward and its hooks."""
-
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Compute a batch."""
-
-    def modules(self) -> Iterator[torch.nn.Module]:
-        """The model and every module in it."""
-
-    def named_modules(self) -> Iterator[tuple[str, torch.nn.Module]]:
-        """The same, with names."""
-
-    def children(self) -> Iterator[torch.nn.Module]:
-        """The modules that the model holds directly."""
-
-    def named_children(self) -> Iterator[tuple[str, torch.nn.Module]]:
-        """The same, with names."""
-
-    def eval(self) -> Any:
-        """Switch to eval mode."""
-
-    def buffers(self) -> Iterator[torch.Tensor]:
-        """Every buffer."""
-
-    def parameters(self) -> Iterator[torch.nn.Parameter]:
-        """Every parameter."""
-
-    def named_parameters(self) -> Iterator[tuple[str, torch.nn.Parameter]]:
-        """The same, with names."""
-
-    def get_submodule(self, target: str) -> torch.nn.Module:
-        """The module of a name."""
-
-    def get_input_embeddings(self) -> Any:
-        """The module that embeds token ids."""
-
-    def get_output_embeddings(self) -> Any:
-        """The module that makes logits, or None."""
+    def __call__(self, *args: Any, **kwargs: Any) -> Any: ...
+    def forward(self, *args: Any, **kwargs: Any) -> Any: ...
+    def modules(self) -> Iterator[torch.nn.Module]: ...
+    def named_modules(self) -> Iterator[tuple[str, torch.nn.Module]]: ...
+    def children(self) -> Iterator[torch.nn.Module]: ...
+    def named_children(self) -> Iterator[tuple[str, torch.nn.Module]]: ...
+    def eval(self) -> Any: ...
+    def buffers(self) -> Iterator[torch.Tensor]: ...
+    def parameters(self) -> Iterator[torch.nn.Parameter]: ...
+    def named_parameters(self) -> Iterator[tuple[str, torch.nn.Parameter]]: ...
+    def get_submodule(self, target: str) -> torch.nn.Module: ...
+    def get_input_embeddings(self) -> Any: ...
+    def get_output_embeddings(self) -> Any: ...

@@ -18,7 +18,7 @@ from ..errors import BadArgument, LayerNotPatchable, UnsupportedNumPy, Unsupport
 from ..upstream import foreign, inspecting
 from ..upstream.find_models import models, transformers_model
 from ..upstream.step import MARK
-from . import padding, peft_models, tracers, trainer_labels
+from . import padding
 from .plan import plan
 from .state import Patch
 
@@ -118,11 +118,7 @@ def _install(patch: Patch) -> None:
     originals = {module: type(module).forward for module in _with_replaced_forward(patch)}
     with LOCK:
         try:
-            for site in patch.plan.sites:
-                site.bind(patch)
-            peft_models.watch(patch)
-            tracers.watch(patch)
-            trainer_labels.watch(patch)
+            patch.bind()
         except BaseException:
             release(patch)
             raise

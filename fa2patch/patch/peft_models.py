@@ -16,7 +16,7 @@ import torch
 
 from .._torch import compiling
 from .._types import Args, Call, Function
-from ..binding import ABSENT, bind, when_imported
+from ..binding import ABSENT, bind
 from ..documents.find import recognise
 from ..documents.names import LENGTHS
 from ..errors import PackingNotIsolated
@@ -27,16 +27,8 @@ from ..upstream.step import MARK, Patched
 MODULE = "peft.peft_model"
 
 
-def watch(patch: Patched) -> None:
-    """Check calls of PEFT's models until the patch is released.
-
-    If PEFT is not imported yet, the checks start with its import. Call this function after the patch's sites are bound,
-    because a patch without bindings counts as reverted.
-    """
-    when_imported(MODULE, _bind, patch)
-
-
-def _bind(module: ModuleType, patch: Patched) -> None:
+def watch(module: ModuleType, patch: Patched) -> None:
+    """Check calls of PEFT's models until the patch is released."""
     base = getattr(module, "PeftModel", None)
     if base is None:
         return  # a stub of PEFT, or a failed import
@@ -76,6 +68,7 @@ def _looked_at(base: type[torch.nn.Module], original: Function) -> Function:
 
 
 def _refuse_packed(model: Any, base: type[torch.nn.Module], function: Function, args: Args, kwargs: Call) -> None:
+    """Raise for a packed batch if a patched model is inside, and the active adapter does something with whole rows."""
     reads_rows = _reads_rows(model, base)
     if not reads_rows or not any(MARK in module.__dict__ for module in model.base_model.modules()):
         return

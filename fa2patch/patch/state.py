@@ -3,22 +3,26 @@
 from __future__ import annotations
 
 import copy
+import functools
 from dataclasses import dataclass
 from typing import Any
 
+import torch.fx
+
 from .. import kernels
-from .._types import Call, Model
-from ..binding import LOCK, release, used_by, users
+from .._types import Call, Function, Model
+from ..binding import LOCK, bind, release, used_by, users, when_imported
 from ..padded.batches import of_model
 from ..upstream import embeddings, foreign, hooks
 from ..upstream.architectures import Architecture
+from ..upstream.calls import refuse_recording
 from ..upstream.find_layers import Layer
 from ..upstream.find_models import models
 from ..upstream.forward import entered
 from ..upstream.packed_mask import PackedMask
 from ..upstream.step import MARK, ROLE, Acting
 from ..upstream.trait import Trait
-from . import examining, peft_models, tracers, trainer_labels
+from . import examining, peft_models, trainer_labels
 from .plan import Plan, plan
 
 
@@ -152,6 +156,14 @@ class Patch:
         self.examination.under_way = under_way
         self.mark()
 
+    def bind(self) -> None:
+        """Replace every site of the plan, and what other packages do around a model: PEFT, Trainer and torch.fx."""
+        for site in self.plan.sites:
+            site.bind(self)
+        bind(torch.fx.Tracer, "trace", _refuses_patched, self)
+        when_imported(peft_models.MODULE, peft_models.watch, self)  # a patch without bindings would count as gone
+        when_imported(trainer_labels.MODULE, trainer_labels.watch, self)
+
     def mark(self) -> None:
         """Set marks and hooks on the models that a call goes through.
 
@@ -243,11 +255,19 @@ class Patch:
         """Bind the sites for a copied or unpickled patch too, so that its model is patched."""
         self.__dict__.update(state)
         self.examination = examining.begun(self, self.examination.prove, self.examination.must)
-        for site in self.plan.sites:
-            site.bind(self)
-        peft_models.watch(self)
-        tracers.watch(self)
-        trainer_labels.watch(self)
+        self.bind()
+
+
+def _refuses_patched(original: Function) -> Function:
+    """``torch.fx.Tracer.trace`` for a model that is not patched. It would fail in ours with an error of its own."""
+
+    @functools.wraps(original)
+    def trace(self: Any, root: Any, *args: Any, **kwargs: Any) -> Any:
+        if isinstance(root, torch.nn.Module) and any(MARK in vars(module) for module in root.modules()):
+            refuse_recording("torch.fx")
+        return original(self, root, *args, **kwargs)
+
+    return trace
 
 
 def _patches() -> list[Patch]:

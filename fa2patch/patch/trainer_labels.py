@@ -17,8 +17,8 @@ from typing import Any
 
 import torch
 
-from .._types import Call, Function, Model
-from ..binding import bind, when_imported
+from .._types import Call, Function
+from ..binding import bind
 from ..documents import other_names
 from ..documents.names import LABELS, LOSS_LABELS, TOKENS
 from ..errors import Fa2PatchError, NotAModel
@@ -36,15 +36,8 @@ _leave_first_out: weakref.WeakKeyDictionary[Any, bool] = weakref.WeakKeyDictiona
 """For each Trainer, whether its count leaves out the first label of each row."""
 
 
-def watch(patch: Patched) -> None:
-    """Look at the labels of every Trainer that trains a patched model, until the patch is released.
-
-    If Trainer is not imported yet, this starts with its import. Call it after the patch's sites are bound.
-    """
-    when_imported(MODULE, _bind, patch)
-
-
-def _bind(module: ModuleType, patch: Patched) -> None:
+def watch(module: ModuleType, patch: Patched) -> None:
+    """Look at the labels of every Trainer that trains a patched model, until the patch is released."""
     trainer = getattr(module, "Trainer", None)
     for name, make in {"_prepare_inputs": _prepared, "_get_num_items_in_batch": _counted}.items():
         if trainer is not None and name in vars(trainer):
@@ -135,8 +128,7 @@ def _as_given(batch: Any) -> Any:
 
 def _patch_of(model: Any) -> Patched | None:
     try:
-        inner: Model = transformers_model(model)
+        patch: Patched | None = transformers_model(model).__dict__.get(MARK)
     except NotAModel:
         return None
-    patch: Patched | None = inner.__dict__.get(MARK)
     return patch

@@ -239,13 +239,15 @@ def adapted(model):
 
 
 @pytest.mark.parametrize("first", ["apply", "peft"])
-def test_adapters_are_trained_isolated_and_merged(model, first):
+def test_adapters_are_trained_isolated_and_merged(model, docs, first):
     if first == "apply":
         fa2patch.apply(model)
     outer = adapted(model)
     if first == "peft":
         fa2patch.apply(outer)
+    assert fa2patch.status(outer) is fa2patch.status(model) is not None
     assert isolated(outer)
+    assert_close(logits(outer, docs), alone(outer, docs), "logits of the adapted model")
     merged = outer.merge_and_unload()
     assert fa2patch.status(merged).active and isolated(merged)
     fa2patch.revert(merged)

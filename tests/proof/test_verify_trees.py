@@ -6,6 +6,7 @@ from dataclasses import replace
 import pytest
 import torch
 from tree_cases import rows_of_segments
+from unknown_modules import Around
 
 import fa2patch
 from compat_matrix import tiny_models
@@ -24,13 +25,6 @@ BATCHES = {
     "two rows": rows_of_segments([(4, -1), (3, 0), (2, 0)], [(1, -1), (1, 0), (5, 1), (2, 1)]),
     "chain": rows_of_segments([(4, -1), (3, 0), (2, 1)]),
 }
-
-
-@pytest.fixture
-def patched():
-    model = tiny_llama()
-    fa2patch.apply(model)
-    return model
 
 
 def built(family, **changes):
@@ -145,22 +139,16 @@ def test_who_saw_its_sibling_is_in_the_result(patched, monkeypatch):
     assert [one.gradient > 0.01 for one in found.documents] == [False, False, True, True]
 
 
-class AlongTheRow(torch.nn.Module):
-    """Adds up the row's tokens, with the gradient, without it, or with nothing but the gradient."""
-
-    def __init__(self, way):
-        super().__init__()
-        self.way = way
-
-    def forward(self, states):
-        before = states.cumsum(1) / states.shape[1]
-        return states + {"both": before, "values": before.detach(), "gradients": before - before.detach()}[self.way]
-
-
 @pytest.mark.parametrize("way", ["both", "values", "gradients"])
 def test_a_module_that_mixes_along_the_row_is_named(patched, way):
+    """It adds up the row's tokens, with the gradient, without it, or with nothing but the gradient."""
+
+    def along_the_row(self, states):
+        before = states.cumsum(1) / states.shape[1]
+        return states + {"both": before, "values": before.detach(), "gradients": before - before.detach()}[way]
+
     layer = patched.model.layers[1]
-    layer.mlp = torch.nn.Sequential(layer.mlp, AlongTheRow(way))
+    layer.mlp = torch.nn.Sequential(layer.mlp, Around(None, along_the_row))
     found = fa2patch.verify(patched, batch=TREE, strict=False)
     assert not found.ok
     if way == "gradients":
@@ -211,20 +199,14 @@ def test_a_parent_that_gets_no_gradient_is_found(patched, monkeypatch):
 
 
 def test_positions_that_do_not_go_on_from_the_parent_are_found(patched):
-    class FromZero(torch.nn.Module):
-        """Adds embeddings of positions that restart at every segment."""
+    """They restart at every segment."""
 
-        def __init__(self):
-            super().__init__()
-            self.table = torch.nn.Embedding(64, 32)
-
-        def forward(self, states):
-            tree = states.shape[1] == 14
-            counted = torch.cat([torch.arange(n) for n in (4, 3, 5, 2)]) if tree else torch.arange(states.shape[1])
-            return states + self.table(counted)
+    def from_zero(self, states):
+        lengths = (4, 3, 5, 2) if states.shape[1] == 14 else states.shape[1:2]
+        return states + self.table(torch.cat([torch.arange(n) for n in lengths]))
 
     layer = patched.model.layers[0]
-    layer.mlp = torch.nn.Sequential(layer.mlp, FromZero())
+    layer.mlp = torch.nn.Sequential(layer.mlp, Around(None, from_zero, table=torch.nn.Embedding(64, 32)))
     found = fa2patch.verify(patched, batch=TREE, strict=False)
     assert not found.ok and found.first_leak == "model.layers.0.mlp.1"
     assert "is not computed as when its path is alone (off by" in found.reason

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -105,7 +104,9 @@ def models(model: Model) -> list[Any]:
     path = [
         module
         for module in model.modules()
-        if is_transformers_model(module) and any(embedding is inner for inner in module.modules())
+        if "config" in vars(module)
+        and is_transformers_model(module)
+        and any(embedding is inner for inner in module.modules())
     ]
     if path:
         return path
@@ -113,20 +114,24 @@ def models(model: Model) -> list[Any]:
     return [model] if base is model else [model, base]
 
 
-def text_modules(decoder: Model) -> Iterator[tuple[str, torch.nn.Module]]:
-    """Yield the modules of a decoder through which its tokens run, with their names, as ``named_modules`` does.
+def text_modules(decoder: Model) -> list[tuple[str, Any]]:
+    """The modules of a decoder through which its tokens run, with their names, in the order of ``named_modules``.
 
     Encoders of pictures or sound that are inside the decoder are left out with all that they hold (Phi-4-multimodal
     has both). They are models of their own, with a config of another class than the decoder's.
     """
-    towers: tuple[str, ...] = ()
-    for name, module in decoder.named_modules():
-        if name.startswith(towers):
+    found: dict[Any, str] = {}
+    waiting: list[tuple[str, Any]] = [("", decoder)]
+    while waiting:  # named_modules resumes a generator for each module around a module: thousands of calls a walk
+        name, module = waiting.pop()
+        inner_model = name and "config" in vars(module) and is_transformers_model(module)
+        if module in found or (inner_model and not isinstance(decoder.config, type(module.config))):
             continue
-        if name and is_transformers_model(module) and not isinstance(decoder.config, type(module.config)):
-            towers = (*towers, f"{name}.")
-            continue
-        yield name, module
+        found[module] = name
+        for key, child in reversed(module._modules.items()):
+            if child is not None:
+                waiting.append((f"{name}.{key}" if name else key, child))
+    return [(name, module) for module, name in found.items()]
 
 
 def embedding_of(model: Model) -> torch.nn.Module | None:

@@ -100,7 +100,7 @@ def without_first_labels(model: Any, batch: Any) -> Any:
 
 
 def _inside_documents(patch: Patched, call: Call) -> Call:
-    """The labels of a packed batch without those that cross a boundary, with the given ones as luggage."""
+    """The labels of a packed batch without those that cross a boundary, with the given ones attached."""
     model = patch.model
     role = model.__dict__[ROLE]
     if role.pools or not role.predicts_the_next or row_part(model, call) is not None:

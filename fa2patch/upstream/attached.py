@@ -1,9 +1,9 @@
-"""Luggage: objects that ride on a tensor from one forward to the next, as an attribute of the tensor.
+"""Objects that ride on a tensor from one forward to the next, as an attribute of the tensor.
 
 A model's own code passes its position ids (or input ids) down to the modules inside it and has no argument for
-boundaries, so they are attached to these tensors. A copy of the tensor loses the attribute. The code that attaches an
-object therefore checks after the forward that some other code has taken it. Lost luggage is an error, not a dense
-batch. No other module of fa2patch puts an attribute on a tensor.
+boundaries, so they are attached to these tensors. A copy of the tensor loses the attribute. So whoever attaches an
+object checks after the forward that some other code has taken it: its loss is an error, not a dense batch. No other
+module of fa2patch puts an attribute on a tensor.
 """
 
 from __future__ import annotations

@@ -296,12 +296,12 @@ def pooled_by_document(model: Model, call: Call, mask: PackedMask) -> tuple[dict
 
 
 def is_riding(call: Call) -> bool:
-    """Whether a packed batch rides on a forward's arguments."""
+    """Whether a packed batch is attached to a forward's arguments."""
     return any(attached.find(call.get(name), attached.POOLED) is not None for name in TOKENS)
 
 
 def ridden(call: Call) -> Pooled | None:
-    """Take the packed batch that rides on a base model's arguments; None if there is none."""
+    """Take the packed batch that is attached to a base model's arguments; None if there is none."""
     rides = (attached.take(call.get(name), attached.POOLED) for name in TOKENS)
     return next((ride for ride in rides if ride is not None), None)
 

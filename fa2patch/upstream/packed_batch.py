@@ -43,16 +43,16 @@ def packed_mask(
             compiled graph such a row is always packed, because the graph cannot choose by what ids say.
         always: whether rows with one document each are packed, too.
     """
-    facts = patch.facts
+    facts, first = patch.facts, patch.facts.first_position
     batch = read_batch(call, facts.has_mixers)
     rows = batch if part is None else of_whole_rows(batch, part, call)
     if batch is None or rows is None:
         return None
-    _refuse_recorders(batch, made_inside)
+    if batch.says_something and not (made_inside or compiling()) and recording():
+        refuse_recording("make_fx (or aot_function, or what is made of them)")
     found: Boundaries | None
-    first = facts.first_position
     if "cu_seq_lens_q" in batch.lengths:
-        found = _stated(rows, patch)
+        found = _stated(rows, facts.both_ways)
         if part is not None and batch.position_ids is not None:
             cu = part.clipped(found.cu_seqlens, batch.shape)
             from_cu_seqlens(cu, found.max_seqlen, batch.shape, position_ids=batch.position_ids)
@@ -66,7 +66,6 @@ def packed_mask(
             refuse_unsaid(call)
         return None
     _refuse_what_cannot_be_packed(call, batch.mask, training)
-    _refuse_transforms()
     if batch.mask is not None:  # router losses weigh a token by its number in the mask
         call["attention_mask"] = (batch.mask != 0).to(batch.mask.dtype)
     if batch.position_ids is None:
@@ -75,19 +74,16 @@ def packed_mask(
         counted = counted if part is None else part.own(counted)
         tokens = call.get("input_ids") if first and part is None else None
         call["position_ids"] = counted + first if tokens is None else _without_padding(counted, tokens, first)
-    longest, scaled = found.positions, facts.rope
-    if scaled is not None:
+    ids, longest = call["position_ids"], found.positions
+    if facts.rope is not None:
         if longest is None:
-            longest = largest(call["position_ids"] if part is None else found.positions_of(rows.shape)) + 1
-        scaled.check(longest)
-        scaled.check_tree(found.tree)
-        if part is not None:
-            scaled.check_part(longest)
+            longest = largest(ids if part is None else found.positions_of(rows.shape)) + 1
+        facts.rope.check(longest, found.tree, part is not None)
     longest = rows.shape[1] if longest is None else longest
-    return PackedMask(found, patch.picks, batch.shape, longest, call["position_ids"], facts, real=batch.mask, part=part)
+    return PackedMask(found, patch.picks, batch.shape, longest, ids, facts, real=batch.mask, part=part)
 
 
-def _stated(batch: Batch, patch: Patched) -> Boundaries:
+def _stated(batch: Batch, both_ways: bool) -> Boundaries:
     """The boundaries that the collator's lengths state."""
     found = from_cu_seqlens(
         batch.lengths["cu_seq_lens_q"],
@@ -98,12 +94,12 @@ def _stated(batch: Batch, patch: Patched) -> Boundaries:
         attention_mask=batch.mask,
         parents=batch.lengths.get(PARENTS),
     )
-    if found.parents is not None and patch.facts.both_ways:
+    if found.parents is not None and both_ways:
         raise BadParents(
             "segment_parents came to a model whose tokens see later tokens too: a prompt would see what continues it. "
             "Give this model every sequence as a document of its own."
         )
-    return found.padding_apart(batch.mask) if batch.mask is not None and patch.facts.both_ways else found
+    return found.padding_apart(batch.mask) if batch.mask is not None and both_ways else found
 
 
 def _stays_in_the_graph(batch: Batch, call: Call, training: bool) -> bool:
@@ -192,14 +188,6 @@ def _refuse_what_cannot_be_packed(call: Call, mask: torch.Tensor | None, trainin
             "output_attentions=True was asked of a packed batch: flash attention makes no weights to return. "
             "Leave it out, or pass documents one by one."
         )
-
-
-def _refuse_recorders(batch: Batch, made_inside: bool) -> None:
-    if not (made_inside or compiling()) and batch.says_something and recording():
-        refuse_recording("make_fx (or aot_function, or what is made of them)")
-
-
-def _refuse_transforms() -> None:
     if not compiling() and transforming():
         raise PackingNotIsolated(
             "a packed batch came inside a transform of torch.func (vmap, grad, or what aot_function uses), which its "

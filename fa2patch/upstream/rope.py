@@ -26,38 +26,40 @@ class LengthScaled:
     kind: str
     limit: int
 
-    def check(self, positions: int) -> None:
-        """Raise if dynamic scaling would stretch a row's documents together. ``positions``: largest id + 1."""
-        if self.kind == "dynamic" and positions > self.limit:
+    def check(self, positions: int, tree: Tree | None, split: bool) -> None:
+        """Raise :class:`PackingNotIsolated` if the documents of a batch cannot have each its own scaling.
+
+        Args:
+            positions: largest position id + 1 of the whole rows.
+            tree: the batch's segments, or None.
+            split: whether rows are split over processes.
+        """
+        beyond = positions > self.limit
+        if self.kind == "dynamic" and beyond:
             raise PackingNotIsolated(
                 f"rope scaling 'dynamic' stretches positions by the longest sequence, so documents of one row would "
                 f"share it: the longest here reaches position {positions}, beyond the {self.limit} of "
                 "max_position_embeddings. Truncate documents to that, use another rope scaling, or train padded."
             )
-
-    def check_part(self, positions: int) -> None:
-        """Raise if longrope would need the length of documents that are split. ``positions`` are of the whole rows."""
-        if self.kind == "longrope" and positions > self.limit:
+        if self.kind == "longrope" and beyond and split:
             raise PackingNotIsolated(
                 f"rope scaling 'longrope' has other factors for documents longer than {self.limit} tokens, the longest "
                 f"here has {positions}, and sequence parallelism (sp_size) splits rows over processes, which do not "
                 "know how long a document is. Truncate documents, or train without sequence parallelism."
             )
-
-    def check_tree(self, tree: Tree | None) -> None:
-        """Raise if longrope would need two sets of factors for one shared segment."""
-        if tree is None or self.kind != "longrope":
-            return
-        root_of = {leaf: tree.path(leaf)[0] for leaf in tree.leaves}
-        long: dict[int, set[bool]] = {root: set() for root in root_of.values()}
-        for leaf, root in root_of.items():
-            long[root].add(tree.offsets[leaf] + tree.lengths[leaf] > self.limit)
-        if any(len(kinds) > 1 for kinds in long.values()):
+        if self.kind == "longrope" and tree is not None and self._needs_two(tree):
             raise PackingNotIsolated(
                 f"rope scaling 'longrope' has other factors for sequences longer than {self.limit} tokens, and of the "
                 "sequences that share a prompt some are longer and some are not: the prompt would be needed twice. "
                 "Give such sequences as documents of their own."
             )
+
+    def _needs_two(self, tree: Tree) -> bool:
+        """Whether longrope would need two sets of factors for one shared segment."""
+        long: dict[int, set[bool]] = {}
+        for leaf in tree.leaves:
+            long.setdefault(tree.path(leaf)[0], set()).add(tree.offsets[leaf] + tree.lengths[leaf] > self.limit)
+        return any(len(kinds) > 1 for kinds in long.values())
 
 
 def length_scaled(config: Config) -> LengthScaled | None:

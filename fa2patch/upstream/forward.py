@@ -41,12 +41,13 @@ def entered(original: Function) -> Function:
 
     def marked(self: Any, args: Args, kwargs: Call) -> Any:
         patch, role, call = self.__dict__[MARK], self.__dict__[ROLE], calls.named(args, kwargs)
-        if heads.is_riding(call) and not role.innermost:  # through super(), in a class patched for another model
+        piece = heads.pooled_batch(call)
+        if piece is None:
+            return _computed(Step(self, patch, role, calls, args, call))
+        if not role.innermost:  # through super(), in a class patched for another model
             return original(self, *args, **kwargs)
-        ride = heads.ridden(call)
-        if ride is not None:
-            return ride.pooled(_computed(Step(self, patch, role, calls, args, {**call, **ride.whole})))
-        return _computed(Step(self, patch, role, calls, args, call))
+        piece.delivered = True
+        return piece.content.pooled(_computed(Step(self, patch, role, calls, args, {**call, **piece.content.whole})))
 
     @functools.wraps(original)
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
@@ -67,7 +68,7 @@ def entered(original: Function) -> Function:
 
 def batches_continuously(kwargs: Call) -> bool:
     """Whether the call comes from ``generate_batch``, which packs prompts itself and has its own paged cache."""
-    return any(caches.is_paged(value) for value in kwargs.values())
+    return any(map(caches.is_paged, kwargs.values()))
 
 
 def _computed(step: Step) -> Any:

@@ -295,15 +295,13 @@ def pooled_by_document(model: Model, call: Call, mask: PackedMask) -> tuple[dict
     return call, ride
 
 
-def is_riding(call: Call) -> bool:
-    """Whether a packed batch is attached to a forward's arguments."""
-    return any(attached.find(call.get(name), attached.POOLED) is not None for name in TOKENS)
-
-
-def ridden(call: Call) -> Pooled | None:
-    """Take the packed batch that is attached to a base model's arguments; None if there is none."""
-    rides = (attached.take(call.get(name), attached.POOLED) for name in TOKENS)
-    return next((ride for ride in rides if ride is not None), None)
+def pooled_batch(call: Call) -> attached.Piece | None:
+    """What a pooling head has attached to a forward's arguments, with a :class:`Pooled`; None for any other call."""
+    for name in TOKENS:
+        piece = attached.find(call.get(name), attached.POOLED)
+        if piece is not None:
+            return piece
+    return None
 
 
 @uncompiled

@@ -45,7 +45,7 @@ def before(module: Any, args: Args, kwargs: Call) -> Any:
         return None
     calls = foreign.calls_of(module)
     call = calls.named(args, kwargs)
-    if heads.is_riding(call):
+    if heads.pooled_batch(call) is not None:
         return None
     step = Step(module, patch, module.__dict__[ROLE], calls, args, call, by_hook=True)
     step.mask = look(step)

@@ -137,47 +137,27 @@ class _KnownSpans(NamedTuple):
 
 def with_spans(mask: PackedMask, blocks: Blocks | None) -> PackedMask:
     """A packed mask with the spans of some blocks, cut at the ends of documents. They are made once for each batch."""
-    if blocks is None:
-        _require_agreement(mask)
-        return mask
     found = mask.boundaries
-    if mask.part is not None or found.parents is not None:
-        _refuse_blocks(mask, blocks)
+    if blocks is None:
+        if mask.facts.contradiction and found.until is None:
+            raise PackingNotIsolated(
+                f"{mask.facts.contradiction}, and the batch has no token_type_ids, which say which tokens see each "
+                "other. Pass them as the processor gives them (for training: with the suffix)."
+            )
         return mask
+    if mask.part is not None or found.parents is not None:
+        if largest(blocks.numbers) < 0:  # this reads them
+            return mask
+        mask.require_whole_rows("tokens that see each other in both directions (a picture, or a prefix)")
+        raise PackingNotIsolated(
+            "a row with shared prompts (segment_parents) holds tokens that see each other in both directions (a "
+            "picture, or a prefix), which is not computed. Give every sequence a document of its own."
+        )
     known = found.made.get(_KnownSpans)
     if known is None or known.said is not blocks.said:
         until = last_seen(blocks.numbers, found.cu_seqlens, mask.shape, mask.real, blocks.prefixes)
         known = found.made[_KnownSpans] = _KnownSpans(blocks.said, replace(found, until=until, made={}))
     return replace(mask, boundaries=known.boundaries)
-
-
-def _require_agreement(mask: PackedMask) -> None:
-    """Raise if no mask says who sees whom in a model whose masks and layers differ without it."""
-    if mask.facts.contradiction and mask.boundaries.until is None:
-        raise PackingNotIsolated(
-            f"{mask.facts.contradiction}, and the batch has no token_type_ids, which say which tokens see each other. "
-            "Pass them as the processor gives them (for training: with the suffix)."
-        )
-
-
-def _refuse_blocks(mask: PackedMask, blocks: Blocks) -> None:
-    """Raise for blocks in rows that are split over processes, or that share prompts. This reads them once."""
-    if largest(blocks.numbers) < 0:
-        return
-    mask.require_whole_rows("tokens that see each other in both directions (a picture, or a prefix)")
-    raise PackingNotIsolated(
-        "a row with shared prompts (segment_parents) holds tokens that see each other in both directions (a picture, "
-        "or a prefix), which is not computed. Give every sequence a document of its own."
-    )
-
-
-def refuse_spans(mask: PackedMask, what: str) -> None:
-    """Raise if a batch has spans, beside something that cuts documents."""
-    if mask.boundaries.until is not None:
-        raise PackingNotIsolated(
-            f"tokens that see each other in both directions came to layers with {what}, which cut documents. Pack text "
-            "only, or train padded."
-        )
 
 
 MERGE = "_merge_input_ids_with_image_features"
@@ -274,6 +254,10 @@ def _hands_blocks_on(function: Function) -> bool:
 def _chunked(mask: PackedMask, config: Config) -> PackedMask:
     if mask.rows[1] <= config.attention_chunk_size:
         return mask  # no document is longer than its row
-    refuse_spans(mask, "chunks (attention_chunk_size)")
+    if mask.boundaries.until is not None:
+        raise PackingNotIsolated(
+            "tokens that see each other in both directions came to layers with chunks (attention_chunk_size), which "
+            "cut documents. Pack text only, or train padded."
+        )
     rows = mask.rows
     return replace(mask, boundaries=mask.boundaries.chunked(config.attention_chunk_size, rows[0] * rows[1]))

@@ -83,7 +83,7 @@ DEFECTS = (
 """Defects that were read in Transformers' sources and observed in the compat matrix."""
 
 
-def examine() -> dict[str, Any]:
+def diagnose() -> dict[str, Any]:
     """Collect everything that ``fa2patch doctor`` shows, as JSON-compatible data.
 
     Returns:
@@ -102,7 +102,7 @@ def examine() -> dict[str, Any]:
         "packages": {name: _package(name) for name in PACKAGES},
         "kernels": [_kernel(kernel) for kernel in kernels.ORDER],
     }
-    found |= _tried()
+    found |= _with_tiny_llama()
     version = _minor(found["packages"]["transformers"]["version"])
     known = upstream()
     found["known"] = known.get(f"{version[0]}.{version[1]}") if version else None
@@ -156,7 +156,7 @@ def tiny_llama() -> Model:
     return model
 
 
-def _tried() -> dict[str, Any]:
+def _with_tiny_llama() -> dict[str, Any]:
     """Verify a tiny Llama on a row of four documents, unpatched and patched."""
     try:
         model = tiny_llama()
@@ -200,10 +200,7 @@ class Unpatched:
 def verify_unpatched(model: Model, batch: Call, max_documents: int | None = None) -> Unpatched:
     """Verify an unpatched model on a packed batch, both with its default cache and without one.
 
-    Args:
-        model: An unpatched Transformers model, or a wrapper around one.
-        batch: As for :func:`~fa2patch.verify`. With ``use_cache`` in it, only that way is taken.
-        max_documents: As for :func:`~fa2patch.verify`.
+    With ``use_cache`` in the batch, only that way is taken.
     """
     inner = transformers_model(model)
     by_default = verified(model, batch, max_documents)

@@ -24,9 +24,9 @@ def doctor(svg: Path | None, as_json: bool) -> None:
 
     Exits with 0 if fa2patch isolates documents here, with 1 if it does not.
     """
-    from .diagnosis import examine
+    from .diagnosis import diagnose
 
-    found = examine()
+    found = diagnose()
     if svg:
         svg.write_text(_picture(found), encoding="utf-8")
     if as_json:
@@ -48,7 +48,7 @@ def _picture(found: dict[str, Any]) -> str:
 
 
 def show_doctor(console: Console, found: dict[str, Any]) -> None:
-    """Print the findings of :func:`fa2patch.cli.diagnosis.examine` on one screen."""
+    """Print the findings of :func:`fa2patch.cli.diagnosis.diagnose` on one screen."""
     table = new_table("", "found", "")
     table.add_row("Python", found["python"], found["platform"])
     table.add_row("torch", found["torch"], ", ".join(found["gpus"]) or "no GPU")

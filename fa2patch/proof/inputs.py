@@ -35,13 +35,13 @@ _NOT_TEXT = re.compile(r"(image|video|audio|vision|boi|eoi|pad).*(token_id|token
 
 
 @dataclass(frozen=True)
-class Span:
+class RowSlice:
     """A document, a segment or a run of padding in a batch: tokens ``start`` to ``stop`` (exclusive) of a row.
 
     Attributes:
         row, start, stop: where it is.
         real: False for padding.
-        parent: the index of the span that it continues, in the list of the batch's spans; -1 for none.
+        parent: the index of the slice that it continues, in the list of the batch's slices; -1 for none.
     """
 
     row: int
@@ -56,7 +56,7 @@ class Span:
         return self.stop - self.start
 
     def of(self, values: torch.Tensor) -> torch.Tensor:
-        """The part of a tensor ``[batch, length, ...]`` that belongs to this span, ``[stop - start, ...]``."""
+        """The part of a tensor ``[batch, length, ...]`` that belongs to this slice, ``[stop - start, ...]``."""
         return values[self.row, self.start : self.stop]
 
 
@@ -156,7 +156,7 @@ def _check_parents(batch: Call) -> None:
         )
 
 
-def spans_of(batch: Call) -> list[Span]:
+def slices_of(batch: Call) -> list[RowSlice]:
     """The documents and runs of padding of a packed batch, without empty ones. With parents, they are its segments.
 
     Args:
@@ -180,27 +180,27 @@ def spans_of(batch: Call) -> list[Span]:
             "remove_unused_columns=False), cu_seq_lens_q, seq_idx or a mask of document numbers. Pack with "
             "fa2patch.DataCollatorWithFlattening."
         )
-    return spans_between(found, shape[1], mask)
+    return slices_between(found, shape[1], mask)
 
 
-def spans_between(boundaries: Boundaries, length: int, mask: torch.Tensor | None) -> list[Span]:
-    """The spans of rows of this length. ``mask`` is 0 for padding, ``[batch, length]``, or None without any."""
-    spans: list[Span] = []
+def slices_between(boundaries: Boundaries, length: int, mask: torch.Tensor | None) -> list[RowSlice]:
+    """The slices of rows of this length. ``mask`` is 0 for padding, ``[batch, length]``, or None without any."""
+    slices: list[RowSlice] = []
     parents = [-1] * len(boundaries) if boundaries.tree is None else boundaries.tree.parents
     real = None if mask is None else (mask != 0).cpu()
     numbers, at = [], 0
     for size, parent in zip(boundaries.lengths, parents):
         row, start = divmod(at, length)
         at += size
-        numbers.append(len(spans))
+        numbers.append(len(slices))
         if size:  # a document of given lengths may end in padding
             tokens = size if real is None else int(real[row, start : start + size].sum())
             continued = numbers[parent] if parent >= 0 else -1
-            spans.append(Span(row, start, start + (tokens or size), tokens > 0, continued))
-    return spans
+            slices.append(RowSlice(row, start, start + (tokens or size), tokens > 0, continued))
+    return slices
 
 
-def on_its_own(call: Call, path: Sequence[Span], shape: torch.Size | tuple[int, int]) -> Call:
+def on_its_own(call: Call, path: Sequence[RowSlice], shape: torch.Size | tuple[int, int]) -> Call:
     """The arguments for one document alone, or for the segments of one path, whose lengths are stated.
 
     Without a mask and with lengths, a kernel computes it. As a dense batch it would run upstream's code, where Gemma
@@ -215,11 +215,11 @@ def on_its_own(call: Call, path: Sequence[Span], shape: torch.Size | tuple[int, 
         for dim in (1, value.dim() - 1):  # the latter: position ids on several axes, [axes, batch, length]
             if value.dim() > 1 and value.shape[dim] == length and value.shape[dim - 1] in (1, rows):
                 row = value.narrow(dim - 1, path[0].row if value.shape[dim - 1] == rows else 0, 1)
-                return torch.cat([row.narrow(dim, span.start, span.length) for span in path], dim)
+                return torch.cat([row.narrow(dim, place.start, place.length) for place in path], dim)
         return value
 
     (tokens, *_) = passed(call, TOKENS).values()
-    size = sum(span.length for span in path)
+    size = sum(place.length for place in path)
     ends = torch.tensor([0, size], dtype=torch.int32, device=tokens.device)
     stated = {"cu_seq_lens_q": ends, "cu_seq_lens_k": ends, "max_length_q": size, "max_length_k": size}
     return {**{name: of(value) for name, value in call.items() if name not in (*LENGTHS, "attention_mask")}, **stated}
@@ -256,16 +256,16 @@ def is_sharded(inner: Model) -> bool:
     return sharded or any(type(module).__name__ == "FullyShardedDataParallel" for module in inner.modules())
 
 
-def require_same_on_every_rank(inner: Model, spans: list[Span]) -> None:
-    """Raise :class:`BadBatch` if the ranks of a sharded model have other numbers of spans, or other trees of them.
+def require_same_on_every_rank(inner: Model, slices: list[RowSlice]) -> None:
+    """Raise :class:`BadBatch` if the ranks of a sharded model have other numbers of slices, or other trees of them.
 
     They would wait for each other forever.
     """
     if not is_sharded(inner):
         return
-    tree = tuple((span.length, span.parent) for span in spans) if any(span.parent >= 0 for span in spans) else ()
+    tree = tuple((place.length, place.parent) for place in slices) if any(place.parent >= 0 for place in slices) else ()
     given: list[Any] = [None] * torch.distributed.get_world_size()
-    torch.distributed.all_gather_object(given, (len(spans), tree))
+    torch.distributed.all_gather_object(given, (len(slices), tree))
     if len(set(given)) > 1:
         counts = [count for count, _ in given]
         found = f"{counts} documents" if len(set(counts)) > 1 else "different segment_parents or lengths"

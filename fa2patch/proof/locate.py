@@ -14,7 +14,7 @@ from ..upstream.find_layers import attention_layers
 from ..upstream.find_mixers import mixers
 from ..upstream.find_models import models
 from ..upstream.positions import position_embeddings
-from .inputs import Span
+from .inputs import RowSlice
 from .split_rows import WholeRows
 
 PROJECTIONS = 4
@@ -31,7 +31,7 @@ class _ModuleCall:
 
 
 def watched(
-    run: Callable[[], Any], inner: Model, shape: tuple[int, ...], span: Span, split: WholeRows | None = None
+    run: Callable[[], Any], inner: Model, shape: tuple[int, ...], place: RowSlice, split: WholeRows | None = None
 ) -> list[_ModuleCall]:
     """Run a model on a batch ``(batch, length)`` and return the calls of its modules, in the order they ended.
 
@@ -42,7 +42,7 @@ def watched(
     handles = []
 
     def prints(values: Any) -> list[torch.Tensor]:
-        return _fingerprints(values, shape, span, split)
+        return _fingerprints(values, shape, place, split)
 
     def watch(name: str, module: torch.nn.Module) -> None:
         begun: list[_ModuleCall] = []
@@ -71,11 +71,11 @@ def watched(
     return ended
 
 
-def _fingerprints(values: Any, shape: tuple[int, ...], span: Span, split: WholeRows | None) -> list[torch.Tensor]:
+def _fingerprints(values: Any, shape: tuple[int, ...], place: RowSlice, split: WholeRows | None) -> list[torch.Tensor]:
     if isinstance(values, torch.Tensor):
         if hasattr(values, "to_local"):  # a DTensor inside a tensor-parallel layer: this process has a part of it
             values = values.to_local()
-        own = _of_tokens(values.detach(), shape, span, split)
+        own = _of_tokens(values.detach(), shape, place, split)
         if own is None:
             return []
         generator = torch.Generator().manual_seed(own.shape[1])
@@ -85,14 +85,14 @@ def _fingerprints(values: Any, shape: tuple[int, ...], span: Span, split: WholeR
     if isinstance(values, dict):
         values = list(values.values())
     if isinstance(values, (list, tuple)):
-        return [found for value in values for found in _fingerprints(value, shape, span, split)]
+        return [found for value in values for found in _fingerprints(value, shape, place, split)]
     return []
 
 
 def _of_tokens(
-    values: torch.Tensor, shape: tuple[int, ...], span: Span, split: WholeRows | None
+    values: torch.Tensor, shape: tuple[int, ...], place: RowSlice, split: WholeRows | None
 ) -> torch.Tensor | None:
-    """The span's part of a tensor, ``[tokens, features]``; None if the tensor has no values per token."""
+    """The part of a tensor at the place, ``[tokens, features]``; None if the tensor has no values per token."""
     batch, length = shape
     if values.dim() == 1 and batch == 1:
         values = values[None]
@@ -107,8 +107,8 @@ def _of_tokens(
         axis = 2  # a convolution pads its input by its kernel's size and cuts its output later
     if axis is None:
         return None
-    row = values[span.row if values.shape[0] == batch else 0].movedim(axis - 1, 0)
-    own = (row if split is None else split.gathered(row, 0))[span.start : span.stop]
+    row = values[place.row if values.shape[0] == batch else 0].movedim(axis - 1, 0)
+    own = (row if split is None else split.gathered(row, 0))[place.start : place.stop]
     return own.reshape(own.shape[0], -1)
 
 
@@ -140,7 +140,7 @@ def _differ(ones: list[torch.Tensor], others: list[torch.Tensor], bound: float) 
     )
 
 
-def meaning(inner: Model, name: str, patched: bool, tree: bool = False) -> str:
+def likely_reason(inner: Model, name: str, patched: bool, tree: bool = False) -> str:
     """The likely reason why a module of a model lets documents, or the segments of a tree, see each other."""
     module: Any = inner.get_submodule(name)
     decoder = models(inner)[-1]

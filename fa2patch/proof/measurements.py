@@ -15,7 +15,7 @@ from ..documents.trees import Tree
 from ..errors import Fa2PatchError, PackingNotIsolated
 from ..upstream import inspecting
 from ..upstream.find_models import token_embeddings
-from .inputs import Span, on_its_own, text_tokens
+from .inputs import RowSlice, on_its_own, text_tokens
 from .running import dtypes_saved, near, outputs, outputs_and_embeddings
 from .split_rows import WholeRows
 
@@ -23,18 +23,18 @@ from .split_rows import WholeRows
 class Measurements:
     """How much the documents of one batch depend on each other, and how far they are from what they are alone.
 
-    A document, segment or run of padding is named by its index in ``spans``. Changes and distances are relative to
+    A document, segment or run of padding is named by its index in ``slices``. Changes and distances are relative to
     ``scale``.
 
     Attributes:
         batch: the batch without labels.
-        spans: the documents, or segments, and runs of padding in it.
-        tree: the spans and what each continues. A document is a root without children.
-        word: what the spans are called, ``"segment"`` if one of them has a parent, else ``"document"``.
+        slices: the documents, or segments, and runs of padding in it.
+        tree: the slices and what each continues. A document is a root without children.
+        word: what the slices are called, ``"segment"`` if one of them has a parent, else ``"document"``.
         before: the outputs of the batch as it is, ``[batch, length, ...]``.
         dtype: the coarsest dtype that the outputs are computed in.
         scale: the largest absolute value in ``before``.
-        moved: for each span the largest change of its outputs, and the span with other tokens that caused it.
+        moved: for each slice the largest change of its outputs, and the slice with other tokens that caused it.
         gradients: for each chosen document the largest gradient from its outputs to embeddings outside its path.
         distances: for each chosen document how far its outputs are from those of the document alone; None if the model
             fails on its one token.
@@ -48,7 +48,7 @@ class Measurements:
     """
 
     def __init__(
-        self, model: Model, inner: Model, patched: bool, batch: Call, spans: list[Span], max_documents: int | None
+        self, model: Model, inner: Model, patched: bool, batch: Call, slices: list[RowSlice], max_documents: int | None
     ) -> None:
         self.model, self.inner, self.patched = model, inner, patched
         self.labels = batch.get("labels")
@@ -56,17 +56,17 @@ class Measurements:
         asks = bool(self.batch.get("use_cache")) and patched  # a patched model refuses to make one
         if asks or inspecting.takes(type(inner).forward, "state"):
             self.batch["use_cache"] = False  # as in training: RWKV's cache overwrites what its backward needs
-        self.spans, self.shape = spans, batch["input_ids"].shape
-        self.tree = Tree([span.length for span in spans], [span.parent for span in spans], torch.device("cpu"))
-        self.word = "segment" if any(span.parent >= 0 for span in spans) else "document"
-        real = [at for at, span in enumerate(spans) if span.real]
-        self.chosen = _spread(real, max_documents) + [at for at, span in enumerate(spans) if not span.real]
+        self.slices, self.shape = slices, batch["input_ids"].shape
+        self.tree = Tree([place.length for place in slices], [place.parent for place in slices], torch.device("cpu"))
+        self.word = "segment" if any(place.parent >= 0 for place in slices) else "document"
+        real = [at for at, place in enumerate(slices) if place.real]
+        self.chosen = _spread(real, max_documents) + [at for at, place in enumerate(slices) if not place.real]
         self.generator = torch.Generator().manual_seed(0)
         self.vocabulary = text_tokens(inner)
         self.media = batch if isinstance(batch, MediaRow) else MediaRow({})
         self.before, self.dtype = self._outputs()
         self.scale = self._scale()
-        self.moved: dict[int, tuple[float, int | None]] = {at: (0.0, None) for at in range(len(spans))}
+        self.moved: dict[int, tuple[float, int | None]] = {at: (0.0, None) for at in range(len(slices))}
         self.gradients: dict[int, float] = {}
         self.distances: dict[int, float | None] = {}
         self.followed: dict[tuple[int, int], float] = {}
@@ -80,15 +80,15 @@ class Measurements:
         """
         for at in self.chosen:
             after, gradient = self._exchanged(at)
-            for other, span in enumerate(self.spans):
-                if not span.real or other == at:
+            for other, place in enumerate(self.slices):
+                if not place.real or other == at:
                     continue
-                change = _largest(span.of(after) - span.of(self.before)) / self.scale
+                change = _largest(place.of(after) - place.of(self.before)) / self.scale
                 if at in self.tree.path(other):
                     self.followed[other, at] = change
                 else:
                     self.moved[other] = max(self.moved[other], (change, at), key=lambda found: found[0])
-            if self.spans[at].real:
+            if self.slices[at].real:
                 self._check_power(at, after)
                 self.gradients[at] = gradient
                 self.distances[at] = self._distance(at)
@@ -96,7 +96,7 @@ class Measurements:
 
     def number(self, at: int) -> int:
         """The number of a document, counted from 1; 0 for padding."""
-        return sum(span.real for span in self.spans[: at + 1]) if self.spans[at].real else 0
+        return sum(place.real for place in self.slices[: at + 1]) if self.slices[at].real else 0
 
     def _outputs(self) -> tuple[torch.Tensor, torch.dtype]:
         """The outputs of the batch as it is, and the dtype. Labels are tried too, as their loss is compared later."""
@@ -127,9 +127,9 @@ class Measurements:
         return scale
 
     def with_other_tokens(self, at: int) -> Call:
-        """The batch with other tokens in one span."""
+        """The batch with other tokens in one slice."""
         ids: torch.Tensor = self.batch["input_ids"].clone()
-        old = self.spans[at].of(ids)
+        old = self.slices[at].of(ids)
         drawn = torch.randint(len(self.vocabulary) - 1, old.shape, generator=self.generator)
         new = self.vocabulary[drawn].to(old)
         new = torch.where(new == old, self.vocabulary[-1].to(old), new)
@@ -140,20 +140,20 @@ class Measurements:
 
     def _exchanged(self, at: int) -> tuple[torch.Tensor, float]:
         """The outputs with other tokens in one document, and the largest gradient to what is not on its path."""
-        span = self.spans[at]
+        place = self.slices[at]
         output, leaf = outputs_and_embeddings(self.model, self.inner, self.with_other_tokens(at))
-        found = self._gradient(span.of(output), leaf)
-        inside = _largest(span.of(found))
-        if span.real and not inside > 0:
+        found = self._gradient(place.of(output), leaf)
+        inside = _largest(place.of(found))
+        if place.real and not inside > 0:
             raise PackingNotIsolated(
-                f"the outputs of the {self.word} at row {span.row}, token {span.start} send no gradient to its own "
+                f"the outputs of the {self.word} at row {place.row}, token {place.start} send no gradient to its own "
                 "embeddings, so nothing can be said about others'. Is some part of the model detached?"
             )
         rest = found.clone()
         for one in self.tree.path(at):
             if one != at:
-                self.reached[at, one] = _largest(self.spans[one].of(found))
-            self.spans[one].of(rest).zero_()
+                self.reached[at, one] = _largest(self.slices[one].of(found))
+            self.slices[one].of(rest).zero_()
         return output.detach(), _largest(rest)
 
     def _gradient(self, own: torch.Tensor, leaf: torch.Tensor) -> torch.Tensor:
@@ -162,10 +162,10 @@ class Measurements:
         return self.model.summed(found) if isinstance(self.model, WholeRows) else found
 
     def _check_power(self, at: int, after: torch.Tensor) -> None:
-        span = self.spans[at]
-        if torch.equal(span.of(after), span.of(self.before)):
+        place = self.slices[at]
+        if torch.equal(place.of(after), place.of(self.before)):
             raise PackingNotIsolated(
-                f"other tokens in the {self.word} at row {span.row}, token {span.start} do not even change its own "
+                f"other tokens in the {self.word} at row {place.row}, token {place.start} do not even change its own "
                 "outputs, so nothing can be said about others'. Are the model's weights loaded?"
             )
 
@@ -174,7 +174,7 @@ class Measurements:
 
         An unpatched model gets a mask of ones in the place of lengths.
         """
-        path = [self.spans[one] for one in self.tree.path(at)]
+        path = [self.slices[one] for one in self.tree.path(at)]
         given = {name: value for name, value in (batch or self.batch).items() if name not in self.media.parts}
         call = {**on_its_own(given, path, self.shape), **self.media.of(at)}
         if self.patched:
@@ -189,14 +189,14 @@ class Measurements:
         except Exception as error:
             if is_no_verdict(error) or isinstance(error, Fa2PatchError):
                 raise
-            if self.tree.offsets[at] + self.spans[at].length > 1:
+            if self.tree.offsets[at] + self.slices[at].length > 1:
                 raise PackingNotIsolated(
                     f"the model computes {self.word} {self.number(at)} in the row, and not alone "
                     f"({type(error).__name__}: {error}), so the two cannot be compared. Do its position_ids start at 0?"
                 ) from error
             return None  # some models fail on one token alone, for example Falcon's eager attention
-        span = self.spans[at]
-        return _largest(alone[0, -span.length :] - span.of(self.before)) / self.scale
+        place = self.slices[at]
+        return _largest(alone[0, -place.length :] - place.of(self.before)) / self.scale
 
     def distance_bound(self) -> float:
         """The largest distance that is accepted.
@@ -213,7 +213,7 @@ class Measurements:
 
     def _rounding(self, at: int) -> float:
         """How far the outputs of a document alone are from those in a batch of about as many tokens that repeats it."""
-        call, size = self.alone(at), self.tree.offsets[at] + self.spans[at].length
+        call, size = self.alone(at), self.tree.offsets[at] + self.slices[at].length
         rows = max(2, self.shape.numel() // size)
         repeated = {
             name: torch.cat([value] * rows, -2) if isinstance(value, torch.Tensor) and value.dim() > 1 else value
@@ -227,14 +227,14 @@ class Measurements:
 
     def dependence_alone(self, at: int, ancestor: int) -> tuple[float, float]:
         """How the outputs of a segment at the end of its path alone change with an ancestor, and the gradient to it."""
-        length, start = self.spans[at].length, self.tree.offsets[ancestor]
+        length, start = self.slices[at].length, self.tree.offsets[ancestor]
         output, leaf = outputs_and_embeddings(self.model, self.inner, self.alone(at))
         own = output[0, -length:]
         found = self._gradient(own, leaf)
         with torch.no_grad():
             after = outputs(self.model, self.alone(at, self.with_other_tokens(ancestor)))
         change = _largest(after[0, -length:] - own) / self.scale
-        return change, _largest(found[0, start : start + self.spans[ancestor].length])
+        return change, _largest(found[0, start : start + self.slices[ancestor].length])
 
 
 def _largest(values: torch.Tensor) -> float:

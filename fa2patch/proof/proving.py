@@ -32,7 +32,7 @@ from ..upstream.packed_batch import packed_mask
 from ..upstream.packed_mask import PackedMask
 from ..upstream.step import MARK, ROLE, Patched
 from . import locate
-from .inputs import Span, example, is_sharded, on_its_own, parities, spans_between
+from .inputs import RowSlice, example, is_sharded, on_its_own, parities, slices_between
 from .replica import replica
 from .running import Embeddings, is_mixture, left_as_it_was, near, rounding
 from .unknown import unknown, unknown_modules
@@ -79,11 +79,12 @@ def prove(model: Model, call: Call, mask: PackedMask, itself: bool = False) -> N
         for exchanged in run.sets_to_exchange():
             after = run.outputs(exchanged)
             moved = distance(after, before, ~exchanged)
+            crossing = run.gradient(after, exchanged) if gradients else 0.0
             if moved > run.bound:
                 again = run.outputs(None)  # measures the noise of a nondeterministic kernel
                 if moved > 2 * distance(again, before) + run.bound:
                     raise PackingNotIsolated(run.leak(exchanged, "changed"))
-            if gradients and run.gradient(after, exchanged) > run.bound:
+            if crossing > run.bound:
                 raise PackingNotIsolated(run.leak(exchanged, "sent them a gradient"))
             shown = exchanged & run.real  # a padding's embedding may be zero, and no head pools padding
             if shown.any() and not distance(after, before, shown) > 0:
@@ -126,7 +127,7 @@ class _Runs:
         self.is_tree = mask.boundaries.tree is not None
         self.tree = mask.boundaries.tree or Tree(mask.boundaries.lengths, [-1] * len(mask.boundaries), mask.device)
         self.real = torch.tensor(True) if mask.real is None else mask.real.to(self.device) != 0
-        self.pooled = _pooled(self.tree, mask)
+        self.pooled = _pooled_segments(self.tree, mask)
         self.pools = vars(original)[ROLE].pools
         rounds = is_mixture(model) or hasattr(model, "hf_quantizer")
         dtype = computed_in(next((p for p in model.parameters() if p.is_floating_point()), torch.empty(0)))
@@ -149,11 +150,11 @@ class _Runs:
         if passed(self.call, MEDIA) or self.is_tree or self.near == float("inf"):
             return 0.0
         real = self.real.cpu().expand(self.shape)
-        whole = [span for span in self._spans() if span.of(real).all()]
+        whole = [place for place in self._slices() if place.of(real).all()]
         if not whole:
             return 0.0
         # short, and not the first of its row, which has the same places in the row when it is alone
-        document = min(whole, key=lambda span: (span.start == 0, span.length, span.row, span.start))
+        document = min(whole, key=lambda place: (place.start == 0, place.length, place.row, place.start))
         call = dict(self.call)
         labels = call.get("labels")
         if labels is not None and tuple(labels.shape[:2]) != self.shape:  # one for each document
@@ -237,7 +238,7 @@ class _Runs:
         where = "in which module could not be seen"
         if name is not None:
             module = self.decoder.get_submodule(name)
-            meaning = locate.meaning(self.decoder, name, patched=True, tree=self.is_tree)
+            meaning = locate.likely_reason(self.decoder, name, patched=True, tree=self.is_tree)
             where = f"first in {name or 'the base model itself'} ({type(module).__name__}): {meaning}"
         batch, every_second, others = "batch", "document", "the documents between them"
         if self.is_tree:
@@ -252,10 +253,10 @@ class _Runs:
 
     def _first_module(self, exchanged: torch.Tensor) -> str | None:
         """The name of the first module whose output changes for an unexchanged document although its input does not."""
-        others = (span for span in self._spans() if not exchanged[span.row, span.start])
-        for _, span in zip(range(9), others):
+        others = (place for place in self._slices() if not exchanged[place.row, place.start])
+        for _, place in zip(range(9), others):
             one, other = (
-                locate.watched(lambda tokens=tokens: self._run(tokens), self.decoder, self.shape, span)  # type: ignore[misc]
+                locate.watched(lambda tokens=tokens: self._run(tokens), self.decoder, self.shape, place)  # type: ignore[misc]
                 for tokens in (None, exchanged)
             )
             name = locate.first_difference(one, other, self.bound)
@@ -263,8 +264,8 @@ class _Runs:
                 return name
         return None
 
-    def _spans(self) -> list[Span]:
-        return spans_between(self.mask.boundaries, self.shape[1], None)
+    def _slices(self) -> list[RowSlice]:
+        return slices_between(self.mask.boundaries, self.shape[1], None)
 
 
 class _ConstantDraws(TorchDispatchMode):  # type: ignore[no-untyped-call]
@@ -289,7 +290,7 @@ class _ConstantDraws(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return output.fill_(least + 0.75 * (most - least))
 
 
-def _pooled(tree: Tree, mask: PackedMask) -> torch.Tensor:
+def _pooled_segments(tree: Tree, mask: PackedMask) -> torch.Tensor:
     """The numbers of the segments in which the documents that a head pools end: those with real tokens."""
     ends = torch.tensor(tree.leaves, dtype=torch.int64)
     if mask.real is None:

@@ -14,7 +14,7 @@ from ..errors import BadBatch, PackingNotIsolated
 from ..upstream.find_models import makes_its_batches, models, token_embeddings, transformers_model
 from ..upstream.step import MARK
 from . import locate, split_rows
-from .inputs import Span, checked, example, require_same_on_every_rank, spans_of
+from .inputs import RowSlice, checked, example, require_same_on_every_rank, slices_of
 from .measurements import Measurements
 from .result import Document, Verification
 from .running import is_mixture, left_as_it_was, outputs, rounding
@@ -87,11 +87,11 @@ def verify(
             f"this batch has segment_parents, and this {type(inner).__name__} is not patched. Transformers alone does "
             "not know segments that continue others. Call fa2patch.apply(model) first."
         )
-    spans = spans_of(given)
-    require_same_on_every_rank(inner, spans)
+    slices = slices_of(given)
+    require_same_on_every_rank(inner, slices)
     unexamined = patch.examination.paused() if patch is not None else contextlib.nullcontext()
     with split_rows.whole(model, inner, patch is not None) as run, left_as_it_was(model), unexamined:
-        measured = Measurements(run, inner, patch is not None, given, spans, max_documents)
+        measured = Measurements(run, inner, patch is not None, given, slices, max_documents)
         measured.measure()
         found = _verification(measured)
     if strict and not found.ok:
@@ -112,30 +112,30 @@ class _Finding(NamedTuple):
 def _verification(measured: Measurements) -> Verification:
     bound = rounding(measured.dtype) if is_mixture(measured.inner) else 0.0
     near = measured.distance_bound()
-    documents = tuple(_document(measured, at) for at, span in enumerate(measured.spans) if span.real)
+    documents = tuple(_document(measured, at) for at, place in enumerate(measured.slices) if place.real)
     reason, module, cls = _finding(measured, bound, near)
     return Verification(not reason, documents, module, cls, reason, bound, near, measured.patched)
 
 
 def _document(measured: Measurements, at: int) -> Document:
-    span, (change, by) = measured.spans[at], measured.moved[at]
+    place, (change, by) = measured.slices[at], measured.moved[at]
     moved_by = None if by is None else measured.number(by)
-    parent = measured.number(span.parent) if span.parent >= 0 else None
+    parent = measured.number(place.parent) if place.parent >= 0 else None
     gradient, distance = measured.gradients.get(at), measured.distances.get(at)
-    return Document(span.row, span.start, span.length, change, moved_by, gradient, distance, parent)
+    return Document(place.row, place.start, place.length, change, moved_by, gradient, distance, parent)
 
 
 def _finding(measured: Measurements, bound: float, near: float) -> _Finding:
-    word, spans = measured.word, measured.spans
+    word, slices = measured.word, measured.slices
     for at, (change, by) in measured.moved.items():
         if change > bound and by is not None:
-            source = _named(measured, by) if spans[by].real else "padding"
+            source = _named(measured, by) if slices[by].real else "padding"
             what = f"the outputs of {_named(measured, at)} depend on {source}{_OTHER[word]}"
             return _located(measured, at, measured.with_other_tokens(by), bound, what)
     crossing = next((at for at, gradient in measured.gradients.items() if gradient != 0), None)
     if crossing is not None:
         path = measured.tree.path(crossing)
-        other = next((one for one, span in enumerate(spans) if span.real and one not in path), crossing)
+        other = next((one for one, place in enumerate(slices) if place.real and one not in path), crossing)
         what = f"the outputs of {_named(measured, crossing)} send gradients into another {word}{_OTHER[word]}"
         return _located(measured, crossing, measured.with_other_tokens(other), 0.0, what)
     what, at = _without_ancestor(measured, bound)
@@ -155,31 +155,31 @@ def _located(measured: Measurements, at: int, call: Call, bound: float, what: st
     ``call`` is the batch with other tokens, or the document alone: a segment at the end of its path. ``what`` is the
     finding in words, to which the module is added.
     """
-    span, shape = measured.spans[at], tuple(call["input_ids"].shape)
-    there = span if shape == measured.shape else Span(0, shape[1] - span.length, shape[1], True)
+    place, shape = measured.slices[at], tuple(call["input_ids"].shape)
+    there = place if shape == measured.shape else RowSlice(0, shape[1] - place.length, shape[1], True)
     split = measured.model if isinstance(measured.model, split_rows.WholeRows) else None
     with torch.no_grad():
         one, other = (
             locate.watched(lambda given=given: outputs(measured.model, given), measured.inner, size, place, split)  # type: ignore[misc]
-            for given, size, place in ((measured.batch, tuple(measured.shape), span), (call, shape, there))
+            for given, size, place in ((measured.batch, tuple(measured.shape), place), (call, shape, there))
         )
     name = locate.first_difference(one, other, bound)
     if name is None:
         hidden = "torch.compile hides them, and values do not show what hands on gradients alone"
         return _Finding(f"{what}; in which module could not be seen ({hidden})")
     cls = type(measured.inner.get_submodule(name)).__name__
-    meaning = locate.meaning(measured.inner, name, measured.patched, tree=measured.word == "segment")
+    meaning = locate.likely_reason(measured.inner, name, measured.patched, tree=measured.word == "segment")
     return _Finding(f"{what}. First in {name or 'the model itself'} ({cls}): {meaning}", name, cls)
 
 
 def _crossing_labels(measured: Measurements) -> str:
-    """The finding if the first label of a span has a part in the loss; empty if none has, or without labels."""
+    """The finding if the first label of a slice has a part in the loss; empty if none has, or without labels."""
     if measured.labels is None:
         return ""
     masked, crossing = measured.labels.clone(), []
-    for at, span in enumerate(measured.spans):
-        if span.real and span.start > 0 and int(masked[span.row, span.start]) != IGNORED_LABEL:
-            masked[span.row, span.start] = IGNORED_LABEL
+    for at, place in enumerate(measured.slices):
+        if place.real and place.start > 0 and int(masked[place.row, place.start]) != IGNORED_LABEL:
+            masked[place.row, place.start] = IGNORED_LABEL
             crossing.append(measured.number(at))
     if not crossing:
         return ""
@@ -196,7 +196,7 @@ def _crossing_labels(measured: Measurements) -> str:
 
 
 def _named(measured: Measurements, at: int) -> str:
-    """A span as findings name it: ``"document 2"``, or ``"segment 2"`` in a batch with parents."""
+    """A slice as findings name it: ``"document 2"``, or ``"segment 2"`` in a batch with parents."""
     return f"{measured.word} {measured.number(at)}"
 
 
@@ -208,7 +208,7 @@ def _without_ancestor(measured: Measurements, bound: float) -> tuple[str, int]:
     """
 
     def named(at: int, ancestor: int) -> str:
-        parent = measured.spans[at].parent == ancestor
+        parent = measured.slices[at].parent == ancestor
         found = _named(measured, ancestor)
         return f"its parent, {found}" if parent else f"{found}, which it continues"
 

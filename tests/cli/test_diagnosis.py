@@ -45,7 +45,7 @@ def test_an_error_is_text():
 
 def test_doctor_says_what_verify_says():
     model = diagnosis.tiny_llama()
-    found, examined = of(model), diagnosis.examine()
+    found, examined = of(model), diagnosis.diagnose()
     assert (examined["alone"]["state"] == "isolated") == is_isolated(found.by_default)
     assert (examined["alone_without_cache"]["state"] == "isolated") == is_isolated(found.without_cache)
     assert examined["why"] == found.why and examined["patched"]["state"] == "isolated"

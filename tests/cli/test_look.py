@@ -139,7 +139,7 @@ def test_every_version_has_its_own_defects(version, defects):
 def test_doctor_says_what_it_does_not_know_of_a_release_without_evidence(monkeypatch):
     monkeypatch.setattr(diagnosis.metadata, "version", lambda name: "9.9.0" if name == "transformers" else "1.0")
     last = list(diagnosis.upstream())[-1]
-    found = diagnosis.examine()
+    found = diagnosis.diagnose()
     assert found["known"] is None and found["evidence_ends"] == last
     shown = " ".join(run("doctor").output.split())
     assert f"Transformers 9.9.0 was not checked with fa2patch: the evidence ends with {last}" in shown

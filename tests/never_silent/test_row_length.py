@@ -19,23 +19,13 @@ def noise(values):
     return values + torch.empty_like(values).uniform_(-scale, scale)
 
 
+def on_outputs(place, change):
+    """Let a hook on a module of a model change its outputs."""
+    return lambda model: place(model).register_forward_hook(lambda module, args, output: change(module, output))
+
+
 def first_layer(model):
-    def before(module, args):
-        return (noise(args[0]), *args[1:])
-
-    model.model.layers[0].register_forward_pre_hook(before)
-
-
-def in_a_layer(model):
-    model.model.layers[1].mlp.register_forward_hook(lambda module, args, output: noise(output))
-
-
-def without_chance(model):
-    model.model.norm.register_forward_hook(lambda module, args, output: output * (1 + 1 / output.shape[1]))
-
-
-def on_logits(model):
-    model.lm_head.register_forward_hook(lambda module, args, output: noise(output))
+    model.model.layers[0].register_forward_pre_hook(lambda module, args: (noise(args[0]), *args[1:]))
 
 
 class Scaled:
@@ -44,28 +34,29 @@ class Scaled:
 
 
 def own_class(model):
-    mlp = model.model.layers[1].mlp
+    mlp = mlp_of(model)
     mlp.__class__ = type("Ours", (Scaled, type(mlp)), {})
 
 
-def only_in_training(model):
-    def hook(module, args, output):
-        return noise(output) if module.training else output
-
-    model.model.layers[0].mlp.register_forward_hook(hook)
+def mlp_of(model):
+    return model.model.layers[0].mlp
 
 
-def place(model):
-    """The first document of a row has the same places when it is alone."""
-    model.model.layers[0].mlp.register_forward_hook(
-        lambda module, args, output: output + 0.1 * torch.arange(output.shape[1])[None, :, None]
-    )
+in_a_layer = on_outputs(mlp_of, lambda module, output: noise(output))
+
+READ_IT = {
+    "first_layer": first_layer,
+    "in_a_layer": in_a_layer,
+    "without_chance": on_outputs(lambda model: model.model.norm, lambda module, out: out * (1 + 1 / out.shape[1])),
+    "on_logits": on_outputs(lambda model: model.lm_head, lambda module, output: noise(output)),
+    "own_class": own_class,
+    "only_in_training": on_outputs(mlp_of, lambda module, output: noise(output) if module.training else output),
+    "place": on_outputs(mlp_of, lambda module, out: out + 0.1 * torch.arange(out.shape[1])[None, :, None]),
+}
+"""The first document of a row has the same places when it is alone."""
 
 
-READ_IT = (first_layer, in_a_layer, without_chance, on_logits, own_class, only_in_training, place)
-
-
-@pytest.mark.parametrize("changed", READ_IT)
+@pytest.mark.parametrize("changed", READ_IT.values(), ids=READ_IT)
 def test_refused(changed):
     model = llama()
     changed(model)
@@ -90,30 +81,20 @@ def test_other_batches(batch):
         model.train()(**given)
 
 
-def dropout(model):
-    model.model.layers[0].mlp.register_forward_hook(
-        lambda module, args, output: torch.nn.functional.dropout(output, 0.3)
-    )
+nothing = on_outputs(mlp_of, lambda module, output: 2 * output)
+
+NOT_READ = {
+    "dropout": on_outputs(mlp_of, lambda module, output: torch.nn.functional.dropout(output, 0.3)),
+    "noise of one size": on_outputs(
+        mlp_of, lambda module, output: output + torch.randn_like(output) + torch.rand(output.shape)
+    ),
+    # what it draws cannot be made constant, so that nothing can be said
+    "choices": on_outputs(mlp_of, lambda module, output: output * torch.randint(1, 3, output.shape)),
+    "nothing": nothing,
+}
 
 
-def noise_of_one_size(model):
-    model.model.layers[0].mlp.register_forward_hook(
-        lambda module, args, output: output + torch.randn_like(output) + torch.rand(output.shape)
-    )
-
-
-def choices(model):
-    """What it draws cannot be made constant, so that nothing can be said."""
-    model.model.layers[0].mlp.register_forward_hook(
-        lambda module, args, output: output * torch.randint(1, 3, output.shape)
-    )
-
-
-def nothing(model):
-    model.model.layers[0].mlp.register_forward_hook(lambda module, args, output: 2 * output)
-
-
-@pytest.mark.parametrize("changed", [dropout, noise_of_one_size, choices, nothing])
+@pytest.mark.parametrize("changed", NOT_READ.values(), ids=NOT_READ)
 @pytest.mark.parametrize("training", [True, False])
 def test_not_refused(changed, training):
     model = llama()
@@ -133,7 +114,7 @@ def test_what_rounds_is_not_refused(dtype):
 def test_what_computes_in_less_than_its_weights_is_not_refused():
     """As xLSTM does."""
     model = llama().double()
-    model.model.layers[0].mlp.register_forward_hook(lambda module, args, output: (output / 3).float().double())
+    on_outputs(mlp_of, lambda module, output: (output / 3).float().double())(model)
     fa2patch.apply(model)
     model(**pack(DOCS))
 

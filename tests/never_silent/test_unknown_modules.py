@@ -1,11 +1,20 @@
 """Unknown modules are not assumed to be harmless: custom modules, and layers that are added or removed."""
 
+import contextlib
 import copy
 
 import pytest
 import torch
 from small_models import DOCS, alone, assert_says_enough, called, labels_of, llama, right_or_refused, told
-from unknown_modules import MIXING, Around, attention_around_a_layer, harmless, shows_the_second, wrapped_mlp
+from unknown_modules import (
+    MIXING,
+    Around,
+    attention_around_a_layer,
+    harmless,
+    mixes_gradients,
+    shows_the_second,
+    wrapped_mlp,
+)
 
 import fa2patch
 
@@ -43,7 +52,8 @@ def test_a_module_that_shows_only_one_document_to_others_is_named(docs):
         model(**told(docs, "position_ids"))
 
 
-def test_what_a_kernel_does_not_compute_twice_alike_is_no_leak():
+@pytest.mark.parametrize("leaks", [False, True])
+def test_what_a_kernel_does_not_compute_twice_alike_is_no_leak_and_hides_no_leak_of_gradients(leaks):
     """The second run differs from the first twice as much as the third does, by noise alone, in a mixture."""
 
     def unsteady(self, hidden):
@@ -54,8 +64,11 @@ def test_what_a_kernel_does_not_compute_twice_alike_is_no_leak():
 
     model = llama()
     wrapped_mlp(model, lambda mlp: Around(None, unsteady, experts=mlp, noise=[0.0, 1e-3, 5e-4]))
+    if leaks:
+        wrapped_mlp(model, mixes_gradients)
     fa2patch.apply(model)
-    assert torch.isfinite(model(**told(DOCS, "position_ids")).logits).all()
+    with pytest.raises(fa2patch.errors.PackingNotIsolated, match="gradient") if leaks else contextlib.nullcontext():
+        assert torch.isfinite(model(**told(DOCS, "position_ids")).logits).all()
 
 
 @pytest.mark.parametrize("mix", MIXING)

@@ -7,7 +7,7 @@ import torch
 from stage import IGNORED, compared, losses_of, tiny_llama
 
 import fa2patch
-from fa2patch.proof.inputs import spans_of
+from fa2patch.proof.inputs import slices_of
 
 pytestmark = pytest.mark.slow
 BOUND = 1e-3
@@ -92,7 +92,7 @@ def by_hand(batch, loss):
     """
     model = tiny_llama().eval()
     total, trained = 0.0, 0
-    for span in spans_of({name: value for name, value in batch.items() if name != "labels"}):
+    for span in slices_of({name: value for name, value in batch.items() if name != "labels"}):
         ids, labels = span.of(batch["input_ids"])[None], span.of(batch["labels"])[1:]
         logits = model(input_ids=ids).logits[0, :-1]
         total += float(torch.nn.functional.cross_entropy(logits, labels, reduction="sum", ignore_index=IGNORED))

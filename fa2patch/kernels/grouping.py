@@ -109,8 +109,10 @@ class Batches:
             filling: ``[size, ...]``, whose values stand where batches are padded; None for zeros.
         """
         if self.places is not None:
-            filling = states.new_zeros(self.size, *states.shape[1:]) if filling is None else filling
-            states = filling.index_copy(0, self.places, states)
+            if filling is None:
+                states = _put(states, self.places, self.size)
+            else:
+                states = filling.index_copy(0, self.places, states)
         pieces = states[None].split_with_sizes(self.sizes, 1)  # one document needs no other shape
         return [
             piece if call[0] == 1 else piece.view(*call, *states.shape[1:]) for piece, call in zip(pieces, self.shapes)
@@ -126,6 +128,12 @@ class Batches:
         return taken
 
 
+def _put(states: torch.Tensor, places: torch.Tensor, size: int) -> torch.Tensor:
+    """States at some of ``size`` places, and zeros at the others. No place occurs twice."""
+    made = states.new_empty if size == len(places) else states.new_zeros
+    return made(size, *states.shape[1:]).index_copy_(0, places, states)
+
+
 class _Taken(torch.autograd.Function):
     """``states[places]``. No place occurs twice, so the backward copies and need not add, which is slow on a CPU."""
 
@@ -136,8 +144,7 @@ class _Taken(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor, None]:
-        whole = grads[0].new_zeros(ctx.length, *grads[0].shape[1:])
-        return whole.index_copy(0, ctx.places, grads[0]), None
+        return _put(grads[0], ctx.places, ctx.length), None
 
 
 class Documents(Batches):

@@ -1,55 +1,94 @@
-"""Mixers run document by document, or in one call if their kernel keeps documents apart. Models are real or toys.
+"""Mixers run document by document; in batches of near length, or the whole row, where a trial has passed.
 
-Documents that share a call as a batch have tests of their own (``test_documents_in_batches.py``).
+Models are real or toys.
 """
+
+from __future__ import annotations
 
 import inspect
 
 import pytest
 import torch
+from tree_cases import tree_batch
 
 import fa2patch
 from compat_matrix import tiny_models
-from compat_matrix.check.compare import assert_close
-from compat_matrix.check.rows import alone, documents, pack
+from compat_matrix.check.compare import GRADIENT_TOLERANCE, assert_close, assert_same_gradients
+from compat_matrix.check.rows import alone, documents, gradients, loss_of, pack
 from fa2patch import errors
+from fa2patch.documents import device
+from fa2patch.documents.boundaries import Boundaries
+from fa2patch.kernels import grouping
 from fa2patch.kernels.picks import BATCHES, DOCUMENTS, WHOLE_ROW
 from fa2patch.upstream import packed_batch
 from fa2patch.upstream.find_layers import attention_layers
 from fa2patch.upstream.find_mixers import mixers
 from fa2patch.upstream.find_models import models
 from fa2patch.upstream.seams import mixer, mixer_calls
+from fa2patch.upstream.splitting import Documents
 
 LENGTHS = (5, 9, 1, 3, 7)
+ROWS = {
+    "of one length": (6,) * 8,
+    "near": LENGTHS,
+    "of two lengths": (6, 2) * 4,
+    "one long and many short": (150, *(2, 3, 1) * 7),
+    "of one token": (1,) * 6,
+    "far apart": (200, 90, 3),
+}
 HYBRIDS = [name for name in ("qwen3_next", "mamba", "rwkv", "lfm2", "falcon_h1") if tiny_models.is_present(name)]
+CHUNK = 8
 
 
 class Running(torch.nn.Module):
     """A toy mixer: the running sum of a projection.
 
     Attributes:
-        kernel: Computes the output if ``seq_idx`` is given, from the documents' own sums and from the sum before each
+        mix: computes the output from the projection of several documents.
+        kernel: computes the output if ``seq_idx`` is given, from the documents' own sums and from the sum before each
             document. None ignores ``seq_idx``.
+        shapes: the shapes of the hidden states of its calls.
     """
 
-    kernel = None
-
-    def __init__(self):
+    def __init__(self, mix=lambda projected: projected.cumsum(1), kernel=None):
         super().__init__()
         self.weight = torch.nn.Parameter(torch.randn(8, 8))
-        self.calls = 0
+        self.mix, self.kernel, self.shapes = mix, kernel, []
 
     def forward(self, hidden_states, attention_mask=None, cache_params=None, **kwargs):
-        self.calls += 1
+        self.shapes.append(tuple(hidden_states.shape[:2]))
         projected = hidden_states @ self.weight
         numbers = kwargs.get("seq_idx")
         if numbers is None or self.kernel is None:
-            return projected.cumsum(1)
+            return self.mix(projected)
         lengths = numbers[0].unique_consecutive(return_counts=True)[1].tolist()
         apart = torch.cat([piece.cumsum(1) for piece in projected.split(lengths, 1)], 1)
         starts = torch.nn.functional.pad(numbers.diff() != 0, (1, 0), value=True)[0]
         before = (projected.cumsum(1) - projected)[:, starts][:, numbers[0].long()]
         return self.kernel(apart, before)
+
+
+class Dropping(Running):
+    def __init__(self):
+        super().__init__(lambda projected: self.dropout(projected.cumsum(1)))
+        self.dropout = torch.nn.Dropout(0.5)
+
+
+class Counting(Running):
+    """Keeps the mean of its inputs in a buffer, which it changes or replaces."""
+
+    def __init__(self, replaces=False):
+        super().__init__(self.counted)
+        self.replaces = replaces
+        self.register_buffer("mean", torch.zeros(8))
+
+    def counted(self, projected):
+        mean = projected.detach().mean((0, 1))
+        if self.replaces:
+            self.mean = 0.9 * self.mean + mean
+        else:
+            self.mean.mul_(0.9).add_(mean)
+        return projected.cumsum(1)
 
 
 def keeps_apart(apart, before):
@@ -64,22 +103,56 @@ def runs_out_of_memory(apart, before):
     raise torch.cuda.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB")
 
 
-FAULTS = {
-    None: "computes something else",
-    raises: "it fails: ValueError: cannot keep packed sequences apart",
-    lambda apart, before: apart * 1.01: "computes something else",
-    lambda apart, before: apart + 1e-3 * before: "sends gradients from one document into another",
-    lambda apart, before: apart + 1e-5 * before.detach(): "changes a document when the others change",
-    lambda apart, before: apart + (before - before.detach()): "sends gradients from one document into another",
-    lambda apart, before: apart * 1.01 - (apart * 0.01).detach(): "has other gradients",
+def one_document(x):
+    if len(x) > 1:
+        raise ValueError("one document at a time")
+    return x
+
+
+KERNEL_FAULTS = [
+    (None, "computes something else"),
+    (raises, "it fails: ValueError: cannot keep packed sequences apart"),
+    (lambda apart, before: apart * 1.01, "computes something else"),
+    (lambda apart, before: apart + 3e-4 * before, "sends gradients from one document into another"),
+    (lambda apart, before: apart + 1e-5 * before.detach(), "changes a document when the others change"),
+    (lambda apart, before: apart + (before - before.detach()), "sends gradients from one document into another"),
+    (lambda apart, before: apart * 1.01 - (apart * 0.01).detach(), "has other gradients"),
+]
+BATCH_FAULTS = [
+    (lambda x: x.cumsum(1) - x.mean(1, keepdim=True), "computes something else"),
+    (lambda x: one_document(x).cumsum(1), "it fails: ValueError: one document at a time"),
+    (lambda x: x.cumsum(1) / 9 + x / x.norm(dim=-1, keepdim=True), "sends gradients into what fills a batch up"),
+    (lambda x: x.cumsum(1) + 1e-5 * x.detach().roll(1, 0), "changes a document when the others change"),
+    (lambda x: x.cumsum(1) + (x - x.detach()).roll(1, 0), "sends gradients from one document into another"),
+    (lambda x: x.cumsum(1) + (len(x) > 1) * (x - x.detach()), "has other gradients"),
+]
+"""Mixers that batches of near length cannot be given to. At zeros, the third one's derivative is not a number."""
+
+
+def far(x):
+    return (torch.arange(x.shape[1]) >= CHUNK)[:, None]
+
+
+AHEAD = {
+    "beyond a chunk": lambda x: x.cumsum(1) - x.mean(1, keepdim=True) * far(x),
+    "inside a chunk, beyond the first": lambda x: torch.cat(
+        [x.cumsum(1)[:, :CHUNK], *(part.flip(1).cumsum(1) for part in x[:, CHUNK:].split(CHUNK, 1))], 1
+    ),
+    "a little": lambda x: x.cumsum(1) + 1e-5 * x.flip(1).cumsum(1),
 }
+"""Mixers that look at later tokens. Documents of whole chunks do not show it of the second one."""
 
-
-@pytest.fixture
-def mask():
-    batch = pack(documents(*LENGTHS))
-    patch = fa2patch.apply(tiny_models.build("llama", "sdpa"))
-    return packed_batch.packed_mask(batch, patch)
+LONGER = {
+    "a document of several chunks in a longer call": (AHEAD["beyond a chunk"], (5, 3, 7), (12, 9, 10)),
+    "a document of one chunk in a call of several": (
+        lambda x: x.cumsum(1) - x.mean(1, keepdim=True) * (x.shape[1] > CHUNK),
+        (5, 3, 7),
+        (12, 3, 5),
+    ),
+    "documents of one length": (lambda x: x.cumsum(1) + x.roll(1, 0) * (x.shape[1] > CHUNK), (6, 6, 6), (9, 9, 9)),
+    "what a row of one length shows says nothing of padding": (lambda x: x.flip(1).cumsum(1), (6, 6, 6), (5, 7, 6)),
+}
+"""Mixers that pass a first row and fail on another, as Mamba 2 in 4.45 and Nemotron-H in 5.3 do beyond a chunk."""
 
 
 @pytest.fixture
@@ -87,73 +160,85 @@ def any_device(monkeypatch):
     monkeypatch.setattr(mixer_calls, "NO_KERNELS", ())
 
 
-def row():
-    return torch.randn(1, sum(LENGTHS), 8)
+@pytest.fixture
+def mask():
+    return packed(LENGTHS)[0]
 
 
-def right(module, hidden):
-    return torch.cat([(piece @ module.weight).cumsum(1) for piece in hidden.split(LENGTHS, 1)], 1)
+forward = mixer.by_document(Running.forward)
 
 
-def in_one_call(mask, module):
-    """Return whether the mixer's last row was reported as computed in one call, and the reason if it was not."""
-    computed = mask.picks.of(module)
-    return {WHOLE_ROW: True, BATCHES: False, DOCUMENTS: False}[computed.kernel], computed.why
+def packed(lengths, picks=None):
+    """The packed mask of a row and hidden states for it ``[1, tokens, 8]``."""
+    mask = packed_batch.packed_mask(pack(documents(*lengths)), fa2patch.apply(tiny_models.build("llama", "sdpa")))
+    mask.picks = mask.picks if picks is None else picks
+    return mask, torch.randn(1, sum(lengths), 8)
 
 
-def made_with(kernel):
-    module = Running()
-    module.kernel = kernel
-    return module
+def right(module, hidden, lengths=LENGTHS):
+    """What the documents one by one give, without lengths."""
+    return torch.cat([Running.forward(module, piece) for piece in hidden.split(list(lengths), 1)], 1)
+
+
+def computed(module, mask, hidden):
+    """The mixer's output for a packed row. Its shapes are those of the calls once its trials are made."""
+    forward(module, hidden, attention_mask=mask)
+    module.shapes.clear()
+    return forward(module, hidden, attention_mask=mask)
+
+
+def built(family):
+    """A model in train mode with scaled up weights. In eval mode RWKV writes to its own states."""
+    model = tiny_models.build(family).train()
+    tiny_models.scale_up(model)
+    return model
+
+
+# The whole row
 
 
 def test_a_mixers_own_kernel_is_used_where_it_was_seen_to_keep_documents_apart(mask, any_device):
-    module, hidden = made_with(keeps_apart), row()
-    forward = mixer.by_document(Running.forward)
-    for _ in range(2):
-        module.calls = 0
-        assert_close(forward(module, hidden, attention_mask=mask), right(module, hidden), "in one call")
-    assert module.calls == 1
-    assert in_one_call(mask, module) == (True, "")
+    module, hidden = Running(kernel=keeps_apart), torch.randn(1, sum(LENGTHS), 8)
+    assert_close(computed(module, mask, hidden), right(module, hidden), "in one call")
+    assert module.shapes[:1] == [(1, sum(LENGTHS))] and mask.picks.of(module) == (WHOLE_ROW, "")
 
 
-@pytest.mark.parametrize(("kernel", "why"), FAULTS.items(), ids=[f"{i} {why}" for i, why in enumerate(FAULTS.values())])
+@pytest.mark.parametrize(
+    ("kernel", "why"), KERNEL_FAULTS, ids=[f"{i} {why}" for i, (_, why) in enumerate(KERNEL_FAULTS)]
+)
 def test_a_mixers_own_kernel_that_is_wrong_or_leaks_is_not_used_and_why_is_said(kernel, why, mask, any_device):
-    module, hidden = made_with(kernel), row()
-    forward = mixer.by_document(Running.forward)
-    for _ in range(2):
-        module.calls = 0
-        assert_close(forward(module, hidden, attention_mask=mask), right(module, hidden), "in another way")
-    assert module.calls == 1 and mask.picks.of(module).kernel is BATCHES
-    able, reason = in_one_call(mask, module)
-    assert not able and reason.startswith("tried on this machine with a whole row, it ") and why in reason
+    module, hidden = Running(kernel=kernel), torch.randn(1, sum(LENGTHS), 8)
+    output = computed(module, mask, hidden)
+    assert len(module.shapes) == 1
+    assert_close(output, right(module, hidden), "in another way")
+    made, reason = mask.picks.of(module)
+    assert made is BATCHES and reason.startswith("tried on this machine with a whole row, it ") and why in reason
     assert "\n" not in reason
 
 
 def test_a_mixer_without_memory_for_its_trial_says_so_and_is_tried_again(mask, any_device):
-    module, hidden = made_with(runs_out_of_memory), row()
-    forward = mixer.by_document(Running.forward)
+    module, hidden = Running(kernel=runs_out_of_memory), torch.randn(1, sum(LENGTHS), 8)
     with pytest.raises(torch.cuda.OutOfMemoryError):
         forward(module, hidden, attention_mask=mask)
     assert mask.picks.of(module) is None
     module.kernel = keeps_apart
     forward(module, hidden, attention_mask=mask)
-    assert in_one_call(mask, module) == (True, "")
+    assert mask.picks.of(module) == (WHOLE_ROW, "")
 
 
 def test_what_was_seen_of_one_mixer_says_nothing_of_another_of_its_class(mask, any_device):
     """Parameters matter: a convolution over one token keeps documents apart, and one over four does not."""
-    forward, hidden = mixer.by_document(Running.forward), row()
-    good, bad = made_with(keeps_apart), made_with(None)
+    hidden = torch.randn(1, sum(LENGTHS), 8)
+    good, bad = Running(kernel=keeps_apart), Running()
     for module in (good, bad, good):
-        assert_close(forward(module, hidden, attention_mask=mask), right(module, hidden), "each as it must be")
-    assert in_one_call(mask, good)[0] and not in_one_call(mask, bad)[0]
+        output = forward(module, hidden, attention_mask=mask)
+        assert_close(output, right(module, hidden), "each as it must be")
+    assert mask.picks.of(good).kernel is WHOLE_ROW and mask.picks.of(bad).kernel is BATCHES
 
 
 @pytest.mark.parametrize("other", ["dtype", "training", "autocast", "dtype under autocast"])
 def test_what_was_seen_of_one_kind_of_call_says_nothing_of_another(other, mask, any_device):
-    module, hidden, rows = made_with(keeps_apart), row(), []
-    forward = mixer.by_document(Running.forward)
+    module, hidden, rows = Running(kernel=keeps_apart), torch.randn(1, sum(LENGTHS), 8), []
     with torch.autocast("cpu", torch.bfloat16, enabled=other == "dtype under autocast"):
         forward(module, hidden, attention_mask=mask)
         module.kernel = lambda apart, before: rows.append(1) or apart + before
@@ -166,37 +251,273 @@ def test_what_was_seen_of_one_kind_of_call_says_nothing_of_another(other, mask, 
     elif other == "dtype under autocast":
         hidden = hidden.bfloat16()
     with torch.autocast("cpu", torch.bfloat16, enabled="autocast" in other):
-        assert_close(forward(module, hidden, attention_mask=mask), right(module, hidden), other)
-    assert not in_one_call(mask, module)[0]
+        output = forward(module, hidden, attention_mask=mask)
+        assert_close(output, right(module, hidden), other)
+    assert mask.picks.of(module).kernel is not WHOLE_ROW
 
 
 @pytest.mark.parametrize("around", ["inference mode", "a checkpoint", "an older checkpoint"])
 def test_a_trial_leaves_no_trace_in_the_forward_around_it(around, mask, any_device):
-    def drops(apart, before):
-        return apart + 0 * torch.rand(())
+    module = Running(kernel=lambda apart, before: apart + 0 * torch.rand(()))
+    hidden = torch.randn(1, sum(LENGTHS), 8, requires_grad=True)
 
-    module, hidden = made_with(drops), row().requires_grad_()
-    running = mixer.by_document(Running.forward)
+    def run(states):
+        return forward(module, states, attention_mask=mask) * torch.rand(())
 
-    def forward(states):
-        return running(module, states, attention_mask=mask) * torch.rand(())
-
-    forward(hidden)  # makes the trial, so that it takes no part in the expected result
+    run(hidden)  # makes the trial, so that it takes no part in the expected result
     torch.manual_seed(3)
-    plain = forward(hidden)
+    plain = run(hidden)
     plain.square().sum().backward()
     expected, hidden.grad = hidden.grad, None
     mask.picks._tried.clear()
     torch.manual_seed(3)
     if around == "inference mode":
         with torch.inference_mode():
-            found = forward(hidden)
+            found = run(hidden)
     else:
-        found = torch.utils.checkpoint.checkpoint(forward, hidden, use_reentrant=around == "an older checkpoint")
+        found = torch.utils.checkpoint.checkpoint(run, hidden, use_reentrant=around == "an older checkpoint")
         found.square().sum().backward()
         assert torch.equal(hidden.grad, expected)
-    assert torch.equal(found, plain)
-    assert in_one_call(mask, module) == (True, "")
+    assert torch.equal(found, plain) and mask.picks.of(module) == (WHOLE_ROW, "")
+
+
+def test_on_a_cpu_no_whole_row_is_tried(mask):
+    module = Running(kernel=keeps_apart)
+    forward(module, torch.randn(1, sum(LENGTHS), 8), attention_mask=mask)
+    assert mask.picks.of(module) == (BATCHES, "")
+
+
+@pytest.mark.parametrize("takes", [WHOLE_ROW, BATCHES])
+def test_nothing_is_read_where_a_whole_row_is_taken_and_lengths_once_for_batches(takes, monkeypatch, any_device):
+    mask, hidden = packed((5, 4, 5))
+    layers = [Running(kernel=keeps_apart if takes is WHOLE_ROW else None) for _ in range(2)]
+    reads, read = [], device.read
+    for at in range(2):
+        if at:
+            monkeypatch.setattr(device, "read", lambda tensor: reads.append(1) or read(tensor))
+        mask.boundaries = Boundaries(mask.boundaries.cu_seqlens, 5)  # as the collator's lengths give them
+        for layer in layers:
+            layer.shapes.clear()
+            forward(layer, hidden, attention_mask=mask)
+    assert layers[1].shapes == [(1, 14) if takes is WHOLE_ROW else (3, 5)]
+    assert len(reads) == (0 if takes is WHOLE_ROW else 1)
+
+
+def test_what_a_whole_row_is_handed_is_made_once_for_all_layers(any_device):
+    boundaries = Boundaries(torch.tensor([0, 2, 5], dtype=torch.int32), 3)
+    mixing = mixer_calls.Mixing(None, None, (), {}, boundaries, (1, 5), False)
+    first, second = (next(mixing.ways(("seq_idx",))).more for _ in range(2))
+    assert first["seq_idx"] is second["seq_idx"] and first["seq_idx"].tolist() == [[0, 0, 1, 1, 1]]
+
+
+# Batches
+
+
+@pytest.mark.parametrize("lengths", [*ROWS.values(), (4, 0, 3, 0), (0, 6)], ids=[*ROWS, "empty ones", "an empty first"])
+def test_documents_come_back_from_batches_as_they_were(lengths):
+    cu = torch.tensor([0, *lengths]).cumsum(0).int()
+    each = Documents(Boundaries(cu, max(lengths)), (1, sum(lengths)))
+    batches = each.in_batches(grouping.batches(tuple(each.lengths), mixer_calls.LARGEST), cu.device)
+    for value in (torch.randn(1, sum(lengths), 3), torch.arange(sum(lengths))[None]):
+        portions = batches.split(value)
+        assert [portion.shape[:2] for portion in portions] == batches.calls.shapes
+        assert sum(portion.shape[:2].numel() for portion in portions) == batches.calls.size
+        assert torch.equal(batches.join(portions), value)
+        assert torch.equal(batches.join([portion.flatten(0, 1) for portion in portions]), value[0])
+        kept = torch.cat([portion[portion != 0] for portion in portions]).sort().values
+        assert torch.equal(kept, value[value != 0].sort().values)  # zeros fill them up
+
+
+def test_what_fills_a_batch_up_is_zero_and_sends_nothing_back():
+    each = Documents(Boundaries(torch.tensor([0, 3, 5], dtype=torch.int32), 3), (1, 5))
+    states = torch.randn(1, 5, 2, requires_grad=True)
+    (batch,) = each.in_batches([[0, 1]], torch.device("cpu")).split(states)
+    assert batch.shape == (2, 3, 2) and not batch[1, 2].any()
+    (batch * torch.tensor([[1.0, 1, 1], [1, 1, torch.nan]])[..., None]).nansum().backward()
+    assert torch.equal(states.grad, torch.ones_like(states))
+
+
+@pytest.mark.parametrize("lengths", ROWS.values(), ids=ROWS)
+def test_a_mixer_computes_batches_as_documents_one_by_one(lengths):
+    mask, hidden = packed(lengths)
+    module, calls = Running(), grouping.batches(lengths, mixer_calls.LARGEST)
+    found, expected = (hidden.clone().requires_grad_() for _ in range(2))
+    output = computed(module, mask, found)
+    assert module.shapes == [(len(batch), lengths[batch[0]]) for batch in calls]
+    assert mask.picks.of(module) == ((BATCHES if len(calls) < len(lengths) else DOCUMENTS), "")
+    wanted = right(module, expected, lengths)
+    assert_close(output, wanted, "output")
+    found_gradients = torch.autograd.grad(output.square().sum(), [found, module.weight])
+    for pair in zip(found_gradients, torch.autograd.grad(wanted.square().sum(), [expected, module.weight])):
+        assert_close(*pair, "gradients")
+
+
+@pytest.mark.parametrize(("mix", "why"), BATCH_FAULTS, ids=[why for _, why in BATCH_FAULTS])
+def test_a_mixer_that_is_wrong_in_batches_gets_documents_one_by_one_and_why_is_said(mix, why):
+    lengths = (5, 4, 7, 6)
+    mask, hidden = packed(lengths)
+    module = Running(mix)
+    output = computed(module, mask, hidden)
+    assert module.shapes == [(1, length) for length in lengths]
+    made, reason = mask.picks.of(module)
+    assert made is DOCUMENTS and why in reason and reason.startswith("tried on this machine with documents in padded ")
+    assert torch.equal(output, right(module, hidden, lengths))
+
+
+def test_a_mixer_that_looks_at_later_tokens_gets_only_documents_of_one_length_together():
+    lengths = (6, 4, 6, 4, 6)
+    mask, hidden = packed(lengths)
+    module = Running(lambda x: x.flip(1).cumsum(1))
+    output = computed(module, mask, hidden)
+    assert module.shapes == [(3, 6), (2, 4)]
+    assert_close(output, right(module, hidden, lengths), "output")
+    made, reason = mask.picks.of(module)
+    assert made is BATCHES and "with documents in padded batches, it computes something else" in reason
+
+
+@pytest.mark.parametrize("mix", AHEAD.values(), ids=AHEAD)
+def test_a_mixer_that_looks_ahead_is_found_whatever_the_lengths_of_its_first_row(mix):
+    module = Running(mix)
+    mask, hidden = packed((3 * CHUNK, 2 * CHUNK, 2 * CHUNK, CHUNK))
+    computed(module, mask, hidden)
+    made, reason = mask.picks.of(module)
+    assert made is BATCHES and "with documents in padded batches, it " in reason
+    assert {count for count, _ in module.shapes} == {1, 2}
+
+
+@pytest.mark.parametrize("others", [(), (CHUNK, CHUNK - 1)])
+def test_a_mixer_in_which_only_the_last_token_of_a_document_sees_padding_is_found(others):
+    """As Zamba 2 in 5.4 and 5.9: less than a trial's tolerance, and the first part of the document is one chunk."""
+
+    def mix(x):
+        behind = x[:, CHUNK:]
+        return x.cumsum(1) + torch.cat([0 * x[:, :CHUNK], 1e-5 * (behind + 1).flip(1).cumsum(1).flip(1)], 1)
+
+    lengths = (CHUNK + 2, CHUNK + 1, *others)
+    mask, hidden = packed(lengths)
+    module = Running(mix)
+    output = computed(module, mask, hidden)
+    assert "with documents in padded batches, it " in mask.picks.of(module).why
+    assert torch.equal(output, right(module, hidden, lengths))
+
+
+@pytest.mark.parametrize(("mix", "first", "other"), LONGER.values(), ids=LONGER)
+def test_what_one_row_has_shown_says_nothing_of_longer_documents_or_padding(mix, first, other):
+    module, (mask, hidden) = Running(mix), packed(first)
+    assert_close(forward(module, hidden, attention_mask=mask), right(module, hidden, first), "output")
+    assert mask.picks.of(module) == (BATCHES, "")
+    other_mask, hidden = packed(other, mask.picks)
+    assert_close(forward(module, hidden, attention_mask=other_mask), right(module, hidden, other), "output")
+    assert mask.picks.of(module).kernel is DOCUMENTS
+
+
+def test_a_trial_is_repeated_only_for_longer_documents_and_until_they_are_long_enough():
+    module, picks = Running(), packed((2, 1))[0].picks
+    tried_then_known = (
+        ((5, 3, 7), (4, 3, 7), (5, 2, 6)),
+        ((5, 3, 8), (3, 2, 1)),
+        ((8, 6, 7),),
+        ((1500, 1490), (3000, 2990)),
+    )
+    for first, *known in tried_then_known:
+        for lengths in (first, *known):
+            mask, hidden = packed(lengths, picks)
+            module.shapes.clear()
+            forward(module, hidden, attention_mask=mask)
+            assert (len(module.shapes) > 1) == (lengths is first), lengths
+
+
+def test_dropout_is_off_in_a_trial_and_on_behind_it():
+    mask, hidden = packed((5, 4, 5))
+    module = Dropping()
+    output = computed(module, mask, hidden)
+    assert mask.picks.of(module) == (BATCHES, "") and module.dropout.training
+    assert (output == 0).any() and not torch.equal(output, computed(module, mask, hidden))
+
+
+@pytest.mark.parametrize("reason", ["it draws by itself", "deepspeed's zero-3"])
+def test_documents_one_by_one_where_a_trial_fails_or_cannot_be_made(reason):
+    """The hooks of DeepSpeed's ZeRO-3 would take a trial's backward for the training's."""
+    mask, hidden = packed((5, 4, 5))
+    draws = reason == "it draws by itself"
+    module = Running(lambda x: torch.nn.functional.dropout(x.cumsum(1), 0.5)) if draws else Running()
+    if not draws:
+        module.weight.ds_id = 0
+    computed(module, mask, hidden)
+    assert module.shapes == [(1, 5), (1, 4), (1, 5)]
+    assert mask.picks.of(module).kernel is DOCUMENTS and (draws or mask.picks.of(module).why == "")
+
+
+@pytest.mark.parametrize("replaces", [False, True])
+def test_a_mixer_that_keeps_statistics_gets_documents_one_by_one_and_a_trial_leaves_them_alone(replaces):
+    lengths = (5, 4, 5)
+    mask, hidden = packed(lengths)
+    module, other = Counting(replaces), Counting(replaces)
+    other.load_state_dict(module.state_dict())
+    forward(module, hidden, attention_mask=mask)
+    right(other, hidden, lengths)
+    assert torch.equal(module.mean, other.mean)
+    assert "writes to its buffers" in mask.picks.of(module).why
+
+
+def test_hooks_on_parameters_do_not_see_a_trial():
+    mask, hidden = packed((5, 4, 5))
+    module, seen = Running(), []
+    module.weight.register_hook(seen.append)
+    module.weight.register_post_accumulate_grad_hook(seen.append)
+    computed(module, mask, hidden)
+    assert mask.picks.of(module).kernel is BATCHES and not seen and module.weight.grad is None
+
+
+def test_a_checkpoint_computes_the_same_batches_again():
+    lengths = (5, 9, 1, 3, 60, 150)
+    mask, hidden = packed(lengths)
+    module = Running()
+    forward(module, hidden, attention_mask=mask)
+    module.shapes.clear()
+    torch.utils.checkpoint.checkpoint(
+        lambda x: forward(module, x, attention_mask=mask), hidden.requires_grad_(), use_reentrant=False
+    ).square().sum().backward()
+    half = len(module.shapes) // 2
+    assert module.shapes[:half] == module.shapes[half:] and 0 < half < len(lengths)
+
+
+# Arguments and outputs
+
+
+@pytest.mark.parametrize("length", [sum(LENGTHS) - 1, sum(LENGTHS) + 1])
+def test_what_is_not_of_the_rows_tokens_is_the_same_for_each_document(length, mask):
+    seen = []
+
+    def forward(self, hidden_states, attention_mask=None, table=None):
+        seen.append(table)
+        return hidden_states
+
+    table = torch.randn(1, length)
+    mixer.by_document(forward)(Running(), torch.randn(1, sum(LENGTHS), 8), mask, table=table)
+    assert len(seen) > len(LENGTHS) and all(found is table for found in seen)
+
+
+def test_a_cache_is_refused(mask):
+    with pytest.raises(errors.PackedWithCache, match="cache_params"):
+        forward(Running(), torch.randn(1, sum(LENGTHS), 8), mask, object())
+
+
+def test_what_is_not_for_each_token_is_refused_alone_and_dropped_behind_the_output(mask):
+    def states(self, hidden_states, attention_mask=None):
+        return hidden_states.sum(1)
+
+    def with_states(self, hidden_states, attention_mask=None):
+        return hidden_states, hidden_states.sum(1), hidden_states[0]
+
+    hidden = torch.randn(1, sum(LENGTHS), 8)
+    with pytest.raises(errors.PackingNotIsolated, match="not for each token"):
+        mixer.by_document(states)(Running(), hidden, mask)
+    output, state, experts = mixer.by_document(with_states)(Running(), hidden, mask)
+    assert torch.equal(output, hidden) and state is None and torch.equal(experts, hidden[0])
+
+
+# Models
 
 
 @pytest.mark.parametrize("device", ["of kernels that could", "of none"])
@@ -220,43 +541,49 @@ def takes_boundaries(layer):
     return any(p.kind is p.VAR_KEYWORD or p.name in ("seq_idx", "cu_seq_lens_q") for p in parameters)
 
 
-@pytest.mark.parametrize("length", [sum(LENGTHS) - 1, sum(LENGTHS) + 1])
-def test_what_is_not_of_the_rows_tokens_is_the_same_for_each_document(length, mask):
-    seen = []
-
-    def forward(self, hidden_states, attention_mask=None, table=None):
-        seen.append(table)
-        return hidden_states
-
-    table = torch.randn(1, length)
-    mixer.by_document(forward)(Running(), row(), mask, table=table)
-    assert len(seen) > len(LENGTHS) and all(found is table for found in seen)
-
-
-def test_on_a_cpu_no_whole_row_is_tried(mask):
-    module = made_with(keeps_apart)
-    mixer.by_document(Running.forward)(module, row(), attention_mask=mask)
-    assert mask.picks.of(module).kernel is BATCHES and in_one_call(mask, module) == (False, "")
+@pytest.mark.parametrize("family", HYBRIDS)
+@pytest.mark.parametrize("lengths", [(6,) * 8, (5, 9, 1, 3, 7), (70, 2, 3, 2, 66)], ids=str)
+def test_a_hybrid_equals_its_documents_alone_with_their_gradients(family, lengths):
+    model, docs = built(family), documents(*lengths)
+    expected = alone(model, docs)
+    loss_of(expected, docs).backward()
+    right_gradients = gradients(model)
+    with fa2patch.apply(model) as patch:
+        found = model(**pack(docs)).logits[0]
+        assert {layer.kernel for layer in patch.layers if layer.seam == "mixer"} == {BATCHES.name}
+        loss_of(found, docs).backward()
+    assert_close(found, expected, "logits")
+    assert_same_gradients(gradients(model), right_gradients, GRADIENT_TOLERANCE, 0.01)
 
 
-def test_a_cache_is_refused(mask):
-    forward = mixer.by_document(Running.forward)
-    with pytest.raises(errors.PackedWithCache, match="cache_params"):
-        forward(Running(), torch.randn(1, sum(LENGTHS), 8), mask, object())
+@pytest.mark.parametrize("family", HYBRIDS)
+def test_documents_of_a_batch_are_isolated_by_perturbation_and_by_gradient(family):
+    model, lengths = built(family), (6, 4, 6, 5)
+    docs, others = documents(*lengths), documents(*lengths, seed=1)
+    with fa2patch.apply(model):
+        model(**pack(docs))
+        for at, span in enumerate(torch.arange(sum(lengths)).split(lengths)):
+            among = [*others[:at], docs[at], *others[at + 1 :]]
+            assert torch.equal(model(**pack(among)).logits[0, span], model(**pack(docs)).logits[0, span])
+            embedded = model.get_input_embeddings()(pack(docs)["input_ids"]).detach().requires_grad_()
+            call = {"inputs_embeds": embedded, "position_ids": pack(docs)["position_ids"]}
+            (gradient,) = torch.autograd.grad(model(**call).logits[0, span].square().sum(), embedded)
+            outside = torch.ones(sum(lengths), dtype=torch.bool).index_fill(0, span, False)
+            assert not gradient[0, outside].any() and gradient[0, span].any(-1).all()
 
 
-def test_what_is_not_for_each_token_is_refused_alone_and_dropped_behind_the_output(mask):
-    def states(self, hidden_states, attention_mask=None):
-        return hidden_states.sum(1)
-
-    def with_states(self, hidden_states, attention_mask=None):
-        return hidden_states, hidden_states.sum(1), hidden_states[0]
-
-    hidden = torch.randn(1, sum(LENGTHS), 8)
-    with pytest.raises(errors.PackingNotIsolated, match="not for each token"):
-        mixer.by_document(states)(Running(), hidden, mask)
-    output, state, experts = mixer.by_document(with_states)(Running(), hidden, mask)
-    assert torch.equal(output, hidden) and state is None and torch.equal(experts, hidden[0])
+@pytest.mark.parametrize("family", HYBRIDS)
+def test_paths_of_a_tree_share_calls(family):
+    """What they share is computed on each of them, and taken from the first."""
+    lengths, parents = [5, 3, 4, 3, 6, 3], [-1, 0, 0, 0, -1, 4]
+    model, batch = built(family), tree_batch(lengths, parents)
+    paths = [[*range(5), *range(start, stop)] for start, stop in ((5, 8), (8, 12), (12, 15))] + [[*range(15, 24)]]
+    expected = [model(input_ids=batch["input_ids"][:, path], use_cache=False).logits[0] for path in paths]
+    with fa2patch.apply(model) as patch:
+        found = model(**batch).logits[0]
+        assert {layer.kernel for layer in patch.layers if layer.seam == "mixer"} == {BATCHES.name}
+    for path, logits in zip(paths, expected):
+        assert_close(found[path], logits, "a path")
 
 
 @pytest.mark.parametrize("family", HYBRIDS)

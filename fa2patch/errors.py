@@ -25,7 +25,7 @@ class _Documented(BaseException):
         """The text without the address."""
         return super().__str__()
 
-    def __str__(self) -> str:
+    def __str__(self) -> str:  # here and nowhere else: texts and evidence that quote an error use ``message``
         ours = next(kind for kind in type(self).__mro__ if kind.__module__.startswith("fa2patch."))
         return f"{self.message}\nSee {PAGE}#{ours.__name__.lower()}"
 

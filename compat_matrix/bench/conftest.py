@@ -1,4 +1,8 @@
-"""What a bench is given: rivals timed in turns by pytest-benchmark, the rows of its result, the command's options."""
+"""What a bench is given: rivals timed in turns by pytest-benchmark, the rows of its result, the command's options.
+
+Rivals take turns within each round, because the others are a round's setup. asv would time one function after the
+other. Counts decide whether a commit is slower, and times are ratios.
+"""
 
 from __future__ import annotations
 

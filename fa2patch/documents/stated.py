@@ -1,6 +1,9 @@
 """Boundaries that the caller states, ``cu_seq_lens_*`` and ``segment_parents``, checked without a read from the device.
 
 A CPU is read: there a mismatch of values raises at once.
+
+Lengths may start a document where ``position_ids`` go on, because they say more than the ids. They must start one where
+the ids restart. ``segment_parents`` need lengths, because ids that go on from a parent look like any other ids.
 """
 
 from __future__ import annotations

@@ -4,6 +4,8 @@ Every segment attends to itself. Besides, at each depth of the tree, the tokens 
 the parent's keys, in one sequence of a variable-length call. The outputs are merged by their log-sum-exp. The backward
 hands the merged output and log-sum-exp to the backward of each call, as ring attention does (arXiv 2310.01889).
 
+Windows, softcaps and ALiBi depend on distances along the path, so keys are gathered for them instead.
+
 An attention sink is one more addend of the merged log-sum-exp: a key without a value, with one logit for each head.
 """
 

@@ -1,8 +1,9 @@
 """Whether the head around a base model reads hidden states of padding, which nobody computes in a packed row.
 
 A head is known by what it does: its model is run with zeros in the place of these hidden states and with random
-numbers. If a loss or an output of real tokens differs, padding is read. What a batch asks for (its arguments, labels on
-padding, padding on the left) decides whether it is, so each kind of batch is tried.
+numbers. If a loss or an output of real tokens differs, padding is read. NaN would not do: a mask that is multiplied
+makes NaN of it, and 0 of a number. What a batch asks for (its arguments, labels on padding, padding on the left)
+decides whether padding is read, so each kind of batch is tried.
 """
 
 from __future__ import annotations

@@ -1,4 +1,9 @@
-"""A copy of a model's modules around the same parameters, which runs while other threads compute with the model."""
+"""A copy of a model's modules around the same parameters, which runs while other threads compute with the model.
+
+Its hooks, buffers and modes are its own, and a gate that is zero may have another value in it. Only a forward that
+calls the model itself past the replica is proven on the model, as a sharded one is. A hook that only looks is called,
+too, because nothing says beforehand that it only looks.
+"""
 
 from __future__ import annotations
 

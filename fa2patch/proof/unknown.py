@@ -1,7 +1,9 @@
 """Which modules of a model may mix tokens in a way that ``apply`` cannot see, and whether any have changed since.
 
 The code of torch and Transformers is known, as it came (:mod:`~fa2patch.upstream.inspecting`). Of torch's own modules,
-those are known that look at one token at a time.
+those are known that look at one token at a time. Functions of Transformers' modeling files are looked at, because other
+packages put their own rotary embedding there. Functions of torch that somebody replaces belong to no model, and are
+not looked at.
 """
 
 from __future__ import annotations

@@ -1,4 +1,8 @@
-"""The registry: one row per architecture. A row holds what the modeling file does not show."""
+"""The registry: one row per architecture. A row holds what the modeling file does not show.
+
+What can be seen in a model is not written down here. Packed rows equal the model's definition, which is its eager code,
+where a version's flash code differs from it.
+"""
 
 from __future__ import annotations
 

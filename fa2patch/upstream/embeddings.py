@@ -60,6 +60,8 @@ class NoisyEmbeddings(Trait):
 class ByDocument:
     """Adds noise to the embeddings of a packed row document by document, by a hook or a forward that adds it to a row.
 
+    Other hooks of an embedding are called once, with the whole row: some take its gradient, and would take it twice.
+
     Attributes:
         added: whether it has added noise to a whole row since this was set to False.
     """

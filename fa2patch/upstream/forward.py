@@ -99,7 +99,7 @@ def prepare(step: Step) -> None:
 
 
 def _turn_cache_off(step: Step) -> None:
-    """Training needs no cache, and its entries do not belong to a single document."""
+    """Training needs no cache, and no decoding step could tell its documents apart."""
     packed = (step.places or step.handed) and not step.patch.facts.keeps_cache
     # a model around the innermost one may not take use_cache (Qwen3.5 in 5.10)
     if packed and ("use_cache" in step.calls.names or "use_cache" in step.call):
@@ -227,7 +227,8 @@ def _with_a_batch_dimension(call: Call, shape: tuple[int, int]) -> None:
 def _would_be_an_error(step: Step) -> bool:
     """Whether upstream raises for this batch if it is dense, because its forward takes no ``position_ids``.
 
-    DistilBERT's takes none up to 4.57. A call with a cache cannot be packed, so upstream raises its own error for it.
+    DistilBERT's takes none up to 4.57. Such a row is packed, also one of a single document, as an epoch's last batch may
+    be: the model's own code could not be given the ids. A call with a cache cannot be packed, so upstream raises its own error for it.
     """
     call = step.call
     has_ids = call.get("position_ids") is not None

@@ -1,6 +1,7 @@
 """Labels and losses of a packed batch: labels across boundaries, a loss weighted by document, router losses.
 
-As in padded training, a document's first token is never predicted.
+As in padded training, a document's first token is never predicted. A label there is ignored without an error, so that
+packed equals padded, ``num_items_in_batch`` included. Only models that shift their labels do so.
 
 In a batch of ``loss_weights="document"`` every document has the same weight. A trainer knows only ``labels``, and
 Trainer divides the loss by how many of them there are in a step, over accumulated batches and processes. So ``labels``

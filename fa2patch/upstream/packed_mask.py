@@ -1,4 +1,8 @@
-"""The packed mask, which carries boundaries to the layers in the place of ``attention_mask``."""
+"""The packed mask, which carries boundaries to the layers in the place of ``attention_mask``.
+
+That is the one argument that every layer of every version gets, also when gradient checkpointing computes a layer
+again. So nothing is remembered by storage or by thread.
+"""
 
 from __future__ import annotations
 

@@ -1,7 +1,8 @@
 """The mixer seam: a mixer (Mamba, gated delta net, short convolution, ...) runs on each document separately.
 
 Its state and its convolution then start anew at every boundary, in forward and backward, with any kernel. Modules that
-treat each token alone (norms, projections around the mixer, experts) still run on the whole row.
+treat each token alone (norms, projections around the mixer, experts) still run on the whole row. Of a tree, each path
+is computed by itself, and what paths share is taken from the first of them.
 
 A mixer is given several documents at once only if a trial on this machine has shown that this is right
 (:mod:`.mixer_calls`): the whole row with the collator's lengths, or documents of near length as a batch. The kernels of

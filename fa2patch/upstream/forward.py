@@ -227,8 +227,9 @@ def _with_a_batch_dimension(call: Call, shape: tuple[int, int]) -> None:
 def _would_be_an_error(step: Step) -> bool:
     """Whether upstream raises for this batch if it is dense, because its forward takes no ``position_ids``.
 
-    DistilBERT's takes none up to 4.57. Such a row is packed, also one of a single document, as an epoch's last batch may
-    be: the model's own code could not be given the ids. A call with a cache cannot be packed, so upstream raises its own error for it.
+    DistilBERT's takes none up to 4.57. Such a row is packed, also one of a single document, as an epoch's last batch
+    may be: the model's own code could not be given the ids. A call with a cache cannot be packed, so upstream raises
+    its own error for it.
     """
     call = step.call
     has_ids = call.get("position_ids") is not None

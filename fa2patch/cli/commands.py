@@ -31,8 +31,8 @@ for command in (verify, doctor, status, kernels, architectures, matrix):
 @main.command(context_settings={"ignore_unknown_options": True, "allow_interspersed_args": False})
 @click.option("--kernel", default="auto", show_default=True, help="As for fa2patch.apply.")
 @click.option("--collate", is_flag=True, help="Flatten what a Trainer's standard padding collators make for training.")
-@click.option("--pack/--no-pack", default=True, help="Compute padded batches of TRL's DPO, GRPO and alike packed.")
-@click.option("--quiet", is_flag=True, help="Say what is left alone, and why, and nothing else.")
+@click.option("--pack/--no-pack", default=True, help="Compute the padded batches of TRL's trainers packed.")
+@click.option("--quiet", is_flag=True, help="Print only what is left as it is, each with the reason.")
 @click.argument("command", nargs=-1, required=True, type=click.UNPROCESSED, metavar="SCRIPT|-m MODULE [ARGS]...")
 def run(kernel: str, collate: bool, pack: bool, quiet: bool, command: tuple[str, ...]) -> None:
     """Run a script, a module or an installed command (trl sft ...) with every language model in it patched.

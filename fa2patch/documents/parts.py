@@ -1,4 +1,4 @@
-"""Parts of rows: with sequence parallelism, each of several processes holds as many consecutive tokens of every row."""
+"""Parts of rows. Sequence parallelism divides every row among processes into parts of equal length."""
 
 from __future__ import annotations
 

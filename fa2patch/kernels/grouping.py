@@ -23,8 +23,8 @@ A_CALL = 64
 long as 50 to 300 tokens. Chunked mixers fill every document up to 64 tokens inside anyway."""
 
 SHARE = 1 / 8
-"""The padded tokens that a batch may hold besides, by its real tokens. A sequential scan costs by positions, so that
-documents of near length cost as much together as the longest of them. Others pay for the padding."""
+"""The further padded tokens that a batch may hold, as a share of its real tokens. The time of a sequential scan depends
+on its positions, so a batch takes as long as its longest document. Other mixers compute the padding, too."""
 
 SCORES = 2**18
 """The scores of one head in a call of attention, at most. A call with more takes so long that its own cost is small."""

@@ -35,9 +35,9 @@ def verify(
     - The gradient of its outputs with respect to all other input embeddings is exactly zero.
     - Its outputs equal those of the document run alone.
 
-    With ``segment_parents``, the same holds for segments. Outside a segment then means: outside its path, which is the
-    segment and its ancestors. Alone, it is run at the end of its path. Besides, its outputs must depend on each of its
-    ancestors, and send a gradient to it, as they do when the path is run alone.
+    With ``segment_parents``, the same holds for segments. A segment's path is the segment and its ancestors. Its
+    outputs must depend on each ancestor and send a gradient to it, and must neither depend on tokens outside of the
+    path nor send a gradient there. "Alone" means that the path is run as a document.
 
     With ``labels``, the loss must not change when the first label of every document is set to -100.
 
@@ -47,9 +47,9 @@ def verify(
     sharded model on every rank with the same batch.
 
     Args:
-        model: A Transformers causal LM, or what PEFT, accelerate, DDP, FSDP or ``torch.compile`` made of one. Of an
-            object that makes its batches itself (sentence-transformers), the model inside is verified. Of a model whose
-            head takes padded batches only, the base model is.
+        model: A Transformers causal LM, or what PEFT, accelerate, DDP, FSDP or ``torch.compile`` made of one. If an
+            object makes its batches itself (sentence-transformers), the model inside it is verified. If a model's head
+            takes padded batches only, its base model is verified.
         batch: What a collator returns: ``input_ids``, int32 or int64 ``[batch, length]``, and ``position_ids``, the
             collator's lengths, ``seq_idx`` or a mask of document numbers. ``segment_parents``, integers ``[segments]``,
             come with ``cu_seq_lens_q``. None makes one row of four documents from the vocabulary.

@@ -1,7 +1,7 @@
 """``fa2patch run --collate``: flatten the padded training batches of a Trainer.
 
 Every training step must give the same result as padded training. The padding collator therefore still makes every
-batch, and only then are the tokens dropped that the mask hides. No code but the model's may look at rows in between.
+batch. After that, the tokens that its mask hides are dropped. No code but the model's may look at rows in between.
 :func:`why_trainer_stays_padded` and :func:`why_batch_stays_padded` check that.
 """
 

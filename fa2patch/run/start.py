@@ -30,7 +30,7 @@ class RunOptions:
     Attributes:
         kernel: As for ``fa2patch.apply``.
         collate: Flatten the training batches that a Trainer's standard padding collators make.
-        quiet: Print only what is left alone, and why.
+        quiet: Print only what is left as it is, each with the reason.
         pack: Compute the padded batches of TRL's preference, reward and reinforcement learning trainers packed.
     """
 

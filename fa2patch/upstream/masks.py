@@ -68,7 +68,7 @@ class Blocks(NamedTuple):
 
 
 def blocks_of(function: Function, given: Call) -> Blocks | None:
-    """The blocks that a function which makes masks is told of; None for none, or where all layers look ahead."""
+    """The blocks that are named to a function that makes masks. None if there are none, or all layers look ahead."""
     added = given.get(ADDED)
     if added is not None:
         found = _of_closure(added)

@@ -107,7 +107,8 @@ class Step:
     def attach(self, argument: str, piece: attached.Piece) -> None:
         """Attach a piece to an argument. After the forward it is an error if no code has taken it.
 
-        A subclass whose ``super().forward`` is patched, too, comes here twice. A piece that nobody has taken stays.
+        If a subclass and its ``super().forward`` are both patched, this is called twice. A piece that no code has taken
+        is not attached again.
         """
         riding = attached.find(self.call[argument], piece.kind)
         if riding is not None and riding.content is piece.content and not riding.delivered:

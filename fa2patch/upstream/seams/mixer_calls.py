@@ -220,7 +220,7 @@ def _difference(mixing: Mixing, way: Way, hidden: torch.Tensor) -> str:
             return "changes a document when the others change"
     wanted = (states, *_parameters(mixing.module))
     reached, right = (gradients(outputs, wanted, documents) for outputs in (found, expected))
-    # a gradient that is almost zero among the others, as rounding leaves it, may be anything
+    # a gradient that is tiny beside the others is rounding, and is not compared with itself
     largest = max(float(gradient.abs().max()) for gradient in right if gradient.numel())
     if not distance(reached, right, least=near * largest) <= near:
         return "has other gradients than on the documents one by one"

@@ -91,7 +91,7 @@ FROM_THE_WHEEL = """
 import sys
 from pathlib import Path
 from fa2patch.cli.commands import main
-from fa2patch.cli.compat import compat
+from fa2patch.cli.models import compat
 environments, results, run = map(compat, ("environments", "results", "run"))
 environments.make = lambda version, folder: Path(sys.executable)  # in place of an environment that takes minutes
 lines = run.lines

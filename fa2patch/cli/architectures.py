@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import importlib
-import json
 from collections.abc import Iterator
 from typing import Any
 
 import click
 
 from .. import evidence
-from .models import MASKED, did_you_mean, model_types, named
-from .output import as_json_option, new_console, new_table, plain
+from .models import MASKED, did_you_mean, model_type_of, model_types
+from .options import as_json_option
+from .output import new_console, new_table, plain, print_json
 
 _QUIRKS = {"adjust": "options adjusted", "queries": "queries scaled", "refuse": "some configs refused"}
 NOT_CHECKED = "not checked"
@@ -24,10 +24,10 @@ LEGEND = (
 )
 
 
-@click.command()
+@click.command("architectures")
 @click.argument("model", required=False)
 @as_json_option
-def architectures(model: str | None, as_json: bool) -> None:
+def architectures_command(model: str | None, as_json: bool) -> None:
     """Show which models of the installed Transformers fa2patch isolates, and which it refuses.
 
     The list comes from the evidence of the compatibility matrix; the fourteen families are first. With MODEL, a model
@@ -35,15 +35,14 @@ def architectures(model: str | None, as_json: bool) -> None:
     """
     import transformers
 
-    found, rest, name = list(rows(transformers.__version__)), [], None
+    found, rest, name = list(architecture_rows(transformers.__version__)), [], None
     if model is None:
         rest = others([row["model_type"] for row in found])
     else:
         name = _one(model)
         found = [row for row in found if row["model_type"].partition(":")[0] == name.partition(":")[0]]
     if as_json:
-        shown = {"transformers": transformers.__version__, "architectures": found, "without_evidence": rest}
-        click.echo(json.dumps(shown, indent=1))
+        print_json({"transformers": transformers.__version__, "architectures": found, "without_evidence": rest})
     elif name is None:
         _show_all(found, rest, transformers.__version__)
     elif found:
@@ -53,7 +52,7 @@ def architectures(model: str | None, as_json: bool) -> None:
         click.echo(_without_evidence(name, transformers.__version__))
 
 
-def rows(version: str) -> Iterator[dict[str, Any]]:
+def architecture_rows(version: str) -> Iterator[dict[str, Any]]:
     """One dict for each architecture of a Transformers version that there is evidence of.
 
     In a version without evidence every state is ``not checked``, and the reason says what the newest version that was
@@ -105,7 +104,7 @@ def _does(name: str, seam: str) -> list[str]:
 
 def _one(given: str) -> str:
     names = [*model_types(), *evidence.architectures()]
-    found = named(given, names)
+    found = model_type_of(given, names)
     if found is None:
         meant = did_you_mean(given, names)
         raise click.BadParameter(f"{given!r} is no model type that is known here.{meant}", param_hint="MODEL")
@@ -119,8 +118,8 @@ def _show_all(found: list[dict[str, Any]], rest: list[str], version: str) -> Non
         if row["state"] == "ok":
             table.add_row(name, row["seam"], ", ".join(row["does"]), row["isolated_in"])
         else:
-            table.add_row(name, "-", f"[yellow]{plain(_state(row))}[/yellow]", row["isolated_in"] or "-")
-    console.print(f"[bold]Transformers {version}[/bold]: {_counted(found, version)}")
+            table.add_row(name, "-", f"[yellow]{plain(_state_here(row))}[/yellow]", row["isolated_in"] or "-")
+    console.print(f"[bold]Transformers {version}[/bold]: {_summary(found, version)}")
     console.print(table)
     console.print(LEGEND)
     if rest:
@@ -131,7 +130,7 @@ def _show_all(found: list[dict[str, Any]], rest: list[str], version: str) -> Non
     console.print("fa2patch architectures NAME shows everything about one of them.")
 
 
-def _counted(found: list[dict[str, Any]], version: str) -> str:
+def _summary(found: list[dict[str, Any]], version: str) -> str:
     if evidence.minor_of(version) not in evidence.minors():
         return (
             f"No architecture was checked in this release. The newest one with evidence is {evidence.minors()[-1]}: "
@@ -141,7 +140,7 @@ def _counted(found: list[dict[str, Any]], version: str) -> str:
     return f"{ok} of {len(found)} architectures with evidence are isolated. The fourteen families are first."
 
 
-def _state(row: dict[str, Any]) -> str:
+def _state_here(row: dict[str, Any]) -> str:
     """What is known of an architecture in the installed version."""
     if row["state"] == NOT_CHECKED:
         return f"{NOT_CHECKED} here. {row['reason']}"
@@ -156,8 +155,8 @@ def _said(state: str, what: str) -> str:
 def _show_one(row: dict[str, Any], version: str) -> None:
     console = new_console()
     does = f" ({', '.join(row['does'])})" if row["does"] else ""
-    family = ", one of the fourteen families" if row["family"] else ""
-    console.print(f"[bold]{row['model_type']}[/bold]{family}, in Transformers {version}: {plain(_state(row))}{does}")
+    family, state = ", one of the fourteen families" if row["family"] else "", plain(_state_here(row))
+    console.print(f"[bold]{row['model_type']}[/bold]{family}, in Transformers {version}: {state}{does}")
     for state, found in row["evidence"].items():
         for what, ranges in found.items():
             console.print(f"  {ranges}: {plain(_said(state, what))}")

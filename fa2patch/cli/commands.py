@@ -1,21 +1,36 @@
-"""The ``fa2patch`` command and its subcommand ``run``. A command imports what it needs when it runs."""
+"""The ``fa2patch`` command, and its subcommands ``kernels`` and ``run``. Each imports what it needs when it runs."""
 
 from __future__ import annotations
 
-from . import extras
+from typing import Any
+
+from . import NEEDED, advice
 
 try:
     import click
 except ModuleNotFoundError as error:
-    raise SystemExit(extras.advice(error)) from None
+    raise SystemExit(advice(error)) from None
 
-from .architectures import architectures
-from .doctor import doctor
-from .kernels import kernels
-from .matrix import matrix
-from .output import Commands
-from .status import status
-from .verify import verify
+from .architectures import architectures_command
+from .doctor import doctor_command
+from .matrix import matrix_command
+from .options import as_json_option
+from .output import new_console, new_table, plain, print_json
+from .status import status_command
+from .verify import verify_command
+
+
+class Commands(click.Group):
+    """A group of commands that names the extra to install if a command lacks one of its packages."""
+
+    def invoke(self, context: click.Context) -> Any:
+        """Run the command."""
+        try:
+            return super().invoke(context)
+        except ModuleNotFoundError as error:
+            if (error.name or "").partition(".")[0] not in NEEDED:
+                raise
+            raise click.ClickException(advice(error)) from None
 
 
 @click.group(cls=Commands, context_settings={"help_option_names": ["-h", "--help"]})
@@ -24,17 +39,35 @@ def main() -> None:
     """Keep the examples of packed rows apart, in the Transformers version that you have."""
 
 
-for command in (verify, doctor, status, kernels, architectures, matrix):
+for command in (verify_command, doctor_command, status_command, architectures_command, matrix_command):
     main.add_command(command)
 
 
-@main.command(context_settings={"ignore_unknown_options": True, "allow_interspersed_args": False})
+@main.command("kernels")
+@as_json_option
+def kernels_command(as_json: bool) -> None:
+    """Show the kernels in the order that "auto" tries them, what each can do, and whether it can run here."""
+    from ..kernels import kernel_rows
+
+    found = kernel_rows()
+    if as_json:
+        print_json(found)
+        return
+    table = new_table("kernel", "what", "here", "dtypes", "head dim up to", "besides plain attention")
+    for row in found:
+        here = "[green]usable[/green]" if row["usable"] else f"[dim]{plain(row['reason'])}[/dim]"
+        limits = (", ".join(row["dtypes"] or ["any"]), str(row["head_dim"] or "any"))
+        table.add_row(row["name"], row["what"], here, *limits, ", ".join(row["here"] or row["features"]))
+    new_console().print(table)
+
+
+@main.command("run", context_settings={"ignore_unknown_options": True, "allow_interspersed_args": False})
 @click.option("--kernel", default="auto", show_default=True, help="As for fa2patch.apply.")
 @click.option("--collate", is_flag=True, help="Flatten what a Trainer's standard padding collators make for training.")
 @click.option("--pack/--no-pack", default=True, help="Compute the padded batches of TRL's trainers packed.")
 @click.option("--quiet", is_flag=True, help="Print only what is left as it is, each with the reason.")
 @click.argument("command", nargs=-1, required=True, type=click.UNPROCESSED, metavar="SCRIPT|-m MODULE [ARGS]...")
-def run(kernel: str, collate: bool, pack: bool, quiet: bool, command: tuple[str, ...]) -> None:
+def run_command(kernel: str, collate: bool, pack: bool, quiet: bool, command: tuple[str, ...]) -> None:
     """Run a script, a module or an installed command (trl sft ...) with every language model in it patched.
 
     A model that the script, or a Python that it starts, gets from from_pretrained or from_config is patched as it is

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import json
+import io
 import re
 import sys
 from pathlib import Path
@@ -10,16 +10,17 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from .output import OutFile, as_json_option, new_console, new_table, plain
+from .options import OutFile, as_json_option
+from .output import new_console, new_table, plain, print_json
 
 if TYPE_CHECKING:
     from rich.console import Console
 
 
-@click.command()
+@click.command("doctor")
 @click.option("--svg", type=OutFile(), help="Write the screen there as a picture.")
 @as_json_option
-def doctor(svg: Path | None, as_json: bool) -> None:
+def doctor_command(svg: Path | None, as_json: bool) -> None:
     """Show what is installed here and how it treats packed rows, tried on a tiny Llama.
 
     Exits with 0 if fa2patch isolates documents here, with 1 if it does not.
@@ -30,7 +31,7 @@ def doctor(svg: Path | None, as_json: bool) -> None:
     if svg:
         svg.write_text(_picture(found), encoding="utf-8")
     if as_json:
-        click.echo(json.dumps(found, indent=1))
+        print_json(found)
     else:
         show_doctor(new_console(), found)
     sys.exit(0 if found["ok"] else 1)
@@ -38,8 +39,6 @@ def doctor(svg: Path | None, as_json: bool) -> None:
 
 def _picture(found: dict[str, Any]) -> str:
     """The screen as SVG in the reader's own monospace font, because rich's font would be fetched from the network."""
-    import io
-
     from rich.console import Console
 
     console = Console(record=True, width=120, file=io.StringIO(), highlight=False)

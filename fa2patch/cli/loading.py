@@ -7,8 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from .compat import compat
-from .models import MASKED, Model, config_of, first_line, local
+from .models import MASKED, ModelArgument, compat, config_of, first_line, local
 
 if TYPE_CHECKING:
     import torch
@@ -30,7 +29,7 @@ class Refused(Exception):
         self.model, self.then = model, then
 
 
-def loaded_or_tiny(found: Model, dtype: torch.dtype, attention: str | None, trust: bool) -> tuple[Any, str]:
+def loaded_or_tiny(found: ModelArgument, dtype: torch.dtype, attention: str | None, trust: bool) -> tuple[Any, str]:
     """The model to check, in eval mode on the CPU, and the words that say how it was made.
 
     Raises:
@@ -57,14 +56,14 @@ def loaded_or_tiny(found: Model, dtype: torch.dtype, attention: str | None, trus
         ) from None
 
 
-def _file(found: Model) -> str:
+def _file(found: ModelArgument) -> str:
     try:
         return str(compat("user_models.matrix").model(found.name).architecture)
     except compat("user_models.models").BadConfig as error:
         raise click.BadParameter(str(error), param_hint="MODEL") from None
 
 
-def _loaded(found: Model, dtype: torch.dtype, attention: str | None, trust: bool) -> Any:
+def _loaded(found: ModelArgument, dtype: torch.dtype, attention: str | None, trust: bool) -> Any:
     from ..errors import NotAModel
     from ..upstream.find_models import token_embeddings
     from .preview import class_of
@@ -90,7 +89,7 @@ def _loaded(found: Model, dtype: torch.dtype, attention: str | None, trust: bool
     return model.eval()
 
 
-def _refusal(found: Model, trust: bool) -> Exception:
+def _refusal(found: ModelArgument, trust: bool) -> Exception:
     """The refusal of a kind of model that no tiny model is made of, or an error if it is not refused."""
     from ..errors import Fa2PatchError
     from ..patch.applying import apply
@@ -108,7 +107,9 @@ def _refusal(found: Model, trust: bool) -> Exception:
     )
 
 
-def fake(found: Model, attention: str | None, trust: bool, dtype: torch.dtype | None) -> tuple[tuple[Any, Any], str]:
+def fake(
+    found: ModelArgument, attention: str | None, trust: bool, dtype: torch.dtype | None
+) -> tuple[tuple[Any, Any], str]:
     """The model of a config at full size with fake tensors and their mode, and the words that say how it was made.
 
     Raises:

@@ -5,15 +5,14 @@ from __future__ import annotations
 import sys
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Callable
 
 import click
 
 from .. import evidence
-from . import hub
-from .compat import compat
-from .models import resolve
-from .output import OutFile, new_console, shown
+from .models import compat, config_file, resolve
+from .options import OutFile
+from .output import new_console, progress_of
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -24,25 +23,77 @@ if TYPE_CHECKING:
 FORMATS = ("table", "markdown", "json")
 
 
-@click.command()
+def _version(example: str) -> Callable[[str], str]:
+    """The type of an option that is a version number such as the example."""
+
+    def version(given: str) -> str:
+        from packaging.version import InvalidVersion, parse
+
+        try:
+            parse(given)
+        except InvalidVersion:
+            raise click.BadParameter(
+                f"looked for a version number such as {example}, found {given!r}. Give numbers, separated by commas "
+                "where several may be given."
+            ) from None
+        return given
+
+    return version
+
+
+def _releases(given: str) -> list[str]:
+    from packaging.version import parse
+
+    environments, oldest = compat("environments"), evidence.minors()[0]
+    releases = [release.strip() for release in given.split(",")]
+    for release in releases:
+        if release in (environments.MAIN, *environments.versions()):
+            continue
+        if parse(_version("4.57.6")(release)) < parse(oldest):
+            raise click.BadParameter(
+                f"looked for Transformers {oldest} or newer, found {release}, which has no flash attention to patch."
+            )
+    return releases
+
+
+def _requirement(given: str) -> str:
+    from packaging.requirements import InvalidRequirement, Requirement
+
+    try:
+        Requirement(given)
+    except InvalidRequirement:
+        raise click.BadParameter(
+            f"looked for a requirement as pip takes it, such as peft==0.13.2, found {given!r}. One --pins for each."
+        ) from None
+    return given
+
+
+@click.command("matrix")
 @click.option(
     "--model", "models", multiple=True, required=True, metavar="MODEL",
     help="A config.json, a folder that holds one, a model type (llama), or a name on the hub (org/name). Repeatable.",
 )  # fmt: skip
 @click.option(
-    "--transformers", "releases", required=True, metavar="V,V", help="Releases, such as 4.44.2,4.57; or main."
-)
+    "--transformers", "releases", type=_releases, required=True, metavar="V,V",
+    help="Releases, such as 4.44.2,4.57; or main.",
+)  # fmt: skip
 @click.option("--format", "style", type=click.Choice(FORMATS), help="Default: table on a terminal, else markdown.")
 @click.option("--json", "file", type=OutFile(), help="Write it there as JSON, too.")
-@click.option("--pins", multiple=True, metavar="REQ", help='Your stack\'s: "peft==0.13.2". Repeatable.')
-@click.option("--torch", metavar="V", help="Default: what the project checks that release with.")
-@click.option("--python", metavar="X.Y", help="Default: what the project checks that release with.")
+@click.option(
+    "--pins", type=_requirement, multiple=True, metavar="REQ", help='Your stack\'s: "peft==0.13.2". Repeatable.'
+)
+@click.option(
+    "--torch", type=_version("2.7.1"), metavar="V", help="Default: what the project checks that release with."
+)
+@click.option(
+    "--python", type=_version("3.11"), metavar="X.Y", help="Default: what the project checks that release with."
+)
 @click.option("--environments", type=click.Path(file_okay=False, path_type=Path), help="Where environments are kept.")
 @click.option("--jobs", type=click.IntRange(1), default=1, show_default=True, help="Releases checked at a time.")
 @click.option("--allow-refused", is_flag=True, help="A model that fa2patch refuses is no failure.")
-def matrix(
+def matrix_command(
     models: tuple[str, ...],
-    releases: str,
+    releases: list[str],
     style: str | None,
     file: Path | None,
     pins: tuple[str, ...],
@@ -59,21 +110,24 @@ def matrix(
     fails or (without --allow-refused) is refused, and with 2 if the arguments are wrong.
     """
     matrix, report = compat("user_models.matrix"), compat("user_models.report")
-    versions = [_version(release.strip(), pins, torch, python) for release in releases.split(",")]
+    made = compat("environments").version
+    versions = [made(release).changed(pins, torch, python) for release in releases]
     wanted_models = [_model(given, versions) for given in models]
     folder = environments or matrix.environments_folder()
-    with shown([version.name for version in versions]) as shows:
+    with progress_of([version.name for version in versions]) as progress:
 
         def done(version: Version, rows: list[Row]) -> None:
             bad = sum(row.is_bad(allow_refused) for row in rows)
-            shows(version.name, f"{bad} not ok" if bad else "done", ended=True)
+            progress(version.name, f"{bad} not ok" if bad else "done", ended=True)
 
-        rows = matrix.rows(wanted_models, versions, folder, jobs, done, lambda version, what: shows(version.name, what))
+        rows = matrix.rows(
+            wanted_models, versions, folder, jobs, done, lambda version, what: progress(version.name, what)
+        )
     nowhere = matrix.nowhere(rows)
     ok = not nowhere and not any(row.is_bad(allow_refused) for row in rows)
     if file:
         file.write_text(report.as_json(rows, ok) + "\n", encoding="utf-8")
-    _show(rows, style or ("table" if sys.stdout.isatty() else "markdown"), ok)
+    _print_rows(rows, style or ("table" if sys.stdout.isatty() else "markdown"), ok)
     for complaint in nowhere:
         click.echo(complaint, err=True)
     sys.exit(0 if ok else 1)
@@ -83,7 +137,7 @@ def _model(given: str, versions: Sequence[Version]) -> Model:
     found = resolve(given, hint="--model", known=evidence.architectures())
     if found.kind == "type":
         _check_present(found.name, versions)
-    path = hub.config_file(found.name, found.local_only) if found.kind == "hub" else found.name
+    path = config_file(found.name, found.local_only) if found.kind == "hub" else found.name
     try:
         model: Model = compat("user_models.matrix").model(path)
     except compat("user_models.models").BadConfig as error:
@@ -112,42 +166,7 @@ def _check_present(name: str, versions: Sequence[Version]) -> None:
         )
 
 
-def _version(release: str, pins: tuple[str, ...], torch: str | None, python: str | None) -> Version:
-    from packaging.requirements import InvalidRequirement, Requirement
-    from packaging.version import InvalidVersion, parse
-
-    environments = compat("environments")
-    known_releases = (environments.MAIN, *environments.versions())
-    for given, hint in ((release, "--transformers"), (torch, "--torch"), (python, "--python")):
-        if given is None or (hint == "--transformers" and given in known_releases):
-            continue
-        try:
-            parse(given)
-        except InvalidVersion:
-            raise click.BadParameter(
-                f"looked for a version number such as {'3.11' if hint == '--python' else '4.57.6'}, found {given!r}. "
-                "Give numbers, separated by commas where several may be given.",
-                param_hint=hint,
-            ) from None
-    oldest = evidence.minors()[0]
-    if release not in known_releases and parse(release) < parse(oldest):
-        raise click.BadParameter(
-            f"looked for Transformers {oldest} or newer, found {release}, which has no flash attention to patch.",
-            param_hint="--transformers",
-        )
-    for pin in pins:
-        try:
-            Requirement(pin)
-        except InvalidRequirement:
-            raise click.BadParameter(
-                f"looked for a requirement as pip takes it, such as peft==0.13.2, found {pin!r}. One --pins for each.",
-                param_hint="--pins",
-            ) from None
-    found: Version = environments.version(release).changed(pins, torch, python)
-    return found
-
-
-def _show(rows: Sequence[Row], style: str, ok: bool) -> None:
+def _print_rows(rows: Sequence[Row], style: str, ok: bool) -> None:
     report = compat("user_models.report")
     if style == "json":
         click.echo(report.as_json(rows, ok))

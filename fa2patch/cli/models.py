@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import importlib
+import importlib.util
+import os
 import re
+import threading
 from collections.abc import Iterable
 from dataclasses import dataclass
 from difflib import get_close_matches
@@ -12,21 +15,32 @@ from typing import Any
 
 import click
 
-from . import hub
-from .compat import compat
-
 MASKED = ":masked"
 """The end of the name of an encoder with its masked-LM head, for example ``bert:masked``."""
 
 _WEIGHTS = ("*.safetensors", "pytorch_model*.bin", "adapter_model.bin")
 
-pretrained_option = click.option(
-    "--pretrained", is_flag=True, help="MODEL is a name on the hub, also without a slash (gpt2)."
-)
+_HUB_NAME = re.compile(r"[\w.-]+(/[\w.-]+)?")
+
+SECONDS = 3.0
+"""How long the hub may take to answer, unless ``HF_HUB_ETAG_TIMEOUT`` says otherwise."""
+
+
+def compat(name: str) -> Any:
+    """Import a module of ``compat_matrix``, for example ``"user_models.matrix"``. Only this function does.
+
+    The wheel holds the package as ``fa2patch.compat_matrix``. In a clone it is the folder beside fa2patch.
+
+    Raises:
+        ModuleNotFoundError: A package that the module needs is not installed; ``commands.Commands`` reports it.
+    """
+    installed = f"{__name__.partition('.')[0]}.compat_matrix"
+    home = installed if importlib.util.find_spec(installed) else "compat_matrix"
+    return importlib.import_module(f"{home}.{name}")
 
 
 @dataclass(frozen=True)
-class Model:
+class ModelArgument:
     """What a MODEL argument was found to be.
 
     Attributes:
@@ -56,7 +70,7 @@ class Model:
         return f"{self.given}: {what[self.kind]}; {then}"
 
 
-def resolve(given: str, pretrained: bool = False, hint: str = "MODEL", known: Iterable[str] = ()) -> Model:
+def resolve(given: str, pretrained: bool = False, hint: str = "MODEL", known: Iterable[str] = ()) -> ModelArgument:
     """Find out what a MODEL argument means.
 
     Args:
@@ -70,22 +84,22 @@ def resolve(given: str, pretrained: bool = False, hint: str = "MODEL", known: It
     """
     path = Path(given).expanduser()
     if pretrained:
-        return Model(given, "hub", given, local_only=hub.must_stay_local(given, hint))
+        return ModelArgument(given, "hub", given, local_only=must_stay_local(given, hint))
     if path.is_file() or (path.is_dir() and (path / "config.json").is_file()):
         weights = path.is_dir() and any(any(path.glob(pattern)) for pattern in _WEIGHTS)
         kind = "config" if path.is_file() else "weights" if weights else "folder"
-        return Model(given, kind, str(path), _model_type(path, hint))
+        return ModelArgument(given, kind, str(path), _model_type(path, hint))
     if path.is_dir() and any(any(path.glob(pattern)) for pattern in _WEIGHTS):
-        return Model(given, "weights", str(path))
+        return ModelArgument(given, "weights", str(path))
     if _names_a_path(given):
         _model_type(path, hint)  # raises the error about what is missing there
     if "/" in given:
-        return Model(given, "hub", given, local_only=hub.must_stay_local(given, hint))
-    name = named(given, known := list(known)) or named(given, names := [*known, *model_types()])
+        return ModelArgument(given, "hub", given, local_only=must_stay_local(given, hint))
+    name = model_type_of(given, known := list(known)) or model_type_of(given, names := [*known, *model_types()])
     if name is None:
         bare = "" if hint == "--model" else ", or --pretrained for a name without a slash"
-        raise click.BadParameter(f"{_unknown(given, path, names)}{bare}.", param_hint=hint)
-    return Model(given, "type", name, name)
+        raise click.BadParameter(f"{_no_model(given, path, names)}{bare}.", param_hint=hint)
+    return ModelArgument(given, "type", name, name)
 
 
 def model_types() -> list[str]:
@@ -94,7 +108,7 @@ def model_types() -> list[str]:
     return list(auto.CONFIG_MAPPING_NAMES)
 
 
-def named(given: str, names: Iterable[str]) -> str | None:
+def model_type_of(given: str, names: Iterable[str]) -> str | None:
     """The one of these model types that is meant: letter case, hyphens, underscores and dots make no difference.
 
     Returns:
@@ -104,7 +118,7 @@ def named(given: str, names: Iterable[str]) -> str | None:
     if given in names:
         return given
     base, masked, _ = given.partition(MASKED)
-    found = [name for name in names if _plain(name) == _plain(base)]
+    found = [name for name in names if _bare(name) == _bare(base)]
     return found[0] + masked if len(found) == 1 else None
 
 
@@ -112,8 +126,8 @@ def suggestions(given: str, names: Iterable[str]) -> list[str]:
     """Up to three of these model types whose spelling is close."""
     plain: dict[str, str] = {}
     for name in names:
-        plain.setdefault(_plain(name.partition(MASKED)[0]), name)
-    wanted = re.sub(r"(for|model$)[a-z]*$", "", _plain(given.partition(MASKED)[0]))  # LlamaForCausalLM
+        plain.setdefault(_bare(name.partition(MASKED)[0]), name)
+    wanted = re.sub(r"(for|model$)[a-z]*$", "", _bare(given.partition(MASKED)[0]))  # LlamaForCausalLM
     return [plain[name] for name in get_close_matches(wanted, plain, n=3, cutoff=0.6)]
 
 
@@ -124,7 +138,7 @@ def did_you_mean(given: str, names: Iterable[str]) -> str:
     return f" Did you mean {listed}?" if last else ""
 
 
-def _plain(name: str) -> str:
+def _bare(name: str) -> str:
     return re.sub(r"[^a-z0-9]", "", name.lower())
 
 
@@ -140,7 +154,7 @@ def _model_type(path: Path, hint: str) -> str:
         raise click.BadParameter(str(error), param_hint=hint) from None
 
 
-def _unknown(given: str, path: Path, names: Iterable[str]) -> str:
+def _no_model(given: str, path: Path, names: Iterable[str]) -> str:
     import transformers
 
     meant = did_you_mean(given, names)
@@ -152,7 +166,7 @@ def _unknown(given: str, path: Path, names: Iterable[str]) -> str:
     )
 
 
-def config_of(found: Model, trust_remote_code: bool = False) -> Any:
+def config_of(found: ModelArgument, trust_remote_code: bool = False) -> Any:
     """The Transformers config of a model, at full size; that of a model type is Transformers' default.
 
     Raises:
@@ -173,7 +187,7 @@ def config_of(found: Model, trust_remote_code: bool = False) -> Any:
         ) from None
 
 
-def local(found: Model) -> dict[str, Any]:
+def local(found: ModelArgument) -> dict[str, Any]:
     """Arguments of ``from_pretrained`` that keep it from trying to reach the hub; empty if it may."""
     return {"local_files_only": True} if found.local_only else {}
 
@@ -181,3 +195,76 @@ def local(found: Model) -> dict[str, Any]:
 def first_line(error: BaseException) -> str:
     """The first line of an error's message."""
     return next(iter(str(error).strip().splitlines()), "no message")
+
+
+# --- the hub: whether a model of it can be loaded, with one request of at most a few seconds -------------------------
+
+
+def must_stay_local(name: str, hint: str) -> bool:
+    """Whether a model must be loaded from the local cache, because the hub does not answer or does not have it.
+
+    Then ``local_files_only=True`` keeps Transformers from trying to reach the hub, which takes it half a minute.
+
+    Raises:
+        click.BadParameter: The hub has no such model, or the model is not in the cache and the hub does not answer.
+    """
+    if not _HUB_NAME.fullmatch(name):
+        raise click.BadParameter(f"looked for a name on the hub, such as org/name, found {name!r}.", param_hint=hint)
+    from huggingface_hub import constants
+
+    offline = bool(constants.HF_HUB_OFFLINE)
+    problem = "HF_HUB_OFFLINE is set" if offline else _asked(name)
+    if not problem:
+        return False
+    if not _is_cached(name):
+        raise click.BadParameter(
+            f"{name!r} is no file or folder here, and it cannot be loaded from the hub: {problem}, and it is not in "
+            "the local cache. Give a folder or a config.json, or a model type (fa2patch architectures lists them).",
+            param_hint=hint,
+        )
+    return True
+
+
+def _asked(name: str) -> str:
+    """The reason why the hub cannot deliver a model; empty if it can."""
+    found: list[str] = []
+    seconds = float(os.environ.get("HF_HUB_ETAG_TIMEOUT") or SECONDS)
+    # a thread, because the time-out of a request does not end the look-up of the host's address
+    thread = threading.Thread(target=lambda: found.append(_request(name, seconds)), daemon=True)
+    thread.start()
+    thread.join(seconds)
+    return found[0] if found else f"{_endpoint()} did not answer within {seconds:g} s"
+
+
+def _request(name: str, seconds: float) -> str:
+    from huggingface_hub import HfApi
+    from huggingface_hub.utils import GatedRepoError, RepositoryNotFoundError  # type: ignore[attr-defined]
+
+    try:
+        HfApi().model_info(name, timeout=seconds)
+    except GatedRepoError:
+        return "access to it must be asked for on its page, and then needs a token (hf auth login)"
+    except RepositoryNotFoundError:
+        return f"{_endpoint()} has no model of this name, or it is private and needs a token (hf auth login)"
+    except Exception as error:  # requests' and httpx's errors have no common base class
+        return f"{_endpoint()} cannot be reached ({type(error).__name__}: {str(error).splitlines()[0][:120]})"
+    return ""
+
+
+def _endpoint() -> str:
+    from huggingface_hub import constants
+
+    return str(constants.ENDPOINT)
+
+
+def _is_cached(name: str) -> bool:
+    from huggingface_hub import try_to_load_from_cache
+
+    return isinstance(try_to_load_from_cache(name, "config.json"), str)
+
+
+def config_file(name: str, local_only: bool) -> str:
+    """The path of a model's config.json, which is downloaded unless it is in the cache or ``local_only`` is set."""
+    from huggingface_hub import hf_hub_download
+
+    return str(hf_hub_download(name, "config.json", local_files_only=local_only))

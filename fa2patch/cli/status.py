@@ -2,31 +2,35 @@
 
 from __future__ import annotations
 
-import json
 import sys
 from collections.abc import Iterable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import click
 
-from . import checked
 from .loading import fake
-from .models import pretrained_option, resolve
-from .output import as_json_option, attention_option, new_console, new_table, plain, remote_option
+from .models import resolve
+from .options import as_json_option, attention_option, dtype, kernel, pretrained_option, remote_option
+from .output import new_console, new_table, plain, print_json, print_refusal
+
+if TYPE_CHECKING:
+    import torch
 
 
-@click.command()
+@click.command("status")
 @click.argument("model")
-@click.option("--kernel", default="auto", show_default=True, help="As for fa2patch.apply.")
-@click.option("--dtype", help="The weights' dtype; default: what the config says, else bfloat16.")
+@click.option("--kernel", type=kernel, metavar="NAME", default="auto", show_default=True, help="As for fa2patch.apply.")
+@click.option(
+    "--dtype", type=dtype, metavar="NAME", help="The weights' dtype; default: what the config says, else bfloat16."
+)
 @pretrained_option
 @attention_option
 @remote_option
 @as_json_option
-def status(
+def status_command(
     model: str,
     kernel: str,
-    dtype: str | None,
+    dtype: torch.dtype | None,
     pretrained: bool,
     attn_implementation: str | None,
     trust_remote_code: bool,
@@ -39,38 +43,29 @@ def status(
     which it was. No weights are read. Exits with 0 if the model would be patched, with 1 if it would be refused, and
     with 2 if the arguments are wrong.
     """
-    from ..errors import Fa2PatchError, KernelUnavailable, UnknownKernel
-    from ..kernels import check_name
+    from ..errors import Fa2PatchError
     from .preview import preview
 
-    precision, attention = checked.dtype(dtype), checked.attention(attn_implementation)
-    try:
-        check_name(kernel)
-    except (UnknownKernel, KernelUnavailable) as error:
-        raise click.BadParameter(str(error), param_hint="--kernel") from None
     argument = resolve(model, pretrained)
-    (made, mode), then = fake(argument, attention, trust_remote_code, precision)
+    (made, mode), then = fake(argument, attn_implementation, trust_remote_code, dtype)
     said = argument.said(then)
     click.echo(said, err=True)
     try:
         found = preview(made, mode, kernel)
     except Fa2PatchError as error:
-        _show_refused(type(made).__name__, said, error, as_json)
+        name = type(made).__name__
+        if as_json:
+            print_json({"model": name, "checked": said, "refused": f"{type(error).__name__}: {error}"})
+        else:
+            print_refusal(name, error)
         sys.exit(1)
     if as_json:
-        click.echo(json.dumps({"checked": said, **found}, indent=1))
+        print_json({"checked": said, **found})
     else:
-        _show(found)
+        _show_layers(found)
 
 
-def _show_refused(name: str, said: str, error: Exception, as_json: bool) -> None:
-    if as_json:
-        click.echo(json.dumps({"model": name, "checked": said, "refused": f"{type(error).__name__}: {error}"}))
-    else:
-        new_console().print(f"[bold]{name}[/bold]: [yellow]refused[/yellow]: {plain(str(error))}")
-
-
-def _show(found: dict[str, Any]) -> None:
+def _show_layers(found: dict[str, Any]) -> None:
     console = new_console()
     console.print(
         f"[bold]{found['model']}[/bold] ({found['model_type']}, loaded as {found['attn_implementation']}): would be "

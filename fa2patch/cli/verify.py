@@ -9,35 +9,36 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from . import checked
 from .loading import Refused, loaded_or_tiny
-from .models import pretrained_option, resolve
-from .output import as_json_option, attention_option, new_console, new_table, plain, remote_option
+from .models import resolve
+from .options import as_json_option, attention_option, device, dtype, pretrained_option, remote_option
+from .output import new_console, new_table, plain, print_json, print_refusal
 
 if TYPE_CHECKING:
+    import torch
     from rich.console import Console
 
     from .diagnosis import Found, Unpatched
 
 
-@click.command()
+@click.command("verify")
 @click.argument("model")
 @click.option("--batch", type=click.Path(exists=True, dir_okay=False, path_type=Path),
               help="A packed batch: JSON, or what torch.save wrote. Default: one row of four documents.")  # fmt: skip
 @click.option("--max-documents", type=click.IntRange(1), help="Check this many documents of the batch only.")
-@click.option("--dtype", default="float32", show_default=True, help="float32, bfloat16 or float16.")
-@click.option("--device", default="cpu", show_default=True, help="Where the model is put: cpu, cuda.")
+@click.option("--dtype", type=dtype, default="float32", show_default=True, help="float32, bfloat16 or float16.")
+@click.option("--device", type=device, default="cpu", show_default=True, help="Where the model is put: cpu, cuda.")
 @click.option("--cache/--no-cache", default=None, help="Call with use_cache=True or False. Default: the model's.")
 @pretrained_option
 @attention_option
 @remote_option
 @as_json_option
-def verify(
+def verify_command(
     model: str,
     batch: Path | None,
     max_documents: int | None,
-    dtype: str,
-    device: str,
+    dtype: torch.dtype,
+    device: torch.device,
     cache: bool | None,
     pretrained: bool,
     attn_implementation: str | None,
@@ -54,23 +55,25 @@ def verify(
     Exits with 0 if fa2patch isolates every document, with 1 if it does not or refuses the model, and with 2 if the
     arguments are wrong.
     """
-    import torch
-
     from ..proof.inputs import example
     from .diagnosis import is_isolated, verify_unpatched
 
-    precision, where = checked.dtype(dtype) or torch.float32, checked.device(device)
-    attention, given = checked.attention(attn_implementation), _batch(batch) if batch else None
+    given = _batch(batch) if batch else None
     found = resolve(model, pretrained)
     try:
-        ready, then = loaded_or_tiny(found, precision, attention, trust_remote_code)
+        ready, then = loaded_or_tiny(found, dtype, attn_implementation, trust_remote_code)
     except Refused as refused:
-        _show_refused(found.said(refused.then), refused, as_json)
+        said = found.said(refused.then)
+        click.echo(said, err=True)
+        if as_json:
+            print_json({"model": refused.model, "checked": said, "ok": False, "fa2patch": {"error": str(refused)}})
+        else:
+            print_refusal(refused.model, refused)
         sys.exit(1)
     said = found.said(then)
     click.echo(said, err=True)
-    ready = ready.to(where)
-    call = {**(example(where, ready) if given is None else given), **({} if cache is None else {"use_cache": cache})}
+    ready = ready.to(device)
+    call = {**(example(device, ready) if given is None else given), **({} if cache is None else {"use_cache": cache})}
     unpatched = verify_unpatched(ready, call, max_documents)
     ours = _patched(ready, call, max_documents, unpatched)
     ok = is_isolated(ours)
@@ -78,7 +81,7 @@ def verify(
         both = {"alone": unpatched.by_default, "alone_without_cache": unpatched.without_cache, "fa2patch": ours}
         shown = {key: _as_json(it) for key, it in both.items() if it is not None}
         about = {"model": type(ready).__name__, "checked": said, "ok": ok}
-        click.echo(json.dumps({**about, **shown, "why": unpatched.why}, indent=1))
+        print_json({**about, **shown, "why": unpatched.why})
     else:
         _show(type(ready).__name__, unpatched, ours)
     sys.exit(0 if ok else 1)
@@ -86,7 +89,7 @@ def verify(
 
 def _show(name: str, unpatched: Unpatched, ours: Found) -> None:
     console = new_console()
-    _show_alone(console, name, unpatched)
+    _show_unpatched(console, name, unpatched)
     _show_verification(console, f"{name}, with fa2patch", ours)
 
 
@@ -111,16 +114,7 @@ def _as_json(found: Found) -> dict[str, Any]:
     return {"error": found} if isinstance(found, str) else found.to_dict()
 
 
-def _show_refused(said: str, refused: Refused, as_json: bool) -> None:
-    click.echo(said, err=True)
-    if as_json:
-        shown = {"model": refused.model, "checked": said, "ok": False, "fa2patch": {"error": str(refused)}}
-        click.echo(json.dumps(shown, indent=1))
-    else:
-        new_console().print(f"[bold]{refused.model}[/bold]: [yellow]refused[/yellow]: {plain(str(refused))}")
-
-
-def _show_alone(console: Console, name: str, unpatched: Unpatched) -> None:
+def _show_unpatched(console: Console, name: str, unpatched: Unpatched) -> None:
     title = f"{name}, Transformers alone"
     if unpatched.without_cache is None or unpatched.without_cache == unpatched.by_default:
         both = "" if unpatched.without_cache is None else ", with and without a cache"

@@ -18,8 +18,8 @@ from evidence import GOOD, evidence
 from compat_matrix import run
 from compat_matrix.environments import tomllib
 from compat_matrix.user_models.matrix import model as model_of
+from fa2patch.cli import NEEDED
 from fa2patch.cli.commands import main
-from fa2patch.cli.extras import NEEDED
 
 ROOT = Path(__file__).parents[2]
 LLAMA = str(ROOT / "tests" / "own_configs" / "llama_3_1.json")

@@ -13,7 +13,7 @@ pytest.importorskip("rich")
 from click.testing import CliRunner
 
 from compat_matrix import environments, run
-from fa2patch.cli import hub, models
+from fa2patch.cli import models
 from fa2patch.cli.commands import main
 
 
@@ -62,19 +62,19 @@ def test_a_model_of_the_hub_offline_says_so_at_once(command, monkeypatch):
     from huggingface_hub import constants
 
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
-    monkeypatch.setattr(hub, "_request", lambda *arguments: pytest.fail("the hub was asked"))
+    monkeypatch.setattr(models, "_request", lambda *arguments: pytest.fail("the hub was asked"))
     assert "HF_HUB_OFFLINE is set, and it is not in the local cache" in fails(*command, "org/none")
 
 
 @pytest.mark.parametrize("command", [("verify",), ("status",)])
 def test_pretrained_asks_for_a_name_without_a_slash(command, online, monkeypatch):
-    monkeypatch.setattr(hub, "_request", lambda name, seconds: f"{name} is not there")
+    monkeypatch.setattr(models, "_request", lambda name, seconds: f"{name} is not there")
     assert "gpt2 is not there" in fails(*command, "gpt2", "--pretrained")
 
 
 def test_a_hub_that_does_not_answer_is_not_waited_for(online, monkeypatch):
     monkeypatch.setenv("HF_HUB_ETAG_TIMEOUT", "0.2")
-    monkeypatch.setattr(hub, "_request", lambda *arguments: time.sleep(5) or "")
+    monkeypatch.setattr(models, "_request", lambda *arguments: time.sleep(5) or "")
     begun = time.perf_counter()
     said = fails("verify", "org/none")
     assert "did not answer within 0.2 s" in said and time.perf_counter() - begun < 3
@@ -86,7 +86,7 @@ def test_a_hub_without_the_model_says_so(online, monkeypatch):
     from huggingface_hub.utils import RepositoryNotFoundError
 
     def asked(self, name, timeout):
-        assert timeout == hub.SECONDS
+        assert timeout == models.SECONDS
         raise RepositoryNotFoundError("404", response=httpx.Response(404, request=httpx.Request("GET", "https://hub")))
 
     monkeypatch.delenv("HF_HUB_ETAG_TIMEOUT", raising=False)
@@ -95,11 +95,11 @@ def test_a_hub_without_the_model_says_so(online, monkeypatch):
 
 
 def test_an_unreachable_hub_leaves_the_local_cache(online, monkeypatch):
-    monkeypatch.setattr(hub, "_request", lambda *arguments: "it cannot be reached")
-    monkeypatch.setattr(hub, "_is_cached", lambda name: True)
+    monkeypatch.setattr(models, "_request", lambda *arguments: "it cannot be reached")
+    monkeypatch.setattr(models, "_is_cached", lambda name: True)
     found = models.resolve("org/name")
     assert found.kind == "hub" and found.local_only and models.local(found) == {"local_files_only": True}
-    monkeypatch.setattr(hub, "_request", lambda *arguments: "")
+    monkeypatch.setattr(models, "_request", lambda *arguments: "")
     assert not models.resolve("org/name").local_only
 
 
@@ -189,20 +189,20 @@ def test_no_package_index_has_this_release(monkeypatch):
 
 
 def test_progress_is_plain_lines_where_there_is_no_terminal(capsys):
-    from fa2patch.cli.output import shown
+    from fa2patch.cli.output import progress_of
 
-    with shown(["4.57.6"]) as shows:
-        shows("4.57.6", "preparing an environment")
-        shows("4.57.6", "done", ended=True)
+    with progress_of(["4.57.6"]) as progress:
+        progress("4.57.6", "preparing an environment")
+        progress("4.57.6", "done", ended=True)
     assert capsys.readouterr().err.splitlines() == ["4.57.6: preparing an environment", "4.57.6: done"]
 
 
 def test_progress_is_one_changing_line_on_a_terminal(monkeypatch, capsys):
-    from fa2patch.cli.output import shown
+    from fa2patch.cli.output import progress_of
 
     monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
-    with shown(["4.57.6"]) as shows:
-        shows("4.57.6", "preparing an environment")
+    with progress_of(["4.57.6"]) as progress:
+        progress("4.57.6", "preparing an environment")
     captured = capsys.readouterr()
     assert "4.57.6: preparing an environment" in captured.err and not captured.out
 

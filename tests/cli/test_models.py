@@ -11,7 +11,7 @@ pytest.importorskip("rich")
 from click.testing import CliRunner
 
 from fa2patch import evidence
-from fa2patch.cli import diagnosis, hub, models
+from fa2patch.cli import diagnosis, models
 from fa2patch.cli.commands import main
 from fa2patch.patch.applying import OLDEST
 
@@ -64,7 +64,7 @@ def test_files_and_folders(folder):
 
 
 def test_a_name_with_a_slash_is_of_the_hub(monkeypatch):
-    monkeypatch.setattr(hub, "must_stay_local", lambda name, hint: False)
+    monkeypatch.setattr(models, "must_stay_local", lambda name, hint: False)
     assert models.resolve("org/llama").kind == "hub" and models.resolve("llama", pretrained=True).kind == "hub"
 
 

@@ -218,7 +218,10 @@ class Kernel:
             k, v = k.index_select(0, keys), v.index_select(0, keys)
         value_dim = v.shape[-1]
         dim, of_values = self.padded(q.shape[-1], value_dim)
-        q, k, v = _to_dim(q, dim), _to_dim(k, dim), _to_dim(v, of_values)
+        if dim != q.shape[-1]:
+            q, k = F.pad(q, (0, dim - q.shape[-1])), F.pad(k, (0, dim - k.shape[-1]))
+        if of_values != value_dim:
+            v = F.pad(v, (0, of_values - value_dim))
         output = self.attend(q, k, v, boundaries, options, scale)
         if boundaries.until is not None and options.causal and not self.MASKS:
             output = _with_spans(self, output, q, k, v, boundaries, options, scale)
@@ -246,11 +249,6 @@ def capability() -> tuple[int, int] | None:
     if torch.version.hip is not None or not torch.cuda.is_available():
         return None
     return torch.cuda.get_device_capability()
-
-
-def _to_dim(states: torch.Tensor, dim: int) -> torch.Tensor:
-    """Pad the last dimension with zeros; the same tensor if there is nothing to pad."""
-    return states if states.shape[-1] == dim else F.pad(states, (0, dim - states.shape[-1]))
 
 
 @dataclass(eq=False)

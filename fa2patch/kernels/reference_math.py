@@ -2,7 +2,9 @@
 
 Plain attention over a document is one call of ``scaled_dot_product_attention``, which has a flash kernel on a CPU too.
 Windows, softcap, ALiBi, sinks and dropout are computed by the plain formula, in float32 or float64. The cost grows with
-the sum of the squared document lengths. Short documents share a call (:mod:`.grouping`).
+the sum of the squared document lengths. Short documents share a call (:mod:`.grouping`), padded to the longest, so the
+outputs are not bit for bit those of a document alone: a matrix with more rows is multiplied in another order. Documents
+of equal length, and perturbations of other documents, are exact to the bit.
 """
 
 from __future__ import annotations
@@ -111,7 +113,7 @@ _SHARES_KEYS = "enable_gqa" in (F.scaled_dot_product_attention.__doc__ or "")
 
 def heads_first(call: Call, groups: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """The states of a call as ``[documents, heads, length, dim]``. Heads of keys and values occur ``groups`` times."""
-    query, key, value = (states.transpose(1, 2) for states in call[:3])
+    query, key, value = call.queries.transpose(1, 2), call.keys.transpose(1, 2), call.values.transpose(1, 2)
     if groups > 1:
         key, value = key.repeat_interleave(groups, 1), value.repeat_interleave(groups, 1)
     return query, key, value

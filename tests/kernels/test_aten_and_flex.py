@@ -98,6 +98,27 @@ def test_torch_without_windows_is_not_asked_for_them(monkeypatch):
     assert TorchVarlen().supports(asks(["dropout"], device="cuda")) == (True, "")
 
 
+def test_what_torch_and_the_gpu_lack_is_the_reason(monkeypatch):
+    """On a stand-in for torch and its device: no operator, no device, an old one, a build without flash attention."""
+    arguments = frozenset()
+    flash, efficient = aten._flash_runs.__wrapped__, aten._efficient_runs.__wrapped__
+    monkeypatch.setattr(aten, "_arguments", lambda operator: arguments)
+    assert flash()[1].endswith("has no _flash_attention_forward with cu_seqlens")
+    assert efficient()[1].endswith("has no _efficient_attention_forward with both longest lengths")
+    arguments = frozenset({"cum_seq_q", "max_q", "cu_seqlens_q", "max_seqlen_k"})
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    assert flash() == efficient() == (False, "torch finds no CUDA device")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "Tesla T4")
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (7, 5))
+    assert flash() == (False, "Tesla T4 is older than Ampere") and efficient() == (True, "")
+    monkeypatch.setattr(torch.version, "hip", "6.4")  # whose numbers mean something else
+    monkeypatch.setattr(torch.backends.cuda, "is_flash_attention_available", lambda: False, raising=False)
+    assert flash() == (False, "this torch was built without flash attention")
+    monkeypatch.setattr(torch.backends.cuda, "is_flash_attention_available", lambda: True)
+    assert flash() == (True, "")
+
+
 @pytest.mark.skipif(torch.cuda.is_available(), reason="a CUDA device is here")
 @pytest.mark.parametrize("kernel", [TorchVarlen(), Efficient(), Flex()], ids=lambda kernel: kernel.name)
 def test_without_a_gpu_the_reason_is_given(kernel):

@@ -263,11 +263,19 @@ def test_what_runs_on_a_device(everything_is_here, monkeypatch, device, expected
     assert able[0] == expected
 
 
-def test_flex_is_available_on_an_xpu(monkeypatch):
-    monkeypatch.setattr(flex.importlib.util, "find_spec", lambda name: True)
-    assert flex._runs.__wrapped__() == (False, "torch finds no CUDA or XPU device")
-    monkeypatch.setattr(torch.xpu, "is_available", lambda: True)
-    assert flex._runs.__wrapped__() == (True, "")
+@pytest.mark.parametrize(
+    ("missing", "reason"),
+    [
+        ("torch.nn.attention.flex_attention", f"torch {torch.__version__} has no FlexAttention"),
+        ("triton", "the package triton is not installed"),
+        ("a device", "torch finds no CUDA or XPU device"),
+        ("nothing", ""),
+    ],
+)
+def test_flex_needs_its_module_triton_and_a_device_which_may_be_an_xpu(monkeypatch, missing, reason):
+    monkeypatch.setattr(flex.importlib.util, "find_spec", lambda name: None if name == missing else True)
+    monkeypatch.setattr(torch.xpu, "is_available", lambda: missing != "a device")
+    assert flex._runs.__wrapped__() == (missing == "nothing", reason)
 
 
 # The warning

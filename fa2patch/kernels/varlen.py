@@ -121,17 +121,10 @@ class VarlenFunc(Kernel):
             extras["deterministic"] = torch.are_deterministic_algorithms_enabled()
         keys = boundaries.keys(q.shape[0])
         output = found.function(
-            q,
-            k,
-            v,
-            cu_seqlens_q=boundaries.cu_seqlens,
-            cu_seqlens_k=keys.cu_seqlens,
-            max_seqlen_q=boundaries.max_seqlen,
-            max_seqlen_k=keys.max_seqlen,
-            softmax_scale=scale,
-            causal=options.causal,
-            **extras,
-        )
+            q, k, v, cu_seqlens_q=boundaries.cu_seqlens, cu_seqlens_k=keys.cu_seqlens,
+            max_seqlen_q=boundaries.max_seqlen, max_seqlen_k=keys.max_seqlen, softmax_scale=scale,
+            causal=options.causal, **extras,
+        )  # fmt: skip
         attended: torch.Tensor = output[0] if isinstance(output, tuple) else output  # some also return the log-sum-exp
         return attended
 

@@ -2,9 +2,7 @@
 
 Plain attention over a document is one call of ``scaled_dot_product_attention``, which has a flash kernel on a CPU too.
 Windows, softcap, ALiBi, sinks and dropout are computed by the plain formula, in float32 or float64. The cost grows with
-the sum of the squared document lengths. Short documents share a call (:mod:`.grouping`), padded to the longest, so the
-outputs are not bit for bit those of a document alone: a matrix with more rows is multiplied in another order. Documents
-of equal length, and perturbations of other documents, are exact to the bit.
+the sum of the squared document lengths. Short documents share a call (:mod:`.grouping`).
 """
 
 from __future__ import annotations

@@ -135,7 +135,8 @@ class Patch:
     ) -> None:
         """Plan and bind again, after the model has changed, or with other arguments of ``apply``.
 
-        An attribute that other code has replaced since is replaced again. An argument that is None keeps its value.
+        An attribute that other code has replaced since is replaced again. An argument that is None keeps its value:
+        errors advise to call ``apply(model)`` again, which must not reset a kernel that was chosen.
 
         Raises:
             UnknownArchitecture, UnsupportedModel, LayerNotPatchable: the model cannot be patched. The patch stays as it

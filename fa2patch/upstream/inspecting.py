@@ -340,6 +340,9 @@ def is_known(function: Any) -> bool:
 def is_of_model(function: Any, modeling: str) -> bool:
     """Whether a function is known, splits rows, or is defined where a model is, as remote code's own attention is.
 
+    Attention and masks of the user's own are computed document by document, because a kernel would compute something
+    else. A model whose code is all its own goes by the seams, and is proven.
+
     Args:
         function: the function.
         modeling: the name of the module that defines the model's layers.

@@ -4,10 +4,11 @@ A part looks like a whole row. With context parallelism it holds the head and th
 0, 1, 6, 7. With Ulysses it may end inside a document. Such a split is recognised by a replaced attention function, by
 DTensor's dispatcher, or by the placements of the tokens.
 
-The exchange is ours, and the engine is DeepSpeed's. Its attention module is not called: boundaries are made once in a
-forward, and the module gathers ids in every layer. It hands no boundaries to a kernel. Sinks and ALiBi slopes must be
-shared out with the heads. Queries, keys and values go in one exchange. MLA's values have another width than its keys.
-Seams that do not go through the dictionary of attention functions get the exchange too.
+The exchange is ours, and the engine is DeepSpeed's, with its loader, process groups, optimizer and losses. Its
+attention module is not called: boundaries are made once in a forward, and the module gathers ids in every layer. It
+hands no boundaries to a kernel. Sinks and ALiBi slopes must be shared out with the heads. Queries, keys and values go
+in one exchange. MLA's values have another width than its keys. Seams that do not go through the dictionary of attention
+functions get the exchange too.
 """
 
 from __future__ import annotations

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections import Counter
 from dataclasses import dataclass, field
 from typing import Any, Callable
@@ -38,11 +39,9 @@ def watched(
     With ``split``, rows are split over processes, and modules see this process's part of them.
     """
     shape = shape if split is None else (shape[0], -(-shape[1] // split.part.of))
+    prints = functools.partial(_fingerprints, shape=shape, place=place, split=split)
     ended: list[_ModuleCall] = []
     handles = []
-
-    def prints(values: Any) -> list[torch.Tensor]:
-        return _fingerprints(values, shape, place, split)
 
     def watch(name: str, module: torch.nn.Module) -> None:
         begun: list[_ModuleCall] = []

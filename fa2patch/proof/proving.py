@@ -75,33 +75,8 @@ def prove(model: Model, call: Call, mask: PackedMask, itself: bool = False) -> N
             run = _Runs(replica(model, unknown_modules(model)), model, call, mask)
         stack.enter_context(outside_the_forward(mask.device))
         stack.enter_context(without_gradients() if not gradients else autocast_uncached())
-        before = run.outputs(None)
-        for exchanged in run.sets_to_exchange():
-            after = run.outputs(exchanged)
-            moved = distance(after, before, ~exchanged)
-            crossing = run.gradient(after, exchanged) if gradients else 0.0
-            if moved > run.bound:
-                again = run.outputs(None)  # measures the noise of a nondeterministic kernel
-                if moved > 2 * distance(again, before) + run.bound:
-                    raise PackingNotIsolated(run.leak(exchanged, "changed"))
-            if crossing > run.bound:
-                raise PackingNotIsolated(run.leak(exchanged, "sent them a gradient"))
-            shown = exchanged & run.real  # a padding's embedding may be zero, and no head pools padding
-            if shown.any() and not distance(after, before, shown) > 0:
-                raise Unseen(
-                    f"{type(model).__name__} must be proven to keep documents apart, and other embeddings in every "
-                    "second document changed nothing, not even there: it takes its embeddings from where they cannot "
-                    "be seen. Call fa2patch.verify(model, batch=batch), then fa2patch.apply(model, prove=False)."
-                )
-        far = run.from_alone()
-        if far > run.near:
-            raise PackingNotIsolated(
-                f"{type(run.model).__name__} holds what fa2patch does not know, "
-                f"{unknown(model) or 'nothing by its class'}, and a document of this packed batch has other outputs "
-                f"than in a row of its own, by {far:.1e} of the largest, also with the same random numbers: something "
-                "reads the length of the row, as noise does that is scaled by it. Nothing was computed. Take it out, "
-                "or train this model padded."
-            )
+        run.require_apart(gradients)
+        run.require_as_alone()
 
 
 def example_of(model: Model, patch: Patched, tree: bool) -> tuple[Call, PackedMask]:
@@ -140,6 +115,39 @@ class _Runs:
         lengths = torch.tensor(self.tree.lengths)
         for chosen in parities(self.tree):
             yield torch.tensor(chosen).repeat_interleave(lengths).view(self.shape).to(self.device)
+
+    def require_apart(self, gradients: bool) -> None:
+        """Raise :class:`PackingNotIsolated` if some documents reach others, or gradients of others reach them."""
+        before = self.outputs(None)
+        for exchanged in self.sets_to_exchange():
+            after = self.outputs(exchanged)
+            moved = distance(after, before, ~exchanged)
+            crossing = self.gradient(after, exchanged) if gradients else 0.0
+            if moved > self.bound:
+                again = self.outputs(None)  # measures the noise of a nondeterministic kernel
+                if moved > 2 * distance(again, before) + self.bound:
+                    raise PackingNotIsolated(self.leak(exchanged, "changed"))
+            if crossing > self.bound:
+                raise PackingNotIsolated(self.leak(exchanged, "sent them a gradient"))
+            shown = exchanged & self.real  # a padding's embedding may be zero, and no head pools padding
+            if shown.any() and not distance(after, before, shown) > 0:
+                raise Unseen(
+                    f"{type(self.original).__name__} must be proven to keep documents apart, and other embeddings in "
+                    "every second document changed nothing, not even there: it takes its embeddings from where they "
+                    "cannot be seen. Call fa2patch.verify(model, batch=batch), then fa2patch.apply(model, prove=False)."
+                )
+
+    def require_as_alone(self) -> None:
+        """Raise :class:`PackingNotIsolated` if a document's outputs are others than in a row of its own."""
+        far = self.from_alone()
+        if far > self.near:
+            raise PackingNotIsolated(
+                f"{type(self.model).__name__} holds what fa2patch does not know, "
+                f"{unknown(self.original) or 'nothing by its class'}, and a document of this packed batch has other "
+                f"outputs than in a row of its own, by {far:.1e} of the largest, also with the same random numbers: "
+                "something reads the length of the row, as noise does that is scaled by it. Nothing was computed. Take "
+                "it out, or train this model padded."
+            )
 
     def from_alone(self) -> float:
         """How far a document's outputs are from those in a row of its own, relative to the largest; 0 if unknown.

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from .._types import Call
+from .._types import Call, Model
 from ..binding import used_by
 from ..documents.names import IGNORED_LABEL, PARENTS
 from ..errors import BadBatch, PackingNotIsolated
@@ -66,20 +66,14 @@ def verify(
     """
     inner = transformers_model(model)
     patch: Any = vars(inner).get(MARK)
-    if patch is not None and not used_by(patch):
-        patch = None  # copy.copy(model) keeps the mark of a reverted one
+    patch = patch if patch is not None and used_by(patch) else None  # copy.copy(model) keeps a reverted one's mark
     if hasattr(model, "zero_optimization_stage"):
         model = model.module  # DeepSpeed's engine treats any backward through it as a training step
     elif patch is not None and patch.for_padded_batches:
         model = inner = models(inner)[-1]
     elif makes_its_batches(model):
         model = inner
-    if any(parameter.device.type == "meta" for parameter in inner.parameters()):
-        raise PackingNotIsolated(
-            "the model's weights are on the meta device, so nothing can be computed. Load them first."
-        )
-    if max_documents is not None and (not isinstance(max_documents, int) or max_documents < 1):
-        raise BadBatch(f"max_documents: expected a number of documents, 1 or more, or None; found {max_documents!r}.")
+    _check(inner, max_documents)
     device = token_embeddings(inner).device
     given = example(device, inner) if batch is None else checked(batch, device)
     if patch is None and given.get(PARENTS) is not None:
@@ -99,6 +93,15 @@ def verify(
         error.verification = found
         raise error
     return found
+
+
+def _check(inner: Model, max_documents: int | None) -> None:
+    if any(parameter.device.type == "meta" for parameter in inner.parameters()):
+        raise PackingNotIsolated(
+            "the model's weights are on the meta device, so nothing can be computed. Load them first."
+        )
+    if max_documents is not None and (not isinstance(max_documents, int) or max_documents < 1):
+        raise BadBatch(f"max_documents: expected a number of documents, 1 or more, or None; found {max_documents!r}.")
 
 
 class _Finding(NamedTuple):

@@ -11,7 +11,7 @@ import click
 from .. import evidence
 from .models import MASKED, did_you_mean, model_type_of, model_types
 from .options import as_json_option
-from .output import new_console, new_table, plain, print_json
+from .output import escaped, new_console, new_table, print_json
 
 _QUIRKS = {"adjust": "options adjusted", "queries": "queries scaled", "refuse": "some configs refused"}
 NOT_CHECKED = "not checked"
@@ -118,7 +118,7 @@ def _show_all(found: list[dict[str, Any]], rest: list[str], version: str) -> Non
         if row["state"] == "ok":
             table.add_row(name, row["seam"], ", ".join(row["does"]), row["isolated_in"])
         else:
-            table.add_row(name, "-", f"[yellow]{plain(_state_here(row))}[/yellow]", row["isolated_in"] or "-")
+            table.add_row(name, "-", f"[yellow]{escaped(_state_here(row))}[/yellow]", row["isolated_in"] or "-")
     console.print(f"[bold]Transformers {version}[/bold]: {_summary(found, version)}")
     console.print(table)
     console.print(LEGEND)
@@ -155,11 +155,11 @@ def _said(state: str, what: str) -> str:
 def _show_one(row: dict[str, Any], version: str) -> None:
     console = new_console()
     does = f" ({', '.join(row['does'])})" if row["does"] else ""
-    family, state = ", one of the fourteen families" if row["family"] else "", plain(_state_here(row))
+    family, state = ", one of the fourteen families" if row["family"] else "", escaped(_state_here(row))
     console.print(f"[bold]{row['model_type']}[/bold]{family}, in Transformers {version}: {state}{does}")
     for state, found in row["evidence"].items():
         for what, ranges in found.items():
-            console.print(f"  {ranges}: {plain(_said(state, what))}")
+            console.print(f"  {ranges}: {escaped(_said(state, what))}")
     if row["state"] == NOT_CHECKED:
         console.print(f"fa2patch verify {row['model_type'].partition(':')[0]} shows what fa2patch does with it here.")
 

@@ -15,7 +15,7 @@ from .architectures import architectures_command
 from .doctor import doctor_command
 from .matrix import matrix_command
 from .options import as_json_option
-from .output import new_console, new_table, plain, print_json
+from .output import escaped, new_console, new_table, print_json
 from .status import status_command
 from .verify import verify_command
 
@@ -55,7 +55,7 @@ def kernels_command(as_json: bool) -> None:
         return
     table = new_table("kernel", "what", "here", "dtypes", "head dim up to", "besides plain attention")
     for row in found:
-        here = "[green]usable[/green]" if row["usable"] else f"[dim]{plain(row['reason'])}[/dim]"
+        here = "[green]usable[/green]" if row["usable"] else f"[dim]{escaped(row['reason'])}[/dim]"
         limits = (", ".join(row["dtypes"] or ["any"]), str(row["head_dim"] or "any"))
         table.add_row(row["name"], row["what"], here, *limits, ", ".join(row["here"] or row["features"]))
     new_console().print(table)

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from .options import OutFile, as_json_option
-from .output import new_console, new_table, plain, print_json
+from .output import escaped, new_console, new_table, print_json
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -54,10 +54,10 @@ def show_doctor(console: Console, found: dict[str, Any]) -> None:
     for name, package in found["packages"].items():
         version = package["version"] or "[dim]none[/dim]"
         problem = package["problem"] if package["version"] else ""
-        table.add_row(name, version, f"[red]{plain(problem)}[/red]" if problem else "")
+        table.add_row(name, version, f"[red]{escaped(problem)}[/red]" if problem else "")
     for kernel in found["kernels"]:
         able = "[green]usable[/green]" if kernel["usable"] else "[dim]not usable[/dim]"
-        table.add_row(f"kernel {kernel['name']}", able, plain(kernel["reason"]))
+        table.add_row(f"kernel {kernel['name']}", able, escaped(kernel["reason"]))
     table.add_row("seam of Llama", found["seam"] or "none", "others may differ: fa2patch status MODEL")
     for key, name in (
         ("alone", "alone, default cache"),
@@ -66,10 +66,10 @@ def show_doctor(console: Console, found: dict[str, Any]) -> None:
     ):
         state, reason = found[key]["state"], found[key].get("reason", "")
         colour = "green" if state == "isolated" else "red"
-        table.add_row(name, f"[{colour}]{state}[/{colour}]", plain(reason) or "one packed row, a tiny Llama")
+        table.add_row(name, f"[{colour}]{state}[/{colour}]", escaped(reason) or "one packed row, a tiny Llama")
     console.print(table)
     if found["why"]:
-        console.print(f"[bold]One packed row, alone:[/bold] {plain(found['why'])}")
+        console.print(f"[bold]One packed row, alone:[/bold] {escaped(found['why'])}")
     known = found["known"]
     if known:
         rows = ", ".join(f"{row} {right}" for row, right in known["rows"].items())
@@ -82,6 +82,6 @@ def show_doctor(console: Console, found: dict[str, Any]) -> None:
     if found["defects"] and not known:
         console.print(f"Defects known up to {found['evidence_ends']}; whether this release has them was not checked:")
     for defect in found["defects"]:
-        console.print(f"[yellow]•[/yellow] {plain(defect)}")
+        console.print(f"[yellow]•[/yellow] {escaped(defect)}")
     for advice in found["advice"]:
-        console.print(f"[bold cyan]→[/bold cyan] {plain(advice)}")
+        console.print(f"[bold cyan]→[/bold cyan] {escaped(advice)}")

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 FORMATS = ("table", "markdown", "json")
 
 
-def _version(example: str) -> Callable[[str], str]:
+def _version_type(example: str) -> Callable[[str], str]:
     """The type of an option that is a version number such as the example."""
 
     def version(given: str) -> str:
@@ -49,7 +49,7 @@ def _releases(given: str) -> list[str]:
     for release in releases:
         if release in (environments.MAIN, *environments.versions()):
             continue
-        if parse(_version("4.57.6")(release)) < parse(oldest):
+        if parse(_version_type("4.57.6")(release)) < parse(oldest):
             raise click.BadParameter(
                 f"looked for Transformers {oldest} or newer, found {release}, which has no flash attention to patch."
             )
@@ -83,10 +83,10 @@ def _requirement(given: str) -> str:
     "--pins", type=_requirement, multiple=True, metavar="REQ", help='Your stack\'s: "peft==0.13.2". Repeatable.'
 )
 @click.option(
-    "--torch", type=_version("2.7.1"), metavar="V", help="Default: what the project checks that release with."
+    "--torch", type=_version_type("2.7.1"), metavar="V", help="Default: what the project checks that release with."
 )
 @click.option(
-    "--python", type=_version("3.11"), metavar="X.Y", help="Default: what the project checks that release with."
+    "--python", type=_version_type("3.11"), metavar="X.Y", help="Default: what the project checks that release with."
 )
 @click.option("--environments", type=click.Path(file_okay=False, path_type=Path), help="Where environments are kept.")
 @click.option("--jobs", type=click.IntRange(1), default=1, show_default=True, help="Releases checked at a time.")

@@ -45,7 +45,7 @@ def device(name: str) -> torch.device:
     return found
 
 
-def attention(name: str) -> str:
+def implementation(name: str) -> str:
     """The name of an attention implementation that the installed Transformers has, or of a kernel of the hub."""
     if "/" in name:
         return name
@@ -90,7 +90,10 @@ remote_option = click.option(
     "--trust-remote-code", is_flag=True, help="Run the modeling code that comes with the model."
 )
 attention_option = click.option(
-    "--attn-implementation", type=attention, metavar="A", help="eager, sdpa or flash_attention_2. Default: the model's."
+    "--attn-implementation",
+    type=implementation,
+    metavar="A",
+    help="eager, sdpa or flash_attention_2. Default: the model's.",
 )
 pretrained_option = click.option(
     "--pretrained", is_flag=True, help="MODEL is a name on the hub, also without a slash (gpt2)."

@@ -39,7 +39,7 @@ def new_table(*columns: str) -> Table:
     return table
 
 
-def plain(text: str) -> str:
+def escaped(text: str) -> str:
     """Text whose square brackets rich prints as they are."""
     from rich.markup import escape
 
@@ -48,7 +48,7 @@ def plain(text: str) -> str:
 
 def print_refusal(model: str, reason: object) -> None:
     """Print that a model is refused, and why."""
-    new_console().print(f"[bold]{model}[/bold]: [yellow]refused[/yellow]: {plain(str(reason))}")
+    new_console().print(f"[bold]{model}[/bold]: [yellow]refused[/yellow]: {escaped(str(reason))}")
 
 
 class Progress(Protocol):

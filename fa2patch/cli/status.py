@@ -11,7 +11,7 @@ import click
 from .loading import fake
 from .models import resolve
 from .options import as_json_option, attention_option, dtype, kernel, pretrained_option, remote_option
-from .output import new_console, new_table, plain, print_json, print_refusal
+from .output import escaped, new_console, new_table, print_json, print_refusal
 
 if TYPE_CHECKING:
     import torch
@@ -79,9 +79,9 @@ def _show_layers(found: dict[str, Any]) -> None:
         table.add_row(name, first["class"], first["seam"], first["replaced"], window, computed)
     console.print(table)
     for why in dict.fromkeys(layer["why"] for layer in found["layers"] if layer["why"]):
-        console.print(f"Passed over: {plain(why)}.")
+        console.print(f"Passed over: {escaped(why)}.")
     if found["problem"]:
-        console.print(f"Further layers cannot be told without weights: {plain(found['problem'])}")
+        console.print(f"Further layers cannot be told without weights: {escaped(found['problem'])}")
     console.print(f"Besides: {', '.join(found['besides'])}.")
 
 

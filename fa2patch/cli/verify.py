@@ -12,7 +12,7 @@ import click
 from .loading import Refused, loaded_or_tiny
 from .models import resolve
 from .options import as_json_option, attention_option, device, dtype, pretrained_option, remote_option
-from .output import new_console, new_table, plain, print_json, print_refusal
+from .output import escaped, new_console, new_table, print_json, print_refusal
 
 if TYPE_CHECKING:
     import torch
@@ -144,7 +144,7 @@ def _batch(file: Path) -> dict[str, Any]:
 
 def _show_verification(console: Console, title: str, found: Found) -> None:
     if isinstance(found, str):
-        console.print(f"[bold]{title}[/bold]: [yellow]{plain(found)}[/yellow]\n")
+        console.print(f"[bold]{title}[/bold]: [yellow]{escaped(found)}[/yellow]\n")
         return
     state = "[green]isolated[/green]" if found.ok else "[red]NOT ISOLATED[/red]"
     of_tree = ["continues"] if found.word == "segment" else []
@@ -161,7 +161,7 @@ def _show_verification(console: Console, title: str, found: Found) -> None:
     console.print(f"[bold]{title}[/bold]: {state}")
     console.print(table)
     if found.reason:
-        console.print(f"[red]{plain(found.reason)}[/red]")
+        console.print(f"[red]{escaped(found.reason)}[/red]")
     console.print()
 
 

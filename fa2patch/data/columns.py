@@ -159,7 +159,7 @@ def _checked(index: int, found: dict[str, Any], lengths: Mapping[str, list[int]]
             raise CollatorError(f"example {index}: {key} must be integers, found floats.")
     flat = Flat(arrays, parts["input_ids"])
     documents = _seq_lengths(index, flat, found["seq_lengths"], parts) if "seq_lengths" in found else None
-    visible = _visible(index, flat)
+    visible = _visible_tokens(index, flat)
     if visible is not None:
         if documents is not None:  # they count hidden tokens, positions do not
             documents = _visible_lengths(visible, documents)
@@ -199,7 +199,7 @@ def _set_positions(index: int, flat: Flat, documents: list[int], start: int) -> 
         )
 
 
-def _visible(index: int, flat: Flat) -> Array | None:
+def _visible_tokens(index: int, flat: Flat) -> Array | None:
     """Take the ``attention_mask`` out of the columns and return which tokens it shows; None if it shows all of them."""
     mask = flat.columns.pop("attention_mask", None)
     visible = None if mask is None else mask == 1

@@ -113,11 +113,11 @@ class DataCollatorForPreferenceFlattening:
         )
 
     def _document(self, index: int, example: Mapping[str, Any], side: str) -> Columns:
-        ids = _token_ids(index, example, side)
+        ids = _ids_of_part(index, example, side)
         if f"{side}_labels" in example:
             labels = as_array(index, f"{side}_labels", example[f"{side}_labels"])
         else:
-            prompt = _token_ids(index, example, "prompt")
+            prompt = _ids_of_part(index, example, "prompt")
             labels = np.concatenate([np.full_like(prompt, IGNORED_LABEL), ids])
             ids = np.concatenate([prompt, ids])
         if self.max_length is not None:
@@ -128,7 +128,7 @@ class DataCollatorForPreferenceFlattening:
         return {"input_ids": ids, "labels": labels}
 
 
-def _token_ids(index: int, example: Mapping[str, Any], part: str) -> Array:
+def _ids_of_part(index: int, example: Mapping[str, Any], part: str) -> Array:
     for key in (f"{part}_input_ids", f"{part}_ids"):
         if key in example:
             ids = as_array(index, key, example[key])

@@ -212,7 +212,7 @@ def join_media(examples: Sequence[Example]) -> tuple[Media, dict[str, tuple[int,
     for name, key in {name: key for example in examples for name, key in example.keys.items()}.items():
         if key.join == "positions":
             continue
-        media = [_with_mask(name, key, example.media) for example in examples]
+        media = [_with_missing_mask(name, key, example.media) for example in examples]
         parts = [own[name] for own in media if name in own]
         if key.join == "same":
             if any(not torch.equal(part, parts[0]) for part in parts) or len(parts) < len(media):
@@ -226,7 +226,7 @@ def join_media(examples: Sequence[Example]) -> tuple[Media, dict[str, tuple[int,
     return row, whose
 
 
-def _with_mask(name: str, key: Key, own: Media) -> Media:
+def _with_missing_mask(name: str, key: Key, own: Media) -> Media:
     """An example's media, with a mask of ones where a processor left it out.
 
     Phi-4-multimodal's leaves it out for a single sound, which is never filled.

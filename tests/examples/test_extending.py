@@ -16,7 +16,7 @@ import fa2patch
 from compat_matrix import tiny_models
 from compat_matrix.check.compare import assert_close
 from compat_matrix.check.rows import alone, documents, pack
-from fa2patch import errors, kernels
+from fa2patch import errors, kernels, traits
 from fa2patch.kernels import packed_attention, picks
 from fa2patch.kernels.reference import Reference
 from fa2patch.patch import plan as planning
@@ -250,3 +250,8 @@ def test_what_is_no_trait_is_refused(trait: object) -> None:
 def test_names_of_traits_are_unique() -> None:
     names = [trait.name for trait in planning.TRAITS]
     assert len(names) == len(set(names))
+
+
+def test_an_earlier_name_warns_and_names_the_later_one() -> None:
+    with pytest.warns(FutureWarning, match="Looked is called ModelLayers"):
+        assert traits.Looked is traits.ModelLayers

@@ -107,7 +107,7 @@ def plan(model: Model, architecture: str | None = None, padded: bool = False) ->
     """
     config = models(model)[-1].config
     facts = Facts(lookup(architecture) if architecture is not None else row_of(config), padded)
-    looked_at = ModelLayers(model, vouched=architecture is not None or is_registered(config))
+    looked_at = ModelLayers(model, facts.architecture, vouched=architecture is not None or is_registered(config))
     sites = [of_forward(inner, entered) for inner in looked_at.entered]
     for look in LOOKS:
         sites += look(looked_at, facts) or ()

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Iterable
 from functools import cached_property
 from typing import Any
 
 from .._types import Model
+from .architectures import Architecture
 from .facts import Site
 from .find_layers import Layer, attention_layers
 from .find_mixers import mixer_layers
@@ -19,15 +21,16 @@ class ModelLayers:
 
     Args:
         model: the Transformers model.
-        vouched: whether its row is registered for the model type, or was named in ``apply``.
+        architecture: its row of the registry.
+        vouched: whether the row is registered for the model type, or was named in ``apply``.
 
     Attributes:
         entered: the models whose ``forward`` a call goes through, the outermost first.
         decoder: the innermost of them, which loops over the layers.
     """
 
-    def __init__(self, model: Model, vouched: bool) -> None:
-        self.model, self.vouched = model, vouched
+    def __init__(self, model: Model, architecture: Architecture, vouched: bool) -> None:
+        self.model, self.architecture, self.vouched = model, architecture, vouched
         self.entered: tuple[Any, ...] = tuple(models(model))
         self.decoder: Model = self.entered[-1]
 
@@ -45,6 +48,12 @@ class ModelLayers:
     def by_document(self) -> bool:
         """Whether the base model computes each document by itself."""
         return any(layer.seam == "document" for layer in self.attention)
+
+    @property
+    def apart(self) -> bool:
+        """The earlier name of :attr:`by_document`."""
+        warnings.warn("ModelLayers.apart is called by_document.", FutureWarning, stacklevel=2)
+        return self.by_document
 
     @property
     def layers(self) -> tuple[Layer, ...]:

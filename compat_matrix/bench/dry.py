@@ -33,7 +33,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from fa2patch import evidence
 from fa2patch.documents.boundaries import Boundaries
-from fa2patch.documents.spans import Spans, spans_of
+from fa2patch.documents.spans import Spans, on_the_host
 from fa2patch.documents.trees import Tree
 from fa2patch.kernels import Options, asked_by, packed_attention
 from fa2patch.kernels import flex as flex_module
@@ -282,7 +282,7 @@ def _boundaries(case: Case, device: str) -> Boundaries:
         seen = np.arange(sum(LENGTHS))
         for start, stop in SPANS:
             seen[start:stop] = stop - 1
-        boundaries.made[Spans] = spans_of(seen, ends)
+        boundaries.made[Spans] = on_the_host(seen, ends)
     return boundaries
 
 

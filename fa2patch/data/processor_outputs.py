@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
-from ..documents.names import GRIDS, JOINS, ZEROS, Key, meaning
+from ..documents.names import GRIDS, JOINS, ZEROS, Key, media_key
 from ..errors import CollatorError
 from .columns import Columns, present, read_example
 
@@ -89,7 +89,7 @@ def read_output(index: int, feature: Mapping[str, Any], joins: Mapping[str, str]
 def _key(name: str, example: Mapping[str, Any], joins: Mapping[str, str]) -> Key | None:
     """What a key of an example means; None for a column with one number per token."""
     if name not in joins:
-        return meaning(name, example)
+        return media_key(name, example)
     return None if joins[name] == TOKEN else Key(name, "", joins[name], "", optional=True)
 
 

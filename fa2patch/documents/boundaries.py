@@ -11,7 +11,7 @@ import torch
 
 from .._torch import compiling
 from . import device
-from .spans import Spans, spans_of
+from .spans import Spans, on_the_host
 from .starts import Flags, document_of
 from .trees import Tree, paths
 
@@ -89,7 +89,7 @@ class Boundaries:
             return None
         if Spans not in self.made:
             cu, until = self._read_with(self.until)
-            self.made[Spans] = spans_of(until, cu)
+            self.made[Spans] = on_the_host(until, cu)
         spans: Spans = self.made[Spans]
         return spans
 

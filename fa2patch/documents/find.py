@@ -98,7 +98,7 @@ def recognise(
         _require_dense(given, given.mask, only_certain)
         return None
     starts = _starts(given, only_certain, first_position, training)
-    packed = _packed(starts)
+    packed = _several(starts)
     if not (always or packed):
         return None
     positions = int(given.axes.max()) + 1 if len(given.axes) else None
@@ -179,7 +179,7 @@ def whole_numbers(mask: torch.Tensor) -> torch.Tensor:
     return torch.where(whole >= merged_from, _MERGED, whole)
 
 
-def _packed(starts: Flags) -> bool:
+def _several(starts: Flags) -> bool:
     return bool((starts.sum(axis=1) > 1).any())
 
 
@@ -197,7 +197,7 @@ def _require_dense(given: _Given, mask: Ids, only_certain: bool) -> None:
             "every second number becomes its neighbour from 256 (bfloat16) or 2048 (float16) on, and uint8 begins "
             "again behind 255. Make the numbers as int64, or pass position_ids that restart."
         )
-    if mask.max() > 1 or _packed(_starts(replace(given, mask=None), only_certain)):
+    if mask.max() > 1 or _several(_starts(replace(given, mask=None), only_certain)):
         raise BoundaryConflict(added_to_logits(f"something else at {_first(mask < 0)}"))
 
 
@@ -218,7 +218,7 @@ def _starts(given: _Given, only_certain: bool = False, first_position: int = 0, 
         _no_doubt(doubtful, given.axes)
     if training:
         _no_jump(jumps, given.axes[0], first_position)
-    if _packed(starts):
+    if _several(starts):
         nearest, ids = np.maximum(given.previous, 0), given.axes[0]
         left, left_starts = (np.take_along_axis(values, nearest, axis=1) for values in (ids, starts))
         starts |= given.real & (given.previous >= 0) & behind_padding(ids, left, left_starts, first_position)

@@ -189,7 +189,7 @@ class MediaRow(dict[str, Any]):
         return found
 
 
-def meaning(name: str, there: Container[str]) -> Key | None:
+def media_key(name: str, there: Container[str]) -> Key | None:
     """The row of :data:`KEYS` that holds for a key of an example; None if the key is not in the table.
 
     Args:

@@ -35,7 +35,7 @@ _LENGTHS = ("seq_lens", "seq_lengths", "seqlens", "packed_seq_lengths")
 _OURS = {*LABELS, *LENGTHS, *MEDIA, LOSS_LABELS, LOSS_WEIGHTS}
 
 
-def read(call: Call, taken: Container[str], shape: tuple[int, int]) -> Call:
+def translated(call: Call, taken: Container[str], shape: tuple[int, int]) -> Call:
     """Return the arguments of a call with the statements of other frameworks under Transformers' names.
 
     A name that the model's forward takes keeps its meaning. Lengths of padded rows, one for each row, are left as they
@@ -56,7 +56,7 @@ def read(call: Call, taken: Container[str], shape: tuple[int, int]) -> Call:
         if given is None or name in taken or name in LENGTHS:
             continue
         for inner, value in _statements(name, given):
-            stated = _stated(inner, value, shape)
+            stated = _translated(inner, value, shape)
             if stated is None:
                 continue
             key, value = stated
@@ -81,7 +81,7 @@ def _fields(given: object) -> Mapping[str, Any]:
     return given if isinstance(given, Mapping) else getattr(given, "__dict__", {})
 
 
-def _stated(name: str, value: Any, shape: tuple[int, int]) -> tuple[str, Any] | None:
+def _translated(name: str, value: Any, shape: tuple[int, int]) -> tuple[str, Any] | None:
     """What a statement says, under Transformers' keyword; None if it says nothing of documents."""
     if name in LENGTHS:
         return name, value

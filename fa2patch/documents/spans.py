@@ -97,13 +97,8 @@ def _require_spans(names: torch.Tensor, first: torch.Tensor) -> None:
     )
 
 
-def spans_of(until: NDArray[np.int32], cu_seqlens: NDArray[np.int32]) -> Spans:
-    """The spans of a batch.
-
-    Args:
-        until: what :func:`last_seen` returned.
-        cu_seqlens: the boundaries of the documents.
-    """
+def on_the_host(until: NDArray[np.int32], cu_seqlens: NDArray[np.int32]) -> Spans:
+    """The spans that :func:`last_seen` found in documents with these boundaries."""
     token = np.arange(len(until))
     starts = token[(until > token) & np.concatenate([[True], until[1:] != until[:-1]])]
     ends = until[starts] + 1

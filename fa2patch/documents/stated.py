@@ -138,14 +138,14 @@ def _agreement(
     )
     real = None if attention_mask is None else attention_mask.to(cu.device) != 0
     if attention_mask is not None and real is not None:
-        yield from _masked(starts, real, attention_mask.to(cu.device))
+        yield from _mask_agrees(starts, real, attention_mask.to(cu.device))
     if position_ids is not None:
         check_position_ids(position_ids, shape)
         ids = axes_of(position_ids).to(cu.device, torch.int64)
-        yield _counted(starts, real, ids.expand(len(ids), *shape))
+        yield _ids_agree(starts, real, ids.expand(len(ids), *shape))
 
 
-def _masked(starts: torch.Tensor, real: torch.Tensor, numbers: torch.Tensor) -> Iterator[Check]:
+def _mask_agrees(starts: torch.Tensor, real: torch.Tensor, numbers: torch.Tensor) -> Iterator[Check]:
     yield Check((numbers >= 0).all(), BoundaryConflict, added_to_logits("negative numbers"))
     numbers = numbers.to(torch.int64)
     changed = (numbers[:, 1:] != numbers[:, :-1]) & real[:, 1:] & real[:, :-1]
@@ -163,7 +163,7 @@ def _masked(starts: torch.Tensor, real: torch.Tensor, numbers: torch.Tensor) -> 
     )
 
 
-def _counted(starts: torch.Tensor, real: torch.Tensor | None, axes: torch.Tensor) -> Check:
+def _ids_agree(starts: torch.Tensor, real: torch.Tensor | None, axes: torch.Tensor) -> Check:
     jumps = axes[0].diff() != 1
     if len(axes) == 3:
         jumps &= restarts(axes[..., 1:], axes[..., :-1]) | ~goes_on(axes[..., 1:], axes[..., :-1])

@@ -37,7 +37,7 @@ class Epoch:
         return found
 
 
-def packed(
+def of_plan(
     plan: Plan, costs: Floats, ranks: int, window: int, seed: Sequence[int], drop_last: bool, ordered: bool
 ) -> Epoch:
     """Put the plan's rows into steps of similar costs or, if ``ordered``, keep them in their order.
@@ -84,7 +84,7 @@ def _divisible(sizes: Ints, rest: int, ranks: int) -> int:
     return rest + -(-max(enough - rest, 0) // ranks) * ranks
 
 
-def mini_batches(costs: Floats, batch_size: int, ranks: int, seed: Sequence[int], drop_last: bool) -> Epoch:
+def of_mini_batches(costs: Floats, batch_size: int, ranks: int, seed: Sequence[int], drop_last: bool) -> Epoch:
     """Make steps of ``batch_size * ranks`` examples in random order, distributed to the ranks by cost.
 
     An incomplete last step is kept unless ``drop_last``; examples are repeated in it if there are fewer than ranks.

@@ -254,7 +254,7 @@ class PackedBatchSampler(Sampler[list[int]]):
         """Return the rows of all ranks; every rank computes the same."""
         each, seed = self._example_costs, (self._seed, self.epoch)
         if self._batch_size is not None:
-            return epochs.mini_batches(each, self._batch_size, self.num_replicas, seed, self._drop_last)
+            return epochs.of_mini_batches(each, self._batch_size, self.num_replicas, seed, self._drop_last)
         planned = plan(self.lengths, seed=seed, **self._asked)
         ordered = self._asked["strategy"] == "in_order"
-        return epochs.packed(planned, each, self.num_replicas, self._window, seed, self._drop_last, ordered)
+        return epochs.of_plan(planned, each, self.num_replicas, self._window, seed, self._drop_last, ordered)

@@ -147,7 +147,7 @@ def share(
         PackingError: There are no sequences, a sequence is empty or is not ``[length]`` integers, or an option is
             invalid.
     """
-    arrays = _token_ids(sequences)
+    arrays = _sequences(sequences)
     lengths = [len(array) for array in arrays]
     limits = lengths if prompts is None else _limits_of(prompts, lengths)
     least = _checked_least(least)
@@ -193,7 +193,7 @@ def _shared(arrays: Sequence[Ints], prefixes: Prefixes, prompts: Sequence[int] |
     return Shared(batch, torch.from_numpy(labels)[None], lengths, prefixes.places(lengths), torch.from_numpy(before))
 
 
-def _token_ids(sequences: Any) -> list[Ints]:
+def _sequences(sequences: Any) -> list[Ints]:
     """Return the token ids of each sequence, int64 ``[length]``.
 
     Raises:
@@ -206,10 +206,10 @@ def _token_ids(sequences: Any) -> list[Ints]:
     if not given:
         found = "none" if given == [] else repr(sequences)
         raise PackingError(f"share: expected at least one sequence of token ids, found {found}.")
-    return [_ids(index, sequence) for index, sequence in enumerate(given)]
+    return [_checked_ids(index, sequence) for index, sequence in enumerate(given)]
 
 
-def _ids(index: int, sequence: Any) -> Ints:
+def _checked_ids(index: int, sequence: Any) -> Ints:
     try:
         found = np.asarray(sequence.detach().cpu() if isinstance(sequence, torch.Tensor) else sequence)
         shape, dtype = list(found.shape), found.dtype

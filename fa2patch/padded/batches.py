@@ -39,13 +39,17 @@ class Padding(NamedTuple):
     predicts: bool
 
 
-class _Packed(NamedTuple):
+class _OneRow(NamedTuple):
     """A padded batch as one packed row: its arguments, where its tokens are, bool ``[batch, length]``, and padding."""
 
     call: Call
     layout: Layout
     real: torch.Tensor
     padding: Padding
+
+
+class _AsItCame(Exception):
+    """A batch is computed with its padding. The text says why, and is empty for a batch without padding."""
 
 
 class PaddedBatches:
@@ -62,7 +66,7 @@ class PaddedBatches:
     def __init__(self, base: torch.nn.Module, share_prompts: bool = False) -> None:
         self.base, self.share_prompts = base, share_prompts
         self._pools = False
-        self._said: set[str] = set()
+        self._warned: set[str] = set()
         self._tried: dict[Any, int] = {}
         self._reads: set[Any] = set()
         base.__dict__[PADDING] = self
@@ -87,49 +91,69 @@ class PaddedBatches:
             args, kwargs: The arguments of the call.
             names: The names of positional arguments.
         """
-        readable = len(args) <= len(names) and not compiling()
-        head = heads.head_of(module) if readable else None
-        packed = _packed(module, {**dict(zip(names, args)), **kwargs}, self.share_prompts, head) if readable else ""
-        if head is not None and not isinstance(packed, str):
-            packed = self._unless_read(packed, head)
-        if self._pools and not isinstance(packed, str):
-            packed = "its base model makes a vector of each row by itself, and a packed row holds several"
-        if isinstance(packed, str):
-            self._say(packed)
+        if len(args) > len(names) or compiling():
             return forward(module, args, kwargs)
-        output = forward(module, (), packed.call)
-        if _pools_rows(output, len(packed.real)):
+        head = heads.head_of(module)
+        row = self._one_row(module, {**dict(zip(names, args)), **kwargs}, head)
+        if isinstance(row, str):
+            self._warn(row)
+            return forward(module, args, kwargs)
+        output, noise = forward(module, (), row.call), head is not None and head.noise
+        if _pools_rows(output, len(row.real)):
             self._pools = True
             return self.computed(forward, module, args, kwargs, names)
-        return _padded(packed.layout, output, head is not None and head.noise)
+        if isinstance(output, tuple):
+            return row.layout.padded(output, noise)
+        for name, value in list(output.items()):
+            output[name] = row.layout.padded(value, noise)
+        return output
 
-    def _unless_read(self, packed: _Packed, head: heads.HeadCall) -> _Packed | str:
-        """A packed batch, or why it stays padded: the head around the base model reads hidden states of padding.
+    def _one_row(self, module: Any, call: Call, head: heads.HeadCall | None) -> _OneRow | str:
+        """A batch as one row, or why it is computed as it came."""
+        try:
+            row = _as_one_row(module, call, self.share_prompts, head)
+            if head is not None:
+                self._require_unread(row, head)
+            if self._pools:
+                raise _AsItCame("its base model makes a vector of each row by itself, and a packed row holds several")
+        except _AsItCame as why:
+            return str(why)
+        return row
+
+    def _require_unread(self, row: _OneRow, head: heads.HeadCall) -> None:
+        """Require that the head around the base model reads no hidden states of padding.
 
         That is tried with the first batch of a kind, and with batches 2, 4, 8, ... of it. Arguments, modes and padding
-        make a kind: with ``start_positions``, for example, a head computes a loss over the row.
+        make a kind: with ``start_positions``, for example, a head computes a loss over the row. Where it cannot be
+        tried, labels that padding predicts decide.
         """
         if head.tried:
-            head.real = packed.real
-            return packed
+            head.real = row.real
+            return
         given = frozenset(passed(head.call, head.call))
-        kind = (packed.padding, given, head.module.training, torch.is_grad_enabled())
+        kind = (row.padding, given, head.module.training, torch.is_grad_enabled())
         with _lock:
             if kind not in self._reads:
                 self._tried[kind] = times = self._tried.get(kind, 0) + 1
-                if times & (times - 1) == 0 and _read(packed, head):
+                if times & (times - 1) == 0 and (
+                    heads.reads_padding(head, row.layout.cells.device)
+                    if heads.can_be_tried(head)
+                    else row.padding.predicts
+                ):
                     self._reads.add(kind)
             if kind not in self._reads:
-                return packed
+                return
         name = type(head.module).__name__
-        if packed.padding.predicts:
-            return f"the loss of {name} counts labels that only padding predicts. To leave them out, give them -100"
-        return f"{name} reads hidden states of padding, and a packed row has none"
+        if row.padding.predicts:
+            raise _AsItCame(
+                f"the loss of {name} counts labels that only padding predicts. To leave them out, give them -100"
+            )
+        raise _AsItCame(f"{name} reads hidden states of padding, and a packed row has none")
 
-    def _say(self, why: str) -> None:
+    def _warn(self, why: str) -> None:
         """Warn the first time that there is this reason."""
-        if why and why not in self._said:
-            self._said.add(why)
+        if why and why not in self._warned:
+            self._warned.add(why)
             warnings.warn(
                 f"a batch of {type(self.base).__name__} is computed as it came, with its padding if it has any, and so "
                 f"are others like it: {why}. The results are those without fa2patch.",
@@ -150,88 +174,106 @@ def of_model(base: torch.nn.Module) -> PaddedBatches | None:
     return found if isinstance(found, PaddedBatches) else None
 
 
-def _read(packed: _Packed, head: heads.HeadCall) -> bool:
-    """Whether a head reads hidden states of padding. Where it cannot be tried, labels that padding predicts decide."""
-    if not heads.can_be_tried(head):
-        return packed.padding.predicts
-    return heads.reads_padding(head, packed.layout.cells.device)
-
-
-def _packed(base: Any, call: Call, share: bool, head: heads.HeadCall | None) -> _Packed | str:
-    """Return a padded batch as one packed row.
-
-    For other batches, return why they are computed padded, or an empty string if they have no padding.
-    """
+def _as_one_row(base: Any, call: Call, share: bool, head: heads.HeadCall | None) -> _OneRow:
+    """A padded batch as one packed row, with one read from the device."""
     patch: Patched | None = base.__dict__.get(MARK)
-    if patch is None or not _masked(call):
-        return ""
-    why = _why_padded(call) or ("a row is shared by several processes" if row_part(base, call) is not None else "")
-    if why:
-        return why
+    if patch is None or not _may_be_padded(call):
+        raise _AsItCame
+    _require_readable(call)
+    if row_part(base, call) is not None:
+        raise _AsItCame("a row is shared by several processes")
     mask, tokens = call.pop("attention_mask"), next(iter(passed(call, TOKENS).values()))
-    call = {name: _for_each_row(value, mask.shape) for name, value in call.items()}
-    why = _of_other_shape(call, mask.shape)
-    if why:
-        return why
+    call = _for_each_row(call, mask.shape)
     given, real, first = call.get("position_ids"), mask != 0, patch.facts.first_position
-    compared = _compared(call, mask.shape) if share and may_share(patch.facts) else []
     no = real.new_zeros(())
     predicts = heads.padding_predicts(head, real) if head is not None else no
     otherwise = _counted_otherwise(call, real, first) if given is None and first else no
+    compared = _to_compare(call, mask.shape) if share and may_share(patch.facts) else []
     rows = read_rows(mask, given, compared, [predicts, otherwise])
     if rows is None:
-        return "each row of its mask must be zeros around one run of ones, on which its position ids count up"
+        raise _AsItCame("each row of its mask must be zeros around one run of ones, on which its position ids count up")
     if rows.lengths.max() == 1:  # then outputs with one entry per row look like those per token
-        return ""
+        raise _AsItCame
     right = bool((rows.starts + rows.lengths < mask.shape[1]).any())
-    padding = Padding(bool(rows.starts.any()), right, rows.said[0])
-    why = _why_left(base, patch, call) if padding.left else ""
-    if why:
-        return why
-    if rows.said[1]:
-        return f"its model counts as positions the ids that are not {first - 1}, and its mask shows other tokens"
+    padding = Padding(bool(rows.starts.any()), right, rows.answers[0])
+    if padding.left:
+        _require_no_first_token(base, patch.facts, call)
+    if rows.answers[1]:
+        raise _AsItCame(
+            f"its model counts as positions the ids that are not {first - 1}, and its mask shows other tokens"
+        )
     if rows.common is not None and may_share(patch.facts, rows.lengths):
         prefixes = shared_prefixes(rows.common, rows.lengths)
     else:
         prefixes = unshared(rows.lengths.tolist())
     if rows.full and not prefixes.shared:
-        return ""
+        raise _AsItCame
     described, layout = packed_row(mask.shape, rows, prefixes, tokens.device)
     packed = {name: layout.packed(v) if _per_token(v, mask.shape) else v for name, v in call.items()}
     if given is None:
         packed["position_ids"] = described["position_ids"] + first
     call = {**described, **packed}
     call["position_ids"] = attached.attach(call["position_ids"], attached.Piece(attached.PADDING, True))
-    return _Packed(call, layout, real, padding)
+    return _OneRow(call, layout, real, padding)
 
 
-def _why_left(base: Any, patch: Patched, call: Call) -> str:
-    """Why a call that is padded on the left is not packed; empty if it can be."""
-    facts = patch.facts
-    by_column = facts.by_column or (
-        facts.first_position and call.get("input_ids") is None
-    )  # RoBERTa counts ids, if it has any
-    if by_column and call.get("position_ids") is None:
-        return "it is padded on the left without position_ids, and its model counts padding then"
-    if isinstance(getattr(base, "pooler", None), torch.nn.Module):
-        return "it is padded on the left, and its pooler reads each row's first token, which is padding"
-    return ""
+def _may_be_padded(call: Call) -> bool:
+    """Whether a call has a mask, no cache and no boundaries of its own. No value is looked at."""
+    piece = attached.find(call.get("position_ids"), attached.MASK)
+    packed = passed(call, LENGTHS) or (piece is not None and piece.content is not None)
+    decodes = call.get("cache_position") is not None and call.get("use_cache") is not False
+    cached = caches.held(call) or call.get("use_cache") or decodes
+    return not packed and not cached and call.get("attention_mask") is not None and bool(passed(call, TOKENS))
 
 
-def _for_each_row(value: Any, shape: torch.Size) -> Any:
-    """A value for each token that is given once for all rows, ``[1, length, ...]``, as one for each row's tokens."""
-    if isinstance(value, torch.Tensor) and value.dim() > 1 and tuple(value.shape[:2]) == (1, shape[1]):
-        return value.expand(shape[0], *value.shape[1:])
-    return value
+def _require_readable(call: Call) -> None:
+    """Require a mask and position ids ``[batch, length]``, and nothing that a packed row cannot have."""
+    mask, given = call["attention_mask"], call.get("position_ids")
+    if not isinstance(mask, torch.Tensor) or mask.dim() != 2:
+        found = f"has {mask.dim()} dimensions" if isinstance(mask, torch.Tensor) else f"is a {type(mask).__name__}"
+        raise _AsItCame(f"its attention_mask {found}, and [batch, length] was expected")
+    shape = next(iter(passed(call, TOKENS).values())).shape[:2]
+    if len(shape) == 2 and mask.shape[1] > shape[1]:
+        raise BadBatch(
+            f"attention_mask: expected {list(shape)}, one for each token, found {list(mask.shape)} and no cache of "
+            "earlier tokens. With padded_batches=True a padded batch fills a cache only if it is asked for: pass "
+            "use_cache=True with the earlier tokens."
+        )
+    if shape != mask.shape:
+        raise _AsItCame("its attention_mask has another shape than its tokens")
+    if given is not None and given.dim() != 2:
+        raise _AsItCame(f"its position_ids have {given.dim()} dimensions, and [batch, length] was expected")
+    if call.get("cache_position") is not None:
+        raise _AsItCame("a model around it made a cache_position, which counts places in padded rows")
+    if call.get("output_attentions"):
+        raise _AsItCame("it was called with output_attentions=True")
 
 
-def _of_other_shape(call: Call, shape: torch.Size) -> str:
-    """The argument of a call that is broadcast over rows or tokens, of which a packed row has others; or empty."""
+def _for_each_row(call: Call, shape: torch.Size) -> Call:
+    """A call with tensors ``[1, length, ...]``, which are given once for all rows, as ``[batch, length, ...]``.
+
+    A packed row has other numbers of rows and tokens, so other tensors that are broadcast over these are refused.
+    """
+    found: Call = {}
     for name, value in call.items():
+        if isinstance(value, torch.Tensor) and value.dim() > 1 and tuple(value.shape[:2]) == (1, shape[1]):
+            value = value.expand(shape[0], *value.shape[1:])
         several = isinstance(value, torch.Tensor) and value.numel() > 1
         if several and not _per_token(value, shape) and name not in MEDIA:
-            return f"its {name} has the shape {list(value.shape)}, and [batch, length] was expected"
-    return ""
+            raise _AsItCame(f"its {name} has the shape {list(value.shape)}, and [batch, length] was expected")
+        found[name] = value
+    return found
+
+
+def _require_no_first_token(base: Any, facts: Facts, call: Call) -> None:
+    """Require that a call that is padded on the left counts no padding, and that nothing reads a row's first token."""
+    by_column = facts.by_column
+    if facts.first_position and call.get("input_ids") is None:  # RoBERTa counts ids, if it has any
+        by_column = True
+    if by_column and call.get("position_ids") is None:
+        raise _AsItCame("it is padded on the left without position_ids, and its model counts padding then")
+    if isinstance(getattr(base, "pooler", None), torch.nn.Module):
+        raise _AsItCame("it is padded on the left, and its pooler reads each row's first token, which is padding")
 
 
 def _counted_otherwise(call: Call, real: torch.Tensor, first: int) -> torch.Tensor:
@@ -247,43 +289,12 @@ def _counted_otherwise(call: Call, real: torch.Tensor, first: int) -> torch.Tens
     return differ.any()
 
 
-def _masked(call: Call) -> bool:
-    """Whether a call has a mask, no cache and no boundaries of its own. No value is looked at."""
-    piece = attached.find(call.get("position_ids"), attached.MASK)
-    packed = passed(call, LENGTHS) or (piece is not None and piece.content is not None)
-    decodes = call.get("cache_position") is not None and call.get("use_cache") is not False
-    cached = caches.held(call) or call.get("use_cache") or decodes
-    return not packed and not cached and call.get("attention_mask") is not None and bool(passed(call, TOKENS))
-
-
-def _why_padded(call: Call) -> str:
-    """Why a call with a mask is not packed; empty if it can be. No value is looked at."""
-    mask, given = call["attention_mask"], call.get("position_ids")
-    if not isinstance(mask, torch.Tensor) or mask.dim() != 2:
-        found = f"has {mask.dim()} dimensions" if isinstance(mask, torch.Tensor) else f"is a {type(mask).__name__}"
-        return f"its attention_mask {found}, and [batch, length] was expected"
-    shape = next(iter(passed(call, TOKENS).values())).shape[:2]
-    if len(shape) == 2 and mask.shape[1] > shape[1]:
-        raise BadBatch(
-            f"attention_mask: expected {list(shape)}, one for each token, found {list(mask.shape)} and no cache of "
-            "earlier tokens. With padded_batches=True a padded batch fills a cache only if it is asked for: pass "
-            "use_cache=True with the earlier tokens."
-        )
-    if shape != mask.shape:
-        return "its attention_mask has another shape than its tokens"
-    if given is not None and given.dim() != 2:
-        return f"its position_ids have {given.dim()} dimensions, and [batch, length] was expected"
-    if call.get("cache_position") is not None:
-        return "a model around it made a cache_position, which counts places in padded rows"
-    return "it was called with output_attentions=True" if call.get("output_attentions") else ""
-
-
 def may_share(facts: Facts, lengths: NDArray[Any] | None = None) -> bool:
     """Whether a model's rows may share the tokens in which they begin.
 
     Args:
         facts: what is known of the model.
-        lengths: The rows' numbers of tokens; None if they are not known yet.
+        lengths: the rows' numbers of tokens; None if they are not known yet.
     """
     if facts.both_ways:  # a shared token would have to see several rows' later tokens
         return False
@@ -292,7 +303,7 @@ def may_share(facts: Facts, lengths: NDArray[Any] | None = None) -> bool:
     return len(set((lengths > facts.rope.limit).tolist())) == 1  # a prompt is rotated by each row's length
 
 
-def _compared(call: Call, shape: torch.Size) -> list[torch.Tensor]:
+def _to_compare(call: Call, shape: torch.Size) -> list[torch.Tensor]:
     """The arguments ``[batch, length]`` in which rows that share a token must be equal; none if rows cannot share."""
     found = [value for value in call.values() if _per_token(value, shape)]
     numbers = all(value.dim() == 2 and not value.is_floating_point() for value in found)
@@ -308,11 +319,3 @@ def _pools_rows(output: Any, rows: int) -> bool:
     if not isinstance(output, tuple):
         return "pooler_output" in output and output["pooler_output"] is None
     return rows > 1 and any(isinstance(each, torch.Tensor) and each.dim() == 2 and len(each) == 1 for each in output)
-
-
-def _padded(layout: Layout, output: Any, noise: bool) -> Any:
-    if isinstance(output, tuple):
-        return layout.padded(output, noise)
-    for name, value in list(output.items()):
-        output[name] = layout.padded(value, noise)
-    return output

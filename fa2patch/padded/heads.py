@@ -55,14 +55,14 @@ class HeadCall:
         return {**dict(zip(self.names, self.args)), **self.kwargs}
 
 
-class _Running(threading.local):
+class _Calls(threading.local):
     """The calls of outermost models that this thread is computing. They carry no boundaries."""
 
     def __init__(self) -> None:
         self.calls: list[HeadCall] = []
 
 
-_running = _Running()
+_running = _Calls()
 
 
 class Around:

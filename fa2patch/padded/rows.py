@@ -35,7 +35,7 @@ class Rows(NamedTuple):
         starts: the column of each row's first real token.
         lengths: each row's number of real tokens, at least 1.
         full: whether there is no padding.
-        said: what else was asked of the batch.
+        answers: to what else was asked of the batch.
         common: in how many first columns two rows are equal, from their first real tokens on; None if they were not
             compared.
     """
@@ -43,7 +43,7 @@ class Rows(NamedTuple):
     starts: NDArray[Any]
     lengths: NDArray[Any]
     full: bool
-    said: tuple[bool, ...]
+    answers: tuple[bool, ...]
     common: NDArray[Any] | None
 
 
@@ -78,12 +78,12 @@ def read_rows(
         parts.append(common_prefixes([value.to(mask.device).gather(1, aligned) for value in compared]).flatten())
     read = device.read(torch.cat([part.to(torch.int32) for part in parts]))
     behind = 2 * rows + 1
-    of_starts, of_lengths, holds, said, common = np.split(read, [rows, 2 * rows, behind, behind + len(asked)])
+    of_starts, of_lengths, holds, answers, common = np.split(read, [rows, 2 * rows, behind, behind + len(asked)])
     if not holds[0]:
         return None
     full = bool((of_lengths == length).all())
-    answers = tuple(map(bool, said))
-    return Rows(of_starts, of_lengths, full, answers, common.reshape(rows, rows) if compared else None)
+    shared = common.reshape(rows, rows) if compared else None
+    return Rows(of_starts, of_lengths, full, tuple(map(bool, answers)), shared)
 
 
 def common_prefixes(columns: Sequence[torch.Tensor]) -> torch.Tensor:

@@ -106,7 +106,7 @@ def _inside_documents(patch: Patched, call: Call) -> Call:
     if role.pools or not role.predicts_the_next or row_part(model, call) is not None:
         return {}
     shape, _ = batch_shape(call)
-    mask = packed_mask(other_names.read(call, inspecting.parameter_names(type(model).forward), shape), patch)
+    mask = packed_mask(other_names.translated(call, inspecting.parameter_names(type(model).forward), shape), patch)
     if mask is None:
         return {}
     return {

@@ -163,7 +163,7 @@ def look(step: Step, part: RowPart | None = None) -> PackedMask | None:
     """
     patch, around, shape = step.patch, step.role.outermost, _shape(step.call)
     if around:
-        step.call = other_names.read(step.call, step.calls.names, shape)
+        step.call = other_names.translated(step.call, step.calls.names, shape)
         _with_a_batch_dimension(step.call, shape)
     call = step.call
     real = real_tokens(call, shape)

@@ -45,10 +45,6 @@ def translated(call: Call, taken: Container[str], shape: tuple[int, int]) -> Cal
         call: the arguments by name, which are not changed.
         taken: the names of the forward's parameters.
         shape: ``(batch, length)``.
-
-    Raises:
-        BoundaryConflict: two names state the same thing.
-        BadCuSeqlens: lengths are not those of the batch's documents.
     """
     found: Call = {}
     read_from: set[str] = set()
@@ -99,16 +95,7 @@ def require_none(call: Call, taken: Container[str], shape: tuple[int, int], trai
     """Notice boundaries in a dense batch that nobody has read.
 
     On a CPU the values of integers are looked at. On other devices, and in a compiled graph, an error in training is a
-    device-side assertion, and nothing is read.
-
-    Args:
-        call: the arguments by name.
-        taken: the names of the forward's parameters.
-        shape: ``(batch, length)``.
-        training: whether they are an error. Otherwise they are a warning.
-
-    Raises:
-        BoundaryConflict: an argument looks like boundaries, in training.
+    device-side assertion, and nothing is read. Outside training it is a warning.
     """
     for name, given in call.items():
         if given is None or name in taken or name in _OURS:

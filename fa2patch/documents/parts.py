@@ -33,14 +33,9 @@ class Part:
         return values.narrow(dim, self.number * length, length)
 
     def here(self, tokens: torch.Tensor, shape: Shape) -> torch.Tensor:
-        """The indices in the part of some tokens of the whole rows.
+        """The indices, in the part's rows laid end to end, of some tokens of the whole rows, both int64 ``[n]``.
 
-        Args:
-            tokens: int64 ``[n]``, indices in the whole rows laid end to end.
-            shape: ``(batch, length)`` of the part.
-
-        Returns:
-            int64 ``[n]``, indices in the part's rows laid end to end; ``batch * length`` for tokens of other parts.
+        They are ``batch * length`` for tokens of other parts. ``shape`` is ``(batch, length)`` of the part.
         """
         length = shape[1]
         row, column = tokens // (length * self.of), tokens % (length * self.of) - self.number * length
@@ -48,12 +43,7 @@ class Part:
         return torch.where(inside, row * length + column, shape[0] * length)
 
     def clipped(self, cu_seqlens: torch.Tensor, shape: Shape) -> torch.Tensor:
-        """``cu_seqlens`` of what the part holds of each document, int32 ``[documents + 1]``; some may be empty.
-
-        Args:
-            cu_seqlens: int32 ``[documents + 1]``, of the whole rows.
-            shape: ``(batch, length)`` of the part.
-        """
+        """``cu_seqlens`` of what the part holds of each document, int32 ``[documents + 1]``; some may be empty."""
         length = shape[1]
         row, column = cu_seqlens // (length * self.of), cu_seqlens % (length * self.of)
         return (row * length + (column - self.number * length).clamp(0, length)).to(torch.int32)
@@ -61,9 +51,7 @@ class Part:
     def documents(self, boundaries: Boundaries, shape: Shape) -> Boundaries | None:
         """The boundaries of the part's documents; None if a document, or a path of segments, is in several parts.
 
-        Args:
-            boundaries: the boundaries of the whole rows. Their lengths are read from the device, once a batch.
-            shape: ``(batch, length)`` of the part.
+        The lengths of the whole rows' documents are read from the device, once a batch.
         """
         if ("documents of", self) not in boundaries.made:
             boundaries.made["documents of", self] = self._documents(boundaries, shape)

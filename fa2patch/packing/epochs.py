@@ -59,13 +59,13 @@ def of_plan(
     full, last = rows[: len(rows) - taken], [plan[row] for row in rows[len(rows) - taken :].tolist()]
     if not ordered:
         of_rows = np.add.reduceat(costs[plan.indices], plan.offsets[:-1]) if len(plan) else costs[:0]
-        full = full[alike(of_rows[full], ranks, window, rng).ravel()]
+        full = full[_alike(of_rows[full], ranks, window, rng).ravel()]
     indices, counts = _taken(plan, full)
     if not rest or drop_last:
         return Epoch(indices, _offsets(counts), _NONE, np.sort(np.concatenate([_NONE, *last])))
-    parts = shared_out(np.concatenate(last), costs, ranks) if taken == rest and not ordered else []
+    parts = _shared_out(np.concatenate(last), costs, ranks) if taken == rest and not ordered else []
     if not parts or max(int(plan.lengths[part].sum()) for part in parts) > plan.max_tokens:
-        parts = spread(last, costs, taken - rest + ranks)
+        parts = _spread(last, costs, taken - rest + ranks)
     again = [parts[number % len(parts)] for number in range(-len(parts) % ranks)]
     ends = [*parts, *again]
     counts = np.concatenate([counts, [len(part) for part in ends]])
@@ -98,7 +98,7 @@ def of_mini_batches(costs: Floats, batch_size: int, ranks: int, seed: Sequence[i
     elif 0 < len(rest) < ranks:
         again = np.resize(drawn, ranks - len(rest))
     batches = drawn[: len(drawn) // each * each].reshape(-1, each)
-    dealt = [_dealt(batches, costs, ranks, rng), _dealt(np.append(rest, again)[None], costs, ranks, rng)]
+    dealt = [_rows_by_cost(batches, costs, ranks, rng), _rows_by_cost(np.append(rest, again)[None], costs, ranks, rng)]
     steps = np.cumsum([0, len(batches)])
     row_of = np.concatenate([rank_of + first * ranks for rank_of, first in zip(dealt, steps)])
     order = by_key(row_of.astype(np.int32))
@@ -106,9 +106,9 @@ def of_mini_batches(costs: Floats, batch_size: int, ranks: int, seed: Sequence[i
     return Epoch(np.concatenate([batches.ravel(), rest, again])[order], _offsets(counts), np.sort(again), left_out)
 
 
-def _dealt(batches: Ints, costs: Floats, ranks: int, rng: np.random.Generator) -> Ints:
+def _rows_by_cost(batches: Ints, costs: Floats, ranks: int, rng: np.random.Generator) -> Ints:
     """Return the row of each example ``[batches, n]``, flattened. Ranks are permuted at random in each batch."""
-    rank_of = cheapest_share(costs[batches], ranks)
+    rank_of = _cheapest_share(costs[batches], ranks)
     names = rng.permuted(np.tile(np.arange(ranks), (len(batches), 1)), axis=1)
     rank_of = np.take_along_axis(names, rank_of, axis=1)
     found: Ints = (rank_of + ranks * np.arange(len(batches))[:, None]).ravel()
@@ -126,14 +126,11 @@ def _offsets(counts: Ints) -> Ints:
     return np.append(0, np.cumsum(counts))
 
 
-def alike(costs: Floats, ranks: int, window: int, rng: np.random.Generator) -> Ints:
+def _alike(costs: Floats, ranks: int, window: int, rng: np.random.Generator) -> Ints:
     """Return row numbers ``[steps, ranks]`` such that the rows of a step have similar costs.
 
     Rows are shuffled and divided into windows of ``window`` steps. Each window is sorted by cost, and neighbours share
-    a step. The order of all steps, and of the ranks in a step, is random.
-
-    Args:
-        costs: Cost of each row, ``[rows]``. The number of rows must be a multiple of ``ranks``.
+    a step. The order of all steps, and of the ranks in a step, is random. The rows must be a multiple of the ranks.
     """
     drawn = rng.permutation(len(costs))
     among = [drawn[start : start + window * ranks] for start in range(0, len(drawn), window * ranks)]
@@ -142,14 +139,11 @@ def alike(costs: Floats, ranks: int, window: int, rng: np.random.Generator) -> I
     return rng.permuted(steps[rng.permutation(len(steps))], axis=1)
 
 
-def cheapest_share(costs: Floats, ranks: int) -> Ints:
-    """Return the rank of each example, ``[batches, n]``.
+def _cheapest_share(costs: Floats, ranks: int) -> Ints:
+    """Return the rank of each example, ``[batches, n]``, from their costs.
 
     The costliest example comes first, and each goes to the rank with the lowest cost so far. With at least as many
     examples as ranks, every rank gets one.
-
-    Args:
-        costs: Cost of each example, ``[batches, n]``.
     """
     batches = np.arange(len(costs))
     load = np.zeros((len(costs), ranks))
@@ -161,27 +155,18 @@ def cheapest_share(costs: Floats, ranks: int) -> Ints:
     return rank_of
 
 
-def shared_out(examples: Ints, costs: Floats, ranks: int) -> list[Ints]:
-    """Return the examples of each rank, balanced by cost, or an empty list if there are fewer examples than ranks.
-
-    Args:
-        examples: Indices of the examples to share out.
-        costs: Cost of each example of the dataset.
-    """
+def _shared_out(examples: Ints, costs: Floats, ranks: int) -> list[Ints]:
+    """Return the examples of each rank, balanced by cost, or an empty list if there are fewer examples than ranks."""
     if len(examples) < ranks:
         return []
-    rank_of = cheapest_share(costs[examples][None], ranks)[0]
+    rank_of = _cheapest_share(costs[examples][None], ranks)[0]
     return [examples[rank_of == rank] for rank in range(ranks)]
 
 
-def spread(rows: Sequence[Ints], costs: Floats, into: int) -> list[Ints]:
+def _spread(rows: Sequence[Ints], costs: Floats, into: int) -> list[Ints]:
     """Divide rows into ``into`` rows, keeping the order, by repeatedly cutting the costliest divisible row in two.
 
     There are fewer than ``into`` rows if there are fewer examples.
-
-    Args:
-        rows: Indices of the examples of each row.
-        costs: Cost of each example of the dataset.
     """
     parts = list(rows)
     while len(parts) < into:

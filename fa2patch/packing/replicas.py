@@ -23,9 +23,6 @@ def place(num_replicas: int | None, rank: int | str | None, ranks_per_row: int |
     Args:
         num_replicas, rank: As the user passed them. None means from torch.distributed or torchrun's environment.
         ranks_per_row: Number of processes in a replica. None means from accelerate's ParallelismConfig, else 1.
-
-    Raises:
-        PackingError: An option is invalid, or options contradict each other or accelerate.
     """
     size = _size(ranks_per_row, num_replicas, rank)
     if num_replicas is None or rank is None:

@@ -194,11 +194,7 @@ def _shared(arrays: Sequence[Ints], prefixes: Prefixes, prompts: Sequence[int] |
 
 
 def _sequences(sequences: Any) -> list[Ints]:
-    """Return the token ids of each sequence, int64 ``[length]``.
-
-    Raises:
-        PackingError: There are no sequences, or one is empty or is not integers ``[length]``.
-    """
+    """Return the token ids of each sequence, int64 ``[length]``, or refuse what are none."""
     try:
         given = None if isinstance(sequences, (str, bytes)) else list(sequences)
     except TypeError:
@@ -226,11 +222,7 @@ def _checked_ids(index: int, sequence: Any) -> Ints:
 
 
 def _limits_of(prompts: Any, lengths: Sequence[int]) -> list[int]:
-    """Return the option ``prompts``: the number of tokens of each sequence that may be shared.
-
-    Raises:
-        PackingError: There is not one integer from 0 to its length for each sequence.
-    """
+    """Return the option ``prompts``: the number of tokens of each sequence that may be shared, from 0 to its length."""
     try:
         limits = [operator.index(each) for each in prompts]
     except TypeError as error:
@@ -249,11 +241,7 @@ def _limits_of(prompts: Any, lengths: Sequence[int]) -> list[int]:
 
 
 def _checked_least(least: Any) -> int:
-    """Return the option ``least``.
-
-    Raises:
-        PackingError: It is not an integer of 1 or more.
-    """
+    """Return the option ``least``, an integer of 1 or more."""
     try:
         number = operator.index(least)
     except TypeError as error:

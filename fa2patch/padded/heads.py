@@ -96,12 +96,7 @@ def head_of(base: torch.nn.Module) -> HeadCall | None:
 
 
 def padding_predicts(head: HeadCall, real: torch.Tensor) -> torch.Tensor:
-    """Whether a token of padding predicts a label, a bool tensor without dimensions.
-
-    Args:
-        head: the call with the labels.
-        real: bool ``[batch, length]``, the real tokens.
-    """
+    """Whether a token of padding predicts a label, a bool tensor without dimensions."""
     found = real.new_zeros(())
     for name, labels in passed(head.call, LABELS).items():
         if not isinstance(labels, torch.Tensor) or labels.shape[:2] != real.shape:
@@ -123,10 +118,6 @@ def reads_padding(head: HeadCall, device: torch.device) -> bool:
     """Run a head's model again with other hidden states of padding, and say whether anything real changes.
 
     A copy of its modules is run without gradients, so that the call that is under way is left as it is.
-
-    Args:
-        head: the call.
-        device: the device of the batch.
     """
     model = replica(head.module)
     with outside_the_forward(device), without_gradients():

@@ -419,15 +419,10 @@ CHECKS = {"ids": (layouts(), holds_for_ids), "padded": (layouts(padded=True), ho
 DRAWN = {"derandomize": True, "database": None, "deadline": None, "suppress_health_check": list(HealthCheck)}
 
 
+@pytest.mark.parametrize("examples", [300, pytest.param(10_000, marks=pytest.mark.slow)])
 @pytest.mark.parametrize(("layout", "check"), CHECKS.values(), ids=CHECKS)
-def test_any_layout_is_cut_as_a_slow_loop_cuts_it(layout, check):
-    settings(max_examples=300, **DRAWN)(given(layout)(check))()
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(("layout", "check"), CHECKS.values(), ids=CHECKS)
-def test_ten_thousand_layouts_are_cut_as_a_slow_loop_cuts_them(layout, check):
-    settings(max_examples=10_000, **DRAWN)(given(layout)(check))()
+def test_any_layout_is_cut_as_a_slow_loop_cuts_it(layout, check, examples):
+    settings(max_examples=examples, **DRAWN)(given(layout)(check))()
 
 
 @pytest.mark.gpu

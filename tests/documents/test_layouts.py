@@ -183,22 +183,14 @@ def on_every_kind(seen):
     assert min(documents) <= 2 and max(documents) == 50
 
 
-def check_attention(examples):
+@pytest.mark.parametrize(("examples", "least"), [(200, 150), pytest.param(12_000, 10_000, marks=pytest.mark.slow)])
+def test_attention_over_any_layout_is_a_masked_softmax(examples, least):
     seen = []
     strategy = of_several_axes(layouts())
     check = given(strategy, CALLS)(lambda layout, call: attends_as_defined(layout, call, seen))
     settings(max_examples=examples, **DRAWN)(check)()
     on_every_kind(seen)
-    return len(seen)
-
-
-def test_attention_over_any_layout_is_a_masked_softmax():
-    assert check_attention(200) > 150
-
-
-@pytest.mark.slow
-def test_attention_over_more_than_ten_thousand_layouts_is_a_masked_softmax():
-    assert check_attention(12_000) > 10_000
+    assert len(seen) > least
 
 
 # A patched model, end to end
@@ -245,7 +237,9 @@ def computes_as_alone(patched, plain, counted, layout, seen):
     seen.append(layout)
 
 
-def check_model(seam, examples):
+@pytest.mark.parametrize(("examples", "least"), [(25, 15), pytest.param(1_000, 800, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("seam", MODELING)
+def test_a_model_computes_the_documents_of_any_layout_as_alone(seam, examples, least):
     patched, plain, seen = build(seam), build(seam), []
     # The method seam's rotary table ends with the row, and rotary positions do not depend on the first id.
     counted = seam != "method"
@@ -253,15 +247,4 @@ def check_model(seam, examples):
     with fa2patch.apply(patched):
         check = given(strategy)(lambda layout: computes_as_alone(patched, plain, counted, layout, seen))
         settings(max_examples=examples, **DRAWN)(check)()
-    return len(seen)
-
-
-@pytest.mark.parametrize("seam", MODELING)
-def test_a_model_computes_the_documents_of_any_layout_as_alone(seam):
-    assert check_model(seam, 25) > 15
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("seam", MODELING)
-def test_a_model_computes_the_documents_of_a_thousand_layouts_as_alone(seam):
-    assert check_model(seam, 1_000) > 800
+    assert len(seen) > least

@@ -1,19 +1,19 @@
-"""Preference pairs in a packed row: the same log-probabilities and gradients as in a padded batch."""
+"""Preference pairs in a packed row, prompts once or twice: sums, losses and gradients as in padded batches."""
 
 from __future__ import annotations
 
-import copy
+import itertools
 import pickle
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from padded_cases import assert_near, gradients
 
 import fa2patch
 from compat_matrix import tiny_models
-from fa2patch.errors import BadBatch, CollatorError, NotAModel
-from fa2patch.patch.padding import pack_padded_batches
+from fa2patch.errors import BadBatch, CollatorError
 from fa2patch.preference import DataCollatorForPreferenceFlattening, per_document_logps
 
 PAIRS = [
@@ -21,6 +21,12 @@ PAIRS = [
     {"prompt_input_ids": [11], "chosen_input_ids": [12, 13, 14, 15, 16], "rejected_input_ids": [17, 18, 19]},
     {"prompt_input_ids": [20, 21, 22, 23], "chosen_input_ids": [24], "rejected_input_ids": [25, 26, 27, 28, 29, 30]},
 ]
+FIVE = [
+    *PAIRS,
+    {"prompt_input_ids": [], "chosen_input_ids": [31, 34, 32], "rejected_input_ids": [31, 34, 33]},
+    {"prompt_input_ids": [40, 41, 42], "chosen_input_ids": [43, 44], "rejected_input_ids": [43, 45]},
+]
+"""Prompts of three, one, four and no tokens, and completions that begin with the same tokens."""
 
 
 def documents(pairs: list[dict[str, Any]]) -> list[tuple[list[int], int]]:
@@ -32,16 +38,15 @@ def documents(pairs: list[dict[str, Any]]) -> list[tuple[list[int], int]]:
     ]
 
 
-def padded(pairs: list[dict[str, Any]], left: bool = False) -> dict[str, torch.Tensor]:
+def padded(pairs: list[dict[str, Any]]) -> dict[str, torch.Tensor]:
     docs = documents(pairs)
     length = max(len(ids) for ids, _ in docs)
     batch = {name: torch.zeros(len(docs), length, dtype=torch.long) for name in ("input_ids", "attention_mask")}
     batch["labels"] = torch.full((len(docs), length), -100)
     for row, (ids, prompt) in enumerate(docs):
-        at = length - len(ids) if left else 0
-        batch["input_ids"][row, at : at + len(ids)] = torch.tensor(ids)
-        batch["attention_mask"][row, at : at + len(ids)] = 1
-        batch["labels"][row, at + prompt : at + len(ids)] = torch.tensor(ids[prompt:])
+        batch["input_ids"][row, : len(ids)] = torch.tensor(ids)
+        batch["attention_mask"][row, : len(ids)] = 1
+        batch["labels"][row, prompt : len(ids)] = torch.tensor(ids[prompt:])
     return batch
 
 
@@ -52,24 +57,40 @@ def row_logps(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
     return (logps * (target != -100)).sum(-1)
 
 
-def dpo_loss(logps: torch.Tensor, reference: torch.Tensor, beta: float = 0.1) -> torch.Tensor:
+def dpo_loss(logps: torch.Tensor, reference: torch.Tensor) -> torch.Tensor:
     """Return the DPO loss, equation 7 of https://arxiv.org/abs/2305.18290."""
-    ratio = logps - reference
-    n = len(ratio) // 2
-    return -torch.nn.functional.logsigmoid(beta * (ratio[:n] - ratio[n : 2 * n])).mean()
+    chosen, rejected = (0.1 * (logps - reference)).chunk(2)
+    return -torch.nn.functional.logsigmoid(chosen - rejected).mean()
 
 
-def gradients(model: Any, loss: torch.Tensor) -> dict[str, torch.Tensor]:
-    model.zero_grad()
-    loss.backward()
-    return {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+def with_labels(pair: dict[str, list[int]]) -> dict[str, list[int]]:
+    """Return a pair as TRL up to 0.11 makes it: the ids include the prompt, and labels hide it."""
+    prompt, made = pair["prompt_input_ids"], {}
+    for side in ("chosen", "rejected"):
+        ids = pair[f"{side}_input_ids"]
+        made.update({f"{side}_input_ids": prompt + ids, f"{side}_labels": [-100] * len(prompt) + ids})
+    return made
 
 
-def assert_near(ours: dict[str, torch.Tensor], theirs: dict[str, torch.Tensor]) -> None:
-    assert ours.keys() == theirs.keys()
-    scale = max(float(value.abs().max()) for value in theirs.values())
-    for name, expected in theirs.items():
-        assert (ours[name] - expected).abs().max() <= 2e-5 * scale, name
+def where(batch: dict[str, Any]) -> Any:
+    """What the batch says of its boundaries."""
+    if "cu_seq_lens_q" not in batch:
+        return batch["position_ids"]
+    return fa2patch.Boundaries(batch["cu_seq_lens_q"], batch["max_length_q"], parents=batch.get("segment_parents"))
+
+
+def shared(pairs: Any, **options: Any) -> dict[str, Any]:
+    return DataCollatorForPreferenceFlattening(share_prompts=True, **options)(pairs)
+
+
+def documents_of(batch: dict[str, Any]) -> list[tuple[list[int], list[int], list[int]]]:
+    """Return the ids, position ids and labels of each document, put together from its path."""
+    columns = [batch[name][0] for name in ("input_ids", "position_ids", "labels")]
+    found = where(batch)
+    if found.tree is None:
+        return list(zip(*([piece.tolist() for piece in column.split(list(found.lengths))] for column in columns)))
+    tree = found.tree
+    return [tuple(tree.along(column, leaf).tolist() for column in columns) for leaf in tree.leaves]
 
 
 class TestCollator:
@@ -89,13 +110,7 @@ class TestCollator:
     def test_other_releases_columns(self) -> None:
         expected = DataCollatorForPreferenceFlattening()(PAIRS)
         newer = [{key.replace("_input_ids", "_ids"): np.array(ids) for key, ids in pair.items()} for pair in PAIRS]
-        older = [dict(pair) for pair in PAIRS]
-        for pair in older:
-            for side in ("chosen", "rejected"):
-                prompt, ids = pair["prompt_input_ids"], pair[f"{side}_input_ids"]
-                pair[f"{side}_labels"] = [-100] * len(prompt) + ids
-                pair[f"{side}_input_ids"] = prompt + ids
-        for features in (newer, older):
+        for features in (newer, [with_labels(pair) for pair in PAIRS]):
             batch = DataCollatorForPreferenceFlattening()(features)
             assert batch.keys() == expected.keys()
             assert all(torch.equal(batch[key], expected[key]) for key in expected)
@@ -107,71 +122,145 @@ class TestCollator:
         assert batch["input_ids"].tolist() == [[token for ids, _ in docs for token in ids]]
         assert batch["labels"].tolist() == [[t for _, labels in docs for t in [-100, *labels[1:]]]]
 
-    def test_reference_logps(self) -> None:
+    @pytest.mark.parametrize("share", [False, True])
+    def test_reference_logps(self, share: bool) -> None:
         features = [{**pair, "ref_chosen_logps": -1.5, "ref_rejected_logps": torch.tensor(-2.0)} for pair in PAIRS]
-        batch = DataCollatorForPreferenceFlattening()(features)
+        batch = DataCollatorForPreferenceFlattening(share_prompts=share)(features)
         assert batch["ref_chosen_logps"].tolist() == [-1.5] * 3
+        assert batch["ref_rejected_logps"].tolist() == [-2.0] * 3
         assert batch["ref_rejected_logps"].dtype == torch.float32
         with pytest.raises(CollatorError, match="ref_chosen_logps is in only some examples"):
             DataCollatorForPreferenceFlattening()([features[0], PAIRS[1]])
 
+    @pytest.mark.parametrize("share", [False, True])
     @pytest.mark.parametrize(
-        ("feature", "message"),
+        ("features", "message"),
         [
             (
-                {"chosen_ids": [1], "rejected_ids": [1]},
+                [{"chosen_ids": [1], "rejected_ids": [1]}],
                 "example 0: expected prompt_input_ids or prompt_ids, found chosen",
             ),
-            ({"prompt_ids": [1], "chosen_ids": [1]}, "expected rejected_input_ids or rejected_ids"),
-            ({"prompt_ids": [], "chosen_ids": [], "rejected_ids": [1]}, "no token in prompt and chosen"),
-            ({"prompt_ids": [1.5], "chosen_ids": [1], "rejected_ids": [1]}, "prompt_ids must be integers"),
+            ([{"prompt_ids": [1], "chosen_ids": [1]}], "expected rejected_input_ids or rejected_ids"),
+            (
+                [{"prompt_ids": [], "chosen_ids": [], "rejected_ids": [1]}],
+                "example 0: no token in prompt and chosen",
+            ),
+            ([{"prompt_ids": [1.5], "chosen_ids": [1], "rejected_ids": [1]}], "prompt_ids must be integers"),
+            ([], "empty batch"),
         ],
     )
-    def test_errors(self, feature: dict[str, Any], message: str) -> None:
+    def test_errors(self, features: Any, message: str, share: bool) -> None:
         with pytest.raises(CollatorError, match=message):
-            DataCollatorForPreferenceFlattening()([feature])
+            DataCollatorForPreferenceFlattening(share_prompts=share)(features)
 
-    def test_options(self) -> None:
-        with pytest.raises(CollatorError, match="max_length"):
-            DataCollatorForPreferenceFlattening(max_length=0)
-        with pytest.raises(CollatorError, match="truncation_mode"):
-            DataCollatorForPreferenceFlattening(truncation_mode="middle")
-        with pytest.raises(CollatorError, match="empty batch"):
-            DataCollatorForPreferenceFlattening()([])
+    @pytest.mark.parametrize(
+        ("options", "message"),
+        [
+            ({"max_length": 0}, "max_length"),
+            ({"truncation_mode": "middle"}, "truncation_mode"),
+            (
+                {"share_prompts": True, "return_seq_idx": True},
+                "seq_idx cannot say that a segment continues another one",
+            ),
+        ],
+    )
+    def test_options(self, options: dict[str, Any], message: str) -> None:
+        with pytest.raises(CollatorError, match=message):
+            DataCollatorForPreferenceFlattening(**options)
+
+
+class TestSharedPrompts:
+    def test_row(self) -> None:
+        batch = shared(FIVE[:3])
+        assert batch["input_ids"].tolist() == [
+            [5, 6, *(7, 8, 9), *(11, 12, 13, 14, 15, 16), *(20, 21, 22), *(23, 24), *(7, 10), *(11, 17, 18, 19)]
+            + [23, 25, 26, 27, 28, 29, 30]
+        ]
+        assert batch["cu_seq_lens_q"].diff().tolist() == [2, 3, 6, 3, 2, 2, 4, 7]
+        assert batch["segment_parents"].tolist() == [-1, 0, -1, -1, 3, 0, -1, 3]
+        assert batch["segment_parents"].dtype == torch.int32
+        assert batch["max_length_q"] == batch["max_length_k"] == 7
+        collator = DataCollatorForPreferenceFlattening(share_prompts=True)
+        assert pickle.loads(pickle.dumps(collator)) == collator
+        assert "segment_parents" not in DataCollatorForPreferenceFlattening()(FIVE)
+
+    @pytest.mark.parametrize("options", [{}, {"pad_to_multiple_of": 16}, {"position_ids_start": 2}])
+    @pytest.mark.parametrize("mode", ["keep_start", "keep_end"])
+    @pytest.mark.parametrize("max_length", [None, 1, 2, 3, 4, 5, 6, 8])
+    @pytest.mark.parametrize("older", [False, True], ids=["", "trl-0.11"])
+    def test_the_documents_are_those_without_sharing(
+        self, options: Any, mode: str, max_length: int | None, older: bool
+    ) -> None:
+        options = {**options, "max_length": max_length, "truncation_mode": mode}
+        pairs = [with_labels(pair) for pair in FIVE] if older else FIVE
+        batch = shared(pairs, **options)
+        without = DataCollatorForPreferenceFlattening(return_flash_attn_kwargs=True, **options)(pairs)
+        found, wanted = documents_of(batch), documents_of(without)
+        assert found[:10] == wanted[:10]
+        assert batch["input_ids"].shape[1] % options.get("pad_to_multiple_of", 1) == 0
+        for ids, positions, labels in found[10:]:
+            assert "pad_to_multiple_of" in options and batch["segment_parents"][-1] == -1
+            assert (set(ids), set(labels)) == ({0}, {-100})
+            assert positions == list(range(len(positions)))
+        assert (batch["labels"][0, batch["cu_seq_lens_q"][:-1].long()] == -100).all()
+        assert batch["cu_seq_lens_q"].diff().min() > 0
+        prompts = batch["segment_parents"].unique().numel() - 1
+        assert prompts <= 3, "prompts of no token or one are not shared"
+        assert prompts == 3 or max_length is not None
+
+    def test_prompts_that_were_cut_differently_share_what_is_equal(self) -> None:
+        pair = {"prompt_input_ids": [1, 2, 3, 4], "chosen_input_ids": [5], "rejected_input_ids": [6, 7]}
+        assert shared([pair], max_length=5, truncation_mode="keep_end")["segment_parents"].tolist() == [-1, -1]
+        same = {**pair, "prompt_input_ids": [9, 9, 9, 9]}
+        batch = shared([same], max_length=5, truncation_mode="keep_end")
+        assert batch["input_ids"].tolist() == [[9, 9, 9, 9, 5, 9, 6, 7]]
+        assert batch["segment_parents"].tolist() == [-1, 0, 0]
+        assert batch["position_ids"].tolist() == [[0, 1, 2, 3, 4, 2, 3, 4]]
+        assert batch["labels"].tolist() == [[-100, -100, -100, -100, 5, -100, 6, 7]]
+
+    def test_labels_of_older_releases_that_hide_other_parts_of_the_prompt(self) -> None:
+        """Only what both documents hide is shared, so that each keeps its own labels."""
+        pair = {
+            "chosen_input_ids": [1, 2, 3, 4, 5], "chosen_labels": [-100, -100, 3, 4, 5],
+            "rejected_input_ids": [1, 2, 3, 4, 6], "rejected_labels": [-100, -100, -100, -100, 6],
+        }  # fmt: skip
+        batch = shared([pair])
+        assert batch["cu_seq_lens_q"].tolist() == [0, 1, 5, 9]
+        assert batch["labels"].tolist() == [[-100, -100, 3, 4, 5, -100, -100, -100, 6]]
 
 
 class TestLogps:
-    @pytest.mark.parametrize("family", ["llama", "gpt2"])
+    @pytest.mark.parametrize("family", ["llama", "gpt2", "qwen2_moe", "jamba"])
     @pytest.mark.parametrize("options", [{}, {"return_flash_attn_kwargs": True}, {"pad_to_multiple_of": 16}])
-    def test_values_and_gradients_are_the_padded_runs(self, family: str, options: dict[str, Any]) -> None:
+    def test_sums_dpo_and_gradients_are_those_of_padded_batches(self, family: str, options: dict[str, Any]) -> None:
+        pairs = [*PAIRS, FIVE[4]]
         model, reference = tiny_models.build(family, "sdpa"), tiny_models.build(family, "eager")
         tiny_models.scale_up(reference, seed=1)
-        batch = padded(PAIRS)
+        batch = padded(pairs)
         call = {name: batch[name] for name in ("input_ids", "attention_mask")}
         with torch.no_grad():
             of_reference = row_logps(reference(**call).logits, batch["labels"])
         expected = row_logps(model(**call).logits, batch["labels"])
+        assert expected.abs().min() > 1
         loss = dpo_loss(expected, of_reference)
         wanted = gradients(model, loss)
 
         fa2patch.apply(model)
         fa2patch.apply(reference)
-        row = DataCollatorForPreferenceFlattening(**options)(PAIRS)
-        labels = row.pop("labels")
-        where = fa2patch.Boundaries(row["cu_seq_lens_q"], row["max_length_q"]) if options.get(
-            "return_flash_attn_kwargs"
-        ) else row["position_ids"]  # fmt: skip
-        real = row.get("real_tokens")
-        with torch.no_grad():
-            packed_reference, _ = per_document_logps(reference(**row).logits, labels, where, real)
-        sums, counts = per_document_logps(model(**row).logits, labels, where, real)
-        assert sums.dtype == torch.float32
-        assert counts.tolist() == [2, 5, 1, 1, 3, 6]
-        assert torch.allclose(sums, expected, rtol=1e-5, atol=1e-4)
-        assert expected.abs().min() > 1
-        ours = dpo_loss(sums, packed_reference)
-        assert torch.allclose(ours, loss, rtol=1e-5)
-        assert_near(gradients(model, ours), wanted)
+        for share, tokens in ((False, 44), (True, 44 - 2 - 3 - 2)):  # three prompts, all but their last token
+            row = DataCollatorForPreferenceFlattening(share_prompts=share, **options)(pairs)
+            real = row.get("real_tokens")
+            assert (row["input_ids"].numel() if real is None else int(real.sum())) == tokens
+            labels = row.pop("labels")
+            with torch.no_grad():
+                packed_reference, _ = per_document_logps(reference(**row).logits, labels, where(row), real)
+            sums, counts = per_document_logps(model(**row).logits, labels, where(row), real)
+            assert sums.dtype == torch.float32
+            assert counts.tolist() == [2, 5, 1, 2, 1, 3, 6, 2]
+            assert torch.allclose(sums, expected, rtol=1e-5, atol=1e-4)
+            ours = dpo_loss(sums, packed_reference)
+            assert torch.allclose(ours, loss, rtol=1e-5)
+            assert_near(gradients(model, ours), wanted)
 
     def test_a_documents_first_label_counts_for_nothing(self) -> None:
         logits = torch.zeros(1, 4, 8)
@@ -198,121 +287,24 @@ class TestLogps:
         with pytest.raises(BadBatch, match=r"expected position_ids \[1, 4\], found \[1, 3\]"):
             per_document_logps(torch.zeros(1, 4, 8), torch.zeros(1, 4).long(), torch.arange(3)[None])
 
-
-class TestPaddedBatches:
-    """A padded batch is computed packed, and its outputs are padded again."""
-
-    @pytest.fixture
-    def model(self) -> Any:
-        return tiny_models.build("llama", "sdpa")
-
-    @staticmethod
-    def computed(model: Any) -> list[int]:
-        """Return a list to which each forward adds the number of tokens that the first layer computes."""
-        found: list[int] = []
-
-        def note(module: Any, args: Any, kwargs: Any) -> None:
-            found.append((args[0] if args else kwargs["hidden_states"])[..., 0].numel())
-
-        model.model.layers[0].register_forward_pre_hook(note, with_kwargs=True)
-        if fa2patch.status(model):
-            fa2patch.apply(model, prove=False)  # the hook only looks, and a proof would run it
-        return found
-
-    @pytest.mark.parametrize("left", [False, True], ids=["right", "left"])
-    def test_same_logits_loss_and_gradients(self, model: Any, left: bool) -> None:
-        batch = padded(PAIRS, left)
-        before = model(**batch)
-        wanted = gradients(model, before.loss)
-        fa2patch.apply(model)
-        seen = self.computed(model)
-        with pack_padded_batches(model):
-            after = model(**batch, output_hidden_states=True)
-            real = batch["attention_mask"] != 0
-            assert seen == [int(real.sum())]
-            assert after.logits.shape == before.logits.shape
-            assert torch.allclose(after.logits[real], before.logits[real], atol=1e-4)
-            assert torch.allclose(after.loss, before.loss, rtol=1e-5)
-            assert {tuple(hidden.shape[:2]) for hidden in after.hidden_states} == {tuple(real.shape)}
-            assert_near(gradients(model, after.loss), wanted)
-            tuples = model(**batch, return_dict=False)
-            assert torch.equal(tuples[1], after.logits)
-        assert torch.equal(model(**batch).logits, before.logits)
-        assert seen[-1] == real.numel()
-
-    def test_mixture_of_experts_router_logits(self) -> None:
-        """Upstream takes the batch's mask for the balancing loss, so router logits come back padded too."""
-        model = tiny_models.build("mixtral", "sdpa")
-        batch = padded(PAIRS)
-        before = model(**batch, output_router_logits=True)
-        fa2patch.apply(model)
-        pack_padded_batches(model)
-        after = model(**batch, output_router_logits=True)
-        assert torch.allclose(after.aux_loss, before.aux_loss, rtol=1e-5)
-        assert torch.allclose(after.loss, before.loss, rtol=1e-5)
-
-    def test_what_is_left_alone(self, model: Any) -> None:
-        fa2patch.apply(model)
-        seen = self.computed(model)
-        batch = padded(PAIRS)
-        ids, mask = batch["input_ids"], batch["attention_mask"]
-        gaps = mask.clone()
-        gaps[0, 1] = 0
-        calls = [
-            {"input_ids": ids},
-            {"input_ids": ids, "attention_mask": torch.ones_like(mask)},
-            {"input_ids": ids, "attention_mask": gaps},
-            {"input_ids": ids, "attention_mask": mask, "use_cache": True},
-        ]
-        expected = [model(**call).logits for call in calls]
-        seen.clear()
-        pack_padded_batches(model)
-        for call, before in zip(calls, expected):
-            assert torch.equal(model(**call).logits, before)
-        assert seen == [ids.numel()] * len(calls)
-        row = DataCollatorForPreferenceFlattening()(PAIRS)
-        assert model(**row).logits.shape[:2] == row["input_ids"].shape
-
-    def test_generate(self, model: Any) -> None:
-        batch = {name: padded(PAIRS, left=True)[name] for name in ("input_ids", "attention_mask")}
-        options = {"max_new_tokens": 4, "do_sample": False, "pad_token_id": 0}
-        expected = model.generate(**batch, **options)
-        fa2patch.apply(model)
-        pack_padded_batches(model)
-        for more in ({}, {"use_cache": False}):
-            assert torch.equal(model.generate(**batch, **options, **more), expected)
-
-    def test_classifier_reverted_model_and_copy(self) -> None:
-        from classification_cases import build
-
-        model = build("llama", "SequenceClassification", num_labels=1)
-        batch = {name: padded(PAIRS)[name] for name in ("input_ids", "attention_mask")}
-        before = model(**batch).logits
-        patch = fa2patch.apply(model)
-        pack_padded_batches(model)
-        copied = pickle.loads(pickle.dumps(copy.deepcopy(model)))
-        seen = self.computed(copied)
-        assert torch.allclose(copied(**batch).logits, before, atol=1e-4)
-        assert seen == [int(batch["attention_mask"].sum())]
-        patch.revert()
-        assert torch.equal(model(**batch).logits, before)
-
-    def test_under_peft_and_checkpointing(self, model: Any) -> None:
-        peft = pytest.importorskip("peft")
-        config = peft.LoraConfig(target_modules=["q_proj", "v_proj"], init_lora_weights=False, task_type="CAUSAL_LM")
-        wrapped = peft.get_peft_model(model, config)
-        batch = padded(PAIRS)
-        before = wrapped(**batch)
-        wanted = gradients(wrapped, before.loss)
-        fa2patch.apply(wrapped)
-        pack_padded_batches(wrapped)
-        seen = self.computed(model)
-        wrapped.enable_input_require_grads()
-        model.gradient_checkpointing_enable({"use_reentrant": False})
-        wrapped.train()
-        assert_near(gradients(wrapped, wrapped(**batch).loss), wanted)
-        assert set(seen) == {int(batch["attention_mask"].sum())}
-
-    def test_not_patched(self, model: Any) -> None:
-        with pytest.raises(NotAModel, match="expected a patched model"):
-            pack_padded_batches(model)
+    def test_a_shared_segments_labels_belong_to_every_document_below_it(self) -> None:
+        """The tree: 0 is continued by 1 and 2, 2 by 3 and 4; 5 is alone."""
+        lengths, parents = [3, 2, 2, 2, 3, 2], [-1, 0, 0, 2, 2, -1]
+        cu = torch.tensor([0, *itertools.accumulate(lengths)], dtype=torch.int32)
+        labels = torch.tensor([[-100, 1, 2, -100, 3, -100, 4, -100, 5, -100, -100, 6, 7, 1]])
+        logits = torch.randn(1, 14, 8, requires_grad=True)
+        found = fa2patch.Boundaries(cu, 3, parents=torch.tensor(parents, dtype=torch.int32))
+        sums, counts = per_document_logps(logits, labels, found)
+        logps = logits[0].log_softmax(-1)
+        at = {1: [1, 2, 4], 3: [1, 2, 6, 8], 4: [1, 2, 6, 11], 5: [13]}
+        wanted = torch.stack(
+            [sum((logps[t - 1, labels[0, t]] for t in tokens), logps.new_zeros(())) for tokens in at.values()]
+        )
+        assert counts.tolist() == [3, 4, 4, 1]
+        assert torch.allclose(sums, wanted, atol=1e-6)
+        of_shared = torch.autograd.grad(sums.sum(), logits)[0][0, 0]
+        of_one = torch.autograd.grad(logps[0, 1], logits)[0][0, 0]
+        assert torch.allclose(of_shared, 3 * of_one, atol=1e-6), "three documents begin with it"
+        labels[0, 3] = 5
+        with pytest.raises(BadBatch, match="first token of a segment with a parent has a label"):
+            per_document_logps(logits, labels, found)

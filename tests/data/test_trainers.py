@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 import transformers
+from padded_cases import layers_tokens
 
 import fa2patch
 from compat_matrix import tiny_models
@@ -53,18 +54,6 @@ def t5() -> Any:
 def packing(model: Any) -> list[PaddedBatches]:
     """What makes a model, or its parts, compute padded batches packed."""
     return [found for module in model.modules() if (found := of_model(module)) is not None]
-
-
-def layers_tokens(model: Any) -> list[int]:
-    """Return a list to which each forward adds the number of tokens that the first layer computes."""
-    seen: list[int] = []
-    model.model.layers[0].register_forward_pre_hook(
-        lambda module, args, kwargs: seen.append((args[0] if args else kwargs["hidden_states"])[..., 0].numel()),
-        with_kwargs=True,
-    )
-    if fa2patch.status(model):
-        fa2patch.apply(model, prove=False)  # the hook only looks, and a proof would run it
-    return seen
 
 
 def test_the_older_name() -> None:

@@ -17,6 +17,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from click.testing import CliRunner
+from padded_cases import layers_tokens
 from transformers import (
     AutoModelForCausalLM,
     AutoTokenizer,
@@ -406,14 +407,8 @@ def of_ones_own():
     return Mine
 
 
-def layers_tokens(model):
-    seen = []
-    model.model.layers[0].register_forward_pre_hook(
-        lambda layer, args, kwargs: seen.append((args[0] if args else kwargs["hidden_states"])[..., 0].numel()),
-        with_kwargs=True,
-    )
-    if fa2patch.status(model):
-        fa2patch.apply(model, prove=False)  # the hook only looks, and a proof would run it
+def tokens_of(model):
+    seen = layers_tokens(model)
     ids = torch.tensor([[0, 0, 5, 6], [4, 5, 6, 7]])
     model(input_ids=ids, attention_mask=(ids != 0).long(), use_cache=False)
     return sum(seen)
@@ -423,7 +418,7 @@ def test_the_models_of_trls_trainers_compute_padded_batches_packed(hooked, folde
     hooked()
     model = AutoModelForCausalLM.from_pretrained(folder)
     trainer = trainer_of(model, folder, cls=of_ones_own())
-    assert [layers_tokens(held) for held in (trainer.model, trainer.ref_model, trainer.late)] == [6, 6, 6]
+    assert [tokens_of(held) for held in (trainer.model, trainer.ref_model, trainer.late)] == [6, 6, 6]
     said = lines(capsys)[-1]
     assert "Mine makes padded batches, and computes them packed" in said and "model, ref_model, " in said
     assert "late." in said and "model_wrapped" not in said
@@ -433,7 +428,7 @@ def test_a_model_of_model_init_is_packed_again_for_each_training(hooked, folder)
     hooked()
     made = lambda: LlamaForCausalLM(tiny_models.config_of("llama"))  # noqa: E731
     trainer = trainer_of(None, folder, cls=GRPOTrainer, model_init=made)
-    assert layers_tokens(trainer.model) == layers_tokens(trainer.call_model_init()) == 6
+    assert tokens_of(trainer.model) == tokens_of(trainer.call_model_init()) == 6
 
 
 def test_a_model_that_a_trl_trainer_holds_and_cannot_pack_is_named_even_quietly(hooked, folder, capsys):
@@ -452,7 +447,7 @@ def test_other_batches_stay_as_they_are(hooked, folder, capsys, how):
     if how == "packed by packed_trainer":
         cls = fa2patch.packed_trainer(cls, share_prompts=False)
     trainer = trainer_of(AutoModelForCausalLM.from_pretrained(folder), folder, cls=cls)
-    assert layers_tokens(trainer.model) == (6 if how == "packed by packed_trainer" else 8)
+    assert tokens_of(trainer.model) == (6 if how == "packed by packed_trainer" else 8)
     assert not any("packed" in line for line in lines(capsys))
 
 
@@ -487,9 +482,9 @@ def test_an_object_that_makes_its_models_batches_is_patched_as_a_whole(holders, 
     held = type("Special", (Holder,), {})(folder)
     (line,) = lines(capsys)
     assert "Special patched: 2 attention layers" in line and line.endswith("Its padded batches are computed packed.")
-    assert layers_tokens(held.model) == 6
+    assert tokens_of(held.model) == 6
     patcher.off()
-    assert vars(Holder)["__init__"] is before and layers_tokens(held.model) == 8
+    assert vars(Holder)["__init__"] is before and tokens_of(held.model) == 8
 
 
 def test_only_the_first_rank_speaks_and_quiet_is_quiet(hooked, capsys, monkeypatch):

@@ -1,17 +1,22 @@
-"""Padded batches whose rows begin alike: computed packed, equal prefixes once, with the outputs of the padded batch."""
+"""Padded batches computed packed, equal prefixes of rows once, with the outputs of the padded batch."""
 
 from __future__ import annotations
 
+import copy
+import pickle
 import sys
 from typing import Any
 
 import pytest
 import torch
+from classification_cases import build
+from padded_cases import assert_near, gradients, layers_tokens
 
 import fa2patch
 from compat_matrix import tiny_models
 from compat_matrix.check.reads import counted
 from fa2patch.documents import device
+from fa2patch.errors import NotAModel
 from fa2patch.patch.padding import pack_padded_batches
 
 SYSTEM, FIRST, SECOND = torch.arange(5, 25), torch.arange(30, 50), torch.arange(50, 75)
@@ -35,33 +40,6 @@ def batch_of(left: bool = True, groups: Any = GROUPS) -> dict[str, torch.Tensor]
 
 TREE = 20 + 20 + 25 + 3 + 9 + 1 + 4 + 12
 ALONE = sum(20 + len(own) + length for own, lengths in GROUPS for length in lengths)
-
-
-def layers_tokens(model: Any) -> list[int]:
-    """A list to which each forward adds the number of tokens that the first layer computes."""
-    found: list[int] = []
-
-    def note(module: Any, args: Any, kwargs: Any) -> None:
-        found.append((args[0] if args else kwargs["hidden_states"])[..., 0].numel())
-
-    layers = next(m for m in model.modules() if isinstance(m, torch.nn.ModuleList))
-    layers[0].register_forward_pre_hook(note, with_kwargs=True)
-    if fa2patch.status(model):
-        fa2patch.apply(model, prove=False)  # the hook only looks, and a proof would run it
-    return found
-
-
-def gradients(model: Any, loss: torch.Tensor) -> dict[str, torch.Tensor]:
-    model.zero_grad()
-    loss.backward()
-    return {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
-
-
-def assert_near(ours: dict[str, torch.Tensor], theirs: dict[str, torch.Tensor]) -> None:
-    assert ours.keys() == theirs.keys()
-    scale = max(float(value.abs().max()) for value in theirs.values())
-    for name, expected in theirs.items():
-        assert (ours[name] - expected).abs().max() <= 1e-5 * scale, name
 
 
 def weights_of(batch: dict[str, torch.Tensor]) -> torch.Tensor:
@@ -111,10 +89,6 @@ def computed(model: Any, call: dict[str, Any], share: bool = True) -> tuple[torc
     with pack_padded_batches(model, share):
         logits = model(**call, use_cache=False).logits
     return logits, seen[-1]
-
-
-def test_packed_without_sharing(model: Any) -> None:
-    assert computed(model, batch_of(), share=False)[1] == ALONE
 
 
 def test_rows_without_padding(model: Any) -> None:
@@ -226,7 +200,8 @@ def test_the_base_model_is_called(model: Any) -> None:
     assert seen == [TREE] * 2
 
 
-def test_what_is_left_alone(model: Any) -> None:
+@pytest.mark.parametrize("share", [False, True])
+def test_what_is_left_alone(model: Any, share: bool) -> None:
     fa2patch.apply(model)
     seen = layers_tokens(model)
     batch = batch_of(groups=((FIRST, (6, 6)),))
@@ -239,17 +214,91 @@ def test_what_is_left_alone(model: Any) -> None:
         {"input_ids": ids, "attention_mask": gaps},
         {"input_ids": ids, "attention_mask": mask, "use_cache": True},
         {"input_ids": ids, "attention_mask": mask, "position_ids": packed, "use_cache": False},
+        {"input_ids": ids.view(1, -1), "position_ids": packed.reshape(1, -1)},
     ]
+    if not share:
+        calls.append({"input_ids": ids, "attention_mask": mask})
+        assert mask.all(), "there is no padding to leave out"
     expected = [model(**call).logits for call in calls]
     seen.clear()
-    pack_padded_batches(model, share_prompts=True)
+    pack_padded_batches(model, share)
     for call, before in zip(calls, expected):
         assert torch.equal(model(**call).logits, before)
     assert torch.equal(model.model(**calls[3])[0], model.model(**calls[3])[0])
-    assert seen == [ids.numel()] * 6
+    assert seen == [ids.numel()] * (len(calls) + 2)
 
 
-def test_under_peft_and_checkpointing(model: Any) -> None:
+def labelled(left: bool) -> dict[str, torch.Tensor]:
+    """The batch with labels for all tokens of a row but its first 40."""
+    batch = batch_of(left)
+    learned = batch["attention_mask"] * batch["attention_mask"].cumsum(1) > 40
+    return {**batch, "labels": batch["input_ids"].where(learned, torch.tensor(-100))}
+
+
+@pytest.mark.parametrize("left", [False, True], ids=["right", "left"])
+def test_loss_tuples_and_the_end_of_packing(model: Any, left: bool) -> None:
+    batch = labelled(left)
+    before = model(**batch)
+    wanted = gradients(model, before.loss)
+    fa2patch.apply(model)
+    seen = layers_tokens(model)
+    real = batch["attention_mask"] != 0
+    with pack_padded_batches(model):
+        after = model(**batch, output_hidden_states=True)
+        assert seen == [ALONE] == [int(real.sum())]
+        assert after.logits.shape == before.logits.shape
+        assert torch.allclose(after.logits[real], before.logits[real], atol=1e-4)
+        assert torch.allclose(after.loss, before.loss, rtol=1e-5)
+        assert {tuple(hidden.shape[:2]) for hidden in after.hidden_states} == {tuple(real.shape)}
+        assert_near(gradients(model, after.loss), wanted, 2e-5)
+        assert torch.equal(model(**batch, return_dict=False)[1], after.logits)
+    assert torch.equal(model(**batch).logits, before.logits)
+    assert seen[-1] == real.numel()
+
+
+def test_mixture_of_experts_router_logits() -> None:
+    """Upstream takes the batch's mask for the balancing loss, so router logits come back padded too."""
+    model = tiny_models.build("mixtral", "sdpa")
+    batch = labelled(left=False)
+    before = model(**batch, output_router_logits=True)
+    fa2patch.apply(model)
+    pack_padded_batches(model)
+    after = model(**batch, output_router_logits=True)
+    assert torch.allclose(after.aux_loss, before.aux_loss, rtol=1e-5)
+    assert torch.allclose(after.loss, before.loss, rtol=1e-5)
+
+
+def test_generate(model: Any) -> None:
+    options = {"max_new_tokens": 4, "do_sample": False, "pad_token_id": 0}
+    prompts = {name: value[:, :45] for name, value in batch_of().items()}
+    expected = model.generate(**prompts, **options)
+    fa2patch.apply(model)
+    pack_padded_batches(model)
+    for more in ({}, {"use_cache": False}):
+        assert torch.equal(model.generate(**prompts, **options, **more), expected)
+
+
+def test_classifier_reverted_model_and_copy() -> None:
+    model = build("llama", "SequenceClassification", num_labels=1)
+    batch = batch_of(left=False)
+    before = model(**batch).logits
+    patch = fa2patch.apply(model)
+    pack_padded_batches(model)
+    copied = pickle.loads(pickle.dumps(copy.deepcopy(model)))
+    seen = layers_tokens(copied)
+    assert torch.allclose(copied(**batch).logits, before, atol=1e-4)
+    assert seen == [ALONE]
+    patch.revert()
+    assert torch.equal(model(**batch).logits, before)
+
+
+def test_not_patched(model: Any) -> None:
+    with pytest.raises(NotAModel, match="expected a patched model"):
+        pack_padded_batches(model)
+
+
+@pytest.mark.parametrize(("share", "tokens"), [(False, ALONE), (True, TREE)])
+def test_under_peft_and_checkpointing(model: Any, share: bool, tokens: int) -> None:
     peft = pytest.importorskip("peft")
     config = peft.LoraConfig(target_modules=["q_proj", "v_proj"], init_lora_weights=False, task_type="CAUSAL_LM")
     wrapped = peft.get_peft_model(model, config)
@@ -260,18 +309,18 @@ def test_under_peft_and_checkpointing(model: Any) -> None:
     with wrapped.disable_adapter(), torch.no_grad():
         reference = wrapped(**batch, use_cache=False).logits
     fa2patch.apply(wrapped)
-    pack_padded_batches(wrapped, share_prompts=True)
+    pack_padded_batches(wrapped, share)
     seen = layers_tokens(model)
     real = batch["attention_mask"] != 0
     with wrapped.disable_adapter(), torch.no_grad():
         assert torch.allclose(wrapped(**batch, use_cache=False).logits[real], reference[real], atol=1e-4)
-    assert set(seen) == {TREE}
+    assert set(seen) == {tokens}
     wrapped.enable_input_require_grads()
     model.gradient_checkpointing_enable({"use_reentrant": False})
     wrapped.train()
     after = wrapped(**batch, use_cache=False).logits
     assert_near(gradients(wrapped, (after * weights).sum()), wanted)
-    assert seen[-1] == TREE
+    assert seen[-1] == tokens
 
 
 @pytest.mark.parametrize(("share", "of_the_row"), [(False, "lengths"), (True, "_read_with")])

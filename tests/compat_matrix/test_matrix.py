@@ -55,10 +55,10 @@ def falling(ids, real, previous, step):
 
 NOT_PLAIN = (find, "is_plain", lambda *given: False)
 PROMPTS = ("shared_prompts", "shared_prompts_checkpointed")
-CHAIN = (stated, "require_tree", lambda cu, *rest: torch.arange(-1, len(cu) - 2, dtype=torch.int32))
+CHAIN = (stated, "_require_tree", lambda cu, *rest: torch.arange(-1, len(cu) - 2, dtype=torch.int32))
 """Every segment continues the one before it."""
 
-NO_TREE = (stated, "require_tree", lambda cu, *rest: torch.full_like(cu[1:], -1))
+NO_TREE = (stated, "_require_tree", lambda cu, *rest: torch.full_like(cu[1:], -1))
 FAULTS = {
     "a boundary only where ids are zero": (
         [NOT_PLAIN, (starts, "changes", lambda ids, real, previous, step: real & (ids == 0))], "llama", "every_layout",

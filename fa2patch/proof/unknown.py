@@ -89,7 +89,7 @@ def _unknown(model: Model) -> Iterator[str]:
         if _looks_along_the_row(module) and not f"{name}.".startswith(inside):
             yield f"{name} (torch's {type(module).__name__}, which may look at other tokens)"
     for layer in layers:
-        if layer.seam == "formula":
+        if layer.seam == "formula" and layer.by_itself:
             yield f"{layer.name} ({type(layer.module).__name__}, which computes attention by itself)"
     model_type, version = getattr(model.config, "model_type", ""), sys.modules["transformers"].__version__
     if not evidence.isolates(model_type, version):

@@ -53,24 +53,6 @@ def _alibi(config: Config) -> str | None:
     )
 
 
-def _phi_scale(module: Any, options: Options) -> Options:
-    """Use the default scale: 4.36's flash class passes 1.0, unlike eager attention and all later versions."""
-    return replace(options, scale=None) if options.scale == 1.0 else options
-
-
-def _bigcode_scale(module: Any, options: Options) -> Options:
-    """Set the eager scale: up to 4.39 only the flash class also divides by the layer number in half precision."""
-    if hasattr(module, "scaling"):  # since 4.54 all implementations share one scale, which is wrong in 4.54
-        return options
-    return replace(options, scale=module.head_dim**-0.5 if module.scale_attn_weights else 1.0)
-
-
-def _gemma2(module: Any, options: Options) -> Options:
-    """Add the softcap, which flash code up to 4.47 drops before flash-attn 2.6, and the window, missing up to 4.43."""
-    softcap = options.softcap or getattr(module.config, "attn_logit_softcapping", None)
-    return replace(options, softcap=softcap, window=options.window or module.sliding_window)
-
-
 def _gpt_neo_window(module: Any, options: Options) -> Options:
     """Add the window of local layers, which eager code applies and the flash class of every version ignores."""
     return replace(options, window=module.config.window_size) if _is_local(module) else options
@@ -131,8 +113,8 @@ def _takes_cache_position(cls: type) -> bool:
 
 
 _NOTHING_SPECIAL = (
-    "dbrx", "gemma", "granite", "llama", "mistral", "mixtral", "olmo", "phi3", "qwen2", "qwen2_moe", "stablelm",
-    "starcoder2",
+    "dbrx", "gemma", "gemma2", "gpt_bigcode", "granite", "llama", "mistral", "mixtral", "olmo", "phi", "phi3", "qwen2",
+    "qwen2_moe", "stablelm", "starcoder2",
 )  # fmt: skip
 """Names for ``apply(model, architecture=...)``. A model type needs no row to be patched."""
 
@@ -141,12 +123,9 @@ _rows = {
     for row in (
         *map(Architecture, _NOTHING_SPECIAL),
         Architecture("falcon", refuse=_alibi),
-        Architecture("gpt_bigcode", adjust=_bigcode_scale),
-        Architecture("gemma2", adjust=_gemma2),
         Architecture("gpt_neo", adjust=_gpt_neo_window),
         Architecture("llama4_text", queries=_llama4_temperature),
         Architecture("ministral3", queries=_ministral3_temperature),
-        Architecture("phi", adjust=_phi_scale),
     )
 }
 
@@ -160,8 +139,8 @@ def register(architecture: Architecture) -> None:
     """Add a row, for example for remote code. It replaces a row of the same ``model_type``.
 
     The model's attention layers must offer one of the seams: they look their function up in a module-level
-    ``ALL_ATTENTION_FUNCTIONS`` or ``..._ATTENTION_FUNCTION``, or the modeling file has a ``...FlashAttention2`` class
-    beside the plain one.
+    ``ALL_ATTENTION_FUNCTIONS`` or ``..._ATTENTION_FUNCTION``, or their eager code writes attention
+    out with functions of torch.
 
     Raises:
         BadArchitecture: the argument is not an :class:`Architecture`.

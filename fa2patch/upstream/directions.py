@@ -17,7 +17,7 @@ from ..errors import LayerNotPatchable, UnsupportedModel
 from . import inspecting
 from .facts import Facts
 from .inspecting import is_known
-from .seams.scores import is_causal
+from .seams.formula import is_causal
 from .trait import ModelLayers
 
 _MAKES = re.compile(r"create_\w*mask\w*")
@@ -53,15 +53,7 @@ def _is_told(model: Model) -> bool:
 
 def sees_both_ways(model: ModelLayers) -> bool:
     """Whether an attention layer lets tokens see later tokens."""
-    return any(
-        layer.fused
-        or not (
-            is_causal(layer.module)
-            if layer.by_itself
-            else getattr(layer.module, "is_causal", getattr(layer.module, "is_decoder", True))
-        )
-        for layer in model.attention
-    )
+    return any(layer.fused or not is_causal(layer.module, otherwise=not layer.by_itself) for layer in model.attention)
 
 
 def contradiction(entered: Sequence[Any], layers: Sequence[Any]) -> str:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -14,7 +14,7 @@ from . import find_masks, inspecting
 from .facts import Site, of_forward
 from .find_models import models, text_modules
 from .inspecting import is_of_model
-from .seams import formula, function, fused, interface, method, mixer
+from .seams import formula, interface, mixer
 
 
 @dataclass(frozen=True)
@@ -23,12 +23,12 @@ class Layer:
 
     Attributes:
         name: the layer's name in the decoder.
-        seam: ``"interface"``, ``"function"``, ``"method"`` or ``"formula"`` for an attention layer, ``"mixer"`` for a
-            mixer; ``"document"`` for an attention layer whose base model computes each document by itself.
+        seam: ``"interface"`` or ``"formula"`` for an attention layer, ``"mixer"`` for a mixer; ``"document"`` for an
+            attention layer whose base model computes each document by itself.
         site: the attribute through which the layer is given the boundaries.
         others: more attributes that this seam needs replaced.
         module: the layer. A plan drops it, because the patch is copied with its model.
-        of_class: the seam that its class offers, if the layer goes document by document for another reason.
+        by_itself: whether the layer's class computes attention by itself, as most encoders' do, and follows the mask.
     """
 
     name: str
@@ -36,28 +36,19 @@ class Layer:
     site: Site
     others: tuple[Site, ...] = ()
     module: Any = field(default=None, compare=False, repr=False)
-    of_class: str = ""
-
-    @property
-    def by_itself(self) -> bool:
-        """Whether the layer's class computes attention by itself, as most encoders' do, and follows the mask."""
-        return (self.of_class or self.seam) in ("formula", "document")
+    by_itself: bool = False
 
     @property
     def fused(self) -> bool:
         """Whether the layer's function takes query, key and value in one tensor (ModernBERT up to 5.0)."""
-        if self.site.make is not function.routed_table:
+        if self.site.make is not formula.routed_table:
             return False
-        return fused.is_fused(vars(self.site.owner)[self.site.attribute][function.FLASH])
-
-
-Seam = tuple[str, Site, tuple[Site, ...]]
-"""The seam's name, the attribute that is replaced, and more attributes that the seam needs replaced."""
+        return formula.is_fused(vars(self.site.owner)[self.site.attribute][formula.EAGER])
 
 
 def attention_layers(decoder: Model) -> Iterator[Layer]:
     """Yield every attention layer of a decoder that offers a seam."""
-    seams: dict[type, Seam | None] = {}
+    seams: dict[type, Layer | None] = {}
     layers = []
     for name, module in text_modules(decoder):
         cls = type(module)
@@ -65,16 +56,16 @@ def attention_layers(decoder: Model) -> Iterator[Layer]:
             seams[cls] = _seam_of(module)
         found = seams[cls]
         if found is not None:
-            layers.append(Layer(name, *found, module=module))
+            layers.append(replace(found, name=name, module=module))
     if layers and (find_masks.of_the_user(decoder) or any(_only_by_document(layer, decoder) for layer in layers)):
         site = of_forward(decoder, _as_it_is)
-        layers = [Layer(layer.name, "document", site, module=layer.module, of_class=layer.seam) for layer in layers]
+        layers = [replace(layer, seam="document", site=site, others=()) for layer in layers]
     yield from layers
 
 
 def _only_by_document(layer: Layer, decoder: Model) -> bool:
     """Whether no kernel can compute what a layer does: more than a mask says, or attention of the user's own."""
-    if layer.seam == "formula" and formula.says_more(layer.module):
+    if layer.by_itself and formula.says_more(layer.module):
         return True
     modeling = inspecting.defining(type(layer.module), "forward").__module__
     config = getattr(layer.module, "config", None) or getattr(decoder, "config", None)
@@ -97,10 +88,12 @@ def _of_dense_batches(layer: Layer, implementation: str | None) -> Iterator[Any]
         yield getattr(owner, attribute).get(implementation)
     else:
         yield getattr(owner, attribute)
-        if isinstance(layer.site.make, method.OnFlashClass):
-            yield inspecting.forward_of(layer.site.make.flash)
-        if implementation == function.FLASH:
-            yield from (getattr(each.owner, function.NAME, None) for each in (layer.site, *layer.others))
+        if isinstance(layer.site.make, formula.ByFormula):
+            plain, flash = layer.site.make.classes
+            yield inspecting.forward_of(plain)
+            yield None if flash is None else inspecting.forward_of(flash)  # it says which layers have a window
+        if implementation == formula.FLASH:
+            yield vars(layer.site.module).get("_flash_attention_forward")
 
 
 def _as_it_is(original: Function) -> Function:
@@ -108,34 +101,23 @@ def _as_it_is(original: Function) -> Function:
     return original
 
 
-def _seam_of(module: torch.nn.Module) -> Seam | None:
-    """The seam of a module's class, or None."""
+def _seam_of(module: torch.nn.Module) -> Layer | None:
+    """The seam of a module's class, as of a layer without a name; None if it has none."""
     cls = type(module)
     if inspecting.is_of_torch(cls):
         return None
-    owner = inspecting.defining(cls, "forward")
-    home = sys.modules.get(owner.__module__)
+    home = sys.modules.get(inspecting.defining(cls, "forward").__module__)
     if home is None:
         return None
-    flash, forward = method.flash_class(home, cls), inspecting.forward_of(cls)
-    table = function.table_name(home, forward)
-    if table is not None:
-        fuses = fused.is_fused(vars(home)[table][function.FLASH])
-        others = () if fuses else (Site(home, function.NAME, function.routed),)
-        return "function", Site(home, table, function.routed_table), others
-    looked_up = interface.seam_of(home, forward)
+    looked_up = interface.seam_of(home, inspecting.forward_of(cls))
     if looked_up is not None:
-        return ("interface", *looked_up)
-    by_itself = formula.is_formula(forward) and not formula.convolves(module)
-    if by_itself and (flash is None or method.missing(flash, module)):
-        return "formula", Site(owner, "forward", formula.by_formula), ()
-    if flash is None:
+        return Layer("", "interface", *looked_up)
+    site = formula.seam_of(home, module)
+    if site is None:
         return None
-    scope = sys.modules[inspecting.defining(flash, "forward").__module__]
-    site = Site(owner, "forward", method.OnFlashClass(owner))
-    if method.is_method_seam(flash):
-        return "method", site, (Site(scope, method.WINDOW_FLAG, method.window_flag),)
-    return "function", site, (Site(scope, function.NAME, function.routed),)
+    return Layer(
+        "", "formula", site, by_itself=isinstance(site.make, formula.ByFormula) and site.make.classes[1] is None
+    )
 
 
 def claims_flash_attention(model: Model, found: Iterable[Layer]) -> bool:

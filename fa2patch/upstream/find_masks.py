@@ -23,10 +23,7 @@ from . import inspecting
 from .inspecting import is_known, is_of_model
 
 TWO_MASKS = "_update_attention_mask"
-"""ModernBERT's method (4.48 to 5.0), which returns a mask for global and one for local layers.
-
-Its local layers pass their window on themselves, so the packed mask needs none.
-"""
+"""ModernBERT's method (4.48 to 5.0), which returns a mask for global and one for local layers."""
 
 METHODS = (
     "_update_causal_mask",

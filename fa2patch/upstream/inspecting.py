@@ -142,6 +142,20 @@ def methods_called(method: object) -> list[str]:
     ]
 
 
+def reads_of(function: object, attribute: str, name: str) -> bool:
+    """Whether a function's code reads ``x.attribute.name`` or ``getattr(x.attribute, name)`` of anything."""
+    code = code_of(function)
+    read = [] if code is None else [each.argval for each in dis.get_instructions(code)]
+    return (attribute, name) in zip(read, read[1:])
+
+
+def multiplies_matrices(function: object) -> bool:
+    """Whether a function's code has the operator ``@``."""
+    code = code_of(function)
+    instructions = () if code is None else dis.get_instructions(code)
+    return any(each.opname == "BINARY_MATRIX_MULTIPLY" or each.argrepr in ("@", "@=") for each in instructions)
+
+
 def stored(method: object, attribute: str) -> set[object]:
     """The constants that a method assigns to an attribute; not what it computes (``...`` stands for that)."""
     code = code_of(method)

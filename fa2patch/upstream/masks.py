@@ -206,7 +206,7 @@ def let_through(original: Function) -> Function:
         if told is not None and window_of(given) is not None:
             return replace(mask, window=window_of(given))
         if original.__name__ == TWO_MASKS:
-            return mask, mask
+            return mask, replace(mask, window=given["self"].config.local_attention // 2 + 1)
         if "chunked" in original.__name__:
             return _chunked(mask, given["config"])
         if "chunked_attention_mask" in names:  # Llama 4 in 4.51 and 4.52 makes two masks

@@ -51,7 +51,7 @@ class PackedMask:
             neither.
         part: the part of every row that this process holds; None if rows are whole. ``shape`` and ``position_ids``
             are then those of the part.
-        layer: the attention layer being computed. Only the function and method seams set it.
+        layer: the attention layer being computed. Only the formula seam sets it.
         calls: the layers that were given the boundaries, in order; None for an unknown layer or in a compiled graph.
     """
 

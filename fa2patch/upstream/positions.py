@@ -18,7 +18,7 @@ from .facts import Facts, Site, of_forward
 from .find_models import text_modules
 from .packed_mask import MASK, PackedMask
 from .rope import MODULES, length_scaled
-from .seams.layer_rotary import each_document
+from .splitting import rotary_of_each
 from .step import Step
 from .trait import ModelLayers, Trait
 
@@ -201,7 +201,7 @@ def rotated_by_document(original: Function) -> Function:
         documents = attached.take(position_ids, attached.DOCUMENTS)
         if documents is None:
             return original(self, x, position_ids, **kwargs)
-        return each_document(functools.partial(original, self), x, position_ids, documents, kwargs)
+        return rotary_of_each(functools.partial(original, self), x, position_ids, documents, kwargs)
 
     return forward
 

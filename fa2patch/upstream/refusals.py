@@ -15,7 +15,6 @@ from .facts import Facts, Site
 from .find_layers import blocks_without, claims_flash_attention
 from .find_mixers import mixers as mixers_of
 from .find_models import takes_no_token_ids, text_modules, token_embeddings
-from .seams import method
 from .step import Step
 from .trait import ModelLayers, Trait
 
@@ -73,7 +72,6 @@ def attention(model: ModelLayers, facts: Facts) -> list[Site]:
     """Replace each attention layer's seam, and refuse a decoder with layers that cannot be given the boundaries."""
     _require_layers(model)
     _refuse_cross_attention(model)
-    _refuse_broken_flash_classes(model)
     return [site for layer in model.attention for site in (layer.site, *layer.others) if layer.seam != "document"]
 
 
@@ -93,7 +91,7 @@ def _require_layers(model: ModelLayers) -> None:
         do = f"{foreign}: train with what that package offers, or load the model without it."
     raise LayerNotPatchable(
         f"{type(model.decoder).__name__}: looked in every layer for attention with a seam (a module-level "
-        f"{inspecting.ATTENTION_FUNCTIONS[0]}, or a ...FlashAttention2 class) and found {len(layers)} such layers; "
+        f"{inspecting.ATTENTION_FUNCTIONS[0]}, or attention written out) and found {len(layers)} such layers; "
         f"without one: {blocks}. Nothing was patched. {do}"
     )
 
@@ -139,22 +137,6 @@ def _between(block: torch.nn.Module, inside: list[str]) -> Iterator[torch.nn.Mod
     """The modules between a block and the attention layers in it."""
     paths = {".".join(name.split(".")[:end]) for name in inside for end in range(1, name.count(".") + 1)}
     return map(block.get_submodule, sorted(paths))
-
-
-def _refuse_broken_flash_classes(model: ModelLayers) -> None:
-    """Refuse a layer whose flash class calls a method that the layer does not have (ESM in 4.54 and 4.55)."""
-    for layer in model.attention:
-        make = layer.site.make
-        if not isinstance(make, method.OnFlashClass):
-            continue
-        missing = method.missing(make.flash, layer.module)
-        if missing:
-            raise LayerNotPatchable(
-                f"{type(model.decoder).__name__}: packed rows would be computed by the class for flash attention of "
-                f"{layer.name} ({type(layer.module).__name__}), whose {make.flash.__name__} calls self.{missing}, and "
-                "this version of Transformers has no such method. Nothing was patched. Upgrade Transformers, or train "
-                "this model padded."
-            )
 
 
 def unclaimed_flash(model: ModelLayers, facts: Facts) -> None:

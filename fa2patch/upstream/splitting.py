@@ -157,3 +157,20 @@ class Documents:
                     return taken_from[segment], slice(start, start + tree.lengths[segment]), at
                 taken_from[segment] = at
         return None
+
+
+def rotary_of_each(
+    rotary: Function, x: torch.Tensor, position_ids: torch.Tensor, documents: Boundaries, kwargs: Call
+) -> Any:
+    """Return cos and sin ``[batch, length, dim]``, computed for each document separately.
+
+    Args:
+        rotary: the rotary module or its forward.
+        x: a tensor that gives ``rotary`` its device and dtype.
+        position_ids: ``[batch, length]``.
+        documents: the batch's boundaries.
+        kwargs: further keywords for ``rotary``. ``seq_len`` is dropped.
+    """
+    kwargs = {name: value for name, value in kwargs.items() if name != "seq_len"}
+    each = Documents(documents, position_ids.shape)
+    return each.join([rotary(x, position_ids=ids, **kwargs) for ids in each.split(position_ids)])

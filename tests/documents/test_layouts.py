@@ -241,7 +241,7 @@ def computes_as_alone(patched, plain, counted, layout, seen):
 @pytest.mark.parametrize("seam", MODELING)
 def test_a_model_computes_the_documents_of_any_layout_as_alone(seam, examples, least):
     patched, plain, seen = build(seam), build(seam), []
-    # The method seam's rotary table ends with the row, and rotary positions do not depend on the first id.
+    # The rotary table of such layers ends with the row, and rotary positions do not depend on the first id.
     counted = seam != "method"
     strategy = layouts(longest=16, furthest=TABLE - 16)
     with fa2patch.apply(patched):

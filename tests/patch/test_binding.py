@@ -17,7 +17,7 @@ from fake_models import modeling_function, modeling_interface, modeling_method
 from fa2patch import binding
 from fa2patch.binding import ABSENT, bind, release, used_by
 from fa2patch.upstream import forward, masks, positions
-from fa2patch.upstream.seams import function, interface, method
+from fa2patch.upstream.seams import formula, interface
 
 
 class User:
@@ -285,9 +285,7 @@ FACTORIES = {
     "mask": (masks.let_through, modeling_interface.create_causal_mask),
     "eager": (interface.routed, modeling_interface.eager_attention_forward),
     "layer": (
-        lambda original: method.on_flash_class(
-            original, modeling_function.FakeSdpaAttention, modeling_function.FakeFlashAttention2
-        ),
+        formula.ByFormula(modeling_function.FakeSdpaAttention),
         modeling_function.FakeSdpaAttention.forward,
     ),
     "rotary": (positions.rotated_by_document, modeling_method.FakeRotary.forward),
@@ -301,15 +299,6 @@ def test_a_seams_replacement_is_a_plain_function_with_the_signature_and_name_of_
     assert type(made) is types.FunctionType
     assert inspect.signature(made) == inspect.signature(original)
     assert (made.__name__, made.__module__, made.__doc__) == (original.__name__, original.__module__, original.__doc__)
-
-
-def test_the_flash_function_is_replaced_by_a_plain_function_present_or_not():
-    def _flash_attention_forward(query_states, key_states, value_states, attention_mask, query_length, is_causal):
-        raise AssertionError
-
-    for original in (ABSENT, _flash_attention_forward):
-        made = function.routed(original)
-        assert type(made) is types.FunctionType and made.__name__ == function.NAME
 
 
 def python(script):

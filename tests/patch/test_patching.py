@@ -61,7 +61,7 @@ def test_status_and_repr_tell_what_is_patched(model):
     patch = fa2patch.apply(model, kernel="reference")
     assert len(patch.layers) == model.config.num_hidden_layers
     layer = patch.layers[0]
-    assert layer.name == "layers.0.self_attn" and layer.seam in ("interface", "function", "method")
+    assert layer.name == "layers.0.self_attn" and layer.seam in ("interface", "formula")
     assert hasattr(layer.owner, layer.attribute) and layer.state == "applied"
     assert patch.kernel == "reference" and patch.architecture.model_type == "llama"
     assert "2 llama attention layers" in repr(patch) and "applied" in repr(patch)

@@ -1,6 +1,7 @@
 """Attention layers that compute attention by themselves, and base models that compute each document by itself."""
 
 import math
+import types
 
 import pytest
 import torch
@@ -15,6 +16,7 @@ from fa2patch.documents.boundaries import Boundaries
 from fa2patch.kernels import Picks
 from fa2patch.upstream.packed_mask import PackedMask
 from fa2patch.upstream.seams import formula
+from fa2patch.upstream.seams.scores import product
 
 LENGTHS = (5, 9, 1, 3)
 
@@ -66,6 +68,48 @@ class FilledAttention(Attention):
         return torch.matmul(weights, v).transpose(1, 2).flatten(2)
 
 
+class CappedAttention(CausalAttention):
+    """As Gemma 2's up to 4.47, with the operator of Falcon's."""
+
+    def forward(self, hidden_states, attention_mask=None):
+        q, k, v = (self.heads(part(hidden_states)) for part in (self.query, self.key, self.value))
+        scores = torch.tanh(q @ k.transpose(2, 3) * 0.3 / 0.5) * 0.5
+        return ((scores + attention_mask[:, :, :, : k.shape[-2]]).softmax(-1) @ v).transpose(1, 2).flatten(2)
+
+
+class BatchedAttention(CausalAttention):
+    """As GPT-NeoX's up to 4.46: heads are in the batch, and a triangle hides later tokens."""
+
+    def forward(self, hidden_states, attention_mask=None):
+        q, k, v = (self.heads(part(hidden_states)) for part in (self.query, self.key, self.value))
+        batch, heads, length, _ = q.size()
+        q, k = q.reshape(batch * heads, length, -1), k.reshape(batch * heads, length, -1)
+        scores = torch.zeros(batch * heads, length, length, dtype=q.dtype)
+        scores = torch.baddbmm(scores, q, k.transpose(1, 2), beta=1.0, alpha=0.4).view(batch, heads, length, length)
+        least = torch.tensor(torch.finfo(scores.dtype).min, dtype=scores.dtype).to(scores.device)
+        triangle = torch.ones(1, 1, length, length, dtype=torch.bool).tril()
+        scores = torch.where(triangle, scores, least) + attention_mask
+        return torch.matmul(torch.nn.functional.softmax(scores, dim=-1).to(v.dtype), v).transpose(1, 2).flatten(2)
+
+
+class SharedKeysAttention(CausalAttention):
+    """As GPTBigCode's up to 4.53: all heads share a key, and their queries follow each other along the row."""
+
+    def forward(self, hidden_states, attention_mask=None):
+        batch, length = hidden_states.shape[:2]
+        q = self.query(hidden_states).reshape(batch, length * 2, 8)
+        k, v = self.key(hidden_states)[..., :8], self.value(hidden_states)[..., :8]
+        scores = torch.baddbmm(
+            torch.empty(1, 2 * length, length, dtype=q.dtype), q, k.transpose(1, 2), beta=0, alpha=0.4
+        )
+        scores = scores.view(batch, length, 2, length)
+        if isinstance(attention_mask, torch.Tensor):  # queries, heads, keys
+            attention_mask = attention_mask[None, :, None] == 0
+        scores = torch.where(attention_mask, scores, torch.tensor(torch.finfo(scores.dtype).min))
+        weights = self.dropout(torch.nn.functional.softmax(scores, dim=-1))
+        return torch.bmm(weights.view(batch, length * 2, length), v).view(hidden_states.shape)
+
+
 class BiasedAttention(Attention):
     def forward(self, hidden_states, attention_mask=None, position_bias=None):
         q, k, v = (self.heads(part(hidden_states)) for part in (self.query, self.key, self.value))
@@ -79,16 +123,21 @@ def packed(lengths=LENGTHS):
     return PackedMask(boundaries, Picks("reference"), (1, sum(lengths)), max(lengths))
 
 
-@pytest.mark.parametrize("cls", [Attention, CausalAttention, TorchAttention, FilledAttention])
+WITHOUT_FLASH = [Attention, CausalAttention, TorchAttention, FilledAttention]
+ALL = [*WITHOUT_FLASH, CappedAttention, BatchedAttention, SharedKeysAttention]
+
+
+@pytest.mark.parametrize("cls", ALL)
 def test_a_layer_s_own_forward_computes_each_document_alone(cls):
     torch.manual_seed(0)
     layer, states, mask = cls().double(), torch.randn(1, sum(LENGTHS), 16).double(), packed()
-    assert formula.is_formula(cls.forward) and not formula.says_more(layer)
+    assert formula.is_formula(cls.forward) and not (cls in WITHOUT_FLASH and formula.says_more(layer))
     found = formula.by_formula(cls.forward)(layer, states, mask)
     for piece, own in zip(states.split(LENGTHS, 1), found.split(LENGTHS, 1)):
         length = piece.shape[1]
         hidden = torch.full((length, length), -torch.inf).double().triu(1) if layer.is_decoder else None
         given = torch.ones(1, length) if cls is FilledAttention else hidden
+        given = hidden[None, None] if cls in (CappedAttention, BatchedAttention) else given
         assert_close(own, cls.forward(layer, piece, given), "output", 1e-12)
     assert mask.calls == [layer]
 
@@ -114,6 +163,47 @@ def test_what_packed_attention_cannot_say_is_an_error():
         formula.by_formula(Attention.forward)(Attention(), states, packed(), torch.ones(1, 2, 1, 1))
     with pytest.raises(errors.PackingNotIsolated, match="added to something other than the mask"):
         formula.by_formula(BiasedAttention.forward)(BiasedAttention(), states, packed(), torch.ones(1))
+
+
+def test_a_softmax_along_something_else_and_a_real_bias_in_where_are_errors():
+    scores = product(torch.ones(1, 2, 3, 4), torch.ones(1, 2, 4, 3))
+    with pytest.raises(errors.PackingNotIsolated, match="along something other than the keys"):
+        torch.nn.functional.softmax(scores, dim=1)
+    with pytest.raises(errors.PackingNotIsolated, match="handed to torch's where"):
+        torch.where(torch.ones(3, 3, dtype=torch.bool), scores, torch.ones(3, 3))
+
+
+class Flash:
+    """What a flash class says of windows: all layers (Mistral), some by their number (Qwen2 of 4.37 and of 4.43)."""
+
+    def of_all(self):
+        return getattr(self.config, "sliding_window", None)
+
+    def below(self):
+        return self.config.use_sliding_window and self.config.sliding_window and self._flash_attention_forward()
+
+    def _flash_attention_forward(self):
+        return self.layer_idx >= self.config.max_window_layers
+
+    def above(self):
+        used = self.config.use_sliding_window and self.layer_idx >= self.config.max_window_layers
+        return getattr(self.config, "sliding_window", None) if used else None
+
+    def none(self):
+        return getattr(self, "sliding_window", None), self.config.hidden_size
+
+
+@pytest.mark.parametrize(
+    "name, windows", {"of_all": [4, 4], "below": [4, None], "above": [None, 4], "none": [None, None]}.items()
+)
+def test_the_flash_class_says_which_layers_have_a_window(name, windows):
+    held = {"forward": vars(Flash)[name]}
+    if name == "below":
+        held["_flash_attention_forward"] = Flash._flash_attention_forward
+    said = formula.Windows.of(type("FlashAttention2", (), held))
+    config = types.SimpleNamespace(sliding_window=4, use_sliding_window=True, max_window_layers=1)
+    assert [said.of_layer(types.SimpleNamespace(config=config, layer_idx=index)) for index in (0, 1)] == windows
+    assert said.of_layer(types.SimpleNamespace(sliding_window=6)) == 6, "a layer's own, as in Gemma 2"
 
 
 def test_signs_of_more_than_a_mask_are_seen():

@@ -20,7 +20,7 @@ from compat_matrix.check.compare import assert_close, assert_same_gradients
 from compat_matrix.check.rows import alone, documents, gradients, loss_of, pack
 from fa2patch import errors
 
-STYLES = {"fused_qkv": "method", "latent": "function", "sinks": "interface"}
+STYLES = {"fused_qkv": "formula", "latent": "formula", "sinks": "interface"}
 MIXTURE = "sinks"
 FLASH = ("fused_qkv", {"attn_implementation": "flash_attention_2"})
 """The style that loads with flash attention even without flash-attn, since its file chooses the class by itself."""

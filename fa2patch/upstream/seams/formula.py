@@ -1,28 +1,41 @@
-"""The formula seam: attention layers that compute attention by themselves (BERT and its kin up to 4.57).
+"""The formula seam: a layer's own eager code computes packed rows, with stand-ins for its scores (``scores.py``).
 
-Such a layer has no function that could be replaced. Its own ``forward`` computes a packed batch, and its first
-``torch.matmul`` gives a stand-in for the scores (``scores.py``). A layer that adds more to its scores than a mask (a
-position bias, relative positions) cannot be computed by a kernel. In a model with such a layer, the base model computes
-each document by itself (``apart_models.py``).
+Most layers had a class for each implementation up to 4.47 (some have them still): plain, sdpa and flash attention. The
+plain class writes the formula out, in its ``forward`` or in a method that this calls, and is what the others are held
+to. So packed rows equal the eager definition by construction: its scale, softcap, dtypes and dropout. Only the window
+is taken from the flash class, because eager code of these versions has it in the mask, and for all layers or none.
+
+A layer without a flash class (BERT and its kin up to 4.57) computes the formula in the same way. If it adds more to its
+scores than a mask (a position bias, relative positions), no kernel can compute it. In a model with such a layer, the
+base model computes each document by itself (``document.py``). Gemma 2 in 4.47, GPT-NeoX in 4.47 and 4.48 and
+ModernBERT (4.48 to 5.0) have a dictionary of functions instead of classes, of which one is eager.
 """
 
 from __future__ import annotations
 
 import functools
 import inspect
+import re
+import sys
 import types
+from collections.abc import Mapping
+from dataclasses import dataclass
 from itertools import chain
-from types import ModuleType
+from types import MappingProxyType, ModuleType
 from typing import Any
 
 import torch
 
 from ..._types import Function
-from .. import caches, inspecting
-from ..packed_mask import find
-from . import scores
+from .. import caches, inspecting, rope, splitting
+from ..facts import Site
+from ..inspecting import require_of_model
+from ..packed_mask import PackedMask, find
+from . import torch_of_formulas
+from .scores import FormulaMask, Products
 
 MASKS = ("attention_mask", "mask")
+EAGER, FLASH = "eager", "flash_attention_2"
 
 _HARMLESS = {
     *MASKS, "head_mask", "layer_head_mask", "encoder_hidden_states", "encoder_attention_mask",
@@ -31,14 +44,18 @@ _HARMLESS = {
 """Optional arguments, beside caches, that add nothing to the scores of a packed batch."""
 
 
-def is_formula(forward: Function) -> bool:
-    """Whether a ``forward`` takes a mask and computes attention with functions of torch."""
-    if not any(inspecting.takes(forward, name) for name in MASKS):
+# Finding formulas
+
+
+def is_formula(function: Function) -> bool:
+    """Whether a function takes a mask and computes attention with functions of torch."""
+    if not any(inspecting.takes(function, name) for name in MASKS):
         return False
-    if inspecting.reads_name(forward, "scaled_dot_product_attention"):
+    names = inspecting.names_read(function)
+    if holds_sdpa(function):
         return True
-    names = inspecting.names_read(forward)
-    return any("softmax" in name.lower() for name in names) and ("matmul" in names or "bmm" in names)
+    products = {"matmul", "bmm", "baddbmm"} & {*names} or inspecting.multiplies_matrices(function)
+    return bool(products) and any("softmax" in name.lower() for name in names)
 
 
 def convolves(module: torch.nn.Module) -> bool:
@@ -48,7 +65,7 @@ def convolves(module: torch.nn.Module) -> bool:
 
 
 def says_more(module: torch.nn.Module) -> bool:
-    """Whether such a layer may add more to its scores than a mask.
+    """Whether a layer without a flash class may add more to its scores than a mask.
 
     Signs are a parameter, a table of embeddings or a part of its own (other than rotary embeddings), arguments of
     unknown meaning, and a product that is not ``torch.matmul``.
@@ -70,44 +87,299 @@ def _adds(part: torch.nn.Module, modeling: str) -> bool:
     return isinstance(part, torch.nn.Embedding) or (own and "Rotary" not in cls.__name__)
 
 
-def by_formula(original: Function) -> Function:
-    """Return the replacement for the ``forward`` of such a layer.
+def plain_class(modeling: ModuleType, cls: type) -> type | None:
+    """The class with the eager code of a layer's class, which inherits from it; None if another file defines it."""
+    return next((base for base in reversed(cls.__mro__) if base.__module__ == modeling.__name__), None)
+
+
+def flash_class(modeling: ModuleType, plain: type) -> type | None:
+    """The class for flash attention that inherits from a plain class, or None."""
+    name = (modeling.__name__, plain.__qualname__)  # because 4.39 to 4.42 execute remote code anew at each load
+    for candidate in vars(modeling).values():
+        if not isinstance(candidate, type) or not candidate.__name__.endswith("FlashAttention2"):
+            continue
+        if any((base.__module__, base.__qualname__) == name for base in candidate.__mro__):
+            return candidate
+    return None
+
+
+def helpers(plain: type) -> list[str]:
+    """The methods of a plain class that its ``forward`` has compute attention (GPT-2's ``_attn``)."""
+    called = dict.fromkeys(inspecting.methods_called(inspecting.forward_of(plain)))
+    return [name for name in called if callable(getattr(plain, name, None)) and is_formula(getattr(plain, name))]
+
+
+def seam_of(modeling: ModuleType, module: torch.nn.Module) -> Site | None:
+    """What is replaced for a layer of this modeling file; None if its code is no formula."""
+    cls = type(module)
+    owner, forward = inspecting.defining(cls, "forward"), inspecting.forward_of(cls)
+    table = table_name(modeling, forward)
+    if table is not None:
+        return Site(modeling, table, routed_table)
+    plain = plain_class(modeling, cls)
+    if plain is None or convolves(module):
+        return None
+    if flash_class(modeling, plain) is None:
+        return Site(owner, "forward", ByFormula(owner)) if is_formula(forward) else None
+    known = is_formula(inspecting.forward_of(plain)) or helpers(plain)
+    return Site(owner, "forward", ByFormula(owner)) if known else None
+
+
+def table_name(modeling: ModuleType, forward: Function) -> str | None:
+    """Return the name of the dictionary in which a layer's ``forward`` looks up its attention function, or None."""
+    names = (name for name in inspecting.names_read(forward) if re.fullmatch(r"\w+_ATTENTION_FUNCTION", name))
+    return next((name for name in names if FLASH in vars(modeling).get(name, ())), None)
+
+
+def is_causal(layer: Any, otherwise: bool) -> bool:
+    """Whether the queries of a layer see no later keys.
+
+    Args:
+        layer: the layer.
+        otherwise: the answer for a layer that does not say so. One without a flash class is then an encoder's.
+    """
+    if otherwise:
+        said = getattr(layer, "is_causal", None)
+        return bool(getattr(layer, "is_decoder", True) if said is None else said)
+    # BioGPT's says only that it is a decoder's (up to 4.47): its is_causal is False, and nothing reads it
+    return bool(getattr(layer, "is_causal", False) or getattr(layer, "is_decoder", False))
+
+
+# Computing them
+
+
+@dataclass(frozen=True)
+class ByFormula:
+    """Makes the replacement for the ``forward`` of an attention class. It is picklable, and equal for equal classes.
+
+    Attributes:
+        owner: the attention class that defines ``forward``.
+    """
+
+    owner: type
+
+    @property
+    def classes(self) -> tuple[type, type | None]:
+        """The class with the eager code and the one for flash attention; ``owner`` and None without the latter."""
+        modeling = sys.modules[self.owner.__module__]
+        plain = plain_class(modeling, self.owner)
+        flash = None if plain is None else flash_class(modeling, plain)
+        return (self.owner, None) if plain is None or flash is None else (plain, flash)
+
+    def __call__(self, original: Function) -> Function:
+        plain, flash = self.classes
+        if flash is None:
+            return by_formula(original)
+        eager = original if plain is self.owner else inspecting.forward_of(plain)
+        methods = {name: getattr(plain, name) for name in helpers(plain)}
+        return by_formula(original, eager, methods, Windows.of(flash))
+
+
+@dataclass(frozen=True)
+class Windows:
+    """Which layers have the sliding window of their config, as their class for flash attention says.
+
+    Attributes:
+        of_config: whether it reads the window in the config. A layer with a window of its own has that one.
+        asks: whether the config also says whether there are windows (``use_sliding_window``).
+        below: whether the layers below ``max_window_layers`` have it (Qwen2 in 4.37 to 4.42). The others have it in
+            later versions. None if all layers are alike.
+    """
+
+    of_config: bool
+    asks: bool
+    below: bool | None
+
+    @classmethod
+    def of(cls, flash: type) -> Windows:
+        """What the code of a class for flash attention says."""
+        forward, method = inspecting.forward_of(flash), vars(flash).get("_flash_attention_forward")
+        codes = [code for code in (forward, method) if code is not None]
+        by_layer = [inspecting.reads_name(code, "max_window_layers") for code in codes]
+        return cls(
+            any(inspecting.reads_of(code, "config", "sliding_window") for code in codes),
+            any(inspecting.reads_name(code, "use_sliding_window") for code in codes),
+            None if not any(by_layer) else not by_layer[0],
+        )
+
+    def of_layer(self, layer: Any) -> int | None:
+        """The window of a layer in tokens, or None."""
+        if "sliding_window" in vars(layer):  # Gemma 2
+            return layer.sliding_window or None
+        if not self.of_config or (self.asks and not layer.config.use_sliding_window):
+            return None
+        if self.below is not None and (layer.layer_idx < layer.config.max_window_layers) is not self.below:
+            return None
+        return getattr(layer.config, "sliding_window", None) or None
+
+
+def by_formula(
+    original: Function,
+    eager: Function | None = None,
+    methods: Mapping[str, Function] = MappingProxyType({}),
+    windows: Windows | None = None,
+) -> Function:
+    """Return the replacement for a layer's ``forward``. It calls ``original`` for dense batches.
 
     It raises :class:`PackingNotIsolated` if the layer does something with its scores that packed attention cannot say.
+
+    Args:
+        original: the ``forward`` that is replaced.
+        eager: the ``forward`` with the formula, ``original`` by default.
+        methods: methods of the class with the formula that ``eager`` calls and that hold it, by name.
+        windows: the windows of a layer that has a class for flash attention.
     """
-    own = inspect.unwrap(original)
-    names, formula = inspecting.parameter_names(own)[1:], _with_scores(own)
+    eager = inspect.unwrap(eager or original)
+    names, taken = inspecting.parameter_names(original)[1:], inspecting.parameter_names(eager)[1:]
+    formula, helpers = with_scores(eager), {name: with_scores(method) for name, method in methods.items()}
 
     @functools.wraps(original)
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
         mask = find(chain(args, kwargs.values()))
         if mask is None:
             return original(self, *args, **kwargs)
-        of_layer = scores.FormulaMask.of(mask, self)
-        call = {**dict(zip(names, args)), **kwargs}
-        call = {name: of_layer if value is mask else value for name, value in call.items() if name in names}
-        return formula(self, **call)
+        window = None if windows is None else windows.of_layer(self)
+        of_layer = FormulaMask.of(mask, self, is_causal(self, windows is not None), window)
+        given = {**dict(zip(names, args)), **kwargs}
+        call = {name: of_layer if value is mask else value for name, value in given.items() if name in taken}
+        stands_in = helpers or not _ROTARY.isdisjoint(self._modules) or SWITCH in vars(self)
+        layer = LayerOfRow(self, of_layer, helpers) if stands_in else self
+        return formula(layer, **call)
 
     return forward
 
 
-class _Torch(ModuleType):
-    """``torch`` with a ``matmul`` that does not compute scores."""
+def routed_table(original: dict[str, Function]) -> dict[str, Function]:
+    """Return a copy of a dictionary of attention functions, in which the eager one computes every packed batch."""
+    eager = with_scores(original[EAGER])
 
-    matmul = staticmethod(scores.matmul)
+    def route(function: Function) -> Function:
+        @functools.wraps(function)
+        def attention(*args: Any, **kwargs: Any) -> Any:
+            mask = find(chain(args, kwargs.values()))
+            if mask is None:
+                return function(*args, **kwargs)
+            module = args[0] if isinstance(args[0], torch.nn.Module) else None  # GPT-NeoX hands none
+            require_of_model(function, module)
+            causal, window = is_causal(module, not is_fused(eager)), getattr(module, "sliding_window", None)
+
+            def of_layer(value: Any) -> Any:
+                return FormulaMask.of(value, module, causal, window) if isinstance(value, PackedMask) else value
+
+            return eager(*map(of_layer, args), **{name: of_layer(value) for name, value in kwargs.items()})
+
+        return attention
+
+    return {name: route(function) for name, function in original.items()}
+
+
+def is_fused(function: Function) -> bool:
+    """Whether an attention function takes query, key and value in one tensor (ModernBERT, 4.48 to 5.0)."""
+    return inspecting.takes(function, "qkv")
+
+
+def with_scores(function: Function) -> Function:
+    """A copy of a function whose product of queries and keys gives :class:`~.scores.Scores`."""
+    alike = types.FunctionType(function.__code__, {}, function.__name__, function.__defaults__, function.__closure__)
+    alike.__kwdefaults__ = function.__kwdefaults__
+    own: dict[str, Any] = {"torch": torch_of_formulas}
+    for name in inspecting.names_read(function):
+        value = function.__globals__.get(name)
+        if isinstance(value, torch.jit.ScriptFunction):  # GPTBigCode's softmax
+            own[name] = getattr(value, "_torchdynamo_inline", value)
+        elif name == "repeat_kv":
+            own[name] = _unrepeated
+    writes_products, sdpa = inspecting.multiplies_matrices(function), holds_sdpa(function)
+
+    @functools.wraps(function)
+    def formula(*args: Any, **kwargs: Any) -> Any:
+        # one dictionary, because torch.compile keeps compiled code in it; refreshed, because others replace globals
+        alike.__globals__.update(function.__globals__)
+        alike.__globals__.update(own)
+        alike.__globals__.pop("__name__", None)  # dynamo would look globals up in the module of this name
+        # the mode costs a call for each function of torch
+        if not writes_products or (sdpa and _chooses_sdpa(args[0])):
+            return alike(*args, **kwargs)
+        with Products():
+            return alike(*args, **kwargs)
+
+    return formula
+
+
+def holds_sdpa(function: Function) -> bool:
+    """Whether a function calls ``scaled_dot_product_attention``."""
+    return inspecting.reads_name(function, "scaled_dot_product_attention")
+
+
+def _chooses_sdpa(layer: Any) -> bool:
+    """Whether a layer whose formula holds both computes sdpa (Falcon)."""
+    config = getattr(layer, "config", None)
+    return getattr(layer, SWITCH, False) or getattr(config, "_attn_implementation", None) == "sdpa"
+
+
+def _unrepeated(states: torch.Tensor, times: int) -> torch.Tensor:
+    """In the place of ``repeat_kv``, because kernels let several query heads share a key head."""
+    return states
+
+
+# Rotary modules inside of layers (up to 4.47), which are given the length of the row
+
+_ROTARY = frozenset(rope.MODULES)
+
+SWITCH = "_use_sdpa"
+"""By this attribute Falcon's eager class chooses between its formula and sdpa (4.36 on)."""
+
+
+class LayerOfRow:
+    """Stands in for a layer during one packed call, if it has a rotary module or a method that holds the formula."""
+
+    def __init__(self, module: Any, mask: PackedMask, helpers: Mapping[str, Function]) -> None:
+        self._module = module
+        known = vars(self)
+        known.update(vars(module))  # found without __getattr__, which is called for every other name
+        known.update(module._parameters)
+        known.update(module._modules)
+        for name, value in module._buffers.items():
+            # GPT-NeoX (4.36 to 4.46) would make its triangle of causality as large as the row
+            known[name] = mask if value is not None and value.dtype == torch.bool and value.dim() == 4 else value
+        for name in rope.MODULES:
+            if name in known:
+                known[name] = RotaryOfRow(known[name], mask)
+        if SWITCH in known:
+            known[SWITCH] = True
+        for name, helper in helpers.items():
+            known[name] = types.MethodType(helper, self)
 
     def __getattr__(self, name: str) -> Any:
-        return getattr(torch, name)
+        value = getattr(self._module, name)
+        # a helper must see this object as self too
+        return types.MethodType(value.__func__, self) if inspect.ismethod(value) else value
 
 
-def _with_scores(forward: Function) -> Function:
-    """A copy of a ``forward`` whose ``torch.matmul`` is :func:`scores.matmul`."""
-    alike = types.FunctionType(
-        forward.__code__,
-        {**forward.__globals__, "torch": _Torch("torch")},
-        forward.__name__,
-        forward.__defaults__,
-        forward.__closure__,
-    )
-    alike.__kwdefaults__ = forward.__kwdefaults__
-    return alike
+class RotaryOfRow:
+    """Stands in for a layer's rotary module during one packed call, and corrects the length that it is given."""
+
+    def __init__(self, module: Any, mask: PackedMask) -> None:
+        self._module, self._mask = module, mask
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._module, name)
+
+    def __call__(self, x: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        mask = self._mask
+        names = inspecting.parameter_names(self._module.forward)
+        if names[:2] == ["query", "key"]:
+            return self._of_old_falcon(x, *args, **kwargs)
+        call = dict(zip(names[1:], args), **kwargs)
+        scaled = mask.facts.rope
+        if scaled is not None and scaled.kind == "longrope":
+            position_ids = call.pop("position_ids")
+            return splitting.rotary_of_each(self._module, x, position_ids, mask.boundaries, call)
+        if call.get("seq_len") is not None:
+            call["seq_len"] = mask.positions if scaled is not None else max(mask.positions, call["seq_len"])
+        return self._module(x, **call)
+
+    def _of_old_falcon(self, query: Any, key: Any, past_length: int, position_ids: Any) -> Any:
+        """Call Falcon's module of 4.34 and 4.35. It sizes and scales its table by the row's plus the cache's length."""
+        beyond = self._mask.positions - query.shape[1]
+        return self._module(query, key, beyond if self._mask.facts.rope is not None else max(0, beyond), position_ids)

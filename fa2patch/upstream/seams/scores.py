@@ -1,18 +1,19 @@
 """Stand-ins for the tensors of an attention formula: its scores, and the mask that is added to them.
 
-An attention layer without a seam of its own writes the formula out: ``matmul(q, k.T)``, a factor, ``+ mask``,
-``softmax``, dropout and ``matmul(weights, v)``. :class:`Scores` stands for the scores and the weights. It is as small
-as ``q`` and ``k``, notes what the layer does with it, and computes packed attention when it is multiplied by the
-values. A layer that calls ``scaled_dot_product_attention`` hands its mask to it, and :class:`FormulaMask` answers.
+A layer's eager code writes the formula out: a product of queries and keys, a factor, ``+ mask``, ``softmax``, dropout
+and a product with the values. :class:`Scores` stands for the scores and the weights. It is as small as the queries and
+the keys, notes what the layer does with it, and computes packed attention when it is multiplied by the values. A layer
+that calls ``scaled_dot_product_attention`` hands its mask to it, and :class:`FormulaMask` answers.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch.nn import functional
+from torch.overrides import TorchFunctionMode
 
 from ..._types import Args, Call, Function
 from ...errors import PackingNotIsolated
@@ -20,28 +21,47 @@ from ...kernels import Options
 from ..packed_mask import PackedMask
 
 _SOFTMAX = (functional.softmax, torch.softmax, torch.Tensor.softmax)
-_MATMUL = (torch.matmul, torch.Tensor.matmul, torch.Tensor.__matmul__)
+_MATMUL = (torch.matmul, torch.bmm, torch.Tensor.matmul, torch.Tensor.__matmul__, torch.Tensor.bmm)
+_AS_THEY_ARE = (torch.isinf, torch.zeros_like)
+"""Qwen2-VL (4.45 to 4.52) looks for infinite scores in float16. A kernel makes none."""
+
+_HIDE = (torch.where, torch.masked_fill)
+_ABOVE = (torch.max, torch.maximum)
+"""OPT (up to 4.51) keeps scores above the smallest number."""
 
 
+@dataclass(eq=False)
 class FormulaMask(PackedMask):
-    """The packed mask of a layer that computes attention by itself. ``layer`` is set."""
+    """The packed mask of a layer whose own formula is computed. ``layer`` is the layer, if it is known.
+
+    Attributes:
+        causal: whether tokens see no later ones.
+    """
+
+    causal: bool = True
 
     @classmethod
-    def of(cls, mask: PackedMask, layer: torch.nn.Module) -> FormulaMask:
-        """The packed mask, for this layer."""
-        given = {each.name: getattr(mask, each.name) for each in fields(PackedMask)}
-        return cls(**{**given, "layer": layer})
+    def of(cls, mask: PackedMask, layer: torch.nn.Module | None, causal: bool, window: int | None) -> FormulaMask:
+        """The packed mask, for this layer. A window of the mask's own goes before the layer's."""
+        known = {**vars(mask), "layer": layer, "causal": causal}
+        return cls(**known if mask.window is not None else {**known, "window": window})
 
-    def attended(
-        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float | None, dropout: float
-    ) -> torch.Tensor:
-        """Compute packed attention for ``[batch, heads, length, dim]`` in the same layout."""
-        options = Options(scale=scale, causal=is_causal(self.layer), dropout=dropout)
-        q, k, v = (states.transpose(1, 2) for states in (q, k, v))
-        return self.attend(self.layer, q, k, v, options).transpose(1, 2)
+    def attended(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, **options: Any) -> torch.Tensor:
+        """Compute packed attention for ``[batch, heads, length, dim]``; the output is a view in that layout."""
+        said = Options(causal=self.causal, **options)
+        return self.attend(self.layer, q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), said).transpose(1, 2)
+
+    def size(self, dim: int | None = None) -> tuple[int, ...] | int:
+        """The size of a 4-D mask, with which eager code compares it (up to 4.39)."""
+        size = (self.shape[0], 1, self.shape[1], self.shape[1])
+        return size if dim is None else size[dim]
 
     def expand_as(self, other: object) -> FormulaMask:
         """Return the mask itself. DistilBERT (4.34 to 4.56) compares its mask with 0 and expands it to its scores."""
+        return self
+
+    def masked_fill(self, *args: object) -> FormulaMask:
+        """Return the mask itself: Falcon (4.34) makes its mask so."""
         return self
 
     def __eq__(self, other: object) -> Any:
@@ -52,66 +72,83 @@ class FormulaMask(PackedMask):
 
     @classmethod
     def __torch_function__(cls, function: Function, types: object, args: Args = (), kwargs: Any = None) -> Any:
-        """Answer ``scaled_dot_product_attention``; the rest is as for every packed mask."""
-        if function is not functional.scaled_dot_product_attention:
-            return super().__torch_function__(function, types, args, kwargs)
-        given = {**dict(zip(("query", "key", "value", "attn_mask", "dropout_p"), args)), **(kwargs or {})}
-        q, k, v, mask = (given[name] for name in ("query", "key", "value", "attn_mask"))
-        return mask.attended(q, k, v, given.get("scale"), given.get("dropout_p", 0.0))
+        """Answer ``scaled_dot_product_attention``, and what is done with scores; the rest is as for a packed mask."""
+        if function is functional.scaled_dot_product_attention:
+            given = {**dict(zip(("query", "key", "value", "attn_mask", "dropout_p"), args)), **(kwargs or {})}
+            q, k, v, mask = (given[name] for name in ("query", "key", "value", "attn_mask"))
+            return mask.attended(q, k, v, scale=given.get("scale"), dropout=given.get("dropout_p", 0.0))
+        if any(isinstance(value, Scores) for value in args):
+            return Scores.__torch_function__(function, types, args, kwargs)
+        return super().__torch_function__(function, types, args, kwargs)
 
 
-def is_causal(layer: Any) -> bool:
-    """Whether the queries of such a layer see no later keys. A layer that does not say so is an encoder's.
-
-    BioGPT's says only that it is a decoder's (up to 4.47): its ``is_causal`` is False, and nothing reads it.
-    """
-    return bool(getattr(layer, "is_causal", False) or getattr(layer, "is_decoder", False))
-
-
-def matmul(first: Any, second: Any) -> Any:
-    """``torch.matmul`` for an attention layer: the product of queries and keys is not computed."""
-    if isinstance(first, Scores):
-        return first.times(second)
-    return Scores(first, second.transpose(-1, -2))
-
-
-@dataclass(eq=False)
 class Scores:
-    """The scores of an attention layer, or its weights, ``[batch, heads, length, length]``, which are never computed.
+    """The scores of an attention layer, or its weights, which are never computed.
 
     Attributes:
-        q: the queries ``[batch, heads, length, dim]``.
-        k: the keys ``[batch, heads, length, dim]``.
+        q: the queries ``[batch, heads, length, dim]``; ``[batch * heads, length, dim]``; or
+            ``[batch, length * heads, dim]`` where all heads share their keys (GPTBigCode).
+        k: the keys, as ``q`` or with fewer heads.
+        shape: the shape that the layer sees.
         scale: the factor that the scores were multiplied by.
+        softcap: the number above which scores do not get; 0 if it will be the next factor.
         mask: the packed mask that was added, or None.
         weights: whether the softmax was taken.
         dropout: the probability with which weights are dropped.
     """
 
-    q: torch.Tensor
-    k: torch.Tensor
-    scale: float = 1.0
-    mask: FormulaMask | None = None
-    weights: bool = False
-    dropout: float = 0.0
+    device = torch.device("cpu")  # numbers that a layer makes for its scores stay on the host
+
+    def __init__(
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        shape: tuple[int, ...],
+        scale: float = 1.0,
+        softcap: float | None = None,
+        mask: FormulaMask | None = None,
+        weights: bool = False,
+        dropout: float = 0.0,
+    ) -> None:
+        self.q, self.k, self.shape, self.scale, self.softcap = q, k, shape, scale, softcap
+        self.mask, self.weights, self.dropout = mask, weights, dropout
+
+    def _with(self, **changes: Any) -> Scores:
+        scores = object.__new__(Scores)
+        vars(scores).update(vars(self), **changes)
+        return scores
 
     @property
     def dtype(self) -> torch.dtype:
         """The dtype of the queries."""
         return self.q.dtype
 
-    def __mul__(self, factor: object) -> Scores:
+    def size(self, dim: int | None = None) -> Any:
+        """The size, like ``Tensor.size``."""
+        return self.shape if dim is None else self.shape[dim]
+
+    def view(self, *shape: Any) -> Scores:
+        """Note the shape: heads are taken out of the batch, or put there."""
+        return self._with(shape=tuple(shape[0]) if len(shape) == 1 else shape)
+
+    reshape = view
+
+    def __mul__(self, factor: Any) -> Scores:
         if not isinstance(factor, (int, float)) or self.weights:
             raise _unsaid("multiplied by something other than a number")
-        return replace(self, scale=self.scale * factor)
+        if self.softcap == 0:
+            return self._with(softcap=factor, scale=self.scale * factor)
+        return self._with(scale=self.scale * factor)
 
-    def __truediv__(self, divisor: object) -> Scores:
+    def __truediv__(self, divisor: Any) -> Scores:
+        if isinstance(divisor, torch.Tensor) and divisor.dim() == 0 and not self.weights:
+            return self._with(q=self.q / divisor)  # GPT-2 and GPT-J; to make it a number would be a read
         return self * (1 / divisor if isinstance(divisor, (int, float)) else divisor)
 
     def __add__(self, mask: object) -> Scores:
         if not isinstance(mask, FormulaMask) or self.weights:
             raise _unsaid("added to something other than the mask")
-        return replace(self, mask=mask)
+        return self._with(mask=mask)
 
     def masked_fill(self, mask: object, value: object) -> Scores:
         """Note the mask."""
@@ -121,29 +158,68 @@ class Scores:
         """Return the scores themselves, where a tensor would be cast."""
         return self
 
-    to = type_as = float = as_it_is
+    to = type = type_as = float = as_it_is
 
-    def times(self, values: torch.Tensor) -> torch.Tensor:
-        """Compute attention: the weights times the values ``[batch, heads, length, dim]``."""
-        if self.mask is None or not self.weights:
+    def softmax(self, dim: int | None = -1, *args: object, **kwargs: object) -> Scores:
+        """Note that these are weights now."""
+        if dim not in (-1, len(self.shape) - 1) or self.weights:
+            raise _unsaid("given a softmax along something other than the keys")
+        return self._with(weights=True)
+
+    def __matmul__(self, values: torch.Tensor) -> torch.Tensor:
+        """Compute attention: the weights times the values, which have as many dimensions as the output."""
+        if self.mask is None or not self.weights or self.softcap == 0:
             raise _unsaid("multiplied by values before they had a mask and a softmax")
-        return self.mask.attended(self.q, self.k, values, self.scale, self.dropout)
+        given = {"scale": self.scale, "softcap": self.softcap, "dropout": self.dropout}
+        if self.q.dim() == 4 and values.dim() == 4:
+            return self.mask.attended(self.q, self.k, values, **given)
+        batch, length = self.mask.shape
+        shared = self.q.dim() == 3 and self.q.shape[1] != length
+        q = self.q.view(batch, length, -1, self.q.shape[-1]).transpose(1, 2) if shared else _by_head(self.q, batch)
+        output = self.mask.attended(q, _by_head(self.k, batch), _by_head(values, batch), **given)
+        if values.dim() == 4:
+            return output
+        return output.transpose(1, 2).flatten(1, 2) if shared else output.flatten(0, 1)
 
     @classmethod
     def __torch_function__(cls, function: Function, types: object, args: Args = (), kwargs: Call | None = None) -> Any:
-        """Note a softmax or a dropout; multiply the weights by the values."""
-        scores, rest, kwargs = args[0], args[1:], kwargs or {}
-        if function in _SOFTMAX and not scores.weights:
-            return replace(scores, weights=True)
+        """Note a mask, a softmax or a dropout; multiply the weights by the values."""
+        kwargs = kwargs or {}
+        scores = args[0] if isinstance(args[0], Scores) else next(each for each in args if isinstance(each, Scores))
+        if function in _SOFTMAX:
+            return scores.softmax(*args[1:], **kwargs)
         if function is functional.dropout and scores.weights:
-            given = {**dict(zip(("p", "training"), rest)), **kwargs}
-            return replace(scores, dropout=given["p"] if given.get("training", True) else 0.0)
-        if function in _MATMUL and isinstance(scores, Scores):
-            return scores.times(*rest)
+            given = {**dict(zip(("p", "training"), args[1:])), **kwargs}
+            return scores._with(dropout=given["p"] if given.get("training", True) else 0.0)
+        if function in _MATMUL and args[0] is scores:
+            return scores @ args[1]
+        if function is torch.tanh and scores.softcap is None:
+            return scores._with(softcap=0)
+        if function in _AS_THEY_ARE:
+            return scores
+        if scores.weights:
+            raise _unsaid(f"handed to torch's {getattr(function, '__name__', function)} after the softmax")
+        if function in _HIDE and all(map(_hides, args)):
+            mask = next((value for value in args if isinstance(value, FormulaMask)), None)
+            return scores if mask is None else scores + mask
+        if function in _ABOVE and isinstance(args[1], torch.Tensor) and args[1].dim() == 0:
+            return scores
         raise _unsaid(f"handed to torch's {getattr(function, '__name__', function)}")
 
     def __getattr__(self, name: str) -> Any:
         raise _unsaid(f"asked for {name!r}")
+
+
+def _hides(value: object) -> bool:
+    """Whether an argument of a function that hides scores is a mask, scores, or the number for hidden scores."""
+    if isinstance(value, torch.Tensor):
+        return value.dim() == 0 or value.dtype == torch.bool
+    return isinstance(value, (int, float, FormulaMask, Scores))
+
+
+def _by_head(states: torch.Tensor, batch: int) -> torch.Tensor:
+    """``[batch, heads, length, dim]`` of states whose heads may be in the batch."""
+    return states if states.dim() == 4 else states.view(batch, -1, *states.shape[1:])
 
 
 def _unsaid(what: str) -> PackingNotIsolated:
@@ -151,3 +227,23 @@ def _unsaid(what: str) -> PackingNotIsolated:
         f"an attention layer computes its scores by itself, and they were {what}: packed attention has no way to say "
         "that. If the call has a head_mask, leave it out. Otherwise, please report the model, and train it padded."
     )
+
+
+def product(first: Any, second: Any) -> Any:
+    """The product of weights and values, or the scores of queries and keys."""
+    if isinstance(first, Scores):
+        return first @ second
+    return Scores(first, second.transpose(-1, -2), (*first.shape[:-1], second.shape[-1]))
+
+
+class Products(TorchFunctionMode):
+    """Makes scores of the first product that a formula writes as ``queries @ keys``, which reads no global (Falcon)."""
+
+    made = False
+
+    def __torch_function__(self, function: Function, types: object, args: Args = (), kwargs: Call | None = None) -> Any:
+        # a product with a weight has two dimensions; a later product is one of the kernel's
+        if self.made or function not in _MATMUL or args[1].dim() < 3:
+            return function(*args, **(kwargs or {}))
+        self.made = True
+        return product(*args)

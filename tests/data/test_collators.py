@@ -365,11 +365,6 @@ class TestPadding:
         batch = collate([{"input_ids": [1, 2], "position_ids": [7, 8]}], pad_to_multiple_of=4)
         assert batch["position_ids"].tolist() == [[7, 8, 0, 1]]
 
-    @pytest.mark.parametrize("multiple", [0, -8])
-    def test_of_no_multiple(self, multiple: int) -> None:
-        with pytest.raises(CollatorError, match=f"pad_to_multiple_of: expected a positive number.*{multiple}"):
-            DataCollatorWithFlattening(pad_to_multiple_of=multiple)
-
 
 @pytest.mark.parametrize(
     ("features", "message"),
@@ -405,6 +400,7 @@ class TestPadding:
             [{"input_ids": [1, 2], "labels": 1}],
             "example 0: labels is the single number 1. A packed row needs token-level",
         ),
+        ([{"input_ids": [1, 2], "labels": 1}], "set document_labels=True"),
         ([{"input_ids": [1, 2], "labels": torch.tensor(3)}], "labels is the single number 3"),
         ([{"input_ids": [1, 2], "labels": np.int64(3)}], "labels is the single number 3"),
         ([{"input_ids": [1, 2], "idx": 4}], "example 0: idx must be one number per token, found shape ()."),
@@ -429,13 +425,29 @@ def test_errors(features: Any, message: str) -> None:
     assert isinstance(caught.value, ValueError)
 
 
-@pytest.mark.parametrize("at", ["construction", "call"])
-def test_unknown_return_tensors(at: str) -> None:
+MASKS = ("completion_mask", "assistant_masks")
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"pad_to_multiple_of": 0}, "pad_to_multiple_of: expected a positive number.*0"),
+        ({"pad_to_multiple_of": -8}, "pad_to_multiple_of: expected a positive number.*-8"),
+        ({"loss_masks": "completion_mask"}, "loss_masks: expected names"),
+        ({"loss_masks": MASKS, "document_labels": True}, "leave them out"),
+        ({"loss_weights": "token"}, "loss_weights: expected 'document' or None, found 'token'"),
+        ({"loss_weights": "document", "document_labels": True}, "leave them out with document_labels=True"),
+    ],
+)
+def test_options_that_cannot_be(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(CollatorError, match=message):
+        DataCollatorWithFlattening(**options)
+
+
+@pytest.mark.parametrize(("options", "call"), [({"return_tensors": "tf"}, {}), ({}, {"return_tensors": "tf"})])
+def test_unknown_return_tensors(options: dict[str, Any], call: dict[str, Any]) -> None:
     with pytest.raises(CollatorError, match="return_tensors: expected 'pt' or 'np', found 'tf'"):
-        if at == "construction":
-            collate(PLAIN, return_tensors="tf")
-        else:
-            DataCollatorWithFlattening()(PLAIN, return_tensors="tf")
+        DataCollatorWithFlattening(**options)(PLAIN, **call)
 
 
 def test_documents_round_trip() -> None:

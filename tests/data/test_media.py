@@ -1,7 +1,8 @@
-"""Packed rows with pictures or sound of any model, joined by the table of keys."""
+"""Packed rows with pictures or sound of any model, joined by the table of keys, which docs/pictures.md shows."""
 
 import functools
 import pickle
+from pathlib import Path
 
 import pytest
 import torch
@@ -11,6 +12,7 @@ from compat_matrix import tiny_media, tiny_models
 from compat_matrix.check.cell import Cell
 from compat_matrix.check.points import media
 from fa2patch import DataCollatorForMultimodalFlattening
+from fa2patch.documents.names import JOINS, KEYS
 from fa2patch.errors import BadBatch, CollatorError, PackingNotIsolated
 from fa2patch.upstream.find_layers import attention_layers
 from fa2patch.upstream.find_mixers import mixers
@@ -203,3 +205,30 @@ def test_pictures_that_do_not_belong_together_are_refused(change, match):
     doc = tiny_media.document(family, 3, "it", 2)
     with pytest.raises(CollatorError, match=match):
         DataCollatorForMultimodalFlattening(tiny_models.build(family, "sdpa"))([{**doc, **change}, doc])
+
+
+PAGE = Path(__file__).parents[2] / "docs" / "pictures.md"
+BEGIN, END = "<!-- keys:begin -->\n", "<!-- keys:end -->"
+
+
+def table():
+    rows = ["| key | if the example has | of | shape and meaning | joined |", "| --- | --- | --- | --- | --- |"]
+    for key in KEYS:
+        beside = f"`{key.beside}`" if key.beside else ""
+        rows.append(f"| `{key.name}` | {beside} | {key.of} | {key.meaning} | {key.join} |")
+    rows += ["", "| joined | how |", "| --- | --- |", *(f"| {name} | {how} |" for name, how in JOINS.items())]
+    return "\n".join(rows) + "\n"
+
+
+def test_the_page_has_the_table_of_the_code():
+    """If this fails after a change of the table, write what it expects between the page's two marks."""
+    page = PAGE.read_text(encoding="utf-8")
+    assert page.partition(BEGIN)[2].partition(END)[0] == table()
+
+
+def test_every_row_of_the_table_can_be_met():
+    seen = set()
+    for key in KEYS:
+        assert key.join in JOINS and key.of in ("picture", "film", "sound") and key.meaning
+        assert (key.name, key.beside) not in seen and (key.name, "") not in seen, key.name
+        seen.add((key.name, key.beside))

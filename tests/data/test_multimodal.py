@@ -68,15 +68,19 @@ def rows_of(row):
     yield "with the text's axis, also where the model takes three", {**bare, "position_ids": torch.cat([text, three])}
 
 
-@pytest.mark.parametrize("implementation", ["eager", "sdpa"])
-def test_each_document_is_computed_as_alone(family, implementation):
-    reference, model = cases.build(family), cases.build(family, implementation)
-    docs = documents(reference)
+def assert_computed_as_alone(model, reference, docs):
     row, _ = packed(model, docs)
     with torch.no_grad(), fa2patch.apply(model):
         expected = torch.cat([cases.alone(reference, doc) for doc in docs])
         for what, given in rows_of(row):
             assert_close(model(**given).logits[0], expected, what)
+
+
+@pytest.mark.parametrize("implementation", ["eager", "sdpa"])
+def test_each_document_is_computed_as_alone(family, implementation):
+    reference, model = cases.build(family), cases.build(family, implementation)
+    docs = documents(reference)
+    assert_computed_as_alone(model, reference, docs)
 
 
 @pytest.mark.parametrize("family", WITH_FILMS)
@@ -87,11 +91,7 @@ def test_films_too_and_where_text_goes_on_below_their_last_time(family, frames):
         pytest.skip("the unpatched model fails on any film in this version")
     film = cases.document(reference, 3, ("film", frames, 4, 4), 6, seed=1)
     docs = [film, cases.document(reference, 2, (1, 4, 4), ("film", 2, 4, 8), 2, seed=2), film]
-    row, _ = packed(model, docs)
-    with torch.no_grad(), fa2patch.apply(model):
-        expected = torch.cat([cases.alone(reference, doc) for doc in docs])
-        for what, given in rows_of(row):
-            assert_close(model(**given).logits[0], expected, what)
+    assert_computed_as_alone(model, reference, docs)
 
 
 @pytest.mark.skipif("qwen2_5_vl" not in PRESENT, reason="came with 4.49")
@@ -103,10 +103,7 @@ def test_films_of_any_rate():
         docs.append({**doc, "second_per_grid_ts": torch.tensor([seconds])})
     row, _ = packed(model, docs)
     assert "second_per_grid_ts" not in row and len(row["video_grid_thw"]) == 3
-    with torch.no_grad(), fa2patch.apply(model):
-        expected = torch.cat([cases.alone(reference, doc) for doc in docs])
-        for what, given in rows_of(row):
-            assert_close(model(**given).logits[0], expected, what)
+    assert_computed_as_alone(model, reference, docs)
 
 
 def test_a_changed_document_moves_no_other(family):

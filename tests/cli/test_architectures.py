@@ -9,23 +9,16 @@ import transformers
 pytest.importorskip("click")
 pytest.importorskip("rich")
 
-from click.testing import CliRunner
+from command_line import as_json, on_one_line, output, run
 
 from fa2patch import evidence
-from fa2patch.cli.commands import main
 from fa2patch.kernels import ORDER
 
 MINOR = evidence.minor_of(transformers.__version__)
 
 
-def run(*arguments):
-    result = CliRunner().invoke(main, arguments)
-    assert result.exit_code == 0, result.output
-    return result.output
-
-
 def rows():
-    return json.loads(run("architectures", "--json"))["architectures"]
+    return as_json(output("architectures", "--json"))["architectures"]
 
 
 @pytest.mark.skipif(MINOR not in evidence.minors(), reason="there is no evidence of this Transformers")
@@ -49,7 +42,7 @@ def test_a_model_that_an_older_version_refuses_says_why(monkeypatch):
     monkeypatch.setattr(sys.modules["transformers"], "__version__", "4.43.4")
     llava = next(row for row in rows() if row["model_type"] == "llava:picture")
     assert llava["state"] == "refused" and "documents are lost" in llava["reason"]
-    assert "refused" in run("architectures")
+    assert "refused" in output("architectures")
 
 
 @pytest.fixture
@@ -64,13 +57,13 @@ def test_nothing_is_called_isolated_in_a_version_without_evidence(unchecked, mon
     assert {row["state"] for row in found} == {"not checked"} and not any(row["seam"] or row["does"] for row in found)
     assert all(f"In {unchecked}" in row["reason"] for row in found)
     monkeypatch.setenv("COLUMNS", "250")
-    shown = " ".join(run("architectures").split())
+    shown = on_one_line(output("architectures"))
     assert f"No architecture was checked in this release. The newest one with evidence is {unchecked}" in shown
     assert f"not checked here. In {unchecked}: isolated at the seam" in shown
 
 
 def test_one_of_them_in_a_version_without_evidence(unchecked):
-    shown = " ".join(run("architectures", "llama").split())
+    shown = on_one_line(output("architectures", "llama"))
     assert f"in Transformers 9.9.0: not checked here. In {unchecked}: " in shown
     assert "fa2patch verify llama shows what fa2patch does with it here" in shown
     assert "Transformers 9.9.0: isolated" not in shown
@@ -78,15 +71,15 @@ def test_one_of_them_in_a_version_without_evidence(unchecked):
 
 def test_one_that_is_new_in_a_version_without_evidence(unchecked, monkeypatch):
     monkeypatch.setattr("fa2patch.cli.architectures.model_types", lambda: ["brand_new"])
-    assert "brand_new: there is no evidence of it" in run("architectures", "brand_new")
+    assert "brand_new: there is no evidence of it" in output("architectures", "brand_new")
 
 
 def test_one_of_them():
-    shown = run("architectures", "Llama")
+    shown = output("architectures", "Llama")
     assert shown.startswith("llama, one of the fourteen families") and "isolated at the seam method" in shown
-    assert "bert:masked" in run("architectures", "bert")
-    assert "there is no evidence of it. It is not checked: vision-language" in run("architectures", "gemma3n")
-    wrong = CliRunner().invoke(main, ["architectures", "lama"])
+    assert "bert:masked" in output("architectures", "bert")
+    assert "there is no evidence of it. It is not checked: vision-language" in output("architectures", "gemma3n")
+    wrong = run("architectures", "lama")
     assert wrong.exit_code == 2 and "Did you mean llama" in wrong.output
 
 
@@ -100,32 +93,21 @@ def test_the_file_is_small_and_its_ranges_read_back():
         assert there and evidence.ranges_of(there)
 
 
-@pytest.fixture
-def narrow(monkeypatch):
+@pytest.mark.parametrize(
+    ("arguments", "shown"),
+    [
+        (("architectures",), ()),
+        (("kernels",), ()),
+        (("status", "llama"), ("layers.0.self_attn ", "… layers.31.self_attn")),
+        (("doctor",), ("alone, default cache", "alone, use_cache=False")),
+    ],
+)
+def test_tables_in_80_columns(monkeypatch, arguments, shown):
     monkeypatch.setenv("COLUMNS", "80")
-
-
-def test_architectures_in_80_columns(narrow):
-    lines = run("architectures").splitlines()
-    assert all(len(line) <= 80 and "…" not in line for line in lines)
-    assert {row["model_type"] for row in rows()} <= {line.split()[0] for line in lines if line.strip()}
-
-
-def test_kernels_in_80_columns(narrow):
-    shown = run("kernels")
-    assert "…" not in shown and all(len(line) <= 80 for line in shown.splitlines())
-    assert {kernel.name for kernel in ORDER} <= {line.split()[0] for line in shown.splitlines() if line.strip()}
-
-
-def test_status_in_80_columns(narrow):
-    lines = run("status", "llama").splitlines()
-    assert all(len(line) <= 80 for line in lines)
-    assert any("layers.0.self_attn " in line for line in lines) and any(
-        "… layers.31.self_attn" in line for line in lines
-    )
-
-
-def test_doctor_in_80_columns_shows_both_ways_and_why(narrow):
-    shown = run("doctor")
-    assert all(len(line) <= 80 for line in shown.splitlines())
-    assert "alone, default cache" in shown and "alone, use_cache=False" in shown
+    said = output(*arguments)
+    assert all(len(line) <= 80 for line in said.splitlines())
+    assert all(text in said for text in shown)
+    firsts = {line.split()[0] for line in said.splitlines() if line.strip()}
+    named = {"architectures": {row["model_type"] for row in rows()}, "kernels": {kernel.name for kernel in ORDER}}
+    if arguments[0] in named:
+        assert "…" not in said and named[arguments[0]] <= firsts

@@ -12,14 +12,13 @@ import pytest
 pytest.importorskip("click")
 pytest.importorskip("packaging")
 
-from click.testing import CliRunner
+from command_line import as_json, on_one_line, output, run
 from evidence import GOOD, evidence
 
-from compat_matrix import run
+from compat_matrix import run as matrix_run
 from compat_matrix.environments import tomllib
 from compat_matrix.user_models.matrix import model as model_of
 from fa2patch.cli import NEEDED
-from fa2patch.cli.commands import main
 
 ROOT = Path(__file__).parents[2]
 LLAMA = str(ROOT / "tests" / "own_configs" / "llama_3_1.json")
@@ -30,12 +29,7 @@ REFUSED = {"refused": "UnsupportedModel: alibi", "upstream": {"sdpa": dict.fromk
 
 
 def matrix(*arguments):
-    return CliRunner().invoke(main, ["matrix", *arguments])
-
-
-def cells_of(result):
-    """Return the cells of the JSON in the output. click before 8.2 puts stderr in front of it."""
-    return json.loads(result.output[result.output.index("{") : result.output.rindex("}") + 1])["cells"]
+    return run("matrix", *arguments)
 
 
 @pytest.fixture
@@ -50,7 +44,7 @@ def finding(monkeypatch):
             named = {name: cell for end, cell in cells.items() for name in options if name.endswith(end)}
             return evidence(version.name, named, transformers="4.44.2", upstream_rows=ROWS)
 
-        monkeypatch.setattr(run, "evidence", found)
+        monkeypatch.setattr(matrix_run, "evidence", found)
         return asked
 
     return set_up
@@ -65,7 +59,7 @@ def test_a_cell_shows_both_states_in_every_format(finding, tmp_path):
     assert "left out of the config: pretraining_tp" in text.output
     table = matrix(*arguments, "--format", "table")
     assert "llama_3_1" in table.output and "alone: ok" in table.output
-    cells = cells_of(matrix(*arguments, "--format", "json"))
+    cells = as_json(matrix(*arguments, "--format", "json").output)["cells"]
     assert [(cell["transformers"], cell["fa2patch"], cell["upstream"]) for cell in cells] == [
         ("4.44.2", "ok", "ok"),
         ("4.57.6", "ok", "ok"),
@@ -98,7 +92,7 @@ def test_an_environment_that_cannot_be_made_is_a_failure_with_its_reason(monkeyp
     def evidence(*arguments, doing):
         raise RuntimeError("uv pip install failed: no version of transformers==4.99.1")
 
-    monkeypatch.setattr(run, "evidence", evidence)
+    monkeypatch.setattr(matrix_run, "evidence", evidence)
     result = matrix("--model", "llama", "--transformers", "4.99.1")
     assert result.exit_code == 1 and "no version of transformers==4.99.1" in result.output
 
@@ -121,7 +115,7 @@ def test_an_environment_that_cannot_be_made_is_a_failure_with_its_reason(monkeyp
 def test_bad_usage_exits_with_2_and_says_what_was_looked_for(arguments, said):
     result = matrix(*arguments)
     assert result.exit_code == 2
-    shown = " ".join(result.output.split())
+    shown = on_one_line(result.output)
     assert all(what in shown for what in said), shown
 
 
@@ -195,13 +189,13 @@ def test_the_extra_of_the_command_line_is_what_it_needs():
 
 def test_an_import_error_of_another_package_is_not_hidden(monkeypatch):
     monkeypatch.setitem(sys.modules, "fa2patch.kernels", None)
-    found = CliRunner().invoke(main, ["kernels"])
+    found = run("kernels")
     assert isinstance(found.exception, ModuleNotFoundError) and found.exception.name == "fa2patch.kernels"
 
 
 def test_help_names_every_option():
-    shown = CliRunner().invoke(main, ["matrix", "--help"]).output
-    for option in (
+    shown = output("matrix", "--help")
+    for option in [
         "model",
         "transformers",
         "format",
@@ -211,7 +205,7 @@ def test_help_names_every_option():
         "environments",
         "jobs",
         "allow-refused",
-    ):
+    ]:
         assert f"--{option}" in shown
 
 
@@ -220,5 +214,5 @@ def test_a_real_matrix_in_an_environment_made_for_it(tmp_path):
     options = ["--transformers", "4.57.6", "--environments", str(tmp_path), "--format", "json"]
     result = matrix("--model", LLAMA, *options)
     assert result.exit_code == 0, result.output
-    (cell,) = cells_of(result)
+    (cell,) = as_json(result.output)["cells"]
     assert cell["fa2patch"] == "ok" and cell["upstream"] in ("ok", "plain")

@@ -1,25 +1,16 @@
 """What a MODEL argument means: one answer for every command."""
 
-import json
-
 import pytest
 import transformers
 
 pytest.importorskip("click")
 pytest.importorskip("rich")
 
-from click.testing import CliRunner
+from command_line import as_json, output
 
 from fa2patch import evidence
 from fa2patch.cli import diagnosis, models
-from fa2patch.cli.commands import main
 from fa2patch.patch.applying import OLDEST
-
-
-def run(*arguments):
-    result = CliRunner().invoke(main, [str(argument) for argument in arguments])
-    assert result.exit_code == 0, result.output
-    return result.output
 
 
 @pytest.fixture
@@ -87,15 +78,14 @@ def test_nothing_is_suggested_for_something_else():
 
 
 def test_verify_says_what_it_made(folder):
-    said = run("verify", "gpt2")
+    said = output("verify", "gpt2")
     assert said.startswith("gpt2: a model type; checks a tiny model with random weights. --pretrained loads")
     diagnosis.tiny_llama().save_pretrained(folder)
-    assert "a folder with weights; loads its weights." in run("verify", folder)
+    assert "a folder with weights; loads its weights." in output("verify", folder)
 
 
 def test_an_encoder_is_found_without_its_suffix():
-    shown = run("verify", "modernbert", "--json")
-    assert json.loads(shown[shown.index("{") :])["model"] == "ModernBertForMaskedLM"
+    assert as_json(output("verify", "modernbert", "--json"))["model"] == "ModernBertForMaskedLM"
 
 
 def test_the_class_that_a_config_names_is_loaded(folder):
@@ -103,16 +93,14 @@ def test_the_class_that_a_config_names_is_loaded(folder):
         hidden_size=16, num_hidden_layers=1, num_attention_heads=2, intermediate_size=16, vocab_size=64
     )
     transformers.BertForMaskedLM(config).save_pretrained(folder)
-    shown = run("status", folder, "--json")
-    assert json.loads(shown[shown.index("{") :])["model"] == "BertForMaskedLM"
+    assert as_json(output("status", folder, "--json"))["model"] == "BertForMaskedLM"
 
 
 @pytest.mark.parametrize(
     "name", ["llama", *(pytest.param(each, marks=pytest.mark.slow) for each in ("dbrx", "modernbert", "qwen2_vl"))]
 )
 def test_status_takes_a_model_type(name):
-    shown = run("status", name, "--json")
-    found = json.loads(shown[shown.index("{") :])
+    found = as_json(output("status", name, "--json"))
     assert found["layers"] and found["checked"].startswith(f"{name}: a model type; uses")
 
 

@@ -32,7 +32,7 @@ class PatchedLayer:
 
     Attributes:
         name: the layer's name in the base model.
-        seam: ``"interface"``, ``"function"``, ``"method"`` or ``"mixer"``.
+        seam: ``"interface"``, ``"formula"``, ``"document"`` or ``"mixer"``.
         owner: the class or module whose attribute is replaced.
         attribute: that attribute's name.
         state: ``"applied"``, ``"covered"`` (other code has replaced the attribute since) or ``"off"``.

@@ -1,1 +1,1 @@
-"""The seams: ``interface``, ``function`` and ``method`` for attention layers, and ``mixer`` for mixers."""
+"""The seams: ``interface`` and ``formula`` for attention layers, ``mixer`` for mixers, ``document`` for base models."""

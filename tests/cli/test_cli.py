@@ -195,17 +195,8 @@ def test_an_import_error_of_another_package_is_not_hidden(monkeypatch):
 
 def test_help_names_every_option():
     shown = output("matrix", "--help")
-    for option in [
-        "model",
-        "transformers",
-        "format",
-        "pins",
-        "torch",
-        "python",
-        "environments",
-        "jobs",
-        "allow-refused",
-    ]:
+    options = ("model", "transformers", "format", "pins", "torch", "python", "environments", "jobs", "allow-refused")
+    for option in options:
         assert f"--{option}" in shown
 
 

@@ -70,6 +70,14 @@ def hooked():
     patcher.off()
 
 
+def by_its_class():
+    return LlamaForCausalLM(tiny_models.config_of("llama"))
+
+
+def from_config():
+    return AutoModelForCausalLM.from_config(tiny_models.config_of("llama"))
+
+
 def lines(capsys):
     return [line for line in capsys.readouterr().err.splitlines() if line.startswith("fa2patch:")]
 
@@ -280,9 +288,8 @@ def test_models_are_patched_as_they_are_made_named_once_and_reverted_in_the_end(
     before = {name: vars(PreTrainedModel)[name] for name in ("from_pretrained", "_from_config")}
     before_init, before_model_init = vars(Trainer)["__init__"], vars(Trainer)["call_model_init"]
     hooked()
-    config = tiny_models.config_of("llama")
     made = [
-        AutoModelForCausalLM.from_config(config),
+        from_config(),
         AutoModelForCausalLM.from_pretrained(folder),
         LlamaForCausalLM.from_pretrained(folder, output_loading_info=True)[0],
     ]
@@ -297,7 +304,7 @@ def test_models_are_patched_as_they_are_made_named_once_and_reverted_in_the_end(
     assert {name: vars(PreTrainedModel)[name] for name in before} == before
     assert vars(Trainer)["__init__"] is before_init and vars(Trainer)["call_model_init"] is before_model_init
     assert "__init_subclass__" not in vars(Trainer)
-    assert fa2patch.status(AutoModelForCausalLM.from_config(config)) is None
+    assert fa2patch.status(from_config()) is None
     assert lines(capsys) == []
 
 
@@ -367,7 +374,7 @@ def test_a_part_of_a_model_is_not_patched_on_its_own(hooked, capsys):
 
 def test_a_model_made_by_its_class_is_patched_when_a_trainer_is_given_it(hooked, folder, capsys):
     hooked()
-    model = LlamaForCausalLM(tiny_models.config_of("llama"))
+    model = by_its_class()
     assert fa2patch.status(model) is None
     trainer_of(model, folder)
     assert fa2patch.status(model) is not None
@@ -376,7 +383,7 @@ def test_a_model_made_by_its_class_is_patched_when_a_trainer_is_given_it(hooked,
 
 def test_a_model_that_model_init_makes_by_its_class_is_patched(hooked, folder, capsys):
     hooked()
-    trainer = trainer_of(None, folder, model_init=lambda: LlamaForCausalLM(tiny_models.config_of("llama")))
+    trainer = trainer_of(None, folder, model_init=by_its_class)
     assert fa2patch.status(trainer.model) is not None
     again = trainer.call_model_init()
     assert again is not trainer.model and fa2patch.status(again) is not None
@@ -388,7 +395,7 @@ class WithReference(Trainer):
 
     def __init__(self, *args, other=None, **options):
         super().__init__(*args, **options)
-        self.ref_model = LlamaForCausalLM(tiny_models.config_of("llama"))
+        self.ref_model = by_its_class()
         self.rewards = [BertForMaskedLM(BertConfig(**TINY_BERT)), other]
 
 
@@ -402,7 +409,7 @@ def of_ones_own():
     class Mine(GRPOTrainer):
         def __init__(self, *args, **options):
             super().__init__(*args, **options)
-            self.late = LlamaForCausalLM(tiny_models.config_of("llama"))
+            self.late = by_its_class()
 
     return Mine
 
@@ -426,8 +433,7 @@ def test_the_models_of_trls_trainers_compute_padded_batches_packed(hooked, folde
 
 def test_a_model_of_model_init_is_packed_again_for_each_training(hooked, folder):
     hooked()
-    made = lambda: LlamaForCausalLM(tiny_models.config_of("llama"))  # noqa: E731
-    trainer = trainer_of(None, folder, cls=GRPOTrainer, model_init=made)
+    trainer = trainer_of(None, folder, cls=GRPOTrainer, model_init=by_its_class)
     assert tokens_of(trainer.model) == tokens_of(trainer.call_model_init()) == 6
 
 
@@ -488,29 +494,28 @@ def test_an_object_that_makes_its_models_batches_is_patched_as_a_whole(holders, 
 
 
 def test_only_the_first_rank_speaks_and_quiet_is_quiet(hooked, capsys, monkeypatch):
-    config = tiny_models.config_of("llama")
     for variables in ({"RANK": "1"}, {"LOCAL_RANK": "1"}, {"RANK": "2", "LOCAL_RANK": "0"}):
         with monkeypatch.context() as patched:
             for name, value in variables.items():
                 patched.setenv(name, value)
             hooked()
-            assert fa2patch.status(AutoModelForCausalLM.from_config(config)) is not None
+            assert fa2patch.status(from_config()) is not None
             assert lines(capsys) == []
     hooked(quiet=True)
-    assert fa2patch.status(AutoModelForCausalLM.from_config(config)) is not None
+    assert fa2patch.status(from_config()) is not None
     assert lines(capsys) == []
 
 
 def test_a_kernel_that_was_asked_for_and_is_not_there_is_an_error(hooked):
     hooked(kernel="bogus")
     with pytest.raises(UnknownKernel):
-        AutoModelForCausalLM.from_config(tiny_models.config_of("llama"))
+        from_config()
     if not torch.cuda.is_available():
         hooked(kernel="flash_attn")
         with pytest.raises(KernelUnavailable):
-            AutoModelForCausalLM.from_config(tiny_models.config_of("llama"))
+            from_config()
     hooked(kernel="reference")
-    assert fa2patch.status(AutoModelForCausalLM.from_config(tiny_models.config_of("llama"))).kernel == "reference"
+    assert fa2patch.status(from_config()).kernel == "reference"
 
 
 # --- training: packed rows, and --collate ----------------------------------------------------------------------------
@@ -674,7 +679,7 @@ def test_collate_leaves_alone_what_may_look_at_rows(hooked, folder, capsys, coll
 
 def test_collate_says_of_what_else_it_will_not_flatten(hooked, folder, monkeypatch):
     tokenizer = tokenizer_of(folder)
-    trainer = trainer_of(LlamaForCausalLM(tiny_models.config_of("llama")), folder, DataCollatorForSeq2Seq(tokenizer))
+    trainer = trainer_of(by_its_class(), folder, DataCollatorForSeq2Seq(tokenizer))
     assert "not patched" in flattening.why_trainer_stays_padded(trainer)
     fa2patch.apply(trainer.model)
     assert flattening.why_trainer_stays_padded(trainer) == ""
@@ -771,7 +776,7 @@ def test_collate_without_a_trainer_says_that_it_did_nothing(hooked, capsys):
     patcher.off()
     assert lines(capsys) == []
     hooked(collate=True)
-    AutoModelForCausalLM.from_config(tiny_models.config_of("llama"))
+    from_config()
     patcher.off()
     assert "--collate has changed nothing: no Trainer" in lines(capsys)[-1]
 

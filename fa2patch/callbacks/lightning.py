@@ -85,43 +85,37 @@ class LightningCallback(*_BASES):  # type: ignore[misc]
 
     def on_fit_start(self, trainer: Any, pl_module: Any) -> None:
         """Patch the models that the module has made since."""
-        self._patch_all(pl_module)
-
-    on_validation_start = on_test_start = on_predict_start = on_fit_start
-
-    def _patch_all(self, module: Any) -> None:
-        found = self._patch(module)
+        found, name = self._patch(pl_module), type(pl_module).__name__
         if not found:
             raise NotAModel(
-                f"expected a Transformers model in this {type(module).__name__}, found none. LightningCallback patches "
-                "models that are modules of the LightningModule. Call fa2patch.apply(model) for a model that is kept "
-                "elsewhere, such as in a list."
+                f"expected a Transformers model in this {name}, found none. LightningCallback patches models that are "
+                "modules of the LightningModule. Call fa2patch.apply(model) for a model that is kept elsewhere, such "
+                "as in a list."
             )
         for wanted in self.models or ():
-            if not any(_within(name, wanted) for name in found):
+            if not any(_within(each, wanted) for each in found):
                 raise BadArgument(
-                    f"models={list(self.models or ())!r}: expected names of Transformers models in this "
-                    f"{type(module).__name__}, or of modules that hold them; found {', '.join(map(repr, found))}, and "
-                    f"none of the name {wanted!r}."
+                    f"models={list(self.models or ())!r}: expected names of Transformers models in this {name}, or of "
+                    f"modules that hold them; found {', '.join(map(repr, found))}, and none of the name {wanted!r}."
                 )
+
+    on_validation_start = on_test_start = on_predict_start = on_fit_start
 
     def _patch(self, module: Any) -> dict[str, Any]:
         """Patch those models of the module that were not patched by this callback yet, and return all of its models."""
         found = outermost_models(module)
         for name, model in found.items():
             asked = self.models is None or any(_within(name, wanted) for wanted in self.models)
-            if asked and (status(model) is None or status(model) not in self.patches.values()):
-                self.patches[name] = self._applied(model, name, module)
+            if not asked or status(model) in self.patches.values():
+                continue
+            try:
+                self.patches[name] = apply(model, **self._options)
+            except Fa2PatchError as error:
+                raise type(error)(
+                    f"{name} of this {type(module).__name__}: {error.message} If it is to stay as it is, name the "
+                    "other models: LightningCallback(models=[...])."
+                ) from error
         return found
-
-    def _applied(self, model: Any, name: str, module: Any) -> Patch:
-        try:
-            return apply(model, **self._options)
-        except Fa2PatchError as error:
-            raise type(error)(
-                f"{name} of this {type(module).__name__}: {error.message} If it is to stay as it is, name the other "
-                "models: LightningCallback(models=[...])."
-            ) from error
 
 
 def _within(name: str, outer: str) -> bool:

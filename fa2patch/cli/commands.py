@@ -15,7 +15,7 @@ from .architectures import architectures_command
 from .doctor import doctor_command
 from .matrix import matrix_command
 from .options import as_json_option
-from .output import escaped, new_console, new_table, print_json
+from .output import escaped, new_console, print_json, table_of
 from .status import status_command
 from .verify import verify_command
 
@@ -49,16 +49,16 @@ def kernels_command(as_json: bool) -> None:
     """Show the kernels in the order that "auto" tries them, what each can do, and whether it can run here."""
     from ..kernels import kernel_rows
 
-    found = kernel_rows()
+    found, rows = kernel_rows(), []
     if as_json:
         print_json(found)
         return
-    table = new_table("kernel", "what", "here", "dtypes", "head dim up to", "besides plain attention")
     for row in found:
-        here = "[green]usable[/green]" if row["usable"] else f"[dim]{escaped(row['reason'])}[/dim]"
+        here = "[green]usable[/green]" if row["usable"] else escaped(row["reason"], "dim")
         limits = (", ".join(row["dtypes"] or ["any"]), str(row["head_dim"] or "any"))
-        table.add_row(row["name"], row["what"], here, *limits, ", ".join(row["here"] or row["features"]))
-    new_console().print(table)
+        rows.append((row["name"], row["what"], here, *limits, ", ".join(row["here"] or row["features"])))
+    columns = ("kernel", "what", "here", "dtypes", "head dim up to", "besides plain attention")
+    new_console().print(table_of(columns, rows))
 
 
 @main.command("run", context_settings={"ignore_unknown_options": True, "allow_interspersed_args": False})

@@ -9,15 +9,13 @@ from __future__ import annotations
 import importlib
 import json
 import platform
-import re
 from collections.abc import Iterator
-from dataclasses import dataclass
 from importlib import metadata, resources
-from typing import Any, Union
+from typing import Any, NamedTuple, Union
 
 import torch
 
-from .. import kernels
+from .. import evidence, kernels
 from .._types import Call, Model
 from ..errors import Fa2PatchError
 from ..patch.applying import apply
@@ -26,6 +24,7 @@ from ..proof.result import Verification
 from ..proof.verify import verify
 from ..upstream import inspecting
 from ..upstream.find_models import transformers_model
+from .output import in_one_line
 
 Found = Union[Verification, str]
 """A verification, or the error that kept it from being made, as text."""
@@ -49,18 +48,11 @@ _MODULES = {
 """Modules imported to test a package: one built for another torch is installed, but does not import."""
 
 
-@dataclass(frozen=True)
-class Defect:
-    """A defect of Transformers that concerns packed rows.
+class Defect(NamedTuple):
+    """A defect of Transformers that concerns packed rows, as ``doctor`` says it."""
 
-    Attributes:
-        first, last: The first and the last minor version that has it. Without a last one, no version was seen to mend
-            it.
-        what: The sentence that ``doctor`` shows.
-    """
-
-    first: tuple[int, int]
-    last: tuple[int, int] | None
+    first: tuple[int, int]  # the first and the last minor that has it
+    last: tuple[int, int] | None  # None: no version was seen to mend it
     what: str
 
     def is_in(self, version: tuple[int, int]) -> bool:
@@ -84,38 +76,28 @@ DEFECTS = (
 
 
 def diagnose() -> dict[str, Any]:
-    """Collect everything that ``fa2patch doctor`` shows, as JSON-compatible data.
-
-    Returns:
-        A dict with ``ok`` (whether the patched tiny Llama isolates documents), ``python``, ``platform``, ``torch``,
-        ``gpus``, ``packages`` (the version and the problem of each), ``kernels``, ``seam`` (of the tiny Llama),
-        ``alone`` (the verified tiny Llama without fa2patch, with the cache that it makes by default),
-        ``alone_without_cache``, ``why`` (why these differ; empty if they do not), ``patched``, ``known`` (other
-        architectures in this minor; None without evidence), ``evidence_ends`` (the newest minor with evidence),
-        ``defects`` and ``advice``.
-    """
+    """Everything that ``fa2patch doctor`` shows, as JSON-compatible data; ``ok``: the patched tiny Llama isolates."""
     found: dict[str, Any] = {
         "python": platform.python_version(),
         "platform": f"{platform.system()} {platform.machine()}",
         "torch": torch.__version__,
         "gpus": [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())],
         "packages": {name: _package(name) for name in PACKAGES},
-        "kernels": [_kernel(kernel) for kernel in kernels.ORDER],
+        "kernels": [
+            {"name": kernel.name, "usable": able, "reason": reason}
+            for kernel in kernels.ORDER
+            for able, reason in [kernel.available()]
+        ],
     }
     found |= _with_tiny_llama()
-    version = _minor(found["packages"]["transformers"]["version"])
-    known = upstream()
-    found["known"] = known.get(f"{version[0]}.{version[1]}") if version else None
+    known, installed = upstream(), found["packages"]["transformers"]["version"]
+    found["known"] = known.get(evidence.minor_of(installed or ""))
     found["evidence_ends"] = list(known)[-1]
+    version: Any = evidence.key(evidence.minor_of(installed)) if installed else None
     found["defects"] = [defect.what for defect in DEFECTS if version and defect.is_in(version)]
     found["ok"] = found["patched"]["state"] == "isolated"
     found["advice"] = list(_advice(found))
     return found
-
-
-def _kernel(kernel: kernels.Kernel) -> dict[str, Any]:
-    able, reason = kernel.available()
-    return {"name": kernel.name, "usable": able, "reason": reason}
 
 
 def _package(name: str) -> dict[str, Any]:
@@ -127,13 +109,8 @@ def _package(name: str) -> dict[str, Any]:
         if name in _MODULES:
             importlib.import_module(_MODULES[name])
     except Exception as error:
-        return {"version": version, "problem": f"does not import: {type(error).__name__}: {error}".splitlines()[0]}
+        return {"version": version, "problem": f"does not import: {in_one_line(error)}"}
     return {"version": version, "problem": None}
-
-
-def _minor(version: str | None) -> tuple[int, int] | None:
-    numbers = re.findall(r"\d+", version or "")
-    return (int(numbers[0]), int(numbers[1])) if len(numbers) > 1 else None
 
 
 def tiny_llama() -> Model:
@@ -161,47 +138,30 @@ def _with_tiny_llama() -> dict[str, Any]:
     try:
         model = tiny_llama()
     except Exception as error:
-        reason = f"Transformers' Llama cannot be made: {type(error).__name__}: {error}".splitlines()[0]
-        failed = {"state": "error", "reason": reason}
+        failed = {"state": "error", "reason": f"Transformers' Llama cannot be made: {in_one_line(error)}"}
         return {"seam": None, "alone": failed, "alone_without_cache": failed, "why": "", "patched": failed}
     batch = example(torch.device("cpu"), model)
     unpatched = verify_unpatched(model, batch)
     without = unpatched.by_default if unpatched.without_cache is None else unpatched.without_cache
-    found: dict[str, Any] = {
-        "seam": None,
-        "alone": _state(unpatched.by_default),
-        "alone_without_cache": _state(without),
-        "why": unpatched.why,
-    }
+    alone = {"alone": _state(unpatched.by_default), "alone_without_cache": _state(without), "why": unpatched.why}
     try:
         with apply(model) as patch:
-            found["seam"] = " and ".join(sorted({layer.seam for layer in patch.layers}))
-            found["patched"] = _state(verified(model, batch))
+            seam = " and ".join(sorted({layer.seam for layer in patch.layers}))
+            return {"seam": seam, **alone, "patched": _state(verified(model, batch))}
     except Fa2PatchError as error:
-        found["patched"] = {"state": "refused", "reason": str(error)}
-    return found
+        return {"seam": None, **alone, "patched": {"state": "refused", "reason": str(error)}}
 
 
-@dataclass(frozen=True)
-class Unpatched:
-    """What an unpatched model does with a packed batch.
+class Unpatched(NamedTuple):
+    """What an unpatched model does with a packed batch."""
 
-    Attributes:
-        by_default: The finding for the batch as it is. If it has no ``use_cache``, the config decides.
-        without_cache: The finding with ``use_cache=False``; None if that is how the batch is computed anyway.
-        why: Why the two differ; empty if they do not.
-    """
-
-    by_default: Found
-    without_cache: Found | None
-    why: str
+    by_default: Found  # without use_cache in the batch, the config decides
+    without_cache: Found | None  # with use_cache=False; None if that is how the batch is computed anyway
+    why: str  # why the two differ; empty if they do not
 
 
 def verify_unpatched(model: Model, batch: Call, max_documents: int | None = None) -> Unpatched:
-    """Verify an unpatched model on a packed batch, both with its default cache and without one.
-
-    With ``use_cache`` in the batch, only that way is taken.
-    """
+    """Verify an unpatched model both with its default cache and without; only as the batch says if it has use_cache."""
     inner = transformers_model(model)
     by_default = verified(model, batch, max_documents)
     says_so = bool(getattr(inspecting.text_config(inner.config), "use_cache", False))
@@ -217,10 +177,13 @@ def verified(model: Model, batch: Call, max_documents: int | None = None) -> Fou
     """The verification of a model on a batch, or the error that it raises, as text."""
     try:
         return verify(model, batch=batch, strict=False, max_documents=max_documents)
-    except Fa2PatchError as error:
-        return f"{type(error).__name__}: {error}"
     except Exception as error:
-        return f"{type(error).__name__}: {error}".splitlines()[0]
+        return as_text(error)
+
+
+def as_text(error: Exception) -> str:
+    """An error as text: the whole of fa2patch's own, one line of others."""
+    return f"{type(error).__name__}: {error}" if isinstance(error, Fa2PatchError) else in_one_line(error)
 
 
 def is_isolated(found: Found) -> bool:

@@ -1,136 +1,181 @@
-"""Make the model that ``fa2patch verify`` checks: with its weights, or tiny with random weights."""
+"""Make the model that ``fa2patch verify`` or ``status`` looks at: with its weights, tiny, or without weights."""
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 from typing import TYPE_CHECKING, Any
 
 import click
 
-from .models import MASKED, ModelArgument, compat, config_of, first_line, local
+from .models import MASKED, ModelArgument, cannot, compat, config_of, local
+from .output import escaped, in_one_line, new_console, print_json
 
 if TYPE_CHECKING:
     import torch
 
 RANDOM = "checks a tiny model with random weights."
-DEFAULT = "uses Transformers' default config of it, without weights."
 
 
-class Refused(Exception):
-    """The model is refused; the message says why.
+class Refused(click.ClickException):
+    """fa2patch refuses the model. That is a result: it is printed on stdout, and the command exits with 1."""
 
-    Attributes:
-        model: The name of the model's class.
-        then: What was done to find out, for the line that says what MODEL was.
-    """
-
-    def __init__(self, model: str, then: str, reason: str) -> None:
+    def __init__(self, found: ModelArgument, model: object, reason: str, **more: Any) -> None:
         super().__init__(reason)
-        self.model, self.then = model, then
+        self.found = {"model": type(model).__name__, "checked": found.checked, **more}
+        self.as_json = click.get_current_context().params["as_json"]
+
+    def show(self, file: Any = None) -> None:
+        """Print it."""
+        if self.as_json:
+            print_json(self.found)
+        else:
+            name = escaped(self.found["model"], "bold")
+            new_console().print(f"{name}: [yellow]refused[/yellow]: {escaped(self.message)}")
 
 
-def loaded_or_tiny(found: ModelArgument, dtype: torch.dtype, attention: str | None, trust: bool) -> tuple[Any, str]:
-    """The model to check, in eval mode on the CPU, and the words that say how it was made.
+def loaded_or_tiny(found: ModelArgument, dtype: torch.dtype) -> Any:
+    """The model to check, in eval mode on the CPU.
 
     Raises:
         Refused: ``apply`` refuses a model of this kind, which therefore is not made.
         click.BadParameter: The model does not load, or cannot be made.
     """
     if found.kind in ("weights", "hub"):
-        return _loaded(found, dtype, attention, trust), "loads its weights."
-    tiny_models = compat("tiny_models")
-    architecture = found.name if found.kind == "type" else _file(found)
-    if found.kind == "type" and not tiny_models.is_present(architecture):
-        architecture = next(filter(tiny_models.is_present, [architecture + MASKED]), architecture)
-    if not tiny_models.is_present(architecture):
-        raise _refusal(found, trust)
-    then = RANDOM
-    if found.kind == "type" and "/" not in found.given:
-        then += " --pretrained loads the weights of that name from the hub."
+        return _loaded(found, dtype)
+    tiny_models, name = compat("tiny_models"), found.name
+    if found.kind != "type":
+        try:
+            name = str(compat("user_models.matrix").model(name).architecture)
+        except compat("user_models.models").BadConfig as error:
+            raise cannot(str(error)) from None
+    elif not tiny_models.is_present(name) and tiny_models.is_present(name + MASKED):
+        name += MASKED
+    if not tiny_models.is_present(name):
+        raise _refusal(found)
     try:
-        return tiny_models.build(architecture, attention or "sdpa", dtype), then
+        made = tiny_models.build(name, found.attention or "sdpa", dtype)
     except Exception as error:  # Transformers refuses the config, or the implementation
-        raise click.BadParameter(
-            f"{found.given}: Transformers cannot make a tiny model of it: {type(error).__name__}: {first_line(error)}",
-            param_hint="MODEL",
-        ) from None
+        raise cannot(f"{found.given}: Transformers cannot make a tiny model of it: {in_one_line(error)}") from None
+    on_hub = " --pretrained loads the weights of that name from the hub." if found.kind == "type" else ""
+    found.say(RANDOM + on_hub)
+    return made
 
 
-def _file(found: ModelArgument) -> str:
-    try:
-        return str(compat("user_models.matrix").model(found.name).architecture)
-    except compat("user_models.models").BadConfig as error:
-        raise click.BadParameter(str(error), param_hint="MODEL") from None
-
-
-def _loaded(found: ModelArgument, dtype: torch.dtype, attention: str | None, trust: bool) -> Any:
+def _loaded(found: ModelArgument, dtype: torch.dtype) -> Any:
     from ..errors import NotAModel
     from ..upstream.find_models import token_embeddings
-    from .preview import class_of
 
-    more = {"attn_implementation": attention} if attention else {}
+    more = {"attn_implementation": found.attention} if found.attention else {}
     try:
         if found.kind == "weights" and not found.model_type:  # an adapter's folder has no config.json
             cls: Any = importlib.import_module("transformers").AutoModelForCausalLM
         else:
-            cls = class_of(config_of(found, trust), trust_remote_code=trust)
-        auto = {"trust_remote_code": trust} if hasattr(cls, "_model_mapping") else {}
+            cls = _class_of(config_of(found), found.trust)
+        auto = {"trust_remote_code": found.trust} if hasattr(cls, "_model_mapping") else {}
         model = cls.from_pretrained(found.name, torch_dtype=dtype, **auto, **more, **local(found))
     except click.ClickException:
         raise
     except Exception as error:
-        raise click.BadParameter(
-            f"{found.given} does not load: {type(error).__name__}: {first_line(error)}", param_hint="MODEL"
-        ) from None
+        raise cannot(f"{found.given} does not load: {in_one_line(error)}") from None
+    found.say("loads its weights.")
     try:
         token_embeddings(model)
     except NotAModel as error:
-        raise Refused(type(model).__name__, "loads its weights.", str(error)) from None
+        raise _not_ok(found, model, error) from None
     return model.eval()
 
 
-def _refusal(found: ModelArgument, trust: bool) -> Exception:
+def _refusal(found: ModelArgument) -> click.ClickException:
     """The refusal of a kind of model that no tiny model is made of, or an error if it is not refused."""
     from ..errors import Fa2PatchError
     from ..patch.applying import apply
 
-    (made, _), then = fake(found, None, trust, None)
+    found.attention = None
+    made = fake(found, None)
     try:
         with apply(made):
-            pass
+            name = type(made).__name__
     except Fa2PatchError as error:
-        return Refused(type(made).__name__, then, str(error))
-    return click.BadParameter(
-        f"{found.given}: no tiny model is made of {type(made).__name__}. Give one with weights: a folder, or a name on "
-        "the hub.",
-        param_hint="MODEL",
+        return _not_ok(found, made, error)
+    return cannot(
+        f"{found.given}: no tiny model is made of {name}. Give one with weights: a folder, or a name on the hub."
     )
 
 
-def fake(
-    found: ModelArgument, attention: str | None, trust: bool, dtype: torch.dtype | None
-) -> tuple[tuple[Any, Any], str]:
-    """The model of a config at full size with fake tensors and their mode, and the words that say how it was made.
+def _not_ok(found: ModelArgument, model: object, error: Exception) -> Refused:
+    return Refused(found, model, str(error), ok=False, fa2patch={"error": str(error)})
+
+
+def fake(found: ModelArgument, dtype: torch.dtype | None) -> Any:
+    """The model of a config at full size, in eval mode, with fake tensors, which need no weights and no memory.
 
     Raises:
         click.BadParameter: Transformers cannot make it.
     """
-    from .preview import without_weights
-
-    masked = found.name.endswith(MASKED)
-    config, then = config_of(found, trust), "at full size, without weights."
-    if found.kind == "type":
-        then = DEFAULT
+    config, is_type = config_of(found), found.kind == "type"
+    then = "uses Transformers' default config of it, without weights." if is_type else "at full size, without weights."
     try:
-        return without_weights(config, attention, trust, dtype, masked), then
+        made = _without_weights(config, found, dtype)
     except Exception as error:
-        tiny_models = compat("tiny_models")
-        if found.kind == "type" and tiny_models.is_present(found.name):
-            # some default configs cannot be made, for example DBRX's
-            config = tiny_models.config_of(found.name)
-            return without_weights(config, attention, trust, dtype, masked), "uses a tiny config, without weights."
-        raise click.BadParameter(
-            f"{found.given}: Transformers cannot make a model of this config: {type(error).__name__}: "
-            f"{first_line(error)}",
-            param_hint="MODEL",
-        ) from None
+        if not (is_type and compat("tiny_models").is_present(found.name)):
+            why = f"{found.given}: Transformers cannot make a model of this config: {in_one_line(error)}"
+            raise cannot(why) from None
+        # some default configs cannot be made, for example DBRX's
+        made = _without_weights(compat("tiny_models").config_of(found.name), found, dtype)
+        then = "uses a tiny config, without weights."
+    found.say(then)
+    return made
+
+
+def _without_weights(config: Any, found: ModelArgument, dtype: torch.dtype | None) -> Any:
+    import torch
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    cls = _class_of(config, found.trust, found.name.endswith(MASKED))
+    said = vars(config).get("dtype") or vars(config).get("torch_dtype") or "bfloat16"
+    config.dtype = wanted = dtype or getattr(torch, str(said).replace("torch.", ""))
+    more = {"attn_implementation": found.attention} if found.attention else {}
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(wanted)  # for versions before 5.0, which do not read config.dtype here
+    try:
+        with FakeTensorMode(allow_non_fake_inputs=True), _without_initialization():
+            if hasattr(cls, "_model_mapping"):
+                return cls.from_config(config, trust_remote_code=found.trust, **more).eval()
+            return cls._from_config(config, **more).eval()
+    finally:
+        torch.set_default_dtype(before)
+
+
+def _without_initialization() -> contextlib.AbstractContextManager[Any]:
+    """Transformers' context in which weights are not filled: some ways of filling them look at values."""
+    for name in ("initialization", "modeling_utils"):  # the first one from 5.0 on
+        with contextlib.suppress(ImportError, AttributeError):
+            found: Any = importlib.import_module(f"transformers.{name}").no_init_weights
+            return found()  # type: ignore[no-any-return]
+    return contextlib.nullcontext()
+
+
+_AUTO = (
+    "AutoModelForCausalLM", "AutoModelForImageTextToText", "AutoModelForVision2Seq", "AutoModelForMaskedLM",
+    "AutoModelForSeq2SeqLM", "AutoModel",
+)  # fmt: skip
+"""Transformers' auto classes, in the order in which a config's class is looked for. Not every version has all."""
+
+
+def _class_of(config: Any, trust: bool, masked: bool = False) -> Any:
+    """The class that makes a model from a config: the one that the config names, else an auto class that knows it.
+
+    With ``masked`` it is the masked-LM class, where a model type has a causal one too.
+    """
+    transformers = importlib.import_module("transformers")
+    if trust and getattr(config, "auto_map", None):
+        return transformers.AutoModelForCausalLM
+    for name in () if masked else getattr(config, "architectures", None) or ():
+        if hasattr(getattr(transformers, name, None), "from_pretrained"):
+            return getattr(transformers, name)
+    names = ("AutoModelForMaskedLM", *_AUTO) if masked else _AUTO
+    for auto in (getattr(transformers, name, None) for name in names):
+        if auto is not None and type(config) in auto._model_mapping:
+            return auto
+    raise ValueError(f"Transformers {transformers.__version__} has no model class for {type(config).__name__}")

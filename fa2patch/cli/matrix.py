@@ -5,13 +5,14 @@ from __future__ import annotations
 import sys
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Callable
+from typing import TYPE_CHECKING, Any, Callable
 
 import click
 
 from .. import evidence
-from .models import compat, config_file, resolve
-from .options import OutFile
+from .loading import RANDOM
+from .models import cannot, compat, resolve
+from .options import out_file
 from .output import new_console, progress_of
 
 if TYPE_CHECKING:
@@ -19,8 +20,6 @@ if TYPE_CHECKING:
 
     from compat_matrix.environments import Version
     from compat_matrix.user_models.matrix import Model, Row
-
-FORMATS = ("table", "markdown", "json")
 
 
 def _version_type(example: str) -> Callable[[str], str]:
@@ -68,66 +67,54 @@ def _requirement(given: str) -> str:
     return given
 
 
+_DEFAULT = "Default: what the project checks that release with."
+
+
 @click.command("matrix")
-@click.option(
-    "--model", "models", multiple=True, required=True, metavar="MODEL",
-    help="A config.json, a folder that holds one, a model type (llama), or a name on the hub (org/name). Repeatable.",
-)  # fmt: skip
-@click.option(
-    "--transformers", "releases", type=_releases, required=True, metavar="V,V",
-    help="Releases, such as 4.44.2,4.57; or main.",
-)  # fmt: skip
-@click.option("--format", "style", type=click.Choice(FORMATS), help="Default: table on a terminal, else markdown.")
-@click.option("--json", "file", type=OutFile(), help="Write it there as JSON, too.")
-@click.option(
-    "--pins", type=_requirement, multiple=True, metavar="REQ", help='Your stack\'s: "peft==0.13.2". Repeatable.'
-)
-@click.option(
-    "--torch", type=_version_type("2.7.1"), metavar="V", help="Default: what the project checks that release with."
-)
-@click.option(
-    "--python", type=_version_type("3.11"), metavar="X.Y", help="Default: what the project checks that release with."
-)
-@click.option("--environments", type=click.Path(file_okay=False, path_type=Path), help="Where environments are kept.")
+@click.option("--model", "models", multiple=True, required=True, metavar="MODEL",
+              help="A config.json, a folder that holds one, a model type (llama), or a name on the hub (org/name). "
+              "Repeatable.")  # fmt: skip
+@click.option("--transformers", "releases", type=_releases, required=True, metavar="V,V",
+              help="Releases, such as 4.44.2,4.57; or main.")  # fmt: skip
+@click.option("--format", "style", type=click.Choice(["table", "markdown", "json"]),
+              help="Default: table on a terminal, else markdown.")  # fmt: skip
+@click.option("--json", "file", **out_file, help="Write it there as JSON, too.")
+@click.option("--pins", type=_requirement, multiple=True, metavar="REQ",
+              help='Your stack\'s: "peft==0.13.2". Repeatable.')  # fmt: skip
+@click.option("--torch", type=_version_type("2.7.1"), metavar="V", help=_DEFAULT)
+@click.option("--python", type=_version_type("3.11"), metavar="X.Y", help=_DEFAULT)
+@click.option("--environments", "folder", type=click.Path(file_okay=False, path_type=Path),
+              help="Where environments are kept.")  # fmt: skip
 @click.option("--jobs", type=click.IntRange(1), default=1, show_default=True, help="Releases checked at a time.")
 @click.option("--allow-refused", is_flag=True, help="A model that fa2patch refuses is no failure.")
 def matrix_command(
-    models: tuple[str, ...],
-    releases: list[str],
-    style: str | None,
-    file: Path | None,
-    pins: tuple[str, ...],
-    torch: str | None,
-    python: str | None,
-    environments: Path | None,
-    jobs: int,
-    allow_refused: bool,
-) -> None:
+    models: tuple[str, ...], releases: list[str], style: str | None, file: Path | None, allow_refused: bool, jobs: int,
+    folder: Path | None, **stack: Any,
+) -> None:  # fmt: skip
     """Check tiny copies of your own models in the Transformers releases that you use.
 
     Each release gets its own environment, made by uv. For every model in every release, the matrix shows what packed
     rows give with fa2patch and with Transformers alone. Exits with 0 if every cell is ok, with 1 if anything leaks,
     fails or (without --allow-refused) is refused, and with 2 if the arguments are wrong.
     """
-    matrix, report = compat("user_models.matrix"), compat("user_models.report")
-    made = compat("environments").version
-    versions = [made(release).changed(pins, torch, python) for release in releases]
-    wanted_models = [_model(given, versions) for given in models]
-    folder = environments or matrix.environments_folder()
+    matrix = compat("user_models.matrix")
+    versions = [compat("environments").version(release).changed(**stack) for release in releases]
+    wanted = [_model(given, versions) for given in models]
     with progress_of([version.name for version in versions]) as progress:
 
         def done(version: Version, rows: list[Row]) -> None:
             bad = sum(row.is_bad(allow_refused) for row in rows)
             progress(version.name, f"{bad} not ok" if bad else "done", ended=True)
 
-        rows = matrix.rows(
-            wanted_models, versions, folder, jobs, done, lambda version, what: progress(version.name, what)
-        )
+        def doing(version: Version, what: str) -> None:
+            progress(version.name, what)
+
+        rows = matrix.rows(wanted, versions, folder or matrix.environments_folder(), jobs, done, doing)
     nowhere = matrix.nowhere(rows)
     ok = not nowhere and not any(row.is_bad(allow_refused) for row in rows)
     if file:
-        file.write_text(report.as_json(rows, ok) + "\n", encoding="utf-8")
-    _print_rows(rows, style or ("table" if sys.stdout.isatty() else "markdown"), ok)
+        file.write_text(compat("user_models.report").as_json(rows, ok) + "\n", encoding="utf-8")
+    _show(rows, style or ("table" if sys.stdout.isatty() else "markdown"), ok)
     for complaint in nowhere:
         click.echo(complaint, err=True)
     sys.exit(0 if ok else 1)
@@ -135,14 +122,18 @@ def matrix_command(
 
 def _model(given: str, versions: Sequence[Version]) -> Model:
     found = resolve(given, hint="--model", known=evidence.architectures())
+    path = found.name
     if found.kind == "type":
-        _check_present(found.name, versions)
-    path = config_file(found.name, found.local_only) if found.kind == "hub" else found.name
+        _check_present(path, versions)
+    elif found.kind == "hub":
+        from huggingface_hub import hf_hub_download
+
+        path = str(hf_hub_download(path, "config.json", local_files_only=found.local_only))
     try:
         model: Model = compat("user_models.matrix").model(path)
     except compat("user_models.models").BadConfig as error:
-        raise click.BadParameter(str(error), param_hint="--model") from None
-    click.echo(found.said("checks a tiny model with random weights."), err=True)
+        raise cannot(str(error), "--model") from None
+    found.say(RANDOM)
     return replace(model, name=given) if found.kind == "hub" else model
 
 
@@ -151,29 +142,26 @@ def _check_present(name: str, versions: Sequence[Version]) -> None:
     states = evidence.architectures().get(name)
     if states is None:
         why = evidence.evidence()["out of scope"].get(name)
-        raise click.BadParameter(
+        raise cannot(
             f"{name}: the matrix does not check this model type{f' ({why})' if why else ''}. Give a config.json to "
             f"check it all the same. fa2patch verify {name} shows what fa2patch does with it here.",
-            param_hint="--model",
+            "--model",
         )
-    minors = [evidence.minor_of(version.transformers) for version in versions]
-    there = evidence.minors_with(states)
-    if all(minor in evidence.minors() and minor not in there for minor in minors):
-        raise click.BadParameter(
-            f"{name}: looked for it in Transformers {', '.join(version.transformers for version in versions)}, found "
-            f"none. It is in {evidence.ranges_of(there)}.",
-            param_hint="--model",
+    asked, there = [version.transformers for version in versions], evidence.minors_with(states)
+    if {*map(evidence.minor_of, asked)} <= {*evidence.minors()} - {*there}:
+        raise cannot(
+            f"{name}: looked for it in Transformers {', '.join(asked)}, found none. It is in "
+            f"{evidence.ranges_of(there)}.",
+            "--model",
         )
 
 
-def _print_rows(rows: Sequence[Row], style: str, ok: bool) -> None:
+def _show(rows: Sequence[Row], style: str, ok: bool) -> None:
     report = compat("user_models.report")
-    if style == "json":
-        click.echo(report.as_json(rows, ok))
-    elif style == "markdown":
-        click.echo(report.markdown(rows))
-    else:
+    if style == "table":
         console = new_console()
         console.print(report.table(rows))
         for line in report.explanations(rows):
             console.print(line, markup=False)
+    else:
+        click.echo(report.as_json(rows, ok) if style == "json" else report.markdown(rows))

@@ -15,6 +15,8 @@ from typing import Any
 
 import click
 
+from .output import in_one_line
+
 MASKED = ":masked"
 """The end of the name of an encoder with its masked-LM head, for example ``bert:masked``."""
 
@@ -39,24 +41,18 @@ def compat(name: str) -> Any:
     return importlib.import_module(f"{home}.{name}")
 
 
-@dataclass(frozen=True)
+@dataclass
 class ModelArgument:
-    """What a MODEL argument was found to be.
-
-    Attributes:
-        given: The argument.
-        kind: ``"config"``, ``"folder"`` (with a config and no weights), ``"weights"`` (a folder), ``"type"`` or
-            ``"hub"``.
-        name: The path, the model type or the name on the hub.
-        model_type: The ``model_type``; empty for weights and for the hub.
-        local_only: Whether only the local cache of the hub may be used.
-    """
+    """What a MODEL argument was found to be, and the options that say how a model is made of it."""
 
     given: str
-    kind: str
-    name: str
-    model_type: str = ""
-    local_only: bool = False
+    kind: str  # "config", "folder" (with a config and no weights), "weights" (a folder), "type" or "hub"
+    name: str  # the path, the model type or the name on the hub
+    model_type: str = ""  # empty for an adapter's folder, which has no config.json, and for the hub
+    local_only: bool = False  # only the local cache of the hub may be used
+    attention: str | None = None
+    trust: bool = False  # the modeling code that comes with the model may run
+    checked: str = ""  # what say printed
 
     def said(self, then: str) -> str:
         """One line that says what the argument was found to be, and then what is done with it."""
@@ -69,36 +65,38 @@ class ModelArgument:
         }
         return f"{self.given}: {what[self.kind]}; {then}"
 
+    def say(self, then: str) -> None:
+        """Print this line on stderr."""
+        self.checked = self.said(then)
+        click.echo(self.checked, err=True)
+
+
+def cannot(why: str, hint: str = "MODEL") -> click.BadParameter:
+    """The error about a MODEL argument."""
+    return click.BadParameter(why, param_hint=hint)
+
 
 def resolve(given: str, pretrained: bool = False, hint: str = "MODEL", known: Iterable[str] = ()) -> ModelArgument:
-    """Find out what a MODEL argument means.
-
-    Args:
-        given: The argument.
-        pretrained: Whether the argument is a name on the hub.
-        hint: The argument's name in errors.
-        known: Model types that are looked at before those of the installed Transformers.
+    """Find out what a MODEL argument means; the model types ``known`` come before those of the installed Transformers.
 
     Raises:
         click.BadParameter: It is nothing of these, or the hub does not have it or cannot be reached.
     """
     path = Path(given).expanduser()
-    if pretrained:
-        return ModelArgument(given, "hub", given, local_only=must_stay_local(given, hint))
-    if path.is_file() or (path.is_dir() and (path / "config.json").is_file()):
-        weights = path.is_dir() and any(any(path.glob(pattern)) for pattern in _WEIGHTS)
+    weights = any(any(path.glob(pattern)) for pattern in _WEIGHTS)
+    if not pretrained and (path.is_file() or (path / "config.json").is_file()):
         kind = "config" if path.is_file() else "weights" if weights else "folder"
         return ModelArgument(given, kind, str(path), _model_type(path, hint))
-    if path.is_dir() and any(any(path.glob(pattern)) for pattern in _WEIGHTS):
+    if not pretrained and weights:
         return ModelArgument(given, "weights", str(path))
-    if _names_a_path(given):
+    if not pretrained and (given.endswith(".json") or re.match(r"[./~]|.*/.*/|.*\\", given)):
         _model_type(path, hint)  # raises the error about what is missing there
-    if "/" in given:
+    if pretrained or "/" in given:
         return ModelArgument(given, "hub", given, local_only=must_stay_local(given, hint))
     name = model_type_of(given, known := list(known)) or model_type_of(given, names := [*known, *model_types()])
     if name is None:
         bare = "" if hint == "--model" else ", or --pretrained for a name without a slash"
-        raise click.BadParameter(f"{_no_model(given, path, names)}{bare}.", param_hint=hint)
+        raise cannot(f"{_no_model(given, path, names)}{bare}.", hint)
     return ModelArgument(given, "type", name, name)
 
 
@@ -109,11 +107,7 @@ def model_types() -> list[str]:
 
 
 def model_type_of(given: str, names: Iterable[str]) -> str | None:
-    """The one of these model types that is meant: letter case, hyphens, underscores and dots make no difference.
-
-    Returns:
-        The model type, with ``:masked`` if that was given; None if there is none.
-    """
+    """The one of these model types that is meant: letter case, hyphens, underscores and dots make no difference."""
     names = list(dict.fromkeys(names))
     if given in names:
         return given
@@ -142,16 +136,12 @@ def _bare(name: str) -> str:
     return re.sub(r"[^a-z0-9]", "", name.lower())
 
 
-def _names_a_path(given: str) -> bool:
-    return given.endswith(".json") or given.startswith((".", "/", "~")) or given.count("/") > 1 or "\\" in given
-
-
 def _model_type(path: Path, hint: str) -> str:
     models = compat("user_models.models")
     try:
         return str(models.read(path)["model_type"])
     except models.BadConfig as error:
-        raise click.BadParameter(str(error), param_hint=hint) from None
+        raise cannot(str(error), hint) from None
 
 
 def _no_model(given: str, path: Path, names: Iterable[str]) -> str:
@@ -166,7 +156,7 @@ def _no_model(given: str, path: Path, names: Iterable[str]) -> str:
     )
 
 
-def config_of(found: ModelArgument, trust_remote_code: bool = False) -> Any:
+def config_of(found: ModelArgument) -> Any:
     """The Transformers config of a model, at full size; that of a model type is Transformers' default.
 
     Raises:
@@ -179,22 +169,14 @@ def config_of(found: ModelArgument, trust_remote_code: bool = False) -> Any:
             return AutoConfig.for_model(found.name.partition(MASKED)[0])
         path = Path(found.name)
         where = str(path.parent) if found.kind == "config" and path.name == "config.json" else found.name
-        return AutoConfig.from_pretrained(where, trust_remote_code=trust_remote_code, **local(found))
+        return AutoConfig.from_pretrained(where, trust_remote_code=found.trust, **local(found))
     except Exception as error:  # configs of new models run code of theirs
-        raise click.BadParameter(
-            f"{found.given}: Transformers cannot read its config ({type(error).__name__}: {first_line(error)})",
-            param_hint="MODEL",
-        ) from None
+        raise cannot(f"{found.given}: Transformers cannot read its config ({in_one_line(error)})") from None
 
 
 def local(found: ModelArgument) -> dict[str, Any]:
     """Arguments of ``from_pretrained`` that keep it from trying to reach the hub; empty if it may."""
     return {"local_files_only": True} if found.local_only else {}
-
-
-def first_line(error: BaseException) -> str:
-    """The first line of an error's message."""
-    return next(iter(str(error).strip().splitlines()), "no message")
 
 
 # --- the hub: whether a model of it can be loaded, with one request of at most a few seconds -------------------------
@@ -209,20 +191,17 @@ def must_stay_local(name: str, hint: str) -> bool:
         click.BadParameter: The hub has no such model, or the model is not in the cache and the hub does not answer.
     """
     if not _HUB_NAME.fullmatch(name):
-        raise click.BadParameter(f"looked for a name on the hub, such as org/name, found {name!r}.", param_hint=hint)
+        raise cannot(f"looked for a name on the hub, such as org/name, found {name!r}.", hint)
     from huggingface_hub import constants
 
-    offline = bool(constants.HF_HUB_OFFLINE)
-    problem = "HF_HUB_OFFLINE is set" if offline else _asked(name)
-    if not problem:
-        return False
-    if not _is_cached(name):
-        raise click.BadParameter(
+    problem = "HF_HUB_OFFLINE is set" if constants.HF_HUB_OFFLINE else _asked(name)
+    if problem and not _is_cached(name):
+        raise cannot(
             f"{name!r} is no file or folder here, and it cannot be loaded from the hub: {problem}, and it is not in "
             "the local cache. Give a folder or a config.json, or a model type (fa2patch architectures lists them).",
-            param_hint=hint,
+            hint,
         )
-    return True
+    return bool(problem)
 
 
 def _asked(name: str) -> str:
@@ -247,7 +226,7 @@ def _request(name: str, seconds: float) -> str:
     except RepositoryNotFoundError:
         return f"{_endpoint()} has no model of this name, or it is private and needs a token (hf auth login)"
     except Exception as error:  # requests' and httpx's errors have no common base class
-        return f"{_endpoint()} cannot be reached ({type(error).__name__}: {str(error).splitlines()[0][:120]})"
+        return f"{_endpoint()} cannot be reached ({in_one_line(error)[:150]})"
     return ""
 
 
@@ -261,10 +240,3 @@ def _is_cached(name: str) -> bool:
     from huggingface_hub import try_to_load_from_cache
 
     return isinstance(try_to_load_from_cache(name, "config.json"), str)
-
-
-def config_file(name: str, local_only: bool) -> str:
-    """The path of a model's config.json, which is downloaded unless it is in the cache or ``local_only`` is set."""
-    from huggingface_hub import hf_hub_download
-
-    return str(hf_hub_download(name, "config.json", local_files_only=local_only))

@@ -5,12 +5,16 @@ A function that is an option's ``type`` raises ``click.BadParameter``, to which 
 
 from __future__ import annotations
 
+import functools
 import importlib
 from difflib import get_close_matches
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Callable
 
 import click
+
+from .models import resolve
+from .output import in_one_line
 
 if TYPE_CHECKING:
     import torch
@@ -39,20 +43,18 @@ def device(name: str) -> torch.device:
     except Exception as error:  # an AssertionError, a RuntimeError or a NotImplementedError, depending on the build
         has = [f"cuda:{number}" for number in range(torch.cuda.device_count())]
         raise click.BadParameter(
-            f"looked for a device of this machine ({', '.join(['cpu', *has])}), found {name!r}: "
-            f"{str(error).strip().splitlines()[0]}. torch is {torch.__version__}."
+            f"looked for a device of this machine ({', '.join(['cpu', *has])}), found {name!r}: {in_one_line(error)}. "
+            f"torch is {torch.__version__}."
         ) from None
     return found
 
 
 def implementation(name: str) -> str:
     """The name of an attention implementation that the installed Transformers has, or of a kernel of the hub."""
-    if "/" in name:
-        return name
     modeling: Any = importlib.import_module("transformers.modeling_utils")
     functions = getattr(modeling, "ALL_ATTENTION_FUNCTIONS", {})
     known = list(dict.fromkeys([*IMPLEMENTATIONS, *(key for key in functions if "|" not in key)]))
-    if name in known:
+    if "/" in name or name in known:
         return name
     close = [one for one in known if one.startswith(name)] or get_close_matches(name, known, n=1, cutoff=0.4)
     meant = f" Did you mean {close[0]}?" if close else ""
@@ -71,30 +73,33 @@ def kernel(name: str) -> str:
     return name
 
 
-class OutFile(click.Path):
-    """A file to write, whose folder must exist; checked before anything takes time."""
+def _has_folder(context: click.Context, option: click.Parameter, path: Path | None) -> Path | None:
+    if path and not path.parent.is_dir():
+        raise click.BadParameter(f"looked for the folder {str(path.parent)!r} to write {path.name!r} to, found none.")
+    return path
 
-    def __init__(self) -> None:
-        super().__init__(dir_okay=False, path_type=Path)
 
-    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
-        """Return the path."""
-        path = Path(str(super().convert(value, param, ctx)))
-        if not path.parent.is_dir():
-            self.fail(f"looked for the folder {str(path.parent)!r} to write {path.name!r} to, found none.", param, ctx)
-        return path
-
+out_file: dict[str, Any] = {"type": click.Path(dir_okay=False, path_type=Path), "callback": _has_folder}
+"""Settings of an option that is a file to write, whose folder must exist; checked before anything takes time."""
 
 as_json_option = click.option("--json", "as_json", is_flag=True, help="For machines: JSON on stdout.")
-remote_option = click.option(
-    "--trust-remote-code", is_flag=True, help="Run the modeling code that comes with the model."
-)
-attention_option = click.option(
-    "--attn-implementation",
-    type=implementation,
-    metavar="A",
-    help="eager, sdpa or flash_attention_2. Default: the model's.",
-)
-pretrained_option = click.option(
-    "--pretrained", is_flag=True, help="MODEL is a name on the hub, also without a slash (gpt2)."
-)
+
+
+def takes_model(command: Callable[..., None]) -> Callable[..., None]:
+    """Give a command the argument MODEL with its options and ``--json``; it gets ``model`` as a ModelArgument."""
+
+    @click.argument("model")
+    @click.option("--pretrained", is_flag=True, help="MODEL is a name on the hub, also without a slash (gpt2).")
+    @click.option("--attn-implementation", type=implementation, metavar="A",
+                  help="eager, sdpa or flash_attention_2. Default: the model's.")  # fmt: skip
+    @click.option("--trust-remote-code", is_flag=True, help="Run the modeling code that comes with the model.")
+    @as_json_option
+    @functools.wraps(command)
+    def resolved(
+        model: str, pretrained: bool, attn_implementation: str | None, trust_remote_code: bool, **options: Any
+    ) -> None:
+        found = resolve(model, pretrained)
+        found.attention, found.trust = attn_implementation, trust_remote_code
+        command(found, **options)
+
+    return resolved

@@ -1,4 +1,4 @@
-"""Where and how commands print, and how they show progress."""
+"""How commands print: JSON, tables, errors as one line, and progress."""
 
 from __future__ import annotations
 
@@ -6,8 +6,8 @@ import contextlib
 import json
 import os
 import sys
-from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING, Any, Protocol
+from collections.abc import Iterable, Iterator, Sequence
+from typing import TYPE_CHECKING, Any, Callable
 
 import click
 
@@ -28,50 +28,42 @@ def new_console() -> Console:
     return Console(width=None if sys.stdout.isatty() else int(os.environ.get("COLUMNS", "120")), highlight=False)
 
 
-def new_table(*columns: str) -> Table:
-    """An empty table with these columns. Long text is wrapped and never cut; the first column is not even wrapped."""
+def table_of(columns: Sequence[str], rows: Iterable[Sequence[str]]) -> Table:
+    """A table. Long text is wrapped and never cut; the first column is not even wrapped."""
     from rich import box
     from rich.table import Table
 
     table = Table(box=box.SIMPLE)
     for number, name in enumerate(columns):
         table.add_column(name, overflow="fold", no_wrap=number == 0)
+    for row in rows:
+        table.add_row(*row)
     return table
 
 
-def escaped(text: str) -> str:
-    """Text whose square brackets rich prints as they are."""
+def escaped(text: object, style: str = "") -> str:
+    """Text whose square brackets rich prints as they are, in a style."""
     from rich.markup import escape
 
-    return escape(text)
+    return f"[{style}]{escape(str(text))}[/]" if style else escape(str(text))
 
 
-def print_refusal(model: str, reason: object) -> None:
-    """Print that a model is refused, and why."""
-    new_console().print(f"[bold]{model}[/bold]: [yellow]refused[/yellow]: {escaped(str(reason))}")
-
-
-class Progress(Protocol):
-    """Shows what is being done for one of the names."""
-
-    def __call__(self, name: str, what: str, ended: bool = False) -> None:
-        """Show ``what``; ``ended`` says that nothing follows for this name."""
+def in_one_line(error: BaseException) -> str:
+    """An error's class and the first line of its message."""
+    return f"{type(error).__name__}: {(str(error).strip() or 'no message').splitlines()[0]}"
 
 
 @contextlib.contextmanager
-def progress_of(names: Sequence[str]) -> Iterator[Progress]:
-    """A context that shows the progress of several pieces of work, which may run in threads."""
+def progress_of(names: Sequence[str]) -> Iterator[Callable[..., None]]:
+    """A context with ``show(name, what, ended=False)``, which shows the progress of a name; threads may call it."""
     if not sys.stderr.isatty():
         yield lambda name, what, ended=False: click.echo(f"{name}: {what}", err=True)
         return
     from rich import progress
     from rich.console import Console
 
-    columns: Any = (
-        progress.SpinnerColumn(),
-        progress.TextColumn("{task.description}", markup=False),
-        progress.TimeElapsedColumn(),
-    )
+    described = progress.TextColumn("{task.description}", markup=False)
+    columns: Any = (progress.SpinnerColumn(), described, progress.TimeElapsedColumn())
     with progress.Progress(*columns, console=Console(stderr=True)) as bars:
         tasks = {name: bars.add_task(f"{name}: waits", total=1, start=False) for name in names}
 

@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import contextlib
-import importlib
 from typing import Any
 
 import torch
-from torch._subclasses.fake_tensor import FakeTensorMode
 
 from .._types import Model
 from ..documents.boundaries import Boundaries
@@ -19,72 +16,7 @@ from ..upstream.facts import Site
 from ..upstream.find_layers import Layer
 from ..upstream.find_models import models, transformers_model
 from ..upstream.packed_mask import PackedMask
-
-_AUTO = (
-    "AutoModelForCausalLM", "AutoModelForImageTextToText", "AutoModelForVision2Seq", "AutoModelForMaskedLM",
-    "AutoModelForSeq2SeqLM", "AutoModel",
-)  # fmt: skip
-"""Transformers' auto classes, in the order in which a config's class is looked for. Not every version has all."""
-
-
-def class_of(config: Any, masked: bool = False, trust_remote_code: bool = False) -> Any:
-    """The class that makes a model from a config: the one that the config names, else an auto class that knows it.
-
-    Args:
-        config: A Transformers config.
-        masked: Whether the masked-LM class is wanted, where a model type has a causal one too.
-        trust_remote_code: Whether the config's own modeling code may be used.
-    """
-    transformers = importlib.import_module("transformers")
-    if trust_remote_code and getattr(config, "auto_map", None):
-        return transformers.AutoModelForCausalLM
-    for name in () if masked else getattr(config, "architectures", None) or ():
-        if hasattr(getattr(transformers, name, None), "from_pretrained"):
-            return getattr(transformers, name)
-    names = ("AutoModelForMaskedLM", *_AUTO) if masked else _AUTO
-    for auto in (getattr(transformers, name, None) for name in names):
-        if auto is not None and type(config) in auto._model_mapping:
-            return auto
-    raise ValueError(f"Transformers {transformers.__version__} has no model class for {type(config).__name__}")
-
-
-def without_weights(
-    config: Any,
-    attn_implementation: str | None = None,
-    trust_remote_code: bool = False,
-    dtype: torch.dtype | None = None,
-    masked: bool = False,
-) -> tuple[Model, FakeTensorMode]:
-    """Build a model from its config with fake tensors, which need no weights and no memory.
-
-    It is in eval mode, and the mode that its fake tensors belong to comes with it. Without a dtype, its weights have
-    the config's, else bfloat16.
-    """
-    cls = class_of(config, masked, trust_remote_code)
-    said = vars(config).get("dtype") or vars(config).get("torch_dtype") or "bfloat16"
-    wanted = dtype or getattr(torch, str(said).replace("torch.", ""))
-    config.dtype = wanted  # 5.x reads it here; earlier versions use torch's default dtype
-    more = {"attn_implementation": attn_implementation} if attn_implementation else {}
-    before, mode = torch.get_default_dtype(), FakeTensorMode(allow_non_fake_inputs=True)
-    torch.set_default_dtype(wanted)
-    try:
-        with mode, _without_initialization():
-            if hasattr(cls, "_model_mapping"):
-                made = cls.from_config(config, trust_remote_code=trust_remote_code, **more)
-            else:
-                made = cls._from_config(config, **more)
-            return made.eval(), mode
-    finally:
-        torch.set_default_dtype(before)
-
-
-def _without_initialization() -> contextlib.AbstractContextManager[Any]:
-    """Transformers' context in which weights are not filled: some ways of filling them look at values."""
-    for name in ("initialization", "modeling_utils"):  # the first one from 5.0 on
-        with contextlib.suppress(ImportError, AttributeError):
-            found: Any = importlib.import_module(f"transformers.{name}").no_init_weights
-            return found()  # type: ignore[no-any-return]
-    return contextlib.nullcontext()
+from .output import in_one_line
 
 
 class _Nothing(Kernel):
@@ -112,7 +44,7 @@ class Rehearsal(Picks):
         return _Nothing()
 
 
-def rehearsed(patch: Patch, mode: FakeTensorMode, device: str) -> tuple[dict[str, Pick], str]:
+def rehearsed(patch: Patch, device: str) -> tuple[dict[str, Pick], str]:
     """Run a packed batch through a patched model of fake tensors and record the kernel of each layer.
 
     Returns the pick of each layer that the forward reached, by the layer's name, and the error that kept it from the
@@ -122,22 +54,20 @@ def rehearsed(patch: Patch, mode: FakeTensorMode, device: str) -> tuple[dict[str
     ids, problem = torch.zeros(shape, dtype=torch.int64), ""
     documents = Boundaries(torch.tensor([0, 3, 8], dtype=torch.int32), 5, 5, (3, 5))
     mask = PackedMask(documents, picks, shape, 5, ids, patch.facts)
+    weight: Any = next(patch.model.parameters())
     try:
-        with mode, torch.no_grad():
+        with weight.fake_mode, torch.no_grad():
             decoder(input_ids=ids, position_ids=ids, attention_mask=mask, use_cache=patch.facts.keeps_cache)
     except Fa2PatchError:
         raise
     except Exception as error:
-        problem = f"{type(error).__name__}: {error}".splitlines()[0]
+        problem = in_one_line(error)
     found = {layer.name: picks.picked.get(id(decoder.get_submodule(layer.name))) for layer in patch.attention}
     return {name: picked for name, picked in found.items() if picked is not None}, problem
 
 
-def preview(model: Model, mode: FakeTensorMode, kernel: str = "auto") -> dict[str, Any]:
-    """Describe, as JSON-compatible data, what ``apply(model, kernel=kernel)`` would replace and which kernels it uses.
-
-    Args:
-        model, mode: The results of :func:`without_weights`.
+def preview(model: Model, kernel: str) -> dict[str, Any]:
+    """Describe, as JSON-compatible data, what ``apply`` would replace in a model of fake tensors, and its kernels.
 
     Raises:
         Fa2PatchError: ``apply`` refuses the model, or the named kernel cannot compute one of its layers.
@@ -146,7 +76,7 @@ def preview(model: Model, mode: FakeTensorMode, kernel: str = "auto") -> dict[st
     device = "cuda" if torch.cuda.is_available() else "cpu"
     decoder = models(inner)[-1]
     with apply(inner, kernel=kernel) as patch:
-        picked, problem = rehearsed(patch, mode, device)
+        picked, problem = rehearsed(patch, device)
         found = [_layer(layer, decoder.get_submodule(layer.name), picked.get(layer.name)) for layer in patch.attention]
         of_layers = {layer.site for layer in patch.attention}
         besides = [_named(site) for site in patch.plan.sites if site not in of_layers]

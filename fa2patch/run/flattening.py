@@ -61,8 +61,9 @@ def why_trainer_stays_padded(trainer: Any) -> str:
         return f"{type(model).__name__} is not patched"
     if not model.can_generate():
         return f"{type(model).__name__} does not predict the next token"
-    if _home(collator) != HOME or name(collator) not in STANDARD:
-        return f"{name(collator)}, of {_home(collator)}, is none of the collators that are known to pad and no more"
+    home = str(getattr(collator, "__module__", type(collator).__module__))
+    if home != HOME or name(collator) not in STANDARD:
+        return f"{name(collator)}, of {home}, is none of the collators that are known to pad and no more"
     if getattr(collator, "mlm", False):
         return f"this {name(collator)} masks tokens at random (mlm=True)"
     if getattr(collator, "return_tensors", "pt") != "pt":
@@ -75,10 +76,6 @@ def why_trainer_stays_padded(trainer: Any) -> str:
     if args.n_gpu > 1:
         return f"DataParallel would cut the one row for {args.n_gpu} GPUs; start it with torchrun"
     return _cut_up(trainer)
-
-
-def _home(collator: Any) -> str:
-    return str(getattr(collator, "__module__", type(collator).__module__))
 
 
 def _cut_up(trainer: Any) -> str:
@@ -117,14 +114,11 @@ def flattening(trainer: Any) -> Flattening:
 class Flattening:
     """A collator that pads a batch and flattens it if that computes the same; it can be pickled for DataLoader workers.
 
-    Args:
-        padding: The collator that pads.
-        keep_first: Keep the first label of every document; the patched model drops it.
-        lengths: Return ``cu_seq_lens_*`` and ``max_length_*`` too.
+    With ``lengths`` it returns ``cu_seq_lens_*`` and ``max_length_*`` too.
     """
 
     def __init__(self, padding: Any, keep_first: bool, lengths: bool) -> None:
-        self.padding, self.keep_first = padding, keep_first
+        self.padding, self.keep_first = padding, keep_first  # the first label of every document; the model drops it
         self.flatten = DataCollatorWithFlattening(return_flash_attn_kwargs=lengths)
         self.said = False
 
@@ -133,7 +127,10 @@ class Flattening:
         padded: Mapping[str, Any] = self.padding(features)
         why = why_batch_stays_padded(padded)
         if why:
-            self._say(why)
+            worker = torch.utils.data.get_worker_info()
+            if not self.said and (worker is None or worker.id == 0):
+                say(f"a batch stays padded, and others like it: {why}.")
+            self.said = True
             return padded
         rows = [{key: values[row] for key, values in padded.items()} for row in range(len(padded["input_ids"]))]
         batch = self.flatten(rows)
@@ -141,12 +138,6 @@ class Flattening:
             lengths = padded["attention_mask"].sum(1)
             batch["labels"][0, lengths.cumsum(0) - lengths] = padded["labels"][:, 0]
         return batch
-
-    def _say(self, why: str) -> None:
-        worker = torch.utils.data.get_worker_info()
-        if not self.said and (worker is None or worker.id == 0):
-            say(f"a batch stays padded, and others like it: {why}.")
-        self.said = True
 
 
 def why_batch_stays_padded(padded: Mapping[str, Any]) -> str:

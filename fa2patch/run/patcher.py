@@ -71,10 +71,7 @@ def off() -> None:
 
 
 class Patcher:
-    """What is replaced in this process when the watched modules are imported, and the models that were patched.
-
-    All replaced methods belong to this object (``binding.bind``).
-    """
+    """Replaces methods when the watched modules are imported, and patches models; owns all that it replaced."""
 
     def __init__(self, options: RunOptions) -> None:
         self.options, self.active = options, True
@@ -82,6 +79,7 @@ class Patcher:
         self._patches: weakref.WeakSet[Patch] = weakref.WeakSet()
         self._packing: weakref.WeakSet[Any] = weakref.WeakSet()  # trainers
         self._told: weakref.WeakSet[Any] = weakref.WeakSet()  # trainers of which a line about --collate was printed
+        self._under_way: set[int] = set()  # ids of trainers and holders that are constructed
         self._patched = self._trained = False
         self._model_classes: tuple[Any, ...] = ()
         self._holders: tuple[Any, ...] = ()
@@ -201,12 +199,23 @@ class Patcher:
         It is called after each constructor that the object passes through, with whether that was the outermost one: the
         constructor of a subclass goes on after that of its base.
         """
-        patcher = self
-        under_way: set[int] = set()  # ids of objects that are constructed
 
-        def watch(cls: Any) -> None:
-            if "__init__" in vars(cls):
-                bind(cls, "__init__", constructing, patcher)
+        def following(original: Any) -> Any:
+            def __init_subclass__(cls: Any, /, **kwargs: Any) -> None:
+                if original is ABSENT:
+                    super(base, cls).__init_subclass__(**kwargs)
+                else:
+                    original.__get__(None, cls)(**kwargs)
+                self._watch_constructor(cls, then)
+
+            return classmethod(__init_subclass__)
+
+        bind(base, "__init_subclass__", following, self)
+        for cls in _with_subclasses(base):
+            self._watch_constructor(cls, then)
+
+    def _watch_constructor(self, cls: Any, then: Callable[[Any, bool], None]) -> None:
+        patcher, under_way = self, self._under_way
 
         def constructing(original: Function) -> Function:
             @functools.wraps(original)
@@ -223,19 +232,8 @@ class Patcher:
 
             return __init__
 
-        def following(original: Any) -> Any:
-            def __init_subclass__(cls: Any, /, **kwargs: Any) -> None:
-                if original is ABSENT:
-                    super(base, cls).__init_subclass__(**kwargs)
-                else:
-                    original.__get__(None, cls)(**kwargs)
-                watch(cls)
-
-            return classmethod(__init_subclass__)
-
-        bind(base, "__init_subclass__", following, self)
-        for cls in _with_subclasses(base):
-            watch(cls)
+        if "__init__" in vars(cls):
+            bind(cls, "__init__", constructing, self)
 
     def _holder_constructed(self, holder: Any, outermost: bool) -> None:
         if outermost:
@@ -331,10 +329,8 @@ def _with_subclasses(cls: Any) -> Iterator[Any]:
 
 
 def _pads(trainer: Any) -> bool:
-    """Whether a trainer is one of :data:`PACKED_TRAINERS`, and was not made by :func:`fa2patch.packed_trainer`.
-
-    A subclass counts. TRL has some of its trainers in ``trl.experimental`` in newer releases.
-    """
+    """Whether a trainer is one of :data:`PACKED_TRAINERS` or a subclass, and not :func:`fa2patch.packed_trainer`'s."""
+    # newer releases of TRL have some of them in trl.experimental
     known = (cls for cls in type(trainer).__mro__ if cls.__name__ in PACKED_TRAINERS)
     return not hasattr(trainer, PACKS) and any(cls.__module__.partition(".")[0] == "trl" for cls in known)
 
@@ -347,13 +343,9 @@ def reads_no_text(model: Any) -> str:
     if getattr(model.config, "is_encoder_decoder", False):
         return ""
     seen = {getattr(layer.module, "is_causal", None) for layer in attention_layers(models(model)[-1])}
-    if seen == {False} and _embeds_tokens_only(model):
+    embeds = isinstance(embedding_of(model), torch.nn.Embedding)
+    if seen == {False} and embeds and not inspecting.takes(model.forward, "pixel_values"):
         return ""
     if False in seen:
         return "its attention looks both ways, and not at text alone"
     return "" if seen == {True} or model.can_generate() else "it generates no text"
-
-
-def _embeds_tokens_only(model: Any) -> bool:
-    embedding = embedding_of(model)
-    return isinstance(embedding, torch.nn.Embedding) and not inspecting.takes(model.forward, "pixel_values")

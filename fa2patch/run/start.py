@@ -25,14 +25,7 @@ STARTUP = Path(__file__).parent / "startup"
 
 @dataclass(frozen=True)
 class RunOptions:
-    """The options of ``fa2patch run``.
-
-    Attributes:
-        kernel: As for ``fa2patch.apply``.
-        collate: Flatten the training batches that a Trainer's standard padding collators make.
-        quiet: Print only what is left as it is, each with the reason.
-        pack: Compute the padded batches of TRL's preference, reward and reinforcement learning trainers packed.
-    """
+    """The options of ``fa2patch run``, as its ``--help`` says them."""
 
     kernel: str = "auto"
     collate: bool = False
@@ -58,7 +51,9 @@ def command(arguments: Sequence[str]) -> list[str]:
         if found is not None:
             _check_environment(found)
             return [found, *arguments[1:]]
-    return [sys.executable, *_flags(), *arguments]
+    # this interpreter's options (-X, -W, -O, ...), as multiprocessing passes them on, and -u
+    flags: list[str] = subprocess._args_from_interpreter_flags()  # type: ignore[attr-defined]
+    return [sys.executable, *flags, *(["-u"] if getattr(sys.stdout, "write_through", False) else []), *arguments]
 
 
 def _check_environment(script: str) -> None:
@@ -74,12 +69,6 @@ def _check_environment(script: str) -> None:
             f"fa2patch run patches models in its own environment, {sys.prefix}, and {script} belongs to another one: "
             f"it starts {python}. Install fa2patch there too and use that fa2patch run, or call fa2patch.apply(model)."
         )
-
-
-def _flags() -> list[str]:
-    """This interpreter's options (``-X``, ``-W``, ``-O``, ...), as multiprocessing passes them on, and ``-u``."""
-    flags: list[str] = subprocess._args_from_interpreter_flags()  # type: ignore[attr-defined]
-    return [*flags, *(["-u"] if getattr(sys.stdout, "write_through", False) else [])]
 
 
 def environment(options: RunOptions, inherited: Mapping[str, str]) -> dict[str, str]:

@@ -1,8 +1,8 @@
 """Compare fresh evidence with the committed, cell by cell: ``python -m compat_matrix.agreed FRESH``.
 
-A cell agrees if its state, its seam, its points and what Transformers alone does are the same. Texts of errors and what
-made the cells may differ; architectures that were not checked afresh, and points that one of both was not run with, are
-left out.
+A cell agrees if its state, its points and what Transformers alone does are the same. Texts of errors and what made the
+cells may differ; architectures that were not checked afresh, and points that one of both was not run with, are left
+out. So is the seam: it is in the plans, which are compared for all cells and are never old, as evidence may be.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ def told(cell: Cell, other: Cell) -> dict[str, object]:
     Points are compared that were run for both: evidence may be older than a point, and a point may be vouched for.
     """
     state = "ok" if _fails_only_at(cell, {*cell.points} - {*other.points}) else cell.state
-    found: dict[str, object] = {"state": state, "seam": sorted(cell.seam)}
+    found: dict[str, object] = {"state": state}
     for name in {*cell.checked} & {*other.checked}:
         run, points = cell.checked[name], ran(cell, name) & ran(other, name)
         without = {"do not apply": {*run.not_applicable}, "fail": {*run.failures}, "fail alone": {*run.alone_fails}}

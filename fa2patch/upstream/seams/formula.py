@@ -280,8 +280,6 @@ def is_fused(function: Function) -> bool:
 
 def with_scores(function: Function) -> Function:
     """A copy of a function whose product of queries and keys gives :class:`~.scores.Scores`."""
-    alike = types.FunctionType(function.__code__, {}, function.__name__, function.__defaults__, function.__closure__)
-    alike.__kwdefaults__ = function.__kwdefaults__
     own: dict[str, Any] = {"torch": torch_of_formulas}
     for name in inspecting.names_read(function):
         value = function.__globals__.get(name)
@@ -289,14 +287,19 @@ def with_scores(function: Function) -> Function:
             own[name] = getattr(value, "_torchdynamo_inline", value)
         elif name == "repeat_kv":
             own[name] = _unrepeated
+    held = {**function.__globals__, **own}  # dynamo looks at the globals before it traces what refreshes them,
+    held.pop("__name__", None)  # and would look them up in the module of this name
+    alike = types.FunctionType(function.__code__, held, function.__name__, function.__defaults__, function.__closure__)
+    alike.__kwdefaults__ = function.__kwdefaults__
     writes_products, sdpa = inspecting.multiplies_matrices(function), holds_sdpa(function)
 
     @functools.wraps(function)
     def formula(*args: Any, **kwargs: Any) -> Any:
-        # one dictionary, because torch.compile keeps compiled code in it; refreshed, because others replace globals
-        alike.__globals__.update(function.__globals__)
-        alike.__globals__.update(own)
-        alike.__globals__.pop("__name__", None)  # dynamo would look globals up in the module of this name
+        # one dictionary, because torch.compile keeps compiled code in it; refreshed, because others replace globals;
+        # in one step, because another thread may be computing with it
+        fresh = {**function.__globals__, **own}
+        fresh.pop("__name__", None)
+        alike.__globals__.update(fresh)
         # the mode costs a call for each function of torch
         if not writes_products or (sdpa and _chooses_sdpa(args[0])):
             return alike(*args, **kwargs)

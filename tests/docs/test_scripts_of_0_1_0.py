@@ -20,6 +20,8 @@ from snippets import ROOT
 from tiny_hub import make_data, make_models
 
 import fa2patch
+from fa2patch.kernels import picks
+from fa2patch.patch import plan
 
 FOLDER = ROOT / "tests" / "scripts_of_0_1_0"
 NAMES = (FOLDER / "names.txt").read_text(encoding="utf-8").splitlines()
@@ -51,6 +53,8 @@ def _param(script: Path) -> Any:
 def test_runs_as_it_did(script: Path, home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     make_models(script.read_text(encoding="utf-8"), home)
     monkeypatch.chdir(home)
+    monkeypatch.setattr(picks, "_registered", [])  # a script registers a kernel and a trait
+    monkeypatch.setattr(plan, "_registered", [])
     monkeypatch.setenv("ACCELERATE_USE_CPU", "true")
     monkeypatch.setattr("transformers.training_args.is_torch_bf16_gpu_available", lambda: True, raising=False)
     monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend="aot_eager"))  # inductor: minutes

@@ -41,7 +41,14 @@ def on_top(module: object) -> bool:
     own = module.__dict__.get("forward")
     if own is None:
         return _class_has_ours(type(module))
-    return _is_ours(module.__dict__.get(HOOKED, own))
+    hooked = compiling() or _calls_hooked(own)  # else the forward was replaced above the hooks
+    return _is_ours(module.__dict__.get(HOOKED, own) if hooked else own)
+
+
+def _calls_hooked(own: object) -> bool:
+    """Whether a forward on an object is one of accelerate's hooks. Those of 0.23 hold the forward that they call."""
+    code = inspecting.code_called(own)
+    return code is not None and (HOOKED in code.co_names or "old_forward" in code.co_freevars)
 
 
 @constant
@@ -52,7 +59,7 @@ def _class_has_ours(cls: Any) -> bool:
 def replaced_on(model: Model) -> bool:
     """Whether other code has put a forward on the object. Accelerate's hooks do not count, because they call ours."""
     own = model.__dict__.get("forward")
-    return own is not None and HOOKED not in model.__dict__ and not _is_ours(own)
+    return own is not None and not (HOOKED in model.__dict__ and _calls_hooked(own)) and not _is_ours(own)
 
 
 def entered_first(model: Model, entered: Callable[[Function], Function]) -> MethodType:
@@ -103,7 +110,8 @@ def refuse_bypassed(model: Model, forward: Function) -> None:
     if not compiling():
         code = inspecting.code_called(function)
         led_here = code is None or any(frame.f_code is code for frame in inspecting.running())
-        if not led_here or inspecting.is_known(function):
+        handed_on = (getattr(function, "__wrapped__", None), model.__dict__.get(HOOKED), *getattr(function, "args", ()))
+        if not led_here or all(inspecting.is_known(each) for each in (function, *filter(callable, handed_on))):
             return
     raise PackingNotIsolated(
         f"the forward of this {type(model).__name__} was replaced after fa2patch.apply, by "

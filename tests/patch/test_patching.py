@@ -1,6 +1,7 @@
 """``apply``, ``revert`` and ``status``: which model is patched, for how long, and what is refused."""
 
 import copy
+import functools
 import gc
 import inspect
 import pickle
@@ -13,6 +14,7 @@ import types
 import pytest
 import torch
 import transformers
+from torch.utils import checkpoint
 
 import fa2patch
 from compat_matrix import tiny_models
@@ -196,6 +198,34 @@ class TestWrappers:
             assert_close(logits(model, docs), expected, "hooked")
         assert [dict(vars(module)) for module in model.modules()] == before
         assert_close(logits(copied, docs), expected, "a copy of the hooked model")
+
+    @pytest.mark.parametrize("hooked", ["above", "below", "with it inside", "held by a known function"])
+    def test_a_loss_of_ones_own_with_hooks_of_accelerate(self, model, docs, expected, hooked):
+        hooks = pytest.importorskip("accelerate.hooks")
+
+        def forward(self, input_ids=None, position_ids=None, labels=None, **kwargs):
+            logits = self.lm_head(self.model(input_ids, position_ids=position_ids, **kwargs)[0])
+            return torch.nn.functional.cross_entropy(logits[0, :-1], labels[0, 1:]), logits
+
+        ids = torch.cat(docs)
+        starts = torch.tensor([0, *(len(doc) for doc in docs[:-1])]).cumsum(0)
+        right = torch.nn.functional.cross_entropy(expected[:-1], ids.index_fill(0, starts, -100)[1:])
+        call = {**pack(docs), "labels": ids[None], "use_cache": False}
+        with fa2patch.apply(model):
+            if hooked == "above":
+                model.forward = types.MethodType(forward, model)
+            if hooked != "held by a known function":
+                hooks.add_hook_to_module(model, hooks.ModelHook())
+            if hooked == "with it inside":
+                model._old_forward = types.MethodType(forward, model)
+            if hooked == "below":
+                model.forward = types.MethodType(forward, model)
+            if hooked == "held by a known function":
+                held = functools.partial(forward, model)
+                model.forward = functools.partial(checkpoint.checkpoint, held, use_reentrant=False)
+            with pytest.raises(errors.PackingNotIsolated, match="was replaced after"):
+                model.forward(**call)
+            assert_close(model(**call)[0], right, "called")
 
     def test_prepared_by_accelerate(self, model, docs, expected):
         accelerate = pytest.importorskip("accelerate")

@@ -1,6 +1,7 @@
 """Attention layers that compute attention by themselves, and base models that compute each document by itself."""
 
 import math
+import sys
 import types
 
 import pytest
@@ -171,6 +172,45 @@ def test_a_softmax_along_something_else_and_a_real_bias_in_where_are_errors():
         torch.nn.functional.softmax(scores, dim=1)
     with pytest.raises(errors.PackingNotIsolated, match="handed to torch's where"):
         torch.where(torch.ones(3, 3, dtype=torch.bool), scores, torch.ones(3, 3))
+
+
+def capped(of_scores):
+    scores = product(torch.ones(1, 2, 3, 4), torch.ones(1, 2, 4, 3))
+    return of_scores(torch.tanh(scores * 0.3))
+
+
+def test_a_factor_after_the_softcap_is_one_of_the_cap_too():
+    scores = capped(lambda scores: scores * 2.0 * 0.5)
+    assert (scores.softcap, scores.scale) == (1.0, pytest.approx(0.3))
+
+
+@pytest.mark.parametrize("divisor", [lambda scores: scores, lambda scores: scores * 2.0])
+def test_capped_scores_divided_by_a_tensor_are_an_error(divisor):
+    with pytest.raises(errors.PackingNotIsolated, match="multiplied by something other than a number"):
+        capped(divisor) / torch.tensor(0.2)
+
+
+def test_a_softcap_of_masked_scores_is_an_error():
+    masked = product(torch.ones(1, 2, 3, 4), torch.ones(1, 2, 4, 3)) + formula.FormulaMask.of(packed(), None, True, None)
+    with pytest.raises(errors.PackingNotIsolated, match="handed to torch's tanh"):
+        torch.tanh(masked)
+
+
+def test_another_thread_never_sees_a_formula_without_its_stand_ins():
+    """A formula's globals are refreshed in each call. They must not hold torch itself even for a moment."""
+    computed, seen = formula.with_scores(Attention.forward), set()
+    own = computed.__closure__[[*computed.__code__.co_freevars].index("alike")].cell_contents.__globals__
+
+    def look(frame, event, argument):
+        seen.add(own.get("torch"))
+
+    sys.setprofile(look)
+    try:
+        for _ in range(2):
+            computed(Attention(), torch.randn(1, sum(LENGTHS), 16), formula.FormulaMask.of(packed(), None, True, None))
+    finally:
+        sys.setprofile(None)
+    assert seen - {None} == {formula.torch_of_formulas}
 
 
 class Flash:

@@ -138,10 +138,12 @@ class Scores:
             raise _unsaid("multiplied by something other than a number")
         if self.softcap == 0:
             return self._with(softcap=factor, scale=self.scale * factor)
+        if self.softcap is not None:
+            return self._with(softcap=self.softcap * factor, scale=self.scale * factor)
         return self._with(scale=self.scale * factor)
 
     def __truediv__(self, divisor: Any) -> Scores:
-        if isinstance(divisor, torch.Tensor) and divisor.dim() == 0 and not self.weights:
+        if isinstance(divisor, torch.Tensor) and divisor.dim() == 0 and self.softcap is None and not self.weights:
             return self._with(q=self.q / divisor)  # GPT-2 and GPT-J; to make it a number would be a read
         return self * (1 / divisor if isinstance(divisor, (int, float)) else divisor)
 
@@ -193,7 +195,7 @@ class Scores:
             return scores._with(dropout=given["p"] if given.get("training", True) else 0.0)
         if function in _MATMUL and args[0] is scores:
             return scores @ args[1]
-        if function is torch.tanh and scores.softcap is None:
+        if function is torch.tanh and scores.softcap is None and scores.mask is None:
             return scores._with(softcap=0)
         if function in _AS_THEY_ARE:
             return scores

@@ -81,6 +81,10 @@ class CappedAttention(CausalAttention):
 class BatchedAttention(CausalAttention):
     """As GPT-NeoX's up to 4.46: heads are in the batch, and a triangle hides later tokens."""
 
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("bias", torch.ones(1, 1, 64, 64, dtype=torch.bool).tril(), persistent=False)
+
     def forward(self, hidden_states, attention_mask=None):
         q, k, v = (self.heads(part(hidden_states)) for part in (self.query, self.key, self.value))
         batch, heads, length, _ = q.size()
@@ -88,8 +92,7 @@ class BatchedAttention(CausalAttention):
         scores = torch.zeros(batch * heads, length, length, dtype=q.dtype)
         scores = torch.baddbmm(scores, q, k.transpose(1, 2), beta=1.0, alpha=0.4).view(batch, heads, length, length)
         least = torch.tensor(torch.finfo(scores.dtype).min, dtype=scores.dtype).to(scores.device)
-        triangle = torch.ones(1, 1, length, length, dtype=torch.bool).tril()
-        scores = torch.where(triangle, scores, least) + attention_mask
+        scores = torch.where(self.bias[:, :, :length, :length], scores, least) + attention_mask
         return torch.matmul(torch.nn.functional.softmax(scores, dim=-1).to(v.dtype), v).transpose(1, 2).flatten(2)
 
 
@@ -174,6 +177,50 @@ def test_a_softmax_along_something_else_and_a_real_bias_in_where_are_errors():
         torch.where(torch.ones(3, 3, dtype=torch.bool), scores, torch.ones(3, 3))
 
 
+LEAST = torch.tensor(torch.finfo(torch.float32).min)
+SEES = torch.ones(3, 3, dtype=torch.bool)
+
+
+def scores_and_mask():
+    scores = product(torch.ones(1, 2, 3, 4), torch.ones(1, 2, 4, 3))
+    return scores, formula.FormulaMask.of(packed(), None, True, None)
+
+
+@pytest.mark.parametrize(
+    "hide",
+    [
+        lambda scores, mask: torch.where(mask, scores, LEAST),
+        lambda scores, mask: torch.where(mask, scores, -1e9),
+        lambda scores, mask: torch.masked_fill(scores, mask, -10000.0),
+        lambda scores, mask: scores.masked_fill(mask, float("-inf")),
+        lambda scores, mask: torch.max(scores + mask, LEAST),
+    ],
+)
+def test_scores_are_hidden_by_the_mask(hide):
+    scores, mask = scores_and_mask()
+    assert hide(scores, mask).mask is mask
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda scores, mask: torch.where(SEES, scores, LEAST),
+        lambda scores, mask: torch.where(mask, LEAST, scores),
+        lambda scores, mask: torch.where(mask, scores, torch.tensor(0.0)),
+        lambda scores, mask: torch.where(mask, scores, 3.0),
+        lambda scores, mask: torch.masked_fill(scores, SEES, -1e9),
+        lambda scores, mask: torch.masked_fill(scores, mask, 0.0),
+        lambda scores, mask: scores.masked_fill(mask, 0.0),
+        lambda scores, mask: torch.max(scores, torch.tensor(0.0)),
+        lambda scores, mask: torch.maximum(scores, torch.zeros(3, 3)),
+    ],
+    ids=range(9),
+)
+def test_scores_that_are_hidden_by_something_else_or_get_a_value_are_an_error(change):
+    with pytest.raises(errors.PackingNotIsolated, match="computes its scores by itself"):
+        change(*scores_and_mask())
+
+
 def capped(of_scores):
     scores = product(torch.ones(1, 2, 3, 4), torch.ones(1, 2, 4, 3))
     return of_scores(torch.tanh(scores * 0.3))
@@ -191,9 +238,9 @@ def test_capped_scores_divided_by_a_tensor_are_an_error(divisor):
 
 
 def test_a_softcap_of_masked_scores_is_an_error():
-    masked = product(torch.ones(1, 2, 3, 4), torch.ones(1, 2, 4, 3)) + formula.FormulaMask.of(packed(), None, True, None)
+    scores, mask = scores_and_mask()
     with pytest.raises(errors.PackingNotIsolated, match="handed to torch's tanh"):
-        torch.tanh(masked)
+        torch.tanh(scores + mask)
 
 
 def test_another_thread_never_sees_a_formula_without_its_stand_ins():
@@ -244,6 +291,24 @@ def test_the_flash_class_says_which_layers_have_a_window(name, windows):
     config = types.SimpleNamespace(sliding_window=4, use_sliding_window=True, max_window_layers=1)
     assert [said.of_layer(types.SimpleNamespace(config=config, layer_idx=index)) for index in (0, 1)] == windows
     assert said.of_layer(types.SimpleNamespace(sliding_window=6)) == 6, "a layer's own, as in Gemma 2"
+
+
+def test_a_table_of_who_sees_whom_that_is_no_triangle_says_more_than_a_mask():
+    layer = BatchedAttention()
+    assert not formula.says_more(layer)
+    layer.bias[0, 0, 5, 1] = False  # a window
+    assert formula.says_more(layer)
+
+
+def test_weights_that_a_layer_returns_are_none():
+    class Returning(CausalAttention):
+        def forward(self, hidden_states, attention_mask=None):
+            q, k, v = (self.heads(part(hidden_states)) for part in (self.query, self.key, self.value))
+            weights = torch.nn.functional.softmax(torch.matmul(q, k.transpose(2, 3)) + attention_mask, dim=-1)
+            return torch.matmul(weights, v), None, weights
+
+    output, *rest = formula.by_formula(Returning.forward)(Returning(), torch.randn(1, sum(LENGTHS), 16), packed())
+    assert isinstance(output, torch.Tensor) and rest == [None, None]
 
 
 def test_signs_of_more_than_a_mask_are_seen():

@@ -32,7 +32,7 @@ from ..facts import Site
 from ..inspecting import require_of_model
 from ..packed_mask import PackedMask, find
 from . import torch_of_formulas
-from .scores import FormulaMask, Products
+from .scores import FormulaMask, Products, Scores
 
 MASKS = ("attention_mask", "mask")
 EAGER, FLASH = "eager", "flash_attention_2"
@@ -68,7 +68,8 @@ def says_more(module: torch.nn.Module) -> bool:
     """Whether a layer without a flash class may add more to its scores than a mask.
 
     Signs are a parameter, a table of embeddings or a part of its own (other than rotary embeddings), arguments of
-    unknown meaning, and a product that is not ``torch.matmul``.
+    unknown meaning, a table of who sees whom that is not the triangle of causality, and a product that is not
+    ``torch.matmul``.
     """
     forward = inspecting.forward_of(type(module))
     names, harmless = inspecting.names_read(forward), {*_HARMLESS, *caches.parameters(forward)}
@@ -77,8 +78,18 @@ def says_more(module: torch.nn.Module) -> bool:
         bool(module._parameters)
         or any(_adds(child, type(module).__module__) for child in module.children())
         or any(each.name not in harmless for each in optional)
+        or any(says_who_sees(buffer) and not _is_triangle(buffer) for buffer in module._buffers.values())
         or "bmm" in names
     )
+
+
+def says_who_sees(buffer: torch.Tensor | None) -> bool:
+    """Whether a buffer says which keys a query sees, ``[1, 1, queries, keys]`` (GPT-NeoX from 4.36 to 4.46)."""
+    return buffer is not None and buffer.dtype == torch.bool and buffer.dim() == 4
+
+
+def _is_triangle(sees: Any) -> bool:
+    return bool(sees.device.type == "meta" or torch.equal(sees, torch.ones_like(sees).tril()))
 
 
 def _adds(part: torch.nn.Module, modeling: str) -> bool:
@@ -242,9 +253,9 @@ def by_formula(
         of_layer = FormulaMask.of(mask, self, is_causal(self, windows is not None), window)
         given = {**dict(zip(names, args)), **kwargs}
         call = {name: of_layer if value is mask else value for name, value in given.items() if name in taken}
-        stands_in = helpers or not _ROTARY.isdisjoint(self._modules) or SWITCH in vars(self)
+        stands_in = helpers or self._buffers or not _ROTARY.isdisjoint(self._modules) or SWITCH in vars(self)
         layer = LayerOfRow(self, of_layer, helpers) if stands_in else self
-        return formula(layer, **call)
+        return without_weights(formula(layer, **call))
 
     return forward
 
@@ -266,11 +277,19 @@ def routed_table(original: dict[str, Function]) -> dict[str, Function]:
             def of_layer(value: Any) -> Any:
                 return FormulaMask.of(value, module, causal, window) if isinstance(value, PackedMask) else value
 
-            return eager(*map(of_layer, args), **{name: of_layer(value) for name, value in kwargs.items()})
+            given = {name: of_layer(value) for name, value in kwargs.items()}
+            return without_weights(eager(*map(of_layer, args), **given))
 
         return attention
 
     return {name: route(function) for name, function in original.items()}
+
+
+def without_weights(output: Any) -> Any:
+    """None in the place of weights, which a layer also returns if its config says so: kernels make none."""
+    if isinstance(output, tuple) and Scores in map(type, output):
+        return tuple(None if isinstance(each, Scores) else each for each in output)
+    return output
 
 
 def is_fused(function: Function) -> bool:
@@ -334,7 +353,7 @@ SWITCH = "_use_sdpa"
 
 
 class LayerOfRow:
-    """Stands in for a layer during one packed call, if it has a rotary module or a method that holds the formula."""
+    """Stands in for a layer in one packed call, if it has a rotary module, a buffer or a method with the formula."""
 
     def __init__(self, module: Any, mask: PackedMask, helpers: Mapping[str, Function]) -> None:
         self._module = module
@@ -343,8 +362,7 @@ class LayerOfRow:
         known.update(module._parameters)
         known.update(module._modules)
         for name, value in module._buffers.items():
-            # GPT-NeoX (4.36 to 4.46) would make its triangle of causality as large as the row
-            known[name] = mask if value is not None and value.dtype == torch.bool and value.dim() == 4 else value
+            known[name] = mask if says_who_sees(value) else value
         for name in rope.MODULES:
             if name in known:
                 known[name] = RotaryOfRow(known[name], mask)

@@ -15,6 +15,7 @@ import torch
 from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 
+from ..._torch import compiling
 from ..._types import Args, Call, Function
 from ...errors import PackingNotIsolated
 from ...kernels import Options
@@ -25,7 +26,9 @@ _MATMUL = (torch.matmul, torch.bmm, torch.Tensor.matmul, torch.Tensor.__matmul__
 _AS_THEY_ARE = (torch.isinf, torch.zeros_like)
 """Qwen2-VL (4.45 to 4.52) looks for infinite scores in float16. A kernel makes none."""
 
-_HIDE = (torch.where, torch.masked_fill)
+HIDDEN = -1e3
+"""Scores below this number are hidden ones. GPT-2 and others write the smallest number, some -1e4 or -1e9."""
+
 _ABOVE = (torch.max, torch.maximum)
 """OPT (up to 4.51) keeps scores above the smallest number."""
 
@@ -154,6 +157,8 @@ class Scores:
 
     def masked_fill(self, mask: object, value: object) -> Scores:
         """Note the mask."""
+        if not _hides(value):
+            raise _unsaid(f"filled with {value}")
         return self + mask
 
     def as_it_is(self, *args: object) -> Scores:
@@ -201,10 +206,11 @@ class Scores:
             return scores
         if scores.weights:
             raise _unsaid(f"handed to torch's {getattr(function, '__name__', function)} after the softmax")
-        if function in _HIDE and all(map(_hides, args)):
-            mask = next((value for value in args if isinstance(value, FormulaMask)), None)
-            return scores if mask is None else scores + mask
-        if function in _ABOVE and isinstance(args[1], torch.Tensor) and args[1].dim() == 0:
+        if function is torch.where and args[1] is scores and _hides(args[2]):
+            return scores + args[0]
+        if function is torch.masked_fill and args[0] is scores and _hides(args[2]):
+            return scores + args[1]
+        if function in _ABOVE and args[0] is scores and _hides(args[1]):
             return scores
         raise _unsaid(f"handed to torch's {getattr(function, '__name__', function)}")
 
@@ -212,11 +218,13 @@ class Scores:
         raise _unsaid(f"asked for {name!r}")
 
 
-def _hides(value: object) -> bool:
-    """Whether an argument of a function that hides scores is a mask, scores, or the number for hidden scores."""
+def _hides(value: Any) -> bool:
+    """Whether a value in the place of scores hides them: a number, or a tensor on the host, below all scores."""
     if isinstance(value, torch.Tensor):
-        return value.dim() == 0 or value.dtype == torch.bool
-    return isinstance(value, (int, float, FormulaMask, Scores))
+        # a graph knows no value, and reading it from a device would be a wait
+        unread = compiling() or value.device.type != "cpu"
+        return value.dim() == 0 and (unread or bool(value < HIDDEN))
+    return isinstance(value, (int, float)) and value < HIDDEN
 
 
 def _by_head(states: torch.Tensor, batch: int) -> torch.Tensor:

@@ -15,7 +15,7 @@ from .. import kernels
 from .._types import Function
 from ..binding import LOCK, release, used_by
 from ..errors import BadArgument, LayerNotPatchable, UnsupportedNumPy, UnsupportedTransformers
-from ..upstream import foreign, inspecting
+from ..upstream import foreign
 from ..upstream.find_models import models, transformers_model
 from ..upstream.step import MARK
 from . import padding
@@ -170,7 +170,7 @@ def _held_under(module: torch.nn.Module, original: Function) -> list[str]:
     is ``forward`` if that is the class's own (Transformers 5.0 and 5.1 leave it there after ``output_attentions``).
     """
     own = module.__dict__.get("forward")
-    if foreign.HOOKED in module.__dict__ and foreign.HOOKED in getattr(inspecting.code_called(own), "co_names", ()):
+    if foreign.HOOKED in module.__dict__ and foreign.looks_up_hooked(own):
         return [foreign.HOOKED]
     return ["forward"] if own is not None and getattr(own, "__func__", None) is original else []
 

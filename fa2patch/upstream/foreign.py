@@ -45,10 +45,14 @@ def on_top(module: object) -> bool:
     return _is_ours(module.__dict__.get(HOOKED, own) if hooked else own)
 
 
+def looks_up_hooked(own: object) -> bool:
+    """Whether a forward on an object looks up :data:`HOOKED` in each call. Those of accelerate 0.23 do not."""
+    return HOOKED in getattr(inspecting.code_called(own), "co_names", ())
+
+
 def _calls_hooked(own: object) -> bool:
     """Whether a forward on an object is one of accelerate's hooks. Those of 0.23 hold the forward that they call."""
-    code = inspecting.code_called(own)
-    return code is not None and (HOOKED in code.co_names or "old_forward" in code.co_freevars)
+    return looks_up_hooked(own) or "old_forward" in getattr(inspecting.code_called(own), "co_freevars", ())
 
 
 @constant

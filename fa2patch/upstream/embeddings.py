@@ -78,9 +78,10 @@ class ByDocument:
             return self._of_each(documents, args, kwargs)
         if compiling():
             return self.function(*args, **kwargs)
-        version = _version(args)
+        last = args[-1] if args else None
+        before = _version(last)
         output = self.function(*args, **kwargs)
-        self.added = (output is not None and output is not args[-1]) or _version(args) != version
+        self.added = (output is not None and output is not last) or _version(last) != before
         return output
 
     @uncompiled
@@ -136,9 +137,11 @@ def _tensors(values: Iterable[Any]) -> Iterator[torch.Tensor]:
             yield from _tensors(value)
 
 
-def _version(args: Any) -> int:
-    """How often the last argument was changed in place."""
-    return int(args[-1]._version) if args and isinstance(args[-1], torch.Tensor) else 0
+def _version(value: Any) -> float:
+    """A number that is another one after a tensor was changed in place. Those of inference mode count no changes."""
+    if not isinstance(value, torch.Tensor):
+        return 0
+    return float(value.sum()) if value.is_inference() else value._version
 
 
 class ScaledEmbeddings(Trait):
@@ -188,7 +191,6 @@ def scaled_by_document(original: Function) -> Function:
 
 @uncompiled
 def _each_scaled(embed: Function, call: Call, documents: Boundaries) -> Any:
-    """Embeddings ``[batch, length, hidden]``, computed document by document."""
     each = Documents(documents, call["position_ids"].shape)
     return each.join(each.of_each(embed, (), call))
 

@@ -244,17 +244,29 @@ def test_padded_batches_that_are_computed_packed(hook):
     assert_of_each_document([float(piece.std()) * piece.numel() ** 0.5 / ALPHA for piece in pieces], alone(add))
 
 
+@pytest.mark.parametrize("mode", [torch.enable_grad, torch.inference_mode])
 @pytest.mark.parametrize("hook", [changes_in_place, returns_noise])
-def test_ids_that_lost_their_documents_on_the_way(hook):
+def test_ids_that_lost_their_documents_on_the_way(hook, mode):
     model = made()
     table = model.get_input_embeddings()
     table.register_forward_pre_hook(lambda module, args: (args[0].clone(),))
     table.register_forward_hook(hook)
     fa2patch.apply(model, prove=False)
-    with pytest.raises(fa2patch.errors.PackingNotIsolated) as caught:
-        model.train()(**pack(DOCS))
-    assert_says_enough(caught.value)
-    model.eval()(**pack(DOCS))  # no noise
+    with mode():
+        with pytest.raises(fa2patch.errors.PackingNotIsolated) as caught:
+            model.train()(**pack(DOCS))
+        assert_says_enough(caught.value)
+        model.eval()(**pack(DOCS))  # no noise
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_dense_batches_in_inference_mode(way):
+    """Its tensors do not count changes in place."""
+    model, batch = made().eval(), {"input_ids": torch.stack(documents(24, 24))}
+    WAYS[way](model)
+    fa2patch.apply(model)
+    with torch.inference_mode():
+        model(**batch)
 
 
 def test_dense_batches_keep_the_noise_of_their_row():

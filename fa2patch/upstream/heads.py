@@ -16,9 +16,8 @@ from __future__ import annotations
 
 import inspect
 import re
-from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any, Callable
+from typing import Any
 
 import torch
 
@@ -55,7 +54,7 @@ _READS_ALL = re.compile("SequenceClassification|CausalLM|LMHead|MaskedLM|TokenCl
 
 def look(model: ModelLayers, facts: Facts) -> None:
     """Refuse a head that computes one result per row, unless it is given padded hidden states."""
-    facts.row_head = _reads_first_tokens(model) or of_whole_rows(model.model)
+    facts.row_head = _reads_first_tokens(model) or one_result_per_row(model.model)
     if facts.row_head and not facts.padded:
         raise UnsupportedModel(
             f"{model} {facts.row_head}, and a packed row holds many documents. Nothing was patched. Train it padded: "
@@ -111,10 +110,10 @@ def after(step: Step, output: Any) -> Any:
     return output
 
 
-def of_whole_rows(model: Model) -> str:
+def one_result_per_row(model: Model) -> str:
     """The sign in a model's ``forward`` that it computes one result per row, as a text for an error; empty if none.
 
-    A head that pools a row's last token does not count: :mod:`.pooling` makes it pool each document.
+    A head that pools a row's last token does not count, because it is made to pool each document.
     """
     for cls, forward in inspecting.forwards(type(model)):
         taken = [name for name in _ROW_ARGUMENTS if inspecting.takes(forward, name)]
@@ -236,9 +235,8 @@ def _pooling_forward(model: Model) -> Function | None:
     return next((inspect.unwrap(forward) for forward in forwards if inspecting.has_variable(forward, POOLED)), None)
 
 
-def _padding(model: Model) -> int | None:
-    token: int | None = inspecting.text_config(model.config).pad_token_id
-    return token
+def _padding(model: Model) -> Any:
+    return inspecting.text_config(model.config).pad_token_id
 
 
 def _pooled(forward: Function, model: Model, ids: torch.Tensor, places: torch.Tensor) -> torch.Tensor:
@@ -282,7 +280,9 @@ def pooled_by_document(model: Model, call: Call, mask: PackedMask) -> tuple[dict
     name, whole = next(iter(passed(call, TOKENS).items()))
     pad = _padding(model)
     tokens = _pooled_tokens(model, mask, whole, pad if name == "input_ids" else None)
-    tokens = _of_real_documents(tokens, mask.boundaries, call.get("attention_mask"))
+    given = call.get("attention_mask")
+    if isinstance(given, torch.Tensor) and given.dim() == 2:  # without documents that it marks as padding
+        tokens = tokens[given.flatten()[_first_tokens(mask.boundaries).to(given.device)].to(tokens.device) != 0]
     if pad is None and len(tokens) > 1:
         raise BadBatch(
             f"{type(model).__name__} has no pad_token_id in its config, and pools no more than one vector without. "
@@ -325,19 +325,11 @@ def _pooled_tokens(model: Model, mask: PackedMask, whole: torch.Tensor, pad: int
     return documents.end_to_end(tokens)[ends - lengths + last]
 
 
-def _last_segments(boundaries: Boundaries) -> list[int]:
-    """The segment in which each document ends, of those that have tokens."""
-    if boundaries.tree is not None:
-        return boundaries.tree.leaves
-    return [number for number, length in enumerate(boundaries.lengths) if length]
-
-
-def _of_real_documents(tokens: torch.Tensor, boundaries: Boundaries, given: object) -> torch.Tensor:
-    """The pooled tokens without those of documents that a 2-D mask marks as padding."""
-    if not isinstance(given, torch.Tensor) or given.dim() != 2:
-        return tokens
-    starts = torch.tensor([0, *boundaries.lengths])[:-1].cumsum(0)[_last_segments(boundaries)]
-    return tokens[given.flatten()[starts.to(given.device)].to(tokens.device) != 0]
+def _first_tokens(boundaries: Boundaries) -> torch.Tensor:
+    """The index of the first token of the segment in which each document ends, of those that have tokens."""
+    tree, lengths = boundaries.tree, boundaries.lengths
+    ends = [number for number, length in enumerate(lengths) if length] if tree is None else tree.leaves
+    return torch.tensor([0, *lengths])[:-1].cumsum(0)[ends]
 
 
 def _one_per_document(labels: object, documents: int) -> torch.Tensor:
@@ -358,31 +350,21 @@ def pool_documents(model: Model, output: Any, mask: PackedMask) -> Any:
     Hidden states ``[batch, length, hidden]`` come first in it. A run of padding counts as a document. If the model has
     no ``pooler`` module, ``pooler_output`` becomes None.
     """
-    pooler = getattr(model, "pooler", None)
-    in_tuple = isinstance(output, tuple)
-    if not isinstance(pooler, torch.nn.Module):
-        if not in_tuple and getattr(output, "pooler_output", None) is not None:
-            output["pooler_output"] = None
-    elif in_tuple:
-        return (output[0], _pooler_output(_pooling(model), output[0], mask.boundaries), *output[2:])
-    elif getattr(output, "pooler_output", None) is not None:
-        output["pooler_output"] = _pooler_output(_pooling(model), output[0], mask.boundaries)
+    pools = isinstance(getattr(model, "pooler", None), torch.nn.Module)
+    if isinstance(output, tuple):
+        return (output[0], _pooler_output(model, output[0], mask.boundaries), *output[2:]) if pools else output
+    if getattr(output, "pooler_output", None) is not None:
+        output["pooler_output"] = _pooler_output(model, output[0], mask.boundaries) if pools else None
     return output
 
 
-def _pooling(model: Model) -> Callable[..., torch.Tensor]:
-    """The function of a document ``[1, length, hidden]`` that gives its vector. ALBERT's pooler is a linear layer."""
-    pooler: Callable[..., torch.Tensor] = getattr(model, "pooler")  # noqa: B009 (mypy does not know the attribute)
-    if not isinstance(pooler, torch.nn.Linear):
-        return pooler
-    activation = getattr(model, "pooler_activation", torch.nn.Identity())
-    return lambda piece: activation(pooler(piece[:, 0]))
-
-
 @uncompiled
-def _pooler_output(pooling: Callable[..., torch.Tensor], hidden: torch.Tensor, documents: Boundaries) -> torch.Tensor:
-    pieces = Documents(documents, hidden.shape).split(hidden)
-    return torch.cat([pooling(piece) for piece in pieces])
+def _pooler_output(model: Any, hidden: torch.Tensor, documents: Boundaries) -> torch.Tensor:
+    pieces, pooler = Documents(documents, hidden.shape).split(hidden), model.pooler
+    if not isinstance(pooler, torch.nn.Linear):
+        return torch.cat([pooler(piece) for piece in pieces])
+    activation = getattr(model, "pooler_activation", torch.nn.Identity())  # ALBERT
+    return torch.cat([activation(pooler(piece[:, 0])) for piece in pieces])
 
 
 def require_patched(patch: Patched) -> None:
@@ -392,26 +374,18 @@ def require_patched(patch: Patched) -> None:
     Nothing of fa2patch runs in the other head, which shifts labels across documents or pools whole rows. It is seen
     from inside, on the stack of the trunk's call. A causal LM without labels computes every token by itself.
     """
-    for model, given in _models_called(patch):
-        labels = next(iter(passed(given, (*LABELS, LOSS_LABELS))), None)
-        if labels is None and _looks_at_tokens_alone(model):
+    for module, code, variables in inspecting.modules_called():
+        if not is_transformers_model(module):
             continue
-        harm = f"computes a loss from {labels}, in which documents predict each other" if labels else "has a head"
+        model = module._modules.get("_orig_mod", module)  # torch.compile(model) is of the model's class, too
+        if vars(model).get(MARK) is patch:
+            continue
+        label = next(iter(passed(inspecting.with_keywords(code, variables), (*LABELS, LOSS_LABELS))), None)
+        if label is None and labels.predicts_the_next(model, False) and not one_result_per_row(model):
+            continue
+        harm = f"computes a loss from {label}, in which documents predict each other" if label else "has a head"
         raise PackingNotIsolated(
             f"this {type(patch.model).__name__} is patched and found a batch packed, but {type(model).__name__}, "
             f"around it, is not patched and {harm}. Patch the model that is called: fa2patch.apply(model) with that "
             f"{type(model).__name__}."
         )
-
-
-def _looks_at_tokens_alone(model: Any) -> bool:
-    return labels.predicts_the_next(model, False) and not of_whole_rows(model)
-
-
-def _models_called(patch: Patched) -> Iterator[tuple[Any, Call]]:
-    """The models without this patch that are running, the innermost first, each with the arguments of its call."""
-    for module, code, variables in inspecting.modules_called():
-        if is_transformers_model(module):
-            model = module._modules.get("_orig_mod", module)  # torch.compile(model) is of the model's class, too
-            if vars(model).get(MARK) is not patch:
-                yield model, inspecting.with_keywords(code, variables)

@@ -57,7 +57,21 @@ def before(step: Step) -> None:
 
 def after(step: Step, output: Any) -> Any:
     """Add the weighted loss to a causal LM's output."""
-    return output if step.weighted is None else _with_weighted_loss(step, step.weighted, output)
+    weighted = step.weighted
+    if weighted is None:
+        return output
+    logits = output[0] if isinstance(output, tuple) else output.get("logits")
+    if not isinstance(logits, torch.Tensor) or logits.shape[:-1] != weighted.labels.shape:
+        raise BadBatch(
+            f"{_MEANT}, need logits {[*weighted.labels.shape, 'vocabulary']}, but {type(step.module).__name__} "
+            f"returned {described(logits)}. {_INSTEAD}"
+        )
+    logits = (logits if logits.dtype == torch.float64 else logits.float())[:, :-1]
+    labels, weights = weighted.labels[:, 1:].to(logits.device), weighted.weights[:, 1:].to(logits)
+    losses = torch.nn.functional.cross_entropy(logits.flatten(0, 1), labels.flatten(), reduction="none")
+    items = weights.sum() if weighted.items is None else weighted.items  # without labels: NaN, as in padded training
+    loss = (losses * weights.flatten()).sum() / torch.as_tensor(items, device=logits.device)
+    return (loss, *output) if isinstance(output, tuple) else type(output)(**{**output, "loss": loss})
 
 
 def _ignore_first(step: Step, mask: PackedMask) -> None:
@@ -279,24 +293,12 @@ def _take_weighted(step: Step) -> None:
     if step.by_hook:  # a foreign forward: what it calls in the end is ours, or refuses
         return
     _require_labels(step)
+    other = _other_loss(step)
+    if other:
+        raise BadBatch(f"{_MEANT}, {other}")
     step.weighted = Weighted(call[LOSS_LABELS], call[LOSS_WEIGHTS], call.get(_ITEMS))
     taken = (*LABELS, LOSS_LABELS, LOSS_WEIGHTS, _ITEMS)
     step.call = {name: value for name, value in call.items() if name not in taken}
-
-
-def _with_weighted_loss(step: Step, weighted: Weighted, output: Any) -> Any:
-    logits = output[0] if isinstance(output, tuple) else output.get("logits")
-    if not isinstance(logits, torch.Tensor) or logits.shape[:-1] != weighted.labels.shape:
-        raise BadBatch(
-            f"{_MEANT}, need logits {[*weighted.labels.shape, 'vocabulary']}, but {type(step.module).__name__} "
-            f"returned {described(logits)}. {_INSTEAD}"
-        )
-    logits = (logits if logits.dtype == torch.float64 else logits.float())[:, :-1]
-    labels, weights = weighted.labels[:, 1:].to(logits.device), weighted.weights[:, 1:].to(logits)
-    losses = torch.nn.functional.cross_entropy(logits.flatten(0, 1), labels.flatten(), reduction="none")
-    items = weights.sum() if weighted.items is None else weighted.items  # without labels: NaN, as in padded training
-    loss = (losses * weights.flatten()).sum() / torch.as_tensor(items, device=logits.device)
-    return (loss, *output) if isinstance(output, tuple) else type(output)(**{**output, "loss": loss})
 
 
 _INSTEAD = (
@@ -317,7 +319,7 @@ def _require_logits(step: Step) -> None:
 
 
 def _require_labels(step: Step) -> None:
-    """Refuse arguments with which the loss would be another one than the documents' mean."""
+    """Refuse labels and weights that are not those of documents."""
     call, labels, weights = step.call, step.call[LOSS_LABELS], step.call.get(LOSS_WEIGHTS)
     if call.get("labels") is None:
         raise BadBatch(
@@ -334,27 +336,29 @@ def _require_labels(step: Step) -> None:
         f"{_MEANT}, came with labels of tokens: expected labels that count documents, because the weighted losses are "
         "divided by the number of documents. Weights of tokens of your own are not supported: leave them out.",
     )
+
+
+def _other_loss(step: Step) -> str:
+    """What makes the loss another one than the documents' mean, as the end of an error; empty if nothing does."""
+    call = step.call
     fewer = passed(call, FEWER_LOGITS)
-    if any(kept is not None and not (isinstance(kept, int) and kept == 0) for kept in fewer.values()):
-        raise BadBatch(f"{_MEANT}, need all logits, but {', '.join(fewer)} was passed. Leave it out.")
+    if any(not (isinstance(kept, int) and kept == 0) for kept in fewer.values()):
+        return f"need all logits, but {', '.join(fewer)} was passed. Leave it out."
     if call.get("shift_labels") is not None or (step.mask is not None and step.mask.part is not None):
-        raise BadBatch(f"{_MEANT}, need whole rows, but this process has a part of each. Leave loss_weights out.")
+        return "need whole rows, but this process has a part of each. Leave loss_weights out."
     if call.get(IGNORE_INDEX) not in (None, IGNORED_LABEL):
-        raise BadBatch(
-            f"{_MEANT}, came with ignore_index={call[IGNORE_INDEX]}: the collator made weights where labels are not "
+        return (
+            f"came with ignore_index={call[IGNORE_INDEX]}: the collator made weights where labels are not "
             f"{IGNORED_LABEL}. Leave ignore_index out, and give the collator labels of {IGNORED_LABEL} instead."
         )
-    if _adds_router_loss(step, call):
-        raise BadBatch(
-            f"{_MEANT}, came to {type(step.module).__name__} with output_router_logits=True, which adds the router's "
-            "own loss. Set model.config.output_router_logits = False."
-        )
-
-
-def _adds_router_loss(step: Step, call: Call) -> bool:
     asked = call.get("output_router_logits")
     config = inspecting.text_config(step.module.config)
-    return bool(getattr(config, "output_router_logits", False) if asked is None else asked)
+    if getattr(config, "output_router_logits", False) if asked is None else asked:
+        return (
+            f"came to {type(step.module).__name__} with output_router_logits=True, which adds the router's "
+            "own loss. Set model.config.output_router_logits = False."
+        )
+    return ""
 
 
 LOGITS = "router_logits"
@@ -394,10 +398,8 @@ def _called(forward: Any) -> list[FunctionType]:
 
 def _of_real(value: Any, real: torch.Tensor) -> Any:
     """Each layer's router logits ``[tokens, experts]`` of real tokens, from those of all; other values as they are."""
-    if not isinstance(value, tuple) or not all(_for_each(layer, real) for layer in value):
+    if not isinstance(value, tuple):
+        return value
+    if not all(isinstance(layer, torch.Tensor) and layer.dim() == 2 and len(layer) == len(real) for layer in value):
         return value
     return tuple(layer[real.to(layer.device)] for layer in value)
-
-
-def _for_each(layer: Any, real: torch.Tensor) -> bool:
-    return isinstance(layer, torch.Tensor) and layer.dim() == 2 and len(layer) == len(real)

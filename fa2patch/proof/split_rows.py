@@ -53,7 +53,7 @@ class WholeRows(torch.nn.Module):
     def summed(self, gradient: torch.Tensor) -> torch.Tensor:
         """The sum of the processes' gradients with respect to one tensor that all of them hold."""
         gradient = gradient.contiguous()
-        dist.all_reduce(gradient, group=ulysses.group_of(self.part.group))
+        dist.all_reduce(gradient, group=ulysses.groups[self.part.group])
         return gradient
 
     def _own(self, batch: Call) -> Call:
@@ -73,7 +73,7 @@ class WholeRows(torch.nn.Module):
         """The mean loss of all parts' tokens."""
         count = (labels != IGNORED_LABEL).sum()
         sums = torch.stack([torch.where(count > 0, loss.detach() * count, 0.0), count.to(loss.dtype)])
-        dist.all_reduce(sums, group=ulysses.group_of(self.part.group))
+        dist.all_reduce(sums, group=ulysses.groups[self.part.group])
         return sums[0] / sums[1]
 
 

@@ -59,12 +59,9 @@ class Documents:
         return torch.cat([self._tree.along(rows, leaf) for leaf in self._tree.leaves])
 
     def split(self, value: Any) -> Sequence[Any]:
-        """Return an argument for each call: tensors with the batch's tokens are split to ``[count, longest, ...]``.
+        """An argument of the whole batch, for each call: its tokens' tensors are split to ``[count, longest, ...]``.
 
         A packed mask becomes None. Other values are the same for every call.
-
-        Args:
-            value: the argument for the whole batch.
         """
         number = len(self.calls.shapes)
         if isinstance(value, PackedMask):
@@ -84,8 +81,7 @@ class Documents:
     def tokens_of(self, outputs: Sequence[Any]) -> torch.Tensor | None:
         """The documents end to end ``[tokens, ...]``, from the calls' outputs; None if these are not for each token.
 
-        Args:
-            outputs: a tensor ``[count, longest, ...]`` or ``[count * longest, ...]`` for each call.
+        Outputs are tensors ``[count, longest, ...]`` or ``[count * longest, ...]``.
         """
         if self._in_rows(outputs):
             return self.calls.join(outputs)
@@ -104,9 +100,6 @@ class Documents:
 
         What several paths share is taken from the first of them. If a module returns several outputs, those after the
         first that are not for each token (a last state) become None.
-
-        Args:
-            outputs: a module's output for each call.
 
         Raises:
             PackingNotIsolated: the first output does not have one entry for each token.
@@ -164,12 +157,7 @@ def rotary_of_each(
 ) -> Any:
     """Return cos and sin ``[batch, length, dim]``, computed for each document separately.
 
-    Args:
-        rotary: the rotary module or its forward.
-        x: a tensor that gives ``rotary`` its device and dtype.
-        position_ids: ``[batch, length]``.
-        documents: the batch's boundaries.
-        kwargs: further keywords for ``rotary``. ``seq_len`` is dropped.
+    ``rotary`` takes its device and dtype from ``x``. It is not told the row's length, ``seq_len``.
     """
     kwargs = {name: value for name, value in kwargs.items() if name != "seq_len"}
     each = Documents(documents, position_ids.shape)

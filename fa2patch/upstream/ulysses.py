@@ -33,19 +33,8 @@ from ..kernels import Options
 from . import inspecting
 from .calls import Batch, has_pictures, passed
 
-_groups: dict[str, Any] = {}
+groups: dict[str, Any] = {}
 """Process groups by their ``group_name``, because operators take no objects."""
-
-
-def named(group: Any) -> str:
-    """Register a process group; return its name."""
-    _groups[group.group_name] = group
-    return str(group.group_name)
-
-
-def group_of(name: str) -> Any:
-    """The process group of this name."""
-    return _groups[name]
 
 
 # What processes send each other, as operators that keep a compiled model's graph whole
@@ -54,7 +43,7 @@ def group_of(name: str) -> Any:
 def _exchanged(pieces: torch.Tensor, group: str) -> torch.Tensor:
     pieces = pieces.contiguous()
     received = torch.empty_like(pieces)
-    dist.all_to_all_single(received, pieces, group=_groups[group])
+    dist.all_to_all_single(received, pieces, group=groups[group])
     return received
 
 
@@ -79,7 +68,7 @@ def _differentiable(pieces: torch.Tensor, group: str) -> torch.Tensor:
 def _whole_rows(values: torch.Tensor, group: str, processes: int) -> torch.Tensor:
     values = values.contiguous()
     parts = [torch.empty_like(values) for _ in range(processes)]
-    dist.all_gather(parts, values, group=_groups[group])
+    dist.all_gather(parts, values, group=groups[group])
     return torch.cat(parts, dim=-1)
 
 
@@ -111,42 +100,6 @@ if HAS_OPERATORS:
     )
 
 
-def to_heads(states: tuple[torch.Tensor, ...], processes: int, group: str) -> tuple[torch.Tensor, ...]:
-    """Give up heads for tokens.
-
-    Args:
-        states: queries, keys and values ``[batch, length of the part, heads, dim]``, with a multiple of ``processes``
-            heads, or a divisor of it. The latter are sent to several processes.
-        processes: the number of processes.
-        group: the name of their process group.
-
-    Returns:
-        The same ``[batch, length of the row, heads / processes, dim]``, with at least one head.
-    """
-    batch, length = states[0].shape[:2]
-    widths, pieces = [], []
-    for state in states:
-        heads, dim = state.shape[2:]
-        if heads < processes:
-            state = state.repeat_interleave(processes // heads, dim=2)
-        widths.append((max(heads // processes, 1), dim))
-        pieces.append(state.reshape(batch, length, processes, -1))
-    sent = torch.cat(pieces, dim=-1).permute(2, 0, 1, 3)  # [processes, batch, length, width]
-    received = exchange(sent, group).permute(1, 0, 2, 3).reshape(batch, processes * length, -1)
-    split = torch.split(received, [heads * dim for heads, dim in widths], dim=-1)
-    return tuple(x.reshape(*x.shape[:2], *width) for x, width in zip(split, widths))
-
-
-def to_tokens(states: torch.Tensor, processes: int, group: str) -> torch.Tensor:
-    """Give the heads back: ``[batch, length of the row, heads / processes, dim]`` becomes what attention returns,
-    ``[batch, length of the part, heads, dim]``.
-    """
-    batch, length, heads, dim = states.shape
-    pieces = states.reshape(batch, processes, length // processes, heads * dim).transpose(0, 1)
-    received = exchange(pieces, group)  # [processes, batch, length of the part, width]
-    return received.permute(1, 2, 0, 3).reshape(batch, length // processes, processes * heads, dim)
-
-
 @dataclass(frozen=True)
 class RowPart(Part):
     """The part of every row that this process holds, and what it takes to compute attention with it.
@@ -168,7 +121,8 @@ class RowPart(Part):
     def all_tokens(
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, options: Options
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, Options]:
-        """Queries, keys, values and options of all tokens and this process's heads, from those of its tokens.
+        """Give up heads for tokens: ``[batch, length of the part, heads, dim]`` becomes ``[batch, length of the row,
+        heads / processes, dim]``, with at least one head. Key heads fewer than processes are sent to several.
 
         Raises:
             PackingNotIsolated: the heads cannot be shared out.
@@ -181,12 +135,25 @@ class RowPart(Part):
                 f"{keys}. Use fewer processes for a row."
             )
         sinks, slopes = (x if x is None else self.own(x, 0) for x in (options.sinks, options.alibi_slopes))
-        q, k, v = to_heads((q, k, v), self.of, self.group)
+        (batch, length), widths, pieces = q.shape[:2], [], []
+        for state in (q, k, v):
+            heads, dim = state.shape[2:]
+            if heads < self.of:
+                state = state.repeat_interleave(self.of // heads, dim=2)
+            widths.append((max(heads // self.of, 1), dim))
+            pieces.append(state.reshape(batch, length, self.of, -1))
+        sent = torch.cat(pieces, dim=-1).permute(2, 0, 1, 3)  # [processes, batch, length, width]
+        received = exchange(sent, self.group).permute(1, 0, 2, 3).reshape(batch, self.of * length, -1)
+        split = torch.split(received, [heads * dim for heads, dim in widths], dim=-1)
+        q, k, v = (x.reshape(*x.shape[:2], *width) for x, width in zip(split, widths))
         return q, k, v, replace(options, sinks=sinks, alibi_slopes=slopes)
 
     def own_tokens(self, output: torch.Tensor) -> torch.Tensor:
-        """The attention output of this process's tokens and all heads, from that of all tokens and its heads."""
-        return to_tokens(output, self.of, self.group)
+        """Give the heads of attention's output back, for this process's tokens: :meth:`all_tokens`, undone."""
+        batch, length, heads, dim = output.shape
+        pieces = output.reshape(batch, self.of, length // self.of, heads * dim).transpose(0, 1)
+        received = exchange(pieces, self.group)  # [processes, batch, length of the part, width]
+        return received.permute(1, 2, 0, 3).reshape(batch, length // self.of, self.of * heads, dim)
 
 
 def of_whole_rows(batch: Batch | None, part: RowPart, call: Call) -> Batch:
@@ -293,13 +260,13 @@ def _ulysses_part(training: bool) -> tuple[Any, ...] | None:
     processes = dist.get_world_size(group)
     if processes == 1 or (getattr(attention, "disable_in_eval", False) and not training):
         return ()
-    return dist.get_rank(group), processes, named(group)
+    groups[group.group_name] = group
+    return dist.get_rank(group), processes, group.group_name
 
 
 def _ulysses() -> Any:
-    """The ``UlyssesSPAttentionHF`` that splits rows, or None. It may be registered for another model's implementation,
-    and this one then gets parts of rows too.
-    """
+    """The ``UlyssesSPAttentionHF`` that splits rows, or None."""
+    # it may be registered for another model's implementation, and this one then gets parts of rows too
     held = (value for function in _registered() for value in inspecting.enclosed(function).values())
     return next((value for value in held if any(cls.__name__ == _CLASS for cls in type(value).__mro__)), None)
 

@@ -23,26 +23,29 @@ HEADS = {"all": (8, 8, 16, 16), "grouped": (8, 2, 16, 16), "one key head": (4, 1
 COUNT = """
 import json, os, sys
 import torch, torch.distributed as dist
+from fa2patch.kernels import Options
 from fa2patch.upstream import ulysses
 from traffic import traffic
 
 torch.set_num_threads(1)
 dist.init_process_group("gloo")
-name, processes = ulysses.named(dist.group.WORLD), dist.get_world_size()
+group, processes = dist.group.WORLD, dist.get_world_size()
+ulysses.groups[group.group_name] = group
+part = ulysses.RowPart(dist.get_rank(), processes, group.group_name)
 found = {}
 for case, (heads, keys, width, value_width) in json.loads(sys.argv[1]).items():
     shapes = (heads, width), (keys, width), (keys, value_width)
     q, k, v = (torch.randn(2, 6, n, d, requires_grad=True, dtype=torch.bfloat16) for n, d in shapes)
     with traffic() as forward:
-        to = ulysses.to_heads((q, k, v), processes, name)
+        to = part.all_tokens(q, k, v, Options())
         assert to[0].shape == (2, 6 * processes, heads // processes, width)
         output = to[0][..., :value_width] + to[2].repeat_interleave(to[0].shape[2] // to[2].shape[2], 2) + to[1].sum()
-        back = ulysses.to_tokens(output, processes, name)
+        back = part.own_tokens(output)
     with traffic() as backward:
         back.sum().backward()
     found[case] = [sum(one.sent.values()) for one in (forward, backward)]
 with traffic() as ids:
-    ulysses.whole_rows(torch.arange(12).view(2, 6), name, processes)
+    part.gathered([torch.arange(6), torch.arange(6)])
 found["ids"] = sum(ids.sent.values())
 if dist.get_rank() == 0:
     print(json.dumps(found), flush=True)

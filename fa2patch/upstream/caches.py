@@ -64,26 +64,17 @@ def is_paged(value: object) -> bool:
     return not plain and callable(getattr(value, "update", None)) and callable(getattr(value, "free_blocks", None))
 
 
-def parameters(forward: Function) -> list[str]:
+def taken_by(forward: Function) -> list[str]:
     """Return the names of a forward's parameters that take a cache, below decorators.
 
     They are recognised by their annotation: a class that is neither a tensor nor a container of torch or Python.
     """
-    function = inspect.unwrap(forward)
-    return [each.name for each in inspecting.parameters(function) if _takes_a_cache(each, function)]
-
-
-def takes_one(forward: Function) -> bool:
-    """Whether a forward has a parameter that takes a cache."""
-    return bool(parameters(forward))
-
-
-def _takes_a_cache(parameter: inspect.Parameter, function: Function) -> bool:
-    if parameter.name in _OLD_NAMES:
-        return True
-    if parameter.default is not None or parameter.annotation is parameter.empty:  # a cache is optional everywhere
-        return False
-    return any(_is_class_of_caches(each) for each in _classes(parameter.annotation, function))
+    function, found = inspect.unwrap(forward), []
+    for each in inspecting.parameters(function):
+        optional = each.default is None and each.annotation is not each.empty  # a cache is, everywhere
+        if each.name in _OLD_NAMES or (optional and any(map(_is_class_of_caches, _classes(each.annotation, function)))):
+            found.append(each.name)
+    return found
 
 
 def _classes(annotation: Any, function: Function) -> Iterator[type]:

@@ -109,10 +109,10 @@ def _seam_of(module: torch.nn.Module) -> Layer | None:
     home = sys.modules.get(inspecting.defining(cls, "forward").__module__)
     if home is None:
         return None
-    looked_up = interface.seam_of(home, inspecting.forward_of(cls))
+    looked_up = interface.interface_of(home, inspecting.forward_of(cls))
     if looked_up is not None:
         return Layer("", "interface", *looked_up)
-    site = formula.seam_of(home, module)
+    site = formula.formula_of(home, module)
     if site is None:
         return None
     return Layer(

@@ -36,8 +36,8 @@ def mixer_layers(decoder: Model, attention: Sequence[Layer]) -> Iterator[Layer]:
         parts = name.split(".")
         around = [".".join(parts[:end]) for end in range(len(parts), 0, -1)]
         around = [path for path in around if not any(f"{other}.".startswith(f"{path}.") for other in names)]
-        path = next((path for taken in ways for path in around if _takes(decoder.get_submodule(path), taken)), None)
-        if path is not None and path not in done:
+        path = next((path for taken in ways for path in around if _takes(decoder.get_submodule(path), taken)), "")
+        if path and path not in done:
             done.add(path)
             module = decoder.get_submodule(path)
             yield Layer(path, "mixer", of_forward(module, mixer.by_document), module=module)
@@ -49,7 +49,7 @@ def carrier(decoder: Model, found: Iterable[Layer]) -> str:
     The packed mask replaces this argument. It is ``"attention_mask"`` if no argument reaches them all.
     """
     given, found = inspecting.upstream_parameters(type(decoder).forward), list(found)
-    cached = caches.parameters(type(decoder).forward)  # xLSTM's decoder takes a cache, its layers take state
+    cached = caches.taken_by(type(decoder).forward)  # xLSTM's decoder takes a cache, its layers take state
     ways = {"attention_mask": mixer.takes_mask, "cache_position": mixer.takes_positions}
     for name, taken in {**ways, **dict.fromkeys(cached, mixer.takes_cache)}.items():
         if name in given and all(_takes(layer.module, taken) for layer in found):
@@ -65,9 +65,7 @@ def _takes(module: torch.nn.Module, taken: Callable[[Function], bool]) -> bool:
 def mixers(decoder: Model, attention: Iterable[Layer] | None = None) -> dict[str, str]:
     """Return the modules that carry state along the row outside attention, as names and the evidence for it.
 
-    Args:
-        decoder: the decoder.
-        attention: its attention layers; None looks for them.
+    ``attention`` are the decoder's attention layers. None looks for them.
     """
     attention = attention_layers(decoder) if attention is None else attention
     seams = {layer.name for layer in attention}  # the name of Kimi Linear's full attention matches too

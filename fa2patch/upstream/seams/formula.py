@@ -72,14 +72,14 @@ def says_more(module: torch.nn.Module) -> bool:
     ``torch.matmul``.
     """
     forward = inspecting.forward_of(type(module))
-    names, harmless = inspecting.names_read(forward), {*_HARMLESS, *caches.parameters(forward)}
+    harmless = {*_HARMLESS, *caches.taken_by(forward)}
     optional = (each for each in inspecting.parameters(inspect.unwrap(forward)) if each.default is not each.empty)
     return (
         bool(module._parameters)
         or any(_adds(child, type(module).__module__) for child in module.children())
         or any(each.name not in harmless for each in optional)
         or any(says_who_sees(buffer) and not _is_triangle(buffer) for buffer in module._buffers.values())
-        or "bmm" in names
+        or inspecting.reads_name(forward, "bmm")
     )
 
 
@@ -120,7 +120,7 @@ def helpers(plain: type) -> list[str]:
     return [name for name in called if callable(getattr(plain, name, None)) and is_formula(getattr(plain, name))]
 
 
-def seam_of(modeling: ModuleType, module: torch.nn.Module) -> Site | None:
+def formula_of(modeling: ModuleType, module: torch.nn.Module) -> Site | None:
     """What is replaced for a layer of this modeling file; None if its code is no formula."""
     cls = type(module)
     owner, forward = inspecting.defining(cls, "forward"), inspecting.forward_of(cls)
@@ -131,14 +131,15 @@ def seam_of(modeling: ModuleType, module: torch.nn.Module) -> Site | None:
     if plain is None or convolves(module):
         return None
     if flash_class(modeling, plain) is None:
-        return Site(owner, "forward", ByFormula(owner)) if is_formula(forward) else None
-    known = is_formula(inspecting.forward_of(plain)) or helpers(plain)
+        known = is_formula(forward)
+    else:
+        known = is_formula(inspecting.forward_of(plain)) or bool(helpers(plain))
     return Site(owner, "forward", ByFormula(owner)) if known else None
 
 
 def table_name(modeling: ModuleType, forward: Function) -> str | None:
     """Return the name of the dictionary in which a layer's ``forward`` looks up its attention function, or None."""
-    names = (name for name in inspecting.names_read(forward) if re.fullmatch(r"\w+_ATTENTION_FUNCTION", name))
+    names = filter(re.compile(r"\w+_ATTENTION_FUNCTION").fullmatch, inspecting.names_read(forward))
     return next((name for name in names if FLASH in vars(modeling).get(name, ())), None)
 
 
@@ -230,15 +231,11 @@ def by_formula(
     methods: Mapping[str, Function] = MappingProxyType({}),
     windows: Windows | None = None,
 ) -> Function:
-    """Return the replacement for a layer's ``forward``. It calls ``original`` for dense batches.
+    """Return the replacement for a layer's ``forward``, ``original``, which it calls for dense batches.
 
     It raises :class:`PackingNotIsolated` if the layer does something with its scores that packed attention cannot say.
-
-    Args:
-        original: the ``forward`` that is replaced.
-        eager: the ``forward`` with the formula, ``original`` by default.
-        methods: methods of the class with the formula that ``eager`` calls and that hold it, by name.
-        windows: the windows of a layer that has a class for flash attention.
+    A layer with a class for flash attention has the ``eager`` forward of its plain class, ``methods`` that this calls
+    and that hold the formula, and ``windows``.
     """
     eager = inspect.unwrap(eager or original)
     names, taken = inspecting.parameter_names(original)[1:], inspecting.parameter_names(eager)[1:]

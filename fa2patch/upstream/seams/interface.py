@@ -30,7 +30,7 @@ _KNOWN_TENSORS = {
 }  # fmt: skip
 
 
-def seam_of(modeling: ModuleType, forward: Function) -> tuple[Site, tuple[Site, ...]] | None:
+def interface_of(modeling: ModuleType, forward: Function) -> tuple[Site, tuple[Site, ...]] | None:
     """What is replaced where a layer's ``forward`` looks up its function in the dictionary; None where it does not."""
     name = next((name for name in ATTENTION_FUNCTIONS if name in vars(modeling) and reads_name(forward, name)), None)
     if name is None:

@@ -29,13 +29,11 @@ from ...kernels.picks import DOCUMENTS
 from .. import caches, inspecting
 from ..packed_mask import PackedMask, find
 from ..splitting import Documents
-from .mixer_calls import Mixing, Way, verdict
+from . import mixer_calls
+from .mixer_calls import Mixing, Way
 
 MASKS = ("attention_mask", "mask", "conv_mask")
 """Names of the mask argument through which a mixer is given the boundaries."""
-
-SAYS_DOCUMENTS = ("seq_idx", "cu_seq_lens_q")
-KEYWORDS = (*SAYS_DOCUMENTS, "cu_seq_lens_k", "max_length_q", "max_length_k")
 
 
 def takes_mask(forward: Function) -> bool:
@@ -50,7 +48,7 @@ def takes_positions(forward: Function) -> bool:
 
 def takes_cache(forward: Function) -> bool:
     """Whether a ``forward`` takes a cache or a state, which RWKV and xLSTM hand to their layers, or ``*args``."""
-    return inspecting.takes_any_position(forward) or caches.takes_one(forward)
+    return inspecting.takes_any_position(forward) or bool(caches.taken_by(forward))
 
 
 def by_document(original: Function) -> Function:
@@ -59,8 +57,9 @@ def by_document(original: Function) -> Function:
     It raises :class:`PackedWithCache` if a cache or state comes with a packed batch, and :class:`PackingNotIsolated` if
     the mixer's output does not have one entry for each token.
     """
-    names, lengths = inspecting.parameter_names(original)[1:], tuple(inspecting.accepted(original, KEYWORDS))
-    lengths = lengths if any(name in lengths for name in SAYS_DOCUMENTS) else ()
+    names, lengths = inspecting.parameter_names(original)[1:], inspecting.accepted(original, mixer_calls.KEYWORDS)
+    if not {"seq_idx", "cu_seq_lens_q"}.intersection(lengths):  # the others do not say where documents are
+        lengths = []
 
     @functools.wraps(original)
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
@@ -92,9 +91,8 @@ def _computed(
 ) -> Any:
     """Compute a packed batch in the first way that a trial has shown to be right, else document by document.
 
-    Args:
-        lengths: the names of the collator's lengths that the mixer accepts.
-        hands_on: whether the second output is the next layer's state, so that the mask is returned in its place.
+    The mixer accepts the collator's ``lengths`` of these names. If it hands a state on to the next layer as its second
+    output, the mask is returned in its place.
     """
     kwargs = {name: value for name, value in kwargs.items() if name not in LENGTHS}
     mixing = Mixing(original, module, args, kwargs, _own_documents(module, mask), mask.shape, hands_on)
@@ -106,11 +104,7 @@ def _computed(
 
 
 def _own_documents(module: torch.nn.Module, mask: PackedMask) -> Boundaries:
-    """The boundaries of the documents that this process holds.
-
-    Raises:
-        PackingNotIsolated: rows are split over processes inside a document, or hold a tree.
-    """
+    """The boundaries of the documents that this process holds. Rows must be split between documents, without trees."""
     if mask.part is None:
         return mask.boundaries
     own = mask.part.documents(mask.boundaries, mask.shape)
@@ -132,7 +126,7 @@ def _chosen(mixing: Mixing, mask: PackedMask, lengths: Sequence[str]) -> Way:
     def is_right(way: Way) -> bool:
         if kind is None or way.portions is DOCUMENTS:
             return way.portions is DOCUMENTS
-        trial = functools.partial(verdict, mixing, way)
+        trial = functools.partial(mixer_calls.verdict, mixing, way)
         tried = mask.picks.tried(module, (way.name, *kind), way.sizes, trial)
         if not tried.able:
             failed.append(f"tried on this machine with {way.name}, it {tried.why}")
@@ -164,11 +158,6 @@ def _require_no_look_back(mixing: Mixing, documents: Documents, outputs: Sequenc
     """Raise :class:`BadParents` if a shared segment's outputs depend on what follows it (ConvBERT).
 
     A prompt would be another one before each of its completions. A mixer has no attribute that says so.
-
-    Args:
-        mixing: the call.
-        documents: the documents in their calls.
-        outputs: the mixer's output for each call.
     """
     found, module, hidden = documents.shared(), mixing.module, mixing.hidden
     if found is None or module in _LOOK_BACK:

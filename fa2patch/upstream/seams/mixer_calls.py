@@ -97,10 +97,8 @@ class Mixing:
     def ways(self, lengths: Sequence[str]) -> Iterator[Way]:
         """Yield the ways, the best first, the documents one by one last. They are made once in a forward.
 
-        The device is read only if the first one is not taken.
-
-        Args:
-            lengths: the names of the collator's lengths that the mixer accepts.
+        The mixer accepts the collator's ``lengths`` of these names. The device is read only if the first way is not
+        taken.
         """
         known, cu = self.boundaries.made, self.boundaries.cu_seqlens
         several = len(self.boundaries) > 1 and self.boundaries.parents is None
@@ -108,7 +106,7 @@ class Mixing:
             tokens = self.shape[0] * self.shape[1]
             if Way not in known:
                 whole = Documents(Boundaries(torch.tensor([0, tokens]), tokens, None, (tokens,)), self.shape)
-                known[Way] = whole, keywords_of(self.boundaries, tokens)
+                known[Way] = whole, _keywords(self.boundaries, tokens)
             whole, more = known[Way]
             more = {name: more[name] for name in lengths}
             yield Way(WHOLE_ROW, whole, "a whole row", more, (min(tokens, LONG_ENOUGH), 0))
@@ -123,17 +121,15 @@ class Mixing:
             each.in_batches(grouping.batches(lengths, LARGEST, pads=pads), device) for pads in (True, False)
         )
         if padded.calls.size > sum(lengths):
-            yield Way(BATCHES, padded, "documents in padded batches", {}, sizes(padded))
+            yield Way(BATCHES, padded, "documents in padded batches", {}, _sizes(padded))
         if len(equal.calls.shapes) < len(lengths):
-            yield Way(BATCHES, equal, "documents of one length in batches", {}, sizes(equal))
+            yield Way(BATCHES, equal, "documents of one length in batches", {}, _sizes(equal))
 
     def outputs(self, way: Way, states: torch.Tensor, filling: torch.Tensor | None = None) -> list[torch.Tensor]:
         """The outputs that have an entry for each token ``[tokens, ...]``, computed from other hidden states.
 
-        Args:
-            way: what the mixer gets in its calls.
-            states: the hidden states of the documents end to end, ``[tokens, width]``.
-            filling: what fills batches up, ``[size, width]``; None for zeros.
+        These are of the documents end to end, ``[tokens, width]``. Batches are filled up with ``filling``, ``[size,
+        width]``, or with zeros.
         """
         portions = iter(way.documents.calls.split(states, filling))
 
@@ -148,21 +144,21 @@ class Mixing:
         return [states for states in found if states is not None and states.is_floating_point()]
 
 
-def keywords_of(boundaries: Boundaries, tokens: int) -> dict[str, Any]:
+KEYWORDS = ("seq_idx", "cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k")
+
+
+def _keywords(boundaries: Boundaries, tokens: int) -> dict[str, Any]:
     """The collator's lengths for a row, as the kernels take them. Nothing is read.
 
     ``seq_idx`` is int32 ``[1, tokens]``, ``cu_seq_lens_*`` int32 ``[documents + 1]``, ``max_length_*`` an int.
     """
     cu, longest = boundaries.cu_seqlens, boundaries.max_seqlen
     number = torch.arange(len(cu) - 1, device=cu.device, dtype=torch.int32)
-    return {
-        "seq_idx": number.repeat_interleave(cu.diff().long(), output_size=tokens)[None],
-        **dict.fromkeys(("cu_seq_lens_q", "cu_seq_lens_k"), cu),
-        **dict.fromkeys(("max_length_q", "max_length_k"), longest),
-    }
+    seq_idx = number.repeat_interleave(cu.diff().long(), output_size=tokens)[None]
+    return dict(zip(KEYWORDS, (seq_idx, cu, cu, longest, longest)))
 
 
-def sizes(documents: Documents) -> tuple[int, ...]:
+def _sizes(documents: Documents) -> tuple[int, ...]:
     """The lengths that a verdict about batches holds up to (:class:`Way`)."""
     lengths, batches = documents.lengths, documents.calls.batches
     shared = (lengths[batch[0]] for batch in batches if len(batch) > 1)
@@ -218,7 +214,20 @@ def _difference(mixing: Mixing, way: Way, hidden: torch.Tensor) -> str:
             among_others = mixing.outputs(way, others, torch.ones_like(filling))
         if not all(torch.equal(after[inside], before[inside]) for after, before in zip(among_others, found)):
             return "changes a document when the others change"
-    wanted = (states, *_parameters(mixing.module))
+    return _other_gradients(mixing.module, found, expected, states, documents, near)
+
+
+def _other_gradients(
+    module: torch.nn.Module,
+    found: Sequence[torch.Tensor],
+    expected: Sequence[torch.Tensor],
+    states: torch.Tensor,
+    documents: torch.Tensor,
+    near: float,
+) -> str:
+    # tensors in the place of parameters (DTensor) may communicate when they are compared, and hooks reach others
+    own = (parameter for parameter in module.parameters() if type(parameter) is torch.nn.Parameter)
+    wanted = (states, *(each for each in own if each.requires_grad and not each._backward_hooks))
     reached, right = (gradients(outputs, wanted, documents) for outputs in (found, expected))
     # a gradient that is tiny beside the others is rounding, and is not compared with itself
     largest = max(float(gradient.abs().max()) for gradient in right if gradient.numel())
@@ -236,28 +245,15 @@ def _looked_at(way: Way, lengths: Sequence[int]) -> list[int]:
 
 
 def _tokens_of(chosen: Sequence[int], lengths: Sequence[int], parts: bool = False) -> torch.Tensor:
-    """Which tokens belong to some of the documents, bool ``[tokens]``.
+    """Which tokens belong to the chosen documents, bool ``[tokens]``.
 
-    Args:
-        chosen: the numbers of the documents.
-        lengths: the lengths of all documents.
-        parts: whether only a first part of each document counts. The parts end at different places of a mixer's chunks.
+    If ``parts``, only a first part of each of them counts. The parts end at different places of a mixer's chunks.
     """
     flags, starts = torch.zeros(sum(lengths), dtype=torch.bool), [0, *accumulate(lengths)]
     for at in chosen:
         behind = 1 + 5 * at % max(1, lengths[at] // 2) if parts and lengths[at] > 1 else 0
         flags[starts[at] : starts[at + 1] - behind] = True
     return flags
-
-
-def _parameters(module: torch.nn.Module) -> Iterator[torch.nn.Parameter]:
-    """The parameters that are trained, without those that a trial's gradient could reach others through.
-
-    Tensors in the place of parameters (DTensor) may communicate with other processes when they are compared.
-    """
-    for parameter in module.parameters():
-        if type(parameter) is torch.nn.Parameter and parameter.requires_grad and not parameter._backward_hooks:
-            yield parameter
 
 
 @contextlib.contextmanager

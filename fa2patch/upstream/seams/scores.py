@@ -85,6 +85,7 @@ class FormulaMask(PackedMask):
         return super().__torch_function__(function, types, args, kwargs)
 
 
+@dataclass(eq=False, repr=False)
 class Scores:
     """The scores of an attention layer, or its weights, which are never computed.
 
@@ -100,21 +101,16 @@ class Scores:
         dropout: the probability with which weights are dropped.
     """
 
-    device = torch.device("cpu")  # numbers that a layer makes for its scores stay on the host
+    q: torch.Tensor
+    k: torch.Tensor
+    shape: tuple[int, ...]
+    scale: float = 1.0
+    softcap: float | None = None
+    mask: FormulaMask | None = None
+    weights: bool = False
+    dropout: float = 0.0
 
-    def __init__(
-        self,
-        q: torch.Tensor,
-        k: torch.Tensor,
-        shape: tuple[int, ...],
-        scale: float = 1.0,
-        softcap: float | None = None,
-        mask: FormulaMask | None = None,
-        weights: bool = False,
-        dropout: float = 0.0,
-    ) -> None:
-        self.q, self.k, self.shape, self.scale, self.softcap = q, k, shape, scale, softcap
-        self.mask, self.weights, self.dropout = mask, weights, dropout
+    device = torch.device("cpu")  # numbers that a layer makes for its scores stay on the host
 
     def _with(self, **changes: Any) -> Scores:
         scores = object.__new__(Scores)

@@ -22,19 +22,23 @@ from .trait import ModelLayers
 
 _MAKES = re.compile(r"create_\w*mask\w*")
 _LATER = re.compile(r"causal|tril|triu|future|decoder_attention_mask|_prepare_attn_mask")
-_ADDS = "or_mask_function"
+ADDED = "or_mask_function"
+"""The argument of functions that make masks (4.53 on) for a function that lets more tokens be seen."""
+
 _FLAG = "use_bidirectional_attention"
 
 
 def look(model: ModelLayers, facts: Facts) -> None:
     """Refuse a model whose masks and layers contradict each other."""
-    not_said = unsaid(model)
+    not_said = _unsaid(model)
     if not_said:
         raise LayerNotPatchable(
             f"{not_said}. Nothing was patched. Train this model padded, and please report it with the Transformers "
             "version."
         )
-    facts.both_ways = sees_both_ways(model)
+    facts.both_ways = any(
+        layer.fused or not is_causal(layer.module, otherwise=not layer.by_itself) for layer in model.attention
+    )
     facts.contradiction = contradiction(model.entered, [layer.module for layer in model.attention])
     facts.told_of_types = any(map(_is_told, model.entered))
     if facts.contradiction and not facts.told_of_types:
@@ -51,14 +55,9 @@ def _is_told(model: Model) -> bool:
     return makes and inspecting.takes(forward, "token_type_ids")
 
 
-def sees_both_ways(model: ModelLayers) -> bool:
-    """Whether an attention layer lets tokens see later tokens."""
-    return any(layer.fused or not is_causal(layer.module, otherwise=not layer.by_itself) for layer in model.attention)
-
-
 def contradiction(entered: Sequence[Any], layers: Sequence[Any]) -> str:
     """How a model's masks and the modules of its attention layers differ; empty if they agree or it cannot be read."""
-    turned = next((layer for layer in layers if is_turned(layer)), None)
+    turned = next(filter(_is_turned, layers), None)
     if turned is not None and _masks_come_from_upstream(entered[-1]):
         return (
             f"{type(turned).__name__} makes layers with is_causal=True, and this one has is_causal=False, while the "
@@ -76,7 +75,7 @@ def contradiction(entered: Sequence[Any], layers: Sequence[Any]) -> str:
     return ""
 
 
-def is_turned(layer: Any) -> bool:
+def _is_turned(layer: Any) -> bool:
     """Whether a causal layer's ``is_causal`` was set to False after it was made (LLM2Vec's way)."""
     made = inspecting.defining(type(layer), "__init__").__init__  # type: ignore[misc]
     return getattr(layer, "is_causal", True) is False and inspecting.stored(made, "is_causal") == {True}
@@ -90,7 +89,7 @@ def _masks_come_from_upstream(decoder: Any) -> bool:
     return _causal_masks(decoder) is not False and all(map(is_known, [forward, *makes]))
 
 
-def unsaid(model: ModelLayers) -> str:
+def _unsaid(model: ModelLayers) -> str:
     """Why it is not known whether a model is causal; empty if its layers say so, or nothing makes causal masks.
 
     Layers that compute attention by themselves follow the mask, and most of them are encoders'.
@@ -126,7 +125,7 @@ def _causal_masks(model: Model) -> bool | None:
     scope = vars(sys.modules[forward.__module__])
     if made[0] in scope and is_two_sided(scope[made[0]], config):
         return False
-    adds = inspecting.has_constant(forward, _ADDS) and inspecting.reads_name(forward, _FLAG)
+    adds = inspecting.has_constant(forward, ADDED) and inspecting.reads_name(forward, _FLAG)
     return not (adds_the_later_ones(config) and adds)
 
 

@@ -36,7 +36,6 @@ TYPES = "token_type_ids"
 MEDIA_TYPES = "mm_token_type_ids"
 """The name of the types of Gemma 4's tokens."""
 
-ADDED = "or_mask_function"
 CUT = "and_mask_function"
 NUMBERS = "block_sequence_ids"
 
@@ -69,13 +68,13 @@ class Blocks(NamedTuple):
 
 def blocks_of(function: Function, given: Call) -> Blocks | None:
     """The blocks that are named to a function that makes masks. None if there are none, or all layers look ahead."""
-    added = given.get(ADDED)
+    added = given.get(directions.ADDED)
     if added is not None:
         found = _of_closure(added)
         if found is not None and (given.get(CUT) is None or window_of(given) is not None):
             return found
         if not directions.adds_the_later_ones(given.get("config")):  # else all layers look ahead, as apply has checked
-            raise _unknown(function, ADDED)
+            raise _unknown(function, directions.ADDED)
     if given.get(NUMBERS) is not None:
         return Blocks(given[NUMBERS], given[NUMBERS])
     types = given.get(TYPES)
@@ -117,8 +116,7 @@ def _prefix(given: Call, types: Any) -> Blocks:
         training = given["self"].training
     if training and types is not None:
         return Blocks(torch.where(types == 0, 0, -1), types, prefixes=True)
-    everything = torch.zeros(1, 1, dtype=torch.int64)
-    return Blocks(everything, None)
+    return Blocks(torch.zeros(1, 1, dtype=torch.int64), None)  # all tokens
 
 
 def _unknown(function: Function, name: str) -> PackingNotIsolated:
@@ -126,13 +124,6 @@ def _unknown(function: Function, name: str) -> PackingNotIsolated:
         f"{function.__name__} was called with {name}: in this model some tokens see later ones, and what this version "
         "of Transformers lets them see is not known. Pack text only, or train padded. Please report the model."
     )
-
-
-class _KnownSpans(NamedTuple):
-    """The last blocks that a batch's masks were made of, and the boundaries with their spans."""
-
-    said: object
-    boundaries: Boundaries
 
 
 def with_spans(mask: PackedMask, blocks: Blocks | None) -> PackedMask:
@@ -153,11 +144,11 @@ def with_spans(mask: PackedMask, blocks: Blocks | None) -> PackedMask:
             "a row with shared prompts (segment_parents) holds tokens that see each other in both directions (a "
             "picture, or a prefix), which is not computed. Give every sequence a document of its own."
         )
-    known = found.made.get(_KnownSpans)
-    if known is None or known.said is not blocks.said:
+    known: tuple[object, Boundaries] | None = found.made.get(Blocks)
+    if known is None or known[0] is not blocks.said:
         until = last_seen(blocks.numbers, found.cu_seqlens, mask.shape, mask.real, blocks.prefixes)
-        known = found.made[_KnownSpans] = _KnownSpans(blocks.said, replace(found, until=until, made={}))
-    return replace(mask, boundaries=known.boundaries)
+        known = found.made[Blocks] = blocks.said, replace(found, until=until, made={})
+    return replace(mask, boundaries=known[1])
 
 
 MERGE = "_merge_input_ids_with_image_features"
@@ -224,7 +215,6 @@ def let_through(original: Function) -> Function:
 
 
 def _require_upstreams(config: Config | None) -> None:
-    """Raise :class:`PackingNotIsolated` if a dense batch's mask would be made by the user's registered function."""
     own = _registered(getattr(config, "_attn_implementation", None))
     if own:
         raise PackingNotIsolated(
@@ -246,7 +236,9 @@ def _hands_blocks_on(function: Function) -> bool:
     and in Gemma 4 only the mask of sliding layers has them.
     """
     told = (TYPES, MEDIA_TYPES, NUMBERS)
-    given = any(inspecting.has_variable(function, name) for name in told) or inspecting.has_constant(function, ADDED)
+    given = any(inspecting.has_variable(function, name) for name in told) or inspecting.has_constant(
+        function, directions.ADDED
+    )
     own = "masking_utils" not in function.__module__  # its functions are replaced in modeling modules only
     return given and own and any(FUNCTIONS.fullmatch(name) for name in inspecting.names_read(function))
 

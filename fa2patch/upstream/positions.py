@@ -22,7 +22,8 @@ from .splitting import rotary_of_each
 from .step import Step
 from .trait import ModelLayers, Trait
 
-_POSITIONS = re.compile(r"(^|_)(position|positions|pos|wpe|rotary|rope)(_|$)")
+_POSITIONS = re.compile(r"[._](position|positions|pos|wpe|rotary|rope)(_[^.]*)?$")
+"""Words in the last part of the names of modules and parameters that embed positions."""
 
 
 def look(model: ModelLayers, facts: Facts) -> list[Site]:
@@ -94,9 +95,9 @@ def first_position(decoder: Model) -> int:
 
 def embeds_positions(decoder: Model) -> bool:
     """Whether a decoder has a table of positions (BERT, GPT-2); rotary positions have none."""
-    named = decoder.named_modules()
     return any(
-        isinstance(module, torch.nn.Embedding) and _POSITIONS.search(name.rsplit(".", 1)[-1]) for name, module in named
+        isinstance(module, torch.nn.Embedding) and _POSITIONS.search(f".{name}")
+        for name, module in decoder.named_modules()
     )
 
 
@@ -105,10 +106,8 @@ def unreachable_positions(decoder: Model) -> str:
 
     Such a decoder counts positions along the row.
     """
-    if _may_read_ids(decoder):
-        return ""
-    names = [name for name, _ in (*decoder.named_modules(), *decoder.named_parameters())]
-    return next((name for name in names if _POSITIONS.search(name.rsplit(".", 1)[-1])), "")
+    names = (name for name, _ in chain(decoder.named_modules(), decoder.named_parameters()))
+    return "" if _may_read_ids(decoder) else next((name for name in names if _POSITIONS.search(f".{name}")), "")
 
 
 def _may_read_ids(decoder: Model) -> bool:
@@ -132,15 +131,13 @@ def _may_read_ids(decoder: Model) -> bool:
 
 def position_embeddings(decoder: Model) -> list[torch.nn.Embedding]:
     """The position embeddings that take the mask and count its ones (OPT, BioGPT)."""
-    return [
-        module for _, module in text_modules(decoder) if isinstance(module, torch.nn.Embedding) and _counts_mask(module)
-    ]
-
-
-def _counts_mask(embedding: torch.nn.Embedding) -> bool:
-    first = inspecting.parameters(embedding.forward)[0]
-    behind_args = first.kind is first.VAR_POSITIONAL and hasattr(embedding, "offset")  # a wrapper of other code
-    return first.name == MASK or behind_args
+    found = []
+    for embedding in (module for _, module in text_modules(decoder) if isinstance(module, torch.nn.Embedding)):
+        first = inspecting.parameters(embedding.forward)[0]
+        behind_args = first.kind is first.VAR_POSITIONAL and hasattr(embedding, "offset")  # a wrapper of other code
+        if first.name == MASK or behind_args:
+            found.append(embedding)
+    return found
 
 
 def counted_by_position_ids(original: Function) -> Function:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -13,7 +13,7 @@ from . import inspecting
 from .architectures import row_of
 from .facts import Facts, Site
 from .find_layers import blocks_without, claims_flash_attention
-from .find_mixers import mixers as mixers_of
+from .find_mixers import mixers
 from .find_models import takes_no_token_ids, text_modules, token_embeddings
 from .step import Step
 from .trait import ModelLayers, Trait
@@ -43,7 +43,7 @@ def unreadable_code(model: ModelLayers, facts: Facts) -> None:
             )
 
 
-def registered(model: ModelLayers, facts: Facts) -> None:
+def config_of_its_row(model: ModelLayers, facts: Facts) -> None:
     """Refuse a config that its row of the registry refuses."""
     config = model.model.config
     for row, of in ((facts.architecture, model.decoder.config), (row_of(config), config)):
@@ -52,9 +52,9 @@ def registered(model: ModelLayers, facts: Facts) -> None:
             raise UnsupportedModel(f"{model} cannot be trained packed: {reason}.")
 
 
-def mixers(model: ModelLayers, facts: Facts) -> list[Site]:
+def mixers_without_boundaries(model: ModelLayers, facts: Facts) -> list[Site]:
     """Replace every mixer or the layer around it, and refuse a model with one that cannot be given the boundaries."""
-    carrying = {} if model.by_document else mixers_of(model.decoder, model.attention)
+    carrying = {} if model.by_document else mixers(model.decoder, model.attention)
     facts.has_mixers = bool(carrying)
     covered = tuple(f"{layer.name}." for layer in model.mixers)
     left = {name: what for name, what in carrying.items() if not f"{name}.".startswith(covered)}
@@ -71,7 +71,12 @@ def mixers(model: ModelLayers, facts: Facts) -> list[Site]:
 def attention(model: ModelLayers, facts: Facts) -> list[Site]:
     """Replace each attention layer's seam, and refuse a decoder with layers that cannot be given the boundaries."""
     _require_layers(model)
-    _refuse_cross_attention(model)
+    found = _attention_to_an_encoder(model.decoder, [layer.name for layer in model.attention])
+    if found:
+        raise UnsupportedModel(
+            f"{type(model.decoder).__name__} attends to an encoder's states: {found}. fa2patch packs decoder-only "
+            "language models. Nothing was patched. Train this model padded."
+        )
     return [site for layer in model.attention for site in (layer.site, *layer.others) if layer.seam != "document"]
 
 
@@ -105,16 +110,7 @@ def _foreign_forward(decoder: Model) -> str:
     return ""
 
 
-def _refuse_cross_attention(model: ModelLayers) -> None:
-    found = attention_to_an_encoder(model.decoder, [layer.name for layer in model.attention])
-    if found:
-        raise UnsupportedModel(
-            f"{type(model.decoder).__name__} attends to an encoder's states: {found}. fa2patch packs decoder-only "
-            "language models. Nothing was patched. Train this model padded."
-        )
-
-
-def attention_to_an_encoder(decoder: Model, attention: Sequence[str]) -> str:
+def _attention_to_an_encoder(decoder: Model, attention: Sequence[str]) -> str:
     """The block of a decoder that attends to an encoder's states, as a text for an error; empty if there is none.
 
     A block attends to an encoder if its forward takes ``encoder_hidden_states`` and it holds more than one attention
@@ -122,21 +118,19 @@ def attention_to_an_encoder(decoder: Model, attention: Sequence[str]) -> str:
     states, and have a second attention layer only if the config asks for it.
     """
     for name, block in text_modules(decoder):
-        takes = not inspecting.is_of_torch(type(block)) and inspecting.takes(
-            inspecting.forward_of(type(block)), ENCODED
-        )
-        if name in attention or not takes:
+        cls = type(block)
+        if (
+            name in attention
+            or inspecting.is_of_torch(cls)
+            or not inspecting.takes(inspecting.forward_of(cls), ENCODED)
+        ):
             continue
         inside = [layer[len(name) + 1 :] for layer in attention if layer.startswith(f"{name}.")]
-        if len(inside) > 1 and not any(isinstance(part, torch.nn.ModuleList) for part in _between(block, inside)):
-            return f"{name} ({type(block).__name__}) takes {ENCODED} and holds {' and '.join(inside)}"
+        between = {".".join(path.split(".")[:end]) for path in inside for end in range(1, path.count(".") + 1)}
+        lists = (path for path in between if isinstance(block.get_submodule(path), torch.nn.ModuleList))
+        if len(inside) > 1 and not any(lists):
+            return f"{name} ({cls.__name__}) takes {ENCODED} and holds {' and '.join(inside)}"
     return ""
-
-
-def _between(block: torch.nn.Module, inside: list[str]) -> Iterator[torch.nn.Module]:
-    """The modules between a block and the attention layers in it."""
-    paths = {".".join(name.split(".")[:end]) for name in inside for end in range(1, name.count(".") + 1)}
-    return map(block.get_submodule, sorted(paths))
 
 
 def unclaimed_flash(model: ModelLayers, facts: Facts) -> None:

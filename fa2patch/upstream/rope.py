@@ -29,19 +29,16 @@ class LengthScaled:
     def check(self, positions: int, tree: Tree | None, split: bool) -> None:
         """Raise :class:`PackingNotIsolated` if the documents of a batch cannot have each its own scaling.
 
-        Args:
-            positions: largest position id + 1 of the whole rows.
-            tree: the batch's segments, or None.
-            split: whether rows are split over processes.
+        ``positions`` is the largest position id + 1 of the whole rows, and ``split`` says whether these are split over
+        processes.
         """
-        beyond = positions > self.limit
-        if self.kind == "dynamic" and beyond:
+        if self.kind == "dynamic" and positions > self.limit:
             raise PackingNotIsolated(
                 f"rope scaling 'dynamic' stretches positions by the longest sequence, so documents of one row would "
                 f"share it: the longest here reaches position {positions}, beyond the {self.limit} of "
                 "max_position_embeddings. Truncate documents to that, use another rope scaling, or train padded."
             )
-        if self.kind == "longrope" and beyond and split:
+        if self.kind == "longrope" and positions > self.limit and split:
             raise PackingNotIsolated(
                 f"rope scaling 'longrope' has other factors for documents longer than {self.limit} tokens, the longest "
                 f"here has {positions}, and sequence parallelism (sp_size) splits rows over processes, which do not "

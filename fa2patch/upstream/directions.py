@@ -39,7 +39,7 @@ def look(model: ModelLayers, facts: Facts) -> None:
     facts.both_ways = any(
         layer.fused or not is_causal(layer.module, otherwise=not layer.by_itself) for layer in model.attention
     )
-    facts.contradiction = contradiction(model.entered, [layer.module for layer in model.attention])
+    facts.contradiction = _contradiction(model.entered, [layer.module for layer in model.attention])
     facts.told_of_types = any(map(_is_told, model.entered))
     if facts.contradiction and not facts.told_of_types:
         raise UnsupportedModel(
@@ -55,7 +55,7 @@ def _is_told(model: Model) -> bool:
     return makes and inspecting.takes(forward, "token_type_ids")
 
 
-def contradiction(entered: Sequence[Any], layers: Sequence[Any]) -> str:
+def _contradiction(entered: Sequence[Any], layers: Sequence[Any]) -> str:
     """How a model's masks and the modules of its attention layers differ; empty if they agree or it cannot be read."""
     turned = next(filter(_is_turned, layers), None)
     if turned is not None and _masks_come_from_upstream(entered[-1]):

@@ -234,9 +234,9 @@ def _inside_of_fewer(
         raise BadBatch(
             f"{name}: expected one for each of {shape[1]} tokens with segment_parents, found {described(labels)}."
         )
-    ends = (documents.cu_seqlens[1:] - 1).clamp(min=0).to(labels.device, torch.int64)
-    last = torch.zeros(shape[0] * shape[1], dtype=torch.bool, device=labels.device).index_fill(0, ends, True)
-    last = last.view(shape)[:, kept]
+    tokens = shape[0] * shape[1]
+    ends = _crossing(documents, "shift_labels", tokens).to(labels.device)
+    last = torch.zeros(tokens, dtype=torch.bool, device=labels.device).index_fill(0, ends, True).view(shape)[:, kept]
     if last.shape != labels.shape:
         raise BadBatch(
             f"{name}: expected a tensor {list(last.shape)}, one for each logit that the call asks for, or "

@@ -119,16 +119,13 @@ def _attention_to_an_encoder(decoder: Model, attention: Sequence[str]) -> str:
     """
     for name, block in text_modules(decoder):
         cls = type(block)
-        if (
-            name in attention
-            or inspecting.is_of_torch(cls)
-            or not inspecting.takes(inspecting.forward_of(cls), ENCODED)
-        ):
+        takes = not inspecting.is_of_torch(cls) and inspecting.takes(inspecting.forward_of(cls), ENCODED)
+        if name in attention or not takes:
             continue
         inside = [layer[len(name) + 1 :] for layer in attention if layer.startswith(f"{name}.")]
         between = {".".join(path.split(".")[:end]) for path in inside for end in range(1, path.count(".") + 1)}
-        lists = (path for path in between if isinstance(block.get_submodule(path), torch.nn.ModuleList))
-        if len(inside) > 1 and not any(lists):
+        in_lists = any(isinstance(block.get_submodule(path), torch.nn.ModuleList) for path in between)
+        if len(inside) > 1 and not in_lists:
             return f"{name} ({cls.__name__}) takes {ENCODED} and holds {' and '.join(inside)}"
     return ""
 

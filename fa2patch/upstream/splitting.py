@@ -14,6 +14,7 @@ import torch
 
 from .._types import Call, Function
 from ..documents.boundaries import Boundaries
+from ..documents.trees import Tree
 from ..errors import PackingNotIsolated
 from ..kernels.grouping import Batches
 from .packed_mask import PackedMask
@@ -123,8 +124,7 @@ class Documents:
             return None
         tree = self._tree
         if tree is not None:
-            starts = [0, *accumulate(self.lengths)]
-            first = {segment: at for at in reversed(range(len(tree.leaves))) for segment in tree.path(tree.leaves[at])}
+            starts, first = [0, *accumulate(self.lengths)], _first_paths(tree)
             states = torch.cat(
                 [
                     states.narrow(0, starts[first[segment]] + tree.offsets[segment], length)
@@ -139,17 +139,21 @@ class Documents:
 
         None if no two paths share a segment.
         """
-        taken_from: dict[int, int] = {}
         tree = self._tree
         if tree is None:
             return None
+        first = _first_paths(tree)
         for at, leaf in enumerate(tree.leaves):
             for segment in reversed(tree.path(leaf)):
-                if segment in taken_from:
+                if first[segment] != at:
                     start = tree.offsets[segment]
-                    return taken_from[segment], slice(start, start + tree.lengths[segment]), at
-                taken_from[segment] = at
+                    return first[segment], slice(start, start + tree.lengths[segment]), at
         return None
+
+
+def _first_paths(tree: Tree) -> dict[int, int]:
+    """The number of the first path that each segment is on."""
+    return {segment: at for at in reversed(range(len(tree.leaves))) for segment in tree.path(tree.leaves[at])}
 
 
 def rotary_of_each(

@@ -17,7 +17,7 @@ import contextlib
 import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Callable
+from typing import Any, Callable, NoReturn
 
 import torch
 import torch.distributed as dist
@@ -167,7 +167,6 @@ def of_whole_rows(batch: Batch | None, part: RowPart, call: Call) -> Batch:
     """
     if batch is None or (batch.position_ids is None and not {"cu_seq_lens_q", "seq_idx"} & batch.lengths.keys()):
         refuse_unsaid(call)
-    assert batch is not None
     if has_pictures(call):
         raise PackingNotIsolated(
             "sequence parallelism (sp_size) splits rows over processes, and this batch has pictures, which are merged "
@@ -187,7 +186,7 @@ def of_whole_rows(batch: Batch | None, part: RowPart, call: Call) -> Batch:
     return replace(batch, shape=part.rows(batch.shape), position_ids=ids, mask=mask, lengths=lengths)
 
 
-def refuse_unsaid(call: Call) -> None:
+def refuse_unsaid(call: Call) -> NoReturn:
     """Raise :class:`PackingNotIsolated` for a call that does not say where documents are in the whole rows."""
     raise PackingNotIsolated(
         "sequence parallelism (sp_size) splits rows over processes: expected position_ids for this part of every row, "

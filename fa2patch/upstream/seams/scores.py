@@ -59,13 +59,8 @@ class FormulaMask(PackedMask):
         size = (self.shape[0], 1, self.shape[1], self.shape[1])
         return size if dim is None else size[dim]
 
-    def expand_as(self, other: object) -> FormulaMask:
-        """Return the mask itself. DistilBERT (4.34 to 4.56) compares its mask with 0 and expands it to its scores."""
-        return self
-
-    def masked_fill(self, *args: object) -> FormulaMask:
-        """Return the mask itself: Falcon (4.34) makes its mask so."""
-        return self
+    expand_as = PackedMask._as_it_is  # DistilBERT (4.34 to 4.56) compares its mask with 0 and expands it to its scores
+    masked_fill = PackedMask._as_it_is  # Falcon (4.34) makes its mask so
 
     def __eq__(self, other: object) -> Any:
         """Return the mask itself for a number, as a comparison of a tensor with it gives a mask."""
@@ -135,11 +130,8 @@ class Scores:
     def __mul__(self, factor: Any) -> Scores:
         if not isinstance(factor, (int, float)) or self.weights:
             raise _unsaid("multiplied by something other than a number")
-        if self.softcap == 0:
-            return self._with(softcap=factor, scale=self.scale * factor)
-        if self.softcap is not None:
-            return self._with(softcap=self.softcap * factor, scale=self.scale * factor)
-        return self._with(scale=self.scale * factor)
+        softcap = None if self.softcap is None else (self.softcap or 1) * factor
+        return self._with(softcap=softcap, scale=self.scale * factor)
 
     def __truediv__(self, divisor: Any) -> Scores:
         if isinstance(divisor, torch.Tensor) and divisor.dim() == 0 and self.softcap is None and not self.weights:

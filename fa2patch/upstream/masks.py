@@ -189,42 +189,42 @@ def let_through(original: Function) -> Function:
         if mask is None or passes_on:
             return original(*args, **kwargs)
         given = {**dict(zip(names, args)), **kwargs}
-        _require_upstreams(given.get("config"))
+        own = _registered(getattr(given.get("config"), "_attn_implementation", None))
+        if own:
+            raise PackingNotIsolated(
+                f"masks are made by {own}, which was not there when the model was patched, and which a packed mask "
+                "would replace. Call fa2patch.apply(model) again: then each document is computed by itself, with your "
+                "function."
+            )
         told = blocks_of(original, given)
-        mask = with_spans(mask, told)
-        if told is not None and original.__name__ in METHODS:
-            return replace(mask, outright=True)
-        if told is not None and window_of(given) is not None:
-            return replace(mask, window=window_of(given))
-        if original.__name__ == TWO_MASKS:
-            return mask, replace(mask, window=given["self"].config.local_attention // 2 + 1)
-        if "chunked" in original.__name__:
-            return _chunked(mask, given["config"])
-        if "chunked_attention_mask" in names:  # Llama 4 in 4.51 and 4.52 makes two masks
-            return mask, _chunked(mask, given["self"].config)
-        if "sliding_window" in original.__name__ and mask.outright:
-            return replace(mask, window=0)
-        if "sliding_window" in original.__name__:
-            window = getattr(given.get("config"), "sliding_window", None) or None
-            if window and directions.is_two_sided(original, given["config"]):
-                window = directions.reach(window)
-            return replace(mask, window=window)
-        return mask
+        return _as_made_by(original, names, given, told, with_spans(mask, told))
 
     return make_mask
 
 
-def _require_upstreams(config: Config | None) -> None:
-    own = _registered(getattr(config, "_attn_implementation", None))
-    if own:
-        raise PackingNotIsolated(
-            f"masks are made by {own}, which was not there when the model was patched, and which a packed mask would "
-            "replace. Call fa2patch.apply(model) again: then each document is computed by itself, with your function."
-        )
+def _as_made_by(function: Function, names: list[str], given: Call, told: Blocks | None, mask: PackedMask) -> Any:
+    """The packed mask with the window or the chunks that a function would have put into its mask, or two masks."""
+    if told is not None and function.__name__ in METHODS:
+        return replace(mask, outright=True)
+    if told is not None and window_of(given) is not None:
+        return replace(mask, window=window_of(given))
+    if function.__name__ == TWO_MASKS:
+        return mask, replace(mask, window=given["self"].config.local_attention // 2 + 1)
+    if "chunked" in function.__name__:
+        return _chunked(mask, given["config"])
+    if "chunked_attention_mask" in names:  # Llama 4 in 4.51 and 4.52 makes two masks
+        return mask, _chunked(mask, given["self"].config)
+    if "sliding_window" in function.__name__:
+        window = 0 if mask.outright else getattr(given.get("config"), "sliding_window", None) or None
+        if window and directions.is_two_sided(function, given["config"]):
+            window = directions.reach(window)
+        return replace(mask, window=window)
+    return mask
 
 
 @constant
 def _registered(implementation: object) -> str:
+    """Where the user's function that would make the mask of a dense batch is defined; empty if it is upstream's."""
     found = registered(implementation)
     return "" if found is None else where_defined(found)
 

@@ -135,7 +135,8 @@ class RowPart(Part):
                 f"{keys}. Use fewer processes for a row."
             )
         sinks, slopes = (x if x is None else self.own(x, 0) for x in (options.sinks, options.alibi_slopes))
-        (batch, length), widths, pieces = q.shape[:2], [], []
+        batch, length = q.shape[:2]
+        widths, pieces = [], []
         for state in (q, k, v):
             heads, dim = state.shape[2:]
             if heads < self.of:

@@ -69,11 +69,8 @@ def mixers(decoder: Model, attention: Iterable[Layer] | None = None) -> dict[str
     """
     attention = attention_layers(decoder) if attention is None else attention
     seams = {layer.name for layer in attention}  # the name of Kimi Linear's full attention matches too
-    named = {
-        name: module
-        for name, module in text_modules(decoder)
-        if name and _NAMES.search(type(module).__name__) and name not in seams and "Norm" not in type(module).__name__
-    }
+    called = {name: type(module).__name__ for name, module in text_modules(decoder) if name and name not in seams}
+    named = [name for name, cls in called.items() if _NAMES.search(cls) and "Norm" not in cls]
     innermost = {name for name in named if not any(other.startswith(f"{name}.") for other in named)}
     found: dict[str, str] = {}
     handed: dict[type, set[str]] = {}

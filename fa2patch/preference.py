@@ -6,7 +6,7 @@ import warnings
 from typing import Any
 
 from .data.packed_trainer import packed_trainer
-from .data.preference import DataCollatorForPreferenceFlattening, per_document_logps
+from .data.pairs import DataCollatorForPreferenceFlattening, per_document_logps
 
 __all__ = ["DataCollatorForPreferenceFlattening", "per_document_logps", "trainer_class"]
 

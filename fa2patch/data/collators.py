@@ -140,8 +140,6 @@ class DataCollatorWithFlattening:
         """
         framework = self.framework(return_tensors)
         separator = self.separator_id if separator_id is None else integer("separator_id", separator_id)
-        if not isinstance(features, Iterable):
-            raise CollatorError(f"expected a list of examples, found {type(features).__name__}.")
         arrays, longest = self._arrays(features, separator)
         batch: dict[str, Any] = dict(arrays)
         if framework == "pt":
@@ -164,10 +162,9 @@ class DataCollatorWithFlattening:
 
     def _arrays(self, features: Iterable[Mapping[str, Any]], separator: int | None) -> tuple[Columns, int]:
         """Return everything in the batch that is a tensor, as arrays that share no memory, and the longest document."""
-        targets: list[Columns] = []
-        if self.document_labels:
-            features, targets = _split_labels(features)
-        flat = read_examples(features, self.position_ids_start)
+        examples = present(features)
+        targets = _labels_taken_out(examples) if self.document_labels else []
+        flat = read_examples(examples, self.position_ids_start)
         tokens = sum(flat.lengths)
         self._add_labels(flat)
         row, lengths = self._padded(flat)
@@ -204,11 +201,10 @@ class DataCollatorWithFlattening:
         length = -sum(flat.lengths) % self.pad_to_multiple_of if self.pad_to_multiple_of else 0
         if not length:
             return flat.columns, flat.lengths
-        padding: Columns = {key: np.zeros(length, dtype=values.dtype) for key, values in flat.columns.items()}
-        padding["input_ids"] = np.full(length, self.pad_token_id, dtype=np.int64)
-        if "position_ids" in padding:
-            padding["position_ids"] = restarting([length], self.position_ids_start)
-        row = {key: np.concatenate([values, padding[key]]) for key, values in flat.columns.items()}
+        row = {key: np.concatenate([values, np.zeros(length, values.dtype)]) for key, values in flat.columns.items()}
+        row["input_ids"][-length:] = self.pad_token_id
+        if "position_ids" in row:
+            row["position_ids"][-length:] = restarting([length], self.position_ids_start)
         return row, [*flat.lengths, length]
 
     def _in_order(self, row: Columns, labels: Array | None, documents: list[int]) -> Columns:
@@ -225,24 +221,24 @@ class DataCollatorWithFlattening:
             arrays["cu_seq_lens_k"] = arrays["cu_seq_lens_q"].copy()
         arrays.update({key: values[None] for key, values in row.items() if key not in IDS})
         if self.loss_weights:
-            for key, values in document_weights(row["labels"], documents).items():
-                if key in arrays and key not in IDS:
-                    raise CollatorError(f"{key} is made by the collator. Remove it from the examples.")
-                arrays[key] = values[None]
+            arrays.update({key: values[None] for key, values in document_weights(row, documents).items()})
         return arrays
 
 
-def document_weights(labels: Array, lengths: Sequence[int]) -> Columns:
+def document_weights(columns: Columns, lengths: Sequence[int]) -> Columns:
     """Return ``labels`` that count documents, ``loss_labels`` and ``loss_weights``, each ``[tokens]``.
 
     A patched model computes the loss from the other two. Trainer divides it by the number of ``labels`` in a step:
     there is one for each document that has any label, at its first token in the loss.
 
     Args:
-        labels: int64 ``[tokens]``, -100 outside the loss. The first label of each document does not count.
+        columns: The tokens' columns. ``labels`` are -100 outside the loss, and the first of a document does not count.
         lengths: The lengths of the documents, in tokens.
     """
-    first = starts(lengths)
+    for key in (LOSS_LABELS, LOSS_WEIGHTS):
+        if key in columns:
+            raise CollatorError(f"{key} is made by the collator. Remove it from the examples.")
+    labels, first = columns["labels"], starts(lengths)
     learned = labels != IGNORED_LABEL
     learned[first] = False
     counts = np.add.reduceat(learned, first, dtype=np.int64)
@@ -280,25 +276,23 @@ def _selected(name: str, values: Array, lengths: Sequence[int]) -> Array:
     return selected
 
 
-def _split_labels(features: Iterable[Mapping[str, Any]]) -> tuple[list[dict[str, Any]], list[Columns]]:
-    """Split examples into their columns and their document labels, ``{"labels": ...}`` or ``{}``."""
-    columns, targets = [], []
-    for index, feature in enumerate(features):
-        found = present(index, feature)
-        names = [name for name in ("labels", "label", "label_ids") if name in found]
+def _labels_taken_out(examples: Sequence[dict[str, Any]]) -> list[Columns]:
+    """Take the document labels out of the examples, and return ``{"labels": ...}`` or ``{}`` for each."""
+    targets: list[Columns] = [{} for _ in examples]
+    for index, example in enumerate(examples):
+        names = [name for name in ("labels", "label", "label_ids") if name in example]
         if len(names) > 1:
             raise CollatorError(f"example {index}: labels under more than one name: {', '.join(names)}. Keep one.")
-        values = [as_numbers(index, name, found.pop(name), "one label per document") for name in names]
-        targets.append({"labels": values[0]} if values else {})
-        columns.append(found)
-    return columns, targets
+        for name in names:
+            targets[index]["labels"] = as_numbers(index, name, example.pop(name), "one label per document")
+    return targets
 
 
 def _labels_of_documents(targets: Sequence[Columns], documents: Sequence[int], lengths: Sequence[int]) -> Array | None:
     """Return labels ``[documents]`` or ``[documents, numbers]``, or None if no example has any.
 
     Args:
-        targets: The labels of each example, as :func:`_split_labels` returns them.
+        targets: The labels of each example, as :func:`_labels_taken_out` returns them.
         documents: The tokens of each document.
         lengths: The tokens of each example, and of the padding, if there is any. It has no labels.
     """

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import operator
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -55,40 +56,46 @@ def integer(name: str, value: Any) -> int:
     return number
 
 
-def present(index: int, feature: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the items of an example whose value is not None."""
-    if not isinstance(feature, (dict, Mapping)):  # dict is asked first: an abstract class takes longer to answer
-        rows = " A row of packing.stream is a list of examples: join the lists of a batch, or set batch_size=None."
-        advice = rows if isinstance(feature, list) else ""
-        raise CollatorError(f"example {index}: expected a mapping, found {type(feature).__name__}.{advice}")
-    return {key: value for key, value in feature.items() if value is not None}
-
-
 # --- reading examples ------------------------------------------------------------------------------------------------
 
 
-def read_examples(features: Iterable[Mapping[str, Any]], position_ids_start: int = 0) -> Flat:
+def present(features: Iterable[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """Return the items of each example whose value is not None.
+
+    Raises:
+        CollatorError: It is no list of examples.
+    """
+    if not isinstance(features, Iterable) or isinstance(features, Mapping):
+        raise CollatorError(f"expected a list of examples, found {type(features).__name__}.")
+    examples = []
+    for index, feature in enumerate(features):
+        if not isinstance(feature, (dict, Mapping)):  # dict is asked first: an abstract class takes longer to answer
+            rows = " A row of packing.stream is a list of examples: join the lists of a batch, or set batch_size=None."
+            advice = rows if isinstance(feature, list) else ""
+            raise CollatorError(f"example {index}: expected a mapping, found {type(feature).__name__}.{advice}")
+        examples.append({key: value for key, value in feature.items() if value is not None})
+    return examples
+
+
+def read_examples(examples: Sequence[Mapping[str, Any]], position_ids_start: int) -> Flat:
     """Return the columns of all examples end to end, in new arrays. Each is read as :func:`read_example` says.
 
     Raises:
         CollatorError: There are no examples, one cannot be read, or a key is in only some of them.
     """
-    features = list(features)
-    try:
-        found = _end_to_end([present(*each) for each in enumerate(features)]) if features else None
-        if found is not None:
-            return _checked(0, *found, position_ids_start)
-    except CollatorError:
-        pass  # The examples are read one by one, because an error names the first wrong one.
-    examples = [read_example(index, feature, position_ids_start) for index, feature in enumerate(features)]
     if not examples:
         raise CollatorError("expected at least one example, found an empty batch.")
-    require_same_keys(examples)
-    columns = {key: concatenate(key, [example[key] for example in examples]) for key in examples[0]}
-    return Flat(columns, [len(example["input_ids"]) for example in examples])
+    found = _end_to_end(examples)
+    if found is not None:
+        with contextlib.suppress(CollatorError):  # an error names the first wrong example, so each is read by itself
+            return _checked(0, *found, position_ids_start)
+    read = [read_example(index, example, position_ids_start) for index, example in enumerate(examples)]
+    require_same_keys(read)
+    columns = {key: concatenate(key, [example[key] for example in read]) for key in read[0]}
+    return Flat(columns, [len(example["input_ids"]) for example in read])
 
 
-def read_example(index: int, feature: Mapping[str, Any], position_ids_start: int = 0) -> Columns:
+def read_example(index: int, example: Mapping[str, Any], position_ids_start: int = 0) -> Columns:
     """Return an example's columns without masked tokens, each int64 or float32 ``[tokens]``.
 
     ``seq_lengths`` is replaced by ``position_ids`` that restart at ``position_ids_start`` in each document.
@@ -98,7 +105,7 @@ def read_example(index: int, feature: Mapping[str, Any], position_ids_start: int
             column is made by the collator, ``seq_lengths`` are wrong, no token is visible in the ``attention_mask``, or
             ``position_ids`` do not say what documents are without the tokens that it hides.
     """
-    return _checked(index, present(index, feature), None, position_ids_start).columns
+    return _checked(index, example, None, position_ids_start).columns
 
 
 def _end_to_end(examples: Sequence[Mapping[str, Any]]) -> tuple[dict[str, Any], dict[str, list[int]]] | None:
@@ -130,7 +137,7 @@ def _end_to_end(examples: Sequence[Mapping[str, Any]]) -> tuple[dict[str, Any], 
     return (values, lengths) if all(len(example) == len(values) for example in examples) else None
 
 
-def _checked(index: int, found: dict[str, Any], lengths: Mapping[str, list[int]] | None, start: int) -> Flat:
+def _checked(index: int, found: Mapping[str, Any], lengths: Mapping[str, list[int]] | None, start: int) -> Flat:
     """Check and convert an example, or all examples end to end.
 
     Args:
@@ -142,21 +149,19 @@ def _checked(index: int, found: dict[str, Any], lengths: Mapping[str, list[int]]
     """
     if "input_ids" not in found:
         raise CollatorError(f"example {index}: input_ids missing, found {', '.join(map(str, found)) or 'no keys'}.")
-    for key in (*LENGTHS, REAL):
-        if key in found:
-            raise CollatorError(f"example {index}: {key} is made by the collator. Remove it from the examples.")
-    arrays = {key: as_array(index, key, found[key], lengths is None) for key in found if key != "seq_lengths"}
-    tokens = len(arrays["input_ids"])
+    refuse_keys(index, found, (*LENGTHS, REAL))
+    arrays = {
+        key: as_array(index, key, value, key in IDS, copy=lengths is None)
+        for key, value in found.items()
+        if key != "seq_lengths"
+    }
     parts = {key: [len(values)] for key, values in arrays.items()} if lengths is None else lengths
     for key, values in arrays.items():
         if parts[key] != parts["input_ids"]:
             raise CollatorError(
-                f"example {index}: {key} has length {len(values)}, but input_ids has length {tokens}. "
-                "Every key needs one number per token."
+                f"example {index}: {key} has length {len(values)}, but input_ids has length "
+                f"{len(arrays['input_ids'])}. Every key needs one number per token."
             )
-    for key in IDS:
-        if tokens and key in arrays and arrays[key].dtype != np.int64:
-            raise CollatorError(f"example {index}: {key} must be integers, found floats.")
     flat = Flat(arrays, parts["input_ids"])
     documents = _seq_lengths(index, flat, found["seq_lengths"], parts) if "seq_lengths" in found else None
     visible = _visible_tokens(index, flat)
@@ -245,18 +250,23 @@ def _require_documents(index: int, flat: Flat, visible: Array, start: int) -> No
         )
 
 
+def refuse_keys(index: int, example: Mapping[str, Any], keys: Sequence[str]) -> None:
+    """Raise :class:`CollatorError` if an example has one of the keys, which the collator makes."""
+    for key in keys:
+        if key in example:
+            raise CollatorError(f"example {index}: {key} is made by the collator. Remove it from the examples.")
+
+
 # --- one column ------------------------------------------------------------------------------------------------------
 
 
-def as_array(index: int, key: str, value: Any, copy: bool = True) -> Array:
+def as_array(index: int, key: str, value: Any, integers: bool = False, copy: bool = True) -> Array:
     """Return an int64 or float32 array ``[length]``, a new one unless ``copy`` is False.
 
     Raises:
-        CollatorError: The value is not one number per token, or ``key`` is one of :data:`IDS` and holds booleans.
+        CollatorError: The value is not one number per token, or is to hold ``integers`` and does not.
     """
     array = as_numbers(index, key, value)
-    if array.dtype.kind == "b" and key in IDS:
-        raise CollatorError(f"example {index}: {key} must be integers, found booleans.")
     if array.ndim == 0 and key == "labels":
         raise CollatorError(
             f"example {index}: labels is the single number {array}. A packed row needs token-level labels, "
@@ -264,7 +274,10 @@ def as_array(index: int, key: str, value: Any, copy: bool = True) -> Array:
         )
     if array.ndim != 1:
         raise CollatorError(f"example {index}: {key} must be one number per token, found shape {array.shape}.")
-    return array.astype(np.float32 if array.dtype.kind == "f" else np.int64, copy=copy)
+    wrong = {"b": "booleans", "f": "floats"}.get(array.dtype.kind)
+    if integers and wrong and len(array):  # NumPy makes floats of an empty list
+        raise CollatorError(f"example {index}: {key} must be integers, found {wrong}.")
+    return array.astype(np.float32 if array.dtype.kind == "f" and not integers else np.int64, copy=copy)
 
 
 def as_numbers(index: int, key: str, value: Any, what: str = "one number per token") -> Array:
@@ -341,7 +354,7 @@ def document_lengths(position_ids: Array, lengths: Sequence[int]) -> list[int]:
 
 def ends(lengths: Sequence[int]) -> Array:
     """Return the end of each of the parts that have these lengths, int64 ``[parts]``."""
-    return np.array(list(accumulate(lengths)), dtype=np.int64)
+    return np.array([*accumulate(lengths)], dtype=np.int64)
 
 
 def starts(lengths: Sequence[int]) -> Array:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Iterable, Mapping, MutableMapping, Sequence
-from typing import Any, Callable, Union
+from typing import Any, Union
 
 import numpy as np
 import torch
@@ -15,7 +15,7 @@ import torch
 from ..documents.names import IGNORED_LABEL
 from ..errors import CollatorError
 from .collators import DataCollatorWithFlattening, document_weights
-from .columns import Array, Columns, integer, read_examples
+from .columns import Array, Columns, integer, present, read_examples
 
 Template = Union[str, Sequence[int]]
 Example = Union[Mapping[str, Any], Sequence[int]]
@@ -86,14 +86,10 @@ class DataCollatorForCompletionOnlyLM:
         self.instruction_token_ids = (
             self._encoded("instruction_template", instruction_template) if instruction_template is not None else None
         )
-        self.ignore_index = integer("ignore_index", ignore_index)
-        self.loss_weights = loss_weights
-        self.padding_free = padding_free
-        self.pad_to_multiple_of = pad_to_multiple_of
-        self.return_tensors = return_tensors
-        self.return_flash_attn_kwargs = return_flash_attn_kwargs
-        self.return_seq_idx = return_seq_idx
-        self.position_ids_start = position_ids_start
+        self.ignore_index, self.loss_weights = integer("ignore_index", ignore_index), loss_weights
+        self.padding_free, self.pad_to_multiple_of = padding_free, pad_to_multiple_of
+        self.return_tensors, self.return_flash_attn_kwargs = return_tensors, return_flash_attn_kwargs
+        self.return_seq_idx, self.position_ids_start = return_seq_idx, position_ids_start
         # TRL's class and its subclasses have these attributes
         self.mlm, self.mlm_probability, self.whole_word_mask, self.seed = False, mlm_probability, whole_word_mask, seed
         self.mask_replace_prob, self.random_replace_prob = mask_replace_prob, random_replace_prob
@@ -157,10 +153,9 @@ class DataCollatorForCompletionOnlyLM:
         return IGNORED_LABEL if self.loss_weights else self.ignore_index
 
     def _batch(self, features: Iterable[Example], framework: str) -> MutableMapping[str, Any]:
-        if not isinstance(features, Iterable):
-            raise CollatorError(f"expected a list of examples, found {type(features).__name__}.")
-        mappings = [one if isinstance(one, Mapping) else {"input_ids": one} for one in features]
-        examples = read_examples(mappings, self.position_ids_start).examples()
+        if isinstance(features, Iterable):
+            features = [one if isinstance(one, Mapping) else {"input_ids": one} for one in features]
+        examples = read_examples(present(features), self.position_ids_start).examples()
         for index, example in enumerate(examples):
             example["labels"] = self._labels(index, example)
         batch = self._row(examples, framework) if self.padding_free else self._padded(examples, framework)
@@ -211,10 +206,35 @@ class DataCollatorForCompletionOnlyLM:
         learned &= (given != self.ignore_index) & (given != IGNORED_LABEL)
         return np.where(learned, given, self._ignored)
 
-    def _spans(self, ids: Array, template: Template, token_ids: list[int], text: str) -> list[Span]:
-        if isinstance(template, str):
-            return _spans_of_text(ids, template, token_ids, text, self._decode)
-        return _spans_of_ids(ids, token_ids)
+    def _spans(self, ids: Array, template: Template, token_ids: Sequence[int], text: str) -> list[Span]:
+        """Return the spans of a template in ``ids``, int64 ``[tokens]``, whose decoded text is ``text``, in order.
+
+        A tokenizer may split a template into different tokens in another context. If the text holds the template more
+        often than the ids hold ``token_ids``, it is searched for in the text. A token that overlaps it belongs to it.
+        """
+        length = len(token_ids)
+        windows = np.lib.stride_tricks.sliding_window_view(ids, length) if len(ids) >= length else ids[:0, None]
+        spans = [(int(at), int(at) + length) for at in np.flatnonzero((windows == token_ids).all(axis=1))]
+        if not isinstance(template, str) or text.count(template) <= len(spans):
+            return spans
+        spans, at = [], text.find(template)
+        while at >= 0:
+            end = at + len(template)
+            spans.append((self._up_to(ids, at, False), self._up_to(ids, end, True)))
+            at = text.find(template, end)
+        return spans
+
+    def _up_to(self, ids: Array, characters: int, inside: bool) -> int:
+        """Count the tokens of the first ``characters``; ``inside`` counts a token that crosses the end of them too."""
+        low, high = 0, len(ids)
+        while low < high:
+            middle = (low + high + (not inside)) // 2
+            made = len(self._decode(ids[:middle]))
+            if inside:
+                low, high = (low, middle) if made >= characters else (middle + 1, high)
+            else:
+                low, high = (middle, high) if made <= characters else (low, middle - 1)
+        return low
 
     def _decode(self, ids: Array) -> str:
         text: str = self.tokenizer.decode(ids.tolist(), clean_up_tokenization_spaces=False)
@@ -230,7 +250,7 @@ class DataCollatorForCompletionOnlyLM:
         )
 
     def _padded(self, examples: Sequence[Columns], framework: str) -> dict[str, Any]:
-        columns = [{"attention_mask": np.ones_like(one["input_ids"]), **one} for one in examples]
+        columns = [{**one, "attention_mask": np.ones_like(one["input_ids"])} for one in examples]
         lengths = [len(one["input_ids"]) for one in columns]
         multiple, pad = self.pad_to_multiple_of or 1, getattr(self.tokenizer, "pad_token_id", None)
         width = -(-max(lengths) // multiple) * multiple
@@ -244,12 +264,11 @@ class DataCollatorForCompletionOnlyLM:
             sides = (missing, 0) if left else (0, missing)
             return np.pad(values, sides, constant_values=fill.get(key, 0))
 
-        keys = [*dict.fromkeys(["input_ids", "attention_mask", "labels", *columns[0]])]
+        keys = dict.fromkeys(["input_ids", "attention_mask", "labels", *columns[0]])
         batch = {key: np.stack([filled(key, one[key]) for one in columns]) for key in keys}
         if self.loss_weights:
-            shape = batch["labels"].shape
-            weighted = document_weights(batch["labels"].flatten(), [shape[1]] * shape[0])
-            batch.update({key: values.reshape(shape) for key, values in weighted.items()})
+            weighted = document_weights({**batch, "labels": batch["labels"].flatten()}, [width] * len(columns))
+            batch.update({key: values.reshape(-1, width) for key, values in weighted.items()})
         return batch if framework == "np" else {key: torch.from_numpy(values) for key, values in batch.items()}
 
 
@@ -266,49 +285,3 @@ def _as_encoding(batch: dict[str, Any]) -> MutableMapping[str, Any]:
         return batch
     encoding: MutableMapping[str, Any] = BatchEncoding(batch)
     return encoding
-
-
-def _spans_of_ids(ids: Array, template: Sequence[int]) -> list[Span]:
-    """Return the spans of a template's token ids in ``ids``, int64 ``[tokens]``, in order."""
-    length = len(template)
-    windows = np.lib.stride_tricks.sliding_window_view(ids, length) if len(ids) >= length else ids[:0, None]
-    return [(int(at), int(at) + length) for at in np.flatnonzero((windows == template).all(axis=1))]
-
-
-def _spans_of_text(
-    ids: Array, template: str, token_ids: Sequence[int], text: str, decode: Callable[[Array], str]
-) -> list[Span]:
-    """Return the spans of a template given as text, in order.
-
-    A tokenizer may split a template into different tokens in another context. If the text holds the template more often
-    than the ids hold ``token_ids``, it is searched for in the text. A token that overlaps it belongs to it.
-
-    Args:
-        ids: int64 ``[tokens]``.
-        template: The text to search for.
-        token_ids: The template as token ids.
-        text: The decoded ``ids``.
-        decode: Returns the text of token ids.
-    """
-    spans = _spans_of_ids(ids, token_ids)
-    if text.count(template) <= len(spans):
-        return spans
-    spans, at = [], text.find(template)
-    while at >= 0:
-        end = at + len(template)
-        spans.append((_up_to(ids, at, False, decode), _up_to(ids, end, True, decode)))
-        at = text.find(template, end)
-    return spans
-
-
-def _up_to(ids: Array, characters: int, inside: bool, decode: Callable[[Array], str]) -> int:
-    """Count the tokens of the first ``characters``; ``inside`` counts a token that crosses the end of them too."""
-    low, high = 0, len(ids)
-    while low < high:
-        middle = (low + high + (not inside)) // 2
-        made = len(decode(ids[:middle]))
-        if inside:
-            low, high = (low, middle) if made >= characters else (middle + 1, high)
-        else:
-            low, high = (middle, high) if made <= characters else (low, middle - 1)
-    return low

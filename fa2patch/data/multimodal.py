@@ -9,10 +9,9 @@ import numpy as np
 import torch
 
 from ..documents.names import GRIDS, IGNORED_LABEL, MediaRow
-from ..errors import CollatorError
 from ..upstream import inspecting
 from .collators import DataCollatorWithFlattening
-from .columns import Columns, require_same_keys
+from .columns import Columns, present, require_same_keys
 from .multimodal_model import TYPES, Placeholders, RopeIndex, path_of
 from .processor_outputs import join_media, read_output, require_alike, require_joins, require_the_same_keys
 
@@ -55,12 +54,6 @@ class DataCollatorForMultimodalFlattening:
         path = path_of(model)
         self._rope, self._placeholders, self._joins = RopeIndex(path), Placeholders(path), dict(keys or {})
         self._grids = [name for name in GRIDS if any(inspecting.takes(inner.forward, name) for inner in path)]
-        if not self._placeholders:
-            raise CollatorError(
-                f"model: expected one with pictures or sound, whose config has their placeholder (image_token_id, "
-                f"audio_token_id, ...), found {type(path[0]).__name__}. fa2patch.DataCollatorWithFlattening is for it."
-            )
-        self._placeholders.refuse_new_rows(path)
         self._flatten = DataCollatorWithFlattening(
             return_flash_attn_kwargs=True,
             return_seq_idx=return_seq_idx,
@@ -97,9 +90,7 @@ class DataCollatorForMultimodalFlattening:
                 truncation), entries do not go into one row, a key is not in the table and has not one number per token,
                 or ``mm_token_type_ids`` are missing and ``get_rope_index`` takes them.
         """
-        if not isinstance(features, Iterable) or isinstance(features, Mapping):
-            raise CollatorError(f"expected a list of examples, found {type(features).__name__}.")
-        examples = [read_output(*each, self._joins, self._grids) for each in enumerate(features)]
+        examples = [read_output(*each, self._joins, self._grids) for each in enumerate(present(features))]
         self._placeholders.check(examples)
         require_the_same_keys(examples)
         require_alike(examples)

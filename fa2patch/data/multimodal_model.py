@@ -20,11 +20,6 @@ from .processor_outputs import Example, Media, entries
 TYPES = "mm_token_type_ids"
 """The kind of every token: text, picture or film."""
 
-_PACKS = "pack_image_features"
-_HEARS = "_get_feat_extract_output_lengths"
-_MERGES, _UNLESS_WRITTEN = "_merge_input_ids_with_", "legacy_processing"
-"""A method that makes rows longer, and a forward's variable that says whether an example needs it."""
-
 _PLACES = "image_position_ids"
 
 _SIZES = (_PLACES, "image_sizes", "spatial_shapes", "image_grid_thw", "video_grid_thw", "image_attention_mask")
@@ -35,9 +30,6 @@ _KINDS = {"pictures": (PICTURE, FILM), "sound": (SOUND,)}
 
 _HEARD, _FROM_FILM = "feature_attention_mask", "use_audio_in_video"
 """Arguments of Qwen2.5-Omni: which frames of a sound are not filled in, and whether sound belongs to its film."""
-
-_SPELLED = {"video_second_per_grid": "second_per_grids"}
-"""Keys that ``get_rope_index`` takes under another name."""
 
 _MAPPINGS = (
     "MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING",
@@ -58,10 +50,8 @@ def path_of(model: Any) -> list[Any]:
     Raises:
         CollatorError: It is neither, or holds several models.
     """
-    return models(_unwrapped(model) if isinstance(model, torch.nn.Module) else _empty(model))
-
-
-def _unwrapped(model: torch.nn.Module) -> Any:
+    if not isinstance(model, torch.nn.Module):
+        return models(_built(model))
     found = outermost_models(model)
     if len(found) != 1:
         names = "".join(f", {name} ({type(inner).__name__})" for name, inner in found.items())
@@ -69,42 +59,34 @@ def _unwrapped(model: torch.nn.Module) -> Any:
             f"model: expected a Transformers model or its config, found {len(found)} of them in this "
             f"{type(model).__name__}{names}. Hand over the one that reads these batches."
         )
-    return next(iter(found.values()))
+    return models(next(iter(found.values())))
 
 
-def _empty(config: object) -> Any:
+def _built(config: object) -> Any:
     """Build a model of this config on the meta device."""
     from transformers.models.auto import modeling_auto
 
     for name in _MAPPINGS:
-        mapping: Any = getattr(modeling_auto, name, {})
-        cls = mapping.get(type(config), None)
+        cls = getattr(modeling_auto, name, {}).get(type(config), None)
         if isinstance(cls, type):
             with torch.device("meta"):
-                model = cls(config)
-            return model
+                return cls(config)
     raise CollatorError(
         f"model: expected a Transformers model, or the config of one with pictures or sound, found "
         f"{type(config).__name__}. If it is such a config, hand over the model."
     )
 
 
-class WithoutWeights:
-    """A module's class, config and plain attributes, with which methods that read no weights are called.
+def _without_weights(module: Any) -> Any:
+    """An object of a module's class with its config and plain attributes. Methods that read no weights can be called.
 
     It is small when pickled.
     """
-
-    def __init__(self, module: Any) -> None:
-        self.cls, self.config = type(module), module.config
-        self._plain = {name: value for name, value in vars(module).items() if isinstance(value, (int, float, str))}
-
-    def build(self) -> Any:
-        """Return an object of the class that has these attributes and no weights."""
-        built: Any = object.__new__(self.cls)
-        torch.nn.Module.__init__(built)
-        built.__dict__.update(self._plain, config=self.config)
-        return built
+    plain = {name: value for name, value in vars(module).items() if isinstance(value, (int, float, str))}
+    made: Any = object.__new__(type(module))
+    torch.nn.Module.__init__(made)
+    made.__dict__.update(plain, config=module.config)
+    return made
 
 
 class Placeholders:
@@ -112,6 +94,10 @@ class Placeholders:
 
     Args:
         path: The models that a call goes through, the outermost first.
+
+    Raises:
+        CollatorError: The model takes neither pictures nor sound, or a forward merges them by masks and positions of
+            its own.
     """
 
     def __init__(self, path: Sequence[Any]) -> None:
@@ -121,29 +107,17 @@ class Placeholders:
         for what, kinds in _KINDS.items():
             tokens = {getattr(each, name, None) for each in configs for kind in kinds for name in PLACEHOLDERS[kind]}
             self._ids[what] = sorted(token for token in tokens if isinstance(token, int))
-        self._packs, self._hears = (_innermost_with(path, method) for method in (_PACKS, _HEARS))
+        if not any(self._ids.values()):
+            raise CollatorError(
+                f"model: expected one with pictures or sound, whose config has their placeholder (image_token_id, "
+                f"audio_token_id, ...), found {type(path[0]).__name__}. fa2patch.DataCollatorWithFlattening is for it."
+            )
+        for model in path:
+            _refuse_new_rows(type(model))
+        self._packs = _innermost_with(path, "pack_image_features")
+        self._hears = _innermost_with(path, "_get_feat_extract_output_lengths")
         towers = {type(module) for module in path[0].modules() if not any(module is model for model in path)}
         self._any_size = any(inspecting.takes(cls.forward, "image_sizes") for cls in towers)  # Pixtral's tower
-
-    def refuse_new_rows(self, path: Sequence[Any]) -> None:
-        """Raise :class:`CollatorError` if a forward merges pictures or sound by masks and positions of its own.
-
-        Llava and PaliGemma up to 4.44 and Qwen2-Audio up to 4.47 do so. Later versions also do it, for examples whose
-        placeholders were not written by the processor; the forward of a patched model finds that out.
-        """
-        for model in path:
-            forward = inspecting.forward_of(type(model))
-            merging = next((name for name in inspecting.names_read(forward) if name.startswith(_MERGES)), None)
-            if merging is not None and not inspecting.has_variable(forward, _UNLESS_WRITTEN):
-                raise CollatorError(
-                    f"model: {type(model).__name__}.{merging} of this Transformers puts pictures or sound into a row "
-                    "and makes its mask or position_ids anew, so that documents are lost. Upgrade Transformers (Llava, "
-                    "Llava-NeXT and PaliGemma: 4.45, Qwen2-Audio: 4.48), or train this model padded."
-                )
-
-    def __bool__(self) -> bool:
-        """Whether the model takes pictures or sound."""
-        return any(self._ids.values())
 
     def at(self, ids: Array, what: str = "") -> Array:
         """Return a bool for each token id: whether it is a placeholder, of ``"pictures"`` or ``"sound"`` if given."""
@@ -194,9 +168,8 @@ class Placeholders:
     def _of_sound(self, own: Media) -> int | None:
         if "audio_embed_sizes" in own:
             return int(own["audio_embed_sizes"].sum())
-        if "feature_attention_mask" in own and self._hears is not None:
-            count = getattr(self._hears.build(), _HEARS)
-            lengths = count(own["feature_attention_mask"].long().sum(-1))
+        if _HEARD in own and self._hears is not None:
+            lengths = self._hears._get_feat_extract_output_lengths(own[_HEARD].long().sum(-1))
             return int(lengths[1].sum()) if isinstance(lengths, tuple) else None
         return None
 
@@ -204,13 +177,13 @@ class Placeholders:
         """The number that the model's own ``pack_image_features`` gives for pictures that are cut into crops."""
         if self._packs is None:
             return None
-        cropped = sys.modules[self._packs.cls.__module__].__dict__.get("image_size_to_num_patches")
-        pack = getattr(self._packs.cls, _PACKS)
-        if cropped is None or not {"image_features", "image_sizes"} <= set(inspecting.parameter_names(pack)):
+        cropped = sys.modules[type(self._packs).__module__].__dict__.get("image_size_to_num_patches")
+        pack = self._packs.pack_image_features
+        taken = inspecting.parameter_names(pack)
+        if cropped is None or not {"image_features", "image_sizes"} <= set(taken):
             return None
         vision, points = self._config.vision_config, self._config.image_grid_pinpoints
         strategy = getattr(self._config, "vision_feature_select_strategy", "default")
-        taken = inspecting.parameter_names(pack)
         of_class = strategy == "full" and "vision_feature_select_strategy" in taken
         tokens = (vision.image_size // vision.patch_size) ** 2 + of_class
         whole = together is not None and int(together.sum()) > 1
@@ -219,11 +192,12 @@ class Placeholders:
             given = {"vision_feature_select_strategy": strategy, "image_newline": torch.zeros(1)}
             options = {name: value for name, value in given.items() if name in taken}
             features = [torch.zeros(count, tokens, 1) for count in crops]
-            packed = pack(self._packs.build(), image_features=features, image_sizes=sizes, **options)
+            packed = pack(image_features=features, image_sizes=sizes, **options)
         except (AttributeError, IndexError, RuntimeError, TypeError, ValueError) as error:
             raise CollatorError(
-                f"example {index}: {self._packs.cls.__name__}.{_PACKS} does not count the placeholders of its pictures "
-                f"({type(error).__name__}: {error}). Its image_sizes must be those that the processor returned."
+                f"example {index}: {type(self._packs).__name__}.pack_image_features does not count the placeholders of "
+                f"its pictures ({type(error).__name__}: {error}). Its image_sizes must be those that the processor "
+                "returned."
             ) from error
         return int(sum(torch.as_tensor(packed[1]).tolist()))
 
@@ -247,10 +221,27 @@ def _require_one_number(what: str, found: Mapping[int, tuple[int, int]]) -> None
             )
 
 
-def _innermost_with(path: Sequence[Any], method: str) -> WithoutWeights | None:
-    """The innermost model that has a method of its own; those around it call that one."""
+def _innermost_with(path: Sequence[Any], method: str) -> Any:
+    """The innermost module that has a method, without weights, or None; those around it call that one."""
     found = [module for module in path[0].modules() if hasattr(type(module), method)]
-    return WithoutWeights(found[-1]) if found else None
+    return _without_weights(found[-1]) if found else None
+
+
+def _refuse_new_rows(cls: type[Any]) -> None:
+    """Raise :class:`CollatorError` if a forward merges pictures or sound by masks and positions of its own.
+
+    Llava and PaliGemma up to 4.44 and Qwen2-Audio up to 4.47 do so. Later versions also do it, for examples whose
+    placeholders were not written by the processor; the forward of a patched model finds that out.
+    """
+    forward = inspecting.forward_of(cls)
+    merging = next((name for name in inspecting.names_read(forward) if name.startswith("_merge_input_ids_with_")), None)
+    # a forward with this variable asks whether the processor has written the placeholders, and merges if it has not
+    if merging is not None and not inspecting.has_variable(forward, "legacy_processing"):
+        raise CollatorError(
+            f"model: {cls.__name__}.{merging} of this Transformers puts pictures or sound into a row "
+            "and makes its mask or position_ids anew, so that documents are lost. Upgrade Transformers (Llava, "
+            "Llava-NeXT and PaliGemma: 4.45, Qwen2-Audio: 4.48), or train this model padded."
+        )
 
 
 class RopeIndex:
@@ -268,7 +259,7 @@ class RopeIndex:
     def __init__(self, path: Sequence[Any]) -> None:
         counting = next((inner for inner in path if hasattr(inner, "get_rope_index")), None)
         self.several_axes = counting is not None
-        self._counting = WithoutWeights(path[0] if counting is None else counting)
+        self._counting = _without_weights(path[0] if counting is None else counting)
         self.text_axis = takes_text_axis(path[-1])
         self.takes_types = any(inspecting.takes(inner.forward, TYPES) for inner in path)
 
@@ -282,9 +273,10 @@ class RopeIndex:
         ids = torch.from_numpy(columns["input_ids"])[None]
         if not any(name in media for name in (*GRIDS, _HEARD)):
             return torch.arange(ids.shape[1]).expand(3, 1, -1)
-        count = self._counting.build().get_rope_index
+        count = self._counting.get_rope_index
         takes = inspecting.parameter_names(count)
-        given: dict[str, Any] = {_SPELLED.get(name, name): value for name, value in media.items()}
+        spelled = {"video_second_per_grid": "second_per_grids"}  # get_rope_index takes it under another name
+        given: dict[str, Any] = {spelled.get(name, name): value for name, value in media.items()}
         if _HEARD in media:
             given["audio_seqlens"] = media[_HEARD].long().sum(-1)
         if _FROM_FILM in given:
@@ -293,7 +285,7 @@ class RopeIndex:
         if TYPES in takes:
             if TYPES not in columns:
                 raise CollatorError(
-                    f"example {index}: {TYPES} missing, by which {self._counting.cls.__name__} counts the "
+                    f"example {index}: {TYPES} missing, by which {type(self._counting).__name__} counts the "
                     f"positions of pictures; found {', '.join(columns)}. Keep it: the processor returns it."
                 )
             call[TYPES] = torch.from_numpy(columns[TYPES])[None].int()
@@ -301,7 +293,7 @@ class RopeIndex:
             positions: torch.Tensor = count(input_ids=ids, attention_mask=torch.ones_like(ids), **call)[0]
         except (IndexError, RuntimeError, StopIteration, TypeError, ValueError) as error:
             raise CollatorError(
-                f"example {index}: {self._counting.cls.__name__}.get_rope_index does not count its positions "
+                f"example {index}: {type(self._counting).__name__}.get_rope_index does not count its positions "
                 f"({type(error).__name__}: {error}). Its grids must be those of its placeholders, in their order."
             ) from error
         if tuple(positions.shape[1:]) != (1, ids.shape[1]):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import importlib
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 import torch
@@ -34,47 +34,30 @@ class PackedModels(NamedTuple):
     padded: dict[str, Fa2PatchError]
 
 
-def pack_models(trainer: object, share_prompts: bool = True) -> PackedModels:
-    """Patch every Transformers model that a trainer holds, and make it compute padded batches packed.
+def pack_models(attributes: Mapping[str, object], share_prompts: bool = True) -> PackedModels:
+    """Patch every Transformers model that attributes of a trainer hold, and make it compute padded batches packed.
 
-    All attributes of the trainer are looked at: modules, and modules in a list, tuple or dictionary, such as the
-    policy, the reference model and reward models. A model inside of a wrapper is found (PEFT, DDP, FSDP, DeepSpeed,
-    ``torch.compile``, a value head). Call it again after the trainer has got other models. Models that it has packed
-    before are not packed a second time.
-
-    Args:
-        trainer: A Trainer of Transformers or TRL, or any object with models as attributes.
-        share_prompts: Whether the first tokens in which rows of a batch are equal are computed once, if this saves at
-            least 16 tokens.
-
-    Returns:
-        What was packed, and what was not and why.
+    A model inside of a wrapper is found (PEFT, DDP, FSDP, DeepSpeed, ``torch.compile``, a value head). Models that are
+    packed already are not packed a second time.
     """
     found = PackedModels({}, {})
-    for name, value in list(vars(trainer).items()):
-        _pack(name, value, share_prompts, found)
+    for name, value in [*attributes.items()]:
+        held = held_models(value)
+        for number, model in enumerate(held):
+            where = name if len(held) == 1 else f"{name}[{number}]"
+            try:
+                apply(model)
+                found.packed[where] = pack_padded_batches(model, share_prompts)
+            except Fa2PatchError as error:
+                found.padded[where] = error
     return found
 
 
-def _pack(name: str, value: object, share_prompts: bool, found: PackedModels) -> None:
-    """Pack the models of one attribute, and add them to what was found."""
-    models = list(held_models(value))
-    for number, model in enumerate(models):
-        where = name if len(models) == 1 else f"{name}[{number}]"
-        try:
-            apply(model)
-            found.packed[where] = pack_padded_batches(model, share_prompts)
-        except Fa2PatchError as error:
-            found.padded[where] = error
-
-
-def held_models(value: object) -> Iterator[Model]:
+def held_models(value: object) -> list[Model]:
     """The outermost Transformers models in a module, or in a list, tuple or dictionary of modules."""
-    if isinstance(value, dict):
-        value = list(value.values())
-    for one in value if isinstance(value, (list, tuple)) else [value]:
-        if isinstance(one, torch.nn.Module):
-            yield from outermost_models(one).values()
+    several = [*value.values()] if isinstance(value, dict) else value if isinstance(value, (list, tuple)) else [value]
+    modules = [one for one in several if isinstance(one, torch.nn.Module)]
+    return [model for module in modules for model in outermost_models(module).values()]
 
 
 def packed_trainer(base: type[Any] | None = None, share_prompts: bool = True) -> type[Any]:
@@ -116,24 +99,17 @@ def packed_trainer(base: type[Any] | None = None, share_prompts: bool = True) ->
 
     def __setattr__(self: Any, name: str, value: object) -> None:
         parent.__setattr__(self, name, value)
-        found = PackedModels({}, {})
-        _pack(name, value, share_prompts, found)
-        _raise_or_warn(found.padded, parent)
+        for where, error in pack_models({name: value}, share_prompts).padded.items():
+            if where == "model":
+                raise error
+            warnings.warn(
+                f"{parent.__name__}.{where} stays as it was, and its batches are computed padded: {error.message}",
+                StaysPadded,
+                stacklevel=2,
+            )
 
     members = {"__init__": __init__, "__setattr__": __setattr__, "__doc__": packed_trainer.__doc__, PACKS: True}
     return type(f"Packed{parent.__name__}", (parent,), members)
-
-
-def _raise_or_warn(padded: Mapping[str, Fa2PatchError], trainer: type[Any]) -> None:
-    """Raise the error about the model that is trained, and warn about the others."""
-    for where, error in padded.items():
-        if where == "model":
-            raise error
-        warnings.warn(
-            f"{trainer.__name__}.{where} stays as it was, and its batches are computed padded: {error.message}",
-            StaysPadded,
-            stacklevel=3,
-        )
 
 
 def _refuse_packed_rows(trainer: Any, parent: type[Any]) -> None:

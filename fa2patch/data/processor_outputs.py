@@ -10,18 +10,13 @@ import torch
 
 from ..documents.names import GRIDS, JOINS, ZEROS, Key, media_key
 from ..errors import CollatorError
-from .columns import Columns, present, read_example
+from .columns import Columns, read_example, refuse_keys
 
 Media = dict[str, torch.Tensor]
 """The keys of one example that the table of :mod:`fa2patch.documents.names` has, as tensors."""
 
 TOKEN = "token"
 """What the option ``keys`` says of a column with one number per token."""
-
-SHAPES = {"audio_attention_mask": "audio_input_features"}
-"""The key whose first two dimensions an optional mask has."""
-
-_MADE_HERE = ("position_ids", "seq_lengths", "rope_deltas")
 
 
 class Example(NamedTuple):
@@ -48,12 +43,12 @@ def require_joins(keys: object) -> None:
             raise CollatorError(f"keys[{name!r}]: expected one of {', '.join(known)}, found {join!r}.")
 
 
-def read_output(index: int, feature: Mapping[str, Any], joins: Mapping[str, str], grids: Collection[str]) -> Example:
+def read_output(index: int, found: dict[str, Any], joins: Mapping[str, str], grids: Collection[str]) -> Example:
     """Read what a processor returned for one example.
 
     Args:
         index: The example's index in the batch, for errors.
-        feature: The example.
+        found: The example's keys with a value. Those that the table has are taken out.
         joins: What the user says of keys that the table lacks or means otherwise.
         grids: The grids that the model's forward takes. Pictures without them are an error.
 
@@ -61,21 +56,16 @@ def read_output(index: int, feature: Mapping[str, Any], joins: Mapping[str, str]
         CollatorError: A value is no array of numbers, a column has not one number per token, or pictures and what
             describes them do not belong together.
     """
-    found = present(index, feature)
-    for name in _MADE_HERE:
-        if name in found:
-            raise CollatorError(f"example {index}: {name} is made by the collator. Remove it from the examples.")
+    refuse_keys(index, found, ("position_ids", "seq_lengths", "rope_deltas"))
     keys = {name: key for name in found if (key := _key(name, found, joins)) is not None}
     media = {name: _tensor(index, name, found.pop(name)) for name in keys}
     keys = {name: key for name, key in keys.items() if key.join != "drop"}
     _check_grids(index, media, grids)
-    counts = {
-        name: entries(media[name], key)
-        for name, key in keys.items()
-        if key.of and key.join in ("each", "padded", "in row")
-    }
-    for kind in {keys[name].of for name in counts}:
-        of_kind = {name: count for name, count in counts.items() if keys[name].of == kind and name not in GRIDS}
+    counts: dict[str, dict[str, int]] = {}
+    for name, key in keys.items():
+        if key.of and key.join in ("each", "padded", "in row") and name not in GRIDS:
+            counts.setdefault(key.of, {})[name] = entries(media[name], key)
+    for kind, of_kind in counts.items():
         if len(set(of_kind.values())) > 1:
             raise CollatorError(
                 f"example {index}: {', '.join(f'{name} has {count}' for name, count in of_kind.items())} {kind}s. Pass "
@@ -167,10 +157,7 @@ def require_the_same_keys(examples: Sequence[Example]) -> None:
 
 
 def require_alike(examples: Sequence[Example]) -> None:
-    """Raise :class:`CollatorError` if the model would compute an example otherwise beside the others.
-
-    Phi-4-multimodal projects sound by other weights in a forward that has pictures.
-    """
+    """Raise :class:`CollatorError` if the model would compute an example otherwise beside the others."""
     media = [example.media for example in examples]
     for index, (_, own, keys) in enumerate(examples):
         for name, key in keys.items():
@@ -178,7 +165,7 @@ def require_alike(examples: Sequence[Example]) -> None:
                 _require_masks_alike(name, media)
                 continue
             beside = next((at for at, other in enumerate(media) if key.apart and key.apart in other), None)
-            if beside is not None and key.apart not in own:
+            if beside is not None and key.apart not in own:  # Phi-4-multimodal projects sound by other weights there
                 raise CollatorError(
                     f"example {index}: {name} without {key.apart}, which example {beside} has. This model computes "
                     "sound otherwise in a forward with pictures, so the two do not go into one row. Put examples with "
@@ -212,39 +199,37 @@ def join_media(examples: Sequence[Example]) -> tuple[Media, dict[str, tuple[int,
     for name, key in {name: key for example in examples for name, key in example.keys.items()}.items():
         if key.join == "positions":
             continue
-        media = [_with_missing_mask(name, key, example.media) for example in examples]
-        parts = [own[name] for own in media if name in own]
+        media = [_own_or_ones(name, key, example.media) for example in examples]
+        parts = [part for part in media if part is not None]
         if key.join == "same":
             if any(not torch.equal(part, parts[0]) for part in parts) or len(parts) < len(media):
                 raise CollatorError(f"{name}: expected the same value in all examples of a row. Batch alike examples.")
             row[name] = parts[0]
         else:
-            row[name] = _concatenated(name, key, parts)
             along = 1 if key.join == "in row" else 0
-            sizes = [(own[name].shape[along] if own[name].dim() else 1) if name in own else 0 for own in media]
-            whose[name] = along, sizes
+            row[name] = _concatenated(name, key, parts, along)
+            whose[name] = along, [0 if part is None else entries(part, key) for part in media]
     return row, whose
 
 
-def _with_missing_mask(name: str, key: Key, own: Media) -> Media:
-    """An example's media, with a mask of ones where a processor left it out.
+def _own_or_ones(name: str, key: Key, own: Media) -> torch.Tensor | None:
+    """Return what an example has of a key; a mask of ones where a processor left that out.
 
     Phi-4-multimodal's leaves it out for a single sound, which is never filled.
     """
-    like = SHAPES.get(name, "")
-    if not key.optional or like not in own or name in own:
-        return own
-    return {**own, name: torch.ones(own[like].shape[:2], dtype=torch.bool)}
+    like = own.get({"audio_attention_mask": "audio_input_features"}.get(name, ""))
+    if name in own or like is None or not key.optional:
+        return own.get(name)
+    return torch.ones(like.shape[:2], dtype=torch.bool)
 
 
-def _concatenated(name: str, key: Key, parts: Sequence[torch.Tensor]) -> torch.Tensor:
-    along = 1 if key.join == "in row" else 0
-    parts = [part if part.dim() else part[None] for part in parts]
+def _concatenated(name: str, key: Key, parts: Sequence[torch.Tensor], along: int) -> torch.Tensor:
+    parts = [torch.atleast_1d(part) for part in parts]
     sizes = {part.dim() for part in parts}
     if key.join == "in row" and (min(sizes) < 2 or any(len(part) != 1 for part in parts)):
         raise CollatorError(f"{name}: expected [1, n, ...] in every example, found {[list(p.shape) for p in parts]}.")
     if len(sizes) == 1 and key.join in ("padded", "in row"):
-        largest = [max(part.shape[dim] for part in parts) for dim in range(parts[0].dim())]
+        largest = [max(lengths) for lengths in zip(*(part.shape for part in parts))]
         parts = [_filled(part, largest, along) for part in parts]
     shapes = {(*part.shape[:along], *part.shape[along + 1 :]) for part in parts}
     if len(shapes) > 1:
@@ -252,7 +237,7 @@ def _concatenated(name: str, key: Key, parts: Sequence[torch.Tensor]) -> torch.T
             f"{name}: examples hold entries of shapes {sorted(shapes)}, which do not go into one row. Let the "
             "processor give entries of one shape, or put these examples into different batches."
         )
-    return torch.cat(list(parts), dim=along)
+    return torch.cat(parts, dim=along)
 
 
 def _filled(part: torch.Tensor, largest: Sequence[int], along: int) -> torch.Tensor:

@@ -27,7 +27,7 @@ from ..upstream.step import MARK, Patched
 MODULE = "peft.peft_model"
 
 
-def watch(module: ModuleType, patch: Patched) -> None:
+def check_calls(module: ModuleType, patch: Patched) -> None:
     """Check calls of PEFT's models until the patch is released."""
     base = getattr(module, "PeftModel", None)
     if base is None:

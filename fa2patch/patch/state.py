@@ -162,8 +162,8 @@ class Patch:
         for site in self.plan.sites:
             site.bind(self)
         bind(torch.fx.Tracer, "trace", _refuses_patched, self)
-        when_imported(peft_models.MODULE, peft_models.watch, self)  # a patch without bindings would count as gone
-        when_imported(trainer_labels.MODULE, trainer_labels.watch, self)
+        when_imported(peft_models.MODULE, peft_models.check_calls, self)  # a patch without bindings would count as gone
+        when_imported(trainer_labels.MODULE, trainer_labels.mend_labels, self)
 
     def mark(self) -> None:
         """Set marks and hooks on the models that a call goes through.

@@ -36,7 +36,7 @@ _leave_first_out: weakref.WeakKeyDictionary[Any, bool] = weakref.WeakKeyDictiona
 """For each Trainer, whether its count leaves out the first label of each row."""
 
 
-def watch(module: ModuleType, patch: Patched) -> None:
+def mend_labels(module: ModuleType, patch: Patched) -> None:
     """Look at the labels of every Trainer that trains a patched model, until the patch is released."""
     trainer = getattr(module, "Trainer", None)
     for name, make in {"_prepare_inputs": _prepared, "_get_num_items_in_batch": _counted}.items():

@@ -1,6 +1,6 @@
 """Patches every model of a program under ``fa2patch run``: as it is made, or when what holds or trains it is made.
 
-``startup/fa2patch_watched.py`` names the classes that are watched, and the kinds. There is one part here for each kind.
+``startup/fa2patch_startup.py`` names the classes that are watched, and the kinds. There is one part here for each kind.
 """
 
 from __future__ import annotations
@@ -15,7 +15,6 @@ from types import ModuleType
 from typing import Any, Callable
 
 import torch
-import wrapt
 
 from .._torch import is_no_verdict
 from .._types import Function
@@ -31,7 +30,7 @@ from ..upstream.find_layers import attention_layers
 from ..upstream.find_models import embedding_of, is_transformers_model, models, transformers_model
 from . import flattening
 from .start import RunOptions, say
-from .startup.fa2patch_watched import WATCHED
+from .startup.fa2patch_startup import WATCHED
 
 PACKED_TRAINERS = (
     "DPOTrainer", "KTOTrainer", "ORPOTrainer", "CPOTrainer", "RewardTrainer", "PRMTrainer", "GRPOTrainer",
@@ -43,31 +42,11 @@ They look at the rows of their batches, so a collator cannot pack these. Batches
 ``--collate`` flattens them.
 """
 
-_patcher: Patcher | None = None
 
-
-def on(options: RunOptions) -> Patcher:
-    """Patch the models that this process makes from now on. A patcher that is already on is switched off first."""
-    global _patcher
-    off()
-    _patcher = Patcher(options)
-    for name in WATCHED:
-        wrapt.register_post_import_hook(_patcher.watch, name)
-    return _patcher
-
-
-def imported(module: Any) -> None:
-    """Handle the import of a watched module in a process that ``fa2patch run`` has started."""
-    global _patcher
-    if _patcher is None:
-        _patcher = Patcher(RunOptions.inherited())
-    _patcher.watch(module)
-
-
-def off() -> None:
-    """Switch the patcher off, if there is one. It cannot be switched on again."""
-    if _patcher is not None:
-        _patcher.off()
+@functools.cache
+def of_this_process() -> Patcher:
+    """The patcher of a process that ``fa2patch run`` has started."""
+    return Patcher(RunOptions.inherited())
 
 
 class Patcher:
@@ -250,7 +229,7 @@ class Patcher:
         elif outermost and self.options.collate:
             own_loader = flattening.replaced(trainer, ["get_train_dataloader"])
             if own_loader:
-                self._leave_padded(trainer, own_loader)
+                self._tell_once(trainer, own_loader)
 
     def _patch_inside(self, model: Any) -> None:
         with contextlib.suppress(NotAModel):
@@ -273,7 +252,7 @@ class Patcher:
         for value in list(vars(trainer).values()):
             for model in held_models(value):
                 self.patch(model)
-        found = pack_models(trainer)
+        found = pack_models(vars(trainer))
         self._packing.add(trainer)
         name = type(trainer).__name__
         first: dict[int, str] = {}  # several attributes may hold one model, as model and model_wrapped do
@@ -295,18 +274,10 @@ class Patcher:
             if trainer in self._packing:
                 self._trained = True
                 return original(trainer)
-            why = flattening.why_trainer_stays_padded(trainer)
+            why, padding = flattening.why_trainer_stays_padded(trainer), trainer.data_collator
+            self._tell_once(trainer, why)
             if why:
-                self._leave_padded(trainer, why)
                 return original(trainer)
-            padding = trainer.data_collator
-            if trainer not in self._told:
-                self._say_unless_quiet(
-                    f"{type(trainer).__name__} trains on what its {flattening.name(padding)} gives laid end to end, "
-                    "without the padding; the same mini-batches, the same steps. Evaluation stays padded."
-                )
-            self._told.add(trainer)
-            self._trained = True
             trainer.data_collator = flattening.flattening(trainer)
             try:
                 return original(trainer)
@@ -315,11 +286,20 @@ class Patcher:
 
         return get_train_dataloader
 
-    def _leave_padded(self, trainer: Any, why: str) -> None:
+    def _tell_once(self, trainer: Any, stays_padded: str) -> None:
+        """Print whether a trainer's batches are flattened, or why they stay padded."""
         self._trained = True
-        if trainer not in self._told:
-            self._told.add(trainer)
-            say(f"{type(trainer).__name__} trains padded, as it would without --collate: {why}.")
+        if trainer in self._told:
+            return
+        self._told.add(trainer)
+        name = type(trainer).__name__
+        if stays_padded:
+            say(f"{name} trains padded, as it would without --collate: {stays_padded}.")
+        else:
+            self._say_unless_quiet(
+                f"{name} trains on what its {flattening.name(trainer.data_collator)} gives laid end to end, without "
+                "the padding; the same mini-batches, the same steps. Evaluation stays padded."
+            )
 
 
 def _with_subclasses(cls: Any) -> Iterator[Any]:

@@ -375,7 +375,7 @@ class TestPadding:
         ([{"text": "hello", "labels": [1]}], "example 0: input_ids missing, found text, labels."),
         ([{}], "example 0: input_ids missing, found no keys."),
         ([[1, 2]], "example 0: expected a mapping, found list."),
-        ({"input_ids": [[1, 2]]}, "example 0: expected a mapping, found str."),
+        ({"input_ids": [[1, 2]]}, "expected a list of examples, found dict."),
         (
             [{"input_ids": [1], "w": [1]}, {"input_ids": [1, 2, 3], "w": [1, 2]}],
             "example 1: w has length 2, but input_ids has length 3.",

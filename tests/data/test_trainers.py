@@ -79,7 +79,7 @@ def test_every_model_that_a_trainer_holds_is_packed_once() -> None:
         value={"critic": ValueHead(inner)}, name="no model", optimizer=None,
     )  # fmt: skip
     for _ in range(2):
-        found = pack_models(trainer)
+        found = pack_models(vars(trainer))
         assert found.packed.keys() == {"model", "model_wrapped", "reward_funcs[0]", "reward_funcs[1]", "value"}
         assert not found.padded
         assert [len(packing(model)) for model in (policy, *judges, inner)] == [1] * 4
@@ -107,7 +107,7 @@ def test_a_model_that_cannot_be_packed() -> None:
     with pytest.warns(StaysPadded, match=r"Trainer.ref_model stays as it was.*encoder-decoder"):
         fa2patch.packed_trainer(Trainer)(model, reference)
     assert not packing(reference) and len(packing(model)) == 1
-    found = pack_models(SimpleNamespace(model=reference, other=model))
+    found = pack_models({"model": reference, "other": model})
     assert found.packed.keys() == {"other"}
     assert "encoder-decoder" in found.padded["model"].message
 

@@ -16,6 +16,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+import wrapt
 from click.testing import CliRunner
 from padded_cases import layers_tokens
 from transformers import (
@@ -65,21 +66,43 @@ def folder(tmp_path_factory):
 
 @pytest.fixture
 def hooked():
-    """Return a function that switches the hook on in this process. It is switched off after the test."""
-    yield lambda **options: patcher.on(run.RunOptions(**options))
-    patcher.off()
+    """Return a function that switches a patcher on in this process. Its ``off()`` and the test's end switch it off."""
+    made = []
+
+    def hooked(**options):
+        hooked.off()
+        made.append(patcher.Patcher(run.RunOptions(**options)))
+        for name in patcher.WATCHED:
+            wrapt.register_post_import_hook(made[-1].watch, name)
+
+    hooked.off = lambda: [each.off() for each in made]
+    yield hooked
+    hooked.off()
+
+
+@pytest.fixture
+def lines(capsys):
+    """Return a function that returns fa2patch's messages since its last call."""
+    return lambda: messages(capsys.readouterr().err)
+
+
+def messages(printed):
+    return [line for line in printed.splitlines() if line.startswith("fa2patch:")]
+
+
+PATCHED = "fa2patch: LlamaForCausalLM patched: 2 attention layers, interface seam, kernel auto."
 
 
 def by_its_class():
     return LlamaForCausalLM(tiny_models.config_of("llama"))
 
 
+def loaded(folder):
+    return AutoModelForCausalLM.from_pretrained(folder)
+
+
 def from_config():
     return AutoModelForCausalLM.from_config(tiny_models.config_of("llama"))
-
-
-def lines(capsys):
-    return [line for line in capsys.readouterr().err.splitlines() if line.startswith("fa2patch:")]
 
 
 # --- a script runs as python runs it ---------------------------------------------------------------------------------
@@ -91,9 +114,8 @@ def started(*arguments, options=None, **more):
     return subprocess.run(run.command(arguments), env=variables, capture_output=True, text=True, timeout=600, **more)
 
 
-def plainly(*arguments, **more):
-    variables = {**os.environ, **more.pop("env", {})}
-    return subprocess.run([sys.executable, *arguments], env=variables, capture_output=True, text=True, **more)
+def plainly(*arguments, python=sys.executable, **more):
+    return subprocess.run([python, *arguments], capture_output=True, text=True, **more)
 
 
 @pytest.mark.parametrize("way", [["seen.py"], [str(SCRIPTS / "seen.py")], ["-m", "seen"], ["-"]])
@@ -148,12 +170,8 @@ def other_pythons():
     """Every interpreter on this machine that a script could start, beside that of this environment."""
     names = [shutil.which(f"python{version}") for version in ("2.7", "3.6", "3.9", "3.10", "3.12", "3.13")]
     homes = Path.home().glob(".pyenv/versions/*/bin/python")
-    working = [name for name in (*names, *map(str, homes)) if name and not plainly_with(name, "-V").returncode]
+    working = [name for name in (*names, *map(str, homes)) if name and not plainly("-V", python=name).returncode]
     return [os.path.realpath(sys.executable), *working]
-
-
-def plainly_with(python, *arguments, **more):
-    return subprocess.run([python, *arguments], capture_output=True, text=True, **more)
 
 
 @pytest.fixture
@@ -168,19 +186,19 @@ def test_a_python_of_another_environment_is_as_without_it(bare, tmp_path):
     (tmp_path / "sitecustomize.py").write_text("WHOSE = 'mine'")
     hidden = run.environment(run.RunOptions(), {**os.environ, "PYTHONPATH": str(tmp_path)})
     for python in (bare, *other_pythons()):
-        ours, alone = plainly_with(python, "-c", LOOKS, env=variables), plainly_with(python, "-c", LOOKS)
+        ours, alone = plainly("-c", LOOKS, python=python, env=variables), plainly("-c", LOOKS, python=python)
         assert alone.returncode == 0 and sys.executable not in alone.stdout, alone.stderr
         assert ours.returncode == 0 and ours.stderr == alone.stderr == "", (python, ours.stderr)
         assert ours.stdout.replace("'sitecustomize', ", "") == alone.stdout.replace("'sitecustomize', ", ""), python
         assert "fa2patch" not in ours.stdout.replace(str(tmp_path), "")
-        found = plainly_with(python, "-c", "import sitecustomize as it; print(it.WHOSE)", env=hidden)
+        found = plainly("-c", "import sitecustomize as it; print(it.WHOSE)", python=python, env=hidden)
         assert found.stdout == "mine\n", (python, found.stderr)
 
 
 def test_a_python_of_the_same_environment_waits_for_transformers(bare):
     code = "import sys; print('fa2patch_startup' in sys.modules)"
     for python, expected in ((sys.executable, "True\n"), (bare, "False\n")):
-        found = plainly_with(python, "-c", code, env=run.environment(run.RunOptions(), os.environ))
+        found = plainly("-c", code, python=python, env=run.environment(run.RunOptions(), os.environ))
         assert found.stdout == expected, found.stderr
 
 
@@ -223,7 +241,8 @@ def test_without_fa2patch_on_its_path_a_child_takes_the_one_that_started_it(fold
         f"sys.path[:] = [entry for entry in sys.path if entry != {str(ROOT)!r}]\n"
         "fa2patch_startup._fa2patch(); import fa2patch; print(fa2patch.__file__)\n"
     )
-    done = plainly("-S", str(file), env={"PYTHONPATH": os.pathsep.join(p for p in sys.path if "site-packages" in p)})
+    packages = os.pathsep.join(entry for entry in sys.path if "site-packages" in entry)
+    done = plainly("-S", str(file), env={**os.environ, "PYTHONPATH": packages})
     assert done.stdout.strip() == str(ROOT / "fa2patch" / "__init__.py"), done.stderr
 
 
@@ -284,32 +303,30 @@ def test_what_cannot_work_is_said_before_anything_starts(monkeypatch):
 # --- models are patched as they are made -----------------------------------------------------------------------------
 
 
-def test_models_are_patched_as_they_are_made_named_once_and_reverted_in_the_end(hooked, folder, capsys):
+def test_models_are_patched_as_they_are_made_named_once_and_reverted_in_the_end(hooked, folder, lines):
     before = {name: vars(PreTrainedModel)[name] for name in ("from_pretrained", "_from_config")}
     before_init, before_model_init = vars(Trainer)["__init__"], vars(Trainer)["call_model_init"]
     hooked()
     made = [
         from_config(),
-        AutoModelForCausalLM.from_pretrained(folder),
+        loaded(folder),
         LlamaForCausalLM.from_pretrained(folder, output_loading_info=True)[0],
     ]
-    assert lines(capsys) == [
-        "fa2patch: LlamaForCausalLM patched: 2 attention layers, interface seam, kernel auto."
-    ] * len(made)
+    assert lines() == [PATCHED] * len(made)
     assert all(fa2patch.status(model) is not None for model in made)
     trainer_of(made[0], folder)
-    assert lines(capsys) == []
-    patcher.off()
+    assert lines() == []
+    hooked.off()
     assert all(fa2patch.status(model) is None for model in made)
     assert {name: vars(PreTrainedModel)[name] for name in before} == before
     assert vars(Trainer)["__init__"] is before_init and vars(Trainer)["call_model_init"] is before_model_init
     assert "__init_subclass__" not in vars(Trainer)
     assert fa2patch.status(from_config()) is None
-    assert lines(capsys) == []
+    assert lines() == []
 
 
 def test_a_model_that_apply_fails_on_is_named_and_one_that_there_was_no_memory_for_is_met_again(
-    hooked, capsys, monkeypatch
+    hooked, lines, monkeypatch
 ):
     model, outcomes = tiny_models.build("llama"), [MemoryError(), ZeroDivisionError("of ours")]
 
@@ -321,10 +338,10 @@ def test_a_model_that_apply_fails_on_is_named_and_one_that_there_was_no_memory_f
     met = patcher.Patcher(run.RunOptions())
     with pytest.raises(MemoryError):
         met.patch(model)
-    assert not lines(capsys)
+    assert not lines()
     met.patch(model)
     met.patch(model)
-    (said,) = lines(capsys)
+    (said,) = lines()
     assert "left alone: fa2patch.apply failed, please report it: ZeroDivisionError: of ours" in said
 
 
@@ -341,53 +358,52 @@ def test_a_model_that_apply_fails_on_is_named_and_one_that_there_was_no_memory_f
          "ViTModel left alone: its attention looks both ways, and not at text alone"),
     ],
 )  # fmt: skip
-def test_others_are_left_alone_and_named_even_quietly(hooked, capsys, cls, config, reason):
+def test_others_are_left_alone_and_named_even_quietly(hooked, lines, cls, config, reason):
     hooked(quiet=True)
     model = cls._from_config(config)
-    (line,) = lines(capsys)
+    (line,) = lines()
     assert re.search(reason, line)
     assert fa2patch.status(model) is None
     state = vars(type(model))
-    patcher.off()
+    hooked.off()
     assert vars(type(model)) == state
 
 
-def test_encoders_of_text_are_patched(hooked, capsys):
+def test_encoders_of_text_are_patched(hooked, lines):
     hooked()
     model = BertForMaskedLM._from_config(BertConfig(**TINY_BERT))
-    (line,) = lines(capsys)
+    (line,) = lines()
     if fa2patch.status(model) is None:  # in versions up to 4.57
         assert "BertForMaskedLM left alone: BertModel: looked in every layer for attention with a seam" in line
     else:
         assert line == "fa2patch: BertForMaskedLM patched: 1 attention layers, interface seam, kernel auto."
 
 
-def test_a_part_of_a_model_is_not_patched_on_its_own(hooked, capsys):
+def test_a_part_of_a_model_is_not_patched_on_its_own(hooked, lines):
     hooked()
     cls, config = tiny_models.model_class("llava"), tiny_models.config_of("llava")
     by_hand = cls(config)
-    assert not any("_fa2patch" in vars(module) for module in by_hand.modules()) and lines(capsys) == []
+    assert not any("_fa2patch" in vars(module) for module in by_hand.modules()) and lines() == []
     assert fa2patch.status(cls._from_config(config)) is not None
-    (line,) = lines(capsys)
+    (line,) = lines()
     assert "LlavaForConditionalGeneration patched" in line
 
 
-def test_a_model_made_by_its_class_is_patched_when_a_trainer_is_given_it(hooked, folder, capsys):
+def test_a_model_made_by_its_class_is_patched_when_a_trainer_is_given_it(hooked, folder, lines):
     hooked()
     model = by_its_class()
     assert fa2patch.status(model) is None
     trainer_of(model, folder)
-    assert fa2patch.status(model) is not None
-    assert len(lines(capsys)) == 1
+    assert fa2patch.status(model) is not None and len(lines()) == 1
 
 
-def test_a_model_that_model_init_makes_by_its_class_is_patched(hooked, folder, capsys):
+def test_a_model_that_model_init_makes_by_its_class_is_patched(hooked, folder, lines):
     hooked()
     trainer = trainer_of(None, folder, model_init=by_its_class)
     assert fa2patch.status(trainer.model) is not None
     again = trainer.call_model_init()
     assert again is not trainer.model and fa2patch.status(again) is not None
-    assert len(lines(capsys)) == 2
+    assert len(lines()) == 2
 
 
 class WithReference(Trainer):
@@ -421,12 +437,11 @@ def tokens_of(model):
     return sum(seen)
 
 
-def test_the_models_of_trls_trainers_compute_padded_batches_packed(hooked, folder, capsys):
+def test_the_models_of_trls_trainers_compute_padded_batches_packed(hooked, folder, lines):
     hooked()
-    model = AutoModelForCausalLM.from_pretrained(folder)
-    trainer = trainer_of(model, folder, cls=of_ones_own())
+    trainer = trainer_of(loaded(folder), folder, cls=of_ones_own())
     assert [tokens_of(held) for held in (trainer.model, trainer.ref_model, trainer.late)] == [6, 6, 6]
-    said = lines(capsys)[-1]
+    said = lines()[-1]
     assert "Mine makes padded batches, and computes them packed" in said and "model, ref_model, " in said
     assert "late." in said and "model_wrapped" not in said
 
@@ -437,33 +452,31 @@ def test_a_model_of_model_init_is_packed_again_for_each_training(hooked, folder)
     assert tokens_of(trainer.model) == tokens_of(trainer.call_model_init()) == 6
 
 
-def test_a_model_that_a_trl_trainer_holds_and_cannot_pack_is_named_even_quietly(hooked, folder, capsys):
+def test_a_model_that_a_trl_trainer_holds_and_cannot_pack_is_named_even_quietly(hooked, folder, lines):
     hooked(quiet=True)
     other = FalconForCausalLM(FalconConfig(alibi=True, vocab_size=8, hidden_size=8, num_attention_heads=2))
-    trainer_of(AutoModelForCausalLM.from_pretrained(folder), folder, cls=GRPOTrainer, other=other)
-    assert any(
-        re.search(r"GRPOTrainer computes padded batches of rewards\[1\] padded: .*alibi", it) for it in lines(capsys)
-    )
+    trainer_of(loaded(folder), folder, cls=GRPOTrainer, other=other)
+    assert any(re.search(r"GRPOTrainer computes padded batches of rewards\[1\] padded: .*alibi", it) for it in lines())
 
 
 @pytest.mark.parametrize("how", ["no pack", "another trainer", "packed by packed_trainer"])
-def test_other_batches_stay_as_they_are(hooked, folder, capsys, how):
+def test_other_batches_stay_as_they_are(hooked, folder, lines, how):
     hooked(pack=how != "no pack")
     cls = {"another trainer": WithReference}.get(how, GRPOTrainer)
     if how == "packed by packed_trainer":
         cls = fa2patch.packed_trainer(cls, share_prompts=False)
-    trainer = trainer_of(AutoModelForCausalLM.from_pretrained(folder), folder, cls=cls)
+    trainer = trainer_of(loaded(folder), folder, cls=cls)
     assert tokens_of(trainer.model) == (6 if how == "packed by packed_trainer" else 8)
-    assert not any("packed" in line for line in lines(capsys))
+    assert not any("packed" in line for line in lines())
 
 
-def test_collate_says_nothing_of_a_trainer_whose_batches_are_packed_in_its_models(hooked, folder, capsys):
+def test_collate_says_nothing_of_a_trainer_whose_batches_are_packed_in_its_models(hooked, folder, lines):
     hooked(collate=True)
-    model = AutoModelForCausalLM.from_pretrained(folder)
-    trainer = trainer_of(model, folder, DataCollatorForSeq2Seq(tokenizer_of(folder)), cls=GRPOTrainer)
-    trainer.get_train_dataloader()
-    patcher.off()
-    assert not any("--collate" in line for line in lines(capsys))
+    trainer_of(
+        loaded(folder), folder, DataCollatorForSeq2Seq(tokenizer_of(folder)), cls=GRPOTrainer
+    ).get_train_dataloader()
+    hooked.off()
+    assert not any("--collate" in line for line in lines())
 
 
 class Holder:
@@ -471,7 +484,7 @@ class Holder:
 
     def __init__(self, folder):
         self.tokenizer = "a tokenizer"
-        self.model = AutoModelForCausalLM.from_pretrained(folder)
+        self.model = loaded(folder)
 
 
 @pytest.fixture
@@ -482,28 +495,28 @@ def holders(monkeypatch):
     monkeypatch.setitem(sys.modules, name, SimpleNamespace(__name__=name, Holder=Holder))
 
 
-def test_an_object_that_makes_its_models_batches_is_patched_as_a_whole(holders, hooked, folder, capsys):
+def test_an_object_that_makes_its_models_batches_is_patched_as_a_whole(holders, hooked, folder, lines):
     before = vars(Holder)["__init__"]
     hooked()
     held = type("Special", (Holder,), {})(folder)
-    (line,) = lines(capsys)
+    (line,) = lines()
     assert "Special patched: 2 attention layers" in line and line.endswith("Its padded batches are computed packed.")
     assert tokens_of(held.model) == 6
-    patcher.off()
+    hooked.off()
     assert vars(Holder)["__init__"] is before and tokens_of(held.model) == 8
 
 
-def test_only_the_first_rank_speaks_and_quiet_is_quiet(hooked, capsys, monkeypatch):
+def test_only_the_first_rank_speaks_and_quiet_is_quiet(hooked, lines, monkeypatch):
     for variables in ({"RANK": "1"}, {"LOCAL_RANK": "1"}, {"RANK": "2", "LOCAL_RANK": "0"}):
         with monkeypatch.context() as patched:
             for name, value in variables.items():
                 patched.setenv(name, value)
             hooked()
             assert fa2patch.status(from_config()) is not None
-            assert lines(capsys) == []
+            assert lines() == []
     hooked(quiet=True)
     assert fa2patch.status(from_config()) is not None
-    assert lines(capsys) == []
+    assert lines() == []
 
 
 def test_a_kernel_that_was_asked_for_and_is_not_there_is_an_error(hooked):
@@ -589,7 +602,7 @@ OPTIONS = {
     ],
     ids=[*COLLATORS, *OPTIONS],
 )
-def test_collate_trains_step_by_step_as_the_padded_run(hooked, folder, capsys, kind, options):
+def test_collate_trains_step_by_step_as_the_padded_run(hooked, folder, lines, kind, options):
     texts = documents(folder)
     features = features_of(texts) if kind == "seq2seq" else [
         {key: value for key, value in feature.items() if key != "labels"} for feature in features_of(texts)
@@ -598,8 +611,7 @@ def test_collate_trains_step_by_step_as_the_padded_run(hooked, folder, capsys, k
         features = padded_before(texts, max(map(len, texts)))
 
     def trained():
-        model = AutoModelForCausalLM.from_pretrained(folder)
-        trainer = trainer_of(model, folder, COLLATORS[kind](tokenizer_of(folder)), features, **options)
+        trainer = trainer_of(loaded(folder), folder, COLLATORS[kind](tokenizer_of(folder)), features, **options)
         found = losses(trainer), trainer.state.global_step, trainer.evaluate()["eval_loss"]
         assert not isinstance(trainer.data_collator, flattening.Flattening)
         return found
@@ -612,7 +624,7 @@ def test_collate_trains_step_by_step_as_the_padded_run(hooked, folder, capsys, k
     assert after == pytest.approx(evaluated, rel=NEAR)
     assert len(flat) == len(shapes) and all(rows == 1 for rows, _ in flat)
     assert sum(length for _, length in flat) < sum(rows * length for rows, length in shapes)
-    patched, told = lines(capsys)
+    patched, told = lines()
     assert "LlamaForCausalLM patched" in patched and "laid end to end" in told
 
 
@@ -629,10 +641,8 @@ def test_collate_goes_through_accelerates_dispatcher(hooked, folder):
     """The dispatcher slices every tensor of a streamed batch by rows, which would break lengths."""
 
     def trained():
-        streamed = Streamed(features_of(documents(folder)))
-        model = AutoModelForCausalLM.from_pretrained(folder)
-        trainer = trainer_of(model, folder, DataCollatorForSeq2Seq(tokenizer_of(folder)), max_steps=2)
-        trainer.train_dataset = streamed
+        trainer = trainer_of(loaded(folder), folder, DataCollatorForSeq2Seq(tokenizer_of(folder)), max_steps=2)
+        trainer.train_dataset = Streamed(features_of(documents(folder)))
         return losses(trainer)
 
     padded, _ = trained()
@@ -667,13 +677,12 @@ class OfOnesOwn(DataCollatorForSeq2Seq):
     ],
     ids=["collator", "compute_loss", "get_train_dataloader", "compute_loss_func"],
 )  # fmt: skip
-def test_collate_leaves_alone_what_may_look_at_rows(hooked, folder, capsys, collator, options, why):
+def test_collate_leaves_alone_what_may_look_at_rows(hooked, folder, lines, collator, options, why):
     hooked(collate=True)
-    model = AutoModelForCausalLM.from_pretrained(folder)
-    _, shapes = losses(trainer_of(model, folder, collator(tokenizer_of(folder)), **options))
+    _, shapes = losses(trainer_of(loaded(folder), folder, collator(tokenizer_of(folder)), **options))
     assert any(rows > 1 for rows, _ in shapes)
-    patcher.off()
-    said = [line for line in lines(capsys) if "patched" not in line]
+    hooked.off()
+    said = [line for line in lines() if "patched" not in line]
     assert len(said) == 1 and re.search(f"trains padded, as it would without --collate: .*{why}", said[0]), said
 
 
@@ -691,7 +700,6 @@ def test_collate_says_of_what_else_it_will_not_flatten(hooked, folder, monkeypat
         with monkeypatch.context() as patched:
             patched.setattr(trainer, name, value)
             assert why in flattening.why_trainer_stays_padded(trainer)
-    stream = type("Stream", (torch.utils.data.IterableDataset,), {"__iter__": lambda self: iter(())})()
     for accelerator, options, why in (
         ({"split_batches": True}, {"world_size": 2}, "split_batches"),
         ({"dispatch_batches": None}, {"world_size": 2}, "dispatch_batches"),
@@ -703,7 +711,7 @@ def test_collate_says_of_what_else_it_will_not_flatten(hooked, folder, monkeypat
         with monkeypatch.context() as patched:
             patched.setattr(trainer, "accelerator", SimpleNamespace(**accelerator))
             patched.setattr(trainer, "args", SimpleNamespace(n_gpu=1, **options))
-            patched.setattr(trainer, "train_dataset", stream)
+            patched.setattr(trainer, "train_dataset", Streamed([]))
             found = flattening.why_trainer_stays_padded(trainer)
             assert (why in found) if why else not found
 
@@ -722,13 +730,13 @@ def test_collate_says_of_what_else_it_will_not_flatten(hooked, folder, monkeypat
         ({"pixels": [[[1.0] * 2] * 3] * 2}, "its pixels"),
     ],
 )
-def test_a_batch_that_would_train_otherwise_stays_padded(capsys, change, why):
+def test_a_batch_that_would_train_otherwise_stays_padded(lines, change, why):
     good = {"input_ids": [[1, 2, 0], [4, 5, 6]], "attention_mask": [[1, 1, 0], [1, 1, 1]],
             "labels": [[1, 2, -100], [4, 5, 6]]}  # fmt: skip
     padded = {key: torch.tensor(value) for key, value in {**good, **change}.items() if value is not None}
     collate = flattening.Flattening(lambda features: padded, keep_first=False, lengths=True)
     assert collate([]) is padded and collate([]) is padded
-    (line,) = lines(capsys)
+    (line,) = lines()
     assert "a batch stays padded" in line and why in line
 
 
@@ -763,22 +771,22 @@ def test_a_flattening_collator_goes_to_workers(folder):
     assert all(torch.equal(there[key], here[key]) for key in here)
 
 
-def test_left_padded_rows_stay_padded(hooked, folder, capsys):
+def test_left_padded_rows_stay_padded(hooked, folder, lines):
     hooked(collate=True)
     collator = DataCollatorForSeq2Seq(tokenizer_of(folder, "left"))
-    _, shapes = losses(trainer_of(AutoModelForCausalLM.from_pretrained(folder), folder, collator))
+    _, shapes = losses(trainer_of(loaded(folder), folder, collator))
     assert any(rows > 1 for rows, _ in shapes)
-    assert "padding_side='right'" in lines(capsys)[-1]
+    assert "padding_side='right'" in lines()[-1]
 
 
-def test_collate_without_a_trainer_says_that_it_did_nothing(hooked, capsys):
+def test_collate_without_a_trainer_says_that_it_did_nothing(hooked, lines):
     hooked(collate=True)
-    patcher.off()
-    assert lines(capsys) == []
+    hooked.off()
+    assert lines() == []
     hooked(collate=True)
     from_config()
-    patcher.off()
-    assert "--collate has changed nothing: no Trainer" in lines(capsys)[-1]
+    hooked.off()
+    assert "--collate has changed nothing: no Trainer" in lines()[-1]
 
 
 def script(how, folder, layout, output, python=sys.executable, **env):
@@ -788,8 +796,7 @@ def script(how, folder, layout, output, python=sys.executable, **env):
     line = [str(python), *how, str(SCRIPTS / "train.py"), str(folder), layout, str(output)]
     done = subprocess.run(line, env=variables, capture_output=True, text=True, timeout=600)
     assert done.returncode == 0, done.stderr
-    said = [line for line in done.stderr.splitlines() if line.startswith("fa2patch:")]
-    return json.loads((output / "found.json").read_text()), said
+    return json.loads((output / "found.json").read_text()), messages(done.stderr)
 
 
 RUN = ("-m", "fa2patch", "run")
@@ -805,7 +812,7 @@ def test_an_unchanged_script_leaks_without_and_is_isolated_with_it(folder, tmp_p
     isolated, said = script(RUN, folder, "pack", tmp_path / "run")
     assert max(abs(a - b) for a, b in zip(found["pack"], found["pad"])) > 0.01, "it does not leak, so nothing is shown"
     assert isolated["losses"] == pytest.approx(found["pad"], rel=NEAR)
-    assert said == ["fa2patch: LlamaForCausalLM patched: 2 attention layers, interface seam, kernel auto."]
+    assert said == [PATCHED]
 
 
 # --- slow: other versions, other command lines, more processes -------------------------------------------------------
@@ -877,14 +884,13 @@ def test_trls_own_command_line(there, tmp_path):
         done = subprocess.run([*map(str, line)], env=variables, capture_output=True, text=True, timeout=600)
         assert done.returncode == 0, done.stderr[-3000:]
         state = json.loads((tmp_path / name / "checkpoint-3" / "trainer_state.json").read_text())
-        said = [line for line in done.stderr.splitlines() if line.startswith("fa2patch:")]
-        return [entry["loss"] for entry in state["log_history"] if "loss" in entry], said
+        return [entry["loss"] for entry in state["log_history"] if "loss" in entry], messages(done.stderr)
 
     free = ("--padding_free", "--max_length", "None")
     padded, _ = sft("padded", [python.with_name("trl")])
     isolated, said = sft("isolated", [python, *RUN, "trl"], *free)
     assert isolated == pytest.approx(padded, rel=NEAR)
-    assert said == ["fa2patch: LlamaForCausalLM patched: 2 attention layers, interface seam, kernel auto."]
+    assert said == [PATCHED]
     collated, said = sft("collated", [python, *RUN, "--collate", "-m", "trl.cli.main"])
     assert collated == pytest.approx(padded, rel=NEAR)
     assert "SFTTrainer trains padded, as it would without --collate" in said[-1]

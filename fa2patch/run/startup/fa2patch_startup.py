@@ -1,6 +1,6 @@
 """What ``sitecustomize`` starts in every Python of the environment of ``fa2patch run``.
 
-It waits for the import of a package that is watched. Until then it imports nothing else.
+It waits for the import of a package that is watched. Until then it imports nothing else, fa2patch neither.
 """
 
 from __future__ import annotations
@@ -9,10 +9,27 @@ import atexit
 import os
 import sys
 
-from fa2patch_watched import WATCHED  # type: ignore[import-not-found]
+WATCHED = {
+    "transformers.modeling_utils": "models:PreTrainedModel",
+    "transformers.trainer": "trainers:Trainer",
+    "sentence_transformers.SentenceTransformer": "holders:SentenceTransformer",
+    "sentence_transformers.cross_encoder.CrossEncoder": "holders:CrossEncoder",
+    "sentence_transformers.sparse_encoder.SparseEncoder": "holders:SparseEncoder",
+    "sentence_transformers.base.model": "holders:BaseModel",
+}
+"""For each module that is watched, what kind of class it defines and the class's name.
 
-HERE = os.path.dirname(os.path.abspath(__file__))
+``models``: its class methods return Transformers models. ``trainers``: its objects train models. ``holders``: its
+objects hold one Transformers model and make batches for it, so ``fa2patch.apply`` is called with the object.
+"""
+
 PACKAGES = {module.partition(".")[0] for module in WATCHED}
+
+
+def begin() -> None:
+    """Wait for an import that is watched."""
+    atexit.register(_off)  # registered first, so atexit calls it last
+    sys.meta_path.insert(0, _ImportWatch())
 
 
 class _ImportWatch:
@@ -38,7 +55,7 @@ def _imported(module: object) -> None:
         _fa2patch()
         from fa2patch.run import patcher
 
-        patcher.imported(module)
+        patcher.of_this_process().watch(module)
     except Exception as error:
         _failed(error)
 
@@ -48,7 +65,7 @@ def _fa2patch() -> None:
     import importlib.util
 
     if importlib.util.find_spec("fa2patch") is None:
-        home = os.path.dirname(os.path.dirname(HERE))
+        home = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
         file = os.path.join(home, "__init__.py")
         spec = importlib.util.spec_from_file_location("fa2patch", file, submodule_search_locations=[home])
         assert spec is not None and spec.loader is not None, f"{file} is where the package is"
@@ -63,11 +80,7 @@ def _failed(error: Exception) -> None:
         print(f"fa2patch: no model is patched in this process, {sys.executable}: {what}", file=sys.stderr, flush=True)
 
 
-@atexit.register  # registered first, so atexit calls it last
 def _off() -> None:
     patcher = sys.modules.get("fa2patch.run.patcher")
     if patcher is not None:
-        patcher.off()
-
-
-sys.meta_path.insert(0, _ImportWatch())
+        patcher.of_this_process().off()

@@ -13,7 +13,7 @@ tag = getattr(getattr(sys, "implementation", None), "cache_tag", None)
 if os.environ.get("FA2PATCH_RUN_IN") == os.pathsep.join([str(tag), os.path.realpath(sys.prefix)]):
     sys.path.insert(0, os.path.dirname(os.path.abspath(__file__)))
     try:
-        __import__("fa2patch_startup")
+        __import__("fa2patch_startup").begin()
     finally:
         del sys.path[0]
 

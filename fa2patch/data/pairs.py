@@ -1,4 +1,4 @@
-"""Preference training (DPO) on packed rows: a collator, and log-probabilities per document."""
+"""Preference pairs (DPO) in packed rows: a collator, and log-probabilities per document."""
 
 from __future__ import annotations
 
@@ -21,7 +21,6 @@ from .collators import DataCollatorWithFlattening
 from .columns import Array, Columns, as_array, as_numbers, integer, present, require_same_keys, restarting
 
 _REFERENCE = ("ref_chosen_logps", "ref_rejected_logps")
-_TRUNCATION = ("keep_start", "keep_end")
 
 
 @dataclass
@@ -61,7 +60,7 @@ class DataCollatorForPreferenceFlattening:
     def __post_init__(self) -> None:
         if self.max_length is not None and integer("max_length", self.max_length) < 1:
             raise CollatorError(f"max_length: expected a positive number or None, found {self.max_length}.")
-        if self.truncation_mode not in _TRUNCATION:
+        if self.truncation_mode not in ("keep_start", "keep_end"):
             raise CollatorError(
                 f"truncation_mode: expected 'keep_start' or 'keep_end', found {self.truncation_mode!r}."
             )
@@ -91,12 +90,11 @@ class DataCollatorForPreferenceFlattening:
         Raises:
             CollatorError: A column is missing or invalid, or a document has no tokens.
         """
-        examples = [present(index, feature) for index, feature in enumerate(features)]
+        examples = present(features)
         require_same_keys([{key: None for key in _REFERENCE if key in example} for example in examples])
         chosen = [self._document(*each, "chosen") for each in enumerate(examples)]
         rejected = [self._document(*each, "rejected") for each in enumerate(examples)]
-        flatten = self._flatten()
-        batch = flatten_pairs(chosen, rejected, flatten) if self.share_prompts else flatten([*chosen, *rejected])
+        batch = self._shared(chosen, rejected) if self.share_prompts else self._flatten()([*chosen, *rejected])
         for key in _REFERENCE:
             if key in examples[0]:
                 values = [as_numbers(index, key, example[key], "one number") for index, example in enumerate(examples)]
@@ -115,7 +113,7 @@ class DataCollatorForPreferenceFlattening:
     def _document(self, index: int, example: Mapping[str, Any], side: str) -> Columns:
         ids = _ids_of_part(index, example, side)
         if f"{side}_labels" in example:
-            labels = as_array(index, f"{side}_labels", example[f"{side}_labels"])
+            labels = as_array(index, f"{side}_labels", example[f"{side}_labels"], integers=True)
         else:
             prompt = _ids_of_part(index, example, "prompt")
             labels = np.concatenate([np.full_like(prompt, IGNORED_LABEL), ids])
@@ -127,14 +125,34 @@ class DataCollatorForPreferenceFlattening:
             raise CollatorError(f"example {index}: no token in prompt and {side}. Remove it from the dataset.")
         return {"input_ids": ids, "labels": labels}
 
+    def _shared(self, chosen: Sequence[Columns], rejected: Sequence[Columns]) -> dict[str, Any]:
+        """Concatenate the documents of pairs, what both begin with once, in front of the chosen one."""
+        documents, pairs = [*chosen, *rejected], len(chosen)
+        lengths = [len(document["input_ids"]) for document in documents]
+        side_by_side: list[tuple[int, int]] = []  # the last token that both share belongs to each of them
+        for pair, (one, other) in enumerate(zip(chosen, rejected)):
+            side_by_side += [(pair, 0), (pairs + pair, max(in_common(_prompt(one), _prompt(other)) - 1, 0))]
+        segments, parts = prefix_tree(lengths, side_by_side, range(len(documents))).segments, []
+        for each in segments:
+            positions = restarting([lengths[each.sequence]], self.position_ids_start)
+            columns = {**documents[each.sequence], "position_ids": positions}
+            parts.append({name: values[each.start : each.stop] for name, values in columns.items()})
+        batch = self._flatten()(parts)
+        parents = [each.parent for each in segments]
+        paddings = len(batch["cu_seq_lens_q"]) - 1 - len(parents)
+        return {**batch, PARENTS: torch.tensor(parents + [-1] * paddings, dtype=torch.int32)}
+
+
+def _prompt(document: Columns) -> Any:
+    """Return the ids in front of a document's first label."""
+    learned = document["labels"] != IGNORED_LABEL
+    return document["input_ids"][: int(learned.argmax()) if learned.any() else len(learned)]
+
 
 def _ids_of_part(index: int, example: Mapping[str, Any], part: str) -> Array:
     for key in (f"{part}_input_ids", f"{part}_ids"):
         if key in example:
-            ids = as_array(index, key, example[key])
-            if ids.dtype != np.int64 and len(ids):
-                raise CollatorError(f"example {index}: {key} must be integers, found floats.")
-            return ids.astype(np.int64, copy=False)
+            return as_array(index, key, example[key], integers=True)
     raise CollatorError(
         f"example {index}: expected {part}_input_ids or {part}_ids, found {', '.join(map(str, example)) or 'no keys'}."
     )
@@ -180,79 +198,40 @@ def per_document_logps(
         if isinstance(numbers, torch.Tensor) and numbers.numel() != labels.numel():
             raise BadBatch(f"expected {name} {list(labels.shape)}, found {list(numbers.shape)}.")
     found = documents if isinstance(documents, Boundaries) else boundaries(documents)
-    cu = found.cu_seqlens.to(logits.device, torch.int64)
-    token = torch.arange(labels.numel(), device=logits.device)
-    document = document_of(cu, len(token))
-    flat = labels.flatten().to(logits.device)
-    learned = (flat != IGNORED_LABEL) & (flat != ignore_index) & (token != cu[document])
-    (at,) = learned.nonzero(as_tuple=True)
-    chosen = logits.flatten(0, 1)[at - 1]
-    chosen = chosen if chosen.dtype == torch.float64 else chosen.float()
-    logps = -torch.nn.functional.cross_entropy(chosen, flat[at], reduction="none")
-    sums = logps.new_zeros(len(found)).index_add(0, document[at], logps)
-    counts = torch.zeros_like(cu[1:]).index_add(0, document[at], torch.ones_like(at))
-    starts = cu[:-1]
-    if found.parents is not None:
-        padded = torch.nn.functional.pad(flat, (0, 1), value=IGNORED_LABEL)
-        require_no_first_labels(padded[:, None], starts, found.parents)
-        assert found.tree is not None
-        starts = starts[found.tree.leaves]
-        sums, counts = _along_paths(sums, found), _along_paths(counts, found)
-    if real_tokens is None:
-        _require_a_last_label(counts)
-        return sums, counts
-    real = real_tokens.flatten().to(starts.device)[starts.clamp(max=len(flat) - 1)] != 0
-    return sums[real], counts[real]
-
-
-def _require_a_last_label(counts: torch.Tensor) -> None:
-    """Refuse a last document without labels: it is padding, or a completion of which nothing was kept."""
-    if not int(counts[-1]):
+    sums, counts, starts = _sums(logits, labels.flatten().to(logits.device), found, ignore_index)
+    if real_tokens is not None:
+        real = real_tokens.flatten().to(starts.device)[starts.clamp(max=labels.numel() - 1)] != 0
+        return sums[real], counts[real]
+    if not int(counts[-1]):  # it is padding, or a completion of which nothing was kept
         raise BadBatch(
             f"per_document_logps: the last of {len(counts)} documents has no label, so it may be the padding of "
             "pad_to_multiple_of, which is no document. Pass real_tokens: batch['real_tokens'] as the collator made "
             "them, or torch.ones_like(labels) if the row has no padding."
         )
+    return sums, counts
 
 
-def _along_paths(of_segments: torch.Tensor, boundaries: Boundaries) -> torch.Tensor:
-    """Sum one number for each segment, ``[segments]``, over each document's path."""
-    tree = boundaries.tree
-    assert tree is not None
-    pairs = [(number, segment) for number, leaf in enumerate(tree.leaves) for segment in tree.path(leaf)]
-    document, segment = torch.tensor(pairs).T.to(of_segments.device)
-    return of_segments.new_zeros(len(tree.leaves)).index_add(0, document, of_segments[segment])
-
-
-def flatten_pairs(
-    chosen: Sequence[Columns], rejected: Sequence[Columns], flatten: DataCollatorWithFlattening
-) -> dict[str, Any]:
-    """Concatenate the documents of pairs, what both begin with once, in front of the chosen one.
-
-    Args:
-        chosen, rejected: ``input_ids`` and ``labels`` (-100 in the prompt) of the documents of each pair.
-        flatten: The collator of the segments, which returns their lengths.
-
-    Returns:
-        The collator's batch and ``segment_parents``.
-    """
-    documents, pairs = [*chosen, *rejected], len(chosen)
-    lengths = [len(document["input_ids"]) for document in documents]
-    side_by_side: list[tuple[int, int]] = []  # the last token that both share belongs to each of them
-    for pair, (one, other) in enumerate(zip(chosen, rejected)):
-        side_by_side += [(pair, 0), (pairs + pair, max(in_common(_prompt(one), _prompt(other)) - 1, 0))]
-    segments, parts = prefix_tree(lengths, side_by_side, range(len(documents))).segments, []
-    for each in segments:
-        columns = {**documents[each.sequence]}
-        columns["position_ids"] = restarting([lengths[each.sequence]], flatten.position_ids_start)
-        parts.append({name: values[each.start : each.stop] for name, values in columns.items()})
-    batch = flatten(parts)
-    parents = [each.parent for each in segments]
-    paddings = len(batch["cu_seq_lens_q"]) - 1 - len(parents)
-    return {**batch, PARENTS: torch.tensor(parents + [-1] * paddings, dtype=torch.int32)}
-
-
-def _prompt(document: Columns) -> Any:
-    """Return the ids in front of a document's first label."""
-    learned = document["labels"] != IGNORED_LABEL
-    return document["input_ids"][: int(learned.argmax()) if learned.any() else len(learned)]
+def _sums(
+    logits: torch.Tensor, labels: torch.Tensor, found: Boundaries, ignore_index: int
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Return each document's sum, the number of tokens in it, and the first token of the document's last segment."""
+    cu = found.cu_seqlens.to(logits.device, torch.int64)
+    token, starts = torch.arange(len(labels), device=logits.device), cu[:-1]
+    segment = document_of(cu, len(labels))
+    learned = (labels != IGNORED_LABEL) & (labels != ignore_index) & (token != cu[segment])
+    (at,) = learned.nonzero(as_tuple=True)
+    chosen = logits.flatten(0, 1)[at - 1]
+    chosen = chosen if chosen.dtype == torch.float64 else chosen.float()
+    logps = -torch.nn.functional.cross_entropy(chosen, labels[at], reduction="none")
+    sums = logps.new_zeros(len(found)).index_add(0, segment[at], logps)
+    counts = torch.zeros_like(starts).index_add(0, segment[at], torch.ones_like(at))
+    if found.parents is None:
+        return sums, counts, starts
+    padded = torch.nn.functional.pad(labels, (0, 1), value=IGNORED_LABEL)
+    require_no_first_labels(padded[:, None], starts, found.parents)
+    assert found.tree is not None
+    leaves = found.tree.leaves
+    paths = [(number, above) for number, leaf in enumerate(leaves) for above in found.tree.path(leaf)]
+    document, above = torch.tensor(paths).T.to(logits.device)
+    sums, counts = (of.new_zeros(len(leaves)).index_add(0, document, of[above]) for of in (sums, counts))
+    return sums, counts, starts[leaves]

@@ -47,12 +47,10 @@ class TrainerCallback(transformers.TrainerCallback):
         self.patch: Patch | None = None
 
     def on_init_end(self, args: Any, state: Any, control: Any, model: Any = None, **others: Any) -> None:
-        """Patch the model of a new Trainer."""
+        """Patch the model of a new Trainer, or the one that is about to be trained, which may be another one."""
         self.patch = apply(model, **self._options)
 
-    def on_train_begin(self, args: Any, state: Any, control: Any, model: Any = None, **others: Any) -> None:
-        """Patch the model that is about to be trained, which may be a new one."""
-        self.patch = apply(model, **self._options)
+    on_train_begin = on_init_end
 
     def on_prediction_step(self, args: Any, state: Any, control: Any, model: Any = None, **others: Any) -> None:
         """Raise an error if a model is evaluated that was never patched.

@@ -10,7 +10,6 @@ import functools
 import sys
 import traceback
 import weakref
-from collections.abc import Iterator
 from types import ModuleType
 from typing import Any, Callable
 
@@ -190,8 +189,7 @@ class Patcher:
             return classmethod(__init_subclass__)
 
         bind(base, "__init_subclass__", following, self)
-        for cls in _with_subclasses(base):
-            self._watch_constructor(cls, then)
+        self._watch_constructor(base, then)
 
     def _watch_constructor(self, cls: Any, then: Callable[[Any, bool], None]) -> None:
         patcher, under_way = self, self._under_way
@@ -213,6 +211,8 @@ class Patcher:
 
         if "__init__" in vars(cls):
             bind(cls, "__init__", constructing, self)
+        for subclass in cls.__subclasses__():
+            self._watch_constructor(subclass, then)
 
     def _holder_constructed(self, holder: Any, outermost: bool) -> None:
         if outermost:
@@ -252,9 +252,8 @@ class Patcher:
         for value in list(vars(trainer).values()):
             for model in held_models(value):
                 self.patch(model)
-        found = pack_models(vars(trainer))
+        found, name = pack_models(vars(trainer)), type(trainer).__name__
         self._packing.add(trainer)
-        name = type(trainer).__name__
         first: dict[int, str] = {}  # several attributes may hold one model, as model and model_wrapped do
         for attribute, hooks in found.packed.items():
             first.setdefault(id(hooks), attribute)
@@ -264,9 +263,11 @@ class Patcher:
                 f"{', '.join(first.values())}. Losses and metrics stay those of padded batches; --no-pack leaves them "
                 "padded."
             )
-        for error in {error.message: error for error in found.padded.values()}.values():
-            attributes = ", ".join(where for where, other in found.padded.items() if other.message == error.message)
-            say(f"{name} computes padded batches of {attributes} padded: {error.message}")
+        reasons: dict[str, list[str]] = {}
+        for attribute, error in found.padded.items():
+            reasons.setdefault(error.message, []).append(attribute)
+        for reason, attributes in reasons.items():
+            say(f"{name} computes padded batches of {', '.join(attributes)} padded: {reason}")
 
     def _loading(self, original: Function) -> Function:
         @functools.wraps(original)
@@ -300,12 +301,6 @@ class Patcher:
                 f"{name} trains on what its {flattening.name(trainer.data_collator)} gives laid end to end, without "
                 "the padding; the same mini-batches, the same steps. Evaluation stays padded."
             )
-
-
-def _with_subclasses(cls: Any) -> Iterator[Any]:
-    yield cls
-    for subclass in cls.__subclasses__():
-        yield from _with_subclasses(subclass)
 
 
 def _pads(trainer: Any) -> bool:

@@ -230,6 +230,8 @@ class TestLossWeights:
         assert ((batch["loss_labels"] != -100) == (batch["loss_weights"] > 0)).all()
         assert (batch["labels"] == ONE).sum() == 2
         assert (batch["labels"] == -100).sum() == batch["labels"].numel() - 2
+        with pytest.raises(CollatorError, match="loss_weights is made by the collator"):
+            collate([{"input_ids": [7, 3], "loss_weights": [1, 1]}])
 
 
 LENGTHS = (3, 1, 2, 5)

@@ -146,7 +146,13 @@ class TestCollator:
                 "example 0: no token in prompt and chosen",
             ),
             ([{"prompt_ids": [1.5], "chosen_ids": [1], "rejected_ids": [1]}], "prompt_ids must be integers"),
+            ([{"prompt_ids": [True], "chosen_ids": [1], "rejected_ids": [1]}], "integers, found booleans"),
+            (
+                [{"chosen_ids": [1], "chosen_labels": [0.5], "rejected_ids": [1], "rejected_labels": [1]}],
+                "example 0: chosen_labels must be integers, found floats",
+            ),
             ([], "empty batch"),
+            (3, "expected a list of examples, found int"),
         ],
     )
     def test_errors(self, features: Any, message: str, share: bool) -> None:

@@ -27,6 +27,7 @@ from .columns import (
     integer,
     present,
     read_examples,
+    require_positive,
     require_same_keys,
     restarting,
     starts,
@@ -85,9 +86,7 @@ class DataCollatorWithFlattening:
             integer("separator_id", self.separator_id)
         if self.pad_to_multiple_of is not None:
             integer("pad_token_id", self.pad_token_id)
-            multiple = integer("pad_to_multiple_of", self.pad_to_multiple_of)
-            if multiple < 1:
-                raise CollatorError(f"pad_to_multiple_of: expected a positive number or None, found {multiple}.")
+        require_positive("pad_to_multiple_of", self.pad_to_multiple_of)
         if isinstance(self.loss_masks, str):
             raise CollatorError(f"loss_masks: expected names of columns, found {self.loss_masks!r}. Put it in a list.")
         if self.loss_masks and self.document_labels:

@@ -56,6 +56,12 @@ def integer(name: str, value: Any) -> int:
     return number
 
 
+def require_positive(name: str, value: Any) -> None:
+    """Raise :class:`CollatorError` if an option is neither None nor a positive integer."""
+    if value is not None and integer(name, value) < 1:
+        raise CollatorError(f"{name}: expected a positive number or None, found {value}.")
+
+
 # --- reading examples ------------------------------------------------------------------------------------------------
 
 

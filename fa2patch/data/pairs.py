@@ -18,7 +18,7 @@ from ..documents.trees import prefix_tree
 from ..errors import BadBatch, CollatorError
 from ..packing.sharing import in_common
 from .collators import DataCollatorWithFlattening
-from .columns import Array, Columns, as_array, as_numbers, integer, present, require_same_keys, restarting
+from .columns import Array, Columns, as_array, as_numbers, present, require_positive, require_same_keys, restarting
 
 _REFERENCE = ("ref_chosen_logps", "ref_rejected_logps")
 
@@ -58,8 +58,7 @@ class DataCollatorForPreferenceFlattening:
     share_prompts: bool = False
 
     def __post_init__(self) -> None:
-        if self.max_length is not None and integer("max_length", self.max_length) < 1:
-            raise CollatorError(f"max_length: expected a positive number or None, found {self.max_length}.")
+        require_positive("max_length", self.max_length)
         if self.truncation_mode not in ("keep_start", "keep_end"):
             raise CollatorError(
                 f"truncation_mode: expected 'keep_start' or 'keep_end', found {self.truncation_mode!r}."

@@ -65,9 +65,7 @@ def test_each_training_patches_the_model_that_it_has(tmp_path: Any) -> None:
 def test_apply_raises_its_errors_in_the_trainers_constructor(tmp_path: Any) -> None:
     with pytest.raises(UnknownKernel, match="bogus"):
         trainer_of(
-            tmp_path,
-            model=tiny_models.build("llama", "sdpa"),
-            callbacks=[fa2patch.TrainerCallback(kernel="bogus")],
+            tmp_path, model=tiny_models.build("llama", "sdpa"), callbacks=[fa2patch.TrainerCallback(kernel="bogus")]
         )
     with pytest.raises(NotAModel, match="expected a Transformers model"):
         trainer_of(tmp_path, model=torch.nn.Linear(2, 2), callbacks=[fa2patch.TrainerCallback()])

@@ -244,12 +244,7 @@ class TestAttentionMask:
                 "w": [0, 0, 3, 4],
                 "attention_mask": [0, 0, 1, 1],
             },
-            {
-                "input_ids": [7, 8, 9, 0],
-                "labels": [7, 8, 9, -100],
-                "w": [1, 2, 3, 0],
-                "attention_mask": [1, 1, 1, 0],
-            },
+            {"input_ids": [7, 8, 9, 0], "labels": [7, 8, 9, -100], "w": [1, 2, 3, 0], "attention_mask": [1, 1, 1, 0]},
         ]
         unpadded = [
             {"input_ids": [5, 6], "labels": [5, 6], "w": [3, 4]},
@@ -301,10 +296,7 @@ class TestPositionIds:
         assert batch["max_length_q"] == 3
 
     def test_that_go_on_over_a_start_need_it_said_outright(self) -> None:
-        features = [
-            {"input_ids": [1, 2], "position_ids": [0, 1]},
-            {"input_ids": [3, 4], "position_ids": [2, 3]},
-        ]
+        features = [{"input_ids": [1, 2], "position_ids": [0, 1]}, {"input_ids": [3, 4], "position_ids": [2, 3]}]
         with pytest.raises(CollatorError, match=r"position_ids go on from 1 to 2 where example 1 .* starts"):
             collate(features)
         batch = collate(features, return_flash_attn_kwargs=True)
@@ -380,10 +372,7 @@ class TestPadding:
             [{"input_ids": [1], "w": [1]}, {"input_ids": [1, 2, 3], "w": [1, 2]}],
             "example 1: w has length 2, but input_ids has length 3.",
         ),
-        (
-            [{"input_ids": [1, 2], "labels": [1]}],
-            "example 0: labels has length 1, but input_ids has length 2.",
-        ),
+        ([{"input_ids": [1, 2], "labels": [1]}], "example 0: labels has length 1, but input_ids has length 2."),
         (
             [{"input_ids": [1, 2], "attention_mask": [1]}],
             "example 0: attention_mask has length 1, but input_ids has length 2.",
@@ -455,10 +444,7 @@ def test_documents_round_trip() -> None:
     st = pytest.importorskip("hypothesis.strategies")
     containers = st.sampled_from([list, np.array, torch.tensor])
     token = st.tuples(
-        st.integers(0, 2**31),
-        st.integers(-100, 2**31),
-        st.integers(0, 1),
-        st.floats(width=32, allow_nan=False),
+        st.integers(0, 2**31), st.integers(-100, 2**31), st.integers(0, 1), st.floats(width=32, allow_nan=False)
     )
     documents = st.lists(st.lists(token, min_size=1, max_size=9), min_size=1, max_size=6)
 

@@ -141,10 +141,7 @@ class TestCollator:
                 "example 0: expected prompt_input_ids or prompt_ids, found chosen",
             ),
             ([{"prompt_ids": [1], "chosen_ids": [1]}], "expected rejected_input_ids or rejected_ids"),
-            (
-                [{"prompt_ids": [], "chosen_ids": [], "rejected_ids": [1]}],
-                "example 0: no token in prompt and chosen",
-            ),
+            ([{"prompt_ids": [], "chosen_ids": [], "rejected_ids": [1]}], "example 0: no token in prompt and chosen"),
             ([{"prompt_ids": [1.5], "chosen_ids": [1], "rejected_ids": [1]}], "prompt_ids must be integers"),
             ([{"prompt_ids": [True], "chosen_ids": [1], "rejected_ids": [1]}], "integers, found booleans"),
             (

@@ -307,11 +307,7 @@ def test_models_are_patched_as_they_are_made_named_once_and_reverted_in_the_end(
     before = {name: vars(PreTrainedModel)[name] for name in ("from_pretrained", "_from_config")}
     before_init, before_model_init = vars(Trainer)["__init__"], vars(Trainer)["call_model_init"]
     hooked()
-    made = [
-        from_config(),
-        loaded(folder),
-        LlamaForCausalLM.from_pretrained(folder, output_loading_info=True)[0],
-    ]
+    made = [from_config(), loaded(folder), LlamaForCausalLM.from_pretrained(folder, output_loading_info=True)[0]]
     assert lines() == [PATCHED] * len(made)
     assert all(fa2patch.status(model) is not None for model in made)
     trainer_of(made[0], folder)

@@ -153,9 +153,10 @@ class DataCollatorForCompletionOnlyLM:
         return IGNORED_LABEL if self.loss_weights else self.ignore_index
 
     def _batch(self, features: Iterable[Example], framework: str) -> MutableMapping[str, Any]:
+        mappings: Any = features
         if isinstance(features, Iterable):
-            features = [one if isinstance(one, Mapping) else {"input_ids": one} for one in features]
-        examples = read_examples(present(features), self.position_ids_start).examples()
+            mappings = [one if isinstance(one, Mapping) else {"input_ids": one} for one in features]
+        examples = read_examples(present(mappings), self.position_ids_start).examples()
         for index, example in enumerate(examples):
             example["labels"] = self._labels(index, example)
         batch = self._row(examples, framework) if self.padding_free else self._padded(examples, framework)

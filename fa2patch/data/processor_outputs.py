@@ -224,7 +224,7 @@ def _own_or_ones(name: str, key: Key, own: Media) -> torch.Tensor | None:
 
 
 def _concatenated(name: str, key: Key, parts: Sequence[torch.Tensor], along: int) -> torch.Tensor:
-    parts = [torch.atleast_1d(part) for part in parts]
+    parts = [part if part.dim() else part[None] for part in parts]
     sizes = {part.dim() for part in parts}
     if key.join == "in row" and (min(sizes) < 2 or any(len(part) != 1 for part in parts)):
         raise CollatorError(f"{name}: expected [1, n, ...] in every example, found {[list(p.shape) for p in parts]}.")

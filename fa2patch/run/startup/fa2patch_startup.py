@@ -8,6 +8,7 @@ from __future__ import annotations
 import atexit
 import os
 import sys
+from types import ModuleType
 
 WATCHED = {
     "transformers.modeling_utils": "models:PreTrainedModel",
@@ -50,7 +51,7 @@ class _ImportWatch:
                 _failed(error)
 
 
-def _imported(module: object) -> None:
+def _imported(module: ModuleType) -> None:
     try:
         _fa2patch()
         from fa2patch.run import patcher

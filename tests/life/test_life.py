@@ -8,6 +8,8 @@ import warnings
 
 import pytest
 import torch
+from adapters import with_lora
+from packed_rows import logits
 
 import fa2patch
 from compat_matrix import tiny_models
@@ -30,25 +32,12 @@ def model():
     return tiny_llama()
 
 
-@pytest.fixture(scope="module", autouse=True)
-def only_what_is_made_here_is_collected():
-    """Otherwise every ``gc.collect()`` scans everything that Transformers has imported."""
-    gc.collect()
-    gc.freeze()
-    yield
-    gc.unfreeze()
-
-
 @pytest.fixture(autouse=True)
 def nothing_is_left_of_other_tests():
     """A forgotten model keeps its class's bindings until it is collected, so an unpatched model would look patched."""
     gc.collect()
     yield
     assert forward.thread.inside == []
-
-
-def logits(model, docs):
-    return model(**pack(docs)).logits[0]
 
 
 def isolated(model):
@@ -214,12 +203,12 @@ def test_checkpointing_enabled_before_or_after(model, docs, order, reentrant):
         elif step == "checkpointing":
             checkpointed(model, reentrant)
         else:
-            outer = adapted(model)
+            outer = with_lora(model)
     outer.train()
     losses = [loss_of(logits(outer, part), part) for part in (docs, other)]
     for loss in losses:
         loss.backward()
-    reference = adapted(tiny_llama()) if "peft" in order else tiny_llama()
+    reference = with_lora(tiny_llama()) if "peft" in order else tiny_llama()
     reference.load_state_dict(outer.state_dict())
     for part in (docs, other):
         loss_of(alone(reference, part, use_cache=False), part).backward()
@@ -232,17 +221,11 @@ def checkpointed(model, reentrant):
     model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": reentrant})
 
 
-def adapted(model):
-    peft = pytest.importorskip("peft")
-    config = peft.LoraConfig(r=2, target_modules=["q_proj", "v_proj"], init_lora_weights=False, task_type="CAUSAL_LM")
-    return peft.get_peft_model(model, config).eval()
-
-
 @pytest.mark.parametrize("first", ["apply", "peft"])
 def test_adapters_are_trained_isolated_and_merged(model, docs, first):
     if first == "apply":
         fa2patch.apply(model)
-    outer = adapted(model)
+    outer = with_lora(model)
     if first == "peft":
         fa2patch.apply(outer)
     assert fa2patch.status(outer) is fa2patch.status(model) is not None
@@ -426,6 +409,7 @@ def test_a_verification_that_is_interrupted_leaves_the_model_as_it_was(model):
         fa2patch.verify(model)
     handle.remove()
     assert model.training and all(parameter.grad is None for parameter in model.parameters())
+    assert not model.model.embed_tokens._forward_hooks
     assert {name: dict(vars(module)) for name, module in model.named_modules()} == before
     assert isolated(model)
 

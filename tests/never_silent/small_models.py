@@ -6,6 +6,7 @@ error of fa2patch that says what was found and what to do.
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -15,6 +16,7 @@ import pytest
 import torch
 import transformers
 from torch.nn.functional import cross_entropy, pad
+from torch.nn.utils.rnn import pad_sequence
 
 import fa2patch
 from compat_matrix import tiny_models
@@ -51,12 +53,6 @@ def config_of(family: str, **changes: Any) -> Any:
     return config
 
 
-def of_family(family: str) -> tuple[Any, Any]:
-    """Return a family's class and its tiny config; skip the test if this version does not have it."""
-    config = config_of(family)
-    return tiny_models.model_class(family), config
-
-
 def small(cls: Any, config: Any, implementation: str = "sdpa") -> Any:
     """Build a model with scaled random weights, which are the same in every call; float32, in eval mode."""
     torch.manual_seed(0)
@@ -71,9 +67,38 @@ def small(cls: Any, config: Any, implementation: str = "sdpa") -> Any:
     return model.float().eval()
 
 
+def of_family(family: str, implementation: str = "sdpa", **changes: Any) -> Any:
+    """Build a small model of a family; skip the test if this version does not have it."""
+    config = config_of(family, **changes)
+    return small(tiny_models.model_class(family), config, implementation)
+
+
 def llama(cls: Any = None, **changes: Any) -> Any:
     """Build a Llama of two layers; ``cls`` is LlamaForCausalLM by default."""
     return small(cls or transformers.LlamaForCausalLM, config_of("llama", **changes))
+
+
+def patched(model: Any = None, change: Callable[[Any], Any] | None = None, **options: Any) -> Any:
+    """Patch a model, or a small Llama, after a change of it, and return it."""
+    model = llama() if model is None else model
+    if change is not None:
+        change(model)
+    fa2patch.apply(model, **options)
+    return model
+
+
+def without_dropout(model: Any) -> Any:
+    """Switch dropout off, so that a model in training computes as in evaluation."""
+    for module in model.modules():
+        if isinstance(module, torch.nn.Dropout):
+            module.p = 0.0
+    return model
+
+
+def takes_any_name(model: Any) -> bool:
+    """Whether the forward of this version has ``**kwargs``."""
+    parameters = inspect.signature(type(model).forward).parameters.values()
+    return any(each.kind is each.VAR_KEYWORD for each in parameters)
 
 
 @dataclass
@@ -121,6 +146,21 @@ def assert_says_enough(error: fa2patch.Fa2PatchError) -> None:
     assert len(str(error).split()) >= 8, f"an error that says too little: {error!r}"
 
 
+@contextmanager
+def refusal(match: str | None = None, error: Any = fa2patch.Fa2PatchError) -> Iterator[Any]:
+    """Require an error within the block that has this text and says enough."""
+    with pytest.raises(error, match=match) as caught:
+        yield caught
+    assert_says_enough(caught.value)
+
+
+def logits_alone(model: Any, docs: list[torch.Tensor] = DOCS, **call: Any) -> torch.Tensor:
+    """Run each document alone, and return the logits ``[tokens, ...]`` of all; a classifier's ``[documents, ...]``."""
+    with torch.no_grad():
+        found = [model(input_ids=doc[None], **call).logits for doc in docs]
+    return torch.cat([logits[0] if logits.ndim == 3 else logits for logits in found])
+
+
 def alone(model: Any, docs: list[torch.Tensor] = DOCS, ids: torch.Tensor | None = None) -> Result:
     """Run each document alone through the unpatched model; the loss is the mean over targets inside documents.
 
@@ -135,10 +175,14 @@ def alone(model: Any, docs: list[torch.Tensor] = DOCS, ids: torch.Tensor | None 
     return Result(torch.cat(logits).detach(), *with_gradients(model, loss))
 
 
-def called(function: Callable[..., Any], model: Any, batch: dict[str, Any]) -> Result:
-    """Return the model's own loss on a batch of one row, its gradients, and logits ``[tokens, ...]``."""
+def called(model: Any, batch: dict[str, Any], function: Callable[..., Any] | None = None) -> Result:
+    """Return the model's own loss on a batch of one row, its gradients, and logits ``[tokens, ...]``.
+
+    Args:
+        function: what is called instead of the model.
+    """
     model.zero_grad()
-    output = function(**batch)
+    output = (model if function is None else function)(**batch)
     logits = output.logits[0].detach()
     return Result(logits, *with_gradients(model, output.loss)) if output.loss is not None else Result(logits)
 
@@ -155,7 +199,7 @@ WAYS = ("position_ids", "seq_idx", "document numbers in the mask", "lengths of k
 """The ways in which a batch tells where its documents start."""
 
 
-def told(docs: list[torch.Tensor], way: str, **more: Any) -> dict[str, Any]:
+def told(docs: list[torch.Tensor] = DOCS, way: str = "position_ids", **more: Any) -> dict[str, Any]:
     """Return one packed row that tells in one way where documents start."""
     row = pack(docs)
     ids = row.pop("position_ids")
@@ -176,12 +220,26 @@ def told(docs: list[torch.Tensor], way: str, **more: Any) -> dict[str, Any]:
     return {**row, **said[way], **more}
 
 
-def labels_of(docs: list[torch.Tensor], first_label: int | None = None) -> torch.Tensor:
+def labels_of(docs: list[torch.Tensor] = DOCS, first_label: int | None = None) -> torch.Tensor:
     """Return each token as its own label ``[1, length]``; ``first_label`` replaces the first label of each document."""
     pieces = [doc.clone() for doc in docs]
     for piece in pieces:
         piece[0] = piece[0] if first_label is None else first_label
     return torch.cat(pieces)[None]
+
+
+def labelled(way: str = "position_ids", **more: Any) -> dict[str, Any]:
+    """Return one packed row with labels that cross documents."""
+    return told(DOCS, way, **{"labels": labels_of(DOCS, 7), **more})
+
+
+def padded(docs: list[torch.Tensor] = DOCS, pad_id: int = 0) -> dict[str, torch.Tensor]:
+    """Return the documents as a batch that is padded on the right, with labels."""
+    ids, mask, labels = (
+        pad_sequence(rows, batch_first=True, padding_value=value)
+        for rows, value in ((docs, pad_id), ([torch.ones_like(doc) for doc in docs], 0), (docs, IGNORED))
+    )
+    return {"input_ids": ids, "attention_mask": mask, "labels": labels}
 
 
 def shifted(labels: torch.Tensor) -> torch.Tensor:

@@ -9,7 +9,7 @@ import inspect
 
 import pytest
 import torch
-from small_models import DOCS, assert_says_enough, class_of, config_of, llama, of_family, small, told
+from small_models import DOCS, class_of, llama, logits_alone, of_family, patched, refusal, takes_any_name, told
 from unpatched import ones_and_zeros, tokens
 
 import fa2patch
@@ -53,13 +53,12 @@ def left_padded(model):
 @pytest.mark.parametrize("way", ["position_ids", "all lengths", pytest.param("seq_idx", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("family", ["llama", "gpt2", *HYBRIDS])
 def test_a_packed_row_with_a_cache_is_refused(family, way, training):
-    model = small(*of_family(family))
+    model = of_family(family)
     name = name_of_the_cache(model)
     cache = filled(model, name)
     fa2patch.apply(model)
-    with pytest.raises(fa2patch.errors.PackedWithCache, match=name) as caught:
-        model.train(training)(**told(DOCS, way), **{name: cache})
-    assert_says_enough(caught.value)
+    with refusal(f"(?s){name}.*documents one by one", fa2patch.errors.PackedWithCache):
+        model.train(training)(**told(way=way), **{name: cache})
 
 
 @pytest.mark.parametrize("name", ["past_key_values", "cache", "memory_of_earlier_tokens"])
@@ -68,10 +67,10 @@ def test_a_cache_is_known_under_any_name(name):
     model = llama()
     cache = filled(model, name_of_the_cache(model))
     fa2patch.apply(model)
-    if not any(each.kind is each.VAR_KEYWORD for each in inspect.signature(type(model).forward).parameters.values()):
+    if not takes_any_name(model):
         pytest.skip("this version's forward takes no other names")
     with pytest.raises(fa2patch.errors.PackedWithCache, match=name):
-        model(**told(DOCS, "position_ids"), **{name: cache})
+        model(**told(), **{name: cache})
 
 
 class Bare:
@@ -118,7 +117,7 @@ def test_a_cache_is_known_by_what_it_is(what):
 @pytest.mark.parametrize("family", ["llama", "gemma", *HYBRIDS])
 def test_left_padded_rows_and_the_step_after_them(family, padded_batches):
     """Computed packed or not, the logits of the next token are those of the unpatched model."""
-    model, reference = small(*of_family(family)), small(*of_family(family))
+    model, reference = of_family(family), of_family(family)
     name = name_of_the_cache(reference)
     batch = left_padded(model)
 
@@ -169,8 +168,7 @@ def test_left_padded_rows_that_fill_a_cache_of_the_caller(use_cache, padded_batc
 @pytest.mark.parametrize("implementation", ["sdpa", "eager"])
 @pytest.mark.parametrize("family", HYBRIDS)
 def test_hybrids_generate_as_unpatched(family, implementation, settings):
-    cls, config = of_family(family)
-    reference, model = small(cls, config, implementation), small(cls, config, implementation)
+    reference, model = of_family(family, implementation), of_family(family, implementation)
     mask = ones_and_zeros(LEFT)
     given = {"input_ids": torch.where(mask == 1, tokens(*mask.shape), 0), "attention_mask": mask}
     wanted = {"max_new_tokens": 4, "min_new_tokens": 4, "pad_token_id": 0, "do_sample": False, **settings}
@@ -185,28 +183,24 @@ def test_hybrids_generate_as_unpatched(family, implementation, settings):
 @pytest.mark.parametrize("family", ["xlstm", "rwkv", "mamba", "mamba2", "falcon_mamba"])
 def test_models_without_attention_are_right_and_need_no_cache(family):
     """Their boundaries travel in the place of an argument that reaches each layer, whatever it is called."""
-    model, reference = small(*of_family(family)), small(*of_family(family))
-    with torch.no_grad():
-        expected = torch.cat([reference(doc[None], use_cache=False).logits[0] for doc in DOCS])
+    model, reference = of_family(family), of_family(family)
+    expected = logits_alone(reference, use_cache=False)
     fa2patch.apply(model)
     with torch.no_grad():
-        assert_close(model(**told(DOCS, "position_ids")).logits[0], expected, "logits", 1e-4)
+        assert_close(model(**told()).logits[0], expected, "logits", 1e-4)
 
 
 @pytest.mark.parametrize("family", ["llama", "minimax", "mamba", "rwkv", "xlstm"])
 def test_a_call_that_will_look_for_the_cache_is_refused(family):
     """``generate`` takes a row whose cache is missing for one token alone, in models that make the cache themselves."""
-    model = small(*of_family(family))
-    fa2patch.apply(model)
-    batch = told(DOCS, "position_ids")
-    with torch.no_grad(), pytest.raises(fa2patch.errors.PackedWithCache, match="use_cache=True") as caught:
+    model = patched(of_family(family))
+    batch = told()
+    with torch.no_grad(), refusal("use_cache=True", fa2patch.errors.PackedWithCache):
         model(**batch, use_cache=True)
-    assert_says_enough(caught.value)
     model.train()(**batch, use_cache=True)
 
 
 def test_a_config_that_asks_for_a_cache_does_not_count():
     """``config.use_cache`` is True in nearly every model, and packed training leaves the cache out."""
-    model = small(class_of("LlamaForCausalLM"), config_of("llama", use_cache=True)).train()
-    fa2patch.apply(model)
-    model(**told(DOCS, "position_ids"))
+    model = patched(llama(use_cache=True).train())
+    model(**told())

@@ -3,14 +3,27 @@
 from __future__ import annotations
 
 import functools
-import inspect
 import types
 from typing import Any
 
 import pytest
 import torch
 import transformers
-from small_models import DOCS, alone, assert_close, assert_says_enough, called, class_of, config_of, llama, small, told
+from small_models import (
+    DOCS,
+    alone,
+    assert_close,
+    called,
+    class_of,
+    llama,
+    logits_alone,
+    of_family,
+    padded,
+    patched,
+    refusal,
+    takes_any_name,
+    told,
+)
 from torch.nn.functional import cross_entropy
 
 import fa2patch
@@ -68,11 +81,9 @@ def test_there_are_two_sums_for_each_pair(number: int, options: Batch, multiple:
     sums, counts = per_document_logps(logits, labels, said(batch), batch.get("real_tokens"))
     assert counts.tolist() == [2] * number + [3] * number
     assert_close(sums, expected, "sums")
-    padded = multiple is not None and int(batch["real_tokens"].min()) == 0
-    if padded:
-        with pytest.raises(fa2patch.errors.BadBatch, match=r"may be the padding.*Pass real_tokens") as raised:
+    if multiple is not None and int(batch["real_tokens"].min()) == 0:
+        with refusal(r"may be the padding.*Pass real_tokens", fa2patch.errors.BadBatch):
             per_document_logps(logits, labels, said(batch))
-        assert_says_enough(raised.value)
 
 
 def test_a_completion_of_which_nothing_was_kept_has_a_sum_of_nothing() -> None:
@@ -97,9 +108,9 @@ def test_real_tokens_of_another_shape_are_an_error() -> None:
 
 
 def test_a_classifiers_padding_has_no_label_and_no_row() -> None:
-    model = small(class_of("LlamaForSequenceClassification"), config_of("llama", num_labels=3))
+    model = llama(class_of("LlamaForSequenceClassification"), num_labels=3)
     docs = documents(5, 3, 4)
-    expected = torch.cat([model(input_ids=doc[None]).logits for doc in docs]).detach()
+    expected = logits_alone(model, docs)
     fa2patch.apply(model)
     examples = [{"input_ids": doc.tolist(), "label": number} for number, doc in enumerate(docs)]
     for options in ({}, {"return_flash_attn_kwargs": True}):
@@ -110,10 +121,10 @@ def test_a_classifiers_padding_has_no_label_and_no_row() -> None:
 
 
 def test_a_classifier_of_shared_prompts_has_no_row_for_padding() -> None:
-    model = small(class_of("LlamaForSequenceClassification"), config_of("llama", num_labels=3))
+    model = llama(class_of("LlamaForSequenceClassification"), num_labels=3)
     pair = pairs(1)[0]
     docs = [torch.tensor(pair["prompt_input_ids"] + pair[f"{side}_input_ids"]) for side in ("chosen", "rejected")]
-    expected = torch.cat([model(input_ids=doc[None]).logits for doc in docs]).detach()
+    expected = logits_alone(model, docs)
     fa2patch.apply(model, prove=False)
     batch = DataCollatorForPreferenceFlattening(share_prompts=True, pad_to_multiple_of=16)([pair])
     batch.pop("labels")
@@ -123,7 +134,7 @@ def test_a_classifier_of_shared_prompts_has_no_row_for_padding() -> None:
 @pytest.mark.parametrize("name", ["LlamaForCausalLM", "LlamaForSequenceClassification"])
 def test_padding_of_zero_embeddings_is_not_taken_for_a_model_that_ignores_them(name: str) -> None:
     """The proof gives every second document other embeddings, and here this is the padding alone."""
-    model = small(class_of(name), config_of("llama"))
+    model = llama(class_of(name))
     with torch.no_grad():
         model.get_input_embeddings().weight[0] = 0
     ids = DOCS[0]
@@ -138,27 +149,29 @@ def test_padding_of_zero_embeddings_is_not_taken_for_a_model_that_ignores_them(n
 # Another label is ignored
 
 
-def takes_ignore_index(model: Any) -> None:
-    parameters = inspect.signature(type(model).forward).parameters.values()
-    if not any(p.kind is p.VAR_KEYWORD for p in parameters):
+def require_ignore_index(model: Any) -> None:
+    if not takes_any_name(model):
         pytest.skip(f"{type(model).__name__} of Transformers {transformers.__version__} takes no ignore_index")
 
 
-@pytest.mark.parametrize("ignored", [-7, 0, 9])
-@pytest.mark.parametrize("name", ["LlamaForCausalLM", "GPT2LMHeadModel"])
-def test_a_label_that_the_call_ignores(name: str, ignored: int) -> None:
-    family = {"LlamaForCausalLM": "llama", "GPT2LMHeadModel": "gpt2"}[name]
-    model = small(class_of(name), config_of(family))
-    takes_ignore_index(model)
+def ignoring(model: Any, ignored: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return labels of which every third is ignored, and the loss of the documents alone over the others."""
     labels = TOKENS.clone()
     labels[labels == ignored] = 3 if ignored >= 0 else ignored
     labels[::3] = ignored
     inside = labels.clone()
     inside[STARTS] = ignored
-    logits = alone(model).logits
-    expected = cross_entropy(logits[:-1], inside[1:], ignore_index=ignored)
+    return labels[None], cross_entropy(alone(model).logits[:-1], inside[1:], ignore_index=ignored)
+
+
+@pytest.mark.parametrize("ignored", [-7, 0, 9])
+@pytest.mark.parametrize("family", ["llama", "gpt2"])
+def test_a_label_that_the_call_ignores(family: str, ignored: int) -> None:
+    model = of_family(family)
+    require_ignore_index(model)
+    labels, expected = ignoring(model, ignored)
     fa2patch.apply(model)
-    found = called(model, model, told(DOCS, "position_ids", labels=labels[None], ignore_index=ignored)).loss
+    found = called(model, told(labels=labels, ignore_index=ignored)).loss
     assert_close(found, expected, f"loss {found} ({expected})")
 
 
@@ -166,26 +179,18 @@ def test_a_loss_function_that_ignores_another_label() -> None:
     model = llama()
     if not hasattr(type(model), "loss_function"):
         pytest.skip(f"LlamaForCausalLM of Transformers {transformers.__version__} has no loss function")
-    logits = alone(model).logits
-    labels = TOKENS.clone()
-    labels[::3] = 0
-    inside = labels.clone()
-    inside[STARTS] = 0
-    expected = cross_entropy(logits[:-1], inside[1:], ignore_index=0)
+    labels, expected = ignoring(model, 0)
     model.loss_function = functools.partial(model.loss_function, ignore_index=0)
-    fa2patch.apply(model)
-    found = called(model, model, told(DOCS, "position_ids", labels=labels[None])).loss
+    found = called(patched(model), told(labels=labels)).loss
     assert_close(found, expected, f"loss {found} ({expected})")
 
 
 def test_document_weights_and_another_ignored_label_are_refused() -> None:
-    model = llama()
-    fa2patch.apply(model)
+    model = patched()
     batch = fa2patch.DataCollatorWithFlattening(loss_weights="document")([{"input_ids": doc.tolist()} for doc in DOCS])
-    with pytest.raises(fa2patch.errors.BadBatch, match="came with ignore_index=5") as raised:
+    with refusal("came with ignore_index=5", fa2patch.errors.BadBatch):
         model(**batch, ignore_index=5)
-    assert_says_enough(raised.value)
-    takes_ignore_index(model)
+    require_ignore_index(model)
     assert torch.equal(model(**batch, ignore_index=-100).loss, model(**batch).loss)
 
 
@@ -208,46 +213,33 @@ def test_sums_of_labels_that_a_collator_ignores() -> None:
 # No label is left
 
 
-def padded_without_labels(model: Any) -> torch.Tensor:
-    ids = torch.nn.utils.rnn.pad_sequence(DOCS, batch_first=True)
-    mask = torch.nn.utils.rnn.pad_sequence([torch.ones_like(doc) for doc in DOCS], batch_first=True)
-    return model(input_ids=ids, attention_mask=mask, labels=torch.full_like(ids, -100), use_cache=False).loss
+WITHOUT_LABELS = [{"input_ids": doc.tolist(), "labels": [-100] * len(doc)} for doc in DOCS]
+OF_ONE_TOKEN = [{"input_ids": [5]}, {"input_ids": [6]}]
 
 
 @pytest.mark.parametrize("weights", [None, "document"])
 def test_without_labels_the_loss_is_that_of_the_padded_batch(weights: str | None) -> None:
-    model = llama()
-    assert padded_without_labels(model).isnan()
+    model, batch = llama(), padded()
+    batch["labels"] = torch.full_like(batch["labels"], -100)
+    assert model(**batch, use_cache=False).loss.isnan()
     fa2patch.apply(model)
-    examples = [{"input_ids": doc.tolist(), "labels": [-100] * len(doc)} for doc in DOCS]
-    for multiple in (None, 32):
-        batch = fa2patch.DataCollatorWithFlattening(loss_weights=weights, pad_to_multiple_of=multiple)(examples)
-        assert model(**batch).loss.isnan()
-
-
-@pytest.mark.parametrize("weights", [None, "document"])
-def test_documents_of_one_token_have_no_labels_either(weights: str | None) -> None:
-    model = llama()
-    fa2patch.apply(model)
-    batch = fa2patch.DataCollatorWithFlattening(loss_weights=weights)([{"input_ids": [5]}, {"input_ids": [6]}])
-    assert model(**batch).loss.isnan()
+    for examples, multiple in ((WITHOUT_LABELS, None), (WITHOUT_LABELS, 32), (OF_ONE_TOKEN, None)):
+        collate = fa2patch.DataCollatorWithFlattening(loss_weights=weights, pad_to_multiple_of=multiple)
+        assert model(**collate(examples)).loss.isnan()
 
 
 @pytest.mark.parametrize("weights", [None, "document"])
 def test_without_labels_in_one_batch_of_a_step(weights: str | None) -> None:
     """Trainer from 4.46 on hands over how many labels the step has. A batch without any adds nothing to it."""
-    model = llama()
-    fa2patch.apply(model)
+    model = patched()
     if weights is None:
-        takes_ignore_index(model)
-    examples = [{"input_ids": doc.tolist(), "labels": [-100] * len(doc)} for doc in DOCS]
-    batch = fa2patch.DataCollatorWithFlattening(loss_weights=weights)(examples)
+        require_ignore_index(model)
+    batch = fa2patch.DataCollatorWithFlattening(loss_weights=weights)(WITHOUT_LABELS)
     assert float(model(**batch, num_items_in_batch=torch.tensor(3)).loss.detach()) == 0
 
 
 def test_a_padded_batch_with_document_weights_and_no_labels() -> None:
-    model = llama()
-    fa2patch.apply(model)
+    model = patched()
     tokenizer = types.SimpleNamespace(pad_token_id=0, padding_side="right", decode=lambda ids, **how: str(ids))
     collate = fa2patch.DataCollatorForCompletionOnlyLM([2], tokenizer=tokenizer, loss_weights="document")
     with pytest.warns(UserWarning, match="not found"):

@@ -7,7 +7,7 @@ import inspect
 import pytest
 import torch
 import transformers
-from small_models import DOCS, labels_of, llama, told
+from small_models import DOCS, labels_of, llama, patched, takes_any_name, told
 from unpatched import PRESENT, ones_and_zeros, require_as_unpatched, tokens
 
 import fa2patch
@@ -37,33 +37,27 @@ def given_ids(model, position_ids):
     return {"position_ids": position_ids} if "position_ids" in parameters else {}
 
 
+@pytest.mark.parametrize("how", ["at once", "behind a cache", "in two rows"])
 @pytest.mark.parametrize("architecture", PRESENT)
-class TestAMaskThatSaysWhoSeesWhom:
-    def test_goes_as_it_came(self, architecture):
-        def call(model, _):
-            return {"logits": model(tokens(1, 6), attention_mask=additive(TREE), **given_ids(model, LEVELS))[0]}
+def test_a_mask_that_says_who_sees_whom_goes_as_it_came(architecture, how):
+    rows, cached = (2 if how == "in two rows" else 1), (3 if how == "behind a cache" else 0)
+    ids, mask, levels = tokens(rows, 6), additive(TREE).expand(rows, -1, -1, -1), LEVELS.expand(rows, -1)
 
-        require_as_unpatched(architecture, call)
+    def call(model, _):
+        state = {"past_key_values": model(ids[:, :cached], use_cache=True)["past_key_values"]} if cached else {}
+        given = {"attention_mask": mask[:, :, cached:], **given_ids(model, levels[:, cached:]), **state}
+        return {"logits": model(ids[:, cached:], **given)[0]}
 
-    def test_goes_as_it_came_behind_a_cache(self, architecture):
-        def call(model, _):
-            ids = tokens(1, 6)
-            first = model(ids[:, :3], use_cache=True)
-            mask, positions = additive(TREE)[:, :, 3:], given_ids(model, LEVELS[:, 3:])
-            cached = first["past_key_values"]
-            return {"logits": model(ids[:, 3:], attention_mask=mask, past_key_values=cached, **positions)[0]}
-
-        require_as_unpatched(architecture, call)
-
-    def test_is_read_in_two_rows_as_unpatched(self, architecture):
-        def call(model, _):
-            mask = additive(TREE).expand(2, -1, -1, -1)
-            return {"logits": model(tokens(2, 6), attention_mask=mask, **given_ids(model, LEVELS.expand(2, -1)))[0]}
-
-        require_as_unpatched(architecture, call)
+    require_as_unpatched(architecture, call)
 
 
-CONTINUED = {"one token": (6, ["1111111", "0011111"]), "three": (4, ["1111111", "0011111"]), "a hole": (4, ["1111101"])}
+CONTINUED = {
+    "one token": (6, ["1111111", "0011111"]),
+    "three": (4, ["1111111", "0011111"]),
+    "a hole": (4, ["1111101"]),
+    "padding at the end": (4, ["1111110", "0011111"]),
+    "padding": (6, ["1111110", "0011111"]),
+}
 """The number of cached tokens, and the mask of cached and new tokens."""
 
 
@@ -104,12 +98,10 @@ class WithoutMore(transformers.LlamaForCausalLM):
 
 
 def test_lengths_go_on_if_every_forward_that_runs_accepts_them():
-    model = llama(Recording)
-    fa2patch.apply(model)
-    model(**told(DOCS, "all lengths"))
+    model = patched(llama(Recording))
+    model(**told(way="all lengths"))
     lengths = {"cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k"}
-    inherited = inspect.signature(transformers.LlamaForCausalLM.forward).parameters.values()
-    accepts = any(parameter.kind is parameter.VAR_KEYWORD for parameter in inherited)
+    accepts = takes_any_name(llama())
     assert lengths & set(model.given) == (lengths if accepts else set())
 
 
@@ -119,7 +111,7 @@ def test_an_argument_that_a_forward_does_not_take_is_an_error_as_without_the_pat
     them.
     """
     model, reference = llama(WithoutMore), llama(WithoutMore)
-    batch = told(DOCS, "all lengths") if packed else {"input_ids": DOCS[2][None]}
+    batch = told(way="all lengths") if packed else {"input_ids": DOCS[2][None]}
     fa2patch.apply(model)
     model(**batch)
     for one in (model, reference):

@@ -10,7 +10,7 @@ import types
 import pytest
 import torch
 import transformers
-from small_models import DOCS, WAYS, alone, assert_close, assert_says_enough, llama, told
+from small_models import DOCS, WAYS, alone, assert_close, llama, patched, refusal, told
 
 import fa2patch
 
@@ -40,10 +40,9 @@ def predicted(learned: torch.Tensor) -> torch.Tensor:
 
 
 def packed_loss(labels: torch.Tensor, kept: dict) -> torch.Tensor:
-    model = llama()
-    fa2patch.apply(model)
+    model = patched()
     with torch.no_grad():
-        return model(**told(DOCS, "position_ids", labels=labels), **kept, use_cache=False).loss
+        return model(**told(labels=labels), **kept, use_cache=False).loss
 
 
 @pytest.mark.parametrize("many", [1, 3, 4, 10, len(TOKENS)])
@@ -94,18 +93,16 @@ def test_the_kept_tokens_own_labels(case, first):
 def test_a_label_behind_a_gap_that_no_token_has_is_an_error():
     at = torch.tensor(GAPS["ends are left out"])
     labels = TOKENS[at] - 1
-    with pytest.raises(fa2patch.errors.BadBatch, match="leaves out the end of a document.*Keep every") as raised:
+    with refusal("leaves out the end of a document.*Keep every", fa2patch.errors.BadBatch):
         packed_loss(labels[None], fewer(mask=at))
-    assert_says_enough(raised.value)
     labels[3] = labels[7] = IGNORED
     assert packed_loss(labels[None], fewer(mask=at)).isfinite()
 
 
 def test_labels_behind_a_gap_of_embeddings_are_an_error():
     at = torch.tensor(GAPS["ends are left out"])
-    kept, model = fewer(mask=at), llama()
-    fa2patch.apply(model)
-    batch = told(DOCS, "position_ids", labels=TOKENS[at][None])
+    kept, model = fewer(mask=at), patched()
+    batch = told(labels=TOKENS[at][None])
     batch["inputs_embeds"] = model.get_input_embeddings()(batch.pop("input_ids"))
     with pytest.raises(fa2patch.errors.BadBatch, match="leaves out the end of a document"):
         model(**batch, **kept, use_cache=False)
@@ -128,8 +125,7 @@ def log_probs_of(self, labels, **batch):
 @pytest.mark.parametrize("way", WAYS)
 def test_a_value_for_each_predicted_token(way, where):
     own_class = type("Own", (transformers.LlamaForCausalLM,), {})
-    model = llama(own_class)
-    fa2patch.apply(model)
+    model = patched(llama(own_class))
     if where == "on the object":
         model.forward = types.MethodType(log_probs_of, model)
     else:
@@ -143,8 +139,7 @@ def test_a_value_for_each_predicted_token(way, where):
 
 
 def test_a_value_for_each_row_is_still_refused():
-    model = llama()
-    fa2patch.apply(model)
+    model = patched()
     model.forward = types.MethodType(lambda self, **batch: {"scores": self.model(**batch)[0][:, 0, :4]}, model)
     with pytest.raises(fa2patch.errors.PackingNotIsolated, match="one for each row"):
-        model(**told(DOCS, "position_ids"), use_cache=False)
+        model(**told(), use_cache=False)

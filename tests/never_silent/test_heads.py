@@ -1,11 +1,13 @@
 """Custom heads and forwards around the layers: replaced on the object or the class, pooling, spans."""
 
 import functools
+import re
 import types
 
 import pytest
 import torch
 import transformers
+from adapters import with_lora
 from small_models import (
     DOCS,
     Result,
@@ -14,9 +16,11 @@ from small_models import (
     called,
     class_of,
     config_of,
+    labelled,
     labels_of,
     llama,
     own_forward,
+    patched,
     replaced,
     right_or_refused,
     small,
@@ -71,15 +75,8 @@ def through_the_class_s(model):
     model.forward = forward
 
 
-def with_adapters(model):
-    peft = pytest.importorskip("peft")
-    torch.manual_seed(0)
-    options = {"r": 2, "target_modules": ["q_proj", "v_proj"], "task_type": "CAUSAL_LM"}
-    return peft.get_peft_model(model, peft.LoraConfig(**options, init_lora_weights=False))
-
-
 def called_through(how, model, batch):
-    return called(model.forward if how == "model.forward(...)" else model, model, batch)
+    return called(model, batch, model.forward if how == "model.forward(...)" else model)
 
 
 REPLACED = [on_the_object, as_a_closure, as_a_partial, as_an_object, under_other_names, through_the_class_s]
@@ -96,13 +93,13 @@ def test_a_forward_replaced_on_the_object(replace, order, how, way):
         if order == "after apply":
             fa2patch.apply(model)
         replace(model)
-        outer = with_adapters(model) if how == "PEFT" else model
+        outer = with_lora(model) if how == "PEFT" else model
         if order == "before apply":
             fa2patch.apply(outer)
-        return called_through(how, outer, told(DOCS, way, labels=labels_of(DOCS)))
+        return called_through(how, outer, labelled(way))
 
     reference = llama()
-    right_or_refused(run, alone(with_adapters(reference) if how == "PEFT" else reference))
+    right_or_refused(run, alone(with_lora(reference) if how == "PEFT" else reference))
 
 
 @pytest.mark.parametrize("way", BATCHES)
@@ -110,11 +107,11 @@ def test_a_forward_replaced_on_the_object(replace, order, how, way):
 @pytest.mark.parametrize("order", ["before apply", pytest.param("after apply", marks=pytest.mark.slow)])
 def test_a_forward_replaced_on_the_class(order, how, way):
     cls, model, reference = transformers.LlamaForCausalLM, llama(), llama()
-    expected = alone(with_adapters(reference) if how == "PEFT" else reference)
+    expected = alone(with_lora(reference) if how == "PEFT" else reference)
 
     def run():
-        outer = with_adapters(model) if how == "PEFT" else model
-        batch = told(DOCS, way, labels=labels_of(DOCS))
+        outer = with_lora(model) if how == "PEFT" else model
+        batch = labelled(way)
         if order == "before apply":
             with replaced(cls, own_forward), fa2patch.apply(outer):
                 return called_through(how, outer, batch)
@@ -128,17 +125,15 @@ def test_a_forward_replaced_on_the_class(order, how, way):
 
 @pytest.mark.parametrize("how", CALLS)
 def test_one_that_nobody_replaced_is_right(how):
-    model, reference = llama(), llama()
-    fa2patch.apply(model)
+    model, reference = patched(), llama()
     if how == "PEFT":
-        model, reference = with_adapters(model), with_adapters(reference)
-    assert_right(called_through(how, model, told(DOCS, "position_ids", labels=labels_of(DOCS))), alone(reference))
+        model, reference = with_lora(model), with_lora(reference)
+    assert_right(called_through(how, model, labelled()), alone(reference))
 
 
 def test_a_replaced_forward_computes_dense_batches_as_before():
     """The error is for packed batches only: a padded batch and a single document are computed."""
-    model, reference = llama(), llama()
-    fa2patch.apply(model)
+    model, reference = patched(), llama()
     for one in (model, reference):
         on_the_object(one)
     rows = torch.stack([DOCS[2], DOCS[2].flip(0)])
@@ -150,7 +145,7 @@ def test_a_replaced_forward_computes_dense_batches_as_before():
 
 def by_document(model):
     """Return the documents' vectors ``[documents, n]``, unpatched."""
-    return torch.cat([logits_of(model(input_ids=doc[None])) for doc in DOCS]).detach()
+    return Result(torch.cat([logits_of(model(input_ids=doc[None])) for doc in DOCS]).detach())
 
 
 def logits_of(output):
@@ -165,20 +160,24 @@ class RewardModel(transformers.LlamaForSequenceClassification):
     pass
 
 
+def hidden_of(model, input_ids=None, attention_mask=None, position_ids=None, **kwargs):
+    return model.model(input_ids=input_ids, attention_mask=attention_mask, position_ids=position_ids, **kwargs)[0]
+
+
 class PoolsItself(transformers.LlamaForSequenceClassification):
     """Returns one vector per row, from its last token."""
 
     def forward(self, input_ids=None, attention_mask=None, position_ids=None, **kwargs):
-        hidden = self.model(input_ids=input_ids, attention_mask=attention_mask, position_ids=position_ids, **kwargs)[0]
-        return transformers.modeling_outputs.SequenceClassifierOutputWithPast(logits=self.score(hidden[:, -1]))
+        logits = self.score(hidden_of(self, input_ids, attention_mask, position_ids, **kwargs)[:, -1])
+        return transformers.modeling_outputs.SequenceClassifierOutputWithPast(logits=logits)
 
 
 class PoolsAMean(PoolsItself):
     """Returns one vector per row, from all its tokens."""
 
     def forward(self, input_ids=None, attention_mask=None, position_ids=None, **kwargs):
-        hidden = self.model(input_ids=input_ids, attention_mask=attention_mask, position_ids=position_ids, **kwargs)[0]
-        return transformers.modeling_outputs.SequenceClassifierOutputWithPast(logits=self.score(hidden.mean(1)))
+        logits = self.score(hidden_of(self, input_ids, attention_mask, position_ids, **kwargs).mean(1))
+        return transformers.modeling_outputs.SequenceClassifierOutputWithPast(logits=logits)
 
 
 class Scorer(transformers.LlamaPreTrainedModel):
@@ -191,16 +190,15 @@ class Scorer(transformers.LlamaPreTrainedModel):
         self.post_init()
 
     def forward(self, input_ids=None, attention_mask=None, position_ids=None, **kwargs):
-        hidden = self.model(input_ids=input_ids, attention_mask=attention_mask, position_ids=position_ids, **kwargs)[0]
-        return self.head(hidden[:, -1])
+        return self.head(hidden_of(self, input_ids, attention_mask, position_ids, **kwargs)[:, -1])
 
 
 class CausalLMThatPools(transformers.LlamaForCausalLM):
     """A language model's class that nevertheless returns one vector per row."""
 
     def forward(self, input_ids=None, attention_mask=None, position_ids=None, **kwargs):
-        hidden = self.model(input_ids=input_ids, attention_mask=attention_mask, position_ids=position_ids, **kwargs)[0]
-        return transformers.modeling_outputs.SequenceClassifierOutputWithPast(logits=self.lm_head(hidden[:, -1]))
+        logits = self.lm_head(hidden_of(self, input_ids, attention_mask, position_ids, **kwargs)[:, -1])
+        return transformers.modeling_outputs.SequenceClassifierOutputWithPast(logits=logits)
 
 
 POOLING = [RewardModel, PoolsItself, PoolsAMean, Scorer, CausalLMThatPools]
@@ -210,11 +208,9 @@ POOLING = [RewardModel, PoolsItself, PoolsAMean, Scorer, CausalLMThatPools]
 @pytest.mark.parametrize("cls", POOLING)
 def test_one_vector_for_each_document(cls, way):
     def run():
-        model = llama(cls, num_labels=3)
-        fa2patch.apply(model)
-        return vectors(model, told(DOCS, way))
+        return vectors(patched(llama(cls, num_labels=3)), told(way=way))
 
-    right_or_refused(run, Result(by_document(llama(cls, num_labels=3))))
+    right_or_refused(run, by_document(llama(cls, num_labels=3)))
 
 
 @pytest.mark.parametrize("cls", [None, *POOLING])
@@ -234,11 +230,10 @@ def test_pooled_one_document_is_no_packed_row(cls):
 @pytest.mark.parametrize("compiled", [False, pytest.param(True, marks=pytest.mark.slow)], ids=["eager", "compiled"])
 def test_a_reward_model_s_rows_compiled_too(compiled):
     def run():
-        model = llama(RewardModel, num_labels=1)
-        fa2patch.apply(model)
-        return vectors(torch.compile(model, backend="eager") if compiled else model, told(DOCS, "position_ids"))
+        model = patched(llama(RewardModel, num_labels=1))
+        return vectors(torch.compile(model, backend="eager") if compiled else model, told())
 
-    right_or_refused(run, Result(by_document(llama(RewardModel, num_labels=1))))
+    right_or_refused(run, by_document(llama(RewardModel, num_labels=1)))
 
 
 # A span in each row
@@ -264,8 +259,7 @@ def test_question_answering(name, derived, asked, way):
         return torch.stack([output.start_logits[0], output.end_logits[0]], dim=-1).detach()
 
     def run():
-        model = small(cls, config)
-        fa2patch.apply(model)
+        model = patched(small(cls, config))
         more = {"start_positions": starts, "end_positions": ends} if asked else {}
         output = model(**told(DOCS, way, **more))
         return Result(spans(output), *(with_gradients(model, output.loss) if asked else ()))
@@ -287,21 +281,24 @@ def test_an_argument_with_a_value_for_each_document_goes_on_to_the_head(copies):
             self.given = kinds
             return own_forward(self, input_ids, attention_mask, position_ids, labels, **kwargs)
 
-    model = llama(Kinds)
-    fa2patch.apply(model)
-    found = called(model, model, told(DOCS, "position_ids", labels=labels_of(DOCS), kinds=kinds))
+    model = patched(llama(Kinds))
+    found = called(model, told(labels=labels_of(DOCS), kinds=kinds))
     assert model.given is kinds
     assert_right(found, alone(llama(Kinds)))
 
 
-@pytest.mark.parametrize("documents", [0, len(DOCS) - 1, len(DOCS) + 1])
-@pytest.mark.parametrize("shape", [(), (3,)], ids=["a class", "a number for each class"])
-def test_labels_for_another_number_of_documents_are_refused(shape, documents):
-    model = llama(transformers.LlamaForSequenceClassification, num_labels=3)
-    fa2patch.apply(model)
-    labels = torch.zeros(documents, *shape, dtype=torch.float32 if shape else torch.int64)
-    with pytest.raises(fa2patch.Fa2PatchError, match=rf"labels: expected one for each .* {len(DOCS)} documents"):
-        model(**told(DOCS, "position_ids", labels=labels))
+WRONG_SHAPES = [(documents, *more) for documents in (0, len(DOCS) - 1, len(DOCS) + 1) for more in ((), (3,))]
+
+
+@pytest.mark.parametrize("shape", [*WRONG_SHAPES, (1, 18), ()])
+def test_labels_for_another_number_of_documents_are_refused(shape):
+    model = patched(llama(transformers.LlamaForSequenceClassification, num_labels=3))
+    labels = torch.zeros(shape, dtype=torch.float32 if shape[-1:] == (3,) and len(shape) > 1 else torch.int64)
+    with pytest.raises(
+        fa2patch.errors.BadBatch,
+        match=rf"labels: expected one for each of the batch's {len(DOCS)} documents.*found {re.escape(str([*shape]))}",
+    ):
+        model(**told(labels=labels))
 
 
 # The arguments of a forward that was set on the object
@@ -319,11 +316,11 @@ def test_a_closure_s_arguments_without_names_are_known_by_their_places(order, wa
 
         model.forward = forward
 
-    batch = told(DOCS, way, labels=labels_of(DOCS))
+    batch = labelled(way)
     places = [batch.pop(name, None) for name in ("input_ids", "attention_mask", "position_ids", "labels")]
     if order == "after apply":
         fa2patch.apply(model)
     replace()
     if order == "before apply":
         fa2patch.apply(model)
-    assert_right(called(lambda **named: model(*places, **named), model, batch), expected)
+    assert_right(called(model, batch, lambda **named: model(*places, **named)), expected)

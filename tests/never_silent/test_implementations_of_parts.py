@@ -7,24 +7,23 @@ from typing import Any
 
 import pytest
 import torch
-from small_models import DOCS, Result, alone, called, labels_of, of_family, right_or_refused, small, told
+from small_models import (
+    Result,
+    alone,
+    assert_right,
+    called,
+    labelled,
+    logits_alone,
+    of_family,
+    patched,
+    right_or_refused,
+    told,
+)
 
 import fa2patch
 
 FAMILIES = ("gemma3", *(pytest.param(each, marks=pytest.mark.slow) for each in ("llava", "qwen2_vl", "mistral3")))
 """Models with a text side and a tower, each with a config of its own."""
-
-
-def made(family):
-    return small(*of_family(family), implementation="eager")
-
-
-def packed():
-    return told(DOCS, "position_ids", labels=labels_of(DOCS, 7), use_cache=False)
-
-
-def expected_of(family) -> Result:
-    return alone(made(family))
 
 
 def parts_of(model) -> dict[str, Any]:
@@ -33,19 +32,13 @@ def parts_of(model) -> dict[str, Any]:
     return {name: part for name in names if (part := getattr(model.config, name, None)) is not None}
 
 
-def sdpa_in_the_tower(model):
-    _require_setting(model)
-    model.set_attn_implementation({name: "eager" if "text" in name else "sdpa" for name in parts_of(model)})
+def setting(choose):
+    def way(model):
+        if not hasattr(model, "set_attn_implementation"):
+            pytest.skip("this Transformers cannot set implementations of parts")
+        model.set_attn_implementation(choose(parts_of(model)))
 
-
-def sdpa_in_the_text(model):
-    _require_setting(model)
-    model.set_attn_implementation({name: "sdpa" if "text" in name else "eager" for name in parts_of(model)})
-
-
-def sdpa_outside(model):
-    _require_setting(model)
-    model.set_attn_implementation({"": "sdpa"})
+    return way
 
 
 def in_the_text_config(model):
@@ -65,42 +58,40 @@ def in_one_layers_config(model):
     layer.config._attn_implementation = "sdpa"
 
 
-def _require_setting(model):
-    if not hasattr(model, "set_attn_implementation"):
-        pytest.skip("this Transformers cannot set implementations of parts")
-
-
-WAYS = (
-    sdpa_in_the_tower, sdpa_in_the_text, sdpa_outside, in_the_text_config, a_dict_in_the_config, in_one_layers_config,
-)  # fmt: skip
+WAYS = {
+    "sdpa in the tower": setting(lambda parts: {name: "eager" if "text" in name else "sdpa" for name in parts}),
+    "sdpa in the text": setting(lambda parts: {name: "sdpa" if "text" in name else "eager" for name in parts}),
+    "sdpa outside": setting(lambda parts: {"": "sdpa"}),
+    "in the text config": in_the_text_config,
+    "a dict in the config": a_dict_in_the_config,
+    "in one layers config": in_one_layers_config,
+}
 
 
 @pytest.mark.parametrize("when", ["before", "after"])
-@pytest.mark.parametrize("way", WAYS, ids=lambda way: way.__name__.replace("_", " "))
+@pytest.mark.parametrize("way", WAYS.values(), ids=WAYS)
 @pytest.mark.parametrize("family", FAMILIES)
 def test_an_implementation_of_a_part(family, way, when):
-    model = made(family)
+    model = of_family(family, "eager")
     expected = alone(model)
     if when == "before":
         way(model)
     fa2patch.apply(model, prove=False)
     if when == "after":
-        called(model, model, packed())
+        called(model, labelled(use_cache=False))
         way(model)
-    assert right_or_refused(lambda: called(model, model, packed()), expected) == "right"
+    assert_right(called(model, labelled(use_cache=False)), expected)
 
 
 def test_an_implementation_that_takes_padding_out_by_itself_is_set_after_apply():
     """ModernBERT's up to 5.0, whose rows have another shape then. Later ones are right."""
-    cls, config = of_family("modernbert:masked")
-    expected = Result(alone(small(cls, config)).logits)
-    model = small(cls, config)
-    fa2patch.apply(model, prove=False)
+    expected = Result(logits_alone(of_family("modernbert:masked")))
+    model = patched(of_family("modernbert:masked"), prove=False)
     model.config._attn_implementation = "flash_attention_2"
 
     def run():
         with torch.no_grad():
-            return Result(model(**told(DOCS, "position_ids")).logits[0])
+            return Result(model(**told()).logits[0])
 
     verdict = right_or_refused(run, expected)
     assert verdict in ("right", "refused: UnsupportedModel")

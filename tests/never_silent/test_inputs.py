@@ -13,16 +13,19 @@ import transformers
 from small_models import (
     Result,
     alone,
-    assert_says_enough,
     class_of,
     config_of,
     labels_of,
     llama,
+    logits_alone,
     of_family,
+    patched,
+    refusal,
     right_or_refused,
     small,
     told,
-)  # fmt: skip
+    without_dropout,
+)
 from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 
 import fa2patch
@@ -38,20 +41,20 @@ THREE = documents(5, 1, 4)
 
 
 def refused(call, match, error=fa2patch.Fa2PatchError):
-    with pytest.raises(error, match=f"(?s){match}") as caught:
+    with refusal(f"(?s){match}", error):
         call()
-    assert_says_enough(caught.value)
-
-
-def patched(model=None):
-    model = llama() if model is None else model
-    fa2patch.apply(model)
-    return model
 
 
 def numbers(docs, first=1):
     lengths = torch.tensor([len(doc) for doc in docs])
     return torch.repeat_interleave(torch.arange(first, first + len(docs)), lengths)[None]
+
+
+def patched_or_skipped(model):
+    try:
+        return patched(model)
+    except fa2patch.UnsupportedModel:
+        pytest.skip(f"{type(model).__name__} is refused in {transformers.__version__}")
 
 
 # Document numbers in a mask
@@ -64,7 +67,7 @@ MERGES = [(torch.bfloat16, 256), (torch.float16, 2048), (torch.float32, 2**24)]
 @pytest.mark.parametrize(("dtype", "merged"), MERGES, ids=str)
 def test_numbers_that_a_dtype_merges_are_refused_and_smaller_ones_are_right(dtype, merged, training):
     model, ids = patched().train(training), torch.cat(SHORT)[None]
-    expected = Result(alone(llama(), SHORT).logits)
+    expected = Result(logits_alone(llama(), SHORT))
 
     def run(first):
         return lambda: Result(model(ids, attention_mask=numbers(SHORT, first).to(dtype)).logits[0].detach())
@@ -175,10 +178,7 @@ def test_padding_of_roberta_is_one_below_its_first_position(pad):
     with torch.no_grad():
         expected = [plain(part[None]).logits[0] for part in parts]
         from_zero = [plain(part[None], position_ids=torch.arange(len(part))[None]).logits[0] for part in parts]
-    try:
-        fa2patch.apply(model)
-    except fa2patch.UnsupportedModel:
-        pytest.skip(f"RoBERTa is refused in {transformers.__version__}")
+    patched_or_skipped(model)
     row, lengths = torch.cat(parts)[None], [*map(len, parts)]
     found = model(row, position_ids=position_ids).logits[0].detach().split(lengths)
     for logits, one, is_document in zip(found, expected, real):
@@ -204,10 +204,7 @@ def test_a_token_with_the_number_of_padding_has_its_position(name, says):
     model.get_input_embeddings().weight.data[pad] = 1.0
     with torch.no_grad():
         expected = [model(doc[None], attention_mask=torch.ones_like(doc)[None]).logits[0] for doc in docs]
-    try:
-        fa2patch.apply(model)
-    except fa2patch.UnsupportedModel:
-        pytest.skip(f"{name} is refused in {transformers.__version__}")
+    patched_or_skipped(model)
     batch = told(docs, says)
     batch.pop("position_ids", None)
     torch.testing.assert_close(model(**batch).logits[0].detach(), torch.cat(expected), rtol=1e-4, atol=1e-4)
@@ -269,33 +266,24 @@ def test_ids_that_wrapped_are_refused(dtype, longest, masked):
 @pytest.mark.parametrize("training", [False, True], ids=["eval", "training"])
 @pytest.mark.parametrize("family", ["llama", "gpt2", "mistral", "gemma", "bert", "falcon"])
 def test_position_ids_need_no_batch_dimension(family, training):
-    cls, config = of_family(family)
-    plain, model = small(cls, config), small(cls, config)
+    plain, model = of_family(family), without_dropout(of_family(family))
     if "position_ids" not in inspect.signature(type(plain).forward).parameters:
         pytest.skip(f"{family} takes no position_ids in {transformers.__version__}")
-    for module in model.modules():
-        if isinstance(module, torch.nn.Dropout):
-            module.p = 0.0
     fa2patch.apply(model)
-    row = pack(THREE)
-    with torch.no_grad():
-        expected = torch.cat([plain(doc[None]).logits[0] for doc in THREE])
-    model.train(training)
-    found = model(row["input_ids"], position_ids=row["position_ids"][0]).logits[0].detach()
+    row, expected = pack(THREE), logits_alone(plain, THREE)
+    found = model.train(training)(row["input_ids"], position_ids=row["position_ids"][0]).logits[0].detach()
     torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
 
 
 def test_a_row_of_one_document_needs_no_batch_dimension_either():
     """An epoch's last row may hold one document. The ids are those that the model makes by itself."""
-    ids = THREE[0][None]
-    assert torch.equal(patched()(ids, position_ids=torch.arange(5)).logits, llama()(ids).logits)
-    rows = torch.stack([THREE[0], THREE[0].flip(0)])
-    assert torch.equal(patched()(rows, position_ids=torch.arange(5)).logits, llama()(rows).logits)
+    for ids in (THREE[0][None], torch.stack([THREE[0], THREE[0].flip(0)])):
+        assert torch.equal(patched()(ids, position_ids=torch.arange(5)).logits, llama()(ids).logits)
 
 
 def test_seq_idx_needs_no_batch_dimension():
     found = patched()(torch.cat(THREE)[None], seq_idx=numbers(THREE)[0].int()).logits[0].detach()
-    torch.testing.assert_close(found, alone(llama(), THREE).logits, rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(found, logits_alone(llama(), THREE), rtol=1e-4, atol=1e-4)
 
 
 def test_ids_without_a_batch_dimension_give_the_same_loss_and_gradients():
@@ -360,7 +348,7 @@ def test_a_form_of_arguments_is_right_or_refused(name):
         found = patched()(**{"input_ids": IDS, **given}, use_cache=False).logits[0].detach()
         return Result(found.as_subclass(torch.Tensor))
 
-    expected = Result(alone(llama(), THREE).logits)
+    expected = Result(logits_alone(llama(), THREE))
     try:
         found = right_or_refused(run, expected)
     except (IndexError, ValueError) as error:  # up to 4.36, ids of uint8 choose like a mask; 4-D masks have two forms
@@ -405,11 +393,7 @@ def test_hidden_tokens_leave_the_documents_as_they_are(name, others):
     examples = [{"input_ids": [1], "attention_mask": [1], "position_ids": [0]}] * others
     examples.append(example(mask, position_ids=position_ids))
     if lengths is None:
-        refused(
-            lambda: collate(examples),
-            f"example {others}: position_ids are .* behind tokens",
-            CollatorError,
-        )
+        refused(lambda: collate(examples), f"example {others}: position_ids are .* behind tokens", CollatorError)
         return
     batch = collate(examples)
     assert lengths_of(batch) == [1] * others + lengths
@@ -436,7 +420,7 @@ def test_what_the_collator_makes_of_hidden_tokens_is_right_in_a_model():
     model, rows = patched(), [example([1, 1, 0, 0, 1, 1, 1], seq_lengths=[2, 5])]
     docs = [torch.tensor([5, 6]), torch.tensor([9, 10, 11])]
     found = model(**collate(rows)).logits[0].detach()
-    torch.testing.assert_close(found, alone(llama(), docs).logits, rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(found, logits_alone(llama(), docs), rtol=1e-4, atol=1e-4)
 
 
 FLOATS = {

@@ -12,13 +12,15 @@ from small_models import (
     Result,
     alone,
     assert_right,
-    assert_says_enough,
     called,
     class_of,
     config_of,
+    labelled,
     labels_of,
     llama,
     own_forward,
+    patched,
+    refusal,
     right_or_refused,
     shifted,
     small,
@@ -27,7 +29,6 @@ from small_models import (
 )
 
 import fa2patch
-from compat_matrix import tiny_models
 
 FIRST_LABELS = [None, 7]
 """The first label of each document: its first token, or another one. Neither is learned."""
@@ -58,6 +59,20 @@ def compiled_forward(model, how, backend):
     return model
 
 
+def right_or_refused_packed(make, batch, compiled=lambda model: model, expected=None):
+    """Patch what ``make`` gives, and compare it on a batch with the documents alone."""
+
+    def run():
+        model = patched(make())
+        return called(model, batch, compiled(model))
+
+    return right_or_refused(run, alone(make()) if expected is None else expected)
+
+
+def compiled_eagerly(model):
+    return torch.compile(model, backend="eager")
+
+
 # The rule itself
 
 
@@ -65,15 +80,12 @@ def test_the_plain_model_is_right_and_not_refused():
     expected = alone(llama())
     for way in WAYS:
         for first in FIRST_LABELS:
-            model = llama()
-            fa2patch.apply(model)
-            assert_right(called(model, model, told(DOCS, way, labels=labels_of(DOCS, first))), expected)
+            assert_right(called(patched(), told(way=way, labels=labels_of(DOCS, first))), expected)
 
 
 def test_a_loss_that_learns_first_labels_is_seen():
-    model, expected = llama(), alone(llama())
-    fa2patch.apply(model)
-    logits = model(**told(DOCS, "position_ids")).logits
+    model, expected = patched(), alone(llama())
+    logits = model(**told()).logits
     wrong = torch.nn.functional.cross_entropy(logits[0, :-1], torch.cat(DOCS)[1:])
     assert abs(wrong - expected.loss) > WRONG_IN_A_ROW
     with pytest.raises(AssertionError, match="loss"):
@@ -101,13 +113,9 @@ COMPILED = [("torch.compile", way) for way in WAYS] + [("model.compile", way) fo
     "how, way", [*QUICK, *(pytest.param(*each, marks=pytest.mark.slow) for each in COMPILED if each not in QUICK)]
 )
 def test_compiled(how, way, backend):
-    def run():
-        model = llama(**ONE_LAYER)
-        fa2patch.apply(model)
-        function = compiled_forward(model, how, backend)
-        return called(function, model, told(DOCS, way, labels=labels_of(DOCS, 7)))
-
-    right_or_refused(run, alone(llama(**ONE_LAYER)))
+    right_or_refused_packed(
+        lambda: llama(**ONE_LAYER), labelled(way), lambda model: compiled_forward(model, how, backend)
+    )
 
 
 @pytest.mark.slow
@@ -115,8 +123,7 @@ def test_compiled(how, way, backend):
 @pytest.mark.parametrize("way", SEEN)
 def test_compiled_a_layer_that_missed_the_boundaries_is_an_error(way, backend):
     """Attention that is replaced in a layer after ``apply`` does not get the packed mask."""
-    model = llama()
-    fa2patch.apply(model)
+    model = patched()
     attention = model.model.layers[1].self_attn
     own = attention.forward
 
@@ -125,9 +132,8 @@ def test_compiled_a_layer_that_missed_the_boundaries_is_an_error(way, backend):
         return own(*args[:1], **kwargs)
 
     attention.forward = without_mask
-    with pytest.raises(fa2patch.Fa2PatchError) as caught:
-        torch.compile(model, backend=backend)(**told(DOCS, way, labels=labels_of(DOCS)))
-    assert_says_enough(caught.value)
+    with refusal():
+        torch.compile(model, backend=backend)(**labelled(way))
 
 
 # Classes of any name
@@ -165,25 +171,16 @@ class Wrapped(transformers.LlamaForCausalLM):
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("cls", [MyModel, RewardScorer, CallsSuper, OwnLoss, Wrapped])
 def test_a_subclass(cls, way):
-    def run(first):
-        model = llama(cls)
-        fa2patch.apply(model)
-        return called(model, model, told(DOCS, way, labels=labels_of(DOCS, first)))
-
     expected = alone(llama(cls))
     for first in FIRST_LABELS:
-        right_or_refused(lambda first=first: run(first), expected)
+        batch = told(way=way, labels=labels_of(DOCS, first))
+        right_or_refused_packed(lambda: llama(cls), batch, expected=expected)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("cls", [MyModel, OwnLoss, Wrapped])
 def test_a_subclass_compiled(cls):
-    def run():
-        model = llama(cls, **ONE_LAYER)
-        fa2patch.apply(model)
-        return called(torch.compile(model, backend="eager"), model, told(DOCS, "position_ids", labels=labels_of(DOCS)))
-
-    right_or_refused(run, alone(llama(cls, **ONE_LAYER)))
+    right_or_refused_packed(lambda: llama(cls, **ONE_LAYER), labelled(), compiled_eagerly)
 
 
 @pytest.mark.parametrize("derived", [False, True], ids=["itself", "a subclass"])
@@ -191,26 +188,9 @@ def test_a_subclass_compiled(cls):
 def test_a_model_with_two_heads(way, derived):
     cls = class_of("GPT2DoubleHeadsModel")
     cls = type("Ours", (cls,), {}) if derived else cls
-
-    def made():
-        return small(cls, config_of("gpt2", summary_first_dropout=0.0, num_labels=1))
-
-    def reference():
-        model = made()
-        logits = [model(input_ids=doc[None]).logits[0] for doc in DOCS]
-        sums = [
-            torch.nn.functional.cross_entropy(a[:-1], d[1:], reduction="sum")
-            for a, d in zip(logits, DOCS)
-            if len(d) > 1
-        ]
-        return Result(torch.cat(logits).detach(), *with_gradients(model, sum(sums) / (18 - len(DOCS))))
-
-    def run():
-        model = made()
-        fa2patch.apply(model)
-        return called(model, model, told(DOCS, way, labels=labels_of(DOCS)))
-
-    right_or_refused(run, reference())
+    right_or_refused_packed(
+        lambda: small(cls, config_of("gpt2", summary_first_dropout=0.0, num_labels=1)), labelled(way)
+    )
 
 
 # Labels of several codebooks
@@ -229,22 +209,15 @@ class TwoBooks(transformers.LlamaForCausalLM):
 
 @pytest.mark.parametrize("way", WAYS)
 def test_labels_of_several_codebooks(way):
-    labels = labels_of(DOCS)[..., None].expand(-1, -1, 2)
-
-    def run():
-        model = llama(TwoBooks)
-        fa2patch.apply(model)
-        return called(model, model, told(DOCS, way, labels=labels))
-
-    assert right_or_refused(run, alone(llama())) == "right"
+    labels = labels_of()[..., None].expand(-1, -1, 2)
+    assert_right(called(patched(llama(TwoBooks)), told(way=way, labels=labels)), alone(llama()))
 
 
 @pytest.mark.parametrize("labels", [torch.rand(1, sum(map(len, DOCS)), 2), torch.zeros(1, 3, 2, dtype=torch.int64)])
 def test_labels_that_cannot_be_masked_are_refused(labels):
-    model = llama(TwoBooks)
-    fa2patch.apply(model)
+    model = patched(llama(TwoBooks))
     with pytest.raises(fa2patch.errors.BadBatch, match="one for each token"):
-        model(**told(DOCS, "position_ids", labels=labels))
+        model(**told(labels=labels))
 
 
 # Labels of the tokens themselves
@@ -268,33 +241,23 @@ def test_a_token_classifier_keeps_first_labels(name, way, compiled, derived):
     cls = class_of(name)
     cls = type("Tagger" if "GPT2" in name else f"Our{name}", (cls,), {}) if derived else cls
     config = config_of("gpt2" if "GPT2" in name else "llama", num_labels=3, classifier_dropout=0.0, hidden_dropout=0.0)
-    labels = torch.cat(DOCS)[None] % 3
-
-    def run():
-        model = small(cls, config)
-        fa2patch.apply(model)
-        function = torch.compile(model, backend="eager") if compiled else model
-        return called(function, model, told(DOCS, way, labels=labels))
-
-    assert right_or_refused(run, of_tokens(small(cls, config), DOCS, labels)) == "right"
+    labels = labels_of() % 3
+    expected = of_tokens(small(cls, config), DOCS, labels)
+    compile_it = compiled_eagerly if compiled else lambda model: model
+    verdict = right_or_refused_packed(
+        lambda: small(cls, config), told(way=way, labels=labels), compile_it, expected=expected
+    )
+    assert verdict == "right"
 
 
 @pytest.mark.parametrize("derived", [False, True], ids=["itself", "a subclass"])
 @pytest.mark.parametrize("way", WAYS)
 def test_a_masked_lm_keeps_first_labels(way, derived):
-    if not tiny_models.is_present("bert:masked"):
-        pytest.skip(f"Transformers {transformers.__version__} has no BERT with a seam")
+    config = config_of("bert:masked")
     cls = class_of("BertForMaskedLM")
     cls = type("Filler", (cls,), {}) if derived else cls
-    config = config_of("bert:masked")
-    labels = torch.cat(DOCS)[None]
-
-    def run():
-        model = small(cls, config)
-        fa2patch.apply(model)
-        return called(model, model, told(DOCS, way, labels=labels))
-
-    right_or_refused(run, of_tokens(small(cls, config), DOCS, labels))
+    expected = of_tokens(small(cls, config), DOCS, labels_of())
+    right_or_refused_packed(lambda: small(cls, config), told(way=way, labels=labels_of()), expected=expected)
 
 
 # Labels at the positions that predict them
@@ -318,28 +281,19 @@ def test_shift_labels_beside_labels(cls, way, compiled):
     """If ``shift_labels`` are given, upstream's loss uses them, and ``labels`` only request a loss."""
     if not takes_shift_labels():
         pytest.skip(f"the loss of Transformers {transformers.__version__} takes no shift_labels")
-    labels = labels_of(DOCS)
-
-    def run():
-        model = llama(cls)
-        fa2patch.apply(model)
-        function = torch.compile(model, backend="eager") if compiled else model
-        return called(function, model, told(DOCS, way, labels=labels, shift_labels=shifted(labels)))
-
-    right_or_refused(run, alone(llama(cls)))
+    labels = labels_of()
+    compile_it = compiled_eagerly if compiled else lambda model: model
+    right_or_refused_packed(lambda: llama(cls), told(way=way, labels=labels, shift_labels=shifted(labels)), compile_it)
 
 
 @pytest.mark.parametrize("way, compiled", LONG_AND_SHORT)
 def test_shift_labels_alone(way, compiled):
     """A forward that computes its own loss from nothing else, as under sequence parallelism."""
-
-    def run():
-        model = llama(OwnLoss)
-        fa2patch.apply(model)
-        function = torch.compile(model, backend="aot_eager") if compiled else model
-        return called(function, model, told(DOCS, way, shift_labels=shifted(labels_of(DOCS))))
-
-    right_or_refused(run, alone(llama(OwnLoss)))
+    right_or_refused_packed(
+        lambda: llama(OwnLoss),
+        told(way=way, shift_labels=shifted(labels_of())),
+        lambda model: torch.compile(model, backend="aot_eager") if compiled else model,
+    )
 
 
 # Nothing says where documents start
@@ -348,8 +302,7 @@ def test_shift_labels_alone(way, compiled):
 @pytest.mark.parametrize("labelled", [False, True], ids=["without labels", "with labels"])
 @pytest.mark.parametrize("cls", [None, MyModel, OwnLoss], ids=["itself", "a subclass", "a loss of its own"])
 def test_training_without_ids_is_warned_about(cls, labelled):
-    model = llama(cls).train()
-    fa2patch.apply(model)
+    model = patched(llama(cls).train())
     row = torch.cat(DOCS)[None]
     with pytest.warns(fa2patch.errors.NothingPacked):
         for _ in range(16):
@@ -357,18 +310,16 @@ def test_training_without_ids_is_warned_about(cls, labelled):
 
 
 def test_training_with_ids_is_not_warned_about(recwarn):
-    model = llama().train()
-    fa2patch.apply(model)
+    model = patched(llama().train())
     for _ in range(20):
-        model(**told(DOCS, "position_ids", labels=labels_of(DOCS)))
+        model(**labelled())
     assert not [warning for warning in recwarn if warning.category is fa2patch.errors.NothingPacked]
 
 
 @pytest.mark.parametrize("masked", [False, True], ids=["without a mask", "with a mask of ones"])
 def test_trainer_with_a_collator_that_gives_no_ids_is_warned_about(masked, tmp_path):
     pytest.importorskip("accelerate")
-    model = llama()
-    fa2patch.apply(model)
+    model = patched()
 
     def collate(features):
         row = torch.cat([feature["input_ids"] for feature in features])[None]

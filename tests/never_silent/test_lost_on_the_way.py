@@ -13,7 +13,9 @@ from small_models import (
     config_of,
     labels_of,
     llama,
+    logits_alone,
     of_family,
+    patched,
     right_or_refused,
     small,
     told,
@@ -35,18 +37,22 @@ def copies_its_inputs(module):
     module.register_forward_pre_hook(hook, with_kwargs=True)
 
 
-def base_of(model):
-    return model.base_model
+def copying(model, copied=True):
+    """Patch a model, and let its base model copy its inputs."""
+    patched(model)
+    if copied:
+        copies_its_inputs(model.base_model)
+    return model
 
 
 def batches():
     """Yield packed rows that tell in each of the ways where documents start, also with ids that run through the row."""
     for way in WAYS:
-        yield way, told(DOCS, way)
+        yield way, told(way=way)
     running = {"position_ids": torch.arange(sum(map(len, DOCS)))[None]}
-    yield "ids that run on, all lengths", {**told(DOCS, "all lengths"), **running}
-    yield "ids that run on, lengths of keys", {**told(DOCS, "lengths of keys"), **running}
-    yield "ids that run on, seq_idx", {**told(DOCS, "seq_idx"), **running}
+    yield "ids that run on, all lengths", {**told(way="all lengths"), **running}
+    yield "ids that run on, lengths of keys", {**told(way="lengths of keys"), **running}
+    yield "ids that run on, seq_idx", {**told(way="seq_idx"), **running}
 
 
 BATCHES = dict(batches())
@@ -58,26 +64,15 @@ RUNNING_ON = [name for name in BATCHES if name.startswith("ids that run on")]
 @pytest.mark.parametrize("family", ["llama", "mistral"])
 def test_the_base_model_s_inputs(family, name, copied):
     """Rope depends only on distances, so ids that run through the row change nothing."""
-    cls, config = of_family(family)
     batch = {**BATCHES[name], "labels": labels_of(DOCS, 7)}
-
-    def run():
-        model = small(cls, config)
-        fa2patch.apply(model)
-        if copied:
-            copies_its_inputs(base_of(model))
-        return called(model, model, batch)
-
-    found = right_or_refused(run, alone(small(cls, config)))
+    found = right_or_refused(lambda: called(copying(of_family(family), copied), batch), alone(of_family(family)))
     assert copied or found == "right", "refused without a reason"
 
 
 @pytest.mark.parametrize("name", RUNNING_ON)
 def test_another_first_document_moves_no_other(name):
     """If a copy loses the boundaries, this shows a leak even where values happen to be close."""
-    model = llama()
-    fa2patch.apply(model)
-    copies_its_inputs(base_of(model))
+    model = copying(llama())
     other = {**BATCHES[name], "input_ids": BATCHES[name]["input_ids"].clone()}
     other["input_ids"][0, 0] += 1
     with torch.no_grad():
@@ -99,15 +94,9 @@ def test_rope_that_depends_on_the_longest_document(name):
             break
     else:
         pytest.skip(f"Phi-3 of Transformers {transformers.__version__} takes no such scaling")
-    cls = class_of("Phi3ForCausalLM")
-
-    def run():
-        model = small(cls, config)
-        fa2patch.apply(model)
-        copies_its_inputs(base_of(model))
-        return called(model, model, {**BATCHES[name], "labels": labels_of(DOCS, 7)})
-
-    right_or_refused(run, alone(small(cls, config), ids=BATCHES[name].get("position_ids")))
+    cls, batch = class_of("Phi3ForCausalLM"), {**BATCHES[name], "labels": labels_of(DOCS, 7)}
+    expected = alone(small(cls, config), ids=BATCHES[name].get("position_ids"))
+    right_or_refused(lambda: called(copying(small(cls, config)), batch), expected)
 
 
 def with_longrope(kind, factors):
@@ -133,40 +122,22 @@ def with_longrope(kind, factors):
 @pytest.mark.parametrize("way", WAYS)
 def test_embeddings_scaled_by_a_document_s_masked_tokens(way):
     """ESM's embeddings need the documents before any layer does."""
-    if not tiny_models.is_present("esm:masked"):
-        pytest.skip(f"Transformers {transformers.__version__} has no ESM that can be patched")
     docs = [doc.clone() for doc in DOCS]
     docs[2][:4] = tiny_overrides.MASK_TOKEN
-    cls, config = tiny_models.model_class("esm:masked"), tiny_models.config_of("esm:masked")
-
-    def run():
-        model = small(cls, config)
-        fa2patch.apply(model)
-        copies_its_inputs(base_of(model))
-        return Result(model(**told(docs, way)).logits[0].detach())
-
-    model = small(cls, config)
     try:
-        expected = torch.cat([model(input_ids=doc[None]).logits[0] for doc in docs]).detach()
+        expected = Result(logits_alone(of_family("esm:masked"), docs))
     except AttributeError as error:
         pytest.skip(f"the unpatched model fails: {error}")
-    right_or_refused(run, Result(expected))
+    batch = told(docs, way)
+    right_or_refused(lambda: Result(copying(of_family("esm:masked"))(**batch).logits[0].detach()), expected)
 
 
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("name", ["LlamaForSequenceClassification", "GPT2ForSequenceClassification"])
 def test_one_vector_for_each_document(name, way):
     cls, config = class_of(name), config_of("gpt2" if "GPT2" in name else "llama", num_labels=3)
-
-    def run():
-        model = small(cls, config)
-        fa2patch.apply(model)
-        copies_its_inputs(base_of(model))
-        return Result(model(**told(DOCS, way)).logits.detach())
-
-    model = small(cls, config)
-    expected = torch.cat([model(input_ids=doc[None]).logits for doc in DOCS]).detach()
-    right_or_refused(run, Result(expected))
+    expected = Result(logits_alone(small(cls, config)))
+    right_or_refused(lambda: Result(copying(small(cls, config))(**told(way=way)).logits.detach()), expected)
 
 
 @pytest.mark.parametrize(
@@ -177,12 +148,10 @@ def test_one_vector_for_each_document(name, way):
     ],
 )
 def test_the_tensor_that_lost_its_documents_is_named(cls, tensor, other):
-    model = llama(cls, num_labels=3)
-    fa2patch.apply(model)
-    copies_its_inputs(base_of(model))
+    model = copying(llama(cls, num_labels=3))
     running = {"position_ids": torch.arange(sum(map(len, DOCS)))[None]}
     with pytest.raises(fa2patch.Fa2PatchError, match=f"with the {tensor}, but they did not arrive") as caught:
-        model(**{**told(DOCS, "seq_idx"), **running})
+        model(**{**told(way="seq_idx"), **running})
     assert other not in str(caught.value)
 
 
@@ -239,9 +208,7 @@ def test_a_row_with_a_picture(name, merged, way):
         pytest.skip(f"the unpatched {name} takes no such row in Transformers {transformers.__version__}")
 
     def run():
-        model = with_pictures(name, merged)
-        fa2patch.apply(model)
-        row = told(docs, way)
+        model, row = patched(with_pictures(name, merged)), told(docs, way)
         row.setdefault("attention_mask", torch.ones_like(row["input_ids"]))
         with torch.no_grad():
             return Result(model(**row, **given).logits[0])

@@ -1,4 +1,4 @@
-"""A packed batch that comes to a patched model from an unpatched one around it: right, or an error."""
+"""Models that hold, share or copy parts of a patched one: a packed batch is right, or an error."""
 
 from __future__ import annotations
 
@@ -7,7 +7,20 @@ import copy
 import pytest
 import torch
 import transformers
-from small_models import DOCS, alone, called, class_of, labels_of, llama, right_or_refused, told
+from small_models import (
+    DOCS,
+    alone,
+    assert_right,
+    called,
+    class_of,
+    labelled,
+    labels_of,
+    llama,
+    logits_alone,
+    padded,
+    patched,
+    told,
+)
 
 import fa2patch
 from compat_matrix.check.compare import assert_close
@@ -18,18 +31,24 @@ OPEN = labels_of(DOCS, 7)
 """Labels that cross documents."""
 
 
-def packed(**more):
-    return told(DOCS, "position_ids", **more)
-
-
 def head(name, **changes):
     return llama(class_of(name), **changes)
 
 
-def classified(model):
-    """What a classifier says of every document alone."""
+def patched_trunk(model=None, **options):
+    """A model whose trunk alone is patched."""
+    model = llama() if model is None else model
+    patched(model.model, **options)
+    return model
+
+
+def assert_right_packed(model):
+    assert_right(called(model, labelled()), alone(llama()))
+
+
+def assert_classified(model, expected):
     with torch.no_grad():
-        return torch.cat([model(doc[None]).logits for doc in DOCS])
+        assert_close(model(**told()).logits, expected, "logits")
 
 
 def sharing(one, other):
@@ -45,26 +64,23 @@ def refused(call, harm="computes a loss from"):
 
 @pytest.mark.parametrize("name", ["labels", "shift_labels"])
 def test_labels_of_a_model_whose_trunk_alone_is_patched(name):
-    model = llama()
-    fa2patch.apply(model.model)
+    model = patched_trunk()
     more = {"labels": OPEN} if name == "labels" else {"labels": OPEN, name: OPEN.roll(-1)}
     if "shift_labels" in more and transformers.__version__ < "4.46":
         pytest.skip("this Transformers has no shift_labels")
-    refused(lambda: model(**packed(**more)))
+    refused(lambda: model(**told(**more)))
 
 
 def test_logits_of_a_model_whose_trunk_alone_is_patched():
-    model = llama()
-    fa2patch.apply(model.model)
-    assert_close(model(**packed()).logits[0].detach(), alone(llama()).logits, "logits")
+    model = patched_trunk()
+    assert_close(model(**told()).logits[0].detach(), alone(llama()).logits, "logits")
 
 
 def test_what_the_error_says_to_do_helps():
-    model = llama()
-    fa2patch.apply(model.model)
-    refused(lambda: model(**packed(labels=OPEN)))
+    model = patched_trunk()
+    refused(lambda: model(**labelled()))
     fa2patch.apply(model)
-    assert right_or_refused(lambda: called(model, model, packed(labels=OPEN)), alone(llama())) == "right"
+    assert_right_packed(model)
     fa2patch.revert(model)
     assert fa2patch.status(model) is None and fa2patch.status(model.model) is None
 
@@ -74,74 +90,64 @@ def test_a_head_of_rows_around_a_patched_trunk(name):
     model = head(name, num_labels=3)
     trunk = getattr(model, model.base_model_prefix, None) or model.transformer
     fa2patch.apply(trunk)
-    refused(lambda: model(**packed()), "has a head")
+    refused(lambda: model(**told()), "has a head")
 
 
 def test_a_dense_batch_with_labels_is_as_before():
-    model, plain = llama(), llama()
-    fa2patch.apply(model.model)
     ids = torch.cat(DOCS)[None]
-    assert torch.equal(model(ids, labels=ids).loss, plain(ids, labels=ids).loss)
+    assert torch.equal(patched_trunk()(ids, labels=ids).loss, llama()(ids, labels=ids).loss)
 
 
 def test_padded_batches_of_a_trunk_that_packs_them_are_right_under_any_head():
-    model, plain = llama(), llama()
-    fa2patch.apply(model.model, padded_batches=True)
-    rows = torch.nn.utils.rnn.pad_sequence(DOCS, batch_first=True)
-    mask = torch.nn.utils.rnn.pad_sequence([torch.ones_like(doc) for doc in DOCS], batch_first=True)
-    given = {"input_ids": rows, "attention_mask": mask, "labels": rows.masked_fill(mask == 0, -100)}
-    given["use_cache"] = False
-    assert_close(model(**given).loss, plain(**given).loss, "loss")
+    model = patched_trunk(padded_batches=True)
+    assert_close(model(**padded(), use_cache=False).loss, llama()(**padded(), use_cache=False).loss, "loss")
 
 
 def test_the_second_causal_lm_on_a_patched_trunk():
     one, other = sharing(llama(), llama())
     fa2patch.apply(one)
-    refused(lambda: other(**packed(labels=OPEN)))
-    assert right_or_refused(lambda: called(one, one, packed(labels=OPEN)), alone(llama())) == "right"
+    refused(lambda: other(**labelled()))
+    assert_right_packed(one)
 
 
 def test_a_classifier_on_the_trunk_of_a_patched_causal_lm():
     one, other = sharing(llama(), head("LlamaForSequenceClassification", num_labels=3))
-    expected = classified(copy.deepcopy(other))
+    expected = logits_alone(copy.deepcopy(other))
     fa2patch.apply(one)
-    refused(lambda: other(**packed()), "has a head")
+    refused(lambda: other(**told()), "has a head")
     fa2patch.apply(other)
-    with torch.no_grad():
-        assert_close(other(**packed()).logits, expected, "logits")
+    assert_classified(other, expected)
 
 
 @pytest.mark.parametrize("reverted", ["the first", "the second"])
 def test_a_reverted_head_leaves_the_other_one_patched(reverted):
     one, other = sharing(llama(), head("LlamaForSequenceClassification", num_labels=3))
-    expected = classified(copy.deepcopy(other))
+    expected = logits_alone(copy.deepcopy(other))
     patches = fa2patch.apply(one), fa2patch.apply(other)
     patches[reverted == "the second"].revert()
     if reverted == "the first":
-        with torch.no_grad():
-            assert_close(other(**packed()).logits, expected, "logits")
+        assert_classified(other, expected)
     else:
-        assert right_or_refused(lambda: called(one, one, packed(labels=OPEN)), alone(llama())) == "right"
+        assert_right_packed(one)
     for patch in patches:
         patch.revert()
     assert fa2patch.status(one) is fa2patch.status(other) is fa2patch.status(one.model) is None
     plain = llama()
     with torch.no_grad():
-        assert torch.equal(one(**packed()).logits, plain(**packed()).logits)
+        assert torch.equal(one(**told()).logits, plain(**told()).logits)
 
 
 def test_a_shallow_copy_whose_original_is_reverted():
     """Its base model is the original's, which is not patched any more, and so it is not either."""
-    model, third = llama(), llama()
-    fa2patch.apply(model)
+    model, third = patched(), llama()
     fa2patch.apply(third)  # keeps the replaced forward on the class
     other = copy.copy(model)
     fa2patch.revert(model)
     assert fa2patch.status(other) is None
     with pytest.raises(PackingNotIsolated, match=r"inside it is not any more.*fa2patch\.apply\(model\) again"):
-        other(**packed(labels=OPEN))
+        other(**labelled())
     fa2patch.apply(other)
-    assert right_or_refused(lambda: called(other, other, packed(labels=OPEN)), alone(llama())) == "right"
+    assert_right_packed(other)
 
 
 def test_a_superseded_patch_that_is_reverted_leaves_padded_batches_packed():
@@ -173,7 +179,7 @@ def test_a_model_of_ones_own_around_a_whole_causal_lm():
 
     outer = Around()
     fa2patch.apply(inner)
-    batch = packed()
+    batch = told()
     refused(lambda: outer(batch["input_ids"], batch["position_ids"], labels=OPEN))
     refused(lambda: outer.forward(batch["input_ids"], batch["position_ids"], labels=OPEN))
 
@@ -182,8 +188,7 @@ def test_a_model_of_ones_own_around_a_whole_causal_lm():
 @pytest.mark.parametrize("compiled", ["the whole", "the trunk", "the caller"])
 def test_in_a_compiled_graph(compiled):
     torch._dynamo.reset()
-    model = llama()
-    fa2patch.apply(model.model)
+    model = patched_trunk()
 
     def loss(model, batch):
         return model(**batch, use_cache=False).loss
@@ -195,15 +200,80 @@ def test_in_a_compiled_graph(compiled):
         model.model = torch.compile(model.model, backend="eager")
     else:
         run = torch.compile(loss, backend="eager")
-    refused(lambda: run(called_model, packed(labels=OPEN)))
+    refused(lambda: run(called_model, labelled()))
 
 
 @pytest.mark.slow
 def test_a_compiled_trunk_by_itself_is_as_before():
     torch._dynamo.reset()
-    base, plain = llama().model, llama().model
-    fa2patch.apply(base)
+    base, plain = patched(llama().model), llama().model
     with torch.no_grad():
-        found = torch.compile(base, backend="eager")(**packed(), use_cache=False).last_hidden_state[0]
+        found = torch.compile(base, backend="eager")(**told(), use_cache=False).last_hidden_state[0]
         expected = torch.cat([plain(doc[None]).last_hidden_state[0] for doc in DOCS])
     assert_close(found, expected, "hidden states")
+
+
+# A part of a patched model that is copied is a model of its own
+
+
+def hidden(base, docs=DOCS):
+    with torch.no_grad():
+        return base(**told(docs, "position_ids"), use_cache=False).last_hidden_state[0]
+
+
+def expected():
+    base = llama().model
+    with torch.no_grad():
+        return torch.cat([base(doc[None], use_cache=False).last_hidden_state[0] for doc in DOCS])
+
+
+def test_a_copied_base_model_is_patched_by_itself():
+    model = patched()
+    base = copy.deepcopy(model.model)
+    assert fa2patch.status(base).model is base and fa2patch.status(model).model is model
+    fa2patch.revert(model)
+    assert fa2patch.status(model) is None and fa2patch.status(base) is not None
+    assert_close(hidden(base), expected(), "hidden states")
+
+
+def test_a_reverted_copy_of_the_base_leaves_the_original_patched():
+    model = patched()
+    base = copy.deepcopy(model.model)
+    fa2patch.revert(base)
+    assert fa2patch.status(base) is None and fa2patch.status(model).active
+    unpatched = llama().model
+    assert torch.equal(hidden(base), hidden(unpatched))
+    assert_right_packed(model)
+
+
+def test_apply_to_a_copy_of_the_base_patches_no_other_model():
+    model = patched()
+    base = copy.deepcopy(model.model)
+    fa2patch.revert(model)
+    fa2patch.apply(base)
+    assert fa2patch.status(model) is None
+    plain = llama()
+    batch = told()
+    with torch.no_grad():
+        assert torch.equal(model(**batch).logits, plain(**batch).logits)
+    assert_close(hidden(base), expected(), "hidden states")
+
+
+@pytest.mark.parametrize("renewed", [False, True], ids=["as it is", "apply"])
+def test_a_copied_base_in_another_model(renewed):
+    """Without ``apply`` the model around it is not patched, and its labels may cross documents: no loss is taken."""
+    model, other = patched(), llama()
+    other.model = copy.deepcopy(model.model)
+    if renewed:
+        fa2patch.apply(other)
+        assert_right_packed(other)
+    logits = other(**told()).logits[0].detach()
+    assert_close(logits, alone(llama()).logits, "logits")
+
+
+def test_a_model_that_is_copied_whole_is_as_before():
+    model = patched()
+    other = copy.deepcopy(model)
+    fa2patch.revert(model)
+    assert fa2patch.status(other).model is other
+    assert_right_packed(other)

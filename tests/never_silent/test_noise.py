@@ -8,7 +8,7 @@ import pickle
 import pytest
 import torch
 import transformers
-from small_models import assert_says_enough, class_of, config_of, llama, small
+from small_models import assert_says_enough, llama, of_family, padded, patched, refusal, without_dropout
 
 import fa2patch
 from compat_matrix.check.rows import documents, pack
@@ -140,33 +140,23 @@ WAYS = {
 }
 
 
-def made(family="llama", **changes):
-    if family == "llama":
-        return llama(**changes)
-    name = {"gpt2": "GPT2LMHeadModel", "mistral": "MistralForCausalLM", "bert:masked": "BertForMaskedLM"}[family]
-    return small(class_of(name), config_of(family))
-
-
-def without_dropout(model):
-    for module in model.modules():
-        if isinstance(module, torch.nn.Dropout):
-            module.p = 0.0
-    return model
-
-
-def sizes(model, batch, docs=DOCS):
-    """Return the deviation of the noise in each document, as the first layer sees it, relative to NEFTune's rule."""
-    table, seen = model.get_input_embeddings(), []
-    handle = table.register_forward_hook(lambda module, args, output: seen.append(output.detach().clone()))
-    torch.manual_seed(1)
-    model.train()(**batch)
-    handle.remove()  # the calls before the last are those of a proof
-    noise = seen[-1] - table.weight[batch["input_ids"]].detach()
+def deviations(noise, docs=DOCS):
+    """Return the deviation of the noise in each document, relative to NEFTune's rule."""
     if noise.shape[0] == 1:
         pieces = noise[0].split([len(doc) for doc in docs])
     else:
         pieces = [row[: len(doc)] for row, doc in zip(noise, docs)]
     return [float(piece.std()) * piece.numel() ** 0.5 / ALPHA for piece in pieces]
+
+
+def sizes(model, batch, docs=DOCS):
+    """Return the deviations as the first layer sees them."""
+    table, seen = model.get_input_embeddings(), []
+    handle = table.register_forward_hook(lambda module, args, output: seen.append(output.detach().clone()))
+    torch.manual_seed(1)
+    model.train()(**batch)
+    handle.remove()  # the calls before the last are those of a proof
+    return deviations(seen[-1] - table.weight[batch["input_ids"]].detach(), docs)
 
 
 def assert_of_each_document(found, expected):
@@ -175,20 +165,26 @@ def assert_of_each_document(found, expected):
         assert abs(one / expected - 1) < 2 * NEAR, (found, expected)
 
 
-def alone(way, family="llama"):
+@functools.cache
+def alone(way):
     """The deviation for documents alone, of 200 tokens so that it is known well."""
-    model = made(family)
+    model = llama()
     way(model)
     long = documents(200)
     return sizes(model, {"input_ids": long[0][None]}, long)[0]
 
 
+def noised(way=with_upstreams_hook, **changes):
+    """A patched model with noise."""
+    model = llama(**changes)
+    way(model)
+    return patched(model)
+
+
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("first", ["noise", "apply"])
 def test_right(way, first):
-    model = made()
-    if first == "apply":
-        fa2patch.apply(model)
+    model = patched() if first == "apply" else llama()
     WAYS[way](model)
     if first == "noise":
         fa2patch.apply(model)
@@ -197,7 +193,7 @@ def test_right(way, first):
 
 def test_it_would_be_seen():
     """Without the patch the row's noise is smaller by the root of its documents' number."""
-    model = made()
+    model = llama()
     with_upstreams_hook(model)
     found = sizes(model, pack(DOCS))
     assert max(found) < 0.85 * alone(with_upstreams_hook)
@@ -206,7 +202,7 @@ def test_it_would_be_seen():
 @pytest.mark.parametrize("family", ["gpt2", "mistral", "bert:masked"])
 def test_other_families(family):
     """GPT-2 makes other ids on the way to its embedding. That is an error if noise is added, and no error without."""
-    model = without_dropout(made(family))
+    model = without_dropout(of_family(family))
     with_upstreams_hook(model)
     fa2patch.apply(model)
     with torch.no_grad():
@@ -220,95 +216,74 @@ def test_other_families(family):
         assert_of_each_document(found, alone(with_upstreams_hook))
 
 
-@pytest.mark.parametrize("hook", [None, changes_in_place, returns_noise], ids=["upstream", "in place", "returned"])
-def test_padded_batches_that_are_computed_packed(hook):
-    def add(model):
-        if hook is None:
-            with_upstreams_hook(model)
-        else:
-            model.get_input_embeddings().register_forward_hook(hook)
-
-    model = made()
-    add(model)
+@pytest.mark.parametrize("way", ["upstream", "in place", "normal"])
+def test_padded_batches_that_are_computed_packed(way):
+    model, batch = llama(), padded(DOCS)
+    WAYS[way](model)
     fa2patch.apply(model, padded_batches=True)
-    length = max(map(len, DOCS))
-    batch = {name: torch.zeros(len(DOCS), length, dtype=torch.int64) for name in ("input_ids", "attention_mask")}
-    for row, doc in enumerate(DOCS):
-        batch["input_ids"][row, : len(doc)], batch["attention_mask"][row, : len(doc)] = doc, 1
     table, seen = model.get_input_embeddings(), []
     table.register_forward_hook(lambda module, args, output: seen.append((args[0], output.detach().clone())))
-    model.train()(**batch)
+    model.train()(batch["input_ids"], batch["attention_mask"])
     noise = seen[-1][1] - table.weight[seen[-1][0]].detach()
     assert noise.shape[:2] == (1, sum(map(len, DOCS)))
-    pieces = noise[0].split([len(doc) for doc in DOCS])
-    assert_of_each_document([float(piece.std()) * piece.numel() ** 0.5 / ALPHA for piece in pieces], alone(add))
+    assert_of_each_document(deviations(noise), alone(WAYS[way]))
 
 
 @pytest.mark.parametrize("mode", [torch.enable_grad, torch.inference_mode])
 @pytest.mark.parametrize("hook", [changes_in_place, returns_noise])
 def test_ids_that_lost_their_documents_on_the_way(hook, mode):
-    model = made()
+    model = llama()
     table = model.get_input_embeddings()
     table.register_forward_pre_hook(lambda module, args: (args[0].clone(),))
     table.register_forward_hook(hook)
     fa2patch.apply(model, prove=False)
     with mode():
-        with pytest.raises(fa2patch.errors.PackingNotIsolated) as caught:
+        with refusal(error=fa2patch.errors.PackingNotIsolated):
             model.train()(**pack(DOCS))
-        assert_says_enough(caught.value)
         model.eval()(**pack(DOCS))  # no noise
 
 
 @pytest.mark.parametrize("way", WAYS)
 def test_dense_batches_in_inference_mode(way):
     """Its tensors do not count changes in place."""
-    model, batch = made().eval(), {"input_ids": torch.stack(documents(24, 24))}
-    WAYS[way](model)
-    fa2patch.apply(model)
+    model = noised(WAYS[way]).eval()
     with torch.inference_mode():
-        model(**batch)
+        model(input_ids=torch.stack(documents(24, 24)))
 
 
 def test_dense_batches_keep_the_noise_of_their_row():
-    docs, results = documents(24, 24), []
-    for patched in (False, True):
-        model = made()
+    results = []
+    for prepare in (lambda model: model, patched):
+        model = llama()
         with_upstreams_hook(model)
-        if patched:
-            fa2patch.apply(model)
         torch.manual_seed(3)
-        results.append(model.train()(input_ids=torch.stack(docs)).logits)
+        results.append(prepare(model).train()(input_ids=torch.stack(documents(24, 24))).logits)
     assert torch.equal(*results)
 
 
 def test_evaluation_has_no_noise():
-    model = made()
-    fa2patch.apply(model)
+    model = patched()
     expected = model(**pack(DOCS)).logits
     with_upstreams_hook(model)
     assert torch.equal(model(**pack(DOCS)).logits, expected)
 
 
 def test_copies_pickles_and_revert():
-    model = made()
-    with_upstreams_hook(model)
-    fa2patch.apply(model)
-    expected = alone(with_upstreams_hook)
-    assert_of_each_document(sizes(copy.deepcopy(model), pack(DOCS)), expected)
-    assert_of_each_document(sizes(pickle.loads(pickle.dumps(model)), pack(DOCS)), expected)
+    model = noised()
+    for copied in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
+        assert_of_each_document(sizes(copied, pack(DOCS)), alone(with_upstreams_hook))
     fa2patch.revert(model)
     assert list(model.get_input_embeddings()._forward_hooks.values()) == [upstreams_hook()]
 
 
 @pytest.mark.parametrize("way", ["forward", "class", "module"])
 def test_copies_and_revert_of_forwards(way):
-    model = made()
+    model = llama()
     WAYS[way](model)
     before = dict(vars(model.get_input_embeddings()))
     fa2patch.apply(model)
-    if way != "forward":  # that one is bound to the first model
-        assert_of_each_document(sizes(copy.deepcopy(model), pack(DOCS)), alone(WAYS[way]))
-        assert_of_each_document(sizes(pickle.loads(pickle.dumps(model)), pack(DOCS)), alone(WAYS[way]))
+    for copied in () if way == "forward" else (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
+        assert_of_each_document(sizes(copied, pack(DOCS)), alone(WAYS[way]))  # a forward is bound to the first model
     fa2patch.revert(model)
     after = vars(model.get_input_embeddings())
     assert after.keys() == before.keys()
@@ -316,7 +291,7 @@ def test_copies_and_revert_of_forwards(way):
 
 
 def test_who_registered_the_hook_can_remove_it():
-    model = made()
+    model = llama()
     handle = with_upstreams_hook(model)
     fa2patch.apply(model)
     sizes(model, pack(DOCS))
@@ -327,7 +302,7 @@ def test_who_registered_the_hook_can_remove_it():
 
 def test_hooks_that_draw_nothing_are_left_alone():
     """Those of PEFT's gradient checkpointing, and those that take the embeddings' gradients."""
-    model = made()
+    model = llama()
     model.enable_input_require_grads()
     leaves = []
     model.get_input_embeddings().register_forward_hook(
@@ -353,8 +328,7 @@ def test_trainers_option(tmp_path):
     takes = inspect.signature(transformers.TrainingArguments).parameters
     if "neftune_noise_alpha" not in takes:
         pytest.skip(f"Trainer of Transformers {transformers.__version__} has no NEFTune")
-    model, found = made(), []
-    fa2patch.apply(model)
+    model, found = patched(), []
 
     class Seeing(transformers.Trainer):
         def compute_loss(self, model, inputs, *args, **kwargs):
@@ -377,14 +351,10 @@ def test_trainers_option(tmp_path):
 def test_compiled(way):
     """The lengths of documents have no values while a graph is captured."""
     torch._dynamo.reset()
-    model, seen = made(num_hidden_layers=1), []
-    WAYS[way](model)
-    fa2patch.apply(model)
+    model, seen = noised(WAYS[way], num_hidden_layers=1), []
     model.model.layers[0].register_forward_pre_hook(lambda module, args: seen.append(args[0].detach().clone()))
     batch = pack(DOCS)
     torch.compile(model.train(), backend="eager")(**batch)
     noise = seen[-1] - model.get_input_embeddings().weight[batch["input_ids"]].detach()
-    pieces = noise[0].split([len(doc) for doc in DOCS])
-    found = [float(piece.std()) * piece.numel() ** 0.5 / ALPHA for piece in pieces]
-    assert_of_each_document(found, alone(WAYS[way]))
+    assert_of_each_document(deviations(noise), alone(WAYS[way]))
     torch._dynamo.reset()

@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from adapters import LORA, ORDERS, in_order
 
 import fa2patch
 from compat_matrix import tiny_models
@@ -10,25 +11,18 @@ from compat_matrix.check.rows import alone, documents, pack
 from fa2patch import errors
 
 peft = pytest.importorskip("peft")
-LENGTHS = (5, 9, 3)
-ORDERS = ("apply first", "peft first", "peft first, apply to the model inside")
-LORA = {"r": 2, "target_modules": ["q_proj", "v_proj"], "init_lora_weights": False}
+DOCS = documents(5, 9, 3)
 
 
-def adapted(config, order, make=peft.get_peft_model, **more):
-    model = tiny_models.build("llama", "sdpa")
-    if order == "apply first":
-        fa2patch.apply(model)
-    torch.manual_seed(3)
-    wrapped = make(model, config, **more).eval()
-    for weight in wrapped.parameters():
-        if weight.requires_grad and not weight.any():  # zeros would have no effect
-            torch.nn.init.normal_(weight, std=0.3)
-    if order == "peft first":
-        fa2patch.apply(wrapped)
-    elif order == "peft first, apply to the model inside":
-        fa2patch.apply(model)
-    return wrapped
+def adapted(config, order, **more):
+    def wrap(model):
+        wrapped = peft.get_peft_model(model, config, **more)
+        for weight in wrapped.parameters():
+            if weight.requires_grad and not weight.any():  # zeros would have no effect
+                torch.nn.init.normal_(weight, std=0.3)
+        return wrapped
+
+    return in_order(order, tiny_models.build("llama", "sdpa"), wrap)
 
 
 def takes(config, name):
@@ -37,8 +31,7 @@ def takes(config, name):
 
 @pytest.mark.parametrize("order", ORDERS)
 def test_mixed_adapters_are_right(order):
-    docs = documents(*LENGTHS)
-    config = peft.LoraConfig(**LORA, task_type="CAUSAL_LM")
+    config = peft.LoraConfig(**LORA)
     try:
         model = adapted(config, order, mixed=True)
     except errors.NotAModel as error:  # PEFT 0.7's does not expose the model inside
@@ -46,23 +39,21 @@ def test_mixed_adapters_are_right(order):
         return
     model.add_adapter("other", peft.LoHaConfig(r=2, target_modules=["k_proj"], init_weights=False))
     model.set_adapter(["default", "other"])
-    found = model(**pack(docs)).logits[0]
+    found = model(**pack(DOCS)).logits[0]
     fa2patch.revert(model.base_model.model)
-    assert_close(found, alone(model, docs), "logits of mixed adapters")
+    assert_close(found, alone(model, DOCS), "logits of mixed adapters")
 
 
 @pytest.mark.parametrize("order", ORDERS)
 def test_adaption_prompts_are_right_or_refused(order):
     """They replace attention layers, which is detected even after ``apply``."""
-    docs = documents(*LENGTHS)
     config = peft.AdaptionPromptConfig(adapter_len=3, adapter_layers=2, task_type="CAUSAL_LM")
     try:
-        plain = adapted(config, "")
-        expected = alone(plain, docs)
+        expected = alone(adapted(config, ""), DOCS)
     except Exception as error:
         pytest.skip(f"PEFT {peft.__version__} cannot compute it here: {type(error).__name__}: {error}")
     model = adapted(config, order)
-    found = model(**pack(docs)).logits[0]
+    found = model(**pack(DOCS)).logits[0]
     assert_close(found, expected, "logits with adaption prompts")
 
 
@@ -70,8 +61,8 @@ def test_adaption_prompts_are_right_or_refused(order):
 @pytest.mark.parametrize("order", ORDERS)
 def test_an_activated_lora_is_refused(order):
     """It starts at the last invocation in the row, so a document's own one is ignored if another follows."""
-    config = peft.LoraConfig(**LORA, task_type="CAUSAL_LM", alora_invocation_tokens=[7, 8])
-    docs = documents(*LENGTHS)
+    config = peft.LoraConfig(**LORA, alora_invocation_tokens=[7, 8])
+    docs = documents(5, 9, 3)
     for doc in docs:
         doc[0:2] = torch.tensor([7, 8])
     model = adapted(config, order)
@@ -88,11 +79,10 @@ def test_an_activated_lora_is_refused(order):
 @pytest.mark.parametrize("order", ORDERS)
 def test_a_model_that_runs_beside_the_patched_one_is_refused(order):
     config = peft.ShadowConfig(r=2, shadow_num_hidden_layers=1, init_weights=False, task_type="CAUSAL_LM")
-    docs = documents(*LENGTHS)
     model = adapted(config, order)
     with pytest.raises(errors.PackingNotIsolated, match="a model of its own"):
-        model(**pack(docs), use_cache=False)
-    padded = {"input_ids": docs[0][None], "attention_mask": torch.ones(1, 5, dtype=torch.long), "use_cache": False}
+        model(**pack(DOCS), use_cache=False)
+    padded = {"input_ids": DOCS[0][None], "attention_mask": torch.ones(1, 5, dtype=torch.long), "use_cache": False}
     torch.testing.assert_close(model(**padded).logits, adapted(config, "")(**padded).logits, rtol=0, atol=0)
 
 
@@ -100,10 +90,10 @@ def test_a_model_that_runs_beside_the_patched_one_is_refused(order):
 def test_lora_compiles_to_one_graph(order):
     torch._dynamo.reset()
     batch = fa2patch.DataCollatorWithFlattening(return_flash_attn_kwargs=True)(
-        [{"input_ids": doc.tolist()} for doc in documents(*LENGTHS)]
+        [{"input_ids": doc.tolist()} for doc in DOCS]
     )
     batch = {**batch, "use_cache": False}
-    model = adapted(peft.LoraConfig(**LORA, task_type="CAUSAL_LM"), order)
+    model = adapted(peft.LoraConfig(**LORA), order)
     if {layer.seam for layer in fa2patch.status(model).layers} != {"interface"}:
         pytest.skip("compiled in one graph on the interface seam only")
     expected = model(**batch).logits

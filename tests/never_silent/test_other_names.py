@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
-import inspect
 import warnings
 
 import numpy as np
 import pytest
 import torch
-from small_models import Result, alone, assert_says_enough, llama, of_family, right_or_refused, small
+from small_models import Result, assert_right, llama, logits_alone, of_family, patched, refusal, takes_any_name
 
 import fa2patch
 from compat_matrix.check.rows import documents
@@ -29,12 +28,11 @@ class FlashAttentionKwargs:
 
 
 def numbers(docs, dtype=torch.long):
-    lengths = torch.tensor([len(doc) for doc in docs])
-    return torch.repeat_interleave(torch.arange(len(docs), dtype=dtype), lengths)[None]
+    return torch.repeat_interleave(torch.arange(len(docs), dtype=dtype), torch.tensor(lengths(docs)))[None]
 
 
 def cu(docs):
-    return torch.tensor([0, *map(len, docs)]).cumsum(0).to(torch.int32)
+    return torch.tensor([0, *lengths(docs)]).cumsum(0).to(torch.int32)
 
 
 def lengths(docs):
@@ -69,37 +67,27 @@ READ = {
 @pytest.mark.parametrize("docs", [TWO, THREE], ids=["two", "three"])
 @pytest.mark.parametrize("name", READ)
 def test_a_known_name_is_read(name, docs, training):
-    def run():
-        model = llama().train(training)
-        fa2patch.apply(model)
-        return Result(model(torch.cat(docs)[None], **READ[name](docs)).logits[0].detach())
-
-    assert right_or_refused(run, Result(alone(llama(), docs).logits)) == "right"
+    found = patched(llama().train(training))(torch.cat(docs)[None], **READ[name](docs)).logits[0].detach()
+    assert_right(Result(found), Result(logits_alone(llama(), docs)))
 
 
 @pytest.mark.parametrize("name", ["cu_seqlens", "seq_lens", "document_ids", "flash_attn_kwargs"])
 @pytest.mark.parametrize("family", ["gpt2", "mistral", "gemma", "bert", "mamba2", "falcon"])
 def test_a_known_name_is_read_in_other_families(family, name):
-    cls, config = of_family(family)
+    expected = logits_alone(of_family(family), TWO)
     with torch.no_grad():
-        reference = small(cls, config)
-        expected = torch.cat([reference(doc[None]).logits[0] for doc in TWO])
-        model = small(cls, config)
-        fa2patch.apply(model)
-        torch.testing.assert_close(
-            model(torch.cat(TWO)[None], **READ[name](TWO)).logits[0], expected, rtol=1e-4, atol=1e-4
-        )
+        found = patched(of_family(family))(torch.cat(TWO)[None], **READ[name](TWO)).logits[0]
+    torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
 
 
 def test_lengths_of_several_rows_are_read():
     """Rows hold different numbers of documents, so that zeros fill up their lengths."""
     rows = [documents(5, 9, 2), documents(7, 9, seed=1)]
-    model = llama()
-    fa2patch.apply(model)
+    model = patched()
     ids = torch.stack([torch.cat(docs) for docs in rows])
     found = model(ids, seq_lens=torch.tensor([[5, 9, 2], [7, 9, 0]])).logits.detach()
     for row, docs in zip(found, rows):
-        torch.testing.assert_close(row, alone(llama(), docs).logits, rtol=1e-4, atol=1e-4)
+        torch.testing.assert_close(row, logits_alone(llama(), docs), rtol=1e-4, atol=1e-4)
 
 
 WRONG = {
@@ -117,11 +105,9 @@ WRONG = {
 @pytest.mark.parametrize("training", [False, True], ids=["eval", "training"])
 @pytest.mark.parametrize("name", WRONG)
 def test_a_wrong_statement_is_an_error(name, training):
-    model = llama().train(training)
-    fa2patch.apply(model)
-    with pytest.raises(fa2patch.Fa2PatchError) as caught:
+    model = patched(llama().train(training))
+    with refusal():
         model(torch.cat(TWO)[None], **WRONG[name])
-    assert_says_enough(caught.value)
 
 
 class Fields:
@@ -148,15 +134,14 @@ LOOKS = {
 @pytest.mark.parametrize("name", LOOKS)
 def test_what_looks_like_boundaries_is_an_error_in_training_and_a_warning_otherwise(name):
     model = llama()
-    if not any(each.kind is each.VAR_KEYWORD for each in inspect.signature(type(model).forward).parameters.values()):
+    if not takes_any_name(model):
         pytest.skip("this version's forward takes no other names")
     fa2patch.apply(model)
     batch = {"input_ids": torch.cat(THREE)[None], **LOOKS[name]}
     with pytest.warns(fa2patch.errors.NothingPacked, match=next(iter(LOOKS[name]))):
         model(**batch)
-    with pytest.raises(fa2patch.errors.BoundaryConflict, match=next(iter(LOOKS[name]))) as caught:
+    with refusal(next(iter(LOOKS[name])), fa2patch.errors.BoundaryConflict):
         model.train()(**batch)
-    assert_says_enough(caught.value)
 
 
 def columns(rows, length):
@@ -180,8 +165,7 @@ def columns(rows, length):
 @pytest.mark.parametrize("padded", [False, True], ids=["dense", "padded"])
 def test_ten_columns_of_trainers_pass_as_before(padded, training):
     model, reference = llama().train(training), llama().train(training)
-    parameters = inspect.signature(type(model).forward).parameters
-    if not any(each.kind is each.VAR_KEYWORD for each in parameters.values()):
+    if not takes_any_name(model):
         pytest.skip("this version's forward takes no other names")
     fa2patch.apply(model)
     ids = torch.stack(documents(12, 12, 12))
@@ -197,10 +181,7 @@ def test_ten_columns_of_trainers_pass_as_before(padded, training):
 
 def test_a_column_that_the_forward_takes_keeps_its_meaning():
     """BERT's ``token_type_ids`` may count like numbers of documents."""
-    cls, config = of_family("bert")
-    config.type_vocab_size = 4
-    model, reference = small(cls, config), small(cls, config)
-    fa2patch.apply(model)
+    model, reference = patched(of_family("bert", type_vocab_size=4)), of_family("bert", type_vocab_size=4)
     batch = {"input_ids": torch.cat(THREE)[None], "token_type_ids": numbers(THREE)}
     with torch.no_grad(), warnings.catch_warnings():
         warnings.simplefilter("error")

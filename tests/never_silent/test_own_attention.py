@@ -8,18 +8,7 @@ import sys
 import pytest
 import torch
 import transformers
-from small_models import (
-    DOCS,
-    alone,
-    assert_says_enough,
-    called,
-    labels_of,
-    llama,
-    of_family,
-    right_or_refused,
-    small,
-    told,
-)
+from small_models import alone, assert_right, called, labelled, llama, of_family, patched, refusal, right_or_refused
 
 import fa2patch
 from fa2patch import errors
@@ -85,17 +74,12 @@ WAYS = [
 ]
 
 
-def row(**more):
-    return told(DOCS, "position_ids", **{"labels": labels_of(DOCS, 7), **more})
+def assert_packed(model, expected):
+    assert_right(called(patched(model), labelled()), expected)
 
 
-def computed_packed(model):
-    fa2patch.apply(model)
-    return called(model, model, row())
-
-
-def made(implementation):
-    return small(transformers.LlamaForCausalLM, llama().config, implementation)
+def assert_other(plain, expected):
+    assert not torch.allclose(plain.logits, expected.logits, atol=1e-3)
 
 
 def with_implementation(model, implementation):
@@ -110,41 +94,37 @@ def test_a_function_from_before_apply_computes_each_document(way, monkeypatch):
     expected = alone(with_implementation(llama(), implementation))
     if torch.allclose(plain.logits, expected.logits, atol=1e-3):
         pytest.skip("Llama does not call this function here")
-    model = with_implementation(llama(), implementation)
-    fa2patch.apply(model)
+    model = patched(with_implementation(llama(), implementation))
     for _ in range(2):
-        assert right_or_refused(lambda: called(model, model, row()), expected) == "right"
+        assert_right(called(model, labelled()), expected)
 
 
 @registry_only
 @pytest.mark.parametrize("way", [registered, in_place_of_sdpa, in_place_of_eager])
 def test_a_function_from_after_apply_is_refused_until_the_next_apply(way, monkeypatch):
-    model = llama()
-    fa2patch.apply(model)
-    model(**row())
+    model = patched()
+    model(**labelled())
     with_implementation(model, way(monkeypatch))
     expected = alone(with_implementation(llama(), model.config._attn_implementation))
-    first = right_or_refused(lambda: called(model, model, row()), expected)
+    first = right_or_refused(lambda: called(model, labelled()), expected)
     assert first != "right" or way is in_place_of_eager  # such a wrapper is around the replacement, up to 4.57
-    assert right_or_refused(lambda: computed_packed(model), expected) == "right"
+    assert_packed(model, expected)
 
 
 @registry_only
 @pytest.mark.slow
 def test_a_compiled_model_refuses_it_too(monkeypatch):
-    model = llama()
-    fa2patch.apply(model)
+    model = patched()
     with_implementation(model, registered(monkeypatch))
     with pytest.raises(errors.PackingNotIsolated, match="attention with"):
-        torch.compile(model, backend="eager")(**row())
+        torch.compile(model, backend="eager")(**labelled())
 
 
 @registry_only
 def test_dense_calls_keep_the_function(monkeypatch):
     implementation = registered(monkeypatch)
     expected = alone(with_implementation(llama(), implementation))
-    model = with_implementation(llama(), implementation)
-    fa2patch.apply(model)
+    model = patched(with_implementation(llama(), implementation))
     assert torch.equal(alone(model).logits, expected.logits)
 
 
@@ -167,9 +147,8 @@ def test_a_forward_of_the_users_own_on_the_class(monkeypatch):
     cls = type(model.model.layers[0].self_attn)
     monkeypatch.setattr(cls, "forward", no_rotary)
     expected = alone(model)
-    assert not torch.allclose(plain.logits, expected.logits, atol=1e-3)
-
-    assert right_or_refused(lambda: computed_packed(model), expected) == "right"
+    assert_other(plain, expected)
+    assert_packed(model, expected)
 
 
 @classes_only
@@ -180,14 +159,12 @@ def test_a_flash_class_of_the_users_own_computes_no_packed_row_of_another_class(
     if inner is None:
         pytest.skip("the flash class has no such method here")
     monkeypatch.setattr(flash, attribute, lambda *args, **kwargs: pytest.fail("this function is not asked for"))
-    expected = alone(llama())
-    model = llama()
-    assert right_or_refused(lambda: computed_packed(model), expected) == "right"
+    assert_packed(llama(), alone(llama()))
 
 
 def test_a_function_in_a_models_own_dictionary(monkeypatch):
     """Gemma 2 in 4.47 has a dictionary of its own."""
-    model = small(*of_family("gemma2"))
+    model = of_family("gemma2")
     home = sys.modules[type(model.model.layers[0].self_attn).__module__]
     table = getattr(home, "GEMMA2_ATTENTION_FUNCTION", None)
     if table is None:
@@ -200,8 +177,8 @@ def test_a_function_in_a_models_own_dictionary(monkeypatch):
         lambda config, query, *rest, inner=table[implementation], **named: inner(config, query * 0.5, *rest, **named),
     )
     expected = alone(model)
-    assert not torch.allclose(plain.logits, expected.logits, atol=1e-3)
-    assert right_or_refused(lambda: computed_packed(model), expected) == "right"
+    assert_other(plain, expected)
+    assert_packed(model, expected)
 
 
 # Masks of the user's own: here each document's first two tokens see each other, as in a prefix
@@ -211,6 +188,11 @@ def prefix_mask(length, dtype):
     seen = torch.ones(length, length, dtype=torch.bool).tril()
     seen[:2, :2] = True
     return torch.zeros(length, length, dtype=dtype).masked_fill(~seen, torch.finfo(dtype).min)[None, None]
+
+
+def prefix_mask_of(args, kwargs):
+    embedded = next(each for each in (*args, *kwargs.values()) if getattr(each, "ndim", 0) == 3)
+    return prefix_mask(embedded.shape[1], embedded.dtype)
 
 
 def mask_in_the_dictionary(model, monkeypatch):
@@ -235,8 +217,7 @@ def mask_of_a_subclass(model, monkeypatch):
 
     class Prefix(type(model.model)):
         def _update_causal_mask(self, *args, **kwargs):
-            embedded = next(each for each in (*args, *kwargs.values()) if getattr(each, "ndim", 0) == 3)
-            return prefix_mask(embedded.shape[1], embedded.dtype)
+            return prefix_mask_of(args, kwargs)
 
     model.model.__class__ = Prefix
 
@@ -248,35 +229,28 @@ def mask_of_the_module(model, monkeypatch):
     if not name:
         pytest.skip("masks are made by a method here")
 
-    def make(*args, **kwargs):
-        embedded = next(each for each in (*args, *kwargs.values()) if getattr(each, "ndim", 0) == 3)
-        return prefix_mask(embedded.shape[1], embedded.dtype)
-
-    monkeypatch.setattr(modeling, name, make)
+    monkeypatch.setattr(modeling, name, lambda *args, **kwargs: prefix_mask_of(args, kwargs))
 
 
 @pytest.mark.parametrize("way", [mask_in_the_dictionary, mask_of_a_subclass, mask_of_the_module])
 def test_masks_of_the_users_own_are_those_of_each_document(way, monkeypatch):
-    plain, model, reference = alone(made("eager")), made("eager"), made("eager")
+    plain, model, reference = (of_family("llama", "eager") for _ in range(3))
+    plain = alone(plain)
     for each in (model, reference):
         way(each, monkeypatch)
     expected = alone(reference)
-    assert not torch.allclose(plain.logits, expected.logits, atol=1e-3)
-
-    assert right_or_refused(lambda: computed_packed(model), expected) == "right"
+    assert_other(plain, expected)
+    assert_packed(model, expected)
 
 
 def test_a_registered_mask_from_after_apply_is_refused_until_the_next_apply(monkeypatch):
-    model = made("eager")
-    fa2patch.apply(model)
-    model(**row())
+    model = patched(of_family("llama", "eager"))
+    model(**labelled())
     mask_in_the_dictionary(model, monkeypatch)
-    with pytest.raises(errors.PackingNotIsolated, match=r"(?s)masks are made by .*apply\(model\) again") as caught:
-        model(**row())
-    assert_says_enough(caught.value)
+    with refusal(r"(?s)masks are made by .*apply\(model\) again", errors.PackingNotIsolated):
+        model(**labelled())
     fa2patch.apply(model)
-    expected = alone(made("eager"))
-    assert right_or_refused(lambda: called(model, model, row()), expected) == "right"
+    assert_right(called(model, labelled()), alone(of_family("llama", "eager")))
 
 
 @pytest.mark.parametrize("when", ["before apply", "after apply", "after a packed batch"])
@@ -289,16 +263,16 @@ def test_is_causal_of_the_layers_is_what_padded_training_goes_by(implementation,
             layer.self_attn.is_causal = False
         return model
 
-    expected = alone(turned(made(implementation)))
-    model = made(implementation)
+    expected = alone(turned(of_family("llama", implementation)))
+    model = of_family("llama", implementation)
     if when == "before apply":
         turned(model)
 
     def run():
         fa2patch.apply(model)
         if when == "after a packed batch":
-            model(**row())
+            model(**labelled())
         turned(model)
-        return called(model, model, row())
+        return called(model, labelled())
 
     right_or_refused(run, expected)

@@ -7,7 +7,7 @@ of 2023 at the number of other tokens. With eos as padding inside of a document,
 import pytest
 import torch
 import transformers
-from small_models import assert_says_enough, class_of, config_of, documents, llama, small
+from small_models import class_of, config_of, documents, llama, logits_alone, padded, patched, refusal, small
 
 import fa2patch
 from compat_matrix.check.compare import assert_close
@@ -53,12 +53,8 @@ def classifier(family="llama", cls=None):
     return model
 
 
-def padded(docs):
-    length = max(map(len, docs))
-    ids, mask = torch.full((len(docs), length), EOS), torch.zeros(len(docs), length, dtype=torch.int64)
-    for row, doc in enumerate(docs):
-        ids[row, : len(doc)], mask[row, : len(doc)] = doc, 1
-    return {"input_ids": ids, "attention_mask": mask, "labels": torch.arange(len(docs)) % 3}
+def padded_rows(docs):
+    return {**padded(docs, EOS), "labels": torch.arange(len(docs)) % 3}
 
 
 def packed(docs, **options):
@@ -86,7 +82,7 @@ def assert_same(found, expected):
 )
 def test_padding_tokens_inside_of_documents(family, where):
     model = classifier(family)
-    expected = step(model, padded(EVERYWHERE[where]))
+    expected = step(model, padded_rows(EVERYWHERE[where]))
     fa2patch.apply(model)
     for options in ({}, {"return_flash_attn_kwargs": True}, {"pad_to_multiple_of": 32}):
         assert_same(step(model, packed(EVERYWHERE[where], **options)), expected)
@@ -96,7 +92,7 @@ def test_it_would_be_seen():
     """The places of eos that are compared give different vectors of the same tokens."""
     model = classifier()
     with torch.no_grad():
-        ends, inside = (model(**padded(EVERYWHERE[where])).logits for where in ("end", "inside"))
+        ends, inside = (model(**padded_rows(EVERYWHERE[where])).logits for where in ("end", "inside"))
     assert (ends - inside).abs().amax(-1)[:4].min() > 1e-2
 
 
@@ -107,8 +103,7 @@ def test_documents_of_padding_tokens_alone():
     """
     model = classifier()
     docs = [torch.tensor([EOS]), PLAIN[0], torch.tensor([EOS, EOS]), torch.tensor([EOS, 5, 6, 7])]
-    with torch.no_grad():
-        expected = torch.cat([model(input_ids=doc[None]).logits for doc in docs])
+    expected = logits_alone(model, docs)
     fa2patch.apply(model)
     with torch.no_grad():
         assert_close(model(**packed(docs)).logits, expected, "logits")
@@ -116,13 +111,12 @@ def test_documents_of_padding_tokens_alone():
 
 def test_several_rows():
     model = classifier()
-    docs = EVERYWHERE["inside and end"][:2]
-    docs = [docs[0], docs[1], docs[1], docs[0]]
-    expected = step(model, padded(docs))
+    one, other, *_ = EVERYWHERE["inside and end"]
+    docs = [one, other, other, one]
+    expected = step(model, padded_rows(docs))
     rows = [packed(docs[:2]), packed(docs[2:])]
     batch = {name: torch.cat([row[name] for row in rows]) for name in ("input_ids", "position_ids")}
-    fa2patch.apply(model)
-    assert_same(step(model, {**batch, "labels": torch.arange(4) % 3}), expected)
+    assert_same(step(patched(model), {**batch, "labels": torch.arange(4) % 3}), expected)
 
 
 @pytest.mark.parametrize("where", ["in the prompt", "in the answers", "an answer of eos alone"])
@@ -137,7 +131,7 @@ def test_shared_prompts(where):
         answers[1] = torch.tensor([EOS])
     model = classifier()
     docs = [torch.cat([prompt, answer]) for answer in answers]
-    expected = step(model, padded(docs))
+    expected = step(model, padded_rows(docs))
     fa2patch.apply(model)
     shared = fa2patch.packing.share(docs, prompts=[len(prompt)] * 2, least=1)
     assert len(shared.batch["segment_parents"]) == 3
@@ -159,58 +153,48 @@ def at(logits, places):
     return logits[torch.arange(len(logits), device=logits.device), places]
 
 
-class ByTheNumber(Pools):
+def by_the_number(self, ids, logits):
     """As BLOOM, Falcon and MPT did in 2023."""
-
-    def place(self, ids, logits):
-        return at(logits, torch.ne(ids, self.config.pad_token_id).sum(-1) - 1)
+    return at(logits, torch.ne(ids, self.config.pad_token_id).sum(-1) - 1)
 
 
-class BeforeTheFirst(Pools):
-    def place(self, ids, logits):
-        return at(logits, torch.eq(ids, self.config.pad_token_id).int().argmax(-1) - 1)
+def before_the_first(self, ids, logits):
+    return at(logits, torch.eq(ids, self.config.pad_token_id).int().argmax(-1) - 1)
 
 
-class TheLast(Pools):
-    def place(self, ids, logits):
-        places = torch.arange(ids.shape[1], device=ids.device) * (ids != self.config.pad_token_id)
-        return at(logits, places.argmax(-1))
+def the_last(self, ids, logits):
+    places = torch.arange(ids.shape[1], device=ids.device) * (ids != self.config.pad_token_id)
+    return at(logits, places.argmax(-1))
 
 
-class Mean(Pools):
-    def place(self, ids, logits):
-        return logits.mean(1)
+def pooling(place):
+    return type("Pooling", (Pools,), {"place": place})
 
 
-class First(Pools):
-    def place(self, ids, logits):
-        return logits[:, 0]
-
-
-class Largest(Pools):
-    def place(self, ids, logits):
-        return logits.amax(1)
+OTHERS = {
+    "mean": lambda self, ids, logits: logits.mean(1),
+    "first": lambda self, ids, logits: logits[:, 0],
+    "largest": lambda self, ids, logits: logits.amax(1),
+}
 
 
 @pytest.mark.parametrize("where", ["end", "inside, twice"])
-@pytest.mark.parametrize("cls", [ByTheNumber, BeforeTheFirst, TheLast])
-def test_the_models_own_code_decides(cls, where):
-    model = classifier(cls=cls)
-    docs = EVERYWHERE[where]
-    expected = step(model, padded(docs))
-    fa2patch.apply(model)
-    assert_same(step(model, packed(docs)), expected)
+@pytest.mark.parametrize("place", [by_the_number, before_the_first, the_last])
+def test_the_models_own_code_decides(place, where):
+    model, docs = classifier(cls=pooling(place)), EVERYWHERE[where]
+    expected = step(model, padded_rows(docs))
+    assert_same(step(patched(model), packed(docs)), expected)
 
 
-@pytest.mark.parametrize("cls", [Mean, First, Largest])
-def test_another_way_to_pool_is_refused(cls):
-    with pytest.raises(fa2patch.errors.UnsupportedModel, match="one vector per row") as caught:
-        fa2patch.apply(classifier(cls=cls))
-    assert_says_enough(caught.value)
+@pytest.mark.parametrize("place", OTHERS.values(), ids=OTHERS)
+def test_another_way_to_pool_is_refused(place):
+    with refusal("one vector per row, in another way than by its last token", fa2patch.errors.UnsupportedModel):
+        fa2patch.apply(classifier(cls=pooling(place)))
 
 
 def test_without_a_padding_token():
-    model = llama(transformers.LlamaForSequenceClassification, pad_token_id=None, num_labels=3)
-    fa2patch.apply(model)
-    with pytest.raises(fa2patch.errors.BadBatch, match="pad_token_id"):
+    model = patched(llama(transformers.LlamaForSequenceClassification, pad_token_id=None, num_labels=3))
+    with pytest.raises(fa2patch.errors.BadBatch, match="no pad_token_id in its config"):
         model(**packed(PLAIN))
+    model.config.pad_token_id = 0
+    assert model(**packed(PLAIN)).logits.shape == (len(PLAIN), 3)

@@ -13,6 +13,8 @@ import warnings
 import pytest
 import torch
 import transformers
+from adapters import LORA, ORDERS, in_order, with_lora
+from small_models import WAYS, told
 
 import fa2patch
 from compat_matrix import tiny_configs, tiny_models
@@ -23,8 +25,7 @@ from fa2patch import errors
 peft = pytest.importorskip("peft")
 
 VIRTUAL = 3
-LENGTHS = (5, 9, 3)
-ORDERS = ("apply first", "peft first", "peft first, apply to the model inside")
+DOCS = documents(5, 9, 3)
 _SIZES = {"task_type": "CAUSAL_LM", "num_virtual_tokens": VIRTUAL}
 _TOKENS = {"cpt_token_ids": [4, 5, 6], "cpt_mask": [1, 1, 1], "cpt_tokens_type_mask": [1, 2, 4]}
 SETTINGS = {
@@ -40,21 +41,7 @@ KINDS = [name for name in SETTINGS if hasattr(peft, name)]
 
 def adapted(kind, order="", model=None):
     model = tiny_models.build("llama", "sdpa") if model is None else model
-    if order == "apply first":
-        fa2patch.apply(model)
-    torch.manual_seed(3)
-    wrapped = peft.get_peft_model(model, getattr(peft, kind)(**SETTINGS[kind])).eval()
-    if order == "peft first":
-        fa2patch.apply(wrapped)
-    elif order:
-        fa2patch.apply(model)
-    return wrapped
-
-
-def lora():
-    return peft.LoraConfig(
-        r=2, target_modules=["q_proj", "v_proj"], init_lora_weights=False, task_type="CAUSAL_LM", lora_dropout=0.0
-    )
+    return in_order(order, model, lambda model: peft.get_peft_model(model, getattr(peft, kind)(**SETTINGS[kind])))
 
 
 def called(model, batch, kind=""):
@@ -75,18 +62,20 @@ def same(found, expected):
     return found == expected if isinstance(expected, str) else torch.equal(found, expected)
 
 
+def refused(call, match="virtual tokens"):
+    with pytest.raises(errors.PackingNotIsolated, match=match):
+        call()
+
+
+def assert_as_alone(model):
+    """Compare with the model without an adapter."""
+    expected = alone(tiny_models.build("llama", "eager"), DOCS)
+    assert_close(model(**pack(DOCS)).logits[0], expected, "logits without the adapter")
+
+
 def forms_of_packing():
-    row = pack(documents(*LENGTHS))
-    ids = {"input_ids": row["input_ids"]}
-    ends = torch.tensor([0, 5, 14, 17], dtype=torch.int32)
-    numbers = torch.cat([torch.full((n,), i + 1) for i, n in enumerate(LENGTHS)])[None]
-    return {
-        "position_ids": row,
-        "position_ids and a mask of ones": {**row, "attention_mask": torch.ones_like(numbers)},
-        "cu_seq_lens": {**ids, "cu_seq_lens_q": ends, "cu_seq_lens_k": ends, "max_length_q": 9, "max_length_k": 9},
-        "seq_idx": {**ids, "seq_idx": numbers.int() - 1},
-        "document numbers": {**ids, "attention_mask": numbers},
-    }
+    forms = {way: told(DOCS, way) for way in WAYS}
+    return {**forms, "a mask of ones": {**pack(DOCS), "attention_mask": torch.ones(1, 17, dtype=torch.long)}}
 
 
 def other_batches():
@@ -116,10 +105,8 @@ def test_every_kind_of_this_peft_is_tried():
 def test_packed_rows_are_refused(kind, order):
     model = adapted(kind, order)
     for batch in forms_of_packing().values():
-        with pytest.raises(errors.PackingNotIsolated, match=r"virtual tokens.*(LoRA|padded)"):
-            called(model, batch, kind)
-    with pytest.raises(errors.PackingNotIsolated, match="3 documents in 1 row"):
-        called(model, pack(documents(*LENGTHS)), kind)
+        refused(lambda batch=batch: called(model, batch, kind), r"virtual tokens.*(LoRA|padded)")
+    refused(lambda: called(model, pack(DOCS), kind), "3 documents in 1 row")
 
 
 @pytest.mark.parametrize("order", ORDERS)
@@ -136,10 +123,8 @@ def test_every_other_batch_goes_on_as_before(kind, order):
 @pytest.mark.parametrize("order", ORDERS)
 def test_a_direct_call_of_forward_and_generate_are_looked_at_too(order):
     model = adapted("PromptTuningConfig", order)
-    row = pack(documents(*LENGTHS))
-    for call in (model.forward, lambda **batch: model.generate(**batch, max_new_tokens=2)):
-        with pytest.raises(errors.PackingNotIsolated, match="virtual tokens"):
-            call(**row)
+    refused(lambda: model.forward(**pack(DOCS)))
+    refused(lambda: model.generate(**pack(DOCS), max_new_tokens=2))
     ids = documents(7)[0][None]
     given = {"input_ids": ids, "attention_mask": torch.ones_like(ids), "max_new_tokens": 3, "do_sample": False}
     before = adapted("PromptTuningConfig").generate(**given)
@@ -149,9 +134,7 @@ def test_a_direct_call_of_forward_and_generate_are_looked_at_too(order):
 @pytest.mark.parametrize("order", ORDERS)
 def test_training_on_packed_rows_is_refused_and_on_padded_ones_is_not(order):
     model = adapted("PromptTuningConfig", order).train()
-    row = pack(documents(*LENGTHS))
-    with pytest.raises(errors.PackingNotIsolated, match="virtual tokens"):
-        model(**row, labels=row["input_ids"])
+    refused(lambda: model(**pack(DOCS), labels=pack(DOCS)["input_ids"]))
     ids = documents(7)[0][None]
     model(input_ids=ids, attention_mask=torch.ones_like(ids), labels=ids).loss.backward()
     assert any(p.grad is not None and p.grad.abs().sum() > 0 for p in model.parameters())
@@ -162,29 +145,25 @@ def test_training_on_packed_rows_is_refused_and_on_padded_ones_is_not(order):
 def test_wrappers_for_other_tasks_refuse_too(task, order):
     cls = {"SEQ_CLS": transformers.LlamaForSequenceClassification, "FEATURE_EXTRACTION": transformers.LlamaModel}[task]
     model = cls(tiny_models.build("llama", "sdpa").config).eval()
-    if order == "apply first":
-        fa2patch.apply(model)
-    try:
-        wrapped = peft.get_peft_model(model, peft.PromptTuningConfig(task_type=task, num_virtual_tokens=VIRTUAL))
-    except TypeError as error:
-        assert "low_cpu_mem_usage" in str(error)
-        pytest.skip(f"PEFT {peft.__version__} cannot make one: {error}")
-    if order != "apply first":
-        fa2patch.apply(wrapped if order == "peft first" else model)
-    with pytest.raises(errors.PackingNotIsolated, match="virtual tokens"):
-        wrapped(**pack(documents(*LENGTHS)))
+
+    def wrap(model):
+        try:
+            return peft.get_peft_model(model, peft.PromptTuningConfig(task_type=task, num_virtual_tokens=VIRTUAL))
+        except TypeError as error:
+            assert "low_cpu_mem_usage" in str(error)
+            pytest.skip(f"PEFT {peft.__version__} cannot make one: {error}")
+
+    wrapped = in_order(order, model, wrap)
+    refused(lambda: wrapped(**pack(DOCS)))
 
 
 @pytest.mark.parametrize("order", ORDERS)
 @pytest.mark.parametrize("kind", KINDS)
 def test_where_the_adapter_is_disabled_the_model_computes_packed_rows(kind, order):
-    docs = documents(*LENGTHS)
     model = adapted(kind, order)
-    expected = alone(tiny_models.build("llama", "eager"), docs)
     with model.disable_adapter():
-        assert_close(model(**pack(docs)).logits[0], expected, "logits without the adapter")
-    with pytest.raises(errors.PackingNotIsolated, match="virtual tokens"):
-        called(model, pack(docs), kind)
+        assert_as_alone(model)
+    refused(lambda: called(model, pack(DOCS), kind))
 
 
 def test_an_object_that_kept_its_classs_forward_from_before_apply_is_refused_too():
@@ -194,47 +173,39 @@ def test_an_object_that_kept_its_classs_forward_from_before_apply_is_refused_too
     with model.disable_adapter():
         pass
     fa2patch.apply(inner)
-    with pytest.raises(errors.PackingNotIsolated, match="virtual tokens"):
-        called(model, pack(documents(*LENGTHS)))
+    refused(lambda: called(model, pack(DOCS)))
     with model.disable_adapter():
-        assert_close(
-            model(**pack(documents(*LENGTHS))).logits[0],
-            alone(tiny_models.build("llama", "eager"), documents(*LENGTHS)),
-            "logits without the adapter",
-        )
+        assert_as_alone(model)
 
 
 @pytest.mark.parametrize("order", ORDERS)
 def test_a_lora_beside_the_prompt_is_not_refused(order):
     """Of two adapters of one model with separate wrappers, only the prompt's is refused."""
-    docs = documents(*LENGTHS)
     inner = tiny_models.build("llama", "sdpa")
     prompt = adapted("PromptTuningConfig", order, model=inner)
-    other = peft.get_peft_model(inner, lora()).eval()
+    other = with_lora(inner)
     with contextlib.ExitStack() as off:
         off.callback(fa2patch.revert, inner)
-        found = other(**pack(docs)).logits[0]
-        with pytest.raises(errors.PackingNotIsolated, match="virtual tokens"):
-            called(prompt, pack(docs))
-    assert_close(found, alone(other, docs), "logits with LoRA")
+        found = other(**pack(DOCS)).logits[0]
+        refused(lambda: called(prompt, pack(DOCS)))
+    assert_close(found, alone(other, DOCS), "logits with LoRA")
 
 
 def test_a_switch_to_lora_is_seen():
     """In some versions one wrapper can hold both; then the active adapter decides."""
-    docs = documents(*LENGTHS)
     model = adapted("PromptTuningConfig", "peft first")
-    model.peft_config["low_rank"] = lora()
-    model.base_model = peft.LoraModel(model.base_model, {"low_rank": lora()}, "low_rank")
+    model.peft_config["low_rank"] = peft.LoraConfig(**LORA)
+    model.base_model = peft.LoraModel(model.base_model, {"low_rank": peft.LoraConfig(**LORA)}, "low_rank")
     model.active_adapter = "low_rank"
-    found = model(**pack(docs)).logits[0]
+    found = model(**pack(DOCS)).logits[0]
     fa2patch.revert(model.base_model.model)
-    assert_close(found, alone(model, docs), "logits with LoRA")
+    assert_close(found, alone(model, DOCS), "logits with LoRA")
 
 
 def test_an_unpatched_model_is_left_alone_beside_a_patched_one():
     patched, other = adapted("PromptTuningConfig", "peft first"), adapted("PromptTuningConfig")
-    expected = called(adapted("PromptTuningConfig"), pack(documents(*LENGTHS)))
-    assert torch.equal(called(other, pack(documents(*LENGTHS))), expected)
+    expected = called(adapted("PromptTuningConfig"), pack(DOCS))
+    assert torch.equal(called(other, pack(DOCS)), expected)
     assert fa2patch.status(patched) is not None
 
 
@@ -242,8 +213,7 @@ def test_a_copy_is_refused_too():
     model = adapted("PromptTuningConfig", "peft first")
     copied = copy.deepcopy(model)
     fa2patch.revert(model)
-    with pytest.raises(errors.PackingNotIsolated, match="virtual tokens"):
-        called(copied, pack(documents(*LENGTHS)))
+    refused(lambda: called(copied, pack(DOCS)))
 
 
 def test_revert_leaves_no_trace_in_peft():
@@ -269,8 +239,7 @@ def test_revert_leaves_no_trace_in_peft():
 @pytest.mark.parametrize("order", ORDERS)
 def test_compiled(order):
     model = torch.compile(adapted("PromptTuningConfig", order), backend="eager")
-    with pytest.raises(errors.PackingNotIsolated, match="virtual tokens"):
-        called(model, pack(documents(*LENGTHS)))
+    refused(lambda: called(model, pack(DOCS)))
     batch = other_batches()["padded on the right"]
     assert_close(called(model, batch), called(adapted("PromptTuningConfig"), batch), "padded")
 

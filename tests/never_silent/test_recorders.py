@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 import torch
-from small_models import DOCS, alone, labels_of, llama, told
+from small_models import DOCS, alone, labels_of, llama, patched, told
+from torch.fx.experimental.proxy_tensor import make_fx
 
-import fa2patch
 from compat_matrix.check.compare import assert_close
 from fa2patch.errors import Fa2PatchError
 
@@ -14,18 +14,12 @@ SAYS = r"fa2patch\.revert\(model\)|torch\.compile"
 
 
 def batch(docs=DOCS):
-    row = told(docs, "position_ids")
+    row = told(docs)
     return row["input_ids"], row["position_ids"]
 
 
 def logits_of(model):
     return lambda ids, positions: model(input_ids=ids, position_ids=positions, use_cache=False)[0]
-
-
-def applied():
-    model = llama()
-    fa2patch.apply(model)
-    return model
 
 
 def refused(record):
@@ -36,71 +30,72 @@ def refused(record):
 @pytest.mark.parametrize("mode", ["real", "fake", "symbolic"])
 @pytest.mark.parametrize("docs", [DOCS, DOCS[2:3]], ids=["packed", "one document"])
 def test_make_fx(mode, docs):
-    from torch.fx.experimental.proxy_tensor import make_fx
-
     with torch.no_grad():
-        refused(lambda: make_fx(logits_of(applied()), tracing_mode=mode)(*batch(docs)))
+        refused(lambda: make_fx(logits_of(patched()), tracing_mode=mode)(*batch(docs)))
 
 
 @pytest.mark.parametrize("way", ["seq_idx", "document numbers in the mask", "all lengths"])
 def test_make_fx_of_other_statements(way):
-    from torch.fx.experimental.proxy_tensor import make_fx
-
-    model, given = applied(), told(DOCS, way)
+    model, given = patched(), told(way=way)
     tensors = {name: value for name, value in given.items() if torch.is_tensor(value)}
     rest = {name: value for name, value in given.items() if name not in tensors}
     with torch.no_grad():
         refused(lambda: make_fx(lambda given: model(**given, **rest, use_cache=False)[0])(tensors))
 
 
-def test_make_fx_before_dispatch():
-    from torch.fx.experimental.proxy_tensor import make_fx
-
-    with torch.no_grad():
-        refused(lambda: make_fx(logits_of(applied()), pre_dispatch=True)(*batch()))
+def of_the_base_model():
+    make_fx(logits_of(patched().model))(*batch())
 
 
-def test_make_fx_of_the_base_model():
-    from torch.fx.experimental.proxy_tensor import make_fx
-
-    model = applied()
-    with torch.no_grad():
-        refused(lambda: make_fx(lambda i, p: model.model(input_ids=i, position_ids=p, use_cache=False)[0])(*batch()))
+def of_training():
+    model = patched().train()
+    make_fx(lambda i, p, t: model(input_ids=i, position_ids=p, labels=t)[0])(*batch(), labels_of())
 
 
-def test_aot_function():
+def aot_function():
     from functorch.compile import aot_function, nop
 
-    refused(lambda: aot_function(logits_of(applied()), fw_compiler=nop)(*batch()))
+    aot_function(logits_of(patched()), fw_compiler=nop)(*batch())
 
 
-def test_symbolic_trace():
-    refused(lambda: torch.fx.symbolic_trace(applied(), concrete_args={"use_cache": False}))
-
-
-def test_transformers_own_symbolic_trace():
+def transformers_own_symbolic_trace():
     fx = pytest.importorskip("transformers.utils.fx")
-    refused(lambda: fx.symbolic_trace(applied(), input_names=["input_ids", "position_ids"], disable_check=True))
+    fx.symbolic_trace(patched(), input_names=["input_ids", "position_ids"], disable_check=True)
+
+
+def vmap_over_batches():
+    model = patched()
+    torch.func.vmap(lambda i, p: logits_of(model)(i[None], p[None]))(*(torch.cat([e, e.flip(1)]) for e in batch()))
+
+
+RECORDED = {
+    "make_fx before dispatch": lambda: make_fx(logits_of(patched()), pre_dispatch=True)(*batch()),
+    "make_fx of the base model": of_the_base_model,
+    "make_fx of training": of_training,
+    "aot_function": aot_function,
+    "symbolic_trace": lambda: torch.fx.symbolic_trace(patched(), concrete_args={"use_cache": False}),
+    "Transformers' own symbolic_trace": transformers_own_symbolic_trace,
+    "vmap over batches": vmap_over_batches,
+}
+
+
+@pytest.mark.parametrize("what", RECORDED)
+def test_a_record_is_refused(what):
+    with torch.set_grad_enabled("make_fx" not in what and "vmap" not in what or "training" in what):
+        refused(RECORDED[what])
 
 
 def test_a_fake_mode():
     from torch._subclasses.fake_tensor import FakeTensorMode
 
-    model, given = applied(), batch()
+    model, given = patched(), batch()
     with torch.no_grad(), FakeTensorMode(allow_non_fake_inputs=True) as mode:
         fake = [mode.from_tensor(each) for each in given]
         refused(lambda: logits_of(model)(*fake))
 
 
-def test_vmap_over_batches():
-    model = applied()
-    ids, positions = (torch.cat([each, each.flip(1)]) for each in batch())
-    with torch.no_grad():
-        refused(lambda: torch.func.vmap(lambda i, p: logits_of(model)(i[None], p[None]))(ids, positions))
-
-
 def test_vmap_over_weights():
-    model = applied()
+    model = patched()
     weights = {name: torch.stack([weight, weight]) for name, weight in model.named_parameters()}
     given = dict(zip(("input_ids", "position_ids"), batch()))
 
@@ -114,7 +109,7 @@ def test_vmap_over_weights():
 
 
 def test_a_gradient_of_torch_func():
-    model = applied()
+    model = patched()
     given = dict(zip(("input_ids", "position_ids", "labels"), (*batch(), labels_of(DOCS))))
 
     def loss(weights):
@@ -125,7 +120,7 @@ def test_a_gradient_of_torch_func():
 
 def test_export():
     """Strict or not, it is a graph that looks at every batch, or an error of ours."""
-    model = applied()
+    model = patched()
 
     class Logits(torch.nn.Module):
         def __init__(self):
@@ -146,9 +141,7 @@ def test_export():
 
 
 def test_what_says_nothing_of_documents_is_recorded_as_before():
-    from torch.fx.experimental.proxy_tensor import make_fx
-
-    model, plain = applied(), llama()
+    model, plain = patched(), llama()
     ids = torch.cat(DOCS)[None]
 
     def run(model):
@@ -160,12 +153,3 @@ def test_what_says_nothing_of_documents_is_recorded_as_before():
         except Exception as error:
             pytest.skip(f"upstream cannot be recorded: {type(error).__name__}")
         assert torch.equal(make_fx(run(model))(ids)(ids.flip(1)), expected)
-
-
-def test_training_that_is_recorded():
-    from torch.fx.experimental.proxy_tensor import make_fx
-
-    model = applied().train()
-    ids, positions = batch()
-    labels = labels_of(DOCS)
-    refused(lambda: make_fx(lambda i, p, t: model(input_ids=i, position_ids=p, labels=t)[0])(ids, positions, labels))

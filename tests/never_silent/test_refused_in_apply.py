@@ -12,22 +12,11 @@ from small_models import llama
 
 import fa2patch
 from compat_matrix import tiny_configs, tiny_models
+from compat_matrix.check.rows import documents, pack
 from fa2patch import errors
 from fa2patch.upstream.find_models import token_embeddings
 
-LENGTHS = (7, 3, 9)
-
-
-def documents():
-    generator = torch.Generator().manual_seed(5)
-    return [torch.randint(3, tiny_configs.VOCABULARY, (length,), generator=generator) for length in LENGTHS]
-
-
-def pack(docs):
-    return {
-        "input_ids": torch.cat(docs)[None],
-        "position_ids": torch.cat([torch.arange(len(doc)) for doc in docs])[None],
-    }
+DOCS = documents(7, 3, 9, seed=5)
 
 
 def named(*names):
@@ -132,14 +121,14 @@ class TestADecoderWhoseTokensSeeLaterOnes:
         return tiny_models.build(name, implementation, use_bidirectional_attention=BOTH_WAYS[name], sliding_window=8)
 
     def test_computes_each_document_as_alone(self, name, implementation):
-        model, docs = self.model(name, implementation), documents()
+        model, docs = self.model(name, implementation), DOCS
         alone = torch.cat([model(input_ids=doc[None], use_cache=False).logits[0] for doc in docs])
         with fa2patch.apply(model):
             packed = model(**pack(docs)).logits[0]
         torch.testing.assert_close(packed, alone, rtol=0, atol=1e-5 * alone.abs().max().item())
 
     def test_sees_later_tokens_and_no_other_document(self, name, implementation):
-        model, docs = self.model(name, implementation), documents()
+        model, docs = self.model(name, implementation), DOCS
         changed = [*docs[:2], docs[2].clone()]
         changed[2][1] = (changed[2][1] + 1) % 90 + 3
         with torch.no_grad(), fa2patch.apply(model):
@@ -148,7 +137,7 @@ class TestADecoderWhoseTokensSeeLaterOnes:
         assert not torch.equal(before[10], after[10]), "the token before"
 
     def test_sends_no_gradient_to_another_document(self, name, implementation):
-        model, docs = self.model(name, implementation), documents()
+        model, docs = self.model(name, implementation), DOCS
         embedded = model.get_input_embeddings()(pack(docs)["input_ids"]).detach().requires_grad_()
         ids = pack(docs)["position_ids"]
         extra = {"input_ids": pack(docs)["input_ids"]} if name == "gemma4_text" else {"inputs_embeds": embedded}
@@ -199,7 +188,7 @@ def test_masks_that_say_another_direction_than_the_layers(name, implementation):
 @pytest.mark.skipif(not tiny_models.is_present("esm:masked"), reason="no ESM")
 def test_esm_is_taken_where_its_class_for_flash_attention_calls_a_method_that_was_removed():
     """The class is that of 4.54 and 4.55. Packed rows are computed by the eager code."""
-    docs, model = documents(), tiny_models.build("esm:masked")
+    docs, model = DOCS, tiny_models.build("esm:masked")
     expected = torch.cat([model(doc[None]).logits[0] for doc in docs])
     with fa2patch.apply(model):
         assert torch.allclose(model(**pack(docs)).logits[0], expected, atol=1e-4)
@@ -213,12 +202,8 @@ def partly(original):
 def test_a_forward_that_is_no_function(where):
     model = tiny_models.build("llama")
     layer = model.model.layers[0]
-    module = {
-        "the model": model,
-        "its base model": model.model,
-        "an attention layer": layer.self_attn,
-        "an MLP": layer.mlp,
-    }[where]
+    module = {"the model": model, "its base model": model.model, "an attention layer": layer.self_attn,
+              "an MLP": layer.mlp}[where]  # fmt: skip
     cls = type(module)
     module.__class__ = type(f"Partial{cls.__name__}", (cls,), {"forward": partly(cls.forward)})
     message = refused(model, "partialmethod", f"Partial{cls.__name__}", error=errors.LayerNotPatchable)
@@ -251,16 +236,16 @@ HEADS = named(
 )  # fmt: skip
 
 
+def handing_on(self, *args, **kwargs):
+    return super(type(self), self).forward(*args, **kwargs)
+
+
 @pytest.mark.parametrize("way", ["itself", "a subclass", "a subclass with a forward"])
 @pytest.mark.parametrize("name", HEADS)
 def test_a_head_that_makes_one_result_of_a_row(name, way):
     model = tiny(name)
     if way != "itself":
-        forward = (
-            {}
-            if way == "a subclass"
-            else {"forward": lambda self, *args, **kw: super(type(self), self).forward(*args, **kw)}
-        )
+        forward = {} if way == "a subclass" else {"forward": handing_on}
         model.__class__ = type("Mine", (type(model),), forward)
     refused(model)
 

@@ -5,7 +5,7 @@ Other documents' tokens do not show it. Noise that does not depend on the length
 
 import pytest
 import torch
-from small_models import assert_says_enough, class_of, config_of, documents, llama, small
+from small_models import class_of, documents, llama, patched, refusal
 
 import fa2patch
 from compat_matrix.check.rows import pack
@@ -58,19 +58,14 @@ READ_IT = {
 
 @pytest.mark.parametrize("changed", READ_IT.values(), ids=READ_IT)
 def test_refused(changed):
-    model = llama()
-    changed(model)
-    fa2patch.apply(model)
-    with pytest.raises(fa2patch.errors.PackingNotIsolated, match="length of the row") as caught:
+    model = patched(change=changed)
+    with refusal("length of the row", fa2patch.errors.PackingNotIsolated):
         model.train()(**pack(DOCS))
-    assert_says_enough(caught.value)
 
 
 @pytest.mark.parametrize("batch", ["two of one length", "several rows", "padding at the end"])
 def test_other_batches(batch):
-    model = llama()
-    in_a_layer(model)
-    fa2patch.apply(model)
+    model = patched(change=in_a_layer)
     docs = documents(8, 8, 5, 11)
     given = pack(docs[:2])
     if batch == "several rows":
@@ -97,49 +92,27 @@ NOT_READ = {
 @pytest.mark.parametrize("changed", NOT_READ.values(), ids=NOT_READ)
 @pytest.mark.parametrize("training", [True, False])
 def test_not_refused(changed, training):
-    model = llama()
-    changed(model)
-    fa2patch.apply(model)
+    model = patched(change=changed)
     model.train(training)(**pack(DOCS), labels=pack(DOCS)["input_ids"])
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64])
 def test_what_rounds_is_not_refused(dtype):
-    model = llama().to(dtype)
-    nothing(model)
-    fa2patch.apply(model)
-    model(**pack(DOCS))
+    patched(llama().to(dtype), nothing)(**pack(DOCS))
 
 
 def test_what_computes_in_less_than_its_weights_is_not_refused():
     """As xLSTM does."""
-    model = llama().double()
-    on_outputs(mlp_of, lambda module, output: (output / 3).float().double())(model)
-    fa2patch.apply(model)
-    model(**pack(DOCS))
+    less = on_outputs(mlp_of, lambda module, output: (output / 3).float().double())
+    patched(llama().double(), less)(**pack(DOCS))
 
 
 def test_dropout_of_attention_is_not_refused():
     """Kernels draw it by themselves."""
-    model = small(class_of("LlamaForCausalLM"), config_of("llama", attention_dropout=0.3))
-    fa2patch.apply(model, prove=True)
-    model.train()(**pack(DOCS))
+    patched(llama(attention_dropout=0.3), prove=True).train()(**pack(DOCS))
 
 
 def test_a_classifier_is_looked_at_too():
-    model = llama(class_of("LlamaForSequenceClassification"), num_labels=3)
-    in_a_layer(model)
-    fa2patch.apply(model)
+    model = patched(llama(class_of("LlamaForSequenceClassification"), num_labels=3), in_a_layer)
     with pytest.raises(fa2patch.errors.PackingNotIsolated, match="length of the row"):
         model.train()(**pack(DOCS), labels=torch.tensor([0, 1, 2, 0]))
-
-
-def test_the_random_state_is_left_alone():
-    model = llama()
-    nothing(model)
-    fa2patch.apply(model)
-    torch.manual_seed(5)
-    expected = torch.rand(3)
-    torch.manual_seed(5)
-    model.train()(**pack(DOCS))
-    assert torch.equal(torch.rand(3), expected)

@@ -7,7 +7,7 @@ import itertools
 
 import pytest
 import torch
-from small_models import DOCS, Result, alone, called, class_of, labels_of, llama, right_or_refused, small, told
+from small_models import DOCS, Result, alone, assert_right, called, class_of, labelled, llama, small
 
 import fa2patch
 from fa2patch.errors import Fa2PatchError, PackingNotIsolated
@@ -15,12 +15,8 @@ from fa2patch.patch import examining
 
 LAYERS = 4
 SIZES = {
-    "vocab_size": 97,
-    "max_position_embeddings": 64,
-    "layerdrop": 0.5,
-    "pad_token_id": 0,
-    "activation_dropout": 0.0,
-}
+    "vocab_size": 97, "max_position_embeddings": 64, "layerdrop": 0.5, "pad_token_id": 0, "activation_dropout": 0.0,
+}  # fmt: skip
 DROPPING = {
     "OPT": {"hidden_size": 32, "word_embed_proj_dim": 32, "ffn_dim": 48, "num_hidden_layers": LAYERS,
             "num_attention_heads": 4, "dropout": 0.0, "attention_dropout": 0.0},
@@ -30,10 +26,6 @@ DROPPING = {
              "attention_dropout": 0.0},
 }  # fmt: skip
 """Models with ``layerdrop``, without other dropout."""
-
-
-def packed():
-    return told(DOCS, "position_ids", labels=labels_of(DOCS, 7), use_cache=False)
 
 
 @pytest.fixture(autouse=True)
@@ -85,30 +77,26 @@ def test_layerdrop(name):
         expected = Result(expected.logits)
     applied(model)
     for _ in range(2):
-        assert right_or_refused(lambda: called(model, model, packed()), expected) == "right"
+        assert_right(called(model, labelled(use_cache=False)), expected)
 
 
-def test_every_layer_is_skipped():
+@pytest.mark.parametrize("what", ["every layer is skipped", "with checkpointing"])
+def test_layerdrop_otherwise(what):
     model = dropping("OPT")
-    model.model.decoder.layerdrop = 1.0
+    if what == "every layer is skipped":
+        model.model.decoder.layerdrop = 1.0
     expected = alone(model)
     applied(model)
-    assert right_or_refused(lambda: called(model, model, packed()), expected) == "right"
-
-
-def test_layerdrop_with_checkpointing():
-    model = dropping("OPT")
-    expected = alone(model)
-    applied(model)
-    model.gradient_checkpointing_enable()
-    assert right_or_refused(lambda: called(model, model, packed()), expected) == "right"
+    if what == "with checkpointing":
+        model.gradient_checkpointing_enable()
+    assert_right(called(model, labelled(use_cache=False)), expected)
 
 
 def test_nothing_stays_on_the_layers():
     model = dropping("OPT")
     before = [list(module._forward_pre_hooks) for module in blocks(model).modules()]
     with applied(model):
-        model(**packed())
+        model(**labelled(use_cache=False))
         assert [list(module._forward_pre_hooks) for module in blocks(model).modules()] == before
 
 
@@ -154,7 +142,7 @@ def test_a_block_that_a_users_own_code_skips(mode):
         plain = copy.deepcopy(model)
         fa2patch.revert(plain)
         expected = alone(plain)
-        assert right_or_refused(lambda: called(model, model, packed()), expected) == "right"
+        assert_right(called(model, labelled(use_cache=False)), expected)
 
 
 def past_every_seam(model, layer):
@@ -177,7 +165,7 @@ def test_a_layer_that_was_missed_is_named(before):
     patch = fa2patch.apply(model, prove=False)
     if before == "a layer was skipped":
         model.model.layers[0].on = False
-        model(**packed())
+        model(**labelled(use_cache=False))
         assert patch.skips
     layer = model.model.layers[1].block.self_attn
     past_every_seam(model, layer)
@@ -188,4 +176,4 @@ def test_a_layer_that_was_missed_is_named(before):
         with pytest.raises(
             PackingNotIsolated, match=rf"only {attended} were given.*not [a-z.]*layers\.1\.block\.self_attn"
         ):
-            model(**packed())
+            model(**labelled(use_cache=False))

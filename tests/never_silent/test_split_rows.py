@@ -30,6 +30,12 @@ def function_of(module):
     return attention
 
 
+@pytest.fixture
+def in_torchs_place(monkeypatch):
+    """Return a function that puts one of this module into torch's place."""
+    return lambda module: monkeypatch.setattr(torch.nn.functional, "scaled_dot_product_attention", function_of(module))
+
+
 @pytest.mark.parametrize(
     ("module", "said"),
     [
@@ -38,9 +44,9 @@ def function_of(module):
         ("deepspeed.runtime.sequence_parallel.ulysses_sp", "sp_size"),
     ],
 )
-def test_a_function_that_stands_in_torchs_place(model, monkeypatch, module, said):
+def test_a_function_that_stands_in_torchs_place(model, in_torchs_place, monkeypatch, module, said):
     row_part(model, CALL)
-    monkeypatch.setattr(torch.nn.functional, "scaled_dot_product_attention", function_of(module))
+    in_torchs_place(module)
     with pytest.raises(PackingNotIsolated, match=f"{said}.*a part of every row.*train padded"):
         row_part(model, CALL)
     monkeypatch.undo()
@@ -54,13 +60,10 @@ def test_a_function_that_stands_in_the_models_place(model, monkeypatch, module):
     table = getattr(transformers.modeling_utils, "ALL_ATTENTION_FUNCTIONS", None)
     if table is None:
         pytest.skip(f"Transformers {transformers.__version__} has no table of attention functions")
-    was = table["sdpa"]
-    table["sdpa"] = function_of(module)
-    try:
-        with pytest.raises(PackingNotIsolated, match="a part of every row"):
-            row_part(model, CALL)
-    finally:
-        table["sdpa"] = was
+    monkeypatch.setitem(getattr(table, "_global_mapping", table), "sdpa", function_of(module))
+    with pytest.raises(PackingNotIsolated, match="a part of every row"):
+        row_part(model, CALL)
+    monkeypatch.undo()
     row_part(model, CALL)
 
 
@@ -73,11 +76,10 @@ def test_ring_attention_that_replaces_the_flash_function_only(model, monkeypatch
     row_part(model, CALL)
 
 
-def test_verify_does_not_take_a_part_for_a_row(model, monkeypatch):
+def test_verify_does_not_take_a_part_for_a_row(model, in_torchs_place):
     """An unpatched model too: what it computes of a part would be proven of a whole row."""
     batch = {"input_ids": torch.arange(3, 11)[None], "position_ids": torch.tensor([[0, 1, 2, 0, 1, 2, 3, 4]])}
-    other = function_of("torch.distributed.tensor.experimental._attention")
-    monkeypatch.setattr(torch.nn.functional, "scaled_dot_product_attention", other)
+    in_torchs_place("torch.distributed.tensor.experimental._attention")
     with pytest.raises(PackingNotIsolated, match="a part of every row"):
         fa2patch.verify(model, batch=batch)
 
@@ -85,8 +87,8 @@ def test_verify_does_not_take_a_part_for_a_row(model, monkeypatch):
 @pytest.mark.parametrize(
     "module", ["deepspeed.runtime.sequence_parallel_of_mine", "torch.distributions", "sageattention", None]
 )
-def test_functions_of_others_are_let_through(model, monkeypatch, module):
-    monkeypatch.setattr(torch.nn.functional, "scaled_dot_product_attention", function_of(module))
+def test_functions_of_others_are_let_through(model, in_torchs_place, module):
+    in_torchs_place(module)
     row_part(model, CALL)
 
 
@@ -104,7 +106,7 @@ def test_torchs_dispatcher_that_gathers_parts(model):
     row_part(model, CALL)
 
 
-def test_one_graph_and_another_where_somebody_comes_in_between(model, monkeypatch):
+def test_one_graph_and_another_where_somebody_comes_in_between(model, in_torchs_place):
     torch._dynamo.reset()
     graphs = []
 
@@ -120,8 +122,7 @@ def test_one_graph_and_another_where_somebody_comes_in_between(model, monkeypatc
     for length in (3, 4, 5):
         assert looked(torch.zeros(1, length)).sum() == length
     assert len(graphs) <= 2, "one for the first length, one for any"
-    other = function_of("torch.distributed.tensor.experimental._attention")
-    monkeypatch.setattr(torch.nn.functional, "scaled_dot_product_attention", other)
+    in_torchs_place("torch.distributed.tensor.experimental._attention")
     with pytest.raises(Exception, match="PackingNotIsolated|a part of every row"):
         looked(torch.zeros(1, 5))
     torch._dynamo.reset()

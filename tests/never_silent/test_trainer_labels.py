@@ -10,7 +10,7 @@ import inspect
 import pytest
 import torch
 import transformers
-from small_models import documents, llama
+from small_models import documents, llama, padded, patched, takes_any_name
 
 import fa2patch
 from compat_matrix.check.rows import pack
@@ -22,15 +22,6 @@ ROWS = [documents(*LENGTHS, seed=seed) for seed in range(4)]
 
 TOLERANCE = 1e-3
 """Trainer logs four digits. Labels across boundaries, or their number, change the loss by more than 10 %."""
-
-
-def padded(docs):
-    length = max(LENGTHS)
-    ids, labels = torch.zeros(len(docs), length, dtype=torch.int64), torch.full((len(docs), length), -100)
-    mask = torch.zeros_like(ids)
-    for row, doc in enumerate(docs):
-        ids[row, : len(doc)], labels[row, : len(doc)], mask[row, : len(doc)] = doc, doc, 1
-    return {"input_ids": ids, "attention_mask": mask, "labels": labels}
 
 
 def of_padded(features):
@@ -85,33 +76,9 @@ def assert_as_padded(found, expected):
     assert abs(found - expected) <= TOLERANCE * abs(expected), (found, expected)
 
 
-def compared(tmp_path, run=logged, **more):
-    assert_as_padded(
-        run(trainer_of(of_packed, tmp_path, True, **more)), run(trainer_of(of_padded, tmp_path, False, **more))
-    )
-
-
-def test_the_number_of_labels(tmp_path):
-    compared(tmp_path)
-
-
-@pytest.mark.slow
-def test_the_number_of_labels_on_one_batch(tmp_path):
-    compared(tmp_path, options={"gradient_accumulation_steps": 1})
-
-
-@pytest.mark.slow
-def test_the_weights_after_a_step(tmp_path):
-    def moved(trainer):
-        trainer.train()
-        return float((trainer.model.lm_head.weight - llama().lm_head.weight).detach().norm())
-
-    compared(tmp_path, moved, options={"learning_rate": 0.1})
-
-
-@pytest.mark.slow
-def test_label_smoothing(tmp_path):
-    compared(tmp_path, options={"label_smoothing_factor": 0.3})
+def compared(tmp_path, run=logged, collate=of_packed, **more):
+    found = run(trainer_of(collate, tmp_path, True, **more))
+    assert_as_padded(found, run(trainer_of(of_padded, tmp_path, False, **more)))
 
 
 def shifted_loss(logits, labels):
@@ -128,13 +95,45 @@ class OwnLoss(transformers.Trainer):
         return (loss, outputs) if return_outputs else loss
 
 
-def test_a_loss_of_ones_own(tmp_path):
-    compared(tmp_path, kind=OwnLoss)
+def moved(trainer):
+    """Return how far the weights are after a step."""
+    trainer.train()
+    return float((trainer.model.lm_head.weight - llama().lm_head.weight).detach().norm())
 
 
-@pytest.mark.slow
-def test_a_loss_of_ones_own_in_evaluation(tmp_path):
-    compared(tmp_path, lambda trainer: trainer.evaluate()["eval_loss"], kind=OwnLoss)
+def evaluated(trainer):
+    return trainer.evaluate()["eval_loss"]
+
+
+def counted(prediction):
+    """Metrics get the logits and labels of whole rows. Labels across boundaries do not count in them."""
+    logits, labels = torch.tensor(prediction.predictions), torch.tensor(prediction.label_ids)
+    found, counted = logits[:, :-1].argmax(-1), labels[:, 1:] != -100
+    return {"counted": float(counted.sum()), "right": float((found == labels[:, 1:])[counted].sum())}
+
+
+def metrics(trainer):
+    found = trainer.evaluate()
+    return found["eval_counted"] + 1000 * found["eval_right"]
+
+
+QUICK = {
+    "the number of labels": {},
+    "a loss of one's own": {"kind": OwnLoss},
+    "the loss of an evaluation": {"run": evaluated},
+}
+SLOW = {
+    "the number of labels on one batch": {"options": {"gradient_accumulation_steps": 1}},
+    "the weights after a step": {"run": moved, "options": {"learning_rate": 0.1}},
+    "label smoothing": {"options": {"label_smoothing_factor": 0.3}},
+    "a loss of one's own in evaluation": {"run": evaluated, "kind": OwnLoss},
+    "labels of metrics": {"run": metrics, "compute_metrics": counted},
+}
+
+
+@pytest.mark.parametrize("what", [*QUICK, *(pytest.param(name, marks=pytest.mark.slow) for name in SLOW)])
+def test_what_trainer_makes_of_labels_is_as_padded(what, tmp_path):
+    compared(tmp_path, **{**QUICK, **SLOW}[what])
 
 
 def test_compute_loss_func(tmp_path):
@@ -150,38 +149,16 @@ def test_compute_loss_func(tmp_path):
     compared(tmp_path, compute_loss_func=loss)
 
 
-def test_the_loss_of_an_evaluation(tmp_path):
-    compared(tmp_path, lambda trainer: trainer.evaluate()["eval_loss"])
-
-
-@pytest.mark.slow
-def test_labels_of_metrics(tmp_path):
-    """Metrics get the logits and labels of whole rows. Labels across boundaries do not count in them."""
-
-    def accuracy(prediction):
-        logits, labels = torch.tensor(prediction.predictions), torch.tensor(prediction.label_ids)
-        found, counted = logits[:, :-1].argmax(-1), labels[:, 1:] != -100
-        return {"counted": float(counted.sum()), "right": float((found == labels[:, 1:])[counted].sum())}
-
-    def run(trainer):
-        found = trainer.evaluate()
-        return found["eval_counted"] + 1000 * found["eval_right"]
-
-    compared(tmp_path, run, compute_metrics=accuracy)
-
-
 def test_labels_that_are_shifted_beforehand(tmp_path):
     """``shift_labels`` are counted as they are, by releases that know them."""
-    takes = inspect.signature(transformers.LlamaForCausalLM.forward).parameters.values()
-    if not any(parameter.kind is parameter.VAR_KEYWORD for parameter in takes):
+    if not takes_any_name(llama()):
         pytest.skip(f"Llama of Transformers {transformers.__version__} takes no shift_labels")
 
     def with_shifted(features):
         batch = of_packed(features)
         return {**batch, "shift_labels": torch.nn.functional.pad(batch["labels"][:, 1:], (0, 1), value=-100)}
 
-    found = logged(trainer_of(with_shifted, tmp_path, True))
-    assert_as_padded(found, logged(trainer_of(of_padded, tmp_path, False)))
+    compared(tmp_path, collate=with_shifted)
 
 
 @pytest.mark.slow
@@ -194,8 +171,7 @@ def test_rows_that_say_it_by_lengths(tmp_path):
         del batch["position_ids"]
         return {**batch, "cu_seqlens": torch.nn.functional.pad(ends, (1, 0)).to(torch.int32)}
 
-    found = logged(trainer_of(with_lengths, tmp_path, True))
-    assert_as_padded(found, logged(trainer_of(of_padded, tmp_path, False)))
+    compared(tmp_path, collate=with_lengths)
 
 
 @pytest.mark.parametrize(
@@ -211,8 +187,7 @@ def test_our_collator_is_as_before(tmp_path):
     """Its labels are masked already, so Trainer counts what is predicted."""
     collate = fa2patch.DataCollatorWithFlattening()
     given = [{"input_ids": doc} for docs in ROWS for doc in docs]
-    model = llama()
-    fa2patch.apply(model)
+    model = patched()
     options = {"per_device_train_batch_size": 6, "gradient_accumulation_steps": 2}
     trainer = transformers.Trainer(model, arguments(tmp_path, **options), train_dataset=given, data_collator=collate)
     found = logged(trainer)
@@ -226,8 +201,7 @@ def shifted_mean(model, docs):
 
 
 def test_a_trainer_of_another_model_is_left_alone(tmp_path):
-    other = llama()
-    fa2patch.apply(other)
+    other = patched()  # it is held, because a patch that is forgotten is gone
     trainer = trainer_of(of_packed, tmp_path, False)
     batch = of_packed(rows()[:2])
     assert torch.equal(trainer._prepare_inputs(batch)["labels"], batch["labels"])
@@ -235,6 +209,7 @@ def test_a_trainer_of_another_model_is_left_alone(tmp_path):
     assert int((trainer._prepare_inputs(batch)["labels"] == -100).sum()) == 2 * len(LENGTHS)
     fa2patch.revert(trainer.model)
     assert torch.equal(trainer._prepare_inputs(batch)["labels"], batch["labels"])
+    assert fa2patch.status(other).active
 
 
 def test_a_trainer_of_a_model_that_is_not_transformers_is_left_alone(tmp_path):
@@ -259,8 +234,7 @@ def test_columns_that_never_reach_the_model_are_no_error(tmp_path):
 def test_revert_leaves_no_trace():
     gc.collect()  # models of other tests, which are bound there, too
     before = dict(vars(transformers.Trainer))
-    model = llama()
-    fa2patch.apply(model)
+    model = patched()
     assert vars(transformers.Trainer)["_prepare_inputs"] is not before["_prepare_inputs"]
     fa2patch.revert(model)
     assert dict(vars(transformers.Trainer)) == before

@@ -11,19 +11,8 @@ import types
 import pytest
 import torch
 import transformers
-from small_models import (
-    DOCS,
-    alone,
-    assert_says_enough,
-    called,
-    labels_of,
-    llama,
-    of_family,
-    right_or_refused,
-    small,
-    told,
-)
-from unknown_modules import Around, mixed, mixes_gradients
+from small_models import DOCS, alone, assert_right, called, labelled, llama, of_family, patched, refusal, told
+from unknown_modules import Around, harmless, mixed, mixes_gradients, wrapped_mlp
 
 import fa2patch
 from compat_matrix.check.compare import assert_close
@@ -36,6 +25,11 @@ class MixingActivation:
 
     def __call__(self, values):
         return torch.nn.functional.silu(mixed(values))
+
+
+def refused(call, match=None):
+    with refusal(match, errors.PackingNotIsolated):
+        call()
 
 
 def mlp_of(model):
@@ -148,24 +142,22 @@ def test_what_mixes_tokens_is_refused(mix, after):
         mix(model)
     fa2patch.apply(model)
     if after == "after a packed batch":
-        model(**told(DOCS, "position_ids"))
+        model(**told())
     if after != "before apply":
         mix(model)
     for _ in range(2):
-        with pytest.raises(errors.PackingNotIsolated) as caught:
-            model(**told(DOCS, "position_ids"))
-        assert_says_enough(caught.value)
+        with refusal(error=errors.PackingNotIsolated):
+            model(**told())
 
 
 def test_a_function_is_found_under_any_name():
     """BERT's activation has a name that comes after ``forward`` in the alphabet."""
-    model = small(*of_family("bert:masked"))
+    model = of_family("bert:masked")
     intermediate = model.bert.encoder.layer[0].intermediate
     vars(intermediate)["_modules"].pop("intermediate_act_fn", None)
     vars(intermediate)["intermediate_act_fn"] = MixingActivation()
     fa2patch.apply(model)
-    with pytest.raises(errors.PackingNotIsolated, match="intermediate_act_fn"):
-        model(**told(DOCS, "position_ids"))
+    refused(lambda: model(**told()), "intermediate_act_fn")
 
 
 @pytest.mark.parametrize("prove", [True, "unknown"])
@@ -173,58 +165,49 @@ def test_a_hook_on_gradients_alone_is_refused_in_training(prove):
     model = llama().train()
     backward_hook(model)
     fa2patch.apply(model, prove=prove)
-    with pytest.raises(errors.PackingNotIsolated, match="gradient"):
-        model(**told(DOCS, "position_ids", labels=labels_of(DOCS)))
+    refused(lambda: model(**labelled()), "gradient")
     with torch.no_grad():
-        model(**told(DOCS, "position_ids"))  # nobody asks for a gradient
+        model(**told())  # nobody asks for a gradient
 
 
 @pytest.mark.parametrize("name", ["LlamaMLP", "LlamaRMSNorm"])
 def test_a_forward_replaced_on_the_class_is_refused(name, monkeypatch):
     cls = getattr(transformers.models.llama.modeling_llama, name)
     inner = cls.forward
-    model = llama()
-    fa2patch.apply(model)
-    model(**told(DOCS, "position_ids"))
+    model = patched()
+    model(**told())
     monkeypatch.setattr(cls, "forward", lambda self, *given: mixed(inner(self, *given)))
-    with pytest.raises(errors.PackingNotIsolated):
-        model(**told(DOCS, "position_ids"))
+    refused(lambda: model(**told()))
 
 
-def on_every_forward(hooks):
-    return hooks.register_module_forward_hook(
-        lambda module, given, output: mixed(output) if isinstance(module, torch.nn.Linear) else None
-    )
+def of_linear(change):
+    """A hook that is registered for all modules, and changes what linear ones are given or return."""
+    return lambda module, given, output=None: change(given, output) if isinstance(module, torch.nn.Linear) else None
 
 
-def before_every_forward(hooks):
-    return hooks.register_module_forward_pre_hook(
-        lambda module, given: (mixed(given[0]),) if isinstance(module, torch.nn.Linear) else None
-    )
-
-
-def on_every_gradient(hooks):
-    return hooks.register_module_full_backward_hook(
-        lambda module, into, out: (mixed(into[0]),) if isinstance(module, torch.nn.Linear) else None
-    )
+OF_ALL_MODULES = {
+    "on every forward": ("forward_hook", lambda given, output: mixed(output)),
+    "before every forward": ("forward_pre_hook", lambda given, output: (mixed(given[0]),)),
+    "on every gradient": ("full_backward_hook", lambda into, out: (mixed(into[0]),)),
+}
 
 
 @pytest.mark.parametrize("after", [False, True], ids=["before apply", "after a packed batch"])
-@pytest.mark.parametrize("register", [on_every_forward, before_every_forward, on_every_gradient])
-def test_a_hook_of_all_modules_is_refused(register, after):
+@pytest.mark.parametrize("where", OF_ALL_MODULES)
+def test_a_hook_of_all_modules_is_refused(where, after):
     model = llama().train()
     if after:
-        fa2patch.apply(model)
-        model(**told(DOCS, "position_ids"))
-    handle = register(torch.nn.modules.module)
+        patched(model)(**told())
+    name, change = OF_ALL_MODULES[where]
+    handle = getattr(torch.nn.modules.module, f"register_module_{name}")(of_linear(change))
     try:
         if not after:
             fa2patch.apply(model)
         with pytest.raises(errors.PackingNotIsolated, match="of all modules"):
-            model(**told(DOCS, "position_ids", labels=labels_of(DOCS)))
+            model(**labelled())
     finally:
         handle.remove()
-    model(**told(DOCS, "position_ids", labels=labels_of(DOCS)))
+    model(**labelled())
 
 
 @pytest.mark.parametrize("after", [False, True], ids=["before apply", "after a packed batch"])
@@ -239,13 +222,11 @@ def test_a_function_replaced_in_a_modeling_file_is_refused(after, monkeypatch):
 
     model = llama()
     if after:
-        fa2patch.apply(model)
-        model(**told(DOCS, "position_ids"))
+        patched(model)(**told())
     monkeypatch.setattr(modeling, "apply_rotary_pos_emb", mixing)
     if not after:
         fa2patch.apply(model)
-    with pytest.raises(errors.PackingNotIsolated, match="apply_rotary_pos_emb"):
-        model(**told(DOCS, "position_ids"))
+    refused(lambda: model(**told()), "apply_rotary_pos_emb")
 
 
 def test_a_harmless_function_in_a_modeling_file_is_computed(monkeypatch):
@@ -255,8 +236,7 @@ def test_a_harmless_function_in_a_modeling_file_is_computed(monkeypatch):
     monkeypatch.setattr(modeling, "apply_rotary_pos_emb", lambda *given, **named: inner(*given, **named))
     expected = alone(model)
     fa2patch.apply(model)
-    found = called(model, model, told(DOCS, "position_ids", labels=labels_of(DOCS, 7)))
-    assert right_or_refused(lambda: found, expected) == "right"
+    assert_right(called(model, labelled()), expected)
 
 
 def double(values):
@@ -264,6 +244,8 @@ def double(values):
 
 
 HARMLESS = {
+    "nothing unknown": lambda model: None,
+    "a module": lambda model: wrapped_mlp(model, harmless),
     "a forward hook": lambda model: model.model.layers[0].mlp.register_forward_hook(lambda m, given, out: double(out)),
     "a hook that only looks": lambda model: model.register_forward_hook(lambda module, given, output: None),
     "a pre-hook": lambda model: model.model.norm.register_forward_pre_hook(lambda module, given: (double(given[0]),)),
@@ -273,24 +255,22 @@ HARMLESS = {
 }
 
 
-@pytest.mark.parametrize("training", [False, True], ids=["eval", "training"])
-@pytest.mark.parametrize("what", HARMLESS)
-def test_what_is_harmless_is_proven_and_computed(what, training):
-    def made():
-        model = llama().train(training)
-        HARMLESS[what](model)
-        return model
+PROVE = [("a module", True), ("a module", "unknown"), ("nothing unknown", True)]
 
-    model = made()
-    fa2patch.apply(model)
+
+@pytest.mark.parametrize("training", [False, True], ids=["eval", "training"])
+@pytest.mark.parametrize(("what", "prove"), [*((what, None) for what in HARMLESS), *PROVE])
+def test_what_is_harmless_is_proven_and_computed(what, prove, training):
+    model = patched(llama().train(training), HARMLESS[what], prove=prove)
+    plain = llama().train(training)
+    HARMLESS[what](plain)
     for _ in range(3):
-        found = called(model, model, told(DOCS, "position_ids", labels=labels_of(DOCS, 7)))
-        assert right_or_refused(lambda found=found: found, alone(made())) == "right"
+        assert_right(called(model, labelled()), alone(plain))
 
 
 @pytest.mark.parametrize("family", ["llama", "gpt2", "bert:masked", "mamba2", "mixtral", "falcon", "gemma", "phi3"])
 def test_models_as_they_came_need_no_proof(family):
-    model = small(*of_family(family))
+    model = of_family(family)
     found = unknown(model)
     by_itself = "computes attention by itself"  # BERT up to 4.57
     assert not found or "no evidence" in found or by_itself in found
@@ -323,36 +303,30 @@ def with_mlp(kind):
 
 @pytest.mark.parametrize("kind", [only_in_training, gate, mixes_gradients])
 def test_what_shows_only_in_training_is_refused_there(kind):
-    model = with_mlp(kind).train()
-    fa2patch.apply(model)
-    with pytest.raises(errors.PackingNotIsolated):
-        model(**told(DOCS, "position_ids", labels=labels_of(DOCS)))
+    model = patched(with_mlp(kind).train())
+    refused(lambda: model(**labelled()))
 
 
 def test_a_mode_that_comes_later_is_proven_too():
-    model = with_mlp(only_in_training)
-    fa2patch.apply(model)
+    model = patched(with_mlp(only_in_training))
     with torch.no_grad():
-        model(**told(DOCS, "position_ids"))
+        model(**told())
     model.train()
-    with pytest.raises(errors.PackingNotIsolated):
-        model(**told(DOCS, "position_ids"))
+    refused(lambda: model(**told()))
     model.eval()
     model.model.layers[0].mlp.train()  # of one module alone
-    with pytest.raises(errors.PackingNotIsolated):
-        model(**told(DOCS, "position_ids"))
+    refused(lambda: model(**told()))
 
 
 def test_what_begins_to_mix_is_found_at_the_next_power_of_two():
-    model = with_mlp(switch)
-    fa2patch.apply(model)
+    model = patched(with_mlp(switch))
     for _ in range(5):
-        model(**told(DOCS, "position_ids"))
+        model(**told())
     model.model.layers[0].mlp.on = True
     found = []
     for number in range(6, 9):
         try:
-            model(**told(DOCS, "position_ids"))
+            model(**told())
         except errors.PackingNotIsolated:
             found.append(number)
     assert found == [8]
@@ -364,11 +338,10 @@ def test_a_forward_that_takes_the_place_of_another_one_is_noticed():
     mlp = model.model.layers[0].mlp
     mlp.forward = types.MethodType(lambda self, hidden: type(self).forward(self, hidden), mlp)
     fa2patch.apply(model)
-    model(**told(DOCS, "position_ids"))
+    model(**told())
     del mlp.forward
     mlp.forward = types.MethodType(lambda self, hidden: mixed(type(self).forward(self, hidden)), mlp)
-    with pytest.raises(errors.PackingNotIsolated):
-        model(**told(DOCS, "position_ids"))
+    refused(lambda: model(**told()))
 
 
 # Heads of one's own
@@ -418,15 +391,13 @@ def test_a_head_may_return_values_in_any_form(form):
     with torch.no_grad():
         expected = torch.cat([get(reward(form)(doc[None]))[0] for doc in DOCS])
         fa2patch.apply(model)
-        assert_close(get(model(**told(DOCS, "position_ids")))[0], expected, "values")
+        assert_close(get(model(**told()))[0], expected, "values")
 
 
 @pytest.mark.parametrize("form", FORMS)
 def test_a_head_that_mixes_is_refused_in_any_form(form):
-    model = reward(form, mixing=True)
-    fa2patch.apply(model)
-    with pytest.raises(errors.PackingNotIsolated):
-        model(**told(DOCS, "position_ids"))
+    model = patched(reward(form, mixing=True))
+    refused(lambda: model(**told()))
 
 
 # Threads
@@ -439,8 +410,7 @@ def test_threads_wait_for_the_proof_and_compute_as_without_it():
     sys.setswitchinterval(1e-5)
     try:
         for _ in range(5):
-            model = with_mlp(lambda mlp: Around(mlp, lambda self, states: self.inner(states)))
-            fa2patch.apply(model)
+            model = patched(with_mlp(lambda mlp: Around(mlp, lambda self, states: self.inner(states))))
             together, found, failed = threading.Barrier(2), {}, []
 
             def work(number, model=model, together=together, found=found, failed=failed):
@@ -464,10 +434,8 @@ def test_threads_wait_for_the_proof_and_compute_as_without_it():
 
 
 def test_a_copy_of_a_model_is_proven_by_itself():
-    model = llama()
-    fa2patch.apply(model)
+    model = patched()
     other = copy.deepcopy(model)
     forward_hook(other)
-    model(**told(DOCS, "position_ids"))
-    with pytest.raises(errors.PackingNotIsolated):
-        other(**told(DOCS, "position_ids"))
+    model(**told())
+    refused(lambda: other(**told()))

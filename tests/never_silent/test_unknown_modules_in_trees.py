@@ -4,7 +4,7 @@ import random
 
 import pytest
 import torch
-from small_models import DOCS, assert_says_enough, llama, told
+from small_models import llama, refusal, told
 from tree_cases import rows_of_segments
 from unknown_modules import MIXING, Around, harmless, wrapped_mlp
 
@@ -42,11 +42,10 @@ def shows(token, first, last):
 def test_a_module_that_mixes_is_named_on_the_first_tree(mix, row):
     model = llama()
     name = mix(model)
-    with pytest.raises(fa2patch.Fa2PatchError, match=name.replace(".", r"\.")) as caught:
+    with refusal(name.replace(".", r"\.")) as caught:
         fa2patch.apply(model)
         for _ in range(2):
             model(**rows_of_segments(row))
-    assert_says_enough(caught.value)
     if isinstance(caught.value, fa2patch.errors.PackingNotIsolated):
         assert "other tokens in every second segment and what continues it, and other segments changed" in str(
             caught.value
@@ -110,12 +109,12 @@ def test_the_first_tree_is_proven_also_after_a_batch_of_documents():
         with_kwargs=True,
     )
     fa2patch.apply(model)
-    for batch in (told(DOCS, "all lengths"), rows_of_segments(CHAINS)):
+    for batch in (told(way="all lengths"), rows_of_segments(CHAINS)):
         assert torch.isfinite(model(**batch).logits).all()
     for _ in range(2):
         with pytest.raises(fa2patch.errors.PackingNotIsolated, match=r"first in layers\.1\.mlp"):
             model(**rows_of_segments(NESTED))
-    assert torch.isfinite(model(**told(DOCS, "all lengths")).logits).all()
+    assert torch.isfinite(model(**told(way="all lengths")).logits).all()
 
 
 def test_one_document_in_segments_proves_nothing_about_others():
@@ -124,7 +123,7 @@ def test_one_document_in_segments_proves_nothing_about_others():
     fa2patch.apply(model)
     model(**rows_of_segments([(4, -1), (3, 0), (2, 1)]))  # a sum along one document is no leak
     with pytest.raises(fa2patch.errors.PackingNotIsolated, match=name.replace(".", r"\.")):
-        model(**told(DOCS, "all lengths"))
+        model(**told(way="all lengths"))
 
 
 @pytest.mark.slow

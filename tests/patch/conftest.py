@@ -1,6 +1,9 @@
 import pytest
 import torch
 
+from compat_matrix import tiny_models
+from compat_matrix.check.rows import alone, documents
+
 
 @pytest.fixture
 def graphs():
@@ -14,3 +17,19 @@ def graphs():
 
     yield seen, backend
     torch._dynamo.reset()
+
+
+@pytest.fixture
+def model():
+    return tiny_models.build("llama", "sdpa")
+
+
+@pytest.fixture
+def docs():
+    return documents(5, 9, 1, 3)
+
+
+@pytest.fixture
+def expected(docs):
+    """The logits of the documents alone."""
+    return alone(tiny_models.build("llama", "eager"), docs)

@@ -6,13 +6,11 @@ import torch
 import fa2patch
 from compat_matrix import tiny_models
 from compat_matrix.check.compare import assert_close
-from compat_matrix.check.rows import alone, documents, pack
+from compat_matrix.check.rows import alone, pack
 from fa2patch import errors
 from fa2patch.binding import used_by
 from fa2patch.kernels import picks
 from fa2patch.kernels.reference import Reference
-
-LENGTHS = (5, 9, 1, 3)
 
 
 class Counting(Reference):
@@ -31,16 +29,6 @@ def counting(monkeypatch):
     monkeypatch.setattr(picks, "_registered", [(Counting(), None)])
     monkeypatch.setattr(Counting, "calls", 0)
     return Counting
-
-
-@pytest.fixture
-def model():
-    return tiny_models.build("llama", "sdpa")
-
-
-@pytest.fixture
-def docs():
-    return documents(*LENGTHS)
 
 
 def kernels_used(model):

@@ -1,15 +1,17 @@
-"""torch.compile of a patched model: with lengths it makes two graphs for all layouts, without graph breaks."""
+"""torch.compile of a patched model makes two graphs for all layouts and trees, without graph breaks."""
 
 import random
 
 import pytest
 import stand_in_aten
 import torch
-from compiled import assert_like_eager
+from compiled import assert_like_eager, on_the_interface_seam
+from packed_rows import assert_nothing_crosses
+from tree_cases import a_tree, tree_batch
 
 import fa2patch
 from compat_matrix import tiny_models
-from compat_matrix.check.rows import documents
+from compat_matrix.check.rows import documents, pack
 from fa2patch import _torch
 from fa2patch.documents.stated import from_cu_seqlens
 from fa2patch.errors import BadCuSeqlens, PackingNotIsolated
@@ -20,25 +22,25 @@ pytestmark = pytest.mark.skipif(reference.operator is None, reason=f"torch {torc
 COLLATE = fa2patch.DataCollatorWithFlattening(return_flash_attn_kwargs=True)
 
 
+def collated(docs):
+    return dict(COLLATE([{"input_ids": doc.tolist()} for doc in docs]), use_cache=False)
+
+
 def batch(*lengths):
-    return dict(COLLATE([{"input_ids": document.tolist()} for document in documents(*lengths)]), use_cache=False)
+    return collated(documents(*lengths))
+
+
+def by_ids(docs):
+    return {**pack(docs), "use_cache": False}
+
+
+def without_labels(docs):
+    return {name: value for name, value in collated(docs).items() if name != "labels"}
 
 
 def layouts(count):
     drawn = random.Random(0)
     return [[drawn.randint(1, 12) for _ in range(drawn.randint(2, 9))] for _ in range(count)]
-
-
-def on_the_interface_seam(family):
-    """Return a patched model. It is eager if there is no sdpa, which makes no difference to packed rows."""
-    try:
-        model = tiny_models.build(family, "sdpa")
-    except ValueError:
-        model = tiny_models.build(family, "eager")
-    patch = fa2patch.apply(model)
-    if {layer.seam for layer in patch.layers} != {"interface"}:
-        pytest.skip(f"{family} is not on the interface seam of this Transformers")
-    return model
 
 
 @pytest.mark.parametrize("family", ["llama", pytest.param("gemma2", marks=pytest.mark.slow)])
@@ -83,16 +85,7 @@ def test_gradients_through_the_compilers_own_autograd():
     torch._dynamo.reset()
     model = on_the_interface_seam("llama")
     compiled = torch.compile(model, backend="aot_eager", fullgraph=True)
-    given = batch(4, 6, 5)
-    embeddings = model.get_input_embeddings()(given.pop("input_ids")).detach().requires_grad_()
-    del given["labels"]
-    logits = compiled(inputs_embeds=embeddings, **given).logits
-    (gradient,) = torch.autograd.grad(logits[0, 4:10].square().sum(), embeddings)
-    assert gradient[0, 4:10].any()
-    assert not gradient[0, :4].any() and not gradient[0, 10:].any()
-    changed = embeddings.detach().clone()
-    changed[0, :4] += 1
-    assert torch.equal(compiled(inputs_embeds=changed, **given).logits[0, 4:], logits[0, 4:])
+    assert_nothing_crosses(compiled, documents(4, 6, 5), without_labels, model.get_input_embeddings())
     torch._dynamo.reset()
 
 
@@ -168,16 +161,7 @@ def test_gradients_stay_in_their_document_in_a_graph_from_position_ids_alone(bac
     model = on_the_interface_seam("llama")
     compiled = torch.compile(model, backend=backend, fullgraph=True)
     for lengths in [(4, 6, 5), (3, 2, 8)]:
-        given, end = without_lengths(*lengths), sum(lengths[:2])
-        embeddings = model.get_input_embeddings()(given.pop("input_ids")).detach().requires_grad_()
-        del given["labels"]
-        logits = compiled(inputs_embeds=embeddings, **given).logits
-        (gradient,) = torch.autograd.grad(logits[0, lengths[0] : end].square().sum(), embeddings)
-        assert gradient[0, lengths[0] : end].any()
-        assert not gradient[0, : lengths[0]].any() and not gradient[0, end:].any()
-        changed = embeddings.detach().clone()
-        changed[0, : lengths[0]] += 1
-        assert torch.equal(compiled(inputs_embeds=changed, **given).logits[0, lengths[0] :], logits[0, lengths[0] :])
+        assert_nothing_crosses(compiled, documents(*lengths), by_ids, model.get_input_embeddings())
     torch._dynamo.reset()
 
 
@@ -230,3 +214,70 @@ def test_numbers_are_in_the_message_where_they_are_known(monkeypatch):
     with pytest.raises(BadCuSeqlens, match="max_length is 5, but"):
         from_cu_seqlens(cu, 5, (1, 10))
     assert not _torch.compiling()
+
+
+# Trees of segments
+
+
+def trees(count):
+    drawn = random.Random(0)
+    made = [a_tree(drawn) for _ in range(count * 3)]
+    return [tree for tree in made if len(tree[0]) >= 2 and sum(tree[0]) > 2][:count]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("family", ["llama", "gemma2"])
+def test_twelve_trees_make_two_graphs_without_a_break(graphs, family):
+    seen, backend = graphs
+    model = on_the_interface_seam(family)
+    compiled = torch.compile(model, backend=backend, fullgraph=True)
+    for tree in trees(12):
+        assert_like_eager(compiled, model, dict(tree_batch(*tree, labels=True), use_cache=False))
+    assert len(seen) <= 2, "the first tree, and one graph for all others"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("fullgraph", [True, False])
+def test_keys_are_gathered_without_a_break(graphs, fullgraph):
+    seen, backend = graphs
+    with stand_in_aten.installed():
+        model = on_the_interface_seam("llama")
+        compiled = torch.compile(model, backend=backend, fullgraph=fullgraph)
+        for tree in trees(6):
+            assert_like_eager(compiled, model, dict(tree_batch(*tree, labels=True), use_cache=False))
+    assert len(seen) <= 2, "the first tree, and one graph for all others"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
+def test_torch_varlen_in_a_graph_gets_gathered_keys(backend):
+    torch._dynamo.reset()
+    with stand_in_aten.installed():
+        model = on_the_interface_seam("llama")
+        compiled = torch.compile(model, backend=backend, fullgraph=True)
+        for lengths, parents in trees(4):
+            given = dict(tree_batch(lengths, parents), use_cache=False)
+            found, expected = compiled(**given).logits, model(**given).logits
+            torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
+            weight = model.get_input_embeddings().weight
+            one, other = (torch.autograd.grad(logits.square().sum(), weight)[0] for logits in (found, expected))
+            torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-4)
+    torch._dynamo.reset()
+
+
+@pytest.mark.parametrize(
+    ("spoilt", "message"),
+    [
+        ({"segment_parents": torch.tensor([-1, 0, 2], dtype=torch.int32)}, "the number of an earlier one"),
+        pytest.param({"position_ids": torch.arange(15)[None]}, "do not go on", marks=pytest.mark.slow),
+        pytest.param({"labels": torch.ones(1, 15, dtype=torch.int64)}, "has a label", marks=pytest.mark.slow),
+    ],
+    ids=["parents", "ids", "labels"],
+)
+def test_a_bad_tree_raises_inside_a_graph_too(graphs, spoilt, message):
+    _, backend = graphs
+    compiled = torch.compile(on_the_interface_seam("llama"), backend=backend, fullgraph=True)
+    given = dict(tree_batch([4, 6, 5], [-1, 0, 0], labels=True), use_cache=False)
+    compiled(**given)
+    with pytest.raises(RuntimeError, match=message):
+        compiled(**{**given, **spoilt})

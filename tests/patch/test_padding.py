@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from padded_cases import layers_tokens
 from transformers import BertConfig, BertForSequenceClassification, BertModel
 
 import fa2patch
@@ -35,19 +36,6 @@ def padded(*lengths: int, left: bool = False) -> dict[str, Any]:
     return {"input_ids": ids * mask, "attention_mask": mask}
 
 
-def tokens_of(model: Any) -> list[int]:
-    """A list to which every later forward appends the number of tokens that the first layer computes."""
-    seen: list[int] = []
-    layer = next(module for name, module in model.named_modules() if name.endswith("layer.0"))
-    layer.register_forward_pre_hook(
-        lambda module, args, kwargs: seen.append((args[0] if args else kwargs["hidden_states"])[..., 0].numel()),
-        with_kwargs=True,
-    )
-    if fa2patch.status(model):
-        fa2patch.apply(model, prove=False)  # the hook only looks, and a proof would run it
-    return seen
-
-
 class Embedder(torch.nn.Sequential):
     """Makes batches of texts itself, as the models of sentence-transformers do, and runs no hooks of the model."""
 
@@ -66,7 +54,7 @@ def test_a_head_of_rows_is_given_padded_states() -> None:
     expected(**batch, labels=labels).loss.backward()
     model = build()
     fa2patch.apply(model, padded_batches=True)
-    seen = tokens_of(model)
+    seen = layers_tokens(model)
     found = model(**batch, labels=labels)
     found.loss.backward()
     assert seen == [18]
@@ -81,7 +69,7 @@ def test_arguments_may_come_by_position() -> None:
     real = batch["attention_mask"].bool()
     expected = model(**batch).last_hidden_state[real]
     fa2patch.apply(model, padded_batches=True)
-    seen = tokens_of(model)
+    seen = layers_tokens(model)
     found = model(batch["input_ids"], batch["attention_mask"]).last_hidden_state[real]
     assert seen == [18]
     assert_close(found, expected, "states")
@@ -106,7 +94,7 @@ def test_rows_of_one_token_that_are_padded() -> None:
     model = build()
     expected = model(**batch).logits
     fa2patch.apply(model, padded_batches=True)
-    seen = tokens_of(model)
+    seen = layers_tokens(model)
     assert_close(model(**batch).logits, expected, "logits")
     assert seen == [6]
 
@@ -128,7 +116,7 @@ def test_a_head_of_rows_is_refused_without_padded_batches_and_refuses_packed_one
 def test_it_is_kept_switched_and_reverted() -> None:
     model, batch = build(BertModel), padded(5, 9, 1, 3)
     before = dict(model.__dict__)
-    seen = tokens_of(model)
+    seen = layers_tokens(model)
 
     def computed() -> int:
         model(**batch)
@@ -158,7 +146,7 @@ def test_a_copy_has_its_own(copied: Any) -> None:
     fa2patch.apply(model, padded_batches=True)
     other = copied(model)
     fa2patch.revert(model)
-    seen, of_other = tokens_of(model), tokens_of(other)
+    seen, of_other = layers_tokens(model), layers_tokens(other)
     for each in (model, other):
         assert_close(each(**batch).logits, expected, "logits")
     fa2patch.revert(other)
@@ -169,7 +157,7 @@ def test_a_copy_has_its_own(copied: Any) -> None:
 def test_an_object_with_a_tokenizer_makes_padded_batches() -> None:
     embedder, batch = Embedder(build(BertModel)), padded(5, 9, 1, 3)
     expected = embedder(batch)
-    seen = tokens_of(embedder)
+    seen = layers_tokens(embedder)
     with fa2patch.apply(embedder) as patch:
         assert fa2patch.status(embedder) is patch is fa2patch.status(embedder[0])
         assert_close(embedder(batch), expected, "embeddings")
@@ -185,7 +173,7 @@ def test_an_object_with_a_tokenizer_makes_padded_batches() -> None:
 
 def test_it_is_implied_for_a_model_that_was_patched_by_itself_before() -> None:
     embedder = Embedder(build(BertModel))
-    seen = tokens_of(embedder)
+    seen = layers_tokens(embedder)
     assert not fa2patch.apply(embedder[0]).facts.padded
     assert not fa2patch.apply(torch.nn.Sequential(embedder[0])).facts.padded
     fa2patch.apply(embedder, prove=False)  # the hook only looks

@@ -14,6 +14,7 @@ import types
 import pytest
 import torch
 import transformers
+from packed_rows import leaks, logits
 from torch.utils import checkpoint
 
 import fa2patch
@@ -25,29 +26,6 @@ from fa2patch.documents import names
 from fa2patch.upstream import packed_mask
 
 LENGTHS = (5, 9, 1, 3)
-
-
-@pytest.fixture
-def docs():
-    return documents(*LENGTHS)
-
-
-@pytest.fixture
-def model():
-    return tiny_models.build("llama", "sdpa")
-
-
-@pytest.fixture
-def expected(docs):
-    return alone(tiny_models.build("llama", "eager"), docs)
-
-
-def logits(model, docs):
-    return model(**pack(docs)).logits[0]
-
-
-def leaks(model, docs, expected):
-    return (logits(model, docs) - expected).abs().max() > 1e-2 * expected.abs().max()
 
 
 def test_packed_rows_leak_before_apply_and_not_after(model, docs, expected):
@@ -93,12 +71,9 @@ def test_an_unpatched_model_of_the_same_class_stays_as_it_was(model, docs, expec
     assert_close(logits(model, docs), expected, "the patched one")
 
 
-def test_the_base_model_alone_can_be_patched(docs):
-    model = tiny_models.build("llama", "sdpa")
-    base = model.model
-    fa2patch.apply(base)
-    found = model.lm_head(base(**pack(docs)).last_hidden_state)[0]
-    assert_close(found, alone(tiny_models.build("llama", "eager"), docs), "logits")
+def test_the_base_model_alone_can_be_patched(model, docs, expected):
+    fa2patch.apply(model.model)
+    assert_close(model.lm_head(model.model(**pack(docs)).last_hidden_state)[0], expected, "logits")
 
 
 @pytest.mark.parametrize("padded", [False, True])
@@ -309,14 +284,6 @@ class TestRefusals:
     def test_alibi_falcon(self):
         self.check(errors.UnsupportedModel, "alibi", tiny_models.build("falcon", alibi=True))
 
-    def test_one_vector_per_row(self):
-        class MeanForSequenceClassification(transformers.LlamaForSequenceClassification):
-            def forward(self, input_ids=None, position_ids=None):
-                return self.score(self.model(input_ids, position_ids=position_ids)[0].mean(1))
-
-        model = MeanForSequenceClassification(tiny_models.config_of("llama"))
-        self.check(errors.UnsupportedModel, "one vector per row", model)
-
     def test_unknown_and_unavailable_kernels(self, model, monkeypatch):
         self.check(
             errors.UnknownKernel, "'auto', 'flash_attn_3', 'flash_attn', .*'reference'", model, kernel="flash-attention"
@@ -347,13 +314,6 @@ class TestRefusals:
         model = tiny_models.build("llama", "eager")
         with fa2patch.apply(model), pytest.raises(errors.PackingNotIsolated, match="output_attentions"):
             model(**pack(docs), output_attentions=True)
-
-    def test_generate_from_a_packed_prompt(self, model, docs):
-        with fa2patch.apply(model), pytest.raises(errors.PackedWithCache, match="documents one by one"):
-            model(
-                **pack(docs),
-                past_key_values=transformers.DynamicCache() if hasattr(transformers, "DynamicCache") else (),
-            )
 
 
 def test_moving_or_casting_a_layers_inputs_leaves_the_boundaries_right(docs):

@@ -138,25 +138,6 @@ def test_a_layer_that_takes_cache_position_is_seen():
     assert architectures._takes_cache_position(UpTo53) and not architectures._takes_cache_position(From54)
 
 
-@pytest.mark.parametrize("family", ["mixtral", "qwen2_moe", "jamba"])
-def test_experts_are_balanced_over_real_tokens_as_in_a_padded_batch(family, docs):
-    if not tiny_models.is_present(family):
-        pytest.skip(f"no {family} in {transformers.__version__}")
-    model, row = tiny_models.build(family, "sdpa"), pack(docs)
-    ids = torch.nn.utils.rnn.pad_sequence(docs, batch_first=True)
-    mask = torch.nn.utils.rnn.pad_sequence([torch.ones_like(doc) for doc in docs], batch_first=True)
-    padded = model(input_ids=ids, attention_mask=mask, output_router_logits=True).aux_loss
-    tokens = row["input_ids"].shape[1]
-    more = {name: torch.nn.functional.pad(value, (0, 6)) for name, value in row.items()}
-    with fa2patch.apply(model):
-        packed = model(**row, output_router_logits=True, labels=row["input_ids"]).aux_loss
-        with_padding = model(
-            **more, attention_mask=(torch.arange(tokens + 6) < tokens)[None].long(), output_router_logits=True
-        )
-    assert_close(packed, padded, "packed")
-    assert_close(with_padding.aux_loss, padded, "packed, with padding")
-
-
 @pytest.mark.skipif(not hasattr(transformers, "Qwen4ExpForCausalLM"), reason="no Qwen4-exp in this Transformers")
 def test_embeddings_of_several_tokens_are_refused():
     """Such embeddings look at the ids before a token, also those of another document. No layer gets a mask for that."""

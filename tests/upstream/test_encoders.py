@@ -33,6 +33,10 @@ def refused(family):
 TAKEN = [name for name in PRESENT if not refused(name)]
 
 
+def needs(family):
+    return pytest.mark.skipif(family not in TAKEN, reason=f"no {family} with a seam in this version")
+
+
 def test_every_one_is_taken():
     assert TAKEN == PRESENT and {"bert:masked", "esm:masked", "roberta:masked"} <= {*PRESENT}
 
@@ -134,9 +138,8 @@ def test_mean_pooled_embeddings_are_those_of_documents_alone(family):
         assert torch.equal(by_tuple[1], output.pooler_output)
 
 
+@needs("roberta:masked")
 def test_roberta_counts_from_behind_its_padding_s_position():
-    if "roberta:masked" not in TAKEN:
-        pytest.skip("no seam in this version")
     docs = documents(*LENGTHS)
     changes = {"pad_token_id": 1}
     reference, model = (tiny_models.build("roberta:masked", name, **changes) for name in ("eager", "sdpa"))
@@ -154,19 +157,17 @@ def test_roberta_counts_from_behind_its_padding_s_position():
     assert fa2patch.apply(tiny_models.build("bert:masked")).facts.first_position == 0
 
 
+@needs("modernbert:masked")
 @pytest.mark.parametrize("implementation", ["eager", "sdpa"])
 def test_modernbert_s_local_layers_see_their_window_to_both_sides(implementation):
-    if "modernbert:masked" not in TAKEN:
-        pytest.skip("not in this version")
     docs = documents(40, 1, 33, 3)
     model = tiny_models.build("modernbert:masked", implementation)  # it has local_attention=6
     with fa2patch.apply(model):
         assert_close(model(**pack(docs)).logits[0], alone(tiny_models.build("modernbert:masked"), docs), "logits")
 
 
+@needs("esm:masked")
 def test_esm_scales_each_document_by_its_own_masked_tokens():
-    if "esm:masked" not in TAKEN:
-        pytest.skip("no seam in this version")
     docs = documents(6, 8, 5)
     model = tiny_models.build("esm:masked")
     with fa2patch.apply(model):
@@ -191,11 +192,6 @@ def test_heads_that_read_one_vector_per_row_are_refused(name):
         fa2patch.apply(small(getattr(transformers, f"Bert{name}")))
 
 
-def test_sequence_classification_is_refused():
-    with pytest.raises(errors.UnsupportedModel, match="pools one vector per row"):
-        fa2patch.apply(small(transformers.BertForSequenceClassification))
-
-
 class NoPlaceForIds(transformers.BertModel):
     """Like DistilBERT up to 4.57, it counts positions along the row and has no argument to change that."""
 
@@ -203,9 +199,8 @@ class NoPlaceForIds(transformers.BertModel):
         return super().forward(input_ids=input_ids, attention_mask=attention_mask)
 
 
+@needs("bert:masked")
 def test_positions_that_cannot_restart_are_refused():
-    if "bert:masked" not in TAKEN:
-        pytest.skip("no seam in this version")
     model = small(NoPlaceForIds, max_position_embeddings=32) if hasattr(NoPlaceForIds, "config_class") else None
     before = dict(vars(NoPlaceForIds))
     with pytest.raises(errors.UnsupportedModel, match=r"reads no position_ids.*embeddings\.position_embeddings"):

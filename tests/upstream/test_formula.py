@@ -161,29 +161,46 @@ def test_weights_are_dropped_in_training_only():
     assert torch.equal(forward(layer, states, packed()), forward(layer, states, packed()))
 
 
-def test_what_packed_attention_cannot_say_is_an_error():
-    states = torch.randn(1, sum(LENGTHS), 16)
-    with pytest.raises(errors.PackingNotIsolated, match="multiplied by something other than a number"):
-        formula.by_formula(Attention.forward)(Attention(), states, packed(), torch.ones(1, 2, 1, 1))
-    with pytest.raises(errors.PackingNotIsolated, match="added to something other than the mask"):
-        formula.by_formula(BiasedAttention.forward)(BiasedAttention(), states, packed(), torch.ones(1))
+def scores_of():
+    return product(torch.ones(1, 2, 3, 4), torch.ones(1, 2, 4, 3))
 
 
-def test_a_softmax_along_something_else_and_a_real_bias_in_where_are_errors():
-    scores = product(torch.ones(1, 2, 3, 4), torch.ones(1, 2, 4, 3))
-    with pytest.raises(errors.PackingNotIsolated, match="along something other than the keys"):
-        torch.nn.functional.softmax(scores, dim=1)
-    with pytest.raises(errors.PackingNotIsolated, match="handed to torch's where"):
-        torch.where(torch.ones(3, 3, dtype=torch.bool), scores, torch.ones(3, 3))
+def scores_and_mask():
+    return scores_of(), formula.FormulaMask.of(packed(), None, True, None)
+
+
+def by_a_head_mask():
+    formula.by_formula(Attention.forward)(Attention(), torch.randn(1, 18, 16), packed(), torch.ones(1, 2, 1, 1))
+
+
+def by_a_bias():
+    formula.by_formula(BiasedAttention.forward)(BiasedAttention(), torch.randn(1, 18, 16), packed(), torch.ones(1))
+
+
+def a_softcap_of_masked_scores():
+    scores, mask = scores_and_mask()
+    torch.tanh(scores + mask)
+
+
+UNSAYABLE = [
+    ("multiplied by something other than a number", by_a_head_mask),
+    ("multiplied by something other than a number", lambda: capped(lambda scores: scores) / torch.tensor(0.2)),
+    ("multiplied by something other than a number", lambda: capped(lambda scores: scores * 2.0) / torch.tensor(0.2)),
+    ("added to something other than the mask", by_a_bias),
+    ("along something other than the keys", lambda: torch.nn.functional.softmax(scores_of(), dim=1)),
+    ("handed to torch's where", lambda: torch.where(SEES, scores_of(), torch.ones(3, 3))),
+    ("handed to torch's tanh", a_softcap_of_masked_scores),
+]
+
+
+@pytest.mark.parametrize(("message", "compute"), UNSAYABLE)
+def test_what_packed_attention_cannot_say_is_an_error(message, compute):
+    with pytest.raises(errors.PackingNotIsolated, match=message):
+        compute()
 
 
 LEAST = torch.tensor(torch.finfo(torch.float32).min)
 SEES = torch.ones(3, 3, dtype=torch.bool)
-
-
-def scores_and_mask():
-    scores = product(torch.ones(1, 2, 3, 4), torch.ones(1, 2, 4, 3))
-    return scores, formula.FormulaMask.of(packed(), None, True, None)
 
 
 @pytest.mark.parametrize(
@@ -222,25 +239,12 @@ def test_scores_that_are_hidden_by_something_else_or_get_a_value_are_an_error(ch
 
 
 def capped(of_scores):
-    scores = product(torch.ones(1, 2, 3, 4), torch.ones(1, 2, 4, 3))
-    return of_scores(torch.tanh(scores * 0.3))
+    return of_scores(torch.tanh(scores_of() * 0.3))
 
 
 def test_a_factor_after_the_softcap_is_one_of_the_cap_too():
     scores = capped(lambda scores: scores * 2.0 * 0.5)
     assert (scores.softcap, scores.scale) == (1.0, pytest.approx(0.3))
-
-
-@pytest.mark.parametrize("divisor", [lambda scores: scores, lambda scores: scores * 2.0])
-def test_capped_scores_divided_by_a_tensor_are_an_error(divisor):
-    with pytest.raises(errors.PackingNotIsolated, match="multiplied by something other than a number"):
-        capped(divisor) / torch.tensor(0.2)
-
-
-def test_a_softcap_of_masked_scores_is_an_error():
-    scores, mask = scores_and_mask()
-    with pytest.raises(errors.PackingNotIsolated, match="handed to torch's tanh"):
-        torch.tanh(scores + mask)
 
 
 def test_another_thread_never_sees_a_formula_without_its_stand_ins():
@@ -340,12 +344,6 @@ def test_deberta_with_a_convolution_keeps_documents_apart():
     with fa2patch.apply(model):
         assert_close(model(**pack(docs)).logits[0], expected, "logits")
         fa2patch.verify(model)
-
-
-def test_a_causal_model_whose_layers_do_not_say_so_is_refused():
-    config = transformers.BloomConfig(vocab_size=97, hidden_size=16, n_layer=1, n_head=2)
-    with pytest.raises(errors.LayerNotPatchable, match="does not say whether tokens see them"):
-        fa2patch.apply(transformers.BloomForCausalLM(config))
 
 
 def test_albert_s_pooler_is_applied_to_each_document():

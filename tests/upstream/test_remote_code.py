@@ -12,12 +12,13 @@ from pathlib import Path
 import pytest
 import torch
 import transformers
+from packed_rows import assert_equals_alone, assert_nothing_crosses, leaks, logits
 from transformers import AutoModelForCausalLM, dynamic_module_utils
 
 import fa2patch
 from compat_matrix import tiny_models
-from compat_matrix.check.compare import assert_close, assert_same_gradients
-from compat_matrix.check.rows import alone, documents, gradients, loss_of, pack
+from compat_matrix.check.compare import assert_close
+from compat_matrix.check.rows import alone, documents, pack
 from fa2patch import errors
 
 STYLES = {"fused_qkv": "formula", "latent": "formula", "sinks": "interface"}
@@ -90,14 +91,6 @@ def docs():
     return documents(*LENGTHS)
 
 
-def logits(model, docs):
-    return model(**pack(docs)).logits[0]
-
-
-def leaks(model, docs, expected):
-    return (logits(model, docs) - expected).abs().max() > 1e-2 * expected.abs().max()
-
-
 def namespaces(model):
     """Return all attributes that a patch could touch. Their values are kept alive, so that identities stay valid."""
     classes = {cls for module in model.modules() for cls in type(module).__mro__ if "transformers_modules" in str(cls)}
@@ -121,37 +114,15 @@ def test_it_is_patched_without_a_row(style, load):
 @pytest.mark.parametrize("style, options", [*((style, {}) for style in STYLES), FLASH], ids=str)
 def test_packed_equals_alone(style, options, load, docs):
     model, reference = load(style, **options), load(style)
-    expected = alone(reference, docs)
-    loss_of(expected, docs).backward()
-    assert leaks(reference, docs, expected)
+    assert leaks(reference, docs, alone(reference, docs))
     fa2patch.apply(model)
-    found = logits(model, docs)
-    assert_close(found, expected, "logits")
-    loss_of(found, docs).backward()
-    assert_same_gradients(gradients(model), gradients(reference))
+    assert_equals_alone(model, reference, docs)
 
 
 @every_style
-def test_another_first_document_leaves_the_others(style, load, docs):
+def test_nothing_crosses(style, load, docs):
     fa2patch.apply(model := load(style))
-    before, after = logits(model, docs), logits(model, [documents(LENGTHS[0], seed=7)[0], *docs[1:]])
-    assert not torch.equal(before[: LENGTHS[0]], after[: LENGTHS[0]])
-    before, after = before[LENGTHS[0] :], after[LENGTHS[0] :]
-    if style == MIXTURE:  # its experts get another number of tokens at a time, so rounding differs
-        assert_close(after, before, "the other documents' logits")
-    else:
-        assert torch.equal(after, before)
-
-
-@every_style
-def test_no_gradient_reaches_another_document(style, load, docs):
-    fa2patch.apply(model := load(style))
-    batch = pack(docs)
-    embeddings = model.get_input_embeddings()(batch.pop("input_ids")).detach().requires_grad_()
-    for number, output in enumerate(model(inputs_embeds=embeddings, **batch).logits[0].split(LENGTHS)):
-        (gradient,) = torch.autograd.grad(output.square().sum(), embeddings, retain_graph=True)
-        reached = [bool(piece.any()) for piece in gradient[0].split(LENGTHS)]
-        assert reached == [other == number for other in range(len(LENGTHS))]
+    assert_nothing_crosses(model, docs, exactly=style != MIXTURE)
 
 
 @every_style

@@ -9,6 +9,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from fake_models import modeling_function, modeling_interface, modeling_method
+from packed_rows import assert_equals_alone, assert_nothing_crosses, leaks, logits
 
 import fa2patch
 from compat_matrix.check.compare import assert_close, assert_same_gradients
@@ -142,10 +143,6 @@ class Found:
         return True
 
 
-def logits(model, docs):
-    return model(**pack(docs)).logits[0]
-
-
 def outcome(model, batch):
     """Return the logits, or the error's class."""
     try:
@@ -194,13 +191,8 @@ def test_the_seam_is_found_whatever_the_model_was_made_with(seam, implementation
 @every_implementation
 def test_packed_equals_alone(seam, changes, implementation, docs):
     model, reference = build(seam, implementation, **changes), build(seam, **changes)
-    expected = alone(reference, docs)
-    loss_of(expected, docs).backward()
     fa2patch.apply(model)
-    found = logits(model, docs)
-    assert_close(found, expected, "logits")
-    loss_of(found, docs).backward()
-    assert_same_gradients(gradients(model), gradients(reference))
+    assert_equals_alone(model, reference, docs)
 
 
 @every_seam
@@ -213,31 +205,14 @@ def test_packed_equals_alone_where_flash_attn_is_installed(seam, implementation,
 @every_feature
 def test_the_eager_model_itself_would_leak(seam, changes, docs):
     model = build(seam, **changes)
-    expected = alone(model, docs)
-    assert (logits(model, docs) - expected).abs().max() > 1e-2 * expected.abs().max()
+    assert leaks(model, docs, alone(model, docs))
 
 
 @every_feature
 @every_implementation
-def test_another_first_document_leaves_the_others_bit_for_bit(seam, changes, implementation, docs):
+def test_nothing_crosses(seam, changes, implementation, docs):
     fa2patch.apply(model := build(seam, implementation, **changes))
-    changed = [documents(LENGTHS[0], seed=7)[0], *docs[1:]]
-    before, after = logits(model, docs), logits(model, changed)
-    assert torch.equal(before[LENGTHS[0] :], after[LENGTHS[0] :])
-    assert not torch.equal(before[: LENGTHS[0]], after[: LENGTHS[0]])
-
-
-@every_feature
-@every_implementation
-def test_no_gradient_reaches_another_document(seam, changes, implementation, docs):
-    fa2patch.apply(model := build(seam, implementation, **changes))
-    batch = pack(docs)
-    embeddings = model.model.embed_tokens(batch.pop("input_ids")).detach().requires_grad_()
-    outputs = model(inputs_embeds=embeddings, **batch).logits[0].split(LENGTHS)
-    for number, output in enumerate(outputs):
-        (gradient,) = torch.autograd.grad(output.square().sum(), embeddings, retain_graph=True)
-        reached = [bool(piece.any()) for piece in gradient[0].split(LENGTHS)]
-        assert reached == [other == number for other in range(len(LENGTHS))]
+    assert_nothing_crosses(model, docs, table=model.model.embed_tokens)
 
 
 ABSENT = object()
@@ -445,23 +420,15 @@ def put_back(patch, kind):
         setattr(owner, attribute, used.replacement)
 
 
-@pytest.mark.parametrize(
-    "seam, implementation, kind",
-    [
-        ("interface", "sdpa", "registry"),
-        ("interface", "flash_attention_2", "registry"),
-        ("interface", "eager", "eager"),
-        ("interface", "eager", "mask"),
-        ("function", "eager", "layer"),
-        ("function", "sdpa", "layer"),
-        ("function", "flash_attention_2", "layer"),
-        ("function", "sdpa", "mask"),
-        ("method", "eager", "layer"),
-        ("method", "sdpa", "layer"),
-        ("method", "flash_attention_2", "layer"),
-        ("method", "sdpa", "mask"),
-    ],
-)
+LOUD = [
+    *(("interface", made, "registry") for made in ("sdpa", "flash_attention_2")),
+    *(("interface", "eager", kind) for kind in ("eager", "mask")),
+    *((seam, made, "layer") for seam in ("function", "method") for made in IMPLEMENTATIONS),
+    *((seam, "sdpa", "mask") for seam in ("function", "method")),
+]
+
+
+@pytest.mark.parametrize("seam, implementation, kind", LOUD)
 def test_a_stock_function_that_is_handed_a_packed_mask_fails_loudly(seam, implementation, kind, docs, flash_attn):
     patch = fa2patch.apply(model := build(seam, implementation))
     with put_back(patch, kind), pytest.raises((TypeError, errors.PackingNotIsolated)):

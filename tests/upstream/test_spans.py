@@ -37,23 +37,31 @@ def assert_same(found, expected):
         assert error < TOLERANCE, name
 
 
+def documents_alone(model, docs, **call):
+    return cases.with_gradients(model, [cases.alone(model, doc, **call) for doc in docs])
+
+
+def assert_row(model, row, expected):
+    assert_same(cases.with_gradients(model, [model(**row, use_cache=False).logits[0]]), expected)
+
+
 @pytest.mark.parametrize("labels", [True, False], ids=["labels", "no labels"])
 @pytest.mark.parametrize("family", FAMILIES)
 def test_each_document_of_a_packed_row_equals_itself_alone(family, labels):
     """Up to 4.57, PaliGemma's suffix is causal only with labels."""
     model, docs = cases.build(family), cases.documents(family)
     without = {} if labels else {"labels": None}
-    expected = cases.with_gradients(model, [cases.alone(model, doc, **without) for doc in docs])
+    expected = documents_alone(model, docs, **without)
     with fa2patch.apply(model):
         row = {**cases.packed(docs), **without}
-        assert_same(cases.with_gradients(model, [model(**row, use_cache=False).logits[0]]), expected)
+        assert_row(model, row, expected)
 
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_padding_and_several_rows(family):
     model, docs = cases.build(family), cases.documents(family)
     rows = [cases.packed(docs[:2]), cases.packed(docs[2:])]
-    expected = cases.with_gradients(model, [cases.alone(model, doc) for doc in docs])
+    expected = documents_alone(model, docs)
     length = max(row["input_ids"].shape[1] for row in rows) + 3
     sizes = [row["input_ids"].shape[1] for row in rows]
     fill = {"input_ids": 0, "token_type_ids": 0, "labels": -100, "position_ids": 0, "attention_mask": 0}
@@ -122,9 +130,9 @@ def test_documents_longer_than_the_window(family):
         pytest.skip("it has no window")
     model = cases.build(family, sliding_window=7)
     docs = [cases.document(family, "picture", 3, 20, seed=1), cases.document(family, "picture", 1, 18, seed=2)]
-    expected = cases.with_gradients(model, [cases.alone(model, doc) for doc in docs])
+    expected = documents_alone(model, docs)
     with fa2patch.apply(model):
-        assert_same(cases.with_gradients(model, [model(**cases.packed(docs), use_cache=False).logits[0]]), expected)
+        assert_row(model, cases.packed(docs), expected)
 
 
 @pytest.mark.skipif(not hasattr(transformers, "Gemma4Config"), reason=transformers.__version__)
@@ -135,11 +143,11 @@ def test_gemma_4_sees_pictures_both_ways_in_the_layers_in_which_its_version_does
     docs = [
         {"input_ids": torch.arange(9, 9 + len(one))[None], "mm_token_type_ids": torch.tensor([one])} for one in kinds
     ]
-    expected = cases.with_gradients(model, [cases.alone(model, doc) for doc in docs])
+    expected = documents_alone(model, docs)
     row = {name: torch.cat([doc[name] for doc in docs], 1) for name in docs[0]}
     row["position_ids"] = torch.cat([torch.arange(len(one)) for one in kinds])[None]
     with fa2patch.apply(model):
-        assert_same(cases.with_gradients(model, [model(**row, use_cache=False).logits[0]]), expected)
+        assert_row(model, row, expected)
 
 
 @only_gemma3
@@ -225,10 +233,11 @@ def test_rows_that_are_split_over_processes_are_refused_if_they_have_spans():
         masks.with_spans(mask, Blocks(torch.zeros(1, 4, dtype=torch.long), None))
 
 
-def test_a_function_that_says_something_unknown_is_refused():
-    def create_causal_mask(config, attention_mask, or_mask_function=None):
-        raise AssertionError("it is not called")
+def create_causal_mask(config, attention_mask, or_mask_function=None):
+    raise AssertionError("it is not called")
 
+
+def test_a_function_that_says_something_unknown_is_refused():
     made, mask = masks.let_through(create_causal_mask), mask_of(3, 5)
     assert made(None, mask) is mask
     with pytest.raises(errors.PackingNotIsolated, match="create_causal_mask was called with or_mask_function"):
@@ -254,9 +263,6 @@ def test_the_blocks_of_a_closure_are_known_by_each_name_that_it_gave_them(held):
     scope = {}
     exec(f"def overlay({held}):\n    return lambda q, k: {held}[q] == {held}[k]", scope)
 
-    def create_causal_mask(config, attention_mask, or_mask_function=None):
-        raise AssertionError("it is not called")
-
     found = masks.let_through(create_causal_mask)(None, mask_of(3, 5), or_mask_function=scope["overlay"](numbers))
     assert found.boundaries.until.tolist() == [0, 2, 2, 3, 4, 7, 7, 7]
 
@@ -266,9 +272,6 @@ def test_pictures_that_see_each_other_by_their_distance_are_one_to_a_document():
 
     def overlay(token_type_ids, tokens_per_image):
         return lambda q, k: token_type_ids[q] == token_type_ids[k] and abs(q - k) <= tokens_per_image
-
-    def create_causal_mask(config, attention_mask, or_mask_function=None):
-        raise AssertionError("it is not called")
 
     made, mask = masks.let_through(create_causal_mask), mask_of(3, 5)
     found = made(None, mask, or_mask_function=overlay(torch.tensor([[0, 1, 1, 0, 0, 1, 1, 1]]), 3))
@@ -281,11 +284,7 @@ def test_a_function_that_has_its_masks_made_by_others_is_called():
     """Gemma 4's in 5.5 to 5.8: its masks of sliding layers hold the pictures, those of full layers do not."""
     numbers, mask = torch.tensor([[-1, 0, 0, -1, -1, 1, 1, 1]]), mask_of(3, 5)
 
-    def create_causal_mask(config, attention_mask, or_mask_function=None):
-        raise AssertionError("it is not called")
-
-    create_causal_mask = masks.let_through(create_causal_mask)
-    scope = {"create_causal_mask": create_causal_mask, "__name__": "modeling_gemma4"}
+    scope = {"create_causal_mask": masks.let_through(create_causal_mask), "__name__": "modeling_gemma4"}
     exec(MAPPING, scope)
     full, sliding = masks.let_through(scope["create_causal_mask_mapping"])(None, mask, numbers)
     assert full is mask and sliding.boundaries.until.tolist() == [0, 2, 2, 3, 4, 7, 7, 7]

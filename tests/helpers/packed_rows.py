@@ -1,0 +1,50 @@
+"""What every test of a packed row asks: it equals its documents alone, and nothing crosses from one into another."""
+
+import torch
+
+from compat_matrix.check.compare import assert_close, assert_same_gradients
+from compat_matrix.check.rows import alone, gradients, loss_of, pack
+
+
+def logits(model, docs):
+    return model(**pack(docs)).logits[0]
+
+
+def leaks(model, docs, expected):
+    """Whether a packed row is far from its documents alone, as it is without a patch."""
+    return (logits(model, docs) - expected).abs().max() > 1e-2 * expected.abs().max()
+
+
+def assert_equals_alone(model, reference, docs, *tolerances):
+    """Compare the logits of a packed row, and the gradients of its loss, with those of the documents alone."""
+    expected = alone(reference, docs)
+    loss_of(expected, docs).backward()
+    right = gradients(reference)
+    found = logits(model, docs)
+    assert_close(found, expected, "logits")
+    loss_of(found, docs).backward()
+    assert_same_gradients(gradients(model), right, *tolerances)
+
+
+def assert_nothing_crosses(model, docs, batch_of=pack, table=None, exactly=True):
+    """Require that other tokens in one document change no bit of another, and that its gradient stays in it.
+
+    Args:
+        table: the embedding, if the model does not tell it.
+        exactly: whether not even a bit changes. Experts get another number of tokens at a time, and round otherwise.
+    """
+    lengths = [len(doc) for doc in docs]
+    before = model(**batch_of(docs)).logits[0].split(lengths)
+    for at, doc in enumerate(docs):
+        changed = [*docs[:at], 3 + (doc + 4) % 94, *docs[at + 1 :]]
+        for number, (old, new) in enumerate(zip(before, model(**batch_of(changed)).logits[0].split(lengths))):
+            if exactly or number == at:
+                assert torch.equal(old, new) == (number != at), f"document {number} by another document {at}"
+            else:
+                assert_close(new, old, f"document {number} by another document {at}")
+    batch = dict(batch_of(docs))
+    embeddings = (table or model.get_input_embeddings())(batch.pop("input_ids")).detach().requires_grad_()
+    for number, output in enumerate(model(inputs_embeds=embeddings, **batch).logits[0].split(lengths)):
+        (gradient,) = torch.autograd.grad(output.square().sum(), embeddings, retain_graph=True)
+        reached = [piece.any(-1).unique().tolist() for piece in gradient[0].split(lengths)]
+        assert reached == [[other == number] for other in range(len(docs))], f"the gradient of document {number}"

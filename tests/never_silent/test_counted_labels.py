@@ -40,11 +40,7 @@ STARTS = [0, *torch.tensor([len(doc) for doc in DOCS]).cumsum(0).tolist()[:-1]]
 
 def pairs(number: int) -> list[Batch]:
     return [
-        {
-            "prompt_input_ids": [5 + n, 6, 7],
-            "chosen_input_ids": [8, 9 + n],
-            "rejected_input_ids": [10 + n, 11, 12],
-        }
+        {"prompt_input_ids": [5 + n, 6, 7], "chosen_input_ids": [8, 9 + n], "rejected_input_ids": [10 + n, 11, 12]}
         for n in range(number)
     ]
 

@@ -275,10 +275,7 @@ FACTORIES = {
     "base_model": (forward.entered, modeling_method.FakeMethodModel.forward),
     "mask": (masks.let_through, modeling_interface.create_causal_mask),
     "eager": (interface.routed, modeling_interface.eager_attention_forward),
-    "layer": (
-        formula.ByFormula(modeling_function.FakeSdpaAttention),
-        modeling_function.FakeSdpaAttention.forward,
-    ),
+    "layer": (formula.ByFormula(modeling_function.FakeSdpaAttention), modeling_function.FakeSdpaAttention.forward),
     "rotary": (positions.rotated_by_document, modeling_method.FakeRotary.forward),
 }
 

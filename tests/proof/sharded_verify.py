@@ -12,10 +12,7 @@ from fa2patch.cli.diagnosis import tiny_llama
 
 
 def rows(documents):
-    return {
-        "input_ids": torch.arange(12)[None],
-        "position_ids": torch.arange(12 // documents).repeat(documents)[None],
-    }
+    return {"input_ids": torch.arange(12)[None], "position_ids": torch.arange(12 // documents).repeat(documents)[None]}
 
 
 def train(model):

@@ -30,11 +30,7 @@ KINDS = {
     "function": ("base_model", "causal_lm", "mask", "layer"),
     "method": ("base_model", "causal_lm", "mask", "layer"),
 }
-MAKERS = {
-    "mask": masks.let_through,
-    "registry": interface.Overlay,
-    "eager": interface.routed,
-}
+MAKERS = {"mask": masks.let_through, "registry": interface.Overlay, "eager": interface.routed}
 
 
 def site_of(plan, kind):

@@ -108,6 +108,3 @@ class CoreAttentionForCausalLM(CoreAttentionPreTrainedModel):
     def forward(self, input_ids=None, position_ids=None, attention_mask=None, inputs_embeds=None, **kwargs):
         output = self.transformer(input_ids, position_ids, attention_mask, inputs_embeds=inputs_embeds)
         return CausalLMOutputWithPast(logits=self.transformer.output_layer(output[0]))
-
-    def prepare_inputs_for_generation(self, input_ids, attention_mask=None, **kwargs):
-        return {"input_ids": input_ids, "attention_mask": attention_mask}

@@ -88,18 +88,18 @@ class FusedQkvAttention(nn.Module):
         cos, sin = self.rotary_emb(value_states, seq_len=key_states.shape[-2])
         return (*apply_rotary_pos_emb(query_states, key_states, cos, sin, position_ids), value_states)
 
-    def forward(self, hidden_states, attention_mask=None, position_ids=None, output_attentions=False, **kwargs):
+    def forward(self, hidden_states, attention_mask=None, position_ids=None, **kwargs):
         query_states, key_states, value_states = self._heads(hidden_states, position_ids)
         key_states = key_states.repeat_interleave(self.num_key_value_groups, dim=1)
         value_states = value_states.repeat_interleave(self.num_key_value_groups, dim=1)
         attn_weights = query_states @ key_states.transpose(2, 3) * self.head_dim**-0.5 + attention_mask
         attn_weights = attn_weights.softmax(dim=-1, dtype=torch.float32).to(query_states.dtype)
         attn_output = self.wo((attn_weights @ value_states).transpose(1, 2).flatten(2))
-        return attn_output, attn_weights if output_attentions else None
+        return attn_output, None
 
 
 class FusedQkvFlashAttention2(FusedQkvAttention):
-    def forward(self, hidden_states, attention_mask=None, position_ids=None, output_attentions=False, **kwargs):
+    def forward(self, hidden_states, attention_mask=None, position_ids=None, **kwargs):
         bsz, q_len, _ = hidden_states.size()
         states = self._heads(hidden_states, position_ids)
         query_states, key_states, value_states = (x.transpose(1, 2) for x in states)
@@ -146,13 +146,9 @@ class FusedQkvDecoderLayer(nn.Module):
         self.attention_norm = FusedQkvRMSNorm(config.hidden_size, config.rms_norm_eps)
         self.ffn_norm = FusedQkvRMSNorm(config.hidden_size, config.rms_norm_eps)
 
-    def forward(self, hidden_states, attention_mask=None, position_ids=None, output_attentions=False):
-        attended, _ = self.attention(
-            hidden_states=self.attention_norm(hidden_states),
-            attention_mask=attention_mask,
-            position_ids=position_ids,
-            output_attentions=output_attentions,
-        )
+    def forward(self, hidden_states, attention_mask=None, position_ids=None):
+        states = self.attention_norm(hidden_states)
+        attended, _ = self.attention(states, attention_mask=attention_mask, position_ids=position_ids)
         hidden_states = hidden_states + attended
         return hidden_states + self.feed_forward(self.ffn_norm(hidden_states))
 
@@ -180,9 +176,6 @@ class FusedQkvModel(FusedQkvPreTrainedModel):
     def get_input_embeddings(self):
         return self.tok_embeddings
 
-    def set_input_embeddings(self, value):
-        self.tok_embeddings = value
-
     def _prepare_decoder_attention_mask(self, attention_mask, input_shape, inputs_embeds):
         positions = torch.arange(input_shape[1], device=inputs_embeds.device)
         distance = positions[:, None] - positions
@@ -191,18 +184,7 @@ class FusedQkvModel(FusedQkvPreTrainedModel):
         mask = torch.zeros(visible.shape, dtype=inputs_embeds.dtype).masked_fill(~visible, least)
         return mask - 0.5 * distance if self.config.alibi else mask
 
-    def forward(
-        self,
-        input_ids=None,
-        attention_mask=None,
-        position_ids=None,
-        past_key_values=None,
-        inputs_embeds=None,
-        use_cache=None,
-        output_attentions=None,
-        output_hidden_states=None,
-        return_dict=None,
-    ):
+    def forward(self, input_ids=None, attention_mask=None, position_ids=None, past_key_values=None, inputs_embeds=None):
         inputs_embeds = self.tok_embeddings(input_ids) if inputs_embeds is None else inputs_embeds
         batch_size, seq_length = inputs_embeds.shape[:2]
         if position_ids is None:
@@ -216,7 +198,7 @@ class FusedQkvModel(FusedQkvPreTrainedModel):
             attention_mask = self._prepare_decoder_attention_mask(attention_mask, shape, inputs_embeds)
         hidden_states = inputs_embeds
         for decoder_layer in self.layers:
-            hidden_states = decoder_layer(hidden_states, attention_mask, position_ids, output_attentions)
+            hidden_states = decoder_layer(hidden_states, attention_mask, position_ids)
         return BaseModelOutputWithPast(last_hidden_state=self.norm(hidden_states))
 
 
@@ -232,15 +214,6 @@ class FusedQkvForCausalLM(FusedQkvPreTrainedModel):
     def get_input_embeddings(self):
         return self.model.tok_embeddings
 
-    def set_input_embeddings(self, value):
-        self.model.tok_embeddings = value
-
-    def get_output_embeddings(self):
-        return self.output
-
-    def set_output_embeddings(self, new_embeddings):
-        self.output = new_embeddings
-
     def forward(
         self,
         input_ids=None,
@@ -249,27 +222,10 @@ class FusedQkvForCausalLM(FusedQkvPreTrainedModel):
         past_key_values=None,
         inputs_embeds=None,
         labels=None,
-        use_cache=None,
-        output_attentions=None,
-        output_hidden_states=None,
-        return_dict=None,
     ):
-        outputs = self.model(
-            input_ids=input_ids,
-            attention_mask=attention_mask,
-            position_ids=position_ids,
-            past_key_values=past_key_values,
-            inputs_embeds=inputs_embeds,
-            use_cache=use_cache,
-            output_attentions=output_attentions,
-            output_hidden_states=output_hidden_states,
-            return_dict=return_dict,
-        )
+        outputs = self.model(input_ids, attention_mask, position_ids, inputs_embeds=inputs_embeds)
         logits = self.output(outputs[0]).float()
         loss = None
         if labels is not None:
             loss = F.cross_entropy(logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten())
         return CausalLMOutputWithPast(loss=loss, logits=logits)
-
-    def prepare_inputs_for_generation(self, input_ids, attention_mask=None, **kwargs):
-        return {"input_ids": input_ids, "attention_mask": attention_mask}

@@ -82,21 +82,12 @@ class LatentAttention(nn.Module):
         k_pe = apply_rotary_pos_emb(k_pe.unsqueeze(1), cos, sin, position_ids).expand(-1, self.num_heads, -1, -1)
         return torch.cat([q_nope, q_pe], dim=-1), torch.cat([k_nope, k_pe], dim=-1), value_states
 
-    def forward(
-        self,
-        hidden_states,
-        attention_mask=None,
-        position_ids=None,
-        past_key_value=None,
-        output_attentions=False,
-        use_cache=False,
-        **kwargs,
-    ):
+    def forward(self, hidden_states, attention_mask=None, position_ids=None, past_key_value=None, **kwargs):
         query_states, key_states, value_states = self._heads(hidden_states, position_ids)
         attn_weights = query_states @ key_states.transpose(2, 3) * self.softmax_scale + attention_mask
         attn_weights = attn_weights.softmax(dim=-1, dtype=torch.float32).to(query_states.dtype)
         attn_output = self.o_proj((attn_weights @ value_states).transpose(1, 2).flatten(2))
-        return attn_output, attn_weights if output_attentions else None, past_key_value
+        return attn_output, None, past_key_value
 
 
 class LatentFlashAttention2(LatentAttention):
@@ -104,33 +95,16 @@ class LatentFlashAttention2(LatentAttention):
         super().__init__(*args, **kwargs)
         self._flash_attn_uses_top_left_mask = False
 
-    def forward(
-        self,
-        hidden_states,
-        attention_mask=None,
-        position_ids=None,
-        past_key_value=None,
-        output_attentions=False,
-        use_cache=False,
-        **kwargs,
-    ):
+    def forward(self, hidden_states, attention_mask=None, position_ids=None, past_key_value=None, **kwargs):
         bsz, q_len, _ = hidden_states.size()
         query_states, key_states, value_states = self._heads(hidden_states, position_ids)
         if self.q_head_dim != self.v_head_dim:
             value_states = F.pad(value_states, [0, self.q_head_dim - self.v_head_dim])
-        attn_output = _flash_attention_forward(
-            query_states.transpose(1, 2),
-            key_states.transpose(1, 2),
-            value_states.transpose(1, 2),
-            attention_mask,
-            q_len,
-            position_ids=position_ids,
-            dropout=0.0,
-            softmax_scale=self.softmax_scale,
-            sliding_window=getattr(self, "sliding_window", None),
-            use_top_left_mask=self._flash_attn_uses_top_left_mask,
-            is_causal=self.is_causal,
-        )
+        options = {"position_ids": position_ids, "dropout": 0.0, "softmax_scale": self.softmax_scale}
+        options.update(use_top_left_mask=self._flash_attn_uses_top_left_mask, is_causal=self.is_causal)
+        heads = (x.transpose(1, 2) for x in (query_states, key_states, value_states))
+        window = getattr(self, "sliding_window", None)
+        attn_output = _flash_attention_forward(*heads, attention_mask, q_len, sliding_window=window, **options)
         if self.q_head_dim != self.v_head_dim:
             attn_output = attn_output[:, :, :, : self.v_head_dim]
         return self.o_proj(attn_output.reshape(bsz, q_len, -1).contiguous()), None, past_key_value
@@ -191,9 +165,6 @@ class LatentModel(LatentPreTrainedModel):
     def get_input_embeddings(self):
         return self.embed_tokens
 
-    def set_input_embeddings(self, value):
-        self.embed_tokens = value
-
     def _update_causal_mask(self, attention_mask, inputs_embeds):
         if self._use_flash_attention_2:
             return attention_mask if (attention_mask is not None and 0 in attention_mask) else None
@@ -204,18 +175,7 @@ class LatentModel(LatentPreTrainedModel):
         mask = torch.zeros(visible.shape, dtype=inputs_embeds.dtype, device=inputs_embeds.device)
         return mask.masked_fill(~visible, torch.finfo(mask.dtype).min)
 
-    def forward(
-        self,
-        input_ids=None,
-        attention_mask=None,
-        position_ids=None,
-        past_key_values=None,
-        inputs_embeds=None,
-        use_cache=None,
-        output_attentions=None,
-        output_hidden_states=None,
-        return_dict=None,
-    ):
+    def forward(self, input_ids=None, attention_mask=None, position_ids=None, past_key_values=None, inputs_embeds=None):
         inputs_embeds = self.embed_tokens(input_ids) if inputs_embeds is None else inputs_embeds
         if position_ids is None:
             position_ids = torch.arange(inputs_embeds.shape[1], device=inputs_embeds.device).unsqueeze(0)
@@ -238,9 +198,6 @@ class LatentForCausalLM(LatentPreTrainedModel, GenerationMixin):
     def get_input_embeddings(self):
         return self.model.embed_tokens
 
-    def get_output_embeddings(self):
-        return self.lm_head
-
     def forward(
         self,
         input_ids=None,
@@ -249,27 +206,10 @@ class LatentForCausalLM(LatentPreTrainedModel, GenerationMixin):
         past_key_values=None,
         inputs_embeds=None,
         labels=None,
-        use_cache=None,
-        output_attentions=None,
-        output_hidden_states=None,
-        return_dict=None,
     ):
-        outputs = self.model(
-            input_ids=input_ids,
-            attention_mask=attention_mask,
-            position_ids=position_ids,
-            past_key_values=past_key_values,
-            inputs_embeds=inputs_embeds,
-            use_cache=use_cache,
-            output_attentions=output_attentions,
-            output_hidden_states=output_hidden_states,
-            return_dict=return_dict,
-        )
+        outputs = self.model(input_ids, attention_mask, position_ids, inputs_embeds=inputs_embeds)
         logits = self.lm_head(outputs[0]).float()
         loss = None
         if labels is not None:
             loss = F.cross_entropy(logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten())
         return CausalLMOutputWithPast(loss=loss, logits=logits)
-
-    def prepare_inputs_for_generation(self, input_ids, attention_mask=None, **kwargs):
-        return {"input_ids": input_ids, "attention_mask": attention_mask}

@@ -84,18 +84,9 @@ class SinksAttention(nn.Module):
         attention_interface = eager_attention_forward
         if self.config._attn_implementation != "eager":
             attention_interface = ALL_ATTENTION_FUNCTIONS[self.config._attn_implementation]
-        attn_output, attn_weights = attention_interface(
-            self,
-            query_states,
-            key_states,
-            value_states,
-            attention_mask,
-            scaling=self.scaling,
-            dropout=0.0,
-            sliding_window=self.sliding_window,
-            sinks=self.sinks,
-            **kwargs,
-        )
+        states = query_states, key_states, value_states, attention_mask
+        options = {"dropout": 0.0, "sliding_window": self.sliding_window, "sinks": self.sinks, **kwargs}
+        attn_output, attn_weights = attention_interface(self, *states, scaling=self.scaling, **options)
         return self.o_proj(attn_output.reshape(*hidden_states.shape[:-1], -1)), attn_weights
 
 
@@ -184,15 +175,7 @@ class SinksModel(SinksPreTrainedModel):
         return mask.masked_fill(~visible, torch.finfo(mask.dtype).min)
 
     def forward(
-        self,
-        input_ids=None,
-        attention_mask=None,
-        position_ids=None,
-        past_key_values=None,
-        inputs_embeds=None,
-        use_cache=None,
-        cache_position=None,
-        **kwargs,
+        self, input_ids=None, attention_mask=None, position_ids=None, inputs_embeds=None, use_cache=None, **kwargs
     ):
         if (input_ids is None) == (inputs_embeds is None):
             raise ValueError("You must specify exactly one of input_ids or inputs_embeds")
@@ -204,13 +187,9 @@ class SinksModel(SinksPreTrainedModel):
         position_embeddings = self.rotary_emb(inputs_embeds, position_ids)
         hidden_states = inputs_embeds
         for decoder_layer in self.layers:
-            hidden_states = decoder_layer(
-                hidden_states,
-                attention_mask=masks[decoder_layer.self_attn.sliding_window],
-                position_embeddings=position_embeddings,
-                position_ids=position_ids,
-                **kwargs,
-            )
+            mask = masks[decoder_layer.self_attn.sliding_window]
+            given = {"position_embeddings": position_embeddings, "position_ids": position_ids, **kwargs}
+            hidden_states = decoder_layer(hidden_states, attention_mask=mask, **given)
         return BaseModelOutputWithPast(last_hidden_state=self.norm(hidden_states))
 
 
@@ -226,19 +205,11 @@ class SinksForCausalLM(SinksPreTrainedModel, GenerationMixin):
     def get_input_embeddings(self):
         return self.model.embed_tokens
 
-    def get_output_embeddings(self):
-        return self.lm_head
-
     def forward(
         self, input_ids=None, attention_mask=None, position_ids=None, inputs_embeds=None, labels=None, **kwargs
     ):
-        outputs = self.model(
-            input_ids=input_ids,
-            attention_mask=attention_mask,
-            position_ids=position_ids,
-            inputs_embeds=inputs_embeds,
-            **kwargs,
-        )
+        given = {"position_ids": position_ids, "inputs_embeds": inputs_embeds, **kwargs}
+        outputs = self.model(input_ids, attention_mask, **given)
         logits = self.lm_head(outputs.last_hidden_state)
         loss = None
         if labels is not None:

@@ -2,17 +2,14 @@
 
 import pytest
 import torch
+from packed_rows import built
 
 import fa2patch
-from compat_matrix import tiny_models
 
 
 def on_the_interface_seam(family):
     """Return a patched model. It is eager if there is no sdpa, which makes no difference to packed rows."""
-    try:
-        model = tiny_models.build(family, "sdpa")
-    except ValueError:
-        model = tiny_models.build(family, "eager")
+    model = built(family)
     if {layer.seam for layer in fa2patch.apply(model).layers} != {"interface"}:
         pytest.skip(f"{family} is not on the interface seam of this Transformers")
     return model

@@ -1,9 +1,22 @@
 """What every test of a packed row asks: it equals its documents alone, and nothing crosses from one into another."""
 
+import pytest
 import torch
+import transformers
 
+from compat_matrix import tiny_models
 from compat_matrix.check.compare import assert_close, assert_same_gradients
 from compat_matrix.check.rows import alone, gradients, loss_of, pack
+
+
+def built(family, **changes):
+    """A tiny model, eager where there is no sdpa; the test is skipped where this Transformers does not have it."""
+    if not tiny_models.is_present(family):
+        pytest.skip(f"Transformers {transformers.__version__} has no {family} that can be patched")
+    try:
+        return tiny_models.build(family, "sdpa", **changes)
+    except ValueError:
+        return tiny_models.build(family, "eager", **changes)
 
 
 def logits(model, docs):

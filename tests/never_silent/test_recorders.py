@@ -8,7 +8,7 @@ from small_models import DOCS, alone, labels_of, llama, patched, told
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from compat_matrix.check.compare import assert_close
-from fa2patch.errors import Fa2PatchError
+from fa2patch.errors import Fa2PatchError, PackingNotIsolated
 
 SAYS = r"fa2patch\.revert\(model\)|torch\.compile"
 
@@ -118,22 +118,28 @@ def test_a_gradient_of_torch_func():
     refused(lambda: torch.func.grad(loss)(dict(model.named_parameters())))
 
 
+class Logits(torch.nn.Module):
+    def __init__(self, model):
+        super().__init__()
+        self.model = model
+
+    def forward(self, ids, positions):
+        return logits_of(self.model)(ids, positions)
+
+
+@pytest.mark.parametrize("docs", [DOCS, DOCS[2:3]], ids=["packed", "one document"])
+def test_a_trace(docs):
+    """A trace would treat every batch like the traced one. Traces of an unpatched model are not checked."""
+    with pytest.raises(PackingNotIsolated, match="trace"):
+        torch.jit.trace(Logits(patched()), batch(docs), check_trace=False)
+
+
 def test_export():
     """Strict or not, it is a graph that looks at every batch, or an error of ours."""
-    model = patched()
-
-    class Logits(torch.nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.model = model
-
-        def forward(self, ids, positions):
-            return logits_of(self.model)(ids, positions)
-
     other = batch([DOCS[2][:4], DOCS[0], DOCS[2]])
     with torch.no_grad():
         try:
-            exported = torch.export.export(Logits(), batch(), strict=False)
+            exported = torch.export.export(Logits(patched()), batch(), strict=False)
         except Fa2PatchError:
             return
         found = exported.module()(*other)[0]

@@ -210,24 +210,6 @@ def test_a_forward_that_is_no_function(where):
     assert "def forward" in message
 
 
-@pytest.mark.parametrize("ids", [[0, 1, 2, 3, 4, 5], [0, 1, 2, 0, 1, 2]], ids=["dense", "packed"])
-def test_a_trace_of_a_patched_model(ids):
-    """A trace would treat every batch like the traced one. Traces of an unpatched model are not checked."""
-    model = tiny_models.build("llama", use_cache=False)
-    tokens, ids = torch.randint(3, 97, (1, 6)), torch.tensor([ids])
-
-    class Logits(torch.nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.model = model
-
-        def forward(self, tokens, ids):
-            return self.model(tokens, position_ids=ids)[0]
-
-    with fa2patch.apply(model), pytest.raises(errors.PackingNotIsolated, match="trace"):
-        torch.jit.trace(Logits(), (tokens, ids), check_trace=False)
-
-
 HEADS = named(
     "RobertaForSequenceClassification", "RobertaForMultipleChoice", "RobertaForQuestionAnswering",
     "BertForNextSentencePrediction", "BertForPreTraining", "BertForSequenceClassification",

@@ -9,10 +9,10 @@ from typing import Any
 import pytest
 import torch
 import transformers
-from small_models import config_of, padded, patched, refusal, told, with_gradients
+from packed_rows import built
+from small_models import padded, patched, refusal, told, with_gradients
 
 import fa2patch
-from compat_matrix import tiny_models
 from compat_matrix.check.compare import assert_close
 from compat_matrix.check.rows import documents
 from fa2patch.preference import DataCollatorForPreferenceFlattening
@@ -35,13 +35,9 @@ FURTHER = (
 ALL = [*FAMILIES, *(pytest.param(family, marks=pytest.mark.slow) for family in FURTHER)]
 
 
-def built(family: str) -> Any:
+def with_router_loss(family: str) -> Any:
     """Return a mixture of experts that has a router loss; skip the test if this version does not have it."""
-    config_of(family)
-    try:
-        model = tiny_models.build(family, "sdpa")
-    except ValueError:  # GPT-OSS, and Mixtral in 4.36, have no sdpa
-        model = tiny_models.build(family, "eager")
+    model = built(family)
     if "output_router_logits" not in inspect.signature(type(model).forward).parameters:
         pytest.skip(f"{family} of Transformers {transformers.__version__} returns no router logits")
     if not any(
@@ -120,7 +116,7 @@ def assert_same(found: Any, expected: Any) -> None:
 
 @pytest.mark.parametrize("family", ALL)
 def test_a_collators_padding_is_not_counted(family: str) -> None:
-    model = built(family)
+    model = with_router_loss(family)
     together = {"input_ids": torch.stack(EQUAL)}
     expected = router_loss(model, together)
     fa2patch.apply(model)
@@ -135,7 +131,7 @@ def test_a_collators_padding_is_not_counted(family: str) -> None:
 
 @pytest.mark.parametrize("name", COLLATORS)
 def test_every_collator_tells_its_padding(name: str) -> None:
-    model = built("mixtral")
+    model = with_router_loss("mixtral")
     docs = documents(7, 5, 6, 3)
     fa2patch.apply(model)
     expected = router_loss(model, COLLATORS[name](docs))
@@ -146,7 +142,7 @@ def test_every_collator_tells_its_padding(name: str) -> None:
 
 @pytest.mark.slow
 def test_the_collator_of_pictures_tells_its_padding() -> None:
-    model = patched(built("qwen3_vl_moe"))
+    model = patched(with_router_loss("qwen3_vl_moe"))
     special = {value for name, value in vars(model.config).items() if name.endswith("token_id")}
     text = [token for token in range(3, 60) if token not in special]
     docs = [{"input_ids": ids, "mm_token_type_ids": [0] * len(ids)} for ids in (text[:7], text[20:25])]
@@ -159,7 +155,7 @@ def test_the_collator_of_pictures_tells_its_padding() -> None:
     "how", ["no padding", "padding", "a mask", "ones", "document numbers", "padding and document numbers"]
 )
 def test_the_loss_is_that_of_the_padded_batch(family: str, how: str) -> None:
-    model = built(family)
+    model = with_router_loss(family)
     if not weighs_the_mask(model):
         pytest.skip(f"the padded loss of Transformers {transformers.__version__} counts padding")
     with torch.no_grad():
@@ -185,7 +181,7 @@ def test_the_loss_is_that_of_the_padded_batch(family: str, how: str) -> None:
     "how", ["two rows", "a tuple", "one document", "a full row", pytest.param("compiled", marks=pytest.mark.slow)]
 )
 def test_other_rows(how: str) -> None:
-    model = built("mixtral")
+    model = with_router_loss("mixtral")
     expected = router_loss(model, {"input_ids": torch.stack(EQUAL)})[0]
     fa2patch.apply(model)
     row = COLLATORS["lengths"](EQUAL, pad_to_multiple_of=21 if how == "a full row" else MULTIPLE)

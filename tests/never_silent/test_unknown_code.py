@@ -4,14 +4,25 @@ from __future__ import annotations
 
 import copy
 import functools
-import sys
-import threading
 import types
 
 import pytest
 import torch
 import transformers
-from small_models import DOCS, alone, assert_right, called, labelled, llama, of_family, patched, refusal, told
+from small_models import (
+    DOCS,
+    alone,
+    assert_right,
+    called,
+    labelled,
+    llama,
+    logits_alone,
+    of_family,
+    patched,
+    refusal,
+    told,
+)
+from threads import in_threads
 from unknown_modules import Around, harmless, mixed, mixes_gradients, wrapped_mlp
 
 import fa2patch
@@ -403,34 +414,19 @@ def test_a_head_that_mixes_is_refused_in_any_form(form):
 # Threads
 
 
+@torch.no_grad()
+def logits(model, docs):
+    return model(**told(docs)).logits[0]
+
+
 def test_threads_wait_for_the_proof_and_compute_as_without_it():
     batches = [DOCS, [doc.flip(0) for doc in DOCS]]
-    expected = [alone(llama(), docs).logits for docs in batches]
-    switching = sys.getswitchinterval()
-    sys.setswitchinterval(1e-5)
-    try:
-        for _ in range(5):
-            model = patched(with_mlp(lambda mlp: Around(mlp, lambda self, states: self.inner(states))))
-            together, found, failed = threading.Barrier(2), {}, []
-
-            def work(number, model=model, together=together, found=found, failed=failed):
-                together.wait()
-                try:
-                    with torch.no_grad():
-                        for _ in range(3):
-                            found[number] = model(**told(batches[number], "position_ids")).logits[0]
-                            assert_close(found[number], expected[number], "logits")
-                except BaseException as error:
-                    failed.append(error)
-
-            threads = [threading.Thread(target=work, args=(number,)) for number in range(2)]
-            for thread in threads:
-                thread.start()
-            for thread in threads:
-                thread.join()
-            assert not failed, failed
-    finally:
-        sys.setswitchinterval(switching)
+    expected = [logits_alone(llama(), docs) for docs in batches]
+    for _ in range(5):
+        model = patched(with_mlp(lambda mlp: Around(mlp, lambda self, states: self.inner(states))))
+        for found, truth in zip(in_threads(*(functools.partial(logits, model, docs) for docs in batches)), expected):
+            for one in found:
+                assert_close(one, truth, "logits")
 
 
 def test_a_copy_of_a_model_is_proven_by_itself():

@@ -60,6 +60,12 @@ def wrapped_mlp(model, kind=cumulative):
     return "layers.1.mlp"
 
 
+def behind_the_mlp(model, added, at=1):
+    """Put a module, or a function of a module and its states, behind a layer's MLP."""
+    layer = model.model.layers[at]
+    layer.mlp = torch.nn.Sequential(layer.mlp, added if isinstance(added, torch.nn.Module) else Around(None, added))
+
+
 class AddsUp:
     """The same as :func:`cumulative` as a subclass of the model's own MLP."""
 

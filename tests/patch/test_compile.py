@@ -43,14 +43,30 @@ def layouts(count):
     return [[drawn.randint(1, 12) for _ in range(drawn.randint(2, 9))] for _ in range(count)]
 
 
-@pytest.mark.parametrize("family", ["llama", pytest.param("gemma2", marks=pytest.mark.slow)])
-def test_twenty_layouts_make_two_graphs_without_a_break(graphs, family):
+SAID = {
+    "lengths": lambda lengths: batch(*lengths),
+    "position ids alone": lambda lengths: without_lengths(*lengths),
+}
+
+
+@pytest.mark.parametrize(
+    "family, said, fullgraph",
+    [
+        ("llama", "lengths", True),
+        pytest.param("gemma2", "lengths", True, marks=pytest.mark.slow),
+        *(
+            pytest.param(family, "position ids alone", fullgraph, marks=pytest.mark.slow)
+            for family in ("llama", "gemma2")
+            for fullgraph in (True, False)
+        ),
+    ],
+)
+def test_layouts_make_two_graphs_without_a_break(graphs, family, said, fullgraph):
     seen, backend = graphs
     model = on_the_interface_seam(family)
-    compiled = torch.compile(model, backend=backend, fullgraph=True)
-    for lengths in layouts(20):
-        given = batch(*lengths)
-        assert_like_eager(compiled, model, given)
+    compiled = torch.compile(model, backend=backend, fullgraph=fullgraph)
+    for lengths in layouts(20) if said == "lengths" else [*layouts(29), [9]]:
+        assert_like_eager(compiled, model, SAID[said](lengths))
     assert len(seen) <= 2, "the first layout, and one graph for all others"
 
 
@@ -126,19 +142,6 @@ def test_lengths_that_fall_raise_inside_a_graph_too(backend):
 
 def without_lengths(*lengths):
     return {name: value for name, value in batch(*lengths).items() if not name.startswith(("cu_", "max_"))}
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("fullgraph", [True, False])
-@pytest.mark.parametrize("family", ["llama", "gemma2"])
-def test_thirty_layouts_make_two_graphs_from_position_ids_alone(graphs, family, fullgraph):
-    seen, backend = graphs
-    model = on_the_interface_seam(family)
-    compiled = torch.compile(model, backend=backend, fullgraph=fullgraph)
-    for lengths in [*layouts(29), [9]]:
-        given = without_lengths(*lengths)
-        assert_like_eager(compiled, model, given)
-    assert len(seen) <= 2, "the first layout, and one graph for all others"
 
 
 @pytest.mark.slow

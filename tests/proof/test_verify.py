@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from unknown_modules import Around
+from unknown_modules import Around, behind_the_mlp
 
 import fa2patch
 from compat_matrix import tiny_models
@@ -91,12 +91,6 @@ def test_every_kind_of_packed_batch(patched, batch, lengths):
             fa2patch.verify(patched, batch=batch)
     else:
         assert [document.length for document in fa2patch.verify(patched, batch=batch).documents] == lengths
-
-
-def behind_the_mlp(model, added, at=1):
-    """Put a module, or a function of a module and its states, behind a layer's MLP."""
-    layer = model.model.layers[at]
-    layer.mlp = torch.nn.Sequential(layer.mlp, added if isinstance(added, torch.nn.Module) else Around(None, added))
 
 
 def test_a_convolution_is_named_as_a_hybrids(patched):

@@ -5,11 +5,11 @@ from dataclasses import replace
 
 import pytest
 import torch
+from packed_rows import built
 from tree_cases import rows_of_segments
-from unknown_modules import Around
+from unknown_modules import Around, behind_the_mlp
 
 import fa2patch
-from compat_matrix import tiny_models
 from fa2patch import errors
 from fa2patch.cli.diagnosis import tiny_llama
 from fa2patch.documents.boundaries import Boundaries
@@ -27,14 +27,8 @@ BATCHES = {
 }
 
 
-def built(family, **changes):
-    """A patched tiny model with large weights; the test is skipped where this Transformers does not have it."""
-    if not tiny_models.is_present(family):
-        pytest.skip(f"this Transformers has no {family} that can be patched")
-    try:
-        model = tiny_models.build(family, "sdpa", **changes)
-    except ValueError:
-        model = tiny_models.build(family, "eager", **changes)
+def patched_of(family, **changes):
+    model = built(family, **changes)
     fa2patch.apply(model)
     return model
 
@@ -43,7 +37,7 @@ def built(family, **changes):
 @pytest.mark.parametrize("family", ["llama", "gemma2", "jamba", "qwen3_next", "qwen2_moe"])
 def test_a_tree_is_isolated(family, batch):
     changes = {"sliding_window": 5, "attn_logit_softcapping": 2.0} if family == "gemma2" else {}
-    found = fa2patch.verify(built(family, **changes), batch=batch)
+    found = fa2patch.verify(patched_of(family, **changes), batch=batch)
     assert found.ok and found.patched and not found.reason
     assert all(one.moved <= found.moved_bound and one.gradient == 0 for one in found.documents)
     assert all(one.distance < 1e-5 for one in found.documents)
@@ -68,13 +62,15 @@ def test_a_batch_without_parents_holds_documents(patched):
 
 def test_position_ids_on_several_axes_are_gathered_along_the_path():
     batch = BATCHES["several trees"]
-    found = fa2patch.verify(built("qwen2_vl"), batch={**batch, "position_ids": batch["position_ids"].repeat(3, 1, 1)})
+    found = fa2patch.verify(
+        patched_of("qwen2_vl"), batch={**batch, "position_ids": batch["position_ids"].repeat(3, 1, 1)}
+    )
     assert found.ok and all(one.distance < 1e-5 for one in found.documents)
 
 
 def test_a_segment_out_of_its_windows_reach_is_no_finding():
     """Two layers with a window of 3 see four tokens back: the last segment does not depend on the first one."""
-    model = built("mistral", sliding_window=3)
+    model = patched_of("mistral", sliding_window=3)
     batch = rows_of_segments([(4, -1), (9, 0), (3, 1), (2, 1)])
     logits = model(**batch).logits
     other = batch["input_ids"].clone()
@@ -147,8 +143,7 @@ def test_a_module_that_mixes_along_the_row_is_named(patched, way):
         before = states.cumsum(1) / states.shape[1]
         return states + {"both": before, "values": before.detach(), "gradients": before - before.detach()}[way]
 
-    layer = patched.model.layers[1]
-    layer.mlp = torch.nn.Sequential(layer.mlp, Around(None, along_the_row))
+    behind_the_mlp(patched, Around(None, along_the_row), 1)
     found = fa2patch.verify(patched, batch=TREE, strict=False)
     assert not found.ok
     if way == "gradients":
@@ -172,7 +167,7 @@ def test_a_mixer_that_does_not_follow_paths_is_named(monkeypatch, wrongly):
         made(self, boundaries, shape)
 
     monkeypatch.setattr(Documents, "__init__", make)
-    found = fa2patch.verify(built("jamba"), batch=TREE, strict=False)
+    found = fa2patch.verify(patched_of("jamba"), batch=TREE, strict=False)
     assert not found.ok and found.first_leak.startswith("model.layers.0")  # in 4.43.4 the layer around the mixer
     leak, alone = "depend on segment 2, which it does not continue", "is not computed as when its path is alone"
     assert (leak if wrongly == "the row" else alone) in found.reason
@@ -205,8 +200,7 @@ def test_positions_that_do_not_go_on_from_the_parent_are_found(patched):
         lengths = (4, 3, 5, 2) if states.shape[1] == 14 else states.shape[1:2]
         return states + self.table(torch.cat([torch.arange(n) for n in lengths]))
 
-    layer = patched.model.layers[0]
-    layer.mlp = torch.nn.Sequential(layer.mlp, Around(None, from_zero, table=torch.nn.Embedding(64, 32)))
+    behind_the_mlp(patched, Around(None, from_zero, table=torch.nn.Embedding(64, 32)), 0)
     found = fa2patch.verify(patched, batch=TREE, strict=False)
     assert not found.ok and found.first_leak == "model.layers.0.mlp.1"
     assert "is not computed as when its path is alone (off by" in found.reason

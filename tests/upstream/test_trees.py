@@ -3,6 +3,7 @@
 import pytest
 import torch
 import transformers
+from packed_rows import built
 from tree_cases import tree_batch
 
 import fa2patch
@@ -16,10 +17,7 @@ PATHS = [(0, 1), (0, 2, 3), (4, 5)]
 
 
 def patched(family, **changes):
-    try:
-        model = tiny_models.build(family, "sdpa", **changes)
-    except ValueError:
-        model = tiny_models.build(family, "eager", **changes)
+    model = built(family, **changes)
     fa2patch.apply(model)
     return model
 

@@ -434,11 +434,8 @@ FLOATS = {
 @pytest.mark.parametrize("name", FLOATS)
 def test_floats_that_float32_does_not_hold_are_refused(name):
     good = {"input_ids": [5, 6], "score": [1.0, 2.0]}
-    refused(
-        lambda: collate([good, {"input_ids": [5, 6], "score": FLOATS[name]}]),
-        "example 1: score must fit into float32, found",
-        CollatorError,
-    )
+    with refusal("example 1: score must fit into float32, found", CollatorError):
+        collate([good, {"input_ids": [5, 6], "score": FLOATS[name]}])
     one = {"input_ids": [5, 6], "labels": float(np.asarray(FLOATS[name])[0])}
     of_documents = fa2patch.DataCollatorWithFlattening(document_labels=True)
     refused(lambda: of_documents([one]), "labels must fit into float32", CollatorError)
@@ -446,11 +443,8 @@ def test_floats_that_float32_does_not_hold_are_refused(name):
 
 def test_a_reference_that_float32_does_not_hold_is_refused():
     pair = {"prompt_ids": [5], "chosen_ids": [6], "rejected_ids": [7], "ref_rejected_logps": -1.0}
-    refused(
-        lambda: DataCollatorForPreferenceFlattening()([{**pair, "ref_chosen_logps": -1e300}]),
-        "ref_chosen_logps must fit into float32",
-        CollatorError,
-    )
+    with refusal("ref_chosen_logps must fit into float32", CollatorError):
+        DataCollatorForPreferenceFlattening()([{**pair, "ref_chosen_logps": -1e300}])
 
 
 def test_infinities_and_other_floats_pass():
@@ -462,14 +456,11 @@ def test_infinities_and_other_floats_pass():
 def test_integers_among_floats_are_not_rounded():
     floats, whole = {"input_ids": [5, 6], "score": [0.5, 1.0]}, {"input_ids": [5, 6], "score": [2, 2**24]}
     assert collate([whole, floats])["score"].tolist() == [[2, 2**24, 0.5, 1]]
-    refused(
-        lambda: collate([floats, {**whole, "score": [2, 2**24 + 1]}]), "example 1: score holds the integer 16777217"
-    )
+    with refusal("example 1: score holds the integer 16777217"):
+        collate([floats, {**whole, "score": [2, 2**24 + 1]}])
     of_documents = fa2patch.DataCollatorWithFlattening(document_labels=True)
-    refused(
-        lambda: of_documents([{"input_ids": [5], "labels": 0.5}, {"input_ids": [5], "labels": 2**24 + 1}]),
-        "example 1: labels holds the integer 16777217",
-    )
+    with refusal("example 1: labels holds the integer 16777217"):
+        of_documents([{"input_ids": [5], "labels": 0.5}, {"input_ids": [5], "labels": 2**24 + 1}])
 
 
 @pytest.mark.parametrize("wrong", [0.5, 2, -1, float("nan"), float("inf")])
@@ -478,11 +469,8 @@ def test_a_loss_mask_holds_zeros_and_ones(wrong):
     good = {"input_ids": [5, 6, 7], "completion_mask": [0.0, 0.0, 1.0]}
     batch = masked([good, {**good, "completion_mask": [False, True, True]}])
     assert batch["labels"].tolist() == [[-100, -100, 7, -100, 6, 7]]
-    refused(
-        lambda: masked([good, {**good, "completion_mask": [0.0, wrong, 1.0]}]),
-        "example 1: the loss mask completion_mask holds",
-        CollatorError,
-    )
+    with refusal("example 1: the loss mask completion_mask holds", CollatorError):
+        masked([good, {**good, "completion_mask": [0.0, wrong, 1.0]}])
 
 
 def test_weights_of_ones_own_are_no_weights_of_documents():

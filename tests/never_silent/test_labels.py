@@ -98,6 +98,8 @@ def test_an_error_that_says_too_little_does_not_pass():
 
     with pytest.raises(AssertionError, match="says too little"):
         right_or_refused(refuse, alone(llama()))
+    with pytest.raises(AssertionError, match="says too little"), refusal("no"):
+        refuse()
 
 
 # Compiled

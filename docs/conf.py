@@ -20,7 +20,10 @@ extensions = [
 exclude_patterns = ["_build"]
 nitpicky = True
 # No inventories of other projects, because the build needs no network; and types that users only pass on.
-nitpick_ignore_regex = [(r"py:.*", r"(?!fa2patch\.).*"), (r"py:class", r"fa2patch\.(_types|patch\.plan|upstream)\..*")]
+nitpick_ignore_regex = [
+    (r"py:.*", r"(?!fa2patch\.).*"),
+    (r"py:class", r"fa2patch\.(_types|patch\.model_plan|upstream)\..*"),
+]
 
 autodoc_member_order = "bysource"
 autodoc_typehints = "signature"

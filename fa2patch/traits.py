@@ -6,11 +6,11 @@ import warnings
 from typing import Any
 
 from .documents.boundaries import Boundaries
-from .patch.plan import TRAITS, register_trait, traits
+from .patch.model_plan import TRAITS, register_trait, traits
 from .upstream import attached
 from .upstream.facts import Site, of_forward
-from .upstream.step import Step
-from .upstream.trait import ModelLayers, Trait
+from .upstream.find_layers import ModelLayers
+from .upstream.step import Step, Trait
 
 __all__ = [
     "TRAITS", "ModelLayers", "Site", "Step", "Trait", "documents_of", "of_forward", "register_trait", "traits",

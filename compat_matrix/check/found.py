@@ -141,11 +141,10 @@ def cell(architecture: str, implementations: tuple[str, ...], points: list[str],
 
 def _interface(loaded: dict[str, Any]) -> bool:
     """Whether every layer is at the interface seam, where eager differs only in the function that is looked up."""
-    from fa2patch.upstream.find_layers import attention_layers
-    from fa2patch.upstream.find_models import models
+    from fa2patch.upstream.find_layers import ModelLayers
 
     model = next(iter(loaded.values()))[1]
-    return all(layer.seam == "interface" for layer in attention_layers(models(model)[-1]))
+    return all(layer.seam == "interface" for layer in ModelLayers(model).attention)
 
 
 def _skipped(cell: Any, seam: list[str], first: bool) -> dict[str, str]:

@@ -12,8 +12,9 @@ from hashlib import sha256
 from typing import Any
 
 from fa2patch.errors import Fa2PatchError, message
-from fa2patch.patch.plan import Plan, plan
+from fa2patch.patch.model_plan import ModelPlan, plan_model
 from fa2patch.upstream.facts import Facts
+from fa2patch.upstream.find_layers import ModelLayers
 
 from .. import tiny_models
 from .cell import Cell
@@ -41,7 +42,7 @@ def of(architecture: str, implementations: Iterable[str]) -> dict[str, Any]:
 
 def _planned(model: Any) -> dict[str, Any]:
     try:
-        return told(plan(model))
+        return told(plan_model(ModelLayers(model)))
     except Fa2PatchError as error:
         return {"refused": f"{type(error).__name__}: {error.message}"}
     except Exception as error:
@@ -59,7 +60,7 @@ def _model(architecture: str, model: Any) -> str:
     return sha256(json.dumps(about, sort_keys=True, default=str).encode()).hexdigest()[:8]
 
 
-def told(planned: Plan) -> dict[str, Any]:
+def told(planned: ModelPlan) -> dict[str, Any]:
     """Return a plan in the types of JSON.
 
     Returns:

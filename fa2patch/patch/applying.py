@@ -5,7 +5,6 @@ from __future__ import annotations
 import importlib
 import re
 import types
-from collections.abc import Iterator
 from typing import Any
 
 import numpy
@@ -16,10 +15,11 @@ from .._types import Function
 from ..binding import LOCK, release, used_by
 from ..errors import BadArgument, LayerNotPatchable, UnsupportedNumPy, UnsupportedTransformers
 from ..upstream import foreign
-from ..upstream.find_models import models, transformers_model
+from ..upstream.find_layers import ModelLayers
+from ..upstream.find_models import transformers_model
 from ..upstream.step import MARK
 from . import padding
-from .plan import plan
+from .model_plan import plan_model
 from .state import Patch
 
 OLDEST = (4, 34)
@@ -93,10 +93,10 @@ def apply(
     if patch is not None:
         patch.renew(kernel, architecture, prove, padded)
     else:
-        planned = plan(inner, architecture, padded)
-        patch = Patch(inner, planned, kernel or "auto", architecture, "unknown" if prove is None else prove)
-        _check_own_forwards(patch)
-        _install(patch)
+        layers = ModelLayers(inner, architecture)
+        planned = plan_model(layers, padded)
+        patch = Patch(layers, planned, kernel or "auto", architecture, "unknown" if prove is None else prove)
+        _install(patch, _with_replaced_forward(layers))
     padding.switch(inner, padded)
     patch.padded_batches = padded_batches
     if padded:
@@ -113,9 +113,22 @@ def _check_options(kernel: str | kernels.Kernel | None, prove: bool | str | None
         raise BadArgument(f"padded_batches={padded_batches!r}: expected True or False.")
 
 
-def _install(patch: Patch) -> None:
-    """Bind every site of a new patch and mark its models, or change nothing and raise."""
-    originals = {module: type(module).forward for module in _with_replaced_forward(patch)}
+def _install(patch: Patch, modules: list[Any]) -> None:
+    """Bind every site of a new patch and mark its models, or change nothing and raise.
+
+    Args:
+        patch: the patch.
+        modules: those whose class's ``forward`` it replaces.
+    """
+    for module in modules:
+        own = "forward" in module.__dict__ and module is not patch.model
+        if own and not _held_under(module, type(module).forward):
+            raise LayerNotPatchable(
+                f"the forward of this {type(module).__name__} was replaced on the object itself, by "
+                f"{getattr(module.__dict__['forward'], '__module__', 'something')}, which has caught the unpatched "
+                "one. Nothing was patched. Call fa2patch.apply(model) before whatever replaces it."
+            )
+    originals = {module: type(module).forward for module in modules}
     with LOCK:
         try:
             patch.bind()
@@ -154,13 +167,9 @@ def status(model: object) -> Patch | None:
     return patch if patch is not None and used_by(patch) else None  # copy.copy(model) keeps the mark of a reverted one
 
 
-def _with_replaced_forward(patch: Patch) -> Iterator[Any]:
-    """The models of a call, and the layers whose class's ``forward`` this patch replaces."""
-    entered = models(patch.model)
-    yield from entered
-    for layer in patch.attention:
-        if layer.site.attribute == "forward":
-            yield entered[-1].get_submodule(layer.name)
+def _with_replaced_forward(layers: ModelLayers) -> list[Any]:
+    """The models of a call, and the layers whose class's ``forward`` a patch replaces."""
+    return [*layers.entered, *(layer.module for layer in layers.layers if layer.site.attribute == "forward")]
 
 
 def _held_under(module: torch.nn.Module, original: Function) -> list[str]:
@@ -173,17 +182,6 @@ def _held_under(module: torch.nn.Module, original: Function) -> list[str]:
     if foreign.HOOKED in module.__dict__ and foreign.looks_up_hooked(own):
         return [foreign.HOOKED]
     return ["forward"] if own is not None and getattr(own, "__func__", None) is original else []
-
-
-def _check_own_forwards(patch: Patch) -> None:
-    for module in _with_replaced_forward(patch):
-        own = "forward" in module.__dict__ and module is not patch.model
-        if own and not _held_under(module, type(module).forward):
-            raise LayerNotPatchable(
-                f"the forward of this {type(module).__name__} was replaced on the object itself, by "
-                f"{getattr(module.__dict__['forward'], '__module__', 'something')}, which has caught the unpatched "
-                "one. Nothing was patched. Call fa2patch.apply(model) before whatever replaces it."
-            )
 
 
 def _check_transformers() -> None:

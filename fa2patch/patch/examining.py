@@ -17,6 +17,7 @@ from ..proof import proving
 from ..proof.inputs import is_sharded
 from ..proof.unknown import Structure, unknown
 from ..upstream import attached, heads
+from ..upstream.find_layers import ModelLayers
 from ..upstream.forward import warn_unpacked
 from ..upstream.packed_mask import PackedMask
 from ..upstream.step import Patched
@@ -77,20 +78,21 @@ class Examination:
             self.under_way = before
 
 
-def begun(patch: Examined, prove: bool | str, must: bool | None = None) -> Examination:
+def begun(patch: Examined, prove: bool | str, layers: ModelLayers | None = None, must: bool = False) -> Examination:
     """A new examination of a model that has just been planned, or of a copy, which is looked at on its first batch.
 
     Args:
         patch: the model's patch. Compiled graphs look it up by the examination's number.
         prove: the ``prove`` argument of ``apply``.
-        must: whether packed batches must be proven; None looks whether the model holds what is unknown.
+        layers: the model and its layers, to be asked whether it holds what is unknown; None for a copy.
+        must: whether packed batches of a copy must be proven.
     """
-    if must is None:
-        must = prove is True or (prove == "unknown" and bool(unknown(patch.model)))
+    if layers is not None:
+        must = prove is True or (prove == "unknown" and bool(unknown(layers)))
     return Examination(prove, must, number=number(patch))
 
 
-def look(patch: Examined) -> None:
+def keep_structure(patch: Examined) -> None:
     """Take the structure of a model as the one that was planned, after fa2patch itself has changed it."""
     patch.examination.structure = Structure(patch.model)
 
@@ -155,17 +157,18 @@ def _examine(patch: Examined, module: Model, call: Call, mask: PackedMask) -> No
     if not due:
         return
     if mask.part is not None:
+        held = unknown(ModelLayers(patch.model)) or "nothing in it"
         raise PackingNotIsolated(
             f"{name} must prove that its modules keep documents apart (prove={examination.prove!r}; fa2patch does not "
-            f"know {unknown(patch.model) or 'nothing in it'}), and sequence parallelism (sp_size) splits rows "
-            "over processes, so that none can prove it by itself. Call fa2patch.verify(model, batch=batch) on every "
-            "rank, then fa2patch.apply(model, prove=False)."
+            f"know {held}), and sequence parallelism (sp_size) splits rows over processes, so that none can prove it "
+            "by itself. Call fa2patch.verify(model, batch=batch) on every rank, then "
+            "fa2patch.apply(model, prove=False)."
         )
     if is_sharded(patch.model) and examination.prove is not True:
         examination.must = False
         warnings.warn(
-            f"{name} holds what fa2patch does not know, {unknown(patch.model)}, and is sharded, so that one "
-            "rank cannot prove it by itself. Call fa2patch.verify(model, batch=batch) on every rank, or "
+            f"{name} holds what fa2patch does not know, {unknown(ModelLayers(patch.model))}, and is sharded, so that "
+            "one rank cannot prove it by itself. Call fa2patch.verify(model, batch=batch) on every rank, or "
             "fa2patch.apply(model, prove=False).",
             NothingProven,
             stacklevel=2,

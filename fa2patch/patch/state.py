@@ -16,14 +16,13 @@ from ..padded.batches import of_model
 from ..upstream import embeddings, foreign, hooks
 from ..upstream.architectures import Architecture
 from ..upstream.calls import refuse_recording
-from ..upstream.find_layers import Layer
-from ..upstream.find_models import models
+from ..upstream.find_layers import Layer, ModelLayers
+from ..upstream.find_models import models, named_modules
 from ..upstream.forward import entered
 from ..upstream.packed_mask import PackedMask
-from ..upstream.step import MARK, ROLE, Acting
-from ..upstream.trait import Trait
+from ..upstream.step import MARK, ROLE, Trait
 from . import examining, peft_models, trainer_labels
-from .plan import Plan, plan
+from .model_plan import ModelPlan, plan_model
 
 
 @dataclass(frozen=True)
@@ -73,28 +72,28 @@ class Patch:
 
     def __init__(
         self,
-        model: Model,
-        planned: Plan,
+        layers: ModelLayers,
+        planned: ModelPlan,
         kernel: str | kernels.Kernel = "auto",
         named: str | None = None,
         prove: bool | str = "unknown",
     ) -> None:
-        self.model, self.named = model, named
+        self.model, self.named = layers.model, named
         self.picks = kernels.Picks(kernel)
         self.kernel = self.picks.name
         self.rehooked: list[tuple[Any, str, Any]] = []
         self.unpacked: int | None = 0
         self.padded_batches: bool | None = None
         self._take(planned)
-        self.examination = examining.begun(self, prove)
+        self.examination = examining.begun(self, prove, layers)
 
-    def _take(self, planned: Plan) -> None:
+    def _take(self, planned: ModelPlan) -> None:
         self.plan, self.facts, self.vouched, self.skips = planned, planned.facts, False, False
         acting = [(trait, found, type(trait)) for trait, found in planned.traits]
-        self.before: tuple[tuple[Acting, Any], ...] = tuple(
+        self.before: tuple[tuple[Trait, Any], ...] = tuple(
             (trait, found) for trait, found, cls in acting if cls.before is not Trait.before
         )
-        self.after: tuple[tuple[Acting, Any], ...] = tuple(
+        self.after: tuple[tuple[Trait, Any], ...] = tuple(
             (trait, found) for trait, found, cls in acting[::-1] if cls.after is not Trait.after
         )
 
@@ -143,7 +142,8 @@ class Patch:
                 was.
         """
         named = self.named if named is None else named
-        planned = plan(self.model, named, self.facts.padded if padded is None else padded)
+        layers = ModelLayers(self.model, named)
+        planned = plan_model(layers, self.facts.padded if padded is None else padded)
         with LOCK:
             for site in planned.sites:
                 site.bind(self)
@@ -153,7 +153,7 @@ class Patch:
             self.kernel = self.picks.name
         self._take(planned)
         under_way = self.examination.under_way
-        self.examination = examining.begun(self, self.examination.prove if prove is None else prove)
+        self.examination = examining.begun(self, self.examination.prove if prove is None else prove, layers)
         self.examination.under_way = under_way
         self.mark()
 
@@ -171,17 +171,18 @@ class Patch:
         If other code has put a ``forward`` on the outermost model's object, ours is put around it. So it is around
         what adds noise to the embeddings.
         """
-        for model, role in zip(models(self.model), self.plan.roles):
+        entered_models = models(self.model)
+        for model, role in zip(entered_models, self.plan.roles):
             model.__dict__.update({MARK: self, ROLE: role})
-            hooks.register(model)
+            hooks.add(model)
         embeddings.take_apart(self.model)
         if foreign.replaced_on(self.model):
             self.rehooked.append((self.model, "forward", self.model.__dict__["forward"]))
             self.model.__dict__["forward"] = foreign.entered_first(self.model, entered)
         for other in _patches():  # apply(model.model) came before apply(model): then one revert must be enough
-            if other is not self and other.model in models(self.model):
+            if other is not self and other.model in entered_models:
                 other.revert()
-        examining.look(self)
+        examining.keep_structure(self)
 
     @property
     def active(self) -> bool:
@@ -209,8 +210,9 @@ class Patch:
         If the model shares its base model with another one that is patched, the base model stays patched for that one.
         """
         with LOCK:
-            own = {module for module in self.model.modules() if module.__dict__.get(MARK) is self}
-            for module in self.model.modules():
+            modules = named_modules(self.model).values()
+            own = {module for module in modules if module.__dict__.get(MARK) is self}
+            for module in modules:
                 embeddings.put_back(module)
             padding = of_model(models(self.model)[-1])
             if padding is not None and padding.base in own:
@@ -255,7 +257,7 @@ class Patch:
     def __setstate__(self, state: dict[str, Any]) -> None:
         """Bind the sites for a copied or unpickled patch too, so that its model is patched."""
         self.__dict__.update(state)
-        self.examination = examining.begun(self, self.examination.prove, self.examination.must)
+        self.examination = examining.begun(self, self.examination.prove, must=self.examination.must)
         self.bind()
 
 

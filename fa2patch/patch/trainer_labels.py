@@ -24,9 +24,9 @@ from ..documents.names import LABELS, LOSS_LABELS, TOKENS
 from ..errors import Fa2PatchError, NotAModel
 from ..upstream import attached, inspecting
 from ..upstream.calls import batch_shape, passed
+from ..upstream.find_documents import packed_mask_of
 from ..upstream.find_models import transformers_model
 from ..upstream.labels import inside_documents, kept_logits
-from ..upstream.packed_batch import packed_mask
 from ..upstream.step import MARK, ROLE, Patched
 from ..upstream.ulysses import row_part
 
@@ -106,7 +106,7 @@ def _inside_documents(patch: Patched, call: Call) -> Call:
     if role.pools or not role.predicts_the_next or row_part(model, call) is not None:
         return {}
     shape, _ = batch_shape(call)
-    mask = packed_mask(other_names.translated(call, inspecting.parameter_names(type(model).forward), shape), patch)
+    mask = packed_mask_of(other_names.translated(call, inspecting.parameter_names(type(model).forward), shape), patch)
     if mask is None:
         return {}
     return {

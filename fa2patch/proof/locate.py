@@ -11,9 +11,8 @@ import torch
 
 from .._types import Args, Call, Model
 from ..upstream import inspecting
-from ..upstream.find_layers import attention_layers
-from ..upstream.find_mixers import mixers
-from ..upstream.find_models import models
+from ..upstream.find_layers import ModelLayers, mixers_among
+from ..upstream.find_models import named_modules
 from ..upstream.positions import position_embeddings
 from .inputs import RowSlice
 from .split_rows import WholeRows
@@ -142,21 +141,21 @@ def _differ(ones: list[torch.Tensor], others: list[torch.Tensor], bound: float) 
 def likely_reason(inner: Model, name: str, patched: bool, tree: bool = False) -> str:
     """The likely reason why a module of a model lets documents, or the segments of a tree, see each other."""
     module: Any = inner.get_submodule(name)
-    decoder = models(inner)[-1]
+    layers = ModelLayers(inner)
     cls, own = type(module).__name__, "path" if tree else "document"
-    if any(module is layer.module for layer in attention_layers(decoder)) or "attention" in cls.lower():
+    if any(module is layer.module for layer in layers.attention) or "attention" in cls.lower():
         if tree:
             return "its attention does not follow segment_parents; its kernel is wrong, or something has replaced it"
         after = "; it was patched, and something has replaced its attention since" if patched else ""
         return f"attention computed without boundaries{after}"
-    carrying = mixers(module) if name else {}
+    carrying = mixers_among(named_modules(module), layers.attention) if name else {}
     if carrying:
         found = next(iter(carrying.values())).replace(" (by its name)", "")
         carried = "along the row, not along each path" if tree else "from document to document"
         return f"{found} carries state {carried}: this is a hybrid model"
     if "rotary" in cls.lower():
         return f"rotary positions scaled by the row's length, not the {own}'s"
-    if any(module is embedding for embedding in position_embeddings(decoder)) or "position" in cls.lower():
+    if any(module is embedding for embedding in position_embeddings(layers.text_modules)) or "position" in cls.lower():
         return f"positions counted from the mask, or along the row: they do not restart with a {own}"
     if tree:
         return "what it returns for a segment does not come from its path alone"

@@ -27,8 +27,9 @@ from ..documents.names import MEDIA
 from ..documents.trees import Tree
 from ..errors import PackingNotIsolated
 from ..upstream.calls import passed
+from ..upstream.find_documents import packed_mask_of
+from ..upstream.find_layers import ModelLayers
 from ..upstream.find_models import models
-from ..upstream.packed_batch import packed_mask
 from ..upstream.packed_mask import PackedMask
 from ..upstream.step import MARK, ROLE, Patched
 from . import locate
@@ -82,7 +83,7 @@ def prove(model: Model, call: Call, mask: PackedMask, itself: bool = False) -> N
 def example_of(model: Model, patch: Patched, tree: bool) -> tuple[Call, PackedMask]:
     """The arguments and the packed mask of an example batch, for use while a graph is captured."""
     call = example(model.get_input_embeddings().weight.device, model, tree)
-    mask = packed_mask(call, patch)
+    mask = packed_mask_of(call, patch)
     assert mask is not None, "the example holds several documents"
     return call, mask
 
@@ -143,10 +144,10 @@ class _Runs:
         if far > self.near:
             raise PackingNotIsolated(
                 f"{type(self.model).__name__} holds what fa2patch does not know, "
-                f"{unknown(self.original) or 'nothing by its class'}, and a document of this packed batch has other "
-                f"outputs than in a row of its own, by {far:.1e} of the largest, also with the same random numbers: "
-                "something reads the length of the row, as noise does that is scaled by it. Nothing was computed. Take "
-                "it out, or train this model padded."
+                f"{unknown(ModelLayers(self.original)) or 'nothing by its class'}, and a document of this packed batch "
+                f"has other outputs than in a row of its own, by {far:.1e} of the largest, also with the same random "
+                "numbers: something reads the length of the row, as noise does that is scaled by it. Nothing was "
+                "computed. Take it out, or train this model padded."
             )
 
     def from_alone(self) -> float:
@@ -169,7 +170,7 @@ class _Runs:
             del call["labels"]
         try:
             own = on_its_own(call, [document], self.shape)
-            mask = packed_mask(own, vars(self.original)[MARK])
+            mask = packed_mask_of(own, vars(self.original)[MARK])
             assert mask is not None, "its length was stated"
             expected = _Runs(self.model, self.original, own, mask).outputs(None, constant_draws=True)
         except Exception:  # code that cannot compute this document, or not without its labels
@@ -253,7 +254,7 @@ class _Runs:
             batch, every_second, others = "batch of such segments", "segment and what continues it", "other segments"
         return (
             f"{type(self.model).__name__} holds what fa2patch does not know, "
-            f"{unknown(self.original) or 'nothing by its class'}, "
+            f"{unknown(ModelLayers(self.original)) or 'nothing by its class'}, "
             f"so this packed {batch} was run with other tokens in every second {every_second}, and {others} "
             f"{how}; {where}. Nothing was computed. Take that module out, let it look at one token at a time, "
             "or train this model padded."

@@ -1,6 +1,6 @@
 """Which modules of a model may mix tokens in a way that ``apply`` cannot see, and whether any have changed since.
 
-The code of torch and Transformers is known, as it came (:mod:`~fa2patch.upstream.inspecting`). Of torch's own modules,
+The code of torch and Transformers is known, as it came (:mod:`~fa2patch.upstream.foreign`). Of torch's own modules,
 those are known that look at one token at a time. Functions of Transformers' modeling files are looked at, because other
 packages put their own rotary embedding there. Functions of torch that somebody replaces belong to no model, and are
 not looked at.
@@ -20,10 +20,9 @@ import torch
 from .. import evidence
 from .._types import Model
 from ..upstream import forward, hooks, inspecting
-from ..upstream.find_layers import attention_layers
-from ..upstream.find_mixers import mixers
-from ..upstream.find_models import models, text_modules
-from ..upstream.inspecting import below_ours, is_known, where_defined
+from ..upstream.find_layers import ModelLayers
+from ..upstream.find_models import named_modules
+from ..upstream.foreign import below_ours, is_known, where_defined
 from ..upstream.step import MARK, PADDING, ROLE
 
 HOOKS = {
@@ -54,12 +53,12 @@ _OF_SHAPE = tuple(kind for kind in (_nn.LayerNorm, getattr(_nn, "RMSNorm", None)
 _NO_FUNCTIONS = {MARK, ROLE, PADDING, "forward"}
 """Attributes of a module that are ours, and the one that :func:`_forwards` gives."""
 
-_OUR_HOOKS = (hooks.before, hooks.after, forward.runs)
+_OUR_HOOKS = (hooks.before_foreign, hooks.after_foreign, forward.runs)
 _of_class, _code_of = attrgetter("forward", "__call__"), attrgetter("__code__")
 
 
-def unknown(model: Model) -> str:
-    """What is unknown in a model, with its name and where it is defined; empty if there is nothing.
+def unknown(model: ModelLayers) -> str:
+    """What is unknown in a model and its layers, with its name and where it is defined; empty if there is nothing.
 
     That is, in this order: a module's class, its own forward, a hook or another function that it holds, whose code is
     not known, or that is scripted; a hook of all modules; a function of Transformers' modeling code that was replaced;
@@ -72,48 +71,50 @@ def unknown(model: Model) -> str:
 
 def unknown_modules(model: Model) -> list[torch.nn.Module]:
     """The modules whose class or own forward is unknown, but for scripted ones, where nothing can be changed."""
-    own = (module for module in model.modules() if not inspecting.is_scripted(module))
+    own = (module for module in named_modules(model).values() if not inspecting.is_scripted(module))
     return [module for module in own if not all(map(is_known, _forwards(module)))]
 
 
-def _unknown(model: Model) -> Iterator[str]:
-    for name, function in _code(model):
+def _unknown(model: ModelLayers) -> Iterator[str]:
+    for name, function in _code(model.modules):
         if function is None:
             yield f"{name} (TorchScript)"
         elif not is_known(function):
             yield f"{name} ({where_defined(function)})"
-    decoder = models(model)[-1]
-    layers = list(attention_layers(decoder))
-    inside = tuple(f"{name}." for name in [*mixers(decoder, layers), *(layer.name for layer in layers)])
-    for name, module in text_modules(decoder):
-        if _looks_along_the_row(module) and not f"{name}.".startswith(inside):
+    inside = tuple(f"{name}." for name in [*model.carrying, *(layer.name for layer in model.attention)])
+    classes = {cls for cls in {*map(type, model.text_modules.values())} if _is_torchs(cls)}
+    for name, module in model.text_modules.items():
+        if type(module) in classes and _looks_along_the_row(module) and not f"{name}.".startswith(inside):
             yield f"{name} (torch's {type(module).__name__}, which may look at other tokens)"
-    for layer in layers:
+    for layer in model.attention:
         if layer.seam == "formula" and layer.by_itself:
             yield f"{layer.name} ({type(layer.module).__name__}, which computes attention by itself)"
-    model_type, version = getattr(model.config, "model_type", ""), sys.modules["transformers"].__version__
+    model_type, version = getattr(model.model.config, "model_type", ""), sys.modules["transformers"].__version__
     if not evidence.isolates(model_type, version):
         yield f"the architecture {model_type!r}, of which there is no evidence in Transformers {version}"
 
 
-def _code(model: Model) -> Iterator[tuple[str, Any]]:
+def _code(modules: dict[str, Any]) -> Iterator[tuple[str, Any]]:
     """The functions that a model's modules run, each after what it is; None for a scripted module."""
-    for name, module in model.named_modules():
-        name = name or "the model itself"
+    classes: set[type] = set()
+    for name, module in modules.items():
+        name, held = name or "the model itself", vars(module)
         if inspecting.is_scripted(module):
             yield name, None
             continue
-        yield from ((name, function) for function in _forwards(module))
-        held = vars(module)
+        if type(module) not in classes or "forward" in held:  # what a class holds is asked once
+            classes.add(type(module))
+            yield from ((name, function) for function in _forwards(module))
         for table, what in HOOKS.items():
-            yield from ((f"{what} of {name}", hook) for hook in held.get(table, {}).values())
+            if held.get(table):
+                yield from ((f"{what} of {name}", hook) for hook in held[table].values())
         for attribute, value in held.items():  # an activation, for example
             if attribute in _NO_FUNCTIONS or not callable(value) or isinstance(value, (_nn.Module, type)):
                 continue
             yield f"the attribute {attribute} of {name}", value
     for what, everywhere in EVERYWHERE:
         yield from ((f"{what} of all modules", hook) for hook in everywhere.values())
-    for home, name in replaceable(type(module) for module in model.modules()):
+    for home, name in replaceable(map(type, modules.values())):
         yield f"{home}.{name}", vars(sys.modules[home])[name]
 
 
@@ -136,15 +137,18 @@ def _forwards(module: torch.nn.Module) -> Iterator[Any]:
         yield vars(module)["forward"]
 
 
+def _is_torchs(cls: type) -> bool:
+    """Whether a class of modules has its forward from torch, and that is not known to look at one token at a time."""
+    owner = inspecting.defining(cls, "forward")
+    return inspecting.is_of_torch(owner) and owner not in _BY_TOKEN
+
+
 def _looks_along_the_row(module: torch.nn.Module) -> bool:
-    """Whether a module of torch's own may look at other tokens than the one it computes."""
-    owner = inspecting.defining(type(module), "forward")
-    if not inspecting.is_of_torch(owner) or owner in _BY_TOKEN:
-        return False
-    if issubclass(owner, _ALONG_THE_LAST):
+    """Whether a module with such a forward may look at other tokens than the one it computes."""
+    if isinstance(module, _ALONG_THE_LAST):
         return getattr(module, "dim", -1) != -1
-    if issubclass(owner, _OF_SHAPE):
-        return len(module.normalized_shape) > 1  # type: ignore[arg-type]
+    if isinstance(module, _OF_SHAPE):
+        return len(module.normalized_shape) > 1
     return True
 
 
@@ -160,7 +164,7 @@ class Structure:
     """
 
     def __init__(self, model: Model) -> None:
-        modules: list[torch.nn.Module] = list(model.modules())
+        modules: list[torch.nn.Module] = list(named_modules(model).values())
         held = [vars(module) for module in modules]
         kinds = [cls for cls in dict.fromkeys(map(type, modules)) if hasattr(cls, "forward")]  # TorchScript has none
         children = [each["_modules"] for each in held]

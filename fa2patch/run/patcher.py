@@ -25,7 +25,7 @@ from ..patch.applying import apply, status
 from ..patch.padding import pack_padded_batches
 from ..patch.state import Patch
 from ..upstream import inspecting
-from ..upstream.find_layers import attention_layers
+from ..upstream.find_layers import ModelLayers
 from ..upstream.find_models import embedding_of, is_transformers_model, models, transformers_model
 from . import flattening
 from .start import RunOptions, say
@@ -317,7 +317,7 @@ def reads_no_text(model: Any) -> str:
     """
     if getattr(model.config, "is_encoder_decoder", False):
         return ""
-    seen = {getattr(layer.module, "is_causal", None) for layer in attention_layers(models(model)[-1])}
+    seen = {getattr(layer.module, "is_causal", None) for layer in ModelLayers(model).attention}
     embeds = isinstance(embedding_of(model), torch.nn.Embedding)
     if seen == {False} and embeds and not inspecting.takes(model.forward, "pixel_values"):
         return ""

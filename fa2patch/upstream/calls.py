@@ -110,11 +110,6 @@ class Batch:
     position_ids: torch.Tensor | None
     mask: torch.Tensor | None
 
-    @property
-    def says_something(self) -> bool:
-        """Whether an argument was given that may say where documents start."""
-        return bool(self.lengths) or self.position_ids is not None or self.mask is not None
-
 
 def read_batch(call: Call, has_mixers: bool) -> Batch | None:
     """Check the arguments that may say where documents start; None for a call that is dense in any case."""

@@ -16,9 +16,10 @@ from .._types import Config, Model
 from ..errors import LayerNotPatchable, UnsupportedModel
 from . import inspecting
 from .facts import Facts
-from .inspecting import is_known
+from .find_layers import ModelLayers
+from .find_models import named_modules
+from .foreign import is_known
 from .seams.formula import is_causal
-from .trait import ModelLayers
 
 _MAKES = re.compile(r"create_\w*mask\w*")
 _LATER = re.compile(r"causal|tril|triu|future|decoder_attention_mask|_prepare_attn_mask")
@@ -108,7 +109,7 @@ def _unsaid(model: ModelLayers) -> str:
 
 def _names_in(decoder: Model) -> Iterator[str]:
     """The names that the methods of a decoder and of its modules use."""
-    for cls in dict.fromkeys(type(module) for module in decoder.modules()):
+    for cls in dict.fromkeys(map(type, named_modules(decoder).values())):
         for base in cls.__mro__:
             if base.__module__ == cls.__module__ and not inspecting.is_of_torch(base):
                 for function in vars(base).values():

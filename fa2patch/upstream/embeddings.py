@@ -14,11 +14,11 @@ from ..documents.boundaries import Boundaries
 from . import attached, inspecting
 from .calls import batch_shape
 from .facts import Site, of_forward
-from .find_models import embedding_of, text_modules
-from .packed_mask import find
+from .find_layers import ModelLayers
+from .find_models import embedding_of
+from .packed_mask import mask_among
 from .splitting import Documents
-from .step import Step
-from .trait import ModelLayers, Trait
+from .step import Step, Trait
 
 
 class NoisyEmbeddings(Trait):
@@ -110,7 +110,9 @@ def take_apart(model: Model) -> None:
 
 def put_back(module: torch.nn.Module) -> None:
     """Undo :func:`take_apart`."""
-    for table, key, function in list(_noise(module)):
+    hooks, own = module._forward_hooks, vars(module)
+    held: list[tuple[Any, Any, Any]] = [(hooks, key, hook) for key, hook in hooks.items()]
+    for table, key, function in [*held, (own, "forward", own.get("forward"))]:
         if isinstance(function, ByDocument):
             table[key] = function.function
             if getattr(function.function, "__func__", None) is type(module).forward:
@@ -150,10 +152,10 @@ class ScaledEmbeddings(Trait):
     name = "scaled embeddings"
 
     def finds(self, model: ModelLayers) -> bool | None:
-        return True if _scaled(model.decoder) and not model.by_document else None
+        return True if _scaled(model) and not model.by_document else None
 
     def replaces(self, model: ModelLayers, found: Any) -> Iterable[Site]:
-        return [of_forward(module, scaled_by_document) for module in _scaled(model.decoder)]
+        return [of_forward(module, scaled_by_document) for module in _scaled(model)]
 
     def before(self, step: Step, found: Any) -> None:
         if step.mask is not None:
@@ -161,8 +163,8 @@ class ScaledEmbeddings(Trait):
         step.send_documents()
 
 
-def _scaled(decoder: Model) -> list[torch.nn.Module]:
-    return [module for _, module in text_modules(decoder) if "token_dropout" in vars(module)]
+def _scaled(model: ModelLayers) -> list[torch.nn.Module]:
+    return [module for module in model.text_modules.values() if "token_dropout" in vars(module)]
 
 
 def scaled_by_document(original: Function) -> Function:
@@ -175,7 +177,7 @@ def scaled_by_document(original: Function) -> Function:
     @functools.wraps(original)
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
         call = {**dict(zip(names, args)), **kwargs}
-        mask = find(call.values())
+        mask = mask_among(call.values())
         riding = attached.take(call.get("position_ids"), attached.DOCUMENTS)
         documents = mask.boundaries if mask is not None else riding
         if documents is None:
@@ -208,9 +210,8 @@ class TokenTypes(Trait):
     name = "token types"
 
     def finds(self, model: ModelLayers) -> bool | None:
-        tables = any(_TYPES in module._buffers for module in model.decoder.modules())
         takes = _TYPES in inspecting.upstream_parameters(type(model.decoder).forward)
-        return True if tables and takes else None
+        return True if takes and any(_TYPES in module._buffers for module in model.text_modules.values()) else None
 
     def before(self, step: Step, found: Any) -> None:
         if step.mask is not None and step.role.innermost and step.call.get(_TYPES) is None:

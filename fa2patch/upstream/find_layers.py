@@ -1,19 +1,25 @@
-"""Find the attention layers of a decoder, and the seam through which each can be replaced."""
+"""Find the layers of a model that must be given the boundaries: attention, and mixers, which carry state otherwise."""
 
 from __future__ import annotations
 
+import re
 import sys
+import warnings
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field, replace
-from typing import Any
+from functools import cached_property
+from typing import Any, Callable
 
 import torch
 
 from .._types import Function, Model
-from . import find_masks, inspecting
+from . import caches, find_masks, inspecting
+from .architectures import is_registered, lookup, row_of
 from .facts import Site, of_forward
-from .find_models import models, text_modules
-from .inspecting import is_of_model
+from .find_models import models, named_modules, text_modules
+from .foreign import is_of_model
+from .inspecting import is_of_torch
+from .packed_mask import MASK
 from .seams import formula, interface, mixer
 
 
@@ -46,21 +52,96 @@ class Layer:
         return formula.is_fused(vars(self.site.owner)[self.site.attribute][formula.EAGER])
 
 
-def attention_layers(decoder: Model) -> Iterator[Layer]:
-    """Yield every attention layer of a decoder that offers a seam."""
+class ModelLayers:
+    """A Transformers model and its layers. It is walked once, and what is found is kept for all that look at it.
+
+    Args:
+        model: the Transformers model.
+        architecture: the ``model_type`` of the registry row to use instead of that of ``config.model_type``.
+
+    Attributes:
+        modules: the modules of the model, by their names.
+        entered: the models whose ``forward`` a call goes through, the outermost first.
+        decoder: the innermost of them, which loops over the layers.
+        architecture: the model's row of the registry.
+        vouched: whether the row is registered for the model type, or was named.
+
+    Raises:
+        UnknownArchitecture: the registry has no row of this name.
+    """
+
+    def __init__(self, model: Model, architecture: str | None = None) -> None:
+        self.model, self.modules = model, named_modules(model)
+        self.entered: tuple[Any, ...] = tuple(models(model, self.modules.values()))
+        self.decoder: Model = self.entered[-1]
+        config: Any = getattr(self.decoder, "config", None)
+        self.architecture = row_of(config) if architecture is None else lookup(architecture)
+        self.vouched = architecture is not None or is_registered(config)
+
+    @cached_property
+    def text_modules(self) -> dict[str, Any]:
+        """The modules of the decoder through which its tokens run, by their names in it."""
+        return text_modules(self.decoder)
+
+    @cached_property
+    def mask_makers(self) -> dict[type, list[find_masks.Maker]]:
+        """Where the functions lie that make masks, for the class of each model in ``entered``."""
+        return {type(model): find_masks.makers(type(model)) for model in self.entered}
+
+    @cached_property
+    def attention(self) -> tuple[Layer, ...]:
+        """The attention layers that offer a seam."""
+        return _attention_layers(self)
+
+    @cached_property
+    def carrying(self) -> dict[str, str]:
+        """The modules of the decoder that carry state along the row outside attention: names, and the evidence."""
+        return mixers_among(self.text_modules, self.attention)
+
+    @cached_property
+    def mixers(self) -> tuple[Layer, ...]:
+        """The mixers that can be given the boundaries, or the layers around them."""
+        return tuple(_mixer_layers(self))
+
+    @property
+    def by_document(self) -> bool:
+        """Whether the base model computes each document by itself."""
+        return any(layer.seam == "document" for layer in self.attention)
+
+    @property
+    def apart(self) -> bool:
+        """The earlier name of :attr:`by_document`."""
+        warnings.warn("ModelLayers.apart is called by_document.", FutureWarning, stacklevel=2)
+        return self.by_document
+
+    @property
+    def layers(self) -> tuple[Layer, ...]:
+        """Every layer that must be given the boundaries."""
+        return (*self.attention, *self.mixers)
+
+    def __str__(self) -> str:
+        return type(self.model).__name__
+
+
+# Attention
+
+
+def _attention_layers(model: ModelLayers) -> tuple[Layer, ...]:
+    """Every attention layer of a decoder that offers a seam, in the order of the decoder's modules."""
     seams: dict[type, Layer | None] = {}
-    layers = []
-    for name, module in text_modules(decoder):
+    layers, decoder = [], model.decoder
+    for name, module in model.text_modules.items():
         cls = type(module)
         if cls not in seams:
             seams[cls] = _seam_of(module)
         found = seams[cls]
         if found is not None:
             layers.append(replace(found, name=name, module=module))
-    if layers and (find_masks.of_the_user(decoder) or any(_only_by_document(layer, decoder) for layer in layers)):
+    users = layers and find_masks.of_the_user(decoder, model.mask_makers[type(decoder)])
+    if users or any(_only_by_document(layer, decoder) for layer in layers):
         site = of_forward(decoder, _as_it_is)
         layers = [replace(layer, seam="document", site=site, others=()) for layer in layers]
-    yield from layers
+    return tuple(layers)
 
 
 def _only_by_document(layer: Layer, decoder: Model) -> bool:
@@ -104,7 +185,7 @@ def _as_it_is(original: Function) -> Function:
 def _seam_of(module: torch.nn.Module) -> Layer | None:
     """The seam of a module's class, as of a layer without a name; None if it has none."""
     cls = type(module)
-    if inspecting.is_of_torch(cls):
+    if is_of_torch(cls):
         return None
     home = sys.modules.get(inspecting.defining(cls, "forward").__module__)
     if home is None:
@@ -120,22 +201,23 @@ def _seam_of(module: torch.nn.Module) -> Layer | None:
     )
 
 
-def claims_flash_attention(model: Model, found: Iterable[Layer]) -> bool:
+def claims_flash_attention(model: ModelLayers) -> bool:
     """Whether a model declares flash attention support, or its attention layers have flash code of their own."""
     said = any(
         getattr(part, name, False)
-        for part in models(model)
+        for part in model.entered
         for name in ("_supports_flash_attn", "_supports_flash_attn_2")
     )
-    return said or any(layer.seam != "interface" for layer in found)
+    return said or any(layer.seam != "interface" for layer in model.attention)
 
 
-def blocks_without(decoder: Model, found: list[Layer]) -> dict[str, str]:
+def blocks_without(model: ModelLayers) -> dict[str, str]:
     """Return blocks without attention or a mixer whose siblings have one, as names and class names.
 
     Blocks are the members of the module lists that hold the found layers. Blocks that take no mask and are not called
     attention are left out. If no layer was found, the members of all module lists are returned.
     """
+    modules, found = model.text_modules, model.layers
     holding: dict[str, set[str]] = {}
     for layer in found:
         parts = layer.name.split(".")
@@ -143,23 +225,112 @@ def blocks_without(decoder: Model, found: list[Layer]) -> dict[str, str]:
         if at is not None:
             holding.setdefault(".".join(parts[:at]), set()).add(parts[at])
     if not found:
-        lists = (name for name, module in text_modules(decoder) if isinstance(module, torch.nn.ModuleList))
-        holding = {name: set() for name in lists}
+        holding = {name: set() for name, module in modules.items() if isinstance(module, torch.nn.ModuleList)}
     return {
         f"{name}.{index}": type(block).__name__
         for name, indices in holding.items()
-        for index, block in decoder.get_submodule(name).named_children()
+        for index, block in modules[name].named_children()
         if index not in indices and (not found or _may_look_around(block))
     }
 
 
 def _may_look_around(block: torch.nn.Module) -> bool:
-    """Whether a block has a part that takes a mask or is called attention. Nemotron-H has blocks with an MLP only."""
-    if "attention" in type(block).__name__.lower():
-        return True
-    inside = {type(module) for module in block.modules() if module is not block}
-    return any(
-        "attention" in cls.__name__.lower() or mixer.takes_mask(cls.forward)
-        for cls in inside
-        if not inspecting.is_of_torch(cls)
+    """Whether a block or a part of it takes a mask or is called attention. Nemotron-H has blocks with an MLP only."""
+    inside = {type(module) for module in named_modules(block).values() if module is not block}
+    return "attention" in type(block).__name__.lower() or any(
+        "attention" in cls.__name__.lower() or mixer.takes_mask(cls.forward) for cls in inside if not is_of_torch(cls)
     )
+
+
+# Mixers
+
+_NAMES = re.compile(
+    r"Mamba|Mixer2?$|RecurrentBlock|Rwkv|Retention|ShortConv|DeltaNet|DeltaAttention|LightningAttention|LinearAttention"
+    r"|LSTM(Backend|Layer)$"
+)
+_RECURRENT = (torch.nn.RNNBase, torch.nn.RNNCellBase)
+_OF_TORCH = (torch.nn.Conv1d, *_RECURRENT)
+_WEIGHTS = ("A_log", "dt_bias", "time_decay", "conv_kernel")
+_ARGUMENTS = {"cache_params", "conv_state", "conv_states", "ssm_state", "recurrent_state", "recurrent_states"}
+
+
+def _mixer_layers(model: ModelLayers) -> Iterator[Layer]:
+    """Yield the layers through which ``model.carrying`` can be given the boundaries.
+
+    Such a layer is the mixer, or the nearest module around it, whose forward takes a mask and that holds no attention
+    layer. In a model without attention, it may also take a ``cache_position`` or a cache instead of a mask.
+    """
+    names = [f"{layer.name}." for layer in model.attention]
+    ways = [mixer.takes_mask] if names else [mixer.takes_mask, mixer.takes_positions, mixer.takes_cache]
+    done: set[str] = set()
+    for name in model.carrying:
+        parts = name.split(".")
+        around = [".".join(parts[:end]) for end in range(len(parts), 0, -1)]
+        around = [path for path in around if not any(other.startswith(f"{path}.") for other in names)]
+        path = next((path for taken in ways for path in around if _takes(model.text_modules[path], taken)), None)
+        if path is not None and path not in done:
+            done.add(path)
+            module = model.text_modules[path]
+            yield Layer(path, "mixer", of_forward(module, mixer.by_document), module=module)
+
+
+def carrier(model: ModelLayers) -> str:
+    """Return the argument of a decoder without attention that reaches all of its mixers.
+
+    The packed mask replaces this argument. It is ``"attention_mask"`` if no argument reaches them all.
+    """
+    forward = type(model.decoder).forward
+    given, cached = inspecting.upstream_parameters(forward), caches.taken_by(forward)
+    # xLSTM's decoder takes a cache, its layers take state
+    ways = {MASK: mixer.takes_mask, "cache_position": mixer.takes_positions, **dict.fromkeys(cached, mixer.takes_cache)}
+    for name, taken in ways.items():
+        if name in given and all(_takes(layer.module, taken) for layer in model.mixers):
+            return name
+    return MASK
+
+
+def _takes(module: torch.nn.Module, taken: Callable[[Function], bool]) -> bool:
+    owner = inspecting.defining(type(module), "forward")
+    return not is_of_torch(owner) and taken(inspecting.forward_of(type(module)))
+
+
+def mixers_among(modules: dict[str, Any], attention: Iterable[Layer]) -> dict[str, str]:
+    """Return the modules that carry state along the row outside attention, as names and the evidence for it.
+
+    Args:
+        modules: the modules to look at, by their names.
+        attention: the attention layers among them: the name of Kimi Linear's full attention matches too.
+    """
+    others, classes = {layer.module for layer in attention}, {*map(type, modules.values())}
+    called = {cls for cls in classes if _NAMES.search(cls.__name__) and "Norm" not in cls.__name__}
+    may = {cls for cls in classes if issubclass(cls, _OF_TORCH) or not is_of_torch(cls)}
+    named = [name for name, module in modules.items() if name and type(module) in called and module not in others]
+    innermost = {name for name in named if not any(other.startswith(f"{name}.") for other in named)}
+    found: dict[str, str] = {}
+    handed: dict[type, list[str]] = {}
+    for name, module in modules.items():
+        clue = "by its name" if name in innermost else None
+        if clue is None and type(module) in may:
+            clue = _clue(module, handed)
+        if clue and not any(name.startswith(f"{outer}.") for outer in found):
+            found[name] = f"{type(module).__name__} ({clue})"
+    return found
+
+
+def _clue(module: torch.nn.Module, handed: dict[type, list[str]]) -> str | None:
+    """Evidence that a module carries state along the row, or None."""
+    cls = type(module)
+    if isinstance(module, torch.nn.Conv1d) and module.kernel_size[0] > 1:
+        return f"a convolution over {module.kernel_size[0]} tokens"
+    if isinstance(module, _RECURRENT):
+        return "recurrent"
+    if is_of_torch(cls):
+        return None
+    for name in _WEIGHTS:
+        if name in module._parameters:
+            return f"has {name}"
+    if cls not in handed:
+        handed[cls] = sorted(_ARGUMENTS & inspecting.upstream_parameters(cls.forward))
+    if not handed[cls] or any(isinstance(child, torch.nn.ModuleList) for child in module.children()):
+        return None
+    return f"is handed {handed[cls][0]}"

@@ -13,14 +13,15 @@ from __future__ import annotations
 
 import re
 import sys
+from collections.abc import Iterable
 from types import ModuleType
-from typing import Any
+from typing import Any, Union
 
 import torch
 
 from .._types import Function, Model
 from . import inspecting
-from .inspecting import is_known, is_of_model
+from .foreign import is_known, is_of_model
 
 TWO_MASKS = "_update_attention_mask"
 """ModernBERT's method (4.48 to 5.0), which returns a mask for global and one for local layers."""
@@ -38,14 +39,14 @@ FUNCTIONS = re.compile(r"create_\w*masks?(_mapping|_for_generate|_for_vision_mod
 UNMASK = "_unmask_unattended"
 
 
-def makers(base_model: type) -> list[tuple[type | ModuleType, str]]:
-    """Where the functions lie that make masks for this class of models, or for a class that it inherits from.
+Maker = tuple[Union[type, ModuleType], str]
+"""Where a function lies that makes masks: the class or the modeling module, and the name of its attribute."""
 
-    Returns:
-        Owners with the names of their attributes.
-    """
+
+def makers(base_model: type) -> list[Maker]:
+    """Where the functions lie that make masks for this class of models, or for a class that it inherits from."""
     own = [cls for cls in base_model.__mro__ if issubclass(cls, torch.nn.Module)]  # not a mix-in of all models
-    found: list[tuple[type | ModuleType, str]] = [
+    found: list[Maker] = [
         (cls, name)
         for name in METHODS
         for cls in base_model.__mro__
@@ -67,12 +68,12 @@ def calls(model: type, name: str) -> bool:
     return any(inspecting.reads_name(forward, name) for forward in inspecting.forwards_that_run(model))
 
 
-def of_the_user(model: Model) -> Any:
-    """A function of the user's that makes masks for a model, which a packed mask would replace; None if there is none.
+def of_the_user(model: Model, made_by: Iterable[Maker]) -> Any:
+    """The user's among the functions that make masks for a model, which a packed mask would replace; None if none is.
 
     Remote code's own function makes the masks of its own models, and an override in a subclass is the user's.
     """
-    for owner, name in makers(type(model)):
+    for owner, name in made_by:
         home = owner.__name__ if isinstance(owner, ModuleType) else owner.__module__
         function = getattr(owner, name)
         below = (vars(base).get(name) for base in type(model).__mro__ if base is not owner)
@@ -83,12 +84,12 @@ def of_the_user(model: Model) -> Any:
         if on_the_object is not None and not is_known(on_the_object):
             return on_the_object
     config = getattr(model, "config", None)  # a layer by itself has none
-    return registered(getattr(config, "_attn_implementation", None))
+    return registered_by_the_user(getattr(config, "_attn_implementation", None))
 
 
-def registered(implementation: object) -> Any:
+def registered_by_the_user(implementation: object) -> Any:
     """The user's function in the dictionary of functions that make masks; None for Transformers' own, or for none."""
-    found = inspecting.registered("transformers.masking_utils", inspecting.MASK_FUNCTIONS).get(implementation)
+    found = inspecting.dictionary_in("transformers.masking_utils", inspecting.MASK_FUNCTIONS).get(implementation)
     return None if found is None or is_known(found) else found
 
 

@@ -1,8 +1,9 @@
-"""Find the Transformers model in an object, and the models that a call goes through."""
+"""Find the Transformers model in an object, and the modules and models in it that a call goes through."""
 
 from __future__ import annotations
 
 import sys
+from collections.abc import Collection, Iterable
 from typing import Any
 
 import torch
@@ -21,11 +22,40 @@ def is_transformers_model(module: object) -> bool:
     return modeling is not None and issubclass(type(module), modeling.PreTrainedModel)
 
 
+def _models_among(modules: Iterable[Any]) -> list[Any]:
+    modeling = sys.modules.get("transformers.modeling_utils")
+    return [] if modeling is None else [one for one in modules if issubclass(type(one), modeling.PreTrainedModel)]
+
+
+def named_modules(module: Any, without: Collection[Any] = ()) -> dict[str, Any]:
+    """The modules in a module by their names, as ``module.named_modules()`` gives them.
+
+    Torch's own resumes a generator for each module around a module: a hundred thousand calls for 80 layers.
+
+    Args:
+        module: the module.
+        without: modules that are left out with all that they hold.
+    """
+    found: dict[Any, str] = {}
+    waiting = [("", module)]
+    while waiting:
+        name, inner = waiting.pop()
+        if inner in found or inner in without:
+            continue
+        found[inner] = name
+        for key, child in reversed(inner._modules.items()):
+            if child is not None:
+                waiting.append((f"{name}.{key}" if name else key, child))
+    return {name: inner for inner, name in found.items()}
+
+
 def outermost_models(module: torch.nn.Module) -> dict[str, Any]:
     """Return the Transformers models in a module that are in no other one, by name; one that is there twice, once."""
     found: dict[str, Any] = {}
-    for name, inner in module.named_modules():
-        if is_transformers_model(inner) and not any(name.startswith(f"{around}.") or not around for around in found):
+    modules = named_modules(module)
+    held = set(_models_among(modules.values()))
+    for name, inner in modules.items():
+        if inner in held and not any(name.startswith(f"{around}.") or not around for around in found):
             found[name] = inner
     return found
 
@@ -93,45 +123,36 @@ def _not_of_torch(seen: object) -> str:
     return ""
 
 
-def models(model: Model) -> list[Any]:
+def models(model: Model, modules: Iterable[Any] | None = None) -> list[Any]:
     """Return the models whose ``forward`` a call goes through, the outermost first, the one with the layer loop last.
 
     These are the models that hold the embedding of the input ids. For ``GPT2LMHeadModel`` they are the model and its
     ``transformer``. For a vision-language model they include the text side, but never a vision tower. Where no model
     holds the embedding, ``base_model_prefix`` names the inner model.
+
+    Args:
+        model: the outermost model.
+        modules: the modules in it, if they are at hand.
     """
     embedding = embedding_of(model)
-    path = [
-        module
-        for module in model.modules()
-        if "config" in vars(module)
-        and is_transformers_model(module)
-        and any(embedding is inner for inner in module.modules())
-    ]
+    inside = [one for one in _models_among(modules or named_modules(model).values()) if "config" in vars(one)]
+    path = [one for one in inside if embedding in named_modules(one).values()]
     if path:
         return path
     base = getattr(model, model.base_model_prefix, model) if model.base_model_prefix else model
     return [model] if base is model else [model, base]
 
 
-def text_modules(decoder: Model) -> list[tuple[str, Any]]:
-    """The modules of a decoder through which its tokens run, with their names, in the order of ``named_modules``.
+def text_modules(decoder: Model) -> dict[str, Any]:
+    """The modules of a decoder through which its tokens run, by their names.
 
     Encoders of pictures or sound that are inside the decoder are left out with all that they hold (Phi-4-multimodal
     has both). They are models of their own, with a config of another class than the decoder's.
     """
-    found: dict[Any, str] = {}
-    waiting: list[tuple[str, Any]] = [("", decoder)]
-    while waiting:  # named_modules resumes a generator for each module around a module: thousands of calls a walk
-        name, module = waiting.pop()
-        inner_model = name and "config" in vars(module) and is_transformers_model(module)
-        if module in found or (inner_model and not isinstance(decoder.config, type(module.config))):
-            continue
-        found[module] = name
-        for key, child in reversed(module._modules.items()):
-            if child is not None:
-                waiting.append((f"{name}.{key}" if name else key, child))
-    return [(name, module) for module, name in found.items()]
+    found = named_modules(decoder)
+    inner = [one for one in _models_among(found.values()) if "config" in vars(one) and one is not decoder]
+    encoders = [one for one in inner if not isinstance(decoder.config, type(one.config))]
+    return named_modules(decoder, encoders) if encoders else found
 
 
 def embedding_of(model: Model) -> torch.nn.Module | None:

@@ -1,15 +1,18 @@
-"""Foreign forwards: functions that other code has put in the place of our forward, on the class or on the object.
+"""Foreign code: whose code a function is, and forwards that other code has put in the place of ours.
 
-Liger, cut-cross-entropy and some trainers do so. It is not known what they do with the labels of a packed batch, so a
-forward pre-hook (``hooks.py``) prepares the batch first. ``model(...)`` runs this hook with any ``forward``, but
-``model.forward(...)`` does not. PEFT calls the model that way, and then the base model refuses the batch.
+Such a forward lies on the class or on the object. Liger, cut-cross-entropy and some trainers do so. It is not known
+what they do with the labels of a packed batch, so a forward pre-hook (``hooks.py``) prepares the batch first.
+``model(...)`` runs this hook with any ``forward``, but ``model.forward(...)`` does not. PEFT calls the model that way,
+and then the base model refuses the batch.
 """
 
 from __future__ import annotations
 
 import functools
 import inspect
-from types import CodeType, MethodType
+import sys
+from pathlib import Path
+from types import BuiltinFunctionType, CodeType, MethodType, MethodWrapperType
 from typing import Any, Callable
 
 import torch
@@ -20,6 +23,97 @@ from ..documents.names import LENGTHS, LOSS_LABELS, REAL
 from ..errors import PackingNotIsolated
 from . import inspecting
 from .calls import Calls, passed
+from .inspecting import code_called, own_code, plain
+
+# Whose code it is. A ``__module__`` does not say so, because functools.wraps copies it: the file that defines it does
+
+KNOWN = ("torch", "transformers", "fa2patch", "accelerate")
+"""Packages whose code needs no proof. Accelerate's forwards and hooks move tensors between devices."""
+
+SPLITTERS = ("deepspeed", "ring_flash_attn")
+"""Packages whose attention functions split rows over processes, which ``ulysses.py`` looks for."""
+
+
+def is_known(function: Any) -> bool:
+    """Whether a function, and each one that it wraps, is of a package in :data:`KNOWN` or is compiled code."""
+    return _is_below(function, (*_folders(KNOWN), functools.__file__))  # a decorator of functools says nothing itself
+
+
+def is_of_model(function: Any, modeling: str) -> bool:
+    """Whether a function is known, splits rows, or is defined where a model is, as remote code's own attention is.
+
+    Attention and masks of the user's own are computed document by document, because a kernel would compute something
+    else. A model whose code is all its own goes by the seams, and is proven.
+
+    Args:
+        function: the function.
+        modeling: the name of the module that defines the model's layers.
+    """
+    home = getattr(sys.modules.get(modeling), "__file__", None)
+    return _is_below(function, (*_folders((*KNOWN, *SPLITTERS)), *([home] if home else [])))
+
+
+def require_of_model(function: Any, layer: Any) -> None:
+    """Raise if a layer's dense batches are computed by attention of the user's own, which packed ones would drop.
+
+    Raises:
+        PackingNotIsolated: the function is not :func:`is_of_model`.
+    """
+    own = _of_the_user(function, type(layer).__module__)
+    if own:
+        raise PackingNotIsolated(
+            f"{type(layer).__name__} computes attention with {own}, which was not there when the model was patched, "
+            "and which a kernel would replace. Call fa2patch.apply(model) again: then each document of a packed batch "
+            'is computed by itself, with your function. For speed, load the model with attn_implementation="sdpa", or '
+            "make your function a kernel (fa2patch.kernels.register_kernel)."
+        )
+
+
+@constant
+def _of_the_user(function: Any, modeling: str) -> str:
+    """Where a function is defined that is not :func:`is_of_model`; empty if it is."""
+    return "" if is_of_model(function, modeling) else where_defined(function)
+
+
+def where_defined(function: Any) -> str:
+    """Where a function or an object says that it is defined, for an error."""
+    function = plain(function)
+    named = function if hasattr(function, "__qualname__") else type(function)
+    return f"{getattr(named, '__module__', None) or '?'}.{named.__qualname__}".replace(".forward", "")
+
+
+def below_ours(function: Any) -> Any:
+    """The function below what fa2patch has put around it."""
+    while hasattr(function, "__wrapped__"):
+        code = own_code(function)
+        if code is None or not code.co_filename.startswith(_folder("fa2patch")):
+            break
+        function = function.__wrapped__
+    return function
+
+
+def _is_below(function: Any, places: tuple[str, ...]) -> bool:
+    function = plain(function)
+    code, below = code_called(function), getattr(function, "__wrapped__", None)
+    if code is None and below is None:  # compiled code, or an operator of torch (torch.ops)
+        compiled = isinstance(function, (BuiltinFunctionType, MethodWrapperType))
+        return compiled or type(function).__module__.startswith("torch.")
+    if code is not None and not code.co_filename.startswith(places):
+        return False
+    return below is None or _is_below(below, places)
+
+
+@functools.cache
+def _folder(package: str) -> str:
+    file = getattr(sys.modules[package], "__file__", None) or ""
+    return f"{Path(file).parent}/"
+
+
+def _folders(packages: tuple[str, ...]) -> tuple[str, ...]:
+    return tuple([_folder(package) for package in packages if package in sys.modules])
+
+
+# Forwards in the place of ours
 
 HOOKED = "_old_forward"
 """The attribute in which accelerate's hooks (``device_map``, offloading) keep the bound ``forward`` that they call."""
@@ -33,7 +127,7 @@ def ours(forward: Function) -> None:
 
 
 def _is_ours(forward: object) -> bool:
-    return inspecting.own_code(forward) in _ours
+    return own_code(forward) in _ours
 
 
 def on_top(module: object) -> bool:
@@ -47,12 +141,12 @@ def on_top(module: object) -> bool:
 
 def looks_up_hooked(own: object) -> bool:
     """Whether a forward on an object looks up :data:`HOOKED` in each call. Those of accelerate 0.23 do not."""
-    return HOOKED in getattr(inspecting.code_called(own), "co_names", ())
+    return HOOKED in getattr(code_called(own), "co_names", ())
 
 
 def _calls_hooked(own: object) -> bool:
     """Whether a forward on an object is one of accelerate's hooks. Those of 0.23 hold the forward that they call."""
-    return looks_up_hooked(own) or "old_forward" in getattr(inspecting.code_called(own), "co_freevars", ())
+    return looks_up_hooked(own) or "old_forward" in getattr(code_called(own), "co_freevars", ())
 
 
 @constant
@@ -112,10 +206,10 @@ def refuse_bypassed(model: Model, forward: Function) -> None:
     """
     function = getattr(forward, "__func__", forward)
     if not compiling():
-        code = inspecting.code_called(function)
+        code = code_called(function)
         led_here = code is None or any(frame.f_code is code for frame in inspecting.running())
         handed_on = (getattr(function, "__wrapped__", None), model.__dict__.get(HOOKED), *getattr(function, "args", ()))
-        if not led_here or all(inspecting.is_known(each) for each in (function, *filter(callable, handed_on))):
+        if not led_here or all(is_known(each) for each in (function, *filter(callable, handed_on))):
             return
     raise PackingNotIsolated(
         f"the forward of this {type(model).__name__} was replaced after fa2patch.apply, by "

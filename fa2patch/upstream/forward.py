@@ -1,4 +1,4 @@
-"""The forward of a patched model, read down: name the arguments, recognise, prepare, call, finish.
+"""The forward of a patched model, read down in the order in which a batch goes through it.
 
 The forwards of the models that a call goes through are replaced on the classes that define them. An instance without
 our mark runs its original forward. The first model that a batch reaches finds the boundaries and hands the
@@ -26,13 +26,15 @@ from ..documents.names import LABELS, LENGTHS, PARENTS, REAL, TOKENS
 from ..errors import BadBatch, NothingPacked, PackingNotIsolated
 from . import attached, caches, foreign, heads, inspecting, labels, positions
 from .calls import Calls, batch_shape, has_pictures, is_for_queries, passed
+from .find_documents import packed_mask_of
 from .find_layers import Layer
 from .find_models import models
-from .packed_batch import packed_mask
-from .packed_mask import MASK, PackedMask, find
+from .packed_mask import MASK, PackedMask, mask_among
 from .seams import document
 from .step import MARK, PADDING, ROLE, Patched, Step
 from .ulysses import RowPart, row_part
+
+# 1. Our forward names the arguments of a call, and takes it through the steps
 
 
 def entered(original: Function) -> Function:
@@ -72,11 +74,11 @@ def batches_continuously(kwargs: Call) -> bool:
 
 
 def _computed(step: Step) -> Any:
-    """Run the stages after the call has been read."""
+    """What a forward does after its arguments have names."""
     _recognise(step)
     prepare(step)
     if step.mask is None:
-        output = computed_dense(step)
+        output = _dense(step)
     elif step.handed:
         output = _handed(step, step.mask)
     elif step.places:
@@ -88,22 +90,7 @@ def _computed(step: Step) -> Any:
     return labels.after(step, heads.after(step, output))
 
 
-def prepare(step: Step) -> None:
-    """Check or change the call before a forward: first what every model has, then the traits of this one."""
-    labels.before(step)
-    heads.before(step)
-    positions.before(step)
-    _turn_cache_off(step)
-    for trait, found in step.patch.before:
-        trait.before(step, found)
-
-
-def _turn_cache_off(step: Step) -> None:
-    """Training needs no cache, and no decoding step could tell its documents apart."""
-    packed = (step.places or step.handed) and not step.patch.facts.keeps_cache
-    # a model around the innermost one may not take use_cache (Qwen3.5 in 5.10)
-    if packed and ("use_cache" in step.calls.names or "use_cache" in step.call):
-        step.call["use_cache"] = False
+# 2. What the batch says of documents: an outer model has found it, or it is looked for
 
 
 def _recognise(step: Step) -> None:
@@ -117,7 +104,7 @@ def _recognise(step: Step) -> None:
     if step.handed or (role.innermost and _was_found_dense(step)):
         return
     foreign_forward = _foreign_forward(step)
-    step.mask = look(step, part)
+    step.mask = find_mask(step, part)
     if step.mask is None:
         return
     if role.innermost and is_for_queries(call.get("attention_mask")):
@@ -134,13 +121,12 @@ def _handed_by_a_model_around(step: Step) -> PackedMask | None:
     """The packed mask among this call's arguments, where an outer model put it."""
     given = step.call.get("attention_mask")
     masks = given.values() if isinstance(given, dict) else [given]
-    return find([*masks, step.call.get(step.patch.facts.carrier)])
+    return mask_among([*masks, step.call.get(step.patch.facts.carrier)])
 
 
 def _was_found_dense(step: Step) -> bool:
     """Whether an outer model has found the batch dense, or made a mask for every query or for each kind of layer."""
-    ids, mask = step.call.get("position_ids"), step.call.get("attention_mask")
-    around = found_around(step)
+    ids, mask, around = step.call.get("position_ids"), step.call.get("attention_mask"), found_around(step)
     if any(its_ids is ids and its_mask is mask for its_ids, its_mask in around):
         return True
     made = is_for_queries(mask) or isinstance(mask, dict)  # flash attention's are [batch, length]: Gemma 3
@@ -155,7 +141,7 @@ def _foreign_forward(step: Step) -> Function | None:
     return foreign.on_top_of_ours(step.module if role.outermost else step.patch.model)
 
 
-def look(step: Step, part: RowPart | None = None) -> PackedMask | None:
+def find_mask(step: Step, part: RowPart | None = None) -> PackedMask | None:
     """Return the packed mask of this batch, or None for a dense batch.
 
     Boundaries that an outer model has attached to ``position_ids`` are taken from there. Otherwise they are derived
@@ -170,28 +156,29 @@ def look(step: Step, part: RowPart | None = None) -> PackedMask | None:
     piece = attached.find(call.get("position_ids"), attached.MASK)
     if piece is not None and (piece.content is None or piece.content.shape == batch_shape(call)[0]):
         piece.delivered = True
-        found: PackedMask | None = piece.content
-        return found
+        riding: PackedMask | None = piece.content
+        return riding
     given = call.get("attention_mask")
     made_inside = step.role.innermost and any(ids is None and mask is given for ids, mask in found_around(step))
     training = step.module.training and torch.is_grad_enabled()
     one_per_token = step.role.predicts_the_next or step.role.innermost
     always = _would_be_an_error(step)
     as_given = dict(call)  # for a proof, which runs it again: position ids that are made below may seem to restart
-    found = packed_mask(call, patch, made_inside, training, part, may_be_packed=one_per_token, always=always)
-    if found is None and around and not caches.held(call):
-        other_names.require_none(call, step.calls.names, shape, training)
-    if found is not None and has_pictures(call):  # 5.10 to 5.16 pass lengths on to the vision tower, which has its own
+    found = packed_mask_of(call, patch, made_inside, training, part, may_be_packed=one_per_token, always=always)
+    if found is None:
+        if around and not caches.held(call):
+            other_names.require_none(call, step.calls.names, shape, training)
+        return None
+    if has_pictures(call):  # 5.10 to 5.16 pass lengths on to the vision tower, which has its own
         for name in LENGTHS:
             call.pop(name, None)
-    if found is not None:
-        if real is not None:
-            given = call.get(MASK)  # zeros and ones, as packed_mask leaves it
-            found.real = real = real if given is None else given * real.to(given)
-        patch.examine(step.module, as_given if real is None else {**as_given, REAL: real}, found)
-        call.pop(PARENTS, None)  # it means nothing to upstream's **kwargs
-        if real is not None and step.calls.takes(MASK):
-            call[MASK] = real
+    if real is not None:
+        given = call.get(MASK)  # zeros and ones, as packed_mask_of leaves it
+        found.real = real = real if given is None else given * real.to(given)
+    patch.examine(step.module, as_given if real is None else {**as_given, REAL: real}, found)
+    call.pop(PARENTS, None)  # it means nothing to upstream's **kwargs
+    if real is not None and step.calls.takes(MASK):
+        call[MASK] = real
     return found
 
 
@@ -228,12 +215,10 @@ def _would_be_an_error(step: Step) -> bool:
     """Whether upstream raises for this batch if it is dense, because its forward takes no ``position_ids``.
 
     DistilBERT's takes none up to 4.57. Such a row is packed, also one of a single document, as an epoch's last batch
-    may be: the model's own code could not be given the ids. A call with a cache cannot be packed, so upstream raises
-    its own error for it.
+    may be. A call with a cache cannot be packed, so upstream raises its own error for it.
     """
-    call = step.call
-    has_ids = call.get("position_ids") is not None
-    return has_ids and not (step.calls.takes("position_ids") or caches.held(call))
+    given = step.call.get("position_ids") is not None
+    return given and not (step.calls.takes("position_ids") or caches.held(step.call))
 
 
 def _carries_itself(step: Step) -> bool:
@@ -243,6 +228,118 @@ def _carries_itself(step: Step) -> bool:
     role, facts, calls = step.role, step.patch.facts, step.calls
     swallows = "position_ids" not in calls.names and not role.predicts_the_next
     return not role.outermost or facts.makes_masks or facts.stops_ids or swallows or not calls.takes("position_ids")
+
+
+# 3. Labels, heads, positions and traits change the call
+
+
+def prepare(step: Step) -> None:
+    """Check or change the call before a forward: first what every model has, then the traits of this one."""
+    labels.before(step)
+    heads.before(step)
+    positions.before(step)
+    # training needs no cache, and no decoding step could tell its documents apart;
+    # a model around the innermost one may not take use_cache (Qwen3.5 in 5.10)
+    packed = (step.places or step.handed) and not step.patch.facts.keeps_cache
+    if packed and ("use_cache" in step.calls.names or "use_cache" in step.call):
+        step.call["use_cache"] = False
+    for trait, found in step.patch.before:
+        trait.before(step, found)
+
+
+# 4. A dense batch is computed as without fa2patch
+
+
+SAY_AFTER = 16
+"""The number of training batches without document information after which a warning is given."""
+
+
+class _Thread(threading.local):
+    """What this thread has done. It is used for comparisons only and carries no boundaries.
+
+    Attributes:
+        times: how often a base model's patched forward was entered.
+        inside: ``(patch, position_ids, attention_mask)`` of each dense batch being computed, the outermost first.
+        ran: the ``id`` of each module that has run, if that is recorded.
+    """
+
+    times = 0
+    ran: set[int] | None = None
+
+    def __init__(self) -> None:
+        self.inside: list[Any] = []
+
+
+thread = _Thread()
+
+
+def _dense(step: Step) -> Any:
+    """Compute a dense batch as without fa2patch, and let inner models know that it was found dense."""
+    if compiling():
+        if _says_nothing(step):
+            step.patch.capture_unpacked()
+        if isinstance(step.call.get("position_ids"), torch.Tensor) and not step.role.innermost:
+            step.call["position_ids"] = attached.attach(step.call["position_ids"], attached.Piece(attached.MASK, None))
+        return step.calls.make(step.module, step.args, step.call)
+    before = thread.times
+    if not found_around(step):
+        _count_unpacked(step)
+    thread.inside.append((step.patch, step.call.get("position_ids"), step.call.get("attention_mask")))
+    try:
+        output = step.calls.make(step.module, step.args, step.call)
+    finally:
+        thread.inside.pop()
+    if not step.role.innermost and thread.times == before and _runs_eagerly(step.module):
+        raise PackingNotIsolated(
+            "a batch did not come through the base model's patched forward: somebody has replaced it after "
+            "fa2patch.apply. See fa2patch.status(model); apply fa2patch last."
+        )
+    return output
+
+
+def found_around(step: Step) -> list[tuple[Any, Any]]:
+    """Return ``(position_ids, attention_mask)`` of each dense batch that an outer model of this patch is computing."""
+    if compiling():
+        return []
+    return [(ids, mask) for patch, ids, mask in thread.inside if patch is step.patch]
+
+
+def _runs_eagerly(model: Model) -> bool:
+    """Whether the base model's forward is known to run as Python. One that is compiled by itself counts no entries."""
+    own = ("forward", "_orig_mod", "_compiled_call_impl")
+    return not any(vars(base).get(name) or base._modules.get(name) for base in models(model)[1:] for name in own)
+
+
+def _count_unpacked(step: Step) -> None:
+    """Count training batches without document information and warn once, because joined rows look the same."""
+    patch = step.patch
+    if patch.unpacked is None or not _says_nothing(step):
+        return
+    patch.unpacked += 1
+    if patch.unpacked == SAY_AFTER:
+        warn_unpacked(patch, f"{SAY_AFTER} training batches have come and none said")
+
+
+def _says_nothing(step: Step) -> bool:
+    """Whether this is a training batch without document information."""
+    training = step.module.training and torch.is_grad_enabled()
+    return training and not passed(step.call, ("position_ids", *LENGTHS))
+
+
+def warn_unpacked(patch: Patched, seen: str) -> None:
+    """Warn that training batches come without document information, and stop the count. ``seen`` begins the text."""
+    patch.unpacked = None
+    warnings.warn(
+        f"fa2patch.apply(model) is on, but {seen} where documents "
+        "start (position_ids, cu_seq_lens_*, seq_idx). If examples were joined in these rows (TRL up to 0.19 does "
+        "so: packing=True, and padding_free=True without flash attention), they attend to each other. Collate with "
+        "fa2patch.DataCollatorWithFlattening; fa2patch.verify(model, batch=batch) says what a batch holds.",
+        NothingPacked,
+        stacklevel=2,
+    )
+
+
+# 5. A packed mask takes the place of attention_mask, or is sent to the model inside
 
 
 def _handed(step: Step, mask: PackedMask) -> Any:
@@ -257,12 +354,9 @@ def _handed(step: Step, mask: PackedMask) -> Any:
 
 
 def _sent_inside(step: Step, mask: PackedMask) -> Any:
-    """Call a model with the mask attached to its ``position_ids``, for the model inside it.
-
-    A subclass's ``**kwargs`` may hand collator lengths to a ``super().forward`` that does not accept them.
-    """
+    """Call a model with the mask attached to its ``position_ids``, for the model inside it."""
     step.attach("position_ids", attached.Piece(attached.MASK, mask))
-    accepted = step.role.lengths
+    accepted = step.role.lengths  # **kwargs of a subclass may hand them to a super().forward that takes none
     step.call = {name: value for name, value in step.call.items() if name not in LENGTHS or name in accepted}
     output = step.calls.make(step.module, step.args, step.call)
     _require_delivered(step)
@@ -310,101 +404,7 @@ def _require_delivered(step: Step) -> None:
         attached.require_delivered(piece, step.module)
 
 
-SAY_AFTER = 16
-"""The number of training batches without document information after which a warning is given."""
-
-
-class _Thread(threading.local):
-    """What this thread has done. It is used for comparisons only and carries no boundaries.
-
-    Attributes:
-        times: how often a base model's patched forward was entered.
-        inside: ``(patch, position_ids, attention_mask)`` of each dense batch being computed, the outermost first.
-        ran: the ``id`` of each module that has run, if that is recorded.
-    """
-
-    times = 0
-    ran: set[int] | None = None
-
-    def __init__(self) -> None:
-        self.inside: list[Any] = []
-
-
-thread = _Thread()
-
-
-def found_around(step: Step) -> list[tuple[Any, Any]]:
-    """Return ``(position_ids, attention_mask)`` of each dense batch that an outer model of this patch is computing."""
-    if compiling():
-        return []
-    return [(ids, mask) for patch, ids, mask in thread.inside if patch is step.patch]
-
-
-def computed_dense(step: Step) -> Any:
-    """Compute a dense batch as without fa2patch, and let inner models know that it was found dense."""
-    if compiling():
-        if _says_nothing(step):
-            step.patch.capture_unpacked()
-        if isinstance(step.call.get("position_ids"), torch.Tensor) and not step.role.innermost:
-            step.call["position_ids"] = attached.attach(step.call["position_ids"], attached.Piece(attached.MASK, None))
-        return step.calls.make(step.module, step.args, step.call)
-    before = thread.times
-    if not found_around(step):
-        _count_unpacked(step)
-    thread.inside.append((step.patch, step.call.get("position_ids"), step.call.get("attention_mask")))
-    try:
-        output = step.calls.make(step.module, step.args, step.call)
-    finally:
-        thread.inside.pop()
-    if not step.role.innermost and thread.times == before and _runs_eagerly(step.module):
-        raise PackingNotIsolated(
-            "a batch did not come through the base model's patched forward: somebody has replaced it after "
-            "fa2patch.apply. See fa2patch.status(model); apply fa2patch last."
-        )
-    return output
-
-
-def _runs_eagerly(model: Model) -> bool:
-    """Whether the base model's forward is known to run as Python. One that is compiled by itself counts no entries."""
-    own = ("forward", "_orig_mod", "_compiled_call_impl")
-    inner = models(model)[1:]
-    return not any(vars(base).get(name) or base._modules.get(name) for base in inner for name in own)
-
-
-def _count_unpacked(step: Step) -> None:
-    """Count training batches without document information and warn once, because joined rows look the same."""
-    patch = step.patch
-    if patch.unpacked is None or not _says_nothing(step):
-        return
-    patch.unpacked += 1
-    if patch.unpacked == SAY_AFTER:
-        warn_unpacked(patch, f"{SAY_AFTER} training batches have come and none said")
-
-
-def _says_nothing(step: Step) -> bool:
-    """Whether this is a training batch without document information."""
-    if not (step.module.training and torch.is_grad_enabled()):
-        return False
-    return not passed(step.call, ("position_ids", *LENGTHS))
-
-
-def warn_unpacked(patch: Patched, seen: str) -> None:
-    """Warn that training batches come without document information, and stop the count. ``seen`` begins the text."""
-    patch.unpacked = None
-    warnings.warn(
-        f"fa2patch.apply(model) is on, but {seen} where documents "
-        "start (position_ids, cu_seq_lens_*, seq_idx). If examples were joined in these rows (TRL up to 0.19 does "
-        "so: packing=True, and padding_free=True without flash attention), they attend to each other. Collate with "
-        "fa2patch.DataCollatorWithFlattening; fa2patch.verify(model, batch=batch) says what a batch holds.",
-        NothingPacked,
-        stacklevel=2,
-    )
-
-
-def runs(module: Any, args: Any) -> None:
-    """Forward pre-hook: record that a module runs."""
-    if thread.ran is not None:
-        thread.ran.add(id(module))
+# 6. The layers that ran must have been given it
 
 
 def _reaching_every_layer(step: Step, mask: PackedMask) -> Any:
@@ -435,6 +435,12 @@ def _reaching_every_layer(step: Step, mask: PackedMask) -> Any:
     return output
 
 
+def runs(module: Any, args: Any) -> None:
+    """Forward pre-hook: record that a module runs."""
+    if thread.ran is not None:
+        thread.ran.add(id(module))
+
+
 def _inside_block(step: Step, layer: Layer) -> list[torch.nn.Module]:
     """The modules inside the block that holds a layer. If one of them runs, the block does more than hand states on.
 
@@ -462,12 +468,9 @@ def _misses(step: Step, mask: PackedMask, ran: set[int] | None) -> bool:
 
 
 def _needing(step: Step, mask: PackedMask, ran: set[int] | None) -> tuple[Layer, ...]:
-    """The layers that need boundaries: all, or those whose blocks ran.
-
-    Rows of one token need none in mixers, and LFM2 of 5.10 passes none.
-    """
+    """The layers that need boundaries: all, or those whose blocks ran."""
     layers = step.patch.attention
-    if mask.shape[1] == 1:
+    if mask.shape[1] == 1:  # mixers need none then, and LFM2 of 5.10 passes none
         layers = tuple(layer for layer in layers if layer.seam != "mixer")
     if ran is None:
         return layers
@@ -491,11 +494,8 @@ def _refuse_missed(step: Step, mask: PackedMask, ran: set[int] | None) -> None:
 
 
 def _not_given(layers: Sequence[Layer], mask: PackedMask, model: Model) -> list[str]:
-    """The names and classes of the layers that were not given the boundaries.
-
-    They are looked up in the model that was called, because a ``DataParallel`` replica carries the original's patch.
-    """
+    """The names and classes of the layers that were not given the boundaries."""
     given = {id(module) for module in mask.calls}
-    decoder = models(model)[-1]
+    decoder = models(model)[-1]  # of the model that was called: a DataParallel replica carries the original's patch
     modules = [(layer.name, decoder.get_submodule(layer.name)) for layer in layers]
     return [f"{name} ({type(module).__name__})" for name, module in modules if id(module) not in given]

@@ -29,11 +29,11 @@ from ..errors import BadBatch, PackingNotIsolated, UnsupportedModel
 from . import attached, inspecting, labels
 from .calls import passed
 from .facts import Facts
+from .find_layers import ModelLayers
 from .find_models import is_transformers_model
 from .packed_mask import PackedMask
 from .splitting import Documents
 from .step import MARK, Patched, Step
-from .trait import ModelLayers
 
 _ROW_ARGUMENTS = (
     "start_positions", "end_positions", "mc_token_ids", "mc_labels", "next_sentence_label", "sentence_order_label",

@@ -11,30 +11,30 @@ import torch
 
 from .._types import Args, Call
 from . import attached, foreign, heads
-from .forward import batches_continuously, look, prepare
+from .forward import batches_continuously, find_mask, prepare
 from .step import MARK, ROLE, Step
 
 
-def register(module: torch.nn.Module) -> None:
+def add(module: torch.nn.Module) -> None:
     """Register the hooks on a model that a call goes through, unless it has them already."""
-    if before in module._forward_pre_hooks.values():
+    if before_foreign in module._forward_pre_hooks.values():
         return
-    module.register_forward_pre_hook(before, with_kwargs=True)
-    module.register_forward_hook(after, with_kwargs=True)
+    module.register_forward_pre_hook(before_foreign, with_kwargs=True)
+    module.register_forward_hook(after_foreign, with_kwargs=True)
 
 
 def remove(module: torch.nn.Module) -> None:
     """Remove our hooks from a module. Nothing happens if it has none."""
     for table, with_kwargs, hook in (
-        (module._forward_pre_hooks, module._forward_pre_hooks_with_kwargs, before),
-        (module._forward_hooks, module._forward_hooks_with_kwargs, after),
+        (module._forward_pre_hooks, module._forward_pre_hooks_with_kwargs, before_foreign),
+        (module._forward_hooks, module._forward_hooks_with_kwargs, after_foreign),
     ):
         for number in [number for number, held in table.items() if held is hook]:
             del table[number]
             with_kwargs.pop(number, None)
 
 
-def before(module: Any, args: Args, kwargs: Call) -> Any:
+def before_foreign(module: Any, args: Args, kwargs: Call) -> Any:
     """Forward pre-hook: prepare a batch for a foreign forward.
 
     The stages act on the batch (for example, on labels that cross documents), and its boundaries are attached to
@@ -48,7 +48,7 @@ def before(module: Any, args: Args, kwargs: Call) -> Any:
     if heads.pooled_batch(call) is not None:
         return None
     step = Step(module, patch, module.__dict__[ROLE], calls, args, call, by_hook=True)
-    step.mask = look(step)
+    step.mask = find_mask(step)
     if not (isinstance(step.call.get("position_ids"), torch.Tensor) and calls.takes("position_ids")):
         return None
     prepare(step)
@@ -56,7 +56,7 @@ def before(module: Any, args: Args, kwargs: Call) -> Any:
     return calls.arranged(args, step.call)
 
 
-def after(module: Any, args: Args, kwargs: Call, output: Any) -> None:
+def after_foreign(module: Any, args: Args, kwargs: Call, output: Any) -> None:
     """Forward hook: check what a foreign forward did with a packed batch.
 
     Raises:

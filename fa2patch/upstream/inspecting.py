@@ -1,4 +1,4 @@
-"""Questions about functions and classes: their signatures, their code objects, and whose code it is.
+"""Questions about functions and classes: their signatures, and what their code objects say.
 
 For code that cannot be read (a C function, a ``partialmethod``), every yes-or-no question is answered with no. Except
 where a docstring says otherwise, a function is looked at below the decorators that keep ``__wrapped__``.
@@ -13,15 +13,13 @@ import inspect
 import sys
 import weakref
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from pathlib import Path
-from types import BuiltinFunctionType, CellType, CodeType, FrameType, FunctionType, MethodWrapperType
+from types import CellType, CodeType, FrameType, FunctionType
 from typing import Any
 
 import torch
 
-from .._torch import constant, traced, tracing_code
+from .._torch import traced, tracing_code
 from .._types import Call, Config, Function
-from ..errors import PackingNotIsolated
 
 
 def code_of(function: object) -> CodeType | None:
@@ -131,42 +129,40 @@ def has_variable(function: object, name: str) -> bool:
 
 def methods_called(method: object) -> list[str]:
     """The names of the methods that a method calls on its object, in the order of its code."""
-    code = code_of(method)
-    if code is None or not code.co_varnames:
-        return []
-    instructions = list(dis.get_instructions(code))
+    itself = getattr(code_of(method), "co_varnames", ())[:1]
+    instructions = _instructions(method)
     return [
         str(then.argval)
         for load, then in zip(instructions, instructions[1:])
-        if load.opname.startswith("LOAD_FAST") and load.argval == code.co_varnames[0] and _looks_up_a_method(then)
+        if load.opname.startswith("LOAD_FAST") and load.argval in itself and _looks_up_a_method(then)
     ]
 
 
 def reads_of(function: object, attribute: str, name: str) -> bool:
     """Whether a function's code reads ``x.attribute.name`` or ``getattr(x.attribute, name)`` of anything."""
-    code = code_of(function)
-    read = [] if code is None else [each.argval for each in dis.get_instructions(code)]
+    read = [each.argval for each in _instructions(function)]
     return (attribute, name) in zip(read, read[1:])
 
 
 def multiplies_matrices(function: object) -> bool:
     """Whether a function's code has the operator ``@``."""
-    code = code_of(function)
-    instructions = () if code is None else dis.get_instructions(code)
+    instructions = _instructions(function)
     return any(each.opname == "BINARY_MATRIX_MULTIPLY" or each.argrepr in ("@", "@=") for each in instructions)
 
 
 def stored(method: object, attribute: str) -> set[object]:
     """The constants that a method assigns to an attribute; not what it computes (``...`` stands for that)."""
-    code = code_of(method)
-    if code is None:
-        return set()
-    instructions = list(dis.get_instructions(code))
+    instructions = _instructions(method)
     return {
         value.argval if value.opname == "LOAD_CONST" else ...
         for value, _, then in zip(instructions, instructions[1:], instructions[2:])
         if then.opname == "STORE_ATTR" and then.argval == attribute
     }
+
+
+def _instructions(function: object) -> list[dis.Instruction]:
+    code = code_of(function)
+    return [] if code is None else list(dis.get_instructions(code))
 
 
 def _looks_up_a_method(instruction: dis.Instruction) -> bool:
@@ -205,38 +201,36 @@ def upstream_parameters(function: Function) -> set[str]:
 
 def takes(function: Function, name: str) -> bool:
     """Whether a function has a parameter of this name."""
-    return any(parameter.name == name for parameter in _readable_parameters(function))
+    return name in _readable_parameters(function)
 
 
 def default_of(function: Function, name: str, otherwise: Any) -> Any:
     """The default of a function's parameter, ``otherwise`` if it has no such parameter or no default."""
-    found = (p.default for p in _readable_parameters(function) if p.name == name and p.default is not p.empty)
-    return next(found, otherwise)
+    found = _readable_parameters(function).get(name)
+    return otherwise if found is None or found.default is found.empty else found.default
 
 
 def takes_any_keyword(function: Function) -> bool:
     """Whether a function takes ``**kwargs``."""
-    return any(parameter.kind is parameter.VAR_KEYWORD for parameter in _readable_parameters(function))
+    return any(each.kind is each.VAR_KEYWORD for each in _readable_parameters(function).values())
 
 
 def takes_any_position(function: Function) -> bool:
     """Whether a function takes ``*args``."""
-    return any(parameter.kind is parameter.VAR_POSITIONAL for parameter in _readable_parameters(function))
+    return any(each.kind is each.VAR_POSITIONAL for each in _readable_parameters(function).values())
 
 
 def accepted(function: Function, names: Iterable[str]) -> list[str]:
-    """Those of these names that are keywords of a function. The signature is read once, as that takes time."""
-    parameters = _readable_parameters(function)
-    taken = {parameter.name for parameter in parameters}
-    any_name = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters)
+    """Those of these names that are keywords of a function."""
+    taken, any_name = _readable_parameters(function), takes_any_keyword(function)
     return [name for name in names if any_name or name in taken]
 
 
-def _readable_parameters(function: Function) -> list[inspect.Parameter]:
+def _readable_parameters(function: Function) -> dict[str, inspect.Parameter]:
     try:
-        return parameters(function)
+        return {each.name: each for each in parameters(function)}
     except (TypeError, ValueError):
-        return []
+        return {}
 
 
 def show_parameters(function: Function, shown: Iterable[inspect.Parameter]) -> None:
@@ -290,7 +284,7 @@ MASK_FUNCTIONS = ("ALL_MASK_ATTENTION_FUNCTIONS",)
 """Names of Transformers' dictionary of functions that make masks."""
 
 
-def registered(module: str, names: Sequence[str]) -> Mapping[Any, Function]:
+def dictionary_in(module: str, names: Sequence[str]) -> Mapping[Any, Function]:
     """Transformers' dictionary of functions by ``attn_implementation``, which a module has under one of these names.
 
     It is empty in a release that has none, and before the module is imported.
@@ -335,91 +329,3 @@ def modules_called() -> Iterator[tuple[Any, CodeType, Mapping[str, Any]]]:
 
 def _calls_a_module(code: CodeType) -> bool:
     return code is torch.nn.Module._call_impl.__code__ or (code.co_name == "forward" and code.co_argcount > 0)
-
-
-# Whose code it is. A ``__module__`` does not say so, because functools.wraps copies it: the file that defines it does.
-
-KNOWN = ("torch", "transformers", "fa2patch", "accelerate")
-"""Packages whose code needs no proof. Accelerate's forwards and hooks move tensors between devices."""
-
-SPLITTERS = ("deepspeed", "ring_flash_attn")
-"""Packages whose attention functions split rows over processes, which ``ulysses.py`` looks for."""
-
-
-def is_known(function: Any) -> bool:
-    """Whether a function, and each one that it wraps, is of a package in :data:`KNOWN` or is compiled code."""
-    return _is_below(function, (*_folders(KNOWN), functools.__file__))  # a decorator of functools says nothing itself
-
-
-def is_of_model(function: Any, modeling: str) -> bool:
-    """Whether a function is known, splits rows, or is defined where a model is, as remote code's own attention is.
-
-    Attention and masks of the user's own are computed document by document, because a kernel would compute something
-    else. A model whose code is all its own goes by the seams, and is proven.
-
-    Args:
-        function: the function.
-        modeling: the name of the module that defines the model's layers.
-    """
-    home = getattr(sys.modules.get(modeling), "__file__", None)
-    return _is_below(function, (*_folders((*KNOWN, *SPLITTERS)), *([home] if home else [])))
-
-
-def require_of_model(function: Any, layer: Any) -> None:
-    """Raise if a layer's dense batches are computed by attention of the user's own, which packed ones would drop.
-
-    Raises:
-        PackingNotIsolated: the function is not :func:`is_of_model`.
-    """
-    own = _of_the_user(function, type(layer).__module__)
-    if own:
-        raise PackingNotIsolated(
-            f"{type(layer).__name__} computes attention with {own}, which was not there when the model was patched, "
-            "and which a kernel would replace. Call fa2patch.apply(model) again: then each document of a packed batch "
-            'is computed by itself, with your function. For speed, load the model with attn_implementation="sdpa", or '
-            "make your function a kernel (fa2patch.kernels.register_kernel)."
-        )
-
-
-@constant
-def _of_the_user(function: Any, modeling: str) -> str:
-    """Where a function is defined that is not :func:`is_of_model`; empty if it is."""
-    return "" if is_of_model(function, modeling) else where_defined(function)
-
-
-def where_defined(function: Any) -> str:
-    """Where a function or an object says that it is defined, for an error."""
-    function = plain(function)
-    named = function if hasattr(function, "__qualname__") else type(function)
-    return f"{getattr(named, '__module__', None) or '?'}.{named.__qualname__}".replace(".forward", "")
-
-
-def below_ours(function: Any) -> Any:
-    """The function below what fa2patch has put around it."""
-    while hasattr(function, "__wrapped__"):
-        code = own_code(function)
-        if code is None or not code.co_filename.startswith(_folder("fa2patch")):
-            break
-        function = function.__wrapped__
-    return function
-
-
-def _is_below(function: Any, places: tuple[str, ...]) -> bool:
-    function = plain(function)
-    code, below = code_called(function), getattr(function, "__wrapped__", None)
-    if code is None and below is None:  # compiled code, or an operator of torch (torch.ops)
-        compiled = isinstance(function, (BuiltinFunctionType, MethodWrapperType))
-        return compiled or type(function).__module__.startswith("torch.")
-    if code is not None and not code.co_filename.startswith(places):
-        return False
-    return below is None or _is_below(below, places)
-
-
-@functools.cache
-def _folder(package: str) -> str:
-    file = getattr(sys.modules[package], "__file__", None) or ""
-    return f"{Path(file).parent}/"
-
-
-def _folders(packages: tuple[str, ...]) -> tuple[str, ...]:
-    return tuple([_folder(package) for package in packages if package in sys.modules])

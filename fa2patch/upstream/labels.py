@@ -38,9 +38,9 @@ from ..documents.stated import require_no_first_labels
 from ..errors import BadBatch, PackingNotIsolated
 from . import inspecting
 from .calls import batch_shape, passed
+from .find_layers import ModelLayers
 from .packed_mask import MASK, PackedMask
-from .step import Step, Weighted
-from .trait import ModelLayers, Trait
+from .step import Step, Trait, Weighted
 from .ulysses import RowPart
 
 _LOSSES = "transformers.loss.loss_utils"

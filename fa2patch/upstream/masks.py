@@ -27,10 +27,10 @@ from ..documents.spans import last_seen
 from ..errors import PackingNotIsolated, UnsupportedModel
 from . import directions, find_masks, inspecting
 from .facts import Facts, Site
-from .find_masks import FUNCTIONS, METHODS, TWO_MASKS, registered
-from .inspecting import where_defined
-from .packed_mask import PackedMask, find
-from .trait import ModelLayers
+from .find_layers import ModelLayers
+from .find_masks import FUNCTIONS, METHODS, TWO_MASKS, registered_by_the_user
+from .foreign import where_defined
+from .packed_mask import PackedMask, mask_among
 
 TYPES = "token_type_ids"
 MEDIA_TYPES = "mm_token_type_ids"
@@ -165,7 +165,7 @@ def look(model: ModelLayers, facts: Facts) -> list[Site]:
                 "position ids of its own there. Nothing was patched. Upgrade Transformers (PaliGemma is packed "
                 "from 4.45 on), or train this model padded."
             )
-    makers = [maker for inner in model.entered for maker in find_masks.makers(type(inner))]
+    makers = list(chain.from_iterable(model.mask_makers.values()))
     outermost = type(model.model)
     facts.makes_masks = len(model.entered) > 1 and any(
         find_masks.calls(outermost, name) for owner, name in makers if owner in outermost.__mro__
@@ -185,7 +185,7 @@ def let_through(original: Function) -> Function:
 
     @functools.wraps(original)
     def make_mask(*args: Any, **kwargs: Any) -> Any:
-        mask = find(chain(args, kwargs.values()))
+        mask = mask_among(chain(args, kwargs.values()))
         if mask is None or passes_on:
             return original(*args, **kwargs)
         given = {**dict(zip(names, args)), **kwargs}
@@ -225,7 +225,7 @@ def _as_made_by(function: Function, names: list[str], given: Call, told: Blocks 
 @constant
 def _registered(implementation: object) -> str:
     """Where the user's function that would make the mask of a dense batch is defined; empty if it is upstream's."""
-    found = registered(implementation)
+    found = registered_by_the_user(implementation)
     return "" if found is None else where_defined(found)
 
 

@@ -244,7 +244,7 @@ class PackedMask:
         return self
 
 
-def find(values: Iterable[Any]) -> PackedMask | None:
+def mask_among(values: Iterable[Any]) -> PackedMask | None:
     """Return the first packed mask among some arguments, or None."""
     for value in values:
         if isinstance(value, PackedMask):

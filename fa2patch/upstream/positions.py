@@ -15,12 +15,11 @@ from ..errors import UnsupportedModel
 from . import attached, inspecting
 from .calls import batch_shape, passed
 from .facts import Facts, Site, of_forward
-from .find_models import text_modules
+from .find_layers import ModelLayers
 from .packed_mask import MASK, PackedMask
 from .rope import MODULES, length_scaled
 from .splitting import rotary_of_each
-from .step import Step
-from .trait import ModelLayers, Trait
+from .step import Step, Trait
 
 _POSITIONS = re.compile(r"[._](position|positions|pos|wpe|rotary|rope)(_[^.]*)?$")
 """Words in the last part of the names of modules and parameters that embed positions."""
@@ -28,13 +27,13 @@ _POSITIONS = re.compile(r"[._](position|positions|pos|wpe|rotary|rope)(_[^.]*)?$
 
 def look(model: ModelLayers, facts: Facts) -> list[Site]:
     """Make positions restart with each document, and refuse a model in which they cannot."""
-    decoder = model.decoder
-    counting, along = position_embeddings(decoder), along_the_row(decoder)
+    decoder, modules = model.decoder, model.text_modules
+    counting, along = position_embeddings(modules), along_the_row(decoder, modules)
     reads = model.by_document or counting or along
-    facts.first_position = first_position(decoder)
-    facts.by_column = not (reads or facts.first_position) and embeds_positions(decoder)
+    facts.first_position = first_position(modules)
+    facts.by_column = not (reads or facts.first_position) and embeds_positions(modules)
     facts.row_positions = bool(along) and not model.by_document
-    unreachable = "" if reads else unreachable_positions(decoder)
+    unreachable = "" if reads else unreachable_positions(decoder, modules)
     if unreachable:
         raise UnsupportedModel(
             f"{type(decoder).__name__}.forward reads no position_ids in this version of Transformers, and positions "
@@ -82,31 +81,30 @@ def before(step: Step) -> None:
         step.send_documents()
 
 
-def first_position(decoder: Model) -> int:
+def first_position(modules: dict[str, Any]) -> int:
     """The position of a document's first token if a batch has no position ids: 0, but 2 in RoBERTa and its kin."""
-    for _, module in text_modules(decoder):
-        table = getattr(module, "position_embeddings", None)
+    for module in modules.values():
+        if "position_embeddings" not in module._modules:
+            continue
+        padding = getattr(module.position_embeddings, "padding_idx", None)  # I-BERT's table is no torch.nn.Embedding
         counts = inspecting.reads_name(inspecting.forward_of(type(module)), "padding_idx")  # ERNIE-M's do not
-        padding = getattr(table, "padding_idx", None)  # I-BERT's table is no torch.nn.Embedding
         if padding is not None and counts:
             return int(padding) + 1
     return 0
 
 
-def embeds_positions(decoder: Model) -> bool:
-    """Whether a decoder has a table of positions (BERT, GPT-2); rotary positions have none."""
-    return any(
-        isinstance(module, torch.nn.Embedding) and _POSITIONS.search(f".{name}")
-        for name, module in decoder.named_modules()
-    )
+def embeds_positions(modules: dict[str, Any]) -> bool:
+    """Whether there is a table of positions among modules (BERT, GPT-2); rotary positions have none."""
+    tables = (name for name, module in modules.items() if isinstance(module, torch.nn.Embedding))
+    return any(_POSITIONS.search(f".{name}") for name in tables)
 
 
-def unreachable_positions(decoder: Model) -> str:
+def unreachable_positions(decoder: Model, modules: dict[str, Any]) -> str:
     """The name of what embeds positions in a decoder whose forward reads no position ids; empty if there is none.
 
     Such a decoder counts positions along the row.
     """
-    names = (name for name, _ in chain(decoder.named_modules(), decoder.named_parameters()))
+    names = chain(modules, (name for name, _ in decoder.named_parameters()))
     return "" if _may_read_ids(decoder) else next((name for name in names if _POSITIONS.search(f".{name}")), "")
 
 
@@ -129,10 +127,10 @@ def _may_read_ids(decoder: Model) -> bool:
     return False
 
 
-def position_embeddings(decoder: Model) -> list[torch.nn.Embedding]:
+def position_embeddings(modules: dict[str, Any]) -> list[torch.nn.Embedding]:
     """The position embeddings that take the mask and count its ones (OPT, BioGPT)."""
     found = []
-    for embedding in (module for _, module in text_modules(decoder) if isinstance(module, torch.nn.Embedding)):
+    for embedding in (module for module in modules.values() if isinstance(module, torch.nn.Embedding)):
         first = inspecting.parameters(embedding.forward)[0]
         behind_args = first.kind is first.VAR_POSITIONAL and hasattr(embedding, "offset")  # a wrapper of other code
         if first.name == MASK or behind_args:
@@ -155,14 +153,15 @@ def counted_by_position_ids(original: Function) -> Function:
 _TABLE = "position_ids"
 
 
-def along_the_row(decoder: Model) -> list[Any]:
-    """The modules of a decoder with a buffer ``position_ids``, which their forward reads and does not take."""
+def along_the_row(decoder: Model, modules: dict[str, Any]) -> list[Any]:
+    """The modules in a decoder with a buffer ``position_ids``, which their forward reads and does not take."""
     if _TABLE in inspecting.upstream_parameters(type(decoder).forward):
         return []
     return [
         module
-        for _, module in list(decoder.named_modules())[1:]
-        if _TABLE in module._buffers
+        for module in modules.values()
+        if module is not decoder
+        and _TABLE in module._buffers
         and inspecting.reads_name(inspecting.forward_of(type(module)), _TABLE)
         and not inspecting.takes(inspecting.forward_of(type(module)), _TABLE)
     ]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -12,11 +12,9 @@ from ..errors import LayerNotPatchable, UnsupportedModel
 from . import inspecting
 from .architectures import row_of
 from .facts import Facts, Site
-from .find_layers import blocks_without, claims_flash_attention
-from .find_mixers import mixers
-from .find_models import takes_no_token_ids, text_modules, token_embeddings
-from .step import Step
-from .trait import ModelLayers, Trait
+from .find_layers import ModelLayers, blocks_without, claims_flash_attention
+from .find_models import named_modules, takes_no_token_ids, token_embeddings
+from .step import Step, Trait
 
 ENCODED = "encoder_hidden_states"
 
@@ -33,7 +31,7 @@ def kind(model: ModelLayers, facts: Facts) -> None:
 
 def unreadable_code(model: ModelLayers, facts: Facts) -> None:
     """Refuse a class whose ``forward`` is not a function (a ``partialmethod``, a callable object)."""
-    for cls in dict.fromkeys(type(module) for module in model.entered[0].modules()):
+    for cls in dict.fromkeys(map(type, model.modules.values())):
         forward = inspecting.forward_of(cls)
         if not inspecting.is_of_torch(cls) and inspecting.code_of(forward) is None:
             raise LayerNotPatchable(
@@ -54,7 +52,7 @@ def config_of_its_row(model: ModelLayers, facts: Facts) -> None:
 
 def mixers_without_boundaries(model: ModelLayers, facts: Facts) -> list[Site]:
     """Replace every mixer or the layer around it, and refuse a model with one that cannot be given the boundaries."""
-    carrying = {} if model.by_document else mixers(model.decoder, model.attention)
+    carrying = {} if model.by_document else model.carrying
     facts.has_mixers = bool(carrying)
     covered = tuple(f"{layer.name}." for layer in model.mixers)
     left = {name: what for name, what in carrying.items() if not f"{name}.".startswith(covered)}
@@ -71,7 +69,7 @@ def mixers_without_boundaries(model: ModelLayers, facts: Facts) -> list[Site]:
 def attention(model: ModelLayers, facts: Facts) -> list[Site]:
     """Replace each attention layer's seam, and refuse a decoder with layers that cannot be given the boundaries."""
     _require_layers(model)
-    found = _attention_to_an_encoder(model.decoder, [layer.name for layer in model.attention])
+    found = _attention_to_an_encoder(model.text_modules, {layer.name for layer in model.attention})
     if found:
         raise UnsupportedModel(
             f"{type(model.decoder).__name__} attends to an encoder's states: {found}. fa2patch packs decoder-only "
@@ -86,7 +84,7 @@ def _require_layers(model: ModelLayers) -> None:
     A block counts only if its siblings have such a layer and it may look at other tokens itself.
     """
     layers = list(model.layers)
-    without = blocks_without(model.decoder, layers)
+    without = blocks_without(model)
     if layers and not without:
         return
     blocks = ", ".join(f"{name} ({cls})" for name, cls in list(without.items())[:4]) or "no layer at all"
@@ -103,30 +101,30 @@ def _require_layers(model: ModelLayers) -> None:
 
 def _foreign_forward(decoder: Model) -> str:
     """Name the first class of Transformers whose forward another package has replaced; empty if there is none."""
-    for cls in dict.fromkeys(type(module) for module in decoder.modules()):
-        home = str(getattr(cls.forward, "__module__", ""))
+    for cls in dict.fromkeys(map(type, named_modules(decoder).values())):
+        home = str(getattr(inspecting.forward_of(cls), "__module__", ""))
         if cls.__module__.startswith("transformers.") and home.split(".")[0] not in ("transformers", "torch", ""):
             return f"The forward of {cls.__name__} is not Transformers' own but that of {home}"
     return ""
 
 
-def _attention_to_an_encoder(decoder: Model, attention: Sequence[str]) -> str:
+def _attention_to_an_encoder(modules: dict[str, Any], attention: Iterable[str]) -> str:
     """The block of a decoder that attends to an encoder's states, as a text for an error; empty if there is none.
 
     A block attends to an encoder if its forward takes ``encoder_hidden_states`` and it holds more than one attention
     layer, with no list of blocks in between. The first sign is not enough: blocks of GPT-2 and BERT always take these
     states, and have a second attention layer only if the config asks for it.
     """
-    for name, block in text_modules(decoder):
-        cls = type(block)
-        takes = not inspecting.is_of_torch(cls) and inspecting.takes(inspecting.forward_of(cls), ENCODED)
-        if name in attention or not takes:
+    own = (cls for cls in {*map(type, modules.values())} if not inspecting.is_of_torch(cls))
+    taking = {cls for cls in own if inspecting.takes(inspecting.forward_of(cls), ENCODED)}
+    for name, block in modules.items():
+        if name in attention or type(block) not in taking:
             continue
         inside = [layer[len(name) + 1 :] for layer in attention if layer.startswith(f"{name}.")]
         between = {".".join(path.split(".")[:end]) for path in inside for end in range(1, path.count(".") + 1)}
         in_lists = any(isinstance(block.get_submodule(path), torch.nn.ModuleList) for path in between)
         if len(inside) > 1 and not in_lists:
-            return f"{name} ({cls.__name__}) takes {ENCODED} and holds {' and '.join(inside)}"
+            return f"{name} ({type(block).__name__}) takes {ENCODED} and holds {' and '.join(inside)}"
     return ""
 
 
@@ -136,7 +134,7 @@ def unclaimed_flash(model: ModelLayers, facts: Facts) -> None:
     A model without ``_supports_flash_attn`` passes if a layer has another seam than the interface, or if its
     architecture is registered or was named in ``apply``.
     """
-    if model.attention and not (model.vouched or claims_flash_attention(model.model, model.attention)):
+    if model.attention and not (model.vouched or claims_flash_attention(model)):
         raise UnsupportedModel(
             f"{model} does not claim flash attention (_supports_flash_attn): its attention may look at more than "
             "boundaries can say. Nothing was patched. If it is ordinary attention, say so: "

@@ -1,7 +1,8 @@
-"""The state of one model's forward of one batch, and what a forward sees of the patch."""
+"""The state of one model's forward of one batch, what a forward sees of the patch, and the base class of traits."""
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, Protocol
 
@@ -11,8 +12,8 @@ from .._types import Args, Call, Model
 from ..kernels import Picks
 from . import attached
 from .calls import Calls
-from .facts import Facts, Role
-from .find_layers import Layer
+from .facts import Facts, Role, Site
+from .find_layers import Layer, ModelLayers
 from .packed_mask import PackedMask
 
 MARK = "_fa2patch"
@@ -25,12 +26,45 @@ PADDING = "_fa2patch_padding"
 """Name of the instance attribute of a base model that computes padded batches packed. It holds what packs them."""
 
 
-class Acting(Protocol):
-    """A trait, as a forward uses it: see :class:`fa2patch.traits.Trait`."""
+class Trait:
+    """One feature that some models have and packed rows touch.
 
-    def before(self, step: Step, found: Any) -> None: ...  # noqa: D102
+    ``apply`` asks each trait whether the model has it, whether the model must be refused, and which attributes must be
+    replaced. Every forward of a patched model then calls :meth:`before` and :meth:`after` of those that were found. A
+    subclass overrides the methods that it needs.
 
-    def after(self, step: Step, found: Any, output: Any) -> Any: ...  # noqa: D102
+    Attributes:
+        name: the trait's key in ``Patch.found``.
+        of_head: whether :meth:`refuses` is about a head that cannot be given packed rows. It is not called if the
+            model's padded batches are computed packed, because the head gets padded hidden states then. The trait's
+            :meth:`before` must refuse a packed batch that reaches the head all the same.
+    """
+
+    name: str
+    of_head: bool = False
+
+    def finds(self, model: ModelLayers) -> Any:
+        """Look for the trait in a model.
+
+        Returns:
+            What was found, or None if the model does not have the trait. It is kept in ``Patch.found``, so it must be
+            picklable and must not hold modules or tensors.
+        """
+        return True
+
+    def refuses(self, model: ModelLayers, found: Any) -> None:
+        """Raise an :class:`~fa2patch.errors.Fa2PatchError` if a model with this trait cannot be patched."""
+
+    def replaces(self, model: ModelLayers, found: Any) -> Iterable[Site]:
+        """The attributes that must be replaced."""
+        return ()
+
+    def before(self, step: Step, found: Any) -> None:
+        """Check or change the call before a model's forward. ``step.mask`` is None for a dense batch."""
+
+    def after(self, step: Step, found: Any, output: Any) -> Any:
+        """Check or change the output after a model's forward, and return it."""
+        return output
 
 
 class Patched(Protocol):
@@ -39,8 +73,8 @@ class Patched(Protocol):
     model: Model
     picks: Picks
     facts: Facts
-    before: tuple[tuple[Acting, Any], ...]
-    after: tuple[tuple[Acting, Any], ...]
+    before: tuple[tuple[Trait, Any], ...]
+    after: tuple[tuple[Trait, Any], ...]
     unpacked: int | None
     vouched: bool
     skips: bool

@@ -272,7 +272,7 @@ def _ulysses() -> Any:
 
 
 def _registered() -> list[Function]:
-    table = inspecting.registered("transformers.modeling_utils", inspecting.ATTENTION_FUNCTIONS)
+    table = inspecting.dictionary_in("transformers.modeling_utils", inspecting.ATTENTION_FUNCTIONS)
     return list(map(table.__getitem__, table))
 
 

@@ -21,7 +21,7 @@ from compat_matrix.run import merged
 from fa2patch import Boundaries
 from fa2patch.documents import device, find, starts, stated
 from fa2patch.upstream import forward, packed_mask, refusals
-from fa2patch.upstream.trait import ModelLayers
+from fa2patch.upstream.find_layers import ModelLayers
 
 CELLS = [("llama", "sdpa"), ("qwen2", "eager"), ("falcon", "sdpa"), ("llama4", "sdpa")]
 architectures = sys.modules["fa2patch.upstream.architectures"]
@@ -72,7 +72,7 @@ FAULTS = {
     "a parent that is not seen by a mixer": ([NO_TREE], "jamba", *PROMPTS),
     "a refusal that is not made": (
         [
-            (refusals, "mixers_of", lambda *given: {}),
+            (ModelLayers, "carrying", {}),
             (refusals, "_require_layers", lambda model: None),
             (ModelLayers, "mixers", ()),
         ],
@@ -102,12 +102,12 @@ def test_one_document_for_the_whole_row_is_red(monkeypatch):
 
 
 def test_position_ids_dropped_on_the_way_are_red(monkeypatch):
-    packed_mask_of = forward.packed_mask
+    found_mask = forward.packed_mask_of
 
     def without_ids(call, *args, **kwargs):
-        return packed_mask_of({**call, "position_ids": None}, *args, **kwargs)
+        return found_mask({**call, "position_ids": None}, *args, **kwargs)
 
-    monkeypatch.setattr(forward, "packed_mask", without_ids)
+    monkeypatch.setattr(forward, "packed_mask_of", without_ids)
     red("packed_rows", "every_layout", family="llama")  # at these points Transformers alone leaks
     red("packed_row", "packed_rows", "nothing_crosses", family="gpt_bigcode")
 

@@ -78,8 +78,8 @@ def test_measurements_of_other_code_or_of_none_are_named(checked, made, said):
 
 
 def test_a_change_after_the_commit_of_a_measurement_is_named(checked):
-    code, text = checked(FRESH, changed=["fa2patch/patch/plan.py"])
-    assert code == 1 and "patch/plan.py. Affected: bench mixers, trl-1.16.0 curve." in text
+    code, text = checked(FRESH, changed=["fa2patch/patch/model_plan.py"])
+    assert code == 1 and "patch/model_plan.py. Affected: bench mixers, trl-1.16.0 curve." in text
 
 
 def test_every_bench_check_integration_and_experiment_is_among_the_measurements():

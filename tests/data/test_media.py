@@ -14,8 +14,7 @@ from compat_matrix.check.points import media
 from fa2patch import DataCollatorForMultimodalFlattening
 from fa2patch.documents.names import JOINS, KEYS
 from fa2patch.errors import BadBatch, CollatorError, PackingNotIsolated
-from fa2patch.upstream.find_layers import attention_layers
-from fa2patch.upstream.find_mixers import mixers
+from fa2patch.upstream.find_layers import ModelLayers
 
 PRESENT = [name for name in tiny_media.FAMILIES if tiny_models.is_present(name) and tiny_media.is_expanded(name)]
 NAMES = [
@@ -66,8 +65,9 @@ def test_the_tower_is_not_patched_and_gets_no_lengths(cell):
 @needs("phi4_multimodal:sound")
 def test_convolutions_of_an_encoder_inside_the_decoder_are_not_on_the_tokens_way():
     model = tiny_models.build("phi4_multimodal:sound", "sdpa")
-    assert mixers(model.model) == {}
-    assert {layer.name for layer in attention_layers(model.model)} == {"layers.0.self_attn", "layers.1.self_attn"}
+    layers = ModelLayers(model)
+    assert layers.carrying == {}
+    assert {layer.name for layer in layers.attention} == {"layers.0.self_attn", "layers.1.self_attn"}
     with fa2patch.apply(model):
         assert fa2patch.verify(model).ok
 

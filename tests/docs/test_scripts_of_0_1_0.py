@@ -21,7 +21,7 @@ from tiny_hub import make_data, make_models
 
 import fa2patch
 from fa2patch.kernels import picks
-from fa2patch.patch import plan
+from fa2patch.patch import model_plan
 
 FOLDER = ROOT / "tests" / "scripts_of_0_1_0"
 NAMES = (FOLDER / "names.txt").read_text(encoding="utf-8").splitlines()
@@ -54,7 +54,7 @@ def test_runs_as_it_did(script: Path, home: Path, monkeypatch: pytest.MonkeyPatc
     make_models(script.read_text(encoding="utf-8"), home)
     monkeypatch.chdir(home)
     monkeypatch.setattr(picks, "_registered", [])  # a script registers a kernel and a trait
-    monkeypatch.setattr(plan, "_registered", [])
+    monkeypatch.setattr(model_plan, "_registered", [])
     monkeypatch.setenv("ACCELERATE_USE_CPU", "true")
     monkeypatch.setattr("transformers.training_args.is_torch_bf16_gpu_available", lambda: True, raising=False)
     monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend="aot_eager"))  # inductor: minutes

@@ -19,7 +19,7 @@ from compat_matrix.check.rows import alone, documents, pack
 from fa2patch import errors, kernels, traits
 from fa2patch.kernels import packed_attention, picks
 from fa2patch.kernels.reference import Reference
-from fa2patch.patch import plan as planning
+from fa2patch.patch import model_plan
 from fa2patch.traits import Trait, register_trait
 
 EXAMPLES = Path(__file__).parents[2] / "examples" / "extend"
@@ -97,7 +97,7 @@ class Transposed(Counting):
 @pytest.fixture(autouse=True)
 def nothing_stays_registered(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(picks, "_registered", [])
-    monkeypatch.setattr(planning, "_registered", [])
+    monkeypatch.setattr(model_plan, "_registered", [])
 
 
 def with_lengths(docs: list[torch.Tensor]) -> dict[str, object]:
@@ -231,7 +231,7 @@ def test_a_registered_trait_is_replaced_by_one_of_its_name() -> None:
     first, second = Noting(), Noting()
     register_trait(first)
     register_trait(second)
-    assert planning.traits()[-1] is second and first not in planning.traits()
+    assert model_plan.traits()[-1] is second and first not in model_plan.traits()
 
 
 class OurName(Trait):
@@ -244,11 +244,11 @@ class OurName(Trait):
 def test_what_is_no_trait_is_refused(trait: object) -> None:
     with pytest.raises(errors.BadArgument):
         register_trait(trait)  # type: ignore[arg-type]
-    assert planning._registered == []
+    assert model_plan._registered == []
 
 
 def test_names_of_traits_are_unique() -> None:
-    names = [trait.name for trait in planning.TRAITS]
+    names = [trait.name for trait in model_plan.TRAITS]
     assert len(names) == len(set(names))
 
 

@@ -170,7 +170,7 @@ def test_a_layer_that_was_missed_is_named(before):
     layer = model.model.layers[1].block.self_attn
     past_every_seam(model, layer)
     patch.renew = lambda: None  # the patch would notice the new forward; here it only counts
-    examining.look(patch)
+    examining.keep_structure(patch)
     attended = len(blocks(model)) - 1 - (before == "a layer was skipped")
     for _ in range(2):
         with pytest.raises(

@@ -29,6 +29,7 @@ import fa2patch
 from compat_matrix.check.compare import assert_close
 from fa2patch import errors
 from fa2patch.proof.unknown import unknown
+from fa2patch.upstream.find_layers import ModelLayers
 
 
 class MixingActivation:
@@ -282,11 +283,11 @@ def test_what_is_harmless_is_proven_and_computed(what, prove, training):
 @pytest.mark.parametrize("family", ["llama", "gpt2", "bert:masked", "mamba2", "mixtral", "falcon", "gemma", "phi3"])
 def test_models_as_they_came_need_no_proof(family):
     model = of_family(family)
-    found = unknown(model)
+    found = unknown(ModelLayers(model))
     by_itself = "computes attention by itself"  # BERT up to 4.57
     assert not found or "no evidence" in found or by_itself in found
     with fa2patch.apply(model):
-        assert unknown(model) == found
+        assert unknown(ModelLayers(model)) == found
 
 
 # What the proof must see

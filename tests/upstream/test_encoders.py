@@ -13,7 +13,7 @@ from compat_matrix.check.compare import assert_close
 from compat_matrix.check.points import POINTS
 from compat_matrix.check.rows import alone, documents, pack
 from fa2patch import errors
-from fa2patch.upstream.find_layers import attention_layers
+from fa2patch.upstream.find_layers import ModelLayers
 from fa2patch.upstream.find_models import models
 
 LENGTHS = (5, 9, 1, 3, 7)
@@ -212,7 +212,7 @@ def test_modernbert_that_unpads_on_its_own_is_refused():
     if "modernbert:masked" not in PRESENT or "qkv" not in inspect.getsource(tiny_models.modeling("modernbert:masked")):
         pytest.skip("not in this version")
     model = tiny_models.build("modernbert:masked", "sdpa")
-    if not any(layer.fused for layer in attention_layers(models(model)[-1])):
+    if not any(layer.fused for layer in ModelLayers(model).attention):
         return  # from 5.1 on it uses the common interface
     model.config._attn_implementation = "flash_attention_2"
     with pytest.raises(errors.UnsupportedModel, match="takes padding out on its own"):

@@ -21,9 +21,8 @@ from fa2patch.documents import device
 from fa2patch.documents.boundaries import Boundaries
 from fa2patch.kernels import grouping
 from fa2patch.kernels.picks import BATCHES, DOCUMENTS, WHOLE_ROW
-from fa2patch.upstream import packed_batch
-from fa2patch.upstream.find_layers import attention_layers
-from fa2patch.upstream.find_mixers import mixers
+from fa2patch.upstream.find_documents import packed_mask_of
+from fa2patch.upstream.find_layers import ModelLayers
 from fa2patch.upstream.find_models import models
 from fa2patch.upstream.seams import mixer, mixer_calls
 from fa2patch.upstream.splitting import Documents
@@ -176,7 +175,7 @@ forward = mixer.by_document(Running.forward)
 
 def packed(lengths, picks=None):
     """The packed mask of a row and hidden states for it ``[1, tokens, 8]``."""
-    mask = packed_batch.packed_mask(pack(documents(*lengths)), fa2patch.apply(tiny_models.build("llama", "sdpa")))
+    mask = packed_mask_of(pack(documents(*lengths)), fa2patch.apply(tiny_models.build("llama", "sdpa")))
     mask.picks = mask.picks if picks is None else picks
     return mask, torch.randn(1, sum(lengths), 8)
 
@@ -676,8 +675,5 @@ def test_rows_of_one_token_need_no_boundaries_in_mixers():
 def test_attention_whose_class_sounds_like_a_mixer_is_none():
     if not tiny_models.is_present("kimi_linear"):
         pytest.skip("this Transformers has no Kimi Linear")
-    decoder = models(tiny_models.build("kimi_linear", "sdpa"))[-1]
-    attention = list(attention_layers(decoder))
-    carrying = mixers(decoder, attention)
-    assert carrying == mixers(decoder)
-    assert carrying and not {*carrying} & {layer.name for layer in attention}
+    layers = ModelLayers(tiny_models.build("kimi_linear", "sdpa"))
+    assert layers.carrying and not {*layers.carrying} & {layer.name for layer in layers.attention}

@@ -15,9 +15,10 @@ import fa2patch
 from compat_matrix.check.compare import assert_close, assert_same_gradients
 from compat_matrix.check.rows import alone, documents, gradients, loss_of, pack
 from fa2patch import binding, errors
-from fa2patch.patch.plan import plan
+from fa2patch.patch.model_plan import plan_model
 from fa2patch.upstream import forward, masks
 from fa2patch.upstream.facts import Site
+from fa2patch.upstream.find_layers import ModelLayers
 from fa2patch.upstream.seams import formula, interface
 
 MODELING = {"interface": modeling_interface, "function": modeling_function, "method": modeling_method}
@@ -374,7 +375,7 @@ def test_apply_is_all_or_nothing(seam, kind, monkeypatch, docs):
     model = build(seam, "sdpa")
     found = Found(model)
 
-    wanted, bind = site_of(plan(model), kind), Site.bind
+    wanted, bind = site_of(plan_model(ModelLayers(model)), kind), Site.bind
 
     def fail(original):
         raise ZeroDivisionError(kind)

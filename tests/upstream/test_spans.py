@@ -314,6 +314,6 @@ def test_a_model_that_makes_its_prefix_mask_while_it_merges_pictures_is_refused(
         def _merge_input_ids_with_image_features(self, image_features):
             raise AssertionError("it is not called")
 
-    masks.look(SimpleNamespace(model=Llava(), entered=(Llava(),)), Facts())
+    masks.look(SimpleNamespace(model=Llava(), entered=(Llava(),), mask_makers={}), Facts())
     with pytest.raises(errors.UnsupportedModel, match="Old makes the mask of its prefix .* Upgrade Transformers"):
         masks.look(SimpleNamespace(model=Llava(), entered=(Llava(), Old())), Facts())

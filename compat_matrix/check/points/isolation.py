@@ -9,6 +9,7 @@ import torch
 
 import fa2patch
 from fa2patch.upstream import find_models
+from fa2patch.upstream.find_layers import ModelLayers
 from fa2patch.upstream.positions import first_position
 
 from ... import tiny_models
@@ -67,7 +68,7 @@ def every_layout(cell: Cell) -> None:
     A model that takes no ``position_ids`` without a patch is also given one document with them.
     """
     reference, model = cell.reference(), cell.model()
-    counts, first = takes_positions(reference), first_position(find_models.models(model)[-1])
+    counts, first = takes_positions(reference), first_position(ModelLayers(model).text_modules)
     with fa2patch.apply(model):
         for positions in [
             [[7, 8, 9], [0, 1, 2]], [[0, 1, 2], [1, 2, 3]], [[0, 1, 2], [5, 6, 7]], [[0], [0, 1, 2]],

@@ -11,9 +11,7 @@ from typing import Any, Callable
 import torch
 
 import fa2patch
-from fa2patch.upstream.find_layers import attention_layers
-from fa2patch.upstream.find_mixers import mixer_layers
-from fa2patch.upstream.find_models import models
+from fa2patch.upstream.find_layers import ModelLayers
 
 from ... import tiny_models
 from ..cell import Cell, NotApplicable, assert_unmoved, point, unless_alone_raises
@@ -120,14 +118,12 @@ def lora(cell: Cell) -> None:
 
 
 def _projections(model: Any) -> list[str]:
-    decoder = models(model)[-1]
-    attention = [layer.module for layer in attention_layers(decoder)]
-    attention = attention or [layer.module for layer in mixer_layers(decoder, [])]
+    layers = ModelLayers(model)
     return sorted(
         {
             name.rsplit(".", 1)[-1]
-            for module in attention
-            for name, inner in module.named_modules()
+            for layer in layers.attention or layers.mixers
+            for name, inner in layer.module.named_modules()
             # PEFT does not adapt Mamba's out_proj
             if type(inner).__name__ in ("Linear", "Conv1D") and not name.endswith("out_proj")
         }

@@ -29,8 +29,8 @@ import torch
 from ..._types import Function
 from .. import caches, inspecting, rope, splitting
 from ..facts import Site
-from ..inspecting import require_of_model
-from ..packed_mask import PackedMask, find
+from ..foreign import require_of_model
+from ..packed_mask import PackedMask, mask_among
 from . import torch_of_formulas
 from .scores import FormulaMask, Products, Scores
 
@@ -128,13 +128,13 @@ def formula_of(modeling: ModuleType, module: torch.nn.Module) -> Site | None:
     if table is not None:
         return Site(modeling, table, routed_table)
     plain = plain_class(modeling, cls)
-    if plain is None or convolves(module):
+    if plain is None:
         return None
     if flash_class(modeling, plain) is None:
         known = is_formula(forward)
     else:
         known = is_formula(inspecting.forward_of(plain)) or bool(helpers(plain))
-    return Site(owner, "forward", ByFormula(owner)) if known else None
+    return Site(owner, "forward", ByFormula(owner)) if known and not convolves(module) else None
 
 
 def table_name(modeling: ModuleType, forward: Function) -> str | None:
@@ -243,7 +243,7 @@ def by_formula(
 
     @functools.wraps(original)
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
-        mask = find(chain(args, kwargs.values()))
+        mask = mask_among(chain(args, kwargs.values()))
         if mask is None:
             return original(self, *args, **kwargs)
         window = None if windows is None else windows.of_layer(self)
@@ -264,7 +264,7 @@ def routed_table(original: dict[str, Function]) -> dict[str, Function]:
     def route(function: Function) -> Function:
         @functools.wraps(function)
         def attention(*args: Any, **kwargs: Any) -> Any:
-            mask = find(chain(args, kwargs.values()))
+            mask = mask_among(chain(args, kwargs.values()))
             if mask is None:
                 return function(*args, **kwargs)
             module = args[0] if isinstance(args[0], torch.nn.Module) else None  # GPT-NeoX hands none

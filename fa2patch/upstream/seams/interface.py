@@ -19,7 +19,8 @@ from ...documents.names import LABELS, LENGTHS
 from ...errors import PackingNotIsolated
 from ...kernels import Options
 from ..facts import Site
-from ..inspecting import ATTENTION_FUNCTIONS, reads_name, require_of_model
+from ..foreign import require_of_model
+from ..inspecting import ATTENTION_FUNCTIONS, reads_name
 from ..packed_mask import PackedMask
 
 EAGER = "eager_attention_forward"

@@ -27,7 +27,7 @@ from ...documents.names import LENGTHS
 from ...errors import BadParents, PackedWithCache, PackingNotIsolated
 from ...kernels.picks import DOCUMENTS
 from .. import caches, inspecting
-from ..packed_mask import PackedMask, find
+from ..packed_mask import PackedMask, mask_among
 from ..splitting import Documents
 from . import mixer_calls
 from .mixer_calls import Mixing, Way
@@ -63,7 +63,7 @@ def by_document(original: Function) -> Function:
 
     @functools.wraps(original)
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
-        mask = find(chain(args, kwargs.values()))
+        mask = mask_among(chain(args, kwargs.values()))
         if mask is None:
             return original(self, *args, **kwargs)
         named = {**dict(zip(names, args)), **kwargs}

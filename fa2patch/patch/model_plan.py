@@ -10,14 +10,11 @@ from .._types import Model
 from ..documents.names import LENGTHS
 from ..errors import BadArgument
 from ..upstream import directions, embeddings, heads, inspecting, labels, masks, positions, refusals
-from ..upstream.architectures import is_registered, lookup, row_of
 from ..upstream.facts import Facts, Role, Site, of_forward
-from ..upstream.find_layers import Layer
-from ..upstream.find_mixers import carrier
-from ..upstream.find_models import models
+from ..upstream.find_layers import Layer, ModelLayers, carrier
 from ..upstream.forward import entered
 from ..upstream.packed_mask import MASK
-from ..upstream.trait import ModelLayers, Trait
+from ..upstream.step import Trait
 
 LOOKS: tuple[Callable[[ModelLayers, Facts], Iterable[Site] | None], ...] = (
     refusals.kind,
@@ -75,7 +72,7 @@ def traits() -> tuple[Trait, ...]:
 
 
 @dataclass(frozen=True)
-class Plan:
+class ModelPlan:
     """What ``apply`` would do to a model.
 
     Attributes:
@@ -93,51 +90,48 @@ class Plan:
     roles: tuple[Role, ...]
 
 
-def plan(model: Model, architecture: str | None = None, padded: bool = False) -> Plan:
+def plan_model(model: ModelLayers, padded: bool = False) -> ModelPlan:
     """Plan what ``apply`` does to a Transformers model. The model is not changed.
 
     Args:
-        model: the Transformers model.
-        architecture: the ``model_type`` of the registry row to use instead of that of ``config.model_type``.
+        model: the model and its layers.
         padded: whether its padded batches are computed packed. Its head gets padded hidden states then, so that a head
             of rows is refused only when a packed batch reaches it.
 
     Raises:
-        UnknownArchitecture, UnsupportedModel, LayerNotPatchable: the model cannot be patched.
+        UnsupportedModel, LayerNotPatchable: the model cannot be patched.
     """
-    config = models(model)[-1].config
-    facts = Facts(lookup(architecture) if architecture is not None else row_of(config), padded)
-    looked_at = ModelLayers(model, facts.architecture, vouched=architecture is not None or is_registered(config))
-    sites = [of_forward(inner, entered) for inner in looked_at.entered]
+    facts = Facts(model.architecture, padded)
+    sites = [of_forward(inner, entered) for inner in model.entered]
     for look in LOOKS:
-        sites += look(looked_at, facts) or ()
+        sites += look(model, facts) or ()
     found: list[tuple[Trait, Any]] = []
     for trait in traits():
-        what = trait.finds(looked_at)
+        what = trait.finds(model)
         if what is None:
             continue
         if not (padded and trait.of_head):
-            trait.refuses(looked_at, what)
+            trait.refuses(model, what)
         found.append((trait, what))
-        sites += trait.replaces(looked_at, what)
-    decoder = looked_at.decoder
-    facts.carrier = MASK if looked_at.attention else carrier(decoder, looked_at.mixers)
+        sites += trait.replaces(model, what)
+    decoder = model.decoder
+    facts.carrier = MASK if model.attention else carrier(model)
     facts.stops_ids = "position_ids" not in inspecting.upstream_parameters(type(decoder).forward)
     facts.keeps_cache = bool(getattr(decoder.config, "num_kv_shared_layers", 0))
-    facts.by_document = looked_at.by_document
-    return Plan(
+    facts.by_document = model.by_document
+    return ModelPlan(
         facts,
         tuple(found),
-        tuple(replace(layer, module=None) for layer in looked_at.layers),
+        tuple(replace(layer, module=None) for layer in model.layers),
         tuple(dict.fromkeys(sites)),
-        tuple(_role(looked_at, inner, facts.both_ways) for inner in looked_at.entered),
+        tuple(_role(model, inner, facts.both_ways) for inner in model.entered),
     )
 
 
-def _role(looked_at: ModelLayers, model: Model, both_ways: bool) -> Role:
-    innermost = model is looked_at.decoder
+def _role(layers: ModelLayers, model: Model, both_ways: bool) -> Role:
+    innermost = model is layers.decoder
     return Role(
-        outermost=model is looked_at.model,
+        outermost=model is layers.model,
         innermost=innermost,
         predicts_the_next=labels.predicts_the_next(model, both_ways),
         pools=not innermost and heads.pools_documents(model),

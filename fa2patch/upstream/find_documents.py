@@ -1,4 +1,4 @@
-"""Make the :class:`PackedMask` of a packed batch from the arguments of a forward."""
+"""Find where documents start in the arguments of a forward, and make the :class:`PackedMask` of a packed batch."""
 
 from __future__ import annotations
 
@@ -13,13 +13,14 @@ from ..documents.stated import from_cu_seqlens
 from ..errors import BadParents, PackedWithCache, PackedWithDenseMask, PackingNotIsolated
 from . import caches
 from .calls import Batch, has_pictures, read_batch, refuse_recording
+from .facts import Facts
 from .find_models import models
 from .packed_mask import PackedMask
 from .step import Patched
 from .ulysses import RowPart, of_whole_rows, refuse_unsaid
 
 
-def packed_mask(
+def packed_mask_of(
     call: Call,
     patch: Patched,
     made_inside: bool = False,
@@ -48,12 +49,13 @@ def packed_mask(
     rows = batch if part is None else of_whole_rows(batch, part, call)
     if batch is None or rows is None:
         return None
-    if batch.says_something and not (made_inside or compiling()) and recording():
+    says = batch.lengths or batch.position_ids is not None or batch.mask is not None
+    if says and not (made_inside or compiling()) and recording():
         refuse_recording("make_fx (or aot_function, or what is made of them)")
     found: Boundaries | None
     if "cu_seq_lens_q" in batch.lengths:
         found = _stated(rows, facts.both_ways)
-        if part is not None and batch.position_ids is not None:
+        if part is not None and batch.position_ids is not None:  # ids of the part, which must not contradict them
             cu = part.clipped(found.cu_seqlens, batch.shape)
             from_cu_seqlens(cu, found.max_seqlen, batch.shape, position_ids=batch.position_ids)
     elif may_be_packed and part is None and not made_inside and _stays_in_the_graph(batch, call, training):
@@ -71,16 +73,20 @@ def packed_mask(
     if batch.position_ids is None:
         refuse_uncounted_pictures(patch.model, call)
         counted = found.positions_of(rows.shape).to(batch.device)
-        counted = counted if part is None else part.own(counted)
-        tokens = call.get("input_ids") if first and part is None else None
-        call["position_ids"] = counted + first if tokens is None else _without_padding(counted, tokens, first)
-    ids, longest = call["position_ids"], found.positions
+        call["position_ids"] = _counted(counted, call.get("input_ids"), first, part)
+    ids = call["position_ids"]
+    longest = _longest(found, facts, rows.shape, ids, part)
+    return PackedMask(found, patch.picks, batch.shape, longest, ids, facts, real=batch.mask, part=part)
+
+
+def _longest(found: Boundaries, facts: Facts, shape: tuple[int, int], ids: torch.Tensor, part: RowPart | None) -> int:
+    """The largest position id + 1, if it is known or a rope depends on it; else the row's length, which is enough."""
+    longest = found.positions
     if facts.rope is not None:
         if longest is None:
-            longest = largest(ids if part is None else found.positions_of(rows.shape)) + 1
+            longest = largest(ids if part is None else found.positions_of(shape)) + 1
         facts.rope.check(longest, found.tree, part is not None)
-    longest = rows.shape[1] if longest is None else longest
-    return PackedMask(found, patch.picks, batch.shape, longest, ids, facts, real=batch.mask, part=part)
+    return shape[1] if longest is None else longest
 
 
 def _stated(batch: Batch, both_ways: bool) -> Boundaries:
@@ -140,12 +146,16 @@ def _recognised(
     )
 
 
-def _without_padding(counted: torch.Tensor, tokens: torch.Tensor, first: int) -> torch.Tensor:
-    """Position ids as RoBERTa and its kin count them from ``input_ids``: a padding token has the id of its own number.
+def _counted(counted: torch.Tensor, tokens: torch.Tensor | None, first: int, part: RowPart | None) -> torch.Tensor:
+    """Position ids for a batch without any, from each token's place in its document; a document's first is ``first``.
 
-    A real token may be one. Those behind it then count on without it. ``counted`` is each token's place in its
-    document, ``first`` the position of a document's first token, one above the padding token.
+    RoBERTa and its kin count them from ``input_ids``: the padding token, one below ``first``, has the id of its own
+    number. A real token may be one. Those behind it then count on without it.
     """
+    if part is not None:
+        return part.own(counted) + first
+    if tokens is None or not first:
+        return counted + first
     real = (tokens != first - 1).flatten().long()
     before = real.cumsum(0) - real
     starts = torch.arange(len(real), device=real.device) - counted.flatten()

@@ -42,12 +42,8 @@ def of_plan(
 ) -> Epoch:
     """Put the plan's rows into steps of similar costs or, if ``ordered``, keep them in their order.
 
-    If the last step is incomplete and not dropped, its rows are divided among all ranks.
-
-    Args:
-        costs: Cost of each example.
-        window: Number of steps among which rows are exchanged.
-        seed: The seed that the plan was made with.
+    If the last step is incomplete and not dropped, its rows are divided among all ranks. ``costs`` are the examples',
+    ``window`` is the number of steps among which rows are exchanged, and ``seed`` is the plan's.
     """
     rng = np.random.default_rng([*seed, 1])  # not ``seed`` alone: the plan was drawn with it
     rows, rest, sizes = np.arange(len(plan)), len(plan) % ranks, np.diff(plan.offsets)

@@ -160,7 +160,13 @@ def plan(
     rng = None if seed is None or strategy == "in_order" else np.random.default_rng(seed)
     fill, limit = _strategy(strategy, max_tokens, batch_size)
     pieces = cut(given, 2**31 if fill is mini_batches else limit, too_long)
-    return _plan(given, pieces, fill, limit, rng)
+    rows, offsets = _rows(pieces.lengths.astype(np.int32), fill, limit, rng)
+    tokens = np.add.reduceat(pieces.lengths[rows], offsets[:-1]) if len(rows) else np.empty(0, np.int64)
+    budget = int(tokens.max(initial=1)) if fill is mini_batches else limit
+    if pieces.cuts is None:
+        return Plan(rows, offsets, tokens, budget, given, pieces.dropped, pieces.truncated)
+    indices, start, stop = (of_pieces[rows] for of_pieces in pieces.cuts)
+    return Plan(indices, offsets, tokens, budget, given, pieces.dropped, pieces.truncated, (start, stop))
 
 
 def _strategy(strategy: str, max_tokens: int | None, batch_size: int | None) -> tuple[Strategy, int]:
@@ -178,16 +184,6 @@ def _strategy(strategy: str, max_tokens: int | None, batch_size: int | None) -> 
     if batch_size is not None:
         raise PackingError(f"batch_size: only mini_batches take it, found {batch_size} with {strategy}.")
     return STRATEGIES[strategy], budget
-
-
-def _plan(given: Ints, pieces: Pieces, fill: Strategy, limit: int, rng: np.random.Generator | None) -> Plan:
-    rows, offsets = _rows(pieces.lengths.astype(np.int32), fill, limit, rng)
-    tokens = np.add.reduceat(pieces.lengths[rows], offsets[:-1]) if len(rows) else np.empty(0, np.int64)
-    budget = int(tokens.max(initial=1)) if fill is mini_batches else limit
-    if pieces.cuts is None:
-        return Plan(rows, offsets, tokens, budget, given, pieces.dropped, pieces.truncated)
-    indices, start, stop = (of_pieces[rows] for of_pieces in pieces.cuts)
-    return Plan(indices, offsets, tokens, budget, given, pieces.dropped, pieces.truncated, (start, stop))
 
 
 def _rows(lengths: Ints32, fill: Strategy, limit: int, rng: np.random.Generator | None) -> tuple[Ints, Ints]:
@@ -214,13 +210,9 @@ POLICIES = ("error", "drop", "truncate", "split")
 
 @dataclass(frozen=True)
 class Pieces:
-    """The pieces of examples that are packed. A piece is the tokens ``[start:stop]`` of its example.
+    """The pieces of examples that are packed: their lengths, and the examples that are left out or lose their end.
 
-    Attributes:
-        lengths: Tokens of each piece, ``[pieces]``.
-        cuts: The example, the start and the stop of each piece, ``[pieces]`` each. None if nothing is cut or dropped.
-        dropped: Indices of the examples that are left out.
-        truncated: Indices of the examples whose end is left out.
+    ``cuts`` are the example, the start and the stop of each piece; None if nothing is cut or dropped.
     """
 
     lengths: Ints

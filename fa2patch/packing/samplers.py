@@ -3,20 +3,24 @@
 from __future__ import annotations
 
 import math
+import os
+import sys
 import zlib
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
+import torch
 from torch.utils.data import Sampler
 
 from ..errors import PackingError
 from . import epochs
 from .epochs import Epoch
 from .plans import as_lengths, plan
-from .replicas import ALL_RANKS, place
 from .strategies import Ints
+
+ALL_RANKS = "all"
 
 ATTENTION_COST = 1 / (12 * 4096)
 """Default cost of attention over a document of l tokens, per l**2: 1 / (12 x hidden size).
@@ -30,13 +34,6 @@ takes twice as many of both. The hidden size is 4096, as in models of 7-8B.
 def example_costs(lengths: Ints, attention_cost: float = ATTENTION_COST) -> npt.NDArray[np.float64]:
     """Return ``lengths + attention_cost * lengths**2``, ``[examples]``. A row's cost is the sum over its documents."""
     return lengths + attention_cost * np.square(lengths, dtype=np.float64)
-
-
-def check_attention_cost(attention_cost: object) -> float:
-    """Return the option as a float, or raise :class:`PackingError` unless it is finite and at least 0."""
-    if isinstance(attention_cost, (int, float)) and math.isfinite(attention_cost) and attention_cost >= 0:
-        return float(attention_cost)
-    raise PackingError(f"attention_cost: expected a number from 0 (tokens only), found {attention_cost!r}.")
 
 
 def imbalance(costs: npt.NDArray[np.float64]) -> float:
@@ -65,24 +62,10 @@ class PackedBatchSampler(Sampler[list[int]]):
     In an epoch, every example is in exactly one row of one rank, except those in ``dropped``, ``repeated`` and
     ``left_out``.
 
-    **accelerate and Trainer** distribute batches to processes themselves, in turn. Give them the rows of all ranks
-    with ``PackedBatchSampler(..., rank="all")``, and let ``Trainer.get_train_dataloader`` return
-    ``self.accelerator.prepare(DataLoader(dataset, batch_sampler=sampler, ...))``. With several processes, most versions
-    need ``even_batches=False`` (Trainer: ``accelerator_config={"even_batches": False}``) and say so. Versions before
-    1.8 (seen in 0.25 to 1.1) do not set the sampler's epoch: call its ``set_epoch`` in a callback's ``on_epoch_begin``.
-
-    **Tensor and context parallelism.** The ranks of a group compute one row together, so all of them get the same row,
-    and rows are balanced over groups. The size of a group is read from accelerate (``tp_size * cp_size`` of its
-    ``ParallelismConfig``, 1.10 and later, or DeepSpeed's ``autotp_size``), so make the Accelerator before the sampler.
-    Elsewhere pass ``ranks_per_row``, or the coordinates of a DeviceMesh:
-    ``num_replicas=mesh["dp"].size(), rank=mesh["dp"].get_local_rank()``.
-
-    **DeepSpeed's Ulysses** (``sp_size``). accelerate and Trainer wrap the loader into ``UlyssesSPDataLoaderAdapter``,
-    which takes a row from each rank of a group and lets the whole group compute one after the other. So each rank
-    needs a row of its own: leave ``ranks_per_row`` out, with the adapter in a loop of your own too. A step of this
-    sampler is then ``sp_size`` batches of the adapter, which has no ``set_epoch``: set the sampler's. The collator must
-    pad rows (``pad_to_multiple_of=sp_size``) and return no lengths (``return_flash_attn_kwargs=False``), because the
-    adapter cuts every tensor ``[batch, length]`` into equal parts.
+    accelerate and Trainer distribute batches to processes themselves, in turn: give them the rows of all ranks with
+    ``rank="all"``. Ranks that compute a row together (tensor and context parallelism) all get the same row, and rows
+    are balanced over such groups. Under DeepSpeed's Ulysses each rank needs a row of its own. What else these need is
+    said in docs/packing.md.
 
     **Effect on training.** A token budget packs more examples into a step, so there are fewer optimizer steps: see
     :mod:`fa2patch.packing`. ``strategy="mini_batches"`` with ``max_tokens=None`` and ``batch_size=n`` keeps both
@@ -147,16 +130,18 @@ class PackedBatchSampler(Sampler[list[int]]):
         drop_last: bool = False,
     ) -> None:
         self.lengths = as_lengths(lengths)
-        self.num_replicas, self.rank = place(num_replicas, rank, ranks_per_row)
+        self.num_replicas, self.rank = _place(num_replicas, rank, ranks_per_row)
         if too_long not in ("error", "drop"):
             raise PackingError(
                 f"too_long: expected 'error' or 'drop', found {too_long!r}. Cut the dataset before it is sampled."
             )
+        if not isinstance(attention_cost, (int, float)) or not (math.isfinite(attention_cost) and attention_cost >= 0):
+            raise PackingError(f"attention_cost: expected a number from 0 (tokens only), found {attention_cost!r}.")
         if window < 1:
             raise PackingError(f"window: expected at least one step, found {window}.")
         self.epoch = 0
         self._asked: dict[str, Any] = {"max_tokens": max_tokens, "strategy": strategy, "too_long": too_long}
-        self._attention_cost = check_attention_cost(attention_cost)
+        self._attention_cost = float(attention_cost)
         self._batch_size, self._seed, self._window, self._drop_last = batch_size, seed, window, drop_last
         self._resume = self._step = self._first = 0
         self.dropped = plan(self.lengths, batch_size=batch_size, seed=None, **self._asked).dropped
@@ -258,3 +243,75 @@ class PackedBatchSampler(Sampler[list[int]]):
         planned = plan(self.lengths, seed=seed, **self._asked)
         ordered = self._asked["strategy"] == "in_order"
         return epochs.of_plan(planned, each, self.num_replicas, self._window, seed, self._drop_last, ordered)
+
+
+def _place(num_replicas: int | None, rank: int | str | None, ranks_per_row: int | None) -> tuple[int, int | str]:
+    """Return the number of replicas and this process's replica, or ``"all"``, from what the user passed.
+
+    A replica gets a row of its own in every step. It is one process or, under tensor and context parallelism, the group
+    of processes that compute the row together.
+    """
+    size = _group_size(ranks_per_row, num_replicas, rank)
+    if num_replicas is None or rank is None:
+        if torch.distributed.is_available() and torch.distributed.is_initialized():
+            processes, process = torch.distributed.get_world_size(), torch.distributed.get_rank()
+        else:
+            processes, process = int(os.environ.get("WORLD_SIZE", 1)), int(os.environ.get("RANK", 0))
+        if processes % size:
+            raise PackingError(
+                f"ranks_per_row: {processes} processes cannot be divided into groups of {size}. Start a multiple of "
+                f"{size} processes, or pass a size that divides {processes}."
+            )
+        num_replicas = processes // size if num_replicas is None else num_replicas
+        rank = process // size if rank is None else rank
+    if num_replicas < 1 or (rank != ALL_RANKS and not (isinstance(rank, int) and 0 <= rank < num_replicas)):
+        raise PackingError(
+            f"rank: expected one from 0 to num_replicas - 1, or 'all', found rank {rank!r} of {num_replicas}."
+        )
+    return num_replicas, rank
+
+
+def _group_size(given: int | None, num_replicas: int | None, rank: int | str | None) -> int:
+    """Return the number of processes in a replica."""
+    known, sp_size = _of_accelerate()
+    if given is None:
+        return known or 1
+    if not isinstance(given, int) or isinstance(given, bool) or given < 1:
+        raise PackingError(f"ranks_per_row: expected a positive number of processes, found {given!r}.")
+    if given > 1 and (num_replicas is not None or rank not in (None, ALL_RANKS)):
+        raise PackingError(
+            f"ranks_per_row={given} with num_replicas={num_replicas} and rank={rank!r}: expected one or the other. "
+            "num_replicas and rank count groups of processes. Pass the number of groups and this process's group, or "
+            "ranks_per_row alone."
+        )
+    if known not in (None, given) and sp_size > 1:
+        raise PackingError(
+            f"ranks_per_row={given} with accelerate's sp_size={sp_size}: DeepSpeed's UlyssesSPDataLoaderAdapter "
+            "expects a row of its own from each rank, and would compute a row several times. Leave ranks_per_row out."
+        )
+    if known not in (None, given) and rank == ALL_RANKS:
+        raise PackingError(
+            f"ranks_per_row={given} with rank='all': accelerate distributes the rows, and its Accelerator gives the "
+            f"same row to {known} process{'es' if known != 1 else ''}. Leave ranks_per_row out, and pass "
+            "Accelerator(parallelism_config=ParallelismConfig(tp_size=..., cp_size=...))."
+        )
+    return given
+
+
+def _of_accelerate() -> tuple[int | None, int]:
+    """Return to how many processes accelerate gives the same row, and its ``sp_size``.
+
+    The first is None if this process has no Accelerator. Both are read where accelerate's loader reads them: from
+    DeepSpeed's ``autotp_size``, else from the ParallelismConfig (accelerate 1.10 and later).
+    """
+    module: Any = sys.modules.get("accelerate.state")  # not imported: without an Accelerator there is nothing to read
+    if module is None or not module.is_initialized():
+        return None, 1
+    state = module.AcceleratorState()
+    config, plugin = getattr(state, "parallelism_config", None), getattr(state, "deepspeed_plugin", None)
+    sp_size = getattr(config, "sp_size", 1)
+    settings = plugin.deepspeed_config.get("tensor_parallel", {}) if plugin is not None else {}
+    size = settings.get("autotp_size", 1)
+    if size <= 1 and sp_size <= 1 and config is not None:
+        size = config.tp_size * config.cp_size
+    return max(size, 1), sp_size

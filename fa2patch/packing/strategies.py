@@ -82,17 +82,16 @@ def _decreasing(lengths: Ints32, max_tokens: int, first_fit: bool) -> Ints32:
     any number of examples.
     """
     order = by_key(lengths, descending=True)
-    sizes, counts = _runs_of_equals(lengths[order])
-    filled = _fill(sizes.tolist(), counts.tolist(), max_tokens, first_fit)
-    rows = np.empty_like(lengths)
-    rows[order] = _one_by_one(*filled.T)
-    return rows
-
-
-def _runs_of_equals(values: Ints32) -> tuple[Ints32, Ints]:
-    starts = np.flatnonzero(np.diff(values, prepend=np.int32(0)))
-    counts: Ints = np.diff(starts, append=len(values))
-    return values[starts], counts
+    by_size = lengths[order]
+    starts = np.flatnonzero(np.diff(by_size, prepend=np.int32(0)))
+    counts = np.diff(starts, append=len(by_size))
+    filled = _fill(by_size[starts].tolist(), counts.tolist(), max_tokens, first_fit)
+    start, rows, each = filled.T
+    first = np.repeat(start - (np.cumsum(rows, dtype=np.int32) - rows), rows)
+    first += np.arange(len(first), dtype=np.int32)
+    row_of = by_size  # its memory serves again
+    row_of[order] = np.repeat(first, np.repeat(each.astype(np.intp), rows))
+    return row_of
 
 
 def _fill(sizes: list[int], counts: list[int], max_tokens: int, first_fit: bool) -> Ints32:
@@ -138,10 +137,3 @@ def _fill(sizes: list[int], counts: list[int], max_tokens: int, first_fit: bool)
                 start, left = start + 1, 0
             keep(space, start, stop)
     return np.array(filled).reshape(-1, 3)
-
-
-def _one_by_one(start: Ints32, rows: Ints32, each: Ints32) -> Ints32:
-    """Return the row of each example from the columns that ``_fill`` returns."""
-    first = np.repeat(start - (np.cumsum(rows, dtype=np.int32) - rows), rows)
-    first += np.arange(len(first), dtype=np.int32)
-    return np.repeat(first, np.repeat(each.astype(np.intp), rows))

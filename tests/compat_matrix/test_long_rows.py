@@ -2,74 +2,24 @@
 
 from __future__ import annotations
 
-import json
-import os
-import subprocess
-import sys
-from pathlib import Path
-
 import pytest
 import torch
 import transformers
+from torchrun import launched
 
 from compat_matrix import long_rows
 from compat_matrix.long_rows import DECODERS, Decoder
 from compat_matrix.publish import blocks
 
-ROOT = Path(__file__).parents[2]
-HEADS = {"all": (8, 8, 16, 16), "grouped": (8, 2, 16, 16), "one key head": (4, 1, 8, 8), "latent": (4, 4, 24, 16)}
-"""Query heads, key heads, and widths of key and value heads."""
-
-COUNT = """
-import json, os, sys
-import torch, torch.distributed as dist
-from fa2patch.kernels import Options
-from fa2patch.upstream import ulysses
-from traffic import traffic
-
-torch.set_num_threads(1)
-dist.init_process_group("gloo")
-group, processes = dist.group.WORLD, dist.get_world_size()
-ulysses.groups[group.group_name] = group
-part = ulysses.RowPart(dist.get_rank(), processes, group.group_name)
-found = {}
-for case, (heads, keys, width, value_width) in json.loads(sys.argv[1]).items():
-    shapes = (heads, width), (keys, width), (keys, value_width)
-    q, k, v = (torch.randn(2, 6, n, d, requires_grad=True, dtype=torch.bfloat16) for n, d in shapes)
-    with traffic() as forward:
-        to = part.all_tokens(q, k, v, Options())
-        assert to[0].shape == (2, 6 * processes, heads // processes, width)
-        output = to[0][..., :value_width] + to[2].repeat_interleave(to[0].shape[2] // to[2].shape[2], 2) + to[1].sum()
-        back = part.own_tokens(output)
-    with traffic() as backward:
-        back.sum().backward()
-    found[case] = [sum(one.sent.values()) for one in (forward, backward)]
-with traffic() as ids:
-    part.gathered([torch.arange(6), torch.arange(6)])
-found["ids"] = sum(ids.sent.values())
-if dist.get_rank() == 0:
-    print(json.dumps(found), flush=True)
-dist.barrier()
-sys.stdout.flush()
-os._exit(0)
-"""
-
 
 @pytest.mark.slow
 @pytest.mark.parametrize("processes", [2, 4])
-def test_processes_send_as_many_bytes_as_on_paper(processes, tmp_path):
-    (tmp_path / "count.py").write_text(COUNT)
-    launch = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(processes)]
-    command = [sys.executable, *launch, str(tmp_path / "count.py"), json.dumps(HEADS)]
-    paths = os.pathsep.join([str(ROOT), str(ROOT / "tests" / "distributed")])
-    variables = {**os.environ, "PYTHONPATH": paths, "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(command, capture_output=True, text=True, timeout=300, env=variables)
-    assert done.returncode == 0, done.stderr[-3000:]
-    found = json.loads(done.stdout.splitlines()[-1])
-    for case, (heads, keys, width, value_width) in HEADS.items():
-        on_paper = long_rows.bytes_sent_by_a_layer(12, processes, heads, keys, width, value_width)
-        assert found[case] == [on_paper, on_paper], case
-    assert found["ids"] == long_rows.bytes_sent_by_a_forward(12, processes)
+def test_processes_send_as_many_bytes_as_on_paper(processes):
+    found = launched(f"traffic, {processes} processes")
+    for case, (heads, counted) in found["cases"].items():
+        on_paper = long_rows.bytes_sent_by_a_layer(12, processes, *heads)
+        assert counted == [on_paper, on_paper], case
+    assert len(found["cases"]) == 4 and found["ids"] == long_rows.bytes_sent_by_a_forward(12, processes)
 
 
 def kept(layers: int, shape: Decoder, tokens: int) -> int:

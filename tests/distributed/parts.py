@@ -7,16 +7,12 @@ A finding's table holds a cell for each feature: ``{"found": ..., "said": ..., "
 
 from __future__ import annotations
 
-import json
-import os
-import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any, Callable
 
 import torch
-import torch.distributed as dist
+from ranks import of_every_rank
 
 import fa2patch
 from compat_matrix.tiny_configs import VOCABULARY
@@ -170,25 +166,9 @@ def judged(off_by: float, bound: float, said: str = "") -> Cell:
     return cell("right" if off_by < bound else "leaks", said, off_by)
 
 
-def of_every_rank(found: Any) -> list[Any]:
-    """Return what each process found, in the order of the ranks."""
-    every: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(every, found)
-    return every
-
-
 def joined(found: Cell) -> Cell:
     """Return one cell for all processes: the worst of what they found."""
     order = ("right", "upstream", "refused", "error", "leaks", "wrong")
     every = of_every_rank(found)
     worst: Cell = max(every, key=lambda one: (order.index(one["found"]), one["off_by"] or 0.0))
     return worst
-
-
-def finish(out: str, finding: dict[str, Any]) -> None:
-    """Write the finding from the first process, and end the process."""
-    if dist.get_rank() == 0:
-        Path(out).write_text(json.dumps(finding))
-    dist.barrier()
-    sys.stdout.flush()
-    os._exit(0)  # under load, shutting down gloo's threads sometimes aborts the process

@@ -1,20 +1,18 @@
 """Compare packed training under DDP and FSDP2 with padded training in one process, gradient by gradient.
 
-Run by torchrun: ``raw.py [OUT.json] [--quick]``. Each rank also computes the reference, an unpatched model that trains
+Run by torchrun: ``raw.py [--quick] OUT``. Each rank also computes the reference, an unpatched model that trains
 padded on both ranks' examples.
 """
 
 from __future__ import annotations
 
-import json
-import os
 import sys
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from ranks import examples, finish
 from stage import packed, padded, tiny_llama
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
@@ -26,14 +24,6 @@ NEAR = 1e-5
 """Relative to the largest value of the same gradient or weight. Sums are taken in another order."""
 
 CHECKPOINTING = {"plain": None, "not reentrant": False, "reentrant": True}
-LENGTHS = ((5, 40, 1, 17, 23), (31, 2, 9, 60, 12))
-"""Document lengths, which the ranks swap in every step. With equal totals a wrong weight of a rank would not show."""
-
-
-def examples(step: int, rank: int) -> list[dict[str, list[int]]]:
-    drawn = torch.Generator().manual_seed(10 * step + rank)
-    lengths = LENGTHS[(step + rank) % 2]
-    return [{"input_ids": torch.randint(2, 512, (length,), generator=drawn).tolist()} for length in lengths]
 
 
 def wrapped(kind: str, reentrant: bool | None) -> tuple[Any, Any]:
@@ -86,22 +76,15 @@ def apart(model: Any, reference: Any, what: str) -> Iterator[float]:
         yield float((values - expected).abs().max() / expected.abs().max())
 
 
-def main() -> None:
-    quick = "--quick" in sys.argv
+def main(*arguments: str) -> None:
+    *quick, out = arguments
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
     both = [(kind, name) for kind in ("DDP", "FSDP2") for name in CHECKPOINTING]
     wanted = [("DDP", "plain"), ("FSDP2", "reentrant")] if quick else both
     found: dict[str, Any] = {f"{kind}, {name}": trained(kind, CHECKPOINTING[name]) for kind, name in wanted}
-    finding = {"ok": all(one["ok"] for one in found.values()), "steps": STEPS, "bound": NEAR, **found}
-    if dist.get_rank() == 0:
-        print(json.dumps(finding))
-        if not quick:
-            Path(sys.argv[1]).write_text(json.dumps(finding))
-    dist.barrier()
-    sys.stdout.flush()
-    os._exit(0 if finding["ok"] else 1)  # under load, shutting down gloo's threads sometimes aborts the process
+    finish(out, {"ok": all(one["ok"] for one in found.values()), "steps": STEPS, "bound": NEAR, **found})
 
 
 if __name__ == "__main__":
-    main()
+    main(*sys.argv[1:])

@@ -8,17 +8,16 @@ is the data. Models have scripts of their own, and so has the loader of DeepSpee
 
 from __future__ import annotations
 
-import json
 import os
 import sys
 import tempfile
 from collections.abc import Iterable
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 import torch.distributed as dist
+from ranks import finish, of_every_rank
 from stage import tiny_llama
 from torch.utils.data import DataLoader
 
@@ -47,13 +46,6 @@ def rows(batches: Iterable[dict[str, Any]]) -> Rows:
     return [(batch["input_ids"].unique_consecutive()).tolist() for batch in batches]
 
 
-def gathered(mine: Any) -> list[Any]:
-    """Return what each rank has."""
-    found = [None] * dist.get_world_size()
-    dist.all_gather_object(found, mine)
-    return found
-
-
 def expected(epoch: int) -> list[Rows]:
     """Return the rows of each rank: those of a sampler that is told the number of groups and this rank's group."""
     found = []
@@ -66,7 +58,7 @@ def expected(epoch: int) -> list[Rows]:
 
 def judged(epochs: list[Rows]) -> dict[str, bool]:
     """Compare what this rank got in each epoch with what was expected, over all ranks."""
-    of_ranks = [gathered(one) for one in epochs]
+    of_ranks = [of_every_rank(one) for one in epochs]
     examples = [[example for rank in one[::GROUP] for row in rank for example in row] for one in of_ranks]
     return {
         "the rows of the group": of_ranks == [expected(epoch) for epoch in range(len(epochs))],
@@ -159,22 +151,17 @@ def with_trainer(size: str) -> dict[str, bool]:
     return {**right, "as many steps as rows of a group": trainer.state.global_step == len(seen)}
 
 
-def finish(found: dict[str, bool], out: str) -> None:
-    """Write what holds on all ranks, and end the process."""
-    everywhere = {name: all(rank[name] for rank in gathered(found)) for name in found}
-    finding = {"ok": all(everywhere.values()), "processes": dist.get_world_size(), **everywhere}
-    if dist.get_rank() == 0:
-        Path(out).write_text(json.dumps(finding))
-    dist.barrier()
-    sys.stdout.flush()
-    os._exit(0)  # under load, shutting down gloo's threads sometimes aborts the process
+def everywhere(found: dict[str, bool]) -> dict[str, Any]:
+    """Return what holds on all ranks, as the script's finding."""
+    every = {name: all(rank[name] for rank in of_every_rank(found)) for name in found}
+    return {"ok": all(every.values()), "processes": dist.get_world_size(), **every}
 
 
 def main(mode: str, *arguments: str) -> None:
     torch.set_num_threads(1)
     modes = {"torch": with_torch, "accelerate": with_accelerate, "trainer": with_trainer}
     *options, out = arguments
-    finish(modes[mode](*options), out)
+    finish(out, everywhere(modes[mode](*options)))
 
 
 if __name__ == "__main__":

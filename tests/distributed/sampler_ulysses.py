@@ -15,7 +15,8 @@ import torch
 import torch.distributed as dist
 from accelerate import Accelerator, DataLoaderConfiguration, DeepSpeedPlugin, ParallelismConfig, PartialState
 from accelerate.utils import DeepSpeedSequenceParallelConfig
-from sampler import BUDGET, EPOCHS, EXAMPLES, GROUP, LENGTHS, finish, gathered, groups, loader, refused, rows
+from ranks import finish, of_every_rank
+from sampler import BUDGET, EPOCHS, EXAMPLES, GROUP, LENGTHS, everywhere, groups, loader, refused, rows
 from stage import tiny_llama
 
 from fa2patch.packing import PackedBatchSampler
@@ -77,7 +78,7 @@ def _gathered_like_nccl(into: list[torch.Tensor], tensor: torch.Tensor, group: A
 def _whole(batches: list[dict[str, torch.Tensor]]) -> list[dict[str, Any]]:
     """Return the rows that all groups got from the adapter, in the sampler's order of steps and ranks."""
     found = []
-    of_ranks = gathered(batches)
+    of_ranks = of_every_rank(batches)
     for step in range(0, len(batches), GROUP):
         for first in range(0, len(of_ranks), GROUP):
             for turn in range(step, step + GROUP):
@@ -94,4 +95,4 @@ def _shifted(batch: dict[str, torch.Tensor]) -> dict[str, Any]:
 
 if __name__ == "__main__":
     torch.set_num_threads(1)
-    finish(with_adapter(), sys.argv[1])
+    finish(sys.argv[1], everywhere(with_adapter()))

@@ -14,7 +14,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from context_parallel import Counted
-from parts import Batch, Case, Cell, alone, cell, features, finish, furthest, joined, judged, told
+from parts import Batch, Case, Cell, alone, cell, features, furthest, joined, judged, told
+from ranks import finish
 from splitters import ENGINES, Ring, Torch
 
 import fa2patch

@@ -23,14 +23,13 @@ from parts import (
     between,
     cell,
     features,
-    finish,
     furthest,
     joined,
     judged,
-    of_every_rank,
     packed,
     told,
 )  # fmt: skip
+from ranks import finish, of_every_rank
 from split_models import NEWER, Models, apart, sharded
 
 import fa2patch

@@ -1,18 +1,19 @@
 """Packed training in several processes equals training in one. The scripts are in the same folder."""
 
 import importlib.util
-import json
-import subprocess
 
 import pytest
 import torch
 import transformers
-from torchrun import command, launched, variables
+from torchrun import launched
 
 from compat_matrix.ecosystem.stacks import DISTRIBUTED, split, stacks
 
 needs_fsdp2 = pytest.mark.skipif(
     importlib.util.find_spec("torch.distributed.fsdp._fully_shard") is None, reason="FSDP2 came with torch 2.6"
+)
+needs_registry = pytest.mark.skipif(
+    not hasattr(transformers.modeling_utils, "ALL_ATTENTION_FUNCTIONS"), reason="Ulysses needs Transformers 4.51"
 )
 needs_deepspeed = pytest.mark.skipif(importlib.util.find_spec("deepspeed") is None, reason="no DeepSpeed installed")
 
@@ -20,16 +21,12 @@ needs_deepspeed = pytest.mark.skipif(importlib.util.find_spec("deepspeed") is No
 @needs_fsdp2
 @pytest.mark.slow  # two processes, each of which imports Transformers: 20 s
 def test_ddp_and_fsdp2_quickly():
-    done = subprocess.run(command("raw", "--quick"), capture_output=True, text=True, timeout=300, env=variables())
-    assert done.returncode == 0, done.stdout + done.stderr[-3000:]
-    finding = json.loads(done.stdout.splitlines()[-1])
+    finding = launched("raw --quick")
     assert finding["ok"] and {"DDP, plain", "FSDP2, reentrant"} <= finding.keys()
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(
-    not hasattr(transformers.modeling_utils, "ALL_ATTENTION_FUNCTIONS"), reason="Ulysses needs Transformers 4.51"
-)
+@needs_registry
 def test_ulysses_quickly():
     """Without DeepSpeed too: what it registers is looked at, and the rows are split as it splits them."""
     found = launched("ulysses_architectures llama gpt_oss jamba bert:masked")["architectures"]
@@ -38,9 +35,7 @@ def test_ulysses_quickly():
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(
-    not hasattr(transformers.modeling_utils, "ALL_ATTENTION_FUNCTIONS"), reason="Ulysses needs Transformers 4.51"
-)
+@needs_registry
 def test_a_parts_router_loss():
     found = launched("router_parts")
     assert found["ok"], found
@@ -101,7 +96,4 @@ def test_rows_of_groups_of_two_processes(script, processes):
 def test_fsdp_on_gpus(engine):
     """The test uses two processes, or one if there is only one GPU."""
     processes = min(2, torch.cuda.device_count())
-    launch = command(f"fsdp_gpu {engine}", processes=processes)
-    done = subprocess.run(launch, capture_output=True, text=True, timeout=900, env=variables())
-    assert done.returncode == 0, done.stdout + done.stderr[-3000:]
-    assert json.loads(done.stdout.splitlines()[-1])["ok"]
+    assert launched(f"fsdp_gpu {engine}, {processes} processes")["ok"]

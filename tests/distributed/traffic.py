@@ -1,9 +1,13 @@
-"""Counts the bytes that a process sends through torch.distributed."""
+"""Counts the bytes that a process sends through torch.distributed.
+
+As a script, run by torchrun, it counts those of the exchange of heads: ``traffic.py OUT``.
+"""
 
 from __future__ import annotations
 
 import contextlib
 import inspect
+import sys
 from collections import Counter
 from collections.abc import Iterator
 from typing import Any
@@ -11,6 +15,10 @@ from unittest import mock
 
 import torch
 import torch.distributed as dist
+from ranks import finish
+
+from fa2patch.kernels import Options
+from fa2patch.upstream import ulysses
 
 
 class Traffic:
@@ -48,3 +56,38 @@ def traffic() -> Iterator[Traffic]:
 
     with mock.patch.multiple(dist, all_to_all_single=all_to_all_single, all_gather=all_gather):
         yield counted
+
+
+HEADS = {"all": (8, 8, 16, 16), "grouped": (8, 2, 16, 16), "one key head": (4, 1, 8, 8), "latent": (4, 4, 24, 16)}
+"""Query heads, key heads, and widths of key and value heads."""
+
+
+def exchanged(part: ulysses.RowPart, heads: int, keys: int, width: int, value_width: int) -> list[int]:
+    """Return the bytes that this process sends in one layer's exchange of heads, forward and backward."""
+    processes = dist.get_world_size()
+    shapes = (heads, width), (keys, width), (keys, value_width)
+    q, k, v = (torch.randn(2, 6, n, d, requires_grad=True, dtype=torch.bfloat16) for n, d in shapes)
+    with traffic() as forward:
+        to = part.all_tokens(q, k, v, Options())
+        assert to[0].shape == (2, 6 * processes, heads // processes, width)
+        output = to[0][..., :value_width] + to[2].repeat_interleave(to[0].shape[2] // to[2].shape[2], 2) + to[1].sum()
+        back = part.own_tokens(output)
+    with traffic() as backward:
+        back.sum().backward()
+    return [sum(one.sent.values()) for one in (forward, backward)]
+
+
+def main(out: str) -> None:
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo")
+    group = dist.group.WORLD
+    ulysses.groups[group.group_name] = group
+    part = ulysses.RowPart(dist.get_rank(), dist.get_world_size(), group.group_name)
+    found = {case: [heads, exchanged(part, *heads)] for case, heads in HEADS.items()}
+    with traffic() as ids:
+        part.gathered([torch.arange(6), torch.arange(6)])
+    finish(out, {"cases": found, "ids": sum(ids.sent.values())})
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

@@ -7,24 +7,15 @@ batches, so that every step has the same examples.
 
 from __future__ import annotations
 
-import contextlib
 import json
-import os
 import sys
 import warnings
 from pathlib import Path
 from typing import Any
 
 import torch
-from stage import (
-    Stage,
-    furthest,
-    largest_relative_difference,
-    packed,
-    padded,
-    tiny_llama,
-    weights,
-)
+from ranks import finish, whole_weights
+from stage import Stage, furthest, largest_relative_difference, packed, padded, tiny_llama, weights
 from transformers import TrainerCallback
 
 import fa2patch
@@ -51,7 +42,7 @@ def main(engine: str, out: str, reference: str = "") -> None:
     )  # fmt: skip
     trainer = run["trainer"]
     expected = torch.load(reference)
-    with gathered(run["model"]):
+    with whole_weights(run["model"]):
         off = furthest(weights(run["model"]), expected["weights"])
     difference = largest_relative_difference(run["losses"], expected["losses"])
     finding = {
@@ -67,11 +58,7 @@ def main(engine: str, out: str, reference: str = "") -> None:
     if engine != "ddp":
         finding["zero_stage"] = trainer.model_wrapped.zero_optimization_stage()
         finding["ok"] = finding["ok"] and f"zero{finding['zero_stage']}" == engine
-    if torch.distributed.get_rank() == 0:
-        Path(out).write_text(json.dumps(finding))
-    torch.distributed.barrier()
-    sys.stdout.flush()
-    os._exit(0)  # under load, shutting down gloo's threads sometimes aborts the process
+    finish(out, finding)
 
 
 def options(engine: str) -> dict[str, Any]:
@@ -101,18 +88,6 @@ class Between(TrainerCallback):
 
     def isolated(self) -> bool:
         return len(self.said) == 2 and all(said.endswith("isolated") for said in self.said.values())
-
-
-@contextlib.contextmanager
-def gathered(model: Any) -> Any:
-    """Gather all weights of a ZeRO-3 model on every rank within the block."""
-    if not any(hasattr(parameter, "ds_id") for parameter in model.parameters()):
-        yield
-        return
-    import deepspeed
-
-    with deepspeed.zero.GatheredParameters(list(model.parameters())):
-        yield
 
 
 if __name__ == "__main__":

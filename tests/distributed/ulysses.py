@@ -16,6 +16,7 @@ import torch
 import torch.distributed as dist
 import transformers
 import ulysses_rows
+from ranks import of_every_rank
 from stage import furthest, weights
 from traffic import Traffic, traffic
 
@@ -304,9 +305,7 @@ def verified() -> dict[str, Any]:
         both_ways = fa2patch.verify(encoder.model, strict=False)
     named = leaking.first_leak == "model.layers.1.self_attn.o_proj"
     said = [patched.ok, example.ok, not unpatched.ok, named, both_ways.ok]
-    agreed = [None] * dist.get_world_size()
-    dist.all_gather_object(agreed, said)
-    ok = all(all(one) for one in agreed)
+    ok = all(all(one) for one in of_every_rank(said))
     return {"found": "right" if ok else "WRONG", "said": leaking.reason, "ok": ok}
 
 

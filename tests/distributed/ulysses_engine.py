@@ -7,11 +7,10 @@ The right losses and weights are those of an unpatched model in one process that
 
 from __future__ import annotations
 
-import contextlib
 import os
 import sys
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 os.environ["ACCELERATE_USE_DEEPSPEED"] = "true"
@@ -23,7 +22,8 @@ import transformers
 import ulysses_rows
 from accelerate import Accelerator, DeepSpeedPlugin, ParallelismConfig, PartialState
 from accelerate.utils import DeepSpeedSequenceParallelConfig
-from stage import furthest, tiny_llama, weights
+from ranks import whole_weights
+from stage import furthest, largest_relative_difference, losses_of, tiny_llama, weights
 
 import fa2patch
 from compat_matrix.check import rows
@@ -126,27 +126,13 @@ def trained(stage: int, model: Any) -> list[float]:
 
     trainer = InOrder(model=model, args=arguments, train_dataset=examples())
     trainer.train()
-    return [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
-
-
-@contextlib.contextmanager
-def gathered(model: Any) -> Iterator[None]:
-    """All weights of a ZeRO-3 model, on every rank."""
-    if not any(hasattr(parameter, "ds_id") for parameter in model.parameters()):
-        yield
-        return
-    with deepspeed.zero.GatheredParameters(list(model.parameters())):
-        yield
-
-
-def apart(losses: list[float], expected: list[float]) -> float:
-    return max(abs(a - b) / abs(b) for a, b in zip(losses, expected))
+    return losses_of(trainer)
 
 
 def without(train: Callable[[int, Any], list[float]], stage: int, model: Any, expected: list[float]) -> dict[str, Any]:
     """Return what becomes of the same packed rows in a model that is not patched."""
     try:
-        off = apart(train(stage, model), expected)
+        off = largest_relative_difference(train(stage, model), expected)
     except Exception as error:
         said = f"{type(error).__name__}: {error}"
         return {"ok": True, "alone": {"found": "error", "said": said, "off_by": None}}
@@ -166,11 +152,11 @@ def main() -> dict[str, Any]:
         return without(train, stage, model, expected["losses"])
     fa2patch.apply(model)
     losses = train(stage, model)
-    with gathered(model):
+    with whole_weights(model):
         off = furthest(weights(model), expected["weights"])
-    with gathered(model):
+    with whole_weights(model):
         said = {"verify": str(fa2patch.verify(model.train(), strict=False)).splitlines()[0]}
-    difference = apart(losses, expected["losses"])
+    difference = largest_relative_difference(losses, expected["losses"])
     ok = len(losses) == STEPS and difference <= (LOSS if way == "loop" else 1e-4) and off <= WEIGHT
     verified = said["verify"].startswith("isolated")
     return {"ok": ok and verified, "loss": difference, "weight": off, "gradients_times": scale, **said}

@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-import json
 import os
-import sys
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 os.environ.setdefault("DS_ACCELERATOR", "cpu")
 
 import torch
 import torch.distributed as dist
+from ranks import finish
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from compat_matrix.check.rows import alone
@@ -132,9 +130,4 @@ def run(main: Callable[[], dict[str, Any]], out: str) -> None:
         dist.init_process_group("gloo")
     else:
         deepspeed.init_distributed("gloo", verbose=False)
-    finding = main()
-    if dist.get_rank() == 0:
-        Path(out).write_text(json.dumps(finding))
-    dist.barrier()
-    sys.stdout.flush()
-    os._exit(0)  # under load, shutting down gloo's threads sometimes aborts the process
+    finish(out, main())

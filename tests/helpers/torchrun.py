@@ -19,44 +19,32 @@ LIMIT = 1800
 """Seconds. The longest script runs every architecture, and takes six minutes on a machine with nothing else to do."""
 
 
-def variables() -> dict[str, str]:
-    """Return the environment variables of a script. In a stack, PYTHONPATH has fa2patch and compat_matrix already."""
-    path = os.pathsep.join((os.environ.get("PYTHONPATH") or str(ROOT), str(HELPERS)))
-    return {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": path}
-
-
-def command(script: str, *arguments: str, processes: int = 2) -> list[str]:
-    """Return the torchrun command of a script (``trainer``, or ``trainer zero3``). torchrun picks a free port."""
-    launch = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(processes)]
-    return [sys.executable, *launch, *_called(script), *arguments]
-
-
-def _called(script: str) -> list[str]:
-    file, *options = script.split()
-    return [str(ROOT / "tests" / "distributed" / f"{file}.py"), *options]
-
-
 def launched(entry: str) -> dict[str, Any]:
     """Run a script, given as ``raw``, ``trainer zero3`` or ``ulysses, 4 processes``.
 
     It returns the JSON that the script's first process wrote. A ``trainer`` script is first run in one process. The
     result is passed to the second run as the reference.
     """
-    script, processes = split(entry)
-    python = Path(sys.executable)
+    (file, *options), processes = split(entry)[0].split(), split(entry)[1]
+    python, called = sys.executable, [str(ROOT / "tests" / "distributed" / f"{file}.py"), *options]
     with tempfile.TemporaryDirectory(prefix="fa2patch-") as folder:
         out, reference = Path(folder, "found.json"), Path(folder, "reference.pt")
-        beside = {
-            **variables(),
+        variables = {
+            **os.environ,
+            "OMP_NUM_THREADS": "1",
+            # in a stack, it has fa2patch and compat_matrix already
+            "PYTHONPATH": os.pathsep.join((os.environ.get("PYTHONPATH") or str(ROOT), str(HELPERS))),
             # extensions that another release of DeepSpeed has built fail to load
-            "TORCH_EXTENSIONS_DIR": str(python.parents[1] / "torch_extensions"),
+            "TORCH_EXTENSIONS_DIR": str(Path(python).parents[1] / "torch_extensions"),
             "TMPDIR": folder,
-            "PATH": f"{python.parent}{os.pathsep}{os.environ.get('PATH', '')}",
+            "PATH": f"{Path(python).parent}{os.pathsep}{os.environ.get('PATH', '')}",
         }
-        compared = script.startswith("trainer")
-        if compared:
-            _run([str(python), *_called(script), str(reference)], beside, reference)
-        _run(command(script, str(out), *([str(reference)] if compared else []), processes=processes), beside, out)
+        told = [str(out)]
+        if file == "trainer":
+            _run([python, *called, str(reference)], variables, reference)
+            told.append(str(reference))
+        launch = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(processes)]
+        _run([python, *launch, *called, *told], variables, out)  # torchrun picks a free port
         return dict(json.loads(out.read_text(encoding="utf-8")))
 
 

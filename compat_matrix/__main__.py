@@ -12,7 +12,7 @@ from hashlib import sha256
 from pathlib import Path
 from typing import Any, Callable
 
-from . import diffable, environments, keys, plans, run, sample, stale
+from . import diffable, environments, keys, plans, run, stale
 from .cells import STATES, Environment, score
 from .results import EVIDENCE, Malformed, read_data, read_file
 from .screen import Console, Table, bars, done
@@ -52,7 +52,7 @@ def main(arguments: list[str] | None = None) -> int:
     given.chosen = None
     if given.sample:
         committed = [read_file(EVIDENCE / f"{version.name}.json") for version in wanted]
-        given.chosen = sample.chosen(committed, keys.Sources(ROOT), given.sample)
+        given.chosen = stale.sample(committed, keys.Sources(ROOT), given.sample)
         wanted = [version for version in wanted if version.name in dict(given.chosen)]
     results: dict[str, Environment | str] = {}
     with environments.only_our_packages() as packages, bars() as progress:

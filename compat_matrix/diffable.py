@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +28,19 @@ def table(head: Sequence[str], rows: Iterable[Sequence[str]], numbers: bool = Fa
     """Return a table of Markdown. With ``numbers``, all columns but the first are aligned to the right."""
     lines = [head, ["---", *["---:" if numbers else "---"] * (len(head) - 1)], *rows]
     return "\n".join(f"| {' | '.join(text.replace('|', chr(92) + '|') for text in line)} |" for line in lines)
+
+
+def of_results(rows: Iterable[Mapping[str, Any]]) -> str:
+    """Return rows of results as a table of Markdown: every column of any row, numbers with three digits or more."""
+    rows = list(rows)
+    head = list(dict.fromkeys(name for row in rows for name in row))
+    return table(head, ([_shown(row.get(name, "")) for name in head] for row in rows), numbers=True)
+
+
+def _shown(value: Any) -> str:
+    if isinstance(value, float):
+        return f"{value:,.{2 if abs(value) < 10 else 1 if abs(value) < 100 else 0}f}"
+    return f"{value:,}" if isinstance(value, int) else str(value)
 
 
 def write(file: Path, text: str) -> None:

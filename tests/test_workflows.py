@@ -139,9 +139,6 @@ def test_our_modules_have_these_options(where, module, rest):
     spec = importlib.util.find_spec(module)
     file = Path(spec.origin)
     source = (file.parent / "__main__.py" if file.name == "__init__.py" else file).read_text(encoding="utf-8")
-    for line in re.findall(r"^from \. import (.*)$", source, re.M):  # first_gpu and gpu share their options
-        beside = (file.parent / f"{name}.py" for name in line.split(", "))
-        source += "".join(each.read_text(encoding="utf-8") for each in beside if each.is_file())
     for option in options(rest):
         assert f'"{option}"' in source, f"{where}: {module} has no {option}"
     for command in re.findall(r"^ (\w+)", rest):

@@ -17,8 +17,8 @@ from pathlib import Path
 from typing import Any
 
 from .. import commits, screen
+from ..diffable import of_results
 from . import gpu_page
-from .tables import markdown
 
 HERE = Path(__file__).parent
 COMMAND = "python -m compat_matrix.bench.figures"
@@ -74,7 +74,7 @@ def committed(part: str) -> Result:
 
 def show(title: str, rows: list[Mapping[str, Any]], notes: str = "") -> None:
     """Print rows as a table, with the notes below it."""
-    text = screen.Markdown(f"## {title}\n\n{markdown(rows)}\n\n{notes}")
+    text = screen.Markdown(f"## {title}\n\n{of_results(rows)}\n\n{notes}")
     screen.Console(width=None if sys.stdout.isatty() else 150).print(text)
 
 
@@ -83,7 +83,7 @@ def page(results: Mapping[str, Result]) -> str:
     parts = [f"<!-- Made by {COMMAND} from results/*.json: do not edit. -->", "# What packed rows cost and save"]
     for part, found in ((part, results[part]) for part in PARTS if part in results):
         parts += [f"## {part}", f"{found['what']}\n\n    {found['command']}", _measured_on(found)]
-        parts += [markdown(found["rows"]), found["notes"]]
+        parts += [of_results(found["rows"]), found["notes"]]
     for name, found in results.items():
         parts += [f"## {name}", gpu_page.page(found)] if name.startswith(GPU) else []
     return "\n\n".join(part for part in parts if part) + "\n"

@@ -1,10 +1,10 @@
 """Everything that a GPU is needed for, within ten minutes: ``python -m compat_matrix.bench.first_gpu --out FOLDER``.
 
 Four stages run in this order: every kernel against the reference; tiny models in this Transformers and in the releases
-of ``--overlays``; training at size by ``compat_matrix.bench.gpu``; hybrids with the kernels of flash-linear-attention
-and mamba-ssm. What is done is not run again, so repeat the command until it returns 0. It returns 3 when time ran out.
-Each time it writes FOLDER/first_gpu.json, which holds all results and the goals, and first_gpu.md, the page that shows
-them, and prints the table of goals.
+of ``--overlays``; training at size, padded against packed; hybrids with the kernels of flash-linear-attention and
+mamba-ssm. What is done is not run again, so repeat the command until it returns 0. It returns 3 when time ran out. Each
+time it writes FOLDER/first_gpu.json, which holds all results and the goals, and first_gpu.md, the page that shows them,
+and prints the table of goals.
 
 A folder of ``--overlays`` is named by a release of Transformers and comes first on the path. In a copy of the files
 without git's folder, or with an older one, set FA2PATCH_COMMIT to the commit, which the results name.
@@ -19,11 +19,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from .. import commits
 from ..check.gpu import present_kernels
 from . import figures, gpu, gpu_page
 from .gpu import Job
-from .gpu_once import OUT_OF_TIME
+from .gpu_once import OUT_OF_TIME, training_options
+from .workloads import SHAPES
 
 COMMAND = "python -m compat_matrix.bench.first_gpu"
 SECONDS = {"kernels": 90, "models": 90, "training": 270, "hybrids": 90}
@@ -42,26 +45,20 @@ def main(arguments: list[str] | None = None) -> int:
     Returns:
         The exit code: 0 when everything is done, 2 without a CUDA device, 3 when time ran out.
     """
-    parser = gpu.options(COMMAND, __doc__)
-    parser.add_argument("--overlays", type=Path, help="folder with other releases of Transformers, one in each folder")
-    parser.set_defaults(
-        shapes=["Llama-2-7B"], documents=16, steps=12, variant_seconds=45, seconds=sum(SECONDS.values())
-    )
-    given = gpu.parsed(parser, arguments)
+    parser, given = options(arguments)
     header = figures.header(f"{COMMAND} --out FOLDER{' --device cpu --toy' if given.toy else ''}", given.device)
     able = present_kernels(given.device)
     kernels = [name for name in able if name != "reference"] or able
-    given.variants = in_order(given.variants, kernels[0])
-    if given.toy:
-        given.steps, given.warm_up, given.variants = 2, 1, given.variants[:3]
-    planned = jobs(given, kernels)
+    if not given.variants:
+        given.variants = in_order(gpu.variants(given.device, given.toy), kernels[0])[: 3 if given.toy else None]
+    planned = [job for job in jobs(given, kernels) if job.stage in given.stages]
     gpu.require_same(parser, planned, given.out, header)
     records = gpu.run_all(planned, given.out, header, SECONDS, given.seconds)
     results: Results = {stage: {} for stage in SECONDS}
     for job in planned:
         if job.result.exists() and job.stage != "training":
             results[job.stage][job.name] = figures.read(job.result)
-    results["training"]["training"] = gpu.merged(given, header, records)
+    results["training"]["training"] = gpu.merged(given, records)
     done, met = len(records) == len(planned), goals(results)
     failed = {name: record["error"] for name, record in records.items() if "error" in record}
     found = {**header, "toy": given.toy, "done": done, "goals": [vars(goal) for goal in met], "failed": failed}
@@ -72,6 +69,30 @@ def main(arguments: list[str] | None = None) -> int:
     for name, why in gpu_page.reasons(found):
         print(f"{name}: {why}")
     return 0 if done else OUT_OF_TIME
+
+
+def options(arguments: list[str] | None) -> tuple[argparse.ArgumentParser, argparse.Namespace]:
+    """Return the parser and the options. A device that cannot be measured on is an error."""
+    parser = argparse.ArgumentParser(
+        prog=COMMAND, description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    add = parser.add_argument
+    add("--out", type=Path, required=True, help="folder that the JSON files go to")
+    add("--stages", nargs="+", choices=SECONDS, default=list(SECONDS), metavar="S", help=", ".join(SECONDS))
+    add("--overlays", type=Path, help="folder with other releases of Transformers, one in each folder")
+    add("--shapes", nargs="+", choices=SHAPES, default=["Llama-2-7B"], metavar="S", help=", ".join(SHAPES))
+    add("--variants", nargs="+", metavar="V", help="of training; default: all that can run here")
+    add("--seconds", type=float, default=sum(SECONDS.values()), help="start nothing that may not end within so many")
+    add("--variant-seconds", type=float, default=45, help="for one variant's steps, over all distributions")
+    training_options(parser)
+    given = parser.parse_args(arguments)
+    if given.device == "cpu" and not given.toy:
+        parser.error("--device cpu goes with --toy: only to see that it runs")
+    if given.device == "cuda" and not torch.cuda.is_available():
+        parser.error("looked for a CUDA device, found none: run this where torch.cuda.is_available()")
+    if given.toy:
+        given.steps, given.warm_up = 2, 1
+    return parser, given
 
 
 def in_order(variants: list[str], kernel: str) -> list[str]:

@@ -1,15 +1,14 @@
-"""Padded against packed training at size, on a GPU: ``python -m compat_matrix.bench.gpu --out FOLDER``.
+"""The processes of :mod:`compat_matrix.bench.first_gpu`, which go on where they were, and training at size.
 
-Variants: ``padded:sdpa``; ``padded:flash_attention_2`` and ``upstream:flash_attention_2`` where flash-attn is installed
-(Transformers alone, on padded and on packed batches); ``upstream:sdpa`` (Transformers' block-diagonal mask);
-``fa2patch:KERNEL`` for every kernel that can run here; ``by-hand:KERNEL``, in which every layer calls the best of these
-kernels with precomputed boundaries: the lowest possible cost of a packed batch. ``+lengths``: with the collator's
+Variants of training: ``padded:sdpa``; ``padded:flash_attention_2`` and ``upstream:flash_attention_2`` where flash-attn
+is installed (Transformers alone, on padded and on packed batches); ``upstream:sdpa`` (Transformers' block-diagonal
+mask); ``fa2patch:KERNEL`` for every kernel that can run here; ``by-hand:KERNEL``, in which every layer calls the best
+of these with precomputed boundaries: the lowest possible cost of a packed batch. ``+lengths``: with the collator's
 ``return_flash_attn_kwargs=True``.
 
-A variant with a record in FOLDER/jobs is skipped, so an interrupted command can be run again to continue. One weight
-under AdamW takes 8 bytes (2 for itself, 2 for its gradient, 4 for two states): 54 GB for Llama-2-7B, 58 for Mistral-7B,
-64 for Granite-8B-code, before activations and logits. Use ``--layers`` and ``--optimizer sgd`` for models that do not
-fit.
+One weight under AdamW takes 8 bytes (2 for itself, 2 for its gradient, 4 for two states): 54 GB for Llama-2-7B, 58 for
+Mistral-7B, 64 for Granite-8B-code, before activations and logits. Use ``--layers`` and ``--optimizer sgd`` for models
+that do not fit.
 """
 
 from __future__ import annotations
@@ -25,16 +24,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from fa2patch.kernels import ORDER
 
 from .. import commits
 from . import figures
-from .gpu_once import OUT_OF_TIME, training_options
-from .workloads import DISTRIBUTIONS, SHAPES
+from .gpu_once import OUT_OF_TIME
+from .workloads import DISTRIBUTIONS
 
-COMMAND = "python -m compat_matrix.bench.gpu"
 ALONE = {"USE_TF": "0", "USE_JAX": "0", "USE_FLAX": "0", "HF_HUB_OFFLINE": "1", "TRANSFORMERS_VERBOSITY": "error"}
 START = 45
 """Seconds that a variant may take to start, in addition to its steps."""
@@ -119,51 +115,7 @@ def require_same(parser: argparse.ArgumentParser, jobs: list[Job], out: Path, he
             parser.error(f"--out: {out} holds results of another commit or setting ({file.name}): take another folder")
 
 
-def parsed(parser: argparse.ArgumentParser, arguments: list[str] | None) -> argparse.Namespace:
-    """Return the options, with all variants if none are named. A device that cannot be measured on is an error."""
-    given = parser.parse_args(arguments)
-    if given.device == "cpu" and not given.toy:
-        parser.error("--device cpu goes with --toy: only to see that it runs")
-    if given.device == "cuda" and not torch.cuda.is_available():
-        parser.error("looked for a CUDA device, found none: run this where torch.cuda.is_available()")
-    given.variants = given.variants or variants(given.device, given.toy)
-    return given
-
-
 # --- training -------------------------------------------------------------------------------------------------
-
-
-def options(command: str, text: str | None) -> argparse.ArgumentParser:
-    """Return the parser of a command line, with the options of training."""
-    parser = argparse.ArgumentParser(
-        prog=command, description=text, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    add = parser.add_argument
-    add("--out", type=Path, required=True, help="folder that the JSON files go to")
-    add("--shapes", nargs="+", choices=SHAPES, default=list(SHAPES), metavar="S", help=", ".join(SHAPES))
-    add("--variants", nargs="+", metavar="V", help="default: all that can run here")
-    add("--seconds", type=float, default=540, help="start nothing that may not end within so many")
-    add("--variant-seconds", type=float, default=90, help="for one variant's steps, over all distributions")
-    training_options(parser)
-    return parser
-
-
-def main(arguments: list[str] | None = None) -> int:
-    """Run the variants that have no result yet, merge all results into gpu.json and print the table.
-
-    Returns:
-        The exit code: 0 when all variants have run, 2 without a CUDA device, 3 when time ran out.
-    """
-    parser = options(COMMAND, __doc__)
-    given = parsed(parser, arguments)
-    header, jobs = figures.header("", given.device), planned(given)
-    require_same(parser, jobs, given.out, header)
-    records = run_all(jobs, given.out, header, {"training": 1}, given.seconds)
-    found = merged(given, header, records)
-    figures.show("gpu", found["rows"], found["notes"])
-    for name, why in missing().items():
-        print(f"{name}: {why}")
-    return 0 if len(records) == len(jobs) else OUT_OF_TIME
 
 
 def variants(device: str, toy: bool) -> list[str]:
@@ -186,14 +138,8 @@ def missing() -> dict[str, str]:
 def planned(given: argparse.Namespace) -> list[Job]:
     """Return a process for each shape and variant."""
     settings = ["--device", given.device, "--optimizer", given.optimizer, "--steps", str(given.steps)]
-    settings += [
-        "--documents",
-        str(given.documents),
-        "--warm-up",
-        str(given.warm_up),
-        *(["--toy"] if given.toy else []),
-    ]
-    settings += ["--layers", str(given.layers)] if given.layers else []
+    settings += ["--documents", str(given.documents), "--warm-up", str(given.warm_up)]
+    settings += [*(["--toy"] if given.toy else []), *(["--layers", str(given.layers)] if given.layers else [])]
     most, start = given.variant_seconds, 0 if given.toy else START
     made = []
     for shape in given.shapes:
@@ -203,8 +149,8 @@ def planned(given: argparse.Namespace) -> list[Job]:
     return made
 
 
-def merged(given: argparse.Namespace, header: Mapping[str, Any], records: Mapping[str, Any]) -> dict[str, Any]:
-    """Merge all runs into gpu.json. Rates cover the steps that every variant of a model and distribution has taken."""
+def merged(given: argparse.Namespace, records: Mapping[str, Any]) -> dict[str, Any]:
+    """Merge all runs. Rates cover the steps that every variant of a model and distribution has taken."""
     shapes: dict[str, Any] = {}
     rows: list[dict[str, Any]] = []
     runs: dict[str, dict[str, Any]] = {shape: {} for shape in given.shapes}
@@ -223,11 +169,7 @@ def merged(given: argparse.Namespace, header: Mapping[str, Any], records: Mappin
             notes = f"{shape}: {first['layers']} layers, {first['parameters'] / 1e9:.2f} G parameters; {notes}"
             for name, run in found.items():
                 rows += [_row(f"{shape}, {name}, {one}", run["limit"], at) for one, at in run["variants"].items()]
-    words = {"what": "Models of published sizes with random weights.", "notes": notes, "toy": given.toy}
-    command = f"{COMMAND} --out FOLDER{' --device cpu --toy' if given.toy else ''}"
-    merged = {"part": "gpu", **header, "command": command, **words, "shapes": shapes, "rows": rows}
-    figures.write(given.out / "gpu.json", merged)
-    return merged
+    return {"notes": notes, "shapes": shapes, "rows": rows}
 
 
 def _compared(distribution: str, runs: Mapping[str, Any], good: Mapping[str, Any]) -> dict[str, Any]:
@@ -261,7 +203,3 @@ def _row(name: str, limit: float, run: Mapping[str, Any]) -> dict[str, Any]:
         "peak GB": round(run["peak_bytes"] / 1e9, 1) if run.get("peak_bytes") else "",
         "synchronisations per forward": run.get("synchronisations_per_forward", ""),
     }
-
-
-if __name__ == "__main__":
-    sys.exit(main())

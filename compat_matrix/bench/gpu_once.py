@@ -243,14 +243,16 @@ SYNC_STEPS = 20
 
 
 def training_options(parser: argparse.ArgumentParser) -> None:
-    """Add the options of training, which are those of ``python -m compat_matrix.bench.gpu``, too."""
+    """Add the options of training, which are those of ``python -m compat_matrix.bench.first_gpu``, too."""
     add = parser.add_argument
     add("--device", default="cuda", choices=("cuda", "cpu"), help="cpu: with --toy only")
     add("--toy", action="store_true", help="tiny models and documents, only to see that it runs; not for figures")
     add("--layers", type=int, help="fewer than the model has")
     add("--optimizer", default="adamw", choices=("adamw", "sgd"))
-    add("--documents", type=int, default=4, help="documents of a mini-batch; few leave a fast GPU waiting for the host")
-    add("--steps", type=int, default=30, help="timed steps of each distribution, at most")
+    add(
+        "--documents", type=int, default=16, help="documents of a mini-batch; few leave a fast GPU waiting for the host"
+    )
+    add("--steps", type=int, default=12, help="timed steps of each distribution, at most")
     add("--warm-up", type=int, default=3, help="steps before these")
 
 

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from .. import commits
-from .tables import markdown
+from ..diffable import of_results
 
 Found = Mapping[str, Any]
 """The content of first_gpu.json."""
@@ -20,9 +20,9 @@ def page(found: Found) -> str:
     rest = "" if found["done"] else " Time was over before all of it was done."
     parts = [f"`{found['command']}`; {found['date']}, {commits.named(found)}, {on}.{rest}"]
     goals = [{"goal": goal["goal"], "found": goal["found"], "met": MET[goal["met"]]} for goal in found["goals"]]
-    parts += [markdown(goals)]
+    parts += [of_results(goals)]
     for name, rows, notes in stages(found["results"]):
-        parts += [f"**{name}.** {notes}", markdown(rows)] if rows else []
+        parts += [f"**{name}.** {notes}", of_results(rows)] if rows else []
     parts += [f"- {name}: {why}" for name, why in reasons(found)]
     return "\n\n".join(parts)
 

@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from compat_matrix.bench import figures, first_gpu, gpu, gpu_once
-from compat_matrix.bench.tables import markdown
 from compat_matrix.check import kernels as checked
+from compat_matrix.diffable import of_results
 
 HEADER = {"commit": "a" * 40, "dirty": False, "torch": "2", "transformers": "5", "device": "a GPU"}
 
@@ -68,12 +68,11 @@ def test_results_of_another_commit_or_of_other_settings_are_not_mixed_in(tmp_pat
         assert "another commit or setting (kernels--a.json)" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("command", [gpu, first_gpu])
-def test_it_needs_a_gpu_or_says_toy(command, tmp_path, monkeypatch, capsys):
+def test_it_needs_a_gpu_or_says_toy(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     for more, said in (([], "found none"), (["--device", "cpu"], "goes with --toy")):
         with pytest.raises(SystemExit) as error:
-            command.main(["--out", str(tmp_path), *more])
+            first_gpu.main(["--out", str(tmp_path), *more])
         assert error.value.code == 2 and said in capsys.readouterr().err
 
 
@@ -87,7 +86,7 @@ def test_overlays_are_checked_with_the_best_kernel_and_come_first_on_the_path(tm
 
 # --- training -------------------------------------------------------------------------------------------------
 
-TOY = ["--device", "cpu", "--toy", "--steps", "2", "--warm-up", "1", "--shapes", "Mistral-7B"]
+TOY = ["--stages", "training", "--device", "cpu", "--toy", "--steps", "2", "--warm-up", "1", "--shapes", "Mistral-7B"]
 
 
 def test_training_goes_on_where_it_was_and_keeps_errors(tmp_path, monkeypatch):
@@ -106,20 +105,21 @@ def test_training_goes_on_where_it_was_and_keeps_errors(tmp_path, monkeypatch):
     variants = ["padded:sdpa", "fa2patch:reference", "fa2patch:reference+lengths", "by-hand:reference", "broken:sdpa"]
     arguments = [*TOY, "--out", str(tmp_path)]
     try:
-        assert gpu.main([*arguments, "--variants", *variants[:2]]) == 0
-        assert gpu.main([*arguments, "--variants", *variants]) == 0
+        assert first_gpu.main([*arguments, "--variants", *variants[:2]]) == 0
+        assert first_gpu.main([*arguments, "--variants", *variants]) == 0
     finally:
         torch.set_num_threads(threads)
     assert ran == [f"Mistral-7B, {variant}" for variant in variants]
     with pytest.raises(SystemExit):
-        gpu.main([*arguments, "--variants", *variants, "--layers", "1"])
-    found = figures.read(tmp_path / "gpu.json")
-    assert found["toy"] is True and found["commit"]
-    for run in found["shapes"]["Mistral-7B"]["distributions"].values():
+        first_gpu.main([*arguments, "--variants", *variants, "--layers", "1"])
+    found = figures.read(tmp_path / "first_gpu.json")
+    assert found["toy"] is True and found["commit"] and found["done"]
+    trained = found["results"]["training"]["training"]
+    for run in trained["shapes"]["Mistral-7B"]["distributions"].values():
         assert list(run["variants"]) == variants and run["variants"].pop("broken:sdpa")["error"]
         losses = [variant["last_loss"] for variant in run["variants"].values()]
         assert max(losses) - min(losses) < 0.05  # the rounding of bfloat16
-    assert "Mistral-7B, FLAN-like, broken:sdpa | ValueError: no such variant |" in markdown(found["rows"])
+    assert "Mistral-7B, FLAN-like, broken:sdpa | ValueError: no such variant |" in of_results(trained["rows"])
 
 
 @pytest.mark.slow

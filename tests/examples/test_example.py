@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 from types import ModuleType
 
@@ -21,35 +18,19 @@ QUICK_TOLERANCE, FULL_TOLERANCE = 1e-5, 1e-3
 
 
 @pytest.fixture(scope="module")
-def example() -> ModuleType:
-    sys.path.insert(0, str(ROOT / "examples"))
-    try:
-        import train_packed
-    finally:
-        sys.path.remove(str(ROOT / "examples"))
-    return train_packed
+def script(example) -> ModuleType:
+    return example("train_packed")
 
 
-def train(output: Path, *options: str) -> dict:
-    script = ROOT / "examples" / "train_packed.py"
-    environment = {
-        **os.environ,
-        "PYTHONPATH": os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")])),
-        "HF_HUB_OFFLINE": "1",
-        "CUDA_VISIBLE_DEVICES": "",  # the tolerance is for float32
-    }
-    done = subprocess.run(
-        [sys.executable, str(script), "--output", str(output), *options],
-        env=environment,
-        capture_output=True,
-        text=True,
-        encoding="utf-8",
-        timeout=900,
-    )
-    assert done.returncode == 0, done.stderr
-    assert "packed / padded" in done.stdout
-    assert (output / "curves.png").read_bytes().startswith(b"\x89PNG")
-    return json.loads((output / "results.json").read_text(encoding="utf-8"))
+@pytest.fixture
+def train(printed, tmp_path: Path):
+    def train(*options: str) -> dict:
+        said = printed(ROOT / "examples" / "train_packed.py", "--output", tmp_path, *options)
+        assert "packed / padded" in said
+        assert (tmp_path / "curves.png").read_bytes().startswith(b"\x89PNG")
+        return json.loads((tmp_path / "results.json").read_text(encoding="utf-8"))
+
+    return train
 
 
 def check(results: dict, steps: int, tolerance: float) -> None:
@@ -71,15 +52,15 @@ def check(results: dict, steps: int, tolerance: float) -> None:
 
 
 @pytest.mark.slow
-def test_quick_run_trains_the_same_padded_and_packed(tmp_path: Path) -> None:
-    results = train(tmp_path, "--quick")
+def test_quick_run_trains_the_same_padded_and_packed(train) -> None:
+    results = train("--quick")
     check(results, steps=8, tolerance=QUICK_TOLERANCE)
     assert results["command"].endswith("--quick") and {"date", "commit", "versions"} <= {*results}
 
 
 @pytest.mark.slow
-def test_full_run_trains_the_same_padded_and_packed(tmp_path: Path) -> None:
-    check(train(tmp_path), steps=200, tolerance=FULL_TOLERANCE)
+def test_full_run_trains_the_same_padded_and_packed(train) -> None:
+    check(train(), steps=200, tolerance=FULL_TOLERANCE)
 
 
 def test_what_is_committed_is_the_full_experiment() -> None:
@@ -88,25 +69,25 @@ def test_what_is_committed_is_the_full_experiment() -> None:
 
 
 @pytest.mark.slow
-def test_texts_of_the_standard_library(example: ModuleType) -> None:
-    texts = example.standard_library()
+def test_texts_of_the_standard_library(script: ModuleType) -> None:
+    texts = script.standard_library()
     assert len(texts) > 3000
     assert len(set(texts)) == len(texts)
     assert ("# json\ndef loads(", "Deserialize ``s``") in {(p[:17], c[:17]) for p, c in texts}
 
 
-def test_split_depends_on_the_texts_and_not_on_their_order(example: ModuleType) -> None:
+def test_split_depends_on_the_texts_and_not_on_their_order(script: ModuleType) -> None:
     texts = [(f"prompt {number}", f"completion {number}") for number in range(1000)]
-    train_texts, held_out = example.split(texts, limit=128)
+    train_texts, held_out = script.split(texts, limit=128)
     assert len(held_out) == 50
     assert sorted(train_texts + held_out) == sorted(texts)
-    assert example.split(texts[::-1], limit=128) == (train_texts, held_out)
+    assert script.split(texts[::-1], limit=128) == (train_texts, held_out)
 
 
-def test_rows_of_both_kinds_are_read(example: ModuleType, tmp_path: Path) -> None:
+def test_rows_of_both_kinds_are_read(script: ModuleType, tmp_path: Path) -> None:
     file = tmp_path / "data.jsonl"
     file.write_text('{"prompt": "a", "completion": "b"}\n\n{"text": "ä"}\n', encoding="utf-8")
-    assert example.read_jsonl(file) == [("a", "b"), ("", "ä")]
+    assert script.read_jsonl(file) == [("a", "b"), ("", "ä")]
 
 
 @pytest.mark.parametrize(
@@ -122,24 +103,24 @@ def test_rows_of_both_kinds_are_read(example: ModuleType, tmp_path: Path) -> Non
         ('{"messages": []}', "line 2: .* found 'messages'. .*apply_chat_template"),
     ],
 )
-def test_bad_row_is_named(example: ModuleType, tmp_path: Path, row: str, message: str) -> None:
+def test_bad_row_is_named(script: ModuleType, tmp_path: Path, row: str, message: str) -> None:
     file = tmp_path / "data.jsonl"
     file.write_text('{"text": "good"}\n' + row + "\n", encoding="utf-8")
     with pytest.raises(SystemExit, match=message):
-        example.main(["--data", str(file), "--output", str(tmp_path / "out")])
+        script.main(["--data", str(file), "--output", str(tmp_path / "out")])
 
 
 @pytest.mark.parametrize("content", [None, "", '{"text": "only one document"}\n'])
-def test_unusable_file_is_named(example: ModuleType, tmp_path: Path, content: str | None) -> None:
+def test_unusable_file_is_named(script: ModuleType, tmp_path: Path, content: str | None) -> None:
     file = tmp_path / "data.jsonl"
     if content is not None:
         file.write_text(content, encoding="utf-8")
     with pytest.raises(SystemExit, match=r"data\.jsonl: expected"):
-        example.main(["--data", str(file), "--output", str(tmp_path / "out")])
+        script.main(["--data", str(file), "--output", str(tmp_path / "out")])
 
 
 @pytest.mark.parametrize("option", [["--steps", "1"], ["--batch-size", "0"], ["--eval-every", "x"]])
-def test_bad_number_is_named(example: ModuleType, capsys: pytest.CaptureFixture[str], option: list[str]) -> None:
+def test_bad_number_is_named(script: ModuleType, capsys: pytest.CaptureFixture[str], option: list[str]) -> None:
     with pytest.raises(SystemExit):
-        example.main(option)
+        script.main(option)
     assert f"{option[0]}: expected a whole number from" in capsys.readouterr().err

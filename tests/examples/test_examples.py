@@ -10,9 +10,7 @@ import json
 import math
 import os
 import re
-import subprocess
-import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
 
@@ -72,15 +70,6 @@ def losses(found) -> list[float]:
 @pytest.fixture(autouse=True)
 def on_the_cpu(monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)  # SAME is for training on a CPU
-
-
-@pytest.fixture(scope="module")
-def example() -> Iterator[Callable[[str], ModuleType]]:
-    sys.path.insert(0, str(ROOT / "examples"))
-    try:
-        yield __import__
-    finally:
-        sys.path.remove(str(ROOT / "examples"))
 
 
 def train(module: ModuleType, output: Path, *options: str) -> list[float]:
@@ -176,11 +165,11 @@ def test_completions_of_one_prompt_are_learnt_as_from_padded_batches(example, mo
 
 
 @pytest.mark.slow
-def test_two_processes_of_fsdp_train_as_one():
+def test_two_processes_of_fsdp_train_as_one(printed):
     def run(processes: int) -> list[float]:
-        command = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={processes}"]
-        printed = execute(sys.executable, [*command, str(ROOT / "examples/fsdp.py"), "--steps", str(STEPS)])
-        return [float(line.rpartition(" ")[2]) for line in printed.splitlines() if line.startswith("step")]
+        launch = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={processes}"]
+        said = printed(*launch, ROOT / "examples/fsdp.py", "--steps", STEPS, OMP_NUM_THREADS="1")
+        return [float(line.rpartition(" ")[2]) for line in said.splitlines() if line.startswith("step")]
 
     alone, together = run(1), run(2)
     assert len(alone) == STEPS and alone[-1] < alone[0]
@@ -189,7 +178,7 @@ def test_two_processes_of_fsdp_train_as_one():
 
 @pytest.mark.slow
 @pytest.mark.parametrize("version", TRL)
-def test_sft_trains_as_with_padding(version, tmp_path):
+def test_sft_trains_as_with_padding(printed, version, tmp_path):
     from compat_matrix import environments
 
     transformers, *pins = TRL[version]
@@ -199,8 +188,9 @@ def test_sft_trains_as_with_padding(version, tmp_path):
     script = "sft_old" if version in OLD_TRL else "sft"
     with environments.only_our_packages() as packages:
         path = os.pathsep.join(map(str, (packages, ROOT / "examples")))
-        arguments = ["-c", DRIVER, script, "--steps", str(STEPS), "--output", str(tmp_path)]
-        packed, padded = json.loads(execute(python, arguments, PYTHONPATH=path).splitlines()[-1])
+        arguments = ["-c", DRIVER, script, "--steps", STEPS, "--output", tmp_path]
+        said = printed(*arguments, python=python, PYTHONPATH=path, OMP_NUM_THREADS="1")
+    packed, padded = json.loads(said.splitlines()[-1])
     assert len(packed) == STEPS and packed[-1] < packed[0]
     assert packed == pytest.approx(padded, abs=2e-4), "these Trainers log four digits"
 
@@ -219,10 +209,3 @@ print()
 print(json.dumps([packed, losses(module.main(sys.argv[2:]))]))
 """
 """The Python of a TRL environment runs it. It prints a script's losses, packed, then padded without fa2patch."""
-
-
-def execute(python: Path | str, arguments: list[str], **environment: str) -> str:
-    here = {**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "CUDA_VISIBLE_DEVICES": "", **environment}
-    done = subprocess.run([str(python), *arguments], env=here, capture_output=True, text=True, timeout=900)
-    assert done.returncode == 0, done.stderr[-3000:]
-    return done.stdout

@@ -5,8 +5,6 @@ from __future__ import annotations
 import copy
 import pickle
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -25,34 +23,28 @@ from fa2patch.traits import Trait, register_trait
 EXAMPLES = Path(__file__).parents[2] / "examples" / "extend"
 
 
-def printed(name: str) -> str:
-    done = subprocess.run([sys.executable, str(EXAMPLES / name)], capture_output=True, text=True, timeout=300)
-    assert done.returncode == 0, done.stderr
-    return done.stdout
-
-
 def differences(text: str) -> list[float]:
     return [float(number) for number in re.findall(r"difference (\S+?),?\s", text)]
 
 
 @pytest.mark.slow
-def test_the_example_of_a_kernel() -> None:
-    text = printed("own_kernel.py")
+def test_the_example_of_a_kernel(printed) -> None:
+    text = printed(EXAMPLES / "own_kernel.py")
     assert max(differences(text)) < 1e-5 and len(differences(text)) == 2
     assert text.count("computed by dense-mask") == 2
     assert "with gradients: kernel='dense-mask' cannot compute this layer: it has no backward" in text
 
 
 @pytest.mark.slow
-def test_the_example_of_a_trait() -> None:
-    text = printed("own_trait.py")
+def test_the_example_of_a_trait(printed) -> None:
+    text = printed(EXAMPLES / "own_trait.py")
     assert "without the trait: StartForCausalLM holds what fa2patch does not know" in text
     assert max(differences(text)) < 1e-5
 
 
 @pytest.mark.slow
-def test_the_example_of_a_registry_row() -> None:
-    text = printed("own_architecture.py")
+def test_the_example_of_a_registry_row(printed) -> None:
+    text = printed(EXAMPLES / "own_architecture.py")
     assert differences(text)[0] < 1e-5
     assert "refused: LlamaForCausalLM cannot be trained packed: its first tokens see all others." in text
 

@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
-import os
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -20,23 +17,14 @@ LINE = re.compile(r"step (\d): loss ([\d.]+), ([\d.]+) in one process; (\d+) of 
 needs_deepspeed = pytest.mark.skipif(importlib.util.find_spec("deepspeed") is None, reason="no DeepSpeed installed")
 
 
-def run(*options: str) -> subprocess.CompletedProcess:
-    path = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])  # ninja, with which DeepSpeed builds
-    variables = {**os.environ, "PYTHONPATH": str(ROOT), "PATH": path, "CUDA_VISIBLE_DEVICES": ""}
-    return subprocess.run(
-        [sys.executable, str(SCRIPT), *options], env=variables, capture_output=True, text=True, timeout=900
-    )
-
-
 @pytest.mark.slow
 @needs_deepspeed
 @pytest.mark.parametrize("length", [512, 1024])
-def test_two_processes_have_the_losses_of_one(length):
-    done = run("--row-length", str(length), "--steps", "3")
-    assert done.returncode == 0, done.stdout + done.stderr[-3000:]
-    assert re.search(r"^verify: isolated: \d+ documents", done.stdout, re.M), done.stdout
-    steps = LINE.findall(done.stdout)
-    assert [step for step, *_ in steps] == ["1", "2", "3"], done.stdout
+def test_two_processes_have_the_losses_of_one(printed, length):
+    said = printed(SCRIPT, "--row-length", length, "--steps", 3)
+    assert re.search(r"^verify: isolated: \d+ documents", said, re.M), said
+    steps = LINE.findall(said)
+    assert [step for step, *_ in steps] == ["1", "2", "3"], said
     for _, split, alone, own, tokens in steps:
         assert float(split) == pytest.approx(float(alone), rel=SAME)
         assert (int(own), int(tokens)) == (length // 2, length)
@@ -51,8 +39,8 @@ def test_two_processes_have_the_losses_of_one(length):
         (["--row-length", "1023"], "--row-length: expected a multiple of --sp-size 2, found 1023"),
     ],
 )
-def test_a_bad_size_is_named(options, said):
-    done = run(*options)
+def test_a_bad_size_is_named(started, options, said):
+    done = started(SCRIPT, *options)
     assert done.returncode == 2 and said in done.stderr, done.stderr
 
 

@@ -1,7 +1,5 @@
 """An example without a package that it needs ends with one line, which says what to install."""
 
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -34,14 +32,14 @@ runpy.run_path({script!r}, run_name="__main__")
         ("long_rows", ("accelerate", "peft"), "pip install deepspeed accelerate"),
     ],
 )
-def test_one_line_says_what_to_install(script, missing, install):
+def test_one_line_says_what_to_install(started, script, missing, install):
     code = CODE.format(missing=missing, script=str(EXAMPLES / f"{script}.py"), folder=str(EXAMPLES))
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
+    done = started("-c", code)
     lines = done.stderr.strip().splitlines()
     assert done.returncode == 1 and len(lines) == 1 and lines[0].endswith(install), done.stderr
 
 
 @pytest.mark.slow
-def test_fsdp_without_torchrun_says_how_to_start_it():
-    done = subprocess.run([sys.executable, str(EXAMPLES / "fsdp.py")], capture_output=True, text=True, timeout=120)
+def test_fsdp_without_torchrun_says_how_to_start_it(started):
+    done = started(EXAMPLES / "fsdp.py")
     assert done.returncode == 1 and "torchrun --nproc-per-node 2 fsdp.py" in done.stderr.strip().splitlines()[-1]

@@ -3,11 +3,8 @@
 from __future__ import annotations
 
 import json
-import os
 import subprocess
-import sys
 from collections import Counter
-from collections.abc import Iterator
 from pathlib import Path
 from types import ModuleType
 
@@ -26,24 +23,13 @@ WITH_IDS = (OFFLINE, ONLINE, "sorted + ids", "multipack + ids")
 
 
 @pytest.fixture(scope="module")
-def examples() -> Iterator[None]:
-    sys.path.insert(0, str(ROOT / "examples"))
-    yield
-    sys.path.remove(str(ROOT / "examples"))
+def variants(example) -> ModuleType:
+    return example("paper_variants")
 
 
 @pytest.fixture(scope="module")
-def variants(examples: None) -> ModuleType:
-    import paper_variants
-
-    return paper_variants
-
-
-@pytest.fixture(scope="module")
-def report(examples: None) -> ModuleType:
-    import paper_report
-
-    return paper_report
+def report(example) -> ModuleType:
+    return example("paper_report")
 
 
 def documents(count: int = 48, longest: int = 24, seed: int = 0) -> list[dict]:
@@ -60,9 +46,7 @@ def documents(count: int = 48, longest: int = 24, seed: int = 0) -> list[dict]:
 
 
 @pytest.fixture(scope="module")
-def runs(variants: ModuleType, tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict]:
-    import paper_once
-
+def runs(example, variants: ModuleType, tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict]:
     job = {
         "train": documents(),
         "validation": documents(8, seed=1),
@@ -79,7 +63,7 @@ def runs(variants: ModuleType, tmp_path_factory: pytest.TempPathFactory) -> dict
     }
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(torch.cuda, "is_available", lambda: False)  # the tolerances are for training on a CPU
-        return {name: paper_once.train({**job, "variant": name}) for name in variants.VARIANTS}
+        return {name: example("paper_once").train({**job, "variant": name}) for name in variants.VARIANTS}
 
 
 def members(mini_batches: list[list[dict]]) -> Counter:
@@ -196,11 +180,9 @@ def test_what_is_committed_is_one_experiment(report, folder, names, tmp_path):
         (["--variants", "magic"], "invalid choice: 'magic'"),
     ],
 )
-def test_bad_option_is_named(examples, capsys, given, message):
-    import reproduce_paper
-
+def test_bad_option_is_named(example, capsys, given, message):
     with pytest.raises(SystemExit):
-        reproduce_paper.main(given)
+        example("reproduce_paper").main(given)
     assert message in capsys.readouterr().err
 
 
@@ -222,17 +204,9 @@ def test_outside_a_clone_there_is_no_commit(report, monkeypatch):
 
 
 @pytest.mark.slow
-def test_quick_experiment(tmp_path):
-    done = subprocess.run(
-        [sys.executable, str(ROOT / "examples/reproduce_paper.py"), "--quick", "--output", str(tmp_path)],
-        env={**os.environ, "HF_HUB_OFFLINE": "1", "CUDA_VISIBLE_DEVICES": ""},
-        capture_output=True,
-        text=True,
-        encoding="utf-8",
-        timeout=900,
-    )
-    assert done.returncode == 0, done.stderr[-3000:]
+def test_quick_experiment(printed, tmp_path):
+    said = printed(ROOT / "examples/reproduce_paper.py", "--quick", "--output", tmp_path)
     results = json.loads((tmp_path / "results.json").read_text(encoding="utf-8"))
     assert len(results["runs"]) == 7
     assert results["findings"][0]["holds"], results["findings"][0]
-    assert (tmp_path / "TABLE.md").read_text(encoding="utf-8") in done.stdout
+    assert (tmp_path / "TABLE.md").read_text(encoding="utf-8") in said

@@ -1,0 +1,46 @@
+import importlib
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+EXAMPLES = ROOT / "examples"
+
+
+@pytest.fixture(scope="module")
+def example():
+    """What imports an example by its name."""
+    sys.path.insert(0, str(EXAMPLES))
+    yield importlib.import_module
+    sys.path.remove(str(EXAMPLES))
+
+
+@pytest.fixture
+def started():
+    """What runs Python, on a CPU, for which the tolerances are, and without a network; returns the process."""
+
+    def started(*arguments, python=sys.executable, **variables):
+        path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
+        beside = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])  # ninja, which DeepSpeed calls
+        here = {"PYTHONPATH": path, "PATH": beside, "HF_HUB_OFFLINE": "1", "CUDA_VISIBLE_DEVICES": "", **variables}
+        command = [str(python), *map(str, arguments)]
+        return subprocess.run(
+            command, env={**os.environ, **here}, capture_output=True, text=True, encoding="utf-8", timeout=900
+        )
+
+    return started
+
+
+@pytest.fixture
+def printed(started):
+    """What runs Python so and returns what it prints. A failure is one of the test."""
+
+    def printed(*arguments, **options):
+        done = started(*arguments, **options)
+        assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
+        return done.stdout
+
+    return printed

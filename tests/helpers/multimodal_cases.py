@@ -8,10 +8,8 @@ import inspect
 import torch
 
 from compat_matrix import tiny_configs, tiny_models, tiny_overrides
+from compat_matrix.media_families import FILM, PICTURE, START, TOKENS
 from fa2patch.upstream.find_models import models
-
-START, PICTURE, FILM = 93, 94, 95
-"""Token ids: start of a picture, placeholder of a picture, placeholder of a film."""
 
 FAMILIES = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", "qwen3_5", "glm4v")
 _NAMES = {"qwen3_5": "Qwen3_5ForConditionalGeneration", "glm4v": "Glm4vForConditionalGeneration"}
@@ -37,11 +35,8 @@ def build(family, implementation="eager", **changes):
         mrope = {name: {**value, "type": "default", "partial_rotary_factor": 1.0} for name, value in mrope.items()}
         mrope["partial_rotary_factor"] = 1.0
     text = {"model_type": text_class.model_type, **tiny_models._small(text_class), **mrope, **changes}
-    tokens = {"vision_start_token_id": START, "image_start_token_id": START, "image_token_id": PICTURE}
-    tokens.update(vision_end_token_id=92, image_end_token_id=92, video_token_id=FILM)
-    tokens.update(video_start_token_id=90, video_end_token_id=91)
     own = tiny_models.parameters(cls.config_class)
-    tokens = {name: value for name, value in tokens.items() if name in own}
+    tokens = {name: value for name, value in TOKENS.items() if name in own}
     vision = tiny_models._vision(None, None, cls.config_class)
     config = tiny_configs.made(cls.config_class, {"text_config": text, "vision_config": vision, **tokens})
     model = tiny_models._load(cls, config, implementation).float()

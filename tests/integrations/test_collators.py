@@ -13,6 +13,7 @@ from in_stack import run_in
 
 from compat_matrix.ecosystem.stacks import stacks
 
+pytestmark = pytest.mark.slow
 SCRIPTS = Path(__file__).with_name("scripts")
 THEIRS = "tests/test_data_collator_completion_only.py"
 
@@ -33,7 +34,6 @@ def sources_of_trl(release: str, folder: Path) -> Path:
     return folder / "theirs.py"
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("stack", SDISTS)
 def test_trls_own_tests_pass_with_the_import_changed(stack: str, tmp_path: Path) -> None:
     file = str(sources_of_trl(str(stacks()[stack].pins["trl"]), tmp_path))
@@ -43,7 +43,6 @@ def test_trls_own_tests_pass_with_the_import_changed(stack: str, tmp_path: Path)
         assert len(found["passed"]) == SDISTS[stack]
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("stack", ["trl-0.7.11", "trl-0.9.6", "trl-0.12.2", "trl-0.19.1"])
 def test_the_completion_collator_is_trls(stack: str) -> None:
     found = run_in(stack, SCRIPTS / "completion_only_with_trl.py")
@@ -53,7 +52,6 @@ def test_the_completion_collator_is_trls(stack: str) -> None:
     assert found["refused"] == []
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("stack", ["transformers-4.44.2", "transformers-4.57.6", "transformers-5.23.0"])
 def test_the_flattening_collator_is_transformers(stack: str) -> None:
     found = run_in(stack, SCRIPTS / "flattening_with_transformers.py")

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 from in_stack import run_in
 
+pytestmark = pytest.mark.slow
 SCRIPTS = Path(__file__).with_name("scripts")
 CLOSE = 2e-5
 """Bound on a relative difference: Trainer's log has four digits before Transformers 5."""
@@ -23,7 +24,6 @@ def assert_close(found: dict[str, Any]) -> None:
     assert found["loss"] < CLOSE and found["weight"] < CLOSE, found
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("stack", ["transformers-4.36.2", "transformers-4.57.6", "transformers-5.23.0"])
 def test_trainers_losses_are_those_of_padded_training(stack: str) -> None:
     found = losses(stack, "plain", "label_smoothing", "compute_loss_func")
@@ -33,7 +33,6 @@ def test_trainers_losses_are_those_of_padded_training(stack: str) -> None:
         assert_close(case)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("stack", ["transformers-4.36.2", "transformers-4.57.6", "transformers-5.23.0"])
 def test_a_loss_by_document_is_that_of_documents_one_to_a_batch(stack: str) -> None:
     cases = ["document", "document_with_label_smoothing", "document_with_compute_loss_func"]
@@ -42,20 +41,17 @@ def test_a_loss_by_document_is_that_of_documents_one_to_a_batch(stack: str) -> N
     assert found and {case["refused"] for case in found.values()} == {"BadBatch"}
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("stack", ["trl-0.12.2", "trl-0.19.1"])
 def test_sfttrainer_of_older_trl_trains_by_document(stack: str) -> None:
     assert_close(losses(stack, "document")["document"])
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("stack", ["trl-1.16.0"])
 def test_sfttrainers_loss_types_are_those_of_padded_training(stack: str) -> None:
     for case in losses(stack, "plain", "chunked_nll", "dft").values():
         assert_close(case)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("stack", ["trl-1.16.0"])
 def test_sfttrainers_fused_head_is_refused_by_document_and_trainers_loss_is_right(stack: str) -> None:
     found = losses(stack, "document", "document_with_dft", "document_with_trainers_own_loss")
@@ -64,7 +60,6 @@ def test_sfttrainers_fused_head_is_refused_by_document_and_trainers_loss_is_righ
         assert case["refused"] == "BadBatch" and "TRL's fused head" in case["message"]
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("stack", ["losses-4.44.2"])
 def test_fused_losses_of_old_releases_are_right_or_refused(stack: str) -> None:
     """Liger 0.3.0 and cut-cross-entropy 24.11.4; tests/stacks/test_fused_losses.py runs with the newest ones."""
@@ -75,7 +70,6 @@ def test_fused_losses_of_old_releases_are_right_or_refused(stack: str) -> None:
             assert said == ("refused: PackingNotIsolated" if past else "right"), (case, said)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("stack", ["losses-4.44.2", "fused-losses"])
 def test_fused_losses_by_document_are_right_or_refused(stack: str) -> None:
     found = run_in(stack, SCRIPTS / "fused_losses.py", *(f"{name} by document" for name in FUSED))

@@ -37,21 +37,18 @@ def held(finding):
     return held
 
 
-@pytest.mark.parametrize("name", ["liger_on_the_class", "liger_on_the_object"])
-def test_liger(name, held):
-    pytest.importorskip("liger_kernel")
+PACKAGES = {
+    "liger_on_the_class": "liger_kernel",
+    "liger_on_the_object": "liger_kernel",
+    "cut_cross_entropy": "cut_cross_entropy",
+    "trl_fused_head": "trl",  # SFTTrainer applies ``add_fused_lm_head`` to every model
+}
+
+
+@pytest.mark.parametrize("name", PACKAGES)
+def test_a_step(name, held):
+    pytest.importorskip(PACKAGES[name])
     held(cases(name))
-
-
-def test_cut_cross_entropy(held):
-    pytest.importorskip("cut_cross_entropy")
-    held(cases("cut_cross_entropy"))
-
-
-def test_trl_fused_head(held):
-    """SFTTrainer applies ``add_fused_lm_head`` to every model."""
-    pytest.importorskip("trl")
-    held(cases("trl_fused_head"))
 
 
 def padded(features):

@@ -13,7 +13,7 @@ import sys
 from typing import Any
 
 import torch
-import transformers
+from model_init import documents, make_model, padded
 
 pl = importlib.import_module(sys.argv[1])
 STEPS = 8
@@ -27,23 +27,6 @@ RUNS = {
 """The method that makes the model, and the batches. Nothing of fa2patch is imported before the first run."""
 
 
-def documents() -> list[dict[str, list[int]]]:
-    generator = torch.Generator().manual_seed(0)
-    lengths = torch.randint(3, 40, (4 * STEPS,), generator=generator).tolist()
-    rows = [torch.randint(3, 64, (length,), generator=generator).tolist() for length in lengths]
-    return [{"input_ids": row, "labels": row} for row in rows]
-
-
-def padding(features: list[dict[str, list[int]]]) -> dict[str, torch.Tensor]:
-    longest = max(len(feature["input_ids"]) for feature in features)
-
-    def filled(name: str, value: int) -> torch.Tensor:
-        return torch.tensor([feature[name] + [value] * (longest - len(feature[name])) for feature in features])
-
-    ids = filled("input_ids", 0)
-    return {"input_ids": ids, "attention_mask": (ids != 0).long(), "labels": filled("labels", -100)}
-
-
 class Module(pl.LightningModule):  # type: ignore[misc,name-defined]
     def __init__(self, where: str) -> None:
         super().__init__()
@@ -55,11 +38,7 @@ class Module(pl.LightningModule):  # type: ignore[misc,name-defined]
 
     def make(self) -> None:
         torch.manual_seed(0)
-        config = transformers.LlamaConfig(
-            vocab_size=64, hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4,
-            max_position_embeddings=64, initializer_range=0.3,
-        )  # fmt: skip
-        self.net = torch.nn.ModuleDict({"llm": transformers.LlamaForCausalLM(config)})
+        self.net = torch.nn.ModuleDict({"llm": make_model()})
         layer = self.net["llm"].model.layers[0]
         layer.register_forward_pre_hook(self.count, with_kwargs=True)
 
@@ -94,13 +73,13 @@ class Module(pl.LightningModule):  # type: ignore[misc,name-defined]
 
 
 def run(where: str, how: str) -> dict[str, Any]:
-    collate, callbacks = padding, []
+    collate, callbacks = padded, []
     if how != "padded":
         import fa2patch
 
         callbacks = [fa2patch.LightningCallback(padded_batches=how == "padded batches" or None)]
-        collate = fa2patch.DataCollatorWithFlattening() if how == "packed" else padding  # type: ignore[assignment]
-    loader = torch.utils.data.DataLoader(documents(), batch_size=4, collate_fn=collate)  # type: ignore[arg-type]
+        collate = fa2patch.DataCollatorWithFlattening() if how == "packed" else padded  # type: ignore[assignment]
+    loader = torch.utils.data.DataLoader(documents(4 * STEPS), batch_size=4, collate_fn=collate)  # type: ignore[arg-type]
     module = Module(where)
     trainer = pl.Trainer(
         accelerator="cpu", devices=1, max_epochs=1, logger=False, enable_checkpointing=False, callbacks=callbacks[:],

@@ -140,10 +140,7 @@ class DataCollatorWithFlattening:
         framework = self.framework(return_tensors)
         separator = self.separator_id if separator_id is None else integer("separator_id", separator_id)
         arrays, longest = self._arrays(features, separator)
-        batch: dict[str, Any] = dict(arrays)
-        if framework == "pt":
-            # asarray copies nothing, and respects torch.set_default_device, as from_numpy does not.
-            batch = {key: torch.asarray(values) for key, values in arrays.items()}
+        batch = of_framework(framework, arrays)
         if self.return_flash_attn_kwargs:
             batch["max_length_q"] = batch["max_length_k"] = longest
         return batch
@@ -222,6 +219,12 @@ class DataCollatorWithFlattening:
         if self.loss_weights:
             arrays.update({key: values[None] for key, values in document_weights(row, documents).items()})
         return arrays
+
+
+def of_framework(framework: str, arrays: Columns) -> dict[str, Any]:
+    """Return the arrays of a batch as they are, for ``"np"``, or as tensors, for ``"pt"``."""
+    # asarray copies nothing, and respects torch.set_default_device, as from_numpy does not
+    return {key: torch.asarray(values) if framework == "pt" else values for key, values in arrays.items()}
 
 
 def document_weights(columns: Columns, lengths: Sequence[int]) -> Columns:

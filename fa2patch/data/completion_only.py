@@ -10,11 +10,10 @@ from collections.abc import Iterable, Mapping, MutableMapping, Sequence
 from typing import Any, Union
 
 import numpy as np
-import torch
 
 from ..documents.names import IGNORED_LABEL
 from ..errors import CollatorError
-from .collators import DataCollatorWithFlattening, document_weights
+from .collators import DataCollatorWithFlattening, document_weights, of_framework
 from .columns import Array, Columns, integer, present, read_examples
 
 Template = Union[str, Sequence[int]]
@@ -270,7 +269,7 @@ class DataCollatorForCompletionOnlyLM:
         if self.loss_weights:
             weighted = document_weights({**batch, "labels": batch["labels"].flatten()}, [width] * len(columns))
             batch.update({key: values.reshape(-1, width) for key, values in weighted.items()})
-        return batch if framework == "np" else {key: torch.from_numpy(values) for key, values in batch.items()}
+        return of_framework(framework, batch)
 
 
 def _as_encoding(batch: dict[str, Any]) -> MutableMapping[str, Any]:

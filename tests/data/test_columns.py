@@ -355,9 +355,11 @@ class TestAlikeExamples:
             assert not any(np.shares_memory(values, other) for other in [*given, *made[index + 1 :]])
 
     def test_tensors_are_on_torchs_default_device(self) -> None:
+        padded = fa2patch.DataCollatorForCompletionOnlyLM([1])
         with torch.device("meta"):
-            batch = collate(examples(list), **ALL)
-        assert {values.device.type for values in batch.values() if isinstance(values, torch.Tensor)} == {"meta"}
+            for batch in (collate(examples(list), **ALL), padded([[1, 2]])):
+                devices = {values.device.type for values in batch.values() if isinstance(values, torch.Tensor)}
+                assert devices == {"meta"}
 
     def test_a_column_has_one_dtype_padded_and_packed(self) -> None:
         features = [{"input_ids": [1, 2], "weights": [1, 0]}, {"input_ids": [1, 3], "weights": [0.5, 1.0]}]

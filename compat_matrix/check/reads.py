@@ -36,7 +36,7 @@ DISPATCHED = {
 }  # fmt: skip
 CALLED = ("cpu", "to", "tolist", "numpy")
 KERNELS = ("compat_matrix.check.stand_in", "fa2patch.kernels")
-CPU_ONLY = {("fa2patch.documents.device", "require_all"), ("fa2patch.documents.stated", "_require_ends")}
+CPU_ONLY = {("fa2patch.documents.tensors", "require_all"), ("fa2patch.documents.stated", "_require_ends")}
 """Functions that read on a CPU and call ``aten::_assert_async`` elsewhere."""
 
 DERIVING = {

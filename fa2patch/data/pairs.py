@@ -9,10 +9,9 @@ from typing import Any
 import numpy as np
 import torch
 
-from ..documents.boundaries import Boundaries
+from ..documents.boundaries import Boundaries, document_of
 from ..documents.find import boundaries
 from ..documents.names import IGNORED_LABEL, PARENTS
-from ..documents.starts import document_of
 from ..documents.stated import require_no_first_labels
 from ..documents.trees import prefix_tree
 from ..errors import BadBatch, CollatorError

@@ -1,4 +1,4 @@
-"""The boundaries of the documents of one batch, and the position ids and numbers of documents that they give."""
+"""The boundaries of the documents of one batch, and of the part of its rows that a process holds."""
 
 from __future__ import annotations
 
@@ -10,10 +10,11 @@ import numpy as np
 import torch
 
 from .._torch import compiling
-from . import device
+from . import tensors
 from .spans import Spans, on_the_host
-from .starts import Flags, document_of
 from .trees import Tree, paths
+
+Shape = tuple[int, int]
 
 
 class Keys(NamedTuple):
@@ -62,40 +63,32 @@ class Boundaries:
     def lengths(self) -> tuple[int, ...]:
         """Segment lengths in tokens. The first access may read from the device; the result is kept."""
         if self._lengths is None:
-            self._lengths = tuple(np.diff(device.read(self.cu_seqlens)).tolist())
+            self._lengths = tuple(np.diff(tensors.read(self.cu_seqlens)).tolist())
         return self._lengths
 
     @property
     def tree(self) -> Tree | None:
-        """The segments and what each continues, on the host; None without parents.
-
-        The first access reads from the device once; the result is kept.
-        """
+        """The segments and what each continues, on the host; None without parents. It is read once and kept."""
         if self.parents is None:
             return None
         if Tree not in self.made:
             _, parents = self._read_with(self.parents)
             self.made[Tree] = Tree(self.lengths, parents.tolist(), self.cu_seqlens.device)
-        tree: Tree = self.made[Tree]
-        return tree
+        return self.made.get(Tree)
 
     @property
     def spans(self) -> Spans | None:
-        """The spans, on the host; None if every token sees its document up to itself.
-
-        The first access reads from the device once; the result is kept.
-        """
+        """The spans, on the host; None if every token sees its document up to itself. They are read once and kept."""
         if self.until is None:
             return None
         if Spans not in self.made:
             cu, until = self._read_with(self.until)
             self.made[Spans] = on_the_host(until, cu)
-        spans: Spans = self.made[Spans]
-        return spans
+        return self.made.get(Spans)
 
     def _read_with(self, values: torch.Tensor) -> tuple[Any, Any]:
         """Read ``cu_seqlens`` and more values from the device at once. The segments' lengths are kept."""
-        cu, read = np.split(device.read(torch.cat([self.cu_seqlens, values])), [len(self) + 1])
+        cu, read = np.split(tensors.read(torch.cat([self.cu_seqlens, values])), [len(self) + 1])
         self._lengths = tuple(np.diff(cu).tolist())
         return cu, read
 
@@ -108,10 +101,15 @@ class Boundaries:
         assert self.tree is not None
         return Keys(*self.tree.keys)
 
-    def positions_of(self, shape: tuple[int, int]) -> torch.Tensor:
-        """Position ids, int64 ``[batch, length]``, that count from 0 along each document."""
+    def positions_of(self, shape: Shape) -> torch.Tensor:
+        """Position ids, int64 ``[batch, length]``, that count from 0 along each document.
+
+        Nothing is read from the device unless there are parents.
+        """
         if self.parents is None:
-            return positions_of(self.cu_seqlens, shape)
+            cu = self.cu_seqlens.long()
+            token = torch.arange(shape[0] * shape[1], device=cu.device)
+            return (token - cu[document_of(cu, len(token))]).view(shape)
         if compiling():
             return paths(self.cu_seqlens, self.parents, shape[0] * shape[1])[2].view(shape)
         assert self.tree is not None
@@ -128,14 +126,10 @@ class Boundaries:
         return int(self.cu_seqlens.shape[0]) - 1
 
     def chunked(self, size: int, tokens: int) -> Boundaries:
-        """Boundaries with every document cut into chunks, for chunked attention (Llama 4).
+        """Boundaries with every document cut into chunks of ``size`` tokens, for chunked attention (Llama 4).
 
-        Nothing is read from the device unless there are parents. There are as many chunks as the documents can have at
-        most, and the last ones are empty.
-
-        Args:
-            size: the length of a chunk in tokens.
-            tokens: the batch's tokens.
+        Nothing is read from the device unless there are parents. There are as many chunks as the documents of so many
+        ``tokens`` can have at most, and the last ones are empty.
         """
         if self.parents is None and not self.uncounted and self.max_seqlen <= size:
             return self
@@ -151,23 +145,17 @@ class Boundaries:
         document = torch.searchsorted(ends, chunk, right=True).clamp(max=starts.shape[0] - 1)
         cuts = starts[document] + size * (chunk - (ends - counts)[document])
         cu = torch.nn.functional.pad(cuts.clamp(max=tokens), (0, 1), value=tokens).to(torch.int32)
-        return Boundaries(cu, size, self.positions, self._cut(size, cu), uncounted=self.uncounted)
-
-    def _cut(self, size: int, cu: torch.Tensor) -> tuple[int, ...] | None:
-        """The chunks' lengths if those of the documents are on the host, else None; ``cu`` are the chunks' ends."""
-        if self._lengths is None:
-            return None
-        chunks = [min(size, length - at) for length in self._lengths for at in range(0, length, size)]
-        return (*chunks, *[0] * (cu.shape[0] - 1 - len(chunks)))
+        lengths = None
+        if self._lengths is not None:
+            chunks = [min(size, length - at) for length in self._lengths for at in range(0, length, size)]
+            lengths = (*chunks, *[0] * (cu.shape[0] - 1 - len(chunks)))
+        return Boundaries(cu, size, self.positions, lengths, uncounted=self.uncounted)
 
     def padding_apart(self, attention_mask: torch.Tensor) -> Boundaries:
-        """Boundaries with every document cut in two: its real tokens and the padding at its end.
+        """Boundaries with every document cut in two: its real tokens and the padding at its end; either may be empty.
 
-        Bidirectional attention needs this, because real tokens would see the padding after them. Either part may be
-        empty. Nothing is read from the device.
-
-        Args:
-            attention_mask: ``[batch, length]``; zeros only at the end of a document.
+        Bidirectional attention needs this, because real tokens would see the padding after them. Nothing is read from
+        the device. ``attention_mask`` is ``[batch, length]``, with zeros only at the end of a document.
         """
         real = (attention_mask.flatten() != 0).to(self.cu_seqlens.device, torch.int32)
         seen = torch.nn.functional.pad(real.cumsum(0, dtype=torch.int32), (1, 0))[self.cu_seqlens.long()]
@@ -176,21 +164,70 @@ class Boundaries:
         return Boundaries(cu, self.max_seqlen, self.positions)
 
 
-def positions_of(cu_seqlens: torch.Tensor, shape: tuple[int, int]) -> torch.Tensor:
-    """Position ids, int64 ``[batch, length]``, that count from 0 in each document. Nothing is read from the device."""
-    cu = cu_seqlens.flatten().long()
-    token = torch.arange(shape[0] * shape[1], device=cu.device)
-    return (token - cu[document_of(cu, len(token))]).view(shape)
+def document_of(cu_seqlens: torch.Tensor, tokens: int) -> torch.Tensor:
+    """The number of each token's document, int64 ``[tokens]``. Nothing is read from the device."""
+    token = torch.arange(tokens, device=cu_seqlens.device, dtype=cu_seqlens.dtype)
+    return torch.searchsorted(cu_seqlens, token, right=True) - 1
 
 
-def largest(numbers: torch.Tensor) -> int:
-    """The largest of some integers. This reads from the device once."""
-    return int(device.read(numbers).max())
+@dataclass(frozen=True)
+class Part:
+    """The part of every row that a process holds, where sequence parallelism divides rows among processes.
 
+    Attributes:
+        number: which part this is, counted from 0 in the order of the tokens.
+        of: the number of parts. All have the same length.
+    """
 
-def from_starts(starts: Flags, on: torch.device, positions: int | None) -> Boundaries:
-    """The boundaries of documents whose first tokens are True in ``starts``, a bool array ``[batch, length]``."""
-    ends = np.append(np.flatnonzero(starts.ravel()), starts.size)
-    lengths = np.diff(ends)
-    cu = torch.from_numpy(ends.astype(np.int32)).to(on, non_blocking=True)
-    return Boundaries(cu, int(lengths.max()), positions, tuple(lengths.tolist()))
+    number: int
+    of: int
+
+    def rows(self, shape: Shape) -> Shape:
+        """The shape ``(batch, length)`` of the whole rows, given that of the part."""
+        return shape[0], shape[1] * self.of
+
+    def own(self, values: torch.Tensor, dim: int = -1) -> torch.Tensor:
+        """The part's slice of whole rows' values, whose tokens are along ``dim``."""
+        length = values.shape[dim] // self.of
+        return values.narrow(dim, self.number * length, length)
+
+    def here(self, tokens: torch.Tensor, shape: Shape) -> torch.Tensor:
+        """Where tokens of the whole rows, int64 ``[n]``, are in the part's rows laid end to end, of ``shape``.
+
+        It is ``batch * length`` for tokens of other parts.
+        """
+        length = shape[1]
+        row, column = tokens // (length * self.of), tokens % (length * self.of) - self.number * length
+        inside = (column >= 0) & (column < length) & (row < shape[0])
+        return torch.where(inside, row * length + column, shape[0] * length)
+
+    def clipped(self, cu_seqlens: torch.Tensor, shape: Shape) -> torch.Tensor:
+        """``cu_seqlens`` of what the part holds of each document, int32 ``[documents + 1]``; some may be empty."""
+        length = shape[1]
+        row, column = cu_seqlens // (length * self.of), cu_seqlens % (length * self.of)
+        return (row * length + (column - self.number * length).clamp(0, length)).to(torch.int32)
+
+    def documents(self, boundaries: Boundaries, shape: Shape) -> Boundaries | None:
+        """The boundaries of the part's documents; None if a document, or a path of segments, is in several parts.
+
+        The lengths of the whole rows' documents are read from the device, once a batch.
+        """
+        key = "documents of", self
+        if key not in boundaries.made:
+            boundaries.made[key] = self._documents(boundaries, shape)
+        made: Boundaries | None = boundaries.made[key]
+        return made
+
+    def _documents(self, boundaries: Boundaries, shape: Shape) -> Boundaries | None:
+        if boundaries.parents is not None:
+            return None
+        at, own = 0, []
+        for length in filter(None, boundaries.lengths):
+            part, last = at // shape[1], (at + length - 1) // shape[1]
+            if part != last:
+                return None
+            if part % self.of == self.number:
+                own.append(length)
+            at += length
+        cu = torch.tensor([0, *own], dtype=torch.int32).cumsum(0, dtype=torch.int32)
+        return Boundaries(cu.to(boundaries.cu_seqlens.device), max(own), boundaries.positions, tuple(own))

@@ -1,24 +1,29 @@
-"""Finds where documents start in a batch, with torch and numpy only.
+"""Finds where documents start in a batch, with torch and numpy only, and knows the grammar of position ids.
 
 A document starts at the first token of every row and wherever ``p[i] != p[i-1] + 1`` (rule 2 of CONTRIBUTING.md).
 ``cu_seq_lens_*`` (:mod:`.stated`), then ``seq_idx``, then a 2-D mask of document numbers take precedence over
-``position_ids``.
+``position_ids``. Arrays are ``[batch, length]``; with axes (mRoPE), ``[axes, batch, length]``.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
-from typing import Callable
+from typing import Any, Callable, TypeVar
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from .._torch import HAS_OPERATORS, unbacked_size, uncompiled
 from ..errors import BadPositionIds, BoundaryConflict
-from . import device as devices
-from .boundaries import Boundaries, from_starts
-from .checks import added_to_logits, check_mask, check_position_ids, check_readable, check_seq_idx, require_no_wrap
-from .starts import Flags, Ids, axes_of, behind_padding, changes, previous_real, starts_of
+from . import tensors
+from .boundaries import Boundaries
+from .tensors import check_mask, check_position_ids, check_readable, check_seq_idx
+
+Ids = NDArray[np.int64]
+Flags = NDArray[np.bool_]
+Array = TypeVar("Array", NDArray[Any], torch.Tensor)
+"""Arrays where documents are looked for on the host, tensors where the caller states them."""
 
 
 def boundaries(position_ids: torch.Tensor) -> Boundaries:
@@ -58,10 +63,11 @@ def recognise(
     training: bool = False,
     always: bool = False,
 ) -> Boundaries | None:
-    """Find the boundaries of a packed batch, with one read from the device.
+    """Find the boundaries of a packed batch, with one read from the device. None if a batch is dense.
 
     Ids of masked tokens are ignored. After padding, a document starts where the ids restart at 0 or ``first_position``.
     Any other jump there is treated as a filler, as Transformers' ``generate`` writes it, and the document continues.
+    Each run of padding is a document of its own.
 
     Args:
         shape: ``(batch, length)``.
@@ -74,10 +80,6 @@ def recognise(
         training: whether a jump after padding to another position than 0 or ``first_position`` is an error.
         always: whether to return boundaries also if no row holds more than one document.
 
-    Returns:
-        Boundaries in which each run of padding is a document of its own. None if no row holds more than one document,
-        unless ``always`` is set; such a batch is dense.
-
     Raises:
         BadPositionIds: ``position_ids`` have a wrong dtype or shape, or ids on three axes neither restart nor continue
             as a model counts them.
@@ -88,9 +90,9 @@ def recognise(
     """
     if position_ids is not None:
         check_position_ids(position_ids, shape)
-    if position_ids is not None and is_plain(position_ids, attention_mask, seq_idx) and device.type != "meta":
         check_readable("position_ids", position_ids, BadPositionIds)
-        return from_positions(position_ids.reshape(-1, shape[1]).expand(shape), device, always, first_position)
+        if is_plain(position_ids, attention_mask, seq_idx) and device.type != "meta":
+            return from_positions(position_ids.reshape(-1, shape[1]).expand(shape), device, always, first_position)
     given = _read(shape, device, position_ids, attention_mask, seq_idx)
     if given is None:
         return None
@@ -102,9 +104,9 @@ def recognise(
     if not (always or packed):
         return None
     positions = int(given.axes.max()) + 1 if len(given.axes) else None
-    found = from_starts(_with_padding(starts, given.real), device, positions)
+    found = _from_starts(_with_padding(starts, given.real), device, positions)
     if packed and position_ids is not None:
-        require_no_wrap(position_ids.dtype, int(given.axes.max()), found.max_seqlen + first_position)
+        _require_no_wrap(position_ids.dtype, int(given.axes.max()), found.max_seqlen + first_position)
     return found
 
 
@@ -116,8 +118,6 @@ def _read(
     seq_idx: torch.Tensor | None,
 ) -> _Given | None:
     """Check what was given and read it from the device, once; None if nothing was given."""
-    if position_ids is not None:
-        check_readable("position_ids", position_ids, BadPositionIds)
     if seq_idx is not None:
         check_seq_idx(seq_idx, shape)
     if attention_mask is not None:
@@ -131,8 +131,8 @@ def _read(
         return None
     if device.type == "meta":
         raise BadPositionIds("position_ids: expected those of a batch with values, found one on the meta device.")
-    read = devices.read(torch.stack([ids.detach().to(device, torch.int64) for ids in (*present.values(), *axes)]))
-    return _Given(shape, read[len(present) :], **dict(zip(present, read)))
+    read = tensors.read(torch.stack([ids.detach().to(device, torch.int64) for ids in (*present.values(), *axes)]))
+    return _Given(read[len(present) :], **dict(zip(present, read)))
 
 
 @dataclass(eq=False)
@@ -142,10 +142,9 @@ class _Given:
     Attributes:
         axes: the position ids, int64 ``[axes, batch, length]``; no axes if there are none.
         real: bool ``[batch, length]``: tokens that the mask does not hide.
-        previous: for each token the index of the nearest real token to its left, or -1.
+        previous: for each token the index of the nearest real token to its left in the row, or -1.
     """
 
-    shape: tuple[int, int]
     axes: Ids
     mask: Ids | None = None
     seq_idx: Ids | None = None
@@ -153,8 +152,10 @@ class _Given:
     previous: Ids = field(init=False)
 
     def __post_init__(self) -> None:
-        self.real = np.ones(self.shape, dtype=bool) if self.mask is None else self.mask != 0
-        self.previous = previous_real(self.real)
+        batch, length = self.axes.shape[1:]
+        self.real = np.ones((batch, length), dtype=bool) if self.mask is None else self.mask != 0
+        seen = np.maximum.accumulate(np.where(self.real, np.arange(length), -1), axis=1)
+        self.previous = np.concatenate([np.full((batch, 1), -1), seen[:, :-1]], axis=1)
 
 
 _MERGED = -(2**40)
@@ -201,6 +202,14 @@ def _require_dense(given: _Given, mask: Ids, only_certain: bool) -> None:
         raise BoundaryConflict(added_to_logits(f"something else at {_first(mask < 0)}"))
 
 
+def added_to_logits(found: str) -> str:
+    """Return the text of the error for a 2-D mask with negative numbers beside a packed row."""
+    return (
+        f"attention_mask: expected zeros for padding and ones, or document numbers, found {found}. A mask that is "
+        "added to logits cannot go with a packed row: leave it out."
+    )
+
+
 def _starts(given: _Given, only_certain: bool = False, first_position: int = 0, training: bool = False) -> Flags:
     """First tokens of documents, bool ``[batch, length]``; none if nothing says where documents start.
 
@@ -209,7 +218,7 @@ def _starts(given: _Given, only_certain: bool = False, first_position: int = 0, 
     stated = _stated_starts(given)
     if not len(given.axes):
         return next(iter(stated.values()), np.zeros_like(given.real))
-    starts, doubtful, jumps = starts_of(given.axes, given.real, given.previous, first_position)
+    starts, doubtful, jumps = _starts_of(given.axes, given.real, given.previous, first_position)
     for source, theirs in stated.items():
         _no_conflict(starts & ~theirs, f"position_ids restart inside what {source} calls one document")
     if stated:
@@ -221,7 +230,7 @@ def _starts(given: _Given, only_certain: bool = False, first_position: int = 0, 
     if _several(starts):
         nearest, ids = np.maximum(given.previous, 0), given.axes[0]
         left, left_starts = (np.take_along_axis(values, nearest, axis=1) for values in (ids, starts))
-        starts |= given.real & (given.previous >= 0) & behind_padding(ids, left, left_starts, first_position)
+        starts |= given.real & (given.previous >= 0) & _behind_padding(ids, left, left_starts, first_position)
     return starts
 
 
@@ -229,14 +238,82 @@ def _stated_starts(given: _Given) -> dict[str, Flags]:
     """The first tokens of documents by each source that states them outright."""
     stated: dict[str, Flags] = {}
     if given.seq_idx is not None:
-        stated["seq_idx"] = changes(given.seq_idx, given.real, given.previous, step=0)
+        stated["seq_idx"] = _changes(given.seq_idx, given.real, given.previous, step=0)
     if given.mask is not None and given.mask.max() > 1:
-        numbers = changes(given.mask, given.real, given.previous, step=0)
+        numbers = _changes(given.mask, given.real, given.previous, step=0)
         stated["the attention_mask of document numbers"] = numbers
     if len(stated) == 2:
         (first, one), (second, other) = stated.items()
         _no_conflict(one != other, f"{first} and {second} begin different documents")
     return stated
+
+
+def _starts_of(axes: Ids, real: Flags, previous: Ids, first_position: int) -> tuple[Flags, Flags, Flags]:
+    """Find in position ids starts, tokens on three axes that may be starts, and jumps after padding to other ids."""
+    changed = _changes(axes[0], real, previous, step=1)
+    distance = np.arange(real.shape[1]) - previous
+    jumps = changed & (previous >= 0) & (distance > 1) & (axes[0] != 0) & (axes[0] != first_position)
+    starts = changed & ~jumps
+    if len(axes) != 3:
+        return starts, np.zeros_like(real), jumps
+    with_images = (axes != axes[0]).any(axis=(0, 2))[:, None]
+    nearest = np.maximum(previous, 0)
+    left = np.stack([np.take_along_axis(axis, nearest, axis=1) for axis in axes])
+    restarting = real & ((previous < 0) | restarts(axes, left))
+    doubtful = with_images & real & ~restarting & ~goes_on(axes, left) & ((distance == 1) | (axes[0] < left[0]))
+    return np.where(with_images, restarting, starts), doubtful, jumps & ~with_images
+
+
+def _changes(ids: Ids, real: Flags, previous: Ids, step: int) -> Flags:
+    """Real tokens that do not continue from the nearest real token to their left; ids may or may not count padding."""
+    left = np.take_along_axis(ids, np.maximum(previous, 0), axis=1)
+    apart = np.arange(ids.shape[1]) - previous
+    continues = ((ids == left + step) | (ids == left + step * apart)) & (ids >= left)  # the largest int64 + 1 is < 0
+    changed: Flags = real & ((previous < 0) | ~continues)
+    return changed
+
+
+def _behind_padding(ids: Array, left: Array, left_starts: Array, first_position: int) -> Array:
+    """Where a document starts behind an id that is one below its first position, although ids go on from it.
+
+    Such an id is padding: ``attention_mask.cumsum(-1) - 1`` gives -1 to what is padded left, and RoBERTa's own count
+    gives 1 where its documents start at 2. An id that itself goes on from another one is none, and 0 is none either:
+    collators begin there whatever the model. ``left`` are the ids of the tokens to the left, and ``left_starts`` says
+    whether these start documents.
+    """
+    found: Array = (ids == first_position) & (left == first_position - 1) & (left != 0) & left_starts
+    return found
+
+
+def restarts(ids: Array, left: Array) -> Array:
+    """Where time, height and width (arrays or tensors ``[3, batch, length]``) restart.
+
+    Inside a document, time is 0 only at the first token and in an image that starts there. All three are 0 only at the
+    first token.
+    """
+    first: Array = (ids[0] == 0) & ((left[0] > 0) | ((ids[1] == 0) & (ids[2] == 0)))
+    return first
+
+
+def goes_on(ids: Array, left: Array) -> Array:
+    """Where time, height and width continue from the token to the left as a model's ``get_rope_index`` counts them.
+
+    Inside an image or a video, time stays or rises. A text token, and the first token of an image, has one number n on
+    all axes, and the token before it has n - 1 on its largest axis. From Transformers 5.3 on, time is left out after a
+    video: text continues from height and width, which may be below the last frame's time. The three axes may also be
+    equal inside an image.
+    """
+    (t, h, w), (time, height, width) = ids, left
+    beside_image = (t == h) & (t == w)
+    follows = (t > height) & (t > width) & ((t == height + 1) | (t == width + 1) | (t == time + 1))
+    of_its_time = (t == time) & ((height != time) | (width != time))
+    continues: Array = (~beside_image & (t >= time)) | (beside_image & (follows | of_its_time))
+    return continues
+
+
+def axes_of(position_ids: torch.Tensor) -> torch.Tensor:
+    """Position ids with their axes in front; ids without axes get one."""
+    return position_ids if position_ids.dim() == 3 else position_ids[None]
 
 
 def _with_padding(starts: Flags, real: Flags) -> Flags:
@@ -281,6 +358,24 @@ def _no_conflict(conflicts: Flags, what: str) -> None:
         )
 
 
+def _from_starts(starts: Flags, on: torch.device, positions: int | None) -> Boundaries:
+    """The boundaries of documents whose first tokens are True in ``starts``."""
+    ends = np.append(np.flatnonzero(starts.ravel()), starts.size)
+    lengths = np.diff(ends)
+    cu = torch.from_numpy(ends.astype(np.int32)).to(on, non_blocking=True)
+    return Boundaries(cu, int(lengths.max()), positions, tuple(lengths.tolist()))
+
+
+def _require_no_wrap(dtype: torch.dtype, largest: int, counted: int) -> None:
+    """Refuse a document whose ``counted`` tokens are as many as its ids' dtype can count, if ids are so large."""
+    # behind that, the ids of a longer document begin again, as if another one started
+    if torch.iinfo(dtype).bits < 32 and largest == torch.iinfo(dtype).max < counted:
+        raise BadPositionIds(
+            f"position_ids: expected a dtype that holds the ids of the longest document, found {dtype} and ids up to "
+            f"{largest}, which is its largest number: longer documents would restart behind it. Make the ids as int64."
+        )
+
+
 def is_plain(
     position_ids: torch.Tensor | None, attention_mask: torch.Tensor | None, seq_idx: torch.Tensor | None
 ) -> bool:
@@ -294,38 +389,30 @@ def from_positions(ids: torch.Tensor, device: torch.device, always: bool, first_
     """Find the documents of a batch that holds nothing but position ids on one axis, as a collator's do.
 
     On a CPU, NumPy looks for first tokens. On other devices, the device does so, and the host reads four numbers,
-    whatever the length of the rows; once more if ids in a packed row are padding.
-
-    Args:
-        ids: position ids, integers ``[batch, length]``.
-        device: the device of the returned ``cu_seqlens``.
-        always: whether to return boundaries also if every row is one document.
-        first_position: the position id of a document's first token. Lower ids of a packed row may be padding.
-
-    Raises:
-        BadPositionIds: documents may be longer than the ids' dtype can count.
+    whatever the length of the rows; once more if ids in a packed row are padding. The arguments are those of
+    :func:`recognise`, with ids ``[batch, length]``.
     """
     dtype = ids.dtype
     ids = ids.detach().to(device, torch.int64)
     if device.type == "cpu":
-        numbers = devices.read(ids)
+        numbers = tensors.read(ids)
         starts = np.ones(numbers.shape, dtype=bool)
         starts[:, 1:] = (numbers[:, 1:] != numbers[:, :-1] + 1) | (numbers[:, 1:] <= numbers[:, :-1])  # int64 wraps
         packed, last = np.count_nonzero(starts) > len(starts), int(numbers.max())
         if packed and numbers.min() < first_position:
-            starts[:, 1:] |= behind_padding(numbers[:, 1:], numbers[:, :-1], starts[:, :-1], first_position)
-        made = from_starts(starts, device, last + 1) if packed or always else None
+            starts[:, 1:] |= _behind_padding(numbers[:, 1:], numbers[:, :-1], starts[:, :-1], first_position)
+        made = _from_starts(starts, device, last + 1) if packed or always else None
         if made is not None and packed:
-            require_no_wrap(dtype, last, made.max_seqlen + first_position)
+            _require_no_wrap(dtype, last, made.max_seqlen + first_position)
         return made
     ends, found = _on_device(ids)
-    documents, longest, least, last = devices.read(found).tolist()
+    documents, longest, least, last = tensors.read(found).tolist()
     packed = documents > ids.shape[0]
     if packed:
-        require_no_wrap(dtype, last, longest + first_position)
+        _require_no_wrap(dtype, last, longest + first_position)
     if packed and least < first_position:  # so few batches have such ids that another read costs less than looking
         ends, found = _on_device(ids, first_position)
-        documents, longest, *_ = devices.read(found).tolist()
+        documents, longest, *_ = tensors.read(found).tolist()
     return Boundaries(ends[: documents + 1], longest, last + 1) if packed or always else None
 
 
@@ -340,7 +427,7 @@ def _on_device(ids: torch.Tensor, first_position: int | None = None) -> tuple[to
     starts = torch.ones_like(ids, dtype=torch.bool)
     starts[:, 1:] = (ids.diff() != 1) | (ids[:, 1:] <= ids[:, :-1])
     if first_position is not None:
-        starts[:, 1:] |= behind_padding(ids[:, 1:], ids[:, :-1], starts[:, :-1], first_position)
+        starts[:, 1:] |= _behind_padding(ids[:, 1:], ids[:, :-1], starts[:, :-1], first_position)
     number = starts.flatten().cumsum(0)
     token = torch.arange(tokens, device=ids.device)
     ends = torch.full((tokens + 2,), tokens, device=ids.device)

@@ -63,7 +63,6 @@ JOINS = {
 }
 """How the entries of several examples become those of one row."""
 
-
 ZEROS = "zeros"
 """The value of :attr:`Key.apart` for a mask of which a single 0 changes how the model computes all pictures."""
 
@@ -93,44 +92,25 @@ class Key(NamedTuple):
 KEYS = (
     Key("pixel_values", PICTURE, "patches", "[patches, numbers] (Qwen-VL, GLM-V)", beside="image_grid_thw"),
     Key("pixel_values", PICTURE, "padded", "[pictures, patches, numbers] (LFM2-VL)", beside="spatial_shapes"),
-    Key(
-        "pixel_values",
-        PICTURE,
-        "padded",
-        "[pictures, crops, channels, height, width] (LLaVA-Next, LLaVA-OneVision) or [pictures, channels, height, "
-        "width] (Pixtral, Mistral 3)",
-        beside="image_sizes",
-    ),
-    Key(
-        "pixel_values",
-        PICTURE,
-        "in row",
-        "[1, pictures, channels, height, width] (Idefics 2 and 3, SmolVLM)",
-        beside="pixel_attention_mask",
-    ),
+    Key("pixel_values", PICTURE, "padded", "[pictures, crops, channels, height, width] (LLaVA-Next, LLaVA-OneVision) "
+        "or [pictures, channels, height, width] (Pixtral, Mistral 3)", beside="image_sizes"),
+    Key("pixel_values", PICTURE, "in row", "[1, pictures, channels, height, width] (Idefics 2 and 3, SmolVLM)",
+        beside="pixel_attention_mask"),
     Key("pixel_values", PICTURE, "each", "[pictures, channels, height, width] (LLaVA, InternVL, Llama 4, Gemma 3) or "
         "[pictures, patches, numbers] (Gemma 4)"),
     Key("image_grid_thw", PICTURE, "each", "[pictures, 3]: frames, height and width in patches"),
-    Key(
-        "image_position_ids", PICTURE, "each",
-        "[pictures, patches, 2]: the column and row of each patch, -1 where patches are filled in (Gemma 4)",
-    ),
+    Key("image_position_ids", PICTURE, "each",
+        "[pictures, patches, 2]: the column and row of each patch, -1 where patches are filled in (Gemma 4)"),
     Key("spatial_shapes", PICTURE, "each", "[pictures, 2]: height and width in patches"),
     Key("image_sizes", PICTURE, "each", "[pictures, 2]: height and width in pixels"),
     Key("batch_num_images", PICTURE, "example", "[1]: the number of the example's pictures"),
-    Key(
-        "pixel_attention_mask", PICTURE, "padded", "[pictures, patches]: 0 where patches are filled in",
-        beside="spatial_shapes",
-    ),
-    Key(
-        "pixel_attention_mask", PICTURE, "in row", "[1, pictures, height, width]: 0 where pixels are filled in",
-    ),
+    Key("pixel_attention_mask", PICTURE, "padded", "[pictures, patches]: 0 where patches are filled in",
+        beside="spatial_shapes"),
+    Key("pixel_attention_mask", PICTURE, "in row", "[1, pictures, height, width]: 0 where pixels are filled in"),
     Key("pixel_mask", PICTURE, "each", "[pictures, height, width]: 0 where pixels are filled in (Aria)"),
     Key("image_pixel_values", PICTURE, "padded", "[pictures, crops, channels, height, width] (Phi-4-multimodal)"),
-    Key(
-        "image_attention_mask", PICTURE, "padded", "[pictures, crops, height, width]: 0 where patches are filled in",
-        apart=ZEROS,
-    ),
+    Key("image_attention_mask", PICTURE, "padded", "[pictures, crops, height, width]: 0 where patches are filled in",
+        apart=ZEROS),
     Key("input_image_embeds", PICTURE, "padded", "as image_pixel_values (Phi-4-multimodal's own code)"),
     Key("pixel_values_videos", FILM, "patches", "[patches, numbers] (Qwen-VL)", beside="video_grid_thw"),
     Key("pixel_values_videos", FILM, "each", "[films, frames, channels, height, width] (LLaVA-OneVision)"),
@@ -138,21 +118,15 @@ KEYS = (
     Key("second_per_grid_ts", FILM, "positions", "[films]: seconds between grids"),
     Key("video_second_per_grid", FILM, "positions", "[films]: seconds between grids (Qwen2.5-Omni)"),
     Key("use_audio_in_video", FILM, "positions", "whether sound belongs to the film (Qwen2.5-Omni)"),
-    Key(
-        "input_features", SOUND, "padded", "[sounds, bands, frames] (Qwen2-Audio, Qwen2.5-Omni)",
-        beside="feature_attention_mask",
-    ),
+    Key("input_features", SOUND, "padded", "[sounds, bands, frames] (Qwen2-Audio, Qwen2.5-Omni)",
+        beside="feature_attention_mask"),
     Key("input_features", SOUND, "each", "[sounds, bands, frames] or [sounds, frames, bands] (Voxtral, Gemma 3n)"),
     Key("feature_attention_mask", SOUND, "padded", "[sounds, frames]: 0 where frames are filled in"),
     Key("input_features_mask", SOUND, "each", "[sounds, frames]: 0 where frames are filled in"),
-    Key(
-        "audio_input_features", SOUND, "each", "[sounds, frames, bands] (Phi-4-multimodal, whose encoder sees what is "
-        "filled in)", apart="image_pixel_values",
-    ),
+    Key("audio_input_features", SOUND, "each", "[sounds, frames, bands] (Phi-4-multimodal, whose encoder sees what is "
+        "filled in)", apart="image_pixel_values"),
     Key("audio_embed_sizes", SOUND, "each", "[sounds]: the number of placeholders of each sound"),
-    Key(
-        "audio_attention_mask", SOUND, "each", "[sounds, frames]: 0 where frames are filled in", optional=True,
-    ),
+    Key("audio_attention_mask", SOUND, "each", "[sounds, frames]: 0 where frames are filled in", optional=True),
     Key("input_audio_embeds", SOUND, "each", "as audio_input_features (Phi-4-multimodal's own code)"),
     Key("input_mode", PICTURE, "same", "the kind of input (Phi-4-multimodal's own code)"),
 )  # fmt: skip
@@ -190,10 +164,5 @@ class MediaRow(dict[str, Any]):
 
 
 def media_key(name: str, there: Container[str]) -> Key | None:
-    """The row of :data:`KEYS` that holds for a key of an example; None if the key is not in the table.
-
-    Args:
-        name: the key.
-        there: all keys of the example.
-    """
+    """The row of :data:`KEYS` that holds for a key of an example with the keys ``there``; None if no row does."""
     return next((key for key in KEYS if key.name == name and (not key.beside or key.beside in there)), None)

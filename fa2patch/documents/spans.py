@@ -12,8 +12,7 @@ import torch
 from numpy.typing import NDArray
 
 from ..errors import PackingNotIsolated
-from .device import require
-from .starts import document_of
+from .tensors import require
 
 
 class Spans(NamedTuple):
@@ -47,7 +46,6 @@ def last_seen(
     Args:
         blocks: integers ``[batch or 1, length]``; negative for tokens in no block.
         cu_seqlens: the boundaries of the documents, int32 ``[documents + 1]``.
-        shape: ``(batch, length)``.
         real: ``[batch, length]``, 0 for padding; None if there is none.
         prefixes: whether all tokens of a document see a block, so that it must begin the document.
 
@@ -62,11 +60,19 @@ def last_seen(
     if real is not None:
         numbers = torch.where(real.to(cu.device).flatten() != 0, numbers, -1)
     token = torch.arange(numbers.shape[0], device=cu.device)
-    document = document_of(cu, len(token))
+    document = torch.searchsorted(cu, token, right=True) - 1
     inside, before = numbers >= 0, (token - 1).clamp(min=0)
     starts = (token == 0) | (document != document[before])
     first = starts | (numbers != numbers[before])
-    _require_spans(torch.where(inside, (document << 32) + numbers, -1 - token), first & inside)
+    block = torch.where(inside, (document << 32) + numbers, -1 - token)  # a number for each block and each other token
+    several = block.sort().values.diff() != 0
+    require(
+        several.sum() + 1 - (block < 0).sum() == (first & inside).sum(),
+        PackingNotIsolated,
+        "tokens that see each other in both directions (a picture, or a prefix) are in two pieces of one document, and "
+        "others are between them, which packed attention has no way to say. Let them stand side by side, or train "
+        "padded.",
+    )
     if prefixes:
         require(
             ~(first & inside & ~starts).any(),
@@ -77,24 +83,6 @@ def last_seen(
     run = first.long().cumsum(0)
     last = torch.searchsorted(run, run, right=True) - 1
     return torch.where(inside, last, token).to(torch.int32)
-
-
-def _require_spans(names: torch.Tensor, first: torch.Tensor) -> None:
-    """Require that no block of a document is in two pieces.
-
-    Args:
-        names: int64 ``[tokens]``: one number for each block of each document, and for each token in no block.
-        first: whether a token is the first one of a piece of a block.
-    """
-    several = names.sort().values.diff() != 0
-    outside = (names < 0).sum()
-    require(
-        several.sum() + 1 - outside == first.sum(),
-        PackingNotIsolated,
-        "tokens that see each other in both directions (a picture, or a prefix) are in two pieces of one document, and "
-        "others are between them, which packed attention has no way to say. Let them stand side by side, or train "
-        "padded.",
-    )
 
 
 def on_the_host(until: NDArray[np.int32], cu_seqlens: NDArray[np.int32]) -> Spans:

@@ -1,33 +1,43 @@
-"""Boundaries that the caller states, ``cu_seq_lens_*`` and ``segment_parents``, checked without a read from the device.
+"""Boundaries that the caller states, under Transformers' names or another framework's, without a read from the device.
 
 A CPU is read: there a mismatch of values raises at once.
 
 Lengths may start a document where ``position_ids`` go on, because they say more than the ids. They must start one where
 the ids restart. ``segment_parents`` need lengths, because ids that go on from a parent look like any other ids.
+
+``**kwargs`` of Transformers swallow what other frameworks hand over under names of their own. A statement under a known
+name becomes one of Transformers' keywords. Anything else that looks like boundaries and that nobody reads is an error
+in training, and a warning otherwise.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import warnings
+from collections.abc import Container, Iterator, Mapping
+from typing import Any
 
+import numpy as np
 import torch
 
 from .._torch import compiling
-from ..errors import BadBatch, BadCuSeqlens, BadParents, BoundaryConflict
-from . import device
-from .boundaries import Boundaries, largest
-from .checks import (
-    added_to_logits,
+from .._types import Call
+from ..errors import BadBatch, BadCuSeqlens, BadParents, BoundaryConflict, NothingPacked
+from . import tensors
+from .boundaries import Boundaries
+from .find import added_to_logits, axes_of, goes_on, restarts
+from .names import IGNORED_LABEL, LABELS, LENGTHS, LOSS_LABELS, LOSS_WEIGHTS, MEDIA
+from .tensors import (
+    Check,
     check_cu_seqlens,
     check_mask,
     check_max_seqlen,
     check_position_ids,
     described,
     is_integers,
+    largest,
+    require,
+    require_all,
 )
-from .device import Check, require, require_all
-from .names import IGNORED_LABEL
-from .starts import axes_of, goes_on, restarts
 
 
 def from_cu_seqlens(
@@ -62,36 +72,31 @@ def from_cu_seqlens(
         BoundaryConflict: ``cu_seqlens_k``, ``position_ids`` or ``attention_mask`` contradict ``cu_seqlens``.
         BadPositionIds: ``position_ids`` have a wrong dtype or shape.
     """
-    tokens = shape[0] * shape[1]
-    for given in (cu_seqlens, cu_seqlens_k):
-        if given is not None:
-            check_cu_seqlens(given)
+    check_cu_seqlens(cu_seqlens)
+    if cu_seqlens_k is not None:
+        check_cu_seqlens(cu_seqlens_k)
     if attention_mask is not None:
         check_mask(attention_mask, shape)
     cu = cu_seqlens.flatten().to(torch.int32)
     check_max_seqlen(max_seqlen)
-    if isinstance(max_seqlen, torch.Tensor):
-        max_seqlen = largest(max_seqlen)
+    longest = largest(max_seqlen) if isinstance(max_seqlen, torch.Tensor) else max_seqlen
     if cu.device.type == "cpu" and not compiling():
-        _require_ends(cu_seqlens.flatten(), tokens)
-    require_all(
-        [
-            *_ends(cu, tokens, max_seqlen),
-            *(_same(cu, cu_seqlens_k.flatten()) if cu_seqlens_k is not None and cu_seqlens_k is not cu_seqlens else ()),
-            *_agreement(cu, shape, position_ids, attention_mask),
-        ]
-    )
+        _require_ends(cu_seqlens.flatten(), shape[0] * shape[1])
+    checks = _ends(cu, shape[0] * shape[1], longest)
+    if cu_seqlens_k is not None and cu_seqlens_k is not cu_seqlens:
+        checks.append(_same(cu, cu_seqlens_k.flatten()))
+    require_all(checks + _agreement(cu, shape, position_ids, attention_mask))
     if parents is not None:
         parents = _require_tree(cu, parents, shape, position_ids, attention_mask)
-    stated = Boundaries(cu, max_seqlen if max_seqlen is not None else 0, parents=parents)
-    if max_seqlen is None:
+    stated = Boundaries(cu, longest or 0, parents=parents)
+    if longest is None:
         stated.max_seqlen = max(stated.lengths)
     return stated
 
 
 def _require_ends(cu: torch.Tensor, tokens: int) -> None:
     """Raise an error that shows the numbers, for boundaries on a CPU. :func:`_ends` would only say what is wrong."""
-    found: list[int] = device.read(cu).tolist()
+    found: list[int] = tensors.read(cu).tolist()
     if found[0] != 0 or found[-1] != tokens or any(b < a for a, b in zip(found, found[1:])):
         shown = ", ".join(map(str, found[:8])) + (", ..." if len(found) > 8 else "")
         raise BadCuSeqlens(
@@ -100,24 +105,24 @@ def _require_ends(cu: torch.Tensor, tokens: int) -> None:
         )
 
 
-def _ends(cu: torch.Tensor, tokens: int, max_seqlen: int | None) -> Iterator[Check]:
+def _ends(cu: torch.Tensor, tokens: int, max_seqlen: int | None) -> list[Check]:
     shortest, longest = torch.aminmax(cu.diff())
     rise = "cu_seq_lens must rise from 0 to the batch's {} tokens."
-    for held in (cu[0] == 0, cu[-1] == tokens, shortest >= 0):
-        yield Check(held, BadCuSeqlens, rise, (tokens,))
+    checks = [Check(held, BadCuSeqlens, rise, (tokens,)) for held in (cu[0] == 0, cu[-1] == tokens, shortest >= 0)]
     if max_seqlen is not None:
         message = "max_length is {}, but cu_seq_lens hold a longer document. Pass the longest length, or none."
-        yield Check(longest <= max_seqlen, BadCuSeqlens, message, (max_seqlen,))
+        checks.append(Check(longest <= max_seqlen, BadCuSeqlens, message, (max_seqlen,)))
+    return checks
 
 
-def _same(cu: torch.Tensor, cu_k: torch.Tensor) -> Iterator[Check]:
+def _same(cu: torch.Tensor, cu_k: torch.Tensor) -> Check:
     message = (
         "cu_seq_lens_q and cu_seq_lens_k differ: in training every query's document is its keys' document. Pass the "
         "same lengths for both."
     )
     if cu.shape != cu_k.shape:
         raise BoundaryConflict(message)
-    yield Check((cu == cu_k).all(), BoundaryConflict, message)
+    return Check((cu == cu_k).all(), BoundaryConflict, message)
 
 
 def _agreement(
@@ -125,50 +130,51 @@ def _agreement(
     shape: tuple[int, int],
     position_ids: torch.Tensor | None,
     attention_mask: torch.Tensor | None,
-) -> Iterator[Check]:
+) -> list[Check]:
     tokens = shape[0] * shape[1]
     starts = torch.zeros(tokens + 1, dtype=torch.bool, device=cu.device)
     starts = starts.index_fill(0, cu.long().clamp(0, tokens), True)[:-1].view(shape)  # a wrong end is told by _ends
-    yield Check(
-        starts[:, 0].all(),
-        BadCuSeqlens,
+    message = (
         "a document of cu_seq_lens runs on into the next row. At the first token of every row, of {} tokens, a "
-        "document must start.",
-        (shape[1],),
+        "document must start."
     )
-    real = None if attention_mask is None else attention_mask.to(cu.device) != 0
-    if attention_mask is not None and real is not None:
-        yield from _mask_agrees(starts, real, attention_mask.to(cu.device))
+    checks = [Check(starts[:, 0].all(), BadCuSeqlens, message, (shape[1],))]
+    numbers = None if attention_mask is None else attention_mask.to(cu.device)
+    if numbers is not None:
+        checks += _mask_agrees(starts, numbers)
     if position_ids is not None:
         check_position_ids(position_ids, shape)
         ids = axes_of(position_ids).to(cu.device, torch.int64)
-        yield _ids_agree(starts, real, ids.expand(len(ids), *shape))
+        checks.append(_ids_agree(starts, numbers, ids.expand(len(ids), *shape)))
+    return checks
 
 
-def _mask_agrees(starts: torch.Tensor, real: torch.Tensor, numbers: torch.Tensor) -> Iterator[Check]:
-    yield Check((numbers >= 0).all(), BoundaryConflict, added_to_logits("negative numbers"))
-    numbers = numbers.to(torch.int64)
+def _mask_agrees(starts: torch.Tensor, numbers: torch.Tensor) -> list[Check]:
+    whole, real, numbers = numbers >= 0, numbers != 0, numbers.to(torch.int64)
     changed = (numbers[:, 1:] != numbers[:, :-1]) & real[:, 1:] & real[:, :-1]
-    yield Check(
-        (changed <= starts[:, 1:]).all(),
-        BoundaryConflict,
-        "the attention_mask's document numbers change inside what cu_seq_lens call one document. Let both describe "
-        "the same documents, or pass only one of them.",
-    )
-    yield Check(
-        ((real[:, 1:] > real[:, :-1]) <= starts[:, 1:]).all(),
-        BoundaryConflict,
-        "the attention_mask hides tokens before real ones of the same document of cu_seq_lens. Padding may only "
-        "end a document, or be one.",
-    )
+    return [
+        Check(whole.all(), BoundaryConflict, added_to_logits("negative numbers")),
+        Check(
+            (changed <= starts[:, 1:]).all(),
+            BoundaryConflict,
+            "the attention_mask's document numbers change inside what cu_seq_lens call one document. Let both describe "
+            "the same documents, or pass only one of them.",
+        ),
+        Check(
+            ((real[:, 1:] > real[:, :-1]) <= starts[:, 1:]).all(),
+            BoundaryConflict,
+            "the attention_mask hides tokens before real ones of the same document of cu_seq_lens. Padding may only "
+            "end a document, or be one.",
+        ),
+    ]
 
 
-def _ids_agree(starts: torch.Tensor, real: torch.Tensor | None, axes: torch.Tensor) -> Check:
+def _ids_agree(starts: torch.Tensor, mask: torch.Tensor | None, axes: torch.Tensor) -> Check:
     jumps = axes[0].diff() != 1
     if len(axes) == 3:
         jumps &= restarts(axes[..., 1:], axes[..., :-1]) | ~goes_on(axes[..., 1:], axes[..., :-1])
-    if real is not None:
-        jumps &= real[:, 1:]
+    if mask is not None:
+        jumps &= mask[:, 1:] != 0
     return Check(
         (jumps <= starts[:, 1:]).all(),  # a <= b of bools: a implies b, in one operator
         BoundaryConflict,
@@ -223,7 +229,7 @@ def _require_tree(
 def _require_ids_go_on(
     ids: torch.Tensor, has: torch.Tensor, starts: torch.Tensor, ends: torch.Tensor, parent: torch.Tensor
 ) -> None:
-    """Require that the first id of each segment with a parent goes on from the parent's last; ``[axes, tokens]``."""
+    """Require that the first of ids ``[axes, tokens]`` in each segment with a parent goes on from the parent's last."""
     last = ids.shape[1] - 1
     first, before = ids[:, starts.clamp(max=last)], ids[:, (ends[parent] - 1).clamp(min=0)]
     continues = first[0] == before[0] + 1
@@ -239,15 +245,9 @@ def _require_ids_go_on(
 
 
 def require_no_first_labels(rows: torch.Tensor, at: torch.Tensor, parents: torch.Tensor) -> None:
-    """Require -100 at the first token of each segment with a parent.
+    """Require -100 at the first token ``at`` of each segment with a parent.
 
-    Args:
-        rows: labels ``[tokens + 1, ...]``; the last entry is of a segment without tokens behind the row.
-        at: each segment's first token.
-        parents: each segment's parent, or -1.
-
-    Raises:
-        BadBatch: such a token has a label.
+    ``rows`` are labels ``[tokens + 1, ...]``; the last entry is of a segment without tokens behind the row.
     """
     ignored = (rows.flatten(1) == IGNORED_LABEL).all(1)[at] | (parents.to(at.device) < 0)
     require(
@@ -257,3 +257,121 @@ def require_no_first_labels(rows: torch.Tensor, at: torch.Tensor, parents: torch
         "each branch start with the last token that it shares, and give that token the label -100, as "
         "fa2patch.packing.share does.",
     )
+
+
+_SAME = {
+    **dict.fromkeys(("cu_seqlens", "cu_seq_lens", "cu_seqlens_q", "cumulative_seqlens_q"), "cu_seq_lens_q"),
+    **dict.fromkeys(("cu_seqlens_k", "cu_seqlens_kv", "cumulative_seqlens_k"), "cu_seq_lens_k"),
+    **dict.fromkeys(("max_seqlen", "max_seqlen_q"), "max_length_q"),
+    **dict.fromkeys(("max_seqlen_k", "max_seqlen_kv"), "max_length_k"),
+    **dict.fromkeys(("document_ids", "doc_ids", "sequence_ids"), "seq_idx"),
+}
+"""Names of other frameworks (Megatron, NeMo, torchtitan, vLLM's kernels), and Transformers' keyword for the same."""
+
+_LENGTHS = ("seq_lens", "seq_lengths", "seqlens", "packed_seq_lengths")
+"""Names of the documents' lengths: prime-rl, NeMo RL, Unsloth."""
+
+_OURS = {*LABELS, *LENGTHS, *MEDIA, LOSS_LABELS, LOSS_WEIGHTS}
+
+
+def translated(call: Call, taken: Container[str], shape: tuple[int, int]) -> Call:
+    """Return the arguments of a call with the statements of other frameworks under Transformers' names.
+
+    A name that the model's forward has ``taken`` keeps its meaning. Lengths of padded rows, one for each row, are left
+    as they are, because the mask says the same.
+    """
+    found: Call = {}
+    read_from: set[str] = set()
+    for name, given in call.items():
+        if given is None or name in taken or name in LENGTHS:
+            continue
+        for key, value in _statements(name, given, shape):
+            if key in found or call.get(key) is not None:
+                raise BoundaryConflict(f"{name} and another argument both state {key}. Pass only one of them.")
+            found[key] = value
+            read_from.add(name)
+    return {**{name: value for name, value in call.items() if name not in read_from}, **found} if found else call
+
+
+def _statements(name: str, given: Any, shape: tuple[int, int]) -> Iterator[tuple[str, Any]]:
+    """What an argument, or the fields of one such as NeMo's ``flash_attn_kwargs``, say by Transformers' keywords."""
+    if name in _SAME:
+        yield _SAME[name], _as_tensor(given) if _SAME[name] == "seq_idx" else given
+    elif name in _LENGTHS:
+        lengths = _as_tensor(given)
+        if not is_integers(lengths):
+            raise BadCuSeqlens(f"{name}: expected the documents' lengths, integers, found {described(given)}.")
+        if lengths.dim() != 1 or len(lengths) != shape[0]:  # else each row's length, which its mask says too
+            yield "cu_seq_lens_q", torch.nn.functional.pad(lengths.flatten().cumsum(0, dtype=torch.int32), (1, 0))
+    elif not isinstance(given, (torch.Tensor, str, bool, int, float, list, tuple, torch.nn.Module)):
+        fields = {key: value for key, value in _fields(given).items() if value is not None}
+        if any(key in _SAME or key in LENGTHS for key in fields):
+            for key, value in fields.items():
+                if key in LENGTHS:
+                    yield key, value
+                elif key in _SAME or key in _LENGTHS:
+                    yield from _statements(key, value, shape)
+
+
+def _fields(given: Any) -> Mapping[str, Any]:
+    return given if isinstance(given, Mapping) else getattr(given, "__dict__", {})
+
+
+def refuse_unread(call: Call, taken: Container[str], shape: tuple[int, int], training: bool) -> None:
+    """Notice boundaries in a dense batch that nobody has read.
+
+    On a CPU the values of integers are looked at. On other devices, and in a compiled graph, an error in training is a
+    device-side assertion, and nothing is read. Outside training it is a warning.
+    """
+    for name, given in call.items():
+        if given is None or name in taken or name in _OURS:
+            continue
+        values = [given] if isinstance(given, (torch.Tensor, np.ndarray, list, tuple)) else [*_fields(given).values()]
+        for value in values:
+            _notice(name, _says_documents(_as_tensor(value), shape), training)
+    longest = call.get("max_length_q")
+    if isinstance(longest, int) and longest < shape[1] and call.get("cu_seq_lens_q") is None:
+        _notice("max_length_q", torch.tensor(True), training)
+
+
+def _notice(name: str, says: torch.Tensor | None, training: bool) -> None:
+    if says is None:
+        return
+    message = (
+        f"{name} looks like the boundaries of documents, and fa2patch does not know this name: the batch would be "
+        "computed as one document in each row. Pass position_ids that restart, cu_seq_lens_q or seq_idx, or leave "
+        f"{name} out."
+    )
+    if training:
+        tensors.require(~says, BoundaryConflict, message.replace("{", "{{").replace("}", "}}"))
+    elif says.device.type == "cpu" and not compiling() and bool(tensors.read(says)):
+        warnings.warn(message, NothingPacked, stacklevel=4)
+
+
+def _says_documents(value: Any, shape: tuple[int, int]) -> torch.Tensor | None:
+    """Whether integers look like more documents than rows, a bool tensor without dimensions; None by their shape."""
+    if not is_integers(value) or value.device.type == "meta":
+        return None
+    tokens = shape[0] * shape[1]
+    if tuple(value.shape) == shape and shape[1] > 2:
+        step = value.long().diff()
+        counts = ((step == 0) | (step == 1)).all() & (value[:, 0] <= 1).all() & (value[:, 0] >= 0).all()
+        found: torch.Tensor = counts & (step == 0).any() & (value.max() - value.min() > 1)  # two values are a mask
+        return found
+    if value.numel() <= shape[0] or value.numel() != value.shape[-1]:
+        return None
+    numbers = value.flatten().long()
+    rises = (numbers[0] == 0) & (numbers[-1] == tokens) & (numbers.diff() >= 0).all()
+    more = numbers.numel() > shape[0] + 1
+    sums = (numbers.sum() == tokens) & (numbers > 0).all()
+    either: torch.Tensor = (rises & more) | sums
+    return either
+
+
+def _as_tensor(value: Any) -> Any:
+    """Lists and arrays of integers as a tensor; anything else as it is."""
+    if isinstance(value, np.ndarray):
+        return torch.from_numpy(value) if value.dtype.kind in "iu" else value
+    if isinstance(value, (list, tuple)) and value and all(type(each) is int for each in value):
+        return torch.tensor(value)
+    return value

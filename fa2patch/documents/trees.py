@@ -16,7 +16,7 @@ import numpy as np
 import torch
 
 from .._torch import HAS_OPERATORS, unbacked_size, uncompiled
-from . import device
+from . import tensors
 
 
 class Level(NamedTuple):
@@ -38,10 +38,7 @@ class Level(NamedTuple):
 
 
 class Tree:
-    """The segments of a batch and what each continues, on the host.
-
-    Segments are numbered in the order of the batch. Spans are ``(first token, token behind the last)`` in the rows laid
-    end to end.
+    """The segments of a batch and what each continues, on the host. They are numbered in the order of the batch.
 
     Args:
         lengths: the segments' lengths in tokens.
@@ -70,7 +67,7 @@ class Tree:
         return self._paths[segment]
 
     def span(self, segment: int) -> tuple[int, int]:
-        """The tokens of a segment."""
+        """A segment's first token and the token behind its last, in the rows laid end to end."""
         return self._spans[segment]
 
     def along(self, states: torch.Tensor, segment: int, dim: int = 0) -> torch.Tensor:
@@ -93,10 +90,7 @@ class Tree:
 
     @cached_property
     def keys(self) -> tuple[torch.Tensor, torch.Tensor, int]:
-        """The tokens of every segment's path end to end: int64 ``[keys]``, their ends, and the longest path's length.
-
-        The ends are int32 ``[segments + 1]``.
-        """
+        """The tokens of every segment's path end to end, int64 ``[keys]``, the paths' ends, and the longest."""
         spans = [self.span(s) for path in self._paths for s in path]
         tokens = torch.cat([torch.arange(*span) for span in spans])
         counts = [offset + length for offset, length in zip(self.offsets, self.lengths)]
@@ -117,25 +111,17 @@ class Tree:
         return made.to(self.device)
 
     def chunked(self, size: int) -> tuple[list[int], list[int]]:
-        """Cut every path into chunks of ``size`` tokens, as chunked attention does (Llama 4).
-
-        Returns:
-            The lengths and the parents of the pieces.
-        """
+        """Cut every path into chunks of ``size`` tokens (Llama 4), and return the lengths and parents of the pieces."""
         lengths: list[int] = []
         parents: list[int] = []
         last: list[int] = []
         for segment, (offset, length) in enumerate(zip(self.offsets, self.lengths)):
-            before = self.parents[segment]
-            at, end = offset, offset + length
-            while at < end or (at == end == offset):
-                stop = min(end, (at // size + 1) * size)
+            before, end = self.parents[segment], offset + length
+            cuts = [offset, *range(offset - offset % size + size, end, size), end]  # an empty segment stays one piece
+            for at, stop in zip(cuts, cuts[1:]):
                 goes_on = at == offset and before >= 0 and at % size
                 parents.append(last[before] if goes_on else -1)
                 lengths.append(stop - at)
-                if stop == at:
-                    break
-                at = stop
             last.append(len(lengths) - 1)
         return lengths, parents
 
@@ -264,8 +250,7 @@ def _nodes(lengths: Sequence[int], neighbours: Iterable[tuple[int, int]]) -> tup
 def _leave_out(nodes: _Nodes, least: int) -> dict[int, int]:
     """Let what continues a node that saves fewer tokens than ``least`` continue the node above it.
 
-    Returns:
-        Each node that is left out, and the first one that continued it.
+    Returned is each node that is left out, and the first one that continued it.
     """
     ends, parents = nodes.ends, nodes.parents
     branches, first = [0] * len(ends), [0] * len(ends)
@@ -289,7 +274,7 @@ def _leave_out(nodes: _Nodes, least: int) -> dict[int, int]:
 def _paths(
     cu_seqlens: torch.Tensor, parents: torch.Tensor, tokens: int
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    cu, numbers = np.split(device.read(torch.cat([cu_seqlens, parents])), [cu_seqlens.shape[0]])
+    cu, numbers = np.split(tensors.read(torch.cat([cu_seqlens, parents])), [cu_seqlens.shape[0]])
     tree = Tree(np.diff(cu).tolist(), numbers.tolist(), cu_seqlens.device)
     return (*tree.keys[:2], tree.positions)
 

@@ -15,8 +15,7 @@ from typing import Any, NamedTuple
 import torch
 
 from .._torch import compiling, uncompiled
-from ..documents.boundaries import Boundaries, Keys
-from ..documents.starts import document_of
+from ..documents.boundaries import Boundaries, Keys, document_of
 from ..documents.trees import Level
 from .cascade import Cascade, levels_of
 from .protocol import HALF, Kernel, Options

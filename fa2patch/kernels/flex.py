@@ -15,8 +15,7 @@ from typing import Any, Callable
 import torch
 
 from .._torch import constant, uncompiled
-from ..documents.boundaries import Boundaries
-from ..documents.starts import document_of
+from ..documents.boundaries import Boundaries, document_of
 from .protocol import HALF, Kernel, Options
 
 

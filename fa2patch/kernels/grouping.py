@@ -8,15 +8,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import lru_cache
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import torch
 
-from ..documents.starts import document_of
-
-if TYPE_CHECKING:
-    from ..documents.boundaries import Boundaries
+from ..documents.boundaries import Boundaries, document_of
 
 A_CALL = 64
 """The padded tokens that a batch may hold in any case: about the cost of a call. On a CPU, a call of a mixer takes as

@@ -15,7 +15,7 @@ import torch.nn.functional as F
 
 from .._torch import compiling, constant, uncompiled
 from ..documents.boundaries import Boundaries, Keys
-from ..documents.device import require
+from ..documents.tensors import require
 from ..errors import KernelUnavailable, PackingNotIsolated
 
 FEATURES = ("window", "softcap", "sinks", "alibi", "dropout", "deterministic", "trees", "spans")

@@ -12,7 +12,7 @@ import torch
 from numpy.typing import NDArray
 
 from .._types import Call
-from ..documents import device
+from ..documents import tensors
 from ..documents.names import PARENTS
 from ..documents.trees import Prefixes, Segment, prefix_tree
 from ..errors import PackingNotIsolated
@@ -76,7 +76,7 @@ def read_rows(
     if compared:
         aligned = (column + starts[:, None]) % length
         parts.append(common_prefixes([value.to(mask.device).gather(1, aligned) for value in compared]).flatten())
-    read = device.read(torch.cat([part.to(torch.int32) for part in parts]))
+    read = tensors.read(torch.cat([part.to(torch.int32) for part in parts]))
     behind = 2 * rows + 1
     of_starts, of_lengths, holds, answers, common = np.split(read, [rows, 2 * rows, behind, behind + len(asked)])
     if not holds[0]:
@@ -183,7 +183,7 @@ class Layout:
 def _require_unread(padding: torch.Tensor, gradient: torch.Tensor) -> None:
     """Raise if a gradient comes to hidden states of padding. Overflow, which a gradient scaler skips, says nothing."""
     found = gradient.index_select(0, padding.to(gradient.device))
-    device.require(
+    tensors.require(
         ~(found.isfinite() & (found != 0)).any(),
         PackingNotIsolated,
         "a loss depends on hidden states of padding. This padded batch was computed packed, so that padding has none "

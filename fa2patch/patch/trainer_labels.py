@@ -19,7 +19,7 @@ import torch
 
 from .._types import Call, Function
 from ..binding import bind
-from ..documents import other_names
+from ..documents import stated
 from ..documents.names import LABELS, LOSS_LABELS, TOKENS
 from ..errors import Fa2PatchError, NotAModel
 from ..upstream import attached, inspecting
@@ -106,7 +106,7 @@ def _inside_documents(patch: Patched, call: Call) -> Call:
     if role.pools or not role.predicts_the_next or row_part(model, call) is not None:
         return {}
     shape, _ = batch_shape(call)
-    mask = packed_mask_of(other_names.translated(call, inspecting.parameter_names(type(model).forward), shape), patch)
+    mask = packed_mask_of(stated.translated(call, inspecting.parameter_names(type(model).forward), shape), patch)
     if mask is None:
         return {}
     return {

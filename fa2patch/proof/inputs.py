@@ -11,10 +11,10 @@ import torch
 
 from .._types import Call, Model
 from ..documents.boundaries import Boundaries
-from ..documents.checks import described, is_integers
 from ..documents.find import recognise
 from ..documents.names import LABELS, LENGTHS, LOSS_LABELS, LOSS_WEIGHTS, MEDIA, PARENTS, REAL, TOKENS, MediaRow
 from ..documents.stated import from_cu_seqlens
+from ..documents.tensors import described, is_integers
 from ..documents.trees import Tree
 from ..errors import BadBatch
 from ..upstream.calls import passed

@@ -10,8 +10,8 @@ import torch
 
 from .._torch import compiling
 from .._types import Args, Call, Function, Model
-from ..documents.checks import check_cu_seqlens, check_position_ids
 from ..documents.names import LENGTHS, MEDIA, PARENTS, TOKENS
+from ..documents.tensors import check_cu_seqlens, check_position_ids
 from ..errors import BadBatch, BadCuSeqlens, BadParents, PackingNotIsolated
 from . import caches, inspecting
 

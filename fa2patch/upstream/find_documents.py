@@ -6,10 +6,11 @@ import torch
 
 from .._torch import compiling, recording, transforming
 from .._types import Call, Model
-from ..documents.boundaries import Boundaries, largest
+from ..documents.boundaries import Boundaries
 from ..documents.find import in_graph, is_plain, recognise
 from ..documents.names import PARENTS
 from ..documents.stated import from_cu_seqlens
+from ..documents.tensors import largest
 from ..errors import BadParents, PackedWithCache, PackedWithDenseMask, PackingNotIsolated
 from . import caches
 from .calls import Batch, has_pictures, read_batch, refuse_recording

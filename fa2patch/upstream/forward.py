@@ -20,9 +20,9 @@ import torch
 
 from .._torch import compiling, is_no_verdict
 from .._types import Args, Call, Function, Model
-from ..documents import other_names
-from ..documents.checks import described
+from ..documents import stated
 from ..documents.names import LABELS, LENGTHS, PARENTS, REAL, TOKENS
+from ..documents.tensors import described
 from ..errors import BadBatch, NothingPacked, PackingNotIsolated
 from . import attached, caches, foreign, heads, inspecting, labels, positions
 from .calls import Calls, batch_shape, has_pictures, is_for_queries, passed
@@ -149,7 +149,7 @@ def find_mask(step: Step, part: RowPart | None = None) -> PackedMask | None:
     """
     patch, around, shape = step.patch, step.role.outermost, _shape(step.call)
     if around:
-        step.call = other_names.translated(step.call, step.calls.names, shape)
+        step.call = stated.translated(step.call, step.calls.names, shape)
         _with_a_batch_dimension(step.call, shape)
     call = step.call
     real = real_tokens(call, shape)
@@ -167,7 +167,7 @@ def find_mask(step: Step, part: RowPart | None = None) -> PackedMask | None:
     found = packed_mask_of(call, patch, made_inside, training, part, may_be_packed=one_per_token, always=always)
     if found is None:
         if around and not caches.held(call):
-            other_names.require_none(call, step.calls.names, shape, training)
+            stated.refuse_unread(call, step.calls.names, shape, training)
         return None
     if has_pictures(call):  # 5.10 to 5.16 pass lengths on to the vision tower, which has its own
         for name in LENGTHS:

@@ -20,9 +20,7 @@ import torch
 
 from .._torch import compiling
 from .._types import Call, Model
-from ..documents.boundaries import Boundaries
-from ..documents.checks import described
-from ..documents.device import Check, require, require_all
+from ..documents.boundaries import Boundaries, document_of
 from ..documents.names import (
     COUNTED_LABEL,
     FEWER_LOGITS,
@@ -33,8 +31,8 @@ from ..documents.names import (
     LOSS_WEIGHTS,
     TOKENS,
 )
-from ..documents.starts import document_of
 from ..documents.stated import require_no_first_labels
+from ..documents.tensors import Check, described, require, require_all
 from ..errors import BadBatch, PackingNotIsolated
 from . import inspecting
 from .calls import batch_shape, passed

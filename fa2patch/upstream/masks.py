@@ -22,8 +22,9 @@ import torch
 
 from .._torch import constant
 from .._types import Call, Config, Function
-from ..documents.boundaries import Boundaries, largest
+from ..documents.boundaries import Boundaries
 from ..documents.spans import last_seen
+from ..documents.tensors import largest
 from ..errors import PackingNotIsolated, UnsupportedModel
 from . import directions, find_masks, inspecting
 from .facts import Facts, Site

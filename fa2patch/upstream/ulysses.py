@@ -24,10 +24,9 @@ import torch.distributed as dist
 
 from .._torch import HAS_OPERATORS, compiling, constant, uncompiled
 from .._types import Call, Function, Model
-from ..documents.find import whole_numbers
+from ..documents.boundaries import Part
+from ..documents.find import axes_of, whole_numbers
 from ..documents.names import PARENTS
-from ..documents.parts import Part
-from ..documents.starts import axes_of
 from ..errors import PackingNotIsolated
 from ..kernels import Options
 from . import inspecting

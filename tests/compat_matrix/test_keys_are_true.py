@@ -13,7 +13,7 @@ ROOT = environments.HERE.parent
 
 FAULTS = {
     "a function of all: where documents start": (
-        "fa2patch/documents/starts.py", "real & ((previous < 0) | ~continues)", "real & (previous < 0)"),
+        "fa2patch/documents/find.py", "real & ((previous < 0) | ~continues)", "real & (previous < 0)"),
     "a function of all: attention": (
         "fa2patch/kernels/reference_math.py", "layout.keys(k), layout.keys(v)", "layout.keys(k * 2), layout.keys(v)"),
     "a function of all: the kernel that calls it": (
@@ -52,20 +52,20 @@ FAULTS = {
         "fa2patch/kernels/reference.py", "    MULTIPLE = 1",
         "    MULTIPLE = 1\n\n    def __call__(self, *given, **named):\n        return given[0]"),
     "a decorator that is new": (
-        "fa2patch/documents/starts.py", "def changes(", "@__import__('functools').cache\ndef changes("),
+        "fa2patch/documents/find.py", "def _changes(", "@__import__('functools').cache\ndef _changes("),
     "a decorator that is gone": (
         "fa2patch/kernels/protocol.py", "@dataclass(frozen=True)\nclass Options", "class Options"),
     "a new file that hides another": (
-        "fa2patch/documents/starts/__init__.py", None, "raise ImportError('hidden')\n"),
+        "fa2patch/documents/find/__init__.py", None, "raise ImportError('hidden')\n"),
     "a new file that a line imports": (
-        "fa2patch/documents/starts.py", "from __future__ import annotations",
+        "fa2patch/documents/find.py", "from __future__ import annotations",
         "from __future__ import annotations\nfrom . import new_file"),
 }  # fmt: skip
 """File, text and fault. A file without a text is new. Each must turn at least one cell red."""
 
 HARMLESS = {
     "a docstring": ("fa2patch/cli/doctor.py", '"""', '"""Other: '),
-    "a docstring of what is executed": ("fa2patch/documents/starts.py", '"""The grammar', '"""Another text'),
+    "a docstring of what is executed": ("fa2patch/documents/find.py", '"""Finds where', '"""Another text'),
     "a function of packing": ("fa2patch/packing/plans.py", "    return ", "    return None or "),
     "a comment": ("fa2patch/upstream/forward.py", "\n\n\n", "\n\n# here\n\n"),
 }

@@ -19,7 +19,7 @@ from compat_matrix.check.points import POINTS as POINTS_BY_NAME
 from compat_matrix.results import judged, read_file
 from compat_matrix.run import merged
 from fa2patch import Boundaries
-from fa2patch.documents import device, find, starts, stated
+from fa2patch.documents import find, stated, tensors
 from fa2patch.upstream import forward, packed_mask, refusals
 from fa2patch.upstream.find_layers import ModelLayers
 
@@ -61,10 +61,10 @@ CHAIN = (stated, "_require_tree", lambda cu, *rest: torch.arange(-1, len(cu) - 2
 NO_TREE = (stated, "_require_tree", lambda cu, *rest: torch.full_like(cu[1:], -1))
 FAULTS = {
     "a boundary only where ids are zero": (
-        [NOT_PLAIN, (starts, "changes", lambda ids, real, previous, step: real & (ids == 0))], "llama", "every_layout",
+        [NOT_PLAIN, (find, "_changes", lambda ids, real, previous, step: real & (ids == 0))], "llama", "every_layout",
     ),
     "a boundary only where ids fall": (
-        [NOT_PLAIN, (starts, "changes", falling)], "llama", "packed_row", "every_layout",
+        [NOT_PLAIN, (find, "_changes", falling)], "llama", "packed_row", "every_layout",
     ),
     "a sibling that is seen": ([CHAIN], "llama", *PROMPTS),
     "a sibling that is seen by a mixer": ([CHAIN], "jamba", *PROMPTS),
@@ -342,7 +342,7 @@ def test_an_implementation_with_which_transformers_alone_fails_is_not_run(monkey
 @pytest.mark.parametrize(
     ("point", "in_every_layer"),
     [
-        ("host_reads", lambda mask, q: device.read(mask.boundaries.cu_seqlens)),
+        ("host_reads", lambda mask, q: tensors.read(mask.boundaries.cu_seqlens)),
         ("no_dense_mask", lambda mask, q: q.new_zeros(q.shape[1], q.shape[1])),
     ],
 )

@@ -15,7 +15,7 @@ from padded_cases import assert_near, gradients, layers_tokens
 import fa2patch
 from compat_matrix import tiny_models
 from compat_matrix.check.reads import counted
-from fa2patch.documents import device
+from fa2patch.documents import tensors
 from fa2patch.errors import NotAModel
 from fa2patch.patch.padding import pack_padded_batches
 
@@ -331,7 +331,7 @@ def test_reads_of_the_device(model: Any, monkeypatch: pytest.MonkeyPatch, share:
     pack_padded_batches(model, share)
     model(**batch_of(), use_cache=False)  # a kernel is tried before its first use
     seen: list[tuple[str, int]] = []
-    read = device.read
+    read = tensors.read
 
     def noted(tensor: torch.Tensor) -> Any:
         reader = sys._getframe(1).f_code.co_name
@@ -339,7 +339,7 @@ def test_reads_of_the_device(model: Any, monkeypatch: pytest.MonkeyPatch, share:
             seen.append((reader, tensor.numel()))
         return read(tensor)
 
-    monkeypatch.setattr(device, "read", noted)
+    monkeypatch.setattr(tensors, "read", noted)
     for groups in (GROUPS, GROUPS * 3):
         seen.clear()
         batch = batch_of(groups=groups)

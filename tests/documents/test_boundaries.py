@@ -5,9 +5,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fa2patch.documents import device
-from fa2patch.documents.boundaries import Boundaries, positions_of
-from fa2patch.documents.parts import Part
+from fa2patch.documents import tensors
+from fa2patch.documents.boundaries import Boundaries, Part
 from fa2patch.documents.spans import last_seen
 from fa2patch.documents.stated import from_cu_seqlens
 from fa2patch.errors import PackingNotIsolated
@@ -18,8 +17,8 @@ def ints(*values):
 
 
 def test_lengths_are_read_at_most_once_and_only_if_asked_for(monkeypatch):
-    reads, read = [], device.read
-    monkeypatch.setattr(device, "read", lambda tensor: reads.append(tensor) or read(tensor))
+    reads, read = [], tensors.read
+    monkeypatch.setattr(tensors, "read", lambda tensor: reads.append(tensor) or read(tensor))
     found = Boundaries(ints(0, 2, 5), 3)
     assert len(found) == 2 and not reads
     assert found.lengths == found.lengths == (2, 3)
@@ -36,10 +35,9 @@ def test_lengths_are_read_at_most_once_and_only_if_asked_for(monkeypatch):
     ],
 )
 def test_positions_count_from_0_in_each_document(cu, shape, positions):
-    for ends in (ints(*cu), ints(*cu)[None], ints(*cu).long()):
-        found = positions_of(ends, shape)
-        assert found.tolist() == positions
-        assert found.dtype == torch.int64
+    found = Boundaries(ints(*cu), 0).positions_of(shape)
+    assert found.tolist() == positions
+    assert found.dtype == torch.int64
 
 
 def test_padding_is_cut_off_the_documents_that_it_ends():
@@ -67,7 +65,7 @@ def test_chunks_have_the_lengths_of_their_documents(lengths, size):
 
 def test_chunks_are_made_without_a_read(monkeypatch):
     whole = from_cu_seqlens(torch.tensor([0, 5, 16, 17]), 11, (1, 17))
-    monkeypatch.setattr(device, "read", lambda tensor: pytest.fail("read"))
+    monkeypatch.setattr(tensors, "read", lambda tensor: pytest.fail("read"))
     assert len(whole.chunked(4, 17)) == 7
 
 

@@ -8,10 +8,11 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 import fa2patch
-from fa2patch.documents import device, find
-from fa2patch.documents.boundaries import Boundaries, largest, positions_of
+from fa2patch.documents import find, tensors
+from fa2patch.documents.boundaries import Boundaries
 from fa2patch.documents.find import recognise
 from fa2patch.documents.stated import from_cu_seqlens
+from fa2patch.documents.tensors import largest
 from fa2patch.errors import BadCuSeqlens, BadPositionIds, BoundaryConflict, Fa2PatchError
 
 CPU = torch.device("cpu")
@@ -34,9 +35,9 @@ RULE_2 = {
 
 def recognised(position_ids=None, attention_mask=None, seq_idx=None, **settings):
     given = {"position_ids": position_ids, "attention_mask": attention_mask, "seq_idx": seq_idx}
-    tensors = {name: torch.tensor(ids) for name, ids in given.items() if ids is not None}
-    shape = next(tuple(ids.shape) for ids in tensors.values())
-    return recognise(shape, CPU, **tensors, **settings)
+    said = {name: torch.tensor(ids) for name, ids in given.items() if ids is not None}
+    shape = next(tuple(ids.shape) for ids in said.values())
+    return recognise(shape, CPU, **said, **settings)
 
 
 # position_ids alone
@@ -118,8 +119,8 @@ def test_what_are_no_position_ids_is_refused(ids, message):
 
 
 def test_the_device_is_read_once_whatever_is_given(monkeypatch):
-    reads, read = [], device.read
-    monkeypatch.setattr(device, "read", lambda tensor: reads.append(tensor) or read(tensor))
+    reads, read = [], tensors.read
+    monkeypatch.setattr(tensors, "read", lambda tensor: reads.append(tensor) or read(tensor))
     assert fa2patch.boundaries(torch.tensor([[0, 1, 0]])).lengths == (2, 1) and len(reads) == 1
     assert recognised([[0, 1, 0, 1, 2]], [[1, 1, 2, 2, 0]], [[0, 0, 1, 1, 1]]).lengths == (2, 2, 1) and len(reads) == 2
 
@@ -128,7 +129,7 @@ def test_another_device_is_read_once_and_four_numbers_are_read(monkeypatch):
     """The meta device has no values; they are put in where the host reads them."""
     read, meta = [], torch.device("meta")
     monkeypatch.setattr(
-        device, "read", lambda tensor: read.append(tuple(tensor.shape)) or torch.tensor([3, 5, 0, 4]).numpy()
+        tensors, "read", lambda tensor: read.append(tuple(tensor.shape)) or torch.tensor([3, 5, 0, 4]).numpy()
     )
     found = find.from_positions(torch.empty(1, 12, dtype=torch.int64, device=meta), meta, False)
     assert read == [(4,)]
@@ -394,7 +395,7 @@ def holds_for_ids(layout):
     shape = (len(rows), len(rows[0]))
     stated = from_cu_seqlens(found.cu_seqlens, found.max_seqlen, shape, position_ids=torch.tensor(rows))
     assert stated.lengths == found.lengths
-    assert fa2patch.boundaries(positions_of(found.cu_seqlens, shape)).lengths == found.lengths
+    assert fa2patch.boundaries(found.positions_of(shape)).lengths == found.lengths
 
 
 def holds_for_padded(layout):
@@ -436,7 +437,7 @@ def test_on_a_gpu_cu_seqlens_stay_there_and_stated_ones_cost_no_synchronisation(
     torch.cuda.set_sync_debug_mode("error")
     try:
         stated = from_cu_seqlens(found.cu_seqlens, 3, (1, 6), position_ids=ids, attention_mask=mask)
-        positions = positions_of(stated.cu_seqlens, (1, 6))
+        positions = stated.positions_of((1, 6))
     finally:
         torch.cuda.set_sync_debug_mode(mode)
     assert positions.tolist() == ids.tolist()

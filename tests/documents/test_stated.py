@@ -3,8 +3,7 @@
 import pytest
 import torch
 
-from fa2patch.documents import device, stated
-from fa2patch.documents.boundaries import positions_of
+from fa2patch.documents import stated, tensors
 from fa2patch.documents.stated import from_cu_seqlens
 from fa2patch.errors import BadCuSeqlens, BadParents, BadPositionIds, BoundaryConflict
 
@@ -155,13 +154,13 @@ def test_what_contradicts_stated_documents_is_refused(cu, given, message):
 
 def test_with_an_int_nothing_is_read_from_a_device(monkeypatch):
     """A meta tensor holds no values, so any read fails."""
-    monkeypatch.setattr(device, "read", lambda tensor: pytest.fail("read"))
+    monkeypatch.setattr(tensors, "read", lambda tensor: pytest.fail("read"))
     cu = ints(0, 3, 6).to("meta")
     ids = torch.zeros(1, 6, dtype=torch.long, device="meta")
     mask = torch.ones(1, 6, device="meta")
     found = from_cu_seqlens(cu, 3, (1, 6), cu_seqlens_k=cu.clone(), position_ids=ids, attention_mask=mask)
     assert found.max_seqlen == 3
-    assert positions_of(cu, (1, 6)).shape == (1, 6)
+    assert found.positions_of((1, 6)).shape == (1, 6)
 
 
 # trees of segments
@@ -294,7 +293,7 @@ def asserted(monkeypatch):
         assert len(message) < 255, "torch: Message length must be smaller than 255"
         found.append((held.device.type, message))
 
-    monkeypatch.setattr(device, "assert_async", assert_async)
+    monkeypatch.setattr(tensors, "assert_async", assert_async)
     return found
 
 
@@ -326,10 +325,10 @@ def test_on_a_device_a_long_message_is_cut_and_says_where_the_rest_is(asserted, 
 
 def test_a_message_that_no_device_takes_is_cut():
     words = "word " * 100
-    assert len(device.fitting([words])) == device.LONGEST
-    assert device.fitting([words]).endswith("The same batch on a CPU says all.")
-    assert device.fitting(["Short. And more.", "Short. And more."]) == "Short. And more."
-    assert device.fitting(["One. " + words, "Two."]) == "One. Or: Two."
+    assert len(tensors.fitting([words])) == tensors.LONGEST
+    assert tensors.fitting([words]).endswith("The same batch on a CPU says all.")
+    assert tensors.fitting(["Short. And more.", "Short. And more."]) == "Short. And more."
+    assert tensors.fitting(["One. " + words, "Two."]) == "One. Or: Two."
 
 
 def test_on_a_device_a_longest_document_that_is_too_short_is_asserted(asserted):
@@ -352,9 +351,9 @@ def test_on_a_device_every_condition_is_part_of_the_assertion(monkeypatch):
 @pytest.mark.parametrize("ends", [(0, 3, 2, 6), (0, 5, 1, 6), (1, 3, 6), (0, 3, 5)])
 def test_in_a_graph_ends_that_fall_or_do_not_fit_fail_the_assertion(monkeypatch, ends):
     failed = []
-    for module in (stated, device):
+    for module in (stated, tensors):
         monkeypatch.setattr(module, "compiling", lambda: True)
-    monkeypatch.setattr(device, "assert_async", lambda held, message: failed.append(message) if not held else None)
+    monkeypatch.setattr(tensors, "assert_async", lambda held, message: failed.append(message) if not held else None)
     from_cu_seqlens(ints(0, 3, 6), 3, (1, 6))
     assert failed == []
     from_cu_seqlens(ints(*ends), 6, (1, 6))

@@ -245,7 +245,7 @@ def test_every_way_finds_the_same_padding(ids):
 def test_a_device_is_read_again_only_for_such_ids(monkeypatch):
     """The meta device has no values; they are put in where the host reads them."""
     answers = [torch.tensor(found) for found in ([3, 5, -1, 4], [4, 5, -1, 4], [3, 5, 0, 4])]
-    monkeypatch.setattr(find.devices, "read", lambda tensor: answers.pop(0).numpy())
+    monkeypatch.setattr(find.tensors, "read", lambda tensor: answers.pop(0).numpy())
     ids = torch.empty(1, 12, dtype=torch.int64, device="meta")
     assert len(find.from_positions(ids, ids.device, False)) == 4
     assert len(find.from_positions(ids, ids.device, False)) == 3 and not answers

@@ -22,7 +22,7 @@ from torch.nn.functional import cross_entropy
 
 import fa2patch
 from compat_matrix.check.compare import GRADIENT_TOLERANCE, assert_close, assert_same_gradients
-from fa2patch.documents import device
+from fa2patch.documents import tensors
 from fa2patch.errors import BadBatch, LayerNotPatchable, PackingNotIsolated, StaysPadded
 
 SIZES = {
@@ -221,8 +221,8 @@ def test_a_later_batch_with_labels_on_padding() -> None:
 
 def test_labels_need_no_read_of_their_own(monkeypatch: pytest.MonkeyPatch) -> None:
     model, batch = patched(model_of("Llama", "ForCausalLM"), padded_batches=True, prove=False), batch_of()
-    read, reads = device.read, []
-    monkeypatch.setattr(device, "read", lambda tensor: reads.append(tensor.shape) or read(tensor))
+    read, reads = tensors.read, []
+    monkeypatch.setattr(tensors, "read", lambda tensor: reads.append(tensor.shape) or read(tensor))
     model(**batch)
     without = len(reads)
     model(**batch, labels=as_labels(batch))

@@ -17,7 +17,7 @@ from compat_matrix import tiny_models
 from compat_matrix.check.compare import GRADIENT_TOLERANCE, assert_close
 from compat_matrix.check.rows import alone, documents, pack
 from fa2patch import errors
-from fa2patch.documents import device
+from fa2patch.documents import tensors
 from fa2patch.documents.boundaries import Boundaries
 from fa2patch.kernels import grouping
 from fa2patch.kernels.picks import BATCHES, DOCUMENTS, WHOLE_ROW
@@ -308,10 +308,10 @@ def test_on_a_cpu_no_whole_row_is_tried(mask):
 def test_nothing_is_read_where_a_whole_row_is_taken_and_lengths_once_for_batches(takes, monkeypatch, any_device):
     mask, hidden = packed((5, 4, 5))
     layers = [Running(kernel=keeps_apart if takes is WHOLE_ROW else None) for _ in range(2)]
-    reads, read = [], device.read
+    reads, read = [], tensors.read
     for at in range(2):
         if at:
-            monkeypatch.setattr(device, "read", lambda tensor: reads.append(1) or read(tensor))
+            monkeypatch.setattr(tensors, "read", lambda tensor: reads.append(1) or read(tensor))
         mask.boundaries = Boundaries(mask.boundaries.cu_seqlens, 5)  # as the collator's lengths give them
         for layer in layers:
             layer.shapes.clear()

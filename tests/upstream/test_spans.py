@@ -10,7 +10,7 @@ import transformers
 import fa2patch
 from compat_matrix.check.compare import assert_close
 from fa2patch import errors
-from fa2patch.documents import device
+from fa2patch.documents import tensors
 from fa2patch.documents.boundaries import Boundaries
 from fa2patch.upstream import masks
 from fa2patch.upstream.facts import Facts
@@ -203,11 +203,11 @@ def test_verify_knows_the_spans(family):
 def test_spans_are_read_at_most_once(family, monkeypatch):
     model, row = cases.build(family), cases.packed(cases.documents(family))
     reads = []
-    read = device.read
+    read = tensors.read
     with fa2patch.apply(model):
         model(**row, use_cache=False)
-        monkeypatch.setattr(device, "read", lambda tensor: reads.append(tensor) or read(tensor))
-        monkeypatch.setattr(device, "require", lambda *given: None)
+        monkeypatch.setattr(tensors, "read", lambda tensor: reads.append(tensor) or read(tensor))
+        monkeypatch.setattr(tensors, "require", lambda *given: None)
         model(**row, use_cache=False)
     spans = [tensor for tensor in reads if tensor.numel() > row["input_ids"].numel() + 1]
     assert len(spans) <= 1  # none for the reference on a CPU, if no layer has a window

@@ -1,15 +1,97 @@
-"""Checks of the arguments that describe documents: types, dtypes and shapes. Each check is made once."""
+"""What is asked of a batch's tensors: types and shapes, and values by a read or by an assertion on the device."""
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Iterable
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 
-from ..errors import BadCuSeqlens, BadPositionIds, BoundaryConflict
+from .._torch import compiling
+from ..errors import BadCuSeqlens, BadPositionIds, BoundaryConflict, PackingNotIsolated
 
 _INTEGERS = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)
+
+
+def read(tensor: torch.Tensor) -> NDArray[Any]:
+    """The tensor's values on the host. Every read of boundaries from the device goes through this function.
+
+    Raises:
+        PackingNotIsolated: the tensor has no values, or several, because it stands for those of other batches.
+    """
+    try:
+        return tensor.detach().cpu().numpy()
+    except Exception as error:
+        wrapped = torch._C._functorch.is_functorch_wrapped_tensor(tensor)
+        if type(tensor) in (torch.Tensor, torch.nn.Parameter) and not wrapped:
+            raise
+        raise PackingNotIsolated(
+            "a batch says where documents start, and its values cannot be read here: its tensors stand for others "
+            f"({type(error).__name__} of a {type(tensor).__name__}), as under FakeTensorMode, aot_function and "
+            "torch.func.vmap over batches. Take the patch off for this: fa2patch.revert(model). torch.compile looks at "
+            "every batch."
+        ) from error
+
+
+def largest(numbers: torch.Tensor) -> int:
+    """The largest of some integers. This reads from the device once."""
+    return int(read(numbers).max())
+
+
+LONGEST = 254
+"""The characters that the message of an assertion on a CUDA device may have: torch raises an error for more."""
+
+CUT = "... The same batch on a CPU says all."
+
+
+def assert_async(held: torch.Tensor, message: str) -> None:
+    """Assert on the device, without a synchronisation. The message has at most :data:`LONGEST` characters."""
+    torch.ops.aten._assert_async.msg(held, message)
+
+
+def fitting(messages: Iterable[str]) -> str:
+    """Return the text of one assertion for several messages: all of them, or what fits of their first sentences."""
+    different = list(dict.fromkeys(messages))
+    whole = " Or: ".join(different)
+    if len(whole) <= LONGEST:
+        return whole
+    first = " Or: ".join(message.partition(". ")[0].rstrip(".") + "." for message in different)
+    return first if len(first) <= LONGEST else first[: LONGEST - len(CUT)] + CUT
+
+
+class Check(NamedTuple):
+    """What must be True, a bool tensor without dimensions, and the error with ``{}`` in the place of each number."""
+
+    held: torch.Tensor
+    error: type[Exception]
+    message: str
+    numbers: tuple[int, ...] = ()
+
+
+def require(held: torch.Tensor, error: type[Exception], message: str, *numbers: int) -> None:
+    """Make one :class:`Check`."""
+    require_all([Check(held, error, message, numbers)])
+
+
+def require_all(checks: list[Check]) -> None:
+    """Raise the error of the first condition that does not hold, on a CPU.
+
+    On other devices, and in a compiled graph on every device, all conditions are one assertion, because each assertion
+    is a launch. Its text names all conditions.
+    """
+    if compiling():  # a number in the message would become a constant of the graph
+        texts = [check.message.format(*["(given)"] * len(check.numbers)) for check in checks]
+    elif checks[0].held.device.type != "cpu":
+        texts = [check.message.format(*check.numbers) for check in checks]
+    else:
+        for check in checks:
+            if not bool(read(check.held)):
+                raise check.error(check.message.format(*check.numbers))
+        return
+    held = [check.held for check in checks]
+    assert_async(torch.stack(held).all() if len(held) > 1 else held[0], fitting(texts))
 
 
 def check_position_ids(position_ids: Any, shape: tuple[int, int] | None = None) -> None:
@@ -33,23 +115,6 @@ def check_position_ids(position_ids: Any, shape: tuple[int, int] | None = None) 
         raise BadPositionIds(
             f"position_ids: expected [{shape[0]}, {shape[1]}] as the batch's ids, found {list(found)}. "
             "One position id is needed for each token."
-        )
-
-
-def require_no_wrap(dtype: torch.dtype, largest: int, counted: int) -> None:
-    """Raise :class:`BadPositionIds` if a document of a packed row has as many tokens as its ids' dtype can count.
-
-    Behind that, the ids of a longer document begin again, as if another one started.
-
-    Args:
-        dtype: the dtype of the ids.
-        largest: the largest id.
-        counted: the tokens of the longest document, and the position id of its first token.
-    """
-    if torch.iinfo(dtype).bits < 32 and largest == torch.iinfo(dtype).max < counted:
-        raise BadPositionIds(
-            f"position_ids: expected a dtype that holds the ids of the longest document, found {dtype} and ids up to "
-            f"{largest}, which is its largest number: longer documents would restart behind it. Make the ids as int64."
         )
 
 
@@ -88,14 +153,6 @@ def check_mask(attention_mask: torch.Tensor, shape: tuple[int, int]) -> None:
         raise BoundaryConflict(
             f"attention_mask: expected [{shape[0]}, {shape[1]}], found {list(attention_mask.shape)}."
         )
-
-
-def added_to_logits(found: str) -> str:
-    """Return the text of the error for a 2-D mask with negative numbers beside a packed row."""
-    return (
-        f"attention_mask: expected zeros for padding and ones, or document numbers, found {found}. A mask that is "
-        "added to logits cannot go with a packed row: leave it out."
-    )
 
 
 def check_readable(name: str, tensor: torch.Tensor, error: type[Exception]) -> None:

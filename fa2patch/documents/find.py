@@ -94,10 +94,7 @@ def recognise(
         if is_plain(position_ids, attention_mask, seq_idx) and device.type != "meta":
             return from_positions(position_ids.reshape(-1, shape[1]).expand(shape), device, always, first_position)
     given = _read(shape, device, position_ids, attention_mask, seq_idx)
-    if given is None:
-        return None
-    if given.mask is not None and given.mask.min() < 0:
-        _require_dense(given, given.mask, only_certain)
+    if given is None or _added_to_logits(given, only_certain):
         return None
     starts = _starts(given, only_certain, first_position, training)
     packed = _several(starts)
@@ -189,8 +186,11 @@ def _first(wrong: Flags) -> str:
     return f"row {row}, token {token}"
 
 
-def _require_dense(given: _Given, mask: Ids, only_certain: bool) -> None:
-    """Refuse a packed batch with negative numbers in its mask, because such a mask is added to logits."""
+def _added_to_logits(given: _Given, only_certain: bool) -> bool:
+    """Whether the mask has negative numbers, because it is added to logits. In a packed batch that is an error."""
+    mask = given.mask
+    if mask is None or mask.min() >= 0:
+        return False
     if (mask == _MERGED).any():
         raise BoundaryConflict(
             "attention_mask: expected document numbers that its dtype can tell apart, found one at "
@@ -200,6 +200,7 @@ def _require_dense(given: _Given, mask: Ids, only_certain: bool) -> None:
         )
     if mask.max() > 1 or _several(_starts(replace(given, mask=None), only_certain)):
         raise BoundaryConflict(added_to_logits(f"something else at {_first(mask < 0)}"))
+    return True
 
 
 def added_to_logits(found: str) -> str:

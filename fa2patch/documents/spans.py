@@ -65,9 +65,8 @@ def last_seen(
     starts = (token == 0) | (document != document[before])
     first = starts | (numbers != numbers[before])
     block = torch.where(inside, (document << 32) + numbers, -1 - token)  # a number for each block and each other token
-    several = block.sort().values.diff() != 0
     require(
-        several.sum() + 1 - (block < 0).sum() == (first & inside).sum(),
+        (block.sort().values.diff() != 0).sum() + 1 - (block < 0).sum() == (first & inside).sum(),
         PackingNotIsolated,
         "tokens that see each other in both directions (a picture, or a prefix) are in two pieces of one document, and "
         "others are between them, which packed attention has no way to say. Let them stand side by side, or train "

@@ -88,7 +88,7 @@ def from_cu_seqlens(
     require_all(checks + _agreement(cu, shape, position_ids, attention_mask))
     if parents is not None:
         parents = _require_tree(cu, parents, shape, position_ids, attention_mask)
-    stated = Boundaries(cu, longest or 0, parents=parents)
+    stated = Boundaries(cu, 0 if longest is None else longest, parents=parents)
     if longest is None:
         stated.max_seqlen = max(stated.lengths)
     return stated
@@ -191,20 +191,7 @@ def _require_tree(
     attention_mask: torch.Tensor | None,
 ) -> torch.Tensor:
     """Require that parents describe a tree of the segments of ``cu``, and return them as int32 on its device."""
-    segments = cu.shape[0] - 1
-    if not is_integers(parents) or parents.dim() == 0 or parents.numel() != segments:
-        raise BadParents(
-            f"segment_parents: expected one integer for each of the {segments} segments of cu_seq_lens, found "
-            f"{described(parents)}."
-        )
-    given = parents.flatten().to(cu.device, torch.int64)
-    number = torch.arange(segments, device=cu.device)
-    require(
-        ((given >= -1) & (given < number)).all(),
-        BadParents,
-        "segment_parents: expected for each segment the number of an earlier one, or -1. Put a prompt in front of what "
-        "continues it.",
-    )
+    given = _earlier(cu, parents)
     starts, ends = cu[:-1].long(), cu[1:].long()
     has, parent = given >= 0, given.clamp(min=0)
     require(
@@ -224,6 +211,25 @@ def _require_tree(
         ids = axes_of(position_ids).to(cu.device, torch.int64)
         _require_ids_go_on(ids.expand(len(ids), *shape).flatten(1), has, starts, ends, parent)
     return given.to(torch.int32)
+
+
+def _earlier(cu: torch.Tensor, parents: torch.Tensor) -> torch.Tensor:
+    """The parents as int64 on the device of ``cu``. Each must be -1, or the number of an earlier segment."""
+    segments = cu.shape[0] - 1
+    if not is_integers(parents) or parents.dim() == 0 or parents.numel() != segments:
+        raise BadParents(
+            f"segment_parents: expected one integer for each of the {segments} segments of cu_seq_lens, found "
+            f"{described(parents)}."
+        )
+    given = parents.flatten().to(cu.device, torch.int64)
+    number = torch.arange(segments, device=cu.device)
+    require(
+        ((given >= -1) & (given < number)).all(),
+        BadParents,
+        "segment_parents: expected for each segment the number of an earlier one, or -1. Put a prompt in front of what "
+        "continues it.",
+    )
+    return given
 
 
 def _require_ids_go_on(

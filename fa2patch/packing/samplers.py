@@ -112,6 +112,7 @@ class PackedBatchSampler(Sampler[list[int]]):
 
     batch_size = None  # for accelerate: the number of examples differs between batches
     drop_last = False  # for accelerate: it must not drop any of these batches
+    _made: tuple[int, Epoch] | None = None
 
     def __init__(
         self,
@@ -139,13 +140,11 @@ class PackedBatchSampler(Sampler[list[int]]):
             raise PackingError(f"attention_cost: expected a number from 0 (tokens only), found {attention_cost!r}.")
         if window < 1:
             raise PackingError(f"window: expected at least one step, found {window}.")
-        self.epoch = 0
         self._asked: dict[str, Any] = {"max_tokens": max_tokens, "strategy": strategy, "too_long": too_long}
-        self._attention_cost = float(attention_cost)
-        self._batch_size, self._seed, self._window, self._drop_last = batch_size, seed, window, drop_last
-        self._resume = self._step = self._first = 0
+        self._attention_cost, self._window, self._drop_last = float(attention_cost), window, drop_last
+        self._batch_size, self._seed = batch_size, seed
+        self.epoch = self._resume = self._step = self._first = 0
         self.dropped = plan(self.lengths, batch_size=batch_size, seed=None, **self._asked).dropped
-        self._made: tuple[int, Epoch] | None = None
 
     @property
     def sampler(self) -> PackedBatchSampler:

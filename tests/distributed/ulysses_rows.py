@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import os
+import sys
 from collections.abc import Callable
+from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 os.environ.setdefault("DS_ACCELERATOR", "cpu")
@@ -25,6 +28,13 @@ except ModuleNotFoundError:
 IGNORED = -100
 
 TAKES_FLEX = deepspeed is not None and tuple(map(int, deepspeed.__version__.split(".")[:2])) >= (0, 19)
+
+_WRAPPER = """
+def wrapping(held):
+    def uattn_wrapper(*args, **kwargs):
+        raise AssertionError(f"a packed batch was given to {held}")
+    return uattn_wrapper
+"""
 
 _FUNCTIONS = {name: ALL_ATTENTION_FUNCTIONS[name] for name in ALL_ATTENTION_FUNCTIONS}
 
@@ -50,12 +60,15 @@ def register(model: Any, processes: int, rows: int = 1) -> Any:
 
 
 def _look_alike(implementation: str) -> None:
+    """Register a function that is told from a user's own by the file that defines it, which lies in DeepSpeed."""
+    package = ModuleType("deepspeed")
+    package.__file__ = "/packages/deepspeed/__init__.py"
+    sys.modules.setdefault("deepspeed", package)
+    home = Path(package.__file__).parent / "runtime" / "sequence_parallel" / "ulysses_sp.py"
+    defined: dict[str, Any] = {"__name__": "deepspeed.runtime.sequence_parallel.ulysses_sp"}
     held = type("UlyssesSPAttentionHF", (), {"process_group": dist.group.WORLD, "disable_in_eval": False})()
-
-    def uattn_wrapper(*args: Any, **kwargs: Any) -> None:
-        raise AssertionError(f"a packed batch was given to {held}")
-
-    uattn_wrapper.__module__ = "deepspeed.runtime.sequence_parallel.ulysses_sp"
+    exec(compile(_WRAPPER, str(home), "exec"), defined)
+    uattn_wrapper = defined["wrapping"](held)
     ALL_ATTENTION_FUNCTIONS[implementation] = uattn_wrapper
 
 

@@ -187,12 +187,8 @@ def _lock_of_dynamo() -> Any:
     return next((lock for lock in (getattr(home, "compile_lock", None) for home in homes) if lock is not None), None)
 
 
-def _out_of_memory() -> tuple[type[BaseException], ...]:
-    kinds = (getattr(home, "OutOfMemoryError", None) for home in (torch, torch.cuda))  # the former from 2.5 on
-    return tuple(kind for kind in kinds if isinstance(kind, type))
-
-
-_INTERRUPTED: tuple[type[BaseException], ...] = (MemoryError, InterruptedError, *_out_of_memory())
+_OUT_OF_MEMORY = getattr(torch, "OutOfMemoryError", None) or torch.cuda.OutOfMemoryError  # the former from 2.5 on
+_INTERRUPTED = (MemoryError, InterruptedError, _OUT_OF_MEMORY)
 _NO_MEMORY = ("out of memory", "can't allocate memory", "not enough memory", "_STATUS_ALLOC_FAILED")
 """Messages of CUDA, ROCm, MPS and XPU, of torch's CPU allocator, and of cuBLAS and related libraries. Triton's "out of
 resource: shared memory" is not among them: it depends on the kernel's size, so another try would fail as well."""

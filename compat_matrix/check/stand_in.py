@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from fa2patch.kernels import Options
-from fa2patch.kernels.reference_math import Call, attend
+from fa2patch.kernels.reference import Call, attend
 
 _QUESTIONS = (
     "is_flash_attn_available", "is_flash_attn_2_available", "is_flash_attn_greater_or_equal_2_10",

@@ -43,7 +43,6 @@ class TorchVarlen(Kernel):
     GATHERS = False
 
     def available(self) -> tuple[bool, str]:
-        """Whether torch has the operator and a suitable GPU, and the reason if not."""
         return _flash_runs()
 
     def features(self) -> frozenset[str]:
@@ -128,10 +127,9 @@ class _CudaFlash(NamedTuple):
 
     def backward(
         self, grad: torch.Tensor, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, output: torch.Tensor,
-        lse: torch.Tensor, level: Level, causal: bool, kept: tuple[torch.Tensor, ...], of_keys: torch.Tensor,
-        of_values: torch.Tensor,
-    ) -> torch.Tensor:  # fmt: skip
-        """Compute the gradient of q, and add those of k and v to ``of_keys`` and ``of_values``."""
+        lse: torch.Tensor, level: Level, causal: bool, kept: tuple[torch.Tensor, ...],
+    ) -> tuple[torch.Tensor, ...]:  # fmt: skip
+        """Compute the gradients of q, k and v."""
         state, unused, *padded = kept
         if padded:
             segment, place = _places(level, q.shape[0])
@@ -139,14 +137,11 @@ class _CudaFlash(NamedTuple):
             of_operator[segment, :, place] = lse.to(of_operator.dtype)
         else:
             of_operator = lse.transpose(0, 1).contiguous()
-        of_queries: torch.Tensor
-        of_queries, keys, values = getattr(torch.ops.aten, _FLASH_BACKWARD).default(
+        gradients: tuple[torch.Tensor, ...] = getattr(torch.ops.aten, _FLASH_BACKWARD).default(
             grad, q, k, v, output, of_operator, level.cu_seqlens, self.cu_seqlens, level.max_seqlen, self.max_seqlen,
             self.dropout, causal, state, unused, **self.more,
         )  # fmt: skip
-        of_keys += keys
-        of_values += values
-        return of_queries
+        return gradients
 
 
 def _places(level: Level, queries: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -180,14 +175,12 @@ class Efficient(Kernel):
         return True
 
     def available(self) -> tuple[bool, str]:
-        """Whether torch has the operator and finds a CUDA device, and the reason if not."""
         return _efficient_runs()
 
     @uncompiled
     def attend(
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, boundaries: Boundaries, options: Options, scale: float
     ) -> torch.Tensor:
-        """Call the operator's forward."""
         groups = q.shape[1] // k.shape[1]
         if groups > 1:
             k, v = k.repeat_interleave(groups, 1), v.repeat_interleave(groups, 1)
@@ -241,19 +234,18 @@ class CpuFlash(NamedTuple):
 
     def backward(
         self, grad: torch.Tensor, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, output: torch.Tensor,
-        lse: torch.Tensor, level: Level, causal: bool, kept: tuple[torch.Tensor, ...], of_keys: torch.Tensor,
-        of_values: torch.Tensor,
-    ) -> torch.Tensor:  # fmt: skip
-        """Compute the gradient of q, and add those of k and v to ``of_keys`` and ``of_values``."""
-        of_queries = torch.zeros_like(q)
+        lse: torch.Tensor, level: Level, causal: bool, kept: tuple[torch.Tensor, ...],
+    ) -> tuple[torch.Tensor, ...]:  # fmt: skip
+        """Compute the gradients of q, k and v."""
+        gradients = tuple([torch.zeros_like(x) for x in (q, k, v)])
         operator = getattr(torch.ops.aten, f"{_CPU_FLASH}_backward").default
         for queries, keys in self._segments(level):
             states = map(_heads_first, (grad[queries], q[queries], k[keys], v[keys], output[queries]))
             of_lse = lse[queries].transpose(0, 1)[None]
             found = operator(*states, of_lse, 0.0, causal, scale=self.scale)
-            for made, at, of_segment in zip((of_queries, of_keys, of_values), (queries, keys, keys), found):
+            for made, at, of_segment in zip(gradients, (queries, keys, keys), found):
                 made[at] += of_segment[0].transpose(0, 1)
-        return of_queries
+        return gradients
 
     def _segments(self, level: Level) -> Iterator[tuple[slice, slice]]:
         """The queries and the keys of each segment that has both."""

@@ -24,9 +24,8 @@ class Varlen(Protocol):
     """A kernel's forward with the log-sum-exp, and its backward. The keys are those of the batch's segments.
 
     ``forward`` gets the queries of a level. It returns the output ``[queries, heads, dim]``, the log-sum-exp
-    ``[queries, heads]`` and ``kept``, what the backward needs. ``backward`` returns the gradient of q, and adds those
-    of k and v to its last two arguments. If ``causal``, a query sees the keys up to its own token, else all of its
-    segment's keys.
+    ``[queries, heads]`` and ``kept``, what the backward needs. ``backward`` returns the gradients of q, k and v. If
+    ``causal``, a query sees the keys up to its own token, else all of its segment's keys.
     """
 
     def forward(
@@ -35,9 +34,8 @@ class Varlen(Protocol):
 
     def backward(
         self, grad: torch.Tensor, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, output: torch.Tensor,
-        lse: torch.Tensor, level: Level, causal: bool, kept: tuple[torch.Tensor, ...], of_keys: torch.Tensor,
-        of_values: torch.Tensor,
-    ) -> torch.Tensor: ...  # fmt: skip
+        lse: torch.Tensor, level: Level, causal: bool, kept: tuple[torch.Tensor, ...],
+    ) -> tuple[torch.Tensor, ...]: ...  # fmt: skip
 
 
 def levels_of(boundaries: Boundaries) -> list[Level]:
@@ -88,9 +86,10 @@ class Cascade(torch.autograd.Function):
         of_queries, of_keys, of_values = (torch.zeros_like(x) for x in (q, k, v))
         for number, (level, kept) in enumerate(zip(ctx.levels, ctx.kept)):
             at, causal, own, rest = level.tokens, ctx.causal and number == 0, tuple(rest[:kept]), rest[kept:]
-            of_queries[at] += ctx.varlen.backward(
-                grad[at], q[at], k, v, output[at], lse[at], level, causal, own, of_keys, of_values
-            )
+            found = ctx.varlen.backward(grad[at], q[at], k, v, output[at], lse[at], level, causal, own)
+            of_queries[at] += found[0]
+            of_keys += found[1]
+            of_values += found[2]
         of_sinks = None
         if sinks is not None:
             drawn = (grad.to(lse.dtype) * output).sum(-1)

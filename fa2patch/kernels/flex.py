@@ -32,7 +32,6 @@ class Flex(Kernel):
     MASKS = True
 
     def available(self) -> tuple[bool, str]:
-        """Whether torch has FlexAttention, a device for it and Triton, and the reason if not."""
         return _runs()
 
     def takes(self, head_dim: int, value_dim: int) -> bool:
@@ -48,7 +47,6 @@ class Flex(Kernel):
     def attend(
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, boundaries: Boundaries, options: Options, scale: float
     ) -> torch.Tensor:
-        """Call the compiled functions."""
         layout = (q.device, options.causal, options.window, boundaries.parents is None, boundaries.until is None)
         states = (q.dtype, *q.shape[1:], *v.shape[1:], torch.is_grad_enabled(), scale, options.softcap)
         without = (options.alibi_slopes is None, options.sinks is None)

@@ -144,56 +144,48 @@ class _Taken(torch.autograd.Function):
         return _put(grads[0], ctx.places, ctx.length), None
 
 
-class Documents(Batches):
-    """The documents of a batch in the calls of the attention formula.
+def shared_calls(boundaries: Boundaries, width: int, causal: bool) -> tuple[Batches, Sequence[torch.Tensor | None]]:
+    """The documents of a batch, or the segments of a tree, in the calls of attention. They are made once in a forward.
 
-    Attributes:
-        last: for each call the index of the last key that each query sees, int64 ``[documents, length]``; None if the
-            options say it.
-    """
-
-    last: Sequence[torch.Tensor | None] = ()
-    keys = Batches.split  # a document's queries see its own keys
-    summed = Batches.join  # the gradient of what `keys` splits
-
-
-def documents_of(boundaries: Boundaries, width: int, causal: bool) -> Documents:
-    """The documents of a batch in their calls. Their lengths are read on the host. Empty ones are left out.
-
-    They are made once in a forward.
+    Lengths are read on the host. Empty documents are left out, and each segment has a call of its own.
 
     Args:
         boundaries: the batch's boundaries.
         width: the number of query heads times the head dimension.
         causal: whether a query sees no later key, spans excepted. If not, padding must be masked.
+
+    Returns:
+        The calls, and for each the index of the last key that each query sees, int64 ``[documents, length]``, or None
+        if the options say it.
     """
-    kind = (documents_of, width, causal)
-    if kind not in boundaries.made:
+    kind, tree = (shared_calls, width, causal), boundaries.tree
+    if kind not in boundaries.made and tree is not None:
+        boundaries.made[kind] = Batches(tree.lengths), [None] * len(tree.lengths)
+    elif kind not in boundaries.made:
         lengths, device = tuple(length for length in boundaries.lengths if length), boundaries.cu_seqlens.device
-        shared = Documents(lengths, batches(lengths, SCORES, power=2), device)
-        last = _last_keys(shared, boundaries, causal)
+        calls = Batches(lengths, batches(lengths, SCORES, power=2), device)
+        last = _last_keys(calls, boundaries, causal)
         masks = 0 if causal else sum(mask is not None for mask in last)
-        saved = len(lengths) - len(shared.shapes) - masks - 2
-        if shared.places is not None and saved * MOVED < width * sum(lengths):
-            shared = Documents(lengths)
-            last = _last_keys(shared, boundaries, causal)
-        shared.last = last
-        boundaries.made[kind] = shared
-    found: Documents = boundaries.made[kind]
+        saved = len(lengths) - len(calls.shapes) - masks - 2
+        if calls.places is not None and saved * MOVED < width * sum(lengths):
+            calls = Batches(lengths)
+            last = _last_keys(calls, boundaries, causal)
+        boundaries.made[kind] = calls, last
+    found: tuple[Batches, Sequence[torch.Tensor | None]] = boundaries.made[kind]
     return found
 
 
-def _last_keys(documents: Documents, boundaries: Boundaries, causal: bool) -> list[torch.Tensor | None]:
+def _last_keys(calls: Batches, boundaries: Boundaries, causal: bool) -> list[torch.Tensor | None]:
     """The index of the last key that each query sees. Padding sees itself: a window may hide all before it."""
     cu, until, device = boundaries.cu_seqlens, boundaries.until, boundaries.cu_seqlens.device
     if causal and until is not None:
-        pieces = documents.split((until - cu[document_of(cu, len(until))]).long())
+        pieces = calls.split((until - cu[document_of(cu, len(until))]).long())
         return [torch.maximum(piece, torch.arange(piece.shape[1], device=device)) for piece in pieces]
     found: list[torch.Tensor | None] = []
-    for batch, (_, longest) in zip(documents.batches, documents.shapes):
-        if causal or documents.lengths[batch[-1]] == longest:
+    for batch, (_, longest) in zip(calls.batches, calls.shapes):
+        if causal or calls.lengths[batch[-1]] == longest:
             found.append(None)
         else:
-            ends = torch.tensor([documents.lengths[at] - 1 for at in batch])[:, None]
+            ends = torch.tensor([calls.lengths[at] - 1 for at in batch])[:, None]
             found.append(torch.maximum(ends, torch.arange(longest)).to(device))
     return found

@@ -146,10 +146,8 @@ def named(name: str | Kernel) -> Kernel:
     raise UnknownKernel(f"kernel={name!r}: expected one of 'auto', {names}, or 'hub:org/name'.")
 
 
-@lru_cache(maxsize=8)
-def _of_hub(source: str) -> Kernel:
-    """Return the same kernel object for a source each time, because results of trials are cached by kernel."""
-    return Hub(source)
+_of_hub = lru_cache(maxsize=8)(Hub)
+"""The same kernel object for a source each time, because results of trials are cached by kernel."""
 
 
 def check_name(name: str | Kernel) -> None:
@@ -291,10 +289,6 @@ class Tried(NamedTuple):
     able: bool
     why: str
 
-    def holds_for(self, sizes: Sequence[int]) -> bool:
-        """Whether the verdict holds for calls of these sizes. What fails once is not tried again."""
-        return not self.able or all(size <= known for size, known in zip(sizes, self.sizes))
-
 
 class Picks:
     """The kernels of a patched model, chosen once for every kind of call. ``Patch.layers`` shows them.
@@ -343,8 +337,8 @@ class Picks:
         """
         known = self._tried.setdefault(module, {})
         before = known.get(kind)
-        if before is None or not before.holds_for(sizes):
-            largest = sizes if before is None else tuple(map(max, sizes, before.sizes))
+        largest = sizes if before is None else tuple(map(max, sizes, before.sizes))
+        if before is None or (before.able and largest != before.sizes):  # what fails once is not tried again
             known[kind] = Tried(largest, *trial())
         return known[kind]
 

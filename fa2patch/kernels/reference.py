@@ -1,4 +1,8 @@
-"""The reference, which every other kernel is compared with: :mod:`.reference_math` on every device and dtype.
+"""The reference, which every other kernel is compared with: attention by its definition, in pure torch.
+
+Plain attention over a document is one call of ``scaled_dot_product_attention``, which has a flash kernel on a CPU too.
+Windows, softcap, ALiBi, sinks and dropout are computed by the plain formula, in float32 or float64. The cost grows with
+the sum of the squared document lengths. Short documents share a call (:mod:`.grouping`).
 
 While a graph is captured, it is the operator ``fa2patch::reference``, so that a compiled model has no graph break. This
 needs ``torch.library.custom_op``, which torch has from 2.4 on. With older versions the graph breaks at each layer.
@@ -12,7 +16,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Iterator
 from dataclasses import replace
-from typing import Any, Callable
+from typing import Any, Callable, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -21,8 +25,8 @@ from .._torch import HAS_OPERATORS, compiling, uncompiled
 from ..documents.boundaries import Boundaries
 from .aten import CpuFlash
 from .cascade import Cascade, levels_of
+from .grouping import shared_calls
 from .protocol import FEATURES, Kernel, Options
-from .reference_math import Call, attention_weights, divided, heads_first, over_documents
 
 
 class Reference(Kernel):
@@ -41,81 +45,126 @@ class Reference(Kernel):
     FEATURES = frozenset(FEATURES)
 
     def available(self) -> tuple[bool, str]:
-        """Always ``(True, "")``."""
         return True, ""
 
     def attend(
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, boundaries: Boundaries, options: Options, scale: float
     ) -> torch.Tensor:
-        """Run the operator while a graph is captured, else the formula."""
         if compiling() and operator is not None:
             return operator(q, k, v, boundaries, options, scale)
-        return _eagerly(q, k, v, boundaries, replace(options, scale=scale))
+        return over_documents(q, k, v, boundaries, replace(options, scale=scale))
+
+
+class Call(NamedTuple):
+    """The states of the documents that are computed at once, all of the same length.
+
+    Attributes:
+        queries: ``[documents, queries, query heads, head dim]``. The last query is at the last key.
+        keys: ``[documents, length, key heads, head dim]``.
+        values: ``[documents, length, key heads, value dim]``.
+        last: the index of the last key that each query sees, int64 ``[documents, queries]``. None if the options
+            say which keys a query sees.
+    """
+
+    queries: torch.Tensor
+    keys: torch.Tensor
+    values: torch.Tensor
+    last: torch.Tensor | None = None
 
 
 @uncompiled
-def _eagerly(
+def over_documents(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, boundaries: Boundaries, options: Options
 ) -> torch.Tensor:
-    if boundaries.tree is None or not CpuFlash.takes(q, k, v, options):
-        return over_documents(q, k, v, boundaries, options)
-    assert options.scale is not None
-    flash = CpuFlash(boundaries.tree.lengths, options.scale)
-    output: torch.Tensor = Cascade.apply(  # type: ignore[no-untyped-call]
-        q, k, v, options.sinks, True, levels_of(boundaries), flash
-    )
-    return output
+    """Attention within documents ``[tokens, query heads, value dim]``. Their lengths are read on the host."""
+    tree = boundaries.tree
+    if tree is not None and CpuFlash.takes(q, k, v, options):
+        assert options.scale is not None
+        flash = CpuFlash(tree.lengths, options.scale)
+        output: torch.Tensor = Cascade.apply(  # type: ignore[no-untyped-call]
+            q, k, v, options.sinks, True, levels_of(boundaries), flash
+        )
+        return output
+    sinks, slopes = options.sinks, options.alibi_slopes
+    if sinks is not None or slopes is not None:
+        exact = torch.promote_types(q.dtype, torch.float32)  # in it, their gradients are added up over the calls
+        sinks, slopes = (x if x is None else x.to(exact) for x in (sinks, slopes))
+        options = replace(options, sinks=sinks, alibi_slopes=slopes)
+    calls, last = shared_calls(boundaries, q.shape[1] * q.shape[2], options.causal)
+    if tree is None:
+        states = [calls.split(x) for x in (q, k, v)]
+    else:  # a segment sees the keys of its path
+        segments = range(len(tree.lengths))
+        states = [calls.split(q), *([tree.along(x, segment)[None] for segment in segments] for x in (k, v))]
+    outputs = [attend(call, options).transpose(1, 2) for call in map(Call, *states, last)]
+    return calls.join(outputs) if outputs else q.new_zeros(*q.shape[:2], v.shape[2])
 
 
-def _differentiated(
-    grad: torch.Tensor, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, boundaries: Boundaries, options: Options
-) -> list[torch.Tensor]:
-    """The gradients of q, k, v, and of sinks and slopes if given. Autograd does not reach into an operator."""
-    groups = q.shape[1] // k.shape[1]
-    extras = [x for x in (options.sinks, options.alibi_slopes) if x is not None]
-    of_extras = [x.new_zeros(x.shape, dtype=torch.promote_types(q.dtype, torch.float32)) for x in extras]
-    layout, each_call = divided(q, k, v, boundaries, options)
-    of_calls = zip(each_call, layout.split(grad))
-    pieces = [_of_call(call, of_output, groups, options, of_extras) for call, of_output in of_calls]
-    queries, keys, values = zip(*pieces)
-    whole = [layout.join(queries), layout.summed(keys), layout.summed(values)]
-    whole[1:] = [x.view(x.shape[0], -1, groups, x.shape[2]).sum(2) for x in whole[1:]]
-    of_given = [found.to(given.dtype) for found, given in zip(of_extras, extras)]
-    return [x.to(q.dtype).contiguous() for x in whole] + of_given
+_SHARES_KEYS = "enable_gqa" in (F.scaled_dot_product_attention.__doc__ or "")
+"""True from torch 2.5 on. Before, keys and values are repeated, which is costly with many short documents."""
 
 
-def _of_call(
-    call: Call, of_output: torch.Tensor, groups: int, options: Options, of_extras: list[torch.Tensor]
-) -> list[torch.Tensor]:
-    """The gradients of a call's q, and of its k and v for each query head. Those of sinks and slopes are added up."""
-    assert options.scale is not None, "it is one of the operator's inputs"
-    query, key, value = heads_first(call, groups)
-    weights, distance, capped = attention_weights(query, key, options, call.last)
-    query, key, value, of_output = (x.to(weights.dtype) for x in (query, key, value, of_output.transpose(1, 2)))
-    kept = F.dropout(torch.ones_like(weights), options.dropout) if options.dropout else None
-    of_value = (weights if kept is None else weights * kept).transpose(2, 3) @ of_output
-    of_weights = of_output @ value.transpose(2, 3)
-    of_weights = of_weights if kept is None else of_weights * kept
-    drawn = (of_weights * weights).sum(-1, keepdim=True)
-    of_logits = weights * (of_weights - drawn)
-    extras = iter(of_extras)
-    if options.sinks is not None:
-        next(extras).sub_(((1 - weights.sum(-1)) * drawn[..., 0]).sum((0, 2)))
+def attend(call: Call, options: Options) -> torch.Tensor:
+    """The attention of the documents of a call, or of their last queries to all of their keys.
+
+    Returns:
+        ``[documents, query heads, queries, value dim]`` of the values' dtype.
+    """
+    query, key, value = call.queries.transpose(1, 2), call.keys.transpose(1, 2), call.values.transpose(1, 2)
+    queries, length, groups = query.shape[2], key.shape[2], query.shape[1] // key.shape[1]
+    windowed = options.window is not None and options.window < length
+    special = windowed or options.dropout  # the operator's backward repeats the dropout; sdpa's backends draw others
+    plain = not special and options.softcap is None and options.sinks is None and options.alibi_slopes is None
+    asked: dict[str, Any] = {}
+    if groups > 1 and plain and _SHARES_KEYS:
+        asked["enable_gqa"] = True
+    elif groups > 1:
+        key, value = key.repeat_interleave(groups, 1), value.repeat_interleave(groups, 1)
+    if plain:
+        if call.last is None and (queries in (1, length) or not options.causal):
+            asked["is_causal"] = options.causal and queries > 1
+        else:
+            asked["attn_mask"] = _seen(_distances(queries, length, query.device), options, call.last)
+        return F.scaled_dot_product_attention(query, key, value, scale=options.scale, **asked).to(value.dtype)
+    with torch.autocast(query.device.type, enabled=False):
+        weights = _weights(query, key, options, call.last)
+        weights = F.dropout(weights, options.dropout) if options.dropout else weights
+        return (weights @ value.to(weights.dtype)).to(value.dtype)
+
+
+def _weights(query: torch.Tensor, key: torch.Tensor, options: Options, last: torch.Tensor | None) -> torch.Tensor:
+    """The attention weights ``[documents, heads, queries, length]`` before dropout, in float32 or better.
+
+    ``query`` and ``key`` are ``[documents, heads, queries or length, dim]``, and ``last`` as in :class:`Call`.
+    """
+    assert options.scale is not None, "a kernel's call has settled it, before it pads head dimensions"
+    precision = torch.promote_types(query.dtype, torch.float32)
+    logits = query.to(precision) @ key.to(precision).transpose(-1, -2) * options.scale
+    if options.softcap is not None:
+        logits = options.softcap * torch.tanh(logits / options.softcap)
+    distance = _distances(query.shape[2], key.shape[2], query.device)
     if options.alibi_slopes is not None:
-        next(extras).sub_((of_logits * distance.abs()).sum((0, 2, 3)))
-    of_logits = (of_logits if capped is None else of_logits * (1 - capped.square())) * options.scale
-    return [x.transpose(1, 2) for x in (of_logits @ key, of_logits.transpose(2, 3) @ query, of_value)]
+        logits = logits - options.alibi_slopes.to(precision)[:, None, None] * distance.abs()
+    logits = logits.masked_fill(~_seen(distance, options, last), float("-inf"))
+    if options.sinks is None:
+        return logits.softmax(dim=-1)
+    sink = options.sinks.to(precision)[:, None, None].expand(len(query), -1, query.shape[2], 1)
+    return torch.cat([logits, sink], dim=-1).softmax(dim=-1)[..., :-1]
 
 
-@contextlib.contextmanager
-def _seeded(seed: torch.Tensor | None, device: torch.device) -> Iterator[None]:
-    """Seed dropout, because the backward recomputes the weights and must drop the same ones."""
-    if seed is None:
-        yield
-        return
-    with torch.random.fork_rng([device] if device.type == "cuda" else []):
-        torch.manual_seed(int(seed))
-        yield
+def _distances(queries: int, keys: int, device: torch.device) -> torch.Tensor:
+    """``query index - key index``, int64 ``[queries, keys]``. The last query is at the last key."""
+    index = torch.arange(keys, device=device)
+    return index[keys - queries :, None] - index
+
+
+def _seen(distance: torch.Tensor, options: Options, last: torch.Tensor | None) -> torch.Tensor:
+    """Whether a query sees a key, bool ``[queries, keys]`` or, with ``last``, ``[documents, 1, queries, keys]``."""
+    if last is not None:
+        seen = torch.arange(distance.shape[1], device=distance.device) <= last[:, None, :, None]
+    else:
+        seen = distance >= 0 if options.causal else torch.ones_like(distance, dtype=torch.bool)
+    return seen if options.window is None else seen & (distance.abs() < options.window)
 
 
 _INPUTS = (
@@ -126,28 +175,41 @@ _INPUTS = (
 
 The schema is written out, because torch 2.4 cannot infer it from annotations that are strings.
 """
-_SEED = 5
-"""The place of the seed among the inputs behind q, k and v."""
+
+_DIFFERENTIABLE = (0, 1, 2, 6, 7)
+"""The places of q, k, v, sinks and slopes among the inputs."""
 
 
-def _carried(
-    cu_seqlens: torch.Tensor, parents: torch.Tensor | None, until: torch.Tensor | None, sinks: torch.Tensor | None,
-    slopes: torch.Tensor | None, seed: torch.Tensor | None, *numbers: Any,
-) -> tuple[Boundaries, Options]:  # fmt: skip
-    """The boundaries and the options of the operator's inputs behind q, k and v."""
+def _computed(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, cu_seqlens: torch.Tensor, parents: torch.Tensor | None,
+    until: torch.Tensor | None, sinks: torch.Tensor | None, slopes: torch.Tensor | None, seed: torch.Tensor | None,
+    *numbers: Any,
+) -> torch.Tensor:  # fmt: skip
+    """The output from the operator's inputs. A seed makes the backward drop the weights that the forward dropped."""
     options = replace(Options(*numbers), sinks=sinks, alibi_slopes=slopes)
-    return Boundaries(cu_seqlens, 0, parents=parents, until=until), options
+    boundaries = Boundaries(cu_seqlens, 0, parents=parents, until=until)
+    if seed is None:
+        return over_documents(q, k, v, boundaries, options)
+    with torch.random.fork_rng([q.device] if q.device.type == "cuda" else []):
+        torch.manual_seed(int(seed))
+        return over_documents(q, k, v, boundaries, options)
+
+
+@contextlib.contextmanager
+def _recorded() -> Iterator[None]:
+    """Let autograd record inside an operator, below which torch excludes it."""
+    guard, key = torch._C._SetExcludeDispatchKeyGuard, torch._C.DispatchKey
+    with guard(key.AutogradFunctionality, False), guard(key.ADInplaceOrView, False), torch.enable_grad():
+        yield
 
 
 operator: Callable[..., torch.Tensor] | None = None
 """Called as ``operator(q, k, v, boundaries, options, scale)``, like ``Reference.attend``; None before torch 2.4."""
 
 if HAS_OPERATORS:
-
-    @torch.library.custom_op("fa2patch::reference", mutates_args=(), schema=f"({_INPUTS}) -> Tensor")
-    def _forward(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *more: Any) -> torch.Tensor:
-        with _seeded(more[_SEED], q.device):
-            return over_documents(q, k, v, *_carried(*more))
+    _forward = torch.library.custom_op(
+        "fa2patch::reference", _computed, mutates_args=(), schema=f"({_INPUTS}) -> Tensor"
+    )
 
     @_forward.register_fake
     def _(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *unused: Any) -> torch.Tensor:
@@ -156,26 +218,29 @@ if HAS_OPERATORS:
     @torch.library.custom_op(
         "fa2patch::reference_backward", mutates_args=(), schema=f"(Tensor grad, {_INPUTS}) -> Tensor[]"
     )
-    def _backward(
-        grad: torch.Tensor, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *more: Any
-    ) -> list[torch.Tensor]:
-        with _seeded(more[_SEED], q.device):
-            return _differentiated(grad, q, k, v, *_carried(*more))
+    def _backward(grad: torch.Tensor, *inputs: Any) -> list[torch.Tensor]:
+        """The gradients of q, k, v, and of sinks and slopes if given, from a second run of the forward."""
+        given = list(inputs)
+        for at in _DIFFERENTIABLE:
+            given[at] = None if inputs[at] is None else inputs[at].detach().requires_grad_()
+        with _recorded():
+            output, wanted = _computed(*given), [given[at] for at in _DIFFERENTIABLE if given[at] is not None]
+        return [found.contiguous() for found in torch.autograd.grad(output, wanted, grad)]
 
     @_backward.register_fake
-    def _(grad: torch.Tensor, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *more: Any) -> list[torch.Tensor]:
-        states = [x.new_empty(x.shape) for x in (q, k, v)]
-        return states + [torch.empty_like(x) for x in more[3:5] if x is not None]  # sinks and slopes
+    def _(grad: torch.Tensor, *inputs: Any) -> list[torch.Tensor]:
+        wanted = (inputs[at] for at in _DIFFERENTIABLE)
+        return [x.new_empty(x.shape) for x in wanted if x is not None]
 
     def _save(ctx: Any, inputs: tuple[Any, ...], output: torch.Tensor) -> None:
         ctx.save_for_backward(*inputs[:9])
         ctx.numbers = inputs[9:]
 
     def _gradients(ctx: Any, grad: torch.Tensor) -> tuple[Any, ...]:
-        found = iter(_backward(grad, *ctx.saved_tensors, *ctx.numbers))
-        of_states = [next(found) for _ in range(3)]
-        of_extras = [None if x is None else next(found) for x in ctx.saved_tensors[6:8]]
-        return (*of_states, None, None, None, *of_extras, None, *(None for _ in ctx.numbers))
+        inputs = (*ctx.saved_tensors, *ctx.numbers)
+        found = iter(_backward(grad, *inputs))
+        wanted = [at in _DIFFERENTIABLE and each is not None for at, each in enumerate(inputs)]
+        return tuple([next(found) if each else None for each in wanted])
 
     _forward.register_autograd(_gradients, setup_context=_save)
 

@@ -91,7 +91,6 @@ class VarlenFunc(Kernel):
         return entry_points[self.source]
 
     def available(self) -> tuple[bool, str]:
-        """Whether the build has an entry point, and the reason if not."""
         found = self.found()
         return found.function is not None, found.reason
 
@@ -102,7 +101,6 @@ class VarlenFunc(Kernel):
     def attend(
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, boundaries: Boundaries, options: Options, scale: float
     ) -> torch.Tensor:
-        """Call the entry point."""
         found = self.found()
         assert found.function is not None, "available() was asked"
         extras: dict[str, Any] = {}
@@ -212,7 +210,6 @@ class Hub(VarlenFunc):
             return EntryPoint(None, reason=f"{self.source} does not load ({type(error).__name__}: {error})")
 
     def find(self) -> EntryPoint:
-        """Load the build."""
         if importlib.util.find_spec("kernels") is None:
             return EntryPoint(None, reason="the package kernels is not installed")
         if Path(self.source).is_absolute() or self.source.startswith("./"):

@@ -19,7 +19,7 @@ from ..upstream.calls import passed
 from ..upstream.facts import Facts
 from ..upstream.step import MARK, PADDING, Patched
 from ..upstream.ulysses import row_part
-from . import heads
+from . import head_calls
 from .rows import Layout, packed_row, read_rows, shared_prefixes, unshared
 
 _lock = threading.RLock()
@@ -72,7 +72,7 @@ class PaddedBatches:
         base.__dict__[PADDING] = self
         outermost = base.__dict__[MARK].model
         if outermost is not base:
-            outermost.__dict__[PADDING] = heads.Around()
+            outermost.__dict__[PADDING] = head_calls.Around()
 
     def remove(self) -> None:
         """Let padded batches be computed padded again. The model must still be patched."""
@@ -93,7 +93,7 @@ class PaddedBatches:
         """
         if len(args) > len(names) or compiling():
             return forward(module, args, kwargs)
-        head = heads.head_of(module)
+        head = head_calls.head_of(module)
         row = self._one_row(module, {**dict(zip(names, args)), **kwargs}, head)
         if isinstance(row, str):
             self._warn(row)
@@ -108,7 +108,7 @@ class PaddedBatches:
             output[name] = row.layout.padded(value, noise)
         return output
 
-    def _one_row(self, module: Any, call: Call, head: heads.HeadCall | None) -> _OneRow | str:
+    def _one_row(self, module: Any, call: Call, head: head_calls.HeadCall | None) -> _OneRow | str:
         """A batch as one row, or why it is computed as it came."""
         try:
             row = _as_one_row(module, call, self.share_prompts, head)
@@ -120,7 +120,7 @@ class PaddedBatches:
             return str(why)
         return row
 
-    def _require_unread(self, row: _OneRow, head: heads.HeadCall) -> None:
+    def _require_unread(self, row: _OneRow, head: head_calls.HeadCall) -> None:
         """Require that the head around the base model reads no hidden states of padding.
 
         That is tried with the first batch of a kind, and with batches 2, 4, 8, ... of it. Arguments, modes and padding
@@ -136,8 +136,8 @@ class PaddedBatches:
             if kind not in self._reads:
                 self._tried[kind] = times = self._tried.get(kind, 0) + 1
                 if times & (times - 1) == 0 and (
-                    heads.reads_padding(head, row.layout.cells.device)
-                    if heads.can_be_tried(head)
+                    head_calls.reads_padding(head, row.layout.cells.device)
+                    if head_calls.can_be_tried(head)
                     else row.padding.predicts
                 ):
                     self._reads.add(kind)
@@ -174,7 +174,7 @@ def of_model(base: torch.nn.Module) -> PaddedBatches | None:
     return found if isinstance(found, PaddedBatches) else None
 
 
-def _as_one_row(base: Any, call: Call, share: bool, head: heads.HeadCall | None) -> _OneRow:
+def _as_one_row(base: Any, call: Call, share: bool, head: head_calls.HeadCall | None) -> _OneRow:
     """A padded batch as one packed row, with one read from the device."""
     patch: Patched | None = base.__dict__.get(MARK)
     if patch is None or not _may_be_padded(call):
@@ -186,7 +186,7 @@ def _as_one_row(base: Any, call: Call, share: bool, head: heads.HeadCall | None)
     call = _for_each_row(call, mask.shape)
     given, real, first = call.get("position_ids"), mask != 0, patch.facts.first_position
     no = real.new_zeros(())
-    predicts = heads.padding_predicts(head, real) if head is not None else no
+    predicts = head_calls.padding_predicts(head, real) if head is not None else no
     otherwise = _counted_otherwise(call, real, first) if given is None and first else no
     compared = _to_compare(call, mask.shape) if share and may_share(patch.facts) else []
     rows = read_rows(mask, given, compared, [predicts, otherwise])
@@ -206,7 +206,7 @@ def _as_one_row(base: Any, call: Call, share: bool, head: heads.HeadCall | None)
         prefixes = shared_prefixes(rows.common, rows.lengths)
     else:
         prefixes = unshared(rows.lengths.tolist())
-    if rows.full and not prefixes.shared:
+    if (rows.lengths == mask.shape[1]).all() and not prefixes.shared:
         raise _AsItCame
     described, layout = packed_row(mask.shape, rows, prefixes, tokens.device)
     packed = {name: layout.packed(v) if _per_token(v, mask.shape) else v for name, v in call.items()}

@@ -34,7 +34,6 @@ class Rows(NamedTuple):
     Attributes:
         starts: the column of each row's first real token.
         lengths: each row's number of real tokens, at least 1.
-        full: whether there is no padding.
         answers: to what else was asked of the batch.
         common: in how many first columns two rows are equal, from their first real tokens on; None if they were not
             compared.
@@ -42,7 +41,6 @@ class Rows(NamedTuple):
 
     starts: NDArray[Any]
     lengths: NDArray[Any]
-    full: bool
     answers: tuple[bool, ...]
     common: NDArray[Any] | None
 
@@ -81,9 +79,8 @@ def read_rows(
     of_starts, of_lengths, holds, answers, common = np.split(read, [rows, 2 * rows, behind, behind + len(asked)])
     if not holds[0]:
         return None
-    full = bool((of_lengths == length).all())
     shared = common.reshape(rows, rows) if compared else None
-    return Rows(of_starts, of_lengths, full, tuple(map(bool, answers)), shared)
+    return Rows(of_starts, of_lengths, tuple(map(bool, answers)), shared)
 
 
 def common_prefixes(columns: Sequence[torch.Tensor]) -> torch.Tensor:

@@ -15,10 +15,10 @@ FAULTS = {
     "a function of all: where documents start": (
         "fa2patch/documents/find.py", "real & ((previous < 0) | ~continues)", "real & (previous < 0)"),
     "a function of all: attention": (
-        "fa2patch/kernels/reference_math.py", "layout.keys(k), layout.keys(v)", "layout.keys(k * 2), layout.keys(v)"),
+        "fa2patch/kernels/reference.py", "calls.split(x) for x in (q, k, v)", "calls.split(x) for x in (q, k * 2, v)"),
     "a function of all: the kernel that calls it": (
-        "fa2patch/kernels/reference.py", "return over_documents(q, k, v, boundaries, options)",
-        "return over_documents(q, k, v, boundaries, options) * 2"),
+        "fa2patch/kernels/reference.py", "return over_documents(q, k, v, boundaries, replace(options, scale=scale))",
+        "return over_documents(q, k, v, boundaries, replace(options, scale=scale)) * 2"),
     "a method of all that is gone": (
         "fa2patch/upstream/packed_mask.py", "    def attend(", "    def attend_("),
     "a function of mixers: how outputs are joined": (

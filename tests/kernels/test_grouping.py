@@ -66,10 +66,10 @@ def test_batches_follow_from_lengths_alone():
 
 @given(st.lists(st.integers(0, 700), min_size=1, max_size=60).filter(any), st.booleans())
 def test_attention_moves_tokens_only_where_that_saves_calls(lengths, causal):
-    made = grouping.documents_of(documents(tuple(lengths)), WIDTH, causal)
+    made, last = grouping.shared_calls(documents(tuple(lengths)), WIDTH, causal)
     assert made.lengths == tuple(length for length in lengths if length)
     assert_bounded(made.lengths, made.batches, *SCORES, True)
-    alone, masks = len(made.lengths), sum(last is not None for last in made.last)
+    alone, masks = len(made.lengths), sum(mask is not None for mask in last)
     assert masks == (0 if causal else sum(len({made.lengths[at] for at in batch}) > 1 for batch in made.batches))
     moved = 0 if made.places is None else 2 + sum(lengths) * WIDTH / grouping.MOVED
     assert len(made.shapes) + masks + moved <= alone
@@ -85,7 +85,7 @@ def test_attention_moves_tokens_only_where_that_saves_calls(lengths, causal):
 
 
 def test_a_long_document_makes_short_ones_no_longer():
-    made = grouping.documents_of(documents((2048, *(4,) * 300, 2000)), WIDTH, True)
+    made, _ = grouping.shared_calls(documents((2048, *(4,) * 300, 2000)), WIDTH, True)
     assert made.shapes == [(1, 2048), (300, 4), (1, 2000)] and made.places is None
 
 
@@ -110,7 +110,7 @@ def test_many_short_documents_take_few_calls(monkeypatch, lengths, calls):
 def test_numbers_that_overflow_stay_in_their_document(special, broken):
     """Padding stands beside other documents, and 0 * inf is no number."""
     q, k, v = states(MIXED, dtype=torch.float32)
-    made = grouping.documents_of(documents(MIXED), q.shape[1] * q.shape[2], special.get("causal", True))
+    made, _ = grouping.shared_calls(documents(MIXED), q.shape[1] * q.shape[2], special.get("causal", True))
     assert made.places is not None
     with torch.no_grad():
         for tensor in (q, k, v):

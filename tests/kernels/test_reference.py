@@ -213,8 +213,8 @@ def test_the_backward_drops_what_the_forward_dropped(special):
         return operator(*given, documents(LENGTHS), options)
 
     moves = [torch.randn_like(x) for x in (q, k, v)]
-    by_hand = torch.autograd.grad(output(q, k, v).square().sum(), [q, k, v])
-    slope = sum((a * b).sum() for a, b in zip(by_hand, moves))
+    by_autograd = torch.autograd.grad(output(q, k, v).square().sum(), [q, k, v])
+    slope = sum((a * b).sum() for a, b in zip(by_autograd, moves))
     step = 1e-6
     ahead, behind = (output(*(x + s * m for x, m in zip((q, k, v), moves))).square().sum() for s in (step, -step))
     assert abs((ahead - behind) / (2 * step) - slope) < 1e-4 * abs(slope)

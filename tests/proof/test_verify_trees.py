@@ -185,7 +185,7 @@ def test_a_parent_that_gets_no_gradient_is_found(patched, monkeypatch):
     def without_parents(self, grad, q, k, v, output, lse, level, causal, *more):
         if causal:
             return backward(self, grad, q, k, v, output, lse, level, causal, *more)
-        return torch.zeros_like(q)
+        return tuple(torch.zeros_like(x) for x in (q, k, v))
 
     monkeypatch.setattr(aten.CpuFlash, "backward", without_parents)
     found = fa2patch.verify(patched, batch=TREE, strict=False)

@@ -237,7 +237,7 @@ class CpuFlash(NamedTuple):
         lse: torch.Tensor, level: Level, causal: bool, kept: tuple[torch.Tensor, ...],
     ) -> tuple[torch.Tensor, ...]:  # fmt: skip
         """Compute the gradients of q, k and v."""
-        gradients = tuple([torch.zeros_like(x) for x in (q, k, v)])
+        gradients = torch.zeros_like(q), torch.zeros_like(k), torch.zeros_like(v)
         operator = getattr(torch.ops.aten, f"{_CPU_FLASH}_backward").default
         for queries, keys in self._segments(level):
             states = map(_heads_first, (grad[queries], q[queries], k[keys], v[keys], output[queries]))

@@ -1,6 +1,6 @@
-"""The summary of the compatibility matrix that comes with the package, ``evidence.json``.
+"""The summary of the compatibility matrix that comes with the package, ``evidence.json`` and ``upstream.json``.
 
-It is made by ``python -m compat_matrix.publish``. Minors are texts such as ``5.23``.
+Both are made by ``python -m compat_matrix.publish``. Minors are texts such as ``5.23``.
 """
 
 from __future__ import annotations
@@ -20,13 +20,21 @@ States = dict[str, dict[str, str]]
 
 
 @functools.cache
+def _read(file: str) -> dict[str, Any]:
+    return dict(json.loads(resources.files("fa2patch").joinpath(file).read_text(encoding="utf-8")))
+
+
 def evidence() -> dict[str, Any]:
-    """The content of the file."""
-    text = resources.files("fa2patch").joinpath("evidence.json").read_text(encoding="utf-8")
-    return dict(json.loads(text))
+    """What was found of fa2patch."""
+    return _read("evidence.json")
 
 
-def architectures() -> dict[str, States]:
+def upstream() -> dict[str, Any]:
+    """What Transformers alone does with packed rows, by minor."""
+    return _read("upstream.json")
+
+
+def by_architecture() -> dict[str, States]:
     """What was found of every architecture, the fourteen families first."""
     found: dict[str, States] = evidence()["architectures"]
     return found
@@ -74,21 +82,21 @@ def isolates(model_type: str, version: str) -> bool:
         model_type: the ``model_type`` of the model's config.
         version: the version of Transformers.
     """
-    cells = (states for name, states in architectures().items() if name.partition(":")[0] == model_type)
+    cells = (states for name, states in by_architecture().items() if name.partition(":")[0] == model_type)
     found = [state_in(minor_of(version), states)[0] for states in cells]
     found = [state for state in found if state != "absent"]
     return bool(found) and set(found) == {"ok"}
 
 
-def runs(names: Iterable[T], wanted: Collection[T]) -> list[tuple[T, T]]:
-    """The first and the last of each run of neighbours among ``names`` that are wanted."""
+def stretches(names: Iterable[T], wanted: Collection[T]) -> list[tuple[T, T]]:
+    """The first and the last of each stretch of neighbours among ``names`` that are wanted."""
     grouped = (list(run) for is_wanted, run in itertools.groupby(names, wanted.__contains__) if is_wanted)
     return [(run[0], run[-1]) for run in grouped]
 
 
 def ranges(names: Iterable[str], wanted: Collection[str]) -> str:
     """Minors as ranges over ``names``, for example ``4.34-4.42, 5.0``."""
-    return ", ".join("-".join(dict.fromkeys(run)) for run in runs(names, wanted))
+    return ", ".join("-".join(dict.fromkeys(run)) for run in stretches(names, wanted))
 
 
 def ranges_of(wanted: Collection[str]) -> str:

@@ -343,7 +343,7 @@ def merged(runs: list[dict[str, Any]]) -> list[dict[str, Any]]:
 def in_words(some: list[str], every: list[str]) -> str:
     """The versions in words: ``all``, or runs such as ``2.4 to 2.6``."""
     minors = [version.rpartition(".")[0] for version in every]
-    found = evidence.runs(minors, {version.rpartition(".")[0] for version in some})
+    found = evidence.stretches(minors, {version.rpartition(".")[0] for version in some})
     return "all" if some == every else ", ".join(" to ".join(dict.fromkeys(run)) for run in found)
 
 

@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from fa2patch.evidence import runs
+from fa2patch.evidence import stretches
 
 from ..cells import Environment, Results
 from . import words
@@ -135,4 +135,4 @@ def _where(found: list[Outcome], name: str, result: str) -> str:
 
 def _spans(minors: list[tuple[int, int]], having: set[tuple[int, int]]) -> str:
     """Some of these minors, neighbours joined, for example ``4.44-4.46, 4.48`` with an en dash."""
-    return ", ".join(words.span(*run) for run in runs(minors, having))
+    return ", ".join(words.span(*run) for run in stretches(minors, having))

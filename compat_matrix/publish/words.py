@@ -10,7 +10,7 @@ from typing import Any
 
 import jinja2
 
-from fa2patch.evidence import runs
+from fa2patch.evidence import stretches
 
 from .. import diffable
 from ..cells import Cell, Checked, Environment, Results, Upstream, grouped
@@ -100,7 +100,7 @@ def bands(environments: Iterable[Environment], starts: Sequence[tuple[int, int]]
 
 def spans(environments: Sequence[Environment], names: Iterable[str]) -> str:
     """Return names of environments with neighbours joined, for example ``4.34.1 to 4.42.4, 5.0.0``."""
-    found = runs([environment.name for environment in environments], set(names))
+    found = stretches([environment.name for environment in environments], set(names))
     return ", ".join(" to ".join(dict.fromkeys(run)) for run in found)
 
 

@@ -1,4 +1,4 @@
-"""The ``fa2patch`` command, and its subcommands ``kernels`` and ``run``. Each imports what it needs when it runs."""
+"""The ``fa2patch`` command, and its subcommands ``kernels`` and ``run``. None imports Transformers before it runs."""
 
 from __future__ import annotations
 
@@ -11,13 +11,16 @@ try:
 except ModuleNotFoundError as error:
     raise SystemExit(advice(error)) from None
 
-from .architectures import architectures_command
+from ..errors import Fa2PatchError
+from ..kernels import kernel_rows
+from ..run.start import RunOptions, start
 from .doctor import doctor_command
 from .matrix import matrix_command
 from .options import as_json_option
 from .output import escaped, new_console, print_json, table_of
 from .status import status_command
-from .verify import verify_command
+from .supported import architectures_command
+from .verifying import verify_command
 
 
 class Commands(click.Group):
@@ -47,8 +50,6 @@ for command in (verify_command, doctor_command, status_command, architectures_co
 @as_json_option
 def kernels_command(as_json: bool) -> None:
     """Show the kernels in the order that "auto" tries them, what each can do, and whether it can run here."""
-    from ..kernels import kernel_rows
-
     found, rows = kernel_rows(), []
     if as_json:
         print_json(found)
@@ -77,9 +78,6 @@ def run_command(kernel: str, collate: bool, pack: bool, quiet: bool, command: tu
     With torchrun or accelerate: torchrun ... -m fa2patch run SCRIPT, or fa2patch run torchrun ...
     SCRIPT.
     """
-    from ..errors import Fa2PatchError
-    from ..run.start import RunOptions, start
-
     if command[0].startswith("-") and command[0] not in ("-m", "-"):
         raise click.NoSuchOption(command[0])
     try:

@@ -1,27 +1,74 @@
-"""``fa2patch doctor``: what this machine has, and what fa2patch makes of it."""
+"""``fa2patch doctor``: what this machine has, and how packed rows work here, with Transformers alone and patched.
+
+A tiny Llama is built and verified, both unpatched and patched. Facts about other architectures in this version come
+from the evidence of the compat matrix (``upstream.json``).
+"""
 
 from __future__ import annotations
 
+import importlib
 import io
+import platform
 import re
 import sys
 from collections.abc import Iterator
+from importlib import metadata
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import click
+import torch
 
+from .. import evidence, kernels
+from ..errors import Fa2PatchError
+from ..patch.applying import apply
+from ..proof.inputs import example
+from .models import compat
 from .options import as_json_option, out_file
-from .output import escaped, new_console, print_json, table_of
+from .output import escaped, in_one_line, new_console, print_json, table_of
+from .verifying import Found, verified, verify_unpatched
 
 if TYPE_CHECKING:
     from rich.console import Console
+
+PACKAGES = {
+    "transformers": "transformers", "wrapt": "", "flash-attn": "flash_attn", "flash-attn-3": "flash_attn_interface",
+    "flash-attn-4": "flash_attn.cute", "kernels": "kernels", "accelerate": "", "peft": "", "trl": "",
+}  # fmt: skip
+"""Packages, and the modules imported to test them: one built for another torch is installed, but does not import."""
 
 _TRIED = {
     "alone": "alone, default cache",
     "alone_without_cache": "alone, use_cache=False",
     "patched": "with fa2patch",
 }
+
+
+class Defect(NamedTuple):
+    """A defect of Transformers that concerns packed rows, as ``doctor`` says it."""
+
+    first: tuple[int, int]  # the first and the last minor that has it
+    last: tuple[int, int] | None  # None: no version was seen to mend it
+    what: str
+
+    def is_in(self, version: tuple[int, int]) -> bool:
+        """Whether a minor version has it, as far as is known."""
+        return self.first <= version and (self.last is None or version <= self.last)
+
+
+DEFECTS = (
+    Defect((4, 34), (4, 43), "position_ids are used for rotary positions only: every packed row leaks."),
+    Defect((4, 44), (4, 53), "ids that never decrease are taken for one document: [0, 0, 1, ...] leaks."),
+    Defect((4, 53), (4, 53), "packing is looked for only where the batch is one row: two packed rows leak."),
+    Defect((4, 55), None, "packing is looked for only where the batch is one row: two packed rows leak."),
+    Defect((4, 54), (4, 54), "a dense batch of two rows of T tokens without position_ids gets cu_seqlens [0, T]."),
+    Defect((4, 34), (4, 55), "the flash route's sliding window is one token wider than eager attention's."),
+    Defect((4, 42), (4, 43), "Gemma 2's flash attention has no sliding window."),
+    Defect((4, 34), (4, 39), "GPT-BigCode's flash attention divides its scale by the layer's number."),
+    Defect((4, 54), (4, 54), "GPT-BigCode inverts the scale of its attention."),
+    Defect((4, 52), (4, 57), "GraniteMoE's attention drops position_ids: packed rows leak, and did not up to 4.51."),
+)
+"""Defects that were read in Transformers' sources and observed in the compat matrix."""
 
 
 @click.command("doctor")
@@ -33,8 +80,6 @@ def doctor_command(svg: Path | None, as_json: bool) -> None:
     Exits with 0 if fa2patch isolates documents here, with 1 if it does not.
     """
     from rich.console import Console
-
-    from .diagnosis import diagnose
 
     found = diagnose()
     if svg:
@@ -48,6 +93,92 @@ def doctor_command(svg: Path | None, as_json: bool) -> None:
     else:
         _show(new_console(), found)
     sys.exit(0 if found["ok"] else 1)
+
+
+def diagnose() -> dict[str, Any]:
+    """Everything that ``fa2patch doctor`` shows, as JSON-compatible data; ``ok``: the patched tiny Llama isolates."""
+    found: dict[str, Any] = {
+        "python": platform.python_version(),
+        "platform": f"{platform.system()} {platform.machine()}",
+        "torch": torch.__version__,
+        "gpus": [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())],
+        "packages": {name: _package(name) for name in PACKAGES},
+        "kernels": [
+            {"name": kernel.name, "usable": able, "reason": reason}
+            for kernel in kernels.ORDER
+            for able, reason in [kernel.available()]
+        ],
+    }
+    found |= _with_tiny_llama()
+    known, installed = evidence.upstream(), found["packages"]["transformers"]["version"]
+    found["known"] = known.get(evidence.minor_of(installed or ""))
+    found["evidence_ends"] = list(known)[-1]
+    version: Any = evidence.key(evidence.minor_of(installed)) if installed else None
+    found["defects"] = [defect.what for defect in DEFECTS if version and defect.is_in(version)]
+    found["ok"] = found["patched"]["state"] == "isolated"
+    found["advice"] = list(_advice(found))
+    return found
+
+
+def _package(name: str) -> dict[str, Any]:
+    try:
+        version = metadata.version(name)
+    except metadata.PackageNotFoundError:
+        return {"version": None, "problem": "not installed"}
+    try:
+        if PACKAGES[name]:
+            importlib.import_module(PACKAGES[name])
+    except Exception as error:
+        return {"version": version, "problem": f"does not import: {in_one_line(error)}"}
+    return {"version": version, "problem": None}
+
+
+def _with_tiny_llama() -> dict[str, Any]:
+    """Verify a tiny Llama on a row of four documents, unpatched and patched."""
+    try:
+        model = compat("tiny_models").build("llama", "sdpa")
+    except Exception as error:
+        failed = {"state": "error", "reason": f"Transformers' Llama cannot be made: {in_one_line(error)}"}
+        return {"seam": None, "alone": failed, "alone_without_cache": failed, "why": "", "patched": failed}
+    batch = example(torch.device("cpu"), model)
+    unpatched = verify_unpatched(model, batch)
+    without = unpatched.by_default if unpatched.without_cache is None else unpatched.without_cache
+    alone = {"alone": _state(unpatched.by_default), "alone_without_cache": _state(without), "why": unpatched.why}
+    try:
+        with apply(model) as patch:
+            seam = " and ".join(sorted({layer.seam for layer in patch.layers}))
+            return {"seam": seam, **alone, "patched": _state(verified(model, batch))}
+    except Fa2PatchError as error:
+        return {"seam": None, **alone, "patched": {"state": "refused", "reason": str(error)}}
+
+
+def _state(found: Found) -> dict[str, Any]:
+    if isinstance(found, str):
+        return {"state": "error", "reason": found}
+    return {"state": "isolated" if found.ok else "leaks", "reason": found.reason}
+
+
+def _advice(found: dict[str, Any]) -> Iterator[str]:
+    packages = found["packages"]
+    if found["patched"]["state"] != "isolated":
+        yield f"fa2patch does not work here: {found['patched'].get('reason')}"
+    installed = packages["transformers"]["version"]
+    if installed and found["known"] is None:
+        yield (
+            f"Transformers {installed} was not checked with fa2patch: the evidence ends with {found['evidence_ends']}. "
+            "Only the tiny Llama above was tried here. Check your own model: `fa2patch verify MODEL`, or at all points "
+            f"`fa2patch matrix --model MODEL --transformers {installed}`."
+        )
+    flash = [kernel for kernel in found["kernels"] if kernel["name"].startswith(("flash_attn", "torch_varlen"))]
+    if found["gpus"] and not any(kernel["usable"] for kernel in flash):
+        yield "A GPU without a flash kernel: see the reasons above. Upgrade torch to 2.4, or pip install flash-attn."
+    if not found["gpus"]:
+        yield "No GPU: packed rows run with the reference kernel, which is right and slow."
+    problem = packages["flash-attn"]["problem"]
+    if packages["flash-attn"]["version"] and problem:
+        yield f"flash-attn is installed and {problem}. It was built for another torch or Python: reinstall it."
+    if "leaks" in (found["alone"]["state"], found["alone_without_cache"]["state"]):
+        yield "Call fa2patch.apply(model) before training on packed rows: Transformers alone leaks here."
 
 
 def _show(console: Console, found: dict[str, Any]) -> None:

@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import contextlib
 import importlib
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import click
+import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
 
+from ..errors import Fa2PatchError, NotAModel
+from ..patch.applying import apply
+from ..upstream.find_models import token_embeddings
 from .models import MASKED, ModelArgument, cannot, compat, config_of, local
 from .output import escaped, in_one_line, new_console, print_json
-
-if TYPE_CHECKING:
-    import torch
 
 RANDOM = "checks a tiny model with random weights."
 
@@ -63,17 +65,12 @@ def loaded_or_tiny(found: ModelArgument, dtype: torch.dtype) -> Any:
 
 
 def _loaded(found: ModelArgument, dtype: torch.dtype) -> Any:
-    from ..errors import NotAModel
-    from ..upstream.find_models import token_embeddings
-
-    more = {"attn_implementation": found.attention} if found.attention else {}
     try:
         if found.kind == "weights" and not found.model_type:  # an adapter's folder has no config.json
             cls: Any = importlib.import_module("transformers").AutoModelForCausalLM
         else:
             cls = _class_of(config_of(found), found.trust)
-        auto = {"trust_remote_code": found.trust} if hasattr(cls, "_model_mapping") else {}
-        model = cls.from_pretrained(found.name, torch_dtype=dtype, **auto, **more, **local(found))
+        model = cls.from_pretrained(found.name, torch_dtype=dtype, **_options(cls, found), **local(found))
     except click.ClickException:
         raise
     except Exception as error:
@@ -88,9 +85,6 @@ def _loaded(found: ModelArgument, dtype: torch.dtype) -> Any:
 
 def _refusal(found: ModelArgument) -> click.ClickException:
     """The refusal of a kind of model that no tiny model is made of, or an error if it is not refused."""
-    from ..errors import Fa2PatchError
-    from ..patch.applying import apply
-
     found.attention = None
     made = fake(found, None)
     try:
@@ -129,22 +123,23 @@ def fake(found: ModelArgument, dtype: torch.dtype | None) -> Any:
 
 
 def _without_weights(config: Any, found: ModelArgument, dtype: torch.dtype | None) -> Any:
-    import torch
-    from torch._subclasses.fake_tensor import FakeTensorMode
-
     cls = _class_of(config, found.trust, found.name.endswith(MASKED))
     said = vars(config).get("dtype") or vars(config).get("torch_dtype") or "bfloat16"
     config.dtype = wanted = dtype or getattr(torch, str(said).replace("torch.", ""))
-    more = {"attn_implementation": found.attention} if found.attention else {}
+    make = getattr(cls, "_from_config", None) or cls.from_config
     before = torch.get_default_dtype()
     torch.set_default_dtype(wanted)  # for versions before 5.0, which do not read config.dtype here
     try:
         with FakeTensorMode(allow_non_fake_inputs=True), _without_initialization():
-            if hasattr(cls, "_model_mapping"):
-                return cls.from_config(config, trust_remote_code=found.trust, **more).eval()
-            return cls._from_config(config, **more).eval()
+            return make(config, **_options(cls, found)).eval()
     finally:
         torch.set_default_dtype(before)
+
+
+def _options(cls: Any, found: ModelArgument) -> dict[str, Any]:
+    """What a class is told when it makes a model: an auto class also whether other code may run."""
+    trust = {"trust_remote_code": found.trust} if hasattr(cls, "_model_mapping") else {}
+    return {**trust, **({"attn_implementation": found.attention} if found.attention else {})}
 
 
 def _without_initialization() -> contextlib.AbstractContextManager[Any]:

@@ -121,7 +121,7 @@ def matrix_command(
 
 
 def _model(given: str, versions: Sequence[Version]) -> Model:
-    found = resolve(given, hint="--model", known=evidence.architectures())
+    found = resolve(given, hint="--model", known=evidence.by_architecture())
     path = found.name
     if found.kind == "type":
         _check_present(path, versions)
@@ -139,7 +139,7 @@ def _model(given: str, versions: Sequence[Version]) -> Model:
 
 def _check_present(name: str, versions: Sequence[Version]) -> None:
     """Raise a click.BadParameter if the evidence says that none of these versions has a model type."""
-    states = evidence.architectures().get(name)
+    states = evidence.by_architecture().get(name)
     if states is None:
         why = evidence.evidence()["out of scope"].get(name)
         raise cannot(

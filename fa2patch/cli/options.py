@@ -9,15 +9,15 @@ import functools
 import importlib
 from difflib import get_close_matches
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Callable
+from typing import Any, Callable
 
 import click
+import torch
 
+from ..errors import KernelUnavailable, UnknownKernel
+from ..kernels import check_name
 from .models import resolve
 from .output import in_one_line
-
-if TYPE_CHECKING:
-    import torch
 
 IMPLEMENTATIONS = ("eager", "sdpa", "flash_attention_2")
 """The attention implementations of every Transformers version from 4.36 on."""
@@ -25,8 +25,6 @@ IMPLEMENTATIONS = ("eager", "sdpa", "flash_attention_2")
 
 def dtype(name: str) -> torch.dtype:
     """The floating-point dtype of torch with this name."""
-    import torch
-
     found = getattr(torch, name, None)
     if not (isinstance(found, torch.dtype) and found.is_floating_point):
         raise click.BadParameter(f"looked for float32, bfloat16 or float16, found {name!r}.")
@@ -35,8 +33,6 @@ def dtype(name: str) -> torch.dtype:
 
 def device(name: str) -> torch.device:
     """The torch device of this name, which this machine must have."""
-    import torch
-
     try:
         found = torch.device(name)
         torch.empty(1, device=found)
@@ -63,9 +59,6 @@ def implementation(name: str) -> str:
 
 def kernel(name: str) -> str:
     """The name of a kernel that can run here, or ``"auto"``."""
-    from ..errors import KernelUnavailable, UnknownKernel
-    from ..kernels import check_name
-
     try:
         check_name(name)
     except (UnknownKernel, KernelUnavailable) as error:

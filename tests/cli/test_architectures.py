@@ -70,7 +70,7 @@ def test_one_of_them_in_a_version_without_evidence(unchecked):
 
 
 def test_one_that_is_new_in_a_version_without_evidence(unchecked, monkeypatch):
-    monkeypatch.setattr("fa2patch.cli.architectures.model_types", lambda: ["brand_new"])
+    monkeypatch.setattr("fa2patch.cli.supported.model_types", lambda: ["brand_new"])
     assert "brand_new: there is no evidence of it" in output("architectures", "brand_new")
 
 
@@ -88,7 +88,7 @@ def test_the_file_is_small_and_its_ranges_read_back():
     assert not any(evidence.within(minor, "4.34-4.36, 5.0") for minor in ("4.37", "5.1"))
     assert evidence.within("5.10", "5.9-5.11") and not evidence.within("5.1", "5.9-5.11")
     assert len(json.dumps(evidence.evidence())) < 40_000
-    for states in evidence.architectures().values():
+    for states in evidence.by_architecture().values():
         there = evidence.minors_with(states)
         assert there and evidence.ranges_of(there)
 

@@ -12,11 +12,13 @@ pytest.importorskip("rich")
 
 from command_line import as_json, on_one_line, run
 from tree_cases import rows_of_segments
+from two_layers import tiny_llama
 
 import fa2patch
 from compat_matrix import tiny_models
-from fa2patch.cli import diagnosis
-from fa2patch.cli.diagnosis import is_isolated, verify_unpatched
+from fa2patch import evidence
+from fa2patch.cli import doctor
+from fa2patch.cli.verifying import is_isolated, verify_unpatched
 from fa2patch.proof.inputs import example
 
 CONFIG = str(Path(__file__).parents[1] / "own_configs" / "llama_3_1.json")
@@ -57,7 +59,7 @@ def test_verify_shows_segments_and_what_they_continue(tmp_path):
 
 
 def test_verify_takes_weights_and_a_batch_that_torch_saved(tmp_path, rows):
-    diagnosis.tiny_llama().save_pretrained(tmp_path / "model")
+    tiny_llama().save_pretrained(tmp_path / "model")
     batch = {name: torch.tensor(value) for name, value in json.loads(rows.read_text()).items()}
     torch.save(batch, tmp_path / "rows.pt")
     found = as_json(
@@ -85,7 +87,7 @@ def test_doctor_tries_it(tmp_path):
 
 
 def test_doctor_exits_with_1_where_a_patched_model_leaks(monkeypatch):
-    monkeypatch.setattr(diagnosis, "_state", lambda found: {"state": "leaks", "reason": "here"})
+    monkeypatch.setattr(doctor, "_state", lambda found: {"state": "leaks", "reason": "here"})
     result = run("doctor")
     assert result.exit_code == 1 and "fa2patch does not work here: here" in result.output
 
@@ -98,7 +100,7 @@ def test_doctor_says_it_when_a_package_does_not_import(monkeypatch, tmp_path):
         "Metadata-Version: 2.1\nName: flash-attn\nVersion: 2.5"
     )
     monkeypatch.syspath_prepend(str(tmp_path))
-    assert diagnosis._package("flash-attn") == {
+    assert doctor._package("flash-attn") == {
         "version": "2.5",
         "problem": "does not import: ImportError: undefined symbol",
     }
@@ -106,13 +108,13 @@ def test_doctor_says_it_when_a_package_does_not_import(monkeypatch, tmp_path):
 
 @pytest.mark.parametrize("version, defects", [((4, 43), 3), ((4, 54), 4), ((5, 23), 1)])
 def test_every_version_has_its_own_defects(version, defects):
-    assert sum(defect.is_in(version) for defect in diagnosis.DEFECTS) == defects
+    assert sum(defect.is_in(version) for defect in doctor.DEFECTS) == defects
 
 
 def test_doctor_says_what_it_does_not_know_of_a_release_without_evidence(monkeypatch):
-    monkeypatch.setattr(diagnosis.metadata, "version", lambda name: "9.9.0" if name == "transformers" else "1.0")
-    last = list(diagnosis.upstream())[-1]
-    found = diagnosis.diagnose()
+    monkeypatch.setattr(doctor.metadata, "version", lambda name: "9.9.0" if name == "transformers" else "1.0")
+    last = list(evidence.upstream())[-1]
+    found = doctor.diagnose()
     assert found["known"] is None and found["evidence_ends"] == last
     shown = on_one_line(run("doctor").output)
     assert f"Transformers 9.9.0 was not checked with fa2patch: the evidence ends with {last}" in shown
@@ -121,30 +123,28 @@ def test_doctor_says_what_it_does_not_know_of_a_release_without_evidence(monkeyp
 
 
 def test_doctor_says_nothing_of_it_where_there_is_evidence(monkeypatch):
-    last = list(diagnosis.upstream())[-1]
-    real = diagnosis.metadata.version
-    monkeypatch.setattr(
-        diagnosis.metadata, "version", lambda name: f"{last}.9" if name == "transformers" else real(name)
-    )
+    last = list(evidence.upstream())[-1]
+    real = doctor.metadata.version
+    monkeypatch.setattr(doctor.metadata, "version", lambda name: f"{last}.9" if name == "transformers" else real(name))
     shown = run("doctor").output
     assert "was not checked with fa2patch" not in shown and "Defects known up to" not in shown
 
 
 def test_what_the_matrix_knows_comes_along():
-    known = diagnosis.upstream()
+    known = evidence.upstream()
     assert {"4.34", "4.43", "4.57", "5.0"} <= set(known)
     assert "gptj" in known["4.57"]["leak"] and known["4.57"]["rows"]["one row"] > 40
 
 
 def test_status_tells_what_apply_would_do_and_does_nothing(tmp_path):
-    diagnosis.tiny_llama().config.save_pretrained(tmp_path)
+    tiny_llama().config.save_pretrained(tmp_path)
     result = run("status", tmp_path, "--json")
     found = as_json(result.output)
     assert result.exit_code == 0 and [layer["name"] for layer in found["layers"]] == [
         "layers.0.self_attn",
         "layers.1.self_attn",
     ]
-    assert fa2patch.status(diagnosis.tiny_llama()) is None
+    assert fa2patch.status(tiny_llama()) is None
     assert "would be" in run("status", tmp_path).output and run("status", tmp_path / "config.json").exit_code == 0
 
 
@@ -191,8 +191,8 @@ def test_an_error_is_text():
 
 
 def test_doctor_says_what_verify_says():
-    model = diagnosis.tiny_llama()
-    found, examined = of(model), diagnosis.diagnose()
+    model = tiny_llama()
+    found, examined = of(model), doctor.diagnose()
     assert (examined["alone"]["state"] == "isolated") == is_isolated(found.by_default)
     assert (examined["alone_without_cache"]["state"] == "isolated") == is_isolated(found.without_cache)
     assert examined["why"] == found.why and examined["patched"]["state"] == "isolated"

@@ -7,9 +7,10 @@ pytest.importorskip("click")
 pytest.importorskip("rich")
 
 from command_line import as_json, output
+from two_layers import tiny_llama
 
 from fa2patch import evidence
-from fa2patch.cli import diagnosis, models
+from fa2patch.cli import models
 from fa2patch.patch.applying import OLDEST
 
 
@@ -80,7 +81,7 @@ def test_nothing_is_suggested_for_something_else():
 def test_verify_says_what_it_made(folder):
     said = output("verify", "gpt2")
     assert said.startswith("gpt2: a model type; checks a tiny model with random weights. --pretrained loads")
-    diagnosis.tiny_llama().save_pretrained(folder)
+    tiny_llama().save_pretrained(folder)
     assert "a folder with weights; loads its weights." in output("verify", folder)
 
 

@@ -6,13 +6,13 @@ import numpy as np
 import pytest
 import torch
 import transformers
+from two_layers import tiny_llama
 
 import fa2patch
 from compat_matrix import tiny_models
 from compat_matrix.check.compare import assert_close
 from compat_matrix.check.rows import alone, documents, pack
 from fa2patch import errors
-from fa2patch.cli.diagnosis import tiny_llama
 from fa2patch.upstream import forward as patched_forward
 
 LENGTHS = (4, 5, 1)

@@ -9,13 +9,13 @@ import threads
 import torch
 from adapters import with_lora
 from packed_rows import logits
+from two_layers import tiny_llama
 
 import fa2patch
 from compat_matrix import tiny_models
 from compat_matrix.check.compare import assert_close, assert_same_gradients
 from compat_matrix.check.rows import alone, documents, gradients, loss_of, pack
 from fa2patch import errors
-from fa2patch.cli.diagnosis import tiny_llama
 from fa2patch.upstream import forward
 
 LENGTHS = (5, 9, 1, 3)

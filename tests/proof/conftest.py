@@ -1,9 +1,9 @@
 """A tiny Llama with large weights, and the same one patched."""
 
 import pytest
+from two_layers import tiny_llama
 
 import fa2patch
-from fa2patch.cli.diagnosis import tiny_llama
 
 
 @pytest.fixture

@@ -6,9 +6,9 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+from two_layers import tiny_llama
 
 import fa2patch
-from fa2patch.cli.diagnosis import tiny_llama
 
 
 def rows(documents):

@@ -8,12 +8,13 @@ from pathlib import Path
 
 import pytest
 import torch
+from torchrun import variables
+from two_layers import tiny_llama
 from unknown_modules import Around, behind_the_mlp
 
 import fa2patch
 from compat_matrix import tiny_models
 from fa2patch import errors
-from fa2patch.cli.diagnosis import tiny_llama
 from fa2patch.proof.running import dtypes_saved
 from fa2patch.upstream import labels
 
@@ -339,6 +340,6 @@ def test_distributed_and_sharded_models():
     script = Path(__file__).with_name("sharded_verify.py")
     done = subprocess.run(
         [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2", str(script)],
-        capture_output=True, text=True,
+        env=variables(), capture_output=True, text=True,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr[-3000:]

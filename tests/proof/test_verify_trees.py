@@ -7,11 +7,11 @@ import pytest
 import torch
 from packed_rows import built
 from tree_cases import rows_of_segments
+from two_layers import tiny_llama
 from unknown_modules import Around, behind_the_mlp
 
 import fa2patch
 from fa2patch import errors
-from fa2patch.cli.diagnosis import tiny_llama
 from fa2patch.documents.boundaries import Boundaries
 from fa2patch.kernels.reference import Reference
 from fa2patch.upstream import labels

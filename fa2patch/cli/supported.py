@@ -9,6 +9,7 @@ from typing import Any
 import click
 
 from .. import evidence
+from ..upstream import architectures as registry
 from .models import MASKED, cannot, did_you_mean, model_type_of, model_types
 from .options import as_json_option
 from .output import escaped, new_console, print_json, table_of
@@ -40,7 +41,7 @@ def architectures_command(model: str | None, as_json: bool) -> None:
         auto: Any = importlib.import_module("transformers.models.auto.modeling_auto")
         rest = sorted({*auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES} - {row["model_type"] for row in found})
     else:
-        names = [*model_types(), *evidence.architectures()]
+        names = [*model_types(), *evidence.by_architecture()]
         name = model_type_of(model, names)
         if name is None:
             raise cannot(f"{model!r} is no model type that is known here.{did_you_mean(model, names)}")
@@ -66,7 +67,7 @@ def _rows(version: str) -> Iterator[dict[str, Any]]:
     checked = minor in evidence.minors()
     if not checked:  # what the newest version that was checked had
         minor = evidence.minors()[-1]
-    for name, states in evidence.architectures().items():
+    for name, states in evidence.by_architecture().items():
         state, what = evidence.state_in(minor, states)
         if _bare(name) not in installed or state == "absent":
             continue
@@ -90,11 +91,9 @@ def _in_words(state: str, what: str) -> str:
 
 
 def _does(name: str, seam: str) -> list[str]:
-    from ..upstream.architectures import architectures as registry
-
     attention = "attention both ways" if name.endswith(MASKED) else "attention"
     parts = dict.fromkeys("mixers" if one == "mixer" else attention for one in seam.split(" and "))
-    row = next((row for row in registry() if row.model_type == name), None)
+    row = next((row for row in registry.architectures() if row.model_type == name), None)
     return [*parts, *(words for quirk, words in _QUIRKS.items() if getattr(row, quirk, None) is not None)]
 
 
@@ -144,7 +143,7 @@ def _show_one(row: dict[str, Any], version: str) -> None:
 
 
 def _without_evidence(name: str, version: str) -> str:
-    states = evidence.architectures().get(name)
+    states = evidence.by_architecture().get(name)
     if states:
         there = evidence.ranges_of(evidence.minors_with(states))
         return f"{name}: the evidence has it in {there} only, and this is Transformers {version}."

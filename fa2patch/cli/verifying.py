@@ -1,0 +1,181 @@
+"""``fa2patch verify``: does a model isolate the documents of a packed batch, without and with fa2patch?"""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, NamedTuple, Union
+
+import click
+import torch
+
+from .._types import Call, Model
+from ..errors import Fa2PatchError
+from ..patch.applying import apply
+from ..proof.inputs import example
+from ..proof.result import Verification
+from ..proof.verify import verify
+from ..upstream import inspecting
+from ..upstream.find_models import transformers_model
+from .loading import loaded_or_tiny
+from .models import ModelArgument
+from .options import device, dtype, takes_model
+from .output import escaped, in_one_line, new_console, print_json, table_of
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+Found = Union[Verification, str]
+"""A verification, or the error that kept it from being made, as text."""
+
+_WHY = (
+    "Loaded as {}, this model looks for documents in position_ids only if the forward makes no cache. It makes one "
+    "unless it is called with use_cache=False, because config.use_cache is True."
+)
+"""Why a model isolates documents without a cache only, with its attention implementation."""
+
+
+def _read_batch(context: click.Context, option: click.Parameter, file: Path | None) -> Call | None:
+    if file is None:
+        return None
+    try:
+        if file.suffix == ".json":
+            given = json.loads(file.read_text(encoding="utf-8"))
+            return {name: torch.tensor(value) if isinstance(value, list) else value for name, value in given.items()}
+        return dict(torch.load(file, weights_only=True))
+    except Exception as error:
+        raise click.BadParameter(
+            f"looked for a dict of tensors (torch.save) or of lists (.json) such as input_ids and position_ids, found "
+            f"{file.name}, which does not read: {error}"
+        ) from None
+
+
+@click.command("verify")
+@click.option("--batch", type=click.Path(exists=True, dir_okay=False, path_type=Path), callback=_read_batch,
+              help="A packed batch: JSON, or what torch.save wrote. Default: one row of four documents.")  # fmt: skip
+@click.option("--max-documents", type=click.IntRange(1), help="Check this many documents of the batch only.")
+@click.option("--dtype", type=dtype, default="float32", show_default=True, help="float32, bfloat16 or float16.")
+@click.option("--device", type=device, default="cpu", show_default=True, help="Where the model is put: cpu, cuda.")
+@click.option("--cache/--no-cache", default=None, help="Call with use_cache=True or False. Default: the model's.")
+@takes_model
+def verify_command(
+    model: ModelArgument, batch: Call | None, max_documents: int | None, dtype: torch.dtype, device: torch.device,
+    cache: bool | None, as_json: bool,
+) -> None:  # fmt: skip
+    """Verify that MODEL isolates the documents of a packed row, without and with fa2patch.
+
+    MODEL is one of these, tried in this order: a config.json, or a folder that holds one; a model type of the installed
+    Transformers (llama; bert:masked is BERT as an encoder); a name on the hub (org/name). The first line on stderr says
+    which it was. The weights of a folder or of the hub are loaded. Otherwise a tiny model with large random weights is
+    made. Transformers alone is checked with the cache that it makes by default, and without one.
+
+    Exits with 0 if fa2patch isolates every document, with 1 if it does not or refuses the model, and with 2 if the
+    arguments are wrong.
+    """
+    ready = loaded_or_tiny(model, dtype).to(device)
+    call = {**(example(device, ready) if batch is None else batch), **({} if cache is None else {"use_cache": cache})}
+    unpatched = verify_unpatched(ready, call, max_documents)
+    ours, name = _patched(ready, call, max_documents, unpatched), type(ready).__name__
+    if as_json:
+        both = {"alone": unpatched.by_default, "alone_without_cache": unpatched.without_cache, "fa2patch": ours}
+        shown = {
+            key: {"error": it} if isinstance(it, str) else it.to_dict() for key, it in both.items() if it is not None
+        }
+        print_json({"model": name, "checked": model.checked, "ok": is_isolated(ours), **shown, "why": unpatched.why})
+    else:
+        console = new_console()
+        for title, found in _titled(unpatched):
+            _show(console, f"{name}, Transformers alone{title}", found)
+        if unpatched.why:
+            console.print(f"Why they differ: {unpatched.why}\n", markup=False)
+        _show(console, f"{name}, with fa2patch", ours)
+    sys.exit(0 if is_isolated(ours) else 1)
+
+
+class Unpatched(NamedTuple):
+    """What an unpatched model does with a packed batch."""
+
+    by_default: Found  # without use_cache in the batch, the config decides
+    without_cache: Found | None  # with use_cache=False; None if that is how the batch is computed anyway
+    why: str  # why the two differ; empty if they do not
+
+
+def verify_unpatched(model: Model, batch: Call, max_documents: int | None = None) -> Unpatched:
+    """Verify an unpatched model both with its default cache and without; only as the batch says if it has use_cache."""
+    inner = transformers_model(model)
+    by_default = verified(model, batch, max_documents)
+    says_so = bool(getattr(inspecting.text_config(inner.config), "use_cache", False))
+    if "use_cache" in batch or not says_so or not inspecting.takes(type(inner).forward, "use_cache"):
+        return Unpatched(by_default, None, "")
+    without = verified(model, {**batch, "use_cache": False}, max_documents)
+    differ = is_isolated(without) and not is_isolated(by_default)
+    implementation = getattr(inner.config, "_attn_implementation", None) or "it is"
+    return Unpatched(by_default, without, _WHY.format(implementation) if differ else "")
+
+
+def verified(model: Model, batch: Call, max_documents: int | None = None) -> Found:
+    """The verification of a model on a batch, or the error that it raises, as text."""
+    try:
+        return verify(model, batch=batch, strict=False, max_documents=max_documents)
+    except Exception as error:
+        return _as_text(error)
+
+
+def _patched(model: Model, batch: Call, max_documents: int | None, unpatched: Unpatched) -> Found:
+    """The verification of a model with fa2patch, or its error as text. The model is patched then."""
+    try:
+        apply(model)
+        return verify(model, batch=batch, strict=False, max_documents=max_documents)
+    except Exception as error:
+        # an error of other code is the batch's, which does not fit the model, if there is one without fa2patch too
+        if isinstance(error, Fa2PatchError) or isinstance(unpatched.by_default, str):
+            return _as_text(error)
+        raise
+
+
+def _as_text(error: Exception) -> str:
+    """An error as text: the whole of fa2patch's own, one line of others."""
+    return f"{type(error).__name__}: {error}" if isinstance(error, Fa2PatchError) else in_one_line(error)
+
+
+def is_isolated(found: Found | None) -> bool:
+    """Whether a finding is a verification that is ok."""
+    return isinstance(found, Verification) and found.ok
+
+
+def _titled(unpatched: Unpatched) -> Iterator[tuple[str, Found]]:
+    """What was found of an unpatched model, each after what tells it from the other."""
+    default, without = unpatched.by_default, unpatched.without_cache
+    if without is None:
+        yield "", default
+    elif without == default:
+        yield ", with and without a cache", default
+    else:
+        yield ", with the cache that it makes by default", default
+        yield ", without a cache (use_cache=False)", without
+
+
+def _show(console: Console, title: str, found: Found) -> None:
+    if isinstance(found, str):
+        console.print(f"[bold]{title}[/bold]: {escaped(found, 'yellow')}\n")
+        return
+    where = [found.word, "row", "token", "length", *(["continues"] if found.word == "segment" else [])]
+    rows = []
+    for number, document in enumerate(found.documents, 1):
+        cells = (number, document.row, document.start, document.length, document.parent or "-")
+        bounded = ((document.moved, found.moved_bound), (document.gradient, 0.0))
+        values = (_number(*each) for each in (*bounded, (document.distance, found.distance_bound)))
+        rows.append([*(str(cell) for cell in cells[: len(where)]), *values])
+    console.print(f"[bold]{title}[/bold]: {'[green]isolated[/green]' if found.ok else '[red]NOT ISOLATED[/red]'}")
+    console.print(table_of([*where, "changed by others", "gradient to others", "from alone"], rows))
+    if found.reason:
+        console.print(escaped(found.reason, "red"))
+    console.print()
+
+
+def _number(value: float | None, bound: float) -> str:
+    if value is None:
+        return "-"
+    return f"[{'green' if value <= bound else 'red'}]{'0' if value == 0 else f'{value:.1e}'}[/]"

@@ -7,7 +7,9 @@ size beside the largest value.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import dataclasses
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any
 
 import torch
 
@@ -86,6 +88,31 @@ def gradients(
         return [torch.zeros_like(one) for one in wanted]
     found = torch.autograd.grad(total, tuple(wanted), allow_unused=True, retain_graph=again)
     return [torch.zeros_like(one) if gradient is None else gradient for one, gradient in zip(wanted, found)]
+
+
+def tensors(output: Any) -> Iterator[torch.Tensor]:
+    """The tensors in an output: a tensor, a container of such, or an object with such attributes."""
+    if isinstance(output, torch.Tensor):
+        yield output
+        return
+    inside: Iterable[Any] = ()
+    if isinstance(output, Mapping):
+        inside = output.values()
+    elif isinstance(output, (list, tuple)):
+        inside = output
+    elif dataclasses.is_dataclass(output):
+        inside = vars(output).values()
+    for each in inside:
+        yield from tensors(each)
+
+
+def projected(values: torch.Tensor) -> torch.Tensor:
+    """Four random projections ``[..., 4]`` of vectors ``[..., n]``, which a change of any of their numbers changes.
+
+    They are kept in the place of logits over the vocabulary, and of what all modules compute.
+    """
+    generator = torch.Generator().manual_seed(0)
+    return values @ torch.randn(values.shape[-1], 4, generator=generator).to(values)
 
 
 def _over(tokens: torch.Tensor, values: torch.Tensor) -> torch.Tensor:

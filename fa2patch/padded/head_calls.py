@@ -18,10 +18,9 @@ import torch
 
 from .._torch import compiling, outside_the_forward, without_gradients
 from .._types import Args, Call, Model
-from ..comparison import distance
+from ..comparison import distance, tensors
 from ..documents.names import IGNORED_LABEL, LABELS
 from ..proof.inputs import is_sharded
-from ..proof.proving import tensors
 from ..proof.replica import replica
 from ..upstream.calls import passed
 from ..upstream.labels import kept_logits

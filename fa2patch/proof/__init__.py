@@ -1,1 +1,1 @@
-"""Checks that users call: ``verify``, ``doctor`` and the preview of a patch, with printable results."""
+"""The proof that the documents of a packed batch are isolated: of unknown modules in a forward, and for users."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -36,19 +37,13 @@ _NOT_TEXT = re.compile(r"(image|video|audio|vision|boi|eoi|pad).*(token_id|token
 
 @dataclass(frozen=True)
 class RowSlice:
-    """A document, a segment or a run of padding in a batch: tokens ``start`` to ``stop`` (exclusive) of a row.
-
-    Attributes:
-        row, start, stop: where it is.
-        real: False for padding.
-        parent: the index of the slice that it continues, in the list of the batch's slices; -1 for none.
-    """
+    """A document, a segment or a run of padding in a batch: tokens ``start`` to ``stop`` (exclusive) of a row."""
 
     row: int
     start: int
     stop: int
-    real: bool
-    parent: int = -1
+    real: bool  # False for padding
+    parent: int = -1  # the index, among the batch's slices, of the one that it continues; -1 for none
 
     @property
     def length(self) -> int:
@@ -61,10 +56,7 @@ class RowSlice:
 
 
 def text_tokens(inner: Model) -> torch.Tensor:
-    """The ids below 50,000 of tokens that are text, int64 ``[tokens]``.
-
-    Ids that a config names for padding, images, video or audio are left out.
-    """
+    """The ids below 50,000, int64 ``[tokens]``, without those that a config names for padding, images, video, audio."""
     config = getattr(models(inner)[-1], "config", inner.config)
     size = getattr(config, "vocab_size", None) or inner.get_input_embeddings().weight.shape[0]
     parts = (getattr(inner.config, f"{part}_config", None) for part in ("vision", "audio"))
@@ -157,10 +149,7 @@ def _check_parents(batch: Call) -> None:
 
 
 def slices_of(batch: Call) -> list[RowSlice]:
-    """The documents and runs of padding of a packed batch, without empty ones. With parents, they are its segments.
-
-    Args:
-        batch: a batch that has passed :func:`checked`.
+    """The documents, or with parents the segments, and runs of padding of a batch that is :func:`checked`.
 
     Raises:
         BadBatch: fewer than two documents were found.
@@ -234,16 +223,15 @@ def parities(tree: Tree) -> Iterator[list[bool]]:
     that exchange everything or nothing are left out. Documents are roots without children.
     """
     segments = [segment for segment, length in enumerate(tree.lengths) if length]
-    born: dict[int, int] = {}
-    place = [0] * len(tree.lengths)
+    places = dict.fromkeys(range(len(tree.lengths)), 0)
+    born: Counter[int] = Counter()
     for segment in segments:
-        parent = tree.parents[segment]
-        place[segment] = born[parent] = born.get(parent, -1) + 1
-    for depth in range(max(len(tree.path(segment)) for segment in segments)):
+        places[segment] = born[tree.parents[segment]]
+        born[tree.parents[segment]] += 1
+    paths = [tree.path(segment) for segment in places]
+    for depth in range(max(len(paths[segment]) for segment in segments)):
         for parity in (0, 1):
-            chosen = [
-                len(path) > depth and place[path[depth]] % 2 == parity for path in map(tree.path, range(len(place)))
-            ]
+            chosen = [len(path) > depth and places[path[depth]] % 2 == parity for path in paths]
             if len({chosen[segment] for segment in segments}) == 2:
                 yield chosen
 

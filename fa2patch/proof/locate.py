@@ -2,58 +2,92 @@
 
 from __future__ import annotations
 
-import functools
 from collections import Counter
-from dataclasses import dataclass, field
-from typing import Any, Callable
+from collections.abc import Iterator
+from typing import Any, Callable, NamedTuple
 
 import torch
 
 from .._types import Args, Call, Model
+from ..comparison import projected, tensors
 from ..upstream import inspecting
 from ..upstream.find_layers import ModelLayers, mixers_among
 from ..upstream.find_models import named_modules
+from ..upstream.packed_mask import PackedMask
 from ..upstream.positions import position_embeddings
 from .inputs import RowSlice
 from .split_rows import WholeRows
 
-PROJECTIONS = 4
-"""The number of random projections that are kept of each token's vector. A change of any component changes them."""
+
+class Watched(NamedTuple):
+    """A run of a model on a batch ``(batch, length)``, and the tokens that are watched in it.
+
+    With ``split``, rows are split over processes, and modules see this process's part of them.
+    """
+
+    run: Callable[[], Any]
+    shape: tuple[int, ...]
+    place: RowSlice
+    split: WholeRows | None = None
+
+    def prints(self, values: Any) -> list[torch.Tensor]:
+        """Fingerprints of the watched tokens in a module's inputs or outputs, with each vector's norm at the end."""
+        return [
+            torch.cat([projected(own), own.norm(dim=1, keepdim=True)], dim=1).cpu() for own in self._of_tokens(values)
+        ]
+
+    def _of_tokens(self, values: Any) -> Iterator[torch.Tensor]:
+        """The parts at the place, float64 ``[tokens, features]``, of the tensors with values per token."""
+        for value in tensors(values):
+            # a DTensor inside a tensor-parallel layer: this process has a part of it
+            rows = self._rows((value.to_local() if hasattr(value, "to_local") else value).detach())
+            if rows is not None:
+                rows = rows if self.split is None else self.split.gathered(rows, 0)
+                own = rows[self.place.start : self.place.stop]
+                yield own.reshape(len(own), -1).to(torch.float64)
+
+    def _rows(self, values: torch.Tensor) -> torch.Tensor | None:
+        """The tokens of the watched row, ``[length, ...]``; None if the tensor has no values per token."""
+        batch, length = self.shape
+        length = length if self.split is None else -(-length // self.split.part.of)
+        if values.dim() == 1 and batch == 1:
+            values = values[None]
+        if values.dim() < 2:
+            return None
+        if values.shape[0] == batch * length and values.shape[:2] != (batch, length):
+            values = values.reshape(batch, length, -1)
+        if values.shape[0] not in (1, batch):
+            return None
+        axis = next((axis for axis in range(1, values.dim()) if values.shape[axis] == length), None)
+        if axis is None and length < values.shape[-1] <= length + 16 and values.dim() == 3:
+            axis = 2  # a convolution pads its input by its kernel's size and cuts its output later
+        return None if axis is None else values[self.place.row if len(values) == batch else 0].movedim(axis - 1, 0)
 
 
-@dataclass
-class _ModuleCall:
+class _ModuleCall(NamedTuple):
     """One call of a module: fingerprints of the watched tokens in its inputs and outputs."""
 
     name: str
     into: list[torch.Tensor]
-    out: list[torch.Tensor] = field(default_factory=list)
+    out: list[torch.Tensor]
 
 
-def watched(
-    run: Callable[[], Any], inner: Model, shape: tuple[int, ...], place: RowSlice, split: WholeRows | None = None
-) -> list[_ModuleCall]:
-    """Run a model on a batch ``(batch, length)`` and return the calls of its modules, in the order they ended.
-
-    With ``split``, rows are split over processes, and modules see this process's part of them.
-    """
-    shape = shape if split is None else (shape[0], -(-shape[1] // split.part.of))
-    prints = functools.partial(_fingerprints, shape=shape, place=place, split=split)
+def _calls(inner: Model, watched: Watched) -> list[_ModuleCall]:
+    """The calls of a model's modules in a run, in the order in which they ended."""
     ended: list[_ModuleCall] = []
     handles = []
 
     def watch(name: str, module: torch.nn.Module) -> None:
-        begun: list[_ModuleCall] = []
+        begun: list[list[torch.Tensor]] = []
 
         def before(module: torch.nn.Module, args: Args, kwargs: Call) -> None:
+            given = [value for value in args if not isinstance(value, PackedMask)]
             # cache_position counts along the row, so a document alone never has the same
-            given = [value for key, value in kwargs.items() if "mask" not in key and key != "cache_position"]
-            begun.append(_ModuleCall(name, prints([args, given])))
+            given += [value for key, value in kwargs.items() if "mask" not in key and key != "cache_position"]
+            begun.append(watched.prints(given))
 
         def after(module: torch.nn.Module, args: Args, output: Any) -> None:
-            call = begun.pop()
-            call.out = prints(output)
-            ended.append(call)
+            ended.append(_ModuleCall(name, begun.pop(), watched.prints(output)))
 
         handles.append(module.register_forward_pre_hook(before, with_kwargs=True))
         handles.append(module.register_forward_hook(after))
@@ -62,55 +96,14 @@ def watched(
         for name, module in inner.named_modules():
             if not inspecting.is_scripted(module):  # the module around it is named
                 watch(name, module)
-        run()
+        watched.run()
     finally:
         for handle in handles:
             handle.remove()
     return ended
 
 
-def _fingerprints(values: Any, shape: tuple[int, ...], place: RowSlice, split: WholeRows | None) -> list[torch.Tensor]:
-    if isinstance(values, torch.Tensor):
-        if hasattr(values, "to_local"):  # a DTensor inside a tensor-parallel layer: this process has a part of it
-            values = values.to_local()
-        own = _of_tokens(values.detach(), shape, place, split)
-        if own is None:
-            return []
-        generator = torch.Generator().manual_seed(own.shape[1])
-        directions = torch.randn(own.shape[1], PROJECTIONS, generator=generator, dtype=torch.float64)
-        exact = own.to(torch.float64)
-        return [torch.cat([exact @ directions.to(own.device), exact.norm(dim=1, keepdim=True)], dim=1).cpu()]
-    if isinstance(values, dict):
-        values = list(values.values())
-    if isinstance(values, (list, tuple)):
-        return [found for value in values for found in _fingerprints(value, shape, place, split)]
-    return []
-
-
-def _of_tokens(
-    values: torch.Tensor, shape: tuple[int, ...], place: RowSlice, split: WholeRows | None
-) -> torch.Tensor | None:
-    """The part of a tensor at the place, ``[tokens, features]``; None if the tensor has no values per token."""
-    batch, length = shape
-    if values.dim() == 1 and batch == 1:
-        values = values[None]
-    if values.dim() < 2:
-        return None
-    if values.shape[0] == batch * length and values.shape[:2] != shape:
-        values = values.reshape(batch, length, -1)
-    if values.shape[0] not in (1, batch):
-        return None
-    axis = next((axis for axis in range(1, values.dim()) if values.shape[axis] == length), None)
-    if axis is None and length < values.shape[-1] <= length + 16 and values.dim() == 3:
-        axis = 2  # a convolution pads its input by its kernel's size and cuts its output later
-    if axis is None:
-        return None
-    row = values[place.row if values.shape[0] == batch else 0].movedim(axis - 1, 0)
-    own = (row if split is None else split.gathered(row, 0))[place.start : place.stop]
-    return own.reshape(own.shape[0], -1)
-
-
-def first_difference(one: list[_ModuleCall], other: list[_ModuleCall], bound: float) -> str | None:
+def first_difference(inner: Model, one: Watched, other: Watched, bound: float) -> str | None:
     """The name of the first module whose output differs between two runs although its input is the same.
 
     Modules are compared in the order in which their calls ended, so an inner module comes before an outer one. A module
@@ -118,9 +111,10 @@ def first_difference(one: list[_ModuleCall], other: list[_ModuleCall], bound: fl
     to ``bound``, relative to a vector's norm, count as none. If every module that differs also has a different input,
     it is the first one that differs; None if none differs.
     """
-    times = [Counter(call.name for call in calls) for calls in (one, other)]
+    runs = [_calls(inner, watched) for watched in (one, other)]
+    times = [Counter(call.name for call in calls) for calls in runs]
     paired: dict[tuple[str, int], list[_ModuleCall]] = {}
-    for calls in (one, other):
+    for calls in runs:
         seen: Counter[str] = Counter()
         for call in calls:
             seen[call.name] += 1

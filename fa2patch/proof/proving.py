@@ -13,8 +13,6 @@ mean. So one document is run in a row of its own, too.
 from __future__ import annotations
 
 import contextlib
-import dataclasses
-from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -22,7 +20,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from .._torch import autocast_uncached, computed_in, outside_the_forward, without_gradients
 from .._types import Call, Model
-from ..comparison import distance, random_sum
+from ..comparison import distance, projected, random_sum, tensors
 from ..documents.names import MEDIA
 from ..documents.trees import Tree
 from ..errors import PackingNotIsolated
@@ -53,9 +51,9 @@ class Unseen(Exception):
 def prove(model: Model, call: Call, mask: PackedMask, itself: bool = False) -> None:
     """Prove that the documents of a packed batch do not see each other, in the mode in which they are computed.
 
-    The batch is run with other input embeddings in some documents. The outputs of the others must not change, and, with
-    gradients enabled, they must send none to the exchanged embeddings. A replica is run, so that other threads may
-    compute with the model meanwhile; a model that is sharded is run itself.
+    The outputs of documents between those with other embeddings must not change, and, with gradients enabled, they must
+    send none to these embeddings. A replica is run, so that other threads may compute with the model meanwhile; a model
+    that is sharded is run itself.
 
     Args:
         model: the model that was called.
@@ -71,13 +69,13 @@ def prove(model: Model, call: Call, mask: PackedMask, itself: bool = False) -> N
     with contextlib.ExitStack() as stack:
         if itself or is_sharded(model):
             stack.enter_context(left_as_it_was(model, evaluates=False))
-            run = _Runs(model, model, call, mask)
+            runs = _Runs(model, model, call, mask)
         else:
-            run = _Runs(replica(model, unknown_modules(model)), model, call, mask)
+            runs = _Runs(replica(model, unknown_modules(model)), model, call, mask)
         stack.enter_context(outside_the_forward(mask.device))
         stack.enter_context(without_gradients() if not gradients else autocast_uncached())
-        run.require_apart(gradients)
-        run.require_as_alone()
+        runs.require_apart(gradients)
+        runs.require_as_alone()
 
 
 def example_of(model: Model, patch: Patched, tree: bool) -> tuple[Call, PackedMask]:
@@ -111,16 +109,11 @@ class _Runs:
         # xLSTM computes in float32 inside of float64, and without gradients nothing shows it
         self.near = float("inf") if rounds else near(torch.float32 if dtype == torch.float64 else dtype)
 
-    def sets_to_exchange(self) -> Iterator[torch.Tensor]:
-        """The sets of tokens to exchange, bool ``[batch, length]``."""
-        lengths = torch.tensor(self.tree.lengths)
-        for chosen in parities(self.tree):
-            yield torch.tensor(chosen).repeat_interleave(lengths).view(self.shape).to(self.device)
-
     def require_apart(self, gradients: bool) -> None:
         """Raise :class:`PackingNotIsolated` if some documents reach others, or gradients of others reach them."""
-        before = self.outputs(None)
-        for exchanged in self.sets_to_exchange():
+        before, lengths = self.outputs(None), torch.tensor(self.tree.lengths)
+        for chosen in parities(self.tree):
+            exchanged = torch.tensor(chosen).repeat_interleave(lengths).view(self.shape).to(self.device)
             after = self.outputs(exchanged)
             moved = distance(after, before, ~exchanged)
             crossing = self.gradient(after, exchanged) if gradients else 0.0
@@ -143,11 +136,9 @@ class _Runs:
         far = self.from_alone()
         if far > self.near:
             raise PackingNotIsolated(
-                f"{type(self.model).__name__} holds what fa2patch does not know, "
-                f"{unknown(ModelLayers(self.original)) or 'nothing by its class'}, and a document of this packed batch "
-                f"has other outputs than in a row of its own, by {far:.1e} of the largest, also with the same random "
-                "numbers: something reads the length of the row, as noise does that is scaled by it. Nothing was "
-                "computed. Take it out, or train this model padded."
+                f"{self.suspect()}, and a document of this packed batch has other outputs than in a row of its own, by "
+                f"{far:.1e} of the largest, also with the same random numbers: something reads the length of the row, "
+                "as noise does that is scaled by it. Nothing was computed. Take it out, or train this model padded."
             )
 
     def from_alone(self) -> float:
@@ -164,8 +155,7 @@ class _Runs:
             return 0.0
         # short, and not the first of its row, which has the same places in the row when it is alone
         document = min(whole, key=lambda place: (place.start == 0, place.length, place.row, place.start))
-        call = dict(self.call)
-        labels = call.get("labels")
+        call, labels = dict(self.call), self.call.get("labels")
         if labels is not None and tuple(labels.shape[:2]) != self.shape:  # one for each document
             del call["labels"]
         try:
@@ -197,7 +187,7 @@ class _Runs:
                 output = self._run(exchanged)
         finally:
             handle.remove()
-        return found if self.model is self.decoder else [*found, *map(_projected, self._of_tokens(output))]
+        return found if self.model is self.decoder else [*found, *map(projected, self._of_tokens(output))]
 
     def _run(self, exchanged: torch.Tensor | None) -> Any:
         """The output of the model with other embeddings for some tokens. Sets ``leaf``."""
@@ -241,6 +231,11 @@ class _Runs:
         crossing = found.float().abs() * exchanged[..., None].to(found.device)
         return float(crossing.max() / found.float().abs().max().clamp(min=1e-30))
 
+    def suspect(self) -> str:
+        """The beginning of an error: what the model holds that is not known."""
+        known = unknown(ModelLayers(self.original)) or "nothing by its class"
+        return f"{type(self.model).__name__} holds what fa2patch does not know, {known}"
+
     def leak(self, exchanged: torch.Tensor, how: str) -> str:
         """The message of the error: what leaks, how it showed, and in which module first."""
         name = self._first_module(exchanged)
@@ -253,10 +248,8 @@ class _Runs:
         if self.is_tree:
             batch, every_second, others = "batch of such segments", "segment and what continues it", "other segments"
         return (
-            f"{type(self.model).__name__} holds what fa2patch does not know, "
-            f"{unknown(ModelLayers(self.original)) or 'nothing by its class'}, "
-            f"so this packed {batch} was run with other tokens in every second {every_second}, and {others} "
-            f"{how}; {where}. Nothing was computed. Take that module out, let it look at one token at a time, "
+            f"{self.suspect()}, so this packed {batch} was run with other tokens in every second {every_second}, and "
+            f"{others} {how}; {where}. Nothing was computed. Take that module out, let it look at one token at a time, "
             "or train this model padded."
         )
 
@@ -264,11 +257,9 @@ class _Runs:
         """The name of the first module whose output changes for an unexchanged document although its input does not."""
         others = (place for place in self._slices() if not exchanged[place.row, place.start])
         for _, place in zip(range(9), others):
-            one, other = (
-                locate.watched(lambda tokens=tokens: self._run(tokens), self.decoder, self.shape, place)  # type: ignore[misc]
-                for tokens in (None, exchanged)
-            )
-            name = locate.first_difference(one, other, self.bound)
+            one = locate.Watched(lambda: self._run(None), self.shape, place)
+            other = locate.Watched(lambda: self._run(exchanged), self.shape, place)
+            name = locate.first_difference(self.decoder, one, other, self.bound)
             if name is not None:
                 return name
         return None
@@ -283,19 +274,18 @@ class _ConstantDraws(TorchDispatchMode):  # type: ignore[no-untyped-call]
     So noise of one size is one number and not another in every run.
     """
 
-    VALUES = {
-        "uniform_": (0.0, 1.0), "normal_": (0.0, 1.0), "bernoulli_": (1.0, 1.0), "rand": (0.0, 1.0),
-        "rand_like": (0.0, 1.0), "randn": (0.0, 1.0), "randn_like": (0.0, 1.0),
-    }  # fmt: skip
-    """What torch's operators draw from without arguments. A dropout (``bernoulli_``) then keeps everything."""
+    DRAW = ("uniform_", "normal_", "rand", "rand_like", "randn", "randn_like")
+    """Torch's operators that draw from 0 to 1, or with these as mean and deviation, if they are not told otherwise."""
 
     def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         output = function(*args, **(kwargs or {}))
         name = function.overloadpacket.__name__
-        if name not in self.VALUES:
+        if name == "bernoulli_":
+            return output.fill_(1.0)  # a dropout keeps everything
+        if name not in self.DRAW:
             return output  # others that draw are known by two runs that differ
         given: list[float] = list(args[1:3]) if name in ("uniform_", "normal_") else []
-        least, most = (*given, *self.VALUES[name][len(given) :])
+        least, most = (*given, *(0.0, 1.0)[len(given) :])
         return output.fill_(least + 0.75 * (most - least))
 
 
@@ -307,25 +297,3 @@ def _pooled_segments(tree: Tree, mask: PackedMask) -> torch.Tensor:
     lengths = torch.tensor(tree.lengths)
     starts = (lengths.cumsum(0) - lengths)[ends]
     return ends[mask.real.flatten().cpu()[starts] != 0]
-
-
-def tensors(output: Any) -> Iterator[torch.Tensor]:
-    """The tensors in an output: a tensor, a container of such, or an object with such attributes."""
-    if isinstance(output, torch.Tensor):
-        yield output
-        return
-    if isinstance(output, Mapping):
-        inside: Iterable[Any] = output.values()
-    elif isinstance(output, (list, tuple)):
-        inside = output
-    else:
-        inside = vars(output).values() if dataclasses.is_dataclass(output) else ()
-    for each in inside:
-        yield from tensors(each)
-
-
-def _projected(values: torch.Tensor) -> torch.Tensor:
-    """Four random projections of each token's vector, so that logits over the vocabulary need not be kept."""
-    generator = torch.Generator().manual_seed(0)
-    directions = torch.randn(values.shape[-1], 4, generator=generator).to(values)
-    return values @ directions

@@ -33,8 +33,7 @@ def replica(model: Model, unknown: Iterable[torch.nn.Module] = ()) -> Model:
     for module in list(copies.values()):
         for name, value in list(vars(module).items()):
             vars(module)[name] = _rebound(value, copies)
-    _open(made, [copies[id(module)] for module in unknown if id(module) in copies])
-    _freeze(made)
+    _share_parameters(made, [copies[id(module)] for module in unknown if id(module) in copies])
     return made
 
 
@@ -78,28 +77,23 @@ def _rebound(value: Any, copies: dict[int, torch.nn.Module]) -> Any:
 
 
 @torch.no_grad()
-def _open(model: Model, unknown: Iterable[torch.nn.Module]) -> None:
-    """Replace the parameters in some modules of a copy that are all zero, wherever the copy has them."""
+def _share_parameters(model: Model, gates: Iterable[torch.nn.Module]) -> None:
+    """Let a copy's parameters be the same numbers without a gradient, but random where a gate's are all zero."""
     generator = torch.Generator().manual_seed(0)
-    opened: dict[int, torch.nn.Parameter] = {}
-    for module in (inner for outer in unknown for inner in _own(outer)):
-        for parameter in module._parameters.values():
-            if parameter is not None and id(parameter) not in opened and _is_zero(parameter):
-                values = torch.randn(parameter.shape, generator=generator) * 0.1
-                opened[id(parameter)] = torch.nn.Parameter(values.to(parameter), requires_grad=parameter.requires_grad)
+    of_gates = {id(each) for gate in gates for module in _own(gate) for each in module._parameters.values()}
+    shared: dict[int, torch.nn.Parameter] = {}
     for module in _own(model):
         for name, parameter in module._parameters.items():
-            module._parameters[name] = opened.get(id(parameter), parameter)
-
-
-def _freeze(model: Model) -> None:
-    """Let a copy's parameters be the same numbers without a gradient, except those of other packages' classes."""
-    frozen: dict[int, torch.nn.Parameter] = {}
-    for module in _own(model):
-        for name, parameter in module._parameters.items():
-            if type(parameter) is torch.nn.Parameter and parameter.requires_grad:
-                again = torch.nn.Parameter(parameter.detach(), requires_grad=False)
-                module._parameters[name] = frozen.setdefault(id(parameter), again)
+            if parameter is None:
+                continue
+            if id(parameter) not in shared:
+                shared[id(parameter)] = parameter
+                if id(parameter) in of_gates and _is_zero(parameter):
+                    values = (torch.randn(parameter.shape, generator=generator) * 0.1).to(parameter)
+                    shared[id(parameter)] = torch.nn.Parameter(values, requires_grad=False)
+                elif type(parameter) is torch.nn.Parameter and parameter.requires_grad:  # no other package's class
+                    shared[id(parameter)] = torch.nn.Parameter(parameter.detach(), requires_grad=False)
+            module._parameters[name] = shared[id(parameter)]
 
 
 def _own(model: torch.nn.Module | Model) -> Iterator[torch.nn.Module]:

@@ -40,11 +40,7 @@ def left_as_it_was(model: Model, evaluates: bool = True) -> Iterator[None]:
     """Put a model in eval mode with gradients enabled, and restore it afterwards, also after an error.
 
     Attributes, buffers, hooks and gradients of its modules and the random state are restored. The values of parameters
-    are not saved.
-
-    Args:
-        model: the model.
-        evaluates: whether it is put in eval mode.
+    are not saved. Without ``evaluates``, its modules keep their modes.
     """
     modules = [module for module in model.modules() if isinstance(module, torch.nn.Module)]
     attributes = [dict(vars(module)) for module in modules]
@@ -81,13 +77,11 @@ def left_as_it_was(model: Model, evaluates: bool = True) -> Iterator[None]:
 class Embeddings:
     """Hands a model other input embeddings for some tokens, as a leaf that gradients reach if they are enabled.
 
-    Args:
+    Attributes:
         exchanged: bool ``[batch, length]``, the tokens whose vectors are rolled by one and scaled by 1.25; None for no
             token.
         shape: ``(batch, length)`` of the embeddings that are meant; None for any.
         split: the model that splits the rows, if one does: the leaf is then of whole rows.
-
-    Attributes:
         leaf: what the model was given first; None before that.
     """
 
@@ -133,14 +127,10 @@ class Embeddings:
 
 
 def outputs(model: Model, call: Call) -> torch.Tensor:
-    """Run a model, which may be wrapped, and return its output for each token.
-
-    Returns:
-        Logits ``[batch, length, vocabulary]``, or the last hidden states if there are none, or the first entry of an
-        output that is a tuple.
+    """The logits of a model, which may be wrapped; else its last hidden states, or the first entry of a tuple.
 
     Raises:
-        PackingNotIsolated: the model returns no values per token.
+        PackingNotIsolated: these are no values per token, ``[batch, length, ...]``.
     """
     given = model(**call)
     found = getattr(given, "logits", None)
@@ -159,12 +149,7 @@ def outputs(model: Model, call: Call) -> torch.Tensor:
 
 
 def outputs_and_embeddings(model: Model, inner: Model, call: Call) -> tuple[torch.Tensor, torch.Tensor]:
-    """Run a model and return :func:`outputs` and its input embeddings, a leaf tensor that requires gradients.
-
-    Args:
-        model: the model, which may be wrapped.
-        inner: the Transformers model inside ``model``.
-        call: the arguments by name, among them ``input_ids``.
+    """The :func:`outputs` of a model around ``inner``, and its input embeddings, a leaf that requires gradients.
 
     Raises:
         PackingNotIsolated: the model returns no values per token, or its input embeddings cannot be seen.

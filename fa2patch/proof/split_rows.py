@@ -21,12 +21,8 @@ class WholeRows(torch.nn.Module):
     """Calls a model with this process's part of whole rows, and gathers its outputs.
 
     Every process of the group must make the same calls. Rows are padded to a multiple of the processes by a document of
-    its own, whose outputs are cut off.
-
-    Args:
-        model: the model, which may be wrapped.
-        part: the part of every row that this process computes.
-        counts_labels: whether the loss is the mean over the labels that are passed. A patched model ignores some.
+    its own, whose outputs are cut off. With ``counts_labels``, the loss is the mean over the labels that are passed; a
+    patched model ignores some.
     """
 
     def __init__(self, model: Model, part: RowPart, counts_labels: bool) -> None:
@@ -126,14 +122,9 @@ def _with_one_more(batch: Call, shape: torch.Size, more: int) -> Call:
 
 @contextlib.contextmanager
 def whole(model: Model, inner: Model, patched: bool) -> Iterator[Any]:
-    """Give a model that takes whole rows. It is the model itself if no engine splits rows in training.
+    """Give a model around ``inner`` that takes whole rows. It is the model itself if no engine splits rows in training.
 
     Evaluation is split like training inside this context, also if the engine was told to leave it out.
-
-    Args:
-        model: the model, which may be wrapped.
-        inner: the Transformers model inside it.
-        patched: whether it is patched.
 
     Raises:
         PackingNotIsolated: an engine that cannot be taken splits rows.

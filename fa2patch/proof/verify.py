@@ -1,23 +1,32 @@
-"""``verify``: a proof on the user's own model that the documents of a packed batch are isolated."""
+"""``verify``: a proof on the user's own model that the documents of a packed batch are isolated.
+
+It measures the batch, the batch with other tokens in one document, and each document alone. With ``segment_parents``,
+segments take the place of documents. Alone, a segment is run at the end of its path.
+"""
 
 from __future__ import annotations
 
 import contextlib
+from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import torch
 
+from .._torch import is_no_verdict
 from .._types import Call, Model
 from ..binding import used_by
-from ..documents.names import IGNORED_LABEL, PARENTS
-from ..errors import BadBatch, PackingNotIsolated
+from ..comparison import gradients
+from ..documents.names import IGNORED_LABEL, LABELS, LENGTHS, PARENTS, MediaRow
+from ..documents.trees import Tree
+from ..errors import BadBatch, Fa2PatchError, PackingNotIsolated
+from ..upstream import inspecting
 from ..upstream.find_models import makes_its_batches, models, token_embeddings, transformers_model
 from ..upstream.step import MARK
-from . import locate, split_rows
-from .inputs import RowSlice, checked, example, require_same_on_every_rank, slices_of
-from .measurements import Measurements
+from . import locate
+from .inputs import RowSlice, checked, example, on_its_own, require_same_on_every_rank, slices_of, text_tokens
 from .result import Document, Verification
-from .running import is_mixture, left_as_it_was, outputs, rounding
+from .running import dtypes_saved, is_mixture, left_as_it_was, near, outputs, outputs_and_embeddings, rounding
+from .split_rows import WholeRows, whole
 
 _OTHER = {"document": "", "segment": ", which it does not continue"}
 _ALONE = {"document": "it is", "segment": "its path is"}
@@ -84,7 +93,7 @@ def verify(
     slices = slices_of(given)
     require_same_on_every_rank(inner, slices)
     unexamined = patch.examination.paused() if patch is not None else contextlib.nullcontext()
-    with split_rows.whole(model, inner, patch is not None) as run, left_as_it_was(model), unexamined:
+    with whole(model, inner, patch is not None) as run, left_as_it_was(model), unexamined:
         measured = Measurements(run, inner, patch is not None, given, slices, max_documents)
         measured.measure()
         found = _verification(measured)
@@ -104,20 +113,238 @@ def _check(inner: Model, max_documents: int | None) -> None:
         raise BadBatch(f"max_documents: expected a number of documents, 1 or more, or None; found {max_documents!r}.")
 
 
+class Measurements:
+    """How much the documents of one batch depend on each other, and how far they are from what they are alone.
+
+    A document, segment or run of padding is named by its index in ``slices``. Changes and distances are relative to
+    the largest output of the batch.
+
+    Attributes:
+        batch: the batch without labels.
+        tree: the slices and what each continues. A document is a root without children.
+        word: what the slices are called, ``"segment"`` if one of them has a parent, else ``"document"``.
+        before: the outputs of the batch as it is, ``[batch, length, ...]``.
+        dtype: the coarsest dtype that the outputs are computed in.
+        moved: for each slice the largest change of its outputs, and the slice with other tokens that caused it.
+        gradients: for each chosen document the largest gradient from its outputs to embeddings outside its path.
+        distances: for each chosen document how far its outputs are from those of the document alone; None if the model
+            fails on its one token.
+        followed: for each ``(descendant, chosen segment)`` the change of the descendant's outputs.
+        reached: for each ``(chosen segment, ancestor)`` the largest gradient from its outputs to the ancestor.
+
+    Raises:
+        PackingNotIsolated: the model cannot compute the batch, or its outputs are all zero or not finite, or those of a
+            document do not depend on its own tokens.
+    """
+
+    def __init__(
+        self, model: Model, inner: Model, patched: bool, batch: Call, slices: list[RowSlice], max_documents: int | None
+    ) -> None:
+        self.model, self.inner, self.patched = model, inner, patched
+        self.labels = batch.get("labels")
+        self.batch = {name: value for name, value in batch.items() if name not in LABELS}
+        asks = bool(self.batch.get("use_cache")) and patched  # a patched model refuses to make one
+        if asks or inspecting.takes(type(inner).forward, "state"):
+            self.batch["use_cache"] = False  # as in training: RWKV's cache overwrites what its backward needs
+        self.slices, self.shape = slices, batch["input_ids"].shape
+        self.tree = Tree([place.length for place in slices], [place.parent for place in slices], torch.device("cpu"))
+        self.word = "segment" if any(place.parent >= 0 for place in slices) else "document"
+        self.max_documents = max_documents
+        self.generator = torch.Generator().manual_seed(0)
+        self.vocabulary = text_tokens(inner)
+        self.media = batch if isinstance(batch, MediaRow) else MediaRow({})
+        self.before, self.dtype = self._outputs()
+        self.scale = _largest(self.before)
+        if not 0 < self.scale < float("inf"):
+            raise PackingNotIsolated(
+                f"the model's outputs are {'all zero' if self.scale == 0 else 'not finite'} on this batch, so nothing "
+                "can be said about isolation. Load trained weights, or check them."
+            )
+        self.moved: dict[int, tuple[float, int | None]] = {at: (0.0, None) for at in range(len(slices))}
+        self.gradients: dict[int, float] = {}
+        self.distances: dict[int, float | None] = {}
+        self.followed: dict[tuple[int, int], float] = {}
+        self.reached: dict[tuple[int, int], float] = {}
+
+    def measure(self) -> None:
+        """Exchange and run alone one document after another."""
+        for at in self._chosen():
+            after, gradient = self._exchanged(at)
+            for other, place in enumerate(self.slices):
+                if not place.real or other == at:
+                    continue
+                change = _largest(place.of(after) - place.of(self.before)) / self.scale
+                if at in self.tree.path(other):
+                    self.followed[other, at] = change
+                else:
+                    self.moved[other] = max(self.moved[other], (change, at), key=lambda found: found[0])
+            if self.slices[at].real:
+                self.gradients[at] = gradient
+                self.distances[at] = self._distance(at)
+            del after
+
+    def _chosen(self) -> list[int]:
+        """The documents to exchange, evenly spread if not all of them, and all padding."""
+        real = [at for at, place in enumerate(self.slices) if place.real]
+        most = self.max_documents
+        if most is not None and len(real) > most:
+            real = [real[round(i * (len(real) - 1) / max(most - 1, 1))] for i in range(most)]
+        return real + [at for at, place in enumerate(self.slices) if not place.real]
+
+    def number(self, at: int) -> int:
+        """The number of a document, counted from 1; 0 for padding."""
+        return sum(place.real for place in self.slices[: at + 1]) if self.slices[at].real else 0
+
+    def named(self, at: int) -> str:
+        """A slice as findings name it: ``"document 2"``, or ``"segment 2"`` in a batch with parents."""
+        return f"{self.word} {self.number(at)}" if self.slices[at].real else "padding"
+
+    def _outputs(self) -> tuple[torch.Tensor, torch.dtype]:
+        """The outputs of the batch as it is, and the dtype. Labels are tried too, as their loss is compared later."""
+        try:
+            # with gradients, as when tokens are exchanged, because a call without them may get another kernel
+            with dtypes_saved() as dtypes:
+                found = outputs_and_embeddings(self.model, self.inner, self.batch)[0].detach()
+            if self.labels is not None:
+                with torch.no_grad():
+                    self.model(**self.batch, labels=self.labels)
+        except Exception as error:
+            if is_no_verdict(error) or isinstance(error, Fa2PatchError):
+                raise
+            raise PackingNotIsolated(
+                f"the model cannot compute this batch ({type(error).__name__}: {error}). Are all token ids and labels "
+                "integers of its vocabulary?"
+            ) from error
+        dtypes |= {found.dtype, token_embeddings(self.inner).dtype}
+        return found, max((one for one in dtypes if one.is_floating_point), key=lambda one: torch.finfo(one).eps)
+
+    def with_other_tokens(self, at: int) -> Call:
+        """The batch with other tokens in one slice."""
+        ids: torch.Tensor = self.batch["input_ids"].clone()
+        old = self.slices[at].of(ids)
+        drawn = torch.randint(len(self.vocabulary) - 1, old.shape, generator=self.generator)
+        new = self.vocabulary[drawn].to(old)
+        new = torch.where(new == old, self.vocabulary[-1].to(old), new)
+        if self.media.parts:  # placeholders must stay as many as there are pictures
+            new = torch.where(torch.isin(old, self.vocabulary.to(old)), new, old)
+        old.copy_(new)
+        return {**self.batch, "input_ids": ids}
+
+    def _exchanged(self, at: int) -> tuple[torch.Tensor, float]:
+        """The outputs with other tokens in one document, and the largest gradient to what is not on its path."""
+        place = self.slices[at]
+        output, leaf = outputs_and_embeddings(self.model, self.inner, self.with_other_tokens(at))
+        found = self._gradient(place.of(output), leaf)
+        if place.real and not _largest(place.of(found)) > 0:
+            raise PackingNotIsolated(
+                f"the outputs of the {self.word} at row {place.row}, token {place.start} send no gradient to its own "
+                "embeddings, so nothing can be said about others'. Is some part of the model detached?"
+            )
+        if place.real and torch.equal(place.of(output), place.of(self.before)):
+            raise PackingNotIsolated(
+                f"other tokens in the {self.word} at row {place.row}, token {place.start} do not even change its own "
+                "outputs, so nothing can be said about others'. Are the model's weights loaded?"
+            )
+        rest = found.clone()
+        for one in self.tree.path(at):
+            if one != at:
+                self.reached[at, one] = _largest(self.slices[one].of(found))
+            self.slices[one].of(rest).zero_()
+        return output.detach(), _largest(rest)
+
+    def _gradient(self, own: torch.Tensor, leaf: torch.Tensor) -> torch.Tensor:
+        """The gradient of a random sum of outputs."""
+        (found,) = gradients([own], [leaf])
+        return self.model.summed(found) if isinstance(self.model, WholeRows) else found
+
+    def alone(self, at: int, batch: Call | None = None) -> Call:
+        """The arguments for one document of a batch alone, or for a segment's path; None for the batch as it is.
+
+        An unpatched model gets a mask of ones in the place of lengths.
+        """
+        path = [self.slices[one] for one in self.tree.path(at)]
+        given = {name: value for name, value in (batch or self.batch).items() if name not in self.media.parts}
+        call = {**on_its_own(given, path, self.shape), **self.media.of(at)}
+        if self.patched:
+            return call
+        call = {name: value for name, value in call.items() if name not in LENGTHS}
+        return {**call, "attention_mask": torch.ones_like(call["input_ids"])}
+
+    def _distance(self, at: int) -> float | None:
+        try:
+            with torch.no_grad():
+                alone = outputs(self.model, self.alone(at))
+        except Exception as error:
+            if is_no_verdict(error) or isinstance(error, Fa2PatchError):
+                raise
+            if self.tree.offsets[at] + self.slices[at].length > 1:
+                raise PackingNotIsolated(
+                    f"the model computes {self.named(at)} in the row, and not alone "
+                    f"({type(error).__name__}: {error}), so the two cannot be compared. Do its position_ids start at 0?"
+                ) from error
+            return None  # some models fail on one token alone, for example Falcon's eager attention
+        place = self.slices[at]
+        return _largest(alone[0, -place.length :] - place.of(self.before)) / self.scale
+
+    def distance_bound(self) -> float:
+        """The largest distance that is accepted.
+
+        A layer may compute in float32 inside of float64 and save nothing of it for a backward. Then a document is as
+        far from itself in a batch whose rows all hold it, where nothing but rounding differs. This is measured where
+        float64's bound is not held. The bound is never larger than that of float32.
+        """
+        bound = near(self.dtype)
+        far = [at for at, distance in self.distances.items() if distance is not None and distance > bound]
+        if self.dtype != torch.float64 or self.media.parts:
+            return bound
+        return min(near(torch.float32), max([bound, *(10 * self._rounding(at) for at in far)]))
+
+    def _rounding(self, at: int) -> float:
+        """How far the outputs of a document alone are from those in a batch of about as many tokens that repeats it."""
+        call, size = self.alone(at), self.tree.offsets[at] + self.slices[at].length
+        rows = max(2, self.shape.numel() // size)
+        repeated = {
+            name: torch.cat([value] * rows, -2) if isinstance(value, torch.Tensor) and value.dim() > 1 else value
+            for name, value in call.items()
+        }
+        if self.patched:
+            ends = torch.arange(rows + 1, dtype=torch.int32, device=call["input_ids"].device) * size
+            repeated.update(cu_seq_lens_q=ends, cu_seq_lens_k=ends)
+        with torch.no_grad():
+            return _largest(outputs(self.model, repeated) - outputs(self.model, call)) / self.scale
+
+    def dependence_alone(self, at: int, ancestor: int) -> tuple[float, float]:
+        """How the outputs of a segment at the end of its path alone change with an ancestor, and the gradient to it."""
+        length, start = self.slices[at].length, self.tree.offsets[ancestor]
+        output, leaf = outputs_and_embeddings(self.model, self.inner, self.alone(at))
+        own = output[0, -length:]
+        found = self._gradient(own, leaf)
+        with torch.no_grad():
+            after = outputs(self.model, self.alone(at, self.with_other_tokens(ancestor)))
+        change = _largest(after[0, -length:] - own) / self.scale
+        return change, _largest(found[0, start : start + self.slices[ancestor].length])
+
+
+def _largest(values: torch.Tensor) -> float:
+    """The largest absolute value; infinity if a value is NaN."""
+    found = float(values.detach().float().abs().max()) if values.numel() else 0.0
+    return found if found == found else float("inf")
+
+
 class _Finding(NamedTuple):
     """What is wrong, in words (empty if nothing is), with the first module that leaks and its class, or None."""
 
-    reason: str
+    reason: str = ""
     module: str | None = None
     cls: str | None = None
 
 
 def _verification(measured: Measurements) -> Verification:
     bound = rounding(measured.dtype) if is_mixture(measured.inner) else 0.0
-    near = measured.distance_bound()
+    allowed = measured.distance_bound()
     documents = tuple(_document(measured, at) for at, place in enumerate(measured.slices) if place.real)
-    reason, module, cls = _finding(measured, bound, near)
-    return Verification(not reason, documents, module, cls, reason, bound, near, measured.patched)
+    reason, module, cls = next(_findings(measured, bound, allowed), _Finding())
+    return Verification(not reason, documents, module, cls, reason, bound, allowed, measured.patched)
 
 
 def _document(measured: Measurements, at: int) -> Document:
@@ -128,50 +355,65 @@ def _document(measured: Measurements, at: int) -> Document:
     return Document(place.row, place.start, place.length, change, moved_by, gradient, distance, parent)
 
 
-def _finding(measured: Measurements, bound: float, near: float) -> _Finding:
-    word, slices = measured.word, measured.slices
+def _findings(measured: Measurements, bound: float, allowed: float) -> Iterator[_Finding]:
+    """What is wrong, the most telling first. Of each, the module is looked for when it is asked for."""
+    word, named = measured.word, measured.named
     for at, (change, by) in measured.moved.items():
         if change > bound and by is not None:
-            source = _named(measured, by) if slices[by].real else "padding"
-            what = f"the outputs of {_named(measured, at)} depend on {source}{_OTHER[word]}"
-            return _located(measured, at, measured.with_other_tokens(by), bound, what)
-    crossing = next((at for at, gradient in measured.gradients.items() if gradient != 0), None)
-    if crossing is not None:
-        path = measured.tree.path(crossing)
-        other = next((one for one, place in enumerate(slices) if place.real and one not in path), crossing)
-        what = f"the outputs of {_named(measured, crossing)} send gradients into another {word}{_OTHER[word]}"
-        return _located(measured, crossing, measured.with_other_tokens(other), 0.0, what)
-    what, at = _without_ancestor(measured, bound)
-    if what:
-        return _located(measured, at, measured.alone(at), near, what)
-    far = {at: distance for at, distance in measured.distances.items() if distance is not None and not distance <= near}
+            what = f"the outputs of {named(at)} depend on {named(by)}{_OTHER[word]}"
+            yield _located(measured, at, measured.with_other_tokens(by), bound, what)
+    for at, gradient in measured.gradients.items():
+        if gradient != 0:
+            path = measured.tree.path(at)
+            others = (one for one, place in enumerate(measured.slices) if place.real and one not in path)
+            what = f"the outputs of {named(at)} send gradients into another {word}{_OTHER[word]}"
+            yield _located(measured, at, measured.with_other_tokens(next(others, at)), 0.0, what)
+    for at, what in _without_ancestor(measured, bound):
+        yield _located(measured, at, measured.alone(at), allowed, what)
+    far = {at: each for at, each in measured.distances.items() if each is not None and each > allowed}
     if far:
         at = max(far, key=lambda one: far[one])
-        what = f"{_named(measured, at)} is not computed as when {_ALONE[word]} alone (off by {far[at]:.1e})"
-        return _located(measured, at, measured.alone(at), near, what)
-    return _Finding(_crossing_labels(measured))
+        what = f"{named(at)} is not computed as when {_ALONE[word]} alone (off by {far[at]:.1e})"
+        yield _located(measured, at, measured.alone(at), allowed, what)
+    yield _Finding(_crossing_labels(measured))
+
+
+def _without_ancestor(measured: Measurements, bound: float) -> Iterator[tuple[int, str]]:
+    """The segments that do not depend on an ancestor, and that in words.
+
+    A window, or a state that forgets, may keep a segment from an ancestor rightly. So the path alone decides: nothing
+    is said of a segment that does not depend on the ancestor there either.
+    """
+
+    def its(at: int, ancestor: int) -> str:
+        parent, found = measured.slices[at].parent == ancestor, measured.named(ancestor)
+        return f"its parent, {found}" if parent else f"{found}, which it continues"
+
+    for (at, ancestor), change in measured.followed.items():
+        if change <= bound and measured.dependence_alone(at, ancestor)[0] - change > bound:
+            yield at, f"{measured.named(at)} does not depend on {its(at, ancestor)}"
+    for (at, ancestor), gradient in measured.reached.items():
+        if gradient == 0 and measured.dependence_alone(at, ancestor)[1] > 0:
+            yield at, f"{measured.named(at)} sends no gradient to {its(at, ancestor)}"
 
 
 def _located(measured: Measurements, at: int, call: Call, bound: float, what: str) -> _Finding:
-    """The first module in which a document is computed differently in ``call`` than in the batch.
+    """What is wrong, and the first module in which a document is computed differently in ``call`` than in the batch.
 
-    ``call`` is the batch with other tokens, or the document alone: a segment at the end of its path. ``what`` is the
-    finding in words, to which the module is added.
+    ``call`` is the batch with other tokens, or the document alone: a segment at the end of its path.
     """
-    place, shape = measured.slices[at], tuple(call["input_ids"].shape)
+    model, inner, place, shape = measured.model, measured.inner, measured.slices[at], call["input_ids"].shape
     there = place if shape == measured.shape else RowSlice(0, shape[1] - place.length, shape[1], True)
-    split = measured.model if isinstance(measured.model, split_rows.WholeRows) else None
+    split = model if isinstance(model, WholeRows) else None
+    here = locate.Watched(lambda: outputs(model, measured.batch), tuple(measured.shape), place, split)
+    other = locate.Watched(lambda: outputs(model, call), tuple(shape), there, split)
     with torch.no_grad():
-        one, other = (
-            locate.watched(lambda given=given: outputs(measured.model, given), measured.inner, size, place, split)  # type: ignore[misc]
-            for given, size, place in ((measured.batch, tuple(measured.shape), place), (call, shape, there))
-        )
-    name = locate.first_difference(one, other, bound)
+        name = locate.first_difference(inner, here, other, bound)
     if name is None:
         hidden = "torch.compile hides them, and values do not show what hands on gradients alone"
         return _Finding(f"{what}; in which module could not be seen ({hidden})")
-    cls = type(measured.inner.get_submodule(name)).__name__
-    meaning = locate.likely_reason(measured.inner, name, measured.patched, tree=measured.word == "segment")
+    cls = type(inner.get_submodule(name)).__name__
+    meaning = locate.likely_reason(inner, name, measured.patched, tree=measured.word == "segment")
     return _Finding(f"{what}. First in {name or 'the model itself'} ({cls}): {meaning}", name, cls)
 
 
@@ -196,29 +438,3 @@ def _crossing_labels(measured: Measurements) -> str:
         f"labels: the last token of {word} {second - 1} predicts the first of {word} {second}. Set the first label of "
         f"every {word} to -100, as DataCollatorWithFlattening does"
     )
-
-
-def _named(measured: Measurements, at: int) -> str:
-    """A slice as findings name it: ``"document 2"``, or ``"segment 2"`` in a batch with parents."""
-    return f"{measured.word} {measured.number(at)}"
-
-
-def _without_ancestor(measured: Measurements, bound: float) -> tuple[str, int]:
-    """What is wrong, in words, and the first segment that does not depend on an ancestor; empty if all do.
-
-    A window, or a state that forgets, may keep a segment from an ancestor rightly. So the path alone decides: nothing
-    is said of a segment that does not depend on the ancestor there either.
-    """
-
-    def named(at: int, ancestor: int) -> str:
-        parent = measured.slices[at].parent == ancestor
-        found = _named(measured, ancestor)
-        return f"its parent, {found}" if parent else f"{found}, which it continues"
-
-    for (at, ancestor), change in measured.followed.items():
-        if change <= bound and measured.dependence_alone(at, ancestor)[0] - change > bound:
-            return f"{_named(measured, at)} does not depend on {named(at, ancestor)}", at
-    for (at, ancestor), gradient in measured.reached.items():
-        if gradient == 0 and measured.dependence_alone(at, ancestor)[1] > 0:
-            return f"{_named(measured, at)} sends no gradient to {named(at, ancestor)}", at
-    return "", -1

@@ -2,13 +2,13 @@
 
 import copy
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 import torch
-from torchrun import variables
 from two_layers import tiny_llama
 from unknown_modules import Around, behind_the_mlp
 
@@ -340,6 +340,6 @@ def test_distributed_and_sharded_models():
     script = Path(__file__).with_name("sharded_verify.py")
     done = subprocess.run(
         [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2", str(script)],
-        env=variables(), capture_output=True, text=True,
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}, capture_output=True, text=True,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr[-3000:]

@@ -270,7 +270,7 @@ def test_the_environment_reaches_further_processes_once():
 
 def test_options_end_where_the_script_begins(monkeypatch):
     asked = []
-    monkeypatch.setattr(run, "start", lambda command, options: asked.append((command, options)))
+    monkeypatch.setattr(cli, "start", lambda command, options: asked.append((command, options)))
 
     def line(*arguments):
         done = CliRunner().invoke(cli.main, ["run", *arguments])

@@ -36,8 +36,12 @@ DISPATCHED = {
 }  # fmt: skip
 CALLED = ("cpu", "to", "tolist", "numpy")
 KERNELS = ("compat_matrix.check.stand_in", "fa2patch.kernels")
-CPU_ONLY = {("fa2patch.documents.tensors", "require_all"), ("fa2patch.documents.stated", "_require_ends")}
-"""Functions that read on a CPU and call ``aten::_assert_async`` elsewhere."""
+CPU_ONLY = {
+    ("fa2patch.documents.tensors", "require_all"),
+    ("fa2patch.documents.stated", "_require_ends"),
+    ("fa2patch.upstream.seams.scores", "_hides"),
+}
+"""Functions that read tensors on a CPU only. Elsewhere they call ``aten::_assert_async``, or read nothing."""
 
 DERIVING = {
     "fa2patch": {"recognise"},

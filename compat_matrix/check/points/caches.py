@@ -112,16 +112,17 @@ def padded_rows_with_a_cache(cell: Cell) -> None:
         name, _ = _returned(model)
     if not name:
         raise NotApplicable("the model returns no cache that its forward takes")
+    counts = takes_positions(model)
     with alone_computes():
-        expected = _two_steps(cell.model(), name)
+        expected = _two_steps(cell.model(), name, counts)
     with fa2patch.apply(model):
-        for step, both in enumerate(zip(_two_steps(model, name), expected)):
+        for step, both in enumerate(zip(_two_steps(model, name, counts), expected)):
             if not torch.equal(*both):
                 raise AssertionError(f"step {step} of left-padded rows gave other logits")
     model = cell.model()
     try:
         with fa2patch.apply(model, padded_batches=True):
-            found = _two_steps(model, name)
+            found = _two_steps(model, name, counts)
     except errors.Fa2PatchError:
         return
     for step, both in enumerate(zip(found, expected)):
@@ -130,15 +131,20 @@ def padded_rows_with_a_cache(cell: Cell) -> None:
 
 
 @torch.no_grad()
-def _two_steps(model: Any, name: str) -> tuple[torch.Tensor, torch.Tensor]:
-    """The last token's logits ``[2, vocabulary]`` of left-padded rows, and those of the step after them."""
+def _two_steps(model: Any, name: str, counts: bool) -> tuple[torch.Tensor, torch.Tensor]:
+    """The last token's logits ``[2, vocabulary]`` of left-padded rows, and those of the step after them.
+
+    Args:
+        name: the argument that takes the cache.
+        counts: whether position ids are given.
+    """
     ids = torch.stack(documents(7, 7))
     mask = torch.ones_like(ids)
     mask[0, :3] = 0
 
     def call(ids: torch.Tensor, mask: torch.Tensor, **cache: Any) -> Any:
         positions = (mask.cumsum(-1) - 1).clamp(min=0)[:, -ids.shape[1] :]
-        counted = {"position_ids": positions} if takes_positions(model) else {}
+        counted = {"position_ids": positions} if counts else {}
         return model(input_ids=ids, attention_mask=mask, use_cache=True, **counted, **cache)
 
     first = call(ids, mask)

@@ -53,6 +53,7 @@ def main(arguments: list[str] | None = None) -> int:
     with contextlib.suppress(ImportError):  # a version's environment may have none
         import peft  # noqa: F401  # else every cell's process would import it
     import torch._dynamo  # noqa: F401  # the same: the first random numbers on the meta device import it
+
     torch.set_num_threads(1)
     gc.set_threshold(100_000, 50, 50)  # a fifth of the time went into garbage collection of tiny models
     points = given.points or list(POINTS)

@@ -16,7 +16,6 @@ from fa2patch.kernels.reference import Reference
 
 from .. import environments
 from ..check.reads import calls
-from . import dry
 from .workloads import BY_HAND, Batch, ByHand, boundaries_of, packed, small_llama
 
 DOCUMENTS = (9, 7)
@@ -146,5 +145,7 @@ def bench_dry(rows: Any, quick: bool, folder: Path) -> None:
     segments, rows of spans two spans. flash-attn and FlexAttention are fake operators with their signatures. MLA has
     head dimensions 192 and 128. The counts are the same on any machine.
     """
+    from . import dry  # not above: `against` runs the other parts with fa2patch of commits that lack what it looks into
+
     rows += dry.merged([dry.here()]) if quick else dry.measure(folder)
     rows.on = f"torch {torch.__version__.partition('+')[0] if quick else ', '.join(dry.TORCH)}"

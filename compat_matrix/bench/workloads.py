@@ -12,7 +12,6 @@ import torch
 
 import fa2patch
 from fa2patch.documents.boundaries import Boundaries
-from fa2patch.documents.find import boundaries
 from fa2patch.kernels import Options
 
 Batch = dict[str, Any]
@@ -102,7 +101,7 @@ def packed(docs: Sequence[Sequence[int]], lengths: bool = False) -> Batch:
 
 def boundaries_of(lengths: Sequence[int]) -> Boundaries:
     """Return the boundaries of documents of these lengths, on a CPU."""
-    return boundaries(torch.cat([torch.arange(length) for length in lengths])[None])
+    return fa2patch.boundaries(torch.cat([torch.arange(length) for length in lengths])[None])
 
 
 # --- models ---------------------------------------------------------------------------------------------------

@@ -74,7 +74,8 @@ def run(packages: Path, given: argparse.Namespace) -> dict[str, Rows]:
     """Run the parts once on the fa2patch in a folder and return their rows; a failed run ends the command."""
     with tempfile.TemporaryDirectory() as out:
         command = [sys.executable, "-c", _RUN, str(packages), "--parts", *given.parts, "--out", out]
-        command += ["--environments", str(given.environments.resolve()), *(["--quick"] if given.quick else [])]
+        # in one word, or pytest takes the folder for a place of tests, and its parent's settings for the bench's
+        command += [f"--environments={given.environments.resolve()}", *(["--quick"] if given.quick else [])]
         path = os.pathsep.join((str(packages), str(commits.ROOT)))
         variables = {**environments.variables(packages), "PYTHONPATH": path}
         done = subprocess.run(command, cwd=out, capture_output=True, text=True, env=variables)

@@ -22,7 +22,7 @@ def baddbmm(added: torch.Tensor, first: torch.Tensor, second: torch.Tensor, *, b
 
 def empty(*size: Any, **options: Any) -> torch.Tensor:
     """Make a tensor without memory, to which scores would be added."""
-    return torch.empty(*size, **{**options, "device": "meta"})
+    return torch.empty((), **{**options, "device": "meta"}).expand(*size)
 
 
 zeros = empty

@@ -11,7 +11,7 @@ from packed_rows import built
 
 import fa2patch
 from compat_matrix.check.rows import documents, pack
-from fa2patch import kernels
+from fa2patch.kernels import picks
 from fa2patch.kernels.reference import Reference
 
 DOCS = documents(5, 9, 3)
@@ -60,6 +60,15 @@ def adapted(model):
         torch.nn.init.eye_(layer.q_proj[1].weight)
 
 
+@contextlib.contextmanager
+def _deterministic():
+    torch.use_deterministic_algorithms(True)
+    try:
+        yield
+    finally:
+        torch.use_deterministic_algorithms(False)
+
+
 CHANGES = {
     "nothing": lambda model: None,
     "weights in half precision": lambda model: model.to(torch.bfloat16),
@@ -71,7 +80,7 @@ CHANGES = {
     "not causal any more": lambda model: each(model, "is_causal", False),
     "another kernel": lambda model: fa2patch.apply(model, kernel="reference"),
     "a window": lambda model: each(model, "sliding_window", 2),
-    "attention of the user's": lambda model: model.set_attn_implementation("test_prepared"),
+    "attention of the user's": lambda model: model.set_attn_implementation("of_the_user"),
     "eager": lambda model: model.set_attn_implementation("eager"),
 }  # fmt: skip
 
@@ -79,27 +88,15 @@ CONTEXTS = {
     "no gradients": torch.no_grad,
     "inference": torch.inference_mode,
     "autocast": lambda: torch.autocast("cpu", torch.bfloat16),
-    "deterministic": lambda: _deterministic(),
+    "deterministic": _deterministic,
 }
 
 
-@contextlib.contextmanager
-def _deterministic():
-    torch.use_deterministic_algorithms(True)
-    try:
-        yield
-    finally:
-        torch.use_deterministic_algorithms(False)
-
-
 @pytest.fixture
-def kernel():
+def kernel(monkeypatch):
     noting = Noting()
-    kernels.register_kernel(noting)
-    try:
-        yield noting
-    finally:
-        kernels.picks._registered[:] = [entry for entry in kernels.picks._registered if entry[0] is not noting]
+    monkeypatch.setattr(picks, "_registered", [(noting, None)])
+    return noting
 
 
 def attention_of_users(module, query, key, value, attention_mask, **kwargs):
@@ -134,10 +131,9 @@ def warm(model):
 
 
 @pytest.mark.parametrize("change", CHANGES)
-def test_a_change_of_the_model_is_seen(change, kernel):
-    """The result is that of a model that was changed before its first batch, and so are what the kernel is given."""
-    if hasattr(transformers, "AttentionInterface"):
-        transformers.AttentionInterface.register("test_prepared", attention_of_users)
+def test_a_change_of_the_model_is_seen(change, kernel, monkeypatch):
+    """The result is that of a model that was changed before its first batch, and the kernel is given the same."""
+    monkeypatch.setitem(transformers.AttentionInterface._global_mapping, "of_the_user", attention_of_users)
     model, fresh = built("llama"), built("llama")
     for one in (model, fresh):
         fa2patch.apply(one, kernel=kernel)

@@ -9,6 +9,8 @@ import inspect
 from typing import Any, Callable
 
 import torch
+from torch.nn.functional import pad
+from torch.nn.utils.rnn import pad_sequence
 
 import fa2patch
 from fa2patch.upstream.find_layers import ModelLayers
@@ -168,19 +170,30 @@ def as_near_as_alone(
 
 @point
 def router_loss(cell: Cell) -> None:
-    """The loss that balances experts, and the loss with it, are those of the padded batch."""
-    docs = documents(5, 9, 3)
+    """The loss that balances experts, and the loss with it, are those of the padded batch.
+
+    A version whose padded batch counts its padding as tokens is compared on documents of one length, which need none.
+    """
     reference, model = cell.reference(), cell.model()
     if "output_router_logits" not in inspect.signature(type(model).forward).parameters:
         raise NotApplicable("the forward returns no router logits")
-    padded = torch.nn.utils.rnn.pad_sequence(docs, batch_first=True)
-    mask = torch.nn.utils.rnn.pad_sequence([torch.ones_like(doc) for doc in docs], batch_first=True)
     asked = {"output_router_logits": True, "use_cache": False}
-    labels = padded.masked_fill(mask == 0, -100)
-    with alone_computes():
-        expected = reference(input_ids=padded, attention_mask=mask, labels=labels, **asked)
+
+    def padded(docs: list[torch.Tensor], columns: int = 0) -> Any:
+        """The reference's output for documents padded by ``columns`` more than they need."""
+        ids = pad_sequence([pad(doc, (0, columns)) for doc in docs], batch_first=True)
+        mask = pad_sequence([pad(torch.ones_like(doc), (0, columns)) for doc in docs], True)
+        with alone_computes():
+            labels = ids.masked_fill(mask == 0, -100)
+            return reference(input_ids=ids, attention_mask=mask, labels=labels, **asked)
+
+    docs = documents(5, 9, 3)
+    expected = padded(docs)
     if getattr(expected, "aux_loss", None) is None:
         raise NotApplicable("this version computes no loss of its routers")
+    if not torch.allclose(padded(docs, columns=7).aux_loss, expected.aux_loss):
+        docs = documents(6, 6, 6)
+        expected = padded(docs)
     row = fa2patch.DataCollatorWithFlattening()([{"input_ids": doc.tolist()} for doc in docs])
     with fa2patch.apply(model):
         found = model(**row, **asked)

@@ -146,7 +146,13 @@ def reads_of(function: object, attribute: str, name: str) -> bool:
 
 def multiplies_matrices(function: object) -> bool:
     """Whether a function's code has the operator ``@``."""
-    instructions = _instructions(function)
+    code = code_of(function)
+    return code is not None and _multiplies_matrices(code)
+
+
+@functools.lru_cache(maxsize=1024)  # ``apply`` asks it of every class with a mask, and to read a code takes 3 ms
+def _multiplies_matrices(code: CodeType) -> bool:
+    instructions = dis.get_instructions(code)
     return any(each.opname == "BINARY_MATRIX_MULTIPLY" or each.argrepr in ("@", "@=") for each in instructions)
 
 

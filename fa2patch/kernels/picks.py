@@ -7,7 +7,7 @@ import warnings
 from collections.abc import Hashable, Sequence
 from functools import lru_cache
 from typing import Any, Callable, NamedTuple
-from weakref import WeakKeyDictionary
+from weakref import WeakKeyDictionary, ref
 
 import torch
 
@@ -276,6 +276,13 @@ def _picked(name: str, given: str, device: str, index: int | None, *asked: Any) 
     return pick(kernel, Asked(*asked), torch.device(device if index is None else f"{device}:{index}")).kernel.name
 
 
+class Computed(NamedTuple):
+    """A layer, and what computed its last packed batch."""
+
+    layer: ref[torch.nn.Module]
+    by: Pick | Mixed
+
+
 class Tried(NamedTuple):
     """The verdict of a trial of a mixer.
 
@@ -296,6 +303,8 @@ class Picks:
     Attributes:
         name: the ``kernel`` argument of ``apply``, or the name of the kernel object passed there.
         given: the kernel object passed to ``apply``, else None.
+        last: what computed each layer's last packed batch, by the layer's ``id``; :meth:`of` asks.
+        prepared: what the seams keep for the next call of a kind.
     """
 
     def __init__(self, kernel: str | Kernel) -> None:
@@ -304,18 +313,24 @@ class Picks:
         self._number = "" if self.given is None else number(self.given)
         self._made: dict[tuple[Asked, torch.device], Pick] = {}
         self._tried: WeakKeyDictionary[torch.nn.Module, dict[Hashable, Tried]] = WeakKeyDictionary()
-        self._of: WeakKeyDictionary[torch.nn.Module, Pick | Mixed] = WeakKeyDictionary()
+        self.last: dict[int, Computed] = {}
+        self.prepared: dict[Hashable, Any] = {}
 
     def __reduce__(self) -> tuple[type[Picks], tuple[str | Kernel]]:
         return Picks, (self.given or self.name,)
 
     def of(self, module: torch.nn.Module) -> Pick | Mixed | None:
         """What computed the layer's last packed batch; None if it has computed none, or only in a compiled graph."""
-        return self._of.get(module)
+        last = self.last.get(id(module))
+        return last.by if last is not None and last.layer() is module else None
+
+    def _took(self, module: torch.nn.Module, by: Pick | Mixed) -> None:
+        last, number = self.last, id(module)
+        self.last[number] = Computed(ref(module, lambda _: last.pop(number, None)), by)
 
     def took(self, module: torch.nn.Module, portions: Portions, passed: Sequence[str] = ()) -> None:
         """Record what a mixer got of its last packed batch in one call, and why other ways were passed over."""
-        self._of[module] = Mixed(portions, "; ".join(passed))
+        self._took(module, Mixed(portions, "; ".join(passed)))
 
     def tried(
         self,
@@ -358,8 +373,8 @@ class Picks:
             self._made[kind] = pick(self.given or self.name, asked, device)
             self._warn_if_slow(self._made[kind], asked)
         made = self._made[kind]
-        if module is not None and self._of.get(module) is not made:
-            self._of[module] = made
+        if module is not None and self.of(module) is not made:
+            self._took(module, made)
         return made.kernel
 
     def _warn_if_slow(self, made: Pick, asked: Asked) -> None:

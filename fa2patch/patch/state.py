@@ -151,6 +151,7 @@ class Patch:
         if kernel is not None and kernel != (self.picks.given or self.picks.name):
             self.picks = kernels.Picks(kernel)
             self.kernel = self.picks.name
+        self.picks.prepared.clear()  # facts are others now
         self._take(planned)
         under_way = self.examination.under_way
         self.examination = examining.begun(self, self.examination.prove if prove is None else prove, layers)

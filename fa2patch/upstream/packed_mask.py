@@ -6,19 +6,20 @@ again. So nothing is remembered by storage or by thread.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Hashable, Iterable
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 
-from .._torch import autocast_dtype, compiling
+from .._torch import compiling
 from .._types import Args, Function
 from ..documents.boundaries import Boundaries
 from ..errors import BadParents, PackingNotIsolated
 from ..kernels import Options, Picks, asked_by, packed_attention
 from ..kernels.protocol import require_within
 from .facts import Facts
+from .prepared import MOST, Prepared, compute_dtype
 from .ulysses import RowPart
 
 MASK = "attention_mask"
@@ -28,8 +29,6 @@ _NOT_A_TENSOR = (
     "torch's {function} was called on a PackedMask: an attention layer was not patched by fa2patch. "
     "Call fa2patch.revert(model), then fa2patch.apply(model) again; if it stays, please report it."
 )
-
-_COMPUTED = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
 
 @dataclass(eq=False)
@@ -69,9 +68,15 @@ class PackedMask:
     calls: list[torch.nn.Module | None] = field(default_factory=list, repr=False)
 
     def attend(
-        self, module: torch.nn.Module | None, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, options: Options
+        self,
+        module: torch.nn.Module | None,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        options: Options,
+        kind: Hashable = None,
     ) -> torch.Tensor:
-        """Compute packed attention for a layer, in the dtype of :func:`compute_dtype`.
+        """Compute packed attention for a layer, in the dtype of :func:`~.prepared.compute_dtype`.
 
         Args:
             module: the attention layer, or None if it is not known.
@@ -79,6 +84,7 @@ class PackedMask:
             k: ``[batch, length, key heads, head dim]``.
             v: ``[batch, length, key heads, value head dim]``.
             options: what the layer asks for. The mask's window and the registry's quirks override it.
+            kind: the call's :func:`~.prepared.kind_of`, under which what is found is kept for later calls.
 
         Returns:
             ``[batch, length, query heads, value head dim]``.
@@ -96,7 +102,7 @@ class PackedMask:
             q = quirks.queries(module, q, self._counted())
         if self.window is not None:  # eager attention has its window in the mask only
             options = replace(options, window=self.window or None)
-        dtype = compute_dtype(module, q, k, v)
+        dtype, weight = compute_dtype(module, q, k, v)
         q, k, v = (x if x.dtype == dtype else x.to(dtype) for x in (q, k, v))
         if self.part is not None:
             q, k, v, options = self.part.all_tokens(q, k, v, options)
@@ -111,8 +117,33 @@ class PackedMask:
                 "False): a prompt would see what continues it. Give every sequence as a document of its own."
             )
         asked = asked_by(q, k, v, options, documents.parents is not None, documents.until is not None)
-        output = packed_attention(q, k, v, documents, options, self.picks(module, asked, q.device))
+        kernel = self.picks(module, asked, q.device)
+        output = packed_attention(q, k, v, documents, options, kernel)
+        if kind is not None and weight is not None:
+            prepared = self.picks.prepared
+            if len(prepared) >= MOST:
+                prepared.clear()
+            prepared[kind] = Prepared(self.picks.last[id(module)], kernel, options, dtype, weight)
         return output if self.part is None else self.part.own_tokens(output)
+
+    def attend_again(
+        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, known: Prepared
+    ) -> torch.Tensor:
+        """Compute a call of a kind that :meth:`attend` has looked at, and return the same.
+
+        Args:
+            query, key, value: as there, but ``[batch, heads, length, dim]``.
+            known: what was found.
+        """
+        layer = known.of.layer()
+        self.calls.append(layer)
+        self.picks.last[id(layer)] = known.of
+        q, k, v = query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2)
+        batch, length = q.shape[:2]
+        if not (q.dtype is k.dtype is v.dtype is known.dtype):
+            q, k, v = q.to(known.dtype), k.to(known.dtype), v.to(known.dtype)
+        output = known.kernel(q.flatten(0, 1), k.flatten(0, 1), v.flatten(0, 1), self.boundaries, known.options)
+        return output.view(batch, length, *output.shape[1:])
 
     def require_whole_rows(self, what: str) -> None:
         """Raise :class:`PackingNotIsolated` if rows are split over processes. ``what`` needs whole documents."""
@@ -250,29 +281,6 @@ def mask_among(values: Iterable[Any]) -> PackedMask | None:
         if isinstance(value, PackedMask):
             return value
     return None
-
-
-def compute_dtype(module: torch.nn.Module | None, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.dtype:
-    """Return one dtype for q, k and v.
-
-    In half-precision models, float32 norms, LoRA weights or rotary tables upcast some of them. If at least one is still
-    in half precision, all are cast to that dtype. Otherwise the rule is that of Transformers' own flash path
-    (integrations/flash_attention.py, get_target_dtype).
-    """
-    dtypes = {q.dtype, k.dtype, v.dtype}
-    half = dtypes & {torch.float16, torch.bfloat16}
-    if half:
-        return v.dtype if v.dtype in half else half.pop()
-    if q.dtype != torch.float32:
-        return q.dtype
-    by_autocast = autocast_dtype(q.device.type)
-    if by_autocast is not None:
-        return by_autocast
-    quantized: torch.dtype | None = getattr(getattr(module, "config", None), "_pre_quantization_dtype", None)
-    if quantized is not None:
-        return quantized
-    weights: Iterable[torch.Tensor] = module.parameters() if module is not None else ()
-    return next((weight.dtype for weight in weights if weight.dim() >= 2 and weight.dtype in _COMPUTED), q.dtype)
 
 
 def _is_logits(value: object) -> bool:

@@ -15,20 +15,15 @@ import torch
 
 from ..._torch import compiling
 from ..._types import Call, Function
-from ...documents.names import LABELS, LENGTHS
 from ...errors import PackingNotIsolated
 from ...kernels import Options
 from ..facts import Site
 from ..foreign import require_of_model
 from ..inspecting import ATTENTION_FUNCTIONS, reads_name
 from ..packed_mask import PackedMask
+from ..prepared import KNOWN_TENSORS, kind_of
 
 EAGER = "eager_attention_forward"
-
-_KNOWN_TENSORS = {
-    "s_aux", "sinks", "position_ids", "cache_position", "position_embeddings", "cumulative_seqlens_q",
-    "cumulative_seqlens_k", "num_items_in_batch", *LABELS, *LENGTHS,
-}  # fmt: skip
 
 
 def interface_of(modeling: ModuleType, forward: Function) -> tuple[Site, tuple[Site, ...]] | None:
@@ -54,14 +49,19 @@ def routed(original: Function) -> Function:
         mask = args[0] if args else kwargs.get("attention_mask")
         if not isinstance(mask, PackedMask):
             return original(module, query, key, value, *args, **kwargs)
-        home = type(module).__module__
+        home, kind = type(module).__module__, None
         if compiling():
             require_of_model(original, module)
         elif home not in asked:
             require_of_model(original, module)
             asked.add(home)
+        else:
+            kind = kind_of(mask, module, query, key, value, kwargs)
+            known = mask.picks.prepared.get(kind)
+            if known is not None and known.holds_for(module):
+                return mask.attend_again(query, key, value, known), None
         q, k, v = (states.transpose(1, 2) for states in (query, key, value))
-        return mask.attend(module, q, k, v, _options(module, kwargs)), None
+        return mask.attend(module, q, k, v, _options(module, kwargs), kind), None
 
     return attention
 
@@ -96,7 +96,8 @@ class Overlay:
 
     def get_interface(self, name: str, default: Function) -> Function:
         """Return the function that the real one returns, routed."""
-        return self._route(self._registry.get_interface(name, default))
+        function = self._registry.get_interface(name, default)
+        return self._routed.get(function) or self._route(function)
 
     def __contains__(self, name: object) -> bool:
         return name in self._registry
@@ -115,7 +116,7 @@ class Overlay:
 
 def _options(module: Any, kwargs: Call) -> Options:
     for name, value in kwargs.items():
-        if isinstance(value, torch.Tensor) and name not in _KNOWN_TENSORS:
+        if isinstance(value, torch.Tensor) and name not in KNOWN_TENSORS:
             raise PackingNotIsolated(
                 f"{type(module).__name__} hands its attention a tensor {name!r}, whose meaning for a packed batch is "
                 "not known. If it is a column of your batch that the model does not need (token_type_ids), leave it "

@@ -1,0 +1,134 @@
+"""What was found for a layer's attention in one batch, kept for the calls of the same kind in later ones.
+
+To look at options, weights, quirks and kernels takes forty calls of Python in every layer, and the answer is that of
+the batch before. So it is kept under the kind of the call, which is all that the answer depends on and that may change
+from one call to the next. What is rare is no kind and is looked at in each call: sinks, spans, parts of rows, the
+registry's quirks, a dtype that quantization has set.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+
+from .._torch import autocast_dtype
+from .._types import Call
+from ..documents.names import LABELS, LENGTHS
+from ..kernels import Kernel, Options
+from ..kernels.picks import Computed
+
+if TYPE_CHECKING:
+    from .packed_mask import PackedMask
+
+OPTIONS = ("scaling", "sliding_window", "softcap", "dropout", "is_causal")
+"""The keywords by which a layer says what it asks for, beside sinks."""
+
+KNOWN_TENSORS = frozenset((
+    "s_aux", "sinks", "position_ids", "cache_position", "position_embeddings", "cumulative_seqlens_q",
+    "cumulative_seqlens_k", "num_items_in_batch", *LABELS, *LENGTHS,
+))  # fmt: skip
+"""The keywords with tensors whose meaning for a packed batch is known."""
+
+_LOOKED_AT = KNOWN_TENSORS.union(OPTIONS, ("attention_mask",))
+
+_HALF = frozenset((torch.float16, torch.bfloat16))
+_COMPUTED = (*_HALF, torch.float32, torch.float64)
+
+MOST = 4096
+"""How many calls are kept. Where there are more kinds, one changes in every call, as a scale that is made from data."""
+
+
+class Prepared(NamedTuple):
+    """What computes the calls of one kind.
+
+    Attributes:
+        of: the layer, and the pick of its kernel.
+        kernel, options: the kernel, and what it is called with.
+        dtype: the dtype to which q, k and v are cast.
+        weight: the names that lead from the layer to the weight whose dtype this is; empty if q, k and v decide it.
+    """
+
+    of: Computed
+    kernel: Kernel
+    options: Options
+    dtype: torch.dtype
+    weight: tuple[str, ...]
+
+    def holds_for(self, layer: Any) -> bool:
+        """Whether this was found for the layer, and the weight that decides the dtype is there and has that dtype."""
+        if self.of.layer() is not layer:  # another one had its id
+            return False
+        if not self.weight:
+            return True
+        *modules, name = self.weight
+        for inside in modules:
+            layer = layer._modules.get(inside)
+            if layer is None:
+                return False
+        weight = layer._parameters.get(name)
+        return weight is not None and weight.dtype is self.dtype
+
+
+def kind_of(
+    mask: PackedMask, layer: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, asked: Call
+) -> Hashable:
+    """The kind of a layer's call; None if the call must be looked at.
+
+    Args:
+        mask: the packed mask that came to the layer.
+        layer: the layer.
+        query, key, value: ``[batch, heads, length, head dim]``.
+        asked: the keywords of the call.
+    """
+    documents, quirks, get = mask.boundaries, mask.facts.architecture, asked.get
+    if mask.part is not None or documents.until is not None or quirks.adjust is not None or quirks.queries is not None:
+        return None
+    if get("s_aux") is not None or get("sinks") is not None or query.is_meta:
+        return None
+    for name in asked.keys() - _LOOKED_AT:
+        if isinstance(asked[name], torch.Tensor):
+            return None
+    rows, heads, length, dim = query.shape
+    rows_of_keys, key_heads, keys, _ = key.shape
+    rows_of_values, value_heads, values, value_dim = value.shape
+    if not (rows == rows_of_keys == rows_of_values and length == keys == values):
+        return None
+    return (
+        id(layer), layer.__dict__.get("is_causal"), mask.window, documents.parents is None, heads, key_heads,
+        value_heads, dim, value_dim, query.dtype, key.dtype, value.dtype, query.device,
+        autocast_dtype(query.device.type) if query.dtype is torch.float32 else None,
+        torch.is_grad_enabled() and (query.requires_grad or key.requires_grad or value.requires_grad),
+        torch._C._get_deterministic_algorithms(), *map(get, OPTIONS),
+    )  # fmt: skip
+
+
+def compute_dtype(
+    layer: torch.nn.Module | None, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor
+) -> tuple[torch.dtype, tuple[str, ...] | None]:
+    """One dtype for q, k and v, and the way to the weight that decides it.
+
+    In half-precision models, float32 norms, LoRA weights or rotary tables upcast some of them. If at least one is still
+    in half precision, all are cast to that dtype. Otherwise the rule is that of Transformers' own flash path
+    (integrations/flash_attention.py, get_target_dtype).
+
+    Returns:
+        The dtype, and the names that lead to the weight; no names if no weight decides, None if the answer may be
+        another one in the next call of the same kind.
+    """
+    half = {q.dtype, k.dtype, v.dtype} & _HALF
+    if half:
+        return v.dtype if v.dtype in half else half.pop(), ()
+    if q.dtype != torch.float32:
+        return q.dtype, ()
+    by_autocast = autocast_dtype(q.device.type)
+    if by_autocast is not None:
+        return by_autocast, ()
+    quantized: torch.dtype | None = getattr(getattr(layer, "config", None), "_pre_quantization_dtype", None)
+    if quantized is not None:
+        return quantized, None
+    for name, weight in layer.named_parameters() if layer is not None else ():
+        if weight.dim() >= 2 and weight.dtype in _COMPUTED:
+            return weight.dtype, tuple(name.split("."))
+    return q.dtype, None

@@ -88,8 +88,13 @@ def compiling() -> bool:
     return _CAN_TELL and not _paused and bool(torch.compiler.is_compiling())
 
 
+_PRE_DISPATCH = torch._C.DispatchKey.PreDispatch
+
+
 def recording() -> bool:
     """Whether ``make_fx`` or ``aot_function`` records the operators that run, for a graph that is run again."""
+    if not (torch._C._len_torch_dispatch_stack() or torch._C._dispatch_tls_is_dispatch_key_included(_PRE_DISPATCH)):
+        return False  # what records is a mode of either kind
     proxies = sys.modules.get("torch.fx.experimental.proxy_tensor")
     for name in ("get_proxy_mode", "get_innermost_proxy_mode"):  # the latter in torch 2.1
         if hasattr(proxies, name):

@@ -361,10 +361,11 @@ def _no_conflict(conflicts: Flags, what: str) -> None:
 
 def _from_starts(starts: Flags, on: torch.device, positions: int | None) -> Boundaries:
     """The boundaries of documents whose first tokens are True in ``starts``."""
-    ends = np.append(np.flatnonzero(starts.ravel()), starts.size)
-    lengths = np.diff(ends)
-    cu = torch.from_numpy(ends.astype(np.int32)).to(on, non_blocking=True)
-    return Boundaries(cu, int(lengths.max()), positions, tuple(lengths.tolist()))
+    (firsts,) = starts.reshape(-1).nonzero()
+    ends = np.empty(len(firsts) + 1, dtype=np.int32)
+    ends[:-1], ends[-1] = firsts, starts.size
+    lengths = tuple((ends[1:] - ends[:-1]).tolist())
+    return Boundaries(torch.from_numpy(ends).to(on, non_blocking=True), max(lengths), positions, lengths)
 
 
 def _require_no_wrap(dtype: torch.dtype, largest: int, counted: int) -> None:
@@ -397,10 +398,12 @@ def from_positions(ids: torch.Tensor, device: torch.device, always: bool, first_
     ids = ids.detach().to(device, torch.int64)
     if device.type == "cpu":
         numbers = tensors.read(ids)
-        starts = np.ones(numbers.shape, dtype=bool)
+        starts = np.empty(numbers.shape, dtype=bool)
+        starts[:, 0] = True
         starts[:, 1:] = (numbers[:, 1:] != numbers[:, :-1] + 1) | (numbers[:, 1:] <= numbers[:, :-1])  # int64 wraps
-        packed, last = np.count_nonzero(starts) > len(starts), int(numbers.max())
-        if packed and numbers.min() < first_position:
+        # the loops of ufuncs themselves: methods and functions of numpy's are Python around them
+        packed, last = int(np.add.reduce(starts, None)) > len(starts), int(np.maximum.reduce(numbers, None))
+        if packed and np.minimum.reduce(numbers, None) < first_position:
             starts[:, 1:] |= _behind_padding(numbers[:, 1:], numbers[:, :-1], starts[:, :-1], first_position)
         made = _from_starts(starts, device, last + 1) if packed or always else None
         if made is not None and packed:

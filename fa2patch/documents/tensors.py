@@ -103,7 +103,7 @@ def check_position_ids(position_ids: Any, shape: tuple[int, int] | None = None) 
         )
     if position_ids.dtype not in _INTEGERS:
         raise BadPositionIds(f"position_ids: expected integers, found {position_ids.dtype}. Convert them with .long().")
-    if not _is_dense(position_ids):
+    if position_ids.layout is not torch.strided or position_ids.is_nested:
         raise BadPositionIds(f"position_ids: expected a dense tensor, found {described(position_ids)}.")
     found = tuple(position_ids.shape)
     if position_ids.dim() not in (1, 2, 3) or 0 in found:

@@ -30,9 +30,11 @@ _DEPTH = 4
 
 def held(call: Call) -> Call:
     """Return the arguments of a forward that hold a cache or a state of earlier tokens."""
-    return {
-        name: value for name, value in call.items() if value is not None and (name in _OLD_NAMES or is_cache(value))
-    }
+    found = {}
+    for name, value in call.items():
+        if value is not None and (name in _OLD_NAMES or (not isinstance(value, _PLAIN) and is_cache(value))):
+            found[name] = value
+    return found
 
 
 def is_cache(value: object) -> bool:
@@ -58,10 +60,14 @@ def has_methods_of_a_cache(value: object) -> bool:
     return callable(getattr(value, "update", None)) and callable(getattr(value, "get_seq_length", None))
 
 
-def is_paged(value: object) -> bool:
-    """Whether a value is the cache of ``generate_batch``, whose blocks hold the tokens of several requests."""
-    plain = value is None or isinstance(value, _PLAIN)
-    return not plain and callable(getattr(value, "update", None)) and callable(getattr(value, "free_blocks", None))
+def has_paged(call: Call) -> bool:
+    """Whether the cache of ``generate_batch``, whose blocks hold the tokens of several requests, is an argument."""
+    for value in call.values():
+        if value is None or isinstance(value, _PLAIN):
+            continue
+        if callable(getattr(value, "update", None)) and callable(getattr(value, "free_blocks", None)):
+            return True
+    return False
 
 
 def taken_by(forward: Function) -> list[str]:

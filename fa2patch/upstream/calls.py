@@ -27,6 +27,8 @@ class Calls:
         positional: the names of the parameters that can be passed by position.
         names: the names of all parameters.
         takes_any: whether the function takes ``**kwargs``.
+        takes_ids: whether it takes ``position_ids``.
+        refused: the collator lengths that it does not take.
     """
 
     def __init__(self, original: Function, method: bool = True) -> None:
@@ -35,6 +37,8 @@ class Calls:
         self.positional = [p.name for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
         self.names = {p.name for p in parameters}
         self.takes_any = any(p.kind is p.VAR_KEYWORD for p in parameters)
+        self.takes_ids = self.takes("position_ids")
+        self.refused = tuple(name for name in LENGTHS if not self.takes(name))
 
     def takes(self, name: str) -> bool:
         """Whether the function accepts a keyword of this name."""
@@ -42,7 +46,7 @@ class Calls:
 
     def named(self, args: Args, kwargs: Call) -> Call:
         """Return the arguments by name. If the function takes only ``*args``, one argument is ``input_ids``."""
-        if not compiling() and torch._C._get_tracing_state() is not None:
+        if torch._C._get_tracing_state() is not None and not compiling():
             refuse_recording("torch.jit.trace (or torch.onnx.export, or TensorBoard's add_graph)")
         rest = args[len(self.positional) :]
         if len(rest) > 1 or (rest and self.positional):
@@ -58,7 +62,9 @@ class Calls:
 
         ``args`` are the positional arguments of the call. They show whether ``input_ids`` came through ``*args``.
         """
-        call = {name: value for name, value in call.items() if name not in LENGTHS or self.takes(name)}
+        call = dict(call)
+        for name in self.refused:
+            call.pop(name, None)
         rest = (call.pop("input_ids"),) if len(args) > len(self.positional) else ()
         return rest, call
 
@@ -79,12 +85,20 @@ def refuse_recording(what: str) -> None:
 
 def passed(call: Call, names: Iterable[str]) -> Call:
     """Return the arguments of these names that a forward was given, without those that are None."""
-    return {name: call[name] for name in names if call.get(name) is not None}
+    found = {}
+    for name in names:  # a comprehension is another call, up to Python 3.11
+        value = call.get(name)
+        if value is not None:
+            found[name] = value
+    return found
 
 
 def batch_shape(call: Call) -> tuple[tuple[int, int], torch.device]:
     """Return ``(batch, length)`` and the device of a forward's inputs."""
-    for name, given in passed(call, TOKENS).items():
+    for name in TOKENS:
+        given = call.get(name)
+        if given is None:
+            continue
         if not isinstance(given, torch.Tensor) or given.dim() < 2:
             found = f"{list(given.shape)}" if isinstance(given, torch.Tensor) else type(given).__name__
             raise BadBatch(f"{name}: expected a tensor [batch, length, ...], found {found}.")
@@ -102,6 +116,7 @@ class Batch:
         lengths: the collator's lengths.
         position_ids: the position ids, or None.
         mask: the part ``[batch, length]`` of a 2-D mask that describes this call's tokens, or None.
+        cached: whether it came with a cache of earlier tokens.
     """
 
     shape: tuple[int, int]
@@ -109,6 +124,7 @@ class Batch:
     lengths: dict[str, Any]
     position_ids: torch.Tensor | None
     mask: torch.Tensor | None
+    cached: bool
 
 
 def read_batch(call: Call, has_mixers: bool) -> Batch | None:
@@ -120,24 +136,24 @@ def read_batch(call: Call, has_mixers: bool) -> Batch | None:
     if position_ids is None and getattr(tokens, "ndim", 0) < 2 and not lengths:
         return None  # GPT-2 accepts one row of ids without a batch dimension
     shape, device = batch_shape(call)
-    _check_lengths(lengths, device)
+    if lengths:
+        _check_lengths(lengths, device)
     given, cached = call.get("attention_mask"), bool(caches.held(call))
-    mask = _two_dimensional(given, shape, cached)
-    says_outright = cached or (is_for_queries(given) and not (lengths or has_mixers))
-    if given is not None and mask is None and says_outright:
+    mask = None if given is None else _two_dimensional(given, shape, cached)
+    if given is not None and mask is None and (cached or (is_for_queries(given) and not (lengths or has_mixers))):
         return None  # a mask for every query, which generate() with a static cache also makes
     if position_ids is not None:
         check_position_ids(position_ids, shape)
     if mask is not None and "cu_seq_lens_q" in lengths and lengths["cu_seq_lens_q"].numel() == shape[0] + 1:
         del lengths["cu_seq_lens_q"]  # 4.54's generate(): one sequence in each padded row, as the mask says
-    if (lengths or shape[1] > 1) and not compiling():
+    if lengths or shape[1] > 1:
         _refuse_capture(device)
-    return Batch(shape, device, lengths, position_ids, mask)
+    return Batch(shape, device, lengths, position_ids, mask, cached)
 
 
 def _refuse_capture(device: torch.device) -> None:
     """Raise while a CUDA graph is captured, because it would replay this batch's max_seqlen and document count."""
-    if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+    if device.type == "cuda" and not compiling() and torch.cuda.is_current_stream_capturing():
         raise PackingNotIsolated(
             "a CUDA graph is being captured: it would keep this batch's documents and compute others wrong. Capture "
             'nothing around a patched model; torch.compile(model, mode="reduce-overhead") looks at every batch.'
@@ -180,4 +196,4 @@ def is_for_queries(mask: object) -> bool:
 
 def has_pictures(call: Call) -> bool:
     """Whether pictures, films or sound are among a forward's arguments."""
-    return bool(passed(call, MEDIA))
+    return not call.keys().isdisjoint(MEDIA) and bool(passed(call, MEDIA))

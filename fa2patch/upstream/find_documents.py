@@ -51,7 +51,8 @@ def packed_mask_of(
     if batch is None or rows is None:
         return None
     says = batch.lengths or batch.position_ids is not None or batch.mask is not None
-    if says and not (made_inside or compiling()) and recording():
+    captured = compiling()
+    if says and not (made_inside or captured) and recording():
         refuse_recording("make_fx (or aot_function, or what is made of them)")
     found: Boundaries | None
     if "cu_seq_lens_q" in batch.lengths:
@@ -59,7 +60,7 @@ def packed_mask_of(
         if part is not None and batch.position_ids is not None:  # ids of the part, which must not contradict them
             cu = part.clipped(found.cu_seqlens, batch.shape)
             from_cu_seqlens(cu, found.max_seqlen, batch.shape, position_ids=batch.position_ids)
-    elif may_be_packed and part is None and not made_inside and _stays_in_the_graph(batch, call, training):
+    elif captured and may_be_packed and part is None and not made_inside and _stays_in_the_graph(batch, call, training):
         assert in_graph is not None and batch.position_ids is not None
         found = in_graph(batch.position_ids.reshape(batch.shape), first)
     else:
@@ -68,7 +69,7 @@ def packed_mask_of(
         if part is not None:
             refuse_unsaid(call)
         return None
-    _refuse_what_cannot_be_packed(call, batch.mask, training)
+    _refuse_what_cannot_be_packed(call, batch, training, captured)
     if batch.mask is not None:  # router losses weigh a token by its number in the mask
         call["attention_mask"] = (batch.mask != 0).to(batch.mask.dtype)
     if batch.position_ids is None:
@@ -115,7 +116,7 @@ def _stays_in_the_graph(batch: Batch, call: Call, training: bool) -> bool:
     A row that may be one document must then be computed packed without a loss. Outside training it may need the cache,
     which packed rows have none of.
     """
-    if not compiling() or in_graph is None or batch.shape[0] != 1 or batch.shape[1] == 1:
+    if in_graph is None or batch.shape[0] != 1 or batch.shape[1] == 1:
         return False
     asks = call.get("attention_mask") is not None or caches.held(call) or call.get("output_attentions")
     keeps_cache = not training and call.get("use_cache") is not False
@@ -175,19 +176,18 @@ def refuse_uncounted_pictures(model: Model, call: Call) -> None:
         )
 
 
-def _refuse_what_cannot_be_packed(call: Call, mask: torch.Tensor | None, training: bool) -> None:
+def _refuse_what_cannot_be_packed(call: Call, batch: Batch, training: bool, captured: bool) -> None:
     given = call.get("attention_mask")
-    if given is not None and mask is None:
+    if given is not None and batch.mask is None:
         found = f"{list(given.shape)}" if isinstance(given, torch.Tensor) else type(given).__name__
         raise PackedWithDenseMask(
             f"a packed batch came with an attention_mask {found}: expected none, or [batch, length] with zeros for "
             "padding. Leave it out: position_ids already say where documents start."
         )
-    held = caches.held(call)
-    if held:
+    if batch.cached:
         raise PackedWithCache(
-            f"a packed batch came with {next(iter(held))}. What a cache holds belongs to no one document of the row. "
-            "Leave the cache out (use_cache=False), or pass documents one by one."
+            f"a packed batch came with {next(iter(caches.held(call)))}. What a cache holds belongs to no one document "
+            "of the row. Leave the cache out (use_cache=False), or pass documents one by one."
         )
     if call.get("use_cache") and not training:  # generate() takes a row whose cache is missing for one token alone
         raise PackedWithCache(
@@ -199,7 +199,7 @@ def _refuse_what_cannot_be_packed(call: Call, mask: torch.Tensor | None, trainin
             "output_attentions=True was asked of a packed batch: flash attention makes no weights to return. "
             "Leave it out, or pass documents one by one."
         )
-    if not compiling() and transforming():
+    if not captured and transforming():
         raise PackingNotIsolated(
             "a packed batch came inside a transform of torch.func (vmap, grad, or what aot_function uses), which its "
             "kernels do not take part in. Call loss.backward(), pass documents one by one, or take the patch off: "

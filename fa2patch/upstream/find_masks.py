@@ -89,8 +89,13 @@ def of_the_user(model: Model, made_by: Iterable[Maker]) -> Any:
 
 def registered_by_the_user(implementation: object) -> Any:
     """The user's function in the dictionary of functions that make masks; None for Transformers' own, or for none."""
-    found = inspecting.dictionary_in("transformers.masking_utils", inspecting.MASK_FUNCTIONS).get(implementation)
+    found = registered(implementation)
     return None if found is None or is_known(found) else found
+
+
+def registered(implementation: object) -> Any:
+    """The function of an implementation in the dictionary of functions that make masks; None if there is none."""
+    return inspecting.dictionary_in("transformers.masking_utils", inspecting.MASK_FUNCTIONS).get(implementation)
 
 
 def _makes_one(method: Function) -> bool:

@@ -151,7 +151,7 @@ def _calls_hooked(own: object) -> bool:
 
 @constant
 def _class_has_ours(cls: Any) -> bool:
-    return _is_ours(cls.forward)
+    return getattr(cls.forward, "__code__", None) in _ours
 
 
 def replaced_on(model: Model) -> bool:

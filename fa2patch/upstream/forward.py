@@ -18,21 +18,21 @@ from typing import Any
 
 import torch
 
-from .._torch import compiling, is_no_verdict
+from .._torch import is_no_verdict
 from .._types import Args, Call, Function, Model
 from ..documents import stated
 from ..documents.names import LABELS, LENGTHS, PARENTS, REAL, TOKENS
 from ..documents.tensors import described
 from ..errors import BadBatch, NothingPacked, PackingNotIsolated
 from . import attached, caches, foreign, heads, inspecting, labels, positions
-from .calls import Calls, batch_shape, has_pictures, is_for_queries, passed
+from .calls import Calls, has_pictures, is_for_queries, passed
 from .find_documents import packed_mask_of
 from .find_layers import Layer
 from .find_models import models
 from .packed_mask import MASK, PackedMask, mask_among
 from .seams import document
 from .step import MARK, PADDING, ROLE, Patched, Step
-from .ulysses import RowPart, row_part
+from .ulysses import row_part
 
 # 1. Our forward names the arguments of a call, and takes it through the steps
 
@@ -54,7 +54,7 @@ def entered(original: Function) -> Function:
     @functools.wraps(original)
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
         patch = self.__dict__.get(MARK)
-        if patch is None or batches_continuously(kwargs):
+        if patch is None or caches.has_paged(kwargs):  # generate_batch packs prompts itself
             return original(self, *args, **kwargs)
         padding = self.__dict__.get(PADDING)
         if padding is None:
@@ -66,11 +66,6 @@ def entered(original: Function) -> Function:
         extra = inspect.Parameter("position_ids", inspect.Parameter.KEYWORD_ONLY, default=None)
         inspecting.show_parameters(forward, [*inspecting.parameters(original), extra])
     return forward
-
-
-def batches_continuously(kwargs: Call) -> bool:
-    """Whether the call comes from ``generate_batch``, which packs prompts itself and has its own paged cache."""
-    return any(map(caches.is_paged, kwargs.values()))
 
 
 def _computed(step: Step) -> Any:
@@ -87,7 +82,8 @@ def _computed(step: Step) -> Any:
         output = _sent_inside(step, step.mask)
     for trait, found in step.patch.after:
         output = trait.after(step, found, output)
-    return labels.after(step, heads.after(step, output))
+    output = heads.after(step, output)
+    return output if step.weighted is None else labels.after(step, step.weighted, output)
 
 
 # 2. What the batch says of documents: an outer model has found it, or it is looked for
@@ -96,18 +92,19 @@ def _computed(step: Step) -> Any:
 def _recognise(step: Step) -> None:
     """Find the boundaries of this batch: an outer model has handed them on, or this model looks for them."""
     role, call = step.role, step.call
-    if role.innermost and not compiling():
+    if role.innermost and not step.captured:
         thread.times += 1
-    part = row_part(step.module, call) if role.outermost or role.innermost else None
     step.mask = _handed_by_a_model_around(step)
     step.handed = step.mask is not None
     if step.handed or (role.innermost and _was_found_dense(step)):
         return
-    foreign_forward = _foreign_forward(step)
-    step.mask = find_mask(step, part)
+    piece = attached.find(call.get("position_ids"), attached.MASK)
+    foreign_forward = None if piece is not None or role.outermost == role.innermost else _foreign_forward(step)
+    step.mask = find_mask(step, piece)
     if step.mask is None:
         return
-    if role.innermost and is_for_queries(call.get("attention_mask")):
+    given = call.get("attention_mask")
+    if role.innermost and given is not None and is_for_queries(given):
         raise PackingNotIsolated(
             f"a model around this {type(step.module).__name__} made a mask for every query of a packed batch, and "
             "what it says beyond documents is not known. Please report the model; until then train it padded."
@@ -119,47 +116,51 @@ def _recognise(step: Step) -> None:
 
 def _handed_by_a_model_around(step: Step) -> PackedMask | None:
     """The packed mask among this call's arguments, where an outer model put it."""
-    given = step.call.get("attention_mask")
-    masks = given.values() if isinstance(given, dict) else [given]
-    return mask_among([*masks, step.call.get(step.patch.facts.carrier)])
+    given, carried = step.call.get("attention_mask"), step.call.get(step.patch.facts.carrier)
+    if isinstance(given, dict):
+        return mask_among([*given.values(), carried])
+    return given if isinstance(given, PackedMask) else carried if isinstance(carried, PackedMask) else None
 
 
 def _was_found_dense(step: Step) -> bool:
     """Whether an outer model has found the batch dense, or made a mask for every query or for each kind of layer."""
     ids, mask, around = step.call.get("position_ids"), step.call.get("attention_mask"), found_around(step)
-    if any(its_ids is ids and its_mask is mask for its_ids, its_mask in around):
-        return True
+    for its_ids, its_mask in around:
+        if its_ids is ids and its_mask is mask:
+            return True
+    if not (around or step.captured):
+        return False
     made = is_for_queries(mask) or isinstance(mask, dict)  # flash attention's are [batch, length]: Gemma 3
-    return (bool(around) and made) or (compiling() and is_for_queries(mask))
+    return (bool(around) and made) or (step.captured and is_for_queries(mask))
 
 
 def _foreign_forward(step: Step) -> Function | None:
     """The foreign forward that handed this batch to the model without running the pre-hook, or None."""
-    role = step.role
-    if role.outermost == role.innermost or attached.find(step.call.get("position_ids"), attached.MASK) is not None:
-        return None
-    return foreign.on_top_of_ours(step.module if role.outermost else step.patch.model)
+    return foreign.on_top_of_ours(step.module if step.role.outermost else step.patch.model)
 
 
-def find_mask(step: Step, part: RowPart | None = None) -> PackedMask | None:
+def find_mask(step: Step, piece: attached.Piece | None) -> PackedMask | None:
     """Return the packed mask of this batch, or None for a dense batch.
 
-    Boundaries that an outer model has attached to ``position_ids`` are taken from there. Otherwise they are derived
-    from the arguments. If this process holds only a part of every row, they are those of the whole rows.
+    Boundaries that an outer model has attached to ``position_ids``, as a ``piece``, are taken from there. Otherwise
+    they are derived from the arguments. If this process holds only a part of every row, they are those of the whole
+    rows.
     """
     patch, around, shape = step.patch, step.role.outermost, _shape(step.call)
+    if piece is not None and (piece.content is None or piece.content.shape == shape):
+        piece.delivered = True
+        riding: PackedMask | None = piece.content
+        return riding
+    part = None
+    if not step.by_hook and (around or step.role.innermost):
+        part = row_part(step.module, step.call)
     if around:
         step.call = stated.translated(step.call, step.calls.names, shape)
         _with_a_batch_dimension(step.call, shape)
     call = step.call
-    real = real_tokens(call, shape)
-    piece = attached.find(call.get("position_ids"), attached.MASK)
-    if piece is not None and (piece.content is None or piece.content.shape == batch_shape(call)[0]):
-        piece.delivered = True
-        riding: PackedMask | None = piece.content
-        return riding
+    real = real_tokens(call, shape) if REAL in call else None
     given = call.get("attention_mask")
-    made_inside = step.role.innermost and any(ids is None and mask is given for ids, mask in found_around(step))
+    made_inside = step.role.innermost and any([ids is None and mask is given for ids, mask in found_around(step)])
     training = step.module.training and torch.is_grad_enabled()
     one_per_token = step.role.predicts_the_next or step.role.innermost
     always = _would_be_an_error(step)
@@ -175,7 +176,7 @@ def find_mask(step: Step, part: RowPart | None = None) -> PackedMask | None:
     if real is not None:
         given = call.get(MASK)  # zeros and ones, as packed_mask_of leaves it
         found.real = real = real if given is None else given * real.to(given)
-    patch.examine(step.module, as_given if real is None else {**as_given, REAL: real}, found)
+    patch.examine(step.module, as_given if real is None else {**as_given, REAL: real}, found, step.captured)
     call.pop(PARENTS, None)  # it means nothing to upstream's **kwargs
     if real is not None and step.calls.takes(MASK):
         call[MASK] = real
@@ -200,7 +201,9 @@ def real_tokens(call: Call, shape: tuple[int, int]) -> torch.Tensor | None:
 
 def _shape(call: Call) -> tuple[int, int]:
     """``(batch, length)`` of a forward's tokens; no tokens if there are none, or in one dimension (GPT-2)."""
-    tokens: Any = next(iter(passed(call, TOKENS).values()), None)
+    tokens: Any = None
+    for name in TOKENS:
+        tokens = call.get(name) if tokens is None else tokens
     return (tokens.shape[0], tokens.shape[1]) if getattr(tokens, "ndim", 0) > 1 else (0, 0)
 
 
@@ -218,7 +221,7 @@ def _would_be_an_error(step: Step) -> bool:
     may be. A call with a cache cannot be packed, so upstream raises its own error for it.
     """
     given = step.call.get("position_ids") is not None
-    return given and not (step.calls.takes("position_ids") or caches.held(step.call))
+    return given and not (step.calls.takes_ids or caches.held(step.call))
 
 
 def _carries_itself(step: Step) -> bool:
@@ -227,7 +230,7 @@ def _carries_itself(step: Step) -> bool:
     # the **kwargs of Falcon's and Phi's token classifiers pass position_ids to no other module
     role, facts, calls = step.role, step.patch.facts, step.calls
     swallows = "position_ids" not in calls.names and not role.predicts_the_next
-    return not role.outermost or facts.makes_masks or facts.stops_ids or swallows or not calls.takes("position_ids")
+    return not role.outermost or facts.makes_masks or facts.stops_ids or swallows or not calls.takes_ids
 
 
 # 3. Labels, heads, positions and traits change the call
@@ -275,7 +278,7 @@ thread = _Thread()
 
 def _dense(step: Step) -> Any:
     """Compute a dense batch as without fa2patch, and let inner models know that it was found dense."""
-    if compiling():
+    if step.captured:
         if _says_nothing(step):
             step.patch.capture_unpacked()
         if isinstance(step.call.get("position_ids"), torch.Tensor) and not step.role.innermost:
@@ -299,7 +302,7 @@ def _dense(step: Step) -> Any:
 
 def found_around(step: Step) -> list[tuple[Any, Any]]:
     """Return ``(position_ids, attention_mask)`` of each dense batch that an outer model of this patch is computing."""
-    if compiling():
+    if step.captured or not thread.inside:
         return []
     return [(ids, mask) for patch, ids, mask in thread.inside if patch is step.patch]
 
@@ -367,7 +370,7 @@ def _placed(step: Step, mask: PackedMask) -> Any:
     """Call a model with the mask as an argument, and require that every layer is given the boundaries."""
     step.patch.unpacked = None
     step.call[step.patch.facts.carrier] = mask
-    if not step.calls.takes("position_ids"):
+    if not step.calls.takes_ids:
         del step.call["position_ids"]
     return _reaching_every_layer(step, mask)
 
@@ -414,11 +417,11 @@ def _reaching_every_layer(step: Step, mask: PackedMask) -> Any:
     would take time in every model. So they are used from the first forward on that has missed a layer, which is
     computed once more.
     """
-    if compiling() or not step.patch.skips:
+    if step.captured or not step.patch.skips:
         output = _with_mask(step, mask)
         if not _misses(step, mask, None):
             return output
-        if compiling():
+        if step.captured:
             _refuse_missed(step, mask, None)
         step.patch.skips = True
         mask.calls.clear()
@@ -460,7 +463,7 @@ def _misses(step: Step, mask: PackedMask, ran: set[int] | None) -> bool:
     """
     patch, layers = step.patch, _needing(step, mask, ran)
     missed = len(mask.calls) < len(layers)
-    if not compiling():
+    if not step.captured:
         known = None not in mask.calls  # 4.47's and 4.48's GPT-NeoX does not pass the layer to its function
         missed = missed or (known and not patch.vouched and bool(_not_given(layers, mask, step.module)))
         patch.vouched = not missed and ran is None and mask.shape[1] > 1

@@ -78,7 +78,7 @@ def before(step: Step) -> None:
     mask, role = step.mask, step.role
     if mask is None:
         return
-    if isinstance(getattr(step.module, "pooler", None), torch.nn.Module):
+    if step.module._modules.get("pooler") is not None:
         mask.require_whole_rows("a pooler of each document's first token (add_pooling_layer=False leaves it out)")
     if role.innermost:
         return
@@ -89,9 +89,7 @@ def before(step: Step) -> None:
         )
     if not role.pools:
         # labels.before has looked at the labels of a model that predicts the next token.
-        looked_at = LABELS if role.predicts_the_next else ()
-        others = {name: value for name, value in step.call.items() if name not in looked_at}
-        refuse_arguments_of_rows(step.module, others, mask)
+        refuse_arguments_of_rows(step.module, step.call, mask, LABELS if role.predicts_the_next else ())
     elif step.places:
         mask.require_whole_rows("a head that pools the last token of each document")
         step.call, piece = pooled_by_document(step.module, step.call, mask)
@@ -135,9 +133,11 @@ _OF_MEDIA = re.compile(
 _OF_THE_BATCH = ("num_items_in_batch", "cache_position")
 
 
-def refuse_arguments_of_rows(model: Model, call: Call, mask: PackedMask) -> None:
-    """Refuse arguments with one value per row, such as ``start_positions`` and ``mc_token_ids``."""
+def refuse_arguments_of_rows(model: Model, call: Call, mask: PackedMask, looked_at: tuple[str, ...]) -> None:
+    """Refuse arguments with one value per row, such as ``start_positions``, but for those that are ``looked_at``."""
     for name, value in call.items():
+        if name in looked_at:
+            continue
         if _OF_MEDIA.search(name) or name in (*_OF_THE_BATCH, *LENGTHS) or not isinstance(value, torch.Tensor):
             continue
         if value.dtype.is_floating_point or value.dim() not in (1, 2) or value.shape[-1] == mask.shape[1]:
@@ -298,7 +298,8 @@ def pooled_by_document(model: Model, call: Call, mask: PackedMask) -> tuple[dict
 def pooled_batch(call: Call) -> attached.Piece | None:
     """What a pooling head has attached to a forward's arguments, with a :class:`Pooled`; None for any other call."""
     for name in TOKENS:
-        piece = attached.find(call.get(name), attached.POOLED)
+        given = call.get(name)
+        piece = None if given is None else attached.find(given, attached.POOLED)
         if piece is not None:
             return piece
     return None
@@ -350,7 +351,7 @@ def pool_documents(model: Model, output: Any, mask: PackedMask) -> Any:
     Hidden states ``[batch, length, hidden]`` come first in it. A run of padding counts as a document. If the model has
     no ``pooler`` module, ``pooler_output`` becomes None.
     """
-    pools = isinstance(getattr(model, "pooler", None), torch.nn.Module)
+    pools = model._modules.get("pooler") is not None
     if isinstance(output, tuple):
         return (output[0], _pooler_output(model, output[0], mask.boundaries), *output[2:]) if pools else output
     if getattr(output, "pooler_output", None) is not None:
@@ -375,7 +376,7 @@ def require_patched(patch: Patched) -> None:
     from inside, on the stack of the trunk's call. A causal LM without labels computes every token by itself.
     """
     for module, code, variables in inspecting.modules_called():
-        if not is_transformers_model(module):
+        if getattr(module, "__dict__", {}).get(MARK) is patch or not is_transformers_model(module):
             continue
         model = module._modules.get("_orig_mod", module)  # torch.compile(model) is of the model's class, too
         if vars(model).get(MARK) is patch:

@@ -10,8 +10,8 @@ from typing import Any
 import torch
 
 from .._types import Args, Call
-from . import attached, foreign, heads
-from .forward import batches_continuously, find_mask, prepare
+from . import attached, caches, foreign, heads
+from .forward import find_mask, prepare
 from .step import MARK, ROLE, Step
 
 
@@ -41,15 +41,15 @@ def before_foreign(module: Any, args: Args, kwargs: Call) -> Any:
     ``position_ids``. Nothing changes if the forward is ours, or if there are no ``position_ids`` that it takes.
     """
     patch = module.__dict__.get(MARK)
-    if patch is None or foreign.on_top(module) or batches_continuously(kwargs):
+    if patch is None or foreign.on_top(module) or caches.has_paged(kwargs):
         return None
     calls = foreign.calls_of(module)
     call = calls.named(args, kwargs)
     if heads.pooled_batch(call) is not None:
         return None
     step = Step(module, patch, module.__dict__[ROLE], calls, args, call, by_hook=True)
-    step.mask = find_mask(step)
-    if not (isinstance(step.call.get("position_ids"), torch.Tensor) and calls.takes("position_ids")):
+    step.mask = find_mask(step, attached.find(call.get("position_ids"), attached.MASK))
+    if not (isinstance(step.call.get("position_ids"), torch.Tensor) and calls.takes_ids):
         return None
     prepare(step)
     step.attach("position_ids", attached.Piece(attached.MASK, step.mask))
@@ -62,10 +62,8 @@ def after_foreign(module: Any, args: Args, kwargs: Call, output: Any) -> None:
     Raises:
         PackingNotIsolated: the boundaries did not arrive, or the outermost model returns one vector for each row.
     """
-    if foreign.on_top(module):
-        return
     piece = attached.find(kwargs.get("position_ids"), attached.MASK)
-    if piece is None or piece.content is None:
+    if piece is None or piece.content is None or foreign.on_top(module):
         return
     attached.require_delivered(piece, module)
     role = module.__dict__[ROLE]

@@ -24,7 +24,9 @@ from .._types import Call, Config, Function
 
 def code_of(function: object) -> CodeType | None:
     """The code of a function, or None if it has no code."""
-    code = own_code(inspect.unwrap(function)) if callable(function) else None
+    if hasattr(function, "__wrapped__") and callable(function):
+        function = inspect.unwrap(function)
+    code = getattr(function, "__code__", None)
     return code if isinstance(code, CodeType) else None
 
 
@@ -124,7 +126,12 @@ def has_constant(function: object, value: object) -> bool:
 
 def has_variable(function: object, name: str) -> bool:
     """Whether a function has a local variable or an argument of this name."""
-    return name in getattr(code_of(function), "co_varnames", ())
+    return name in variables_of(function)
+
+
+def variables_of(function: object) -> frozenset[str]:
+    """The names of a function's local variables and arguments."""
+    return frozenset(getattr(code_of(function), "co_varnames", ()))
 
 
 def methods_called(method: object) -> list[str]:
@@ -296,7 +303,11 @@ def dictionary_in(module: str, names: Sequence[str]) -> Mapping[Any, Function]:
     It is empty in a release that has none, and before the module is imported.
     """
     held = vars(sys.modules[module]) if module in sys.modules else {}
-    return next((held[name] for name in names if name in held), {})
+    for name in names:
+        if name in held:
+            found: Mapping[Any, Function] = held[name]
+            return found
+    return {}
 
 
 def running() -> Iterator[FrameType]:
@@ -316,22 +327,21 @@ def with_keywords(code: CodeType, variables: Mapping[str, Any]) -> Call:
     return {**variables, **(keywords if isinstance(keywords, dict) else {})}
 
 
-def modules_called() -> Iterator[tuple[Any, CodeType, Mapping[str, Any]]]:
-    """Yield the modules whose calls are running in this thread, the innermost first, with the code and its variables.
+def modules_called() -> list[tuple[Any, CodeType, Mapping[str, Any]]]:
+    """The modules whose calls are running in this thread, the innermost first, with the code and its variables.
 
     While a graph is captured, the calls that are traced are among them. Reading the variables of a frame takes time, so
     only those of a module's call and of functions that are defined as ``forward`` are read.
     """
-    tracing = tracing_code()
-    for frame in running():
-        code = frame.f_code
+    found: list[tuple[Any, CodeType, Mapping[str, Any]]] = []
+    tracing, call = tracing_code(), torch.nn.Module._call_impl.__code__
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None:  # no call of Python's for a frame: every packed batch asks
+        code, variables = frame.f_code, None
         if code is tracing:
             code, variables = traced(frame)
-            if _calls_a_module(code):
-                yield variables.get(code.co_varnames[0]), code, variables
-        elif _calls_a_module(code):
-            yield frame.f_locals.get(code.co_varnames[0]), code, frame.f_locals
-
-
-def _calls_a_module(code: CodeType) -> bool:
-    return code is torch.nn.Module._call_impl.__code__ or (code.co_name == "forward" and code.co_argcount > 0)
+        if code is call or (code.co_name == "forward" and code.co_argcount > 0):
+            variables = frame.f_locals if variables is None else variables
+            found.append((variables.get(code.co_varnames[0]), code, variables))
+        frame = frame.f_back
+    return found

@@ -53,11 +53,8 @@ def before(step: Step) -> None:
         _ignore_first(step, step.mask)
 
 
-def after(step: Step, output: Any) -> Any:
+def after(step: Step, weighted: Weighted, output: Any) -> Any:
     """Add the weighted loss to a causal LM's output."""
-    weighted = step.weighted
-    if weighted is None:
-        return output
     logits = output[0] if isinstance(output, tuple) else output.get("logits")
     if not isinstance(logits, torch.Tensor) or logits.shape[:-1] != weighted.labels.shape:
         raise BadBatch(
@@ -74,11 +71,13 @@ def after(step: Step, output: Any) -> Any:
 
 def _ignore_first(step: Step, mask: PackedMask) -> None:
     """Ignore labels across a boundary. Without that, a document's last token would predict the next one's first."""
-    shape, _ = batch_shape(step.call)
-    given, kept = passed(step.call, LABELS), kept_logits(step.call)
+    given = passed(step.call, LABELS)
+    if not given:
+        return
+    shape, kept = batch_shape(step.call)[0], kept_logits(step.call)
     if mask.part is not None:
         _require_shifted(step.module, given, kept)
-    of_loss = _ignored_by(step.module) if given else IGNORED_LABEL
+    of_loss = _ignored_by(step.module)
     # Some models do not hand ignore_index on to their loss, which then ignores another label.
     asked = step.call.pop(IGNORE_INDEX, None) if step.calls.takes(IGNORE_INDEX) else None
     ids = step.call.get(TOKENS[0])

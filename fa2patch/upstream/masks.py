@@ -29,8 +29,8 @@ from ..errors import PackingNotIsolated, UnsupportedModel
 from . import directions, find_masks, inspecting
 from .facts import Facts, Site
 from .find_layers import ModelLayers
-from .find_masks import FUNCTIONS, METHODS, TWO_MASKS, registered_by_the_user
-from .foreign import where_defined
+from .find_masks import FUNCTIONS, METHODS, TWO_MASKS
+from .foreign import is_known, where_defined
 from .packed_mask import PackedMask, mask_among
 
 TYPES = "token_type_ids"
@@ -67,8 +67,14 @@ class Blocks(NamedTuple):
     prefixes: bool = False
 
 
-def blocks_of(function: Function, given: Call) -> Blocks | None:
-    """The blocks that are named to a function that makes masks. None if there are none, or all layers look ahead."""
+def blocks_of(function: Function, variables: frozenset[str], given: Call) -> Blocks | None:
+    """The blocks that are named to a function that makes masks. None if there are none, or all layers look ahead.
+
+    Args:
+        function: the function.
+        variables: the names of its variables.
+        given: its arguments by name.
+    """
     added = given.get(directions.ADDED)
     if added is not None:
         found = _of_closure(added)
@@ -79,10 +85,10 @@ def blocks_of(function: Function, given: Call) -> Blocks | None:
     if given.get(NUMBERS) is not None:
         return Blocks(given[NUMBERS], given[NUMBERS])
     types = given.get(TYPES)
-    if inspecting.has_variable(function, _COMPARED):
-        numbered = inspecting.has_variable(function, _NUMBERED)
+    if _COMPARED in variables:
+        numbered = _NUMBERED in variables
         return None if types is None else Blocks(_pictures(types) if numbered else types - 1, types)
-    if inspecting.has_variable(function, TYPES) and inspecting.has_variable(function, "is_training"):
+    if TYPES in variables and "is_training" in variables:
         return _prefix(given, types)
     for name in (TYPES, MEDIA_TYPES):
         if given.get(name) is not None and largest(given[name]) > 0:
@@ -181,7 +187,7 @@ def let_through(original: Function) -> Function:
     have put into its mask. Qwen2MoE in 5.x needs that: its attention layers do not pass their window on to flash
     attention.
     """
-    names = inspecting.parameter_names(original)
+    names, variables = inspecting.parameter_names(original), inspecting.variables_of(original)
     passes_on = _hands_blocks_on(original)
 
     @functools.wraps(original)
@@ -197,7 +203,7 @@ def let_through(original: Function) -> Function:
                 "would replace. Call fa2patch.apply(model) again: then each document is computed by itself, with your "
                 "function."
             )
-        told = blocks_of(original, given)
+        told = blocks_of(original, variables, given)
         return _as_made_by(original, names, given, told, with_spans(mask, told))
 
     return make_mask
@@ -226,8 +232,16 @@ def _as_made_by(function: Function, names: list[str], given: Call, told: Blocks 
 @constant
 def _registered(implementation: object) -> str:
     """Where the user's function that would make the mask of a dense batch is defined; empty if it is upstream's."""
-    found = registered_by_the_user(implementation)
-    return "" if found is None else where_defined(found)
+    function = find_masks.registered(implementation)
+    known = _of_the_user.get(implementation)
+    if known is None or known[0] is not function:
+        own = function is not None and not is_known(function)
+        known = _of_the_user[implementation] = function, where_defined(function) if own else ""
+    return known[1]
+
+
+_of_the_user: dict[Any, tuple[Any, str]] = {}
+"""The functions that were looked at, by implementation: to ask whose code one is takes ten calls in every batch."""
 
 
 def _hands_blocks_on(function: Function) -> bool:

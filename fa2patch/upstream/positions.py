@@ -70,7 +70,7 @@ def look_at_rope(model: ModelLayers, facts: Facts) -> list[Site]:
 def before(step: Step) -> None:
     """Give the modules that need them the position ids of a packed batch, or its documents."""
     ids, facts, mask = step.call.get("position_ids"), step.patch.facts, step.mask
-    if ids is not None and not step.by_hook:
+    if isinstance(ids, torch.Tensor) and ids.dim() == 3 and not step.by_hook:
         step.call["position_ids"] = without_text_axis(step.module, step.calls.original, ids)
     if mask is None:
         return

@@ -63,11 +63,12 @@ class Prepared(NamedTuple):
         if not self.weight:
             return True
         *modules, name = self.weight
-        for inside in modules:
-            layer = layer._modules.get(inside)
-            if layer is None:
+        inside: Any = layer
+        for part in modules:
+            inside = inside._modules.get(part)
+            if inside is None:
                 return False
-        weight = layer._parameters.get(name)
+        weight = inside._parameters.get(name)
         return weight is not None and weight.dtype is self.dtype
 
 

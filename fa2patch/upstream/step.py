@@ -8,6 +8,7 @@ from typing import Any, NamedTuple, Protocol
 
 import torch
 
+from .._torch import compiling
 from .._types import Args, Call, Model
 from ..kernels import Picks
 from . import attached
@@ -83,7 +84,7 @@ class Patched(Protocol):
     def attention(self) -> tuple[Layer, ...]:
         """The layers that must be given the boundaries."""
 
-    def examine(self, module: Model, call: Call, mask: PackedMask) -> None:
+    def examine(self, module: Model, call: Call, mask: PackedMask, captured: bool) -> None:
         """Called before a packed batch is computed."""
 
     def capture_unpacked(self) -> None:
@@ -122,6 +123,7 @@ class Step:
         pieces: what this step has attached to tensors. It must be taken before its forward returns.
         weighted: what the weighted loss of this batch is computed from; None for any other loss.
         kept: what a trait's ``before`` keeps for its ``after``, by the trait's name.
+        captured: whether the forward is being captured into a graph.
     """
 
     module: Model
@@ -137,6 +139,7 @@ class Step:
     pieces: list[attached.Piece] = field(default_factory=list)
     weighted: Weighted | None = None
     kept: dict[str, Any] = field(default_factory=dict)
+    captured: bool = field(default_factory=compiling)
 
     def attach(self, argument: str, piece: attached.Piece) -> None:
         """Attach a piece to an argument. After the forward it is an error if no code has taken it.
@@ -152,7 +155,7 @@ class Step:
 
     def send_documents(self) -> None:
         """Attach the boundaries to ``position_ids``, for a module that computes each document separately."""
-        if self.mask is None or not self.places or not self.calls.takes("position_ids"):
+        if self.mask is None or not self.places or not self.calls.takes_ids:
             return
         if not any(piece.kind == attached.DOCUMENTS for piece in self.pieces):
             self.attach("position_ids", attached.Piece(attached.DOCUMENTS, self.mask.boundaries))

@@ -200,9 +200,11 @@ def refuse_unsaid(call: Call) -> NoReturn:
 _PACKAGE = "deepspeed.runtime.sequence_parallel"
 _CLASS = "UlyssesSPAttentionHF"
 
+_RING = "ring_flash_attn"
+
 _SPLITTERS = {
     _PACKAGE: "DeepSpeed's sequence parallelism (sp_size)",
-    "ring_flash_attn": "ring attention (ring_flash_attn)",
+    _RING: "ring attention (ring_flash_attn)",
     "torch.distributed": "context parallelism (cp_size, torch's context_parallel)",
 }
 """Packages that replace the attention function when rows are split, with their names for users."""
@@ -222,7 +224,7 @@ def row_part(model: Model, call: Call) -> RowPart | None:
         found = _ulysses_part(model.training)
         if found is not None:
             return RowPart(*found) if found else None
-    if not splitter and not compiling() and _shards(call):
+    if not splitter and _shards(call) and not compiling():
         splitter = "a sharding of the tokens along the row (DTensor)"
     if splitter:
         raise PackingNotIsolated(
@@ -278,11 +280,13 @@ def _registered() -> list[Function]:
 @constant
 def _splitter(sdpa: Function) -> str:
     utilities = sys.modules.get("transformers.modeling_flash_attention_utils")  # where ring_flash_attn puts its own
-    flash = getattr(utilities, "_flash_attention_forward", None)
-    for function in (sdpa, *_registered(), flash):
-        module = f"{getattr(function, '__module__', '')}."
+    functions = [sdpa, getattr(utilities, "_flash_attention_forward", None)]
+    if _PACKAGE in sys.modules or _RING in sys.modules:  # torch's context parallelism registers nothing
+        functions += _registered()
+    for function in functions:
+        module = getattr(function, "__module__", None) or ""
         for package, name in _SPLITTERS.items():
-            if module.startswith(f"{package}."):
+            if module.startswith(package):
                 return name
     return _SPLITTERS["torch.distributed"] if _dispatches_parts() else ""
 

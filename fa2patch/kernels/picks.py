@@ -78,7 +78,9 @@ everything."""
 BY_NAME_ONLY: tuple[Kernel, ...] = (Hub(),)
 """The built-in kernels that ``auto`` does not try."""
 
-NAMES = ("auto", *(kernel.name for kernel in (*ORDER, *BY_NAME_ONLY)))
+_BUILT_IN = {kernel.name: kernel for kernel in (*ORDER, *BY_NAME_ONLY)}
+
+NAMES = ("auto", *_BUILT_IN)
 """The built-in values of ``apply(model, kernel=...)``."""
 
 _registered: list[tuple[Kernel, str | None]] = []
@@ -136,6 +138,8 @@ def named(name: str | Kernel) -> Kernel:
     """
     if isinstance(name, Kernel):
         return name
+    if name in _BUILT_IN:
+        return _BUILT_IN[name]
     if isinstance(name, str) and name.startswith("hub:") and name != "hub:":
         return _of_hub(name[len("hub:") :])
     kernels = every_kernel()

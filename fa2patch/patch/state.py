@@ -117,9 +117,9 @@ class Patch:
         """Whether the model's head takes no packed batches, so that only padded batches are computed packed."""
         return bool(self.facts.row_head) or any(trait.of_head for trait, _ in self.plan.traits)
 
-    def examine(self, module: Model, call: Call, mask: PackedMask, captured: bool) -> None:
+    def examine(self, module: Model, call: Call, mask: PackedMask) -> None:
         """See :func:`fa2patch.patch.examining.examine`."""
-        examining.examine(self, module, call, mask, captured)
+        examining.examine(self, module, call, mask)
 
     def capture_unpacked(self) -> None:
         """See :func:`fa2patch.patch.examining.capture_unpacked`."""

@@ -196,4 +196,4 @@ def is_for_queries(mask: object) -> bool:
 
 def has_pictures(call: Call) -> bool:
     """Whether pictures, films or sound are among a forward's arguments."""
-    return not call.keys().isdisjoint(MEDIA) and bool(passed(call, MEDIA))
+    return bool(passed(call, MEDIA))

@@ -176,7 +176,7 @@ def find_mask(step: Step, piece: attached.Piece | None) -> PackedMask | None:
     if real is not None:
         given = call.get(MASK)  # zeros and ones, as packed_mask_of leaves it
         found.real = real = real if given is None else given * real.to(given)
-    patch.examine(step.module, as_given if real is None else {**as_given, REAL: real}, found, step.captured)
+    patch.examine(step.module, as_given if real is None else {**as_given, REAL: real}, found)
     call.pop(PARENTS, None)  # it means nothing to upstream's **kwargs
     if real is not None and step.calls.takes(MASK):
         call[MASK] = real

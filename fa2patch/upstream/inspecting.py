@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 
-from .._torch import traced, tracing_code
+from .._torch import traced, tracing_code, uncompiled
 from .._types import Call, Config, Function
 
 
@@ -327,6 +327,7 @@ def with_keywords(code: CodeType, variables: Mapping[str, Any]) -> Call:
     return {**variables, **(keywords if isinstance(keywords, dict) else {})}
 
 
+@uncompiled  # behind a graph break, dynamo would trace the walk over frames
 def modules_called() -> list[tuple[Any, CodeType, Mapping[str, Any]]]:
     """The modules whose calls are running in this thread, the innermost first, with the code and its variables.
 

@@ -84,7 +84,7 @@ class Patched(Protocol):
     def attention(self) -> tuple[Layer, ...]:
         """The layers that must be given the boundaries."""
 
-    def examine(self, module: Model, call: Call, mask: PackedMask, captured: bool) -> None:
+    def examine(self, module: Model, call: Call, mask: PackedMask) -> None:
         """Called before a packed batch is computed."""
 
     def capture_unpacked(self) -> None:

@@ -59,7 +59,9 @@ def _in_half(module, args, kwargs):
 def adapted(model):
     for layer in layers(model):
         inside = layer.q_proj
-        layer.q_proj = torch.nn.Sequential(inside, torch.nn.Linear(inside.out_features, inside.out_features, bias=False))
+        layer.q_proj = torch.nn.Sequential(
+            inside, torch.nn.Linear(inside.out_features, inside.out_features, bias=False)
+        )
         torch.nn.init.eye_(layer.q_proj[1].weight)
 
 

@@ -71,7 +71,8 @@ class Overlay:
 
     def __init__(self, registry: Any) -> None:
         self._registry = registry
-        self._routed: dict[Any, Function] = {}
+        # all at once, because a graph that is captured first would make and trace them in every layer
+        self._routed: dict[Any, Function] = {function: routed(function) for function in map(registry.get, registry)}
 
     def _route(self, function: Function) -> Function:
         if function in self._routed:

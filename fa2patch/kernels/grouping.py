@@ -50,6 +50,9 @@ def batches(lengths: tuple[int, ...], most: int, power: int = 1, pads: bool = Tr
     Returns:
         The numbers of the documents in each batch, the longest first. Batches are in the order of the row.
     """
+    if lengths and min(lengths) == max(lengths):  # thousands of short ones: no Python for each of them
+        size = max(1, most // max(1, lengths[0]) ** power)
+        return [[*range(at, min(at + size, len(lengths)))] for at in range(0, len(lengths), size)]
     made: list[list[int]] = []
     longest = real = 0
     for at in sorted(range(len(lengths)), key=lambda at: -lengths[at]):
@@ -162,7 +165,7 @@ def shared_calls(boundaries: Boundaries, width: int, causal: bool) -> tuple[Batc
     if kind not in boundaries.made and tree is not None:
         boundaries.made[kind] = Batches(tree.lengths), [None] * len(tree.lengths)
     elif kind not in boundaries.made:
-        lengths, device = tuple(length for length in boundaries.lengths if length), boundaries.cu_seqlens.device
+        lengths, device = tuple(filter(None, boundaries.lengths)), boundaries.cu_seqlens.device
         calls = Batches(lengths, batches(lengths, SCORES, power=2), device)
         last = _last_keys(calls, boundaries, causal)
         masks = 0 if causal else sum(mask is not None for mask in last)

@@ -1,8 +1,9 @@
 """The reference, which every other kernel is compared with: attention by its definition, in pure torch.
 
-Plain attention over a document is one call of ``scaled_dot_product_attention``, which has a flash kernel on a CPU too.
-Windows, softcap, ALiBi, sinks and dropout are computed by the plain formula, in float32 or float64. The cost grows with
-the sum of the squared document lengths. Short documents share a call (:mod:`.grouping`).
+Plain attention over a document is one call of ``scaled_dot_product_attention``, which has a flash kernel on a CPU too,
+and none for a document of one token. Windows, softcap, ALiBi, sinks and dropout are computed by the plain formula, in
+float32 or float64. The cost grows with the sum of the squared document lengths. Short documents share a call
+(:mod:`.grouping`).
 
 While a graph is captured, it is the operator ``fa2patch::reference``, so that a compiled model has no graph break. This
 needs ``torch.library.custom_op``, which torch has from 2.4 on. With older versions the graph breaks at each layer.
@@ -115,6 +116,8 @@ def attend(call: Call, options: Options) -> torch.Tensor:
     windowed = options.window is not None and options.window < length
     special = windowed or options.dropout  # the operator's backward repeats the dropout; sdpa's backends draw others
     plain = not special and options.softcap is None and options.sinks is None and options.alibi_slopes is None
+    if plain and length == 1:
+        return _of_one_key(query, key, value)
     asked: dict[str, Any] = {}
     if groups > 1 and plain and _SHARES_KEYS:
         asked["enable_gqa"] = True
@@ -130,6 +133,16 @@ def attend(call: Call, options: Options) -> torch.Tensor:
         weights = _weights(query, key, options, call.last)
         weights = F.dropout(weights, options.dropout) if options.dropout else weights
         return (weights @ value.to(weights.dtype)).to(value.dtype)
+
+
+def _of_one_key(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+    """What :func:`attend` returns for documents of one token: the value of the only key, whose weight is 1.
+
+    The operator takes longer for thousands of such documents than all else in a small layer.
+    """
+    queries = query.unflatten(1, (key.shape[1], -1)).squeeze(3)  # those of the heads that share a key's head
+    nothing = 0 * queries[..., :1] + 0 * key[..., :1]  # a padded batch has gradients of queries and keys, zeros, too
+    return (value + nothing).flatten(1, 2)[:, :, None].to(value.dtype)
 
 
 def _weights(query: torch.Tensor, key: torch.Tensor, options: Options, last: torch.Tensor | None) -> torch.Tensor:

@@ -273,7 +273,9 @@ def test_scores_computed_are_the_sum_of_squared_lengths(special, lengths):
     boundaries = documents(lengths)
     with Scores() as scores:
         Reference()(q, k, v, boundaries, Options(**special))
-    assert scores.computed == HEADS * sum(length**2 for length in lengths)
+    one_token_has_scores = not special.keys().isdisjoint({"softcap", "alibi_slopes", "sinks"})
+    computed = [length for length in lengths if length > 1 or one_token_has_scores]
+    assert scores.computed == HEADS * sum(length**2 for length in computed)
     assert scores.largest <= HEADS * max(sum((length + 1) * length for length in lengths), 256 * sum(lengths))
 
 

@@ -63,7 +63,8 @@ class Boundaries:
     def lengths(self) -> tuple[int, ...]:
         """Segment lengths in tokens. The first access may read from the device; the result is kept."""
         if self._lengths is None:
-            self._lengths = tuple(np.diff(tensors.read(self.cu_seqlens)).tolist())
+            ends = tensors.read(self.cu_seqlens)
+            self._lengths = tuple((ends[1:] - ends[:-1]).tolist())
         return self._lengths
 
     @property

@@ -80,35 +80,41 @@ def from_cu_seqlens(
     cu = cu_seqlens.flatten().to(torch.int32)
     check_max_seqlen(max_seqlen)
     longest = largest(max_seqlen) if isinstance(max_seqlen, torch.Tensor) else max_seqlen
+    tokens, lengths = shape[0] * shape[1], None
     if cu.device.type == "cpu" and not compiling():
-        _require_ends(cu_seqlens.flatten(), shape[0] * shape[1])
-    checks = _ends(cu, shape[0] * shape[1], longest)
+        lengths = _lengths_of(cu_seqlens.flatten(), tokens)
+    checks = _ends(cu, tokens, longest, told=lengths is not None)
     if cu_seqlens_k is not None and cu_seqlens_k is not cu_seqlens:
         checks.append(_same(cu, cu_seqlens_k.flatten()))
     require_all(checks + _agreement(cu, shape, position_ids, attention_mask))
     if parents is not None:
         parents = _require_tree(cu, parents, shape, position_ids, attention_mask)
-    stated = Boundaries(cu, 0 if longest is None else longest, parents=parents)
+    stated = Boundaries(cu, 0 if longest is None else longest, None, lengths, parents)
     if longest is None:
         stated.max_seqlen = max(stated.lengths)
     return stated
 
 
-def _require_ends(cu: torch.Tensor, tokens: int) -> None:
-    """Raise an error that shows the numbers, for boundaries on a CPU. :func:`_ends` would only say what is wrong."""
-    found: list[int] = tensors.read(cu).tolist()
-    if found[0] != 0 or found[-1] != tokens or any(b < a for a, b in zip(found, found[1:])):
+def _lengths_of(cu: torch.Tensor, tokens: int) -> tuple[int, ...]:
+    """The lengths between boundaries on a CPU. The error shows the numbers; :func:`_ends` would say what is wrong."""
+    ends = tensors.read(cu).astype(np.int64)  # unsigned ones have no lengths below 0
+    lengths, found = ends[1:] - ends[:-1], ends.tolist()
+    if found[0] != 0 or found[-1] != tokens or (lengths < 0).any():
         shown = ", ".join(map(str, found[:8])) + (", ..." if len(found) > 8 else "")
         raise BadCuSeqlens(
             f"cu_seq_lens must rise from 0 to the number of tokens, {tokens} (batch x length, padding included); "
             f"found [{shown}] ending in {found[-1]}. Make them from this very batch, after truncation and padding."
         )
+    return tuple(lengths.tolist())
 
 
-def _ends(cu: torch.Tensor, tokens: int, max_seqlen: int | None) -> list[Check]:
+def _ends(cu: torch.Tensor, tokens: int, max_seqlen: int | None, told: bool) -> list[Check]:
+    """What must hold of the ends. ``told``: :func:`_lengths_of` has looked at all but the longest length."""
     shortest, longest = torch.aminmax(cu.diff())
-    rise = "cu_seq_lens must rise from 0 to the batch's {} tokens."
-    checks = [Check(held, BadCuSeqlens, rise, (tokens,)) for held in (cu[0] == 0, cu[-1] == tokens, shortest >= 0)]
+    rise, checks = "cu_seq_lens must rise from 0 to the batch's {} tokens.", []
+    if not told:
+        held = cu[0] == 0, cu[-1] == tokens, shortest >= 0
+        checks = [Check(each, BadCuSeqlens, rise, (tokens,)) for each in held]
     if max_seqlen is not None:
         message = "max_length is {}, but cu_seq_lens hold a longer document. Pass the longest length, or none."
         checks.append(Check(longest <= max_seqlen, BadCuSeqlens, message, (max_seqlen,)))
@@ -145,7 +151,7 @@ def _agreement(
     if position_ids is not None:
         check_position_ids(position_ids, shape)
         ids = axes_of(position_ids).to(cu.device, torch.int64)
-        checks.append(_ids_agree(starts, numbers, ids.expand(len(ids), *shape)))
+        checks.append(_ids_agree(starts, numbers, ids.expand(-1, *shape)))
     return checks
 
 
@@ -171,7 +177,7 @@ def _mask_agrees(starts: torch.Tensor, numbers: torch.Tensor) -> list[Check]:
 
 def _ids_agree(starts: torch.Tensor, mask: torch.Tensor | None, axes: torch.Tensor) -> Check:
     jumps = axes[0].diff() != 1
-    if len(axes) == 3:
+    if axes.shape[0] == 3:
         jumps &= restarts(axes[..., 1:], axes[..., :-1]) | ~goes_on(axes[..., 1:], axes[..., :-1])
     if mask is not None:
         jumps &= mask[:, 1:] != 0

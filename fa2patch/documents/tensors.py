@@ -86,8 +86,8 @@ def require_all(checks: list[Check]) -> None:
     elif checks[0].held.device.type != "cpu":
         texts = [check.message.format(*check.numbers) for check in checks]
     else:
-        for check in checks:
-            if not bool(read(check.held)):
+        for check, holds in zip(checks, read(torch.stack([check.held for check in checks])).tolist()):
+            if not holds:
                 raise check.error(check.message.format(*check.numbers))
         return
     held = [check.held for check in checks]
@@ -163,7 +163,8 @@ def check_readable(name: str, tensor: torch.Tensor, error: type[Exception]) -> N
 
 def is_integers(value: Any) -> bool:
     """Whether a value is a dense tensor of integers."""
-    return _is_dense(value) and value.dtype in _INTEGERS
+    dense = isinstance(value, torch.Tensor) and value.layout is torch.strided and not value.is_nested
+    return dense and value.dtype in _INTEGERS
 
 
 def _is_dense(value: Any) -> bool:

@@ -138,7 +138,7 @@ def named(name: str | Kernel) -> Kernel:
     """
     if isinstance(name, Kernel):
         return name
-    if name in _BUILT_IN:
+    if isinstance(name, str) and name in _BUILT_IN:
         return _BUILT_IN[name]
     if isinstance(name, str) and name.startswith("hub:") and name != "hub:":
         return _of_hub(name[len("hub:") :])

@@ -151,7 +151,7 @@ def _agreement(
     if position_ids is not None:
         check_position_ids(position_ids, shape)
         ids = axes_of(position_ids).to(cu.device, torch.int64)
-        checks.append(_ids_agree(starts, numbers, ids.expand(-1, *shape)))
+        checks.append(_ids_agree(starts, numbers, ids.expand(ids.shape[0], *shape)))
     return checks
 
 

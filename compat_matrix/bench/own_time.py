@@ -1,0 +1,271 @@
+"""What the patch itself takes, by release and beside another commit: ``python -m compat_matrix.bench.own_time``.
+
+Counts are of Python's calls, so that no machine's noise hides them. What is counted of a forward is beyond the same
+model with the kernel called by hand, or without a patch where Transformers has no registry of attention functions
+(before 4.48). Times are the medians of repetitions in turns. Each side of each release runs in processes of its own, in
+the order before, after, after, before, ...
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import gc
+import json
+import os
+import statistics
+import sys
+import tempfile
+import time
+import warnings
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+from .. import commits, environments
+
+COMMAND = "python -m compat_matrix.bench.own_time"
+VERSIONS = ("5.24.0", "5.22.2", "4.43.4")
+LAYERS, MORE_MODULES, REPEATS = 80, 2000, 150
+CAPTURED = 4
+"""The layers of the model whose first capture is timed."""
+
+Rows = dict[str, float]
+Runs = dict[str, Callable[[], Any]]
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Run the command line and print a table for each release."""
+    parser = argparse.ArgumentParser(prog=COMMAND, description=__doc__)
+    parser.add_argument("ref", nargs="?", metavar="REF", help="the commit that is measured beside the files of now")
+    parser.add_argument("--versions", nargs="+", default=VERSIONS, metavar="V", help="default: " + " ".join(VERSIONS))
+    parser.add_argument("--rounds", type=int, default=3, help="runs of each side; default 3")
+    parser.add_argument("--environments", type=Path, default=commits.ROOT / ".compat", help="where they are kept")
+    parser.add_argument("--here", action="store_true", help="print what this process measures, as JSON")
+    given = parser.parse_args(arguments)
+    if given.here:
+        print(json.dumps(measured()))
+        return 0
+    from .against import order  # not above: environments of releases have no rich
+
+    with tempfile.TemporaryDirectory(prefix="fa2patch-own-time-") as folder:
+        sides = dict(_packages(given.ref, Path(folder).resolve()))
+        for name in given.versions:
+            python = environments.make(environments.version(name), given.environments.resolve())
+            runs: dict[str, list[Rows]] = {side: [] for side in sides}
+            for side in order(given.rounds):
+                if side in sides:
+                    runs[side].append(
+                        environments.printed(python, sides[side], "compat_matrix.bench.own_time", "--here")
+                    )
+            _show(name, {side: _median(found) for side, found in runs.items()})
+    return 0
+
+
+def _packages(ref: str | None, folder: Path) -> Iterator[tuple[str, Path]]:
+    """The folders for ``PYTHONPATH`` by side: fa2patch of a commit and of now, each with the bench of now."""
+    for side in (*(("before",) if ref else ()), "after"):
+        home = folder / side
+        home.mkdir()
+        (home / "compat_matrix").symlink_to(commits.ROOT / "compat_matrix", target_is_directory=True)
+        if side == "before":
+            commits.export(commits.number(str(ref)), "fa2patch", home)
+        else:
+            (home / "fa2patch").symlink_to(commits.ROOT / "fa2patch", target_is_directory=True)
+        yield side, home
+
+
+def _median(runs: list[Rows]) -> Rows:
+    return {what: statistics.median(run[what] for run in runs) for what in runs[0]}
+
+
+def _show(name: str, sides: dict[str, Rows]) -> None:
+    from ..screen import Console, Table
+
+    table = Table("", *sides, title=f"Transformers {name}")
+    for what in next(iter(sides.values())):
+        table.add_row(what, *(f"{found[what]:,.2f}".removesuffix(".00") for found in sides.values()))
+    Console().print(table)
+
+
+# In an environment
+
+
+def _calls(run: Callable[[], Any]) -> int:
+    from ..check.reads import calls  # not above: the process that prints the table needs no torch
+
+    return sum(calls(run).values())
+
+
+def measured() -> Rows:
+    """Measure everything in this process and in processes of its own for the import."""
+    import torch
+
+    os.environ.update(HF_HUB_OFFLINE="1", TRANSFORMERS_VERBOSITY="error")
+    warnings.simplefilter("ignore")
+    torch.set_num_threads(1)
+    found: Rows = {**_of_import(), **_of_apply()}
+    with torch.no_grad():
+        few, many, larger = (forwards(layers, more) for layers, more in ((2, 0), (6, 0), (2, MORE_MODULES)))
+        found |= calls_of_forwards(few, many, larger)
+        found |= _microseconds_of_forwards(few, many)
+    return {**found, **_of_capture()}
+
+
+_IMPORT = """
+import gc, json, sys, time, torch, transformers
+from compat_matrix.check.reads import calls
+collected = []
+gc.callbacks.append(lambda phase, info: collected.append(info["generation"]) if phase == "start" else None)
+before, started = set(sys.modules), time.perf_counter()
+counts = calls(lambda: __import__("fa2patch")) if {counting} else __import__("fa2patch") and {{}}
+taken = time.perf_counter() - started
+print(json.dumps([sum(counts.values()), len(set(sys.modules) - before), 1e3 * taken, collected.count(2)]))
+"""
+
+
+def _of_import() -> Rows:
+    import subprocess
+
+    def run(counting: bool) -> list[float]:
+        code = [sys.executable, "-c", _IMPORT.format(counting=counting)]
+        return list(json.loads(subprocess.run(code, capture_output=True, text=True, check=True).stdout))
+
+    run(counting=False)  # it leaves bytecode
+    count, modules, _, _ = run(counting=True)
+    times = [run(counting=False) for _ in range(3)]
+    return {
+        "import: calls": count,
+        "import: modules": modules,
+        "import: ms": statistics.median(each[2] for each in times),
+        "import: full garbage collections": max(each[3] for each in times),
+    }
+
+
+def _of_apply() -> Rows:
+    import torch
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    import fa2patch
+
+    with torch.device("meta"):
+        model = LlamaForCausalLM(LlamaConfig(num_hidden_layers=LAYERS))
+    return {f"apply, {LAYERS} layers: calls": _calls(lambda: fa2patch.apply(model))}
+
+
+def calls_of_forwards(few: Runs, many: Runs, larger: Runs) -> Rows:
+    """The calls of a layer, of the rest of a forward and for more modules, from forwards of 2, 6 and 2 layers."""
+    counts = [{name: _calls(run) for name, run in runs.items()} for runs in (few, many, larger)]
+    found: Rows = {}
+    for way in ("ids", "lengths"):
+        short, long, with_more = (count[way] - count["base"] for count in counts)
+        found[f"a layer, {way}: calls"] = (long - short) / 4
+        found[f"a forward beyond its layers, {way}: calls"] = short - (long - short) / 2
+        found[f"{MORE_MODULES:,} more modules, {way}: calls"] = with_more - short
+    return found
+
+
+def _microseconds_of_forwards(few: Runs, many: Runs) -> Rows:
+    found: Rows = {}
+    for way in ("ids", "lengths"):
+        short, long = (_microseconds(runs[way], runs["base"]) for runs in (few, many))
+        found[f"a layer, {way}: µs"] = (long - short) / 4
+        found[f"a forward beyond its layers, {way}: µs"] = short - (long - short) / 2
+    return found
+
+
+def forwards(layers: int, more_modules: int = 0) -> Runs:
+    """The forwards of one row of two documents: ``base``, patched from ids, and patched with lengths."""
+    import torch
+
+    import fa2patch
+    from fa2patch.kernels.reference import Reference
+
+    from .workloads import BY_HAND, ByHand, boundaries_of, packed, small_llama
+
+    documents = [list(range(3, 12)), list(range(3, 10))]
+    plain, lengths = ({**packed(documents, each)} for each in (False, True))
+    for batch in (plain, lengths):
+        del batch["labels"]
+    try:
+        ByHand(Reference(), boundaries_of([9, 7]))
+        bare = small_llama(layers, 64, BY_HAND).eval()
+    except ImportError:  # before 4.48
+        bare = small_llama(layers, 64).eval()
+    patched = small_llama(layers, 64).eval()
+    patched.more = torch.nn.ModuleList(torch.nn.Identity() for _ in range(more_modules))
+    fa2patch.apply(patched, kernel="reference")
+    runs: Runs = {
+        "base": lambda: bare(**plain),
+        "ids": lambda: patched(**plain),
+        "lengths": lambda: patched(**lengths),
+    }
+    for run in (*runs.values(), *runs.values()):
+        run()  # some checks are made only once for each model
+    return runs
+
+
+def _microseconds(run: Callable[[], Any], base: Callable[[], Any]) -> float:
+    """The median of what a forward takes more than the base, in turns."""
+    taken = []
+    with _without_collection():
+        for _ in range(REPEATS):
+            times = [time.perf_counter()]
+            for each in (base, run):
+                each()
+                times.append(time.perf_counter())
+            taken.append((times[2] - times[1]) - (times[1] - times[0]))
+    return 1e6 * statistics.median(taken)
+
+
+@contextlib.contextmanager
+def _without_collection() -> Iterator[None]:
+    gc.collect()
+    gc.disable()
+    try:
+        yield
+    finally:
+        gc.enable()
+
+
+def _of_capture() -> Rows:
+    """The first capture of a graph in training, in bfloat16, as a multiple of the unpatched model's."""
+    import torch
+
+    import fa2patch
+
+    from .workloads import packed, small_llama
+
+    graphs: list[Any] = []
+
+    def backend(module: Any, inputs: Any) -> Any:
+        graphs.append(module)
+        return module.forward
+
+    def captured(patched: bool) -> tuple[float, int]:
+        torch._dynamo.reset()
+        graphs.clear()
+        model = small_llama(CAPTURED, 64).bfloat16()
+        if patched:
+            fa2patch.apply(model)
+        run, taken = torch.compile(model, backend=backend), []
+        for lengths in ((9, 7, 4), (8, 6, 5), (5, 5, 5, 5), (21,)):
+            batch = packed([list(range(3, 3 + length)) for length in lengths])
+            started = time.process_time()
+            run(**batch)
+            taken.append(time.process_time() - started)
+        return taken[0], len(graphs)
+
+    if not hasattr(torch.library, "custom_op"):  # torch before 2.4 breaks the graph
+        return {}
+    captured(True), captured(False)
+    pairs = [(captured(True), captured(False)) for _ in range(3)]
+    return {
+        "first capture, to upstream's": statistics.median(ours[0] / theirs[0] for ours, theirs in pairs),
+        "graphs of four batches": pairs[0][0][1],
+        "graphs of four batches, upstream": pairs[0][1][1],
+    }
+
+
+if __name__ == "__main__":
+    sys.exit(main())

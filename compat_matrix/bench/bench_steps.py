@@ -1,0 +1,117 @@
+"""A whole training step on documents of one kind of lengths, beside every other way that a CPU can compute it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import fa2patch
+from fa2patch.documents.boundaries import Boundaries
+from fa2patch.kernels import Options
+
+from ..check.reads import calls
+from . import workloads
+from .bench_times import MOST_PADDING, layouts
+from .workloads import BY_HAND, DISTRIBUTIONS, ByHand, packed, padded, small_llama
+
+TOKENS = 2048
+EQUAL = (64, 512, 2048, 1)
+"""The numbers of documents of equal length, beside which lengths are drawn."""
+
+
+def kinds(tokens: int) -> dict[str, list[int]]:
+    """Return the lengths of documents of ``tokens`` tokens in all, by their kind."""
+    drawn = {name: workloads.cut(each.scaled(0.25).draw(tokens), tokens) for name, each in DISTRIBUTIONS.items()}
+    drawn["uniform, 1 to 64"] = workloads.cut(layouts()["uniform, 1 to 64"], tokens)
+    return {
+        **drawn,
+        **{f"{count} x {tokens // count}": [tokens // count] * count for count in EQUAL if count <= tokens},
+    }
+
+
+def one_by_one(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, documents: Boundaries, options: Options
+) -> torch.Tensor:
+    """SDPA called by hand for each document; with one call for all of them if they have one length."""
+    lengths = documents.lengths
+    if len({*lengths}) == 1:
+        states = [x.view(len(lengths), lengths[0], *x.shape[1:]).transpose(1, 2) for x in (q, k, v)]
+        found = F.scaled_dot_product_attention(*states, is_causal=True, enable_gqa=True, scale=options.scale)
+        return found.transpose(1, 2).flatten(0, 1)
+    each = zip(*(torch.split(x.transpose(0, 1), lengths, dim=1) for x in (q, k, v)))
+    outputs = [
+        F.scaled_dot_product_attention(*(x[None] for x in one), is_causal=True, enable_gqa=True, scale=options.scale)[0]
+        for one in each
+    ]
+    return torch.cat(outputs, dim=1).transpose(0, 1)
+
+
+class Operators(TorchDispatchMode):
+    """Counts the operators that are started inside the block, without views and allocations."""
+
+    number = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        views = any(
+            returned.alias_info is not None and not returned.alias_info.is_write for returned in func._schema.returns
+        )
+        self.number += not views and not func.overloadpacket.__name__.startswith(("empty", "new_empty"))
+        return func(*args, **(kwargs or {}))
+
+
+def steps(lengths: list[int], layers: int, hidden: int) -> dict[str, Callable[[], Any]]:
+    """Return forward and backward of the same documents by rival. Padding of more than 16 times is left out."""
+    docs = workloads.documents(lengths)
+    ByHand(one_by_one, workloads.boundaries_of(lengths))
+    rivals: dict[str, tuple[Any, dict[str, Any]]] = {
+        "fa2patch": (small_llama(layers, hidden), packed(docs, lengths=True)),
+        "SDPA by hand": (small_llama(layers, hidden, BY_HAND), packed(docs)),
+        "upstream, packed": (small_llama(layers, hidden), packed(docs)),
+    }
+    if len(lengths) * max(lengths) <= MOST_PADDING * sum(lengths):
+        rivals["padded"] = small_llama(layers, hidden), padded(docs)
+    fa2patch.apply(rivals["fa2patch"][0])
+
+    def step(model: Any, batch: dict[str, Any]) -> None:
+        model(**batch).loss.backward()
+        model.zero_grad()
+
+    return {name: partial(step, *rival) for name, rival in rivals.items()}
+
+
+@pytest.mark.parametrize("kind", kinds(TOKENS))
+def bench_steps(rows: list[Any], turns: Any, quick: bool, kind: str) -> None:
+    """A whole step beside the best that a CPU has: SDPA called by hand, Transformers' own packing, and padding.
+
+    Forward and backward of a Llama of 4 layers, hidden size 256, float32, on 2048 tokens, with the collator's lengths.
+    Ratios are fa2patch's time by a rival's in the same round: the median of 9 rounds, and between which values half of
+    them lie. *Operators* and *calls* (of Python) are fa2patch's beyond those of SDPA called by hand, which has no
+    boundaries to find and nothing to check. *Limit*: padded tokens by real ones. FlexAttention has no backward on a
+    CPU, and NestedTensor no causal attention.
+    """
+    tokens, size = (64, (1, 64)) if quick else (TOKENS, (4, 256))
+    lengths = kinds(tokens)[kind] if kind in kinds(tokens) else [1] * tokens
+    runs = steps(lengths, *size)
+    for run in (*runs.values(), *runs.values()):
+        run()  # some checks are made only once for each model
+    counted = {}
+    for name in ("fa2patch", "SDPA by hand"):
+        with Operators() as operators:
+            runs[name]()
+        counted[name] = operators.number, sum(calls(runs[name]).values())
+    taken = turns(runs, 1 if quick else 9, warm_up=1)
+    row: dict[str, Any] = {"documents": kind, "limit": round(len(lengths) * max(lengths) / sum(lengths), 2)}
+    for name in ("SDPA by hand", "upstream, packed", "padded"):
+        row[f"to {name}"] = taken.ratio("fa2patch", name) if name in runs else ""
+        ratios = np.divide(taken["fa2patch"], taken[name]) if name in runs else np.ones(1)
+        first, last = np.percentile(ratios, (25, 75)).round(2).tolist()
+        row[f"to {name}, range"] = f"{first} to {last}" if name in runs else ""
+    ours, theirs = counted["fa2patch"], counted["SDPA by hand"]
+    rows.append({**row, "operators more": ours[0] - theirs[0], "calls more": ours[1] - theirs[1]})

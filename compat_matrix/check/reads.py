@@ -37,6 +37,7 @@ DISPATCHED = {
 CALLED = ("cpu", "to", "tolist", "numpy")
 KERNELS = ("compat_matrix.check.stand_in", "fa2patch.kernels")
 CPU_ONLY = {
+    ("fa2patch.documents.find", "_is_of_ones"),
     ("fa2patch.documents.tensors", "require_all"),
     ("fa2patch.documents.stated", "_require_ends"),
     ("fa2patch.upstream.seams.scores", "_hides"),

@@ -1,6 +1,7 @@
 """Where documents start (rule 2 of CONTRIBUTING.md): row by row, from every source, compared with a slow loop."""
 
 import itertools
+import tracemalloc
 
 import pytest
 import torch
@@ -121,6 +122,7 @@ def test_what_are_no_position_ids_is_refused(ids, message):
 def test_the_device_is_read_once_whatever_is_given(monkeypatch):
     reads, read = [], tensors.read
     monkeypatch.setattr(tensors, "read", lambda tensor: reads.append(tensor) or read(tensor))
+    monkeypatch.setattr(find, "_is_of_ones", lambda mask: False)  # it looks at masks on a CPU only
     assert fa2patch.boundaries(torch.tensor([[0, 1, 0]])).lengths == (2, 1) and len(reads) == 1
     assert recognised([[0, 1, 0, 1, 2]], [[1, 1, 2, 2, 0]], [[0, 0, 1, 1, 1]]).lengths == (2, 2, 1) and len(reads) == 2
 
@@ -135,6 +137,29 @@ def test_another_device_is_read_once_and_four_numbers_are_read(monkeypatch):
     assert read == [(4,)]
     assert (len(found), found.max_seqlen, found.positions) == (3, 5, 5)
     assert find.from_positions(torch.empty(3, 4, dtype=torch.int64, device=meta), meta, False) is None
+
+
+def test_a_mask_of_ones_on_a_cpu_goes_the_way_of_none(monkeypatch):
+    monkeypatch.setattr(find, "_read", None)
+    for dtype in (torch.int64, torch.bool, torch.bfloat16):
+        mask = torch.ones(1, 5, dtype=dtype)
+        found = recognise((1, 5), CPU, position_ids=torch.tensor([[0, 1, 0, 1, 2]]), attention_mask=mask)
+        assert found.lengths == (2, 3)
+
+
+@pytest.mark.parametrize(("hidden", "numbers"), [((0, 0), 3), ((0, 99), 8), ((99, 0), 8)], ids=["none", "end", "start"])
+def test_a_mask_takes_little_memory(hidden, numbers):
+    """The memory of NumPy's arrays, in bytes for each token: a row that leaves the cache takes longer for each."""
+    tokens = 10**6
+    ids, mask = torch.arange(tokens)[None] % 500, torch.ones(1, tokens, dtype=torch.int64)
+    mask[:, : hidden[0]], mask[:, tokens - hidden[1] :] = 0, 0
+    tracemalloc.start()
+    try:
+        found = recognise((1, tokens), CPU, position_ids=ids, attention_mask=mask)
+        assert tracemalloc.get_traced_memory()[1] < numbers * tokens
+    finally:
+        tracemalloc.stop()
+    assert len(found) == 2000 + (hidden != (0, 0))
 
 
 @pytest.mark.skipif(find.in_graph is None, reason=f"torch {torch.__version__} has no custom_op")

@@ -9,7 +9,6 @@ from __future__ import annotations
 import json
 import math
 import sys
-import time
 import zlib
 from pathlib import Path
 from typing import Any
@@ -45,30 +44,6 @@ class Counted:
         return batch
 
 
-class ProcessorTime(Stopwatch):
-    """Processor seconds of this process, which do not depend on other programs on the machine."""
-
-    @staticmethod
-    def now() -> float:
-        """Return the processor time in seconds."""
-        return time.process_time()
-
-
-class WatchBoth(Watch):
-    """Measure processor time over the same intervals as wall time."""
-
-    def on_train_begin(self, *args, **kwargs):  # type: ignore[no-untyped-def]
-        super().on_train_begin(*args, **kwargs)
-        self.processor = ProcessorTime()
-
-    def on_step_end(self, args, state, control, **kwargs):  # type: ignore[no-untyped-def]
-        self.processor.stop()
-        super().on_step_end(args, state, control, **kwargs)
-        if state.global_step == 1:
-            self.processor = ProcessorTime()
-        self.processor.start()
-
-
 def held_out(documents: list[Example]) -> list[Batch]:
     """Return the validation batches, the same padded ones for all variants, each of documents of similar length."""
     groups: list[list[Example]] = [[]]
@@ -96,7 +71,7 @@ def train(job: dict[str, Any]) -> dict[str, Any]:
     arguments.logging_steps = max(1, steps // 20)
 
     counted = Counted(variant)
-    watch = WatchBoth(job["variant"], held_out(job["validation"]), math.ceil(steps / job["evaluations"]))
+    watch = Watch(job["variant"], held_out(job["validation"]), math.ceil(steps / job["evaluations"]))
     trainer = Trainer(model=model, args=arguments, train_dataset=mini_batches, data_collator=counted, callbacks=[watch])
     trainer.remove_callback(PrinterCallback)
     whole = Stopwatch()
@@ -117,9 +92,9 @@ def train(job: dict[str, Any]) -> dict[str, Any]:
         "checksum": counted.checksum,
         "training_seconds": watch.stopwatch.seconds,
         "wall_seconds": whole.seconds,
-        "processor_seconds": watch.processor.seconds,
+        "processor_seconds": watch.stopwatch.processor,
         "real_tokens_per_second": timed / watch.stopwatch.seconds,
-        "real_tokens_per_processor_second": timed / watch.processor.seconds,
+        "real_tokens_per_processor_second": timed / watch.stopwatch.processor,
         "peak_memory_bytes": watch.peak,
         "training_memory_bytes": watch.peak - watch.memory_before,
         "validation_loss": watch.curve[-1][1],

@@ -1,6 +1,7 @@
 """One training run in a separate process, for train_packed.py: `python train_once.py JOB.json RESULT.json`.
 
-A separate process makes the run's peak memory measurable. The two variants differ only in the two lines under `if
+A separate process makes the run's peak memory measurable. Its steps wait for turns: a line on the standard input gives
+one, and a line on the standard output hands it over. The two variants differ only in the two lines under `if
 variant == "packed"`.
 """
 
@@ -83,19 +84,20 @@ def mean_loss(model: PreTrainedModel, batches: list[Batch]) -> float:
 
 
 class Stopwatch:
-    """Measure the seconds while it runs."""
+    """Measure the seconds while it runs, of the clock and of the processor."""
 
     def __init__(self) -> None:
-        self.seconds = 0.0
+        self.seconds = self.processor = 0.0
         self.start()
 
     def start(self) -> None:
         """Start or continue."""
-        self.since = self.now()
+        self.since, self.worked = self.now(), time.process_time()
 
     def stop(self) -> None:
-        """Pause, and add the interval to ``seconds``."""
+        """Pause, and add the interval to ``seconds`` and ``processor``."""
         self.seconds += self.now() - self.since
+        self.processor += time.process_time() - self.worked
 
     @staticmethod
     def now() -> float:
@@ -103,6 +105,19 @@ class Stopwatch:
         if torch.cuda.is_available():
             torch.cuda.synchronize()
         return time.perf_counter()
+
+
+def hand_over(*running: Stopwatch) -> None:
+    """Let the other variant's process go on until it hands over, with these stopwatches stopped.
+
+    So the steps of both variants are taken in turns, and other programs slow both of them down.
+    """
+    for watch in running:
+        watch.stop()
+    print("your turn", flush=True)
+    sys.stdin.readline()
+    for watch in running:
+        watch.start()
 
 
 def memory() -> int:
@@ -128,8 +143,8 @@ def peak_memory() -> int:
 class Watch(TrainerCallback):
     """Evaluate at fixed steps with the clock stopped, and draw the progress bar."""
 
-    def __init__(self, name: str, validation: list[Batch], every: int) -> None:
-        self.name, self.validation, self.every = name, validation, every
+    def __init__(self, name: str, validation: list[Batch], every: int, whole: Stopwatch | None = None) -> None:
+        self.name, self.validation, self.every, self.whole = name, validation, every, whole
         self.curve: list[tuple[int, float]] = []
 
     def evaluate(self, step: int, model: PreTrainedModel) -> None:
@@ -139,7 +154,8 @@ class Watch(TrainerCallback):
 
     def on_train_begin(self, args, state, control, model=None, **kwargs):  # type: ignore[no-untyped-def]
         """Evaluate once and start the clock."""
-        self.bar = tqdm(total=args.max_steps, desc=self.name, unit="step", ncols=100)
+        line = int(self.name == "packed")  # each process draws its bar on a line of its own
+        self.bar = tqdm(total=args.max_steps, desc=self.name, unit="step", ncols=100, position=line)
         self.memory_before = memory()
         self.evaluate(0, model)
         self.stopwatch = Stopwatch()
@@ -151,6 +167,8 @@ class Watch(TrainerCallback):
         step = state.global_step
         if step % self.every == 0 or step == args.max_steps:
             self.evaluate(step, model)
+        if self.whole is not None and step < args.max_steps:
+            hand_over(self.whole)
         if step == 1:  # it also starts thread pools and allocators, so throughput is measured from the second step
             self.stopwatch = Stopwatch()
         self.stopwatch.start()
@@ -205,6 +223,7 @@ def training_arguments(job: dict[str, Any]) -> TrainingArguments:
 def train(job: dict[str, Any]) -> dict[str, Any]:
     """Run the job and return its measurements."""
     variant = job["variant"]
+    sys.stdin.readline()  # the first turn
     whole = Stopwatch()
     model = build_model(job)
     collate: Collator = pad
@@ -216,7 +235,7 @@ def train(job: dict[str, Any]) -> dict[str, Any]:
     held_out = sorted(job["validation"], key=lambda example: len(example["input_ids"]))
     groups = [held_out[start : start + 8] for start in range(0, len(held_out), 8)]
     counted = Counted(collate)
-    watch = Watch(variant, [pad(group) for group in groups], job["eval_every"])
+    watch = Watch(variant, [pad(group) for group in groups], job["eval_every"], whole)
 
     trainer = Trainer(
         model=model,
@@ -244,6 +263,7 @@ def train(job: dict[str, Any]) -> dict[str, Any]:
         else f"CPU threads: {torch.get_num_threads()}",
         "batches": batches,
         "training_seconds": watch.stopwatch.seconds,
+        "processor_seconds": watch.stopwatch.processor,
         "wall_seconds": whole.seconds,
         "real_tokens_per_second": real_tokens / watch.stopwatch.seconds,
         "peak_memory_bytes": watch.peak,

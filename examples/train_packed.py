@@ -26,7 +26,7 @@ import sys
 import sysconfig
 import tempfile
 import warnings
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, Union
 
@@ -205,23 +205,51 @@ class Encoder:
 # --- two runs -----------------------------------------------------------------------------------------------
 
 
-def run(variant: str, job: dict[str, Any]) -> Run:
-    """Train one variant in a new process and return its measurements."""
+def run(variants: Sequence[str], job: dict[str, Any]) -> list[Run]:
+    """Train the variants, each in a process of its own, with steps in turns, and return their measurements."""
     with tempfile.TemporaryDirectory() as scratch:
-        job_file, result_file = Path(scratch, "job.json"), Path(scratch, "result.json")
-        job_file.write_text(json.dumps({**job, "variant": variant, "scratch": scratch}), encoding="utf-8")
-        script = Path(__file__).with_name("train_once.py")
-        # One GPU: the Trainer splits a mini-batch by rows among visible GPUs, and a packed batch has one row.
-        gpu = os.environ.get("CUDA_VISIBLE_DEVICES", "0").partition(",")[0]
-        environment = {**os.environ, "CUDA_VISIBLE_DEVICES": gpu}
-        if job["model"] is None:  # with several threads, other programs distort the timing
-            environment.setdefault("OMP_NUM_THREADS", "1")
-        done = subprocess.run(
-            [sys.executable, "-W", "ignore", str(script), str(job_file), str(result_file)], env=environment
-        )
-        if done.returncode:
-            raise SystemExit(f"The {variant} run failed; its own message is above.")
-        return json.loads(result_file.read_text(encoding="utf-8"))
+        running = {variant: started(variant, job, Path(scratch)) for variant in variants}
+        while running:
+            for variant, process in list(running.items()):
+                if takes_a_turn(process):
+                    continue
+                del running[variant]
+                if process.wait():
+                    for other in running.values():
+                        other.kill()
+                    raise SystemExit(f"The {variant} run failed; its own message is above.")
+        return [json.loads(Path(scratch, f"{variant}.json").read_text(encoding="utf-8")) for variant in variants]
+
+
+def started(variant: str, job: dict[str, Any], scratch: Path) -> subprocess.Popen[str]:
+    """Start the process of a variant. It waits for its first turn."""
+    job_file, result_file = scratch / f"job_{variant}.json", scratch / f"{variant}.json"
+    job_file.write_text(json.dumps({**job, "variant": variant, "scratch": str(scratch)}), encoding="utf-8")
+    # One GPU: the Trainer splits a mini-batch by rows among visible GPUs, and a packed batch has one row.
+    gpu = os.environ.get("CUDA_VISIBLE_DEVICES", "0").partition(",")[0]
+    environment = {**os.environ, "CUDA_VISIBLE_DEVICES": gpu}
+    if job["model"] is None:  # with several threads, other programs distort the timing
+        environment.setdefault("OMP_NUM_THREADS", "1")
+    script = Path(__file__).with_name("train_once.py")
+    return subprocess.Popen(
+        [sys.executable, "-W", "ignore", str(script), str(job_file), str(result_file)],
+        env=environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
+    )  # fmt: skip
+
+
+def takes_a_turn(process: subprocess.Popen[str]) -> bool:
+    """Let a process take its next step; False if it has ended."""
+    assert process.stdin is not None and process.stdout is not None
+    try:
+        process.stdin.write("your turn\n")
+        process.stdin.flush()
+    except BrokenPipeError:
+        return False
+    for line in process.stdout:
+        if line == "your turn\n":
+            return True
+        print(line, end="")  # what Trainer and other packages print
+    return False
 
 
 def compare(padded: Run, packed: Run) -> dict[str, Any]:
@@ -262,6 +290,7 @@ def table(padded: Run, packed: Run) -> Table:
     costs: list[tuple[str, str, Callable[[Run], Any]]] = [
         ("real tokens per second", "{:,.0f}", lambda run: run["real_tokens_per_second"]),
         ("training time, s", "{:.1f}", lambda run: run["training_seconds"]),
+        ("  of the processor, s", "{:.1f}", lambda run: run["processor_seconds"]),
         ("wall time with evaluation, s", "{:.1f}", lambda run: run["wall_seconds"]),
         ("tokens computed", "{:,}", computed_tokens),
         ("  of them padding", "{:.1%}", lambda run: 1 - real_tokens(run) / computed_tokens(run)),
@@ -297,7 +326,7 @@ def remarks(padded: Run, packed: Run, both: dict[str, Any]) -> str:
         f"{both['padded_tokens_per_real_token']:.2f} padded tokens per real token, the limit where cost is "
         "linear in tokens: work done once per step (the optimizer) pulls the ratio below it, work that grows "
         "faster (attention on padding, larger tensors) pushes it above. The first step and evaluation are not "
-        "timed. Other programs on the same processor distort both speeds.\n\n"
+        "timed. The runs took their steps in turns, so that other programs slow both of them down.\n\n"
         f"Same training: both runs took the same {packed['optimizer_steps']} mini-batches in the same order "
         "(compared by checksum). Their validation curves, measured on the same padded batches, differ by "
         f"{both['largest_validation_difference']:.1e} at most, at step "
@@ -446,7 +475,7 @@ def main(argv: list[str] | None = None) -> None:
         job = prepare(arguments, console)
     except DataError as error:
         raise SystemExit(f"train_packed.py: {error}") from None
-    packed, padded = run("packed", job), run("padded", job)  # packed first, as it may be refused at once
+    packed, padded = run(("packed", "padded"), job)  # packed first, as it may be refused at once
     both = compare(padded, packed)
 
     arguments.output.mkdir(parents=True, exist_ok=True)

@@ -17,7 +17,7 @@ from fa2patch.documents.boundaries import Boundaries
 from fa2patch.kernels import Options
 
 from ..check.reads import calls
-from . import workloads
+from . import memory, workloads
 from .bench_times import MOST_PADDING, layouts
 from .workloads import BY_HAND, DISTRIBUTIONS, ByHand, packed, padded, small_llama
 
@@ -66,24 +66,33 @@ class Operators(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-def steps(lengths: list[int], layers: int, hidden: int) -> dict[str, Callable[[], Any]]:
-    """Return forward and backward of the same documents by rival. Padding of more than 16 times is left out."""
+def steps(lengths: list[int], layers: int, hidden: int, only: str = "") -> dict[str, Callable[[], Any]]:
+    """Return forward and backward of the same documents by rival, or of one rival only.
+
+    Padding of more than :data:`MOST_PADDING` times the tokens is left out.
+    """
     docs = workloads.documents(lengths)
     ByHand(one_by_one, workloads.boundaries_of(lengths))
-    rivals: dict[str, tuple[Any, dict[str, Any]]] = {
-        "fa2patch": (small_llama(layers, hidden), packed(docs, lengths=True)),
-        "SDPA by hand": (small_llama(layers, hidden, BY_HAND), packed(docs)),
-        "upstream, packed": (small_llama(layers, hidden), packed(docs)),
+    batches: dict[str, Callable[[], dict[str, Any]]] = {
+        "fa2patch": lambda: packed(docs, lengths=True),
+        "SDPA by hand": lambda: packed(docs),
+        "upstream, packed": lambda: packed(docs),
     }
     if len(lengths) * max(lengths) <= MOST_PADDING * sum(lengths):
-        rivals["padded"] = small_llama(layers, hidden), padded(docs)
-    fa2patch.apply(rivals["fa2patch"][0])
+        batches["padded"] = lambda: padded(docs)
 
     def step(model: Any, batch: dict[str, Any]) -> None:
         model(**batch).loss.backward()
         model.zero_grad()
 
-    return {name: partial(step, *rival) for name, rival in rivals.items()}
+    made = {}
+    for name, batch in batches.items():
+        if name == (only or name):
+            model = small_llama(layers, hidden, BY_HAND if name == "SDPA by hand" else "sdpa")
+            if name == "fa2patch":
+                fa2patch.apply(model)
+            made[name] = partial(step, model, batch())
+    return made
 
 
 @pytest.mark.parametrize("kind", kinds(TOKENS))
@@ -115,3 +124,23 @@ def bench_steps(rows: list[Any], turns: Any, quick: bool, kind: str) -> None:
         row[f"to {name}, range"] = f"{first} to {last}" if name in runs else ""
     ours, theirs = counted["fa2patch"], counted["SDPA by hand"]
     rows.append({**row, "operators more": ours[0] - theirs[0], "calls more": ours[1] - theirs[1]})
+
+
+@pytest.mark.parametrize("kind", kinds(TOKENS))
+def bench_memory(rows: list[Any], quick: bool, kind: str) -> None:
+    """The peak of memory of a whole step beside Transformers' own packing and padding.
+
+    What forward and backward have in use at their peak beyond what was in use before, in MB; for each, a process of its
+    own, which takes one step. Model and documents are those of the part *steps*.
+    """
+    tokens, size = (64, (1, 64)) if quick else (TOKENS, (4, 256))
+    if kind not in kinds(tokens):
+        return
+    row: dict[str, Any] = {"documents": kind}
+    lengths = kinds(tokens)[kind]
+    for rival in ("fa2patch", "upstream, packed", "padded"):
+        if rival != "padded" or len(lengths) * max(lengths) <= MOST_PADDING * sum(lengths):
+            row[f"{rival}, MB"] = round(memory.of_a_step(kind, rival, tokens, *size) / 1e6, 1)
+        else:
+            row[f"{rival}, MB"] = ""
+    rows.append(row)

@@ -26,18 +26,9 @@ GPU = "first_gpu"
 """What the names of results of a GPU begin with; ``python -m compat_matrix.bench.first_gpu`` makes them."""
 
 PARTS = [
-    "calls",
-    "startup",
-    "overhead",
-    "syncs",
-    "dry",
-    "kernels",
-    "steps",
-    "training",
-    "sharing",
-    "embeddings",
+    "calls", "startup", "overhead", "syncs", "dry", "kernels", "steps", "memory", "training", "sharing", "embeddings",
     "packing",
-]
+]  # fmt: skip
 """What is measured on a CPU, in the order of BENCH.md: a result file and a function ``bench_...`` for each."""
 
 Result = dict[str, Any]

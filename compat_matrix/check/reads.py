@@ -39,7 +39,7 @@ KERNELS = ("compat_matrix.check.stand_in", "fa2patch.kernels")
 CPU_ONLY = {
     ("fa2patch.documents.find", "_is_of_ones"),
     ("fa2patch.documents.tensors", "require_all"),
-    ("fa2patch.documents.stated", "_require_ends"),
+    ("fa2patch.documents.stated", "_lengths_of"),
     ("fa2patch.upstream.seams.scores", "_hides"),
 }
 """Functions that read tensors on a CPU only. Elsewhere they call ``aten::_assert_async``, or read nothing."""

@@ -26,8 +26,8 @@ GPU = "first_gpu"
 """What the names of results of a GPU begin with; ``python -m compat_matrix.bench.first_gpu`` makes them."""
 
 PARTS = [
-    "calls", "startup", "overhead", "syncs", "dry", "kernels", "steps", "memory", "training", "sharing", "embeddings",
-    "packing",
+    "calls", "startup", "overhead", "growth", "syncs", "dry", "kernels", "steps", "memory", "training", "sharing",
+    "embeddings", "packing",
 ]  # fmt: skip
 """What is measured on a CPU, in the order of BENCH.md: a result file and a function ``bench_...`` for each."""
 

@@ -1,0 +1,111 @@
+"""How what fa2patch does grows with its input. Ten times the input must not take much more than ten times as long."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+import fa2patch
+from fa2patch import packing
+from fa2patch.documents.find import recognise
+from fa2patch.documents.stated import from_cu_seqlens
+
+from .workloads import FLAN, small_llama
+
+LENGTH = 100
+"""The tokens of each document of a row."""
+
+
+def ids_of(tokens: int) -> torch.Tensor:
+    """Return the position ids of a row of documents of :data:`LENGTH` tokens."""
+    return (torch.arange(tokens) % LENGTH)[None]
+
+
+def from_ids(tokens: int) -> Callable[[], Any]:
+    """Find documents from position ids."""
+    ids = ids_of(tokens)
+    return lambda: recognise((1, tokens), ids.device, position_ids=ids)
+
+
+def from_ids_and_mask(tokens: int) -> Callable[[], Any]:
+    """Find documents from position ids beside a mask of ones."""
+    ids, mask = ids_of(tokens), torch.ones(1, tokens, dtype=torch.int64)
+    return lambda: recognise((1, tokens), ids.device, position_ids=ids, attention_mask=mask)
+
+
+def from_lengths(tokens: int) -> Callable[[], Any]:
+    """Check the collator's lengths against position ids."""
+    ids, cu = ids_of(tokens), torch.arange(0, tokens + 1, LENGTH, dtype=torch.int32)
+    return lambda: from_cu_seqlens(cu, LENGTH, (1, tokens), position_ids=ids)
+
+
+def plan(count: int) -> Callable[[], Any]:
+    """Plan rows of 4096 tokens for examples."""
+    lengths = np.array(FLAN.draw(count))
+    return lambda: packing.plan(lengths, 4096)
+
+
+def apply_to_modules(modules: int) -> Callable[[], Any]:
+    """Patch a model that holds more modules."""
+    model = small_llama(2, 64)
+    model.more = torch.nn.ModuleList(torch.nn.Identity() for _ in range(modules))
+    return lambda: fa2patch.revert(fa2patch.apply(model).model)
+
+
+def forward_with_modules(modules: int) -> Callable[[], Any]:
+    """Compute a packed row of 16 tokens with a model that holds more modules."""
+    model = small_llama(2, 64).eval()
+    model.more = torch.nn.ModuleList(torch.nn.Identity() for _ in range(modules))
+    fa2patch.apply(model)
+    ids = torch.arange(16) % 8
+    return torch.no_grad()(lambda: model(input_ids=ids[None] + 3, position_ids=ids[None]))
+
+
+def apply_to_experts(layers: int) -> Callable[[], Any]:
+    """Patch a mixture of 512 experts a layer, on the meta device."""
+    from transformers import MixtralConfig, MixtralForCausalLM
+
+    sizes = {"hidden_size": 64, "intermediate_size": 16, "num_attention_heads": 2, "num_key_value_heads": 2}
+    with torch.device("meta"):
+        model = MixtralForCausalLM(
+            MixtralConfig(num_hidden_layers=layers, num_local_experts=512, vocab_size=64, **sizes)
+        )
+    return lambda: fa2patch.revert(fa2patch.apply(model).model)
+
+
+GROWS: dict[str, tuple[Callable[[int], Callable[[], Any]], int]] = {
+    "tokens with position ids": (from_ids, 1_000_000),
+    "tokens with position ids and a mask of ones": (from_ids_and_mask, 1_000_000),
+    "tokens with the collator's lengths": (from_lengths, 1_000_000),
+    "examples in a plan": (plan, 10_000_000),
+    "modules in a forward": (forward_with_modules, 78_000),
+    "modules in apply": (apply_to_modules, 78_000),
+    "layers of 512 experts in apply": (apply_to_experts, 200),
+}
+"""What grows, to what number."""
+
+
+@pytest.mark.parametrize("what", GROWS)
+def bench_growth(rows: list[Any], quick: bool, what: str) -> None:
+    """What ten times the input costs: tokens, examples, modules, layers.
+
+    Milliseconds of processor time, the least of 5 runs, at a tenth of the number and at the number itself, in turns.
+    *Times as long* is their ratio: 10 is linear, and 1 does not depend on the number. Documents have 100 tokens.
+    """
+    make, number = GROWS[what]
+    number = max(20, number // 1000) if quick else number
+    runs = {count: make(count) for count in (number // 10, number)}
+    taken: dict[int, list[float]] = {count: [] for count in runs}
+    for _ in range(2 if quick else 6):  # the first is a warm-up
+        for count, run in runs.items():
+            started = time.process_time()
+            run()
+            taken[count].append(1e3 * (time.process_time() - started))
+    few, many = (min(found[1:]) for found in taken.values())
+    row = {"what": what, "number": number, "a tenth, ms": round(few, 3), "the number, ms": round(many, 3)}
+    rows.append({**row, "times as long": round(many / max(few, 1e-3), 1)})

@@ -16,7 +16,7 @@ from ..binding import LOCK, release, used_by
 from ..errors import BadArgument, LayerNotPatchable, UnsupportedNumPy, UnsupportedTransformers
 from ..upstream import foreign
 from ..upstream.find_layers import ModelLayers
-from ..upstream.find_models import transformers_model
+from ..upstream.find_models import transformers_model, walked_once
 from ..upstream.step import MARK
 from . import padding
 from .model_plan import plan_model
@@ -85,6 +85,17 @@ def apply(
     _check_transformers()
     _check_numpy()
     _check_options(kernel, prove, padded_batches)
+    with walked_once():
+        return _applied(model, kernel, architecture, prove, padded_batches)
+
+
+def _applied(
+    model: object,
+    kernel: str | kernels.Kernel | None,
+    architecture: str | None,
+    prove: bool | str | None,
+    padded_batches: bool | None,
+) -> Patch:
     inner = transformers_model(model)
     patch = status(inner)
     if padded_batches is None and patch is not None:

@@ -17,7 +17,7 @@ from ..upstream import embeddings, foreign, hooks
 from ..upstream.architectures import Architecture
 from ..upstream.calls import refuse_recording
 from ..upstream.find_layers import Layer, ModelLayers
-from ..upstream.find_models import models, named_modules
+from ..upstream.find_models import models, named_modules, walked_once
 from ..upstream.forward import entered
 from ..upstream.packed_mask import PackedMask
 from ..upstream.step import MARK, ROLE, Trait
@@ -210,7 +210,7 @@ class Patch:
 
         If the model shares its base model with another one that is patched, the base model stays patched for that one.
         """
-        with LOCK:
+        with LOCK, walked_once():
             modules = named_modules(self.model).values()
             own = {module for module in modules if module.__dict__.get(MARK) is self}
             for module in modules:

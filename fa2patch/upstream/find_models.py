@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import sys
-from collections.abc import Collection, Iterable
+import threading
+from collections.abc import Collection, Iterable, Iterator
 from typing import Any
 
 import torch
@@ -36,6 +38,10 @@ def named_modules(module: Any, without: Collection[Any] = ()) -> dict[str, Any]:
         module: the module.
         without: modules that are left out with all that they hold.
     """
+    kept = None if without else getattr(_walks, "kept", None)
+    if kept is not None and id(module) in kept:
+        walked: dict[str, Any] = kept[id(module)]
+        return walked
     found: dict[Any, str] = {}
     waiting = [("", module)]
     while waiting:
@@ -46,7 +52,24 @@ def named_modules(module: Any, without: Collection[Any] = ()) -> dict[str, Any]:
         for key, child in reversed(inner._modules.items()):
             if child is not None:
                 waiting.append((f"{name}.{key}" if name else key, child))
-    return {name: inner for inner, name in found.items()}
+    named = {name: inner for inner, name in found.items()}
+    if kept is not None:
+        kept[id(module)] = named  # it holds the module itself, under an empty name
+    return named
+
+
+_walks = threading.local()
+
+
+@contextlib.contextmanager
+def walked_once() -> Iterator[None]:
+    """Inside this context, each module is walked once. No module may be put into another one or taken out meanwhile."""
+    before = getattr(_walks, "kept", None)
+    _walks.kept = {} if before is None else before
+    try:
+        yield
+    finally:
+        _walks.kept = before
 
 
 def outermost_models(module: torch.nn.Module) -> dict[str, Any]:

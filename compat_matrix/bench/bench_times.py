@@ -270,17 +270,24 @@ def bench_embeddings(rows: list[Any], turns: Any, quick: bool, name: str, traini
 # --- packing --------------------------------------------------------------------------------------------------
 
 
+LENGTHS: dict[str, Callable[[int], Any]] = {
+    **{name: each.draw for name, each in DISTRIBUTIONS.items()},
+    "uniform, 1 to 4096": lambda count: np.random.default_rng(0).integers(1, 4097, count),
+    "normal, 300 ± 45": lambda count: np.random.default_rng(0).normal(300, 45, count).clip(1, 4096).round().astype(int),
+    "normal, 1500 ± 225": lambda count: np.random.default_rng(0).normal(1500, 225, count).clip(1).round().astype(int),
+}
+
+
 @pytest.mark.parametrize("budget", [4096, 8192, 32768, 65536])
-@pytest.mark.parametrize("name", [*DISTRIBUTIONS, "uniform, 1 to 4096"])
+@pytest.mark.parametrize("name", LENGTHS)
 def bench_packing(rows: list[Any], benchmark: Any, quick: bool, name: str, budget: int) -> None:
     """A million lengths put into rows by `packing.plan`: how full the rows are, and seconds of processor time.
 
-    The lengths are drawn by `compat_matrix/bench/workloads.py`. *Fewest* is the number of tokens divided by the places
-    in a row, rounded up: no planner needs fewer rows. The time is the median of 3 runs.
+    *Fewest* is `Plan.lower_bound`: no planner needs fewer rows. *Filled* is the share of the rows' places that hold
+    tokens. The time is the median of 3 runs.
     """
     count = 300 if quick else 1_000_000
-    uniform = np.random.default_rng(0).integers(1, 4097, count)
-    lengths = np.array(DISTRIBUTIONS[name].draw(count)) if name in DISTRIBUTIONS else uniform
+    lengths = np.asarray(LENGTHS[name](count))
     seconds = []
 
     def planned() -> Any:
@@ -293,6 +300,7 @@ def bench_packing(rows: list[Any], benchmark: Any, quick: bool, name: str, budge
     assert np.array_equal(np.sort(plan.indices), np.arange(count))
     tokens = np.add.reduceat(lengths[plan.indices], plan.offsets[:-1])
     assert tokens.max() <= budget and tokens.sum() == lengths.sum()
-    fewest = -(-int(lengths.sum()) // budget)
+    fewest = plan.lower_bound
     row = {"lengths": name, "tokens in a row": budget, "processor, s": round(statistics.median(seconds), 3)}
-    rows.append({**row, "rows": len(tokens), "fewest": fewest, "rows / fewest": f"{len(tokens) / fewest:.4f}"})
+    row |= {"filled": f"{plan.fill:.2%}", "rows": len(tokens), "fewest": fewest}
+    rows.append({**row, "rows / fewest": f"{len(tokens) / fewest:.4f}"})

@@ -11,7 +11,7 @@ import numpy as np
 import numpy.typing as npt
 
 from ..errors import PackingError
-from .strategies import STRATEGIES, Ints, Ints32, Strategy, by_key, mini_batches
+from .strategies import STRATEGIES, Ints, Ints32, Strategy, by_key, fewest, mini_batches
 
 MINI_BATCHES = "mini_batches"
 
@@ -82,8 +82,14 @@ class Plan(Sequence[Ints]):
 
     @cached_property
     def lower_bound(self) -> int:
-        """Lower bound on the number of rows of any plan of these tokens: tokens / max_tokens, rounded up."""
-        return -(-int(self.tokens.sum()) // self.max_tokens)
+        """Lower bound on the number of rows of any plan of these pieces.
+
+        It is tokens / max_tokens, rounded up, or more where the lengths do not let rows be filled: see
+        :func:`~.strategies.fewest`.
+        """
+        pieces = self.lengths[self.indices] if self._cuts is None else self._cuts[1] - self._cuts[0]
+        sizes, counts = np.unique(pieces, return_counts=True)
+        return fewest(sizes, counts, self.max_tokens)
 
     @cached_property
     def fill(self) -> float:
@@ -118,7 +124,7 @@ class Plan(Sequence[Ints]):
 def plan(
     lengths: Sequence[int] | npt.NDArray[Any],
     max_tokens: int | None,
-    strategy: str = "best_fit_decreasing",
+    strategy: str = "fewest_rows",
     *,
     too_long: str = "error",
     seed: int | Sequence[int] | None = 0,
@@ -133,8 +139,11 @@ def plan(
         max_tokens: Maximum number of tokens in a row. Must be None for ``mini_batches``, and only there.
         strategy: The algorithm that fills the rows.
 
-            - ``best_fit_decreasing``: Longest first, each into the fullest row that has space for it. This gives the
-              fewest rows of all strategies, and within 1 % of the fewest possible for most data.
+            - ``fewest_rows``: The rows of ``best_fit_decreasing`` or, if they are fewer, rows of k and of k + 1
+              examples with sums just below the budget. Within 0.5 % of the fewest possible for most data;
+              ``Plan.lower_bound`` says what is possible.
+            - ``best_fit_decreasing``: Longest first, each into the fullest row that has space for it. If rows hold a
+              few examples of nearly one length, they stay 1-6 % emptier than need be.
             - ``first_fit_decreasing``: Longest first, each into the oldest row that has space for it.
             - ``in_order``: In the given order, with a new row if the next example does not fit; for curricula. It
               makes 3-33 % more rows at budgets of 4-8 thousand tokens.

@@ -123,7 +123,7 @@ class PackedBatchSampler(Sampler[list[int]]):
         *,
         ranks_per_row: int | None = None,
         seed: int = 0,
-        strategy: str = "best_fit_decreasing",
+        strategy: str = "fewest_rows",
         too_long: str = "error",
         batch_size: int | None = None,
         attention_cost: float = ATTENTION_COST,

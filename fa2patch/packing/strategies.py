@@ -6,6 +6,7 @@ int32 takes half of int64's memory, and half of the time spent on memory.
 from __future__ import annotations
 
 from array import array
+from functools import partial
 from heapq import heappop, heappush
 from typing import Callable
 
@@ -17,14 +18,30 @@ Ints32 = npt.NDArray[np.int32]
 Strategy = Callable[[Ints32, int], Ints32]
 
 
+ENOUGH = 1000
+"""Rows of best fit are taken if at most one in so many is above the bound of :func:`fewest`."""
+
+SPARE = 1 / 1000
+"""The share of the budget that :func:`_like_sums` leaves free on average, so that few rows are above the budget."""
+
+
+def fewest_rows(lengths: Ints32, max_tokens: int) -> Ints32:
+    """Apply :func:`best_fit_decreasing` or, if that makes fewer rows, put long and short examples together.
+
+    Best fit puts the longest examples together, and then the shortest. If a row holds a few examples of nearly one
+    length, most rows waste nearly as much as one of them. Rows of long and short ones waste next to nothing there.
+    """
+    return _longest_first(lengths, max_tokens, _fewest_rows)
+
+
 def best_fit_decreasing(lengths: Ints32, max_tokens: int) -> Ints32:
     """Put examples, longest first, each into the fullest row that has space for it."""
-    return _decreasing(lengths, max_tokens, first_fit=False)
+    return _longest_first(lengths, max_tokens, _best_fit)
 
 
 def first_fit_decreasing(lengths: Ints32, max_tokens: int) -> Ints32:
     """Put examples, longest first, each into the oldest row that has space for it."""
-    return _decreasing(lengths, max_tokens, first_fit=True)
+    return _longest_first(lengths, max_tokens, partial(_best_fit, first_fit=True))
 
 
 def in_order(lengths: Ints32, max_tokens: int) -> Ints32:
@@ -41,10 +58,7 @@ def in_order(lengths: Ints32, max_tokens: int) -> Ints32:
 
 def by_length(lengths: Ints32, max_tokens: int) -> Ints32:
     """Apply :func:`in_order` to examples sorted longest first, so that the examples of a row have similar lengths."""
-    order = by_key(lengths, descending=True)
-    rows = np.empty_like(lengths)
-    rows[order] = in_order(lengths[order], max_tokens)
-    return rows
+    return _longest_first(lengths, max_tokens, in_order)
 
 
 def mini_batches(lengths: Ints32, batch_size: int) -> Ints32:
@@ -53,6 +67,7 @@ def mini_batches(lengths: Ints32, batch_size: int) -> Ints32:
 
 
 STRATEGIES: dict[str, Strategy] = {
+    "fewest_rows": fewest_rows,
     "best_fit_decreasing": best_fit_decreasing,
     "first_fit_decreasing": first_fit_decreasing,
     "in_order": in_order,
@@ -74,24 +89,130 @@ def by_key(keys: Ints32, descending: bool = False) -> Ints32:
     return both.astype(np.int32)  # the lower half is the index
 
 
-def _decreasing(lengths: Ints32, max_tokens: int, first_fit: bool) -> Ints32:
+def fewest(sizes: Ints, counts: Ints, max_tokens: int) -> int:
+    """Return a bound: no plan has fewer rows. It is tokens / max_tokens, or more where examples cannot fill the rows.
+
+    The other bound gives each example a price, such that those of a row cost at most 1 together: then there are at
+    least as many rows as all examples cost. With a budget of C, an example of x tokens costs::
+
+        1 / (k+1) + slope * (x - C / (k+1)), but at most 1 / k, and at least 0
+
+    for some whole k and a slope of at least 1 / C. No row costs more than 1: k examples cost at most k / k. If m > k
+    examples of a row cost something, they have at most C tokens, so that they cost at most m / (k+1) + slope *
+    (C - m * C / (k+1)). The bracket is not positive, so this is at most m / (k+1) + 1 - m / (k+1) = 1. Every length X
+    is tried with the k for which C / (k+1) < X <= C / k, and the slope for which it costs just 1 / k.
+
+    Args:
+        sizes: Distinct lengths, in ascending order.
+        counts: Number of examples of each length.
+    """
+    if not len(sizes):
+        return 0
+    ends, tokens = np.append(0, np.cumsum(counts)), np.append(0, np.cumsum(counts * sizes))
+    k, upto = max_tokens // sizes, np.arange(1, len(sizes) + 1)
+    # all is multiplied by k * (k + 1) * over, and so is whole: rounding must not raise the bound
+    over = (k + 1) * sizes - max_tokens
+    free = np.minimum(np.searchsorted(sizes, (max_tokens - k * over) // (k + 1), side="right"), upto)
+    cost = (ends[upto] - ends[free]) * (k * over - max_tokens) + (tokens[upto] - tokens[free]) * (k + 1)
+    cost += (ends[-1] - ends[upto]) * (k + 1) * over
+    return -min(-int(tokens[-1]) // max_tokens, int((-cost // (k * (k + 1) * over)).min()))
+
+
+def _longest_first(lengths: Ints32, max_tokens: int, fill: Strategy) -> Ints32:
+    """Call a strategy with the lengths in descending order, and return its rows in the order of the examples."""
+    order = by_key(lengths, descending=True)
+    row_of = lengths[order]
+    row_of[order] = fill(row_of, max_tokens)
+    return row_of
+
+
+def _fewest_rows(by_size: Ints32, max_tokens: int) -> Ints32:
+    """Return the rows of :func:`fewest_rows` for lengths in descending order."""
+    row_of = _best_fit(by_size, max_tokens)
+    starts, counts = _of_equals(by_size)
+    needed = int(row_of.max(initial=-1)) + 1
+    bound = fewest(by_size[starts[::-1]].astype(np.int64), counts[::-1], max_tokens)
+    if (needed - bound) * ENOUGH <= needed:
+        return row_of
+    other = _like_sums(by_size, max_tokens)
+    left = np.flatnonzero(other < 0)
+    again = _fewest_rows if 4 * len(left) <= 3 * len(other) else _best_fit  # all tries take four times as long as one
+    other[left] = again(by_size[left], max_tokens) + (other.max() + 1)
+    return other if other.max() + 1 < needed else row_of
+
+
+def _like_sums(by_size: Ints32, max_tokens: int) -> Ints32:
+    """Make rows of k and of k + 1 examples with sums just below the budget; a row holds so many on average.
+
+    ``by_size`` holds lengths in descending order. Examples whose row would be above the budget have the row -1.
+    """
+    row_of, rows, count = np.full_like(by_size, -1), 0, len(by_size)
+    until, room = np.append(0, np.cumsum(by_size, dtype=np.int64)), max_tokens / (1 + SPARE)
+    needed = int(until[-1] / room) + 1
+    k = count // needed
+    # so many rows of k + 1 are needed; fewer if the shortest examples are too long for them
+    tried = np.arange(min(count - k * needed, count // (k + 1)) + 1)
+    more = int(np.flatnonzero(until[-1] - until[count - (k + 1) * tried] <= tried * room)[-1])
+    long = _with_mean(until, (count - (k + 1) * more) // max(k, 1) * k, room / max(k, 1))
+    short = np.delete(np.arange(count, dtype=np.int32), long)
+    for examples, each in ((long, k), (short[len(short) - (k + 1) * more :], k + 1)):
+        if len(examples):
+            row, sums = _evened(by_size[examples].reshape(each, -1))
+            fits = sums <= max_tokens
+            number = np.where(fits, np.cumsum(fits) + (rows - 1), -1)
+            row_of[examples] = number[row]
+            rows += int(fits.sum())
+    return row_of
+
+
+def _with_mean(until: Ints, number: int, mean: float) -> Ints32:
+    """Choose so many examples with about that mean length: the longest, and an even share of the others.
+
+    ``until`` are the sums of the lengths in descending order. Of examples with a lower mean, the longest are chosen.
+    """
+    count = len(until) - 1
+    longest = np.linspace(0, number, 5000).astype(np.int64)
+    sums = until[longest] + (number - longest) / np.maximum(count - longest, 1) * (until[-1] - until[longest])
+    first = int(longest[max(np.searchsorted(sums, number * mean, side="right") - 1, 0)])
+    others = first + (np.arange(number - first) + 0.5) * ((count - first) / max(number - first, 1))
+    return np.append(np.arange(first, dtype=np.int32), others.astype(np.int32))
+
+
+def _evened(blocks: Ints32) -> tuple[Ints32, Ints]:
+    """Give every row one example of each block, so that the sums of the rows are alike.
+
+    The blocks, int32 ``[examples in a row, rows]``, are in descending order. The one that differs most comes first; of
+    each one the longest example goes to the row with the least so far.
+
+    Returns:
+        The row of each example, row after row of ``blocks``, and the rows' sums.
+    """
+    row_of, sums = np.empty_like(blocks), np.zeros(blocks.shape[1], dtype=np.int64)
+    for block in np.argsort(blocks[:, -1] - blocks[:, 0], kind="stable").tolist():
+        row_of[block] = by_key(np.minimum(sums, 2**31 - 1).astype(np.int32))
+        sums[row_of[block]] += blocks[block]
+    return row_of.ravel(), sums
+
+
+def _of_equals(by_size: Ints32) -> tuple[Ints, Ints]:
+    """Return where each distinct length begins among sorted ones, and how many there are."""
+    starts = np.flatnonzero(np.diff(by_size, prepend=np.int32(0)))
+    return starts, np.diff(starts, append=len(by_size))
+
+
+def _best_fit(by_size: Ints32, max_tokens: int, first_fit: bool = False) -> Ints32:
     """Run a decreasing strategy on one distinct length at a time instead of one example at a time.
 
     Examples of one length fill runs of neighbouring rows with the same space. Every length splits at most one run, and
     a run loses at least half of its space whenever it is used up. This takes O(lengths x log(max_tokens)) steps for
     any number of examples.
     """
-    order = by_key(lengths, descending=True)
-    by_size = lengths[order]
-    starts = np.flatnonzero(np.diff(by_size, prepend=np.int32(0)))
-    counts = np.diff(starts, append=len(by_size))
+    starts, counts = _of_equals(by_size)
     filled = _fill(by_size[starts].tolist(), counts.tolist(), max_tokens, first_fit)
     start, rows, each = filled.T
     first = np.repeat(start - (np.cumsum(rows, dtype=np.int32) - rows), rows)
     first += np.arange(len(first), dtype=np.int32)
-    row_of = by_size  # its memory serves again
-    row_of[order] = np.repeat(first, np.repeat(each.astype(np.intp), rows))
-    return row_of
+    return np.repeat(first, np.repeat(each.astype(np.intp), rows))
 
 
 def _fill(sizes: list[int], counts: list[int], max_tokens: int, first_fit: bool) -> Ints32:

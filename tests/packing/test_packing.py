@@ -43,7 +43,7 @@ def test_every_example_is_in_one_row_and_no_row_is_over_the_budget(strategy, len
     assert everything(planned) == list(range(len(lengths)))
     tokens = [sum(lengths[index] for index in row) for row in planned]
     assert tokens == planned.tokens.tolist() and all(0 < count <= budget for count in tokens)
-    assert planned.lower_bound == -(-sum(lengths) // budget) <= planned.bins == len(planned.rows) == len(tokens)
+    assert -(-sum(lengths) // budget) <= planned.lower_bound <= planned.bins == len(planned.rows) == len(tokens)
     assert planned.fill == (sum(lengths) / (budget * len(tokens)) if tokens else 1.0)
     assert planned.bins <= -(-2 * sum(lengths) // budget)  # two neighbouring rows together exceed the budget
     assert all(row.dtype == np.int64 for row in planned)
@@ -121,7 +121,57 @@ def test_against_the_optimum(lengths, room):
     fewest = fewest_bins(lengths, budget)
     assert plan(lengths, budget).lower_bound <= fewest
     for strategy in BUDGETED:
-        assert fewest <= len(plan(lengths, budget, strategy)) <= (1.5 if strategy in DECREASING else 2) * fewest
+        most = 2 if strategy in ("in_order", "sorted") else 1.5
+        assert fewest <= len(plan(lengths, budget, strategy)) <= most * fewest
+
+
+@pytest.mark.parametrize(
+    ("lengths", "budget", "fewest"),
+    [
+        ([34, 50] * 50, 100, 50),  # between a third and a half of a row: two fit
+        ([51] * 7 + [49] * 3, 100, 7),  # more than half a row: one fits
+        ([90] * 8 + [10] * 8, 100, 8),
+        ([26] * 30 + [24] * 8, 100, 12),  # four of 26 do not fit, so 24 and 26 share rows two by two, or not at all
+        ([2**31 - 1] * 3 + [1], 2**31 - 1, 4),
+        ([2**30] * 5, 2**31 - 1, 5),
+        ([], 5, 0),
+    ],
+)
+def test_the_bound_knows_that_examples_are_whole(lengths, budget, fewest):
+    assert plan(lengths, budget).lower_bound == fewest == len(plan(lengths, budget))
+
+
+def alike(mean, share, count=20_000):
+    drawn = np.random.default_rng(0).normal(mean, mean * share, count)
+    return np.clip(np.rint(drawn), 1, 4096).astype(np.int64)
+
+
+@pytest.mark.parametrize(
+    ("mean", "share"),
+    [(200, 0.05), (256, 0.1), (300, 0.15), (400, 0.2), (512, 0.02), (512, 0.05), (700, 0.1), (1024, 0.3)],
+)
+def test_rows_of_lengths_that_are_alike_are_full(mean, share):
+    lengths = alike(mean, share)
+    planned = plan(lengths, 4096)
+    assert planned.fill > 0.995 and everything(planned) == list(range(len(lengths)))
+    assert plan(lengths, 4096, "best_fit_decreasing").fill < 0.992
+
+
+@pytest.mark.parametrize(("mean", "share"), [(1000, 0.1), (1500, 0.15), (1650, 0.1), (1800, 0.1), (480, 0.02)])
+def test_rows_that_cannot_be_full_are_nearly_as_few_as_possible(mean, share):
+    planned = plan(alike(mean, share), 4096)
+    assert planned.fill < 0.995 and planned.bins < 1.012 * planned.lower_bound
+
+
+def test_the_time_for_a_plan_is_bounded(monkeypatch):
+    """What is left after a try is planned again, and with it nothing may be planned more than four times in all."""
+    planned, fill = [], strategies._best_fit
+    monkeypatch.setattr(strategies, "_best_fit", lambda sizes, *rest: planned.append(len(sizes)) or fill(sizes, *rest))
+    for mean, share in ((1500, 0.15), (1650, 0.1), (1000, 0.3)):
+        planned.clear()
+        lengths = alike(mean, share)
+        plan(lengths, 4096)
+        assert len(lengths) < sum(planned) <= 4 * len(lengths)
 
 
 def test_the_optimum_is_one():
@@ -229,7 +279,7 @@ def test_a_callers_array_is_left_alone():
         (([1], 0), "max_tokens"),
         (([1], 2.0), "max_tokens"),
         (([1], None), "max_tokens"),
-        (([1], 4, "bfd"), "expected one of best_fit_decreasing"),
+        (([1], 4, "bfd"), "expected one of fewest_rows"),
         (([1], 4, "mini_batches"), "batch_size"),
         (([1], None, "mini_batches"), "batch_size"),
     ],

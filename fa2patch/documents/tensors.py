@@ -62,9 +62,12 @@ def fitting(messages: Iterable[str]) -> str:
 
 
 class Check(NamedTuple):
-    """What must be True, a bool tensor without dimensions, and the error with ``{}`` in the place of each number."""
+    """What must be True, and the error with ``{}`` in the place of each number.
 
-    held: torch.Tensor
+    ``held`` is a bool tensor without dimensions. What was compared on the host is a bool.
+    """
+
+    held: Any
     error: type[Exception]
     message: str
     numbers: tuple[int, ...] = ()
@@ -83,11 +86,11 @@ def require_all(checks: list[Check]) -> None:
     """
     if compiling():  # a number in the message would become a constant of the graph
         texts = [check.message.format(*["(given)"] * len(check.numbers)) for check in checks]
-    elif checks[0].held.device.type != "cpu":
+    elif isinstance(checks[0].held, torch.Tensor) and checks[0].held.device.type != "cpu":
         texts = [check.message.format(*check.numbers) for check in checks]
     else:
-        for check, holds in zip(checks, read(torch.stack([check.held for check in checks])).tolist()):
-            if not holds:
+        for check in checks:
+            if not (read(check.held) if isinstance(check.held, torch.Tensor) else check.held):
                 raise check.error(check.message.format(*check.numbers))
         return
     held = [check.held for check in checks]

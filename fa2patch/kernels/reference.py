@@ -140,7 +140,7 @@ def _of_one_key(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> 
 
     The operator takes longer for thousands of such documents than all else in a small layer.
     """
-    queries = query.reshape(*key.shape[:2], -1, query.shape[3])  # those that share a key's head beside each other
+    queries = query.reshape(*key.shape[:2], -1, query.shape[3])  # by the head of their key
     nothing = 0 * queries[..., :1] + 0 * key[..., :1]  # a padded batch has gradients of queries and keys, zeros, too
     return (value + nothing).flatten(1, 2)[:, :, None].to(value.dtype)
 

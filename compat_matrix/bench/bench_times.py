@@ -18,15 +18,14 @@ from fa2patch import packing
 from fa2patch.kernels import Options
 from fa2patch.kernels.reference import Reference
 
-from . import workloads
-from .bench_counts import forwards
+from . import own_time, workloads
 from .workloads import DISTRIBUTIONS, FLAN, Batch, Distribution, documents, packed, padded, small_llama
 
 Attention = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
 """Maps q, k and v ``[tokens, heads, dim]`` to an output of q's shape."""
 
 
-@pytest.mark.parametrize("way", ["position_ids only", "the collator's lengths"])
+@pytest.mark.parametrize("way", own_time.WAYS)
 def bench_overhead(rows: list[Any], turns: Any, way: str) -> None:
     """The time that the patch adds on the host, without the kernel.
 
@@ -36,11 +35,14 @@ def bench_overhead(rows: list[Any], turns: Any, way: str) -> None:
     earlier layers.
     """
     runs = {
-        (layers, name): run for layers in (2, 32) for name, run in forwards(layers).items() if name in (way, "by hand")
+        (layers, name): run
+        for layers in (2, 32)
+        for name, run in own_time.forwards(layers).items()
+        if name in (way, "by hand")
     }
     with torch.no_grad():
         taken = turns(runs, 160, warm_up=10)
-    short, long = (np.subtract(taken[n, way], taken[n, "by hand"]) * 1e6 for n in (2, 32))
+    short, long = (np.subtract(taken[n, way], taken[n, own_time.BASE]) * 1e6 for n in (2, 32))
     each = (long - short) / 30
     row: dict[str, Any] = {"batches": way}
     for what, found in (("µs per layer", each), ("µs per forward", short - 2 * each)):

@@ -14,6 +14,7 @@ import gc
 import json
 import os
 import statistics
+import subprocess
 import sys
 import tempfile
 import time
@@ -27,6 +28,7 @@ from .. import commits, environments
 COMMAND = "python -m compat_matrix.bench.own_time"
 VERSIONS = ("5.24.0", "5.22.2", "4.43.4")
 LAYERS, MORE_MODULES, REPEATS = 80, 2000, 150
+BASE, WAYS = "by hand", ("position_ids only", "the collator's lengths")
 CAPTURED = 4
 """The layers of the model whose first capture is timed."""
 
@@ -104,7 +106,7 @@ def measured() -> Rows:
     os.environ.update(HF_HUB_OFFLINE="1", TRANSFORMERS_VERBOSITY="error")
     warnings.simplefilter("ignore")
     torch.set_num_threads(1)
-    found: Rows = {**_of_import(), **_of_apply()}
+    found: Rows = {**of_import(), **of_apply()}
     with torch.no_grad():
         few, many, larger = (forwards(layers, more) for layers, more in ((2, 0), (6, 0), (2, MORE_MODULES)))
         found |= calls_of_forwards(few, many, larger)
@@ -115,50 +117,64 @@ def measured() -> Rows:
 _IMPORT = """
 import gc, json, sys, time, torch, transformers
 from compat_matrix.check.reads import calls
-collected = []
-gc.callbacks.append(lambda phase, info: collected.append(info["generation"]) if phase == "start" else None)
+began, collected = [0.0], []
+def told(phase, info):
+    if phase == "start":
+        began[0] = time.perf_counter()
+    else:
+        collected.append((info["generation"], 1e3 * (time.perf_counter() - began[0])))
+gc.callbacks.append(told)
 before, started = set(sys.modules), time.perf_counter()
 counts = calls(lambda: __import__("fa2patch")) if {counting} else __import__("fa2patch") and {{}}
-taken = time.perf_counter() - started
-print(json.dumps([sum(counts.values()), len(set(sys.modules) - before), 1e3 * taken, collected.count(2)]))
+taken = 1e3 * (time.perf_counter() - started)
+full = sum(generation == 2 for generation, _ in collected)
+modules = len(set(sys.modules) - before)
+print(json.dumps([sum(counts.values()), modules, taken, sum(ms for _, ms in collected), full]))
 """
 
 
-def _of_import() -> Rows:
-    import subprocess
+def of_import(repeats: int = 3) -> Rows:
+    """What ``import fa2patch`` takes after torch and Transformers, with bytecode, in processes of their own."""
 
     def run(counting: bool) -> list[float]:
         code = [sys.executable, "-c", _IMPORT.format(counting=counting)]
         return list(json.loads(subprocess.run(code, capture_output=True, text=True, check=True).stdout))
 
     run(counting=False)  # it leaves bytecode
-    count, modules, _, _ = run(counting=True)
-    times = [run(counting=False) for _ in range(3)]
+    count, modules, *_ = run(counting=True)
+    times = [run(counting=False) for _ in range(repeats)]
     return {
         "import: calls": count,
         "import: modules": modules,
         "import: ms": statistics.median(each[2] for each in times),
-        "import: full garbage collections": max(each[3] for each in times),
+        "import: of it garbage collection, ms": statistics.median(each[3] for each in times),
+        "import: full garbage collections": max(each[4] for each in times),
     }
 
 
-def _of_apply() -> Rows:
+def on_meta(layers: int) -> Any:
+    """Return a Llama of so many layers on the meta device."""
     import torch
     from transformers import LlamaConfig, LlamaForCausalLM
 
+    with torch.device("meta"):
+        return LlamaForCausalLM(LlamaConfig(num_hidden_layers=layers))
+
+
+def of_apply(layers: int = LAYERS) -> Rows:
+    """The calls of ``apply``."""
     import fa2patch
 
-    with torch.device("meta"):
-        model = LlamaForCausalLM(LlamaConfig(num_hidden_layers=LAYERS))
-    return {f"apply, {LAYERS} layers: calls": _calls(lambda: fa2patch.apply(model))}
+    model = on_meta(layers)
+    return {f"apply, {layers} layers: calls": _calls(lambda: fa2patch.apply(model))}
 
 
 def calls_of_forwards(few: Runs, many: Runs, larger: Runs) -> Rows:
     """The calls of a layer, of the rest of a forward and for more modules, from forwards of 2, 6 and 2 layers."""
     counts = [{name: _calls(run) for name, run in runs.items()} for runs in (few, many, larger)]
     found: Rows = {}
-    for way in ("ids", "lengths"):
-        short, long, with_more = (count[way] - count["base"] for count in counts)
+    for way in WAYS:
+        short, long, with_more = (count[way] - count[BASE] for count in counts)
         found[f"a layer, {way}: calls"] = (long - short) / 4
         found[f"a forward beyond its layers, {way}: calls"] = short - (long - short) / 2
         found[f"{MORE_MODULES:,} more modules, {way}: calls"] = with_more - short
@@ -167,15 +183,18 @@ def calls_of_forwards(few: Runs, many: Runs, larger: Runs) -> Rows:
 
 def _microseconds_of_forwards(few: Runs, many: Runs) -> Rows:
     found: Rows = {}
-    for way in ("ids", "lengths"):
-        short, long = (_microseconds(runs[way], runs["base"]) for runs in (few, many))
+    for way in WAYS:
+        short, long = (_microseconds(runs[way], runs[BASE]) for runs in (few, many))
         found[f"a layer, {way}: µs"] = (long - short) / 4
         found[f"a forward beyond its layers, {way}: µs"] = short - (long - short) / 2
     return found
 
 
 def forwards(layers: int, more_modules: int = 0) -> Runs:
-    """The forwards of one row of two documents: ``base``, patched from ids, and patched with lengths."""
+    """The forwards of one row of two documents: :data:`BASE`, and patched by each of :data:`WAYS`.
+
+    The patched model may hold more modules, which compute nothing.
+    """
     import torch
 
     import fa2patch
@@ -196,9 +215,9 @@ def forwards(layers: int, more_modules: int = 0) -> Runs:
     patched.more = torch.nn.ModuleList(torch.nn.Identity() for _ in range(more_modules))
     fa2patch.apply(patched, kernel="reference")
     runs: Runs = {
-        "base": lambda: bare(**plain),
-        "ids": lambda: patched(**plain),
-        "lengths": lambda: patched(**lengths),
+        BASE: lambda: bare(**plain),
+        WAYS[0]: lambda: patched(**plain),
+        WAYS[1]: lambda: patched(**lengths),
     }
     for run in (*runs.values(), *runs.values()):
         run()  # some checks are made only once for each model

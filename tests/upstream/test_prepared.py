@@ -17,7 +17,6 @@ from compat_matrix.check.reads import calls
 from compat_matrix.check.rows import documents, pack
 from fa2patch import kernels
 from fa2patch.kernels.reference import Reference
-from fa2patch.upstream import prepared
 
 DOCS = documents(5, 9, 3)
 OTHER_DOCS = documents(2, 4, 4, 1)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -21,6 +22,7 @@ from . import memory, workloads
 from .bench_times import MOST_PADDING, layouts
 from .workloads import BY_HAND, DISTRIBUTIONS, ByHand, packed, padded, small_llama
 
+_ITSELF = "compat_matrix.bench.bench_steps"
 TOKENS = 2048
 EQUAL = (64, 512, 2048, 1)
 """The numbers of documents of equal length, beside which lengths are drawn."""
@@ -140,7 +142,18 @@ def bench_memory(rows: list[Any], quick: bool, kind: str) -> None:
     lengths = kinds(tokens)[kind]
     for rival in ("fa2patch", "upstream, packed", "padded"):
         if rival != "padded" or len(lengths) * max(lengths) <= MOST_PADDING * sum(lengths):
-            row[f"{rival}, MB"] = round(memory.of_a_step(kind, rival, tokens, *size) / 1e6, 1)
+            row[f"{rival}, MB"] = round(memory.of_process(_ITSELF, kind, rival, *map(str, (tokens, *size))) / 1e6, 1)
         else:
             row[f"{rival}, MB"] = ""
     rows.append(row)
+
+
+def main(kind: str, rival: str, tokens: str, layers: str, hidden: str) -> None:
+    """Print the bytes that a rival's step on documents of one kind adds."""
+    torch.set_num_threads(1)
+    step = steps(kinds(int(tokens))[kind], int(layers), int(hidden), only=rival)[rival]
+    print(memory.added(step))
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

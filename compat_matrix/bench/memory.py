@@ -1,9 +1,7 @@
-"""The peak of memory of one step, in a process of its own: ``python -m compat_matrix.bench.memory KIND RIVAL``."""
+"""The peak of memory of one call, in a process of its own."""
 
 from __future__ import annotations
 
-import argparse
-import json
 import subprocess
 import sys
 from collections.abc import Callable
@@ -33,35 +31,13 @@ def _status(name: str) -> int:
     return int(line.split()[1]) * 1024
 
 
-def of_a_step(kind: str, rival: str, tokens: int, layers: int, hidden: int) -> int:
-    """Measure a rival's step on documents of one kind (``bench_steps.kinds``) in a new process, in bytes.
+def of_process(module: str, *arguments: str) -> int:
+    """Run a module that prints the bytes of :func:`added` in a process of its own, and return them.
 
     Raises:
         RuntimeError: the process fails.
     """
-    command = [sys.executable, "-m", "compat_matrix.bench.memory", kind, rival, *map(str, (tokens, layers, hidden))]
-    done = subprocess.run(command, capture_output=True, text=True)
+    done = subprocess.run([sys.executable, "-m", module, *arguments], capture_output=True, text=True)
     if done.returncode:
         raise RuntimeError(done.stderr[-1500:])
-    return int(json.loads(done.stdout)["added"])
-
-
-def main(arguments: list[str] | None = None) -> None:
-    """Print what the step of a rival adds, as JSON."""
-    parser = argparse.ArgumentParser(prog="python -m compat_matrix.bench.memory", description=__doc__)
-    parser.add_argument("kind")
-    parser.add_argument("rival")
-    parser.add_argument("sizes", nargs=3, type=int, metavar="N", help="tokens, layers and hidden size")
-    given = parser.parse_args(arguments)
-    import torch
-
-    from .bench_steps import kinds, steps
-
-    torch.set_num_threads(1)
-    tokens, layers, hidden = given.sizes
-    step = steps(kinds(tokens)[given.kind], layers, hidden, only=given.rival)[given.rival]
-    print(json.dumps({"added": added(step)}))
-
-
-if __name__ == "__main__":
-    main()
+    return int(done.stdout)

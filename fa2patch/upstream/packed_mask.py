@@ -12,14 +12,14 @@ from typing import Any
 
 import torch
 
-from .._torch import compiling
-from .._types import Args, Function
+from .._torch import autocast_dtype, compiling
+from .._types import Args, Call, Function
 from ..documents.boundaries import Boundaries
 from ..errors import BadParents, PackingNotIsolated
 from ..kernels import Options, Picks, asked_by, packed_attention
 from ..kernels.protocol import require_within
 from .facts import Facts
-from .prepared import MOST, Prepared, compute_dtype
+from .prepared import LOOKED_AT, MOST, OPTIONS, Prepared, compute_dtype
 from .ulysses import RowPart
 
 MASK = "attention_mask"
@@ -84,7 +84,7 @@ class PackedMask:
             k: ``[batch, length, key heads, head dim]``.
             v: ``[batch, length, key heads, value head dim]``.
             options: what the layer asks for. The mask's window and the registry's quirks override it.
-            kind: the call's :func:`~.prepared.kind_of`, under which what is found is kept for later calls.
+            kind: the call's :meth:`kind_of`, under which what is found is kept for later calls.
 
         Returns:
             ``[batch, length, query heads, value head dim]``.
@@ -125,6 +125,40 @@ class PackedMask:
                 prepared.clear()
             prepared[kind] = Prepared(self.picks.last[id(module)], kernel, options, dtype, weight)
         return output if self.part is None else self.part.own_tokens(output)
+
+    def kind_of(self, layer: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, asked: Call) -> Hashable:
+        """The kind of a layer's call, under which :class:`~.prepared.Prepared` is kept; None if it must be looked at.
+
+        Args:
+            layer: the layer.
+            query, key, value: ``[batch, heads, length, head dim]``.
+            asked: the keywords of the call.
+        """
+        documents, quirks, get = self.boundaries, self.facts.architecture, asked.get
+        if (
+            self.part is not None
+            or documents.until is not None
+            or quirks.adjust is not None
+            or quirks.queries is not None
+        ):
+            return None
+        if get("s_aux") is not None or get("sinks") is not None or query.is_meta:
+            return None
+        for name in asked.keys() - LOOKED_AT:
+            if isinstance(asked[name], torch.Tensor):
+                return None
+        rows, heads, length, dim = query.shape
+        rows_of_keys, key_heads, keys, _ = key.shape
+        rows_of_values, value_heads, values, value_dim = value.shape
+        if not (rows == rows_of_keys == rows_of_values and length == keys == values):
+            return None
+        return (
+            id(layer), layer.__dict__.get("is_causal"), self.window, documents.parents is None, heads, key_heads,
+            value_heads, dim, value_dim, query.dtype, key.dtype, value.dtype, query.device,
+            autocast_dtype(query.device.type) if query.dtype is torch.float32 else None,
+            torch.is_grad_enabled() and (query.requires_grad or key.requires_grad or value.requires_grad),
+            torch._C._get_deterministic_algorithms(), *map(get, OPTIONS),
+        )  # fmt: skip
 
     def attend_again(
         self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, known: Prepared

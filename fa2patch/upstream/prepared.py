@@ -8,19 +8,14 @@ registry's quirks, a dtype that quantization has set.
 
 from __future__ import annotations
 
-from collections.abc import Hashable
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
 from .._torch import autocast_dtype
-from .._types import Call
 from ..documents.names import LABELS, LENGTHS
 from ..kernels import Kernel, Options
 from ..kernels.picks import Computed
-
-if TYPE_CHECKING:
-    from .packed_mask import PackedMask
 
 OPTIONS = ("scaling", "sliding_window", "softcap", "dropout", "is_causal")
 """The keywords by which a layer says what it asks for, beside sinks."""
@@ -31,7 +26,7 @@ KNOWN_TENSORS = frozenset((
 ))  # fmt: skip
 """The keywords with tensors whose meaning for a packed batch is known."""
 
-_LOOKED_AT = KNOWN_TENSORS.union(OPTIONS, ("attention_mask",))
+LOOKED_AT = KNOWN_TENSORS.union(OPTIONS, ("attention_mask",))
 
 _HALF = frozenset((torch.float16, torch.bfloat16))
 _COMPUTED = (*_HALF, torch.float32, torch.float64)
@@ -70,39 +65,6 @@ class Prepared(NamedTuple):
                 return False
         weight = inside._parameters.get(name)
         return weight is not None and weight.dtype is self.dtype
-
-
-def kind_of(
-    mask: PackedMask, layer: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, asked: Call
-) -> Hashable:
-    """The kind of a layer's call; None if the call must be looked at.
-
-    Args:
-        mask: the packed mask that came to the layer.
-        layer: the layer.
-        query, key, value: ``[batch, heads, length, head dim]``.
-        asked: the keywords of the call.
-    """
-    documents, quirks, get = mask.boundaries, mask.facts.architecture, asked.get
-    if mask.part is not None or documents.until is not None or quirks.adjust is not None or quirks.queries is not None:
-        return None
-    if get("s_aux") is not None or get("sinks") is not None or query.is_meta:
-        return None
-    for name in asked.keys() - _LOOKED_AT:
-        if isinstance(asked[name], torch.Tensor):
-            return None
-    rows, heads, length, dim = query.shape
-    rows_of_keys, key_heads, keys, _ = key.shape
-    rows_of_values, value_heads, values, value_dim = value.shape
-    if not (rows == rows_of_keys == rows_of_values and length == keys == values):
-        return None
-    return (
-        id(layer), layer.__dict__.get("is_causal"), mask.window, documents.parents is None, heads, key_heads,
-        value_heads, dim, value_dim, query.dtype, key.dtype, value.dtype, query.device,
-        autocast_dtype(query.device.type) if query.dtype is torch.float32 else None,
-        torch.is_grad_enabled() and (query.requires_grad or key.requires_grad or value.requires_grad),
-        torch._C._get_deterministic_algorithms(), *map(get, OPTIONS),
-    )  # fmt: skip
 
 
 def compute_dtype(

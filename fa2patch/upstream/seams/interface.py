@@ -21,7 +21,7 @@ from ..facts import Site
 from ..foreign import require_of_model
 from ..inspecting import ATTENTION_FUNCTIONS, reads_name
 from ..packed_mask import PackedMask
-from ..prepared import KNOWN_TENSORS, kind_of
+from ..prepared import KNOWN_TENSORS
 
 EAGER = "eager_attention_forward"
 
@@ -56,7 +56,7 @@ def routed(original: Function) -> Function:
             require_of_model(original, module)
             asked.add(home)
         else:
-            kind = kind_of(mask, module, query, key, value, kwargs)
+            kind = mask.kind_of(module, query, key, value, kwargs)
             known = mask.picks.prepared.get(kind)
             if known is not None and known.holds_for(module):
                 return mask.attend_again(query, key, value, known), None

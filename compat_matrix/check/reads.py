@@ -40,6 +40,7 @@ CPU_ONLY = {
     ("fa2patch.documents.find", "_is_of_ones"),
     ("fa2patch.documents.tensors", "require_all"),
     ("fa2patch.documents.stated", "_lengths_of"),
+    ("fa2patch.documents.stated", "_agreement"),
     ("fa2patch.upstream.seams.scores", "_hides"),
 }
 """Functions that read tensors on a CPU only. Elsewhere they call ``aten::_assert_async``, or read nothing."""

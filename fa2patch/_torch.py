@@ -11,6 +11,7 @@ import contextlib
 import errno
 import itertools
 import sys
+import threading
 import weakref
 from collections.abc import Iterator
 from types import CodeType, FrameType
@@ -22,6 +23,62 @@ F = TypeVar("F", bound=Callable[..., Any])
 
 HAS_OPERATORS = hasattr(torch.library, "custom_op")
 """Whether operators of one's own keep a graph whole: torch 2.4 on. Before, the graph breaks at each of them."""
+
+_later: dict[str, Callable[[], None]] = {}
+_defining = threading.RLock()  # defining an operator asks the namespace for it
+
+
+class _Operators(torch._ops._OpNamespace):
+    """``torch.ops.fa2patch``, in which an operator is defined when it is first asked for.
+
+    A definition takes milliseconds, and torch's first one looks at the files of all modules. Most processes need none.
+    Whatever uses an operator asks for it here: code that runs or is traced, a graph of torch's cache, an exported
+    program. Only AOTInductor's packages ask C++, so ``torch.ops.fa2patch.NAME`` must be read before one is loaded.
+    """
+
+    # part of the name by which graphs in torch's cache know an operator
+    __module__ = torch._ops._OpNamespace.__module__
+
+    def __getattr__(self, name: str) -> Any:
+        with _defining:
+            if name in _later:
+                _later.pop(name)()
+            if name in self.__dict__:  # the definition, or another thread, has asked for it meanwhile
+                return self.__dict__[name]
+            return super().__getattr__(name)
+
+
+def operator_later(
+    name: str,
+    function: Callable[..., Any],
+    schema: str,
+    fake: Callable[..., Any],
+    gradients: Callable[..., Any] | None = None,
+    save: Callable[..., None] | None = None,
+) -> None:
+    """Define the operator ``torch.ops.fa2patch.NAME`` when it is first asked for. Torch before 2.4 has none.
+
+    Args:
+        name: the operator's name.
+        function: what it computes. It changes none of its arguments.
+        schema: its arguments and results, written out because torch 2.4 cannot infer it from annotations that are
+            strings.
+        fake: makes results of the right shapes for fake tensors.
+        gradients: the backward, called with a context and the results' gradients.
+        save: keeps in the context what the backward needs, called with it, the inputs and the result.
+    """
+
+    def define() -> None:
+        operator = torch.library.custom_op(f"fa2patch::{name}", function, mutates_args=(), schema=schema)
+        operator.register_fake(fake)
+        if gradients is not None:
+            operator.register_autograd(gradients, setup_context=save)
+
+    _later[name] = define
+
+
+if HAS_OPERATORS:
+    torch.ops.fa2patch = _Operators("fa2patch")  # type: ignore[attr-defined]
 
 
 def uncompiled(function: F) -> F:

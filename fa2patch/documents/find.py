@@ -8,22 +8,24 @@ A document starts at the first token of every row and wherever ``p[i] != p[i-1] 
 from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
-from typing import Any, Callable, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 
-from .._torch import HAS_OPERATORS, unbacked_size, uncompiled
+from .._torch import operator_later, unbacked_size, uncompiled
 from ..errors import BadPositionIds, BoundaryConflict
 from . import tensors
 from .boundaries import Boundaries
 from .tensors import check_mask, check_position_ids, check_readable, check_seq_idx
 
-Ids = NDArray[np.int64]
-Flags = NDArray[np.bool_]
-Array = TypeVar("Array", NDArray[Any], torch.Tensor)
-"""Arrays where documents are looked for on the host, tensors where the caller states them."""
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
+
+    Ids = NDArray[np.int64]
+    Flags = NDArray[np.bool_]
+    Array = TypeVar("Array", NDArray[Any], torch.Tensor)
+    """Arrays where documents are looked for on the host, tensors where the caller states them."""
 
 
 def boundaries(position_ids: torch.Tensor) -> Boundaries:
@@ -482,35 +484,32 @@ def _on_device(ids: torch.Tensor, first_position: int | None = None) -> tuple[to
     return ends.to(torch.int32), torch.stack([number[-1], ends.diff().max(), *torch.aminmax(ids)])
 
 
-in_graph: Callable[[torch.Tensor, int], Boundaries] | None = None
-"""The boundaries of the documents of position ids ``[batch, length]`` in a graph being captured; None before torch 2.4,
-where the graph breaks.
+def _documents(position_ids: torch.Tensor, first_position: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return ``cu_seqlens`` and an empty tensor ``[max_seqlen, 0]``: a size need not be read from a tensor."""
+    found = from_positions(position_ids, position_ids.device, True, first_position)
+    assert found is not None, "it is asked for always"
+    cu = found.cu_seqlens.clone()
+    return cu, cu.new_empty(found.max_seqlen, 0)
 
-It is called with the ids and the position id of a document's first token. The number of documents and the longest
-length are sizes that the graph does not know. ``positions`` is None.
-"""
 
-if HAS_OPERATORS:
+def _documents_fake(position_ids: torch.Tensor, first_position: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
+    cu = position_ids.new_empty(unbacked_size(2), dtype=torch.int32)
+    return cu, cu.new_empty(unbacked_size(1), 0)
 
-    @torch.library.custom_op(
-        "fa2patch::documents",
-        mutates_args=(),
-        schema="(Tensor position_ids, int first_position=0) -> (Tensor cu_seqlens, Tensor longest)",
-    )
-    def _documents(position_ids: torch.Tensor, first_position: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return ``cu_seqlens`` and an empty tensor ``[max_seqlen, 0]``: a size need not be read from a tensor."""
-        found = from_positions(position_ids, position_ids.device, True, first_position)
-        assert found is not None, "it is asked for always"
-        cu = found.cu_seqlens.clone()
-        return cu, cu.new_empty(found.max_seqlen, 0)
 
-    @_documents.register_fake
-    def _(position_ids: torch.Tensor, first_position: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
-        cu = position_ids.new_empty(unbacked_size(2), dtype=torch.int32)
-        return cu, cu.new_empty(unbacked_size(1), 0)
+operator_later(
+    "documents",
+    _documents,
+    "(Tensor position_ids, int first_position=0) -> (Tensor cu_seqlens, Tensor longest)",
+    _documents_fake,
+)
 
-    def _in_graph(position_ids: torch.Tensor, first_position: int) -> Boundaries:
-        cu, longest = _documents(position_ids, first_position)
-        return Boundaries(cu, longest.shape[0], uncounted=True)
 
-    in_graph = _in_graph
+def in_graph(position_ids: torch.Tensor, first_position: int) -> Boundaries:
+    """The boundaries of the documents of position ids ``[batch, length]`` in a graph being captured, from torch 2.4 on.
+
+    ``first_position`` is the position id of a document's first token. The number of documents and the longest length
+    are sizes that the graph does not know. ``positions`` is None.
+    """
+    cu, longest = torch.ops.fa2patch.documents.default(position_ids, first_position)
+    return Boundaries(cu, longest.shape[0], uncounted=True)

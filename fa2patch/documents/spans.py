@@ -5,14 +5,16 @@ A token of a span sees its document up to the span's last token. All other token
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 
 from ..errors import PackingNotIsolated
 from .tensors import require
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
 
 
 class Spans(NamedTuple):

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 
 from .._torch import compiling
 from ..errors import BadCuSeqlens, BadPositionIds, BoundaryConflict, PackingNotIsolated
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
 
 _INTEGERS = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8)
 

@@ -17,12 +17,12 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Iterator
 from dataclasses import replace
-from typing import Any, Callable, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
 
-from .._torch import HAS_OPERATORS, compiling, uncompiled
+from .._torch import HAS_OPERATORS, compiling, operator_later, uncompiled
 from ..documents.boundaries import Boundaries
 from .aten import CpuFlash
 from .cascade import Cascade, levels_of
@@ -51,7 +51,7 @@ class Reference(Kernel):
     def attend(
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, boundaries: Boundaries, options: Options, scale: float
     ) -> torch.Tensor:
-        if compiling() and operator is not None:
+        if compiling() and HAS_OPERATORS:
             return operator(q, k, v, boundaries, options, scale)
         return over_documents(q, k, v, boundaries, replace(options, scale=scale))
 
@@ -184,10 +184,7 @@ _INPUTS = (
     "Tensor q, Tensor k, Tensor v, Tensor cu_seqlens, Tensor? parents, Tensor? until, Tensor? sinks, "
     "Tensor? alibi_slopes, Tensor? seed, float scale, bool causal, int? window, float? softcap, float dropout"
 )
-"""The inputs of the operator and, behind the gradient of its output, of its backward.
-
-The schema is written out, because torch 2.4 cannot infer it from annotations that are strings.
-"""
+"""The inputs of the operator and, behind the gradient of its output, of its backward."""
 
 _DIFFERENTIABLE = (0, 1, 2, 6, 7)
 """The places of q, k, v, sinks and slopes among the inputs."""
@@ -216,55 +213,48 @@ def _recorded() -> Iterator[None]:
         yield
 
 
-operator: Callable[..., torch.Tensor] | None = None
-"""Called as ``operator(q, k, v, boundaries, options, scale)``, like ``Reference.attend``; None before torch 2.4."""
+def _fake(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *unused: Any) -> torch.Tensor:
+    return q.new_empty(q.shape[0], q.shape[1], v.shape[2])
 
-if HAS_OPERATORS:
-    _forward = torch.library.custom_op(
-        "fa2patch::reference", _computed, mutates_args=(), schema=f"({_INPUTS}) -> Tensor"
-    )
 
-    @_forward.register_fake
-    def _(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *unused: Any) -> torch.Tensor:
-        return q.new_empty(q.shape[0], q.shape[1], v.shape[2])
+def _backward(grad: torch.Tensor, *inputs: Any) -> list[torch.Tensor]:
+    """The gradients of q, k, v, and of sinks and slopes if given, from a second run of the forward."""
+    given = list(inputs)
+    for at in _DIFFERENTIABLE:
+        given[at] = None if inputs[at] is None else inputs[at].detach().requires_grad_()
+    with _recorded():
+        output, wanted = _computed(*given), [given[at] for at in _DIFFERENTIABLE if given[at] is not None]
+    return [found.contiguous() for found in torch.autograd.grad(output, wanted, grad)]
 
-    @torch.library.custom_op(
-        "fa2patch::reference_backward", mutates_args=(), schema=f"(Tensor grad, {_INPUTS}) -> Tensor[]"
-    )
-    def _backward(grad: torch.Tensor, *inputs: Any) -> list[torch.Tensor]:
-        """The gradients of q, k, v, and of sinks and slopes if given, from a second run of the forward."""
-        given = list(inputs)
-        for at in _DIFFERENTIABLE:
-            given[at] = None if inputs[at] is None else inputs[at].detach().requires_grad_()
-        with _recorded():
-            output, wanted = _computed(*given), [given[at] for at in _DIFFERENTIABLE if given[at] is not None]
-        return [found.contiguous() for found in torch.autograd.grad(output, wanted, grad)]
 
-    @_backward.register_fake
-    def _(grad: torch.Tensor, *inputs: Any) -> list[torch.Tensor]:
-        wanted = (inputs[at] for at in _DIFFERENTIABLE)
-        return [x.new_empty(x.shape) for x in wanted if x is not None]
+def _backward_fake(grad: torch.Tensor, *inputs: Any) -> list[torch.Tensor]:
+    wanted = (inputs[at] for at in _DIFFERENTIABLE)
+    return [x.new_empty(x.shape) for x in wanted if x is not None]
 
-    def _save(ctx: Any, inputs: tuple[Any, ...], output: torch.Tensor) -> None:
-        ctx.save_for_backward(*inputs[:9])
-        ctx.numbers = inputs[9:]
 
-    def _gradients(ctx: Any, grad: torch.Tensor) -> tuple[Any, ...]:
-        inputs = (*ctx.saved_tensors, *ctx.numbers)
-        found = iter(_backward(grad, *inputs))
-        wanted = [at in _DIFFERENTIABLE and each is not None for at, each in enumerate(inputs)]
-        return tuple([next(found) if each else None for each in wanted])
+def _save(ctx: Any, inputs: tuple[Any, ...], output: torch.Tensor) -> None:
+    ctx.save_for_backward(*inputs[:9])
+    ctx.numbers = inputs[9:]
 
-    _forward.register_autograd(_gradients, setup_context=_save)
 
-    def _operator(
-        q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, boundaries: Boundaries, options: Options, scale: float
-    ) -> torch.Tensor:
-        seed = torch.randint(2**31, (), device=q.device) if options.dropout else None
-        attended: torch.Tensor = _forward(
-            q, k, v, boundaries.cu_seqlens, boundaries.parents, boundaries.until, options.sinks, options.alibi_slopes,
-            seed, scale, options.causal, options.window, options.softcap, options.dropout,
-        )  # fmt: skip
-        return attended
+def _gradients(ctx: Any, grad: torch.Tensor) -> tuple[Any, ...]:
+    inputs = (*ctx.saved_tensors, *ctx.numbers)
+    found = iter(torch.ops.fa2patch.reference_backward.default(grad, *inputs))
+    wanted = [at in _DIFFERENTIABLE and each is not None for at, each in enumerate(inputs)]
+    return tuple([next(found) if each else None for each in wanted])
 
-    operator = _operator
+
+operator_later("reference", _computed, f"({_INPUTS}) -> Tensor", _fake, _gradients, _save)
+operator_later("reference_backward", _backward, f"(Tensor grad, {_INPUTS}) -> Tensor[]", _backward_fake)
+
+
+def operator(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, boundaries: Boundaries, options: Options, scale: float
+) -> torch.Tensor:
+    """Compute what ``Reference.attend`` computes by an operator of torch, from torch 2.4 on."""
+    seed = torch.randint(2**31, (), device=q.device) if options.dropout else None
+    attended: torch.Tensor = torch.ops.fa2patch.reference.default(
+        q, k, v, boundaries.cu_seqlens, boundaries.parents, boundaries.until, options.sinks, options.alibi_slopes,
+        seed, scale, options.causal, options.window, options.softcap, options.dropout,
+    )  # fmt: skip
+    return attended

@@ -11,7 +11,7 @@ import numpy as np
 import torch
 
 from ..documents.names import IGNORED_LABEL
-from ..documents.trees import Prefixes, prefix_tree
+from ..documents.prefixes import Prefixes, prefix_tree
 from ..errors import PackingError
 from .strategies import Ints
 

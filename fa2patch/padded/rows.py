@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from .._types import Call
 from ..documents import tensors
 from ..documents.names import PARENTS
-from ..documents.trees import Prefixes, Segment, prefix_tree
+from ..documents.prefixes import Prefixes, Segment, prefix_tree
 from ..errors import PackingNotIsolated
 
 LEAST = 16

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from .._torch import compiling, recording, transforming
+from .._torch import HAS_OPERATORS, compiling, recording, transforming
 from .._types import Call, Model
 from ..documents.boundaries import Boundaries
 from ..documents.find import in_graph, is_plain, recognise
@@ -61,7 +61,7 @@ def packed_mask_of(
             cu = part.clipped(found.cu_seqlens, batch.shape)
             from_cu_seqlens(cu, found.max_seqlen, batch.shape, position_ids=batch.position_ids)
     elif captured and may_be_packed and part is None and not made_inside and _stays_in_the_graph(batch, call, training):
-        assert in_graph is not None and batch.position_ids is not None
+        assert batch.position_ids is not None
         found = in_graph(batch.position_ids.reshape(batch.shape), first)
     else:
         found = _recognised(rows, first, made_inside, training, always or part is not None)
@@ -116,7 +116,7 @@ def _stays_in_the_graph(batch: Batch, call: Call, training: bool) -> bool:
     A row that may be one document must then be computed packed without a loss. Outside training it may need the cache,
     which packed rows have none of.
     """
-    if in_graph is None or batch.shape[0] != 1 or batch.shape[1] == 1:
+    if not HAS_OPERATORS or batch.shape[0] != 1 or batch.shape[1] == 1:
         return False
     asks = call.get("attention_mask") is not None or caches.held(call) or call.get("output_attentions")
     keeps_cache = not training and call.get("use_cache") is not False

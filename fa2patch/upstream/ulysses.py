@@ -17,12 +17,12 @@ import contextlib
 import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Callable, NoReturn
+from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
 
-from .._torch import HAS_OPERATORS, compiling, constant, uncompiled
+from .._torch import HAS_OPERATORS, compiling, constant, operator_later, uncompiled
 from .._types import Call, Function, Model
 from ..documents.boundaries import Part
 from ..documents.find import axes_of, whole_numbers
@@ -71,32 +71,36 @@ def _whole_rows(values: torch.Tensor, group: str, processes: int) -> torch.Tenso
     return torch.cat(parts, dim=-1)
 
 
-exchange: Callable[[torch.Tensor, str], torch.Tensor] = _differentiable
-"""Called as ``exchange(pieces, group)``: send the n-th piece along the first dim to the n-th process, and receive one
-of each. The gradient takes the way back."""
+def _whole_rows_fake(values: torch.Tensor, group: str, processes: int) -> torch.Tensor:
+    return values.new_empty(*values.shape[:-1], values.shape[-1] * processes)
 
-whole_rows: Callable[[torch.Tensor, str, int], torch.Tensor] = _whole_rows
-"""Called as ``whole_rows(values, group, processes)``: gather the parts ``[..., length]`` to whole rows. It has no
-gradient."""
 
-if HAS_OPERATORS:
-    exchange = _op = torch.library.custom_op(
-        "fa2patch::exchange", _exchanged, mutates_args=(), schema="(Tensor pieces, str group) -> Tensor"
-    )
-    _op.register_fake(lambda pieces, group: pieces.new_empty(pieces.shape))
-    _op.register_autograd(
-        lambda ctx, gradient: (exchange(gradient, ctx.group), None),
-        setup_context=lambda ctx, inputs, output: setattr(ctx, "group", inputs[1]),
-    )
-    whole_rows = torch.library.custom_op(
-        "fa2patch::whole_rows",
-        _whole_rows,
-        mutates_args=(),
-        schema="(Tensor values, str group, int processes) -> Tensor",
-    )
-    whole_rows.register_fake(
-        lambda values, group, processes: values.new_empty(*values.shape[:-1], values.shape[-1] * processes)
-    )
+operator_later(
+    "exchange",
+    _exchanged,
+    "(Tensor pieces, str group) -> Tensor",
+    lambda pieces, group: pieces.new_empty(pieces.shape),
+    lambda ctx, gradient: (exchange(gradient, ctx.group), None),
+    lambda ctx, inputs, output: setattr(ctx, "group", inputs[1]),
+)
+operator_later("whole_rows", _whole_rows, "(Tensor values, str group, int processes) -> Tensor", _whole_rows_fake)
+
+
+def exchange(pieces: torch.Tensor, group: str) -> torch.Tensor:
+    """Send the n-th piece along the first dim to the n-th process, and receive one of each.
+
+    The gradient takes the way back.
+    """
+    exchanged = torch.ops.fa2patch.exchange.default if HAS_OPERATORS else _differentiable
+    received: torch.Tensor = exchanged(pieces, group)
+    return received
+
+
+def whole_rows(values: torch.Tensor, group: str, processes: int) -> torch.Tensor:
+    """Gather the parts ``[..., length]`` to whole rows. It has no gradient."""
+    gather = torch.ops.fa2patch.whole_rows.default if HAS_OPERATORS else _whole_rows
+    whole: torch.Tensor = gather(values, group, processes)
+    return whole
 
 
 @dataclass(frozen=True)

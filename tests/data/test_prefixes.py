@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from fa2patch.documents.trees import Prefixes
+from fa2patch.documents.prefixes import Prefixes
 from fa2patch.padded import rows as subject
 from fa2patch.padded.rows import LEAST, common_prefixes, shared_prefixes, unshared
 

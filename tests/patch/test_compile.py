@@ -13,11 +13,11 @@ import fa2patch
 from compat_matrix import tiny_models
 from compat_matrix.check.rows import documents, pack
 from fa2patch import _torch
+from fa2patch._torch import HAS_OPERATORS
 from fa2patch.documents.stated import from_cu_seqlens
 from fa2patch.errors import BadCuSeqlens, PackingNotIsolated
-from fa2patch.kernels import reference
 
-pytestmark = pytest.mark.skipif(reference.operator is None, reason=f"torch {torch.__version__} has no custom_op")
+pytestmark = pytest.mark.skipif(not HAS_OPERATORS, reason=f"torch {torch.__version__} has no custom_op")
 
 COLLATE = fa2patch.DataCollatorWithFlattening(return_flash_attn_kwargs=True)
 

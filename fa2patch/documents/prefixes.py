@@ -1,0 +1,147 @@
+"""Sequences of which several begin alike, as a tree of segments (:mod:`.trees`) that holds each beginning once."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import NamedTuple
+
+import torch
+
+from .trees import Tree
+
+
+class Segment(NamedTuple):
+    """Consecutive tokens of a sequence that are in a packed row once.
+
+    Attributes:
+        sequence: one of the sequences that have these tokens at this place.
+        start: the first of these tokens in the sequence.
+        stop: the token behind the last.
+        parent: the number of the segment that this one continues, or -1.
+    """
+
+    sequence: int
+    start: int
+    stop: int
+    parent: int
+
+
+@dataclass(frozen=True)
+class Prefixes:
+    """Sequences as paths in a tree, in which what several of them begin with is there once.
+
+    Attributes:
+        segments: the tree. A parent comes before what continues it.
+        last: for each sequence the segment that its last token is in. Tokens of that segment behind it are of others.
+    """
+
+    segments: list[Segment]
+    last: list[int]
+
+    @property
+    def shared(self) -> bool:
+        """Whether any sequences have a segment in common."""
+        return len(self.segments) < len(self.last) or any(each.parent >= 0 for each in self.segments)
+
+    @cached_property
+    def tree(self) -> Tree:
+        """The tree of the packed row that holds the segments in their order, on the host."""
+        lengths = [each.stop - each.start for each in self.segments]
+        return Tree(lengths, [each.parent for each in self.segments], torch.device("cpu"))
+
+    def places(self, lengths: Sequence[int]) -> torch.Tensor:
+        """Where the sequences' tokens are in that row, one sequence after the other, int64 ``[tokens]``."""
+        token = torch.arange(sum(self.tree.lengths))
+        return torch.cat([self.tree.along(token, end)[:length] for end, length in zip(self.last, lengths)])
+
+
+def prefix_tree(
+    lengths: Sequence[int], neighbours: Iterable[tuple[int, int]], order: Iterable[int], least: int = 1
+) -> Prefixes:
+    """Divide sequences into segments, so that what several of them begin with is one segment.
+
+    A sequence that is the beginning of another ends inside the other's path. Sequences that are equal have one path.
+
+    Args:
+        lengths: the sequences' lengths in tokens, at least 1.
+        neighbours: the sequences in an order in which those that begin alike stand side by side, each with the number
+            of first tokens that it shares with the one before it: 0 for the first.
+        order: the sequences in the order of their last segments. What they share stands in front of the first of them.
+        least: the number of tokens, at least 1, that a shared segment must save. Otherwise each segment that continues
+            it has its tokens.
+    """
+    nodes, last = _nodes(lengths, neighbours)
+    left_out = _leave_out(nodes, least)
+    segments: list[Segment] = []
+    number = {0: -1}
+    for sequence in order:
+        node = last[sequence]
+        while node in left_out:
+            node = left_out[node]
+        last[sequence] = node
+        new = []
+        while node not in number:
+            new.append(node)
+            node = nodes.parents[node]
+        for node in reversed(new):
+            above = nodes.parents[node]
+            number[node] = len(segments)
+            segments.append(Segment(nodes.sequences[node], nodes.ends[above], nodes.ends[node], number[above]))
+    return Prefixes(segments, [number[node] for node in last])
+
+
+class _Nodes(NamedTuple):
+    """What will be segments. Node 0 is the root, which has no tokens."""
+
+    ends: list[int]
+    parents: list[int]
+    sequences: list[int]
+
+
+def _nodes(lengths: Sequence[int], neighbours: Iterable[tuple[int, int]]) -> tuple[_Nodes, list[int]]:
+    """Divide sequences where they part or end. Returns the nodes, and for each sequence the one that it ends in."""
+    nodes, last = _Nodes([0], [-1], [-1]), [0] * len(lengths)
+    path = [0]  # the nodes that hold the sequence before
+
+    def add(sequence: int, end: int) -> None:
+        nodes.ends.append(end)
+        nodes.parents.append(path[-1])
+        nodes.sequences.append(sequence)
+        path.append(len(nodes.ends) - 1)
+
+    for sequence, shared in neighbours:
+        below = 0
+        while nodes.ends[path[-1]] > shared:
+            below = path.pop()
+        if nodes.ends[path[-1]] < shared:  # the sequences part inside a node, which is cut in two
+            add(sequence, shared)
+            nodes.parents[below] = path[-1]
+        if lengths[sequence] > shared:
+            add(sequence, lengths[sequence])
+        last[sequence] = path[-1]
+    return nodes, last
+
+
+def _leave_out(nodes: _Nodes, least: int) -> dict[int, int]:
+    """Let what continues a node that saves fewer tokens than ``least`` continue the node above it.
+
+    Returned is each node that is left out, and the first one that continued it.
+    """
+    ends, parents = nodes.ends, nodes.parents
+    branches, first = [0] * len(ends), [0] * len(ends)
+    for node in reversed(range(1, len(ends))):
+        branches[parents[node]] += 1
+        first[parents[node]] = node
+    by_end = sorted(range(1, len(ends)), key=ends.__getitem__)
+    left_out = {}
+    for node in reversed(by_end):
+        above = parents[node]
+        if branches[node] and (branches[node] - 1) * (ends[node] - ends[above]) < least:
+            left_out[node] = first[node]
+            branches[above] += branches[node] - 1
+    for node in by_end:
+        if parents[node] in left_out:
+            parents[node] = parents[parents[node]]
+    return left_out

@@ -1,6 +1,6 @@
 """Replaces one attribute and undoes the replacement. Apart from :mod:`fa2patch.run`, only this module imports wrapt.
 
-wrapt installs a plain function and never one of its own wrappers, because torch.compile traces through a wrapt
+What is installed is a plain function and never one of wrapt's wrappers, because torch.compile traces through a wrapt
 FunctionWrapper to the original code (rule 5 of CONTRIBUTING.md). A binding is shared by all models that need it, holds
 them weakly and is undone with the last of them. If other code has replaced the attribute again by then, its replacement
 stays and the binding below it has no effect. The binding is removed as soon as that replacement is gone.
@@ -15,8 +15,6 @@ import threading
 import weakref
 from types import ModuleType
 from typing import Any, Callable
-
-import wrapt
 
 from ._torch import between_compilations
 
@@ -47,7 +45,7 @@ class Binding:
         self.replacement = staticmethod(made) if static else made
         self.users: weakref.WeakSet[Any] = weakref.WeakSet()
         self.waited_for = 0
-        wrapt.apply_patch(owner, attribute, self.replacement)
+        setattr(owner, attribute, self.replacement)
 
     @property
     def state(self) -> str:
@@ -71,7 +69,7 @@ class Binding:
         if self.original is ABSENT:
             delattr(self.owner, self.attribute)
         else:
-            wrapt.apply_patch(self.owner, self.attribute, self.original)
+            setattr(self.owner, self.attribute, self.original)
         return True
 
 
@@ -110,6 +108,8 @@ def when_imported(module: str, then: Callable[[ModuleType, Any], None], user: An
         if module in sys.modules:
             then(sys.modules[module], user)
             return
+        import wrapt  # 15 modules, and only what is still to be imported needs them
+
         if (module, then) not in _waiting:
             _waiting[module, then] = weakref.WeakSet()
             wrapt.register_post_import_hook(functools.partial(_arrived, module, then), module)

@@ -9,6 +9,8 @@ from pathlib import Path
 
 import pytest
 
+from compat_matrix.bench import own_time
+
 ROOT = Path(__file__).parents[1]
 
 
@@ -31,16 +33,37 @@ def test_there_is_no_circle(package: str, monkeypatch: pytest.MonkeyPatch) -> No
 
 def test_importing_fa2patch_loads_only_what_apply_needs() -> None:
     code = (
-        "import sys, fa2patch\n"
+        "import sys, torch, transformers\n"
+        "before = {*sys.modules}\n"
+        "import fa2patch\n"
         "rooms = {name.split('.')[1] for name in sys.modules if name.startswith('fa2patch.')}\n"
-        "assert not rooms & {'data', 'packing', 'cli', 'run', 'callbacks'}, rooms\n"
-        "assert 'fa2patch.proof.verify' not in sys.modules\n"
+        "assert not rooms & {'data', 'packing', 'cli', 'run', 'callbacks', 'padded'}, rooms\n"
+        "loaded = {name.partition('.')[2] for name in sys.modules}\n"
+        "assert not loaded & {'proof.verify', 'proof.proving', 'upstream.seams.mixer'}, loaded\n"
+        "others = {name for name in {*sys.modules} - before if not name.startswith('fa2patch')}\n"
+        "assert not others, others\n"
         "assert set(fa2patch.__all__) <= set(dir(fa2patch))\n"
         "for name in (*fa2patch.__all__, 'preference', 'testing', 'traits'):\n"
         "    assert getattr(fa2patch, name) is not None\n"
         "assert not hasattr(fa2patch, 'no_such_name')\n"
     )
     subprocess.run([sys.executable, "-c", code], check=True, timeout=120)
+
+
+MOST_CALLS, MOST_MODULES = 16_500, 68
+"""What the import may cost after torch and Transformers, a little more than it does: 15,300 calls in Python 3.11."""
+
+
+def test_the_import_costs_few_calls() -> None:
+    """Every process pays for the import: ranks, workers that load data, and programs that patch nothing in the end.
+
+    A module costs a hundred calls besides its own, a data class up to 300, an operator of torch 340 and the first one
+    20,000. If this fails, ``python -X importtime -c "import torch, transformers, fa2patch"`` shows what is new. What
+    few models need is imported where a model is found to need it, and an operator is defined by ``operator_later`` of
+    ``fa2patch/_torch.py``. Raise the numbers only for what every model needs.
+    """
+    found = own_time.of_import(1)
+    assert found["import: calls"] <= MOST_CALLS and found["import: modules"] <= MOST_MODULES, found
 
 
 def test_a_lazy_name_works_without_an_import_of_its_own() -> None:

@@ -76,7 +76,7 @@ class PaddedBatches:
 
     def remove(self) -> None:
         """Let padded batches be computed padded again. The model must still be patched."""
-        if of_model(self.base) is self:
+        if self.base.__dict__.get(PADDING) is self:
             self.base.__dict__[MARK].model.__dict__.pop(PADDING, None)
             self.base.__dict__.pop(PADDING, None)
 
@@ -166,12 +166,6 @@ class PaddedBatches:
 
     def __exit__(self, *exception: object) -> None:
         self.remove()
-
-
-def of_model(base: torch.nn.Module) -> PaddedBatches | None:
-    """What makes a base model compute padded batches packed, or None. A copy of a model has a copy of it."""
-    found = base.__dict__.get(PADDING)
-    return found if isinstance(found, PaddedBatches) else None
 
 
 def _as_one_row(base: Any, call: Call, share: bool, head: head_calls.HeadCall | None) -> _OneRow:

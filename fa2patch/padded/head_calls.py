@@ -20,9 +20,9 @@ from .._torch import compiling, outside_the_forward, without_gradients
 from .._types import Args, Call, Model
 from ..comparison import distance, tensors
 from ..documents.names import IGNORED_LABEL, LABELS
-from ..proof.inputs import is_sharded
 from ..proof.replica import replica
 from ..upstream.calls import passed
+from ..upstream.find_models import is_sharded
 from ..upstream.labels import kept_logits
 from ..upstream.step import MARK, ROLE
 

@@ -13,11 +13,10 @@ from .._torch import compiling, constant, number, numbered, paused
 from .._types import Call, Model
 from ..documents.boundaries import Boundaries
 from ..errors import Fa2PatchError, NothingProven, PackingNotIsolated
-from ..proof import proving
-from ..proof.inputs import is_sharded
-from ..proof.unknown import Structure, unknown
+from ..proof.unknown import Structure, mode_of, unknown
 from ..upstream import attached, heads
 from ..upstream.find_layers import ModelLayers
+from ..upstream.find_models import is_sharded
 from ..upstream.forward import warn_unpacked
 from ..upstream.packed_mask import PackedMask
 from ..upstream.step import Patched
@@ -181,7 +180,7 @@ def _due(examination: Examination, module: Model, boundaries: Boundaries) -> set
     """What a batch must prove, each with the model's mode. The device is read only if something may be due."""
     examination.batches += 1
     again = examination.batches & (examination.batches - 1) == 0
-    mode = proving.mode(module)
+    mode = mode_of(module)
     if not again and (DOCUMENTS, mode) in examination.proven and boundaries.parents is None:
         return set()
     roots = [length for length in boundaries.lengths if length]
@@ -195,6 +194,8 @@ def _due(examination: Examination, module: Model, boundaries: Boundaries) -> set
 
 def _prove(patch: Examined, due: set[tuple[str, int]], module: Model, call: Call, mask: PackedMask) -> None:
     """Prove a batch on a replica of the model, or on the model itself if the replica does not see the whole forward."""
+    from ..proof import proving  # with five more modules, which only a model with unknown modules needs
+
     before, _thread.proves = getattr(_thread, "proves", False), True
     try:
         try:
@@ -225,6 +226,8 @@ def _examined(given: str, tree: bool) -> str:
             if _has_changed(patch):
                 patch.renew()
             if patch.examination.must:
+                from ..proof import proving  # as in _prove
+
                 call, mask = proving.example_of(patch.model, patch, tree)
                 due = _due(patch.examination, patch.model, mask.boundaries)
                 if due:

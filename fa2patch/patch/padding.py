@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING, Any
+
 import torch
 
 from .._types import Model
 from ..errors import NotAModel, UnsupportedModel
-from ..padded.batches import PaddedBatches, of_model
 from ..upstream.find_models import makes_its_batches, models, transformers_model
-from ..upstream.step import MARK
+from ..upstream.step import MARK, PADDING
+
+if TYPE_CHECKING:
+    from ..padded.batches import PaddedBatches
 
 
 def pack_padded_batches(model: Model, share_prompts: bool = False) -> PaddedBatches:
@@ -57,9 +61,25 @@ def pack_padded_batches(model: Model, share_prompts: bool = False) -> PaddedBatc
     base = models(inner)[-1]
     padding = of_model(base)
     if padding is None:
-        return PaddedBatches(base, share_prompts)
+        return _packing(base, share_prompts)
     padding.share_prompts = share_prompts
     return padding
+
+
+def _packing(base: Any, share_prompts: bool = False) -> PaddedBatches:
+    from ..padded.batches import PaddedBatches  # a room of its own, which few models need
+
+    return PaddedBatches(base, share_prompts)
+
+
+def of_model(base: torch.nn.Module) -> PaddedBatches | None:
+    """What makes a base model compute padded batches packed, or None. A copy of a model has a copy of it."""
+    found = base.__dict__.get(PADDING)
+    if found is None:
+        return None
+    from ..padded.batches import PaddedBatches  # what is found is of this room, which is imported already
+
+    return found if isinstance(found, PaddedBatches) else None
 
 
 def wanted(model: object, inner: Model, asked: bool | None) -> bool:
@@ -89,7 +109,7 @@ def switch(inner: Model, on: bool) -> None:
     base = models(inner)[-1]
     padding = of_model(base)
     if on and padding is None:
-        PaddedBatches(base)
+        _packing(base)
     elif not on and padding is not None:
         padding.remove()
 

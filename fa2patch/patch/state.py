@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import functools
 from dataclasses import dataclass
+from types import ModuleType
 from typing import Any
 
 import torch.fx
@@ -12,7 +13,6 @@ import torch.fx
 from .. import kernels
 from .._types import Call, Function, Model
 from ..binding import LOCK, bind, release, used_by, users, when_imported
-from ..padded.batches import of_model
 from ..upstream import embeddings, foreign, hooks
 from ..upstream.architectures import Architecture
 from ..upstream.calls import refuse_recording
@@ -21,8 +21,9 @@ from ..upstream.find_models import models, named_modules, walked_once
 from ..upstream.forward import entered
 from ..upstream.packed_mask import PackedMask
 from ..upstream.step import MARK, ROLE, Trait
-from . import examining, peft_models, trainer_labels
+from . import examining
 from .model_plan import ModelPlan, plan_model
+from .padding import of_model
 
 
 @dataclass(frozen=True)
@@ -163,8 +164,8 @@ class Patch:
         for site in self.plan.sites:
             site.bind(self)
         bind(torch.fx.Tracer, "trace", _refuses_patched, self)
-        when_imported(peft_models.MODULE, peft_models.check_calls, self)  # a patch without bindings would count as gone
-        when_imported(trainer_labels.MODULE, trainer_labels.mend_labels, self)
+        when_imported("peft.peft_model", _check_calls, self)  # a patch without bindings would count as gone
+        when_imported("transformers.trainer", _mend_labels, self)
 
     def mark(self) -> None:
         """Set marks and hooks on the models that a call goes through.
@@ -260,6 +261,18 @@ class Patch:
         self.__dict__.update(state)
         self.examination = examining.begun(self, self.examination.prove, must=self.examination.must)
         self.bind()
+
+
+def _check_calls(peft: ModuleType, patch: Patch) -> None:
+    from . import peft_models  # only where PEFT is
+
+    peft_models.check_calls(peft, patch)
+
+
+def _mend_labels(trainer: ModuleType, patch: Patch) -> None:
+    from . import trainer_labels  # only where Trainer is
+
+    trainer_labels.mend_labels(trainer, patch)
 
 
 def _refuses_patched(original: Function) -> Function:

@@ -19,7 +19,7 @@ from ..documents.tensors import described, is_integers
 from ..documents.trees import Tree
 from ..errors import BadBatch
 from ..upstream.calls import passed
-from ..upstream.find_models import models
+from ..upstream.find_models import is_sharded, models
 
 EXAMPLE = (7, 12, 1, 5)
 """Lengths of the documents in the example batch, in tokens."""
@@ -234,14 +234,6 @@ def parities(tree: Tree) -> Iterator[list[bool]]:
             chosen = [len(path) > depth and places[path[depth]] % 2 == parity for path in paths]
             if len({chosen[segment] for segment in segments}) == 2:
                 yield chosen
-
-
-def is_sharded(inner: Model) -> bool:
-    """Whether a model is sharded, so that its ranks compute each forward together and one rank cannot run it alone."""
-    if not (torch.distributed.is_available() and torch.distributed.is_initialized()):
-        return False
-    sharded = any(hasattr(p, "ds_id") or hasattr(p, "_local_tensor") for p in inner.parameters())
-    return sharded or any(type(module).__name__ == "FullyShardedDataParallel" for module in inner.modules())
 
 
 def require_same_on_every_rank(inner: Model, slices: list[RowSlice]) -> None:

@@ -27,21 +27,14 @@ from ..errors import PackingNotIsolated
 from ..upstream.calls import passed
 from ..upstream.find_documents import packed_mask_of
 from ..upstream.find_layers import ModelLayers
-from ..upstream.find_models import models
+from ..upstream.find_models import is_sharded, models
 from ..upstream.packed_mask import PackedMask
 from ..upstream.step import MARK, ROLE, Patched
 from . import locate
-from .inputs import RowSlice, example, is_sharded, on_its_own, parities, slices_between
+from .inputs import RowSlice, example, on_its_own, parities, slices_between
 from .replica import replica
 from .running import Embeddings, is_mixture, left_as_it_was, near, rounding
 from .unknown import unknown, unknown_modules
-
-
-def mode(model: Model) -> int:
-    """A number that changes with the mode of any module, with what is trained, and with gradients on or off."""
-    training = tuple(module.training for module in model.modules())
-    trained = tuple(parameter.requires_grad for parameter in model.parameters())
-    return hash((training, trained, torch.is_grad_enabled()))
 
 
 class Unseen(Exception):

@@ -209,3 +209,10 @@ class Structure:
             and list(map(dict.get, self._spaces, self._names)) == self._functions
             and list(map(_code_of, self._with_code)) == self._codes
         )
+
+
+def mode_of(model: Model) -> int:
+    """A number that changes with the mode of any module, with what is trained, and with gradients on or off."""
+    training = tuple(module.training for module in model.modules())
+    trained = tuple(parameter.requires_grad for parameter in model.parameters())
+    return hash((training, trained, torch.is_grad_enabled()))

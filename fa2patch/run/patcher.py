@@ -20,9 +20,8 @@ from .._types import Function
 from ..binding import ABSENT, bind, release
 from ..data.packed_trainer import PACKS, held_models, pack_models
 from ..errors import Fa2PatchError, KernelUnavailable, NotAModel, UnknownKernel
-from ..padded.batches import of_model
 from ..patch.applying import apply, status
-from ..patch.padding import pack_padded_batches
+from ..patch.padding import of_model, pack_padded_batches
 from ..patch.state import Patch
 from ..upstream import inspecting
 from ..upstream.find_layers import ModelLayers

@@ -20,7 +20,7 @@ from .find_models import models, named_modules, text_modules
 from .foreign import is_of_model
 from .inspecting import is_of_torch
 from .packed_mask import MASK
-from .seams import formula, interface, mixer
+from .seams import formula, interface
 
 
 @dataclass(frozen=True)
@@ -238,7 +238,7 @@ def _may_look_around(block: torch.nn.Module) -> bool:
     """Whether a block or a part of it takes a mask or is called attention. Nemotron-H has blocks with an MLP only."""
     inside = {type(module) for module in named_modules(block).values() if module is not block}
     return "attention" in type(block).__name__.lower() or any(
-        "attention" in cls.__name__.lower() or mixer.takes_mask(cls.forward) for cls in inside if not is_of_torch(cls)
+        "attention" in cls.__name__.lower() or _takes_mask(cls.forward) for cls in inside if not is_of_torch(cls)
     )
 
 
@@ -254,6 +254,25 @@ _WEIGHTS = ("A_log", "dt_bias", "time_decay", "conv_kernel")
 _ARGUMENTS = {"cache_params", "conv_state", "conv_states", "ssm_state", "recurrent_state", "recurrent_states"}
 
 
+_MASKS = ("attention_mask", "mask", "conv_mask")
+"""Names of the mask argument through which a mixer is given the boundaries."""
+
+
+def _takes_mask(forward: Function) -> bool:
+    """Whether a ``forward`` takes a mask, or ``*args``, which may hold one."""
+    return inspecting.takes_any_position(forward) or any(inspecting.takes(forward, name) for name in _MASKS)
+
+
+def _takes_positions(forward: Function) -> bool:
+    """Whether a ``forward`` takes what Mamba up to 4.44 hands to its layers instead of a mask, or ``*args``."""
+    return inspecting.takes_any_position(forward) or inspecting.takes(forward, "cache_position")
+
+
+def _takes_cache(forward: Function) -> bool:
+    """Whether a ``forward`` takes a cache or a state, which RWKV and xLSTM hand to their layers, or ``*args``."""
+    return inspecting.takes_any_position(forward) or bool(caches.taken_by(forward))
+
+
 def _mixer_layers(model: ModelLayers) -> Iterator[Layer]:
     """Yield the layers through which ``model.carrying`` can be given the boundaries.
 
@@ -261,7 +280,7 @@ def _mixer_layers(model: ModelLayers) -> Iterator[Layer]:
     layer. In a model without attention, it may also take a ``cache_position`` or a cache instead of a mask.
     """
     names = [f"{layer.name}." for layer in model.attention]
-    ways = [mixer.takes_mask] if names else [mixer.takes_mask, mixer.takes_positions, mixer.takes_cache]
+    ways = [_takes_mask] if names else [_takes_mask, _takes_positions, _takes_cache]
     done: set[str] = set()
     for name in model.carrying:
         parts = name.split(".")
@@ -269,6 +288,8 @@ def _mixer_layers(model: ModelLayers) -> Iterator[Layer]:
         around = [path for path in around if not any(other.startswith(f"{path}.") for other in names)]
         path = next((path for taken in ways for path in around if _takes(model.text_modules[path], taken)), None)
         if path is not None and path not in done:
+            from .seams import mixer  # with its trials and what it splits, for models that have one
+
             done.add(path)
             module = model.text_modules[path]
             yield Layer(path, "mixer", of_forward(module, mixer.by_document), module=module)
@@ -282,7 +303,7 @@ def carrier(model: ModelLayers) -> str:
     forward = type(model.decoder).forward
     given, cached = inspecting.upstream_parameters(forward), caches.taken_by(forward)
     # xLSTM's decoder takes a cache, its layers take state
-    ways = {MASK: mixer.takes_mask, "cache_position": mixer.takes_positions, **dict.fromkeys(cached, mixer.takes_cache)}
+    ways = {MASK: _takes_mask, "cache_position": _takes_positions, **dict.fromkeys(cached, _takes_cache)}
     for name, taken in ways.items():
         if name in given and all(_takes(layer.module, taken) for layer in model.mixers):
             return name

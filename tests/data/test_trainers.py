@@ -16,7 +16,8 @@ import fa2patch
 from compat_matrix import tiny_models
 from fa2patch.data.packed_trainer import pack_models
 from fa2patch.errors import BadArgument, StaysPadded, UnsupportedModel
-from fa2patch.padded.batches import PaddedBatches, of_model
+from fa2patch.padded.batches import PaddedBatches
+from fa2patch.patch.padding import of_model
 
 
 def test_no_trl(monkeypatch: pytest.MonkeyPatch) -> None:

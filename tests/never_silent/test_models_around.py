@@ -25,7 +25,7 @@ from small_models import (
 import fa2patch
 from compat_matrix.check.compare import assert_close
 from fa2patch.errors import PackingNotIsolated
-from fa2patch.padded.batches import of_model
+from fa2patch.patch.padding import of_model
 
 OPEN = labels_of(DOCS, 7)
 """Labels that cross documents."""

@@ -32,24 +32,6 @@ from ..splitting import Documents
 from . import mixer_calls
 from .mixer_calls import Mixing, Way
 
-MASKS = ("attention_mask", "mask", "conv_mask")
-"""Names of the mask argument through which a mixer is given the boundaries."""
-
-
-def takes_mask(forward: Function) -> bool:
-    """Whether a ``forward`` takes a mask, or ``*args``, which may hold one."""
-    return inspecting.takes_any_position(forward) or any(inspecting.takes(forward, name) for name in MASKS)
-
-
-def takes_positions(forward: Function) -> bool:
-    """Whether a ``forward`` takes what Mamba up to 4.44 hands to its layers instead of a mask, or ``*args``."""
-    return inspecting.takes_any_position(forward) or inspecting.takes(forward, "cache_position")
-
-
-def takes_cache(forward: Function) -> bool:
-    """Whether a ``forward`` takes a cache or a state, which RWKV and xLSTM hand to their layers, or ``*args``."""
-    return inspecting.takes_any_position(forward) or bool(caches.taken_by(forward))
-
 
 def by_document(original: Function) -> Function:
     """Return the replacement for a mixer class's ``forward``, which computes packed batches document by document.

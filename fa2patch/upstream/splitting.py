@@ -39,6 +39,7 @@ class Documents:
         else:
             self.lengths = [self._tree.offsets[leaf] + self._tree.lengths[leaf] for leaf in self._tree.leaves]
         self.calls = Batches(self.lengths)
+        self._tokens: torch.Tensor | None = None
 
     def __len__(self) -> int:
         return len(self.lengths)
@@ -49,15 +50,26 @@ class Documents:
         made.calls = Batches(self.lengths, batches, device)
         return made
 
+    def made_of(
+        self, tokens: torch.Tensor, lengths: Sequence[int], batches: Sequence[Sequence[int]] | None = None
+    ) -> Documents:
+        """Documents of other ``lengths``, which consist of these documents' ``tokens``, numbered end to end.
+
+        They can be split and computed, but not be joined to a batch (:meth:`join`).
+        """
+        made = copy.copy(self)
+        made.lengths, made._tokens, made.calls = [*lengths], tokens, Batches(lengths, batches, tokens.device)
+        return made
+
     def end_to_end(self, value: torch.Tensor) -> torch.Tensor:
         """A tensor with the batch's tokens, laid out by documents: ``[batch or 1, length, ...]`` to ``[tokens, ...]``.
 
         Tokens that several paths of a tree share are repeated on each of them.
         """
         rows = value.expand(self.shape[0], *value.shape[1:]).flatten(0, 1)
-        if self._tree is None:
-            return rows
-        return torch.cat([self._tree.along(rows, leaf) for leaf in self._tree.leaves])
+        if self._tree is not None:
+            rows = torch.cat([self._tree.along(rows, leaf) for leaf in self._tree.leaves])
+        return rows if self._tokens is None else rows.index_select(0, self._tokens)
 
     def split(self, value: Any) -> Sequence[Any]:
         """An argument of the whole batch, for each call: its tokens' tensors are split to ``[count, longest, ...]``.

@@ -5,18 +5,21 @@ Models are real or toys.
 
 from __future__ import annotations
 
+import functools
 import inspect
 
+import packed_rows
 import pytest
 import torch
 from packed_rows import assert_equals_alone, assert_nothing_crosses
+from torch.utils._python_dispatch import TorchDispatchMode
 from tree_cases import tree_batch
 
 import fa2patch
 from compat_matrix import tiny_models
 from compat_matrix.check.compare import GRADIENT_TOLERANCE, assert_close
 from compat_matrix.check.rows import alone, documents, pack
-from fa2patch import errors
+from fa2patch import comparison, errors
 from fa2patch.documents import tensors
 from fa2patch.documents.boundaries import Boundaries
 from fa2patch.kernels import grouping
@@ -24,7 +27,7 @@ from fa2patch.kernels.picks import BATCHES, DOCUMENTS, WHOLE_ROW
 from fa2patch.upstream.find_documents import packed_mask_of
 from fa2patch.upstream.find_layers import ModelLayers
 from fa2patch.upstream.find_models import models
-from fa2patch.upstream.seams import mixer, mixer_calls
+from fa2patch.upstream.seams import mixer, mixer_calls, mixer_trial
 from fa2patch.upstream.splitting import Documents
 
 LENGTHS = (5, 9, 1, 3, 7)
@@ -47,6 +50,7 @@ class Running(torch.nn.Module):
         mix: computes the output from the projection of several documents.
         kernel: computes the output if ``seq_idx`` is given, from the documents' own sums and from the sum before each
             document. None ignores ``seq_idx``.
+        numbers, lengths: ``seq_idx`` of the last call that got it, and its documents' lengths.
         shapes: the shapes of the hidden states of its calls.
     """
 
@@ -61,10 +65,11 @@ class Running(torch.nn.Module):
         numbers = kwargs.get("seq_idx")
         if numbers is None or self.kernel is None:
             return self.mix(projected)
-        lengths = numbers[0].unique_consecutive(return_counts=True)[1].tolist()
-        apart = torch.cat([piece.cumsum(1) for piece in projected.split(lengths, 1)], 1)
+        _, number, counts = numbers[0].unique_consecutive(return_inverse=True, return_counts=True)
+        self.numbers, self.lengths = numbers, counts.tolist()
+        apart = torch.cat([piece.cumsum(1) for piece in projected.split(self.lengths, 1)], 1)
         starts = torch.nn.functional.pad(numbers.diff() != 0, (1, 0), value=True)[0]
-        before = (projected.cumsum(1) - projected)[:, starts][:, numbers[0].long()]
+        before = (projected.cumsum(1) - projected)[:, starts][:, number]
         return self.kernel(apart, before)
 
 
@@ -118,6 +123,33 @@ KERNEL_FAULTS = [
     (lambda apart, before: apart + (before - before.detach()), "sends gradients from one document into another"),
     (lambda apart, before: apart * 1.01 - (apart * 0.01).detach(), "has other gradients"),
 ]
+
+
+def wrong_if_short(module, apart, before):
+    first, *others = apart.split(module.lengths, 1)
+    return torch.cat([first, *(piece * (1 + 0.1 * (piece.shape[1] < 3)) for piece in others)], 1)
+
+
+def leaks_over_a_short_one(module, apart, before):
+    """As a convolution over four tokens that only looks whether the last one is of the same document."""
+    pieces = list(apart.split(module.lengths, 1))
+    for at in range(2, len(pieces)):
+        if pieces[at - 1].shape[1] < 4:
+            pieces[at] = pieces[at] + 1e-5 * pieces[at - 2][:, -1:].detach()
+    return torch.cat(pieces, 1)
+
+
+def wrong_if_one_is_empty(module, apart, before):
+    return apart * (1 + 0.1 * (max(module.numbers.diff().tolist()[0]) > 1))
+
+
+ROW_FAULTS = {
+    wrong_if_short: "computes something else",
+    leaks_over_a_short_one: "changes a document when the others change",
+    wrong_if_one_is_empty: "computes something else",
+}
+"""Kernels that a row shows as wrong by the lengths of its documents."""
+
 BATCH_FAULTS = [
     (lambda x: x.cumsum(1) - x.mean(1, keepdim=True), "computes something else"),
     (lambda x: one_document(x).cumsum(1), "it fails: ValueError: one document at a time"),
@@ -125,12 +157,38 @@ BATCH_FAULTS = [
     (lambda x: x.cumsum(1) + 1e-5 * x.detach().roll(1, 0), "changes a document when the others change"),
     (lambda x: x.cumsum(1) + (x - x.detach()).roll(1, 0), "sends gradients from one document into another"),
     (lambda x: x.cumsum(1) + (len(x) > 1) * (x - x.detach()), "has other gradients"),
+    (lambda x: x.cumsum(1) + 1e-5 * before(x.detach()), "changes a document when the others change"),
+    (lambda x: x.cumsum(1) + 1e-5 * behind(x.detach()), "changes a document when the others change"),
+    (lambda x: x.cumsum(1) + before(x - x.detach()), "sends gradients from one document into another"),
+    (lambda x: x.cumsum(1) + behind(x - x.detach()), "sends gradients from one document into another"),
+    (lambda x: x.cumsum(1) + 1e-5 * x.detach().mean(0), "changes a document when the others change"),
+    (lambda x: x.cumsum(1) * (1 + 0.01 * x.shape[1]), "computes something else"),
+    (lambda x: x.cumsum(1) * (1 + 0.1 * (len(x) > 1) * (torch.arange(x.shape[1]) == 6)[:, None]), "computes something"),
 ]
-"""Mixers that batches of near length cannot be given to. At zeros, the third one's derivative is not a number."""
+"""Mixers that batches of near length cannot be given to. At zeros, the third one's derivative is not a number. The last
+but one goes by its call's length alone, and the last is wrong only where the longest document has no padding beside."""
+
+
+def before(x):
+    """What the document before each one in a batch has; nothing for the first."""
+    return torch.cat([0 * x[:1], x[:-1]])
+
+
+def behind(x):
+    return torch.cat([x[1:], 0 * x[:1]])
 
 
 def far(x):
     return (torch.arange(x.shape[1]) >= CHUNK)[:, None]
+
+
+def following(x):
+    return torch.nn.functional.pad(x[:, 1:], (0, 0, 0, 1))
+
+
+def at_ends_of_chunks(x):
+    """What the next token has, for the last tokens of chunks; nothing for others."""
+    return following(x) * (torch.arange(x.shape[1]) % CHUNK == CHUNK - 1)[:, None]
 
 
 AHEAD = {
@@ -139,6 +197,8 @@ AHEAD = {
         [x.cumsum(1)[:, :CHUNK], *(part.flip(1).cumsum(1) for part in x[:, CHUNK:].split(CHUNK, 1))], 1
     ),
     "a little": lambda x: x.cumsum(1) + 1e-5 * x.flip(1).cumsum(1),
+    "at the end of a chunk": lambda x: x.cumsum(1) + 1e-5 * at_ends_of_chunks(x),
+    "in the backward": lambda x: x.cumsum(1) + at_ends_of_chunks(x - x.detach()),
 }
 """Mixers that look at later tokens. Documents of whole chunks do not show it of the second one."""
 
@@ -231,6 +291,29 @@ def test_a_mixers_own_kernel_that_is_wrong_or_leaks_is_not_used_and_why_is_said(
     made, reason = mask.picks.of(module)
     assert made is BATCHES and reason.startswith("tried on this machine with a whole row, it ") and why in reason
     assert "\n" not in reason
+
+
+@pytest.mark.parametrize(("kernel", "why"), ROW_FAULTS.items(), ids=[fault.__name__ for fault in ROW_FAULTS])
+def test_a_mixers_own_kernel_is_tried_with_short_and_empty_documents_between_long_ones(kernel, why, mask, any_device):
+    lengths = (5, 9, 1, 0, 3, 7)
+    module, hidden = Running(), torch.randn(1, sum(lengths), 8)
+    module.kernel = functools.partial(kernel, module)
+    mask.boundaries = Boundaries(torch.tensor([0, *lengths]).cumsum(0).int(), max(lengths))
+    assert_close(computed(module, mask, hidden), right(module, hidden, lengths), "in another way")
+    made, reason = mask.picks.of(module)
+    assert made is BATCHES and reason.startswith("tried on this machine with a whole row, it ") and why in reason
+
+
+def test_a_mixer_that_looks_at_later_tokens_gets_a_row_that_its_own_kernel_keeps_apart(mask, hidden, any_device):
+    module = Running(lambda x: x.cumsum(1) + x.mean(1, keepdim=True))
+
+    def kernel(apart, before):
+        own = (torch.diff(piece, dim=1, prepend=0 * piece[:, :1]) for piece in apart.split(module.lengths, 1))
+        return torch.cat([module.mix(piece) for piece in own], 1)
+
+    module.kernel = kernel
+    assert_close(computed(module, mask, hidden), right(module, hidden), "in one call")
+    assert module.shapes[:1] == [(1, sum(LENGTHS))] and mask.picks.of(module) == (WHOLE_ROW, "")
 
 
 def test_a_mixer_without_memory_for_its_trial_says_so_and_is_tried_again(mask, hidden, any_device):
@@ -327,6 +410,14 @@ def test_what_a_whole_row_is_handed_is_made_once_for_all_layers(any_device):
     assert first["seq_idx"] is second["seq_idx"] and first["seq_idx"].tolist() == [[0, 0, 1, 1, 1]]
 
 
+@pytest.mark.parametrize("lengths", [LENGTHS, (300,) * 8, (4, 0, 3), (1, 1), (0, 6), (2000, 5, 2000)], ids=str)
+def test_a_row_for_a_trial_is_as_long_as_the_one_that_it_is_for_and_has_its_longest_document_inside(lengths):
+    pieces = mixer_trial._pieces_of_row(lengths)
+    assert sum(length for length, _ in pieces) >= min(sum(lengths), mixer_calls.LONG_ENOUGH)
+    assert sum(length for length, _ in pieces) <= 4 * mixer_calls.LONG_ENOUGH
+    assert any(kept for _, kept in pieces[1:-1]) and not pieces[0].kept and (0 in lengths) == ((0, 0) in pieces)
+
+
 # Batches
 
 
@@ -385,9 +476,10 @@ def test_a_mixer_that_looks_at_later_tokens_gets_only_documents_of_one_length_to
 
 
 @pytest.mark.parametrize("mix", AHEAD.values(), ids=AHEAD)
-def test_a_mixer_that_looks_ahead_is_found_whatever_the_lengths_of_its_first_row(mix):
+@pytest.mark.parametrize("more", [0, 1, 2, 3])
+def test_a_mixer_that_looks_ahead_is_found_whatever_the_lengths_of_its_first_row(mix, more):
     module = Running(mix)
-    made, reason = in_a_row(module, (3 * CHUNK, 2 * CHUNK, 2 * CHUNK, CHUNK))
+    made, reason = in_a_row(module, (3 * CHUNK + more, 2 * CHUNK + more, 2 * CHUNK + more, CHUNK + more))
     assert made is BATCHES and "with documents in padded batches, it " in reason
     assert {count for count, _ in module.shapes} == {1, 2}
 
@@ -402,6 +494,39 @@ def test_a_mixer_in_which_only_the_last_token_of_a_document_sees_padding_is_foun
 
     made, reason = in_a_row(Running(mix), (CHUNK + 2, CHUNK + 1, *others), exactly=True)
     assert "with documents in padded batches, it " in reason
+
+
+def test_what_fills_a_batch_up_is_changed_in_a_trial():
+    """One token sees the next, which is padding of the second document."""
+
+    def mix(x):
+        return x.cumsum(1) + 1e-5 * following(x.detach()) * (torch.arange(x.shape[1]) == 6)[:, None]
+
+    made, reason = in_a_row(Running(mix), (12, 7, 3), exactly=True)
+    assert made is DOCUMENTS and "padded batches, it changes a document when the others change" in reason
+
+
+@pytest.mark.parametrize("fault", ["of long documents that share a call", "of padded ones"])
+def test_a_trial_makes_calls_of_all_lengths_that_its_verdict_holds_up_to(fault):
+    """The first documents of this row are a batch without padding, and the others one with padding."""
+
+    def mix(x):
+        last = (torch.arange(x.shape[1]) >= 140)[:, None]
+        wrong = 0.1 * last * (len(x) > 1) if fault == "of long documents that share a call" else 1e-5 * (x.shape[1] < 9)
+        return x.cumsum(1) + wrong * x.flip(1)
+
+    made, reason = in_a_row(Running(mix), (150, 150, 7, 5), exactly=True)
+    assert "with documents in padded batches, it " in reason
+
+
+def test_what_is_for_each_token_only_alone_is_a_difference():
+    def forward(self, hidden_states, attention_mask=None):
+        return hidden_states, hidden_states if len(hidden_states) == 1 else hidden_states.sum()
+
+    mask, hidden = packed((5, 4, 5))
+    module = Running()
+    output, other = mixer.by_document(forward)(module, hidden, mask)
+    assert torch.equal(other, hidden) and mask.picks.of(module).kernel is DOCUMENTS
 
 
 @pytest.mark.parametrize(("mix", "first", "other"), LONGER.values(), ids=LONGER)
@@ -428,6 +553,21 @@ def test_a_trial_is_repeated_only_for_longer_documents_and_until_they_are_long_e
             module.shapes.clear()
             forward(module, hidden, attention_mask=mask)
             assert (len(module.shapes) > 1) == (lengths is first), lengths
+
+
+def test_a_trial_calls_a_mixer_four_times_and_not_with_more_tokens_however_many_documents_there_are():
+    lengths = (20, *(5, 9, 1, 3, 7, 11) * 10)
+    module, (mask, hidden) = Running(), packed(lengths)
+    forward(module, hidden, attention_mask=mask)
+    shortest = min(lengths[at] for at in grouping.batches(lengths, mixer_calls.LARGEST)[0])
+    assert module.shapes[:4] == [(4, 20), (1, 20), (1, shortest), (4, 20)]
+    assert len(module.shapes) - 4 == len(grouping.batches(lengths, mixer_calls.LARGEST))
+
+
+def test_a_trial_of_very_long_documents_takes_first_parts_that_are_long_enough():
+    module, (mask, hidden) = Running(), packed((3000, 2990))
+    forward(module, hidden, attention_mask=mask)
+    assert module.shapes == [(4, 1034), (1, 1034), (1, 1024), (4, 1034), (2, 3000)]
 
 
 def test_dropout_is_off_in_a_trial_and_on_behind_it():
@@ -498,7 +638,7 @@ def test_what_is_not_of_the_rows_tokens_is_the_same_for_each_document(length, ma
 
     table = torch.randn(1, length)
     mixer.by_document(forward)(Running(), torch.randn(1, sum(LENGTHS), 8), mask, table=table)
-    assert len(seen) > len(LENGTHS) and all(found is table for found in seen)
+    assert len(seen) > 1 and all(found is table for found in seen)
 
 
 def test_a_cache_is_refused(mask):
@@ -583,6 +723,35 @@ def test_isolated_without_a_patch_not(family):
         assert fa2patch.verify(model).ok
         assert "mixer" in {layer.seam for layer in patch.layers}
     assert not fa2patch.verify(model, strict=False).ok
+
+
+class Work(TorchDispatchMode):
+    """Counts the operators that run in a block, and the numbers that they return."""
+
+    def __init__(self):
+        super().__init__()
+        self.operators = self.numbers = 0
+
+    def __torch_dispatch__(self, operator, types, args=(), kwargs=None):
+        output = operator(*args, **(kwargs or {}))
+        self.operators += 1
+        self.numbers += sum(each.numel() for each in comparison.tensors(output))
+        return output
+
+
+@pytest.mark.parametrize("family", ["jamba", "falcon_h1", "qwen3_next", "kimi_linear"])
+@pytest.mark.parametrize("lengths", [(5, 9, 3), tuple(5 + 5 * at % 33 for at in range(14))], ids=["few", "many"])
+def test_a_first_batch_costs_three_batches_more_than_a_later_one(family, lengths):
+    """Forward and backward of the whole model, in operators, which take the time on a tiny one, and in numbers."""
+    model, work = packed_rows.built(family).train(), []
+    with fa2patch.apply(model, prove=False):  # a proof costs a batch of its own
+        for _ in range(2):
+            with Work() as counted:
+                model(**pack(documents(*lengths)), use_cache=False).logits.square().mean().backward()
+            work.append(counted)
+    first, later = work
+    assert first.operators - later.operators <= 3 * later.operators
+    assert first.numbers - later.numbers <= 3 * later.numbers
 
 
 @pytest.mark.parametrize("family", HYBRIDS)

@@ -5,7 +5,7 @@ treat each token alone (norms, projections around the mixer, experts) still run 
 is computed by itself, and what paths share is taken from the first of them.
 
 A mixer is given several documents at once only if a trial on this machine has shown that this is right
-(:mod:`.mixer_calls`): the whole row with the collator's lengths, or documents of near length as a batch. The kernels of
+(:mod:`.mixer_trial`): the whole row with the collator's lengths, or documents of near length as a batch. The kernels of
 causal-conv1d, mamba-ssm and flash-linear-attention keep documents apart by lengths. It depends on the version whether
 the keywords reach them, and many mixers accept the keywords and ignore them.
 """
@@ -29,7 +29,7 @@ from ...kernels.picks import DOCUMENTS
 from .. import caches, inspecting
 from ..packed_mask import PackedMask, mask_among
 from ..splitting import Documents
-from . import mixer_calls
+from . import mixer_calls, mixer_trial
 from .mixer_calls import Mixing, Way
 
 
@@ -108,7 +108,7 @@ def _chosen(mixing: Mixing, mask: PackedMask, lengths: Sequence[str]) -> Way:
     def is_right(way: Way) -> bool:
         if kind is None or way.portions is DOCUMENTS:
             return way.portions is DOCUMENTS
-        trial = functools.partial(mixer_calls.verdict, mixing, way)
+        trial = functools.partial(mixer_trial.verdict, mixing, way)
         tried = mask.picks.tried(module, (way.name, *kind), way.sizes, trial)
         if not tried.able:
             failed.append(f"tried on this machine with {way.name}, it {tried.why}")

@@ -1,7 +1,10 @@
 """Sequence parallelism splits rows; what replaces attention shows it. The last test uses two processes."""
 
 import importlib.util
+import itertools
+import sys
 from pathlib import Path
+from types import ModuleType
 
 import pytest
 import torch
@@ -60,6 +63,8 @@ def test_a_function_that_stands_in_the_models_place(model, monkeypatch, module):
     table = getattr(transformers.modeling_utils, "ALL_ATTENTION_FUNCTIONS", None)
     if table is None:
         pytest.skip(f"Transformers {transformers.__version__} has no table of attention functions")
+    for name in itertools.accumulate(module.split("."), "{}.{}".format):  # what its import leaves
+        monkeypatch.setitem(sys.modules, name, sys.modules.get(name, ModuleType(name)))
     monkeypatch.setitem(getattr(table, "_global_mapping", table), "sdpa", function_of(module))
     with pytest.raises(PackingNotIsolated, match="a part of every row"):
         row_part(model, CALL)

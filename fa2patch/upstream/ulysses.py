@@ -288,9 +288,9 @@ def _splitter(sdpa: Function) -> str:
     if _PACKAGE in sys.modules or _RING in sys.modules:  # torch's context parallelism registers nothing
         functions += _registered()
     for function in functions:
-        module = getattr(function, "__module__", None) or ""
+        module = f"{getattr(function, '__module__', '')}."
         for package, name in _SPLITTERS.items():
-            if module.startswith(package):
+            if module.startswith(f"{package}."):
                 return name
     return _SPLITTERS["torch.distributed"] if _dispatches_parts() else ""
 

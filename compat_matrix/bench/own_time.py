@@ -26,7 +26,7 @@ from typing import Any
 from .. import commits, environments
 
 COMMAND = "python -m compat_matrix.bench.own_time"
-VERSIONS = ("5.24.0", "5.22.2", "4.43.4")
+VERSIONS = (environments.newest().name, "5.22.2", "4.43.4")
 LAYERS, MORE_MODULES, REPEATS = 80, 2000, 150
 BASE, WAYS = "by hand", ("position_ids only", "the collator's lengths")
 CAPTURED = 4

@@ -72,13 +72,13 @@ def reads() -> str:
 
 def overhead() -> str:
     """Return sentences about the time that the patch takes: of the import, of ``apply``, per layer and per forward."""
-    imported, collected, applied = figures.committed("startup")["rows"]
+    imported, *collected, applied = figures.committed("startup")["rows"]
     ids, lengths = figures.committed("overhead")["rows"]
+    of_them = "".join(f", {row['ms']:.0f} ms of them garbage collection" for row in collected)
     after, layers = imported["what"].split()[-1], applied["what"].partition(", ")[2]
     return wrapped(
-        f"On a CPU, `import fa2patch` takes {imported['ms']:.0f} ms after `import {after}`, "
-        f"{collected['ms']:.0f} ms of them garbage collection, and `apply` takes {applied['ms']:.0f} ms on {layers}. "
-        f"In each forward the patch takes {ids['µs per forward']:.0f} µs, or "
+        f"On a CPU, `import fa2patch` takes {imported['ms']:.0f} ms after `import {after}`{of_them}, and `apply` takes "
+        f"{applied['ms']:.0f} ms on {layers}. In each forward the patch takes {ids['µs per forward']:.0f} µs, or "
         f"{lengths['µs per forward']:.0f} µs with lengths, and in each layer {ids['µs per layer']:.0f} µs, or "
         f"{lengths['µs per layer']:.0f} µs with lengths."
     )

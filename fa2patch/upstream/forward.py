@@ -147,6 +147,7 @@ def find_mask(step: Step, piece: attached.Piece | None) -> PackedMask | None:
     rows.
     """
     patch, around, shape = step.patch, step.role.outermost, _shape(step.call)
+    real = real_tokens(step.call, shape) if REAL in step.call else None
     if piece is not None and (piece.content is None or piece.content.shape == shape):
         piece.delivered = True
         riding: PackedMask | None = piece.content
@@ -158,7 +159,6 @@ def find_mask(step: Step, piece: attached.Piece | None) -> PackedMask | None:
         step.call = stated.translated(step.call, step.calls.names, shape)
         _with_a_batch_dimension(step.call, shape)
     call = step.call
-    real = real_tokens(call, shape) if REAL in call else None
     given = call.get("attention_mask")
     made_inside = step.role.innermost and any([ids is None and mask is given for ids, mask in found_around(step)])
     training = step.module.training and torch.is_grad_enabled()

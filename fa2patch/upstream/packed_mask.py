@@ -135,12 +135,9 @@ class PackedMask:
             asked: the keywords of the call.
         """
         documents, quirks, get = self.boundaries, self.facts.architecture, asked.get
-        if (
-            self.part is not None
-            or documents.until is not None
-            or quirks.adjust is not None
-            or quirks.queries is not None
-        ):
+        if layer is None or self.part is not None or documents.until is not None:
+            return None
+        if quirks.adjust is not None or quirks.queries is not None:
             return None
         if get("s_aux") is not None or get("sinks") is not None or query.is_meta:
             return None
@@ -153,7 +150,7 @@ class PackedMask:
         if not (rows == rows_of_keys == rows_of_values and length == keys == values):
             return None
         return (
-            id(layer), layer.__dict__.get("is_causal"), self.window, documents.parents is None, heads, key_heads,
+            id(layer), getattr(layer, "is_causal", None), self.window, documents.parents is None, heads, key_heads,
             value_heads, dim, value_dim, query.dtype, key.dtype, value.dtype, query.device,
             autocast_dtype(query.device.type) if query.dtype is torch.float32 else None,
             torch.is_grad_enabled() and (query.requires_grad or key.requires_grad or value.requires_grad),

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import copy
+import gc
+import weakref
 
 import pytest
 import torch
@@ -10,9 +13,11 @@ import transformers
 from packed_rows import built
 
 import fa2patch
+from compat_matrix.check.reads import calls
 from compat_matrix.check.rows import documents, pack
 from fa2patch.kernels import picks
 from fa2patch.kernels.reference import Reference
+from fa2patch.upstream.find_documents import packed_mask_of
 
 DOCS = documents(5, 9, 3)
 OTHER_DOCS = documents(2, 4, 4, 1)
@@ -175,3 +180,75 @@ def test_a_tensor_of_unknown_meaning_is_refused_in_a_later_batch():
     warm(model)
     with pytest.raises(fa2patch.errors.PackingNotIsolated, match="token_weights"):
         model(**pack(DOCS), token_weights=torch.ones(1, 17))
+
+
+# Calls that are kept for the next batch
+
+
+def test_only_calls_of_one_kind_are_prepared_once():
+    """Two kinds of a layer, with gradients and without. Lengths are no kind."""
+    model = built("llama")
+    patch = fa2patch.apply(model)
+    warm(model)
+    assert len(patch.picks.prepared) == 2 * len(layers(model))
+    result(model, documents(1, 2, 30), contextlib.nullcontext)
+    assert len(patch.picks.prepared) == 2 * len(layers(model))
+
+
+def test_a_class_that_is_not_causal_any_more_is_seen():
+    model = built("llama")
+    own = type("Ours", (type(layers(model)[0]),), {"is_causal": True, "__module__": type(layers(model)[0]).__module__})
+    for layer in layers(model):
+        del layer.is_causal
+        layer.__class__ = own
+    fa2patch.apply(model)
+    warm(model)
+    own.is_causal = False
+    with pytest.raises(fa2patch.errors.PackingNotIsolated, match="is_causal=False"):
+        model(**pack(DOCS))
+
+
+def test_a_layer_that_is_not_known_is_looked_at_in_each_call():
+    """GPT-NeoX of some releases hands no layer to its function."""
+    model = built("llama")
+    patch = fa2patch.apply(model)
+    states = torch.randn(1, 2, 17, 8)
+    mask = packed_mask_of(pack(DOCS), patch)
+    assert mask.kind_of(None, states, states, states, {}) is None
+    assert mask.kind_of(layers(model)[0], states, states, states, {}) is not None
+
+
+def test_kinds_without_end_are_not_kept(monkeypatch):
+    monkeypatch.setattr("fa2patch.upstream.packed_mask.MOST", 3)
+    model = built("llama")
+    patch = fa2patch.apply(model)
+    for number in range(9):
+        each(model, "scaling", 0.1 + number)
+        warm(model)
+        assert len(patch.picks.prepared) <= 3
+
+
+def test_a_layer_that_is_gone_is_not_kept_alive():
+    model = built("llama")
+    fa2patch.apply(model)
+    warm(model)
+    gone = weakref.ref(layers(model)[0])
+    model.model.layers[0].self_attn = copy.deepcopy(layers(model)[0])
+    fa2patch.apply(model)  # until then, the model's structure is kept
+    gc.collect()
+    assert gone() is None
+    assert_same(result(model, DOCS, torch.no_grad), result(model, DOCS, torch.no_grad))
+
+
+def test_a_prepared_layer_takes_few_calls(kernel):
+    """Counted between two forwards that differ in layers only: the seam's calls, without those of the kernel."""
+    counts = []
+    for number in (2, 6):
+        model = built("llama", num_hidden_layers=number)
+        fa2patch.apply(model, kernel=kernel)
+        with torch.no_grad():
+            warm(model)
+            counts.append(calls(lambda one=model: one(**pack(DOCS))))
+    few, many = counts
+    each = {name: (many[name] - few[name]) // 4 for name in many if name.startswith("fa2patch.upstream.")}
+    assert sum(each.values()) <= 5, {name: count for name, count in each.items() if count}

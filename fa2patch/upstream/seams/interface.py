@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Iterator
-from types import ModuleType
+from types import FunctionType, ModuleType
 from typing import Any
 
 import torch
@@ -72,7 +72,8 @@ class Overlay:
     def __init__(self, registry: Any) -> None:
         self._registry = registry
         # all at once, because a graph that is captured first would make and trace them in every layer
-        self._routed: dict[Any, Function] = {function: routed(function) for function in map(registry.get, registry)}
+        registered = (each for each in map(registry.get, registry) if isinstance(each, FunctionType))
+        self._routed: dict[Any, Function] = {function: routed(function) for function in registered}
 
     def _route(self, function: Function) -> Function:
         if function in self._routed:

@@ -73,6 +73,8 @@ def from_cu_seqlens(
         BadPositionIds: ``position_ids`` have a wrong dtype or shape.
     """
     check_cu_seqlens(cu_seqlens)
+    if cu_seqlens_k is cu_seqlens:
+        cu_seqlens_k = None
     if cu_seqlens_k is not None:
         check_cu_seqlens(cu_seqlens_k)
     if attention_mask is not None:
@@ -80,13 +82,12 @@ def from_cu_seqlens(
     cu = cu_seqlens.flatten().to(torch.int32)
     check_max_seqlen(max_seqlen)
     longest = largest(max_seqlen) if isinstance(max_seqlen, torch.Tensor) else max_seqlen
-    of_keys = None if cu_seqlens_k is None or cu_seqlens_k is cu_seqlens else cu_seqlens_k.flatten()
     lengths = None
     if cu.device.type == "cpu" and not compiling():
         lengths = _lengths_of(cu_seqlens.flatten(), shape[0] * shape[1])
     checks = _ends(cu, shape[0] * shape[1], longest, lengths)
-    if of_keys is not None:
-        checks.append(_same(cu, of_keys))
+    if cu_seqlens_k is not None:
+        checks.append(_same(cu, cu_seqlens_k.flatten()))
     require_all(checks + _agreement(cu, shape, position_ids, attention_mask, lengths is not None))
     if parents is not None:
         parents = _require_tree(cu, parents, shape, position_ids, attention_mask)

@@ -168,8 +168,7 @@ def check_readable(name: str, tensor: torch.Tensor, error: type[Exception]) -> N
 
 def is_integers(value: Any) -> bool:
     """Whether a value is a dense tensor of integers."""
-    dense = isinstance(value, torch.Tensor) and value.layout is torch.strided and not value.is_nested
-    return dense and value.dtype in _INTEGERS
+    return _is_dense(value) and value.dtype in _INTEGERS
 
 
 def _is_dense(value: Any) -> bool:

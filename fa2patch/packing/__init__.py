@@ -9,8 +9,9 @@ strategy ``mini_batches`` to keep the number of steps, or tune the budget, accum
 """
 
 from ..errors import PackingError
+from .dealing import ATTENTION_COST, Deal, deal, example_costs
 from .plans import Plan, plan
-from .samplers import ATTENTION_COST, PackedBatchSampler, example_costs, imbalance
+from .samplers import PackedBatchSampler, imbalance
 from .sharing import Shared, share
 from .strategies import STRATEGIES
 from .streaming import Stream, stream
@@ -18,11 +19,13 @@ from .streaming import Stream, stream
 __all__ = [
     "ATTENTION_COST",
     "STRATEGIES",
+    "Deal",
     "PackedBatchSampler",
     "PackingError",
     "Plan",
     "Shared",
     "Stream",
+    "deal",
     "example_costs",
     "imbalance",
     "plan",

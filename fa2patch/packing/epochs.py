@@ -6,12 +6,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
-import numpy.typing as npt
 
+from .dealing import Floats, dealt
 from .plans import Plan
 from .strategies import Ints, by_key
 
-Floats = npt.NDArray[np.float64]
 _NONE = np.empty(0, np.int64)
 
 
@@ -24,12 +23,14 @@ class Epoch:
         offsets: Start of each row in ``indices``, and the end, ``[rows + 1]``.
         repeated: Examples that are repeated in the last step, once for each repetition.
         left_out: Examples that are in no row.
+        passes: Number of passes in which the rows of each step are computed, ``[steps]``.
     """
 
     indices: Ints
     offsets: Ints
     repeated: Ints
     left_out: Ints
+    passes: Ints
 
     def row(self, number: int) -> list[int]:
         """Return the examples of one row."""
@@ -58,14 +59,16 @@ def of_plan(
         full = full[_alike(of_rows[full], ranks, window, rng).ravel()]
     indices, counts = _taken(plan, full)
     if not rest or drop_last:
-        return Epoch(indices, _offsets(counts), _NONE, np.sort(np.concatenate([_NONE, *last])))
-    parts = _shared_out(np.concatenate(last), costs, ranks) if taken == rest and not ordered else []
-    if not parts or max(int(plan.lengths[part].sum()) for part in parts) > plan.max_tokens:
+        left_out = np.sort(np.concatenate([_NONE, *last]))
+        return Epoch(indices, _offsets(counts), _NONE, left_out, np.ones(len(counts) // ranks, np.int64))
+    parts = _shared_out(np.concatenate(last), plan, costs, ranks) if taken == rest and not ordered else []
+    if not parts:
         parts = _spread(last, costs, taken - rest + ranks)
     again = [parts[number % len(parts)] for number in range(-len(parts) % ranks)]
     ends = [*parts, *again]
     counts = np.concatenate([counts, [len(part) for part in ends]])
-    return Epoch(np.concatenate([indices, *ends]), _offsets(counts), np.sort(np.concatenate([_NONE, *again])), _NONE)
+    repeated, passes = np.sort(np.concatenate([_NONE, *again])), np.ones(len(counts) // ranks, np.int64)
+    return Epoch(np.concatenate([indices, *ends]), _offsets(counts), repeated, _NONE, passes)
 
 
 def _divisible(sizes: Ints, rest: int, ranks: int) -> int:
@@ -80,35 +83,34 @@ def _divisible(sizes: Ints, rest: int, ranks: int) -> int:
     return rest + -(-max(enough - rest, 0) // ranks) * ranks
 
 
-def of_mini_batches(costs: Floats, batch_size: int, ranks: int, seed: Sequence[int], drop_last: bool) -> Epoch:
-    """Make steps of ``batch_size * ranks`` examples in random order, distributed to the ranks by cost.
+def of_mini_batches(
+    examples: Ints, each: int, seed: Sequence[int], drop_last: bool, sizes: Ints, costs: Floats, ranks: int, budget: int
+) -> Epoch:
+    """Make steps of ``each`` examples in random order, and deal each step to the ranks (see :mod:`.dealing`).
 
-    An incomplete last step is kept unless ``drop_last``; examples are repeated in it if there are fewer than ranks.
+    The first four arguments say which examples a step holds, and the others only who computes them, and in how many
+    passes. An incomplete last step is kept unless ``drop_last``; examples are repeated in it if there are fewer than
+    ranks. ``sizes`` and ``costs`` are those of the whole dataset.
     """
     rng = np.random.default_rng(seed)
-    drawn, each = rng.permutation(len(costs)), batch_size * ranks
-    rest = drawn[len(drawn) // each * each :]
-    left_out = again = _NONE
+    drawn = examples[rng.permutation(len(examples))]
+    whole = len(drawn) // each * each
+    steps, rest, left_out, again = list(drawn[:whole].reshape(-1, each)), drawn[whole:], _NONE, _NONE
     if drop_last:
-        left_out, rest = np.sort(rest), _NONE
-    elif 0 < len(rest) < ranks:
-        again = np.resize(drawn, ranks - len(rest))
-    batches = drawn[: len(drawn) // each * each].reshape(-1, each)
-    dealt = [_rows_by_cost(batches, costs, ranks, rng), _rows_by_cost(np.append(rest, again)[None], costs, ranks, rng)]
-    steps = np.cumsum([0, len(batches)])
-    row_of = np.concatenate([rank_of + first * ranks for rank_of, first in zip(dealt, steps)])
-    order = by_key(row_of.astype(np.int32))
-    counts = np.bincount(row_of)
-    return Epoch(np.concatenate([batches.ravel(), rest, again])[order], _offsets(counts), np.sort(again), left_out)
-
-
-def _rows_by_cost(batches: Ints, costs: Floats, ranks: int, rng: np.random.Generator) -> Ints:
-    """Return the row of each example ``[batches, n]``, flattened. Ranks are permuted at random in each batch."""
-    rank_of = _cheapest_share(costs[batches], ranks)
-    names = rng.permuted(np.tile(np.arange(ranks), (len(batches), 1)), axis=1)
-    rank_of = np.take_along_axis(names, rank_of, axis=1)
-    found: Ints = (rank_of + ranks * np.arange(len(batches))[:, None]).ravel()
-    return found
+        left_out = np.sort(rest)
+    elif len(rest):
+        again = np.resize(drawn, max(ranks - len(rest), 0))
+        steps.append(np.append(rest, again))
+    names = rng.permuted(np.tile(np.arange(ranks), (len(steps), 1)), axis=1)
+    rows, row_of, passes = [_NONE], [_NONE], []
+    for first, (step, name) in enumerate(zip(steps, names)):
+        found = dealt(sizes[step], costs[step], ranks, budget)
+        rows.append(step[found.order])
+        row_of.append(name[found.pass_of // found.passes][found.order] + first * ranks)
+        passes.append(found.passes)
+    order = by_key(np.concatenate(row_of).astype(np.int32))
+    offsets = _offsets(np.bincount(np.concatenate(row_of), minlength=len(steps) * ranks))
+    return Epoch(np.concatenate(rows)[order], offsets, np.sort(again), left_out, np.array(passes, np.int64))
 
 
 def _taken(plan: Plan, rows: Ints) -> tuple[Ints, Ints]:
@@ -135,28 +137,12 @@ def _alike(costs: Floats, ranks: int, window: int, rng: np.random.Generator) -> 
     return rng.permuted(steps[rng.permutation(len(steps))], axis=1)
 
 
-def _cheapest_share(costs: Floats, ranks: int) -> Ints:
-    """Return the rank of each example, ``[batches, n]``, from their costs.
-
-    The costliest example comes first, and each goes to the rank with the lowest cost so far. With at least as many
-    examples as ranks, every rank gets one.
-    """
-    batches = np.arange(len(costs))
-    load = np.zeros((len(costs), ranks))
-    rank_of = np.empty(costs.shape, np.int64)
-    for nth in np.argsort(-costs, axis=1, kind="stable").T:
-        least = load.argmin(axis=1)
-        rank_of[batches, nth] = least
-        load[batches, least] += costs[batches, nth]
-    return rank_of
-
-
-def _shared_out(examples: Ints, costs: Floats, ranks: int) -> list[Ints]:
-    """Return the examples of each rank, balanced by cost, or an empty list if there are fewer examples than ranks."""
-    if len(examples) < ranks:
+def _shared_out(examples: Ints, plan: Plan, costs: Floats, ranks: int) -> list[Ints]:
+    """Return a row for each rank, balanced by cost; an empty list if there are too few examples or too many tokens."""
+    found = dealt(plan.lengths[examples], costs[examples], ranks, plan.max_tokens)
+    if len(examples) < ranks or found.passes > 1:
         return []
-    rank_of = _cheapest_share(costs[examples][None], ranks)[0]
-    return [examples[rank_of == rank] for rank in range(ranks)]
+    return [examples[found.pass_of == rank] for rank in range(ranks)]
 
 
 def _spread(rows: Sequence[Ints], costs: Floats, into: int) -> list[Ints]:

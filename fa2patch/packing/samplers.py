@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import os
 import sys
 import zlib
@@ -16,24 +15,15 @@ from torch.utils.data import Sampler
 
 from ..errors import PackingError
 from . import epochs
+from .dealing import ATTENTION_COST, capped, check_attention_cost, example_costs
 from .epochs import Epoch
-from .plans import as_lengths, plan
+from .plans import MINI_BATCHES, as_lengths, check_budget, plan
 from .strategies import Ints
 
 ALL_RANKS = "all"
 
-ATTENTION_COST = 1 / (12 * 4096)
-"""Default cost of attention over a document of l tokens, per l**2: 1 / (12 x hidden size).
-
-The unit is the cost of everything else for one token. A forward takes 2 x 12 x layers x hidden**2 operations per token,
-and causal attention takes 2 x layers x hidden x l per token on average (arXiv 2001.08361, section 2.1). The backward
-takes twice as many of both. The hidden size is 4096, as in models of 7-8B.
-"""
-
-
-def example_costs(lengths: Ints, attention_cost: float = ATTENTION_COST) -> npt.NDArray[np.float64]:
-    """Return ``lengths + attention_cost * lengths**2``, ``[examples]``. A row's cost is the sum over its documents."""
-    return lengths + attention_cost * np.square(lengths, dtype=np.float64)
+ANY_TOKENS = 2**62
+"""The budget of mini-batches without one."""
 
 
 def imbalance(costs: npt.NDArray[np.float64]) -> float:
@@ -68,16 +58,25 @@ class PackedBatchSampler(Sampler[list[int]]):
     said in docs/packing.md.
 
     **Effect on training.** A token budget packs more examples into a step, so there are fewer optimizer steps: see
-    :mod:`fa2patch.packing`. ``strategy="mini_batches"`` with ``max_tokens=None`` and ``batch_size=n`` keeps both
-    the number of steps and their contents: every n x ranks examples in random order are a step, distributed to the
-    ranks by cost instead of by number. Ranks hold different numbers of tokens (and examples), so the loss must be
-    normalised over the labels of all ranks and not averaged over ranks; in Trainer, set
-    ``average_tokens_across_devices=True``. With any budget, the rows of a step are similar: many short documents, or a
-    few long ones, on all ranks at once.
+    :mod:`fa2patch.packing`. ``strategy="mini_batches"`` with ``batch_size=n`` keeps both the number of steps and their
+    contents: every n x ranks examples in random order are a step, distributed to the ranks by cost instead of by
+    number. Ranks hold different numbers of tokens (and examples), so the loss must be normalised over the labels of all
+    ranks and not averaged over ranks; in Trainer, set ``average_tokens_across_devices=True``. With any other strategy,
+    the rows of a step are similar: many short documents, or a few long ones, on all ranks at once.
+
+    **Mini-batches with a budget.** ``max_tokens`` says how mini-batches are computed, and not what they hold: each
+    rank's batch of a step is computed in several passes of at most so many tokens, whose gradients add up. The batches
+    are dealt so that all ranks need the same number of passes, ``passes[step]``::
+
+        sampler = fa2patch.packing.PackedBatchSampler(lengths, 8192, strategy="mini_batches", batch_size=64)
+        for step, batch in enumerate(sampler):
+            cut = fa2patch.packing.deal(lengths[batch], 1, 8192, passes=int(sampler.passes[step]))
+            for rows in cut.passes[0]: ...  # rows[i] is the place of an example in the batch
 
     Args:
         lengths: Tokens of each example, ``[examples]``.
-        max_tokens: Maximum number of tokens in a row. Must be None for ``mini_batches``, and only there.
+        max_tokens: Maximum number of tokens in a row; with ``mini_batches``, in a pass, or None for a single pass of
+            any size.
         num_replicas: Number of ranks or, with several ranks per row, of groups. Default: the number of processes (from
             torch.distributed if it is initialised, else ``WORLD_SIZE`` as torchrun sets it, else 1) divided by
             ``ranks_per_row``.
@@ -88,8 +87,11 @@ class PackedBatchSampler(Sampler[list[int]]):
         seed: Seed of all random choices, together with the epoch.
         strategy: See :func:`fa2patch.packing.plan`. ``in_order`` keeps the order of examples over steps and ranks in
             every epoch, so rows are not balanced.
-        too_long: ``"error"`` or ``"drop"``. An index cannot express a cut: to truncate or split, cut the dataset.
+        too_long: ``"error"`` or ``"drop"``. An index cannot express a cut: to truncate or split, cut the dataset. With
+            ``mini_batches``, also ``"alone"``: an example longer than the budget gets a pass of its own.
         batch_size: Average number of examples per rank and step, only for ``mini_batches``.
+        global_batch_size: Number of examples per step, in place of ``batch_size``. Any number of ranks shares them, so
+            that an epoch can go on with another number of ranks.
         attention_cost: Cost of attention over a document of l tokens, per l**2, in units of the other costs of a token.
             1 / (12 x hidden size) is a good guess; 0 balances tokens.
         window: Number of steps among which rows are exchanged for balance. Fewer steps mix rows more, more steps
@@ -101,13 +103,14 @@ class PackedBatchSampler(Sampler[list[int]]):
     Attributes:
         dropped: Examples longer than the budget, which are in no epoch (``too_long="drop"``).
         epoch: The current epoch.
+        global_batch_size: Number of examples in a step of ``mini_batches``, else None.
         num_replicas: Number of rows in a step.
         rank: Which of a step's rows this process gets, or ``"all"``.
 
     Raises:
         PackingError: In the cases of ``plan``; ``rank``, ``num_replicas``, ``ranks_per_row``, ``window``,
-            ``attention_cost`` or ``too_long`` is invalid; or ``ranks_per_row`` does not divide the number of processes
-            or is not what accelerate does.
+            ``attention_cost``, ``too_long`` or ``global_batch_size`` is invalid; or ``ranks_per_row`` does not divide
+            the number of processes or is not what accelerate does.
     """
 
     batch_size = None  # for accelerate: the number of examples differs between batches
@@ -126,25 +129,57 @@ class PackedBatchSampler(Sampler[list[int]]):
         strategy: str = "fewest_rows",
         too_long: str = "error",
         batch_size: int | None = None,
+        global_batch_size: int | None = None,
         attention_cost: float = ATTENTION_COST,
         window: int = 64,
         drop_last: bool = False,
     ) -> None:
         self.lengths = as_lengths(lengths)
         self.num_replicas, self.rank = _place(num_replicas, rank, ranks_per_row)
-        if too_long not in ("error", "drop"):
+        policies = ("error", "drop", "alone") if strategy == MINI_BATCHES else ("error", "drop")
+        if too_long not in policies:
             raise PackingError(
-                f"too_long: expected 'error' or 'drop', found {too_long!r}. Cut the dataset before it is sampled."
+                f"too_long: expected {' or '.join(map(repr, policies))}, found {too_long!r}. Cut the dataset before it "
+                "is sampled."
             )
-        if not isinstance(attention_cost, (int, float)) or not (math.isfinite(attention_cost) and attention_cost >= 0):
-            raise PackingError(f"attention_cost: expected a number from 0 (tokens only), found {attention_cost!r}.")
         if window < 1:
             raise PackingError(f"window: expected at least one step, found {window}.")
         self._asked: dict[str, Any] = {"max_tokens": max_tokens, "strategy": strategy, "too_long": too_long}
-        self._attention_cost, self._window, self._drop_last = float(attention_cost), window, drop_last
-        self._batch_size, self._seed = batch_size, seed
+        self._attention_cost = check_attention_cost(attention_cost)
+        self._window, self._drop_last, self._seed = window, drop_last, seed
         self.epoch = self._resume = self._step = self._first = 0
-        self.dropped = plan(self.lengths, batch_size=batch_size, seed=None, **self._asked).dropped
+        self.global_batch_size = self._global(batch_size, global_batch_size)
+        self.dropped = self._left_behind()
+
+    def _global(self, batch_size: int | None, global_batch_size: int | None) -> int | None:
+        """Return the number of examples in a step, or None where tokens fill the rows of a step."""
+        strategy, ranks = self._asked["strategy"], self.num_replicas
+        sizes = [size for size in (batch_size, global_batch_size) if size is not None]
+        if strategy != MINI_BATCHES and not sizes:
+            return None
+        named = f"batch_size={batch_size!r} and global_batch_size={global_batch_size!r}"
+        if strategy != MINI_BATCHES:
+            raise PackingError(f"batch_size: only mini_batches take it, found {named} with {strategy}.")
+        if len(sizes) == 1 and isinstance(sizes[0], (int, np.integer)) and not isinstance(sizes[0], bool):
+            found = int(sizes[0]) * (1 if batch_size is None else ranks)
+            if found >= ranks:
+                return found
+        raise PackingError(
+            "mini_batches: expected batch_size, the examples of a rank, or global_batch_size, those of all "
+            f"{ranks} ranks, at least one for each of them, found {named}."
+        )
+
+    def _left_behind(self) -> Ints:
+        """Return the examples that no epoch holds."""
+        if self.global_batch_size is None:
+            return plan(self.lengths, seed=None, **self._asked).dropped
+        if self._asked["max_tokens"] is None:
+            return np.empty(0, np.int64)
+        budget = check_budget(self._asked["max_tokens"])
+        if self._asked["too_long"] == "drop":
+            return np.flatnonzero(self.lengths > budget)
+        capped(self.lengths, budget, self._asked["too_long"])
+        return np.empty(0, np.int64)
 
     @property
     def sampler(self) -> PackedBatchSampler:
@@ -160,6 +195,16 @@ class PackedBatchSampler(Sampler[list[int]]):
     def left_out(self) -> Ints:
         """Examples that this epoch leaves out because of ``drop_last``."""
         return self._rows.left_out
+
+    @property
+    def passes(self) -> Ints:
+        """Number of passes that every rank makes in each step of this epoch, int64 ``[steps]``.
+
+        It is 1 unless mini-batches have a budget. :func:`fa2patch.packing.deal` cuts a rank's batch into so many. A
+        step has fewer examples than ranks x passes only if it is the last, or if a rank's few examples cost as much as
+        the many of other ranks: then some passes are empty, and are run all the same.
+        """
+        return self._rows.passes
 
     def __len__(self) -> int:
         """Number of steps of an iteration, the same on every rank; with ``rank="all"``, number of rows.
@@ -201,27 +246,40 @@ class PackedBatchSampler(Sampler[list[int]]):
                 number with a DataLoader that has workers, because its prefetching runs ahead of training.
         """
         given = self._step if steps is None else steps
-        return {"epoch": self.epoch, "step": given, "fingerprint": self._fingerprint}
+        found = {"epoch": self.epoch, "step": given, "fingerprint": self._fingerprint}
+        return found if self.global_batch_size is None else {**found, "global_batch_size": self.global_batch_size}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continue the next iteration at the state's step, unless another epoch is set before it.
 
         Raises:
             PackingError: The state is from a sampler with other lengths or options, including ``num_replicas``. The
-                number of ranks per row may differ.
+                number of ranks per row may differ. With ``mini_batches``, whatever does not change which examples a
+                step holds may differ: the number of ranks if ``global_batch_size`` (or batch_size x ranks) is the
+                same, the budget and the attention cost.
         """
         if state["fingerprint"] != self._fingerprint:
+            was, now = state.get("global_batch_size"), self.global_batch_size
             raise PackingError(
                 "the state belongs to a sampler with other lengths, ranks, seed or options, whose steps hold other "
                 "examples. Make the sampler with the same arguments, or start a new epoch."
+                + (
+                    f" Its steps hold {was} examples, and these {now}: pass global_batch_size={was}."
+                    if was != now
+                    else ""
+                )
             )
         self.epoch = int(state["epoch"])
         self._resume = self._step = self._first = int(state["step"])
 
     @property
     def _fingerprint(self) -> int:
-        dealt = self._attention_cost, self._window, self._batch_size, self._drop_last, self.num_replicas
-        options = sorted(self._asked.items()), dealt, self._seed
+        """A number that tells samplers apart whose steps hold other examples."""
+        if self.global_batch_size is not None:
+            options: Any = MINI_BATCHES, self.global_batch_size, self._drop_last, self._seed, self.dropped.tolist()
+        else:
+            dealt = self._attention_cost, self._window, self._drop_last, self.num_replicas
+            options = sorted(self._asked.items()), dealt, self._seed
         return zlib.crc32(repr(options).encode(), zlib.crc32(self.lengths.tobytes()))
 
     @property
@@ -237,8 +295,11 @@ class PackedBatchSampler(Sampler[list[int]]):
     def _plan(self) -> Epoch:
         """Return the rows of all ranks; every rank computes the same."""
         each, seed = self._example_costs, (self._seed, self.epoch)
-        if self._batch_size is not None:
-            return epochs.of_mini_batches(each, self._batch_size, self.num_replicas, seed, self._drop_last)
+        if self.global_batch_size is not None:
+            budget = self._asked["max_tokens"] or ANY_TOKENS
+            kept = np.delete(np.arange(len(each)), self.dropped)
+            what = kept, self.global_batch_size, seed, self._drop_last
+            return epochs.of_mini_batches(*what, np.minimum(self.lengths, budget), each, self.num_replicas, budget)
         planned = plan(self.lengths, seed=seed, **self._asked)
         ordered = self._asked["strategy"] == "in_order"
         return epochs.of_plan(planned, each, self.num_replicas, self._window, seed, self._drop_last, ordered)

@@ -48,6 +48,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     add = parser.getgroup("fa2patch").addoption
     add("--quick", action="store_true", help="only see that it runs: tiny, and few repeats")
     add("--out", type=Path, help="folder that a result file of each part goes to; without it, none is written")
+    add("--others", type=Path, help="folder of verl and Unsloth unpacked, whose planners are compared with ours")
     add("--environments", type=Path, default=commits.ROOT / ".compat", help="where environments are kept")
 
 

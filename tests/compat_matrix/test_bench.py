@@ -119,7 +119,7 @@ def columns(rows):
     return list(dict.fromkeys(name for row in rows for name in row))
 
 
-FAST = ("overhead", "training", "sharing", "embeddings", "packing")
+FAST = ("overhead", "training", "sharing", "embeddings", "packing", "dealing")
 SLOW = tuple(part for part in bench.PARTS if part not in FAST)
 
 

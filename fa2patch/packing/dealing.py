@@ -14,7 +14,7 @@ import numpy.typing as npt
 
 from ..errors import PackingError
 from .plans import as_lengths, check_budget
-from .strategies import Ints, fewest, fewest_rows, in_order
+from .strategies import ENOUGH, Ints, fewest, fewest_rows, in_order
 
 Floats = npt.NDArray[np.float64]
 
@@ -84,7 +84,8 @@ def deal(
     as can be. The result is a function of the arguments: every process computes the same, without communication.
 
     One result serves whatever makes ranks wait for each other. Under DDP with ``no_sync`` they wait at the end of a
-    step, so that the costliest rank counts: examples go, costliest first, to the rank with the lowest cost so far.
+    step, so that the costliest rank counts: examples go, costliest first, to the rank with the lowest cost so far, and
+    then the costliest rank exchanges some of its own until it is within a thousandth of the mean, or cannot be cheaper.
     Under FSDP and ZeRO-3 they wait in every pass, so that the costliest of the k-th passes count: each rank fills its
     passes in the same way, longest first into the fullest pass with space. That neither changes what a rank computes
     in all, nor its number of passes.
@@ -164,8 +165,8 @@ def dealt(sizes: Ints, costs: Floats, ranks: int, max_tokens: int, passes: int |
     """Deal examples that take ``sizes`` of a pass, and find the number of passes if it is not given.
 
     :func:`_greedily` is tried first, with the fewest passes that hold all tokens. It may not fill passes to the last
-    token. Then there are as many passes as the rows of :func:`~.strategies.fewest_rows` need. More than ``passes`` are
-    returned if those are not enough.
+    token. Then there are as many passes as the rows of :func:`~.strategies.fewest_rows` need, if need be with these
+    rows. More than ``passes`` are returned if those are not enough.
     """
     by_cost = np.argsort(-costs, kind="stable")  # sizes are in descending order, too
     number = max(1, -(-int(sizes.sum()) // (ranks * max_tokens))) if passes is None else passes
@@ -182,6 +183,7 @@ def dealt(sizes: Ints, costs: Floats, ranks: int, max_tokens: int, passes: int |
         if pass_of is None:
             every = _settled(rows.astype(np.int64), by_cost, costs, 1, ranks * number)
             return _by_rows(every, sizes, costs, ranks, number, max_tokens)
+    pass_of = _levelled(pass_of, sizes, costs, ranks, number, max_tokens)
     return Dealt(_settled(pass_of, by_cost, costs, ranks, number), number, np.arange(len(sizes)))
 
 
@@ -212,6 +214,42 @@ def _greedily(by_cost: Ints, sizes: Ints, costs: Floats, ranks: int, passes: int
     found = np.empty(len(sizes), np.int64)
     found[by_cost] = pass_of
     return found
+
+
+def _levelled(pass_of: Ints, sizes: Ints, costs: Floats, ranks: int, passes: int, max_tokens: int) -> Ints:
+    """Exchange examples between the costliest and the cheapest rank until the costliest is near the mean.
+
+    An example goes to the cheapest rank, and none or one comes back, such that both cost nearly the same. Ranks of a
+    few examples differ by some percent without it.
+    """
+    loads = np.bincount(pass_of // passes, costs, ranks)
+    mean, batches = loads.mean(), None
+    for _ in range(2 * ranks):
+        high, low = int(loads.argmax()), int(loads.argmin())
+        if (loads[high] - mean) * ENOUGH <= mean:
+            break
+        batches = batches or _parted(np.arange(len(sizes)), pass_of // passes, ranks)
+        more, less, excess = batches[high], batches[low], loads[high] - loads[low]
+        saved = costs[more][:, None] - np.append(costs[less], 0)
+        away, back = divmod(int(np.abs(saved - excess / 2).argmin()), len(less) + 1)
+        if not 0 < saved[away, back] < excess:
+            break
+        taken = slice(back, back + 1)  # it is empty if no example comes back
+        more, less = np.append(np.delete(more, away), less[taken]), np.append(np.delete(less, taken), more[away])
+        changed = np.sort(more), np.sort(less)
+        cuts = [cut for batch in changed if (cut := _cut(sizes[batch], costs[batch], passes, max_tokens)) is not None]
+        if len(cuts) < 2:
+            break
+        for rank, batch, cut in zip((high, low), changed, cuts):
+            batches[rank], loads[rank], pass_of[batch] = batch, costs[batch].sum(), cut + rank * passes
+    return pass_of
+
+
+def _cut(sizes: Ints, costs: Floats, passes: int, max_tokens: int) -> Ints | None:
+    """Return the pass of each example of one rank, or None if they do not fit."""
+    if passes == 1:
+        return np.zeros(len(sizes), np.int64) if int(sizes.sum()) <= max_tokens else None
+    return _greedily(np.argsort(-costs, kind="stable"), sizes, costs, 1, passes, max_tokens)
 
 
 def _settled(pass_of: Ints, by_cost: Ints, costs: Floats, ranks: int, passes: int) -> Ints:

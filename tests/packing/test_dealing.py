@@ -96,6 +96,12 @@ def test_neither_a_step_nor_its_passes_wait_for_one_rank(ranks, budget):
     assert waits <= 1.04 * totals.mean(), "ranks that wait in each pass"
 
 
+def test_ranks_of_a_few_examples_exchange_some():
+    lengths = np.random.default_rng(0).normal(400, 150, 64).clip(1).astype(int)
+    dealt = deal(lengths, 8, 8192)
+    assert dealt.costs.sum(axis=1).max() <= 1.003 * dealt.least_cost, "0.8 percent where each goes to the cheapest rank"
+
+
 def test_few_long_examples_are_with_few_others():
     dealt = deal([4000, 4000, *[100] * 120], 4, 4096)
     assert (len(dealt), dealt.fewest_passes) == (2, 2)

@@ -125,7 +125,7 @@ def bench_dealing(rows: list[Any], quick: bool, request: pytest.FixtureRequest, 
     draw, budget = LENGTHS[name]
     drawn = np.asarray(draw(steps * ranks * EACH)).astype(np.int64).reshape(steps, -1)
     for planner, deal in planners(request.config.getoption("--others")).items():
-        found, started = [], time.process_time()
+        started = time.process_time()
         dealt = [deal(lengths, ranks, budget) for lengths in drawn]
         seconds = (time.process_time() - started) / steps
         found = [judged(lengths, passes, budget) for lengths, passes in zip(drawn, dealt)]

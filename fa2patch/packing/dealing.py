@@ -108,9 +108,8 @@ def deal(
     """
     given, budget = as_lengths(lengths), check_budget(max_tokens)
     cost = check_attention_cost(attention_cost)
-    for name, number in (("ranks", ranks), ("passes", 1 if passes is None else passes)):
-        if not isinstance(number, (int, np.integer)) or isinstance(number, bool) or number < 1:
-            raise PackingError(f"{name}: expected a positive number, found {number!r}.")
+    _check_number("ranks", ranks)
+    _check_number("passes", 1 if passes is None else passes)
     sizes, costs = capped(given, budget, too_long), example_costs(given, cost)
     found = dealt(sizes, costs, ranks, budget, passes)
     if passes is not None and found.passes > passes:
@@ -120,15 +119,19 @@ def deal(
             "order, with the max_tokens and too_long of the deal."
         )
     number = found.passes
-    batches = _parted(found.order, found.pass_of // number, ranks)
     of_passes = _parted(found.order, found.pass_of, ranks * number)
     return Deal(
         [of_passes[first : first + number] for first in range(0, ranks * number, number)],
-        batches,
+        _parted(found.order, found.pass_of // number, ranks),
         np.bincount(found.pass_of, costs, ranks * number).astype(np.float64).reshape(ranks, number),
         max(1, -(-fewest(*np.unique(sizes, return_counts=True), budget) // ranks)),
         _least(costs, ranks),
     )
+
+
+def _check_number(name: str, number: object) -> None:
+    if not isinstance(number, (int, np.integer)) or isinstance(number, bool) or number < 1:
+        raise PackingError(f"{name}: expected a positive number, found {number!r}.")
 
 
 def check_attention_cost(attention_cost: object) -> float:

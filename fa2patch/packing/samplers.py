@@ -260,14 +260,11 @@ class PackedBatchSampler(Sampler[list[int]]):
         """
         if state["fingerprint"] != self._fingerprint:
             was, now = state.get("global_batch_size"), self.global_batch_size
+            sizes = f" Its steps hold {was} examples, and these {now}: pass global_batch_size={was}."
             raise PackingError(
                 "the state belongs to a sampler with other lengths, ranks, seed or options, whose steps hold other "
                 "examples. Make the sampler with the same arguments, or start a new epoch."
-                + (
-                    f" Its steps hold {was} examples, and these {now}: pass global_batch_size={was}."
-                    if was != now
-                    else ""
-                )
+                + (sizes if now is not None and was not in (None, now) else "")
             )
         self.epoch = int(state["epoch"])
         self._resume = self._step = self._first = int(state["step"])

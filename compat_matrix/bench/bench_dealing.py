@@ -83,11 +83,12 @@ def planners(others: Path | None) -> dict[str, Callable[..., Passes]]:
     found: dict[str, Callable[..., Passes]] = {"fa2patch": of_fa2patch}
     for name, pattern, deal in (
         ("verl", "**/verl/utils/seqlen_balancing.py", of_verl),
-        ("Unsloth", "**/unsloth/utils/token_budget.py", of_unsloth),
+        ("unsloth", "**/unsloth/utils/token_budget.py", of_unsloth),
     ):
         for file in sorted(others.glob(pattern))[:1] if others else ():
-            theirs = functions(file)
-            found[name] = lambda *given, deal=deal, theirs=theirs: deal(theirs, *given)
+            theirs, wheels = functions(file), sorted(file.parents[2].glob(f"{name}-*.dist-info"))
+            version = wheels[0].name[len(name) + 1 : -len(".dist-info")] if wheels else "of unknown version"
+            found[f"{name} {version}"] = lambda *given, deal=deal, theirs=theirs: deal(theirs, *given)
     return found
 
 
@@ -118,7 +119,7 @@ def bench_dealing(rows: list[Any], quick: bool, request: pytest.FixtureRequest, 
     The means of 16 steps, of 4 steps with 64 ranks, and one step with 4096. *Fewest* and *bound* are what no planner
     can do better. *Slowest / mean* is by cost: ranks that wait for each other at the end of a step. *Each pass* adds up
     the slowest of the k-th passes, costliest first: ranks that wait in each pass. A rank with fewer passes than others
-    makes them wait for ever, or, with Unsloth, keeps the step from being cut. *Seconds* are processor time for a step.
+    makes them wait for ever, or, with unsloth, keeps the step from being cut. *Seconds* are processor time for a step.
     Other packages' functions are read from the folder that `--others` names.
     """
     ranks, steps = (4, 1) if quick else (ranks, {8: 16, 64: 4, 4096: 1}[ranks])

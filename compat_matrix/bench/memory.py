@@ -32,7 +32,12 @@ def _status(name: str) -> int:
 
 
 def of_process(module: str, *arguments: str) -> int:
-    """Run a module that prints the bytes of :func:`added` in a process of its own, and return them.
+    """Run a module that prints the bytes of :func:`added` in a process of its own, and return them."""
+    return int(printed(module, *arguments))
+
+
+def printed(module: str, *arguments: str) -> str:
+    """Run a module in a process of its own, and return what it prints.
 
     Raises:
         RuntimeError: the process fails.
@@ -40,4 +45,4 @@ def of_process(module: str, *arguments: str) -> int:
     done = subprocess.run([sys.executable, "-m", module, *arguments], capture_output=True, text=True)
     if done.returncode:
         raise RuntimeError(done.stderr[-1500:])
-    return int(done.stdout)
+    return done.stdout

@@ -73,10 +73,15 @@ def present(features: Iterable[Mapping[str, Any]]) -> list[dict[str, Any]]:
     """
     if not isinstance(features, Iterable) or isinstance(features, Mapping):
         raise CollatorError(f"expected a list of examples, found {type(features).__name__}.")
+    if isinstance(features, (list, tuple)) and len(features) == 1 and isinstance(features[0], list):
+        features = features[0]  # Trainer makes batches of the rows of packing.stream
     examples = []
     for index, feature in enumerate(features):
         if not isinstance(feature, (dict, Mapping)):  # dict is asked first: an abstract class takes longer to answer
-            rows = " A row of packing.stream is a list of examples: join the lists of a batch, or set batch_size=None."
+            rows = (
+                " A row of packing.stream is a list of examples, and a batch is one row: set batch_size=None or 1 "
+                "(per_device_train_batch_size=1 in Trainer), or join the lists of a batch."
+            )
             advice = rows if isinstance(feature, list) else ""
             raise CollatorError(f"example {index}: expected a mapping, found {type(feature).__name__}.{advice}")
         examples.append({key: value for key, value in feature.items() if value is not None})

@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
-import inspect
+import os
 import sys
-from bisect import bisect_right, insort
-from collections.abc import Callable, Iterable, Iterator
-from itertools import chain, islice
+from bisect import bisect_left, bisect_right, insort
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
-from torch.utils.data import IterableDataset, get_worker_info
+import torch
+from torch.utils.data import IterableDataset
 
 from ..errors import PackingError
 from .plans import as_lengths, check_budget, check_policy, cut, cut_out, plan
+from .reading import START, Part, Place, Reader, Source, check_ranks, this_part, this_rank
 
 
 def token_count(example: Any) -> int:
@@ -23,9 +24,14 @@ def token_count(example: Any) -> int:
 class Stream(IterableDataset[list[Any]]):
     """An ``IterableDataset`` of packed rows; see :func:`stream`.
 
+    The counts are those of the current or last iteration of this process. Workers of a DataLoader have their own.
+
     Attributes:
-        dropped: Number of examples that the current or last iteration has left out.
+        dropped: Number of examples that it has left out because they are too long.
         truncated: Number of examples whose end it has left out.
+        empty: Number of examples that it has left out because they have no tokens.
+        rows: Number of rows that it has given.
+        tokens: Number of tokens in these rows.
     """
 
     def __init__(
@@ -36,136 +42,279 @@ class Stream(IterableDataset[list[Any]]):
         *,
         too_long: str = "error",
         length: Callable[[Any], int] = token_count,
+        ranks: str | tuple[int, int] | None = None,
     ) -> None:
         super().__init__()
         check_policy(too_long)
+        check_ranks(ranks)
         if buffer < 1:
             raise PackingError(f"buffer: expected at least one example, found {buffer}.")
         self.max_tokens, self.buffer = check_budget(max_tokens), buffer
-        self._examples, self._too_long, self._length = examples, too_long, length
-        self.dropped = self.truncated = 0
-        self._had_some = False
+        self._source, self._too_long, self._length, self._ranks = Source(examples), too_long, length, ranks
+        self._rank: tuple[int, int] | None = None  # in a worker that cannot know it
+        self._count({})
+        # workers that live for several epochs see the number that the main process sets, as those of datasets do
+        self._epoch = torch.zeros((), dtype=torch.int64).share_memory_()  # type: ignore[no-untyped-call]
+        self._iteration: _Iteration | None = None
+        self._loaded: tuple[Mapping[str, Any], int] | None = None  # a state, and the process that has loaded it
 
     def __iter__(self) -> Iterator[list[Any]]:
-        self.dropped = self.truncated = 0
-        waiting = _Waiting()
-        for example, tokens in self._pieces():
-            waiting.add(example, tokens)
-            if len(waiting) > self.buffer:
-                yield waiting.row(self.max_tokens)
-        yield from waiting.rest(self.max_tokens)
+        # The IterableDatasetShard of accelerate, and of Transformers, iterates over all rows in each rank and takes
+        # some. It is the caller, and is known by what it holds.
+        caller = sys._getframe(1).f_locals.get("self")
+        dealt = getattr(caller, "dataset", None) is self and getattr(caller, "num_processes", 1) > 1
+        part = this_part(self._source.examples, self._ranks, self._rank or this_rank(), dealt)
+        state, self._loaded = self._next_state(), None
+        self._iteration = _Iteration(self, part, state)
+        return self._iteration.rows()
+
+    def __getstate__(self) -> dict[str, Any]:
+        """The stream for a worker that is started anew, which has no process group and may not know its rank."""
+        known = torch.distributed.is_available() and torch.distributed.is_initialized()
+        return {**self.__dict__, "_iteration": None, "_rank": this_rank() if known else self._rank}
+
+    @property
+    def fill(self) -> float:
+        """Fraction of the budget of the rows given so far that is filled with tokens; 1.0 if there are none."""
+        return self.tokens / (self.rows * self.max_tokens) if self.rows else 1.0
 
     def set_epoch(self, epoch: int) -> None:
         """Pass the epoch on to the examples if they have ``set_epoch`` (a shuffling iterable dataset)."""
-        if hasattr(self._examples, "set_epoch"):
-            self._examples.set_epoch(epoch)
+        self._epoch.fill_(epoch)
+        if hasattr(self._source.examples, "set_epoch"):
+            self._source.examples.set_epoch(epoch)
 
-    def _arriving(self) -> Iterator[Any]:
-        """The examples, which must be there in every epoch, and in one worker of a DataLoader only."""
-        own = getattr(type(self._examples), "__iter__", None)
-        # an __iter__ in Python may return the object itself and begin again; that of a generator, map or file does not
-        if self._had_some and not inspect.isfunction(own) and iter(self._examples) is self._examples:
-            raise PackingError(_READ_ONCE)
-        worker, empty = get_worker_info(), True
-        for example in self._examples if worker is None else _of_one_worker(self._examples, worker.num_workers):
-            self._had_some, empty = True, False
-            yield example
-        if self._had_some and empty:
-            raise PackingError(_READ_ONCE)
+    def state_dict(self) -> dict[str, Any]:
+        """Return the position behind the last row that the current or last iteration has given.
 
-    def _pieces(self) -> Iterator[tuple[Any, int]]:
-        for number, example in enumerate(self._arriving()):
-            length = int(self._length(example))
-            if length < 1:
-                raise PackingError(f"example {number} of the stream has no tokens. Filter empty examples out.")
-            if length <= self.max_tokens:
-                yield example, length
-                continue
-            if self._too_long == "error":
-                raise PackingError(
-                    f"example {number} of the stream has {length} tokens, but max_tokens is {self.max_tokens}. Raise "
-                    "it, or choose too_long='split', 'truncate' or 'drop'."
-                )
-            found = cut(as_lengths([length]), self.max_tokens, self._too_long)
-            self.dropped += len(found.dropped)
-            self.truncated += len(found.truncated)
+        The waiting examples are not in it. It says which they are, at most ``buffer`` numbers, and they are read again:
+        from a position of the examples' own shortly before the oldest one, if they have ``state_dict`` and
+        ``load_state_dict``, else from their beginning, without measuring or packing what has been given. The state is
+        made of numbers, strings, lists, tuples and dicts, and of what the examples' own state is made of.
+
+        Raises:
+            PackingError: No iteration has begun in this process, so it does not know the position.
+        """
+        state = self._next_state()
+        if state is not None:
+            return dict(state)
+        if self._iteration is None:
+            raise PackingError(
+                "state_dict: the stream has not been iterated in this process. With workers of a DataLoader, the "
+                "position is known to the workers only: use torchdata.stateful_dataloader.StatefulDataLoader and its "
+                "state_dict. Without workers, begin an iteration first."
+            )
+        return self._iteration.state()
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Continue the next iteration at the state, unless another epoch is set before it.
+
+        Its rows are those that an uninterrupted iteration would have given after the state.
+
+        Raises:
+            PackingError: The state is of a stream with other options. While iterating: it is that of another rank or
+                worker, of another number of them, or of other examples.
+        """
+        if state["options"] != self._options:
+            raise PackingError(
+                f"the state is of a stream with {state['options']}, and this one has {self._options}: its rows are "
+                "others. Make the stream with the same options, or start a new epoch."
+            )
+        self.set_epoch(int(state["epoch"]))
+        self._loaded = state, os.getpid()
+
+    @property
+    def _options(self) -> dict[str, Any]:
+        return {"max_tokens": self.max_tokens, "buffer": self.buffer, "too_long": self._too_long}
+
+    def _next_state(self) -> Mapping[str, Any] | None:
+        """The state at which the next iteration goes on, or None."""
+        if self._loaded is None or self._loaded[0]["epoch"] != int(self._epoch):
+            return None
+        if self._loaded[1] != os.getpid():  # the main process would keep it, and begin each epoch there
+            raise PackingError(
+                "a state was loaded in the main process, and the stream is iterated by a worker of a DataLoader. Use "
+                "torchdata.stateful_dataloader.StatefulDataLoader and its load_state_dict, which loads it in the "
+                "workers, or num_workers=0."
+            )
+        return self._loaded[0]
+
+    def _count(self, counts: Mapping[str, int]) -> None:
+        self.dropped, self.truncated, self.empty, self.rows, self.tokens = (counts.get(one, 0) for one in _COUNTS)
+
+
+_COUNTS = ("dropped", "truncated", "empty", "rows", "tokens")
+
+
+class _Iteration:
+    """One iteration of a stream: what has been read, and what waits."""
+
+    def __init__(self, stream: Stream, part: Part, state: Mapping[str, Any] | None) -> None:
+        self._stream, self._part, self._loaded = stream, part, state
+        self._ended: int | None = None  # at the end of the stream: how many of the rows of what waited were given
+        self._read_from(START)
+        stream._count({} if state is None else state["counts"])
+
+    def rows(self) -> Iterator[list[Any]]:
+        if self._loaded is not None:
+            self._resume(self._loaded)
+            self._loaded = None
+        yield from self._full_rows()
+        for number, example in self._arriving:
+            for start, stop, piece in self._pieces(number, example):
+                self._waiting.add((number, start), piece, stop - start)
+            yield from self._full_rows()
+        rows, given = self._waiting.rest(self._stream.max_tokens), self._ended or 0
+        self._ended = given
+        for row, tokens in rows[given:]:
+            self._ended += 1
+            yield self._given(row, tokens)
+
+    def state(self) -> dict[str, Any]:
+        """See :meth:`Stream.state_dict`."""
+        if self._loaded is not None:
+            return dict(self._loaded)
+        stream, reader = self._stream, self._reader
+        return {
+            "options": stream._options,
+            "epoch": int(stream._epoch),
+            "part": self._part.number,
+            "read": reader.read,
+            "mark": reader.mark,
+            "waiting": self._waiting.keys(),
+            "ended": self._ended,
+            "counts": {name: getattr(stream, name) for name in _COUNTS},
+            "again": reader.place(self._waiting.oldest)._asdict(),
+        }
+
+    def _read_from(self, place: Place) -> None:
+        every = max(self._stream.buffer, 100)  # a state of the examples may be long, and takes time to make
+        self._reader = Reader(self._stream._source, self._part, every, place)
+        self._arriving = iter(self._reader)
+        self._waiting = _Waiting()
+
+    def _resume(self, state: Mapping[str, Any]) -> None:
+        if list(state["part"]) != self._part.number:
+            raise PackingError(_OTHER_PART.format(*state["part"], *self._part.number))
+        again = Place(**state["again"])
+        # a state of the examples may not lead to the same ones, as with a shuffle buffer of datasets; reading all does
+        for place in (again, START) if again.state is not None else (START,):
+            self._read_from(place)
+            if self._reads_again(state):
+                break
+        else:
+            raise PackingError(_OTHER_EXAMPLES.format(state["read"]))
+        self._ended = state["ended"]
+        stream = self._stream
+        stream._count(state["counts"])  # what is read again has been counted
+
+    def _reads_again(self, state: Mapping[str, Any]) -> bool:
+        """Read up to the state, and return whether the examples are the same."""
+        wanted = {(number, start) for number, start in state["waiting"]}
+        numbers = {number for number, _ in wanted}
+        while self._reader.read < state["read"]:
+            number, example = next(self._arriving, (None, None))
+            if number is None:
+                return False
+            for start, stop, piece in self._pieces(number, example) if number in numbers else ():
+                if (number, start) in wanted:
+                    self._waiting.add((number, start), piece, stop - start)
+        same = (self._reader.read, self._reader.mark) == (state["read"], state["mark"])
+        if state["ended"] is not None and next(self._arriving, None) is not None:
+            return False  # the examples had ended there
+        return same and len(self._waiting) == len(wanted)
+
+    def _full_rows(self) -> Iterator[list[Any]]:
+        while len(self._waiting) > self._stream.buffer:
+            yield self._given(*self._waiting.row(self._stream.max_tokens))
+            self._reader.place(self._waiting.oldest)  # which forgets earlier places: memory does not grow
+
+    def _given(self, row: list[Any], tokens: int) -> list[Any]:
+        self._stream.rows += 1
+        self._stream.tokens += tokens
+        return row
+
+    def _pieces(self, number: int, example: Any) -> Iterator[tuple[int, int, Any]]:
+        """The pieces of an example that are packed: start, stop and the piece. What is left out is counted."""
+        stream = self._stream
+        length = int(stream._length(example))
+        if length < 1:
+            stream.empty += 1
+        elif length <= stream.max_tokens:
+            yield 0, length, example
+        elif stream._too_long == "error":
+            raise PackingError(
+                f"example {number} of the stream has {length} tokens, but max_tokens is {stream.max_tokens}. Raise "
+                "it, or choose too_long='split', 'truncate' or 'drop'."
+            )
+        else:
+            found = cut(as_lengths([length]), stream.max_tokens, stream._too_long)
+            stream.dropped += len(found.dropped)
+            stream.truncated += len(found.truncated)
             assert found.cuts is not None, "the example is longer than max_tokens"
             _, starts, stops = found.cuts
             for start, stop in zip(starts.tolist(), stops.tolist()):
-                yield cut_out(example, start, stop, length), stop - start
+                yield start, stop, cut_out(example, start, stop, length)
 
 
-_READ_ONCE = (
-    "the examples of the stream have been iterated before, and they can be read only once, as a generator can: a "
-    "second epoch would be empty, or begin where the first one ended. Pass an object that can be iterated again: a "
-    "list, a dataset, or one with an __iter__ that makes a new generator."
+_OTHER_PART = (
+    "the state is that of process {0} of {1} that read the stream (ranks times workers), and this is process {2} of "
+    "{3}, which has other examples. Save the state of each rank, load each in its rank, and keep the number of ranks "
+    "and workers, or start a new epoch."
+)
+
+_OTHER_EXAMPLES = (
+    "the examples are not those that the state belongs to: of the {0} that were read before it, some are missing or "
+    "others. Pass the same examples in the same order (the same files, seed and epoch), or start a new epoch."
 )
 
 
-def _of_one_worker(examples: Iterable[Any], workers: int) -> Iterator[Any]:
-    """The examples in one of the workers of a DataLoader. Each worker has a copy of them.
-
-    A worker knows which one it is by ``get_worker_info``, so examples that do not call it are the same in all workers.
-    They call it where they begin, as those of ``datasets`` and ``webdataset`` do, so the first example shows it.
-
-    Raises:
-        PackingError: There are several workers, and the examples do not ask which one this is.
-    """
-    asked, before = [], sys.getprofile()
-
-    def profile(frame: Any, event: str, _: Any) -> None:
-        if event == "call" and frame.f_code is get_worker_info.__code__:
-            asked.append(frame.f_code)
-
-    sys.setprofile(profile)
-    try:
-        rest = iter(examples)
-        first = list(islice(rest, 1))
-    finally:
-        sys.setprofile(before)
-    if first and workers > 1 and not asked:
-        raise PackingError(
-            f"the stream is read by {workers} workers of a DataLoader, and its examples do not call "
-            "torch.utils.data.get_worker_info: each worker would give all of them. Pass num_workers=1 or 0, or "
-            "examples that give each worker a part of its own, as an IterableDataset of datasets with shards does."
-        )
-    yield from chain(first, rest)
-
-
 class _Waiting:
-    """Examples that are in no row yet, indexed by arrival and by length."""
+    """Examples that are in no row yet, indexed by arrival and by length. A key names one of them."""
 
     def __init__(self) -> None:
-        self._by_arrival: dict[int, tuple[Any, int]] = {}
+        self._by_arrival: dict[int, tuple[tuple[int, int], Any, int]] = {}
         self._by_length: list[tuple[int, int]] = []  # (tokens, -arrival): of equal lengths, the oldest example is last
         self._arrived = 0
 
     def __len__(self) -> int:
         return len(self._by_length)
 
-    def add(self, example: Any, tokens: int) -> None:
-        self._by_arrival[self._arrived] = example, tokens
+    @property
+    def oldest(self) -> int:
+        """Number of the oldest example; the highest number if there is none."""
+        return next(iter(self._by_arrival.values()))[0][0] if self._by_arrival else sys.maxsize
+
+    def keys(self) -> list[tuple[int, int]]:
+        """Return (number of the example, start of the piece) of all, by arrival."""
+        return [key for key, _, _ in self._by_arrival.values()]
+
+    def add(self, key: tuple[int, int], example: Any, tokens: int) -> None:
+        self._by_arrival[self._arrived] = key, example, tokens
         insort(self._by_length, (tokens, -self._arrived))
         self._arrived += 1
 
-    def row(self, max_tokens: int) -> list[Any]:
-        """Return a row of the oldest example and then, repeatedly, the longest one that fits."""
+    def row(self, max_tokens: int) -> tuple[list[Any], int]:
+        """Return a row of the oldest example and then, repeatedly, the longest one that fits; and its tokens."""
         oldest = next(iter(self._by_arrival))
         found, space = [], max_tokens
-        place = self._by_length.index((self._by_arrival[oldest][1], -oldest))
+        place = bisect_left(self._by_length, (self._by_arrival[oldest][2], -oldest))
         while place >= 0:
             tokens, arrival = self._by_length.pop(place)
-            found.append(self._by_arrival.pop(-arrival)[0])
+            found.append(self._by_arrival.pop(-arrival)[1])
             space -= tokens
             place = bisect_right(self._by_length, (space, 1)) - 1
-        return found
+        return found, max_tokens - space
 
-    def rest(self, max_tokens: int) -> Iterator[list[Any]]:
-        """Yield the rows that ``plan`` makes of all waiting examples, ordered by their oldest example."""
-        waiting = list(self._by_arrival.values())
-        lengths = [tokens for _, tokens in waiting]
-        for row in sorted(plan(lengths, max_tokens, seed=None), key=lambda row: int(row[0])):
-            yield [waiting[index][0] for index in row.tolist()]
+    def rest(self, max_tokens: int) -> list[tuple[list[Any], int]]:
+        """Return the rows that ``plan`` makes of all waiting examples, by their oldest example; and their tokens."""
+        waiting = [*self._by_arrival.values()]
+        planned = plan([tokens for _, _, tokens in waiting], max_tokens, seed=None)
+        rows = [
+            ([waiting[index][1] for index in row.tolist()], int(row[0]), tokens)
+            for row, tokens in zip(planned, planned.tokens.tolist())
+        ]
+        return [(row, tokens) for row, _, tokens in sorted(rows, key=lambda row: row[1])]
 
 
 def stream(
@@ -175,36 +324,56 @@ def stream(
     *,
     too_long: str = "error",
     length: Callable[[Any], int] = token_count,
+    ranks: str | tuple[int, int] | None = None,
 ) -> Stream:
     """Pack the examples of an iterable dataset, while they arrive, into rows of at most ``max_tokens`` tokens.
 
     A row takes the example that has waited longest and then, repeatedly, the longest one that still fits. No example
     waits for more than ``buffer`` rows. At the end of the stream, the waiting examples are packed by best fit
     decreasing, so with a buffer as large as the stream the rows are those of :func:`fa2patch.packing.plan`. The same
-    stream gives the same rows.
+    stream gives the same rows. Examples without tokens are left out; ``Stream.empty`` counts them.
 
     The result is a torch ``IterableDataset`` of rows. Each row is a list of examples; collate rows one by one::
 
         rows = fa2patch.packing.stream(dataset, max_tokens=8192)
         loader = DataLoader(rows, batch_size=None, collate_fn=fa2patch.DataCollatorWithFlattening())
 
-    :mod:`fa2patch.packing` describes how packing to a budget affects training. Ranks must iterate over different parts
-    of the data (``datasets.distributed.split_dataset_by_node``). They may end after different numbers of rows, so set
-    ``max_steps``. Several workers of a DataLoader are an error, unless the examples ask
-    ``torch.utils.data.get_worker_info`` which part is theirs, as an ``IterableDataset`` of ``datasets`` does.
+    or give it to Trainer, with ``per_device_train_batch_size=1`` and ``max_steps``::
+
+        Trainer(model, args, train_dataset=rows, data_collator=fa2patch.DataCollatorWithFlattening())
+
+    Workers of a DataLoader share the examples out: each takes every n-th one, and reads all. That is right where
+    reading is cheap. Examples that call ``torch.utils.data.get_worker_info``, as those of ``datasets`` and
+    ``webdataset`` do, split themselves, and are not split again. Ranks are told what to do by ``ranks``. They may end
+    after different numbers of rows, so set ``max_steps``.
+
+    ``Stream.state_dict`` and ``load_state_dict`` resume behind any row. :mod:`fa2patch.packing` says how packing to
+    a budget affects training.
 
     Args:
         examples: Mappings with ``input_ids``, or sequences of tokens. Every iteration iterates over them again, so a
             generator serves for one epoch only.
         max_tokens: Maximum number of tokens in a row.
         buffer: Maximum number of waiting examples. A larger buffer fills rows better: with 1000 and 20 examples per
-            row, rows are within 1 % of full.
+            row, rows are within 1 % of full. ``Stream.fill`` says how full they are.
         too_long: See :func:`fa2patch.packing.plan`. ``Stream.dropped`` and ``Stream.truncated`` count such examples.
         length: Function that returns the number of tokens of an example.
+        ranks: What several ranks (those of ``torch.distributed``, else of ``RANK`` and ``WORLD_SIZE``) do.
+
+            - ``"split"``: The examples are the same in all ranks. Each rank takes every n-th of them, and reads all.
+              Ranks that compute a row together are one, as for :class:`PackedBatchSampler`.
+            - ``"all"``: Nothing: the examples are a part for each rank already.
+            - (rank, ranks): As ``"split"``, for example with the local rank and the size of a dimension of a device
+              mesh.
+            - None: Nothing if ``datasets.distributed.split_dataset_by_node`` has split the examples, or if accelerate
+              or Trainer give each rank some of the rows, as they do with ``dispatch_batches=False`` (otherwise they
+              join the rows of all ranks, which have different lengths). Else it is an error if there are several
+              ranks, because the examples do not show whether they are the same in all of them.
 
     Raises:
-        PackingError: An option is invalid. While iterating: an example has no tokens, or is longer than ``max_tokens``
-            and ``too_long="error"``; several workers would read the same examples; or the examples can be read only
-            once, and this is not the first time.
+        PackingError: An option is invalid. While iterating: an example is longer than ``max_tokens`` and
+            ``too_long="error"``; there are several ranks and ``ranks`` is None; the examples can be read only once, and
+            this is not the first time, or there are several workers; or a state that was loaded does not belong to
+            this stream.
     """
-    return Stream(examples, max_tokens, buffer, too_long=too_long, length=length)
+    return Stream(examples, max_tokens, buffer, too_long=too_long, length=length, ranks=ranks)

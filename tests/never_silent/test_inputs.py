@@ -525,7 +525,7 @@ def test_workers_give_every_example_once_or_say_so(name, workers):
         "nested": InANestedGenerator,
     }  # fmt: skip
     rows = stream(made[name](), max_tokens=16, buffer=5)
-    if workers == 2 and name not in ("shared", "nested"):
+    if workers == 2 and name == "generator":
         refused(lambda: given_by(rows, workers), "read by 2 workers.*num_workers=1", PackingError)
         return
     assert given_by(rows, workers) == Counter(range(3, 43))
@@ -576,14 +576,39 @@ def test_what_can_be_read_once_has_no_second_epoch(name):
     refused(lambda: list(rows), "only once, as a generator", PackingError)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("size", [1, 2])
-def test_rows_are_collated_one_by_one_or_joined(size):
-    """Trainer makes batches of rows. Each row is a list of examples already."""
+def test_rows_are_collated_one_by_one_or_joined():
     rows = stream(EXAMPLES, max_tokens=16, buffer=5)
-    refused(lambda: next(iter(DataLoader(rows, size, collate_fn=collate))), "join the lists of a batch", CollatorError)
-    joined = DataLoader(rows, size, collate_fn=lambda batch: collate([*itertools.chain.from_iterable(batch)]))
-    assert sum(len(lengths_of(batch)) for batch in joined) == 40
+    refused(lambda: next(iter(DataLoader(rows, 2, collate_fn=collate))), "per_device_train_batch_size=1", CollatorError)
+    joined = DataLoader(rows, 2, collate_fn=lambda batch: collate([*itertools.chain.from_iterable(batch)]))
+    alone = DataLoader(rows, 1, collate_fn=collate)
+    assert [sum(len(lengths_of(batch)) for batch in loader) for loader in (joined, alone)] == [40, 40]
+
+
+@pytest.mark.parametrize("workers", [0, pytest.param(2, marks=pytest.mark.slow)])
+def test_trainer_trains_on_the_rows_of_a_stream(workers, tmp_path):
+    """Two epochs of it. Trainer makes batches of rows, with a batch size of 8 unless it is told otherwise."""
+    pytest.importorskip("accelerate")
+    seen = []
+
+    class Seeing(transformers.Trainer):
+        def training_step(self, model, inputs, *rest):
+            seen.append(inputs["input_ids"].unique_consecutive().tolist())
+            return super().training_step(model, inputs, *rest)
+
+    def train(**options):
+        cpu = {"use_cpu": True} if "use_cpu" in inspect.signature(transformers.TrainingArguments).parameters else {}
+        arguments = transformers.TrainingArguments(
+            output_dir=str(tmp_path), max_steps=2 * steps, save_strategy="no", report_to=[], disable_tqdm=True,
+            dataloader_num_workers=workers, **options, **cpu,
+        )  # fmt: skip
+        trainer = Seeing(patched(), arguments, train_dataset=stream(EXAMPLES, 16, 5), data_collator=collate)
+        return trainer.train().training_loss
+
+    steps = len([*DataLoader(stream(EXAMPLES, 16, 5), batch_size=None, num_workers=workers, collate_fn=list)])
+    refused(train, "expected a mapping, found list.*per_device_train_batch_size=1", CollatorError)
+    assert np.isfinite(train(per_device_train_batch_size=1)) and len(seen) == 2 * steps
+    for epoch in (seen[:steps], seen[steps:]):
+        assert Counter(itertools.chain.from_iterable(epoch)) == Counter(range(3, 43))
 
 
 def test_an_epoch_that_was_broken_off_does_not_go_on_without_what_had_waited():

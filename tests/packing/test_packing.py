@@ -11,13 +11,13 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from torch.utils.data import DataLoader, IterableDataset
+from torch.utils.data import DataLoader
 
 import fa2patch
 from compat_matrix import tiny_models
 from compat_matrix.check import rows
 from fa2patch import packing
-from fa2patch.packing import PackedBatchSampler, PackingError, plan, strategies, stream
+from fa2patch.packing import PackedBatchSampler, PackingError, plan, strategies
 
 DRAWN = settings(deadline=None, derandomize=True, database=None, max_examples=40)
 
@@ -359,75 +359,6 @@ def test_examples_are_cut_as_planned():
 def test_lengths_of_another_dataset_are_an_error():
     with pytest.raises(PackingError, match="planned as 3 tokens, but has 2"):
         plan([3], 4).examples([{"input_ids": [1, 2]}], 0)
-
-
-# --- stream ---------------------------------------------------------------------------------------------------
-
-
-def tokens_of(lengths):
-    return [[number] * length for number, length in enumerate(lengths)]
-
-
-@DRAWN
-@given(lengths=LENGTHS, room=st.integers(0, 100), buffer=st.integers(1, 50))
-def test_a_stream_gives_every_example_once(lengths, room, buffer):
-    budget = max(lengths, default=1) + room
-    rows = list(stream(tokens_of(lengths), budget, buffer))
-    assert everything([[example[0] for example in row] for row in rows]) == list(range(len(lengths)))
-    assert all(0 < sum(map(len, row)) <= budget for row in rows)
-
-
-@DRAWN
-@given(lengths=LENGTHS, room=st.integers(0, 100))
-def test_a_stream_that_fits_the_buffer_is_a_plan(lengths, room):
-    budget = max(lengths, default=1) + room
-    rows = [[example[0] for example in row] for row in stream(tokens_of(lengths), budget, max(1, len(lengths)))]
-    assert sorted(rows) == sorted(row.tolist() for row in plan(lengths, budget, seed=None))
-
-
-def test_no_example_waits_for_more_rows_than_the_buffer_holds():
-    lengths = [7] + [10] * 300
-    rows = list(stream(tokens_of(lengths), 10, 20))
-    assert [0] * 7 in rows[0]
-    waited = [row for row, examples in enumerate(rows) for example in examples if example[0] == 150]
-    assert waited[0] <= 150 + 20
-
-
-def test_a_stream_fills_rows():
-    rows = list(stream(tokens_of(FLAN_LIKE), 4096, 500))
-    assert FLAN_LIKE.sum() / (4096 * len(rows)) > 0.98
-    assert len(rows) < 1.01 * len(plan(FLAN_LIKE, 4096)) < len(plan(FLAN_LIKE, 4096, "in_order"))
-
-
-def test_a_stream_starts_before_the_examples_end():
-    rows = iter(stream(({"input_ids": [1] * 6} for _ in itertools.count()), 10, 3))
-    assert next(rows) == [{"input_ids": [1] * 6}]
-
-
-def test_a_streams_policies():
-    lengths = [10, 3, 4]
-    with pytest.raises(PackingError, match="example 0 of the stream has 10 tokens"):
-        list(stream(tokens_of(lengths), 4))
-    for policy, tokens, counts in (("drop", 7, (1, 0)), ("truncate", 11, (0, 1)), ("split", 17, (0, 0))):
-        rows = stream(tokens_of(lengths), 4, too_long=policy)
-        for _ in range(2):  # each iteration counts from zero
-            assert sum(len(example) for row in rows for example in row) == tokens
-            assert (rows.dropped, rows.truncated) == counts
-    with pytest.raises(PackingError, match="example 1 of the stream has no tokens"):
-        list(stream([[1], []], 4))
-    with pytest.raises(PackingError, match="buffer"):
-        stream([], 4, 0)
-
-
-def test_a_stream_in_a_dataloader():
-    class Examples(IterableDataset):
-        def __iter__(self):
-            return iter({"input_ids": [number + 1] * 5} for number in range(9))
-
-    rows = stream(Examples(), 16, 4)
-    batches = list(DataLoader(rows, batch_size=None, collate_fn=fa2patch.DataCollatorWithFlattening()))
-    assert sorted(torch.cat([batch["input_ids"][0] for batch in batches]).tolist()) == sorted([*range(1, 10)] * 5)
-    assert all(batch["input_ids"].shape[1] <= 16 for batch in batches)
 
 
 # --- sampler --------------------------------------------------------------------------------------------------

@@ -73,8 +73,9 @@ def present(features: Iterable[Mapping[str, Any]]) -> list[dict[str, Any]]:
     """
     if not isinstance(features, Iterable) or isinstance(features, Mapping):
         raise CollatorError(f"expected a list of examples, found {type(features).__name__}.")
-    if isinstance(features, (list, tuple)) and len(features) == 1 and isinstance(features[0], list):
-        features = features[0]  # Trainer makes batches of the rows of packing.stream
+    if isinstance(features, list) and len(features) == 1 and isinstance(features[0], list):
+        row = features[0]  # Trainer makes batches of the rows of packing.stream
+        features = row if row and isinstance(row[0], (dict, Mapping)) else features
     examples = []
     for index, feature in enumerate(features):
         if not isinstance(feature, (dict, Mapping)):  # dict is asked first: an abstract class takes longer to answer

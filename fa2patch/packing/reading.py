@@ -115,7 +115,7 @@ class Source:
 
         Raises:
             PackingError: The examples can be read only once, and this is not the first time, or there are several
-                workers. It may be raised while iterating.
+                workers.
         """
         # an __iter__ in Python may return the object itself and begin again; that of a generator, map or file does not
         own = getattr(type(self.examples), "__iter__", None)
@@ -129,18 +129,13 @@ class Source:
             # a copy, because datasets goes on at a loaded state in each later iteration too, until the next epoch
             examples = copy.copy(examples)
             examples.load_state_dict(state)
-        rest, asked = _asks_for_worker(examples) if workers > 1 else (iter(examples), False)
+        first, rest, asked = _begun(examples, workers > 1)
         if once and workers > 1 and not asked:
-            raise PackingError(_SHARED_BY_WORKERS.format(workers=workers))
-        return examples, self._noting(rest, state is not None), asked
-
-    def _noting(self, rest: Iterator[Any], resumed: bool) -> Iterator[Any]:
-        empty = not resumed
-        for example in rest:
-            self._had_some, empty = True, False
-            yield example
-        if self._had_some and empty:
+            raise PackingError(_SHARED_BY_WORKERS.format(workers))
+        if self._had_some and not first and state is None:
             raise PackingError(_READ_ONCE)
+        self._had_some |= bool(first)
+        return examples, chain(first, rest), asked
 
 
 _READ_ONCE = (
@@ -150,7 +145,7 @@ _READ_ONCE = (
 )
 
 _SHARED_BY_WORKERS = (
-    "the stream is read by {workers} workers of a DataLoader, and its examples can be read only once, as a generator "
+    "the stream is read by {0} workers of a DataLoader, and its examples can be read only once, as a generator "
     "can: workers are copies of one process, and a file that is open already would be read by all of them in turn. "
     "Pass num_workers=1 or 0, or examples with an __iter__ that makes a new generator."
 )
@@ -177,8 +172,8 @@ def has_state(examples: Any) -> bool:
     return True
 
 
-def _asks_for_worker(examples: Iterable[Any]) -> tuple[Iterator[Any], bool]:
-    """Begin to iterate, and return whether the examples call ``get_worker_info``.
+def _begun(examples: Iterable[Any], in_workers: bool) -> tuple[list[Any], Iterator[Any], bool]:
+    """Return the first example (or none), the rest of them, and whether they call ``get_worker_info`` in a worker.
 
     Each worker has a copy of the examples, and knows which one it is by this function alone. Examples that do not call
     it are the same in all workers. They call it where they begin, as those of ``datasets`` and ``webdataset`` do, so
@@ -190,13 +185,14 @@ def _asks_for_worker(examples: Iterable[Any]) -> tuple[Iterator[Any], bool]:
         if event == "call" and frame.f_code is get_worker_info.__code__:
             asked.append(frame.f_code)
 
-    sys.setprofile(profile)
+    if in_workers:  # elsewhere the user's profiler goes on
+        sys.setprofile(profile)
     try:
         rest = iter(examples)
-        first = list(islice(rest, 1))
+        return list(islice(rest, 1)), rest, bool(asked)
     finally:
-        sys.setprofile(before)
-    return chain(first, rest), bool(asked)
+        if in_workers:
+            sys.setprofile(before)
 
 
 class Place(NamedTuple):
@@ -235,10 +231,10 @@ class Reader:
 
     def __iter__(self) -> Iterator[tuple[int, Any]]:
         begin, (rank, ranks, worker, workers) = self._places[0], self._part
-        examples, rest, asked = self._source.begin(workers, begin.state)
+        examples, arriving, asked = self._source.begin(workers, begin.state)
         index, parts = (rank, ranks) if asked else (rank * workers + worker, ranks * workers)
         saves = has_state(examples)
-        for number, example in enumerate(rest, begin.number):
+        for number, example in enumerate(arriving, begin.number):
             if number % parts == index:
                 self.read, self.mark = number + 1, _marked(example, self.mark)
                 yield number, example

@@ -6,6 +6,7 @@ import os
 import sys
 from bisect import bisect_left, bisect_right, insort
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from itertools import chain
 from typing import Any
 
 import torch
@@ -159,11 +160,13 @@ class _Iteration:
         if self._loaded is not None:
             self._resume(self._loaded)
             self._loaded = None
-        yield from self._full_rows()
-        for number, example in self._arriving:
-            for start, stop, piece in self._pieces(number, example):
-                self._waiting.add((number, start), piece, stop - start)
-            yield from self._full_rows()
+        waiting, buffer = self._waiting, self._stream.buffer
+        for number, example in chain([(-1, None)], self._arriving):  # a state may have been saved among full rows
+            for start, stop, piece in self._pieces(number, example) if number >= 0 else ():
+                waiting.add((number, start), piece, stop - start)
+            while len(waiting) > buffer:
+                yield self._given(*waiting.row(self._stream.max_tokens))
+                self._reader.place(waiting.oldest)  # which forgets earlier places: memory does not grow
         rows, given = self._waiting.rest(self._stream.max_tokens), self._ended or 0
         self._ended = given
         for row, tokens in rows[given:]:
@@ -224,37 +227,31 @@ class _Iteration:
             return False  # the examples had ended there
         return same and len(self._waiting) == len(wanted)
 
-    def _full_rows(self) -> Iterator[list[Any]]:
-        while len(self._waiting) > self._stream.buffer:
-            yield self._given(*self._waiting.row(self._stream.max_tokens))
-            self._reader.place(self._waiting.oldest)  # which forgets earlier places: memory does not grow
-
     def _given(self, row: list[Any], tokens: int) -> list[Any]:
         self._stream.rows += 1
         self._stream.tokens += tokens
         return row
 
-    def _pieces(self, number: int, example: Any) -> Iterator[tuple[int, int, Any]]:
-        """The pieces of an example that are packed: start, stop and the piece. What is left out is counted."""
+    def _pieces(self, number: int, example: Any) -> list[tuple[int, int, Any]]:
+        """Return the pieces of an example that are packed: start, stop and the piece. What is left out is counted."""
         stream = self._stream
         length = int(stream._length(example))
+        if 1 <= length <= stream.max_tokens:
+            return [(0, length, example)]
         if length < 1:
             stream.empty += 1
-        elif length <= stream.max_tokens:
-            yield 0, length, example
-        elif stream._too_long == "error":
+            return []
+        if stream._too_long == "error":
             raise PackingError(
                 f"example {number} of the stream has {length} tokens, but max_tokens is {stream.max_tokens}. Raise "
                 "it, or choose too_long='split', 'truncate' or 'drop'."
             )
-        else:
-            found = cut(as_lengths([length]), stream.max_tokens, stream._too_long)
-            stream.dropped += len(found.dropped)
-            stream.truncated += len(found.truncated)
-            assert found.cuts is not None, "the example is longer than max_tokens"
-            _, starts, stops = found.cuts
-            for start, stop in zip(starts.tolist(), stops.tolist()):
-                yield start, stop, cut_out(example, start, stop, length)
+        found = cut(as_lengths([length]), stream.max_tokens, stream._too_long)
+        stream.dropped += len(found.dropped)
+        stream.truncated += len(found.truncated)
+        assert found.cuts is not None, "the example is longer than max_tokens"
+        spans = zip(found.cuts[1].tolist(), found.cuts[2].tolist())
+        return [(start, stop, cut_out(example, start, stop, length)) for start, stop in spans]
 
 
 _OTHER_PART = (

@@ -88,6 +88,13 @@ def test_rows_of_groups_of_two_processes(script, processes):
     assert finding["ok"] and finding["processes"] == processes, finding
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("way", ["torch", "trainer"])
+def test_ranks_and_workers_read_a_stream_once(way):
+    finding = launched(f"streams {way}")
+    assert finding["ok"], finding
+
+
 @pytest.mark.gpu
 @pytest.mark.skipif(
     not torch.cuda.is_available(), reason="FSDP1 and Trainer's FSDP need an accelerator: no CUDA device"

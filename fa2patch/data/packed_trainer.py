@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import importlib
 import warnings
 from collections.abc import Mapping
@@ -11,10 +12,15 @@ import torch
 
 from .._types import Model
 from ..errors import BadArgument, Fa2PatchError, StaysPadded
+from ..packing.plans import check_budget
 from ..padded.batches import PaddedBatches
 from ..patch.applying import apply
 from ..patch.padding import pack_padded_batches
 from ..upstream.find_models import outermost_models
+from .token_budget import TokenBudget
+
+BUDGET = "token_budget"
+"""The attribute of a trainer that holds its :class:`TokenBudget`."""
 
 PACKS = "_fa2patch_packs"
 """The class attribute of what :func:`packed_trainer` returns. ``fa2patch run`` leaves such trainers alone."""
@@ -60,7 +66,13 @@ def held_models(value: object) -> list[Model]:
     return [model for module in modules for model in outermost_models(module).values()]
 
 
-def packed_trainer(base: type[Any] | None = None, share_prompts: bool = True) -> type[Any]:
+def packed_trainer(
+    base: type[Any] | None = None,
+    share_prompts: bool = True,
+    *,
+    max_tokens: int | None = None,
+    too_long: str = "error",
+) -> type[Any]:
     """Return a subclass of a TRL trainer whose models compute padded batches packed.
 
     Arguments, batches and losses are those of the trainer, and so are metrics, except those that TRL averages over
@@ -76,6 +88,13 @@ def packed_trainer(base: type[Any] | None = None, share_prompts: bool = True) ->
             None means ``trl.DPOTrainer``.
         share_prompts: Whether the first tokens in which rows of a batch are equal are computed once, if this saves at
             least 16 tokens.
+        max_tokens: A budget of tokens: each batch is computed in as few packed passes of at most so many tokens as fit,
+            and the optimizer's steps, gradients and logged losses stay those of the whole batch. Any Trainer serves as
+            ``base`` then, with padded batches or with packed rows. Of what the loss is a mean (tokens, documents, or
+            nothing) is found with the first batch that is cut, and a loss for which passes do not add up is an error.
+            None computes each batch in one pass.
+        too_long: What to do with a document that is longer than ``max_tokens``: ``"error"``, or ``"alone"`` to give it
+            a pass of its own.
 
     Returns:
         The subclass. Its constructor raises ``BadArgument`` if the trainer makes packed rows itself
@@ -95,7 +114,8 @@ def packed_trainer(base: type[Any] | None = None, share_prompts: bool = True) ->
 
     def __init__(self: Any, *args: Any, **kwargs: Any) -> None:
         parent.__init__(self, *args, **kwargs)
-        _refuse_packed_rows(self, parent)
+        if max_tokens is None:
+            _refuse_packed_rows(self, parent)
 
     def __setattr__(self: Any, name: str, value: object) -> None:
         parent.__setattr__(self, name, value)
@@ -109,7 +129,35 @@ def packed_trainer(base: type[Any] | None = None, share_prompts: bool = True) ->
             )
 
     members = {"__init__": __init__, "__setattr__": __setattr__, "__doc__": packed_trainer.__doc__, PACKS: True}
+    if max_tokens is not None:
+        members.update(_in_passes(parent, max_tokens, too_long))
     return type(f"Packed{parent.__name__}", (parent,), members)
+
+
+def _in_passes(parent: type[Any], max_tokens: int, too_long: str) -> dict[str, Any]:
+    """The methods of a trainer that computes its steps in passes."""
+
+    def budget(self: Any) -> TokenBudget:
+        found: TokenBudget | None = vars(self).get(BUDGET)
+        if found is None:
+            found = vars(self)[BUDGET] = TokenBudget(self, max_tokens, too_long)
+        return found
+
+    def training_step(self: Any, *args: Any, **kwargs: Any) -> Any:
+        return budget(self).training_step(functools.partial(parent.training_step, self), *args, **kwargs)
+
+    def compute_loss(self: Any, model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
+        return budget(self).compute_loss(functools.partial(parent.compute_loss, self), model, inputs, *args, **kwargs)
+
+    def log(self: Any, logs: dict[str, float], *args: Any, **kwargs: Any) -> None:
+        budget(self).log(logs)
+        parent.log(self, logs, *args, **kwargs)
+
+    check_budget(max_tokens)
+    # Trainer reads the parameters of its methods, to know whether it divides by the labels of a whole step
+    for method in (training_step, compute_loss, log):
+        functools.update_wrapper(method, getattr(parent, method.__name__))
+    return {"training_step": training_step, "compute_loss": compute_loss, "log": log}
 
 
 def _refuse_packed_rows(trainer: Any, parent: type[Any]) -> None:

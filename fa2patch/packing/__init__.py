@@ -10,6 +10,7 @@ strategy ``mini_batches`` to keep the number of steps, or tune the budget, accum
 
 from ..errors import PackingError
 from .dealing import ATTENTION_COST, Deal, deal, example_costs
+from .passes import Passes, passes
 from .plans import Plan, plan
 from .samplers import PackedBatchSampler, imbalance
 from .sharing import Shared, share
@@ -22,12 +23,14 @@ __all__ = [
     "Deal",
     "PackedBatchSampler",
     "PackingError",
+    "Passes",
     "Plan",
     "Shared",
     "Stream",
     "deal",
     "example_costs",
     "imbalance",
+    "passes",
     "plan",
     "share",
     "stream",

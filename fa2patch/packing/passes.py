@@ -1,0 +1,372 @@
+"""Cutting of a batch into passes: what is learned in a step stays the mini-batch, and a budget says how it is computed.
+
+A batch consists of units that are never cut: the documents of a packed row, the rows of a padded batch (or pairs of
+them), or the examples of a list. A pass is a batch of the same kind with some of the units.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Callable, overload
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from ..documents.find import recognise
+from ..documents.names import IGNORED_LABEL, LABELS, LENGTHS, LOSS_LABELS, PARENTS, REAL, TOKENS, MediaRow
+from ..documents.stated import from_cu_seqlens
+from ..errors import PackingError
+from .plans import as_lengths, check_budget, plan
+from .strategies import Ints
+from .streaming import token_count
+
+Floats = npt.NDArray[np.float64]
+
+POLICIES = ("error", "alone")
+
+
+@dataclass(frozen=True)
+class Units:
+    """A batch as units that are never cut.
+
+    Attributes:
+        tokens: The tokens of each unit, int64 ``[units]``.
+        learned: The tokens of each unit that the loss of a causal model counts, int64 ``[units]``; None if the batch
+            has no ``labels`` with one number for each token.
+        take: Returns a batch of the same kind with some of the units, from their numbers in ascending order.
+        strategy: The strategy of ``plan`` that puts units into passes.
+    """
+
+    tokens: Ints
+    learned: Ints | None
+    take: Callable[[Ints], Any]
+    strategy: str = "fewest_rows"
+
+
+class Passes(Sequence[Any]):
+    """The passes of a batch: batches of the same kind, which are made when they are read. See :func:`passes`.
+
+    Attributes:
+        units: The numbers of the documents, rows or examples of each pass, int64 ``[units of the pass]`` each, in
+            ascending order.
+        tokens: The tokens of each pass, int64 ``[passes]``.
+        shares: The part of the batch's learned tokens that each pass holds, float64 ``[passes]``, with the sum 1. The
+            mean loss of the batch is the sum of the passes' mean losses times their shares.
+    """
+
+    def __init__(self, of: Units, rows: Sequence[Ints]) -> None:
+        self._of, self.units = of, list(rows)
+        self.tokens = np.array([of.tokens[row].sum() for row in rows], np.int64)
+
+    @property
+    def shares(self) -> Floats:
+        learned = self._of.learned
+        if learned is None:
+            raise PackingError(
+                "shares: expected labels with one number for each token in the batch, found none, so the learned "
+                "tokens of a pass are not known. Weigh the losses of passes by what your loss is a mean of."
+            )
+        counts: Floats = np.array([learned[row].sum() for row in self.units], np.float64)
+        return np.asarray(counts / max(counts.sum(), 1))
+
+    def __len__(self) -> int:
+        return len(self.units)
+
+    @overload
+    def __getitem__(self, number: int) -> Any: ...
+    @overload
+    def __getitem__(self, number: slice) -> Passes: ...
+    def __getitem__(self, number: int | slice) -> Any:
+        if isinstance(number, slice):
+            return Passes(self._of, self.units[number])
+        return self._of.take(self.units[number])
+
+
+def passes(batch: Any, max_tokens: int, *, too_long: str = "error", at_least: int = 1) -> Passes:
+    """Cut a batch into as few packed passes of at most ``max_tokens`` tokens as fit.
+
+    The gradients of the passes add up to the gradient of the batch, if the loss of each pass counts as much as in the
+    batch. A loss that is divided by the labels of the whole step needs no weights (Transformers 4.46 and newer)::
+
+        items = (batch["labels"] != -100).sum()
+        for row in fa2patch.packing.passes(batch, max_tokens=8192):
+            model(**row, num_items_in_batch=items).loss.backward()
+
+    A mean over the labels of a pass is weighed by its share of the labels::
+
+        passes = fa2patch.packing.passes(batch, max_tokens=8192)
+        for row, share in zip(passes, passes.shares):
+            (model(**row).loss * share).backward()
+
+    Losses that are no sum over tokens or documents differ from the batch's: the router losses of mixtures of experts,
+    which multiply two means over all tokens, and losses that sort or compare the documents of a batch.
+
+    Args:
+        batch: A packed batch of one row, as a collator returns it; a padded batch, whose tensors have one row for each
+            example; or a list of examples, whose passes are lists that you collate yourself.
+        max_tokens: Maximum number of tokens in a pass. Padding of a padded batch does not count.
+        too_long: What to do with a document that is longer than the budget: ``"error"``, or ``"alone"`` to give it a
+            pass of its own.
+        at_least: Minimum number of passes, if the batch has as many documents: ranks that compute together need the
+            same number of them.
+
+    Returns:
+        The passes, as a sequence. Packed rows keep the order of their documents, and ``cu_seq_lens_*``,
+        ``max_length_*`` and ``seq_idx`` are made anew for each. Padded batches lose the columns that only hold padding.
+        ``real_tokens`` and the padding that they mark are left out.
+
+    Raises:
+        PackingError: An option is invalid; a document is longer than the budget and ``too_long="error"``; or the batch
+            is none of the three, or holds something whose part of a pass is not known.
+    """
+    return of_units(units_of(batch), max_tokens, too_long, at_least)
+
+
+def of_units(units: Units, max_tokens: int, too_long: str = "error", at_least: int = 1) -> Passes:
+    """Return the passes of a batch whose units are known; see :func:`passes`."""
+    budget = check_budget(max_tokens)
+    if too_long not in POLICIES:
+        raise PackingError(f"too_long: expected one of {', '.join(POLICIES)}, found {too_long!r}.")
+    longer = np.flatnonzero(units.tokens > budget)
+    if len(longer) and too_long == "error":
+        raise PackingError(
+            f"{len(longer)} of {len(units.tokens)} documents of this batch are longer than max_tokens={budget}: the "
+            f"first is document {longer[0]} of {units.tokens[longer[0]]} tokens. Raise max_tokens, truncate the "
+            "documents, or choose too_long='alone', which gives each a pass of its own."
+        )
+    shorter = np.flatnonzero(units.tokens <= budget)
+    rows = [shorter[row] for row in plan(units.tokens[shorter], budget, units.strategy, seed=None)]
+    rows = [*longer[:, None], *rows]
+    return Passes(units, [np.sort(row) for row in _divided(rows, units.tokens, at_least)])
+
+
+def _divided(rows: list[Ints], tokens: Ints, at_least: int) -> list[Ints]:
+    """Divide the rows with the most tokens until there are so many, or each holds one unit."""
+    while len(rows) < at_least:
+        largest = max((row for row in rows if len(row) > 1), key=lambda row: int(tokens[row].sum()), default=None)
+        if largest is None:
+            break
+        rows = [row for row in rows if row is not largest]
+        by_size = largest[np.argsort(-tokens[largest], kind="stable")]
+        rows += [by_size[::2], by_size[1::2]]
+    return rows
+
+
+# --- batches as units ------------------------------------------------------------------------------------------------
+
+
+def units_of(batch: Any, group: int = 1) -> Units:
+    """Return a batch as its units; see :func:`passes`.
+
+    Args:
+        group: The number of rows of a padded batch that make a unit: row i, i + n, i + 2 n, ... with n units.
+    """
+    if not isinstance(batch, Mapping):
+        return _of_examples(batch)
+    ids = next((batch[name] for name in TOKENS if isinstance(batch.get(name), torch.Tensor)), None)
+    if ids is not None and len(ids) == 1 and ids.dim() > 1:
+        lengths = _documents(batch, ids)
+        if lengths is not None:
+            return _of_row(batch, ids, lengths)
+    return _of_rows(batch, group)
+
+
+def _of_examples(batch: Any) -> Units:
+    if not isinstance(batch, Iterable) or isinstance(batch, (str, torch.Tensor)):
+        raise PackingError(f"batch: expected a mapping or a list of examples, found {type(batch).__name__}.")
+    examples = list(batch)
+    tokens = as_lengths([token_count(example) for example in examples])
+    learned = [
+        sum(label != IGNORED_LABEL for label in list(example["labels"])[1:])
+        if hasattr(example, "keys") and example.get("labels") is not None
+        else token_count(example) - 1
+        for example in examples
+    ]
+    return Units(tokens, np.array(learned, np.int64), lambda chosen: [examples[unit] for unit in chosen.tolist()])
+
+
+def _documents(batch: Mapping[str, Any], ids: torch.Tensor) -> list[int] | None:
+    """The lengths of the documents of a packed row, in tokens; None if it does not say that it is packed."""
+    shape = (1, ids.shape[1])
+    said: dict[str, Any] = {name: batch.get(name) for name in ("position_ids", "attention_mask")}
+    if batch.get(PARENTS) is not None:
+        raise PackingError(
+            f"batch: found {PARENTS}, so its documents share tokens, and a pass cannot hold a part of a document. Cut "
+            "the list of sequences into passes first, and share the prompts of each pass."
+        )
+    if batch.get("cu_seq_lens_q") is not None:
+        return list(from_cu_seqlens(batch["cu_seq_lens_q"], None, shape, **said).lengths)
+    found = recognise(shape, ids.device, **said, seq_idx=batch.get("seq_idx"))
+    return None if found is None else list(found.lengths)
+
+
+def _of_row(batch: Mapping[str, Any], ids: torch.Tensor, lengths: list[int]) -> Units:
+    """The documents of a packed row, without the padding of ``pad_to_multiple_of``."""
+    ends = np.cumsum(np.array(lengths, np.int64))
+    starts = ends - np.array(lengths, np.int64)
+    real = batch.get(REAL)
+    kept = np.flatnonzero(np.array(lengths) > 0)
+    if real is not None:
+        kept = kept[real.reshape(-1).cpu().numpy()[starts[kept]] != 0]
+    learned = None
+    labels = batch.get(LOSS_LABELS, batch.get("labels"))
+    if isinstance(labels, torch.Tensor) and labels.shape == ids.shape[:2]:
+        counted = np.append(0, np.cumsum(labels[0].cpu().numpy() != IGNORED_LABEL))
+        first = labels[0].cpu().numpy()[starts[kept]] != IGNORED_LABEL  # a patched model does not count it
+        learned = (counted[ends[kept]] - counted[starts[kept]] - first).astype(np.int64)
+
+    def take(chosen: Ints) -> Any:
+        return _row(batch, ids, starts, ends, kept[chosen])
+
+    return Units(np.array(lengths, np.int64)[kept], learned, take)
+
+
+def _row(batch: Mapping[str, Any], ids: torch.Tensor, starts: Ints, ends: Ints, documents: Ints) -> Any:
+    """A packed row with some documents of another one."""
+    length, number = ids.shape[1], len(ends)
+    at = torch.from_numpy(np.concatenate([np.arange(starts[one], ends[one]) for one in documents])).to(ids.device)
+    parts = batch.parts if isinstance(batch, MediaRow) else {}
+    row = {
+        name: _part(name, value, length, number, at, documents)
+        for name, value in batch.items()
+        if name not in (*LENGTHS, *parts, REAL)
+    }
+    for name, (dim, sizes) in parts.items():
+        offsets = np.append(0, np.cumsum(sizes))
+        entries = np.array([at for one in documents if one < len(sizes) for at in range(*offsets[one : one + 2])])
+        if len(entries):
+            row[name] = batch[name].index_select(dim, torch.from_numpy(entries).to(batch[name].device))
+    row.update(_lengths(batch, (ends - starts)[documents], ids.device))
+    if not isinstance(batch, MediaRow):
+        return row
+    own = {name: (dim, [of[one] if one < len(of) else 0 for one in documents]) for name, (dim, of) in parts.items()}
+    return MediaRow(row, {name: part for name, part in own.items() if name in row})
+
+
+def _part(name: str, value: Any, length: int, number: int, at: torch.Tensor, documents: Ints) -> Any:
+    """The part of a value of a packed row that belongs to tokens and documents."""
+    if not isinstance(value, torch.Tensor) or not value.dim():
+        return value
+    if name in LABELS and value.shape[0] == number and (value.dim() < 2 or value.shape[1] != length):
+        return value[torch.from_numpy(documents).to(value.device)]  # one label, or several numbers, for each document
+    for dim in (1, value.dim() - 1, 0):  # [1, length, ...]; position ids [axes, 1, length]; [length]
+        if dim < value.dim() and value.shape[dim] == length:
+            return value.index_select(dim, at.to(value.device))
+    raise PackingError(
+        f"batch[{name!r}]: expected one number for each of {length} tokens, or one label for each of {number} "
+        f"documents, found {list(value.shape)}, whose part of a pass is not known. Leave it out, or cut the list of "
+        "examples into passes and collate each."
+    )
+
+
+def _lengths(batch: Mapping[str, Any], lengths: Ints, device: torch.device) -> dict[str, Any]:
+    """The lengths of documents under the names under which the batch states its own."""
+    ends = torch.tensor([0, *np.cumsum(lengths).tolist()], dtype=torch.int32)
+    numbers = torch.repeat_interleave(torch.arange(len(lengths), dtype=torch.int32), torch.from_numpy(lengths))[None]
+    found: dict[str, Any] = {"seq_idx": numbers, "cu_seq_lens_q": ends, "cu_seq_lens_k": ends.clone()}
+    found = {name: value.to(device) for name, value in found.items() if batch.get(name) is not None}
+    longest = {name: int(lengths.max()) for name in ("max_length_q", "max_length_k") if batch.get(name) is not None}
+    return {**found, **longest}
+
+
+# --- padded batches --------------------------------------------------------------------------------------------------
+
+
+def _of_rows(batch: Mapping[str, Any], group: int) -> Units:
+    """The rows of a padded batch, or groups of ``group`` rows: with n groups, the rows i, i + n, ... for each i."""
+    tensors = {name: value for name, value in batch.items() if isinstance(value, torch.Tensor) and value.dim()}
+    if not tensors:
+        raise PackingError(
+            f"batch: expected tensors with one row for each example, found {', '.join(map(str, batch))}."
+        )
+    rows = max(len(value) for value in tensors.values())
+    wrong = [name for name, value in tensors.items() if len(value) not in (rows, rows // group)]
+    if wrong or rows % group:
+        shapes = {name: list(tensors[name].shape) for name in wrong or tensors}
+        raise PackingError(
+            f"batch: expected tensors with {rows} rows, one for each example{f', in {group} parts' * (group > 1)}, "
+            f"found {shapes}, whose part of a pass is not known. Leave them out, or cut the list of examples into "
+            "passes and collate each."
+        )
+    tokens = _tokens(tensors, rows).reshape(group, -1).sum(0)
+    labels = tensors.get("labels")
+    learned = None
+    if labels is not None and labels.dim() == 2 and labels.shape == tensors.get("input_ids", labels).shape:
+        learned = (labels[:, 1:] != IGNORED_LABEL).sum(1).cpu().numpy().reshape(group, -1).sum(0)
+
+    def take(chosen: Ints) -> dict[str, Any]:
+        units = torch.from_numpy(chosen)
+        at = torch.cat([units + part * len(tokens) for part in range(group)])
+        return _without_padding({name: _rows(value, rows, at, units) for name, value in batch.items()}, len(at))
+
+    # rows of near lengths share a pass, because the outputs of a padded batch are as wide as its longest row
+    return Units(tokens, learned, take, strategy="sorted")
+
+
+def _rows(value: Any, rows: int, at: torch.Tensor, units: torch.Tensor) -> Any:
+    if isinstance(value, torch.Tensor) and value.dim():
+        return value[(at if len(value) == rows else units).to(value.device)]
+    if isinstance(value, (list, tuple)) and len(value) == rows:
+        return type(value)([value[index] for index in at.tolist()])
+    return value
+
+
+def _is_mask(value: torch.Tensor) -> bool:
+    """Whether a tensor ``[rows, length]`` holds zeros and ones only."""
+    integer = not (value.is_floating_point() or value.is_complex())
+    return value.dim() == 2 and integer and bool(((value == 0) | (value == 1)).all())
+
+
+def _widths(tensors: Mapping[str, torch.Tensor], rows: int) -> dict[int, list[torch.Tensor]]:
+    """The integers ``[rows, length]`` of a batch by their length."""
+    found: dict[int, list[torch.Tensor]] = {}
+    for value in tensors.values():
+        if value.dim() == 2 and len(value) == rows and not value.is_floating_point():
+            found.setdefault(value.shape[1], []).append(value)
+    return found
+
+
+def _tokens(tensors: Mapping[str, torch.Tensor], rows: int) -> Ints:
+    """The tokens of each row without padding, int64 ``[rows]``; rather too many than too few.
+
+    Tensors of one width belong together. If one of them holds ids, its masks hide parts of the same tokens, and what
+    any of them lets be seen counts. If several do, as prompts and completions of one width, each mask counts.
+    """
+    found = np.zeros(rows, np.int64)
+    for values in _widths(tensors, rows).values():
+        masks = [value != 0 for value in values if _is_mask(value)]
+        ids = [value for value in values if not _is_mask(value) and bool((value >= 0).all())]
+        if not masks and not ids:
+            continue
+        if not masks:
+            found += values[0].shape[1]
+        elif len(ids) > 1 and not all(torch.equal(one, ids[0]) for one in ids):
+            found += sum(mask.sum(1).cpu().numpy() for mask in masks)
+        else:
+            found += torch.stack(masks).any(0).sum(1).cpu().numpy()
+    return found
+
+
+def _without_padding(batch: dict[str, Any], rows: int) -> dict[str, Any]:
+    """The batch without the columns in which all rows have padding.
+
+    Columns go if no mask of their width shows anything there, and all integers of that width are constant there.
+    """
+    tensors = {name: value for name, value in batch.items() if isinstance(value, torch.Tensor) and value.dim()}
+    for width, values in _widths(tensors, rows).items():
+        masks = [value != 0 for value in values if _is_mask(value)]
+        if not masks:
+            continue
+        (seen,) = torch.nonzero(torch.stack(masks).any(0).any(0), as_tuple=True)
+        if not len(seen):
+            continue
+        start, stop = int(seen[0]), int(seen[-1]) + 1
+        outside = [torch.cat([value[:, :start], value[:, stop:]], 1) for value in values if not _is_mask(value)]
+        if stop - start == width or any(bool((one != one.flatten()[0]).any()) for one in outside):
+            continue
+        for name, value in tensors.items():
+            if value.dim() > 1 and value.shape[:2] == (rows, width):
+                batch[name] = value[:, start:stop]
+    return batch

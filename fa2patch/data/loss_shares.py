@@ -8,23 +8,36 @@ together and of each alone tell the means apart, and a loss that is no such sum 
 from __future__ import annotations
 
 import contextlib
-import copy
-from collections import deque
-from collections.abc import Iterator, Mapping
+import warnings
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Callable, NamedTuple
 
 import numpy as np
 import torch
+import torch.distributed as dist
 
-from ..documents.names import IGNORED_LABEL, LABELS
-from ..errors import BadBatch, PackingError
+from ..documents.names import IGNORED_LABEL, LABELS, TOKENS
+from ..errors import Fa2PatchError, PackingError, StaysPadded
 from ..packing.passes import Units, units_of
+from ..upstream.find_models import outermost_models
+from . import trainer_notes
 
 GROUPS = (1, 2)
 """Rows that may belong together: each alone, or one of the first half with one of the second (chosen and rejected)."""
 
 TRIED = 3
-"""Units whose loss is compared: with two, sorted losses and unsorted ones are equal in every second case."""
+"""Units whose loss is compared, if there are so many: with two, sorted losses and others agree in every second case."""
+
+_ATTEMPTS = 3
+"""How often other units of a batch are tried."""
+
+_OFTEN = 8
+"""The number of first batches that are all looked at. Of later ones, batches 16, 32, 64, ... are."""
+
+_UNDECIDED = (
+    "max_tokens: this batch is computed in one pass, because its documents do not tell what its loss is a mean of: "
+    "{}. Later batches are looked at again."
+)
 
 Loss = Callable[[Any], torch.Tensor]
 """A loss function of a batch."""
@@ -48,12 +61,171 @@ class Share(NamedTuple):
         if self.of in ("sum", "units"):
             return 1 if self.of == "sum" else units
         value = batch[self.of]
-        counted = value != (IGNORED_LABEL if (value < 0).any() or self.of in LABELS else 0)
+        counted = value != (IGNORED_LABEL if self.of in LABELS or (value < 0).any() else 0)
         return float((counted[:, 1:] if self.shifted else counted).sum())
 
 
-def shares_of(batch: Any, group: int) -> list[Share]:
-    """Return what the loss of a batch may be a mean of, the likeliest first."""
+class LossShares:
+    """What is known of the loss of one trainer, from the batches that were cut.
+
+    Attributes:
+        looked: The number of batches for which :meth:`look` was called.
+        share: What the loss is a mean of; None if that is not known yet.
+        undecided: Whether a batch was looked at, and what its loss is a mean of is still not known.
+        more: The largest number of tokens that the model computed for a token that the tensors of a batch show. It is
+            above 1 if a loss computes tokens twice, as older DPO computes prompts.
+    """
+
+    def __init__(self, trainer: Any) -> None:
+        self.share: Share | None = None
+        self.undecided, self.more = False, 1.0
+        self._trainer, self._fitting, self.looked = trainer, list[Share](), 0
+
+    def group(self, batch: Mapping[str, Any]) -> int:
+        """Return the number of rows that make a unit of a batch, as far as it is known or its shapes say."""
+        if self.share is not None:
+            return self.share.group
+        for group in GROUPS[:-1]:
+            with contextlib.suppress(Fa2PatchError):
+                units_of(batch, group)
+                return group
+        return GROUPS[-1]
+
+    def look(self, loss: Loss, model: Any, batch: Mapping[str, Any]) -> None:
+        """Find what the loss is a mean of, or whether it still is, with some of the batches for which this is called.
+
+        The first batch alone does not tell: the loss of KTO, for example, is a mean while the model is its reference.
+
+        Raises:
+            PackingError: It is no mean.
+        """
+        self.looked += 1
+        if self.looked > _OFTEN and self.looked & (self.looked - 1):
+            return
+        known = self._fitting
+        with trainer_notes.untouched(self._trainer, model), _computed(model) as computed:
+            groups = (known[0].group,) if known else GROUPS
+            found = {group: self._of_group(loss, model, batch, group, computed) for group in groups}
+        telling = next((each for each in found.values() if each.fitting and (each.decided or known)), None)
+        if telling is not None and telling.fitting is not None:
+            self._fitting = [share for share in known or telling.fitting if share in telling.fitting]
+            self.more = max(self.more, telling.more)
+        if all(each.fitting == [] for each in found.values()) or (known and not self._fitting):
+            self._refuse(found)
+        self.share = self._fitting[0] if self._fitting else None
+        if self.share is None and not self.undecided:
+            warnings.warn(_UNDECIDED.format("; ".join(each.said for each in found.values())), StaysPadded, stacklevel=2)
+        self.undecided = self.share is None
+
+    def _of_group(self, loss: Loss, model: Any, batch: Any, group: int, computed: list[int]) -> Tried:
+        """The first attempt that tells, or the last one. All ranks make the same attempts."""
+        for attempt in range(_ATTEMPTS):
+            found = _of_all_ranks(tried(loss, batch, group, self._dtype(model), computed, attempt))
+            if self._fitting or found.decided or not found.fitting:
+                break
+        return found
+
+    def _dtype(self, model: torch.nn.Module) -> torch.dtype:
+        """The dtype in which the model computes."""
+        mixed = {"fp16": torch.float16, "bf16": torch.bfloat16}.get(self._trainer.accelerator.mixed_precision)
+        return mixed or next((p.dtype for p in model.parameters() if p.is_floating_point()), torch.float32)
+
+    def _refuse(self, found: Mapping[int, Tried]) -> None:
+        said = [f"{'pairs of rows' if group > 1 else 'documents'}: {each.said}" for group, each in found.items()]
+        raise PackingError(
+            "max_tokens: expected a loss that is a sum, or a mean over documents or tokens, so that passes add up to "
+            f"the batch's loss; found in batch {self.looked} of {type(self._trainer).__name__}: {'; '.join(said)}. "
+            "Losses that compare or sort the documents of a batch are no such sums, and neither are router losses "
+            "(output_router_logits=False turns them off). Leave max_tokens out, or choose another loss."
+        )
+
+
+class Tried(NamedTuple):
+    """What a try of a loss showed.
+
+    Attributes:
+        fitting: What the loss may be a mean of, the likeliest first; None if the batch has too few units to tell.
+        decided: Whether all that fit weigh the units alike.
+        more: The number of tokens that the model computed of these units together for each token that they show.
+        said: What was found, in words.
+    """
+
+    fitting: list[Share] | None
+    decided: bool
+    more: float
+    said: str
+
+
+def tried(loss: Loss, batch: Any, group: int, dtype: torch.dtype, computed: list[int], attempt: int = 0) -> Tried:
+    """Try the loss of some of a batch's units, together and alone.
+
+    Args:
+        loss: The loss of a batch, without gradients. Ranks that compute together make the same calls of it.
+        batch: A packed or padded batch.
+        group: As in :class:`Share`.
+        dtype: The dtype that the model computes in, whose rounding the losses have.
+        computed: A list to which each forward of the model adds the number of its tokens, without padding.
+        attempt: The number of attempts before. Each tries other units.
+    """
+    try:
+        units = units_of(batch, group)
+    except Fa2PatchError as error:
+        return Tried([], False, 1.0, error.message)
+    chosen = _chosen(units, attempt)
+    union = np.unique(chosen)
+    parts = [units.take(np.array([unit])) for unit in chosen]
+    try:
+        alone = np.array([float(loss(part)) for part in parts])
+        computed.clear()
+        together = float(loss(units.take(union)))
+    except Exception as error:  # whatever a loss raises that needs rows which are not there
+        return Tried([], False, 1.0, f"one of them raises {type(error).__name__}: {error}")
+    more = max(computed, default=0) / max(int(units.tokens[union].sum()), 1)
+    if len(union) < 2:
+        return Tried(None, False, more, "the batch has only one")
+    rounding = max(np.abs(alone).max(), abs(together)) * (1e-5 if torch.finfo(dtype).bits > 16 else 5e-3)
+    weights = {share: _weights(share, parts) for share in _shares(units.take(union), group)}
+    fitting = [share for share, each in weights.items() if abs(together - float(each @ alone)) <= rounding]
+    decided = bool(fitting) and all(np.allclose(weights[share], weights[fitting[0]]) for share in fitting)
+    losses = ", ".join(f"{each:.6g}" for each in alone)
+    return Tried(fitting, decided, more, f"losses of {losses} alone and {together:.6g} together")
+
+
+def _of_all_ranks(own: Tried) -> Tried:
+    """What the tries of all ranks show together."""
+    found: list[Any] = [own]
+    if dist.is_available() and dist.is_initialized():
+        found = [None] * dist.get_world_size()
+        dist.all_gather_object(found, own)
+    telling = [each for each in found if each.fitting is not None] or found
+    first = telling[0]
+    fitting = first.fitting and [share for share in first.fitting if all(share in each.fitting for each in telling)]
+    return Tried(fitting, any(each.decided for each in found), max(each.more for each in found), first.said)
+
+
+@contextlib.contextmanager
+def _computed(model: torch.nn.Module) -> Iterator[list[int]]:
+    """Collect how many tokens each forward of a model computes, without padding."""
+    computed: list[int] = []
+
+    def note(module: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        mask = kwargs.get("attention_mask")
+        tokens = [value for value in (*map(kwargs.get, TOKENS), *args) if isinstance(value, torch.Tensor)]
+        if isinstance(mask, torch.Tensor) and mask.dim() == 2:
+            computed.append(int(torch.count_nonzero(mask)))
+        elif tokens:
+            computed.append(tokens[0].shape[:2].numel())
+
+    hooks = [inner.register_forward_pre_hook(note, with_kwargs=True) for inner in outermost_models(model).values()]
+    try:
+        yield computed
+    finally:
+        for hook in hooks:
+            hook.remove()
+
+
+def _shares(batch: Any, group: int) -> list[Share]:
+    """What the loss of a batch may be a mean of, the likeliest first."""
     columns = [
         name
         for name, value in batch.items()
@@ -65,103 +237,16 @@ def shares_of(batch: Any, group: int) -> list[Share]:
     return [Share(group, "sum"), Share(group, "units"), *of_columns]
 
 
-class Tried(NamedTuple):
-    """What a try of a loss showed.
-
-    Attributes:
-        share: What the loss is a mean of; None if the units do not show it.
-        more: The number of tokens that the model computed of these units together for each token that they show.
-        undecided: Whether the losses are such sums, and do not tell of what.
-        said: What was found, for each of :data:`GROUPS`.
-    """
-
-    share: Share | None
-    more: float
-    undecided: bool
-    said: list[str]
-
-
-def find(loss: Loss, batch: Mapping[str, Any], dtype: torch.dtype, computed: list[int], attempt: int = 0) -> Tried:
-    """Try the loss of some of a batch's units, together and alone.
-
-    Args:
-        loss: The loss of a batch, without gradients. Ranks that compute together make the same calls of it.
-        batch: A packed or padded batch.
-        dtype: The dtype that the model computes in, whose rounding the losses have.
-        computed: A list to which each forward of the model adds the number of its tokens, without padding.
-        attempt: The number of attempts before. Each tries other units.
-    """
-    found = [_tried(loss, batch, group, dtype, computed, attempt) for group in GROUPS]
-    said = [
-        f"{'pairs of rows' if group > 1 else 'documents'}: {', '.join(each.said)}" for group, each in zip(GROUPS, found)
-    ]
-    best = next((each for each in found if each.share), found[0])
-    return Tried(best.share, best.more, any(each.undecided for each in found), said)
-
-
-def _tried(loss: Loss, batch: Any, group: int, dtype: torch.dtype, computed: list[int], attempt: int) -> Tried:
-    try:
-        units = units_of(batch, group)
-    except (PackingError, BadBatch) as error:
-        return Tried(None, 1.0, False, [error.message])
-    chosen = _chosen(units, attempt)
-    union = np.unique(chosen)
-    parts = [units.take(np.array([unit])) for unit in chosen]
-    try:
-        alone = [float(loss(part)) for part in parts]
-        computed.clear()
-        together = float(loss(units.take(union)))
-    except Exception as error:  # whatever a loss raises that needs rows which are not there
-        return Tried(None, 1.0, False, [f"the loss of one raises {type(error).__name__}: {error}"])
-    more = max(computed, default=0) / max(int(units.tokens[union].sum()), 1)
-    if len(union) < TRIED:
-        return Tried(None, more, True, [f"{len(units.tokens)} in the batch, of which {TRIED} are tried"])
-    return _fitting(shares_of(units.take(union), group), parts, alone, together, dtype)._replace(more=more)
+def _weights(share: Share, parts: Sequence[Any]) -> np.ndarray[Any, Any]:
+    counts = np.array([share.divisor(part, 1) for part in parts], np.float64)
+    return counts if share.of == "sum" else counts / max(counts.sum(), 1)
 
 
 def _chosen(units: Units, attempt: int) -> np.ndarray[Any, Any]:
-    """The numbers of three units, the smallest and larger ones of other lengths if there are any, int64 ``[3]``."""
+    """The numbers of three units, small ones of different lengths if there are any, int64 ``[3]``."""
     by_size = np.argsort(units.tokens, kind="stable")
     _, firsts = np.unique(units.tokens[by_size], return_index=True)
     different = by_size[firsts]
-    rest = by_size[~np.isin(by_size, different)]
-    ordered = np.concatenate([different, rest])
+    ordered = np.concatenate([different, by_size[~np.isin(by_size, different)]])
     start = (attempt * TRIED) % max(len(ordered) - TRIED + 1, 1)
     return np.resize(ordered[start : start + TRIED], TRIED)
-
-
-def _fitting(shares: list[Share], parts: list[Any], alone: list[float], together: float, dtype: torch.dtype) -> Tried:
-    """The share by which the losses of parts give the loss of all, if it is the only one."""
-    rounding = max(map(abs, (*alone, together))) * (1e-5 if torch.finfo(dtype).bits > 16 else 5e-3)
-    fitting: dict[tuple[float, ...], Share] = {}
-    for share in shares:
-        counts = np.array([share.divisor(part, 1) for part in parts])
-        weights = counts / (1 if share.of == "sum" else max(counts.sum(), 1))
-        if abs(together - float(weights @ np.array(alone))) <= rounding:
-            fitting.setdefault(tuple(weights.round(6)), share)
-    if len(fitting) == 1:
-        return Tried(next(iter(fitting.values())), 1.0, False, ["found"])
-    said = f"losses {', '.join(f'{each:.6g}' for each in alone)} alone and {together:.6g} together"
-    return Tried(None, 1.0, bool(fitting), [said])
-
-
-@contextlib.contextmanager
-def untouched(trainer: Any, model: torch.nn.Module) -> Iterator[None]:
-    """Let a trainer compute losses in evaluation and without gradients, and put back what it notes of them."""
-    noted = {name: copy.deepcopy(value) for name, value in vars(trainer).items() if _is_plain(value)}
-    model.eval()
-    try:
-        with torch.no_grad():
-            yield
-    finally:
-        model.train()
-        vars(trainer).update(noted)
-
-
-def _is_plain(value: Any) -> bool:
-    """Whether a value is a collection of numbers and texts, in which trainers note metrics."""
-    if isinstance(value, Mapping):
-        return all(_is_plain(each) for each in value.values())
-    if isinstance(value, (list, tuple, deque, set)):
-        return all(_is_plain(each) for each in value)
-    return value is None or isinstance(value, (bool, int, float, str))

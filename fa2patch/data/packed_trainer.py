@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import importlib
+import inspect
 import warnings
 from collections.abc import Mapping
 from typing import Any, NamedTuple
@@ -154,10 +155,27 @@ def _in_passes(parent: type[Any], max_tokens: int, too_long: str) -> dict[str, A
         parent.log(self, logs, *args, **kwargs)
 
     check_budget(max_tokens)
+    _require_own_loop(parent)
     # Trainer reads the parameters of its methods, to know whether it divides by the labels of a whole step
     for method in (training_step, compute_loss, log):
         functools.update_wrapper(method, getattr(parent, method.__name__))
     return {"training_step": training_step, "compute_loss": compute_loss, "log": log}
+
+
+def _require_own_loop(parent: type[Any]) -> None:
+    """Require that a trainer trains with ``Trainer.training_step``, in which batches are cut."""
+    for cls in parent.__mro__:
+        train = vars(cls).get("train")
+        if train is None or "training_step" in vars(cls):
+            if "training_step" in vars(cls):
+                return
+            continue
+        code = getattr(inspect.unwrap(train), "__code__", None)
+        if code is not None and "__class__" not in code.co_freevars:  # it calls no super().train()
+            raise BadArgument(
+                f"max_tokens: expected a trainer that trains with Trainer.training_step, found {cls.__name__}.train, "
+                "which is a loop of its own. Leave max_tokens out, or cut batches with fa2patch.packing.passes."
+            )
 
 
 def _refuse_packed_rows(trainer: Any, parent: type[Any]) -> None:

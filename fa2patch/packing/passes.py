@@ -13,6 +13,7 @@ from typing import Any, Callable, overload
 import numpy as np
 import numpy.typing as npt
 import torch
+import torch.distributed as dist
 
 from ..documents.find import recognise
 from ..documents.names import IGNORED_LABEL, LABELS, LENGTHS, LOSS_LABELS, PARENTS, REAL, TOKENS, MediaRow
@@ -81,10 +82,15 @@ class Passes(Sequence[Any]):
     def __getitem__(self, number: int | slice) -> Any:
         if isinstance(number, slice):
             return Passes(self._of, self.units[number])
-        return self._of.take(self.units[number])
+        chosen = self.units[number]
+        return self._of.take(chosen) if len(chosen) else _without_labels(self._of.take(self._smallest))
+
+    @property
+    def _smallest(self) -> Ints:
+        return np.array([np.argmin(self._of.tokens)])
 
 
-def passes(batch: Any, max_tokens: int, *, too_long: str = "error", at_least: int = 1) -> Passes:
+def passes(batch: Any, max_tokens: int, *, too_long: str = "error", every_rank: bool = False) -> Passes:
     """Cut a batch into as few packed passes of at most ``max_tokens`` tokens as fit.
 
     The gradients of the passes add up to the gradient of the batch, if the loss of each pass counts as much as in the
@@ -109,8 +115,9 @@ def passes(batch: Any, max_tokens: int, *, too_long: str = "error", at_least: in
         max_tokens: Maximum number of tokens in a pass. Padding of a padded batch does not count.
         too_long: What to do with a document that is longer than the budget: ``"error"``, or ``"alone"`` to give it a
             pass of its own.
-        at_least: Minimum number of passes, if the batch has as many documents: ranks that compute together need the
-            same number of them.
+        every_rank: Whether all ranks of ``torch.distributed`` make as many passes as the one that needs most, as FSDP
+            and ZeRO-3 need it, where ranks compute each pass together. A rank with fewer documents than passes gets
+            some that have no labels: divide by a number of the whole step, because a mean over them is no number.
 
     Returns:
         The passes, as a sequence. Packed rows keep the order of their documents, and ``cu_seq_lens_*``,
@@ -121,10 +128,10 @@ def passes(batch: Any, max_tokens: int, *, too_long: str = "error", at_least: in
         PackingError: An option is invalid; a document is longer than the budget and ``too_long="error"``; or the batch
             is none of the three, or holds something whose part of a pass is not known.
     """
-    return of_units(units_of(batch), max_tokens, too_long, at_least)
+    return of_units(units_of(batch), max_tokens, too_long, every_rank)
 
 
-def of_units(units: Units, max_tokens: int, too_long: str = "error", at_least: int = 1) -> Passes:
+def of_units(units: Units, max_tokens: int, too_long: str = "error", every_rank: bool = False) -> Passes:
     """Return the passes of a batch whose units are known; see :func:`passes`."""
     budget = check_budget(max_tokens)
     if too_long not in POLICIES:
@@ -139,19 +146,39 @@ def of_units(units: Units, max_tokens: int, too_long: str = "error", at_least: i
     shorter = np.flatnonzero(units.tokens <= budget)
     rows = [shorter[row] for row in plan(units.tokens[shorter], budget, units.strategy, seed=None)]
     rows = [*longer[:, None], *rows]
-    return Passes(units, [np.sort(row) for row in _divided(rows, units.tokens, at_least)])
+    number = most_of_ranks(len(rows)) if every_rank else len(rows)
+    return Passes(units, [np.sort(row) for row in _divided(rows, units.tokens, number)])
 
 
-def _divided(rows: list[Ints], tokens: Ints, at_least: int) -> list[Ints]:
-    """Divide the rows with the most tokens until there are so many, or each holds one unit."""
-    while len(rows) < at_least:
+def most_of_ranks(number: int) -> int:
+    """Return the largest number of any rank of ``torch.distributed``."""
+    if not (dist.is_available() and dist.is_initialized()):
+        return number
+    found: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(found, number)
+    return int(max(found))
+
+
+def _divided(rows: list[Ints], tokens: Ints, number: int) -> list[Ints]:
+    """Divide the rows with the most tokens until there are so many. If each holds one unit, the others are empty."""
+    while len(rows) < number:
         largest = max((row for row in rows if len(row) > 1), key=lambda row: int(tokens[row].sum()), default=None)
         if largest is None:
-            break
+            return [*rows, *[np.empty(0, np.int64)] * (number - len(rows))]
         rows = [row for row in rows if row is not largest]
         by_size = largest[np.argsort(-tokens[largest], kind="stable")]
         rows += [by_size[::2], by_size[1::2]]
     return rows
+
+
+def _without_labels(batch: Any) -> Any:
+    """A batch, or a list of examples, without anything to learn."""
+    if not isinstance(batch, Mapping):
+        return [{**one, "labels": [IGNORED_LABEL] * token_count(one)} if hasattr(one, "keys") else one for one in batch]
+    labels = {name: batch[name] for name in (*LABELS, LOSS_LABELS) if isinstance(batch.get(name), torch.Tensor)}
+    ignored = {name: torch.full_like(value, IGNORED_LABEL) for name, value in labels.items()}
+    row = {**batch, **ignored}
+    return MediaRow(row, batch.parts) if isinstance(batch, MediaRow) else row
 
 
 # --- batches as units ------------------------------------------------------------------------------------------------

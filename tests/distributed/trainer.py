@@ -1,6 +1,7 @@
-"""Compare Trainer packed in two processes with Trainer padded in one: ``trainer.py ENGINE OUT [REFERENCE]``.
+"""Compare Trainer packed in two processes with Trainer padded in one: ``trainer.py ENGINE [budget] OUT [REFERENCE]``.
 
-ENGINE is ddp, zero2 or zero3. With REFERENCE the script is run by torchrun and writes its finding to OUT. Without
+ENGINE is ddp, zero2 or zero3. With ``budget``, each process cuts its batches into passes, of which it needs another
+number than the other process. With REFERENCE the script is run by torchrun and writes its finding to OUT. Without
 REFERENCE one process trains an unpatched model and writes its losses and weights to OUT. It accumulates twice as many
 batches, so that every step has the same examples.
 """
@@ -16,7 +17,7 @@ from typing import Any
 import torch
 from ranks import finish, whole_weights
 from stage import Stage, furthest, largest_relative_difference, packed, padded, tiny_llama, weights
-from transformers import TrainerCallback
+from transformers import Trainer, TrainerCallback
 
 import fa2patch
 
@@ -25,9 +26,12 @@ STEPS = 6
 BOUND = 1e-3
 SAME = 1e-4
 ACCUMULATED = 2
+BUDGET = 200
 
 
-def main(engine: str, out: str, reference: str = "") -> None:
+def main(engine: str, *told: str) -> None:
+    budget = "budget" in told
+    out, reference = (*told[budget:], "")[:2]
     warnings.simplefilter("ignore")
     torch.set_num_threads(1)
     stage = Stage(trl=False)
@@ -36,10 +40,10 @@ def main(engine: str, out: str, reference: str = "") -> None:
         torch.save({"losses": run["losses"], "weights": weights(run["model"])}, out)
         return
     between = Between(packed(stage.examples(stage.train[:8])))
-    run = stage.run(
-        tiny_llama(), packed, patched=True, steps=STEPS, gradient_accumulation_steps=ACCUMULATED,
-        callbacks=[between], **options(engine)
-    )  # fmt: skip
+    given = {"gradient_accumulation_steps": ACCUMULATED, "callbacks": [between], **options(engine)}
+    if budget:
+        given["kind"] = fa2patch.packed_trainer(Trainer, max_tokens=BUDGET)
+    run = stage.run(tiny_llama(), packed, patched=True, steps=STEPS, **given)
     trainer = run["trainer"]
     expected = torch.load(reference)
     with whole_weights(run["model"]):
@@ -55,6 +59,10 @@ def main(engine: str, out: str, reference: str = "") -> None:
         "weights_off_by": off,
         "verify": between.said,
     }
+    if budget:
+        passes = [entry["passes_per_batch"] for entry in trainer.state.log_history if "loss" in entry]
+        finding["passes_per_batch"] = passes
+        finding["ok"] = finding["ok"] and max(passes) > 2
     if engine != "ddp":
         finding["zero_stage"] = trainer.model_wrapped.zero_optimization_stage()
         finding["ok"] = finding["ok"] and f"zero{finding['zero_stage']}" == engine

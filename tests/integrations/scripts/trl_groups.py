@@ -158,6 +158,8 @@ def make(kind: str, variant: str, steps: int, how: str, generated: list[Any]) ->
     base = trl_class(f"{kind.upper()}Trainer")
     if how in ("packed", "shared"):
         base = packed_trainer(base, share_prompts=how == "shared")
+    if how.startswith("budget"):
+        base = packed_trainer(base, share_prompts=False, max_tokens=int(how[len("budget") :]))
     old = "rloo_k" in inspect.signature(trl_class(f"{kind.upper()}Config")).parameters
     if old:
         return rloo_with_policies(base, variant, steps, words, generated)

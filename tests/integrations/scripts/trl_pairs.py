@@ -71,6 +71,8 @@ def make(kind: str, variant: str, steps: int, how: str, generated: list[Any]) ->
     cls = trl_class(f"{name}Trainer")
     if how in ("packed", "shared"):
         cls = packed_trainer(cls, share_prompts=how == "shared")
+    if how.startswith("budget"):
+        cls = packed_trainer(cls, share_prompts=False, max_tokens=int(how[len("budget") :]))
     return cls(
         model=policy, args=args, train_dataset=examples(kind, 40, 0), eval_dataset=examples(kind, 8, 1),
         processing_class=words, **given,

@@ -195,6 +195,8 @@ def units_of(batch: Any, group: int = 1) -> Units:
     ids = next((batch[name] for name in TOKENS if isinstance(batch.get(name), torch.Tensor)), None)
     if ids is not None and len(ids) == 1 and ids.dim() > 1:
         lengths = _documents(batch, ids)
+        if lengths is None and not isinstance(batch.get("attention_mask"), torch.Tensor):
+            lengths = [ids.shape[1]]
         if lengths is not None:
             return _of_row(batch, ids, lengths)
     return _of_rows(batch, group)
@@ -244,48 +246,63 @@ def _of_row(batch: Mapping[str, Any], ids: torch.Tensor, lengths: list[int]) -> 
         first = labels[0].cpu().numpy()[starts[kept]] != IGNORED_LABEL  # a patched model does not count it
         learned = (counted[ends[kept]] - counted[starts[kept]] - first).astype(np.int64)
 
+    parts = batch.parts if isinstance(batch, MediaRow) else {}
+    places = {
+        name: _place(name, value, ids.shape[1], len(lengths))
+        for name, value in batch.items()
+        if name not in (*LENGTHS, *parts, REAL)
+    }
+
     def take(chosen: Ints) -> Any:
-        return _row(batch, ids, starts, ends, kept[chosen])
+        return _row(batch, places, starts, ends, kept[chosen])
 
     return Units(np.array(lengths, np.int64)[kept], learned, take)
 
 
-def _row(batch: Mapping[str, Any], ids: torch.Tensor, starts: Ints, ends: Ints, documents: Ints) -> Any:
-    """A packed row with some documents of another one."""
-    length, number = ids.shape[1], len(ends)
-    at = torch.from_numpy(np.concatenate([np.arange(starts[one], ends[one]) for one in documents])).to(ids.device)
-    parts = batch.parts if isinstance(batch, MediaRow) else {}
-    row = {
-        name: _part(name, value, length, number, at, documents)
-        for name, value in batch.items()
-        if name not in (*LENGTHS, *parts, REAL)
-    }
-    for name, (dim, sizes) in parts.items():
-        offsets = np.append(0, np.cumsum(sizes))
-        entries = np.array([at for one in documents if one < len(sizes) for at in range(*offsets[one : one + 2])])
-        if len(entries):
-            row[name] = batch[name].index_select(dim, torch.from_numpy(entries).to(batch[name].device))
-    row.update(_lengths(batch, (ends - starts)[documents], ids.device))
-    if not isinstance(batch, MediaRow):
-        return row
-    own = {name: (dim, [of[one] if one < len(of) else 0 for one in documents]) for name, (dim, of) in parts.items()}
-    return MediaRow(row, {name: part for name, part in own.items() if name in row})
+_OF_DOCUMENTS = -1
+"""Stands for the dimension of a value with one entry for each document."""
 
 
-def _part(name: str, value: Any, length: int, number: int, at: torch.Tensor, documents: Ints) -> Any:
-    """The part of a value of a packed row that belongs to tokens and documents."""
+def _place(name: str, value: Any, length: int, number: int) -> int | None:
+    """The dimension along which a value of a packed row has its tokens; None if the value belongs to all of them."""
     if not isinstance(value, torch.Tensor) or not value.dim():
-        return value
+        return None
     if name in LABELS and value.shape[0] == number and (value.dim() < 2 or value.shape[1] != length):
-        return value[torch.from_numpy(documents).to(value.device)]  # one label, or several numbers, for each document
+        return _OF_DOCUMENTS  # one label, or several numbers, for each document
     for dim in (1, value.dim() - 1, 0):  # [1, length, ...]; position ids [axes, 1, length]; [length]
         if dim < value.dim() and value.shape[dim] == length:
-            return value.index_select(dim, at.to(value.device))
+            return dim
     raise PackingError(
         f"batch[{name!r}]: expected one number for each of {length} tokens, or one label for each of {number} "
         f"documents, found {list(value.shape)}, whose part of a pass is not known. Leave it out, or cut the list of "
         "examples into passes and collate each."
     )
+
+
+def _row(batch: Mapping[str, Any], places: Mapping[str, int | None], starts: Ints, ends: Ints, documents: Ints) -> Any:
+    """A packed row with some documents of another one."""
+    of = {None: None, _OF_DOCUMENTS: torch.from_numpy(documents)}
+    tokens = torch.from_numpy(np.concatenate([np.arange(starts[one], ends[one]) for one in documents]))
+    row = {}
+    for name, place in places.items():
+        at, value = of.get(place, tokens), batch[name]
+        row[name] = value if at is None else value.index_select(max(place or 0, 0), at.to(value.device))
+    device = next(batch[name] for name in TOKENS if isinstance(batch.get(name), torch.Tensor)).device
+    row.update(_lengths(batch, (ends - starts)[documents], device))
+    return _with_media(batch, row, documents) if isinstance(batch, MediaRow) else row
+
+
+def _with_media(batch: MediaRow, row: dict[str, Any], documents: Ints) -> MediaRow:
+    """A row with the pictures, films and sound of its documents."""
+    parts = {}
+    for name, (dim, sizes) in batch.parts.items():
+        offsets = np.append(0, np.cumsum(sizes))
+        own = [one for one in documents.tolist() if one < len(sizes)]
+        entries = [at for one in own for at in range(offsets[one], offsets[one + 1])]
+        if entries:
+            row[name] = batch[name].index_select(dim, torch.tensor(entries, device=batch[name].device))
+            parts[name] = (dim, [sizes[one] if one < len(sizes) else 0 for one in documents.tolist()])
+    return MediaRow(row, parts)
 
 
 def _lengths(batch: Mapping[str, Any], lengths: Ints, device: torch.device) -> dict[str, Any]:
@@ -355,45 +372,47 @@ def _widths(tensors: Mapping[str, torch.Tensor], rows: int) -> dict[int, list[to
     return found
 
 
+def _hidden(values: Sequence[torch.Tensor]) -> torch.Tensor | None:
+    """Where integers ``[rows, length]`` of one length hold padding, bool ``[rows, length]``; None without padding.
+
+    That is what no mask shows, if each of the others holds one number there. Else the masks are no masks of padding.
+    """
+    masks = [value != 0 for value in values if _is_mask(value)]
+    if not masks:
+        return None
+    hidden = ~torch.stack(masks).any(0)
+    held = [value[hidden] for value in values if not _is_mask(value)]
+    return None if any(len(each) and bool((each != each[0]).any()) for each in held) else hidden
+
+
 def _tokens(tensors: Mapping[str, torch.Tensor], rows: int) -> Ints:
     """The tokens of each row without padding, int64 ``[rows]``; rather too many than too few.
 
-    Tensors of one width belong together. If one of them holds ids, its masks hide parts of the same tokens, and what
-    any of them lets be seen counts. If several do, as prompts and completions of one width, each mask counts.
+    Tensors of one width belong together. If they hold ids of one text, what any of their masks shows counts. If they
+    hold ids of several, as prompts and completions of one width, each mask counts.
     """
     found = np.zeros(rows, np.int64)
-    for values in _widths(tensors, rows).values():
-        masks = [value != 0 for value in values if _is_mask(value)]
+    for width, values in _widths(tensors, rows).items():
         ids = [value for value in values if not _is_mask(value) and bool((value >= 0).all())]
-        if not masks and not ids:
-            continue
-        if not masks:
-            found += values[0].shape[1]
-        elif len(ids) > 1 and not all(torch.equal(one, ids[0]) for one in ids):
-            found += sum(mask.sum(1).cpu().numpy() for mask in masks)
+        hidden = _hidden(values)
+        if hidden is None:
+            found += width
+        elif all(torch.equal(one, ids[0]) for one in ids):
+            found += (~hidden).sum(1).cpu().numpy()
         else:
-            found += torch.stack(masks).any(0).sum(1).cpu().numpy()
-    return found
+            found += sum((value != 0).sum(1).cpu().numpy() for value in values if _is_mask(value))
+    return np.maximum(found, 1)
 
 
 def _without_padding(batch: dict[str, Any], rows: int) -> dict[str, Any]:
-    """The batch without the columns in which all rows have padding.
-
-    Columns go if no mask of their width shows anything there, and all integers of that width are constant there.
-    """
+    """The batch without the columns in which all rows have padding, at the start and at the end."""
     tensors = {name: value for name, value in batch.items() if isinstance(value, torch.Tensor) and value.dim()}
     for width, values in _widths(tensors, rows).items():
-        masks = [value != 0 for value in values if _is_mask(value)]
-        if not masks:
+        hidden = _hidden(values)
+        if hidden is None or bool(hidden.all()):
             continue
-        (seen,) = torch.nonzero(torch.stack(masks).any(0).any(0), as_tuple=True)
-        if not len(seen):
-            continue
-        start, stop = int(seen[0]), int(seen[-1]) + 1
-        outside = [torch.cat([value[:, :start], value[:, stop:]], 1) for value in values if not _is_mask(value)]
-        if stop - start == width or any(bool((one != one.flatten()[0]).any()) for one in outside):
-            continue
+        (seen,) = torch.nonzero(~hidden.all(0), as_tuple=True)
         for name, value in tensors.items():
             if value.dim() > 1 and value.shape[:2] == (rows, width):
-                batch[name] = value[:, start:stop]
+                batch[name] = value[:, int(seen[0]) : int(seen[-1]) + 1]
     return batch

@@ -19,13 +19,12 @@ from ..documents.find import recognise
 from ..documents.names import IGNORED_LABEL, LABELS, LENGTHS, LOSS_LABELS, PARENTS, REAL, TOKENS, MediaRow
 from ..documents.stated import from_cu_seqlens
 from ..errors import PackingError
+from .dealing import capped, deal
 from .plans import as_lengths, check_budget, plan
 from .strategies import Ints
 from .streaming import token_count
 
 Floats = npt.NDArray[np.float64]
-
-POLICIES = ("error", "alone")
 
 
 @dataclass(frozen=True)
@@ -37,13 +36,13 @@ class Units:
         learned: The tokens of each unit that the loss of a causal model counts, int64 ``[units]``; None if the batch
             has no ``labels`` with one number for each token.
         take: Returns a batch of the same kind with some of the units, from their numbers in ascending order.
-        strategy: The strategy of ``plan`` that puts units into passes.
+        padded: Whether a pass is as wide as its longest unit, so that units of near lengths share a pass.
     """
 
     tokens: Ints
     learned: Ints | None
     take: Callable[[Ints], Any]
-    strategy: str = "fewest_rows"
+    padded: bool = False
 
 
 class Passes(Sequence[Any]):
@@ -133,21 +132,15 @@ def passes(batch: Any, max_tokens: int, *, too_long: str = "error", every_rank: 
 
 def of_units(units: Units, max_tokens: int, too_long: str = "error", every_rank: bool = False) -> Passes:
     """Return the passes of a batch whose units are known; see :func:`passes`."""
-    budget = check_budget(max_tokens)
-    if too_long not in POLICIES:
-        raise PackingError(f"too_long: expected one of {', '.join(POLICIES)}, found {too_long!r}.")
-    longer = np.flatnonzero(units.tokens > budget)
-    if len(longer) and too_long == "error":
-        raise PackingError(
-            f"{len(longer)} of {len(units.tokens)} documents of this batch are longer than max_tokens={budget}: the "
-            f"first is document {longer[0]} of {units.tokens[longer[0]]} tokens. Raise max_tokens, truncate the "
-            "documents, or choose too_long='alone', which gives each a pass of its own."
-        )
-    shorter = np.flatnonzero(units.tokens <= budget)
-    rows = [shorter[row] for row in plan(units.tokens[shorter], budget, units.strategy, seed=None)]
-    rows = [*longer[:, None], *rows]
-    number = most_of_ranks(len(rows)) if every_rank else len(rows)
-    return Passes(units, [np.sort(row) for row in _divided(rows, units.tokens, number)])
+    tokens = capped(units.tokens, check_budget(max_tokens), too_long)
+    if units.padded:
+        return Passes(units, [np.sort(each) for each in _of_near_lengths(tokens, max_tokens, every_rank)])
+    dealt = deal(tokens, 1, max_tokens)
+    number = most_of_ranks(len(dealt)) if every_rank else len(dealt)
+    if number > len(dealt):
+        dealt = deal(tokens, 1, max_tokens, passes=number)
+    (chosen,) = dealt.passes
+    return Passes(units, [np.sort(each) for each in chosen])
 
 
 def most_of_ranks(number: int) -> int:
@@ -159,16 +152,14 @@ def most_of_ranks(number: int) -> int:
     return int(max(found))
 
 
-def _divided(rows: list[Ints], tokens: Ints, number: int) -> list[Ints]:
-    """Divide the rows with the most tokens until there are so many. If each holds one unit, the others are empty."""
-    while len(rows) < number:
-        largest = max((row for row in rows if len(row) > 1), key=lambda row: int(tokens[row].sum()), default=None)
-        if largest is None:
-            return [*rows, *[np.empty(0, np.int64)] * (number - len(rows))]
-        rows = [row for row in rows if row is not largest]
-        by_size = largest[np.argsort(-tokens[largest], kind="stable")]
-        rows += [by_size[::2], by_size[1::2]]
-    return rows
+def _of_near_lengths(tokens: Ints, max_tokens: int, every_rank: bool) -> list[Ints]:
+    """Passes of units with near lengths. Where other ranks make more, the largest are divided, and some may be empty."""
+    found = list(plan(tokens, max_tokens, "sorted", seed=None))
+    number = most_of_ranks(len(found)) if every_rank else len(found)
+    while len(found) < number:
+        at = max(range(len(found)), key=lambda one: len(found[one]))
+        found[at : at + 1] = np.array_split(found[at], 2)
+    return found
 
 
 def _without_labels(batch: Any) -> Any:
@@ -345,8 +336,7 @@ def _of_rows(batch: Mapping[str, Any], group: int) -> Units:
         at = torch.cat([units + part * len(tokens) for part in range(group)])
         return _without_padding({name: _rows(value, rows, at, units) for name, value in batch.items()}, len(at))
 
-    # rows of near lengths share a pass, because the outputs of a padded batch are as wide as its longest row
-    return Units(tokens, learned, take, strategy="sorted")
+    return Units(tokens, learned, take, padded=True)
 
 
 def _rows(value: Any, rows: int, at: torch.Tensor, units: torch.Tensor) -> Any:

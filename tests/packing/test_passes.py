@@ -120,7 +120,7 @@ def test_padding_of_a_row_is_no_document() -> None:
 
 
 def test_a_document_longer_than_the_budget_is_an_error_or_alone() -> None:
-    with pytest.raises(fa2patch.packing.PackingError, match=r"2 of 8 documents .* first is document 1 of 60 tokens"):
+    with pytest.raises(fa2patch.packing.PackingError, match=r"2 of 8 examples .* first is example 1 of 60 tokens"):
         passes(packed(LENGTHS), 40)
     cut = passes(packed(LENGTHS), 40, too_long="alone")
     assert [units.tolist() for units, tokens in zip(cut.units, cut.tokens) if tokens > 40] == [[1], [6]]
@@ -132,7 +132,7 @@ def test_a_document_longer_than_the_budget_is_an_error_or_alone() -> None:
     ("batch", "options", "said"),
     [
         (packed(LENGTHS), {"max_tokens": 0}, "expected a positive number of tokens"),
-        (packed(LENGTHS), {"too_long": "drop"}, "expected one of error, alone"),
+        (packed(LENGTHS), {"too_long": "drop"}, "expected 'error' or 'alone'"),
         (3, {}, "expected a mapping or a list of examples, found int"),
         ({"x": 1}, {}, "expected tensors with one row for each example, found x"),
         ({**packed(LENGTHS), "more": torch.zeros(3)}, {}, r"batch\['more'\]: expected one number for each of 194 tok"),

@@ -153,7 +153,7 @@ def most_of_ranks(number: int) -> int:
 
 
 def _of_near_lengths(tokens: Ints, max_tokens: int, every_rank: bool) -> list[Ints]:
-    """Passes of units with near lengths. Where other ranks make more, the largest are divided, and some may be empty."""
+    """Passes of units with near lengths. If other ranks make more, the largest are divided; some may be empty."""
     found = list(plan(tokens, max_tokens, "sorted", seed=None))
     number = most_of_ranks(len(found)) if every_rank else len(found)
     while len(found) < number:

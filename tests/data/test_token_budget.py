@@ -1,0 +1,240 @@
+"""A Trainer with a budget of tokens makes the steps of a padded one: losses, weights, and passes within the budget."""
+
+from __future__ import annotations
+
+import tempfile
+from typing import Any
+
+import pytest
+import torch
+from stage import furthest, losses_of, padded, tiny_llama, weights
+from transformers import Trainer, TrainingArguments
+
+import fa2patch
+from fa2patch.data.loss_shares import Share
+from fa2patch.errors import BadArgument, PackingError, StaysPadded
+
+STEPS = 6
+
+
+def dataset(count: int = 48) -> list[dict[str, list[int]]]:
+    generator = torch.Generator().manual_seed(1)
+    lengths = torch.randint(3, 60, (count,), generator=generator).tolist()
+    found = []
+    for length in lengths:
+        ids = torch.randint(3, 500, (length,), generator=generator).tolist()
+        found.append({"input_ids": ids, "labels": [-100, *ids[1:]]})
+        found[-1]["labels"][1 : length // 3] = [-100] * (max(length // 3, 1) - 1)
+    return found
+
+
+def trained(base: Any, collate: Any = padded, model: Any = None, **options: Any) -> Any:
+    arguments = TrainingArguments(
+        **{
+            "output_dir": tempfile.mkdtemp(), "per_device_train_batch_size": 8, "max_steps": STEPS, "seed": 0,
+            "learning_rate": 1e-4, "lr_scheduler_type": "constant", "logging_steps": 1, "report_to": "none",
+            "use_cpu": True, "save_strategy": "no", "disable_tqdm": True, "remove_unused_columns": False, **options,
+        }
+    )  # fmt: skip
+    trainer = base(model=model or tiny_llama(), args=arguments, train_dataset=dataset(), data_collator=collate)
+    trainer.remove_callback(transformers_printer())
+    trainer.train()
+    return trainer
+
+
+def transformers_printer() -> Any:
+    from transformers.trainer_callback import PrinterCallback
+
+    return PrinterCallback
+
+
+def assert_same_steps(found: Any, expected: Any) -> None:
+    assert losses_of(found) == pytest.approx(losses_of(expected), rel=1e-5)
+    assert furthest(weights(found.model), weights(expected.model)) < 1e-5
+    norms = [
+        [entry["grad_norm"] for entry in one.state.log_history if "grad_norm" in entry] for one in (found, expected)
+    ]
+    assert norms[0] == pytest.approx(norms[1], rel=1e-4)
+
+
+COLLATORS = {
+    "padded": padded,
+    "packed": fa2patch.DataCollatorWithFlattening(),
+    "packed, with lengths": fa2patch.DataCollatorWithFlattening(return_flash_attn_kwargs=True, return_seq_idx=True),
+}
+
+
+class MeanOfDocuments(Trainer):
+    """A loss that every document has the same weight in."""
+
+    def compute_loss(self, model: Any, inputs: Any, return_outputs: bool = False, **others: Any) -> Any:
+        logits = model(**{name: value for name, value in inputs.items() if name != "labels"}).logits
+        losses = torch.nn.functional.cross_entropy(logits[:, :-1].mT, inputs["labels"][:, 1:], reduction="none")
+        counts = (inputs["labels"][:, 1:] != -100).sum(1)
+        return (losses.sum(1) / counts.clamp(min=1)).mean()
+
+
+class Noted(MeanOfDocuments):
+    """Notes a metric for each computed loss, as TRL's trainers do, and how often the loss was computed."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        self.noted: dict[str, dict[str, list[float]]] = {"train": {"rows": []}, "eval": {"rows": []}}
+        super().__init__(*args, **kwargs)
+
+    def compute_loss(self, model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
+        length = float((inputs["labels"] != -100).sum(1).float().mean())
+        self.noted["train" if model.training else "eval"]["rows"].append(length)
+        inputs["labels"] = inputs.pop("labels")
+        return super().compute_loss(model, inputs, *args, **kwargs)
+
+
+class Compared(Trainer):
+    """A loss that compares the documents of a batch."""
+
+    def compute_loss(self, model: Any, inputs: Any, return_outputs: bool = False, **others: Any) -> Any:
+        logits = model(**{name: value for name, value in inputs.items() if name != "labels"}).logits
+        return logits.float().mean((1, 2)).sort().values.diff(prepend=logits.new_zeros(1)).square().mean()
+
+
+@pytest.fixture(scope="module")
+def reference() -> Any:
+    """Padded training without fa2patch, by options; each is trained once."""
+    found: dict[str, Any] = {}
+
+    def of(base: Any = Trainer, **options: Any) -> Any:
+        key = f"{base.__name__} {options}"
+        if key not in found:
+            found[key] = trained(base, **options)
+        return found[key]
+
+    return of
+
+
+@pytest.mark.parametrize("kind", COLLATORS)
+@pytest.mark.parametrize("budget", [70, 150, 1000])
+def test_steps_are_those_of_padded_batches(reference: Any, kind: str, budget: int) -> None:
+    found = trained(fa2patch.packed_trainer(Trainer, max_tokens=budget), COLLATORS[kind])
+    assert_same_steps(found, reference())
+    passes = [entry["passes_per_batch"] for entry in found.state.log_history if "passes_per_batch" in entry]
+    tokens = [sum(len(one["input_ids"]) for one in dataset())]
+    assert len(passes) == STEPS and sum(passes) >= sum(tokens) / budget
+    assert (max(passes) == 1) == (budget == 1000)
+
+
+@pytest.mark.parametrize(
+    "options", [{"gradient_accumulation_steps": 2}, {"gradient_checkpointing": True}, {"label_smoothing_factor": 0.1}]
+)
+def test_steps_with_options_of_trainer(reference: Any, options: dict[str, Any]) -> None:
+    found = trained(fa2patch.packed_trainer(Trainer, max_tokens=100), **options)
+    assert_same_steps(found, reference(**options))
+
+
+def test_a_mean_over_documents(reference: Any) -> None:
+    found = trained(fa2patch.packed_trainer(Noted, max_tokens=100))
+    assert_same_steps(found, reference(Noted))
+    assert found.token_budget.shares.share == Share(1, "units")
+
+
+def test_what_a_trainer_notes_is_as_without_passes(reference: Any) -> None:
+    """One number for each batch, weighed by documents; what was tried leaves none."""
+    found, expected = trained(fa2patch.packed_trainer(Noted, max_tokens=100)), reference(Noted)
+    assert found.noted["eval"] == expected.noted["eval"] == {"rows": []}
+    assert found.noted["train"]["rows"] == pytest.approx(expected.noted["train"]["rows"], rel=1e-5)
+
+
+def test_a_loss_that_is_no_sum_is_refused() -> None:
+    with pytest.raises(PackingError, match=r"expected a loss that is a sum, .* in batch 1 of PackedCompared: doc"):
+        trained(fa2patch.packed_trainer(Compared, max_tokens=100))
+
+
+def test_a_loss_that_becomes_no_sum_is_refused_later() -> None:
+    class Later(MeanOfDocuments):
+        def compute_loss(self, model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
+            loss = super().compute_loss(model, inputs, *args, **kwargs)
+            return loss + 0.1 * loss.detach().square() * min(self.state.global_step, 1)
+
+    with pytest.raises(PackingError, match="found in batch 2 of PackedLater"):
+        trained(fa2patch.packed_trainer(Later, max_tokens=100))
+
+
+def test_router_losses_are_refused_with_the_remedy() -> None:
+    from compat_matrix import tiny_models
+
+    model = tiny_models.build("mixtral", "sdpa", output_router_logits=True, router_aux_loss_coef=0.1, vocab_size=512)
+    with pytest.raises(PackingError, match="output_router_logits=False"):
+        trained(fa2patch.packed_trainer(Trainer, max_tokens=100), model=model)
+
+
+def test_pairs_stay_together(reference: Any) -> None:
+    """The first half of the rows belongs to the second half, as chosen and rejected answers do."""
+
+    class Pairs(Trainer):
+        def compute_loss(self, model: Any, inputs: Any, return_outputs: bool = False, **others: Any) -> Any:
+            logits = model(input_ids=inputs["input_ids"], attention_mask=inputs["attention_mask"]).logits
+            last = logits.float().mean(-1)[torch.arange(len(logits)), inputs["attention_mask"].sum(1) - 1]
+            chosen, rejected = last.chunk(2)
+            return -torch.nn.functional.logsigmoid(chosen - rejected).mean()
+
+    found = trained(fa2patch.packed_trainer(Pairs, max_tokens=150))
+    assert_same_steps(found, trained(Pairs))
+    assert found.token_budget.shares.share == Share(2, "units")
+
+
+def test_a_document_longer_than_the_budget() -> None:
+    with pytest.raises(PackingError, match="longer than max_tokens=30"):
+        trained(fa2patch.packed_trainer(Trainer, max_tokens=30))
+
+
+def test_documents_alone(reference: Any) -> None:
+    found = trained(fa2patch.packed_trainer(Trainer, max_tokens=30, too_long="alone"))
+    assert_same_steps(found, reference())
+
+
+def test_losses_that_do_not_tell() -> None:
+    class Zero(Trainer):
+        def compute_loss(self, model: Any, inputs: Any, return_outputs: bool = False, **others: Any) -> Any:
+            return model(**inputs).logits.sum() * 0
+
+    with pytest.warns(StaysPadded, match="computed in one pass, because its documents do not tell"):
+        trained(fa2patch.packed_trainer(Zero, max_tokens=100))
+
+
+def test_a_loop_of_its_own_is_refused() -> None:
+    class OwnLoop(Trainer):
+        def train(self, *args: Any, **kwargs: Any) -> Any:
+            return None
+
+    class Wraps(Trainer):
+        def train(self, *args: Any, **kwargs: Any) -> Any:
+            return super().train(*args, **kwargs)
+
+    with pytest.raises(BadArgument, match=r"found OwnLoop\.train, which is a loop of its own"):
+        fa2patch.packed_trainer(OwnLoop, max_tokens=100)
+    assert trained(fa2patch.packed_trainer(Wraps, max_tokens=100)).token_budget.shares.share == Share(1, "sum")
+
+
+def test_evaluation_is_not_cut() -> None:
+    trainer = trained(fa2patch.packed_trainer(Trainer, max_tokens=100))
+    assert trainer.evaluate(dataset(8))["eval_loss"] > 0
+    assert trainer.token_budget.batches == 0
+
+
+def test_an_error_in_a_pass_leaves_the_trainer_as_it_was() -> None:
+    class Fails(Trainer):
+        def compute_loss(self, model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
+            if model.training and getattr(self, "computed", 0) > 2:
+                raise RuntimeError("out of memory")
+            self.computed = getattr(self, "computed", 0) + model.training
+            return super().compute_loss(model, inputs, *args, **kwargs)
+
+    made: list[Any] = []
+
+    class Kept(Fails):
+        def __init__(self, *args: Any, **kwargs: Any) -> None:
+            super().__init__(*args, **kwargs)
+            made.append(self)
+
+    with pytest.raises(RuntimeError, match="out of memory"):
+        trained(fa2patch.packed_trainer(Kept, max_tokens=70))
+    accelerator = made[0].accelerator
+    assert "backward" not in vars(accelerator) and accelerator.gradient_state.sync_gradients

@@ -412,10 +412,10 @@ def test_what_a_whole_row_is_handed_is_made_once_for_all_layers(any_device):
 
 @pytest.mark.parametrize("lengths", [LENGTHS, (300,) * 8, (4, 0, 3), (1, 1), (0, 6), (2000, 5, 2000)], ids=str)
 def test_a_row_for_a_trial_is_as_long_as_the_one_that_it_is_for_and_has_its_longest_document_inside(lengths):
-    pieces = mixer_trial._pieces_of_row(lengths)
-    assert sum(length for length, _ in pieces) >= min(sum(lengths), mixer_calls.LONG_ENOUGH)
-    assert sum(length for length, _ in pieces) <= 4 * mixer_calls.LONG_ENOUGH
-    assert any(kept for _, kept in pieces[1:-1]) and not pieces[0].kept and (0 in lengths) == ((0, 0) in pieces)
+    excerpts = mixer_trial._excerpts_of_row(lengths)
+    assert sum(length for length, _ in excerpts) >= min(sum(lengths), mixer_calls.LONG_ENOUGH)
+    assert sum(length for length, _ in excerpts) <= 4 * mixer_calls.LONG_ENOUGH
+    assert any(kept for _, kept in excerpts[1:-1]) and not excerpts[0].kept and (0 in lengths) == ((0, 0) in excerpts)
 
 
 # Batches

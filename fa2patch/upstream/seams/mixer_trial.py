@@ -25,7 +25,7 @@ TOLERANCE = {torch.float32: 1e-3, torch.float64: 1e-3}
 """Largest difference by dtype, relative to the largest absolute value; 3e-2 in half precision. Leaks are exact."""
 
 
-class Piece(NamedTuple):
+class Excerpt(NamedTuple):
     """A document of a trial: the first tokens of the longest one.
 
     Attributes:
@@ -42,14 +42,14 @@ class Trial(NamedTuple):
 
     Attributes:
         way: the call.
-        alone: the longest piece in a call of its own.
-        short: the shortest piece in a call of its own; None if all have one length.
+        alone: the longest excerpt in a call of its own.
+        short: the shortest excerpt in a call of its own; None if all have one length.
         at_short: which tokens of the call must be computed as in ``short``.
-        places: the place of each token of the call in the longest piece, int64 ``[tokens]``.
-        whole: which tokens belong to pieces that are kept, bool ``[tokens]``.
+        places: the place of each token of the call in the longest excerpt, int64 ``[tokens]``.
+        whole: which tokens belong to excerpts that are kept, bool ``[tokens]``.
         kept: which tokens are kept, bool ``[tokens]``.
         compared: which tokens must be computed as in ``alone``, or in ``short``, bool ``[tokens]``. In a whole row, a
-            mixer may look at later tokens, and other pieces have other ones.
+            mixer may look at later tokens, and other excerpts have other ones.
     """
 
     way: Way
@@ -89,16 +89,16 @@ def _trials(mixing: Mixing, way: Way) -> Iterator[Trial]:
     """The calls that a way is tried with, of the sizes that the verdict holds up to (:class:`Way`)."""
     lengths = mixing.one_by_one().documents.lengths
     if way.portions is WHOLE_ROW:
-        yield _trial(mixing, way, lengths.index(max(lengths)), _pieces_of_row(mixing.boundaries.lengths))
+        yield _trial(mixing, way, lengths.index(max(lengths)), _excerpts_of_row(mixing.boundaries.lengths))
         return
     calls = {batch[0]: [lengths[at] for at in batch] for batch in way.documents.calls.batches if len(batch) > 1}
     longest = max(calls, key=lambda at: lengths[at])
     most = max(calls, key=lambda at: longest_padded(calls[at]))
     for at in dict.fromkeys([longest, most] if longest_padded(calls[most]) else [longest]):
-        yield _trial(mixing, way, at, _pieces_of_batch(calls[at]))
+        yield _trial(mixing, way, at, _excerpts_of_batch(calls[at]))
 
 
-def _pieces_of_batch(lengths: Sequence[int]) -> list[Piece]:
+def _excerpts_of_batch(lengths: Sequence[int]) -> list[Excerpt]:
     """The documents of a trial for a batch of these lengths, the longest first.
 
     One that stands beside is between two that are kept, so that nothing may come from the one before or behind. With
@@ -108,36 +108,36 @@ def _pieces_of_batch(lengths: Sequence[int]) -> list[Piece]:
     longest, second, shortest = lengths[0], longest_padded(lengths), lengths[-1]
     if not second:
         longest = min(longest, LONG_ENOUGH)
-        return [Piece(longest, longest), Piece(longest, 0), Piece(longest, longest)]
+        return [Excerpt(longest, longest), Excerpt(longest, 0), Excerpt(longest, longest)]
     beyond = max(0, second - LONG_ENOUGH)  # cut off, and as much of all of them, which keeps the padding
     longest, second, shortest = longest - beyond, second - beyond, max(1, shortest - beyond)
     odd, power = (longest - 2) // 2 * 2 + 1, 1 << (longest - 1).bit_length() - 1
-    return [Piece(longest, odd), Piece(shortest, 0), Piece(second, second), Piece(longest, power)]
+    return [Excerpt(longest, odd), Excerpt(shortest, 0), Excerpt(second, second), Excerpt(longest, power)]
 
 
-def _pieces_of_row(lengths: Sequence[int]) -> list[Piece]:
+def _excerpts_of_row(lengths: Sequence[int]) -> list[Excerpt]:
     """The documents of a trial for a row of these lengths: two others and the longest one, again and again.
 
     Two are between those that are kept, because a convolution may reach over a short one. That is not the first, which
     is right even if the mixer ignores where documents start.
     """
     *others, longest = sorted(min(length, LONG_ENOUGH) for length in lengths if length)
-    beside, pieces = cycle([*others[1::-1], *others[2:]] or [longest]), list[Piece]()
-    while len(pieces) < 4 or sum(length for length, _ in pieces) < min(sum(lengths), LONG_ENOUGH):
-        pieces.append(Piece(longest, longest) if len(pieces) % 3 == 2 else Piece(next(beside), 0))
-    return [*pieces[:1], Piece(0, 0), *pieces[1:]] if 0 in lengths else pieces
+    beside, excerpts = cycle([*others[1::-1], *others[2:]] or [longest]), list[Excerpt]()
+    while len(excerpts) < 4 or sum(length for length, _ in excerpts) < min(sum(lengths), LONG_ENOUGH):
+        excerpts.append(Excerpt(longest, longest) if len(excerpts) % 3 == 2 else Excerpt(next(beside), 0))
+    return [*excerpts[:1], Excerpt(0, 0), *excerpts[1:]] if 0 in lengths else excerpts
 
 
-def _trial(mixing: Mixing, way: Way, number: int, pieces: Sequence[Piece]) -> Trial:
+def _trial(mixing: Mixing, way: Way, number: int, excerpts: Sequence[Excerpt]) -> Trial:
     """The trial with these first tokens of the document of this number."""
-    each, lengths = mixing.one_by_one().documents, [length for length, _ in pieces]
+    each, lengths = mixing.one_by_one().documents, [length for length, _ in excerpts]
     longest, shortest, ends = max(lengths), min(filter(None, lengths)), [0, *accumulate(lengths)]
     device = mixing.boundaries.cu_seqlens.device
     tokens = sum(each.lengths[:number]) + torch.arange(longest, device=device)
     counts = torch.tensor(lengths)
-    length, kept = (torch.tensor(column).repeat_interleave(counts).to(device) for column in zip(*pieces))
+    length, kept = (torch.tensor(column).repeat_interleave(counts).to(device) for column in zip(*excerpts))
     places = torch.cat([torch.arange(count) for count in lengths]).to(device)
-    at = max(range(len(pieces)), key=lambda at: (pieces[at] == (shortest, 0), at))
+    at = max(range(len(excerpts)), key=lambda at: (excerpts[at] == (shortest, 0), at))
     compared = (kept > 0) | (length == longest)
     compared[ends[at] : ends[at + 1]] = True
     return Trial(
@@ -192,7 +192,7 @@ def _difference(mixing: Mixing, trial: Trial, hidden: torch.Tensor) -> str:
 def _with_short(
     mixing: Mixing, trial: Trial, document: torch.Tensor, expected: dict[int, torch.Tensor]
 ) -> list[torch.Tensor]:
-    """The outputs that are expected, in which those of the shortest piece are from a call of its own.
+    """The outputs that are expected, in which those of the shortest excerpt are from a call of its own.
 
     What a mixer makes of a call's length, whatever fills it up, is seen best where most is filled up.
     """

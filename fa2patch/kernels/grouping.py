@@ -166,16 +166,24 @@ def shared_calls(boundaries: Boundaries, width: int, causal: bool) -> tuple[Batc
         boundaries.made[kind] = Batches(tree.lengths), [None] * len(tree.lengths)
     elif kind not in boundaries.made:
         lengths, device = tuple(filter(None, boundaries.lengths)), boundaries.cu_seqlens.device
-        calls = Batches(lengths, batches(lengths, SCORES, power=2), device)
-        last = _last_keys(calls, boundaries, causal)
-        masks = 0 if causal else sum(mask is not None for mask in last)
-        saved = len(lengths) - len(calls.shapes) - masks - 2
-        if calls.places is not None and saved * MOVED < width * sum(lengths):
-            calls = Batches(lengths)
-            last = _last_keys(calls, boundaries, causal)
-        boundaries.made[kind] = calls, last
+        shared = batches(lengths, SCORES, power=2)
+        calls = Batches(lengths, shared if _saves(shared, lengths, width, causal) else None, device)
+        boundaries.made[kind] = calls, _last_keys(calls, boundaries, causal)
     found: tuple[Batches, Sequence[torch.Tensor | None]] = boundaries.made[kind]
     return found
+
+
+def _saves(shared: list[list[int]], lengths: Sequence[int], width: int, causal: bool) -> bool:
+    """Whether documents that share calls take less time than alone, of which moving them takes some."""
+    order: list[int] = []
+    padded = 0
+    for batch in shared:
+        order += batch
+        padded += lengths[batch[0]] > lengths[batch[-1]]
+    if not padded and order == [*range(len(lengths))]:
+        return True  # none is moved
+    masks = 0 if causal else padded
+    return (len(lengths) - len(shared) - masks - 2) * MOVED >= width * sum(lengths)
 
 
 def _last_keys(calls: Batches, boundaries: Boundaries, causal: bool) -> list[torch.Tensor | None]:

@@ -22,6 +22,7 @@ import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 from .. import commits, environments
 
@@ -247,6 +248,31 @@ def _without_collection() -> Iterator[None]:
         gc.enable()
 
 
+def steps_of_capture(patched: bool) -> int:
+    """The instructions that dynamo traces for the first graph in training: the same on every machine."""
+    import torch
+    from torch._dynamo.symbolic_convert import InstructionTranslatorBase
+
+    import fa2patch
+
+    from .workloads import packed, small_llama
+
+    steps, traced = 0, InstructionTranslatorBase.step
+
+    def step(self: Any) -> Any:
+        nonlocal steps
+        steps += 1
+        return traced(self)
+
+    torch._dynamo.reset()
+    model = small_llama(CAPTURED, 64).bfloat16()
+    if patched:
+        fa2patch.apply(model)
+    with mock.patch.object(InstructionTranslatorBase, "step", step):
+        torch.compile(model, backend="eager")(**packed([list(range(3, 3 + length)) for length in (9, 7, 4)]))
+    return steps
+
+
 def _of_capture() -> Rows:
     """The first capture of a graph in training, in bfloat16, as a multiple of the unpatched model's."""
     import torch
@@ -280,6 +306,8 @@ def _of_capture() -> Rows:
     captured(True), captured(False)
     pairs = [(captured(True), captured(False)) for _ in range(3)]
     return {
+        "first capture, traced instructions": steps_of_capture(True),
+        "first capture, traced instructions, upstream": steps_of_capture(False),
         "first capture, to upstream's": statistics.median(ours[0] / theirs[0] for ours, theirs in pairs),
         "graphs of four batches": pairs[0][0][1],
         "graphs of four batches, upstream": pairs[0][1][1],

@@ -11,12 +11,12 @@ from weakref import WeakKeyDictionary, ref
 
 import torch
 
-from .._torch import compiling, constant, number, numbered
+from .._torch import constant, number, numbered
 from ..documents.boundaries import Boundaries
 from ..errors import BadArgument, KernelUnavailable, KernelWrong, PackingNotIsolated, UnknownKernel
 from .aten import Efficient, TorchVarlen
 from .flex import Flex
-from .protocol import FEATURES, HALF, Asked, Kernel, Options, asked_by, capability
+from .protocol import FEATURES, HALF, Asked, Kernel, Options, asked_by, capability, features_among
 from .reference import Reference
 from .trial import passes
 from .varlen import FlashAttn, FlashAttn3, FlashAttn4, Hub
@@ -49,12 +49,13 @@ def packed_attention(
         UnknownKernel: no kernel has this name.
         KernelUnavailable: the kernel cannot compute this (:class:`KernelWrong`: it fails its trial).
     """
-    if q.shape[:2] != k.shape[:2] or k.shape[:2] != v.shape[:2]:
+    rows, key_heads = q.shape[:2], k.shape[2]
+    if not rows == k.shape[:2] == v.shape[:2]:
         raise PackingNotIsolated(
             f"packed attention needs queries and keys of the same tokens; found {list(q.shape[:2])} queries and "
             f"{list(k.shape[:2])} keys [batch, length]. Pass no key/value cache with a packed batch."
         )
-    if q.shape[2] % k.shape[2] or k.shape[2] != v.shape[2]:
+    if q.shape[2] % key_heads or key_heads != v.shape[2]:
         raise PackingNotIsolated(
             f"found {q.shape[2]} query, {k.shape[2]} key and {v.shape[2]} value heads: expected as many key as value "
             "heads, and a multiple of them as query heads."
@@ -62,7 +63,6 @@ def packed_attention(
     if isinstance(kernel, str):
         asked = asked_by(q, k, v, options, boundaries.parents is not None, boundaries.until is not None)
         kernel = pick(kernel, asked, q.device).kernel
-    rows = q.shape[:2]
     if q.is_meta:
         return q.new_empty(*rows, q.shape[2], v.shape[3])
     output = kernel(q.flatten(0, 1), k.flatten(0, 1), v.flatten(0, 1), boundaries, options)
@@ -271,13 +271,22 @@ def pick(name: str | Kernel, asked: Asked, device: torch.device, try_it: bool = 
 
 
 @constant
-def _picked(name: str, given: str, device: str, index: int | None, *asked: Any) -> str:
-    """Choose a kernel during a graph capture; the kernel's name becomes a constant of the graph.
+def _picked(picks: str, device: str, index: int | None, described: tuple[Any, ...], needed: tuple[bool, ...]) -> str:
+    """Choose a kernel while a graph is captured; the kernel's name becomes a constant of the graph.
 
-    ``given`` is the number of the kernel object that was passed to ``apply``; empty if it was a name.
+    Args:
+        picks: the number of the :class:`Picks`.
+        device, index: the device of q, k and v.
+        described: the fields of :class:`Asked` between ``device`` and ``features``, then ``gradients``.
+        needed: whether the call needs each of :data:`FEATURES`. ``deterministic`` is looked up here, as a graph is
+            captured again when that switch changes.
     """
-    kernel = numbered(given) if given else name
-    return pick(kernel, Asked(*asked), torch.device(device if index is None else f"{device}:{index}")).kernel.name
+    dtype, heads, key_heads, dim, value_dim, causal, gradients = described
+    asked = Asked(device, dtype, heads, key_heads, dim, value_dim, causal, features_among(needed), gradients)
+    asking: Picks = numbered(picks)
+    return pick(
+        asking.given or asking.name, asked, torch.device(device if index is None else f"{device}:{index}")
+    ).kernel.name
 
 
 class Computed(NamedTuple):
@@ -314,7 +323,7 @@ class Picks:
     def __init__(self, kernel: str | Kernel) -> None:
         self.given = kernel if isinstance(kernel, Kernel) else None
         self.name = kernel.name if isinstance(kernel, Kernel) else kernel
-        self._number = "" if self.given is None else number(self.given)
+        self._number = number(self)
         self._made: dict[tuple[Asked, torch.device], Pick] = {}
         self._tried: WeakKeyDictionary[torch.nn.Module, dict[Hashable, Tried]] = WeakKeyDictionary()
         self.last: dict[int, Computed] = {}
@@ -369,9 +378,6 @@ class Picks:
             asked: what the call needs.
             device: the device of q, k and v.
         """
-        if compiling():
-            picked = _picked(self.name, self._number, device.type, device.index, *asked)
-            return named(picked) if self.given is None else self.given
         kind = (asked, device)
         if kind not in self._made:
             self._made[kind] = pick(self.given or self.name, asked, device)
@@ -380,6 +386,28 @@ class Picks:
         if module is not None and self.of(module) is not made:
             self._took(module, made)
         return made.kernel
+
+    def captured(
+        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, options: Options, trees: bool, spans: bool
+    ) -> Kernel:
+        """Choose the kernel for a call that is captured into a graph. Everything that is traced here costs time.
+
+        Args:
+            q, k, v, options, trees, spans: as for :func:`~.protocol.asked_by`.
+        """
+        device = q.device
+        gradients = torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad)
+        picked = _picked(
+            self._number, device.type, device.index,
+            (q.dtype, q.shape[-2], k.shape[-2], q.shape[-1], v.shape[-1], options.causal, gradients),
+            (
+                options.window is not None, options.softcap is not None, options.sinks is not None,
+                options.alibi_slopes is not None, options.dropout > 0, False, trees, spans,
+            ),
+        )  # fmt: skip
+        if self.given is not None:
+            return self.given
+        return _BUILT_IN[picked] if picked in _BUILT_IN else named(picked)
 
     def _warn_if_slow(self, made: Pick, asked: Asked) -> None:
         """Warn of the reference on an accelerator, and of FlexAttention where a faster kernel lacks only the dtype."""

@@ -7,6 +7,7 @@ end, which are gathered, and the results take the place of the first call's.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
@@ -95,14 +96,19 @@ def asked_by(
         options.sinks is not None,
         options.alibi_slopes is not None,
         options.dropout > 0,
-        torch.are_deterministic_algorithms_enabled(),
+        False,
         trees,
         spans,
     )
-    features = tuple([name for name, is_needed in zip(FEATURES, needed) if is_needed])
     heads, dims = (q.shape[-2], k.shape[-2]), (q.shape[-1], v.shape[-1])
     gradients = torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad)
-    return Asked(q.device.type, q.dtype, *heads, *dims, options.causal, features, gradients)
+    return Asked(q.device.type, q.dtype, *heads, *dims, options.causal, features_among(needed), gradients)
+
+
+def features_among(needed: Sequence[bool]) -> tuple[str, ...]:
+    """The names in :data:`FEATURES` that are ``needed``, one value for each; ``deterministic`` by torch's switch."""
+    always = ("deterministic",) if torch.are_deterministic_algorithms_enabled() else ()
+    return tuple([name for name, is_needed in zip(FEATURES, needed) if is_needed or name in always])
 
 
 class Kernel:

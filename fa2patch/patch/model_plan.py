@@ -130,12 +130,11 @@ def plan_model(model: ModelLayers, padded: bool = False) -> ModelPlan:
 
 def _role(layers: ModelLayers, model: Model, both_ways: bool) -> Role:
     innermost = model is layers.decoder
+    accepted = [inspecting.accepted(forward, LENGTHS) for forward in inspecting.forwards_that_run(type(model))]
     return Role(
         outermost=model is layers.model,
         innermost=innermost,
         predicts_the_next=labels.predicts_the_next(model, both_ways),
         pools=not innermost and heads.pools_documents(model),
-        lengths=frozenset(LENGTHS).intersection(
-            *(inspecting.accepted(forward, LENGTHS) for forward in inspecting.forwards_that_run(type(model)))
-        ),
+        rejected=tuple(name for name in LENGTHS if any(name not in names for names in accepted)),
     )

@@ -11,7 +11,7 @@ from typing import Any
 import torch.fx
 
 from .. import kernels
-from .._types import Call, Function, Model
+from .._types import Function
 from ..binding import LOCK, bind, release, used_by, users, when_imported
 from ..upstream import embeddings, foreign, hooks
 from ..upstream.architectures import Architecture
@@ -19,7 +19,6 @@ from ..upstream.calls import refuse_recording
 from ..upstream.find_layers import Layer, ModelLayers
 from ..upstream.find_models import models, named_modules, walked_once
 from ..upstream.forward import entered
-from ..upstream.packed_mask import PackedMask
 from ..upstream.step import MARK, ROLE, Trait
 from . import examining
 from .model_plan import ModelPlan, plan_model
@@ -59,6 +58,7 @@ class Patch:
         picks: the kernel chosen for each layer.
         plan: what was found in the model, and what is replaced for it.
         facts: what is known of the model.
+        attention: the layers that must be given the boundaries.
         before: the traits that do something before a forward, in order, each with what it has found.
         after: those that do something after it.
         examination: the state of the examination on packed batches.
@@ -90,6 +90,7 @@ class Patch:
 
     def _take(self, planned: ModelPlan) -> None:
         self.plan, self.facts, self.vouched, self.skips = planned, planned.facts, False, False
+        self.attention: tuple[Layer, ...] = planned.layers
         acting = [(trait, found, type(trait)) for trait, found in planned.traits]
         self.before: tuple[tuple[Trait, Any], ...] = tuple(
             (trait, found) for trait, found, cls in acting if cls.before is not Trait.before
@@ -109,18 +110,11 @@ class Patch:
         return {trait.name: found for trait, found in self.plan.traits}
 
     @property
-    def attention(self) -> tuple[Layer, ...]:
-        """The layers that must be given the boundaries."""
-        return self.plan.layers
-
-    @property
     def for_padded_batches(self) -> bool:
         """Whether the model's head takes no packed batches, so that only padded batches are computed packed."""
         return bool(self.facts.row_head) or any(trait.of_head for trait, _ in self.plan.traits)
 
-    def examine(self, module: Model, call: Call, mask: PackedMask) -> None:
-        """See :func:`fa2patch.patch.examining.examine`."""
-        examining.examine(self, module, call, mask)
+    examine = examining.examine
 
     def capture_unpacked(self) -> None:
         """See :func:`fa2patch.patch.examining.capture_unpacked`."""

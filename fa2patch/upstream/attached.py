@@ -64,8 +64,8 @@ def attach(tensor: torch.Tensor, piece: Piece) -> torch.Tensor:
 
 def find(tensor: object, kind: str) -> Piece | None:
     """Return the piece of this kind that rides on a tensor, or None. The piece is not marked as delivered."""
-    found: Piece | None = getattr(tensor, _ATTRIBUTE, {}).get(kind) if isinstance(tensor, torch.Tensor) else None
-    return found
+    carried: dict[str, Piece] | None = getattr(tensor, _ATTRIBUTE, None)
+    return None if carried is None else carried.get(kind)
 
 
 def take(tensor: object, kind: str) -> Any:

@@ -44,10 +44,10 @@ class NoisyEmbeddings(Trait):
         if piece is None:
             piece = attached.Piece(attached.EMBEDDED, (step.mask.boundaries, step.mask.shape))
             step.call["input_ids"] = attached.attach(ids, piece)
-        step.kept[self.name] = piece
+        step.kept = {**(step.kept or {}), self.name: piece}
 
     def after(self, step: Step, found: Any, output: Any) -> Any:
-        piece = step.kept.get(self.name)  # GPT-2 makes other ids, which is right as long as no noise is added
+        piece = (step.kept or {}).get(self.name)  # GPT-2 makes other ids, which is right as long as no noise is added
         if piece is not None and (compiling() or any(noise.added for noise in self._of(step))):
             attached.require_delivered(piece, step.module)
         return output

@@ -8,6 +8,7 @@ from types import ModuleType
 from typing import Any, Callable, NamedTuple
 
 from ..binding import bind
+from ..documents.names import LENGTHS
 from .architectures import Architecture
 from .inspecting import defining
 from .rope import LengthScaled
@@ -67,14 +68,14 @@ class Role(NamedTuple):
         innermost: whether it is the base model, which loops over the layers.
         predicts_the_next: whether a label is predicted by the token before it.
         pools: whether its head pools the last token of each row. Packed batches are pooled for each document.
-        lengths: the collator lengths that its ``forward`` and each one that runs through ``super()`` accept.
+        rejected: the collator lengths that its ``forward``, or one that runs through ``super()``, does not accept.
     """
 
     outermost: bool
     innermost: bool
     predicts_the_next: bool = False
     pools: bool = False
-    lengths: frozenset[str] = frozenset()
+    rejected: tuple[str, ...] = LENGTHS
 
 
 @dataclass(frozen=True)

@@ -29,6 +29,7 @@ def packed_mask_of(
     part: RowPart | None = None,
     may_be_packed: bool = False,
     always: bool = False,
+    captured: bool | None = None,
 ) -> PackedMask | None:
     """Return the :class:`PackedMask` of a packed batch, or None for a dense batch.
 
@@ -44,6 +45,7 @@ def packed_mask_of(
         may_be_packed: whether the model gives the same outputs for one document if its row is computed packed. In a
             compiled graph such a row is always packed, because the graph cannot choose by what ids say.
         always: whether rows with one document each are packed, too.
+        captured: whether a graph is being captured; None asks.
     """
     facts, first = patch.facts, patch.facts.first_position
     batch = read_batch(call, facts.has_mixers)
@@ -51,7 +53,7 @@ def packed_mask_of(
     if batch is None or rows is None:
         return None
     says = batch.lengths or batch.position_ids is not None or batch.mask is not None
-    captured = compiling()
+    captured = compiling() if captured is None else captured
     if says and not (made_inside or captured) and recording():
         refuse_recording("make_fx (or aot_function, or what is made of them)")
     found: Boundaries | None
@@ -118,7 +120,7 @@ def _stays_in_the_graph(batch: Batch, call: Call, training: bool) -> bool:
     """
     if not HAS_OPERATORS or batch.shape[0] != 1 or batch.shape[1] == 1:
         return False
-    asks = call.get("attention_mask") is not None or caches.held(call) or call.get("output_attentions")
+    asks = call.get("attention_mask") is not None or batch.cached or call.get("output_attentions")
     keeps_cache = not training and call.get("use_cache") is not False
     return not (asks or keeps_cache) and is_plain(batch.position_ids, None, batch.lengths.get("seq_idx"))
 

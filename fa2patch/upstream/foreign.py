@@ -134,7 +134,8 @@ def on_top(module: object) -> bool:
     """Whether ``module.forward`` is our function, directly or below accelerate's hooks."""
     own = module.__dict__.get("forward")
     if own is None:
-        return _class_has_ours(type(module))
+        cls: Any = type(module)
+        return _of_class(cls.forward)
     hooked = compiling() or _calls_hooked(own)  # else the forward was replaced above the hooks
     return _is_ours(module.__dict__.get(HOOKED, own) if hooked else own)
 
@@ -150,8 +151,9 @@ def _calls_hooked(own: object) -> bool:
 
 
 @constant
-def _class_has_ours(cls: Any) -> bool:
-    return getattr(cls.forward, "__code__", None) in _ours
+def _of_class(forward: Any) -> bool:
+    """Whether the forward of a class is ours. Dynamo compiles no frame for it, as it would for a call with a class."""
+    return getattr(forward, "__code__", None) in _ours
 
 
 def replaced_on(model: Model) -> bool:
@@ -186,11 +188,6 @@ def calls_of(module: torch.nn.Module) -> Calls:
     """Return the :class:`Calls` of the module's current forward. They are not cached: a cache would keep it alive."""
     forward = module.forward
     return Calls(getattr(forward, "__func__", forward), hasattr(forward, "__func__"))
-
-
-def on_top_of_ours(model: Model) -> Function | None:
-    """Return the model's foreign forward, or None if its forward is ours."""
-    return None if on_top(model) else model.forward
 
 
 def refuse_bypassed(model: Model, forward: Function) -> None:

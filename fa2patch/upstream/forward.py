@@ -21,7 +21,7 @@ import torch
 from .._torch import is_no_verdict
 from .._types import Args, Call, Function, Model
 from ..documents import stated
-from ..documents.names import LABELS, LENGTHS, PARENTS, REAL, TOKENS
+from ..documents.names import LABELS, LENGTHS, PARENTS, REAL
 from ..documents.tensors import described
 from ..errors import BadBatch, NothingPacked, PackingNotIsolated
 from . import attached, caches, foreign, heads, inspecting, labels, positions
@@ -44,12 +44,27 @@ def entered(original: Function) -> Function:
     def marked(self: Any, args: Args, kwargs: Call) -> Any:
         patch, role, call = self.__dict__[MARK], self.__dict__[ROLE], calls.named(args, kwargs)
         piece = heads.pooled_batch(call)
-        if piece is None:
-            return _computed(Step(self, patch, role, calls, args, call))
-        if not role.innermost:  # through super(), in a class patched for another model
-            return original(self, *args, **kwargs)
-        piece.delivered = True
-        return piece.content.pooled(_computed(Step(self, patch, role, calls, args, {**call, **piece.content.whole})))
+        if piece is not None:
+            if not role.innermost:  # through super(), in a class patched for another model
+                return original(self, *args, **kwargs)
+            piece.delivered = True
+            call = {**call, **piece.content.whole}
+        step = Step(self, patch, role, calls, args, call)
+        _recognise(step)
+        prepare(step)
+        if step.mask is None:
+            output = _dense(step)
+        elif step.handed:
+            output = _handed(step, step.mask)
+        elif step.places:
+            output = _placed(step, step.mask)
+        else:
+            output = _sent_inside(step, step.mask)
+        for trait, found in patch.after:
+            output = trait.after(step, found, output)
+        output = heads.after(step, output)
+        output = output if step.weighted is None else labels.after(step, step.weighted, output)
+        return output if piece is None else piece.content.pooled(output)
 
     @functools.wraps(original)
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
@@ -68,24 +83,6 @@ def entered(original: Function) -> Function:
     return forward
 
 
-def _computed(step: Step) -> Any:
-    """What a forward does after its arguments have names."""
-    _recognise(step)
-    prepare(step)
-    if step.mask is None:
-        output = _dense(step)
-    elif step.handed:
-        output = _handed(step, step.mask)
-    elif step.places:
-        output = _placed(step, step.mask)
-    else:
-        output = _sent_inside(step, step.mask)
-    for trait, found in step.patch.after:
-        output = trait.after(step, found, output)
-    output = heads.after(step, output)
-    return output if step.weighted is None else labels.after(step, step.weighted, output)
-
-
 # 2. What the batch says of documents: an outer model has found it, or it is looked for
 
 
@@ -94,12 +91,21 @@ def _recognise(step: Step) -> None:
     role, call = step.role, step.call
     if role.innermost and not step.captured:
         thread.times += 1
-    step.mask = _handed_by_a_model_around(step)
+    given, carried = call.get("attention_mask"), call.get(step.patch.facts.carrier)
+    if isinstance(given, dict):
+        step.mask = mask_among([*given.values(), carried])
+    else:
+        step.mask = given if isinstance(given, PackedMask) else carried if isinstance(carried, PackedMask) else None
     step.handed = step.mask is not None
-    if step.handed or (role.innermost and _was_found_dense(step)):
+    if step.handed:
         return
     piece = attached.find(call.get("position_ids"), attached.MASK)
-    foreign_forward = None if piece is not None or role.outermost == role.innermost else _foreign_forward(step)
+    if piece is None and role.innermost and _was_found_dense(step):
+        return
+    foreign_forward = None
+    if piece is None and role.outermost != role.innermost:
+        around = step.module if role.outermost else step.patch.model
+        foreign_forward = None if foreign.on_top(around) else around.forward
     step.mask = find_mask(step, piece)
     if step.mask is None:
         return
@@ -114,14 +120,6 @@ def _recognise(step: Step) -> None:
     step.places = role.innermost or role.pools or _carries_itself(step)
 
 
-def _handed_by_a_model_around(step: Step) -> PackedMask | None:
-    """The packed mask among this call's arguments, where an outer model put it."""
-    given, carried = step.call.get("attention_mask"), step.call.get(step.patch.facts.carrier)
-    if isinstance(given, dict):
-        return mask_among([*given.values(), carried])
-    return given if isinstance(given, PackedMask) else carried if isinstance(carried, PackedMask) else None
-
-
 def _was_found_dense(step: Step) -> bool:
     """Whether an outer model has found the batch dense, or made a mask for every query or for each kind of layer."""
     ids, mask, around = step.call.get("position_ids"), step.call.get("attention_mask"), found_around(step)
@@ -134,11 +132,6 @@ def _was_found_dense(step: Step) -> bool:
     return (bool(around) and made) or (step.captured and is_for_queries(mask))
 
 
-def _foreign_forward(step: Step) -> Function | None:
-    """The foreign forward that handed this batch to the model without running the pre-hook, or None."""
-    return foreign.on_top_of_ours(step.module if step.role.outermost else step.patch.model)
-
-
 def find_mask(step: Step, piece: attached.Piece | None) -> PackedMask | None:
     """Return the packed mask of this batch, or None for a dense batch.
 
@@ -146,7 +139,11 @@ def find_mask(step: Step, piece: attached.Piece | None) -> PackedMask | None:
     they are derived from the arguments. If this process holds only a part of every row, they are those of the whole
     rows.
     """
-    patch, around, shape = step.patch, step.role.outermost, _shape(step.call)
+    patch, around = step.patch, step.role.outermost
+    tokens: Any = step.call.get("input_ids")
+    tokens = step.call.get("inputs_embeds") if tokens is None else tokens
+    # no tokens if there are none, or in one dimension (GPT-2)
+    shape = (tokens.shape[0], tokens.shape[1]) if getattr(tokens, "ndim", 0) > 1 else (0, 0)
     real = real_tokens(step.call, shape) if REAL in step.call else None
     if piece is not None and (piece.content is None or piece.content.shape == shape):
         piece.delivered = True
@@ -154,18 +151,22 @@ def find_mask(step: Step, piece: attached.Piece | None) -> PackedMask | None:
         return riding
     part = None
     if not step.by_hook and (around or step.role.innermost):
-        part = row_part(step.module, step.call)
+        part = row_part(step.module, step.call, step.captured)
     if around:
         step.call = stated.translated(step.call, step.calls.names, shape)
-        _with_a_batch_dimension(step.call, shape)
+        ids = step.call.get("position_ids")
+        if isinstance(ids, torch.Tensor) and ids.dim() == 1 and len(ids) == shape[1]:
+            step.call["position_ids"] = ids[None]  # [1, length], as models make them: many index ids by the row
     call = step.call
     given = call.get("attention_mask")
     made_inside = step.role.innermost and any([ids is None and mask is given for ids, mask in found_around(step)])
     training = step.module.training and torch.is_grad_enabled()
     one_per_token = step.role.predicts_the_next or step.role.innermost
-    always = _would_be_an_error(step)
-    as_given = dict(call)  # for a proof, which runs it again: position ids that are made below may seem to restart
-    found = packed_mask_of(call, patch, made_inside, training, part, may_be_packed=one_per_token, always=always)
+    always = not step.calls.takes_ids and _would_be_an_error(step)
+    as_given = {**call}  # for a proof, which runs it again: position ids that are made below may seem to restart
+    found = packed_mask_of(
+        call, patch, made_inside, training, part, may_be_packed=one_per_token, always=always, captured=step.captured
+    )
     if found is None:
         if around and not caches.held(call):
             stated.refuse_unread(call, step.calls.names, shape, training)
@@ -176,7 +177,7 @@ def find_mask(step: Step, piece: attached.Piece | None) -> PackedMask | None:
     if real is not None:
         given = call.get(MASK)  # zeros and ones, as packed_mask_of leaves it
         found.real = real = real if given is None else given * real.to(given)
-    patch.examine(step.module, as_given if real is None else {**as_given, REAL: real}, found)
+    patch.examine(step.module, as_given if real is None else {**as_given, REAL: real}, found, step.captured)
     call.pop(PARENTS, None)  # it means nothing to upstream's **kwargs
     if real is not None and step.calls.takes(MASK):
         call[MASK] = real
@@ -199,29 +200,13 @@ def real_tokens(call: Call, shape: tuple[int, int]) -> torch.Tensor | None:
     return real
 
 
-def _shape(call: Call) -> tuple[int, int]:
-    """``(batch, length)`` of a forward's tokens; no tokens if there are none, or in one dimension (GPT-2)."""
-    tokens: Any = None
-    for name in TOKENS:
-        tokens = call.get(name) if tokens is None else tokens
-    return (tokens.shape[0], tokens.shape[1]) if getattr(tokens, "ndim", 0) > 1 else (0, 0)
-
-
-def _with_a_batch_dimension(call: Call, shape: tuple[int, int]) -> None:
-    """Turn ``position_ids`` ``[length]`` into ``[1, length]``, as models make them: many index ids by the row."""
-    ids = call.get("position_ids")
-    if isinstance(ids, torch.Tensor) and ids.dim() == 1 and len(ids) == shape[1]:
-        call["position_ids"] = ids[None]
-
-
 def _would_be_an_error(step: Step) -> bool:
-    """Whether upstream raises for this batch if it is dense, because its forward takes no ``position_ids``.
+    """Whether upstream raises for this batch if it is dense, because it came with ``position_ids`` that it rejects.
 
-    DistilBERT's takes none up to 4.57. Such a row is packed, also one of a single document, as an epoch's last batch
+    DistilBERT takes none up to 4.57. Such a row is packed, also one of a single document, as an epoch's last batch
     may be. A call with a cache cannot be packed, so upstream raises its own error for it.
     """
-    given = step.call.get("position_ids") is not None
-    return given and not (step.calls.takes_ids or caches.held(step.call))
+    return step.call.get("position_ids") is not None and not caches.held(step.call)
 
 
 def _carries_itself(step: Step) -> bool:
@@ -350,7 +335,8 @@ def _handed(step: Step, mask: PackedMask) -> Any:
     if step.handed and step.call.get("position_ids") is None and "position_ids" in step.calls.names:
         step.call["position_ids"] = mask.position_ids
     if step.role.innermost:  # its layers read the mask, and Cohere's in 4.47 raise where lengths are handed on
-        step.call = {name: value for name, value in step.call.items() if name not in LENGTHS}
+        for name in LENGTHS:
+            step.call.pop(name, None)
         if step.patch.facts.by_document:
             return document.computed(step, mask)
     return step.calls.make(step.module, step.args, step.call)
@@ -359,20 +345,11 @@ def _handed(step: Step, mask: PackedMask) -> Any:
 def _sent_inside(step: Step, mask: PackedMask) -> Any:
     """Call a model with the mask attached to its ``position_ids``, for the model inside it."""
     step.attach("position_ids", attached.Piece(attached.MASK, mask))
-    accepted = step.role.lengths  # **kwargs of a subclass may hand them to a super().forward that takes none
-    step.call = {name: value for name, value in step.call.items() if name not in LENGTHS or name in accepted}
+    for name in step.role.rejected:  # **kwargs of a subclass may hand them to a super().forward that takes none
+        step.call.pop(name, None)
     output = step.calls.make(step.module, step.args, step.call)
     _require_delivered(step)
     return output
-
-
-def _placed(step: Step, mask: PackedMask) -> Any:
-    """Call a model with the mask as an argument, and require that every layer is given the boundaries."""
-    step.patch.unpacked = None
-    step.call[step.patch.facts.carrier] = mask
-    if not step.calls.takes_ids:
-        del step.call["position_ids"]
-    return _reaching_every_layer(step, mask)
 
 
 def _with_mask(step: Step, mask: PackedMask) -> Any:
@@ -389,7 +366,8 @@ def _with_mask(step: Step, mask: PackedMask) -> Any:
         if step.role.pools and not is_no_verdict(error):  # upstream may fail on input ids that lost the packed row
             _require_delivered(step)
         raise
-    _require_delivered(step)
+    if step.pieces:
+        _require_delivered(step)
     return output
 
 
@@ -410,13 +388,17 @@ def _require_delivered(step: Step) -> None:
 # 6. The layers that ran must have been given it
 
 
-def _reaching_every_layer(step: Step, mask: PackedMask) -> Any:
-    """Compute a packed batch, and require that every layer that runs is given its boundaries.
+def _placed(step: Step, mask: PackedMask) -> Any:
+    """Call a model with the mask as an argument, and require that every layer that runs is given the boundaries.
 
     Not every layer of a model runs in each forward (``layerdrop``). Hooks tell which blocks ran, and hooks everywhere
     would take time in every model. So they are used from the first forward on that has missed a layer, which is
     computed once more.
     """
+    step.patch.unpacked = None
+    step.call[step.patch.facts.carrier] = mask
+    if not step.calls.takes_ids:
+        del step.call["position_ids"]
     if step.captured or not step.patch.skips:
         output = _with_mask(step, mask)
         if not _misses(step, mask, None):
@@ -461,7 +443,8 @@ def _misses(step: Step, mask: PackedMask, ran: set[int] | None) -> bool:
     The number of layers is compared in every forward. Eagerly, the layers themselves are compared too, until a packed
     batch has reached them all.
     """
-    patch, layers = step.patch, _needing(step, mask, ran)
+    patch = step.patch
+    layers = patch.attention if ran is None and mask.shape[1] > 1 else _needing(step, mask, ran)
     missed = len(mask.calls) < len(layers)
     if not step.captured:
         known = None not in mask.calls  # 4.47's and 4.48's GPT-NeoX does not pass the layer to its function

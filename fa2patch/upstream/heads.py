@@ -130,19 +130,17 @@ def one_result_per_row(model: Model) -> str:
 _OF_MEDIA = re.compile(
     r"pixel|image|video|audio|vision|grid|feature|patch|aspect|rope_deltas|second_per|logits_to_keep"
 )
-_OF_THE_BATCH = ("num_items_in_batch", "cache_position")
+_OF_THE_BATCH = ("num_items_in_batch", "cache_position", *LENGTHS)
 
 
 def refuse_arguments_of_rows(model: Model, call: Call, mask: PackedMask, looked_at: tuple[str, ...]) -> None:
     """Refuse arguments with one value per row, such as ``start_positions``, but for those that are ``looked_at``."""
     for name, value in call.items():
-        if name in looked_at:
+        if name in looked_at or not isinstance(value, torch.Tensor) or value.dim() not in (1, 2):
             continue
-        if _OF_MEDIA.search(name) or name in (*_OF_THE_BATCH, *LENGTHS) or not isinstance(value, torch.Tensor):
+        if _OF_MEDIA.search(name) or name in _OF_THE_BATCH or value.dtype.is_floating_point:
             continue
-        if value.dtype.is_floating_point or value.dim() not in (1, 2) or value.shape[-1] == mask.shape[1]:
-            continue
-        if value.shape[0] == mask.shape[0]:
+        if value.shape[-1] != mask.shape[1] and value.shape[0] == mask.shape[0]:
             raise PackingNotIsolated(
                 f"{type(model).__name__} was handed {name} {list(value.shape)} with a packed batch of "
                 f"{_documents(mask)}: a value for each row says nothing of "
@@ -159,15 +157,20 @@ def refuse_outputs_of_rows(model: Model, output: Any, call: Call, mask: PackedMa
     documents, there may be more.
     """
     one_each = not mask.boundaries.uncounted and len(mask.boundaries) <= mask.shape[0]
-    if one_each or passed(call, FEWER_LOGITS):
+    if one_each:
         return
+    for asks in FEWER_LOGITS:
+        if call.get(asks) is not None:
+            return
     named = output.items() if hasattr(output, "items") else enumerate(output if isinstance(output, tuple) else [output])
     for name, value in named:
-        if not isinstance(value, torch.Tensor) or not value.dtype.is_floating_point or "loss" in str(name):
+        if not isinstance(value, torch.Tensor) or value.dim() not in (1, 2) or value.shape[0] != mask.shape[0]:
+            continue
+        if not value.dtype.is_floating_point or "loss" in str(name):
             continue
         of_tokens = [mask.shape, (mask.shape[0], mask.shape[1] - 1)][: 1 + predicts_the_next]
-        of_rows = value.dim() in (1, 2) and value.shape[0] == mask.shape[0] and tuple(value.shape) not in of_tokens
-        if of_rows and not (value.dim() == 1 and name == 0):  # the first entry of a tuple may be a loss
+        may_be_loss = value.dim() == 1 and name == 0  # the first entry of a tuple
+        if tuple(value.shape) not in of_tokens and not may_be_loss:
             raise PackingNotIsolated(
                 f"{type(model).__name__} returned {name} {list(value.shape)}, one for each row, for a packed batch of "
                 f"{_documents(mask)}: its head pools whole rows. Train this "
@@ -297,12 +300,8 @@ def pooled_by_document(model: Model, call: Call, mask: PackedMask) -> tuple[dict
 
 def pooled_batch(call: Call) -> attached.Piece | None:
     """What a pooling head has attached to a forward's arguments, with a :class:`Pooled`; None for any other call."""
-    for name in TOKENS:
-        given = call.get(name)
-        piece = None if given is None else attached.find(given, attached.POOLED)
-        if piece is not None:
-            return piece
-    return None
+    given: Any = call.get("input_ids")
+    return attached.find(call.get("inputs_embeds") if given is None else given, attached.POOLED)
 
 
 @uncompiled

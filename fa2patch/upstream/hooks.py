@@ -63,9 +63,11 @@ def after_foreign(module: Any, args: Args, kwargs: Call, output: Any) -> None:
         PackingNotIsolated: the boundaries did not arrive, or the outermost model returns one vector for each row.
     """
     piece = attached.find(kwargs.get("position_ids"), attached.MASK)
-    if piece is None or piece.content is None or foreign.on_top(module):
+    if piece is None or piece.content is None:
+        return
+    role = module.__dict__[ROLE]
+    if (piece.delivered and not role.outermost) or foreign.on_top(module):
         return
     attached.require_delivered(piece, module)
-    role = module.__dict__[ROLE]
     if role.outermost:
         heads.refuse_outputs_of_rows(module, output, kwargs, piece.content, role.predicts_the_next)

@@ -35,7 +35,7 @@ from ..documents.stated import require_no_first_labels
 from ..documents.tensors import Check, described, require, require_all
 from ..errors import BadBatch, PackingNotIsolated
 from . import inspecting
-from .calls import batch_shape, passed
+from .calls import passed
 from .find_layers import ModelLayers
 from .packed_mask import MASK, PackedMask
 from .step import Step, Trait, Weighted
@@ -74,7 +74,7 @@ def _ignore_first(step: Step, mask: PackedMask) -> None:
     given = passed(step.call, LABELS)
     if not given:
         return
-    shape, kept = batch_shape(step.call)[0], kept_logits(step.call)
+    shape, kept = mask.shape, kept_logits(step.call)
     if mask.part is not None:
         _require_shifted(step.module, given, kept)
     of_loss = _ignored_by(step.module)
@@ -150,7 +150,9 @@ def _has_vocabulary_head(model: Model) -> bool:
 
 def kept_logits(call: Call) -> slice | torch.Tensor | None:
     """Return the tokens whose logits a call asks for, as an index of a row; None if it asks for all."""
-    kept = next(iter(passed(call, FEWER_LOGITS).values()), None)
+    kept = None
+    for name in FEWER_LOGITS:
+        kept = call.get(name) if kept is None else kept
     if isinstance(kept, int):
         return slice(-kept, None) if kept else None
     return kept if isinstance(kept, torch.Tensor) else None

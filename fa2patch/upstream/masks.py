@@ -195,7 +195,7 @@ def let_through(original: Function) -> Function:
         mask = mask_among(chain(args, kwargs.values()))
         if mask is None or passes_on:
             return original(*args, **kwargs)
-        given = {**dict(zip(names, args)), **kwargs}
+        given = {**dict(zip(names, args)), **kwargs} if args else kwargs
         own = _registered(getattr(given.get("config"), "_attn_implementation", None))
         if own:
             raise PackingNotIsolated(

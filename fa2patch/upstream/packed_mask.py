@@ -74,6 +74,7 @@ class PackedMask:
         k: torch.Tensor,
         v: torch.Tensor,
         options: Options,
+        captured: bool,
         kind: Hashable = None,
     ) -> torch.Tensor:
         """Compute packed attention for a layer, in the dtype of :func:`~.prepared.compute_dtype`.
@@ -84,12 +85,13 @@ class PackedMask:
             k: ``[batch, length, key heads, head dim]``.
             v: ``[batch, length, key heads, value head dim]``.
             options: what the layer asks for. The mask's window and the registry's quirks override it.
+            captured: whether a graph is being captured. Everything that is traced here is traced in every layer.
             kind: the call's :meth:`kind_of`, under which what is found is kept for later calls.
 
         Returns:
             ``[batch, length, query heads, value head dim]``.
         """
-        self.given(module)
+        self.calls.append(None if captured else module)
         if not self.facts.both_ways and getattr(module, "is_causal", True) is False:
             raise PackingNotIsolated(
                 f"{type(module).__name__} has is_causal=False, and had it not when the model was patched: labels and "
@@ -103,9 +105,28 @@ class PackedMask:
         if self.window is not None:  # eager attention has its window in the mask only
             options = replace(options, window=self.window or None)
         dtype, weight = compute_dtype(module, q, k, v)
-        q, k, v = (x if x.dtype == dtype else x.to(dtype) for x in (q, k, v))
+        if not (q.dtype is k.dtype is v.dtype is dtype):
+            q, k, v = q.to(dtype), k.to(dtype), v.to(dtype)
         if self.part is not None:
             q, k, v, options = self.part.all_tokens(q, k, v, options)
+        documents = self.boundaries
+        trees, spans = documents.parents is not None, documents.until is not None
+        if trees or spans:
+            options = self._as_documents_ask(module, options)
+        if captured:
+            kernel = self.picks.captured(q, k, v, options, trees, spans)
+        else:
+            kernel = self.picks(module, asked_by(q, k, v, options, trees, spans), q.device)
+        output = packed_attention(q, k, v, documents, options, kernel)
+        if kind is not None and weight is not None:
+            prepared = self.picks.prepared
+            if len(prepared) >= MOST:
+                prepared.clear()
+            prepared[kind] = Prepared(self.picks.last[id(module)], kernel, options, dtype, weight)
+        return output if self.part is None else self.part.own_tokens(output)
+
+    def _as_documents_ask(self, module: torch.nn.Module | None, options: Options) -> Options:
+        """A layer's options in a batch with spans or with a tree of segments, which some of them do not fit."""
         documents = self.boundaries
         if documents.until is not None:
             options = replace(options, causal=True)  # the mask says who sees later tokens; PaliGemma's layers say: all
@@ -116,15 +137,7 @@ class PackedMask:
                 f"segment_parents came to a {type(module).__name__} whose tokens see later tokens too (is_causal is "
                 "False): a prompt would see what continues it. Give every sequence as a document of its own."
             )
-        asked = asked_by(q, k, v, options, documents.parents is not None, documents.until is not None)
-        kernel = self.picks(module, asked, q.device)
-        output = packed_attention(q, k, v, documents, options, kernel)
-        if kind is not None and weight is not None:
-            prepared = self.picks.prepared
-            if len(prepared) >= MOST:
-                prepared.clear()
-            prepared[kind] = Prepared(self.picks.last[id(module)], kernel, options, dtype, weight)
-        return output if self.part is None else self.part.own_tokens(output)
+        return options
 
     def kind_of(self, layer: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, asked: Call) -> Hashable:
         """The kind of a layer's call, under which :class:`~.prepared.Prepared` is kept; None if it must be looked at.

@@ -74,17 +74,14 @@ class Patched(Protocol):
     model: Model
     picks: Picks
     facts: Facts
+    attention: tuple[Layer, ...]
     before: tuple[tuple[Trait, Any], ...]
     after: tuple[tuple[Trait, Any], ...]
     unpacked: int | None
     vouched: bool
     skips: bool
 
-    @property
-    def attention(self) -> tuple[Layer, ...]:
-        """The layers that must be given the boundaries."""
-
-    def examine(self, module: Model, call: Call, mask: PackedMask) -> None:
+    def examine(self, module: Model, call: Call, mask: PackedMask, captured: bool) -> None:
         """Called before a packed batch is computed."""
 
     def capture_unpacked(self) -> None:
@@ -122,7 +119,7 @@ class Step:
         by_hook: whether a foreign forward is called and this step belongs to a forward pre-hook.
         pieces: what this step has attached to tensors. It must be taken before its forward returns.
         weighted: what the weighted loss of this batch is computed from; None for any other loss.
-        kept: what a trait's ``before`` keeps for its ``after``, by the trait's name.
+        kept: what a trait's ``before`` keeps for its ``after``, by the trait's name; None for nothing.
         captured: whether the forward is being captured into a graph.
     """
 
@@ -138,7 +135,7 @@ class Step:
     by_hook: bool = False
     pieces: list[attached.Piece] = field(default_factory=list)
     weighted: Weighted | None = None
-    kept: dict[str, Any] = field(default_factory=dict)
+    kept: dict[str, Any] | None = None
     captured: bool = field(default_factory=compiling)
 
     def attach(self, argument: str, piece: attached.Piece) -> None:

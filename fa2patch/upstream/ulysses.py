@@ -22,7 +22,7 @@ from typing import Any, NoReturn
 import torch
 import torch.distributed as dist
 
-from .._torch import HAS_OPERATORS, compiling, constant, operator_later, uncompiled
+from .._torch import HAS_OPERATORS, constant, operator_later, uncompiled
 from .._types import Call, Function, Model
 from ..documents.boundaries import Part
 from ..documents.find import axes_of, whole_numbers
@@ -179,7 +179,7 @@ def of_whole_rows(batch: Batch | None, part: RowPart, call: Call) -> Batch:
     lengths = dict(batch.lengths)
     given = [] if batch.position_ids is None else [axis.expand(batch.shape) for axis in axes_of(batch.position_ids)]
     if batch.mask is None and PARENTS not in lengths and "cu_seq_lens_q" in lengths:
-        return replace(batch, shape=part.rows(batch.shape), position_ids=None)
+        return batch._replace(shape=part.rows(batch.shape), position_ids=None)
     more = [] if batch.mask is None else [whole_numbers(batch.mask)]
     more += [lengths["seq_idx"].expand(batch.shape)] if "seq_idx" in lengths else []
     whole = part.gathered([*given, *more])
@@ -187,7 +187,7 @@ def of_whole_rows(batch: Batch | None, part: RowPart, call: Call) -> Batch:
         lengths["seq_idx"] = whole.pop()
     mask = None if batch.mask is None else whole.pop()
     ids = None if not whole else whole[0] if len(whole) == 1 else torch.stack(whole)
-    return replace(batch, shape=part.rows(batch.shape), position_ids=ids, mask=mask, lengths=lengths)
+    return batch._replace(shape=part.rows(batch.shape), position_ids=ids, mask=mask, lengths=lengths)
 
 
 def refuse_unsaid(call: Call) -> NoReturn:
@@ -214,7 +214,7 @@ _SPLITTERS = {
 """Packages that replace the attention function when rows are split, with their names for users."""
 
 
-def row_part(model: Model, call: Call) -> RowPart | None:
+def row_part(model: Model, call: Call, captured: bool = False) -> RowPart | None:
     """The part of every row that this process holds under Ulysses; None if rows are whole.
 
     Nothing is read from a device. In a compiled graph the check runs once. The attention function is an argument of
@@ -228,7 +228,7 @@ def row_part(model: Model, call: Call) -> RowPart | None:
         found = _ulysses_part(model.training)
         if found is not None:
             return RowPart(*found) if found else None
-    if not splitter and _shards(call) and not compiling():
+    if not (splitter or captured) and _shards(call):
         splitter = "a sharding of the tokens along the row (DTensor)"
     if splitter:
         raise PackingNotIsolated(
@@ -292,14 +292,11 @@ def _splitter(sdpa: Function) -> str:
         for package, name in _SPLITTERS.items():
             if module.startswith(f"{package}."):
                 return name
-    return _SPLITTERS["torch.distributed"] if _dispatches_parts() else ""
-
-
-def _dispatches_parts() -> bool:
-    """Whether DTensor has a handler for flash attention, which torch installs while context parallelism is on."""
+    # DTensor has a handler for flash attention while context parallelism is on
     dtensor = getattr(sys.modules.get("torch.distributed.tensor"), "DTensor", None)
     handlers = getattr(getattr(dtensor, "_op_dispatcher", None), "_custom_op_handlers", {})
-    return torch.ops.aten._scaled_dot_product_flash_attention.default in handlers
+    on = torch.ops.aten._scaled_dot_product_flash_attention.default in handlers
+    return _SPLITTERS["torch.distributed"] if on else ""
 
 
 def _shards(call: Call) -> bool:

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from ..._torch import compiling
+from ..._torch import compiling, constant
 from ..._types import Call, Function
 from ...errors import PackingNotIsolated
 from ...kernels import Options
@@ -21,7 +21,7 @@ from ..facts import Site
 from ..foreign import require_of_model
 from ..inspecting import ATTENTION_FUNCTIONS, reads_name
 from ..packed_mask import PackedMask
-from ..prepared import KNOWN_TENSORS
+from ..prepared import LOOKED_AT
 
 EAGER = "eager_attention_forward"
 
@@ -49,8 +49,8 @@ def routed(original: Function) -> Function:
         mask = args[0] if args else kwargs.get("attention_mask")
         if not isinstance(mask, PackedMask):
             return original(module, query, key, value, *args, **kwargs)
-        home, kind = type(module).__module__, None
-        if compiling():
+        home, kind, captured = type(module).__module__, None, compiling()
+        if captured:
             require_of_model(original, module)
         elif home not in asked:
             require_of_model(original, module)
@@ -60,8 +60,9 @@ def routed(original: Function) -> Function:
             known = mask.picks.prepared.get(kind)
             if known is not None and known.holds_for(module):
                 return mask.attend_again(query, key, value, known), None
-        q, k, v = (states.transpose(1, 2) for states in (query, key, value))
-        return mask.attend(module, q, k, v, _options(module, kwargs), kind), None
+        # no generator: dynamo traces each of its steps, in every layer
+        q, k, v = query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2)
+        return mask.attend(module, q, k, v, _options(module, kwargs), captured, kind), None
 
     return attention
 
@@ -116,9 +117,15 @@ class Overlay:
         return getattr(self._registry, name)
 
 
+@constant
+def _not_looked_at(names: tuple[str, ...]) -> tuple[str, ...]:
+    """The keywords among these whose meaning is not known. Dynamo would trace a loop over all of them in each layer."""
+    return tuple([name for name in names if name not in LOOKED_AT])
+
+
 def _options(module: Any, kwargs: Call) -> Options:
-    for name, value in kwargs.items():
-        if isinstance(value, torch.Tensor) and name not in KNOWN_TENSORS:
+    for name in _not_looked_at(tuple(kwargs)):
+        if isinstance(kwargs[name], torch.Tensor):
             raise PackingNotIsolated(
                 f"{type(module).__name__} hands its attention a tensor {name!r}, whose meaning for a packed batch is "
                 "not known. If it is a column of your batch that the model does not need (token_type_ids), leave it "

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Protocol
 
-from .._torch import constant, number, numbered, paused
+from .._torch import compiling, constant, number, numbered, paused
 from .._types import Call, Model
 from ..documents.boundaries import Boundaries
 from ..errors import Fa2PatchError, NothingProven, PackingNotIsolated
@@ -108,7 +108,7 @@ def _has_changed(patch: Examined) -> bool:
     return False
 
 
-def examine(patch: Examined, module: Model, call: Call, mask: PackedMask, captured: bool) -> None:
+def examine(patch: Examined, module: Model, call: Call, mask: PackedMask) -> None:
     """Examine a model before it computes a packed batch: renew the patch of changed modules, and prove the batch.
 
     A batch is proven only if a proof is due and the batch has two documents or more: the first such batch in a mode,
@@ -121,7 +121,6 @@ def examine(patch: Examined, module: Model, call: Call, mask: PackedMask, captur
         module: the model that was called.
         call: its arguments by name.
         mask: the packed mask of the batch.
-        captured: whether the forward is being captured into a graph.
 
     Raises:
         PackingNotIsolated: documents see each other in a module that fa2patch does not know, or a model around this one
@@ -129,7 +128,7 @@ def examine(patch: Examined, module: Model, call: Call, mask: PackedMask, captur
         LayerNotPatchable, UnsupportedModel: the model's modules have changed, and it can no longer be patched.
     """
     examination = patch.examination
-    if captured:
+    if compiling():
         found = _examined(examination.number, mask.boundaries.parents is not None)
         if found:
             raise PackingNotIsolated(found)

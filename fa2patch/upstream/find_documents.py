@@ -29,7 +29,6 @@ def packed_mask_of(
     part: RowPart | None = None,
     may_be_packed: bool = False,
     always: bool = False,
-    captured: bool | None = None,
 ) -> PackedMask | None:
     """Return the :class:`PackedMask` of a packed batch, or None for a dense batch.
 
@@ -45,7 +44,6 @@ def packed_mask_of(
         may_be_packed: whether the model gives the same outputs for one document if its row is computed packed. In a
             compiled graph such a row is always packed, because the graph cannot choose by what ids say.
         always: whether rows with one document each are packed, too.
-        captured: whether a graph is being captured; None asks.
     """
     facts, first = patch.facts, patch.facts.first_position
     batch = read_batch(call, facts.has_mixers)
@@ -53,7 +51,7 @@ def packed_mask_of(
     if batch is None or rows is None:
         return None
     says = batch.lengths or batch.position_ids is not None or batch.mask is not None
-    captured = compiling() if captured is None else captured
+    captured = compiling()  # not as the step knows it: behind a graph break, dynamo may trace this function alone
     if says and not (made_inside or captured) and recording():
         refuse_recording("make_fx (or aot_function, or what is made of them)")
     found: Boundaries | None

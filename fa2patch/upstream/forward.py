@@ -151,7 +151,7 @@ def find_mask(step: Step, piece: attached.Piece | None) -> PackedMask | None:
         return riding
     part = None
     if not step.by_hook and (around or step.role.innermost):
-        part = row_part(step.module, step.call, step.captured)
+        part = row_part(step.module, step.call)
     if around:
         step.call = stated.translated(step.call, step.calls.names, shape)
         ids = step.call.get("position_ids")
@@ -164,9 +164,7 @@ def find_mask(step: Step, piece: attached.Piece | None) -> PackedMask | None:
     one_per_token = step.role.predicts_the_next or step.role.innermost
     always = not step.calls.takes_ids and _would_be_an_error(step)
     as_given = {**call}  # for a proof, which runs it again: position ids that are made below may seem to restart
-    found = packed_mask_of(
-        call, patch, made_inside, training, part, may_be_packed=one_per_token, always=always, captured=step.captured
-    )
+    found = packed_mask_of(call, patch, made_inside, training, part, may_be_packed=one_per_token, always=always)
     if found is None:
         if around and not caches.held(call):
             stated.refuse_unread(call, step.calls.names, shape, training)
@@ -177,7 +175,7 @@ def find_mask(step: Step, piece: attached.Piece | None) -> PackedMask | None:
     if real is not None:
         given = call.get(MASK)  # zeros and ones, as packed_mask_of leaves it
         found.real = real = real if given is None else given * real.to(given)
-    patch.examine(step.module, as_given if real is None else {**as_given, REAL: real}, found, step.captured)
+    patch.examine(step.module, as_given if real is None else {**as_given, REAL: real}, found)
     call.pop(PARENTS, None)  # it means nothing to upstream's **kwargs
     if real is not None and step.calls.takes(MASK):
         call[MASK] = real

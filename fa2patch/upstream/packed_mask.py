@@ -74,7 +74,6 @@ class PackedMask:
         k: torch.Tensor,
         v: torch.Tensor,
         options: Options,
-        captured: bool,
         kind: Hashable = None,
     ) -> torch.Tensor:
         """Compute packed attention for a layer, in the dtype of :func:`~.prepared.compute_dtype`.
@@ -85,12 +84,12 @@ class PackedMask:
             k: ``[batch, length, key heads, head dim]``.
             v: ``[batch, length, key heads, value head dim]``.
             options: what the layer asks for. The mask's window and the registry's quirks override it.
-            captured: whether a graph is being captured. Everything that is traced here is traced in every layer.
             kind: the call's :meth:`kind_of`, under which what is found is kept for later calls.
 
         Returns:
             ``[batch, length, query heads, value head dim]``.
         """
+        captured = compiling()  # asked here, as dynamo may trace this function alone
         self.calls.append(None if captured else module)
         if not self.facts.both_ways and getattr(module, "is_causal", True) is False:
             raise PackingNotIsolated(

@@ -81,7 +81,7 @@ class Patched(Protocol):
     vouched: bool
     skips: bool
 
-    def examine(self, module: Model, call: Call, mask: PackedMask, captured: bool) -> None:
+    def examine(self, module: Model, call: Call, mask: PackedMask) -> None:
         """Called before a packed batch is computed."""
 
     def capture_unpacked(self) -> None:

@@ -22,7 +22,7 @@ from typing import Any, NoReturn
 import torch
 import torch.distributed as dist
 
-from .._torch import HAS_OPERATORS, constant, operator_later, uncompiled
+from .._torch import HAS_OPERATORS, compiling, constant, operator_later, uncompiled
 from .._types import Call, Function, Model
 from ..documents.boundaries import Part
 from ..documents.find import axes_of, whole_numbers
@@ -214,7 +214,7 @@ _SPLITTERS = {
 """Packages that replace the attention function when rows are split, with their names for users."""
 
 
-def row_part(model: Model, call: Call, captured: bool = False) -> RowPart | None:
+def row_part(model: Model, call: Call) -> RowPart | None:
     """The part of every row that this process holds under Ulysses; None if rows are whole.
 
     Nothing is read from a device. In a compiled graph the check runs once. The attention function is an argument of
@@ -228,7 +228,7 @@ def row_part(model: Model, call: Call, captured: bool = False) -> RowPart | None
         found = _ulysses_part(model.training)
         if found is not None:
             return RowPart(*found) if found else None
-    if not (splitter or captured) and _shards(call):
+    if not splitter and _shards(call) and not compiling():
         splitter = "a sharding of the tokens along the row (DTensor)"
     if splitter:
         raise PackingNotIsolated(

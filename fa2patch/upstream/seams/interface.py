@@ -49,8 +49,8 @@ def routed(original: Function) -> Function:
         mask = args[0] if args else kwargs.get("attention_mask")
         if not isinstance(mask, PackedMask):
             return original(module, query, key, value, *args, **kwargs)
-        home, kind, captured = type(module).__module__, None, compiling()
-        if captured:
+        home, kind = type(module).__module__, None
+        if compiling():
             require_of_model(original, module)
         elif home not in asked:
             require_of_model(original, module)
@@ -62,7 +62,7 @@ def routed(original: Function) -> Function:
                 return mask.attend_again(query, key, value, known), None
         # no generator: dynamo traces each of its steps, in every layer
         q, k, v = query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2)
-        return mask.attend(module, q, k, v, _options(module, kwargs), captured, kind), None
+        return mask.attend(module, q, k, v, _options(module, kwargs), kind), None
 
     return attention
 

@@ -52,8 +52,7 @@ class FormulaMask(PackedMask):
     def attended(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, **options: Any) -> torch.Tensor:
         """Compute packed attention for ``[batch, heads, length, dim]``; the output is a view in that layout."""
         said = Options(causal=self.causal, **options)
-        q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
-        return self.attend(self.layer, q, k, v, said, compiling()).transpose(1, 2)
+        return self.attend(self.layer, q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), said).transpose(1, 2)
 
     def size(self, dim: int | None = None) -> tuple[int, ...] | int:
         """The size of a 4-D mask, with which eager code compares it (up to 4.39)."""

@@ -66,9 +66,14 @@ def kernels_command(as_json: bool) -> None:
 @click.option("--kernel", default="auto", show_default=True, help="As for fa2patch.apply.")
 @click.option("--collate", is_flag=True, help="Flatten what a Trainer's standard padding collators make for training.")
 @click.option("--pack/--no-pack", default=True, help="Compute the padded batches of TRL's trainers packed.")
+@click.option(
+    "--max-tokens", type=click.IntRange(1), help="Compute each batch of a Trainer in passes of so many tokens."
+)
 @click.option("--quiet", is_flag=True, help="Print only what is left as it is, each with the reason.")
 @click.argument("command", nargs=-1, required=True, type=click.UNPROCESSED, metavar="SCRIPT|-m MODULE [ARGS]...")
-def run_command(kernel: str, collate: bool, pack: bool, quiet: bool, command: tuple[str, ...]) -> None:
+def run_command(
+    kernel: str, collate: bool, pack: bool, max_tokens: int | None, quiet: bool, command: tuple[str, ...]
+) -> None:
     """Run a script, a module or an installed command (trl sft ...) with every language model in it patched.
 
     A model that the script, or a Python that it starts, gets from from_pretrained or from_config is patched as it is
@@ -81,6 +86,6 @@ def run_command(kernel: str, collate: bool, pack: bool, quiet: bool, command: tu
     if command[0].startswith("-") and command[0] not in ("-m", "-"):
         raise click.NoSuchOption(command[0])
     try:
-        start(command, RunOptions(kernel, collate, quiet, pack))
+        start(command, RunOptions(kernel, collate, quiet, pack, max_tokens))
     except Fa2PatchError as error:
         raise click.UsageError(str(error)) from None

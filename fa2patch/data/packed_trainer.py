@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import functools
 import importlib
-import inspect
 import warnings
 from collections.abc import Mapping
 from typing import Any, NamedTuple
@@ -13,15 +11,11 @@ import torch
 
 from .._types import Model
 from ..errors import BadArgument, Fa2PatchError, StaysPadded
-from ..packing.plans import check_budget
 from ..padded.batches import PaddedBatches
 from ..patch.applying import apply
 from ..patch.padding import pack_padded_batches
 from ..upstream.find_models import outermost_models
-from .token_budget import TokenBudget
-
-BUDGET = "token_budget"
-"""The attribute of a trainer that holds its :class:`TokenBudget`."""
+from .token_budget import TokenBudget, require_training_step
 
 PACKS = "_fa2patch_packs"
 """The class attribute of what :func:`packed_trainer` returns. ``fa2patch run`` leaves such trainers alone."""
@@ -117,6 +111,8 @@ def packed_trainer(
         parent.__init__(self, *args, **kwargs)
         if max_tokens is None:
             _refuse_packed_rows(self, parent)
+        else:
+            self.token_budget = TokenBudget(self, max_tokens, too_long)
 
     def __setattr__(self: Any, name: str, value: object) -> None:
         parent.__setattr__(self, name, value)
@@ -131,51 +127,8 @@ def packed_trainer(
 
     members = {"__init__": __init__, "__setattr__": __setattr__, "__doc__": packed_trainer.__doc__, PACKS: True}
     if max_tokens is not None:
-        members.update(_in_passes(parent, max_tokens, too_long))
+        require_training_step(parent)
     return type(f"Packed{parent.__name__}", (parent,), members)
-
-
-def _in_passes(parent: type[Any], max_tokens: int, too_long: str) -> dict[str, Any]:
-    """The methods of a trainer that computes its steps in passes."""
-
-    def budget(self: Any) -> TokenBudget:
-        found: TokenBudget | None = vars(self).get(BUDGET)
-        if found is None:
-            found = vars(self)[BUDGET] = TokenBudget(self, max_tokens, too_long)
-        return found
-
-    def training_step(self: Any, *args: Any, **kwargs: Any) -> Any:
-        return budget(self).training_step(functools.partial(parent.training_step, self), *args, **kwargs)
-
-    def compute_loss(self: Any, model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
-        return budget(self).compute_loss(functools.partial(parent.compute_loss, self), model, inputs, *args, **kwargs)
-
-    def log(self: Any, logs: dict[str, float], *args: Any, **kwargs: Any) -> None:
-        budget(self).log(logs)
-        parent.log(self, logs, *args, **kwargs)
-
-    check_budget(max_tokens)
-    _require_own_loop(parent)
-    # Trainer reads the parameters of its methods, to know whether it divides by the labels of a whole step
-    for method in (training_step, compute_loss, log):
-        functools.update_wrapper(method, getattr(parent, method.__name__))
-    return {"training_step": training_step, "compute_loss": compute_loss, "log": log}
-
-
-def _require_own_loop(parent: type[Any]) -> None:
-    """Require that a trainer trains with ``Trainer.training_step``, in which batches are cut."""
-    for cls in parent.__mro__:
-        train = vars(cls).get("train")
-        if train is None or "training_step" in vars(cls):
-            if "training_step" in vars(cls):
-                return
-            continue
-        code = getattr(inspect.unwrap(train), "__code__", None)
-        if code is not None and "__class__" not in code.co_freevars:  # it calls no super().train()
-            raise BadArgument(
-                f"max_tokens: expected a trainer that trains with Trainer.training_step, found {cls.__name__}.train, "
-                "which is a loop of its own. Leave max_tokens out, or cut batches with fa2patch.packing.passes."
-            )
 
 
 def _refuse_packed_rows(trainer: Any, parent: type[Any]) -> None:

@@ -18,7 +18,7 @@ from typing import Any, Callable
 import torch
 from torch.nn.parallel import DistributedDataParallel
 
-from ..errors import Fa2PatchError
+from ..errors import BadArgument, Fa2PatchError
 from ..packing.passes import Passes, most_of_ranks, of_units, units_of
 from ..packing.plans import check_budget
 from . import trainer_notes
@@ -27,6 +27,8 @@ from .loss_shares import Loss, LossShares, Share
 
 class TokenBudget:
     """Computes the training steps of a trainer in passes of at most ``max_tokens`` tokens.
+
+    Its methods are put around those of the trainer, which is all that installs it.
 
     Args:
         trainer: A Trainer with patched models. Those that are given padded batches compute them packed.
@@ -45,6 +47,11 @@ class TokenBudget:
         self._first: torch.Tensor | None = None
         self._stepping = False
         self._forget()
+        for around in (self.training_step, self.compute_loss, self.log):
+            name = around.__name__
+            own = getattr(trainer, name)
+            # Trainer reads the parameters of its methods, to know whether it divides by the labels of a whole step
+            setattr(trainer, name, functools.wraps(own)(functools.partial(around, own)))
 
     def training_step(self, step: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Run the trainer's own step, whose ``compute_loss`` and ``accelerator.backward`` come here."""
@@ -77,13 +84,14 @@ class TokenBudget:
         self._first = next(self._rest)
         return self._first
 
-    def log(self, logs: dict[str, float]) -> None:
+    def log(self, log: Callable[..., Any], logs: dict[str, float], *args: Any, **kwargs: Any) -> Any:
         """Add what the passes brought to the logs of training, and begin to count anew."""
         if "loss" in logs and self.batches:
             logs["passes_per_batch"] = round(self.passes / self.batches, 3)
             logs["tokens_per_second"] = round(self.tokens / (time.perf_counter() - self._since), 1)
             logs["padding_avoided"] = round(1 - self.tokens / max(self.padded_tokens, self.tokens), 4)
             self._forget()
+        return log(logs, *args, **kwargs)
 
     def _forget(self) -> None:
         self.batches = self.passes = self.tokens = self.padded_tokens = 0
@@ -151,6 +159,24 @@ class TokenBudget:
                 yield
         finally:
             state._set_sync_gradients(synchronises)
+
+
+def require_training_step(trainer: type[Any]) -> None:
+    """Require that a class of trainers trains with ``Trainer.training_step``, in which batches are cut.
+
+    Raises:
+        BadArgument: It has a loop of its own, as TRL's first RLOOTrainer has.
+    """
+    for cls in trainer.__mro__:
+        train = vars(cls).get("train")
+        code = None if train is None else getattr(inspect.unwrap(train), "__code__", None)
+        if train is not None and "training_step" in vars(cls):
+            return
+        if code is not None and "__class__" not in code.co_freevars:  # it calls no super().train()
+            raise BadArgument(
+                f"max_tokens: expected a trainer that trains with Trainer.training_step, found {cls.__name__}.train, "
+                "which is a loop of its own. Leave max_tokens out, or cut batches with fa2patch.packing.passes."
+            )
 
 
 def _require_last_backwards(accelerator: Any) -> None:

@@ -19,7 +19,8 @@ from .._torch import is_no_verdict
 from .._types import Function
 from ..binding import ABSENT, bind, release
 from ..data.packed_trainer import PACKS, held_models, pack_models
-from ..errors import Fa2PatchError, KernelUnavailable, NotAModel, UnknownKernel
+from ..data.token_budget import TokenBudget, require_training_step
+from ..errors import BadArgument, Fa2PatchError, KernelUnavailable, NotAModel, UnknownKernel
 from ..patch.applying import apply, status
 from ..patch.padding import of_model, pack_padded_batches
 from ..patch.state import Patch
@@ -223,7 +224,10 @@ class Patcher:
 
     def _trainer_constructed(self, trainer: Any, outermost: bool) -> None:
         self._patch_inside(getattr(trainer, "model", None))
-        if outermost and self.options.pack and _pads(trainer):
+        if outermost and self.options.max_tokens is not None:
+            self._cut(trainer, self.options.max_tokens)
+        padded = _pads(trainer) or (self.options.max_tokens is not None and not self.options.collate)
+        if outermost and self.options.pack and padded and not hasattr(trainer, PACKS):
             self._pack(trainer)
         elif outermost and self.options.collate:
             own_loader = flattening.replaced(trainer, ["get_train_dataloader"])
@@ -268,6 +272,21 @@ class Patcher:
         for reason, attributes in reasons.items():
             say(f"{name} computes padded batches of {', '.join(attributes)} padded: {reason}")
 
+    def _cut(self, trainer: Any, max_tokens: int) -> None:
+        """Let a trainer compute its batches in passes, and print that it does, or why it does not."""
+        if hasattr(trainer, "token_budget"):  # packed_trainer made it
+            return
+        try:
+            require_training_step(type(trainer))
+        except BadArgument as error:
+            say(f"{type(trainer).__name__} trains without --max-tokens: {error.message}")
+            return
+        trainer.token_budget = TokenBudget(trainer, max_tokens)
+        self._say_unless_quiet(
+            f"{type(trainer).__name__} computes each batch in passes of at most {max_tokens} tokens: the same "
+            "mini-batches, the same steps, the same losses."
+        )
+
     def _loading(self, original: Function) -> Function:
         @functools.wraps(original)
         def get_train_dataloader(trainer: Any) -> Any:
@@ -303,10 +322,10 @@ class Patcher:
 
 
 def _pads(trainer: Any) -> bool:
-    """Whether a trainer is one of :data:`PACKED_TRAINERS` or a subclass, and not :func:`fa2patch.packed_trainer`'s."""
+    """Whether a trainer is one of :data:`PACKED_TRAINERS` or a subclass."""
     # newer releases of TRL have some of them in trl.experimental
     known = (cls for cls in type(trainer).__mro__ if cls.__name__ in PACKED_TRAINERS)
-    return not hasattr(trainer, PACKS) and any(cls.__module__.partition(".")[0] == "trl" for cls in known)
+    return any(cls.__module__.partition(".")[0] == "trl" for cls in known)
 
 
 def reads_no_text(model: Any) -> str:

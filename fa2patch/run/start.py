@@ -31,6 +31,7 @@ class RunOptions:
     collate: bool = False
     quiet: bool = False
     pack: bool = True
+    max_tokens: int | None = None
 
     @classmethod
     def inherited(cls) -> RunOptions:

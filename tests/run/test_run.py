@@ -466,6 +466,29 @@ def test_other_batches_stay_as_they_are(hooked, folder, lines, how):
     assert not any("packed" in line for line in lines())
 
 
+@pytest.mark.parametrize("how", ["padded", "collate", "TRL's", "no pack"])
+def test_max_tokens_cuts_the_batches_of_each_trainer(hooked, folder, lines, how):
+    hooked(max_tokens=40, collate=how == "collate", pack=how != "no pack")
+    cls = GRPOTrainer if how == "TRL's" else Trainer
+    trainer = trainer_of(loaded(folder), folder, DataCollatorForSeq2Seq(tokenizer_of(folder)), cls=cls)
+    trainer.train()
+    assert any(f"{cls.__name__} computes each batch in passes of at most 40 tokens" in line for line in lines())
+    logs = [entry for entry in trainer.state.log_history if "loss" in entry]
+    assert logs and all(entry["passes_per_batch"] >= 1 for entry in logs)
+    assert trainer.token_budget.shares.share.of == "sum"
+
+
+def test_max_tokens_says_why_a_trainer_is_not_cut(hooked, folder, lines):
+    class OwnLoop(Trainer):
+        def train(self):
+            return None
+
+    hooked(max_tokens=40, quiet=True)
+    trainer = trainer_of(loaded(folder), folder, cls=OwnLoop)
+    assert not hasattr(trainer, "token_budget")
+    assert any("OwnLoop trains without --max-tokens: " in line and "a loop of its own" in line for line in lines())
+
+
 def test_collate_says_nothing_of_a_trainer_whose_batches_are_packed_in_its_models(hooked, folder, lines):
     hooked(collate=True)
     trainer_of(

@@ -6,7 +6,7 @@ It uses only torch and numpy, so it is the same for every Transformers version.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import accumulate
 from typing import Any
 
@@ -62,6 +62,10 @@ class DataCollatorWithFlattening:
         loss_weights: With ``"document"``, every document has the same weight in the loss of a patched causal LM,
             however many tokens it has. By default every token has the same weight.
 
+    Attributes:
+        empty: Number of examples that it has left out because they have no tokens, or none that their
+            ``attention_mask`` shows. Each worker of a DataLoader counts its own.
+
     Raises:
         CollatorError: ``pad_to_multiple_of`` is below 1, another option that must be an integer is not one,
             ``loss_masks`` is a string, ``loss_weights`` is unknown, or ``document_labels`` is used together with one of
@@ -79,6 +83,7 @@ class DataCollatorWithFlattening:
     loss_masks: Sequence[str] = ()
     document_labels: bool = False
     loss_weights: str | None = None
+    empty: int = field(default=0, init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         integer("position_ids_start", self.position_ids_start)
@@ -103,7 +108,8 @@ class DataCollatorWithFlattening:
 
         Args:
             features: Examples. Each is a mapping of lists, arrays or tensors with one number per token. A value of
-                None counts as absent.
+                None counts as absent. Examples without tokens are left out and counted, as Transformers leaves them
+                out from 5.24 on.
 
                 - ``input_ids``: Required.
                 - ``labels``: Default to ``input_ids``. The first label of every document becomes ``separator_id``.
@@ -130,7 +136,7 @@ class DataCollatorWithFlattening:
             ``[1, T]``, their weights.
 
         Raises:
-            CollatorError: There are no examples, an example is empty, ``input_ids`` are missing, a key is in only
+            CollatorError: There are no examples, none has tokens, ``input_ids`` are missing, a key is in only
                 some of the examples or is not one number per token (such as a class label), position ids hide where
                 an example starts while neither ``cu_seq_lens_*`` nor ``seq_idx`` is returned, ``seq_lengths`` are
                 not the documents' lengths, ``document_labels`` is set and the labels are not one per document, a column
@@ -161,18 +167,20 @@ class DataCollatorWithFlattening:
         examples = present(features)
         targets = _labels_taken_out(examples) if self.document_labels else []
         flat = read_examples(examples, self.position_ids_start)
+        self.empty += len(examples) - len(flat.kept)
+        targets = [targets[number] for number in flat.kept] if targets else []
         tokens = sum(flat.lengths)
         self._add_labels(flat)
         row, lengths = self._padded(flat)
         if "position_ids" in row:
             documents = document_lengths(row["position_ids"], lengths)
             if not (self.return_flash_attn_kwargs or self.return_seq_idx):
-                _require_visible_starts(row["position_ids"], lengths)
+                _require_visible_starts(row["position_ids"], lengths, flat.kept)
         else:
             documents = lengths
             row["position_ids"] = restarting(lengths, self.position_ids_start)
         if self.document_labels:
-            labels = _labels_of_documents(targets, documents, lengths)
+            labels = _labels_of_documents(targets, documents, lengths, flat.kept)
         else:
             labels = row["labels"]
             if separator is not None:
@@ -188,7 +196,7 @@ class DataCollatorWithFlattening:
         columns = flat.columns
         if not self.document_labels and "labels" not in columns:
             columns["labels"] = columns["input_ids"].copy()
-        selected = [_selected(name, columns.pop(name), flat.lengths) for name in self.loss_masks if name in columns]
+        selected = [_selected(name, columns.pop(name), flat) for name in self.loss_masks if name in columns]
         if selected:
             columns["labels"] = np.where(np.all(selected, axis=0), columns["labels"], IGNORED_LABEL)
 
@@ -252,25 +260,29 @@ def document_weights(columns: Columns, lengths: Sequence[int]) -> Columns:
     return {"labels": counted, LOSS_LABELS: np.where(learned, labels, IGNORED_LABEL), LOSS_WEIGHTS: weights}
 
 
-def _require_visible_starts(position_ids: Array, lengths: Sequence[int]) -> None:
-    """Raise :class:`CollatorError` if the position ids of an example continue those of the example before it."""
+def _require_visible_starts(position_ids: Array, lengths: Sequence[int], kept: Sequence[int]) -> None:
+    """Raise :class:`CollatorError` if the position ids of an example continue those of the example before it.
+
+    ``kept`` are the numbers of the examples in the batch. The padding has none, and comes last.
+    """
     first = ends(lengths)[:-1]
     left, right = position_ids[first - 1], position_ids[first]
     hidden = np.flatnonzero(right == left + 1)
     if len(hidden):
         at = hidden[0]
+        number = kept[at + 1] if at + 1 < len(kept) else kept[-1] + 1
         raise CollatorError(
-            f"position_ids go on from {left[at]} to {right[at]} where example {at + 1} (or the padding) "
+            f"position_ids go on from {left[at]} to {right[at]} where example {number} (or the padding) "
             "starts, which hides that start. Let them restart, or set return_flash_attn_kwargs=True."
         )
 
 
-def _selected(name: str, values: Array, lengths: Sequence[int]) -> Array:
+def _selected(name: str, values: Array, flat: Flat) -> Array:
     """Return which tokens a loss mask selects. A fraction would give its token the whole weight."""
     selected: Array = values == 1
     (wrong,) = np.nonzero(~selected & (values != 0))
     if len(wrong):
-        example = int(np.searchsorted(ends(lengths), wrong[0], side="right"))
+        example = flat.kept[int(np.searchsorted(ends(flat.lengths), wrong[0], side="right"))]
         raise CollatorError(
             f"example {example}: the loss mask {name} holds {values[wrong[0]]}. Expected 0 and 1, because a mask "
             "selects the tokens in the loss, and tokens have no other weights. Round it, or leave it out of loss_masks."
@@ -290,13 +302,16 @@ def _labels_taken_out(examples: Sequence[dict[str, Any]]) -> list[Columns]:
     return targets
 
 
-def _labels_of_documents(targets: Sequence[Columns], documents: Sequence[int], lengths: Sequence[int]) -> Array | None:
+def _labels_of_documents(
+    targets: Sequence[Columns], documents: Sequence[int], lengths: Sequence[int], kept: Sequence[int]
+) -> Array | None:
     """Return labels ``[documents]`` or ``[documents, numbers]``, or None if no example has any.
 
     Args:
         targets: The labels of each example, as :func:`_labels_taken_out` returns them.
         documents: The tokens of each document.
         lengths: The tokens of each example, and of the padding, if there is any. It has no labels.
+        kept: The number of each example in the batch, for errors.
     """
     if not any(targets):
         return None
@@ -309,7 +324,7 @@ def _labels_of_documents(targets: Sequence[Columns], documents: Sequence[int], l
         for index, (array, count) in enumerate(zip(arrays, counts)):
             if len(array) != count or array.ndim != 2 or array.shape[1:] != arrays[0].shape[1:]:
                 raise CollatorError(
-                    f"example {index}: labels of shape {targets[index]['labels'].shape} for {count} documents. "
+                    f"example {kept[index]}: labels of shape {targets[index]['labels'].shape} for {count} documents. "
                     "Expected one number for each document, or in all examples equally many numbers for each."
                 )
     joined = concatenate("labels", [array if array.dtype.kind == "f" else array.astype(np.int64) for array in arrays])

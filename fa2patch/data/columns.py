@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import operator
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import accumulate
 from typing import Any
 
@@ -30,10 +30,12 @@ class Flat:
     Attributes:
         columns: int64 or float32 arrays ``[tokens]`` of all examples.
         lengths: The tokens of each example.
+        kept: The number of each example in the batch, which errors name. Examples without tokens are left out.
     """
 
     columns: Columns
     lengths: list[int]
+    kept: list[int] = field(default_factory=list)
 
     def examples(self) -> list[Columns]:
         """Return the columns of each example, as views."""
@@ -92,30 +94,55 @@ def present(features: Iterable[Mapping[str, Any]]) -> list[dict[str, Any]]:
 def read_examples(examples: Sequence[Mapping[str, Any]], position_ids_start: int) -> Flat:
     """Return the columns of all examples end to end, in new arrays. Each is read as :func:`read_example` says.
 
+    Examples without tokens are left out, as Transformers' DataCollatorWithFlattening does from 5.24 on.
+
     Raises:
-        CollatorError: There are no examples, one cannot be read, or a key is in only some of them.
+        CollatorError: There are no examples, none has tokens, one cannot be read, or a key is in only some of them.
     """
     if not examples:
         raise CollatorError("expected at least one example, found an empty batch.")
     found = _end_to_end(examples)
     if found is not None:
         with contextlib.suppress(CollatorError):  # an error names the first wrong example, so each is read by itself
-            return _checked(0, *found, position_ids_start)
+            flat = _checked(0, *found, position_ids_start)
+            if all(flat.lengths):
+                flat.kept = list(range(len(examples)))
+                return flat
     read = [read_example(index, example, position_ids_start) for index, example in enumerate(examples)]
+    kept = with_tokens([len(example["input_ids"]) for example in read])
+    read = [read[index] for index in kept]
     require_same_keys(read)
     columns = {key: concatenate(key, [example[key] for example in read]) for key in read[0]}
-    return Flat(columns, [len(example["input_ids"]) for example in read])
+    return Flat(columns, [len(example["input_ids"]) for example in read], kept)
+
+
+def with_tokens(lengths: Sequence[int]) -> list[int]:
+    """Return the numbers of the examples that have tokens.
+
+    Raises:
+        CollatorError: None has any.
+    """
+    kept = [index for index, length in enumerate(lengths) if length]
+    if not kept:
+        who = f"all {len(lengths)} examples" if len(lengths) > 1 else "the only example"
+        raise CollatorError(
+            f"expected an example with tokens, but {who} of the batch came without tokens, or with none that the "
+            "attention_mask shows. Remove such examples from the dataset: "
+            'dataset.filter(lambda example: len(example["input_ids"]) > 0).'
+        )
+    return kept
 
 
 def read_example(index: int, example: Mapping[str, Any], position_ids_start: int = 0) -> Columns:
     """Return an example's columns without masked tokens, each int64 or float32 ``[tokens]``.
 
-    ``seq_lengths`` is replaced by ``position_ids`` that restart at ``position_ids_start`` in each document.
+    ``seq_lengths`` is replaced by ``position_ids`` that restart at ``position_ids_start`` in each document. An example
+    may have no tokens; ``seq_lengths`` is then left out.
 
     Raises:
         CollatorError: ``input_ids`` are missing, a column is not one number per token or does not fit float32, a
-            column is made by the collator, ``seq_lengths`` are wrong, no token is visible in the ``attention_mask``, or
-            ``position_ids`` do not say what documents are without the tokens that it hides.
+            column is made by the collator, ``seq_lengths`` are wrong, or ``position_ids`` do not say what documents are
+            without the tokens that the ``attention_mask`` hides.
     """
     return _checked(index, example, None, position_ids_start).columns
 
@@ -158,6 +185,9 @@ def _checked(index: int, found: Mapping[str, Any], lengths: Mapping[str, list[in
         lengths: The number of values of each key in each example, as :func:`_end_to_end` returns them; None for an
             example as it is. An error then names a wrong example.
         start: The first position id of each document of ``seq_lengths``.
+
+    Returns:
+        The columns. If an example has no token, they are not examined further.
     """
     if "input_ids" not in found:
         raise CollatorError(f"example {index}: input_ids missing, found {', '.join(map(str, found)) or 'no keys'}.")
@@ -175,15 +205,20 @@ def _checked(index: int, found: Mapping[str, Any], lengths: Mapping[str, list[in
                 f"{len(arrays['input_ids'])}. Every key needs one number per token."
             )
     flat = Flat(arrays, parts["input_ids"])
-    documents = _seq_lengths(index, flat, found["seq_lengths"], parts) if "seq_lengths" in found else None
     visible = _visible_tokens(index, flat)
+    if not all(flat.lengths):
+        return flat
+    documents = _seq_lengths(index, flat, found["seq_lengths"], parts) if "seq_lengths" in found else None
     if visible is not None:
+        seen = _visible_lengths(visible, flat.lengths)
+        if not all(seen):
+            return Flat({key: values[visible] for key, values in flat.columns.items()}, seen)
         if documents is not None:  # they count hidden tokens, positions do not
             documents = _visible_lengths(visible, documents)
         elif "position_ids" in arrays:
             _require_documents(index, flat, visible, start)
         kept = {key: values[visible] for key, values in flat.columns.items()}
-        flat = Flat(kept, _visible_lengths(visible, flat.lengths))
+        flat = Flat(kept, seen)
     if documents is not None:
         _set_positions(index, flat, [length for length in documents if length], start)
     return flat
@@ -225,10 +260,6 @@ def _visible_tokens(index: int, flat: Flat) -> Array | None:
             f"example {index}: attention_mask holds other numbers than 0 and 1. Pass packed documents as one "
             "example each, or say where they start by position_ids."
         )
-    empty = not all(flat.lengths)
-    if empty or (visible is not None and not np.logical_or.reduceat(visible, starts(flat.lengths)).all()):
-        hint = " that its attention_mask shows" if visible is not None and len(visible) else ""
-        raise CollatorError(f"example {index}: no token{hint}. Remove empty examples from the dataset.")
     return None if visible is None or visible.all() else visible
 
 

@@ -50,6 +50,9 @@ class DataCollatorForCompletionOnlyLM:
         mlm_probability, mask_replace_prob, random_replace_prob, whole_word_mask, seed, tf_experimental_compile: TRL's
             class accepts them too. They have no effect, because ``mlm`` is False.
 
+    Attributes:
+        empty: See :class:`fa2patch.DataCollatorWithFlattening`.
+
     Raises:
         CollatorError: A template is empty, a template is text and there is no tokenizer, ``mlm`` is True, or another
             option is invalid.
@@ -93,6 +96,7 @@ class DataCollatorForCompletionOnlyLM:
         self.mlm, self.mlm_probability, self.whole_word_mask, self.seed = False, mlm_probability, whole_word_mask, seed
         self.mask_replace_prob, self.random_replace_prob = mask_replace_prob, random_replace_prob
         self.tf_experimental_compile = tf_experimental_compile
+        self.empty = 0
         self._flatten()
 
     def __call__(self, features: Iterable[Example], return_tensors: str | None = None) -> MutableMapping[str, Any]:
@@ -155,8 +159,11 @@ class DataCollatorForCompletionOnlyLM:
         mappings: Any = features
         if isinstance(features, Iterable):
             mappings = [one if isinstance(one, Mapping) else {"input_ids": one} for one in features]
-        examples = read_examples(present(mappings), self.position_ids_start).examples()
-        for index, example in enumerate(examples):
+        given = present(mappings)
+        flat = read_examples(given, self.position_ids_start)
+        examples = flat.examples()
+        self.empty += len(given) - len(examples)
+        for index, example in zip(flat.kept, examples):
             example["labels"] = self._labels(index, example)
         batch = self._row(examples, framework) if self.padding_free else self._padded(examples, framework)
         return batch if self.tokenizer is None else _as_encoding(batch)

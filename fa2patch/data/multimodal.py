@@ -11,7 +11,7 @@ import torch
 from ..documents.names import GRIDS, IGNORED_LABEL, MediaRow
 from ..upstream import inspecting
 from .collators import DataCollatorWithFlattening
-from .columns import Columns, present, require_same_keys
+from .columns import Columns, present, require_same_keys, with_tokens
 from .multimodal_model import TYPES, Placeholders, RopeIndex, path_of
 from .processor_outputs import join_media, read_output, require_alike, require_joins, require_the_same_keys
 
@@ -35,6 +35,9 @@ class DataCollatorForMultimodalFlattening:
             (``[1, n, ...]``), ``"example"`` (one entry for each example), ``"same"``, ``"positions"`` (for
             ``get_rope_index`` only) or ``"drop"``.
 
+    Attributes:
+        empty: See :class:`DataCollatorWithFlattening`.
+
     Raises:
         CollatorError: The model takes neither pictures nor sound, its forward makes rows longer in this version of
             Transformers, or an option is invalid.
@@ -54,6 +57,7 @@ class DataCollatorForMultimodalFlattening:
         path = path_of(model)
         self._rope, self._placeholders, self._joins = RopeIndex(path), Placeholders(path), dict(keys or {})
         self._grids = [name for name in GRIDS if any(inspecting.takes(inner.forward, name) for inner in path)]
+        self.empty = 0
         self._flatten = DataCollatorWithFlattening(
             return_flash_attn_kwargs=True,
             return_seq_idx=return_seq_idx,
@@ -94,9 +98,12 @@ class DataCollatorForMultimodalFlattening:
         self._placeholders.check(examples)
         require_the_same_keys(examples)
         require_alike(examples)
-        axes = [self._rope.positions(*each) for each in enumerate(examples)] if self._rope.several_axes else []
+        kept = with_tokens([len(example.columns["input_ids"]) for example in examples]) if examples else []
+        axes = [self._rope.positions(at, examples[at]) for at in kept] if self._rope.several_axes else []
+        self._complete([example.columns for example in examples])
+        self.empty += len(examples) - len(kept)
+        examples = [examples[at] for at in kept]
         columns = [example.columns for example in examples]
-        self._complete(columns)
         batch = self._flatten(columns)
         if axes:
             batch["position_ids"] = self._on_axes(batch["position_ids"][None], torch.cat(axes, dim=-1))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -17,7 +17,17 @@ from ..documents.stated import require_no_first_labels
 from ..errors import BadBatch, CollatorError
 from ..packing.sharing import in_common
 from .collators import DataCollatorWithFlattening
-from .columns import Array, Columns, as_array, as_numbers, present, require_positive, require_same_keys, restarting
+from .columns import (
+    Array,
+    Columns,
+    as_array,
+    as_numbers,
+    present,
+    require_positive,
+    require_same_keys,
+    restarting,
+    with_tokens,
+)
 
 _REFERENCE = ("ref_chosen_logps", "ref_rejected_logps")
 
@@ -43,6 +53,10 @@ class DataCollatorForPreferenceFlattening:
         return_flash_attn_kwargs, return_seq_idx, pad_to_multiple_of, pad_token_id, position_ids_start: See
             :class:`fa2patch.DataCollatorWithFlattening`.
 
+    Attributes:
+        empty: Number of pairs that it has left out because neither of their documents has tokens. Each worker of a
+            DataLoader counts its own.
+
     Raises:
         CollatorError: An option is invalid.
     """
@@ -55,6 +69,7 @@ class DataCollatorForPreferenceFlattening:
     pad_token_id: int = 0
     position_ids_start: int = 0
     share_prompts: bool = False
+    empty: int = field(default=0, init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         require_positive("max_length", self.max_length)
@@ -86,12 +101,16 @@ class DataCollatorForPreferenceFlattening:
             that it continues, or -1.
 
         Raises:
-            CollatorError: A column is missing or invalid, or a document has no tokens.
+            CollatorError: A column is missing or invalid, or only one document of a pair has tokens.
         """
         examples = present(features)
         require_same_keys([{key: None for key in _REFERENCE if key in example} for example in examples])
-        chosen = [self._document(*each, "chosen") for each in enumerate(examples)]
-        rejected = [self._document(*each, "rejected") for each in enumerate(examples)]
+        pairs = [tuple(self._document(*each, side) for side in ("chosen", "rejected")) for each in enumerate(examples)]
+        if pairs:
+            kept = with_tokens([_tokens(index, *pair) for index, pair in enumerate(pairs)])
+            self.empty += len(pairs) - len(kept)
+            examples, pairs = [examples[at] for at in kept], [pairs[at] for at in kept]
+        chosen, rejected = [pair[0] for pair in pairs], [pair[1] for pair in pairs]
         batch = self._shared(chosen, rejected) if self.share_prompts else self._flatten()([*chosen, *rejected])
         for key in _REFERENCE:
             if key in examples[0]:
@@ -119,8 +138,6 @@ class DataCollatorForPreferenceFlattening:
         if self.max_length is not None:
             kept = slice(self.max_length) if self.truncation_mode == "keep_start" else slice(-self.max_length, None)
             ids, labels = ids[kept], labels[kept]
-        if not len(ids):
-            raise CollatorError(f"example {index}: no token in prompt and {side}. Remove it from the dataset.")
         return {"input_ids": ids, "labels": labels}
 
     def _shared(self, chosen: Sequence[Columns], rejected: Sequence[Columns]) -> dict[str, Any]:
@@ -139,6 +156,15 @@ class DataCollatorForPreferenceFlattening:
         parents = [each.parent for each in segments]
         paddings = len(batch["cu_seq_lens_q"]) - 1 - len(parents)
         return {**batch, PARENTS: torch.tensor(parents + [-1] * paddings, dtype=torch.int32)}
+
+
+def _tokens(index: int, chosen: Columns, rejected: Columns) -> int:
+    """Return the number of tokens of a pair. A row cannot hold a document without any beside the other one."""
+    counts = {"chosen": len(chosen["input_ids"]), "rejected": len(rejected["input_ids"])}
+    for side, count in counts.items():
+        if not count and any(counts.values()):
+            raise CollatorError(f"example {index}: no token in prompt and {side}. Remove it from the dataset.")
+    return sum(counts.values())
 
 
 def _prompt(document: Columns) -> Any:

@@ -13,7 +13,7 @@ import numpy as np
 import numpy.typing as npt
 
 from ..errors import PackingError
-from .plans import as_lengths, check_budget
+from .plans import as_lengths, check_budget, without_tokens
 from .strategies import ENOUGH, Ints, fewest, fewest_rows, in_order
 
 Floats = npt.NDArray[np.float64]
@@ -36,9 +36,9 @@ def example_costs(lengths: Ints, attention_cost: float = ATTENTION_COST) -> Floa
 class Deal:
     """What each rank computes of a global batch, and in which passes.
 
-    Every rank has the same number of passes. Each example is in one pass of one rank. A pass is empty only if its rank
-    has fewer examples than passes. The last passes of a rank are then the empty ones, and the rank must run them all
-    the same, with a loss of weight zero, because the others wait for it in them (FSDP, ZeRO-3).
+    Every rank has the same number of passes. Each example with tokens is in one pass of one rank. A pass is empty only
+    if its rank has fewer examples than passes. The last passes of a rank are then the empty ones, and the rank must run
+    them all the same, with a loss of weight zero, because the others wait for it in them (FSDP, ZeRO-3).
 
     Attributes:
         passes: Examples of each pass of each rank, int64 ``[examples]``, in the order of ``batches``. A rank's
@@ -48,6 +48,7 @@ class Deal:
         costs: Cost of each pass, float64 ``[ranks, passes]``, in units of the cost of a token without attention.
         fewest_passes: Lower bound on the number of passes in any deal of these examples.
         least_cost: Lower bound on the cost of the costliest rank in any deal of these examples.
+        empty: Examples that are in no pass because they have no tokens, int64 ``[examples]``.
     """
 
     passes: list[list[Ints]]
@@ -55,6 +56,7 @@ class Deal:
     costs: Floats
     fewest_passes: int
     least_cost: float
+    empty: Ints
 
     def __len__(self) -> int:
         """Number of passes that each rank makes."""
@@ -63,9 +65,10 @@ class Deal:
     def __repr__(self) -> str:
         ranks, passes = self.costs.shape
         most = self.costs.sum(axis=1).max()
+        left_out = f", {len(self.empty)} examples empty" if len(self.empty) else ""
         return (
             f"<Deal: {ranks} ranks, {passes} passes each (at least {self.fewest_passes}), costliest rank {most:.0f} "
-            f"(at least {self.least_cost:.0f})>"
+            f"(at least {self.least_cost:.0f}){left_out}>"
         )
 
 
@@ -94,7 +97,7 @@ def deal(
     max_tokens, passes=number)`` makes the passes that were planned for it.
 
     Args:
-        lengths: Tokens of each example, ``[examples]``, at least 1.
+        lengths: Tokens of each example, ``[examples]``. Those without tokens are in no pass; ``Deal.empty`` lists them.
         ranks: Number of ranks, or of groups of ranks that compute the same rows.
         max_tokens: Maximum number of tokens in a pass.
         passes: Number of passes that each rank makes. Default: as few as possible.
@@ -104,13 +107,14 @@ def deal(
 
     Raises:
         PackingError: An example is longer than the budget and ``too_long="error"``, the examples need more passes than
-            ``passes``, lengths are not positive integers, or an option is invalid.
+            ``passes``, lengths are not integers from 0, or an option is invalid.
     """
     given, budget = as_lengths(lengths), check_budget(max_tokens)
     cost = check_attention_cost(attention_cost)
     _check_number("ranks", ranks)
     _check_number("passes", 1 if passes is None else passes)
-    sizes, costs = capped(given, budget, too_long), example_costs(given, cost)
+    kept = np.flatnonzero(given)
+    sizes, costs = capped(given, budget, too_long)[kept], example_costs(given[kept], cost)
     found = dealt(sizes, costs, ranks, budget, passes)
     if passes is not None and found.passes > passes:
         raise PackingError(
@@ -119,13 +123,14 @@ def deal(
             "order, with the max_tokens and too_long of the deal."
         )
     number = found.passes
-    of_passes = _parted(found.order, found.pass_of, ranks * number)
+    of_passes = [kept[each] for each in _parted(found.order, found.pass_of, ranks * number)]
     return Deal(
         [of_passes[first : first + number] for first in range(0, ranks * number, number)],
-        _parted(found.order, found.pass_of // number, ranks),
+        [kept[batch] for batch in _parted(found.order, found.pass_of // number, ranks)],
         np.bincount(found.pass_of, costs, ranks * number).astype(np.float64).reshape(ranks, number),
         max(1, -(-fewest(*np.unique(sizes, return_counts=True), budget) // ranks)),
         _least(costs, ranks),
+        without_tokens(given),
     )
 
 

@@ -86,7 +86,8 @@ class Passes(Sequence[Any]):
 
     @property
     def _smallest(self) -> Ints:
-        return np.array([np.argmin(self._of.tokens)])
+        tokens = self._of.tokens
+        return np.array([np.argmin(np.where(tokens > 0, tokens, tokens.max()))])
 
 
 def passes(batch: Any, max_tokens: int, *, too_long: str = "error", every_rank: bool = False) -> Passes:
@@ -110,7 +111,8 @@ def passes(batch: Any, max_tokens: int, *, too_long: str = "error", every_rank: 
 
     Args:
         batch: A packed batch of one row, as a collator returns it; a padded batch, whose tensors have one row for each
-            example; or a list of examples, whose passes are lists that you collate yourself.
+            example; or a list of examples, whose passes are lists that you collate yourself. Examples without tokens
+            are in no pass.
         max_tokens: Maximum number of tokens in a pass. Padding of a padded batch does not count.
         too_long: What to do with a document that is longer than the budget: ``"error"``, or ``"alone"`` to give it a
             pass of its own.
@@ -201,7 +203,7 @@ def _of_examples(batch: Any) -> Units:
     learned = [
         sum(label != IGNORED_LABEL for label in list(example["labels"])[1:])
         if hasattr(example, "keys") and example.get("labels") is not None
-        else token_count(example) - 1
+        else max(token_count(example) - 1, 0)
         for example in examples
     ]
     return Units(tokens, np.array(learned, np.int64), lambda chosen: [examples[unit] for unit in chosen.tolist()])

@@ -32,6 +32,7 @@ class Plan(Sequence[Ints]):
         lengths: Lengths of the examples as passed to :func:`plan`. An int64 array is not copied: do not change it.
         dropped: Examples that are in no row (``too_long="drop"``), in ascending order.
         truncated: Examples whose end is in no row (``too_long="truncate"``), in ascending order.
+        empty: Examples that are in no row because they have no tokens, in ascending order.
     """
 
     indices: Ints
@@ -41,6 +42,7 @@ class Plan(Sequence[Ints]):
     lengths: Ints
     dropped: Ints
     truncated: Ints
+    empty: Ints
     _cuts: tuple[Ints, Ints] | None = field(default=None)
 
     def __len__(self) -> int:
@@ -61,7 +63,7 @@ class Plan(Sequence[Ints]):
 
     def __repr__(self) -> str:
         said = f"{len(self)} rows of at most {self.max_tokens} tokens, {self.fill:.2%} full"
-        for name in ("dropped", "truncated"):
+        for name in ("dropped", "truncated", "empty"):
             if len(getattr(self, name)):
                 said += f", {len(getattr(self, name))} examples {name}"
         return f"<Plan: {said}>"
@@ -135,7 +137,7 @@ def plan(
     :mod:`fa2patch.packing` describes how packing to a budget affects training.
 
     Args:
-        lengths: Tokens of each example, ``[examples]``, at least 1.
+        lengths: Tokens of each example, ``[examples]``. Those without tokens are in no row; ``Plan.empty`` lists them.
         max_tokens: Maximum number of tokens in a row. Must be None for ``mini_batches``, and only there.
         strategy: The algorithm that fills the rows.
 
@@ -148,7 +150,8 @@ def plan(
             - ``in_order``: In the given order, with a new row if the next example does not fit; for curricula. It
               makes 3-33 % more rows at budgets of 4-8 thousand tokens.
             - ``sorted``: Longest first, with a new row if the next example does not fit. The examples of a row have
-              similar lengths.
+              similar lengths, and with a seed the rows come in random order (grouping by length, then a shuffle of
+              whole batches).
             - ``mini_batches``: ``batch_size`` examples per row, of any length, as a DataLoader makes them without a
               plan.
         too_long: Policy for examples longer than ``max_tokens``: ``"error"``, ``"drop"``, ``"truncate"`` (the end is
@@ -162,7 +165,7 @@ def plan(
         batch_size: Examples per row, only for ``mini_batches``.
 
     Raises:
-        PackingError: An example is longer than the budget and ``too_long="error"``, lengths are not positive integers,
+        PackingError: An example is longer than the budget and ``too_long="error"``, lengths are not integers from 0,
             the strategy or policy is unknown, or ``max_tokens`` or ``batch_size`` is invalid for the strategy.
     """
     given = as_lengths(lengths)
@@ -172,10 +175,11 @@ def plan(
     rows, offsets = _rows(pieces.lengths.astype(np.int32), fill, limit, rng)
     tokens = np.add.reduceat(pieces.lengths[rows], offsets[:-1]) if len(rows) else np.empty(0, np.int64)
     budget = int(tokens.max(initial=1)) if fill is mini_batches else limit
+    left_out = pieces.dropped, pieces.truncated, without_tokens(given)
     if pieces.cuts is None:
-        return Plan(rows, offsets, tokens, budget, given, pieces.dropped, pieces.truncated)
+        return Plan(rows, offsets, tokens, budget, given, *left_out)
     indices, start, stop = (of_pieces[rows] for of_pieces in pieces.cuts)
-    return Plan(indices, offsets, tokens, budget, given, pieces.dropped, pieces.truncated, (start, stop))
+    return Plan(indices, offsets, tokens, budget, given, *left_out, (start, stop))
 
 
 def _strategy(strategy: str, max_tokens: int | None, batch_size: int | None) -> tuple[Strategy, int]:
@@ -221,7 +225,7 @@ POLICIES = ("error", "drop", "truncate", "split")
 class Pieces:
     """The pieces of examples that are packed: their lengths, and the examples that are left out or lose their end.
 
-    ``cuts`` are the example, the start and the stop of each piece; None if nothing is cut or dropped.
+    ``cuts`` are the example, the start and the stop of each piece; None if nothing is cut or left out.
     """
 
     lengths: Ints
@@ -242,13 +246,18 @@ def as_lengths(lengths: Any) -> Ints:
         raise PackingError(f"lengths: expected integers [examples], found {found.dtype} {list(found.shape)}.")
     if len(found) >= 2**31:
         raise PackingError(f"lengths: expected fewer than 2**31 examples, found {len(found)}. Plan them in parts.")
-    if found.min() < 1 or int(found.max()) >= 2**31:
-        wrong = int(np.flatnonzero((found < 1) | (found >= 2**31))[0])
+    if found.min() < 0 or int(found.max()) >= 2**31:
+        wrong = int(np.flatnonzero((found < 0) | (found >= 2**31))[0])
         raise PackingError(
-            f"lengths: expected from 1 to 2**31 - 1 tokens in every example, found {found[wrong]} in example {wrong}. "
-            "Remove empty examples from the dataset."
+            f"lengths: expected from 0 to 2**31 - 1 tokens in every example, found {found[wrong]} in example {wrong}. "
+            "Pass the number of tokens of each example."
         )
     return found.astype(np.int64, copy=False)
+
+
+def without_tokens(lengths: Ints) -> Ints:
+    """Return the examples without tokens, which are in no row or pass, in ascending order."""
+    return np.flatnonzero(lengths == 0)
 
 
 def check_budget(max_tokens: object) -> int:
@@ -265,24 +274,23 @@ def check_policy(too_long: str) -> None:
 
 
 def cut(lengths: Ints, max_tokens: int, too_long: str) -> Pieces:
-    """Apply the policy to all examples longer than ``max_tokens``."""
+    """Apply the policy to all examples longer than ``max_tokens``. Examples without tokens have no piece."""
     check_policy(too_long)
     longer = np.flatnonzero(lengths > max_tokens)
     none = np.empty(0, np.int64)
-    if not len(longer):
+    if not len(longer) and lengths.all():
         return Pieces(lengths, None, none, none)
-    if too_long == "error":
+    if len(longer) and too_long == "error":
         raise PackingError(
             f"{len(longer)} of {len(lengths)} examples are longer than max_tokens={max_tokens}: the first is example "
             f"{longer[0]} of {lengths[longer[0]]} tokens. Raise max_tokens, or choose too_long='split', 'truncate' or "
             "'drop'."
         )
-    if too_long == "drop":
-        kept = np.flatnonzero(lengths <= max_tokens)
-        return Pieces(lengths[kept], (kept, np.zeros_like(kept), lengths[kept]), longer, none)
-    if too_long == "truncate":
-        shorter = np.minimum(lengths, max_tokens)
-        return Pieces(shorter, (np.arange(len(lengths)), np.zeros_like(lengths), shorter), none, longer)
+    if too_long != "split":
+        dropped, truncated = (longer, none) if too_long == "drop" else (none, longer)
+        kept = np.flatnonzero((lengths > 0) & ((lengths <= max_tokens) | (too_long == "truncate")))
+        shorter = np.minimum(lengths[kept], max_tokens)
+        return Pieces(shorter, (kept, np.zeros_like(kept), shorter), dropped, truncated)
     counts = -(-lengths // max_tokens)
     of = np.repeat(np.arange(len(lengths)), counts)
     start = (np.arange(len(of)) - np.repeat(np.cumsum(counts) - counts, counts)) * max_tokens

@@ -17,7 +17,7 @@ from ..errors import PackingError
 from . import epochs
 from .dealing import ATTENTION_COST, capped, check_attention_cost, example_costs
 from .epochs import Epoch
-from .plans import MINI_BATCHES, as_lengths, check_budget, plan
+from .plans import MINI_BATCHES, as_lengths, check_budget, plan, without_tokens
 from .strategies import Ints
 
 ALL_RANKS = "all"
@@ -49,8 +49,8 @@ class PackedBatchSampler(Sampler[list[int]]):
             for batch in loader: ...
 
     Ranks do not communicate: each makes the same plan and takes its own rows. All ranks have the same number of steps.
-    In an epoch, every example is in exactly one row of one rank, except those in ``dropped``, ``repeated`` and
-    ``left_out``.
+    In an epoch, every example is in exactly one row of one rank, except those in ``dropped``, ``empty``, ``repeated``
+    and ``left_out``.
 
     accelerate and Trainer distribute batches to processes themselves, in turn: give them the rows of all ranks with
     ``rank="all"``. Ranks that compute a row together (tensor and context parallelism) all get the same row, and rows
@@ -62,7 +62,9 @@ class PackedBatchSampler(Sampler[list[int]]):
     contents: every n x ranks examples in random order are a step, distributed to the ranks by cost instead of by
     number. Ranks hold different numbers of tokens (and examples), so the loss must be normalised over the labels of all
     ranks and not averaged over ranks; in Trainer, set ``average_tokens_across_devices=True``. With any other strategy,
-    the rows of a step are similar: many short documents, or a few long ones, on all ranks at once.
+    the rows of a step are similar: many short documents, or a few long ones, on all ranks at once. The steps come in
+    random order, another one in each epoch. So ``strategy="sorted"`` groups examples by length, and shuffles whole rows
+    afterwards: neighbouring steps are not alike. Only an incomplete last step stays last.
 
     **Mini-batches with a budget.** ``max_tokens`` says how mini-batches are computed, and not what they hold: each
     rank's batch of a step is computed in several passes of at most so many tokens, whose gradients add up. The batches
@@ -74,7 +76,7 @@ class PackedBatchSampler(Sampler[list[int]]):
             for rows in cut.passes[0]: ...  # rows[i] is the place of an example in the batch
 
     Args:
-        lengths: Tokens of each example, ``[examples]``.
+        lengths: Tokens of each example, ``[examples]``. Those without tokens are left out.
         max_tokens: Maximum number of tokens in a row; with ``mini_batches``, in a pass, or None for a single pass of
             any size.
         num_replicas: Number of ranks or, with several ranks per row, of groups. Default: the number of processes (from
@@ -102,6 +104,7 @@ class PackedBatchSampler(Sampler[list[int]]):
 
     Attributes:
         dropped: Examples longer than the budget, which are in no epoch (``too_long="drop"``).
+        empty: Examples without tokens, which are in no epoch.
         epoch: The current epoch.
         global_batch_size: Number of examples in a step of ``mini_batches``, else None.
         num_replicas: Number of rows in a step.
@@ -149,7 +152,7 @@ class PackedBatchSampler(Sampler[list[int]]):
         self._window, self._drop_last, self._seed = window, drop_last, seed
         self.epoch = self._resume = self._step = self._first = 0
         self.global_batch_size = self._global(batch_size, global_batch_size)
-        self.dropped = self._left_behind()
+        self.dropped, self.empty = self._left_behind(), without_tokens(self.lengths)
 
     def _global(self, batch_size: int | None, global_batch_size: int | None) -> int | None:
         """Return the number of examples in a step, or None where tokens fill the rows of a step."""
@@ -294,7 +297,7 @@ class PackedBatchSampler(Sampler[list[int]]):
         each, seed = self._example_costs, (self._seed, self.epoch)
         if self.global_batch_size is not None:
             budget = self._asked["max_tokens"] or ANY_TOKENS
-            kept = np.delete(np.arange(len(each)), self.dropped)
+            kept = np.delete(np.arange(len(each)), np.concatenate([self.dropped, self.empty]))
             what = kept, self.global_batch_size, seed, self._drop_last
             return epochs.of_mini_batches(*what, np.minimum(self.lengths, budget), each, self.num_replicas, budget)
         planned = plan(self.lengths, seed=seed, **self._asked)

@@ -324,11 +324,8 @@ class TestAlikeExamples:
             ({1: {"input_ids": [1.0, 2.0]}}, "example 1: input_ids must be integers, found floats"),
             ({2: {"input_ids": [2**63]}}, "example 2: input_ids must fit into int64"),
             ({2: {"input_ids": [[1], [2]]}}, "example 2: input_ids must be one number per token, found shape"),
-            ({1: {"input_ids": []}, 2: {"input_ids": ["x"]}}, "example 1: no token. Remove"),
-            (
-                {1: {"attention_mask": [0, 0]}, 2: {"attention_mask": [1, 2]}},
-                "example 1: no token that its attention_mask",
-            ),
+            ({1: {"input_ids": []}, 2: {"input_ids": ["x"]}}, "example 2: input_ids holds no plain numbers"),
+            ({1: {"attention_mask": [0, 0]}, 2: {"attention_mask": [1, 2]}}, "example 2: attention_mask holds other"),
             ({1: {"attention_mask": [1, 2]}, 2: {"attention_mask": [0, 0]}}, "example 1: attention_mask holds other"),
             ({2: {"seq_lengths": [1]}}, "example 2: seq_lengths must be its documents' lengths"),
             ({0: {"seq_lengths": [2, 1]}, 1: {"seq_lengths": [1]}}, "example 0: seq_lengths must be its documents'"),

@@ -283,6 +283,25 @@ def test_what_a_mask_hides_is_dropped_and_lists_are_as_good_as_tensors():
         assert torch.equal(torch.as_tensor(found[name]), torch.as_tensor(value)), name
 
 
+@pytest.mark.parametrize("family", ["qwen2_vl"])
+@pytest.mark.parametrize("place", [0, 1, 3])
+def test_an_example_without_tokens_is_left_out_and_counted(family, place):
+    model = cases.build(family)
+    docs = documents(model)
+    collator = DataCollatorForMultimodalFlattening(model)
+    expected = collator(docs)
+    assert collator.empty == 0
+    columns = [name for name, value in docs[1].items() if value.shape == docs[1]["input_ids"].shape]
+    found = collator([*docs[:place], {name: docs[1][name][:, :0] for name in columns}, *docs[place:]])
+    assert collator.empty == 1 and found.parts == expected.parts and found.keys() == expected.keys()
+    for name, value in expected.items():
+        assert torch.equal(torch.as_tensor(found[name]), torch.as_tensor(value)), name
+    with pytest.raises(CollatorError, match="the only example of the batch came without tokens"):
+        collator([{"input_ids": []}])
+    with pytest.raises(CollatorError, match="placeholders"):
+        collator([{**docs[0], **{name: docs[0][name][:, :0] for name in columns}}, docs[1]])
+
+
 def _changed(doc, **changes):
     return {name: value for name, value in {**doc, **changes}.items() if value is not None}
 

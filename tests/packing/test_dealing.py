@@ -142,7 +142,7 @@ def test_examples_that_are_too_long():
         ({"passes": 2}, "expected as many as hold the examples, but 1 ranks need 3 passes of at most 9 tokens"),
         ({"max_tokens": 0}, "max_tokens: expected a positive number of tokens"),
         ({"attention_cost": -1}, "attention_cost: expected a number from 0"),
-        ({"lengths": [0]}, "lengths: expected from 1 to"),
+        ({"lengths": [-1]}, "lengths: expected from 0 to"),
     ],
 )
 def test_rubbish_is_named(given, said):

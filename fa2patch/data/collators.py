@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import accumulate
 from typing import Any
 
 import numpy as np
@@ -32,6 +31,7 @@ from .columns import (
     restarting,
     starts,
 )
+from .shapes import check_rounding, ends_of, require_few, rounded_up, stated_longest
 
 
 @dataclass
@@ -49,7 +49,9 @@ class DataCollatorWithFlattening:
         return_flash_attn_kwargs: Return ``cu_seq_lens_q``, ``cu_seq_lens_k``, ``max_length_q`` and ``max_length_k``.
         return_seq_idx: Return ``seq_idx``, the document number of every token.
         position_ids_start: Position id of every document's first token (2 for RoBERTa and related models).
-        pad_to_multiple_of: Pad the row to a multiple of this many tokens. The padding is a document of its own:
+        pad_to_multiple_of: Pad the row to a multiple of this many tokens; with ``"power"`` to the next power of two,
+            and with ``"eighth"`` to the next of the eight lengths that divide the way between two powers of two evenly,
+            so that rows have few lengths. The padding is a document of its own:
             the boundaries, ``seq_idx`` and ``max_length_*`` include it. Its labels are -100, its position ids
             count up from ``position_ids_start``, and all other columns are 0. ``real_tokens`` tell a patched model
             which tokens are padding: its router losses do not count them.
@@ -61,15 +63,23 @@ class DataCollatorWithFlattening:
             document instead of one label per token, for sequence classification.
         loss_weights: With ``"document"``, every document has the same weight in the loss of a patched causal LM,
             however many tokens it has. By default every token has the same weight.
+        max_documents: ``cu_seq_lens_*`` have as many entries in every batch, for a row of at most so many documents:
+            the last end is repeated, for documents without tokens. The padding of ``pad_to_multiple_of`` does not
+            count: there is always one entry more for it. Needs ``return_flash_attn_kwargs``.
+        longest_document: ``max_length_*`` of every batch, at least the longest document's length, padding included;
+            with ``"power"`` or ``"eighth"`` that length rounded up. Needs ``return_flash_attn_kwargs``. If
+            ``pad_to_multiple_of`` and this are the tokens of a full row, and ``max_documents`` the most that a row
+            holds, every batch has the same shapes and numbers, and a compiled model one graph.
 
     Attributes:
         empty: Number of examples that it has left out because they have no tokens, or none that their
             ``attention_mask`` shows. Each worker of a DataLoader counts its own.
 
     Raises:
-        CollatorError: ``pad_to_multiple_of`` is below 1, another option that must be an integer is not one,
-            ``loss_masks`` is a string, ``loss_weights`` is unknown, or ``document_labels`` is used together with one of
-            these two.
+        CollatorError: ``pad_to_multiple_of`` or ``longest_document`` is neither a positive integer nor one of these
+            words, ``max_documents`` is below 1, another option that must be an integer is not one,
+            ``loss_masks`` is a string, ``loss_weights`` is unknown, ``document_labels`` is used together with one of
+            these two or with ``max_documents``, or an option needs ``return_flash_attn_kwargs``.
     """
 
     return_tensors: str = "pt"
@@ -78,11 +88,13 @@ class DataCollatorWithFlattening:
     return_flash_attn_kwargs: bool = False
     return_seq_idx: bool = False
     position_ids_start: int = 0
-    pad_to_multiple_of: int | None = None
+    pad_to_multiple_of: int | str | None = None
     pad_token_id: int = 0
     loss_masks: Sequence[str] = ()
     document_labels: bool = False
     loss_weights: str | None = None
+    max_documents: int | None = None
+    longest_document: int | str | None = None
     empty: int = field(default=0, init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
@@ -91,7 +103,8 @@ class DataCollatorWithFlattening:
             integer("separator_id", self.separator_id)
         if self.pad_to_multiple_of is not None:
             integer("pad_token_id", self.pad_token_id)
-        require_positive("pad_to_multiple_of", self.pad_to_multiple_of)
+        check_rounding("pad_to_multiple_of", self.pad_to_multiple_of)
+        self._check_boundaries()
         if isinstance(self.loss_masks, str):
             raise CollatorError(f"loss_masks: expected names of columns, found {self.loss_masks!r}. Put it in a list.")
         if self.loss_masks and self.document_labels:
@@ -100,6 +113,16 @@ class DataCollatorWithFlattening:
             raise CollatorError(f"loss_weights: expected 'document' or None, found {self.loss_weights!r}.")
         if self.loss_weights and self.document_labels:
             raise CollatorError("loss_weights are of labels of tokens: leave them out with document_labels=True.")
+
+    def _check_boundaries(self) -> None:
+        """Check the options of ``cu_seq_lens_*`` and ``max_length_*``."""
+        check_rounding("longest_document", self.longest_document)
+        require_positive("max_documents", self.max_documents)
+        for name in ("max_documents", "longest_document"):
+            if getattr(self, name) is not None and not self.return_flash_attn_kwargs:
+                raise CollatorError(f"{name} is of lengths: set return_flash_attn_kwargs=True, too.")
+        if self.max_documents is not None and self.document_labels:
+            raise CollatorError("document_labels are as many as the documents: leave max_documents out.")
 
     def __call__(
         self, features: Iterable[Mapping[str, Any]], return_tensors: str | None = None, separator_id: int | None = None
@@ -127,7 +150,8 @@ class DataCollatorWithFlattening:
 
         Returns:
             ``input_ids``, ``labels`` and ``position_ids``: int64 ``[1, T]``. ``seq_idx``: int32 ``[1, T]``.
-            ``cu_seq_lens_q`` and ``cu_seq_lens_k``: int32 ``[documents + 1]``, equal. ``max_length_q`` and
+            ``cu_seq_lens_q`` and ``cu_seq_lens_k``: int32 ``[documents + 1]``, equal; with ``max_documents``, int32
+            ``[max_documents + 1]``, or ``[max_documents + 2]`` if there may be padding. ``max_length_q`` and
             ``max_length_k``: int. Other keys: ``[1, T]``, int64 (from integers and booleans) or float32. With
             ``document_labels``, ``labels`` is int64 or float32 ``[documents]``, or float32 ``[documents, numbers]``,
             without an entry for the padding. With ``pad_to_multiple_of``, ``real_tokens`` is int64 ``[1, T]``, 0 in
@@ -140,7 +164,8 @@ class DataCollatorWithFlattening:
                 some of the examples or is not one number per token (such as a class label), position ids hide where
                 an example starts while neither ``cu_seq_lens_*`` nor ``seq_idx`` is returned, ``seq_lengths`` are
                 not the documents' lengths, ``document_labels`` is set and the labels are not one per document, a column
-                of ``loss_masks`` holds other numbers than 0 and 1, a float is too large for float32, ``return_tensors``
+                of ``loss_masks`` holds other numbers than 0 and 1, the row has more documents than ``max_documents``
+                or one that is longer than ``longest_document``, a float is too large for float32, ``return_tensors``
                 is unknown, or ``separator_id`` is not an integer.
         """
         framework = self.framework(return_tensors)
@@ -148,7 +173,7 @@ class DataCollatorWithFlattening:
         arrays, longest = self._arrays(features, separator)
         batch = of_framework(framework, arrays)
         if self.return_flash_attn_kwargs:
-            batch["max_length_q"] = batch["max_length_k"] = longest
+            batch["max_length_q"] = batch["max_length_k"] = stated_longest(longest, self.longest_document)
         return batch
 
     def framework(self, return_tensors: str | None) -> str:
@@ -179,6 +204,7 @@ class DataCollatorWithFlattening:
         else:
             documents = lengths
             row["position_ids"] = restarting(lengths, self.position_ids_start)
+        require_few(len(documents) - (tokens < sum(lengths)), self.max_documents)
         if self.document_labels:
             labels = _labels_of_documents(targets, documents, lengths, flat.kept)
         else:
@@ -202,7 +228,8 @@ class DataCollatorWithFlattening:
 
     def _padded(self, flat: Flat) -> tuple[Columns, list[int]]:
         """Return the columns with the padding, and the tokens of each example and of the padding, if there is any."""
-        length = -sum(flat.lengths) % self.pad_to_multiple_of if self.pad_to_multiple_of else 0
+        tokens = sum(flat.lengths)
+        length = rounded_up(tokens, self.pad_to_multiple_of) - tokens
         if not length:
             return flat.columns, flat.lengths
         row = {key: np.concatenate([values, np.zeros(length, values.dtype)]) for key, values in flat.columns.items()}
@@ -221,7 +248,9 @@ class DataCollatorWithFlattening:
         if self.return_seq_idx:
             arrays["seq_idx"] = np.repeat(np.arange(len(documents), dtype=np.int32), documents)[None]
         if self.return_flash_attn_kwargs:
-            arrays["cu_seq_lens_q"] = np.array([0, *accumulate(documents)], dtype=np.int32)
+            most = self.max_documents
+            entries = most if most is None or self.pad_to_multiple_of is None else most + 1
+            arrays["cu_seq_lens_q"] = ends_of(documents, entries)
             arrays["cu_seq_lens_k"] = arrays["cu_seq_lens_q"].copy()
         arrays.update({key: values[None] for key, values in row.items() if key not in IDS})
         if self.loss_weights:

@@ -15,6 +15,7 @@ from ..documents.names import IGNORED_LABEL
 from ..errors import CollatorError
 from .collators import DataCollatorWithFlattening, document_weights, of_framework
 from .columns import Array, Columns, integer, present, read_examples
+from .shapes import rounded_up
 
 Template = Union[str, Sequence[int]]
 Example = Union[Mapping[str, Any], Sequence[int]]
@@ -39,7 +40,8 @@ class DataCollatorForCompletionOnlyLM:
         mlm: Must be False.
         ignore_index: Label of tokens that are not in the loss.
         padding_free: Return one packed row. By default a padded batch with an ``attention_mask`` is returned.
-        pad_to_multiple_of: Pad the row, or the rows of a padded batch, to a multiple of this many tokens.
+        pad_to_multiple_of: Pad the row, or the rows of a padded batch, to a multiple of this many tokens, or by the
+            rules ``"power"`` and ``"eighth"`` of :class:`fa2patch.DataCollatorWithFlattening`.
         return_tensors: ``"pt"`` or ``"np"``.
         return_flash_attn_kwargs: Whether ``padding_free=True`` returns ``cu_seq_lens_*`` and ``max_length_*``. None
             returns ``cu_seq_lens_*`` as TRL 0.16 to 0.19 does, int32 ``[1, documents + 1]``. True returns them as
@@ -67,7 +69,7 @@ class DataCollatorForCompletionOnlyLM:
         *,
         ignore_index: int = -100,
         padding_free: bool = False,
-        pad_to_multiple_of: int | None = None,
+        pad_to_multiple_of: int | str | None = None,
         return_tensors: str = "pt",
         return_flash_attn_kwargs: bool | None = None,
         return_seq_idx: bool = False,
@@ -259,8 +261,7 @@ class DataCollatorForCompletionOnlyLM:
     def _padded(self, examples: Sequence[Columns], framework: str) -> dict[str, Any]:
         columns = [{**one, "attention_mask": np.ones_like(one["input_ids"])} for one in examples]
         lengths = [len(one["input_ids"]) for one in columns]
-        multiple, pad = self.pad_to_multiple_of or 1, getattr(self.tokenizer, "pad_token_id", None)
-        width = -(-max(lengths) // multiple) * multiple
+        pad, width = getattr(self.tokenizer, "pad_token_id", None), rounded_up(max(lengths), self.pad_to_multiple_of)
         if pad is None and min(lengths) < width:
             raise CollatorError("padding_free=False needs a tokenizer with a pad_token_id. Set tokenizer.pad_token.")
         left, fill = getattr(self.tokenizer, "padding_side", "right") == "left", {"labels": self._ignored}

@@ -25,7 +25,8 @@ class DataCollatorForMultimodalFlattening:
     Args:
         model: The model to be trained, wrapped or not, or its config, from which a model without weights is built.
             The collator keeps the config and no weights, so it can be sent to the workers of a DataLoader.
-        pad_to_multiple_of: Pad the row to a multiple of this many tokens. The padding is a document of its own: its
+        pad_to_multiple_of: Pad the row to a multiple of this many tokens, or by a rule, as
+            :class:`DataCollatorWithFlattening` does. The padding is a document of its own: its
             labels are -100, and its position ids count up from 0.
         pad_token_id: ``input_ids`` of the padding.
         return_seq_idx: Return ``seq_idx``, the document number of every token.
@@ -47,7 +48,7 @@ class DataCollatorForMultimodalFlattening:
         self,
         model: Any,
         *,
-        pad_to_multiple_of: int | None = None,
+        pad_to_multiple_of: int | str | None = None,
         pad_token_id: int = 0,
         return_seq_idx: bool = False,
         loss_masks: Sequence[str] = (),

@@ -65,7 +65,7 @@ class DataCollatorForPreferenceFlattening:
     truncation_mode: str = "keep_start"
     return_flash_attn_kwargs: bool = False
     return_seq_idx: bool = False
-    pad_to_multiple_of: int | None = None
+    pad_to_multiple_of: int | str | None = None
     pad_token_id: int = 0
     position_ids_start: int = 0
     share_prompts: bool = False

@@ -1,0 +1,104 @@
+"""What rows of still shapes cost in padding, and how many graphs they need.
+
+``python -m compat_matrix.bench.static_shapes`` prints two tables. For the first one, a tiny model is compiled for 30
+layouts of documents, with shapes and numbers as constants of its graphs, and the graphs are counted. The second one
+gives the padding of FLAN-like lengths: in rows of a budget, planned as ``fa2patch.packing.plan`` does by default, and
+in mini-batches of eight documents. It takes about two minutes on one core.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+import torch
+
+import fa2patch
+from fa2patch.data.shapes import rounded_up
+from fa2patch.packing import plan
+
+from .. import tiny_models
+from ..check.rows import documents
+from .workloads import FLAN
+
+LENGTH, MOST = 64, 8
+"""The tokens of a full row, and the most documents in it."""
+
+_FIXED = {"max_documents": MOST, "longest_document": LENGTH}
+KINDS: dict[str, dict[str, Any]] = {
+    "one shape": {"pad_to_multiple_of": LENGTH, **_FIXED},
+    "powers of two": {"pad_to_multiple_of": "power", **_FIXED},
+    "eighths between powers": {"pad_to_multiple_of": "eighth", **_FIXED},
+    "longest document by powers": {"pad_to_multiple_of": LENGTH, "max_documents": MOST, "longest_document": "power"},
+}
+"""Options of the collator by the shapes that they make."""
+
+BUDGET, BATCH, COUNT = 4096, 8, 20_000
+
+
+def layouts(count: int) -> list[list[int]]:
+    """Draw lengths of documents that fit a row of ``LENGTH`` tokens and fill at least half of it."""
+    drawn, made = random.Random(0), [[LENGTH // 4] * 2]
+    while len(made) < count:
+        number = drawn.randint(1, MOST)
+        lengths = [drawn.randint(1, 2 * LENGTH // number) for _ in range(number)]
+        if LENGTH // 2 <= sum(lengths) <= LENGTH:
+            made.append(lengths)
+    return made
+
+
+def collated(lengths: Sequence[int], **options: Any) -> dict[str, Any]:
+    """Make one row of documents of these lengths."""
+    collate = fa2patch.DataCollatorWithFlattening(return_flash_attn_kwargs=True, **options)
+    return dict(collate([{"input_ids": doc.tolist()} for doc in documents(*lengths)]), use_cache=False)
+
+
+def graphs_of(options: dict[str, Any], rows: Iterable[Sequence[int]]) -> int:
+    """Count the graphs that a compiled model makes of these rows, if shapes and numbers are constants of a graph."""
+    torch._dynamo.reset()
+    seen: list[Any] = []
+
+    def backend(graph: Any, inputs: Any) -> Callable[..., Any]:
+        seen.append(graph)
+        return graph  # type: ignore[no-any-return]
+
+    model = tiny_models.build("llama", "sdpa")
+    fa2patch.apply(model)
+    compiled = torch.compile(model, backend=backend, fullgraph=True, dynamic=False)
+    with torch._dynamo.config.patch(recompile_limit=100):
+        for lengths in rows:
+            compiled(**collated(lengths, **options)).loss.backward()
+    torch._dynamo.reset()
+    return len(seen)
+
+
+def padding_of(rows: Sequence[int], to: int | str | None) -> tuple[float, int]:
+    """The share of padding in rows of so many tokens, and how many different lengths the padded rows have."""
+    padded = [rounded_up(tokens, to) for tokens in rows]
+    return 1 - sum(rows) / sum(padded), len(set(padded))
+
+
+def _rows() -> dict[str, list[int]]:
+    lengths = FLAN.draw(COUNT)
+    planned = [sum(lengths[at] for at in row) for row in plan(lengths, BUDGET)]
+    batches = [sum(lengths[at : at + BATCH]) for at in range(0, COUNT, BATCH)]
+    return {f"rows of at most {BUDGET:,} tokens": planned, f"mini-batches of {BATCH}": batches}
+
+
+def main() -> None:
+    """Print both tables."""
+    rows = layouts(30)
+    print(f"{'30 layouts of up to ' + str(LENGTH) + ' tokens':44} graphs padding")
+    for kind, options in KINDS.items():
+        share, _ = padding_of([sum(row) for row in rows], options["pad_to_multiple_of"])
+        print(f"{kind:44} {graphs_of(options, rows):6} {share:7.1%}")
+    for name, tokens in _rows().items():
+        print(f"\n{'FLAN-like, ' + name:44} lengths padding")
+        for to in (None, 64, 256, "eighth", "power", max(tokens)):
+            share, different = padding_of(tokens, to)
+            print(f"{'pad_to_multiple_of=' + repr(to):44} {different:7} {share:7.1%}")
+
+
+if __name__ == "__main__":
+    main()

@@ -123,7 +123,9 @@ def passes(batch: Any, max_tokens: int, *, too_long: str = "error", every_rank: 
     Returns:
         The passes, as a sequence. Packed rows keep the order of their documents, and ``cu_seq_lens_*``,
         ``max_length_*`` and ``seq_idx`` are made anew for each. Padded batches lose the columns that only hold padding.
-        ``real_tokens`` and the padding that they mark are left out.
+        ``real_tokens`` and the padding that they mark are left out, and so are documents without tokens. For passes
+        whose shapes stand still, cut the list of examples, and collate each pass with ``pad_to_multiple_of``,
+        ``max_documents`` and ``longest_document`` (:class:`fa2patch.DataCollatorWithFlattening`).
 
     Raises:
         PackingError: An option is invalid; a document is longer than the budget and ``too_long="error"``; or the batch

@@ -139,7 +139,6 @@ def read_batch(call: Call, has_mixers: bool) -> Batch | None:
     if position_ids is None and getattr(tokens, "ndim", 0) < 2 and not lengths:
         return None  # GPT-2 accepts one row of ids without a batch dimension
     shape, device = batch_shape(call)
-    replays = _replays(lengths, device)
     if lengths:
         _check_lengths(lengths, device)
     given, cached = call.get("attention_mask"), bool(caches.held(call))
@@ -150,31 +149,33 @@ def read_batch(call: Call, has_mixers: bool) -> Batch | None:
         check_position_ids(position_ids, shape)
     if mask is not None and "cu_seq_lens_q" in lengths and lengths["cu_seq_lens_q"].numel() == shape[0] + 1:
         del lengths["cu_seq_lens_q"]  # 4.54's generate(): one sequence in each padded row, as the mask says
-    if (lengths or shape[1] > 1) and not replays:
-        _refuse_capture(device)
+    if lengths or shape[1] > 1:
+        _refuse_capture(device, call if "cu_seq_lens_q" in lengths else {})
     return Batch(shape, device, lengths, position_ids, mask, cached)
 
 
-def _replays(lengths: dict[str, Any], device: torch.device) -> bool:
-    """Whether a captured CUDA graph would read where documents are from its inputs, at every replay.
-
-    It keeps the number of documents, which is a shape, and ``max_length_q``. An assertion in the graph fails if a
-    document is longer.
-    """
-    ends, longest = lengths.get("cu_seq_lens_q"), lengths.get("max_length_q")
-    on_device = isinstance(ends, torch.Tensor) and ends.device == device
-    return on_device and isinstance(longest, int) and PARENTS not in lengths
-
-
-def _refuse_capture(device: torch.device) -> None:
-    """Raise while a CUDA graph is captured, because it would replay this batch's documents."""
+def _refuse_capture(device: torch.device, stated: Call) -> None:
+    """Raise while a CUDA graph is captured that would replay this batch's documents."""
     if device.type == "cuda" and not compiling() and torch.cuda.is_current_stream_capturing():
+        if _replays(stated, device):
+            return
         raise PackingNotIsolated(
             "a CUDA graph is being captured: it would keep this batch's documents and compute others wrong. Pass "
             "cu_seq_lens_q on the model's device and max_length_q as an int, of the same size and number in every "
             "batch, as DataCollatorWithFlattening(max_documents=..., longest_document=...) makes them; or use "
             'torch.compile(model, mode="reduce-overhead"), which looks at every batch.'
         )
+
+
+def _replays(stated: Call, device: torch.device) -> bool:
+    """Whether a captured CUDA graph would read where documents are from its inputs, at every replay.
+
+    It keeps the number of documents, which is a shape, and ``max_length_q``. An assertion in the graph fails if a
+    document is longer.
+    """
+    ends, longest = stated.get("cu_seq_lens_q"), stated.get("max_length_q")
+    on_device = isinstance(ends, torch.Tensor) and ends.device == device
+    return on_device and isinstance(longest, int) and stated.get(PARENTS) is None
 
 
 def _check_lengths(lengths: dict[str, Any], device: torch.device) -> None:

@@ -111,8 +111,8 @@ def test_a_call_waits_for_nothing(kernel):
     assert boundaries._lengths is None
 
 
-def lengthy(*lengths):
-    collate = fa2patch.DataCollatorWithFlattening(return_flash_attn_kwargs=True)
+def lengthy(*lengths, **options):
+    collate = fa2patch.DataCollatorWithFlattening(return_flash_attn_kwargs=True, **options)
     made = collate([{"input_ids": [3 + i % 60 for i in range(length)]} for length in lengths])
     moved = {name: value.cuda() if isinstance(value, torch.Tensor) else value for name, value in made.items()}
     return {**moved, "use_cache": False}
@@ -131,10 +131,29 @@ def test_compiled(mode):
         assert (found - expected).abs().max() <= 5e-2 * expected.abs().max()
 
 
-def test_a_captured_graph_is_refused():
+def test_a_captured_graph_computes_other_documents_of_the_same_shapes():
+    model = tiny_models.build("llama", "sdpa", torch.bfloat16, **gpu.big("llama")).cuda()
+    fa2patch.apply(model)
+    still = {"pad_to_multiple_of": 256, "max_documents": 8, "longest_document": 256}
+    held, other = lengthy(50, 130, **still), lengthy(20, 9, 128, 3, **still)
+    with torch.no_grad():
+        for _ in range(3):
+            expected = model(**other).logits
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            found = model(**held).logits
+        for name, value in other.items():
+            if isinstance(value, torch.Tensor):
+                held[name].copy_(value)
+        graph.replay()
+    assert (found - expected).abs().max() <= 5e-2 * expected.abs().max()
+
+
+def test_a_captured_graph_without_lengths_is_refused():
     model = tiny_models.build("llama", "sdpa", torch.bfloat16, **gpu.big("llama")).cuda()
     fa2patch.apply(model)
     batch = lengthy(50, 130)
+    batch = {name: value for name, value in batch.items() if not name.startswith(("cu_seq_lens", "max_length"))}
     model(**batch)
     with (
         pytest.raises(PackingNotIsolated, match="a CUDA graph is being captured"),

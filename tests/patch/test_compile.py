@@ -208,8 +208,8 @@ def test_a_cuda_graph_is_not_captured_around_a_packed_batch(monkeypatch):
     from fa2patch.upstream import calls
 
     with pytest.raises(PackingNotIsolated, match="a CUDA graph is being captured"):
-        calls._refuse_capture(torch.device("cuda"))
-    calls._refuse_capture(torch.device("cpu"))
+        calls._refuse_capture(torch.device("cuda"), {})
+    calls._refuse_capture(torch.device("cpu"), {})
 
 
 def test_numbers_are_in_the_message_where_they_are_known(monkeypatch):

@@ -187,4 +187,4 @@ def test_a_captured_graph_must_read_where_documents_are(monkeypatch):
     assert not calls._replays({"cu_seq_lens_q": ends, "max_length_q": 64}, device), "a copy would be of this batch"
     assert not calls._replays({"cu_seq_lens_q": ends, "max_length_q": 64, "segment_parents": ends[1:]}, here)
     with pytest.raises(PackingNotIsolated, match=r"a CUDA graph is being captured.*max_documents="):
-        calls._refuse_capture(device)
+        calls._refuse_capture(device, lengths)

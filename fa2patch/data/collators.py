@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from ..documents.names import COUNTED_LABEL, IGNORED_LABEL, LOSS_LABELS, LOSS_WEIGHTS, REAL
+from ..documents.names import IGNORED_LABEL, REAL
 from ..errors import CollatorError
 from .columns import (
     IDS,
@@ -31,6 +31,7 @@ from .columns import (
     restarting,
     starts,
 )
+from .loss_weights import check_columns, check_option, weighted
 from .shapes import check_rounding, ends_of, require_few, rounded_up, stated_longest
 
 
@@ -62,7 +63,9 @@ class DataCollatorWithFlattening:
         document_labels: ``labels`` (or ``label``, ``label_ids``) holds one class, number or list of numbers per
             document instead of one label per token, for sequence classification.
         loss_weights: With ``"document"``, every document has the same weight in the loss of a patched causal LM,
-            however many tokens it has. By default every token has the same weight.
+            however many tokens it has. With ``"token"``, the examples' column ``loss_weights`` says how much each token
+            counts there: the loss is the sum of weight x cross entropy, divided by the number of tokens in the loss,
+            as ms-swift computes it from ``loss_scale``. By default every token has the same weight.
         max_documents: ``cu_seq_lens_*`` have as many entries in every batch, for a row of at most so many documents:
             the last end is repeated, for documents without tokens. The padding of ``pad_to_multiple_of`` does not
             count: there is always one entry more for it. Needs ``return_flash_attn_kwargs``.
@@ -109,8 +112,7 @@ class DataCollatorWithFlattening:
             raise CollatorError(f"loss_masks: expected names of columns, found {self.loss_masks!r}. Put it in a list.")
         if self.loss_masks and self.document_labels:
             raise CollatorError("loss_masks choose among labels of tokens: leave them out with document_labels=True.")
-        if self.loss_weights not in (None, "document"):
-            raise CollatorError(f"loss_weights: expected 'document' or None, found {self.loss_weights!r}.")
+        check_option(self.loss_weights)
         if self.loss_weights and self.document_labels:
             raise CollatorError("loss_weights are of labels of tokens: leave them out with document_labels=True.")
 
@@ -144,6 +146,8 @@ class DataCollatorWithFlattening:
                   ``position_ids`` are computed from them.
                 - ``attention_mask``: Not returned. Tokens whose mask is 0 are padding from a tokenizer and are
                   dropped from all columns of the example.
+                - ``loss_weights``: With ``loss_weights="token"``, a finite number for each token. It belongs to the
+                  label at the same place. Where it is 0, the token is not in the loss and is not counted.
                 - Any other key (``completion_mask``, ``token_type_ids``, weights, ...): Concatenated.
             return_tensors: Overrides the option ``return_tensors`` for this call.
             separator_id: Overrides the option ``separator_id`` for this call.
@@ -155,18 +159,18 @@ class DataCollatorWithFlattening:
             ``max_length_k``: int. Other keys: ``[1, T]``, int64 (from integers and booleans) or float32. With
             ``document_labels``, ``labels`` is int64 or float32 ``[documents]``, or float32 ``[documents, numbers]``,
             without an entry for the padding. With ``pad_to_multiple_of``, ``real_tokens`` is int64 ``[1, T]``, 0 in
-            the padding and 1 elsewhere, also if a row needs none. With ``loss_weights``: ``labels`` have one entry for
-            each document, no token; ``loss_labels``, int64 ``[1, T]``, are the labels, and ``loss_weights``, float32
-            ``[1, T]``, their weights.
+            the padding and 1 elsewhere, also if a row needs none. With ``loss_weights``: ``labels`` have one entry,
+            which is no token, for each document or for each token in the loss; ``loss_labels``, int64 ``[1, T]``, are
+            the labels, and ``loss_weights``, float32 ``[1, T]``, their weights.
 
         Raises:
             CollatorError: There are no examples, none has tokens, ``input_ids`` are missing, a key is in only
                 some of the examples or is not one number per token (such as a class label), position ids hide where
                 an example starts while neither ``cu_seq_lens_*`` nor ``seq_idx`` is returned, ``seq_lengths`` are
                 not the documents' lengths, ``document_labels`` is set and the labels are not one per document, a column
-                of ``loss_masks`` holds other numbers than 0 and 1, the row has more documents than ``max_documents``
-                or one that is longer than ``longest_document``, a float is too large for float32, ``return_tensors``
-                is unknown, or ``separator_id`` is not an integer.
+                of ``loss_masks`` holds other numbers than 0 and 1, ``loss_weights`` are missing or not finite, the row
+                has more documents than ``max_documents`` or one that is longer than ``longest_document``, a float is
+                too large for float32, ``return_tensors`` is unknown, or ``separator_id`` is not an integer.
         """
         framework = self.framework(return_tensors)
         separator = self.separator_id if separator_id is None else integer("separator_id", separator_id)
@@ -195,6 +199,7 @@ class DataCollatorWithFlattening:
         self.empty += len(examples) - len(flat.kept)
         targets = [targets[number] for number in flat.kept] if targets else []
         tokens = sum(flat.lengths)
+        check_columns(flat, self.loss_weights)
         self._add_labels(flat)
         row, lengths = self._padded(flat)
         if "position_ids" in row:
@@ -254,7 +259,8 @@ class DataCollatorWithFlattening:
             arrays["cu_seq_lens_k"] = arrays["cu_seq_lens_q"].copy()
         arrays.update({key: values[None] for key, values in row.items() if key not in IDS})
         if self.loss_weights:
-            arrays.update({key: values[None] for key, values in document_weights(row, documents).items()})
+            found = weighted(row, documents, self.loss_weights)
+            arrays.update({key: values[None] for key, values in found.items()})
         return arrays
 
 
@@ -262,31 +268,6 @@ def of_framework(framework: str, arrays: Columns) -> dict[str, Any]:
     """Return the arrays of a batch as they are, for ``"np"``, or as tensors, for ``"pt"``."""
     # asarray copies nothing, and respects torch.set_default_device, as from_numpy does not
     return {key: torch.asarray(values) if framework == "pt" else values for key, values in arrays.items()}
-
-
-def document_weights(columns: Columns, lengths: Sequence[int]) -> Columns:
-    """Return ``labels`` that count documents, ``loss_labels`` and ``loss_weights``, each ``[tokens]``.
-
-    A patched model computes the loss from the other two. Trainer divides it by the number of ``labels`` in a step:
-    there is one for each document that has any label, at its first token in the loss.
-
-    Args:
-        columns: The tokens' columns. ``labels`` are -100 outside the loss, and the first of a document does not count.
-        lengths: The lengths of the documents, in tokens.
-    """
-    for key in (LOSS_LABELS, LOSS_WEIGHTS):
-        if key in columns:
-            raise CollatorError(f"{key} is made by the collator. Remove it from the examples.")
-    labels, first = columns["labels"], starts(lengths)
-    learned = labels != IGNORED_LABEL
-    learned[first] = False
-    counts = np.add.reduceat(learned, first, dtype=np.int64)
-    (at,) = np.nonzero(learned)
-    counted = np.full_like(labels, IGNORED_LABEL)
-    counted[at[(counts.cumsum() - counts)[counts > 0]]] = COUNTED_LABEL
-    weights = np.zeros(len(labels), dtype=np.float32)
-    weights[at] = np.repeat(1 / np.maximum(counts, 1), counts)
-    return {"labels": counted, LOSS_LABELS: np.where(learned, labels, IGNORED_LABEL), LOSS_WEIGHTS: weights}
 
 
 def _require_visible_starts(position_ids: Array, lengths: Sequence[int], kept: Sequence[int]) -> None:
@@ -314,7 +295,8 @@ def _selected(name: str, values: Array, flat: Flat) -> Array:
         example = flat.kept[int(np.searchsorted(ends(flat.lengths), wrong[0], side="right"))]
         raise CollatorError(
             f"example {example}: the loss mask {name} holds {values[wrong[0]]}. Expected 0 and 1, because a mask "
-            "selects the tokens in the loss, and tokens have no other weights. Round it, or leave it out of loss_masks."
+            "selects the tokens in the loss. Round it, or pass weights as the column loss_weights, with "
+            'loss_weights="token".'
         )
     return selected
 

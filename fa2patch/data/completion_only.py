@@ -13,8 +13,9 @@ import numpy as np
 
 from ..documents.names import IGNORED_LABEL
 from ..errors import CollatorError
-from .collators import DataCollatorWithFlattening, document_weights, of_framework
+from .collators import DataCollatorWithFlattening, of_framework
 from .columns import Array, Columns, integer, present, read_examples
+from .loss_weights import check_columns, weighted
 from .shapes import rounded_up
 
 Template = Union[str, Sequence[int]]
@@ -163,6 +164,7 @@ class DataCollatorForCompletionOnlyLM:
             mappings = [one if isinstance(one, Mapping) else {"input_ids": one} for one in features]
         given = present(mappings)
         flat = read_examples(given, self.position_ids_start)
+        check_columns(flat, self.loss_weights)
         examples = flat.examples()
         self.empty += len(given) - len(examples)
         for index, example in zip(flat.kept, examples):
@@ -275,8 +277,9 @@ class DataCollatorForCompletionOnlyLM:
         keys = dict.fromkeys(["input_ids", "attention_mask", "labels", *columns[0]])
         batch = {key: np.stack([filled(key, one[key]) for one in columns]) for key in keys}
         if self.loss_weights:
-            weighted = document_weights({**batch, "labels": batch["labels"].flatten()}, [width] * len(columns))
-            batch.update({key: values.reshape(-1, width) for key, values in weighted.items()})
+            flat = {key: values.flatten() for key, values in batch.items()}
+            found = weighted(flat, [width] * len(columns), self.loss_weights)
+            batch.update({key: values.reshape(-1, width) for key, values in found.items()})
         return of_framework(framework, batch)
 
 

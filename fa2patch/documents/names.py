@@ -29,7 +29,7 @@ LABELS = ("labels", "shift_labels")
 """Arguments that hold the tokens to predict. ``shift_labels`` are already shifted to where they are predicted."""
 
 LOSS_LABELS = "loss_labels"
-"""Argument with the tokens to predict, where ``labels`` count documents (``loss_weights="document"``)."""
+"""Argument with the tokens to predict, where ``labels`` count what the loss is divided by: documents or tokens."""
 
 LOSS_WEIGHTS = "loss_weights"
 """Argument with the weight of each of ``loss_labels`` in the loss."""
@@ -44,7 +44,7 @@ IGNORE_INDEX = "ignore_index"
 """Argument of Transformers' loss functions (4.46 on) with the label that has no loss, if it is another one."""
 
 COUNTED_LABEL = 2**31 - 1
-"""The one label of a document in ``labels`` that count documents. It is no token, so a loss that uses it fails."""
+"""The label in ``labels`` of a weighted loss, which count. It is no token, so a loss that uses it fails."""
 
 GRIDS = {"image_grid_thw": "pixel_values", "video_grid_thw": "pixel_values_videos"}
 """Maps each argument with picture sizes to the argument with the pictures."""

@@ -235,7 +235,7 @@ def _of_row(batch: Mapping[str, Any], ids: torch.Tensor, lengths: list[int]) -> 
     if real is not None:
         kept = kept[real.reshape(-1).cpu().numpy()[starts[kept]] != 0]
     learned = None
-    labels = batch.get(LOSS_LABELS, batch.get("labels"))
+    labels = batch.get("labels")  # with weights, they count what the loss is a mean of
     if isinstance(labels, torch.Tensor) and labels.shape == ids.shape[:2]:
         counted = np.append(0, np.cumsum(labels[0].cpu().numpy() != IGNORED_LABEL))
         first = labels[0].cpu().numpy()[starts[kept]] != IGNORED_LABEL  # a patched model does not count it

@@ -88,7 +88,7 @@ def without_first_labels(model: Any, batch: Any) -> Any:
     """
     call = dict(batch) if isinstance(batch, Mapping) else {}
     patch = _patch_of(model) if passed(call, LABELS) and passed(call, TOKENS) else None
-    if patch is None or call.get(LOSS_LABELS) is not None:  # then labels count documents
+    if patch is None or call.get(LOSS_LABELS) is not None:  # then labels count documents or tokens
         return batch
     with contextlib.suppress(Fa2PatchError):
         inside = _inside_documents(patch, call)

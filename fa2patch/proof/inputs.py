@@ -92,7 +92,7 @@ def checked(batch: Any, device: torch.device) -> Call:
         given = dict(batch)
     except (TypeError, ValueError):
         raise BadBatch(f"batch: expected what a collator returns, a dict; found {type(batch).__name__}.") from None
-    if given.get(LOSS_LABELS) is not None:  # labels count documents
+    if given.get(LOSS_LABELS) is not None:  # labels count documents or tokens
         given["labels"] = given.pop(LOSS_LABELS)
         given.pop(LOSS_WEIGHTS, None)
     given.pop(REAL, None)  # the padding is looked at like any other document

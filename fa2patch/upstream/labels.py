@@ -1,12 +1,13 @@
-"""Labels and losses of a packed batch: labels across boundaries, a loss weighted by document, router losses.
+"""Labels and losses of a packed batch: labels across boundaries, weighted losses, router losses.
 
 As in padded training, a document's first token is never predicted. A label there is ignored without an error, so that
 packed equals padded, ``num_items_in_batch`` included. Only models that shift their labels do so.
 
-In a batch of ``loss_weights="document"`` every document has the same weight. A trainer knows only ``labels``, and
-Trainer divides the loss by how many of them there are in a step, over accumulated batches and processes. So ``labels``
-hold one label for each document, which makes this the number of documents. The tokens to predict are in
-``loss_labels``, and their weights, which add up to 1 in each document, in ``loss_weights``.
+In a batch of ``loss_weights="document"`` every document has the same weight, and in one of ``"token"`` every token has
+its own. A trainer knows only ``labels``, and Trainer divides the loss by how many of them there are in a step, over
+accumulated batches and processes. So ``labels`` hold one label for each document, or for each token in the loss, which
+makes this the number by which the weighted losses are divided. The tokens to predict are in ``loss_labels``, and their
+weights, which add up to 1 in each document or are the user's, in ``loss_weights``.
 """
 
 from __future__ import annotations
@@ -49,8 +50,15 @@ def before(step: Step) -> None:
     """Take the tokens and weights of a weighted loss, and ignore labels across a boundary."""
     if step.call.get(LOSS_LABELS) is not None:
         _take_weighted(step)
+    elif step.mask is not None and not step.role.innermost and _has_unused_weights(step):
+        raise BadBatch(_UNUSED)
     if step.mask is not None and step.role.predicts_the_next and not (step.role.pools or step.role.innermost):
         _ignore_first(step, step.mask)
+
+
+def _has_unused_weights(step: Step) -> bool:
+    """Whether weights came that the model's own forward does not know by name."""
+    return step.call.get(LOSS_WEIGHTS) is not None and LOSS_WEIGHTS not in step.calls.names
 
 
 def after(step: Step, weighted: Weighted, output: Any) -> Any:
@@ -64,8 +72,8 @@ def after(step: Step, weighted: Weighted, output: Any) -> Any:
     logits = (logits if logits.dtype == torch.float64 else logits.float())[:, :-1]
     labels, weights = weighted.labels[:, 1:].to(logits.device), weighted.weights[:, 1:].to(logits)
     losses = torch.nn.functional.cross_entropy(logits.flatten(0, 1), labels.flatten(), reduction="none")
-    items = weights.sum() if weighted.items is None else weighted.items  # without labels: NaN, as in padded training
-    loss = (losses * weights.flatten()).sum() / torch.as_tensor(items, device=logits.device)
+    # without labels: NaN, as in padded training
+    loss = (losses * weights.flatten()).sum() / torch.as_tensor(weighted.items, device=logits.device)
     return (loss, *output) if isinstance(output, tuple) else type(output)(**{**output, "loss": loss})
 
 
@@ -282,7 +290,12 @@ def _one_for_each(labels: torch.Tensor, shape: tuple[int, int]) -> bool:
 
 
 _ITEMS = "num_items_in_batch"
-_MEANT = 'loss_labels, which DataCollator...(loss_weights="document") makes'
+_MEANT = "loss_labels, which DataCollator...(loss_weights=...) makes"
+_UNUSED = (
+    "loss_weights came without loss_labels: expected the batch of a collator with "
+    'DataCollator...(loss_weights="token"), which takes this column of the examples, because beside ordinary labels '
+    "weights change nothing. Set that option, or leave the column out."
+)
 
 
 def _take_weighted(step: Step) -> None:
@@ -295,15 +308,16 @@ def _take_weighted(step: Step) -> None:
     other = _other_loss(step)
     if other:
         raise BadBatch(f"{_MEANT}, {other}")
-    step.weighted = Weighted(call[LOSS_LABELS], call[LOSS_WEIGHTS], call.get(_ITEMS))
+    items = call.get(_ITEMS)
+    counted = (call["labels"] != IGNORED_LABEL).sum() if items is None else items
+    step.weighted = Weighted(call[LOSS_LABELS], call[LOSS_WEIGHTS], counted)
     taken = (*LABELS, LOSS_LABELS, LOSS_WEIGHTS, _ITEMS)
     step.call = {name: value for name, value in call.items() if name not in taken}
 
 
 _INSTEAD = (
     "Losses that another package computes without logits (cut-cross-entropy, TRL's fused head, Liger's applied after "
-    'fa2patch) count tokens: leave loss_weights="document" out, or leave that loss out and call fa2patch.apply(model) '
-    "last."
+    "fa2patch) know no weights: leave loss_weights out, or leave that loss out and call fa2patch.apply(model) last."
 )
 
 
@@ -318,7 +332,7 @@ def _require_logits(step: Step) -> None:
 
 
 def _require_labels(step: Step) -> None:
-    """Refuse labels and weights that are not those of documents."""
+    """Refuse labels and weights that no collator has made."""
     call, labels, weights = step.call, step.call[LOSS_LABELS], step.call.get(LOSS_WEIGHTS)
     if call.get("labels") is None:
         raise BadBatch(
@@ -332,13 +346,13 @@ def _require_labels(step: Step) -> None:
     require(
         ((call["labels"] == IGNORED_LABEL) | (call["labels"] == COUNTED_LABEL)).all(),
         BadBatch,
-        f"{_MEANT}, came with labels of tokens: expected labels that count documents, because the weighted losses are "
-        "divided by the number of documents. Weights of tokens of your own are not supported: leave them out.",
+        f"{_MEANT}, came with labels of tokens: expected labels that count what the weighted losses are divided by. "
+        'Let a collator make all three columns: loss_weights="token" takes weights of your own for each token.',
     )
 
 
 def _other_loss(step: Step) -> str:
-    """What makes the loss another one than the documents' mean, as the end of an error; empty if nothing does."""
+    """What makes the loss another one than the weighted, as the end of an error; empty if nothing does."""
     call = step.call
     fewer = passed(call, FEWER_LOGITS)
     if any(not (isinstance(kept, int) and kept == 0) for kept in fewer.values()):

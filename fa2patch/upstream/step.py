@@ -94,7 +94,8 @@ class Weighted(NamedTuple):
     Attributes:
         labels: int64 ``[batch, length]``, -100 outside the loss.
         weights: float32 ``[batch, length]``, 0 outside the loss.
-        items: the number of documents in the step, from Trainer; None for those in this batch.
+        items: the number by which the loss is divided: of documents or tokens in the step, from Trainer, or in this
+            batch.
     """
 
     labels: torch.Tensor

@@ -424,7 +424,7 @@ MASKS = ("completion_mask", "assistant_masks")
         ({"pad_to_multiple_of": -8}, "pad_to_multiple_of: expected a positive number.*-8"),
         ({"loss_masks": "completion_mask"}, "loss_masks: expected names"),
         ({"loss_masks": MASKS, "document_labels": True}, "leave them out"),
-        ({"loss_weights": "token"}, "loss_weights: expected 'document' or None, found 'token'"),
+        ({"loss_weights": "tokens"}, "loss_weights: expected 'document', 'token' or None, found 'tokens'"),
         ({"loss_weights": "document", "document_labels": True}, "leave them out with document_labels=True"),
     ],
 )

@@ -234,6 +234,44 @@ class TestLossWeights:
             collate([{"input_ids": [7, 3], "loss_weights": [1, 1]}])
 
 
+class TestWeightsOfTokens:
+    """tests/never_silent/test_token_weights.py has the losses."""
+
+    WEIGHED = [{**one, "loss_weights": [0.5 * (at + number) for at in range(len(one["input_ids"]))]}
+               for number, one in enumerate(EXAMPLES)]  # fmt: skip
+
+    def test_every_token_in_the_loss_is_counted(self) -> None:
+        batch = collate(self.WEIGHED, loss_weights="token", pad_to_multiple_of=10)
+        assert batch["labels"].tolist() == [[-100, -100, ONE, ONE, -100, -100, -100, -100, ONE, -100]]
+        assert batch["loss_labels"].tolist() == [[-100, -100, 7, 8, -100, -100, -100, -100, 13, -100]]
+        assert batch["loss_weights"].tolist() == [[0, 0, 1, 1.5, 0, 0, 0, 0, 2, 0]]
+        assert batch["loss_weights"].dtype == torch.float32
+
+    def test_a_token_of_weight_zero_is_not_in_the_loss(self) -> None:
+        batch = collate([{"input_ids": [5, 6, 7, 8], "loss_weights": [1, 0, 1, 0]}], loss_weights="token")
+        assert batch["labels"].tolist() == [[-100, -100, ONE, -100]]
+        assert batch["loss_labels"].tolist() == [[-100, -100, 7, -100]]
+
+    @pytest.mark.parametrize(
+        ("examples", "message"),
+        [
+            ([{"input_ids": [1]}], "loss_weights missing.*remove_unused_columns=False"),
+            ([{"input_ids": [1, 2], "loss_weights": [1]}], "loss_weights has length 1"),
+            ([{"input_ids": [1], "loss_weights": [1]}, {"input_ids": [1, 2], "loss_weights": [1, np.nan]}],
+             "example 1: loss_weights holds nan"),
+            ([{"input_ids": []}, {"input_ids": [1], "loss_weights": [np.inf]}], "example 1: loss_weights holds inf"),
+            ([{"input_ids": [1], "loss_weights": [1], "loss_labels": [1]}], "loss_labels is made by the collator"),
+        ],
+    )  # fmt: skip
+    @pytest.mark.parametrize("completions", [False, True])
+    def test_errors(self, examples: Any, message: str, completions: bool) -> None:
+        tokenizer = types.SimpleNamespace(pad_token_id=0, padding_side="right")
+        of_completions = fa2patch.DataCollatorForCompletionOnlyLM([1], tokenizer=tokenizer, loss_weights="token")
+        collate = of_completions if completions else fa2patch.DataCollatorWithFlattening(loss_weights="token")
+        with pytest.raises(CollatorError, match=message):
+            collate(examples)
+
+
 LENGTHS = (3, 1, 2, 5)
 CONTAINERS = {
     "lists": list,

@@ -64,6 +64,17 @@ COLLATORS = {
 }
 
 
+def with_weights(by: str) -> Any:
+    """Return a collator of packed rows whose loss has weights: of documents, or of tokens by their ids."""
+    collate = fa2patch.DataCollatorWithFlattening(loss_weights=by)
+
+    def packed(features: Any) -> Any:
+        weights = [{"loss_weights": [token % 5 / 2 for token in one["input_ids"]]} for one in features]
+        return collate([{**one, **weight} for one, weight in zip(features, weights)] if by == "token" else features)
+
+    return packed
+
+
 class MeanOfDocuments(Trainer):
     """A loss that every document has the same weight in."""
 
@@ -127,6 +138,20 @@ def test_steps_are_those_of_padded_batches(reference: Any, kind: str, budget: in
 def test_steps_with_options_of_trainer(reference: Any, options: dict[str, Any]) -> None:
     found = trained(fa2patch.packed_trainer(Trainer, max_tokens=100), **options)
     assert_same_steps(found, reference(**options))
+
+
+@pytest.mark.parametrize("by", ["token", "document"])
+def test_steps_with_weights_in_the_loss(by: str) -> None:
+    """The passes of a batch count its tokens or documents together, as Trainer counts them."""
+    whole = trained(Trainer, with_weights(by), patched(tiny_llama()))
+    found = trained(fa2patch.packed_trainer(Trainer, max_tokens=100), with_weights(by))
+    assert_same_steps(found, whole)
+    assert found.state.log_history[0]["passes_per_batch"] > 1
+
+
+def patched(model: Any) -> Any:
+    fa2patch.apply(model)
+    return model
 
 
 def test_a_mean_over_documents(reference: Any) -> None:

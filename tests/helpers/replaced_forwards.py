@@ -32,20 +32,30 @@ def documents() -> list[torch.Tensor]:
     return [torch.randint(3, 500, (length,), generator=generator) for length in (5, 1, 9, 3)]
 
 
-def batches(by_document: bool) -> dict[str, dict[str, Any]]:
+def weights_of(ids: torch.Tensor, by: str | None) -> torch.Tensor:
+    """Return the weights of a document's tokens in the loss, without its first token."""
+    if by == "token":
+        return (ids[1:] % 5 + 1) / 2
+    return torch.full((len(ids) - 1,), 1 / (len(ids) - 1) if by == "document" else 1.0)
+
+
+def batches(by: str | None) -> dict[str, dict[str, Any]]:
     """Return one packed batch twice, with position ids only and with lengths."""
     features = [{"input_ids": one.tolist(), "labels": one.tolist()} for one in documents()]
-    options: dict[str, Any] = {"loss_weights": "document"} if by_document else {"separator_id": None}
+    if by == "token":
+        for feature, one in zip(features, documents()):
+            feature["loss_weights"] = [1.0, *weights_of(one, by).tolist()]
+    options: dict[str, Any] = {"separator_id": None} if by is None else {"loss_weights": by}
     found = {}
     for name, lengths in (("ids", False), ("lengths", True)):
         collate = fa2patch.DataCollatorWithFlattening(return_flash_attn_kwargs=lengths, **options)
         found[name] = dict(collate(features))
-        if not by_document:
+        if by is None:
             found[name]["labels"] = found[name]["input_ids"].clone()
     return found
 
 
-def expected(adapters: bool, by_document: bool) -> tuple[torch.Tensor, Gradients]:
+def expected(adapters: bool, by: str | None) -> tuple[torch.Tensor, Gradients]:
     """Return the loss and gradients of the documents run alone, by the unpatched model."""
     model = tiny_llama()
     model = (_adapted(model) if adapters else model).train()
@@ -53,9 +63,10 @@ def expected(adapters: bool, by_document: bool) -> tuple[torch.Tensor, Gradients
     for one in documents():
         if len(one) > 1:
             logits = model(input_ids=one[None]).logits[0, :-1]
-            losses.append(torch.nn.functional.cross_entropy(logits, one[1:]))
-            counts.append(1 if by_document else len(one) - 1)
-    return _with_gradients(model, sum(loss * count for loss, count in zip(losses, counts)) / sum(counts))
+            each = torch.nn.functional.cross_entropy(logits, one[1:], reduction="none")
+            losses.append((each * weights_of(one, by)).sum())
+            counts.append(1 if by == "document" else len(one) - 1)
+    return _with_gradients(model, sum(losses) / sum(counts))
 
 
 def _with_gradients(model: Any, loss: Any) -> tuple[torch.Tensor, Gradients]:
@@ -92,14 +103,14 @@ def judged(run: Callable[[], Any], wrong: Callable[[Any], str]) -> str:
         return f"refused: {type(error).__name__}"
 
 
-def cases(name: str, by_document: bool = False) -> dict[str, str]:
+def cases(name: str, by: str | None = None) -> dict[str, str]:
     """Judge one of ``REPLACED`` in all cases: before and after ``apply``, with and without LoRA, ids and lengths.
 
-    If it is ``by_document``, every document has the same weight in the loss, instead of every token.
+    ``by`` is the collator's option ``loss_weights``: "document", "token" or None.
     """
     found = {}
     for adapters in (False, True):
-        right, gradients = expected(adapters, by_document)
+        right, gradients = expected(adapters, by)
 
         def wrong(result: tuple[torch.Tensor, Gradients], right: Any = right, gradients: Any = gradients) -> str:
             loss, off = float(result[0]), furthest(result[1], gradients)
@@ -108,7 +119,7 @@ def cases(name: str, by_document: bool = False) -> dict[str, str]:
             return "" if off <= BOUND else f"gradients off by {off:.0e}"
 
         for order in ("before apply", "after apply"):
-            for told, batch in batches(by_document).items():
+            for told, batch in batches(by).items():
                 step = functools.partial(_step, name, order, adapters, batch)
                 found[f"{order}, {told}{', LoRA' if adapters else ''}"] = judged(step, wrong)
     return found

@@ -1,4 +1,4 @@
-"""Losses of trainers and of other packages on packed rows, by token and by document, with the real packages."""
+"""Losses of trainers and of other packages on packed rows, with weights and without, with the real packages."""
 
 from __future__ import annotations
 
@@ -41,9 +41,18 @@ def test_a_loss_by_document_is_that_of_documents_one_to_a_batch(stack: str) -> N
     assert found and {case["refused"] for case in found.values()} == {"BadBatch"}
 
 
+@pytest.mark.parametrize("stack", ["transformers-4.36.2", "transformers-4.57.6", "transformers-5.23.0"])
+def test_a_loss_with_weights_of_tokens_is_that_of_padded_training(stack: str) -> None:
+    cases = ["token", "token_with_label_smoothing", "token_with_compute_loss_func"]
+    found = losses(stack, *(cases[:2] if stack == "transformers-4.36.2" else cases))
+    assert_close(found.pop("token"))
+    assert found and {case["refused"] for case in found.values()} == {"BadBatch"}
+
+
 @pytest.mark.parametrize("stack", ["trl-0.12.2", "trl-0.19.1"])
-def test_sfttrainer_of_older_trl_trains_by_document(stack: str) -> None:
-    assert_close(losses(stack, "document")["document"])
+def test_sfttrainer_of_older_trl_trains_with_weights(stack: str) -> None:
+    for case in losses(stack, "document", "token").values():
+        assert_close(case)
 
 
 @pytest.mark.parametrize("stack", ["trl-1.16.0"])
@@ -53,9 +62,12 @@ def test_sfttrainers_loss_types_are_those_of_padded_training(stack: str) -> None
 
 
 @pytest.mark.parametrize("stack", ["trl-1.16.0"])
-def test_sfttrainers_fused_head_is_refused_by_document_and_trainers_loss_is_right(stack: str) -> None:
-    found = losses(stack, "document", "document_with_dft", "document_with_trainers_own_loss")
-    assert_close(found.pop("document_with_trainers_own_loss"))
+def test_sfttrainers_fused_head_is_refused_with_weights_and_trainers_loss_is_right(stack: str) -> None:
+    refused = [f"{by}{option}" for by in ("document", "token") for option in ("", "_with_dft")]
+    right = ["document_with_trainers_own_loss", "token_with_trainers_own_loss"]
+    found = losses(stack, *refused, *right)
+    for case in right:
+        assert_close(found.pop(case))
     for case in found.values():
         assert case["refused"] == "BadBatch" and "TRL's fused head" in case["message"]
 
@@ -71,8 +83,9 @@ def test_fused_losses_of_old_releases_are_right_or_refused(stack: str) -> None:
 
 
 @pytest.mark.parametrize("stack", ["losses-4.44.2", "fused-losses"])
-def test_fused_losses_by_document_are_right_or_refused(stack: str) -> None:
-    found = run_in(stack, SCRIPTS / "fused_losses.py", *(f"{name} by document" for name in FUSED))
+@pytest.mark.parametrize("weights", ["document", "token"])
+def test_fused_losses_with_weights_are_right_or_refused(stack: str, weights: str) -> None:
+    found = run_in(stack, SCRIPTS / "fused_losses.py", *(f"{name} by {weights}" for name in FUSED))
     for name, cases in found.items():
         assert len(cases) == 8
         for case, said in cases.items():

@@ -1,8 +1,8 @@
-"""Fused losses of other packages on packed rows, by token and by document: ``fused_losses.py NAME ...``.
+"""Fused losses of other packages on packed rows, with weights and without: ``fused_losses.py NAME ...``.
 
-The names are those of tests/helpers/replaced_forwards.py's REPLACED, followed by "by document" for batches of
-``loss_weights="document"``. Prints a JSON object: the cases of each name, each "right", "refused: ERROR" or how far
-off.
+The names are those of tests/helpers/replaced_forwards.py's REPLACED, followed by "by document" or "by token" for
+batches of ``loss_weights="document"`` or ``"token"``. Prints a JSON object: the cases of each name, each "right",
+"refused: ERROR" or how far off.
 """
 
 from __future__ import annotations
@@ -17,5 +17,4 @@ from replaced_forwards import cases
 if __name__ == "__main__":
     torch.set_num_threads(1)
     warnings.simplefilter("ignore")
-    by_document = " by document"
-    print(json.dumps({name: cases(name.replace(by_document, ""), by_document in name) for name in sys.argv[1:]}))
+    print(json.dumps({name: cases(*name.split(" by ")) for name in sys.argv[1:]}))

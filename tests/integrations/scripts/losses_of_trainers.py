@@ -39,6 +39,30 @@ def by_document(features):
     return packed(features, loss_weights="document")
 
 
+def weight(ids):
+    """Return the weights of tokens in the loss: 0, 1/2, 1, 3/2 or 2."""
+    return torch.as_tensor(ids) % 5 / 2
+
+
+def by_token(features):
+    examples = [{**one, "loss_weights": weight(one["input_ids"]).tolist()} for one in tokens(features)]
+    return fa2patch.DataCollatorWithFlattening(loss_weights="token")(examples)
+
+
+def padded_by_token(features):
+    batch = padded(features)
+    return {**batch, "labels": batch["labels"].masked_fill(weight(batch["input_ids"]) == 0, -100)}
+
+
+def weighed_by_hand(self, model, inputs, return_outputs=False, num_items_in_batch=None):
+    """Return the loss of a padded batch as ms-swift's trainer computes it, in the place of Trainer's compute_loss."""
+    labels, weights = inputs["labels"][:, 1:], weight(inputs["input_ids"])[:, 1:]
+    logits = model(input_ids=inputs["input_ids"], attention_mask=inputs["attention_mask"]).logits[:, :-1]
+    losses = torch.nn.functional.cross_entropy(logits.transpose(1, 2), labels, reduction="none")
+    items = (labels != -100).sum() if num_items_in_batch is None else num_items_in_batch
+    return (losses * weights).sum() / items
+
+
 def own_loss(outputs, labels, num_items_in_batch=None):
     """Return a loss for Trainer's ``compute_loss_func``: the squared distance of each label's probability from 1."""
     logits, labels = outputs.logits[:, :-1].float(), labels[:, 1:]
@@ -99,22 +123,20 @@ def document(stage):
     return compared(lambda: trained(stage, by_document, True), trained(stage, padded, False, one_to_a_batch=True))
 
 
-def document_with_label_smoothing(stage):
-    return compared(lambda: trained(stage, by_document, True, label_smoothing_factor=0.2), None)
+def document_with_label_smoothing(stage, collate=by_document):
+    return compared(lambda: trained(stage, collate, True, label_smoothing_factor=0.2), None)
 
 
-def document_with_compute_loss_func(stage):
+def document_with_compute_loss_func(stage, collate=by_document):
     kind = _with(compute_loss_func=own_loss)
     if kind is None:
         return {"skipped": "this Trainer has no compute_loss_func"}
-    return compared(lambda: trained(stage, by_document, True, kind=kind), None)
+    return compared(lambda: trained(stage, collate, True, kind=kind), None)
 
 
 def document_with_trainers_own_loss(stage):
     """SFTTrainer of TRL 1.x with the loss of Trainer in the place of its own."""
-    import trl
-
-    kind = type("Plain", (trl.SFTTrainer,), {"compute_loss": transformers.Trainer.compute_loss})
+    kind = _with_loss(stage, transformers.Trainer.compute_loss)
     expected = trained(stage, padded, False, one_to_a_batch=True, kind=kind)
     return compared(lambda: trained(stage, by_document, True, kind=kind), expected)
 
@@ -127,8 +149,28 @@ def dft(stage):
     return _with_loss_type(stage, "dft")
 
 
-def document_with_dft(stage):
-    return compared(lambda: trained(stage, by_document, True, loss_type="dft"), None)
+def document_with_dft(stage, collate=by_document):
+    return compared(lambda: trained(stage, collate, True, loss_type="dft"), None)
+
+
+def token(stage, kind=None):
+    expected = trained(stage, padded_by_token, False, kind=_with_loss(stage, weighed_by_hand))
+    return compared(lambda: trained(stage, by_token, True, kind=kind), expected)
+
+
+def token_with_trainers_own_loss(stage):
+    return token(stage, _with_loss(stage, transformers.Trainer.compute_loss))
+
+
+def _with_loss(stage, compute_loss):
+    if stage.trl:
+        import trl
+    return type("Plain", (trl.SFTTrainer if stage.trl else transformers.Trainer,), {"compute_loss": compute_loss})
+
+
+token_with_label_smoothing = functools.partial(document_with_label_smoothing, collate=by_token)
+token_with_compute_loss_func = functools.partial(document_with_compute_loss_func, collate=by_token)
+token_with_dft = functools.partial(document_with_dft, collate=by_token)
 
 
 def _with_loss_type(stage, name):

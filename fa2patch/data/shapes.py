@@ -60,7 +60,7 @@ def require_few(documents: int, most: int | None) -> None:
     if most is not None and documents > most:
         raise CollatorError(
             f"max_documents={most}, but a row has {documents} documents. Raise max_documents to the most that a row "
-            "may hold, or put fewer into a row."
+            "may hold (of a packing.plan: max(map(len, plan))), or put fewer into a row."
         )
 
 

@@ -3,6 +3,7 @@
 import functools
 import importlib
 import warnings
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
@@ -26,6 +27,7 @@ from fa2patch.kernels import Options, aten
 from fa2patch.kernels import flex as flex_module
 from fa2patch.kernels.aten import Efficient, TorchVarlen
 from fa2patch.kernels.flex import Flex, compute
+from fa2patch.kernels.reference import Reference
 
 of_both = pytest.mark.parametrize("kernel", [TorchVarlen(), Efficient()], ids=["torch_varlen", "efficient"])
 
@@ -74,6 +76,20 @@ def test_torch_varlen_with_sinks_in_half_precision(calls, dtype):
 def test_torch_varlen_takes_a_log_sum_exp_that_is_padded(sinks, parents):
     with stand_in_aten.installed(padded=True):
         assert errors_of(TorchVarlen(), Options(sinks=sinks_of(sinks)), (4, 6, 1, 3, 5), parents=parents) < 1e-12
+
+
+def with_a_longer_longest(kernel):
+    """Call a kernel as the collator's ``max_documents`` and ``longest_document`` do."""
+    return lambda q, k, v, boundaries, options: kernel(q, k, v, replace(boundaries, max_seqlen=4 * len(q)), options)
+
+
+@pytest.mark.parametrize("lengths", [(*LENGTHS, 0, 0, 0), (0, *LENGTHS, 0)], ids=["at the end", "at both ends"])
+@pytest.mark.parametrize("causal", [True, False], ids=["causal", "both ways"])
+@pytest.mark.parametrize("kernel", [TorchVarlen(), Efficient(), Reference()], ids=["torch_varlen", "efficient", "ours"])
+def test_documents_without_tokens_change_nothing(calls, kernel, causal, lengths):
+    assert errors_of(with_a_longer_longest(kernel), Options(causal=causal), lengths) < 1e-12
+    if kernel.name != "efficient":  # it has no windows
+        assert errors_of(with_a_longer_longest(kernel), Options(causal=causal, window=4), lengths) < 1e-12
 
 
 @of_both
@@ -148,6 +164,11 @@ def test_flex_equals_the_definition(flex, causal, window, softcap, alibi, sinks,
     logits = torch.tensor([0.5, -1.0, 2.0, 4.0]) if sinks else None
     options = Options(causal=causal, window=window, softcap=softcap, alibi_slopes=slopes, sinks=logits)
     assert error_of_flex(options, dtype=torch.float32, groups=groups) < 1e-5
+
+
+@pytest.mark.parametrize("lengths", [(*LENGTHS, 0, 0, 0), (0, *LENGTHS, 0)], ids=["at the end", "at both ends"])
+def test_flex_leaves_documents_without_tokens_out(flex, lengths):
+    assert error_of_flex(Options(window=4), lengths, dtype=torch.float32) < 1e-5
 
 
 def test_flex_makes_one_block_mask_for_a_batch_and_kind_of_layer(flex):

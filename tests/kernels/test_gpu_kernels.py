@@ -63,6 +63,16 @@ def test_a_kernel_isolates_documents(kernel, feature):
     assert [torch.equal(a, b) for a, b in zip(before, after)] == [True, False, True, True]
 
 
+@pytest.mark.parametrize("layout", ["causal", "both ways"])
+def test_documents_without_tokens(kernel, layout):
+    """The collator's ``max_documents`` makes them."""
+    case = Case(layout=layout, lengths=(1, 200, 77, 130, 0, 0, 0))
+    reason = refusal(kernel, case, "cuda")
+    if reason:
+        pytest.skip(reason)
+    assert {name: error for name, error in compared(kernel, case, "cuda").items() if not error.ok} == {}
+
+
 @pytest.mark.parametrize("dim, value_dim", [(60, 60), (192, 128), (256, 256), (512, 512)], ids=str)
 def test_other_head_dimensions(kernel, dim, value_dim):
     rows = states(LENGTHS, dtype=torch.bfloat16, groups=2, dim=dim, value_dim=value_dim, device="cuda", heads=HEADS)

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from small_models import alone, llama, of_family, patched, refusal, with_gradients
+from small_models import alone, llama, of_family, own_forward, patched, refusal, with_gradients
 from test_document_loss import SEVERAL, TEMPLATE, assert_same, without_logits
 from torch.nn.functional import cross_entropy
 
@@ -58,10 +58,10 @@ def weighted(**options: Any) -> Any:
     return fa2patch.DataCollatorWithFlattening(loss_weights="token", **options)
 
 
-def completions(padding_free: bool) -> Any:
+def completions(padding_free: bool, by: str = "token") -> Any:
     tokenizer = types.SimpleNamespace(pad_token_id=0, padding_side="right")
     return fa2patch.DataCollatorForCompletionOnlyLM(
-        [TEMPLATE], tokenizer=tokenizer, padding_free=padding_free, loss_weights="token"
+        [TEMPLATE], tokenizer=tokenizer, padding_free=padding_free, loss_weights=by
     )
 
 
@@ -135,6 +135,35 @@ def test_gradients_of_passes_add_up(by: str, counted: bool) -> None:
             loss = model(**row, num_items_in_batch=items).loss if counted else model(**row).loss * share
             losses.append(loss)
     assert_same(with_gradients(model, sum(losses)), expected)
+
+
+@pytest.mark.parametrize("by", ["token", "document"])
+def test_gradients_of_passes_of_a_padded_batch_add_up(by: str) -> None:
+    model, examples = llama(), features(TEMPLATE)
+    examples = examples if by == "token" else [{**one, "loss_weights": None} for one in examples]
+    batch = dict(completions(False, by)(examples))
+    fa2patch.apply(model, padded_batches=True)
+    expected = with_gradients(model, model(**batch).loss)
+    cut = passes(batch, max_tokens=12)
+    assert len(cut) > 2 and cut[-1]["loss_weights"].shape == cut[-1]["input_ids"].shape
+    losses = [model(**row).loss * share for row, share in zip(cut, cut.shares) if share]
+    assert_same(with_gradients(model, sum(losses)), expected)
+
+
+@pytest.mark.parametrize("order", ["before", "after"])
+def test_a_forward_of_another_package_is_right_or_refused(order: str) -> None:
+    """Liger's and others', in the place of the model's: right if the patch came later, and they return logits."""
+    model, examples = llama(), features()
+    expected = padded_by_hand(model, examples)
+    if order == "after":
+        fa2patch.apply(model)
+    model.forward = types.MethodType(own_forward, model)
+    if order == "before":
+        fa2patch.apply(model)
+        assert_same(with_gradients(model, model(**weighted()(examples)).loss), expected)
+    else:
+        with refusal("does not compute a causal LM's loss", fa2patch.errors.BadBatch):
+            model(**weighted()(examples))
 
 
 def test_the_output_keeps_its_logits_and_verify_takes_the_batch() -> None:

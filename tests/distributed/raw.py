@@ -1,6 +1,7 @@
 """Compare packed training under DDP and FSDP2 with padded training in one process, gradient by gradient.
 
-Run by torchrun: ``raw.py [--quick] OUT``. Each rank also computes the reference, an unpatched model that trains
+Run by torchrun: ``raw.py [--quick] OUT``. It trains in one pass for each batch, and in passes of a budget of tokens, of
+which the ranks need different numbers. Each rank also computes the reference, an unpatched model that trains
 padded on both ranks' examples.
 """
 
@@ -18,8 +19,10 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
 import fa2patch
+from fa2patch.packing import passes
 
 STEPS = 3
+BUDGET = 64
 NEAR = 1e-5
 """Relative to the largest value of the same gradient or weight. Sums are taken in another order."""
 
@@ -46,7 +49,22 @@ def full(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
 
 
-def trained(kind: str, reentrant: bool | None) -> dict[str, Any]:
+def documents(step: int, rank: int, budget: int | None) -> list[dict[str, list[int]]]:
+    """A rank's documents. With a budget, the first rank has one, and so fewer documents than the other has passes."""
+    return examples(step, rank)[: 1 if budget and rank == 0 else None]
+
+
+def losses_of(parallel: Any, batch: dict[str, Any], budget: int | None) -> Iterator[torch.Tensor]:
+    """The losses of a batch's passes, which add up to its mean loss."""
+    if budget is None:
+        yield parallel(**batch).loss
+        return
+    items = (batch["labels"] != -100).sum()
+    for part in passes(batch, budget, every_rank=True):
+        yield parallel(**part, num_items_in_batch=items).loss
+
+
+def trained(kind: str, reentrant: bool | None, budget: int | None = None) -> dict[str, Any]:
     """Return the largest errors over all steps. The result is ok if ``verify`` passes before and after, too."""
     rank = dist.get_rank()
     model, parallel = wrapped(kind, reentrant)
@@ -55,11 +73,13 @@ def trained(kind: str, reentrant: bool | None) -> dict[str, Any]:
     verified = [fa2patch.verify(parallel, batch=packed(examples(0, 0)), max_documents=2).ok]
     off = {"loss": 0.0, "gradient": 0.0, "weight": 0.0}
     for step in range(STEPS):
-        loss = parallel(**packed(examples(step, rank))).loss
-        loss.backward()
-        expected = torch.stack([reference(**padded(examples(step, other))).loss for other in range(2)])
+        loss = torch.zeros(())
+        for each in losses_of(parallel, packed(documents(step, rank, budget)), budget):
+            each.backward()
+            loss += each.detach()
+        expected = torch.stack([reference(**padded(documents(step, other, budget))).loss for other in range(2)])
         expected.mean().backward()
-        off["loss"] = max(off["loss"], float((loss - expected[rank]).detach().abs() / expected[rank].detach()))
+        off["loss"] = max(off["loss"], float((loss - expected[rank].detach()).abs() / expected[rank].detach()))
         off["gradient"] = max(off["gradient"], *apart(model, reference, "grad"))
         for optimizer in optimizers:
             optimizer.step()
@@ -83,6 +103,7 @@ def main(*arguments: str) -> None:
     both = [(kind, name) for kind in ("DDP", "FSDP2") for name in CHECKPOINTING]
     wanted = [("DDP", "plain"), ("FSDP2", "reentrant")] if quick else both
     found: dict[str, Any] = {f"{kind}, {name}": trained(kind, CHECKPOINTING[name]) for kind, name in wanted}
+    found.update({f"{kind}, in passes": trained(kind, None, BUDGET) for kind in ("DDP", "FSDP2")})
     finish(out, {"ok": all(one["ok"] for one in found.values()), "steps": STEPS, "bound": NEAR, **found})
 
 

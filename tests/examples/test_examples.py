@@ -177,6 +177,14 @@ def test_two_processes_of_fsdp_train_as_one(printed):
 
 
 @pytest.mark.slow
+def test_a_budget_of_tokens_trains_as_padding_does(example, tmp_path):
+    found = example("token_budget").main(["--steps", "3", "--output", str(tmp_path)])
+    for one in found.values():
+        assert one["losses"] == pytest.approx(found["padded"]["losses"], rel=SAME)
+    assert found["half a batch"]["passes"] > found["one batch"]["passes"] >= found["two batches"]["passes"] >= 1
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("version", TRL)
 def test_sft_trains_as_with_padding(printed, version, tmp_path):
     from compat_matrix import environments

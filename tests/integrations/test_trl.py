@@ -226,3 +226,49 @@ def test_rows_of_the_wrapped_strategy_are_refused_or_said(stack: str) -> None:
     assert not {*found["columns"]} & BOUNDARIES
     assert "NothingPacked" in found["said"]
     assert "packing_strategy='wrapped'" in found["refused"]
+
+
+IN_PASSES = [
+    *[(stack, "sft", "full") for stack in (OLDER, NEWEST)],
+    *[(stack, "dpo", variant) for stack in (OLDER, NEWEST) for variant in ("full", "ipo", "lora", "precompute")],
+    *[(stack, "reward", "full") for stack in (OLD, OLDER, NEWEST)],
+    *[(stack, "grpo", variant) for stack in (OLDER, NEWEST) for variant in ("grpo", "bnpo", "dr_grpo", "dapo")],
+    (NEWEST, "rloo", "function"),
+]
+OF_PASSES = ("passes_per_batch", "tokens_per_second", "padding_avoided")
+
+
+@functools.cache
+def in_passes(stack: str, kind: str) -> dict[str, Any]:
+    variants = [variant for where, what, variant in IN_PASSES if (where, what) == (stack, kind)]
+    script = "trl_groups.py" if kind in ("grpo", "rloo") else "trl_pairs.py"
+    ways = ",".join(("padded", *budgets(kind)))
+    return run_in(stack, SCRIPTS / script, kind, *[f"{variant}:{STEPS}:{ways}" for variant in variants])
+
+
+def budgets(kind: str) -> tuple[str, ...]:
+    """Two budgets, of which the smaller one is about half a batch."""
+    return ("budget150", "budget90") if kind == "sft" else ("budget250", "budget160")
+
+
+@pytest.mark.parametrize(("stack", "kind", "variant"), IN_PASSES)
+def test_a_budget_of_tokens_keeps_losses_and_metrics(stack: str, kind: str, variant: str) -> None:
+    """Metrics that trainers note for each computed loss become means over a batch, so its extremes are not compared."""
+    found = in_passes(stack, kind)[variant]
+    expected = by_name({**found["padded"], "losses": []})
+    cut = []
+    for budget in budgets(kind):
+        ours = by_name({**found[budget], "losses": []})
+        cut.append(sum(ours["passes_per_batch"]))
+        assert expected.keys() == ours.keys() - set(OF_PASSES)
+        for name in ("loss", "grad_norm", *(name for name in expected if "rewards/" in name or "accurac" in name)):
+            size = max(map(abs, expected[name]))
+            assert ours[name] == pytest.approx(expected[name], rel=0, abs=1e-4 * size + 1e-6), (name, budget)
+    assert cut[1] > cut[0] >= len(expected["loss"]) and cut[1] > 1.2 * len(expected["loss"])
+
+
+def test_losses_that_are_no_sums_are_refused() -> None:
+    """KTO's divergence is a mean over a batch; in TRL 0.12, DPO's loss of a row depends on its neighbours."""
+    for stack, kind in ((NEWEST, "kto"), (OLD, "dpo")):
+        with pytest.raises(AssertionError, match="expected a loss that is a sum"):
+            run_in(stack, SCRIPTS / "trl_pairs.py", kind, "full:12:budget160")

@@ -8,6 +8,7 @@ trained on twice, and the loss has a KL term. Variants:
 - ``reward_model``: a sequence classifier over padded batches gives the rewards, together with a function.
 - ``lora``: the reference is the model without its adapter.
 - ``checkpointing``: layers are computed again in the backward pass.
+- ``grpo``, ``bnpo``, ``dr_grpo``, ``dapo``: losses of GRPO, means of other numbers each; a function gives the rewards.
 - ``liger``: Liger computes the loss from hidden states; in newer releases it replaces layers instead.
 
 With ``lora``, ``checkpointing`` and ``liger``, the policy samples the completions.
@@ -30,6 +31,7 @@ from trl_noting import WORDS, config, liger, model, run, text, tokenizer, trl_cl
 from fa2patch import packed_trainer
 
 GROUP, BATCH, ACCUMULATED, LONGEST = 4, 8, 2, 24
+LOSSES = ("grpo", "bnpo", "dr_grpo", "dapo")
 SYSTEM = " ".join((WORDS * 3)[:24])
 COMMON = {
     "per_device_train_batch_size": BATCH,
@@ -112,6 +114,7 @@ def grouped(kind: str, base: Any, variant: str, steps: int, words: Any, generate
         gradient_checkpointing=variant == "checkpointing",
         gradient_checkpointing_kwargs={"use_reentrant": False},
         **(liger(f"{kind.upper()}Config") if variant == "liger" else {}),
+        **({"loss_type": variant} if variant in LOSSES else {}),
     )
     rows = datasets.Dataset.from_list([{"prompt": prompt} for prompt in prompts(40)])
     rewards: list[Any] = [reward]
@@ -121,7 +124,7 @@ def grouped(kind: str, base: Any, variant: str, steps: int, words: Any, generate
     with tempfile.TemporaryDirectory() as folder:  # the reference is loaded by the model's name
         model(0, len(words)).save_pretrained(folder)
         policy = transformers.LlamaForCausalLM.from_pretrained(folder)
-        if variant in ("function", "reward_model"):
+        if variant in ("function", "reward_model", *LOSSES):
             policy.generate = drawn(policy, words.eos_token_id)
         note_generation(policy, generated)
         return base(policy, rewards, args=args, train_dataset=rows, processing_class=words, **given)

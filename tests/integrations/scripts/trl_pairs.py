@@ -1,6 +1,7 @@
-"""Train with the installed TRL on fixed texts: ``trl_pairs.py dpo|kto|orpo|cpo|reward|prm VARIANT:STEPS:WAY,WAY...``.
+"""Train with the installed TRL on fixed texts: ``trl_pairs.py KIND VARIANT:STEPS:WAY,WAY...``.
 
-Run by test_trl.py, with the arguments of ``trl_noting.run``. Variants are ``full``, names of losses, and
+The kind is sft, dpo, kto, orpo, cpo, reward or prm. Run by test_trl.py, with the arguments of ``trl_noting.run``.
+Variants are ``full``, names of losses, and
 
 - ``lora``: the reference is the model without its adapter.
 - ``precompute``: the reference's log-probabilities are computed before the training.
@@ -19,7 +20,7 @@ from trl_noting import config, liger, model, run, text, tokenizer, trl_class
 
 from fa2patch import packed_trainer
 
-NAMES = {"dpo": "DPO", "kto": "KTO", "orpo": "ORPO", "cpo": "CPO", "reward": "Reward", "prm": "PRM"}
+NAMES = {"sft": "SFT", "dpo": "DPO", "kto": "KTO", "orpo": "ORPO", "cpo": "CPO", "reward": "Reward", "prm": "PRM"}
 HEADS = {"reward": transformers.LlamaForSequenceClassification, "prm": transformers.LlamaForTokenClassification}
 
 
@@ -28,7 +29,9 @@ def examples(kind: str, number: int, seed: int) -> datasets.Dataset:
     rows: list[dict[str, Any]] = []
     for at in range(number):
         prompt, chosen, rejected = (text(generator, longest) for longest in (60, 24, 8))
-        if kind == "kto":
+        if kind == "sft":
+            rows.append({"prompt": prompt, "completion": " " + chosen})
+        elif kind == "kto":
             rows.append({"prompt": prompt, "completion": " " + chosen, "label": at % 3 > 0})
         elif kind == "reward":
             rows.append({"chosen": f"{prompt} {chosen}", "rejected": f"{prompt} {rejected}"})

@@ -18,6 +18,7 @@ from .doctor import doctor_command
 from .matrix import matrix_command
 from .options import as_json_option
 from .output import escaped, new_console, print_json, table_of
+from .planning import plan_command
 from .status import status_command
 from .supported import architectures_command
 from .verifying import verify_command
@@ -42,7 +43,9 @@ def main() -> None:
     """Keep the examples of packed rows apart, in the Transformers version that you have."""
 
 
-for command in (verify_command, doctor_command, status_command, architectures_command, matrix_command):
+for command in (
+    verify_command, doctor_command, status_command, architectures_command, matrix_command, plan_command,
+):  # fmt: skip
     main.add_command(command)
 
 

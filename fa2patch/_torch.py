@@ -12,6 +12,7 @@ import errno
 import itertools
 import sys
 import threading
+import traceback
 import weakref
 from collections.abc import Iterator
 from types import CodeType, FrameType
@@ -279,11 +280,34 @@ def outside_the_forward(device: torch.device) -> Iterator[None]:
     generators (CPU, and CUDA if ``device`` is one) are restored afterwards.
     """
     with contextlib.ExitStack() as stack:
+        stack.enter_context(_autocast_entered_once())
         stack.enter_context(torch.random.fork_rng([device] if device.type == "cuda" else []))
         stack.enter_context(torch.inference_mode(False))
         stack.enter_context(torch.enable_grad())
         stack.enter_context(torch.autograd.graph.saved_tensors_hooks(lambda x: x, lambda x: x))
         yield
+
+
+@contextlib.contextmanager
+def _autocast_entered_once() -> Iterator[None]:
+    """Let autocast objects around the running forward end as they would if nothing inside had entered them again.
+
+    accelerate decorates ``forward`` with one ``torch.autocast``, which only its decorator's frame holds. When it is
+    entered, the object notes what to restore. So a forward that is run within itself would note that autocast was on
+    before, and it would stay on for good.
+    """
+    held = (value for frame, _ in traceback.walk_stack(None) for value in list(frame.f_locals.values()))
+    noted = [
+        (one, dict(vars(one)))
+        for one in {id(value): value for value in held}.values()
+        if issubclass(type(one), torch.autocast)
+    ]
+    try:
+        yield
+    finally:
+        for one, state in noted:
+            vars(one).clear()
+            vars(one).update(state)
 
 
 @contextlib.contextmanager

@@ -312,6 +312,21 @@ def test_the_callers_mode_is_the_trials(way: str) -> None:
     assert_same_gradients(*gradients)
 
 
+def test_autocast_ends_behind_a_forward_that_is_run_within_itself() -> None:
+    """accelerate puts one autocast object around ``forward``; entered twice, it forgot that autocast was off before."""
+    model, batch = model_of("Llama", "ForCausalLM"), batch_of()
+    batch["labels"] = as_labels(batch)
+    fa2patch.apply(model, padded_batches=True)
+    autocast = torch.autocast("cpu", torch.bfloat16)
+    model.forward = autocast(model.forward)
+    before = vars(autocast).copy()
+    loss = model(**batch).loss
+    assert not torch.is_autocast_enabled("cpu") and loss.isfinite()
+    with autocast:
+        assert vars(autocast).keys() >= before.keys()
+    assert not torch.is_autocast_enabled("cpu")
+
+
 def test_threads_wait_for_what_is_found() -> None:
     """Only one of them tries the head; the others must not compute meanwhile as if it read no padding."""
     model, batch = model_of("Bert", "ForQuestionAnswering"), {**batch_of(), **SPANS}

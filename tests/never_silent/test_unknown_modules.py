@@ -141,6 +141,14 @@ def test_a_module_that_mixes_and_comes_after_apply_is_noticed(change, after_a_ba
         model(**told())
 
 
+def test_autocast_around_a_forward_that_is_proven_ends_with_it():
+    model = llama()
+    model.model.layers[0].mlp = harmless(model.model.layers[0].mlp)
+    fa2patch.apply(model)
+    model.model.forward = torch.autocast("cpu", torch.bfloat16)(model.model.forward)
+    assert model(**labelled()).loss.isfinite() and not torch.is_autocast_enabled("cpu")
+
+
 def test_the_first_batch_under_autocast_has_all_gradients():
     """A cast of a weight that the proof made would be in autocast's cache, without a gradient."""
     found = []

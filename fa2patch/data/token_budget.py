@@ -60,7 +60,9 @@ class TokenBudget:
         accelerator.backward = functools.partial(self._backward, backward)
         self._stepping, self._rest = True, None
         try:
-            return step(*args, **kwargs)
+            found = step(*args, **kwargs)
+            self._require_backward()
+            return found
         finally:
             self._stepping, self._rest, self._first = False, None, None
             del accelerator.backward
@@ -69,7 +71,8 @@ class TokenBudget:
 
     def compute_loss(self, compute: Callable[..., Any], model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
         """Compute the loss of a training batch's first pass, and keep the other passes for the backward."""
-        if not self._stepping or self._rest is not None or not isinstance(inputs, Mapping):
+        with_outputs = kwargs.get("return_outputs", args[0] if args else False)
+        if not self._stepping or self._rest is not None or with_outputs or not isinstance(inputs, Mapping):
             return compute(model, inputs, *args, **kwargs)
 
         def loss(batch: Any) -> torch.Tensor:
@@ -147,6 +150,16 @@ class TokenBudget:
             backward(each * scale, **options)
             value += each.detach() * scale
         loss.data.copy_(value)
+
+    def _require_backward(self) -> None:
+        """Require that all passes of a step were computed."""
+        if self._rest is not None and next(self._rest, None) is not None:
+            name = type(self.trainer).__name__
+            raise Fa2PatchError(
+                "max_tokens: expected a trainer that hands the loss of compute_loss to accelerator.backward, found "
+                f"that {name}.training_step has not called it, so that only the first pass of this batch has a gradient. "
+                "Call self.accelerator.backward(loss), or leave max_tokens out."
+            )
 
     @contextlib.contextmanager
     def _accumulating(self, model: Any) -> Iterator[None]:

@@ -271,6 +271,20 @@ def test_a_loop_of_its_own_is_refused() -> None:
     assert trained(fa2patch.packed_trainer(Wraps, max_tokens=100)).token_budget.shares.share is not None
 
 
+def test_a_backward_that_passes_by_is_refused() -> None:
+    """The first pass alone would be learned."""
+
+    class Own(Trainer):
+        def training_step(self, model: Any, inputs: Any, *args: Any) -> Any:
+            model.train()
+            loss = self.compute_loss(model, self._prepare_inputs(inputs), num_items_in_batch=100)
+            loss.backward()
+            return loss.detach()
+
+    with pytest.raises(fa2patch.Fa2PatchError, match=r"PackedOwn\.training_step has not called it"):
+        trained(fa2patch.packed_trainer(Own, max_tokens=100))
+
+
 def test_evaluation_is_not_cut() -> None:
     trainer = trained(fa2patch.packed_trainer(Trainer, max_tokens=100))
     assert trainer.evaluate(dataset(8))["eval_loss"] > 0

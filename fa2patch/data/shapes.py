@@ -21,7 +21,7 @@ STEPS = {"power": 1, "eighth": 8}
 
 def check_rounding(name: str, value: int | str | None) -> None:
     """Raise :class:`CollatorError` unless an option is None, a positive integer or the name of a rule."""
-    if value is None or value in STEPS:
+    if value is None or (isinstance(value, str) and value in STEPS):
         return
     if isinstance(value, str) or integer(name, value) < 1:
         raise CollatorError(f"{name}: expected a positive number, 'power', 'eighth' or None, found {value!r}.")

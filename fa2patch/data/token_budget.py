@@ -157,8 +157,8 @@ class TokenBudget:
             name = type(self.trainer).__name__
             raise Fa2PatchError(
                 "max_tokens: expected a trainer that hands the loss of compute_loss to accelerator.backward, found "
-                f"that {name}.training_step has not called it, so that only the first pass of this batch has a gradient. "
-                "Call self.accelerator.backward(loss), or leave max_tokens out."
+                f"that {name}.training_step has not called it, so that only the first pass has a gradient. Call "
+                "self.accelerator.backward(loss), or leave max_tokens out."
             )
 
     @contextlib.contextmanager

@@ -232,7 +232,8 @@ IN_PASSES = [
     *[(stack, "sft", "full") for stack in (OLDER, NEWEST)],
     *[(stack, "dpo", variant) for stack in (OLDER, NEWEST) for variant in ("full", "ipo", "lora", "precompute")],
     *[(stack, "reward", "full") for stack in (OLD, OLDER, NEWEST)],
-    *[(stack, "grpo", variant) for stack in (OLDER, NEWEST) for variant in ("grpo", "bnpo", "dr_grpo", "dapo")],
+    *[(stack, "grpo", variant) for stack in (OLDER, NEWEST) for variant in ("grpo", "bnpo", "dr_grpo")],
+    (NEWEST, "grpo", "dapo"),
     (NEWEST, "rloo", "function"),
 ]
 OF_PASSES = ("passes_per_batch", "tokens_per_second", "padding_avoided")
@@ -253,7 +254,7 @@ def budgets(kind: str) -> tuple[str, ...]:
 
 @pytest.mark.parametrize(("stack", "kind", "variant"), IN_PASSES)
 def test_a_budget_of_tokens_keeps_losses_and_metrics(stack: str, kind: str, variant: str) -> None:
-    """Metrics that trainers note for each computed loss become means over a batch, so its extremes are not compared."""
+    """Metrics that trainers note for each computed loss become means by documents, so means by tokens are others."""
     found = in_passes(stack, kind)[variant]
     expected = by_name({**found["padded"], "losses": []})
     cut = []
@@ -261,7 +262,7 @@ def test_a_budget_of_tokens_keeps_losses_and_metrics(stack: str, kind: str, vari
         ours = by_name({**found[budget], "losses": []})
         cut.append(sum(ours["passes_per_batch"]))
         assert expected.keys() == ours.keys() - set(OF_PASSES)
-        for name in ("loss", "grad_norm", *(name for name in expected if "rewards/" in name or "accurac" in name)):
+        for name in ("loss", "grad_norm", *(name for name in expected if "rewards/" in name)):
             size = max(map(abs, expected[name]))
             assert ours[name] == pytest.approx(expected[name], rel=0, abs=1e-4 * size + 1e-6), (name, budget)
     assert cut[1] > cut[0] >= len(expected["loss"]) and cut[1] > 1.2 * len(expected["loss"])

@@ -139,7 +139,7 @@ def test_masked_padding_in_the_last_document_is_not_attended_to(family, way):
 def test_two_tokens_may_be_two_documents_and_one_token_is_none(monkeypatch):
     """A graph may be captured for ``generate``'s single tokens, but a graph of two tokens would fix their documents."""
 
-    def refuse(device):
+    def refuse(*call):
         raise fa2patch.errors.PackingNotIsolated("a graph is being captured")
 
     model, reference = patched(), llama()

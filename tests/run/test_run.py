@@ -265,7 +265,8 @@ def test_the_environment_reaches_further_processes_once():
     assert once["PYTHONPATH"].split(os.pathsep) == [str(run.STARTUP), "a", "b"] and once["OTHER"] == "kept"
     assert run.environment(run.RunOptions("reference", True), once) == once
     assert once[run.WHERE].endswith(os.path.realpath(sys.prefix))
-    assert json.loads(once[run.VARIABLE]) == {"kernel": "reference", "collate": True, "quiet": False, "pack": True}
+    options = {"kernel": "reference", "collate": True, "quiet": False, "pack": True, "max_tokens": None}
+    assert json.loads(once[run.VARIABLE]) == options
 
 
 def test_options_end_where_the_script_begins(monkeypatch):

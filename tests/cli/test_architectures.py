@@ -76,7 +76,7 @@ def test_one_that_is_new_in_a_version_without_evidence(unchecked, monkeypatch):
 
 def test_one_of_them():
     shown = output("architectures", "Llama")
-    assert shown.startswith("llama, one of the fourteen families") and "isolated at the seam method" in shown
+    assert shown.startswith("llama, one of the fourteen families") and "isolated at the seam formula" in shown
     assert "bert:masked" in output("architectures", "bert")
     assert "there is no evidence of it. It is not checked: vision-language" in output("architectures", "gemma3n")
     wrong = run("architectures", "lama")

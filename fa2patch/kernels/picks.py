@@ -16,7 +16,7 @@ from ..documents.boundaries import Boundaries
 from ..errors import BadArgument, KernelUnavailable, KernelWrong, PackingNotIsolated, UnknownKernel
 from .aten import Efficient, TorchVarlen
 from .flex import Flex
-from .protocol import FEATURES, HALF, Asked, Kernel, Options, asked_by, capability, features_among
+from .protocol import FEATURES, HALF, Asked, Kernel, Options, asked_as, asked_by, capability, described
 from .reference import Reference
 from .trial import passes
 from .varlen import FlashAttn, FlashAttn3, FlashAttn4, Hub
@@ -271,22 +271,17 @@ def pick(name: str | Kernel, asked: Asked, device: torch.device, try_it: bool = 
 
 
 @constant
-def _picked(picks: str, device: str, index: int | None, described: tuple[Any, ...], needed: tuple[bool, ...]) -> str:
+def _picked(picks: str, index: int | None, call: tuple[Any, ...]) -> str:
     """Choose a kernel while a graph is captured; the kernel's name becomes a constant of the graph.
 
     Args:
         picks: the number of the :class:`Picks`.
-        device, index: the device of q, k and v.
-        described: the fields of :class:`Asked` between ``device`` and ``features``, then ``gradients``.
-        needed: whether the call needs each of :data:`FEATURES`. ``deterministic`` is looked up here, as a graph is
-            captured again when that switch changes.
+        index: the number of the device of q, k and v.
+        call: what :func:`~.protocol.described` returns.
     """
-    dtype, heads, key_heads, dim, value_dim, causal, gradients = described
-    asked = Asked(device, dtype, heads, key_heads, dim, value_dim, causal, features_among(needed), gradients)
-    asking: Picks = numbered(picks)
-    return pick(
-        asking.given or asking.name, asked, torch.device(device if index is None else f"{device}:{index}")
-    ).kernel.name
+    asked, asking = asked_as(call), numbered(picks)
+    device = torch.device(asked.device if index is None else f"{asked.device}:{index}")
+    return pick(asking.given or asking.name, asked, device).kernel.name
 
 
 class Computed(NamedTuple):
@@ -395,19 +390,8 @@ class Picks:
         Args:
             q, k, v, options, trees, spans: as for :func:`~.protocol.asked_by`.
         """
-        device = q.device
-        gradients = torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad)
-        picked = _picked(
-            self._number, device.type, device.index,
-            (q.dtype, q.shape[-2], k.shape[-2], q.shape[-1], v.shape[-1], options.causal, gradients),
-            (
-                options.window is not None, options.softcap is not None, options.sinks is not None,
-                options.alibi_slopes is not None, options.dropout > 0, False, trees, spans,
-            ),
-        )  # fmt: skip
-        if self.given is not None:
-            return self.given
-        return _BUILT_IN[picked] if picked in _BUILT_IN else named(picked)
+        picked = _picked(self._number, q.device.index, described(q, k, v, options, trees, spans))
+        return named(picked) if self.given is None else self.given
 
     def _warn_if_slow(self, made: Pick, asked: Asked) -> None:
         """Warn of the reference on an accelerator, and of FlexAttention where a faster kernel lacks only the dtype."""

@@ -7,9 +7,8 @@ end, which are gathered, and the results take the place of the first call's.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -90,6 +89,16 @@ def asked_by(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, options: Options, trees: bool = False, spans: bool = False
 ) -> Asked:
     """Describe a call with these arguments. The last two dimensions of q, k and v are heads and head dimension."""
+    return asked_as(described(q, k, v, options, trees, spans))
+
+
+def described(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, options: Options, trees: bool, spans: bool
+) -> tuple[Any, ...]:
+    """Return the fields of :class:`Asked`, with whether the call needs each of :data:`FEATURES` in place of these.
+
+    ``deterministic`` is left to :func:`asked_as`: no tensor says it, and a graph is captured again when it changes.
+    """
     needed = (
         options.window is not None,
         options.softcap is not None,
@@ -100,15 +109,17 @@ def asked_by(
         trees,
         spans,
     )
-    heads, dims = (q.shape[-2], k.shape[-2]), (q.shape[-1], v.shape[-1])
     gradients = torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad)
-    return Asked(q.device.type, q.dtype, *heads, *dims, options.causal, features_among(needed), gradients)
+    heads, dims = (q.shape[-2], k.shape[-2]), (q.shape[-1], v.shape[-1])
+    return (q.device.type, q.dtype, *heads, *dims, options.causal, needed, gradients)
 
 
-def features_among(needed: Sequence[bool]) -> tuple[str, ...]:
-    """The names in :data:`FEATURES` that are ``needed``, one value for each; ``deterministic`` by torch's switch."""
+def asked_as(described: tuple[Any, ...]) -> Asked:
+    """Return a call that is :func:`described`."""
+    *call, needed, gradients = described
     always = ("deterministic",) if torch.are_deterministic_algorithms_enabled() else ()
-    return tuple([name for name, is_needed in zip(FEATURES, needed) if is_needed or name in always])
+    features = tuple([name for name, is_needed in zip(FEATURES, needed) if is_needed or name in always])
+    return Asked._make([*call, features, gradients])
 
 
 class Kernel:

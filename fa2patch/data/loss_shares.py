@@ -14,11 +14,10 @@ from typing import Any, Callable, NamedTuple
 
 import numpy as np
 import torch
-import torch.distributed as dist
 
 from ..documents.names import IGNORED_LABEL, LABELS, TOKENS
 from ..errors import Fa2PatchError, PackingError, StaysPadded
-from ..packing.passes import Units, units_of
+from ..packing.passes import Units, is_mask, of_all_ranks, units_of
 from ..upstream.find_models import outermost_models
 from . import trainer_notes
 
@@ -193,10 +192,7 @@ def tried(loss: Loss, batch: Any, group: int, dtype: torch.dtype, computed: list
 
 def _of_all_ranks(own: Tried) -> Tried:
     """What the tries of all ranks show together."""
-    found: list[Any] = [own]
-    if dist.is_available() and dist.is_initialized():
-        found = [None] * dist.get_world_size()
-        dist.all_gather_object(found, own)
+    found = of_all_ranks(own)
     telling = [each for each in found if each.fitting is not None] or found
     first = telling[0]
     fitting = first.fitting and [share for share in first.fitting if all(share in each.fitting for each in telling)]
@@ -230,7 +226,7 @@ def _shares(batch: Any, group: int) -> list[Share]:
         name
         for name, value in batch.items()
         if isinstance(value, torch.Tensor) and value.dim() == 2 and not value.is_floating_point()
-        if name in LABELS or bool((value == 0).logical_or(value == 1).all()) or bool((value == IGNORED_LABEL).any())
+        if name in LABELS or is_mask(value) or bool((value == IGNORED_LABEL).any())
     ]
     columns.sort(key=lambda name: name not in LABELS)
     of_columns = [Share(group, name, shifted) for name in columns for shifted in (True, False)]

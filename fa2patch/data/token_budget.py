@@ -19,7 +19,7 @@ import torch
 from torch.nn.parallel import DistributedDataParallel
 
 from ..errors import BadArgument, Fa2PatchError
-from ..packing.passes import Passes, most_of_ranks, of_units, units_of
+from ..packing.passes import Passes, of_all_ranks, of_units, units_of
 from ..packing.plans import check_budget
 from . import trainer_notes
 from .loss_shares import Loss, LossShares, Share
@@ -110,15 +110,17 @@ class TokenBudget:
 
     def _cut(self, loss: Loss, model: Any, inputs: Mapping[str, Any]) -> Passes:
         """The passes of a batch, as many on every rank, because ranks meet in each of them."""
-        units = units_of(inputs, self.shares.group(inputs))
+        group = self.shares.group(inputs)
+        units = units_of(inputs, group)
         exceeds = self.shares.more * units.tokens.sum() > self.max_tokens
-        if not self.shares.looked or most_of_ranks(int(exceeds)):  # the first batch tells how many tokens are computed
+        if not self.shares.looked or any(of_all_ranks(bool(exceeds))):  # the first batch shows how much is computed
             _require_last_backwards(self.trainer.accelerator)
             self.shares.look(loss, model, inputs)
-            units = units_of(inputs, self.shares.group(inputs))
+            if self.shares.group(inputs) != group:
+                units = units_of(inputs, self.shares.group(inputs))
         budget = max(int(self.max_tokens / self.shares.more), 1)
         if self.shares.undecided and len(units.tokens) > 1:
-            return of_units(units, max(budget, int(units.tokens.sum())))
+            budget = max(budget, int(units.tokens.sum()))
         return of_units(units, budget, self.too_long, every_rank=True)
 
     # --- computing ---------------------------------------------------------------------------------------------------

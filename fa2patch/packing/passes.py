@@ -140,26 +140,26 @@ def of_units(units: Units, max_tokens: int, too_long: str = "error", every_rank:
     if units.padded:
         return Passes(units, [np.sort(each) for each in _of_near_lengths(tokens, max_tokens, every_rank)])
     dealt = deal(tokens, 1, max_tokens)
-    number = most_of_ranks(len(dealt)) if every_rank else len(dealt)
+    number = max(of_all_ranks(len(dealt))) if every_rank else len(dealt)
     if number > len(dealt):
         dealt = deal(tokens, 1, max_tokens, passes=number)
     (chosen,) = dealt.passes
     return Passes(units, [np.sort(each) for each in chosen])
 
 
-def most_of_ranks(number: int) -> int:
-    """Return the largest number of any rank of ``torch.distributed``."""
+def of_all_ranks(value: Any) -> list[Any]:
+    """Return the value of each rank of ``torch.distributed``, in their order; this one alone if there are no ranks."""
     if not (dist.is_available() and dist.is_initialized()):
-        return number
+        return [value]
     found: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(found, number)
-    return int(max(found))
+    dist.all_gather_object(found, value)
+    return found
 
 
 def _of_near_lengths(tokens: Ints, max_tokens: int, every_rank: bool) -> list[Ints]:
     """Passes of units with near lengths. If other ranks make more, the largest are divided; some may be empty."""
     found = list(plan(tokens, max_tokens, "sorted", seed=None))
-    number = most_of_ranks(len(found)) if every_rank else len(found)
+    number = max(of_all_ranks(len(found))) if every_rank else len(found)
     while len(found) < number:
         at = max(range(len(found)), key=lambda one: len(found[one]))
         found[at : at + 1] = np.array_split(found[at], 2)
@@ -228,18 +228,20 @@ def _documents(batch: Mapping[str, Any], ids: torch.Tensor) -> list[int] | None:
 
 def _of_row(batch: Mapping[str, Any], ids: torch.Tensor, lengths: list[int]) -> Units:
     """The documents of a packed row, without the padding of ``pad_to_multiple_of``."""
-    ends = np.cumsum(np.array(lengths, np.int64))
-    starts = ends - np.array(lengths, np.int64)
+    sizes = np.array(lengths, np.int64)
+    ends = np.cumsum(sizes)
+    starts = ends - sizes
     real = batch.get(REAL)
-    kept = np.flatnonzero(np.array(lengths) > 0)
+    kept = np.flatnonzero(sizes)
     if real is not None:
         kept = kept[real.reshape(-1).cpu().numpy()[starts[kept]] != 0]
     learned = None
     labels = batch.get("labels")  # with weights, they count what the loss is a mean of
     if isinstance(labels, torch.Tensor) and labels.shape == ids.shape[:2]:
-        counted = np.append(0, np.cumsum(labels[0].cpu().numpy() != IGNORED_LABEL))
-        first = labels[0].cpu().numpy()[starts[kept]] != IGNORED_LABEL  # a patched model does not count it
-        learned = (counted[ends[kept]] - counted[starts[kept]] - first).astype(np.int64)
+        counts = labels[0].cpu().numpy() != IGNORED_LABEL
+        before = np.append(0, np.cumsum(counts))
+        # a patched model does not count a document's first label
+        learned = (before[ends] - before[starts])[kept] - counts[starts[kept]]
 
     parts = batch.parts if isinstance(batch, MediaRow) else {}
     places = {
@@ -251,7 +253,7 @@ def _of_row(batch: Mapping[str, Any], ids: torch.Tensor, lengths: list[int]) -> 
     def take(chosen: Ints) -> Any:
         return _row(batch, places, starts, ends, kept[chosen])
 
-    return Units(np.array(lengths, np.int64)[kept], learned, take)
+    return Units(sizes[kept], learned, take)
 
 
 _OF_DOCUMENTS = -1
@@ -351,7 +353,7 @@ def _rows(value: Any, rows: int, at: torch.Tensor, units: torch.Tensor) -> Any:
     return value
 
 
-def _is_mask(value: torch.Tensor) -> bool:
+def is_mask(value: torch.Tensor) -> bool:
     """Whether a tensor ``[rows, length]`` holds zeros and ones only."""
     integer = not (value.is_floating_point() or value.is_complex())
     return value.dim() == 2 and integer and bool(((value == 0) | (value == 1)).all())
@@ -371,11 +373,11 @@ def _hidden(values: Sequence[torch.Tensor]) -> torch.Tensor | None:
 
     That is what no mask shows, if each of the others holds one number there. Else the masks are no masks of padding.
     """
-    masks = [value != 0 for value in values if _is_mask(value)]
+    masks = [value != 0 for value in values if is_mask(value)]
     if not masks:
         return None
     hidden = ~torch.stack(masks).any(0)
-    held = [value[hidden] for value in values if not _is_mask(value)]
+    held = [value[hidden] for value in values if not is_mask(value)]
     return None if any(len(each) and bool((each != each[0]).any()) for each in held) else hidden
 
 
@@ -387,14 +389,14 @@ def _tokens(tensors: Mapping[str, torch.Tensor], rows: int) -> Ints:
     """
     found = np.zeros(rows, np.int64)
     for width, values in _widths(tensors, rows).items():
-        ids = [value for value in values if not _is_mask(value) and bool((value >= 0).all())]
+        ids = [value for value in values if not is_mask(value) and bool((value >= 0).all())]
         hidden = _hidden(values)
         if hidden is None:
             found += width
         elif all(torch.equal(one, ids[0]) for one in ids):
             found += (~hidden).sum(1).cpu().numpy()
         else:
-            found += sum((value != 0).sum(1).cpu().numpy() for value in values if _is_mask(value))
+            found += sum((value != 0).sum(1).cpu().numpy() for value in values if is_mask(value))
     return np.maximum(found, 1)
 
 

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import os
+import sys
 import tempfile
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -13,8 +15,10 @@ from stage import furthest, losses_of, padded, tiny_llama, weights
 from transformers import Trainer, TrainingArguments
 
 import fa2patch
+from fa2patch.data import token_budget
 from fa2patch.data.loss_shares import Share
 from fa2patch.errors import BadArgument, PackingError, StaysPadded
+from fa2patch.packing.passes import of_units
 
 STEPS = 6
 
@@ -255,6 +259,19 @@ def test_losses_that_do_not_tell() -> None:
 
     with pytest.warns(StaysPadded, match="computed in one pass, because its documents do not tell"):
         trained(fa2patch.packed_trainer(Zero, max_tokens=100))
+
+
+@pytest.mark.parametrize("documents", [1, 3])
+def test_ranks_meet_as_often_while_nothing_is_known(documents: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A rank with one document did not know either, and waited for ranks with several, which did not come."""
+    meetings: list[Any] = []
+    for module in (token_budget, sys.modules[of_units.__module__]):
+        monkeypatch.setattr(module, "of_all_ranks", lambda value: meetings.append(value) or [value])
+    budget = object.__new__(token_budget.TokenBudget)
+    budget.max_tokens, budget.too_long, budget.trainer = 100, "error", SimpleNamespace(accelerator=None)
+    budget.shares = SimpleNamespace(group=lambda batch: 1, look=lambda *asked: None, looked=1, more=1.0, undecided=True)
+    cut = budget._cut(None, None, padded([{"input_ids": [1] * 90}] * documents))
+    assert len(cut) == 1 and len(meetings) == 2
 
 
 def test_a_loop_of_its_own_is_refused() -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib
 import json
 from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -93,7 +93,7 @@ def compared(lengths: Ints, max_tokens: int, batch_size: int, ranks: int) -> lis
     """Return what each way takes in an epoch: padded and packed mini-batches, mini-batches in passes, filled rows."""
     drawn = np.random.default_rng(0).permutation(len(lengths))
     steps = np.array_split(drawn, range(batch_size * ranks, len(drawn), batch_size * ranks))
-    batches = [[part for part in np.array_split(step, min(ranks, len(step)))] for step in steps]
+    batches = [np.array_split(step, min(ranks, len(step))) for step in steps]
     wide = [[np.full(len(batch), lengths[batch].max()) for batch in step] for step in batches]
     packed = [[lengths[batch] for batch in step] for step in batches]
     padded = _way("padded mini-batches", wide, lengths)
@@ -103,17 +103,16 @@ def compared(lengths: Ints, max_tokens: int, batch_size: int, ranks: int) -> lis
     costs = sampler.costs()
     rows = plan(lengths, max_tokens)
     filled = [[lengths[row] for row in rows[at : at + ranks]] for at in range(0, len(rows), ranks)]
-    cut = _way("mini-batches, in passes", packed, lengths)
-    found = [
-        padded,
-        _way("mini-batches, packed", packed, lengths),
-        Way(
-            cut.name, len(costs), float(np.mean(sampler.passes)), cut.tokens, 0.0, min(max_tokens, cut.largest),
-            cut.cost, imbalance(costs),
-        ),
-        _way("rows filled to the budget", filled, lengths),
-    ]  # fmt: skip
-    return [Way(**{**asdict(way), "cost": way.cost / padded.cost}) for way in found]
+    whole = _way("mini-batches, packed", packed, lengths)
+    cut = replace(
+        whole,
+        name="mini-batches, in passes",
+        passes=float(np.mean(sampler.passes)),
+        largest=min(max_tokens, whole.largest),
+        imbalance=imbalance(costs),
+    )
+    ways = [padded, whole, cut, _way("rows filled to the budget", filled, lengths)]
+    return [replace(way, cost=way.cost / padded.cost) for way in ways]
 
 
 def _way(name: str, steps: list[list[Ints]], lengths: Ints) -> Way:

@@ -15,7 +15,7 @@ import numpy as np
 from torch.utils.data import get_worker_info
 
 from ..errors import PackingError
-from .samplers import ALL_RANKS, _place
+from .samplers import ALL_RANKS, replicas_and_rank
 
 SPLIT = "split"
 
@@ -36,7 +36,7 @@ class Part(NamedTuple):
 
 def this_rank() -> tuple[int, int]:
     """Return this rank and the number of ranks, counted as :class:`~.samplers.PackedBatchSampler` does."""
-    ranks, rank = _place(None, None, None)
+    ranks, rank = replicas_and_rank(None, None, None)
     assert isinstance(rank, int), "it was not asked for by name"
     return rank, ranks
 
@@ -95,7 +95,7 @@ _UNKNOWN_RANKS = (
 def check_ranks(ranks: Any) -> None:
     """Refuse an option that is not one of ``"split"``, ``"all"``, None and (rank, ranks)."""
     if isinstance(ranks, tuple) and len(ranks) == 2 and all(type(one) is int for one in ranks):
-        _place(ranks[1], ranks[0], None)  # checks that the rank is one of them
+        replicas_and_rank(ranks[1], ranks[0], None)  # checks that the rank is one of them
     elif not (ranks is None or (isinstance(ranks, str) and ranks in (SPLIT, ALL_RANKS))):
         raise PackingError(f"ranks: expected 'split', 'all', None or a tuple (rank, ranks), found {ranks!r}.")
 

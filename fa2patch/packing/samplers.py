@@ -138,7 +138,7 @@ class PackedBatchSampler(Sampler[list[int]]):
         drop_last: bool = False,
     ) -> None:
         self.lengths = as_lengths(lengths)
-        self.num_replicas, self.rank = _place(num_replicas, rank, ranks_per_row)
+        self.num_replicas, self.rank = replicas_and_rank(num_replicas, rank, ranks_per_row)
         policies = ("error", "drop", "alone") if strategy == MINI_BATCHES else ("error", "drop")
         if too_long not in policies:
             raise PackingError(
@@ -305,7 +305,9 @@ class PackedBatchSampler(Sampler[list[int]]):
         return epochs.of_plan(planned, each, self.num_replicas, self._window, seed, self._drop_last, ordered)
 
 
-def _place(num_replicas: int | None, rank: int | str | None, ranks_per_row: int | None) -> tuple[int, int | str]:
+def replicas_and_rank(
+    num_replicas: int | None, rank: int | str | None, ranks_per_row: int | None
+) -> tuple[int, int | str]:
     """Return the number of replicas and this process's replica, or ``"all"``, from what the user passed.
 
     A replica gets a row of its own in every step. It is one process or, under tensor and context parallelism, the group

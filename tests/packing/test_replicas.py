@@ -12,17 +12,6 @@ LENGTHS = np.random.default_rng(1).integers(1, 4097, 600)
 
 
 @pytest.fixture
-def process(monkeypatch):
-    """Return a function that makes this process one of several, as torchrun does."""
-
-    def become(processes, rank):
-        monkeypatch.setenv("WORLD_SIZE", str(processes))
-        monkeypatch.setenv("RANK", str(rank))
-
-    return become
-
-
-@pytest.fixture
 def accelerator():
     """Return a function that makes an Accelerator in this process and sets its ParallelismConfig."""
     accelerate = pytest.importorskip("accelerate", minversion="1.12")

@@ -167,17 +167,6 @@ class SplitByRank(IterableDataset):
         yield from own if worker is None else own[worker.id :: worker.num_workers]
 
 
-@pytest.fixture
-def process(monkeypatch):
-    """Return a function that makes this process one of several, as torchrun does."""
-
-    def become(rank, processes):
-        monkeypatch.setenv("WORLD_SIZE", str(processes))
-        monkeypatch.setenv("RANK", str(rank))
-
-    return become
-
-
 def loaded(rows, workers, loader=DataLoader, **options):
     fork = {"multiprocessing_context": "fork"} if workers else {}
     return loader(rows, batch_size=None, num_workers=workers, **fork, **options)
@@ -195,7 +184,7 @@ def first_tokens(rows):
 def test_every_example_once(examples, split, workers, ranks, process):
     found = Counter()
     for rank in range(ranks):
-        process(rank, ranks)
+        process(ranks, rank)
         own = first_tokens(loaded(stream(examples, 16, 5, ranks=split), workers))
         assert sum(own.values()) in range(40 // ranks - 4, 40 // ranks + 5), "a rank with hardly any examples"
         found += own
@@ -209,7 +198,7 @@ def test_a_rank_of_a_device_mesh():
 
 
 def test_ranks_that_nothing_is_known_of_are_refused(process):
-    process(0, 2)
+    process(2, 0)
     with pytest.raises(PackingError, match=r"read by 2 ranks.*ranks='split'.*ranks='all'.*dispatch_batches"):
         next(iter(stream(EXAMPLES, 16)))
     for wrong in ("both", 0, (0,), (0.0, 2), ("0", "2"), [0, 2]):
@@ -220,7 +209,7 @@ def test_ranks_that_nothing_is_known_of_are_refused(process):
 
 
 def test_what_datasets_has_split_is_not_split_again(process):
-    process(1, 2)
+    process(2, 1)
 
     class Examples(Whole):
         _distributed = "of split_dataset_by_node"
@@ -238,7 +227,7 @@ def test_rows_that_are_dealt_to_ranks_are_not_split(file, workers, process):
     shard = pytest.importorskip(file).IterableDatasetShard
     rows, found = stream(EXAMPLES, 16, 5), Counter()
     for rank in range(2):
-        process(rank, 2)
+        process(2, rank)
         found += first_tokens(loaded(shard(rows, 1, num_processes=2, process_index=rank), workers))
         for ranks in ("split", (rank, 2)):
             with pytest.raises(PackingError, match="accelerate .or Trainer. gives each rank some of the rows"):
@@ -462,7 +451,7 @@ def test_an_iterable_dataset_of_datasets(workers, shuffled, process):
 
     counted = Counter()
     for rank in range(2):
-        process(rank, 2)
+        process(2, rank)
         counted += first_tokens(loaded(new(rank), workers))
     assert counted == Counter([*range(3, 43)] * 6)
     stateful = pytest.importorskip("torchdata.stateful_dataloader").StatefulDataLoader
@@ -485,7 +474,7 @@ def test_a_web_dataset(workers, tmp_path, process):
                 written.write({"__key__": str(number), "json": EXAMPLES[number]})
     counted = Counter()
     for rank in range(2):
-        process(rank, 2)
+        process(2, rank)
         urls = [str(tmp_path / f"{shard}.tar") for shard in range(4)]
         read = webdataset.WebDataset(urls, nodesplitter=webdataset.split_by_node, shardshuffle=False, empty_check=False)
         examples = read.decode().map(lambda sample: sample["json"])

@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import gc
 import itertools
 import sys
 import traceback
@@ -58,7 +59,8 @@ _HOST = "_bench_on_host"
 def calls(function: Callable[[], Any]) -> Counter[str]:
     """Call a function and count the calls of Python functions in it, itself included, by ``module.function``.
 
-    Every step of a generator is a call. The sum of the values is the same on any machine with these versions.
+    Every step of a generator is a call. The sum of the values is the same on any machine with these versions. Nothing is
+    collected meanwhile: a collection would add the finalizers and weakref callbacks of whatever ran before.
     """
     found: Counter[str] = Counter()
 
@@ -66,12 +68,15 @@ def calls(function: Callable[[], Any]) -> Counter[str]:
         if event == "call":
             found[f"{_module(frame)}.{frame.f_code.co_name}"] += 1
 
-    before = sys.getprofile()
+    before, collecting = sys.getprofile(), gc.isenabled()
+    gc.disable()
     sys.setprofile(told)
     try:
         function()
     finally:
         sys.setprofile(before)
+        if collecting:
+            gc.enable()
     return found
 
 

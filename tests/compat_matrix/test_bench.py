@@ -1,5 +1,6 @@
 """The bench counts and computes what it claims. No test depends on how long anything takes."""
 
+import gc
 import os
 import shutil
 import subprocess
@@ -76,6 +77,20 @@ def test_calls_of_python_functions_are_counted():
     here = f"{__name__}."
     assert (found[f"{here}outer"], found[f"{here}inner"], sys.getprofile()) == (1, 3, None)
     assert counting.calls(outer) == found
+
+
+def test_finalizers_of_what_is_collected_meanwhile_are_not_counted():
+    class InACycle:
+        def __init__(self):
+            self.itself = self
+
+        def __del__(self):
+            pass
+
+    InACycle()
+    found = counting.calls(lambda: [[] for _ in range(2000)])  # so many lists make Python collect
+    assert not [name for name in found if name.endswith("__del__")]
+    assert gc.isenabled()
 
 
 @pytest.mark.parametrize("given, reads, derived", [("position_ids", 1, 1), ("lengths", 0, 0)])

@@ -2,8 +2,9 @@
 
 Counts are of Python's calls, so that no machine's noise hides them. What is counted of a forward is beyond the same
 model with the kernel called by hand, or without a patch where Transformers has no registry of attention functions
-(before 4.48). Times are the medians of repetitions in turns. Each side of each release runs in processes of its own, in
-the order before, after, after, before, ...
+(before 4.48). Times are the medians of repetitions in turns, of processor time, as other processes may run meanwhile;
+only the import's are of the clock. Each side of each release runs in processes of its own, in the order before, after,
+after, before, ...
 """
 
 from __future__ import annotations
@@ -230,10 +231,10 @@ def _microseconds(run: Callable[[], Any], base: Callable[[], Any]) -> float:
     taken = []
     with _without_collection():
         for _ in range(REPEATS):
-            times = [time.perf_counter()]
+            times = [time.process_time()]
             for each in (base, run):
                 each()
-                times.append(time.perf_counter())
+                times.append(time.process_time())
             taken.append((times[2] - times[1]) - (times[1] - times[0]))
     return 1e6 * statistics.median(taken)
 

@@ -15,10 +15,12 @@ import time
 from collections.abc import Iterator, Mapping
 from typing import Any, Callable
 
+import numpy as np
 import torch
 from torch.nn.parallel import DistributedDataParallel
 
 from ..errors import BadArgument, Fa2PatchError
+from ..packing import example_costs, imbalance
 from ..packing.passes import Passes, of_all_ranks, of_units, units_of
 from ..packing.plans import check_budget
 from . import trainer_notes
@@ -38,6 +40,7 @@ class TokenBudget:
         shares: What is known of the trainer's loss.
         batches, passes, tokens, padded_tokens: Numbers of batches, of their passes, of their tokens, and of their
             tokens with padding, since the last log.
+        costs: The cost of each of these batches on each rank, tokens and attention, a list of ``[ranks]``.
     """
 
     def __init__(self, trainer: Any, max_tokens: int, too_long: str = "error") -> None:
@@ -93,11 +96,14 @@ class TokenBudget:
             logs["passes_per_batch"] = round(self.passes / self.batches, 3)
             logs["tokens_per_second"] = round(self.tokens / (time.perf_counter() - self._since), 1)
             logs["padding_avoided"] = round(1 - self.tokens / max(self.padded_tokens, self.tokens), 4)
+            if len(self.costs[0]) > 1:
+                logs["imbalance_over_ranks"] = round(imbalance(np.array(self.costs)), 4)
             self._forget()
         return log(logs, *args, **kwargs)
 
     def _forget(self) -> None:
         self.batches = self.passes = self.tokens = self.padded_tokens = 0
+        self.costs: list[list[float]] = []
         self._since = time.perf_counter()
 
     def _count(self, inputs: Mapping[str, Any], passes: Passes) -> None:
@@ -112,8 +118,10 @@ class TokenBudget:
         """The passes of a batch, as many on every rank, because ranks meet in each of them."""
         group = self.shares.group(inputs)
         units = units_of(inputs, group)
-        exceeds = self.shares.more * units.tokens.sum() > self.max_tokens
-        if not self.shares.looked or any(of_all_ranks(bool(exceeds))):  # the first batch shows how much is computed
+        exceeds = bool(self.shares.more * units.tokens.sum() > self.max_tokens)
+        met = of_all_ranks((exceeds, float(example_costs(units.tokens).sum())))
+        self.costs.append([cost for _, cost in met])
+        if not self.shares.looked or any(each for each, _ in met):  # the first batch shows how much is computed
             _require_last_backwards(self.trainer.accelerator)
             self.shares.look(loss, model, inputs)
             if self.shares.group(inputs) != group:

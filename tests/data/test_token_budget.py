@@ -269,9 +269,10 @@ def test_ranks_meet_as_often_while_nothing_is_known(documents: int, monkeypatch:
         monkeypatch.setattr(module, "of_all_ranks", lambda value: meetings.append(value) or [value])
     budget = object.__new__(token_budget.TokenBudget)
     budget.max_tokens, budget.too_long, budget.trainer = 100, "error", SimpleNamespace(accelerator=None)
+    budget.costs = []
     budget.shares = SimpleNamespace(group=lambda batch: 1, look=lambda *asked: None, looked=1, more=1.0, undecided=True)
     cut = budget._cut(None, None, padded([{"input_ids": [1] * 90}] * documents))
-    assert len(cut) == 1 and len(meetings) == 2
+    assert len(cut) == 1 and len(meetings) == 2, "work of ranks is exchanged with what they ask each other anyway"
 
 
 def test_a_loop_of_its_own_is_refused() -> None:

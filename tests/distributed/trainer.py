@@ -14,8 +14,9 @@ import warnings
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
-from ranks import finish, whole_weights
+from ranks import finish, of_every_rank, whole_weights
 from stage import Stage, furthest, largest_relative_difference, packed, padded, tiny_llama, weights
 from transformers import Trainer, TrainerCallback
 
@@ -43,7 +44,14 @@ def main(engine: str, *told: str) -> None:
     given = {"gradient_accumulation_steps": ACCUMULATED, "callbacks": [between], **options(engine)}
     if budget:
         given["kind"] = fa2patch.packed_trainer(Trainer, max_tokens=BUDGET)
-    run = stage.run(tiny_llama(), packed, patched=True, steps=STEPS, **given)
+    costs: list[float] = []
+
+    def collate(features: Any) -> Any:
+        lengths = np.array([len(one["input_ids"]) for one in features])
+        costs.append(float(fa2patch.packing.example_costs(lengths).sum()))
+        return packed(features)
+
+    run = stage.run(tiny_llama(), collate, patched=True, steps=STEPS, **given)
     trainer = run["trainer"]
     expected = torch.load(reference)
     with whole_weights(run["model"]):
@@ -62,11 +70,20 @@ def main(engine: str, *told: str) -> None:
     if budget:
         passes = [entry["passes_per_batch"] for entry in trainer.state.log_history if "loss" in entry]
         finding["passes_per_batch"] = passes
-        finding["ok"] = finding["ok"] and max(passes) > 2
+        apart = [entry["imbalance_over_ranks"] for entry in trainer.state.log_history if "loss" in entry]
+        finding["imbalance_over_ranks"] = apart
+        finding["ok"] = finding["ok"] and max(passes) > 2 and apart == imbalances(costs)
     if engine != "ddp":
         finding["zero_stage"] = trainer.model_wrapped.zero_optimization_stage()
         finding["ok"] = finding["ok"] and f"zero{finding['zero_stage']}" == engine
     finish(out, finding)
+
+
+def imbalances(costs: list[float]) -> list[float]:
+    """What the costs of this rank's batches, and those of the others, are to give in the log of each step."""
+    batches = np.array(of_every_rank(costs[: STEPS * ACCUMULATED])).T  # a loader reads ahead
+    steps = np.split(batches, STEPS)
+    return [round(fa2patch.packing.imbalance(each), 4) for each in steps]
 
 
 def options(engine: str) -> dict[str, Any]:

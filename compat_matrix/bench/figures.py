@@ -27,7 +27,7 @@ GPU = "first_gpu"
 
 PARTS = [
     "calls", "startup", "overhead", "growth", "syncs", "dry", "kernels", "steps", "memory", "training", "sharing",
-    "embeddings", "packing", "dealing", "streams",
+    "embeddings", "packing", "dealing", "budget", "streams",
 ]  # fmt: skip
 """What is measured on a CPU, in the order of BENCH.md: a result file and a function ``bench_...`` for each."""
 

@@ -36,13 +36,13 @@ def of_process(module: str, *arguments: str) -> int:
     return int(printed(module, *arguments))
 
 
-def printed(module: str, *arguments: str) -> str:
-    """Run a module in a process of its own, and return what it prints.
+def printed(module: str, *arguments: str, python: Path | str = sys.executable) -> str:
+    """Run a module in a process of its own, of this Python or another one, and return what it prints.
 
     Raises:
         RuntimeError: the process fails.
     """
-    done = subprocess.run([sys.executable, "-m", module, *arguments], capture_output=True, text=True)
+    done = subprocess.run([str(python), "-m", module, *arguments], capture_output=True, text=True)
     if done.returncode:
         raise RuntimeError(done.stderr[-1500:])
     return done.stdout

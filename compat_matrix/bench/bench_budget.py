@@ -1,0 +1,69 @@
+"""Trainers with a budget of tokens beside the same trainers padded: how far apart, how many passes, what memory."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from .. import commits, environments
+from ..ecosystem.stacks import stacks
+from . import memory
+from .budget import PADDED
+
+STACK = "trl-0.19.1"
+"""The loss of TRL 1.16 reserves half a MB for each token, whatever the vocabulary: more than all else of a tiny model."""
+
+KINDS = {"trainer": "Trainer", "sft": "SFTTrainer", "dpo": "DPOTrainer", "grpo": "GRPOTrainer"}
+PARTS = {"2": 2.0, "1": 1.0, "1/2": 0.5}
+"""Budgets, by the part that they are of a mean batch's tokens."""
+
+
+@pytest.fixture
+def stack(quick: bool, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
+    """A function that trains one trainer one way in a process of the stack."""
+    wanted = stacks()[STACK]
+    python = environments.make(wanted.environment, folder)
+    tests = commits.ROOT / "tests"
+    for name, value in wanted.variables.items():
+        monkeypatch.setenv(name, value)
+
+    def run(kind: str, way: str) -> dict[str, Any]:
+        out = tmp_path / "found.pt"
+        with environments.only_our_packages() as ours:
+            path = (ours, tests / "helpers", tests / "integrations" / "scripts")
+            monkeypatch.setenv("PYTHONPATH", os.pathsep.join(map(str, path)))
+            memory.printed("compat_matrix.bench.budget", kind, way, "4" if quick else "50", str(out), python=python)
+        return dict(torch.load(out))
+
+    return run
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def bench_budget(rows: Any, quick: bool, stack: Any, kind: str) -> None:
+    """Fifty steps padded, and with budgets of twice, once and half the tokens of a mean batch, in float32.
+
+    The trainers of the tests: a tiny Llama, batches of 4 (SFT), 4 pairs (DPO) and 8 (the others); GRPO has its default
+    loss, completions drawn in advance, and two batches for each of its steps. *Losses* and *weights*: the largest
+    difference to padded training. A peak is the most bytes of tensors that a batch has in use beyond those before it,
+    as the allocator records them, in a process of its own: *peak* is that of the median batch, *largest* that of the
+    worst. Code that fa2patch does not know is tried in some of the first batches, and what a loss is a mean of in
+    batches 1 to 8, 16 and 32; that is in *largest*.
+    """
+    if quick and kind != "trainer":
+        return  # the environment of a quick run has no TRL
+    rows.on = " with ".join(f"{name} {stacks()[STACK].pins[name]}" for name in ("trl", "transformers"))
+    padded = stack(kind, PADDED)
+    for part, times in {PADDED: 0.0, **PARTS}.items():
+        budget = round(times * padded["tokens"])
+        found = stack(kind, f"budget{budget}") if times else padded
+        losses = max(abs(a - b) for a, b in zip(found["losses"], padded["losses"]))
+        weights = max(float((found["weights"][name] - each).abs().max()) for name, each in padded["weights"].items())
+        row = {"trainer": KINDS[kind], "batches": part, "tokens": budget or "", "steps": found["steps"]}
+        row |= {"passes": f"{found['passes']:.2f}", "peak, MB": f"{np.median(found['peaks']) / 1e6:.1f}"}
+        row["largest, MB"] = f"{max(found['peaks']) / 1e6:.1f}"
+        rows.append({**row, "losses": f"{losses:.0e}" if times else "", "weights": f"{weights:.0e}" if times else ""})

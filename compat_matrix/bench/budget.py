@@ -1,0 +1,84 @@
+"""Trains one of the trainers that the tests have, padded or with a budget of tokens, and writes what it took.
+
+``python -m compat_matrix.bench.budget KIND WAY STEPS OUT`` runs in the environment of a stack, with ``tests/helpers``
+and ``tests/integrations/scripts`` on ``PYTHONPATH``. The part *budget* starts it. OUT gets the weights, the optimizer's
+steps, the loss and the peak of memory of each batch, the passes of a batch, and the tokens of a padded one.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import itertools
+import sys
+from typing import Any
+
+import torch
+
+import fa2patch
+
+PADDED = "padded"
+
+
+def main(kind: str, way: str, steps: str, out: str) -> None:
+    """Train, and write what was found."""
+    torch.set_num_threads(1)
+    trainer = made(kind, way, int(steps))
+    losses: list[float] = []
+    peaks: list[int] = []
+    tokens: list[int] = []
+    step = trainer.training_step
+
+    @functools.wraps(step)
+    def noted(*args: Any, **kwargs: Any) -> Any:
+        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profile:
+            loss = step(*args, **kwargs)
+        losses.append(float(loss))
+        peaks.append(peak(profile))
+        return loss
+
+    trainer.training_step = noted
+    if way == PADDED:  # on a patched model, a hook is code that fa2patch does not know and tries, which takes memory
+        trainer.model.register_forward_pre_hook(functools.partial(count, tokens), with_kwargs=True)
+    trainer.train()
+    logs = [entry.get("passes_per_batch", 1.0) for entry in trainer.state.log_history if "loss" in entry]
+    found = {
+        "losses": losses, "weights": trainer.model.state_dict(), "steps": trainer.state.global_step,
+        "passes": sum(logs) / len(logs), "peaks": peaks, "tokens": sum(tokens) / len(losses),
+    }  # fmt: skip
+    torch.save(found, out)
+
+
+def made(kind: str, way: str, steps: int) -> Any:
+    """Make a trainer of the tests: Transformers' Trainer, or one of TRL's. GRPO's completions are drawn in advance."""
+    if kind != "trainer":
+        script = importlib.import_module("trl_groups" if kind == "grpo" else "trl_pairs")
+        return script.make(kind, "function" if kind == "grpo" else "full", steps, way, [])
+    stage = importlib.import_module("stage")
+    trainer = importlib.import_module("transformers").Trainer
+    if way != PADDED:
+        trainer = fa2patch.packed_trainer(trainer, max_tokens=int(way[len("budget") :]))
+    options = {"kind": trainer, "max_steps": steps, "learning_rate": 1e-4, "adam_epsilon": 1e-5}
+    return stage.Stage(trl=False).trainer(stage.tiny_llama(), stage.padded, **options)
+
+
+def count(tokens: list[int], model: Any, args: Any, kwargs: Any) -> None:
+    """Note the real tokens of a call with gradients."""
+    if torch.is_grad_enabled() and model.training:
+        mask = kwargs.get("attention_mask")
+        tokens.append(int(mask.sum()) if mask is not None else kwargs["input_ids"].numel())
+
+
+def peak(profile: Any) -> int:
+    """Return the most bytes of tensors that a profiled step had in use beyond those in use before it.
+
+    The allocator's own records add up to it, so it is the same in every run. The peak of a process is not: what a C
+    library keeps of freed memory is as much as a small model needs.
+    """
+    events = [event for event in profile.profiler.kineto_results.events() if event.name() == "[memory]"]
+    events.sort(key=lambda event: event.start_ns())
+    return max(itertools.accumulate(event.nbytes() for event in events), default=0)
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

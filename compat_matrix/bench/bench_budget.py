@@ -16,7 +16,7 @@ from . import memory
 from .budget import PADDED
 
 STACK = "trl-0.19.1"
-"""The loss of TRL 1.16 reserves half a MB for each token, whatever the vocabulary: more than all else of a tiny model."""
+"""The loss of TRL 1.16 reserves half a MB for each token, for any vocabulary: more than all else of a tiny model."""
 
 KINDS = {"trainer": "Trainer", "sft": "SFTTrainer", "dpo": "DPOTrainer", "grpo": "GRPOTrainer"}
 PARTS = {"2": 2.0, "1": 1.0, "1/2": 0.5}

@@ -49,3 +49,9 @@ def test_padded_batches_are_computed_packed_on_request(stack: str, package: str)
     found = runs(stack, package)
     assert_same_losses(found["padded batches"], found["padded"])
     assert sum(found["padded batches"]["tokens"]) < 0.8 * sum(found["padded"]["tokens"])
+
+
+def test_passes_in_manual_optimization_make_the_steps_of_padded_batches(stack: str, package: str) -> None:
+    found = runs(stack, package)
+    assert_same_losses(found["passes"], found["padded"])
+    assert max(found["passes"]["passes"]) <= 40 and len(found["passes"]["passes"]) > 8

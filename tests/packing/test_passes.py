@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import sys
+
 import numpy as np
 import pytest
 import torch
@@ -53,6 +55,25 @@ def test_every_token_is_in_exactly_one_pass_within_the_budget(lengths: list[int]
         assert len(held) == tokens == sum(lengths[unit] for unit in units)
     if any(length > 1 for length in lengths):
         assert cut.shares.sum() == pytest.approx(1)
+
+
+@settings(max_examples=30, deadline=None)
+@given(st.lists(LISTS, min_size=1, max_size=5), st.integers(40, 90), st.sampled_from(sorted(KINDS)))
+def test_ranks_make_as_many_passes_within_the_budget(ranks: list[list[int]], budget: int, kind: str) -> None:
+    """Passes beyond a rank's documents have nothing to learn."""
+    batches = [KINDS[kind](lengths) for lengths in ranks]
+    needed = max(len(passes(batch, budget)) for batch in batches)
+    for lengths, batch in zip(ranks, batches):
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(sys.modules["fa2patch.packing.passes"], "of_all_ranks", lambda own: [own, needed])
+            cut = passes(batch, budget, every_rank=True)
+            parts = list(cut)
+        assert len(parts) == len(cut) == needed
+        assert sorted(np.concatenate(cut.units).tolist()) == list(range(len(lengths)))
+        assert max(cut.tokens) <= budget and sum(cut.tokens) == sum(lengths)
+        for units, part in zip(cut.units, parts):
+            rows = [one["labels"] for one in part] if kind == "examples" else [part["labels"].flatten().tolist()]
+            assert len(units) or {label for row in rows for label in row} == {-100}
 
 
 @settings(max_examples=20, deadline=None)

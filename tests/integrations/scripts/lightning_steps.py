@@ -1,8 +1,8 @@
 """Train and test a LightningModule, padded without fa2patch and packed: ``lightning_steps.py PACKAGE``.
 
 PACKAGE is ``lightning.pytorch`` or ``pytorch_lightning``. Prints a JSON object with an entry for each run: the losses
-of training and of the test, the number of tokens that the first layer computed in each forward, and the names of the
-patched models. The runs differ in the batches, and in the method of the module that makes the model.
+of training and of the test, the number of tokens that the first layer computed in each forward, those of each pass, and
+the names of the patched models. The runs differ in the batches, and in the method of the module that makes the model.
 """
 
 from __future__ import annotations
@@ -23,7 +23,9 @@ RUNS = {
     "packed, made in setup": ("setup", "packed"),
     "packed, made in configure_model": ("configure_model", "packed"),
     "padded batches": ("init", "padded batches"),
+    "passes": ("init", "passes"),
 }
+BUDGET = 40
 """The method that makes the model, and the batches. Nothing of fa2patch is imported before the first run."""
 
 
@@ -33,6 +35,7 @@ class Module(pl.LightningModule):  # type: ignore[misc,name-defined]
         self.where = where
         self.found: list[float] = []
         self.tokens: list[int] = []
+        self.passes: list[int] = []
         if self.where == "init":
             self.make()
 
@@ -72,15 +75,36 @@ class Module(pl.LightningModule):  # type: ignore[misc,name-defined]
         return torch.optim.AdamW(self.parameters(), lr=1e-3)
 
 
+class InPasses(Module):
+    """Steps by itself, in passes of a budget."""
+
+    def __init__(self, where: str) -> None:
+        super().__init__(where)
+        self.automatic_optimization = False
+
+    def training_step(self, batch: dict[str, Any], number: int) -> None:
+        from fa2patch.packing import passes
+
+        parts, loss, optimizer = passes(batch, BUDGET), 0.0, self.optimizers()
+        optimizer.zero_grad()
+        for part, share in zip(parts, parts.shares):
+            each = self.net["llm"](**part, use_cache=False).loss * share
+            self.manual_backward(each)
+            loss += each.item()
+        optimizer.step()
+        self.passes += parts.tokens.tolist()
+        self.found.append(loss)
+
+
 def run(where: str, how: str) -> dict[str, Any]:
     collate, callbacks = padded, []
     if how != "padded":
         import fa2patch
 
         callbacks = [fa2patch.LightningCallback(padded_batches=how == "padded batches" or None)]
-        collate = fa2patch.DataCollatorWithFlattening() if how == "packed" else padded  # type: ignore[assignment]
+        collate = fa2patch.DataCollatorWithFlattening() if how in ("packed", "passes") else padded  # type: ignore[assignment]
     loader = torch.utils.data.DataLoader(documents(4 * STEPS), batch_size=4, collate_fn=collate)  # type: ignore[arg-type]
-    module = Module(where)
+    module = InPasses(where) if how == "passes" else Module(where)
     trainer = pl.Trainer(
         accelerator="cpu", devices=1, max_epochs=1, logger=False, enable_checkpointing=False, callbacks=callbacks[:],
         enable_progress_bar=False, enable_model_summary=False,
@@ -90,6 +114,7 @@ def run(where: str, how: str) -> dict[str, Any]:
     trainer.test(module, loader, verbose=False)
     return {
         "losses": module.found[:trained], "test": module.found[trained:], "tokens": module.tokens,
+        "passes": module.passes,
         "patched": [name for callback in callbacks for name in callback.patches],
     }  # fmt: skip
 

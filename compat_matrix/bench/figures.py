@@ -108,6 +108,8 @@ def quotes(results: Mapping[str, Result]) -> list[tuple[str, str]]:
     flan, orca = (row["to padded"] for row in on_gpu if ", fa2patch:" in row[""])
     plans = results["packing"]["rows"]
     more = max(float(row["rows / fewest"]) for row in plans) - 1
+    budgets = results["budget"]["rows"]
+    apart = [max(float(row[name] or 0) for row in budgets) for name in ("losses", "weights")]
     share = " and ".join(row["share of it"] for row in results["training"]["rows"])
     return [
         ("README.md", f"On a CPU, training reaches {share} of the throughput"),
@@ -131,7 +133,19 @@ def quotes(results: Mapping[str, Result]) -> list[tuple[str, str]]:
             f"A million lengths take at most {max(row['processor, s'] for row in plans):.2f} seconds of processor "
             f"time, and at most {more:.1%} more rows than the fewest that could hold them",
         ),
+        (
+            "docs/packing.md",
+            f"losses are at most {apart[0]:.0e} and weights at most {apart[1]:.0e} from padded training",
+        ),
+        *[("docs/packing.md", _of_budgets(budgets, kind)) for kind in dict.fromkeys(row["trainer"] for row in budgets)],
     ]
+
+
+def _of_budgets(rows: list[Any], trainer: str) -> str:
+    """Return a row of the table of docs/packing.md: passes and peaks of a trainer, padded and by budget."""
+    of = [row for row in rows if row["trainer"] == trainer]
+    cells = [f"{row['passes']}, {row['peak, MB']} MB" for row in of[1:]]
+    return f"| {trainer} | {of[0]['peak, MB']} MB | {' | '.join(cells)} |"
 
 
 def main(arguments: list[str] | None = None) -> int:

@@ -16,6 +16,7 @@ from ..documents.names import IGNORED_LABEL, REAL
 from ..errors import CollatorError
 from .columns import (
     IDS,
+    LABELS,
     Array,
     Columns,
     Flat,
@@ -29,6 +30,7 @@ from .columns import (
     require_positive,
     require_same_keys,
     restarting,
+    shown,
     starts,
 )
 from .loss_weights import check_columns, check_option, weighted
@@ -101,6 +103,7 @@ class DataCollatorWithFlattening:
     empty: int = field(default=0, init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
+        self.framework(None)
         integer("position_ids_start", self.position_ids_start)
         if self.separator_id is not None:
             integer("separator_id", self.separator_id)
@@ -108,8 +111,10 @@ class DataCollatorWithFlattening:
             integer("pad_token_id", self.pad_token_id)
         check_rounding("pad_to_multiple_of", self.pad_to_multiple_of)
         self._check_boundaries()
-        if isinstance(self.loss_masks, str):
-            raise CollatorError(f"loss_masks: expected names of columns, found {self.loss_masks!r}. Put it in a list.")
+        if not isinstance(self.loss_masks, Iterable) or isinstance(self.loss_masks, str):
+            raise CollatorError(
+                f"loss_masks: expected names of columns, found {shown(self.loss_masks)}. Put it in a list."
+            )
         if self.loss_masks and self.document_labels:
             raise CollatorError("loss_masks choose among labels of tokens: leave them out with document_labels=True.")
         check_option(self.loss_weights)
@@ -188,7 +193,8 @@ class DataCollatorWithFlattening:
         """
         framework = self.return_tensors if return_tensors is None else return_tensors
         if framework not in ("pt", "np"):
-            raise CollatorError(f"return_tensors: expected 'pt' or 'np', found {framework!r}.")
+            advice = "" if isinstance(framework, str) else " All options are named, and none of them is a tokenizer."
+            raise CollatorError(f"return_tensors: expected 'pt' or 'np', found {shown(framework)}.{advice}")
         return framework
 
     def _arrays(self, features: Iterable[Mapping[str, Any]], separator: int | None) -> tuple[Columns, int]:
@@ -305,7 +311,7 @@ def _labels_taken_out(examples: Sequence[dict[str, Any]]) -> list[Columns]:
     """Take the document labels out of the examples, and return ``{"labels": ...}`` or ``{}`` for each."""
     targets: list[Columns] = [{} for _ in examples]
     for index, example in enumerate(examples):
-        names = [name for name in ("labels", "label", "label_ids") if name in example]
+        names = [name for name in LABELS if name in example]
         if len(names) > 1:
             raise CollatorError(f"example {index}: labels under more than one name: {', '.join(names)}. Keep one.")
         for name in names:

@@ -22,6 +22,11 @@ Columns = dict[str, Array]
 
 IDS = ("input_ids", "labels", "position_ids")
 
+LABELS = ("labels", "label", "label_ids")
+"""The names that Transformers' collators take for an example's label."""
+
+_ONE_BY_ONE = "Tokenize each text by itself, without return_tensors: [tokenizer(text) for text in texts]."
+
 
 @dataclass
 class Flat:
@@ -52,10 +57,16 @@ def integer(name: str, value: Any) -> int:
     try:
         number = operator.index(value)
     except TypeError:
-        raise CollatorError(f"{name}: expected an integer, found {value!r}.") from None
+        raise CollatorError(f"{name}: expected an integer, found {shown(value)}.") from None
     if abs(number) >= 2**62:
         raise CollatorError(f"{name}: expected an integer of at most 62 bits, found {number}.")
     return number
+
+
+def shown(value: object) -> str:
+    """Return an option's value for an error: what a short one is, and of which class a long one is, as a tokenizer."""
+    text = repr(value)
+    return text if len(text) <= 80 else f"an object of class {type(value).__name__}"
 
 
 def require_positive(name: str, value: Any) -> None:
@@ -67,28 +78,49 @@ def require_positive(name: str, value: Any) -> None:
 # --- reading examples ------------------------------------------------------------------------------------------------
 
 
-def present(features: Iterable[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """Return the items of each example whose value is not None.
+def present(features: Iterable[Any], bare_ids: bool = False) -> list[dict[str, Any]]:
+    """Return the items of each example whose value is not None; with ``bare_ids``, an example may be its token ids.
 
     Raises:
         CollatorError: It is no list of examples.
     """
-    if not isinstance(features, Iterable) or isinstance(features, Mapping):
+    if isinstance(features, Mapping):
+        raise CollatorError(
+            f"expected a list of examples, found a {type(features).__name__} of {', '.join(map(str, features))}. Give "
+            "one mapping for each example, as [tokenizer(text) for text in texts] makes them, also if there is only "
+            "one. The columns of a batch become such a list by "
+            "[dict(zip(batch, values)) for values in zip(*batch.values())]."
+        )
+    if not isinstance(features, Iterable):
         raise CollatorError(f"expected a list of examples, found {type(features).__name__}.")
     if isinstance(features, list) and len(features) == 1 and isinstance(features[0], list):
         row = features[0]  # Trainer makes batches of the rows of packing.stream
         features = row if row and isinstance(row[0], (dict, Mapping)) else features
     examples = []
     for index, feature in enumerate(features):
-        if not isinstance(feature, (dict, Mapping)):  # dict is asked first: an abstract class takes longer to answer
-            rows = (
-                " A row of packing.stream is a list of examples, and a batch is one row: set batch_size=None or 1 "
-                "(per_device_train_batch_size=1 in Trainer), or join the lists of a batch."
-            )
-            advice = rows if isinstance(feature, list) else ""
-            raise CollatorError(f"example {index}: expected a mapping, found {type(feature).__name__}.{advice}")
+        # dict is asked first: an abstract class takes longer to answer
+        if not isinstance(feature, (dict, Mapping)):
+            feature = {"input_ids": _bare(index, feature, bare_ids)}
         examples.append({key: value for key, value in feature.items() if value is not None})
     return examples
+
+
+def _bare(index: int, feature: object, bare_ids: bool) -> object:
+    """Return an example that is no mapping, if it may be token ids; else raise :class:`CollatorError`."""
+    rows = isinstance(feature, list) and bool(feature) and isinstance(feature[0], (dict, Mapping))
+    if bare_ids and not rows and feature is not None and not isinstance(feature, (str, bytes)):
+        return feature
+    advice = ' Token ids alone are an example as {"input_ids": ids}.'
+    if isinstance(feature, (str, bytes)):
+        advice = " Text is tokenized first, each by itself: [tokenizer(text) for text in texts]."
+    elif rows:
+        advice = (
+            " A row of packing.stream is a list of examples, and a batch is one row: set batch_size=None or 1 "
+            "(per_device_train_batch_size=1 in Trainer), or join the lists of a batch."
+        )
+    elif feature is None:
+        advice = ""
+    raise CollatorError(f"example {index}: expected a mapping, found {type(feature).__name__}.{advice}")
 
 
 def read_examples(examples: Sequence[Mapping[str, Any]], position_ids_start: int) -> Flat:
@@ -203,6 +235,7 @@ def _checked(index: int, found: Mapping[str, Any], lengths: Mapping[str, list[in
             raise CollatorError(
                 f"example {index}: {key} has length {len(values)}, but input_ids has length "
                 f"{len(arrays['input_ids'])}. Every key needs one number per token."
+                + (" If these are labels of documents, set document_labels=True." if key in LABELS else "")
             )
     flat = Flat(arrays, parts["input_ids"])
     visible = _visible_tokens(index, flat)
@@ -310,13 +343,15 @@ def as_array(index: int, key: str, value: Any, integers: bool = False, copy: boo
         CollatorError: The value is not one number per token, or is to hold ``integers`` and does not.
     """
     array = as_numbers(index, key, value)
-    if array.ndim == 0 and key == "labels":
+    if array.ndim == 0 and key in LABELS:
         raise CollatorError(
-            f"example {index}: labels is the single number {array}. A packed row needs token-level labels, "
-            "one per token of input_ids; for one label per document set document_labels=True."
+            f"example {index}: {key} is the single number {array}. A packed row needs token-level labels, "
+            "one per token of input_ids; for one label per document set document_labels=True "
+            "(fa2patch.DataCollatorWithFlattening)."
         )
     if array.ndim != 1:
-        raise CollatorError(f"example {index}: {key} must be one number per token, found shape {array.shape}.")
+        batch = " These are rows of a batch. " + _ONE_BY_ONE if array.ndim == 2 else ""
+        raise CollatorError(f"example {index}: {key} must be one number per token, found shape {array.shape}.{batch}")
     wrong = {"b": "booleans", "f": "floats"}.get(array.dtype.kind)
     if integers and wrong and len(array):  # NumPy makes floats of an empty list
         raise CollatorError(f"example {index}: {key} must be integers, found {wrong}.")
@@ -338,7 +373,9 @@ def as_numbers(index: int, key: str, value: Any, what: str = "one number per tok
     try:
         array = np.asarray(value)
     except (TypeError, ValueError) as error:
-        raise CollatorError(f"example {index}: {key} is not {what} ({error}).") from error
+        lists = isinstance(value, (list, tuple)) and all(isinstance(one, (list, tuple)) for one in value)
+        batch = " These are lists of several examples. " + _ONE_BY_ONE if lists else ""
+        raise CollatorError(f"example {index}: {key} is not {what} ({error}).{batch}") from error
     if array.dtype.kind not in "biuf":
         raise CollatorError(
             f"example {index}: {key} holds no plain numbers ({type(value).__name__} of {array.dtype}). "

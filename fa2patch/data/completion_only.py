@@ -14,7 +14,7 @@ import numpy as np
 from ..documents.names import IGNORED_LABEL
 from ..errors import CollatorError
 from .collators import DataCollatorWithFlattening, of_framework
-from .columns import Array, Columns, integer, present, read_examples
+from .columns import Array, Columns, integer, present, read_examples, shown
 from .loss_weights import check_columns, weighted
 from .shapes import rounded_up
 
@@ -85,6 +85,7 @@ class DataCollatorForCompletionOnlyLM:
     ) -> None:
         if mlm:
             raise CollatorError("mlm=True masks tokens at random, which is not training on completions. Leave it out.")
+        _refuse_tokenizers(response_template=response_template, instruction_template=instruction_template)
         self.tokenizer = tokenizer
         self.response_template, self.instruction_template = response_template, instruction_template
         self.response_token_ids = self._encoded("response_template", response_template)
@@ -159,10 +160,7 @@ class DataCollatorForCompletionOnlyLM:
         return IGNORED_LABEL if self.loss_weights else self.ignore_index
 
     def _batch(self, features: Iterable[Example], framework: str) -> MutableMapping[str, Any]:
-        mappings: Any = features
-        if isinstance(features, Iterable):
-            mappings = [one if isinstance(one, Mapping) else {"input_ids": one} for one in features]
-        given = present(mappings)
+        given = present(features, bare_ids=True)
         flat = read_examples(given, self.position_ids_start)
         check_columns(flat, self.loss_weights)
         examples = flat.examples()
@@ -184,9 +182,16 @@ class DataCollatorForCompletionOnlyLM:
         if isinstance(template, str):
             if self.tokenizer is None:
                 raise CollatorError(f"{name} is text: a tokenizer is needed, or the template's token ids.")
+            if not _is_tokenizer(self.tokenizer):
+                raise CollatorError(
+                    f"tokenizer: expected an object with encode and decode, found {shown(self.tokenizer)}. "
+                    "AutoTokenizer.from_pretrained(name) makes one."
+                )
             ids = self.tokenizer.encode(template, add_special_tokens=False)
-        else:
+        elif isinstance(template, Iterable):
             ids = template
+        else:
+            raise CollatorError(f"{name}: expected text or token ids, found {shown(template)}.")
         found = [integer(name, one) for one in ids]
         if not found:
             raise CollatorError(f"{name}: expected text or token ids, found {template!r}, which holds no token.")
@@ -281,6 +286,22 @@ class DataCollatorForCompletionOnlyLM:
             found = weighted(flat, [width] * len(columns), self.loss_weights)
             batch.update({key: values.reshape(-1, width) for key, values in found.items()})
         return of_framework(framework, batch)
+
+
+def _is_tokenizer(given: object) -> bool:
+    """Whether an argument is a tokenizer. Text has ``encode`` too, and bytes have ``decode``."""
+    return all(callable(getattr(given, name, None)) for name in ("encode", "decode"))
+
+
+def _refuse_tokenizers(**templates: object) -> None:
+    """Raise :class:`CollatorError` if a template is a tokenizer, as where the arguments are the other way round."""
+    for name, given in templates.items():
+        if _is_tokenizer(given):
+            raise CollatorError(
+                f"{name}: expected text or token ids, found a tokenizer ({type(given).__name__}). Are the arguments "
+                "the other way round? Templates come first, and the tokenizer is named: "
+                'DataCollatorForCompletionOnlyLM("Answer:", tokenizer=tokenizer).'
+            )
 
 
 def _as_encoding(batch: dict[str, Any]) -> MutableMapping[str, Any]:

@@ -96,6 +96,7 @@ def packed_trainer(
         (``padding_free=True``), and the errors of :func:`fa2patch.apply`. It warns with ``StaysPadded``.
 
     Raises:
+        BadArgument: ``base`` is no class.
         Fa2PatchError: TRL cannot be imported.
     """
     if base is None:
@@ -105,6 +106,11 @@ def packed_trainer(
             raise Fa2PatchError(
                 f"packed_trainer needs TRL, which does not import ({error}): pip install trl"
             ) from error
+    if not isinstance(base, type):
+        raise BadArgument(
+            f"base: expected a class, such as trl.GRPOTrainer, found an object of class {type(base).__name__}. Make the "
+            "trainer from what packed_trainer returns: packed_trainer(trl.GRPOTrainer)(model, ...)."
+        )
     parent: Any = base
 
     def __init__(self: Any, *args: Any, **kwargs: Any) -> None:

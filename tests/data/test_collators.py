@@ -367,7 +367,7 @@ class TestPadding:
         ([{"text": "hello", "labels": [1]}], "example 0: input_ids missing, found text, labels."),
         ([{}], "example 0: input_ids missing, found no keys."),
         ([[1, 2]], "example 0: expected a mapping, found list."),
-        ({"input_ids": [[1, 2]]}, "expected a list of examples, found dict."),
+        ({"input_ids": [[1, 2]]}, "expected a list of examples, found a dict of input_ids. Give one mapping for each"),
         (
             [{"input_ids": [1], "w": [1]}, {"input_ids": [1, 2, 3], "w": [1, 2]}],
             "example 1: w has length 2, but input_ids has length 3.",
@@ -390,13 +390,19 @@ class TestPadding:
             "example 0: labels is the single number 1. A packed row needs token-level",
         ),
         ([{"input_ids": [1, 2], "labels": 1}], "set document_labels=True"),
+        ([{"input_ids": [1, 2], "label": 1}], "label is the single number 1. A packed row needs token-level"),
+        ([{"input_ids": [1, 2], "label_ids": np.float32(1)}], "set document_labels=True"),
+        ([{"input_ids": [1, 2], "label": [1]}], "If these are labels of documents, set document_labels=True"),
         ([{"input_ids": [1, 2], "labels": torch.tensor(3)}], "labels is the single number 3"),
         ([{"input_ids": [1, 2], "labels": np.int64(3)}], "labels is the single number 3"),
         ([{"input_ids": [1, 2], "idx": 4}], "example 0: idx must be one number per token, found shape ()."),
         (
             [{"input_ids": torch.ones(1, 4).long()}],
-            "example 0: input_ids must be one number per token, found shape (1, 4).",
+            "found shape (1, 4). These are rows of a batch. Tokenize each text by itself",
         ),
+        ([{"input_ids": [[1, 2], [3]]}], "These are lists of several examples. Tokenize each text by itself"),
+        (["a text"], "example 0: expected a mapping, found str. Text is tokenized first"),
+        ([torch.tensor([1])], 'Token ids alone are an example as {"input_ids": ids}.'),
         ([{"input_ids": [1, 2], "w": "ab"}], "example 0: w holds no plain numbers (str of <U2)."),
         ([{"input_ids": [1, 2], "w": [1, None]}], "example 0: w holds no plain numbers (list of object)."),
         ([{"input_ids": [1, 2], "w": [[1], [2, 3]]}], "example 0: w "),
@@ -423,6 +429,9 @@ MASKS = ("completion_mask", "assistant_masks")
         ({"pad_to_multiple_of": 0}, "pad_to_multiple_of: expected a positive number.*0"),
         ({"pad_to_multiple_of": -8}, "pad_to_multiple_of: expected a positive number.*-8"),
         ({"loss_masks": "completion_mask"}, "loss_masks: expected names"),
+        ({"loss_masks": 5}, "loss_masks: expected names of columns, found 5"),
+        ({"return_tensors": True}, "return_tensors: expected 'pt' or 'np', found True. All options are named"),
+        ({"separator_id": list(range(99))}, "separator_id: expected an integer, found an object of class list"),
         ({"loss_masks": MASKS, "document_labels": True}, "leave them out"),
         ({"loss_weights": "tokens"}, "loss_weights: expected 'document', 'token' or None, found 'tokens'"),
         ({"loss_weights": "document", "document_labels": True}, "leave them out with document_labels=True"),
@@ -431,6 +440,17 @@ MASKS = ("completion_mask", "assistant_masks")
 def test_options_that_cannot_be(options: dict[str, Any], message: str) -> None:
     with pytest.raises(CollatorError, match=message):
         DataCollatorWithFlattening(**options)
+
+
+def test_a_tokenizer_is_no_option() -> None:
+    with pytest.raises(CollatorError, match="found an object of class Tokenizer.*none of them is a tokenizer"):
+        DataCollatorWithFlattening(type("Tokenizer", (), {"__repr__": lambda self: "a" * 99})())
+
+
+def test_the_columns_of_a_batch_become_examples_as_the_error_says() -> None:
+    batch = {"input_ids": torch.tensor([[1, 2], [3, 0]]), "attention_mask": torch.tensor([[1, 1], [1, 0]])}
+    rows = [dict(zip(batch, values)) for values in zip(*batch.values())]
+    assert collate(rows)["input_ids"].tolist() == [[1, 2, 3]]
 
 
 @pytest.mark.parametrize(("options", "call"), [({"return_tensors": "tf"}, {}), ({}, {"return_tensors": "tf"})])

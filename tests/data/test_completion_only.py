@@ -11,6 +11,8 @@ import subprocess
 import sys
 import textwrap
 import warnings
+from collections import UserDict
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -22,6 +24,7 @@ from fa2patch.data.completion_only import DataCollatorForCompletionOnlyLM
 from fa2patch.errors import CollatorError
 
 HUMAN, RESPONSE = "### Human:", "### Response:\n"
+TOKENIZER = SimpleNamespace(encode=list, decode=str)
 ROW = {"padding_free": True, "return_flash_attn_kwargs": False}
 
 
@@ -192,6 +195,11 @@ def test_row_padded_to_a_multiple() -> None:
         ([7], {"mlm": True}, "mlm=True"),
         ([7], {"ignore_index": "no"}, "ignore_index: expected an integer"),
         ([7], {"pad_to_multiple_of": 0}, "pad_to_multiple_of"),
+        (TOKENIZER, {"instruction_template": "Answer:"}, "found a tokenizer .*the other way round"),
+        ("Answer:", {"instruction_template": TOKENIZER}, "instruction_template: expected text .*found a tokenizer"),
+        ("Answer:", {"tokenizer": "gpt2"}, "tokenizer: expected an object with encode and decode, found 'gpt2'"),
+        (5, {}, "response_template: expected text or token ids, found 5"),
+        (None, {}, "response_template: expected text or token ids, found None"),
     ],
 )
 def test_errors(template: Any, options: dict[str, Any], message: str) -> None:
@@ -213,6 +221,13 @@ def test_errors_of_examples() -> None:
         collate.tf_call([[7, 1]])
     with pytest.raises(CollatorError, match="expected a list of examples, found int"):
         collate(7)
+    for columns in ({"input_ids": [[7, 1], [7]]}, UserDict(input_ids=[[7, 1], [7]])):
+        with pytest.raises(CollatorError, match="found a (dict|UserDict) of input_ids. Give one mapping for each"):
+            collate(columns)
+    with pytest.raises(CollatorError, match="example 0: expected a mapping, found str. Text is tokenized first"):
+        collate(["a text"])
+    with pytest.raises(CollatorError, match="example 0: expected a mapping, found NoneType"):
+        collate([None])
 
 
 def test_needs_neither_transformers_nor_trl() -> None:

@@ -57,6 +57,11 @@ def packing(model: Any) -> list[PaddedBatches]:
     return [found for module in model.modules() if (found := of_model(module)) is not None]
 
 
+def test_a_trainer_that_is_no_class() -> None:
+    with pytest.raises(BadArgument, match="base: expected a class.*found an object of class Trainer"):
+        fa2patch.packed_trainer(Trainer(None))
+
+
 def test_the_older_name() -> None:
     with pytest.warns(FutureWarning, match=r"trainer_class is now fa2patch\.packed_trainer"):
         assert issubclass(fa2patch.preference.trainer_class(Trainer, share_prompts=False), Trainer)

@@ -274,7 +274,10 @@ def _uv(*arguments: str) -> None:
     beside = Path(sys.executable).with_name("uv")
     uv = str(beside) if beside.exists() else shutil.which("uv")
     if uv is None:
-        raise SystemExit("compat_matrix makes its environments with uv, which was not found: pip install uv")
+        raise SystemExit(
+            "environments are made with uv, which was not found: pip install uv, or the extra that has it, "
+            "pip install 'fa2patch[cli]'"
+        )
     done = subprocess.run([uv, *arguments], capture_output=True, text=True)
     if done.returncode and "client cache" in done.stderr:
         # seen once with uv 0.13.9: a temporary file of its cache was gone before uv had renamed it

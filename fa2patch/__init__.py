@@ -1,14 +1,8 @@
 """Padding-free training for Hugging Face causal LMs: ``fa2patch.apply(model)``."""
 
 import importlib
+import importlib.util
 from typing import TYPE_CHECKING, Any
-
-from .documents.boundaries import Boundaries
-from .documents.find import boundaries
-from .errors import Fa2PatchError
-from .patch.applying import apply, revert, status
-from .patch.state import Patch
-from .upstream.architectures import Architecture, architectures, register
 
 __version__ = "0.1.0"
 
@@ -43,28 +37,44 @@ if TYPE_CHECKING:
     from .data.completion_only import DataCollatorForCompletionOnlyLM
     from .data.multimodal import DataCollatorForMultimodalFlattening
     from .data.packed_trainer import packed_trainer
+    from .documents.boundaries import Boundaries
+    from .documents.find import boundaries
+    from .errors import Fa2PatchError
+    from .patch.applying import apply, revert, status
+    from .patch.state import Patch
     from .proof.result import Verification
     from .proof.verify import verify
+    from .upstream.architectures import Architecture, architectures, register
 else:
-    _LATER = {
+    _PLACES = {
+        "Architecture": "upstream.architectures",
+        "Boundaries": "documents.boundaries",
         "DataCollatorForCompletionOnlyLM": "data.completion_only",
         "DataCollatorForMultimodalFlattening": "data.multimodal",
         "DataCollatorWithFlattening": "data.collators",
+        "Fa2PatchError": "errors",
         "LightningCallback": "callbacks.lightning",
+        "Patch": "patch.state",
         "TrainerCallback": "callbacks.trainer",
         "Verification": "proof.result",
+        "apply": "patch.applying",
+        "architectures": "upstream.architectures",
+        "boundaries": "documents.find",
         "packed_trainer": "data.packed_trainer",
+        "register": "upstream.architectures",
+        "revert": "patch.applying",
+        "status": "patch.applying",
         "verify": "proof.verify",
     }
 
     def __getattr__(name: str) -> Any:
-        """Import on first use what ``apply`` does not need, whose import took a fifth of the time."""
-        if name in ("packing", "preference", "testing", "traits"):
-            return importlib.import_module(f"{__name__}.{name}")
-        if name not in _LATER:
-            raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-        globals()[name] = getattr(importlib.import_module(f"{__name__}.{_LATER[name]}"), name)
-        return globals()[name]
+        """Import on first use. Torch takes seconds, and the command line's version and help need none of it."""
+        if name in _PLACES:
+            globals()[name] = getattr(importlib.import_module(f"{__name__}.{_PLACES[name]}"), name)
+            return globals()[name]
+        if not name.startswith("__") and importlib.util.find_spec(f"{__name__}.{name}") is not None:
+            return importlib.import_module(f"{__name__}.{name}")  # a room, such as fa2patch.errors
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
     def __dir__() -> list[str]:
         return sorted({*globals(), *__all__})

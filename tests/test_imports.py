@@ -36,6 +36,7 @@ def test_importing_fa2patch_loads_only_what_apply_needs() -> None:
         "import sys, torch, transformers\n"
         "before = {*sys.modules}\n"
         "import fa2patch\n"
+        "fa2patch.apply\n"
         "rooms = {name.split('.')[1] for name in sys.modules if name.startswith('fa2patch.')}\n"
         "assert not rooms & {'data', 'packing', 'cli', 'run', 'callbacks', 'padded'}, rooms\n"
         "loaded = {name.partition('.')[2] for name in sys.modules}\n"

@@ -152,7 +152,9 @@ def test_the_command_line_has_these_options():
     found = 0
     for where, script in SCRIPTS:
         if "fa2patch" in script and " matrix " in script:
-            known = {name for parameter in main.commands["matrix"].params for name in parameter.opts} | {"--help"}
+            known = {name for parameter in main.get_command(None, "matrix").params for name in parameter.opts} | {
+                "--help"
+            }
             named = re.findall(r"options\+?=\((.*)\)", script) + re.findall(r"fa2patch\"? matrix (.*)", script)
             assert {option for text in named for option in options(text)} <= known, where
             found += 1

@@ -77,10 +77,10 @@ def overhead() -> str:
     of_them = "".join(f", {row['ms']:.0f} ms of them garbage collection" for row in collected)
     after, layers = imported["what"].split()[-1], applied["what"].partition(", ")[2]
     return wrapped(
-        f"On a CPU, `import fa2patch` takes {imported['ms']:.0f} ms after `import {after}`{of_them}, and `apply` takes "
-        f"{applied['ms']:.0f} ms on {layers}. In each forward the patch takes {ids['µs per forward']:.0f} µs, or "
-        f"{lengths['µs per forward']:.0f} µs with lengths, and in each layer {ids['µs per layer']:.0f} µs, or "
-        f"{lengths['µs per layer']:.0f} µs with lengths."
+        f"On a CPU, `from fa2patch import apply` takes {imported['ms']:.0f} ms after `import {after}`{of_them}, and "
+        f"`apply` takes {applied['ms']:.0f} ms on {layers}. In each forward the patch takes "
+        f"{ids['µs per forward']:.0f} µs, or {lengths['µs per forward']:.0f} µs with lengths, and in each layer "
+        f"{ids['µs per layer']:.0f} µs, or {lengths['µs per layer']:.0f} µs with lengths."
     )
 
 

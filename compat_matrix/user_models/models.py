@@ -41,14 +41,27 @@ def find(path: str | Path) -> Path:
     """
     path = Path(path)
     file = path / "config.json" if path.is_dir() else path
-    if not file.is_file():
-        beside = sorted(found.name for found in path.parent.glob("*.json")) if path.parent.is_dir() else []
-        found = f"which holds {', '.join(beside[:5])}" if beside and file is path else "found nothing"
+    try:
+        there = file.is_file()
+    except OSError as error:
+        raise BadConfig(f"{file}: looked for a config.json, which cannot be read: {error.strerror}") from None
+    if not there:
         raise BadConfig(
-            f"{file}: looked for a Hugging Face config.json, {found}. Give the file, or the folder that holds it: "
-            "what save_pretrained wrote, or the model's config.json from the Hub."
+            f"{file}: looked for a Hugging Face config.json, found nothing{_beside(file)}. Give the file, or the "
+            "folder that holds it: what save_pretrained wrote, or the model's config.json from the Hub."
         )
     return file
+
+
+def _beside(file: Path) -> str:
+    """What is said of the folder of a file that is not there."""
+    if not file.parent.is_dir():
+        return f", and no folder {file.parent}"
+    names = sorted(found.name for found in file.parent.iterdir())
+    configs = [name for name in names if name.endswith(".json")]
+    if configs:
+        return f" of that name; its folder holds {', '.join(configs[:5])}"
+    return "" if names else ": its folder is empty"
 
 
 def read(path: str | Path) -> dict[str, Any]:
@@ -60,6 +73,8 @@ def read(path: str | Path) -> dict[str, Any]:
     file = find(path)
     try:
         config = json.loads(file.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise BadConfig(f"{file}: looked for a JSON object, found one that cannot be read: {error.strerror}.") from None
     except ValueError as error:
         raise BadConfig(f"{file}: looked for a JSON object, found no JSON ({error}). Is it the config.json?") from None
     if not isinstance(config, dict):

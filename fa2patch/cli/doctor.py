@@ -11,7 +11,7 @@ import io
 import platform
 import re
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from importlib import metadata
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -25,7 +25,7 @@ from ..patch.applying import apply
 from ..proof.inputs import example
 from .models import compat
 from .options import as_json_option, out_file
-from .output import escaped, in_one_line, new_console, print_json, table_of
+from .output import escaped, in_one_line, new_console, print_json, progress_of, table_of, write_file
 from .verifying import Found, verified, verify_unpatched
 
 if TYPE_CHECKING:
@@ -81,13 +81,14 @@ def doctor_command(svg: Path | None, as_json: bool) -> None:
     """
     from rich.console import Console
 
-    found = diagnose()
+    with progress_of(["doctor"]) as progress:
+        found = diagnose(lambda what: progress("doctor", what))
     if svg:
         console = Console(record=True, width=120, file=io.StringIO(), highlight=False)
         _show(console, found)
         picture = console.export_svg(title="fa2patch doctor")
         # the reader's own monospace font, because rich's font would be fetched from the network
-        svg.write_text(re.sub(r"@font-face \{.*?\}\s*", "", picture, flags=re.DOTALL), encoding="utf-8")
+        write_file(svg, re.sub(r"@font-face \{.*?\}\s*", "", picture, flags=re.DOTALL))
     if as_json:
         print_json(found)
     else:
@@ -95,8 +96,12 @@ def doctor_command(svg: Path | None, as_json: bool) -> None:
     sys.exit(0 if found["ok"] else 1)
 
 
-def diagnose() -> dict[str, Any]:
-    """Everything that ``fa2patch doctor`` shows, as JSON-compatible data; ``ok``: the patched tiny Llama isolates."""
+def diagnose(doing: Callable[[str], None] = lambda what: None) -> dict[str, Any]:
+    """Everything that ``fa2patch doctor`` shows, as JSON-compatible data; ``ok``: the patched tiny Llama isolates.
+
+    Before each step that takes time, ``doing`` is called with what it is.
+    """
+    doing("importing the packages that are installed")
     found: dict[str, Any] = {
         "python": platform.python_version(),
         "platform": f"{platform.system()} {platform.machine()}",
@@ -109,6 +114,7 @@ def diagnose() -> dict[str, Any]:
             for able, reason in [kernel.available()]
         ],
     }
+    doing("computing packed rows in a tiny Llama, with Transformers alone and patched")
     found |= _with_tiny_llama()
     known, installed = evidence.upstream(), found["packages"]["transformers"]["version"]
     found["known"] = known.get(evidence.minor_of(installed or ""))

@@ -17,6 +17,8 @@ from .models import MASKED, ModelArgument, cannot, compat, config_of, local
 from .output import escaped, in_one_line, new_console, print_json
 
 RANDOM = "checks a tiny model with random weights."
+STANDS_IN = "a tiny model of its kind, with random weights, stands in for it."
+"""What is checked of a config.json: its sizes are not."""
 
 
 class Refused(click.ClickException):
@@ -59,8 +61,10 @@ def loaded_or_tiny(found: ModelArgument, dtype: torch.dtype) -> Any:
         made = tiny_models.build(name, found.attention or "sdpa", dtype)
     except Exception as error:  # Transformers refuses the config, or the implementation
         raise cannot(f"{found.given}: Transformers cannot make a tiny model of it: {in_one_line(error)}") from None
-    on_hub = " --pretrained loads the weights of that name from the hub." if found.kind == "type" else ""
-    found.say(RANDOM + on_hub)
+    if found.kind == "type":
+        found.say(f"{RANDOM} --pretrained loads the weights of that name from the hub.")
+    else:
+        found.say(f"{STANDS_IN} Its sizes are not tried: fa2patch status {found.given} makes it at full size.")
     return made
 
 

@@ -10,10 +10,10 @@ from typing import TYPE_CHECKING, Any, Callable
 import click
 
 from .. import evidence
-from .loading import RANDOM
+from .loading import RANDOM, STANDS_IN
 from .models import cannot, compat, resolve
 from .options import out_file
-from .output import new_console, progress_of
+from .output import new_console, progress_of, write_file
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -113,7 +113,7 @@ def matrix_command(
     nowhere = matrix.nowhere(rows)
     ok = not nowhere and not any(row.is_bad(allow_refused) for row in rows)
     if file:
-        file.write_text(compat("user_models.report").as_json(rows, ok) + "\n", encoding="utf-8")
+        write_file(file, compat("user_models.report").as_json(rows, ok) + "\n")
     _show(rows, style or ("table" if sys.stdout.isatty() else "markdown"), ok)
     for complaint in nowhere:
         click.echo(complaint, err=True)
@@ -133,7 +133,7 @@ def _model(given: str, versions: Sequence[Version]) -> Model:
         model: Model = compat("user_models.matrix").model(path)
     except compat("user_models.models").BadConfig as error:
         raise cannot(str(error), "--model") from None
-    found.say(RANDOM)
+    found.say(RANDOM if found.kind == "type" else f"{STANDS_IN} Its sizes are not tried.")
     return replace(model, name=given) if found.kind == "hub" else model
 
 

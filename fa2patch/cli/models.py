@@ -89,7 +89,8 @@ def resolve(given: str, pretrained: bool = False, hint: str = "MODEL", known: It
         return ModelArgument(given, kind, str(path), _model_type(path, hint))
     if not pretrained and weights:
         return ModelArgument(given, "weights", str(path))
-    if not pretrained and (given.endswith(".json") or re.match(r"[./~]|.*/.*/|.*\\", given)):
+    folder = path.is_dir() and "/" in given  # Transformers, too, takes it before a name on the hub
+    if not pretrained and (folder or given.endswith(".json") or re.match(r"[./~]|.*/.*/|.*\\", given)):
         _model_type(path, hint)  # raises the error about what is missing there
     if pretrained or "/" in given:
         return ModelArgument(given, "hub", given, local_only=must_stay_local(given, hint))

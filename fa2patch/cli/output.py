@@ -7,13 +7,20 @@ import json
 import os
 import sys
 from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Callable
 
 import click
 
 if TYPE_CHECKING:
-    from rich.console import Console
+    from rich.console import Console, ConsoleOptions
+    from rich.padding import Padding
     from rich.table import Table
+    from rich.text import Text
+
+LEAST = 8
+"""Characters of a column below which a table is read one letter a line."""
 
 
 def print_json(found: object) -> None:
@@ -25,20 +32,51 @@ def new_console() -> Console:
     """A console on stdout, as wide as the terminal, or ``COLUMNS`` wide where there is none."""
     from rich.console import Console
 
-    return Console(width=None if sys.stdout.isatty() else int(os.environ.get("COLUMNS", "120")), highlight=False)
+    given = os.environ.get("COLUMNS", "")
+    wide = int(given) if given.isdecimal() and int(given) else 120
+    return Console(width=None if sys.stdout.isatty() else wide, highlight=False)
 
 
-def table_of(columns: Sequence[str], rows: Iterable[Sequence[str]]) -> Table:
-    """A table. Long text is wrapped and never cut; the first column is not even wrapped."""
-    from rich import box
-    from rich.table import Table
+def table_of(columns: Sequence[str], rows: Iterable[Sequence[str]]) -> Rows:
+    """A table, which becomes a list where the console is narrow."""
+    return Rows(columns, [*rows])
 
-    table = Table(box=box.SIMPLE)
-    for number, name in enumerate(columns):
-        table.add_column(name, overflow="fold", no_wrap=number == 0)
-    for row in rows:
-        table.add_row(*row)
-    return table
+
+@dataclass(frozen=True)
+class Rows:
+    """What rich prints as a table or, with fewer than :data:`LEAST` characters for a column, as a list of its rows."""
+
+    columns: Sequence[str]
+    rows: Sequence[Sequence[str]]
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> Iterator[Table | Text | Padding]:
+        from rich.text import Text
+
+        first = max((Text.from_markup(row[0]).cell_len for row in self.rows), default=0)
+        needed = 2 + first + (LEAST + 3) * (len(self.columns) - 1)
+        yield from self._list() if options.max_width < needed else [self._table()]
+
+    def _table(self) -> Table:
+        """Long text is wrapped and never cut; the first column is not even wrapped."""
+        from rich import box
+        from rich.table import Table
+
+        table = Table(box=box.SIMPLE)
+        for number, name in enumerate(self.columns):
+            table.add_column(name, overflow="fold", no_wrap=number == 0)
+        for row in self.rows:
+            table.add_row(*row)
+        return table
+
+    def _list(self) -> Iterator[Text | Padding]:
+        from rich.padding import Padding
+        from rich.text import Text
+
+        for row in self.rows:
+            yield Text.from_markup(row[0], style="bold")
+            for name, cell in zip(self.columns[1:], row[1:]):
+                if cell:
+                    yield Padding(Text.from_markup(f"{name}: {cell}" if name else cell), (0, 0, 0, 2))
 
 
 def escaped(text: object, style: str = "") -> str:
@@ -49,8 +87,23 @@ def escaped(text: object, style: str = "") -> str:
 
 
 def in_one_line(error: BaseException) -> str:
-    """An error's class and the first line of its message."""
-    return f"{type(error).__name__}: {(str(error).strip() or 'no message').splitlines()[0]}"
+    """An error's class and the first line of its message, with those that it announces by a colon at its end."""
+    first, *rest = (str(error).strip() or "no message").splitlines()
+    while rest and first.endswith(":"):
+        first = f"{first} {rest.pop(0).strip()}"
+    return f"{type(error).__name__}: {first}"
+
+
+def write_file(path: Path, text: str) -> None:
+    """Write a file that an option names.
+
+    Raises:
+        click.ClickException: It cannot be written, as on a full disk. The exit code is 2.
+    """
+    try:
+        path.write_text(text, encoding="utf-8")
+    except OSError as error:
+        raise click.BadParameter(f"{path} cannot be written: {error.strerror}.", param_hint="the file") from None
 
 
 @contextlib.contextmanager

@@ -17,7 +17,8 @@ from ..packing.strategies import Ints
 from .options import as_json_option
 from .output import in_one_line, new_console, print_json, table_of
 
-BINS, BAR = 10, 40
+BINS, BAR, BESIDE_BAR = 10, 40, 36
+"""Bars of the histogram, the most characters of one, and those before and behind it."""
 LITTLE = 0.1
 """The share of padding below which packing brings little.
 
@@ -82,7 +83,7 @@ def plan_command(
         return
     console = new_console()
     console.print(f"{len(lengths):,} examples, {lengths.sum():,} tokens, {lengths.mean():.0f} in each on average")
-    for line in _picture(lengths):
+    for line in _picture(lengths, min(BAR, console.width - BESIDE_BAR)):
         console.print(line, markup=False)
     columns = ("batches", "steps", "passes", "tokens", "padding", "largest pass", "cost", *["imbalance"] * (ranks > 1))
     console.print(table_of(columns, [_row(way, ranks) for way in ways]))
@@ -131,12 +132,12 @@ def _row(way: Way, ranks: int) -> tuple[str, ...]:
     return (way.name, f"{way.steps:,}", f"{way.passes:.1f}", *tokens, f"{way.cost:.2f}", *last)
 
 
-def _picture(lengths: Ints) -> Iterator[str]:
-    """A histogram of the lengths."""
+def _picture(lengths: Ints, bar: int) -> Iterator[str]:
+    """A histogram of the lengths, with bars of up to so many characters; below 1, without bars."""
     edges = np.unique(np.linspace(lengths.min(), lengths.max() + 1, BINS + 1).astype(np.int64))
     counts, _ = np.histogram(lengths, edges)
     for start, stop, count in zip(edges, edges[1:], counts):
-        yield f"{start:>8,} to {stop - 1:>8,} tokens {'█' * int(np.ceil(BAR * count / counts.max()))} {count:,}"
+        yield f"{start:>8,} to {stop - 1:>8,} tokens {'█' * int(np.ceil(bar * count / counts.max()))} {count:,}"
 
 
 def _advice(ways: list[Way]) -> str:

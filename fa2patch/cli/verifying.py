@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple, Union
 
@@ -12,9 +12,9 @@ import click
 import torch
 
 from .._types import Call, Model
-from ..errors import Fa2PatchError
+from ..errors import BadBatch, Fa2PatchError
 from ..patch.applying import apply
-from ..proof.inputs import example
+from ..proof.inputs import checked, example
 from ..proof.result import Verification
 from ..proof.verify import verify
 from ..upstream import inspecting
@@ -41,15 +41,21 @@ def _read_batch(context: click.Context, option: click.Parameter, file: Path | No
     if file is None:
         return None
     try:
-        if file.suffix == ".json":
-            given = json.loads(file.read_text(encoding="utf-8"))
-            return {name: torch.tensor(value) if isinstance(value, list) else value for name, value in given.items()}
-        return dict(torch.load(file, weights_only=True))
+        is_json = file.suffix == ".json"
+        given = json.loads(file.read_text(encoding="utf-8")) if is_json else torch.load(file, weights_only=True)
+        if isinstance(given, Mapping):
+            batch = {str(name): torch.tensor(it) if isinstance(it, list) else it for name, it in given.items()}
+            checked(batch, torch.device("cpu"))
+            return batch
+        wrong = f"holds a {type(given).__name__}"
+    except BadBatch as error:
+        raise click.BadParameter(f"{file.name}: {error}") from None
     except Exception as error:
-        raise click.BadParameter(
-            f"looked for a dict of tensors (torch.save) or of lists (.json) such as input_ids and position_ids, found "
-            f"{file.name}, which does not read: {error}"
-        ) from None
+        wrong = f"does not read: {in_one_line(error)}"
+    raise click.BadParameter(
+        "looked for a dict of tensors (torch.save) or of lists (.json) such as input_ids and position_ids, found "
+        f"{file.name}, which {wrong}"
+    )
 
 
 @click.command("verify")

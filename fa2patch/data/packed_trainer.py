@@ -108,8 +108,8 @@ def packed_trainer(
             ) from error
     if not isinstance(base, type):
         raise BadArgument(
-            f"base: expected a class, such as trl.GRPOTrainer, found an object of class {type(base).__name__}. Make the "
-            "trainer from what packed_trainer returns: packed_trainer(trl.GRPOTrainer)(model, ...)."
+            f"base: expected a class, such as trl.GRPOTrainer, found an object of class {type(base).__name__}. "
+            "Make the trainer from what packed_trainer returns: packed_trainer(trl.GRPOTrainer)(model, ...)."
         )
     parent: Any = base
 

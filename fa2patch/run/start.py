@@ -12,8 +12,10 @@ import os
 import shutil
 import subprocess
 import sys
+import zipfile
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
+from difflib import get_close_matches
 from pathlib import Path
 
 from ..errors import CannotRun
@@ -44,17 +46,51 @@ def command(arguments: Sequence[str]) -> list[str]:
 
     Arguments mean what they mean to ``python``. A name that is no file here but an installed command, such as ``trl``,
     is that command.
+
+    Raises:
+        CannotRun: It is none of these, a file that is no script, or a command of another environment.
     """
     first = arguments[0]
-    if first not in ("-m", "-") and not os.path.exists(first) and not os.path.dirname(first):
+    if first == "-m" and len(arguments) == 1:
+        raise CannotRun("-m: expected the name of a module behind it, found nothing.")
+    if first not in ("-m", "-") and not os.path.exists(first):
         beside = os.pathsep.join([os.path.dirname(sys.executable), os.environ.get("PATH", os.defpath)])
-        found = shutil.which(first, path=beside)
-        if found is not None:
-            _check_environment(found)
-            return [found, *arguments[1:]]
+        found = None if os.path.dirname(first) else shutil.which(first, path=beside)
+        if found is None:
+            raise CannotRun(_no_command(first))
+        _check_environment(found)
+        return [found, *arguments[1:]]
+    if first not in ("-m", "-"):
+        _check_script(first)
     # this interpreter's options (-X, -W, -O, ...), as multiprocessing passes them on, and -u
     flags: list[str] = subprocess._args_from_interpreter_flags()  # type: ignore[attr-defined]
     return [sys.executable, *flags, *(["-u"] if getattr(sys.stdout, "write_through", False) else []), *arguments]
+
+
+def _no_command(given: str) -> str:
+    """What is said of a name that is neither a file here nor an installed command."""
+    folder, name = os.path.split(given)
+    here = os.listdir(folder or ".") if os.path.isdir(folder or ".") else []
+    installed = [] if folder else os.listdir(os.path.dirname(sys.executable))
+    close = get_close_matches(name, [file for file in here if file.endswith(".py")] + installed, n=1)
+    meant = f" Did you mean {os.path.join(folder, close[0])}?" if close else ""
+    either = "" if folder else ", and no command of this environment or on the PATH"
+    return (
+        f"{given!r}: expected a script, -m MODULE or an installed command, found no file of this name{either}.{meant}"
+    )
+
+
+def _check_script(path: str) -> None:
+    """Raise an error for a file of settings or data. JSON is Python, too, and would be run without a word."""
+    if not os.path.isfile(path) or path.endswith((".py", ".pyw", ".pyc")) or zipfile.is_zipfile(path):
+        return
+    with open(path, "rb") as file:
+        begin = file.read(2)
+    if "." in os.path.basename(path) and begin != b"#!":
+        raise CannotRun(
+            f"{path}: expected a script, found a file that is neither called .py nor begins with #!. If a script or a "
+            f"command reads it, name that first: fa2patch run SCRIPT {path}."
+        )
 
 
 def _check_environment(script: str) -> None:
@@ -84,7 +120,7 @@ def start(arguments: Sequence[str], options: RunOptions) -> None:
     """Replace this process with the command. This function does not return.
 
     Raises:
-        CannotRun: This Python ignores PYTHONPATH or ``site``, or the command belongs to another environment.
+        CannotRun: This Python ignores PYTHONPATH or ``site``; and as :func:`command` raises it.
         UnknownKernel, KernelUnavailable: The requested kernel does not exist or cannot run here.
     """
     if sys.flags.ignore_environment or sys.flags.no_site:

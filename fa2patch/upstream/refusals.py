@@ -25,7 +25,8 @@ def kind(model: ModelLayers, facts: Facts) -> None:
         token_embeddings(model.model)  # raises the error that verify raises, too
     if getattr(model.model.config, "is_encoder_decoder", False):
         raise UnsupportedModel(
-            f"{model} is an encoder-decoder: fa2patch packs decoder-only language models. Train it padded."
+            f"{model} is an encoder-decoder: fa2patch packs models that read one sequence, decoders such as Llama and "
+            "encoders such as BERT. Train it padded."
         )
 
 
@@ -72,8 +73,8 @@ def attention(model: ModelLayers, facts: Facts) -> list[Site]:
     found = _attention_to_an_encoder(model.text_modules, {layer.name for layer in model.attention})
     if found:
         raise UnsupportedModel(
-            f"{type(model.decoder).__name__} attends to an encoder's states: {found}. fa2patch packs decoder-only "
-            "language models. Nothing was patched. Train this model padded."
+            f"{type(model.decoder).__name__} attends to an encoder's states: {found}. fa2patch packs models "
+            "that read one sequence. Nothing was patched. Train this model padded."
         )
     return [site for layer in model.attention for site in (layer.site, *layer.others) if layer.seam != "document"]
 

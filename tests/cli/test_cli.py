@@ -18,7 +18,8 @@ from evidence import GOOD, evidence
 from compat_matrix import run as matrix_run
 from compat_matrix.environments import tomllib
 from compat_matrix.user_models.matrix import model as model_of
-from fa2patch.cli import NEEDED, commands
+from fa2patch.cli import NEEDED, kernels
+from fa2patch.cli.commands import COMMANDS, main
 
 ROOT = Path(__file__).parents[2]
 LLAMA = str(ROOT / "tests" / "own_configs" / "llama_3_1.json")
@@ -139,13 +140,22 @@ def alone(before=""):
     code = f"""import sys
 {before}
 import fa2patch.cli.commands
-assert not {{"transformers", "rich", "compat_matrix"}} & {{*sys.modules}}"""
+from click.testing import CliRunner
+for arguments in (["--version"], ["--help"], ["no-such-command"], ["run", "--help"]):
+    CliRunner().invoke(fa2patch.cli.commands.main, arguments)
+assert not {{"torch", "numpy", "transformers", "rich", "compat_matrix"}} & {{*sys.modules}}"""
     return subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT)
 
 
 def test_the_command_line_imports_nothing_heavy():
     done = alone()
     assert done.returncode == 0, done.stderr
+
+
+def test_the_list_of_commands_is_whole():
+    for name, (_, what) in COMMANDS.items():
+        command = main.get_command(None, name)
+        assert command.name == name and what in output("--help").replace("\n                 ", " ")
 
 
 def test_without_click_one_line_says_what_to_install():
@@ -183,7 +193,7 @@ def test_an_import_error_of_another_package_is_not_hidden(monkeypatch):
     def rows():
         import no_such_package  # noqa: F401
 
-    monkeypatch.setattr(commands, "kernel_rows", rows)
+    monkeypatch.setattr(kernels, "kernel_rows", rows)
     found = run("kernels")
     assert isinstance(found.exception, ModuleNotFoundError) and found.exception.name == "no_such_package"
 

@@ -2,6 +2,7 @@
 
 import sys
 import time
+from pathlib import Path
 
 import pytest
 import torch
@@ -66,6 +67,16 @@ def test_a_model_that_is_not_here(command, name, said):
         (("status", "llama", "--dtype", "half precision"), "found 'half precision'"),
         (("verify", "llama", "--dtype", "int8"), "looked for float32"),
         (("verify", "llama", "--batch", __file__), "looked for a dict of tensors"),
+        (("verify", "llama", "--batch", "LIST"), "found list.json, which holds a list"),
+        (("verify", "llama", "--batch", "FLAT"), "flat.json: batch['input_ids']: expected integers [batch, length]"),
+        (("verify", "llama", "--batch", "TEXT"), "found text.json, which does not read"),
+        (
+            ("verify", "./nothing"),
+            "nothing/config.json: looked for a Hugging Face config.json, found nothing: its folder",
+        ),
+        (("verify", "holds/config.json"), "found nothing of that name; its folder holds batch.json"),
+        (("verify", "holds/"), "holds/config.json: looked for a Hugging Face config.json, found nothing of that name"),
+        (("verify", "nowhere/at/all.json"), "found nothing, and no folder nowhere/at"),
         (("verify", "llama", "--max-documents", 0), "max-documents"),
         (("verify", "lama"), f"Transformers {transformers.__version__}"),
         ((*MATRIX, "t5"), "the matrix does not check this model type. Give a config.json"),
@@ -84,8 +95,44 @@ def test_a_model_that_is_not_here(command, name, said):
         (("doctor", "--svg", "nowhere/doctor.svg"), "looked for the folder 'nowhere' to write"),
     ],
 )
-def test_a_wrong_option_is_named(arguments, said):
+def test_a_wrong_option_is_named(arguments, said, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "nothing").mkdir()
+    (tmp_path / "holds").mkdir()
+    (tmp_path / "holds" / "batch.json").touch()
+    texts = {"LIST": "[1, 2]", "FLAT": '{"input_ids": [1, 2]}', "TEXT": '{"input_ids": [["a"]]}'}
+    for name, text in texts.items():
+        (tmp_path / f"{name.lower()}.json").write_text(text)
+    arguments = [f"{each.lower()}.json" if each in texts else each for each in arguments]
     assert said in fails(*arguments)
+
+
+@pytest.mark.parametrize("command", [("verify",), ("status",), MATRIX])
+def test_a_config_that_cannot_be_read(command, tmp_path, monkeypatch):
+    file = tmp_path / "config.json"
+    file.write_text('{"model_type": "llama"}')
+
+    def refused(*arguments, **options):
+        raise PermissionError(13, "Permission denied", str(file))
+
+    monkeypatch.setattr(Path, "read_text", refused)  # root may read every file
+    assert "Permission denied" in fails(*command, str(file))
+    monkeypatch.setattr(Path, "is_file", refused)  # nor may the folder be looked into
+    assert "config.json: Permission denied" in fails(*command, str(file))
+
+
+def test_matrix_without_uv_names_the_extra(monkeypatch):
+    monkeypatch.setattr(environments.sys, "executable", "/nowhere/python")
+    monkeypatch.setattr(environments.shutil, "which", lambda name: None)
+    with pytest.raises(SystemExit, match=r"uv, which was not found: pip install uv.*'fa2patch\[cli\]'"):
+        environments._uv("venv")
+
+
+def test_a_config_is_not_what_is_tried(tmp_path):
+    (tmp_path / "config.json").write_text('{"model_type": "llama", "hidden_size": -32}')
+    result = run("verify", tmp_path)
+    said = on_one_line(result.output)
+    assert "a tiny model of its kind, with random weights, stands in for it. Its sizes are not tried" in said
 
 
 @pytest.mark.parametrize("command", [("verify",), ("status",), MATRIX])
@@ -153,6 +200,15 @@ def test_a_config_that_transformers_cannot_use(config, tmp_path):
     assert "Transformers cannot" in fails("verify", tmp_path)
 
 
+def test_a_config_of_wrong_types_keeps_the_reason(tmp_path):
+    from fa2patch.cli.output import in_one_line
+
+    error = ValueError("Validation error for field 'hidden_size':\n    TypeError: expected int, got str\nmore")
+    assert (
+        in_one_line(error) == "ValueError: Validation error for field 'hidden_size': TypeError: expected int, got str"
+    )
+
+
 def test_weights_that_do_not_load(tmp_path):
     (tmp_path / "config.json").write_text('{"model_type": "llama"}')
     (tmp_path / "model.safetensors").write_text("nothing")
@@ -161,7 +217,14 @@ def test_weights_that_do_not_load(tmp_path):
 
 @pytest.mark.parametrize("command", ["verify", "status"])
 @pytest.mark.parametrize(
-    ("name", "said"), [("t5", "is an encoder-decoder"), ("vit", "embeds token ids; found ViTModel")]
+    ("name", "said"),
+    [
+        (
+            "t5",
+            "is an encoder-decoder: fa2patch packs models that read one sequence, decoders such as Llama and encoders",
+        ),
+        ("vit", "embeds token ids; found ViTModel"),
+    ],
 )
 def test_a_refused_kind_of_model_gets_the_sentence_of_apply(command, name, said):
     result = run(command, name)

@@ -45,6 +45,7 @@ import fa2patch
 from compat_matrix import environments, tiny_models
 from compat_matrix.user_models import matrix
 from fa2patch.cli import commands as cli
+from fa2patch.cli import running
 from fa2patch.errors import KernelUnavailable, UnknownKernel
 from fa2patch.run import flattening, patcher
 from fa2patch.run import start as run
@@ -119,7 +120,8 @@ def plainly(*arguments, python=sys.executable, **more):
 
 
 @pytest.mark.parametrize("way", [["seen.py"], [str(SCRIPTS / "seen.py")], ["-m", "seen"], ["-"]])
-def test_a_script_sees_what_it_sees_under_python_and_nothing_is_imported(way):
+def test_a_script_sees_what_it_sees_under_python_and_nothing_is_imported(way, monkeypatch):
+    monkeypatch.chdir(SCRIPTS)
     arguments = [*way, "--kernel", "-m", "x", "", "--help", *(["child"] if way != ["-"] else [])]
     given = {"cwd": SCRIPTS, "input": "__file__ = ''\n" + (SCRIPTS / "seen.py").read_text()}
     ours, pythons = started(*arguments, **given), plainly(*arguments, **given)
@@ -252,10 +254,22 @@ def test_what_is_no_file_but_an_installed_command_is_that_command(monkeypatch, t
     python = sys.executable
     beside = str(Path(python).with_name("accelerate"))
     assert run.command(["accelerate", "launch", "x.py"]) == [beside, "launch", "x.py"]
-    assert run.command(["nowhere-to-be-found", "x"]) == [python, "-O", "-u", "nowhere-to-be-found", "x"]
-    assert run.command(["./accelerate"]) == [python, "-O", "-u", "./accelerate"]
+    with pytest.raises(run.CannotRun, match="expected a script.*no file of this name, and no command"):
+        run.command(["nowhere-to-be-found", "x"])
+    with pytest.raises(run.CannotRun, match="acelerate'.*Did you mean accelerate"):
+        run.command(["acelerate"])
+    with pytest.raises(run.CannotRun, match="no file of this name"):
+        run.command(["./accelerate"])
+    with pytest.raises(run.CannotRun, match="-m: expected the name of a module"):
+        run.command(["-m"])
     assert run.command(["-m", "accelerate", "-h"]) == [python, "-O", "-u", "-m", "accelerate", "-h"]
     monkeypatch.chdir(tmp_path)
+    (tmp_path / "train_it.py").touch()
+    with pytest.raises(run.CannotRun, match="Did you mean train_it.py"):
+        run.command(["trian_it.py"])
+    (tmp_path / "settings.json").write_text('{"model_type": "llama"}')  # Python that does nothing
+    with pytest.raises(run.CannotRun, match="neither called .py nor begins with #!.*fa2patch run SCRIPT settings.json"):
+        run.command(["settings.json"])
     (tmp_path / "accelerate").touch()
     assert run.command(["accelerate"]) == [python, "-O", "-u", "accelerate"]
 
@@ -271,7 +285,7 @@ def test_the_environment_reaches_further_processes_once():
 
 def test_options_end_where_the_script_begins(monkeypatch):
     asked = []
-    monkeypatch.setattr(cli, "start", lambda command, options: asked.append((command, options)))
+    monkeypatch.setattr(running, "start", lambda command, options: asked.append((command, options)))
 
     def line(*arguments):
         done = CliRunner().invoke(cli.main, ["run", *arguments])
@@ -288,7 +302,7 @@ def test_options_end_where_the_script_begins(monkeypatch):
         ("-m", "trl", "--quiet", "--help"),
         run.RunOptions(collate=True),
     )
-    for wrong, said in ((["--colate", "a.py"], "--colate"), ([], "SCRIPT")):
+    for wrong, said in ((["--colate", "a.py"], "Did you mean '--collate'"), ([], "SCRIPT")):
         done = CliRunner().invoke(cli.main, ["run", *wrong])
         assert done.exit_code == 2 and said in done.output and not asked
 

@@ -49,8 +49,8 @@ def summary(results: Results) -> str:
         *(text.format(total.states[state]) for state, text in _LEFT.items() if total.states[state]),
     ]
     alone = (
-        f"Transformers alone was right in {total.one_row['ok']:,} of them for one packed row, and in "
-        f"{total.every_row:,} for every kind of packed row."
+        f"Without fa2patch, {total.one_row['ok']:,} of them keep the examples of one packed row apart. Only "
+        f"{total.every_row:,} also do so with several rows, a mask of ones or the default cache."
     )
     told = wrapped(f"{'; '.join(said)}. {alone} {age(results)}")
     return f"{told}\n[Look up yours]({PAGE}) or read [the tables]({FOLDER}/MATRIX.md)."

@@ -89,7 +89,7 @@ def cell(case: Case, environments: Iterable[Environment], results: Results) -> s
     main = counted.most_common(1)[0][0]
     slow = ", slow" if case.slow and main == "ok" else ""
     others = [_exception(found, result) for result in counted if result != main]
-    return "; ".join([f"{_WORDS[main]}{slow}", *others])
+    return "; ".join([*others, f"{'else ' if others else ''}{_WORDS[main]}{slow}"])
 
 
 def outcomes(case: Case, environments: Iterable[Environment], results: Results) -> list[Outcome]:
@@ -114,7 +114,7 @@ def mixers(results: Results) -> tuple[str, ...]:
 
 
 def _exception(found: list[Outcome], result: str) -> str:
-    """For example ``right in 4.54``, ``**leaks** in Falcon`` or ``an error in 8 of 14 model types``."""
+    """What stands before the main result: ``right in 4.54``, ``**leaks** in Falcon``, ``an error in 8 of 14 ...``."""
     minors = sorted({minor for _, minor, _ in found})
     having = {minor for _, minor, other in found if other == result}
     if not having & {minor for _, minor, other in found if other != result}:

@@ -118,7 +118,8 @@ def test_readmes_counts_are_those_of_the_files():
     assert f"isolated {found['ok']:,} of {found['counted']:,} combinations" in block
     assert f"({found['releases']} releases, on a CPU)" in block
     assert f"refused {found.get('refused', 0):,} " in block and f"{found.get('xfail', 0):,} were known" in block
-    assert f"right in {found['alone ok']:,} of them for one packed row, and in {found['alone every']:,} for" in block
+    assert f"Without fa2patch, {found['alone ok']:,} of them keep the examples of one packed row apart" in block
+    assert f"Only {found['alone every']:,} also do so with several rows" in block
     days = sorted(cell["made"]["when"][:10] for data in files() for cell in data["architectures"].values())
     when = f"on {days[0]}" if days[0] == days[-1] else f"from {days[0]} to {days[-1]}"
     assert f"{found['cells']:,} cells were checked {when}" in block

@@ -277,8 +277,9 @@ def test_readme_says_what_holds_in_a_few_sentences_and_one_link(root, leave, res
     *said, link = blocks.summary(results()).splitlines()
     assert " ".join(said) == (
         "When last checked, fa2patch isolated 4 of 7 combinations of model type and Transformers release (3 releases, "
-        "on a CPU); it refused 1 with a reason; 1 were known failures of Transformers; 1 failed. Transformers alone "
-        "was right in 3 of them for one packed row, and in 1 for every kind of packed row. All 7 cells were checked on "
+        "on a CPU); it refused 1 with a reason; 1 were known failures of Transformers; 1 failed. Without "
+        "fa2patch, 3 of them keep the examples of one packed row apart. Only 1 also do so with several rows, a mask of "
+        "ones or the default cache. All 7 cells were checked on "
         f"2026-11-21 with the code of commit {'1' * 12}."
     )
     assert words.PAGE in link and f"{words.FOLDER}/MATRIX.md" in link

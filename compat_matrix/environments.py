@@ -50,6 +50,7 @@ class Version:
 
     Attributes:
         pins: Further requirements. A pin of torch, Transformers or wrapt replaces the number given here.
+        overrides: Requirements that hold in place of what packages ask for, such as a torch that has a build for a CPU.
         wrapt: Empty takes the newest.
         allowed_to_fail: Whether totals and exit codes leave the version out.
         families: The architectures that are checked; empty takes all that the release has.
@@ -61,6 +62,7 @@ class Version:
     torch: str
     pins: tuple[str, ...]
     wrapt: str = ""
+    overrides: tuple[str, ...] = ()
     allowed_to_fail: bool = False
     families: tuple[str, ...] = ()
 
@@ -75,12 +77,18 @@ class Version:
     @property
     def stated(self) -> list[str]:
         """What evidence says that its environment was made of: the Python and the requirements."""
-        return [f"python{self.python}", *self.requirements]
+        return [f"python{self.python}", *self.requirements, *self._overridden]
+
+    @property
+    def _overridden(self) -> list[str]:
+        return [f"override {requirement}" for requirement in self.overrides]
 
     @property
     def stamp(self) -> str:
         """The text that identifies what an environment was made for; that of the next release expires after a day."""
-        return "\n".join([*self.requirements, *([f"on {date.today()}"] if self.name.startswith(NEXT) else [])])
+        return "\n".join(
+            [*self.requirements, *self._overridden, *([f"on {date.today()}"] if self.name.startswith(NEXT) else [])]
+        )
 
     def changed(self, pins: Iterable[str] = (), torch: str | None = None, python: str | None = None) -> Version:
         """Return this version with other pins, torch or Python. If it differs, its name gets a suffix.
@@ -97,7 +105,7 @@ class Version:
         )
         if other == self:
             return self
-        told_apart = sha256("\n".join([other.python, *other.requirements]).encode()).hexdigest()[:8]
+        told_apart = sha256("\n".join([other.python, *other.requirements, *other._overridden]).encode()).hexdigest()[:8]
         return replace(other, name=f"{self.name}-{told_apart}")
 
 
@@ -115,7 +123,8 @@ def blocks(file: Path, kind: str) -> dict[str, dict[str, Any]]:
     """Read blocks of a file, by name, each with what the file's defaults say."""
     read = tomllib.loads(file.read_text(encoding="utf-8"))
     found = {name: {**read["defaults"], **block} for name, block in read[kind].items()}
-    return {name: {**block, "pins": tuple(block["pins"])} for name, block in found.items()}
+    lists = ("pins", "overrides")
+    return {name: {k: tuple(v) if k in lists else v for k, v in block.items()} for name, block in found.items()}
 
 
 def releases() -> list[Version]:
@@ -180,7 +189,9 @@ def _is_made(wanted: Version, home: Path) -> bool:
 def _make(wanted: Version, home: Path, python: Path) -> None:
     _uv("venv", "--clear", "--python", interpreter(wanted.python), str(home))
     requirements = [_next() if requirement == "transformers" else requirement for requirement in wanted.requirements]
-    _uv("pip", "install", "--python", str(python), *_find_links(), *requirements)
+    overrides = home / "overrides.txt"
+    overrides.write_text("\n".join(wanted.overrides))
+    _uv("pip", "install", "--python", str(python), "--override", str(overrides), *_find_links(), *requirements)
     (home / STAMP).write_text(wanted.stamp)
 
 

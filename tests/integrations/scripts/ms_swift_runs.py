@@ -1,0 +1,211 @@
+"""ms-swift trains a tiny Llama, padded and packed: ``ms_swift_runs.py CASE...`` prints what each run did as JSON.
+
+Each training is a process of its own, which runs what ``swift sft`` and ``swift rlhf`` start.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import tempfile
+import traceback
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+os.environ.update(CUDA_VISIBLE_DEVICES="", USE_HF="1", MODELSCOPE_OFFLINE="1")
+
+import torch
+import transformers
+from tiny_hub import tiny_tokenizer, write
+
+try:
+    from swift.pipelines import rlhf_main, sft_main
+except ImportError:  # ms-swift 3
+    from swift.llm import rlhf_main, sft_main
+
+OLD = metadata.version("ms-swift").startswith("3.")
+FREE, PACKED = ["--padding_free", "true"], ["--packing", "true", "--per_device_train_batch_size", "1"]
+DPO = ["--rlhf_type", "dpo", "--dataset", "pairs.jsonl"]
+CASES: dict[str, tuple[bool, list[str]]] = {
+    "padded": (False, []),
+    "padded, patched": (True, []),
+    "padding_free": (True, FREE),
+    "packing": (True, [*PACKED, "--learning_rate", "0", "--max_length", "300"]),
+    "refused": (False, FREE),
+    "dpo": (False, DPO),
+    "dpo, padding_free": (True, [*DPO, *FREE]),
+    "lora": (False, ["--lora"]),
+    "lora, padding_free": (True, ["--lora", *FREE]),
+    "embedding": (False, ["--task_type", "embedding", "--loss_type", "infonce", "--dataset", "embeddings.jsonl"]),
+    "embedding, padding_free": (
+        True, ["--task_type", "embedding", "--loss_type", "infonce", "--dataset", "embeddings.jsonl", *FREE],
+    ),
+    "reranker": (False, ["--task_type", "reranker", "--loss_type", "pointwise_reranker", "--dataset", "rerank.jsonl"]),
+    "reranker, padding_free": (
+        True, ["--task_type", "reranker", "--loss_type", "pointwise_reranker", "--dataset", "rerank.jsonl", *FREE],
+    ),
+}  # fmt: skip
+"""Whether fa2patch's plugin is given, and what differs from a padded training."""
+
+
+def turn(question: str, answer: str) -> list[dict[str, str]]:
+    return [{"role": "user", "content": question}, {"role": "assistant", "content": answer}]
+
+
+def make(folder: Path) -> None:
+    tokenizer = tiny_tokenizer()
+    config = transformers.LlamaConfig(
+        vocab_size=len(tokenizer), hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4,
+        max_position_embeddings=512, initializer_range=0.3,
+        bos_token_id=tokenizer.bos_token_id, eos_token_id=tokenizer.eos_token_id, pad_token_id=tokenizer.pad_token_id,
+    )  # fmt: skip
+    torch.manual_seed(0)
+    transformers.LlamaForCausalLM(config).save_pretrained(folder / "model")
+    tokenizer.save_pretrained(folder / "model")
+    texts = [(f"What is {n} and {n}?", " ".join(["it is", str(2 * n)] * (n % 5 + 1))) for n in range(32)]
+    write(folder / "train.jsonl", [{"messages": turn(*text)} for text in texts])
+    write(folder / "pairs.jsonl", [{"messages": turn(*text), "rejected_response": "no"} for text in texts])
+    asked = [[{"role": "user", "content": question}] for question, _ in texts]
+    answered = [[[{"role": "user", "content": answer}]] for _, answer in texts]
+    write(folder / "embeddings.jsonl", [{"messages": q, "positive_messages": a} for q, a in zip(asked, answered)])
+    said = [[[{"role": "assistant", "content": answer}]] for _, answer in texts]
+    noes = [[[{"role": "assistant", "content": "no " * (n % 3 + 1)}]] for n in range(32)]
+    rows = [{"messages": q, "positive_messages": a, "negative_messages": n} for q, a, n in zip(asked, said, noes)]
+    write(folder / "rerank.jsonl", rows)
+
+
+def arguments(folder: Path, patched: bool, changed: list[str]) -> list[str]:
+    kind = "--train_type" if OLD else "--tuner_type"
+    tuner = [kind, "full"]
+    if "--lora" in changed:
+        tuner, changed = [kind, "lora", "--lora_rank", "4", "--lora_dropout", "0"], [word for word in changed if word != "--lora"]
+    plugin = [] if not patched else ["--external_plugins", str(plugin_file())]
+    given = {
+        "model": folder / "model", "model_type": "llama3_2" if OLD else "llama", "template": "chatml",
+        "torch_dtype": "float32",
+        "attn_impl": "sdpa", "dataset": "train.jsonl", "max_length": 96, "max_steps": 4, "learning_rate": 1e-3,
+        "per_device_train_batch_size": 4, "gradient_accumulation_steps": 1, "logging_steps": 1, "warmup_ratio": 0,
+        "lr_scheduler_type": "constant", "save_strategy": "no", "split_dataset_ratio": 0, "output_dir": folder / "out",
+        "add_version": "false", "dataloader_num_workers": 0, "dataset_num_proc": 1, "report_to": "none", "seed": 3,
+        "gradient_checkpointing": "false", "weight_decay": 0, "check_model": "false", "use_cpu": "true",
+    }  # fmt: skip
+    named = set(changed[::2])
+    kept = [word for name, value in given.items() if f"--{name}" not in named for word in (f"--{name}", str(value))]
+    return [*kept, *tuner, *plugin, *changed]
+
+
+def plugin_file() -> Path:
+    import fa2patch
+
+    return Path(fa2patch.__file__).parent / "integrations" / "ms_swift.py"
+
+
+class Recorder:
+    """What a training did: its logs, its batches, and the tokens that the first layer computed in each forward."""
+
+    def __init__(self) -> None:
+        self.logs: list[dict[str, Any]] = []
+        self.tokens: list[int] = []
+        self.batches: list[dict[str, Any]] = []
+        self.model: Any = None
+
+    def watch(self) -> None:
+        trainer, recorder = transformers.Trainer, self
+        log, step = trainer.log, trainer.training_step
+
+        def logging(self: Any, logs: dict[str, Any], *args: Any) -> None:
+            recorder.logs.append({key: value for key, value in logs.items() if isinstance(value, (int, float))})
+            log(self, logs, *args)
+
+        def stepping(self: Any, model: Any, inputs: Any, *args: Any) -> Any:
+            if recorder.model is None:
+                recorder.model = self.model
+                named = dict(self.model.named_modules())
+                layer = next(module for name, module in named.items() if name.endswith("layers.0"))
+                layer.register_forward_pre_hook(recorder.count, with_kwargs=True)
+            kept = {name: value.clone() for name, value in inputs.items() if isinstance(value, torch.Tensor)}
+            recorder.batches.append(kept)
+            return step(self, model, inputs, *args)
+
+        trainer.log, trainer.training_step = logging, stepping
+
+    def count(self, layer: Any, args: Any, kwargs: Any) -> None:
+        hidden = args[0] if args else kwargs["hidden_states"]
+        if torch.is_grad_enabled():  # proofs run without gradients
+            self.tokens.append(hidden[..., 0].numel())
+
+    def found(self, folder: Path) -> dict[str, Any]:
+        found: dict[str, Any] = {"logs": self.logs, "tokens": self.tokens[:]}
+        found["batch"] = {name: list(value.shape) for name, value in self.batches[0].items()}
+        if len(self.batches[0]["input_ids"]) == 1 and "position_ids" in self.batches[0]:
+            found["alone"] = [alone(batch, folder) for batch in self.batches]
+            found["verified"] = verified(self.model, self.batches[0])
+        return found
+
+
+def alone(batch: dict[str, Any], folder: Path) -> float:
+    """The loss of a packed batch, computed by the model as it was saved, each document by itself."""
+    model = transformers.AutoModelForCausalLM.from_pretrained(folder / "model", attn_implementation="eager")
+    starts = (batch["position_ids"][0] == 0).nonzero().flatten().tolist()
+    total, number = torch.zeros(()), 0
+    for start, stop in zip(starts, [*starts[1:], batch["position_ids"].shape[1]]):
+        ids, labels = batch["input_ids"][:, start:stop], batch["labels"][:, start:stop]
+        with torch.no_grad():
+            logits = model(ids).logits[0, :-1]
+        total += torch.nn.functional.cross_entropy(logits, labels[0, 1:], ignore_index=-100, reduction="sum")
+        number += int((labels[0, 1:] != -100).sum())
+    return (total / number).item()
+
+
+def verified(model: Any, batch: dict[str, Any]) -> dict[str, Any]:
+    """What ``fa2patch.verify`` finds on a batch."""
+    import fa2patch
+
+    if fa2patch.status(model) is None:
+        return {}
+    kept = {name: batch[name] for name in ("input_ids", "labels", "position_ids")}
+    found = fa2patch.verify(model, batch=kept)
+    return {"ok": found.ok, "documents": int((kept["position_ids"] == 0).sum())}
+
+
+def train(case: str, folder: Path) -> None:
+    """Train in this process, write what was found, and end it."""
+    opened = os.open(folder / f"{case}.log", os.O_WRONLY | os.O_CREAT)
+    os.dup2(opened, 1)
+    os.dup2(opened, 2)
+    patched, changed = CASES[case]
+    status, recorder = 1, Recorder()
+    recorder.watch()
+    try:
+        os.chdir(folder)
+        given = arguments(folder, patched, changed)
+        (rlhf_main if "--rlhf_type" in changed else sft_main)(given)
+        (folder / f"{case}.json").write_text(json.dumps(recorder.found(folder)))
+        status = 0
+    except BaseException as error:
+        traceback.print_exc()
+        (folder / f"{case}.json").write_text(json.dumps({"refused": str(error)}))
+        status = 0 if case == "refused" else 1
+    sys.stderr.flush()
+    os._exit(status)
+
+
+def run(case: str, folder: Path) -> dict[str, Any]:
+    child = os.fork()
+    if not child:
+        train(case, folder)
+    _, status = os.waitpid(child, 0)
+    said = (folder / f"{case}.log").read_text().splitlines()
+    if status:
+        raise SystemExit("\n".join([case, *said[-50:]]))
+    ours = [line for line in said if line.startswith("fa2patch:")]
+    return {**json.loads((folder / f"{case}.json").read_text()), "said": ours}
+
+
+if __name__ == "__main__":
+    with tempfile.TemporaryDirectory() as temporary:
+        make(Path(temporary))
+        found = {case: run(case, Path(temporary)) for case in sys.argv[1:]}
+    print(json.dumps({"version": metadata.version("ms-swift"), **found}))

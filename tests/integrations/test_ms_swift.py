@@ -1,0 +1,59 @@
+"""ms-swift with fa2patch's plugin: without flash attention, packed, it has the losses of padded training."""
+
+from __future__ import annotations
+
+import functools
+from pathlib import Path
+from typing import Any
+
+import pytest
+from in_stack import run_in
+
+from compat_matrix.ecosystem.stacks import stacks
+
+SCRIPT = Path(__file__).with_name("scripts") / "ms_swift_runs.py"
+NEAR = 1e-5
+
+pytestmark = [pytest.mark.slow, pytest.mark.parametrize("stack", ["ms-swift-3.10.0", "ms-swift-4.6.0"])]
+KINDS = ("padded", "dpo", "lora")
+FREE = {kind: "padding_free" if kind == "padded" else f"{kind}, padding_free" for kind in KINDS}
+
+
+@functools.cache
+def runs(stack: str) -> dict[str, Any]:
+    found = run_in(stack, SCRIPT, *KINDS, *FREE.values(), "padded, patched", "packing", "refused")
+    assert found.pop("version") == stacks()[stack].pins["ms-swift"]
+    return found
+
+
+def losses(run: dict[str, Any]) -> list[float]:
+    return [entry["loss"] for entry in run["logs"] if "loss" in entry]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_padding_free_training_has_the_losses_of_padded_training(stack: str, kind: str) -> None:
+    found, expected = runs(stack)[FREE[kind]], runs(stack)[kind]
+    assert len(set(losses(expected))) == len(losses(expected)) == 4
+    assert losses(found) == pytest.approx(losses(expected), rel=NEAR)
+    assert found["batch"]["input_ids"][0] == 1 < expected["batch"]["input_ids"][0]
+    assert found["said"] and not expected["said"]
+
+
+def test_the_first_batch_is_verified(stack: str) -> None:
+    assert runs(stack)["padding_free"]["verified"] == {"ok": True, "documents": 4}
+
+
+def test_packed_rows_have_the_loss_of_their_documents_alone(stack: str) -> None:
+    found = runs(stack)["packing"]
+    assert losses(found) == pytest.approx(found["alone"], rel=NEAR)
+    assert found["verified"]["ok"] and found["verified"]["documents"] > 1
+
+
+def test_padded_batches_are_computed_packed(stack: str) -> None:
+    found, expected = runs(stack)["padded, patched"], runs(stack)["padded"]
+    assert losses(found) == pytest.approx(losses(expected), rel=NEAR)
+    assert sum(found["tokens"]) < sum(expected["tokens"])
+
+
+def test_ms_swift_refuses_without_the_plugin(stack: str) -> None:
+    assert "requires a flash attention implementation" in runs(stack)["refused"]["refused"]

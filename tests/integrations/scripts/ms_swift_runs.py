@@ -80,7 +80,8 @@ def arguments(folder: Path, patched: bool, changed: list[str]) -> list[str]:
     kind = "--train_type" if OLD else "--tuner_type"
     tuner = [kind, "full"]
     if "--lora" in changed:
-        tuner, changed = [kind, "lora", "--lora_rank", "4", "--lora_dropout", "0"], [word for word in changed if word != "--lora"]
+        tuner = [kind, "lora", "--lora_rank", "4", "--lora_dropout", "0"]
+        changed = [word for word in changed if word != "--lora"]
     plugin = [] if not patched else ["--external_plugins", str(plugin_file())]
     given = {
         "model": folder / "model", "model_type": "llama3_2" if OLD else "llama", "template": "chatml",

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import asdict
 from itertools import groupby
 from typing import Any
 
 import click
 import torch
 
+from .. import added
 from .._types import Model
 from ..documents.boundaries import Boundaries
 from ..errors import Fa2PatchError
@@ -65,6 +67,8 @@ def _show(found: dict[str, Any]) -> None:
     if found["problem"]:
         console.print(f"Further layers cannot be told without weights: {escaped(found['problem'])}")
     console.print(f"Besides: {', '.join(found['besides'])}.")
+    for one in found["added"]:
+        console.print(f"Added by {escaped(one['package'])}: the {one['kind']} {escaped(one['name'])}.")
 
 
 def _preview(model: Model, kernel: str) -> dict[str, Any]:
@@ -90,6 +94,7 @@ def _preview(model: Model, kernel: str) -> dict[str, Any]:
         "dtype": str(next(inner.parameters()).dtype).replace("torch.", ""),
         "layers": found,
         "besides": besides,
+        "added": [asdict(one) for one in added.added()],
         "problem": problem,
     }
 

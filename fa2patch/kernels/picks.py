@@ -11,6 +11,7 @@ from weakref import WeakKeyDictionary, ref
 
 import torch
 
+from .. import added
 from .._torch import constant, number, numbered
 from ..documents.boundaries import Boundaries
 from ..errors import BadArgument, KernelUnavailable, KernelWrong, PackingNotIsolated, UnknownKernel
@@ -102,6 +103,7 @@ def order() -> tuple[Kernel, ...]:
 
 def every_kernel() -> tuple[Kernel, ...]:
     """All kernels: the ones that ``auto`` tries, then the ones that are used by name only."""
+    added.load()
     return (*order(), *BY_NAME_ONLY, *(kernel for kernel, before in _registered if before is None))
 
 
@@ -128,6 +130,7 @@ def register_kernel(kernel: Kernel, *, before: str | None = None) -> None:
     if before is not None and before not in tried:
         raise UnknownKernel(f"before={before!r}: expected one that auto tries, {', '.join(map(repr, tried))}, or None.")
     _registered[:] = [*others, (kernel, before)]
+    added.note("kernel", kernel.name)
 
 
 def named(name: str | Kernel) -> Kernel:

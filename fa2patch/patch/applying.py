@@ -10,7 +10,7 @@ from typing import Any
 import numpy
 import torch
 
-from .. import kernels
+from .. import added, kernels
 from .._types import Function
 from ..binding import LOCK, release, used_by
 from ..errors import BadArgument, LayerNotPatchable, UnsupportedNumPy, UnsupportedTransformers
@@ -84,6 +84,7 @@ def apply(
     """
     _check_transformers()
     _check_numpy()
+    added.load()
     _check_options(kernel, prove, padded_batches)
     with walked_once():
         return _applied(model, kernel, architecture, prove, padded_batches)

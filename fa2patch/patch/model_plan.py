@@ -6,6 +6,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from typing import Any, Callable
 
+from .. import added
 from .._types import Model
 from ..documents.names import LENGTHS
 from ..errors import BadArgument
@@ -64,6 +65,7 @@ def register_trait(trait: Trait) -> None:
     if any(own.name == trait.name for own in TRAITS):
         raise BadArgument(f"register_trait: fa2patch has a trait {trait.name!r} of its own. Choose another name.")
     _registered[:] = [*(other for other in _registered if other.name != trait.name), trait]
+    added.note("trait", trait.name)
 
 
 def traits() -> tuple[Trait, ...]:

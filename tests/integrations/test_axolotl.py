@@ -15,7 +15,10 @@ SCRIPT = Path(__file__).with_name("scripts") / "axolotl_runs.py"
 NEAR = 1e-5
 
 pytestmark = [pytest.mark.slow, pytest.mark.parametrize("stack", ["axolotl-0.12.2", "axolotl-0.19.0"])]
-CASES = ("padded", "packed", "packed, two rows", "packed, rows of axolotl", "padded, patched", "dpo", "dpo, patched")
+CASES = (
+    "padded", "padded, eight", "padded, patched", "packed", "packed, two rows", "packed, rows of axolotl",
+    "dpo", "dpo, patched",
+)  # fmt: skip
 
 
 @functools.cache
@@ -41,8 +44,9 @@ def test_packed_training_and_evaluation_have_the_losses_of_padded_ones(stack: st
 
 
 def test_several_rows_of_a_batch_are_one_row_without_padding(stack: str) -> None:
+    """The padded batch is one of eight: axolotl 0.19 takes the mean of the means of accumulated batches."""
     found = runs(stack)["packed, two rows"]
-    assert_same(found, runs(stack)["padded"])
+    assert_same(found, runs(stack)["padded, eight"])
     assert found["verified"] == {"ok": True, "documents": 8}
     assert found["batch"]["input_ids"][0] == 1
 
@@ -57,5 +61,5 @@ def test_rows_that_are_to_be_padded_stay_axolotls(stack: str) -> None:
 def test_padded_batches_are_computed_packed(stack: str, kind: str) -> None:
     found, expected = runs(stack)[f"{kind}, patched"], runs(stack)[kind]
     assert_same(found, expected)
-    assert sum(found["tokens"]) < 0.8 * sum(expected["tokens"])
+    assert max(found["tokens"]) < max(expected["tokens"])  # proofs run more of them, and none is padded
     assert found["models"] == (2 if kind == "dpo" else 1)

@@ -52,7 +52,7 @@ def test_packed_rows_have_the_loss_of_their_documents_alone(stack: str) -> None:
 def test_padded_batches_are_computed_packed(stack: str) -> None:
     found, expected = runs(stack)["padded, patched"], runs(stack)["padded"]
     assert losses(found) == pytest.approx(losses(expected), rel=NEAR)
-    assert sum(found["tokens"]) < sum(expected["tokens"])
+    assert max(found["tokens"]) < max(expected["tokens"])  # proofs run more of them, and none is padded
 
 
 def test_ms_swift_refuses_without_the_plugin(stack: str) -> None:

@@ -28,8 +28,7 @@ class Recorder(BasePlugin):  # type: ignore[misc]
 
     def count(self, layer: Any, args: Any, kwargs: Any) -> None:
         hidden = args[0] if args else kwargs["hidden_states"]
-        if torch.is_grad_enabled():  # proofs run without gradients
-            self.tokens.append(hidden[..., 0].numel())
+        self.tokens.append(hidden[..., 0].numel())
 
     def add_callbacks_post_trainer(self, cfg: Any, trainer: Any) -> list[Any]:
         training_step = trainer.training_step

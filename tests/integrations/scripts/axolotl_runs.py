@@ -34,6 +34,7 @@ PAIRS = {
 LORA = {"adapter": "lora", "lora_r": 4, "lora_alpha": 8, "lora_target_modules": ["q_proj", "v_proj"]}
 CASES: dict[str, tuple[list[str], dict[str, Any]]] = {
     "padded": ([], {}),
+    "padded, eight": ([], {"micro_batch_size": 8, "gradient_accumulation_steps": 1}),
     "padded, patched": ([OURS], {}),
     "packed": ([OURS], PACKED),
     "packed, eager": ([OURS], {**PACKED, "attention": "eager"}),

@@ -59,8 +59,8 @@ _HOST = "_bench_on_host"
 def calls(function: Callable[[], Any]) -> Counter[str]:
     """Call a function and count the calls of Python functions in it, itself included, by ``module.function``.
 
-    Every step of a generator is a call. The sum of the values is the same on any machine with these versions. Nothing is
-    collected meanwhile: a collection would add the finalizers and weakref callbacks of whatever ran before.
+    Every step of a generator is a call. The sum of the values is the same on any machine with these versions. Garbage
+    is not collected meanwhile: that would add the finalizers and weakref callbacks of whatever ran before.
     """
     found: Counter[str] = Counter()
 

@@ -49,6 +49,8 @@ def packed_mask_of(
     batch = read_batch(call, facts.has_mixers)
     rows = batch if part is None else of_whole_rows(batch, part, call)
     if batch is None or rows is None:
+        if not made_inside:
+            _refuse_rows_beside_a_causal_mask(call, first)
         return None
     says = batch.lengths or batch.position_ids is not None or batch.mask is not None
     captured = compiling()  # not as the step knows it: behind a graph break, dynamo may trace this function alone
@@ -79,6 +81,29 @@ def packed_mask_of(
     ids = call["position_ids"]
     longest = _longest(found, facts, rows.shape, ids, part)
     return PackedMask(found, patch.picks, batch.shape, longest, ids, facts, real=batch.mask, part=part)
+
+
+def _refuse_rows_beside_a_causal_mask(call: Call, first: int) -> None:
+    """Refuse ids that restart in a call with a cache whose mask for every query lets documents see each other.
+
+    ``generate()`` with a static cache makes such a mask of any row, and passes the position ids on. A token with the
+    first position id must see no earlier one. Padding on the left may: its ids are fillers, and no later token sees it.
+    A mask that keeps documents apart says what upstream needs.
+    """
+    ids, mask = call.get("position_ids"), call.get("attention_mask")
+    if not (isinstance(ids, torch.Tensor) and isinstance(mask, torch.Tensor)) or mask.dim() != 4 or ids.dim() != 2:
+        return
+    length = ids.shape[1]
+    if length == 1 or mask.shape[2] != length or mask.shape[3] < length or compiling() or not caches.held(call):
+        return
+    sees = mask[:, 0, :, :length] if mask.dtype == torch.bool else mask[:, 0, :, :length] == 0
+    firsts = (ids == first) & sees[:, -1]
+    if bool((firsts & sees.tril(-1).any(-1)).any()):
+        raise PackedWithCache(
+            "a packed batch came with a cache and a mask for every query that lets documents see each other, as "
+            "generate() makes it. What a cache holds belongs to no one document of the row. Generate from documents "
+            "one by one."
+        )
 
 
 def _longest(found: Boundaries, facts: Facts, shape: tuple[int, int], ids: torch.Tensor, part: RowPart | None) -> int:

@@ -49,6 +49,37 @@ def left_padded(model):
     return {"input_ids": ids, "attention_mask": mask, **counted}
 
 
+def with_a_mask_for_queries(model, name, ids, positions, sees, form):
+    """The arguments of a forward as generate() with a static cache makes them, whose mask is a tensor for queries."""
+    mask = sees if form == "bool" else torch.zeros(sees.shape).masked_fill(~sees, torch.finfo(torch.float32).min)
+    empty = type(filled(model, name))()
+    return {"input_ids": ids, "position_ids": positions, "attention_mask": mask[:, None], name: empty}
+
+
+@pytest.mark.parametrize("form", ["bool", "float"])
+def test_a_row_whose_documents_see_each_other_by_a_mask_for_queries_is_refused_with_a_cache(form):
+    model = llama()
+    name = name_of_the_cache(model)
+    if isinstance(filled(model, name), tuple):
+        pytest.skip("this version's cache is a tuple, which has no empty one")
+    causal = torch.ones(1, 9, 9, dtype=torch.bool).tril()
+    ids, positions = tokens(1, 9), torch.tensor([[0, 1, 2, 3, 0, 1, 2, 3, 4]])
+    document = torch.tensor([0] * 4 + [1] * 5)
+    apart = causal & (document[:, None] == document)
+    left = ones_and_zeros(["001111111"]).bool()
+    unattended = (causal & left[:, None]) | ~left[..., None]  # upstream lets padding see all
+    fillers = torch.tensor([[0, 0, 0, 1, 2, 3, 4, 5, 6]])
+    dense = [(positions, apart), (fillers, unattended), (torch.arange(9)[None], causal)]
+    with torch.no_grad():
+        calls = [with_a_mask_for_queries(model, name, ids, given, sees, form) for given, sees in dense]
+        expected = [model(**call).logits for call in calls]
+        fa2patch.apply(model)
+        for (given, sees), logits in zip(dense, expected):
+            assert torch.equal(model(**with_a_mask_for_queries(model, name, ids, given, sees, form)).logits, logits)
+        with refusal("documents one by one", fa2patch.errors.PackedWithCache):
+            model(**with_a_mask_for_queries(model, name, ids, positions, causal, form))
+
+
 @pytest.mark.parametrize("training", [False, True], ids=["eval", "training"])
 @pytest.mark.parametrize("way", ["position_ids", "all lengths", pytest.param("seq_idx", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("family", ["llama", "gpt2", *HYBRIDS])

@@ -146,6 +146,15 @@ def test_a_layer_s_own_forward_computes_each_document_alone(cls):
     assert mask.calls == [layer]
 
 
+@pytest.mark.parametrize("cls", WITHOUT_FLASH)
+def test_a_formula_stays_in_one_graph(cls):
+    torch.manual_seed(0)
+    layer, states, mask = cls(), torch.randn(1, sum(LENGTHS), 16), packed()
+    forward = formula.by_formula(cls.forward)
+    compiled = torch.compile(lambda states: forward(layer, states, mask), backend="eager", fullgraph=True)
+    assert_close(compiled(states), forward(layer, states, packed()), "output", 1e-6)
+
+
 def test_dense_calls_are_the_layer_s_own():
     layer, states = Attention(), torch.randn(2, 4, 16)
     mask = torch.zeros(2, 1, 1, 4)

@@ -230,7 +230,7 @@ def _unsaid(what: str) -> PackingNotIsolated:
 def product(first: Any, second: Any) -> Any:
     """The product of weights and values, or the scores of queries and keys."""
     if isinstance(first, Scores):
-        return first @ second
+        return first.__matmul__(second)  # of the operator, dynamo swaps the operands of __torch_function__
     return Scores(first, second.transpose(-1, -2), (*first.shape[:-1], second.shape[-1]))
 
 

@@ -2,6 +2,7 @@
 
 import importlib
 import importlib.util
+import sys
 from typing import TYPE_CHECKING, Any
 
 __version__ = "0.1.0"
@@ -78,3 +79,6 @@ else:
 
     def __dir__() -> list[str]:
         return sorted({*globals(), *__all__})
+
+    if "torch" in sys.modules:  # torch.export.load and graphs of torch's cache look for fa2patch's operators
+        importlib.import_module(f"{__name__}.patch.applying")

@@ -114,7 +114,7 @@ def diagnose(doing: Callable[[str], None] = lambda what: None) -> dict[str, Any]
             for able, reason in [kernel.available()]
         ],
     }
-    doing("computing packed rows in a tiny Llama, with Transformers alone and patched")
+    doing("packed rows in a tiny Llama, with Transformers alone and patched")
     found |= _with_tiny_llama()
     known, installed = evidence.upstream(), found["packages"]["transformers"]["version"]
     found["known"] = known.get(evidence.minor_of(installed or ""))

@@ -52,7 +52,7 @@ class Rows:
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> Iterator[Table | Text | Padding]:
         from rich.text import Text
 
-        first = max((Text.from_markup(row[0]).cell_len for row in self.rows), default=0)
+        first = max((line.cell_len for row in self.rows for line in Text.from_markup(row[0]).split()), default=0)
         needed = 2 + first + (LEAST + 3) * (len(self.columns) - 1)
         yield from self._list() if options.max_width < needed else [self._table()]
 

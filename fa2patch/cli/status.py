@@ -81,8 +81,8 @@ def _preview(model: Model, kernel: str) -> dict[str, Any]:
     device = "cuda" if torch.cuda.is_available() else "cpu"
     decoder = models(inner)[-1]
     with apply(inner, kernel=kernel) as patch:
-        picked, problem = _rehearsed(patch, device)
-        found = [_layer(layer, decoder.get_submodule(layer.name), picked) for layer in patch.attention]
+        picks, problem = _rehearsed(patch, device)
+        found = [_layer(layer, decoder.get_submodule(layer.name), picks) for layer in patch.attention]
         of_layers = {layer.site for layer in patch.attention}
         besides = [_named(site) for site in patch.plan.sites if site not in of_layers]
     return {
@@ -111,20 +111,20 @@ class _Nothing(Kernel):
 
 
 class _Rehearsal(Picks):
-    """Picks that record each layer's kernel on a type of device, by the ``id`` of its module, and compute nothing."""
+    """Picks that record each layer's kernel on a type of device, and compute nothing."""
 
     def __init__(self, name: str | Kernel, device: str) -> None:
         super().__init__(name)
         self.device = device
-        self.picked: dict[int, Pick] = {}
 
     def __call__(self, module: torch.nn.Module | None, asked: Asked, device: torch.device) -> Kernel:
         asked = asked._replace(device=self.device)
-        self.picked[id(module)] = pick(self.given or self.name, asked, device, try_it=False)
+        if module is not None:
+            self._took(module, pick(self.given or self.name, asked, device, try_it=False))
         return _Nothing()
 
 
-def _rehearsed(patch: Patch, device: str) -> tuple[dict[int, Pick], str]:
+def _rehearsed(patch: Patch, device: str) -> tuple[_Rehearsal, str]:
     """Run a packed batch through a patched model of fake tensors and record the kernel of each layer.
 
     Returns the picks of the layers that the forward reached, and the error that kept it from the others (else empty).
@@ -142,11 +142,11 @@ def _rehearsed(patch: Patch, device: str) -> tuple[dict[int, Pick], str]:
         raise
     except Exception as error:
         problem = in_one_line(error)
-    return picks.picked, problem
+    return picks, problem
 
 
-def _layer(layer: Layer, module: torch.nn.Module, picked: dict[int, Pick]) -> dict[str, Any]:
-    window, found = getattr(module, "sliding_window", None), picked.get(id(module))
+def _layer(layer: Layer, module: torch.nn.Module, picks: _Rehearsal) -> dict[str, Any]:
+    window, found = getattr(module, "sliding_window", None), picks.of(module)
     return {
         "name": layer.name,
         "class": type(module).__name__,

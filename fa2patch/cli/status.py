@@ -13,7 +13,7 @@ from .. import added
 from .._types import Model
 from ..documents.boundaries import Boundaries
 from ..errors import Fa2PatchError
-from ..kernels import Asked, Kernel, Pick, Picks, pick
+from ..kernels import Asked, Kernel, Picks, pick
 from ..patch.applying import apply
 from ..patch.state import Patch
 from ..upstream.facts import Site

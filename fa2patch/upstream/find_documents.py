@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 
 from .._torch import HAS_OPERATORS, compiling, recording, transforming
@@ -84,26 +86,42 @@ def packed_mask_of(
 
 
 def _refuse_rows_beside_a_causal_mask(call: Call, first: int) -> None:
-    """Refuse ids that restart in a call with a cache whose mask for every query lets documents see each other.
+    """Refuse ids that restart in a call with a cache whose masks for every query let documents see each other.
 
-    ``generate()`` with a static cache makes such a mask of any row, and passes the position ids on. A token with the
-    first position id must see no earlier one. Padding on the left may: its ids are fillers, and no later token sees it.
-    A mask that keeps documents apart says what upstream needs.
+    ``generate()`` with a static cache makes such masks of any row, one or one for each kind of layer, and passes the
+    position ids on. Masks that keep documents apart say what upstream needs.
     """
-    ids, mask = call.get("position_ids"), call.get("attention_mask")
-    if not (isinstance(ids, torch.Tensor) and isinstance(mask, torch.Tensor)) or mask.dim() != 4 or ids.dim() != 2:
+    ids, given = call.get("position_ids"), call.get("attention_mask")
+    if not isinstance(ids, torch.Tensor) or ids.dim() != 2 or ids.shape[1] == 1 or compiling() or not caches.held(call):
         return
+    for mask in given.values() if isinstance(given, dict) else [given]:
+        if _documents_meet(ids, mask, first):
+            raise PackedWithCache(
+                "a packed batch came with a cache and a mask for every query that lets documents see each other, as "
+                "generate() makes it. What a cache holds belongs to no one document of the row. Generate from "
+                "documents one by one."
+            )
+
+
+def _documents_meet(ids: torch.Tensor, mask: Any, first: int) -> bool:
+    """Whether a token with the first position id sees an earlier one. Padding, whose ids are fillers, does not count.
+
+    Args:
+        ids: ``[batch or 1, length]``.
+        mask: ``[batch, 1, length, keys]``, True or 0 where a query sees a key; None where it sees all up to itself.
+            False is returned for a mask of another kind.
+        first: the position id of a document's first token.
+    """
     length = ids.shape[1]
-    if length == 1 or mask.shape[2] != length or mask.shape[3] < length or compiling() or not caches.held(call):
-        return
-    sees = mask[:, 0, :, :length] if mask.dtype == torch.bool else mask[:, 0, :, :length] == 0
-    firsts = (ids == first) & sees[:, -1]
-    if bool((firsts & sees.tril(-1).any(-1)).any()):
-        raise PackedWithCache(
-            "a packed batch came with a cache and a mask for every query that lets documents see each other, as "
-            "generate() makes it. What a cache holds belongs to no one document of the row. Generate from documents "
-            "one by one."
-        )
+    if mask is None:
+        return bool((ids[:, 1:] == first).any())
+    if not isinstance(mask, torch.Tensor) or mask.dim() != 4 or mask.shape[2] != length or mask.shape[3] < length:
+        return False
+    sees = (mask if mask.dtype == torch.bool else mask == 0)[:, 0]
+    earlier = sees[..., :length].tril(-1).any(-1)
+    # padding sees every key, or not itself; a picture's tokens see later ones, too, and are seen
+    real = (sees.diagonal(dim1=1, dim2=2) & ~sees.triu(1).any(-1)) | sees[:, -1, :length]
+    return bool(((ids == first) & earlier & real).any())
 
 
 def _longest(found: Boundaries, facts: Facts, shape: tuple[int, int], ids: torch.Tensor, part: RowPart | None) -> int:

@@ -56,6 +56,37 @@ def with_a_mask_for_queries(model, name, ids, positions, sees, form):
     return {"input_ids": ids, "position_ids": positions, "attention_mask": mask[:, None], name: empty}
 
 
+def generated(model, row, **cache):
+    settings = {"max_new_tokens": 3, "min_new_tokens": 3, "do_sample": False, "pad_token_id": 0}
+    return model.generate(**row, **settings, **cache)[0, -3:]
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma2", "gemma3_text"])
+@pytest.mark.parametrize("kind", ["dynamic", "static", "hybrid", "sliding_window"])
+def test_generating_from_a_packed_row_is_refused_with_every_cache(family, kind):
+    """A static cache makes generate() itself make masks: a tensor, or a dict with one for each kind of layer."""
+    model, docs = of_family(family), DOCS[:2]
+    cache = {} if kind == "dynamic" else {"cache_implementation": kind}
+    row = {
+        "input_ids": torch.cat(docs)[None],
+        "position_ids": torch.cat([torch.arange(len(document)) for document in docs])[None],
+    }
+    seen = []
+    hook = model.register_forward_pre_hook(
+        lambda module, args, kwargs: seen.append(kwargs.get("position_ids")), with_kwargs=True
+    )
+    try:
+        generated(model, row, **cache)
+    except Exception as error:
+        pytest.skip(f"the unpatched model cannot generate so: {str(error)[:100]}")
+    hook.remove()
+    if seen[0] is None or seen[0].tolist() != row["position_ids"].tolist():
+        pytest.skip("generate() does not hand the position ids on in this version")
+    fa2patch.apply(model)
+    with refusal("(?s)documents one by one", fa2patch.errors.PackedWithCache):
+        generated(model, row, **cache)
+
+
 @pytest.mark.parametrize("form", ["bool", "float"])
 def test_a_row_whose_documents_see_each_other_by_a_mask_for_queries_is_refused_with_a_cache(form):
     model = llama()

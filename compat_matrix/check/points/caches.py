@@ -39,10 +39,11 @@ def packed_row_with_a_cache(cell: Cell) -> None:
             raise AssertionError(f"a packed row with {next(iter(given))} ({kind}) gave no error")
     if not tiny_models.is_encoder(cell.family):
         _generates_nothing_wrong(model, docs)
+        _generates_nothing_wrong(model, docs, cache_implementation="static")
 
 
-def _generates_nothing_wrong(model: Any, docs: list[torch.Tensor]) -> None:
-    settings = {"max_new_tokens": 3, "min_new_tokens": 3, "do_sample": False, "pad_token_id": 0}
+def _generates_nothing_wrong(model: Any, docs: list[torch.Tensor], **cache: str) -> None:
+    settings = {"max_new_tokens": 3, "min_new_tokens": 3, "do_sample": False, "pad_token_id": 0, **cache}
     seen = []
     hook = model.register_forward_pre_hook(
         lambda module, given, named: seen.append(named.get("position_ids")), with_kwargs=True

@@ -6,6 +6,7 @@ import json
 import re
 from pathlib import Path
 
+import torch
 import transformers
 
 from compat_matrix import tiny_models
@@ -38,6 +39,19 @@ def make_models(code: str, home: Path) -> None:
 def write(file: Path, lines: list[dict[str, object]]) -> None:
     file.parent.mkdir(parents=True, exist_ok=True)
     file.write_text("".join(json.dumps(line) + "\n" for line in lines))
+
+
+def save_tiny_llama(folder: Path) -> None:
+    """Write a Llama with large random weights, and its tokenizer, for a program that is given a folder."""
+    tokenizer = tiny_tokenizer()
+    config = transformers.LlamaConfig(
+        vocab_size=len(tokenizer), hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4,
+        max_position_embeddings=512, initializer_range=0.3,
+        bos_token_id=tokenizer.bos_token_id, eos_token_id=tokenizer.eos_token_id, pad_token_id=tokenizer.pad_token_id,
+    )  # fmt: skip
+    torch.manual_seed(0)
+    transformers.LlamaForCausalLM(config).save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
 
 
 def tiny_tokenizer():

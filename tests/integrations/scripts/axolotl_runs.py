@@ -19,9 +19,8 @@ os.environ.update(AXOLOTL_DO_NOT_TRACK="1", DO_NOT_TRACK="1", WANDB_MODE="disabl
 
 import axolotl.cli.train  # noqa: F401  what every training imports
 import torch
-import transformers
 from axolotl.cli.main import main
-from tiny_hub import tiny_tokenizer, write
+from tiny_hub import save_tiny_llama, write
 
 LENGTH = 96
 OLD = int(metadata.version("axolotl").split(".")[1]) < 15
@@ -31,20 +30,15 @@ PAIRS = {
     "rl": "dpo", "remove_unused_columns": False, "test_datasets": None, "eval_steps": None, "curriculum_sampling": None,
     "datasets": [{"path": "pairs.jsonl", "ds_type": "json", "split": "train", "type": {"field_prompt": "prompt"}}],
 }  # fmt: skip
-LORA = {"adapter": "lora", "lora_r": 4, "lora_alpha": 8, "lora_target_modules": ["q_proj", "v_proj"]}
 CASES: dict[str, tuple[list[str], dict[str, Any]]] = {
     "padded": ([], {}),
     "padded, eight": ([], {"micro_batch_size": 8, "gradient_accumulation_steps": 1}),
     "padded, patched": ([OURS], {}),
     "packed": ([OURS], PACKED),
-    "packed, eager": ([OURS], {**PACKED, "attention": "eager"}),
     "packed, rows of axolotl": ([OURS], {**PACKED, "pad_to_sequence_len": True}),
     "packed, two rows": ([OURS], {**PACKED, "micro_batch_size": 2, "gradient_accumulation_steps": 1}),
-    "packed, alone": ([], PACKED),
     "dpo": ([], PAIRS),
     "dpo, patched": ([OURS], PAIRS),
-    "lora": ([], LORA),
-    "lora, packed": ([OURS], {**LORA, **PACKED}),
 }
 """The plugins, and what differs from a padded training."""
 
@@ -61,15 +55,7 @@ def documents(groups: int, seed: int) -> list[dict[str, Any]]:
 
 
 def make(folder: Path) -> None:
-    tokenizer = tiny_tokenizer()
-    config = transformers.LlamaConfig(
-        vocab_size=len(tokenizer), hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4,
-        max_position_embeddings=512, initializer_range=0.3,
-        bos_token_id=tokenizer.bos_token_id, eos_token_id=tokenizer.eos_token_id, pad_token_id=tokenizer.pad_token_id,
-    )  # fmt: skip
-    torch.manual_seed(0)
-    transformers.LlamaForCausalLM(config).save_pretrained(folder / "model")
-    tokenizer.save_pretrained(folder / "model")
+    save_tiny_llama(folder / "model")
     write(folder / "train.jsonl", documents(10, 0))
     write(folder / "test.jsonl", documents(3, 1))
     pairs = [
@@ -80,13 +66,7 @@ def make(folder: Path) -> None:
 
 def configuration(plugins: list[str], changed: dict[str, Any], folder: Path) -> dict[str, Any]:
     tokens = {"ds_type": "json", "split": "train", "type": None}
-    changed = dict(changed)
-    attention = changed.pop("attention", "sdpa")
-    kind = (
-        {"eager_attention" if attention == "eager" else "sdp_attention": True}
-        if OLD
-        else {"attn_implementation": attention}
-    )
+    attention = {"sdp_attention": True} if OLD else {"attn_implementation": "sdpa"}
     return {
         "base_model": str(folder / "model"), "datasets": [{"path": "train.jsonl", **tokens}],
         "test_datasets": [{"path": "test.jsonl", **tokens}], "dataset_prepared_path": str(folder / "prepared"),
@@ -95,7 +75,7 @@ def configuration(plugins: list[str], changed: dict[str, Any], folder: Path) -> 
         "warmup_steps": 0, "weight_decay": 0.0, "curriculum_sampling": True, "sample_packing_sequentially": True,
         "shuffle_merged_datasets": False, "logging_steps": 1, "save_strategy": "no", "seed": 3, "dataset_processes": 1,
         "bf16": False, "fp16": False, "tf32": False, "float32": True, "gradient_checkpointing": False,
-        "output_dir": str(folder / "out"), "plugins": [*plugins, "axolotl_recorder.Recorder"], **kind, **changed,
+        "output_dir": str(folder / "out"), "plugins": [*plugins, "axolotl_recorder.Recorder"], **attention, **changed,
     }  # fmt: skip
 
 

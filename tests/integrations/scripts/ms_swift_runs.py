@@ -18,7 +18,7 @@ os.environ.update(CUDA_VISIBLE_DEVICES="", USE_HF="1", MODELSCOPE_OFFLINE="1")
 
 import torch
 import transformers
-from tiny_hub import tiny_tokenizer, write
+from tiny_hub import save_tiny_llama, write
 
 try:
     from swift.pipelines import rlhf_main, sft_main
@@ -38,14 +38,6 @@ CASES: dict[str, tuple[bool, list[str]]] = {
     "dpo, padding_free": (True, [*DPO, *FREE]),
     "lora": (False, ["--lora"]),
     "lora, padding_free": (True, ["--lora", *FREE]),
-    "embedding": (False, ["--task_type", "embedding", "--loss_type", "infonce", "--dataset", "embeddings.jsonl"]),
-    "embedding, padding_free": (
-        True, ["--task_type", "embedding", "--loss_type", "infonce", "--dataset", "embeddings.jsonl", *FREE],
-    ),
-    "reranker": (False, ["--task_type", "reranker", "--loss_type", "pointwise_reranker", "--dataset", "rerank.jsonl"]),
-    "reranker, padding_free": (
-        True, ["--task_type", "reranker", "--loss_type", "pointwise_reranker", "--dataset", "rerank.jsonl", *FREE],
-    ),
 }  # fmt: skip
 """Whether fa2patch's plugin is given, and what differs from a padded training."""
 
@@ -55,25 +47,10 @@ def turn(question: str, answer: str) -> list[dict[str, str]]:
 
 
 def make(folder: Path) -> None:
-    tokenizer = tiny_tokenizer()
-    config = transformers.LlamaConfig(
-        vocab_size=len(tokenizer), hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4,
-        max_position_embeddings=512, initializer_range=0.3,
-        bos_token_id=tokenizer.bos_token_id, eos_token_id=tokenizer.eos_token_id, pad_token_id=tokenizer.pad_token_id,
-    )  # fmt: skip
-    torch.manual_seed(0)
-    transformers.LlamaForCausalLM(config).save_pretrained(folder / "model")
-    tokenizer.save_pretrained(folder / "model")
+    save_tiny_llama(folder / "model")
     texts = [(f"What is {n} and {n}?", " ".join(["it is", str(2 * n)] * (n % 5 + 1))) for n in range(32)]
     write(folder / "train.jsonl", [{"messages": turn(*text)} for text in texts])
     write(folder / "pairs.jsonl", [{"messages": turn(*text), "rejected_response": "no"} for text in texts])
-    asked = [[{"role": "user", "content": question}] for question, _ in texts]
-    answered = [[[{"role": "user", "content": answer}]] for _, answer in texts]
-    write(folder / "embeddings.jsonl", [{"messages": q, "positive_messages": a} for q, a in zip(asked, answered)])
-    said = [[[{"role": "assistant", "content": answer}]] for _, answer in texts]
-    noes = [[[{"role": "assistant", "content": "no " * (n % 3 + 1)}]] for n in range(32)]
-    rows = [{"messages": q, "positive_messages": a, "negative_messages": n} for q, a, n in zip(asked, said, noes)]
-    write(folder / "rerank.jsonl", rows)
 
 
 def arguments(folder: Path, patched: bool, changed: list[str]) -> list[str]:

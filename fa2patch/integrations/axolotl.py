@@ -11,8 +11,7 @@ from typing import Any
 from axolotl.integrations.base import BasePlugin
 
 from ..data.collators import DataCollatorWithFlattening
-from ..patch.applying import apply
-from ..run.start import say
+from . import patched
 
 OWN_BATCHES = ("reward_model", "process_reward_model", "rl", "pretraining_dataset", "processor_type", "kd_trainer")
 """Options under which axolotl makes other batches than token ids and labels, or has others that read them."""
@@ -40,8 +39,7 @@ class Plugin(BasePlugin):  # type: ignore[misc]
 
     def post_model_load(self, cfg: Any, model: Any) -> None:
         """Patch a model that was loaded, with its adapters."""
-        patch = apply(model, prove=True, padded_batches=True)
-        say(f"{patch!r}. Its padded batches are computed packed.")
+        patched(model)
 
     def get_collator_cls_and_kwargs(self, cfg: Any, is_eval: bool = False) -> tuple[type, dict[str, Any]] | None:
         """Return the collator of packed training rows; None leaves the choice to axolotl."""

@@ -73,12 +73,11 @@ def _patching(original: Callable[..., None]) -> Callable[..., None]:
 
     @functools.wraps(original)
     def __init__(self: Any, model: Any, *args: Any, **kwargs: Any) -> None:
-        from fa2patch.patch.applying import apply
-        from fa2patch.run.start import say
+        from fa2patch.integrations import patched
 
         for each in (model, getattr(self, "ref_model", None)):
             if each is not None:
-                say(f"{apply(each, prove=True, padded_batches=True)!r}. Its padded batches are computed packed.")
+                patched(each)
         original(self, model, *args, **kwargs)
 
     return __init__

@@ -1,8 +1,9 @@
 """Train and test a LightningModule, padded without fa2patch and packed: ``lightning_steps.py PACKAGE``.
 
 PACKAGE is ``lightning.pytorch`` or ``pytorch_lightning``. Prints a JSON object with an entry for each run: the losses
-of training and of the test, the number of tokens that the first layer computed in each forward, those of each pass, and
-the names of the patched models. The runs differ in the batches, and in the method of the module that makes the model.
+of training and of the test, the number of tokens that the first layer computed in each call of the model, those of each
+pass, and the names of the patched models. The runs differ in the batches, and in the method of the module that makes
+the model.
 """
 
 from __future__ import annotations
@@ -35,6 +36,7 @@ class Module(pl.LightningModule):  # type: ignore[misc,name-defined]
         self.where = where
         self.found: list[float] = []
         self.tokens: list[int] = []
+        self.runs: list[int] = []
         self.passes: list[int] = []
         if self.where == "init":
             self.make()
@@ -47,7 +49,14 @@ class Module(pl.LightningModule):  # type: ignore[misc,name-defined]
 
     def count(self, layer: Any, args: Any, kwargs: Any) -> None:
         hidden = args[0] if args else kwargs["hidden_states"]
-        self.tokens.append(hidden[..., 0].numel())
+        self.runs.append(hidden[..., 0].numel())
+
+    def computed(self, batch: dict[str, Any]) -> torch.Tensor:
+        """The loss of a batch. The hook is code that fa2patch tries, so the layer may run several times in a call."""
+        self.runs.clear()
+        loss: torch.Tensor = self.net["llm"](**batch, use_cache=False).loss
+        self.tokens.append(max(self.runs))
+        return loss
 
     def setup(self, stage: str) -> None:
         if self.where == "setup" and not hasattr(self, "net"):
@@ -61,7 +70,7 @@ class Module(pl.LightningModule):  # type: ignore[misc,name-defined]
         configure_sharded_model = configure_model  # its name up to 2.0
 
     def loss(self, batch: dict[str, Any]) -> torch.Tensor:
-        loss: torch.Tensor = self.net["llm"](**batch, use_cache=False).loss
+        loss = self.computed(batch)
         self.found.append(loss.item())
         return loss
 
@@ -88,7 +97,7 @@ class InPasses(Module):
         parts, loss, optimizer = passes(batch, BUDGET), 0.0, self.optimizers()
         optimizer.zero_grad()
         for part, share in zip(parts, parts.shares):
-            each = self.net["llm"](**part, use_cache=False).loss * share
+            each = self.computed(part) * share
             self.manual_backward(each)
             loss += each.item()
         optimizer.step()

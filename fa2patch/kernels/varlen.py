@@ -19,7 +19,7 @@ import torch
 from .._torch import is_no_verdict
 from ..documents.boundaries import Boundaries
 from ..errors import NothingProven
-from .protocol import Kernel, Options
+from .protocol import Kernel, Options, capability
 
 PARAMETERS = {
     "window": ("window_size",),
@@ -167,11 +167,18 @@ class FlashAttn4(VarlenFunc):
     source = "flash_attn.cute"
     CAPABILITY = (9, 12)
     MADE_FOR = (10, 11, 12)
+    MULTIPLE = 32  # of others the backward was wrong (flash-attention#2896 on Hopper, #2698 on Blackwell)
     FEATURES = frozenset({"window", "softcap", "sinks", "deterministic", "trees", "spans"})
 
     def takes(self, head_dim: int, value_dim: int) -> bool:
-        """What flash_attn/cute/interface.py takes on every device: MLA's dimensions, and any up to 128."""
-        return (head_dim, value_dim) == (192, 128) or max(head_dim, value_dim) <= 128
+        """MLA's dimensions alone. Others compile, and gradients of v were wrong on Blackwell (flash-attention#2552)."""
+        return (head_dim, value_dim) == (192, 128)
+
+    def padded(self, head_dim: int, value_dim: int) -> tuple[int, int]:
+        """Blackwell has nothing between 128 and 256 but MLA's dimensions (_validate_head_dims in its interface.py)."""
+        dims, here = super().padded(head_dim, value_dim), capability()
+        between = dims[0] == dims[1] and 128 < dims[0] < 256
+        return (256, 256) if between and here is not None and here[0] in (10, 11) else dims
 
 
 _REPOSITORY = re.compile(r"\w[\w.-]*/\w[\w.-]*(@.+)?")

@@ -358,7 +358,8 @@ def handed(name, head_dim, value_dim):
         ("flash_attn_3", (64, 128), (64, 128)),
         ("flash_attn_3", (96, 64), (96, 96)),
         ("flash_attn_4", (192, 128), (192, 128)),
-        ("flash_attn_4", (96, 64), (96, 64)),
+        ("flash_attn_4", (96, 64), (96, 96)),
+        ("flash_attn_4", (72, 72), (96, 96)),
         ("flash_attn_4", (192, 96), (192, 192)),
         ("efficient", (192, 128), (192, 128)),
         ("efficient", (100, 60), (104, 64)),
@@ -369,6 +370,22 @@ def handed(name, head_dim, value_dim):
 )
 def test_a_kernel_is_handed_the_head_dimensions_that_it_takes(name, given, expected):
     assert handed(name, *given) == (expected[0], *expected)
+
+
+@pytest.mark.parametrize(
+    ("major", "given", "expected"),
+    [
+        (9, (160, 160), (160, 160)),
+        (10, (160, 160), (256, 256)),
+        (10, (128, 100), (128, 128)),
+        (11, (192, 192), (256, 256)),
+        (10, (192, 128), (192, 128)),
+    ],
+    ids=str,
+)
+def test_flash_attn_4_is_handed_head_dimensions_that_the_device_has(monkeypatch, major, given, expected):
+    monkeypatch.setattr(varlen, "capability", lambda: (major, 0))
+    assert handed("flash_attn_4", *given) == (expected[0], *expected)
 
 
 @pytest.mark.parametrize(

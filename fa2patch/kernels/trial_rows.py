@@ -1,0 +1,143 @@
+"""The row of a trial: what a kernel is handed, in documents that are like those of a model.
+
+Random numbers alone are not: activations have channels and tokens that are outliers, and rows of padding or of repeated
+tokens have keys that are all equal. The row is handed over twice, with other memory and other places of the documents.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import NamedTuple
+
+import torch
+
+from ..documents.boundaries import Boundaries
+from .protocol import Asked, Options
+
+LENGTHS = (1, 70, 5, 133, 64, 97, 40, 50, 290)
+"""Document lengths: one token; less than a block of keys; one block; more than a block, and not a multiple of one;
+then a document with outliers, one of constant rows, one of equal keys; and one of several blocks of queries."""
+
+OUTLIERS, CONSTANT, EQUAL = 5, 6, 7
+"""The numbers of the documents that are like activations."""
+
+PARENTS = (-1, -1, 1, 1, 3, 3, -1, 6, -1)
+"""The documents as segments of a tree, if the call has one: roots alone, and roots with one and two levels below."""
+
+SPANS = ((1, 10), (30, 39), (39, 46), (71, 76), (200, 209), (264, 273), (290, 299), (372, 381))
+"""The spans of the documents, if the call has some, as ``(first token, token behind the last)``: at a document's
+beginning, inside one, two side by side, a whole document, and at a document's end. None is longer than the window."""
+
+WINDOW, SOFTCAP, SCALE, SLOPE = 9, 2.0, 0.7, 0.3
+"""The scale is relative to the usual one, so that a kernel that ignores the argument fails. The slopes are small, so
+that the keys at a window's edge still have a weight."""
+
+LOGIT = 120.0
+"""The logits of the document of constant rows, about. ``exp`` of it is no number in float32."""
+
+
+class Row(NamedTuple):
+    """What a kernel is handed besides its options.
+
+    Attributes:
+        states: q, k and v ``[tokens, heads, dim]``.
+        direction: the gradient of the output, ``[tokens, query heads, value dim]``.
+        documents: the boundaries.
+    """
+
+    states: tuple[torch.Tensor, ...]
+    direction: torch.Tensor
+    documents: Boundaries
+
+
+def row_of(asked: Asked, drawn: torch.Generator, device: torch.device) -> Row:
+    """The documents, of random numbers with outliers, equal keys and constant rows. Their values fit float16."""
+    tokens, starts = sum(LENGTHS), [sum(LENGTHS[:at]) for at in range(len(LENGTHS))]
+    sizes = ((asked.heads, asked.head_dim), (asked.key_heads, asked.head_dim), (asked.key_heads, asked.value_dim))
+    q, k, v = (1.5 * torch.randn((tokens, *size), generator=drawn) for size in sizes)
+    direction = torch.randn((tokens, asked.heads, asked.value_dim), generator=drawn)
+    outliers, constant, equal = (slice(starts[at], starts[at] + LENGTHS[at]) for at in (OUTLIERS, CONSTANT, EQUAL))
+    k[outliers, :, asked.head_dim // 2] += 24  # a channel that is large in all keys
+    q[outliers][9::20] *= 8
+    k[outliers][11::20] *= 6
+    v[outliers][7::20] *= 16
+    direction[outliers][5::20] *= 8
+    # multiples of 1/4 are exact in each dtype, and so are their products
+    q[constant] = k[constant] = round(4 * (LOGIT / (SCALE * asked.head_dim**0.5)) ** 0.5) / 4
+    k[equal] = k[equal][:1].clone()
+    ends = torch.tensor([0, *LENGTHS]).cumsum(0).to(device, torch.int32)
+    parents = torch.tensor(PARENTS).to(ends) if "trees" in asked.features else None
+    until = _until().to(ends) if "spans" in asked.features else None
+    documents = Boundaries(ends, max(LENGTHS), None, LENGTHS, parents, until=until)
+    if asked.dtype == torch.float32:  # as TF32 has them, so that its products are exact
+        q, k, v, direction = (x.half() for x in (q, k, v, direction))
+    q, k, v, direction = (x.to(device, asked.dtype) for x in (q, k, v, direction))
+    return Row((q, k, v), direction, documents)
+
+
+def options_of(asked: Asked, drawn: torch.Generator, device: torch.device) -> Options:
+    """The options of the call. Sinks are in the dtype of q, so that they have the same values in each dtype."""
+    sinks = 2 * torch.randn(asked.heads, generator=drawn)
+    sinks[0] += 5  # so that it has a weight beside many keys
+    sinks = sinks.to(device, asked.dtype)
+    slopes = SLOPE * torch.rand(asked.heads, generator=drawn)
+    return Options(
+        scale=SCALE * asked.head_dim**-0.5,
+        causal=asked.causal,
+        window=WINDOW if "window" in asked.features else None,
+        softcap=SOFTCAP if "softcap" in asked.features else None,
+        sinks=sinks if "sinks" in asked.features else None,
+        alibi_slopes=slopes.to(device) if "alibi" in asked.features else None,
+    )
+
+
+class Call(NamedTuple):
+    """One call of a kernel in its trial.
+
+    Attributes:
+        row: what it is handed.
+        options: its options.
+        order: int64 ``[tokens]``, which token of :func:`row_of` each token is.
+    """
+
+    row: Row
+    options: Options
+    order: torch.Tensor
+
+
+def calls(row: Row, options: Options, exact: torch.dtype) -> Iterator[Call]:
+    """The calls of the kernel, in memory as models have it.
+
+    In the first call q and k have the heads before the tokens, as rotary embeddings leave them, and v is a part of a
+    projection. In the second call all three are parts of one, the documents are in the opposite order unless a tree or
+    spans say where they are, sinks are in float32, and the longest length is an upper bound.
+    """
+    documents, device = row.documents, row.direction.device
+    tokens = torch.arange(row.direction.shape[0], device=device)
+    q, k, v = row.states
+    heads_first = (x.transpose(0, 1).contiguous().transpose(0, 1) for x in (q, k))
+    yield Call(Row((*heads_first, _parts(k, v)[1]), _parts(row.direction)[0], documents), options, tokens)
+    bound = replace(documents, max_seqlen=2 * documents.max_seqlen, made={})
+    if documents.parents is None and documents.until is None:
+        tokens = torch.cat(torch.split(tokens, list(documents.lengths))[::-1])
+        ends = torch.tensor([0, *documents.lengths[::-1]]).cumsum(0).to(documents.cu_seqlens)
+        bound = replace(bound, cu_seqlens=ends, _lengths=documents.lengths[::-1])
+    sinks = None if options.sinks is None else options.sinks.to(exact)
+    states = _parts(q[tokens], k[tokens], v[tokens])
+    direction = _parts(row.direction[tokens], row.direction[tokens])[1]
+    yield Call(Row(states, direction, bound), replace(options, sinks=sinks), tokens)
+
+
+def _parts(*states: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    """The states ``[tokens, heads, dim]`` as parts of one tensor ``[tokens, width]``, which has a little more."""
+    width = [x[0].numel() for x in states]
+    whole = torch.cat([*(x.flatten(1) for x in states), states[0].flatten(1)], 1)
+    return tuple(part.view(x.shape) for part, x in zip(torch.split(whole, [*width, width[0]], 1), states))
+
+
+def _until() -> torch.Tensor:
+    until = torch.arange(sum(LENGTHS))
+    for start, stop in SPANS:
+        until[start:stop] = stop - 1
+    return until

@@ -2,8 +2,9 @@
 
 ``python -m compat_matrix.bench.static_shapes`` prints two tables. For the first one, a tiny model is compiled for 30
 layouts of documents, with shapes and numbers as constants of its graphs, and the graphs are counted. The second one
-gives the padding of FLAN-like lengths: in rows of a budget, planned as ``fa2patch.packing.plan`` does by default, and
-in mini-batches of eight documents. It takes about two minutes on one core.
+gives the padding of FLAN-like lengths: in rows of a budget, planned as ``fa2patch.packing.plan`` does by default, in
+mini-batches of eight documents, and in the passes of a budget that mini-batches of 64 documents are cut into. It takes
+about two minutes on one core.
 """
 
 from __future__ import annotations
@@ -15,8 +16,8 @@ from typing import Any
 import torch
 
 import fa2patch
-from fa2patch.data.shapes import rounded_up
-from fa2patch.packing import plan
+from fa2patch.packing import deal, plan
+from fa2patch.packing.still_shapes import StillShapes, rounded_up
 
 from .. import tiny_models
 from ..check.rows import documents
@@ -34,7 +35,7 @@ KINDS: dict[str, dict[str, Any]] = {
 }
 """Options of the collator by the shapes that they make."""
 
-BUDGET, BATCH, COUNT = 4096, 8, 20_000
+BUDGET, BATCH, CUT, COUNT = 4096, 8, 64, 20_000
 
 
 def layouts(count: int) -> list[list[int]]:
@@ -73,17 +74,29 @@ def graphs_of(options: dict[str, Any], rows: Iterable[Sequence[int]]) -> int:
     return len(seen)
 
 
-def padding_of(rows: Sequence[int], to: int | str | None) -> tuple[float, int]:
-    """The share of padding in rows of so many tokens, and how many different lengths the padded rows have."""
-    padded = [rounded_up(tokens, to) for tokens in rows]
+def padding_of(rows: Sequence[int], to: int | str | None, most: int = 0) -> tuple[float, int]:
+    """The share of padding in rows of so many tokens, and how many different lengths the padded rows have.
+
+    With a budget of ``most`` tokens, no row is padded beyond it.
+    """
+    padded = [StillShapes(most, to).length(tokens) if most else rounded_up(tokens, to) for tokens in rows]
     return 1 - sum(rows) / sum(padded), len(set(padded))
+
+
+PASSES = f"mini-batches of {CUT} in passes of {BUDGET:,}"
 
 
 def _rows() -> dict[str, list[int]]:
     lengths = FLAN.draw(COUNT)
     planned = [sum(lengths[at] for at in row) for row in plan(lengths, BUDGET)]
     batches = [sum(lengths[at : at + BATCH]) for at in range(0, COUNT, BATCH)]
-    return {f"rows of at most {BUDGET:,} tokens": planned, f"mini-batches of {BATCH}": batches}
+    cut = [deal(lengths[at : at + CUT], 1, BUDGET) for at in range(0, COUNT, CUT)]
+    passes = [sum(lengths[at * CUT + one] for one in each) for at, step in enumerate(cut) for each in step.passes[0]]
+    return {
+        f"rows of at most {BUDGET:,} tokens": planned,
+        f"mini-batches of {BATCH}": batches,
+        PASSES: passes,
+    }
 
 
 def main() -> None:
@@ -95,8 +108,9 @@ def main() -> None:
         print(f"{kind:44} {graphs_of(options, rows):6} {share:7.1%}")
     for name, tokens in _rows().items():
         print(f"\n{'FLAN-like, ' + name:44} lengths padding")
-        for to in (None, 64, 256, "eighth", "power", max(tokens)):
-            share, different = padding_of(tokens, to)
+        budget = BUDGET if name == PASSES else 0
+        for to in (None, 64, 256, "eighth", "power", budget or max(tokens)):
+            share, different = padding_of(tokens, to, budget)
             print(f"{'pad_to_multiple_of=' + repr(to):44} {different:7} {share:7.1%}")
 
 

@@ -14,6 +14,7 @@ import torch
 
 from ..documents.names import IGNORED_LABEL, REAL
 from ..errors import CollatorError
+from ..packing.still_shapes import ends_of, rounded_up
 from .columns import (
     IDS,
     LABELS,
@@ -34,7 +35,7 @@ from .columns import (
     starts,
 )
 from .loss_weights import check_columns, check_option, weighted
-from .shapes import check_rounding, ends_of, require_few, rounded_up, stated_longest
+from .shapes import check_rounding, require_few, stated_longest
 
 
 @dataclass

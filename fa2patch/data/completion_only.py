@@ -13,10 +13,10 @@ import numpy as np
 
 from ..documents.names import IGNORED_LABEL
 from ..errors import CollatorError
+from ..packing.still_shapes import rounded_up
 from .collators import DataCollatorWithFlattening, of_framework
 from .columns import Array, Columns, integer, present, read_examples, shown
 from .loss_weights import check_columns, weighted
-from .shapes import rounded_up
 
 Template = Union[str, Sequence[int]]
 Example = Union[Mapping[str, Any], Sequence[int]]

@@ -18,6 +18,7 @@ import torch
 from ..documents.names import IGNORED_LABEL, LABELS, TOKENS
 from ..errors import Fa2PatchError, PackingError, StaysPadded
 from ..packing.passes import Units, is_mask, of_all_ranks, units_of
+from ..packing.still_shapes import PLAIN, StillShapes
 from ..upstream.find_models import outermost_models
 from . import trainer_notes
 
@@ -75,10 +76,11 @@ class LossShares:
             above 1 if a loss computes tokens twice, as older DPO computes prompts.
     """
 
-    def __init__(self, trainer: Any) -> None:
+    def __init__(self, trainer: Any, shapes: StillShapes = PLAIN) -> None:
         self.share: Share | None = None
         self.undecided, self.more = False, 1.0
         self._trainer, self._fitting, self.looked = trainer, list[Share](), 0
+        self._shapes = shapes  # also of what is tried, so that a compiled model makes no more graphs
 
     def group(self, batch: Mapping[str, Any]) -> int:
         """Return the number of rows that make a unit of a batch, as far as it is known or its shapes say."""
@@ -119,7 +121,7 @@ class LossShares:
     def _of_group(self, loss: Loss, model: Any, batch: Any, group: int, computed: list[int]) -> Tried:
         """The first attempt that tells, or the last one. All ranks make the same attempts."""
         for attempt in range(_ATTEMPTS):
-            found = _of_all_ranks(tried(loss, batch, group, self._dtype(model), computed, attempt))
+            found = _of_all_ranks(tried(loss, batch, group, self._dtype(model), computed, attempt, self._shapes))
             if self._fitting or found.decided or not found.fitting:
                 break
         return found
@@ -155,7 +157,15 @@ class Tried(NamedTuple):
     said: str
 
 
-def tried(loss: Loss, batch: Any, group: int, dtype: torch.dtype, computed: list[int], attempt: int = 0) -> Tried:
+def tried(
+    loss: Loss,
+    batch: Any,
+    group: int,
+    dtype: torch.dtype,
+    computed: list[int],
+    attempt: int = 0,
+    shapes: StillShapes = PLAIN,
+) -> Tried:
     """Try the loss of some of a batch's units, together and alone.
 
     Args:
@@ -165,9 +175,10 @@ def tried(loss: Loss, batch: Any, group: int, dtype: torch.dtype, computed: list
         dtype: The dtype that the model computes in, whose rounding the losses have.
         computed: A list to which each forward of the model adds the number of its tokens, without padding.
         attempt: The number of attempts before. Each tries other units.
+        shapes: The shapes of what is tried.
     """
     try:
-        units = units_of(batch, group)
+        units = units_of(batch, group, shapes)
     except Fa2PatchError as error:
         return Tried([], False, 1.0, error.message)
     chosen = _chosen(units, attempt)
@@ -179,7 +190,7 @@ def tried(loss: Loss, batch: Any, group: int, dtype: torch.dtype, computed: list
         together = float(loss(units.take(union)))
     except Exception as error:  # whatever a loss raises that needs rows which are not there
         return Tried([], False, 1.0, f"one of them raises {type(error).__name__}: {error}")
-    more = max(computed, default=0) / max(int(units.tokens[union].sum()), 1)
+    more = max(computed, default=0) / max(shapes.length(int(units.tokens[union].sum())), 1)
     if len(union) < 2:
         return Tried(None, False, more, "the batch has only one")
     rounding = max(np.abs(alone).max(), abs(together)) * (1e-5 if torch.finfo(dtype).bits > 16 else 5e-3)

@@ -11,6 +11,8 @@ import torch
 
 from .._types import Model
 from ..errors import BadArgument, Fa2PatchError, StaysPadded
+from ..packing.plans import check_budget
+from ..packing.still_shapes import StillShapes
 from ..padded.batches import PaddedBatches
 from ..patch.applying import apply
 from ..patch.padding import pack_padded_batches
@@ -67,6 +69,9 @@ def packed_trainer(
     *,
     max_tokens: int | None = None,
     too_long: str = "error",
+    pad_to_multiple_of: int | str | None = None,
+    max_documents: int | None = None,
+    longest_document: int | str | None = None,
 ) -> type[Any]:
     """Return a subclass of a TRL trainer whose models compute padded batches packed.
 
@@ -90,13 +95,17 @@ def packed_trainer(
             None computes each batch in one pass.
         too_long: What to do with a document that is longer than ``max_tokens``: ``"error"``, or ``"alone"`` to give it
             a pass of its own.
+        pad_to_multiple_of, max_documents, longest_document: With a budget and packed rows, shapes of the passes that do
+            not depend on their documents, as in :func:`fa2patch.packing.passes`: a compiled model makes one graph. The
+            logs say what part of the passes is padding, ``padding_of_passes``.
 
     Returns:
         The subclass. Its constructor raises ``BadArgument`` if the trainer makes packed rows itself
         (``padding_free=True``), and the errors of :func:`fa2patch.apply`. It warns with ``StaysPadded``.
 
     Raises:
-        BadArgument: ``base`` is no class.
+        BadArgument: ``base`` is no class, or shapes are given without a budget.
+        PackingError: The budget, or an option of shapes, is invalid.
         Fa2PatchError: TRL cannot be imported.
     """
     if base is None:
@@ -112,13 +121,14 @@ def packed_trainer(
             "Make the trainer from what packed_trainer returns: packed_trainer(trl.GRPOTrainer)(model, ...)."
         )
     parent: Any = base
+    shapes = _still_shapes(max_tokens, pad_to_multiple_of, max_documents, longest_document)
 
     def __init__(self: Any, *args: Any, **kwargs: Any) -> None:
         parent.__init__(self, *args, **kwargs)
         if max_tokens is None:
             _refuse_packed_rows(self, parent)
         else:
-            self.token_budget = TokenBudget(self, max_tokens, too_long)
+            self.token_budget = TokenBudget(self, max_tokens, too_long, shapes)
 
     def __setattr__(self: Any, name: str, value: object) -> None:
         parent.__setattr__(self, name, value)
@@ -135,6 +145,19 @@ def packed_trainer(
     if max_tokens is not None:
         require_training_step(parent)
     return type(f"Packed{parent.__name__}", (parent,), members)
+
+
+def _still_shapes(max_tokens: int | None, *shapes: Any) -> StillShapes | None:
+    """The shapes of passes, or None without a budget."""
+    if max_tokens is not None:
+        return StillShapes(check_budget(max_tokens), *shapes)
+    if any(each is not None for each in shapes):
+        raise BadArgument(
+            "pad_to_multiple_of, max_documents, longest_document: expected max_tokens, too, because these are of the "
+            "passes of a budget, found none. Give max_tokens, or let the collator pad: "
+            "fa2patch.DataCollatorWithFlattening."
+        )
+    return None
 
 
 def _refuse_packed_rows(trainer: Any, parent: type[Any]) -> None:

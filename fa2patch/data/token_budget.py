@@ -13,6 +13,7 @@ import functools
 import inspect
 import time
 from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from typing import Any, Callable
 
 import numpy as np
@@ -23,6 +24,7 @@ from ..errors import BadArgument, Fa2PatchError
 from ..packing import example_costs, imbalance
 from ..packing.passes import Passes, of_all_ranks, of_units, units_of
 from ..packing.plans import check_budget
+from ..packing.still_shapes import PLAIN, StillShapes
 from . import trainer_notes
 from .loss_shares import Loss, LossShares, Share
 
@@ -35,17 +37,21 @@ class TokenBudget:
     Args:
         trainer: A Trainer with patched models. Those that are given padded batches compute them packed.
         max_tokens, too_long: As in :func:`fa2patch.packing.passes`.
+        shapes: Shapes of the passes, which need packed rows as batches; None for those of their documents.
 
     Attributes:
         shares: What is known of the trainer's loss.
-        batches, passes, tokens, padded_tokens: Numbers of batches, of their passes, of their tokens, and of their
-            tokens with padding, since the last log.
+        batches, passes, tokens, padded_tokens, lengths: Numbers of batches, of their passes, of their tokens, of their
+            tokens with padding, and of the tokens of their passes with the padding of still shapes, since the last log.
         costs: The cost of each of these batches on each rank, tokens and attention, a list of ``[ranks]``.
     """
 
-    def __init__(self, trainer: Any, max_tokens: int, too_long: str = "error") -> None:
+    def __init__(
+        self, trainer: Any, max_tokens: int, too_long: str = "error", shapes: StillShapes | None = None
+    ) -> None:
         self.trainer, self.max_tokens, self.too_long = trainer, check_budget(max_tokens), too_long
-        self.shares = LossShares(trainer)
+        self.shapes = shapes or PLAIN
+        self.shares = LossShares(trainer, self.shapes)
         self._rest: Iterator[torch.Tensor] | None = None  # of a step, once its first pass is computed
         self._first: torch.Tensor | None = None
         self._stepping = False
@@ -96,20 +102,22 @@ class TokenBudget:
             logs["passes_per_batch"] = round(self.passes / self.batches, 3)
             logs["tokens_per_second"] = round(self.tokens / (time.perf_counter() - self._since), 1)
             logs["padding_avoided"] = round(1 - self.tokens / max(self.padded_tokens, self.tokens), 4)
+            if self.shapes:
+                logs["padding_of_passes"] = round(1 - self.tokens / max(self.lengths, self.tokens), 4)
             if len(self.costs[0]) > 1:
                 logs["imbalance_over_ranks"] = round(imbalance(np.array(self.costs)), 4)
             self._forget()
         return log(logs, *args, **kwargs)
 
     def _forget(self) -> None:
-        self.batches = self.passes = self.tokens = self.padded_tokens = 0
+        self.batches = self.passes = self.tokens = self.padded_tokens = self.lengths = 0
         self.costs: list[list[float]] = []
         self._since = time.perf_counter()
 
     def _count(self, inputs: Mapping[str, Any], passes: Passes) -> None:
         rows = [value for value in inputs.values() if isinstance(value, torch.Tensor) and value.dim() == 2]
         self.batches, self.passes = self.batches + 1, self.passes + len(passes)
-        self.tokens += int(passes.tokens.sum())
+        self.tokens, self.lengths = self.tokens + int(passes.tokens.sum()), self.lengths + int(passes.lengths.sum())
         self.padded_tokens += max((value.numel() for value in rows), default=0)
 
     # --- cutting -----------------------------------------------------------------------------------------------------
@@ -117,7 +125,7 @@ class TokenBudget:
     def _cut(self, loss: Loss, model: Any, inputs: Mapping[str, Any]) -> Passes:
         """The passes of a batch, as many on every rank, because ranks meet in each of them."""
         group = self.shares.group(inputs)
-        units = units_of(inputs, group)
+        units = units_of(inputs, group, self.shapes)
         exceeds = bool(self.shares.more * units.tokens.sum() > self.max_tokens)
         met = of_all_ranks((exceeds, float(example_costs(units.tokens).sum())))
         self.costs.append([cost for _, cost in met])
@@ -125,10 +133,10 @@ class TokenBudget:
             _require_last_backwards(self.trainer.accelerator)
             self.shares.look(loss, model, inputs)
             if self.shares.group(inputs) != group:
-                units = units_of(inputs, self.shares.group(inputs))
+                units = units_of(inputs, self.shares.group(inputs), self.shapes)
         budget = max(int(self.max_tokens / self.shares.more), 1)
         if self.shares.undecided and len(units.tokens) > 1:
-            budget = max(budget, int(units.tokens.sum()))
+            budget, units = max(budget, int(units.tokens.sum())), replace(units, most=None)
         return of_units(units, budget, self.too_long, every_rank=True)
 
     # --- computing ---------------------------------------------------------------------------------------------------

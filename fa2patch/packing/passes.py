@@ -21,6 +21,7 @@ from ..documents.stated import from_cu_seqlens
 from ..errors import PackingError
 from .dealing import capped, deal
 from .plans import as_lengths, check_budget, plan
+from .still_shapes import PLAIN, StillShapes
 from .strategies import Ints
 from .streaming import token_count
 
@@ -37,12 +38,16 @@ class Units:
             has no ``labels`` with one number for each token.
         take: Returns a batch of the same kind with some of the units, from their numbers in ascending order.
         padded: Whether a pass is as wide as its longest unit, so that units of near lengths share a pass.
+        shapes: The shapes of what ``take`` returns.
+        most: The most units of a pass; None for any number.
     """
 
     tokens: Ints
     learned: Ints | None
     take: Callable[[Ints], Any]
     padded: bool = False
+    shapes: StillShapes = PLAIN
+    most: int | None = None
 
 
 class Passes(Sequence[Any]):
@@ -52,6 +57,7 @@ class Passes(Sequence[Any]):
         units: The numbers of the documents, rows or examples of each pass, int64 ``[units of the pass]`` each, in
             ascending order.
         tokens: The tokens of each pass, int64 ``[passes]``.
+        lengths: The tokens of each pass with the padding of ``pad_to_multiple_of``, int64 ``[passes]``.
         shares: The part of the batch's learned tokens that each pass holds, float64 ``[passes]``, with the sum 1. The
             mean loss of the batch is the sum of the passes' mean losses times their shares.
     """
@@ -59,6 +65,7 @@ class Passes(Sequence[Any]):
     def __init__(self, of: Units, rows: Sequence[Ints]) -> None:
         self._of, self.units = of, list(rows)
         self.tokens = np.array([of.tokens[row].sum() for row in rows], np.int64)
+        self.lengths = np.array([of.shapes.length(tokens) for tokens in self.tokens.tolist()], np.int64)
 
     @property
     def shares(self) -> Floats:
@@ -90,7 +97,16 @@ class Passes(Sequence[Any]):
         return np.array([np.argmin(np.where(tokens > 0, tokens, tokens.max()))])
 
 
-def passes(batch: Any, max_tokens: int, *, too_long: str = "error", every_rank: bool = False) -> Passes:
+def passes(
+    batch: Any,
+    max_tokens: int,
+    *,
+    too_long: str = "error",
+    every_rank: bool = False,
+    pad_to_multiple_of: int | str | None = None,
+    max_documents: int | None = None,
+    longest_document: int | str | None = None,
+) -> Passes:
     """Cut a batch into as few packed passes of at most ``max_tokens`` tokens as fit.
 
     The gradients of the passes add up to the gradient of the batch, if the loss of each pass counts as much as in the
@@ -119,32 +135,71 @@ def passes(batch: Any, max_tokens: int, *, too_long: str = "error", every_rank: 
         every_rank: Whether all ranks of ``torch.distributed`` make as many passes as the one that needs most, as FSDP
             and ZeRO-3 need it, where ranks compute each pass together. A rank with fewer documents than passes gets
             some that have no labels: divide by a number of the whole step, because a mean over them is no number.
+        pad_to_multiple_of: Pad each pass of a packed row to a multiple of this many tokens, which divides
+            ``max_tokens``, or to the next length by ``"power"`` or ``"eighth"``, as
+            :class:`fa2patch.DataCollatorWithFlattening` does; with ``max_tokens`` all passes have one length. No pass
+            is padded beyond the budget. ``real_tokens`` say what is padding.
+        max_documents: The most documents of a pass. Passes of a packed row then have ``cu_seq_lens_*`` with as many
+            entries each: the last end is repeated.
+        longest_document: ``max_length_*`` of each pass of a packed row: a number that no document is longer than, or
+            the longest one's length rounded up by ``"power"`` or ``"eighth"``.
 
     Returns:
         The passes, as a sequence. Packed rows keep the order of their documents, and ``cu_seq_lens_*``,
         ``max_length_*`` and ``seq_idx`` are made anew for each. Padded batches lose the columns that only hold padding.
-        ``real_tokens`` and the padding that they mark are left out, and so are documents without tokens. For passes
-        whose shapes stand still, cut the list of examples, and collate each pass with ``pad_to_multiple_of``,
-        ``max_documents`` and ``longest_document`` (:class:`fa2patch.DataCollatorWithFlattening`).
+        ``real_tokens`` and the padding that they mark are left out, and so are documents without tokens. If one of the
+        last three options is given, a pass states lengths (``cu_seq_lens_*``, ``max_length_*``), and with all three,
+        every pass of every batch may have the same shapes and numbers.
 
     Raises:
-        PackingError: An option is invalid; a document is longer than the budget and ``too_long="error"``; or the batch
-            is none of the three, or holds something whose part of a pass is not known.
+        PackingError: An option is invalid; a document is longer than the budget and ``too_long="error"``, or longer
+            than ``longest_document``; the batch is none of the three, or holds something whose part of a pass is not
+            known; or the shapes of passes are to stand still, and the batch is no packed row.
     """
-    return of_units(units_of(batch), max_tokens, too_long, every_rank)
+    shapes = StillShapes(check_budget(max_tokens), pad_to_multiple_of, max_documents, longest_document)
+    return of_units(units_of(batch, shapes=shapes), max_tokens, too_long, every_rank)
 
 
 def of_units(units: Units, max_tokens: int, too_long: str = "error", every_rank: bool = False) -> Passes:
     """Return the passes of a batch whose units are known; see :func:`passes`."""
     tokens = capped(units.tokens, check_budget(max_tokens), too_long)
     if units.padded:
-        return Passes(units, [np.sort(each) for each in _of_near_lengths(tokens, max_tokens, every_rank)])
-    dealt = deal(tokens, 1, max_tokens)
-    number = max(of_all_ranks(len(dealt))) if every_rank else len(dealt)
-    if number > len(dealt):
-        dealt = deal(tokens, 1, max_tokens, passes=number)
-    (chosen,) = dealt.passes
-    return Passes(units, [np.sort(each) for each in chosen])
+        found = list(plan(tokens, max_tokens, "sorted", seed=None))
+    else:
+        (found,) = deal(tokens, 1, max_tokens).passes
+        found = found if units.most is None else _of_few(found, tokens, max_tokens, units.most)
+    number = max(of_all_ranks(len(found))) if every_rank else len(found)
+    if number > len(found) and (units.padded or units.most is not None):
+        found = _divided(found, number)
+    elif number > len(found):
+        (found,) = deal(tokens, 1, max_tokens, passes=number).passes
+    return Passes(units, [np.sort(each) for each in found])
+
+
+def _of_few(found: Sequence[Ints], tokens: Ints, max_tokens: int, most: int) -> list[Ints]:
+    """Move the shortest units out of passes with more than ``most``: into others with space, or into new ones."""
+    by_size = [row[np.argsort(-tokens[row], kind="stable")].tolist() for row in found]
+    kept, moved = [row[:most] for row in by_size], [unit for row in by_size for unit in row[most:]]
+    spaces = [max_tokens - int(tokens[row].sum()) for row in kept]
+    for unit in sorted(moved, key=lambda unit: -int(tokens[unit])):
+        size = int(tokens[unit])
+        fits = (at for at, row in enumerate(kept) if len(row) < most and spaces[at] >= size)
+        at = next(fits, len(kept))
+        if at == len(kept):
+            kept.append([])
+            spaces.append(max_tokens)
+        kept[at].append(unit)
+        spaces[at] -= size
+    return [np.array(row, np.int64) for row in kept]
+
+
+def _divided(found: Sequence[Ints], number: int) -> list[Ints]:
+    """Divide the passes with the most units until there are so many; some may be empty."""
+    divided = list(found)
+    while len(divided) < number:
+        at = max(range(len(divided)), key=lambda one: len(divided[one]))
+        divided[at : at + 1] = np.array_split(divided[at], 2)
+    return divided
 
 
 def of_all_ranks(value: Any) -> list[Any]:
@@ -153,16 +208,6 @@ def of_all_ranks(value: Any) -> list[Any]:
         return [value]
     found: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(found, value)
-    return found
-
-
-def _of_near_lengths(tokens: Ints, max_tokens: int, every_rank: bool) -> list[Ints]:
-    """Passes of units with near lengths. If other ranks make more, the largest are divided; some may be empty."""
-    found = list(plan(tokens, max_tokens, "sorted", seed=None))
-    number = max(of_all_ranks(len(found))) if every_rank else len(found)
-    while len(found) < number:
-        at = max(range(len(found)), key=lambda one: len(found[one]))
-        found[at : at + 1] = np.array_split(found[at], 2)
     return found
 
 
@@ -179,25 +224,37 @@ def _without_labels(batch: Any) -> Any:
 # --- batches as units ------------------------------------------------------------------------------------------------
 
 
-def units_of(batch: Any, group: int = 1) -> Units:
+def units_of(batch: Any, group: int = 1, shapes: StillShapes = PLAIN) -> Units:
     """Return a batch as its units; see :func:`passes`.
 
     Args:
         group: The number of rows of a padded batch that make a unit: row i, i + n, i + 2 n, ... with n units.
+        shapes: The shapes of the passes.
     """
     if not isinstance(batch, Mapping):
-        return _of_examples(batch)
+        return _of_examples(batch, shapes)
     ids = next((batch[name] for name in TOKENS if isinstance(batch.get(name), torch.Tensor)), None)
     if ids is not None and len(ids) == 1 and ids.dim() > 1:
         lengths = _documents(batch, ids)
         if lengths is None and not isinstance(batch.get("attention_mask"), torch.Tensor):
             lengths = [ids.shape[1]]
         if lengths is not None:
-            return _of_row(batch, ids, lengths)
+            return _of_row(batch, ids, lengths, shapes)
+    if shapes:
+        raise PackingError(
+            "batch: expected a packed row, because the shapes of padded rows depend on their documents, found a padded "
+            "batch. Collate with fa2patch.DataCollatorWithFlattening(return_flash_attn_kwargs=True), or leave "
+            "pad_to_multiple_of, max_documents and longest_document out."
+        )
     return _of_rows(batch, group)
 
 
-def _of_examples(batch: Any) -> Units:
+def _of_examples(batch: Any, shapes: StillShapes) -> Units:
+    if shapes.pad_to_multiple_of is not None or shapes.longest_document is not None:
+        raise PackingError(
+            "pad_to_multiple_of, longest_document: expected a packed row, found a list of examples, whose passes you "
+            "collate yourself. Give these options to the collator: fa2patch.DataCollatorWithFlattening."
+        )
     if not isinstance(batch, Iterable) or isinstance(batch, (str, torch.Tensor)):
         raise PackingError(f"batch: expected a mapping or a list of examples, found {type(batch).__name__}.")
     examples = list(batch)
@@ -208,7 +265,9 @@ def _of_examples(batch: Any) -> Units:
         else max(token_count(example) - 1, 0)
         for example in examples
     ]
-    return Units(tokens, np.array(learned, np.int64), lambda chosen: [examples[unit] for unit in chosen.tolist()])
+    learned_of = np.array(learned, np.int64)
+    take = lambda chosen: [examples[unit] for unit in chosen.tolist()]  # noqa: E731
+    return Units(tokens, learned_of, take, most=shapes.max_documents)
 
 
 def _documents(batch: Mapping[str, Any], ids: torch.Tensor) -> list[int] | None:
@@ -226,8 +285,8 @@ def _documents(batch: Mapping[str, Any], ids: torch.Tensor) -> list[int] | None:
     return None if found is None else list(found.lengths)
 
 
-def _of_row(batch: Mapping[str, Any], ids: torch.Tensor, lengths: list[int]) -> Units:
-    """The documents of a packed row, without the padding of ``pad_to_multiple_of``."""
+def _of_row(batch: Mapping[str, Any], ids: torch.Tensor, lengths: list[int], shapes: StillShapes) -> Units:
+    """The documents of a packed row, without the padding of the collator's ``pad_to_multiple_of``."""
     sizes = np.array(lengths, np.int64)
     ends = np.cumsum(sizes)
     starts = ends - sizes
@@ -249,11 +308,17 @@ def _of_row(batch: Mapping[str, Any], ids: torch.Tensor, lengths: list[int]) -> 
         for name, value in batch.items()
         if name not in (*LENGTHS, *parts, REAL)
     }
+    if shapes.max_documents is not None and _OF_DOCUMENTS in places.values():
+        raise PackingError(
+            "max_documents: expected labels of tokens, found one label for each document, of which passes have as many "
+            "as documents, whatever else stands still. Leave max_documents out."
+        )
+    shapes.longest([1, *sizes[kept].tolist()])  # raises before the first pass is computed
 
     def take(chosen: Ints) -> Any:
-        return _row(batch, places, starts, ends, kept[chosen])
+        return _row(batch, places, starts, ends, kept[chosen], shapes)
 
-    return Units(sizes[kept], learned, take)
+    return Units(sizes[kept], learned, take, shapes=shapes, most=shapes.max_documents)
 
 
 _OF_DOCUMENTS = -1
@@ -276,16 +341,26 @@ def _place(name: str, value: Any, length: int, number: int) -> int | None:
     )
 
 
-def _row(batch: Mapping[str, Any], places: Mapping[str, int | None], starts: Ints, ends: Ints, documents: Ints) -> Any:
-    """A packed row with some documents of another one."""
-    of = {None: None, _OF_DOCUMENTS: torch.from_numpy(documents)}
+def _row(
+    batch: Mapping[str, Any],
+    places: Mapping[str, int | None],
+    starts: Ints,
+    ends: Ints,
+    documents: Ints,
+    shapes: StillShapes,
+) -> Any:
+    """A packed row with some documents of another one, and with the padding of its shape."""
     tokens = torch.from_numpy(np.concatenate([np.arange(starts[one], ends[one]) for one in documents]))
     row = {}
     for name, place in places.items():
-        at, value = of.get(place, tokens), batch[name]
-        row[name] = value if at is None else value.index_select(max(place or 0, 0), at.to(value.device))
+        value = batch[name]
+        if place == _OF_DOCUMENTS:
+            value = value.index_select(0, torch.from_numpy(documents).to(value.device))
+        elif place is not None:
+            value = shapes.padded(name, value.index_select(place, tokens.to(value.device)), place)
+        row[name] = value
     device = next(batch[name] for name in TOKENS if isinstance(batch.get(name), torch.Tensor)).device
-    row.update(_lengths(batch, (ends - starts)[documents], device))
+    row.update(_lengths(batch, (ends - starts)[documents].tolist(), shapes, device))
     return _with_media(batch, row, documents) if isinstance(batch, MediaRow) else row
 
 
@@ -302,14 +377,21 @@ def _with_media(batch: MediaRow, row: dict[str, Any], documents: Ints) -> MediaR
     return MediaRow(row, parts)
 
 
-def _lengths(batch: Mapping[str, Any], lengths: Ints, device: torch.device) -> dict[str, Any]:
-    """The lengths of documents under the names under which the batch states its own."""
-    ends = torch.tensor([0, *np.cumsum(lengths).tolist()], dtype=torch.int32)
-    numbers = torch.repeat_interleave(torch.arange(len(lengths), dtype=torch.int32), torch.from_numpy(lengths))[None]
+def _lengths(batch: Mapping[str, Any], lengths: list[int], shapes: StillShapes, device: torch.device) -> dict[str, Any]:
+    """The lengths of documents under the names under which the batch states its own, or all for still shapes."""
+    with_padding = shapes.documents(lengths)
+    ends, sizes = torch.from_numpy(shapes.ends(with_padding)), torch.tensor(with_padding)
+    numbers = torch.repeat_interleave(torch.arange(len(sizes), dtype=torch.int32), sizes)[None]
     found: dict[str, Any] = {"seq_idx": numbers, "cu_seq_lens_q": ends, "cu_seq_lens_k": ends.clone()}
-    found = {name: value.to(device) for name, value in found.items() if batch.get(name) is not None}
-    longest = {name: int(lengths.max()) for name in ("max_length_q", "max_length_k") if batch.get(name) is not None}
-    return {**found, **longest}
+    stated = [name for name in LENGTHS if batch.get(name) is not None or (shapes and name in _STATED)]
+    found = {name: value.to(device) for name, value in found.items() if name in stated}
+    found |= {name: shapes.longest(with_padding) for name in ("max_length_q", "max_length_k") if name in stated}
+    if shapes.pad_to_multiple_of is not None:  # every pass has the same keys
+        found[REAL] = (torch.arange(sum(with_padding), device=device) < sum(lengths)).long()[None]
+    return found
+
+
+_STATED = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k")
 
 
 # --- padded batches --------------------------------------------------------------------------------------------------

@@ -4,8 +4,8 @@ import numpy as np
 import pytest
 
 from fa2patch import DataCollatorForCompletionOnlyLM, DataCollatorWithFlattening
-from fa2patch.data.shapes import rounded_up
 from fa2patch.errors import CollatorError
+from fa2patch.packing.still_shapes import rounded_up
 
 DOCS = [{"input_ids": [5, 6, 7]}, {"input_ids": [8]}, {"input_ids": [9, 10]}]
 

@@ -15,10 +15,12 @@ from stage import furthest, losses_of, padded, tiny_llama, weights
 from transformers import Trainer, TrainingArguments
 
 import fa2patch
+from fa2patch._torch import HAS_OPERATORS
 from fa2patch.data import token_budget
 from fa2patch.data.loss_shares import Share
 from fa2patch.errors import BadArgument, PackingError, StaysPadded
 from fa2patch.packing.passes import of_units
+from fa2patch.packing.still_shapes import PLAIN
 
 STEPS = 6
 
@@ -72,6 +74,10 @@ COLLATORS = {
     "packed": fa2patch.DataCollatorWithFlattening(),
     "packed, with lengths": fa2patch.DataCollatorWithFlattening(return_flash_attn_kwargs=True, return_seq_idx=True),
 }
+
+
+STILL: dict[str, Any] = {"max_tokens": 80, "pad_to_multiple_of": 80, "max_documents": 4, "longest_document": 80}
+"""A budget whose passes all have the same shapes."""
 
 
 def with_weights(by: str) -> Any:
@@ -148,6 +154,63 @@ def test_steps_are_those_of_padded_batches(reference: Any, kind: str, budget: in
     tokens = [sum(len(one["input_ids"]) for one in dataset())]
     assert len(passes) == STEPS and sum(passes) >= sum(tokens) / budget
     assert (max(passes) == 1) == (budget == 1000)
+
+
+@pytest.mark.parametrize("kind", ["packed", "packed, with lengths"])
+def test_passes_of_still_shapes_make_the_steps_of_padded_batches(reference: Any, kind: str) -> None:
+    seen: set[Any] = set()
+
+    class Seen(Trainer):
+        def compute_loss(self, model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
+            known = {name: getattr(value, "shape", value) for name, value in inputs.items() if name != "seq_idx"}
+            seen.add(str(sorted(known.items())))
+            return super().compute_loss(model, inputs, *args, **kwargs)
+
+    found = trained(fa2patch.packed_trainer(Seen, **STILL), COLLATORS[kind])
+    assert_same_steps(found, reference())
+    assert len(seen) == 1, "what a loss is a mean of is tried with the same shapes"
+    logs = [entry for entry in found.state.log_history if "padding_of_passes" in entry]
+    tokens = sum(len(one["input_ids"]) for one in dataset())
+    assert len(logs) == STEPS and all(0 < entry["padding_of_passes"] < 1 for entry in logs)
+    paid = [1 / (1 - entry["padding_of_passes"]) for entry in logs]
+    passes = sum(entry["passes_per_batch"] for entry in logs)
+    assert sum(paid) / STEPS == pytest.approx(80 * passes / tokens, rel=0.05)
+
+
+@pytest.mark.skipif(not HAS_OPERATORS, reason=f"torch {torch.__version__} has no custom_op")
+def test_one_graph_computes_all_passes_of_still_shapes(reference: Any) -> None:
+    """Shapes and numbers are constants of a graph (``dynamic=False``), as of a CUDA graph."""
+    torch._dynamo.reset()
+    graphs: list[bool] = []
+
+    def backend(graph: Any, inputs: Any) -> Any:
+        graphs.append(torch.is_grad_enabled())
+        return graph
+
+    model = patched(tiny_llama())
+    model.forward = torch.compile(model.forward, backend=backend, fullgraph=True, dynamic=False)
+    found = trained(fa2patch.packed_trainer(Trainer, **STILL), COLLATORS["packed"], model)
+    torch._dynamo.reset()
+    assert_same_steps(found, reference())
+    assert sorted(graphs) == [False, True], "one for trying what the loss is a mean of, and one for training"
+
+
+def test_shapes_of_padded_batches_depend_on_their_documents() -> None:
+    with pytest.raises(PackingError, match="expected a packed row, .* found a padded batch. Collate with"):
+        trained(fa2patch.packed_trainer(Trainer, **STILL))
+
+
+@pytest.mark.parametrize(
+    ("options", "kind", "said"),
+    [
+        ({"pad_to_multiple_of": 8}, BadArgument, "expected max_tokens, too"),
+        ({"max_tokens": 100, "pad_to_multiple_of": 64}, PackingError, "a number that divides max_tokens"),
+        ({"max_tokens": 0}, PackingError, "expected a positive number of tokens"),
+    ],
+)
+def test_shapes_that_cannot_be(options: dict[str, Any], kind: type[Exception], said: str) -> None:
+    with pytest.raises(kind, match=said):
+        fa2patch.packed_trainer(Trainer, **options)
 
 
 @pytest.mark.parametrize(
@@ -269,7 +332,7 @@ def test_ranks_meet_as_often_while_nothing_is_known(documents: int, monkeypatch:
         monkeypatch.setattr(module, "of_all_ranks", lambda value: meetings.append(value) or [value])
     budget = object.__new__(token_budget.TokenBudget)
     budget.max_tokens, budget.too_long, budget.trainer = 100, "error", SimpleNamespace(accelerator=None)
-    budget.costs = []
+    budget.costs, budget.shapes = [], PLAIN
     budget.shares = SimpleNamespace(group=lambda batch: 1, look=lambda *asked: None, looked=1, more=1.0, undecided=True)
     cut = budget._cut(None, None, padded([{"input_ids": [1] * 90}] * documents))
     assert len(cut) == 1 and len(meetings) == 2, "work of ranks is exchanged with what they ask each other anyway"

@@ -18,7 +18,7 @@ from .._torch import compiling, uncompiled
 from ..documents.boundaries import Boundaries, Keys, document_of
 from ..documents.trees import Level
 from .cascade import Cascade, levels_of
-from .protocol import HALF, Kernel, Options
+from .protocol import HALF, IN_32_BITS, Kernel, Options
 
 _FLASH, _FLASH_BACKWARD = "_flash_attention_forward", "_flash_attention_backward"
 _EFFICIENT = "_efficient_attention_forward"
@@ -41,6 +41,7 @@ class TorchVarlen(Kernel):
     needs = "nothing (windows and sinks: torch 2.4)"
     FEATURES = frozenset({"window", "sinks", "dropout", "deterministic", "trees", "spans"})
     GATHERS = False
+    LARGEST = IN_32_BITS
 
     def available(self) -> tuple[bool, str]:
         return _flash_runs()

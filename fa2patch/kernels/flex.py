@@ -16,7 +16,7 @@ import torch
 
 from .._torch import constant, uncompiled
 from ..documents.boundaries import Boundaries, document_of
-from .protocol import HALF, Kernel, Options
+from .protocol import HALF, IN_32_BITS, Kernel, Options
 
 
 class Flex(Kernel):
@@ -30,6 +30,7 @@ class Flex(Kernel):
     FEATURES = frozenset({"window", "softcap", "sinks", "alibi", "deterministic", "trees", "spans"})
     GATHERS = False
     MASKS = True
+    LARGEST = IN_32_BITS  # Triton multiplies a token's number and a stride in 32 bits if both are small
 
     def available(self) -> tuple[bool, str]:
         return _runs()

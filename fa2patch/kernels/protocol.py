@@ -25,6 +25,9 @@ other in both directions in a document that is causal otherwise, such as those o
 
 HALF = (torch.float16, torch.bfloat16)
 
+IN_32_BITS = 2**31 - 1
+"""The limit of kernels that count elements in 32 bits."""
+
 
 @dataclass(frozen=True)
 class Options:
@@ -144,6 +147,8 @@ class Kernel:
         MASKS: whether :meth:`attend` computes spans itself, from ``boundaries.until``. For other kernels it is called a
             second time, for the queries of the spans.
         BACKWARD: whether the kernel has a backward. Without one it computes only calls that need no gradients.
+        LARGEST: the largest ``(tokens + 128 * documents) * heads * head dim`` of one call, with a head dimension
+            rounded up to a multiple of 64. A larger row is computed some heads at a time. None means no limit.
         alike: the head dimensions of q and of v that are padded to one although :meth:`takes` says that they may
             differ, because a build failed its trial with them.
     """
@@ -161,6 +166,7 @@ class Kernel:
     GATHERS = True
     MASKS = False
     BACKWARD = True
+    LARGEST: int | None = None
     alike: frozenset[tuple[int, int]] = frozenset()
 
     def available(self) -> tuple[bool, str]:
@@ -229,12 +235,19 @@ class Kernel:
         if not able:
             raise KernelUnavailable(f"kernel={self.name!r} cannot run here: {reason}.")
         scale = q.shape[-1] ** -0.5 if options.scale is None else options.scale
+        value_dim, tokens, keys = v.shape[-1], q.shape[0], None
         if self.GATHERS and boundaries.parents is not None:
-            keys = boundaries.keys(q.shape[0]).tokens
+            keys = boundaries.keys(tokens).tokens
             assert keys is not None, "it has parents"
-            k, v = k.index_select(0, keys), v.index_select(0, keys)
-        value_dim = v.shape[-1]
+            tokens = max(tokens, keys.shape[0])
         dim, of_values = self.padded(q.shape[-1], value_dim)
+        if self.LARGEST is not None:
+            documents = tokens // 16 if boundaries.uncounted else boundaries.cu_seqlens.shape[0]
+            size = (tokens + 128 * documents) * (-max(dim, of_values) // 64 * -64)
+            if size * q.shape[1] > self.LARGEST:
+                return _some_heads_at_a_time(self, q, k, v, boundaries, options, size)
+        if keys is not None:
+            k, v = k.index_select(0, keys), v.index_select(0, keys)
         if dim != q.shape[-1]:
             q, k = F.pad(q, (0, dim - q.shape[-1])), F.pad(k, (0, dim - k.shape[-1]))
         if of_values != value_dim:
@@ -258,6 +271,40 @@ class Kernel:
         ``scale`` is the factor of the logits, from ``options`` or the head dimension before padding.
         """
         raise NotImplementedError
+
+
+def _some_heads_at_a_time(
+    kernel: Kernel, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, boundaries: Boundaries, options: Options,
+    size: int,
+) -> torch.Tensor:  # fmt: skip
+    """Compute a row that is too large for one call of the kernel. Nothing is read from the device.
+
+    Backwards of flash attention count the elements of an accumulator of ``(tokens + 128 * documents) * heads * dim`` in
+    32 bits: FlashAttention 2 up to 2.8.3 (flash-attention#1500 and #2260), and FlashAttention 4 where a stride is large
+    (#2611), so each part is made contiguous. What is beyond is a fault of the device, and no error.
+
+    Args:
+        size: that product without the heads.
+    """
+    assert kernel.LARGEST is not None
+    most, groups = kernel.LARGEST // size, q.shape[1] // k.shape[1]
+    if not most:
+        raise KernelUnavailable(
+            f"kernel={kernel.name!r} counts in 32 bits: expected (tokens + 128 * documents) * head dim up to "
+            f"{kernel.LARGEST:,}, found {size:,} in a row of {q.shape[0]:,} tokens. Pack shorter rows, or use "
+            "kernel='reference'."
+        )
+    heads = most // groups * groups or max(each for each in range(1, most + 1) if groups % each == 0)
+    queries = torch.split(q, heads, 1)
+    keys, values = (torch.split(x, max(heads // groups, 1), 1) for x in (k, v))
+    outputs = []
+    for number, own in enumerate(queries):
+        at, seen = slice(number * heads, (number + 1) * heads), number * len(keys) // len(queries)
+        sinks, slopes = (x if x is None else x[at] for x in (options.sinks, options.alibi_slopes))
+        of_part = replace(options, sinks=sinks, alibi_slopes=slopes)
+        states = own.contiguous(), keys[seen].contiguous(), values[seen].contiguous()
+        outputs.append(kernel(*states, boundaries, of_part))
+    return torch.cat(outputs, 1)
 
 
 @constant

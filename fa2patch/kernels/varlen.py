@@ -19,7 +19,7 @@ import torch
 from .._torch import is_no_verdict
 from ..documents.boundaries import Boundaries
 from ..errors import NothingProven
-from .protocol import Kernel, Options, capability
+from .protocol import IN_32_BITS, Kernel, Options, capability
 
 PARAMETERS = {
     "window": ("window_size",),
@@ -68,6 +68,7 @@ class VarlenFunc(Kernel):
     """
 
     source: str
+    LARGEST = IN_32_BITS
 
     def find(self) -> EntryPoint:
         """Import the module and find its entry point."""

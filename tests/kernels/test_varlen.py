@@ -22,7 +22,7 @@ from compat_matrix.check.kernel_cases import (
 )
 from fa2patch import kernels
 from fa2patch.errors import KernelUnavailable
-from fa2patch.kernels import Options, varlen
+from fa2patch.kernels import Options, trial, varlen
 from fa2patch.kernels.varlen import FlashAttn, FlashAttn3, FlashAttn4, Hub
 
 MODULES = {"flash_attn": "flash_attn", "flash_attn_3": "flash_attn_interface", "flash_attn_4": "flash_attn.cute"}
@@ -222,6 +222,41 @@ def test_flash_attn_is_deterministic_where_torch_is_asked_to_be(flash_attn, dete
     finally:
         torch.use_deterministic_algorithms(before)
     assert flash_attn[0]["deterministic"] is deterministic
+
+
+def test_a_build_that_refuses_to_be_deterministic_fails_its_trial_only_then(install):
+    """As FlashAttention 4 does on compute capability 12: ``_flash_attn_bwd`` in flash_attn/cute/interface.py."""
+
+    @functools.wraps(flash_attn_4)
+    def refusing(q, k, v, deterministic, **more):
+        assert deterministic is False, "deterministic backward not supported on SM 12.0"
+        return flash_attn_4(q, k, v, **more)
+
+    install(refusing, MODULES["flash_attn_4"])
+    kernel = FlashAttn4()
+    torch.use_deterministic_algorithms(True)
+    try:
+        able, reason = trial.passes(kernel, asks(["deterministic"]), torch.device("cpu"))
+    finally:
+        torch.use_deterministic_algorithms(False)
+    assert not able and reason.endswith("AssertionError: deterministic backward not supported on SM 12.0")
+    assert trial.passes(kernel, asks(), torch.device("cpu")) == (True, "")
+
+
+@pytest.mark.parametrize("causal", [True, False])
+def test_flash_attn_4_keeps_its_own_default_of_the_window(install, causal):
+    """It is ``(None, None)`` there and ``(-1, -1)`` in the others. Its parameters were moved: all go by name."""
+    seen = []
+
+    @functools.wraps(flash_attn_4)
+    def noting(*given, **more):
+        seen.append((len(given), more))
+        return flash_attn_4(*given, **more)
+
+    install(noting, MODULES["flash_attn_4"])
+    FlashAttn4()(*states(), documents(LENGTHS), Options(causal=causal))
+    ((positional, more),) = seen
+    assert positional == 3 and "window_size" not in more
 
 
 # Availability and missing features

@@ -16,9 +16,9 @@ from ..documents.tensors import largest
 from ..errors import BadParents, PackedWithCache, PackedWithDenseMask, PackingNotIsolated
 from . import caches
 from .calls import Batch, has_pictures, read_batch, refuse_recording
-from .facts import Facts
 from .find_models import models
 from .packed_mask import PackedMask
+from .rope import LengthScaled
 from .step import Patched
 from .ulysses import RowPart, of_whole_rows, refuse_unsaid
 
@@ -81,7 +81,9 @@ def packed_mask_of(
         counted = found.positions_of(rows.shape).to(batch.device)
         call["position_ids"] = _counted(counted, call.get("input_ids"), first, part)
     ids = call["position_ids"]
-    longest = _longest(found, facts, rows.shape, ids, part)
+    longest = rows.shape[1] if found.positions is None else found.positions  # the row's length is enough
+    if facts.rope is not None:
+        longest = _within_rope(found, facts.rope, rows.shape, ids, part is not None)
     return PackedMask(found, patch.picks, batch.shape, longest, ids, facts, real=batch.mask, part=part)
 
 
@@ -104,34 +106,40 @@ def _refuse_rows_beside_a_causal_mask(call: Call, first: int) -> None:
 
 
 def _documents_meet(ids: torch.Tensor, mask: Any, first: int) -> bool:
-    """Whether a token with the first position id sees an earlier one. Padding, whose ids are fillers, does not count.
+    """Whether a token at which ids restart sees an earlier one. Padding, whose ids are fillers, does not count.
 
     Args:
         ids: ``[batch or 1, length]``.
-        mask: ``[batch, 1, length, keys]``, True or 0 where a query sees a key; None where it sees all up to itself.
-            False is returned for a mask of another kind.
-        first: the position id of a document's first token.
+        mask: ``[batch, 1, length, keys]``, True or 0 where a query sees a key; ``[batch, keys]``, not 0 for real keys,
+            the last of which are this call's; None where every query sees all up to itself; or another kind, such as
+            a ``BlockMask``, which is not looked into: then ids that have counted up before they restart are enough.
+        first: the position id of a document's first token. Whoever counts from 0 in any model, as ``generate()`` does,
+            passes ``first`` as he counts on.
     """
-    length = ids.shape[1]
-    if mask is None:
-        return bool((ids[:, 1:] == first).any())
-    if not isinstance(mask, torch.Tensor) or mask.dim() != 4 or mask.shape[2] != length or mask.shape[3] < length:
-        return False
-    sees = (mask if mask.dtype == torch.bool else mask == 0)[:, 0]
-    earlier = sees[..., :length].tril(-1).any(-1)
-    # padding sees every key, or not itself; a picture's tokens see later ones, too, and are seen
-    real = (sees.diagonal(dim1=1, dim2=2) & ~sees.triu(1).any(-1)) | sees[:, -1, :length]
-    return bool(((ids == first) & earlier & real).any())
+    length, counts_on = ids.shape[1], ids[:, 1:] == ids[:, :-1] + 1
+    starts = ((ids[:, 1:] == first) | (ids[:, 1:] == 0)) & ~counts_on
+    if isinstance(mask, torch.Tensor) and mask.dim() == 4 and mask.shape[2] == length and mask.shape[3] >= length:
+        sees = (mask if mask.dtype == torch.bool else mask == 0)[:, 0]
+        # padding sees every key, or not itself; a picture's tokens see later ones, too, and are seen
+        real = (sees.diagonal(dim1=1, dim2=2) & ~sees.triu(1).any(-1)) | sees[:, -1, :length]
+        starts = starts & (sees[..., :length].tril(-1).any(-1) & real)[:, 1:]
+    elif isinstance(mask, torch.Tensor):
+        if mask.dim() != 2 or mask.shape[1] < length:
+            return False
+        real = mask[:, -length:] != 0
+        starts = starts & real[:, 1:] & (real[:, :-1].cumsum(1) > 0)
+    elif mask is not None:
+        starts = starts[:, 1:] & (counts_on[:, :-1].cumsum(1) > 0)
+    return bool(starts.any())
 
 
-def _longest(found: Boundaries, facts: Facts, shape: tuple[int, int], ids: torch.Tensor, part: RowPart | None) -> int:
-    """The largest position id + 1, if it is known or a rope depends on it; else the row's length, which is enough."""
+def _within_rope(found: Boundaries, rope: LengthScaled, shape: tuple[int, int], ids: torch.Tensor, split: bool) -> int:
+    """The largest position id + 1, which a rope depends on and checks. ``split``: whether rows are."""
     longest = found.positions
-    if facts.rope is not None:
-        if longest is None:
-            longest = largest(ids if part is None else found.positions_of(shape)) + 1
-        facts.rope.check(longest, found.tree, part is not None)
-    return shape[1] if longest is None else longest
+    if longest is None:
+        longest = largest(found.positions_of(shape) if split else ids) + 1
+    rope.check(longest, found.tree, split)
+    return longest
 
 
 def _stated(batch: Batch, both_ways: bool) -> Boundaries:

@@ -6,6 +6,7 @@ The argument's name is read from the forward's signature: it is the one that the
 from __future__ import annotations
 
 import inspect
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -15,7 +16,7 @@ from unpatched import ones_and_zeros, tokens
 import fa2patch
 from compat_matrix.check.compare import assert_close
 from compat_matrix.check.rows import takes_positions
-from fa2patch.upstream import caches
+from fa2patch.upstream import caches, find_documents
 
 QUICK = ("jamba", "mamba2")
 """A hybrid and a model without attention. The other ones are slow, because each takes seconds to build and run."""
@@ -85,6 +86,51 @@ def test_generating_from_a_packed_row_is_refused_with_every_cache(family, kind):
     fa2patch.apply(model)
     with refusal("(?s)documents one by one", fa2patch.errors.PackedWithCache):
         generated(model, row, **cache)
+
+
+PACKED, LEFT_PADDED, ONE = [0, 1, 2, 3, 0, 1, 2, 3, 4], [0, 0, 0, 1, 2, 3, 4, 5, 6], [*range(9)]
+ANY = SimpleNamespace(ndim=4)
+
+MASKS_OF_GENERATE = {
+    "none": (PACKED, None, 0, True),
+    "real tokens only": (PACKED, torch.ones(1, 9, dtype=torch.bool), 0, True),
+    "real tokens, and room of the cache before them": (PACKED, torch.ones(1, 12), 0, True),
+    "padding and one document": (LEFT_PADDED, ones_and_zeros(["001111111"]), 0, False),
+    "fillers of 1": ([1, 1, *range(7)], ones_and_zeros(["001111111"]), 0, False),
+    "padding before two documents": ([1, 1, 0, 1, 2, 3, 0, 1, 2], ones_and_zeros(["001111111"]), 0, True),
+    "padding between documents of different rows": (
+        [0, 1, 2, 3, 0, 0, 0, 0, 0],
+        ones_and_zeros(["111100000"]),
+        0,
+        False,
+    ),
+    "one document": (ONE, torch.ones(1, 9), 0, False),
+    "one document, counted from 0 where a model counts from 2": (ONE, torch.ones(1, 9), 2, False),
+    "documents that are counted from 2": ([2, 3, 4, 5, 2, 3, 4, 5, 6], torch.ones(1, 9), 2, True),
+    "a kind that is not known": (PACKED, ANY, 0, True),
+    "a kind that is not known, of a padded row": ([1, 1, *range(7)], ANY, 0, False),
+}
+
+
+@pytest.mark.parametrize("what", MASKS_OF_GENERATE)
+def test_documents_that_meet_are_known_by_each_kind_of_mask(what):
+    """``generate()`` with flash attention passes masks ``[batch, keys]``, also as a dict, and others with the rest."""
+    ids, mask, first, meet = MASKS_OF_GENERATE[what]
+    assert find_documents._documents_meet(torch.tensor([ids]), mask, first) is meet
+
+
+@pytest.mark.parametrize("family", ["llama", "roberta"])
+def test_left_padded_rows_with_a_static_cache_are_generated_from(family):
+    """RoBERTa's documents begin at position 2, and ``generate()`` counts from 0."""
+    model = of_family(family)
+    mask = ones_and_zeros(LEFT)
+    row = {"input_ids": torch.where(mask == 1, tokens(*mask.shape), 0), "attention_mask": mask}
+    try:
+        expected = generated(model, row, cache_implementation="static")
+    except Exception as error:
+        pytest.skip(f"the unpatched model cannot generate so: {str(error)[:100]}")
+    fa2patch.apply(model)
+    assert torch.equal(generated(model, row, cache_implementation="static"), expected)
 
 
 @pytest.mark.parametrize("form", ["bool", "float"])

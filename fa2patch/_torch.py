@@ -123,7 +123,7 @@ def numbered(given: str) -> Any:
 
 
 _paused = False
-_CAN_TELL = hasattr(torch.compiler, "is_compiling")
+_CAN_TELL = hasattr(torch.compiler, "is_dynamo_compiling")
 
 
 @contextlib.contextmanager
@@ -142,8 +142,12 @@ def paused() -> Iterator[None]:
 
 
 def compiling() -> bool:
-    """Whether the calling code is being captured into a graph. Torch before 2.3 does not say so."""
-    return _CAN_TELL and not _paused and bool(torch.compiler.is_compiling())
+    """Whether the calling code is being captured into a graph. Torch before 2.3 does not say so.
+
+    ``torch.compiler.is_compiling`` says the same, and asks TorchScript first, which no code of ours is written for.
+    Every forward asks several times.
+    """
+    return _CAN_TELL and not _paused and (torch.compiler.is_dynamo_compiling() or torch.compiler._is_compiling_flag)
 
 
 _PRE_DISPATCH = torch._C.DispatchKey.PreDispatch

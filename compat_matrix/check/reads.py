@@ -39,7 +39,7 @@ CALLED = ("cpu", "to", "tolist", "numpy")
 KERNELS = ("compat_matrix.check.stand_in", "fa2patch.kernels")
 CPU_ONLY = {
     ("fa2patch.documents.find", "_is_of_ones"),
-    ("fa2patch.documents.tensors", "require_all"),
+    ("fa2patch.documents.tensors", "require_here"),
     ("fa2patch.documents.stated", "_lengths_of"),
     ("fa2patch.documents.stated", "_agreement"),
     ("fa2patch.upstream.seams.scores", "_hides"),

@@ -92,7 +92,8 @@ def recognise(
     """
     if position_ids is not None:
         check_position_ids(position_ids, shape)
-        check_readable("position_ids", position_ids, BadPositionIds)
+        if position_ids.is_meta:
+            check_readable("position_ids", position_ids, BadPositionIds)
     if seq_idx is not None:
         check_seq_idx(seq_idx, shape)
     if attention_mask is not None:

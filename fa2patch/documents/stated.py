@@ -37,6 +37,7 @@ from .tensors import (
     largest,
     require,
     require_all,
+    require_here,
 )
 
 
@@ -88,7 +89,8 @@ def from_cu_seqlens(
     checks = _ends(cu, shape[0] * shape[1], longest, lengths)
     if cu_seqlens_k is not None:
         checks.append(_same(cu, cu_seqlens_k.flatten()))
-    require_all(checks + _agreement(cu, shape, position_ids, attention_mask, lengths is not None))
+    checks += _agreement(cu, shape, position_ids, attention_mask, lengths is not None)
+    (require_all if lengths is None else require_here)(checks)
     if parents is not None:
         parents = _require_tree(cu, parents, shape, position_ids, attention_mask)
     stated = Boundaries(cu, 0 if longest is None else longest, None, lengths, parents)

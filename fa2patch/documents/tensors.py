@@ -91,12 +91,16 @@ def require_all(checks: list[Check]) -> None:
     elif isinstance(checks[0].held, torch.Tensor) and checks[0].held.device.type != "cpu":
         texts = [check.message.format(*check.numbers) for check in checks]
     else:
-        for check in checks:
-            if not (read(check.held) if isinstance(check.held, torch.Tensor) else check.held):
-                raise check.error(check.message.format(*check.numbers))
-        return
+        return require_here(checks)
     held = [check.held for check in checks]
     assert_async(torch.stack(held).all() if len(held) > 1 else held[0], fitting(texts))
+
+
+def require_here(checks: list[Check]) -> None:
+    """Raise the error of the first condition that does not hold, of tensors on a CPU that can be read."""
+    for check in checks:
+        if not (read(check.held) if isinstance(check.held, torch.Tensor) else check.held):
+            raise check.error(check.message.format(*check.numbers))
 
 
 def check_position_ids(position_ids: Any, shape: tuple[int, int] | None = None) -> None:
@@ -168,7 +172,8 @@ def check_readable(name: str, tensor: torch.Tensor, error: type[Exception]) -> N
 
 def is_integers(value: Any) -> bool:
     """Whether a value is a dense tensor of integers."""
-    return _is_dense(value) and value.dtype in _INTEGERS
+    tensor = isinstance(value, torch.Tensor)
+    return tensor and value.dtype in _INTEGERS and value.layout == torch.strided and not value.is_nested
 
 
 def _is_dense(value: Any) -> bool:

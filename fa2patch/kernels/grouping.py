@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import lru_cache
+from itertools import chain
 from typing import Any
 
 import numpy as np
@@ -78,28 +79,28 @@ class Batches:
     Attributes:
         shapes: for each call the number of documents and the length of the longest.
         sizes: the tokens of each call, with padding.
+        size: the tokens of all calls, with padding.
         places: for each token its place in the calls end to end, int64 ``[tokens]``; None if that is its own.
     """
 
     def __init__(
         self, lengths: Sequence[int], batches: Sequence[Sequence[int]] | None = None, device: torch.device | None = None
     ) -> None:
-        self.lengths, self.batches = lengths, [[at] for at in range(len(lengths))] if batches is None else batches
-        self.shapes = [(len(batch), lengths[batch[0]]) for batch in self.batches]
-        self.sizes = [count * longest for count, longest in self.shapes]
+        self.lengths, self.batches = lengths, [*zip(range(len(lengths)))] if batches is None else batches
+        self.shapes: list[tuple[int, int]] = []
+        self.sizes: list[int] = []
+        for batch in self.batches:  # one loop: every packed batch makes one, and a comprehension is a call
+            self.shapes.append((len(batch), lengths[batch[0]]))
+            self.sizes.append(len(batch) * lengths[batch[0]])
+        self.size = sum(self.sizes)
         self.places: torch.Tensor | None = None
-        order = [at for batch in self.batches for at in batch]
+        order = [*chain.from_iterable(self.batches)]
         if self.size > sum(lengths) or order != [*range(len(lengths))]:
             own, starts = np.array(lengths), np.empty(len(order), np.int64)
             filled = np.repeat([longest for _, longest in self.shapes], [count for count, _ in self.shapes])
             starts[order] = filled.cumsum() - filled
             places = np.arange(own.sum()) + np.repeat(starts - (own.cumsum() - own), own)
             self.places = torch.from_numpy(places).to(device, non_blocking=True)
-
-    @property
-    def size(self) -> int:
-        """The number of tokens that all calls compute, with padding."""
-        return sum(self.sizes)
 
     def split(self, states: torch.Tensor, filling: torch.Tensor | None = None) -> list[torch.Tensor]:
         """What each call gets of the documents' tokens ``[tokens, ...]``: tensors ``[count, longest, ...]``.
@@ -168,7 +169,8 @@ def shared_calls(boundaries: Boundaries, width: int, causal: bool) -> tuple[Batc
         lengths, device = tuple(filter(None, boundaries.lengths)), boundaries.cu_seqlens.device
         shared = batches(lengths, SCORES, power=2)
         calls = Batches(lengths, shared if _saves(shared, lengths, width, causal) else None, device)
-        boundaries.made[kind] = calls, _last_keys(calls, boundaries, causal)
+        plain = causal and boundaries.until is None
+        boundaries.made[kind] = calls, [None] * len(calls.shapes) if plain else _last_keys(calls, boundaries, causal)
     found: tuple[Batches, Sequence[torch.Tensor | None]] = boundaries.made[kind]
     return found
 
@@ -187,14 +189,17 @@ def _saves(shared: list[list[int]], lengths: Sequence[int], width: int, causal: 
 
 
 def _last_keys(calls: Batches, boundaries: Boundaries, causal: bool) -> list[torch.Tensor | None]:
-    """The index of the last key that each query sees. Padding sees itself: a window may hide all before it."""
+    """The index of the last key that each query sees, where not only the causal order decides.
+
+    Padding sees itself: a window may hide all before it.
+    """
     cu, until, device = boundaries.cu_seqlens, boundaries.until, boundaries.cu_seqlens.device
     if causal and until is not None:
         pieces = calls.split((until - cu[document_of(cu, len(until))]).long())
         return [torch.maximum(piece, torch.arange(piece.shape[1], device=device)) for piece in pieces]
     found: list[torch.Tensor | None] = []
     for batch, (_, longest) in zip(calls.batches, calls.shapes):
-        if causal or calls.lengths[batch[-1]] == longest:
+        if calls.lengths[batch[-1]] == longest:
             found.append(None)
         else:
             ends = torch.tensor([calls.lengths[at] - 1 for at in batch])[:, None]

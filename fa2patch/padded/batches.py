@@ -213,7 +213,7 @@ def _as_one_row(base: Any, call: Call, share: bool, head: head_calls.HeadCall | 
 
 def _may_be_padded(call: Call) -> bool:
     """Whether a call has a mask, no cache and no boundaries of its own. No value is looked at."""
-    piece = attached.find(call.get("position_ids"), attached.MASK)
+    piece = getattr(call.get("position_ids"), attached.MASK, None)
     packed = passed(call, LENGTHS) or (piece is not None and piece.content is not None)
     decodes = call.get("cache_position") is not None and call.get("use_cache") is not False
     cached = caches.held(call) or call.get("use_cache") or decodes

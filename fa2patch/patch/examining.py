@@ -19,7 +19,7 @@ from ..upstream.find_layers import ModelLayers
 from ..upstream.find_models import is_sharded
 from ..upstream.forward import warn_unpacked
 from ..upstream.packed_mask import PackedMask
-from ..upstream.step import Patched
+from ..upstream.step import MARK, Patched
 
 
 class Examined(Patched, Protocol):
@@ -135,11 +135,12 @@ def examine(patch: Examined, module: Model, call: Call, mask: PackedMask) -> Non
         return
     if examination.under_way or getattr(_thread, "proves", False):
         return
-    if attached.find(call.get("position_ids"), attached.PADDING) is None:
+    if getattr(call.get("position_ids"), attached.PADDING, None) is None:
         heads.require_patched(patch)
-    if vars(module).get("_is_replica") or not patch.active:
+    if vars(module).get("_is_replica") or patch.model.__dict__.get(MARK) is not patch:  # reverted
         return
-    if _has_changed(patch):
+    kept = examination.structure
+    if (kept is None or not kept.is_as_kept()) and _has_changed(patch):
         with _lock:
             if _has_changed(patch):
                 patch.renew()

@@ -121,7 +121,7 @@ def _inside_documents(patch: Patched, call: Call) -> Call:
 def _as_given(batch: Any) -> Any:
     """A batch with the labels from before :func:`without_first_labels`. An evaluation counts them after it."""
     call = dict(batch) if isinstance(batch, Mapping) else {}
-    pieces = {name: attached.find(call.get(name), attached.GIVEN) for name in LABELS}
+    pieces = {name: getattr(call.get(name), attached.GIVEN, None) for name in LABELS}
     found = {name: piece.content for name, piece in pieces.items() if piece is not None}
     return {**call, **found} if found else batch
 

@@ -1,9 +1,10 @@
-"""Objects that ride on a tensor from one forward to the next, as an attribute of the tensor.
+"""Objects that ride on a tensor from one forward to the next, as attributes of the tensor, one for each kind.
 
 A model's own code passes its position ids (or input ids) down to the modules inside it and has no argument for
 boundaries, so they are attached to these tensors. A copy of the tensor loses the attribute. So whoever attaches an
 object checks after the forward that some other code has taken it: its loss is an error, not a dense batch. No other
-module of fa2patch puts an attribute on a tensor.
+module of fa2patch puts an attribute on a tensor. ``getattr(tensor, KIND, None)`` is the piece of a kind, or None; it is
+asked so often in each forward that no function stands around it.
 """
 
 from __future__ import annotations
@@ -16,28 +17,28 @@ import torch
 from .._types import Model
 from ..errors import PackingNotIsolated
 
-MASK = "mask"
+MASK = "_fa2patch_mask"
 """On ``position_ids``: the :class:`PackedMask` that an outer model found, or None for a dense batch."""
 
-DOCUMENTS = "documents"
+DOCUMENTS = "_fa2patch_documents"
 """On ``position_ids``: the :class:`Boundaries`, for modules that must compute each document separately."""
 
-POOLED = "pooled"
+POOLED = "_fa2patch_pooled"
 """On ``input_ids`` or ``inputs_embeds``: the packed batch, for a head that pools documents."""
 
-POSITIONS = "positions"
+POSITIONS = "_fa2patch_positions"
 """On ``input_ids`` or ``inputs_embeds``: the position ids, for embeddings that take none."""
 
-PADDING = "padding"
+PADDING = "_fa2patch_padding"
 """On ``position_ids``: that the row was a padded batch, so that models around this one see padded hidden states."""
 
-GIVEN = "given"
+GIVEN = "_fa2patch_given"
 """On labels of a Trainer's batch: those that it was given, before some of them were ignored."""
 
-EMBEDDED = "embedded"
+EMBEDDED = "_fa2patch_embedded"
 """On ``input_ids``: the :class:`Boundaries` and the shape of the batch, for noise on the embeddings."""
 
-_ATTRIBUTE = "_fa2patch"
+_KINDS = (MASK, DOCUMENTS, POOLED, POSITIONS, PADDING, GIVEN, EMBEDDED)
 
 
 @dataclass(eq=False)
@@ -45,7 +46,7 @@ class Piece:
     """One object that rides on a tensor.
 
     Attributes:
-        kind: the key of the object, such as :data:`MASK`, :data:`DOCUMENTS` or :data:`POOLED`.
+        kind: :data:`MASK`, :data:`DOCUMENTS`, :data:`POOLED` or another kind above.
         content: the object itself.
         delivered: whether some code has taken it.
     """
@@ -58,19 +59,16 @@ class Piece:
 def attach(tensor: torch.Tensor, piece: Piece) -> torch.Tensor:
     """Return a view of the tensor that carries the piece, and every piece that the tensor carries already."""
     carrying = tensor.view_as(tensor)
-    setattr(carrying, _ATTRIBUTE, {**getattr(tensor, _ATTRIBUTE, {}), piece.kind: piece})
+    for kind in _KINDS:
+        riding = piece if kind == piece.kind else getattr(tensor, kind, None)
+        if riding is not None:
+            setattr(carrying, kind, riding)
     return carrying
-
-
-def find(tensor: object, kind: str) -> Piece | None:
-    """Return the piece of this kind that rides on a tensor, or None. The piece is not marked as delivered."""
-    carried: dict[str, Piece] | None = getattr(tensor, _ATTRIBUTE, None)
-    return None if carried is None else carried.get(kind)
 
 
 def take(tensor: object, kind: str) -> Any:
     """Return the content of the piece of this kind and mark it as delivered; None if there is no such piece."""
-    piece = find(tensor, kind)
+    piece: Piece | None = getattr(tensor, kind, None)
     if piece is None:
         return None
     piece.delivered = True

@@ -40,7 +40,7 @@ class NoisyEmbeddings(Trait):
         step.mask.require_whole_rows("noise on its embeddings that is scaled by the length of a document")
         for noise in self._of(step):
             noise.added = False
-        piece = attached.find(ids, attached.EMBEDDED)
+        piece = getattr(ids, attached.EMBEDDED, None)
         if piece is None:
             piece = attached.Piece(attached.EMBEDDED, (step.mask.boundaries, step.mask.shape))
             step.call["input_ids"] = attached.attach(ids, piece)

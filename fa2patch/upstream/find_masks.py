@@ -38,6 +38,9 @@ METHODS = (
 FUNCTIONS = re.compile(r"create_\w*masks?(_mapping|_for_generate|_for_vision_model)?|_prepare_4d_\w+")
 UNMASK = "_unmask_unattended"
 
+REGISTERED = "transformers.masking_utils", inspecting.MASK_FUNCTIONS
+"""Where the dictionary of functions that make masks is, by ``attn_implementation``."""
+
 
 Maker = tuple[Union[type, ModuleType], str]
 """Where a function lies that makes masks: the class or the modeling module, and the name of its attribute."""
@@ -89,13 +92,8 @@ def of_the_user(model: Model, made_by: Iterable[Maker]) -> Any:
 
 def registered_by_the_user(implementation: object) -> Any:
     """The user's function in the dictionary of functions that make masks; None for Transformers' own, or for none."""
-    found = registered(implementation)
+    found = inspecting.dictionary_in(*REGISTERED).get(implementation)
     return None if found is None or is_known(found) else found
-
-
-def registered(implementation: object) -> Any:
-    """The function of an implementation in the dictionary of functions that make masks; None if there is none."""
-    return inspecting.dictionary_in("transformers.masking_utils", inspecting.MASK_FUNCTIONS).get(implementation)
 
 
 def _makes_one(method: Function) -> bool:

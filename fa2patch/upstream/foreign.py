@@ -135,7 +135,7 @@ def on_top(module: object) -> bool:
     own = module.__dict__.get("forward")
     if own is None:
         cls: Any = type(module)
-        return _of_class(cls.forward)
+        return of_class(cls.forward)
     hooked = compiling() or _calls_hooked(own)  # else the forward was replaced above the hooks
     return _is_ours(module.__dict__.get(HOOKED, own) if hooked else own)
 
@@ -151,7 +151,7 @@ def _calls_hooked(own: object) -> bool:
 
 
 @constant
-def _of_class(forward: Any) -> bool:
+def of_class(forward: Any) -> bool:
     """Whether the forward of a class is ours. Dynamo compiles no frame for it, as it would for a call with a class."""
     return getattr(forward, "__code__", None) in _ours
 

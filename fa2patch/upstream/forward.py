@@ -43,8 +43,9 @@ def entered(original: Function) -> Function:
 
     def marked(self: Any, args: Args, kwargs: Call) -> Any:
         patch, role, call = self.__dict__[MARK], self.__dict__[ROLE], calls.named(args, kwargs)
-        piece = heads.pooled_batch(call)
-        if piece is not None:
+        tokens = call.get("input_ids")
+        piece = getattr(call.get("inputs_embeds") if tokens is None else tokens, attached.POOLED, None)
+        if piece is not None:  # a head's own forward computes the tokens that it pools
             if not role.innermost:  # through super(), in a class patched for another model
                 return original(self, *args, **kwargs)
             piece.delivered = True
@@ -99,7 +100,7 @@ def _recognise(step: Step) -> None:
     step.handed = step.mask is not None
     if step.handed:
         return
-    piece = attached.find(call.get("position_ids"), attached.MASK)
+    piece = getattr(call.get("position_ids"), attached.MASK, None)
     if piece is None and role.innermost and _was_found_dense(step):
         return
     foreign_forward = None

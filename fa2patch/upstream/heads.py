@@ -298,12 +298,6 @@ def pooled_by_document(model: Model, call: Call, mask: PackedMask) -> tuple[dict
     return call, ride
 
 
-def pooled_batch(call: Call) -> attached.Piece | None:
-    """What a pooling head has attached to a forward's arguments, with a :class:`Pooled`; None for any other call."""
-    given: Any = call.get("input_ids")
-    return attached.find(call.get("inputs_embeds") if given is None else given, attached.POOLED)
-
-
 @uncompiled
 def _pooled_tokens(model: Model, mask: PackedMask, whole: torch.Tensor, pad: int | None) -> torch.Tensor:
     """The index of the token that the head pools in each document, int64 ``[documents]``, in the rows laid end to end.

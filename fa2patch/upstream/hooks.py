@@ -40,15 +40,18 @@ def before_foreign(module: Any, args: Args, kwargs: Call) -> Any:
     The stages act on the batch (for example, on labels that cross documents), and its boundaries are attached to
     ``position_ids``. Nothing changes if the forward is ours, or if there are no ``position_ids`` that it takes.
     """
-    patch = module.__dict__.get(MARK)
-    if patch is None or foreign.on_top(module) or caches.has_paged(kwargs):
+    patch, own = module.__dict__.get(MARK), module.__dict__.get("forward")
+    if patch is None or (foreign.of_class(type(module).forward) if own is None else foreign.on_top(module)):
+        return None
+    if caches.has_paged(kwargs):
         return None
     calls = foreign.calls_of(module)
     call = calls.named(args, kwargs)
-    if heads.pooled_batch(call) is not None:
+    tokens = call.get("input_ids")
+    if hasattr(call.get("inputs_embeds") if tokens is None else tokens, attached.POOLED):
         return None
     step = Step(module, patch, module.__dict__[ROLE], calls, args, call, by_hook=True)
-    step.mask = find_mask(step, attached.find(call.get("position_ids"), attached.MASK))
+    step.mask = find_mask(step, getattr(call.get("position_ids"), attached.MASK, None))
     if not (isinstance(step.call.get("position_ids"), torch.Tensor) and calls.takes_ids):
         return None
     prepare(step)
@@ -62,7 +65,7 @@ def after_foreign(module: Any, args: Args, kwargs: Call, output: Any) -> None:
     Raises:
         PackingNotIsolated: the boundaries did not arrive, or the outermost model returns one vector for each row.
     """
-    piece = attached.find(kwargs.get("position_ids"), attached.MASK)
+    piece = getattr(kwargs.get("position_ids"), attached.MASK, None)
     if piece is None or piece.content is None:
         return
     role = module.__dict__[ROLE]

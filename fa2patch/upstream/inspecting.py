@@ -335,7 +335,8 @@ def modules_called() -> list[tuple[Any, CodeType, Mapping[str, Any]]]:
     only those of a module's call and of functions that are defined as ``forward`` are read.
     """
     found: list[tuple[Any, CodeType, Mapping[str, Any]]] = []
-    tracing, call = tracing_code(), torch.nn.Module._call_impl.__code__
+    tracing = tracing_code() if "torch._dynamo" in sys.modules else None
+    call = torch.nn.Module._call_impl.__code__
     frame: FrameType | None = sys._getframe(1)
     while frame is not None:  # no call of Python's for a frame: every packed batch asks
         code, variables = frame.f_code, None

@@ -50,15 +50,15 @@ def before(step: Step) -> None:
     """Take the tokens and weights of a weighted loss, and ignore labels across a boundary."""
     if step.call.get(LOSS_LABELS) is not None:
         _take_weighted(step)
-    elif step.mask is not None and not step.role.innermost and _has_unused_weights(step):
+    if step.mask is None or step.role.innermost:
+        return
+    weights = step.call.get(LOSS_WEIGHTS) if step.call.get(LOSS_LABELS) is None else None
+    if weights is not None and LOSS_WEIGHTS not in step.calls.names:
         raise BadBatch(_UNUSED)
-    if step.mask is not None and step.role.predicts_the_next and not (step.role.pools or step.role.innermost):
-        _ignore_first(step, step.mask)
-
-
-def _has_unused_weights(step: Step) -> bool:
-    """Whether weights came that the model's own forward does not know by name."""
-    return step.call.get(LOSS_WEIGHTS) is not None and LOSS_WEIGHTS not in step.calls.names
+    if step.role.predicts_the_next and not step.role.pools:
+        given = passed(step.call, LABELS)
+        if given:
+            _ignore_first(step, step.mask, given)
 
 
 def after(step: Step, weighted: Weighted, output: Any) -> Any:
@@ -77,11 +77,8 @@ def after(step: Step, weighted: Weighted, output: Any) -> Any:
     return (loss, *output) if isinstance(output, tuple) else type(output)(**{**output, "loss": loss})
 
 
-def _ignore_first(step: Step, mask: PackedMask) -> None:
+def _ignore_first(step: Step, mask: PackedMask, given: Call) -> None:
     """Ignore labels across a boundary. Without that, a document's last token would predict the next one's first."""
-    given = passed(step.call, LABELS)
-    if not given:
-        return
     shape, kept = mask.shape, kept_logits(step.call)
     if mask.part is not None:
         _require_shifted(step.module, given, kept)

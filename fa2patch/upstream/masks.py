@@ -204,7 +204,9 @@ def let_through(original: Function) -> Function:
                 "function."
             )
         told = blocks_of(original, variables, given)
-        return _as_made_by(original, names, given, told, with_spans(mask, told))
+        if told is not None or mask.facts.contradiction:
+            mask = with_spans(mask, told)
+        return _as_made_by(original, names, given, told, mask)
 
     return make_mask
 
@@ -232,7 +234,7 @@ def _as_made_by(function: Function, names: list[str], given: Call, told: Blocks 
 @constant
 def _registered(implementation: object) -> str:
     """Where the user's function that would make the mask of a dense batch is defined; empty if it is upstream's."""
-    function = find_masks.registered(implementation)
+    function = inspecting.dictionary_in(*find_masks.REGISTERED).get(implementation)
     known = _of_the_user.get(implementation)
     if known is None or known[0] is not function:
         own = function is not None and not is_known(function)

@@ -145,7 +145,7 @@ class Step:
         If a subclass and its ``super().forward`` are both patched, this is called twice. A piece that no code has taken
         is not attached again.
         """
-        riding = attached.find(self.call[argument], piece.kind)
+        riding = getattr(self.call[argument], piece.kind, None)
         if riding is not None and riding.content is piece.content and not riding.delivered:
             return
         self.call[argument] = attached.attach(self.call[argument], piece)

@@ -295,7 +295,7 @@ def _splitter(sdpa: Function) -> str:
     # DTensor has a handler for flash attention while context parallelism is on
     dtensor = getattr(sys.modules.get("torch.distributed.tensor"), "DTensor", None)
     handlers = getattr(getattr(dtensor, "_op_dispatcher", None), "_custom_op_handlers", {})
-    on = torch.ops.aten._scaled_dot_product_flash_attention.default in handlers
+    on = torch.ops.aten._scaled_dot_product_flash_attention.default in [*handlers]  # to hash an operator is a call
     return _SPLITTERS["torch.distributed"] if on else ""
 
 

@@ -38,7 +38,10 @@ GIVEN = "_fa2patch_given"
 EMBEDDED = "_fa2patch_embedded"
 """On ``input_ids``: the :class:`Boundaries` and the shape of the batch, for noise on the embeddings."""
 
-_KINDS = (MASK, DOCUMENTS, POOLED, POSITIONS, PADDING, GIVEN, EMBEDDED)
+_TOGETHER = ((MASK, DOCUMENTS, PADDING), (POOLED, POSITIONS, EMBEDDED), (GIVEN,))
+"""The kinds that ride on one tensor: on position ids, on tokens, on labels."""
+
+_BESIDE = {kind: tuple(each for each in kinds if each != kind) for kinds in _TOGETHER for kind in kinds}
 
 
 @dataclass(eq=False)
@@ -59,8 +62,9 @@ class Piece:
 def attach(tensor: torch.Tensor, piece: Piece) -> torch.Tensor:
     """Return a view of the tensor that carries the piece, and every piece that the tensor carries already."""
     carrying = tensor.view_as(tensor)
-    for kind in _KINDS:
-        riding = piece if kind == piece.kind else getattr(tensor, kind, None)
+    setattr(carrying, piece.kind, piece)
+    for kind in _BESIDE[piece.kind]:
+        riding = getattr(tensor, kind, None)
         if riding is not None:
             setattr(carrying, kind, riding)
     return carrying
